@@ -1,0 +1,65 @@
+"""Step rate of a small model: TF1's `SyncReplicasOptimizer` against ours.
+
+  python -m benchmarks.small_model [--rounds=3]
+
+Both on real processes of this machine, 1 PS and 2 workers, the same network,
+alternating; the ratio within one run is what counts.
+"""
+
+import re
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+SHAPES = ((32, 64), (64, 64), (64, 10))
+BATCH = 16
+WARM_UP_STEPS = 50
+STEPS = 500
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+  """One batch of noise: float32 [16, 32] and int64 [16]."""
+  rng = np.random.default_rng(0)
+  return (
+    rng.standard_normal((BATCH, SHAPES[0][0]), np.float32),
+    rng.integers(0, SHAPES[-1][1], BATCH),
+  )
+
+
+def initial(number: int, shape: tuple[int, int]) -> np.ndarray:
+  """First value of a weight matrix."""
+  rng = np.random.default_rng(number)
+  return rng.standard_normal(shape, np.float32) * 0.1
+
+
+def run(module: str, spec, replication: str = "between_graph") -> float:
+  """Runs one implementation; milliseconds per step."""
+  from tf_replicas import local_cluster
+
+  def command(task):
+    addresses = [",".join(spec.addresses(job)) for job in ("ps", "worker")]
+    return [
+      sys.executable,
+      "-m",
+      module,
+      *addresses,
+      task.job,
+      str(task.index),
+      replication,
+    ][: 7 if module.endswith("v1_sync_replicas") else None]
+
+  with tempfile.TemporaryDirectory() as log_dir:
+    with local_cluster.LocalCluster(spec, command, log_dir=log_dir) as tasks:
+      tasks.start()
+      deadline = time.monotonic() + 180
+      while time.monotonic() < deadline:
+        text = tasks.log(spec.chief)
+        found = re.search(r"ms_per_step ([\d.]+)", text)
+        if found:
+          return float(found.group(1))
+        if tasks.returncode(spec.chief):
+          raise RuntimeError(text)
+        time.sleep(0.1)
+  raise TimeoutError(f"{module} did not finish")

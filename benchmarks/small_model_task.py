@@ -1,0 +1,85 @@
+"""One task of ours on the small model; started by `benchmarks.small_model`."""
+
+import sys
+import time
+
+from benchmarks import small_model
+from tf_replicas import cluster
+from tf_replicas import server
+
+
+def run_client(spec, task, replication: str) -> None:
+  """Trains; the chief prints the milliseconds of a step."""
+  import keras
+  import tensorflow as tf
+
+  from tf_replicas import between_graph
+  from tf_replicas import in_graph
+  from tf_replicas import sync_replicas
+  from tf_replicas import towers
+
+  def replica_fn():
+    variables = []
+    for number, shape in enumerate(small_model.SHAPES):
+      variables += [
+        tf.Variable(small_model.initial(number, shape), name=f"w{number}"),
+        tf.Variable(tf.zeros(shape[1]), name=f"b{number}"),
+      ]
+
+    def loss_fn(parameters, x, y):
+      for w, b in zip(parameters[::2], parameters[1::2], strict=True):
+        x = x @ w + b
+        if w is not parameters[-2]:
+          x = tf.nn.relu(x)
+      return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=x)
+      )
+
+    def dataset_fn(num_shards, shard):
+      del num_shards, shard
+      return tf.data.Dataset.from_tensors(small_model.batch()).repeat()
+
+    return towers.Replica(variables, loss_fn, dataset_fn)
+
+  workers = spec.num_tasks("worker")
+  drivers = {
+    "between_graph": between_graph.BetweenGraph,
+    "in_graph": in_graph.InGraph,
+  }
+  driver = drivers[replication](
+    spec,
+    task,
+    replica_fn,
+    lambda: sync_replicas.SyncReplicasOptimizer(
+      keras.optimizers.SGD(0.01), workers, workers
+    ),
+  )
+  if not driver.is_chief:
+    driver.run_replica()
+    driver.close()
+    return
+  for _ in range(small_model.WARM_UP_STEPS):
+    driver.step()
+  start = time.perf_counter()
+  for _ in range(small_model.STEPS):
+    driver.step()
+  seconds = time.perf_counter() - start
+  print(f"ms_per_step {seconds / small_model.STEPS * 1e3:.3f}", flush=True)
+  driver.close()
+
+
+def main(argv: list[str]) -> None:
+  ps, workers, job, index, replication = argv
+  jobs = {"ps": ps.split(","), "worker": workers.split(",")}
+  spec = cluster.parse(jobs)
+  task = cluster.Task(job, int(index))
+  in_graph = replication == "in_graph"
+  if job == "ps" or (in_graph and job == "worker"):
+    clients = 1 if in_graph else len(spec.replicas)
+    server.serve(spec, task, num_clients=clients)
+  else:
+    run_client(spec, task, replication)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The CIFAR-10 tutorial network and the binaries that train it."""

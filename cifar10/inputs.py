@@ -1,0 +1,187 @@
+"""Batches for training and evaluation: sharing out, order, prefetching.
+
+Nothing here keeps the data in a graph: a dataset reads its source when it
+is first iterated, on the machine that iterates it, and every batch is
+gathered from memory and distorted as a whole. So a dataset function may run
+on a remote worker, and one core prepares some forty thousand images per
+second.
+"""
+
+import tensorflow as tf
+
+from cifar10 import config
+from cifar10 import distortions
+from cifar10 import sources
+
+# How many batches may be under way, and how many may wait, finished.
+PARALLEL_BATCHES = 2
+PREFETCHED_BATCHES = 4
+
+
+def train_dataset(
+  source: sources.Source,
+  *,
+  batch_size: int,
+  seed: int,
+  num_shards: int = 1,
+  shard_index: int | tf.Tensor = 0,
+  start_example: int | tf.Tensor = 0,
+) -> tf.data.Dataset:
+  """Makes endless batches of distorted training images for one worker.
+
+  All workers see one stream: a permutation of the training set per epoch,
+  each a different one, end to end (Goyal et al. 2017, remark 4). The stream
+  is cut into global batches of `num_shards * batch_size`, and of each
+  worker k takes the k-th part. So
+
+  *   every example is in one worker's batch once per epoch, without a
+      remainder (a global batch may reach into the next epoch);
+  *   n workers' batches put together are, image for image and distortions
+      included, the batch of one worker with an n times larger batch.
+
+  Args:
+    source: Read when the dataset is first iterated.
+    batch_size: Images per batch of this worker.
+    seed: Decides order and distortions.
+    num_shards: Number of workers.
+    shard_index: Which worker this is; may be a scalar tensor, as inside the
+      dataset function of an in-graph worker.
+    start_example: Where in the stream to begin, for a run that goes on from
+      a checkpoint: the number of examples all workers used so far. Skipping
+      costs nothing.
+
+  Returns:
+    A dataset of float32 images `[batch_size, 24, 24, 3]` and int64 labels
+    `[batch_size]`.
+
+  Raises:
+    ValueError: If a number is out of range.
+  """
+  _require_positive("batch_size", batch_size)
+  _require_positive("num_shards", num_shards)
+  if isinstance(shard_index, int) and not 0 <= shard_index < num_shards:
+    raise ValueError(
+      f"`shard_index` must be in [0, {num_shards - 1}]. "
+      f"Received: {shard_index}."
+    )
+  global_batch = num_shards * batch_size
+  order_seed, distortion_seed = tf.unstack(
+    tf.random.split(tf.constant([seed, 0], tf.int64), 2), num=2
+  )
+  first = tf.cast(shard_index, tf.int32) * batch_size
+
+  def mine(values):
+    return tf.ensure_shape(values[first : first + batch_size], [batch_size])
+
+  def batches(images, labels):
+    def batch(position, indices):
+      step_seed = tf.random.fold_in(distortion_seed, position)
+      draws = distortions.draw(step_seed, global_batch)
+      chosen = mine(indices)
+      distorted = distortions.apply(
+        tf.gather(images, chosen), distortions.Distortions(*map(mine, draws))
+      )
+      return distorted, tf.gather(labels, chosen)
+
+    order = _order(source.num_train, global_batch, order_seed, start_example)
+    return order.map(
+      batch, num_parallel_calls=PARALLEL_BATCHES, deterministic=True
+    ).prefetch(PREFETCHED_BATCHES)
+
+  dataset = _examples(source, "train").flat_map(batches)
+  return dataset.apply(
+    tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+  ).with_options(_options())
+
+
+def eval_batches(
+  source: sources.Source, batch_size: int, *, split: str = "test"
+) -> tf.data.Dataset:
+  """Makes batches for evaluation, with every image in exactly one.
+
+  Args:
+    source: Read when the dataset is first iterated.
+    batch_size: Images per batch; the last has what is left.
+    split: `test`, or `train` to measure on the training set.
+
+  Returns:
+    A finite dataset of float32 images `[batch, 24, 24, 3]` and int64 labels
+    `[batch]`.
+
+  Raises:
+    ValueError: If `batch_size` is not positive or the split unknown.
+  """
+  _require_positive("batch_size", batch_size)
+  sizes = {"train": source.num_train, "test": source.num_test}
+  if split not in sizes:
+    raise ValueError(f"`split` must be train or test. Received: {split!r}.")
+  dataset = _examples(source, split).flat_map(
+    lambda images, labels: (
+      tf.data.Dataset.from_tensor_slices((images, labels))
+      .batch(batch_size)
+      .map(lambda images, labels: (distortions.center(images), labels))
+      .prefetch(PREFETCHED_BATCHES)
+    )
+  )
+  return dataset.apply(
+    tf.data.experimental.assert_cardinality(-(-sizes[split] // batch_size))
+  ).with_options(_options())
+
+
+def _examples(source: sources.Source, split: str) -> tf.data.Dataset:
+  """One element: all images and labels, read by whoever iterates.
+
+  A tensor captured by a dataset would be copied into its graph as a
+  constant each time the runtime rewrites it (TF 2.21). An element is not.
+  """
+
+  def read(_):
+    images, labels = source.read(split)
+    size = config.RECORD_SIZE
+    return (
+      tf.ensure_shape(images, [None, size, size, 3]),
+      tf.ensure_shape(labels, [None]),
+    )
+
+  return tf.data.Dataset.from_tensors(0).map(read)
+
+
+def _order(
+  num_examples: int,
+  global_batch: int,
+  seed: tf.Tensor,
+  start_example: int | tf.Tensor,
+) -> tf.data.Dataset:
+  """Positions in the stream, and the indices of a global batch from there."""
+  start = tf.cast(start_example, tf.int64)
+  first_epoch = start // num_examples
+
+  def permutation(epoch):
+    order = tf.random.experimental.stateless_shuffle(
+      tf.range(num_examples), tf.random.fold_in(seed, epoch)
+    )
+    skipped = tf.where(epoch == first_epoch, start % num_examples, 0)
+    return order[skipped:]
+
+  indices = (
+    tf.data.Dataset.counter(first_epoch)
+    .map(permutation)
+    .rebatch(global_batch, drop_remainder=True)
+  )
+  step = tf.constant(global_batch, tf.int64)
+  positions = tf.data.Dataset.counter(start, step)
+  return tf.data.Dataset.zip((positions, indices))
+
+
+def _options() -> tf.data.Options:
+  options = tf.data.Options()
+  # The shards are ours; a distribution strategy must not shard again.
+  options.experimental_distribute.auto_shard_policy = (
+    tf.data.experimental.AutoShardPolicy.OFF
+  )
+  return options
+
+
+def _require_positive(name: str, value: int) -> None:
+  if value < 1:
+    raise ValueError(f"`{name}` must be positive. Received: {value}.")

@@ -1,0 +1,151 @@
+"""The tutorial's network and its loss, as functions of plain tensors."""
+
+from collections.abc import Mapping
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from cifar10 import config
+from cifar10 import lrn
+
+WEIGHT_DECAY = config.Config.weight_decay
+DECAYED = ("local3/kernel", "local4/kernel")
+
+
+def build(*, seed: int = 0) -> keras.Model:
+  """Builds the network of the TF1 tutorial (`cifar10.py: inference`).
+
+  Two convolutions, two fully connected layers (called "local" there) and a
+  linear one: 1,068,298 parameters. The first block pools and then
+  normalises; the second normalises and then pools.
+
+  Args:
+    seed: The same seed gives the same initial weights.
+
+  Returns:
+    A model from `[batch, 24, 24, 3]` images to `[batch, 10]` logits.
+  """
+  size = config.IMAGE_SIZE
+  seeds = iter(np.random.SeedSequence(seed).generate_state(5))
+
+  def weights(stddev):
+    return dict(
+      kernel_initializer=keras.initializers.TruncatedNormal(
+        stddev=stddev, seed=int(next(seeds) >> 1)
+      )
+    )
+
+  def biases(value):
+    return dict(bias_initializer=keras.initializers.Constant(value))
+
+  def conv(name, bias):
+    return keras.layers.Conv2D(
+      64,
+      5,
+      padding="same",
+      activation="relu",
+      name=name,
+      **weights(0.05),
+      **biases(bias),
+    )
+
+  def norm(name):
+    return lrn.LocalResponseNormalization(
+      depth_radius=4, bias=1.0, alpha=0.001 / 9.0, beta=0.75, name=name
+    )
+
+  def pool(name):
+    return keras.layers.MaxPooling2D(3, 2, padding="same", name=name)
+
+  def local(name, units):
+    return keras.layers.Dense(
+      units, activation="relu", name=name, **weights(0.04), **biases(0.1)
+    )
+
+  images = keras.Input([size, size, 3], name="images")
+  x = conv("conv1", bias=0.0)(images)
+  x = norm("norm1")(pool("pool1")(x))
+  x = conv("conv2", bias=0.1)(x)
+  x = pool("pool2")(norm("norm2")(x))
+  x = keras.layers.Flatten(name="flatten")(x)
+  x = local("local3", 384)(x)
+  x = local("local4", 192)(x)
+  logits = keras.layers.Dense(
+    config.NUM_CLASSES,
+    name="softmax_linear",
+    **weights(1 / 192.0),
+    **biases(0.0),
+  )(x)
+  return keras.Model(images, logits, name="cifar10")
+
+
+def loss(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+  """Returns the mean cross-entropy, in float32.
+
+  Args:
+    logits: `[batch, 10]`, of any floating point type.
+    labels: `[batch]` integers in [0, 9].
+  """
+  return tf.reduce_mean(
+    tf.nn.sparse_softmax_cross_entropy_with_logits(
+      labels, tf.cast(logits, tf.float32)
+    )
+  )
+
+
+def weight_decay(
+  parameters: Mapping[str, tf.Tensor], *, factor: float = WEIGHT_DECAY
+) -> tf.Tensor:
+  """Returns factor * 1/2 * sum of squares of the weights that decay.
+
+  These are the weights of `local3` and `local4` alone, as in the tutorial's
+  code (its text says all variables).
+
+  Args:
+    parameters: Values by path; others than `DECAYED` are left alone.
+    factor: Of the whole sum.
+  """
+  return factor * tf.add_n(
+    [tf.nn.l2_loss(tf.cast(parameters[path], tf.float32)) for path in DECAYED]
+  )
+
+
+def total_loss(
+  model: keras.Model,
+  parameters: Mapping[str, tf.Tensor],
+  images: tf.Tensor,
+  labels: tf.Tensor,
+  *,
+  training: bool = True,
+  decay_factor: float = WEIGHT_DECAY,
+) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+  """Computes the loss from given parameter values.
+
+  The network and the weight decay use the very same tensors, so parameters
+  that live on another machine are fetched once.
+
+  Args:
+    model: What `build` returned; its own trainable weights are not read.
+    parameters: Every trainable value by `variable.path`; watch these to
+      take gradients. Non-trainable values may be among them, those that
+      are not come from the model.
+    images: `[batch, 24, 24, 3]`.
+    labels: `[batch]` integers.
+    training: Passed on to the layers.
+    decay_factor: See `weight_decay`.
+
+  Returns:
+    The scalar loss, and the new non-trainable values by path (none for this
+    network).
+  """
+  trainable = [parameters[v.path] for v in model.trainable_variables]
+  states = model.non_trainable_variables
+  logits, updates = model.stateless_call(
+    trainable,
+    [parameters.get(v.path, v.value) for v in states],
+    images,
+    training=training,
+  )
+  total = loss(logits, labels) + weight_decay(parameters, factor=decay_factor)
+  return total, {v.path: u for v, u in zip(states, updates, strict=True)}

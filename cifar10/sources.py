@@ -1,0 +1,237 @@
+"""Where images come from: record files, TensorFlow Datasets, thin air."""
+
+import dataclasses
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from cifar10 import config
+from cifar10 import synthetic
+
+RECORDS_PER_FILE = 10_000
+RECORD_BYTES = 1 + 3 * config.RECORD_SIZE**2
+TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+TEST_FILES = ("test_batch.bin",)
+SUBDIRECTORY = "cifar-10-batches-bin"
+
+_IMAGE_SHAPE = (config.RECORD_SIZE, config.RECORD_SIZE, 3)
+
+
+class DataError(Exception):
+  """The data cannot be used; the message is one line and says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A training and a test set.
+
+  Attributes:
+    name: What it was asked for by.
+    num_train: Number of training examples.
+    num_test: Number of test examples.
+    read: Called with `train` or `test`, returns all uint8 images
+      `[N, 32, 32, 3]` and int64 labels `[N]`. Made of TensorFlow ops alone,
+      so that inside a graph the machine that runs it does the reading.
+  """
+
+  name: str
+  num_train: int
+  num_test: int
+  read: Callable[[str], tuple[tf.Tensor, tf.Tensor]]
+
+
+def find(
+  dataset: str, data_dir: str | None = None, *, download: bool = True
+) -> Source:
+  """Finds a data set and checks it.
+
+  `cifar10` in the official binary layout is used as soon as `data_dir`, or
+  its subdirectory `cifar-10-batches-bin`, holds any file of that layout.
+  Everything else but `synthetic` is left to TensorFlow Datasets.
+
+  Args:
+    dataset: `cifar10`, `synthetic`, or another TensorFlow data set with
+      features `image` (32x32x3) and `label` (10 classes).
+    data_dir: Where to look; None is the default place of TensorFlow
+      Datasets.
+    download: Whether TensorFlow Datasets may download what is missing.
+
+  Returns:
+    The source. It is read only when its `read` is called.
+
+  Raises:
+    DataError: If there is no such data set, it cannot be loaded, or a file
+      is not what it should be.
+  """
+  if dataset == "synthetic":
+    return Source(
+      dataset, synthetic.NUM_TRAIN, synthetic.NUM_TEST, synthetic.read
+    )
+  # Absolute, because a remote worker may run in another directory.
+  data_dir = os.path.abspath(os.path.expanduser(data_dir)) if data_dir else None
+  if dataset == "cifar10" and data_dir:
+    for directory in (data_dir, os.path.join(data_dir, SUBDIRECTORY)):
+      paths = [os.path.join(directory, f) for f in TRAIN_FILES + TEST_FILES]
+      if any(os.path.exists(path) for path in paths):
+        return _record_files(dataset, paths)
+  return _tensorflow_dataset(dataset, data_dir, download)
+
+
+def decode_records(contents: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+  """Decodes records of the official binary layout.
+
+  A record is a byte with the label and then 1024 bytes of red, 1024 of
+  green and 1024 of blue, each row by row.
+
+  Args:
+    contents: Scalar string of whole records.
+
+  Returns:
+    uint8 images `[N, 32, 32, 3]` and int64 labels `[N]`.
+  """
+  records = tf.reshape(tf.io.decode_raw(contents, tf.uint8), [-1, RECORD_BYTES])
+  planes = tf.reshape(records[:, 1:], [-1, 3, *_IMAGE_SHAPE[:2]])
+  return tf.transpose(planes, [0, 2, 3, 1]), tf.cast(records[:, 0], tf.int64)
+
+
+def _record_files(name: str, paths: Sequence[str]) -> Source:
+  for path in paths:
+    _check_records(path)
+  splits = {
+    "train": paths[: len(TRAIN_FILES)],
+    "test": paths[len(TRAIN_FILES) :],
+  }
+
+  def read(split):
+    parts = [decode_records(tf.io.read_file(path)) for path in splits[split]]
+    images, labels = zip(*parts, strict=True)
+    return tf.concat(images, 0), tf.concat(labels, 0)
+
+  return Source(
+    name,
+    RECORDS_PER_FILE * len(splits["train"]),
+    RECORDS_PER_FILE * len(splits["test"]),
+    read,
+  )
+
+
+def _check_records(path: str) -> None:
+  """Checks that a file has the right size and no label above 9."""
+  expected = RECORDS_PER_FILE * RECORD_BYTES
+  if not os.path.exists(path):
+    raise DataError(
+      f"`{path}` must be a file of {expected} bytes, as other files of the "
+      "binary CIFAR-10 layout lie beside it. Received: no such file."
+    )
+  size = os.path.getsize(path)
+  if size != expected:
+    raise DataError(
+      f"`{path}` must hold {RECORDS_PER_FILE} records of {RECORD_BYTES} "
+      f"bytes, {expected} in all. Received: {size} bytes."
+    )
+  try:
+    labels = np.memmap(path, np.uint8, "r")[::RECORD_BYTES]
+  except OSError as error:
+    raise DataError(f"`{path}` cannot be read: {error.strerror}.") from error
+  wrong = np.flatnonzero(labels >= config.NUM_CLASSES)
+  if wrong.size:
+    raise DataError(
+      f"The label of record {wrong[0]} of `{path}` must be in [0, "
+      f"{config.NUM_CLASSES - 1}]. Received: {labels[wrong[0]]}."
+    )
+
+
+def _tensorflow_dataset(
+  name: str, data_dir: str | None, download: bool
+) -> Source:
+  builder = _prepared_builder(name, data_dir, download)
+  _check_features(name, builder.info)
+
+  @tf.autograph.experimental.do_not_convert
+  def read(split):
+    data = builder.as_dataset(split=split, batch_size=-1, shuffle_files=False)
+    return data["image"], tf.cast(data["label"], tf.int64)
+
+  splits = builder.info.splits
+  return Source(
+    name, splits["train"].num_examples, splits["test"].num_examples, read
+  )
+
+
+def _prepared_builder(name: str, data_dir: str | None, download: bool):
+  """Returns a TensorFlow Datasets builder whose files are there."""
+  place = "its default directory" if data_dir is None else f"`{data_dir}`"
+  try:
+    # It takes long to import, and other sources do without it.
+    import tensorflow_datasets as tfds
+
+    try:
+      builder = tfds.builder(name, data_dir=data_dir)
+    except tfds.core.registered.DatasetNotFoundError:
+      builder = None
+    if builder is not None and not builder.info.splits:
+      if not download:
+        raise DataError("it is not prepared there and `download` is off")
+      _require_server(builder)
+      builder.download_and_prepare()
+  # Whatever goes wrong in there, its user needs the same one line.
+  except Exception as error:
+    raise DataError(
+      f"TensorFlow Datasets could not load {name!r} from {place}: "
+      f"{_one_line(error)}. Give a `data_dir` that holds {TRAIN_FILES[0]} to "
+      f"{TRAIN_FILES[-1]} and {TEST_FILES[0]} (or {SUBDIRECTORY} with them), "
+      "or one that TensorFlow Datasets has prepared."
+    ) from error
+  if builder is None:
+    raise DataError(
+      "`dataset` must be cifar10, synthetic or the name of a data set that "
+      f"TensorFlow Datasets knows or has prepared in {place}. Received: "
+      f"{name!r}."
+    )
+  return builder
+
+
+def _require_server(builder) -> None:
+  """Fails at once without a network; the downloader retries for minutes."""
+  for url in list(getattr(builder, "url_infos", {}))[:1]:
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+      urllib.request.urlopen(request, timeout=10).close()
+    except urllib.error.HTTPError:
+      pass  # It answered; what it answers is for the downloader to judge.
+    except OSError as error:
+      raise DataError(f"{url} does not answer, {error}") from error
+
+
+def _check_features(name: str, info) -> None:
+  """Checks what a TensorFlow data set holds before anything is read."""
+  features = dict(info.features.items())
+  image, label = features.get("image"), features.get("label")
+  if image is None or image.shape != _IMAGE_SHAPE:
+    raise DataError(
+      f"`image` of data set {name!r} must have shape {_IMAGE_SHAPE}. "
+      f"Received: {getattr(image, 'shape', None)}."
+    )
+  classes = getattr(label, "num_classes", None)
+  if classes != config.NUM_CLASSES:
+    raise DataError(
+      f"`label` of data set {name!r} must have {config.NUM_CLASSES} classes. "
+      f"Received: {classes}."
+    )
+  for split in ("train", "test"):
+    if split not in info.splits or not info.splits[split].num_examples:
+      raise DataError(
+        f"Data set {name!r} must have examples in split {split!r}. "
+        f"Received splits: {', '.join(info.splits)}."
+      )
+
+
+def _one_line(error: Exception) -> str:
+  """The first line of a message, without a stop at its end."""
+  lines = str(error).strip().splitlines() or [type(error).__name__]
+  return lines[0].strip()[:300].rstrip(".")

@@ -1,0 +1,69 @@
+"""Tests of `cifar10.config`."""
+
+import dataclasses
+
+import pytest
+import tensorflow as tf
+
+from cifar10 import config
+
+
+def test_defaults_are_the_tutorials():
+  tutorial = config.from_recipe("tutorial")
+  assert tutorial == config.Config()
+  assert tutorial.batch_size == 128
+  assert tutorial.momentum == 0.0
+  assert len(config.LABELS) == config.NUM_CLASSES
+
+
+def test_settings_win_over_the_recipe():
+  settings = config.from_recipe("tutorial", learning_rate=0.5, momentum=0.9)
+  assert settings.learning_rate == 0.5
+  assert settings.momentum == 0.9
+
+
+@pytest.mark.parametrize(
+  "field, value",
+  [
+    ("batch_size", 0),
+    ("max_steps", 0),
+    ("recipe", "secret"),
+    ("learning_rate", 0.0),
+    ("num_epochs_per_decay", -1.0),
+    ("momentum", 1.0),
+    ("moving_average_decay", 1.5),
+    ("weight_decay", -0.1),
+    ("dataset", ""),
+  ],
+)
+def test_refuses_settings_out_of_range(field, value):
+  with pytest.raises(ValueError, match=rf"`{field}` must be .*{value!r}\.$"):
+    dataclasses.replace(config.Config(), **{field: value})
+
+
+@pytest.mark.parametrize(
+  "examples_seen, expected",
+  [
+    (0, 0.1),
+    (100_000 * 128, 0.1),  # The tutorial's whole run.
+    (350 * 50_000 - 1, 0.1),
+    (350 * 50_000, 0.01),
+    (700 * 50_000, 0.001),
+  ],
+)
+def test_learning_rate_falls_every_350_epochs(examples_seen, expected):
+  settings = config.Config()
+  assert config.learning_rate(settings, examples_seen) == pytest.approx(
+    expected
+  )
+  rate = config.learning_rate(settings, tf.constant(examples_seen, tf.int64))
+  assert float(rate) == pytest.approx(expected)
+
+
+def test_learning_rate_follows_the_size_of_the_training_set():
+  settings = config.Config(num_epochs_per_decay=2.0)
+  rates = [
+    config.learning_rate(settings, n, num_examples_per_epoch=10)
+    for n in (19, 20)
+  ]
+  assert rates == pytest.approx([0.1, 0.01])

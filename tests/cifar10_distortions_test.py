@@ -1,0 +1,141 @@
+"""Tests of `cifar10.distortions` against `tf.image`, image by image."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from cifar10 import distortions
+
+NUM_DRAWS = 8_100
+
+
+@pytest.fixture(scope="module")
+def draws():
+  drawn = distortions.draw([7, 8], NUM_DRAWS)
+  return distortions.Distortions(*(values.numpy() for values in drawn))
+
+
+def noise(num_images):
+  return tf.constant(
+    np.random.default_rng(3).integers(0, 256, [num_images, 32, 32, 3], np.uint8)
+  )
+
+
+def distort_one(image, top, left, flip, brightness, contrast):
+  image = tf.image.crop_to_bounding_box(image, top, left, 24, 24)
+  if flip:
+    image = tf.image.flip_left_right(image)
+  image = tf.image.adjust_brightness(tf.cast(image, tf.float32), brightness)
+  image = tf.image.adjust_contrast(image, contrast)
+  return tf.image.per_image_standardization(image)
+
+
+def test_does_what_tf_image_does():
+  images = noise(16)
+  drawn = distortions.draw([1, 2], 16)
+  assert len(set(map(bool, drawn.flip))) == 2
+  expected = [
+    distort_one(i, *one) for i, *one in zip(images, *drawn, strict=True)
+  ]
+  actual = distortions.apply(images, drawn)
+  assert actual.dtype == tf.float32
+  np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+def test_crops_and_flips_by_hand():
+  rows, columns = np.meshgrid(np.arange(32), np.arange(32), indexing="ij")
+  image = np.stack([rows, columns, 0 * rows], -1).astype(np.uint8)
+  drawn = distortions.Distortions(
+    top=tf.constant([0, 8, 3]),
+    left=tf.constant([0, 8, 5]),
+    flip=tf.constant([False, False, True]),
+    brightness=tf.zeros([3]),
+    contrast=tf.ones([3]),
+  )
+  crops = distortions.apply(tf.stack([image] * 3), drawn)
+  for crop, (top, left, step) in zip(
+    crops, [(0, 0, 1), (8, 8, 1), (3, 5, -1)], strict=True
+  ):
+    cut = image[top : top + 24, left : left + 24][:, ::step]
+    standardized = (cut - np.mean(cut)) / np.std(cut)
+    np.testing.assert_allclose(crop, standardized, atol=1e-5)
+
+
+def test_a_blank_image_stays_finite():
+  blank = tf.fill([2, 32, 32, 3], tf.constant(200, tf.uint8))
+  np.testing.assert_array_equal(
+    distortions.center(blank), np.zeros([2, 24, 24, 3])
+  )
+  assert np.all(np.abs(distortions.distort(blank, [1, 1])) < 1e-2)
+
+
+def test_center_is_the_tutorials_evaluation_crop():
+  images = noise(4)
+  crops = tf.image.resize_with_crop_or_pad(images, 24, 24)
+  np.testing.assert_allclose(
+    distortions.center(images),
+    tf.image.per_image_standardization(crops),
+    atol=1e-6,
+  )
+
+
+def test_offsets_are_uniform_and_independent(draws):
+  cells = np.bincount(draws.top * 9 + draws.left, minlength=81)
+  assert len(cells) == 81
+  # 80 degrees of freedom: mean 80, standard deviation 12.6; 5 of these.
+  expected = NUM_DRAWS / 81
+  assert np.sum((cells - expected) ** 2 / expected) < 80 + 5 * 12.6
+
+
+def test_the_rest_is_uniform_and_independent(draws):
+  # Five standard errors of a mean of uniform draws of width w:
+  # 5 * w / sqrt(12 * 8100).
+  def assert_mean(values, expected, width):
+    tolerance = 5 * width / np.sqrt(12 * NUM_DRAWS)
+    assert np.mean(values) == pytest.approx(expected, abs=tolerance)
+
+  assert np.min(draws.brightness) >= -63 and np.max(draws.brightness) < 63
+  assert np.min(draws.contrast) >= 0.2 and np.max(draws.contrast) < 1.8
+  assert_mean(draws.brightness, 0.0, 126)
+  assert_mean(draws.brightness**2, 63**2 / 3, 63**2)
+  assert_mean(draws.contrast, 1.0, 1.6)
+  assert_mean((draws.contrast - 1) ** 2, 0.8**2 / 3, 0.8**2)
+  # A coin has variance 1/4, three times that of a uniform draw of width 1.
+  assert_mean(draws.flip, 0.5, np.sqrt(3))
+  correlations = np.corrcoef(np.stack(draws).astype(float))
+  off_diagonal = correlations - np.eye(5)
+  assert np.max(np.abs(off_diagonal)) < 5 / np.sqrt(NUM_DRAWS)
+
+
+def test_distribution_is_that_of_tf_image():
+  """Compares mean and mean square of every pixel over many draws."""
+  num = 3_000
+  image = noise(1)[0]
+  ours = distortions.distort(tf.repeat(image[tf.newaxis], num, axis=0), [5, 6])
+
+  def random_distort(i):
+    seed = tf.stack([i, 9])
+    seeds = tf.unstack(tf.random.split(seed, 4), num=4)
+    crop = tf.image.stateless_random_crop(image, [24, 24, 3], seeds[0])
+    crop = tf.image.stateless_random_flip_left_right(crop, seeds[1])
+    crop = tf.cast(crop, tf.float32)
+    crop = tf.image.stateless_random_brightness(crop, 63, seeds[2])
+    crop = tf.image.stateless_random_contrast(crop, 0.2, 1.8, seeds[3])
+    return tf.image.per_image_standardization(crop)
+
+  data = tf.data.Dataset.range(num).map(random_distort).batch(num)
+  theirs = data.get_single_element()
+  for moment in (1, 2):
+    a, b = ours.numpy() ** moment, theirs.numpy() ** moment
+    error = np.sqrt((np.var(a, axis=0) + np.var(b, axis=0)) / num)
+    z = (np.mean(a, axis=0) - np.mean(b, axis=0)) / error
+    # 1728 normal values exceed 5.5 once in 15,000 tries.
+    assert np.max(np.abs(z)) < 5.5
+    assert np.std(z) == pytest.approx(1.0, abs=0.2)
+
+
+def test_same_seed_same_distortions():
+  images = noise(8)
+  first, again, other = (distortions.distort(images, [4, s]) for s in (1, 1, 2))
+  np.testing.assert_array_equal(first, again)
+  assert np.max(np.abs(first - other)) > 0.1

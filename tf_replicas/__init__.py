@@ -1,0 +1,39 @@
+"""Replicated training with TensorFlow, synchronous to asynchronous.
+
+The public names; each is imported when it is first used, so that what needs no
+TensorFlow (`cluster`) does not load it.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+  "BetweenGraph": "between_graph",
+  "ClusterError": "cluster",
+  "ClusterSpec": "cluster",
+  "InGraph": "in_graph",
+  "LocalCluster": "local_cluster",
+  "MovingAverages": "moving_averages",
+  "NonFiniteGradientError": "sync_replicas",
+  "ParameterStore": "parameter_store",
+  "Replica": "towers",
+  "Session": "training",
+  "StepResult": "training",
+  "SyncReplicasOptimizer": "sync_replicas",
+  "Task": "cluster",
+  "serve": "server",
+}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str):
+  if name in _MODULE_OF:
+    module = importlib.import_module(f"tf_replicas.{_MODULE_OF[name]}")
+    return getattr(module, name)
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return [*__all__, "__version__"]

@@ -1,0 +1,111 @@
+"""`host:port` addresses: their parts, whether they are here, free ports."""
+
+import ipaddress
+import re
+import socket
+
+RULE = 'must be "host:port" with a port in [0, 65535]'
+
+_ADDRESS = re.compile(
+  r"(?:\[(?P<ipv6>[^\s\[\]]+)\]|(?P<host>[^\s:/\[\]]+))"
+  r":(?P<port>[0-9]{1,5})"
+)
+
+
+def split(address: object) -> tuple[str, int] | None:
+  """Host (without brackets) and port of `address`, None if it breaks `RULE`.
+
+  An IPv6 host stands in brackets: "[::1]:2222".
+  """
+  match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+  if match is None or int(match["port"]) > 65535:
+    return None
+  if match["ipv6"] and getattr(_ip(match["ipv6"]), "version", None) != 6:
+    return None
+  return match["ipv6"] or match["host"], int(match["port"])
+
+
+def with_port(address: str, port: int) -> str:
+  """`address` with its port replaced."""
+  return f"{address.rpartition(':')[0]}:{port}"
+
+
+def canonical_host(host: str) -> str:
+  """`host` in lower case, every loopback address as "localhost".
+
+  A TensorFlow server listens on all interfaces, so that 127.0.0.1:2222 and
+  127.0.0.2:2222 are the same port to it.
+  """
+  ip = _ip(host)
+  return "localhost" if ip and ip.is_loopback else host.lower()
+
+
+def is_local(host: str) -> bool:
+  """Whether `host` is this machine.
+
+  True for loopback addresses, for IP addresses of this machine's interfaces
+  and for its own name, short or full. Other names are not looked up: without
+  a network that would hang.
+  """
+  host = canonical_host(host)
+  if host == "localhost":
+    return True
+  if ip := _ip(host):
+    return _can_bind(ip)
+  name = socket.gethostname().lower()
+  short_name = name.partition(".")[0]
+  return host in (name, short_name) or (
+    host.startswith(f"{short_name}.") and host == socket.getfqdn().lower()
+  )
+
+
+def bound_socket(port: int) -> socket.socket:
+  """A socket bound to `port` (0: any free one) as a TensorFlow server binds it.
+
+  Raises:
+    OSError: If the port is in use or this user may not use it.
+  """
+  bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+  try:
+    # As gRPC does, or else a port whose server has just been killed would
+    # count as in use for a minute. A live server still keeps us out.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("", port))
+  except OSError:
+    bound.close()
+    raise
+  return bound
+
+
+def free_ports(number: int, *, taken: set[int]) -> list[int]:
+  """`number` distinct free ports of this machine, none of them in `taken`."""
+  ports: list[int] = []
+  held: list[socket.socket] = []  # Kept open, or a port might come up twice.
+  try:
+    while len(ports) < number:
+      held.append(bound_socket(0))
+      port = held[-1].getsockname()[1]
+      if port not in taken:
+        ports.append(port)
+  finally:
+    for bound in held:
+      bound.close()
+  return ports
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+  try:
+    return ipaddress.ip_address(host)
+  except ValueError:
+    return None
+
+
+def _can_bind(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+  """Whether `ip` belongs to an interface: no other address can be bound."""
+  family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+  try:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+      probe.bind((str(ip), 0))
+  except OSError:
+    return False
+  return True

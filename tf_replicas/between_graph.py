@@ -1,0 +1,212 @@
+"""Between-graph replication: every worker is its own client and program.
+
+Each worker runs this driver. It connects to all parameter servers and to no
+other worker, builds the model, and attaches to the shared copy by name.
+
+1. The chief (a `chief` task, else worker 0) creates the shared copy, restores a
+   checkpoint if it has one, and publishes what it trains. The others wait for
+   that and compare.
+2. Every worker loops: pull, compute, hand over (`towers.contribute`); one
+   `tf.function` call per step. On the chief that loop has a thread of its own.
+3. The chief's main thread makes the updates (`step`), one call per step.
+4. At the end the chief says how it ended and closes the queues; that releases
+   every waiting worker. They leave; then the chief dismisses the PS tasks.
+
+Where things live: parameters, slots, averages, queues and counters on the PS
+tasks; the model, its data and the inner optimizer's code in each worker.
+"""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas import connection
+from tf_replicas import membership
+from tf_replicas import parameter_store
+from tf_replicas import stalls
+from tf_replicas import sync_replicas
+from tf_replicas import towers
+from tf_replicas import training
+
+_ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
+
+
+class BetweenGraph:
+  """The between-graph driver of one worker.
+
+  Attributes:
+    task: Which task this is.
+    is_chief: Whether it makes the updates.
+    store: The shared copy.
+    optimizer: The update rule.
+  """
+
+  def __init__(
+    self,
+    spec: cluster.ClusterSpec,
+    task: cluster.Task,
+    replica_fn: Callable[[], towers.Replica],
+    optimizer_fn: Callable[[], sync_replicas.SyncReplicasOptimizer],
+    *,
+    start_timeout_secs: float = 120.0,
+    lost_after_secs: float = 20.0,
+    log: Callable[[str], None] = print,
+  ):
+    """Connects, builds the replica and attaches to the shared copy.
+
+    Nothing of TensorFlow may be built before the connection stands, hence the
+    two functions.
+
+    Args:
+      spec: The cluster, ports chosen.
+      task: This task, one of `spec.replicas`.
+      replica_fn: Builds the replica; the same in every worker.
+      optimizer_fn: Builds the update rule; the same in every worker.
+      start_timeout_secs: How long to wait for PS tasks and chief.
+      lost_after_secs: How long a worker may be silent before its place in a
+        step is offered to another.
+      log: Where words go.
+
+    Raises:
+      cluster.ClusterError: If `task` does not train, or its port is in use.
+      TimeoutError: If a PS task or the chief does not come in time.
+      ValueError: If this program builds other variables than the chief's.
+    """
+    self.task = task
+    self.is_chief = task == spec.chief
+    self._names = [str(t) for t in spec.replicas]
+    self._index = spec.replicas.index(task)
+    self._log = log
+    self._lost_after_secs = lost_after_secs
+    self._start_timeout_secs = start_timeout_secs
+    devices = connection.connect_client(
+      spec, task, timeout_secs=start_timeout_secs, log=log
+    )
+    self._members = membership.Membership(
+      self._index,
+      len(self._names),
+      devices=devices,
+      timeout_secs=start_timeout_secs,
+    )
+    self.replica = replica_fn()
+    self.optimizer = optimizer_fn()
+    self.store = parameter_store.build(spec, self.replica.variables)
+    self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
+    if self.is_chief:
+      self.optimizer.create([tf.identity(v) for v in self.replica.variables])
+    self._thread: connection.Thread | None = None
+    self._watch: stalls.Watch | None = None
+
+  @property
+  def global_step(self) -> int:
+    """The updates made so far."""
+    return int(self.store.read_global_step())
+
+  def step(self) -> training.StepResult:
+    """The chief's: makes one update.
+
+    Raises:
+      FloatingPointError: If a replica computed something not finite.
+      Exception: What went wrong in the chief's own replica.
+    """
+    if self._thread is None:
+      self._start()
+    try:
+      update = sync_replicas.update_of(self.optimizer, self._names)
+    except sync_replicas.Interrupted:
+      self._thread.join()
+      raise
+    self._watch.progress(update.global_step)
+    return training.StepResult(
+      update.global_step,
+      update.loss,
+      update.num_examples,
+      {"learning_rate": update.learning_rate},
+    )
+
+  def _start(self) -> None:
+    """Tells the others to go on, and starts the chief's own replica."""
+    self._members.publish(self.optimizer.signature())
+    self._watch = stalls.Watch(
+      self.optimizer,
+      self._members.ages,
+      self._names,
+      lost_after_secs=self._lost_after_secs,
+      log=self._log,
+    )
+    self._thread = connection.Thread(
+      self._contribute_until_the_end, on_error=self.optimizer.interrupt
+    )
+
+  def run_replica(self) -> int:
+    """Everyone else's: contributes until training ends.
+
+    Returns:
+      The global step when it ended.
+
+    Raises:
+      RuntimeError: If training ended with an error, with its words.
+    """
+    theirs = self._await_chief()
+    ours = self.optimizer.signature()
+    if theirs != ours:
+      found = membership.differences(ours, theirs)
+      raise ValueError(
+        f"{self.task} differs from the chief: {'; '.join(found)}"
+      )
+    self._contribute_until_the_end()
+    outcome = self._members.outcome()
+    if outcome != membership.FINISHED:
+      raise RuntimeError(outcome or "training ended without a word")
+    return self.global_step
+
+  def _await_chief(self) -> list:
+    published = connection.await_value(
+      self._members.published,
+      timeout_secs=self._start_timeout_secs,
+      what=f"{self.task} waits for the chief to publish what it trains",
+      log=self._log,
+    )
+    return published
+
+  def _contribute_until_the_end(self) -> None:
+    dataset = self.replica.dataset_fn(len(self._names), self._index)
+    iterator = iter(dataset)
+
+    local_device = tf.constant(0).device
+
+    def contribute(last=None):
+      release = towers.contribute(
+        self.store, self.optimizer, self.replica, iterator, self._index, last
+      )
+      with tf.device(local_device):
+        return type(release)(*[tf.identity(x) for x in release])
+
+    contribute = tf.function(contribute)
+    last = None
+    try:
+      while True:
+        last = contribute() if last is None else contribute(last)
+        if int(last.ticket) < 0:
+          last = None
+    except _ENDED:
+      if not self._members.outcome():
+        raise
+
+  def close(self, error: BaseException | None = None) -> None:
+    """Leaves; the chief ends the training first.
+
+    Args:
+      error: What ended it early, told to everyone.
+    """
+    if self.is_chief:
+      self._members.end(membership.FINISHED if error is None else str(error))
+      self.optimizer.close()
+      if self._watch is not None:
+        self._watch.stop()
+      if self._thread is not None:
+        self._thread.join(timeout_secs=10)
+    self._members.leave()
+    if self.is_chief:
+      self._members.dismiss(timeout_secs=10)

@@ -1,0 +1,137 @@
+"""Connect a client to its parameter servers, with deadlines and words."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas import parameter_store
+
+T = TypeVar("T")
+_WORDS_EVERY_SECS = 10.0
+
+
+def connect_client(
+  spec: cluster.ClusterSpec,
+  task: cluster.Task,
+  *,
+  timeout_secs: float,
+  log: Callable[[str], None] = print,
+) -> list[str]:
+  """Makes this process a client of all PS tasks.
+
+  The cluster it names holds the PS tasks and itself only: naming the other
+  workers would make every client wait for them.
+
+  Returns:
+    One device of each PS task.
+
+  Raises:
+    cluster.ClusterError: If the port of `task` is in use.
+    TimeoutError: If a PS task does not answer in time.
+  """
+  address = spec.address(task)
+  cluster.check_port_free(address)
+  await_servers(spec, "ps", timeout_secs=timeout_secs, log=log)
+  tf.config.experimental_connect_to_cluster(
+    tf.train.ClusterSpec(
+      {"ps": spec.addresses("ps"), task.job: {task.index: address}}
+    ),
+    job_name=task.job,
+    task_index=task.index,
+  )
+  return [parameter_store.ps_device(i) for i in range(spec.num_tasks("ps"))]
+
+
+def await_servers(
+  spec: cluster.ClusterSpec,
+  job: str,
+  *,
+  timeout_secs: float,
+  log: Callable[[str], None] = print,
+) -> None:
+  """Waits until every task of `job` listens.
+
+  Raises:
+    TimeoutError: Naming the first task that does not.
+  """
+  deadline = time.monotonic() + timeout_secs
+  for task in spec.tasks(job):
+    address = spec.address(task)
+    await_value(
+      lambda address=address: listens(address),
+      timeout_secs=max(deadline - time.monotonic(), 0.0),
+      what=f"waiting for {task} at {address}",
+      log=log,
+      poll_secs=0.1,
+    )
+
+
+def listens(address: str) -> bool:
+  """Whether something accepts connections at "host:port"."""
+  host, _, port = address.rpartition(":")
+  try:
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
+      return True
+  except OSError:
+    return False
+
+
+def await_value(
+  poll: Callable[[], T | None],
+  *,
+  timeout_secs: float,
+  what: str,
+  log: Callable[[str], None] = print,
+  poll_secs: float = 0.05,
+) -> T:
+  """Polls until there is something true; says so every ten seconds.
+
+  Raises:
+    TimeoutError: After `timeout_secs`, with `what`.
+  """
+  start = time.monotonic()
+  said = start
+  while not (value := poll()):
+    now = time.monotonic()
+    if now - start > timeout_secs:
+      raise TimeoutError(f"{what}: gave up after {timeout_secs:.0f} s")
+    if now - said > _WORDS_EVERY_SECS:
+      log(f"{what}: {now - start:.0f} s so far")
+      said = now
+    time.sleep(poll_secs)
+  return value
+
+
+class Thread:
+  """A thread whose error is raised where it is joined."""
+
+  def __init__(self, run: Callable[[], None], *, on_error: Callable[[], None]):
+    """Starts it.
+
+    Args:
+      run: What to do.
+      on_error: Called after `run` failed, to wake whoever should join.
+    """
+    self._error: BaseException | None = None
+
+    def guarded():
+      try:
+        run()
+      except BaseException as error:  # pylint: disable=broad-except
+        self._error = error
+        on_error()
+
+    self._thread = threading.Thread(target=guarded, daemon=True)
+    self._thread.start()
+
+  def join(self, timeout_secs: float | None = None) -> None:
+    """Waits for the end, and raises what `run` raised, once."""
+    self._thread.join(timeout_secs)
+    if self._error is not None:
+      error, self._error = self._error, None
+      raise error

@@ -1,0 +1,352 @@
+"""Whole gradient sets on their way from the replicas to the update.
+
+A *contribution* is everything one replica has to say about one batch: all its
+gradients, its loss, its number of examples. It is admitted or refused as a
+whole, and it is refused before its bytes travel.
+
+Where every object lives:
+
+* PS task 0: the `inbox` (a queue of short messages from all replicas), one
+  `replies` queue per replica, and the *ledger*: variables that say what each
+  replica is doing, which contributions the step has accepted so far, and how
+  many each replica had applied or refused since the start.
+* every PS task: one `gradients` queue per replica, for the part of its
+  gradient sets that concerns the variables of that task.
+
+A replica's side of one contribution (`offer`):
+
+1. It puts OFFER(replica, tag, step) into the inbox; the tag is its own, and
+   the step is that of the variables which it computed from.
+2. It waits for a reply to that tag: ADMIT or RELEASE(step).
+3. If admitted, it puts its gradients into its queue on every PS task, then
+   DELIVERED into the inbox, and waits for RELEASE(step).
+
+The chief's side of one step (`collect`, a function that runs wholly on PS task
+0, so that nothing crosses the network but its result): take messages from the
+inbox, note each in the ledger, and *settle*: give the free places of the step
+to those who wait with a fresh offer. Of N places one is free unless it was
+delivered or is owed by an admitted replica. An offer made from older variables
+is released at once and counted as late; a fresh one without a place waits,
+for it takes the place of an admitted replica that is lost (LOST, sent by the
+chief), and is counted as surplus when the step ends. `collect` returns when N
+contributions were delivered; the caller then applies their mean (`take_sums`) and
+ends the step (`release_all`).
+
+A replica offers one contribution at a time. A new offer of a replica whose
+last one is still open therefore means that it was restarted: the old offer is
+void, and the old waiter, which may live on at the PS and would eat the next
+reply, is fed a RELEASE that carries the old tag.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_replicas import gradient_queues
+from tf_replicas import ledger as ledger_lib
+from tf_replicas import parameter_store
+from tf_replicas import resources
+
+Kind = ledger_lib.Kind
+Verdict = ledger_lib.Verdict
+
+
+class Collected(NamedTuple):
+  """What `collect` led to; tensors on PS task 0.
+
+  Attributes:
+    kind: int64, DELIVERED when the step is complete, else the kind of the
+      message that ended the wait early (NONFINITE, WAKE).
+    replica: int64, who sent that message.
+    step: int64, the global step whose contributions these are.
+    examples: int64, the examples in the accepted contributions.
+    loss: float64, the mean loss of the accepted contributions.
+    present: bool [V], which trainable variables got a gradient from anyone.
+  """
+
+  kind: tf.Tensor
+  replica: tf.Tensor
+  step: tf.Tensor
+  examples: tf.Tensor
+  loss: tf.Tensor
+  present: tf.Tensor
+
+
+class Release(NamedTuple):
+  """What a replica hears after it offered a contribution; scalar tensors.
+
+  Attributes:
+    admitted: bool, whether the contribution was used.
+    global_step: int64, the step to go on from.
+    ticket: int64, the tag of the next contribution if that one is admitted in
+      advance, else -1.
+  """
+
+  admitted: tf.Tensor
+  global_step: tf.Tensor
+  ticket: tf.Tensor
+
+
+class Contributions:
+  """The queues and the ledger of one training, for either side.
+
+  Attributes:
+    num_replicas: R, how many replicas offer.
+    replicas_to_aggregate: N, how many contributions make a step.
+  """
+
+  def __init__(
+    self,
+    store: parameter_store.ParameterStore,
+    *,
+    num_replicas: int,
+    replicas_to_aggregate: int,
+    is_sparse: Sequence[bool],
+  ):
+    """Creates the objects on the PS tasks, or attaches to them.
+
+    Args:
+      store: The variables that the gradients belong to.
+      num_replicas: R.
+      replicas_to_aggregate: N.
+      is_sparse: For each trainable variable whether its gradients come as
+        `tf.IndexedSlices`. The same in every client.
+    """
+    self.num_replicas = num_replicas
+    self.replicas_to_aggregate = replicas_to_aggregate
+    self._store = store
+    self._device = store.device_of_task(0)
+    empty = ledger_lib.new_ledger(num_replicas, replicas_to_aggregate)
+    with tf.device(self._device):
+      self._inbox = resources.Queue("inbox", [tf.int64, tf.float64, tf.bool])
+      self._replies = [
+        resources.Queue(f"replies/{r}", [tf.int64]) for r in range(num_replicas)
+      ]
+      self._ledger = ledger_lib.Ledger(
+        *[
+          resources.shared_variable(f"ledger/{k}", v.shape, v.dtype)
+          for k, v in empty._asdict().items()
+        ]
+      )
+      self._present = resources.shared_variable(
+        "ledger/present", [len(is_sparse)], tf.bool
+      )
+    self._gradients = gradient_queues.GradientQueues(
+      store, num_replicas, is_sparse
+    )
+
+  def initialize(self) -> None:
+    """Empties the ledger. For the chief of a new training, once."""
+    empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
+    self._write(empty)
+    self._present.assign(tf.zeros(self._present.shape, tf.bool))
+
+  # The replica's side.
+
+  def offer(
+    self,
+    replica: int | tf.Tensor,
+    gradients: Sequence[parameter_store.Gradient],
+    *,
+    local_step: tf.Tensor,
+    loss: tf.Tensor,
+    num_examples: tf.Tensor,
+    ticket: tf.Tensor | None = None,
+  ) -> Release:
+    """Offers one contribution, hands it over if admitted, waits for release.
+
+    To be used inside a `tf.function`.
+
+    Args:
+      replica: Which replica this is, in [0, R); an int64 scalar tensor where
+        the same function serves several.
+      gradients: One per trainable variable, in the store's order, of whole
+        variables; may be None.
+      local_step: int64 scalar: the global step of the variables used.
+      loss: Scalar, the mean loss of the batch.
+      num_examples: Scalar, the size of the batch.
+      ticket: int64 scalar from the last `Release`, not -1, if it is to be
+        handed over without an offer.
+
+    Raises:
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: When training has
+        ended meanwhile (at run time).
+    """
+    is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
+    is_sound &= gradient_queues.all_finite(gradients)
+    if ticket is not None:
+      return self._hand_over(
+        replica, ticket, gradients, loss, num_examples, is_sound
+      )
+    with tf.device(self._device):
+      tag = tf.cast(tf.timestamp() * 1e6, tf.int64)
+      kind = tf.where(is_sound, int(Kind.OFFER), int(Kind.NONFINITE))
+      offered = self._send(kind, replica, tag, step=local_step)
+      with tf.control_dependencies([offered]):
+        verdict, step = self._await_reply(replica, tag)
+    admitted = verdict == int(Verdict.ADMIT)
+    return tf.cond(
+      admitted,
+      lambda: self._hand_over(
+        replica, tag, gradients, loss, num_examples, True
+      ),
+      lambda: Release(admitted, step, tf.constant(-1, tf.int64)),
+    )
+
+  def _hand_over(
+    self, replica, tag, gradients, loss, num_examples, is_sound
+  ) -> Release:
+    """Sends what was admitted under `tag`, and waits for the release."""
+    report = [loss, num_examples, is_sound]
+    report = tf.stack([tf.cast(x, tf.float64) for x in report])
+    arrived = self._gradients.put(replica, tag, gradients)
+    with tf.device(self._device), tf.control_dependencies(arrived):
+      kind = tf.where(report[2] > 0, int(Kind.DELIVERED), int(Kind.NONFINITE))
+      present = tf.constant([g is not None for g in gradients])
+      delivered = self._send(
+        kind, replica, tag, report=report[:2], present=present
+      )
+      with tf.control_dependencies([delivered]):
+        verdict, step = self._await_reply(replica, tag)
+      may_continue = verdict == int(Verdict.CONTINUE)
+      ticket = tf.where(may_continue, tag + 1, tf.constant(-1, tf.int64))
+      return Release(tf.constant(True), step, ticket)
+
+  def _send(
+    self, kind, replica, tag, *, step=0, report=(0.0, 0.0), present=False
+  ) -> tf.Operation | None:
+    """Puts a message into the inbox; built there, to send little."""
+    with tf.device(self._device):
+      header = [tf.cast(x, tf.int64) for x in (kind, replica, tag, step)]
+      report = tf.convert_to_tensor(report, tf.float64)
+      present = tf.convert_to_tensor(present)
+      return self._inbox.enqueue([tf.stack(header), report, present])
+
+  def _await_reply(self, replica, tag) -> tuple[tf.Tensor, tf.Tensor]:
+    """The verdict and the step of the next reply that carries `tag`."""
+
+    def dequeue(*_):
+      return [
+        resources.select(replica, self._replies, lambda q: q.dequeue()[0])
+      ]
+
+    (reply,) = tf.while_loop(
+      lambda reply: reply[0] != tag,
+      dequeue,
+      dequeue(),
+      shape_invariants=[tf.TensorShape(None)],
+    )
+    reply = tf.ensure_shape(reply, [3])
+    return reply[1], reply[2]
+
+  # The chief's side.
+
+  def collect(self) -> Collected:
+    """Answers the replicas until the step has its N contributions.
+
+    To be used inside a `tf.function`. Returns early, with everything noted,
+    when a replica reports something not finite or when `wake` is called.
+
+    Raises:
+      tf.errors.OutOfRangeError: After `close`, at run time.
+    """
+    with tf.device(self._device):
+      step = self._store.read_global_step()
+      done = self._is_complete(self._ledger.accepted.read_value())
+      kind = tf.where(done, int(Kind.DELIVERED), int(Kind.OFFER))
+      kind, replica = tf.while_loop(
+        lambda kind, _: kind == int(Kind.OFFER),
+        lambda *_: self._serve_one(step),
+        [tf.cast(kind, tf.int64), tf.constant(-1, tf.int64)],
+      )
+      with tf.control_dependencies([kind]):
+        loss = self._ledger.loss.read_value()
+        return Collected(
+          kind=kind,
+          replica=replica,
+          step=step,
+          examples=self._ledger.examples.read_value(),
+          loss=loss / self.replicas_to_aggregate,
+          present=self._present.read_value(),
+        )
+
+  def _serve_one(self, step) -> tuple[tf.Tensor, tf.Tensor]:
+    """Serves one message; (OFFER to go on or why to return, its sender)."""
+    header, report, present = self._inbox.dequeue()
+    header = tf.unstack(tf.ensure_shape(header, [4]))
+    loss, examples = tf.unstack(tf.ensure_shape(report, [2]))
+    message = ledger_lib.Message(
+      *header, examples=tf.cast(examples, tf.int64), loss=loss
+    )
+    noted, replies = ledger_lib.record(self._read(), message, step)
+    ledger, settled = ledger_lib.settle(noted)
+    self._write(ledger)
+    self._present.assign(self._present.read_value() | present)
+    self._reply(tf.maximum(settled, replies.verdict), noted.tag, step)
+    released = tf.where(replies.flush >= 0, int(Verdict.RELEASE), -1)
+    self._reply(tf.cast(released, tf.int64), replies.flush, step)
+    kind = tf.where(
+      self._is_complete(ledger.accepted), int(Kind.DELIVERED), int(Kind.OFFER)
+    )
+    is_urgent = (message.kind == Kind.NONFINITE) | (message.kind == Kind.WAKE)
+    kind = tf.where(is_urgent, message.kind, tf.cast(kind, tf.int64))
+    return kind, message.replica
+
+  def _is_complete(self, accepted) -> tf.Tensor:
+    return tf.reduce_all(accepted[:, 0] >= 0)
+
+  def _read(self) -> ledger_lib.Ledger:
+    return ledger_lib.Ledger(*[v.read_value() for v in self._ledger])
+
+  def _write(self, ledger: ledger_lib.Ledger) -> None:
+    for variable, value in zip(self._ledger, ledger, strict=True):
+      variable.assign(value)
+
+  def _reply(self, verdict, tag, step) -> None:
+    for r, queue in enumerate(self._replies):
+
+      def send(r=r, queue=queue):
+        with tf.control_dependencies(
+          [queue.enqueue([tf.stack([tag[r], verdict[r], step])])]
+        ):
+          return tf.constant(True)
+
+      tf.cond(verdict[r] >= 0, send, lambda: tf.constant(False))
+
+  def take_sums(self, task: int) -> list[parameter_store.Gradient]:
+    """Sums the accepted contributions of one PS task, in replica order.
+
+    To be used inside a `tf.function`, once between `collect` and
+    `release_all`. See `GradientQueues.take_sums`.
+    """
+    with tf.device(self._device):
+      accepted = self._ledger.accepted.read_value()
+    return self._gradients.take_sums(task, accepted)
+
+  def release_all(self, step: tf.Tensor) -> None:
+    """Ends the step: counts, forgets it, and releases who waits to `step`."""
+    with tf.device(self._device):
+      before = self._read()
+      ledger, verdict = ledger_lib.finish(before)
+      self._write(ledger)
+      self._present.assign(tf.zeros(self._present.shape, tf.bool))
+      self._reply(verdict, before.tag, step)
+
+  def wake(self) -> None:
+    """Makes a waiting `collect` return (from another thread)."""
+    self._send(Kind.WAKE, -1, -1)
+
+  def declare_lost(self, replica: int, tag: int) -> None:
+    """Tells the ledger that `replica`, whose last offer is `tag`, is gone."""
+    self._send(Kind.LOST, replica, tag)
+
+  def snapshot(self) -> ledger_lib.Ledger:
+    """The ledger as it is now, as NumPy values; for people."""
+    return ledger_lib.Ledger(*[v.numpy() for v in self._ledger])
+
+  def close(self) -> None:
+    """Ends it for everybody: waiters get `OutOfRangeError`, offers fail."""
+    self._inbox.close()
+    for queue in self._replies:
+      queue.close()

@@ -1,0 +1,111 @@
+"""What this process's TensorFlow may use, and where its towers run.
+
+`configure` comes first in every process, before TensorFlow initialises its
+devices, which the first tensor does. Logical CPU devices can stand in for GPUs,
+so that a cluster of machines with GPUs can be rehearsed on one without any.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+def configure(
+  gpus: Sequence[int] | None,
+  *,
+  num_emulated: int = 0,
+  memory_growth: bool = True,
+) -> None:
+  """Limits this process to some of the machine's GPUs, or to stand-ins.
+
+  It also switches soft placement on, since some ops have no GPU kernel. If
+  TensorFlow's devices are initialised already, and as asked, nothing happens.
+
+  Args:
+    gpus: The numbers of the GPUs to use; empty for none, so that a parameter
+      server takes no GPU memory; None for all there are.
+    num_emulated: If positive, no GPU is used and this many CPU devices stand in
+      for `gpus`, which then need not exist.
+    memory_growth: Whether GPU memory is taken as needed instead of at once.
+
+  Raises:
+    ValueError: If a GPU does not exist or is named twice, or `num_emulated` is
+      negative.
+    RuntimeError: If TensorFlow's devices are initialised already, in another
+      way.
+  """
+  if num_emulated < 0:
+    raise ValueError(
+      f"`num_emulated` must not be negative. Received: {num_emulated}."
+    )
+  existing = tf.config.list_physical_devices("GPU")
+  if num_emulated:
+    visible = []
+  elif gpus is None:
+    visible = existing
+  else:
+    _check_gpus(gpus, len(existing))
+    visible = [existing[number] for number in sorted(gpus)]
+  try:
+    tf.config.set_visible_devices(visible, "GPU")
+    for gpu in visible:
+      tf.config.experimental.set_memory_growth(gpu, memory_growth)
+    if num_emulated > 1:
+      _split_cpu(num_emulated)
+  except RuntimeError as error:
+    raise RuntimeError(
+      "`configure` must be called before TensorFlow initialises its devices,"
+      " that is before the first tensor or variable is made. Received:"
+      f" gpus={gpus}, num_emulated={num_emulated}, memory_growth="
+      f"{memory_growth}, after they were initialised otherwise."
+    ) from error
+  tf.config.set_soft_device_placement(True)
+
+
+def tower_devices(
+  gpus: Sequence[int],
+  *,
+  emulate: bool,
+  job: str | None = None,
+  task: int = 0,
+) -> list[str]:
+  """The device of each tower of a task.
+
+  TensorFlow numbers the GPUs that are visible to a process from 0, so the
+  towers on GPUs 1 and 2 of a machine run on `GPU:0` and `GPU:1`.
+
+  Args:
+    gpus: The GPUs of the task, as given to its `configure`. One tower runs on
+      each, or a single one on the CPU if there are none.
+    emulate: Whether CPU devices stand in for the GPUs.
+    job: The job of the task; None for a process without a cluster.
+    task: The index of the task within the job.
+
+  Returns:
+    Device strings such as `/job:worker/task:1/device:GPU:0`.
+  """
+  kind = "GPU" if gpus and not emulate else "CPU"
+  host = "" if job is None else f"/job:{job}/task:{task}"
+  num_towers = max(1, len(gpus))
+  return [f"{host}/device:{kind}:{tower}" for tower in range(num_towers)]
+
+
+def _check_gpus(gpus: Sequence[int], num_existing: int) -> None:
+  if len(set(gpus)) < len(gpus):
+    raise ValueError(f"`gpus` must be distinct. Received: {list(gpus)}.")
+  if all(0 <= number < num_existing for number in gpus):
+    return
+  if num_existing:
+    rule = f"`gpus` must be among {list(range(num_existing))}, the GPUs of this"
+  else:
+    rule = "`gpus` must be empty, as TensorFlow finds no GPU on this"
+  raise ValueError(
+    f"{rule} machine. Received: {list(gpus)}. To rehearse with CPU devices in"
+    " their place, use --emulate_gpus."
+  )
+
+
+def _split_cpu(num_devices: int) -> None:
+  cpu = tf.config.list_physical_devices("CPU")[0]
+  logical = [tf.config.LogicalDeviceConfiguration()] * num_devices
+  tf.config.set_logical_device_configuration(cpu, logical)

@@ -1,0 +1,268 @@
+"""The bytes of gradients: one queue per replica on every PS task.
+
+An element of a queue is the part of one contribution that concerns the
+variables of that PS task, under the contribution's tag: it arrives whole or
+not at all, can be thrown away by its tag, and is summed in replica order, so
+that the sum does not depend on who came first.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_replicas import packing
+from tf_replicas import parameter_store
+from tf_replicas import resources
+
+Gradient = parameter_store.Gradient
+
+
+class GradientQueues:
+  """The queues `gradients/<replica>` of every PS task."""
+
+  def __init__(
+    self,
+    store: parameter_store.ParameterStore,
+    num_replicas: int,
+    is_sparse: Sequence[bool],
+  ):
+    """Creates the queues, or attaches to them.
+
+    Args:
+      store: The variables that the gradients belong to.
+      num_replicas: How many replicas there are.
+      is_sparse: For each trainable variable whether its gradients come as
+        `tf.IndexedSlices`.
+    """
+    self._store = store
+    self._num_replicas = num_replicas
+    self._is_sparse = list(is_sparse)
+    self._layouts = [self._layout(t) for t in range(store.num_tasks)]
+    self._queues = []
+    for task, layout in enumerate(self._layouts):
+      dtypes = [tf.int64, *layout.dtypes]
+      with tf.device(store.device_of_task(task)):
+        self._queues.append(
+          [
+            resources.Queue(f"gradients/{replica}", dtypes)
+            for replica in range(num_replicas)
+          ]
+        )
+
+  def _layout(self, task: int) -> "_Layout":
+    shards = self._store.trainable_shards(task)
+    items = [
+      self._store.item(self._store.trainable[position], number)
+      for position, number in shards
+    ]
+    dense = [
+      i
+      for i, (position, _) in enumerate(shards)
+      if not self._is_sparse[position]
+    ]
+    return _Layout(
+      shards=shards,
+      items=items,
+      groups=[
+        [dense[i] for i in group]
+        for group in packing.groups([items[i] for i in dense])
+      ],
+      sparse=[i for i in range(len(shards)) if i not in dense],
+    )
+
+  def put(
+    self,
+    replica: int | tf.Tensor,
+    tag: tf.Tensor,
+    gradients: Sequence[Gradient],
+  ) -> list[tf.Tensor]:
+    """Sends one set of gradients to the PS tasks.
+
+    Args:
+      replica: Whose it is; a Python int or an int64 scalar.
+      tag: int64 scalar, the contribution's tag.
+      gradients: One per trainable variable of the store, for whole variables.
+
+    Returns:
+      Tensors that depend on the arrival, one per PS task.
+    """
+    by_shard = [
+      self._store.split_gradient(index, gradient)
+      for index, gradient in zip(self._store.trainable, gradients, strict=True)
+    ]
+    arrived = []
+    for task, layout in enumerate(self._layouts):
+      if not layout.shards:
+        continue
+      parts = [by_shard[position][number] for position, number in layout.shards]
+      components = [tag, *layout.to_wire(parts)]
+
+      def enqueue(queue, components=components):
+        with tf.device(queue.device):
+          with tf.control_dependencies([queue.enqueue(components)]):
+            return tf.constant(True)
+
+      arrived.append(resources.select(replica, self._queues[task], enqueue))
+    return arrived
+
+  def take_sums(self, task: int, accepted: tf.Tensor) -> list[Gradient]:
+    """Takes the accepted contributions off the queues of `task`; sums them.
+
+    Leftovers of contributions that came to nothing are thrown away.
+
+    Args:
+      task: The PS task.
+      accepted: int64 [N, 2], (replica, tag) of what to take; all of it must
+        have arrived.
+
+    Returns:
+      One gradient for each of the store's `trainable_shards(task)`; a scalar
+      zero for a dense variable that nobody had a gradient for.
+    """
+    layout = self._layouts[task]
+    if not layout.shards:
+      return []
+    with tf.device(self._store.device_of_task(task)):
+      sums = layout.zeros()
+      for replica in range(self._num_replicas):
+        sums = self._add_taken(task, replica, accepted, sums)
+      return layout.from_wire(sums)
+
+  def _add_taken(self, task, replica, accepted, sums) -> list[tf.Tensor]:
+    """Adds what `replica` delivered for this step."""
+    queue = self._queues[task][replica]
+    tags = tf.boolean_mask(accepted[:, 1], accepted[:, 0] == replica)
+    add = self._layouts[task].adders()
+
+    def take(taken, *sums):
+      tag, *parts = queue.dequeue()
+      is_wanted = tf.reduce_any(tags == tag)
+      sums = tf.cond(
+        is_wanted,
+        lambda: [a(s, p) for a, s, p in zip(add, sums, parts, strict=True)],
+        lambda: [tf.identity(s) for s in sums],
+      )
+      return [taken + tf.cast(is_wanted, tf.int32), *sums]
+
+    return tf.while_loop(
+      lambda taken, *_: taken < tf.size(tags),
+      take,
+      [tf.constant(0), *sums],
+      shape_invariants=[
+        tf.TensorShape([]),
+        *[tf.TensorShape(None)] * len(sums),
+      ],
+    )[1:]
+
+
+class _Layout(NamedTuple):
+  """How the gradients of one PS task are laid out in an element of a queue.
+
+  First the dense ones, small ones packed together, then values and indices of
+  each sparse one.
+
+  Attributes:
+    shards: (position among the trainable variables, shard number) of each.
+    items: Shape and dtype of each.
+    groups: Positions in `shards` of what is packed together.
+    sparse: Positions in `shards` of the sparse ones.
+  """
+
+  shards: list[tuple[int, int]]
+  items: list[packing.Item]
+  groups: list[list[int]]
+  sparse: list[int]
+
+  @property
+  def dtypes(self) -> list[tf.DType]:
+    """The dtype of each component of an element."""
+    dtypes = [self.items[group[0]].dtype for group in self.groups]
+    for i in self.sparse:
+      dtypes += [self.items[i].dtype, tf.int64]
+    return dtypes
+
+  def adders(self) -> list[Callable]:
+    """How each component of an element is added to its sum."""
+    return [tf.add] * len(self.groups) + [_append] * (2 * len(self.sparse))
+
+  def zeros(self) -> list[tf.Tensor]:
+    """Sums of nothing; a dense one is a scalar, which adds to any shape."""
+    zeros = [tf.zeros([], self.items[g[0]].dtype) for g in self.groups]
+    return zeros + [x for i in self.sparse for x in self._no_rows(i)]
+
+  def _no_rows(self, i: int) -> list[tf.Tensor]:
+    shape, dtype = self.items[i]
+    return [tf.zeros([0, *shape[1:]], dtype), tf.zeros([0], tf.int64)]
+
+  def to_wire(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
+    """Lays out one gradient per shard; None travels as zeros or as no rows."""
+    components = []
+    for group in self.groups:
+      if all(gradients[i] is None for i in group):
+        components.append(tf.zeros([], self.items[group[0]].dtype))
+        continue
+      components.append(
+        packing.pack([self._dense(i, gradients[i]) for i in group])
+      )
+    for i in self.sparse:
+      if gradients[i] is None:
+        components += self._no_rows(i)
+      else:
+        values = tf.cast(gradients[i].values, self.items[i].dtype)
+        components += [values, tf.cast(gradients[i].indices, tf.int64)]
+    return components
+
+  def _dense(self, i: int, gradient: Gradient) -> tf.Tensor:
+    shape, dtype = self.items[i]
+    if gradient is None:
+      return tf.zeros(shape, dtype)
+    return tf.cast(tf.convert_to_tensor(gradient), dtype)
+
+  def from_wire(self, sums: Sequence[tf.Tensor]) -> list[Gradient]:
+    """One gradient per shard again.
+
+    What nobody had a gradient for is zeros of a packed group, and a scalar
+    zero where it travels alone.
+    """
+    gradients: list[Gradient] = [None] * len(self.shards)
+    for group, total in zip(self.groups, sums, strict=False):
+      items = [self.items[i] for i in group]
+      parts = [total]
+      if len(group) > 1:
+        total += tf.zeros([sum(item.size for item in items)], total.dtype)
+        parts = packing.unpack(total, items)
+      for i, part in zip(group, parts, strict=True):
+        gradients[i] = part
+    rows = iter(sums[len(self.groups) :])
+    for i in self.sparse:
+      gradients[i] = tf.IndexedSlices(next(rows), next(rows))
+    return gradients
+
+
+def _append(total: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+  return tf.concat([total, part], axis=0)
+
+
+def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+  """Whether every number in `gradients` is finite: a bool scalar.
+
+  The sum of squares answers it for next to nothing; only where that is not
+  finite, which huge but finite numbers cause too, each number is looked at.
+  """
+  tensors = [
+    g.values if isinstance(g, tf.IndexedSlices) else g
+    for g in gradients
+    if g is not None
+  ]
+  if not tensors:
+    return tf.constant(True)
+  squares = [tf.cast(tf.nn.l2_loss(t), tf.float32) for t in tensors]
+  return tf.cond(
+    tf.math.is_finite(tf.add_n(squares)),
+    lambda: tf.constant(True),
+    lambda: tf.reduce_all(
+      [tf.reduce_all(tf.math.is_finite(t)) for t in tensors]
+    ),
+  )

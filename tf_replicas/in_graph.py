@@ -1,0 +1,224 @@
+"""In-graph replication: one client drives every worker.
+
+The client builds the model once and schedules the replicas' steps on worker
+servers through `tf.distribute.coordinator.ClusterCoordinator`; it makes the
+updates itself and does not train.
+
+1. The client connects to all PS and worker tasks through
+   `tf.distribute.ParameterServerStrategy`, and creates the shared copy.
+2. It keeps a few `towers.contribute` closures scheduled. Whichever worker runs
+   one acts as the replica of its own number: it pulls the parameters from the
+   PS tasks, computes on its own share of the data, and hands its gradients to
+   the PS tasks. None of these bytes pass through the client.
+3. The client makes the updates (`step`), one call per step.
+4. A worker that dies is noticed by the coordinator, which runs its closure
+   elsewhere and takes the worker back when it returns at the same address.
+   Closures run at least once; an offer that came to nothing is void.
+5. At the end the client closes the queues, which ends the running closures,
+   and dismisses the PS and worker tasks.
+
+Where things live: as between-graph, but the model's code and the inner
+optimizer exist only in the client, the data sets on the workers.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas import connection
+from tf_replicas import membership
+from tf_replicas import parameter_store
+from tf_replicas import stalls
+from tf_replicas import sync_replicas
+from tf_replicas import towers
+from tf_replicas import training
+
+# Closures scheduled ahead per worker: one runs, one waits, so that a worker
+# goes on without asking the client.
+_AHEAD = 2
+
+
+class InGraph:
+  """The in-graph driver.
+
+  Attributes:
+    task: Which task this is.
+    is_chief: True; the client makes the updates.
+    store: The shared copy.
+    optimizer: The update rule.
+  """
+
+  is_chief = True
+
+  def __init__(
+    self,
+    spec: cluster.ClusterSpec,
+    task: cluster.Task,
+    replica_fn: Callable[[], towers.Replica],
+    optimizer_fn: Callable[[], sync_replicas.SyncReplicasOptimizer],
+    *,
+    start_timeout_secs: float = 120.0,
+    lost_after_secs: float = 20.0,
+    log: Callable[[str], None] = print,
+  ):
+    """Connects and creates the shared copy; as `BetweenGraph`.
+
+    Args:
+      spec: The cluster, ports chosen.
+      task: The client's task; its address, if the spec names one, is used.
+      replica_fn: Builds the replica.
+      optimizer_fn: Builds the update rule.
+      start_timeout_secs: How long to wait for PS and worker tasks.
+      lost_after_secs: How long a worker may be unreachable before its place in
+        a step is offered to another.
+      log: Where words go.
+
+    Raises:
+      TimeoutError: If a task does not answer in time.
+    """
+    self.task = task
+    self._log = log
+    self._lost_after_secs = lost_after_secs
+    self._workers = spec.tasks("worker")
+    self._addresses = [spec.address(w) for w in self._workers]
+    self._heard = [time.monotonic()] * len(self._workers)
+    for job in ("ps", "worker"):
+      connection.await_servers(
+        spec, job, timeout_secs=start_timeout_secs, log=log
+      )
+    self._coordinator = _connect(spec)
+    self._members = membership.Membership(
+      0,
+      1,
+      devices=[
+        f"/job:{t.job}/task:{t.index}/device:CPU:0"
+        for job in ("ps", "worker")
+        for t in spec.tasks(job)
+      ],
+      timeout_secs=start_timeout_secs,
+    )
+    self.replica = replica_fn()
+    self.optimizer = optimizer_fn()
+    self.store = parameter_store.build(spec, self.replica.variables)
+    self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
+    self.optimizer.create([tf.identity(v) for v in self.replica.variables])
+    self._watch: stalls.Watch | None = None
+
+  @property
+  def global_step(self) -> int:
+    """The updates made so far."""
+    return int(self.store.read_global_step())
+
+  def step(self) -> training.StepResult:
+    """Makes one update.
+
+    Raises:
+      FloatingPointError: If a replica computed something not finite.
+    """
+    if self._watch is None:
+      self._start()
+    update = sync_replicas.update_of(
+      self.optimizer, [str(w) for w in self._workers]
+    )
+    self._watch.progress(update.global_step)
+    self._schedule()
+    return training.StepResult(
+      update.global_step,
+      update.loss,
+      update.num_examples,
+      {"learning_rate": update.learning_rate},
+    )
+
+  def _start(self) -> None:
+    self._watch = stalls.Watch(
+      self.optimizer,
+      self._ages,
+      [str(w) for w in self._workers],
+      lost_after_secs=self._lost_after_secs,
+      log=self._log,
+    )
+    self._iterators = iter(
+      self._coordinator.create_per_worker_dataset(self._dataset_fn)
+    )
+    index = tf.distribute.coordinator.experimental_get_current_worker_index
+
+    @tf.function
+    def contribute(iterator):
+      part = functools.partial(
+        towers.contribute,
+        self.store,
+        self.optimizer,
+        self.replica,
+        iterator,
+        index(),
+      )
+      first = part()
+      if self.optimizer.replicas_to_aggregate < len(self._workers):
+        return first.global_step  # No ticket without a place for everyone.
+      last = tf.while_loop(
+        lambda *release: release[-1] >= 0,
+        lambda *release: part(last=type(first)(*release)),
+        first,
+      )
+      return last[1]
+
+    self._contribute = contribute
+    self._in_flight = []
+    self._schedule()
+
+  def _dataset_fn(self) -> tf.data.Dataset:
+    index = tf.distribute.coordinator.experimental_get_current_worker_index
+    return self.replica.dataset_fn(len(self._workers), index())
+
+  def _schedule(self) -> None:
+    """Keeps enough closures scheduled."""
+    self._in_flight = [
+      r for r in self._in_flight if not r._status_available_event.is_set()
+    ]
+    for _ in range(_AHEAD * len(self._workers) - len(self._in_flight)):
+      self._in_flight.append(
+        self._coordinator.schedule(self._contribute, args=(self._iterators,))
+      )
+
+  def _ages(self) -> list[float]:
+    """Seconds since each worker was last reachable."""
+    for number, address in enumerate(self._addresses):
+      if connection.listens(address):
+        self._heard[number] = time.monotonic()
+    return [max(time.monotonic() - h, 1e-3) for h in self._heard]
+
+  def close(self, error: BaseException | None = None) -> None:
+    """Ends the training and dismisses every task.
+
+    Args:
+      error: What ended it early, told to everyone.
+    """
+    self._members.end(membership.FINISHED if error is None else str(error))
+    # The closed queues end the running closures, and the coordinator would
+    # log each of these ends at length (TensorFlow 2.21).
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("CRITICAL")
+    self.optimizer.close()
+    if self._watch is not None:
+      self._watch.stop()
+      try:
+        self._coordinator.join()
+      except tf.errors.OpError:
+        pass
+    logger.setLevel(level)
+    self._members.leave()
+    self._members.dismiss(timeout_secs=10)
+
+
+def _connect(
+  spec: cluster.ClusterSpec,
+) -> tf.distribute.coordinator.ClusterCoordinator:
+  resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"
+  )
+  strategy = tf.distribute.ParameterServerStrategy(resolver)
+  return tf.distribute.coordinator.ClusterCoordinator(strategy)

@@ -1,0 +1,224 @@
+"""Runs somebody's optimizer where the variables live.
+
+The optimizer wrappers hold an inner optimizer and never subclass one: a Keras
+3 optimizer, or any object with `apply(gradients, variables)` or
+`apply_gradients(pairs)`. Here its slots are put beside their variables, under
+names that every client finds, and its update runs on one PS task at a time
+with that task's own variables, so that neither gradients nor slots travel.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tf_replicas import parameter_store
+from tf_replicas import resources
+
+
+@dataclasses.dataclass
+class _Copies:
+  """Copies on the PS tasks of a scalar of the client, and what they hold."""
+
+  variables: list[tf.Variable]
+  value: object = None
+
+
+class InnerOptimizer:
+  """An optimizer bound to the trainable variables of a store."""
+
+  def __init__(self, optimizer: object):
+    """Wraps `optimizer`.
+
+    Raises:
+      TypeError: If it has no known way to be applied.
+      ValueError: If it is a Keras optimizer with an option that is wrong when
+        variables are updated in groups.
+    """
+    self.optimizer = optimizer
+    self._is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
+    if self._is_keras:
+      _check_keras(optimizer)
+    elif not hasattr(optimizer, "apply") and not hasattr(
+      optimizer, "apply_gradients"
+    ):
+      raise TypeError(
+        "`optimizer` must have `apply(gradients, variables)` or"
+        f" `apply_gradients(pairs)`. Received: {optimizer!r}."
+      )
+
+  def build(self, store: parameter_store.ParameterStore) -> None:
+    """Creates the slots beside the store's trainable variables."""
+    self._store = store
+    self._created: list[tf.Variable] = []
+    self._num_adopted = 0
+    self._names: dict[str, int] = {}
+    # Path of a slot -> (its kind, path of the shard that it belongs to).
+    self._owner: dict[str, tuple[str, str]] = {}
+    self._shards = {
+      variable.path.replace("/", "_"): variable
+      for index in store.trainable
+      for variable in store.variables(index)
+    }
+    if self._is_keras and not self.optimizer.built:
+      with self._creator_scope(store.device_of_task(0)):
+        self.optimizer.build(list(self._shards.values()))
+    self._adopt()
+    self._copies: list[tuple[keras.Variable, _Copies]] = []
+    if self._is_keras:
+      self._make_copies()
+      self.refresh()
+
+  def _adopt(self) -> None:
+    for variable in self._created[self._num_adopted :]:
+      self._store.adopt(variable, *self._owner.get(variable.path, ()))
+    self._num_adopted = len(self._created)
+
+  def _creator_scope(self, device: str):
+    """Variables created inside are shared, beside their reference variable.
+
+    Keras names a slot `<path, / as _>_<slot>`. What follows no such name
+    (a scalar of the whole optimizer) goes to `device`.
+    """
+
+    def place(name: str) -> tuple[str, str]:
+      owners = [n for n in self._shards if name.startswith(n + "_")]
+      if owners:
+        owner = max(owners, key=len)
+        variable = self._shards[owner]
+        slot = name[len(owner) + 1 :]
+        path = f"slots/{slot}/{variable.path}"
+        self._owner[path] = f"slots/{slot}", variable.path
+        return path, variable.device
+      count = self._names[name] = self._names.get(name, -1) + 1
+      suffix = f"_{count}" if count else ""
+      return f"optimizer/{name}{suffix}", device
+
+    creator = resources.variable_creator(place, self._created)
+    return tf.variable_creator_scope(creator)
+
+  def learning_rate(self, step: int) -> float:
+    """The rate at global step `step`; NaN if there is no such thing."""
+    if not self._is_keras:
+      return float("nan")
+    rate = self.optimizer._learning_rate  # `learning_rate` reads `iterations`.
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+      return float(rate(step))
+    return float(rate() if callable(rate) else rate)
+
+  def refresh(self) -> None:
+    """Tells the PS tasks what the client changed, such as the learning rate.
+
+    They hold a copy each, since a number that an update had to fetch from the
+    client would hold it up for a millisecond.
+    """
+    for variable, copies in self._copies:
+      value = variable.numpy()
+      if value != copies.value:
+        for copy in copies.variables:
+          copy.assign(value)
+        copies.value = value
+
+  def _make_copies(self) -> None:
+    """Copies of the scalars that the client holds, on every PS task."""
+    self._copies = []
+    for variable in self.optimizer.variables:
+      is_shared = isinstance(variable.value, resources.SharedVariable)
+      if is_shared or variable is self.optimizer.iterations:
+        continue
+      copies = []
+      for task in range(self._store.num_tasks):
+        with tf.device(self._store.device_of_task(task)):
+          copies.append(
+            resources.shared_variable(
+              f"optimizer/{variable.name}", variable.shape, variable.dtype
+            )
+          )
+      self._copies.append((variable, _Copies(copies)))
+
+  def _scalars(self, task: int, step: tf.Tensor) -> list:
+    """What belongs to the whole optimizer: (Keras variable, its value now).
+
+    The iteration count is not Keras' own, which is lost to races, but the
+    global step (Keras 3.15: `iterations.assign(iterations + 1)`).
+    """
+    copied = {id(v): copies.variables[task] for v, copies in self._copies}
+    scalars = []
+    for variable in self.optimizer.variables:
+      if variable is self.optimizer.iterations:
+        value = tf.cast(step, variable.dtype)
+      elif id(variable) in copied:
+        value = copied[id(variable)].read_value()
+      elif variable.value.path in self._owner:
+        continue
+      else:
+        value = variable.value.read_value()
+      scalars.append((variable, value))
+    return scalars
+
+  def apply(
+    self,
+    task: int,
+    gradients: Sequence[parameter_store.Gradient],
+    variables: Sequence[tf.Variable],
+    step: tf.Tensor,
+  ) -> list[tuple[tf.Variable, tf.Tensor]]:
+    """Applies gradients to variables that all live on PS task `task`.
+
+    Args:
+      task: The PS task; the ops are placed on it.
+      gradients: One per variable, not None.
+      variables: Shards of the store's trainable variables.
+      step: int64 scalar, the updates made before this one.
+
+    Returns:
+      New values of what belongs to the whole optimizer, for `commit`.
+    """
+    if not variables:
+      return []
+    device = self._store.device_of_task(task)
+    with tf.device(device):
+      if not self._is_keras:
+        with self._creator_scope(device):
+          if hasattr(self.optimizer, "apply"):
+            self.optimizer.apply(gradients, variables)
+          else:
+            pairs = list(zip(gradients, variables, strict=True))
+            self.optimizer.apply_gradients(pairs)
+        self._adopt()
+        return []
+      scalars = self._scalars(task, step)
+      with keras.StatelessScope(scalars) as scope:
+        self.optimizer.apply(gradients, variables)
+      return [
+        (variable.value, scope.get_current_value(variable))
+        for variable, _ in scalars
+        if isinstance(variable.value, resources.SharedVariable)
+      ]
+
+  def commit(self, changed: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
+    """Assigns what `apply` of one task returned; once per step."""
+    for variable, value in changed:
+      variable.assign(value)
+
+
+def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
+  """Refuses what cannot be right when each PS task updates its own."""
+  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    raise ValueError(
+      "`optimizer` must not scale the loss itself; give `loss_scale` to the"
+      f" wrapper. Received: {type(optimizer).__name__}."
+    )
+  for option, instead in (
+    ("global_clipnorm", "give `clip_mean_norm` to the wrapper"),
+    ("use_ema", "give `variable_averages` to the wrapper"),
+    ("gradient_accumulation_steps", "raise `replicas_to_aggregate`"),
+    ("loss_scale_factor", "give `loss_scale` to the wrapper"),
+  ):
+    value = getattr(optimizer, option, None)
+    if value:
+      raise ValueError(
+        f"`optimizer` must not use `{option}`; {instead}."
+        f" Received: {option}={value}."
+      )

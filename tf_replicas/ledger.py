@@ -1,0 +1,261 @@
+"""What every replica is doing and what the step has accepted: pure rules.
+
+The ledger is the memory of `contributions`: it lives in variables on PS task 0
+and changes by three pure functions of tensors. `record` notes one message of a
+replica, `settle` gives the free places of the step to those who wait for one,
+`finish` ends the step. Nothing here knows of queues or devices.
+"""
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+# Offers that are this many steps late or more are counted together.
+MAX_LATE = 10
+
+
+class Kind(enum.IntEnum):
+  """What a message in the inbox says."""
+
+  OFFER = 0
+  DELIVERED = 1
+  NONFINITE = 2
+  LOST = 3
+  WAKE = 4
+
+
+class Status(enum.IntEnum):
+  """What a replica is doing, as far as the ledger knows."""
+
+  COMPUTING = 0
+  WAITING = 1
+  ADMITTED = 2
+  DELIVERED = 3
+  LOST = 4
+
+
+class Verdict(enum.IntEnum):
+  """What a reply tells a replica.
+
+  CONTINUE is RELEASE and ADMIT in one: the next contribution is admitted in
+  advance, under the tag that follows. It saves the offer where every replica
+  is needed for every step anyway.
+  """
+
+  NONE = -1
+  ADMIT = 0
+  RELEASE = 1
+  CONTINUE = 2
+
+
+class Ledger(NamedTuple):
+  """The state of a step; R replicas, N places. All int64 but `loss`.
+
+  Attributes:
+    status: [R] `Status` of each replica.
+    tag: [R] tag of its last offer.
+    accepted: [N, 2] (replica, tag) of each delivered contribution, -1 where
+      the place is open.
+    examples: Scalar, examples in the accepted contributions.
+    loss: float64 scalar, sum of their losses.
+    counts: [R, 2 + MAX_LATE] contributions applied, surplus, late by 1, 2, ….
+  """
+
+  status: tf.Tensor
+  tag: tf.Tensor
+  accepted: tf.Tensor
+  examples: tf.Tensor
+  loss: tf.Tensor
+  counts: tf.Tensor
+
+
+class Message(NamedTuple):
+  """One message of a replica: int64 scalars, and the float64 loss."""
+
+  kind: tf.Tensor
+  replica: tf.Tensor
+  tag: tf.Tensor
+  step: tf.Tensor
+  examples: tf.Tensor
+  loss: tf.Tensor
+
+
+class Replies(NamedTuple):
+  """What goes out after a message: int64 [R] each.
+
+  Attributes:
+    verdict: `Verdict` for the last offer of each replica.
+    flush: A tag to release besides, of a void offer, or -1.
+  """
+
+  verdict: tf.Tensor
+  flush: tf.Tensor
+
+
+def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
+  """An empty ledger: everyone computes, every place is open."""
+  return Ledger(
+    status=np.full([num_replicas], Status.COMPUTING, np.int64),
+    tag=np.full([num_replicas], -1, np.int64),
+    accepted=np.full([replicas_to_aggregate, 2], -1, np.int64),
+    examples=np.int64(0),
+    loss=np.float64(0),
+    counts=np.zeros([num_replicas, 2 + MAX_LATE], np.int64),
+  )
+
+
+def record(
+  ledger: Ledger, message: Message, step: tf.Tensor
+) -> tuple[Ledger, Replies]:
+  """Notes one message in the ledger; pure.
+
+  Args:
+    ledger: Before the message.
+    message: From the inbox.
+    step: The current global step.
+
+  Returns:
+    The ledger after it, and the replies that it causes at once.
+  """
+  num_replicas = ledger.status.shape[0]
+  this = tf.range(num_replicas, dtype=tf.int64) == message.replica
+  none = tf.fill([num_replicas], tf.constant(-1, tf.int64))
+
+  def where_this(condition, value, otherwise):
+    return tf.where(this & condition, tf.cast(value, tf.int64), otherwise)
+
+  is_offer = message.kind == Kind.OFFER
+  is_open = ledger.status >= Status.WAITING
+  is_open &= ledger.status != Status.LOST
+  late = tf.maximum(step - message.step, 0)
+  is_late = is_offer & (late > 0)
+  is_last = ledger.tag == message.tag
+  was_owing = ledger.status == Status.ADMITTED
+  delivered = this & was_owing & is_last & (message.kind == Kind.DELIVERED)
+  is_lost = (message.kind == Kind.LOST) & is_last & ~is_waiting(ledger)
+
+  status = where_this(is_offer, Status.WAITING, ledger.status)
+  status = where_this(is_late, Status.COMPUTING, status)
+  status = where_this(is_lost, Status.LOST, status)
+  status = _set(status, delivered, Status.DELIVERED)
+
+  place = tf.reduce_sum(tf.cast(ledger.accepted[:, 0] >= 0, tf.int64))
+  row = tf.range(ledger.accepted.shape[0], dtype=tf.int64) == place
+  row &= tf.reduce_any(delivered)
+  late_column = tf.minimum(late, MAX_LATE) + 1
+  column = tf.range(ledger.counts.shape[1], dtype=tf.int64) == late_column
+  counted = (this & is_late)[:, None] & column[None, :]
+  credited = tf.reduce_any(delivered)
+  return (
+    Ledger(
+      status=status,
+      tag=where_this(is_offer, message.tag, ledger.tag),
+      accepted=tf.where(
+        row[:, None],
+        tf.stack([message.replica, message.tag])[None],
+        ledger.accepted,
+      ),
+      examples=ledger.examples
+      + tf.where(credited, message.examples, tf.zeros([], tf.int64)),
+      loss=ledger.loss
+      + tf.where(credited, message.loss, tf.zeros([], tf.float64)),
+      counts=ledger.counts + tf.cast(counted, tf.int64),
+    ),
+    Replies(
+      verdict=where_this(is_late, Verdict.RELEASE, none),
+      flush=tf.where(
+        this & ((is_offer & is_open) | (is_lost & was_owing)),
+        ledger.tag,
+        none,
+      ),
+    ),
+  )
+
+
+def is_waiting(ledger: Ledger) -> tf.Tensor:
+  """bool [R]: replicas that wait with all their work done."""
+  return (ledger.status == Status.WAITING) | (ledger.status == Status.DELIVERED)
+
+
+def settle(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
+  """Gives the free places of the step to those who wait for one; pure.
+
+  Returns:
+    The ledger after it, and the `Verdict` for the tag that each replica had
+    before: ADMIT; CONTINUE for one that delivered and is needed again within
+    the step (more places than replicas); else NONE. int64 [R].
+  """
+  num_replicas = ledger.status.shape[0]
+  num_places = ledger.accepted.shape[0]
+  replicas = tf.range(num_replicas, dtype=tf.int64)
+  waiting = ledger.status == Status.WAITING
+  if num_places <= num_replicas:  # Each replica at most once.
+    contributed = tf.reduce_any(
+      ledger.accepted[:, :1] == replicas[None, :], axis=0
+    )
+    waiting &= ~contributed
+  free = num_places - _count(ledger.accepted[:, 0] >= 0)
+  free -= _count(ledger.status == Status.ADMITTED)
+  admit = _first(waiting, free)
+  again = tf.zeros_like(admit)
+  if num_places > num_replicas:
+    again = ledger.status == Status.DELIVERED
+    again = _first(again, free - _count(admit))
+  ledger = ledger._replace(
+    status=_set(ledger.status, admit | again, Status.ADMITTED),
+    tag=ledger.tag + tf.cast(again, tf.int64),
+  )
+  verdict = tf.fill([num_replicas], tf.cast(Verdict.NONE, tf.int64))
+  verdict = _set(verdict, admit, Verdict.ADMIT)
+  return ledger, _set(verdict, again, Verdict.CONTINUE)
+
+
+def _count(condition: tf.Tensor) -> tf.Tensor:
+  return tf.reduce_sum(tf.cast(condition, tf.int64))
+
+
+def _first(condition: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+  """The first `limit` of those for whom `condition` holds."""
+  return condition & (tf.cumsum(tf.cast(condition, tf.int64)) <= limit)
+
+
+def _set(values: tf.Tensor, where: tf.Tensor, value: int) -> tf.Tensor:
+  return tf.where(where, tf.cast(value, tf.int64), values)
+
+
+def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
+  """Ends the step: counts, empties the places, releases who waits; pure.
+
+  Returns:
+    The ledger after it, and the `Verdict` for the tag that each replica had
+    before: RELEASE, or CONTINUE where there is a place for everybody. int64
+    [R].
+  """
+  num_replicas = ledger.status.shape[0]
+  num_places = ledger.accepted.shape[0]
+  replicas = tf.range(num_replicas, dtype=tf.int64)
+  waits = is_waiting(ledger)
+  applied = tf.reduce_sum(
+    tf.cast(ledger.accepted[:, :1] == replicas[None, :], tf.int64), axis=0
+  )
+  surplus = tf.cast(ledger.status == Status.WAITING, tf.int64)
+  zeros = tf.zeros([num_replicas, MAX_LATE], tf.int64)
+  counts = tf.concat([applied[:, None], surplus[:, None], zeros], axis=1)
+  status, tag, verdict = Status.COMPUTING, ledger.tag, Verdict.RELEASE
+  if num_places >= num_replicas:
+    status, verdict = Status.ADMITTED, Verdict.CONTINUE
+    tag += tf.cast(waits, tf.int64)
+  none = tf.fill([num_replicas], tf.cast(Verdict.NONE, tf.int64))
+  return (
+    Ledger(
+      status=_set(ledger.status, waits, status),
+      tag=tag,
+      accepted=-tf.ones_like(ledger.accepted),
+      examples=tf.zeros_like(ledger.examples),
+      loss=tf.zeros_like(ledger.loss),
+      counts=ledger.counts + counts,
+    ),
+    _set(none, waits, verdict),
+  )

@@ -1,0 +1,167 @@
+"""The mean of N contributions, applied where the variables live.
+
+What the chief's half of a synchronous step does between the last contribution
+and the release: on every PS task sum and average, clip by the common norm,
+apply the inner optimizer, move the averages.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas import contributions
+from tf_replicas import inner_optimizer
+from tf_replicas import moving_averages
+from tf_replicas import parameter_store
+
+
+class MeanUpdate:
+  """Makes one update from the accepted contributions of a step."""
+
+  def __init__(
+    self,
+    store: parameter_store.ParameterStore,
+    offered: contributions.Contributions,
+    inner: inner_optimizer.InnerOptimizer,
+    *,
+    variable_averages: moving_averages.MovingAverages | None,
+    shadows: Mapping[int, Sequence[tf.Variable]],
+    clip_norm: float | None,
+  ):
+    """Puts the parts together.
+
+    Args:
+      store: The variables.
+      offered: Where the gradients come from.
+      inner: What applies their mean.
+      variable_averages: How the shadows follow, if there are any.
+      shadows: The shadow variables of a variable's shards, by its position in
+        the store.
+      clip_norm: The largest global norm of the mean.
+    """
+    self._store = store
+    self._contributions = offered
+    self._inner = inner
+    self._variable_averages = variable_averages
+    self._shadows = shadows
+    self._clip_norm = clip_norm
+
+  def __call__(self, present: Sequence[bool], step: tf.Tensor) -> tf.Tensor:
+    """Makes the update; to be used inside a `tf.function`.
+
+    Args:
+      present: Which trainable variables have a gradient from anyone; the
+        others are skipped.
+      step: int64 scalar, the global step before the update.
+
+    Returns:
+      A tensor; a control dependency on it waits for the whole update.
+    """
+    tasks = range(self._store.num_tasks)
+    means = [self._means(task, present) for task in tasks]
+    if self._clip_norm is not None:
+      means = self._clip(means)
+    first = next((task for task in tasks if means[task]), 0)
+
+    def apply_on_all_tasks():
+      for task, pairs in enumerate(means):
+        changed = self._inner.apply(
+          task, [g for g, _ in pairs], [v for _, v in pairs], step
+        )
+        if task == first:
+          self._inner.commit(changed)
+        self._update_averages(task, step + 1)
+
+    return _as_unit(apply_on_all_tasks)
+
+  def _means(self, task, present) -> list[tuple]:
+    """(mean gradient, shard variable) pairs of one PS task."""
+    shards = self._store.trainable_shards(task)
+    pairs = []
+    with tf.device(self._store.device_of_task(task)):
+      sums = self._contributions.take_sums(task)
+      for (position, number), total in zip(shards, sums, strict=True):
+        if not present[position]:
+          continue
+        variable = self._store.variables(self._store.trainable[position])
+        variable = variable[number]
+        if isinstance(total, tf.IndexedSlices):
+          total = _sum_rows(total, variable.shape)
+        else:
+          total = tf.ensure_shape(total, variable.shape)
+        pairs.append(
+          (
+            scaled(total, 1 / self._contributions.replicas_to_aggregate),
+            variable,
+          )
+        )
+    return pairs
+
+  def _clip(self, means) -> list[list[tuple]]:
+    """Scales all means by their common norm; only scalars travel."""
+    squares = []
+    for task, pairs in enumerate(means):
+      with tf.device(self._store.device_of_task(task)):
+        values = [getattr(g, "values", g) for g, _ in pairs]
+        squares += [tf.cast(tf.nn.l2_loss(v), tf.float32) for v in values]
+    with tf.device(self._store.device_of_task(0)):
+      norm = tf.sqrt(2.0 * tf.add_n(squares))
+      factor = self._clip_norm / tf.maximum(norm, self._clip_norm)
+    clipped = []
+    for task, pairs in enumerate(means):
+      with tf.device(self._store.device_of_task(task)):
+        clipped.append([(scaled(g, factor), v) for g, v in pairs])
+    return clipped
+
+  def _update_averages(self, task: int, step: tf.Tensor) -> None:
+    pairs = [
+      (shadow, variable)
+      for index, shadows in self._shadows.items()
+      for shadow, variable, shard in zip(
+        shadows,
+        self._store.variables(index),
+        self._store.shards[index],
+        strict=True,
+      )
+      if shard.task == task
+    ]
+    if pairs:
+      with tf.device(self._store.device_of_task(task)):
+        self._variable_averages.update(pairs, step)
+
+
+def _as_unit(stage: Callable[[], None]) -> tf.Tensor:
+  """Runs the ops of `stage`; a control dependency on the result waits for all.
+
+  Optimizers return nothing that one could wait for; a call of a function is
+  over only when all its stateful ops are.
+  """
+
+  @tf.function
+  def unit():
+    stage()
+    return tf.constant(True)
+
+  return unit()
+
+
+def scaled(
+  gradient: parameter_store.Gradient, factor: float | tf.Tensor
+) -> parameter_store.Gradient:
+  """`factor` times a gradient of any kind."""
+  if gradient is None:
+    return None
+  if isinstance(gradient, tf.IndexedSlices):
+    values = gradient.values * tf.cast(factor, gradient.values.dtype)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+  return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _sum_rows(gradient: tf.IndexedSlices, shape) -> tf.IndexedSlices:
+  """Sums what concerns the same row, so that each row occurs once."""
+  rows, where = tf.unique(gradient.indices)
+  values = tf.math.unsorted_segment_sum(gradient.values, where, tf.size(rows))
+  values = tf.ensure_shape(values, [None, *shape[1:]])
+  return tf.IndexedSlices(values, rows, tf.constant(shape.as_list(), tf.int64))

@@ -1,0 +1,202 @@
+"""Who takes part in a training, who is alive, and how it ended.
+
+On every task that serves (each PS; in-graph each worker as well) lives a small
+*register*: when each client was last heard of, by that task's own clock, and
+how training ended. On PS task 0 it also says what the chief trains, for the
+others to compare with. A client beats in a thread of its own.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas import connection
+from tf_replicas import resources
+
+BEAT_SECS = 1.0
+FINISHED = "finished"
+_LEFT = 0.0
+
+
+class Register:
+  """The register of one serving task."""
+
+  def __init__(self, device: str, num_clients: int):
+    self.device = device
+    with tf.device(device):
+      self.beats = resources.shared_variable(
+        "register/beats", [num_clients], tf.float64
+      )
+      self.outcome = resources.shared_variable(
+        "register/outcome", [], tf.string
+      )
+      self.dismissed = resources.shared_variable(
+        "register/dismissed", [], tf.bool
+      )
+      self.signature = resources.shared_variable(
+        "register/signature", [], tf.string
+      )
+
+  def initialize(self) -> None:
+    """Gives an empty register; for the serving task itself, at its start."""
+    self.beats.assign(tf.fill(self.beats.shape, tf.cast(-1.0, tf.float64)))
+    self.outcome.assign("")
+    self.dismissed.assign(False)
+    self.signature.assign("")
+
+  def is_ready(self) -> bool:
+    """Whether the serving task has made it (it sets the signature last)."""
+    return bool(self.signature.is_initialized())
+
+  @tf.function
+  def _ages(self) -> tf.Tensor:
+    with tf.device(self.device):
+      beats = self.beats.read_value()
+      return tf.where(beats > 0, tf.timestamp() - beats, beats)
+
+  def ages(self) -> list[float]:
+    """Seconds since each client's last beat; -1: never came, 0: has left."""
+    return self._ages().numpy().tolist()
+
+
+class Membership:
+  """A client's view of the registers.
+
+  Attributes:
+    client: This client's number.
+  """
+
+  def __init__(
+    self,
+    client: int,
+    num_clients: int,
+    *,
+    devices: Sequence[str],
+    timeout_secs: float = 60.0,
+  ):
+    """Attaches to the registers of all serving tasks and starts to beat.
+
+    Args:
+      client: Which client this is, in [0, num_clients).
+      num_clients: How many clients there are.
+      devices: One device of each serving task; the first is PS task 0.
+      timeout_secs: How long to wait for the registers to be there.
+
+    Raises:
+      TimeoutError: If one is not.
+    """
+    self.client = client
+    self._registers = [Register(d, num_clients) for d in devices]
+    self._first = self._registers[0]
+    for device, register in zip(devices, self._registers, strict=True):
+      connection.await_value(
+        register.is_ready,
+        timeout_secs=timeout_secs,
+        what=f"waiting for the register of {device}",
+      )
+    self._stop = threading.Event()
+    self._beat(True)
+    self._thread = threading.Thread(
+      target=self._keep_beating, name="beats", daemon=True
+    )
+    self._thread.start()
+
+  @tf.function
+  def _beat(self, is_here: bool) -> None:
+    for register in self._registers:
+      with tf.device(register.device):
+        now = tf.timestamp() if is_here else tf.cast(_LEFT, tf.float64)
+        register.beats.scatter_update(
+          tf.IndexedSlices(now, tf.constant(self.client))
+        )
+
+  def _keep_beating(self) -> None:
+    while not self._stop.wait(BEAT_SECS):
+      try:
+        self._beat(True)
+      except tf.errors.OpError:
+        return  # The main thread sees the same failure where it matters.
+
+  def ages(self) -> list[float]:
+    """Seconds since each client's last beat; -1: never came, 0: has left."""
+    return self._first.ages()
+
+  def publish(self, signature: object) -> None:
+    """The chief's: says what it trains. Others wait for it (`compare`)."""
+    self._first.signature.assign(json.dumps(signature))
+
+  def published(self) -> object | None:
+    """What the chief trains, or None as long as it has not said."""
+    text = self._first.signature.numpy().decode()
+    return json.loads(text) if text else None
+
+  def outcome(self) -> str:
+    """How training ended: `FINISHED`, what went wrong, or "" if it goes on."""
+    return self._first.outcome.numpy().decode()
+
+  def end(self, outcome: str) -> None:
+    """Says how training ended, unless that was said before."""
+    if not self.outcome():
+      self._first.outcome.assign(outcome)
+
+  def leave(self) -> None:
+    """Says that this client needs nothing any more."""
+    self._stop.set()
+    self._thread.join()
+    self._beat(False)
+
+  def dismiss(
+    self, *, timeout_secs: float, clock: Callable[[], float] = time.monotonic
+  ) -> list[int]:
+    """The chief's last act: lets the serving tasks go once the others left.
+
+    Args:
+      timeout_secs: How long to wait for clients that still beat.
+      clock: Time in seconds.
+
+    Returns:
+      The clients that had not left.
+    """
+    deadline = clock() + timeout_secs
+    while True:
+      here = [
+        client
+        for client, age in enumerate(self.ages())
+        if client != self.client and 0 < age < 5 * BEAT_SECS
+      ]
+      if not here or clock() > deadline:
+        break
+      time.sleep(0.05)
+    outcome = self.outcome()
+    for register in self._registers:
+      register.outcome.assign(outcome)
+      register.dismissed.assign(True)
+    # An eager assignment is certain only once something read back followed it.
+    for register in self._registers:
+      register.dismissed.numpy()
+    return here
+
+
+def differences(
+  ours: Sequence[Sequence], theirs: Sequence[Sequence], limit: int = 3
+) -> list[str]:
+  """Says how two lists of (name, …) rows differ, in order; at most `limit`.
+
+  Args:
+    ours: Rows here.
+    theirs: Rows of the chief.
+    limit: How many differences to tell.
+  """
+  found = []
+  for number in range(max(len(ours), len(theirs))):
+    mine = list(ours[number]) if number < len(ours) else None
+    other = list(theirs[number]) if number < len(theirs) else None
+    if mine != other:
+      found.append(f"variable {number} is {mine} here and {other} at the chief")
+  if len(found) > limit:
+    found[limit:] = [f"and {len(found) - limit} more"]
+  return found

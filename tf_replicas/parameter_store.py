@@ -1,0 +1,344 @@
+"""The shared copy of a model: variable path -> shards on the PS tasks.
+
+Replicas never hold a remote or sharded variable. They *pull* every parameter
+once a step as plain tensors, and what they hand back is cut into shards where
+it leaves. Slots and moving averages live beside the shard they belong to.
+Everything is found by its name, so that each client which builds a store from
+the same specs and plan reaches the same variables.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas import packing
+from tf_replicas import placement
+from tf_replicas import resources
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+
+def ps_device(task: int) -> str:
+  """The device of parameter-server task `task`."""
+  return f"/job:ps/task:{task}/device:CPU:0"
+
+
+def build(
+  spec: cluster.ClusterSpec, variables: Sequence[tf.Variable]
+) -> "ParameterStore":
+  """The store of a cluster, for variables like these.
+
+  Args:
+    spec: Says how many PS tasks there are and how to place variables.
+    variables: Keras or TensorFlow variables: a pattern; values do not matter.
+  """
+  specs = placement.from_variables(variables)
+  num_tasks = spec.num_tasks("ps")
+  policy = placement.policy_from(
+    spec.variables.placement,
+    num_tasks,
+    min_shard_bytes=spec.variables.min_shard_bytes,
+    num_shards=spec.variables.num_shards,
+  )
+  return ParameterStore(
+    specs, placement.plan(specs, policy), num_tasks=num_tasks
+  )
+
+
+class ParameterStore:
+  """Variables on parameter servers, by path.
+
+  Attributes:
+    specs: What is held, in the order of the model's variables.
+    shards: For each spec the `placement.Shard`s of it, in order.
+    num_tasks: The number of PS tasks.
+    global_step: int64 scalar on PS task 0: the updates made so far.
+    examples_seen: int64 scalar on PS task 0: the examples they used.
+  """
+
+  def __init__(
+    self,
+    specs: Sequence[placement.VariableSpec],
+    shards: Sequence[Sequence[placement.Shard]],
+    *,
+    num_tasks: int,
+    device_of_task: Callable[[int], str] = ps_device,
+  ):
+    """Attaches to the store of this cluster, or creates it.
+
+    Args:
+      specs: The variables, in the order every method uses.
+      shards: The plan, as `placement.plan` gives it.
+      num_tasks: How many PS tasks there are; may exceed those in the plan.
+      device_of_task: Where the variables of a PS task live.
+    """
+    self.specs = list(specs)
+    self.shards = [tuple(s) for s in shards]
+    self.num_tasks = num_tasks
+    self.device_of_task = device_of_task
+    self._variables = [
+      self._create(s, trainable=spec.trainable)
+      for spec, s in zip(self.specs, self.shards, strict=True)
+    ]
+    self._owner = {
+      shard.name: (index, number)
+      for index, shards in enumerate(self.shards)
+      for number, shard in enumerate(shards)
+    }
+    # Name in checkpoints -> its parts, in the order of the shards.
+    self._beside: dict[str, tuple[int, list[tf.Variable]]] = {}
+    self._others: dict[str, tf.Variable] = {}
+    with tf.device(device_of_task(0)):
+      self.examples_seen = resources.shared_variable(
+        "examples_seen", [], "int64"
+      )
+      self.global_step = resources.shared_variable("global_step", [], "int64")
+
+  def _create(
+    self, shards: Sequence[placement.Shard], *, prefix="", trainable=False
+  ) -> list[tf.Variable]:
+    variables = []
+    for shard in shards:
+      with tf.device(self.device_of_task(shard.task)):
+        variables.append(
+          resources.SharedVariable(
+            name=prefix + shard.name,
+            shape=shard.shape,
+            dtype=shard.dtype,
+            trainable=trainable,
+          )
+        )
+    return variables
+
+  @property
+  def trainable(self) -> list[int]:
+    """The positions of the trainable variables in `specs`."""
+    return [i for i, spec in enumerate(self.specs) if spec.trainable]
+
+  def trainable_shards(self, task: int) -> list[tuple[int, int]]:
+    """(position in `trainable`, shard number) of what PS task `task` holds."""
+    return [
+      (position, number)
+      for position, index in enumerate(self.trainable)
+      for number, shard in enumerate(self.shards[index])
+      if shard.task == task
+    ]
+
+  def variables(self, index: int) -> list[tf.Variable]:
+    """The shard variables of `specs[index]`, in order."""
+    return self._variables[index]
+
+  def table(self) -> str:
+    """Which variable is where, and what each PS task holds; for people."""
+    devices = [self.device_of_task(t) for t in range(self.num_tasks)]
+    return placement.table(self.specs, self.shards, devices)
+
+  def is_initialized(self) -> bool:
+    """Whether a chief has filled the store (it sets the global step last)."""
+    return bool(self.global_step.is_initialized())
+
+  def start(self) -> None:
+    """Sets the global step to 0, which says that all else has its value."""
+    self.examples_seen.assign(0)
+    self.global_step.assign(0)
+
+  def signature(self) -> list[list]:
+    """What two programs of one training must agree on: rows (path, …)."""
+    return [
+      [spec.path, list(spec.shape), spec.dtype, [s.task for s in shards]]
+      for spec, shards in zip(self.specs, self.shards, strict=True)
+    ]
+
+  def assign(self, index: int, value) -> None:
+    """Assigns the whole of variable `index`; `value` has its full shape."""
+    self._assign_parts(self._variables[index], index, value)
+
+  def _assign_parts(self, variables, index: int, value) -> None:
+    for variable, part in zip(variables, self.split(index, value), strict=True):
+      variable.assign(part)
+
+  def split(self, index: int, value) -> list[tf.Tensor]:
+    """Cuts a whole tensor of variable `index` into its shards' tensors."""
+    shards = self.shards[index]
+    value = tf.convert_to_tensor(value, dtype=self.specs[index].dtype)
+    if len(shards) == 1:
+      return [value]
+    return tf.split(value, [s.size for s in shards], axis=shards[0].axis)
+
+  def split_gradient(self, index: int, gradient: Gradient) -> list[Gradient]:
+    """Cuts a gradient of variable `index` into one gradient per shard.
+
+    Args:
+      index: Position in `specs`.
+      gradient: Of the variable's shape; `tf.IndexedSlices` go by row, so the
+        variable's shards must be along axis 0; or None.
+
+    Returns:
+      One gradient per shard, of the kind given, indices relative to it.
+
+    Raises:
+      ValueError: For slices of a variable split along another axis.
+    """
+    shards = self.shards[index]
+    if gradient is None or len(shards) == 1:
+      return [gradient] * len(shards)
+    if not isinstance(gradient, tf.IndexedSlices):
+      return self.split(index, gradient)
+    if shards[0].axis != 0:
+      raise ValueError(
+        f"A sparse gradient of {shards[0].path!r} needs shards along axis 0."
+        f" Received: shards along axis {shards[0].axis}."
+      )
+    parts = []
+    for shard in shards:
+      inside = (gradient.indices >= shard.begin) & (
+        gradient.indices < shard.begin + shard.size
+      )
+      parts.append(
+        tf.IndexedSlices(
+          tf.boolean_mask(gradient.values, inside),
+          tf.boolean_mask(gradient.indices, inside) - shard.begin,
+        )
+      )
+    return parts
+
+  def pull(
+    self, step: tf.Tensor | None = None
+  ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """Reads the global step, then every variable once, as whole tensors.
+
+    The order matters: what is read while an update goes on is tagged with
+    the step before it, and a gradient with that tag is refused.
+
+    Args:
+      step: The global step, where the caller knows it and need not ask.
+
+    Returns:
+      The int64 global step, and one tensor per spec on the caller's device.
+    """
+    if step is not None:
+      return step, self.read()
+    step = self.read_global_step()
+    with tf.control_dependencies([step]):
+      return step, self.read()
+
+  def read_global_step(self) -> tf.Tensor:
+    """The global step: an int64 scalar read on PS task 0."""
+    with tf.device(self.device_of_task(0)):
+      return tf.identity(self.global_step.read_value())
+
+  def advance(self, step: tf.Tensor, num_examples: tf.Tensor) -> tf.Tensor:
+    """Makes the global step `step` + 1 and counts the examples; returns it."""
+    with tf.device(self.device_of_task(0)):
+      self.examples_seen.assign_add(tf.cast(num_examples, tf.int64))
+      with tf.control_dependencies([self.global_step.assign(step + 1)]):
+        return tf.identity(step + 1)
+
+  def read(self) -> list[tf.Tensor]:
+    """Every variable as a whole tensor, each shard read once."""
+    parts = {}
+    for task in range(self.num_tasks):
+      owners = [
+        (index, number)
+        for index, shards in enumerate(self.shards)
+        for number, shard in enumerate(shards)
+        if shard.task == task
+      ]
+      items = [self.item(*owner) for owner in owners]
+      for group in packing.groups(items):
+        with tf.device(self.device_of_task(task)):
+          packed = packing.pack(
+            [self._variable(*owners[i]).read_value() for i in group]
+          )
+        tensors = packing.unpack(packed, [items[i] for i in group])
+        parts.update(zip((owners[i] for i in group), tensors, strict=True))
+    return [
+      _join([parts[index, n] for n in range(len(shards))], shards)
+      for index, shards in enumerate(self.shards)
+    ]
+
+  def item(self, index: int, number: int) -> packing.Item:
+    """Shape and dtype of shard `number` of variable `index`."""
+    shard = self.shards[index][number]
+    return packing.Item(shard.shape, tf.as_dtype(shard.dtype))
+
+  def _variable(self, index: int, number: int) -> tf.Variable:
+    return self._variables[index][number]
+
+  def create_beside(self, index: int, kind: str) -> list[tf.Variable]:
+    """Variables like the shards of `index`, on the same tasks.
+
+    Args:
+      index: Position in `specs`.
+      kind: What they are, for example `averages`; part of their names. They
+        are saved under `<kind>/<path>`.
+
+    Returns:
+      One variable per shard, not yet initialised if nobody had done so.
+    """
+    made = self._create(self.shards[index], prefix=f"{kind}/")
+    self._beside[f"{kind}/{self.specs[index].path}"] = (index, made)
+    return made
+
+  def adopt(
+    self, variable: tf.Variable, kind: str = "", owner: str = ""
+  ) -> None:
+    """Takes a variable made elsewhere (a slot) into the checkpoints.
+
+    Args:
+      variable: It.
+      kind: What it is, for example `slots/momentum`, if it belongs to a shard.
+      owner: The name of that shard. To be called in the order of shards.
+    """
+    if owner in self._owner:
+      index, number = self._owner[owner]
+      if tuple(variable.shape) == self.shards[index][number].shape:
+        name = f"{kind}/{self.specs[index].path}"
+        self._beside.setdefault(name, (index, []))[1].append(variable)
+        return
+    # A part of another shape than its shard cannot be joined to a whole.
+    self._others[variable.path] = variable
+
+  def state(self) -> dict[str, tf.Tensor]:
+    """Everything held, as whole tensors by name, for a checkpoint.
+
+    `variables/<path>`, `<kind>/<path>` and `slots/<slot>/<path>` for what is
+    beside a variable, `<name>` for the rest. Shards are joined, so that the
+    number and the layout of PS tasks leave no trace.
+    """
+    state = {
+      "global_step": self.read_global_step(),
+      "examples_seen": self.examples_seen.read_value(),
+    }
+    for spec, value in zip(self.specs, self.read(), strict=True):
+      state[f"variables/{spec.path}"] = value
+    for name, (index, variables) in self._beside.items():
+      parts = [v.read_value() for v in variables]
+      state[name] = _join(parts, self.shards[index])
+    for name, variable in self._others.items():
+      state[name] = variable.read_value()
+    return state
+
+  def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+    """Assigns what `state` gave; names that `state` lacks stay as they are."""
+    for index, spec in enumerate(self.specs):
+      if f"variables/{spec.path}" in state:
+        self.assign(index, state[f"variables/{spec.path}"])
+    for name, (index, variables) in self._beside.items():
+      if name in state:
+        self._assign_parts(variables, index, state[name])
+    for name, variable in self._others.items():
+      if name in state:
+        variable.assign(state[name])
+    if "examples_seen" in state:
+      self.examples_seen.assign(state["examples_seen"])
+    if "global_step" in state:
+      self.global_step.assign(state["global_step"])
+
+
+def _join(parts: Sequence[tf.Tensor], shards) -> tf.Tensor:
+  return parts[0] if len(parts) == 1 else tf.concat(parts, shards[0].axis)

@@ -1,0 +1,229 @@
+"""What a run tells while it goes on: log lines, a progress bar, TensorBoard."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Mapping
+
+import tensorflow as tf
+import tqdm
+
+
+class Console:
+  """Prints whole lines, and keeps a progress bar below them."""
+
+  def __init__(self, *, has_bar: bool | None = None):
+    """Initializes the console.
+
+    Args:
+      has_bar: Whether `open_bar` draws one; None if stdout is a terminal.
+    """
+    self._has_bar = sys.stdout.isatty() if has_bar is None else has_bar
+    self._bar: tqdm.tqdm | None = None
+
+  def log(self, line: str) -> None:
+    """Prints a line, at once and without garbling the bar."""
+    if self._bar is None:
+      print(line, flush=True)
+    else:
+      tqdm.tqdm.write(line, file=sys.stdout)
+      sys.stdout.flush()
+
+  def open_bar(self, step: int, max_steps: int) -> None:
+    """Draws the bar, if this console has one."""
+    if self._has_bar:
+      self._bar = tqdm.tqdm(
+        total=max_steps,
+        initial=step,
+        unit="step",
+        file=sys.stdout,
+        dynamic_ncols=True,
+      )
+
+  def move_bar(self, step: int, loss: float) -> None:
+    """Moves the bar, if there is one."""
+    if self._bar is not None:
+      self._bar.set_postfix_str(f"loss = {loss:.2f}", refresh=False)
+      self._bar.update(step - self._bar.n)
+
+  def close_bar(self) -> None:
+    """Leaves the bar as it is; lines now come below it."""
+    if self._bar is not None:
+      self._bar.close()
+      self._bar = None
+
+
+class Summaries:
+  """Writes scalars for TensorBoard, or nothing."""
+
+  def __init__(
+    self,
+    directory: str | os.PathLike[str] | None,
+    *,
+    io_device: str = "/device:CPU:0",
+  ):
+    """Opens an event file.
+
+    Args:
+      directory: Where; None makes every method a no-op.
+      io_device: A CPU of this process. In a client of a cluster the default
+        device may be another task's.
+    """
+    self._io_device = io_device
+    if directory is None:
+      self._writer = tf.summary.create_noop_writer()
+    else:
+      with tf.device(None), tf.device(io_device):
+        self._writer = tf.summary.create_file_writer(os.fspath(directory))
+
+  def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    """Writes `scalars` by name as of `step`."""
+    with tf.device(None), tf.device(self._io_device):
+      with self._writer.as_default(step=step):
+        for name, value in scalars.items():
+          tf.summary.scalar(name, value)
+      self._writer.flush()
+
+  def close(self) -> None:
+    """Closes the event file."""
+    self._writer.close()
+
+
+class Reporter:
+  """Says how far a run is and how fast, on a console and in summaries.
+
+  "Every N steps" means: whenever a multiple of N was reached or passed, and
+  at the last step. Rates are means over the time since the line, or the
+  summary, before. A *batch* in the log line is all that one step used.
+  """
+
+  def __init__(
+    self,
+    console: Console,
+    summaries: Summaries,
+    *,
+    log_every_steps: int | None,
+    summary_every_steps: int | None,
+    now: float,
+  ):
+    """Initializes the reporter.
+
+    Args:
+      console: Where lines are printed.
+      summaries: Where scalars are written.
+      log_every_steps: Steps between log lines; None for none.
+      summary_every_steps: Steps between summaries; None for none.
+      now: Seconds since the epoch; the first window begins here.
+    """
+    self._console = console
+    self._summaries = summaries
+    self._log_every_steps = log_every_steps
+    self._summary_every_steps = summary_every_steps
+    self._log_window = _Window(now)
+    self._summary_window = _Window(now)
+    self._run = _Window(now)
+
+  def add_examples(self, num_examples: int) -> None:
+    """Counts examples that did not advance the step."""
+    for window in (self._log_window, self._summary_window, self._run):
+      window.add(0, num_examples)
+
+  def advance(
+    self,
+    previous: int,
+    *,
+    global_step: int,
+    loss: float,
+    num_examples: int,
+    scalars: Mapping[str, float],
+    now: float,
+    is_last: bool,
+  ) -> None:
+    """Reports, if it is time to, that training went on.
+
+    Args:
+      previous: The step of the call before.
+      global_step: The step now.
+      loss: Of the step.
+      num_examples: Examples used since the call before.
+      scalars: More numbers for the summaries.
+      now: Seconds since the epoch.
+      is_last: Whether this is the last step of the run.
+    """
+    # Steps are lost when a parameter server comes back from a checkpoint.
+    num_steps = max(global_step - previous, 0)
+    for window in (self._log_window, self._summary_window, self._run):
+      window.add(num_steps, num_examples)
+    self._console.move_bar(global_step, loss)
+    steps = (previous, global_step)
+    if is_due(*steps, self._log_every_steps, is_last=is_last):
+      self._log(global_step, loss, now)
+    if is_due(*steps, self._summary_every_steps, is_last=is_last):
+      self._summarize(global_step, loss, scalars, now)
+
+  def final_line(self, step: int, now: float) -> str:
+    """Returns a line on the whole run."""
+    run = self._run
+    return (
+      f"finished at step {step}: {run.num_examples} examples in "
+      f"{run.secs(now):.1f} s ({run.examples_per_sec(now):.1f} examples/sec)"
+    )
+
+  def close(self) -> None:
+    """Closes the bar and the event file."""
+    self._console.close_bar()
+    self._summaries.close()
+
+  def _log(self, step: int, loss: float, now: float) -> None:
+    window, self._log_window = self._log_window, _Window(now)
+    self._console.log(
+      f"{datetime.datetime.fromtimestamp(now)}: step {step}, "
+      f"loss = {loss:.2f} ({window.examples_per_sec(now):.1f} examples/sec; "
+      f"{_ratio(window.secs(now), window.num_steps):.3f} sec/batch)"
+    )
+
+  def _summarize(
+    self, step: int, loss: float, scalars: Mapping[str, float], now: float
+  ) -> None:
+    window, self._summary_window = self._summary_window, _Window(now)
+    rates = {
+      "loss": loss,
+      "examples_per_sec": window.examples_per_sec(now),
+      "steps_per_sec": _ratio(window.num_steps, window.secs(now)),
+    }
+    self._summaries.write(step, {**rates, **scalars})
+
+
+def is_due(
+  previous: int, step: int, every: int | None, *, is_last: bool = False
+) -> bool:
+  """Returns whether a multiple of `every` was reached after `previous`."""
+  if every is None:
+    return False
+  return is_last or step // every > previous // every
+
+
+class _Window:
+  """Counts what happened since a moment."""
+
+  def __init__(self, start: float):
+    self._start = start
+    self.num_steps = 0
+    self.num_examples = 0
+
+  def add(self, num_steps: int, num_examples: int) -> None:
+    self.num_steps += num_steps
+    self.num_examples += num_examples
+
+  def secs(self, now: float) -> float:
+    return now - self._start
+
+  def examples_per_sec(self, now: float) -> float:
+    return _ratio(self.num_examples, self.secs(now))
+
+
+def _ratio(amount: float, per: float) -> float:
+  """Returns `amount / per`, 0 where there is nothing to divide by."""
+  return amount / per if per > 0 else 0.0

@@ -1,0 +1,166 @@
+"""Parameter-server resources that several clients reach by one name.
+
+This is the only module that touches `tf.raw_ops` and TensorFlow's private
+variable class. TensorFlow 2 gives every eager variable and queue an anonymous
+name, so that no second client can find it; a resource made with an explicit
+`shared_name` lives in the resource manager of its device and is found there
+by every client (seen to work on TensorFlow 2.21).
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import tensorflow as tf
+from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import resource_variable_ops
+
+
+class SharedVariable(resource_variable_ops.BaseResourceVariable):
+  """A variable of the current device that all clients share by its name.
+
+  Making it creates the resource or attaches to it; it holds no value until
+  some client assigns one, and it outlives every client. It is a `tf.Variable`
+  in all other respects: optimizers, `tf.function` and reads work as usual.
+
+  Attributes:
+    path: The name, under the attribute that Keras reads.
+  """
+
+  # Positional arguments would be taken for those of `tf.Variable` by its
+  # metaclass (TensorFlow 2.21).
+  def __init__(
+    self,
+    *,
+    name: str,
+    shape: Sequence[int],
+    dtype: tf.DType | str,
+    trainable: bool = False,
+  ):
+    shape = tf.TensorShape(shape)
+    dtype = tf.as_dtype(dtype)
+    with tf.init_scope():
+      handle = tf.raw_ops.VarHandleOp(
+        shape=shape, dtype=dtype, shared_name=name, container=""
+      )
+      # An eager handle made by hand knows neither shape nor type.
+      handle_data_util.set_handle_data(
+        handle, handle_data_util.create_handle_data(shape, dtype)
+      )
+    super().__init__(
+      name=name,
+      shape=shape,
+      dtype=dtype,
+      handle=handle,
+      handle_name=name,
+      unique_id=name,
+      trainable=trainable,
+      in_graph_mode=False,
+      synchronization=tf.VariableSynchronization.AUTO,
+      aggregation=tf.VariableAggregation.NONE,
+    )
+    self.path = name
+
+  def is_initialized(self, name: str | None = None) -> tf.Tensor:
+    """Whether some client has assigned a value: a scalar bool tensor."""
+    return tf.raw_ops.VarIsInitializedOp(resource=self.handle)
+
+
+def variable_creator(
+  place: Callable[[str], tuple[str, str]],
+  created: list[tf.Variable],
+) -> Callable[..., tf.Variable]:
+  """A `tf.variable_creator_scope` creator that makes shared variables.
+
+  Args:
+    place: Maps the name an optimizer asks for to (shared name, device).
+    created: Takes every variable made, in order.
+
+  Returns:
+    A creator. What it makes is initialised only if no client had done so.
+  """
+
+  def create(next_creator, **kwargs) -> tf.Variable:
+    del next_creator
+    value = kwargs["initial_value"]
+    with tf.init_scope():
+      value = tf.convert_to_tensor(
+        value() if callable(value) else value, dtype=kwargs.get("dtype")
+      )
+    shared_name, device = place(kwargs.get("name") or "variable")
+    with tf.device(device):
+      variable = SharedVariable(
+        name=shared_name, shape=value.shape, dtype=value.dtype
+      )
+    if not variable.is_initialized():
+      variable.assign(value)
+    created.append(variable)
+    return variable
+
+  return create
+
+
+class Queue:
+  """A first-in first-out queue of the current device, shared by its name.
+
+  Every method is usable inside a `tf.function`, and the blocking ones
+  (`dequeue`) should be used only there: a blocking op that runs eagerly on a
+  remote task holds up every other client's eager ops on it.
+
+  Attributes:
+    device: Where it lives.
+  """
+
+  def __init__(self, name: str, dtypes: Sequence[tf.DType]):
+    self._dtypes = list(dtypes)
+    with tf.init_scope():
+      self._handle = tf.raw_ops.FIFOQueueV2(
+        component_types=self._dtypes,
+        shapes=[],
+        capacity=-1,
+        container="",
+        shared_name=name,
+      )
+    self.device = self._handle.device
+
+  def enqueue(self, components: Sequence[tf.Tensor]) -> tf.Operation | None:
+    """Appends one element; `CancelledError` once the queue is closed."""
+    with tf.device(self.device):
+      return tf.raw_ops.QueueEnqueueV2(
+        handle=self._handle, components=list(components)
+      )
+
+  def dequeue(self) -> list[tf.Tensor]:
+    """Takes one element; waits for it; `OutOfRangeError` once closed."""
+    with tf.device(self.device):
+      return list(
+        tf.raw_ops.QueueDequeueV2(
+          handle=self._handle, component_types=self._dtypes
+        )
+      )
+
+  def size(self) -> tf.Tensor:
+    """The number of elements: a scalar int32 tensor."""
+    with tf.device(self.device):
+      return tf.raw_ops.QueueSizeV2(handle=self._handle)
+
+  def close(self) -> None:
+    """Refuses further elements; releases all who wait, of every client."""
+    with tf.device(self.device):
+      tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
+
+
+def select(
+  index: int | tf.Tensor, choices: Sequence, use: Callable[..., tf.Tensor]
+) -> tf.Tensor:
+  """`use(choices[index])`; the index may be a tensor, the choices not."""
+  if isinstance(index, int):
+    return use(choices[index])
+  branches = [lambda choice=choice: use(choice) for choice in choices]
+  return tf.switch_case(tf.cast(index, tf.int32), branches)
+
+
+def shared_variable(
+  name: str, shape: Sequence[int], dtype: tf.DType | str
+) -> SharedVariable:
+  """A `SharedVariable` that is not trained."""
+  return SharedVariable(name=name, shape=shape, dtype=dtype)

@@ -1,0 +1,121 @@
+"""Says what a step waits for when it takes long, and gives up lost replicas.
+
+Nothing waits without words: every ten seconds without an update the log names
+who holds the step up and why. An admitted replica that is silent, or owes its
+gradients for too long, is declared lost, so that another may take its place.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas import ledger
+from tf_replicas import membership
+from tf_replicas import sync_replicas
+
+
+class Watch:
+  """Watches the steps of one training from the chief, in a thread."""
+
+  def __init__(
+    self,
+    optimizer: sync_replicas.SyncReplicasOptimizer,
+    ages: Callable[[], Sequence[float]],
+    names: Sequence[str],
+    *,
+    lost_after_secs: float,
+    words_every_secs: float = 10.0,
+    log: Callable[[str], None] = print,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Starts to watch.
+
+    Args:
+      optimizer: Whose ledger to read.
+      ages: Seconds since each replica was last heard of; -1: never.
+      names: The replicas' names.
+      lost_after_secs: Silence after which a replica counts as lost.
+      words_every_secs: How often to speak while a step does not end.
+      log: Where words go.
+      clock: Time in seconds.
+    """
+    self._optimizer = optimizer
+    self._ages = ages
+    self._names = list(names)
+    self._lost_after_secs = lost_after_secs
+    self._words_every_secs = words_every_secs
+    self._log = log
+    self._clock = clock
+    self._step = 0
+    self._since = self._said = clock()
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._watch, daemon=True)
+    self._thread.start()
+
+  def progress(self, step: int) -> None:
+    """To be called after every update."""
+    self._step = step
+    self._since = self._said = self._clock()
+
+  def stop(self) -> None:
+    """Ends the watch."""
+    self._stop.set()
+    self._thread.join()
+
+  def _watch(self) -> None:
+    while not self._stop.wait(1.0):
+      waited = self._clock() - self._since
+      if waited < min(self._words_every_secs, self._lost_after_secs):
+        continue
+      try:
+        state = self._optimizer.ledger()
+        ages = self._ages()
+        self._give_up_lost(state, ages)
+      except tf.errors.OpError:
+        return  # The main thread meets the same failure.
+      if self._clock() - self._said >= self._words_every_secs:
+        self._said = self._clock()
+        self._log(describe(self._step, waited, state, ages, self._names))
+
+  def _give_up_lost(self, state: ledger.Ledger, ages: Sequence[float]) -> None:
+    for replica, (status, age) in enumerate(
+      zip(state.status, ages, strict=True)
+    ):
+      silent = age > self._lost_after_secs
+      if silent and status in (
+        ledger.Status.ADMITTED,
+        ledger.Status.COMPUTING,
+      ):
+        self._log(
+          f"{self._names[replica]} was not heard of for {age:.0f} s: its"
+          f" place in step {self._step} is offered to others"
+        )
+        self._optimizer.declare_lost(replica, int(state.tag[replica]))
+
+
+def describe(
+  step: int,
+  waited_secs: float,
+  state: ledger.Ledger,
+  ages: Sequence[float],
+  names: Sequence[str],
+) -> str:
+  """One line on what a step waits for."""
+  delivered = int((state.accepted[:, 0] >= 0).sum())
+  parts = []
+  for name, status, age in zip(names, state.status, ages, strict=True):
+    heard = "never heard of" if age < 0 else f"last heard {age:.0f} s ago"
+    if age == 0:
+      heard = "has left"
+    parts.append(f"{name}: {ledger.Status(status).name.lower()}, {heard}")
+  return (
+    f"step {step} waits since {waited_secs:.0f} s with {delivered} of"
+    f" {len(state.accepted)} contributions ({'; '.join(parts)})"
+  )
+
+
+# A replica beats every second; fewer than three beats prove nothing.
+MIN_LOST_AFTER_SECS = 3 * membership.BEAT_SECS

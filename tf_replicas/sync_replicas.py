@@ -1,0 +1,450 @@
+"""Synchronous updates from exactly N contributions, with backup replicas.
+
+The successor of TF1's `tf.train.SyncReplicasOptimizer`, with stricter rules.
+`SyncReplicasOptimizer` says what they are and how they come about.
+"""
+
+import functools
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_replicas import contributions
+from tf_replicas import inner_optimizer
+from tf_replicas import ledger
+from tf_replicas import mean_update
+from tf_replicas import moving_averages
+from tf_replicas import parameter_store
+from tf_replicas import placement
+
+
+class NonFiniteGradientError(FloatingPointError):
+  """A replica computed a gradient or a loss that is not finite.
+
+  Attributes:
+    replica: Which one.
+    global_step: The step it was for.
+  """
+
+  def __init__(self, replica: int, global_step: int, name: str = ""):
+    super().__init__(
+      f"{name or f'replica {replica}'} computed a loss or a gradient that is"
+      f" not finite, from the variables of step {global_step}"
+    )
+    self.replica = replica
+    self.global_step = global_step
+
+
+class Interrupted(Exception):
+  """`apply_update` was woken before the step had its contributions."""
+
+
+class Update(NamedTuple):
+  """One update of the variables.
+
+  Attributes:
+    global_step: The step after it.
+    loss: Mean loss of the N contributions that it used.
+    num_examples: Examples in them.
+    learning_rate: The rate used; NaN if the inner optimizer has none.
+  """
+
+  global_step: int
+  loss: float
+  num_examples: int
+  learning_rate: float
+
+
+class Counts(NamedTuple):
+  """What became of the contributions of one replica since the start.
+
+  Attributes:
+    applied: Used in an update.
+    surplus: Refused: fresh, but N others came first.
+    late: `late[k - 1]` were refused for being k steps old; the last counts
+      all that were older.
+  """
+
+  applied: int
+  surplus: int
+  late: tuple[int, ...]
+
+  @property
+  def refused(self) -> int:
+    """All that were not used."""
+    return self.surplus + sum(self.late)
+
+
+class SyncReplicasOptimizer:
+  """An optimizer wrapper that applies one averaged update per N gradients.
+
+  Without it, replicas that share variables update them one after the other,
+  each with a gradient of values that others have changed meanwhile. With it,
+  every update is the mean of exactly `replicas_to_aggregate` = N gradients, all
+  computed from the variables of that very step, by distinct replicas where
+  there are at least N of them.
+
+  Of M = `total_num_replicas`:
+
+  * M = N: every replica contributes to every step;
+  * M > N: M - N *backup replicas*; a step takes the first N and does not wait
+    for the slowest (Chen et al. 2016, section 2.2);
+  * M < N: replicas contribute several batches each to one step.
+
+  The wrapper has two halves. A replica's half offers gradients and waits
+  (`apply_gradients`); the chief's half makes the updates (`apply_update`).
+
+  Objects, found by name by every client:
+
+  * on each PS task: the shards of the variables, their slots and averages, and
+    one queue of gradient sets per replica;
+  * on PS task 0: the global step, the inbox, the ledger of who owes what, and
+    one queue of replies per replica (see `tf_replicas.contributions`).
+
+  A replica's step:
+
+  1. Pull the global step and then the parameters (`ParameterStore.pull`).
+  2. Compute gradients; clip them here if `clip_replica_norm` is given.
+  3. Offer: send (replica, tag, step), wait for the verdict. A gradient from
+     older variables is refused at once, one beyond the first N when the step
+     ends: both before any of its bytes travel, and both are counted.
+  4. If admitted, hand over: all gradients to the PS tasks, then "delivered".
+  5. Wait for the release, which names the step to go on from.
+
+  The chief's step:
+
+  1. Answer offers until N contributions were delivered. If an admitted replica
+     is lost, its place goes to one that waits, or to its successor.
+  2. On each PS task: sum the N in replica order and divide by N. A variable
+     that none of them had a gradient for is skipped; one that some had none
+     for counts as zero there. Sparse gradients are summed by row and divided
+     by N too, so that N replicas of B examples equal one of N * B.
+  3. Clip the mean by its global norm if `clip_mean_norm` is given.
+  4. Apply the inner optimizer on each PS task.
+  5. Global step + 1.
+  6. Update the moving averages.
+  7. Release every replica that has offered.
+
+  After TF1's `tf.train.SyncReplicasOptimizer`. What differs: the first step
+  counts like every other and there are no tokens to tune; contributions are
+  taken or refused as a whole rather than variable by variable; the mean is of
+  exactly N; nothing is dropped without being counted.
+  """
+
+  def __init__(
+    self,
+    optimizer: object,
+    replicas_to_aggregate: int,
+    total_num_replicas: int | None = None,
+    *,
+    variable_averages: moving_averages.MovingAverages | None = None,
+    variables_to_average: Iterable[tf.Variable | str] | None = None,
+    clip_replica_norm: float | None = None,
+    clip_mean_norm: float | None = None,
+    loss_scale: float | None = None,
+    name: str = "sync_replicas",
+  ):
+    """Wraps `optimizer`.
+
+    Args:
+      optimizer: The inner optimizer: a Keras 3 optimizer, or any object with
+        `apply(gradients, variables)` or `apply_gradients(pairs)`.
+      replicas_to_aggregate: N, the contributions in one update.
+      total_num_replicas: M, the replicas that offer; N if not given.
+      variable_averages: Keeps shadow averages, updated after every update and
+        before the replicas go on.
+      variables_to_average: Variables, or their paths; all trainable ones if
+        not given.
+      clip_replica_norm: Each replica's gradients are scaled down to this
+        global norm before they are offered.
+      clip_mean_norm: The mean is scaled down to this global norm before it is
+        applied.
+      loss_scale: `scale_loss` multiplies by it and `apply_gradients` divides
+        by it, for float16 computation.
+      name: Names the summaries.
+
+    Raises:
+      TypeError, ValueError: If an argument is of no use.
+    """
+    if total_num_replicas is None:
+      total_num_replicas = replicas_to_aggregate
+    _check_count("replicas_to_aggregate", replicas_to_aggregate)
+    _check_count("total_num_replicas", total_num_replicas)
+    _check_positive("clip_replica_norm", clip_replica_norm)
+    _check_positive("clip_mean_norm", clip_mean_norm)
+    _check_positive("loss_scale", loss_scale)
+    if variables_to_average is not None and variable_averages is None:
+      raise ValueError(
+        "`variables_to_average` needs `variable_averages`. Received: None."
+      )
+    self.replicas_to_aggregate = replicas_to_aggregate
+    self.total_num_replicas = total_num_replicas
+    self.variable_averages = variable_averages
+    self.name = name
+    self._to_average = variables_to_average
+    self._clip_replica_norm = clip_replica_norm
+    self._clip_mean_norm = clip_mean_norm
+    self._loss_scale = loss_scale
+    self._inner = inner_optimizer.InnerOptimizer(optimizer)
+
+  def build(
+    self,
+    store: parameter_store.ParameterStore,
+    *,
+    is_sparse: Sequence[bool] | None = None,
+  ) -> None:
+    """Attaches to, or creates, everything on the PS tasks.
+
+    Args:
+      store: Holds the variables; need not be initialised yet.
+      is_sparse: For each trainable variable of the store whether its gradients
+        come as `tf.IndexedSlices`. None do if not given.
+    """
+    self._store = store
+    if is_sparse is None:
+      is_sparse = [False] * len(store.trainable)
+    self._contributions = contributions.Contributions(
+      store,
+      num_replicas=self.total_num_replicas,
+      replicas_to_aggregate=self.replicas_to_aggregate,
+      is_sparse=is_sparse,
+    )
+    self._position = {
+      store.specs[index].path: position
+      for position, index in enumerate(store.trainable)
+    }
+    self._averages: dict[int, list[tf.Variable]] = {}
+    if self.variable_averages is not None:
+      for index in self._indices_to_average():
+        self._averages[index] = store.create_beside(index, "averages")
+    self._update = mean_update.MeanUpdate(
+      store,
+      self._contributions,
+      self._inner,
+      variable_averages=self.variable_averages,
+      shadows=self._averages,
+      clip_norm=self._clip_mean_norm,
+    )
+    self._client_device = tf.constant(0).device
+    self._present = (True,) * len(store.trainable)
+    self._steps: dict[tuple[bool, ...], Callable] = {}
+
+  def create(self, values: Sequence[tf.Tensor]) -> None:
+    """The chief's: gives everything its first value, unless it has one.
+
+    Args:
+      values: Of the variables, in the store's order.
+    """
+    is_new = not self._store.is_initialized()
+    if is_new:
+      # The global step comes last: it tells others that all is there.
+      self._contributions.initialize()
+      for index, value in enumerate(values):
+        self._store.assign(index, value)
+      for index, shadows in self._averages.items():
+        for shadow, part in zip(
+          shadows, self._store.split(index, values[index]), strict=True
+        ):
+          shadow.assign(part)
+    self._inner.build(self._store)
+    if is_new:
+      self._store.start()
+
+  def signature(self) -> list[list]:
+    """What every client of a training must agree on: rows (name, …)."""
+    rule = [self.name, self.replicas_to_aggregate, self.total_num_replicas]
+    return [rule, *self._store.signature()]
+
+  def _indices_to_average(self) -> list[int]:
+    if self._to_average is None:
+      return self._store.trainable
+    index_of = {spec.path: i for i, spec in enumerate(self._store.specs)}
+    indices = []
+    for variable in self._to_average:
+      path = placement.path_of(variable)
+      if path not in index_of:
+        raise ValueError(
+          "`variables_to_average` must be in the store."
+          f" Received: {path!r}; the store has {sorted(index_of)}."
+        )
+      indices.append(index_of[path])
+    return indices
+
+  # The replica's half.
+
+  def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+    """What to differentiate instead of `loss`; see `loss_scale`."""
+    return loss if self._loss_scale is None else loss * self._loss_scale
+
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[tuple[parameter_store.Gradient, object]],
+    *,
+    replica: int | tf.Tensor,
+    local_step: tf.Tensor,
+    loss: tf.Tensor | float = 0.0,
+    num_examples: tf.Tensor | int = 0,
+    ticket: tf.Tensor | None = None,
+  ) -> contributions.Release:
+    """Offers one set of gradients and waits until this replica may go on.
+
+    To be used inside a `tf.function`.
+
+    Args:
+      grads_and_vars: (gradient, variable) pairs; gradients of the variable's
+        shape, dense, `tf.IndexedSlices` or None; a variable may be given by
+        its path. Trainable variables left out have no gradient.
+      replica: Which replica this is, in [0, total_num_replicas).
+      local_step: int64 scalar, the global step whose variables were used.
+      loss: Scalar, for the reports: the mean over these examples.
+      num_examples: Scalar, how many examples the gradients are the mean of.
+      ticket: That of the last `Release`, unless -1, to spare the offer.
+
+    Returns:
+      Whether the gradients were admitted, and the global step to go on from.
+
+    Raises:
+      ValueError: If a variable is not in the store.
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
+        training has ended.
+    """
+    gradients: list[parameter_store.Gradient] = [None] * len(self._position)
+    for gradient, variable in grads_and_vars:
+      path = placement.path_of(variable)
+      if path not in self._position:
+        raise ValueError(
+          "`grads_and_vars` must name trainable variables of the store."
+          f" Received: {path!r}."
+        )
+      gradients[self._position[path]] = gradient
+    if self._loss_scale is not None:
+      gradients = [
+        mean_update.scaled(g, 1 / self._loss_scale) for g in gradients
+      ]
+    if self._clip_replica_norm is not None:
+      gradients, _ = tf.clip_by_global_norm(gradients, self._clip_replica_norm)
+    return self._contributions.offer(
+      replica,
+      gradients,
+      local_step=local_step,
+      loss=loss,
+      num_examples=num_examples,
+      ticket=ticket,
+    )
+
+  # The chief's half.
+
+  def apply_update(self) -> Update:
+    """Waits for N contributions and makes one update of them.
+
+    Raises:
+      NonFiniteGradientError: If a replica computed something not finite.
+      Interrupted: If `interrupt` was called.
+      tf.errors.OutOfRangeError: After `close`.
+    """
+    self._inner.refresh()
+    if self._present not in self._steps:
+      self._steps[self._present] = tf.function(
+        functools.partial(self._step, self._present)
+      )
+    fields = self._steps[self._present]().numpy()
+    kind, replica, step, examples, loss, is_updated = fields[:6]
+    if kind == ledger.Kind.NONFINITE:
+      raise NonFiniteGradientError(int(replica), int(step))
+    if kind == ledger.Kind.WAKE:
+      raise Interrupted(f"interrupted at step {int(step)}")
+    if not is_updated:
+      # Other variables than assumed have gradients; their update is traced.
+      self._present = tuple((fields[6:] > 0).tolist())
+      return self.apply_update()
+    return Update(
+      global_step=int(step) + 1,
+      loss=float(loss),
+      num_examples=int(examples),
+      learning_rate=self._inner.learning_rate(int(step)),
+    )
+
+  def _step(self, present: tuple[bool, ...]) -> tf.Tensor:
+    """Collects a step and makes its update, without coming back in between.
+
+    Args:
+      present: Which trainable variables are assumed to have a gradient from
+        anyone; if that is wrong the update is left to the next call.
+
+    Returns:
+      The fields of `contributions.Collected`, with whether the update was made
+      before `present`: one float64 vector, on the client, for each tensor that
+      a client reads off a server is a call of its own.
+    """
+    with tf.device(self._store.device_of_task(0)):
+      collected = self._contributions.collect()
+      may_update = collected.kind == int(ledger.Kind.DELIVERED)
+      may_update &= tf.reduce_all(collected.present == list(present))
+      is_updated = tf.cond(
+        may_update,
+        lambda: self._finish_step(present, collected),
+        lambda: tf.constant(False),
+      )
+      fields = [*collected[:5], is_updated]
+      fields = tf.stack([tf.cast(field, tf.float64) for field in fields])
+      present = tf.cast(collected.present, tf.float64)
+      packed = tf.concat([fields, present], axis=0)
+    with tf.device(self._client_device):
+      return tf.identity(packed)
+
+  def _finish_step(self, present, collected) -> tf.Tensor:
+    """Updates, advances the step and lets the replicas go on; returns True."""
+    with tf.control_dependencies([self._update(present, collected.step)]):
+      step = self._store.advance(collected.step, collected.examples)
+    with tf.control_dependencies([step]):
+      self._contributions.release_all(step)
+      return tf.constant(True)
+
+  # For whoever drives or watches it.
+
+  def counts(self) -> list[Counts]:
+    """What became of each replica's contributions since the start."""
+    rows = self._contributions.snapshot().counts
+    return [Counts(int(r[0]), int(r[1]), tuple(map(int, r[2:]))) for r in rows]
+
+  def ledger(self) -> ledger.Ledger:
+    """Who owes what at this moment, as NumPy values."""
+    return self._contributions.snapshot()
+
+  def declare_lost(self, replica: int, tag: int) -> None:
+    """Offers the place of `replica`, whose last offer is `tag`, to others."""
+    self._contributions.declare_lost(replica, tag)
+
+  def interrupt(self) -> None:
+    """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
+    self._contributions.wake()
+
+  def close(self) -> None:
+    """Ends the training: every waiting replica gets `OutOfRangeError`."""
+    self._contributions.close()
+
+
+def update_of(optimizer: SyncReplicasOptimizer, names: Sequence[str]) -> Update:
+  """`optimizer.apply_update()`, with the replicas' names in its errors."""
+  try:
+    return optimizer.apply_update()
+  except NonFiniteGradientError as error:
+    name = names[error.replica]
+    raise NonFiniteGradientError(
+      error.replica, error.global_step, name
+    ) from None
+
+
+def _check_count(name: str, value: int) -> None:
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise TypeError(f"`{name}` must be an integer. Received: {value!r}.")
+  if value < 1:
+    raise ValueError(f"`{name}` must be at least 1. Received: {value}.")
+
+
+def _check_positive(name: str, value: float | None) -> None:
+  if value is not None and not value > 0:
+    raise ValueError(f"`{name}` must be positive. Received: {value}.")
