@@ -35,8 +35,8 @@ def run_client(spec, task, replication: str) -> None:
         tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=x)
       )
 
-    def dataset_fn(num_shards, shard):
-      del num_shards, shard
+    def dataset_fn(num_shards, shard, start):
+      del num_shards, shard, start
       return tf.data.Dataset.from_tensors(small_model.batch()).repeat()
 
     return towers.Replica(variables, loss_fn, dataset_fn)

@@ -171,7 +171,8 @@ class BetweenGraph:
     return published
 
   def _contribute_until_the_end(self) -> None:
-    dataset = self.replica.dataset_fn(len(self._names), self._index)
+    start = int(self.store.examples_seen.read_value())
+    dataset = self.replica.dataset_fn(len(self._names), self._index, start)
     iterator = iter(dataset)
 
     local_device = tf.constant(0).device
@@ -200,8 +201,14 @@ class BetweenGraph:
     Args:
       error: What ended it early, told to everyone.
     """
+    try:
+      self._close(error)
+    except tf.errors.OpError as unreachable:
+      self._log(f"could not take leave of the cluster: {unreachable.message}")
+
+  def _close(self, error: BaseException | None) -> None:
     if self.is_chief:
-      self._members.end(membership.FINISHED if error is None else str(error))
+      self._members.end(membership.outcome_of(error))
       self.optimizer.close()
       if self._watch is not None:
         self._watch.stop()

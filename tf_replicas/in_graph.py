@@ -140,6 +140,7 @@ class InGraph:
       lost_after_secs=self._lost_after_secs,
       log=self._log,
     )
+    self._start_example = int(self.store.examples_seen.read_value())
     self._iterators = iter(
       self._coordinator.create_per_worker_dataset(self._dataset_fn)
     )
@@ -171,7 +172,9 @@ class InGraph:
 
   def _dataset_fn(self) -> tf.data.Dataset:
     index = tf.distribute.coordinator.experimental_get_current_worker_index
-    return self.replica.dataset_fn(len(self._workers), index())
+    return self.replica.dataset_fn(
+      len(self._workers), index(), self._start_example
+    )
 
   def _schedule(self) -> None:
     """Keeps enough closures scheduled."""
@@ -196,7 +199,13 @@ class InGraph:
     Args:
       error: What ended it early, told to everyone.
     """
-    self._members.end(membership.FINISHED if error is None else str(error))
+    try:
+      self._close(error)
+    except tf.errors.OpError as unreachable:
+      self._log(f"could not take leave of the cluster: {unreachable.message}")
+
+  def _close(self, error: BaseException | None) -> None:
+    self._members.end(membership.outcome_of(error))
     # The closed queues end the running closures, and the coordinator would
     # log each of these ends at length (TensorFlow 2.21).
     logger = tf.get_logger()

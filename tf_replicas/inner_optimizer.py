@@ -25,6 +25,24 @@ class _Copies:
   value: object = None
 
 
+class _Cell:
+  """Stands for a variable of the whole optimizer while one task updates.
+
+  Keras 3.15 assigns such a variable (Nadam's `_u_product`) through its
+  `value`, which in a `keras.StatelessScope` would be a tensor.
+  """
+
+  def __init__(self, value: tf.Tensor):
+    self.value = value
+    self.dtype = value.dtype
+
+  def assign(self, value: tf.Tensor) -> None:
+    self.value = value
+
+  def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
+    return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
+
+
 class InnerOptimizer:
   """An optimizer bound to the trainable variables of a store."""
 
@@ -37,6 +55,7 @@ class InnerOptimizer:
         variables are updated in groups.
     """
     self.optimizer = optimizer
+    self._is_built = False
     self._is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
     if self._is_keras:
       _check_keras(optimizer)
@@ -49,7 +68,12 @@ class InnerOptimizer:
       )
 
   def build(self, store: parameter_store.ParameterStore) -> None:
-    """Creates the slots beside the store's trainable variables."""
+    """Creates the slots beside the store's trainable variables.
+
+    Raises:
+      ValueError: If the optimizer needs whole variables and the store has cut
+        one into shards, or if it was built for other variables.
+    """
     self._store = store
     self._created: list[tf.Variable] = []
     self._num_adopted = 0
@@ -61,11 +85,21 @@ class InnerOptimizer:
       for index in store.trainable
       for variable in store.variables(index)
     }
-    if self._is_keras and not self.optimizer.built:
+    if self._is_keras:
+      _check_shards(self.optimizer, store)
+    if self._is_keras and not self._is_built:
+      if self.optimizer.built:
+        raise ValueError(
+          "`optimizer` must not be built yet, for its slots belong beside the"
+          f" variables of the store. Received: {self.optimizer!r}."
+        )
+      self._is_built = True
       with self._creator_scope(store.device_of_task(0)):
         self.optimizer.build(list(self._shards.values()))
     self._adopt()
     self._copies: list[tuple[keras.Variable, _Copies]] = []
+    # State of the whole optimizer that updates change.
+    self._common: list[keras.Variable] = []
     if self._is_keras:
       self._make_copies()
       self.refresh()
@@ -124,8 +158,11 @@ class InnerOptimizer:
     """Copies of the scalars that the client holds, on every PS task."""
     self._copies = []
     for variable in self.optimizer.variables:
-      is_shared = isinstance(variable.value, resources.SharedVariable)
-      if is_shared or variable is self.optimizer.iterations:
+      if isinstance(variable.value, resources.SharedVariable):
+        if variable.value.path not in self._owner:
+          self._common.append(variable)
+        continue
+      if variable is self.optimizer.iterations:
         continue
       copies = []
       for task in range(self._store.num_tasks):
@@ -138,7 +175,7 @@ class InnerOptimizer:
       self._copies.append((variable, _Copies(copies)))
 
   def _scalars(self, task: int, step: tf.Tensor) -> list:
-    """What belongs to the whole optimizer: (Keras variable, its value now).
+    """What no update changes: (Keras variable, its value in this one).
 
     The iteration count is not Keras' own, which is lost to races, but the
     global step (Keras 3.15: `iterations.assign(iterations + 1)`).
@@ -150,10 +187,8 @@ class InnerOptimizer:
         value = tf.cast(step, variable.dtype)
       elif id(variable) in copied:
         value = copied[id(variable)].read_value()
-      elif variable.value.path in self._owner:
-        continue
       else:
-        value = variable.value.read_value()
+        continue
       scalars.append((variable, value))
     return scalars
 
@@ -188,14 +223,15 @@ class InnerOptimizer:
             self.optimizer.apply_gradients(pairs)
         self._adopt()
         return []
-      scalars = self._scalars(task, step)
-      with keras.StatelessScope(scalars) as scope:
+      with keras.StatelessScope(self._scalars(task, step)) as scope:
+        cells = [
+          (variable, _Cell(variable.value.read_value()))
+          for variable in self._common
+        ]
+        for pair in cells:
+          scope.add_update(pair)
         self.optimizer.apply(gradients, variables)
-      return [
-        (variable.value, scope.get_current_value(variable))
-        for variable, _ in scalars
-        if isinstance(variable.value, resources.SharedVariable)
-      ]
+      return [(variable.value, cell.value) for variable, cell in cells]
 
   def commit(self, changed: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
     """Assigns what `apply` of one task returned; once per step."""
@@ -203,12 +239,28 @@ class InnerOptimizer:
       variable.assign(value)
 
 
+# Adafactor (Keras 3.15) gives its factored moments the name of the variable,
+# MultiOptimizer has no slots of its own.
+_NOT_BY_TASK = (
+  keras.optimizers.Adafactor,
+  keras.optimizers.MultiOptimizer,
+)
+# They use norms or products of a whole variable.
+_NOT_BY_SHARD = (keras.optimizers.Lamb, keras.optimizers.Muon)
+
+
 def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
   """Refuses what cannot be right when each PS task updates its own."""
+  name = type(optimizer).__name__
+  if isinstance(optimizer, _NOT_BY_TASK):
+    raise ValueError(
+      "`optimizer` must keep its state by variable, so that each PS task can"
+      f" update its own. Received: {name}."
+    )
   if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
     raise ValueError(
       "`optimizer` must not scale the loss itself; give `loss_scale` to the"
-      f" wrapper. Received: {type(optimizer).__name__}."
+      f" wrapper. Received: {name}."
     )
   for option, instead in (
     ("global_clipnorm", "give `clip_mean_norm` to the wrapper"),
@@ -221,4 +273,22 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
       raise ValueError(
         f"`optimizer` must not use `{option}`; {instead}."
         f" Received: {option}={value}."
+      )
+
+
+def _check_shards(
+  optimizer: keras.optimizers.Optimizer, store: parameter_store.ParameterStore
+) -> None:
+  """Refuses what cannot be right where a variable is cut into shards."""
+  reason = None
+  if isinstance(optimizer, _NOT_BY_SHARD):
+    reason = type(optimizer).__name__
+  elif optimizer.clipnorm:
+    reason = f"clipnorm={optimizer.clipnorm}"
+  for index in store.trainable:
+    if reason and len(store.shards[index]) > 1:
+      raise ValueError(
+        "`optimizer` must not need whole variables where they are cut into"
+        f" shards, as {store.specs[index].path!r} is; use the placement"
+        f" 'greedy' or 'round_robin'. Received: {reason}."
       )

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -142,6 +143,8 @@ class LocalCluster:
           self._echo(f"[launcher] {task} {describe(code)}; ending the others")
           self._await_all(_GRACE_SECS)  # They may have words of their own.
           self.stop()
+          # The chief knows best what went wrong.
+          code = self.returncode_of_chief() or code
           return code if code > 0 else 128 - code
       if all(code == 0 for code in codes.values()):
         self._join_readers()
@@ -151,6 +154,12 @@ class LocalCluster:
         running = ", ".join(str(t) for t, c in codes.items() if c is None)
         raise TimeoutError(f"{running} still ran after {timeout_secs:.0f} s")
       time.sleep(0.05)
+
+  def returncode_of_chief(self) -> int | None:
+    """The chief's exit status, if it runs here and has failed by itself."""
+    chief = self._processes.get(self.spec.chief)
+    code = None if chief is None else chief.poll()
+    return code if code and code > 0 else None
 
   def _await_all(self, timeout_secs: float) -> None:
     deadline = time.monotonic() + timeout_secs
@@ -170,22 +179,35 @@ class LocalCluster:
     return True
 
   def stop(self, grace_secs: float = _GRACE_SECS) -> None:
-    """Ends what still runs: SIGTERM, and SIGKILL after `grace_secs`."""
-    running = [p for p in self._processes.values() if p.poll() is None]
-    for process in running:
-      process.terminate()
-    deadline = time.monotonic() + grace_secs
-    for process in running:
-      try:
-        process.wait(max(deadline - time.monotonic(), 0.0))
-      except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """Ends what still runs: SIGTERM, and SIGKILL after `grace_secs`.
+
+    The chief comes first: it may want to save what the PS tasks hold, and
+    when it leaves in good order the others do so by themselves.
+    """
+    chief = self._processes.get(self.spec.chief)
+    if chief is not None and chief.poll() is None:
+      _end([chief], 2 * grace_secs)
+      self._await_all(1.0)
+    _end(self._processes.values(), grace_secs)
     self._join_readers()
 
   def _join_readers(self) -> None:
     for reader in self._readers:
       reader.join(timeout=5.0)
+
+
+def _end(processes: Iterable[subprocess.Popen], grace_secs: float) -> None:
+  """Ends processes: SIGTERM, and SIGKILL after a while."""
+  running = [p for p in processes if p.poll() is None]
+  for process in running:
+    process.terminate()
+  deadline = time.monotonic() + grace_secs
+  for process in running:
+    try:
+      process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
 
 
 def describe(code: int) -> str:

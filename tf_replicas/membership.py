@@ -181,6 +181,13 @@ class Membership:
     return here
 
 
+def outcome_of(error: BaseException | None) -> str:
+  """How training ended, in one line."""
+  if error is None:
+    return FINISHED
+  return " ".join(str(error).split()) or type(error).__name__
+
+
 def differences(
   ours: Sequence[Sequence], theirs: Sequence[Sequence], limit: int = 3
 ) -> list[str]:

@@ -37,16 +37,28 @@ def build(
     variables: Keras or TensorFlow variables: a pattern; values do not matter.
   """
   specs = placement.from_variables(variables)
-  num_tasks = spec.num_tasks("ps")
+  return ParameterStore(
+    specs, _plan(spec, specs), num_tasks=spec.num_tasks("ps")
+  )
+
+
+def describe(
+  spec: cluster.ClusterSpec, variables: Sequence[tf.Variable]
+) -> str:
+  """The placement table of such a store, which need not exist."""
+  specs = placement.from_variables(variables)
+  devices = [ps_device(task) for task in range(spec.num_tasks("ps"))]
+  return placement.table(specs, _plan(spec, specs), devices)
+
+
+def _plan(spec: cluster.ClusterSpec, specs) -> placement.Plan:
   policy = placement.policy_from(
     spec.variables.placement,
-    num_tasks,
+    spec.num_tasks("ps"),
     min_shard_bytes=spec.variables.min_shard_bytes,
     num_shards=spec.variables.num_shards,
   )
-  return ParameterStore(
-    specs, placement.plan(specs, policy), num_tasks=num_tasks
-  )
+  return placement.plan(specs, policy)
 
 
 class ParameterStore:
@@ -187,7 +199,7 @@ class ParameterStore:
     if gradient is None or len(shards) == 1:
       return [gradient] * len(shards)
     if not isinstance(gradient, tf.IndexedSlices):
-      return self.split(index, gradient)
+      return self.split(index, tf.cast(gradient, self.specs[index].dtype))
     if shards[0].axis != 0:
       raise ValueError(
         f"A sparse gradient of {shards[0].path!r} needs shards along axis 0."
@@ -202,6 +214,7 @@ class ParameterStore:
         tf.IndexedSlices(
           tf.boolean_mask(gradient.values, inside),
           tf.boolean_mask(gradient.indices, inside) - shard.begin,
+          tf.constant(shard.shape, gradient.indices.dtype),
         )
       )
     return parts

@@ -337,6 +337,15 @@ class SyncReplicasOptimizer:
 
   # The chief's half.
 
+  @property
+  def learning_rate(self) -> float:
+    """The rate of the next update, where it is a number; see Keras."""
+    return float(self._inner.optimizer.learning_rate)
+
+  @learning_rate.setter
+  def learning_rate(self, rate: float) -> None:
+    self._inner.optimizer.learning_rate = rate
+
   def apply_update(self) -> Update:
     """Waits for N contributions and makes one update of them.
 

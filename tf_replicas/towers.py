@@ -39,16 +39,18 @@ class Replica:
       on the parameter servers.
     loss_fn: Maps (parameters, *batch) to a scalar, the mean loss over the
       batch; parameters are tensors in the order of `variables`.
-    dataset_fn: Maps (num_shards, shard_index) to an endless data set whose
-      elements are batches: tuples of tensors with the examples along axis 0.
-      The index is an int, or an int64 scalar where the driver runs the
-      function on a remote worker. With several towers a batch is for all.
+    dataset_fn: Maps (num_shards, shard_index, start_example) to an endless
+      data set whose elements are batches: tuples of tensors with the examples
+      along axis 0. The index is an int, or an int64 scalar where the driver
+      runs the function on a remote worker. The start, an int, is how many
+      examples all replicas have used before. With several towers a batch is
+      for all of them.
     devices: Where the towers compute; the default device if empty.
   """
 
   variables: Sequence[tf.Variable]
   loss_fn: Callable[..., tf.Tensor]
-  dataset_fn: Callable[[int, int | tf.Tensor], tf.data.Dataset]
+  dataset_fn: Callable[[int, int | tf.Tensor, int], tf.data.Dataset]
   devices: Sequence[str] = ()
 
   def gradients(
@@ -123,7 +125,7 @@ def _mean(gradients, scale) -> parameter_store.Gradient:
 
 def sparsity(replica: Replica) -> list[bool]:
   """Which of the replica's gradients come as `tf.IndexedSlices`; traces it."""
-  batch = replica.dataset_fn(1, 0).element_spec
+  batch = replica.dataset_fn(1, 0, 0).element_spec
   parameters = [
     tf.TensorSpec(v.shape, tf.as_dtype(v.dtype)) for v in replica.variables
   ]

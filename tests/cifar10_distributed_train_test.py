@@ -1,0 +1,232 @@
+"""The binary as a user runs it: whole clusters, bad input, Ctrl-C."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tf_replicas import checkpoints
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LOG_LINE = re.compile(
+  r"\[(?:worker|chief) 0\] [-\d]+ [:.\d]+: step (\d+), loss = ([\d.]+) "
+  r"\([\d.]+ examples/sec; [\d.]+ sec/batch\)"
+)
+
+
+def _command(*flags: str, module: str = "cifar10.distributed_train") -> list:
+  return [sys.executable, "-m", module, *flags]
+
+
+def _environ() -> dict[str, str]:
+  environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+  environ.pop("TF_CONFIG", None)
+  return environ
+
+
+def run(*flags: str, timeout: float = 150, module="cifar10.distributed_train"):
+  """Runs a binary to its end."""
+  return subprocess.run(
+    _command(*flags, module=module),
+    cwd=ROOT,
+    env=_environ(),
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+    check=False,
+  )
+
+
+def train_flags(train_dir, *more: str) -> list[str]:
+  """Flags of a quick run on a local cluster."""
+  return [
+    "--cluster_spec=cluster_specs/local_1ps_2workers.json",
+    "--dataset=synthetic",
+    f"--train_dir={train_dir}",
+    "--batch_size=16",
+    "--learning_rate=0.05",
+    *more,
+  ]
+
+
+def children_of(pid: int) -> list[int]:
+  """Ids of the processes that a process has started."""
+  path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
+  return [int(child) for child in path.read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """A run of both drivers: 20 steps between-graph, 20 more in-graph."""
+  train_dir = tmp_path_factory.mktemp("train")
+  first = run(*train_flags(train_dir, "--max_steps=20"))
+  second = run(
+    *train_flags(train_dir, "--max_steps=40", "--replication=in_graph")
+  )
+  return train_dir, first, second
+
+
+@pytest.mark.cluster
+class TestTraining:
+  def test_both_drivers_end_by_themselves_with_status_0(self, trained):
+    _, first, second = trained
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert second.returncode == 0, second.stdout + second.stderr
+
+  def test_log_lines_have_the_tutorials_form(self, trained):
+    _, first, second = trained
+    steps = [int(step) for step, _ in LOG_LINE.findall(first.stdout)]
+    assert steps == [10, 20]
+    steps = [int(step) for step, _ in LOG_LINE.findall(second.stdout)]
+    assert steps == [30, 40]
+
+  def test_every_contribution_is_accounted_for(self, trained):
+    _, first, second = trained
+    for output in (first.stdout, second.stdout):
+      for worker in (0, 1):
+        line = f"worker {worker}: 20 contributions applied, 0 refused"
+        assert line in output
+
+  def test_the_second_run_resumed_the_first(self, trained):
+    train_dir, _, second = trained
+    assert f"restored {train_dir}/model.ckpt-20" in second.stdout
+    state = checkpoints.read(checkpoints.latest(train_dir))
+    assert state["global_step"] == 40
+    assert state["examples_seen"] == 40 * 2 * 16
+
+  def test_placement_table_is_printed(self, trained):
+    _, first, _ = trained
+    assert "Total: 10 variables, 1,068,298 parameters, 4.1 MiB" in first.stdout
+
+  def test_each_task_has_a_log_of_its_own(self, trained):
+    train_dir, _, _ = trained
+    names = {path.name for path in (train_dir / "logs").iterdir()}
+    expected = {"ps_0.log", "worker_0.log", "worker_1.log", "chief_0.log"}
+    assert names == expected
+
+  def test_eval_counts_each_image_once(self, trained):
+    train_dir, _, _ = trained
+    result = run(
+      f"--train_dir={train_dir}", "--run_once", module="cifar10.eval"
+    )
+    assert result.returncode == 0, result.stderr
+    pattern = r"precision @ 1 = 0\.\d{4} \[1000 examples\]"
+    assert re.search(pattern, result.stdout)
+
+  def test_continuous_eval_ends_with_the_finished_run(self, trained):
+    train_dir, _, _ = trained
+    result = run(f"--train_dir={train_dir}", module="cifar10.eval")
+    assert result.returncode == 0
+    assert result.stdout.count("precision @ 1") == 1
+
+  def test_a_directory_of_another_model_is_refused_untouched(
+    self, trained, tmp_path
+  ):
+    state = {
+      "global_step": 7,
+      "examples_seen": 7,
+      "variables/conv1/kernel": [1.0, 2.0],
+    }
+    import numpy as np
+
+    checkpoints.save(
+      str(tmp_path), {name: np.asarray(v) for name, v in state.items()}
+    )
+    before = {p.name: p.read_bytes() for p in tmp_path.glob("model.ckpt*")}
+    result = run(*train_flags(tmp_path, "--max_steps=9"))
+    assert result.returncode == 2
+    assert "error: train_dir" in result.stdout
+    assert "another model" in result.stdout
+    after = {p.name: p.read_bytes() for p in tmp_path.glob("model.ckpt*")}
+    assert after == before
+
+
+@pytest.mark.cluster
+def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
+  process = subprocess.Popen(
+    _command(*train_flags(tmp_path, "--max_steps=100000")),
+    cwd=ROOT,
+    env=_environ(),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  output = []
+  deadline = time.monotonic() + 90
+  for line in process.stdout:
+    output.append(line)
+    if "step 10," in line or time.monotonic() > deadline:
+      break
+  tasks = children_of(process.pid)
+  assert len(tasks) == 3, "".join(output)
+  process.send_signal(signal.SIGINT)
+  rest, _ = process.communicate(timeout=60)
+  assert process.returncode == 130, "".join(output) + rest
+  assert checkpoints.latest(str(tmp_path)) is not None, rest
+  for pid in tasks:
+    assert not pathlib.Path(f"/proc/{pid}").exists()
+
+
+class TestBadInput:
+  def expect(self, status: int, words: str, *flags: str) -> None:
+    result = run(*flags, timeout=60)
+    assert result.returncode == status, result.stdout + result.stderr
+    errors = [x for x in result.stderr.splitlines() if x.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert words in errors[0]
+    assert "Traceback" not in result.stderr
+
+  def test_unknown_dataset(self, tmp_path):
+    flags = train_flags(tmp_path / "run", "--dataset=cifar11")
+    self.expect(2, "cifar11", *flags)
+    assert not (tmp_path / "run").exists()
+
+  def test_truncated_file(self, tmp_path):
+    for name in [
+      *(f"data_batch_{i}.bin" for i in range(1, 6)),
+      "test_batch.bin",
+    ]:
+      (tmp_path / name).write_bytes(bytes(3073 * 10_000))
+    (tmp_path / "data_batch_3.bin").write_bytes(bytes(3073 * 10_000 - 1))
+    flags = train_flags(
+      tmp_path / "run", "--dataset=cifar10", f"--data_dir={tmp_path}"
+    )
+    self.expect(2, "data_batch_3.bin", *flags)
+
+  def test_mistake_in_the_spec(self, tmp_path):
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({"ps": ["localhost:99999"], "worker": ["a:1"]}))
+    flags = train_flags(tmp_path / "run", f"--cluster_spec={spec}")
+    self.expect(2, "ps[0]", *flags)
+
+  def test_port_in_use(self, tmp_path):
+    with socket.socket() as taken:
+      taken.bind(("0.0.0.0", 0))
+      taken.listen()
+      port = taken.getsockname()[1]
+      spec = tmp_path / "spec.json"
+      jobs = {"ps": [f"localhost:{port}"], "worker": ["localhost:0"]}
+      spec.write_text(json.dumps(jobs))
+      flags = train_flags(tmp_path / "run", f"--cluster_spec={spec}")
+      self.expect(2, f"{port}", *flags)
+
+  def test_impossible_replica_count(self, tmp_path):
+    flags = train_flags(tmp_path / "run", "--replicas_to_aggregate=0")
+    self.expect(2, "replicas_to_aggregate", *flags)
+
+  def test_dry_run_starts_nothing(self, tmp_path):
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({"ps": ["h0:1", "h1:1"], "worker": ["h2:1"]}))
+    flags = train_flags(tmp_path / "run", f"--cluster_spec={spec}")
+    result = run(*flags, "--dry_run", timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "effective batch 16" in result.stdout
+    assert "/job:ps/task:1" in result.stdout
+    assert not (tmp_path / "run").exists()

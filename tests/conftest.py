@@ -1,0 +1,153 @@
+"""What the tests share: clusters of real processes."""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Mapping
+
+import pytest
+
+from tf_replicas import cluster
+from tf_replicas import local_cluster
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROGRAM = pathlib.Path(__file__).with_name("cluster_task.py")
+
+ENVIRON = {
+  **os.environ,
+  "CUDA_VISIBLE_DEVICES": "",
+  "PYTHONPATH": str(ROOT),
+  "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+# Generous: the machine may be busy. No test waits that long if all is well.
+DEADLINE_SECS = 150.0
+
+
+class Trial:
+  """A scenario of `cluster_task` on a cluster of its own.
+
+  Attributes:
+    spec: The cluster.
+    directory: Where the tasks leave marks and reports.
+    tasks: The running processes.
+  """
+
+  def __init__(
+    self,
+    scenario: str,
+    document: Mapping,
+    directory: pathlib.Path,
+    *,
+    replication: str = "between_graph",
+    max_restarts: int = 0,
+    **options,
+  ):
+    self.spec = cluster.resolve_ports(cluster.parse(document))
+    self.directory = directory
+    arguments = json.dumps(
+      {
+        "spec": json.loads(self.spec.to_json()),
+        "directory": str(directory),
+        "replication": replication,
+        "options": options,
+      }
+    )
+
+    def command(task):
+      program = [sys.executable, "-u", str(PROGRAM)]
+      return [*program, scenario, arguments, task.job, str(task.index)]
+
+    self.tasks = local_cluster.LocalCluster(
+      self.spec,
+      command,
+      log_dir=directory / "logs",
+      environ=ENVIRON,
+      max_restarts=max_restarts,
+    )
+    self._deadline = time.monotonic() + DEADLINE_SECS
+
+  def mark(self, name: str) -> None:
+    """Tells the tasks that something happened."""
+    (self.directory / name).touch()
+
+  def await_mark(self, name: str) -> None:
+    """Waits until a task, or the test, said that `name` happened."""
+    self.await_that(lambda: (self.directory / name).exists(), name)
+
+  def await_log(self, task: cluster.Task, words: str) -> None:
+    """Waits until `task` printed `words`."""
+    self.await_that(lambda: words in self.tasks.log(task), words)
+
+  def await_end(self, *tasks: cluster.Task) -> None:
+    """Waits until these tasks, or all, have ended by themselves."""
+    for task in tasks or self.spec.tasks():
+      self.await_that(
+        lambda task=task: self.tasks.returncode(task) is not None,
+        f"the end of {task}",
+      )
+
+  def await_that(self, condition, what: str) -> None:
+    """Polls `condition`; `TimeoutError` with all logs at the deadline."""
+    while not condition():
+      if time.monotonic() > self._deadline:
+        raise TimeoutError(f"waited in vain for {what}\n{self.all_logs()}")
+      time.sleep(0.05)
+
+  def await_success(self) -> None:
+    """Waits until every task has ended by itself, with status 0.
+
+    To leave is a matter of seconds once the training is over.
+    """
+    self.await_that(
+      lambda: (self.directory / "over").exists() or any(self.codes().values()),
+      "the end of the training",
+    )
+    if not any(self.codes().values()):
+      self._deadline = min(self._deadline, time.monotonic() + 30)
+      self.await_end()
+    assert not any(self.codes().values()), self.all_logs()
+
+  def codes(self) -> dict[str, int | None]:
+    """Exit status by task."""
+    return {str(t): self.tasks.returncode(t) for t in self.spec.tasks()}
+
+  def report(self, name: str = "chief") -> dict:
+    """What a task reported."""
+    return json.loads((self.directory / f"{name}.json").read_text())
+
+  def log(self, job: str, index: int = 0) -> str:
+    """What a task printed."""
+    return self.tasks.log(cluster.Task(job, index))
+
+  def kill(self, task: cluster.Task) -> None:
+    """Ends a task without a chance to say anything."""
+    self.tasks.kill(task, signal.SIGKILL)
+
+  def all_logs(self) -> str:
+    """What all tasks printed, for failures."""
+    return "\n".join(
+      f"--- {task} ({self.tasks.returncode(task)})\n{self.tasks.log(task)}"
+      for task in self.spec.tasks()
+      if self.tasks.log_path(task).exists()
+    )
+
+
+@pytest.fixture(scope="module")
+def start_trial(tmp_path_factory):
+  """Starts a scenario on a cluster; ends it with the test module at last."""
+  trials = []
+
+  def start(scenario, document, **options):
+    trial = Trial(
+      scenario, document, tmp_path_factory.mktemp(scenario), **options
+    )
+    trials.append(trial)
+    trial.tasks.start()
+    return trial
+
+  yield start
+  for trial in trials:
+    trial.tasks.stop(grace_secs=1.0)

@@ -1,0 +1,129 @@
+"""Tests of what becomes of a training when something dies or goes wrong."""
+
+import numpy as np
+import pytest
+
+from tf_replicas import cluster
+
+pytestmark = pytest.mark.cluster
+
+# The learning rate of `cluster_task.constant_gradients`.
+RATE = 2.0
+
+
+def _document(ps, workers, chief=0):
+  jobs = {"ps": ps, "worker": workers, "chief": chief}
+  return {
+    "cluster": {job: ["localhost:0"] * n for job, n in jobs.items() if n},
+    "variables": {"on": "ps", "placement": "round_robin"},
+  }
+
+
+def _worker(index):
+  return cluster.Task("worker", index)
+
+
+def _assert_steps(report, steps, mean):
+  """`steps` updates of v0 by `mean`, each of exactly its contributions."""
+  assert [s["global_step"] for s in report["steps"]] == [*range(1, steps + 1)]
+  np.testing.assert_allclose(
+    [s["state"]["variables/v0"] for s in report["steps"]],
+    [-RATE * mean * step for step in range(1, steps + 1)],
+    rtol=1e-5,
+  )
+
+
+def test_training_waits_for_the_restart_of_a_worker(start_trial):
+  trial = start_trial(
+    "killed_after_delivery", _document(2, 3), lost_after_secs=3
+  )
+  trial.await_mark("worker 1 has delivered")
+  trial.kill(_worker(1))
+  trial.mark("worker 1 is dead")
+  trial.await_log(_worker(0), "worker 1 was not heard of")
+  trial.await_log(_worker(0), "step 3 waits since")
+  assert not (trial.directory / "over").exists()
+  trial.tasks.start(_worker(1))
+  trial.await_success()
+  report = trial.report()
+  _assert_steps(report, 6, (0.1 + 0.3 + 0.5) / 3)
+  # What was delivered before the death counts.
+  assert [applied for applied, _, _ in report["counts"]] == [6, 6, 6]
+  words = trial.log("worker", 0)
+  assert "with 2 of 3 contributions" in words
+  assert "worker 1: lost" in words
+
+
+def test_in_graph_training_waits_for_the_restart_of_a_worker(start_trial):
+  trial = start_trial(
+    "killed_between_steps",
+    _document(1, 2, chief=1),
+    replication="in_graph",
+    lost_after_secs=3,
+  )
+  trial.await_mark("step 2 is made")
+  trial.kill(_worker(1))
+  trial.mark("worker 1 is dead")
+  trial.tasks.start(_worker(1))
+  trial.await_success()
+  report = trial.report()
+  _assert_steps(report, 6, (0.1 + 0.3) / 2)
+  assert [applied for applied, _, _ in report["counts"]] == [6, 6]
+
+
+def test_backup_takes_the_place_of_a_worker_that_died_admitted(start_trial):
+  trial = start_trial(
+    "killed_after_admission", _document(1, 3), aggregate=2, lost_after_secs=3
+  )
+  living = [task for task in trial.spec.tasks() if task != _worker(2)]
+  trial.await_end(*living)
+  codes = trial.codes()
+  assert codes.pop("worker 2") == -9
+  assert set(codes.values()) == {0}, trial.all_logs()
+  report = trial.report()
+  _assert_steps(report, 8, (0.1 + 0.3) / 2)
+  assert [applied for applied, _, _ in report["counts"]] == [8, 8, 0]
+  assert "worker 2 was not heard of" in trial.log("worker", 0)
+
+
+def test_nothing_of_a_worker_that_died_handing_over_is_applied(start_trial):
+  trial = start_trial(
+    "killed_while_handing_over", _document(2, 2), max_restarts=3
+  )
+  assert trial.tasks.wait(timeout_secs=100) == 0, trial.all_logs()
+  assert len(list(trial.directory.glob("incarnation_*"))) == 4
+  report = trial.report()
+  _assert_steps(report, 3, (0.1 + 0.3) / 2)
+  np.testing.assert_allclose(
+    report["state"]["variables/v2"],
+    [[3.0 - 3 * RATE * 0.1 / 2], [4.0 - 3 * RATE * 0.3 / 2], [5.0]],
+    rtol=1e-6,
+  )
+  assert [applied for applied, _, _ in report["counts"]] == [3, 3]
+  assert report["steps"][-1]["state"]["examples_seen"] == 6
+
+
+@pytest.mark.parametrize(
+  ("replication", "chief"),
+  [("between_graph", "worker 0"), ("in_graph", "chief 0")],
+)
+def test_not_a_number_ends_every_task_with_words(
+  start_trial, replication, chief
+):
+  is_in_graph = replication == "in_graph"
+  trial = start_trial(
+    "not_a_number",
+    _document(2, 2, chief=int(is_in_graph)),
+    replication=replication,
+  )
+  trial.await_end()
+  for task in trial.spec.tasks():
+    last = trial.tasks.log(task).rstrip().splitlines()[-1]
+    assert "worker 1 computed a loss or a gradient that is not finite" in last
+    assert "step 2" in last
+    assert trial.tasks.returncode(task) == 1
+  assert "NonFiniteGradientError" in trial.tasks.log(
+    cluster.Task(*[chief.split()[0], 0])
+  )
+  assert (trial.directory / "step 2 is made").exists()
+  assert not (trial.directory / "step 3 is made").exists()

@@ -1,0 +1,88 @@
+"""Parameter stores inside the test's own process.
+
+Logical CPU devices stand in for the PS tasks. Shared names outlive a test, so
+every test gets a resource container of its own.
+"""
+
+import itertools
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tf_replicas import parameter_store
+from tf_replicas import placement
+
+NUM_DEVICES = 4
+_containers = itertools.count()
+_OPS = {
+  "VarHandleOp": tf.raw_ops.VarHandleOp,
+  "FIFOQueueV2": tf.raw_ops.FIFOQueueV2,
+}
+
+tf.config.set_logical_device_configuration(
+  tf.config.list_physical_devices("CPU")[0],
+  [tf.config.LogicalDeviceConfiguration()] * NUM_DEVICES,
+)
+
+
+def device(task: int) -> str:
+  """What stands in for PS task `task`."""
+  return f"/device:CPU:{task}"
+
+
+def spec(path, shape, *, dtype="float32", trainable=True):
+  return placement.VariableSpec(path, tuple(shape), dtype, trainable)
+
+
+class TestCase(parameterized.TestCase):
+  """Names of one test mean nothing to the next."""
+
+  def setUp(self):
+    super().setUp()
+    self.new_cluster()
+
+  def new_cluster(self):
+    """From here on names mean new objects, as on servers just started."""
+    container = f"test{next(_containers)}"
+    for name, op in _OPS.items():
+
+      def in_container(op=op, **arguments):
+        return op(**{**arguments, "container": container})
+
+      self.enter_context(mock.patch.object(tf.raw_ops, name, in_container))
+
+
+def attach(specs, num_tasks=1, policy=None):
+  """A store of these variables, without values; greedy unless told."""
+  if policy is None:
+    policy = placement.GreedyByBytes(num_tasks)
+  return parameter_store.ParameterStore(
+    specs,
+    placement.plan(specs, policy),
+    num_tasks=num_tasks,
+    device_of_task=device,
+  )
+
+
+def create(values, num_tasks=1, policy=None):
+  """A store that holds `values`, arrays by path; all of them trainable."""
+  specs = [
+    spec(path, np.shape(value), dtype=np.asarray(value).dtype.name)
+    for path, value in values.items()
+  ]
+  store = attach(specs, num_tasks, policy)
+  for index, value in enumerate(values.values()):
+    store.assign(index, value)
+  store.start()
+  return store
+
+
+def cut(num_tasks):
+  """A policy that cuts whatever can be cut, one shard per task."""
+  return placement.Partitioned(num_tasks, min_shard_bytes=1)
+
+
+def numpy(tensors):
+  return [np.asarray(t) for t in tensors]

@@ -1,0 +1,110 @@
+"""Plays the role of one process: all tasks of this machine, or one of them."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable
+from collections.abc import Sequence
+
+from tf_replicas import cluster
+from tf_replicas import local_cluster
+from tf_replicas import program
+
+# What TensorFlow 2.21 prints at every start, whatever its log level, and about
+# GPUs where there are none. The tasks' log files keep it.
+_NOISE = re.compile(
+  r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
+  r"|E0000 .*failed call to cuInit|To enable the following instructions)"
+)
+
+
+def run(
+  options: program.Options,
+  workload: program.Workload,
+  *,
+  command: Callable[[str, cluster.Task, int], Sequence[str]],
+  is_dry_run: bool = False,
+) -> int:
+  """Plays this process's role until training ends.
+
+  Args:
+    options: How to run.
+    workload: What to train.
+    command: Maps (path of the resolved spec, task, threads of one op) to the
+      command line that starts that task.
+    is_dry_run: Whether to say what would be run, and nothing more.
+
+  Returns:
+    The exit status.
+  """
+  program.check(options)
+  if is_dry_run:
+    return _describe(options, workload)
+  if options.task is None:
+    return _launch(options, workload, command)
+  # These import TensorFlow, which the launcher does without.
+  from tf_replicas import roles
+
+  if options.task.job == "ps" or (
+    options.is_in_graph and options.task.job == "worker"
+  ):
+    return roles.serve(options)
+  return roles.train(options, workload)
+
+
+def _describe(options: program.Options, workload: program.Workload) -> int:
+  """Prints cluster, effective batch and placement."""
+  from tf_replicas import parameter_store
+
+  _say(program.describe(options, workload))
+  variables = workload.replica_fn([]).variables
+  _say(parameter_store.describe(options.spec, variables))
+  return 0
+
+
+def _launch(
+  options: program.Options, workload: program.Workload, command
+) -> int:
+  """Starts every task of this machine and waits for the end."""
+  spec = options.spec
+  if options.is_in_graph and not spec.num_tasks("chief"):
+    document = json.loads(spec.to_json())
+    document["cluster"]["chief"] = ["localhost:0"]
+    spec = cluster.parse(document, spec.source)
+  spec = cluster.resolve_ports(spec)
+  for task in spec.local_tasks():
+    cluster.check_port_free(spec.address(task))
+  options = dataclasses.replace(options, spec=spec)
+  _say(program.describe(options, workload))
+  log_dir = pathlib.Path(options.train_dir) / "logs"
+  with tempfile.TemporaryDirectory() as directory:
+    path = os.path.join(directory, "cluster.json")
+    pathlib.Path(path).write_text(spec.to_json(), encoding="utf-8")
+    tasks = local_cluster.LocalCluster(
+      spec,
+      lambda task: command(path, task, options.threads),
+      log_dir=log_dir,
+      # TensorFlow's own remarks, unless somebody asks for them.
+      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+      echo=_say_unless_noise,
+      max_restarts=3,
+    )
+    with tasks:
+      tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
+      try:
+        return tasks.wait()
+      except KeyboardInterrupt:
+        _say("[launcher] interrupted; ending all tasks")
+        return 130
+
+
+def _say_unless_noise(line: str) -> None:
+  if not _NOISE.match(line):
+    _say(line)
+
+
+def _say(line: str) -> None:
+  print(line, flush=True)

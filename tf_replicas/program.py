@@ -1,0 +1,254 @@
+"""What every training binary shares: how it runs, what it trains.
+
+A binary turns its flags into `Options` and a `Workload` and hands them to
+`launcher.run`. Nothing here needs TensorFlow.
+"""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+from tf_replicas import cluster
+
+BETWEEN_GRAPH = "between_graph"
+IN_GRAPH = "in_graph"
+
+# What may happen on the way; anything else is a bug and deserves a traceback.
+RUN_TIME_ERRORS = (
+  RuntimeError,
+  TimeoutError,
+  FloatingPointError,
+  OSError,
+  KeyboardInterrupt,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """How a training is run, whatever is trained.
+
+  Attributes:
+    spec: The cluster.
+    task: Which task this process is; None starts all tasks of this machine.
+    train_dir: Where checkpoints, summaries and logs go.
+    max_steps: The global step to stop at.
+    replication: `between_graph` or `in_graph`.
+    replicas_to_aggregate: Contributions in one update; None: of all replicas.
+    log_every_steps: Steps between log lines.
+    summary_every_steps: Steps between TensorBoard points.
+    checkpoint_every_steps: Steps between checkpoints; None: by time alone.
+    checkpoint_every_secs: Seconds between checkpoints.
+    keep_checkpoints: How many of the newest checkpoints stay.
+    start_timeout_secs: How long tasks wait for each other at the start.
+    lost_after_secs: Silence after which a worker's place goes to another.
+    intra_op_threads: Threads of one op; None: the cores of this machine,
+      divided by the replicas that run on it.
+    emulate_gpus: Whether logical CPU devices stand in for the spec's GPUs.
+  """
+
+  spec: cluster.ClusterSpec
+  task: cluster.Task | None
+  train_dir: str
+  max_steps: int
+  replication: str = BETWEEN_GRAPH
+  replicas_to_aggregate: int | None = None
+  log_every_steps: int = 10
+  summary_every_steps: int = 100
+  checkpoint_every_steps: int | None = None
+  checkpoint_every_secs: float = 600.0
+  keep_checkpoints: int = 5
+  start_timeout_secs: float = 120.0
+  lost_after_secs: float = 20.0
+  intra_op_threads: int | None = None
+  emulate_gpus: bool = False
+
+  @property
+  def is_in_graph(self) -> bool:
+    """Whether one client drives all workers."""
+    return self.replication == IN_GRAPH
+
+  @property
+  def replicas(self) -> tuple[cluster.Task, ...]:
+    """The tasks that compute gradients."""
+    if self.is_in_graph:
+      return self.spec.tasks("worker")
+    return self.spec.replicas
+
+  @property
+  def aggregated(self) -> int:
+    """N, the contributions in one update."""
+    return self.replicas_to_aggregate or len(self.replicas)
+
+  @property
+  def threads(self) -> int:
+    """Threads of one op, given or derived."""
+    if self.intra_op_threads:
+      return self.intra_op_threads
+    local = [t for t in self.spec.local_tasks() if t in self.replicas]
+    return max(1, (os.cpu_count() or 1) // max(1, len(local)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """What is trained; functions, since TensorFlow must be connected first.
+
+  Attributes:
+    replica_fn: Maps the tower devices to a `towers.Replica`.
+    optimizer_fn: Maps (N, M) to the update rule for N of M replicas.
+    learning_rate_fn: Maps the examples seen to the rate of the next update;
+      None leaves the rate to the optimizer.
+    batch_size: Examples of one tower's batch, for the summary at the start.
+  """
+
+  replica_fn: Callable[[Sequence[str]], object]
+  optimizer_fn: Callable[[int, int], object]
+  learning_rate_fn: Callable[[int], float] | None
+  batch_size: int
+
+
+def choose_task(
+  cluster_spec: str | None,
+  job_name: str | None,
+  task_index: int | None,
+  environ: dict[str, str],
+) -> tuple[cluster.ClusterSpec, cluster.Task | None]:
+  """The cluster, and which of its tasks this process is, from flags.
+
+  Args:
+    cluster_spec: Path of a cluster-spec JSON; None takes `TF_CONFIG`.
+    job_name: The job of this task; None takes `TF_CONFIG`, and without it this
+      process starts all tasks.
+    task_index: The index of this task.
+    environ: The environment.
+
+  Raises:
+    cluster.ClusterError: For any mistake in them.
+  """
+  found = cluster.from_tf_config(environ)
+  if cluster_spec is None and found is None:
+    raise cluster.ClusterError(
+      "`--cluster_spec` must name a cluster-spec JSON unless TF_CONFIG is set."
+      " Received: None."
+    )
+  spec = found[0] if cluster_spec is None else cluster.load(cluster_spec)
+  if job_name is not None:
+    return spec, cluster.task_from_flags(spec, job_name, task_index)
+  if task_index is not None:
+    raise cluster.ClusterError(
+      f"`--task_index` needs `--job_name`. Received: {task_index}."
+    )
+  if found is None:
+    return spec, None
+  return spec, cluster.task_from_flags(spec, found[1].job, found[1].index)
+
+
+def check(options: Options) -> None:
+  """Refuses what cannot run, before anything is started.
+
+  Raises:
+    cluster.ClusterError: With the reason.
+  """
+  spec = options.spec
+  where = f"{spec.source}: " if spec.source else ""
+  if spec.variables.on != "ps":
+    raise cluster.ClusterError(
+      f"{where}`variables.on` must be 'ps' for distributed training; 'cpu' is"
+      f" for one machine. Received: {spec.variables.on!r}."
+    )
+  if options.replication not in (BETWEEN_GRAPH, IN_GRAPH):
+    raise cluster.ClusterError(
+      "`--replication` must be between_graph or in_graph. Received:"
+      f" {options.replication!r}."
+    )
+  if options.is_in_graph and not spec.num_tasks("worker"):
+    raise cluster.ClusterError(
+      f"{where}in-graph replication needs at least one worker. Received: none."
+    )
+  has_chief = bool(spec.num_tasks("chief"))
+  if options.is_in_graph and options.task is not None and not has_chief:
+    raise cluster.ClusterError(
+      f"{where}in-graph replication, started task by task, needs a chief: the"
+      " client that drives the workers and does not train. Received: none."
+    )
+  if options.replicas_to_aggregate is not None:
+    if options.replicas_to_aggregate < 1:
+      raise cluster.ClusterError(
+        "`--replicas_to_aggregate` must be at least 1. Received:"
+        f" {options.replicas_to_aggregate}."
+      )
+
+
+def describe(options: Options, workload: Workload) -> str:
+  """The cluster, who trains, and the effective batch; for people."""
+  spec, replicas = options.spec, options.replicas
+  lines = [
+    f"cluster: {', '.join(f'{t} at {spec.address(t)}' for t in spec.tasks())}"
+  ]
+  towers = sum(max(1, len(spec.gpus(r) or ())) for r in replicas)
+  per_replica = towers * workload.batch_size // len(replicas)
+  lines.append(
+    f"replication: {options.replication}; updates from {options.aggregated} of"
+    f" {len(replicas)} replicas with {towers} towers of batch"
+    f" {workload.batch_size}: effective batch {options.aggregated * per_replica}"
+  )
+  return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def one_line_errors(
+  usage: tuple[type[BaseException], ...],
+  run_time: tuple[type[BaseException], ...] = (),
+) -> Iterator[None]:
+  """Ends the process with one line for an error that is the user's business.
+
+  Args:
+    usage: Errors in what the user gave: exit status 2.
+    run_time: Errors on the way: exit status 1.
+  """
+  try:
+    yield
+  except usage as error:
+    status, words = 2, str(error)
+  except run_time as error:
+    status, words = 1, str(error) or type(error).__name__
+  else:
+    return
+  print(f"error: {' '.join(words.split())}", file=sys.stderr, flush=True)
+  exit_now(status)
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+  """Hides what native code writes to stderr, for imports of TensorFlow.
+
+  TensorFlow 2.21 logs there at import whatever its log level.
+  """
+  sys.stderr.flush()
+  saved = os.dup(2)
+  devnull = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(devnull, 2)
+  os.close(devnull)
+  try:
+    yield
+  finally:
+    os.dup2(saved, 2)
+    os.close(saved)
+
+
+def exit_now(status: int) -> None:
+  """Ends the process without TensorFlow's tear-down.
+
+  Remote handles would be released one by one to servers that may be gone,
+  which can take long or log errors (TensorFlow 2.21).
+  """
+  for thread in threading.enumerate():
+    if thread is not threading.current_thread() and not thread.daemon:
+      thread.join(timeout=5.0)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)

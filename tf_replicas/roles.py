@@ -1,0 +1,183 @@
+"""The roles of one task: serve, or build and drive the training."""
+
+import functools
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tf_replicas import between_graph
+from tf_replicas import devices
+from tf_replicas import in_graph
+from tf_replicas import membership
+from tf_replicas import program
+from tf_replicas import server
+from tf_replicas import sync_replicas
+from tf_replicas import training
+
+# Names in a checkpoint that a run may lack: the optimizer or the averages may
+# have changed.
+_OPTIONAL = ("slots/", "optimizer/", "averages/")
+
+
+def _say(line: str) -> None:
+  print(line, flush=True)
+
+
+def _configure(options: program.Options) -> list[str]:
+  """Chooses this process's devices; the towers' devices on it."""
+  task = options.task
+  gpus = _gpus(options)
+  devices.configure(gpus, num_emulated=len(gpus) if options.emulate_gpus else 0)
+  tf.config.threading.set_intra_op_parallelism_threads(options.threads)
+  if len(gpus) < 1:
+    return []
+  return devices.tower_devices(
+    gpus, emulate=options.emulate_gpus, job=task.job, task=task.index
+  )
+
+
+def _gpus(options: program.Options) -> tuple[int, ...]:
+  """The GPUs of this task: those of the spec; else none.
+
+  Tasks of one host never share a GPU unless the spec tells them to.
+  """
+  return options.spec.gpus(options.task) or ()
+
+
+def serve(options: program.Options) -> int:
+  """Is a PS task, or an in-graph worker, until training ends.
+
+  Returns:
+    The exit status: 0 if training ended well.
+  """
+  _configure(options)
+  clients = 1 if options.is_in_graph else len(options.replicas)
+  outcome = server.serve(
+    options.spec,
+    options.task,
+    num_clients=clients,
+    log=_say,
+  )
+  return 0 if outcome == membership.FINISHED else 1
+
+
+def train(options: program.Options, workload: program.Workload) -> int:
+  """Is a client: the chief, or a between-graph worker.
+
+  Returns:
+    The exit status.
+
+  Raises:
+    FloatingPointError: If a gradient or a loss is not finite.
+    RuntimeError: On a worker, if training ended with an error elsewhere.
+  """
+  tower_devices = _configure(options)
+  if options.is_in_graph:
+    # The towers are the workers', whose job the closure's device names.
+    first = options.replicas[0]
+    gpus = options.spec.gpus(first) or ()
+    tower_devices = (
+      devices.tower_devices(gpus, emulate=options.emulate_gpus) if gpus else []
+    )
+  driver_class = (
+    in_graph.InGraph if options.is_in_graph else between_graph.BetweenGraph
+  )
+  driver = driver_class(
+    options.spec,
+    options.task,
+    functools.partial(workload.replica_fn, tower_devices),
+    functools.partial(
+      workload.optimizer_fn, options.aggregated, len(options.replicas)
+    ),
+    start_timeout_secs=options.start_timeout_secs,
+    lost_after_secs=options.lost_after_secs,
+    log=_say,
+  )
+  try:
+    if driver.is_chief:
+      _drive(driver, options, workload)
+    else:
+      driver.run_replica()
+  except tf.errors.OpError as error:
+    # TensorFlow's own words are pages long.
+    summary = f"{options.task} lost touch with the cluster: {error.message}"
+    failure = RuntimeError(" ".join(summary.split())[:400])
+    driver.close(failure)
+    raise failure from error
+  except BaseException as error:
+    driver.close(error)
+    raise
+  driver.close()
+  return 0
+
+
+def _drive(driver, options: program.Options, workload) -> None:
+  """The chief's: the session around the driver's steps."""
+  _say(driver.store.table())
+  _say(program.describe(options, workload))
+  session = training.Session(
+    options.train_dir,
+    state=driver.store,
+    max_steps=options.max_steps,
+    log_every_steps=options.log_every_steps,
+    summary_every_steps=options.summary_every_steps,
+    checkpoint_every_steps=options.checkpoint_every_steps,
+    checkpoint_every_secs=options.checkpoint_every_secs,
+    keep_checkpoints=options.keep_checkpoints,
+    is_optional=lambda name: name.startswith(_OPTIONAL),
+    io_device=tf.constant(0).device,
+  )
+  session.restore_or_initialize()
+  names = [str(replica) for replica in options.replicas]
+  steps = _Steps(driver, workload.learning_rate_fn, names, options)
+  session.run(steps, report=lambda: report(driver.optimizer.counts(), names))
+
+
+class _Steps:
+  """The driver's step, with the learning rate set and the counts told."""
+
+  def __init__(
+    self,
+    driver,
+    learning_rate_fn: Callable[[int], float] | None,
+    names: list[str],
+    options: program.Options,
+  ):
+    self._driver = driver
+    self._learning_rate_fn = learning_rate_fn
+    self._names = names
+    self._every = options.summary_every_steps
+    self._examples_seen = int(driver.store.examples_seen.read_value())
+
+  def __call__(self) -> training.StepResult:
+    if self._learning_rate_fn is not None:
+      rate = self._learning_rate_fn(self._examples_seen)
+      self._driver.optimizer.learning_rate = rate
+    result = self._driver.step()
+    self._examples_seen += result.num_examples
+    if result.global_step % self._every:
+      return result
+    scalars = dict(result.scalars)
+    counts = self._driver.optimizer.counts()
+    for name, count in zip(self._names, counts, strict=True):
+      prefix = f"contributions/{name.replace(' ', '_')}"
+      scalars[f"{prefix}/applied"] = count.applied
+      scalars[f"{prefix}/surplus"] = count.surplus
+      for k, late in enumerate(count.late, start=1):
+        if late:
+          scalars[f"{prefix}/late_by_{k}"] = late
+    return result._replace(scalars=scalars)
+
+
+def report(counts: list[sync_replicas.Counts], names: list[str]) -> list[str]:
+  """One line per replica on what became of its contributions."""
+  lines = []
+  for name, count in zip(names, counts, strict=True):
+    late = ", ".join(
+      f"{n} late by {k}" for k, n in enumerate(count.late, start=1) if n
+    )
+    lines.append(
+      f"{name}: {count.applied} contributions applied, {count.refused} refused"
+      f" ({count.surplus} surplus{', ' + late if late else ''})"
+    )
+  return lines
