@@ -1,12 +1,13 @@
 """Step rate of a small model: TF1's `SyncReplicasOptimizer` against ours.
 
-  python -m benchmarks.small_model [--rounds=3]
+  python -m benchmarks.small_model [ROUNDS]
 
 Both on real processes of this machine, 1 PS and 2 workers, the same network,
 alternating; the ratio within one run is what counts.
 """
 
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -63,3 +64,37 @@ def run(module: str, spec, replication: str = "between_graph") -> float:
           raise RuntimeError(text)
         time.sleep(0.1)
   raise TimeoutError(f"{module} did not finish")
+
+
+def measure(module: str, replication: str = "between_graph") -> float:
+  """Starts a fresh cluster of one PS and two workers; milliseconds per step."""
+  from tf_replicas import cluster
+
+  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
+  spec = cluster.resolve_ports(cluster.parse(jobs))
+  return run(module, spec, replication)
+
+
+def main(rounds: int) -> None:
+  names = ["TF1 SyncReplicasOptimizer", "between-graph", "in-graph"]
+  print(f"{'round':6}" + "".join(f"{name:>28}" for name in names))
+  times = []
+  for number in range(rounds):
+    row = [
+      measure("benchmarks.v1_sync_replicas"),
+      measure("benchmarks.small_model_task"),
+      measure("benchmarks.small_model_task", "in_graph"),
+    ]
+    times.append(row)
+    cells = [f"{t:.2f} ms ({row[0] / t:.2f})" for t in row]
+    print(f"{number:<6}" + "".join(f"{c:>28}" for c in cells), flush=True)
+  for column, name in enumerate(names[1:], start=1):
+    ratios = [row[0] / row[column] for row in times]
+    print(
+      f"{name}: {statistics.median(ratios):.2f} times the step rate of TF1's"
+      f" (median of {rounds}, {min(ratios):.2f} to {max(ratios):.2f})"
+    )
+
+
+if __name__ == "__main__":
+  main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)

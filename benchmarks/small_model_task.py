@@ -8,7 +8,7 @@ from tf_replicas import cluster
 from tf_replicas import server
 
 
-def run_client(spec, task, replication: str) -> None:
+def run_client(spec, task, replication: str, steps: int) -> None:
   """Trains; the chief prints the milliseconds of a step."""
   import keras
   import tensorflow as tf
@@ -58,18 +58,18 @@ def run_client(spec, task, replication: str) -> None:
     driver.run_replica()
     driver.close()
     return
-  for _ in range(small_model.WARM_UP_STEPS):
+  for _ in range(min(steps, small_model.WARM_UP_STEPS)):
     driver.step()
   start = time.perf_counter()
-  for _ in range(small_model.STEPS):
+  for _ in range(steps):
     driver.step()
   seconds = time.perf_counter() - start
-  print(f"ms_per_step {seconds / small_model.STEPS * 1e3:.3f}", flush=True)
+  print(f"ms_per_step {seconds / steps * 1e3:.3f}", flush=True)
   driver.close()
 
 
 def main(argv: list[str]) -> None:
-  ps, workers, job, index, replication = argv
+  ps, workers, job, index, replication, *steps = argv
   jobs = {"ps": ps.split(","), "worker": workers.split(",")}
   spec = cluster.parse(jobs)
   task = cluster.Task(job, int(index))
@@ -78,7 +78,9 @@ def main(argv: list[str]) -> None:
     clients = 1 if in_graph else len(spec.replicas)
     server.serve(spec, task, num_clients=clients)
   else:
-    run_client(spec, task, replication)
+    # The client's own address does not matter in-graph: nobody calls it first.
+    steps = int(steps[0]) if steps else small_model.STEPS
+    run_client(spec, task, replication, steps)
 
 
 if __name__ == "__main__":

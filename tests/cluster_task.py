@@ -448,7 +448,7 @@ def killed_between_steps(here: Here) -> None:
 
 
 def killed_after_admission(here: Here) -> None:
-  """Worker 2 of three, two of which are needed, dies admitted; it stays dead."""
+  """Worker 2 dies admitted and stays dead; two of three are needed."""
   driver = constant_driver(here)
 
   def run_chief():

@@ -305,7 +305,8 @@ class WithSlots:
     for gradient, variable in zip(gradients, variables, strict=True):
       if variable.path not in self.slots:
         self.slots[variable.path] = tf.Variable(
-          tf.zeros(variable.shape), name=_flat(variable.path) + "_sum"
+          lambda shape=variable.shape: tf.zeros(shape),
+          name=_flat(variable.path) + "_sum",
         )
       variable.assign_sub(self.slots[variable.path].assign_add(gradient))
 

@@ -19,23 +19,27 @@ A replica's side of one contribution (`offer`):
    the step is that of the variables which it computed from.
 2. It waits for a reply to that tag: ADMIT or RELEASE(step).
 3. If admitted, it puts its gradients into its queue on every PS task, then
-   DELIVERED into the inbox, and waits for RELEASE(step).
+   DELIVERED into the inbox, and waits for RELEASE(step) or CONTINUE(step).
+4. CONTINUE means that its next contribution is admitted already, under the
+   next tag, its *ticket*: it goes on with 3. Where every replica is needed for
+   every step nobody has to ask.
 
-The chief's side of one step (`collect`, a function that runs wholly on PS task
-0, so that nothing crosses the network but its result): take messages from the
-inbox, note each in the ledger, and *settle*: give the free places of the step
-to those who wait with a fresh offer. Of N places one is free unless it was
-delivered or is owed by an admitted replica. An offer made from older variables
-is released at once and counted as late; a fresh one without a place waits,
-for it takes the place of an admitted replica that is lost (LOST, sent by the
-chief), and is counted as surplus when the step ends. `collect` returns when N
-contributions were delivered; the caller then applies their mean (`take_sums`) and
-ends the step (`release_all`).
+The chief's side of one step (`collect`, which runs wholly on PS task 0): take
+messages from the inbox, note each in the ledger (`ledger.record`), and give
+the free places of the step to those who wait with a fresh offer
+(`ledger.settle`). Of N places one is free unless it was delivered or is owed
+by an admitted replica. An offer made from older variables is released at once
+and counted as late. A fresh one without a place waits: it takes the place of
+an admitted replica that is lost (the chief says LOST), or is counted as
+surplus when the step ends. `collect` returns when N contributions were
+delivered; the caller applies their mean (`take_sums`) and ends the step
+(`release_all`).
 
-A replica offers one contribution at a time. A new offer of a replica whose
-last one is still open therefore means that it was restarted: the old offer is
-void, and the old waiter, which may live on at the PS and would eat the next
-reply, is fed a RELEASE that carries the old tag.
+A replica has one contribution open at a time. A new offer of a replica whose
+last one is still open therefore means that it was restarted: the old one is
+void, its gradients are thrown away by their tag, and the old waiter, which may
+live on at the PS and would eat the next reply, is fed a RELEASE that carries
+the old tag.
 """
 
 from collections.abc import Sequence

@@ -8,6 +8,7 @@ with that task's own variables, so that neither gradients nor slots travel.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 import keras
@@ -125,6 +126,8 @@ class InnerOptimizer:
         path = f"slots/{slot}/{variable.path}"
         self._owner[path] = f"slots/{slot}", variable.path
         return path, variable.device
+      # Keras numbers nameless variables by process: `variable_7`.
+      name = re.sub(r"^variable_\d+$", "variable", name)
       count = self._names[name] = self._names.get(name, -1) + 1
       suffix = f"_{count}" if count else ""
       return f"optimizer/{name}{suffix}", device

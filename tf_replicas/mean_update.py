@@ -139,7 +139,7 @@ def _as_unit(stage: Callable[[], None]) -> tf.Tensor:
   over only when all its stateful ops are.
   """
 
-  @tf.function
+  @tf.function(autograph=False)
   def unit():
     stage()
     return tf.constant(True)

@@ -52,7 +52,7 @@ class Register:
     """Whether the serving task has made it (it sets the signature last)."""
     return bool(self.signature.is_initialized())
 
-  @tf.function
+  @tf.function(autograph=False)
   def _ages(self) -> tf.Tensor:
     with tf.device(self.device):
       beats = self.beats.read_value()
@@ -105,7 +105,7 @@ class Membership:
     )
     self._thread.start()
 
-  @tf.function
+  @tf.function(autograph=False)
   def _beat(self, is_here: bool) -> None:
     for register in self._registers:
       with tf.device(register.device):

@@ -219,6 +219,7 @@ class ParameterStore:
       )
     return parts
 
+  @tf.autograph.experimental.do_not_convert
   def pull(
     self, step: tf.Tensor | None = None
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -305,13 +306,15 @@ class ParameterStore:
     Args:
       variable: It.
       kind: What it is, for example `slots/momentum`, if it belongs to a shard.
-      owner: The name of that shard. To be called in the order of shards.
+      owner: The name of that shard.
     """
     if owner in self._owner:
       index, number = self._owner[owner]
       if tuple(variable.shape) == self.shards[index][number].shape:
         name = f"{kind}/{self.specs[index].path}"
-        self._beside.setdefault(name, (index, []))[1].append(variable)
+        # Each PS task makes its own, in no order of the shards.
+        empty = index, [None] * len(self.shards[index])
+        self._beside.setdefault(name, empty)[1][number] = variable
         return
     # A part of another shape than its shard cannot be joined to a whole.
     self._others[variable.path] = variable

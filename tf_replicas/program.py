@@ -191,10 +191,11 @@ def describe(options: Options, workload: Workload) -> str:
   ]
   towers = sum(max(1, len(spec.gpus(r) or ())) for r in replicas)
   per_replica = towers * workload.batch_size // len(replicas)
+  effective = options.aggregated * per_replica
   lines.append(
     f"replication: {options.replication}; updates from {options.aggregated} of"
     f" {len(replicas)} replicas with {towers} towers of batch"
-    f" {workload.batch_size}: effective batch {options.aggregated * per_replica}"
+    f" {workload.batch_size}: effective batch {effective}"
   )
   return "\n".join(lines)
 

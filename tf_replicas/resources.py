@@ -91,8 +91,9 @@ def variable_creator(
       variable = SharedVariable(
         name=shared_name, shape=value.shape, dtype=value.dtype
       )
-    if not variable.is_initialized():
-      variable.assign(value)
+    with tf.init_scope():  # Optimizers may make slots inside a function.
+      if not variable.is_initialized():
+        variable.assign(value)
     created.append(variable)
     return variable
 

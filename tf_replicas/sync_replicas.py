@@ -279,6 +279,7 @@ class SyncReplicasOptimizer:
     """What to differentiate instead of `loss`; see `loss_scale`."""
     return loss if self._loss_scale is None else loss * self._loss_scale
 
+  @tf.autograph.experimental.do_not_convert
   def apply_gradients(
     self,
     grads_and_vars: Iterable[tuple[parameter_store.Gradient, object]],
@@ -357,7 +358,7 @@ class SyncReplicasOptimizer:
     self._inner.refresh()
     if self._present not in self._steps:
       self._steps[self._present] = tf.function(
-        functools.partial(self._step, self._present)
+        functools.partial(self._step, self._present), autograph=False
       )
     fields = self._steps[self._present]().numpy()
     kind, replica, step, examples, loss, is_updated = fields[:6]

@@ -1,0 +1,93 @@
+"""Examples per second on this machine, against a single process.
+
+  python -m benchmarks.throughput [--rounds=3] [--batch_size=64] [--workers=2]
+
+1 PS and N workers of the CIFAR-10 binary on synthetic images, both drivers,
+beside one process with all cores and the same global batch; in turn, so that
+all of them meet the same noise. The ratio within a round is what counts.
+"""
+
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from absl import app
+from absl import flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("rounds", 3, "How often each is measured")
+flags.DEFINE_integer("batch_size", 64, "Images of one replica's batch")
+flags.DEFINE_integer("workers", 2, "Replicas")
+flags.DEFINE_integer("steps", 200, "Steps that are measured, after 50 others")
+
+_WARM_UP_STEPS = 50
+
+
+def single_process() -> float:
+  """Examples/sec of the plain loop."""
+  sizes = [FLAGS.batch_size * FLAGS.workers, _WARM_UP_STEPS, FLAGS.steps]
+  output = _output("benchmarks.single_process", *map(str, sizes))
+  return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
+
+
+def cluster(replication: str) -> float:
+  """Examples/sec of the binary after the warm-up, from its own log line."""
+  with tempfile.TemporaryDirectory() as directory:
+    spec = pathlib.Path(directory) / "spec.json"
+    workers = ", ".join(['"localhost:0"'] * FLAGS.workers)
+    spec.write_text(f'{{"ps": ["localhost:0"], "worker": [{workers}]}}')
+    # The last log line covers exactly the steps after the warm-up.
+    output = _output(
+      "cifar10.distributed_train",
+      f"--cluster_spec={spec}",
+      f"--train_dir={directory}/run",
+      "--dataset=synthetic",
+      f"--batch_size={FLAGS.batch_size}",
+      f"--replication={replication}",
+      f"--max_steps={_WARM_UP_STEPS + FLAGS.steps}",
+      f"--log_every_steps={_WARM_UP_STEPS}",
+    )
+  rates = re.findall(r"\(([\d.]+) examples/sec; ([\d.]+) sec/batch\)", output)
+  # The first window holds the start.
+  return statistics.harmonic_mean(float(rate) for rate, _ in rates[1:])
+
+
+def _output(module: str, *arguments: str) -> str:
+  result = subprocess.run(
+    [sys.executable, "-m", module, *arguments],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    check=False,
+    timeout=600,
+  )
+  if result.returncode:
+    raise RuntimeError(f"{module} failed:\n{result.stdout}{result.stderr}")
+  return result.stdout
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  names = ["single process", "between-graph", "in-graph"]
+  print(f"{'round':6}" + "".join(f"{name:>24}" for name in names))
+  ratios = {name: [] for name in names}
+  for number in range(FLAGS.rounds):
+    rates = [single_process(), cluster("between_graph"), cluster("in_graph")]
+    cells = []
+    for name, rate in zip(names, rates, strict=True):
+      ratios[name].append(rate / rates[0])
+      cells.append(f"{rate:.0f}/s ({rate / rates[0]:.2f})")
+    print(f"{number:<6}" + "".join(f"{c:>24}" for c in cells), flush=True)
+  for name in names[1:]:
+    values = ratios[name]
+    print(
+      f"{name}: {statistics.median(values):.3f} of a single process"
+      f" (median of {len(values)}, {min(values):.3f} to {max(values):.3f})"
+    )
+
+
+if __name__ == "__main__":
+  app.run(main)
