@@ -50,6 +50,7 @@ def define_flags() -> None:
   )
   flags.DEFINE_integer("log_every_steps", 10, "Steps between log lines")
   flags.DEFINE_integer("summary_every_steps", 100, "Between TensorBoard points")
+  flags.DEFINE_boolean("histograms", False, "Of the variables, to TensorBoard")
   flags.DEFINE_integer("checkpoint_every_steps", None, "Between checkpoints")
   flags.DEFINE_float("checkpoint_every_secs", 600, "Between checkpoints")
   flags.DEFINE_integer("keep_checkpoints", 5, "How many of the newest stay")
@@ -74,6 +75,7 @@ def options_from_flags() -> program.Options:
     replicas_to_aggregate=FLAGS.replicas_to_aggregate,
     log_every_steps=FLAGS.log_every_steps,
     summary_every_steps=FLAGS.summary_every_steps,
+    histograms=FLAGS.histograms,
     checkpoint_every_steps=FLAGS.checkpoint_every_steps,
     checkpoint_every_secs=FLAGS.checkpoint_every_secs,
     keep_checkpoints=FLAGS.keep_checkpoints,

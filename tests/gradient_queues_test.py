@@ -221,7 +221,7 @@ class AllFiniteTest(parameterized.TestCase):
 
   @parameterized.parameters("float16", "bfloat16", "float64")
   def test_dtypes(self, dtype):
-    largest = tf.constant([tf.as_dtype(dtype).max], dtype)
+    largest = tf.constant([float(tf.as_dtype(dtype).max)], dtype)
     infinite = tf.constant([float("inf")], dtype)
     self.assertTrue(gradient_queues.all_finite([largest]))
     self.assertFalse(gradient_queues.all_finite([largest, infinite]))

@@ -7,6 +7,7 @@ import sys
 import pytest
 import tensorflow as tf
 
+from tf_replicas import console as console_lib
 from tf_replicas import reports
 
 START = 1.7e9
@@ -18,7 +19,7 @@ def when(secs):
 
 def make_reporter(*, log_every_steps=10, summaries=None, **kwargs):
   return reports.Reporter(
-    reports.Console(has_bar=False),
+    console_lib.Console(has_bar=False),
     summaries or reports.Summaries(None),
     log_every_steps=log_every_steps,
     summary_every_steps=kwargs.pop("summary_every_steps", None),
@@ -140,7 +141,7 @@ class Terminal(io.StringIO):
 def test_lines_do_not_garble_the_bar(monkeypatch):
   terminal = Terminal()
   monkeypatch.setattr(sys, "stdout", terminal)
-  console = reports.Console()
+  console = console_lib.Console()
   console.log("before")
   console.open_bar(5, 10)
   console.move_bar(7, 1.234)
@@ -157,7 +158,7 @@ def test_lines_do_not_garble_the_bar(monkeypatch):
 
 
 def test_no_bar_where_stdout_is_no_terminal(capsys):
-  console = reports.Console()
+  console = console_lib.Console()
   console.open_bar(0, 10)
   console.move_bar(1, 1.0)
   console.log("a line")

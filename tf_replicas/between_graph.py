@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tf_replicas import cluster
 from tf_replicas import connection
+from tf_replicas import contributions
 from tf_replicas import membership
 from tf_replicas import parameter_store
 from tf_replicas import stalls
@@ -175,25 +176,41 @@ class BetweenGraph:
     dataset = self.replica.dataset_fn(len(self._names), self._index, start)
     iterator = iter(dataset)
 
-    local_device = tf.constant(0).device
-
-    def contribute(last=None):
-      release = towers.contribute(
-        self.store, self.optimizer, self.replica, iterator, self._index, last
-      )
-      with tf.device(local_device):
-        return type(release)(*[tf.identity(x) for x in release])
-
-    contribute = tf.function(contribute)
+    first, next_one = self._contribute_fns(iterator)
     last = None
     try:
       while True:
-        last = contribute() if last is None else contribute(last)
-        if int(last.ticket) < 0:
+        last = first() if last is None else next_one(last)
+        if last[-1] < 0:  # No ticket for the next contribution.
           last = None
     except _ENDED:
       if not self._members.outcome():
         raise
+
+  def _contribute_fns(self, iterator):
+    """The functions for a contribution without, and with, a ticket.
+
+    Each returns a `Release` as one vector here, and the second takes that of
+    the last call: what crosses from task to task should be few tensors.
+    """
+    local_device = tf.constant(0).device
+
+    def contribute(last=None):
+      if last is not None:
+        last = contributions.Release(*tf.unstack(last))
+      release = towers.contribute(
+        self.store, self.optimizer, self.replica, iterator, self._index, last
+      )
+      with tf.device(self.store.device_of_task(0)):
+        packed = tf.stack(release)
+      with tf.device(local_device):
+        return tf.identity(packed)
+
+    spec = tf.TensorSpec([len(contributions.Release._fields)], tf.int64)
+    return (
+      tf.function(contribute),
+      tf.function(contribute, input_signature=[spec]),
+    )
 
   def close(self, error: BaseException | None = None) -> None:
     """Leaves; the chief ends the training first.

@@ -170,10 +170,8 @@ class ClusterSpec:
       document names only some tasks.
     """
     return {
-      job: list(tasks.values())
-      if list(tasks) == [*range(len(tasks))]
-      else dict(tasks)
-      for job, tasks in self.jobs.items()
+      job: list(ts.values()) if list(ts) == [*range(len(ts))] else dict(ts)
+      for job, ts in self.jobs.items()
     }
 
   def tf_config(self, task: Task) -> str:
@@ -184,20 +182,15 @@ class ClusterSpec:
     """
     if task.job != "evaluator" and task not in self.tasks():
       raise _no_such_task(self, task)
-    return json.dumps(
-      {
-        "cluster": self.as_dict(),
-        "task": {"type": task.job, "index": task.index},
-      }
-    )
+    this = {"type": task.job, "index": task.index}
+    return json.dumps({"cluster": self.as_dict(), "task": this})
 
   def to_json(self) -> str:
     """A document from which `parse` makes an equal spec."""
+    devices = {key: {"gpus": list(gpus)} for key, gpus in self.devices.items()}
     document = {
       "cluster": self.as_dict(),
-      "devices": {
-        key: {"gpus": list(gpus)} for key, gpus in self.devices.items()
-      },
+      "devices": devices,
       "variables": dataclasses.asdict(self.variables),
       "layers": dict(self.layers),
     }
@@ -215,9 +208,8 @@ def load(path: str | os.PathLike[str]) -> ClusterSpec:
     text = pathlib.Path(path).read_text(encoding="utf-8-sig")
   except (OSError, ValueError) as error:  # ValueError: not UTF-8.
     reason = getattr(error, "strerror", None) or error
-    raise ClusterError(
-      f"{source}: must be a readable text file ({reason})"
-    ) from None
+    rule = f"must be a readable text file ({reason})"
+    raise ClusterError(f"{source}: {rule}") from None
   return _parse_text(text, source)[0]
 
 
@@ -325,10 +317,8 @@ def resolve_ports(spec: ClusterSpec) -> ClusterSpec:
         "than 0, as its host is another machine",
         spec.address(task),
       )
-  ports = addresses.free_ports(
-    len(unresolved),
-    taken={addresses.split(spec.address(task))[1] for task in local_tasks},
-  )
+  taken = {addresses.split(spec.address(task))[1] for task in local_tasks}
+  ports = addresses.free_ports(len(unresolved), taken=taken)
   return spec.with_addresses(
     {
       task: addresses.with_port(spec.address(task), port)
@@ -384,9 +374,8 @@ def _with_source(error: ClusterError, source: str) -> ClusterError:
 
 
 def _mistake(spec: ClusterSpec, rule: str, received: object) -> ClusterError:
-  return _with_source(
-    cluster_validation.mistake("", rule, received), spec.source
-  )
+  error = cluster_validation.mistake("", rule, received)
+  return _with_source(error, spec.source)
 
 
 def _no_such_task(spec: ClusterSpec, task: Task) -> ClusterError:

@@ -115,9 +115,8 @@ def check_jobs(jobs: object, prefix: str) -> dict[str, dict[int, str]]:
       raise mistake(place, "must have exactly one task, index 0", value)
   checked.pop("evaluator", None)
   if "ps" in checked and len(checked) == 1:
-    raise mistake(
-      prefix, 'must have a "worker" or "chief" job beside "ps"', list(jobs)
-    )
+    rule = 'must have a "worker" or "chief" job beside "ps"'
+    raise mistake(prefix, rule, list(jobs))
   return checked
 
 
@@ -170,9 +169,8 @@ def _check_no_repeated_key(value: object, place: str) -> None:
 
 def _is_jobs_map(document: Mapping) -> bool:
   keys = set(document)
-  return not keys.isdisjoint(JOBS) and keys.isdisjoint(
-    SECTIONS + TF_CONFIG_KEYS
-  )
+  others = SECTIONS + TF_CONFIG_KEYS
+  return not keys.isdisjoint(JOBS) and keys.isdisjoint(others)
 
 
 def _check_top_level(document: Mapping) -> None:
@@ -225,12 +223,8 @@ def _check_addresses(value: object, place: str) -> dict[int, str]:
   elif isinstance(value, list | tuple):
     items = list(enumerate(value))
   else:
-    raise mistake(
-      place,
-      'must be a list of "host:port", or an object from task index '
-      'to "host:port"',
-      value,
-    )
+    rule = 'must be a list of "host:port", or an object from task index to '
+    raise mistake(place, rule + '"host:port"', value)
   if not items:
     raise mistake(place, "must have at least one task", value)
   for index, address in items:
@@ -299,9 +293,8 @@ def _check_gpus(gpus: object, place: str) -> tuple[int, ...]:
     or not all(map(_is_int, gpus))
     or len(set(gpus)) < len(gpus)
   ):
-    raise mistake(
-      place, "must be a list of distinct GPU numbers, each >= 0", gpus
-    )
+    rule = "must be a list of distinct GPU numbers, each >= 0"
+    raise mistake(place, rule, gpus)
   return tuple(gpus)
 
 
@@ -343,23 +336,14 @@ def _check_variables(
         f"variables.{key}", f"must be one of {quoted(choices)}", checked[key]
       )
   if checked["on"] == "ps" and not num_ps:
-    raise mistake(
-      "variables.on",
-      'must not be "ps" without a "ps" job in the cluster',
-      checked["on"],
-    )
+    rule = 'must not be "ps" without a "ps" job in the cluster'
+    raise mistake("variables.on", rule, checked["on"])
   if checked["on"] != "ps" and num_ps:
-    raise mistake(
-      "variables.on",
-      'must be "ps" as the cluster has a "ps" job',
-      checked["on"],
-    )
+    rule = 'must be "ps" as the cluster has a "ps" job'
+    raise mistake("variables.on", rule, checked["on"])
   if not _is_int(checked.get("min_shard_bytes", 1), minimum=1):
-    raise mistake(
-      "variables.min_shard_bytes",
-      "must be an integer >= 1",
-      checked["min_shard_bytes"],
-    )
+    value = checked["min_shard_bytes"]
+    raise mistake("variables.min_shard_bytes", "must be an integer >= 1", value)
   _check_num_shards(checked.get("num_shards"), num_ps)
   return checked
 
@@ -371,24 +355,19 @@ def _check_num_shards(num_shards: object, num_ps: int) -> None:
   if not _is_int(num_shards, minimum=1):
     raise mistake(place, "must be an integer >= 1", num_shards)
   if num_shards > num_ps:
-    raise mistake(
-      place, f"must be at most the number of ps tasks, {num_ps}", num_shards
-    )
+    rule = f"must be at most the number of ps tasks, {num_ps}"
+    raise mistake(place, rule, num_shards)
 
 
 def _check_layers(layers: object) -> dict[str, int]:
   _check_mapping(layers, "layers")
   for pattern, device in layers.items():
     if not isinstance(pattern, str) or not pattern:
-      raise mistake(
-        "layers", "keys must be layer-name patterns, not empty", pattern
-      )
+      rule = "keys must be layer-name patterns, not empty"
+      raise mistake("layers", rule, pattern)
     if not _is_int(device):
-      raise mistake(
-        join_place("layers", pattern),
-        "must be a device number of the tower, >= 0",
-        device,
-      )
+      place = join_place("layers", pattern)
+      raise mistake(place, "must be a device number of the tower, >= 0", device)
   return dict(layers)
 
 

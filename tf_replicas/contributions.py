@@ -78,13 +78,13 @@ class Collected(NamedTuple):
 
 
 class Release(NamedTuple):
-  """What a replica hears after it offered a contribution; scalar tensors.
+  """What a replica hears after it offered a contribution; scalars of int64.
 
   Attributes:
-    admitted: bool, whether the contribution was used.
-    global_step: int64, the step to go on from.
-    ticket: int64, the tag of the next contribution if that one is admitted in
-      advance, else -1.
+    admitted: 1 if the contribution was used, else 0.
+    global_step: The step to go on from.
+    ticket: The tag of the next contribution if that one is admitted in advance,
+      else -1.
   """
 
   admitted: tf.Tensor
@@ -195,15 +195,21 @@ class Contributions:
       lambda: self._hand_over(
         replica, tag, gradients, loss, num_examples, True
       ),
-      lambda: Release(admitted, step, tf.constant(-1, tf.int64)),
+      lambda: Release(
+        tf.constant(0, tf.int64), step, tf.constant(-1, tf.int64)
+      ),
     )
 
   def _hand_over(
     self, replica, tag, gradients, loss, num_examples, is_sound
   ) -> Release:
     """Sends what was admitted under `tag`, and waits for the release."""
-    report = [loss, num_examples, is_sound]
+    # One tensor, since each that crosses is a call; a tag has 51 bits.
+    report = [loss, num_examples, is_sound, tag]
     report = tf.stack([tf.cast(x, tf.float64) for x in report])
+    with tf.device(self._device):
+      report = tf.identity(report)
+      tag = tf.cast(report[3], tf.int64)
     arrived = self._gradients.put(replica, tag, gradients)
     with tf.device(self._device), tf.control_dependencies(arrived):
       kind = tf.where(report[2] > 0, int(Kind.DELIVERED), int(Kind.NONFINITE))
@@ -215,7 +221,7 @@ class Contributions:
         verdict, step = self._await_reply(replica, tag)
       may_continue = verdict == int(Verdict.CONTINUE)
       ticket = tf.where(may_continue, tag + 1, tf.constant(-1, tf.int64))
-      return Release(tf.constant(True), step, ticket)
+      return Release(tf.constant(1, tf.int64), step, ticket)
 
   def _send(
     self, kind, replica, tag, *, step=0, report=(0.0, 0.0), present=False

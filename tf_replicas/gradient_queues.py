@@ -87,7 +87,11 @@ class GradientQueues:
 
     Returns:
       Tensors that depend on the arrival, one per PS task.
+
+    Raises:
+      ValueError: For a dense gradient of what was announced as sparse.
     """
+    self._check_sparse(gradients)
     by_shard = [
       self._store.split_gradient(index, gradient)
       for index, gradient in zip(self._store.trainable, gradients, strict=True)
@@ -106,6 +110,16 @@ class GradientQueues:
 
       arrived.append(resources.select(replica, self._queues[task], enqueue))
     return arrived
+
+  def _check_sparse(self, gradients: Sequence[Gradient]) -> None:
+    for index, gradient, is_sparse in zip(
+      self._store.trainable, gradients, self._is_sparse, strict=True
+    ):
+      if is_sparse and not isinstance(gradient, tf.IndexedSlices | None):
+        raise ValueError(
+          f"The gradient of {self._store.specs[index].path!r} must be"
+          f" `tf.IndexedSlices`, as `is_sparse` says. Received: {gradient}."
+        )
 
   def take_sums(self, task: int, accepted: tf.Tensor) -> list[Gradient]:
     """Takes the accepted contributions off the queues of `task`; sums them.

@@ -1,5 +1,6 @@
 """Plays the role of one process: all tasks of this machine, or one of them."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 
 from tf_replicas import cluster
+from tf_replicas import console
 from tf_replicas import local_cluster
 from tf_replicas import program
 
@@ -19,6 +21,8 @@ _NOISE = re.compile(
   r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
   r"|E0000 .*failed call to cuInit|To enable the following instructions)"
 )
+
+_PROGRESS = re.compile(r": step (\d+), loss = (\S+) \(")
 
 
 def run(
@@ -79,6 +83,7 @@ def _launch(
     cluster.check_port_free(spec.address(task))
   options = dataclasses.replace(options, spec=spec)
   _say(program.describe(options, workload))
+  echo = _Echo(options)
   log_dir = pathlib.Path(options.train_dir) / "logs"
   with tempfile.TemporaryDirectory() as directory:
     path = os.path.join(directory, "cluster.json")
@@ -89,10 +94,10 @@ def _launch(
       log_dir=log_dir,
       # TensorFlow's own remarks, unless somebody asks for them.
       environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
-      echo=_say_unless_noise,
+      echo=echo,
       max_restarts=3,
     )
-    with tasks:
+    with tasks, contextlib.closing(echo):
       tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
       try:
         return tasks.wait()
@@ -101,9 +106,30 @@ def _launch(
         return 130
 
 
-def _say_unless_noise(line: str) -> None:
-  if not _NOISE.match(line):
-    _say(line)
+class _Echo:
+  """Prints the tasks' lines, and a progress bar where that is of use."""
+
+  def __init__(self, options: program.Options):
+    self._console = console.Console()
+    self._max_steps = options.max_steps
+    self._has_begun = False
+
+  def __call__(self, line: str) -> None:
+    """Prints a line, unless it is noise, and moves the bar."""
+    if _NOISE.match(line):
+      return
+    progress = _PROGRESS.search(line)
+    if progress is not None:
+      step, loss = int(progress.group(1)), float(progress.group(2))
+      if not self._has_begun:
+        self._console.open_bar(step, self._max_steps)
+        self._has_begun = True
+      self._console.move_bar(step, loss)
+    self._console.log(line)
+
+  def close(self) -> None:
+    """Leaves the bar as it is."""
+    self._console.close_bar()
 
 
 def _say(line: str) -> None:

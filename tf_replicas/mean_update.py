@@ -101,6 +101,8 @@ class MeanUpdate:
 
   def _clip(self, means) -> list[list[tuple]]:
     """Scales all means by their common norm; only scalars travel."""
+    if not any(means):
+      return means
     squares = []
     for task, pairs in enumerate(means):
       with tf.device(self._store.device_of_task(task)):
@@ -163,5 +165,10 @@ def _sum_rows(gradient: tf.IndexedSlices, shape) -> tf.IndexedSlices:
   """Sums what concerns the same row, so that each row occurs once."""
   rows, where = tf.unique(gradient.indices)
   values = tf.math.unsorted_segment_sum(gradient.values, where, tf.size(rows))
+  # Keras 3.15 fails on slices without rows, which a shard may well get:
+  # "indices[0] = 0 is not in [0, 0)". A row of zeros says the same.
+  num_missing = tf.cast(tf.size(rows) == 0, tf.int32)
+  rows = tf.pad(rows, [[0, num_missing]])
+  values = tf.pad(values, [[0, num_missing]] + [[0, 0]] * (len(shape) - 1))
   values = tf.ensure_shape(values, [None, *shape[1:]])
   return tf.IndexedSlices(values, rows, tf.constant(shape.as_list(), tf.int64))

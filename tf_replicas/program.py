@@ -41,6 +41,7 @@ class Options:
     replicas_to_aggregate: Contributions in one update; None: of all replicas.
     log_every_steps: Steps between log lines.
     summary_every_steps: Steps between TensorBoard points.
+    histograms: Whether TensorBoard gets histograms of the variables too.
     checkpoint_every_steps: Steps between checkpoints; None: by time alone.
     checkpoint_every_secs: Seconds between checkpoints.
     keep_checkpoints: How many of the newest checkpoints stay.
@@ -59,6 +60,7 @@ class Options:
   replicas_to_aggregate: int | None = None
   log_every_steps: int = 10
   summary_every_steps: int = 100
+  histograms: bool = False
   checkpoint_every_steps: int | None = None
   checkpoint_every_secs: float = 600.0
   keep_checkpoints: int = 5
@@ -154,6 +156,11 @@ def check(options: Options) -> None:
     cluster.ClusterError: With the reason.
   """
   spec = options.spec
+  if options.task is not None and options.task.job == "evaluator":
+    raise cluster.ClusterError(
+      "an evaluator takes no part in training; run the evaluation binary there."
+      f" Received: task {options.task}."
+    )
   where = f"{spec.source}: " if spec.source else ""
   if spec.variables.on != "ps":
     raise cluster.ClusterError(

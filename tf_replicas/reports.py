@@ -1,58 +1,15 @@
-"""What a run tells while it goes on: log lines, a progress bar, TensorBoard."""
+"""What a run tells while it goes on: log lines and TensorBoard."""
 
 from __future__ import annotations
 
 import datetime
 import os
-import sys
 from collections.abc import Mapping
 
+import numpy as np
 import tensorflow as tf
-import tqdm
 
-
-class Console:
-  """Prints whole lines, and keeps a progress bar below them."""
-
-  def __init__(self, *, has_bar: bool | None = None):
-    """Initializes the console.
-
-    Args:
-      has_bar: Whether `open_bar` draws one; None if stdout is a terminal.
-    """
-    self._has_bar = sys.stdout.isatty() if has_bar is None else has_bar
-    self._bar: tqdm.tqdm | None = None
-
-  def log(self, line: str) -> None:
-    """Prints a line, at once and without garbling the bar."""
-    if self._bar is None:
-      print(line, flush=True)
-    else:
-      tqdm.tqdm.write(line, file=sys.stdout)
-      sys.stdout.flush()
-
-  def open_bar(self, step: int, max_steps: int) -> None:
-    """Draws the bar, if this console has one."""
-    if self._has_bar:
-      self._bar = tqdm.tqdm(
-        total=max_steps,
-        initial=step,
-        unit="step",
-        file=sys.stdout,
-        dynamic_ncols=True,
-      )
-
-  def move_bar(self, step: int, loss: float) -> None:
-    """Moves the bar, if there is one."""
-    if self._bar is not None:
-      self._bar.set_postfix_str(f"loss = {loss:.2f}", refresh=False)
-      self._bar.update(step - self._bar.n)
-
-  def close_bar(self) -> None:
-    """Leaves the bar as it is; lines now come below it."""
-    if self._bar is not None:
-      self._bar.close()
-      self._bar = None
+from tf_replicas import console as console_lib
 
 
 class Summaries:
@@ -78,12 +35,19 @@ class Summaries:
       with tf.device(None), tf.device(io_device):
         self._writer = tf.summary.create_file_writer(os.fspath(directory))
 
-  def write(self, step: int, scalars: Mapping[str, float]) -> None:
-    """Writes `scalars` by name as of `step`."""
+  def write(
+    self,
+    step: int,
+    scalars: Mapping[str, float],
+    histograms: Mapping[str, np.ndarray] | None = None,
+  ) -> None:
+    """Writes `scalars` and `histograms` by name as of `step`."""
     with tf.device(None), tf.device(self._io_device):
       with self._writer.as_default(step=step):
         for name, value in scalars.items():
           tf.summary.scalar(name, value)
+        for name, values in (histograms or {}).items():
+          tf.summary.histogram(name, values)
       self._writer.flush()
 
   def close(self) -> None:
@@ -101,7 +65,7 @@ class Reporter:
 
   def __init__(
     self,
-    console: Console,
+    console: console_lib.Console,
     summaries: Summaries,
     *,
     log_every_steps: int | None,
@@ -140,6 +104,7 @@ class Reporter:
     scalars: Mapping[str, float],
     now: float,
     is_last: bool,
+    histograms: Mapping[str, np.ndarray] | None = None,
   ) -> None:
     """Reports, if it is time to, that training went on.
 
@@ -151,6 +116,7 @@ class Reporter:
       scalars: More numbers for the summaries.
       now: Seconds since the epoch.
       is_last: Whether this is the last step of the run.
+      histograms: Values whose distribution goes to the summaries.
     """
     # Steps are lost when a parameter server comes back from a checkpoint.
     num_steps = max(global_step - previous, 0)
@@ -161,7 +127,7 @@ class Reporter:
     if is_due(*steps, self._log_every_steps, is_last=is_last):
       self._log(global_step, loss, now)
     if is_due(*steps, self._summary_every_steps, is_last=is_last):
-      self._summarize(global_step, loss, scalars, now)
+      self._summarize(global_step, loss, scalars, histograms, now)
 
   def final_line(self, step: int, now: float) -> str:
     """Returns a line on the whole run."""
@@ -184,16 +150,14 @@ class Reporter:
       f"{_ratio(window.secs(now), window.num_steps):.3f} sec/batch)"
     )
 
-  def _summarize(
-    self, step: int, loss: float, scalars: Mapping[str, float], now: float
-  ) -> None:
+  def _summarize(self, step, loss, scalars, histograms, now) -> None:
     window, self._summary_window = self._summary_window, _Window(now)
     rates = {
       "loss": loss,
       "examples_per_sec": window.examples_per_sec(now),
       "steps_per_sec": _ratio(window.num_steps, window.secs(now)),
     }
-    self._summaries.write(step, {**rates, **scalars})
+    self._summaries.write(step, {**rates, **scalars}, histograms)
 
 
 def is_due(

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
 from tf_replicas import between_graph
@@ -147,6 +148,7 @@ class _Steps:
     self._learning_rate_fn = learning_rate_fn
     self._names = names
     self._every = options.summary_every_steps
+    self._has_histograms = options.histograms
     self._examples_seen = int(driver.store.examples_seen.read_value())
 
   def __call__(self) -> training.StepResult:
@@ -166,7 +168,15 @@ class _Steps:
       for k, late in enumerate(count.late, start=1):
         if late:
           scalars[f"{prefix}/late_by_{k}"] = late
-    return result._replace(scalars=scalars)
+    histograms = {}
+    if self._has_histograms:
+      state = self._driver.store.state()
+      histograms = {
+        name: np.asarray(value)
+        for name, value in state.items()
+        if name.startswith("variables/")
+      }
+    return result._replace(scalars=scalars, histograms=histograms)
 
 
 def report(counts: list[sync_replicas.Counts], names: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tf_replicas import checkpoints
+from tf_replicas import console
 from tf_replicas import reports
 
 
@@ -32,12 +33,14 @@ class StepResult(NamedTuple):
       of the whole cluster.
     scalars: More numbers for TensorBoard, such as `learning_rate` or
       `contributions/worker_0/applied`.
+    histograms: Values by name whose distribution goes to TensorBoard.
   """
 
   global_step: int
   loss: float
   num_examples: int
   scalars: Mapping[str, float] = {}
+  histograms: Mapping[str, np.ndarray] = {}
 
 
 class Session:
@@ -118,7 +121,7 @@ class Session:
     self._is_optional = is_optional
     self._io_device = io_device
     self._clock = clock
-    self._console = reports.Console(has_bar=progress_bar if is_chief else False)
+    self._console = console.Console(has_bar=progress_bar if is_chief else False)
     self._start_step: int | None = None
     self._saved_step: int | None = None
     self._saved_path: str | None = None

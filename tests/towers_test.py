@@ -1,0 +1,176 @@
+"""Tests for tf_replicas.towers."""
+
+import numpy as np
+import stores
+import tensorflow as tf
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_replicas import towers
+
+
+def _gradients(gradients, loss=0.0, num_examples=1):
+  return towers.Gradients(
+    gradients, tf.constant(loss), tf.constant(num_examples, tf.int64)
+  )
+
+
+def _slices(rows, values):
+  return tf.IndexedSlices(
+    tf.constant(values, tf.float32),
+    tf.constant(rows, tf.int64),
+    tf.constant([4, 1], tf.int64),
+  )
+
+
+class AverageTowersTest(stores.TestCase):
+  def test_mean_of_gradients_and_losses_sum_of_examples(self):
+    result = towers.average_towers(
+      [
+        _gradients([tf.constant([x, -x])], loss=x, num_examples=8)
+        for x in (1.0, 2.0, 6.0)
+      ]
+    )
+    np.testing.assert_allclose(result.gradients[0], [3, -3])
+    self.assertAlmostEqual(float(result.loss), 3.0, places=6)
+    self.assertEqual(int(result.num_examples), 24)
+    self.assertEqual(result.num_examples.dtype, tf.int64)
+
+  def test_none_in_all_stays_none(self):
+    result = towers.average_towers([_gradients([None])] * 2)
+    self.assertEqual(result.gradients, [None])
+
+  def test_none_in_some_counts_as_zero(self):
+    result = towers.average_towers(
+      [_gradients([None]), _gradients([tf.constant([4.0])])]
+    )
+    np.testing.assert_allclose(result.gradients[0], [2])
+
+  def test_slices_stay_slices(self):
+    result = towers.average_towers(
+      [
+        _gradients([_slices([1, 3], [[2], [4]])]),
+        _gradients([_slices([3], [[8]])]),
+      ]
+    )
+    self.assertIsInstance(result.gradients[0], tf.IndexedSlices)
+    np.testing.assert_allclose(
+      tf.convert_to_tensor(result.gradients[0])[:, 0], [0, 1, 0, 6]
+    )
+
+  def test_slices_and_dense_make_dense(self):
+    result = towers.average_towers(
+      [
+        _gradients([_slices([1], [[2]])]),
+        _gradients([tf.ones([4, 1])]),
+      ]
+    )
+    np.testing.assert_allclose(result.gradients[0][:, 0], [0.5, 1.5, 0.5, 0.5])
+
+  def test_dtype_is_kept(self):
+    half = tf.constant([1.0], tf.float16)
+    result = towers.average_towers([_gradients([half]), _gradients([half])])
+    self.assertEqual(result.gradients[0].dtype, tf.float16)
+
+
+TABLE = np.arange(8, dtype="float32").reshape(4, 2)
+KERNEL = np.float32([[1.0], [-0.5]])
+
+
+def _loss(parameters, rows, labels):
+  table, kernel, _ = parameters
+  outputs = tf.gather(table, rows) @ kernel
+  return tf.reduce_mean(tf.square(outputs[:, 0] - labels))
+
+
+def _batches(num_shards, shard_index, start_example=0):
+  del num_shards, shard_index, start_example
+  rows = tf.constant([0, 1, 1, 3], tf.int64)
+  batch = (rows, tf.constant([1.0, 2, 3, 4]))
+  return tf.data.Dataset.from_tensors(batch).repeat()
+
+
+def _replica(devices=()):
+  variables = [
+    tf.Variable(TABLE, name="table"),
+    tf.Variable(KERNEL, name="kernel"),
+    tf.Variable(0.0, name="unused"),
+  ]
+  return towers.Replica(variables, _loss, _batches, devices)
+
+
+def _dense(gradient):
+  return None if gradient is None else tf.convert_to_tensor(gradient).numpy()
+
+
+class ReplicaTest(stores.TestCase):
+  def _compute(self, replica, **kwargs):
+    parameters = [tf.identity(v) for v in replica.variables]
+    batch = next(iter(replica.dataset_fn(1, 0, 0)))
+    return tf.function(lambda: replica.gradients(parameters, batch, **kwargs))()
+
+  def test_hand_numbers(self):
+    # Outputs -0.5+0, 2-1.5, 2-1.5, 6-3.5 against 1, 2, 3, 4.
+    result = self._compute(_replica())
+    self.assertAlmostEqual(
+      float(result.loss), (1.5**2 + 1.5**2 + 2.5**2 + 1.5**2) / 4, places=5
+    )
+    self.assertEqual(int(result.num_examples), 4)
+    # d loss / d kernel = mean of 2 * error * row.
+    errors = np.array([-1.5, -1.5, -2.5, -1.5])
+    expected = 2 * (errors[:, None] * TABLE[[0, 1, 1, 3]]).mean(axis=0)
+    np.testing.assert_allclose(result.gradients[1][:, 0], expected)
+    self.assertIsNone(result.gradients[2])
+
+  @parameterized.parameters(1, 2, 4)
+  def test_towers_equal_one_device_with_the_whole_batch(self, num_towers):
+    whole = self._compute(_replica())
+    devices = [stores.device(i % 4) for i in range(num_towers)]
+    split = self._compute(_replica(devices))
+    self.assertAlmostEqual(float(split.loss), float(whole.loss), places=5)
+    self.assertEqual(int(split.num_examples), 4)
+    for ours, theirs in zip(split.gradients, whole.gradients, strict=True):
+      if theirs is None:
+        self.assertIsNone(ours)
+      else:
+        np.testing.assert_allclose(_dense(ours), _dense(theirs), rtol=1e-6)
+
+  def test_each_tower_computes_on_its_device(self):
+    devices = [stores.device(1), stores.device(2)]
+    seen = []
+
+    def loss_fn(parameters, rows, labels):
+      loss = _loss(parameters, rows, labels)
+      seen.append(loss.device)
+      return loss
+
+    replica = towers.Replica(_replica().variables, loss_fn, _batches, devices)
+    self._compute(replica)
+    self.assertIn("CPU:1", seen[0])
+    self.assertIn("CPU:2", seen[1])
+
+  def test_scaled_loss_scales_gradients_but_not_the_report(self):
+    plain = self._compute(_replica())
+    scaled = self._compute(_replica(), scale_loss=lambda loss: 8 * loss)
+    self.assertAlmostEqual(float(scaled.loss), float(plain.loss), places=5)
+    np.testing.assert_allclose(
+      scaled.gradients[1], 8 * plain.gradients[1], rtol=1e-6
+    )
+
+  def test_variables_are_only_a_pattern(self):
+    replica = _replica()
+    parameters = [v + 1.0 for v in replica.variables]
+    batch = next(iter(replica.dataset_fn(1, 0, 0)))
+    moved = replica.gradients(parameters, batch)
+    at_home = self._compute(replica)
+    self.assertNotAlmostEqual(float(moved.loss), float(at_home.loss))
+    np.testing.assert_array_equal(replica.variables[0], TABLE)
+
+  @parameterized.parameters(0, 2)
+  def test_sparsity(self, num_towers):
+    devices = [stores.device(i) for i in range(num_towers)]
+    self.assertEqual(towers.sparsity(_replica(devices)), [True, False, False])
+
+
+if __name__ == "__main__":
+  absltest.main()
