@@ -3,6 +3,7 @@
 import ast
 import pathlib
 
+import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -15,7 +16,7 @@ PROGRAMS = ("cifar10", "inception_mini")
 LAYERS = (
   (
     ("addresses", "cluster_validation", "cluster"),
-    ("checkpoints", "reports", "training"),
+    ("console", "checkpoints", "reports", "training"),
     ("moving_averages",),
     ("resources",),
     ("packing",),
@@ -32,7 +33,7 @@ LAYERS = (
     ("parameter_store", "inner_optimizer"),
     ("parameter_store", "connection", "membership", "server"),
     ("parameter_store", "towers"),
-    ("contributions", "inner_optimizer", "mean_update"),
+    ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),
   (("sync_replicas",),),
   (("stalls", "in_graph"), ("stalls", "between_graph")),
@@ -46,13 +47,9 @@ WITHOUT_TENSORFLOW = {
   "local_cluster",
   "program",
 }
-READS_ENVIRONMENT = {"cluster", "launcher", "local_cluster", "program"}
+# They start processes.
+READS_ENVIRONMENT = {"launcher", "local_cluster"}
 MAX_LINES = 400
-EXEMPT_FROM_LENGTH = {
-  # The class docstrings are half of it: the protocol, step by step.
-  "sync_replicas",
-  "placement",
-}
 
 
 def _modules(package):
@@ -173,11 +170,17 @@ class LibraryTest(parameterized.TestCase):
         if _is_within(name, LIBRARY) and name.split(".")[1] not in seen:
           todo.append(name.split(".")[1])
 
-  @parameterized.parameters(*NAMES)
-  def test_is_not_too_long(self, module):
+  def _check_length(self, module):
     text = (ROOT / LIBRARY / f"{module}.py").read_text(encoding="utf-8")
-    if module not in EXEMPT_FROM_LENGTH:
-      self.assertLessEqual(len(text.splitlines()), MAX_LINES)
+    self.assertLessEqual(len(text.splitlines()), MAX_LINES)
+
+  @parameterized.parameters(*sorted(set(NAMES) - {"sync_replicas"}))
+  def test_is_not_too_long(self, module):
+    self._check_length(module)
+
+  @pytest.mark.xfail(strict=True, reason="sync_replicas is still too long")
+  def test_sync_replicas_is_not_too_long(self):
+    self._check_length("sync_replicas")
 
   @parameterized.parameters(*NAMES)
   def test_is_named_after_an_idea(self, module):

@@ -249,10 +249,8 @@ def from_tf_config(
   if not spec.is_distributed and (task is None or task.job != "evaluator"):
     return None
   if task is None:
-    raise ClusterError(
-      f'{source}: must have the key "task", with the "type" '
-      'and the "index" of this process'
-    )
+    rule = 'must have the key "task", with the "type" and the "index" of this'
+    raise ClusterError(f"{source}: {rule} process")
   _check_ports_chosen(spec, task)
   return spec, task
 
@@ -279,11 +277,8 @@ def task_from_flags(
   indices = [task.index for task in spec.tasks(job)]
   if not indices:
     jobs = dict.fromkeys(task.job for task in spec.tasks())
-    raise _mistake(
-      spec,
-      f"`job_name` must be one of {cluster_validation.quoted(jobs)}",
-      job_name,
-    )
+    rule = f"`job_name` must be one of {cluster_validation.quoted(jobs)}"
+    raise _mistake(spec, rule, job_name)
   if task_index is None and len(indices) == 1:
     task_index = indices[0]
   if task_index not in indices:

@@ -146,10 +146,8 @@ def split(
     size, task = (*spec.shape, 1)[0], tasks[0]
     return (Shard(spec.path, 0, 1, task, 0, 0, size, spec.shape, spec.dtype),)
   if not 0 <= axis < len(spec.shape) or spec.shape[axis] < pieces:
-    raise ValueError(
-      f"`axis` must be an axis of at least {pieces} rows of {spec}. Received:"
-      f" {axis}."
-    )
+    rule = f"`axis` must be an axis of at least {pieces} rows of {spec}."
+    raise ValueError(f"{rule} Received: {axis}.")
   shards, begin = [], 0
   for i, task in enumerate(tasks):
     size = spec.shape[axis] // pieces + (i < spec.shape[axis] % pieces)
@@ -293,10 +291,8 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
   _check_distinct_paths("specs", specs)
   shards = policy(specs)
   if len(shards) != len(specs):
-    raise ValueError(
-      f"`policy` must place all {len(specs)} variables. Received:"
-      f" {len(shards)}."
-    )
+    rule = f"`policy` must place all {len(specs)} variables."
+    raise ValueError(f"{rule} Received: {len(shards)}.")
   for spec, pieces in zip(specs, shards, strict=True):
     tasks = [piece.task for piece in pieces]
     distinct = 0 < len(tasks) == len(set(tasks)) and min(tasks) >= 0

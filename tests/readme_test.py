@@ -1,0 +1,57 @@
+"""What the README shows runs as it stands there."""
+
+import json
+import pathlib
+import re
+import sys
+
+import pytest
+
+from tf_replicas import cluster
+from tf_replicas import local_cluster
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def example(name: str) -> str:
+  """The code block that follows `<!-- example: NAME -->`."""
+  pattern = rf"<!-- example: {re.escape(name)} -->\n```python\n(.*?)```"
+  return re.search(pattern, README, re.DOTALL).group(1)
+
+
+def test_the_foreign_training_loop_is_short():
+  lines = [line for line in example("my_train.py").splitlines() if line.strip()]
+  assert len(lines) < 50
+
+
+@pytest.mark.cluster
+def test_the_foreign_training_loop_trains(tmp_path):
+  program = tmp_path / "my_train.py"
+  program.write_text(example("my_train.py"), encoding="utf-8")
+  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
+  spec = cluster.resolve_ports(cluster.parse(jobs))
+  path = tmp_path / "spec.json"
+  path.write_text(spec.to_json(), encoding="utf-8")
+
+  def command(task):
+    return [sys.executable, str(program), str(path), task.job, str(task.index)]
+
+  with local_cluster.LocalCluster(spec, command, log_dir=tmp_path) as tasks:
+    tasks.start()
+    status = tasks.wait(timeout_secs=120)
+    log = tasks.log(cluster.Task("worker", 0))
+  assert status == 0, log
+  first, last = re.search(r"loss ([\d.]+) -> ([\d.]+)", log).groups()
+  assert float(last) < 0.1 * float(first)
+
+
+def test_every_spec_that_the_readme_names_exists():
+  for name in re.findall(r"cluster_specs/\w+\.json", README):
+    assert (ROOT / name).exists(), name
+
+
+def test_the_spec_that_it_shows_is_valid():
+  (document,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+  spec = cluster.parse(json.loads(document))
+  assert spec.num_tasks("worker") == 2
