@@ -30,6 +30,8 @@ from tf_replicas import sync_replicas
 from tf_replicas import towers
 from tf_replicas import training
 
+# How many times as long as for another worker to wait for the chief.
+_CHIEF_PATIENCE = 10
 _ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 
 
@@ -98,6 +100,7 @@ class BetweenGraph:
       self.optimizer.create([tf.identity(v) for v in self.replica.variables])
     self._thread: connection.Thread | None = None
     self._watch: stalls.Watch | None = None
+    self._has_given_up = False
 
   @property
   def global_step(self) -> int:
@@ -156,11 +159,25 @@ class BetweenGraph:
       raise ValueError(
         f"{self.task} differs from the chief: {'; '.join(found)}"
       )
-    self._contribute_until_the_end()
+    watch = stalls.ChiefWatch(
+      lambda: self._members.ages()[0],
+      self._give_up,
+      words_after_secs=self._lost_after_secs,
+      lost_after_secs=_CHIEF_PATIENCE * self._lost_after_secs,
+      log=self._log,
+    )
+    try:
+      self._contribute_until_the_end()
+    finally:
+      watch.stop()
     outcome = self._members.outcome()
     if outcome != membership.FINISHED:
-      raise RuntimeError(outcome or "training ended without a word")
+      raise RuntimeError(outcome or "the chief was lost")
     return self.global_step
+
+  def _give_up(self) -> None:
+    self._has_given_up = True
+    self.optimizer.give_up(self._index)
 
   def _await_chief(self) -> list:
     published = connection.await_value(
@@ -183,9 +200,12 @@ class BetweenGraph:
         last = first() if last is None else next_one(last)
         if last[-1] < 0:  # No ticket for the next contribution.
           last = None
-    except _ENDED:
-      if not self._members.outcome():
-        raise
+    except _ENDED as error:
+      # The queues were closed, or it is not that.
+      if not (self._members.outcome() or self._has_given_up):
+        raise RuntimeError(
+          f"the data set of {self.task} has ended; it must be endless"
+        ) from error
 
   def _contribute_fns(self, iterator):
     """The functions for a contribution without, and with, a ticket.

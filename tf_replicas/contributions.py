@@ -355,6 +355,10 @@ class Contributions:
     """The ledger as it is now, as NumPy values; for people."""
     return ledger_lib.Ledger(*[v.numpy() for v in self._ledger])
 
+  def give_up(self, replica: int) -> None:
+    """Releases `replica`, waiting in another thread, with an error."""
+    self._replies[replica].close()
+
   def close(self) -> None:
     """Ends it for everybody: waiters get `OutOfRangeError`, offers fail."""
     self._inbox.close()

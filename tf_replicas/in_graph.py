@@ -6,14 +6,14 @@ updates itself and does not train.
 
 1. The client connects to all PS and worker tasks through
    `tf.distribute.ParameterServerStrategy`, and creates the shared copy.
-2. It keeps a few `towers.contribute` closures scheduled. Whichever worker runs
-   one acts as the replica of its own number: it pulls the parameters from the
-   PS tasks, computes on its own share of the data, and hands its gradients to
-   the PS tasks. None of these bytes pass through the client.
+2. It schedules one closure per worker, a loop of `towers.contribute`. A worker
+   that runs it acts as the replica of its own number: it pulls the parameters
+   from the PS tasks, computes on its own share of the data, and hands its
+   gradients to the PS tasks. None of these bytes pass through the client.
 3. The client makes the updates (`step`), one call per step.
-4. A worker that dies is noticed by the coordinator, which runs its closure
-   elsewhere and takes the worker back when it returns at the same address.
-   Closures run at least once; an offer that came to nothing is void.
+4. A worker that dies is noticed by the coordinator, which takes it back when it
+   returns at the same address and runs the closure again. Closures run at least
+   once; an offer that came to nothing is void.
 5. At the end the client closes the queues, which ends the running closures,
    and dismisses the PS and worker tasks.
 
@@ -22,6 +22,7 @@ optimizer exist only in the client, the data sets on the workers.
 """
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 
@@ -29,16 +30,13 @@ import tensorflow as tf
 
 from tf_replicas import cluster
 from tf_replicas import connection
+from tf_replicas import contributions
 from tf_replicas import membership
 from tf_replicas import parameter_store
 from tf_replicas import stalls
 from tf_replicas import sync_replicas
 from tf_replicas import towers
 from tf_replicas import training
-
-# Closures scheduled ahead per worker: one runs, one waits, so that a worker
-# goes on without asking the client.
-_AHEAD = 2
 
 
 class InGraph:
@@ -106,6 +104,7 @@ class InGraph:
     self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
     self.optimizer.create([tf.identity(v) for v in self.replica.variables])
     self._watch: stalls.Watch | None = None
+    self._is_closing = threading.Event()
 
   @property
   def global_step(self) -> int:
@@ -120,11 +119,14 @@ class InGraph:
     """
     if self._watch is None:
       self._start()
-    update = sync_replicas.update_of(
-      self.optimizer, [str(w) for w in self._workers]
-    )
+    try:
+      update = sync_replicas.update_of(
+        self.optimizer, [str(w) for w in self._workers]
+      )
+    except sync_replicas.Interrupted:
+      self._thread.join()
+      raise
     self._watch.progress(update.global_step)
-    self._schedule()
     return training.StepResult(
       update.global_step,
       update.loss,
@@ -144,47 +146,54 @@ class InGraph:
     self._iterators = iter(
       self._coordinator.create_per_worker_dataset(self._dataset_fn)
     )
-    index = tf.distribute.coordinator.experimental_get_current_worker_index
+    self._contribute = tf.function(self._contribute_until_the_end)
+    for _ in self._workers:
+      self._coordinator.schedule(self._contribute, args=(self._iterators,))
+    self._thread = connection.Thread(
+      self._watch_closures, on_error=self.optimizer.interrupt
+    )
 
-    @tf.function
-    def contribute(iterator):
-      part = functools.partial(
-        towers.contribute,
-        self.store,
-        self.optimizer,
-        self.replica,
-        iterator,
-        index(),
-      )
-      first = part()
+  def _contribute_until_the_end(self, iterator) -> tf.Tensor:
+    """What a worker runs: one contribution after the other, until it is ended.
+
+    A loop in the graph, so that a worker goes on without asking the client. A
+    contribution without a ticket comes first, and again whenever the ticket was
+    lost.
+    """
+    index = tf.distribute.coordinator.experimental_get_current_worker_index()
+    contribute = functools.partial(
+      towers.contribute,
+      self.store,
+      self.optimizer,
+      self.replica,
+      iterator,
+      index,
+    )
+
+    def with_tickets(*_):
+      release = contribute()
       if self.optimizer.replicas_to_aggregate < len(self._workers):
-        return first.global_step  # No ticket without a place for everyone.
-      last = tf.while_loop(
-        lambda *release: release[-1] >= 0,
-        lambda *release: part(last=type(first)(*release)),
-        first,
-      )
-      return last[1]
+        return release[:1]  # No ticket without a place for everyone.
+      return tf.while_loop(
+        lambda *last: last[-1] >= 0,
+        lambda *last: contribute(last=contributions.Release(*last)),
+        release,
+      )[:1]
 
-    self._contribute = contribute
-    self._in_flight = []
-    self._schedule()
+    return tf.while_loop(
+      lambda _: tf.constant(True), with_tickets, [tf.constant(0, tf.int64)]
+    )
+
+  def _watch_closures(self) -> None:
+    """Raises what went wrong on a worker, other than its own end."""
+    while not self._is_closing.wait(0.2):
+      self._coordinator.done()
 
   def _dataset_fn(self) -> tf.data.Dataset:
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     return self.replica.dataset_fn(
       len(self._workers), index(), self._start_example
     )
-
-  def _schedule(self) -> None:
-    """Keeps enough closures scheduled."""
-    self._in_flight = [
-      r for r in self._in_flight if not r._status_available_event.is_set()
-    ]
-    for _ in range(_AHEAD * len(self._workers) - len(self._in_flight)):
-      self._in_flight.append(
-        self._coordinator.schedule(self._contribute, args=(self._iterators,))
-      )
 
   def _ages(self) -> list[float]:
     """Seconds since each worker was last reachable."""
@@ -211,6 +220,7 @@ class InGraph:
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel("CRITICAL")
+    self._is_closing.set()
     self.optimizer.close()
     if self._watch is not None:
       self._watch.stop()

@@ -92,7 +92,8 @@ class LocalCluster:
       self._readers.append(reader)
 
   def _read(self, task: cluster.Task, process: subprocess.Popen) -> None:
-    with open(self.log_path(task), "a", encoding="utf-8") as log:
+    path = self.log_path(task)
+    with process.stdout, open(path, "a", encoding="utf-8") as log:
       for line in process.stdout:
         log.write(line)
         log.flush()

@@ -96,6 +96,71 @@ class Watch:
         self._optimizer.declare_lost(replica, int(state.tag[replica]))
 
 
+class ChiefWatch:
+  """Watches the chief from a worker, in a thread.
+
+  A worker that waits for the chief's next update cannot tell a slow chief from
+  a dead one; this says which, and ends the wait if no chief comes back.
+  """
+
+  def __init__(
+    self,
+    age: Callable[[], float],
+    on_lost: Callable[[], None],
+    *,
+    words_after_secs: float,
+    lost_after_secs: float,
+    words_every_secs: float = 10.0,
+    log: Callable[[str], None] = print,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Starts to watch.
+
+    Args:
+      age: Seconds since the chief was last heard of; 0 once it has left.
+      on_lost: Called, once, when it is given up.
+      words_after_secs: Silence after which the log tells of it.
+      lost_after_secs: Silence after which it is given up.
+      words_every_secs: How often to speak.
+      log: Where words go.
+      clock: Time in seconds.
+    """
+    self._age = age
+    self._on_lost = on_lost
+    self._words_after_secs = words_after_secs
+    self._lost_after_secs = lost_after_secs
+    self._words_every_secs = words_every_secs
+    self._log = log
+    self._clock = clock
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._watch, daemon=True)
+    self._thread.start()
+
+  def stop(self) -> None:
+    """Ends the watch."""
+    self._stop.set()
+    self._thread.join()
+
+  def _watch(self) -> None:
+    said = -self._words_every_secs
+    while not self._stop.wait(1.0):
+      try:
+        age = self._age()
+      except tf.errors.OpError:
+        return  # The main thread meets the same failure.
+      if age > self._lost_after_secs:
+        self._on_lost()
+        return
+      now = self._clock()
+      is_silent = age > self._words_after_secs
+      if is_silent and now - said >= self._words_every_secs:
+        said = now
+        self._log(
+          f"the chief was not heard of for {age:.0f} s; waiting for its restart"
+          f" until {self._lost_after_secs:.0f} s"
+        )
+
+
 def describe(
   step: int,
   waited_secs: float,

@@ -230,6 +230,7 @@ class SyncReplicasOptimizer:
     )
     self._client_device = tf.constant(0).device
     self._present = (True,) * len(store.trainable)
+    self._is_interrupted = False
     self._steps: dict[tuple[bool, ...], Callable] = {}
 
   def create(self, values: Sequence[tf.Tensor]) -> None:
@@ -250,6 +251,9 @@ class SyncReplicasOptimizer:
         ):
           shadow.assign(part)
     self._inner.build(self._store)
+    if not is_new:
+      # An earlier chief's `collect` may live on at the PS; this ends it.
+      self._contributions.wake()
     if is_new:
       self._store.start()
 
@@ -365,7 +369,9 @@ class SyncReplicasOptimizer:
     if kind == ledger.Kind.NONFINITE:
       raise NonFiniteGradientError(int(replica), int(step))
     if kind == ledger.Kind.WAKE:
-      raise Interrupted(f"interrupted at step {int(step)}")
+      if self._is_interrupted:
+        raise Interrupted(f"interrupted at step {int(step)}")
+      return self.apply_update()  # It was meant for an earlier chief.
     if not is_updated:
       # Other variables than assumed have gradients; their update is traced.
       self._present = tuple((fields[6:] > 0).tolist())
@@ -430,7 +436,15 @@ class SyncReplicasOptimizer:
 
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
-    self._contributions.wake()
+    self._is_interrupted = True
+    try:
+      self._contributions.wake()
+    except tf.errors.OpError:
+      pass  # It was closed meanwhile, which ends the wait as well.
+
+  def give_up(self, replica: int) -> None:
+    """Makes `apply_gradients`, waiting in another thread, raise an error."""
+    self._contributions.give_up(replica)
 
   def close(self) -> None:
     """Ends the training: every waiting replica gets `OutOfRangeError`."""
