@@ -6,6 +6,7 @@ ARGUMENTS is a JSON document, see `conftest.Trial`, which starts it. Tasks and
 test tell each other that something happened by marks: files in a directory.
 """
 
+import faulthandler
 import json
 import os
 import pathlib
@@ -581,7 +582,8 @@ def equivalence_model() -> tuple[list, object]:
       keras.layers.Flatten(),
       keras.layers.Dense(16, activation="tanh", name="hidden"),
       keras.layers.Dense(CLASSES, name="logits"),
-    ]
+    ],
+    name="model",
   )
   unused = tf.Variable(tf.ones([40]), name="unused")
 
@@ -651,6 +653,8 @@ def equivalence(here: Here) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs one task."""
+  # A test that gives up ends the tasks, and wants to know where they were.
+  faulthandler.register(signal.SIGTERM, chain=True)
   scenario, arguments, job, index = argv
   here = Here(json.loads(arguments), job, int(index))
   if here.serves:

@@ -89,10 +89,20 @@ class Trial:
         f"the end of {task}",
       )
 
+  def ends_within(self, task: cluster.Task, secs: float) -> bool:
+    """Whether `task` ends by itself within `secs`."""
+    deadline = time.monotonic() + secs
+    while self.tasks.returncode(task) is None:
+      if time.monotonic() > deadline:
+        return False
+      time.sleep(0.05)
+    return True
+
   def await_that(self, condition, what: str) -> None:
     """Polls `condition`; `TimeoutError` with all logs at the deadline."""
     while not condition():
       if time.monotonic() > self._deadline:
+        self.tasks.stop(grace_secs=1.0)  # They say where they were.
         raise TimeoutError(f"waited in vain for {what}\n{self.all_logs()}")
       time.sleep(0.05)
 

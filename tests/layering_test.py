@@ -3,7 +3,6 @@
 import ast
 import pathlib
 
-import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -35,7 +34,7 @@ LAYERS = (
     ("parameter_store", "towers"),
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),
-  (("sync_replicas",),),
+  (("updates", "sync_replicas"),),
   (("stalls", "in_graph"), ("stalls", "between_graph")),
   (("program", "roles", "launcher"),),
 )
@@ -174,13 +173,9 @@ class LibraryTest(parameterized.TestCase):
     text = (ROOT / LIBRARY / f"{module}.py").read_text(encoding="utf-8")
     self.assertLessEqual(len(text.splitlines()), MAX_LINES)
 
-  @parameterized.parameters(*sorted(set(NAMES) - {"sync_replicas"}))
+  @parameterized.parameters(*NAMES)
   def test_is_not_too_long(self, module):
     self._check_length(module)
-
-  @pytest.mark.xfail(strict=True, reason="sync_replicas is still too long")
-  def test_sync_replicas_is_not_too_long(self):
-    self._check_length("sync_replicas")
 
   @parameterized.parameters(*NAMES)
   def test_is_named_after_an_idea(self, module):

@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from unittest import mock
@@ -49,11 +50,14 @@ def _is_running(pid):
 
 
 class LocalClusterTest(parameterized.TestCase):
+  def _tempdir(self):
+    return pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+
   def _cluster(self, programs=None, *, default="pass", **kwargs):
     """A cluster whose tasks run these Python programs."""
     programs = programs or {}
     self.lines = []
-    self.log_dir = pathlib.Path(self.create_tempdir().full_path) / "logs"
+    self.log_dir = self._tempdir() / "logs"
     result = local_cluster.LocalCluster(
       SPEC,
       lambda task: [sys.executable, "-c", programs.get(task, default)],
@@ -139,7 +143,7 @@ class LocalClusterTest(parameterized.TestCase):
     self.assertIn("was killed by SIGKILL", "\n".join(self.lines))
 
   def test_a_killed_worker_is_started_again(self):
-    mark = pathlib.Path(self.create_tempdir().full_path) / "mark"
+    mark = self._tempdir() / "mark"
     second_time = textwrap.dedent(f"""
       import pathlib, time
       mark = pathlib.Path({str(mark)!r})
@@ -227,7 +231,7 @@ class LocalClusterTest(parameterized.TestCase):
       print(*[tasks.pid(t) for t in spec.tasks()], flush=True)
       time.sleep(300)
     """)
-    directory = self.create_tempdir().full_path
+    directory = str(self._tempdir())
     launcher = subprocess.Popen(
       [sys.executable, "-c", program],
       stdout=subprocess.PIPE,

@@ -15,7 +15,7 @@ _MODULE_OF = {
   "InGraph": "in_graph",
   "LocalCluster": "local_cluster",
   "MovingAverages": "moving_averages",
-  "NonFiniteGradientError": "sync_replicas",
+  "NonFiniteGradientError": "updates",
   "ParameterStore": "parameter_store",
   "Replica": "towers",
   "Session": "training",

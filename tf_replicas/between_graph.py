@@ -3,9 +3,9 @@
 Each worker runs this driver. It connects to all parameter servers and to no
 other worker, builds the model, and attaches to the shared copy by name.
 
-1. The chief (a `chief` task, else worker 0) creates the shared copy, restores a
-   checkpoint if it has one, and publishes what it trains. The others wait for
-   that and compare.
+1. The chief (a `chief` task, else worker 0) publishes what it trains, and the
+   others compare. It creates the shared copy and restores a checkpoint if there
+   is one; the others wait for that.
 2. Every worker loops: pull, compute, hand over (`towers.contribute`); one
    `tf.function` call per step. On the chief that loop has a thread of its own.
 3. The chief's main thread makes the updates (`step`), one call per step.
@@ -29,6 +29,7 @@ from tf_replicas import stalls
 from tf_replicas import sync_replicas
 from tf_replicas import towers
 from tf_replicas import training
+from tf_replicas import updates
 
 # How many times as long as for another worker to wait for the chief.
 _CHIEF_PATIENCE = 10
@@ -74,7 +75,7 @@ class BetweenGraph:
     Raises:
       cluster.ClusterError: If `task` does not train, or its port is in use.
       TimeoutError: If a PS task or the chief does not come in time.
-      ValueError: If this program builds other variables than the chief's.
+      RuntimeError: If this program builds other variables than the chief's.
     """
     self.task = task
     self.is_chief = task == spec.chief
@@ -95,6 +96,7 @@ class BetweenGraph:
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()
     self.store = parameter_store.build(spec, self.replica.variables)
+    self._agree()
     self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
     if self.is_chief:
       self.optimizer.create([tf.identity(v) for v in self.replica.variables])
@@ -116,11 +118,12 @@ class BetweenGraph:
     """
     if self._thread is None:
       self._start()
-    try:
-      update = sync_replicas.update_of(self.optimizer, self._names)
-    except sync_replicas.Interrupted:
-      self._thread.join()
-      raise
+    update = None
+    while update is None:
+      try:
+        update = updates.update_of(self.optimizer, self._names)
+      except updates.Interrupted:
+        self._raise_if_ended()
     self._watch.progress(update.global_step)
     return training.StepResult(
       update.global_step,
@@ -129,12 +132,20 @@ class BetweenGraph:
       {"learning_rate": update.learning_rate},
     )
 
+  def _raise_if_ended(self) -> None:
+    """Raises what ended the training; a wake-up may also be a stray one."""
+    self._thread.raise_error()
+    outcome = self._members.outcome()
+    if outcome:
+      raise RuntimeError(outcome)
+
   def _start(self) -> None:
     """Tells the others to go on, and starts the chief's own replica."""
-    self._members.publish(self.optimizer.signature())
+    self._members.let_go()
     self._watch = stalls.Watch(
       self.optimizer,
       self._members.ages,
+      self._members.outcome,
       self._names,
       lost_after_secs=self._lost_after_secs,
       log=self._log,
@@ -152,13 +163,12 @@ class BetweenGraph:
     Raises:
       RuntimeError: If training ended with an error, with its words.
     """
-    theirs = self._await_chief()
-    ours = self.optimizer.signature()
-    if theirs != ours:
-      found = membership.differences(ours, theirs)
-      raise ValueError(
-        f"{self.task} differs from the chief: {'; '.join(found)}"
-      )
+    connection.await_value(
+      lambda: self._members.may_go() or self._members.outcome(),
+      timeout_secs=self._start_timeout_secs,
+      what=f"{self.task} waits for the chief to restore and to begin",
+      log=self._log,
+    )
     watch = stalls.ChiefWatch(
       lambda: self._members.ages()[0],
       self._give_up,
@@ -179,14 +189,28 @@ class BetweenGraph:
     self._has_given_up = True
     self.optimizer.give_up(self._index)
 
-  def _await_chief(self) -> list:
-    published = connection.await_value(
+  def _agree(self) -> None:
+    """Compares with what the chief trains, before anything is made of it."""
+    rule, variables = self.optimizer.signature(), self.store.signature()
+    if self.is_chief:
+      self._members.publish({"rule": rule, "variables": variables})
+      return
+    theirs = connection.await_value(
       self._members.published,
       timeout_secs=self._start_timeout_secs,
-      what=f"{self.task} waits for the chief to publish what it trains",
+      what=f"{self.task} waits for the chief to say what it trains",
       log=self._log,
     )
-    return published
+    found = membership.differences(variables, theirs["variables"])
+    if rule != theirs["rule"]:
+      found.append(
+        f"the update rule is {rule} here and {theirs['rule']} at the chief"
+      )
+    if found:
+      words = f"{self.task} differs from the chief: {'; '.join(found)}"
+      self._members.end(words)
+      self._members.leave()
+      raise RuntimeError(words)
 
   def _contribute_until_the_end(self) -> None:
     start = int(self.store.examples_seen.read_value())

@@ -129,9 +129,13 @@ class Thread:
     self._thread = threading.Thread(target=guarded, daemon=True)
     self._thread.start()
 
-  def join(self, timeout_secs: float | None = None) -> None:
-    """Waits for the end, and raises what `run` raised, once."""
-    self._thread.join(timeout_secs)
+  def raise_error(self) -> None:
+    """Raises what `run` raised, once, if it did."""
     if self._error is not None:
       error, self._error = self._error, None
       raise error
+
+  def join(self, timeout_secs: float | None = None) -> None:
+    """Waits for the end, and raises what `run` raised, once."""
+    self._thread.join(timeout_secs)
+    self.raise_error()

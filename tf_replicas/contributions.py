@@ -38,8 +38,8 @@ delivered; the caller applies their mean (`take_sums`) and ends the step
 A replica has one contribution open at a time. A new offer of a replica whose
 last one is still open therefore means that it was restarted: the old one is
 void, its gradients are thrown away by their tag, and the old waiter, which may
-live on at the PS and would eat the next reply, is fed a RELEASE that carries
-the old tag.
+live on at the PS and would eat the next reply, is fed a VOID that carries the
+old tag.
 """
 
 from collections.abc import Sequence
@@ -221,7 +221,8 @@ class Contributions:
         verdict, step = self._await_reply(replica, tag)
       may_continue = verdict == int(Verdict.CONTINUE)
       ticket = tf.where(may_continue, tag + 1, tf.constant(-1, tf.int64))
-      return Release(tf.constant(1, tf.int64), step, ticket)
+      is_used = tf.cast(verdict != int(Verdict.VOID), tf.int64)
+      return Release(is_used, step, ticket)
 
   def _send(
     self, kind, replica, tag, *, step=0, report=(0.0, 0.0), present=False
@@ -294,7 +295,7 @@ class Contributions:
     self._write(ledger)
     self._present.assign(self._present.read_value() | present)
     self._reply(tf.maximum(settled, replies.verdict), noted.tag, step)
-    released = tf.where(replies.flush >= 0, int(Verdict.RELEASE), -1)
+    released = tf.where(replies.flush >= 0, int(Verdict.VOID), -1)
     self._reply(tf.cast(released, tf.int64), replies.flush, step)
     kind = tf.where(
       self._is_complete(ledger.accepted), int(Kind.DELIVERED), int(Kind.OFFER)

@@ -37,6 +37,7 @@ from tf_replicas import stalls
 from tf_replicas import sync_replicas
 from tf_replicas import towers
 from tf_replicas import training
+from tf_replicas import updates
 
 
 class InGraph:
@@ -81,6 +82,7 @@ class InGraph:
     self._log = log
     self._lost_after_secs = lost_after_secs
     self._workers = spec.tasks("worker")
+    self._names = [str(w) for w in self._workers]
     self._addresses = [spec.address(w) for w in self._workers]
     self._heard = [time.monotonic()] * len(self._workers)
     for job in ("ps", "worker"):
@@ -119,13 +121,12 @@ class InGraph:
     """
     if self._watch is None:
       self._start()
-    try:
-      update = sync_replicas.update_of(
-        self.optimizer, [str(w) for w in self._workers]
-      )
-    except sync_replicas.Interrupted:
-      self._thread.join()
-      raise
+    update = None
+    while update is None:
+      try:
+        update = updates.update_of(self.optimizer, self._names)
+      except updates.Interrupted:
+        self._raise_if_ended()
     self._watch.progress(update.global_step)
     return training.StepResult(
       update.global_step,
@@ -134,11 +135,19 @@ class InGraph:
       {"learning_rate": update.learning_rate},
     )
 
+  def _raise_if_ended(self) -> None:
+    """Raises what ended the training; a wake-up may also be a stray one."""
+    self._thread.raise_error()
+    outcome = self._members.outcome()
+    if outcome:
+      raise RuntimeError(outcome)
+
   def _start(self) -> None:
     self._watch = stalls.Watch(
       self.optimizer,
       self._ages,
-      [str(w) for w in self._workers],
+      self._members.outcome,
+      self._names,
       lost_after_secs=self._lost_after_secs,
       log=self._log,
     )

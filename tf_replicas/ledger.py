@@ -41,13 +41,15 @@ class Verdict(enum.IntEnum):
 
   CONTINUE is RELEASE and ADMIT in one: the next contribution is admitted in
   advance, under the tag that follows. It saves the offer where every replica
-  is needed for every step anyway.
+  is needed for every step anyway. VOID is RELEASE for a contribution whose
+  place was given to another.
   """
 
   NONE = -1
   ADMIT = 0
   RELEASE = 1
   CONTINUE = 2
+  VOID = 3
 
 
 class Ledger(NamedTuple):

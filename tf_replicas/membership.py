@@ -37,6 +37,7 @@ class Register:
       self.dismissed = resources.shared_variable(
         "register/dismissed", [], tf.bool
       )
+      self.may_go = resources.shared_variable("register/may_go", [], tf.bool)
       self.signature = resources.shared_variable(
         "register/signature", [], tf.string
       )
@@ -46,7 +47,25 @@ class Register:
     self.beats.assign(tf.fill(self.beats.shape, tf.cast(-1.0, tf.float64)))
     self.outcome.assign("")
     self.dismissed.assign(False)
+    self.may_go.assign(False)
     self.signature.assign("")
+
+  @tf.function(autograph=False)
+  def _beat(self, client: tf.Tensor, is_here: tf.Tensor) -> None:
+    with tf.device(self.device):
+      now = tf.where(is_here, tf.timestamp(), tf.cast(_LEFT, tf.float64))
+      self.beats.scatter_update(tf.IndexedSlices(now, client))
+
+  def beat(self, client: int, is_here: bool) -> None:
+    """Notes that a client is here, or that it has left."""
+    self._beat(tf.constant(client), tf.constant(is_here))
+
+  def dismiss(self, outcome: str) -> None:
+    """Lets the serving task go."""
+    self.outcome.assign(outcome)
+    self.dismissed.assign(True)
+    # An eager assignment is certain only once something read back followed it.
+    self.dismissed.numpy()
 
   def is_ready(self) -> bool:
     """Whether the serving task has made it (it sets the signature last)."""
@@ -90,7 +109,8 @@ class Membership:
       TimeoutError: If one is not.
     """
     self.client = client
-    self._registers = [Register(d, num_clients) for d in devices]
+    self._places = [(device, num_clients) for device in devices]
+    self._registers = [Register(*place) for place in self._places]
     self._first = self._registers[0]
     for device, register in zip(devices, self._registers, strict=True):
       connection.await_value(
@@ -99,25 +119,32 @@ class Membership:
         what=f"waiting for the register of {device}",
       )
     self._stop = threading.Event()
-    self._beat(True)
+    self._beat_all(True)
     self._thread = threading.Thread(
       target=self._keep_beating, name="beats", daemon=True
     )
     self._thread.start()
 
-  @tf.function(autograph=False)
-  def _beat(self, is_here: bool) -> None:
-    for register in self._registers:
-      with tf.device(register.device):
-        now = tf.timestamp() if is_here else tf.cast(_LEFT, tf.float64)
-        register.beats.scatter_update(
-          tf.IndexedSlices(now, tf.constant(self.client))
-        )
+  def _beat_all(self, is_here: bool) -> None:
+    for number, register in enumerate(self._registers):
+      try:
+        register.beat(self.client, is_here)
+      except tf.errors.OpError:
+        if number == 0:
+          raise
+        self._attach_again(number)
+
+  def _attach_again(self, number: int) -> None:
+    """A task that was restarted has a new register."""
+    try:
+      self._registers[number] = Register(*self._places[number])
+    except tf.errors.OpError:
+      pass  # It is still away.
 
   def _keep_beating(self) -> None:
     while not self._stop.wait(BEAT_SECS):
       try:
-        self._beat(True)
+        self._beat_all(True)
       except tf.errors.OpError:
         return  # The main thread sees the same failure where it matters.
 
@@ -134,6 +161,14 @@ class Membership:
     text = self._first.signature.numpy().decode()
     return json.loads(text) if text else None
 
+  def let_go(self) -> None:
+    """The chief's: everything has its first value; others may begin."""
+    self._first.may_go.assign(True)
+
+  def may_go(self) -> bool:
+    """Whether the chief has let the others begin."""
+    return bool(self._first.may_go.numpy())
+
   def outcome(self) -> str:
     """How training ended: `FINISHED`, what went wrong, or "" if it goes on."""
     return self._first.outcome.numpy().decode()
@@ -147,7 +182,7 @@ class Membership:
     """Says that this client needs nothing any more."""
     self._stop.set()
     self._thread.join()
-    self._beat(False)
+    self._beat_all(False)
 
   def dismiss(
     self, *, timeout_secs: float, clock: Callable[[], float] = time.monotonic
@@ -172,12 +207,12 @@ class Membership:
         break
       time.sleep(0.05)
     outcome = self.outcome()
-    for register in self._registers:
-      register.outcome.assign(outcome)
-      register.dismissed.assign(True)
-    # An eager assignment is certain only once something read back followed it.
-    for register in self._registers:
-      register.dismissed.numpy()
+    # PS task 0 last: the others may still have to look something up there.
+    for register in reversed(self._registers):
+      try:
+        register.dismiss(outcome)
+      except tf.errors.OpError:
+        pass  # Whoever runs that task has to end it.
     return here
 
 

@@ -12,8 +12,8 @@ from tf_replicas import in_graph
 from tf_replicas import membership
 from tf_replicas import program
 from tf_replicas import server
-from tf_replicas import sync_replicas
 from tf_replicas import training
+from tf_replicas import updates
 
 # Names in a checkpoint that a run may lack: the optimizer or the averages may
 # have changed.
@@ -154,7 +154,7 @@ class _Steps:
   def __call__(self) -> training.StepResult:
     if self._learning_rate_fn is not None:
       rate = self._learning_rate_fn(self._examples_seen)
-      self._driver.optimizer.learning_rate = rate
+      self._driver.optimizer.set_learning_rate(rate)
     result = self._driver.step()
     self._examples_seen += result.num_examples
     if result.global_step % self._every:
@@ -179,7 +179,7 @@ class _Steps:
     return result._replace(scalars=scalars, histograms=histograms)
 
 
-def report(counts: list[sync_replicas.Counts], names: list[str]) -> list[str]:
+def report(counts: list[updates.Counts], names: list[str]) -> list[str]:
   """One line per replica on what became of its contributions."""
   lines = []
   for name, count in zip(names, counts, strict=True):

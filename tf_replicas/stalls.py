@@ -24,6 +24,7 @@ class Watch:
     self,
     optimizer: sync_replicas.SyncReplicasOptimizer,
     ages: Callable[[], Sequence[float]],
+    outcome: Callable[[], str],
     names: Sequence[str],
     *,
     lost_after_secs: float,
@@ -36,6 +37,7 @@ class Watch:
     Args:
       optimizer: Whose ledger to read.
       ages: Seconds since each replica was last heard of; -1: never.
+      outcome: How training has ended, or "": a worker may end it as well.
       names: The replicas' names.
       lost_after_secs: Silence after which a replica counts as lost.
       words_every_secs: How often to speak while a step does not end.
@@ -44,6 +46,7 @@ class Watch:
     """
     self._optimizer = optimizer
     self._ages = ages
+    self._outcome = outcome
     self._names = list(names)
     self._lost_after_secs = lost_after_secs
     self._words_every_secs = words_every_secs
@@ -67,6 +70,9 @@ class Watch:
 
   def _watch(self) -> None:
     while not self._stop.wait(1.0):
+      if self._has_ended():
+        self._optimizer.interrupt()
+        return
       waited = self._clock() - self._since
       if waited < min(self._words_every_secs, self._lost_after_secs):
         continue
@@ -79,6 +85,12 @@ class Watch:
       if self._clock() - self._said >= self._words_every_secs:
         self._said = self._clock()
         self._log(describe(self._step, waited, state, ages, self._names))
+
+  def _has_ended(self) -> bool:
+    try:
+      return bool(self._outcome())
+    except tf.errors.OpError:
+      return True  # The main thread meets the same failure.
 
   def _give_up_lost(self, state: ledger.Ledger, ages: Sequence[float]) -> None:
     for replica, (status, age) in enumerate(

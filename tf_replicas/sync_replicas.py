@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -19,63 +18,7 @@ from tf_replicas import mean_update
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
 from tf_replicas import placement
-
-
-class NonFiniteGradientError(FloatingPointError):
-  """A replica computed a gradient or a loss that is not finite.
-
-  Attributes:
-    replica: Which one.
-    global_step: The step it was for.
-  """
-
-  def __init__(self, replica: int, global_step: int, name: str = ""):
-    super().__init__(
-      f"{name or f'replica {replica}'} computed a loss or a gradient that is"
-      f" not finite, from the variables of step {global_step}"
-    )
-    self.replica = replica
-    self.global_step = global_step
-
-
-class Interrupted(Exception):
-  """`apply_update` was woken before the step had its contributions."""
-
-
-class Update(NamedTuple):
-  """One update of the variables.
-
-  Attributes:
-    global_step: The step after it.
-    loss: Mean loss of the N contributions that it used.
-    num_examples: Examples in them.
-    learning_rate: The rate used; NaN if the inner optimizer has none.
-  """
-
-  global_step: int
-  loss: float
-  num_examples: int
-  learning_rate: float
-
-
-class Counts(NamedTuple):
-  """What became of the contributions of one replica since the start.
-
-  Attributes:
-    applied: Used in an update.
-    surplus: Refused: fresh, but N others came first.
-    late: `late[k - 1]` were refused for being k steps old; the last counts
-      all that were older.
-  """
-
-  applied: int
-  surplus: int
-  late: tuple[int, ...]
-
-  @property
-  def refused(self) -> int:
-    """All that were not used."""
-    return self.surplus + sum(self.late)
+from tf_replicas import updates
 
 
 class SyncReplicasOptimizer:
@@ -230,7 +173,6 @@ class SyncReplicasOptimizer:
     )
     self._client_device = tf.constant(0).device
     self._present = (True,) * len(store.trainable)
-    self._is_interrupted = False
     self._steps: dict[tuple[bool, ...], Callable] = {}
 
   def create(self, values: Sequence[tf.Tensor]) -> None:
@@ -257,10 +199,9 @@ class SyncReplicasOptimizer:
     if is_new:
       self._store.start()
 
-  def signature(self) -> list[list]:
-    """What every client of a training must agree on: rows (name, …)."""
-    rule = [self.name, self.replicas_to_aggregate, self.total_num_replicas]
-    return [rule, *self._store.signature()]
+  def signature(self) -> list:
+    """What every client of a training must agree on about the rule."""
+    return [self.name, self.replicas_to_aggregate, self.total_num_replicas]
 
   def _indices_to_average(self) -> list[int]:
     if self._to_average is None:
@@ -342,16 +283,11 @@ class SyncReplicasOptimizer:
 
   # The chief's half.
 
-  @property
-  def learning_rate(self) -> float:
-    """The rate of the next update, where it is a number; see Keras."""
-    return float(self._inner.optimizer.learning_rate)
-
-  @learning_rate.setter
-  def learning_rate(self, rate: float) -> None:
+  def set_learning_rate(self, rate: float) -> None:
+    """Sets the inner Keras optimizer's rate, from the next update on."""
     self._inner.optimizer.learning_rate = rate
 
-  def apply_update(self) -> Update:
+  def apply_update(self) -> updates.Update:
     """Waits for N contributions and makes one update of them.
 
     Raises:
@@ -367,16 +303,14 @@ class SyncReplicasOptimizer:
     fields = self._steps[self._present]().numpy()
     kind, replica, step, examples, loss, is_updated = fields[:6]
     if kind == ledger.Kind.NONFINITE:
-      raise NonFiniteGradientError(int(replica), int(step))
+      raise updates.NonFiniteGradientError(int(replica), int(step))
     if kind == ledger.Kind.WAKE:
-      if self._is_interrupted:
-        raise Interrupted(f"interrupted at step {int(step)}")
-      return self.apply_update()  # It was meant for an earlier chief.
+      raise updates.Interrupted(f"interrupted at step {int(step)}")
     if not is_updated:
       # Other variables than assumed have gradients; their update is traced.
       self._present = tuple((fields[6:] > 0).tolist())
       return self.apply_update()
-    return Update(
+    return updates.Update(
       global_step=int(step) + 1,
       loss=float(loss),
       num_examples=int(examples),
@@ -421,10 +355,12 @@ class SyncReplicasOptimizer:
 
   # For whoever drives or watches it.
 
-  def counts(self) -> list[Counts]:
+  def counts(self) -> list[updates.Counts]:
     """What became of each replica's contributions since the start."""
     rows = self._contributions.snapshot().counts
-    return [Counts(int(r[0]), int(r[1]), tuple(map(int, r[2:]))) for r in rows]
+    return [
+      updates.Counts(int(r[0]), int(r[1]), tuple(map(int, r[2:]))) for r in rows
+    ]
 
   def ledger(self) -> ledger.Ledger:
     """Who owes what at this moment, as NumPy values."""
@@ -436,7 +372,6 @@ class SyncReplicasOptimizer:
 
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
-    self._is_interrupted = True
     try:
       self._contributions.wake()
     except tf.errors.OpError:
@@ -449,17 +384,6 @@ class SyncReplicasOptimizer:
   def close(self) -> None:
     """Ends the training: every waiting replica gets `OutOfRangeError`."""
     self._contributions.close()
-
-
-def update_of(optimizer: SyncReplicasOptimizer, names: Sequence[str]) -> Update:
-  """`optimizer.apply_update()`, with the replicas' names in its errors."""
-  try:
-    return optimizer.apply_update()
-  except NonFiniteGradientError as error:
-    name = names[error.replica]
-    raise NonFiniteGradientError(
-      error.replica, error.global_step, name
-    ) from None
 
 
 def _check_count(name: str, value: int) -> None:

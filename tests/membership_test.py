@@ -1,0 +1,115 @@
+"""Tests for tf_replicas.membership; processes are in faults_test."""
+
+import time
+
+import stores
+import tensorflow as tf
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_replicas import membership
+
+
+class DifferencesTest(parameterized.TestCase):
+  def test_none(self):
+    rows = [["kernel", [2, 3]], ["bias", [3]]]
+    self.assertEqual(membership.differences(rows, rows), [])
+
+  def test_another_row(self):
+    found = membership.differences([["a", 1], ["b", 2]], [["a", 1], ["b", 3]])
+    self.assertEqual(
+      found, ["variable 1 is ['b', 2] here and ['b', 3] at the chief"]
+    )
+
+  def test_a_tuple_is_as_good_as_a_list(self):
+    # What the chief published went through JSON.
+    self.assertEqual(membership.differences([("a", 1)], [["a", 1]]), [])
+
+  def test_missing_and_surplus(self):
+    self.assertEqual(
+      membership.differences([], [["a"]]),
+      ["variable 0 is None here and ['a'] at the chief"],
+    )
+    self.assertEqual(
+      membership.differences([["a"]], []),
+      ["variable 0 is ['a'] here and None at the chief"],
+    )
+
+  def test_at_most_the_limit_are_told(self):
+    ours = [[i] for i in range(6)]
+    theirs = [[-i - 1] for i in range(6)]
+    found = membership.differences(ours, theirs, limit=2)
+    self.assertLen(found, 3)
+    self.assertEqual(found[2], "and 4 more")
+    self.assertLen(membership.differences(ours, theirs, limit=6), 6)
+
+
+class RegisterTest(stores.TestCase):
+  def test_ages(self):
+    register = membership.Register(stores.device(0), 3)
+    self.assertFalse(register.is_ready())
+    register.initialize()
+    self.assertTrue(register.is_ready())
+    self.assertEqual(register.ages(), [-1, -1, -1])
+    register.beats.assign(tf.stack([tf.timestamp() - 5.0, 0.0, -1.0]))
+    here, left, never = register.ages()
+    self.assertBetween(here, 5, 60)
+    self.assertEqual((left, never), (0, -1))
+
+
+class MembershipTest(stores.TestCase):
+  def _members(self, count):
+    devices = [stores.device(0), stores.device(1)]
+    for device in devices:
+      membership.Register(device, count).initialize()
+    members = []
+    for client in range(count):
+      members.append(
+        membership.Membership(client, count, devices=devices, timeout_secs=10)
+      )
+      self.addCleanup(members[-1].leave)
+    return members
+
+  def test_beats_from_the_start_until_it_leaves(self):
+    chief, other = self._members(2)
+    self.assertGreater(chief.ages()[1], 0)
+    other.leave()
+    self.assertEqual(chief.ages()[1], 0)
+    self.assertGreater(other.ages()[0], 0)
+
+  def test_registers_that_never_come(self):
+    with self.assertRaisesRegex(TimeoutError, "register of .*CPU:3"):
+      membership.Membership(0, 1, devices=[stores.device(3)], timeout_secs=0.1)
+
+  def test_what_the_chief_publishes_reaches_the_others(self):
+    chief, other = self._members(2)
+    self.assertIsNone(other.published())
+    chief.publish([["kernel", [2, 3]]])
+    self.assertEqual(other.published(), [["kernel", [2, 3]]])
+
+  def test_the_first_outcome_stays(self):
+    chief, other = self._members(2)
+    self.assertEqual(other.outcome(), "")
+    chief.end("worker 1 failed")
+    chief.end(membership.FINISHED)
+    self.assertEqual(other.outcome(), "worker 1 failed")
+
+  def test_dismissal_reaches_every_task_and_waits_for_the_others(self):
+    chief, other = self._members(2)
+    chief.end(membership.FINISHED)
+    other.leave()
+    self.assertEqual(chief.dismiss(timeout_secs=10), [])
+    for task in range(2):
+      register = membership.Register(stores.device(task), 2)
+      self.assertTrue(bool(register.dismissed))
+      self.assertEqual(register.outcome.numpy(), b"finished")
+
+  def test_dismissal_names_who_had_not_left(self):
+    chief, _ = self._members(2)
+    start = time.monotonic()
+    self.assertEqual(chief.dismiss(timeout_secs=0.2), [1])
+    self.assertLess(time.monotonic() - start, 20)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,121 @@
+"""Tests for tf_replicas.stalls."""
+
+import threading
+
+import numpy as np
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_replicas import ledger
+from tf_replicas import stalls
+
+Status = ledger.Status
+NAMES = ["worker 0", "worker 1"]
+
+
+def _ledger(status, *, num_places=2, accepted=()):
+  state = ledger.new_ledger(len(status), num_places)
+  rows = state.accepted.copy()
+  for place, row in enumerate(accepted):
+    rows[place] = row
+  return state._replace(
+    status=np.array(status, np.int64),
+    tag=np.arange(len(status)) * 10,
+    accepted=rows,
+  )
+
+
+class DescribeTest(parameterized.TestCase):
+  def test_says_who_does_what(self):
+    state = _ledger([Status.DELIVERED, Status.COMPUTING], accepted=[(0, 0)])
+    self.assertEqual(
+      stalls.describe(7, 31.4, state, [0.6, 12.2], NAMES),
+      "step 7 waits since 31 s with 1 of 2 contributions (worker 0:"
+      " delivered, last heard 1 s ago; worker 1: computing, last heard 12 s"
+      " ago)",
+    )
+
+  @parameterized.parameters(
+    (-1, "worker 1: lost, never heard of"), (0, "worker 1: lost, has left")
+  )
+  def test_who_is_not_there(self, age, expected):
+    state = _ledger([Status.WAITING, Status.LOST])
+    self.assertIn(expected, stalls.describe(1, 10, state, [1.0, age], NAMES))
+
+  def test_nobody_has_delivered(self):
+    state = _ledger([Status.ADMITTED, Status.ADMITTED])
+    self.assertIn(
+      "with 0 of 2 contributions",
+      stalls.describe(1, 10, state, [1.0, 1.0], NAMES),
+    )
+
+
+class FakeOptimizer:
+  def __init__(self, state):
+    self.state = state
+    self.lost = []
+    self.was_read = threading.Event()
+
+  def ledger(self):
+    self.was_read.set()
+    return self.state
+
+  def declare_lost(self, replica, tag):
+    self.lost.append((replica, tag))
+
+
+class WatchTest(parameterized.TestCase):
+  """The clock is the test's; the thread looks once a real second."""
+
+  def _watch(self, state, ages, now):
+    self.optimizer = FakeOptimizer(state)
+    self.words = []
+    self.spoken = threading.Event()
+
+    def log(line):
+      self.words.append(line)
+      self.spoken.set()
+
+    times = iter([0.0])
+    watch = stalls.Watch(
+      self.optimizer,
+      lambda: ages,
+      lambda: "",
+      NAMES,
+      lost_after_secs=20.0,
+      log=log,
+      clock=lambda: next(times, now),
+    )
+    self.addCleanup(watch.stop)
+    return watch
+
+  def test_speaks_when_a_step_takes_long(self):
+    state = _ledger([Status.WAITING, Status.COMPUTING])
+    self._watch(state, [1.0, 2.0], now=15.0)
+    self.assertTrue(self.spoken.wait(20))
+    self.assertIn("step 0 waits since 15 s", self.words[0])
+    self.assertEqual(self.optimizer.lost, [])
+
+  @parameterized.parameters(Status.ADMITTED, Status.COMPUTING)
+  def test_gives_up_who_is_silent(self, status):
+    self._watch(_ledger([Status.WAITING, status]), [1.0, 25.0], now=30.0)
+    self.assertTrue(self.spoken.wait(20))
+    self.assertIn("worker 1 was not heard of for 25 s", self.words[0])
+    self.assertEqual(self.optimizer.lost[0], (1, 10))
+
+  @parameterized.parameters(Status.WAITING, Status.DELIVERED, Status.LOST)
+  def test_who_owes_nothing_is_not_given_up(self, status):
+    self._watch(_ledger([status, Status.WAITING]), [99.0, 1.0], now=30.0)
+    self.assertTrue(self.spoken.wait(20))
+    self.assertEqual(self.optimizer.lost, [])
+
+  def test_is_silent_while_steps_end(self):
+    watch = self._watch(_ledger([Status.ADMITTED] * 2), [1.0, 1.0], now=5.0)
+    watch.progress(3)
+    watch.stop()
+    self.assertEqual(self.words, [])
+    self.assertFalse(self.optimizer.was_read.is_set())
+
+
+if __name__ == "__main__":
+  absltest.main()

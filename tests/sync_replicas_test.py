@@ -1,0 +1,414 @@
+"""Tests for tf_replicas.sync_replicas: whole trainings in one process."""
+
+import threading
+
+import keras
+import numpy as np
+import stores
+import tensorflow as tf
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_replicas import moving_averages
+from tf_replicas import sync_replicas
+from tf_replicas import updates
+
+SGD = keras.optimizers.SGD
+VALUES = {
+  "table": np.linspace(-1, 1, 8, dtype="float32").reshape(4, 2),
+  "kernel": np.float32([[1.0], [-0.5]]),
+  "bias": np.zeros([1], "float32"),
+}
+IS_SPARSE = [True, False, False]
+
+
+def _store(values=VALUES, num_tasks=2):
+  specs = [stores.spec(path, v.shape) for path, v in values.items()]
+  return stores.attach(specs, num_tasks, stores.cut(num_tasks))
+
+
+class Training:
+  """Replicas as threads over one store; the test's thread is the chief."""
+
+  def __init__(self, optimizer, compute, *, values=VALUES, is_sparse=IS_SPARSE):
+    """Creates the store.
+
+    Args:
+      optimizer: A `SyncReplicasOptimizer`.
+      compute: Maps (replica, global step, parameters, how often it was called
+        before) to (gradients, loss, num_examples).
+      values: The initial values by path.
+      is_sparse: Which gradients are slices.
+    """
+    self.optimizer = optimizer
+    self.store = _store(values)
+    self.errors = []
+    self.releases = [[] for _ in range(optimizer.total_num_replicas)]
+    self._compute = compute
+    self._paths = list(values)
+    optimizer.build(self.store, is_sparse=is_sparse)
+    optimizer.create([tf.constant(v) for v in values.values()])
+    self._threads = []
+
+  def start(self, *replicas):
+    for replica in replicas or range(self.optimizer.total_num_replicas):
+      thread = threading.Thread(
+        target=self._contribute, args=(replica,), daemon=True
+      )
+      thread.start()
+      self._threads.append(thread)
+
+  def _contribute(self, replica):
+    @tf.function
+    def contribute(number, ticket):
+      step, parameters = self.store.pull()
+      gradients, loss, num_examples = self._compute(
+        replica, step, parameters, number
+      )
+      return self.optimizer.apply_gradients(
+        zip(gradients, self._paths, strict=True),
+        replica=replica,
+        local_step=step,
+        loss=loss,
+        num_examples=num_examples,
+        ticket=ticket,
+      )
+
+    number, ticket = 0, None
+    try:
+      while True:
+        release = contribute(tf.constant(number), ticket)
+        self.releases[replica].append(
+          (bool(release.admitted), int(release.global_step))
+        )
+        number += 1
+        has_ticket = int(release.ticket) >= 0
+        ticket = tf.identity(release.ticket) if has_ticket else None
+    except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+      pass
+    except Exception as error:  # The test's thread raises it.
+      self.errors.append(error)
+      self.optimizer.interrupt()
+
+  def steps(self, count):
+    return [self.optimizer.apply_update() for _ in range(count)]
+
+  def stop(self):
+    self.optimizer.close()
+    for thread in self._threads:
+      thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in self._threads)
+    if self.errors:
+      raise self.errors[0]
+
+  def values(self):
+    return dict(zip(self._paths, stores.numpy(self.store.read()), strict=True))
+
+
+def _train(optimizer, compute, num_steps, **kwargs):
+  training = Training(optimizer, compute, **kwargs)
+  training.start()
+  try:
+    updates = training.steps(num_steps)
+  finally:
+    training.stop()
+  return training, updates
+
+
+ONE = {"w": np.zeros([2], "float32")}
+
+
+def _constant(*gradients):
+  """Replica w contributes a known gradient: expected values are sums."""
+
+  def compute(replica, step, parameters, number):
+    del step, parameters, number
+    value = gradients[replica]
+    return [tf.fill([2], tf.constant(value))], tf.abs(value), 10 * (replica + 1)
+
+  return compute
+
+
+class ConstructorTest(stores.TestCase):
+  @parameterized.named_parameters(
+    ("zero", {"replicas_to_aggregate": 0}, ValueError, "at least 1.*: 0"),
+    ("no_int", {"replicas_to_aggregate": 2.0}, TypeError, "integer.*: 2.0"),
+    ("bool", {"replicas_to_aggregate": True}, TypeError, "integer.*True"),
+    ("total", {"total_num_replicas": -1}, ValueError, "`total_num_replicas`"),
+    ("clip", {"clip_mean_norm": 0.0}, ValueError, "`clip_mean_norm`.*0.0"),
+    ("nan", {"clip_replica_norm": float("nan")}, ValueError, "positive.*nan"),
+    ("scale", {"loss_scale": -2.0}, ValueError, "`loss_scale`.*-2.0"),
+    (
+      "average_what",
+      {"variables_to_average": ["w"]},
+      ValueError,
+      "`variables_to_average` needs `variable_averages`",
+    ),
+    ("optimizer", {"optimizer": 3}, TypeError, "`optimizer`.*3"),
+  )
+  def test_refuses(self, arguments, error, message):
+    arguments = {"optimizer": SGD(0.1), "replicas_to_aggregate": 2, **arguments}
+    with self.assertRaisesRegex(error, message):
+      sync_replicas.SyncReplicasOptimizer(**arguments)
+
+  def test_as_many_replicas_as_places_by_default(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(0.1), 3)
+    self.assertEqual(optimizer.total_num_replicas, 3)
+
+  def test_gradients_of_other_variables_are_refused(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(0.1), 1)
+    optimizer.build(_store(ONE, 1))
+    with self.assertRaisesRegex(ValueError, "Received: 'other'"):
+      optimizer.apply_gradients(
+        [(None, "other")], replica=0, local_step=tf.constant(0, tf.int64)
+      )
+
+  def test_averages_of_other_variables_are_refused(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(
+      SGD(0.1),
+      1,
+      variable_averages=moving_averages.MovingAverages(0.9),
+      variables_to_average=["other"],
+    )
+    with self.assertRaisesRegex(ValueError, "'other'; the store has"):
+      optimizer.build(_store(ONE, 1))
+
+
+class UpdateTest(stores.TestCase):
+  def test_mean_of_all(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(2.0), 2)
+    training, updates = _train(
+      optimizer, _constant(0.1, 0.3), 3, values=ONE, is_sparse=[False]
+    )
+    expected = 0 - 3 * (0.1 + 0.3) / 2 * 2.0
+    np.testing.assert_allclose(training.values()["w"], expected, rtol=1e-6)
+    self.assertEqual([u.global_step for u in updates], [1, 2, 3])
+    self.assertEqual([u.num_examples for u in updates], [30] * 3)
+    np.testing.assert_allclose([u.loss for u in updates], 0.2, rtol=1e-6)
+    np.testing.assert_allclose([u.learning_rate for u in updates], 2.0)
+    for counts in optimizer.counts():
+      self.assertEqual((counts.applied, counts.refused), (3, 0))
+    self.assertEqual(int(training.store.examples_seen), 90)
+    for releases in training.releases:
+      self.assertEqual(releases[:2], [(True, 1), (True, 2)])
+
+  def test_n_of_m(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 2, 3)
+    num_steps = 6
+    training, updates = _train(
+      optimizer,
+      _constant(1.0, 1.0, 1.0),
+      num_steps,
+      values=ONE,
+      is_sparse=[False],
+    )
+    np.testing.assert_allclose(training.values()["w"], -num_steps, rtol=1e-6)
+    self.assertEqual(updates[-1].global_step, num_steps)
+    applied = [counts.applied for counts in optimizer.counts()]
+    self.assertEqual(sum(applied), 2 * num_steps)
+    self.assertLessEqual(max(applied), num_steps)
+    for releases, counts in zip(
+      training.releases, optimizer.counts(), strict=True
+    ):
+      # A replica may be stopped before it could note its last release.
+      admitted = sum(was_admitted for was_admitted, _ in releases)
+      self.assertBetween(counts.applied - admitted, 0, 1)
+
+  def test_more_places_than_replicas(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 4, 2)
+    training, updates = _train(
+      optimizer, _constant(1.0, 1.0), 3, values=ONE, is_sparse=[False]
+    )
+    np.testing.assert_allclose(training.values()["w"], -3, rtol=1e-6)
+    applied = [counts.applied for counts in optimizer.counts()]
+    self.assertEqual(sum(applied), 12)
+
+  def test_loss_scale_is_taken_out_again(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(
+      SGD(1.0), 1, loss_scale=1024.0
+    )
+    self.assertEqual(float(optimizer.scale_loss(tf.constant(2.0))), 2048)
+    training, _ = _train(
+      optimizer, _constant(512.0), 1, values=ONE, is_sparse=[False]
+    )
+    np.testing.assert_allclose(training.values()["w"], -0.5)
+
+  def test_clip_replica_norm_comes_before_the_mean(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(
+      SGD(1.0), 2, clip_replica_norm=float(np.sqrt(2))
+    )
+    # Of two elements each: 3 is scaled to 1, and 0.5 stays.
+    training, _ = _train(
+      optimizer, _constant(3.0, 0.5), 1, values=ONE, is_sparse=[False]
+    )
+    np.testing.assert_allclose(training.values()["w"], -0.75, rtol=1e-6)
+
+  def test_clip_mean_norm_comes_after_it(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(
+      SGD(1.0), 2, clip_mean_norm=float(np.sqrt(2))
+    )
+    training, _ = _train(
+      optimizer, _constant(3.0, 0.5), 1, values=ONE, is_sparse=[False]
+    )
+    np.testing.assert_allclose(training.values()["w"], -1.0, rtol=1e-6)
+
+  def test_averages_follow_and_are_saved(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(
+      SGD(1.0),
+      1,
+      variable_averages=moving_averages.MovingAverages(
+        0.75, num_updates_aware=False
+      ),
+    )
+    training, _ = _train(
+      optimizer, _constant(1.0), 2, values=ONE, is_sparse=[False]
+    )
+    # 0.75 * (0.75 * 0 + 0.25 * -1) + 0.25 * -2.
+    average = training.store.state()["averages/w"]
+    np.testing.assert_allclose(average, [-0.6875] * 2)
+
+  def test_none_from_all_skips_none_from_some_counts_as_zero(self):
+    def compute(replica, step, parameters, number):
+      del step, parameters, number
+      kernel = tf.ones([2, 1]) if replica == 0 else None
+      return [None, kernel, None], 0.0, 1
+
+    optimizer = sync_replicas.SyncReplicasOptimizer(
+      SGD(1.0, weight_decay=0.5), 2
+    )
+    training, _ = _train(optimizer, compute, 2)
+    values = training.values()
+    np.testing.assert_array_equal(values["table"], VALUES["table"])
+    np.testing.assert_array_equal(values["bias"], VALUES["bias"])
+    once = VALUES["kernel"] * 0.5 - 0.5
+    np.testing.assert_allclose(values["kernel"], once * 0.5 - 0.5)
+
+  def test_what_is_not_finite_is_refused_before_it_does_harm(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 2)
+
+    def compute(replica, step, parameters, number):
+      del parameters, number
+      is_bad = (step == 1) & (replica == 1)
+      gradient = tf.where(is_bad, float("nan"), 1.0)
+      return [tf.fill([2], gradient)], 0.0, 1
+
+    training = Training(optimizer, compute, values=ONE, is_sparse=[False])
+    training.start()
+    try:
+      training.steps(1)
+      with self.assertRaises(updates.NonFiniteGradientError) as raised:
+        updates.update_of(optimizer, ["left", "right"])
+    finally:
+      training.stop()
+    self.assertEqual(raised.exception.replica, 1)
+    self.assertEqual(raised.exception.global_step, 1)
+    self.assertIn("right computed a loss or a gradient", str(raised.exception))
+    np.testing.assert_array_equal(training.values()["w"], [-1, -1])
+
+  def test_interrupt_and_close(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 1)
+    training = Training(
+      optimizer, _constant(1.0), values=ONE, is_sparse=[False]
+    )
+    optimizer.interrupt()
+    with self.assertRaises(updates.Interrupted):
+      optimizer.apply_update()
+    training.stop()
+    with self.assertRaises(tf.errors.OutOfRangeError):
+      optimizer.apply_update()
+
+  def test_a_late_gradient_is_refused_and_counted(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 1, 2)
+
+    def compute(replica, step, parameters, number):
+      del step, parameters, number
+      return [tf.ones([2])], 0.0, 1
+
+    training = Training(optimizer, compute, values=ONE, is_sparse=[False])
+    training.start(0)
+    training.steps(3)
+    late = []
+
+    @tf.function
+    def offer_from_step_1():
+      return optimizer.apply_gradients(
+        [(tf.ones([2]), "w")],
+        replica=1,
+        local_step=tf.constant(1, tf.int64),
+      )
+
+    thread = threading.Thread(
+      target=lambda: late.append(offer_from_step_1()), daemon=True
+    )
+    thread.start()
+    while not late:
+      training.steps(1)
+    training.stop()
+    self.assertFalse(bool(late[0].admitted))
+    self.assertGreaterEqual(int(late[0].global_step), 3)
+    counts = optimizer.counts()[1]
+    self.assertEqual((counts.applied, counts.refused), (0, 1))
+    self.assertEqual(sum(counts.late), 1)
+
+
+def _batch(number, size):
+  """Batch `number` of a fixed stream: rows and labels."""
+  rng = np.random.default_rng(int(number))
+  rows = rng.integers(0, 4, size)
+  return rows, rng.normal(size=size).astype("float32")
+
+
+NUM_STEPS, BATCH = 4, 6
+BATCHES = [_batch(step, BATCH) for step in range(NUM_STEPS + 1)]
+ROWS = np.stack([rows for rows, _ in BATCHES])
+LABELS = np.stack([labels for _, labels in BATCHES])
+
+
+def _compute_share(num_replicas):
+  """Each replica has its equal share of the batch of the step."""
+  share = BATCH // num_replicas
+
+  def compute(replica, step, parameters, number):
+    del number
+    begin = replica * share
+    # A replica may look beyond the last step before it is stopped.
+    step = tf.minimum(step, NUM_STEPS)
+    rows = tf.gather(tf.constant(ROWS), step)[begin : begin + share]
+    labels = tf.gather(tf.constant(LABELS), step)[begin : begin + share]
+    with tf.GradientTape() as tape:
+      tape.watch(parameters)
+      table, kernel, bias = parameters
+      outputs = tf.gather(table, rows) @ kernel + bias
+      loss = tf.reduce_mean(tf.square(outputs[:, 0] - labels))
+    return tape.gradient(loss, parameters), loss, share
+
+  return compute
+
+
+class EquivalenceTest(stores.TestCase):
+  """N replicas with B examples each are one with N * B."""
+
+  def test_sparse_and_dense(self):
+    results = []
+    for num_replicas in (1, 3):
+      self.new_cluster()
+      optimizer = sync_replicas.SyncReplicasOptimizer(
+        keras.optimizers.Adam(0.1), num_replicas, clip_mean_norm=0.5
+      )
+      training, updates = _train(
+        optimizer, _compute_share(num_replicas), NUM_STEPS
+      )
+      results.append((training.values(), updates))
+    (one, one_updates), (three, three_updates) = results
+    for path, value in VALUES.items():
+      self.assertFalse(np.allclose(one[path], value), path)
+      np.testing.assert_allclose(
+        three[path], one[path], rtol=1e-4, atol=1e-6, err_msg=path
+      )
+    for ours, theirs in zip(three_updates, one_updates, strict=True):
+      self.assertEqual(ours.num_examples, BATCH)
+      self.assertAlmostEqual(ours.loss, theirs.loss, places=5)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,72 @@
+"""What the chief hears from one update, whatever rule made it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class NonFiniteGradientError(FloatingPointError):
+  """A replica computed a gradient or a loss that is not finite.
+
+  Attributes:
+    replica: Which one.
+    global_step: The step it was for.
+  """
+
+  def __init__(self, replica: int, global_step: int, name: str = ""):
+    super().__init__(
+      f"{name or f'replica {replica}'} computed a loss or a gradient that is"
+      f" not finite, from the variables of step {global_step}"
+    )
+    self.replica = replica
+    self.global_step = global_step
+
+
+class Interrupted(Exception):
+  """`apply_update` was woken before the step had its contributions."""
+
+
+class Update(NamedTuple):
+  """One update of the variables.
+
+  Attributes:
+    global_step: The step after it.
+    loss: Mean loss of the N contributions that it used.
+    num_examples: Examples in them.
+    learning_rate: The rate used; NaN if the inner optimizer has none.
+  """
+
+  global_step: int
+  loss: float
+  num_examples: int
+  learning_rate: float
+
+
+class Counts(NamedTuple):
+  """What became of the contributions of one replica since the start.
+
+  Attributes:
+    applied: Used in an update.
+    surplus: Refused: fresh, but N others came first.
+    late: `late[k - 1]` were refused for being k steps old; the last counts
+      all that were older.
+  """
+
+  applied: int
+  surplus: int
+  late: tuple[int, ...]
+
+  @property
+  def refused(self) -> int:
+    """All that were not used."""
+    return self.surplus + sum(self.late)
+
+
+def update_of(optimizer, names: Sequence[str]) -> Update:
+  """`optimizer.apply_update()`, with the replicas' names in its errors."""
+  try:
+    return optimizer.apply_update()
+  except NonFiniteGradientError as error:
+    name = names[error.replica]
+    raise NonFiniteGradientError(
+      error.replica, error.global_step, name
+    ) from None
