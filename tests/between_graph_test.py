@@ -209,10 +209,6 @@ def test_other_variables_end_the_worker_with_words(
   assert other_variables.codes()[f"worker {worker}"] == 1
 
 
-@pytest.mark.xfail(
-  reason="Nobody tells the chief, which waits for the workers that left.",
-  strict=True,
-)
 def test_other_variables_end_the_chief(other_variables):
   assert other_variables.ends_within(cluster.Task("worker", 0), 10)
 

@@ -54,12 +54,6 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
   assert "worker 1: lost" in words
 
 
-@pytest.mark.xfail(
-  reason="A worker that comes back has an empty register, at which the client"
-  " can neither beat nor dismiss: the servers do not end (TimeoutError).",
-  raises=TimeoutError,
-  strict=True,
-)
 def test_in_graph_training_waits_for_the_restart_of_a_worker(start_trial):
   trial = start_trial(
     "killed_between_steps",

@@ -180,10 +180,21 @@ class BetweenGraph:
       self._contribute_until_the_end()
     finally:
       watch.stop()
-    outcome = self._members.outcome()
+    outcome = self._await_outcome()
     if outcome != membership.FINISHED:
       raise RuntimeError(outcome or "the chief was lost")
     return self.global_step
+
+  def _await_outcome(self) -> str:
+    """How training ended; the chief may be just about to say it."""
+    if self._has_given_up:
+      return self._members.outcome()
+    return connection.await_value(
+      self._members.outcome,
+      timeout_secs=10,
+      what=f"{self.task} waits for the chief to say how training ended",
+      log=self._log,
+    )
 
   def _give_up(self) -> None:
     self._has_given_up = True
@@ -222,7 +233,10 @@ class BetweenGraph:
     try:
       while True:
         last = first() if last is None else next_one(last)
-        if last[-1] < 0:  # No ticket for the next contribution.
+        _, step, ticket = last.numpy()
+        if step == contributions.ENDED:
+          return
+        if ticket < 0:
           last = None
     except _ENDED as error:
       # The queues were closed, or it is not that.

@@ -52,6 +52,9 @@ from tf_replicas import ledger as ledger_lib
 from tf_replicas import parameter_store
 from tf_replicas import resources
 
+# The global step that a replica is released to when there is no other.
+ENDED = -1
+
 Kind = ledger_lib.Kind
 Verdict = ledger_lib.Verdict
 
@@ -297,6 +300,11 @@ class Contributions:
     self._reply(tf.maximum(settled, replies.verdict), noted.tag, step)
     released = tf.where(replies.flush >= 0, int(Verdict.VOID), -1)
     self._reply(tf.cast(released, tf.int64), replies.flush, step)
+    tf.cond(
+      message.kind == int(Kind.NONFINITE),
+      lambda: self._end_one(message.replica, message.tag),
+      lambda: tf.constant(False),
+    )
     kind = tf.where(
       self._is_complete(ledger.accepted), int(Kind.DELIVERED), int(Kind.OFFER)
     )
@@ -344,8 +352,32 @@ class Contributions:
       self._present.assign(tf.zeros(self._present.shape, tf.bool))
       self._reply(verdict, before.tag, step)
 
+  def end_replicas(self) -> None:
+    """Releases every replica that still comes to `ENDED`; until `wake`.
+
+    To be used inside a `tf.function`, after the last update.
+    """
+
+    def answer(_):
+      header, _, _ = self._inbox.dequeue()
+      kind, replica, tag, _ = tf.unstack(tf.ensure_shape(header, [4]))
+      with tf.control_dependencies([self._end_one(replica, tag)]):
+        return [tf.identity(kind)]
+
+    with tf.device(self._device):
+      first = tf.constant(int(Kind.OFFER), tf.int64)
+      tf.while_loop(lambda kind: kind != int(Kind.WAKE), answer, [first])
+
+  def _end_one(self, replica: tf.Tensor, tag: tf.Tensor) -> tf.Tensor:
+    is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica
+    verdict = tf.where(is_this, int(Verdict.RELEASE), int(Verdict.NONE))
+    tags = tf.fill([self.num_replicas], tag)
+    ended = tf.constant(ENDED, tf.int64)
+    self._reply(tf.cast(verdict, tf.int64), tags, ended)
+    return tf.constant(True)
+
   def wake(self) -> None:
-    """Makes a waiting `collect` return (from another thread)."""
+    """Makes a waiting `collect` or `end_replicas` return."""
     self._send(Kind.WAKE, -1, -1)
 
   def declare_lost(self, replica: int, tag: int) -> None:

@@ -156,11 +156,14 @@ class InGraph:
       self._coordinator.create_per_worker_dataset(self._dataset_fn)
     )
     self._contribute = tf.function(self._contribute_until_the_end)
-    for _ in self._workers:
-      self._coordinator.schedule(self._contribute, args=(self._iterators,))
+    self._schedule()
     self._thread = connection.Thread(
       self._watch_closures, on_error=self.optimizer.interrupt
     )
+
+  def _schedule(self) -> None:
+    for _ in self._workers:
+      self._coordinator.schedule(self._contribute, args=(self._iterators,))
 
   def _contribute_until_the_end(self, iterator) -> tf.Tensor:
     """What a worker runs: one contribution after the other, until it is ended.
@@ -182,21 +185,37 @@ class InGraph:
     def with_tickets(*_):
       release = contribute()
       if self.optimizer.replicas_to_aggregate < len(self._workers):
-        return release[:1]  # No ticket without a place for everyone.
-      return tf.while_loop(
+        return [release.global_step]  # No ticket without a place for each.
+      last = tf.while_loop(
         lambda *last: last[-1] >= 0,
         lambda *last: contribute(last=contributions.Release(*last)),
         release,
-      )[:1]
+      )
+      return [contributions.Release(*last).global_step]
 
     return tf.while_loop(
-      lambda _: tf.constant(True), with_tickets, [tf.constant(0, tf.int64)]
+      lambda step: step != contributions.ENDED,
+      with_tickets,
+      [tf.constant(0, tf.int64)],
     )
 
   def _watch_closures(self) -> None:
-    """Raises what went wrong on a worker, other than its own end."""
+    """Raises what went wrong on a worker, other than its own end.
+
+    A worker that is killed can also show as a cancelled closure (TensorFlow
+    2.21); then the coordinator has cancelled the others as well.
+    """
+    tries_left = 3
     while not self._is_closing.wait(0.2):
-      self._coordinator.done()
+      try:
+        self._coordinator.done()
+      except (tf.errors.CancelledError, tf.errors.UnavailableError) as error:
+        if not tries_left:
+          raise
+        tries_left -= 1
+        words = error.message.splitlines()[0]
+        self._log(f"a worker's loop was cut off ({words}); starting it again")
+        self._schedule()
 
   def _dataset_fn(self) -> tf.data.Dataset:
     index = tf.distribute.coordinator.experimental_get_current_worker_index
@@ -224,22 +243,32 @@ class InGraph:
 
   def _close(self, error: BaseException | None) -> None:
     self._members.end(membership.outcome_of(error))
-    # The closed queues end the running closures, and the coordinator would
-    # log each of these ends at length (TensorFlow 2.21).
-    logger = tf.get_logger()
-    level = logger.level
-    logger.setLevel("CRITICAL")
     self._is_closing.set()
-    self.optimizer.close()
     if self._watch is not None:
       self._watch.stop()
-      try:
-        self._coordinator.join()
-      except tf.errors.OpError:
-        pass
-    logger.setLevel(level)
+      self._end_closures()
+    self.optimizer.close()
     self._members.leave()
     self._members.dismiss(timeout_secs=10)
+
+  def _end_closures(self, timeout_secs: float = 15.0) -> None:
+    """Tells every worker to stop after its batch, and waits for that.
+
+    Closing the queues would do, but the coordinator takes the errors which that
+    causes for a lost worker, and tries again for ever (TensorFlow 2.21).
+    """
+    answering = connection.Thread(self.optimizer.end_replicas, on_error=bool)
+    try:
+      connection.await_value(
+        self._coordinator.done,
+        timeout_secs=timeout_secs,
+        what="waiting for the workers' last batch",
+        log=self._log,
+      )
+    except (TimeoutError, tf.errors.OpError) as error:
+      self._log(f"the workers did not end in order: {error}")
+    self.optimizer.interrupt()
+    answering.join(timeout_secs=5)
 
 
 def _connect(

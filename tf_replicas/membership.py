@@ -126,20 +126,13 @@ class Membership:
     self._thread.start()
 
   def _beat_all(self, is_here: bool) -> None:
-    for number, register in enumerate(self._registers):
+    for register in self._registers:
       try:
         register.beat(self.client, is_here)
       except tf.errors.OpError:
-        if number == 0:
+        # An in-graph worker may be away; without PS task 0 there is nothing.
+        if register is self._first:
           raise
-        self._attach_again(number)
-
-  def _attach_again(self, number: int) -> None:
-    """A task that was restarted has a new register."""
-    try:
-      self._registers[number] = Register(*self._places[number])
-    except tf.errors.OpError:
-      pass  # It is still away.
 
   def _keep_beating(self) -> None:
     while not self._stop.wait(BEAT_SECS):
@@ -208,11 +201,10 @@ class Membership:
       time.sleep(0.05)
     outcome = self.outcome()
     # PS task 0 last: the others may still have to look something up there.
-    for register in reversed(self._registers):
-      try:
-        register.dismiss(outcome)
-      except tf.errors.OpError:
-        pass  # Whoever runs that task has to end it.
+    for register, place in reversed(
+      list(zip(self._registers, self._places, strict=True))
+    ):
+      _dismiss(register, place, outcome)
     return here
 
 
@@ -221,6 +213,18 @@ def outcome_of(error: BaseException | None) -> str:
   if error is None:
     return FINISHED
   return " ".join(str(error).split()) or type(error).__name__
+
+
+def _dismiss(register: Register, place: tuple[str, int], outcome: str) -> None:
+  try:
+    register.dismiss(outcome)
+  except tf.errors.OpError:
+    # A task that was restarted has a new register; one that is away has none,
+    # and whoever runs it has to end it.
+    try:
+      Register(*place).dismiss(outcome)
+    except tf.errors.OpError:
+      pass
 
 
 def differences(

@@ -71,10 +71,9 @@ class SyncReplicasOptimizer:
   6. Update the moving averages.
   7. Release every replica that has offered.
 
-  After TF1's `tf.train.SyncReplicasOptimizer`. What differs: the first step
-  counts like every other and there are no tokens to tune; contributions are
-  taken or refused as a whole rather than variable by variable; the mean is of
-  exactly N; nothing is dropped without being counted.
+  After TF1's `tf.train.SyncReplicasOptimizer`, but the first step counts like
+  every other, contributions are taken or refused as a whole, the mean is of
+  exactly N, and nothing is dropped without being counted.
   """
 
   def __init__(
@@ -120,9 +119,7 @@ class SyncReplicasOptimizer:
     _check_positive("clip_mean_norm", clip_mean_norm)
     _check_positive("loss_scale", loss_scale)
     if variables_to_average is not None and variable_averages is None:
-      raise ValueError(
-        "`variables_to_average` needs `variable_averages`. Received: None."
-      )
+      raise ValueError("`variables_to_average` needs `variable_averages`.")
     self.replicas_to_aggregate = replicas_to_aggregate
     self.total_num_replicas = total_num_replicas
     self.variable_averages = variable_averages
@@ -376,6 +373,10 @@ class SyncReplicasOptimizer:
       self._contributions.wake()
     except tf.errors.OpError:
       pass  # It was closed meanwhile, which ends the wait as well.
+
+  def end_replicas(self) -> None:
+    """Releases replicas to `contributions.ENDED` until `interrupt`."""
+    tf.function(self._contributions.end_replicas, autograph=False)()
 
   def give_up(self, replica: int) -> None:
     """Makes `apply_gradients`, waiting in another thread, raise an error."""
