@@ -71,6 +71,8 @@ def measure(module: str, replication: str = "between_graph") -> float:
   from tf_replicas import cluster
 
   jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
+  if replication == "in_graph":
+    jobs["chief"] = ["localhost:0"]
   spec = cluster.resolve_ports(cluster.parse(jobs))
   return run(module, spec, replication)
 

@@ -265,9 +265,11 @@ class BetweenGraph:
         return tf.identity(packed)
 
     spec = tf.TensorSpec([len(contributions.Release._fields)], tf.int64)
+    contribute = tf.function(contribute)
+    # Concrete functions skip what a call spends on looking for a trace.
     return (
-      tf.function(contribute),
-      tf.function(contribute, input_signature=[spec]),
+      contribute.get_concrete_function(),
+      contribute.get_concrete_function(spec),
     )
 
   def close(self, error: BaseException | None = None) -> None:

@@ -66,9 +66,9 @@ class Collected(NamedTuple):
     kind: int64, DELIVERED when the step is complete, else the kind of the
       message that ended the wait early (NONFINITE, WAKE).
     replica: int64, who sent that message.
-    step: int64, the global step whose contributions these are.
-    examples: int64, the examples in the accepted contributions.
-    loss: float64, the mean loss of the accepted contributions.
+    step: int64, the global step of these contributions.
+    examples: int64, examples in them.
+    loss: float64, their mean loss.
     present: bool [V], which trainable variables got a gradient from anyone.
   """
 
@@ -208,8 +208,8 @@ class Contributions:
   ) -> Release:
     """Sends what was admitted under `tag`, and waits for the release."""
     # One tensor, since each that crosses is a call; a tag has 51 bits.
-    report = [loss, num_examples, is_sound, tag]
-    report = tf.stack([tf.cast(x, tf.float64) for x in report])
+    fields = (loss, num_examples, is_sound, tag)
+    report = tf.stack([tf.cast(x, tf.float64) for x in fields])
     with tf.device(self._device):
       report = tf.identity(report)
       tag = tf.cast(report[3], tf.int64)
@@ -260,10 +260,8 @@ class Contributions:
     """Answers the replicas until the step has its N contributions.
 
     To be used inside a `tf.function`. Returns early, with everything noted,
-    when a replica reports something not finite or when `wake` is called.
-
-    Raises:
-      tf.errors.OutOfRangeError: After `close`, at run time.
+    when a replica reports something not finite or when `wake` is called. Raises
+    `OutOfRangeError` after `close`, at run time.
     """
     with tf.device(self._device):
       step = self._store.read_global_step()
@@ -297,14 +295,19 @@ class Contributions:
     ledger, settled = ledger_lib.settle(noted)
     self._write(ledger)
     self._present.assign(self._present.read_value() | present)
-    self._reply(tf.maximum(settled, replies.verdict), noted.tag, step)
-    released = tf.where(replies.flush >= 0, int(Verdict.VOID), -1)
-    self._reply(tf.cast(released, tf.int64), replies.flush, step)
-    tf.cond(
-      message.kind == int(Kind.NONFINITE),
-      lambda: self._end_one(message.replica, message.tag),
-      lambda: tf.constant(False),
-    )
+    verdict = tf.maximum(settled, replies.verdict)
+    is_nonfinite = message.kind == int(Kind.NONFINITE)
+
+    def reply():
+      self._reply(verdict, noted.tag, step)
+      void = tf.where(replies.flush >= 0, int(Verdict.VOID), -1)
+      self._reply(tf.cast(void, tf.int64), replies.flush, step)
+      sender = tf.where(is_nonfinite, message.replica, -1)
+      return self._end_one(sender, message.tag)
+
+    # Most messages cause no reply, and this spares a branch per replica.
+    has_reply = tf.reduce_any(tf.maximum(verdict, replies.flush) >= 0)
+    tf.cond(has_reply | is_nonfinite, reply, lambda: tf.constant(False))
     kind = tf.where(
       self._is_complete(ledger.accepted), int(Kind.DELIVERED), int(Kind.OFFER)
     )
@@ -334,10 +337,9 @@ class Contributions:
       tf.cond(verdict[r] >= 0, send, lambda: tf.constant(False))
 
   def take_sums(self, task: int) -> list[parameter_store.Gradient]:
-    """Sums the accepted contributions of one PS task, in replica order.
+    """Sums the accepted contributions of one PS task, once per step.
 
-    To be used inside a `tf.function`, once between `collect` and
-    `release_all`. See `GradientQueues.take_sums`.
+    To be used inside a `tf.function`; see `GradientQueues.take_sums`.
     """
     with tf.device(self._device):
       accepted = self._ledger.accepted.read_value()

@@ -85,6 +85,7 @@ class LocalCluster:
         preexec_fn=_die_with_parent if sys.platform == "linux" else None,
       )
       self._processes[task] = process
+      self.log_path(task).touch()
       reader = threading.Thread(
         target=self._read, args=(task, process), daemon=True
       )

@@ -294,9 +294,9 @@ class SyncReplicasOptimizer:
     """
     self._inner.refresh()
     if self._present not in self._steps:
-      self._steps[self._present] = tf.function(
-        functools.partial(self._step, self._present), autograph=False
-      )
+      step_fn = functools.partial(self._step, self._present)
+      step_fn = tf.function(step_fn, autograph=False)
+      self._steps[self._present] = step_fn.get_concrete_function()
     fields = self._steps[self._present]().numpy()
     kind, replica, step, examples, loss, is_updated = fields[:6]
     if kind == ledger.Kind.NONFINITE:
