@@ -86,8 +86,7 @@ class Release(NamedTuple):
   Attributes:
     admitted: 1 if the contribution was used, else 0.
     global_step: The step to go on from.
-    ticket: The tag of the next contribution if that one is admitted in advance,
-      else -1.
+    ticket: Tag of the next contribution if admitted in advance, else -1.
   """
 
   admitted: tf.Tensor
