@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tf_replicas import ledger
 
 COMPUTING, WAITING, ADMITTED, DELIVERED, LOST = ledger.Status
-NONE, ADMIT, RELEASE, CONTINUE = ledger.Verdict
+NONE, ADMIT, RELEASE, CONTINUE, _ = ledger.Verdict
 OFFER = ledger.Kind.OFFER
 MAX_LATE = ledger.MAX_LATE
 
