@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_replicas import ledger
-from tf_replicas import membership
 from tf_replicas import sync_replicas
 
 
@@ -192,7 +191,3 @@ def describe(
     f"step {step} waits since {waited_secs:.0f} s with {delivered} of"
     f" {len(state.accepted)} contributions ({'; '.join(parts)})"
   )
-
-
-# A replica beats every second; fewer than three beats prove nothing.
-MIN_LOST_AFTER_SECS = 3 * membership.BEAT_SECS
