@@ -148,8 +148,14 @@ class TestTraining:
     assert after == before
 
 
+def _take_signals():
+  """A background job of a shell inherits that SIGINT is ignored."""
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.cluster
-def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum):
   process = subprocess.Popen(
     _command(*train_flags(tmp_path, "--max_steps=100000")),
     cwd=ROOT,
@@ -157,6 +163,7 @@ def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
+    preexec_fn=_take_signals,
   )
   output = []
   deadline = time.monotonic() + 90
@@ -166,9 +173,9 @@ def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
       break
   tasks = children_of(process.pid)
   assert len(tasks) == 3, "".join(output)
-  process.send_signal(signal.SIGINT)
+  process.send_signal(signum)
   rest, _ = process.communicate(timeout=60)
-  assert process.returncode == 130, "".join(output) + rest
+  assert process.returncode == 128 + signum, "".join(output) + rest
   assert checkpoints.latest(str(tmp_path)) is not None, rest
   for pid in tasks:
     assert not pathlib.Path(f"/proc/{pid}").exists()

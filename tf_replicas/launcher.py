@@ -6,7 +6,9 @@ import json
 import os
 import pathlib
 import re
+import signal
 import tempfile
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence
 
@@ -84,6 +86,8 @@ def _launch(
   options = dataclasses.replace(options, spec=spec)
   _say(program.describe(options, workload))
   echo = _Echo(options)
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGTERM, _interrupt)
   log_dir = pathlib.Path(options.train_dir) / "logs"
   with tempfile.TemporaryDirectory() as directory:
     path = os.path.join(directory, "cluster.json")
@@ -101,9 +105,15 @@ def _launch(
       tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
       try:
         return tasks.wait()
-      except KeyboardInterrupt:
+      except KeyboardInterrupt as interrupt:
         _say("[launcher] interrupted; ending all tasks")
-        return 130
+        is_sigterm = interrupt.args == (signal.SIGTERM,)
+        return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
+
+
+def _interrupt(signum, frame):
+  """Makes SIGTERM end the tasks in order, as Ctrl-C does."""
+  raise KeyboardInterrupt(signal.Signals(signum))
 
 
 class _Echo:
