@@ -73,6 +73,6 @@ def serve(
       raise TimeoutError(
         f"{task} heard of no client for {orphan_timeout_secs:.0f} s"
       )
-    time.sleep(0.1)
+    time.sleep(0.2)
   time.sleep(0.3)  # The chief's last call is still to be answered.
   return register.outcome.numpy().decode()
