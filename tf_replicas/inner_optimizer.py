@@ -142,9 +142,6 @@ class InnerOptimizer:
     rate = self.optimizer._learning_rate  # `learning_rate` reads `iterations`.
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
       return float(rate(step))
-    for variable, copies in self._copies:
-      if variable is rate:  # As `refresh` has read it.
-        return float(copies.value)
     return float(rate() if callable(rate) else rate)
 
   def refresh(self) -> None:
