@@ -118,26 +118,13 @@ class BetweenGraph:
     """
     if self._thread is None:
       self._start()
-    update = None
-    while update is None:
-      try:
-        update = updates.update_of(self.optimizer, self._names)
-      except updates.Interrupted:
-        self._raise_if_ended()
-    self._watch.progress(update.global_step)
-    return training.StepResult(
-      update.global_step,
-      update.loss,
-      update.num_examples,
-      {"learning_rate": update.learning_rate},
-    )
+    result = updates.step_of(self.optimizer, self._names, self._raise_if_ended)
+    self._watch.progress(result.global_step)
+    return result
 
   def _raise_if_ended(self) -> None:
-    """Raises what ended the training; a wake-up may also be a stray one."""
     self._thread.raise_error()
-    outcome = self._members.outcome()
-    if outcome:
-      raise RuntimeError(outcome)
+    self._members.raise_if_ended()
 
   def _start(self) -> None:
     """Tells the others to go on, and starts the chief's own replica."""

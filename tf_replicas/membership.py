@@ -166,6 +166,12 @@ class Membership:
     """How training ended: `FINISHED`, what went wrong, or "" if it goes on."""
     return self._first.outcome.numpy().decode()
 
+  def raise_if_ended(self) -> None:
+    """Raises `RuntimeError` with how training ended, if it has ended."""
+    outcome = self.outcome()
+    if outcome:
+      raise RuntimeError(outcome)
+
   def end(self, outcome: str) -> None:
     """Says how training ended, unless that was said before."""
     if not self.outcome():

@@ -1,7 +1,10 @@
 """What the chief hears from one update, whatever rule made it."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from tf_replicas import training
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -70,3 +73,27 @@ def update_of(optimizer, names: Sequence[str]) -> Update:
     raise NonFiniteGradientError(
       error.replica, error.global_step, name
     ) from None
+
+
+def step_of(
+  optimizer, names: Sequence[str], raise_if_ended: Callable[[], None]
+) -> training.StepResult:
+  """One update as the session wants it; a stray wake-up is passed over.
+
+  Args:
+    optimizer: The update rule.
+    names: The replicas' names.
+    raise_if_ended: Raises what ended the training, if it has ended.
+  """
+  while True:
+    try:
+      update = update_of(optimizer, names)
+    except Interrupted:
+      raise_if_ended()
+      continue
+    return training.StepResult(
+      update.global_step,
+      update.loss,
+      update.num_examples,
+      {"learning_rate": update.learning_rate},
+    )
