@@ -33,6 +33,7 @@ from tf_replicas import connection
 from tf_replicas import contributions
 from tf_replicas import membership
 from tf_replicas import parameter_store
+from tf_replicas import resources
 from tf_replicas import stalls
 from tf_replicas import sync_replicas
 from tf_replicas import towers
@@ -142,15 +143,12 @@ class InGraph:
     self._iterators = iter(
       self._coordinator.create_per_worker_dataset(self._dataset_fn)
     )
-    self._contribute = tf.function(self._contribute_until_the_end)
-    self._schedule()
+    contribute = tf.function(self._contribute_until_the_end)
+    for _ in self._workers:
+      self._coordinator.schedule(contribute, args=(self._iterators,))
     self._thread = connection.Thread(
       self._watch_closures, on_error=self.optimizer.interrupt
     )
-
-  def _schedule(self) -> None:
-    for _ in self._workers:
-      self._coordinator.schedule(self._contribute, args=(self._iterators,))
 
   def _contribute_until_the_end(self, iterator) -> tf.Tensor:
     """What a worker runs: one contribution after the other, until it is ended.
@@ -187,22 +185,9 @@ class InGraph:
     )
 
   def _watch_closures(self) -> None:
-    """Raises what went wrong on a worker, other than its own end.
-
-    A worker that is killed can also show as a cancelled closure (TensorFlow
-    2.21); then the coordinator has cancelled the others as well.
-    """
-    tries_left = 3
+    """Raises what went wrong on a worker, other than its own end."""
     while not self._is_closing.wait(0.2):
-      try:
-        self._coordinator.done()
-      except (tf.errors.CancelledError, tf.errors.UnavailableError) as error:
-        if not tries_left:
-          raise
-        tries_left -= 1
-        words = error.message.splitlines()[0]
-        self._log(f"a worker's loop was cut off ({words}); starting it again")
-        self._schedule()
+      self._coordinator.done()
 
   def _dataset_fn(self) -> tf.data.Dataset:
     index = tf.distribute.coordinator.experimental_get_current_worker_index
@@ -223,20 +208,22 @@ class InGraph:
     Args:
       error: What ended it early, told to everyone.
     """
-    try:
-      self._close(error)
-    except tf.errors.OpError as unreachable:
-      self._log(f"could not take leave of the cluster: {unreachable.message}")
-
-  def _close(self, error: BaseException | None) -> None:
-    self._members.end(membership.outcome_of(error))
     self._is_closing.set()
+    stages = [lambda: self._members.end(membership.outcome_of(error))]
     if self._watch is not None:
-      self._watch.stop()
-      self._end_closures()
-    self.optimizer.close()
-    self._members.leave()
-    self._members.dismiss(timeout_secs=10)
+      stages += [self._watch.stop, self._end_closures]
+    stages += [
+      self.optimizer.close,
+      self._members.leave,
+      lambda: self._members.dismiss(timeout_secs=10),
+    ]
+    # What one stage cannot reach is no reason to leave the others waiting.
+    for stage in stages:
+      try:
+        stage()
+      except tf.errors.OpError as unreachable:
+        words = unreachable.message.splitlines()[0]
+        self._log(f"could not take leave in order: {words}")
 
   def _end_closures(self, timeout_secs: float = 15.0) -> None:
     """Tells every worker to stop after its batch, and waits for that.
@@ -261,6 +248,7 @@ class InGraph:
 def _connect(
   spec: cluster.ClusterSpec,
 ) -> tf.distribute.coordinator.ClusterCoordinator:
+  resources.keep_cancellation_to_its_thread()
   resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
     tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"
   )

@@ -1,16 +1,18 @@
 """Parameter-server resources that several clients reach by one name.
 
 This is the only module that touches `tf.raw_ops` and TensorFlow's private
-variable class. TensorFlow 2 gives every eager variable and queue an anonymous
+parts. TensorFlow 2 gives every eager variable and queue an anonymous
 name, so that no second client can find it; a resource made with an explicit
 `shared_name` lives in the resource manager of its device and is found there
 by every client (seen to work on TensorFlow 2.21).
 """
 
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence
 
 import tensorflow as tf
+from tensorflow.python.eager import cancellation
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops import resource_variable_ops
 
@@ -165,3 +167,28 @@ def shared_variable(
 ) -> SharedVariable:
   """A `SharedVariable` that is not trained."""
   return SharedVariable(name=name, shape=shape, dtype=dtype)
+
+
+_cancelled_by = threading.local()
+
+
+def keep_cancellation_to_its_thread() -> None:
+  """Lets a `ClusterCoordinator` cancel its own closures and nothing else.
+
+  TensorFlow 2.21 notes in one variable of the whole process which cancellation
+  manager the closure that starts runs under. As long as a closure runs, every
+  other thread's functions then run under the coordinator's manager as well,
+  and one that fails, as a look at a dead worker does, cancels all closures.
+  This keeps the note per thread. To be called before closures are scheduled;
+  more than once does no harm.
+  """
+  context = cancellation.CancellationManagerContext
+
+  def enter(self):
+    _cancelled_by.manager = self._cancellation_manager
+
+  def leave(self, *_):
+    _cancelled_by.manager = None
+
+  context.__enter__, context.__exit__ = enter, leave
+  cancellation.context = lambda: getattr(_cancelled_by, "manager", None)
