@@ -5,6 +5,7 @@ Imports no TensorFlow, so that a launcher can check its flags at once.
 
 import dataclasses
 import json
+import math
 import os
 from typing import TypeVar
 
@@ -26,8 +27,31 @@ LABELS = (
   "truck",
 )
 
+# Of the network's arithmetic; variables, loss and update are float32.
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+
+# Before a scaled rate is reached (Goyal et al. 2017, section 2.2).
+WARMUP_EPOCHS = 5.0
+OPTIMIZERS = ("sgd", "muon")
+SCHEDULES = ("staircase", "one_cycle")
+
 # An entry overrides the defaults of `Config`, which are the tutorial's.
-RECIPES = {"tutorial": {}}
+RECIPES = {
+  "tutorial": {},
+  "modern": {
+    "optimizer": "muon",
+    "learning_rate": 0.002,
+    "momentum": 0.9,
+    "schedule": "one_cycle",
+    "num_epochs": 40.0,
+    "warmup_epochs": 6.0,
+    "label_smoothing": 0.1,
+    "weight_decay": 0.001,
+    "distort_colors": False,
+    "moving_average_decay": 0.999,
+    "compute_dtype": "bfloat16",
+  },
+}
 
 _RECORD = "config.json"
 
@@ -50,13 +74,25 @@ class Config:
     max_steps: Updates of the variables after which training ends.
     seed: Decides initial weights, order of the data and distortions.
     recipe: Key of `RECIPES` that these settings started from.
-    learning_rate: At the first step.
+    num_epochs: Passes over the training set that make a whole run; decides
+      `max_steps` where that is not given.
+    optimizer: One of `OPTIMIZERS`: stochastic gradient descent, or Muon (Jordan
+      et al. 2024), which makes the update of a weight matrix orthogonal and
+      leaves the other parameters to Adam.
+    schedule: One of `SCHEDULES`, see `learning_rate`.
+    learning_rate: The highest, for one replica.
+    learning_rate_scale: Multiplies it; the number of synchronous replicas, for
+      the linear scaling rule (Goyal et al. 2017).
+    warmup_epochs: Passes before the rate is at its highest.
     learning_rate_decay_factor: What each decay multiplies the rate by.
     num_epochs_per_decay: Passes over the training set between decays.
     momentum: Of the optimizer; 0 is plain gradient descent.
+    label_smoothing: Share of the target spread over all classes.
+    distort_colors: Whether training images change in brightness and contrast.
     moving_average_decay: Largest decay of the variables' moving averages.
     weight_decay: Factor of half the squared weights in the loss, for the
       layers that decay.
+    compute_dtype: One of `COMPUTE_DTYPES`.
   """
 
   dataset: str = "cifar10"
@@ -66,35 +102,53 @@ class Config:
   max_steps: int = 1_000_000
   seed: int = 0
   recipe: str = "tutorial"
+  num_epochs: float = 256.0
+  optimizer: str = "sgd"
+  schedule: str = "staircase"
   learning_rate: float = 0.1
+  learning_rate_scale: float = 1.0
+  warmup_epochs: float = 0.0
   learning_rate_decay_factor: float = 0.1
   num_epochs_per_decay: float = 350.0
   momentum: float = 0.0
+  label_smoothing: float = 0.0
+  distort_colors: bool = True
   moving_average_decay: float = 0.9999
   weight_decay: float = 0.004
+  compute_dtype: str = "float32"
 
   def __post_init__(self):
     _require("dataset", self.dataset, bool(self.dataset), "not empty")
     _require("train_dir", self.train_dir, bool(self.train_dir), "not empty")
     _require("batch_size", self.batch_size, self.batch_size >= 1, "positive")
     _require("max_steps", self.max_steps, self.max_steps >= 1, "positive")
-    _require(
-      "recipe",
-      self.recipe,
-      self.recipe in RECIPES,
-      "one of " + ", ".join(sorted(RECIPES)),
-    )
+    for name, choices in (
+      ("recipe", sorted(RECIPES)),
+      ("compute_dtype", COMPUTE_DTYPES),
+      ("optimizer", OPTIMIZERS),
+      ("schedule", SCHEDULES),
+    ):
+      value = getattr(self, name)
+      _require(name, value, value in choices, "one of " + ", ".join(choices))
     for name in (
       "learning_rate",
       "learning_rate_decay_factor",
+      "learning_rate_scale",
       "num_epochs_per_decay",
+      "num_epochs",
     ):
       _require(name, getattr(self, name), getattr(self, name) > 0, "positive")
-    for name in ("momentum", "moving_average_decay"):
+    for name in ("momentum", "moving_average_decay", "label_smoothing"):
       value = getattr(self, name)
       _require(name, value, 0 <= value < 1, "in [0, 1)")
     _require(
       "weight_decay", self.weight_decay, self.weight_decay >= 0, "at least 0"
+    )
+    _require(
+      "warmup_epochs",
+      self.warmup_epochs,
+      0 <= self.warmup_epochs < self.num_epochs,
+      f"in [0, {self.num_epochs}), the epochs of the run",
     )
 
 
@@ -148,25 +202,49 @@ def learning_rate(
   *,
   num_examples_per_epoch: int = NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN,
 ) -> _Count:
-  """Returns the rate after some examples; it falls in steps.
+  """Returns the rate after some examples.
 
   Counting examples and not steps keeps the schedule right for any number
-  of replicas (the tutorial's multi-GPU program once got that wrong).
+  of replicas (the tutorial's multi-GPU program once got that wrong). With
+  epochs e and s = `learning_rate_scale`:
 
-      rate = initial * factor ^ floor(examples_seen / (epochs * per_epoch))
+      staircase: rate * factor ^ floor(e / num_epochs_per_decay), which rises
+        from once to s times that in the first `warmup_epochs`
+      one_cycle: rate * s at the end of `warmup_epochs`; it rises linearly from
+        0 to there, and falls linearly to 0 at `num_epochs` (after Smith 2018)
 
   Args:
-    config: Holds `learning_rate`, `learning_rate_decay_factor` and
-      `num_epochs_per_decay`.
+    config: Holds all these.
     examples_seen: Examples in all updates so far: an int, or an integer
       tensor, for which the result is a float64 tensor.
     num_examples_per_epoch: Size of the training set.
   """
+  warm, end = (
+    round(epochs * num_examples_per_epoch)
+    for epochs in (config.warmup_epochs, config.num_epochs)
+  )
+  warmed = _clip(examples_seen / warm) if warm else 1.0
+  if config.schedule == "one_cycle":
+    left = _clip((end - examples_seen) / (end - warm))
+    return config.learning_rate * config.learning_rate_scale * warmed * left
   examples_per_decay = round(
     config.num_epochs_per_decay * num_examples_per_epoch
   )
   num_decays = (examples_seen / examples_per_decay) // 1
-  return config.learning_rate * config.learning_rate_decay_factor**num_decays
+  scale = 1.0 + (config.learning_rate_scale - 1.0) * warmed
+  rate = config.learning_rate * config.learning_rate_decay_factor**num_decays
+  return rate * scale
+
+
+def _clip(value):
+  """Into [0, 1]; of numbers and tensors alike, without TensorFlow."""
+  return (abs(value) - abs(value - 1) + 1) / 2
+
+
+def max_steps(config: Config, effective_batch: int) -> int:
+  """The updates that make `num_epochs` epochs."""
+  examples = config.num_epochs * NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN
+  return math.ceil(examples / effective_batch)
 
 
 def _require(name: str, value: object, holds: bool, rule: str) -> None:

@@ -52,7 +52,9 @@ def draw(seed: tf.Tensor, num_images: int) -> Distortions:
   )
 
 
-def apply(images: tf.Tensor, distortions: Distortions) -> tf.Tensor:
+def apply(
+  images: tf.Tensor, distortions: Distortions, *, colors: bool = True
+) -> tf.Tensor:
   """Distorts a batch in the tutorial's order (`cifar10_input.py`).
 
   Crop, flip, brightness, contrast, standardisation; each does to an image
@@ -63,6 +65,7 @@ def apply(images: tf.Tensor, distortions: Distortions) -> tf.Tensor:
   Args:
     images: uint8 `[batch, 32, 32, 3]`.
     distortions: One for every image.
+    colors: Whether brightness and contrast change.
 
   Returns:
     float32 `[batch, 24, 24, 3]`.
@@ -71,9 +74,10 @@ def apply(images: tf.Tensor, distortions: Distortions) -> tf.Tensor:
     images, distortions.top, distortions.left, distortions.flip
   )
   crops = tf.cast(crops, tf.float32)
-  crops += _per_image(distortions.brightness)
-  means = tf.reduce_mean(crops, [1, 2], keepdims=True)
-  crops = (crops - means) * _per_image(distortions.contrast) + means
+  if colors:
+    crops += _per_image(distortions.brightness)
+    means = tf.reduce_mean(crops, [1, 2], keepdims=True)
+    crops = (crops - means) * _per_image(distortions.contrast) + means
   return tf.image.per_image_standardization(crops)
 
 

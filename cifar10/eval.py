@@ -6,14 +6,16 @@ Without --run_once every new checkpoint is measured until training has ended.
 """
 
 import datetime
-import functools
 import os
+from collections.abc import Callable
+from collections.abc import Sequence
 
-from absl import app
+import numpy as np
 from absl import flags
-from absl import logging
 
+from cifar10 import command_line
 from cifar10 import config as config_lib
+from cifar10 import confusion
 from tf_replicas import program
 
 FLAGS = flags.FLAGS
@@ -41,8 +43,12 @@ def evaluate(
   batch_size: int = 500,
   interval_secs: float = 10.0,
   timeout_secs: float | None = None,
-) -> float | None:
-  """Measures checkpoints in `config.train_dir`.
+) -> np.ndarray | None:
+  """Measures checkpoints in `config.train_dir`, in float32.
+
+  Prints the precision @ 1 of each and writes it to TensorBoard, with the
+  precision and the recall of every class (see `confusion`) and a picture of
+  the confusion matrix.
 
   Args:
     config: The run: where it is, and its data set.
@@ -53,11 +59,12 @@ def evaluate(
     timeout_secs: How long to wait for a new checkpoint.
 
   Returns:
-    The last precision @ 1, or None if there was no checkpoint in time.
+    The last confusion matrix, or None if there was no checkpoint in time.
 
   Raises:
     checkpoints.CheckpointError: If there is none, or it is of another model.
     sources.DataError: If the data set cannot be read.
+    ValueError: If a number is out of range.
   """
   import tensorflow as tf
 
@@ -66,14 +73,30 @@ def evaluate(
   from tf_replicas import evaluation
 
   source = sources.find(config.dataset, config.data_dir)
+  model = model_lib.build()
+  count = _counter(model, source, batch_size)
   eval_dir = eval_dir or os.path.join(config.train_dir, "eval")
-  measure = functools.partial(
-    _measure,
-    model_lib.build(),
-    source,
-    tf.summary.create_file_writer(eval_dir),
-    batch_size,
-  )
+  writer = tf.summary.create_file_writer(eval_dir)
+  can_draw = confusion.can_draw()
+  if not can_draw:
+    _say("no picture of the confusion matrix: matplotlib is not installed")
+
+  def measure(global_step, values):
+    evaluation.load_into_keras(model, values)
+    matrix = count()
+    _say(
+      f"{datetime.datetime.now()}: precision @ 1 ="
+      f" {confusion.accuracy(matrix):.4f} [{matrix.sum()} examples]"
+    )
+    with writer.as_default(step=global_step):
+      for name, value in confusion.scalars(matrix).items():
+        tf.summary.scalar(name, value)
+      if can_draw:
+        picture = confusion.picture(matrix)[np.newaxis]
+        tf.summary.image("confusion_matrix", picture)
+    writer.flush()
+    return matrix
+
   if run_once:
     return evaluation.evaluate_once(config.train_dir, measure)
   return evaluation.evaluate_continuously(
@@ -84,43 +107,33 @@ def evaluate(
   )
 
 
-def _measure(model, source, writer, batch_size, global_step, values) -> float:
-  """The precision @ 1 of one checkpoint; each test image counts once."""
+def _counter(model, source, batch_size: int) -> Callable[[], np.ndarray]:
+  """Returns what counts each test image once, into a confusion matrix."""
   import tensorflow as tf
 
   from cifar10 import inputs
-  from tf_replicas import evaluation
-
-  evaluation.load_into_keras(model, values)
 
   @tf.function(reduce_retracing=True)
-  def count_correct(images, labels):
+  def confused(images, labels):
     predictions = tf.argmax(model(images, training=False), axis=-1)
-    return tf.math.count_nonzero(predictions == labels)
+    return tf.math.confusion_matrix(
+      labels, predictions, config_lib.NUM_CLASSES, dtype=tf.int64
+    )
 
-  correct = examples = 0
-  for images, labels in inputs.eval_batches(source, batch_size):
-    correct += int(count_correct(images, labels))
-    examples += len(labels)
-  precision = correct / examples
-  with writer.as_default(step=global_step):
-    tf.summary.scalar("precision @ 1", precision)
-  writer.flush()
-  now = datetime.datetime.now()
-  print(
-    f"{now}: precision @ 1 = {precision:.4f} [{examples} examples]", flush=True
-  )
-  return precision
+  batches = inputs.eval_batches(source, batch_size)
+  return lambda: np.sum([confused(*batch) for batch in batches], axis=0)
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
-  if not FLAGS["verbosity"].present:
-    logging.set_verbosity(logging.WARNING)
+def _say(line: str) -> None:
+  print(line, flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
   with program.quiet_stderr():
     from cifar10 import sources
     from tf_replicas import checkpoints
+    from tf_replicas import devices
 
   given = {
     name: FLAGS[name].value
@@ -132,7 +145,9 @@ def main(argv: list[str]) -> None:
     run_time=program.RUN_TIME_ERRORS,
   ):
     config = config_lib.of_run(FLAGS.train_dir, **given)
-    precision = evaluate(
+    # Takes as much GPU memory as it needs, for training may run beside it.
+    devices.configure(None)
+    matrix = evaluate(
       config,
       FLAGS.eval_dir,
       run_once=FLAGS.run_once,
@@ -140,10 +155,11 @@ def main(argv: list[str]) -> None:
       interval_secs=FLAGS.eval_interval_secs,
       timeout_secs=FLAGS.timeout_secs,
     )
-    if precision is None:
+    if matrix is None:
       raise TimeoutError(f"No checkpoint file found in {FLAGS.train_dir}")
+    _say(confusion.table(matrix))
 
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command_line.start(main)

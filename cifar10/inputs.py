@@ -26,6 +26,7 @@ def train_dataset(
   num_shards: int = 1,
   shard_index: int | tf.Tensor = 0,
   start_example: int | tf.Tensor = 0,
+  distort_colors: bool = True,
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
@@ -49,6 +50,7 @@ def train_dataset(
     start_example: Where in the stream to begin, for a run that goes on from
       a checkpoint: the number of examples all workers used so far. Skipping
       costs nothing.
+    distort_colors: Whether brightness and contrast change.
 
   Returns:
     A dataset of float32 images `[batch_size, 24, 24, 3]` and int64 labels
@@ -79,7 +81,9 @@ def train_dataset(
       draws = distortions.draw(step_seed, global_batch)
       chosen = mine(indices)
       distorted = distortions.apply(
-        tf.gather(images, chosen), distortions.Distortions(*map(mine, draws))
+        tf.gather(images, chosen),
+        distortions.Distortions(*map(mine, draws)),
+        colors=distort_colors,
       )
       return distorted, tf.gather(labels, chosen)
 

@@ -13,7 +13,7 @@ WEIGHT_DECAY = config.Config.weight_decay
 DECAYED = ("local3/kernel", "local4/kernel")
 
 
-def build(*, seed: int = 0) -> keras.Model:
+def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
   """Builds the network of the TF1 tutorial (`cifar10.py: inference`).
 
   Two convolutions, two fully connected layers (called "local" there) and a
@@ -22,11 +22,16 @@ def build(*, seed: int = 0) -> keras.Model:
 
   Args:
     seed: The same seed gives the same initial weights.
+    compute_dtype: `float32`, `bfloat16` or `float16`: what the layers cast
+      their inputs and their parameters to. The variables are float32.
 
   Returns:
-    A model from `[batch, 24, 24, 3]` images to `[batch, 10]` logits.
+    A model from `[batch, 24, 24, 3]` images to `[batch, 10]` logits, which
+    are of `compute_dtype`.
   """
   size = config.IMAGE_SIZE
+  is_mixed = compute_dtype != "float32"
+  dtype = f"mixed_{compute_dtype}" if is_mixed else compute_dtype
   seeds = iter(np.random.SeedSequence(seed).generate_state(5))
 
   def weights(stddev):
@@ -46,21 +51,34 @@ def build(*, seed: int = 0) -> keras.Model:
       padding="same",
       activation="relu",
       name=name,
+      dtype=dtype,
       **weights(0.05),
       **biases(bias),
     )
 
   def norm(name):
     return lrn.LocalResponseNormalization(
-      depth_radius=4, bias=1.0, alpha=0.001 / 9.0, beta=0.75, name=name
+      depth_radius=4,
+      bias=1.0,
+      alpha=0.001 / 9.0,
+      beta=0.75,
+      name=name,
+      dtype=dtype,
     )
 
   def pool(name):
-    return keras.layers.MaxPooling2D(3, 2, padding="same", name=name)
+    return keras.layers.MaxPooling2D(
+      3, 2, padding="same", name=name, dtype=dtype
+    )
 
   def local(name, units):
     return keras.layers.Dense(
-      units, activation="relu", name=name, **weights(0.04), **biases(0.1)
+      units,
+      activation="relu",
+      name=name,
+      dtype=dtype,
+      **weights(0.04),
+      **biases(0.1),
     )
 
   images = keras.Input([size, size, 3], name="images")
@@ -68,25 +86,38 @@ def build(*, seed: int = 0) -> keras.Model:
   x = norm("norm1")(pool("pool1")(x))
   x = conv("conv2", bias=0.1)(x)
   x = pool("pool2")(norm("norm2")(x))
-  x = keras.layers.Flatten(name="flatten")(x)
+  x = keras.layers.Flatten(name="flatten", dtype=dtype)(x)
   x = local("local3", 384)(x)
   x = local("local4", 192)(x)
   logits = keras.layers.Dense(
     config.NUM_CLASSES,
     name="softmax_linear",
+    dtype=dtype,
     **weights(1 / 192.0),
     **biases(0.0),
   )(x)
   return keras.Model(images, logits, name="cifar10")
 
 
-def loss(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+def loss(
+  logits: tf.Tensor, labels: tf.Tensor, *, label_smoothing: float = 0.0
+) -> tf.Tensor:
   """Returns the mean cross-entropy, in float32.
 
   Args:
     logits: `[batch, 10]`, of any floating point type.
     labels: `[batch]` integers in [0, 9].
+    label_smoothing: Share of the target that is spread over all classes.
   """
+  if label_smoothing:
+    targets = tf.one_hot(labels, config.NUM_CLASSES)
+    targets *= 1.0 - label_smoothing
+    targets += label_smoothing / config.NUM_CLASSES
+    return tf.reduce_mean(
+      tf.nn.softmax_cross_entropy_with_logits(
+        targets, tf.cast(logits, tf.float32)
+      )
+    )
   return tf.reduce_mean(
     tf.nn.sparse_softmax_cross_entropy_with_logits(
       labels, tf.cast(logits, tf.float32)
@@ -119,6 +150,7 @@ def total_loss(
   *,
   training: bool = True,
   decay_factor: float = WEIGHT_DECAY,
+  label_smoothing: float = 0.0,
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
   """Computes the loss from given parameter values.
 
@@ -134,6 +166,7 @@ def total_loss(
     labels: `[batch]` integers.
     training: Passed on to the layers.
     decay_factor: See `weight_decay`.
+    label_smoothing: See `loss`.
 
   Returns:
     The scalar loss, and the new non-trainable values by path (none for this
@@ -147,5 +180,6 @@ def total_loss(
     images,
     training=training,
   )
-  total = loss(logits, labels) + weight_decay(parameters, factor=decay_factor)
+  total = loss(logits, labels, label_smoothing=label_smoothing)
+  total += weight_decay(parameters, factor=decay_factor)
   return total, {v.path: u for v, u in zip(states, updates, strict=True)}

@@ -34,6 +34,13 @@ def test_settings_win_over_the_recipe():
     ("moving_average_decay", 1.5),
     ("weight_decay", -0.1),
     ("dataset", ""),
+    ("compute_dtype", "float64"),
+    ("optimizer", "adagrad"),
+    ("schedule", "cosine"),
+    ("label_smoothing", 1.0),
+    ("learning_rate_scale", 0.0),
+    ("num_epochs", -2.0),
+    ("warmup_epochs", 256.0),
   ],
 )
 def test_refuses_settings_out_of_range(field, value):
@@ -67,3 +74,35 @@ def test_learning_rate_follows_the_size_of_the_training_set():
     for n in (19, 20)
   ]
   assert rates == pytest.approx([0.1, 0.01])
+
+
+@pytest.mark.parametrize(
+  "epochs, expected",
+  [(0, 0.0), (3, 0.001), (6, 0.002), (23, 0.001), (40, 0.0), (41, 0.0)],
+)
+def test_one_cycle_rises_and_falls(epochs, expected):
+  settings = config.from_recipe(
+    "modern", learning_rate=0.002, num_epochs=40.0, warmup_epochs=6.0
+  )
+  examples_seen = epochs * 50_000
+  assert config.learning_rate(settings, examples_seen) == pytest.approx(
+    expected
+  )
+  rate = config.learning_rate(settings, tf.constant(examples_seen, tf.int64))
+  assert float(rate) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+  "epochs, expected", [(0, 0.1), (2.5, 0.25), (5, 0.4), (350, 0.04)]
+)
+def test_a_scaled_rate_is_warmed_up(epochs, expected):
+  settings = config.Config(learning_rate_scale=4.0, warmup_epochs=5.0)
+  rate = config.learning_rate(settings, int(epochs * 50_000))
+  assert rate == pytest.approx(expected)
+
+
+def test_the_tutorials_run_has_100_000_steps():
+  settings = config.from_recipe("tutorial")
+  assert config.max_steps(settings, 128) == 100_000
+  assert config.max_steps(settings, 2 * 128) == 50_000
+  assert config.max_steps(settings, 3 * 128) == 33_334

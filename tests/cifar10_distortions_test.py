@@ -42,6 +42,17 @@ def test_does_what_tf_image_does():
   np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
+def test_colors_may_stay():
+  images = noise(8)
+  drawn = distortions.draw([1, 2], 8)
+  plain = drawn._replace(brightness=tf.zeros([8]), contrast=tf.ones([8]))
+  np.testing.assert_allclose(
+    distortions.apply(images, drawn, colors=False),
+    distortions.apply(images, plain),
+    atol=1e-5,
+  )
+
+
 def test_crops_and_flips_by_hand():
   rows, columns = np.meshgrid(np.arange(32), np.arange(32), indexing="ij")
   image = np.stack([rows, columns, 0 * rows], -1).astype(np.uint8)

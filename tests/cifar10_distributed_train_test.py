@@ -1,47 +1,21 @@
 """The binary as a user runs it: whole clusters, bad input, Ctrl-C."""
 
+import functools
 import json
-import os
 import pathlib
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 
+import cifar10_binaries as binaries
 import pytest
 
 from tf_replicas import checkpoints
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-LOG_LINE = re.compile(
-  r"\[(?:worker|chief) 0\] [-\d]+ [:.\d]+: step (\d+), loss = ([\d.]+) "
-  r"\([\d.]+ examples/sec; [\d.]+ sec/batch\)"
-)
-
-
-def _command(*flags: str, module: str = "cifar10.distributed_train") -> list:
-  return [sys.executable, "-m", module, *flags]
-
-
-def _environ() -> dict[str, str]:
-  environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-  environ.pop("TF_CONFIG", None)
-  return environ
-
-
-def run(*flags: str, timeout: float = 150, module="cifar10.distributed_train"):
-  """Runs a binary to its end."""
-  return subprocess.run(
-    _command(*flags, module=module),
-    cwd=ROOT,
-    env=_environ(),
-    capture_output=True,
-    text=True,
-    timeout=timeout,
-    check=False,
-  )
+MODULE = "cifar10.distributed_train"
+run = functools.partial(binaries.run, MODULE)
 
 
 def train_flags(train_dir, *more: str) -> list[str]:
@@ -82,10 +56,8 @@ class TestTraining:
 
   def test_log_lines_have_the_tutorials_form(self, trained):
     _, first, second = trained
-    steps = [int(step) for step, _ in LOG_LINE.findall(first.stdout)]
-    assert steps == [10, 20]
-    steps = [int(step) for step, _ in LOG_LINE.findall(second.stdout)]
-    assert steps == [30, 40]
+    assert binaries.logged_steps(first.stdout) == [10, 20]
+    assert binaries.logged_steps(second.stdout) == [30, 40]
 
   def test_every_contribution_is_accounted_for(self, trained):
     _, first, second = trained
@@ -113,18 +85,16 @@ class TestTraining:
 
   def test_eval_counts_each_image_once(self, trained):
     train_dir, _, _ = trained
-    result = run(
-      f"--train_dir={train_dir}", "--run_once", module="cifar10.eval"
+    output = binaries.succeed(
+      "cifar10.eval", f"--train_dir={train_dir}", "--run_once"
     )
-    assert result.returncode == 0, result.stderr
     pattern = r"precision @ 1 = 0\.\d{4} \[1000 examples\]"
-    assert re.search(pattern, result.stdout)
+    assert re.search(pattern, output)
 
   def test_continuous_eval_ends_with_the_finished_run(self, trained):
     train_dir, _, _ = trained
-    result = run(f"--train_dir={train_dir}", module="cifar10.eval")
-    assert result.returncode == 0
-    assert result.stdout.count("precision @ 1") == 1
+    output = binaries.succeed("cifar10.eval", f"--train_dir={train_dir}")
+    assert output.count("precision @ 1") == 1
 
   def test_a_directory_of_another_model_is_refused_untouched(
     self, trained, tmp_path
@@ -157,9 +127,9 @@ def _take_signals():
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum):
   process = subprocess.Popen(
-    _command(*train_flags(tmp_path, "--max_steps=100000")),
-    cwd=ROOT,
-    env=_environ(),
+    binaries.command(MODULE, *train_flags(tmp_path, "--max_steps=100000")),
+    cwd=binaries.ROOT,
+    env=binaries.environ(),
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
@@ -182,36 +152,27 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum):
 
 
 class TestBadInput:
-  def expect(self, status: int, words: str, *flags: str) -> None:
-    result = run(*flags, timeout=60)
-    assert result.returncode == status, result.stdout + result.stderr
-    errors = [x for x in result.stderr.splitlines() if x.startswith("error: ")]
-    assert len(errors) == 1, result.stderr
-    assert words in errors[0]
-    assert "Traceback" not in result.stderr
+  refuse = functools.partial(binaries.refuse, MODULE)
 
   def test_unknown_dataset(self, tmp_path):
     flags = train_flags(tmp_path / "run", "--dataset=cifar11")
-    self.expect(2, "cifar11", *flags)
+    self.refuse("cifar11", *flags)
     assert not (tmp_path / "run").exists()
 
   def test_truncated_file(self, tmp_path):
-    for name in [
-      *(f"data_batch_{i}.bin" for i in range(1, 6)),
-      "test_batch.bin",
-    ]:
+    for name in binaries.TEST_FILES:
       (tmp_path / name).write_bytes(bytes(3073 * 10_000))
     (tmp_path / "data_batch_3.bin").write_bytes(bytes(3073 * 10_000 - 1))
     flags = train_flags(
       tmp_path / "run", "--dataset=cifar10", f"--data_dir={tmp_path}"
     )
-    self.expect(2, "data_batch_3.bin", *flags)
+    self.refuse("data_batch_3.bin", *flags)
 
   def test_mistake_in_the_spec(self, tmp_path):
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps({"ps": ["localhost:99999"], "worker": ["a:1"]}))
     flags = train_flags(tmp_path / "run", f"--cluster_spec={spec}")
-    self.expect(2, "ps[0]", *flags)
+    self.refuse("ps[0]", *flags)
 
   def test_port_in_use(self, tmp_path):
     with socket.socket() as taken:
@@ -222,11 +183,19 @@ class TestBadInput:
       jobs = {"ps": [f"localhost:{port}"], "worker": ["localhost:0"]}
       spec.write_text(json.dumps(jobs))
       flags = train_flags(tmp_path / "run", f"--cluster_spec={spec}")
-      self.expect(2, f"{port}", *flags)
+      self.refuse(f"{port}", *flags)
 
   def test_impossible_replica_count(self, tmp_path):
     flags = train_flags(tmp_path / "run", "--replicas_to_aggregate=0")
-    self.expect(2, "replicas_to_aggregate", *flags)
+    self.refuse("replicas_to_aggregate", *flags)
+
+  @pytest.mark.parametrize(
+    "flag",
+    ["--no_such_flag", "--batch_size=0", "--keep_checkpoints=0", "surplus"],
+  )
+  def test_flags(self, tmp_path, flag):
+    flags = train_flags(tmp_path / "run", flag)
+    self.refuse(flag.strip("-").partition("=")[0], *flags)
 
   def test_dry_run_starts_nothing(self, tmp_path):
     spec = tmp_path / "spec.json"

@@ -125,6 +125,16 @@ def test_loss_of_known_logits():
   assert float(value) == pytest.approx((np.log(10) + np.log(2)) / 2, abs=1e-3)
 
 
+def test_smoothed_labels_are_those_of_keras():
+  logits = tf.random.stateless_normal([5, 10], [1, 2])
+  labels = tf.constant([0, 3, 9, 3, 1])
+  value = model.loss(logits, labels, label_smoothing=0.1)
+  expected = keras.losses.CategoricalCrossentropy(
+    from_logits=True, label_smoothing=0.1
+  )(tf.one_hot(labels, 10), logits)
+  assert float(value) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_weight_decay_is_half_the_squares_of_two_kernels():
   parameters = {
     "conv1/kernel": tf.fill([5, 5, 3, 64], 7.0),
@@ -167,6 +177,32 @@ def test_gradients_reach_every_parameter(network):
   for gradient in tape.gradient(total, parameters).values():
     assert np.all(np.isfinite(gradient))
     assert np.any(gradient != 0)
+
+
+@pytest.mark.parametrize(
+  "compute_dtype, error", [("bfloat16", 0.3), ("float16", 0.15)]
+)
+def test_half_precision_is_of_the_arithmetic_alone(compute_dtype, error):
+  images, labels = noise(8), tf.range(8)
+
+  def loss_and_gradients(network):
+    parameters = values(network)
+    with tf.GradientTape() as tape:
+      tape.watch(parameters)
+      total, _ = model.total_loss(network, parameters, images, labels)
+    return total, tape.gradient(total, parameters)
+
+  network = model.build(seed=1, compute_dtype=compute_dtype)
+  assert {layer.output.dtype for layer in network.layers[1:]} == {compute_dtype}
+  assert {weight.dtype for weight in network.weights} == {"float32"}
+  total, gradients = loss_and_gradients(network)
+  exact_total, exact = loss_and_gradients(model.build(seed=1))
+  assert total.dtype == tf.float32
+  assert float(total) == pytest.approx(float(exact_total), abs=0.02)
+  for path, gradient in gradients.items():
+    assert gradient.dtype == tf.float32
+    difference = tf.norm(gradient - exact[path]) / tf.norm(exact[path])
+    assert 0 < float(difference) < error, path
 
 
 def test_total_loss_returns_state_updates():

@@ -87,8 +87,10 @@ def test_several_batches_per_step(start_trial):
   report = trial.report()
   counts = [applied for applied, _, _ in report["counts"]]
   assert sum(counts) == 6 * 3
-  assert min(counts) >= 6  # Everyone at least once a step.
-  assert report["refused"] == [0, 0]
+  # Until the second worker makes its first offer the first fills the steps;
+  # from then on everyone has a place in each.
+  assert min(counts) >= 1
+  assert sum(report["refused"]) <= 1
   assert [s["num_examples"] for s in report["steps"]] == [3] * 6
   np.testing.assert_allclose(
     report["state"]["variables/v0"],

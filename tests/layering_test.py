@@ -31,11 +31,15 @@ LAYERS = (
     ("parameter_store", "gradient_queues", "contributions"),
     ("parameter_store", "inner_optimizer"),
     ("parameter_store", "connection", "membership", "server"),
-    ("parameter_store", "towers"),
+    ("parameter_store", "model_parallel", "towers"),
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),
   (("updates", "sync_replicas"),),
-  (("stalls", "in_graph"), ("stalls", "between_graph")),
+  (
+    ("stalls", "in_graph"),
+    ("stalls", "between_graph"),
+    ("one_machine", "worker_group", "mirrored"),
+  ),
   (("program", "roles", "launcher"),),
 )
 WITHOUT_TENSORFLOW = {

@@ -19,23 +19,19 @@ VALUES = {
 }
 
 
-class GivenSums:
-  """Stands in for `contributions.Contributions`: sums that are given."""
+def _take(store, sums):
+  """Gives each task its shards of `sums`, as the queues do."""
 
-  def __init__(self, store, sums, num_places):
-    self.replicas_to_aggregate = num_places
-    self._store = store
-    self._sums = sums
-
-  def take_sums(self, task):
+  def take_sums(task):
     parts = [
-      self._store.split_gradient(index, total)
-      for index, total in enumerate(self._sums)
+      store.split_gradient(index, total) for index, total in enumerate(sums)
     ]
     return [
       tf.zeros([]) if parts[position] is None else parts[position][number]
-      for position, number in self._store.trainable_shards(task)
+      for position, number in store.trainable_shards(task)
     ]
+
+  return take_sums
 
 
 class MeanUpdateTest(stores.TestCase):
@@ -56,25 +52,16 @@ class MeanUpdateTest(stores.TestCase):
       optimizer or keras.optimizers.SGD(1.0)
     )
     inner.build(store)
-    averages, shadows = None, {}
+    averages = None
     if decay is not None:
       averages = moving_averages.MovingAverages(decay, num_updates_aware=False)
-      for index, value in enumerate(VALUES.values()):
-        shadows[index] = store.create_beside(index, "averages")
-        for shadow, part in zip(
-          shadows[index], store.split(index, value), strict=True
-        ):
-          shadow.assign(part)
     update = mean_update.MeanUpdate(
-      store,
-      GivenSums(store, sums, num_places),
-      inner,
-      variable_averages=averages,
-      shadows=shadows,
-      clip_norm=clip_norm,
+      store, inner, variable_averages=averages, clip_norm=clip_norm
     )
+    update.initialize(list(VALUES.values()))
     present = present or [True] * len(VALUES)
-    tf.function(lambda: update(present, tf.constant(step, tf.int64)))()
+    take_sums, step = _take(store, sums), tf.constant(step, tf.int64)
+    tf.function(lambda: update(present, step, take_sums, num_places))()
     return {name: value.numpy() for name, value in store.state().items()}
 
   def test_mean_is_the_sum_over_the_number_of_contributions(self):

@@ -1,5 +1,7 @@
 """Tests for tf_replicas.towers."""
 
+import dataclasses
+
 import numpy as np
 import stores
 import tensorflow as tf
@@ -134,6 +136,19 @@ class ReplicaTest(stores.TestCase):
         self.assertIsNone(ours)
       else:
         np.testing.assert_allclose(_dense(ours), _dense(theirs), rtol=1e-6)
+
+  @parameterized.parameters((0, 2), (0, 4), (2, 2))
+  def test_micro_batches_equal_the_whole_batch(self, num_towers, parts):
+    whole = self._compute(_replica())
+    replica = _replica([stores.device(i) for i in range(num_towers)])
+    replica = dataclasses.replace(replica, micro_batches=parts)
+    split = self._compute(replica)
+    self.assertAlmostEqual(float(split.loss), float(whole.loss), places=5)
+    self.assertEqual(int(split.num_examples), 4)
+    self.assertIsInstance(split.gradients[0], tf.IndexedSlices)
+    self.assertIsNone(split.gradients[2])
+    for ours, theirs in zip(split.gradients[:2], whole.gradients, strict=False):
+      np.testing.assert_allclose(_dense(ours), _dense(theirs), rtol=1e-6)
 
   def test_each_tower_computes_on_its_device(self):
     devices = [stores.device(1), stores.device(2)]

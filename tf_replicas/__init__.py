@@ -14,14 +14,17 @@ _MODULE_OF = {
   "ClusterSpec": "cluster",
   "InGraph": "in_graph",
   "LocalCluster": "local_cluster",
+  "Mirrored": "mirrored",
   "MovingAverages": "moving_averages",
   "NonFiniteGradientError": "updates",
+  "OneMachine": "one_machine",
   "ParameterStore": "parameter_store",
   "Replica": "towers",
   "Session": "training",
   "StepResult": "training",
   "SyncReplicasOptimizer": "sync_replicas",
   "Task": "cluster",
+  "place_layers": "model_parallel",
   "serve": "server",
 }
 

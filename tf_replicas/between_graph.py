@@ -16,6 +16,7 @@ Where things live: parameters, slots, averages, queues and counters on the PS
 tasks; the model, its data and the inner optimizer's code in each worker.
 """
 
+import functools
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -215,16 +216,15 @@ class BetweenGraph:
     dataset = self.replica.dataset_fn(len(self._names), self._index, start)
     iterator = iter(dataset)
 
-    first, next_one = self._contribute_fns(iterator)
-    last = None
+    pull, offer, hand_over = self._contribute_fns(iterator)
     try:
+      release, parameters = pull()
       while True:
-        last = first() if last is None else next_one(last)
-        _, step, ticket = last.numpy()
+        _, step, ticket = release.numpy()
         if step == contributions.ENDED:
           return
-        if ticket < 0:
-          last = None
+        contribute = offer if ticket < 0 else hand_over
+        release, parameters = contribute(release, *parameters)
     except _ENDED as error:
       # The queues were closed, or it is not that.
       if not (self._members.outcome() or self._has_given_up):
@@ -233,30 +233,49 @@ class BetweenGraph:
         ) from error
 
   def _contribute_fns(self, iterator):
-    """The functions for a contribution without, and with, a ticket.
+    """The functions for a first pull, and a contribution without and with a
+    ticket.
 
-    Each returns a `Release` as one vector here, and the second takes that of
-    the last call: what crosses from task to task should be few tensors.
+    Each returns a `Release` as one vector here, since few tensors should cross
+    from task to task, and the parameters; the latter two take these.
     """
     local_device = tf.constant(0).device
 
-    def contribute(last=None):
-      if last is not None:
-        last = contributions.Release(*tf.unstack(last))
-      release = towers.contribute(
-        self.store, self.optimizer, self.replica, iterator, self._index, last
+    def pull():
+      step, parameters = towers.pull(self.store)
+      ticket = tf.constant(-1, tf.int64)
+      return pack(contributions.Release(0, step, ticket)), parameters
+
+    def contribute(has_ticket, last, *parameters):
+      last = contributions.Release(*tf.unstack(last))
+      release, parameters = towers.contribute(
+        self.store,
+        self.optimizer,
+        self.replica,
+        iterator,
+        self._index,
+        parameters,
+        step=last.global_step,
+        ticket=last.ticket if has_ticket else None,
       )
+      return pack(release), parameters
+
+    def pack(release):
       with tf.device(self.store.device_of_task(0)):
         packed = tf.stack(release)
       with tf.device(local_device):
         return tf.identity(packed)
 
-    spec = tf.TensorSpec([len(contributions.Release._fields)], tf.int64)
-    contribute = tf.function(contribute)
+    specs = [tf.TensorSpec([len(contributions.Release._fields)], tf.int64)]
+    for i in self.store.trainable:
+      spec = self.store.specs[i]
+      specs.append(tf.TensorSpec(spec.shape, spec.dtype))
     # Concrete functions skip what a call spends on looking for a trace.
-    return (
-      contribute.get_concrete_function(),
-      contribute.get_concrete_function(spec),
+    return tf.function(pull).get_concrete_function(), *(
+      tf.function(
+        functools.partial(contribute, has_ticket)
+      ).get_concrete_function(*specs)
+      for has_ticket in (False, True)
     )
 
   def close(self, error: BaseException | None = None) -> None:

@@ -157,32 +157,49 @@ class InGraph:
     contribution without a ticket comes first, and again whenever the ticket was
     lost.
     """
-    index = tf.distribute.coordinator.experimental_get_current_worker_index()
+    index = tf.distribute.coordinator.experimental_get_current_worker_index
     contribute = functools.partial(
       towers.contribute,
       self.store,
       self.optimizer,
       self.replica,
       iterator,
-      index,
+      index(),
     )
+    has_tickets = self.optimizer.replicas_to_aggregate >= len(self._workers)
 
-    def with_tickets(*_):
-      release = contribute()
-      if self.optimizer.replicas_to_aggregate < len(self._workers):
-        return [release.global_step]  # No ticket without a place for each.
-      last = tf.while_loop(
-        lambda *last: last[-1] >= 0,
-        lambda *last: contribute(last=contributions.Release(*last)),
-        release,
+    def pack(release):
+      with tf.device(self.store.device_of_task(0)):
+        packed = tf.stack(release)
+      with tf.device(None):  # This worker's.
+        return tf.identity(packed)
+
+    def offer(last, *parameters):
+      last = contributions.Release(*tf.unstack(last))
+      release, parameters = contribute(parameters, step=last.global_step)
+      return [pack(release), *parameters]
+
+    def hand_over(last, *parameters):
+      last = contributions.Release(*tf.unstack(last))
+      release, parameters = contribute(
+        parameters, step=last.global_step, ticket=last.ticket
       )
-      return [contributions.Release(*last).global_step]
+      return [pack(release), *parameters]
 
-    return tf.while_loop(
-      lambda step: step != contributions.ENDED,
-      with_tickets,
-      [tf.constant(0, tf.int64)],
+    def go_on(*state):
+      state = offer(*state)
+      if has_tickets:  # None without a place for each.
+        state = tf.while_loop(lambda last, *_: last[-1] >= 0, hand_over, state)
+      return state
+
+    step, parameters = towers.pull(self.store)
+    first = contributions.Release(0, step, tf.constant(-1, tf.int64))
+    state = tf.while_loop(
+      lambda last, *_: last[1] != contributions.ENDED,
+      go_on,
+      [pack(first), *parameters],
     )
+    return state[0]
 
   def _watch_closures(self) -> None:
     """Raises what went wrong on a worker, other than its own end."""

@@ -49,6 +49,8 @@ def run(
   program.check(options)
   if is_dry_run:
     return _describe(options, workload)
+  if not options.spec.is_distributed:
+    return _train_here(options, workload)
   if options.task is None:
     return _launch(options, workload, command)
   # These import TensorFlow, which the launcher does without.
@@ -63,12 +65,29 @@ def run(
 
 def _describe(options: program.Options, workload: program.Workload) -> int:
   """Prints cluster, effective batch and placement."""
+  from tf_replicas import one_machine
   from tf_replicas import parameter_store
 
   _say(program.describe(options, workload))
   variables = workload.replica_fn([]).variables
-  _say(parameter_store.describe(options.spec, variables))
+  if options.spec.variables.on == "ps":
+    _say(parameter_store.describe(options.spec, variables))
+  else:
+    device = "every replica" if options.is_mirrored else "/device:CPU:0"
+    _say(one_machine.describe(variables, device))
   return 0
+
+
+def _train_here(options: program.Options, workload: program.Workload) -> int:
+  """Trains in this process, the only one."""
+  from tf_replicas import roles
+
+  try:
+    return roles.train(options, workload)
+  except KeyboardInterrupt as interrupt:
+    _say("interrupted")
+    is_sigterm = interrupt.args == ("SIGTERM",)
+    return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
 
 
 def _launch(
@@ -99,7 +118,8 @@ def _launch(
       # TensorFlow's own remarks, unless somebody asks for them.
       environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
       echo=echo,
-      max_restarts=3,
+      # A new process could not join the all-reduce of the others.
+      max_restarts=0 if options.is_mirrored else 3,
     )
     with tasks, contextlib.closing(echo):
       tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))

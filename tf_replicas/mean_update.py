@@ -1,66 +1,89 @@
 """The mean of N contributions, applied where the variables live.
 
 What the chief's half of a synchronous step does between the last contribution
-and the release: on every PS task sum and average, clip by the common norm,
-apply the inner optimizer, move the averages.
+and the release: on every PS task average, clip by the common norm, apply the
+inner optimizer, move the averages.
 """
 
 from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_replicas import contributions
 from tf_replicas import inner_optimizer
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
+from tf_replicas import placement
 
 
 class MeanUpdate:
-  """Makes one update from the accepted contributions of a step."""
+  """Makes one update from the summed contributions of a step."""
 
   def __init__(
     self,
     store: parameter_store.ParameterStore,
-    offered: contributions.Contributions,
     inner: inner_optimizer.InnerOptimizer,
     *,
     variable_averages: moving_averages.MovingAverages | None,
-    shadows: Mapping[int, Sequence[tf.Variable]],
+    to_average: Iterable[tf.Variable | str] | None = None,
     clip_norm: float | None,
   ):
-    """Puts the parts together.
+    """Puts the parts together; creates the averages beside the variables.
 
     Args:
       store: The variables.
-      offered: Where the gradients come from.
       inner: What applies their mean.
       variable_averages: How the shadows follow, if there are any.
-      shadows: The shadow variables of a variable's shards, by its position in
-        the store.
+      to_average: Variables that have one, or their paths; all trainable ones
+        if not given.
       clip_norm: The largest global norm of the mean.
+
+    Raises:
+      ValueError: If a variable to average is not in the store.
     """
     self._store = store
-    self._contributions = offered
     self._inner = inner
     self._variable_averages = variable_averages
-    self._shadows = shadows
     self._clip_norm = clip_norm
+    # Position in the store -> the shadows of that variable's shards.
+    self._shadows: dict[int, list[tf.Variable]] = {}
+    if variable_averages is not None:
+      for index in _indices(store, to_average):
+        self._shadows[index] = store.create_beside(index, "averages")
 
-  def __call__(self, present: Sequence[bool], step: tf.Tensor) -> tf.Tensor:
+  def initialize(self, values: Sequence[tf.Tensor]) -> None:
+    """Starts the averages at `values`, one per variable of the store."""
+    for index, shadows in self._shadows.items():
+      for shadow, part in zip(
+        shadows, self._store.split(index, values[index]), strict=True
+      ):
+        shadow.assign(part)
+
+  def __call__(
+    self,
+    present: Sequence[bool],
+    step: tf.Tensor,
+    take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
+    num_contributions: int,
+  ) -> tf.Tensor:
     """Makes the update; to be used inside a `tf.function`.
 
     Args:
       present: Which trainable variables have a gradient from anyone; the
         others are skipped.
       step: int64 scalar, the global step before the update.
+      take_sums: Maps a PS task, on which it is called, to the sums over all
+        contributions: one per `store.trainable_shards(task)`.
+      num_contributions: What the sums are divided by.
 
     Returns:
       A tensor; a control dependency on it waits for the whole update.
     """
     tasks = range(self._store.num_tasks)
-    means = [self._means(task, present) for task in tasks]
+    means = [
+      self._means(task, present, take_sums, num_contributions) for task in tasks
+    ]
     if self._clip_norm is not None:
       means = self._clip(means)
     first = next((task for task in tasks if means[task]), 0)
@@ -76,12 +99,38 @@ class MeanUpdate:
 
     return _as_unit(apply_on_all_tasks)
 
-  def _means(self, task, present) -> list[tuple]:
+  def whole_step(
+    self,
+    sums: Sequence[parameter_store.Gradient],
+    step: tf.Tensor,
+    num_examples: tf.Tensor,
+    num_contributions: int,
+  ) -> tf.Tensor:
+    """The update and the step, of a store with one task and no replicas.
+
+    To be used inside a `tf.function`.
+
+    Args:
+      sums: One per trainable variable: the sum of all contributions; None
+        skips the variable.
+      step: int64 scalar, the global step before the update.
+      num_examples: Scalar, the examples that were used.
+      num_contributions: What the sums are divided by.
+
+    Returns:
+      The global step after the update, when all of it was made.
+    """
+    present = [total is not None for total in sums]
+    updated = self(present, step, lambda _: sums, num_contributions)
+    with tf.control_dependencies([updated]):
+      return self._store.advance(step, num_examples)
+
+  def _means(self, task, present, take_sums, num_contributions) -> list[tuple]:
     """(mean gradient, shard variable) pairs of one PS task."""
     shards = self._store.trainable_shards(task)
     pairs = []
     with tf.device(self._store.device_of_task(task)):
-      sums = self._contributions.take_sums(task)
+      sums = take_sums(task)
       for (position, number), total in zip(shards, sums, strict=True):
         if not present[position]:
           continue
@@ -91,12 +140,9 @@ class MeanUpdate:
           total = _sum_rows(total, variable.shape)
         else:
           total = tf.ensure_shape(total, variable.shape)
-        pairs.append(
-          (
-            scaled(total, 1 / self._contributions.replicas_to_aggregate),
-            variable,
-          )
-        )
+        if num_contributions > 1:
+          total = scaled(total, 1 / num_contributions)
+        pairs.append((total, variable))
     return pairs
 
   def _clip(self, means) -> list[list[tuple]]:
@@ -132,6 +178,26 @@ class MeanUpdate:
     if pairs:
       with tf.device(self._store.device_of_task(task)):
         self._variable_averages.update(pairs, step)
+
+
+def _indices(
+  store: parameter_store.ParameterStore,
+  variables: Iterable[tf.Variable | str] | None,
+) -> list[int]:
+  """Positions of `variables` in the store."""
+  if variables is None:
+    return store.trainable
+  index_of = {spec.path: i for i, spec in enumerate(store.specs)}
+  indices = []
+  for variable in variables:
+    path = placement.path_of(variable)
+    if path not in index_of:
+      raise ValueError(
+        "`variables_to_average` must be in the store."
+        f" Received: {path!r}; the store has {sorted(index_of)}."
+      )
+    indices.append(index_of[path])
+  return indices
 
 
 def _as_unit(stage: Callable[[], None]) -> tf.Tensor:

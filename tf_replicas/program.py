@@ -33,8 +33,9 @@ class Options:
   """How a training is run, whatever is trained.
 
   Attributes:
-    spec: The cluster.
-    task: Which task this process is; None starts all tasks of this machine.
+    spec: The cluster, or the devices of one process.
+    task: Which task this process is; None starts all tasks of this machine, or
+      trains here if the spec describes one process.
     train_dir: Where checkpoints, summaries and logs go.
     max_steps: The global step to stop at.
     replication: `between_graph` or `in_graph`.
@@ -71,8 +72,13 @@ class Options:
 
   @property
   def is_in_graph(self) -> bool:
-    """Whether one client drives all workers."""
-    return self.replication == IN_GRAPH
+    """Whether one client drives all workers of a cluster."""
+    return self.spec.is_distributed and self.replication == IN_GRAPH
+
+  @property
+  def is_mirrored(self) -> bool:
+    """Whether every device has a copy of the variables."""
+    return self.spec.variables.on == "mirrored"
 
   @property
   def replicas(self) -> tuple[cluster.Task, ...]:
@@ -82,9 +88,27 @@ class Options:
     return self.spec.replicas
 
   @property
+  def devices_per_tower(self) -> int:
+    """Over how many devices the spec's `layers` spreads a tower."""
+    return 1 + max(self.spec.layers.values(), default=0)
+
+  @property
+  def num_towers(self) -> int:
+    """Towers of all replicas; with `layers` one tower has several devices."""
+    gpus = [len(self.spec.gpus(r) or ()) for r in self.replicas]
+    return sum(max(1, n // self.devices_per_tower) for n in gpus)
+
+  @property
   def aggregated(self) -> int:
     """N, the contributions in one update."""
     return self.replicas_to_aggregate or len(self.replicas)
+
+  def effective_batch(self, batch_size: int) -> int:
+    """Examples in one update, from those of one tower's batch."""
+    if self.spec.variables.on != "ps":
+      return self.num_towers * batch_size
+    per_replica = self.num_towers * batch_size // len(self.replicas)
+    return self.aggregated * per_replica
 
   @property
   def threads(self) -> int:
@@ -111,6 +135,24 @@ class Workload:
   optimizer_fn: Callable[[int, int], object]
   learning_rate_fn: Callable[[int], float] | None
   batch_size: int
+
+
+def one_machine_spec(num_gpus: int) -> cluster.ClusterSpec:
+  """The spec of one process with a tower on each of GPUs 0 to N - 1.
+
+  Args:
+    num_gpus: N. Of 0 and 1 both mean one device: the first GPU, or the CPU of
+      a machine without.
+
+  Raises:
+    cluster.ClusterError: If it is negative.
+  """
+  if num_gpus < 0:
+    raise cluster.ClusterError(
+      f"`num_gpus` must not be negative. Received: {num_gpus}."
+    )
+  devices = {"worker": {"gpus": list(range(num_gpus))}} if num_gpus else {}
+  return cluster.parse({"cluster": {}, "devices": devices})
 
 
 def choose_task(
@@ -162,10 +204,10 @@ def check(options: Options) -> None:
       f" Received: task {options.task}."
     )
   where = f"{spec.source}: " if spec.source else ""
-  if spec.variables.on != "ps":
+  if spec.is_distributed and spec.variables.on == "cpu":
     raise cluster.ClusterError(
-      f"{where}`variables.on` must be 'ps' for distributed training; 'cpu' is"
-      f" for one machine. Received: {spec.variables.on!r}."
+      f"{where}`variables.on` must be 'ps' or 'mirrored' for a cluster; 'cpu'"
+      " is for one process. Received: 'cpu'."
     )
   if options.replication not in (BETWEEN_GRAPH, IN_GRAPH):
     raise cluster.ClusterError(
@@ -188,17 +230,88 @@ def check(options: Options) -> None:
         "`--replicas_to_aggregate` must be at least 1. Received:"
         f" {options.replicas_to_aggregate}."
       )
+  _check_layers(options, where)
+  if spec.variables.on != "ps":
+    _check_all_take_part(options, where)
+  if options.is_mirrored:
+    _check_mirrored(options, where)
+
+
+def _check_layers(options: Options, where: str) -> None:
+  """Every tower needs as many devices as the layers are spread over."""
+  needed = options.devices_per_tower
+  for replica in options.replicas:
+    gpus = options.spec.gpus(replica) or ()
+    if needed > 1 and (not gpus or len(gpus) % needed):
+      raise cluster.ClusterError(
+        f"{where}`layers` spreads a tower over {needed} devices, so `devices`"
+        f" of {replica} must name a multiple of {needed} GPUs. Received:"
+        f" {list(gpus)}."
+      )
+
+
+def _check_all_take_part(options: Options, where: str) -> None:
+  """Without parameter servers no update can do without a replica."""
+  given, number = options.replicas_to_aggregate, len(options.replicas)
+  if given not in (None, number):
+    raise cluster.ClusterError(
+      f"{where}`--replicas_to_aggregate` needs variables on parameter servers;"
+      f" without them all replicas, {number}, make every update. Received:"
+      f" {given}."
+    )
+
+
+def _check_mirrored(options: Options, where: str) -> None:
+  spec = options.spec
+  if options.is_in_graph:
+    raise cluster.ClusterError(
+      f"{where}mirrored variables on several workers need"
+      " `--replication=between_graph`. Received: in_graph."
+    )
+  if spec.layers:
+    raise cluster.ClusterError(
+      f"{where}`layers` needs towers of several devices; a replica of mirrored"
+      f" variables has one. Received: {', '.join(spec.layers)}."
+    )
+  if len(spec.replicas) == 1:
+    return
+  sizes = {str(t): len(spec.gpus(t) or ()) for t in spec.replicas}
+  if len({*sizes.values()}) > 1:
+    numbers = ", ".join(f"{n} of {task}" for task, n in sizes.items())
+    raise cluster.ClusterError(
+      f"{where}`devices` must name as many GPUs for every worker where"
+      f" variables are mirrored. Received: {numbers}."
+    )
+  if options.emulate_gpus and max(sizes.values()) > 1:
+    raise cluster.ClusterError(
+      f"{where}`--emulate_gpus` can stand in for one GPU of each worker where"
+      f" variables are mirrored. Received: {max(sizes.values())} GPUs."
+    )
 
 
 def describe(options: Options, workload: Workload) -> str:
   """The cluster, who trains, and the effective batch; for people."""
   spec, replicas = options.spec, options.replicas
+  towers = options.num_towers
+  if not spec.is_distributed:
+    on = "mirrored" if options.is_mirrored else "on cpu"
+    name = "replica" if options.is_mirrored else "tower"
+    return (
+      f"one process, variables {on}: updates from {towers} {name}"
+      f"{'s' if towers > 1 else ''} of batch {workload.batch_size}: effective"
+      f" batch {options.effective_batch(workload.batch_size)}"
+    )
   lines = [
     f"cluster: {', '.join(f'{t} at {spec.address(t)}' for t in spec.tasks())}"
   ]
-  towers = sum(max(1, len(spec.gpus(r) or ())) for r in replicas)
-  per_replica = towers * workload.batch_size // len(replicas)
-  effective = options.aggregated * per_replica
+  if options.is_mirrored:
+    lines.append(
+      f"replication: {options.replication}, variables mirrored: updates from"
+      f" {towers} replicas of batch {workload.batch_size}: effective batch"
+      f" {options.effective_batch(workload.batch_size)}"
+    )
+    return "\n".join(lines)
+  effective = options.effective_batch(workload.batch_size)
   lines.append(
     f"replication: {options.replication}; updates from {options.aggregated} of"
     f" {len(replicas)} replicas with {towers} towers of batch"

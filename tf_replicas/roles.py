@@ -7,9 +7,12 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas import between_graph
+from tf_replicas import cluster
 from tf_replicas import devices
 from tf_replicas import in_graph
 from tf_replicas import membership
+from tf_replicas import mirrored
+from tf_replicas import one_machine
 from tf_replicas import program
 from tf_replicas import server
 from tf_replicas import training
@@ -25,13 +28,24 @@ def _say(line: str) -> None:
 
 
 def _configure(options: program.Options) -> list[str]:
-  """Chooses this process's devices; the towers' devices on it."""
+  """Chooses this process's devices; the towers' devices on it.
+
+  Raises:
+    cluster.ClusterError: If it has not the GPUs that the spec names.
+  """
   task = options.task
   gpus = _gpus(options)
-  devices.configure(gpus, num_emulated=len(gpus) if options.emulate_gpus else 0)
+  try:
+    devices.configure(
+      gpus, num_emulated=len(gpus) if options.emulate_gpus else 0
+    )
+  except ValueError as error:
+    raise cluster.ClusterError(str(error)) from None
   tf.config.threading.set_intra_op_parallelism_threads(options.threads)
   if len(gpus) < 1:
     return []
+  if options.is_mirrored or not options.spec.is_distributed:
+    return devices.tower_devices(gpus, emulate=options.emulate_gpus)
   return devices.tower_devices(
     gpus, emulate=options.emulate_gpus, job=task.job, task=task.index
   )
@@ -40,9 +54,17 @@ def _configure(options: program.Options) -> list[str]:
 def _gpus(options: program.Options) -> tuple[int, ...]:
   """The GPUs of this task: those of the spec; else none.
 
-  Tasks of one host never share a GPU unless the spec tells them to.
+  Tasks of one host never share a GPU unless the spec tells them to. One process
+  of its own takes the first GPU, and only if there is one: a spec that names no
+  other runs on every machine.
   """
-  return options.spec.gpus(options.task) or ()
+  spec = options.spec
+  gpus = spec.gpus(options.task or spec.chief)
+  if spec.is_distributed or options.emulate_gpus:
+    return gpus or ()
+  if gpus not in (None, (0,)):
+    return gpus
+  return (0,) if tf.config.list_physical_devices("GPU") else ()
 
 
 def serve(options: program.Options) -> int:
@@ -72,28 +94,7 @@ def train(options: program.Options, workload: program.Workload) -> int:
     FloatingPointError: If a gradient or a loss is not finite.
     RuntimeError: On a worker, if training ended with an error elsewhere.
   """
-  tower_devices = _configure(options)
-  if options.is_in_graph:
-    # The towers are the workers', whose job the closure's device names.
-    first = options.replicas[0]
-    gpus = options.spec.gpus(first) or ()
-    tower_devices = (
-      devices.tower_devices(gpus, emulate=options.emulate_gpus) if gpus else []
-    )
-  driver_class = (
-    in_graph.InGraph if options.is_in_graph else between_graph.BetweenGraph
-  )
-  driver = driver_class(
-    options.spec,
-    options.task,
-    functools.partial(workload.replica_fn, tower_devices),
-    functools.partial(
-      workload.optimizer_fn, options.aggregated, len(options.replicas)
-    ),
-    start_timeout_secs=options.start_timeout_secs,
-    lost_after_secs=options.lost_after_secs,
-    log=_say,
-  )
+  driver = _driver(options, workload, _configure(options))
   try:
     if driver.is_chief:
       _drive(driver, options, workload)
@@ -101,7 +102,9 @@ def train(options: program.Options, workload: program.Workload) -> int:
       driver.run_replica()
   except tf.errors.OpError as error:
     # TensorFlow's own words are pages long.
-    summary = f"{options.task} lost touch with the cluster: {error.message}"
+    summary = f"TensorFlow failed: {error.message}"
+    if options.spec.is_distributed:
+      summary = f"{options.task} lost touch with the cluster: {error.message}"
     failure = RuntimeError(" ".join(summary.split())[:400])
     driver.close(failure)
     raise failure from error
@@ -112,9 +115,56 @@ def train(options: program.Options, workload: program.Workload) -> int:
   return 0
 
 
+def _driver(
+  options: program.Options,
+  workload: program.Workload,
+  tower_devices: list[str],
+):
+  """The driver of this combination; `program.check` has refused others."""
+  if options.is_mirrored:
+    return mirrored.Mirrored(
+      functools.partial(workload.replica_fn, []),
+      lambda num_replicas: workload.optimizer_fn(num_replicas, num_replicas),
+      tower_devices,
+      spec=options.spec,
+      task=options.task,
+      start_timeout_secs=options.start_timeout_secs,
+      log=_say,
+    )
+  if not options.spec.is_distributed:
+    return one_machine.OneMachine(
+      functools.partial(workload.replica_fn, tower_devices),
+      functools.partial(workload.optimizer_fn, 1, 1),
+    )
+  if options.is_in_graph:
+    # The towers are the workers', whose job the closure's device names.
+    first = options.replicas[0]
+    gpus = options.spec.gpus(first) or ()
+    tower_devices = (
+      devices.tower_devices(gpus, emulate=options.emulate_gpus) if gpus else []
+    )
+  driver_class = (
+    in_graph.InGraph if options.is_in_graph else between_graph.BetweenGraph
+  )
+  return driver_class(
+    options.spec,
+    options.task,
+    functools.partial(workload.replica_fn, tower_devices),
+    functools.partial(
+      workload.optimizer_fn, options.aggregated, len(options.replicas)
+    ),
+    start_timeout_secs=options.start_timeout_secs,
+    lost_after_secs=options.lost_after_secs,
+    log=_say,
+  )
+
+
 def _drive(driver, options: program.Options, workload) -> None:
   """The chief's: the session around the driver's steps."""
   _say(driver.store.table())
+  layers = driver.replica.layers
+  if layers is not None and layers.num_devices > 1:
+    _say(layers.table(driver.replica.devices))
   _say(program.describe(options, workload))
   session = training.Session(
     options.train_dir,
@@ -129,7 +179,9 @@ def _drive(driver, options: program.Options, workload) -> None:
     io_device=tf.constant(0).device,
   )
   session.restore_or_initialize()
-  names = [str(replica) for replica in options.replicas]
+  names = []
+  if options.spec.variables.on == "ps":  # Else nothing is offered.
+    names = [str(replica) for replica in options.replicas]
   steps = _Steps(driver, workload.learning_rate_fn, names, options)
   session.run(steps, report=lambda: report(driver.optimizer.counts(), names))
 

@@ -74,6 +74,10 @@ class SyncReplicasOptimizer:
   After TF1's `tf.train.SyncReplicasOptimizer`, but the first step counts like
   every other, contributions are taken or refused as a whole, the mean is of
   exactly N, and nothing is dropped without being counted.
+
+  Attributes:
+    inner: The inner optimizer, bound to the store.
+    update: Makes the update, once `build` was called.
   """
 
   def __init__(
@@ -128,13 +132,14 @@ class SyncReplicasOptimizer:
     self._clip_replica_norm = clip_replica_norm
     self._clip_mean_norm = clip_mean_norm
     self._loss_scale = loss_scale
-    self._inner = inner_optimizer.InnerOptimizer(optimizer)
+    self.inner = inner_optimizer.InnerOptimizer(optimizer)
 
   def build(
     self,
     store: parameter_store.ParameterStore,
     *,
     is_sparse: Sequence[bool] | None = None,
+    is_alone: bool = False,
   ) -> None:
     """Attaches to, or creates, everything on the PS tasks.
 
@@ -142,30 +147,27 @@ class SyncReplicasOptimizer:
       store: Holds the variables; need not be initialised yet.
       is_sparse: For each trainable variable of the store whether its gradients
         come as `tf.IndexedSlices`. None do if not given.
+      is_alone: Whether one program has all the gradients of a step, for
+        `update.whole_step`. Then nothing is offered, counted or waited for.
     """
     self._store = store
-    if is_sparse is None:
-      is_sparse = [False] * len(store.trainable)
-    self._contributions = contributions.Contributions(
-      store,
-      num_replicas=self.total_num_replicas,
-      replicas_to_aggregate=self.replicas_to_aggregate,
-      is_sparse=is_sparse,
-    )
+    self._contributions: contributions.Contributions | None = None
+    if not is_alone:
+      self._contributions = contributions.Contributions(
+        store,
+        num_replicas=self.total_num_replicas,
+        replicas_to_aggregate=self.replicas_to_aggregate,
+        is_sparse=is_sparse or [False] * len(store.trainable),
+      )
     self._position = {
       store.specs[index].path: position
       for position, index in enumerate(store.trainable)
     }
-    self._averages: dict[int, list[tf.Variable]] = {}
-    if self.variable_averages is not None:
-      for index in self._indices_to_average():
-        self._averages[index] = store.create_beside(index, "averages")
-    self._update = mean_update.MeanUpdate(
+    self.update = mean_update.MeanUpdate(
       store,
-      self._contributions,
-      self._inner,
+      self.inner,
       variable_averages=self.variable_averages,
-      shadows=self._averages,
+      to_average=self._to_average,
       clip_norm=self._clip_mean_norm,
     )
     self._client_device = tf.constant(0).device
@@ -181,45 +183,38 @@ class SyncReplicasOptimizer:
     is_new = not self._store.is_initialized()
     if is_new:
       # The global step comes last: it tells others that all is there.
-      self._contributions.initialize()
+      if self._contributions is not None:
+        self._contributions.initialize()
       for index, value in enumerate(values):
         self._store.assign(index, value)
-      for index, shadows in self._averages.items():
-        for shadow, part in zip(
-          shadows, self._store.split(index, values[index]), strict=True
-        ):
-          shadow.assign(part)
-    self._inner.build(self._store)
-    if not is_new:
-      # An earlier chief's `collect` may live on at the PS; this ends it.
-      self._contributions.wake()
+      self.update.initialize(values)
+    self.inner.build(self._store)
     if is_new:
       self._store.start()
+    elif self._contributions is not None:
+      # An earlier chief's `collect` may live on at the PS; this ends it.
+      self._contributions.wake()
 
   def signature(self) -> list:
     """What every client of a training must agree on about the rule."""
     return [self.name, self.replicas_to_aggregate, self.total_num_replicas]
-
-  def _indices_to_average(self) -> list[int]:
-    if self._to_average is None:
-      return self._store.trainable
-    index_of = {spec.path: i for i, spec in enumerate(self._store.specs)}
-    indices = []
-    for variable in self._to_average:
-      path = placement.path_of(variable)
-      if path not in index_of:
-        raise ValueError(
-          "`variables_to_average` must be in the store."
-          f" Received: {path!r}; the store has {sorted(index_of)}."
-        )
-      indices.append(index_of[path])
-    return indices
 
   # The replica's half.
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
     """What to differentiate instead of `loss`; see `loss_scale`."""
     return loss if self._loss_scale is None else loss * self._loss_scale
+
+  def finish_gradients(
+    self, gradients: Sequence[parameter_store.Gradient]
+  ) -> list[parameter_store.Gradient]:
+    """A replica's gradients of the scaled loss as they enter the mean."""
+    if self._loss_scale is not None:
+      factor = 1 / self._loss_scale
+      gradients = [mean_update.scaled(g, factor) for g in gradients]
+    if self._clip_replica_norm is not None:
+      gradients, _ = tf.clip_by_global_norm(gradients, self._clip_replica_norm)
+    return list(gradients)
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -251,8 +246,7 @@ class SyncReplicasOptimizer:
 
     Raises:
       ValueError: If a variable is not in the store.
-      tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
-        training has ended.
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: At its end.
     """
     gradients: list[parameter_store.Gradient] = [None] * len(self._position)
     for gradient, variable in grads_and_vars:
@@ -263,15 +257,9 @@ class SyncReplicasOptimizer:
           f" Received: {path!r}."
         )
       gradients[self._position[path]] = gradient
-    if self._loss_scale is not None:
-      gradients = [
-        mean_update.scaled(g, 1 / self._loss_scale) for g in gradients
-      ]
-    if self._clip_replica_norm is not None:
-      gradients, _ = tf.clip_by_global_norm(gradients, self._clip_replica_norm)
     return self._contributions.offer(
       replica,
-      gradients,
+      self.finish_gradients(gradients),
       local_step=local_step,
       loss=loss,
       num_examples=num_examples,
@@ -282,7 +270,7 @@ class SyncReplicasOptimizer:
 
   def set_learning_rate(self, rate: float) -> None:
     """Sets the inner Keras optimizer's rate, from the next update on."""
-    self._inner.optimizer.learning_rate = rate
+    self.inner.optimizer.learning_rate = rate
 
   def apply_update(self) -> updates.Update:
     """Waits for N contributions and makes one update of them.
@@ -292,11 +280,11 @@ class SyncReplicasOptimizer:
       Interrupted: If `interrupt` was called.
       tf.errors.OutOfRangeError: After `close`.
     """
-    self._inner.refresh()
+    self.inner.refresh()
     if self._present not in self._steps:
       step_fn = functools.partial(self._step, self._present)
-      step_fn = tf.function(step_fn, autograph=False)
-      self._steps[self._present] = step_fn.get_concrete_function()
+      step_fn = tf.function(step_fn, autograph=False).get_concrete_function()
+      self._steps[self._present] = step_fn
     fields = self._steps[self._present]().numpy()
     kind, replica, step, examples, loss, is_updated = fields[:6]
     if kind == ledger.Kind.NONFINITE:
@@ -311,7 +299,7 @@ class SyncReplicasOptimizer:
       global_step=int(step) + 1,
       loss=float(loss),
       num_examples=int(examples),
-      learning_rate=self._inner.learning_rate(int(step)),
+      learning_rate=self.inner.learning_rate(int(step)),
     )
 
   def _step(self, present: tuple[bool, ...]) -> tf.Tensor:
@@ -323,8 +311,7 @@ class SyncReplicasOptimizer:
 
     Returns:
       The fields of `contributions.Collected`, with whether the update was made
-      before `present`: one float64 vector, on the client, for each tensor that
-      a client reads off a server is a call of its own.
+      before `present`: one float64 vector, for each tensor read is a call.
     """
     with tf.device(self._store.device_of_task(0)):
       collected = self._contributions.collect()
@@ -344,7 +331,13 @@ class SyncReplicasOptimizer:
 
   def _finish_step(self, present, collected) -> tf.Tensor:
     """Updates, advances the step and lets the replicas go on; returns True."""
-    with tf.control_dependencies([self._update(present, collected.step)]):
+    updated = self.update(
+      present,
+      collected.step,
+      self._contributions.take_sums,
+      self.replicas_to_aggregate,
+    )
+    with tf.control_dependencies([updated]):
       step = self._store.advance(collected.step, collected.examples)
     with tf.control_dependencies([step]):
       self._contributions.release_all(step)
@@ -353,7 +346,9 @@ class SyncReplicasOptimizer:
   # For whoever drives or watches it.
 
   def counts(self) -> list[updates.Counts]:
-    """What became of each replica's contributions since the start."""
+    """What became of each replica's contributions; none if it is alone."""
+    if self._contributions is None:
+      return []
     rows = self._contributions.snapshot().counts
     return [
       updates.Counts(int(r[0]), int(r[1]), tuple(map(int, r[2:]))) for r in rows

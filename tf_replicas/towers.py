@@ -3,6 +3,9 @@
 Model code never mentions a device. A replica is a list of variables, a loss as
 a function of parameters and a batch, and a data set; where it runs and what
 becomes of its gradients is up to the driver and the update rule.
+
+One device or several: a tower on each, or the layers of a tower spread over
+several (`model_parallel`), or both: N x D devices are N towers of D each.
 """
 
 import dataclasses
@@ -12,7 +15,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_replicas import model_parallel
 from tf_replicas import parameter_store
+from tf_replicas import placement
 
 
 class Gradients(NamedTuple):
@@ -45,13 +50,35 @@ class Replica:
       runs the function on a remote worker. The start, an int, is how many
       examples all replicas have used before. With several towers a batch is
       for all of them.
-    devices: Where the towers compute; the default device if empty.
+    devices: Where the towers compute; the default device if empty. With
+      `layers` on D devices, the first D are the first tower, and so on.
+    layers: Which layer of the model computes on which device of a tower; then
+      gradients are computed inside a `tf.function`.
+    micro_batches: In how many equal parts a tower takes its batch. With one
+      device per tower, one part follows the other, and what the forward pass
+      keeps is that of one. What a layer computes over the batch, such as batch
+      normalization's statistics, it computes over a part.
   """
 
   variables: Sequence[tf.Variable]
   loss_fn: Callable[..., tf.Tensor]
   dataset_fn: Callable[[int, int | tf.Tensor, int], tf.data.Dataset]
   devices: Sequence[str] = ()
+  layers: model_parallel.LayerPlacement | None = None
+  micro_batches: int = 1
+
+  def __post_init__(self):
+    if self.micro_batches < 1:
+      raise ValueError(
+        f"`micro_batches` must be at least 1. Received: {self.micro_batches}."
+      )
+    self.towers()
+
+  def towers(self) -> list[tuple[str, ...]]:
+    """The devices of each tower; none if there are no devices."""
+    if self.layers is None:
+      return [(device,) for device in self.devices]
+    return self.layers.towers(self.devices)
 
   def gradients(
     self,
@@ -63,28 +90,53 @@ class Replica:
 
     Args:
       parameters: One tensor per variable.
-      batch: Tensors whose first dimension is divisible by the towers.
+      batch: Tensors whose first dimension is divisible by the towers times the
+        micro-batches.
       scale_loss: Applied to the loss before it is differentiated.
     """
-    if not self.devices:
-      return self._tower(parameters, batch, scale_loss)
-    parts = [tf.split(x, len(self.devices)) for x in batch]
-    towers = []
-    for device, part in zip(
-      self.devices, zip(*parts, strict=True), strict=True
-    ):
-      with tf.device(device):
-        towers.append(self._tower(parameters, part, scale_loss))
-    return average_towers(towers)
+    towers = self.towers()
+    if not towers:
+      return self._tower([""], parameters, batch, scale_loss)
+    parts = model_parallel.parts(batch, len(towers), "devices")
+    results = []
+    for devices, part in zip(towers, parts, strict=True):
+      with tf.device(devices[0]):
+        results.append(self._tower(devices, parameters, part, scale_loss))
+    return average_towers(results)
 
-  def _tower(self, parameters, batch, scale_loss) -> Gradients:
-    parameters = [tf.identity(p) for p in parameters]
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-      tape.watch(parameters)
-      loss = self.loss_fn(parameters, *batch)
-      scaled = scale_loss(loss)
+  def _tower(self, devices, parameters, batch, scale_loss) -> Gradients:
+    pipeline, homes = None, [""] * len(parameters)
+    if len(devices) > 1:
+      pipeline = model_parallel.Pipeline(self.layers, devices)
+      paths = map(placement.path_of, self.variables)
+      homes = [pipeline.device_of(path) for path in paths]
+    own = []
+    for parameter, home in zip(parameters, homes, strict=True):
+      with tf.device(home):
+        own.append(tf.identity(parameter))
+    done, most = [], model_parallel.parts_under_way(len(devices))
+    for part in model_parallel.parts(
+      batch, self.micro_batches, "micro_batches"
+    ):
+      if len(done) >= most:
+        part = model_parallel.after(done[-most].gradients, part)
+      done.append(self._part(pipeline, own, part, scale_loss))
+    return done[0] if len(done) == 1 else average_towers(done)
+
+  def _part(self, pipeline, parameters, batch, scale_loss) -> Gradients:
+    if pipeline is None:
+      with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(parameters)
+        loss = self.loss_fn(parameters, *batch)
+        scaled = scale_loss(loss)
+      gradients = tape.gradient(scaled, parameters)
+    else:
+      with pipeline.part():
+        loss = self.loss_fn(parameters, *batch)
+        scaled = scale_loss(loss)
+      gradients = tf.gradients(scaled, parameters)
     return Gradients(
-      gradients=tape.gradient(scaled, parameters),
+      gradients=gradients,
       loss=tf.cast(loss, tf.float32),
       num_examples=tf.shape(batch[0], out_type=tf.int64)[0],
     )
@@ -94,7 +146,8 @@ def average_towers(towers: Sequence[Gradients]) -> Gradients:
   """The mean of several towers' gradients of equally many examples.
 
   A gradient that is None in all towers stays None; None in some counts as
-  zero. After `average_gradients` of TF1's `cifar10_multi_gpu_train`.
+  zero. Each mean is computed where the first of its gradients is. After
+  `average_gradients` of TF1's `cifar10_multi_gpu_train`.
   """
   scale = 1.0 / len(towers)
   gradients = [
@@ -112,15 +165,16 @@ def _mean(gradients, scale) -> parameter_store.Gradient:
   gradients = [g for g in gradients if g is not None]
   if not gradients:
     return None
-  if all(isinstance(g, tf.IndexedSlices) for g in gradients):
-    values = tf.concat([g.values for g in gradients], axis=0)
-    return tf.IndexedSlices(
-      values * tf.cast(scale, values.dtype),
-      tf.concat([g.indices for g in gradients], axis=0),
-      gradients[0].dense_shape,
-    )
-  total = tf.add_n([tf.convert_to_tensor(g) for g in gradients])
-  return total * tf.cast(scale, total.dtype)
+  with tf.device(gradients[0].device):
+    if all(isinstance(g, tf.IndexedSlices) for g in gradients):
+      values = tf.concat([g.values for g in gradients], axis=0)
+      return tf.IndexedSlices(
+        values * tf.cast(scale, values.dtype),
+        tf.concat([g.indices for g in gradients], axis=0),
+        gradients[0].dense_shape,
+      )
+    total = tf.add_n([tf.convert_to_tensor(g) for g in gradients])
+    return total * tf.cast(scale, total.dtype)
 
 
 def sparsity(replica: Replica) -> list[bool]:
@@ -145,12 +199,16 @@ def contribute(
   replica: Replica,
   iterator,
   index: int | tf.Tensor,
-  last=None,
+  parameters: Sequence[tf.Tensor],
+  *,
+  step: tf.Tensor,
+  ticket: tf.Tensor | None = None,
 ):
   """A replica's part in one step; to be used inside a `tf.function`.
 
-  Pulls the parameters once, computes, and hands the gradient to the update
-  rule; again with the same parameters if the rule wants more for this step.
+  Computes, hands the gradient to the update rule, again with the same
+  parameters if the rule wants more for this step, and pulls the parameters to
+  go on with: their bytes leave as soon as the rule lets the replica go on.
 
   Args:
     store: Holds the parameters.
@@ -158,13 +216,14 @@ def contribute(
     replica: What to compute.
     iterator: Over the replica's batches.
     index: Which replica this is.
-    last: What the last call returned, if its ticket is not -1.
+    parameters: One tensor per trainable variable of the store.
+    step: int64 scalar, the global step that they are of.
+    ticket: That of the last release, unless -1.
 
   Returns:
-    What `apply_gradients` returned last.
+    What `apply_gradients` returned last, with the step that the next parameters
+    are of unless it is negative, and these.
   """
-  step, values = store.pull(None if last is None else last.global_step)
-  parameters = [values[i] for i in store.trainable]
   paths = [store.specs[i].path for i in store.trainable]
 
   def one_batch(ticket):
@@ -179,13 +238,27 @@ def contribute(
       ticket=ticket,
     )
 
-  release = one_batch(None if last is None else last.ticket)
-  if optimizer.replicas_to_aggregate <= optimizer.total_num_replicas:
-    return release
-  return type(release)(
-    *tf.while_loop(
-      lambda _, new, ticket: (new == step) & (ticket >= 0),
-      lambda _, new, ticket: one_batch(ticket),
-      release,
+  release = one_batch(ticket)
+  if optimizer.replicas_to_aggregate > optimizer.total_num_replicas:
+    release = type(release)(
+      *tf.while_loop(
+        lambda _, new, ticket: (new == step) & (ticket >= 0),
+        lambda _, new, ticket: one_batch(ticket),
+        release,
+      )
     )
-  )
+  ended = release.global_step < 0
+  with tf.control_dependencies([release.global_step]):
+    now, parameters = pull(store)
+  # A replica that was refused may be let go while an update is being made.
+  with tf.device(store.device_of_task(0)):
+    step = tf.where(ended, release.global_step, now)
+  return release._replace(global_step=step), parameters
+
+
+def pull(
+  store: parameter_store.ParameterStore,
+) -> tuple[tf.Tensor, list[tf.Tensor]]:
+  """The global step, and the parameters: one tensor per trainable variable."""
+  step, values = store.pull()
+  return step, [values[i] for i in store.trainable]

@@ -1,0 +1,223 @@
+"""Training the tutorial's network on one machine, against Keras and strategies.
+
+  python -m benchmarks.one_machine [--rounds=3] [--batch_size=128] [--towers=2]
+
+Every row is a process of its own with the same network, images and global
+batch, on synthetic images; rows take turns, and the ratio within a round is
+what counts. Towers and strategies run on logical CPU devices.
+
+Ours are the binaries as they are, with log lines, summaries and moving
+averages. `fit` has the moving averages of its optimizer and the TensorBoard
+callback; TensorFlow's own local response normalization; its `auto` compiles
+with XLA. The strategies train in a plain loop on our network with our
+normalization, without moving averages or summaries.
+"""
+
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl import app
+from absl import flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("rounds", 3, "How often each is measured")
+flags.DEFINE_integer("batch_size", 128, "Images of a step, of all towers")
+flags.DEFINE_integer("towers", 2, "Logical devices")
+flags.DEFINE_integer("steps", 150, "Steps that are measured, after 30 others")
+flags.DEFINE_string(
+  "row", None, "Measure this one here; for the program itself"
+)
+
+_WARM_UP_STEPS = 30
+_ROWS = (
+  "one device",
+  "towers",
+  "fit",
+  "fit auto",
+  "CentralStorageStrategy",
+  "MirroredStrategy",
+)
+_DECAY = 0.004
+
+
+def ours(num_towers: int) -> float:
+  """Examples/sec of the binary after the warm-up, from its own log lines."""
+  with tempfile.TemporaryDirectory() as train_dir:
+    output = _output(
+      "cifar10.multi_gpu_train",
+      "--dataset=synthetic",
+      "--emulate_gpus",
+      f"--num_gpus={num_towers}",
+      f"--train_dir={train_dir}",
+      f"--batch_size={FLAGS.batch_size // num_towers}",
+      f"--max_steps={_WARM_UP_STEPS + FLAGS.steps}",
+      f"--log_every_steps={_WARM_UP_STEPS}",
+    )
+  rates = re.findall(r"\(([\d.]+) examples/sec;", output)
+  return statistics.harmonic_mean([float(rate) for rate in rates[1:]])
+
+
+def fit(jit_compile: bool | str) -> float:
+  """Examples/sec of `keras.Model.fit`."""
+  import keras
+  import tensorflow as tf
+
+  from cifar10 import lrn
+  from cifar10 import model as model_lib
+
+  class Normalization(keras.layers.Layer):
+    def call(self, x):
+      return tf.nn.local_response_normalization(
+        x, depth_radius=4, bias=1.0, alpha=0.001 / 9.0, beta=0.75
+      )
+
+  def clone(layer):
+    if isinstance(layer, lrn.LocalResponseNormalization):
+      return Normalization(name=layer.name)
+    settings = layer.get_config()
+    if f"{layer.name}/kernel" in model_lib.DECAYED:
+      settings["kernel_regularizer"] = keras.regularizers.L2(_DECAY / 2)
+    return type(layer).from_config(settings)
+
+  class Clock(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+      if batch + 1 == _WARM_UP_STEPS:
+        self.start = time.perf_counter()
+
+  model = keras.models.clone_model(model_lib.build(), clone_function=clone)
+  model.compile(
+    keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9999),
+    keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    jit_compile=jit_compile,
+  )
+  clock = Clock()
+  with tempfile.TemporaryDirectory() as log_dir:
+    model.fit(
+      _dataset(),
+      steps_per_epoch=_WARM_UP_STEPS + FLAGS.steps,
+      callbacks=[
+        clock,
+        keras.callbacks.TensorBoard(log_dir, update_freq=100),
+      ],
+      verbose=2,
+    )
+    seconds = time.perf_counter() - clock.start
+  return FLAGS.steps * FLAGS.batch_size / seconds
+
+
+def strategy(name: str) -> float:
+  """Examples/sec of a loop around `strategy.run`."""
+  import keras
+  import tensorflow as tf
+
+  from cifar10 import model as model_lib
+  from tf_replicas import devices
+
+  numbers = range(FLAGS.towers)
+  devices.configure(numbers, num_emulated=FLAGS.towers)
+  names = devices.tower_devices(numbers, emulate=True)
+  if name == "MirroredStrategy":
+    scope = tf.distribute.MirroredStrategy(
+      names, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+  else:
+    scope = tf.distribute.experimental.CentralStorageStrategy(
+      compute_devices=names, parameter_device="/device:CPU:0"
+    )
+  with scope.scope():
+    model = model_lib.build()
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+  paths = [v.path for v in model.trainable_variables]
+
+  def replica_step(images, labels):
+    with tf.GradientTape() as tape:
+      parameters = [tf.convert_to_tensor(v) for v in model.trainable_variables]
+      tape.watch(parameters)
+      loss, _ = model_lib.total_loss(
+        model, dict(zip(paths, parameters, strict=True)), images, labels
+      )
+      part = loss / FLAGS.towers
+    gradients = tape.gradient(part, parameters)
+    context = tf.distribute.get_replica_context()
+    gradients = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+    optimizer.apply(gradients, model.trainable_variables)
+    return loss
+
+  @tf.function
+  def step(batch):
+    losses = scope.run(replica_step, args=batch)
+    return scope.reduce(tf.distribute.ReduceOp.MEAN, losses, axis=None)
+
+  batches = iter(scope.experimental_distribute_dataset(_dataset()))
+  for number in range(_WARM_UP_STEPS + FLAGS.steps):
+    if number == _WARM_UP_STEPS:
+      start = time.perf_counter()
+    loss = float(step(next(batches)))
+  del loss
+  return FLAGS.steps * FLAGS.batch_size / (time.perf_counter() - start)
+
+
+def _dataset():
+  from cifar10 import inputs
+  from cifar10 import sources
+
+  source = sources.find("synthetic")
+  return inputs.train_dataset(source, batch_size=FLAGS.batch_size, seed=0)
+
+
+def measure(row: str) -> float:
+  """Examples/sec of a row, in this process or one of its own."""
+  if row == "one device":
+    return ours(1)
+  if row == "towers":
+    return ours(FLAGS.towers)
+  output = _output("benchmarks.one_machine", *sys.argv[1:], f"--row={row}")
+  return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
+
+
+def _measure_here(row: str) -> float:
+  if row.startswith("fit"):
+    return fit("auto" if row == "fit auto" else False)
+  return strategy(row)
+
+
+def _output(module: str, *arguments: str) -> str:
+  result = subprocess.run(
+    [sys.executable, "-m", module, *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=600,
+  )
+  if result.returncode:
+    raise RuntimeError(f"{module} failed:\n{result.stdout}{result.stderr}")
+  return result.stdout
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  if FLAGS.row is not None:
+    print(f"examples_per_sec {_measure_here(FLAGS.row):.1f}", flush=True)
+    return
+  rates = {row: [] for row in _ROWS}
+  for number in range(FLAGS.rounds):
+    for row in _ROWS:
+      rates[row].append(measure(row))
+      print(f"round {number}: {row} {rates[row][-1]:.0f}/s", flush=True)
+  print(f"{'':24}{'examples/sec':>14}{'one device / it':>18}")
+  for row in _ROWS:
+    ratios = [a / b for a, b in zip(rates[_ROWS[0]], rates[row], strict=True)]
+    spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+    print(
+      f"{row:24}{statistics.median(rates[row]):14.0f}"
+      f"{statistics.median(ratios):18.2f} {spread}"
+    )
+
+
+if __name__ == "__main__":
+  app.run(main)

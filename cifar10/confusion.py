@@ -1,0 +1,111 @@
+"""Which class was taken for which: rates per class, a table, a picture.
+
+A confusion matrix here has one row for each true class and one column for
+each class that the network named: `[10, 10]` counts of images.
+"""
+
+import numpy as np
+
+from cifar10 import config
+
+_INCHES = 8
+_DOTS_PER_INCH = 90
+
+
+def accuracy(matrix: np.ndarray) -> float:
+  """The share of all images that were classified right: precision @ 1."""
+  return float(np.trace(matrix) / np.sum(matrix))
+
+
+def recall(matrix: np.ndarray) -> np.ndarray:
+  """Of the images of each class, the share that was classified right.
+
+  Returns:
+    `[10]`; NaN for a class without an image.
+  """
+  return _share(np.diag(matrix), np.sum(matrix, axis=1))
+
+
+def precision(matrix: np.ndarray) -> np.ndarray:
+  """Of the images that were taken for each class, the share that is of it.
+
+  Returns:
+    `[10]`; NaN for a class that the network never named.
+  """
+  return _share(np.diag(matrix), np.sum(matrix, axis=0))
+
+
+def scalars(matrix: np.ndarray) -> dict[str, float]:
+  """What TensorBoard shows, by name; rates that are NaN are left out."""
+  values = {"precision @ 1": accuracy(matrix)}
+  for name, rates in (
+    ("precision", precision(matrix)),
+    ("recall", recall(matrix)),
+  ):
+    for label, rate in zip(config.LABELS, rates, strict=True):
+      if not np.isnan(rate):
+        values[f"{name}/{label}"] = float(rate)
+  return values
+
+
+def table(matrix: np.ndarray) -> str:
+  """A line per class: its images, its recall and its precision."""
+  lines = [f"{'class':<12}{'images':>7}{'recall':>9}{'precision':>11}"]
+  rows = zip(
+    config.LABELS,
+    np.sum(matrix, axis=1),
+    recall(matrix),
+    precision(matrix),
+    strict=True,
+  )
+  for label, images, *rates in rows:
+    words = ["-" if np.isnan(rate) else f"{rate:.4f}" for rate in rates]
+    lines.append(f"{label:<12}{images:>7}{words[0]:>9}{words[1]:>11}")
+  return "\n".join(lines)
+
+
+def can_draw() -> bool:
+  """Whether matplotlib, an optional requirement, is installed."""
+  try:
+    import matplotlib  # noqa: F401
+  except ImportError:
+    return False
+  return True
+
+
+def picture(matrix: np.ndarray) -> np.ndarray:
+  """Draws the matrix; the darker a field, the larger its share of the row.
+
+  Returns:
+    uint8 `[height, width, 3]`.
+
+  Raises:
+    ImportError: If matplotlib is not installed.
+  """
+  from matplotlib.backends import backend_agg
+  from matplotlib.figure import Figure
+
+  figure = Figure(
+    figsize=(_INCHES, _INCHES), dpi=_DOTS_PER_INCH, layout="constrained"
+  )
+  canvas = backend_agg.FigureCanvasAgg(figure)
+  axes = figure.add_subplot()
+  totals = np.sum(matrix, axis=1, keepdims=True)
+  shares = matrix / np.maximum(totals, 1)
+  axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0)
+  ticks = range(config.NUM_CLASSES)
+  axes.set_xticks(ticks, config.LABELS, rotation=45, ha="right")
+  axes.set_yticks(ticks, config.LABELS)
+  axes.set_xlabel("taken for")
+  axes.set_ylabel("is")
+  for (row, column), count in np.ndenumerate(matrix):
+    color = "white" if shares[row, column] > 0.5 else "black"
+    axes.text(column, row, str(count), ha="center", va="center", color=color)
+  canvas.draw()
+  return np.array(canvas.buffer_rgba())[:, :, :3]
+
+
+def _share(parts: np.ndarray, wholes: np.ndarray) -> np.ndarray:
+  return np.divide(
+    parts, wholes, out=np.full(len(parts), np.nan), where=wholes > 0
+  )

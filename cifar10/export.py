@@ -1,0 +1,134 @@
+"""Exports a trained network as a SavedModel that needs TensorFlow alone.
+
+  python -m cifar10.export --train_dir=/tmp/cifar10_train --export_dir=DIR
+
+The model takes raw uint8 images `[batch, 32, 32, 3]`, red first, and returns
+probabilities `[batch, 10]`; cropping, standardisation and the moving averages
+of the weights are inside. `model.labels` is the path of a file with the names
+of the classes, one a line.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import numpy as np
+from absl import flags
+
+from cifar10 import command_line
+from cifar10 import config as config_lib
+from tf_replicas import program
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+  """The flags of this binary; `--help` shows them."""
+  flags.DEFINE_string("train_dir", "/tmp/cifar10_train", "The run to export")
+  flags.DEFINE_string("export_dir", None, "For the SavedModel; new or empty")
+  flags.mark_flag_as_required("export_dir")
+
+
+def export(train_dir: str, export_dir: str) -> str:
+  """Exports the newest checkpoint of a run.
+
+  Args:
+    train_dir: The run's directory.
+    export_dir: The SavedModel's, which does not exist or is empty. It
+      appears when it is complete.
+
+  Returns:
+    The path of the checkpoint.
+
+  Raises:
+    FileExistsError: If there is something at `export_dir`.
+    checkpoints.CheckpointError: If there is no checkpoint, or it is of
+      another model.
+  """
+  from tf_replicas import checkpoints
+  from tf_replicas import evaluation
+
+  _require_free(export_dir)
+  path = checkpoints.latest(train_dir)
+  if path is None:
+    raise checkpoints.MissingCheckpointError(
+      f"No checkpoint file found in {train_dir}"
+    )
+  values = evaluation.averaged_variables(checkpoints.read(path))
+  parent = os.path.dirname(os.path.abspath(export_dir))
+  os.makedirs(parent, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=parent, prefix=".export-") as directory:
+    complete = os.path.join(directory, "model")
+    _save(values, os.path.join(directory, "labels.txt"), complete)
+    # Replaces an empty directory, and fails if it was filled meanwhile.
+    os.rename(complete, export_dir)
+  return path
+
+
+def _require_free(export_dir: str) -> None:
+  if os.path.isdir(export_dir):
+    if not os.listdir(export_dir):
+      return
+    raise FileExistsError(
+      "`export_dir` must not exist or must be empty; nothing is overwritten."
+      f" Received: {export_dir}."
+    )
+  if os.path.lexists(export_dir):
+    raise FileExistsError(
+      f"`export_dir` must be a directory. Received: {export_dir}."
+    )
+
+
+def _save(
+  values: Mapping[str, np.ndarray], labels_path: str, directory: str
+) -> None:
+  """Writes the SavedModel of the network with these variables."""
+  import tensorflow as tf
+
+  from cifar10 import distortions
+  from cifar10 import model as model_lib
+  from tf_replicas import evaluation
+
+  network = model_lib.build()
+  evaluation.load_into_keras(network, values)
+  with open(labels_path, "w", encoding="utf-8") as file:
+    file.write("\n".join(config_lib.LABELS) + "\n")
+  size = config_lib.RECORD_SIZE
+  images_spec = tf.TensorSpec([None, size, size, 3], tf.uint8, "images")
+
+  @tf.function(input_signature=[images_spec])
+  def classify(images):
+    logits = network(distortions.center(images), training=False)
+    return tf.nn.softmax(logits)
+
+  @tf.function(input_signature=[images_spec])
+  def serve(images):
+    return {"probabilities": classify(images)}
+
+  # Not the Keras model: it would drag its classes along.
+  module = tf.Module()
+  module.weights = [weight.value for weight in network.weights]
+  module.labels = tf.saved_model.Asset(labels_path)
+  module.__call__ = classify
+  tf.saved_model.save(module, directory, signatures={"serving_default": serve})
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  with program.quiet_stderr():
+    from tf_replicas import checkpoints
+    from tf_replicas import devices
+
+  with program.one_line_errors(
+    usage=(FileExistsError, checkpoints.CheckpointError),
+    run_time=program.RUN_TIME_ERRORS,
+  ):
+    devices.configure(())
+    path = export(FLAGS.train_dir, FLAGS.export_dir)
+    print(f"exported {path} to {FLAGS.export_dir}", flush=True)
+
+
+if __name__ == "__main__":
+  define_flags()
+  command_line.start(main)

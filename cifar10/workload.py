@@ -1,0 +1,104 @@
+"""What the training binaries train, as the library takes it."""
+
+import functools
+from collections.abc import Mapping
+
+from cifar10 import config as config_lib
+from tf_replicas import program
+
+# float16 holds nothing below 6e-8: where gradients are smaller, they vanish
+# unless the loss is scaled up. A power of two rounds nothing.
+FLOAT16_LOSS_SCALE = 1024.0
+
+
+def make(
+  config: config_lib.Config,
+  *,
+  layers: Mapping[str, int] | None = None,
+  micro_batches: int = 1,
+) -> program.Workload:
+  """The network, its data and its update rule.
+
+  Args:
+    config: What to train.
+    layers: A cluster spec's `layers`: which layer is on which device of a
+      tower.
+    micro_batches: In how many parts a tower takes its batch.
+  """
+  return program.Workload(
+    replica_fn=functools.partial(_replica, config, layers or {}, micro_batches),
+    optimizer_fn=functools.partial(_optimizer, config),
+    learning_rate_fn=functools.partial(config_lib.learning_rate, config),
+    batch_size=config.batch_size,
+  )
+
+
+def _replica(config, layers, micro_batches, devices):
+  # TensorFlow is imported only by the tasks that compute.
+  import tf_replicas
+  from cifar10 import inputs
+  from cifar10 import model as model_lib
+  from cifar10 import sources
+
+  source = sources.find(config.dataset, config.data_dir)
+  model = model_lib.build(seed=config.seed, compute_dtype=config.compute_dtype)
+  paths = [variable.path for variable in model.trainable_variables]
+  placed = tf_replicas.place_layers(model, layers)
+  num_towers = max(1, len(placed.towers(devices)))
+
+  def loss_fn(parameters, images, labels):
+    loss, _ = model_lib.total_loss(
+      model,
+      dict(zip(paths, parameters, strict=True)),
+      images,
+      labels,
+      decay_factor=config.weight_decay,
+      label_smoothing=config.label_smoothing,
+    )
+    return loss
+
+  def dataset_fn(num_shards, shard_index, start_example):
+    return inputs.train_dataset(
+      source,
+      batch_size=config.batch_size * num_towers,
+      seed=config.seed,
+      num_shards=num_shards,
+      shard_index=shard_index,
+      start_example=start_example,
+      distort_colors=config.distort_colors,
+    )
+
+  return tf_replicas.Replica(
+    model.trainable_variables,
+    loss_fn,
+    dataset_fn,
+    devices,
+    layers=placed,
+    micro_batches=micro_batches,
+  )
+
+
+def _optimizer(config, replicas_to_aggregate, total_num_replicas):
+  import keras
+
+  import tf_replicas
+
+  if config.optimizer == "muon":
+    optimizer = keras.optimizers.Muon(
+      config.learning_rate,
+      momentum=config.momentum,
+      weight_decay=None,  # It is in the loss, as the tutorial has it.
+      adam_weight_decay=None,
+    )
+  else:
+    optimizer = keras.optimizers.SGD(
+      config.learning_rate, momentum=config.momentum
+    )
+  is_float16 = config.compute_dtype == "float16"
+  return tf_replicas.SyncReplicasOptimizer(
+    optimizer,
+    replicas_to_aggregate,
+    total_num_replicas,
+    variable_averages=tf_replicas.MovingAverages(config.moving_average_decay),
+    loss_scale=FLOAT16_LOSS_SCALE if is_float16 else None,
+  )

@@ -1,0 +1,1 @@
+"""A scaled Inception v3, its data, and the binaries that train it."""

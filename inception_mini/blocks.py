@@ -1,0 +1,237 @@
+"""The parts of Inception v3: stem, blocks, grid reductions, heads.
+
+After Szegedy et al. 2015 (arXiv:1512.00567), section 6 and table 1, with the
+numbers of channels of the TF1 program (`inception_model.inception_v3`). All
+are multiplied by a width; convolutions are followed by batch normalisation
+without scale and ReLU.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import keras
+
+BATCH_NORM_EPSILON = 1e-3
+
+# The stem halves the grid only as long as so much of it is left, and from this
+# image size on everything is as in the original.
+MIN_GRID = 16
+MIN_VALID_SIZE = 171
+
+_CHANNELS_STEP = 8
+
+
+class Stem(NamedTuple):
+  """What an image size makes of the stem and the reductions.
+
+  Attributes:
+    padding: Of the stem and of both grid reductions, `valid` or `same`.
+    conv_halves: Whether the first convolution halves the grid.
+    pool1_halves: Whether there is a pool after the third convolution.
+    pool2_halves: Whether there is one after the fifth.
+  """
+
+  padding: str
+  conv_halves: bool
+  pool1_halves: bool
+  pool2_halves: bool
+
+
+def stem_of(image_size: int) -> Stem:
+  """Chooses the stem so that small images keep a grid worth the name.
+
+  From 171 pixels on it is the original's, which halves three times without
+  padding: 299 pixels give grids of 35, 17 and 8, and 171 give 19, 9 and 4.
+  Below, everything is padded, and the stem halves as often as leaves 16x16
+  or more, at most three times: once from 32 pixels on (grids of 16, 8 and
+  4), twice from 64, three times from 128. The first convolution is the
+  first to stop halving, the second pool the next.
+  """
+  if image_size >= MIN_VALID_SIZE:
+    return Stem("valid", True, True, True)
+  halvings = max(n for n in range(4) if image_size // 2**n >= MIN_GRID)
+  return Stem("same", halvings >= 3, halvings >= 1, halvings >= 2)
+
+
+class Parts:
+  """Makes the parts of one network.
+
+  Every layer's name says where it stands; no two calls may use one name.
+
+  Attributes:
+    dtype: Policy of all layers.
+  """
+
+  def __init__(
+    self,
+    *,
+    seeds: Iterator[int],
+    width: float,
+    padding: str,
+    batch_norm_decay: float,
+    dtype: str = "float32",
+  ):
+    """Initializes the maker.
+
+    Args:
+      seeds: One is taken for each kernel.
+      width: Factor of all numbers of channels.
+      padding: Of stem and grid reductions.
+      batch_norm_decay: Of the moving statistics.
+      dtype: Policy of all layers, such as `mixed_bfloat16`.
+    """
+    self.dtype = dtype
+    self._seeds = seeds
+    self._width = width
+    self._padding = padding
+    self._batch_norm_decay = batch_norm_decay
+
+  def channels(self, number: int) -> int:
+    """A number of channels, scaled: a multiple of 8, at least 8."""
+    steps = int(number * self._width / _CHANNELS_STEP + 0.5)
+    return max(1, steps) * _CHANNELS_STEP
+
+  def conv(
+    self,
+    x,
+    channels: int,
+    size: int | tuple[int, int],
+    name: str,
+    *,
+    strides: int = 1,
+    padding: str = "same",
+    stddev: float = 0.1,
+  ):
+    """Convolution, batch normalisation and ReLU; `channels` is not scaled."""
+    x = keras.layers.Conv2D(
+      self.channels(channels),
+      size,
+      strides,
+      padding,
+      use_bias=False,
+      kernel_initializer=self.normal(stddev),
+      dtype=self.dtype,
+      name=f"{name}_conv",
+    )(x)
+    x = keras.layers.BatchNormalization(
+      momentum=self._batch_norm_decay,
+      epsilon=BATCH_NORM_EPSILON,
+      scale=False,
+      dtype=self.dtype,
+      name=f"{name}_norm",
+    )(x)
+    return keras.layers.ReLU(dtype=self.dtype, name=f"{name}_relu")(x)
+
+  def normal(self, stddev: float) -> keras.initializers.Initializer:
+    """A truncated normal distribution with a seed of its own."""
+    return keras.initializers.TruncatedNormal(
+      stddev=stddev, seed=next(self._seeds)
+    )
+
+  def stem(self, x, plan: Stem):
+    """Five convolutions and two pools, or fewer pools for small images."""
+    padding = self._padding
+    strides = 2 if plan.conv_halves else 1
+    x = self.conv(x, 32, 3, "conv0", strides=strides, padding=padding)
+    x = self.conv(x, 32, 3, "conv1", padding=padding)
+    x = self.conv(x, 64, 3, "conv2")
+    if plan.pool1_halves:
+      x = self._max_pool(x, "pool1")
+    x = self.conv(x, 80, 1, "conv3")
+    x = self.conv(x, 192, 3, "conv4", padding=padding)
+    if plan.pool2_halves:
+      x = self._max_pool(x, "pool2")
+    return x
+
+  def block_a(self, x, name: str, pool_channels: int):
+    """The block of the 35x35 grid: 1x1, 5x5 and 3x3 twice."""
+    one = self.conv(x, 64, 1, f"{name}_1x1")
+    five = self.conv(x, 48, 1, f"{name}_5x5_0")
+    five = self.conv(five, 64, 5, f"{name}_5x5_1")
+    three = self.conv(x, 64, 1, f"{name}_3x3_0")
+    three = self.conv(three, 96, 3, f"{name}_3x3_1")
+    three = self.conv(three, 96, 3, f"{name}_3x3_2")
+    pool = self._average_pool(x, name)
+    pool = self.conv(pool, pool_channels, 1, f"{name}_pool_1x1")
+    return self._join([one, five, three, pool], name)
+
+  def reduction_a(self, x, name: str):
+    """From the 35x35 to the 17x17 grid."""
+    three = self.conv(
+      x, 384, 3, f"{name}_3x3", strides=2, padding=self._padding
+    )
+    double = self.conv(x, 64, 1, f"{name}_double_0")
+    double = self.conv(double, 96, 3, f"{name}_double_1")
+    double = self.conv(
+      double, 96, 3, f"{name}_double_2", strides=2, padding=self._padding
+    )
+    return self._join([three, double, self._max_pool(x, f"{name}_pool")], name)
+
+  def block_b(self, x, name: str, inner: int):
+    """The block of the 17x17 grid: 7x7 as 1x7 and 7x1, once and twice."""
+    one = self.conv(x, 192, 1, f"{name}_1x1")
+    seven = self.conv(x, inner, 1, f"{name}_7x7_0")
+    seven = self.conv(seven, inner, (1, 7), f"{name}_7x7_1")
+    seven = self.conv(seven, 192, (7, 1), f"{name}_7x7_2")
+    double = self.conv(x, inner, 1, f"{name}_double_0")
+    double = self.conv(double, inner, (7, 1), f"{name}_double_1")
+    double = self.conv(double, inner, (1, 7), f"{name}_double_2")
+    double = self.conv(double, inner, (7, 1), f"{name}_double_3")
+    double = self.conv(double, 192, (1, 7), f"{name}_double_4")
+    pool = self._average_pool(x, name)
+    pool = self.conv(pool, 192, 1, f"{name}_pool_1x1")
+    return self._join([one, seven, double, pool], name)
+
+  def reduction_b(self, x, name: str):
+    """From the 17x17 to the 8x8 grid."""
+    halve = dict(strides=2, padding=self._padding)
+    three = self.conv(x, 192, 1, f"{name}_3x3_0")
+    three = self.conv(three, 320, 3, f"{name}_3x3_1", **halve)
+    seven = self.conv(x, 192, 1, f"{name}_7x7_0")
+    seven = self.conv(seven, 192, (1, 7), f"{name}_7x7_1")
+    seven = self.conv(seven, 192, (7, 1), f"{name}_7x7_2")
+    seven = self.conv(seven, 192, 3, f"{name}_7x7_3", **halve)
+    return self._join([three, seven, self._max_pool(x, f"{name}_pool")], name)
+
+  def block_c(self, x, name: str):
+    """The block of the 8x8 grid: 3x3 as 1x3 beside 3x1."""
+    one = self.conv(x, 320, 1, f"{name}_1x1")
+    three = self.conv(x, 384, 1, f"{name}_3x3_0")
+    three = self._split(three, f"{name}_3x3")
+    double = self.conv(x, 448, 1, f"{name}_double_0")
+    double = self.conv(double, 384, 3, f"{name}_double_1")
+    double = self._split(double, f"{name}_double")
+    pool = self._average_pool(x, name)
+    pool = self.conv(pool, 192, 1, f"{name}_pool_1x1")
+    return self._join([one, three, double, pool], name)
+
+  def auxiliary_features(self, x, name: str):
+    """What the auxiliary head sees of the 17x17 grid: `[batch, channels]`.
+
+    The last kernel is as big as the pooled grid, 5x5 in the original.
+    """
+    x = keras.layers.AveragePooling2D(
+      5, 3, "valid", dtype=self.dtype, name=f"{name}_pool"
+    )(x)
+    x = self.conv(x, 128, 1, f"{name}_0")
+    grid = tuple(x.shape[1:3])
+    x = self.conv(x, 768, grid, f"{name}_1", padding="valid", stddev=0.01)
+    return keras.layers.Flatten(dtype=self.dtype, name=f"{name}_flatten")(x)
+
+  def _split(self, x, name: str):
+    wide = self.conv(x, 384, (1, 3), f"{name}_1x3")
+    high = self.conv(x, 384, (3, 1), f"{name}_3x1")
+    return self._join([wide, high], name)
+
+  def _max_pool(self, x, name: str):
+    return keras.layers.MaxPooling2D(
+      3, 2, self._padding, dtype=self.dtype, name=name
+    )(x)
+
+  def _average_pool(self, x, name: str):
+    return keras.layers.AveragePooling2D(
+      3, 1, "same", dtype=self.dtype, name=f"{name}_pool"
+    )(x)
+
+  def _join(self, branches, name: str):
+    return keras.layers.Concatenate(dtype=self.dtype, name=name)(branches)

@@ -1,0 +1,251 @@
+"""Makes shards of TFRecords out of folders of labelled JPEG or PNG files.
+
+  python -m inception_mini.build_image_data --train_directory=photos/train \
+    --validation_directory=photos/test --output_directory=/tmp/photos \
+    --train_shards=8 --validation_shards=2
+
+One sub-folder per label. Started again after an interruption it goes on where
+it was. Files that cannot be read are reported and left out.
+"""
+
+import os
+import sys
+
+import tqdm
+from absl import app
+from absl import flags
+from absl import logging
+
+from inception_mini import image_folders
+from tf_replicas import program
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+  """The flags of this binary; `--help` shows them."""
+  flags.DEFINE_string("train_directory", None, "Has a sub-folder per label")
+  flags.DEFINE_string("validation_directory", None, "The same for validation")
+  flags.DEFINE_string("output_directory", None, "Where the shards go")
+  flags.DEFINE_integer("train_shards", 2, "Files of training examples")
+  flags.DEFINE_integer("validation_shards", 2, "Files of validation examples")
+  flags.DEFINE_integer("num_threads", None, "Shards at a time; one per core")
+  flags.DEFINE_string(
+    "labels_file", None, "One label per line, the first is 1; all sub-folders"
+  )
+
+
+def build(
+  output_directory: str,
+  directories: dict[str, str],
+  num_shards: dict[str, int],
+  *,
+  num_threads: int | None = None,
+  labels_file: str | None = None,
+) -> dict:
+  """Builds the shards of each subset, and a file with the labels.
+
+  Args:
+    output_directory: Where they go.
+    directories: By subset (`train`, `validation`), where its folders are.
+    num_shards: By subset.
+    num_threads: Shards written at a time; None is one per core.
+    labels_file: Names the labels in order; None takes the sub-folders of the
+      first of the directories in alphabetical order.
+
+  Returns:
+    By subset, a `shards.Summary`.
+
+  Raises:
+    ValueError: If a number is out of range.
+    image_folders.FolderError: If a directory is not what it should be.
+    records.DataError: If the labels file is not.
+    shards.BuildError: If the output directory is not, or no image can be
+      read.
+    shards.Interrupted: On Ctrl-C.
+  """
+  from inception_mini import records
+  from inception_mini import shards
+
+  num_threads = _positive("num_threads", num_threads or os.cpu_count())
+  labels = (
+    records.read_labels(labels_file)
+    if labels_file
+    else image_folders.labels_of(next(iter(directories.values())))
+  )
+  found = {}
+  for subset, directory in directories.items():
+    if not labels_file:
+      image_folders.check_labels(directory, labels)
+    found[subset] = image_folders.find(directory, labels)
+    _check_shards(subset, num_shards[subset], len(found[subset].files))
+  _write_labels(output_directory, records.LABELS_FILE, labels)
+  summaries = {}
+  for subset, (files, ignored) in found.items():
+    _tell_ignored(subset, ignored)
+    with _Progress(subset, len(files)) as progress:
+      summaries[subset] = shards.write(
+        subset,
+        output_directory,
+        files,
+        fingerprint=image_folders.fingerprint(directories[subset], files),
+        num_shards=num_shards[subset],
+        num_threads=num_threads,
+        on_image=progress.move,
+        on_skip=progress.tell_skipped,
+        on_shard=progress.tell_shard,
+      )
+    _tell_summary(subset, summaries[subset], len(labels))
+    if not summaries[subset].num_examples:
+      raise shards.BuildError(
+        f"At least one file of {directories[subset]} must be an image. "
+        f"Received: {len(files)} that cannot be read."
+      )
+  return summaries
+
+
+class _Progress:
+  """A bar on a terminal, else a line per shard; skipped files in any case."""
+
+  def __init__(self, subset: str, num_files: int):
+    self._bar = tqdm.tqdm(
+      desc=subset,
+      total=num_files,
+      unit="image",
+      file=sys.stdout,
+      disable=not sys.stdout.isatty(),
+      dynamic_ncols=True,
+    )
+
+  def __enter__(self) -> "_Progress":
+    return self
+
+  def __exit__(self, *error) -> None:
+    self._bar.close()
+
+  def move(self, number: int) -> None:
+    """Counts images that are done with."""
+    if not self._bar.disable:
+      with self._bar.get_lock():
+        self._bar.update(number)
+
+  def tell_skipped(self, path: str, reason: str) -> None:
+    """Reports a file that was left out."""
+    self._write(f"skipped {path}: {reason}", sys.stderr)
+
+  def tell_shard(self, name: str, num_examples: int) -> None:
+    """Reports a finished shard, unless the bar shows as much."""
+    if self._bar.disable:
+      self._write(f"{name}: {num_examples} images", sys.stdout)
+
+  def _write(self, line: str, file) -> None:
+    # A path may hold bytes that are no UTF-8.
+    line = line.encode(errors="backslashreplace").decode()
+    tqdm.tqdm.write(line, file=file)
+    file.flush()
+
+
+def _check_shards(subset: str, num_shards: int, num_files: int) -> None:
+  if not 1 <= num_shards <= num_files:
+    raise ValueError(
+      f"`{subset}_shards` must be in [1, {num_files}], as there are "
+      f"{num_files} images. Received: {num_shards}."
+    )
+
+
+def _positive(name: str, value: int) -> int:
+  if value < 1:
+    raise ValueError(f"`{name}` must be positive. Received: {value}.")
+  return value
+
+
+def _write_labels(directory: str, name: str, labels: list[str]) -> None:
+  """Writes the labels, one per line.
+
+  Raises:
+    shards.BuildError: If others are there already.
+  """
+  from inception_mini import records
+  from inception_mini import shards
+
+  os.makedirs(directory, exist_ok=True)
+  path = os.path.join(directory, name)
+  if os.path.exists(path):
+    if records.read_labels(path) != labels:
+      raise shards.BuildError(
+        f"`output_directory` must be empty or hold shards of the same labels. "
+        f"Received: {directory}, whose {name} differs."
+      )
+    return
+  with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+    file.write("\n".join(labels) + "\n")
+  os.replace(f"{path}.tmp", path)
+
+
+def _tell_ignored(subset: str, ignored: list[str]) -> None:
+  if ignored:
+    print(
+      f"{subset}: {len(ignored)} left out that are no JPEG or PNG file of a "
+      f"label, such as {ignored[0]}",
+      file=sys.stderr,
+      flush=True,
+    )
+
+
+def _tell_summary(subset: str, summary, num_labels: int) -> None:
+  print(
+    f"{subset}: {summary.num_examples} images of {num_labels} labels in "
+    f"{summary.num_kept + summary.num_written} shards ({summary.num_kept} kept,"
+    f" {summary.num_written} written), {summary.num_skipped} files skipped",
+    flush=True,
+  )
+
+
+def _build_from_flags() -> None:
+  directories = {
+    "train": FLAGS.train_directory,
+    "validation": FLAGS.validation_directory,
+  }
+  directories = {s: path for s, path in directories.items() if path}
+  if not directories or not FLAGS.output_directory:
+    raise ValueError(
+      "`train_directory` or `validation_directory`, and `output_directory`, "
+      "must be given."
+    )
+  build(
+    FLAGS.output_directory,
+    directories,
+    {"train": FLAGS.train_shards, "validation": FLAGS.validation_shards},
+    num_threads=FLAGS.num_threads,
+    labels_file=FLAGS.labels_file,
+  )
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+  if not FLAGS["verbosity"].present:
+    logging.set_verbosity(logging.WARNING)
+  with program.quiet_stderr():
+    import tensorflow as tf
+
+    from inception_mini import records
+    from inception_mini import shards
+
+  usage = (
+    ValueError,
+    image_folders.FolderError,
+    records.DataError,
+    shards.BuildError,
+  )
+  try:
+    with program.one_line_errors(usage, (OSError, tf.errors.OpError)):
+      _build_from_flags()
+  except (KeyboardInterrupt, shards.Interrupted):
+    print("interrupted; the same command goes on from here", file=sys.stderr)
+    program.exit_now(130)
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)

@@ -1,0 +1,230 @@
+"""What one training run is made of: a frozen `Config` and its constants.
+
+Imports no TensorFlow, so that a launcher can check its flags at once.
+"""
+
+import dataclasses
+import json
+import os
+from typing import TypeVar
+
+MIN_IMAGE_SIZE = 32
+MAX_IMAGE_SIZE = 299
+
+# Of the network's arithmetic; variables, loss and update are float32.
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+
+# An entry overrides the defaults of `Config`, which are the original's.
+RECIPES = {
+  "original": {},
+  # 32-pixel images on a desk: 0.8 million parameters with ten classes.
+  # Averages over thousands of steps would outlive such a run, and a crop of
+  # a twentieth of 32x32 pixels shows nothing.
+  "mini": dict(
+    image_size=32,
+    width=0.25,
+    depth=0.5,
+    batch_size=64,
+    max_steps=20_000,
+    batch_norm_decay=0.99,
+    moving_average_decay=0.999,
+    min_crop_area=0.4,
+    shuffle_examples=10_000,
+  ),
+}
+
+_RECORD = "config.json"
+
+_Count = TypeVar("_Count")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Everything a training run depends on, apart from the machines.
+
+  The defaults are those of the TF1 program (`inception_distributed_train`,
+  `inception_model`, `image_processing`).
+
+  Attributes:
+    dataset: `records` (shards of TFRecords in `data_dir`), `synthetic` or the
+      name of a TensorFlow data set.
+    data_dir: Where the data set lies or is downloaded to.
+    train_dir: Where checkpoints and summaries go.
+    image_size: Height and width of what the network sees.
+    num_classes: Number of logits, the background included where there is one;
+      None is what the data set says.
+    width: Factor of every number of channels.
+    depth: Factor of the number of Inception blocks of each kind.
+    dropout: Share of the features that training drops before the logits.
+    batch_size: Images of one tower's batch.
+    max_steps: Updates of the variables after which training ends.
+    seed: Decides initial weights, order of the data, distortions, dropout.
+    recipe: Key of `RECIPES` that these settings started from.
+    learning_rate: At the first step.
+    learning_rate_decay_factor: What each decay multiplies the rate by.
+    num_epochs_per_decay: Passes over the training set between decays.
+    rmsprop_decay: Of RMSProp's mean of squared gradients.
+    rmsprop_momentum: Of RMSProp.
+    rmsprop_epsilon: Added to the mean square before the root is taken.
+    moving_average_decay: Largest decay of the variables' moving averages.
+    batch_norm_decay: Of batch normalisation's moving statistics.
+    weight_decay: Factor of half the squared kernels in the loss.
+    label_smoothing: Share of the target that all classes divide equally.
+    auxiliary_weight: Factor of the auxiliary head's loss; 0 leaves the head
+      out of the network.
+    min_crop_area: Smallest share of an image's area that a training crop has.
+    distort_color: Whether training changes colours.
+    central_fraction: Share of height and width that evaluation looks at.
+    shuffle_examples: Encoded examples a worker holds to draw the next from.
+    compute_dtype: One of `COMPUTE_DTYPES`.
+  """
+
+  dataset: str = "records"
+  data_dir: str | None = None
+  train_dir: str = "/tmp/inception_mini_train"
+  image_size: int = 299
+  num_classes: int | None = None
+  width: float = 1.0
+  depth: float = 1.0
+  dropout: float = 0.2
+  batch_size: int = 32
+  max_steps: int = 1_000_000
+  seed: int = 0
+  recipe: str = "original"
+  learning_rate: float = 0.045
+  learning_rate_decay_factor: float = 0.94
+  num_epochs_per_decay: float = 2.0
+  rmsprop_decay: float = 0.9
+  rmsprop_momentum: float = 0.9
+  rmsprop_epsilon: float = 1.0
+  moving_average_decay: float = 0.9999
+  batch_norm_decay: float = 0.9997
+  weight_decay: float = 4e-5
+  label_smoothing: float = 0.1
+  auxiliary_weight: float = 0.4
+  min_crop_area: float = 0.05
+  distort_color: bool = True
+  central_fraction: float = 0.875
+  shuffle_examples: int = 16_384
+  compute_dtype: str = "float32"
+
+  def __post_init__(self):
+    def require(rule, holds, *names):
+      for name in names:
+        _require(name, getattr(self, name), holds(getattr(self, name)), rule)
+
+    require("not empty", bool, "dataset", "train_dir")
+    require(
+      f"in [{MIN_IMAGE_SIZE}, {MAX_IMAGE_SIZE}]",
+      lambda value: MIN_IMAGE_SIZE <= value <= MAX_IMAGE_SIZE,
+      "image_size",
+    )
+    require("at least 2", lambda v: v is None or v >= 2, "num_classes")
+    require(
+      "one of " + ", ".join(sorted(RECIPES)), RECIPES.__contains__, "recipe"
+    )
+    require(
+      "one of " + ", ".join(COMPUTE_DTYPES),
+      COMPUTE_DTYPES.__contains__,
+      "compute_dtype",
+    )
+    require("at least 1", lambda v: v >= 1, *_COUNTS)
+    require("positive", lambda v: v > 0, *_POSITIVE)
+    require("at least 0", lambda v: v >= 0, *_NOT_NEGATIVE)
+    require("in [0, 1)", lambda v: 0 <= v < 1, *_SHARES)
+    require("in (0, 1]", lambda v: 0 < v <= 1, *_PARTS)
+
+
+_COUNTS = ("batch_size", "max_steps", "shuffle_examples")
+_POSITIVE = (
+  "width",
+  "depth",
+  "learning_rate",
+  "learning_rate_decay_factor",
+  "num_epochs_per_decay",
+  "rmsprop_epsilon",
+)
+_NOT_NEGATIVE = ("seed", "weight_decay", "auxiliary_weight")
+_SHARES = (
+  "dropout",
+  "rmsprop_decay",
+  "rmsprop_momentum",
+  "moving_average_decay",
+  "batch_norm_decay",
+  "label_smoothing",
+)
+_PARTS = ("min_crop_area", "central_fraction")
+
+
+def from_recipe(recipe: str, **settings) -> Config:
+  """Makes a `Config` from a recipe's settings.
+
+  Args:
+    recipe: Key of `RECIPES`.
+    **settings: Fields of `Config`; they win over the recipe's.
+
+  Raises:
+    ValueError: If the recipe is unknown or a setting is out of range.
+  """
+  return Config(**{**RECIPES.get(recipe, {}), **settings, "recipe": recipe})
+
+
+def record(config: Config) -> None:
+  """Writes the settings into the run's directory, for `of_run`."""
+  os.makedirs(config.train_dir, exist_ok=True)
+  path = os.path.join(config.train_dir, _RECORD)
+  temporary = f"{path}.tmp"
+  with open(temporary, "w", encoding="utf-8") as file:
+    json.dump(dataclasses.asdict(config), file, indent=2)
+  os.replace(temporary, path)
+
+
+def of_run(train_dir: str, **settings) -> Config:
+  """The settings that a run was last started with.
+
+  Args:
+    train_dir: The run's directory; the defaults hold where it has no record.
+    **settings: What to take instead.
+
+  Raises:
+    ValueError: If the record is damaged or a setting is out of range.
+  """
+  path = os.path.join(train_dir, _RECORD)
+  if os.path.exists(path):
+    try:
+      with open(path, encoding="utf-8") as file:
+        recorded = Config(**json.load(file))
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{path} is damaged: {error}") from None
+  else:
+    recorded = Config()
+  return dataclasses.replace(recorded, train_dir=train_dir, **settings)
+
+
+def learning_rate(
+  config: Config, examples_seen: _Count, *, num_examples_per_epoch: int
+) -> _Count:
+  """Returns the rate after some examples; it falls in steps.
+
+  Counting examples of all replicas and not steps is what the original's
+  division by `num_replicas_to_aggregate` stood for.
+
+      rate = initial * factor ^ floor(examples_seen / (epochs * per_epoch))
+
+  Args:
+    config: Holds `learning_rate`, `learning_rate_decay_factor` and
+      `num_epochs_per_decay`.
+    examples_seen: Examples in all updates so far: an int, or an integer
+      tensor, for which the result is a float64 tensor.
+    num_examples_per_epoch: Size of the training set.
+  """
+  examples_per_decay = max(
+    1, round(config.num_epochs_per_decay * num_examples_per_epoch)
+  )
+  num_decays = (examples_seen / examples_per_decay) // 1
+  return config.learning_rate * config.learning_rate_decay_factor**num_decays
+
+
+def _require(name: str, value: object, holds: bool, rule: str) -> None:
+  if not holds:
+    raise ValueError(f"`{name}` must be {rule}. Received: {value!r}.")

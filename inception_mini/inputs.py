@@ -1,0 +1,312 @@
+"""Batches for training and evaluation: sharing out, order, prefetching.
+
+Files are read from front to end by as few workers as possible, as big data
+sets need it; what is shuffled and skipped is not decoded. A dataset captures
+names of files and numbers only, so its function may run on a remote worker.
+Nothing here or below needs AutoGraph, which would make the start slow.
+"""
+
+import tensorflow as tf
+
+from inception_mini import config
+from inception_mini import image_processing
+from inception_mini import records
+from inception_mini import sources
+
+# Shards that are read by turns, images under way, batches that wait.
+INTERLEAVED_SHARDS = 4
+PARALLEL_IMAGES = 4
+PREFETCHED_BATCHES = 4
+
+
+@tf.autograph.experimental.do_not_convert
+def train_dataset(
+  source: sources.Source,
+  settings: config.Config,
+  *,
+  batch_size: int | None = None,
+  num_shards: int = 1,
+  shard_index: int | tf.Tensor = 0,
+  start_example: int | tf.Tensor = 0,
+  with_seeds: bool = False,
+) -> tf.data.Dataset:
+  """Makes endless batches of distorted training images for one worker.
+
+  In every epoch the shards of the source are dealt to the workers anew.
+  Those that are left over, all of them if there are fewer shards than
+  workers, are read by everybody, and everybody keeps every n-th example.
+  So
+
+  *   every example is in one worker's stream once per epoch; a worker's
+      epochs follow each other without a gap, and a batch may reach into
+      the next;
+  *   an example is distorted in an epoch in the same way, whichever
+      worker reads it.
+
+  Examples are drawn from a buffer of `settings.shuffle_examples`, as in the
+  TF1 program. Which ones share a batch depends on the number of workers.
+
+  Args:
+    source: Read when the dataset is iterated.
+    settings: Decides image size, distortions, seed and size of the buffer.
+    batch_size: Images per batch of this worker; None is the settings'.
+    num_shards: Number of workers.
+    shard_index: Which worker this is; may be a scalar tensor, as inside the
+      dataset function of an in-graph worker.
+    start_example: Where to begin, for a run that goes on from a checkpoint:
+      the number of examples all workers used so far. What is skipped inside
+      an epoch is read but not decoded.
+    with_seeds: Whether each image comes with random integers of its own,
+      for dropout.
+
+  Returns:
+    A dataset of float32 images `[batch, size, size, 3]` in [-1, 1] and int64
+    labels `[batch]`, and int32 seeds `[batch, 2]` if asked for.
+
+  Raises:
+    ValueError: If a number is out of range. `tf.errors.InvalidArgumentError`
+      comes from the iterator if a label is.
+  """
+  batch_size = settings.batch_size if batch_size is None else batch_size
+  _require_positive("batch_size", batch_size)
+  _require_positive("num_shards", num_shards)
+  if isinstance(shard_index, int) and not 0 <= shard_index < num_shards:
+    raise ValueError(
+      f"`shard_index` must be in [0, {num_shards - 1}]. "
+      f"Received: {shard_index}."
+    )
+  if source.num_train < num_shards:
+    raise ValueError(
+      f"`num_shards` must be at most the {source.num_train} training examples. "
+      f"Received: {num_shards}."
+    )
+  deal = _Deal(
+    source.lengths[records.TRAIN],
+    num_workers=num_shards,
+    worker=tf.cast(shard_index, tf.int64),
+    seed=settings.seed,
+  )
+
+  num_classes = settings.num_classes or source.num_classes
+
+  def image_and_label(epoch, number, raw):
+    seed = tf.random.fold_in(
+      tf.random.fold_in(deal.distortion_seed, epoch), number
+    )
+    seeds = tf.unstack(tf.random.split(seed, 2), num=2)
+    example = source.decode(*raw)
+    image = image_processing.distort(
+      example.image,
+      example.boxes,
+      seeds[0],
+      image_size=settings.image_size,
+      min_crop_area=settings.min_crop_area,
+      distort_color=settings.distort_color,
+    )
+    result = (image, _checked(example.label, num_classes))
+    return (*result, tf.cast(seeds[1], tf.int32)) if with_seeds else result
+
+  start = tf.cast(start_example, tf.int64) // num_shards
+  return (
+    _raw_examples(source, deal, start, settings.shuffle_examples)
+    .map(
+      image_and_label, num_parallel_calls=PARALLEL_IMAGES, deterministic=True
+    )
+    .batch(batch_size, drop_remainder=True)
+    .apply(
+      tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+    )
+    .prefetch(PREFETCHED_BATCHES)
+    .with_options(_options())
+  )
+
+
+@tf.autograph.experimental.do_not_convert
+def eval_batches(
+  source: sources.Source,
+  settings: config.Config,
+  batch_size: int,
+  *,
+  subset: str = records.VALIDATION,
+) -> tf.data.Dataset:
+  """Makes batches for evaluation, with every image in exactly one.
+
+  Args:
+    source: Read when the dataset is iterated.
+    settings: Decides image size and how much of the middle is looked at.
+    batch_size: Images per batch; the last has what is left.
+    subset: `validation`, or `train` to measure on the training set.
+
+  Returns:
+    A finite dataset of float32 images `[batch, size, size, 3]` in [-1, 1] and
+    int64 labels `[batch]`, always in the same order.
+
+  Raises:
+    ValueError: If `batch_size` is not positive or the subset unknown.
+  """
+  _require_positive("batch_size", batch_size)
+  if subset not in source.lengths:
+    raise ValueError(
+      f"`subset` must be one of {', '.join(source.lengths)}. "
+      f"Received: {subset!r}."
+    )
+
+  num_classes = settings.num_classes or source.num_classes
+
+  def image_and_label(*raw):
+    example = source.decode(*raw)
+    image = image_processing.center(
+      example.image,
+      image_size=settings.image_size,
+      central_fraction=settings.central_fraction,
+    )
+    return image, _checked(example.label, num_classes)
+
+  lengths = source.lengths[subset]
+  dataset = (
+    tf.data.Dataset.range(len(lengths))
+    .flat_map(lambda shard: source.read(subset, shard))
+    .map(
+      image_and_label, num_parallel_calls=PARALLEL_IMAGES, deterministic=True
+    )
+    .batch(batch_size)
+  )
+  return (
+    dataset.apply(
+      tf.data.experimental.assert_cardinality(-(-sum(lengths) // batch_size))
+    )
+    .prefetch(PREFETCHED_BATCHES)
+    .with_options(_options())
+  )
+
+
+class _Deal:
+  """Which part of the shards is one worker's in each epoch.
+
+  Attributes:
+    distortion_seed: Of what is done to the images; `[2]`.
+  """
+
+  def __init__(self, lengths, *, num_workers, worker, seed):
+    self._lengths = lengths
+    self._num_workers = num_workers
+    self._worker = worker
+    self._order_seed, self._buffer_seed, self.distortion_seed = tf.unstack(
+      tf.random.split(tf.constant([seed, 0], tf.int64), 3), num=3
+    )
+
+  def parts(self, epoch):
+    """The worker's part: (shard, first example, stride, number of shard's 0).
+
+    The last is the number that the shard's first example has in the whole
+    data set. All int64 `[parts]`.
+    """
+    n, total = self._num_workers, len(self._lengths)
+    whole = total // n * n
+    order = tf.random.experimental.stateless_shuffle(
+      tf.range(total, dtype=tf.int64),
+      tf.random.fold_in(self._order_seed, epoch),
+    )
+    shards = tf.concat(
+      [tf.reshape(order[:whole], [-1, n])[:, self._worker], order[whole:]], 0
+    )
+    mine = tf.zeros([whole // n], tf.int64)
+    # The offset spreads the odd examples of several shards.
+    shared = (self._worker + tf.range(total - whole, dtype=tf.int64)) % n
+    strides = tf.concat([mine + 1, tf.zeros_like(shared) + n], 0)
+    numbers = tf.gather(
+      tf.cumsum(tf.constant(self._lengths, tf.int64), exclusive=True), shards
+    )
+    return shards, tf.concat([mine, shared], 0), strides, numbers
+
+  def num_examples(self, epoch):
+    """The size of the worker's part; int64."""
+    shards, first, strides, _ = self.parts(epoch)
+    lengths = tf.gather(tf.constant(self._lengths, tf.int64), shards)
+    return tf.reduce_sum((lengths - first + strides - 1) // strides)
+
+  def epochs(self, start):
+    """Epochs from the worker's example `start` on, and what to skip in each.
+
+    Passing over whole epochs costs no reading.
+    """
+
+    def pass_over(left, epoch):
+      skipped = tf.minimum(left, self.num_examples(epoch))
+      is_left = skipped < self.num_examples(epoch)
+      return left - skipped, (epoch, skipped, is_left)
+
+    epochs = tf.data.Dataset.counter(tf.constant(0, tf.int64))
+    epochs = epochs.scan(start, pass_over)
+    epochs = epochs.filter(lambda epoch, skipped, is_left: is_left)
+    return epochs.map(lambda epoch, skipped, is_left: (epoch, skipped))
+
+  def shuffle_seed(self, epoch):
+    """For the buffer of the worker; int64."""
+    seed = tf.random.fold_in(self._buffer_seed, epoch)
+    return tf.random.fold_in(seed, self._worker)[0]
+
+
+def _raw_examples(source, deal, start, buffer_size):
+  """The worker's endless stream from its example `start` on, not decoded.
+
+  Elements are the epoch, the example's number in the data set, and the raw
+  example, a tuple.
+  """
+
+  def epoch_of_examples(epoch, skipped):
+    parts = tf.data.Dataset.from_tensor_slices(deal.parts(epoch))
+    examples = parts.interleave(
+      lambda *part: _part_of_shard(source, records.TRAIN, *part),
+      cycle_length=INTERLEAVED_SHARDS,
+      num_parallel_calls=INTERLEAVED_SHARDS,
+      deterministic=True,
+    )
+    examples = examples.shuffle(
+      min(buffer_size, source.num_train),
+      seed=deal.shuffle_seed(epoch),
+      reshuffle_each_iteration=False,
+    )
+    examples = examples.skip(skipped)
+    return examples.map(lambda number, *raw: (epoch, number, raw))
+
+  return deal.epochs(start).flat_map(epoch_of_examples)
+
+
+def _part_of_shard(source, subset, shard, first, stride, number):
+  """Every `stride`-th raw example from the `first` on, with its number."""
+  examples = source.read(subset, shard).enumerate()
+  examples = examples.filter(lambda i, raw: i % stride == first)
+  return examples.map(
+    lambda i, raw: (number + i, *(raw if isinstance(raw, tuple) else (raw,)))
+  )
+
+
+def _checked(label, num_classes):
+  """The label; iterating fails if it is none, which the loss would not see."""
+  if num_classes is None:
+    return label
+  message = f"A label must be in [0, {num_classes - 1}]."
+  with tf.control_dependencies(
+    [
+      tf.debugging.assert_non_negative(label, message),
+      tf.debugging.assert_less(
+        label, tf.cast(num_classes, label.dtype), message
+      ),
+    ]
+  ):
+    return tf.identity(label)
+
+
+def _options() -> tf.data.Options:
+  options = tf.data.Options()
+  # The shards are ours; a distribution strategy must not shard again.
+  options.experimental_distribute.auto_shard_policy = (
+    tf.data.experimental.AutoShardPolicy.OFF
+  )
+  return options
+
+
+def _require_positive(name: str, value: int) -> None:
+  if value < 1:
+    raise ValueError(f"`{name}` must be positive. Received: {value}.")

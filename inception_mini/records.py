@@ -1,0 +1,210 @@
+"""Files of labelled images: the TF1 program's TFRecords, in and out.
+
+A shard is named `train-00000-of-00128` and holds `tf.train.Example`s with the
+feature keys of the TF1 program (`build_imagenet_data`, `image_processing`), so
+that ImageNet files made for it work. Labels start at 1 there; 0 is kept for a
+background class.
+"""
+
+import os
+import re
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+TRAIN = "train"
+VALIDATION = "validation"
+LABELS_FILE = "labels.txt"
+
+ENCODED = "image/encoded"
+FORMAT = "image/format"
+HEIGHT = "image/height"
+WIDTH = "image/width"
+COLORSPACE = "image/colorspace"
+CHANNELS = "image/channels"
+FILENAME = "image/filename"
+LABEL = "image/class/label"
+TEXT = "image/class/text"
+BOX_LABEL = "image/object/bbox/label"
+# In the order that TensorFlow's image ops want.
+BOX_EDGES = tuple(
+  f"image/object/bbox/{edge}" for edge in ("ymin", "xmin", "ymax", "xmax")
+)
+
+# A record is its length, a checksum of that, the data, and one of those.
+_LENGTH = struct.Struct("<Q")
+_BEFORE_DATA = _LENGTH.size + 4
+_AROUND_DATA = _BEFORE_DATA + 4
+
+
+class DataError(Exception):
+  """The data cannot be used; the message is one line and says why."""
+
+
+class Stored(NamedTuple):
+  """What a record says about an image.
+
+  Attributes:
+    encoded: Scalar string, the bytes of a JPEG or PNG file.
+    label: int64 scalar.
+    boxes: float32 `[N, 4]`, edges of N objects as shares of the image: top,
+      left, bottom, right.
+  """
+
+  encoded: tf.Tensor
+  label: tf.Tensor
+  boxes: tf.Tensor
+
+
+def shard_name(subset: str, index: int, num_shards: int) -> str:
+  """The file name of one of several shards."""
+  return f"{subset}-{index:05d}-of-{num_shards:05d}"
+
+
+def find_shards(data_dir: str, subset: str) -> list[str]:
+  """Paths of all shards of a subset.
+
+  Args:
+    data_dir: Where they lie.
+    subset: `train` or `validation`.
+
+  Raises:
+    DataError: If there are none, some are missing, or there are two sets.
+  """
+  pattern = re.compile(re.escape(subset) + r"-\d{5}-of-(\d{5})")
+  try:
+    found = {f: m for f in os.listdir(data_dir) if (m := pattern.fullmatch(f))}
+  except OSError as error:
+    raise DataError(
+      f"`data_dir` must be a directory of TFRecord shards. Received: "
+      f"{data_dir!r}, {error.strerror}."
+    ) from None
+  totals = {int(match[1]) for match in found.values()}
+  if len(totals) != 1:
+    what = "none" if not totals else f"sets of {sorted(totals)} shards"
+    raise DataError(
+      f"{data_dir} must hold one set of shards such as "
+      f"{shard_name(subset, 0, 2)}. Received: {what}."
+    )
+  (total,) = totals
+  names = [shard_name(subset, i, total) for i in range(total)]
+  missing = [name for name in names if name not in found]
+  if missing:
+    raise DataError(
+      f"{data_dir} must hold all {total} {subset} shards. Received: "
+      f"{len(missing)} missing, {missing[0]} the first."
+    )
+  return [os.path.join(data_dir, name) for name in names]
+
+
+def count_records(path: str) -> int:
+  """Counts the records of a file by their lengths, without reading them.
+
+  Raises:
+    DataError: If the file cannot be read or ends inside a record.
+  """
+  try:
+    size = os.path.getsize(path)
+    # Unbuffered: a buffer's worth would be read at each record.
+    with open(path, "rb", buffering=0) as file:
+      position = count = 0
+      while position < size:
+        file.seek(position)
+        length = file.read(_LENGTH.size)
+        if len(length) < _LENGTH.size:
+          break
+        position += _AROUND_DATA + _LENGTH.unpack(length)[0]
+        count += 1
+  except OSError as error:
+    raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+  if position != size:
+    raise DataError(
+      f"{path} must consist of whole TFRecords. Received: it ends inside "
+      f"record {count}."
+    )
+  return count
+
+
+def read_labels(path: str) -> list[str]:
+  """Labels out of a file with one in each line; the first is label 1.
+
+  Raises:
+    DataError: If the file cannot be read, is empty or names a label twice.
+  """
+  try:
+    with open(path, encoding="utf-8") as file:
+      labels = [line.strip() for line in file if line.strip()]
+  except (OSError, UnicodeDecodeError) as error:
+    raise DataError(f"{path} cannot be read: {error}.") from None
+  twice = sorted({label for label in labels if labels.count(label) > 1})
+  if not labels or twice:
+    raise DataError(
+      f"{path} must name every label once, one in a line. Received: "
+      f"{repr(twice[0]) + ' twice' if twice else 'no label'}."
+    )
+  return labels
+
+
+def serialize(
+  encoded: bytes,
+  *,
+  file_format: str,
+  height: int,
+  width: int,
+  label: int,
+  text: str,
+  filename: str,
+  boxes: Sequence[Sequence[float]] = (),
+) -> bytes:
+  """Makes a record.
+
+  Args:
+    encoded: The bytes of the file.
+    file_format: `JPEG` or `PNG`.
+    height: Rows of pixels.
+    width: Columns of pixels.
+    label: From 1 on.
+    text: The label in words.
+    filename: Without directory.
+    boxes: Objects' edges as shares of the image: top, left, bottom, right.
+  """
+
+  def integers(*values):
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=values))
+
+  def strings(*values):
+    return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
+
+  def floats(values):
+    return tf.train.Feature(float_list=tf.train.FloatList(value=values))
+
+  feature = {
+    HEIGHT: integers(height),
+    WIDTH: integers(width),
+    COLORSPACE: strings(b"RGB"),
+    CHANNELS: integers(3),
+    LABEL: integers(label),
+    TEXT: strings(text.encode(errors="surrogateescape")),
+    FORMAT: strings(file_format.encode()),
+    FILENAME: strings(filename.encode(errors="surrogateescape")),
+    ENCODED: strings(encoded),
+    BOX_LABEL: integers(*[label] * len(boxes)),
+  }
+  for i, key in enumerate(BOX_EDGES):
+    feature[key] = floats([box[i] for box in boxes])
+  features = tf.train.Features(feature=feature)
+  return tf.train.Example(features=features).SerializeToString()
+
+
+def parse(serialized: tf.Tensor) -> Stored:
+  """Reads what training needs out of a record; a scalar string."""
+  features = {
+    ENCODED: tf.io.FixedLenFeature([], tf.string),
+    LABEL: tf.io.FixedLenFeature([], tf.int64),
+    **{key: tf.io.VarLenFeature(tf.float32) for key in BOX_EDGES},
+  }
+  values = tf.io.parse_single_example(serialized, features)
+  edges = [tf.sparse.to_dense(values[key]) for key in BOX_EDGES]
+  return Stored(values[ENCODED], values[LABEL], tf.stack(edges, axis=-1))

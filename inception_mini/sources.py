@@ -1,0 +1,267 @@
+"""Where examples come from: TFRecords, TensorFlow Datasets, thin air."""
+
+import concurrent.futures
+import dataclasses
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from inception_mini import image_processing
+from inception_mini import records
+from inception_mini import synthetic
+
+DataError = records.DataError
+
+# Files whose records are counted at a time.
+_PARALLEL_COUNTS = 16
+
+
+class Example(NamedTuple):
+  """A decoded example.
+
+  Attributes:
+    image: uint8 `[height, width, 3]`.
+    label: int64 scalar.
+    boxes: float32 `[N, 4]`, see `records.Stored`.
+  """
+
+  image: tf.Tensor
+  label: tf.Tensor
+  boxes: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Labelled images in shards, for training and for validation.
+
+  Attributes:
+    name: What it was asked for by.
+    num_classes: Labels are in [0, num_classes), the background included where
+      there is one; None if the files do not say.
+    lengths: By subset, the number of examples of each shard.
+    read: Called with a subset and the number of a shard (int64 scalar), gives
+      a data set of raw examples, always in the same order. Made of
+      TensorFlow ops alone, like `decode`, so that the machine that runs it
+      does the reading.
+    decode: Called with what an element consists of, gives an `Example`.
+  """
+
+  name: str
+  num_classes: int | None
+  lengths: Mapping[str, tuple[int, ...]]
+  read: Callable[[str, tf.Tensor], tf.data.Dataset]
+  decode: Callable[..., Example]
+
+  @property
+  def num_train(self) -> int:
+    """Number of training examples."""
+    return sum(self.lengths[records.TRAIN])
+
+  @property
+  def num_validation(self) -> int:
+    """Number of validation examples."""
+    return sum(self.lengths[records.VALIDATION])
+
+
+def find(
+  dataset: str,
+  data_dir: str | None = None,
+  *,
+  subsets: tuple[str, ...] = (records.TRAIN, records.VALIDATION),
+  download: bool = True,
+) -> Source:
+  """Finds a data set and checks it.
+
+  Args:
+    dataset: `records`, `synthetic`, or a TensorFlow data set with features
+      `image` and `label`. Of the latter, split `validation` or else `test`
+      validates.
+    data_dir: Where to look; for TensorFlow Datasets None is its own place.
+    subsets: Which have to be there.
+    download: Whether TensorFlow Datasets may download what is missing.
+
+  Returns:
+    The source. Examples are read only when its `read` is called.
+
+  Raises:
+    DataError: If there is no such data set, it cannot be loaded, or a file
+      is not what it should be.
+  """
+  # Absolute, because a remote worker may run in another directory.
+  data_dir = os.path.abspath(os.path.expanduser(data_dir)) if data_dir else None
+  if dataset == "synthetic":
+    return _synthetic()
+  if dataset == "records":
+    return _records(data_dir, subsets)
+  return _tensorflow_dataset(dataset, data_dir, subsets, download)
+
+
+def _synthetic() -> Source:
+  def read(subset, shard):
+    data = tf.data.Dataset.from_tensors(shard)
+    data = data.map(lambda shard: synthetic.read(subset, shard))
+    return data.flat_map(
+      lambda *arrays: tf.data.Dataset.from_tensor_slices(arrays)
+    )
+
+  def decode(image, label):
+    return Example(image, label, tf.zeros([0, 4]))
+
+  return Source(
+    "synthetic", synthetic.NUM_CLASSES, synthetic.SHARDS, read, decode
+  )
+
+
+def _records(data_dir: str | None, subsets: tuple[str, ...]) -> Source:
+  if not data_dir:
+    raise DataError(
+      "`data_dir` must be a directory of TFRecord shards for dataset "
+      "'records'. Received: none."
+    )
+  paths = {s: records.find_shards(data_dir, s) for s in subsets}
+  labels_path = os.path.join(data_dir, records.LABELS_FILE)
+  num_classes = None
+  if os.path.exists(labels_path):
+    num_classes = 1 + len(records.read_labels(labels_path))
+  return Source(
+    "records",
+    num_classes,
+    {s: _count(some) for s, some in paths.items()},
+    _reader(paths),
+    _decode_record,
+  )
+
+
+def _count(paths: list[str]) -> tuple[int, ...]:
+  with concurrent.futures.ThreadPoolExecutor(_PARALLEL_COUNTS) as pool:
+    lengths = tuple(pool.map(records.count_records, paths))
+  if not sum(lengths):
+    raise DataError(f"{paths[0]} and its like must hold examples.")
+  return lengths
+
+
+def _decode_record(serialized: tf.Tensor) -> Example:
+  stored = records.parse(serialized)
+  image = image_processing.decode(stored.encoded)
+  return Example(image, stored.label, stored.boxes)
+
+
+def _reader(paths: Mapping[str, list[str]]):
+  def read(subset, shard):
+    return tf.data.TFRecordDataset(tf.gather(tf.constant(paths[subset]), shard))
+
+  return read
+
+
+def _tensorflow_dataset(name, data_dir, subsets, download) -> Source:
+  builder = _prepared_builder(name, data_dir, download)
+  import tensorflow_datasets as tfds
+
+  info = builder.info
+  num_classes = _num_classes(name, info)
+  splits = {
+    records.TRAIN: "train",
+    records.VALIDATION: "validation" if "validation" in info.splits else "test",
+  }
+  paths, lengths = {}, {}
+  for subset in subsets:
+    split = info.splits.get(splits[subset])
+    if split is None or not split.num_examples:
+      raise DataError(
+        f"Data set {name!r} must have examples in split "
+        f"{splits[subset]!r}. Received splits: {', '.join(info.splits)}."
+      )
+    paths[subset] = [str(path) for path in split.filepaths]
+    lengths[subset] = tuple(split.shard_lengths)
+  if info.file_format != tfds.core.FileFormat.TFRECORD:
+    raise DataError(
+      f"Data set {name!r} must be prepared as TFRecords. Received: "
+      f"{info.file_format.value}."
+    )
+
+  @tf.autograph.experimental.do_not_convert
+  def decode(serialized):
+    features = info.features.deserialize_example(
+      serialized, decoders={"image": tfds.decode.SkipDecoding()}
+    )
+    return Example(
+      image_processing.decode(features["image"]),
+      tf.cast(features["label"], tf.int64),
+      tf.zeros([0, 4]),
+    )
+
+  return Source(name, num_classes, lengths, _reader(paths), decode)
+
+
+def _num_classes(name: str, info) -> int:
+  """Checks what a TensorFlow data set holds before anything is read."""
+  features = dict(info.features.items())
+  image, label = features.get("image"), features.get("label")
+  shape = getattr(image, "shape", None)
+  if shape is None or len(shape) != 3 or shape[-1] not in (1, 3, None):
+    raise DataError(
+      f"`image` of data set {name!r} must have shape (height, width, 3). "
+      f"Received: {shape}."
+    )
+  classes = getattr(label, "num_classes", None)
+  if classes is None:
+    raise DataError(
+      f"`label` of data set {name!r} must be one of several classes. "
+      f"Received: {label!r}."
+    )
+  return classes
+
+
+def _prepared_builder(name: str, data_dir: str | None, download: bool):
+  """Returns a TensorFlow Datasets builder whose files are there."""
+  place = "its default directory" if data_dir is None else f"`{data_dir}`"
+  try:
+    # It takes long to import, and other sources do without it.
+    import tensorflow_datasets as tfds
+
+    try:
+      builder = tfds.builder(name, data_dir=data_dir)
+    except tfds.core.registered.DatasetNotFoundError:
+      builder = None
+    if builder is not None and not builder.info.splits:
+      if not download:
+        raise DataError("it is not prepared there and `download` is off")
+      _require_server(builder)
+      builder.download_and_prepare()
+  # Whatever goes wrong in there, its user needs the same one line.
+  except Exception as error:
+    raise DataError(
+      f"TensorFlow Datasets could not load {name!r} from {place}: "
+      f"{_one_line(error)}. Give a `data_dir` that TensorFlow Datasets has "
+      "prepared."
+    ) from error
+  if builder is None:
+    raise DataError(
+      "`dataset` must be records, synthetic or the name of a data set that "
+      f"TensorFlow Datasets knows or has prepared in {place}. Received: "
+      f"{name!r}."
+    )
+  return builder
+
+
+def _require_server(builder) -> None:
+  """Fails at once without a network; the downloader retries for minutes."""
+  for url in list(getattr(builder, "url_infos", {}))[:1]:
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+      urllib.request.urlopen(request, timeout=10).close()
+    except urllib.error.HTTPError:
+      pass  # It answered; what it answers is for the downloader to judge.
+    except OSError as error:
+      raise DataError(f"{url} does not answer, {error}") from error
+
+
+def _one_line(error: Exception) -> str:
+  """The first line of a message, without a stop at its end."""
+  lines = str(error).strip().splitlines() or [type(error).__name__]
+  return lines[0].strip()[:300].rstrip(".")

@@ -1,0 +1,75 @@
+"""A training program for the launcher's test, as a user would write one.
+
+python launcher_task.py SPEC DIRECTORY MAX_STEPS [dry_run] [emulate_gpus]
+  [JOB INDEX]
+"""
+
+import sys
+
+from tf_replicas import cluster
+from tf_replicas import launcher
+from tf_replicas import program
+
+
+def _replica(devices):
+  import word_model
+
+  # The batch of one tower is a quarter of the model's.
+  towers = max(1, len(devices))
+
+  def dataset_fn(num_shards, shard_index, start_example):
+    data = word_model.dataset_fn(num_shards, shard_index, 0)
+    batch = word_model.BATCH // 4 * towers
+    return data.unbatch().skip(start_example // num_shards).batch(batch)
+
+  return word_model.replica(devices, dataset_fn=dataset_fn)
+
+
+def _optimizer(replicas_to_aggregate, total_num_replicas):
+  import keras
+  import word_model
+
+  assert replicas_to_aggregate == total_num_replicas
+  return word_model.rule(keras.optimizers.SGD(1.0), total_num_replicas)
+
+
+def main(argv):
+  path, directory, max_steps, *rest = argv
+  flags = [word for word in rest if word in ("dry_run", "emulate_gpus")]
+  job = [word for word in rest if word not in flags]
+
+  def command(path, task, threads):
+    del threads
+    arguments = [path, directory, max_steps, *flags]
+    return [
+      sys.executable,
+      *sys.argv[:1],
+      *arguments,
+      task.job,
+      str(task.index),
+    ]
+
+  with program.one_line_errors(
+    usage=(cluster.ClusterError,), run_time=program.RUN_TIME_ERRORS
+  ):
+    options = program.Options(
+      spec=cluster.load(path),
+      task=cluster.Task(job[0], int(job[1])) if job else None,
+      train_dir=directory,
+      max_steps=int(max_steps),
+      emulate_gpus="emulate_gpus" in flags,
+      intra_op_threads=1,
+    )
+    workload = program.Workload(_replica, _optimizer, _rate, batch_size=3)
+    status = launcher.run(
+      options, workload, command=command, is_dry_run="dry_run" in flags
+    )
+  program.exit_now(status)
+
+
+def _rate(examples_seen):
+  return 0.5 if examples_seen < 100 else 0.25
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

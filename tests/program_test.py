@@ -1,0 +1,155 @@
+"""Tests for tf_replicas.program: what can run, and what is said of it."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_replicas import cluster
+from tf_replicas import program
+
+WORKERS = {"worker": ["h0:1", "h1:1"]}
+PS = {"ps": ["h2:1"], **WORKERS}
+
+
+def _options(document, **more):
+  arguments = {"task": None, "train_dir": "", "max_steps": 1, **more}
+  return program.Options(spec=cluster.parse(document), **arguments)
+
+
+def _one(gpus=None, on="cpu", **more):
+  devices = {} if gpus is None else {"worker": {"gpus": gpus}}
+  document = {"cluster": {}, "devices": devices, "variables": {"on": on}}
+  return _options(document, **more)
+
+
+def _mirrored(**more):
+  document = {"cluster": WORKERS, "variables": {"on": "mirrored"}}
+  return _options({**document, **more.pop("document", {})}, **more)
+
+
+def _workload(batch_size=8):
+  return program.Workload(
+    replica_fn=None,
+    optimizer_fn=None,
+    learning_rate_fn=None,
+    batch_size=batch_size,
+  )
+
+
+class OneMachineSpecTest(parameterized.TestCase):
+  @parameterized.parameters((0, None), (1, (0,)), (4, (0, 1, 2, 3)))
+  def test_towers(self, num_gpus, gpus):
+    spec = program.one_machine_spec(num_gpus)
+    self.assertFalse(spec.is_distributed)
+    self.assertEqual(spec.gpus(spec.chief), gpus)
+    self.assertEqual(spec.variables.on, "cpu")
+
+  def test_refuses_a_negative_number(self):
+    with self.assertRaisesRegex(cluster.ClusterError, "negative.*: -1"):
+      program.one_machine_spec(-1)
+
+
+class CheckTest(parameterized.TestCase):
+  def _refused(self, options, words):
+    with self.assertRaisesRegex(cluster.ClusterError, words) as caught:
+      program.check(options)
+    self.assertLen(str(caught.exception).splitlines(), 1)
+
+  @parameterized.parameters(([0],), ([0, 1, 2],), (None,))
+  def test_layers_need_whole_towers(self, gpus):
+    layers = {"layers": {"conv*": 0, "local*": 1}}
+    devices = {} if gpus is None else {"worker": {"gpus": gpus}}
+    options = _options({"cluster": {}, "devices": devices, **layers})
+    self._refused(options, "`layers`.*multiple of 2")
+
+  def test_a_tower_has_as_many_devices_as_its_layers(self):
+    devices = {"worker": {"gpus": [0, 1, 2, 3]}}
+    layers = {"conv*": 0, "local*": 1}
+    options = _options({"cluster": {}, "devices": devices, "layers": layers})
+    program.check(options)
+    self.assertEqual(options.num_towers, 2)
+
+  @parameterized.parameters("cpu", "mirrored")
+  def test_one_process_runs(self, on):
+    program.check(_one(on=on))
+    program.check(_one([0, 1], on, task=cluster.Task("worker", 0)))
+    program.check(_one([0, 1], on, replication=program.IN_GRAPH))
+    program.check(_one([0, 1], on, replicas_to_aggregate=1))
+
+  def test_mirrored_workers_run(self):
+    program.check(_mirrored())
+    program.check(_mirrored(replicas_to_aggregate=2))
+    gpus = {"devices": {"worker": {"gpus": [0, 1]}}}
+    program.check(_mirrored(document=gpus))
+
+  def test_parameter_servers_run(self):
+    for replication in (program.BETWEEN_GRAPH, program.IN_GRAPH):
+      program.check(_options({"cluster": PS}, replication=replication))
+
+  def test_cpu_of_several_workers(self):
+    options = _options({"cluster": WORKERS})
+    self._refused(options, "must be 'ps' or 'mirrored' for a cluster")
+
+  def test_mirrored_from_one_client(self):
+    options = _mirrored(replication=program.IN_GRAPH)
+    self._refused(options, "need `--replication=between_graph`")
+
+  @parameterized.parameters(1, 3)
+  def test_backup_workers_without_parameter_servers(self, number):
+    options = _mirrored(replicas_to_aggregate=number)
+    self._refused(options, f"all replicas, 2, .*Received: {number}")
+    self._refused(_one(replicas_to_aggregate=2), "all replicas, 1, ")
+
+  def test_mirrored_workers_of_different_size(self):
+    gpus = {"worker:0": {"gpus": [0, 1]}, "worker:1": {"gpus": [0]}}
+    options = _mirrored(document={"devices": gpus})
+    self._refused(options, "Received: 2 of worker 0, 1 of worker 1")
+
+  def test_stand_ins_for_several_gpus_of_a_mirrored_worker(self):
+    gpus = {"devices": {"worker": {"gpus": [0, 1]}}}
+    options = _mirrored(document=gpus, emulate_gpus=True)
+    self._refused(options, "one GPU of each worker.*Received: 2 GPUs")
+
+  def test_layers_of_a_mirrored_replica(self):
+    options = _options(
+      {
+        "devices": {"worker": {"gpus": [0, 1]}},
+        "variables": {"on": "mirrored"},
+        "layers": {"conv*": 0, "local*": 1},
+      }
+    )
+    self._refused(options, "`layers` needs towers")
+
+
+class DescribeTest(absltest.TestCase):
+  def test_one_device(self):
+    self.assertEqual(
+      program.describe(_one(), _workload()),
+      "one process, variables on cpu: updates from 1 tower of batch 8:"
+      " effective batch 8",
+    )
+
+  def test_towers(self):
+    words = program.describe(_one([0, 1, 2]), _workload())
+    self.assertIn("3 towers of batch 8: effective batch 24", words)
+
+  def test_mirrored(self):
+    words = program.describe(_one([0, 1], "mirrored"), _workload())
+    self.assertIn("mirrored: updates from 2 replicas of batch 8", words)
+    self.assertIn("effective batch 16", words)
+
+  def test_mirrored_workers(self):
+    gpus = {"devices": {"worker": {"gpus": [0, 1]}}}
+    words = program.describe(_mirrored(document=gpus), _workload())
+    self.assertIn("worker 0 at h0:1, worker 1 at h1:1", words)
+    self.assertIn("updates from 4 replicas of batch 8", words)
+    self.assertIn("effective batch 32", words)
+
+  def test_backup_workers(self):
+    options = _options({"cluster": PS}, replicas_to_aggregate=1)
+    words = program.describe(options, _workload())
+    self.assertIn("updates from 1 of 2 replicas", words)
+    self.assertIn("effective batch 8", words)
+
+
+if __name__ == "__main__":
+  absltest.main()
