@@ -59,8 +59,10 @@ def define_training_flags() -> None:
   flags.DEFINE_string("train_dir", "/tmp/cifar10_train", "Checkpoints and logs")
   _define_count("batch_size", None, "Images of one tower's batch; the recipe's")
   _define_count("micro_batches", 1, "Parts in which a tower takes its batch")
-  _define_count("max_steps", None, "Updates to make; --num_epochs worth")
-  flags.DEFINE_float("num_epochs", None, "Of the whole run; the recipe's")
+  _define_count("max_steps", None, "Updates to make; wins over --num_epochs")
+  flags.DEFINE_float(
+    "num_epochs", None, "Of 50,000 images, a whole run; the recipe's"
+  )
   flags.DEFINE_enum("recipe", "tutorial", [*config_lib.RECIPES], "Settings")
   flags.DEFINE_float("learning_rate", None, "At the first step; the recipe's")
   flags.DEFINE_boolean(
@@ -120,7 +122,12 @@ def train(
     options = choose_options()
     program.check(options)
     config = config_from_flags(options)
-    options = dataclasses.replace(options, max_steps=config.max_steps)
+    whole_run = config_lib.num_examples(config)
+    options = dataclasses.replace(
+      options,
+      max_steps=config.max_steps,
+      max_examples=whole_run if FLAGS.max_steps is None else None,
+    )
   program.exit_now(
     run(
       config,
@@ -139,18 +146,26 @@ def config_from_flags(options: program.Options) -> config_lib.Config:
     options: How; they decide how many examples an update has.
   """
   given = {name: FLAGS[name].value for name in _SETTINGS}
-  config = config_lib.from_recipe(
-    FLAGS.recipe, **{k: v for k, v in given.items() if v is not None}
-  )
-  effective = options.effective_batch(config.batch_size)
-  changes = {"max_steps": FLAGS.max_steps}
-  if FLAGS.max_steps is None:
-    changes["max_steps"] = config_lib.max_steps(config, effective)
+  given = {k: v for k, v in given.items() if v is not None}
+  recipe = config_lib.from_recipe(FLAGS.recipe)
+  batch_size = given.get("batch_size", recipe.batch_size)
+  if batch_size % FLAGS.micro_batches:
+    raise ValueError(
+      f"`--micro_batches` must divide the batch of {batch_size}. Received:"
+      f" {FLAGS.micro_batches}."
+    )
+  effective = options.effective_batch(batch_size)
   if FLAGS.scale_learning_rate:
-    changes["learning_rate_scale"] = effective / config.batch_size
-    if not config.warmup_epochs:
-      changes["warmup_epochs"] = config_lib.WARMUP_EPOCHS
-  return dataclasses.replace(config, **changes)
+    given["learning_rate_scale"] = effective / batch_size
+  elif FLAGS.warmup_epochs and recipe.schedule == "staircase":
+    raise ValueError(
+      f"`--warmup_epochs` needs `--scale_learning_rate` with the recipe"
+      f" {FLAGS.recipe}, whose rate starts at its highest. Received:"
+      f" {FLAGS.warmup_epochs}."
+    )
+  return config_lib.fit(
+    FLAGS.recipe, given, effective_batch=effective, max_steps=FLAGS.max_steps
+  )
 
 
 def options_from_flags(
@@ -179,7 +194,7 @@ def run(
   """Plays this process's role, and tells the user's errors in one line.
 
   Args:
-    config: What to train; recorded in its directory.
+    config: What to train; recorded in its directory when training begins.
     options: How.
     command: As `launcher.run` has it.
     micro_batches: In how many parts a tower takes its batch.
@@ -201,8 +216,6 @@ def run(
     run_time=program.RUN_TIME_ERRORS,
   ):
     sources.find(config.dataset, config.data_dir)
-    if options.task in (None, options.spec.chief) and not is_dry_run:
-      config_lib.record(config)
     return launcher.run(
       options,
       workload.make(

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Mapping
 from typing import TypeVar
 
 NUM_CLASSES = 10
@@ -72,10 +73,10 @@ class Config:
     train_dir: Where checkpoints and summaries go.
     batch_size: Images of one tower's batch.
     max_steps: Updates of the variables after which training ends.
-    seed: Decides initial weights, order of the data and distortions.
+    seed: 0 or more. Decides initial weights, order of the data and distortions.
     recipe: Key of `RECIPES` that these settings started from.
-    num_epochs: Passes over the training set that make a whole run; decides
-      `max_steps` where that is not given.
+    num_epochs: Passes over the 50,000 training images of CIFAR-10 that make a
+      whole run; as many examples of another data set.
     optimizer: One of `OPTIMIZERS`: stochastic gradient descent, or Muon (Jordan
       et al. 2024), which makes the update of a weight matrix orthogonal and
       leaves the other parameters to Adam.
@@ -121,6 +122,7 @@ class Config:
     _require("dataset", self.dataset, bool(self.dataset), "not empty")
     _require("train_dir", self.train_dir, bool(self.train_dir), "not empty")
     _require("batch_size", self.batch_size, self.batch_size >= 1, "positive")
+    _require("seed", self.seed, self.seed >= 0, "at least 0")
     _require("max_steps", self.max_steps, self.max_steps >= 1, "positive")
     for name, choices in (
       ("recipe", sorted(RECIPES)),
@@ -241,10 +243,47 @@ def _clip(value):
   return (abs(value) - abs(value - 1) + 1) / 2
 
 
-def max_steps(config: Config, effective_batch: int) -> int:
-  """The updates that make `num_epochs` epochs."""
-  examples = config.num_epochs * NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN
-  return math.ceil(examples / effective_batch)
+def num_examples(config: Config) -> int:
+  """The examples of a whole run."""
+  return round(config.num_epochs * NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN)
+
+
+def fit(
+  recipe: str,
+  settings: Mapping[str, object],
+  *,
+  effective_batch: int,
+  max_steps: int | None,
+) -> Config:
+  """A recipe fitted to the length of a run.
+
+  Its warm-up is as long a part of the run as in the recipe, and one cycle ends
+  with the run. A rate that is scaled up is warmed up in any case.
+
+  Args:
+    recipe: Key of `RECIPES`.
+    settings: Fields of `Config` that are given; they stay.
+    effective_batch: Examples of an update.
+    max_steps: The updates of the run; None takes those of `num_epochs`.
+
+  Raises:
+    ValueError: If a setting is out of range.
+  """
+  base = from_recipe(recipe)
+  fitted = {"num_epochs": base.num_epochs, **settings}
+  is_cycle = base.schedule == "one_cycle"
+  if max_steps is not None and is_cycle and "num_epochs" not in settings:
+    examples = max_steps * effective_batch
+    fitted["num_epochs"] = examples / NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN
+  if "warmup_epochs" not in settings:
+    share = base.warmup_epochs / base.num_epochs
+    if not share and fitted.get("learning_rate_scale", 1.0) > 1.0:
+      share = min(WARMUP_EPOCHS / fitted["num_epochs"], 0.125)
+    fitted["warmup_epochs"] = share * fitted["num_epochs"]
+  config = from_recipe(recipe, **fitted)
+  if max_steps is None:
+    max_steps = math.ceil(num_examples(config) / effective_batch)
+  return dataclasses.replace(config, max_steps=max_steps)
 
 
 def _require(name: str, value: object, holds: bool, rule: str) -> None:

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping
 
 from cifar10 import config as config_lib
+from tf_replicas import cluster
 from tf_replicas import program
 
 # float16 holds nothing below 6e-8: where gradients are smaller, they vanish
@@ -30,6 +31,7 @@ def make(
     optimizer_fn=functools.partial(_optimizer, config),
     learning_rate_fn=functools.partial(config_lib.learning_rate, config),
     batch_size=config.batch_size,
+    on_start=functools.partial(config_lib.record, config),
   )
 
 
@@ -43,7 +45,10 @@ def _replica(config, layers, micro_batches, devices):
   source = sources.find(config.dataset, config.data_dir)
   model = model_lib.build(seed=config.seed, compute_dtype=config.compute_dtype)
   paths = [variable.path for variable in model.trainable_variables]
-  placed = tf_replicas.place_layers(model, layers)
+  try:
+    placed = tf_replicas.place_layers(model, layers)
+  except ValueError as error:  # It is the spec's.
+    raise cluster.ClusterError(str(error)) from None
   num_towers = max(1, len(placed.towers(devices)))
 
   def loss_fn(parameters, images, labels):

@@ -41,6 +41,7 @@ def test_settings_win_over_the_recipe():
     ("learning_rate_scale", 0.0),
     ("num_epochs", -2.0),
     ("warmup_epochs", 256.0),
+    ("seed", -1),
   ],
 )
 def test_refuses_settings_out_of_range(field, value):
@@ -101,8 +102,39 @@ def test_a_scaled_rate_is_warmed_up(epochs, expected):
   assert rate == pytest.approx(expected)
 
 
+def fit(recipe, batch=128, max_steps=None, **settings):
+  """`config.fit`, with less to write."""
+  return config.fit(
+    recipe, settings, effective_batch=batch, max_steps=max_steps
+  )
+
+
 def test_the_tutorials_run_has_100_000_steps():
-  settings = config.from_recipe("tutorial")
-  assert config.max_steps(settings, 128) == 100_000
-  assert config.max_steps(settings, 2 * 128) == 50_000
-  assert config.max_steps(settings, 3 * 128) == 33_334
+  assert fit("tutorial").max_steps == 100_000
+  assert fit("tutorial", 2 * 128).max_steps == 50_000
+  assert fit("tutorial", 3 * 128).max_steps == 33_334
+  assert fit("tutorial", max_steps=7).num_epochs == 256
+
+
+def test_one_cycle_is_as_long_as_the_run():
+  settings = fit("modern", 250, max_steps=2000)
+  assert settings.num_epochs == 10.0
+  assert settings.warmup_epochs == pytest.approx(1.5)
+  assert config.learning_rate(settings, 500_000) == 0.0
+  assert fit("modern", num_epochs=20.0).warmup_epochs == pytest.approx(3.0)
+  assert fit("modern", num_epochs=20.0, warmup_epochs=1.0).warmup_epochs == 1.0
+
+
+@pytest.mark.parametrize(
+  "settings, warmup_epochs",
+  [
+    ({"learning_rate_scale": 1.0}, 0.0),
+    ({"learning_rate_scale": 4.0}, 5.0),
+    ({"learning_rate_scale": 4.0, "num_epochs": 8.0}, 1.0),
+    ({"learning_rate_scale": 4.0, "warmup_epochs": 0.0}, 0.0),
+  ],
+)
+def test_only_a_scaled_rate_of_the_tutorial_is_warmed_up(
+  settings, warmup_epochs
+):
+  assert fit("tutorial", **settings).warmup_epochs == warmup_epochs

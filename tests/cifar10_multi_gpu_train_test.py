@@ -110,7 +110,41 @@ def test_a_cluster_is_for_another_binary(tmp_path):
   binaries.refuse(MODULE, words, *flags(tmp_path / "run", *more))
 
 
-def test_gpus_that_do_not_exist(tmp_path):
-  more = ["--num_gpus=2", "--max_steps=1"]
-  words = "--emulate_gpus"
-  binaries.refuse(MODULE, words, *flags(tmp_path / "run", *more))
+def test_gpus_that_do_not_exist(trained):
+  train_dir, *_ = trained
+  before = (train_dir / "config.json").read_text()
+  more = ["--num_gpus=2", "--seed=5"]
+  binaries.refuse(MODULE, "--emulate_gpus", *flags(train_dir, *more))
+  assert (train_dir / "config.json").read_text() == before
+
+
+def test_layers_of_another_model(tmp_path):
+  spec = tmp_path / "spec.json"
+  devices = {"worker": {"gpus": [0, 1]}}
+  spec.write_text(json.dumps({"devices": devices, "layers": {"konv1": 1}}))
+  more = [f"--cluster_spec={spec}", "--emulate_gpus"]
+  binaries.refuse(MODULE, "konv1", *flags(tmp_path / "run", *more))
+
+
+def test_parts_of_a_batch_are_equal(tmp_path):
+  more = ["--emulate_gpus", "--micro_batches=3"]
+  binaries.refuse(MODULE, "`--micro_batches`", *flags(tmp_path / "run", *more))
+
+
+def test_dry_run_tells_how_layers_are_spread(tmp_path):
+  more = ["--cluster_spec=cluster_specs/two_stages.json", "--dry_run"]
+  output = binaries.succeed(MODULE, *flags(tmp_path / "run", *more))
+  assert "1 tower of batch 128: effective batch 128" in output
+  assert "1,068,298 parameters" in output
+  assert not (tmp_path / "run").exists()
+
+
+def test_epochs_count_what_was_trained_with_another_batch(tmp_path):
+  # 160 examples: 5 updates of 16, then 3 of 32 of which the last is too large.
+  more = ["--emulate_gpus", "--num_epochs=0.0032"]
+  binaries.succeed(MODULE, *flags(tmp_path, "--batch_size=16", "--max_steps=5"))
+  binaries.succeed(
+    MODULE, *flags(tmp_path, *more, "--batch_size=16", "--num_gpus=2")
+  )
+  assert state(tmp_path)["global_step"] == 5 + 3
+  assert state(tmp_path)["examples_seen"] == 5 * 16 + 3 * 32

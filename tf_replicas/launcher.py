@@ -69,7 +69,10 @@ def _describe(options: program.Options, workload: program.Workload) -> int:
   from tf_replicas import parameter_store
 
   _say(program.describe(options, workload))
-  variables = workload.replica_fn([]).variables
+  num_devices = options.devices_per_tower
+  variables = workload.replica_fn(
+    [""] * num_devices if num_devices > 1 else []
+  ).variables
   if options.spec.variables.on == "ps":
     _say(parameter_store.describe(options.spec, variables))
   else:

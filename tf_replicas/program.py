@@ -38,6 +38,8 @@ class Options:
       trains here if the spec describes one process.
     train_dir: Where checkpoints, summaries and logs go.
     max_steps: The global step to stop at.
+    max_examples: If given, how many examples to stop after, instead: what was
+      trained before with another effective batch counts in full.
     replication: `between_graph` or `in_graph`.
     replicas_to_aggregate: Contributions in one update; None: of all replicas.
     log_every_steps: Steps between log lines.
@@ -69,6 +71,7 @@ class Options:
   lost_after_secs: float = 20.0
   intra_op_threads: int | None = None
   emulate_gpus: bool = False
+  max_examples: int | None = None
 
   @property
   def is_in_graph(self) -> bool:
@@ -129,12 +132,15 @@ class Workload:
     learning_rate_fn: Maps the examples seen to the rate of the next update;
       None leaves the rate to the optimizer.
     batch_size: Examples of one tower's batch, for the summary at the start.
+    on_start: Called by the chief when training is about to begin, once nothing
+      can be refused any more.
   """
 
   replica_fn: Callable[[Sequence[str]], object]
   optimizer_fn: Callable[[int, int], object]
   learning_rate_fn: Callable[[int], float] | None
   batch_size: int
+  on_start: Callable[[], None] = lambda: None
 
 
 def one_machine_spec(num_gpus: int) -> cluster.ClusterSpec:
@@ -231,6 +237,7 @@ def check(options: Options) -> None:
         f" {options.replicas_to_aggregate}."
       )
   _check_layers(options, where)
+  _check_equal_towers(options, where)
   if spec.variables.on != "ps":
     _check_all_take_part(options, where)
   if options.is_mirrored:
@@ -248,6 +255,17 @@ def _check_layers(options: Options, where: str) -> None:
         f" of {replica} must name a multiple of {needed} GPUs. Received:"
         f" {list(gpus)}."
       )
+
+
+def _check_equal_towers(options: Options, where: str) -> None:
+  """Every contribution is the mean of as many examples as every other."""
+  sizes = {str(t): len(options.spec.gpus(t) or ()) for t in options.replicas}
+  if len({max(1, size) for size in sizes.values()}) > 1:
+    numbers = ", ".join(f"{n} of {task}" for task, n in sizes.items())
+    raise cluster.ClusterError(
+      f"{where}`devices` must name as many GPUs for every worker, so that all"
+      f" contributions weigh the same. Received: {numbers}."
+    )
 
 
 def _check_all_take_part(options: Options, where: str) -> None:
@@ -275,17 +293,11 @@ def _check_mirrored(options: Options, where: str) -> None:
     )
   if len(spec.replicas) == 1:
     return
-  sizes = {str(t): len(spec.gpus(t) or ()) for t in spec.replicas}
-  if len({*sizes.values()}) > 1:
-    numbers = ", ".join(f"{n} of {task}" for task, n in sizes.items())
-    raise cluster.ClusterError(
-      f"{where}`devices` must name as many GPUs for every worker where"
-      f" variables are mirrored. Received: {numbers}."
-    )
-  if options.emulate_gpus and max(sizes.values()) > 1:
+  most = max(len(spec.gpus(t) or ()) for t in spec.replicas)
+  if options.emulate_gpus and most > 1:
     raise cluster.ClusterError(
       f"{where}`--emulate_gpus` can stand in for one GPU of each worker where"
-      f" variables are mirrored. Received: {max(sizes.values())} GPUs."
+      f" variables are mirrored. Received: {most} GPUs."
     )
 
 

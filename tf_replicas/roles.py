@@ -1,12 +1,14 @@
 """The roles of one task: serve, or build and drive the training."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
 from tf_replicas import between_graph
+from tf_replicas import checkpoints
 from tf_replicas import cluster
 from tf_replicas import devices
 from tf_replicas import in_graph
@@ -94,8 +96,10 @@ def train(options: program.Options, workload: program.Workload) -> int:
     FloatingPointError: If a gradient or a loss is not finite.
     RuntimeError: On a worker, if training ended with an error elsewhere.
   """
-  driver = _driver(options, workload, _configure(options))
+  tower_devices = _configure(options)
+  driver = None
   try:
+    driver = _driver(options, workload, tower_devices)
     if driver.is_chief:
       _drive(driver, options, workload)
     else:
@@ -106,10 +110,12 @@ def train(options: program.Options, workload: program.Workload) -> int:
     if options.spec.is_distributed:
       summary = f"{options.task} lost touch with the cluster: {error.message}"
     failure = RuntimeError(" ".join(summary.split())[:400])
-    driver.close(failure)
+    if driver is not None:
+      driver.close(failure)
     raise failure from error
   except BaseException as error:
-    driver.close(error)
+    if driver is not None:
+      driver.close(error)
     raise
   driver.close()
   return 0
@@ -169,7 +175,7 @@ def _drive(driver, options: program.Options, workload) -> None:
   session = training.Session(
     options.train_dir,
     state=driver.store,
-    max_steps=options.max_steps,
+    max_steps=_max_steps(driver.store, options, workload),
     log_every_steps=options.log_every_steps,
     summary_every_steps=options.summary_every_steps,
     checkpoint_every_steps=options.checkpoint_every_steps,
@@ -179,11 +185,27 @@ def _drive(driver, options: program.Options, workload) -> None:
     io_device=tf.constant(0).device,
   )
   session.restore_or_initialize()
+  workload.on_start()
   names = []
   if options.spec.variables.on == "ps":  # Else nothing is offered.
     names = [str(replica) for replica in options.replicas]
   steps = _Steps(driver, workload.learning_rate_fn, names, options)
   session.run(steps, report=lambda: report(driver.optimizer.counts(), names))
+
+
+def _max_steps(store, options: program.Options, workload) -> int:
+  """The step to stop at: where the examples to come make `max_examples`."""
+  if options.max_examples is None:
+    return options.max_steps
+  step = int(store.read_global_step())
+  seen = int(store.examples_seen.read_value())
+  path = checkpoints.latest(options.train_dir)
+  if path:
+    saved = checkpoints.read(path)
+    if saved["global_step"] > step:
+      step, seen = int(saved["global_step"]), int(saved["examples_seen"])
+  left = max(0, options.max_examples - seen)
+  return step + math.ceil(left / options.effective_batch(workload.batch_size))
 
 
 class _Steps:
