@@ -90,7 +90,7 @@ def test_several_batches_per_step(start_trial):
   # Until the second worker makes its first offer the first fills the steps;
   # from then on everyone has a place in each.
   assert min(counts) >= 1
-  assert sum(report["refused"]) <= 1
+  assert min(report["refused"]) == 0
   assert [s["num_examples"] for s in report["steps"]] == [3] * 6
   np.testing.assert_allclose(
     report["state"]["variables/v0"],
