@@ -34,7 +34,17 @@ LAYERS = (
     ("parameter_store", "model_parallel", "towers"),
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),
-  (("updates", "sync_replicas"),),
+  (
+    ("updates", "sync_replicas"),
+    (
+      "updates",
+      "gates",
+      "staleness",
+      "applications",
+      "replica_update",
+      "async_replicas",
+    ),
+  ),
   (
     ("stalls", "in_graph"),
     ("stalls", "between_graph"),

@@ -19,6 +19,7 @@ _containers = itertools.count()
 _OPS = {
   "VarHandleOp": tf.raw_ops.VarHandleOp,
   "FIFOQueueV2": tf.raw_ops.FIFOQueueV2,
+  "MutexV2": tf.raw_ops.MutexV2,
 }
 
 tf.config.set_logical_device_configuration(

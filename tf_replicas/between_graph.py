@@ -242,7 +242,7 @@ class BetweenGraph:
     local_device = tf.constant(0).device
 
     def pull():
-      step, parameters = towers.pull(self.store)
+      step, parameters = towers.pull(self.store, self.optimizer, self._index)
       ticket = tf.constant(-1, tf.int64)
       return pack(contributions.Release(0, step, ticket)), parameters
 

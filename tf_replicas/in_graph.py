@@ -192,7 +192,7 @@ class InGraph:
         state = tf.while_loop(lambda last, *_: last[-1] >= 0, hand_over, state)
       return state
 
-    step, parameters = towers.pull(self.store)
+    step, parameters = towers.pull(self.store, self.optimizer, index())
     first = contributions.Release(0, step, tf.constant(-1, tf.int64))
     state = tf.while_loop(
       lambda last, *_: last[1] != contributions.ENDED,

@@ -68,8 +68,15 @@ class InnerOptimizer:
         f" `apply_gradients(pairs)`. Received: {optimizer!r}."
       )
 
-  def build(self, store: parameter_store.ParameterStore) -> None:
+  def build(
+    self, store: parameter_store.ParameterStore, *, is_chief: bool = True
+  ) -> None:
     """Creates the slots beside the store's trainable variables.
+
+    Args:
+      store: Holds the variables.
+      is_chief: Whether this client says what the learning rate is; the others
+        build after it, and apply with its rate.
 
     Raises:
       ValueError: If the optimizer needs whole variables and the store has cut
@@ -103,7 +110,8 @@ class InnerOptimizer:
     self._common: list[keras.Variable] = []
     if self._is_keras:
       self._make_copies()
-      self.refresh()
+      if is_chief:
+        self.refresh()
 
   def _adopt(self) -> None:
     for variable in self._created[self._num_adopted :]:
@@ -177,7 +185,7 @@ class InnerOptimizer:
           )
       self._copies.append((variable, _Copies(copies)))
 
-  def _scalars(self, task: int, step: tf.Tensor) -> list:
+  def _scalars(self, task: int, step: tf.Tensor, rate_factor) -> list:
     """What no update changes: (Keras variable, its value in this one).
 
     The iteration count is not Keras' own, which is lost to races, but the
@@ -190,10 +198,25 @@ class InnerOptimizer:
         value = tf.cast(step, variable.dtype)
       elif id(variable) in copied:
         value = copied[id(variable)].read_value()
+        if rate_factor is not None and self._is_rate(variable):
+          value *= tf.cast(rate_factor, value.dtype)
       else:
         continue
       scalars.append((variable, value))
     return scalars
+
+  def _is_rate(self, variable: keras.Variable) -> bool:
+    return variable is self.optimizer._learning_rate
+
+  def has_adjustable_rate(self) -> bool:
+    """Whether `apply` can multiply the learning rate by a tensor."""
+    return self._is_keras and isinstance(
+      self.optimizer._learning_rate, keras.Variable
+    )
+
+  def has_common_state(self) -> bool:
+    """Whether updates change what belongs to the whole optimizer (Nadam)."""
+    return bool(self._common)
 
   def apply(
     self,
@@ -201,6 +224,7 @@ class InnerOptimizer:
     gradients: Sequence[parameter_store.Gradient],
     variables: Sequence[tf.Variable],
     step: tf.Tensor,
+    rate_factor: tf.Tensor | None = None,
   ) -> list[tuple[tf.Variable, tf.Tensor]]:
     """Applies gradients to variables that all live on PS task `task`.
 
@@ -209,6 +233,8 @@ class InnerOptimizer:
       gradients: One per variable, not None.
       variables: Shards of the store's trainable variables.
       step: int64 scalar, the updates made before this one.
+      rate_factor: Scalar; multiplies the learning rate of this update, of an
+        optimizer that `has_adjustable_rate`.
 
     Returns:
       New values of what belongs to the whole optimizer, for `commit`.
@@ -226,7 +252,8 @@ class InnerOptimizer:
             self.optimizer.apply_gradients(pairs)
         self._adopt()
         return []
-      with keras.StatelessScope(self._scalars(task, step)) as scope:
+      scalars = self._scalars(task, step, rate_factor)
+      with keras.StatelessScope(scalars) as scope:
         cells = [
           (variable, _Cell(variable.value.read_value()))
           for variable in self._common

@@ -5,6 +5,7 @@ and the release: on every PS task average, clip by the common norm, apply the
 inner optimizer, move the averages.
 """
 
+import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -66,6 +67,9 @@ class MeanUpdate:
     step: tf.Tensor,
     take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
     num_contributions: int,
+    *,
+    per_task: Callable[[int, list[tuple], Callable], None] | None = None,
+    rate_factor: tf.Tensor | None = None,
   ) -> tf.Tensor:
     """Makes the update; to be used inside a `tf.function`.
 
@@ -76,6 +80,9 @@ class MeanUpdate:
       take_sums: Maps a PS task, on which it is called, to the sums over all
         contributions: one per `store.trainable_shards(task)`.
       num_contributions: What the sums are divided by.
+      per_task: Called with a PS task, its (gradient, variable) pairs and the
+        function that applies pairs there, instead of this function alone.
+      rate_factor: Scalar; multiplies the learning rate of this update.
 
     Returns:
       A tensor; a control dependency on it waits for the whole update.
@@ -88,14 +95,20 @@ class MeanUpdate:
       means = self._clip(means)
     first = next((task for task in tasks if means[task]), 0)
 
+    def apply_on(task, pairs):
+      changed = self._inner.apply(
+        task, [g for g, _ in pairs], [v for _, v in pairs], step, rate_factor
+      )
+      if task == first:
+        self._inner.commit(changed)
+      self._update_averages(task, step + 1)
+
     def apply_on_all_tasks():
       for task, pairs in enumerate(means):
-        changed = self._inner.apply(
-          task, [g for g, _ in pairs], [v for _, v in pairs], step
-        )
-        if task == first:
-          self._inner.commit(changed)
-        self._update_averages(task, step + 1)
+        if per_task is None:
+          apply_on(task, pairs)
+        else:
+          per_task(task, pairs, functools.partial(apply_on, task))
 
     return _as_unit(apply_on_all_tasks)
 

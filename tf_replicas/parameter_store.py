@@ -252,8 +252,16 @@ class ParameterStore:
       with tf.control_dependencies([self.global_step.assign(step + 1)]):
         return tf.identity(step + 1)
 
-  def read(self) -> list[tf.Tensor]:
-    """Every variable as a whole tensor, each shard read once."""
+  def read(
+    self, read_shard: Callable[[int, int], tf.Tensor] | None = None
+  ) -> list[tf.Tensor]:
+    """Every variable as a whole tensor, each shard read once.
+
+    Args:
+      read_shard: Reads, on its device, shard (position in `specs`, number);
+        for who does more than that.
+    """
+    read_shard = read_shard or self._read_shard
     parts = {}
     for task in range(self.num_tasks):
       owners = [
@@ -265,9 +273,7 @@ class ParameterStore:
       items = [self.item(*owner) for owner in owners]
       for group in packing.groups(items):
         with tf.device(self.device_of_task(task)):
-          packed = packing.pack(
-            [self._variable(*owners[i]).read_value() for i in group]
-          )
+          packed = packing.pack([read_shard(*owners[i]) for i in group])
         tensors = packing.unpack(packed, [items[i] for i in group])
         parts.update(zip((owners[i] for i in group), tensors, strict=True))
     return [
@@ -280,8 +286,8 @@ class ParameterStore:
     shard = self.shards[index][number]
     return packing.Item(shard.shape, tf.as_dtype(shard.dtype))
 
-  def _variable(self, index: int, number: int) -> tf.Variable:
-    return self._variables[index][number]
+  def _read_shard(self, index: int, number: int) -> tf.Tensor:
+    return self._variables[index][number].read_value()
 
   def create_beside(self, index: int, kind: str) -> list[tf.Variable]:
     """Variables like the shards of `index`, on the same tasks.

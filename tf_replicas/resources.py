@@ -152,6 +152,47 @@ class Queue:
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
 
 
+class Mutex:
+  """A lock of the current device, shared by its name.
+
+  To be used inside a `tf.function`. A step that ends early, as that of a dead
+  client does, gives back the locks it held.
+
+  Attributes:
+    device: Where it lives.
+  """
+
+  def __init__(self, name: str):
+    with tf.init_scope():
+      self._handle = tf.raw_ops.MutexV2(container="", shared_name=name)
+    self.device = self._handle.device
+
+  def hold(
+    self,
+    body: Callable[[], list[tf.Tensor]],
+    after: Sequence[tf.Tensor] = (),
+  ) -> list[tf.Tensor]:
+    """`body()`, run while nobody else holds this lock.
+
+    Args:
+      body: Builds ops, and returns tensors; all of its stateful ops are over
+        before the lock is given back. They are returned on the device of the
+        caller.
+      after: Tensors to wait for before the lock is asked for, such as those
+        that come from another task and that `body` needs.
+    """
+    with tf.device(self.device):
+      with tf.control_dependencies(list(after)):
+        lock = tf.raw_ops.MutexLock(mutex=self._handle)
+      with tf.control_dependencies([lock]):
+        # Not just the ops: a call is over when all its stateful ops are.
+        results = tf.function(body, autograph=False)()
+      with tf.control_dependencies(results):
+        released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+    with tf.control_dependencies([released]):
+      return [tf.identity(result) for result in results]
+
+
 def select(
   index: int | tf.Tensor, choices: Sequence, use: Callable[..., tf.Tensor]
 ) -> tf.Tensor:

@@ -249,7 +249,7 @@ def contribute(
     )
   ended = release.global_step < 0
   with tf.control_dependencies([release.global_step]):
-    now, parameters = pull(store)
+    now, parameters = pull(store, optimizer, index)
   # A replica that was refused may be let go while an update is being made.
   with tf.device(store.device_of_task(0)):
     step = tf.where(ended, release.global_step, now)
@@ -258,7 +258,15 @@ def contribute(
 
 def pull(
   store: parameter_store.ParameterStore,
+  optimizer=None,
+  index: int | tf.Tensor = 0,
 ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-  """The global step, and the parameters: one tensor per trainable variable."""
-  step, values = store.pull()
+  """The global step, and the parameters: one tensor per trainable variable.
+
+  An update rule that has a way of its own to read has a method `pull`.
+  """
+  if hasattr(optimizer, "pull"):
+    step, values = optimizer.pull(index)
+  else:
+    step, values = store.pull()
   return step, [values[i] for i in store.trainable]

@@ -1,0 +1,347 @@
+"""Tests for tf_replicas.async_replicas: whole trainings in one process."""
+
+import threading
+
+import keras
+import numpy as np
+import stores
+import tensorflow as tf
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_replicas import async_replicas
+from tf_replicas import moving_averages
+from tf_replicas import staleness
+from tf_replicas import updates
+
+SGD = keras.optimizers.SGD
+TWO = {"a": np.float32([1.0, 2.0]), "b": np.float32([3.0])}
+
+
+class Training:
+  """One store, and a client of its own for every replica."""
+
+  def __init__(self, make_optimizer, num_replicas, *, values=TWO, is_sparse=()):
+    specs = [stores.spec(path, v.shape) for path, v in values.items()]
+    self.paths = list(values)
+    self.num_replicas = num_replicas
+    self.optimizers, self.stores = [], []
+    for replica in range(num_replicas):
+      optimizer = make_optimizer()
+      store = stores.attach(specs, 2, stores.cut(2))
+      optimizer.build(store, is_sparse=is_sparse or [False] * len(values))
+      if replica == 0:
+        optimizer.create([tf.constant(v) for v in values.values()])
+      self.optimizers.append(optimizer)
+      self.stores.append(store)
+    self.chief = self.optimizers[0]
+    self._pulls = [
+      tf.function(lambda r=r: self.optimizers[r].pull(r))
+      for r in range(num_replicas)
+    ]
+    self._applies = [
+      tf.function(lambda *a, r=r: self._apply(r, *a))
+      for r in range(num_replicas)
+    ]
+
+  def _apply(self, replica, step, loss, *gradients):
+    return self.optimizers[replica].apply_gradients(
+      zip(gradients, self.paths, strict=True),
+      replica=replica,
+      local_step=step,
+      loss=loss,
+      num_examples=10 * (replica + 1),
+    )
+
+  def pull(self, replica):
+    step, values = self._pulls[replica]()
+    return step, values
+
+  def apply(self, replica, step, gradients, loss=0.5):
+    release = self._applies[replica](step, tf.constant(loss), *gradients)
+    return bool(release.admitted), int(release.global_step)
+
+  def run(self, compute, steps):
+    """Every replica in a thread of its own; `compute(replica, values)`."""
+    errors = []
+
+    def train(replica):
+      try:
+        for _ in range(steps):
+          step, values = self.pull(replica)
+          self.apply(replica, step, compute(replica, values))
+      except Exception as error:  # The test's thread raises it.
+        errors.append(error)
+
+    threads = [
+      threading.Thread(target=train, args=(r,), daemon=True)
+      for r in range(self.num_replicas)
+    ]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(timeout=120)
+    if errors:
+      raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+  def values(self):
+    values = stores.numpy(self.stores[0].read())
+    return dict(zip(self.paths, values, strict=True))
+
+
+def _grads(a, b):
+  return [tf.constant(a, tf.float32, [2]), tf.constant(b, tf.float32, [1])]
+
+
+def _rule(inner, num_replicas, **kwargs):
+  return lambda: async_replicas.AsyncReplicasOptimizer(
+    inner(), num_replicas, **kwargs
+  )
+
+
+class InterleavingTest(stores.TestCase):
+  """Forced interleavings, by hand."""
+
+  def test_every_gradient_is_applied_at_once(self):
+    training = Training(_rule(lambda: SGD(0.5), 2), 2)
+    step_0, _ = training.pull(0)
+    step_1, _ = training.pull(1)
+    self.assertEqual(training.apply(0, step_0, _grads(1.0, 2.0)), (True, 1))
+    np.testing.assert_allclose(training.values()["a"], [0.5, 1.5])
+    np.testing.assert_allclose(training.values()["b"], [2.0])
+    self.assertEqual(training.apply(1, step_1, _grads(2.0, 0.0)), (True, 2))
+    np.testing.assert_allclose(training.values()["a"], [-0.5, 0.5])
+    step_0, _ = training.pull(0)
+    self.assertEqual(training.apply(0, step_0, _grads(0.0, 1.0)), (True, 3))
+    applied = training.chief.staleness()
+    self.assertEqual(applied[0, :3].tolist(), [2, 0, 0])
+    self.assertEqual(applied[1, :3].tolist(), [0, 1, 0])
+    self.assertEqual(applied.sum(), 3)
+
+  def test_chief_hears_of_all_since_its_last_call(self):
+    training = Training(_rule(lambda: SGD(0.5), 2), 2)
+    for replica, loss in ((0, 1.0), (1, 4.0)):
+      step, _ = training.pull(replica)
+      training.apply(replica, step, _grads(0.0, 0.0), loss)
+    update = training.chief.apply_update()
+    self.assertEqual(update, updates.Update(2, 2.5, 30, 0.5))
+    self.assertEqual(int(training.stores[1].examples_seen), 30)
+
+  def test_drop_stale_drops_whole_sets(self):
+    rule = _rule(lambda: SGD(0.5), 2, policies=[staleness.drop_stale(1)])
+    training = Training(rule, 2)
+    old, _ = training.pull(1)
+    for _ in range(2):
+      step, _ = training.pull(0)
+      training.apply(0, step, _grads(0.0, 0.0))
+    self.assertEqual(training.apply(1, old, _grads(9.0, 9.0)), (False, 2))
+    self.assertEqual(training.apply(1, old + 1, _grads(1.0, 1.0)), (True, 3))
+    np.testing.assert_allclose(training.values()["a"], [0.5, 1.5])
+    self.assertEqual(
+      training.chief.counts(),
+      [
+        updates.Counts(2, 0, (0,) * 10),
+        updates.Counts(1, 0, (0, 1) + (0,) * 8),
+      ],
+    )
+
+  def test_staleness_aware_divides_the_rate(self):
+    rule = _rule(lambda: SGD(0.5), 2, policies=[staleness.staleness_aware()])
+    training = Training(rule, 2)
+    old, _ = training.pull(1)
+    for _ in range(4):
+      step, _ = training.pull(0)
+      training.apply(0, step, _grads(1.0, 1.0))
+    np.testing.assert_allclose(training.values()["a"], [-1.0, 0.0])
+    training.apply(1, old, _grads(2.0, 2.0))
+    np.testing.assert_allclose(training.values()["a"], [-1.25, -0.25])
+
+  def test_delay_compensated_by_hand(self):
+    rule = _rule(
+      lambda: SGD(0.5), 2, policies=[staleness.delay_compensated(0.25)]
+    )
+    training = Training(rule, 2)
+    old, _ = training.pull(1)
+    step, _ = training.pull(0)
+    training.apply(0, step, _grads(1.0, 1.0))
+    training.apply(1, old, _grads(2.0, 4.0))
+    # g + 0.25 g g (now - read), where now - read = -0.5.
+    np.testing.assert_allclose(training.values()["a"], [-0.25, 0.75])
+    np.testing.assert_allclose(training.values()["b"], [3 - 0.5 - 0.5 * 2.0])
+
+  def test_variable_without_gradient_is_left_alone(self):
+    training = Training(_rule(lambda: SGD(0.5), 1), 1)
+    step, _ = training.pull(0)
+    training.apply(0, step, [None, tf.constant([2.0])])
+    np.testing.assert_allclose(training.values()["a"], [1.0, 2.0])
+    np.testing.assert_allclose(training.values()["b"], [2.0])
+
+  def test_sparse_rows(self):
+    values = {"table": np.zeros([4, 1], "float32")}
+    rule = _rule(lambda: SGD(1.0), 1, use_locking=True)
+    training = Training(rule, 1, values=values, is_sparse=[True])
+    step, _ = training.pull(0)
+    slices = tf.IndexedSlices(
+      tf.constant([[1.0], [2.0], [4.0]]),
+      tf.constant([3, 0, 3]),
+      tf.constant([4, 1]),
+    )
+    training.apply(0, step, [slices])
+    np.testing.assert_allclose(
+      training.values()["table"], [[-2.0], [0.0], [0.0], [-5.0]]
+    )
+
+  def test_averages_follow(self):
+    rule = _rule(
+      lambda: SGD(1.0),
+      1,
+      variable_averages=moving_averages.MovingAverages(
+        0.75, num_updates_aware=False
+      ),
+    )
+    training = Training(rule, 1)
+    step, _ = training.pull(0)
+    training.apply(0, step, _grads(4.0, 4.0))
+    state = training.stores[0].state()
+    np.testing.assert_allclose(state["averages/a"], [0.0, 1.0])
+
+  def test_not_finite_is_not_applied_and_raises_at_the_chief(self):
+    training = Training(_rule(lambda: SGD(0.5), 2), 2)
+    step, _ = training.pull(1)
+    release = training.apply(1, step, _grads(np.nan, 1.0))
+    self.assertFalse(release[0])
+    with self.assertRaises(updates.NonFiniteGradientError) as caught:
+      training.chief.apply_update()
+    self.assertEqual(caught.exception.replica, 1)
+    np.testing.assert_allclose(training.values()["b"], [3.0])
+
+  def test_learning_rate_is_the_chiefs(self):
+    training = Training(_rule(lambda: SGD(0.5), 2), 2)
+    training.chief.set_learning_rate(0.25)
+    training.chief.inner.refresh()
+    step, _ = training.pull(1)
+    training.apply(1, step, _grads(1.0, 1.0))
+    np.testing.assert_allclose(training.values()["a"], [0.75, 1.75])
+
+  def test_interrupt_and_close(self):
+    training = Training(_rule(lambda: SGD(0.5), 1), 1)
+    training.chief.interrupt()
+    with self.assertRaises(updates.Interrupted):
+      training.chief.apply_update()
+    training.chief.close()
+    step, _ = training.pull(0)
+    with self.assertRaises(
+      (tf.errors.OutOfRangeError, tf.errors.CancelledError)
+    ):
+      training.apply(0, step, _grads(1.0, 1.0))
+
+  def test_end(self):
+    rule = _rule(lambda: SGD(0.5), 2, policies=[staleness.bounded_staleness(0)])
+    training = Training(rule, 2)
+    training.chief.end_replicas()
+    step, _ = training.pull(0)
+    self.assertEqual(training.apply(0, step, _grads(1.0, 1.0)), (False, -1))
+    np.testing.assert_allclose(training.values()["b"], [3.0])
+
+
+class ConcurrentTest(stores.TestCase):
+  @parameterized.named_parameters(
+    ("momentum", lambda: SGD(1.0, momentum=0.5)),
+    ("adam", lambda: keras.optimizers.Adam(0.5, beta_2=0.5)),
+  )
+  def test_locking_loses_nothing(self, inner):
+    """Constant gradients: the order of updates does not matter."""
+    replicas, steps = 3, 40
+    training = Training(_rule(inner, replicas, use_locking=True), replicas)
+    training.run(lambda r, v: _grads(1.0, 1.0), steps)
+    self.assertEqual(int(training.stores[0].global_step), replicas * steps)
+    self.new_cluster()
+    alone = Training(_rule(inner, 1), 1)
+    alone.run(lambda r, v: _grads(1.0, 1.0), replicas * steps)
+    for path, value in alone.values().items():
+      np.testing.assert_allclose(training.values()[path], value, rtol=1e-4)
+
+  def test_counts_are_exact_without_locking(self):
+    training = Training(_rule(lambda: SGD(1.0), 3), 3)
+    training.run(lambda r, v: _grads(1.0, 0.0), 40)
+    self.assertEqual(int(training.stores[0].global_step), 120)
+    self.assertEqual(int(training.stores[0].examples_seen), 40 * 60)
+    self.assertEqual(training.chief.staleness().sum(axis=1).tolist(), [40] * 3)
+    np.testing.assert_allclose(training.values()["a"], [-119.0, -118.0])
+
+  def test_snapshots_are_of_one_version(self):
+    seen = []
+
+    def compute(replica, values):
+      if replica:
+        seen.append((values[0].numpy(), values[1].numpy()))
+      return _grads(1.0, 1.0)
+
+    training = Training(_rule(lambda: SGD(1.0), 3, snapshot_reads=True), 3)
+    training.run(compute, 30)
+    for a, b in seen:
+      np.testing.assert_allclose([a[0] + 2.0, a[1] + 1.0], [b[0], b[0]])
+
+  def test_bound_of_zero_is_synchronous(self):
+    """All read the same values, and apply before anyone reads again."""
+    rule = _rule(
+      lambda: SGD(0.25), 3, policies=[staleness.bounded_staleness(0)]
+    )
+    training = Training(rule, 3)
+    seen = [[] for _ in range(3)]
+
+    def compute(replica, values):
+      seen[replica].append(values[1].numpy()[0])
+      return [values[0] * 0.0, values[1] - tf.constant([float(replica)])]
+
+    training.run(compute, 10)
+    expected, value = [], np.float32(3.0)
+    for _ in range(10):
+      expected.append(value)
+      value = value - 0.25 * (3 * value - 3.0)
+    for values in seen:
+      np.testing.assert_allclose(values, expected, rtol=1e-5)
+
+  @parameterized.parameters(1, 3)
+  def test_bound_holds(self, bound):
+    rule = _rule(
+      lambda: SGD(0.25), 2, policies=[staleness.bounded_staleness(bound)]
+    )
+    training = Training(rule, 2)
+    done = threading.Event()
+
+    def run_ahead():
+      for _ in range(bound + 1):
+        step, _ = training.pull(0)
+        training.apply(0, step, _grads(0.0, 0.0))
+      done.set()
+
+    thread = threading.Thread(target=run_ahead, daemon=True)
+    thread.start()
+    deadline = threading.Event()
+    while not training.chief.ledger().status[0]:
+      deadline.wait(0.01)
+    self.assertEqual(int(training.stores[1].global_step), bound)
+    self.assertFalse(done.is_set())
+    step, _ = training.pull(1)
+    training.apply(1, step, _grads(0.0, 0.0))
+    self.assertTrue(done.wait(30))
+    thread.join()
+
+  def test_lost_replica_holds_nobody_up(self):
+    rule = _rule(
+      lambda: SGD(0.25), 2, policies=[staleness.bounded_staleness(0)]
+    )
+    training = Training(rule, 2)
+    training.chief.declare_lost(1, -1)
+    self.assertEqual(training.chief.ledger().status.tolist(), [0, 4])
+    for number in range(3):
+      step, _ = training.pull(0)
+      self.assertEqual(
+        training.apply(0, step, _grads(0.0, 0.0)), (True, number + 1)
+      )
+
+
+if __name__ == "__main__":
+  absltest.main()
