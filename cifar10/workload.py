@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from cifar10 import config as config_lib
 from tf_replicas import cluster
 from tf_replicas import program
+from tf_replicas import run_settings
 
 # float16 holds nothing below 6e-8: where gradients are smaller, they vanish
 # unless the loss is scaled up. A power of two rounds nothing.
@@ -31,7 +32,7 @@ def make(
     optimizer_fn=functools.partial(_optimizer, config),
     learning_rate_fn=functools.partial(config_lib.learning_rate, config),
     batch_size=config.batch_size,
-    on_start=functools.partial(config_lib.record, config),
+    on_start=functools.partial(run_settings.record, config),
   )
 
 
