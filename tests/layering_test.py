@@ -37,9 +37,10 @@ LAYERS = (
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),
   (
-    ("updates", "sync_replicas"),
+    ("updates", "update_rule", "sync_replicas"),
     (
       "updates",
+      "update_rule",
       "gates",
       "staleness",
       "applications",

@@ -208,11 +208,13 @@ def contribute(
 
   Computes, hands the gradient to the update rule, again with the same
   parameters if the rule wants more for this step, and pulls the parameters to
-  go on with: their bytes leave as soon as the rule lets the replica go on.
+  go on with: their bytes leave as soon as the rule lets the replica go on. A
+  rule with `refresh_every` lets it keep what it has instead, unless the new
+  ticket is -1.
 
   Args:
     store: Holds the parameters.
-    optimizer: The update rule: has `scale_loss` and `apply_gradients`.
+    optimizer: The `UpdateRule`.
     replica: What to compute.
     iterator: Over the replica's batches.
     index: Which replica this is.
@@ -248,8 +250,18 @@ def contribute(
       )
     )
   ended = release.global_step < 0
+
+  def read_anew():
+    return pull(store, optimizer, index)
+
   with tf.control_dependencies([release.global_step]):
-    now, parameters = pull(store, optimizer, index)
+    if optimizer.refresh_every == 1:
+      now, parameters = read_anew()
+    else:
+      is_due = tf.identity(release.ticket) < 0
+      now, parameters = tf.cond(
+        is_due, read_anew, lambda: (step, list(parameters))
+      )
   # A replica that was refused may be let go while an update is being made.
   with tf.device(store.device_of_task(0)):
     step = tf.where(ended, release.global_step, now)

@@ -52,11 +52,14 @@ class Counts(NamedTuple):
     surplus: Refused: fresh, but N others came first.
     late: `late[k - 1]` were refused for being k steps old; the last counts
       all that were older.
+    staleness: `staleness[k]` of those applied were k updates old; empty where
+      none can be. The last may count all that were older.
   """
 
   applied: int
   surplus: int
   late: tuple[int, ...]
+  staleness: tuple[int, ...] = ()
 
   @property
   def refused(self) -> int:
