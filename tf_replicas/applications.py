@@ -288,8 +288,8 @@ class Applications:
     num_examples = tf.cast(num_examples, tf.int64)
     self._store.examples_seen.assign_add(num_examples)
     if self._per_update > 1:
-      rest = tf.where(is_update, 0, self.pending.read_value() + 1)
-      self.pending.assign(tf.cast(rest, tf.int64))
+      pending = self.pending.read_value() + 1
+      self.pending.assign(tf.where(is_update, tf.zeros_like(pending), pending))
     self._store.global_step.assign_add(tf.cast(is_update, tf.int64))
     step = self._store.read_global_step()
     sent = self._send(ledger.Kind.DELIVERED, replica, step, num_examples, loss)
