@@ -84,7 +84,7 @@ def _replica(config, layers, micro_batches, devices):
   )
 
 
-def _optimizer(config, replicas_to_aggregate, total_num_replicas):
+def _optimizer(config, new_rule):
   import keras
 
   import tf_replicas
@@ -101,10 +101,8 @@ def _optimizer(config, replicas_to_aggregate, total_num_replicas):
       config.learning_rate, momentum=config.momentum
     )
   is_float16 = config.compute_dtype == "float16"
-  return tf_replicas.SyncReplicasOptimizer(
+  return new_rule(
     optimizer,
-    replicas_to_aggregate,
-    total_num_replicas,
     variable_averages=tf_replicas.MovingAverages(config.moving_average_decay),
     loss_scale=FLOAT16_LOSS_SCALE if is_float16 else None,
   )

@@ -53,7 +53,7 @@ LAYERS = (
     ("stalls", "between_graph"),
     ("one_machine", "worker_group", "mirrored"),
   ),
-  (("program", "roles", "launcher", "command_line"),),
+  (("update_settings", "program", "roles", "launcher", "command_line"),),
 )
 WITHOUT_TENSORFLOW = {
   "addresses",
@@ -65,6 +65,7 @@ WITHOUT_TENSORFLOW = {
   "prepared_datasets",
   "program",
   "run_settings",
+  "update_settings",
 }
 # They start processes, or are started by people.
 READS_ENVIRONMENT = {"command_line", "launcher", "local_cluster"}

@@ -5,6 +5,7 @@ A training binary defines flags, says how to run and what to train, and calls
 flags of its own for. Nothing here imports TensorFlow before a task needs it.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -22,6 +23,7 @@ from tf_replicas import cluster
 from tf_replicas import launcher
 from tf_replicas import prepared_datasets
 from tf_replicas import program
+from tf_replicas import update_settings
 
 FLAGS = flags.FLAGS
 
@@ -44,6 +46,11 @@ _CLUSTER_OPTIONS = (
   "start_timeout_secs",
   "lost_after_secs",
   "emulate_gpus",
+)
+_UPDATE_SETTINGS = tuple(
+  field.name
+  for field in dataclasses.fields(update_settings.UpdateSettings)
+  if field.name != "rules"
 )
 _SHORTEST_SECS = 0.001
 
@@ -97,8 +104,30 @@ def define_cluster_flags() -> None:
   flags.DEFINE_integer(
     "replicas_to_aggregate", None, "Contributions in one update; all replicas"
   )
+  _define_update_flags()
   flags.DEFINE_float("start_timeout_secs", 120, "Wait for the other tasks")
   flags.DEFINE_float("lost_after_secs", 20, "Silence that makes a worker lost")
+
+
+def _define_update_flags() -> None:
+  """The flags of `update_settings.UpdateSettings`."""
+  flags.DEFINE_list(
+    "update",
+    [update_settings.SYNC],
+    f"The update rule, of {', '.join(update_settings.RULES)}; the last"
+    f" {len(update_settings.POLICIES)} may be combined by commas",
+  )
+  flags.DEFINE_boolean("use_locking", False, "One update of a variable a time")
+  flags.DEFINE_boolean("snapshot_reads", False, "All variables of one version")
+  flags.DEFINE_integer(
+    "max_staleness", None, "Of bounded_staleness, drop_stale", lower_bound=0
+  )
+  define_count("softsync_n", None, "An update per (replicas / N) gradients")
+  flags.DEFINE_float("delay_compensation", None, "Of delay_compensated")
+  define_count("refresh_every", 1, "Steps from what was read once")
+  flags.DEFINE_enum(
+    "wire_dtype", None, ["float16", "bfloat16"], "Of what travels"
+  )
 
 
 def define_evaluation_flags(train_dir: str, *, batch_size: int) -> None:
@@ -166,7 +195,9 @@ def cluster_options() -> program.Options:
     FLAGS.cluster_spec, FLAGS.job_name, FLAGS.task_index, dict(os.environ)
   )
   more = {name: FLAGS[name].value for name in _CLUSTER_OPTIONS}
-  return _options(spec, task, **more)
+  update = {name: FLAGS[name].value for name in _UPDATE_SETTINGS}
+  update = update_settings.UpdateSettings(rules=tuple(FLAGS.update), **update)
+  return _options(spec, task, update=update, **more)
 
 
 def train(

@@ -253,7 +253,7 @@ class InnerOptimizer:
         self._adopt()
         return []
       scalars = self._scalars(task, step, rate_factor)
-      with keras.StatelessScope(scalars) as scope:
+      with resources.outside_strategy(), keras.StatelessScope(scalars) as scope:
         cells = [
           (variable, _Cell(variable.value.read_value()))
           for variable in self._common

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from tf_replicas import training
 
 
@@ -65,6 +67,14 @@ class Counts(NamedTuple):
   def refused(self) -> int:
     """All that were not used."""
     return self.surplus + sum(self.late)
+
+
+def summary(staleness: Sequence[int]) -> tuple[float, int, int]:
+  """Mean, the smallest bound of 95%, and maximum of `Counts.staleness`."""
+  counts = np.asarray(staleness)
+  mean = float(np.average(np.arange(len(counts)), weights=counts))
+  most_of = np.searchsorted(np.cumsum(counts), 0.95 * counts.sum())
+  return mean, int(most_of), len(counts) - 1
 
 
 def update_of(optimizer, names: Sequence[str]) -> Update:
