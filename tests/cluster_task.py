@@ -107,7 +107,7 @@ def train(here: Here, driver, run_chief) -> None:
   try:
     if driver.is_chief:
       values = run_chief()
-      values["counts"] = [list(c) for c in driver.optimizer.counts()]
+      values["counts"] = [c[:3] for c in driver.optimizer.counts()]
       values["refused"] = [c.refused for c in driver.optimizer.counts()]
       values["state"] = as_lists(driver.store.state())
       values["global_step"] = driver.global_step
