@@ -1,10 +1,12 @@
 """Examples per second on this machine, against a single process.
 
   python -m benchmarks.throughput [--rounds=3] [--batch_size=64] [--workers=2]
+    [--update=async]
 
 1 PS and N workers of the CIFAR-10 binary on synthetic images, both drivers,
 beside one process with all cores and the same global batch; in turn, so that
-all of them meet the same noise. The ratio within a round is what counts.
+all of them meet the same noise. The ratio within a round is what counts. With
+asynchronous updates TensorFlow's own come along.
 """
 
 import pathlib
@@ -21,6 +23,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 3, "How often each is measured")
 flags.DEFINE_integer("batch_size", 64, "Images of one replica's batch")
 flags.DEFINE_integer("workers", 2, "Replicas")
+flags.DEFINE_enum("update", "sync", ["sync", "async"], "The update rule")
 flags.DEFINE_integer("steps", 200, "Steps that are measured, after 50 others")
 
 _WARM_UP_STEPS = 50
@@ -33,12 +36,32 @@ def single_process() -> float:
   return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
 
 
+def _write_spec(directory: str) -> pathlib.Path:
+  spec = pathlib.Path(directory) / "spec.json"
+  workers = ", ".join(['"localhost:0"'] * FLAGS.workers)
+  spec.write_text(f'{{"ps": ["localhost:0"], "worker": [{workers}]}}')
+  return spec
+
+
+def plain_async() -> float:
+  """Examples/sec of TensorFlow's own strategy."""
+  with tempfile.TemporaryDirectory() as directory:
+    steps = [n * FLAGS.workers for n in (_WARM_UP_STEPS, FLAGS.steps)]
+    output = _output(
+      "benchmarks.plain_async",
+      str(_write_spec(directory)),
+      *map(str, [FLAGS.batch_size, *steps]),
+    )
+  return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
+
+
 def cluster(replication: str) -> float:
   """Examples/sec of the binary after the warm-up, from its own log line."""
+  # An asynchronous update has one batch.
+  per_step = 1 if FLAGS.update == "sync" else FLAGS.workers
+  warm_up = _WARM_UP_STEPS * per_step
   with tempfile.TemporaryDirectory() as directory:
-    spec = pathlib.Path(directory) / "spec.json"
-    workers = ", ".join(['"localhost:0"'] * FLAGS.workers)
-    spec.write_text(f'{{"ps": ["localhost:0"], "worker": [{workers}]}}')
+    spec = _write_spec(directory)
     # The last log line covers exactly the steps after the warm-up.
     output = _output(
       "cifar10.distributed_train",
@@ -47,8 +70,9 @@ def cluster(replication: str) -> float:
       "--dataset=synthetic",
       f"--batch_size={FLAGS.batch_size}",
       f"--replication={replication}",
-      f"--max_steps={_WARM_UP_STEPS + FLAGS.steps}",
-      f"--log_every_steps={_WARM_UP_STEPS}",
+      f"--update={FLAGS.update}",
+      f"--max_steps={warm_up + FLAGS.steps * per_step}",
+      f"--log_every_steps={warm_up}",
     )
   rates = re.findall(r"\(([\d.]+) examples/sec; ([\d.]+) sec/batch\)", output)
   # The first window holds the start.
@@ -71,16 +95,23 @@ def _output(module: str, *arguments: str) -> str:
 
 def main(argv: list[str]) -> None:
   del argv
-  names = ["single process", "between-graph", "in-graph"]
-  print(f"{'round':6}" + "".join(f"{name:>24}" for name in names))
+  measures = {
+    "single process": single_process,
+    "between-graph": lambda: cluster("between_graph"),
+    "in-graph": lambda: cluster("in_graph"),
+  }
+  if FLAGS.update == "async":
+    measures["ParameterServerStrategy"] = plain_async
+  names = list(measures)
+  print(f"{'round':6}" + "".join(f"{name:>26}" for name in names))
   ratios = {name: [] for name in names}
   for number in range(FLAGS.rounds):
-    rates = [single_process(), cluster("between_graph"), cluster("in_graph")]
+    rates = [measure() for measure in measures.values()]
     cells = []
     for name, rate in zip(names, rates, strict=True):
       ratios[name].append(rate / rates[0])
       cells.append(f"{rate:.0f}/s ({rate / rates[0]:.2f})")
-    print(f"{number:<6}" + "".join(f"{c:>24}" for c in cells), flush=True)
+    print(f"{number:<6}" + "".join(f"{c:>26}" for c in cells), flush=True)
   for name in names[1:]:
     values = ratios[name]
     print(

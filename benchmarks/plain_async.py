@@ -1,0 +1,108 @@
+"""What TensorFlow has for asynchronous training, plain, for comparison.
+
+  python -m benchmarks.plain_async SPEC BATCH_SIZE WARM_UP_STEPS STEPS
+
+`tf.distribute.ParameterServerStrategy`, `ClusterCoordinator` and a Keras
+optimizer, used as TensorFlow's tutorial on parameter servers has it, on the
+CIFAR-10 network and synthetic images. Started by `benchmarks.throughput`.
+"""
+
+import json
+import sys
+import tempfile
+import time
+
+import keras
+import tensorflow as tf
+
+from cifar10 import config as config_lib
+from cifar10 import inputs
+from cifar10 import model as model_lib
+from cifar10 import sources
+from tf_replicas import cluster
+from tf_replicas import local_cluster
+
+
+def serve(spec: cluster.ClusterSpec, job: str, index: int) -> None:
+  """Is a PS or a worker until it is ended."""
+  server = tf.distribute.Server(
+    tf.train.ClusterSpec(spec.as_dict()),
+    job_name=job,
+    task_index=index,
+    protocol="grpc",
+  )
+  server.join()
+
+
+def coordinate(
+  spec: cluster.ClusterSpec, batch_size: int, warm_up_steps: int, steps: int
+) -> None:
+  """Is the coordinator; prints examples/sec."""
+  resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"
+  )
+  strategy = tf.distribute.ParameterServerStrategy(resolver)
+  coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+  config = config_lib.Config(dataset="synthetic", batch_size=batch_size)
+  with strategy.scope():
+    model = model_lib.build(seed=0)
+    optimizer = keras.optimizers.SGD(config.learning_rate)
+    optimizer.build(model.trainable_variables)
+  variables = model.trainable_variables
+  paths = [variable.path for variable in variables]
+  source = sources.find("synthetic")
+
+  def dataset_fn():
+    return inputs.train_dataset(source, batch_size=batch_size, seed=0)
+
+  @tf.function
+  def step(iterator):
+    def replica(batch):
+      with tf.GradientTape() as tape:
+        # Each variable is fetched once, which is more than the tutorial does.
+        parameters = [tf.convert_to_tensor(v) for v in variables]
+        tape.watch(parameters)
+        loss, _ = model_lib.total_loss(
+          model,
+          dict(zip(paths, parameters, strict=True)),
+          *batch,
+          decay_factor=config.weight_decay,
+        )
+      optimizer.apply(tape.gradient(loss, parameters), variables)
+      return loss
+
+    return strategy.run(replica, args=(next(iterator),))
+
+  iterators = iter(coordinator.create_per_worker_dataset(dataset_fn))
+
+  def run(count: int) -> None:
+    for _ in range(count):
+      coordinator.schedule(step, args=(iterators,))
+    coordinator.join()
+
+  run(warm_up_steps)
+  start = time.perf_counter()
+  run(steps)
+  seconds = time.perf_counter() - start
+  print(f"examples_per_sec {steps * batch_size / seconds:.1f}", flush=True)
+
+
+def main(path: str, *numbers: str) -> None:
+  """Starts the servers, and coordinates them."""
+  spec = cluster.resolve_ports(cluster.load(path))
+
+  def command(task):
+    module = [sys.executable, "-m", "benchmarks.plain_async", "serve"]
+    return [*module, spec.to_json(), task.job, str(task.index)]
+
+  with tempfile.TemporaryDirectory() as log_dir:
+    with local_cluster.LocalCluster(spec, command, log_dir=log_dir) as tasks:
+      tasks.start()
+      coordinate(spec, *map(int, numbers))
+
+
+if __name__ == "__main__":
+  if sys.argv[1] == "serve":
+    serve(cluster.parse(json.loads(sys.argv[2])), sys.argv[3], int(sys.argv[4]))
+  else:
+    main(*sys.argv[1:])
