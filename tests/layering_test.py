@@ -47,6 +47,7 @@ LAYERS = (
       "replica_update",
       "async_replicas",
     ),
+    ("updates", "update_rule", "switching"),
   ),
   (
     ("stalls", "in_graph"),

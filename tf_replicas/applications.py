@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas import connection
 from tf_replicas import ledger
 from tf_replicas import parameter_store
 from tf_replicas import resources
@@ -19,6 +20,8 @@ from tf_replicas import updates
 
 # Of a replica that has nothing under way, has, or is lost.
 _IDLE, _OPEN, _LOST = 0, 1, -1
+# A replica that does not come back is declared lost much sooner.
+_PATIENCE_SECS = 600.0
 # Gradients that are this stale or staler are counted together.
 MAX_STALENESS = 255
 _NO_LIMIT = 1 << 60
@@ -106,6 +109,8 @@ class Applications:
   def stop_at(self, step: int) -> None:
     """Lets the global step not get beyond `step`."""
     self._limit.assign(step)
+    for _ in range(self._num_replicas):
+      self._retries.enqueue([tf.constant(True)])
 
   def admit(self, replica, local_step, is_sound) -> Admission:
     """Decides on one application; to be used inside a `tf.function`.
@@ -186,6 +191,22 @@ class Applications:
       with tf.control_dependencies([self._has_ended.assign(True)]):
         self._retries.enqueue([tf.constant(True)])
 
+  def resume(self) -> None:
+    """Admits again."""
+    self._has_ended.assign(False)
+
+  def await_idleness(self) -> None:
+    """Waits until nobody applies; who was lost on the way does not count.
+
+    Raises:
+      TimeoutError: If that takes long beyond reason.
+    """
+    connection.await_value(
+      lambda: not tf.reduce_any(self._state.read_value() == _OPEN),
+      timeout_secs=_PATIENCE_SECS,
+      what="waiting for the last asynchronous update",
+    )
+
   def wake(self) -> None:
     """Makes a waiting `collect` return."""
     self._send(ledger.Kind.WAKE)
@@ -195,10 +216,11 @@ class Applications:
     self._progress.close()
     self._retries.close()
 
-  def collect(self) -> updates.Update:
+  def collect(self, rate: Callable[[int], float]) -> updates.Update:
     """Waits for an application; what was applied since the last call.
 
-    The learning rate is left to the caller.
+    Args:
+      rate: Maps a global step to the learning rate then.
 
     Raises:
       NonFiniteGradientError: If a replica computed something not finite.
@@ -212,12 +234,22 @@ class Applications:
     applied = rows[kinds == ledger.Kind.DELIVERED]
     if not len(applied):
       raise updates.Interrupted("interrupted")
+    step = int(applied[:, 2].max())
     return updates.Update(
-      global_step=int(applied[:, 2].max()),
+      global_step=step,
       loss=float(applied[:, 4].mean()),
       num_examples=int(applied[:, 3].sum()),
-      learning_rate=float("nan"),
+      learning_rate=rate(step - 1),
     )
+
+  def collect_rest(self, rate: Callable[[int], float]) -> updates.Update | None:
+    """As `collect`, but does not wait: None if nothing was applied."""
+    if int(self._progress.size()) == 0:
+      return None
+    try:
+      return self.collect(rate)
+    except updates.Interrupted:
+      return None
 
   @functools.cached_property
   def _listen(self) -> Callable[[], tf.Tensor]:

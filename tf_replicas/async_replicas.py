@@ -184,34 +184,20 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
         f" Received: {self._per_update}."
       )
 
-  def create(self, values: Sequence[tf.Tensor]) -> None:
-    """The chief's: gives everything its first value, unless it has one.
+  def initialize(self, values: Sequence[tf.Tensor]) -> None:
+    """Gives everything but the slots and the global step its first value."""
+    self._applications.initialize()
+    self._replica_update.initialize()
+    if self._gates is not None:
+      self._gates.initialize()
+    super().initialize(values)
 
-    Args:
-      values: Of the variables, in the store's order.
-    """
-    is_new = not self._store.is_initialized()
-    if is_new:
-      self._applications.initialize()
-      if self._gates is not None:
-        self._gates.initialize()
-      for index, value in enumerate(values):
-        self._store.assign(index, value)
-      self.update.initialize(values)
-      self._replica_update.initialize()
-    self._make_ready(is_chief=True)
-    if is_new:
-      self._store.start()
-    else:
-      # An earlier chief's `apply_update` may live on at the PS; this ends it.
-      self._applications.wake()
-
-  def _make_ready(self, *, is_chief: bool) -> None:
+  def make_ready(self, *, is_chief: bool) -> None:
     """Builds the inner optimizer, once; the chief first."""
     if self._is_ready:
       return
     with tf.init_scope():
-      self.inner.build(self._store, is_chief=is_chief)
+      super().make_ready(is_chief=is_chief)
     needs_rate = self.policy.rate_factor and self._per_update == 1
     if needs_rate and not self.inner.has_adjustable_rate():
       raise ValueError(
@@ -269,7 +255,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     Raises:
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At its end.
     """
-    self._make_ready(is_chief=False)
+    self.make_ready(is_chief=False)
     gradients = self.in_order(grads_and_vars)
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_queues.all_finite(gradients, self.wire_dtype)
@@ -339,9 +325,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       tf.errors.OutOfRangeError: After `close`.
     """
     self.inner.refresh()
-    update = self._applications.collect()
-    rate = self.inner.learning_rate(update.global_step - 1)
-    return update._replace(learning_rate=rate)
+    return self._applications.collect(self.inner.learning_rate)
 
   # For whoever drives or watches it.
 
@@ -387,6 +371,22 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
         self._gates.open()
 
     end()
+
+  def suspend(self) -> updates.Update | None:
+    """Ends all replicas until `resume`; waits for what is under way.
+
+    Returns:
+      What `apply_update` did not tell of yet, if there is anything.
+    """
+    self.end_replicas()
+    self._applications.await_idleness()
+    return self._applications.collect_rest(self.inner.learning_rate)
+
+  def resume(self) -> None:
+    """Admits again; replicas may come in any order."""
+    if self._gates is not None:
+      self._gates.initialize()
+    self._applications.resume()
 
   def give_up(self, replica: int) -> None:
     """Makes `apply_gradients`, in another thread, raise an error."""

@@ -142,9 +142,11 @@ class Contributions:
       store, num_replicas, is_sparse
     )
 
-  def initialize(self) -> None:
-    """Empties the ledger. For the chief of a new training, once."""
+  def initialize(self, *, keep_counts: bool = False) -> None:
+    """Empties the ledger: what was offered and delivered so far is void."""
     empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
+    if keep_counts:
+      empty = empty._replace(counts=self._ledger.counts.read_value())
     self._write(empty)
     self._present.assign(tf.zeros(self._present.shape, tf.bool))
 
@@ -354,10 +356,7 @@ class Contributions:
       self._reply(verdict, before.tag, step)
 
   def end_replicas(self) -> None:
-    """Releases every replica that still comes to `ENDED`; until `wake`.
-
-    To be used inside a `tf.function`, after the last update.
-    """
+    """Releases every replica that still comes to `ENDED`; until `wake`."""
 
     def answer(_):
       header, _, _ = self._inbox.dequeue()

@@ -57,6 +57,7 @@ class InnerOptimizer:
     """
     self.optimizer = optimizer
     self._is_built = False
+    self._store: parameter_store.ParameterStore | None = None
     self._is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
     if self._is_keras:
       _check_keras(optimizer)
@@ -82,6 +83,8 @@ class InnerOptimizer:
       ValueError: If the optimizer needs whole variables and the store has cut
         one into shards, or if it was built for other variables.
     """
+    if store is self._store:
+      return  # Another rule around this optimizer has built it.
     self._store = store
     self._created: list[tf.Variable] = []
     self._num_adopted = 0

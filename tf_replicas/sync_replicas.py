@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_replicas import connection
 from tf_replicas import contributions
 from tf_replicas import ledger
 from tf_replicas import moving_averages
@@ -156,26 +157,11 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     self._present = (True,) * len(store.trainable)
     self._steps: dict[tuple[bool, ...], Callable] = {}
 
-  def create(self, values: Sequence[tf.Tensor]) -> None:
-    """The chief's: gives everything its first value, unless it has one.
-
-    Args:
-      values: Of the variables, in the store's order.
-    """
-    is_new = not self._store.is_initialized()
-    if is_new:
-      # The global step comes last: it tells others that all is there.
-      if self._contributions is not None:
-        self._contributions.initialize()
-      for index, value in enumerate(values):
-        self._store.assign(index, value)
-      self.update.initialize(values)
-    self.inner.build(self._store)
-    if is_new:
-      self._store.start()
-    elif self._contributions is not None:
-      # An earlier chief's `collect` may live on at the PS; this ends it.
-      self._contributions.wake()
+  def initialize(self, values: Sequence[tf.Tensor]) -> None:
+    """Gives everything but the slots and the global step its first value."""
+    if self._contributions is not None:
+      self._contributions.initialize()
+    super().initialize(values)
 
   def signature(self) -> list:
     """What every client of a training must agree on about the rule."""
@@ -325,6 +311,8 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
 
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
+    if self._contributions is None:
+      return
     try:
       self._contributions.wake()
     except tf.errors.OpError:
@@ -333,6 +321,19 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
   def end_replicas(self) -> None:
     """Releases replicas to `contributions.ENDED` until `interrupt`."""
     tf.function(self._contributions.end_replicas, autograph=False)()
+
+  def suspend(self) -> None:
+    """Releases every replica to `contributions.ENDED` until `resume`.
+
+    `apply_update` has told of all updates.
+    """
+    self._answering = connection.Thread(self.end_replicas, on_error=bool)
+
+  def resume(self) -> None:
+    """Makes updates again, of what is offered from now on."""
+    self.interrupt()
+    self._answering.join()
+    self._contributions.initialize(keep_counts=True)
 
   def give_up(self, replica: int) -> None:
     """Makes `apply_gradients`, waiting in another thread, raise an error."""

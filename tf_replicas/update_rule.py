@@ -100,6 +100,37 @@ class UpdateRule:
       clip_norm=self._clip_mean_norm,
     )
 
+  def create(self, values: Sequence[tf.Tensor]) -> None:
+    """The chief's: gives everything its first value, unless it has one.
+
+    Args:
+      values: Of the variables, in the store's order.
+    """
+    is_new = not self._store.is_initialized()
+    if is_new:
+      self.initialize(values)
+    self.make_ready(is_chief=True)
+    if is_new:
+      # The global step comes last: it tells others that all is there.
+      self._store.start()
+    else:
+      # An earlier chief's `apply_update` may live on at the PS; this ends it.
+      self.interrupt()
+
+  def initialize(self, values: Sequence[tf.Tensor]) -> None:
+    """Gives everything but the slots and the global step its first value."""
+    for index, value in enumerate(values):
+      self._store.assign(index, value)
+    self.update.initialize(values)
+
+  def make_ready(self, *, is_chief: bool) -> None:
+    """Builds the inner optimizer; the chief first."""
+    self.inner.build(self._store, is_chief=is_chief)
+
+  def interrupt(self) -> None:
+    """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
+    raise NotImplementedError
+
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
     """What to differentiate instead of `loss`; see `loss_scale`."""
     return loss if self._loss_scale is None else loss * self._loss_scale

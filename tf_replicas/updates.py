@@ -1,5 +1,6 @@
 """What the chief hears from one update, whatever rule made it."""
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -67,6 +68,23 @@ class Counts(NamedTuple):
   def refused(self) -> int:
     """All that were not used."""
     return self.surplus + sum(self.late)
+
+
+def total(counts: Sequence[Counts]) -> Counts:
+  """The counts of one replica under several rules together."""
+
+  def add_up(field):
+    columns = itertools.zip_longest(
+      *(getattr(c, field) for c in counts), fillvalue=0
+    )
+    return tuple(map(sum, columns))
+
+  return Counts(
+    applied=sum(c.applied for c in counts),
+    surplus=sum(c.surplus for c in counts),
+    late=add_up("late"),
+    staleness=add_up("staleness"),
+  )
 
 
 def summary(staleness: Sequence[int]) -> tuple[float, int, int]:

@@ -1,0 +1,234 @@
+"""Tests for tf_replicas.switching: whole trainings in one process."""
+
+import threading
+
+import keras
+import numpy as np
+import stores
+import tensorflow as tf
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_replicas import async_replicas
+from tf_replicas import moving_averages
+from tf_replicas import staleness
+from tf_replicas import switching
+from tf_replicas import sync_replicas
+from tf_replicas import towers
+from tf_replicas import updates
+
+PATH = "w"
+RATE = 0.5
+
+
+def _sync(optimizer, needed=2, total=2, **options):
+  return sync_replicas.SyncReplicasOptimizer(
+    optimizer, needed, total, **options
+  )
+
+
+def _async(optimizer, total=2, **options):
+  return async_replicas.AsyncReplicasOptimizer(optimizer, total, **options)
+
+
+class Training:
+  """Replicas as threads over one store; the test's thread is the chief."""
+
+  def __init__(self, optimizer, gradients, *, gates=()):
+    """Starts the replicas.
+
+    Args:
+      optimizer: The rule.
+      gradients: The constant gradient of each replica.
+      gates: For each replica what it waits for before each batch, if anything.
+    """
+    self.optimizer = optimizer
+    self.store = stores.attach([stores.spec(PATH, [2])])
+    optimizer.build(self.store, is_sparse=[False])
+    optimizer.create([tf.zeros([2])])
+    self.errors = []
+    self.threads = []
+    for replica, gradient in enumerate(gradients):
+      gate = gates[replica] if gates else None
+      thread = threading.Thread(
+        target=self._train, args=(replica, gradient, gate), daemon=True
+      )
+      thread.start()
+      self.threads.append(thread)
+
+  def _train(self, replica, gradient, gate):
+    dataset = tf.data.Dataset.from_tensors((tf.fill([1], gradient),)).repeat()
+    iterator = iter(dataset)
+    model = towers.Replica(
+      [tf.Variable(tf.zeros([2]))],
+      lambda parameters, x: tf.reduce_sum(parameters[0]) * x[0],
+      lambda *_: dataset,
+    )
+
+    @tf.function
+    def contribute(step, ticket, *parameters):
+      return towers.contribute(
+        self.store,
+        self.optimizer,
+        model,
+        iterator,
+        replica,
+        parameters,
+        step=step,
+        ticket=ticket,
+      )
+
+    try:
+      step, parameters = self.store.pull()
+      ticket = None
+      while True:
+        if gate is not None:
+          gate.acquire()
+        release, parameters = contribute(step, ticket, *parameters)
+        step, ticket = release.global_step, release.ticket
+        if int(step) < 0:
+          return
+        ticket = None if int(ticket) < 0 else ticket
+    except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
+      pass
+    except Exception as error:  # The test's thread raises it.
+      self.errors.append(error)
+      self.optimizer.interrupt()
+
+  def run_to(self, step):
+    """Makes updates up to `step`; what each call of `apply_update` did."""
+    self.optimizer.stop_at(step)
+    done = []
+    while not done or done[-1].global_step < step:
+      try:
+        done.append(self.optimizer.apply_update())
+      except updates.Interrupted:
+        assert not self.errors, self.errors
+    return done
+
+  def stop(self):
+    self.optimizer.close()
+    for thread in self.threads:
+      thread.join(timeout=30)
+    assert not self.errors, self.errors
+    assert not any(thread.is_alive() for thread in self.threads)
+
+  def values(self):
+    return stores.numpy(self.store.read())[0]
+
+
+def _every_fifth(progress):
+  times = progress.global_step // 5
+  return switching.Choice(times % 2, until=5 * times + 5)
+
+
+class SwitchingTest(stores.TestCase):
+  def _train(self, optimizer, gradients, step, **more):
+    training = Training(optimizer, gradients, **more)
+    self.addCleanup(optimizer.close)
+    done = training.run_to(step)
+    training.stop()
+    return training, done
+
+  @parameterized.named_parameters(
+    ("once", switching.at_step(6), 6),
+    ("to_and_fro", _every_fifth, 10),
+  )
+  def test_sync_and_async(self, choose, num_sync):
+    inner = keras.optimizers.SGD(RATE)
+    averages = moving_averages.MovingAverages(0.5, num_updates_aware=False)
+    rules = [
+      _sync(inner, variable_averages=averages),
+      _async(inner, variable_averages=averages, use_locking=True),
+    ]
+    optimizer = switching.SwitchingOptimizer(rules, choose)
+    training, done = self._train(optimizer, [1.0, 1.0], 20)
+    # Equal gradients: an update is the same whoever makes it.
+    np.testing.assert_allclose(training.values(), [-RATE * 20] * 2)
+    self.assertEqual(int(training.store.global_step), 20)
+    # Synchronous updates have two examples, the others one.
+    examples = 2 * num_sync + 20 - num_sync
+    self.assertEqual(int(training.store.examples_seen), examples)
+    self.assertEqual(sum(u.num_examples for u in done), examples)
+    counts = optimizer.counts()
+    self.assertEqual(sum(c.applied for c in counts), examples)
+    self.assertEqual(sum(sum(c.staleness) for c in counts), 20 - num_sync)
+    averages, average = training.store.state()["averages/w"], 0.0
+    for step in range(20):
+      average += 0.5 * (-RATE * (step + 1) - average)
+    np.testing.assert_allclose(averages, [average] * 2, rtol=1e-5)
+
+  def test_every_synchronous_update_is_of_both(self):
+    """Async first; then 1 and 3 make updates of exactly 2."""
+    inner = keras.optimizers.SGD(RATE)
+    optimizer = switching.SwitchingOptimizer(
+      [_async(inner, policies=[staleness.bounded_staleness(2)]), _sync(inner)],
+      switching.at_step(7),
+    )
+    training, done = self._train(optimizer, [1.0, 3.0], 15)
+    counts = optimizer.counts()
+    ones, threes = (sum(c.staleness) for c in counts)
+    self.assertEqual(ones + threes, 7)
+    num_sync = 8
+    self.assertEqual(
+      [c.applied for c in counts], [ones + num_sync, threes + num_sync]
+    )
+    total = ones + 3 * threes + 2 * num_sync
+    np.testing.assert_allclose(training.values(), [-RATE * total] * 2)
+    self.assertEqual([u.num_examples for u in done[-num_sync:]], [2] * num_sync)
+
+  def test_the_record_of_refusals_changes_the_rule(self):
+    """A backup replica that always comes last ends synchronous updates."""
+    inner = keras.optimizers.SGD(RATE)
+    slow = threading.Semaphore(0)
+    optimizer = switching.SwitchingOptimizer(
+      [_sync(inner, 2, 3), _async(inner, 3)],
+      switching.when_refused(0.5, least=3),
+    )
+    training = Training(optimizer, [1.0] * 3, gates=[None, None, slow])
+    self.addCleanup(optimizer.close)
+    step = 0
+    while not any(c.staleness for c in optimizer.counts()) and step < 300:
+      step += 3
+      slow.release()
+      training.run_to(step)
+    self.assertTrue(any(c.staleness for c in optimizer.counts()))
+    self.assertGreaterEqual(optimizer.counts()[2].refused, 2)
+    slow.release(9)
+    training.stop()
+
+  @parameterized.named_parameters(
+    (
+      "replicas",
+      lambda inner: [_sync(inner), _async(inner, 3)],
+      "`total_num_replicas`.*2 and 3",
+    ),
+    (
+      "wire",
+      lambda inner: [_sync(inner), _async(inner, wire_dtype="bfloat16")],
+      "`wire_dtype`.*None and bfloat16",
+    ),
+    (
+      "optimizers",
+      lambda inner: [_sync(inner), _async(keras.optimizers.SGD(1.0))],
+      "one and the same optimizer",
+    ),
+    (
+      "kept_reads",
+      lambda inner: [_sync(inner), _async(inner, refresh_every=2)],
+      "`refresh_every` of 1. Received: 2",
+    ),
+    (
+      "several",
+      lambda inner: [_async(inner), _sync(inner, 4, 2)],
+      "one contribution.*4 of 2",
+    ),
+  )
+  def test_rules_that_do_not_go_together(self, rules, words):
+    rules = rules(keras.optimizers.SGD(1.0))
+    with self.assertRaisesRegex(ValueError, words):
+      switching.SwitchingOptimizer(rules, switching.at_step(1))
+
+
+if __name__ == "__main__":
+  absltest.main()
