@@ -29,7 +29,7 @@ LAYERS = (
   ),
   (
     ("parameter_store", "gradient_queues", "contributions"),
-    ("parameter_store", "inner_optimizer"),
+    ("parameter_store", "inner_optimizer", "local_optimizer"),
     ("parameter_store", "connection", "membership", "server"),
     ("parameter_store", "model_parallel", "towers"),
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
@@ -44,7 +44,10 @@ LAYERS = (
       "replica_update",
       "async_replicas",
     ),
+    ("local_steps",),
+    ("elastic_exchange",),
   ),
+  (("meetings", "periodic_optimizer", "periodic_averaging"),),
   (
     ("stalls", "in_graph"),
     ("stalls", "between_graph"),

@@ -193,13 +193,26 @@ def sparsity(replica: Replica) -> list[bool]:
   return found
 
 
+def begin(
+  store: parameter_store.ParameterStore, optimizer, index: int | tf.Tensor
+) -> tuple[tf.Tensor, list[tf.Tensor]]:
+  """The global step, and the state that a replica begins with.
+
+  The state is what a replica carries from one contribution to the next: the
+  parameters, unless the update rule has a method `begin`, which says what else.
+  """
+  if hasattr(optimizer, "begin"):
+    return optimizer.begin(index)
+  return pull(store, optimizer, index)
+
+
 def contribute(
   store: parameter_store.ParameterStore,
   optimizer,
   replica: Replica,
   iterator,
   index: int | tf.Tensor,
-  parameters: Sequence[tf.Tensor],
+  state: Sequence[tf.Tensor],
   *,
   step: tf.Tensor,
   ticket: tf.Tensor | None = None,
@@ -212,18 +225,32 @@ def contribute(
 
   Args:
     store: Holds the parameters.
-    optimizer: The update rule: has `scale_loss` and `apply_gradients`.
+    optimizer: The update rule: has `scale_loss` and `apply_gradients`. One that
+      carries more than the parameters has a method `contribute`, which does
+      all this its own way.
     replica: What to compute.
     iterator: Over the replica's batches.
     index: Which replica this is.
-    parameters: One tensor per trainable variable of the store.
-    step: int64 scalar, the global step that they are of.
+    state: As `begin` or the last call returned it: one tensor per trainable
+      variable of the store, unless the rule has a way of its own.
+    step: int64 scalar, the global step that it is of.
     ticket: That of the last release, unless -1.
 
   Returns:
-    What `apply_gradients` returned last, with the step that the next parameters
-    are of unless it is negative, and these.
+    What `apply_gradients` returned last, with the step that the next state is
+    of unless it is negative, and this state.
   """
+  if hasattr(optimizer, "contribute"):
+    return optimizer.contribute(
+      lambda parameters: replica.gradients(
+        parameters, next(iterator), optimizer.scale_loss
+      ),
+      index,
+      state,
+      step=step,
+      ticket=ticket,
+    )
+  parameters = state
   paths = [store.specs[i].path for i in store.trainable]
 
   def one_batch(ticket):
@@ -247,6 +274,16 @@ def contribute(
         release,
       )
     )
+  return go_on(store, optimizer, index, release)
+
+
+def go_on(
+  store: parameter_store.ParameterStore,
+  optimizer,
+  index: int | tf.Tensor,
+  release,
+):
+  """The release, with the step of the parameters to go on with, and these."""
   ended = release.global_step < 0
   with tf.control_dependencies([release.global_step]):
     now, parameters = pull(store, optimizer, index)
