@@ -13,26 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from cifar10 import command_line
 from cifar10 import config as config_lib
 from cifar10 import confusion
-from tf_replicas import program
+from tf_replicas import command_line
+from tf_replicas import run_settings
 
 FLAGS = flags.FLAGS
-
-
-def define_flags() -> None:
-  """The flags of this binary; `--help` shows them."""
-  flags.DEFINE_string("train_dir", "/tmp/cifar10_train", "The run to measure")
-  flags.DEFINE_string("eval_dir", None, "For TensorBoard; TRAIN_DIR/eval")
-  flags.DEFINE_string("dataset", None, "As in training; that of the run")
-  flags.DEFINE_string("data_dir", None, "As in training; that of the run")
-  flags.DEFINE_integer("batch_size", 500, "Images at a time")
-  flags.DEFINE_boolean("run_once", False, "Measure the newest checkpoint only")
-  flags.DEFINE_float("eval_interval_secs", 10, "Between measurements")
-  flags.DEFINE_float(
-    "timeout_secs", None, "Wait for a new checkpoint; for ever"
-  )
 
 
 def evaluate(
@@ -97,11 +83,10 @@ def evaluate(
     writer.flush()
     return matrix
 
-  if run_once:
-    return evaluation.evaluate_once(config.train_dir, measure)
-  return evaluation.evaluate_continuously(
+  return evaluation.evaluate(
     config.train_dir,
     measure,
+    run_once=run_once,
     interval_secs=interval_secs,
     timeout_secs=timeout_secs,
   )
@@ -128,38 +113,26 @@ def _say(line: str) -> None:
   print(line, flush=True)
 
 
+def _evaluate() -> np.ndarray | None:
+  given = command_line.given(("dataset", "data_dir"))
+  return evaluate(
+    run_settings.of_run(config_lib.Config, FLAGS.train_dir, **given),
+    FLAGS.eval_dir,
+    run_once=FLAGS.run_once,
+    batch_size=FLAGS.batch_size,
+    interval_secs=FLAGS.eval_interval_secs,
+    timeout_secs=FLAGS.timeout_secs,
+  )
+
+
 def main(argv: Sequence[str]) -> None:
   del argv
-  with program.quiet_stderr():
-    from cifar10 import sources
-    from tf_replicas import checkpoints
-    from tf_replicas import devices
-
-  given = {
-    name: FLAGS[name].value
-    for name in ("dataset", "data_dir")
-    if FLAGS[name].value is not None
-  }
-  with program.one_line_errors(
-    usage=(ValueError, checkpoints.CheckpointError, sources.DataError),
-    run_time=program.RUN_TIME_ERRORS,
-  ):
-    config = config_lib.of_run(FLAGS.train_dir, **given)
-    # Takes as much GPU memory as it needs, for training may run beside it.
-    devices.configure(None)
-    matrix = evaluate(
-      config,
-      FLAGS.eval_dir,
-      run_once=FLAGS.run_once,
-      batch_size=FLAGS.batch_size,
-      interval_secs=FLAGS.eval_interval_secs,
-      timeout_secs=FLAGS.timeout_secs,
-    )
-    if matrix is None:
-      raise TimeoutError(f"No checkpoint file found in {FLAGS.train_dir}")
-    _say(confusion.table(matrix))
+  matrix = command_line.evaluate(_evaluate)
+  _say(confusion.table(matrix))
 
 
 if __name__ == "__main__":
-  define_flags()
+  command_line.define_evaluation_flags(
+    config_lib.Config.train_dir, batch_size=500
+  )
   command_line.start(main)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from cifar10 import command_line
 from cifar10 import config as config_lib
+from tf_replicas import command_line
 from tf_replicas import program
 
 FLAGS = flags.FLAGS

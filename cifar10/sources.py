@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from collections.abc import Sequence
 
@@ -12,6 +10,7 @@ import tensorflow as tf
 
 from cifar10 import config
 from cifar10 import synthetic
+from tf_replicas import prepared_datasets
 
 RECORDS_PER_FILE = 10_000
 RECORD_BYTES = 1 + 3 * config.RECORD_SIZE**2
@@ -19,11 +18,9 @@ TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 TEST_FILES = ("test_batch.bin",)
 SUBDIRECTORY = "cifar-10-batches-bin"
 
+DataError = prepared_datasets.DataError
+
 _IMAGE_SHAPE = (config.RECORD_SIZE, config.RECORD_SIZE, 3)
-
-
-class DataError(Exception):
-  """The data cannot be used; the message is one line and says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +146,17 @@ def _check_records(path: str) -> None:
 def _tensorflow_dataset(
   name: str, data_dir: str | None, download: bool
 ) -> Source:
-  builder = _prepared_builder(name, data_dir, download)
+  builder = prepared_datasets.builder(
+    name,
+    data_dir,
+    download=download,
+    others="cifar10, synthetic",
+    advice=(
+      f"Give a `data_dir` that holds {TRAIN_FILES[0]} to {TRAIN_FILES[-1]} and"
+      f" {TEST_FILES[0]} (or {SUBDIRECTORY} with them), or one that TensorFlow"
+      " Datasets has prepared."
+    ),
+  )
   _check_features(name, builder.info)
 
   @tf.autograph.experimental.do_not_convert
@@ -161,51 +168,6 @@ def _tensorflow_dataset(
   return Source(
     name, splits["train"].num_examples, splits["test"].num_examples, read
   )
-
-
-def _prepared_builder(name: str, data_dir: str | None, download: bool):
-  """Returns a TensorFlow Datasets builder whose files are there."""
-  place = "its default directory" if data_dir is None else f"`{data_dir}`"
-  try:
-    # It takes long to import, and other sources do without it.
-    import tensorflow_datasets as tfds
-
-    try:
-      builder = tfds.builder(name, data_dir=data_dir)
-    except tfds.core.registered.DatasetNotFoundError:
-      builder = None
-    if builder is not None and not builder.info.splits:
-      if not download:
-        raise DataError("it is not prepared there and `download` is off")
-      _require_server(builder)
-      builder.download_and_prepare()
-  # Whatever goes wrong in there, its user needs the same one line.
-  except Exception as error:
-    raise DataError(
-      f"TensorFlow Datasets could not load {name!r} from {place}: "
-      f"{_one_line(error)}. Give a `data_dir` that holds {TRAIN_FILES[0]} to "
-      f"{TRAIN_FILES[-1]} and {TEST_FILES[0]} (or {SUBDIRECTORY} with them), "
-      "or one that TensorFlow Datasets has prepared."
-    ) from error
-  if builder is None:
-    raise DataError(
-      "`dataset` must be cifar10, synthetic or the name of a data set that "
-      f"TensorFlow Datasets knows or has prepared in {place}. Received: "
-      f"{name!r}."
-    )
-  return builder
-
-
-def _require_server(builder) -> None:
-  """Fails at once without a network; the downloader retries for minutes."""
-  for url in list(getattr(builder, "url_infos", {}))[:1]:
-    request = urllib.request.Request(url, method="HEAD")
-    try:
-      urllib.request.urlopen(request, timeout=10).close()
-    except urllib.error.HTTPError:
-      pass  # It answered; what it answers is for the downloader to judge.
-    except OSError as error:
-      raise DataError(f"{url} does not answer, {error}") from error
 
 
 def _check_features(name: str, info) -> None:
@@ -229,9 +191,3 @@ def _check_features(name: str, info) -> None:
         f"Data set {name!r} must have examples in split {split!r}. "
         f"Received splits: {', '.join(info.splits)}."
       )
-
-
-def _one_line(error: Exception) -> str:
-  """The first line of a message, without a stop at its end."""
-  lines = str(error).strip().splitlines() or [type(error).__name__]
-  return lines[0].strip()[:300].rstrip(".")

@@ -5,20 +5,15 @@ python -m cifar10.train --dataset=synthetic --train_dir=/tmp/run
 
 from collections.abc import Sequence
 
-from cifar10 import command_line
-from tf_replicas import program
-
-
-def options() -> program.Options:
-  """How to train, from the flags."""
-  return command_line.options_from_flags(program.one_machine_spec(0))
+from cifar10 import training_flags
+from tf_replicas import command_line
 
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  command_line.train("cifar10.train", options)
+  training_flags.train("cifar10.train", command_line.one_device_options)
 
 
 if __name__ == "__main__":
-  command_line.define_training_flags()
+  training_flags.define()
   command_line.start(main)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from cifar10 import config as config_lib
 from tf_replicas import cluster
 from tf_replicas import program
+from tf_replicas import run_settings
 
 # float16 holds nothing below 6e-8: where gradients are smaller, they vanish
 # unless the loss is scaled up. A power of two rounds nothing.
@@ -31,7 +32,7 @@ def make(
     optimizer_fn=functools.partial(_optimizer, config),
     learning_rate_fn=functools.partial(config_lib.learning_rate, config),
     batch_size=config.batch_size,
-    on_start=functools.partial(config_lib.record, config),
+    on_start=functools.partial(run_settings.record, config),
   )
 
 
@@ -83,7 +84,7 @@ def _replica(config, layers, micro_batches, devices):
   )
 
 
-def _optimizer(config, replicas_to_aggregate, total_num_replicas):
+def _optimizer(config, new_rule):
   import keras
 
   import tf_replicas
@@ -100,10 +101,8 @@ def _optimizer(config, replicas_to_aggregate, total_num_replicas):
       config.learning_rate, momentum=config.momentum
     )
   is_float16 = config.compute_dtype == "float16"
-  return tf_replicas.SyncReplicasOptimizer(
+  return new_rule(
     optimizer,
-    replicas_to_aggregate,
-    total_num_replicas,
     variable_averages=tf_replicas.MovingAverages(config.moving_average_decay),
     loss_scale=FLOAT16_LOSS_SCALE if is_float16 else None,
   )

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from cifar10 import command_line
 from cifar10 import config as config_lib
+from tf_replicas import command_line
 from tf_replicas import program
+from tf_replicas import run_settings
 
 FLAGS = flags.FLAGS
 TAG = "precision @ 1"
@@ -50,7 +51,7 @@ def curve(train_dir: str) -> list[tuple[float, float]]:
     raise ValueError(
       f"{eval_dir} must hold measurements of `cifar10.eval`. Received: none."
     )
-  config = config_lib.of_run(train_dir)
+  config = run_settings.of_run(config_lib.Config, train_dir)
   epoch = config_lib.NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN / config.batch_size
   points = {
     event.step / epoch: float(_scalar(event.tensor_proto))

@@ -10,13 +10,13 @@ it was. Files that cannot be read are reported and left out.
 
 import os
 import sys
+from collections.abc import Sequence
 
 import tqdm
-from absl import app
 from absl import flags
-from absl import logging
 
 from inception_mini import image_folders
+from tf_replicas import command_line
 from tf_replicas import program
 
 FLAGS = flags.FLAGS
@@ -221,11 +221,8 @@ def _build_from_flags() -> None:
   )
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
-  if not FLAGS["verbosity"].present:
-    logging.set_verbosity(logging.WARNING)
+def main(argv: Sequence[str]) -> None:
+  del argv
   with program.quiet_stderr():
     import tensorflow as tf
 
@@ -248,4 +245,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  command_line.start(main)

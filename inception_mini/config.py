@@ -4,8 +4,6 @@ Imports no TensorFlow, so that a launcher can check its flags at once.
 """
 
 import dataclasses
-import json
-import os
 from typing import TypeVar
 
 MIN_IMAGE_SIZE = 32
@@ -32,8 +30,6 @@ RECIPES = {
     shuffle_examples=10_000,
   ),
 }
-
-_RECORD = "config.json"
 
 _Count = TypeVar("_Count")
 
@@ -167,38 +163,6 @@ def from_recipe(recipe: str, **settings) -> Config:
     ValueError: If the recipe is unknown or a setting is out of range.
   """
   return Config(**{**RECIPES.get(recipe, {}), **settings, "recipe": recipe})
-
-
-def record(config: Config) -> None:
-  """Writes the settings into the run's directory, for `of_run`."""
-  os.makedirs(config.train_dir, exist_ok=True)
-  path = os.path.join(config.train_dir, _RECORD)
-  temporary = f"{path}.tmp"
-  with open(temporary, "w", encoding="utf-8") as file:
-    json.dump(dataclasses.asdict(config), file, indent=2)
-  os.replace(temporary, path)
-
-
-def of_run(train_dir: str, **settings) -> Config:
-  """The settings that a run was last started with.
-
-  Args:
-    train_dir: The run's directory; the defaults hold where it has no record.
-    **settings: What to take instead.
-
-  Raises:
-    ValueError: If the record is damaged or a setting is out of range.
-  """
-  path = os.path.join(train_dir, _RECORD)
-  if os.path.exists(path):
-    try:
-      with open(path, encoding="utf-8") as file:
-        recorded = Config(**json.load(file))
-    except (TypeError, ValueError) as error:
-      raise ValueError(f"{path} is damaged: {error}") from None
-  else:
-    recorded = Config()
-  return dataclasses.replace(recorded, train_dir=train_dir, **settings)
 
 
 def learning_rate(

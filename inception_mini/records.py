@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_replicas import prepared_datasets
+
+DataError = prepared_datasets.DataError
+
 TRAIN = "train"
 VALIDATION = "validation"
 LABELS_FILE = "labels.txt"
@@ -37,10 +41,6 @@ BOX_EDGES = tuple(
 _LENGTH = struct.Struct("<Q")
 _BEFORE_DATA = _LENGTH.size + 4
 _AROUND_DATA = _BEFORE_DATA + 4
-
-
-class DataError(Exception):
-  """The data cannot be used; the message is one line and says why."""
 
 
 class Stored(NamedTuple):

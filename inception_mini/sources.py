@@ -3,8 +3,6 @@
 import concurrent.futures
 import dataclasses
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,8 +12,9 @@ import tensorflow as tf
 from inception_mini import image_processing
 from inception_mini import records
 from inception_mini import synthetic
+from tf_replicas import prepared_datasets
 
-DataError = records.DataError
+DataError = prepared_datasets.DataError
 
 # Files whose records are counted at a time.
 _PARALLEL_COUNTS = 16
@@ -159,7 +158,13 @@ def _reader(paths: Mapping[str, list[str]]):
 
 
 def _tensorflow_dataset(name, data_dir, subsets, download) -> Source:
-  builder = _prepared_builder(name, data_dir, download)
+  builder = prepared_datasets.builder(
+    name,
+    data_dir,
+    download=download,
+    others="records, synthetic",
+    advice="Give a `data_dir` that TensorFlow Datasets has prepared.",
+  )
   import tensorflow_datasets as tfds
 
   info = builder.info
@@ -215,53 +220,3 @@ def _num_classes(name: str, info) -> int:
       f"Received: {label!r}."
     )
   return classes
-
-
-def _prepared_builder(name: str, data_dir: str | None, download: bool):
-  """Returns a TensorFlow Datasets builder whose files are there."""
-  place = "its default directory" if data_dir is None else f"`{data_dir}`"
-  try:
-    # It takes long to import, and other sources do without it.
-    import tensorflow_datasets as tfds
-
-    try:
-      builder = tfds.builder(name, data_dir=data_dir)
-    except tfds.core.registered.DatasetNotFoundError:
-      builder = None
-    if builder is not None and not builder.info.splits:
-      if not download:
-        raise DataError("it is not prepared there and `download` is off")
-      _require_server(builder)
-      builder.download_and_prepare()
-  # Whatever goes wrong in there, its user needs the same one line.
-  except Exception as error:
-    raise DataError(
-      f"TensorFlow Datasets could not load {name!r} from {place}: "
-      f"{_one_line(error)}. Give a `data_dir` that TensorFlow Datasets has "
-      "prepared."
-    ) from error
-  if builder is None:
-    raise DataError(
-      "`dataset` must be records, synthetic or the name of a data set that "
-      f"TensorFlow Datasets knows or has prepared in {place}. Received: "
-      f"{name!r}."
-    )
-  return builder
-
-
-def _require_server(builder) -> None:
-  """Fails at once without a network; the downloader retries for minutes."""
-  for url in list(getattr(builder, "url_infos", {}))[:1]:
-    request = urllib.request.Request(url, method="HEAD")
-    try:
-      urllib.request.urlopen(request, timeout=10).close()
-    except urllib.error.HTTPError:
-      pass  # It answered; what it answers is for the downloader to judge.
-    except OSError as error:
-      raise DataError(f"{url} does not answer, {error}") from error
-
-
-def _one_line(error: Exception) -> str:
-  """The first line of a message, without a stop at its end."""
-  lines = str(error).strip().splitlines() or [type(error).__name__]
-  return lines[0].strip()[:300].rstrip(".")

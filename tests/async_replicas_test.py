@@ -12,6 +12,7 @@ from absl.testing import parameterized
 from tf_replicas import async_replicas
 from tf_replicas import moving_averages
 from tf_replicas import staleness
+from tf_replicas import towers
 from tf_replicas import updates
 
 SGD = keras.optimizers.SGD
@@ -21,14 +22,22 @@ TWO = {"a": np.float32([1.0, 2.0]), "b": np.float32([3.0])}
 class Training:
   """One store, and a client of its own for every replica."""
 
-  def __init__(self, make_optimizer, num_replicas, *, values=TWO, is_sparse=()):
+  def __init__(
+    self,
+    make_optimizer,
+    num_replicas,
+    *,
+    values=TWO,
+    is_sparse=(),
+    wire_dtype=None,
+  ):
     specs = [stores.spec(path, v.shape) for path, v in values.items()]
     self.paths = list(values)
     self.num_replicas = num_replicas
     self.optimizers, self.stores = [], []
     for replica in range(num_replicas):
       optimizer = make_optimizer()
-      store = stores.attach(specs, 2, stores.cut(2))
+      store = stores.attach(specs, 2, stores.cut(2), wire_dtype)
       optimizer.build(store, is_sparse=is_sparse or [False] * len(values))
       if replica == 0:
         optimizer.create([tf.constant(v) for v in values.values()])
@@ -114,10 +123,8 @@ class InterleavingTest(stores.TestCase):
     np.testing.assert_allclose(training.values()["a"], [-0.5, 0.5])
     step_0, _ = training.pull(0)
     self.assertEqual(training.apply(0, step_0, _grads(0.0, 1.0)), (True, 3))
-    applied = training.chief.staleness()
-    self.assertEqual(applied[0, :3].tolist(), [2, 0, 0])
-    self.assertEqual(applied[1, :3].tolist(), [0, 1, 0])
-    self.assertEqual(applied.sum(), 3)
+    counts = training.chief.counts()
+    self.assertEqual([c.staleness for c in counts], [(2,), (0, 1)])
 
   def test_chief_hears_of_all_since_its_last_call(self):
     training = Training(_rule(lambda: SGD(0.5), 2), 2)
@@ -141,8 +148,8 @@ class InterleavingTest(stores.TestCase):
     self.assertEqual(
       training.chief.counts(),
       [
-        updates.Counts(2, 0, (0,) * 10),
-        updates.Counts(1, 0, (0, 1) + (0,) * 8),
+        updates.Counts(2, 0, (0,) * 10, (2,)),
+        updates.Counts(1, 0, (0, 1) + (0,) * 8, (0, 1)),
       ],
     )
 
@@ -244,6 +251,171 @@ class InterleavingTest(stores.TestCase):
     self.assertEqual(training.apply(0, step, _grads(1.0, 1.0)), (False, -1))
     np.testing.assert_allclose(training.values()["b"], [3.0])
 
+  def test_every_third_gradient_makes_an_update(self):
+    """2-softsync of six: sums of 3, their mean, one step."""
+    rule = _rule(
+      lambda: SGD(0.5),
+      2,
+      gradients_per_update=3,
+      policies=[staleness.staleness_aware()],
+    )
+    training = Training(rule, 2)
+    old, _ = training.pull(1)
+    for number, (a, b) in enumerate([(3.0, 0.0), (0.0, 6.0), (3.0, 3.0)]):
+      step, _ = training.pull(0)
+      self.assertEqual(
+        training.apply(0, step, _grads(a, b)), (True, number // 2)
+      )
+    # (3 + 0 + 3) / 3 and (0 + 6 + 3) / 3.
+    np.testing.assert_allclose(training.values()["a"], [0.0, 1.0])
+    np.testing.assert_allclose(training.values()["b"], [1.5])
+    for _ in range(3):
+      training.apply(0, step + 1, _grads(0.0, 0.0))
+    self.assertEqual(training.apply(1, old, _grads(6.0, 0.0)), (True, 2))
+    training.apply(0, step + 2, _grads(6.0, 0.0))
+    training.apply(0, step + 2, _grads(3.0, 0.0))
+    # Two updates late: half of its 6 counts.
+    np.testing.assert_allclose(training.values()["a"], [-2.0, -1.0])
+    self.assertEqual(int(training.stores[0].global_step), 3)
+    self.assertEqual(int(training.stores[0].examples_seen), 8 * 10 + 20)
+    self.assertEqual(training.chief.counts()[1].staleness, (0, 0, 1))
+
+  def test_sums_are_saved_with_their_number(self):
+    rule = _rule(lambda: SGD(0.5), 1, gradients_per_update=2)
+    training = Training(rule, 1)
+    step, _ = training.pull(0)
+    training.apply(0, step, _grads(2.0, 4.0))
+    saved = {k: v.numpy() for k, v in training.stores[0].state().items()}
+    self.new_cluster()
+    resumed = Training(rule, 1)
+    resumed.stores[0].load_state(saved)
+    self.assertEqual(resumed.apply(0, step, _grads(4.0, 0.0)), (True, 1))
+    np.testing.assert_allclose(resumed.values()["a"], [-0.5, 0.5])
+    np.testing.assert_allclose(resumed.values()["b"], [2.0])
+
+  def test_sparse_gradients_are_not_summed(self):
+    rule = _rule(lambda: SGD(0.5), 1, gradients_per_update=2)
+    with self.assertRaisesRegex(ValueError, "`gradients_per_update` must be 1"):
+      Training(rule, 1, is_sparse=[True, False])
+
+  def test_wire_dtype(self):
+    """1 / 3 in bfloat16 is 0.333984375; the variables stay float32."""
+    rule = _rule(lambda: SGD(1.0), 1, wire_dtype="bfloat16")
+    training = Training(rule, 1, wire_dtype=rule().wire_dtype)
+    step, _ = training.pull(0)
+    training.apply(0, step, _grads(1 / 3, 1 / 3))
+    np.testing.assert_array_equal(
+      training.values()["b"], np.float32([3 - 0.333984375])
+    )
+    _, values = training.pull(0)
+    np.testing.assert_array_equal(values[1], [2.671875])
+
+  def test_wire_dtype_must_be_known(self):
+    with self.assertRaisesRegex(ValueError, "`wire_dtype`.*'int8'"):
+      _rule(lambda: SGD(1.0), 1, wire_dtype="int8")()
+
+  def test_stops_at_a_step_and_waits_for_who_is_under_way(self):
+    """Of two, one may make the last update; it is lost, the other makes it."""
+    training = Training(_rule(lambda: SGD(0.5), 2), 2)
+    training.chief.stop_at(1)
+    admit = tf.function(training.chief._applications.admit)
+    zero, yes = tf.constant(0, tf.int64), tf.constant(True)
+    self.assertTrue(admit(tf.constant(1, tf.int64), zero, yes).admitted)
+    answers = []
+
+    def contribute():
+      for _ in range(2):
+        step, _ = training.pull(0)
+        answers.append(training.apply(0, step, _grads(0.0, 2.0)))
+
+    thread = threading.Thread(target=contribute, daemon=True)
+    thread.start()
+    thread.join(timeout=0.5)
+    self.assertEqual(answers, [])
+    self.assertEqual(int(training.stores[0].global_step), 0)
+    training.chief.declare_lost(1, -1)
+    self.assertEqual(training.chief.apply_update().global_step, 1)
+    thread.join(timeout=0.5)
+    self.assertEqual(answers, [(True, 1)])
+    training.chief.end_replicas()
+    thread.join(timeout=30)
+    self.assertEqual(answers, [(True, 1), (False, -1)])
+    np.testing.assert_allclose(training.values()["b"], [2.0])
+
+  def test_refresh_every_keeps_what_was_read(self):
+    rule = _rule(lambda: SGD(0.5), 1, refresh_every=3)
+    training = Training(rule, 1)
+    optimizer, store = training.chief, training.stores[0]
+    replica = towers.Replica(
+      [tf.Variable(v) for v in TWO.values()],
+      lambda parameters, x: tf.reduce_sum(parameters[1]) * x[0],
+      lambda *_: tf.data.Dataset.from_tensors((tf.ones([1]),)).repeat(),
+    )
+    iterator = iter(replica.dataset_fn())
+
+    @tf.function
+    def contribute(step, ticket, *parameters):
+      return towers.contribute(
+        store,
+        optimizer,
+        replica,
+        iterator,
+        0,
+        parameters,
+        step=step,
+        ticket=ticket,
+      )
+
+    step, parameters = training.pull(0)
+    ticket, seen = tf.constant(-1, tf.int64), []
+    for _ in range(7):
+      seen.append((int(step), float(parameters[1][0])))
+      release, parameters = contribute(step, ticket, *parameters)
+      step, ticket = release.global_step, release.ticket
+    self.assertEqual(seen, [(0, 3.0)] * 3 + [(3, 1.5)] * 3 + [(6, 0.0)])
+    self.assertEqual(optimizer.counts()[0].staleness, (3, 2, 2))
+
+  def test_dropped_gradients_are_of_variables_read_anew(self):
+    rule = _rule(
+      lambda: SGD(0.5),
+      2,
+      refresh_every=9,
+      policies=[staleness.drop_stale(1)],
+    )
+    training = Training(rule, 2)
+    apply = tf.function(training.optimizers[1].apply_gradients)
+
+    def offer(step, ticket):
+      pairs = list(zip(_grads(0.0, 0.0), training.paths, strict=True))
+      release = apply(
+        pairs, replica=1, local_step=step, ticket=tf.constant(ticket, tf.int64)
+      )
+      return int(release.admitted), int(release.ticket)
+
+    step, _ = training.pull(1)
+    self.assertEqual(offer(step, -1), (1, 1))
+    self.assertEqual(offer(step, 1), (1, 2))
+    self.assertEqual(offer(step, 2), (0, -1))
+
+
+def _slowly(gradients, variables):
+  """Plain descent that takes a while between reading and writing."""
+  values = [variable.read_value() for variable in variables]
+  for variable, gradient, value in zip(
+    variables, gradients, values, strict=True
+  ):
+    with tf.control_dependencies([value]):
+      work = tf.while_loop(
+        lambda i, _: i < 3_000,
+        lambda i, x: (i + 1, tf.sin(x)),
+        (tf.constant(0), tf.constant(1.0)),
+      )
+    variable.assign(value - gradient + 0.0 * work[1])
+
+
+class _Slow:
+  apply = staticmethod(_slowly)
+
 
 class ConcurrentTest(stores.TestCase):
   @parameterized.named_parameters(
@@ -262,26 +434,45 @@ class ConcurrentTest(stores.TestCase):
     for path, value in alone.values().items():
       np.testing.assert_allclose(training.values()[path], value, rtol=1e-4)
 
+  @parameterized.parameters(True, False)
+  def test_locking_is_what_loses_nothing(self, use_locking):
+    """A read that is long before its write: who does not lock loses much."""
+    replicas, steps = 3, 10
+    rule = _rule(_Slow, replicas, use_locking=use_locking)
+    training = Training(rule, replicas)
+    training.run(lambda r, v: _grads(1.0, 1.0), steps)
+    self.assertEqual(int(training.stores[0].global_step), replicas * steps)
+    lost = training.values()["b"][0] - (3.0 - replicas * steps)
+    if use_locking:
+      self.assertEqual(lost, 0.0)
+    else:
+      self.assertGreater(lost, 0.0)
+
   def test_counts_are_exact_without_locking(self):
     training = Training(_rule(lambda: SGD(1.0), 3), 3)
     training.run(lambda r, v: _grads(1.0, 0.0), 40)
     self.assertEqual(int(training.stores[0].global_step), 120)
     self.assertEqual(int(training.stores[0].examples_seen), 40 * 60)
-    self.assertEqual(training.chief.staleness().sum(axis=1).tolist(), [40] * 3)
+    counts = training.chief.counts()
+    self.assertEqual([c.applied for c in counts], [40] * 3)
+    self.assertEqual([sum(c.staleness) for c in counts], [40] * 3)
     np.testing.assert_allclose(training.values()["a"], [-119.0, -118.0])
 
-  def test_snapshots_are_of_one_version(self):
+  @parameterized.parameters(True, False)
+  def test_snapshots_are_of_one_version(self, snapshot_reads):
+    """Every update takes 1 from all; who sees a difference saw half of one."""
     seen = []
 
     def compute(replica, values):
       if replica:
-        seen.append((values[0].numpy(), values[1].numpy()))
+        a, b = values[0].numpy(), values[1].numpy()
+        seen.append(float(a[0] + 2.0 - b[0]))
       return _grads(1.0, 1.0)
 
-    training = Training(_rule(lambda: SGD(1.0), 3, snapshot_reads=True), 3)
-    training.run(compute, 30)
-    for a, b in seen:
-      np.testing.assert_allclose([a[0] + 2.0, a[1] + 1.0], [b[0], b[0]])
+    rule = _rule(_Slow, 3, use_locking=True, snapshot_reads=snapshot_reads)
+    training = Training(rule, 3)
+    training.run(compute, 12)
+    self.assertEqual(any(seen), not snapshot_reads)
 
   def test_bound_of_zero_is_synchronous(self):
     """All read the same values, and apply before anyone reads again."""

@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -118,6 +119,55 @@ class TestTraining:
     assert after == before
 
 
+@pytest.fixture(scope="module")
+def relaxed(trained, tmp_path_factory):
+  """The synchronous run, continued by asynchronous rules of both drivers."""
+  train_dir = tmp_path_factory.mktemp("relaxed") / "train"
+  shutil.copytree(trained[0], train_dir)
+  first = run(
+    *train_flags(
+      train_dir,
+      "--max_steps=61",
+      "--update=drop_stale,staleness_aware",
+      "--max_staleness=9",
+      "--use_locking",
+      "--wire_dtype=bfloat16",
+    )
+  )
+  second = run(
+    *train_flags(
+      train_dir,
+      "--max_steps=70",
+      "--replication=in_graph",
+      "--update=softsync",
+      "--softsync_n=1",
+      "--refresh_every=2",
+      "--snapshot_reads",
+    )
+  )
+  return train_dir, first, second
+
+
+@pytest.mark.cluster
+class TestAsynchronousTraining:
+  def test_resumes_and_ends_at_the_very_step(self, relaxed):
+    train_dir, first, second = relaxed
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert f"restored {train_dir}/model.ckpt-40" in first.stdout
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert f"restored {train_dir}/model.ckpt-61" in second.stdout
+    state = checkpoints.read(checkpoints.latest(train_dir))
+    assert state["global_step"] == 70
+    # 40 updates of two batches, 21 of one, 9 of two.
+    assert state["examples_seen"] == (80 + 21 + 18) * 16
+
+  @pytest.mark.parametrize("number, applied", [(1, 21), (2, 18)])
+  def test_every_gradient_is_accounted_for(self, relaxed, number, applied):
+    output = relaxed[number].stdout
+    pattern = r"worker \d: (\d+) contributions applied.*; staleness [\d.]+ on"
+    assert sum(map(int, re.findall(pattern, output))) == applied
+
+
 def _take_signals():
   """A background job of a shell inherits that SIGINT is ignored."""
   signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -188,6 +238,10 @@ class TestBadInput:
   def test_impossible_replica_count(self, tmp_path):
     flags = train_flags(tmp_path / "run", "--replicas_to_aggregate=0")
     self.refuse("replicas_to_aggregate", *flags)
+
+  def test_rules_that_do_not_go_together(self, tmp_path):
+    flags = train_flags(tmp_path / "run", "--update=sync,drop_stale")
+    self.refuse("--update", *flags)
 
   @pytest.mark.parametrize(
     "flag",

@@ -16,6 +16,7 @@ from cifar10 import inputs
 from cifar10 import model
 from cifar10 import sources
 from tf_replicas import checkpoints
+from tf_replicas import run_settings
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def test_a_timeout_is_one_line(tmp_path):
 def test_reads_the_settings_of_the_run(train_dir, tmp_path):
   run = tmp_path / "run"
   shutil.copytree(train_dir, run)
-  config.record(config.Config(dataset="synthetic", train_dir=str(run)))
+  run_settings.record(config.Config(dataset="synthetic", train_dir=str(run)))
   output = binaries.succeed("cifar10.eval", f"--train_dir={run}", "--run_once")
   assert "[1000 examples]" in output
   assert list((run / "eval").glob("events.*"))

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import urllib.request
 
 import numpy as np
 import pytest
@@ -204,7 +205,7 @@ class TestTensorFlowDatasets:
     def refuse(request, timeout):
       raise OSError("no route to host")
 
-    monkeypatch.setattr(sources.urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
     started = time.monotonic()
     with pytest.raises(
       sources.DataError, match="does not answer, no route to host. Give"

@@ -8,6 +8,14 @@ import tensorflow as tf
 
 from cifar10 import config
 from cifar10 import workload
+from tf_replicas import update_settings
+
+
+def _rule_fn(replicas_to_aggregate, total_num_replicas):
+  settings = update_settings.UpdateSettings()
+  return update_settings.rule_fn(
+    settings, replicas_to_aggregate, total_num_replicas
+  )
 
 
 @pytest.mark.parametrize(
@@ -15,7 +23,7 @@ from cifar10 import workload
 )
 def test_float16_scales_the_loss(compute_dtype, factor):
   settings = config.Config(dataset="synthetic", compute_dtype=compute_dtype)
-  optimizer = workload.make(settings).optimizer_fn(2, 3)
+  optimizer = workload.make(settings).optimizer_fn(_rule_fn(2, 3))
   assert float(optimizer.scale_loss(0.5)) == 0.5 * factor
   assert optimizer.replicas_to_aggregate == 2
   assert optimizer.total_num_replicas == 3
@@ -46,7 +54,7 @@ def test_modern_recipe_has_its_optimizer_and_its_loss():
     "modern", dataset="synthetic", batch_size=4, compute_dtype="float32"
   )
   made = workload.make(settings)
-  assert made.optimizer_fn(1, 1).inner.optimizer.name == "muon"
+  assert made.optimizer_fn(_rule_fn(1, 1)).inner.optimizer.name == "muon"
   modern = made.replica_fn([])
   plain = workload.make(dataclasses.replace(settings, label_smoothing=0.0))
   plain = plain.replica_fn([])

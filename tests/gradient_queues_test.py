@@ -24,9 +24,19 @@ def _dense(value):
 
 
 class GradientQueuesTest(stores.TestCase):
-  def _queues(self, *, num_replicas=3, num_tasks=2, shapes=SHAPES, sparse=None):
+  def _queues(
+    self,
+    *,
+    num_replicas=3,
+    num_tasks=2,
+    shapes=SHAPES,
+    sparse=None,
+    wire_dtype=None,
+  ):
     specs = [stores.spec(path, shape) for path, shape in shapes.items()]
-    self.store = stores.attach(specs, num_tasks, stores.cut(num_tasks))
+    self.store = stores.attach(
+      specs, num_tasks, stores.cut(num_tasks), wire_dtype
+    )
     if sparse is None:
       sparse = IS_SPARSE
     return gradient_queues.GradientQueues(self.store, num_replicas, sparse)
@@ -194,6 +204,22 @@ def _with_shape(slices):
     slices.values, slices.indices, tf.constant([5, 2], tf.int64)
   )
 
+  @parameterized.parameters("bfloat16", "float16")
+  def test_wire_dtype_rounds_what_travels_and_not_the_sums(self, dtype):
+    """1 / 3 is another number in 16 bits, and 256 + 1 in bfloat16 is 256."""
+    queues = self._queues(wire_dtype=dtype)
+    for replica, value in enumerate((1 / 3, 256.0, 1.0)):
+      gradients = [_slices([3], value), *_dense(value)]
+      self._put(queues, replica, 7, gradients)
+    sums = self._take(queues, [(0, 7), (1, 7), (2, 7)])
+    third = float(tf.cast(tf.constant(1 / 3), dtype))
+    self.assertNotEqual(third, np.float32(1 / 3))
+    expected = np.float32(third + 257.0)
+    np.testing.assert_array_equal(sums[0][3], [expected] * 2)
+    for total, gradient in zip(sums[1:], gradients[1:], strict=True):
+      self.assertEqual(total.dtype, np.float32)
+      np.testing.assert_array_equal(total, np.full(gradient.shape, expected))
+
 
 class AllFiniteTest(parameterized.TestCase):
   @parameterized.named_parameters(
@@ -213,6 +239,12 @@ class AllFiniteTest(parameterized.TestCase):
     gradients = [None if v is None else tf.constant(v) for v in values]
     result = tf.function(lambda: gradient_queues.all_finite(gradients))()
     self.assertEqual(bool(result), expected)
+
+  @parameterized.parameters(("bfloat16", True), ("float16", False))
+  def test_as_it_arrives(self, dtype, expected):
+    gradients = [tf.constant([1.0, 1e5])]
+    found = gradient_queues.all_finite(gradients, tf.as_dtype(dtype))
+    self.assertEqual(bool(found), expected)
 
   @parameterized.parameters((1.0, True), (3e38, True), (float("nan"), False))
   def test_slices(self, value, expected):

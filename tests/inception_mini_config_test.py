@@ -82,37 +82,6 @@ def test_learning_rate_falls_every_two_epochs(examples_seen, num_decays):
     assert float(rate) == expected
 
 
-def test_a_run_remembers_its_settings(tmp_path):
-  settings = config.from_recipe("mini", train_dir=str(tmp_path), seed=7)
-  config.record(settings)
-  assert config.of_run(str(tmp_path)) == settings
-  assert config.of_run(str(tmp_path), image_size=48).image_size == 48
-
-
-def test_a_run_without_record_has_the_defaults(tmp_path):
-  assert config.of_run(str(tmp_path)) == config.Config(train_dir=str(tmp_path))
-
-
-def test_a_moved_run_is_where_it_is(tmp_path):
-  config.record(config.Config(train_dir=str(tmp_path / "before")))
-  (tmp_path / "before").rename(tmp_path / "after")
-  path = str(tmp_path / "after")
-  assert config.of_run(path).train_dir == path
-
-
-@pytest.mark.parametrize("text", ["{", '{"speed": 1}', '{"width": 0}', "[]"])
-def test_names_a_damaged_record(tmp_path, text):
-  (tmp_path / "config.json").write_text(text)
-  with pytest.raises(ValueError, match=r"config\.json is damaged: "):
-    config.of_run(str(tmp_path))
-
-
-def test_does_not_call_the_record_damaged_for_a_wrong_setting(tmp_path):
-  config.record(config.Config(train_dir=str(tmp_path)))
-  with pytest.raises(ValueError, match=r"^`width` must be positive"):
-    config.of_run(str(tmp_path), width=0.0)
-
-
 def test_imports_no_tensorflow():
   program = "import sys, inception_mini.config; print('keras' in sys.modules)"
   program += "; print('tensorflow' in sys.modules)"

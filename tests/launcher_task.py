@@ -25,12 +25,13 @@ def _replica(devices):
   return word_model.replica(devices, dataset_fn=dataset_fn)
 
 
-def _optimizer(replicas_to_aggregate, total_num_replicas):
+def _optimizer(new_rule):
   import keras
-  import word_model
 
-  assert replicas_to_aggregate == total_num_replicas
-  return word_model.rule(keras.optimizers.SGD(1.0), total_num_replicas)
+  import tf_replicas
+
+  averages = tf_replicas.MovingAverages(0.9)
+  return new_rule(keras.optimizers.SGD(1.0), variable_averages=averages)
 
 
 def main(argv):

@@ -19,6 +19,8 @@ LAYERS = (
     ("moving_averages",),
     ("resources",),
     ("packing",),
+    ("run_settings",),
+    ("prepared_datasets",),
   ),
   (
     ("placement",),
@@ -35,16 +37,17 @@ LAYERS = (
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),
   (
-    ("updates", "sync_replicas"),
+    ("updates", "update_rule", "sync_replicas"),
     (
       "updates",
+      "update_rule",
       "gates",
       "staleness",
       "applications",
       "replica_update",
       "async_replicas",
     ),
-    ("local_steps",),
+    ("updates", "update_rule", "local_steps"),
     ("elastic_exchange",),
   ),
   (("meetings", "periodic_optimizer", "periodic_averaging"),),
@@ -53,18 +56,23 @@ LAYERS = (
     ("stalls", "between_graph"),
     ("one_machine", "worker_group", "mirrored"),
   ),
-  (("program", "roles", "launcher"),),
+  (("update_settings", "program", "roles", "launcher", "command_line"),),
 )
 WITHOUT_TENSORFLOW = {
   "addresses",
   "cluster",
   "cluster_validation",
+  "command_line",
   "launcher",
   "local_cluster",
+  "prepared_datasets",
   "program",
+  "run_settings",
+  "update_settings",
 }
-# They start processes.
-READS_ENVIRONMENT = {"launcher", "local_cluster"}
+# They start processes, or are started by people.
+READS_ENVIRONMENT = {"command_line", "launcher", "local_cluster"}
+HAS_FLAGS = {"command_line"}
 MAX_LINES = 400
 
 
@@ -144,10 +152,11 @@ class LibraryTest(parameterized.TestCase):
       "experiments",
       "benchmarks",
       "tests",
-      "absl.flags",
       "argparse",
       "matplotlib",
     )
+    if module not in HAS_FLAGS:
+      foreign += ("absl.flags",)
     for name in _imports(self._tree(module)):
       for package in foreign:
         self.assertFalse(_is_within(name, package), name)

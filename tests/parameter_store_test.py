@@ -304,6 +304,24 @@ class StateTest(stores.TestCase):
       state["variables/embedding"], VALUES["embedding"]
     )
 
+  def test_wire_dtype_rounds_what_is_pulled_and_not_what_is_saved(self):
+    values = {"kernel": np.float32([1 / 3, 256.5]), "count": np.float64(1 / 3)}
+    specs = [
+      stores.spec(path, value.shape, dtype=value.dtype.name)
+      for path, value in values.items()
+    ]
+    store = stores.attach(specs, 2, stores.cut(2), "bfloat16")
+    for index, value in enumerate(values.values()):
+      store.assign(index, value)
+    store.start()
+    _, (kernel, count) = tf.function(store.pull)()
+    self.assertEqual(kernel.dtype, tf.float32)
+    third = float(tf.cast(tf.constant(1 / 3), tf.bfloat16))
+    np.testing.assert_array_equal(kernel, np.float32([third, 256]))
+    self.assertEqual(float(count), 1 / 3)
+    saved = store.state()["variables/kernel"]
+    np.testing.assert_array_equal(saved, values["kernel"])
+
   def test_what_has_no_place_is_ignored(self):
     _filled().load_state({"variables/other": np.zeros(3)})
 

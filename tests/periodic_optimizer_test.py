@@ -56,7 +56,7 @@ def test_model_average_by_hand(start_trial, replication):
     assert (step, examples) == (number + 1, batches)
     np.testing.assert_allclose(loss, losses[number], rtol=1e-5)
   assert state["examples_seen"] == STEPS * batches
-  assert [applied for applied, _, _ in report["counts"]] == [STEPS] * WORKERS
+  assert [applied for applied, *_ in report["counts"]] == [STEPS] * WORKERS
   assert report["refused"] == [0] * WORKERS
 
 

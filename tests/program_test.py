@@ -5,6 +5,7 @@ from absl.testing import parameterized
 
 from tf_replicas import cluster
 from tf_replicas import program
+from tf_replicas import update_settings
 
 WORKERS = {"worker": ["h0:1", "h1:1"]}
 PS = {"ps": ["h2:1"], **WORKERS}
@@ -24,6 +25,14 @@ def _one(gpus=None, on="cpu", **more):
 def _mirrored(**more):
   document = {"cluster": WORKERS, "variables": {"on": "mirrored"}}
   return _options({**document, **more.pop("document", {})}, **more)
+
+
+def _updated(replicas_to_aggregate=None, **settings):
+  return _options(
+    {"cluster": PS},
+    replicas_to_aggregate=replicas_to_aggregate,
+    update=update_settings.UpdateSettings(**settings),
+  )
 
 
 def _workload(batch_size=8):
@@ -118,6 +127,53 @@ class CheckTest(parameterized.TestCase):
       }
     )
     self._refused(options, "`layers` needs towers")
+
+  @parameterized.named_parameters(
+    ("plain", {"rules": ("async",)}),
+    ("locked", {"rules": ("async",), "use_locking": True}),
+    ("ssp", {"rules": ("bounded_staleness",), "max_staleness": 0}),
+    (
+      "combined",
+      {
+        "rules": ("softsync", "staleness_aware", "drop_stale"),
+        "softsync_n": 1,
+        "max_staleness": 3,
+      },
+    ),
+    ("wire", {"wire_dtype": "float16"}),
+  )
+  def test_update_rules_run(self, settings):
+    program.check(_updated(**settings))
+
+  @parameterized.named_parameters(
+    ("unknown", "must be of sync, async.*'hogwild'", {"rules": ("hogwild",)}),
+    ("none", "must be sync, or async", {"rules": ()}),
+    ("two", "Received: 'sync,async'", {"rules": ("sync", "async")}),
+    ("missing", "needs `--max_staleness`", {"rules": ("drop_stale",)}),
+    (
+      "unused",
+      "`--softsync_n` is for `--update=softsync`. Received: --update=async",
+      {"rules": ("async",), "softsync_n": 1},
+    ),
+    (
+      "odd",
+      "divide.*, 2. Received: 3",
+      {"rules": ("softsync",), "softsync_n": 3},
+    ),
+    ("sync_locked", "`--use_locking` is for async", {"use_locking": True}),
+    ("sync_old", "`--refresh_every` must be 1.*: 4", {"refresh_every": 4}),
+    (
+      "aggregated",
+      "needs `--update=sync`. Received: --update=async",
+      {"rules": ("async",), "replicas_to_aggregate": 1},
+    ),
+  )
+  def test_update_rules_that_do_not(self, words, settings):
+    self._refused(_updated(**settings), words)
+
+  def test_update_rules_need_parameter_servers(self):
+    update = update_settings.UpdateSettings(rules=("async",))
+    self._refused(_one([0, 1], update=update), "need variables on parameter")
 
 
 class DescribeTest(absltest.TestCase):

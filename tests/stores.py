@@ -55,7 +55,7 @@ class TestCase(parameterized.TestCase):
       self.enter_context(mock.patch.object(tf.raw_ops, name, in_container))
 
 
-def attach(specs, num_tasks=1, policy=None):
+def attach(specs, num_tasks=1, policy=None, wire_dtype=None):
   """A store of these variables, without values; greedy unless told."""
   if policy is None:
     policy = placement.GreedyByBytes(num_tasks)
@@ -64,6 +64,7 @@ def attach(specs, num_tasks=1, policy=None):
     placement.plan(specs, policy),
     num_tasks=num_tasks,
     device_of_task=device,
+    wire_dtype=wire_dtype,
   )
 
 

@@ -15,24 +15,22 @@ from tf_replicas import applications
 from tf_replicas import contributions
 from tf_replicas import gates
 from tf_replicas import gradient_queues
-from tf_replicas import inner_optimizer
 from tf_replicas import ledger
-from tf_replicas import mean_update
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
-from tf_replicas import placement
 from tf_replicas import replica_update
 from tf_replicas import staleness as staleness_lib
+from tf_replicas import update_rule
 from tf_replicas import updates
 
 
-class AsyncReplicasOptimizer:
+class AsyncReplicasOptimizer(update_rule.UpdateRule):
   """An optimizer wrapper that applies every gradient as soon as it is there.
 
   Nobody waits for anybody, unless a policy says so. An update is one replica's
   gradient of its own batch, of variables that others may have changed since
   they were read; the *staleness* says how often. The global step counts the
-  applications, exactly.
+  updates, exactly.
 
   A replica's step, in its own program, but on the PS tasks:
 
@@ -40,12 +38,18 @@ class AsyncReplicasOptimizer:
   2. Wait at the first gate, if `max_lead` bounds how far ahead it may be.
   3. Admission, under a lock on PS task 0: the updates that are finished or
      under way, less the step that was pulled, are the staleness. Policies
-     refuse the whole set, before its bytes travel, or admit it.
+     refuse the whole set, before its bytes travel, or admit it. After
+     `stop_at` nothing is admitted beyond that step.
   4. Send the gradients; on each PS task apply the inner optimizer to the
      shards there, then move their averages. With `use_locking` one replica at
      a time does that on a PS task.
   5. Under the first lock: global step + 1, count, tell the chief.
   6. Wait at the second gate, as at the first.
+
+  With `gradients_per_update` = c > 1, step 4 adds the gradients to sums beside
+  the variables, and every c-th of all replicas applies their mean: M / c is the
+  n of n-softsync (Zhang et al. 2015, section 2). Policies then scale and
+  compensate each gradient as it is added.
 
   The chief only listens (`apply_update`).
 
@@ -59,9 +63,14 @@ class AsyncReplicasOptimizer:
   lock for all PS tasks, held while variables are read and sent, and while an
   update is made: reads and updates then follow one another.
 
+  `refresh_every` = K lets a replica compute K times from what it read once,
+  which saves most of the traffic of reads, and makes its gradients staler.
+  Nobody invalidates such a copy but its owner, at every K-th step and when a
+  policy refused what came of it. (TF1's `caching_device` left both open.)
+
   Attributes:
-    inner: The inner optimizer, bound to the store.
     total_num_replicas: M, the replicas that apply.
+    refresh_every: K.
     policy: What is done about staleness.
   """
 
@@ -75,45 +84,54 @@ class AsyncReplicasOptimizer:
     use_locking: bool = False,
     snapshot_reads: bool = False,
     policies: Sequence[staleness_lib.Policy] = (),
+    gradients_per_update: int = 1,
+    refresh_every: int = 1,
     variable_averages: moving_averages.MovingAverages | None = None,
     variables_to_average: Iterable[tf.Variable | str] | None = None,
+    clip_replica_norm: float | None = None,
     loss_scale: float | None = None,
+    wire_dtype: str | None = None,
     name: str = "async_replicas",
   ):
     """Wraps `optimizer`.
 
     Args:
-      optimizer: The inner optimizer, as for `SyncReplicasOptimizer`.
+      optimizer: The inner optimizer. For it and for all that is not named
+        here see `UpdateRule`.
       total_num_replicas: M, the replicas that apply.
       use_locking: Whether updates of one variable exclude each other.
       snapshot_reads: Whether replicas read all variables of one version.
       policies: What to do about staleness, combined.
-      variable_averages: Keeps shadow averages, updated after every update.
-      variables_to_average: Variables, or their paths; all trainable ones if
-        not given.
-      loss_scale: As for `SyncReplicasOptimizer`.
-      name: Names the rule.
+      gradients_per_update: How many sets of gradients make one update.
+      refresh_every: How many steps a replica makes from what it read once.
 
     Raises:
       TypeError, ValueError: If an argument is of no use.
     """
-    if isinstance(total_num_replicas, bool) or total_num_replicas < 1:
-      raise ValueError(
-        "`total_num_replicas` must be an integer of at least 1."
-        f" Received: {total_num_replicas!r}."
-      )
-    if variables_to_average is not None and variable_averages is None:
-      raise ValueError("`variables_to_average` needs `variable_averages`.")
+    update_rule.check_count("total_num_replicas", total_num_replicas)
+    update_rule.check_count("gradients_per_update", gradients_per_update)
+    update_rule.check_count("refresh_every", refresh_every)
+    super().__init__(
+      optimizer,
+      variable_averages=variable_averages,
+      variables_to_average=variables_to_average,
+      clip_replica_norm=clip_replica_norm,
+      loss_scale=loss_scale,
+      wire_dtype=wire_dtype,
+      name=name,
+    )
     self.total_num_replicas = total_num_replicas
+    self.refresh_every = refresh_every
     self.policy = staleness_lib.combine(policies)
-    self.name = name
-    self.variable_averages = variable_averages
     self._use_locking = use_locking
     self._snapshot_reads = snapshot_reads
-    self._to_average = variables_to_average
-    self._loss_scale = loss_scale
-    self.inner = inner_optimizer.InnerOptimizer(optimizer)
+    self._per_update = gradients_per_update
     self._is_ready = False
+
+  @property
+  def has_tickets(self) -> bool:
+    """Whether a `Release` may carry a ticket."""
+    return self.refresh_every > 1
 
   def build(
     self,
@@ -129,34 +147,21 @@ class AsyncReplicasOptimizer:
         come as `tf.IndexedSlices`. None do if not given.
 
     Raises:
-      ValueError: If a policy cannot treat sparse gradients and there are some.
+      ValueError: If there are sparse gradients, and they cannot be treated.
     """
-    if self.policy.compensate and any(is_sparse or ()):
-      raise ValueError(
-        f"`compensate` needs dense gradients. Received: {self.policy.name}."
-      )
-    self._store = store
+    if any(is_sparse or ()):
+      self._check_sparse()
+    self.bind(store)
     self._device = store.device_of_task(0)
     count = self.total_num_replicas
     self._applications = applications.Applications(
-      store, count, self.policy.admits
+      store, count, self.policy.admits, self._per_update
     )
-    new_gate = functools.partial(
-      gates.Gate, max_lead=self.policy.max_lead, device=self._device
-    )
-    self._before = new_gate("async/before", count)
-    self._after = new_gate("async/after", count)
-    self._position = {
-      store.specs[index].path: position
-      for position, index in enumerate(store.trainable)
-    }
-    self.update = mean_update.MeanUpdate(
-      store,
-      self.inner,
-      variable_averages=self.variable_averages,
-      to_average=self._to_average,
-      clip_norm=None,
-    )
+    self._gates: gates.Gates | None = None
+    if self.policy.max_lead is not None:
+      self._gates = gates.Gates(
+        count, max_lead=self.policy.max_lead, device=self._device
+      )
     self._replica_update = replica_update.ReplicaUpdate(
       store,
       self.update,
@@ -164,8 +169,20 @@ class AsyncReplicasOptimizer:
       policy=self.policy,
       use_locking=self._use_locking,
       snapshot_reads=self._snapshot_reads,
+      gradients_per_update=self._per_update,
     )
     self.pull = self._replica_update.pull
+
+  def _check_sparse(self) -> None:
+    if self.policy.compensate:
+      raise ValueError(
+        f"`compensate` needs dense gradients. Received: {self.policy.name}."
+      )
+    if self._per_update > 1:
+      raise ValueError(
+        "`gradients_per_update` must be 1 where gradients are sparse."
+        f" Received: {self._per_update}."
+      )
 
   def create(self, values: Sequence[tf.Tensor]) -> None:
     """The chief's: gives everything its first value, unless it has one.
@@ -176,11 +193,12 @@ class AsyncReplicasOptimizer:
     is_new = not self._store.is_initialized()
     if is_new:
       self._applications.initialize()
-      self._before.initialize()
-      self._after.initialize()
+      if self._gates is not None:
+        self._gates.initialize()
       for index, value in enumerate(values):
         self._store.assign(index, value)
       self.update.initialize(values)
+      self._replica_update.initialize()
     self._make_ready(is_chief=True)
     if is_new:
       self._store.start()
@@ -194,7 +212,8 @@ class AsyncReplicasOptimizer:
       return
     with tf.init_scope():
       self.inner.build(self._store, is_chief=is_chief)
-    if self.policy.rate_factor and not self.inner.has_adjustable_rate():
+    needs_rate = self.policy.rate_factor and self._per_update == 1
+    if needs_rate and not self.inner.has_adjustable_rate():
       raise ValueError(
         "`policies` with `rate_factor` need a Keras optimizer whose learning"
         f" rate is a number. Received: {self.policy.name}."
@@ -214,13 +233,12 @@ class AsyncReplicasOptimizer:
       self._use_locking,
       self._snapshot_reads,
       self.policy.name,
+      self._per_update,
+      self.refresh_every,
+      self.wire_dtype,
     ]
 
   # The replica's half.
-
-  def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """What to differentiate instead of `loss`; see `loss_scale`."""
-    return loss if self._loss_scale is None else loss * self._loss_scale
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -236,74 +254,84 @@ class AsyncReplicasOptimizer:
     """Applies one set of gradients; to be used inside a `tf.function`.
 
     Args:
-      grads_and_vars: As for `SyncReplicasOptimizer`.
+      grads_and_vars: (gradient, variable) pairs, as `in_order` takes them.
       replica: Which replica this is, in [0, total_num_replicas).
       local_step: int64 scalar, the global step whose variables were used.
       loss: Scalar, for the reports: the mean over these examples.
       num_examples: Scalar, how many examples the gradients are the mean of.
-      ticket: Not used; there are none.
+      ticket: That of the last `Release`, unless -1: how many gradients came of
+        what was read last.
 
     Returns:
-      Whether the gradients were applied, and the global step to go on from.
+      Whether the gradients were applied, and the global step after it; its
+      ticket is -1 if the variables are to be read anew.
 
     Raises:
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At its end.
     """
-    del ticket
     self._make_ready(is_chief=False)
-    gradients: list[parameter_store.Gradient] = [None] * len(self._position)
-    for gradient, variable in grads_and_vars:
-      path = placement.path_of(variable)
-      if path not in self._position:
-        raise ValueError(
-          f"`grads_and_vars` must name trainable variables. Received: {path!r}."
-        )
-      if self._loss_scale is not None:
-        gradient = mean_update.scaled(gradient, 1 / self._loss_scale)
-      gradients[self._position[path]] = gradient
+    gradients = self.in_order(grads_and_vars)
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
-    is_sound &= gradient_queues.all_finite(gradients)
+    is_sound &= gradient_queues.all_finite(gradients, self.wire_dtype)
     loss = tf.cast(loss, tf.float64)
-    with tf.device(self._device):
-      clock = self._after.clocks()
-      # One that was lost comes back where the slowest is.
-      clock = tf.where(clock < gates.LOST, clock, tf.reduce_min(clock))
-      clock = tf.where(clock < gates.LOST, clock, 0)
-      clock = tf.gather(clock, replica) + 1
-      may_go = self._before.enter(replica, clock)
-      with tf.control_dependencies([may_go]):
-        admitted, version, staleness, ended = self._applications.admit(
-          replica, local_step, is_sound
-        )
+    passed: list[tf.Tensor] = []
+    if self._gates is not None:
+      clock = self._gates.next_clock(replica)
+      passed = [self._gates.before(replica, clock)]
+    with tf.control_dependencies(passed):
+      admission = self._applications.admit(replica, local_step, is_sound)
 
     def use():
-      updated = self._replica_update(replica, gradients, version, staleness)
-      with tf.control_dependencies([updated]):
-        return self._applications.finish(replica, staleness, loss, num_examples)
+      return self._replica_update(
+        replica,
+        gradients,
+        admission.version,
+        admission.staleness,
+        self._applications.pending,
+        functools.partial(
+          self._applications.finish,
+          replica,
+          admission.staleness,
+          loss,
+          num_examples,
+        ),
+      )
+
+    def pass_over():
+      ended = tf.constant(contributions.ENDED, tf.int64)
+      return tf.where(admission.has_ended, ended, admission.version)
 
     with tf.device(self._device):
-      step = tf.cond(
-        admitted,
-        use,
-        lambda: tf.where(ended, tf.constant(-1, tf.int64), version),
-      )
-      with tf.control_dependencies([step]):
-        may_go = self._after.enter(replica, clock)
-      with tf.control_dependencies([may_go]):
+      step = tf.cond(admission.admitted, use, pass_over)
+      passed = [step]
+      if self._gates is not None:
+        with tf.control_dependencies(passed):
+          passed = [self._gates.after(replica, clock)]
+      with tf.control_dependencies(passed):
         return contributions.Release(
-          tf.cast(admitted, tf.int64),
+          tf.cast(admission.admitted, tf.int64),
           tf.identity(step),
-          tf.constant(-1, tf.int64),
+          self._next_ticket(ticket, admission.admitted),
         )
+
+  def _next_ticket(self, ticket, admitted) -> tf.Tensor:
+    """How many gradients came of what was read last; -1: read anew."""
+    anew = tf.constant(-1, tf.int64)
+    if self.refresh_every == 1:
+      return anew
+    count = tf.constant(1, tf.int64)
+    if ticket is not None:
+      count += tf.maximum(ticket, 0)
+    return tf.where(admitted & (count < self.refresh_every), count, anew)
 
   # The chief's half.
 
-  def set_learning_rate(self, rate: float) -> None:
-    """Sets the inner Keras optimizer's rate, from `apply_update` on."""
-    self.inner.optimizer.learning_rate = rate
+  def stop_at(self, step: int) -> None:
+    """Admits nothing that would take the global step beyond `step`."""
+    self._applications.stop_at(step)
 
   def apply_update(self) -> updates.Update:
-    """Waits until something was applied; what was since the last call.
+    """Waits for an update; what was applied since the last call.
 
     Raises:
       NonFiniteGradientError: If a replica computed something not finite.
@@ -311,51 +339,24 @@ class AsyncReplicasOptimizer:
       tf.errors.OutOfRangeError: After `close`.
     """
     self.inner.refresh()
-    rows = self._applications.listen().numpy()
-    kinds = rows[:, 0]
-    for _, replica, step, _, _ in rows[kinds == ledger.Kind.NONFINITE]:
-      raise updates.NonFiniteGradientError(int(replica), int(step))
-    applied = rows[kinds == ledger.Kind.DELIVERED]
-    if not len(applied):
-      raise updates.Interrupted("interrupted")
-    step = int(applied[:, 2].max())
-    return updates.Update(
-      global_step=step,
-      loss=float(applied[:, 4].mean()),
-      num_examples=int(applied[:, 3].sum()),
-      learning_rate=self.inner.learning_rate(step - 1),
-    )
+    update = self._applications.collect()
+    rate = self.inner.learning_rate(update.global_step - 1)
+    return update._replace(learning_rate=rate)
 
   # For whoever drives or watches it.
 
   def counts(self) -> list[updates.Counts]:
     """What became of each replica's gradients; late: dropped as too stale."""
-    return [
-      updates.Counts(int(applied.sum()), 0, tuple(map(int, dropped[1:])))
-      for applied, dropped in zip(
-        self._applications.applied.numpy(),
-        self._applications.dropped.numpy(),
-        strict=True,
-      )
-    ]
-
-  def staleness(self) -> np.ndarray:
-    """How many gradients were applied: [replica, staleness], int64.
-
-    The last column counts all of `applications.MAX_STALENESS` and more.
-    """
-    return self._applications.applied.numpy()
+    return self._applications.counts()
 
   def ledger(self) -> ledger.Ledger:
     """Who waits at a gate, and who is given up, as NumPy values."""
-    count = self.total_num_replicas
-    waits = self._before.is_waiting() | self._after.is_waiting()
-    status = np.where(
-      waits.numpy(), ledger.Status.WAITING, ledger.Status.COMPUTING
-    )
-    is_lost = self._after.clocks().numpy() >= gates.LOST
-    status = np.where(is_lost, ledger.Status.LOST, status)
-    return ledger.new_ledger(count, 1)._replace(status=status)
+    status = np.full(self.total_num_replicas, ledger.Status.COMPUTING)
+    if self._gates is not None:
+      status[self._gates.is_waiting().numpy()] = ledger.Status.WAITING
+    status[self._applications.is_lost().numpy()] = ledger.Status.LOST
+    empty = ledger.new_ledger(self.total_num_replicas, 1)
+    return empty._replace(status=status)
 
   def declare_lost(self, replica: int, tag: int) -> None:
     """Lets nobody wait for `replica` until it comes back."""
@@ -363,9 +364,9 @@ class AsyncReplicasOptimizer:
 
     @tf.function(autograph=False)
     def lose(replica):
-      self._before.declare_lost(replica)
-      self._after.declare_lost(replica)
-      self._applications.forget(replica)
+      if self._gates is not None:
+        self._gates.declare_lost(replica)
+      self._applications.declare_lost(replica)
 
     lose(tf.constant(replica, tf.int64))
 
@@ -382,18 +383,18 @@ class AsyncReplicasOptimizer:
     @tf.function(autograph=False)
     def end():
       self._applications.end()
-      self._before.open()
-      self._after.open()
+      if self._gates is not None:
+        self._gates.open()
 
     end()
 
   def give_up(self, replica: int) -> None:
     """Makes `apply_gradients`, in another thread, raise an error."""
-    self._before.give_up(replica)
-    self._after.give_up(replica)
+    if self._gates is not None:
+      self._gates.give_up(replica)
 
   def close(self) -> None:
     """Ends the training: every replica gets `OutOfRangeError`."""
-    self._before.close()
-    self._after.close()
+    if self._gates is not None:
+      self._gates.close()
     self._applications.close()

@@ -96,7 +96,9 @@ class BetweenGraph:
     )
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()
-    self.store = parameter_store.build(spec, self.replica.variables)
+    self.store = parameter_store.build(
+      spec, self.replica.variables, wire_dtype=self.optimizer.wire_dtype
+    )
     self._agree()
     self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
     if self.is_chief:

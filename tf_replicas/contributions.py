@@ -180,7 +180,7 @@ class Contributions:
         ended meanwhile (at run time).
     """
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
-    is_sound &= gradient_queues.all_finite(gradients)
+    is_sound &= gradient_queues.all_finite(gradients, self._store.wire_dtype)
     if ticket is not None:
       return self._hand_over(
         replica, ticket, gradients, loss, num_examples, is_sound

@@ -74,6 +74,25 @@ def load_into_keras(
     weight.assign(values[path])
 
 
+def evaluate(
+  train_dir: str | os.PathLike[str],
+  evaluate_fn: EvaluateFn[Result],
+  *,
+  run_once: bool,
+  interval_secs: float = 60.0,
+  timeout_secs: float | None = None,
+) -> Result | None:
+  """`evaluate_once` or `evaluate_continuously`, as `run_once` says."""
+  if run_once:
+    return evaluate_once(train_dir, evaluate_fn)
+  return evaluate_continuously(
+    train_dir,
+    evaluate_fn,
+    interval_secs=interval_secs,
+    timeout_secs=timeout_secs,
+  )
+
+
 def evaluate_once(
   train_dir: str | os.PathLike[str], evaluate_fn: EvaluateFn[Result]
 ) -> Result:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tf_replicas import resources
 
 NOBODY = -1
+_NAMES = ("before", "after")
 # The clock of a replica that nobody waits for.
 LOST = 1 << 60
 
@@ -33,7 +34,7 @@ def arrive(
   replica: tf.Tensor | int,
   clock: tf.Tensor | int,
   tag: tf.Tensor | int,
-  max_lead: int | None,
+  max_lead: int,
   is_open: tf.Tensor | bool = False,
 ) -> tuple[State, tf.Tensor]:
   """Notes that `replica` is at the gate, or is `LOST`; pure.
@@ -43,7 +44,7 @@ def arrive(
     replica: Who; int64 scalar.
     clock: How often it came, this time included, or `LOST`; int64 scalar.
     tag: What it waits for; int64 scalar, -1 if it does not wait.
-    max_lead: How far ahead of the slowest a replica may pass; None: any.
+    max_lead: How far ahead of the slowest a replica may pass.
     is_open: Whether all may pass from now on.
 
   Returns:
@@ -54,9 +55,8 @@ def arrive(
   clocks = tf.where(this, clock, state.clocks)
   waiting = tf.where(this, tag, state.waiting)
   nobody = tf.constant(NOBODY, tf.int64)
-  may_pass = waiting != nobody
-  if max_lead is not None:
-    may_pass &= (clocks - tf.reduce_min(clocks) <= max_lead) | is_open
+  is_near = clocks - tf.reduce_min(clocks) <= max_lead
+  may_pass = (waiting != nobody) & (is_near | is_open)
   passing = tf.where(may_pass, waiting, nobody)
   return State(clocks, tf.where(may_pass, nobody, waiting)), passing
 
@@ -65,15 +65,14 @@ class Gate:
   """One gate, by its name."""
 
   def __init__(
-    self, name: str, num_replicas: int, *, max_lead: int | None, device: str
+    self, name: str, num_replicas: int, *, max_lead: int, device: str
   ):
     """Creates the objects on `device`, or attaches to them.
 
     Args:
       name: Unique among gates.
       num_replicas: R.
-      max_lead: How many times more than the slowest a replica may pass; None:
-        nobody waits.
+      max_lead: How many times more than the slowest a replica may pass.
       device: Of PS task 0.
     """
     self._max_lead = max_lead
@@ -188,3 +187,64 @@ class Gate:
     """Releases everybody with an error."""
     for queue in self._passes:
       queue.close()
+
+
+class Gates:
+  """Two gates that every replica passes once a step, before and after it."""
+
+  def __init__(self, num_replicas: int, *, max_lead: int, device: str):
+    """Creates the objects on `device`, or attaches to them; as `Gate`."""
+    self._device = device
+    self._gates = [
+      Gate(f"gates/{name}", num_replicas, max_lead=max_lead, device=device)
+      for name in _NAMES
+    ]
+
+  def initialize(self) -> None:
+    """Nobody came yet. For the chief of a new training, once."""
+    for gate in self._gates:
+      gate.initialize()
+
+  def next_clock(self, replica: int | tf.Tensor) -> tf.Tensor:
+    """How often `replica` will have come, with this step; int64 scalar.
+
+    To be used inside a `tf.function`. One that was lost comes back where the
+    slowest is.
+    """
+    with tf.device(self._device):
+      clock = self._gates[1].clocks()
+      clock = tf.where(clock < LOST, clock, tf.reduce_min(clock))
+      clock = tf.where(clock < LOST, clock, 0)
+      return tf.gather(clock, replica) + 1
+
+  def before(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
+    """Passes the first one; see `Gate.enter`."""
+    return self._gates[0].enter(replica, clock)
+
+  def after(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
+    """Passes the second one; see `Gate.enter`."""
+    return self._gates[1].enter(replica, clock)
+
+  def is_waiting(self) -> tf.Tensor:
+    """Who waits: bool [R]."""
+    return self._gates[0].is_waiting() | self._gates[1].is_waiting()
+
+  def declare_lost(self, replica: tf.Tensor) -> None:
+    """Lets nobody wait for `replica` until it comes again."""
+    for gate in self._gates:
+      gate.declare_lost(replica)
+
+  def open(self) -> None:
+    """Lets all pass from now on; to be used inside a `tf.function`."""
+    for gate in self._gates:
+      gate.open()
+
+  def give_up(self, replica: int) -> None:
+    """Releases `replica`, waiting in another thread, with an error."""
+    for gate in self._gates:
+      gate.give_up(replica)
+
+  def close(self) -> None:
+    """Releases everybody with an error."""
+    for gate in self._gates:
+      gate.close()

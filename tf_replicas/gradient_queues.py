@@ -53,10 +53,8 @@ class GradientQueues:
 
   def _layout(self, task: int) -> "_Layout":
     shards = self._store.trainable_shards(task)
-    items = [
-      self._store.item(self._store.trainable[position], number)
-      for position, number in shards
-    ]
+    owners = [(self._store.trainable[p], number) for p, number in shards]
+    items = [self._store.wire_item(*owner) for owner in owners]
     dense = [
       i
       for i, (position, _) in enumerate(shards)
@@ -65,6 +63,7 @@ class GradientQueues:
     return _Layout(
       shards=shards,
       items=items,
+      dtypes_of_sums=[self._store.item(*owner).dtype for owner in owners],
       groups=[
         [dense[i] for i in group]
         for group in packing.groups([items[i] for i in dense])
@@ -179,13 +178,15 @@ class _Layout(NamedTuple):
 
   Attributes:
     shards: (position among the trainable variables, shard number) of each.
-    items: Shape and dtype of each.
+    items: Shape of each, and as which dtype it travels.
+    dtypes_of_sums: As which dtype each is summed.
     groups: Positions in `shards` of what is packed together.
     sparse: Positions in `shards` of the sparse ones.
   """
 
   shards: list[tuple[int, int]]
   items: list[packing.Item]
+  dtypes_of_sums: list[tf.DType]
   groups: list[list[int]]
   sparse: list[int]
 
@@ -199,15 +200,20 @@ class _Layout(NamedTuple):
 
   def adders(self) -> list[Callable]:
     """How each component of an element is added to its sum."""
-    return [tf.add] * len(self.groups) + [_append] * (2 * len(self.sparse))
+    return [_add] * len(self.groups) + [_append] * (2 * len(self.sparse))
 
   def zeros(self) -> list[tf.Tensor]:
     """Sums of nothing; a dense one is a scalar, which adds to any shape."""
-    zeros = [tf.zeros([], self.items[g[0]].dtype) for g in self.groups]
-    return zeros + [x for i in self.sparse for x in self._no_rows(i)]
+    zeros = [tf.zeros([], self._dtype_of_sum(g)) for g in self.groups]
+    for i in self.sparse:
+      zeros += self._no_rows(i, self.dtypes_of_sums[i])
+    return zeros
 
-  def _no_rows(self, i: int) -> list[tf.Tensor]:
-    shape, dtype = self.items[i]
+  def _dtype_of_sum(self, group: list[int]) -> tf.DType:
+    return max((self.dtypes_of_sums[i] for i in group), key=lambda d: d.size)
+
+  def _no_rows(self, i: int, dtype: tf.DType) -> list[tf.Tensor]:
+    shape = self.items[i].shape
     return [tf.zeros([0, *shape[1:]], dtype), tf.zeros([0], tf.int64)]
 
   def to_wire(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
@@ -222,7 +228,7 @@ class _Layout(NamedTuple):
       )
     for i in self.sparse:
       if gradients[i] is None:
-        components += self._no_rows(i)
+        components += self._no_rows(i, self.items[i].dtype)
       else:
         values = tf.cast(gradients[i].values, self.items[i].dtype)
         components += [values, tf.cast(gradients[i].indices, tf.int64)]
@@ -248,28 +254,43 @@ class _Layout(NamedTuple):
         total += tf.zeros([sum(item.size for item in items)], total.dtype)
         parts = packing.unpack(total, items)
       for i, part in zip(group, parts, strict=True):
-        gradients[i] = part
+        gradients[i] = tf.cast(part, self.dtypes_of_sums[i])
     rows = iter(sums[len(self.groups) :])
     for i in self.sparse:
       gradients[i] = tf.IndexedSlices(next(rows), next(rows))
     return gradients
 
 
+def _add(total: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+  return total + tf.cast(part, total.dtype)
+
+
 def _append(total: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
-  return tf.concat([total, part], axis=0)
+  return tf.concat([total, tf.cast(part, total.dtype)], axis=0)
 
 
-def all_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
-  """Whether every number in `gradients` is finite: a bool scalar.
+def all_finite(
+  gradients: Sequence[Gradient], wire_dtype: tf.DType | None = None
+) -> tf.Tensor:
+  """Whether every number in `gradients` is finite, also when it arrives.
 
   The sum of squares answers it for next to nothing; only where that is not
   finite, which huge but finite numbers cause too, each number is looked at.
+
+  Args:
+    gradients: Of any kind.
+    wire_dtype: As which they travel, if not as they are.
+
+  Returns:
+    A bool scalar.
   """
   tensors = [
     g.values if isinstance(g, tf.IndexedSlices) else g
     for g in gradients
     if g is not None
   ]
+  if wire_dtype is not None:
+    tensors = [tf.cast(t, wire_dtype) for t in tensors]
   if not tensors:
     return tf.constant(True)
   squares = [tf.cast(tf.nn.l2_loss(t), tf.float32) for t in tensors]

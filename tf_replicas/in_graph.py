@@ -103,7 +103,9 @@ class InGraph:
     )
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()
-    self.store = parameter_store.build(spec, self.replica.variables)
+    self.store = parameter_store.build(
+      spec, self.replica.variables, wire_dtype=self.optimizer.wire_dtype
+    )
     self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
     self.optimizer.create([tf.identity(v) for v in self.replica.variables])
     self._watch: stalls.Watch | None = None
@@ -166,7 +168,6 @@ class InGraph:
       iterator,
       index(),
     )
-    has_tickets = self.optimizer.replicas_to_aggregate >= len(self._workers)
 
     def pack(release):
       with tf.device(self.store.device_of_task(0)):
@@ -188,7 +189,7 @@ class InGraph:
 
     def go_on(*state):
       state = offer(*state)
-      if has_tickets:  # None without a place for each.
+      if self.optimizer.has_tickets:
         state = tf.while_loop(lambda last, *_: last[-1] >= 0, hand_over, state)
       return state
 

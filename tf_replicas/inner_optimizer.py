@@ -274,7 +274,7 @@ class InnerOptimizer:
         self._adopt()
         return []
       scalars = self._scalars(task, step, rate_factor)
-      with keras.StatelessScope(scalars) as scope:
+      with resources.outside_strategy(), keras.StatelessScope(scalars) as scope:
         cells = [
           (variable, Cell(variable.value.read_value()))
           for variable in self._common

@@ -114,7 +114,7 @@ class LocalOptimizer:
     ]
     if not pairs:
       return list(parameters), list(state)
-    with keras.StatelessScope() as scope:
+    with resources.outside_strategy(), keras.StatelessScope() as scope:
       scope.add_update((self.optimizer._learning_rate, rate))
       for update in zip(self._state, slots, strict=True):
         scope.add_update(update)

@@ -17,6 +17,7 @@ from tf_replicas import mean_update
 from tf_replicas import parameter_store
 from tf_replicas import resources
 from tf_replicas import towers
+from tf_replicas import update_rule
 
 Parameters = Sequence[tf.Tensor]
 
@@ -76,14 +77,8 @@ class LocalSteps:
     Raises:
       TypeError, ValueError: If an argument is of no use.
     """
-    if isinstance(period, bool) or not isinstance(period, int):
-      raise TypeError(f"`period` must be an integer. Received: {period!r}.")
-    if period < 1:
-      raise ValueError(f"`period` must be at least 1. Received: {period}.")
-    if loss_scale is not None and not loss_scale > 0:
-      raise ValueError(
-        f"`loss_scale` must be positive. Received: {loss_scale}."
-      )
+    update_rule.check_count("period", period)
+    update_rule.check_positive("loss_scale", loss_scale)
     self.period = period
     self._optimizer = optimizer
     self._loss_scale = loss_scale

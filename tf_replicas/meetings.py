@@ -126,26 +126,25 @@ class AtTheCentre:
     parameters = local.parameters
     is_sound = tf.math.is_finite(local.loss)
     is_sound &= gradient_queues.all_finite(parameters)
-    admitted, version, staleness, ended = self._applications.admit(
-      replica, step, is_sound
-    )
+    admission = self._applications.admit(replica, step, is_sound)
 
     def exchange():
-      centre = self._exchange(parameters, version)
+      centre = self._exchange(parameters, admission.version)
       with tf.control_dependencies(centre):
         now = self._applications.finish(
-          replica, staleness, local.loss, local.num_examples
+          replica, admission.staleness, local.loss, local.num_examples
         )
       return [now, *centre]
 
     def stay():
-      now = tf.where(ended, tf.constant(contributions.ENDED, tf.int64), version)
+      ended = tf.constant(contributions.ENDED, tf.int64)
+      now = tf.where(admission.has_ended, ended, admission.version)
       return [now, *map(tf.identity, parameters)]
 
-    now, *centre = tf.cond(admitted, exchange, stay)
+    now, *centre = tf.cond(admission.admitted, exchange, stay)
     away = _minus(parameters, centre)
     release = contributions.Release(
-      tf.cast(admitted, tf.int64), now, tf.constant(-1, tf.int64)
+      tf.cast(admission.admitted, tf.int64), now, tf.constant(-1, tf.int64)
     )
     parameters = _minus(parameters, away, self._moving_rate)
     if not self.needs_centre:

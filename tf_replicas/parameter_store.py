@@ -28,17 +28,24 @@ def ps_device(task: int) -> str:
 
 
 def build(
-  spec: cluster.ClusterSpec, variables: Sequence[tf.Variable]
+  spec: cluster.ClusterSpec,
+  variables: Sequence[tf.Variable],
+  *,
+  wire_dtype: str | None = None,
 ) -> "ParameterStore":
   """The store of a cluster, for variables like these.
 
   Args:
     spec: Says how many PS tasks there are and how to place variables.
     variables: Keras or TensorFlow variables: a pattern; values do not matter.
+    wire_dtype: As `ParameterStore` has it.
   """
   specs = placement.from_variables(variables)
   return ParameterStore(
-    specs, _plan(spec, specs), num_tasks=spec.num_tasks("ps")
+    specs,
+    _plan(spec, specs),
+    num_tasks=spec.num_tasks("ps"),
+    wire_dtype=wire_dtype,
   )
 
 
@@ -70,6 +77,7 @@ class ParameterStore:
     num_tasks: The number of PS tasks.
     global_step: int64 scalar on PS task 0: the updates made so far.
     examples_seen: int64 scalar on PS task 0: the examples they used.
+    wire_dtype: As what float32 travels, or None.
   """
 
   def __init__(
@@ -79,6 +87,7 @@ class ParameterStore:
     *,
     num_tasks: int,
     device_of_task: Callable[[int], str] = ps_device,
+    wire_dtype: str | None = None,
   ):
     """Attaches to the store of this cluster, or creates it.
 
@@ -87,7 +96,11 @@ class ParameterStore:
       shards: The plan, as `placement.plan` gives it.
       num_tasks: How many PS tasks there are; may exceed those in the plan.
       device_of_task: Where the variables of a PS task live.
+      wire_dtype: `float16` or `bfloat16`, as which the float32 variables are
+        pulled and their gradients sent; variables, sums and checkpoints keep
+        their own dtype. None: as they are.
     """
+    self.wire_dtype = None if wire_dtype is None else tf.as_dtype(wire_dtype)
     self.specs = list(specs)
     self.shards = [tuple(s) for s in shards]
     self.num_tasks = num_tasks
@@ -235,10 +248,10 @@ class ParameterStore:
       The int64 global step, and one tensor per spec on the caller's device.
     """
     if step is not None:
-      return step, self.read()
+      return step, self.read(item=self.wire_item)
     step = self.read_global_step()
     with tf.control_dependencies([step]):
-      return step, self.read()
+      return step, self.read(item=self.wire_item)
 
   def read_global_step(self) -> tf.Tensor:
     """The global step: an int64 scalar read on PS task 0."""
@@ -253,15 +266,19 @@ class ParameterStore:
         return tf.identity(step + 1)
 
   def read(
-    self, read_shard: Callable[[int, int], tf.Tensor] | None = None
+    self,
+    read_shard: Callable[[int, int], tf.Tensor] | None = None,
+    item: Callable[[int, int], packing.Item] | None = None,
   ) -> list[tf.Tensor]:
     """Every variable as a whole tensor, each shard read once.
 
     Args:
       read_shard: Reads, on its device, shard (position in `specs`, number);
         for who does more than that.
+      item: As what such a shard travels; `wire_item`, or `item` if not given.
     """
     read_shard = read_shard or self._read_shard
+    item = item or self.item
     parts = {}
     for task in range(self.num_tasks):
       owners = [
@@ -270,12 +287,15 @@ class ParameterStore:
         for number, shard in enumerate(shards)
         if shard.task == task
       ]
-      items = [self.item(*owner) for owner in owners]
+      items = [item(*owner) for owner in owners]
       for group in packing.groups(items):
         with tf.device(self.device_of_task(task)):
-          packed = packing.pack([read_shard(*owners[i]) for i in group])
+          packed = packing.pack(
+            [tf.cast(read_shard(*owners[i]), items[i].dtype) for i in group]
+          )
         tensors = packing.unpack(packed, [items[i] for i in group])
-        parts.update(zip((owners[i] for i in group), tensors, strict=True))
+        for i, tensor in zip(group, tensors, strict=True):
+          parts[owners[i]] = tf.cast(tensor, self.item(*owners[i]).dtype)
     return [
       _join([parts[index, n] for n in range(len(shards))], shards)
       for index, shards in enumerate(self.shards)
@@ -285,6 +305,13 @@ class ParameterStore:
     """Shape and dtype of shard `number` of variable `index`."""
     shard = self.shards[index][number]
     return packing.Item(shard.shape, tf.as_dtype(shard.dtype))
+
+  def wire_item(self, index: int, number: int) -> packing.Item:
+    """As what that shard is pulled, and its gradient sent."""
+    item = self.item(index, number)
+    if self.wire_dtype is None or item.dtype != tf.float32:
+      return item
+    return item._replace(dtype=self.wire_dtype)
 
   def _read_shard(self, index: int, number: int) -> tf.Tensor:
     return self._variables[index][number].read_value()

@@ -34,6 +34,7 @@ from tf_replicas import meetings
 from tf_replicas import moving_averages
 from tf_replicas import periodic_optimizer
 from tf_replicas import sync_replicas
+from tf_replicas import update_rule
 
 # The share of the way to each other that copies and centre go in a period, all
 # replicas together: beta of Zhang et al. 2015, section 5.
@@ -142,7 +143,7 @@ def elastic_average(
   steps = local_steps.LocalSteps(
     local_optimizer.LocalOptimizer(optimizer), period, loss_scale
   )
-  _check_count(total_num_replicas)
+  update_rule.check_count("total_num_replicas", total_num_replicas)
   if moving_rate is None:
     moving_rate = BETA / period / total_num_replicas
   if not 0 < moving_rate <= 1:
@@ -217,7 +218,6 @@ def accumulated_gradients(
   steps = local_steps.LocalSteps(
     local_optimizer.LocalOptimizer(optimizer).copy(), period, loss_scale
   )
-  _check_count(total_num_replicas)
   rule = async_replicas.AsyncReplicasOptimizer(
     optimizer,
     total_num_replicas,
@@ -229,11 +229,3 @@ def accumulated_gradients(
   return periodic_optimizer.PeriodicOptimizer(
     steps, meetings.Accumulated(rule, period)
   )
-
-
-def _check_count(number: int) -> None:
-  if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-    raise ValueError(
-      "`total_num_replicas` must be an integer of at least 1. Received:"
-      f" {number!r}."
-    )

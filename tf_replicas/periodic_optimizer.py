@@ -32,10 +32,13 @@ class PeriodicOptimizer:
   never reaches the centre.
 
   Attributes:
+    wire_dtype: None: what travels does so once in a period, as it is.
     period: The local steps between two meetings.
     name: The kind.
     inner: The inner optimizer of the centre.
   """
+
+  wire_dtype = None
 
   def __init__(self, steps: local_steps.LocalSteps, meeting: meetings.Meeting):
     """Puts the parts together; the functions of this module make the kinds.
@@ -50,8 +53,11 @@ class PeriodicOptimizer:
     self.period = steps.period
     self.name = meeting.rule.name
     self.inner = meeting.rule.inner
-    if hasattr(self._rule, "staleness"):
-      self.staleness = self._rule.staleness
+
+  @property
+  def has_tickets(self) -> bool:
+    """Whether a `Release` may carry a ticket."""
+    return self._rule.has_tickets
 
   @property
   def replicas_to_aggregate(self) -> int:
@@ -168,6 +174,10 @@ class PeriodicOptimizer:
     self._steps.set_learning_rate(rate)
     if self.inner.has_adjustable_rate():
       self._rule.set_learning_rate(rate)
+
+  def stop_at(self, step: int) -> None:
+    """Lets the global step not get beyond `step`."""
+    self._rule.stop_at(step)
 
   def apply_update(self) -> updates.Update:
     """Waits for the next update of the centre, or makes it.

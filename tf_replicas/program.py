@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 
 from tf_replicas import cluster
+from tf_replicas import update_settings
 
 BETWEEN_GRAPH = "between_graph"
 IN_GRAPH = "in_graph"
@@ -41,7 +42,8 @@ class Options:
     max_examples: If given, how many examples to stop after, instead: what was
       trained before with another effective batch counts in full.
     replication: `between_graph` or `in_graph`.
-    replicas_to_aggregate: Contributions in one update; None: of all replicas.
+    replicas_to_aggregate: Contributions in one synchronous update; None: of
+      all replicas.
     log_every_steps: Steps between log lines.
     summary_every_steps: Steps between TensorBoard points.
     histograms: Whether TensorBoard gets histograms of the variables too.
@@ -53,6 +55,7 @@ class Options:
     intra_op_threads: Threads of one op; None: the cores of this machine,
       divided by the replicas that run on it.
     emulate_gpus: Whether logical CPU devices stand in for the spec's GPUs.
+    update: The update rule.
   """
 
   spec: cluster.ClusterSpec
@@ -72,6 +75,7 @@ class Options:
   intra_op_threads: int | None = None
   emulate_gpus: bool = False
   max_examples: int | None = None
+  update: update_settings.UpdateSettings = update_settings.UpdateSettings()
 
   @property
   def is_in_graph(self) -> bool:
@@ -104,6 +108,8 @@ class Options:
   @property
   def aggregated(self) -> int:
     """N, the contributions in one update."""
+    if not self.update.is_sync:
+      return self.update.gradients_per_update(len(self.replicas))
     return self.replicas_to_aggregate or len(self.replicas)
 
   def effective_batch(self, batch_size: int) -> int:
@@ -128,7 +134,8 @@ class Workload:
 
   Attributes:
     replica_fn: Maps the tower devices to a `towers.Replica`.
-    optimizer_fn: Maps (N, M) to the update rule for N of M replicas.
+    optimizer_fn: Maps what makes the update rule (`update_settings.rule_fn`) to
+      the rule around this workload's optimizer.
     learning_rate_fn: Maps the examples seen to the rate of the next update;
       None leaves the rate to the optimizer.
     batch_size: Examples of one tower's batch, for the summary at the start.
@@ -137,7 +144,7 @@ class Workload:
   """
 
   replica_fn: Callable[[Sequence[str]], object]
-  optimizer_fn: Callable[[int, int], object]
+  optimizer_fn: Callable[[Callable[..., object]], object]
   learning_rate_fn: Callable[[int], float] | None
   batch_size: int
   on_start: Callable[[], None] = lambda: None
@@ -230,12 +237,9 @@ def check(options: Options) -> None:
       f"{where}in-graph replication, started task by task, needs a chief: the"
       " client that drives the workers and does not train. Received: none."
     )
-  if options.replicas_to_aggregate is not None:
-    if options.replicas_to_aggregate < 1:
-      raise cluster.ClusterError(
-        "`--replicas_to_aggregate` must be at least 1. Received:"
-        f" {options.replicas_to_aggregate}."
-      )
+  update_settings.check(
+    options.update, len(options.replicas), options.replicas_to_aggregate
+  )
   _check_layers(options, where)
   _check_equal_towers(options, where)
   if spec.variables.on != "ps":
@@ -270,6 +274,12 @@ def _check_equal_towers(options: Options, where: str) -> None:
 
 def _check_all_take_part(options: Options, where: str) -> None:
   """Without parameter servers no update can do without a replica."""
+  if options.update != update_settings.UpdateSettings():
+    raise cluster.ClusterError(
+      f"{where}`--update`, `--wire_dtype` and what belongs to them need"
+      " variables on parameter servers. Received: variables on"
+      f" {options.spec.variables.on}."
+    )
   given, number = options.replicas_to_aggregate, len(options.replicas)
   if given not in (None, number):
     raise cluster.ClusterError(
@@ -325,9 +335,10 @@ def describe(options: Options, workload: Workload) -> str:
     return "\n".join(lines)
   effective = options.effective_batch(workload.batch_size)
   lines.append(
-    f"replication: {options.replication}; updates from {options.aggregated} of"
-    f" {len(replicas)} replicas with {towers} towers of batch"
-    f" {workload.batch_size}: effective batch {effective}"
+    f"replication: {options.replication}; {','.join(options.update.rules)}"
+    f" updates from {options.aggregated} of {len(replicas)} replicas with"
+    f" {towers} towers of batch {workload.batch_size}: effective batch"
+    f" {effective}"
   )
   return "\n".join(lines)
 

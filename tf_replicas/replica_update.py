@@ -1,11 +1,12 @@
 """One replica's gradients, applied where the variables live.
 
 What a replica's half of an asynchronous step does on the PS tasks: send the
-gradients there, compensate and apply them, under locks if asked for; and the
-read that belongs to it.
+gradients there, compensate and apply them, under locks if asked for, or sum up
+several sets first; and the read that belongs to it.
 """
 
 import functools
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -29,6 +30,7 @@ class ReplicaUpdate:
     policy: staleness_lib.Policy,
     use_locking: bool,
     snapshot_reads: bool,
+    gradients_per_update: int,
   ):
     """Creates the locks and copies on the PS tasks, or attaches to them.
 
@@ -39,7 +41,10 @@ class ReplicaUpdate:
       policy: What to do about staleness.
       use_locking: Whether one replica at a time updates on a PS task.
       snapshot_reads: Whether reads and updates are atomic.
+      gradients_per_update: How many sets of gradients make an update; more
+        than one are summed under one lock for all PS tasks.
     """
+    self._per_update = gradients_per_update
     self._store = store
     self._update = update
     self._num_replicas = num_replicas
@@ -53,6 +58,16 @@ class ReplicaUpdate:
       with tf.device(store.device_of_task(task)):
         self._locks.append(resources.Mutex(f"async/lock/{task}"))
     self._make_copies()
+    # Position in the store -> the sums for the update to come, by shard.
+    self._sums: dict[int, list[tf.Variable]] = {}
+    for index in store.trainable if gradients_per_update > 1 else ():
+      self._sums[index] = store.create_beside(index, "sums")
+
+  def initialize(self) -> None:
+    """Nothing was summed yet. For the chief of a new training, once."""
+    for sums in self._sums.values():
+      for total in sums:
+        total.assign(tf.zeros(total.shape, total.dtype))
 
   def _make_copies(self) -> None:
     """What each replica has read, for policies that compensate."""
@@ -89,7 +104,8 @@ class ReplicaUpdate:
     def read():
       step = self._store.read_global_step()
       with tf.control_dependencies([step]):
-        return [step, *self._store.read(read_shard)]
+        values = self._store.read(read_shard, self._store.wire_item)
+        return [step, *values]
 
     step, *values = self._version.hold(read) if self._snapshot_reads else read()
     return step, values
@@ -100,6 +116,8 @@ class ReplicaUpdate:
     gradients: Sequence[parameter_store.Gradient],
     version: tf.Tensor,
     staleness: tf.Tensor,
+    pending: tf.Variable,
+    finish: Callable[[tf.Tensor | bool], tf.Tensor],
   ) -> tf.Tensor:
     """Sends and applies; to be used inside a `tf.function`.
 
@@ -108,48 +126,112 @@ class ReplicaUpdate:
       gradients: One per trainable variable, whole or None.
       version: int64 scalar, the updates before this one.
       staleness: int64 scalar.
+      pending: How many sets are summed already; `finish` changes it.
+      finish: Called with whether this completed an update; takes note of it.
 
     Returns:
-      A tensor to wait for.
+      What `finish` returned.
     """
     parts = self._send_gradients(gradients)
+    present = [g is not None for g in gradients]
     factor = None
     if self._policy.rate_factor is not None:
       factor = self._policy.rate_factor(tf.cast(staleness, tf.float32))
 
-    def make_update():
-      return self._update(
-        [g is not None for g in gradients],
+    def apply_at_once():
+      updated = self._update(
+        present,
         version,
         parts.__getitem__,
         1,
         per_task=functools.partial(self._apply_on_task, replica),
         rate_factor=factor,
       )
+      with tf.control_dependencies([updated]):
+        return [finish(True)]
 
-    if not self._snapshot_reads:
-      return make_update()
+    def add_up():
+      is_update = pending.read_value() + 1 >= self._per_update
+      summed = self._add(replica, parts, factor)
+      with tf.control_dependencies([summed]):
+        updated = tf.cond(
+          is_update,
+          lambda: self._apply_sums(present, version),
+          lambda: tf.constant(False),
+        )
+      with tf.control_dependencies([updated]):
+        return [finish(is_update)]
+
+    if self._per_update == 1 and not self._snapshot_reads:
+      return apply_at_once()[0]
     arrived = [_values(g) for task in parts for g in task if g is not None]
-    (updated,) = self._version.hold(lambda: [make_update()], after=arrived)
-    return updated
+    body = apply_at_once if self._per_update == 1 else add_up
+    return self._version.hold(body, after=arrived)[0]
+
+  def _add(self, replica, parts, factor) -> tf.Tensor:
+    """Adds one set of gradients to the sums."""
+
+    @tf.function(autograph=False)
+    def add():
+      for task, gradients in enumerate(parts):
+        with tf.device(self._store.device_of_task(task)):
+          shards = self._store.trainable_shards(task)
+          for owner, gradient in zip(shards, gradients, strict=True):
+            if gradient is not None:
+              self._add_one(replica, owner, gradient, factor)
+      return tf.constant(True)
+
+    return add()
+
+  def _add_one(self, replica, owner, gradient, factor) -> None:
+    position, number = owner
+    index = self._store.trainable[position]
+    if self._policy.compensate is not None:
+      gradient = self._compensated(replica, (index, number), gradient)
+    if factor is not None:
+      gradient *= tf.cast(factor, gradient.dtype)
+    self._sums[index][number].assign_add(gradient)
+
+  def _apply_sums(self, present, version) -> tf.Tensor:
+    """Applies the mean of what was summed; the sums start again."""
+
+    def take(task):
+      taken = []
+      for position, number in self._store.trainable_shards(task):
+        total = self._sums[self._store.trainable[position]][number]
+        value = tf.identity(total.read_value())
+        with tf.control_dependencies([value]):
+          total.assign(tf.zeros(total.shape, total.dtype))
+        taken.append(value)
+      return taken
+
+    return self._update(present, version, take, self._per_update)
+
+  def _compensated(self, replica, owner, gradient) -> tf.Tensor:
+    """What the policy makes of a gradient of shard `owner`."""
+    index, number = owner
+    read = resources.select(
+      replica, self._copies[owner], lambda copy: copy.read_value()
+    )
+    now = self._store.variables(index)[number].read_value()
+    return self._policy.compensate(gradient, now, read)
 
   def _apply_on_task(self, replica, task, pairs, apply) -> None:
     owners = {
-      self._store.variables(index)[number].path: copies
-      for (index, number), copies in self._copies.items()
+      self._store.variables(index)[number].path: (index, number)
+      for index, number in self._copies
     }
 
     def body():
-      compensated = []
-      for gradient, variable in pairs:
-        if self._policy.compensate is not None:
-          read = resources.select(
-            replica, owners[variable.path], lambda copy: copy.read_value()
+      compensated = pairs
+      if self._policy.compensate is not None:
+        compensated = [
+          (
+            self._compensated(replica, owners[variable.path], gradient),
+            variable,
           )
-          gradient = self._policy.compensate(
-            gradient, variable.read_value(), read
-          )
-        compensated.append((gradient, variable))
+          for gradient, variable in pairs
+        ]
       apply(compensated)
       return [tf.constant(True)]
 
@@ -173,10 +255,8 @@ class ReplicaUpdate:
       shards = self._store.trainable_shards(task)
       parts = [split[position][number] for position, number in shards]
       dense = [i for i, g in enumerate(parts) if tf.is_tensor(g)]
-      items = [
-        self._store.item(self._store.trainable[shards[i][0]], shards[i][1])
-        for i in dense
-      ]
+      owners = [(self._store.trainable[p], number) for p, number in shards]
+      items = [self._store.wire_item(*owners[i]) for i in dense]
       device = self._store.device_of_task(task)
       for group in packing.groups(items):
         packed = packing.pack(
@@ -187,8 +267,21 @@ class ReplicaUpdate:
           tensors = packing.unpack(packed, [items[k] for k in group])
         for k, tensor in zip(group, tensors, strict=True):
           parts[dense[k]] = tensor
+      for i, gradient in enumerate(parts):
+        if gradient is not None:
+          parts[i] = self._arrived(owners[i], gradient)
       arrived.append(parts)
     return arrived
+
+  def _arrived(self, owner, gradient):
+    """A gradient on the PS task of `owner`, as the variable's dtype."""
+    dtype = self._store.item(*owner).dtype
+    sent = tf.cast(_values(gradient), self._store.wire_item(*owner).dtype)
+    with tf.device(self._store.variables(owner[0])[owner[1]].device):
+      values = tf.cast(tf.identity(sent), dtype)
+      if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+      return values
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:

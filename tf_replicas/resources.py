@@ -7,8 +7,10 @@ name, so that no second client can find it; a resource made with an explicit
 by every client (seen to work on TensorFlow 2.21).
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -208,6 +210,23 @@ def shared_variable(
 ) -> SharedVariable:
   """A `SharedVariable` that is not trained."""
   return SharedVariable(name=name, shape=shape, dtype=dtype)
+
+
+@contextlib.contextmanager
+def outside_strategy() -> Iterator[None]:
+  """Ops built inside belong to no `tf.distribute` strategy.
+
+  What a `ClusterCoordinator` schedules is traced inside the scope of its
+  strategy and outside its replicas, where a Keras 3.15 optimizer fails, which
+  neither knows that strategy nor these variables.
+  """
+  graph = tf.compat.v1.get_default_graph()
+  strategies = graph._distribution_strategy_stack
+  graph._distribution_strategy_stack = []
+  try:
+    yield
+  finally:
+    graph._distribution_strategy_stack = strategies
 
 
 _cancelled_by = threading.local()

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -16,13 +17,15 @@ from tf_replicas import membership
 from tf_replicas import mirrored
 from tf_replicas import one_machine
 from tf_replicas import program
+from tf_replicas import reports
 from tf_replicas import server
 from tf_replicas import training
+from tf_replicas import update_settings
 from tf_replicas import updates
 
-# Names in a checkpoint that a run may lack: the optimizer or the averages may
-# have changed.
-_OPTIONAL = ("slots/", "optimizer/", "averages/")
+# Names in a checkpoint that a run may lack: the optimizer, the averages or the
+# update rule may have changed.
+_OPTIONAL = ("slots/", "optimizer/", "averages/", "sums/", "async/")
 
 
 def _say(line: str) -> None:
@@ -130,7 +133,9 @@ def _driver(
   if options.is_mirrored:
     return mirrored.Mirrored(
       functools.partial(workload.replica_fn, []),
-      lambda num_replicas: workload.optimizer_fn(num_replicas, num_replicas),
+      lambda num_replicas: workload.optimizer_fn(
+        update_settings.rule_fn(options.update, num_replicas, num_replicas)
+      ),
       tower_devices,
       spec=options.spec,
       task=options.task,
@@ -140,7 +145,9 @@ def _driver(
   if not options.spec.is_distributed:
     return one_machine.OneMachine(
       functools.partial(workload.replica_fn, tower_devices),
-      functools.partial(workload.optimizer_fn, 1, 1),
+      functools.partial(
+        workload.optimizer_fn, update_settings.rule_fn(options.update, 1, 1)
+      ),
     )
   if options.is_in_graph:
     # The towers are the workers', whose job the closure's device names.
@@ -157,7 +164,10 @@ def _driver(
     options.task,
     functools.partial(workload.replica_fn, tower_devices),
     functools.partial(
-      workload.optimizer_fn, options.aggregated, len(options.replicas)
+      workload.optimizer_fn,
+      update_settings.rule_fn(
+        options.update, options.aggregated, len(options.replicas)
+      ),
     ),
     start_timeout_secs=options.start_timeout_secs,
     lost_after_secs=options.lost_after_secs,
@@ -172,10 +182,12 @@ def _drive(driver, options: program.Options, workload) -> None:
   if layers is not None and layers.num_devices > 1:
     _say(layers.table(driver.replica.devices))
   _say(program.describe(options, workload))
+  max_steps = _max_steps(driver.store, options, workload)
+  driver.optimizer.stop_at(max_steps)
   session = training.Session(
     options.train_dir,
     state=driver.store,
-    max_steps=_max_steps(driver.store, options, workload),
+    max_steps=max_steps,
     log_every_steps=options.log_every_steps,
     summary_every_steps=options.summary_every_steps,
     checkpoint_every_steps=options.checkpoint_every_steps,
@@ -219,6 +231,7 @@ class _Steps:
     options: program.Options,
   ):
     self._driver = driver
+    self._step = int(driver.store.read_global_step())
     self._learning_rate_fn = learning_rate_fn
     self._names = names
     self._every = options.summary_every_steps
@@ -231,9 +244,10 @@ class _Steps:
       self._driver.optimizer.set_learning_rate(rate)
     result = self._driver.step()
     self._examples_seen += result.num_examples
-    if result.global_step % self._every:
+    previous, self._step = self._step, result.global_step
+    if not reports.is_due(previous, self._step, self._every):
       return result
-    scalars = dict(result.scalars)
+    scalars, histograms = dict(result.scalars), {}
     counts = self._driver.optimizer.counts()
     for name, count in zip(self._names, counts, strict=True):
       prefix = f"contributions/{name.replace(' ', '_')}"
@@ -242,15 +256,20 @@ class _Steps:
       for k, late in enumerate(count.late, start=1):
         if late:
           scalars[f"{prefix}/late_by_{k}"] = late
-    histograms = {}
+      if count.staleness:
+        histograms[f"{prefix}/staleness"] = _spread_out(count.staleness)
     if self._has_histograms:
-      state = self._driver.store.state()
-      histograms = {
-        name: np.asarray(value)
-        for name, value in state.items()
-        if name.startswith("variables/")
-      }
+      for name, value in self._driver.store.state().items():
+        if name.startswith("variables/"):
+          histograms[name] = np.asarray(value)
     return result._replace(scalars=scalars, histograms=histograms)
+
+
+def _spread_out(counts: Sequence[int], most: int = 1000) -> np.ndarray:
+  """Values k, each about as often as `counts[k]` says; `most` at most."""
+  counts = np.asarray(counts)
+  share = min(1.0, most / counts.sum())
+  return np.repeat(np.arange(len(counts)), np.ceil(counts * share).astype(int))
 
 
 def report(counts: list[updates.Counts], names: list[str]) -> list[str]:
@@ -260,8 +279,15 @@ def report(counts: list[updates.Counts], names: list[str]) -> list[str]:
     late = ", ".join(
       f"{n} late by {k}" for k, n in enumerate(count.late, start=1) if n
     )
-    lines.append(
+    line = (
       f"{name}: {count.applied} contributions applied, {count.refused} refused"
       f" ({count.surplus} surplus{', ' + late if late else ''})"
     )
+    if count.staleness:
+      mean, most_of, largest = updates.summary(count.staleness)
+      line += (
+        f"; staleness {mean:.2f} on average, 95% at most {most_of}, all at"
+        f" most {largest}"
+      )
+    lines.append(line)
   return lines

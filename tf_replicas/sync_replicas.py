@@ -12,16 +12,14 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_replicas import contributions
-from tf_replicas import inner_optimizer
 from tf_replicas import ledger
-from tf_replicas import mean_update
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
-from tf_replicas import placement
+from tf_replicas import update_rule
 from tf_replicas import updates
 
 
-class SyncReplicasOptimizer:
+class SyncReplicasOptimizer(update_rule.UpdateRule):
   """An optimizer wrapper that applies one averaged update per N gradients.
 
   Without it, replicas that share variables update them one after the other,
@@ -76,8 +74,8 @@ class SyncReplicasOptimizer:
   exactly N, and nothing is dropped without being counted.
 
   Attributes:
-    inner: The inner optimizer, bound to the store.
-    update: Makes the update, once `build` was called.
+    replicas_to_aggregate: N.
+    total_num_replicas: M.
   """
 
   def __init__(
@@ -91,48 +89,43 @@ class SyncReplicasOptimizer:
     clip_replica_norm: float | None = None,
     clip_mean_norm: float | None = None,
     loss_scale: float | None = None,
+    wire_dtype: str | None = None,
     name: str = "sync_replicas",
   ):
     """Wraps `optimizer`.
 
     Args:
-      optimizer: The inner optimizer: a Keras 3 optimizer, or any object with
-        `apply(gradients, variables)` or `apply_gradients(pairs)`.
+      optimizer: The inner optimizer. For it and for all that is not named
+        here see `UpdateRule`.
       replicas_to_aggregate: N, the contributions in one update.
       total_num_replicas: M, the replicas that offer; N if not given.
-      variable_averages: Keeps shadow averages, updated after every update and
-        before the replicas go on.
-      variables_to_average: Variables, or their paths; all trainable ones if
-        not given.
-      clip_replica_norm: Each replica's gradients are scaled down to this
-        global norm before they are offered.
-      clip_mean_norm: The mean is scaled down to this global norm before it is
-        applied.
-      loss_scale: `scale_loss` multiplies by it and `apply_gradients` divides
-        by it, for float16 computation.
-      name: Names the summaries.
+      clip_mean_norm: The mean of N contributions is scaled down to this global
+        norm before it is applied.
 
     Raises:
       TypeError, ValueError: If an argument is of no use.
     """
     if total_num_replicas is None:
       total_num_replicas = replicas_to_aggregate
-    _check_count("replicas_to_aggregate", replicas_to_aggregate)
-    _check_count("total_num_replicas", total_num_replicas)
-    _check_positive("clip_replica_norm", clip_replica_norm)
-    _check_positive("clip_mean_norm", clip_mean_norm)
-    _check_positive("loss_scale", loss_scale)
-    if variables_to_average is not None and variable_averages is None:
-      raise ValueError("`variables_to_average` needs `variable_averages`.")
+    update_rule.check_count("replicas_to_aggregate", replicas_to_aggregate)
+    update_rule.check_count("total_num_replicas", total_num_replicas)
+    super().__init__(
+      optimizer,
+      variable_averages=variable_averages,
+      variables_to_average=variables_to_average,
+      clip_replica_norm=clip_replica_norm,
+      clip_mean_norm=clip_mean_norm,
+      loss_scale=loss_scale,
+      wire_dtype=wire_dtype,
+      name=name,
+    )
     self.replicas_to_aggregate = replicas_to_aggregate
     self.total_num_replicas = total_num_replicas
-    self.variable_averages = variable_averages
-    self.name = name
-    self._to_average = variables_to_average
-    self._clip_replica_norm = clip_replica_norm
-    self._clip_mean_norm = clip_mean_norm
-    self._loss_scale = loss_scale
-    self.inner = inner_optimizer.InnerOptimizer(optimizer)
+
+  @property
+  def has_tickets(self) -> bool:
+    """Whether a `Release` may carry a ticket."""
+    return self.replicas_to_aggregate >= self.total_num_replicas
 
   def build(
     self,
@@ -150,7 +143,7 @@ class SyncReplicasOptimizer:
       is_alone: Whether one program has all the gradients of a step, for
         `update.whole_step`. Then nothing is offered, counted or waited for.
     """
-    self._store = store
+    self.bind(store)
     self._contributions: contributions.Contributions | None = None
     if not is_alone:
       self._contributions = contributions.Contributions(
@@ -159,17 +152,6 @@ class SyncReplicasOptimizer:
         replicas_to_aggregate=self.replicas_to_aggregate,
         is_sparse=is_sparse or [False] * len(store.trainable),
       )
-    self._position = {
-      store.specs[index].path: position
-      for position, index in enumerate(store.trainable)
-    }
-    self.update = mean_update.MeanUpdate(
-      store,
-      self.inner,
-      variable_averages=self.variable_averages,
-      to_average=self._to_average,
-      clip_norm=self._clip_mean_norm,
-    )
     self._client_device = tf.constant(0).device
     self._present = (True,) * len(store.trainable)
     self._steps: dict[tuple[bool, ...], Callable] = {}
@@ -197,24 +179,14 @@ class SyncReplicasOptimizer:
 
   def signature(self) -> list:
     """What every client of a training must agree on about the rule."""
-    return [self.name, self.replicas_to_aggregate, self.total_num_replicas]
+    return [
+      self.name,
+      self.replicas_to_aggregate,
+      self.total_num_replicas,
+      self.wire_dtype,
+    ]
 
   # The replica's half.
-
-  def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """What to differentiate instead of `loss`; see `loss_scale`."""
-    return loss if self._loss_scale is None else loss * self._loss_scale
-
-  def finish_gradients(
-    self, gradients: Sequence[parameter_store.Gradient]
-  ) -> list[parameter_store.Gradient]:
-    """A replica's gradients of the scaled loss as they enter the mean."""
-    if self._loss_scale is not None:
-      factor = 1 / self._loss_scale
-      gradients = [mean_update.scaled(g, factor) for g in gradients]
-    if self._clip_replica_norm is not None:
-      gradients, _ = tf.clip_by_global_norm(gradients, self._clip_replica_norm)
-    return list(gradients)
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -232,9 +204,7 @@ class SyncReplicasOptimizer:
     To be used inside a `tf.function`.
 
     Args:
-      grads_and_vars: (gradient, variable) pairs; gradients of the variable's
-        shape, dense, `tf.IndexedSlices` or None; a variable may be given by
-        its path. Trainable variables left out have no gradient.
+      grads_and_vars: (gradient, variable) pairs, as `in_order` takes them.
       replica: Which replica this is, in [0, total_num_replicas).
       local_step: int64 scalar, the global step whose variables were used.
       loss: Scalar, for the reports: the mean over these examples.
@@ -248,18 +218,9 @@ class SyncReplicasOptimizer:
       ValueError: If a variable is not in the store.
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At its end.
     """
-    gradients: list[parameter_store.Gradient] = [None] * len(self._position)
-    for gradient, variable in grads_and_vars:
-      path = placement.path_of(variable)
-      if path not in self._position:
-        raise ValueError(
-          "`grads_and_vars` must name trainable variables of the store."
-          f" Received: {path!r}."
-        )
-      gradients[self._position[path]] = gradient
     return self._contributions.offer(
       replica,
-      self.finish_gradients(gradients),
+      self.in_order(grads_and_vars),
       local_step=local_step,
       loss=loss,
       num_examples=num_examples,
@@ -268,9 +229,9 @@ class SyncReplicasOptimizer:
 
   # The chief's half.
 
-  def set_learning_rate(self, rate: float) -> None:
-    """Sets the inner Keras optimizer's rate, from the next update on."""
-    self.inner.optimizer.learning_rate = rate
+  def stop_at(self, step: int) -> None:
+    """Nothing: who wants no more updates calls `apply_update` no more."""
+    del step
 
   def apply_update(self) -> updates.Update:
     """Waits for N contributions and makes one update of them.
@@ -380,15 +341,3 @@ class SyncReplicasOptimizer:
   def close(self) -> None:
     """Ends the training: every waiting replica gets `OutOfRangeError`."""
     self._contributions.close()
-
-
-def _check_count(name: str, value: int) -> None:
-  if isinstance(value, bool) or not isinstance(value, int):
-    raise TypeError(f"`{name}` must be an integer. Received: {value!r}.")
-  if value < 1:
-    raise ValueError(f"`{name}` must be at least 1. Received: {value}.")
-
-
-def _check_positive(name: str, value: float | None) -> None:
-  if value is not None and not value > 0:
-    raise ValueError(f"`{name}` must be positive. Received: {value}.")

@@ -221,13 +221,14 @@ def contribute(
 
   Computes, hands the gradient to the update rule, again with the same
   parameters if the rule wants more for this step, and pulls the parameters to
-  go on with: their bytes leave as soon as the rule lets the replica go on.
+  go on with: their bytes leave as soon as the rule lets the replica go on. A
+  rule with `refresh_every` lets it keep what it has instead, unless the new
+  ticket is -1.
 
   Args:
     store: Holds the parameters.
-    optimizer: The update rule: has `scale_loss` and `apply_gradients`. One that
-      carries more than the parameters has a method `contribute`, which does
-      all this its own way.
+    optimizer: The update rule; one that has a method `contribute` does all this
+      its own way.
     replica: What to compute.
     iterator: Over the replica's batches.
     index: Which replica this is.
@@ -274,7 +275,7 @@ def contribute(
         release,
       )
     )
-  return go_on(store, optimizer, index, release)
+  return go_on(store, optimizer, index, release, (step, list(parameters)))
 
 
 def go_on(
@@ -282,11 +283,28 @@ def go_on(
   optimizer,
   index: int | tf.Tensor,
   release,
+  kept: tuple[tf.Tensor, list[tf.Tensor]] | None = None,
 ):
-  """The release, with the step of the parameters to go on with, and these."""
+  """The release, with the step of the parameters to go on with, and these.
+
+  Args:
+    store: Holds the parameters.
+    optimizer: The update rule.
+    index: Which replica this is.
+    release: What `apply_gradients` returned.
+    kept: What was pulled last, for a rule with `refresh_every`.
+  """
   ended = release.global_step < 0
+
+  def read_anew():
+    return pull(store, optimizer, index)
+
   with tf.control_dependencies([release.global_step]):
-    now, parameters = pull(store, optimizer, index)
+    if optimizer.refresh_every == 1:
+      now, parameters = read_anew()
+    else:
+      is_due = tf.identity(release.ticket) < 0
+      now, parameters = tf.cond(is_due, read_anew, lambda: kept)
   # A replica that was refused may be let go while an update is being made.
   with tf.device(store.device_of_task(0)):
     step = tf.where(ended, release.global_step, now)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from tf_replicas import training
 
 
@@ -52,16 +54,27 @@ class Counts(NamedTuple):
     surplus: Refused: fresh, but N others came first.
     late: `late[k - 1]` were refused for being k steps old; the last counts
       all that were older.
+    staleness: `staleness[k]` of those applied were k updates old; empty where
+      none can be. The last may count all that were older.
   """
 
   applied: int
   surplus: int
   late: tuple[int, ...]
+  staleness: tuple[int, ...] = ()
 
   @property
   def refused(self) -> int:
     """All that were not used."""
     return self.surplus + sum(self.late)
+
+
+def summary(staleness: Sequence[int]) -> tuple[float, int, int]:
+  """Mean, the smallest bound of 95%, and maximum of `Counts.staleness`."""
+  counts = np.asarray(staleness)
+  mean = float(np.average(np.arange(len(counts)), weights=counts))
+  most_of = np.searchsorted(np.cumsum(counts), 0.95 * counts.sum())
+  return mean, int(most_of), len(counts) - 1
 
 
 def update_of(optimizer, names: Sequence[str]) -> Update:

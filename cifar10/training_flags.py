@@ -1,0 +1,118 @@
+"""The flags that say what of CIFAR-10 is trained, on whatever machines."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NoReturn
+
+from absl import flags
+
+from cifar10 import config as config_lib
+from cifar10 import workload
+from tf_replicas import command_line
+from tf_replicas import program
+
+FLAGS = flags.FLAGS
+
+# `--help` shows the flags of the binary, also those that it has from here.
+flags.disclaim_key_flags()
+
+# A setting without a value is the recipe's.
+_SETTINGS = (
+  "dataset",
+  "data_dir",
+  "train_dir",
+  "batch_size",
+  "num_epochs",
+  "seed",
+  "learning_rate",
+  "warmup_epochs",
+  "momentum",
+  "compute_dtype",
+)
+
+
+def define() -> None:
+  """The flags of every training binary; `--help` shows them."""
+  command_line.define_training_flags(config_lib.Config.train_dir)
+  flags.DEFINE_string("dataset", "cifar10", "cifar10, synthetic or a TFDS name")
+  flags.DEFINE_string("data_dir", None, "Where the data set lies")
+  command_line.define_count(
+    "max_steps", None, "Updates to make; wins over --num_epochs"
+  )
+  flags.DEFINE_float(
+    "num_epochs", None, "Of 50,000 images, a whole run; the recipe's"
+  )
+  flags.DEFINE_enum("recipe", "tutorial", [*config_lib.RECIPES], "Settings")
+  flags.DEFINE_float("learning_rate", None, "At the first step; the recipe's")
+  flags.DEFINE_boolean(
+    "scale_learning_rate",
+    False,
+    "Learning rate times the batches in one update, after a warm-up",
+  )
+  flags.DEFINE_float("warmup_epochs", None, "To the full rate; the recipe's")
+  flags.DEFINE_float("momentum", None, "Of the optimizer; the recipe's")
+  flags.DEFINE_enum(
+    "compute_dtype",
+    None,
+    [*config_lib.COMPUTE_DTYPES],
+    "Of the network's arithmetic; the recipe's",
+  )
+
+
+def train(module: str, options_fn: Callable[[], program.Options]) -> NoReturn:
+  """Is the `main` of a training binary; ends the process.
+
+  Args:
+    module: The binary's name.
+    options_fn: Says how to run, by the flags.
+  """
+  command_line.train(module, options_fn, _config, _workload)
+
+
+def _config(
+  options: program.Options,
+) -> tuple[program.Options, config_lib.Config]:
+  """The options with the length of the run, and what to train."""
+  config = _fit(options)
+  whole_run = config_lib.num_examples(config)
+  options = dataclasses.replace(
+    options,
+    max_steps=config.max_steps,
+    max_examples=whole_run if FLAGS.max_steps is None else None,
+  )
+  return options, config
+
+
+def _fit(options: program.Options) -> config_lib.Config:
+  """What to train; the options decide how many examples an update has."""
+  given = command_line.given(_SETTINGS)
+  recipe = config_lib.from_recipe(FLAGS.recipe)
+  batch_size = given.get("batch_size", recipe.batch_size)
+  if batch_size % FLAGS.micro_batches:
+    raise ValueError(
+      f"`--micro_batches` must divide the batch of {batch_size}. Received:"
+      f" {FLAGS.micro_batches}."
+    )
+  effective = options.effective_batch(batch_size)
+  if FLAGS.scale_learning_rate:
+    given["learning_rate_scale"] = effective / batch_size
+  elif FLAGS.warmup_epochs and recipe.schedule == "staircase":
+    raise ValueError(
+      f"`--warmup_epochs` needs `--scale_learning_rate` with the recipe"
+      f" {FLAGS.recipe}, whose rate starts at its highest. Received:"
+      f" {FLAGS.warmup_epochs}."
+    )
+  return config_lib.fit(
+    FLAGS.recipe, given, effective_batch=effective, max_steps=FLAGS.max_steps
+  )
+
+
+def _workload(
+  options: program.Options, config: config_lib.Config
+) -> program.Workload:
+  from cifar10 import sources
+
+  sources.find(config.dataset, config.data_dir)
+  return workload.make(
+    config, layers=options.spec.layers, micro_batches=FLAGS.micro_batches
+  )

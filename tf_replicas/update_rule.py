@@ -1,0 +1,158 @@
+"""What all update rules share: the inner optimizer, and a replica's gradients.
+
+An *update rule* decides when and how gradients reach the variables. It has a
+half for replicas (`scale_loss`, `apply_gradients`) and one for the chief
+(`apply_update`); which driver runs them it never learns.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas import inner_optimizer
+from tf_replicas import mean_update
+from tf_replicas import moving_averages
+from tf_replicas import parameter_store
+from tf_replicas import placement
+
+WIRE_DTYPES = ("float16", "bfloat16")
+
+
+class UpdateRule:
+  """The base of the optimizer wrappers.
+
+  Attributes:
+    refresh_every: How many steps a replica makes from what it read once.
+    inner: The inner optimizer, bound to the store.
+    update: Applies gradients to the variables, once `bind` was called.
+    variable_averages: How the shadow averages follow, if there are any.
+    wire_dtype: As what float32 parameters and gradients travel, for the driver
+      to tell the store; None: as they are.
+    name: Names the rule, and its summaries.
+  """
+
+  refresh_every = 1
+
+  def __init__(
+    self,
+    optimizer: object,
+    *,
+    variable_averages: moving_averages.MovingAverages | None = None,
+    variables_to_average: Iterable[tf.Variable | str] | None = None,
+    clip_replica_norm: float | None = None,
+    clip_mean_norm: float | None = None,
+    loss_scale: float | None = None,
+    wire_dtype: str | None = None,
+    name: str,
+  ):
+    """Wraps `optimizer`.
+
+    Args:
+      optimizer: The inner optimizer: a Keras 3 optimizer, or any object with
+        `apply(gradients, variables)` or `apply_gradients(pairs)`.
+      variable_averages: Keeps shadow averages, updated after every update and
+        before the replicas go on.
+      variables_to_average: Variables, or their paths; all trainable ones if
+        not given.
+      clip_replica_norm: Each replica's gradients are scaled down to this
+        global norm before they leave it.
+      clip_mean_norm: What is applied is scaled down to this global norm.
+      loss_scale: `scale_loss` multiplies by it and `apply_gradients` divides
+        by it, for float16 computation.
+      wire_dtype: `float16` or `bfloat16`; see `ParameterStore`.
+      name: Names the rule, and its summaries.
+
+    Raises:
+      TypeError, ValueError: If an argument is of no use.
+    """
+    check_positive("clip_replica_norm", clip_replica_norm)
+    check_positive("clip_mean_norm", clip_mean_norm)
+    check_positive("loss_scale", loss_scale)
+    if variables_to_average is not None and variable_averages is None:
+      raise ValueError("`variables_to_average` needs `variable_averages`.")
+    if wire_dtype not in (None, *WIRE_DTYPES):
+      raise ValueError(
+        f"`wire_dtype` must be one of {', '.join(WIRE_DTYPES)}, or None."
+        f" Received: {wire_dtype!r}."
+      )
+    self.inner = inner_optimizer.InnerOptimizer(optimizer)
+    self.variable_averages = variable_averages
+    self.wire_dtype = wire_dtype
+    self.name = name
+    self._to_average = variables_to_average
+    self._clip_replica_norm = clip_replica_norm
+    self._clip_mean_norm = clip_mean_norm
+    self._loss_scale = loss_scale
+
+  def bind(self, store: parameter_store.ParameterStore) -> None:
+    """Says which variables this is about; creates their averages."""
+    self._store = store
+    self._position = {
+      store.specs[index].path: position
+      for position, index in enumerate(store.trainable)
+    }
+    self.update = mean_update.MeanUpdate(
+      store,
+      self.inner,
+      variable_averages=self.variable_averages,
+      to_average=self._to_average,
+      clip_norm=self._clip_mean_norm,
+    )
+
+  def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+    """What to differentiate instead of `loss`; see `loss_scale`."""
+    return loss if self._loss_scale is None else loss * self._loss_scale
+
+  def finish_gradients(
+    self, gradients: Sequence[parameter_store.Gradient]
+  ) -> list[parameter_store.Gradient]:
+    """A replica's gradients of the scaled loss as they leave it."""
+    if self._loss_scale is not None:
+      factor = 1 / self._loss_scale
+      gradients = [mean_update.scaled(g, factor) for g in gradients]
+    if self._clip_replica_norm is not None:
+      gradients, _ = tf.clip_by_global_norm(gradients, self._clip_replica_norm)
+    return list(gradients)
+
+  def in_order(
+    self, grads_and_vars: Iterable[tuple[parameter_store.Gradient, object]]
+  ) -> list[parameter_store.Gradient]:
+    """One finished gradient, or None, per trainable variable of the store.
+
+    Args:
+      grads_and_vars: (gradient, variable) pairs; gradients of the variable's
+        shape, dense, `tf.IndexedSlices` or None; a variable may be given by
+        its path. Trainable variables left out have no gradient.
+
+    Raises:
+      ValueError: If a variable is not a trainable one of the store.
+    """
+    gradients: list[parameter_store.Gradient] = [None] * len(self._position)
+    for gradient, variable in grads_and_vars:
+      path = placement.path_of(variable)
+      if path not in self._position:
+        raise ValueError(
+          "`grads_and_vars` must name trainable variables of the store."
+          f" Received: {path!r}."
+        )
+      gradients[self._position[path]] = gradient
+    return self.finish_gradients(gradients)
+
+  def set_learning_rate(self, rate: float) -> None:
+    """Sets the inner Keras optimizer's rate, from the next update on."""
+    self.inner.optimizer.learning_rate = rate
+
+
+def check_count(name: str, value: int) -> None:
+  """Raises TypeError or ValueError unless `value` is an integer from 1 on."""
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise TypeError(f"`{name}` must be an integer. Received: {value!r}.")
+  if value < 1:
+    raise ValueError(f"`{name}` must be at least 1. Received: {value}.")
+
+
+def check_positive(name: str, value: float | None) -> None:
+  """Raises ValueError unless `value` is positive or None."""
+  if value is not None and not value > 0:
+    raise ValueError(f"`{name}` must be positive. Received: {value}.")
