@@ -24,6 +24,9 @@ _MODULE_OF = {
   "StepResult": "training",
   "SyncReplicasOptimizer": "sync_replicas",
   "Task": "cluster",
+  "accumulated_gradients": "periodic_averaging",
+  "elastic_average": "periodic_averaging",
+  "model_average": "periodic_averaging",
   "place_layers": "model_parallel",
   "serve": "server",
 }

@@ -39,7 +39,7 @@ class ElasticExchange:
 
     Args:
       store: Holds the centre.
-      update: Moves it by a part of the differences that it is given.
+      update: Moves it by a part of its distances from a copy.
     """
     self._store = store
     self._update = update
@@ -72,11 +72,11 @@ class ElasticExchange:
     def exchange():
       before = self._read()
 
-      def differences(task):
+      def distances(task):
         shards = self._store.trainable_shards(task)
-        return [sent[shard] - before[shard] for shard in shards]
+        return [before[shard] - sent[shard] for shard in shards]
 
-      self._update([True] * len(parameters), version, differences, 1)
+      self._update([True] * len(parameters), version, distances, 1)
       return self._pack(before)
 
     return self._join(self._lock.hold(exchange, after=list(sent.values())))

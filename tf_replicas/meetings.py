@@ -5,6 +5,7 @@ what a replica hands over after a period of local steps, and what it goes on
 from. `periodic_averaging` says what the kinds are for.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -14,9 +15,16 @@ from tf_replicas import async_replicas
 from tf_replicas import contributions
 from tf_replicas import elastic_exchange
 from tf_replicas import gradient_queues
+from tf_replicas import local_steps
 from tf_replicas import parameter_store
 from tf_replicas import sync_replicas
 from tf_replicas import towers
+
+# What `meet` returns: whether the period counted and the global step to go on
+# from, the copy, and the centre where the kind needs that.
+Met = tuple[contributions.Release, list[tf.Tensor], list[tf.Tensor]]
+# Maps a parameter and its position to what is added to its gradient.
+PullBack = Callable[[tf.Tensor, int], tf.Tensor]
 
 
 class State(NamedTuple):
@@ -35,18 +43,28 @@ class State(NamedTuple):
 
 
 class Move:
-  """The inner optimizer of a centre that goes where replicas say."""
+  """The inner optimizer of a centre that goes where replicas say.
+
+  In place of a gradient it takes how far the centre is from a replica's copy,
+  or the mean of that over several, and goes `rate` times as far.
+  """
 
   def __init__(self, rate: float):
     self._rate = rate
 
-  def apply(self, changes, variables) -> None:
-    for change, variable in zip(changes, variables, strict=True):
-      variable.assign_add(self._rate * change)
+  def apply(self, distances, variables) -> None:
+    for distance, variable in zip(distances, variables, strict=True):
+      variable.assign_sub(self._rate * distance)
 
 
 class Together:
-  """All replicas meet at a time: a synchronous step of their differences."""
+  """All replicas meet at a time; the centre moves by the mean of distances.
+
+  Attributes:
+    rule: What makes it of the replicas' contributions.
+    needs_centre: Whether a replica's copy differs from the centre after it.
+    needs_totals: Whether `meet` needs the sums of gradients.
+  """
 
   needs_totals = False
 
@@ -56,26 +74,55 @@ class Together:
     moving_rate: float | None = None,
     rho: float = 0.0,
   ):
+    """Puts the parts together.
+
+    Args:
+      rule: Around a `Move`.
+      moving_rate: How far a copy moves towards the centre, as a share of the
+        distance; None: it becomes the centre.
+      rho: Of the force in between.
+    """
     self.rule = rule
     self.needs_centre = moving_rate is not None
     self._moving_rate = moving_rate
     self._rho = rho
 
   def build(self, store: parameter_store.ParameterStore) -> None:
+    """Says which variables this is about; after `rule.build`."""
     self._store = store
 
   def signature(self) -> list:
+    """What every client must agree on about it."""
     return [self._moving_rate, self._rho]
 
-  def pull_back(self, state: State):
+  def pull_back(self, state: State) -> PullBack | None:
+    """What is added to local gradients, if anything."""
     return _pull_back(self._rho, state)
 
-  def meet(self, replica, state, local, *, step, ticket):
-    """Hands over how far this copy is from the centre."""
+  def meet(
+    self,
+    replica: int | tf.Tensor,
+    state: State,
+    local: local_steps.Local,
+    *,
+    step: tf.Tensor,
+    ticket: tf.Tensor | None,
+  ) -> Met:
+    """Hands over how far the centre is from this copy.
+
+    To be used inside a `tf.function`.
+
+    Args:
+      replica: Who comes.
+      state: As it was before the period.
+      local: What the period led to.
+      step: int64 scalar, the global step of the centre as it was met last.
+      ticket: That of the last release, unless -1.
+    """
     centre = state.centre if self.needs_centre else state.parameters
-    away = _minus(local.parameters, centre)
+    distances = _minus(centre, local.parameters)
     release = self.rule.apply_gradients(
-      zip(away, _paths(self._store), strict=True),
+      zip(distances, _paths(self._store), strict=True),
       replica=replica,
       local_step=step,
       loss=local.loss,
@@ -88,11 +135,14 @@ class Together:
       return release, centre, []
     # One that was refused did not move the centre, and is not moved by it.
     rate = tf.where(admitted > 0, self._moving_rate, 0.0)
-    return release, _minus(local.parameters, away, rate), centre
+    return release, _minus(local.parameters, distances, -rate), centre
 
 
 class AtTheCentre:
-  """Each replica meets the centre alone: an exchange of its own."""
+  """Each replica meets the centre alone: an exchange of its own.
+
+  Attributes: As for `Together`.
+  """
 
   needs_totals = False
 
@@ -102,12 +152,15 @@ class AtTheCentre:
     moving_rate: float,
     rho: float,
   ):
+    """As for `Together`; only the chief's half of the rule is used."""
     self.rule = rule
     self.needs_centre = rho > 0
     self._moving_rate = moving_rate
     self._rho = rho
 
   def build(self, store: parameter_store.ParameterStore) -> None:
+    """As for `Together`."""
+    # Found by name: these are the rule's.
     self._applications = applications.Applications(
       store, self.rule.total_num_replicas, None
     )
@@ -115,13 +168,15 @@ class AtTheCentre:
     self._exchange = elastic_exchange.ElasticExchange(store, self.rule.update)
 
   def signature(self) -> list:
+    """As for `Together`."""
     return [self._moving_rate, self._rho]
 
-  def pull_back(self, state: State):
+  def pull_back(self, state: State) -> PullBack | None:
+    """As for `Together`."""
     return _pull_back(self._rho, state)
 
-  def meet(self, replica, state, local, *, step, ticket):
-    """Asks, exchanges, and counts."""
+  def meet(self, replica, state, local, *, step, ticket) -> Met:
+    """Asks, exchanges, and counts; as for `Together`."""
     del state, ticket
     parameters = local.parameters
     is_sound = tf.math.is_finite(local.loss)
@@ -142,37 +197,50 @@ class AtTheCentre:
       return [now, *map(tf.identity, parameters)]
 
     now, *centre = tf.cond(admission.admitted, exchange, stay)
-    away = _minus(parameters, centre)
     release = contributions.Release(
       tf.cast(admission.admitted, tf.int64), now, tf.constant(-1, tf.int64)
     )
-    parameters = _minus(parameters, away, self._moving_rate)
+    # Both go the same way towards where the other was.
+    distances = _minus(centre, parameters)
+    parameters = _minus(parameters, distances, -self._moving_rate)
     if not self.needs_centre:
       return release, parameters, []
-    return release, parameters, _minus(centre, away, -self._moving_rate)
+    return release, parameters, _minus(centre, distances, self._moving_rate)
 
 
 class Accumulated:
-  """Each replica hands over the mean of its gradients, and begins anew."""
+  """Each replica hands over the mean of its gradients, and begins anew.
+
+  Attributes: As for `Together`.
+  """
 
   needs_totals = True
   needs_centre = False
 
   def __init__(self, rule: async_replicas.AsyncReplicasOptimizer, period: int):
+    """Puts the parts together.
+
+    Args:
+      rule: Applies the means.
+      period: Of how many gradients each is the mean.
+    """
     self.rule = rule
     self._period = period
 
   def build(self, store: parameter_store.ParameterStore) -> None:
+    """As for `Together`."""
     self._store = store
 
   def signature(self) -> list:
+    """As for `Together`."""
     return []
 
   def pull_back(self, state: State) -> None:
+    """As for `Together`."""
     del state
 
-  def meet(self, replica, state, local, *, step, ticket):
-    """Lets the shared optimizer apply the mean, and pulls."""
+  def meet(self, replica, state, local, *, step, ticket) -> Met:
+    """Lets the rule apply the mean, and pulls; as for `Together`."""
     del state
     means = [
       None if total is None else total / self._period for total in local.totals
@@ -188,6 +256,9 @@ class Accumulated:
     return *towers.go_on(self._store, self.rule, replica, release), []
 
 
+Meeting = Together | AtTheCentre | Accumulated
+
+
 def _paths(store: parameter_store.ParameterStore) -> list[str]:
   return [store.specs[index].path for index in store.trainable]
 
@@ -199,11 +270,8 @@ def _minus(ours, theirs, factor=1.0) -> list[tf.Tensor]:
   ]
 
 
-def _pull_back(rho: float, state: State):
+def _pull_back(rho: float, state: State) -> PullBack | None:
   """The gradient of rho / 2 times the squared distance to the centre."""
   if not rho:
     return None
   return lambda parameter, i: rho * (parameter - state.centre[i])
-
-
-Meeting = Together | AtTheCentre | Accumulated

@@ -41,7 +41,7 @@ class PeriodicOptimizer:
   wire_dtype = None
 
   def __init__(self, steps: local_steps.LocalSteps, meeting: meetings.Meeting):
-    """Puts the parts together; the functions of this module make the kinds.
+    """Puts the parts together, as `periodic_averaging` does for each kind.
 
     Args:
       steps: What a replica does on its own.
@@ -190,7 +190,7 @@ class PeriodicOptimizer:
     rate = self._steps.refresh()
     return self._rule.apply_update()._replace(learning_rate=rate)
 
-  # For whoever drives or watches it; what `Rule` says.
+  # For whoever drives or watches it; as the rule of the centre has it.
 
   def counts(self) -> list[updates.Counts]:
     """What became of each replica's periods."""
