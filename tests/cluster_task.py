@@ -26,6 +26,7 @@ from tf_replicas import in_graph
 from tf_replicas import ledger
 from tf_replicas import membership
 from tf_replicas import moving_averages
+from tf_replicas import periodic_averaging
 from tf_replicas import server
 from tf_replicas import sync_replicas
 from tf_replicas import towers
@@ -647,6 +648,50 @@ def equivalence(here: Here) -> None:
       "is_sparse": towers.sparsity(driver.replica),
       "num_shards": [len(s) for s in driver.store.shards],
     }
+
+  train(here, driver, run_chief)
+
+
+# Replicas that train copies of their own.
+
+PERIOD = 3
+PERIODIC_RATE, PERIODIC_MOMENTUM = 0.1, 0.5
+# The batches of each worker, one example each, again and again.
+PERIODIC_DATA = ((0.5, -1.0, 2.0, 0.25, 1.5), (-0.25, 4.0, 1.0, -3.0, 0.75))
+
+
+def periodic(here: Here) -> None:
+  """Steps of the kind of periodic averaging that the options name.
+
+  The loss of an example x is the sum of (v - x)^2 / 2 over three numbers v.
+  """
+
+  def replica_fn():
+    def loss_fn(parameters, x):
+      squares = [tf.reduce_sum((p - x) ** 2) / 2 for p in parameters]
+      return tf.add_n(squares)
+
+    def dataset_fn(num_shards, index, start):
+      del num_shards, start
+      data = tf.gather(tf.constant(PERIODIC_DATA), index)
+      return tf.data.Dataset.from_tensor_slices((data,)).batch(1).repeat()
+
+    variables = [
+      tf.Variable([1.0, 2.0], name="a"),
+      tf.Variable(3.0, name="b"),
+    ]
+    return towers.Replica(variables, loss_fn, dataset_fn)
+
+  def optimizer_fn():
+    make = getattr(periodic_averaging, here.options["kind"])
+    inner = keras.optimizers.SGD(PERIODIC_RATE, momentum=PERIODIC_MOMENTUM)
+    return make(inner, here.spec.num_tasks("worker"), period=PERIOD)
+
+  driver = here.driver(replica_fn, optimizer_fn)
+
+  def run_chief():
+    results = [driver.step() for _ in range(here.options["steps"])]
+    return {"steps": [list(result[:3]) for result in results]}
 
   train(here, driver, run_chief)
 

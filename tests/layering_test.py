@@ -31,7 +31,7 @@ LAYERS = (
   ),
   (
     ("parameter_store", "gradient_queues", "contributions"),
-    ("parameter_store", "inner_optimizer"),
+    ("parameter_store", "inner_optimizer", "local_optimizer"),
     ("parameter_store", "connection", "membership", "server"),
     ("parameter_store", "model_parallel", "towers"),
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
@@ -48,7 +48,10 @@ LAYERS = (
       "async_replicas",
     ),
     ("updates", "update_rule", "switching"),
+    ("updates", "update_rule", "local_steps"),
+    ("elastic_exchange",),
   ),
+  (("meetings", "periodic_optimizer", "periodic_averaging"),),
   (
     ("stalls", "in_graph"),
     ("stalls", "between_graph"),

@@ -9,6 +9,7 @@ import importlib
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+  "AsyncReplicasOptimizer": "async_replicas",
   "BetweenGraph": "between_graph",
   "ClusterError": "cluster",
   "ClusterSpec": "cluster",
@@ -22,8 +23,12 @@ _MODULE_OF = {
   "Replica": "towers",
   "Session": "training",
   "StepResult": "training",
+  "SwitchingOptimizer": "switching",
   "SyncReplicasOptimizer": "sync_replicas",
   "Task": "cluster",
+  "accumulated_gradients": "periodic_averaging",
+  "elastic_average": "periodic_averaging",
+  "model_average": "periodic_averaging",
   "place_layers": "model_parallel",
   "serve": "server",
 }

@@ -218,15 +218,15 @@ class BetweenGraph:
     dataset = self.replica.dataset_fn(len(self._names), self._index, start)
     iterator = iter(dataset)
 
-    pull, offer, hand_over = self._contribute_fns(iterator)
+    begin, offer, hand_over = self._contribute_fns(iterator)
     try:
-      release, parameters = pull()
+      release, state = begin()
       while True:
         _, step, ticket = release.numpy()
         if step == contributions.ENDED:
           return
         contribute = offer if ticket < 0 else hand_over
-        release, parameters = contribute(release, *parameters)
+        release, state = contribute(release, *state)
     except _ENDED as error:
       # The queues were closed, or it is not that.
       if not (self._members.outcome() or self._has_given_up):
@@ -235,32 +235,32 @@ class BetweenGraph:
         ) from error
 
   def _contribute_fns(self, iterator):
-    """The functions for a first pull, and a contribution without and with a
+    """The functions for the beginning, and a contribution without and with a
     ticket.
 
     Each returns a `Release` as one vector here, since few tensors should cross
-    from task to task, and the parameters; the latter two take these.
+    from task to task, and the replica's state; the latter two take these.
     """
     local_device = tf.constant(0).device
 
-    def pull():
-      step, parameters = towers.pull(self.store, self.optimizer, self._index)
+    def begin():
+      step, state = towers.begin(self.store, self.optimizer, self._index)
       ticket = tf.constant(-1, tf.int64)
-      return pack(contributions.Release(0, step, ticket)), parameters
+      return pack(contributions.Release(0, step, ticket)), state
 
-    def contribute(has_ticket, last, *parameters):
+    def contribute(has_ticket, last, *state):
       last = contributions.Release(*tf.unstack(last))
-      release, parameters = towers.contribute(
+      release, state = towers.contribute(
         self.store,
         self.optimizer,
         self.replica,
         iterator,
         self._index,
-        parameters,
+        state,
         step=last.global_step,
         ticket=last.ticket if has_ticket else None,
       )
-      return pack(release), parameters
+      return pack(release), state
 
     def pack(release):
       with tf.device(self.store.device_of_task(0)):
@@ -268,12 +268,11 @@ class BetweenGraph:
       with tf.device(local_device):
         return tf.identity(packed)
 
-    specs = [tf.TensorSpec([len(contributions.Release._fields)], tf.int64)]
-    for i in self.store.trainable:
-      spec = self.store.specs[i]
-      specs.append(tf.TensorSpec(spec.shape, spec.dtype))
     # Concrete functions skip what a call spends on looking for a trace.
-    return tf.function(pull).get_concrete_function(), *(
+    first = tf.function(begin).get_concrete_function()
+    packed, state = first.structured_outputs
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in (packed, *state)]
+    return first, *(
       tf.function(
         functools.partial(contribute, has_ticket)
       ).get_concrete_function(*specs)

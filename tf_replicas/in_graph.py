@@ -175,17 +175,17 @@ class InGraph:
       with tf.device(None):  # This worker's.
         return tf.identity(packed)
 
-    def offer(last, *parameters):
+    def offer(last, *state):
       last = contributions.Release(*tf.unstack(last))
-      release, parameters = contribute(parameters, step=last.global_step)
-      return [pack(release), *parameters]
+      release, state = contribute(state, step=last.global_step)
+      return [pack(release), *state]
 
-    def hand_over(last, *parameters):
+    def hand_over(last, *state):
       last = contributions.Release(*tf.unstack(last))
-      release, parameters = contribute(
-        parameters, step=last.global_step, ticket=last.ticket
+      release, state = contribute(
+        state, step=last.global_step, ticket=last.ticket
       )
-      return [pack(release), *parameters]
+      return [pack(release), *state]
 
     def go_on(*state):
       state = offer(*state)
@@ -193,12 +193,12 @@ class InGraph:
         state = tf.while_loop(lambda last, *_: last[-1] >= 0, hand_over, state)
       return state
 
-    step, parameters = towers.pull(self.store, self.optimizer, index())
+    step, state = towers.begin(self.store, self.optimizer, index())
     first = contributions.Release(0, step, tf.constant(-1, tf.int64))
     state = tf.while_loop(
       lambda last, *_: last[1] != contributions.ENDED,
       go_on,
-      [pack(first), *parameters],
+      [pack(first), *state],
     )
     return state[0]
 

@@ -26,19 +26,40 @@ class _Copies:
   value: object = None
 
 
-class _Cell:
-  """Stands for a variable of the whole optimizer while one task updates.
+class Cell:
+  """Stands for a variable while an optimizer is applied to tensors.
 
-  Keras 3.15 assigns such a variable (Nadam's `_u_product`) through its
-  `value`, which in a `keras.StatelessScope` would be a tensor.
+  Keras 3.15 assigns a variable of the whole optimizer (Nadam's `_u_product`),
+  and with TensorFlow every variable, through its `value`, which in a
+  `keras.StatelessScope` would be a tensor.
   """
 
-  def __init__(self, value: tf.Tensor):
+  def __init__(self, value: tf.Tensor, like: tf.Variable | None = None):
+    """Holds `value`.
+
+    Args:
+      value: What the variable is taken to hold.
+      like: Has the name by which the optimizer knows the variable, if it is
+        one that is trained.
+    """
     self.value = value
     self.dtype = value.dtype
+    self.shape = value.shape
+    if like is not None:
+      self.name, self.path, self.constraint = like.name, like.path, None
+      self._unique_id = like._unique_id
 
   def assign(self, value: tf.Tensor) -> None:
-    self.value = value
+    self.value = tf.cast(value, self.dtype)
+
+  def assign_add(self, value: tf.Tensor) -> None:
+    self.assign(self.value + value)
+
+  def assign_sub(self, value: tf.Tensor) -> None:
+    self.assign(self.value - value)
+
+  def __mul__(self, other: tf.Tensor) -> tf.Tensor:
+    return self.value * other
 
   def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
     return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
@@ -258,7 +279,7 @@ class InnerOptimizer:
       scalars = self._scalars(task, step, rate_factor)
       with resources.outside_strategy(), keras.StatelessScope(scalars) as scope:
         cells = [
-          (variable, _Cell(variable.value.read_value()))
+          (variable, Cell(variable.value.read_value()))
           for variable in self._common
         ]
         for pair in cells:

@@ -193,13 +193,26 @@ def sparsity(replica: Replica) -> list[bool]:
   return found
 
 
+def begin(
+  store: parameter_store.ParameterStore, optimizer, index: int | tf.Tensor
+) -> tuple[tf.Tensor, list[tf.Tensor]]:
+  """The global step, and the state that a replica begins with.
+
+  The state is what a replica carries from one contribution to the next: the
+  parameters, unless the update rule has a method `begin`, which says what else.
+  """
+  if hasattr(optimizer, "begin"):
+    return optimizer.begin(index)
+  return pull(store, optimizer, index)
+
+
 def contribute(
   store: parameter_store.ParameterStore,
   optimizer,
   replica: Replica,
   iterator,
   index: int | tf.Tensor,
-  parameters: Sequence[tf.Tensor],
+  state: Sequence[tf.Tensor],
   *,
   step: tf.Tensor,
   ticket: tf.Tensor | None = None,
@@ -214,18 +227,31 @@ def contribute(
 
   Args:
     store: Holds the parameters.
-    optimizer: The `UpdateRule`.
+    optimizer: The update rule; one that has a method `contribute` does all this
+      its own way.
     replica: What to compute.
     iterator: Over the replica's batches.
     index: Which replica this is.
-    parameters: One tensor per trainable variable of the store.
-    step: int64 scalar, the global step that they are of.
+    state: As `begin` or the last call returned it: one tensor per trainable
+      variable of the store, unless the rule has a way of its own.
+    step: int64 scalar, the global step that it is of.
     ticket: That of the last release, unless -1.
 
   Returns:
-    What `apply_gradients` returned last, with the step that the next parameters
-    are of unless it is negative, and these.
+    What `apply_gradients` returned last, with the step that the next state is
+    of unless it is negative, and this state.
   """
+  if hasattr(optimizer, "contribute"):
+    return optimizer.contribute(
+      lambda parameters: replica.gradients(
+        parameters, next(iterator), optimizer.scale_loss
+      ),
+      index,
+      state,
+      step=step,
+      ticket=ticket,
+    )
+  parameters = state
   paths = [store.specs[i].path for i in store.trainable]
 
   def one_batch(ticket):
@@ -249,6 +275,25 @@ def contribute(
         release,
       )
     )
+  return go_on(store, optimizer, index, release, (step, list(parameters)))
+
+
+def go_on(
+  store: parameter_store.ParameterStore,
+  optimizer,
+  index: int | tf.Tensor,
+  release,
+  kept: tuple[tf.Tensor, list[tf.Tensor]] | None = None,
+):
+  """The release, with the step of the parameters to go on with, and these.
+
+  Args:
+    store: Holds the parameters.
+    optimizer: The update rule.
+    index: Which replica this is.
+    release: What `apply_gradients` returned.
+    kept: What was pulled last, for a rule with `refresh_every`.
+  """
   ended = release.global_step < 0
 
   def read_anew():
@@ -259,9 +304,7 @@ def contribute(
       now, parameters = read_anew()
     else:
       is_due = tf.identity(release.ticket) < 0
-      now, parameters = tf.cond(
-        is_due, read_anew, lambda: (step, list(parameters))
-      )
+      now, parameters = tf.cond(is_due, read_anew, lambda: kept)
   # A replica that was refused may be let go while an update is being made.
   with tf.device(store.device_of_task(0)):
     step = tf.where(ended, release.global_step, now)
