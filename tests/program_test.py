@@ -141,13 +141,15 @@ class CheckTest(parameterized.TestCase):
       },
     ),
     ("wire", {"wire_dtype": "float16"}),
+    ("average", {"rules": ("model_average",), "replicas_to_aggregate": 1}),
+    ("elastic", {"rules": ("elastic_average",), "period": 5}),
   )
   def test_update_rules_run(self, settings):
     program.check(_updated(**settings))
 
   @parameterized.named_parameters(
     ("unknown", "must be of sync, async.*'hogwild'", {"rules": ("hogwild",)}),
-    ("none", "must be sync, or async", {"rules": ()}),
+    ("none", "must be one of sync, async", {"rules": ()}),
     ("two", "Received: 'sync,async'", {"rules": ("sync", "async")}),
     ("missing", "needs `--max_staleness`", {"rules": ("drop_stale",)}),
     (
@@ -160,16 +162,41 @@ class CheckTest(parameterized.TestCase):
       "divide.*, 2. Received: 3",
       {"rules": ("softsync",), "softsync_n": 3},
     ),
-    ("sync_locked", "`--use_locking` is for async", {"use_locking": True}),
-    ("sync_old", "`--refresh_every` must be 1.*: 4", {"refresh_every": 4}),
+    (
+      "sync_locked",
+      "`--use_locking` is for async.* --update=sync",
+      {"use_locking": True},
+    ),
+    ("sync_old", "`--refresh_every` is for async", {"refresh_every": 4}),
+    (
+      "periodic_wire",
+      "`--wire_dtype` is for updates by gradients",
+      {"rules": ("elastic_average",), "wire_dtype": "float16"},
+    ),
+    (
+      "periodic_locked",
+      "`--snapshot_reads` is for async.*model_average",
+      {"rules": ("model_average",), "snapshot_reads": True},
+    ),
+    ("sync_period", "`--period` is for", {"period": 5}),
     (
       "aggregated",
-      "needs `--update=sync`. Received: --update=async",
+      "needs `--update=sync` or model_average. Received: --update=async",
       {"rules": ("async",), "replicas_to_aggregate": 1},
     ),
   )
   def test_update_rules_that_do_not(self, words, settings):
     self._refused(_updated(**settings), words)
+
+  @parameterized.parameters(
+    ({}, 16),
+    ({"rules": ("async",)}, 8),
+    ({"rules": ("softsync",), "softsync_n": 1}, 16),
+    ({"rules": ("model_average",)}, 1600),
+    ({"rules": ("elastic_average",), "period": 5}, 40),
+  )
+  def test_examples_of_an_update(self, settings, expected):
+    self.assertEqual(_updated(**settings).effective_batch(8), expected)
 
   def test_update_rules_need_parameter_servers(self):
     update = update_settings.UpdateSettings(rules=("async",))

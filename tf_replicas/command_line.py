@@ -124,6 +124,7 @@ def _define_update_flags() -> None:
   )
   define_count("softsync_n", None, "An update per (replicas / N) gradients")
   flags.DEFINE_float("delay_compensation", None, "Of delay_compensated")
+  define_count("period", None, "Local steps between meetings; the rule's")
   define_count("refresh_every", 1, "Steps from what was read once")
   flags.DEFINE_enum(
     "wire_dtype", None, ["float16", "bfloat16"], "Of what travels"

@@ -42,8 +42,8 @@ class Options:
     max_examples: If given, how many examples to stop after, instead: what was
       trained before with another effective batch counts in full.
     replication: `between_graph` or `in_graph`.
-    replicas_to_aggregate: Contributions in one synchronous update; None: of
-      all replicas.
+    replicas_to_aggregate: Contributions in one update that waits for several;
+      None: of all replicas.
     log_every_steps: Steps between log lines.
     summary_every_steps: Steps between TensorBoard points.
     histograms: Whether TensorBoard gets histograms of the variables too.
@@ -108,7 +108,7 @@ class Options:
   @property
   def aggregated(self) -> int:
     """N, the contributions in one update."""
-    if not self.update.is_sync:
+    if not self.update.is_of_several:
       return self.update.gradients_per_update(len(self.replicas))
     return self.replicas_to_aggregate or len(self.replicas)
 
@@ -117,7 +117,7 @@ class Options:
     if self.spec.variables.on != "ps":
       return self.num_towers * batch_size
     per_replica = self.num_towers * batch_size // len(self.replicas)
-    return self.aggregated * per_replica
+    return self.aggregated * self.update.local_steps * per_replica
 
   @property
   def threads(self) -> int:

@@ -23,13 +23,22 @@ POLICIES = (
   DELAY_COMPENSATED,
   SOFTSYNC,
 )
-RULES = (SYNC, ASYNC, *POLICIES)
+MODEL_AVERAGE = "model_average"
+# Rules of periodic averaging -> their usual period, after TF1's contrib.
+PERIODS = {
+  MODEL_AVERAGE: 100,
+  "elastic_average": 10,
+  "accumulated_gradients": 10,
+}
+RULES = (SYNC, ASYNC, *PERIODS, *POLICIES)
 # A setting of one rule or more -> the rules that it is for.
 _FOR = {
   "max_staleness": (BOUNDED_STALENESS, DROP_STALE),
   "softsync_n": (SOFTSYNC,),
   "delay_compensation": (DELAY_COMPENSATED,),
+  "period": tuple(PERIODS),
 }
+_HAS_DEFAULT = {"period"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +46,8 @@ class UpdateSettings:
   """The update rule, and how it is to be.
 
   Attributes:
-    rules: `sync`, `async`, or policies of asynchronous updates.
+    rules: `sync`, `async`, a rule of periodic averaging, or policies of
+      asynchronous updates.
     use_locking: Whether asynchronous updates of one variable exclude each
       other.
     snapshot_reads: Whether asynchronous replicas read all variables of one
@@ -46,6 +56,7 @@ class UpdateSettings:
       `drop_stale`, in updates.
     softsync_n: n of n-softsync: an update is made of M / n gradients.
     delay_compensation: The factor of `delay_compensated`.
+    period: Local steps between two meetings; None: the rule's usual.
     refresh_every: How many steps an asynchronous replica makes from what it
       read once.
     wire_dtype: As what float32 parameters and gradients travel; None: as they
@@ -58,13 +69,31 @@ class UpdateSettings:
   max_staleness: int | None = None
   softsync_n: int | None = None
   delay_compensation: float | None = None
+  period: int | None = None
   refresh_every: int = 1
   wire_dtype: str | None = None
 
   @property
   def is_sync(self) -> bool:
-    """Whether replicas wait for each other's contributions."""
+    """Whether updates are synchronous, of gradients."""
     return self.rules == (SYNC,)
+
+  @property
+  def is_of_several(self) -> bool:
+    """Whether an update waits for contributions of several replicas."""
+    return self.rules in ((SYNC,), (MODEL_AVERAGE,))
+
+  @property
+  def is_periodic(self) -> bool:
+    """Whether replicas train copies of their own."""
+    return self.rules[:1] != () and self.rules[0] in PERIODS
+
+  @property
+  def local_steps(self) -> int:
+    """The batches in one contribution."""
+    if not self.is_periodic:
+      return 1
+    return self.period or PERIODS[self.rules[0]]
 
   def gradients_per_update(self, num_replicas: int) -> int:
     """How many of M replicas' gradients make an asynchronous update."""
@@ -91,10 +120,10 @@ def check(
       raise cluster.ClusterError(
         f"`--update` must be of {', '.join(RULES)}. Received: {rule!r}."
       )
-  alone = {SYNC, ASYNC}.intersection(settings.rules)
+  alone = set(settings.rules) - set(POLICIES)
   if not settings.rules or alone and len(settings.rules) > 1:
     raise cluster.ClusterError(
-      "`--update` must be sync, or async, or one or several of"
+      f"`--update` must be one of {', '.join(RULES)}, or several of"
       f" {', '.join(POLICIES)}. Received: {','.join(settings.rules)!r}."
     )
   if replicas_to_aggregate is not None:
@@ -103,23 +132,26 @@ def check(
         "`--replicas_to_aggregate` must be at least 1. Received:"
         f" {replicas_to_aggregate}."
       )
-    if not settings.is_sync:
+    if not settings.is_of_several:
       raise cluster.ClusterError(
-        "`--replicas_to_aggregate` needs `--update=sync`. Received:"
-        f" --update={','.join(settings.rules)}."
+        "`--replicas_to_aggregate` needs `--update=sync` or model_average."
+        f" Received: --update={','.join(settings.rules)}."
       )
   for name, rules in _FOR.items():
     _check_needed(settings, name, rules)
-  for name in ("use_locking", "snapshot_reads"):
-    if settings.is_sync and getattr(settings, name):
+  usual = UpdateSettings()
+  for name in ("use_locking", "snapshot_reads", "refresh_every"):
+    value = getattr(settings, name)
+    is_for_it = not settings.is_sync and not settings.is_periodic
+    if value != getattr(usual, name) and not is_for_it:
       raise cluster.ClusterError(
-        f"`--{name}` is for asynchronous updates; synchronous ones exclude"
-        " reads and each other anyhow. Received: --update=sync."
+        f"`--{name}` is for asynchronous updates by gradients. Received:"
+        f" --update={','.join(settings.rules)}."
       )
-  if settings.is_sync and settings.refresh_every > 1:
+  if settings.wire_dtype and settings.is_periodic:
     raise cluster.ClusterError(
-      "`--refresh_every` must be 1 for synchronous updates, whose gradients"
-      f" are all of the newest variables. Received: {settings.refresh_every}."
+      "`--wire_dtype` is for updates by gradients. Received:"
+      f" --update={settings.rules[0]}."
     )
   n = settings.softsync_n
   if n is not None and num_replicas % n:
@@ -133,7 +165,7 @@ def _check_needed(settings, name: str, rules: tuple[str, ...]) -> None:
   """A setting is given exactly if it is used."""
   value = getattr(settings, name)
   users = [rule for rule in rules if rule in settings.rules]
-  if users and value is None:
+  if users and value is None and name not in _HAS_DEFAULT:
     raise cluster.ClusterError(
       f"`--update={users[0]}` needs `--{name}`. Received: none."
     )
@@ -154,7 +186,7 @@ def rule_fn(
 
   Args:
     settings: Checked.
-    replicas_to_aggregate: N, of synchronous updates.
+    replicas_to_aggregate: N, of updates that wait for several.
     num_replicas: M.
   """
   from tf_replicas import async_replicas
@@ -173,6 +205,8 @@ def rule_fn(
       )
 
     return new_sync
+  if settings.is_periodic:
+    return _periodic_fn(settings, replicas_to_aggregate, num_replicas)
   new_policy = {
     BOUNDED_STALENESS: lambda: staleness.bounded_staleness(
       settings.max_staleness
@@ -199,3 +233,18 @@ def rule_fn(
     )
 
   return new_async
+
+
+def _periodic_fn(settings, replicas_to_aggregate: int, num_replicas: int):
+  from tf_replicas import periodic_averaging
+
+  (name,) = settings.rules
+  counts = [num_replicas]
+  if settings.is_of_several:
+    counts = [replicas_to_aggregate, num_replicas]
+
+  def new_periodic(optimizer, **common):
+    new_rule = getattr(periodic_averaging, name)
+    return new_rule(optimizer, *counts, period=settings.local_steps, **common)
+
+  return new_periodic
