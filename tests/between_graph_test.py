@@ -212,7 +212,7 @@ def test_other_variables_end_the_worker_with_words(
 
 
 def test_other_variables_end_the_chief(other_variables):
-  assert other_variables.ends_within(cluster.Task("worker", 0), 10)
+  assert other_variables.ends_within(cluster.Task("worker", 0), 30)
 
 
 def test_other_variables_end_the_cluster(other_variables):
