@@ -33,6 +33,9 @@ from cifar10 import command_line
 from tf_replicas import program
 
 FLAGS = flags.FLAGS
+# `--help` shows the flags of the experiment, also those that it has from here.
+flags.disclaim_key_flags()
+
 HOLDS, FAILS, UNCLEAR = "holds", "does not hold", "unclear"
 
 # Told apart by the colour-blind as well (Okabe and Ito 2008); use the line
@@ -65,19 +68,31 @@ class Finding:
     inside = [self.least <= value <= self.most for value in self.values]
     return HOLDS if all(inside) else UNCLEAR if any(inside) else FAILS
 
-  def __str__(self) -> str:
+  @property
+  def value(self) -> str:
+    """The median over seeds, with the least and the largest, in words."""
     values = [float(value) for value in self.values]
-    unit = self.unit and f" {self.unit}"
-    words = f"{self.what}: {statistics.median(values):.4g}{unit}"
+    words = f"{statistics.median(values):.4g}{self.unit and f' {self.unit}'}"
     if len(values) > 1:
-      words += f" ({min(values):.4g} to {max(values):.4g})"
+      least, most = f"{min(values):.4g}", f"{max(values):.4g}"
+      same = f" (all {len(values)} alike)"
+      words += same if least == most else f" ({least} to {most})"
+    return words
+
+  @property
+  def bounds(self) -> str:
+    """What is claimed, in words; empty if nothing is."""
     bounds = []
     if self.least > -math.inf:
       bounds.append(f"at least {self.least:.4g}")
     if self.most < math.inf:
       bounds.append(f"at most {self.most:.4g}")
-    if bounds:
-      words += f"; claimed {' and '.join(bounds)}: {self.verdict}"
+    return " and ".join(bounds)
+
+  def __str__(self) -> str:
+    words = f"{self.what}: {self.value}"
+    if self.bounds:
+      words += f"; claimed {self.bounds}: {self.verdict}"
     return words
 
 
@@ -95,9 +110,7 @@ class Claim:
       the number of the repetition where chance is not ours to choose.
     find: Called with the measurements of all seeds, returns the findings.
     draw: Called with the measurements of all seeds, returns a
-      `matplotlib.figure.Figure`, or None for no picture.
-    caption: Called with the measurements of all seeds, returns what is to be
-      said below the findings that no bound decides; "" for nothing.
+      `matplotlib.figure.Figure`.
   """
 
   name: str

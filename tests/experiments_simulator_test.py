@@ -37,7 +37,7 @@ def _pareto_order_statistic(k, n, exponent):
   )
 
 
-def _steps(num_replicas, compute, places=None, num_steps=2000, **rule):
+def _steps(num_replicas, compute, places=None, num_steps=1000, **rule):
   cluster = Cluster(num_replicas, compute)
   rule = Sync(places, **rule)
   return simulator.simulate(cluster, rule, num_steps).step_secs
@@ -79,7 +79,7 @@ class FormulaTest(parameterized.TestCase):
     one the step ends. Else it is refused and reads; then both race, for another
     1/2. Either way one of them is late for the next step.
     """
-    steps = _steps(2, EXPONENTIAL, 1, num_steps=10_000)
+    steps = _steps(2, EXPONENTIAL, 1, num_steps=5000)
     self._check_mean(steps[10:], 0.75)
 
   @parameterized.parameters(1, 3, 30)
@@ -90,7 +90,7 @@ class FormulaTest(parameterized.TestCase):
 
   def test_async_staleness_is_one_less_than_the_replicas(self):
     """Between two of its own, a replica meets one of each other on average."""
-    result = simulator.simulate(Cluster(20, EXPONENTIAL), Async(), 40_000)
+    result = simulator.simulate(Cluster(20, EXPONENTIAL), Async(), 12_000)
     self.assertAlmostEqual(result.staleness[2000:].mean(), 19, delta=0.2)
 
   def test_a_full_ps_link_bounds_the_rate(self):
@@ -157,11 +157,11 @@ class PublishedTest(parameterized.TestCase):
     ),
   )
   def test_fifty_needed_of_more(self, compute, expected):
-    measured = [
-      _steps(50 + b, compute, 50, restarts_late=True).mean()
-      for b in range(len(expected))
-    ]
-    np.testing.assert_allclose(measured, expected, rtol=0.025)
+    """Means of 4,000 steps by somebody else, so both may err."""
+    for b, mean in enumerate(expected):
+      steps = _steps(50 + b, compute, 50, restarts_late=True)
+      error = steps.std() * math.sqrt(1 / 4000 + 1 / len(steps))
+      self.assertAlmostEqual(steps.mean(), mean, delta=4 * error)
 
   def test_k_sync_of_eight(self):
     """Dutta et al. 2018: P = 8, and asynchronous 1 / P."""
@@ -171,7 +171,7 @@ class PublishedTest(parameterized.TestCase):
     np.testing.assert_allclose(
       measured, [0.125, 0.268, 0.635, 2.718], rtol=0.05
     )
-    result = simulator.simulate(Cluster(8, EXPONENTIAL), Async(), 20_000)
+    result = simulator.simulate(Cluster(8, EXPONENTIAL), Async(), 8000)
     self.assertAlmostEqual(result.step_secs.mean(), 0.125, delta=0.004)
 
   @parameterized.parameters(1, 2, 4, 15, 30)
@@ -185,7 +185,7 @@ class PublishedTest(parameterized.TestCase):
       ps_bandwidth=3000.0,
     )
     rule = Async(gradients_per_update=30 // n)
-    staleness = simulator.simulate(cluster, rule, 2000 * n).staleness[6000:]
+    staleness = simulator.simulate(cluster, rule, 400 * n).staleness[3000:]
     self.assertAlmostEqual(staleness.mean(), n, delta=0.08 * n)
     self.assertLess(np.mean(staleness > 2 * n), 1e-4)
 
@@ -289,7 +289,7 @@ CLUSTERS = st.builds(
 
 
 class PropertyTest(absltest.TestCase):
-  @settings(max_examples=60, deadline=None, derandomize=True)
+  @settings(max_examples=40, deadline=None, derandomize=True)
   @given(CLUSTERS, st.data())
   def test_both_ways_to_simulate_agree(self, cluster, data):
     """A step at a time, and event by event: everything is the same."""
