@@ -46,6 +46,20 @@ def test_the_foreign_training_loop_trains(tmp_path):
   assert float(last) < 0.1 * float(first)
 
 
+def test_the_policy_of_its_own_is_one():
+  import keras
+  import tensorflow as tf
+
+  import tf_replicas
+
+  optimizer = keras.optimizers.SGD(0.1)
+  names = {"tf": tf, "tf_replicas": tf_replicas, "optimizer": optimizer}
+  exec(example("policy"), names)
+  policy = names["rule"].policy
+  assert policy.name == "by_root"
+  assert float(policy.rate_factor(tf.constant(3.0))) == 0.5
+
+
 def test_every_spec_that_the_readme_names_exists():
   for name in re.findall(r"cluster_specs/\w+\.json", README):
     assert (ROOT / name).exists(), name
