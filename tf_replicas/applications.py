@@ -106,6 +106,7 @@ class Applications:
   def stop_at(self, step: int) -> None:
     """Lets the global step not get beyond `step`."""
     self._limit.assign(step)
+    resources.await_assigned([self._limit])
 
   def admit(self, replica, local_step, is_sound) -> Admission:
     """Decides on one application; to be used inside a `tf.function`.

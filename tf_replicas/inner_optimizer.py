@@ -158,12 +158,15 @@ class InnerOptimizer:
     They hold a copy each, since a number that an update had to fetch from the
     client would hold it up for a millisecond.
     """
+    changed: list[tf.Variable] = []
     for variable, copies in self._copies:
       value = variable.numpy()
       if value != copies.value:
         for copy in copies.variables:
           copy.assign(value)
         copies.value = value
+        changed += copies.variables
+    resources.await_assigned(changed)
 
   def _make_copies(self) -> None:
     """Copies of the scalars that the client holds, on every PS task."""
