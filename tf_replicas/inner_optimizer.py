@@ -114,7 +114,10 @@ class InnerOptimizer:
         self.refresh()
 
   def _adopt(self) -> None:
-    for variable in self._created[self._num_adopted :]:
+    created = self._created[self._num_adopted :]
+    with tf.init_scope():  # An update may just be traced.
+      resources.await_assigned(created)
+    for variable in created:
       self._store.adopt(variable, *self._owner.get(variable.path, ()))
     self._num_adopted = len(self._created)
 
