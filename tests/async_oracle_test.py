@@ -60,6 +60,16 @@ TOGETHER = (
   (0, "pull"),
   (1, "join"),
 )
+# Nobody reads anew before the other's update is made.
+TO_THE_END = (
+  (0, "pull"),
+  (1, "pull"),
+  (0, "apply_to_gate"),
+  (1, "apply_to_gate"),
+  (0, "let_go"),
+  (0, "join"),
+  (1, "join"),
+)
 # One ahead is let through, two ahead is not.
 ONE_AHEAD = (
   (0, "pull"),
@@ -82,7 +92,6 @@ HALF_AN_UPDATE = (
   (1, "pull"),
   (0, "let_go"),
   (0, "join"),
-  (1, "let_go"),
   (1, "apply"),
 )
 # If the read did not wait, it would see the half, as the one above does.
@@ -93,7 +102,6 @@ WHOLE_UPDATES = (
   (0, "let_go"),
   (0, "join"),
   (1, "join"),
-  (1, "let_go"),
   (1, "apply"),
 )
 
@@ -108,7 +116,7 @@ class Rule:
     options: Other arguments of `AsyncReplicasOptimizer`.
     rate: The learning rate.
     momentum: That of the inner optimizer.
-    is_held: Whether updates of `b` wait to be let go.
+    is_held: Whether worker 0's updates of `b` wait to be let go.
   """
 
   script: tuple = STALE
@@ -131,6 +139,9 @@ RULES = {
     momentum=0.75,
   ),
   "bounded_by_0": Rule(TOGETHER, policies={"bounded_staleness": [0]}),
+  "bounded_to_the_end": Rule(
+    TO_THE_END, policies={"bounded_staleness": [0]}, is_held=True
+  ),
   "bounded_by_1": Rule(ONE_AHEAD, policies={"bounded_staleness": [1]}),
   "refresh_every": Rule(STEPS, options={"refresh_every": 2}),
   "wire_dtype": Rule(options={"wire_dtype": "bfloat16"}),
@@ -163,8 +174,9 @@ class Simulator:
     self._uses = [0, 0]
     self._clocks = [0, 0]
     self._at_gate = []
+    self._done = [0, 0]  # How often each came to the second gate.
     self._half = None
-    self._may_go = 0
+    self._is_reading = False
     self.applied = [[], []]
     self.dropped = [[], []]
     self.running = set()
@@ -220,7 +232,9 @@ class Simulator:
 
   def apply_to_gate(self, worker):
     self.apply(worker)
-    assert worker in self._at_gate
+    (max_lead,) = self._rule.policies["bounded_staleness"]
+    is_ahead = self._done[worker] - min(self._done) > max_lead
+    assert worker in self._at_gate or is_ahead
 
   def apply_half(self, worker):
     self.apply(worker)
@@ -228,24 +242,24 @@ class Simulator:
 
   def begin_pull(self, worker):
     assert self._half  # An update holds the lock; `join` reads.
+    self._is_reading = True
 
   def let_go(self, worker):
-    self._may_go += 1
-    if self._half:
-      gradients, self._half = self._half, None
-      self._make_update(gradients)
-      self._examples += 1
-      self.running.add(worker)
+    gradients, self._half = self._half, None
+    self._make_update(worker, gradients)
+    self._examples += 1
+    self.running.add(worker)
 
   def join(self, worker):
-    if worker not in self.running:
-      self.pull(worker)
     self.running.discard(worker)
+    if worker == 1 and self._is_reading:
+      self._is_reading = False
+      self.pull(worker)
 
   def _apply_now(self, worker):
     policies = self._rule.policies
     step, values = self.read[worker]
-    staleness = self._step - step
+    staleness = self._step + (self._half is not None) - step
     if staleness > policies.get("drop_stale", [staleness])[0]:
       self.dropped[worker].append(staleness)
       return
@@ -264,8 +278,8 @@ class Simulator:
       gradients[name] = gradient
     self.applied[worker].append(staleness)
     if self._per_update == 1:
-      self._make_update(gradients, factor)
-      self._examples += self._half is None
+      held = self._make_update(worker, gradients, factor)
+      self._examples += not held
       return
     self._examples += 1
     for name in NAMES:
@@ -275,19 +289,22 @@ class Simulator:
       means = {n: total / self._per_update for n, total in self._sums.items()}
       self._sums = dict.fromkeys(NAMES, 0.0)
       self._pending = 0
-      self._make_update(means)
+      self._make_update(worker, means)
 
-  def _make_update(self, gradients, factor=1.0):
+  def _make_update(self, worker, gradients, factor=1.0):
+    """Of `a` alone if it is held up; whether it is."""
+    is_held = self._rule.is_held and worker == 0 and len(gradients) > 1
+    if is_held:
+      self._half = {"b": gradients.pop("b")}
     for name, gradient in gradients.items():
-      if name == "b" and self._rule.is_held and not self._may_go:
-        self._half = {name: gradient}
-        return
       velocity = self._rule.momentum * self._velocity[name]
       velocity -= self._rule.rate * factor * gradient
       self._velocity[name] = velocity
       self._values[name] += velocity
-    self._may_go -= self._rule.is_held
-    self._step += 1
+    if not is_held:
+      self._done[worker] += 1
+      self._step += 1
+    return is_held
 
 
 def _close(expected):

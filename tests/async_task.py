@@ -30,24 +30,25 @@ _HELD = "b"
 
 
 class Held:
-  """Plain descent that is held up before it changes `b`."""
+  """Plain descent that worker 0 is held up in before it changes `b`."""
 
-  def __init__(self, rate: float):
+  def __init__(self, rate: float, worker: int):
     self._rate = rate
+    self._held = _HELD if worker == 0 else None
 
   def apply(self, gradients, variables):
     for gradient, variable in zip(gradients, variables, strict=True):
       passed = []
-      if variable.path == _HELD:
+      if variable.path == self._held:
         passed = resources.Queue("held", [tf.bool]).dequeue()
       with tf.control_dependencies(passed):
         variable.assign_sub(self._rate * gradient)
 
 
-def _optimizer(rule: dict, num_replicas: int):
+def _optimizer(rule: dict, worker: int, num_replicas: int):
   inner = keras.optimizers.SGD(rule["rate"], momentum=rule["momentum"])
   if rule["is_held"]:
-    inner = Held(rule["rate"])
+    inner = Held(rule["rate"], worker)
   return async_replicas.AsyncReplicasOptimizer(
     inner,
     num_replicas,
@@ -65,7 +66,9 @@ class Actor:
 
   def __init__(self, here: cluster_task.Here, rule: dict):
     index = self._index = here.task.index
-    optimizer = self._optimizer = _optimizer(rule, len(here.spec.replicas))
+    optimizer = self._optimizer = _optimizer(
+      rule, index, len(here.spec.replicas)
+    )
     replica = self._replica(here.options)
     store = self._store = parameter_store.build(
       here.spec, replica.variables, wire_dtype=optimizer.wire_dtype
