@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 
 import keras
 import numpy as np
@@ -696,8 +697,8 @@ def periodic(here: Here) -> None:
   train(here, driver, run_chief)
 
 
-def main(argv: list[str]) -> None:
-  """Runs one task."""
+def main(argv: list[str], scenarios: Mapping[str, object]) -> None:
+  """Runs one task; its scenario is one of these functions, by name."""
   # A test that gives up ends the tasks, and wants to know where they were.
   faulthandler.register(signal.SIGTERM, chain=True)
   scenario, arguments, job, index = argv
@@ -705,8 +706,8 @@ def main(argv: list[str]) -> None:
   if here.serves:
     here.serve()
   else:
-    globals()[scenario](here)
+    scenarios[scenario](here)
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  main(sys.argv[1:], globals())

@@ -27,7 +27,7 @@ DEADLINE_SECS = 150.0
 
 
 class Trial:
-  """A scenario of `cluster_task` on a cluster of its own.
+  """A scenario of `cluster_task`, or `program`, on a cluster of its own.
 
   Attributes:
     spec: The cluster.
@@ -41,6 +41,7 @@ class Trial:
     document: Mapping,
     directory: pathlib.Path,
     *,
+    program: pathlib.Path = PROGRAM,
     replication: str = "between_graph",
     max_restarts: int = 0,
     **options,
@@ -57,8 +58,8 @@ class Trial:
     )
 
     def command(task):
-      program = [sys.executable, "-u", str(PROGRAM)]
-      return [*program, scenario, arguments, task.job, str(task.index)]
+      start = [sys.executable, "-u", str(program)]
+      return [*start, scenario, arguments, task.job, str(task.index)]
 
     self.tasks = local_cluster.LocalCluster(
       self.spec,

@@ -5,8 +5,8 @@ every test gets a resource container of its own.
 """
 
 import itertools
-from unittest import mock
 
+import containers
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -15,12 +15,7 @@ from tf_replicas import parameter_store
 from tf_replicas import placement
 
 NUM_DEVICES = 4
-_containers = itertools.count()
-_OPS = {
-  "VarHandleOp": tf.raw_ops.VarHandleOp,
-  "FIFOQueueV2": tf.raw_ops.FIFOQueueV2,
-  "MutexV2": tf.raw_ops.MutexV2,
-}
+_numbers = itertools.count()
 
 tf.config.set_logical_device_configuration(
   tf.config.list_physical_devices("CPU")[0],
@@ -46,13 +41,7 @@ class TestCase(parameterized.TestCase):
 
   def new_cluster(self):
     """From here on names mean new objects, as on servers just started."""
-    container = f"test{next(_containers)}"
-    for name, op in _OPS.items():
-
-      def in_container(op=op, **arguments):
-        return op(**{**arguments, "container": container})
-
-      self.enter_context(mock.patch.object(tf.raw_ops, name, in_container))
+    self.enter_context(containers.use(f"test{next(_numbers)}"))
 
 
 def attach(specs, num_tasks=1, policy=None, wire_dtype=None):

@@ -109,6 +109,7 @@ class Applications:
   def stop_at(self, step: int) -> None:
     """Lets the global step not get beyond `step`."""
     self._limit.assign(step)
+    resources.await_assigned([self._limit])
     for _ in range(self._num_replicas):
       self._retries.enqueue([tf.constant(True)])
 

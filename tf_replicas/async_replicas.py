@@ -55,13 +55,13 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
 
   `use_locking` off: updates of one variable may interleave. What adds to a
   variable, as plain gradient descent does, still loses nothing; what reads and
-  then writes it, as momentum and Adam do with their slots, may lose the work
-  of another replica. On: updates of one variable, slots included, exclude each
-  other. Neither makes the whole set atomic, since PS tasks are locked one by
-  one and reads not at all: a replica may read some variables before and others
-  after an update (as TF1). `snapshot_reads` make it atomic, at the cost of one
-  lock for all PS tasks, held while variables are read and sent, and while an
-  update is made: reads and updates then follow one another.
+  then writes, as momentum does with its slot, may lose the work of another
+  replica. (Keras 3.15's Adam adds to its slots.) On: updates of one variable,
+  slots included, exclude each other. Neither makes the whole set atomic, since
+  PS tasks are locked one by one and reads not at all: a replica may read some
+  variables before and others after an update (as TF1). `snapshot_reads` make it
+  atomic, at the cost of one lock for all PS tasks, held while variables are
+  read and sent, and during an update: they then follow one another.
 
   `refresh_every` = K lets a replica compute K times from what it read once,
   which saves most of the traffic of reads, and makes its gradients staler.

@@ -138,7 +138,10 @@ class InnerOptimizer:
         self.refresh()
 
   def _adopt(self) -> None:
-    for variable in self._created[self._num_adopted :]:
+    created = self._created[self._num_adopted :]
+    with tf.init_scope():  # An update may just be traced.
+      resources.await_assigned(created)
+    for variable in created:
       self._store.adopt(variable, *self._owner.get(variable.path, ()))
     self._num_adopted = len(self._created)
 
@@ -182,12 +185,15 @@ class InnerOptimizer:
     They hold a copy each, since a number that an update had to fetch from the
     client would hold it up for a millisecond.
     """
+    changed: list[tf.Variable] = []
     for variable, copies in self._copies:
       value = variable.numpy()
       if value != copies.value:
         for copy in copies.variables:
           copy.assign(value)
         copies.value = value
+        changed += copies.variables
+    resources.await_assigned(changed)
 
   def _make_copies(self) -> None:
     """Copies of the scalars that the client holds, on every PS task."""

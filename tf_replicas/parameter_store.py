@@ -168,8 +168,10 @@ class ParameterStore:
 
   def start(self) -> None:
     """Sets the global step to 0, which says that all else has its value."""
+    resources.await_assigned(sum(self._variables, []))
     self.examples_seen.assign(0)
     self.global_step.assign(0)
+    resources.await_assigned([self.global_step])
 
   def signature(self) -> list[list]:
     """What two programs of one training must agree on: rows (path, …)."""
@@ -387,6 +389,7 @@ class ParameterStore:
       self.examples_seen.assign(state["examples_seen"])
     if "global_step" in state:
       self.global_step.assign(state["global_step"])
+    resources.await_assigned(sum(self._variables, [self.global_step]))
 
 
 def _join(parts: Sequence[tf.Tensor], shards) -> tf.Tensor:

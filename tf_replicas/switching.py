@@ -306,6 +306,7 @@ class SwitchingOptimizer:
     """Changes the rule; what the old one has not told of yet."""
     self.rules[number].resume()
     self._in_use.assign(number)
+    resources.await_assigned([self._in_use])
     rest = self._rule.suspend()
     self._number = number
     return rest
@@ -332,6 +333,7 @@ class SwitchingOptimizer:
   def end_replicas(self) -> None:
     """Releases every replica to `contributions.ENDED`, as the rule in use."""
     self._has_ended.assign(True)
+    resources.await_assigned([self._has_ended])
     self._rule.end_replicas()
 
   def give_up(self, replica: int) -> None:
