@@ -177,6 +177,23 @@ class SwitchingTest(stores.TestCase):
     np.testing.assert_allclose(training.values(), [-RATE * total] * 2)
     self.assertEqual([u.num_examples for u in done[-num_sync:]], [2] * num_sync)
 
+  def test_who_computes_all_the_while_is_let_go(self):
+    """One replica has a ticket of the first synchronous phase to the last."""
+    inner = keras.optimizers.SGD(RATE)
+    slow = threading.Semaphore(3)
+    optimizer = switching.SwitchingOptimizer(
+      [_sync(inner), _async(inner)],
+      lambda p: switching.Choice(int(3 <= p.global_step < 9), until=9),
+    )
+    training = Training(optimizer, [1.0, 1.0], gates=[None, slow])
+    self.addCleanup(optimizer.close)
+    training.run_to(9)
+    self.assertEqual(optimizer.counts()[1].applied, 3)
+    slow.release(9)
+    training.run_to(12)
+    np.testing.assert_allclose(training.values(), [-RATE * 12] * 2)
+    training.stop()
+
   def test_the_record_of_refusals_changes_the_rule(self):
     """A backup replica that always comes last ends synchronous updates."""
     inner = keras.optimizers.SGD(RATE)

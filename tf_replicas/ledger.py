@@ -135,8 +135,7 @@ def record(
   is_late = is_offer & (late > 0)
   is_last = ledger.tag == message.tag
   was_owing = ledger.status == Status.ADMITTED
-  is_delivery = message.kind == Kind.DELIVERED
-  delivered = this & was_owing & is_last & is_delivery
+  delivered = this & was_owing & is_last & (message.kind == Kind.DELIVERED)
   is_lost = (message.kind == Kind.LOST) & is_last & ~is_waiting(ledger)
 
   status = where_this(is_offer, Status.WAITING, ledger.status)
@@ -151,10 +150,6 @@ def record(
   column = tf.range(ledger.counts.shape[1], dtype=tf.int64) == late_column
   counted = (this & is_late)[:, None] & column[None, :]
   credited = tf.reduce_any(delivered)
-  flush = this & ((is_offer & is_open) | (is_lost & was_owing))
-  flush = tf.where(flush, ledger.tag, none)
-  # Nobody waits for it, so that nothing else would answer.
-  is_void = this & is_delivery & ~delivered
   return (
     Ledger(
       status=status,
@@ -172,7 +167,11 @@ def record(
     ),
     Replies(
       verdict=where_this(is_late, Verdict.RELEASE, none),
-      flush=tf.where(is_void, message.tag, flush),
+      flush=tf.where(
+        this & ((is_offer & is_open) | (is_lost & was_owing)),
+        ledger.tag,
+        none,
+      ),
     ),
   )
 

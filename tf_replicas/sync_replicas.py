@@ -331,6 +331,11 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
 
   def resume(self) -> None:
     """Makes updates again, of what is offered from now on."""
+    state = self.ledger()
+    for replica, status in enumerate(state.status):
+      if status == ledger.Status.ADMITTED:
+        # It may still hand over what was admitted before `suspend`.
+        self.declare_lost(replica, int(state.tag[replica]))
     self.interrupt()
     self._answering.join()
     self._contributions.initialize(keep_counts=True)
