@@ -29,7 +29,7 @@ from typing import NoReturn
 
 from absl import flags
 
-from cifar10 import command_line
+from tf_replicas import command_line
 from tf_replicas import program
 
 FLAGS = flags.FLAGS

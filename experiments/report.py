@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from cifar10 import command_line
 from experiments import claims
+from tf_replicas import command_line
 from tf_replicas import program
 
 FLAGS = flags.FLAGS

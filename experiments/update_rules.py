@@ -1,0 +1,260 @@
+"""What each update rule makes of the same photographs and one slow worker.
+
+  python -m experiments.update_rules --data_dir=DIR --output=DIR
+
+Trains the tutorial's network by every rule, each on a cluster of its own of 1
+PS and M workers on this machine, from as many examples, while the last worker
+is stopped for 4 of 5 moments (`slow_down`). Writes update_rules.json and the
+table update_rules.md: examples/sec between the first and the last log line,
+updates, staleness, what was refused, precision @ 1 of the averages.
+"""
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from absl import flags
+
+from experiments import claims
+from experiments import slow_down
+from tf_replicas import command_line
+from tf_replicas import program
+
+FLAGS = flags.FLAGS
+_LOG_LINE = re.compile(r"([-\d]+ [:.\d]+): step (\d+), loss = ([\d.]+) \(")
+_FINISHED = re.compile(r"finished at step (\d+): (\d+) examples")
+_COUNTS = re.compile(
+  r"worker (\d+): (\d+) contributions applied, (\d+) refused"
+  r"(?:.*; staleness ([\d.]+) on average, 95% at most (\d+), all at most"
+  r" (\d+))?"
+)
+_PRECISION = re.compile(r"precision @ 1 = ([\d.]+)")
+
+
+class Rule(NamedTuple):
+  """A rule of the table.
+
+  Attributes:
+    name: In the table.
+    flags: Of `cifar10.distributed_train`.
+    batches: In one update.
+  """
+
+  name: str
+  flags: Sequence[str]
+  batches: int
+
+
+def rules(workers: int) -> list[Rule]:
+  """The rules to compare on M workers."""
+  most = 2 * (workers - 1)
+  return [
+    Rule("sync", [], workers),
+    Rule(
+      "sync, a backup replica",
+      [f"--replicas_to_aggregate={workers - 1}"],
+      workers - 1,
+    ),
+    Rule("async", ["--update=async"], 1),
+    Rule(
+      "bounded staleness 1",
+      ["--update=bounded_staleness", "--max_staleness=1"],
+      1,
+    ),
+    Rule(
+      "bounded staleness 3",
+      ["--update=bounded_staleness", "--max_staleness=3"],
+      1,
+    ),
+    Rule(
+      f"drop staler than {most}",
+      ["--update=drop_stale", f"--max_staleness={most}"],
+      1,
+    ),
+    Rule("rate / staleness", ["--update=staleness_aware"], 1),
+    Rule(
+      "delay compensated, 0.04",
+      ["--update=delay_compensated", "--delay_compensation=0.04"],
+      1,
+    ),
+    Rule(
+      "model average, period 20",
+      ["--update=model_average", "--period=20"],
+      20 * workers,
+    ),
+    Rule(
+      "elastic average, period 10",
+      ["--update=elastic_average", "--period=10"],
+      10,
+    ),
+  ]
+
+
+def measure(rule: Rule, workers: int, directory: str) -> dict:
+  """Trains by a rule and evaluates: a row of the table.
+
+  Raises:
+    RuntimeError: If a program failed, with what it printed.
+  """
+  spec = os.path.join(directory, "spec.json")
+  with open(spec, "w", encoding="utf-8") as file:
+    json.dump(
+      {"ps": ["localhost:0"], "worker": ["localhost:0"] * workers}, file
+    )
+  data = [f"--dataset={FLAGS.dataset}", f"--train_dir={directory}/run"]
+  if FLAGS.data_dir:
+    data.append(f"--data_dir={FLAGS.data_dir}")
+  update = rule.batches * FLAGS.batch_size
+  steps = max(1, round(FLAGS.num_examples / update))
+  log_every = max(1, steps // 20)
+  output = _train(
+    [
+      *data,
+      f"--cluster_spec={spec}",
+      f"--batch_size={FLAGS.batch_size}",
+      f"--max_steps={steps}",
+      f"--log_every_steps={log_every}",
+      *rule.flags,
+    ],
+    slow_worker=workers - 1,
+  )
+  evaluated = _output(
+    "cifar10.eval", f"--train_dir={directory}/run", "--run_once"
+  )
+  lines = [
+    (datetime.datetime.fromisoformat(when), int(step))
+    for when, step, _ in _LOG_LINE.findall(output)
+  ]
+  seconds = (lines[-1][0] - lines[0][0]).total_seconds()
+  counts = _COUNTS.findall(output)
+  staleness = [list(map(float, c[3:])) for c in counts if c[3]]
+  applied = [int(c[1]) for c in counts]
+  step, examples = map(int, _FINISHED.search(output).groups())
+  return {
+    "rule": rule.name,
+    "workers": workers,
+    "examples_per_sec": (lines[-1][1] - lines[0][1]) * update / seconds,
+    "updates": step,
+    "examples": examples,
+    "applied": applied,
+    "refused": [int(c[2]) for c in counts],
+    "staleness_mean": sum(
+      s[0] * n for s, n in zip(staleness, applied, strict=False)
+    )
+    / max(1, sum(applied)),
+    "staleness_95": max((s[1] for s in staleness), default=0),
+    "staleness_max": max((s[2] for s in staleness), default=0),
+    "precision": float(_PRECISION.search(evaluated).group(1)),
+  }
+
+
+def _train(arguments: Sequence[str], slow_worker: int) -> str:
+  """What the binary printed; the worker is slow from the first line on."""
+  module = [sys.executable, "-m", "cifar10.distributed_train", *arguments]
+  with subprocess.Popen(
+    module, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+  ) as process:
+    printed = []
+    for line in process.stdout:
+      printed.append(line)
+      if _LOG_LINE.search(line):
+        break
+    else:
+      raise RuntimeError(f"training failed:\n{''.join(printed)}")
+    words = ["--job_name=worker", f"--task_index={slow_worker}"]
+    pid = slow_down.child(process.pid, words)
+    with slow_down.SlowDown(pid, FLAGS.slow_down):
+      for line in process.stdout:
+        printed.append(line)
+        if _FINISHED.search(line):
+          break
+    printed += process.stdout
+  output = "".join(printed)
+  if process.returncode:
+    raise RuntimeError(f"training failed:\n{output}")
+  return output
+
+
+def _output(module: str, *arguments: str) -> str:
+  result = subprocess.run(
+    [sys.executable, "-m", module, *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=600,
+  )
+  if result.returncode:
+    raise RuntimeError(f"{module} failed:\n{result.stdout}{result.stderr}")
+  return result.stdout
+
+
+def table(rows: Sequence[dict]) -> str:
+  """The rows as Markdown."""
+  lines = [
+    "| workers | rule | examples/sec | updates | staleness: mean, 95%, max |"
+    " refused | applied of the slow one | precision @ 1 |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    staleness = (
+      f"{row['staleness_mean']:.2f}, {row['staleness_95']:.0f},"
+      f" {row['staleness_max']:.0f}"
+    )
+    share = row["applied"][-1] / max(1, sum(row["applied"]))
+    lines.append(
+      f"| {row['workers']} | {row['rule']} | {row['examples_per_sec']:.0f} |"
+      f" {row['updates']} | {staleness} | {sum(row['refused'])} |"
+      f" {share:.0%} | {row['precision']:.4f} |"
+    )
+  return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  with program.one_line_errors(
+    usage=(ValueError,), run_time=(RuntimeError, LookupError, OSError)
+  ):
+    chosen = [
+      (int(workers), rule)
+      for workers in FLAGS.workers
+      for rule in rules(int(workers))
+      if not FLAGS.rules or rule.name in FLAGS.rules
+    ]
+    os.makedirs(FLAGS.output, exist_ok=True)
+    rows = []
+    for workers, rule in chosen:
+      with tempfile.TemporaryDirectory() as directory:
+        rows.append(measure(rule, workers, directory))
+      print(table(rows[-1:]).splitlines()[-1], flush=True)
+    report = {
+      "machine": claims.machine(),
+      "date": datetime.date.today().isoformat(),
+      "num_examples": FLAGS.num_examples,
+      "batch_size": FLAGS.batch_size,
+      "slow_down": FLAGS.slow_down,
+      "rows": rows,
+    }
+    path = os.path.join(FLAGS.output, "update_rules")
+    with open(path + ".json", "w", encoding="utf-8") as file:
+      json.dump(report, file, indent=1)
+      file.write("\n")
+    with open(path + ".md", "w", encoding="utf-8") as file:
+      file.write(table(rows))
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("dataset", "cifar10", "cifar10, or synthetic")
+  flags.DEFINE_string("data_dir", None, "Where the data set lies")
+  flags.DEFINE_string("output", "/tmp/experiments", "Where the files go")
+  flags.DEFINE_list("workers", ["2", "4"], "How many workers, by turns")
+  flags.DEFINE_list("rules", [], "Names of rules; all if empty")
+  command_line.define_count("num_examples", 100_000, "Of each training")
+  command_line.define_count("batch_size", 64, "Images of one batch")
+  flags.DEFINE_float("slow_down", 5, "How much slower the last worker is")
+  command_line.start(main)
