@@ -87,13 +87,16 @@ def _optimizer(config, replicas_to_aggregate, total_num_replicas):
   import keras
 
   import tf_replicas
+  from cifar10 import muon
 
   if config.optimizer == "muon":
-    optimizer = keras.optimizers.Muon(
+    optimizer = muon.Muon(
       config.learning_rate,
       momentum=config.momentum,
-      weight_decay=None,  # It is in the loss, as the tutorial has it.
+      weight_decay=config.decoupled_weight_decay,
       adam_weight_decay=None,
+      adam_lr_ratio=0.1,
+      exclude_layers=["softmax_linear"],
     )
   else:
     optimizer = keras.optimizers.SGD(

@@ -33,6 +33,8 @@ def test_settings_win_over_the_recipe():
     ("momentum", 1.0),
     ("moving_average_decay", 1.5),
     ("weight_decay", -0.1),
+    ("decoupled_weight_decay", -0.1),
+    ("decoupled_weight_decay", 0.1),  # Of Muon alone.
     ("dataset", ""),
     ("compute_dtype", "float64"),
     ("optimizer", "adagrad"),
@@ -119,9 +121,9 @@ def test_the_tutorials_run_has_100_000_steps():
 def test_one_cycle_is_as_long_as_the_run():
   settings = fit("modern", 250, max_steps=2000)
   assert settings.num_epochs == 10.0
-  assert settings.warmup_epochs == pytest.approx(1.5)
+  assert settings.warmup_epochs == pytest.approx(1.0)
   assert config.learning_rate(settings, 500_000) == 0.0
-  assert fit("modern", num_epochs=20.0).warmup_epochs == pytest.approx(3.0)
+  assert fit("modern", num_epochs=20.0).warmup_epochs == pytest.approx(2.0)
   assert fit("modern", num_epochs=20.0, warmup_epochs=1.0).warmup_epochs == 1.0
 
 
