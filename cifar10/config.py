@@ -39,14 +39,16 @@ RECIPES = {
   "tutorial": {},
   "modern": {
     "optimizer": "muon",
-    "learning_rate": 0.002,
+    "learning_rate": 0.02,
     "momentum": 0.9,
     "schedule": "one_cycle",
     "num_epochs": 40.0,
-    "warmup_epochs": 6.0,
+    "warmup_epochs": 4.0,
     "label_smoothing": 0.1,
-    "weight_decay": 0.001,
+    "weight_decay": 0.0,
+    "decoupled_weight_decay": 0.1,
     "distort_colors": False,
+    "centered_share": 0.25,
     "moving_average_decay": 0.999,
     "compute_dtype": "bfloat16",
   },
@@ -74,8 +76,8 @@ class Config:
     num_epochs: Passes over the 50,000 training images of CIFAR-10 that make a
       whole run; as many examples of another data set.
     optimizer: One of `OPTIMIZERS`: stochastic gradient descent, or Muon (Jordan
-      et al. 2024), which makes the update of a weight matrix orthogonal and
-      leaves the other parameters to Adam.
+      et al. 2024), which makes the update of a matrix or kernel orthogonal and
+      leaves biases and the last layer to Adam, at a tenth of the rate.
     schedule: One of `SCHEDULES`, see `learning_rate`.
     learning_rate: The highest, for one replica.
     learning_rate_scale: Multiplies it; the number of synchronous replicas, for
@@ -86,9 +88,14 @@ class Config:
     momentum: Of the optimizer; 0 is plain gradient descent.
     label_smoothing: Share of the target spread over all classes.
     distort_colors: Whether training images change in brightness and contrast.
+    centered_share: Last part of the run, in [0, 1], in which training crops
+      are near the middle of an image, where evaluation crops.
     moving_average_decay: Largest decay of the variables' moving averages.
     weight_decay: Factor of half the squared weights in the loss, for the
       layers that decay.
+    decoupled_weight_decay: Of Muon: each update first takes this share, times
+      the rate, off the matrices that it makes orthogonal updates of
+      (Loshchilov & Hutter 2019).
     compute_dtype: One of `COMPUTE_DTYPES`.
   """
 
@@ -110,8 +117,10 @@ class Config:
   momentum: float = 0.0
   label_smoothing: float = 0.0
   distort_colors: bool = True
+  centered_share: float = 0.0
   moving_average_decay: float = 0.9999
   weight_decay: float = 0.004
+  decoupled_weight_decay: float = 0.0
   compute_dtype: str = "float32"
 
   def __post_init__(self):
@@ -139,8 +148,20 @@ class Config:
     for name in ("momentum", "moving_average_decay", "label_smoothing"):
       value = getattr(self, name)
       _require(name, value, 0 <= value < 1, "in [0, 1)")
+    for name in ("weight_decay", "decoupled_weight_decay"):
+      value = getattr(self, name)
+      _require(name, value, value >= 0, "at least 0")
     _require(
-      "weight_decay", self.weight_decay, self.weight_decay >= 0, "at least 0"
+      "decoupled_weight_decay",
+      self.decoupled_weight_decay,
+      self.optimizer == "muon" or not self.decoupled_weight_decay,
+      f"0 with the optimizer {self.optimizer!r}",
+    )
+    _require(
+      "centered_share",
+      self.centered_share,
+      0 <= self.centered_share <= 1,
+      "in [0, 1]",
     )
     _require(
       "warmup_epochs",
@@ -211,6 +232,13 @@ def _clip(value):
 def num_examples(config: Config) -> int:
   """The examples of a whole run."""
   return round(config.num_epochs * NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN)
+
+
+def centered_from(config: Config) -> int | None:
+  """The example from which on crops are near the middle; None: none."""
+  if not config.centered_share:
+    return None
+  return round(num_examples(config) * (1.0 - config.centered_share))
 
 
 def fit(

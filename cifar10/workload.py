@@ -72,6 +72,7 @@ def _replica(config, layers, micro_batches, devices):
       shard_index=shard_index,
       start_example=start_example,
       distort_colors=config.distort_colors,
+      centered_from=config_lib.centered_from(config),
     )
 
   return tf_replicas.Replica(
@@ -88,13 +89,16 @@ def _optimizer(config, new_rule):
   import keras
 
   import tf_replicas
+  from cifar10 import muon
 
   if config.optimizer == "muon":
-    optimizer = keras.optimizers.Muon(
+    optimizer = muon.Muon(
       config.learning_rate,
       momentum=config.momentum,
-      weight_decay=None,  # It is in the loss, as the tutorial has it.
+      weight_decay=config.decoupled_weight_decay,
       adam_weight_decay=None,
+      adam_lr_ratio=0.1,
+      exclude_layers=["softmax_linear"],
     )
   else:
     optimizer = keras.optimizers.SGD(

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from cifar10 import config
+from cifar10 import muon
 from cifar10 import workload
 from tf_replicas import update_settings
 
@@ -54,7 +55,9 @@ def test_modern_recipe_has_its_optimizer_and_its_loss():
     "modern", dataset="synthetic", batch_size=4, compute_dtype="float32"
   )
   made = workload.make(settings)
-  assert made.optimizer_fn(_rule_fn(1, 1)).inner.optimizer.name == "muon"
+  optimizer = made.optimizer_fn(_rule_fn(1, 1)).inner.optimizer
+  assert isinstance(optimizer, muon.Muon)
+  assert optimizer.weight_decay == settings.decoupled_weight_decay
   modern = made.replica_fn([])
   plain = workload.make(dataclasses.replace(settings, label_smoothing=0.0))
   plain = plain.replica_fn([])

@@ -1,0 +1,67 @@
+"""Muon for networks with convolutions."""
+
+import keras
+
+
+class Muon(keras.optimizers.Muon):
+  """Keras' Muon, which updates the kernels of convolutions alike.
+
+  Keras' own leaves all but matrices to Adam. Here a kernel `[height, width,
+  in, out]` is the matrix `[height * width * in, out]` (Jordan et al. 2024).
+  With its momentum m <- momentum * m + gradient, a matrix W becomes
+
+      W <- (1 - rate * weight_decay) * W - rate * NS(gradient + momentum * m)
+
+  where NS, some Newton-Schulz steps, brings all singular values near 1, so
+  that `rate` bounds the change of the layer's output whatever its shape. Other
+  variables, and those of `exclude_layers`, are left to Adam.
+
+  Singular values are those of a whole kernel: a store that has cut one into
+  shards refuses this optimizer.
+  """
+
+  def __init__(self, learning_rate: float, **kwargs):
+    """Creates the optimizer.
+
+    Args:
+      learning_rate: The singular values of an update.
+      **kwargs: Those of `keras.optimizers.Muon`, less `rms_rate`, which
+        would let the rate depend on a matrix's shape.
+    """
+    super().__init__(learning_rate, rms_rate=None, **kwargs)
+
+  def _should_use_adamw(self, variable):
+    if len(variable.shape) != 4:
+      return super()._should_use_adamw(variable)
+    return any(layer in variable.path for layer in self.exclude_layers)
+
+  def zeropower_via_newtonschulz5(self, x, steps):
+    """Brings the singular values of a matrix or kernel near 1.
+
+    A step makes X of X by (a + b G + c G^2) X, with G = X X^T or, for a tall
+    matrix, the like from the right. All factors are polynomials of the first
+    G: they are multiplied with each other and once with X, which for 2304 x 384
+    takes a third of the time of multiplying each with X as Keras 3.15 does.
+
+    Args:
+      x: float32, of rank 2 or 4.
+      steps: Newton-Schulz steps, at least 1.
+
+    Returns:
+      float32, of the shape of `x`.
+    """
+    ops = keras.ops
+    matrix = ops.reshape(x, [-1, x.shape[-1]])
+    matrix = matrix / (ops.norm(matrix) + 1e-7)
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    transposed = ops.transpose(matrix)
+    gram = transposed @ matrix if is_tall else matrix @ transposed
+    identity = ops.eye(gram.shape[0])
+    product = identity
+    for _ in range(steps):
+      factor = self.muon_a * identity + self.muon_b * gram
+      factor += self.muon_c * (gram @ gram)
+      product = factor @ product
+      gram = factor @ gram @ factor
+    matrix = matrix @ product if is_tall else product @ matrix
+    return ops.reshape(matrix, x.shape)
