@@ -22,7 +22,10 @@ class Training:
   """One store, and a client of its own for every replica."""
 
   def __init__(self, make_optimizer, num_replicas, *, values=TWO, is_sparse=()):
-    specs = [stores.spec(path, v.shape) for path, v in values.items()]
+    specs = [
+      stores.spec(path, v.shape, trainable=not path.startswith("moving"))
+      for path, v in values.items()
+    ]
     self.paths = list(values)
     self.num_replicas = num_replicas
     self.optimizers, self.stores = [], []

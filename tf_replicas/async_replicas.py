@@ -20,7 +20,6 @@ from tf_replicas import ledger
 from tf_replicas import mean_update
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
-from tf_replicas import placement
 from tf_replicas import replica_update
 from tf_replicas import staleness as staleness_lib
 from tf_replicas import updates
@@ -77,6 +76,7 @@ class AsyncReplicasOptimizer:
     policies: Sequence[staleness_lib.Policy] = (),
     variable_averages: moving_averages.MovingAverages | None = None,
     variables_to_average: Iterable[tf.Variable | str] | None = None,
+    has_chief_statistics: bool = False,
     loss_scale: float | None = None,
     name: str = "async_replicas",
   ):
@@ -89,8 +89,8 @@ class AsyncReplicasOptimizer:
       snapshot_reads: Whether replicas read all variables of one version.
       policies: What to do about staleness, combined.
       variable_averages: Keeps shadow averages, updated after every update.
-      variables_to_average: Variables, or their paths; all trainable ones if
-        not given.
+      variables_to_average: Variables, or their paths; all if not given.
+      has_chief_statistics: Whether only replica 0 moves statistics.
       loss_scale: As for `SyncReplicasOptimizer`.
       name: Names the rule.
 
@@ -111,6 +111,7 @@ class AsyncReplicasOptimizer:
     self._use_locking = use_locking
     self._snapshot_reads = snapshot_reads
     self._to_average = variables_to_average
+    self._has_chief_statistics = has_chief_statistics
     self._loss_scale = loss_scale
     self.inner = inner_optimizer.InnerOptimizer(optimizer)
     self._is_ready = False
@@ -125,7 +126,7 @@ class AsyncReplicasOptimizer:
 
     Args:
       store: Holds the variables; need not be initialised yet.
-      is_sparse: For each trainable variable of the store whether its gradients
+      is_sparse: For each of the store's `contributed` whether its gradients
         come as `tf.IndexedSlices`. None do if not given.
 
     Raises:
@@ -146,10 +147,6 @@ class AsyncReplicasOptimizer:
     )
     self._before = new_gate("async/before", count)
     self._after = new_gate("async/after", count)
-    self._position = {
-      store.specs[index].path: position
-      for position, index in enumerate(store.trainable)
-    }
     self.update = mean_update.MeanUpdate(
       store,
       self.inner,
@@ -213,6 +210,7 @@ class AsyncReplicasOptimizer:
       self.total_num_replicas,
       self._use_locking,
       self._snapshot_reads,
+      self._has_chief_statistics,
       self.policy.name,
     ]
 
@@ -251,16 +249,13 @@ class AsyncReplicasOptimizer:
     """
     del ticket
     self._make_ready(is_chief=False)
-    gradients: list[parameter_store.Gradient] = [None] * len(self._position)
-    for gradient, variable in grads_and_vars:
-      path = placement.path_of(variable)
-      if path not in self._position:
-        raise ValueError(
-          f"`grads_and_vars` must name trainable variables. Received: {path!r}."
-        )
-      if self._loss_scale is not None:
-        gradient = mean_update.scaled(gradient, 1 / self._loss_scale)
-      gradients[self._position[path]] = gradient
+    gradients, moves = mean_update.in_order(self._store, grads_and_vars)
+    if self._loss_scale is not None:
+      factor = 1 / self._loss_scale
+      gradients = [mean_update.scaled(g, factor) for g in gradients]
+    if self._has_chief_statistics:
+      moves = [mean_update.scaled(m, replica == 0) for m in moves]
+    gradients += moves
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_queues.all_finite(gradients)
     loss = tf.cast(loss, tf.float64)

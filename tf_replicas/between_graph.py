@@ -96,11 +96,11 @@ class BetweenGraph:
     )
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()
-    self.store = parameter_store.build(spec, self.replica.variables)
+    self.store = parameter_store.build(spec, self.replica.shared)
     self._agree()
     self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
     if self.is_chief:
-      self.optimizer.create([tf.identity(v) for v in self.replica.variables])
+      self.optimizer.create([tf.identity(v) for v in self.replica.shared])
     self._thread: connection.Thread | None = None
     self._watch: stalls.Watch | None = None
     self._has_given_up = False
@@ -267,7 +267,7 @@ class BetweenGraph:
         return tf.identity(packed)
 
     specs = [tf.TensorSpec([len(contributions.Release._fields)], tf.int64)]
-    for i in self.store.trainable:
+    for i in self.store.contributed:
       spec = self.store.specs[i]
       specs.append(tf.TensorSpec(spec.shape, spec.dtype))
     # Concrete functions skip what a call spends on looking for a trace.

@@ -131,11 +131,22 @@ class ParameterStore:
     """The positions of the trainable variables in `specs`."""
     return [i for i, spec in enumerate(self.specs) if spec.trainable]
 
-  def trainable_shards(self, task: int) -> list[tuple[int, int]]:
-    """(position in `trainable`, shard number) of what PS task `task` holds."""
+  @property
+  def contributed(self) -> list[int]:
+    """The positions of all that replicas contribute to, in `specs`.
+
+    First those of the trainable variables, which gradients update, then those
+    of the others: statistics, such as moving means, which replicas move.
+    """
+    return sorted(
+      range(len(self.specs)), key=lambda i: not self.specs[i].trainable
+    )
+
+  def contributed_shards(self, task: int) -> list[tuple[int, int]]:
+    """(position in `contributed`, shard number) of what `task` holds."""
     return [
       (position, number)
-      for position, index in enumerate(self.trainable)
+      for position, index in enumerate(self.contributed)
       for number, shard in enumerate(self.shards[index])
       if shard.task == task
     ]

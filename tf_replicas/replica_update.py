@@ -153,8 +153,6 @@ class ReplicaUpdate:
       apply(compensated)
       return [tf.constant(True)]
 
-    if not pairs:
-      return
     with tf.device(self._store.device_of_task(task)):
       if self._use_locking:
         after = [_values(g) for g, _ in pairs]
@@ -166,15 +164,17 @@ class ReplicaUpdate:
     """By PS task the gradients of its trainable shards, on that task."""
     split = [
       self._store.split_gradient(index, gradient)
-      for index, gradient in zip(self._store.trainable, gradients, strict=True)
+      for index, gradient in zip(
+        self._store.contributed, gradients, strict=True
+      )
     ]
     arrived = []
     for task in range(self._store.num_tasks):
-      shards = self._store.trainable_shards(task)
+      shards = self._store.contributed_shards(task)
       parts = [split[position][number] for position, number in shards]
       dense = [i for i, g in enumerate(parts) if tf.is_tensor(g)]
       items = [
-        self._store.item(self._store.trainable[shards[i][0]], shards[i][1])
+        self._store.item(self._store.contributed[shards[i][0]], shards[i][1])
         for i in dense
       ]
       device = self._store.device_of_task(task)

@@ -17,7 +17,6 @@ from tf_replicas import ledger
 from tf_replicas import mean_update
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
-from tf_replicas import placement
 from tf_replicas import updates
 
 
@@ -90,6 +89,7 @@ class SyncReplicasOptimizer:
     variables_to_average: Iterable[tf.Variable | str] | None = None,
     clip_replica_norm: float | None = None,
     clip_mean_norm: float | None = None,
+    has_chief_statistics: bool = False,
     loss_scale: float | None = None,
     name: str = "sync_replicas",
   ):
@@ -102,12 +102,13 @@ class SyncReplicasOptimizer:
       total_num_replicas: M, the replicas that offer; N if not given.
       variable_averages: Keeps shadow averages, updated after every update and
         before the replicas go on.
-      variables_to_average: Variables, or their paths; all trainable ones if
-        not given.
+      variables_to_average: Variables, or their paths; all if not given.
       clip_replica_norm: Each replica's gradients are scaled down to this
         global norm before they are offered.
       clip_mean_norm: The mean is scaled down to this global norm before it is
         applied.
+      has_chief_statistics: Whether statistics follow replica 0 alone, or the
+        first of the N if it is not among them; else the mean of all N.
       loss_scale: `scale_loss` multiplies by it and `apply_gradients` divides
         by it, for float16 computation.
       name: Names the summaries.
@@ -131,6 +132,7 @@ class SyncReplicasOptimizer:
     self._to_average = variables_to_average
     self._clip_replica_norm = clip_replica_norm
     self._clip_mean_norm = clip_mean_norm
+    self._has_chief_statistics = has_chief_statistics
     self._loss_scale = loss_scale
     self.inner = inner_optimizer.InnerOptimizer(optimizer)
 
@@ -145,7 +147,7 @@ class SyncReplicasOptimizer:
 
     Args:
       store: Holds the variables; need not be initialised yet.
-      is_sparse: For each trainable variable of the store whether its gradients
+      is_sparse: For each of the store's `contributed` whether its gradients
         come as `tf.IndexedSlices`. None do if not given.
       is_alone: Whether one program has all the gradients of a step, for
         `update.whole_step`. Then nothing is offered, counted or waited for.
@@ -157,12 +159,9 @@ class SyncReplicasOptimizer:
         store,
         num_replicas=self.total_num_replicas,
         replicas_to_aggregate=self.replicas_to_aggregate,
-        is_sparse=is_sparse or [False] * len(store.trainable),
+        is_sparse=is_sparse or [False] * len(store.contributed),
+        has_chief_statistics=self._has_chief_statistics,
       )
-    self._position = {
-      store.specs[index].path: position
-      for position, index in enumerate(store.trainable)
-    }
     self.update = mean_update.MeanUpdate(
       store,
       self.inner,
@@ -171,7 +170,7 @@ class SyncReplicasOptimizer:
       clip_norm=self._clip_mean_norm,
     )
     self._client_device = tf.constant(0).device
-    self._present = (True,) * len(store.trainable)
+    self._present = (True,) * len(store.contributed)
     self._steps: dict[tuple[bool, ...], Callable] = {}
 
   def create(self, values: Sequence[tf.Tensor]) -> None:
@@ -197,7 +196,8 @@ class SyncReplicasOptimizer:
 
   def signature(self) -> list:
     """What every client of a training must agree on about the rule."""
-    return [self.name, self.replicas_to_aggregate, self.total_num_replicas]
+    counts = [self.replicas_to_aggregate, self.total_num_replicas]
+    return [self.name, *counts, self._has_chief_statistics]
 
   # The replica's half.
 
@@ -206,15 +206,28 @@ class SyncReplicasOptimizer:
     return loss if self._loss_scale is None else loss * self._loss_scale
 
   def finish_gradients(
-    self, gradients: Sequence[parameter_store.Gradient]
+    self,
+    gradients: Sequence[parameter_store.Gradient],
+    replica: int | None = None,
   ) -> list[parameter_store.Gradient]:
-    """A replica's gradients of the scaled loss as they enter the mean."""
+    """A replica's gradients of the scaled loss as they enter the mean.
+
+    Args:
+      gradients: One per element of the store's `contributed`.
+      replica: Whose, where all N replicas enter every mean with no chief to
+        choose whose statistics count.
+    """
+    count = len(self._store.trainable)
+    gradients, moves = list(gradients[:count]), list(gradients[count:])
     if self._loss_scale is not None:
       factor = 1 / self._loss_scale
       gradients = [mean_update.scaled(g, factor) for g in gradients]
     if self._clip_replica_norm is not None:
       gradients, _ = tf.clip_by_global_norm(gradients, self._clip_replica_norm)
-    return list(gradients)
+    if self._has_chief_statistics and replica is not None:
+      weight = 0 if replica else self.replicas_to_aggregate
+      moves = [mean_update.scaled(m, weight) for m in moves]
+    return [*gradients, *moves]
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -234,7 +247,8 @@ class SyncReplicasOptimizer:
     Args:
       grads_and_vars: (gradient, variable) pairs; gradients of the variable's
         shape, dense, `tf.IndexedSlices` or None; a variable may be given by
-        its path. Trainable variables left out have no gradient.
+        its path. Variables left out have none. Of a statistic, in place of
+        a gradient, old less new value (see `mean_update`).
       replica: Which replica this is, in [0, total_num_replicas).
       local_step: int64 scalar, the global step whose variables were used.
       loss: Scalar, for the reports: the mean over these examples.
@@ -248,18 +262,10 @@ class SyncReplicasOptimizer:
       ValueError: If a variable is not in the store.
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At its end.
     """
-    gradients: list[parameter_store.Gradient] = [None] * len(self._position)
-    for gradient, variable in grads_and_vars:
-      path = placement.path_of(variable)
-      if path not in self._position:
-        raise ValueError(
-          "`grads_and_vars` must name trainable variables of the store."
-          f" Received: {path!r}."
-        )
-      gradients[self._position[path]] = gradient
+    gradients, moves = mean_update.in_order(self._store, grads_and_vars)
     return self._contributions.offer(
       replica,
-      self.finish_gradients(gradients),
+      self.finish_gradients([*gradients, *moves]),
       local_step=local_step,
       loss=loss,
       num_examples=num_examples,
