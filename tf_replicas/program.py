@@ -134,6 +134,8 @@ class Workload:
     batch_size: Examples of one tower's batch, for the summary at the start.
     on_start: Called by the chief when training is about to begin, once nothing
       can be refused any more.
+    initialize: If given, called by the chief of a new training with the
+      variables, a `checkpoints.Checkpointable`, to give them other values.
   """
 
   replica_fn: Callable[[Sequence[str]], object]
@@ -141,6 +143,7 @@ class Workload:
   learning_rate_fn: Callable[[int], float] | None
   batch_size: int
   on_start: Callable[[], None] = lambda: None
+  initialize: Callable[[object], None] | None = None
 
 
 def one_machine_spec(num_gpus: int) -> cluster.ClusterSpec:
