@@ -67,7 +67,8 @@ class Replica:
       `tf.distribute.ReplicaContext.all_reduce` stands for over all of them:
       what `keras.layers.BatchNormalization(synchronized=True)` needs to
       normalize by the moments of all towers' examples. Of towers with one
-      device each, in the process that traces.
+      device each, in the process that traces; AutoGraph is off. Tracing takes
+      long where there are many such ops: each looks at all before it.
   """
 
   variables: Sequence[tf.Variable]
@@ -128,6 +129,7 @@ class Replica:
         results.append(self._tower(devices, parameters, part, scale_loss))
     return average_towers(results)
 
+  @tf.autograph.experimental.do_not_convert
   def _in_lockstep(self, parameters, parts, scale_loss) -> Gradients:
     """All towers' mean, each traced in a thread of the strategy."""
     strategy = tf.distribute.MirroredStrategy(
