@@ -10,6 +10,7 @@ share of their length.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,16 +31,20 @@ def define_flags() -> None:
   command_line.define_count("num_replicas", 4, "N")
   command_line.define_count("batch_size", 16, "B")
   flags.DEFINE_float("width", 0.25, "Factor of all numbers of channels")
+  flags.DEFINE_float("depth", 0.25, "Factor of the numbers of blocks")
 
 
 def measure(
   config: config_lib.Config, num_replicas: int
-) -> dict[str, tuple[float, float]]:
-  """(gradients', statistics') distance for each kind of statistics.
+) -> Iterator[tuple[str, float, float]]:
+  """Measures each kind of statistics.
 
   Args:
     config: What is trained; of the batch of one replica, without dropout.
     num_replicas: N; as many devices of this process compute.
+
+  Yields:
+    The kind, the distance of the gradients and that of the statistics.
   """
   import tensorflow as tf
 
@@ -67,21 +72,16 @@ def measure(
   first = [x[: config.batch_size] for x in batch]
   one = compute([], batch)
   mean = compute(devices, batch)
-  found = {
-    # Gradients are averaged in any case.
-    "chief": (mean[0], compute([], first)[1]),
-    "mean": mean,
-    "synchronized": compute(
-      devices, batch, batch_norm_statistics=config_lib.SYNCHRONIZED
-    ),
-  }
-  return {
-    name: tuple(
-      float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
-      for ours, theirs in zip(parts, one, strict=True)
-    )
-    for name, parts in found.items()
-  }
+
+  def distances(many):
+    for ours, theirs in zip(many, one, strict=True):
+      yield float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+  yield config_lib.MEAN, *distances(mean)
+  # Gradients are averaged in any case.
+  yield config_lib.CHIEF, *distances([mean[0], compute([], first)[1]])
+  kind = config_lib.SYNCHRONIZED
+  yield kind, *distances(compute(devices, batch, batch_norm_statistics=kind))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -96,17 +96,20 @@ def main(argv: Sequence[str]) -> None:
       data_dir=FLAGS.data_dir,
       batch_size=FLAGS.batch_size,
       width=FLAGS.width,
+      depth=FLAGS.depth,
       num_classes=11,
       dropout=0.0,
     )
     devices.configure((), num_emulated=FLAGS.num_replicas)
-    found = measure(config, FLAGS.num_replicas)
-  print(
-    f"{FLAGS.num_replicas} x {FLAGS.batch_size} against 1 x"
-    f" {FLAGS.num_replicas * FLAGS.batch_size}:"
-  )
-  for name, (gradients, statistics) in found.items():
-    print(f"{name:12}  gradients {gradients:.1e}  statistics {statistics:.1e}")
+    print(
+      f"{FLAGS.num_replicas} x {FLAGS.batch_size} against 1 x"
+      f" {FLAGS.num_replicas * FLAGS.batch_size}:"
+    )
+    for kind, gradients, statistics in measure(config, FLAGS.num_replicas):
+      print(
+        f"{kind:12}  gradients {gradients:.1e}  statistics {statistics:.1e}",
+        flush=True,
+      )
 
 
 if __name__ == "__main__":
