@@ -69,6 +69,7 @@ class Parts:
     width: float,
     padding: str,
     batch_norm_decay: float,
+    is_synchronized: bool = False,
     dtype: str = "float32",
   ):
     """Initializes the maker.
@@ -78,6 +79,8 @@ class Parts:
       width: Factor of all numbers of channels.
       padding: Of stem and grid reductions.
       batch_norm_decay: Of the moving statistics.
+      is_synchronized: Whether a batch is normalized by the moments of all
+        replicas of a `tf.distribute` strategy.
       dtype: Policy of all layers, such as `mixed_bfloat16`.
     """
     self.dtype = dtype
@@ -85,6 +88,7 @@ class Parts:
     self._width = width
     self._padding = padding
     self._batch_norm_decay = batch_norm_decay
+    self._is_synchronized = is_synchronized
 
   def channels(self, number: int) -> int:
     """A number of channels, scaled: a multiple of 8, at least 8."""
@@ -117,6 +121,7 @@ class Parts:
       momentum=self._batch_norm_decay,
       epsilon=BATCH_NORM_EPSILON,
       scale=False,
+      synchronized=self._is_synchronized,
       dtype=self.dtype,
       name=f"{name}_norm",
     )(x)

@@ -12,6 +12,11 @@ MAX_IMAGE_SIZE = 299
 # Of the network's arithmetic; variables, loss and update are float32.
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
+# Whose batches move batch normalization's statistics; the last also says whose
+# examples a batch is normalized by: those of all towers of a replica.
+MEAN, CHIEF, SYNCHRONIZED = "mean", "chief", "synchronized"
+BATCH_NORM_STATISTICS = (MEAN, CHIEF, SYNCHRONIZED)
+
 # An entry overrides the defaults of `Config`, which are the original's.
 RECIPES = {
   "original": {},
@@ -64,6 +69,10 @@ class Config:
     rmsprop_epsilon: Added to the mean square before the root is taken.
     moving_average_decay: Largest decay of the variables' moving averages.
     batch_norm_decay: Of batch normalisation's moving statistics.
+    batch_norm_statistics: One of `BATCH_NORM_STATISTICS`: the statistics move
+      to the mean of what the replicas in an update saw; or as the chief saw it
+      (replica 0, or the first of those used); or to the mean, of moments that
+      the towers of a replica share.
     weight_decay: Factor of half the squared kernels in the loss.
     label_smoothing: Share of the target that all classes divide equally.
     auxiliary_weight: Factor of the auxiliary head's loss; 0 leaves the head
@@ -95,6 +104,7 @@ class Config:
   rmsprop_epsilon: float = 1.0
   moving_average_decay: float = 0.9999
   batch_norm_decay: float = 0.9997
+  batch_norm_statistics: str = MEAN
   weight_decay: float = 4e-5
   label_smoothing: float = 0.1
   auxiliary_weight: float = 0.4
@@ -123,6 +133,11 @@ class Config:
       "one of " + ", ".join(COMPUTE_DTYPES),
       COMPUTE_DTYPES.__contains__,
       "compute_dtype",
+    )
+    require(
+      "one of " + ", ".join(BATCH_NORM_STATISTICS),
+      BATCH_NORM_STATISTICS.__contains__,
+      "batch_norm_statistics",
     )
     require("at least 1", lambda v: v >= 1, *_COUNTS)
     require("positive", lambda v: v > 0, *_POSITIVE)

@@ -30,6 +30,7 @@ def build(
   depth: float = _DEFAULTS.depth,
   dropout: float = _DEFAULTS.dropout,
   batch_norm_decay: float = _DEFAULTS.batch_norm_decay,
+  is_synchronized: bool = False,
   has_auxiliary: bool = True,
   compute_dtype: str = _DEFAULTS.compute_dtype,
   seed: int = 0,
@@ -51,6 +52,8 @@ def build(
     depth: Factor of the number of blocks.
     dropout: Share of features dropped before the logits; 0 leaves it out.
     batch_norm_decay: Of the moving statistics.
+    is_synchronized: Whether moments are those of all replicas of a
+      `tf.distribute` strategy, inside of one.
     has_auxiliary: Whether there is an auxiliary head.
     compute_dtype: `float32`, `bfloat16` or `float16`: what the layers cast
       their inputs and their parameters to. The variables are float32.
@@ -70,6 +73,7 @@ def build(
     width=width,
     padding=plan.padding,
     batch_norm_decay=batch_norm_decay,
+    is_synchronized=is_synchronized,
     dtype=dtype,
   )
   images = keras.Input([image_size, image_size, 3], name="images")
@@ -104,32 +108,46 @@ def build(
   return keras.Model(images, outputs, name="inception_mini")
 
 
-def of_config(
-  settings: config.Config, num_classes: int | None = None
-) -> keras.Model:
-  """Builds the network that a run's settings ask for.
+def num_classes(settings: config.Config, of_data: int | None) -> int:
+  """The number of logits that a run's settings ask for.
 
   Args:
     settings: Of the run; its `num_classes` wins.
-    num_classes: What the data set says.
+    of_data: What the data set says.
 
   Raises:
     ValueError: If nobody says how many classes there are, or the settings
       say fewer than the data set.
   """
-  chosen = settings.num_classes or num_classes
-  if chosen is None or chosen < (num_classes or 0):
+  chosen = settings.num_classes or of_data
+  if chosen is None or chosen < (of_data or 0):
     rule = "given, as the data set does not say"
     if chosen is not None:
-      rule = f"at least {num_classes}, as the data set has so many"
+      rule = f"at least {of_data}, as the data set has so many"
     raise ValueError(f"`num_classes` must be {rule}. Received: {chosen}.")
+  return chosen
+
+
+def of_config(
+  settings: config.Config, classes_of_data: int | None = None
+) -> keras.Model:
+  """Builds the network that a run's settings ask for.
+
+  Args:
+    settings: Of the run.
+    classes_of_data: As for `num_classes`.
+
+  Raises:
+    ValueError: As `num_classes`.
+  """
   return build(
-    chosen,
+    num_classes(settings, classes_of_data),
     image_size=settings.image_size,
     width=settings.width,
     depth=settings.depth,
     dropout=settings.dropout,
     batch_norm_decay=settings.batch_norm_decay,
+    is_synchronized=settings.batch_norm_statistics == config.SYNCHRONIZED,
     has_auxiliary=settings.auxiliary_weight > 0,
     compute_dtype=settings.compute_dtype,
     seed=settings.seed,
@@ -139,6 +157,11 @@ def of_config(
 def is_statistic(path: str) -> bool:
   """Whether a variable's path is that of a moving mean or variance."""
   return path.rpartition("/")[2] in _STATISTICS
+
+
+def is_head(path: str) -> bool:
+  """Whether a variable's path is that of a layer in `HEADS`."""
+  return path.partition("/")[0] in HEADS
 
 
 def loss(

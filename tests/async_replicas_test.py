@@ -31,7 +31,10 @@ class Training:
     is_sparse=(),
     wire_dtype=None,
   ):
-    specs = [stores.spec(path, v.shape) for path, v in values.items()]
+    specs = [
+      stores.spec(path, v.shape, trainable=not path.startswith("moving"))
+      for path, v in values.items()
+    ]
     self.paths = list(values)
     self.num_replicas = num_replicas
     self.optimizers, self.stores = [], []

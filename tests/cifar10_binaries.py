@@ -47,9 +47,9 @@ def run(
   )
 
 
-def succeed(module: str, *flags: str) -> str:
+def succeed(module: str, *flags: str, timeout: float = 150) -> str:
   """Runs a binary, which ends well; returns what it printed."""
-  result = run(module, *flags)
+  result = run(module, *flags, timeout=timeout)
   assert result.returncode == 0, result.stdout + result.stderr
   assert "Traceback" not in result.stderr
   return result.stdout

@@ -103,7 +103,7 @@ class StoreTest(stores.TestCase):
       reference.apply(gradients, variables)
       inner.refresh()
       for task in range(2):
-        shards = store.trainable_shards(task)
+        shards = store.contributed_shards(task)
         inner.apply(
           task,
           [gradients[position] for position, _ in shards],

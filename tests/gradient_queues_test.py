@@ -57,7 +57,7 @@ class GradientQueuesTest(stores.TestCase):
     parts = {}
     for task in range(self.store.num_tasks):
       for owner, total in zip(
-        self.store.trainable_shards(task), take(task), strict=True
+        self.store.contributed_shards(task), take(task), strict=True
       ):
         parts[owner] = total
     wholes = []

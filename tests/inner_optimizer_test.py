@@ -59,7 +59,7 @@ class Trained:
     ]
     changed = []
     for task in range(NUM_TASKS):
-      shards = self.store.trainable_shards(task)
+      shards = self.store.contributed_shards(task)
       changed.append(
         self.inner.apply(
           task,

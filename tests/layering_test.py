@@ -26,7 +26,7 @@ LAYERS = (
     ("placement",),
     ("devices",),
     ("ledger",),
-    ("evaluation",),
+    ("evaluation", "fine_tuning"),
     ("local_cluster",),
   ),
   (

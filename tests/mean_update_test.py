@@ -28,7 +28,7 @@ def _take(store, sums):
     ]
     return [
       tf.zeros([]) if parts[position] is None else parts[position][number]
-      for position, number in store.trainable_shards(task)
+      for position, number in store.contributed_shards(task)
     ]
 
   return take_sums

@@ -113,19 +113,20 @@ class LayoutTest(stores.TestCase):
     self.assertIn("CPU:0", store.global_step.device)
     self.assertIn("CPU:0", store.examples_seen.device)
 
-  def test_trainable_shards_of_a_task(self):
+  def test_contributed_shards_of_a_task(self):
     store = _filled(2, stores.cut(2))
     self.assertEqual(store.trainable, [EMBEDDING, KERNEL, BIAS, SCALE])
-    owned = [store.trainable_shards(task) for task in range(2)]
+    self.assertEqual(store.contributed, [*store.trainable, COUNT])
+    owned = [store.contributed_shards(task) for task in range(2)]
     expected = [
       (position, number)
-      for position, index in enumerate(store.trainable)
+      for position, index in enumerate(store.contributed)
       for number in range(len(store.shards[index]))
     ]
     self.assertCountEqual(itertools.chain(*owned), expected)
     for task, shards in enumerate(owned):
       for position, number in shards:
-        shard = store.shards[store.trainable[position]][number]
+        shard = store.shards[store.contributed[position]][number]
         self.assertEqual(shard.task, task)
 
   def test_table_names_idle_tasks_too(self):

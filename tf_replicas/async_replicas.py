@@ -28,9 +28,8 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
   """An optimizer wrapper that applies every gradient as soon as it is there.
 
   Nobody waits for anybody, unless a policy says so. An update is one replica's
-  gradient of its own batch, of variables that others may have changed since
-  they were read; the *staleness* says how often. The global step counts the
-  updates, exactly.
+  gradient, of variables that others may have changed since they were read; the
+  *staleness* says how often. The global step counts the updates, exactly.
 
   A replica's step, in its own program, but on the PS tasks:
 
@@ -53,20 +52,17 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
 
   The chief only listens (`apply_update`).
 
-  `use_locking` off: updates of one variable may interleave. What adds to a
-  variable, as plain gradient descent does, still loses nothing; what reads and
-  then writes, as momentum does with its slot, may lose the work of another
-  replica. (Keras 3.15's Adam adds to its slots.) On: updates of one variable,
-  slots included, exclude each other. Neither makes the whole set atomic, since
-  PS tasks are locked one by one and reads not at all: a replica may read some
-  variables before and others after an update (as TF1). `snapshot_reads` make it
-  atomic, at the cost of one lock for all PS tasks, held while variables are
-  read and sent, and during an update: they then follow one another.
+  `use_locking` off: updates of one variable may interleave. What adds to it, as
+  plain gradient descent and the slots of Keras 3.15's Adam do, loses nothing;
+  what reads and then writes, as momentum does, may lose another's work. On:
+  updates of one variable, slots included, exclude each other. Neither makes the
+  whole set atomic: PS tasks are locked one by one, and a read may see half an
+  update (as TF1). `snapshot_reads` do, by one lock for all PS tasks, held while
+  variables are read and sent, and during an update.
 
   `refresh_every` = K lets a replica compute K times from what it read once,
-  which saves most of the traffic of reads, and makes its gradients staler.
-  Nobody invalidates such a copy but its owner, at every K-th step and when a
-  policy refused what came of it. (TF1's `caching_device` left both open.)
+  which saves traffic, and makes its gradients staler. It reads anew after K
+  steps, or if they were refused. (TF1's `caching_device` left that open.)
 
   Attributes:
     total_num_replicas: M, the replicas that apply.
@@ -89,6 +85,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     variable_averages: moving_averages.MovingAverages | None = None,
     variables_to_average: Iterable[tf.Variable | str] | None = None,
     clip_replica_norm: float | None = None,
+    has_chief_statistics: bool = False,
     loss_scale: float | None = None,
     wire_dtype: str | None = None,
     name: str = "async_replicas",
@@ -96,14 +93,14 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     """Wraps `optimizer`.
 
     Args:
-      optimizer: The inner optimizer. For it and for all that is not named
-        here see `UpdateRule`.
-      total_num_replicas: M, the replicas that apply.
+      optimizer: For it and for all that is not named see `UpdateRule`.
+      total_num_replicas: M.
       use_locking: Whether updates of one variable exclude each other.
       snapshot_reads: Whether replicas read all variables of one version.
       policies: What to do about staleness, combined.
       gradients_per_update: How many sets of gradients make one update.
       refresh_every: How many steps a replica makes from what it read once.
+      has_chief_statistics: Whether only replica 0 moves statistics.
 
     Raises:
       TypeError, ValueError: If an argument is of no use.
@@ -116,6 +113,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       variable_averages=variable_averages,
       variables_to_average=variables_to_average,
       clip_replica_norm=clip_replica_norm,
+      has_chief_statistics=has_chief_statistics,
       loss_scale=loss_scale,
       wire_dtype=wire_dtype,
       name=name,
@@ -143,7 +141,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
 
     Args:
       store: Holds the variables; need not be initialised yet.
-      is_sparse: For each trainable variable of the store whether its gradients
+      is_sparse: For each of the store's `contributed` whether its gradients
         come as `tf.IndexedSlices`. None do if not given.
 
     Raises:
@@ -218,6 +216,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       self.total_num_replicas,
       self._use_locking,
       self._snapshot_reads,
+      self._has_chief_statistics,
       self.policy.name,
       self._per_update,
       self.refresh_every,
@@ -240,7 +239,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     """Applies one set of gradients; to be used inside a `tf.function`.
 
     Args:
-      grads_and_vars: (gradient, variable) pairs, as `in_order` takes them.
+      grads_and_vars: As `in_order` takes them.
       replica: Which replica this is, in [0, total_num_replicas).
       local_step: int64 scalar, the global step whose variables were used.
       loss: Scalar, for the reports: the mean over these examples.
@@ -256,7 +255,9 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At its end.
     """
     self.make_ready(is_chief=False)
-    gradients = self.in_order(grads_and_vars)
+    gradients = self.with_chief_statistics(
+      self.in_order(grads_and_vars), replica == 0
+    )
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_queues.all_finite(gradients, self.wire_dtype)
     loss = tf.cast(loss, tf.float64)
@@ -339,8 +340,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     if self._gates is not None:
       status[self._gates.is_waiting().numpy()] = ledger.Status.WAITING
     status[self._applications.is_lost().numpy()] = ledger.Status.LOST
-    empty = ledger.new_ledger(self.total_num_replicas, 1)
-    return empty._replace(status=status)
+    return ledger.new_ledger(len(status), 1)._replace(status=status)
 
   def declare_lost(self, replica: int, tag: int) -> None:
     """Lets nobody wait for `replica` until it comes back."""

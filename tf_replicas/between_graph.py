@@ -97,12 +97,12 @@ class BetweenGraph:
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()
     self.store = parameter_store.build(
-      spec, self.replica.variables, wire_dtype=self.optimizer.wire_dtype
+      spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
     )
     self._agree()
     self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
     if self.is_chief:
-      self.optimizer.create([tf.identity(v) for v in self.replica.variables])
+      self.optimizer.create([tf.identity(v) for v in self.replica.shared])
     self._thread: connection.Thread | None = None
     self._watch: stalls.Watch | None = None
     self._has_given_up = False

@@ -69,7 +69,7 @@ class Collected(NamedTuple):
     step: int64, the global step of these contributions.
     examples: int64, examples in them.
     loss: float64, their mean loss.
-    present: bool [V], which trainable variables got a gradient from anyone.
+    present: bool [V], which variables got a gradient from anyone.
   """
 
   kind: tf.Tensor
@@ -109,6 +109,7 @@ class Contributions:
     num_replicas: int,
     replicas_to_aggregate: int,
     is_sparse: Sequence[bool],
+    has_chief_statistics: bool = False,
   ):
     """Creates the objects on the PS tasks, or attaches to them.
 
@@ -116,8 +117,7 @@ class Contributions:
       store: The variables that the gradients belong to.
       num_replicas: R.
       replicas_to_aggregate: N.
-      is_sparse: For each trainable variable whether its gradients come as
-        `tf.IndexedSlices`. The same in every client.
+      is_sparse, has_chief_statistics: As for `GradientQueues`.
     """
     self.num_replicas = num_replicas
     self.replicas_to_aggregate = replicas_to_aggregate
@@ -139,7 +139,7 @@ class Contributions:
         "ledger/present", [len(is_sparse)], tf.bool
       )
     self._gradients = gradient_queues.GradientQueues(
-      store, num_replicas, is_sparse
+      store, num_replicas, is_sparse, has_chief_statistics=has_chief_statistics
     )
 
   def initialize(self, *, keep_counts: bool = False) -> None:
@@ -169,7 +169,7 @@ class Contributions:
     Args:
       replica: Which replica this is, in [0, R); an int64 scalar tensor where
         the same function serves several.
-      gradients: One per trainable variable, in the store's order, of whole
+      gradients: One per element of the store's `contributed`, of whole
         variables; may be None.
       local_step: int64 scalar: the global step of the variables used.
       loss: Scalar, the mean loss of the batch.

@@ -45,7 +45,7 @@ class ElasticExchange:
     self._update = update
     self._groups = []
     for task in range(store.num_tasks):
-      shards = store.trainable_shards(task)
+      shards = store.contributed_shards(task)
       items = [store.item(store.trainable[p], number) for p, number in shards]
       for group in packing.groups(items):
         self._groups.append(
@@ -73,7 +73,7 @@ class ElasticExchange:
       before = self._read()
 
       def distances(task):
-        shards = self._store.trainable_shards(task)
+        shards = self._store.contributed_shards(task)
         return [before[shard] - sent[shard] for shard in shards]
 
       self._update([True] * len(parameters), version, distances, 1)

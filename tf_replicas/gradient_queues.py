@@ -27,18 +27,23 @@ class GradientQueues:
     store: parameter_store.ParameterStore,
     num_replicas: int,
     is_sparse: Sequence[bool],
+    *,
+    has_chief_statistics: bool = False,
   ):
     """Creates the queues, or attaches to them.
 
     Args:
       store: The variables that the gradients belong to.
       num_replicas: How many replicas there are.
-      is_sparse: For each trainable variable whether its gradients come as
-        `tf.IndexedSlices`.
+      is_sparse: For each of the store's `contributed` whether its gradients
+        come as `tf.IndexedSlices`.
+      has_chief_statistics: Whether of what is contributed to statistics only
+        the first one taken counts, in place of all.
     """
     self._store = store
     self._num_replicas = num_replicas
     self._is_sparse = list(is_sparse)
+    self._has_chief_statistics = has_chief_statistics
     self._layouts = [self._layout(t) for t in range(store.num_tasks)]
     self._queues = []
     for task, layout in enumerate(self._layouts):
@@ -52,22 +57,29 @@ class GradientQueues:
         )
 
   def _layout(self, task: int) -> "_Layout":
-    shards = self._store.trainable_shards(task)
-    owners = [(self._store.trainable[p], number) for p, number in shards]
+    shards = self._store.contributed_shards(task)
+    owners = [(self._store.contributed[p], number) for p, number in shards]
     items = [self._store.wire_item(*owner) for owner in owners]
     dense = [
       i
       for i, (position, _) in enumerate(shards)
       if not self._is_sparse[position]
     ]
+    count = len(self._store.trainable)
+    groups = [
+      [some[i] for i in group]
+      for some in (
+        [i for i in dense if shards[i][0] < count],
+        [i for i in dense if shards[i][0] >= count],
+      )
+      for group in packing.groups([items[i] for i in some])
+    ]
     return _Layout(
       shards=shards,
       items=items,
       dtypes_of_sums=[self._store.item(*owner).dtype for owner in owners],
-      groups=[
-        [dense[i] for i in group]
-        for group in packing.groups([items[i] for i in dense])
-      ],
+      groups=groups,
+      is_statistic=[shards[group[0]][0] >= count for group in groups],
       sparse=[i for i in range(len(shards)) if i not in dense],
     )
 
@@ -82,7 +94,8 @@ class GradientQueues:
     Args:
       replica: Whose it is; a Python int or an int64 scalar.
       tag: int64 scalar, the contribution's tag.
-      gradients: One per trainable variable of the store, for whole variables.
+      gradients: One per element of the store's `contributed`, for whole
+        variables.
 
     Returns:
       Tensors that depend on the arrival, one per PS task.
@@ -93,7 +106,9 @@ class GradientQueues:
     self._check_sparse(gradients)
     by_shard = [
       self._store.split_gradient(index, gradient)
-      for index, gradient in zip(self._store.trainable, gradients, strict=True)
+      for index, gradient in zip(
+        self._store.contributed, gradients, strict=True
+      )
     ]
     arrived = []
     for task, layout in enumerate(self._layouts):
@@ -112,7 +127,7 @@ class GradientQueues:
 
   def _check_sparse(self, gradients: Sequence[Gradient]) -> None:
     for index, gradient, is_sparse in zip(
-      self._store.trainable, gradients, self._is_sparse, strict=True
+      self._store.contributed, gradients, self._is_sparse, strict=True
     ):
       if is_sparse and not isinstance(gradient, tf.IndexedSlices | None):
         raise ValueError(
@@ -131,7 +146,7 @@ class GradientQueues:
         have arrived.
 
     Returns:
-      One gradient for each of the store's `trainable_shards(task)`; a scalar
+      One gradient for each of the store's `contributed_shards(task)`; a scalar
       zero for a dense variable that nobody had a gradient for.
     """
     layout = self._layouts[task]
@@ -148,10 +163,23 @@ class GradientQueues:
     queue = self._queues[task][replica]
     tags = tf.boolean_mask(accepted[:, 1], accepted[:, 0] == replica)
     add = self._layouts[task].adders()
+    comes_first = tf.reduce_all(accepted[:, 0] >= replica)
+
+    def weigh(parts, taken):
+      """The first one's statistics stand for those of all."""
+      if not self._has_chief_statistics:
+        return parts
+      is_first = comes_first & (taken == 0)
+      weight = tf.where(is_first, tf.shape(accepted)[0], 0)
+      kinds = self._layouts[task].is_statistic
+      few = zip(parts, kinds, strict=False)
+      weighed = [p * tf.cast(weight, p.dtype) if k else p for p, k in few]
+      return weighed + parts[len(kinds) :]
 
     def take(taken, *sums):
       tag, *parts = queue.dequeue()
       is_wanted = tf.reduce_any(tags == tag)
+      parts = weigh(parts, taken)
       sums = tf.cond(
         is_wanted,
         lambda: [a(s, p) for a, s, p in zip(add, sums, parts, strict=True)],
@@ -177,10 +205,11 @@ class _Layout(NamedTuple):
   each sparse one.
 
   Attributes:
-    shards: (position among the trainable variables, shard number) of each.
+    shards: (position in the store's `contributed`, shard number) of each.
     items: Shape of each, and as which dtype it travels.
     dtypes_of_sums: As which dtype each is summed.
     groups: Positions in `shards` of what is packed together.
+    is_statistic: Of each group, whether it belongs to statistics.
     sparse: Positions in `shards` of the sparse ones.
   """
 
@@ -188,6 +217,7 @@ class _Layout(NamedTuple):
   items: list[packing.Item]
   dtypes_of_sums: list[tf.DType]
   groups: list[list[int]]
+  is_statistic: list[bool]
   sparse: list[int]
 
   @property

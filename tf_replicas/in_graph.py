@@ -104,10 +104,10 @@ class InGraph:
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()
     self.store = parameter_store.build(
-      spec, self.replica.variables, wire_dtype=self.optimizer.wire_dtype
+      spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
     )
     self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
-    self.optimizer.create([tf.identity(v) for v in self.replica.variables])
+    self.optimizer.create([tf.identity(v) for v in self.replica.shared])
     self._watch: stalls.Watch | None = None
     self._is_closing = threading.Event()
 

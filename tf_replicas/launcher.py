@@ -72,7 +72,7 @@ def _describe(options: program.Options, workload: program.Workload) -> int:
   num_devices = options.devices_per_tower
   variables = workload.replica_fn(
     [""] * num_devices if num_devices > 1 else []
-  ).variables
+  ).shared
   if options.spec.variables.on == "ps":
     _say(parameter_store.describe(options.spec, variables))
   else:

@@ -2,7 +2,12 @@
 
 What the chief's half of a synchronous step does between the last contribution
 and the release: on every PS task average, clip by the common norm, apply the
-inner optimizer, move the averages.
+inner optimizer, move the statistics and the averages.
+
+A *statistic* is a variable that no gradient updates: the moving mean or
+variance of batch normalization. In place of a gradient a replica contributes
+how far its batch moves it down, d = old - new, and the update subtracts the
+mean of these, so that N replicas move it to the mean of where each would.
 """
 
 import functools
@@ -36,8 +41,7 @@ class MeanUpdate:
       store: The variables.
       inner: What applies their mean.
       variable_averages: How the shadows follow, if there are any.
-      to_average: Variables that have one, or their paths; all trainable ones
-        if not given.
+      to_average: Variables that have one, or their paths; all if not given.
       clip_norm: The largest global norm of the mean.
 
     Raises:
@@ -74,14 +78,15 @@ class MeanUpdate:
     """Makes the update; to be used inside a `tf.function`.
 
     Args:
-      present: Which trainable variables have a gradient from anyone; the
-        others are skipped.
+      present: Which of the store's `contributed` have a gradient from anyone;
+        the others are skipped.
       step: int64 scalar, the global step before the update.
       take_sums: Maps a PS task, on which it is called, to the sums over all
-        contributions: one per `store.trainable_shards(task)`.
+        contributions: one per `store.contributed_shards(task)`.
       num_contributions: What the sums are divided by.
-      per_task: Called with a PS task, its (gradient, variable) pairs and the
-        function that applies pairs there, instead of this function alone.
+      per_task: Called with a PS task, its (gradient, trainable variable) pairs
+        and the function that applies pairs there and makes the rest of the
+        update, instead of this function alone.
       rate_factor: Scalar; multiplies the learning rate of this update.
 
     Returns:
@@ -91,6 +96,8 @@ class MeanUpdate:
     means = [
       self._means(task, present, take_sums, num_contributions) for task in tasks
     ]
+    moves = [[p for p in pairs if not p[1].trainable] for pairs in means]
+    means = [[p for p in pairs if p[1].trainable] for pairs in means]
     if self._clip_norm is not None:
       means = self._clip(means)
     first = next((task for task in tasks if means[task]), 0)
@@ -101,6 +108,8 @@ class MeanUpdate:
       )
       if task == first:
         self._inner.commit(changed)
+      for mean, variable in moves[task]:
+        variable.assign_sub(mean)
       self._update_averages(task, step + 1)
 
     def apply_on_all_tasks():
@@ -124,8 +133,8 @@ class MeanUpdate:
     To be used inside a `tf.function`.
 
     Args:
-      sums: One per trainable variable: the sum of all contributions; None
-        skips the variable.
+      sums: One per element of the store's `contributed`: the sum of all
+        contributions; None skips the variable.
       step: int64 scalar, the global step before the update.
       num_examples: Scalar, the examples that were used.
       num_contributions: What the sums are divided by.
@@ -140,14 +149,14 @@ class MeanUpdate:
 
   def _means(self, task, present, take_sums, num_contributions) -> list[tuple]:
     """(mean gradient, shard variable) pairs of one PS task."""
-    shards = self._store.trainable_shards(task)
+    shards = self._store.contributed_shards(task)
     pairs = []
     with tf.device(self._store.device_of_task(task)):
       sums = take_sums(task)
       for (position, number), total in zip(shards, sums, strict=True):
         if not present[position]:
           continue
-        variable = self._store.variables(self._store.trainable[position])
+        variable = self._store.variables(self._store.contributed[position])
         variable = variable[number]
         if isinstance(total, tf.IndexedSlices):
           total = _sum_rows(total, variable.shape)
@@ -193,13 +202,44 @@ class MeanUpdate:
         self._variable_averages.update(pairs, step)
 
 
+def in_order(
+  store: parameter_store.ParameterStore,
+  pairs: Iterable[tuple[parameter_store.Gradient, object]],
+) -> tuple[list[parameter_store.Gradient], list[parameter_store.Gradient]]:
+  """Sorts one replica's contribution by its variables.
+
+  Args:
+    store: Holds them.
+    pairs: (gradient, variable) pairs, of a statistic (old - new, variable); a
+      variable may be given by its path.
+
+  Returns:
+    One for each trainable variable and one for each statistic, in the order of
+    `store.contributed`; None where there is none.
+
+  Raises:
+    ValueError: If a variable is not in the store.
+  """
+  by_path = dict.fromkeys(store.specs[i].path for i in store.contributed)
+  for gradient, variable in pairs:
+    path = placement.path_of(variable)
+    if path not in by_path:
+      raise ValueError(
+        "`grads_and_vars` must name variables of the store. Received:"
+        f" {path!r}."
+      )
+    by_path[path] = gradient
+  ordered, count = list(by_path.values()), len(store.trainable)
+  return ordered[:count], ordered[count:]
+
+
 def _indices(
   store: parameter_store.ParameterStore,
   variables: Iterable[tf.Variable | str] | None,
 ) -> list[int]:
   """Positions of `variables` in the store."""
   if variables is None:
-    return store.trainable
+    return list(range(len(store.specs)))
   index_of = {spec.path: i for i, spec in enumerate(store.specs)}
   indices = []
   for variable in variables:

@@ -187,7 +187,7 @@ class Mirrored:
 
   def _create(self, optimizer_fn) -> None:
     """The copies, at the initial values of this process's model."""
-    values = [tf.identity(v) for v in self.replica.variables]
+    values = [tf.identity(v) for v in self.replica.shared]
     self._stores, self._optimizers = [], []
     for device in self._devices:
       optimizer = optimizer_fn(self._num_replicas)
@@ -197,7 +197,7 @@ class Mirrored:
           f" {self._num_replicas}, where variables are mirrored. Received:"
           f" {optimizer.replicas_to_aggregate}."
         )
-      store = one_machine.single_store(self.replica.variables, device)
+      store = one_machine.single_store(self.replica.shared, device)
       optimizer.build(store, is_alone=True)
       optimizer.create(values)
       self._stores.append(store)
@@ -293,11 +293,13 @@ class Mirrored:
     store, optimizer = self._stores[number], self._optimizers[number]
     values = store.read()
     result = self.replica.gradients(
-      [values[i] for i in store.trainable],
+      [values[i] for i in store.contributed],
       next(self._iterators[number]),
       optimizer.scale_loss,
     )
-    gradients = optimizer.finish_gradients(result.gradients)
+    gradients = optimizer.finish_gradients(
+      result.gradients, self._first + number
+    )
     # The same on every device, and known once this is traced.
     self._present = [gradient is not None for gradient in gradients]
     is_sound = tf.math.is_finite(result.loss)

@@ -68,9 +68,9 @@ class OneMachine:
         "`replicas_to_aggregate` must be 1 where one program has all the"
         f" towers. Received: {places}."
       )
-    self.store = single_store(self.replica.variables, _CPU)
+    self.store = single_store(self.replica.shared, _CPU)
     self.optimizer.build(self.store, is_alone=True)
-    self.optimizer.create([tf.identity(v) for v in self.replica.variables])
+    self.optimizer.create([tf.identity(v) for v in self.replica.shared])
     self._step_fn: Callable[[], tf.Tensor] | None = None
 
   @property
@@ -98,7 +98,7 @@ class OneMachine:
     with tf.device(_CPU):
       step, values = self.store.pull()
       batch = next(self._iterator)
-    parameters = [values[i] for i in self.store.trainable]
+    parameters = [values[i] for i in self.store.contributed]
     # What several towers share, such as their mean, is on the CPU; one without
     # a device goes where TensorFlow puts it.
     with tf.device(_CPU if self.replica.devices else None):

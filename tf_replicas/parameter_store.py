@@ -144,11 +144,20 @@ class ParameterStore:
     """The positions of the trainable variables in `specs`."""
     return [i for i, spec in enumerate(self.specs) if spec.trainable]
 
-  def trainable_shards(self, task: int) -> list[tuple[int, int]]:
-    """(position in `trainable`, shard number) of what PS task `task` holds."""
+  @property
+  def contributed(self) -> list[int]:
+    """The positions of all that replicas contribute to, in `specs`.
+
+    First what gradients update, then statistics, which replicas move.
+    """
+    others = [i for i, spec in enumerate(self.specs) if not spec.trainable]
+    return self.trainable + others
+
+  def contributed_shards(self, task: int) -> list[tuple[int, int]]:
+    """(position in `contributed`, shard number) of what `task` holds."""
     return [
       (position, number)
-      for position, index in enumerate(self.trainable)
+      for position, index in enumerate(self.contributed)
       for number, shard in enumerate(self.shards[index])
       if shard.task == task
     ]
@@ -240,8 +249,8 @@ class ParameterStore:
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Reads the global step, then every variable once, as whole tensors.
 
-    The order matters: what is read while an update goes on is tagged with
-    the step before it, and a gradient with that tag is refused.
+    In that order: what is read during an update is tagged with the step before
+    it, and a gradient with that tag is refused.
 
     Args:
       step: The global step, where the caller knows it and need not ask.
@@ -277,7 +286,7 @@ class ParameterStore:
     Args:
       read_shard: Reads, on its device, shard (position in `specs`, number);
         for who does more than that.
-      item: As what such a shard travels; `wire_item`, or `item` if not given.
+      item: As what such a shard travels; as it is if not given.
     """
     read_shard = read_shard or self._read_shard
     item = item or self.item
@@ -311,9 +320,8 @@ class ParameterStore:
   def wire_item(self, index: int, number: int) -> packing.Item:
     """As what that shard is pulled, and its gradient sent."""
     item = self.item(index, number)
-    if self.wire_dtype is None or item.dtype != tf.float32:
-      return item
-    return item._replace(dtype=self.wire_dtype)
+    is_narrowed = self.wire_dtype is not None and item.dtype == tf.float32
+    return item._replace(dtype=self.wire_dtype) if is_narrowed else item
 
   def _read_shard(self, index: int, number: int) -> tf.Tensor:
     return self._variables[index][number].read_value()
@@ -327,7 +335,7 @@ class ParameterStore:
         are saved under `<kind>/<path>`.
 
     Returns:
-      One variable per shard, not yet initialised if nobody had done so.
+      One variable per shard; without a value if nobody gave it one.
     """
     made = self._create(self.shards[index], prefix=f"{kind}/")
     self._beside[f"{kind}/{self.specs[index].path}"] = (index, made)
@@ -338,10 +346,7 @@ class ParameterStore:
   ) -> None:
     """Takes a variable made elsewhere (a slot) into the checkpoints.
 
-    Args:
-      variable: It.
-      kind: What it is, for example `slots/momentum`, if it belongs to a shard.
-      owner: The name of that shard.
+    It is of a kind such as `slots/momentum` if it belongs to a shard, `owner`.
     """
     if owner in self._owner:
       index, number = self._owner[owner]
@@ -357,9 +362,8 @@ class ParameterStore:
   def state(self) -> dict[str, tf.Tensor]:
     """Everything held, as whole tensors by name, for a checkpoint.
 
-    `variables/<path>`, `<kind>/<path>` and `slots/<slot>/<path>` for what is
-    beside a variable, `<name>` for the rest. Shards are joined, so that the
-    number and the layout of PS tasks leave no trace.
+    `variables/<path>`, `<kind>/<path>` for what is beside a variable, `<name>`
+    for the rest. Shards are joined: the layout of PS tasks leaves no trace.
     """
     state = {
       "global_step": self.read_global_step(),

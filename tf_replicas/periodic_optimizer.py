@@ -80,8 +80,17 @@ class PeriodicOptimizer:
     Args:
       store: Holds the centre; need not be initialised yet.
       is_sparse: Not used: what is handed over is dense.
+
+    Raises:
+      ValueError: If the store has statistics.
     """
     del is_sparse
+    statistics = [s.path for s in store.specs if not s.trainable]
+    if statistics:
+      raise ValueError(
+        "Periodic averaging is for models without statistics, such as those of"
+        f" batch normalization. Received: {', '.join(statistics[:3])}."
+      )
     self._store = store
     self._steps.build(store)
     self._rule.build(store)

@@ -139,8 +139,9 @@ class Workload:
     learning_rate_fn: Maps the examples seen to the rate of the next update;
       None leaves the rate to the optimizer.
     batch_size: Examples of one tower's batch, for the summary at the start.
-    on_start: Called by the chief when training is about to begin, once nothing
-      can be refused any more.
+    on_start: Called by the chief, once nothing can be refused any more.
+    initialize: Gives a new training's variables, a `checkpoints.Checkpointable`
+      that the chief calls it with, other values.
   """
 
   replica_fn: Callable[[Sequence[str]], object]
@@ -148,6 +149,7 @@ class Workload:
   learning_rate_fn: Callable[[int], float] | None
   batch_size: int
   on_start: Callable[[], None] = lambda: None
+  initialize: Callable[[object], None] | None = None
 
 
 def one_machine_spec(num_gpus: int) -> cluster.ClusterSpec:

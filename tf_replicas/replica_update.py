@@ -60,7 +60,7 @@ class ReplicaUpdate:
     self._make_copies()
     # Position in the store -> the sums for the update to come, by shard.
     self._sums: dict[int, list[tf.Variable]] = {}
-    for index in store.trainable if gradients_per_update > 1 else ():
+    for index in store.contributed if gradients_per_update > 1 else ():
       self._sums[index] = store.create_beside(index, "sums")
 
   def initialize(self) -> None:
@@ -175,7 +175,7 @@ class ReplicaUpdate:
     def add():
       for task, gradients in enumerate(parts):
         with tf.device(self._store.device_of_task(task)):
-          shards = self._store.trainable_shards(task)
+          shards = self._store.contributed_shards(task)
           for owner, gradient in zip(shards, gradients, strict=True):
             if gradient is not None:
               self._add_one(replica, owner, gradient, factor)
@@ -185,10 +185,11 @@ class ReplicaUpdate:
 
   def _add_one(self, replica, owner, gradient, factor) -> None:
     position, number = owner
-    index = self._store.trainable[position]
-    if self._policy.compensate is not None:
+    index = self._store.contributed[position]
+    is_trained = position < len(self._store.trainable)
+    if self._policy.compensate is not None and is_trained:
       gradient = self._compensated(replica, (index, number), gradient)
-    if factor is not None:
+    if factor is not None and is_trained:
       gradient *= tf.cast(factor, gradient.dtype)
     self._sums[index][number].assign_add(gradient)
 
@@ -197,8 +198,8 @@ class ReplicaUpdate:
 
     def take(task):
       taken = []
-      for position, number in self._store.trainable_shards(task):
-        total = self._sums[self._store.trainable[position]][number]
+      for position, number in self._store.contributed_shards(task):
+        total = self._sums[self._store.contributed[position]][number]
         value = tf.identity(total.read_value())
         with tf.control_dependencies([value]):
           total.assign(tf.zeros(total.shape, total.dtype))
@@ -235,8 +236,6 @@ class ReplicaUpdate:
       apply(compensated)
       return [tf.constant(True)]
 
-    if not pairs:
-      return
     with tf.device(self._store.device_of_task(task)):
       if self._use_locking:
         after = [_values(g) for g, _ in pairs]
@@ -248,14 +247,16 @@ class ReplicaUpdate:
     """By PS task the gradients of its trainable shards, on that task."""
     split = [
       self._store.split_gradient(index, gradient)
-      for index, gradient in zip(self._store.trainable, gradients, strict=True)
+      for index, gradient in zip(
+        self._store.contributed, gradients, strict=True
+      )
     ]
     arrived = []
     for task in range(self._store.num_tasks):
-      shards = self._store.trainable_shards(task)
+      shards = self._store.contributed_shards(task)
       parts = [split[position][number] for position, number in shards]
       dense = [i for i, g in enumerate(parts) if tf.is_tensor(g)]
-      owners = [(self._store.trainable[p], number) for p, number in shards]
+      owners = [(self._store.contributed[p], number) for p, number in shards]
       items = [self._store.wire_item(*owners[i]) for i in dense]
       device = self._store.device_of_task(task)
       for group in packing.groups(items):

@@ -196,7 +196,8 @@ def _drive(driver, options: program.Options, workload) -> None:
     is_optional=lambda name: name.startswith(_OPTIONAL),
     io_device=tf.constant(0).device,
   )
-  session.restore_or_initialize()
+  if session.restore_or_initialize() == 0 and workload.initialize is not None:
+    workload.initialize(driver.store)
   workload.on_start()
   names = []
   if options.spec.variables.on == "ps":  # Else nothing is offered.

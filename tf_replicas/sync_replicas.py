@@ -89,6 +89,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     variables_to_average: Iterable[tf.Variable | str] | None = None,
     clip_replica_norm: float | None = None,
     clip_mean_norm: float | None = None,
+    has_chief_statistics: bool = False,
     loss_scale: float | None = None,
     wire_dtype: str | None = None,
     name: str = "sync_replicas",
@@ -102,6 +103,8 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       total_num_replicas: M, the replicas that offer; N if not given.
       clip_mean_norm: The mean of N contributions is scaled down to this global
         norm before it is applied.
+      has_chief_statistics: Whether statistics follow replica 0 alone, or the
+        first of the N if it is not among them; else the mean of all N.
 
     Raises:
       TypeError, ValueError: If an argument is of no use.
@@ -116,6 +119,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       variables_to_average=variables_to_average,
       clip_replica_norm=clip_replica_norm,
       clip_mean_norm=clip_mean_norm,
+      has_chief_statistics=has_chief_statistics,
       loss_scale=loss_scale,
       wire_dtype=wire_dtype,
       name=name,
@@ -139,7 +143,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
 
     Args:
       store: Holds the variables; need not be initialised yet.
-      is_sparse: For each trainable variable of the store whether its gradients
+      is_sparse: For each of the store's `contributed` whether its gradients
         come as `tf.IndexedSlices`. None do if not given.
       is_alone: Whether one program has all the gradients of a step, for
         `update.whole_step`. Then nothing is offered, counted or waited for.
@@ -151,10 +155,11 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
         store,
         num_replicas=self.total_num_replicas,
         replicas_to_aggregate=self.replicas_to_aggregate,
-        is_sparse=is_sparse or [False] * len(store.trainable),
+        is_sparse=is_sparse or [False] * len(store.contributed),
+        has_chief_statistics=self._has_chief_statistics,
       )
     self._client_device = tf.constant(0).device
-    self._present = (True,) * len(store.trainable)
+    self._present = (True,) * len(store.contributed)
     self._steps: dict[tuple[bool, ...], Callable] = {}
 
   def initialize(self, values: Sequence[tf.Tensor]) -> None:
@@ -169,6 +174,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       self.name,
       self.replicas_to_aggregate,
       self.total_num_replicas,
+      self._has_chief_statistics,
       self.wire_dtype,
     ]
 

@@ -25,6 +25,7 @@ class Gradients(NamedTuple):
 
   Attributes:
     gradients: One per trainable variable; dense, `tf.IndexedSlices` or None.
+      Then one per statistic: the old value less the new.
     loss: float32 scalar, mean over the examples.
     num_examples: int64 scalar.
   """
@@ -43,7 +44,8 @@ class Replica:
       Keras or TensorFlow variables. They are only a pattern: training happens
       on the parameter servers.
     loss_fn: Maps (parameters, *batch) to a scalar, the mean loss over the
-      batch; parameters are tensors in the order of `variables`.
+      batch; parameters are tensors in the order of `shared`. With statistics it
+      returns their new values too: (loss, values).
     dataset_fn: Maps (num_shards, shard_index, start_example) to an endless
       data set whose elements are batches: tuples of tensors with the examples
       along axis 0. The index is an int, or an int64 scalar where the driver
@@ -58,6 +60,15 @@ class Replica:
       device per tower, one part follows the other, and what the forward pass
       keeps is that of one. What a layer computes over the batch, such as batch
       normalization's statistics, it computes over a part.
+    statistics: Variables that a batch moves without a gradient, such as moving
+      means and variances. Each tower says where it would move them; the
+      replica moves them to the mean of these.
+    is_synchronized: Whether towers compute in lockstep, each op that
+      `tf.distribute.ReplicaContext.all_reduce` stands for over all of them:
+      what `keras.layers.BatchNormalization(synchronized=True)` needs to
+      normalize by the moments of all towers' examples. Of towers with one
+      device each, in the process that traces; AutoGraph is off. Tracing takes
+      long where there are many such ops: each looks at all before it.
   """
 
   variables: Sequence[tf.Variable]
@@ -66,13 +77,25 @@ class Replica:
   devices: Sequence[str] = ()
   layers: model_parallel.LayerPlacement | None = None
   micro_batches: int = 1
+  statistics: Sequence[tf.Variable] = ()
+  is_synchronized: bool = False
 
   def __post_init__(self):
     if self.micro_batches < 1:
       raise ValueError(
         f"`micro_batches` must be at least 1. Received: {self.micro_batches}."
       )
-    self.towers()
+    has_stages = any(len(tower) > 1 for tower in self.towers())
+    if self.is_synchronized and has_stages:
+      raise ValueError(
+        "`is_synchronized` needs towers of one device each. Received: `layers`"
+        f" on {self.layers.num_devices}."
+      )
+
+  @property
+  def shared(self) -> list[tf.Variable]:
+    """All that replicas share: the variables, then the statistics."""
+    return [*self.variables, *self.statistics]
 
   def towers(self) -> list[tuple[str, ...]]:
     """The devices of each tower; none if there are no devices."""
@@ -89,7 +112,7 @@ class Replica:
     """The gradient of one batch; with N towers, the mean over N equal parts.
 
     Args:
-      parameters: One tensor per variable.
+      parameters: One tensor per variable in `shared`.
       batch: Tensors whose first dimension is divisible by the towers times the
         micro-batches.
       scale_loss: Applied to the loss before it is differentiated.
@@ -98,17 +121,38 @@ class Replica:
     if not towers:
       return self._tower([""], parameters, batch, scale_loss)
     parts = model_parallel.parts(batch, len(towers), "devices")
+    if self.is_synchronized and len(towers) > 1:
+      return self._in_lockstep(parameters, parts, scale_loss)
     results = []
     for devices, part in zip(towers, parts, strict=True):
       with tf.device(devices[0]):
         results.append(self._tower(devices, parameters, part, scale_loss))
     return average_towers(results)
 
+  @tf.autograph.experimental.do_not_convert
+  def _in_lockstep(self, parameters, parts, scale_loss) -> Gradients:
+    """All towers' mean, each traced in a thread of the strategy."""
+    strategy = tf.distribute.MirroredStrategy(
+      list(self.devices), tf.distribute.ReductionToOneDevice()
+    )
+    results = [None] * len(self.devices)
+
+    def tower():
+      context = tf.distribute.get_replica_context()
+      number = int(tf.get_static_value(context.replica_id_in_sync_group))
+      device = self.devices[number]
+      results[number] = self._tower(
+        [device], parameters, parts[number], scale_loss
+      )
+
+    strategy.run(tower)
+    return average_towers(results)
+
   def _tower(self, devices, parameters, batch, scale_loss) -> Gradients:
     pipeline, homes = None, [""] * len(parameters)
     if len(devices) > 1:
       pipeline = model_parallel.Pipeline(self.layers, devices)
-      paths = map(placement.path_of, self.variables)
+      paths = map(placement.path_of, self.shared)
       homes = [pipeline.device_of(path) for path in paths]
     own = []
     for parameter, home in zip(parameters, homes, strict=True):
@@ -124,22 +168,31 @@ class Replica:
     return done[0] if len(done) == 1 else average_towers(done)
 
   def _part(self, pipeline, parameters, batch, scale_loss) -> Gradients:
+    trained = parameters[: len(self.variables)]
     if pipeline is None:
       with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(parameters)
-        loss = self.loss_fn(parameters, *batch)
+        tape.watch(trained)
+        loss, moves = self._loss(parameters, batch)
         scaled = scale_loss(loss)
-      gradients = tape.gradient(scaled, parameters)
+      gradients = tape.gradient(scaled, trained)
     else:
       with pipeline.part():
-        loss = self.loss_fn(parameters, *batch)
+        loss, moves = self._loss(parameters, batch)
         scaled = scale_loss(loss)
-      gradients = tf.gradients(scaled, parameters)
+      gradients = tf.gradients(scaled, trained)
     return Gradients(
-      gradients=gradients,
+      gradients=[*gradients, *moves],
       loss=tf.cast(loss, tf.float32),
       num_examples=tf.shape(batch[0], out_type=tf.int64)[0],
     )
+
+  def _loss(self, parameters, batch) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """The loss, and how far each statistic moves down."""
+    if not self.statistics:
+      return self.loss_fn(parameters, *batch), []
+    loss, after = self.loss_fn(parameters, *batch)
+    before = parameters[len(self.variables) :]
+    return loss, [b - a for b, a in zip(before, after, strict=True)]
 
 
 def average_towers(towers: Sequence[Gradients]) -> Gradients:
@@ -181,7 +234,7 @@ def sparsity(replica: Replica) -> list[bool]:
   """Which of the replica's gradients come as `tf.IndexedSlices`; traces it."""
   batch = replica.dataset_fn(1, 0, 0).element_spec
   parameters = [
-    tf.TensorSpec(v.shape, tf.as_dtype(v.dtype)) for v in replica.variables
+    tf.TensorSpec(v.shape, tf.as_dtype(v.dtype)) for v in replica.shared
   ]
   found = []
 
@@ -232,8 +285,8 @@ def contribute(
     replica: What to compute.
     iterator: Over the replica's batches.
     index: Which replica this is.
-    state: As `begin` or the last call returned it: one tensor per trainable
-      variable of the store, unless the rule has a way of its own.
+    state: As `begin` or the last call returned it: one tensor per element of
+      the store's `contributed`, unless the rule has a way of its own.
     step: int64 scalar, the global step that it is of.
     ticket: That of the last release, unless -1.
 
@@ -252,7 +305,7 @@ def contribute(
       ticket=ticket,
     )
   parameters = state
-  paths = [store.specs[i].path for i in store.trainable]
+  paths = [store.specs[i].path for i in store.contributed]
 
   def one_batch(ticket):
     batch = next(iterator)
@@ -316,7 +369,7 @@ def pull(
   optimizer=None,
   index: int | tf.Tensor = 0,
 ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-  """The global step, and the parameters: one tensor per trainable variable.
+  """The global step, and the parameters: one per `store.contributed`.
 
   An update rule that has a way of its own to read has a method `pull`.
   """
@@ -324,4 +377,4 @@ def pull(
     step, values = optimizer.pull(index)
   else:
     step, values = store.pull()
-  return step, [values[i] for i in store.trainable]
+  return step, [values[i] for i in store.contributed]

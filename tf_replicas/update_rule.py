@@ -14,7 +14,6 @@ from tf_replicas import inner_optimizer
 from tf_replicas import mean_update
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
-from tf_replicas import placement
 
 WIRE_DTYPES = ("float16", "bfloat16")
 
@@ -42,6 +41,7 @@ class UpdateRule:
     variables_to_average: Iterable[tf.Variable | str] | None = None,
     clip_replica_norm: float | None = None,
     clip_mean_norm: float | None = None,
+    has_chief_statistics: bool = False,
     loss_scale: float | None = None,
     wire_dtype: str | None = None,
     name: str,
@@ -53,11 +53,11 @@ class UpdateRule:
         `apply(gradients, variables)` or `apply_gradients(pairs)`.
       variable_averages: Keeps shadow averages, updated after every update and
         before the replicas go on.
-      variables_to_average: Variables, or their paths; all trainable ones if
-        not given.
+      variables_to_average: Variables, or their paths; all if not given.
       clip_replica_norm: Each replica's gradients are scaled down to this
         global norm before they leave it.
       clip_mean_norm: What is applied is scaled down to this global norm.
+      has_chief_statistics: Whether statistics follow one replica alone.
       loss_scale: `scale_loss` multiplies by it and `apply_gradients` divides
         by it, for float16 computation.
       wire_dtype: `float16` or `bfloat16`; see `ParameterStore`.
@@ -83,15 +83,12 @@ class UpdateRule:
     self._to_average = variables_to_average
     self._clip_replica_norm = clip_replica_norm
     self._clip_mean_norm = clip_mean_norm
+    self._has_chief_statistics = has_chief_statistics
     self._loss_scale = loss_scale
 
   def bind(self, store: parameter_store.ParameterStore) -> None:
     """Says which variables this is about; creates their averages."""
     self._store = store
-    self._position = {
-      store.specs[index].path: position
-      for position, index in enumerate(store.trainable)
-    }
     self.update = mean_update.MeanUpdate(
       store,
       self.inner,
@@ -136,39 +133,55 @@ class UpdateRule:
     return loss if self._loss_scale is None else loss * self._loss_scale
 
   def finish_gradients(
-    self, gradients: Sequence[parameter_store.Gradient]
+    self,
+    gradients: Sequence[parameter_store.Gradient],
+    replica: int | None = None,
   ) -> list[parameter_store.Gradient]:
-    """A replica's gradients of the scaled loss as they leave it."""
+    """A replica's gradients of the scaled loss as they leave it.
+
+    Args:
+      gradients: One per element of the store's `contributed`.
+      replica: Whose, where all N replicas enter every mean with no chief to
+        choose whose statistics count.
+    """
+    count = len(self._store.trainable)
+    gradients, moves = list(gradients[:count]), list(gradients[count:])
     if self._loss_scale is not None:
       factor = 1 / self._loss_scale
       gradients = [mean_update.scaled(g, factor) for g in gradients]
     if self._clip_replica_norm is not None:
       gradients, _ = tf.clip_by_global_norm(gradients, self._clip_replica_norm)
-    return list(gradients)
+    if replica is None:
+      return [*gradients, *moves]
+    weight = 0 if replica else self.replicas_to_aggregate
+    return self.with_chief_statistics([*gradients, *moves], weight)
+
+  def with_chief_statistics(
+    self, gradients: Sequence[parameter_store.Gradient], weight: int | tf.Tensor
+  ) -> list[parameter_store.Gradient]:
+    """The same, statistics times `weight` if they follow one replica alone."""
+    if not self._has_chief_statistics:
+      return list(gradients)
+    count = len(self._store.trainable)
+    moves = [mean_update.scaled(m, weight) for m in gradients[count:]]
+    return [*gradients[:count], *moves]
 
   def in_order(
     self, grads_and_vars: Iterable[tuple[parameter_store.Gradient, object]]
   ) -> list[parameter_store.Gradient]:
-    """One finished gradient, or None, per trainable variable of the store.
+    """One finished gradient, or None, per element of `store.contributed`.
 
     Args:
       grads_and_vars: (gradient, variable) pairs; gradients of the variable's
         shape, dense, `tf.IndexedSlices` or None; a variable may be given by
-        its path. Trainable variables left out have no gradient.
+        its path. Variables left out have none. Of a statistic, in place of a
+        gradient, old less new value (see `mean_update`).
 
     Raises:
-      ValueError: If a variable is not a trainable one of the store.
+      ValueError: If a variable is not in the store.
     """
-    gradients: list[parameter_store.Gradient] = [None] * len(self._position)
-    for gradient, variable in grads_and_vars:
-      path = placement.path_of(variable)
-      if path not in self._position:
-        raise ValueError(
-          "`grads_and_vars` must name trainable variables of the store."
-          f" Received: {path!r}."
-        )
-      gradients[self._position[path]] = gradient
-    return self.finish_gradients(gradients)
+    gradients, moves = mean_update.in_order(self._store, grads_and_vars)
+    return self.finish_gradients([*gradients, *moves])
 
   def set_learning_rate(self, rate: float) -> None:
     """Sets the inner Keras optimizer's rate, from the next update on."""

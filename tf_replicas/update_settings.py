@@ -243,7 +243,8 @@ def _periodic_fn(settings, replicas_to_aggregate: int, num_replicas: int):
   if settings.is_of_several:
     counts = [replicas_to_aggregate, num_replicas]
 
-  def new_periodic(optimizer, **common):
+  def new_periodic(optimizer, *, has_chief_statistics=False, **common):
+    del has_chief_statistics  # These rules refuse all statistics.
     new_rule = getattr(periodic_averaging, name)
     return new_rule(optimizer, *counts, period=settings.local_steps, **common)
 

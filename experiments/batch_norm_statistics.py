@@ -1,0 +1,117 @@
+"""How far N replicas of B examples are from one of N * B, by batch norm.
+
+  python -m experiments.batch_norm_statistics [--data_dir=DIR] \
+    [--num_replicas=4] [--batch_size=16]
+
+Claim: they are the same up to rounding where moments are synchronized, and
+otherwise not, since each replica normalizes by moments of its own. Prints the
+distance of one step's gradients, and of the way of the moving statistics, as a
+share of their length.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+import numpy as np
+from absl import flags
+
+from inception_mini import config as config_lib
+from inception_mini import workload
+from tf_replicas import command_line
+from tf_replicas import prepared_datasets
+from tf_replicas import program
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+  """The flags of this experiment; `--help` shows them."""
+  flags.DEFINE_string("data_dir", None, "Of TFRecords; the synthetic set")
+  command_line.define_count("num_replicas", 4, "N")
+  command_line.define_count("batch_size", 16, "B")
+  flags.DEFINE_float("width", 0.25, "Factor of all numbers of channels")
+  flags.DEFINE_float("depth", 0.25, "Factor of the numbers of blocks")
+
+
+def measure(
+  config: config_lib.Config, num_replicas: int
+) -> Iterator[tuple[str, float, float]]:
+  """Measures each kind of statistics.
+
+  Args:
+    config: What is trained; of the batch of one replica, without dropout.
+    num_replicas: N; as many devices of this process compute.
+
+  Yields:
+    The kind, the distance of the gradients and that of the statistics.
+  """
+  import tensorflow as tf
+
+  from inception_mini import sources
+
+  source = sources.find(config.dataset, config.data_dir, subsets=("train",))
+  devices = [f"/device:CPU:{number}" for number in range(num_replicas)]
+
+  def compute(devices, batch, **settings):
+    chosen = dataclasses.replace(config, **settings)
+    replica = workload.make(chosen, source).replica_fn(devices)
+    parameters = [tf.identity(v) for v in replica.shared]
+    found = tf.function(replica.gradients)(parameters, batch).gradients
+    count = len(replica.variables)
+    return [
+      np.concatenate([np.ravel(value) for value in part])
+      for part in (found[:count], found[count:])
+    ]
+
+  whole = workload.make(
+    dataclasses.replace(config, batch_size=config.batch_size * num_replicas),
+    source,
+  )
+  batch = next(iter(whole.replica_fn([]).dataset_fn(1, 0, 0)))
+  first = [x[: config.batch_size] for x in batch]
+  one = compute([], batch)
+  mean = compute(devices, batch)
+
+  def distances(many):
+    for ours, theirs in zip(many, one, strict=True):
+      yield float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+  yield config_lib.MEAN, *distances(mean)
+  # Gradients are averaged in any case.
+  yield config_lib.CHIEF, *distances([mean[0], compute([], first)[1]])
+  kind = config_lib.SYNCHRONIZED
+  yield kind, *distances(compute(devices, batch, batch_norm_statistics=kind))
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  with program.quiet_stderr():
+    from tf_replicas import devices
+
+  with program.one_line_errors(usage=(ValueError, prepared_datasets.DataError)):
+    config = config_lib.from_recipe(
+      "mini",
+      dataset="records" if FLAGS.data_dir else "synthetic",
+      data_dir=FLAGS.data_dir,
+      batch_size=FLAGS.batch_size,
+      width=FLAGS.width,
+      depth=FLAGS.depth,
+      num_classes=11,
+      dropout=0.0,
+    )
+    devices.configure((), num_emulated=FLAGS.num_replicas)
+    print(
+      f"{FLAGS.num_replicas} x {FLAGS.batch_size} against 1 x"
+      f" {FLAGS.num_replicas * FLAGS.batch_size}:"
+    )
+    for kind, gradients, statistics in measure(config, FLAGS.num_replicas):
+      print(
+        f"{kind:12}  gradients {gradients:.1e}  statistics {statistics:.1e}",
+        flush=True,
+      )
+
+
+if __name__ == "__main__":
+  define_flags()
+  command_line.start(main)

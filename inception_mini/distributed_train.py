@@ -1,0 +1,34 @@
+"""Trains an Inception with several replicas, some of them perhaps as backup.
+
+A whole cluster on this machine:
+
+  python -m inception_mini.distributed_train --recipe=mini --data_dir=DIR \
+    --cluster_spec=cluster_specs/local_2ps_3workers.json \
+    --replicas_to_aggregate=2 --train_dir=/tmp/run
+
+One task of a cluster on many: the same with --job_name and --task_index, or
+with TF_CONFIG in the environment.
+
+After TF1's `inception_distributed_train`.
+"""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from inception_mini import training_flags
+from tf_replicas import command_line
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  training_flags.train(
+    "inception_mini.distributed_train", command_line.cluster_options
+  )
+
+
+if __name__ == "__main__":
+  training_flags.define()
+  command_line.define_cluster_flags()
+  flags.DEFINE_alias("num_replicas_to_aggregate", "replicas_to_aggregate")
+  command_line.start(main)

@@ -1,0 +1,162 @@
+"""Measures checkpoints of an Inception training with their moving averages.
+
+  python -m inception_mini.eval --train_dir=/tmp/run [--run_once]
+
+Without --run_once every new checkpoint is measured until training has ended.
+Averages are taken of the weights and of batch normalization's statistics.
+"""
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from absl import flags
+
+from inception_mini import config as config_lib
+from tf_replicas import command_line
+from tf_replicas import run_settings
+
+FLAGS = flags.FLAGS
+
+_K = 5
+
+
+class Result(NamedTuple):
+  """What the images of one checkpoint came to.
+
+  Attributes:
+    precision: Share whose label is the most likely class.
+    recall: Share whose label is among the five most likely.
+    num_examples: How many images.
+  """
+
+  precision: float
+  recall: float
+  num_examples: int
+
+
+def evaluate(
+  config: config_lib.Config,
+  eval_dir: str | None = None,
+  *,
+  subset: str = "validation",
+  run_once: bool = True,
+  batch_size: int = 100,
+  interval_secs: float = 10.0,
+  timeout_secs: float | None = None,
+) -> Result | None:
+  """Measures checkpoints in `config.train_dir`, in float32.
+
+  Prints the precision @ 1 and the recall @ 5 of each, and writes them to
+  TensorBoard.
+
+  Args:
+    config: The run: where it is, its network and its data set.
+    eval_dir: Where the TensorBoard summaries go.
+    subset: `validation`, or `train`.
+    run_once: Whether to measure the newest checkpoint only.
+    batch_size: Images at a time.
+    interval_secs: Seconds between measurements.
+    timeout_secs: How long to wait for a new checkpoint.
+
+  Returns:
+    The last result, or None if there was no checkpoint in time.
+
+  Raises:
+    checkpoints.CheckpointError: If there is none, or it is of another model.
+    sources.DataError: If the data set cannot be read.
+    ValueError: If a number is out of range.
+  """
+  import tensorflow as tf
+
+  from inception_mini import model as model_lib
+  from inception_mini import sources
+  from tf_replicas import evaluation
+
+  source = sources.find(config.dataset, config.data_dir, subsets=(subset,))
+  model = model_lib.of_config(
+    dataclasses.replace(config, compute_dtype="float32"), source.num_classes
+  )
+  count = _counter(model, source, config, subset, batch_size)
+  eval_dir = eval_dir or os.path.join(config.train_dir, "eval")
+  writer = tf.summary.create_file_writer(eval_dir)
+
+  def measure(global_step, values):
+    evaluation.load_into_keras(model, values)
+    result = count()
+    print(
+      f"{datetime.datetime.now()}: precision @ 1 = {result.precision:.4f}"
+      f" recall @ {_K} = {result.recall:.4f} [{result.num_examples} examples]",
+      flush=True,
+    )
+    with writer.as_default(step=global_step):
+      tf.summary.scalar("precision @ 1", result.precision)
+      tf.summary.scalar(f"recall @ {_K}", result.recall)
+    writer.flush()
+    return result
+
+  return evaluation.evaluate(
+    config.train_dir,
+    measure,
+    run_once=run_once,
+    interval_secs=interval_secs,
+    timeout_secs=timeout_secs,
+  )
+
+
+def _counter(model, source, config, subset, batch_size) -> Callable[[], Result]:
+  """Returns what looks at every image once."""
+  import tensorflow as tf
+
+  from inception_mini import inputs
+  from inception_mini import model as model_lib
+
+  @tf.function(reduce_retracing=True)
+  def hits(images, labels):
+    logits = model(images, training=False)[model_lib.LOGITS]
+    k = min(_K, logits.shape[-1])
+    found = [tf.math.in_top_k(labels, logits, n) for n in (1, k)]
+    found.append(tf.ones_like(found[0]))
+    return tf.reduce_sum(tf.cast(tf.stack(found), tf.int64), axis=1)
+
+  batches = inputs.eval_batches(source, config, batch_size, subset=subset)
+
+  def count():
+    first, among, total = np.sum([hits(*batch) for batch in batches], axis=0)
+    return Result(first / total, among / total, int(total))
+
+  return count
+
+
+def _evaluate() -> Result | None:
+  given = command_line.given(("dataset", "data_dir", "image_size"))
+  config = run_settings.of_run(config_lib.Config, FLAGS.train_dir, **given)
+  return evaluate(
+    config,
+    FLAGS.eval_dir,
+    subset=FLAGS.subset,
+    run_once=FLAGS.run_once,
+    batch_size=FLAGS.batch_size,
+    interval_secs=FLAGS.eval_interval_secs,
+    timeout_secs=FLAGS.timeout_secs,
+  )
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  command_line.evaluate(_evaluate)
+
+
+if __name__ == "__main__":
+  command_line.define_evaluation_flags(
+    config_lib.Config.train_dir, batch_size=100
+  )
+  flags.DEFINE_integer("image_size", None, "As in training; that of the run")
+  flags.DEFINE_enum(
+    "subset", "validation", ["validation", "train"], "What to measure on"
+  )
+  command_line.start(main)

@@ -1,0 +1,147 @@
+"""The flags that say which Inception is trained, on whatever machines."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NoReturn
+
+from absl import flags
+
+from inception_mini import config as config_lib
+from inception_mini import workload
+from tf_replicas import command_line
+from tf_replicas import program
+
+FLAGS = flags.FLAGS
+
+# `--help` shows the flags of the binary, also those that it has from here.
+flags.disclaim_key_flags()
+
+# A setting without a value is the recipe's.
+_INTEGERS = {
+  "image_size": "Height and width of what the network sees",
+  "num_classes": "Logits; what the data set says",
+  "max_steps": "Updates to make",
+  "shuffle_examples": "Examples a worker holds to draw the next from",
+}
+_NUMBERS = {
+  "width": "Factor of all numbers of channels",
+  "depth": "Factor of the numbers of blocks",
+  "dropout": "Share of the features dropped before the logits",
+  "learning_rate": "At the first step",
+  "learning_rate_decay_factor": "Of each decay",
+  "num_epochs_per_decay": "Epochs, of all replicas, between decays",
+  "moving_average_decay": "Largest, of the variables' averages",
+  "batch_norm_decay": "Of moving means and variances",
+  "weight_decay": "Of half the squared kernels",
+  "label_smoothing": "Share that all classes divide",
+  "auxiliary_weight": "Of the auxiliary loss; 0 leaves the head out",
+  "min_crop_area": "Least share of the image in a training crop",
+}
+_OTHERS = (
+  "dataset",
+  "data_dir",
+  "train_dir",
+  "batch_size",
+  "seed",
+  "distort_color",
+  "batch_norm_statistics",
+  "compute_dtype",
+)
+
+
+def define() -> None:
+  """The flags of every training binary; `--help` shows them."""
+  command_line.define_training_flags(config_lib.Config.train_dir)
+  flags.DEFINE_string("dataset", None, "records, synthetic or a TFDS name")
+  flags.DEFINE_string("data_dir", None, "Where the data set lies")
+  flags.DEFINE_enum("recipe", "original", [*config_lib.RECIPES], "Settings")
+  for name, words in _INTEGERS.items():
+    flags.DEFINE_integer(name, None, f"{words}; the recipe's")
+  for name, words in _NUMBERS.items():
+    flags.DEFINE_float(name, None, f"{words}; the recipe's")
+  flags.DEFINE_alias("initial_learning_rate", "learning_rate")
+  flags.DEFINE_boolean(
+    "distort_color", None, "Whether training changes colours; the recipe's"
+  )
+  flags.DEFINE_enum(
+    "batch_norm_statistics",
+    None,
+    [*config_lib.BATCH_NORM_STATISTICS],
+    "Whose batches move them; the recipe's",
+  )
+  flags.DEFINE_enum(
+    "compute_dtype",
+    None,
+    [*config_lib.COMPUTE_DTYPES],
+    "Of the network's arithmetic; the recipe's",
+  )
+  flags.DEFINE_string(
+    "pretrained_model_checkpoint_path",
+    None,
+    "Checkpoint or train directory to fine-tune; its heads are not taken",
+  )
+
+
+def train(module: str, options_fn: Callable[[], program.Options]) -> NoReturn:
+  """Is the `main` of a training binary; ends the process.
+
+  Args:
+    module: The binary's name.
+    options_fn: Says how to run, by the flags.
+  """
+  command_line.train(module, options_fn, _config, _workload)
+
+
+def _config(
+  options: program.Options,
+) -> tuple[program.Options, config_lib.Config]:
+  """The options with the length of the run, and what to train."""
+  given = command_line.given([*_INTEGERS, *_NUMBERS, *_OTHERS])
+  config = config_lib.from_recipe(FLAGS.recipe, **given)
+  if config.batch_size % FLAGS.micro_batches:
+    raise ValueError(
+      f"`--micro_batches` must divide the batch of {config.batch_size}."
+      f" Received: {FLAGS.micro_batches}."
+    )
+  if config.batch_norm_statistics == config_lib.SYNCHRONIZED:
+    _check_synchronized(options)
+  return dataclasses.replace(options, max_steps=config.max_steps), config
+
+
+def _check_synchronized(options: program.Options) -> None:
+  """Towers compute in lockstep only where the program that traces has them."""
+  reason = None
+  if options.devices_per_tower > 1:
+    reason = "`layers` spreads a tower over several devices"
+  elif options.is_in_graph and options.num_towers > len(options.replicas):
+    reason = "in-graph workers have several towers"
+  if reason:
+    raise ValueError(
+      "`--batch_norm_statistics=synchronized` needs towers of one device,"
+      f" driven by their own process. Received: {reason}."
+    )
+
+
+def _workload(
+  options: program.Options, config: config_lib.Config
+) -> program.Workload:
+  from inception_mini import model
+  from inception_mini import sources
+  from tf_replicas import fine_tuning
+
+  source = sources.find(config.dataset, config.data_dir, subsets=("train",))
+  try:
+    num_classes = model.num_classes(config, source.num_classes)
+  except ValueError as error:  # It is the data set's.
+    raise sources.DataError(str(error)) from None
+  pretrained = FLAGS.pretrained_model_checkpoint_path
+  # The other tasks may be on machines that do not see it.
+  if pretrained is not None and options.task in (None, options.spec.chief):
+    fine_tuning.find(pretrained)
+  return workload.make(
+    dataclasses.replace(config, num_classes=num_classes),
+    source,
+    layers=options.spec.layers,
+    micro_batches=FLAGS.micro_batches,
+    pretrained=pretrained,
+  )
