@@ -86,6 +86,10 @@ class Rules:
     for optimizer in self._optimizers:
       optimizer.set_learning_rate(rate)
 
+  def stop_at(self, step: int) -> None:
+    """Nothing: all devices make every step together."""
+    del step
+
   def counts(self) -> list:
     """Nothing is offered, so nothing is counted."""
     return []
