@@ -50,6 +50,7 @@ RECIPES = {
     "weight_decay": 0.0,
     "decoupled_weight_decay": 0.1,
     "distort_colors": False,
+    "centered_share": 0.25,
     "moving_average_decay": 0.999,
     "compute_dtype": "bfloat16",
   },
@@ -91,6 +92,8 @@ class Config:
     momentum: Of the optimizer; 0 is plain gradient descent.
     label_smoothing: Share of the target spread over all classes.
     distort_colors: Whether training images change in brightness and contrast.
+    centered_share: Last part of the run, in [0, 1], in which training crops
+      are near the middle of an image, where evaluation crops.
     moving_average_decay: Largest decay of the variables' moving averages.
     weight_decay: Factor of half the squared weights in the loss, for the
       layers that decay.
@@ -118,6 +121,7 @@ class Config:
   momentum: float = 0.0
   label_smoothing: float = 0.0
   distort_colors: bool = True
+  centered_share: float = 0.0
   moving_average_decay: float = 0.9999
   weight_decay: float = 0.004
   decoupled_weight_decay: float = 0.0
@@ -156,6 +160,12 @@ class Config:
       self.decoupled_weight_decay,
       self.optimizer == "muon" or not self.decoupled_weight_decay,
       f"0 with the optimizer {self.optimizer!r}",
+    )
+    _require(
+      "centered_share",
+      self.centered_share,
+      0 <= self.centered_share <= 1,
+      "in [0, 1]",
     )
     _require(
       "warmup_epochs",
@@ -257,6 +267,13 @@ def _clip(value):
 def num_examples(config: Config) -> int:
   """The examples of a whole run."""
   return round(config.num_epochs * NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN)
+
+
+def centered_from(config: Config) -> int | None:
+  """The example from which on crops are near the middle; None: none."""
+  if not config.centered_share:
+    return None
+  return round(num_examples(config) * (1.0 - config.centered_share))
 
 
 def fit(

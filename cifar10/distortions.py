@@ -9,13 +9,15 @@ from cifar10 import config
 MAX_BRIGHTNESS_DELTA = 63.0
 MIN_CONTRAST = 0.2
 MAX_CONTRAST = 1.8
+# Pixels between a crop and the middle one, at most; all that a record allows.
+MAX_SHIFT = (config.RECORD_SIZE - config.IMAGE_SIZE) // 2
 
 
 class Distortions(NamedTuple):
   """What chance decides about each image of a batch, all `[batch]`.
 
   Attributes:
-    top: Row of the crop's upper left corner; int32 in [0, 8].
+    top: Row of the crop's upper left corner; int32 in [0, 8], 4 in the middle.
     left: Its column; int32 in [0, 8].
     flip: Whether the crop is mirrored left to right.
     brightness: Added to every value; in [-63, 63).
@@ -29,23 +31,27 @@ class Distortions(NamedTuple):
   contrast: tf.Tensor
 
 
-def draw(seed: tf.Tensor, num_images: int) -> Distortions:
+def draw(
+  seed: tf.Tensor, num_images: int, *, max_shift: int | tf.Tensor = MAX_SHIFT
+) -> Distortions:
   """Draws independent distortions for a number of images.
 
   Args:
     seed: `[2]` integers, as of TensorFlow's stateless random ops.
     num_images: Length of each result.
+    max_shift: Pixels between a crop and the middle one in each direction, at
+      most; in [0, 4], may be a scalar tensor.
   """
   seeds = tf.unstack(tf.random.split(seed, 5), num=5)
   shape = [num_images]
-  num_offsets = config.RECORD_SIZE - config.IMAGE_SIZE + 1
+  first, last = MAX_SHIFT - max_shift, MAX_SHIFT + max_shift
 
   def uniform(seed, low, high, dtype=tf.float32):
     return tf.random.stateless_uniform(shape, seed, low, high, dtype)
 
   return Distortions(
-    top=uniform(seeds[0], 0, num_offsets, tf.int32),
-    left=uniform(seeds[1], 0, num_offsets, tf.int32),
+    top=uniform(seeds[0], first, last + 1, tf.int32),
+    left=uniform(seeds[1], first, last + 1, tf.int32),
     flip=uniform(seeds[2], 0.0, 1.0) < 0.5,
     brightness=uniform(seeds[3], -MAX_BRIGHTNESS_DELTA, MAX_BRIGHTNESS_DELTA),
     contrast=uniform(seeds[4], MIN_CONTRAST, MAX_CONTRAST),

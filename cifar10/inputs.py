@@ -17,6 +17,9 @@ from cifar10 import sources
 PARALLEL_BATCHES = 2
 PREFETCHED_BATCHES = 4
 
+# Pixels between a crop and the middle one, at most, from `centered_from` on.
+CENTERED_MAX_SHIFT = 2
+
 
 def train_dataset(
   source: sources.Source,
@@ -27,6 +30,7 @@ def train_dataset(
   shard_index: int | tf.Tensor = 0,
   start_example: int | tf.Tensor = 0,
   distort_colors: bool = True,
+  centered_from: int | None = None,
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
@@ -51,6 +55,8 @@ def train_dataset(
       a checkpoint: the number of examples all workers used so far. Skipping
       costs nothing.
     distort_colors: Whether brightness and contrast change.
+    centered_from: Global batches that begin at this example of the stream or
+      later are cropped near the middle, where evaluation crops; None: none.
 
   Returns:
     A dataset of float32 images `[batch_size, 24, 24, 3]` and int64 labels
@@ -78,7 +84,11 @@ def train_dataset(
   def batches(images, labels):
     def batch(position, indices):
       step_seed = tf.random.fold_in(distortion_seed, position)
-      draws = distortions.draw(step_seed, global_batch)
+      max_shift = distortions.MAX_SHIFT
+      if centered_from is not None:
+        is_centered = position >= centered_from
+        max_shift = tf.where(is_centered, CENTERED_MAX_SHIFT, max_shift)
+      draws = distortions.draw(step_seed, global_batch, max_shift=max_shift)
       chosen = mine(indices)
       distorted = distortions.apply(
         tf.gather(images, chosen),

@@ -71,6 +71,7 @@ def _replica(config, layers, micro_batches, devices):
       shard_index=shard_index,
       start_example=start_example,
       distort_colors=config.distort_colors,
+      centered_from=config_lib.centered_from(config),
     )
 
   return tf_replicas.Replica(

@@ -40,6 +40,7 @@ def test_settings_win_over_the_recipe():
     ("optimizer", "adagrad"),
     ("schedule", "cosine"),
     ("label_smoothing", 1.0),
+    ("centered_share", 1.25),
     ("learning_rate_scale", 0.0),
     ("num_epochs", -2.0),
     ("warmup_epochs", 256.0),
@@ -125,6 +126,15 @@ def test_one_cycle_is_as_long_as_the_run():
   assert config.learning_rate(settings, 500_000) == 0.0
   assert fit("modern", num_epochs=20.0).warmup_epochs == pytest.approx(2.0)
   assert fit("modern", num_epochs=20.0, warmup_epochs=1.0).warmup_epochs == 1.0
+
+
+def test_late_crops_begin_with_the_last_part_of_the_run():
+  assert config.centered_from(fit("tutorial")) is None
+  settings = fit("modern", num_epochs=20.0)
+  settings = dataclasses.replace(settings, centered_share=0.25)
+  assert config.centered_from(settings) == 15 * 50_000
+  settings = fit("modern", 250, max_steps=2000, centered_share=0.2)
+  assert config.centered_from(settings) == 8 * 50_000
 
 
 @pytest.mark.parametrize(

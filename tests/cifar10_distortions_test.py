@@ -145,6 +145,16 @@ def test_distribution_is_that_of_tf_image():
     assert np.std(z) == pytest.approx(1.0, abs=0.2)
 
 
+@pytest.mark.parametrize("max_shift", [0, 2])
+def test_crops_may_be_near_the_middle(max_shift):
+  drawn = distortions.draw([7, 8], 2_000, max_shift=tf.constant(max_shift))
+  for offsets in (drawn.top, drawn.left):
+    expected = np.arange(4 - max_shift, 4 + max_shift + 1)
+    found, counts = np.unique(offsets, return_counts=True)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(counts * len(expected) / 2_000, 1, atol=0.2)
+
+
 def test_same_seed_same_distortions():
   images = noise(8)
   first, again, other = (distortions.distort(images, [4, s]) for s in (1, 1, 2))

@@ -101,10 +101,27 @@ def test_shards_together_are_one_larger_batch():
   )
 
 
+def test_late_crops_are_near_the_middle():
+  wide, _ = train(3, batch_size=20)
+  narrow, _ = train(3, batch_size=20, centered_from=20)
+  np.testing.assert_array_equal(narrow[0], wide[0])
+  assert np.any(narrow[1] != wide[1])
+  shards = [
+    train(3, batch_size=10, num_shards=2, shard_index=i, centered_from=20)[0]
+    for i in range(2)
+  ]
+  np.testing.assert_allclose(np.concatenate(shards, axis=1), narrow, atol=1e-5)
+  # A batch is wide if it begins before; one begins at example 0, 20 and 40.
+  late, _ = train(3, batch_size=20, centered_from=21)
+  np.testing.assert_array_equal(late[:2], wide[:2])
+  np.testing.assert_array_equal(late[2], narrow[2])
+
+
 @pytest.mark.parametrize("num_done", [1, 4, 7])
 def test_a_resumed_run_goes_on_where_it_stopped(num_done):
-  images, labels = train(10, num_shards=2)
-  resumed = train(10 - num_done, num_shards=2, start_example=num_done * 10)
+  arguments = dict(num_shards=2, centered_from=50)
+  images, labels = train(10, **arguments)
+  resumed = train(10 - num_done, start_example=num_done * 10, **arguments)
   np.testing.assert_array_equal(resumed[0], images[num_done:])
   np.testing.assert_array_equal(resumed[1], labels[num_done:])
 
