@@ -90,17 +90,17 @@ class UpdateTest(parameterized.TestCase):
 
 
 class StoreTest(stores.TestCase):
-  def test_task_by_task_is_one_apply(self):
+  """On two PS tasks; the first holds the convolution and `local3`."""
+
+  def _build(self):
     store = stores.create(VALUES, 2, placement.RoundRobin(2))
     inner = inner_optimizer.InnerOptimizer(_optimizer())
     inner.build(store)
-    reference = _optimizer()
-    variables = [
-      keras.Variable(v, name=p.replace("/", "_")) for p, v in VALUES.items()
-    ]
-    for step in range(3):
+    return store, inner
+
+  def _train(self, store, inner, steps):
+    for step in steps:
       gradients = _gradients(step)
-      reference.apply(gradients, variables)
       inner.refresh()
       for task in range(2):
         shards = store.contributed_shards(task)
@@ -110,10 +110,35 @@ class StoreTest(stores.TestCase):
           [store.variables(p)[number] for p, number in shards],
           tf.constant(step, tf.int64),
         )
+
+  def test_task_by_task_is_one_apply(self):
+    store, inner = self._build()
+    self._train(store, inner, range(3))
+    reference = _optimizer()
+    variables = [
+      keras.Variable(v, name=p.replace("/", "_")) for p, v in VALUES.items()
+    ]
+    for step in range(3):
+      reference.apply(_gradients(step), variables)
     for ours, theirs, path in zip(
       stores.numpy(store.read()), stores.numpy(variables), VALUES, strict=True
     ):
       np.testing.assert_allclose(ours, theirs, rtol=2e-5, err_msg=path)
+
+  def test_goes_on_from_its_slots(self):
+    store, inner = self._build()
+    self._train(store, inner, range(2))
+    state = store.state()
+    for path in VALUES:
+      self.assertIn(f"slots/momentum/{path}", state)
+    self._train(store, inner, [2])
+    expected = stores.numpy(store.read())
+    self.new_cluster()
+    store, inner = self._build()
+    store.load_state(state)
+    self._train(store, inner, [2])
+    for ours, theirs in zip(stores.numpy(store.read()), expected, strict=True):
+      np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
   def test_shards_are_refused(self):
     policy = placement.Partitioned(2, min_shard_bytes=16)
