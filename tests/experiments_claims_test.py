@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import numpy as np
+import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -51,6 +52,10 @@ class VerdictTest(parameterized.TestCase):
 
 
 class ClaimTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    pytest.importorskip("matplotlib")
+
   @parameterized.parameters(stale_ball, sixteen_or_eight)
   def test_quick_run(self, module):
     """Both files are written; the numbers decide."""
