@@ -17,13 +17,14 @@ batches and does nothing with them.
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
 from absl import app
 from absl import flags
+
+from experiments import programs
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 3, "How often each is measured")
@@ -50,7 +51,7 @@ _DECAY = 0.004
 def ours(num_towers: int) -> float:
   """Examples/sec of the binary after the warm-up, from its own log lines."""
   with tempfile.TemporaryDirectory() as train_dir:
-    output = _output(
+    output = programs.output(
       "cifar10.multi_gpu_train",
       "--dataset=synthetic",
       "--emulate_gpus",
@@ -190,7 +191,9 @@ def measure(row: str) -> float:
     return ours(1)
   if row == "towers":
     return ours(FLAGS.towers)
-  output = _output("benchmarks.one_machine", *sys.argv[1:], f"--row={row}")
+  output = programs.output(
+    "benchmarks.one_machine", *sys.argv[1:], f"--row={row}"
+  )
   return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
 
 
@@ -200,19 +203,6 @@ def _measure_here(row: str) -> float:
   if row.startswith("fit"):
     return fit("auto" if row == "fit auto" else False)
   return strategy(row)
-
-
-def _output(module: str, *arguments: str) -> str:
-  result = subprocess.run(
-    [sys.executable, "-m", module, *arguments],
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=600,
-  )
-  if result.returncode:
-    raise RuntimeError(f"{module} failed:\n{result.stdout}{result.stderr}")
-  return result.stdout
 
 
 def main(argv: list[str]) -> None:

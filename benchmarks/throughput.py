@@ -12,12 +12,12 @@ asynchronous updates TensorFlow's own come along.
 import pathlib
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 
 from absl import app
 from absl import flags
+
+from experiments import programs
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 3, "How often each is measured")
@@ -32,7 +32,7 @@ _WARM_UP_STEPS = 50
 def single_process() -> float:
   """Examples/sec of the plain loop."""
   sizes = [FLAGS.batch_size * FLAGS.workers, _WARM_UP_STEPS, FLAGS.steps]
-  output = _output("benchmarks.single_process", *map(str, sizes))
+  output = programs.output("benchmarks.single_process", *map(str, sizes))
   return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
 
 
@@ -47,7 +47,7 @@ def plain_async() -> float:
   """Examples/sec of TensorFlow's own strategy."""
   with tempfile.TemporaryDirectory() as directory:
     steps = [n * FLAGS.workers for n in (_WARM_UP_STEPS, FLAGS.steps)]
-    output = _output(
+    output = programs.output(
       "benchmarks.plain_async",
       str(_write_spec(directory)),
       *map(str, [FLAGS.batch_size, *steps]),
@@ -63,7 +63,7 @@ def cluster(replication: str) -> float:
   with tempfile.TemporaryDirectory() as directory:
     spec = _write_spec(directory)
     # The last log line covers exactly the steps after the warm-up.
-    output = _output(
+    output = programs.output(
       "cifar10.distributed_train",
       f"--cluster_spec={spec}",
       f"--train_dir={directory}/run",
@@ -77,20 +77,6 @@ def cluster(replication: str) -> float:
   rates = re.findall(r"\(([\d.]+) examples/sec; ([\d.]+) sec/batch\)", output)
   # The first window holds the start.
   return statistics.harmonic_mean(float(rate) for rate, _ in rates[1:])
-
-
-def _output(module: str, *arguments: str) -> str:
-  result = subprocess.run(
-    [sys.executable, "-m", module, *arguments],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    check=False,
-    timeout=600,
-  )
-  if result.returncode:
-    raise RuntimeError(f"{module} failed:\n{result.stdout}{result.stderr}")
-  return result.stdout
 
 
 def main(argv: list[str]) -> None:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import TypeVar
 
+from tf_replicas import run_settings
+
 NUM_CLASSES = 10
 RECORD_SIZE = 32  # Height and width of a stored image.
 IMAGE_SIZE = 24  # Height and width of what the network sees.
@@ -124,11 +126,19 @@ class Config:
   compute_dtype: str = "float32"
 
   def __post_init__(self):
-    _require("dataset", self.dataset, bool(self.dataset), "not empty")
-    _require("train_dir", self.train_dir, bool(self.train_dir), "not empty")
-    _require("batch_size", self.batch_size, self.batch_size >= 1, "positive")
-    _require("seed", self.seed, self.seed >= 0, "at least 0")
-    _require("max_steps", self.max_steps, self.max_steps >= 1, "positive")
+    run_settings.require(
+      "dataset", self.dataset, bool(self.dataset), "not empty"
+    )
+    run_settings.require(
+      "train_dir", self.train_dir, bool(self.train_dir), "not empty"
+    )
+    run_settings.require(
+      "batch_size", self.batch_size, self.batch_size >= 1, "positive"
+    )
+    run_settings.require("seed", self.seed, self.seed >= 0, "at least 0")
+    run_settings.require(
+      "max_steps", self.max_steps, self.max_steps >= 1, "positive"
+    )
     for name, choices in (
       ("recipe", sorted(RECIPES)),
       ("compute_dtype", COMPUTE_DTYPES),
@@ -136,7 +146,9 @@ class Config:
       ("schedule", SCHEDULES),
     ):
       value = getattr(self, name)
-      _require(name, value, value in choices, "one of " + ", ".join(choices))
+      run_settings.require(
+        name, value, value in choices, "one of " + ", ".join(choices)
+      )
     for name in (
       "learning_rate",
       "learning_rate_decay_factor",
@@ -144,26 +156,28 @@ class Config:
       "num_epochs_per_decay",
       "num_epochs",
     ):
-      _require(name, getattr(self, name), getattr(self, name) > 0, "positive")
+      run_settings.require(
+        name, getattr(self, name), getattr(self, name) > 0, "positive"
+      )
     for name in ("momentum", "moving_average_decay", "label_smoothing"):
       value = getattr(self, name)
-      _require(name, value, 0 <= value < 1, "in [0, 1)")
+      run_settings.require(name, value, 0 <= value < 1, "in [0, 1)")
     for name in ("weight_decay", "decoupled_weight_decay"):
       value = getattr(self, name)
-      _require(name, value, value >= 0, "at least 0")
-    _require(
+      run_settings.require(name, value, value >= 0, "at least 0")
+    run_settings.require(
       "decoupled_weight_decay",
       self.decoupled_weight_decay,
       self.optimizer == "muon" or not self.decoupled_weight_decay,
       f"0 with the optimizer {self.optimizer!r}",
     )
-    _require(
+    run_settings.require(
       "centered_share",
       self.centered_share,
       0 <= self.centered_share <= 1,
       "in [0, 1]",
     )
-    _require(
+    run_settings.require(
       "warmup_epochs",
       self.warmup_epochs,
       0 <= self.warmup_epochs < self.num_epochs,
@@ -277,8 +291,3 @@ def fit(
   if max_steps is None:
     max_steps = math.ceil(num_examples(config) / effective_batch)
   return dataclasses.replace(config, max_steps=max_steps)
-
-
-def _require(name: str, value: object, holds: bool, rule: str) -> None:
-  if not holds:
-    raise ValueError(f"`{name}` must be {rule}. Received: {value!r}.")

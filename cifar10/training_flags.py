@@ -88,11 +88,7 @@ def _fit(options: program.Options) -> config_lib.Config:
   given = command_line.given(_SETTINGS)
   recipe = config_lib.from_recipe(FLAGS.recipe)
   batch_size = given.get("batch_size", recipe.batch_size)
-  if batch_size % FLAGS.micro_batches:
-    raise ValueError(
-      f"`--micro_batches` must divide the batch of {batch_size}. Received:"
-      f" {FLAGS.micro_batches}."
-    )
+  command_line.check_micro_batches(batch_size)
   effective = options.effective_batch(batch_size)
   if FLAGS.scale_learning_rate:
     given["learning_rate_scale"] = effective / batch_size

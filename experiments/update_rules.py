@@ -22,6 +22,7 @@ from typing import NamedTuple
 from absl import flags
 
 from experiments import claims
+from experiments import programs
 from experiments import slow_down
 from tf_replicas import command_line
 from tf_replicas import program
@@ -124,7 +125,7 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
     ],
     slow_worker=workers - 1,
   )
-  evaluated = _output(
+  evaluated = programs.output(
     "cifar10.eval", f"--train_dir={directory}/run", "--run_once"
   )
   lines = [
@@ -179,19 +180,6 @@ def _train(arguments: Sequence[str], slow_worker: int) -> str:
   if process.returncode:
     raise RuntimeError(f"training failed:\n{output}")
   return output
-
-
-def _output(module: str, *arguments: str) -> str:
-  result = subprocess.run(
-    [sys.executable, "-m", module, *arguments],
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=600,
-  )
-  if result.returncode:
-    raise RuntimeError(f"{module} failed:\n{result.stdout}{result.stderr}")
-  return result.stdout
 
 
 def table(rows: Sequence[dict]) -> str:

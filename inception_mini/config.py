@@ -6,6 +6,8 @@ Imports no TensorFlow, so that a launcher can check its flags at once.
 import dataclasses
 from typing import TypeVar
 
+from tf_replicas import run_settings
+
 MIN_IMAGE_SIZE = 32
 MAX_IMAGE_SIZE = 299
 
@@ -117,7 +119,9 @@ class Config:
   def __post_init__(self):
     def require(rule, holds, *names):
       for name in names:
-        _require(name, getattr(self, name), holds(getattr(self, name)), rule)
+        run_settings.require(
+          name, getattr(self, name), holds(getattr(self, name)), rule
+        )
 
     require("not empty", bool, "dataset", "train_dir")
     require(
@@ -202,8 +206,3 @@ def learning_rate(
   )
   num_decays = (examples_seen / examples_per_decay) // 1
   return config.learning_rate * config.learning_rate_decay_factor**num_decays
-
-
-def _require(name: str, value: object, holds: bool, rule: str) -> None:
-  if not holds:
-    raise ValueError(f"`{name}` must be {rule}. Received: {value!r}.")

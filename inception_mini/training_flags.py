@@ -98,11 +98,7 @@ def _config(
   """The options with the length of the run, and what to train."""
   given = command_line.given([*_INTEGERS, *_NUMBERS, *_OTHERS])
   config = config_lib.from_recipe(FLAGS.recipe, **given)
-  if config.batch_size % FLAGS.micro_batches:
-    raise ValueError(
-      f"`--micro_batches` must divide the batch of {config.batch_size}."
-      f" Received: {FLAGS.micro_batches}."
-    )
+  command_line.check_micro_batches(config.batch_size)
   if config.batch_norm_statistics == config_lib.SYNCHRONIZED:
     _check_synchronized(options)
   return dataclasses.replace(options, max_steps=config.max_steps), config

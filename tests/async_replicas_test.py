@@ -321,7 +321,7 @@ class InterleavingTest(stores.TestCase):
     """Of two, one may make the last update; it is lost, the other makes it."""
     training = Training(_rule(lambda: SGD(0.5), 2), 2)
     training.chief.stop_at(1)
-    admit = tf.function(training.chief._applications.admit)
+    admit = tf.function(training.chief.applications.admit)
     zero, yes = tf.constant(0, tf.int64), tf.constant(True)
     self.assertTrue(admit(tf.constant(1, tf.int64), zero, yes).admitted)
     answers = []

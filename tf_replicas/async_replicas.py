@@ -68,6 +68,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     total_num_replicas: M, the replicas that apply.
     refresh_every: K.
     policy: What is done about staleness.
+    applications: What is under way, once `build` was called.
   """
 
   replicas_to_aggregate = 1
@@ -152,7 +153,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     self.bind(store)
     self._device = store.device_of_task(0)
     count = self.total_num_replicas
-    self._applications = applications.Applications(
+    self.applications = applications.Applications(
       store, count, self.policy.admits, self._per_update
     )
     self._gates: gates.Gates | None = None
@@ -184,7 +185,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
 
   def initialize(self, values: Sequence[tf.Tensor]) -> None:
     """Gives everything but the slots and the global step its first value."""
-    self._applications.initialize()
+    self.applications.initialize()
     self._replica_update.initialize()
     if self._gates is not None:
       self._gates.initialize()
@@ -244,8 +245,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       local_step: int64 scalar, the global step whose variables were used.
       loss: Scalar, for the reports: the mean over these examples.
       num_examples: Scalar, how many examples the gradients are the mean of.
-      ticket: That of the last `Release`, unless -1: how many gradients came of
-        what was read last.
+      ticket: That of the last `Release`, unless -1.
 
     Returns:
       Whether the gradients were applied, and the global step after it; its
@@ -266,7 +266,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       clock = self._gates.next_clock(replica)
       passed = [self._gates.before(replica, clock)]
     with tf.control_dependencies(passed):
-      admission = self._applications.admit(replica, local_step, is_sound)
+      admission = self.applications.admit(replica, local_step, is_sound)
 
     def use():
       return self._replica_update(
@@ -274,9 +274,9 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
         gradients,
         admission.version,
         admission.staleness,
-        self._applications.pending,
+        self.applications.pending,
         functools.partial(
-          self._applications.finish,
+          self.applications.finish,
           replica,
           admission.staleness,
           loss,
@@ -315,7 +315,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
 
   def stop_at(self, step: int) -> None:
     """Admits nothing that would take the global step beyond `step`."""
-    self._applications.stop_at(step)
+    self.applications.stop_at(step)
 
   def apply_update(self) -> updates.Update:
     """Waits for an update; what was applied since the last call.
@@ -326,20 +326,20 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       tf.errors.OutOfRangeError: After `close`.
     """
     self.inner.refresh()
-    return self._applications.collect(self.inner.learning_rate)
+    return self.applications.collect(self.inner.learning_rate)
 
   # For whoever drives or watches it.
 
   def counts(self) -> list[updates.Counts]:
     """What became of each replica's gradients; late: dropped as too stale."""
-    return self._applications.counts()
+    return self.applications.counts()
 
   def ledger(self) -> ledger.Ledger:
     """Who waits at a gate, and who is given up, as NumPy values."""
     status = np.full(self.total_num_replicas, ledger.Status.COMPUTING)
     if self._gates is not None:
       status[self._gates.is_waiting().numpy()] = ledger.Status.WAITING
-    status[self._applications.is_lost().numpy()] = ledger.Status.LOST
+    status[self.applications.is_lost().numpy()] = ledger.Status.LOST
     return ledger.new_ledger(len(status), 1)._replace(status=status)
 
   def declare_lost(self, replica: int, tag: int) -> None:
@@ -350,14 +350,14 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     def lose(replica):
       if self._gates is not None:
         self._gates.declare_lost(replica)
-      self._applications.declare_lost(replica)
+      self.applications.declare_lost(replica)
 
     lose(tf.constant(replica, tf.int64))
 
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
     try:
-      self._applications.wake()
+      self.applications.wake()
     except tf.errors.OpError:
       pass  # It was closed meanwhile, which ends the wait as well.
 
@@ -366,7 +366,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
 
     @tf.function(autograph=False)
     def end():
-      self._applications.end()
+      self.applications.end()
       if self._gates is not None:
         self._gates.open()
 
@@ -379,14 +379,14 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       What `apply_update` did not tell of yet, if there is anything.
     """
     self.end_replicas()
-    self._applications.await_idleness()
-    return self._applications.collect_rest(self.inner.learning_rate)
+    self.applications.await_idleness()
+    return self.applications.collect_rest(self.inner.learning_rate)
 
   def resume(self) -> None:
     """Admits again; replicas may come in any order."""
     if self._gates is not None:
       self._gates.initialize()
-    self._applications.resume()
+    self.applications.resume()
 
   def give_up(self, replica: int) -> None:
     """Makes `apply_gradients`, in another thread, raise an error."""
@@ -397,4 +397,4 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     """Ends the training: every replica gets `OutOfRangeError`."""
     if self._gates is not None:
       self._gates.close()
-    self._applications.close()
+    self.applications.close()

@@ -161,6 +161,15 @@ def given(names: Iterable[str]) -> dict[str, object]:
   return {name: value for name, value in values.items() if value is not None}
 
 
+def check_micro_batches(batch_size: int) -> None:
+  """Raises ValueError unless `--micro_batches` divides a tower's batch."""
+  if batch_size % FLAGS.micro_batches:
+    raise ValueError(
+      f"`--micro_batches` must divide the batch of {batch_size}. Received:"
+      f" {FLAGS.micro_batches}."
+    )
+
+
 def start(main: Callable[[Sequence[str]], None]) -> NoReturn:
   """Parses the flags and calls `main`; a mistake in them is one line."""
   # What TensorFlow remarks on its devices, unless somebody asks for it.

@@ -121,7 +121,5 @@ class ElasticExchange:
     for position, index in enumerate(self._store.trainable):
       shards = self._store.shards[index]
       parts = [values[position, number] for number in range(len(shards))]
-      whole.append(
-        parts[0] if len(parts) == 1 else tf.concat(parts, shards[0].axis)
-      )
+      whole.append(parameter_store.join(parts, shards))
     return whole

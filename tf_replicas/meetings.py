@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_replicas import applications
 from tf_replicas import async_replicas
 from tf_replicas import contributions
 from tf_replicas import elastic_exchange
@@ -160,10 +159,6 @@ class AtTheCentre:
 
   def build(self, store: parameter_store.ParameterStore) -> None:
     """As for `Together`."""
-    # Found by name: these are the rule's.
-    self._applications = applications.Applications(
-      store, self.rule.total_num_replicas, None
-    )
     self.rule.inner.build(store, is_chief=False)
     self._exchange = elastic_exchange.ElasticExchange(store, self.rule.update)
 
@@ -181,12 +176,12 @@ class AtTheCentre:
     parameters = local.parameters
     is_sound = tf.math.is_finite(local.loss)
     is_sound &= gradient_queues.all_finite(parameters)
-    admission = self._applications.admit(replica, step, is_sound)
+    admission = self.rule.applications.admit(replica, step, is_sound)
 
     def exchange():
       centre = self._exchange(parameters, admission.version)
       with tf.control_dependencies(centre):
-        now = self._applications.finish(
+        now = self.rule.applications.finish(
           replica, admission.staleness, local.loss, local.num_examples
         )
       return [now, *centre]

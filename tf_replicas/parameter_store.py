@@ -308,7 +308,7 @@ class ParameterStore:
         for i, tensor in zip(group, tensors, strict=True):
           parts[owners[i]] = tf.cast(tensor, self.item(*owners[i]).dtype)
     return [
-      _join([parts[index, n] for n in range(len(shards))], shards)
+      join([parts[index, n] for n in range(len(shards))], shards)
       for index, shards in enumerate(self.shards)
     ]
 
@@ -373,7 +373,7 @@ class ParameterStore:
       state[f"variables/{spec.path}"] = value
     for name, (index, variables) in self._beside.items():
       parts = [v.read_value() for v in variables]
-      state[name] = _join(parts, self.shards[index])
+      state[name] = join(parts, self.shards[index])
     for name, variable in self._others.items():
       state[name] = variable.read_value()
     return state
@@ -396,5 +396,5 @@ class ParameterStore:
     resources.await_assigned(sum(self._variables, [self.global_step]))
 
 
-def _join(parts: Sequence[tf.Tensor], shards) -> tf.Tensor:
+def join(parts: Sequence[tf.Tensor], shards) -> tf.Tensor:
   return parts[0] if len(parts) == 1 else tf.concat(parts, shards[0].axis)

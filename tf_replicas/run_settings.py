@@ -54,3 +54,13 @@ def of_run(
     except (TypeError, ValueError) as error:
       raise ValueError(f"{path} is damaged: {error}") from None
   return dataclasses.replace(recorded, train_dir=train_dir, **given)
+
+
+def require(name: str, value: object, holds: bool, rule: str) -> None:
+  """Checks a setting.
+
+  Raises:
+    ValueError: Unless it `holds`, with the setting, the rule and the value.
+  """
+  if not holds:
+    raise ValueError(f"`{name}` must be {rule}. Received: {value!r}.")
