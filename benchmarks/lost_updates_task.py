@@ -6,7 +6,7 @@ import sys
 
 from benchmarks import lost_updates
 from tf_replicas import cluster
-from tf_replicas import program
+from tf_replicas import processes
 from tf_replicas import server
 
 _SIZE = 100
@@ -49,7 +49,7 @@ def _train(driver, index: int, increments: int, directory) -> None:
 
   @tf.function
   def contribute(step, parameters):
-    release, parameters = towers.contribute(
+    release, parameters, _ = towers.contribute(
       driver.store,
       driver.optimizer,
       driver.replica,
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> None:
   else:
     how = name, use_locking == "1", int(increments)
     run_client(spec, task, *how, pathlib.Path(path).parent)
-  program.exit_now(0)
+  processes.exit_now(0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from absl import flags
 
 from cifar10 import config as config_lib
 from tf_replicas import command_line
+from tf_replicas import processes
 from tf_replicas import program
 
 FLAGS = flags.FLAGS
@@ -116,11 +117,11 @@ def _save(
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  with program.quiet_stderr():
+  with processes.quiet_stderr():
     from tf_replicas import checkpoints
     from tf_replicas import devices
 
-  with program.one_line_errors(
+  with processes.one_line_errors(
     usage=(FileExistsError, checkpoints.CheckpointError),
     run_time=program.RUN_TIME_ERRORS,
   ):

@@ -20,7 +20,7 @@ from inception_mini import config as config_lib
 from inception_mini import workload
 from tf_replicas import command_line
 from tf_replicas import prepared_datasets
-from tf_replicas import program
+from tf_replicas import processes
 
 FLAGS = flags.FLAGS
 
@@ -86,10 +86,12 @@ def measure(
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  with program.quiet_stderr():
+  with processes.quiet_stderr():
     from tf_replicas import devices
 
-  with program.one_line_errors(usage=(ValueError, prepared_datasets.DataError)):
+  with processes.one_line_errors(
+    usage=(ValueError, prepared_datasets.DataError)
+  ):
     config = config_lib.from_recipe(
       "mini",
       dataset="records" if FLAGS.data_dir else "synthetic",

@@ -30,7 +30,7 @@ from typing import NoReturn
 from absl import flags
 
 from tf_replicas import command_line
-from tf_replicas import program
+from tf_replicas import processes
 
 FLAGS = flags.FLAGS
 # `--help` shows the flags of the experiment, also those that it has from here.
@@ -193,6 +193,16 @@ def machine() -> str:
   return f"{name}, {cores} cores, Python {platform.python_version()}"
 
 
+def require_matplotlib() -> None:
+  """Raises ValueError, which says what to do, if it is not installed."""
+  try:
+    import matplotlib  # noqa: F401
+  except ImportError:
+    raise ValueError(
+      "Pictures need matplotlib: pip install tf-replicas[plots]"
+    ) from None
+
+
 def new_figure(width: float, height: float, **more) -> tuple:
   """`pyplot.subplots` without a display, sizes in inches."""
   import matplotlib
@@ -213,13 +223,8 @@ def start(claim: Claim) -> NoReturn:
 
 
 def _main(claim: Claim) -> None:
-  with program.one_line_errors(usage=(ValueError,), run_time=(OSError,)):
-    try:
-      import matplotlib  # noqa: F401
-    except ImportError:
-      raise ValueError(
-        "Pictures need matplotlib: pip install tf-replicas[plots]"
-      ) from None
+  with processes.one_line_errors(usage=(ValueError,), run_time=(OSError,)):
+    require_matplotlib()
     os.makedirs(FLAGS.output, exist_ok=True)
   report = run(
     claim, FLAGS.output, num_seeds=FLAGS.num_seeds, is_quick=FLAGS.quick

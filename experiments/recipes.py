@@ -19,7 +19,7 @@ from absl import flags
 
 from cifar10 import config as config_lib
 from tf_replicas import command_line
-from tf_replicas import program
+from tf_replicas import processes
 from tf_replicas import run_settings
 
 FLAGS = flags.FLAGS
@@ -93,7 +93,7 @@ def draw(curves: dict[str, list], path: str, max_epochs: float | None) -> None:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  with program.one_line_errors(usage=(ValueError,)):
+  with processes.one_line_errors(usage=(ValueError,)):
     curves = {}
     for run in FLAGS.runs:
       name, _, train_dir = run.partition("=")

@@ -24,7 +24,7 @@ from absl import flags
 
 from experiments import claims
 from tf_replicas import command_line
-from tf_replicas import program
+from tf_replicas import processes
 
 FLAGS = flags.FLAGS
 
@@ -271,7 +271,7 @@ def render(directory: str, failed: Sequence[str] = ()) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  with program.one_line_errors(usage=(ValueError,), run_time=(OSError,)):
+  with processes.one_line_errors(usage=(ValueError,), run_time=(OSError,)):
     failed = []
     if not FLAGS.render_only:
       os.makedirs(FLAGS.output, exist_ok=True)

@@ -25,7 +25,7 @@ from experiments import claims
 from experiments import programs
 from experiments import slow_down
 from tf_replicas import command_line
-from tf_replicas import program
+from tf_replicas import processes
 
 FLAGS = flags.FLAGS
 _LOG_LINE = re.compile(r"([-\d]+ [:.\d]+): step (\d+), loss = ([\d.]+) \(")
@@ -205,7 +205,7 @@ def table(rows: Sequence[dict]) -> str:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  with program.one_line_errors(
+  with processes.one_line_errors(
     usage=(ValueError,), run_time=(RuntimeError, LookupError, OSError)
   ):
     chosen = [

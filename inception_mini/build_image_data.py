@@ -17,7 +17,7 @@ from absl import flags
 
 from inception_mini import image_folders
 from tf_replicas import command_line
-from tf_replicas import program
+from tf_replicas import processes
 
 FLAGS = flags.FLAGS
 
@@ -223,7 +223,7 @@ def _build_from_flags() -> None:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  with program.quiet_stderr():
+  with processes.quiet_stderr():
     import tensorflow as tf
 
     from inception_mini import records
@@ -236,11 +236,11 @@ def main(argv: Sequence[str]) -> None:
     shards.BuildError,
   )
   try:
-    with program.one_line_errors(usage, (OSError, tf.errors.OpError)):
+    with processes.one_line_errors(usage, (OSError, tf.errors.OpError)):
       _build_from_flags()
   except (KeyboardInterrupt, shards.Interrupted):
     print("interrupted; the same command goes on from here", file=sys.stderr)
-    program.exit_now(130)
+    processes.exit_now(130)
 
 
 if __name__ == "__main__":

@@ -373,7 +373,7 @@ class InterleavingTest(stores.TestCase):
     ticket, seen = tf.constant(-1, tf.int64), []
     for _ in range(7):
       seen.append((int(step), float(parameters[1][0])))
-      release, parameters = contribute(step, ticket, *parameters)
+      release, parameters, _ = contribute(step, ticket, *parameters)
       step, ticket = release.global_step, release.ticket
     self.assertEqual(seen, [(0, 3.0)] * 3 + [(3, 1.5)] * 3 + [(6, 0.0)])
     self.assertEqual(optimizer.counts()[0].staleness, (3, 2, 2))

@@ -15,7 +15,7 @@ from tf_replicas import connection
 from tf_replicas import ledger
 from tf_replicas import membership
 from tf_replicas import parameter_store
-from tf_replicas import program
+from tf_replicas import processes
 from tf_replicas import resources
 from tf_replicas import staleness
 from tf_replicas import towers
@@ -167,7 +167,7 @@ class Actor:
 
   def step(self) -> None:
     """What the drivers do again and again."""
-    release, self._parameters = self._contribute(
+    release, self._parameters, _ = self._contribute(
       self._step, self._ticket, self._parameters
     )
     self._step, self._ticket = release.global_step, release.ticket
@@ -273,7 +273,7 @@ def follow_scripts(here: cluster_task.Here) -> None:
   members.leave()
   if index == 0:
     members.dismiss(timeout_secs=10)
-  program.exit_now(0)
+  processes.exit_now(0)
 
 
 if __name__ == "__main__":

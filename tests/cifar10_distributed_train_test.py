@@ -1,5 +1,6 @@
 """The binary as a user runs it: whole clusters, bad input, Ctrl-C."""
 
+import collections
 import functools
 import json
 import pathlib
@@ -13,6 +14,7 @@ import time
 import cifar10_binaries as binaries
 import pytest
 
+from experiments import recorded_run
 from tf_replicas import checkpoints
 
 MODULE = "cifar10.distributed_train"
@@ -41,9 +43,11 @@ def children_of(pid: int) -> list[int]:
 def trained(tmp_path_factory):
   """A run of both drivers: 20 steps between-graph, 20 more in-graph."""
   train_dir = tmp_path_factory.mktemp("train")
-  first = run(*train_flags(train_dir, "--max_steps=20"))
+  first = run(*train_flags(train_dir, "--max_steps=20", "--timeline"))
   second = run(
-    *train_flags(train_dir, "--max_steps=40", "--replication=in_graph")
+    *train_flags(
+      train_dir, "--max_steps=40", "--replication=in_graph", "--timeline"
+    )
   )
   return train_dir, first, second
 
@@ -73,6 +77,22 @@ class TestTraining:
     state = checkpoints.read(checkpoints.latest(train_dir))
     assert state["global_step"] == 40
     assert state["examples_seen"] == 40 * 2 * 16
+
+  def test_timelines_of_both_drivers_have_every_turn(self, trained):
+    events = recorded_run.read(str(trained[0] / "timeline"))
+    turns = collections.Counter((e.task, e.step, e.kind) for e in events)
+    for step in range(40):
+      assert turns["chief", step, "apply"] == 1
+      for worker in ("worker:0", "worker:1"):
+        for kind in ("compute", "hand_over"):
+          assert turns[worker, step, kind] == 1, (worker, step, kind)
+        # What was read at the end of a run is not used.
+        assert step in (0, 20) or turns[worker, step, "read"] >= 1
+    updated = {e.step: e.end for e in events if e.kind == "apply"}
+    for event in events:
+      if event.kind == "compute" and event.step < 40:
+        assert event.end <= updated[event.step]
+        assert event.step in (0, 20) or event.start >= updated[event.step - 1]
 
   def test_placement_table_is_printed(self, trained):
     _, first, _ = trained
@@ -132,6 +152,7 @@ def relaxed(trained, tmp_path_factory):
       "--max_staleness=9",
       "--use_locking",
       "--wire_dtype=bfloat16",
+      "--timeline",
     )
   )
   second = run(
@@ -160,6 +181,12 @@ class TestAsynchronousTraining:
     assert state["global_step"] == 70
     # 40 updates of two batches, 21 of one, 9 of two.
     assert state["examples_seen"] == (80 + 21 + 18) * 16
+
+  def test_the_timeline_has_every_update(self, relaxed):
+    events = recorded_run.read(str(relaxed[0] / "timeline"))
+    applied = [e for e in events if e.kind == "apply" and e.task != "chief"]
+    assert len(applied) == 21
+    assert {e.task for e in applied} == {"worker:0", "worker:1"}
 
   @pytest.mark.parametrize("number, applied", [(1, 21), (2, 18)])
   def test_every_gradient_is_accounted_for(self, relaxed, number, applied):

@@ -8,6 +8,7 @@ import sys
 
 from tf_replicas import cluster
 from tf_replicas import launcher
+from tf_replicas import processes
 from tf_replicas import program
 
 
@@ -50,7 +51,7 @@ def main(argv):
       str(task.index),
     ]
 
-  with program.one_line_errors(
+  with processes.one_line_errors(
     usage=(cluster.ClusterError,), run_time=program.RUN_TIME_ERRORS
   ):
     options = program.Options(
@@ -65,7 +66,7 @@ def main(argv):
     status = launcher.run(
       options, workload, command=command, is_dry_run="dry_run" in flags
     )
-  program.exit_now(status)
+  processes.exit_now(status)
 
 
 def _rate(examples_seen):

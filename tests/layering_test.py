@@ -18,9 +18,11 @@ LAYERS = (
     ("console", "checkpoints", "reports", "training"),
     ("moving_averages",),
     ("resources",),
+    ("releases",),
     ("packing",),
     ("run_settings",),
     ("prepared_datasets",),
+    ("processes",),
   ),
   (
     ("placement",),
@@ -33,7 +35,7 @@ LAYERS = (
     ("parameter_store", "gradient_queues", "contributions"),
     ("parameter_store", "inner_optimizer", "local_optimizer"),
     ("parameter_store", "connection", "membership", "server"),
-    ("parameter_store", "model_parallel", "towers"),
+    ("parameter_store", "model_parallel", "towers", "timeline"),
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),
   (
@@ -67,6 +69,7 @@ WITHOUT_TENSORFLOW = {
   "launcher",
   "local_cluster",
   "prepared_datasets",
+  "processes",
   "program",
   "run_settings",
   "update_settings",

@@ -20,7 +20,7 @@ import word_model
 from tf_replicas import checkpoints
 from tf_replicas import cluster
 from tf_replicas import mirrored
-from tf_replicas import program
+from tf_replicas import processes
 from tf_replicas import updates
 
 NUM_STEPS = 3
@@ -182,7 +182,7 @@ def main(argv):
   except Exception as error:
     print(f"{type(error).__name__}: {error}"[:2000], flush=True)
     status = 3
-  program.exit_now(status)
+  processes.exit_now(status)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class Training:
   def meet(self, replica):
     """One period of `replica`; (whether it counted, the step after it)."""
     step, state = self.states[replica]
-    release, state = self._fns[replica][1](step, *state)
+    release, state, _ = self._fns[replica][1](step, *state)
     self.states[replica] = release.global_step, state
     return bool(release.admitted), int(release.global_step)
 

@@ -84,7 +84,7 @@ class Training:
       while True:
         if gate is not None:
           gate.acquire()
-        release, parameters = contribute(step, ticket, *parameters)
+        release, parameters, _ = contribute(step, ticket, *parameters)
         step, ticket = release.global_step, release.ticket
         if int(step) < 0:
           return

@@ -12,12 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas import applications
-from tf_replicas import contributions
 from tf_replicas import gates
 from tf_replicas import gradient_queues
 from tf_replicas import ledger
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
+from tf_replicas import releases
 from tf_replicas import replica_update
 from tf_replicas import staleness as staleness_lib
 from tf_replicas import update_rule
@@ -236,7 +236,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     loss: tf.Tensor | float = 0.0,
     num_examples: tf.Tensor | int = 0,
     ticket: tf.Tensor | None = None,
-  ) -> contributions.Release:
+  ) -> releases.Release:
     """Applies one set of gradients; to be used inside a `tf.function`.
 
     Args:
@@ -268,10 +268,15 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     with tf.control_dependencies(passed):
       admission = self.applications.admit(replica, local_step, is_sound)
 
+    # What may not be refused leaves at once, and does not wait for an answer.
+    parts = None
+    if self.policy.admits is None and self._gates is None:
+      parts = self._replica_update.send(gradients)
+
     def use():
       return self._replica_update(
         replica,
-        gradients,
+        parts or self._replica_update.send(gradients),
         admission.version,
         admission.staleness,
         self.applications.pending,
@@ -285,31 +290,25 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       )
 
     def pass_over():
-      ended = tf.constant(contributions.ENDED, tf.int64)
-      return tf.where(admission.has_ended, ended, admission.version)
+      ended = tf.constant(releases.ENDED, tf.int64)
+      step = tf.where(admission.has_ended, ended, admission.version)
+      never = tf.constant(releases.NEVER, tf.int64)
+      return step, never, never
 
     with tf.device(self._device):
-      step = tf.cond(admission.admitted, use, pass_over)
+      asked_at = releases.NEVER if parts else releases.now(admission.admitted)
+      step, sent_at, applied_at = tf.cond(admission.admitted, use, pass_over)
       passed = [step]
       if self._gates is not None:
         with tf.control_dependencies(passed):
           passed = [self._gates.after(replica, clock)]
       with tf.control_dependencies(passed):
-        return contributions.Release(
+        return releases.Release(
           tf.cast(admission.admitted, tf.int64),
           tf.identity(step),
-          self._next_ticket(ticket, admission.admitted),
+          releases.uses_left(ticket, admission.admitted, self.refresh_every),
+          releases.pack_times(asked_at, sent_at, applied_at, releases.now()),
         )
-
-  def _next_ticket(self, ticket, admitted) -> tf.Tensor:
-    """How many gradients came of what was read last; -1: read anew."""
-    anew = tf.constant(-1, tf.int64)
-    if self.refresh_every == 1:
-      return anew
-    count = tf.constant(1, tf.int64)
-    if ticket is not None:
-      count += tf.maximum(ticket, 0)
-    return tf.where(admitted & (count < self.refresh_every), count, anew)
 
   # The chief's half.
 
@@ -362,7 +361,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       pass  # It was closed meanwhile, which ends the wait as well.
 
   def end_replicas(self) -> None:
-    """Releases every replica to `contributions.ENDED` from now on."""
+    """Releases every replica to `releases.ENDED` from now on."""
 
     @tf.function(autograph=False)
     def end():

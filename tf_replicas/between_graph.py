@@ -23,11 +23,12 @@ import tensorflow as tf
 
 from tf_replicas import cluster
 from tf_replicas import connection
-from tf_replicas import contributions
 from tf_replicas import membership
 from tf_replicas import parameter_store
+from tf_replicas import releases
 from tf_replicas import stalls
 from tf_replicas import sync_replicas
+from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
 from tf_replicas import updates
@@ -56,6 +57,7 @@ class BetweenGraph:
     *,
     start_timeout_secs: float = 120.0,
     lost_after_secs: float = 20.0,
+    timeline_dir: str | None = None,
     log: Callable[[str], None] = print,
   ):
     """Connects, builds the replica and attaches to the shared copy.
@@ -71,6 +73,7 @@ class BetweenGraph:
       start_timeout_secs: How long to wait for PS tasks and chief.
       lost_after_secs: How long a worker may be silent before its place in a
         step is offered to another.
+      timeline_dir: Where to record what this task does when; see `timeline`.
       log: Where words go.
 
     Raises:
@@ -84,6 +87,11 @@ class BetweenGraph:
     self._index = spec.replicas.index(task)
     self._log = log
     self._lost_after_secs = lost_after_secs
+    self._recorder = None
+    self._timeline_name = f"{task.job}:{task.index}"
+    if timeline_dir is not None:
+      file = self._timeline_name.replace(":", "_")
+      self._recorder = timeline.Recorder(timeline_dir, file)
     self._start_timeout_secs = start_timeout_secs
     devices = connection.connect_client(
       spec, task, timeout_secs=start_timeout_secs, log=log
@@ -121,7 +129,9 @@ class BetweenGraph:
     """
     if self._thread is None:
       self._start()
-    result = updates.step_of(self.optimizer, self._names, self._raise_if_ended)
+    result = updates.step_of(
+      self.optimizer, self._names, self._raise_if_ended, self._recorder
+    )
     self._watch.progress(result.global_step)
     return result
 
@@ -222,8 +232,8 @@ class BetweenGraph:
     try:
       release, state = begin()
       while True:
-        _, step, ticket = release.numpy()
-        if step == contributions.ENDED:
+        _, step, ticket = release.numpy()[:3]
+        if step == releases.ENDED:
           return
         contribute = offer if ticket < 0 else hand_over
         release, state = contribute(release, *state)
@@ -245,12 +255,12 @@ class BetweenGraph:
 
     def begin():
       step, state = towers.begin(self.store, self.optimizer, self._index)
-      ticket = tf.constant(-1, tf.int64)
-      return pack(contributions.Release(0, step, ticket)), state
+      return pack(releases.first(step)), state
 
     def contribute(has_ticket, last, *state):
-      last = contributions.Release(*tf.unstack(last))
-      release, state = towers.contribute(
+      last = releases.unpack(last)
+      began = releases.now(*state)
+      turn = towers.contribute(
         self.store,
         self.optimizer,
         self.replica,
@@ -260,11 +270,16 @@ class BetweenGraph:
         step=last.global_step,
         ticket=last.ticket if has_ticket else None,
       )
-      return pack(release), state
+      packed = pack(turn.release)
+      if self._recorder is not None:
+        self._recorder.record_turn(
+          self._timeline_name, last.global_step, began, packed, turn
+        )
+      return packed, turn.state
 
     def pack(release):
       with tf.device(self.store.device_of_task(0)):
-        packed = tf.stack(release)
+        packed = release.pack()
       with tf.device(local_device):
         return tf.identity(packed)
 

@@ -22,6 +22,7 @@ from absl import logging
 from tf_replicas import cluster
 from tf_replicas import launcher
 from tf_replicas import prepared_datasets
+from tf_replicas import processes
 from tf_replicas import program
 from tf_replicas import update_settings
 
@@ -46,6 +47,7 @@ _CLUSTER_OPTIONS = (
   "start_timeout_secs",
   "lost_after_secs",
   "emulate_gpus",
+  "timeline",
 )
 _UPDATE_SETTINGS = tuple(
   field.name
@@ -105,6 +107,7 @@ def define_cluster_flags() -> None:
     "replicas_to_aggregate", None, "Contributions in one update; all replicas"
   )
   _define_update_flags()
+  flags.DEFINE_boolean("timeline", False, "Record who does what when")
   flags.DEFINE_float("start_timeout_secs", 120, "Wait for the other tasks")
   flags.DEFINE_float("lost_after_secs", 20, "Silence that makes a worker lost")
 
@@ -229,14 +232,14 @@ def train(
     workload_fn: Makes the workload of that, and looks whether its data is
       there. It may import TensorFlow.
   """
-  with program.one_line_errors(usage=(ValueError,)):
+  with processes.one_line_errors(usage=(ValueError,)):
     options = options_fn()
     program.check(options)
     options, config = config_fn(options)
-  with program.quiet_stderr():
+  with processes.quiet_stderr():
     from tf_replicas import checkpoints
 
-  with program.one_line_errors(
+  with processes.one_line_errors(
     usage=(
       cluster.ClusterError,
       checkpoints.CheckpointError,
@@ -250,7 +253,7 @@ def train(
       command=functools.partial(_command, module, sys.argv[1:]),
       is_dry_run=FLAGS.dry_run,
     )
-  program.exit_now(status)
+  processes.exit_now(status)
 
 
 def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
@@ -263,10 +266,10 @@ def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
   Returns:
     What `evaluate_fn` returned.
   """
-  with program.quiet_stderr():
+  with processes.quiet_stderr():
     from tf_replicas import devices
 
-  with program.one_line_errors(
+  with processes.one_line_errors(
     usage=(ValueError, prepared_datasets.DataError),
     run_time=program.RUN_TIME_ERRORS,
   ):
@@ -310,7 +313,7 @@ def _towers_spec(cluster_module: str) -> cluster.ClusterSpec:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-  with program.one_line_errors(usage=(flags.Error,)):
+  with processes.one_line_errors(usage=(flags.Error,)):
     rest = FLAGS(argv)
     if len(rest) > 1:
       raise flags.Error(f"Unknown arguments: {' '.join(rest[1:])}")

@@ -50,10 +50,8 @@ import tensorflow as tf
 from tf_replicas import gradient_queues
 from tf_replicas import ledger as ledger_lib
 from tf_replicas import parameter_store
+from tf_replicas import releases
 from tf_replicas import resources
-
-# The global step that a replica is released to when there is no other.
-ENDED = -1
 
 Kind = ledger_lib.Kind
 Verdict = ledger_lib.Verdict
@@ -78,20 +76,6 @@ class Collected(NamedTuple):
   examples: tf.Tensor
   loss: tf.Tensor
   present: tf.Tensor
-
-
-class Release(NamedTuple):
-  """What a replica hears after it offered a contribution; scalars of int64.
-
-  Attributes:
-    admitted: 1 if the contribution was used, else 0.
-    global_step: The step to go on from.
-    ticket: Tag of the next contribution if admitted in advance, else -1.
-  """
-
-  admitted: tf.Tensor
-  global_step: tf.Tensor
-  ticket: tf.Tensor
 
 
 class Contributions:
@@ -161,7 +145,7 @@ class Contributions:
     loss: tf.Tensor,
     num_examples: tf.Tensor,
     ticket: tf.Tensor | None = None,
-  ) -> Release:
+  ) -> releases.Release:
     """Offers one contribution, hands it over if admitted, waits for release.
 
     To be used inside a `tf.function`.
@@ -174,7 +158,7 @@ class Contributions:
       local_step: int64 scalar: the global step of the variables used.
       loss: Scalar, the mean loss of the batch.
       num_examples: Scalar, the size of the batch.
-      ticket: int64 scalar from the last `Release`, not -1, if it is to be
+      ticket: int64 scalar from the last release, not -1, if it is to be
         handed over without an offer.
 
     Raises:
@@ -188,25 +172,37 @@ class Contributions:
         replica, ticket, gradients, loss, num_examples, is_sound
       )
     with tf.device(self._device):
-      tag = tf.cast(tf.timestamp() * 1e6, tf.int64)
+      tag = releases.now()
       kind = tf.where(is_sound, int(Kind.OFFER), int(Kind.NONFINITE))
       offered = self._send(kind, replica, tag, step=local_step)
       with tf.control_dependencies([offered]):
         verdict, step = self._await_reply(replica, tag)
-    admitted = verdict == int(Verdict.ADMIT)
+      answered = releases.now(verdict)
+      with tf.control_dependencies([answered]):
+        admitted = tf.equal(verdict, int(Verdict.ADMIT))
     return tf.cond(
       admitted,
       lambda: self._hand_over(
-        replica, tag, gradients, loss, num_examples, True
+        replica, tag, gradients, loss, num_examples, True, answered
       ),
-      lambda: Release(
-        tf.constant(0, tf.int64), step, tf.constant(-1, tf.int64)
+      lambda: releases.Release(
+        tf.constant(0, tf.int64),
+        step,
+        tf.constant(-1, tf.int64),
+        releases.pack_times(released=answered),
       ),
     )
 
   def _hand_over(
-    self, replica, tag, gradients, loss, num_examples, is_sound
-  ) -> Release:
+    self,
+    replica,
+    tag,
+    gradients,
+    loss,
+    num_examples,
+    is_sound,
+    admitted_at=releases.NEVER,
+  ) -> releases.Release:
     """Sends what was admitted under `tag`, and waits for the release."""
     # One tensor, since each that crosses is a call; a tag has 51 bits.
     fields = (loss, num_examples, is_sound, tag)
@@ -222,11 +218,16 @@ class Contributions:
         kind, replica, tag, report=report[:2], present=present
       )
       with tf.control_dependencies([delivered]):
+        delivered_at = releases.now()
+      with tf.control_dependencies([delivered_at]):
         verdict, step = self._await_reply(replica, tag)
+      times = releases.pack_times(
+        admitted_at, delivered_at, released=releases.now(verdict)
+      )
       may_continue = verdict == int(Verdict.CONTINUE)
       ticket = tf.where(may_continue, tag + 1, tf.constant(-1, tf.int64))
       is_used = tf.cast(verdict != int(Verdict.VOID), tf.int64)
-      return Release(is_used, step, ticket)
+      return releases.Release(is_used, step, ticket, times)
 
   def _send(
     self, kind, replica, tag, *, step=0, report=(0.0, 0.0), present=False
@@ -356,7 +357,7 @@ class Contributions:
       self._reply(verdict, before.tag, step)
 
   def end_replicas(self) -> None:
-    """Releases every replica that still comes to `ENDED`; until `wake`."""
+    """Releases all who still come to `releases.ENDED`; until `wake`."""
 
     def answer(_):
       header, _, _ = self._inbox.dequeue()
@@ -372,7 +373,7 @@ class Contributions:
     is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica
     verdict = tf.where(is_this, int(Verdict.RELEASE), int(Verdict.NONE))
     tags = tf.fill([self.num_replicas], tag)
-    ended = tf.constant(ENDED, tf.int64)
+    ended = tf.constant(releases.ENDED, tf.int64)
     self._reply(tf.cast(verdict, tf.int64), tags, ended)
     return tf.constant(True)
 

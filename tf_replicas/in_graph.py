@@ -30,12 +30,13 @@ import tensorflow as tf
 
 from tf_replicas import cluster
 from tf_replicas import connection
-from tf_replicas import contributions
 from tf_replicas import membership
 from tf_replicas import parameter_store
+from tf_replicas import releases
 from tf_replicas import resources
 from tf_replicas import stalls
 from tf_replicas import sync_replicas
+from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
 from tf_replicas import updates
@@ -62,6 +63,7 @@ class InGraph:
     *,
     start_timeout_secs: float = 120.0,
     lost_after_secs: float = 20.0,
+    timeline_dir: str | None = None,
     log: Callable[[str], None] = print,
   ):
     """Connects and creates the shared copy; as `BetweenGraph`.
@@ -74,6 +76,8 @@ class InGraph:
       start_timeout_secs: How long to wait for PS and worker tasks.
       lost_after_secs: How long a worker may be unreachable before its place in
         a step is offered to another.
+      timeline_dir: Where every task records what it does when, each on its own
+        machine; see `timeline`.
       log: Where words go.
 
     Raises:
@@ -83,6 +87,9 @@ class InGraph:
     self._log = log
     self._lost_after_secs = lost_after_secs
     self._workers = spec.tasks("worker")
+    self._recorder = None
+    if timeline_dir is not None:
+      self._recorder = timeline.Recorder(timeline_dir, "workers")
     self._names = [str(w) for w in self._workers]
     self._addresses = [spec.address(w) for w in self._workers]
     self._heard = [time.monotonic()] * len(self._workers)
@@ -124,7 +131,9 @@ class InGraph:
     """
     if self._watch is None:
       self._start()
-    result = updates.step_of(self.optimizer, self._names, self._raise_if_ended)
+    result = updates.step_of(
+      self.optimizer, self._names, self._raise_if_ended, self._recorder
+    )
     self._watch.progress(result.global_step)
     return result
 
@@ -171,34 +180,40 @@ class InGraph:
 
     def pack(release):
       with tf.device(self.store.device_of_task(0)):
-        packed = tf.stack(release)
+        packed = release.pack()
       with tf.device(None):  # This worker's.
         return tf.identity(packed)
 
-    def offer(last, *state):
-      last = contributions.Release(*tf.unstack(last))
-      release, state = contribute(state, step=last.global_step)
-      return [pack(release), *state]
-
-    def hand_over(last, *state):
-      last = contributions.Release(*tf.unstack(last))
-      release, state = contribute(
-        state, step=last.global_step, ticket=last.ticket
+    def take_turn(has_ticket, last, *state):
+      last = releases.unpack(last)
+      began = releases.now(*state)
+      turn = contribute(
+        state,
+        step=last.global_step,
+        ticket=last.ticket if has_ticket else None,
       )
-      return [pack(release), *state]
+      packed = pack(turn.release)
+      if self._recorder is not None:
+        name = tf.strings.join(["worker:", tf.strings.as_string(index())])
+        self._recorder.record_turn(name, last.global_step, began, packed, turn)
+      return [packed, *turn.state]
+
+    offer = functools.partial(take_turn, False)
+    hand_over = functools.partial(take_turn, True)
 
     def go_on(*state):
       state = offer(*state)
       if self.optimizer.has_tickets:
-        state = tf.while_loop(lambda last, *_: last[-1] >= 0, hand_over, state)
+        state = tf.while_loop(
+          lambda last, *_: releases.unpack(last).ticket >= 0, hand_over, state
+        )
       return state
 
     step, state = towers.begin(self.store, self.optimizer, index())
-    first = contributions.Release(0, step, tf.constant(-1, tf.int64))
     state = tf.while_loop(
-      lambda last, *_: last[1] != contributions.ENDED,
+      lambda last, *_: releases.unpack(last).global_step != releases.ENDED,
       go_on,
-      [pack(first), *state],
+      [pack(releases.first(step)), *state],
     )
     return state[0]
 

@@ -11,17 +11,17 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_replicas import async_replicas
-from tf_replicas import contributions
 from tf_replicas import elastic_exchange
 from tf_replicas import gradient_queues
 from tf_replicas import local_steps
 from tf_replicas import parameter_store
+from tf_replicas import releases
 from tf_replicas import sync_replicas
 from tf_replicas import towers
 
 # What `meet` returns: whether the period counted and the global step to go on
 # from, the copy, and the centre where the kind needs that.
-Met = tuple[contributions.Release, list[tf.Tensor], list[tf.Tensor]]
+Met = tuple[releases.Release, list[tf.Tensor], list[tf.Tensor]]
 # Maps a parameter and its position to what is added to its gradient.
 PullBack = Callable[[tf.Tensor, int], tf.Tensor]
 
@@ -177,6 +177,7 @@ class AtTheCentre:
     is_sound = tf.math.is_finite(local.loss)
     is_sound &= gradient_queues.all_finite(parameters)
     admission = self.rule.applications.admit(replica, step, is_sound)
+    asked = releases.now(admission.admitted)
 
     def exchange():
       centre = self._exchange(parameters, admission.version)
@@ -187,13 +188,16 @@ class AtTheCentre:
       return [now, *centre]
 
     def stay():
-      ended = tf.constant(contributions.ENDED, tf.int64)
+      ended = tf.constant(releases.ENDED, tf.int64)
       now = tf.where(admission.has_ended, ended, admission.version)
       return [now, *map(tf.identity, parameters)]
 
     now, *centre = tf.cond(admission.admitted, exchange, stay)
-    release = contributions.Release(
-      tf.cast(admission.admitted, tf.int64), now, tf.constant(-1, tf.int64)
+    release = releases.Release(
+      tf.cast(admission.admitted, tf.int64),
+      now,
+      tf.constant(-1, tf.int64),
+      releases.pack_times(asked, *[releases.now(now)] * 3),
     )
     # Both go the same way towards where the other was.
     distances = _minus(centre, parameters)

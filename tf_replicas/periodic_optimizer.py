@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_replicas import contributions
 from tf_replicas import ledger
 from tf_replicas import local_steps
 from tf_replicas import meetings
 from tf_replicas import parameter_store
+from tf_replicas import releases
 from tf_replicas import towers
 from tf_replicas import updates
 
@@ -142,7 +142,7 @@ class PeriodicOptimizer:
     *,
     step: tf.Tensor,
     ticket: tf.Tensor | None = None,
-  ) -> tuple[contributions.Release, list[tf.Tensor]]:
+  ) -> towers.Turn:
     """One period and the meeting after it; to be used inside a `tf.function`.
 
     Args:
@@ -154,7 +154,7 @@ class PeriodicOptimizer:
       ticket: That of the last `Release`, unless -1, to spare the offer.
 
     Returns:
-      Whether the period counted, with the global step to go on from; the state.
+      The turn, whether the period counted included.
 
     Raises:
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At its end.
@@ -171,10 +171,11 @@ class PeriodicOptimizer:
       pull_back=self._meeting.pull_back(state),
       wants_totals=self._meeting.needs_totals,
     )
+    computed = releases.now(local.loss)
     release, parameters, centre = self._meeting.meet(
       replica, state, local, step=step, ticket=ticket
     )
-    return release, [*parameters, *centre, *local.slots]
+    return towers.Turn(release, [*parameters, *centre, *local.slots], computed)
 
   # The chief's half.
 
@@ -218,7 +219,7 @@ class PeriodicOptimizer:
     self._rule.interrupt()
 
   def end_replicas(self) -> None:
-    """Releases replicas to `contributions.ENDED`, in the midst of a period."""
+    """Releases replicas to `releases.ENDED`, in the midst of a period."""
     self._steps.end()
     self._rule.end_replicas()
 

@@ -4,13 +4,9 @@ A binary turns its flags into `Options` and a `Workload` and hands them to
 `launcher.run`. Nothing here needs TensorFlow.
 """
 
-import contextlib
 import dataclasses
 import os
-import sys
-import threading
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 
 from tf_replicas import cluster
@@ -56,6 +52,8 @@ class Options:
       divided by the replicas that run on it.
     emulate_gpus: Whether logical CPU devices stand in for the spec's GPUs.
     update: The update rule.
+    timeline: Whether every replica records what it does when, in `train_dir`
+      of its own machine.
   """
 
   spec: cluster.ClusterSpec
@@ -76,6 +74,7 @@ class Options:
   emulate_gpus: bool = False
   max_examples: int | None = None
   update: update_settings.UpdateSettings = update_settings.UpdateSettings()
+  timeline: bool = False
 
   @property
   def is_in_graph(self) -> bool:
@@ -276,6 +275,11 @@ def _check_equal_towers(options: Options, where: str) -> None:
 
 def _check_all_take_part(options: Options, where: str) -> None:
   """Without parameter servers no update can do without a replica."""
+  if options.timeline:
+    raise cluster.ClusterError(
+      f"{where}`--timeline` needs variables on parameter servers. Received:"
+      f" variables on {options.spec.variables.on}."
+    )
   if options.update != update_settings.UpdateSettings():
     raise cluster.ClusterError(
       f"{where}`--update`, `--wire_dtype` and what belongs to them need"
@@ -343,58 +347,3 @@ def describe(options: Options, workload: Workload) -> str:
     f" {effective}"
   )
   return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def one_line_errors(
-  usage: tuple[type[BaseException], ...],
-  run_time: tuple[type[BaseException], ...] = (),
-) -> Iterator[None]:
-  """Ends the process with one line for an error that is the user's business.
-
-  Args:
-    usage: Errors in what the user gave: exit status 2.
-    run_time: Errors on the way: exit status 1.
-  """
-  try:
-    yield
-  except usage as error:
-    status, words = 2, str(error)
-  except run_time as error:
-    status, words = 1, str(error) or type(error).__name__
-  else:
-    return
-  print(f"error: {' '.join(words.split())}", file=sys.stderr, flush=True)
-  exit_now(status)
-
-
-@contextlib.contextmanager
-def quiet_stderr() -> Iterator[None]:
-  """Hides what native code writes to stderr, for imports of TensorFlow.
-
-  TensorFlow 2.21 logs there at import whatever its log level.
-  """
-  sys.stderr.flush()
-  saved = os.dup(2)
-  devnull = os.open(os.devnull, os.O_WRONLY)
-  os.dup2(devnull, 2)
-  os.close(devnull)
-  try:
-    yield
-  finally:
-    os.dup2(saved, 2)
-    os.close(saved)
-
-
-def exit_now(status: int) -> None:
-  """Ends the process without TensorFlow's tear-down.
-
-  Remote handles would be released one by one to servers that may be gone,
-  which can take long or log errors (TensorFlow 2.21).
-  """
-  for thread in threading.enumerate():
-    if thread is not threading.current_thread() and not thread.daemon:
-      thread.join(timeout=5.0)
-  sys.stdout.flush()
-  sys.stderr.flush()
-  os._exit(status)

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf_replicas import mean_update
 from tf_replicas import packing
 from tf_replicas import parameter_store
+from tf_replicas import releases
 from tf_replicas import resources
 from tf_replicas import staleness as staleness_lib
 
@@ -113,27 +114,32 @@ class ReplicaUpdate:
   def __call__(
     self,
     replica: int | tf.Tensor,
-    gradients: Sequence[parameter_store.Gradient],
+    parts: Sequence[Sequence[parameter_store.Gradient]],
     version: tf.Tensor,
     staleness: tf.Tensor,
     pending: tf.Variable,
     finish: Callable[[tf.Tensor | bool], tf.Tensor],
-  ) -> tf.Tensor:
-    """Sends and applies; to be used inside a `tf.function`.
+  ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Applies what was sent; to be used inside a `tf.function`.
 
     Args:
       replica: Whose gradients.
-      gradients: One per trainable variable, whole or None.
+      parts: As `send` returned them.
       version: int64 scalar, the updates before this one.
       staleness: int64 scalar.
       pending: How many sets are summed already; `finish` changes it.
       finish: Called with whether this completed an update; takes note of it.
 
     Returns:
-      What `finish` returned.
+      What `finish` returned, and, in microseconds, when the gradients were
+      there and when the update was made.
     """
-    parts = self._send_gradients(gradients)
-    present = [g is not None for g in gradients]
+    present = self._present(parts)
+    arrived = [_values(g) for task in parts for g in task if g is not None]
+    with tf.device(self._store.device_of_task(0)):
+      arrived_at = releases.now(
+        *(_values(g) for g in parts[0] if g is not None)
+      )
     factor = None
     if self._policy.rate_factor is not None:
       factor = self._policy.rate_factor(tf.cast(staleness, tf.float32))
@@ -163,10 +169,21 @@ class ReplicaUpdate:
         return [finish(is_update)]
 
     if self._per_update == 1 and not self._snapshot_reads:
-      return apply_at_once()[0]
-    arrived = [_values(g) for task in parts for g in task if g is not None]
-    body = apply_at_once if self._per_update == 1 else add_up
-    return self._version.hold(body, after=arrived)[0]
+      (step,) = apply_at_once()
+    else:
+      body = apply_at_once if self._per_update == 1 else add_up
+      (step,) = self._version.hold(body, after=arrived)
+    with tf.device(self._store.device_of_task(0)):
+      return step, arrived_at, releases.now(step)
+
+  def _present(self, parts) -> list[bool]:
+    """Which of the store's `contributed` have a gradient."""
+    present = [False] * len(self._store.contributed)
+    for task, gradients in enumerate(parts):
+      shards = self._store.contributed_shards(task)
+      for (position, _), gradient in zip(shards, gradients, strict=True):
+        present[position] |= gradient is not None
+    return present
 
   def _add(self, replica, parts, factor) -> tf.Tensor:
     """Adds one set of gradients to the sums."""
@@ -243,8 +260,17 @@ class ReplicaUpdate:
       else:
         body()
 
-  def _send_gradients(self, gradients) -> list[list]:
-    """By PS task the gradients of its trainable shards, on that task."""
+  def send(
+    self, gradients: Sequence[parameter_store.Gradient]
+  ) -> list[list[parameter_store.Gradient]]:
+    """Sends one set of gradients; to be used inside a `tf.function`.
+
+    Args:
+      gradients: One per element of the store's `contributed`, whole or None.
+
+    Returns:
+      By PS task those of its `contributed_shards`, on that task.
+    """
     split = [
       self._store.split_gradient(index, gradient)
       for index, gradient in zip(

@@ -19,6 +19,7 @@ from tf_replicas import one_machine
 from tf_replicas import program
 from tf_replicas import reports
 from tf_replicas import server
+from tf_replicas import timeline
 from tf_replicas import training
 from tf_replicas import update_settings
 from tf_replicas import updates
@@ -79,6 +80,9 @@ def serve(options: program.Options) -> int:
     The exit status: 0 if training ended well.
   """
   _configure(options)
+  if options.timeline and options.is_in_graph:
+    # What the client has it write goes to a file of this machine.
+    timeline.prepare(_timeline_dir(options))
   clients = 1 if options.is_in_graph else len(options.replicas)
   outcome = server.serve(
     options.spec,
@@ -171,8 +175,16 @@ def _driver(
     ),
     start_timeout_secs=options.start_timeout_secs,
     lost_after_secs=options.lost_after_secs,
+    timeline_dir=_timeline_dir(options),
     log=_say,
   )
+
+
+def _timeline_dir(options: program.Options) -> str | None:
+  """Where this task records what it does when, if it is to."""
+  if not options.timeline:
+    return None
+  return timeline.directory_of(options.train_dir)
 
 
 def _drive(driver, options: program.Options, workload) -> None:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_replicas import contributions
 from tf_replicas import ledger
 from tf_replicas import parameter_store
+from tf_replicas import releases
 from tf_replicas import resources
 from tf_replicas import update_rule
 from tf_replicas import updates
@@ -239,7 +239,7 @@ class SwitchingOptimizer:
     local_step: tf.Tensor,
     ticket: tf.Tensor | None = None,
     **more,
-  ) -> contributions.Release:
+  ) -> releases.Release:
     """Hands gradients to the rule in use; to be used inside a `tf.function`.
 
     Args:
@@ -331,7 +331,7 @@ class SwitchingOptimizer:
     self._rule.interrupt()
 
   def end_replicas(self) -> None:
-    """Releases every replica to `contributions.ENDED`, as the rule in use."""
+    """Releases every replica to `releases.ENDED`, as the rule in use."""
     self._has_ended.assign(True)
     resources.await_assigned([self._has_ended])
     self._rule.end_replicas()

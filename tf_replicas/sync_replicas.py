@@ -16,6 +16,7 @@ from tf_replicas import contributions
 from tf_replicas import ledger
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
+from tf_replicas import releases
 from tf_replicas import update_rule
 from tf_replicas import updates
 
@@ -190,7 +191,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     loss: tf.Tensor | float = 0.0,
     num_examples: tf.Tensor | int = 0,
     ticket: tf.Tensor | None = None,
-  ) -> contributions.Release:
+  ) -> releases.Release:
     """Offers one set of gradients and waits until this replica may go on.
 
     To be used inside a `tf.function`.
@@ -239,20 +240,22 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       step_fn = tf.function(step_fn, autograph=False).get_concrete_function()
       self._steps[self._present] = step_fn
     fields = self._steps[self._present]().numpy()
-    kind, replica, step, examples, loss, is_updated = fields[:6]
+    kind, replica, step, examples, loss, began, ended = fields[:7]
     if kind == ledger.Kind.NONFINITE:
       raise updates.NonFiniteGradientError(int(replica), int(step))
     if kind == ledger.Kind.WAKE:
       raise updates.Interrupted(f"interrupted at step {int(step)}")
-    if not is_updated:
+    if ended == releases.NEVER:
       # Other variables than assumed have gradients; their update is traced.
-      self._present = tuple((fields[6:] > 0).tolist())
+      self._present = tuple((fields[7:] > 0).tolist())
       return self.apply_update()
     return updates.Update(
       global_step=int(step) + 1,
       loss=float(loss),
       num_examples=int(examples),
       learning_rate=self.inner.learning_rate(int(step)),
+      began=began / 1e6,
+      ended=ended / 1e6,
     )
 
   def _step(self, present: tuple[bool, ...]) -> tf.Tensor:
@@ -263,19 +266,21 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
         anyone; if that is wrong the update is left to the next call.
 
     Returns:
-      The fields of `contributions.Collected`, with whether the update was made
-      before `present`: one float64 vector, for each tensor read is a call.
+      The fields of `contributions.Collected`, before `present` when the update
+      began and ended: one float64 vector, for each tensor read is a call.
     """
     with tf.device(self._store.device_of_task(0)):
       collected = self._contributions.collect()
       may_update = collected.kind == int(ledger.Kind.DELIVERED)
       may_update &= tf.reduce_all(collected.present == list(present))
-      is_updated = tf.cond(
-        may_update,
-        lambda: self._finish_step(present, collected),
-        lambda: tf.constant(False),
-      )
-      fields = [*collected[:5], is_updated]
+      began = releases.now(may_update)
+      with tf.control_dependencies([began]):
+        ended = tf.cond(
+          may_update,
+          lambda: self._finish_step(present, collected),
+          lambda: tf.constant(releases.NEVER, tf.int64),
+        )
+      fields = [*collected[:5], began, ended]
       fields = tf.stack([tf.cast(field, tf.float64) for field in fields])
       present = tf.cast(collected.present, tf.float64)
       packed = tf.concat([fields, present], axis=0)
@@ -283,7 +288,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       return tf.identity(packed)
 
   def _finish_step(self, present, collected) -> tf.Tensor:
-    """Updates, advances the step and lets the replicas go on; returns True."""
+    """Updates, advances the step and lets the replicas go on; when it did."""
     updated = self.update(
       present,
       collected.step,
@@ -293,8 +298,9 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     with tf.control_dependencies([updated]):
       step = self._store.advance(collected.step, collected.examples)
     with tf.control_dependencies([step]):
+      ended = releases.now()
       self._contributions.release_all(step)
-      return tf.constant(True)
+      return ended
 
   # For whoever drives or watches it.
 
@@ -325,11 +331,11 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       pass  # It was closed meanwhile, which ends the wait as well.
 
   def end_replicas(self) -> None:
-    """Releases replicas to `contributions.ENDED` until `interrupt`."""
+    """Releases replicas to `releases.ENDED` until `interrupt`."""
     tf.function(self._contributions.end_replicas, autograph=False)()
 
   def suspend(self) -> None:
-    """Releases every replica to `contributions.ENDED` until `resume`.
+    """Releases every replica to `releases.ENDED` until `resume`.
 
     `apply_update` has told of all updates.
     """

@@ -18,6 +18,22 @@ import tensorflow as tf
 from tf_replicas import model_parallel
 from tf_replicas import parameter_store
 from tf_replicas import placement
+from tf_replicas import releases
+
+
+class Turn(NamedTuple):
+  """A replica's part in one step.
+
+  Attributes:
+    release: What `apply_gradients` returned last, with the step that the next
+      state is of unless it is negative.
+    state: What the replica goes on with.
+    computed: int64 scalar, microseconds since 1970: it had the last gradients.
+  """
+
+  release: releases.Release
+  state: list[tf.Tensor]
+  computed: tf.Tensor
 
 
 class Gradients(NamedTuple):
@@ -269,7 +285,7 @@ def contribute(
   *,
   step: tf.Tensor,
   ticket: tf.Tensor | None = None,
-):
+) -> Turn:
   """A replica's part in one step; to be used inside a `tf.function`.
 
   Computes, hands the gradient to the update rule, again with the same
@@ -289,10 +305,6 @@ def contribute(
       the store's `contributed`, unless the rule has a way of its own.
     step: int64 scalar, the global step that it is of.
     ticket: That of the last release, unless -1.
-
-  Returns:
-    What `apply_gradients` returned last, with the step that the next state is
-    of unless it is negative, and this state.
   """
   if hasattr(optimizer, "contribute"):
     return optimizer.contribute(
@@ -310,7 +322,10 @@ def contribute(
   def one_batch(ticket):
     batch = next(iterator)
     result = replica.gradients(parameters, batch, optimizer.scale_loss)
-    return optimizer.apply_gradients(
+    computed = releases.now(
+      result.loss, *(g for g in result.gradients if g is not None)
+    )
+    release = optimizer.apply_gradients(
       zip(result.gradients, paths, strict=True),
       replica=index,
       local_step=step,
@@ -318,17 +333,17 @@ def contribute(
       num_examples=result.num_examples,
       ticket=ticket,
     )
+    return release, computed
 
-  release = one_batch(ticket)
+  release, computed = one_batch(ticket)
   if optimizer.replicas_to_aggregate > optimizer.total_num_replicas:
-    release = type(release)(
-      *tf.while_loop(
-        lambda _, new, ticket: (new == step) & (ticket >= 0),
-        lambda _, new, ticket: one_batch(ticket),
-        release,
-      )
+    release, computed = tf.while_loop(
+      lambda last, _: (last.global_step == step) & (last.ticket >= 0),
+      lambda last, _: one_batch(last.ticket),
+      (release, computed),
     )
-  return go_on(store, optimizer, index, release, (step, list(parameters)))
+  kept = step, list(parameters)
+  return Turn(*go_on(store, optimizer, index, release, kept), computed)
 
 
 def go_on(

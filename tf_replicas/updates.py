@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tf_replicas import timeline
 from tf_replicas import training
 
 
@@ -39,12 +40,17 @@ class Update(NamedTuple):
     loss: Mean loss of the N contributions that it used.
     num_examples: Examples in them.
     learning_rate: The rate used; NaN if the inner optimizer has none.
+    began: Seconds since 1970: its contributions were there; of updates from
+      one contribution 0.
+    ended: Seconds since 1970: it was made; or 0.
   """
 
   global_step: int
   loss: float
   num_examples: int
   learning_rate: float
+  began: float = 0.0
+  ended: float = 0.0
 
 
 class Counts(NamedTuple):
@@ -107,7 +113,10 @@ def update_of(optimizer, names: Sequence[str]) -> Update:
 
 
 def step_of(
-  optimizer, names: Sequence[str], raise_if_ended: Callable[[], None]
+  optimizer,
+  names: Sequence[str],
+  raise_if_ended: Callable[[], None],
+  recorder: timeline.Recorder | None = None,
 ) -> training.StepResult:
   """One update as the session wants it; a stray wake-up is passed over.
 
@@ -115,6 +124,7 @@ def step_of(
     optimizer: The update rule.
     names: The replicas' names.
     raise_if_ended: Raises what ended the training, if it has ended.
+    recorder: Told of updates from several contributions, if there is one.
   """
   while True:
     try:
@@ -122,6 +132,8 @@ def step_of(
     except Interrupted:
       raise_if_ended()
       continue
+    if recorder is not None and update.ended:
+      recorder.record_update(update.global_step - 1, update.began, update.ended)
     return training.StepResult(
       update.global_step,
       update.loss,

@@ -1,0 +1,93 @@
+"""What a replica hears after it offered a contribution, and the times of it."""
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+# The global step that a replica is released to when there is no other.
+ENDED = -1
+# The time of what did not happen.
+NEVER = 0
+
+
+class Times(NamedTuple):
+  """When it was how far; int64 scalars, microseconds on PS task 0's clock.
+
+  Attributes:
+    admitted: It was admitted, if it had to ask.
+    delivered: All its bytes were on the PS tasks.
+    applied: Its own update was made, where it had one.
+    released: The replica may go on.
+  """
+
+  admitted: tf.Tensor | int
+  delivered: tf.Tensor | int
+  applied: tf.Tensor | int
+  released: tf.Tensor | int
+
+
+class Release(NamedTuple):
+  """What a replica hears after it offered a contribution; scalars of int64.
+
+  Attributes:
+    admitted: 1 if the contribution was used, else 0.
+    global_step: The step to go on from.
+    ticket: Tag of the next contribution if admitted in advance, else -1.
+    times: `Times` as one int64 [4] tensor.
+  """
+
+  admitted: tf.Tensor | int
+  global_step: tf.Tensor
+  ticket: tf.Tensor
+  times: tf.Tensor
+
+  def pack(self) -> tf.Tensor:
+    """All of it as one int64 [7] tensor, for each tensor that travels costs."""
+    fields = [tf.cast(field, tf.int64) for field in self[:3]]
+    return tf.concat([tf.stack(fields), self.times], axis=0)
+
+
+def unpack(packed: tf.Tensor) -> Release:
+  """The inverse of `Release.pack`."""
+  return Release(packed[0], packed[1], packed[2], packed[3:])
+
+
+def first(step: tf.Tensor) -> Release:
+  """That of a replica which begins, with the variables of `step`."""
+  return Release(0, step, tf.constant(-1, tf.int64), pack_times())
+
+
+def uses_left(
+  ticket: tf.Tensor | None, admitted: tf.Tensor, uses: int
+) -> tf.Tensor:
+  """The next ticket of a replica that uses what it read several times.
+
+  Args:
+    ticket: That of the last release; how often it was used before.
+    admitted: bool scalar, whether this use was worth it.
+    uses: How often it may be.
+
+  Returns:
+    int64 scalar: how often it was used; -1 if it is to be read anew.
+  """
+  anew = tf.constant(-1, tf.int64)
+  if uses == 1:
+    return anew
+  count = tf.constant(1, tf.int64)
+  if ticket is not None:
+    count += tf.maximum(ticket, 0)
+  return tf.where(admitted & (count < uses), count, anew)
+
+
+def now(*after: tf.Tensor) -> tf.Tensor:
+  """Microseconds since 1970 as an int64 scalar, once `after` are there."""
+  with tf.control_dependencies(after):
+    return tf.cast(tf.timestamp() * 1e6, tf.int64)
+
+
+def pack_times(
+  admitted=NEVER, delivered=NEVER, applied=NEVER, released=NEVER
+) -> tf.Tensor:
+  """The fields of `Times` as one tensor."""
+  times = Times(admitted, delivered, applied, released)
+  return tf.stack([tf.cast(time, tf.int64) for time in times])
