@@ -43,13 +43,13 @@ def _train(driver, index: int, increments: int, directory) -> None:
   """This worker's share, when all are there."""
   import tensorflow as tf
 
-  from tf_replicas import towers
+  from tf_replicas import turns
 
   batches = iter(driver.replica.dataset_fn())
 
   @tf.function
   def contribute(step, parameters):
-    release, parameters, _ = towers.contribute(
+    release, parameters, _ = turns.contribute(
       driver.store,
       driver.optimizer,
       driver.replica,
@@ -62,7 +62,7 @@ def _train(driver, index: int, increments: int, directory) -> None:
 
   @tf.function
   def pull():
-    return towers.pull(driver.store, driver.optimizer, index)
+    return turns.pull(driver.store, driver.optimizer, index)
 
   _await(driver.store.is_initialized, "the variables")
   contribute.get_concrete_function(*pull())

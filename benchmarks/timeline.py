@@ -17,7 +17,6 @@ import tensorflow as tf
 from experiments import programs
 from tf_replicas import releases
 from tf_replicas import timeline
-from tf_replicas import towers
 
 _BATCH_SIZE = 64
 _TURNS = 2_000
@@ -40,8 +39,9 @@ def turn_secs() -> float:
         "worker:0",
         tf.constant(7, tf.int64),
         began,
-        release.pack(),
-        towers.Turn(release, [tf.zeros([])], began + 10),
+        began + 10,
+        release,
+        [tf.zeros([])],
       )
       return began
 

@@ -13,6 +13,7 @@ from tf_replicas import async_replicas
 from tf_replicas import moving_averages
 from tf_replicas import staleness
 from tf_replicas import towers
+from tf_replicas import turns
 from tf_replicas import updates
 
 SGD = keras.optimizers.SGD
@@ -358,7 +359,7 @@ class InterleavingTest(stores.TestCase):
 
     @tf.function
     def contribute(step, ticket, *parameters):
-      return towers.contribute(
+      return turns.contribute(
         store,
         optimizer,
         replica,

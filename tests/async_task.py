@@ -19,6 +19,7 @@ from tf_replicas import processes
 from tf_replicas import resources
 from tf_replicas import staleness
 from tf_replicas import towers
+from tf_replicas import turns
 
 _POLICIES = (
   staleness.drop_stale,
@@ -87,7 +88,7 @@ class Actor:
 
     @tf.function
     def pull():
-      return towers.pull(store, optimizer, index)
+      return turns.pull(store, optimizer, index)
 
     @tf.function
     def apply(step, parameters):
@@ -102,7 +103,7 @@ class Actor:
 
     @tf.function
     def contribute(step, ticket, parameters):
-      return towers.contribute(
+      return turns.contribute(
         store,
         optimizer,
         replica,

@@ -35,7 +35,8 @@ LAYERS = (
     ("parameter_store", "gradient_queues", "contributions"),
     ("parameter_store", "inner_optimizer", "local_optimizer"),
     ("parameter_store", "connection", "membership", "server"),
-    ("parameter_store", "model_parallel", "towers", "timeline"),
+    ("parameter_store", "model_parallel", "towers", "turns"),
+    ("timeline", "turns"),
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),
   (

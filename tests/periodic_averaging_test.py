@@ -19,6 +19,7 @@ from tf_replicas import moving_averages
 from tf_replicas import periodic_averaging
 from tf_replicas import sync_replicas
 from tf_replicas import towers
+from tf_replicas import turns
 from tf_replicas import updates
 
 SGD = keras.optimizers.SGD
@@ -98,11 +99,11 @@ class Training:
 
     @tf.function
     def begin():
-      return towers.begin(store, rule, index)
+      return turns.begin(store, rule, index)
 
     @tf.function
     def contribute(step, *state):
-      return towers.contribute(
+      return turns.contribute(
         store, rule, replica, iterator, index, list(state), step=step
       )
 

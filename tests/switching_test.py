@@ -15,6 +15,7 @@ from tf_replicas import staleness
 from tf_replicas import switching
 from tf_replicas import sync_replicas
 from tf_replicas import towers
+from tf_replicas import turns
 from tf_replicas import updates
 
 PATH = "w"
@@ -67,7 +68,7 @@ class Training:
 
     @tf.function
     def contribute(step, ticket, *parameters):
-      return towers.contribute(
+      return turns.contribute(
         self.store,
         self.optimizer,
         model,

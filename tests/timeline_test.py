@@ -9,7 +9,6 @@ from absl.testing import parameterized
 
 from tf_replicas import releases
 from tf_replicas import timeline
-from tf_replicas import towers
 
 # Microseconds of a day in 2026 whose fraction has leading zeros.
 START = 1_790_000_000_000_041
@@ -38,10 +37,9 @@ class RecorderTest(tf.test.TestCase, parameterized.TestCase):
         task,
         tf.constant(7, tf.int64),
         tf.constant(START, tf.int64),
-        release.pack(),
-        towers.Turn(
-          release, [tf.zeros([2])], tf.constant(START + 10, tf.int64)
-        ),
+        tf.constant(START + 10, tf.int64),
+        release,
+        [tf.zeros([2])],
       )
 
     before = tf.timestamp()

@@ -6,8 +6,8 @@ other worker, builds the model, and attaches to the shared copy by name.
 1. The chief (a `chief` task, else worker 0) publishes what it trains, and the
    others compare. It creates the shared copy and restores a checkpoint if there
    is one; the others wait for that.
-2. Every worker loops: pull, compute, hand over (`towers.contribute`); one
-   `tf.function` call per step. On the chief that loop has a thread of its own.
+2. Every worker loops: pull, compute, hand over (`turns.contribute`); several
+   turns per `tf.function` call. On the chief that loop has a thread of its own.
 3. The chief's main thread makes the updates (`step`), one call per step.
 4. At the end the chief says how it ended and closes the queues; that releases
    every waiting worker. They leave; then the chief dismisses the PS tasks.
@@ -17,6 +17,7 @@ tasks; the model, its data and the inner optimizer's code in each worker.
 """
 
 import functools
+import time
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -31,10 +32,14 @@ from tf_replicas import sync_replicas
 from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
+from tf_replicas import turns
 from tf_replicas import updates
 
 # How many times as long as for another worker to wait for the chief.
 _CHIEF_PATIENCE = 10
+# A call takes as many turns as fit, so that the process stays responsive.
+_CALL_SECS = 0.5
+_MOST_TURNS = 100
 _ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 
 
@@ -228,15 +233,19 @@ class BetweenGraph:
     dataset = self.replica.dataset_fn(len(self._names), self._index, start)
     iterator = iter(dataset)
 
-    begin, offer, hand_over = self._contribute_fns(iterator)
+    begin, offer, hand_over = self._turn_fns(iterator)
+    most = 1
     try:
-      release, state = begin()
+      last, *state = begin()
       while True:
-        _, step, ticket = release.numpy()[:3]
+        _, step, ticket = last.numpy()[:3]
         if step == releases.ENDED:
           return
-        contribute = offer if ticket < 0 else hand_over
-        release, state = contribute(release, *state)
+        take = offer if ticket < 0 else hand_over
+        start = time.monotonic()
+        count, last, *state = take(tf.constant(most), last, *state)
+        secs = (time.monotonic() - start) / max(int(count), 1)
+        most = max(1, min(_MOST_TURNS, int(_CALL_SECS / secs)))
     except _ENDED as error:
       # The queues were closed, or it is not that.
       if not (self._members.outcome() or self._has_given_up):
@@ -244,53 +253,30 @@ class BetweenGraph:
           f"the data set of {self.task} has ended; it must be endless"
         ) from error
 
-  def _contribute_fns(self, iterator):
-    """The functions for the beginning, and a contribution without and with a
-    ticket.
+  def _turn_fns(self, iterator):
+    """The functions for the beginning, and turns without and with a ticket."""
+    replicas_turns = turns.Turns(
+      self.store,
+      self.optimizer,
+      self.replica,
+      iterator,
+      self._index,
+      device=tf.constant(0).device,
+      recorder=self._recorder,
+      name=self._timeline_name,
+    )
 
-    Each returns a `Release` as one vector here, since few tensors should cross
-    from task to task, and the replica's state; the latter two take these.
-    """
-    local_device = tf.constant(0).device
-
-    def begin():
-      step, state = towers.begin(self.store, self.optimizer, self._index)
-      return pack(releases.first(step)), state
-
-    def contribute(has_ticket, last, *state):
-      last = releases.unpack(last)
-      began = releases.now(*state)
-      turn = towers.contribute(
-        self.store,
-        self.optimizer,
-        self.replica,
-        iterator,
-        self._index,
-        state,
-        step=last.global_step,
-        ticket=last.ticket if has_ticket else None,
-      )
-      packed = pack(turn.release)
-      if self._recorder is not None:
-        self._recorder.record_turn(
-          self._timeline_name, last.global_step, began, packed, turn
-        )
-      return packed, turn.state
-
-    def pack(release):
-      with tf.device(self.store.device_of_task(0)):
-        packed = release.pack()
-      with tf.device(local_device):
-        return tf.identity(packed)
+    def take(has_ticket, *most_last_and_state):
+      return replicas_turns.take_some(has_ticket, *most_last_and_state)
 
     # Concrete functions skip what a call spends on looking for a trace.
-    first = tf.function(begin).get_concrete_function()
-    packed, state = first.structured_outputs
-    specs = [tf.TensorSpec(t.shape, t.dtype) for t in (packed, *state)]
+    first = tf.function(replicas_turns.begin).get_concrete_function()
+    specs = [tf.TensorSpec([], tf.int32)]
+    specs += [tf.TensorSpec(t.shape, t.dtype) for t in first.outputs]
     return first, *(
-      tf.function(
-        functools.partial(contribute, has_ticket)
-      ).get_concrete_function(*specs)
+      tf.function(functools.partial(take, has_ticket)).get_concrete_function(
+        *specs
+      )
       for has_ticket in (False, True)
     )
 

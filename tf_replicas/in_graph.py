@@ -6,7 +6,7 @@ updates itself and does not train.
 
 1. The client connects to all PS and worker tasks through
    `tf.distribute.ParameterServerStrategy`, and creates the shared copy.
-2. It schedules one closure per worker, a loop of `towers.contribute`. A worker
+2. It schedules one closure per worker, a loop of `turns.contribute`. A worker
    that runs it acts as the replica of its own number: it pulls the parameters
    from the PS tasks, computes on its own share of the data, and hands its
    gradients to the PS tasks. None of these bytes pass through the client.
@@ -21,7 +21,6 @@ Where things live: as between-graph, but the model's code and the inner
 optimizer exist only in the client, the data sets on the workers.
 """
 
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from tf_replicas import sync_replicas
 from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
+from tf_replicas import turns
 from tf_replicas import updates
 
 
@@ -169,51 +169,30 @@ class InGraph:
     lost.
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
-    contribute = functools.partial(
-      towers.contribute,
+    name = tf.strings.join(["worker:", tf.strings.as_string(index())])
+    replicas_turns = turns.Turns(
       self.store,
       self.optimizer,
       self.replica,
       iterator,
       index(),
+      device=None,
+      recorder=self._recorder,
+      name=name,
     )
-
-    def pack(release):
-      with tf.device(self.store.device_of_task(0)):
-        packed = release.pack()
-      with tf.device(None):  # This worker's.
-        return tf.identity(packed)
-
-    def take_turn(has_ticket, last, *state):
-      last = releases.unpack(last)
-      began = releases.now(*state)
-      turn = contribute(
-        state,
-        step=last.global_step,
-        ticket=last.ticket if has_ticket else None,
-      )
-      packed = pack(turn.release)
-      if self._recorder is not None:
-        name = tf.strings.join(["worker:", tf.strings.as_string(index())])
-        self._recorder.record_turn(name, last.global_step, began, packed, turn)
-      return [packed, *turn.state]
-
-    offer = functools.partial(take_turn, False)
-    hand_over = functools.partial(take_turn, True)
+    has_tickets = self.optimizer.has_tickets
+    no_limit = tf.constant(tf.int32.max)
 
     def go_on(*state):
-      state = offer(*state)
-      if self.optimizer.has_tickets:
-        state = tf.while_loop(
-          lambda last, *_: releases.unpack(last).ticket >= 0, hand_over, state
-        )
+      state = replicas_turns.take(False, *state)
+      if has_tickets:
+        _, *state = replicas_turns.take_some(True, no_limit, *state)
       return state
 
-    step, state = towers.begin(self.store, self.optimizer, index())
     state = tf.while_loop(
       lambda last, *_: releases.unpack(last).global_step != releases.ENDED,
       go_on,
-      [pack(releases.first(step)), *state],
+      replicas_turns.begin(),
     )
     return state[0]
 

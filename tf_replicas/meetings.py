@@ -17,7 +17,7 @@ from tf_replicas import local_steps
 from tf_replicas import parameter_store
 from tf_replicas import releases
 from tf_replicas import sync_replicas
-from tf_replicas import towers
+from tf_replicas import turns
 
 # What `meet` returns: whether the period counted and the global step to go on
 # from, the copy, and the centre where the kind needs that.
@@ -129,7 +129,7 @@ class Together:
       ticket=ticket,
     )
     admitted = release.admitted
-    release, centre = towers.go_on(self._store, self.rule, replica, release)
+    release, centre = turns.go_on(self._store, self.rule, replica, release)
     if not self.needs_centre:
       return release, centre, []
     # One that was refused did not move the centre, and is not moved by it.
@@ -252,7 +252,7 @@ class Accumulated:
       num_examples=local.num_examples,
       ticket=ticket,
     )
-    return *towers.go_on(self._store, self.rule, replica, release), []
+    return *turns.go_on(self._store, self.rule, replica, release), []
 
 
 Meeting = Together | AtTheCentre | Accumulated

@@ -14,6 +14,7 @@ from tf_replicas import meetings
 from tf_replicas import parameter_store
 from tf_replicas import releases
 from tf_replicas import towers
+from tf_replicas import turns
 from tf_replicas import updates
 
 
@@ -129,7 +130,7 @@ class PeriodicOptimizer:
     Returns:
       The int64 global step of the centre that it begins with, and the state.
     """
-    step, parameters = towers.pull(self._store, self._rule, replica)
+    step, parameters = turns.pull(self._store, self._rule, replica)
     centre = parameters if self._meeting.needs_centre else []
     return step, [*parameters, *centre, *self._steps.new_slots()]
 
@@ -142,7 +143,7 @@ class PeriodicOptimizer:
     *,
     step: tf.Tensor,
     ticket: tf.Tensor | None = None,
-  ) -> towers.Turn:
+  ) -> turns.Turn:
     """One period and the meeting after it; to be used inside a `tf.function`.
 
     Args:
@@ -175,7 +176,7 @@ class PeriodicOptimizer:
     release, parameters, centre = self._meeting.meet(
       replica, state, local, step=step, ticket=ticket
     )
-    return towers.Turn(release, [*parameters, *centre, *local.slots], computed)
+    return turns.Turn(release, [*parameters, *centre, *local.slots], computed)
 
   # The chief's half.
 

@@ -21,11 +21,11 @@ task 0. `experiments.timeline` shows such files; there and in
 
 import json
 import os
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tf_replicas import releases
-from tf_replicas import towers
 
 # The task whose timeline has the updates of several contributions.
 CHIEF = "chief"
@@ -59,8 +59,9 @@ class Recorder:
     task: str | tf.Tensor,
     step: tf.Tensor,
     began: tf.Tensor,
-    packed: tf.Tensor,
-    turn: towers.Turn,
+    computed: tf.Tensor,
+    release: releases.Release,
+    state: Sequence[tf.Tensor],
   ) -> None:
     """Writes down one turn; to be used inside a `tf.function`.
 
@@ -68,14 +69,14 @@ class Recorder:
       task: Whose; a string, or a tensor of one.
       step: int64 scalar, the global step that was contributed to.
       began: int64 scalar, microseconds: it began to compute.
-      packed: The turn's release, packed, on the device of the caller.
-      turn: The turn.
+      computed: int64 scalar, microseconds: it had the last gradients.
+      release: What it heard.
+      state: The tensors that it goes on with.
     """
-    release, computed = releases.unpack(packed), turn.computed
     times = releases.Times(*tf.unstack(release.times))
     is_used = release.admitted > 0
     never = tf.constant(releases.NEVER, tf.int64)
-    arrived = releases.now(*turn.state)
+    arrived = releases.now(*state)
     handed = tf.maximum(times.delivered, times.applied)
     spans = [
       (began, computed),
