@@ -1,10 +1,11 @@
 """What TensorFlow has for asynchronous training, plain, for comparison.
 
-  python -m benchmarks.plain_async SPEC BATCH_SIZE WARM_UP_STEPS STEPS
+  python -m benchmarks.plain_async SPEC BATCH_SIZE WARM_UP_STEPS STEPS [once]
 
 `tf.distribute.ParameterServerStrategy`, `ClusterCoordinator` and a Keras
 optimizer, used as TensorFlow's tutorial on parameter servers has it, on the
-CIFAR-10 network and synthetic images. Started by `benchmarks.throughput`.
+CIFAR-10 network and synthetic images; with `once`, every variable is fetched by
+hand once a step and not wherever it is used. For `benchmarks.throughput`.
 """
 
 import json
@@ -35,7 +36,11 @@ def serve(spec: cluster.ClusterSpec, job: str, index: int) -> None:
 
 
 def coordinate(
-  spec: cluster.ClusterSpec, batch_size: int, warm_up_steps: int, steps: int
+  spec: cluster.ClusterSpec,
+  reads_once: bool,
+  batch_size: int,
+  warm_up_steps: int,
+  steps: int,
 ) -> None:
   """Is the coordinator; prints examples/sec."""
   resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -59,9 +64,10 @@ def coordinate(
   def step(iterator):
     def replica(batch):
       with tf.GradientTape() as tape:
-        # Each variable is fetched once, which is more than the tutorial does.
-        parameters = [tf.convert_to_tensor(v) for v in variables]
-        tape.watch(parameters)
+        parameters = [variable.value for variable in variables]
+        if reads_once:
+          parameters = [tf.convert_to_tensor(p) for p in parameters]
+          tape.watch(parameters)
         loss, _ = model_lib.total_loss(
           model,
           dict(zip(paths, parameters, strict=True)),
@@ -89,6 +95,8 @@ def coordinate(
 
 def main(path: str, *numbers: str) -> None:
   """Starts the servers, and coordinates them."""
+  reads_once = numbers[-1] == "once"
+  sizes = map(int, numbers[:3])
   spec = cluster.resolve_ports(cluster.load(path))
 
   def command(task):
@@ -98,7 +106,7 @@ def main(path: str, *numbers: str) -> None:
   with tempfile.TemporaryDirectory() as log_dir:
     with local_cluster.LocalCluster(spec, command, log_dir=log_dir) as tasks:
       tasks.start()
-      coordinate(spec, *map(int, numbers))
+      coordinate(spec, reads_once, *sizes)
 
 
 if __name__ == "__main__":

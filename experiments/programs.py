@@ -1,7 +1,18 @@
 """Programs of this project, run by others of it."""
 
+import contextlib
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from experiments import slow_down
+
+# What a training prints: (when, step, loss), and in the end (step, examples).
+LOG_LINE = re.compile(r"([-\d]+ [:.\d]+): step (\d+), loss = ([\d.]+) \(")
+FINISHED = re.compile(r"finished at step (\d+): (\d+) examples")
 
 
 def output(module: str, *arguments: str) -> str:
@@ -21,3 +32,57 @@ def output(module: str, *arguments: str) -> str:
   if result.returncode:
     raise RuntimeError(f"{module} failed:\n{result.stdout}{result.stderr}")
   return result.stdout
+
+
+def train(
+  module: str,
+  arguments: Sequence[str],
+  slow_downs: Mapping[int, float],
+  timeout_secs: float = 1800.0,
+) -> str:
+  """What a training on a local cluster printed, with some workers slowed down.
+
+  Args:
+    module: Its program.
+    arguments: Its flags.
+    slow_downs: By worker how many times as long everything takes it, from the
+      first log line on.
+    timeout_secs: How long all of it may take.
+
+  Raises:
+    RuntimeError: If it failed or took too long, with all that it printed.
+    LookupError: If there is no such worker.
+  """
+  command = [sys.executable, "-m", module, *arguments]
+  printed = []
+  with subprocess.Popen(
+    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+  ) as process:
+    deadline = threading.Timer(timeout_secs, process.terminate)
+    deadline.start()
+    try:
+      _read_until(LOG_LINE, process, printed)
+      with contextlib.ExitStack() as slowed:
+        for worker, factor in slow_downs.items():
+          words = ["--job_name=worker", f"--task_index={worker}"]
+          pid = slow_down.child(process.pid, words)
+          slowed.enter_context(slow_down.SlowDown(pid, factor))
+        _read_until(FINISHED, process, printed)
+      printed += process.stdout
+    except BaseException:
+      process.terminate()
+      raise
+    finally:
+      deadline.cancel()
+  output = "".join(printed)
+  if process.returncode:
+    raise RuntimeError(f"training failed:\n{output}")
+  return output
+
+
+def _read_until(pattern, process, printed: list[str]) -> None:
+  for line in process.stdout:
+    printed.append(line)
+    if pattern.search(line):
+      return
+  raise RuntimeError(f"training failed:\n{''.join(printed)}")

@@ -30,10 +30,13 @@ FLAGS = flags.FLAGS
 
 # In the order of the page; each is a module with a `claims.Claim`.
 EXPERIMENTS = (
+  "update_once",
   "stale_ball",
+  "straggler",
   "backup_workers",
   "scale_out",
   "sixteen_or_eight",
+  "validation",
 )
 TITLE = "Synchronous and asynchronous training: what was claimed, what we found"
 _FIELDS = ("title", "claim", "source", "explanation", "verdict", "findings")

@@ -13,8 +13,6 @@ import datetime
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,13 +21,10 @@ from absl import flags
 
 from experiments import claims
 from experiments import programs
-from experiments import slow_down
 from tf_replicas import command_line
 from tf_replicas import processes
 
 FLAGS = flags.FLAGS
-_LOG_LINE = re.compile(r"([-\d]+ [:.\d]+): step (\d+), loss = ([\d.]+) \(")
-_FINISHED = re.compile(r"finished at step (\d+): (\d+) examples")
 _COUNTS = re.compile(
   r"worker (\d+): (\d+) contributions applied, (\d+) refused"
   r"(?:.*; staleness ([\d.]+) on average, 95% at most (\d+), all at most"
@@ -114,7 +109,8 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
   update = rule.batches * FLAGS.batch_size
   steps = max(1, round(FLAGS.num_examples / update))
   log_every = max(1, steps // 20)
-  output = _train(
+  output = programs.train(
+    "cifar10.distributed_train",
     [
       *data,
       f"--cluster_spec={spec}",
@@ -123,20 +119,20 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
       f"--log_every_steps={log_every}",
       *rule.flags,
     ],
-    slow_worker=workers - 1,
+    slow_downs={workers - 1: FLAGS.slow_down},
   )
   evaluated = programs.output(
     "cifar10.eval", f"--train_dir={directory}/run", "--run_once"
   )
   lines = [
     (datetime.datetime.fromisoformat(when), int(step))
-    for when, step, _ in _LOG_LINE.findall(output)
+    for when, step, _ in programs.LOG_LINE.findall(output)
   ]
   seconds = (lines[-1][0] - lines[0][0]).total_seconds()
   counts = _COUNTS.findall(output)
   staleness = [list(map(float, c[3:])) for c in counts if c[3]]
   applied = [int(c[1]) for c in counts]
-  step, examples = map(int, _FINISHED.search(output).groups())
+  step, examples = map(int, programs.FINISHED.search(output).groups())
   return {
     "rule": rule.name,
     "workers": workers,
@@ -153,33 +149,6 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
     "staleness_max": max((s[2] for s in staleness), default=0),
     "precision": float(_PRECISION.search(evaluated).group(1)),
   }
-
-
-def _train(arguments: Sequence[str], slow_worker: int) -> str:
-  """What the binary printed; the worker is slow from the first line on."""
-  module = [sys.executable, "-m", "cifar10.distributed_train", *arguments]
-  with subprocess.Popen(
-    module, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-  ) as process:
-    printed = []
-    for line in process.stdout:
-      printed.append(line)
-      if _LOG_LINE.search(line):
-        break
-    else:
-      raise RuntimeError(f"training failed:\n{''.join(printed)}")
-    words = ["--job_name=worker", f"--task_index={slow_worker}"]
-    pid = slow_down.child(process.pid, words)
-    with slow_down.SlowDown(pid, FLAGS.slow_down):
-      for line in process.stdout:
-        printed.append(line)
-        if _FINISHED.search(line):
-          break
-    printed += process.stdout
-  output = "".join(printed)
-  if process.returncode:
-    raise RuntimeError(f"training failed:\n{output}")
-  return output
 
 
 def table(rows: Sequence[dict]) -> str:

@@ -1,0 +1,174 @@
+"""Does the simulator know how fast a real cluster is?
+
+  python -m experiments.validation [--quick] [--num_seeds=1] [--output=DIR]
+
+Trains the CIFAR-10 network on real clusters of 1 PS and several workers on
+this machine, with `--timeline`. From the first half of each record
+`recorded_run.fit` makes a cluster, and the simulator predicts the step rate,
+which is compared with that of the second half.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments import claims
+from experiments import programs
+from experiments import recorded_run
+from experiments import simulator
+
+_PARAMETER_BYTES = 1_068_298 * 4.0
+_SIMULATED_STEPS = 2_000
+MOST_ERROR = 0.1
+
+
+class Setting(NamedTuple):
+  """A configuration of the real cluster.
+
+  Attributes:
+    workers: How many there are.
+    rule: What the simulator takes.
+    flags: The same for the binary.
+  """
+
+  workers: int
+  rule: simulator.Sync | simulator.Async
+  flags: Sequence[str] = ()
+
+
+SETTINGS = {
+  "1 worker, sync": Setting(1, simulator.Sync()),
+  "2 workers, sync": Setting(2, simulator.Sync()),
+  "2 workers, sync, in-graph": Setting(
+    2, simulator.Sync(), ["--replication=in_graph"]
+  ),
+  "3 workers, sync": Setting(3, simulator.Sync()),
+  "3 workers, first 2": Setting(
+    3, simulator.Sync(2), ["--replicas_to_aggregate=2"]
+  ),
+  "2 workers, async": Setting(2, simulator.Async(), ["--update=async"]),
+  "3 workers, async": Setting(3, simulator.Async(), ["--update=async"]),
+}
+
+
+def record(setting: Setting, num_batches: int, seed: int) -> list:
+  """Trains, and returns the events of the record."""
+  is_sync = isinstance(setting.rule, simulator.Sync)
+  per_update = (setting.rule.replicas_to_aggregate or setting.workers) * is_sync
+  with tempfile.TemporaryDirectory() as directory:
+    spec = os.path.join(directory, "spec.json")
+    with open(spec, "w", encoding="utf-8") as file:
+      workers = ["localhost:0"] * setting.workers
+      json.dump({"ps": ["localhost:0"], "worker": workers}, file)
+    programs.output(
+      "cifar10.distributed_train",
+      "--dataset=synthetic",
+      f"--cluster_spec={spec}",
+      f"--train_dir={directory}/run",
+      "--batch_size=64",
+      "--learning_rate=0.01",
+      f"--max_steps={num_batches // max(1, per_update)}",
+      f"--seed={seed}",
+      "--timeline",
+      *setting.flags,
+    )
+    return recorded_run.read(f"{directory}/run/timeline")
+
+
+def compare(events: Sequence[recorded_run.Event], rule, seed: int) -> dict:
+  """Updates per second of the second half: measured, and from the first."""
+  ends = np.sort([e.end for e in events if e.kind == "apply"])
+  # The first tenth is the start: tracing, connecting.
+  first, middle = len(ends) // 10, len(ends) * 55 // 100
+  begin = min(e.start for e in events)
+  fit = recorded_run.fit(
+    [e for e in events if e.end <= ends[middle]],
+    read_bytes=_PARAMETER_BYTES,
+    skip_secs=ends[first] - begin,
+  )
+  result = simulator.simulate(fit.cluster, rule, _SIMULATED_STEPS, seed=seed)
+  return {
+    "measured": float((len(ends) - 1 - middle) / (ends[-1] - ends[middle])),
+    "predicted": float(1 / result.step_secs[100:].mean()),
+  }
+
+
+def measure(is_quick: bool, seed: int) -> dict:
+  """Both rates of every setting."""
+  num_batches = 160 if is_quick else 600
+  return {
+    name: compare(record(setting, num_batches, seed), setting.rule, seed)
+    for name, setting in SETTINGS.items()
+  }
+
+
+def find(measurements: Sequence[dict]) -> list[claims.Finding]:
+  """What the claim says in numbers."""
+  return [
+    claims.Finding(
+      f"{name}: predicted of measured updates per second",
+      [m[name]["predicted"] / m[name]["measured"] for m in measurements],
+      least=1 - MOST_ERROR,
+      most=1 + MOST_ERROR,
+    )
+    for name in SETTINGS
+  ]
+
+
+def draw(measurements: Sequence[dict]):
+  """Predicted against measured."""
+  figure, axes = claims.new_figure(6.5, 5)
+  most = 0.0
+  for number, name in enumerate(SETTINGS):
+    x = [m[name]["measured"] for m in measurements]
+    y = [m[name]["predicted"] for m in measurements]
+    most = max(most, *x, *y)
+    axes.plot(
+      x,
+      y,
+      claims.MARKERS[number % len(claims.MARKERS)],
+      color=claims.COLOURS[number % len(claims.COLOURS)],
+      fillstyle="full" if number < len(claims.MARKERS) else "none",
+      label=name,
+    )
+  line = np.array([0, 1.1 * most])
+  axes.plot(line, line, "-", color="black", linewidth=0.8)
+  axes.fill_between(
+    line,
+    line * (1 - MOST_ERROR),
+    line * (1 + MOST_ERROR),
+    color="#DDDDDD",
+    label="within 10%",
+  )
+  axes.set_xlim(0, line[1])
+  axes.set_ylim(0, line[1])
+  axes.set_xlabel("measured updates per second")
+  axes.set_ylabel("predicted updates per second")
+  axes.legend(frameon=False, fontsize=9)
+  return figure
+
+
+CLAIM = claims.Claim(
+  name="validation",
+  title="What the simulator predicts, and what real clusters do",
+  claim=(
+    "from the record of half a run the simulator predicts the step rate of the"
+    " other half within 10%, whatever the update rule and the driver"
+  ),
+  source="our own: what the simulated claims on this page rest on",
+  explanation=(
+    "Each mark is a training of real processes: how many updates per second it"
+    " made, and how many the simulator expected of a cluster with the computing"
+    " times and the links that the first half of the record shows."
+  ),
+  measure=measure,
+  find=find,
+  draw=draw,
+)
+
+if __name__ == "__main__":
+  claims.start(CLAIM)
