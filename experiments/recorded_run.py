@@ -204,7 +204,7 @@ def _latency(events: Sequence[Event]) -> float:
   )
   waits = np.array([e.end for e in events if e.kind == "wait"])
   if len(updates) and len(waits):
-    last = np.searchsorted(updates, waits) - 1
+    last = np.searchsorted(updates, waits, side="right") - 1
     since = waits[last >= 0] - updates[last[last >= 0]]
     if len(since):
       return float(np.median(_shortest_per(last[last >= 0], since)))

@@ -57,8 +57,9 @@ SETTINGS = {
 
 def record(setting: Setting, num_batches: int, seed: int) -> list:
   """Trains, and returns the events of the record."""
-  is_sync = isinstance(setting.rule, simulator.Sync)
-  per_update = (setting.rule.replicas_to_aggregate or setting.workers) * is_sync
+  per_update = 1
+  if isinstance(setting.rule, simulator.Sync):
+    per_update = setting.rule.replicas_to_aggregate or setting.workers
   with tempfile.TemporaryDirectory() as directory:
     spec = os.path.join(directory, "spec.json")
     with open(spec, "w", encoding="utf-8") as file:
@@ -71,7 +72,7 @@ def record(setting: Setting, num_batches: int, seed: int) -> list:
       f"--train_dir={directory}/run",
       "--batch_size=64",
       "--learning_rate=0.01",
-      f"--max_steps={num_batches // max(1, per_update)}",
+      f"--max_steps={num_batches // per_update}",
       f"--seed={seed}",
       "--timeline",
       *setting.flags,
