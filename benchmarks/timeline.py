@@ -33,13 +33,13 @@ def turn_secs() -> float:
         1,
         tf.constant(8, tf.int64),
         tf.constant(-1, tf.int64),
-        releases.pack_times(began + 12, began + 20, 0, began + 31),
+        releases.pack_times(began + 0.12, began + 0.2, 0, began + 0.31),
       )
       recorder.record_turn(
         "worker:0",
         tf.constant(7, tf.int64),
         began,
-        began + 10,
+        began + 0.1,
         release,
         [tf.zeros([])],
       )

@@ -18,11 +18,15 @@ except ImportError:
 
 
 def _rates(slow_of_all, slow_of_two):
-  return {
+  rates = {
     "all of 3, equal": 2.0,
     "all of 3, one slow": slow_of_all,
     "first 2 of 3, equal": 2.5,
     "first 2 of 3, one slow": slow_of_two,
+  }
+  # So a step with the slow worker takes 5 * 0.8 times as long.
+  return {
+    name: dict(steps_per_sec=rate, busy=0.8) for name, rate in rates.items()
   }
 
 
@@ -33,10 +37,23 @@ class StragglerTest(parameterized.TestCase):
     (0.5, 1.0, claims.FAILS),
     # The slow worker was not waited for.
     (1.9, 2.4, claims.FAILS),
+    # It was waited for longer than it took.
+    (0.2, 2.4, claims.FAILS),
   )
   def test_verdict(self, slow_of_all, slow_of_two, expected):
     findings = straggler.find([_rates(slow_of_all, slow_of_two)])
     self.assertEqual(claims.verdict(findings), expected)
+
+  def test_busy_share(self):
+    cluster = simulator.Cluster(
+      3, compute_times.Lognormal(0.2, 0.01), slowdown={0: 4.0}
+    )
+    run = simulator.simulate(cluster, simulator.Sync(), 100, records=True)
+    shares = [
+      straggler.busy_share(run.events, f"worker:{n}", 2.0) for n in range(3)
+    ]
+    self.assertAlmostEqual(shares[0], 1, delta=0.02)
+    self.assertAlmostEqual(shares[1], 0.25, delta=0.02)
 
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):

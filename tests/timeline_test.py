@@ -36,8 +36,8 @@ class RecorderTest(tf.test.TestCase, parameterized.TestCase):
       recorder.record_turn(
         task,
         tf.constant(7, tf.int64),
-        tf.constant(START, tf.int64),
-        tf.constant(START + 10, tf.int64),
+        tf.constant(START / 1e6, tf.float64),
+        tf.constant((START + 10) / 1e6, tf.float64),
         release,
         [tf.zeros([2])],
       )
@@ -124,7 +124,7 @@ class RecorderTest(tf.test.TestCase, parameterized.TestCase):
 
 class ReleasesTest(tf.test.TestCase, parameterized.TestCase):
   def test_pack_and_unpack(self):
-    times = releases.pack_times(1, 2, 3, START)
+    times = releases.pack_times(1e-6, 2e-6, 3e-6, START / 1e6)
     packed = releases.Release(1, tf.constant(5, tf.int64), -1, times).pack()
     self.assertAllEqual(packed, [1, 5, -1, 1, 2, 3, START])
     unpacked = releases.unpack(packed)

@@ -292,7 +292,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     def pass_over():
       ended = tf.constant(releases.ENDED, tf.int64)
       step = tf.where(admission.has_ended, ended, admission.version)
-      never = tf.constant(releases.NEVER, tf.int64)
+      never = tf.constant(releases.NEVER, tf.float64)
       return step, never, never
 
     with tf.device(self._device):

@@ -172,7 +172,7 @@ class Contributions:
         replica, ticket, gradients, loss, num_examples, is_sound
       )
     with tf.device(self._device):
-      tag = releases.now()
+      tag = releases.microseconds(releases.now())
       kind = tf.where(is_sound, int(Kind.OFFER), int(Kind.NONFINITE))
       offered = self._send(kind, replica, tag, step=local_step)
       with tf.control_dependencies([offered]):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_replicas import releases
 from tf_replicas import resources
 
 NOBODY = -1
@@ -121,7 +122,7 @@ class Gate:
         `give_up`, at run time.
     """
     with tf.device(self._device):
-      tag = tf.cast(tf.timestamp() * 1e6, tf.int64)
+      tag = releases.microseconds(releases.now())
       (tag,) = self._note(replica, clock, tag)
 
       def dequeue(_):

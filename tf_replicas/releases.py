@@ -7,11 +7,13 @@ import tensorflow as tf
 # The global step that a replica is released to when there is no other.
 ENDED = -1
 # The time of what did not happen.
-NEVER = 0
+NEVER = 0.0
 
 
 class Times(NamedTuple):
-  """When it was how far; int64 scalars, microseconds on PS task 0's clock.
+  """When it was how far; scalars on PS task 0's clock.
+
+  Float64, seconds since 1970; as they travel int64, microseconds.
 
   Attributes:
     admitted: It was admitted, if it had to ask.
@@ -20,10 +22,10 @@ class Times(NamedTuple):
     released: The replica may go on.
   """
 
-  admitted: tf.Tensor | int
-  delivered: tf.Tensor | int
-  applied: tf.Tensor | int
-  released: tf.Tensor | int
+  admitted: tf.Tensor | float
+  delivered: tf.Tensor | float
+  applied: tf.Tensor | float
+  released: tf.Tensor | float
 
 
 class Release(NamedTuple):
@@ -33,7 +35,7 @@ class Release(NamedTuple):
     admitted: 1 if the contribution was used, else 0.
     global_step: The step to go on from.
     ticket: Tag of the next contribution if admitted in advance, else -1.
-    times: `Times` as one int64 [4] tensor.
+    times: `Times` as one int64 [4] tensor, in microseconds.
   """
 
   admitted: tf.Tensor | int
@@ -80,14 +82,21 @@ def uses_left(
 
 
 def now(*after: tf.Tensor) -> tf.Tensor:
-  """Microseconds since 1970 as an int64 scalar, once `after` are there."""
+  """Seconds since 1970 as a float64 scalar, once `after` are there."""
   with tf.control_dependencies(after):
-    return tf.cast(tf.timestamp() * 1e6, tf.int64)
+    return tf.timestamp()
+
+
+def microseconds(secs: tf.Tensor) -> tf.Tensor:
+  """The same as int64, which travels beside other int64."""
+  return tf.cast(tf.round(secs * 1e6), tf.int64)
 
 
 def pack_times(
   admitted=NEVER, delivered=NEVER, applied=NEVER, released=NEVER
 ) -> tf.Tensor:
-  """The fields of `Times` as one tensor."""
+  """The fields of `Times`, in seconds, as one tensor in microseconds."""
   times = Times(admitted, delivered, applied, released)
-  return tf.stack([tf.cast(time, tf.int64) for time in times])
+  return microseconds(
+    tf.stack([tf.convert_to_tensor(t, tf.float64) for t in times])
+  )

@@ -131,7 +131,7 @@ class ReplicaUpdate:
       finish: Called with whether this completed an update; takes note of it.
 
     Returns:
-      What `finish` returned, and, in microseconds, when the gradients were
+      What `finish` returned, and, in seconds, when the gradients were
       there and when the update was made.
     """
     present = self._present(parts)

@@ -254,8 +254,8 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       loss=float(loss),
       num_examples=int(examples),
       learning_rate=self.inner.learning_rate(int(step)),
-      began=began / 1e6,
-      ended=ended / 1e6,
+      began=began,
+      ended=ended,
     )
 
   def _step(self, present: tuple[bool, ...]) -> tf.Tensor:
@@ -278,7 +278,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
         ended = tf.cond(
           may_update,
           lambda: self._finish_step(present, collected),
-          lambda: tf.constant(releases.NEVER, tf.int64),
+          lambda: tf.constant(releases.NEVER, tf.float64),
         )
       fields = [*collected[:5], began, ended]
       fields = tf.stack([tf.cast(field, tf.float64) for field in fields])

@@ -68,15 +68,16 @@ class Recorder:
     Args:
       task: Whose; a string, or a tensor of one.
       step: int64 scalar, the global step that was contributed to.
-      began: int64 scalar, microseconds: it began to compute.
-      computed: int64 scalar, microseconds: it had the last gradients.
+      began: float64 scalar, seconds since 1970: it began to compute.
+      computed: float64 scalar, seconds: it had the last gradients.
       release: What it heard.
       state: The tensors that it goes on with.
     """
     times = releases.Times(*tf.unstack(release.times))
     is_used = release.admitted > 0
-    never = tf.constant(releases.NEVER, tf.int64)
-    arrived = releases.now(*state)
+    never = tf.zeros([], tf.int64)
+    own = tf.stack([began, computed, releases.now(*state)])
+    began, computed, arrived = tf.unstack(releases.microseconds(own))
     handed = tf.maximum(times.delivered, times.applied)
     spans = [
       (began, computed),

@@ -24,7 +24,7 @@ class Turn(NamedTuple):
     release: What `apply_gradients` returned last, with the step that the next
       state is of unless it is negative.
     state: What the replica goes on with.
-    computed: int64 scalar, microseconds since 1970: it had the last gradients.
+    computed: float64 scalar, seconds since 1970: it had the last gradients.
   """
 
   release: releases.Release
@@ -65,7 +65,7 @@ class Turns:
   ) -> list[tf.Tensor]:
     """Takes one turn, with the last release's ticket or without."""
     last = releases.unpack(last)
-    began = releases.now(*state)
+    began = None if self.recorder is None else releases.now(*state)
     turn = contribute(
       self.store,
       self.optimizer,
