@@ -10,7 +10,6 @@ asynchronous updates TensorFlow's own come along, as its tutorial has them and
 with every variable fetched once a step.
 """
 
-import pathlib
 import re
 import statistics
 import tempfile
@@ -37,20 +36,13 @@ def single_process() -> float:
   return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
 
 
-def _write_spec(directory: str) -> pathlib.Path:
-  spec = pathlib.Path(directory) / "spec.json"
-  workers = ", ".join(['"localhost:0"'] * FLAGS.workers)
-  spec.write_text(f'{{"ps": ["localhost:0"], "worker": [{workers}]}}')
-  return spec
-
-
 def plain_async(*more: str) -> float:
   """Examples/sec of TensorFlow's own strategy."""
   with tempfile.TemporaryDirectory() as directory:
     steps = [n * FLAGS.workers for n in (_WARM_UP_STEPS, FLAGS.steps)]
     output = programs.output(
       "benchmarks.plain_async",
-      str(_write_spec(directory)),
+      programs.write_spec(directory, workers=FLAGS.workers),
       *map(str, [FLAGS.batch_size, *steps]),
       *more,
     )
@@ -63,7 +55,7 @@ def cluster(replication: str) -> float:
   per_step = 1 if FLAGS.update == "sync" else FLAGS.workers
   warm_up = _WARM_UP_STEPS * per_step
   with tempfile.TemporaryDirectory() as directory:
-    spec = _write_spec(directory)
+    spec = programs.write_spec(directory, workers=FLAGS.workers)
     # The last log line covers exactly the steps after the warm-up.
     output = programs.output(
       "cifar10.distributed_train",

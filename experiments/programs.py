@@ -1,6 +1,9 @@
 """Programs of this project, run by others of it."""
 
 import contextlib
+import datetime
+import json
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +35,24 @@ def output(module: str, *arguments: str) -> str:
   if result.returncode:
     raise RuntimeError(f"{module} failed:\n{result.stdout}{result.stderr}")
   return result.stdout
+
+
+def write_spec(directory: str, *, workers: int, ps: int = 1) -> str:
+  """Writes a cluster spec of this machine there; returns its path."""
+  path = os.path.join(directory, "spec.json")
+  with open(path, "w", encoding="utf-8") as file:
+    json.dump(
+      {"ps": ["localhost:0"] * ps, "worker": ["localhost:0"] * workers}, file
+    )
+  return path
+
+
+def logged(output: str) -> list[tuple[datetime.datetime, int]]:
+  """When, and at which step, a training printed its log lines."""
+  return [
+    (datetime.datetime.fromisoformat(when), int(step))
+    for when, step, _ in LOG_LINE.findall(output)
+  ]
 
 
 def train(

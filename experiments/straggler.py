@@ -11,9 +11,6 @@ continued by turns (`slow_down`), for all but a share of the time that leaves
 the cores idle now and then.
 """
 
-import datetime
-import json
-import os
 import tempfile
 from collections.abc import Sequence
 
@@ -46,11 +43,7 @@ def run(aggregate: int, is_slow: bool, num_steps: int) -> dict:
   if is_slow:
     slow_downs[WORKERS - 1] *= SLOWER
   with tempfile.TemporaryDirectory() as directory:
-    spec = os.path.join(directory, "spec.json")
-    with open(spec, "w", encoding="utf-8") as file:
-      json.dump(
-        {"ps": ["localhost:0"] * 2, "worker": ["localhost:0"] * WORKERS}, file
-      )
+    spec = programs.write_spec(directory, ps=2, workers=WORKERS)
     output = programs.train(
       "inception_mini.distributed_train",
       [
@@ -69,10 +62,7 @@ def run(aggregate: int, is_slow: bool, num_steps: int) -> dict:
       slow_downs,
     )
     events = recorded_run.read(f"{directory}/run/timeline")
-  lines = [
-    (datetime.datetime.fromisoformat(when), int(step))
-    for when, step, _ in programs.LOG_LINE.findall(output)
-  ]
+  lines = programs.logged(output)
   (begin, first), (end, last) = lines[1], lines[-1]
   return {
     "steps_per_sec": (last - first) / (end - begin).total_seconds(),

@@ -7,8 +7,6 @@ in the timelines that its tasks recorded.
 """
 
 import collections
-import json
-import os
 import tempfile
 from collections.abc import Sequence
 
@@ -26,10 +24,7 @@ def measure(is_quick: bool, seed: int) -> dict:
   """Trains, and returns what was recorded of all steps but the first."""
   num_steps = 20 if is_quick else 60
   with tempfile.TemporaryDirectory() as directory:
-    spec = os.path.join(directory, "spec.json")
-    with open(spec, "w", encoding="utf-8") as file:
-      workers = ["localhost:0"] * WORKERS
-      json.dump({"ps": ["localhost:0"], "worker": workers}, file)
+    spec = programs.write_spec(directory, workers=WORKERS)
     programs.output(
       "cifar10.distributed_train",
       "--dataset=synthetic",

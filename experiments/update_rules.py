@@ -98,11 +98,7 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
   Raises:
     RuntimeError: If a program failed, with what it printed.
   """
-  spec = os.path.join(directory, "spec.json")
-  with open(spec, "w", encoding="utf-8") as file:
-    json.dump(
-      {"ps": ["localhost:0"], "worker": ["localhost:0"] * workers}, file
-    )
+  spec = programs.write_spec(directory, workers=workers)
   data = [f"--dataset={FLAGS.dataset}", f"--train_dir={directory}/run"]
   if FLAGS.data_dir:
     data.append(f"--data_dir={FLAGS.data_dir}")
@@ -124,10 +120,7 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
   evaluated = programs.output(
     "cifar10.eval", f"--train_dir={directory}/run", "--run_once"
   )
-  lines = [
-    (datetime.datetime.fromisoformat(when), int(step))
-    for when, step, _ in programs.LOG_LINE.findall(output)
-  ]
+  lines = programs.logged(output)
   seconds = (lines[-1][0] - lines[0][0]).total_seconds()
   counts = _COUNTS.findall(output)
   staleness = [list(map(float, c[3:])) for c in counts if c[3]]

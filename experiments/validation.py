@@ -8,8 +8,6 @@ this machine, with `--timeline`. From the first half of each record
 which is compared with that of the second half.
 """
 
-import json
-import os
 import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -61,10 +59,7 @@ def record(setting: Setting, num_batches: int, seed: int) -> list:
   if isinstance(setting.rule, simulator.Sync):
     per_update = setting.rule.replicas_to_aggregate or setting.workers
   with tempfile.TemporaryDirectory() as directory:
-    spec = os.path.join(directory, "spec.json")
-    with open(spec, "w", encoding="utf-8") as file:
-      workers = ["localhost:0"] * setting.workers
-      json.dump({"ps": ["localhost:0"], "worker": workers}, file)
+    spec = programs.write_spec(directory, workers=setting.workers)
     programs.output(
       "cifar10.distributed_train",
       "--dataset=synthetic",

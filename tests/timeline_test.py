@@ -139,10 +139,10 @@ class ReleasesTest(tf.test.TestCase, parameterized.TestCase):
     (2, True, 3, -1),
     (1, False, 3, -1),
   )
-  def test_uses_left(self, ticket, admitted, uses, expected):
+  def test_next_ticket(self, ticket, admitted, uses, expected):
     if ticket is not None:
       ticket = tf.constant(ticket, tf.int64)
-    left = releases.uses_left(ticket, tf.constant(admitted), uses)
+    left = releases.next_ticket(ticket, tf.constant(admitted), uses)
     self.assertAllEqual(left, expected)
 
 

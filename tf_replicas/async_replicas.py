@@ -306,7 +306,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
         return releases.Release(
           tf.cast(admission.admitted, tf.int64),
           tf.identity(step),
-          releases.uses_left(ticket, admission.admitted, self.refresh_every),
+          releases.next_ticket(ticket, admission.admitted, self.refresh_every),
           releases.pack_times(asked_at, sent_at, applied_at, releases.now()),
         )
 

@@ -266,17 +266,14 @@ class BetweenGraph:
       name=self._timeline_name,
     )
 
-    def take(has_ticket, *most_last_and_state):
-      return replicas_turns.take_some(has_ticket, *most_last_and_state)
-
     # Concrete functions skip what a call spends on looking for a trace.
     first = tf.function(replicas_turns.begin).get_concrete_function()
     specs = [tf.TensorSpec([], tf.int32)]
     specs += [tf.TensorSpec(t.shape, t.dtype) for t in first.outputs]
     return first, *(
-      tf.function(functools.partial(take, has_ticket)).get_concrete_function(
-        *specs
-      )
+      tf.function(
+        functools.partial(replicas_turns.take_some, has_ticket)
+      ).get_concrete_function(*specs)
       for has_ticket in (False, True)
     )
 

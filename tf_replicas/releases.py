@@ -59,7 +59,7 @@ def first(step: tf.Tensor) -> Release:
   return Release(0, step, tf.constant(-1, tf.int64), pack_times())
 
 
-def uses_left(
+def next_ticket(
   ticket: tf.Tensor | None, admitted: tf.Tensor, uses: int
 ) -> tf.Tensor:
   """The next ticket of a replica that uses what it read several times.
