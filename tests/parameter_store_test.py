@@ -72,11 +72,6 @@ class PullTest(stores.TestCase):
     pull()
     self.assertEqual(shapes, [np.shape(value) for value in VALUES.values()])
 
-  def test_a_known_step_is_returned_as_it_is(self):
-    step, tensors = _filled().pull(tf.constant(41, tf.int64))
-    self.assertEqual(int(step), 41)
-    self.assertLen(tensors, len(VALUES))
-
 
 class TwoClientsTest(stores.TestCase):
   def test_the_second_finds_what_the_first_assigned(self):

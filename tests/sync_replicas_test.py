@@ -300,13 +300,39 @@ class UpdateTest(stores.TestCase):
     try:
       training.steps(1)
       with self.assertRaises(updates.NonFiniteGradientError) as raised:
-        updates.update_of(optimizer, ["left", "right"])
+        updates.updates_of(optimizer, ["left", "right"])
     finally:
       training.stop()
     self.assertEqual(raised.exception.replica, 1)
     self.assertEqual(raised.exception.global_step, 1)
     self.assertIn("right computed a loss or a gradient", str(raised.exception))
     np.testing.assert_array_equal(training.values()["w"], [-1, -1])
+
+  def test_several_updates_of_one_call_end_where_something_is_not_finite(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 2)
+
+    def compute(replica, step, parameters, number):
+      del replica, parameters, number
+      gradient = tf.where(step == 7, float("nan"), 1.0)
+      return [tf.fill([2], gradient)], tf.cast(step, tf.float32), 5
+
+    training = Training(optimizer, compute, values=ONE, is_sparse=[False])
+    training.start()
+    made = []
+    try:
+      self.assertLen(optimizer.apply_updates(1), 1)
+      made += optimizer.apply_updates(3)
+      self.assertLessEqual(len(made), 3)
+      with self.assertRaises(updates.NonFiniteGradientError) as raised:
+        while True:
+          made += optimizer.apply_updates(100)
+    finally:
+      training.stop()
+    self.assertEqual([u.global_step for u in made], list(range(2, 8)))
+    self.assertEqual([u.loss for u in made], list(range(1, 7)))
+    self.assertEqual([u.num_examples for u in made], [10] * 6)
+    self.assertEqual(raised.exception.global_step, 7)
+    np.testing.assert_array_equal(training.values()["w"], [-7, -7])
 
   def test_interrupt_and_close(self):
     optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 1)

@@ -125,8 +125,12 @@ class BetweenGraph:
     """The updates made so far."""
     return int(self.store.read_global_step())
 
-  def step(self) -> training.StepResult:
-    """The chief's: makes one update.
+  def step(self, most: int = 1) -> training.StepResult:
+    """The chief's: makes an update, or several in one call.
+
+    Args:
+      most: How many; see `SyncReplicasOptimizer.apply_updates`. Their mean loss
+        and all their examples are in the result.
 
     Raises:
       FloatingPointError: If a replica computed something not finite.
@@ -135,7 +139,7 @@ class BetweenGraph:
     if self._thread is None:
       self._start()
     result = updates.step_of(
-      self.optimizer, self._names, self._raise_if_ended, self._recorder
+      self.optimizer, self._names, self._raise_if_ended, self._recorder, most
     )
     self._watch.progress(result.global_step)
     return result

@@ -151,8 +151,7 @@ class Contributions:
     To be used inside a `tf.function`.
 
     Args:
-      replica: Which replica this is, in [0, R); an int64 scalar tensor where
-        the same function serves several.
+      replica: Which this is, in [0, R); an int64 scalar where one serves all.
       gradients: One per element of the store's `contributed`, of whole
         variables; may be None.
       local_step: int64 scalar: the global step of the variables used.
@@ -205,11 +204,12 @@ class Contributions:
   ) -> releases.Release:
     """Sends what was admitted under `tag`, and waits for the release."""
     # One tensor, since each that crosses is a call; a tag has 51 bits.
-    fields = (loss, num_examples, is_sound, tag)
+    fields = (loss, num_examples, is_sound, tag, replica)
     report = tf.stack([tf.cast(x, tf.float64) for x in fields])
     with tf.device(self._device):
       report = tf.identity(report)
-      tag = tf.cast(report[3], tf.int64)
+      tag, number = tf.unstack(tf.cast(report[3:], tf.int64))
+      replica = replica if isinstance(replica, int) else number
     arrived = self._gradients.put(replica, tag, gradients)
     with tf.device(self._device), tf.control_dependencies(arrived):
       kind = tf.where(report[2] > 0, int(Kind.DELIVERED), int(Kind.NONFINITE))
@@ -313,7 +313,7 @@ class Contributions:
     kind = tf.where(
       self._is_complete(ledger.accepted), int(Kind.DELIVERED), int(Kind.OFFER)
     )
-    is_urgent = (message.kind == Kind.NONFINITE) | (message.kind == Kind.WAKE)
+    is_urgent = is_nonfinite | (message.kind == Kind.WAKE)
     kind = tf.where(is_urgent, message.kind, tf.cast(kind, tf.int64))
     return kind, message.replica
 

@@ -116,13 +116,14 @@ class GradientQueues:
         continue
       parts = [by_shard[position][number] for position, number in layout.shards]
       components = [tag, *layout.to_wire(parts)]
+      with tf.device(self._store.device_of_task(task)):
+        components = [resources.land(c) for c in components]
 
-      def enqueue(queue, components=components):
-        with tf.device(queue.device):
+        def enqueue(queue, components=components):
           with tf.control_dependencies([queue.enqueue(components)]):
             return tf.constant(True)
 
-      arrived.append(resources.select(replica, self._queues[task], enqueue))
+        arrived.append(resources.select(replica, self._queues[task], enqueue))
     return arrived
 
   def _check_sparse(self, gradients: Sequence[Gradient]) -> None:

@@ -123,8 +123,12 @@ class InGraph:
     """The updates made so far."""
     return int(self.store.read_global_step())
 
-  def step(self) -> training.StepResult:
-    """Makes one update.
+  def step(self, most: int = 1) -> training.StepResult:
+    """Makes an update, or several in one call.
+
+    Args:
+      most: How many; see `SyncReplicasOptimizer.apply_updates`. Their mean loss
+        and all their examples are in the result.
 
     Raises:
       FloatingPointError: If a replica computed something not finite.
@@ -132,7 +136,7 @@ class InGraph:
     if self._watch is None:
       self._start()
     result = updates.step_of(
-      self.optimizer, self._names, self._raise_if_ended, self._recorder
+      self.optimizer, self._names, self._raise_if_ended, self._recorder, most
     )
     self._watch.progress(result.global_step)
     return result

@@ -244,22 +244,15 @@ class ParameterStore:
     return parts
 
   @tf.autograph.experimental.do_not_convert
-  def pull(
-    self, step: tf.Tensor | None = None
-  ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+  def pull(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Reads the global step, then every variable once, as whole tensors.
 
     In that order: what is read during an update is tagged with the step before
     it, and a gradient with that tag is refused.
 
-    Args:
-      step: The global step, where the caller knows it and need not ask.
-
     Returns:
       The int64 global step, and one tensor per spec on the caller's device.
     """
-    if step is not None:
-      return step, self.read(item=self.wire_item)
     step = self.read_global_step()
     with tf.control_dependencies([step]):
       return step, self.read(item=self.wire_item)
@@ -304,9 +297,11 @@ class ParameterStore:
           packed = packing.pack(
             [tf.cast(read_shard(*owners[i]), items[i].dtype) for i in group]
           )
-        tensors = packing.unpack(packed, [items[i] for i in group])
-        for i, tensor in zip(group, tensors, strict=True):
-          parts[owners[i]] = tf.cast(tensor, self.item(*owners[i]).dtype)
+        # What the reading waits for would be sent here too.
+        with tf.control_dependencies(None):
+          tensors = packing.unpack(packed, [items[i] for i in group])
+          for i, tensor in zip(group, tensors, strict=True):
+            parts[owners[i]] = tf.cast(tensor, self.item(*owners[i]).dtype)
     return [
       join([parts[index, n] for n in range(len(shards))], shards)
       for index, shards in enumerate(self.shards)

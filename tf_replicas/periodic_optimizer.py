@@ -143,6 +143,7 @@ class PeriodicOptimizer:
     *,
     step: tf.Tensor,
     ticket: tf.Tensor | None = None,
+    is_timed: bool = False,
   ) -> turns.Turn:
     """One period and the meeting after it; to be used inside a `tf.function`.
 
@@ -153,6 +154,7 @@ class PeriodicOptimizer:
       state: As `begin` or the last call returned it.
       step: int64 scalar, the global step of the centre as it was met last.
       ticket: That of the last `Release`, unless -1, to spare the offer.
+      is_timed: Whether to look at the clock.
 
     Returns:
       The turn, whether the period counted included.
@@ -172,7 +174,9 @@ class PeriodicOptimizer:
       pull_back=self._meeting.pull_back(state),
       wants_totals=self._meeting.needs_totals,
     )
-    computed = releases.now(local.loss)
+    computed = tf.constant(releases.NEVER, tf.float64)
+    if is_timed:
+      computed = releases.now(local.loss)
     release, parameters, centre = self._meeting.meet(
       replica, state, local, step=step, ticket=ticket
     )

@@ -196,6 +196,15 @@ class Mutex:
       return [tf.identity(result) for result in results]
 
 
+def land(tensor: tf.Tensor) -> tf.Tensor:
+  """The same on the present device, before anything is made of it.
+
+  A branch is taken where its input was made, which is then sent for every
+  branch, taken or not, and an identity is optimised away (TensorFlow 2.21).
+  """
+  return tf.raw_ops.Snapshot(input=tensor)
+
+
 def select(
   index: int | tf.Tensor, choices: Sequence, use: Callable[..., tf.Tensor]
 ) -> tf.Tensor:
@@ -204,6 +213,38 @@ def select(
     return use(choices[index])
   branches = [lambda choice=choice: use(choice) for choice in choices]
   return tf.switch_case(tf.cast(index, tf.int32), branches)
+
+
+def repeat(
+  body: Callable[[], tuple[tf.Tensor, tf.Tensor]],
+  most: tf.Tensor,
+  *,
+  secs: float,
+) -> tf.Tensor:
+  """Calls in the graph, one after the other; all on the present device.
+
+  Args:
+    body: Returns a row, float64 [width], and whether to call it again.
+    most: int32 scalar, how often at most; once in any case.
+    secs: After which it is not called again.
+
+  Returns:
+    The rows, float64 [number of calls, width].
+  """
+
+  def call(count, _, end, rows):
+    row, goes_on = body()
+    goes_on &= (count + 1 < most) & (tf.timestamp() < end)
+    return count + 1, goes_on, end, rows.write(count, row)
+
+  most = tf.identity(most)
+  rows = tf.TensorArray(tf.float64, size=0, dynamic_size=True)
+  *_, rows = tf.while_loop(
+    lambda _, goes_on, *rest: goes_on,
+    call,
+    (0, True, tf.timestamp() + secs, rows),
+  )
+  return rows.stack()
 
 
 def shared_variable(

@@ -4,11 +4,11 @@ The successor of TF1's `tf.train.SyncReplicasOptimizer`, with stricter rules.
 `SyncReplicasOptimizer` says what they are and how they come about.
 """
 
-import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tf_replicas import connection
@@ -17,8 +17,12 @@ from tf_replicas import ledger
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
 from tf_replicas import releases
+from tf_replicas import resources
 from tf_replicas import update_rule
 from tf_replicas import updates
+
+_NUM_FIELDS, _ENDED_AT = 7, 6  # Of what `_step` returns.
+_CALL_SECS = 0.1  # No learning rate waits longer.
 
 
 class SyncReplicasOptimizer(update_rule.UpdateRule):
@@ -162,6 +166,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     self._client_device = tf.constant(0).device
     self._present = (True,) * len(store.contributed)
     self._steps: dict[tuple[bool, ...], Callable] = {}
+    self._untold: Sequence[np.ndarray] = ()
 
   def initialize(self, values: Sequence[tf.Tensor]) -> None:
     """Gives everything but the slots and the global step its first value."""
@@ -230,25 +235,44 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     """Waits for N contributions and makes one update of them.
 
     Raises:
+      As `apply_updates`.
+    """
+    return self.apply_updates(1)[0]
+
+  def apply_updates(self, most: int) -> list[updates.Update]:
+    """Makes several updates in one call, all with the learning rate of now.
+
+    Between two calls pass milliseconds, which small models would feel.
+
+    Args:
+      most: How many at most: what fits into 0.1 s, or one.
+
+    Raises:
       NonFiniteGradientError: If a replica computed something not finite.
       Interrupted: If `interrupt` was called.
       tf.errors.OutOfRangeError: After `close`.
     """
-    self.inner.refresh()
-    if self._present not in self._steps:
-      step_fn = functools.partial(self._step, self._present)
-      step_fn = tf.function(step_fn, autograph=False).get_concrete_function()
-      self._steps[self._present] = step_fn
-    fields = self._steps[self._present]().numpy()
-    kind, replica, step, examples, loss, began, ended = fields[:7]
+    if not len(self._untold):
+      self.inner.refresh()
+      if self._present not in self._steps:
+        self._steps[self._present] = self._trace(self._present)
+      self._untold = self._steps[self._present](tf.constant(most)).numpy()
+    is_made = self._untold[:, _ENDED_AT] != releases.NEVER
+    made, self._untold = self._untold[is_made], self._untold[~is_made]
+    if len(made):
+      return [self._tell(row) for row in made]
+    (row,), self._untold = self._untold, ()
+    kind, replica, step = map(int, row[:3])
     if kind == ledger.Kind.NONFINITE:
-      raise updates.NonFiniteGradientError(int(replica), int(step))
+      raise updates.NonFiniteGradientError(replica, step)
     if kind == ledger.Kind.WAKE:
-      raise updates.Interrupted(f"interrupted at step {int(step)}")
-    if ended == releases.NEVER:
-      # Other variables than assumed have gradients; their update is traced.
-      self._present = tuple((fields[7:] > 0).tolist())
-      return self.apply_update()
+      raise updates.Interrupted(f"interrupted at step {step}")
+    # Other variables than assumed have gradients; their update is traced.
+    self._present = tuple((row[_NUM_FIELDS:] > 0).tolist())
+    return self.apply_updates(most)
+
+  def _tell(self, row: np.ndarray) -> updates.Update:
+    _, _, step, examples, loss, began, ended = row[:_NUM_FIELDS]
     return updates.Update(
       global_step=int(step) + 1,
       loss=float(loss),
@@ -258,8 +282,24 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       ended=ended,
     )
 
+  def _trace(self, present: tuple[bool, ...]) -> Callable:
+    """As many steps as it is told: [n, row]; only the last may be none."""
+
+    def step():
+      row = self._step(present)
+      return row, row[_ENDED_AT] != releases.NEVER
+
+    def steps(most):
+      with tf.device(self._store.device_of_task(0)):
+        rows = resources.repeat(step, most, secs=_CALL_SECS)
+      with tf.device(self._client_device):
+        return tf.identity(rows)
+
+    spec = tf.TensorSpec([], tf.int32)
+    return tf.function(steps, autograph=False).get_concrete_function(spec)
+
   def _step(self, present: tuple[bool, ...]) -> tf.Tensor:
-    """Collects a step and makes its update, without coming back in between.
+    """Collects a step and makes its update; on PS task 0.
 
     Args:
       present: Which trainable variables are assumed to have a gradient from
@@ -269,23 +309,20 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       The fields of `contributions.Collected`, before `present` when the update
       began and ended: one float64 vector, for each tensor read is a call.
     """
-    with tf.device(self._store.device_of_task(0)):
-      collected = self._contributions.collect()
-      may_update = collected.kind == int(ledger.Kind.DELIVERED)
-      may_update &= tf.reduce_all(collected.present == list(present))
-      began = releases.now(may_update)
-      with tf.control_dependencies([began]):
-        ended = tf.cond(
-          may_update,
-          lambda: self._finish_step(present, collected),
-          lambda: tf.constant(releases.NEVER, tf.float64),
-        )
-      fields = [*collected[:5], began, ended]
-      fields = tf.stack([tf.cast(field, tf.float64) for field in fields])
-      present = tf.cast(collected.present, tf.float64)
-      packed = tf.concat([fields, present], axis=0)
-    with tf.device(self._client_device):
-      return tf.identity(packed)
+    collected = self._contributions.collect()
+    may_update = collected.kind == int(ledger.Kind.DELIVERED)
+    may_update &= tf.reduce_all(collected.present == list(present))
+    began = releases.now(may_update)
+    with tf.control_dependencies([began]):
+      ended = tf.cond(
+        may_update,
+        lambda: self._finish_step(present, collected),
+        lambda: tf.constant(releases.NEVER, tf.float64),
+      )
+    fields = [*collected[:5], began, ended]
+    fields = tf.stack([tf.cast(field, tf.float64) for field in fields])
+    present = tf.cast(collected.present, tf.float64)
+    return tf.concat([fields, present], axis=0)
 
   def _finish_step(self, present, collected) -> tf.Tensor:
     """Updates, advances the step and lets the replicas go on; when it did."""

@@ -24,7 +24,8 @@ class Turn(NamedTuple):
     release: What `apply_gradients` returned last, with the step that the next
       state is of unless it is negative.
     state: What the replica goes on with.
-    computed: float64 scalar, seconds since 1970: it had the last gradients.
+    computed: float64 scalar, seconds since 1970: it had the last gradients;
+      NEVER unless it `is_timed`.
   """
 
   release: releases.Release
@@ -75,6 +76,7 @@ class Turns:
       state,
       step=last.global_step,
       ticket=last.ticket if has_ticket else None,
+      is_timed=self.recorder is not None,
     )
     packed = self._pack(turn.release)
     if self.recorder is not None:
@@ -143,6 +145,7 @@ def contribute(
   *,
   step: tf.Tensor,
   ticket: tf.Tensor | None = None,
+  is_timed: bool = False,
 ) -> Turn:
   """A replica's part in one step; to be used inside a `tf.function`.
 
@@ -163,6 +166,7 @@ def contribute(
       the store's `contributed`, unless the rule has a way of its own.
     step: int64 scalar, the global step that it is of.
     ticket: That of the last release, unless -1.
+    is_timed: Whether to look at the clock, for which others have to wait.
   """
   if hasattr(optimizer, "contribute"):
     return optimizer.contribute(
@@ -173,6 +177,7 @@ def contribute(
       state,
       step=step,
       ticket=ticket,
+      is_timed=is_timed,
     )
   parameters = state
   paths = [store.specs[i].path for i in store.contributed]
@@ -180,9 +185,10 @@ def contribute(
   def one_batch(ticket):
     batch = next(iterator)
     result = replica.gradients(parameters, batch, optimizer.scale_loss)
-    computed = releases.now(
-      result.loss, *(g for g in result.gradients if g is not None)
-    )
+    computed = tf.constant(releases.NEVER, tf.float64)
+    if is_timed:
+      gradients = (g for g in result.gradients if g is not None)
+      computed = releases.now(result.loss, *gradients)
     release = optimizer.apply_gradients(
       zip(result.gradients, paths, strict=True),
       replica=index,
@@ -220,7 +226,6 @@ def go_on(
     release: What `apply_gradients` returned.
     kept: What was pulled last, for a rule with `refresh_every`.
   """
-  ended = release.global_step < 0
 
   def read_anew():
     return pull(store, optimizer, index)
@@ -233,6 +238,7 @@ def go_on(
       now, parameters = tf.cond(is_due, read_anew, lambda: kept)
   # A replica that was refused may be let go while an update is being made.
   with tf.device(store.device_of_task(0)):
+    ended = release.global_step < 0
     step = tf.where(ended, release.global_step, now)
   return release._replace(global_step=step), parameters
 

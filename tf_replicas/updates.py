@@ -101,10 +101,15 @@ def summary(staleness: Sequence[int]) -> tuple[float, int, int]:
   return mean, int(most_of), len(counts) - 1
 
 
-def update_of(optimizer, names: Sequence[str]) -> Update:
-  """`optimizer.apply_update()`, with the replicas' names in its errors."""
+def updates_of(optimizer, names: Sequence[str], most: int = 1) -> list[Update]:
+  """What is told next, with the replicas' names in errors.
+
+  `optimizer.apply_update()`, or several by a rule that has `apply_updates`.
+  """
   try:
-    return optimizer.apply_update()
+    if hasattr(optimizer, "apply_updates"):
+      return optimizer.apply_updates(most)
+    return [optimizer.apply_update()]
   except NonFiniteGradientError as error:
     name = names[error.replica]
     raise NonFiniteGradientError(
@@ -117,26 +122,31 @@ def step_of(
   names: Sequence[str],
   raise_if_ended: Callable[[], None],
   recorder: timeline.Recorder | None = None,
+  most: int = 1,
 ) -> training.StepResult:
-  """One update as the session wants it; a stray wake-up is passed over.
+  """One update, or several, as the session wants to hear of them.
+
+  A stray wake-up is passed over.
 
   Args:
     optimizer: The update rule.
     names: The replicas' names.
     raise_if_ended: Raises what ended the training, if it has ended.
     recorder: Told of updates from several contributions, if there is one.
+    most: How many updates at most.
   """
   while True:
     try:
-      update = update_of(optimizer, names)
+      made = updates_of(optimizer, names, most)
+      break
     except Interrupted:
       raise_if_ended()
-      continue
+  for update in made:
     if recorder is not None and update.ended:
       recorder.record_update(update.global_step - 1, update.began, update.ended)
-    return training.StepResult(
-      update.global_step,
-      update.loss,
-      update.num_examples,
-      {"learning_rate": update.learning_rate},
-    )
+  return training.StepResult(
+    made[-1].global_step,
+    float(np.mean([update.loss for update in made])),
+    sum(update.num_examples for update in made),
+    {"learning_rate": made[-1].learning_rate},
+  )
