@@ -300,10 +300,11 @@ class Scripted:
         verdict, _ = self._contributions._await_reply(self._replica, tag)
       return tag, verdict
 
-    @tf.function
+    @tf.function(autograph=False)
     def put(tag, values):
       gradients = driver.replica.gradients(values, batch).gradients
-      return self._contributions._gradients.put(self._replica, tag, gradients)
+      queues = self._contributions._gradients
+      return queues.put(self._replica, tag, queues.pack(gradients))
 
     self._pull, self._offer, self._ask, self._put = pull, offer, ask, put
 
@@ -331,8 +332,9 @@ class Scripted:
   def put(self, tag, *, ps_tasks: int) -> None:
     """Sends gradients to the first `ps_tasks` PS tasks, and no word of it."""
     gradients = self._contributions._gradients
+    nothing = {"shards": [], "groups": [], "sparse": []}
     for task in range(ps_tasks, len(gradients._layouts)):
-      gradients._layouts[task] = gradients._layouts[task]._replace(shards=[])
+      gradients._layouts[task] = gradients._layouts[task]._replace(**nothing)
     for arrived in self._put(tag, self.pull()[1]):
       arrived.numpy()
 

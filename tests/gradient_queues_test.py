@@ -43,7 +43,9 @@ class GradientQueuesTest(stores.TestCase):
 
   def _put(self, queues, replica, tag, gradients):
     tf.function(
-      lambda: queues.put(replica, tf.constant(tag, tf.int64), gradients)
+      lambda: queues.put(
+        replica, tf.constant(tag, tf.int64), queues.pack(gradients)
+      )
     )()
 
   def _take(self, queues, accepted):
@@ -185,7 +187,8 @@ class GradientQueuesTest(stores.TestCase):
 
     @tf.function
     def put(replica):
-      queues.put(replica, tf.constant(1, tf.int64), [None, *_dense(4)])
+      packed = queues.pack([None, *_dense(4)])
+      queues.put(replica, tf.constant(1, tf.int64), packed)
 
     for replica in range(3):
       put(tf.constant(replica, tf.int64))

@@ -19,6 +19,7 @@ from tf_replicas import moving_averages
 from tf_replicas import parameter_store
 from tf_replicas import releases
 from tf_replicas import replica_update
+from tf_replicas import resources
 from tf_replicas import staleness as staleness_lib
 from tf_replicas import update_rule
 from tf_replicas import updates
@@ -260,7 +261,9 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     )
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_queues.all_finite(gradients, self.wire_dtype)
-    loss = tf.cast(loss, tf.float64)
+    replica, local_step, is_sound, loss, num_examples = resources.land_scalars(
+      self._device, replica, local_step, is_sound, loss, num_examples
+    )
     passed: list[tf.Tensor] = []
     if self._gates is not None:
       clock = self._gates.next_clock(replica)
@@ -268,15 +271,15 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     with tf.control_dependencies(passed):
       admission = self.applications.admit(replica, local_step, is_sound)
 
-    # What may not be refused leaves at once, and does not wait for an answer.
-    parts = None
+    parcels, parts = self._replica_update.pack(gradients), None
     if self.policy.admits is None and self._gates is None:
-      parts = self._replica_update.send(gradients)
+      # What nobody refuses does not wait for an answer.
+      parts = self._replica_update.send(parcels)
 
     def use():
       return self._replica_update(
         replica,
-        parts or self._replica_update.send(gradients),
+        parts or self._replica_update.send(parcels),
         admission.version,
         admission.staleness,
         self.applications.pending,
@@ -320,9 +323,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     """Waits for an update; what was applied since the last call.
 
     Raises:
-      NonFiniteGradientError: If a replica computed something not finite.
-      Interrupted: If `interrupt` was called.
-      tf.errors.OutOfRangeError: After `close`.
+      As `Applications.collect`.
     """
     self.inner.refresh()
     return self.applications.collect(self.inner.learning_rate)

@@ -166,10 +166,16 @@ class Contributions:
     """
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_queues.all_finite(gradients, self._store.wire_dtype)
+    packed = self._gradients.pack(gradients)
+    present = [g is not None for g in gradients]
     if ticket is not None:
-      return self._hand_over(
-        replica, ticket, gradients, loss, num_examples, is_sound
+      *report, is_sound, replica, tag = resources.land_scalars(
+        self._device, loss, num_examples, is_sound, replica, ticket
       )
+      return self._hand_over(replica, tag, packed, present, report, is_sound)
+    *report, is_sound, replica, local_step = resources.land_scalars(
+      self._device, loss, num_examples, is_sound, replica, local_step
+    )
     with tf.device(self._device):
       tag = releases.microseconds(releases.now())
       kind = tf.where(is_sound, int(Kind.OFFER), int(Kind.NONFINITE))
@@ -179,44 +185,34 @@ class Contributions:
       answered = releases.now(verdict)
       with tf.control_dependencies([answered]):
         admitted = tf.equal(verdict, int(Verdict.ADMIT))
-    return tf.cond(
-      admitted,
-      lambda: self._hand_over(
-        replica, tag, gradients, loss, num_examples, True, answered
-      ),
-      lambda: releases.Release(
-        tf.constant(0, tf.int64),
-        step,
-        tf.constant(-1, tf.int64),
-        releases.pack_times(released=answered),
-      ),
-    )
+      return tf.cond(
+        admitted,
+        lambda: self._hand_over(
+          replica, tag, packed, present, report, True, answered
+        ),
+        lambda: releases.Release(
+          tf.constant(0, tf.int64),
+          step,
+          tf.constant(-1, tf.int64),
+          releases.pack_times(released=answered),
+        ),
+      )
 
   def _hand_over(
     self,
     replica,
     tag,
-    gradients,
-    loss,
-    num_examples,
+    packed,
+    present,
+    report,
     is_sound,
     admitted_at=releases.NEVER,
   ) -> releases.Release:
     """Sends what was admitted under `tag`, and waits for the release."""
-    # One tensor, since each that crosses is a call; a tag has 51 bits.
-    fields = (loss, num_examples, is_sound, tag, replica)
-    report = tf.stack([tf.cast(x, tf.float64) for x in fields])
-    with tf.device(self._device):
-      report = tf.identity(report)
-      tag, number = tf.unstack(tf.cast(report[3:], tf.int64))
-      replica = replica if isinstance(replica, int) else number
-    arrived = self._gradients.put(replica, tag, gradients)
+    arrived = self._gradients.put(replica, tag, packed)
     with tf.device(self._device), tf.control_dependencies(arrived):
-      kind = tf.where(report[2] > 0, int(Kind.DELIVERED), int(Kind.NONFINITE))
-      present = tf.constant([g is not None for g in gradients])
-      delivered = self._send(
-        kind, replica, tag, report=report[:2], present=present
-      )
+      kind = tf.where(is_sound, int(Kind.DELIVERED), int(Kind.NONFINITE))
+      delivered = self._send(kind, replica, tag, report=report, present=present)
       with tf.control_dependencies([delivered]):
         delivered_at = releases.now()
       with tf.control_dependencies([delivered_at]):
@@ -235,7 +231,7 @@ class Contributions:
     """Puts a message into the inbox; built there, to send little."""
     with tf.device(self._device):
       header = [tf.cast(x, tf.int64) for x in (kind, replica, tag, step)]
-      report = tf.convert_to_tensor(report, tf.float64)
+      report = tf.stack([tf.cast(x, tf.float64) for x in report])
       present = tf.convert_to_tensor(present)
       return self._inbox.enqueue([tf.stack(header), report, present])
 

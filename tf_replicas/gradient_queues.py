@@ -83,22 +83,15 @@ class GradientQueues:
       sparse=[i for i in range(len(shards)) if i not in dense],
     )
 
-  def put(
-    self,
-    replica: int | tf.Tensor,
-    tag: tf.Tensor,
-    gradients: Sequence[Gradient],
-  ) -> list[tf.Tensor]:
-    """Sends one set of gradients to the PS tasks.
+  def pack(self, gradients: Sequence[Gradient]) -> list[list[tf.Tensor]]:
+    """One set of gradients as it travels, where it was computed.
 
     Args:
-      replica: Whose it is; a Python int or an int64 scalar.
-      tag: int64 scalar, the contribution's tag.
       gradients: One per element of the store's `contributed`, for whole
         variables.
 
     Returns:
-      Tensors that depend on the arrival, one per PS task.
+      What is for each PS task.
 
     Raises:
       ValueError: For a dense gradient of what was announced as sparse.
@@ -110,14 +103,33 @@ class GradientQueues:
         self._store.contributed, gradients, strict=True
       )
     ]
+    return [
+      layout.to_wire([by_shard[position][n] for position, n in layout.shards])
+      for layout in self._layouts
+    ]
+
+  def put(
+    self,
+    replica: int | tf.Tensor,
+    tag: tf.Tensor,
+    packed: Sequence[Sequence[tf.Tensor]],
+  ) -> list[tf.Tensor]:
+    """Sends one set of gradients to the PS tasks.
+
+    Args:
+      replica: Whose it is; a Python int or an int64 scalar.
+      tag: int64 scalar, the contribution's tag.
+      packed: As `pack` returned it.
+
+    Returns:
+      Tensors that depend on the arrival, one per PS task.
+    """
     arrived = []
-    for task, layout in enumerate(self._layouts):
-      if not layout.shards:
+    for task, components in enumerate(packed):
+      if not self._layouts[task].shards:
         continue
-      parts = [by_shard[position][number] for position, number in layout.shards]
-      components = [tag, *layout.to_wire(parts)]
       with tf.device(self._store.device_of_task(task)):
-        components = [resources.land(c) for c in components]
+        components = [resources.land(c) for c in (tag, *components)]
 
         def enqueue(queue, components=components):
           with tf.control_dependencies([queue.enqueue(components)]):

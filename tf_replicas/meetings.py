@@ -16,6 +16,7 @@ from tf_replicas import gradient_queues
 from tf_replicas import local_steps
 from tf_replicas import parameter_store
 from tf_replicas import releases
+from tf_replicas import resources
 from tf_replicas import sync_replicas
 from tf_replicas import turns
 
@@ -161,6 +162,7 @@ class AtTheCentre:
     """As for `Together`."""
     self.rule.inner.build(store, is_chief=False)
     self._exchange = elastic_exchange.ElasticExchange(store, self.rule.update)
+    self._device = store.device_of_task(0)
 
   def signature(self) -> list:
     """As for `Together`."""
@@ -176,6 +178,9 @@ class AtTheCentre:
     parameters = local.parameters
     is_sound = tf.math.is_finite(local.loss)
     is_sound &= gradient_queues.all_finite(parameters)
+    replica, step, is_sound, loss, num_examples = resources.land_scalars(
+      self._device, replica, step, is_sound, local.loss, local.num_examples
+    )
     admission = self.rule.applications.admit(replica, step, is_sound)
     asked = releases.now(admission.admitted)
 
@@ -183,7 +188,7 @@ class AtTheCentre:
       centre = self._exchange(parameters, admission.version)
       with tf.control_dependencies(centre):
         now = self.rule.applications.finish(
-          replica, admission.staleness, local.loss, local.num_examples
+          replica, admission.staleness, loss, num_examples
         )
       return [now, *centre]
 

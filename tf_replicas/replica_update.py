@@ -8,6 +8,7 @@ several sets first; and the read that belongs to it.
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -17,6 +18,24 @@ from tf_replicas import parameter_store
 from tf_replicas import releases
 from tf_replicas import resources
 from tf_replicas import staleness as staleness_lib
+
+
+class _Parcels(NamedTuple):
+  """One set of gradients for one PS task, ready to travel.
+
+  Attributes:
+    owners: (position in the store, shard number) of each gradient.
+    items: Shape of each, and as which dtype it travels.
+    groups: Positions in `owners` of what is packed together.
+    packed: A tensor for each of `groups`.
+    others: At its position each one that is not dense, or None.
+  """
+
+  owners: list[tuple[int, int]]
+  items: list[packing.Item]
+  groups: list[list[int]]
+  packed: list[tf.Tensor]
+  others: list[tf.IndexedSlices | None]
 
 
 class ReplicaUpdate:
@@ -260,16 +279,16 @@ class ReplicaUpdate:
       else:
         body()
 
-  def send(
+  def pack(
     self, gradients: Sequence[parameter_store.Gradient]
-  ) -> list[list[parameter_store.Gradient]]:
-    """Sends one set of gradients; to be used inside a `tf.function`.
+  ) -> list["_Parcels"]:
+    """One set of gradients as it travels; to be used inside a `tf.function`.
 
     Args:
       gradients: One per element of the store's `contributed`, whole or None.
 
     Returns:
-      By PS task those of its `contributed_shards`, on that task.
+      What is for each PS task, where it was computed.
     """
     split = [
       self._store.split_gradient(index, gradient)
@@ -277,26 +296,46 @@ class ReplicaUpdate:
         self._store.contributed, gradients, strict=True
       )
     ]
-    arrived = []
+    parcels = []
     for task in range(self._store.num_tasks):
       shards = self._store.contributed_shards(task)
       parts = [split[position][number] for position, number in shards]
-      dense = [i for i, g in enumerate(parts) if tf.is_tensor(g)]
       owners = [(self._store.contributed[p], number) for p, number in shards]
-      items = [self._store.wire_item(*owners[i]) for i in dense]
-      device = self._store.device_of_task(task)
-      for group in packing.groups(items):
-        packed = packing.pack(
-          [tf.cast(parts[dense[k]], items[k].dtype) for k in group]
-        )
-        with tf.device(device):
-          packed = tf.identity(packed)
-          tensors = packing.unpack(packed, [items[k] for k in group])
-        for k, tensor in zip(group, tensors, strict=True):
-          parts[dense[k]] = tensor
-      for i, gradient in enumerate(parts):
-        if gradient is not None:
-          parts[i] = self._arrived(owners[i], gradient)
+      items = [self._store.wire_item(*owner) for owner in owners]
+      dense = [i for i, g in enumerate(parts) if tf.is_tensor(g)]
+      groups = [
+        [dense[k] for k in group]
+        for group in packing.groups([items[i] for i in dense])
+      ]
+      packed = [
+        packing.pack([tf.cast(parts[i], items[i].dtype) for i in group])
+        for group in groups
+      ]
+      others = [None if tf.is_tensor(part) else part for part in parts]
+      parcels.append(_Parcels(owners, items, groups, packed, others))
+    return parcels
+
+  def send(
+    self, parcels: Sequence["_Parcels"]
+  ) -> list[list[parameter_store.Gradient]]:
+    """Sends what was packed; to be used inside a `tf.function`.
+
+    Returns:
+      By PS task the gradients of its `contributed_shards`, on that task.
+    """
+    arrived = []
+    for task, (owners, items, groups, packed, others) in enumerate(parcels):
+      parts = list(others)
+      with tf.device(self._store.device_of_task(task)):
+        for group, tensor in zip(groups, packed, strict=True):
+          tensors = packing.unpack(
+            tf.identity(tensor), [items[i] for i in group]
+          )
+          for i, part in zip(group, tensors, strict=True):
+            parts[i] = part
+      for i, part in enumerate(parts):
+        if part is not None:
+          parts[i] = self._arrived(owners[i], part)
       arrived.append(parts)
     return arrived
 

@@ -205,6 +205,28 @@ def land(tensor: tf.Tensor) -> tf.Tensor:
   return tf.raw_ops.Snapshot(input=tensor)
 
 
+def land_scalars(device: str, *scalars) -> list:
+  """Scalars on `device`: they cross together, since each tensor is a call.
+
+  Args:
+    device: Where to.
+    *scalars: Tensors of any dtype, integers below 2**53; what is known when
+      this is traced need not be sent.
+
+  Returns:
+    Tensors of the same dtypes; what was no tensor as it is.
+  """
+  tensors = [x for x in scalars if tf.is_tensor(x)]
+  if not tensors:
+    return list(scalars)
+  packed = tf.stack([tf.cast(x, tf.float64) for x in tensors])
+  with tf.device(device):
+    landed = iter(tf.unstack(land(packed)))
+    return [
+      tf.cast(next(landed), x.dtype) if tf.is_tensor(x) else x for x in scalars
+    ]
+
+
 def select(
   index: int | tf.Tensor, choices: Sequence, use: Callable[..., tf.Tensor]
 ) -> tf.Tensor:
