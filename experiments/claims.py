@@ -226,9 +226,10 @@ def _main(claim: Claim) -> None:
   with processes.one_line_errors(usage=(ValueError,), run_time=(OSError,)):
     require_matplotlib()
     os.makedirs(FLAGS.output, exist_ok=True)
-  report = run(
-    claim, FLAGS.output, num_seeds=FLAGS.num_seeds, is_quick=FLAGS.quick
-  )
+  with processes.one_line_errors(usage=(), run_time=(OSError,)):
+    report = run(
+      claim, FLAGS.output, num_seeds=FLAGS.num_seeds, is_quick=FLAGS.quick
+    )
   print(f"{claim.title}. Claim: {claim.claim} ({claim.source})")
   for finding in report["findings"]:
     print(f"- {finding['words']}")

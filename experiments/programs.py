@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from experiments import slow_down
 
@@ -37,22 +38,43 @@ def output(module: str, *arguments: str) -> str:
   return result.stdout
 
 
-def write_spec(directory: str, *, workers: int, ps: int = 1) -> str:
+def write_spec(
+  directory: str, *, workers: int, ps: int = 1, placement: str = "greedy"
+) -> str:
   """Writes a cluster spec of this machine there; returns its path."""
+  spec = {
+    "cluster": {
+      "ps": ["localhost:0"] * ps,
+      "worker": ["localhost:0"] * workers,
+    },
+    "variables": {"on": "ps", "placement": placement},
+  }
   path = os.path.join(directory, "spec.json")
   with open(path, "w", encoding="utf-8") as file:
-    json.dump(
-      {"ps": ["localhost:0"] * ps, "worker": ["localhost:0"] * workers}, file
-    )
+    json.dump(spec, file)
   return path
 
 
-def logged(output: str) -> list[tuple[datetime.datetime, int]]:
-  """When, and at which step, a training printed its log lines."""
+class Logged(NamedTuple):
+  """A log line of a training."""
+
+  when: datetime.datetime
+  step: int
+  loss: float
+
+
+def logged(output: str) -> list[Logged]:
+  """The log lines that a training printed."""
   return [
-    (datetime.datetime.fromisoformat(when), int(step))
-    for when, step, _ in LOG_LINE.findall(output)
+    Logged(datetime.datetime.fromisoformat(when), int(step), float(loss))
+    for when, step, loss in LOG_LINE.findall(output)
   ]
+
+
+def step_rate(lines: Sequence[Logged]) -> float:
+  """Steps per second from the first of these lines to the last."""
+  seconds = (lines[-1].when - lines[0].when).total_seconds()
+  return (lines[-1].step - lines[0].step) / seconds
 
 
 def train(

@@ -30,12 +30,15 @@ FLAGS = flags.FLAGS
 
 # In the order of the page; each is a module with a `claims.Claim`.
 EXPERIMENTS = (
-  "update_once",
   "stale_ball",
+  "smooth_or_fast",
   "straggler",
   "backup_workers",
   "scale_out",
+  "update_once",
+  "sharding",
   "sixteen_or_eight",
+  "in_graph_or_between_graph",
   "validation",
 )
 TITLE = "Synchronous and asynchronous training: what was claimed, what we found"

@@ -62,11 +62,11 @@ def run(aggregate: int, is_slow: bool, num_steps: int) -> dict:
       slow_downs,
     )
     events = recorded_run.read(f"{directory}/run/timeline")
-  lines = programs.logged(output)
-  (begin, first), (end, last) = lines[1], lines[-1]
+  lines = programs.logged(output)[1:]
+  begin = lines[0].when.timestamp()
   return {
-    "steps_per_sec": (last - first) / (end - begin).total_seconds(),
-    "busy": busy_share(events, f"worker:{WORKERS - 1}", begin.timestamp()),
+    "steps_per_sec": programs.step_rate(lines),
+    "busy": busy_share(events, f"worker:{WORKERS - 1}", begin),
   }
 
 

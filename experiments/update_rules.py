@@ -120,8 +120,7 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
   evaluated = programs.output(
     "cifar10.eval", f"--train_dir={directory}/run", "--run_once"
   )
-  lines = programs.logged(output)
-  seconds = (lines[-1][0] - lines[0][0]).total_seconds()
+  steps_per_sec = programs.step_rate(programs.logged(output))
   counts = _COUNTS.findall(output)
   staleness = [list(map(float, c[3:])) for c in counts if c[3]]
   applied = [int(c[1]) for c in counts]
@@ -129,7 +128,7 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
   return {
     "rule": rule.name,
     "workers": workers,
-    "examples_per_sec": (lines[-1][1] - lines[0][1]) * update / seconds,
+    "examples_per_sec": steps_per_sec * update,
     "updates": step,
     "examples": examples,
     "applied": applied,

@@ -9,6 +9,7 @@ import tensorflow as tf
 from cifar10 import config
 from cifar10 import muon
 from cifar10 import workload
+from tf_replicas import async_replicas
 from tf_replicas import update_settings
 
 
@@ -28,6 +29,23 @@ def test_float16_scales_the_loss(compute_dtype, factor):
   assert float(optimizer.scale_loss(0.5)) == 0.5 * factor
   assert optimizer.replicas_to_aggregate == 2
   assert optimizer.total_num_replicas == 3
+
+
+def test_one_rule_after_the_other():
+  settings = update_settings.UpdateSettings(
+    rules=("async",),
+    then_update=("sync",),
+    switch_at_step=7,
+    wire_dtype="bfloat16",
+  )
+  rule_fn = update_settings.rule_fn(settings, 2, 3)
+  made = workload.make(config.Config(dataset="synthetic"))
+  optimizer = made.optimizer_fn(rule_fn)
+  first, second = optimizer.rules
+  assert isinstance(first, async_replicas.AsyncReplicasOptimizer)
+  assert second.replicas_to_aggregate == 2
+  assert first.total_num_replicas == second.total_num_replicas == 3
+  assert optimizer.wire_dtype == "bfloat16"
 
 
 def test_a_batch_is_for_all_towers():

@@ -5,8 +5,11 @@ from absl.testing import parameterized
 
 from experiments import claims
 from experiments import compute_times
+from experiments import in_graph_or_between_graph
 from experiments import programs
+from experiments import sharding
 from experiments import simulator
+from experiments import smooth_or_fast
 from experiments import straggler
 from experiments import update_once
 from experiments import validation
@@ -113,6 +116,122 @@ class TrainTest(absltest.TestCase):
   def test_says_what_a_failed_training_printed(self):
     with self.assertRaisesRegex(RuntimeError, "Unknown command line flag"):
       programs.train("cifar10.distributed_train", ["--no_such_flag"], {})
+
+
+def _losses(scatter, secs, rows=100):
+  """Losses of updates that are by turns above and below a falling line."""
+  return [
+    [i * secs, 32 * (i + 1), 2 - i / 200 + (scatter if i % 2 else -scatter)]
+    for i in range(rows)
+  ]
+
+
+def _curves(rough, slow_secs):
+  return {
+    "sync, 2 workers, equal": _losses(0.1, 1.0),
+    "async, 2 workers, equal": _losses(rough, 1.0),
+    "sync, 2 workers, one slow": _losses(0.1, slow_secs),
+    "async, 2 workers, one slow": _losses(rough, 1.0),
+  }
+
+
+class SmoothOrFastTest(parameterized.TestCase):
+  def test_roughness_is_of_the_scatter_and_not_of_the_trend(self):
+    self.assertAlmostEqual(smooth_or_fast.roughness(_losses(0, 1)), 0, places=6)
+    # One of nine is itself: the mean of them is a ninth of the way there.
+    rough = smooth_or_fast.roughness(_losses(0.9, 1))
+    self.assertAlmostEqual(rough, 0.8, places=6)
+
+  def test_rate(self):
+    self.assertAlmostEqual(smooth_or_fast.rate(_losses(0.1, 0.5)), 64)
+
+  @parameterized.parameters(
+    (0.14, 2.0, claims.HOLDS),
+    # As rough as the other.
+    (0.1, 2.0, claims.FAILS),
+    # As fast as the other.
+    (0.14, 1.0, claims.FAILS),
+  )
+  def test_verdict(self, rough, slow_secs, expected):
+    findings = smooth_or_fast.find([_curves(rough, slow_secs)])
+    self.assertEqual(claims.verdict(findings), expected)
+
+  @absltest.skipIf(matplotlib is None, "needs matplotlib")
+  def test_draws(self):
+    panels = smooth_or_fast.draw([_curves(0.14, 2.0)]).axes
+    self.assertEqual(
+      [axes.get_xlabel() for axes in panels], ["seconds", "examples"] * 2
+    )
+
+
+def _shared(*, cut=0.5, in_total=1.0):
+  whole = sharding.LARGEST / sharding.PARAMETER_BYTES
+  must_be = 2 * sharding.WORKERS * sharding.PARAMETER_BYTES * in_total
+  shares = {
+    "1 PS": [1],
+    "2 PS, round_robin": [whole, 1 - whole],
+    "2 PS, greedy": [whole, 1 - whole],
+    "2 PS, partitioned": [cut, 1 - cut],
+    "4 PS, greedy": [whole, 1 - whole, 0, 0],
+    "4 PS, partitioned": [0.25] * 4,
+  }
+  measured = {
+    name: dict(steps_per_sec=9.0, ps_bytes=[must_be * share for share in row])
+    for name, row in shares.items()
+  }
+  return {**measured, "one process": dict(steps_per_sec=12.0, ps_bytes=[])}
+
+
+class ShardingTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({}, claims.HOLDS),
+    # One of two has more than its share.
+    ({"cut": 0.6}, claims.FAILS),
+    # Something travelled that should not.
+    ({"in_total": 1.2}, claims.FAILS),
+  )
+  def test_verdict(self, how, expected):
+    findings = sharding.find([_shared(**how)])
+    self.assertEqual(claims.verdict(findings), expected)
+
+  @absltest.skipIf(matplotlib is None, "needs matplotlib")
+  def test_draws(self):
+    left, _ = sharding.draw([_shared()]).axes
+    self.assertLen(left.get_yticklabels(), 7)
+
+
+def _clients(*, num_bytes=1000, cpu=0.01, rate=10.0):
+  client = dict(
+    start_secs=6.0,
+    steps_per_sec=rate,
+    client_cpu_secs=cpu,
+    client_bytes=num_bytes,
+    cpu_secs=0.2,
+  )
+  return {
+    "in_graph": dict.fromkeys(("1", "2", "4"), client),
+    "between_graph": dict.fromkeys(
+      ("1", "2", "4"), {**client, "steps_per_sec": 10.0}
+    ),
+  }
+
+
+class InGraphOrBetweenGraphTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({}, claims.HOLDS),
+    # The parameters pass through the client.
+    ({"num_bytes": 4e6}, claims.FAILS),
+    ({"cpu": 0.1}, claims.FAILS),
+    ({"rate": 5.0}, claims.FAILS),
+  )
+  def test_verdict(self, how, expected):
+    findings = in_graph_or_between_graph.find([_clients(**how)])
+    self.assertEqual(claims.verdict(findings), expected)
+
+  @absltest.skipIf(matplotlib is None, "needs matplotlib")
+  def test_draws(self):
+    panels = in_graph_or_between_graph.draw([_clients()]).axes
+    self.assertLen(panels, 3)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,10 @@ class Training:
   """One store, and a client of its own for every replica."""
 
   def __init__(self, make_rule, num_replicas, *, data=DATA, values=VALUES):
-    specs = [stores.spec(path, v.shape) for path, v in values.items()]
+    specs = [
+      stores.spec(path, v.shape, trainable=path != "moving")
+      for path, v in values.items()
+    ]
     self.rules, self.stores, self.states = [], [], {}
     self._fns = []
     for index in range(num_replicas):
@@ -85,8 +88,11 @@ class Training:
 
   def _functions(self, rule, store, index, data, values):
     def loss_fn(parameters, x):
-      a, b = parameters[:2]
-      return tf.reduce_sum((a - x) ** 2) / 2 + tf.reduce_sum((b + x) ** 2)
+      a, b, *statistics = parameters
+      loss = tf.reduce_sum((a - x) ** 2) / 2 + tf.reduce_sum((b + x) ** 2)
+      if not statistics:
+        return loss
+      return loss, [moving + 0.1 * (x - moving) for moving in statistics]
 
     def dataset_fn(num_shards, index, start):
       del num_shards, index, start
@@ -94,7 +100,9 @@ class Training:
       return data_set.batch(1).map(lambda x: (x,))
 
     variables = [tf.Variable(v, name=path) for path, v in values.items()]
-    replica = towers.Replica(variables, loss_fn, dataset_fn)
+    replica = towers.Replica(
+      variables[:2], loss_fn, dataset_fn, statistics=variables[2:]
+    )
     iterator = iter(dataset_fn(1, 0, 0))
 
     @tf.function
@@ -174,6 +182,95 @@ def _flat(tensors):
 
 def _close(actual, expected):
   np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+class StatisticsTest(stores.TestCase):
+  """A moving mean goes a tenth of the way to each number."""
+
+  VALUES = {**VALUES, "moving": np.float32([10.0])}
+
+  def _moved(self, start, numbers):
+    for x in numbers:
+      start += 0.1 * (x - start)
+    return start
+
+  def _train(self, make_rule, num_replicas):
+    training = Training(make_rule, num_replicas, values=self.VALUES)
+    training.begin()
+    return training
+
+  def _moving(self, training):
+    return float(training.stores[0].read()[2][0])
+
+  @parameterized.parameters(False, True)
+  def test_model_average(self, has_chief_statistics):
+    training = self._train(
+      lambda: periodic_averaging.model_average(
+        SGD(RATE), 2, period=3, has_chief_statistics=has_chief_statistics
+      ),
+      2,
+    )
+    expected = 10.0
+    for begin in (0, 3):
+      training.meet_together()
+      copies = [self._moved(expected, d[begin : begin + 3]) for d in DATA[:2]]
+      expected = copies[0] if has_chief_statistics else np.mean(copies)
+      self.assertAlmostEqual(self._moving(training), expected, places=5)
+
+  @parameterized.parameters(False, True)
+  def test_elastic_average_one_after_the_other(self, has_chief_statistics):
+    training = self._train(
+      lambda: periodic_averaging.elastic_average(
+        SGD(RATE),
+        2,
+        period=2,
+        moving_rate=0.25,
+        rho=0.0,
+        has_chief_statistics=has_chief_statistics,
+      ),
+      2,
+    )
+    centre, copies = 10.0, [10.0, 10.0]
+    for replica, begin in ((1, 0), (0, 0), (1, 2)):
+      copy = self._moved(copies[replica], DATA[replica][begin : begin + 2])
+      copies[replica] = copy + 0.25 * (centre - copy)
+      if replica == 0 or not has_chief_statistics:
+        centre += 0.25 * (copy - centre)
+      training.meet(replica)
+      self.assertAlmostEqual(self._moving(training), centre, places=5)
+
+  def test_elastic_average_together(self):
+    training = self._train(
+      lambda: periodic_averaging.elastic_average(
+        SGD(RATE), 2, period=2, moving_rate=0.25, rho=0.0, synchronous=True
+      ),
+      2,
+    )
+    centre, copies = 10.0, [10.0, 10.0]
+    for begin in (0, 2):
+      training.meet_together()
+      copies = [
+        self._moved(copy, data[begin : begin + 2])
+        for copy, data in zip(copies, DATA, strict=False)
+      ]
+      distances = [copy - centre for copy in copies]
+      copies = [
+        copy - 0.25 * d for copy, d in zip(copies, distances, strict=True)
+      ]
+      centre += 0.25 * sum(distances)
+      self.assertAlmostEqual(self._moving(training), centre, places=5)
+
+  def test_accumulated_gradients(self):
+    """All moves of both replicas are made, whole."""
+    training = self._train(
+      lambda: periodic_averaging.accumulated_gradients(SGD(RATE), 2, period=3),
+      2,
+    )
+    moves = [self._moved(10.0, data[:3]) - 10 for data in DATA[:2]]
+    for replica in range(2):
+      training.meet(replica)
+      expected = 10 + sum(moves[: replica + 1])
+      self.assertAlmostEqual(self._moving(training), expected, places=5)
 
 
 class ModelAverageTest(stores.TestCase):

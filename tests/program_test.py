@@ -142,7 +142,33 @@ class CheckTest(parameterized.TestCase):
     ),
     ("wire", {"wire_dtype": "float16"}),
     ("average", {"rules": ("model_average",), "replicas_to_aggregate": 1}),
-    ("elastic", {"rules": ("elastic_average",), "period": 5}),
+    (
+      "elastic",
+      {
+        "rules": ("elastic_average",),
+        "period": 5,
+        "moving_rate": 0.1,
+        "rho": 0.5,
+      },
+    ),
+    (
+      "one_after_the_other",
+      {
+        "rules": ("bounded_staleness",),
+        "max_staleness": 1,
+        "then_update": ("sync",),
+        "switch_at_step": 10,
+        "replicas_to_aggregate": 1,
+      },
+    ),
+    (
+      "when_refused",
+      {
+        "then_update": ("async",),
+        "switch_when_refused": 0.5,
+        "use_locking": True,
+      },
+    ),
   )
   def test_update_rules_run(self, settings):
     program.check(_updated(**settings))
@@ -180,6 +206,40 @@ class CheckTest(parameterized.TestCase):
     ),
     ("sync_period", "`--period` is for", {"period": 5}),
     (
+      "model_moving",
+      "`--moving_rate` is for `--update=elastic_average`",
+      {"rules": ("model_average",), "moving_rate": 0.1},
+    ),
+    (
+      "then_when",
+      "needs either `--switch_at_step` or .*--then_update=async",
+      {"then_update": ("async",)},
+    ),
+    (
+      "then_what",
+      "and these need it. .*--switch_at_step=7",
+      {"switch_at_step": 7},
+    ),
+    (
+      "then_both",
+      "needs either",
+      {
+        "then_update": ("async",),
+        "switch_at_step": 7,
+        "switch_when_refused": 0.5,
+      },
+    ),
+    (
+      "then_two",
+      "`--then_update` must be one of",
+      {"then_update": ("sync", "async"), "switch_at_step": 7},
+    ),
+    (
+      "then_periodic",
+      "needs rules, before and after, of sync.*--then_update=model_average",
+      {"then_update": ("model_average",), "switch_at_step": 7},
+    ),
+    (
       "aggregated",
       "needs `--update=sync` or model_average. Received: --update=async",
       {"rules": ("async",), "replicas_to_aggregate": 1},
@@ -197,6 +257,13 @@ class CheckTest(parameterized.TestCase):
   )
   def test_examples_of_an_update(self, settings, expected):
     self.assertEqual(_updated(**settings).effective_batch(8), expected)
+
+  def test_examples_of_two_rules_are_not_counted_together(self):
+    update = update_settings.UpdateSettings(
+      then_update=("async",), switch_at_step=7
+    )
+    options = _options({"cluster": PS}, update=update, max_examples=100)
+    self._refused(options, "needs `--max_steps`.* 100 examples")
 
   def test_update_rules_need_parameter_servers(self):
     update = update_settings.UpdateSettings(rules=("async",))
@@ -230,8 +297,17 @@ class DescribeTest(absltest.TestCase):
   def test_backup_workers(self):
     options = _options({"cluster": PS}, replicas_to_aggregate=1)
     words = program.describe(options, _workload())
-    self.assertIn("updates from 1 of 2 replicas", words)
+    self.assertIn("; sync updates from 1 of 2 replicas", words)
     self.assertIn("effective batch 8", words)
+
+  def test_one_rule_after_the_other(self):
+    update = update_settings.UpdateSettings(
+      then_update=("async",), switch_at_step=7
+    )
+    words = program.describe(
+      _options({"cluster": PS}, update=update), _workload()
+    )
+    self.assertIn("; sync, then async updates from 2 of 2 replicas", words)
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       self.total_num_replicas,
       self._use_locking,
       self._snapshot_reads,
-      self._has_chief_statistics,
+      self.has_chief_statistics,
       self.policy.name,
       self._per_update,
       self.refresh_every,

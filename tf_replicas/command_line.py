@@ -128,6 +128,22 @@ def _define_update_flags() -> None:
   define_count("softsync_n", None, "An update per (replicas / N) gradients")
   flags.DEFINE_float("delay_compensation", None, "Of delay_compensated")
   define_count("period", None, "Local steps between meetings; the rule's")
+  flags.DEFINE_float("moving_rate", None, "Of elastic_average", lower_bound=0)
+  flags.DEFINE_float("rho", None, "Of elastic_average", lower_bound=0)
+  flags.DEFINE_list(
+    "then_update",
+    [],
+    "Follows on `--update` in the same training, each of"
+    f" {', '.join(update_settings.SWITCHABLE)}",
+  )
+  define_count("switch_at_step", None, "Global step of the change")
+  flags.DEFINE_float(
+    "switch_when_refused",
+    None,
+    "Or the share of some replica's contributions that are refused by then",
+    lower_bound=0,
+    upper_bound=1,
+  )
   define_count("refresh_every", 1, "Steps from what was read once")
   flags.DEFINE_enum(
     "wire_dtype", None, ["float16", "bfloat16"], "Of what travels"
@@ -209,6 +225,7 @@ def cluster_options() -> program.Options:
   )
   more = {name: FLAGS[name].value for name in _CLUSTER_OPTIONS}
   update = {name: FLAGS[name].value for name in _UPDATE_SETTINGS}
+  update["then_update"] = tuple(update["then_update"])
   update = update_settings.UpdateSettings(rules=tuple(FLAGS.update), **update)
   return _options(spec, task, update=update, **more)
 

@@ -15,7 +15,7 @@ from tf_replicas import packing
 from tf_replicas import parameter_store
 from tf_replicas import resources
 
-# (position among the trainable variables, shard number)
+# (position among the variables that are contributed to, shard number)
 _Shard = tuple[int, int]
 
 
@@ -46,7 +46,7 @@ class ElasticExchange:
     self._groups = []
     for task in range(store.num_tasks):
       shards = store.contributed_shards(task)
-      items = [store.item(store.trainable[p], number) for p, number in shards]
+      items = [store.item(store.contributed[p], number) for p, number in shards]
       for group in packing.groups(items):
         self._groups.append(
           _Group(task, [shards[i] for i in group], [items[i] for i in group])
@@ -56,16 +56,21 @@ class ElasticExchange:
 
   @tf.autograph.experimental.do_not_convert
   def __call__(
-    self, parameters: Sequence[tf.Tensor], version: tf.Tensor
+    self,
+    parameters: Sequence[tf.Tensor],
+    version: tf.Tensor,
+    statistics_rate: float | tf.Tensor,
   ) -> list[tf.Tensor]:
     """Makes one exchange; to be used inside a `tf.function`.
 
     Args:
-      parameters: The replica's copy, one tensor per trainable variable.
+      parameters: The replica's copy, one tensor per element of the store's
+        `contributed`.
       version: int64 scalar, the exchanges before this one.
+      statistics_rate: Scalar: the part of the way that statistics move.
 
     Returns:
-      The centre just before it, one tensor per trainable variable.
+      The centre just before it, as many tensors.
     """
     sent = self._send(parameters)
 
@@ -74,7 +79,11 @@ class ElasticExchange:
 
       def distances(task):
         shards = self._store.contributed_shards(task)
-        return [before[shard] - sent[shard] for shard in shards]
+        distances = [before[shard] - sent[shard] for shard in shards]
+        return [
+          d if position < len(self._store.trainable) else statistics_rate * d
+          for d, (position, _) in zip(distances, shards, strict=True)
+        ]
 
       self._update([True] * len(parameters), version, distances, 1)
       return self._pack(before)
@@ -85,7 +94,7 @@ class ElasticExchange:
     """The shards of the replica's copy, where those of the centre are."""
     split = [
       self._store.split(index, value)
-      for index, value in zip(self._store.trainable, parameters, strict=True)
+      for index, value in zip(self._store.contributed, parameters, strict=True)
     ]
     sent = {}
     for task, shards, items in self._groups:
@@ -101,7 +110,7 @@ class ElasticExchange:
     for task, shards, _ in self._groups:
       with tf.device(self._store.device_of_task(task)):
         for position, number in shards:
-          variables = self._store.variables(self._store.trainable[position])
+          variables = self._store.variables(self._store.contributed[position])
           values[position, number] = variables[number].read_value()
     return values
 
@@ -118,7 +127,7 @@ class ElasticExchange:
     for tensor, (_, shards, items) in zip(packed, self._groups, strict=True):
       values.update(zip(shards, packing.unpack(tensor, items), strict=True))
     whole = []
-    for position, index in enumerate(self._store.trainable):
+    for position, index in enumerate(self._store.contributed):
       shards = self._store.shards[index]
       parts = [values[position, number] for number in range(len(shards))]
       whole.append(parameter_store.join(parts, shards))

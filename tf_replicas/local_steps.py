@@ -26,10 +26,11 @@ class Local(NamedTuple):
   """What a period led to.
 
   Attributes:
-    parameters: The copy after it, a tensor per trainable variable.
+    parameters: The copy after it, a tensor per variable that is contributed
+      to: the trainable ones, then statistics.
     slots: The local optimizer's state after it.
-    totals: The sum of all gradients, a tensor per trainable variable; None for
-      a variable without any.
+    totals: The sum of all gradients, and how far statistics went in all, a
+      tensor each; None for a variable without any.
     loss: float64 scalar, the mean over all examples; NaN if a number was not
       finite.
     num_examples: int64 scalar.
@@ -87,6 +88,7 @@ class LocalSteps:
   def build(self, store: parameter_store.ParameterStore) -> None:
     """Attaches to, or creates, the objects on PS task 0."""
     self._optimizer.build(store)
+    self._num_trainable = len(store.trainable)
     with tf.device(store.device_of_task(0)):
       self._rate = resources.shared_variable("local/rate", [], tf.float32)
       self._has_ended = resources.shared_variable("local/ended", [], tf.bool)
@@ -144,44 +146,55 @@ class LocalSteps:
 
     Args:
       compute: The gradients of the next batch, of the scaled loss.
-      parameters: One tensor per trainable variable.
+      parameters: One tensor per variable that is contributed to.
       slots: As `new_slots` or the last period returned them.
       pull_back: Maps a parameter and its position to what is added to its
         gradient.
       wants_totals: Whether to sum the gradients.
     """
     rate = tf.identity(self._rate.read_value())
+    count = self._num_trainable
     has_gradient: list[bool] = []
 
     def one_batch(progress):
       has_ended = tf.identity(self._has_ended.read_value())
       result = compute(progress.parameters)
-      gradients = [self._finish(g) for g in result.gradients]
-      has_gradient[:] = [g is not None for g in gradients]
+      gradients = [self._finish(g) for g in result.gradients[:count]]
+      moves = list(result.gradients[count:])
+      has_gradient[:] = [g is not None for g in gradients + moves]
       is_sound = tf.math.is_finite(result.loss)
-      is_sound &= gradient_queues.all_finite(gradients)
+      is_sound &= gradient_queues.all_finite(gradients + moves)
       totals = progress.totals
       if wants_totals:
         totals = [
           total if gradient is None else total + gradient
-          for total, gradient in zip(totals, gradients, strict=True)
+          for total, gradient in zip(totals, gradients + moves, strict=True)
         ]
+      trained, statistics = (
+        progress.parameters[:count],
+        progress.parameters[count:],
+      )
       if pull_back is not None:
         gradients = [
           None if gradient is None else gradient + pull_back(parameter, i)
           for i, (gradient, parameter) in enumerate(
-            zip(gradients, progress.parameters, strict=True)
+            zip(gradients, trained, strict=True)
           )
         ]
-      stepped = self._optimizer.apply(
-        gradients, progress.parameters, progress.slots, rate
+      trained, slots = self._optimizer.apply(
+        gradients, trained, progress.slots, rate
       )
+      statistics = [
+        value if move is None else value - move
+        for value, move in zip(statistics, moves, strict=True)
+      ]
       loss = tf.cast(result.loss, tf.float64)
       loss *= tf.cast(result.num_examples, tf.float64)
       nan = tf.constant(float("nan"), tf.float64)
       return [
         _Progress(
-          *stepped,
+          [*trained, *statistics],
+          slots,
           totals,
           progress.loss + tf.where(is_sound, loss, nan),
           progress.num_examples + result.num_examples,

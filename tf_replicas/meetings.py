@@ -31,7 +31,8 @@ class State(NamedTuple):
   """What a replica carries from meeting to meeting.
 
   Attributes:
-    parameters: Its copy, a tensor per trainable variable.
+    parameters: Its copy, a tensor per variable that is contributed to: the
+      trainable ones, then statistics.
     centre: The shared variables as it knows them, where the kind needs that;
       else nothing.
     slots: The local optimizer's.
@@ -50,11 +51,11 @@ class Move:
   """
 
   def __init__(self, rate: float):
-    self._rate = rate
+    self.rate = rate
 
   def apply(self, distances, variables) -> None:
     for distance, variable in zip(distances, variables, strict=True):
-      variable.assign_sub(self._rate * distance)
+      variable.assign_sub(self.rate * distance)
 
 
 class Together:
@@ -121,8 +122,11 @@ class Together:
     """
     centre = state.centre if self.needs_centre else state.parameters
     distances = _minus(centre, local.parameters)
+    # Statistics are moved by what is said, and not by the inner optimizer.
+    count, rate = len(self._store.trainable), self.rule.inner.optimizer.rate
+    said = [*distances[:count], *(rate * d for d in distances[count:])]
     release = self.rule.apply_gradients(
-      zip(distances, _paths(self._store), strict=True),
+      zip(said, _paths(self._store), strict=True),
       replica=replica,
       local_step=step,
       loss=local.loss,
@@ -184,8 +188,12 @@ class AtTheCentre:
     admission = self.rule.applications.admit(replica, step, is_sound)
     asked = releases.now(admission.admitted)
 
+    statistics_rate = self._moving_rate
+    if self.rule.has_chief_statistics:
+      statistics_rate *= tf.cast(replica == 0, tf.float32)
+
     def exchange():
-      centre = self._exchange(parameters, admission.version)
+      centre = self._exchange(parameters, admission.version, statistics_rate)
       with tf.control_dependencies(centre):
         now = self.rule.applications.finish(
           replica, admission.staleness, loss, num_examples
@@ -246,8 +254,10 @@ class Accumulated:
   def meet(self, replica, state, local, *, step, ticket) -> Met:
     """Lets the rule apply the mean, and pulls; as for `Together`."""
     del state
+    count = len(self._store.trainable)
     means = [
-      None if total is None else total / self._period for total in local.totals
+      total if i >= count or total is None else total / self._period
+      for i, total in enumerate(local.totals)
     ]
     release = self.rule.apply_gradients(
       zip(means, _paths(self._store), strict=True),
@@ -264,7 +274,7 @@ Meeting = Together | AtTheCentre | Accumulated
 
 
 def _paths(store: parameter_store.ParameterStore) -> list[str]:
-  return [store.specs[index].path for index in store.trainable]
+  return [store.specs[index].path for index in store.contributed]
 
 
 def _minus(ours, theirs, factor=1.0) -> list[tf.Tensor]:

@@ -6,7 +6,8 @@ normalization: what TF1's contrib had as `ModelAverageOptimizer`,
 they have in common; `model_average`, `elastic_average` and
 `accumulated_gradients` make one of each kind.
 
-The shared variables on the PS tasks are the *centre*. A replica:
+The shared variables on the PS tasks are the *centre*; statistics, such as those
+of batch normalization, belong to it and to the copies. A replica:
 
 1. Begins with a copy of the centre, on its own device.
 2. Takes `period` local steps: a batch, its gradient, one step of a Keras
@@ -49,6 +50,7 @@ def model_average(
   period: int = 100,
   variable_averages: moving_averages.MovingAverages | None = None,
   variables_to_average: Iterable[tf.Variable | str] | None = None,
+  has_chief_statistics: bool = False,
   loss_scale: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
   """Local SGD with model averaging: the centre becomes the mean of N copies.
@@ -70,6 +72,7 @@ def model_average(
     period: The local steps between two meetings.
     variable_averages: Keeps shadow averages of the centre.
     variables_to_average: As for `SyncReplicasOptimizer`.
+    has_chief_statistics: Whether statistics follow one replica alone.
     loss_scale: As for `SyncReplicasOptimizer`.
 
   Raises:
@@ -84,6 +87,7 @@ def model_average(
     total_num_replicas,
     variable_averages=variable_averages,
     variables_to_average=variables_to_average,
+    has_chief_statistics=has_chief_statistics,
     name="model_average",
   )
   if replicas_to_aggregate > rule.total_num_replicas:
@@ -105,6 +109,7 @@ def elastic_average(
   synchronous: bool = False,
   variable_averages: moving_averages.MovingAverages | None = None,
   variables_to_average: Iterable[tf.Variable | str] | None = None,
+  has_chief_statistics: bool = False,
   loss_scale: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
   """Elastic averaging: copies and centre pull at each other.
@@ -135,6 +140,7 @@ def elastic_average(
     synchronous: Whether all replicas meet at a time.
     variable_averages: Keeps shadow averages of the centre.
     variables_to_average: As for `SyncReplicasOptimizer`.
+    has_chief_statistics: Whether statistics follow one replica alone.
     loss_scale: As for `SyncReplicasOptimizer`.
 
   Raises:
@@ -175,6 +181,7 @@ def elastic_average(
     total_num_replicas,
     variable_averages=variable_averages,
     variables_to_average=variables_to_average,
+    has_chief_statistics=has_chief_statistics,
     name="elastic_average",
   )
   return periodic_optimizer.PeriodicOptimizer(
@@ -190,6 +197,7 @@ def accumulated_gradients(
   use_locking: bool = True,
   variable_averages: moving_averages.MovingAverages | None = None,
   variables_to_average: Iterable[tf.Variable | str] | None = None,
+  has_chief_statistics: bool = False,
   loss_scale: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
   """Accumulated gradient normalization: the mean gradient of a local walk.
@@ -210,6 +218,7 @@ def accumulated_gradients(
     use_locking: Whether updates of one variable exclude each other.
     variable_averages: Keeps shadow averages of the centre.
     variables_to_average: As for `SyncReplicasOptimizer`.
+    has_chief_statistics: Whether statistics follow one replica alone.
     loss_scale: As for `SyncReplicasOptimizer`.
 
   Raises:
@@ -224,6 +233,7 @@ def accumulated_gradients(
     use_locking=use_locking,
     variable_averages=variable_averages,
     variables_to_average=variables_to_average,
+    has_chief_statistics=has_chief_statistics,
     name="accumulated_gradients",
   )
   return periodic_optimizer.PeriodicOptimizer(

@@ -81,17 +81,8 @@ class PeriodicOptimizer:
     Args:
       store: Holds the centre; need not be initialised yet.
       is_sparse: Not used: what is handed over is dense.
-
-    Raises:
-      ValueError: If the store has statistics.
     """
     del is_sparse
-    statistics = [s.path for s in store.specs if not s.trainable]
-    if statistics:
-      raise ValueError(
-        "Periodic averaging is for models without statistics, such as those of"
-        f" batch normalization. Received: {', '.join(statistics[:3])}."
-      )
     self._store = store
     self._steps.build(store)
     self._rule.build(store)
@@ -162,7 +153,7 @@ class PeriodicOptimizer:
     Raises:
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At its end.
     """
-    number = len(self._store.trainable)
+    number = len(self._store.contributed)
     cuts = number, number * (2 if self._meeting.needs_centre else 1)
     state = meetings.State(
       state[: cuts[0]], state[cuts[0] : cuts[1]], state[cuts[1] :]

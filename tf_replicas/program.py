@@ -241,6 +241,12 @@ def check(options: Options) -> None:
   update_settings.check(
     options.update, len(options.replicas), options.replicas_to_aggregate
   )
+  if options.update.then_update and options.max_examples is not None:
+    raise cluster.ClusterError(
+      f"{where}`--then_update` needs `--max_steps`, since the updates of two"
+      " rules have different numbers of examples. Received:"
+      f" {options.max_examples} examples."
+    )
   _check_layers(options, where)
   _check_equal_towers(options, where)
   if spec.variables.on != "ps":
@@ -341,7 +347,7 @@ def describe(options: Options, workload: Workload) -> str:
     return "\n".join(lines)
   effective = options.effective_batch(workload.batch_size)
   lines.append(
-    f"replication: {options.replication}; {','.join(options.update.rules)}"
+    f"replication: {options.replication}; {options.update}"
     f" updates from {options.aggregated} of {len(replicas)} replicas with"
     f" {towers} towers of batch {workload.batch_size}: effective batch"
     f" {effective}"

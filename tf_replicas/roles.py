@@ -170,7 +170,9 @@ def _driver(
     functools.partial(
       workload.optimizer_fn,
       update_settings.rule_fn(
-        options.update, options.aggregated, len(options.replicas)
+        options.update,
+        options.replicas_to_aggregate or len(options.replicas),
+        len(options.replicas),
       ),
     ),
     start_timeout_secs=options.start_timeout_secs,

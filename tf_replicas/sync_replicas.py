@@ -161,7 +161,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
         num_replicas=self.total_num_replicas,
         replicas_to_aggregate=self.replicas_to_aggregate,
         is_sparse=is_sparse or [False] * len(store.contributed),
-        has_chief_statistics=self._has_chief_statistics,
+        has_chief_statistics=self.has_chief_statistics,
       )
     self._client_device = tf.constant(0).device
     self._present = (True,) * len(store.contributed)
@@ -180,7 +180,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       self.name,
       self.replicas_to_aggregate,
       self.total_num_replicas,
-      self._has_chief_statistics,
+      self.has_chief_statistics,
       self.wire_dtype,
     ]
 

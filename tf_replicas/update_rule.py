@@ -83,7 +83,7 @@ class UpdateRule:
     self._to_average = variables_to_average
     self._clip_replica_norm = clip_replica_norm
     self._clip_mean_norm = clip_mean_norm
-    self._has_chief_statistics = has_chief_statistics
+    self.has_chief_statistics = has_chief_statistics
     self._loss_scale = loss_scale
 
   def bind(self, store: parameter_store.ParameterStore) -> None:
@@ -160,7 +160,7 @@ class UpdateRule:
     self, gradients: Sequence[parameter_store.Gradient], weight: int | tf.Tensor
   ) -> list[parameter_store.Gradient]:
     """The same, statistics times `weight` if they follow one replica alone."""
-    if not self._has_chief_statistics:
+    if not self.has_chief_statistics:
       return list(gradients)
     count = len(self._store.trainable)
     moves = [mean_update.scaled(m, weight) for m in gradients[count:]]

@@ -24,21 +24,26 @@ POLICIES = (
   SOFTSYNC,
 )
 MODEL_AVERAGE = "model_average"
+ELASTIC_AVERAGE = "elastic_average"
 # Rules of periodic averaging -> their usual period, after TF1's contrib.
 PERIODS = {
   MODEL_AVERAGE: 100,
-  "elastic_average": 10,
+  ELASTIC_AVERAGE: 10,
   "accumulated_gradients": 10,
 }
 RULES = (SYNC, ASYNC, *PERIODS, *POLICIES)
+# One may follow on another in the same training.
+SWITCHABLE = (SYNC, ASYNC, BOUNDED_STALENESS, DROP_STALE)
 # A setting of one rule or more -> the rules that it is for.
 _FOR = {
   "max_staleness": (BOUNDED_STALENESS, DROP_STALE),
   "softsync_n": (SOFTSYNC,),
   "delay_compensation": (DELAY_COMPENSATED,),
   "period": tuple(PERIODS),
+  "moving_rate": (ELASTIC_AVERAGE,),
+  "rho": (ELASTIC_AVERAGE,),
 }
-_HAS_DEFAULT = {"period"}
+_HAS_DEFAULT = {"period", "moving_rate", "rho"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +62,17 @@ class UpdateSettings:
     softsync_n: n of n-softsync: an update is made of M / n gradients.
     delay_compensation: The factor of `delay_compensated`.
     period: Local steps between two meetings; None: the rule's usual.
+    moving_rate: Of `elastic_average`; None: the rule's usual.
+    rho: Of `elastic_average`; None: the rule's usual.
     refresh_every: How many steps an asynchronous replica makes from what it
       read once.
     wire_dtype: As what float32 parameters and gradients travel; None: as they
       are.
+    then_update: The rules that follow on `rules` in the same training; empty:
+      none.
+    switch_at_step: The global step at which they do.
+    switch_when_refused: Or the share of a replica's contributions, so many of
+      which are refused when they do.
   """
 
   rules: tuple[str, ...] = (SYNC,)
@@ -70,8 +82,22 @@ class UpdateSettings:
   softsync_n: int | None = None
   delay_compensation: float | None = None
   period: int | None = None
+  moving_rate: float | None = None
+  rho: float | None = None
   refresh_every: int = 1
   wire_dtype: str | None = None
+  then_update: tuple[str, ...] = ()
+  switch_at_step: int | None = None
+  switch_when_refused: float | None = None
+
+  def __str__(self) -> str:
+    rules = [self.rules, self.then_update]
+    return ", then ".join(",".join(names) for names in rules if names)
+
+  @property
+  def all_rules(self) -> tuple[str, ...]:
+    """Those of the whole training."""
+    return self.rules + self.then_update
 
   @property
   def is_sync(self) -> bool:
@@ -115,24 +141,15 @@ def check(
   Raises:
     cluster.ClusterError: With the reason.
   """
-  for rule in settings.rules:
-    if rule not in RULES:
-      raise cluster.ClusterError(
-        f"`--update` must be of {', '.join(RULES)}. Received: {rule!r}."
-      )
-  alone = set(settings.rules) - set(POLICIES)
-  if not settings.rules or alone and len(settings.rules) > 1:
-    raise cluster.ClusterError(
-      f"`--update` must be one of {', '.join(RULES)}, or several of"
-      f" {', '.join(POLICIES)}. Received: {','.join(settings.rules)!r}."
-    )
+  _check_rules("update", settings.rules)
+  _check_switch(settings)
   if replicas_to_aggregate is not None:
     if replicas_to_aggregate < 1:
       raise cluster.ClusterError(
         "`--replicas_to_aggregate` must be at least 1. Received:"
         f" {replicas_to_aggregate}."
       )
-    if not settings.is_of_several:
+    if not settings.is_of_several and SYNC not in settings.then_update:
       raise cluster.ClusterError(
         "`--replicas_to_aggregate` needs `--update=sync` or model_average."
         f" Received: --update={','.join(settings.rules)}."
@@ -142,7 +159,7 @@ def check(
   usual = UpdateSettings()
   for name in ("use_locking", "snapshot_reads", "refresh_every"):
     value = getattr(settings, name)
-    is_for_it = not settings.is_sync and not settings.is_periodic
+    is_for_it = settings.all_rules != (SYNC,) and not settings.is_periodic
     if value != getattr(usual, name) and not is_for_it:
       raise cluster.ClusterError(
         f"`--{name}` is for asynchronous updates by gradients. Received:"
@@ -161,10 +178,52 @@ def check(
     )
 
 
+def _check_rules(flag: str, rules: tuple[str, ...]) -> None:
+  for rule in rules:
+    if rule not in RULES:
+      raise cluster.ClusterError(
+        f"`--{flag}` must be of {', '.join(RULES)}. Received: {rule!r}."
+      )
+  alone = set(rules) - set(POLICIES)
+  if not rules or alone and len(rules) > 1:
+    raise cluster.ClusterError(
+      f"`--{flag}` must be one of {', '.join(RULES)}, or several of"
+      f" {', '.join(POLICIES)}. Received: {','.join(rules)!r}."
+    )
+
+
+def _check_switch(settings: UpdateSettings) -> None:
+  """What follows on the first rules goes together with them."""
+  moments = settings.switch_at_step, settings.switch_when_refused
+  given = [moment for moment in moments if moment is not None]
+  if len(given) != bool(settings.then_update):
+    raise cluster.ClusterError(
+      "`--then_update` needs either `--switch_at_step` or"
+      " `--switch_when_refused`, and these need it. Received:"
+      f" --then_update={','.join(settings.then_update)},"
+      f" --switch_at_step={moments[0]}, --switch_when_refused={moments[1]}."
+    )
+  if not settings.then_update:
+    return
+  _check_rules("then_update", settings.then_update)
+  if not set(settings.all_rules) <= set(SWITCHABLE):
+    raise cluster.ClusterError(
+      "`--then_update` needs rules, before and after, of"
+      f" {', '.join(SWITCHABLE)}. Received: --update="
+      f"{','.join(settings.rules)}, --then_update="
+      f"{','.join(settings.then_update)}."
+    )
+  if settings.refresh_every > 1:
+    raise cluster.ClusterError(
+      "`--then_update` needs `--refresh_every=1`. Received:"
+      f" {settings.refresh_every}."
+    )
+
+
 def _check_needed(settings, name: str, rules: tuple[str, ...]) -> None:
   """A setting is given exactly if it is used."""
   value = getattr(settings, name)
-  users = [rule for rule in rules if rule in settings.rules]
+  users = [rule for rule in rules if rule in settings.all_rules]
   if users and value is None and name not in _HAS_DEFAULT:
     raise cluster.ClusterError(
       f"`--update={users[0]}` needs `--{name}`. Received: none."
@@ -193,6 +252,8 @@ def rule_fn(
   from tf_replicas import staleness
   from tf_replicas import sync_replicas
 
+  if settings.then_update:
+    return _switching_fn(settings, replicas_to_aggregate, num_replicas)
   if settings.is_sync:
 
     def new_sync(optimizer, **common):
@@ -235,6 +296,29 @@ def rule_fn(
   return new_async
 
 
+def _switching_fn(settings, replicas_to_aggregate: int, num_replicas: int):
+  from tf_replicas import switching
+
+  new_rules = [
+    rule_fn(
+      dataclasses.replace(settings, rules=rules, then_update=()),
+      replicas_to_aggregate,
+      num_replicas,
+    )
+    for rules in (settings.rules, settings.then_update)
+  ]
+  if settings.switch_at_step is not None:
+    choose = switching.at_step(settings.switch_at_step)
+  else:
+    choose = switching.when_refused(settings.switch_when_refused)
+
+  def new_switching(optimizer, **common):
+    rules = [new_rule(optimizer, **common) for new_rule in new_rules]
+    return switching.SwitchingOptimizer(rules, choose)
+
+  return new_switching
+
+
 def _periodic_fn(settings, replicas_to_aggregate: int, num_replicas: int):
   from tf_replicas import periodic_averaging
 
@@ -243,9 +327,10 @@ def _periodic_fn(settings, replicas_to_aggregate: int, num_replicas: int):
   if settings.is_of_several:
     counts = [replicas_to_aggregate, num_replicas]
 
-  def new_periodic(optimizer, *, has_chief_statistics=False, **common):
-    del has_chief_statistics  # These rules refuse all statistics.
+  def new_periodic(optimizer, **common):
     new_rule = getattr(periodic_averaging, name)
+    if name == ELASTIC_AVERAGE:
+      common.update(moving_rate=settings.moving_rate, rho=settings.rho)
     return new_rule(optimizer, *counts, period=settings.local_steps, **common)
 
   return new_periodic
