@@ -85,7 +85,9 @@ class TestTraining:
       assert turns["chief", step, "apply"] == 1
       for worker in ("worker:0", "worker:1"):
         for kind in ("compute", "hand_over"):
-          assert turns[worker, step, kind] == 1, (worker, step, kind)
+          # What the first run's end overtook, the second did again.
+          most = 2 if step == 20 else 1
+          assert 1 <= turns[worker, step, kind] <= most, (worker, step, kind)
         # What was read at the end of a run is not used.
         assert step in (0, 20) or turns[worker, step, "read"] >= 1
     updated = {e.step: e.end for e in events if e.kind == "apply"}

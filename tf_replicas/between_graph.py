@@ -287,19 +287,25 @@ class BetweenGraph:
     Args:
       error: What ended it early, told to everyone.
     """
-    try:
-      self._close(error)
-    except tf.errors.OpError as unreachable:
-      self._log(f"could not take leave of the cluster: {unreachable.message}")
-
-  def _close(self, error: BaseException | None) -> None:
+    stages = [self._members.leave]
     if self.is_chief:
-      self._members.end(membership.outcome_of(error))
-      self.optimizer.close()
-      if self._watch is not None:
-        self._watch.stop()
+      stages = [lambda: self._members.end(membership.outcome_of(error))]
       if self._thread is not None:
-        self._thread.join(timeout_secs=10)
-    self._members.leave()
-    if self.is_chief:
-      self._members.dismiss(timeout_secs=10)
+        stages += [self._watch.stop, self._end_replicas]
+      stages += [
+        self.optimizer.close,
+        self._members.leave,
+        lambda: self._members.dismiss(timeout_secs=10),
+      ]
+    membership.take_leave(stages, log=self._log)
+    if self._thread is not None:
+      self._thread.raise_error()
+
+  def _end_replicas(self) -> None:
+    """This one's, and whoever is heard of."""
+
+    def have_ended():
+      others = self._members.here()
+      return not others and not self._thread.is_alive()
+
+    stalls.end_replicas(self.optimizer, have_ended, log=self._log)

@@ -129,6 +129,10 @@ class Thread:
     self._thread = threading.Thread(target=guarded, daemon=True)
     self._thread.start()
 
+  def is_alive(self) -> bool:
+    """Whether it goes on."""
+    return self._thread.is_alive()
+
   def raise_error(self) -> None:
     """Raises what `run` raised, once, if it did."""
     if self._error is not None:

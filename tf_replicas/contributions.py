@@ -54,6 +54,7 @@ from tf_replicas import releases
 from tf_replicas import resources
 
 Kind = ledger_lib.Kind
+Status = ledger_lib.Status
 Verdict = ledger_lib.Verdict
 
 
@@ -353,7 +354,7 @@ class Contributions:
       self._reply(verdict, before.tag, step)
 
   def end_replicas(self) -> None:
-    """Releases all who still come to `releases.ENDED`; until `wake`."""
+    """Releases all to `releases.ENDED`, also who still comes; until `wake`."""
 
     def answer(_):
       header, _, _ = self._inbox.dequeue()
@@ -362,6 +363,9 @@ class Contributions:
         return [tf.identity(kind)]
 
     with tf.device(self._device):
+      noted = self._read()  # What `collect` has read, nobody else will answer.
+      verdict = tf.where(noted.status != Status.COMPUTING, Verdict.RELEASE, -1)
+      self._reply(tf.cast(verdict, tf.int64), noted.tag, releases.ENDED)
       first = tf.constant(int(Kind.OFFER), tf.int64)
       tf.while_loop(lambda kind: kind != int(Kind.WAKE), answer, [first])
 

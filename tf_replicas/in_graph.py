@@ -227,38 +227,17 @@ class InGraph:
     self._is_closing.set()
     stages = [lambda: self._members.end(membership.outcome_of(error))]
     if self._watch is not None:
-      stages += [self._watch.stop, self._end_closures]
+      # Closures that fail for a lost worker would be tried again for ever.
+      stages += [self._watch.stop, self._end_replicas]
     stages += [
       self.optimizer.close,
       self._members.leave,
       lambda: self._members.dismiss(timeout_secs=10),
     ]
-    # What one stage cannot reach is no reason to leave the others waiting.
-    for stage in stages:
-      try:
-        stage()
-      except tf.errors.OpError as unreachable:
-        words = unreachable.message.splitlines()[0]
-        self._log(f"could not take leave in order: {words}")
+    membership.take_leave(stages, log=self._log)
 
-  def _end_closures(self, timeout_secs: float = 15.0) -> None:
-    """Tells every worker to stop after its batch, and waits for that.
-
-    Closing the queues would do, but the coordinator takes the errors which that
-    causes for a lost worker, and tries again for ever (TensorFlow 2.21).
-    """
-    answering = connection.Thread(self.optimizer.end_replicas, on_error=bool)
-    try:
-      connection.await_value(
-        self._coordinator.done,
-        timeout_secs=timeout_secs,
-        what="waiting for the workers' last batch",
-        log=self._log,
-      )
-    except (TimeoutError, tf.errors.OpError) as error:
-      self._log(f"the workers did not end in order: {error}")
-    self.optimizer.interrupt()
-    answering.join(timeout_secs=5)
+  def _end_replicas(self) -> None:
+    stalls.end_replicas(self.optimizer, self._coordinator.done, log=self._log)
 
 
 def _connect(

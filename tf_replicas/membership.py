@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -145,6 +146,14 @@ class Membership:
     """Seconds since each client's last beat; -1: never came, 0: has left."""
     return self._first.ages()
 
+  def here(self) -> list[int]:
+    """The other clients that beat."""
+    return [
+      client
+      for client, age in enumerate(self.ages())
+      if client != self.client and 0 < age < 5 * BEAT_SECS
+    ]
+
   def publish(self, signature: object) -> None:
     """The chief's: says what it trains. Others wait for it (`compare`)."""
     self._first.signature.assign(json.dumps(signature))
@@ -197,11 +206,7 @@ class Membership:
     """
     deadline = clock() + timeout_secs
     while True:
-      here = [
-        client
-        for client, age in enumerate(self.ages())
-        if client != self.client and 0 < age < 5 * BEAT_SECS
-      ]
+      here = self.here()
       if not here or clock() > deadline:
         break
       time.sleep(0.05)
@@ -212,6 +217,21 @@ class Membership:
     ):
       _dismiss(register, place, outcome)
     return here
+
+
+def take_leave(
+  stages: Iterable[Callable[[], None]], *, log: Callable[[str], None]
+) -> None:
+  """Does one after the other.
+
+  What one stage cannot reach is no reason to leave others waiting.
+  """
+  for stage in stages:
+    try:
+      stage()
+    except tf.errors.OpError as unreachable:
+      words = unreachable.message.splitlines()[0]
+      log(f"could not take leave in order: {words}")
 
 
 def outcome_of(error: BaseException | None) -> str:

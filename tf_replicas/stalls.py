@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_replicas import connection
 from tf_replicas import ledger
 from tf_replicas import sync_replicas
 
@@ -105,6 +106,39 @@ class Watch:
           f" place in step {self._step} is offered to others"
         )
         self._optimizer.declare_lost(replica, int(state.tag[replica]))
+
+
+def end_replicas(
+  optimizer,
+  have_ended: Callable[[], bool],
+  *,
+  timeout_secs: float = 15.0,
+  log: Callable[[str], None] = print,
+) -> None:
+  """Tells every replica to stop after its batch, and waits for that.
+
+  To close the queues would do, but who then comes to them fails, and so may,
+  in the process that called it, whatever is called next (TensorFlow 2.21: "this
+  error cancels all future operations").
+
+  Args:
+    optimizer: The update rule.
+    have_ended: Whether all have.
+    timeout_secs: How long to wait.
+    log: Where words go.
+  """
+  answering = connection.Thread(optimizer.end_replicas, on_error=bool)
+  try:
+    connection.await_value(
+      have_ended,
+      timeout_secs=timeout_secs,
+      what="waiting for the workers' last batch",
+      log=log,
+    )
+  except (TimeoutError, tf.errors.OpError) as error:
+    log(f"the workers did not end in order: {error}")
+  optimizer.interrupt()
+  answering.join(timeout_secs=5)
 
 
 class ChiefWatch:
