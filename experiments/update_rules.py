@@ -53,7 +53,7 @@ def rules(workers: int) -> list[Rule]:
   return [
     Rule("sync", [], workers),
     Rule(
-      "sync, a backup replica",
+      "sync with a backup",
       [f"--replicas_to_aggregate={workers - 1}"],
       workers - 1,
     ),
@@ -75,17 +75,17 @@ def rules(workers: int) -> list[Rule]:
     ),
     Rule("rate / staleness", ["--update=staleness_aware"], 1),
     Rule(
-      "delay compensated, 0.04",
+      "delay compensated by 0.04",
       ["--update=delay_compensated", "--delay_compensation=0.04"],
       1,
     ),
     Rule(
-      "model average, period 20",
+      "model average every 20",
       ["--update=model_average", "--period=20"],
       20 * workers,
     ),
     Rule(
-      "elastic average, period 10",
+      "elastic average every 10",
       ["--update=elastic_average", "--period=10"],
       10,
     ),
@@ -181,20 +181,24 @@ def main(argv: Sequence[str]) -> None:
       with tempfile.TemporaryDirectory() as directory:
         rows.append(measure(rule, workers, directory))
       print(table(rows[-1:]).splitlines()[-1], flush=True)
-    report = {
-      "machine": claims.machine(),
-      "date": datetime.date.today().isoformat(),
-      "num_examples": FLAGS.num_examples,
-      "batch_size": FLAGS.batch_size,
-      "slow_down": FLAGS.slow_down,
-      "rows": rows,
-    }
-    path = os.path.join(FLAGS.output, "update_rules")
-    with open(path + ".json", "w", encoding="utf-8") as file:
-      json.dump(report, file, indent=1)
-      file.write("\n")
-    with open(path + ".md", "w", encoding="utf-8") as file:
-      file.write(table(rows))
+      _write(rows)  # Each took minutes.
+
+
+def _write(rows: Sequence[dict]) -> None:
+  report = {
+    "machine": claims.machine(),
+    "date": datetime.date.today().isoformat(),
+    "num_examples": FLAGS.num_examples,
+    "batch_size": FLAGS.batch_size,
+    "slow_down": FLAGS.slow_down,
+    "rows": rows,
+  }
+  path = os.path.join(FLAGS.output, "update_rules")
+  with open(path + ".json", "w", encoding="utf-8") as file:
+    json.dump(report, file, indent=1)
+    file.write("\n")
+  with open(path + ".md", "w", encoding="utf-8") as file:
+    file.write(table(rows))
 
 
 if __name__ == "__main__":
