@@ -88,20 +88,28 @@ class Training:
 
   def _functions(self, rule, store, index, data, values):
     def loss_fn(parameters, x):
-      a, b, *statistics = parameters
+      a, b, *others = parameters
       loss = tf.reduce_sum((a - x) ** 2) / 2 + tf.reduce_sum((b + x) ** 2)
-      if not statistics:
+      if "moving" not in values:
         return loss
-      return loss, [moving + 0.1 * (x - moving) for moving in statistics]
+      x = tf.reduce_mean(x)
+      return loss, [moving + 0.1 * (x - moving) for moving in others]
 
     def dataset_fn(num_shards, index, start):
       del num_shards, index, start
       data_set = tf.data.Dataset.from_tensor_slices(np.float32(data))
       return data_set.batch(1).map(lambda x: (x,))
 
-    variables = [tf.Variable(v, name=path) for path, v in values.items()]
+    variables, statistics = (
+      [
+        tf.Variable(v, name=path)
+        for path, v in values.items()
+        if (path == "moving") == is_moving
+      ]
+      for is_moving in (False, True)
+    )
     replica = towers.Replica(
-      variables[:2], loss_fn, dataset_fn, statistics=variables[2:]
+      variables, loss_fn, dataset_fn, statistics=statistics
     )
     iterator = iter(dataset_fn(1, 0, 0))
 
