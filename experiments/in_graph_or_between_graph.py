@@ -54,7 +54,7 @@ def run(replication: str, workers: int, num_steps: int) -> dict:
 def measure(is_quick: bool, seed: int) -> dict:
   """All of them: {replication: {workers: what `run` returns}}."""
   del seed
-  num_steps = 40 if is_quick else 150
+  num_steps = 30 if is_quick else 100
   return {
     replication: {str(n): run(replication, n, num_steps) for n in WORKERS}
     for replication in REPLICATIONS

@@ -47,7 +47,12 @@ def write_spec(
       "ps": ["localhost:0"] * ps,
       "worker": ["localhost:0"] * workers,
     },
-    "variables": {"on": "ps", "placement": placement},
+    # Small enough pieces for the networks of this project.
+    "variables": {
+      "on": "ps",
+      "placement": placement,
+      "min_shard_bytes": 65536,
+    },
   }
   path = os.path.join(directory, "spec.json")
   with open(path, "w", encoding="utf-8") as file:

@@ -169,7 +169,6 @@ def _shared(*, cut=0.5, in_total=1.0):
   must_be = 2 * sharding.WORKERS * sharding.PARAMETER_BYTES * in_total
   shares = {
     "1 PS": [1],
-    "2 PS, round_robin": [whole, 1 - whole],
     "2 PS, greedy": [whole, 1 - whole],
     "2 PS, partitioned": [cut, 1 - cut],
     "4 PS, greedy": [whole, 1 - whole, 0, 0],
@@ -197,7 +196,7 @@ class ShardingTest(parameterized.TestCase):
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):
     left, _ = sharding.draw([_shared()]).axes
-    self.assertLen(left.get_yticklabels(), 7)
+    self.assertLen(left.get_yticklabels(), 6)
 
 
 def _clients(*, num_bytes=1000, cpu=0.01, rate=10.0):
