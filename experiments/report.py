@@ -31,7 +31,9 @@ FLAGS = flags.FLAGS
 # In the order of the page; each is a module with a `claims.Claim`.
 EXPERIMENTS = (
   "update_once",
+  "overwrite_and_idle",
   "stale_ball",
+  "partial_updates",
   "straggler",
   "backup_workers",
   "scale_out",
