@@ -30,7 +30,9 @@ FLAGS = flags.FLAGS
 
 # In the order of the page; each is a module with a `claims.Claim`.
 EXPERIMENTS = (
+  "overwrite_and_idle",
   "stale_ball",
+  "partial_updates",
   "smooth_or_fast",
   "straggler",
   "backup_workers",

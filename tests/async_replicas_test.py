@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 from tf_replicas import async_replicas
 from tf_replicas import moving_averages
+from tf_replicas import resources
 from tf_replicas import staleness
 from tf_replicas import towers
 from tf_replicas import turns
@@ -138,6 +139,40 @@ class InterleavingTest(stores.TestCase):
     update = training.chief.apply_update()
     self.assertEqual(update, updates.Update(2, 2.5, 30, 0.5))
     self.assertEqual(int(training.stores[1].examples_seen), 30)
+
+  def test_who_computes_holds_nobody_up(self):
+    """One has begun its step, but its batch is slow to come."""
+    training = Training(_rule(lambda: SGD(0.5), 2), 2)
+    begun, batches = (
+      resources.Queue(name, [tf.float32]) for name in ("begun", "batches")
+    )
+
+    @tf.function
+    def slow_step(step):
+      begun.enqueue([tf.constant(0.0)])
+      (loss,) = batches.dequeue()
+      gradients = [tf.fill([2], loss), tf.fill([1], loss)]
+      return training._apply(0, step, loss, *gradients).global_step
+
+    def apply_others():
+      begun.dequeue()
+      for step in range(10):
+        training.apply(1, tf.constant(step, tf.int64), _grads(0.0, 0.0))
+
+    threads = [
+      threading.Thread(target=run, daemon=True)
+      for run in (lambda: slow_step(tf.constant(0, tf.int64)), apply_others)
+    ]
+    for thread in threads:
+      thread.start()
+    threads[1].join(timeout=20)
+    others_are_held_up = threads[1].is_alive()
+    batches.enqueue([tf.constant(1.0)])
+    for thread in threads:
+      thread.join(timeout=20)
+    self.assertFalse(others_are_held_up)
+    counts = training.chief.counts()
+    self.assertEqual([c.staleness for c in counts], [(0,) * 10 + (1,), (10,)])
 
   def test_drop_stale_drops_whole_sets(self):
     rule = _rule(lambda: SGD(0.5), 2, policies=[staleness.drop_stale(1)])

@@ -128,7 +128,8 @@ class Applications:
       def decide():
         return list(self._admit(replica, local_step, is_sound))
 
-      return self._lock.hold(decide)
+      # Who still computes must not hold up the others.
+      return self._lock.hold(decide, after=[is_sound])
 
     def ask_again(*_):
       with tf.control_dependencies(self._retries.dequeue()):

@@ -252,8 +252,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       Whether the gradients were applied, and the global step after it; its
       ticket is -1 if the variables are to be read anew.
 
-    Raises:
-      tf.errors.OutOfRangeError, tf.errors.CancelledError: At its end.
+    Raises: OutOfRangeError, CancelledError: At its end, at run time.
     """
     self.make_ready(is_chief=False)
     gradients = self.with_chief_statistics(
@@ -264,10 +263,11 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     replica, local_step, is_sound, loss, num_examples = resources.land_scalars(
       self._device, replica, local_step, is_sound, loss, num_examples
     )
-    passed: list[tf.Tensor] = []
+    passed = [is_sound]  # Nobody comes to gate or lock before it has gradients.
     if self._gates is not None:
-      clock = self._gates.next_clock(replica)
-      passed = [self._gates.before(replica, clock)]
+      with tf.control_dependencies(passed):
+        clock = self._gates.next_clock(replica)
+        passed = [self._gates.before(replica, clock)]
     with tf.control_dependencies(passed):
       admission = self.applications.admit(replica, local_step, is_sound)
 

@@ -1,0 +1,86 @@
+"""One task of `experiments.overwrite_and_idle`, which starts it."""
+
+import pathlib
+import sys
+import time
+
+from experiments import overwrite_and_idle
+from tf_replicas import cluster
+from tf_replicas import processes
+from tf_replicas import server
+
+
+def _replica(secs: float):
+  """A model with one weight; each batch takes `secs` to come."""
+  import tensorflow as tf
+
+  from tf_replicas import towers
+
+  def batches():
+    while True:
+      time.sleep(secs)
+      yield ([1.0],)
+
+  def dataset_fn(*_):
+    signature = (tf.TensorSpec([1], tf.float32),)
+    dataset = tf.data.Dataset.from_generator(
+      batches, output_signature=signature
+    )
+    options = tf.data.Options()
+    # Else the next batch comes while the worker waits for an update.
+    options.experimental_optimization.inject_prefetch = False
+    return dataset.with_options(options)
+
+  return towers.Replica(
+    [tf.Variable(1.0, name="x")],
+    lambda parameters, batch: tf.square(parameters[0]) / 2 * batch[0],
+    dataset_fn,
+  )
+
+
+def _optimizer(update: str):
+  import keras
+
+  import tf_replicas
+
+  sgd = keras.optimizers.SGD(overwrite_and_idle.RATE)
+  count = len(overwrite_and_idle.TURN_SECS)
+  if update == "sync":
+    return tf_replicas.SyncReplicasOptimizer(sgd, count)
+  return tf_replicas.AsyncReplicasOptimizer(sgd, count)
+
+
+def run_client(spec, task, update: str, num_steps: int, timeline_dir) -> None:
+  """Trains; the chief ends it after `num_steps` updates."""
+  from tf_replicas import between_graph
+
+  secs = overwrite_and_idle.TURN_SECS[f"{task.job}:{task.index}"]
+  driver = between_graph.BetweenGraph(
+    spec,
+    task,
+    lambda: _replica(secs),
+    lambda: _optimizer(update),
+    timeline_dir=timeline_dir,
+  )
+  if driver.is_chief:
+    while driver.step().global_step < num_steps:
+      pass
+  else:
+    driver.run_replica()
+  driver.close()
+
+
+def main(argv: list[str]) -> None:
+  path, job, index, update, num_steps = argv
+  spec = cluster.load(path)
+  task = cluster.Task(job, int(index))
+  if job == "ps":
+    server.serve(spec, task, num_clients=len(spec.replicas))
+  else:
+    directory = str(pathlib.Path(path).parent / "timeline")
+    run_client(spec, task, update, int(num_steps), directory)
+  processes.exit_now(0)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])
