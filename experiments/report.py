@@ -32,6 +32,9 @@ FLAGS = flags.FLAGS
 EXPERIMENTS = (
   "update_once",
   "stale_ball",
+  "staleness_hurts",
+  "zhang_softsync",
+  "linear_scaling",
   "straggler",
   "backup_workers",
   "scale_out",
