@@ -6,6 +6,7 @@ The table of Zhang et al. 2015 on CIFAR-10, scaled down: their 30 learners with
 batches of 4 and a network of the same kind and size, but 16 x 16 pictures of
 the synthetic data set, and some thousand gradients instead of nearly two
 million. The update rule is the library's; one thread plays all the learners.
+`--quick` is n = 30 alone, and ends before rate / staleness has caught up.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ COMPUTE = compute_times.Lognormal(1.0, 0.1)
 # time; synchronous training does at all of them.
 RATE = 0.001
 NUM_TURNS = 12_000
-NUM_TURNS_QUICK = 1_500
+NUM_TURNS_QUICK = 6_000
 # Of a loss curve.
 NUM_POINTS = 30
 
@@ -84,7 +85,7 @@ def measure(is_quick: bool, seed: int) -> dict:
   num_steps = num_turns // LEARNERS
   synchronous = run(new_rule(1, False), [0] * num_steps, LEARNERS * BATCH_SIZE)
   rows = []
-  for n in SPLITS[::2] if is_quick else SPLITS:
+  for n in SPLITS[-1:] if is_quick else SPLITS:
     for divides in (False, True):
       row = run(new_rule(LEARNERS // n, divides), order, BATCH_SIZE)
       rows.append({"n": n, "divides": divides, **row, **_summary(row, n)})
@@ -140,24 +141,27 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       most=1e-3,
     ),
     claims.Finding(
-      "1-softsync: the largest staleness",
-      each(lambda row, m: row["max_staleness"], n=1),
-      "updates",
-      most=2,
-    ),
-    claims.Finding(
       f"synchronous at rate {measurements[0]['rate']}: precision",
       [m["synchronous"]["precision"] for m in measurements],
       least=0.8,
     ),
-    claims.Finding(
-      "1-softsync at the fixed rate: precision below synchronous",
-      each(below, divides=False, n=1),
-      most=0.05,
-    ),
   ]
   numbers = sorted({row["n"] for row in measurements[0]["softsync"]})
-  for n in numbers[1:]:
+  if 1 in numbers:
+    findings += [
+      claims.Finding(
+        "1-softsync: the largest staleness",
+        each(lambda row, m: row["max_staleness"], n=1),
+        "updates",
+        most=2,
+      ),
+      claims.Finding(
+        "1-softsync at the fixed rate: precision below synchronous",
+        each(below, divides=False, n=1),
+        most=0.05,
+      ),
+    ]
+  for n in (n for n in numbers if n > 1):
     findings.append(
       claims.Finding(
         f"{n}-softsync at the fixed rate: precision (a guess: 0.1)",
@@ -178,7 +182,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 def draw(measurements: Sequence[dict]):
   """Staleness above; losses and precision below."""
-  figure, axes = claims.new_figure(11, 7, nrows=2, ncols=3)
+  figure, axes = claims.new_figure(9.2, 5.7, nrows=2, ncols=3)
   first = measurements[0]
   rows = [row for row in first["softsync"] if row["divides"]]
   for axis in axes[0, len(rows) :]:
@@ -280,9 +284,9 @@ def _draw_precision(axis, measurements) -> None:
   axis.set_xticks(range(len(numbers)), [f"n = {n}" for n in numbers])
   axis.set_ylim(0, 1.35)
   axis.set_yticks(np.arange(0, 1.01, 0.2))
-  axis.set_ylabel("precision @ 1 on 1,000 other pictures")
+  axis.set_ylabel("precision @ 1, other pictures")
   axis.set_title("At the end")
-  axis.legend(fontsize=8, loc="upper center", ncols=2)
+  axis.legend(fontsize=7, loc="upper center", ncols=2)
 
 
 CLAIM = claims.Claim(
@@ -306,7 +310,9 @@ CLAIM = claims.Claim(
     f" training ends after {NUM_TURNS * BATCH_SIZE:,} examples. One thread"
     " plays all learners in an order that follows from compute times whose"
     " deviation is 10%; reading, staleness, rates and updates are the library's"
-    " real rule. 30 synchronous replicas with 4 pictures are computed as one"
+    " real rule. At the chosen rate 1-softsync learns in so short a time;"
+    " at three times that synchronous training was as good, and even 1-softsync"
+    " failed. 30 synchronous replicas with 4 pictures are computed as one"
     " with 120."
   ),
   measure=measure,

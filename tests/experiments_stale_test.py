@@ -254,6 +254,13 @@ class ZhangSoftsyncTest(parameterized.TestCase):
     findings = zhang_softsync.find([measurement])
     self.assertEqual(claims.verdict(findings), expected)
 
+  def test_verdict_of_one_split(self):
+    measurement = _softsync()
+    measurement["softsync"] = measurement["softsync"][-2:]
+    findings = zhang_softsync.find([measurement])
+    self.assertLen(findings, 5)
+    self.assertEqual(claims.verdict(findings), claims.HOLDS)
+
   def test_rules(self):
     rule = zhang_softsync.new_rule(2, divides=True)
     self.assertEqual(rule.policy.name, "staleness_aware")
