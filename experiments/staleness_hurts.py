@@ -22,7 +22,7 @@ BATCH_SIZE = 32
 # updates), but those that are 5 updates old or older then do not learn at all.
 RATE = 0.0003
 NUM_UPDATES = 600
-NUM_UPDATES_QUICK = 150
+NUM_UPDATES_QUICK = 300
 # Over which the staleness rises, where it does, of all updates.
 RISE_SHARE = 0.25
 # Whether the staleness rises at first -> how it is called.

@@ -33,7 +33,7 @@ COMPUTE = compute_times.Lognormal(1.0, 0.1)
 # time; synchronous training does at all of them.
 RATE = 0.001
 NUM_TURNS = 12_000
-NUM_TURNS_QUICK = 6_000
+NUM_TURNS_QUICK = 5_000
 # Of a loss curve.
 NUM_POINTS = 30
 
