@@ -166,7 +166,8 @@ def draw(measurements: Sequence[dict]):
   left.set_yticks(range(len(names)), names)
   left.invert_yaxis()
   left.set_xlabel("MB per step, in and out")
-  left.legend(fontsize="small", loc="lower right")
+  # Beside the last row, which has no bar.
+  left.legend(fontsize="x-small", loc="lower left", ncols=4)
   right.set_xlabel("updates per second, all on this machine")
   return figure
 
