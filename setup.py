@@ -40,7 +40,7 @@ setuptools.setup(
     "tqdm",
   ],
   extras_require={
-    "test": ["pytest>=8", "hypothesis", "ruff"],
+    "test": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff"],
     "plots": ["matplotlib"],
   },
 )
