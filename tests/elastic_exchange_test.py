@@ -37,7 +37,7 @@ class ElasticExchangeTest(stores.TestCase):
     exchange = tf.function(elastic_exchange.ElasticExchange(store, update))
     before = stores.numpy(store.read())
     copy = [tf.constant(v * 3 + 1) for v in VALUES.values()]
-    back = exchange(copy, tf.constant(0, tf.int64))
+    back = exchange(copy, tf.constant(0, tf.int64), RATE)
     for old, own, told, now in zip(
       before, copy, back, store.read(), strict=True
     ):
@@ -70,7 +70,7 @@ class ElasticExchangeTest(stores.TestCase):
       exchange = tf.function(exchange)
       copy = [tf.constant(v * factor) for v in VALUES.values()]
       step = tf.constant(0, tf.int64)
-      concrete = exchange.get_concrete_function(copy, step)
+      concrete = exchange.get_concrete_function(copy, step, RATE)
       barrier.wait(60)
       results.append((copy[1].numpy(), concrete(copy, step)[1].numpy()))
 
