@@ -66,11 +66,11 @@ class ElasticExchangeTest(stores.TestCase):
     results = []
 
     def run(factor):
-      exchange = elastic_exchange.ElasticExchange(store, slow_update)
-      exchange = tf.function(exchange)
+      meet = elastic_exchange.ElasticExchange(store, slow_update)
+      exchange = tf.function(lambda copy, step: meet(copy, step, RATE))
       copy = [tf.constant(v * factor) for v in VALUES.values()]
       step = tf.constant(0, tf.int64)
-      concrete = exchange.get_concrete_function(copy, step, RATE)
+      concrete = exchange.get_concrete_function(copy, step)
       barrier.wait(60)
       results.append((copy[1].numpy(), concrete(copy, step)[1].numpy()))
 
