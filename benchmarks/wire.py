@@ -27,7 +27,6 @@ flags.DEFINE_enum(
 )
 flags.DEFINE_integer("steps", 100, "Steps between the two readings")
 
-PARAMETER_BYTES = 4 * 1_068_298
 _WARM_UP_STEPS = 20
 
 
@@ -51,11 +50,13 @@ def main(argv: list[str]) -> None:
     measured = traffic.measure(
       arguments, first=_WARM_UP_STEPS, last=_WARM_UP_STEPS + FLAGS.steps
     )
-  print(f"parameters: {PARAMETER_BYTES} bytes; per step and connection:")
+  print(
+    f"parameters: {traffic.PARAMETER_BYTES} bytes; per step and connection:"
+  )
   for (sender, receiver), count in sorted(measured.bytes_per_step.items()):
     print(
       f"{sender:>9} -> {receiver:9} {count:12.0f} bytes"
-      f" = {count / PARAMETER_BYTES:6.3f} of the parameters"
+      f" = {count / traffic.PARAMETER_BYTES:6.3f} of the parameters"
     )
 
 

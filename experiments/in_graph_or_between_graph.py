@@ -18,7 +18,6 @@ from experiments import traffic
 WORKERS = (1, 2, 4)
 REPLICATIONS = ("in_graph", "between_graph")
 BATCH_SIZE = 16
-PARAMETER_BYTES = 4 * 1_068_298
 _WARM_UP_STEPS = 10
 
 
@@ -67,25 +66,27 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   def values(replication, workers, field):
     return [m[replication][str(workers)][field] for m in measurements]
 
+  def ratios(above, below):
+    return [a / b for a, b in zip(above, below, strict=True)]
+
   most = WORKERS[-1]
   findings = [
     claims.Finding(
       f"bytes per step through the in-graph client with {most} workers, of the"
       " parameters",
-      [n / PARAMETER_BYTES for n in values("in_graph", most, "client_bytes")],
+      [
+        n / traffic.PARAMETER_BYTES
+        for n in values("in_graph", most, "client_bytes")
+      ],
       most=0.02,
     ),
     claims.Finding(
       f"processor time per step of the in-graph client with {most} workers, of"
       " all processes'",
-      [
-        client / all_of_them
-        for client, all_of_them in zip(
-          values("in_graph", most, "client_cpu_secs"),
-          values("in_graph", most, "cpu_secs"),
-          strict=True,
-        )
-      ],
+      ratios(
+        values("in_graph", most, "client_cpu_secs"),
+        values("in_graph", most, "cpu_secs"),
+      ),
       most=0.1,
     ),
   ]
@@ -93,14 +94,10 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     findings.append(
       claims.Finding(
         f"step rate in-graph of that between-graph, {workers} workers",
-        [
-          ours / theirs
-          for ours, theirs in zip(
-            values("in_graph", workers, "steps_per_sec"),
-            values("between_graph", workers, "steps_per_sec"),
-            strict=True,
-          )
-        ],
+        ratios(
+          values("in_graph", workers, "steps_per_sec"),
+          values("between_graph", workers, "steps_per_sec"),
+        ),
         least=0.85,
       )
     )

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -101,31 +102,40 @@ def train(
     RuntimeError: If it failed or took too long, with all that it printed.
     LookupError: If there is no such worker.
   """
-  command = [sys.executable, "-m", module, *arguments]
   printed = []
+  with started(module, arguments, timeout_secs) as process:
+    _read_until(LOG_LINE, process, printed)
+    with contextlib.ExitStack() as slowed:
+      for worker, factor in slow_downs.items():
+        words = ["--job_name=worker", f"--task_index={worker}"]
+        pid = slow_down.child(process.pid, words)
+        slowed.enter_context(slow_down.SlowDown(pid, factor))
+      _read_until(FINISHED, process, printed)
+    printed += process.stdout
+  output = "".join(printed)
+  if process.returncode:
+    raise RuntimeError(f"training failed:\n{output}")
+  return output
+
+
+@contextlib.contextmanager
+def started(
+  module: str, arguments: Sequence[str], timeout_secs: float
+) -> Iterator[subprocess.Popen]:
+  """A program of which all that it prints can be read; ended at a deadline."""
+  command = [sys.executable, "-m", module, *arguments]
   with subprocess.Popen(
     command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
   ) as process:
     deadline = threading.Timer(timeout_secs, process.terminate)
     deadline.start()
     try:
-      _read_until(LOG_LINE, process, printed)
-      with contextlib.ExitStack() as slowed:
-        for worker, factor in slow_downs.items():
-          words = ["--job_name=worker", f"--task_index={worker}"]
-          pid = slow_down.child(process.pid, words)
-          slowed.enter_context(slow_down.SlowDown(pid, factor))
-        _read_until(FINISHED, process, printed)
-      printed += process.stdout
+      yield process
     except BaseException:
       process.terminate()
       raise
     finally:
       deadline.cancel()
-  output = "".join(printed)
-  if process.returncode:
-    raise RuntimeError(f"training failed:\n{output}")
-  return output
 
 
 def _read_until(pattern, process, printed: list[str]) -> None:

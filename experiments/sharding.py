@@ -17,7 +17,6 @@ from experiments import traffic
 
 WORKERS = 2
 BATCH_SIZE = 16
-PARAMETER_BYTES = 4 * 1_068_298
 # The weights of the first fully connected layer.
 LARGEST = 4 * 2304 * 384
 _WARM_UP_STEPS = 10
@@ -102,7 +101,7 @@ def busiest(measurement: dict, num_ps: int, placement: str) -> float:
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   """What the claim says in numbers."""
   # Every parameter to every worker, and every gradient back.
-  must_be = 2 * WORKERS * PARAMETER_BYTES
+  must_be = 2 * WORKERS * traffic.PARAMETER_BYTES
   names = [_name(*setting) for setting in _SETTINGS]
   findings = [
     claims.Finding(
@@ -124,7 +123,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       claims.Finding(
         f"the same for {num_ps} PS tasks, whole variables",
         [busiest(m, num_ps, "greedy") for m in measurements],
-        least=0.95 * LARGEST / PARAMETER_BYTES,
+        least=0.95 * LARGEST / traffic.PARAMETER_BYTES,
       ),
     ]
   single = names[0]

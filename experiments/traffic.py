@@ -9,13 +9,13 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_STEP = re.compile(r": step (\d+), loss")
+from experiments import programs
+
+PARAMETER_BYTES = 4 * 1_068_298
 _TIMEOUT_SECS = 600
 
 
@@ -101,25 +101,19 @@ def measure(arguments: Sequence[str], *, first: int, last: int) -> Traffic:
   """
   if shutil.which("ss") is None:
     raise FileNotFoundError("counting bytes needs `ss`: apt install iproute2")
-  command = [sys.executable, "-m", "cifar10.distributed_train", *arguments]
   printed, readings = [], []
   start, first_line = time.monotonic(), None
-  with subprocess.Popen(
-    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-  ) as process:
-    deadline = threading.Timer(_TIMEOUT_SECS, process.terminate)
-    deadline.start()
-    try:
-      for line in process.stdout:
-        printed.append(line)
-        step = _STEP.search(line)
-        if step:
-          first_line = first_line or time.monotonic()
-        if step and int(step.group(1)) in (first, last):
-          tasks = tasks_of(process.pid)
-          readings.append((time.monotonic(), sent(tasks), cpu_secs(tasks)))
-    finally:
-      deadline.cancel()
+  program = "cifar10.distributed_train"
+  with programs.started(program, arguments, _TIMEOUT_SECS) as process:
+    for line in process.stdout:
+      printed.append(line)
+      logged = programs.LOG_LINE.search(line)
+      if logged is None:
+        continue
+      first_line = first_line or time.monotonic()
+      if int(logged.group(2)) in (first, last):
+        tasks = tasks_of(process.pid)
+        readings.append((time.monotonic(), sent(tasks), cpu_secs(tasks)))
   if process.returncode or len(readings) < 2:
     raise RuntimeError(f"training failed:\n{''.join(printed)}")
   (begin, *before), (end, *after) = readings

@@ -11,6 +11,7 @@ from experiments import sharding
 from experiments import simulator
 from experiments import smooth_or_fast
 from experiments import straggler
+from experiments import traffic
 from experiments import update_once
 from experiments import validation
 
@@ -165,8 +166,8 @@ class SmoothOrFastTest(parameterized.TestCase):
 
 
 def _shared(*, cut=0.5, in_total=1.0):
-  whole = sharding.LARGEST / sharding.PARAMETER_BYTES
-  must_be = 2 * sharding.WORKERS * sharding.PARAMETER_BYTES * in_total
+  whole = sharding.LARGEST / traffic.PARAMETER_BYTES
+  must_be = 2 * sharding.WORKERS * traffic.PARAMETER_BYTES * in_total
   shares = {
     "1 PS": [1],
     "2 PS, greedy": [whole, 1 - whole],
