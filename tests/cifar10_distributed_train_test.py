@@ -188,7 +188,12 @@ class TestAsynchronousTraining:
     events = recorded_run.read(str(relaxed[0] / "timeline"))
     applied = [e for e in events if e.kind == "apply" and e.task != "chief"]
     assert len(applied) == 21
-    assert {e.task for e in applied} == {"worker:0", "worker:1"}
+    # The first worker up may make them all.
+    pattern = r"worker (\d): (\d+) contributions applied"
+    told = re.findall(pattern, relaxed[1].stdout)
+    assert collections.Counter(e.task for e in applied) == collections.Counter(
+      {f"worker:{worker}": int(number) for worker, number in told}
+    )
 
   @pytest.mark.parametrize("number, applied", [(1, 21), (2, 18)])
   def test_every_gradient_is_accounted_for(self, relaxed, number, applied):

@@ -287,25 +287,16 @@ class BetweenGraph:
     Args:
       error: What ended it early, told to everyone.
     """
-    stages = [self._members.leave]
-    if self.is_chief:
-      stages = [lambda: self._members.end(membership.outcome_of(error))]
-      if self._thread is not None:
-        stages += [self._watch.stop, self._end_replicas]
-      stages += [
-        self.optimizer.close,
-        self._members.leave,
-        lambda: self._members.dismiss(timeout_secs=10),
-      ]
-    membership.take_leave(stages, log=self._log)
+    if not self.is_chief:
+      membership.take_leave([self._members.leave], log=self._log)
+      return
+    stalls.end_training(
+      self._members,
+      self.optimizer,
+      self._watch,
+      lambda: not self._members.here() and not self._thread.is_alive(),
+      error,
+      log=self._log,
+    )
     if self._thread is not None:
       self._thread.raise_error()
-
-  def _end_replicas(self) -> None:
-    """This one's, and whoever is heard of."""
-
-    def have_ended():
-      others = self._members.here()
-      return not others and not self._thread.is_alive()
-
-    stalls.end_replicas(self.optimizer, have_ended, log=self._log)

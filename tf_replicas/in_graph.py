@@ -225,19 +225,15 @@ class InGraph:
       error: What ended it early, told to everyone.
     """
     self._is_closing.set()
-    stages = [lambda: self._members.end(membership.outcome_of(error))]
-    if self._watch is not None:
-      # Closures that fail for a lost worker would be tried again for ever.
-      stages += [self._watch.stop, self._end_replicas]
-    stages += [
-      self.optimizer.close,
-      self._members.leave,
-      lambda: self._members.dismiss(timeout_secs=10),
-    ]
-    membership.take_leave(stages, log=self._log)
-
-  def _end_replicas(self) -> None:
-    stalls.end_replicas(self.optimizer, self._coordinator.done, log=self._log)
+    # Closures that fail for a lost worker would be tried again for ever.
+    stalls.end_training(
+      self._members,
+      self.optimizer,
+      self._watch,
+      self._coordinator.done,
+      error,
+      log=self._log,
+    )
 
 
 def _connect(

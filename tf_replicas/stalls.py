@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tf_replicas import connection
 from tf_replicas import ledger
+from tf_replicas import membership
 from tf_replicas import sync_replicas
 
 
@@ -108,7 +109,7 @@ class Watch:
         self._optimizer.declare_lost(replica, int(state.tag[replica]))
 
 
-def end_replicas(
+def _end_replicas(
   optimizer,
   have_ended: Callable[[], bool],
   *,
@@ -139,6 +140,39 @@ def end_replicas(
     log(f"the workers did not end in order: {error}")
   optimizer.interrupt()
   answering.join(timeout_secs=5)
+
+
+def end_training(
+  members: membership.Membership,
+  optimizer,
+  watch: Watch | None,
+  have_ended: Callable[[], bool],
+  error: BaseException | None,
+  *,
+  log: Callable[[str], None] = print,
+) -> None:
+  """The chief's: ends the replicas, leaves, and dismisses the serving tasks.
+
+  Args:
+    members: Of the cluster.
+    optimizer: The update rule.
+    watch: What watched the steps; None if there were none.
+    have_ended: Whether all replicas have.
+    error: What ended the training early, told to everyone.
+    log: Where words go.
+  """
+  stages = [lambda: members.end(membership.outcome_of(error))]
+  if watch is not None:
+    stages += [
+      watch.stop,
+      lambda: _end_replicas(optimizer, have_ended, log=log),
+    ]
+  stages += [
+    optimizer.close,
+    members.leave,
+    lambda: members.dismiss(timeout_secs=10),
+  ]
+  membership.take_leave(stages, log=log)
 
 
 class ChiefWatch:
