@@ -28,12 +28,13 @@ def _functions():
   )
 
 
-def _message(kind, replica, tag=-1, step=0, examples=0, loss=0.0):
+def _message(kind, replica, tag=-1, step=0, examples=0, loss=0.0, time=0.0):
   integers = [tf.constant(x, tf.int64) for x in (kind, replica, tag, step)]
   return ledger.Message(
     *integers,
     examples=tf.constant(examples, tf.int64),
     loss=tf.constant(loss, tf.float64),
+    time=tf.constant(time, tf.float64),
   )
 
 
@@ -70,9 +71,8 @@ class Desk:
     step = self.step if step is None else step
     return self.say(OFFER, replica, tag, step=step)
 
-  def deliver(self, replica, tag, examples=0, loss=0.0):
-    kind = ledger.Kind.DELIVERED
-    return self.say(kind, replica, tag, examples=examples, loss=loss)
+  def deliver(self, replica, tag, **fields):
+    return self.say(ledger.Kind.DELIVERED, replica, tag, **fields)
 
   def lose(self, replica, tag):
     return self.say(ledger.Kind.LOST, replica, tag)
@@ -122,9 +122,9 @@ class NewLedgerTest(absltest.TestCase):
     self.assertEqual(state.accepted.tolist(), [[-1, -1]] * 2)
     self.assertEqual(state.counts.tolist(), [_counts()] * 3)
     self.assertEqual((state.examples, state.loss), (0, 0.0))
-    for name, value in state._asdict().items():
-      expected = np.float64 if name == "loss" else np.int64
-      self.assertEqual(value.dtype, expected, name)
+    self.assertEqual(state.held_up.tolist(), [0.0] * 3)
+    floats = {k for k, v in state._asdict().items() if v.dtype == np.float64}
+    self.assertEqual(floats, {"loss", "delivered_at", "held_up"})
 
 
 class OfferTest(parameterized.TestCase):
@@ -205,6 +205,53 @@ class DeliveredTest(parameterized.TestCase):
     replica = -1 if kind == ledger.Kind.WAKE else 0
     self.assertEqual(desk.say(kind, replica, 1), [])
     self.assertEqual([x.numpy().tolist() for x in desk.state], before)
+
+
+class HeldUpTest(absltest.TestCase):
+  """For how long a step lacked nothing but one contribution."""
+
+  def _step(self, desk, *times):
+    """Everyone offers and delivers; replica r at `times[r]`."""
+    for replica in range(len(times)):
+      desk.offer(replica, tag=10 * desk.step + replica)
+    for replica in np.argsort(times):
+      desk.deliver(replica, tag=10 * desk.step + replica, time=times[replica])
+    # All are released with what comes next admitted.
+    desk.finish()
+    for replica in range(len(times)):
+      desk.lose(replica, int(desk.state.tag[replica]))
+
+  def test_is_from_the_last_but_one_to_the_last(self):
+    desk = Desk(3, 3)
+    self._step(desk, 10.0, 17.0, 12.0)
+    np.testing.assert_allclose(desk.state.held_up, [0.0, 5.0, 0.0])
+    self._step(desk, 20.0, 20.5, 20.25)
+    np.testing.assert_allclose(desk.state.held_up, [0.0, 5.25, 0.0])
+    self._step(desk, 31.0, 30.0, 30.0)
+    np.testing.assert_allclose(desk.state.held_up, [1.0, 5.25, 0.0])
+
+  def test_nobody_else_is_no_hold_up(self):
+    desk = Desk(1, 1)
+    self._step(desk, 10.0)
+    self._step(desk, 20.0)
+    self.assertEqual(float(desk.state.held_up[0]), 0.0)
+
+  def test_of_the_first_n_only(self):
+    desk = Desk(3, 2)
+    for replica, tag in enumerate((1, 2, 3)):
+      desk.offer(replica, tag)
+    desk.deliver(1, 2, time=5.0)
+    desk.deliver(0, 1, time=7.0)
+    self.assertEqual(desk.state.held_up.numpy().tolist(), [2.0, 0.0, 0.0])
+
+  def test_a_delivery_that_does_not_count_is_none(self):
+    desk = Desk(2, 2)
+    desk.offer(0, 1)
+    desk.offer(1, 2)
+    desk.deliver(0, 1, time=5.0)
+    desk.deliver(0, 1, time=8.0)
+    desk.deliver(1, 2, time=9.0)
+    self.assertEqual(desk.state.held_up.numpy().tolist(), [0.0, 4.0])
 
 
 class LostTest(absltest.TestCase):

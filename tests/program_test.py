@@ -169,6 +169,7 @@ class CheckTest(parameterized.TestCase):
         "use_locking": True,
       },
     ),
+    ("when_slow", {"then_update": ("async",), "switch_when_slow": 0.5}),
   )
   def test_update_rules_run(self, settings):
     program.check(_updated(**settings))
@@ -212,7 +213,7 @@ class CheckTest(parameterized.TestCase):
     ),
     (
       "then_when",
-      "needs either `--switch_at_step` or .*--then_update=async",
+      "needs one of `--switch_at_step`, .*--then_update=async, none",
       {"then_update": ("async",)},
     ),
     (
@@ -222,11 +223,20 @@ class CheckTest(parameterized.TestCase):
     ),
     (
       "then_both",
-      "needs either",
+      "needs one of .*--switch_at_step=7 --switch_when_refused=0.5",
       {
         "then_update": ("async",),
         "switch_at_step": 7,
         "switch_when_refused": 0.5,
+      },
+    ),
+    (
+      "then_slow",
+      "needs `--update=sync`, which.* --update=async",
+      {
+        "rules": ("async",),
+        "then_update": ("sync",),
+        "switch_when_slow": 0.5,
       },
     ),
     (

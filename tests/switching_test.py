@@ -1,6 +1,7 @@
 """Tests for tf_replicas.switching: whole trainings in one process."""
 
 import threading
+import time
 
 import keras
 import numpy as np
@@ -118,6 +119,13 @@ class Training:
     return stores.numpy(self.store.read())[0]
 
 
+class Slowly:
+  """A gate that takes its time."""
+
+  def acquire(self):
+    time.sleep(0.05)
+
+
 def _every_fifth(progress):
   times = progress.global_step // 5
   return switching.Choice(times % 2, until=5 * times + 5)
@@ -214,6 +222,42 @@ class SwitchingTest(stores.TestCase):
     self.assertGreaterEqual(optimizer.counts()[2].refused, 2)
     slow.release(9)
     training.stop()
+
+  def test_waiting_for_one_changes_the_rule(self):
+    """One that every update waits for ends synchronous updates."""
+    inner = keras.optimizers.SGD(RATE)
+    optimizer = switching.SwitchingOptimizer(
+      [_sync(inner), _async(inner)], switching.when_slow(0.5, least=3)
+    )
+    training = Training(optimizer, [1.0, 1.0], gates=[None, Slowly()])
+    self.addCleanup(optimizer.close)
+    step = 0
+    while not any(c.staleness for c in optimizer.counts()) and step < 300:
+      step += 3
+      training.run_to(step)
+    self.assertGreater(step, 6)  # The first steps are not judged.
+    fast, slow = optimizer.counts()
+    self.assertTrue(fast.staleness or slow.staleness)
+    self.assertGreater(slow.held_up_secs, fast.held_up_secs)
+    training.stop()
+
+  @parameterized.named_parameters(
+    ("at_the_start_only", [(0, 0), (0, 1e6), (0, 1e6), (0, 1e6)], 0),
+    ("never", [(0, 0)] * 4, 0),
+    ("always", [(0, 0), (0, 1e6), (0, 2e6)], 1),
+    ("the_other", [(0, 0), (0, 0), (0, 0), (1e6, 0)], 1),
+  )
+  def test_when_slow(self, looks, expected):
+    choose, choice = switching.when_slow(0.5, least=10), None
+    for number, held_up in enumerate(looks):
+      counts = [updates.Counts(1, 0, (), held_up_secs=s) for s in held_up]
+      progress = switching.Progress(10 * number, 0, lambda c=counts: c)
+      choice = choose(progress)
+      between = progress._replace(global_step=10 * number + 5, counts=None)
+      if not choice.rule:
+        self.assertEqual(choice.until, 10 * number + 10)
+        self.assertEqual(choose(between), choice)
+    self.assertEqual(choice.rule, expected)
 
   @parameterized.named_parameters(
     (

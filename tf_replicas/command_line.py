@@ -144,6 +144,13 @@ def _define_update_flags() -> None:
     lower_bound=0,
     upper_bound=1,
   )
+  flags.DEFINE_float(
+    "switch_when_slow",
+    None,
+    "Or the share of the time for which updates wait for one replica alone",
+    lower_bound=0,
+    upper_bound=1,
+  )
   define_count("refresh_every", 1, "Steps from what was read once")
   flags.DEFINE_enum(
     "wire_dtype", None, ["float16", "bfloat16"], "Of what travels"

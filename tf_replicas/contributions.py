@@ -114,11 +114,9 @@ class Contributions:
       self._replies = [
         resources.Queue(f"replies/{r}", [tf.int64]) for r in range(num_replicas)
       ]
-      self._ledger = ledger_lib.Ledger(
-        *[
-          resources.shared_variable(f"ledger/{k}", v.shape, v.dtype)
-          for k, v in empty._asdict().items()
-        ]
+      self._ledger = ledger_lib.Ledger._make(
+        resources.shared_variable(f"ledger/{k}", v.shape, v.dtype)
+        for k, v in empty._asdict().items()
       )
       self._present = resources.shared_variable(
         "ledger/present", [len(is_sparse)], tf.bool
@@ -131,7 +129,8 @@ class Contributions:
     """Empties the ledger: what was offered and delivered so far is void."""
     empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
     if keep_counts:
-      empty = empty._replace(counts=self._ledger.counts.read_value())
+      old = self._read()
+      empty = empty._replace(counts=old.counts, held_up=old.held_up)
     self._write(empty)
     self._present.assign(tf.zeros(self._present.shape, tf.bool))
 
@@ -288,7 +287,7 @@ class Contributions:
     header = tf.unstack(tf.ensure_shape(header, [4]))
     loss, examples = tf.unstack(tf.ensure_shape(report, [2]))
     message = ledger_lib.Message(
-      *header, examples=tf.cast(examples, tf.int64), loss=loss
+      *header, tf.cast(examples, tf.int64), loss, releases.now(loss)
     )
     noted, replies = ledger_lib.record(self._read(), message, step)
     ledger, settled = ledger_lib.settle(noted)

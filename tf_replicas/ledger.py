@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas import releases
+
 # Offers that are this many steps late or more are counted together.
 MAX_LATE = 10
 
@@ -53,7 +55,7 @@ class Verdict(enum.IntEnum):
 
 
 class Ledger(NamedTuple):
-  """The state of a step; R replicas, N places. All int64 but `loss`.
+  """The state of a step; R replicas, N places. All int64 where not said.
 
   Attributes:
     status: [R] `Status` of each replica.
@@ -62,7 +64,11 @@ class Ledger(NamedTuple):
       the place is open.
     examples: Scalar, examples in the accepted contributions.
     loss: float64 scalar, sum of their losses.
+    delivered_at: float64 scalar, when the last of them was delivered; NEVER if
+      none was yet.
     counts: [R, 2 + MAX_LATE] contributions applied, surplus, late by 1, 2, ….
+    held_up: float64 [R], seconds for which steps lacked nothing but this
+      replica's contribution.
   """
 
   status: tf.Tensor
@@ -70,11 +76,16 @@ class Ledger(NamedTuple):
   accepted: tf.Tensor
   examples: tf.Tensor
   loss: tf.Tensor
+  delivered_at: tf.Tensor
   counts: tf.Tensor
+  held_up: tf.Tensor
 
 
 class Message(NamedTuple):
-  """One message of a replica: int64 scalars, and the float64 loss."""
+  """One message of a replica: int64 scalars, but float64 loss and time.
+
+  The time is that of its arrival, in seconds since 1970.
+  """
 
   kind: tf.Tensor
   replica: tf.Tensor
@@ -82,6 +93,7 @@ class Message(NamedTuple):
   step: tf.Tensor
   examples: tf.Tensor
   loss: tf.Tensor
+  time: tf.Tensor
 
 
 class Replies(NamedTuple):
@@ -104,7 +116,9 @@ def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
     accepted=np.full([replicas_to_aggregate, 2], -1, np.int64),
     examples=np.int64(0),
     loss=np.float64(0),
+    delivered_at=np.float64(releases.NEVER),
     counts=np.zeros([num_replicas, 2 + MAX_LATE], np.int64),
+    held_up=np.zeros([num_replicas], np.float64),
   )
 
 
@@ -150,6 +164,9 @@ def record(
   column = tf.range(ledger.counts.shape[1], dtype=tf.int64) == late_column
   counted = (this & is_late)[:, None] & column[None, :]
   credited = tf.reduce_any(delivered)
+  was_awaited = delivered & (place == ledger.accepted.shape[0] - 1)
+  was_awaited &= ledger.delivered_at != releases.NEVER
+  awaited = message.time - ledger.delivered_at
   return (
     Ledger(
       status=status,
@@ -163,7 +180,10 @@ def record(
       + tf.where(credited, message.examples, tf.zeros([], tf.int64)),
       loss=ledger.loss
       + tf.where(credited, message.loss, tf.zeros([], tf.float64)),
+      delivered_at=tf.where(credited, message.time, ledger.delivered_at),
       counts=ledger.counts + tf.cast(counted, tf.int64),
+      held_up=ledger.held_up
+      + tf.where(was_awaited, awaited, tf.zeros([], tf.float64)),
     ),
     Replies(
       verdict=where_this(is_late, Verdict.RELEASE, none),
@@ -257,7 +277,9 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
       accepted=-tf.ones_like(ledger.accepted),
       examples=tf.zeros_like(ledger.examples),
       loss=tf.zeros_like(ledger.loss),
+      delivered_at=tf.constant(releases.NEVER, tf.float64),
       counts=ledger.counts + counts,
+      held_up=ledger.held_up,
     ),
     _set(none, waits, verdict),
   )

@@ -268,6 +268,7 @@ class _Steps:
       prefix = f"contributions/{name.replace(' ', '_')}"
       scalars[f"{prefix}/applied"] = count.applied
       scalars[f"{prefix}/surplus"] = count.surplus
+      scalars[f"{prefix}/held_up_secs"] = count.held_up_secs
       for k, late in enumerate(count.late, start=1):
         if late:
           scalars[f"{prefix}/late_by_{k}"] = late
@@ -304,5 +305,7 @@ def report(counts: list[updates.Counts], names: list[str]) -> list[str]:
         f"; staleness {mean:.2f} on average, 95% at most {most_of}, all at"
         f" most {largest}"
       )
+    if count.held_up_secs:
+      line += f"; updates waited {count.held_up_secs:.1f} s for it alone"
     lines.append(line)
   return lines

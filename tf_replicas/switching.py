@@ -3,11 +3,13 @@
 `SwitchingOptimizer` says how it comes about.
 """
 
+import time
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tf_replicas import ledger
@@ -77,6 +79,33 @@ def when_refused(
         total = count.applied + count.refused
         if total >= least and count.refused > share * total:
           rule = 1
+    return Choice(rule, until=None if rule else step - step % least + least)
+
+  return choose
+
+
+def when_slow(share: float, least: int = 100) -> Callable[[Progress], Choice]:
+  """Chooses the second rule, for good, once updates wait for one replica.
+
+  For synchronous updates that need every replica. Looks at every `least` steps
+  at the time since the look before; not at the first, in which the replicas
+  begin one by one.
+
+  Args:
+    share: Of the time, for how much updates may wait for one replica alone, all
+      others having contributed (`updates.Counts.held_up_secs`).
+    least: Steps between two looks.
+  """
+  looks = []
+
+  def choose(progress: Progress) -> Choice:
+    step, rule = progress.global_step, progress.rule
+    if rule == 0 and step % least == 0:
+      waits = [count.held_up_secs for count in progress.counts()]
+      looks.append((time.monotonic(), np.asarray(waits)))
+    if rule == 0 and len(looks) > 2:
+      (since, before), (now, after) = looks[-2:]
+      rule = int(np.max(after - before) > share * (now - since))
     return Choice(rule, until=None if rule else step - step % least + least)
 
   return choose

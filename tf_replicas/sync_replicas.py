@@ -345,9 +345,11 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     """What became of each replica's contributions; none if it is alone."""
     if self._contributions is None:
       return []
-    rows = self._contributions.snapshot().counts
+    state = self._contributions.snapshot()
+    rows = zip(state.counts.tolist(), state.held_up.tolist(), strict=True)
     return [
-      updates.Counts(int(r[0]), int(r[1]), tuple(map(int, r[2:]))) for r in rows
+      updates.Counts(applied, surplus, tuple(late), held_up_secs=secs)
+      for (applied, surplus, *late), secs in rows
     ]
 
   def ledger(self) -> ledger.Ledger:

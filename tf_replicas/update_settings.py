@@ -44,6 +44,8 @@ _FOR = {
   "rho": (ELASTIC_AVERAGE,),
 }
 _HAS_DEFAULT = {"period", "moving_rate", "rho"}
+# What may say when one rule follows on another.
+_MOMENTS = ("switch_at_step", "switch_when_refused", "switch_when_slow")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,8 @@ class UpdateSettings:
     switch_at_step: The global step at which they do.
     switch_when_refused: Or the share of a replica's contributions, so many of
       which are refused when they do.
+    switch_when_slow: Or the share of the time for which updates wait for one
+      replica alone when they do.
   """
 
   rules: tuple[str, ...] = (SYNC,)
@@ -89,6 +93,7 @@ class UpdateSettings:
   then_update: tuple[str, ...] = ()
   switch_at_step: int | None = None
   switch_when_refused: float | None = None
+  switch_when_slow: float | None = None
 
   def __str__(self) -> str:
     rules = [self.rules, self.then_update]
@@ -194,14 +199,13 @@ def _check_rules(flag: str, rules: tuple[str, ...]) -> None:
 
 def _check_switch(settings: UpdateSettings) -> None:
   """What follows on the first rules goes together with them."""
-  moments = settings.switch_at_step, settings.switch_when_refused
-  given = [moment for moment in moments if moment is not None]
+  moments = {name: getattr(settings, name) for name in _MOMENTS}
+  given = [f"--{k}={v}" for k, v in moments.items() if v is not None]
   if len(given) != bool(settings.then_update):
     raise cluster.ClusterError(
-      "`--then_update` needs either `--switch_at_step` or"
-      " `--switch_when_refused`, and these need it. Received:"
-      f" --then_update={','.join(settings.then_update)},"
-      f" --switch_at_step={moments[0]}, --switch_when_refused={moments[1]}."
+      f"`--then_update` needs one of `--{'`, `--'.join(_MOMENTS)}`, and these"
+      f" need it. Received: --then_update={','.join(settings.then_update)},"
+      f" {' '.join(given) or 'none of these'}."
     )
   if not settings.then_update:
     return
@@ -212,6 +216,11 @@ def _check_switch(settings: UpdateSettings) -> None:
       f" {', '.join(SWITCHABLE)}. Received: --update="
       f"{','.join(settings.rules)}, --then_update="
       f"{','.join(settings.then_update)}."
+    )
+  if settings.switch_when_slow is not None and not settings.is_sync:
+    raise cluster.ClusterError(
+      "`--switch_when_slow` needs `--update=sync`, which waits for replicas."
+      f" Received: --update={','.join(settings.rules)}."
     )
   if settings.refresh_every > 1:
     raise cluster.ClusterError(
@@ -309,8 +318,10 @@ def _switching_fn(settings, replicas_to_aggregate: int, num_replicas: int):
   ]
   if settings.switch_at_step is not None:
     choose = switching.at_step(settings.switch_at_step)
-  else:
+  elif settings.switch_when_refused is not None:
     choose = switching.when_refused(settings.switch_when_refused)
+  else:
+    choose = switching.when_slow(settings.switch_when_slow)
 
   def new_switching(optimizer, **common):
     rules = [new_rule(optimizer, **common) for new_rule in new_rules]

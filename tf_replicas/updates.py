@@ -63,12 +63,15 @@ class Counts(NamedTuple):
       all that were older.
     staleness: `staleness[k]` of those applied were k updates old; empty where
       none can be. The last may count all that were older.
+    held_up_secs: For how long updates lacked nothing but its contribution: all
+      others had come.
   """
 
   applied: int
   surplus: int
   late: tuple[int, ...]
   staleness: tuple[int, ...] = ()
+  held_up_secs: float = 0.0
 
   @property
   def refused(self) -> int:
@@ -90,6 +93,7 @@ def total(counts: Sequence[Counts]) -> Counts:
     surplus=sum(c.surplus for c in counts),
     late=add_up("late"),
     staleness=add_up("staleness"),
+    held_up_secs=sum(c.held_up_secs for c in counts),
   )
 
 
