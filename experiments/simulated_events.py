@@ -269,9 +269,9 @@ class _AsyncRule:
     num_replicas = training.cluster.num_replicas
     self._training = training
     self._rule = rule
-    self._asks = rule.max_lead is not None or rule.max_staleness is not None
+    self._asks = rule.max_lead == 0 or rule.max_staleness is not None
     lead = math.inf if rule.max_lead is None else rule.max_lead
-    self._before = _Gate(num_replicas, lead)
+    self._before = _Gate(num_replicas, math.inf if lead else 0)
     self._after = _Gate(num_replicas, lead)
     self._num_admitted = 0
     # Of an update to come, as (step that was read, replica).

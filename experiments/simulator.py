@@ -29,7 +29,7 @@ rule says `restarts_late`.
 
 Asynchronous (`Async`): gradients are applied in the order in which they come,
 one update after the other; a replica reads again when its own was made. With
-`max_lead` or `max_staleness` it asks before it sends.
+`max_staleness`, or a `max_lead` of 0, it asks before it sends.
 
 Timelines. `simulate(…, records=True)` keeps what a recorder of a real run
 would: for each task events of a `kind` from `start` to `end`, in seconds on one

@@ -552,7 +552,7 @@ class ConcurrentTest(stores.TestCase):
     deadline = threading.Event()
     while not training.chief.ledger().status[0]:
       deadline.wait(0.01)
-    self.assertEqual(int(training.stores[1].global_step), bound)
+    self.assertEqual(int(training.stores[1].global_step), bound + 1)
     self.assertFalse(done.is_set())
     step, _ = training.pull(1)
     training.apply(1, step, _grads(0.0, 0.0))

@@ -35,7 +35,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
   A replica's step, in its own program, but on the PS tasks:
 
   1. Pull the global step and then the parameters (`pull`), and compute.
-  2. Wait at the first gate, if `max_lead` bounds how far ahead it may be.
+  2. If `max_lead` is 0, wait until all have computed as many gradients.
   3. Admission, under a lock on PS task 0: the updates that are finished or
      under way, less the step that was pulled, are the staleness. Policies
      refuse the whole set, before its bytes travel, or admit it. After
@@ -44,7 +44,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
      shards there, then move their averages. With `use_locking` one replica at
      a time does that on a PS task.
   5. Under the first lock: global step + 1, count, tell the chief.
-  6. Wait at the second gate, as at the first.
+  6. Wait until nobody is more than `max_lead` updates behind, if that is given.
 
   With `gradients_per_update` = c > 1, step 4 adds the gradients to sums beside
   the variables, and every c-th of all replicas applies their mean: M / c is the
@@ -272,8 +272,8 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       admission = self.applications.admit(replica, local_step, is_sound)
 
     parcels, parts = self._replica_update.pack(gradients), None
-    if self.policy.admits is None and self._gates is None:
-      # What nobody refuses does not wait for an answer.
+    if self.policy.admits is None and self.policy.max_lead != 0:
+      # What nobody refuses or holds up does not wait for an answer.
       parts = self._replica_update.send(parcels)
 
     def use():

@@ -13,7 +13,6 @@ from tf_replicas import releases
 from tf_replicas import resources
 
 NOBODY = -1
-_NAMES = ("before", "after")
 # The clock of a replica that nobody waits for.
 LOST = 1 << 60
 
@@ -191,14 +190,22 @@ class Gate:
 
 
 class Gates:
-  """Two gates that every replica passes once a step, before and after it."""
+  """What every replica passes once a step, before its update and after.
+
+  After its update it waits until nobody is more than `max_lead` updates behind,
+  so that its next read has all updates of each but the last `max_lead` (Ho et
+  al. 2013, section 2). Where that is 0 it also waits before, until all have
+  computed: nobody's read has an update of the same step.
+  """
 
   def __init__(self, num_replicas: int, *, max_lead: int, device: str):
     """Creates the objects on `device`, or attaches to them; as `Gate`."""
     self._device = device
+    self._has_before = not max_lead
+    names = ["after", "before"] if self._has_before else ["after"]
     self._gates = [
       Gate(f"gates/{name}", num_replicas, max_lead=max_lead, device=device)
-      for name in _NAMES
+      for name in names
     ]
 
   def initialize(self) -> None:
@@ -213,22 +220,24 @@ class Gates:
     slowest is.
     """
     with tf.device(self._device):
-      clock = self._gates[1].clocks()
+      clock = self._gates[0].clocks()
       clock = tf.where(clock < LOST, clock, tf.reduce_min(clock))
       clock = tf.where(clock < LOST, clock, 0)
       return tf.gather(clock, replica) + 1
 
   def before(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
-    """Passes the first one; see `Gate.enter`."""
-    return self._gates[0].enter(replica, clock)
+    """Passes the one before the update, if there is one; see `Gate.enter`."""
+    if not self._has_before:
+      return clock
+    return self._gates[1].enter(replica, clock)
 
   def after(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
-    """Passes the second one; see `Gate.enter`."""
-    return self._gates[1].enter(replica, clock)
+    """Passes the one after the update; see `Gate.enter`."""
+    return self._gates[0].enter(replica, clock)
 
   def is_waiting(self) -> tf.Tensor:
     """Who waits: bool [R]."""
-    return self._gates[0].is_waiting() | self._gates[1].is_waiting()
+    return tf.reduce_any([gate.is_waiting() for gate in self._gates], axis=0)
 
   def declare_lost(self, replica: tf.Tensor) -> None:
     """Lets nobody wait for `replica` until it comes again."""

@@ -27,8 +27,8 @@ class Policy:
       learning rate.
     compensate: Maps (gradient, variable now, variable when it was read), dense
       tensors of one shape, to the gradient to apply.
-    max_lead: How many applications a replica may be ahead of the slowest; it
-      waits before one more.
+    max_lead: How many applications a replica may be ahead of the slowest
+      before it reads again; until then it waits.
   """
 
   name: str
@@ -65,11 +65,12 @@ def drop_stale(max_staleness: int) -> Policy:
 
 
 def bounded_staleness(max_lead: int) -> Policy:
-  """Lets no replica get more than `max_lead` applications ahead of another.
+  """Lets no replica read while it is over `max_lead` applications ahead.
 
-  After the stale-synchronous parameter server (Ho et al. 2013, section 2).
-  With 0 all replicas read the same variables and apply before any reads again:
-  a synchronous step, applied in M parts. Without this policy nobody waits.
+  After the stale-synchronous parameter server (Ho et al. 2013, section 2): a
+  read has all updates of every replica but its last `max_lead`. With 0 all
+  replicas read the same variables and apply before any reads again: a
+  synchronous step, applied in M parts. Without this policy nobody waits.
   """
   return Policy(f"bounded_staleness({max_lead})", max_lead=max_lead)
 
