@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from experiments import programs
 
 PARAMETER_BYTES = 4 * 1_068_298
@@ -93,7 +95,8 @@ def measure(arguments: Sequence[str], *, first: int, last: int) -> Traffic:
 
   Args:
     arguments: Of `cifar10.distributed_train`; it is to log every step.
-    first, last: The steps between which it is measured.
+    first, last: The steps between which it is measured; where a line tells of
+      several, the next ones.
 
   Raises:
     RuntimeError: If training failed or took too long, with all that it printed.
@@ -111,18 +114,19 @@ def measure(arguments: Sequence[str], *, first: int, last: int) -> Traffic:
       if logged is None:
         continue
       first_line = first_line or time.monotonic()
-      if int(logged.group(2)) in (first, last):
-        tasks = tasks_of(process.pid)
-        readings.append((time.monotonic(), sent(tasks), cpu_secs(tasks)))
+      step = int(logged.group(2))
+      if len(readings) < 2 and step >= (first, last)[len(readings)]:
+        tasks, now = tasks_of(process.pid), time.monotonic()
+        readings.append(((step, now), sent(tasks), cpu_secs(tasks)))
   if process.returncode or len(readings) < 2:
     raise RuntimeError(f"training failed:\n{''.join(printed)}")
   (begin, *before), (end, *after) = readings
-  steps = last - first
+  steps, seconds = np.subtract(end, begin)
   num_bytes, cpu = (
     {key: (n - old.get(key, 0)) / steps for key, n in new.items()}
     for old, new in zip(before, after, strict=True)
   )
-  return Traffic(num_bytes, cpu, steps / (end - begin), first_line - start)
+  return Traffic(num_bytes, cpu, steps / seconds, first_line - start)
 
 
 def _port(address: str) -> str:
