@@ -6,6 +6,7 @@ Imports no TensorFlow, so that a launcher can check its flags at once.
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 from typing import TypeVar
 
 from tf_replicas import run_settings
@@ -50,13 +51,30 @@ RECIPES = {
     "weight_decay": 0.0,
     "decoupled_weight_decay": 0.1,
     "distort_colors": False,
-    "centered_share": 0.25,
+    "crop_size": 29.0,
+    "min_crop_size": 22.0,
+    "max_crop_size": 32.0,
+    "centered_share": 0.15,
     "moving_average_decay": 0.999,
     "compute_dtype": "bfloat16",
   },
 }
 
 _Count = TypeVar("_Count")
+
+
+class CropSizes(NamedTuple):
+  """Heights and widths of what is cut out of images, then resized to 24.
+
+  Attributes:
+    evaluation: From the middle, for evaluation.
+    smallest: For training, where each image draws its own.
+    largest: The other end of that range.
+  """
+
+  evaluation: float
+  smallest: float
+  largest: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +108,13 @@ class Config:
     momentum: Of the optimizer; 0 is plain gradient descent.
     label_smoothing: Share of the target spread over all classes.
     distort_colors: Whether training images change in brightness and contrast.
+    crop_size: Height and width of what evaluation cuts out of the middle of an
+      image of 32, and resizes to the 24 of the network.
+    min_crop_size: Of what training cuts out; each image draws its own.
+    max_crop_size: The other end of that range.
     centered_share: Last part of the run, in [0, 1], in which training crops
-      are near the middle of an image, where evaluation crops.
+      are like those of evaluation: near the middle of an image, and of about
+      that size.
     moving_average_decay: Largest decay of the variables' moving averages.
     weight_decay: Factor of half the squared weights in the loss, for the
       layers that decay.
@@ -119,6 +142,9 @@ class Config:
   momentum: float = 0.0
   label_smoothing: float = 0.0
   distort_colors: bool = True
+  crop_size: float = IMAGE_SIZE
+  min_crop_size: float = IMAGE_SIZE
+  max_crop_size: float = IMAGE_SIZE
   centered_share: float = 0.0
   moving_average_decay: float = 0.9999
   weight_decay: float = 0.004
@@ -171,6 +197,18 @@ class Config:
       self.optimizer == "muon" or not self.decoupled_weight_decay,
       f"0 with the optimizer {self.optimizer!r}",
     )
+    for name, least in (
+      ("crop_size", 1),
+      ("min_crop_size", 1),
+      ("max_crop_size", self.min_crop_size),
+    ):
+      value = getattr(self, name)
+      run_settings.require(
+        name,
+        value,
+        least <= value <= RECORD_SIZE,
+        f"in [{least}, {RECORD_SIZE}]",
+      )
     run_settings.require(
       "centered_share",
       self.centered_share,
@@ -253,6 +291,14 @@ def centered_from(config: Config) -> int | None:
   if not config.centered_share:
     return None
   return round(num_examples(config) * (1.0 - config.centered_share))
+
+
+def crop_sizes(config: Config) -> CropSizes | None:
+  """What is resized to 24; None: crops are of 24, and nothing is resized."""
+  sizes = CropSizes(
+    config.crop_size, config.min_crop_size, config.max_crop_size
+  )
+  return None if set(sizes) == {IMAGE_SIZE} else sizes
 
 
 def fit(

@@ -1,4 +1,7 @@
-"""The tutorial's random distortions, drawn and applied a batch at a time."""
+"""The tutorial's random distortions, drawn and applied a batch at a time.
+
+And crops of other sizes, which are resized to the network's.
+"""
 
 from typing import NamedTuple
 
@@ -17,13 +20,16 @@ class Distortions(NamedTuple):
   """What chance decides about each image of a batch, all `[batch]`.
 
   Attributes:
-    top: Row of the crop's upper left corner; int32 in [0, 8], 4 in the middle.
-    left: Its column; int32 in [0, 8].
+    size: Height and width of the crop, float32; 24 where it is not resized.
+    top: Row of its upper left corner; int32 in [0, 8], 4 in the middle, or
+      float32 where crops are resized.
+    left: Its column, alike.
     flip: Whether the crop is mirrored left to right.
     brightness: Added to every value; in [-63, 63).
     contrast: Factor of the distance to the channel's mean; in [0.2, 1.8).
   """
 
+  size: tf.Tensor
   top: tf.Tensor
   left: tf.Tensor
   flip: tf.Tensor
@@ -32,7 +38,11 @@ class Distortions(NamedTuple):
 
 
 def draw(
-  seed: tf.Tensor, num_images: int, *, max_shift: int | tf.Tensor = MAX_SHIFT
+  seed: tf.Tensor,
+  num_images: int,
+  *,
+  max_shift: int | tf.Tensor = MAX_SHIFT,
+  sizes: tuple[float | tf.Tensor, float | tf.Tensor] | None = None,
 ) -> Distortions:
   """Draws independent distortions for a number of images.
 
@@ -40,18 +50,30 @@ def draw(
     seed: `[2]` integers, as of TensorFlow's stateless random ops.
     num_images: Length of each result.
     max_shift: Pixels between a crop and the middle one in each direction, at
-      most; in [0, 4], may be a scalar tensor.
+      most; in [0, 4], may be a scalar tensor. A large crop has less room.
+    sizes: The smallest and the largest crop, if they are to be resized; may be
+      scalar tensors.
   """
   seeds = tf.unstack(tf.random.split(seed, 5), num=5)
   shape = [num_images]
-  first, last = MAX_SHIFT - max_shift, MAX_SHIFT + max_shift
 
   def uniform(seed, low, high, dtype=tf.float32):
     return tf.random.stateless_uniform(shape, seed, low, high, dtype)
 
+  if sizes is None:
+    size = tf.fill(shape, float(config.IMAGE_SIZE))
+    first, last = MAX_SHIFT - max_shift, MAX_SHIFT + max_shift
+    top, left = (uniform(s, first, last + 1, tf.int32) for s in seeds[:2])
+  else:
+    smallest, largest = (tf.cast(size, tf.float32) for size in sizes)
+    size = uniform(tf.random.fold_in(seed, 5), smallest, largest)
+    middle = (config.RECORD_SIZE - size) / 2
+    reach = tf.minimum(middle, tf.cast(max_shift, tf.float32))
+    top, left = (middle + reach * uniform(s, -1.0, 1.0) for s in seeds[:2])
   return Distortions(
-    top=uniform(seeds[0], first, last + 1, tf.int32),
-    left=uniform(seeds[1], first, last + 1, tf.int32),
+    size=size,
+    top=top,
+    left=left,
     flip=uniform(seeds[2], 0.0, 1.0) < 0.5,
     brightness=uniform(seeds[3], -MAX_BRIGHTNESS_DELTA, MAX_BRIGHTNESS_DELTA),
     contrast=uniform(seeds[4], MIN_CONTRAST, MAX_CONTRAST),
@@ -76,10 +98,8 @@ def apply(
   Returns:
     float32 `[batch, 24, 24, 3]`.
   """
-  crops = _crop_and_flip(
-    images, distortions.top, distortions.left, distortions.flip
-  )
-  crops = tf.cast(crops, tf.float32)
+  crop = _cut if distortions.top.dtype.is_integer else _cut_and_resize
+  crops = crop(images, distortions)
   if colors:
     crops += _per_image(distortions.brightness)
     means = tf.reduce_mean(crops, [1, 2], keepdims=True)
@@ -100,32 +120,56 @@ def distort(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
   return apply(images, draw(seed, images.shape[0]))
 
 
-def center(images: tf.Tensor) -> tf.Tensor:
+def center(images: tf.Tensor, size: float = config.IMAGE_SIZE) -> tf.Tensor:
   """Cuts out the middle and standardises it, for evaluation.
 
   Args:
     images: uint8 `[batch, 32, 32, 3]`.
+    size: Height and width of what is cut out; resized unless 24.
 
   Returns:
     float32 `[batch, 24, 24, 3]`.
   """
-  first = (config.RECORD_SIZE - config.IMAGE_SIZE) // 2
-  last = first + config.IMAGE_SIZE
-  crops = images[:, first:last, first:last]
-  return tf.image.per_image_standardization(tf.cast(crops, tf.float32))
+  first = (config.RECORD_SIZE - size) / 2
+  if size == config.IMAGE_SIZE:
+    middle = slice(int(first), int(first) + config.IMAGE_SIZE)
+    crops = tf.cast(images[:, middle, middle], tf.float32)
+  else:
+    every = tf.zeros(tf.shape(images)[:1])
+    crops = _cut_and_resize(
+      images,
+      Distortions(size + every, first + every, first + every, every > 0, 0, 1),
+    )
+  return tf.image.per_image_standardization(crops)
 
 
-def _crop_and_flip(
-  images: tf.Tensor, top: tf.Tensor, left: tf.Tensor, flip: tf.Tensor
-) -> tf.Tensor:
+def _cut(images: tf.Tensor, distortions: Distortions) -> tf.Tensor:
   """Takes each crop's rows, and its columns in the one or other order."""
   offsets = tf.range(config.IMAGE_SIZE)
-  rows = top[:, tf.newaxis] + offsets
-  columns = left[:, tf.newaxis] + tf.where(
-    flip[:, tf.newaxis], tf.reverse(offsets, [0]), offsets
+  rows = distortions.top[:, tf.newaxis] + offsets
+  columns = distortions.left[:, tf.newaxis] + tf.where(
+    distortions.flip[:, tf.newaxis], tf.reverse(offsets, [0]), offsets
   )
   crops = tf.gather(images, rows, axis=1, batch_dims=1)
-  return tf.gather(crops, columns, axis=2, batch_dims=1)
+  crops = tf.gather(crops, columns, axis=2, batch_dims=1)
+  return tf.cast(crops, tf.float32)
+
+
+def _cut_and_resize(images: tf.Tensor, distortions: Distortions) -> tf.Tensor:
+  """The same for crops of any size, which are resized by linear interpolation.
+
+  The corners of what comes out are those of the crop.
+  """
+  size, top, left, flip = distortions[:4]
+  right = left + size - 1
+  left, right = tf.where(flip, right, left), tf.where(flip, left, right)
+  boxes = tf.stack([top, left, top + size - 1, right], axis=1)
+  return tf.image.crop_and_resize(
+    images,
+    boxes / (config.RECORD_SIZE - 1),
+    tf.range(tf.shape(images)[0]),
+    [config.IMAGE_SIZE] * 2,
+  )
 
 
 def _per_image(values: tf.Tensor) -> tf.Tensor:

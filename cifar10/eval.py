@@ -54,13 +54,15 @@ def evaluate(
   """
   import tensorflow as tf
 
+  from cifar10 import inputs
   from cifar10 import model as model_lib
   from cifar10 import sources
   from tf_replicas import evaluation
 
   source = sources.find(config.dataset, config.data_dir)
   model = model_lib.build()
-  count = _counter(model, source, batch_size)
+  batches = inputs.eval_batches(source, batch_size, crop_size=config.crop_size)
+  count = _counter(model, batches)
   eval_dir = eval_dir or os.path.join(config.train_dir, "eval")
   writer = tf.summary.create_file_writer(eval_dir)
   can_draw = confusion.can_draw()
@@ -92,11 +94,9 @@ def evaluate(
   )
 
 
-def _counter(model, source, batch_size: int) -> Callable[[], np.ndarray]:
+def _counter(model, batches) -> Callable[[], np.ndarray]:
   """Returns what counts each test image once, into a confusion matrix."""
   import tensorflow as tf
-
-  from cifar10 import inputs
 
   @tf.function(reduce_retracing=True)
   def confused(images, labels):
@@ -105,7 +105,6 @@ def _counter(model, source, batch_size: int) -> Callable[[], np.ndarray]:
       labels, predictions, config_lib.NUM_CLASSES, dtype=tf.int64
     )
 
-  batches = inputs.eval_batches(source, batch_size)
   return lambda: np.sum([confused(*batch) for batch in batches], axis=0)
 
 

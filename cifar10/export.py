@@ -20,6 +20,7 @@ from cifar10 import config as config_lib
 from tf_replicas import command_line
 from tf_replicas import processes
 from tf_replicas import program
+from tf_replicas import run_settings
 
 FLAGS = flags.FLAGS
 
@@ -61,7 +62,9 @@ def export(train_dir: str, export_dir: str) -> str:
   os.makedirs(parent, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=parent, prefix=".export-") as directory:
     complete = os.path.join(directory, "model")
-    _save(values, os.path.join(directory, "labels.txt"), complete)
+    config = run_settings.of_run(config_lib.Config, train_dir)
+    labels = os.path.join(directory, "labels.txt")
+    _save(values, config.crop_size, labels, complete)
     # Replaces an empty directory, and fails if it was filled meanwhile.
     os.rename(complete, export_dir)
   return path
@@ -82,7 +85,10 @@ def _require_free(export_dir: str) -> None:
 
 
 def _save(
-  values: Mapping[str, np.ndarray], labels_path: str, directory: str
+  values: Mapping[str, np.ndarray],
+  crop_size: float,
+  labels_path: str,
+  directory: str,
 ) -> None:
   """Writes the SavedModel of the network with these variables."""
   import tensorflow as tf
@@ -100,7 +106,7 @@ def _save(
 
   @tf.function(input_signature=[images_spec])
   def classify(images):
-    logits = network(distortions.center(images), training=False)
+    logits = network(distortions.center(images, crop_size), training=False)
     return tf.nn.softmax(logits)
 
   @tf.function(input_signature=[images_spec])

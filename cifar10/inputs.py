@@ -19,6 +19,9 @@ PREFETCHED_BATCHES = 4
 
 # Pixels between a crop and the middle one, at most, from `centered_from` on.
 CENTERED_MAX_SHIFT = 2
+# The same where crops are resized, and the difference to evaluation's size.
+CENTERED_MAX_SHIFT_RESIZED = 1
+CENTERED_MAX_RESIZE = 1.0
 
 
 def train_dataset(
@@ -31,6 +34,7 @@ def train_dataset(
   start_example: int | tf.Tensor = 0,
   distort_colors: bool = True,
   centered_from: int | None = None,
+  crop_sizes: config.CropSizes | None = None,
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
@@ -57,6 +61,7 @@ def train_dataset(
     distort_colors: Whether brightness and contrast change.
     centered_from: Global batches that begin at this example of the stream or
       later are cropped near the middle, where evaluation crops; None: none.
+    crop_sizes: Of crops that are resized; None: all are of 24.
 
   Returns:
     A dataset of float32 images `[batch_size, 24, 24, 3]` and int64 labels
@@ -84,11 +89,10 @@ def train_dataset(
   def batches(images, labels):
     def batch(position, indices):
       step_seed = tf.random.fold_in(distortion_seed, position)
-      max_shift = distortions.MAX_SHIFT
-      if centered_from is not None:
-        is_centered = position >= centered_from
-        max_shift = tf.where(is_centered, CENTERED_MAX_SHIFT, max_shift)
-      draws = distortions.draw(step_seed, global_batch, max_shift=max_shift)
+      is_centered = centered_from is not None and position >= centered_from
+      draws = distortions.draw(
+        step_seed, global_batch, **_crops(crop_sizes, is_centered)
+      )
       chosen = mine(indices)
       distorted = distortions.apply(
         tf.gather(images, chosen),
@@ -108,8 +112,32 @@ def train_dataset(
   ).with_options(_options())
 
 
+def _crops(
+  sizes: config.CropSizes | None, is_centered: tf.Tensor | bool
+) -> dict:
+  """What `distortions.draw` is told of crops."""
+  if sizes is None:
+    shift = tf.where(is_centered, CENTERED_MAX_SHIFT, distortions.MAX_SHIFT)
+    return {"max_shift": shift}
+  least = max(sizes.evaluation - CENTERED_MAX_RESIZE, 1)
+  most = min(sizes.evaluation + CENTERED_MAX_RESIZE, config.RECORD_SIZE)
+  return {
+    "max_shift": tf.where(
+      is_centered, CENTERED_MAX_SHIFT_RESIZED, config.RECORD_SIZE
+    ),
+    "sizes": (
+      tf.where(is_centered, least, sizes.smallest),
+      tf.where(is_centered, most, sizes.largest),
+    ),
+  }
+
+
 def eval_batches(
-  source: sources.Source, batch_size: int, *, split: str = "test"
+  source: sources.Source,
+  batch_size: int,
+  *,
+  split: str = "test",
+  crop_size: float = config.IMAGE_SIZE,
 ) -> tf.data.Dataset:
   """Makes batches for evaluation, with every image in exactly one.
 
@@ -117,6 +145,7 @@ def eval_batches(
     source: Read when the dataset is first iterated.
     batch_size: Images per batch; the last has what is left.
     split: `test`, or `train` to measure on the training set.
+    crop_size: Height and width of what is cut out; resized unless 24.
 
   Returns:
     A finite dataset of float32 images `[batch, 24, 24, 3]` and int64 labels
@@ -133,7 +162,9 @@ def eval_batches(
     lambda images, labels: (
       tf.data.Dataset.from_tensor_slices((images, labels))
       .batch(batch_size)
-      .map(lambda images, labels: (distortions.center(images), labels))
+      .map(
+        lambda images, labels: (distortions.center(images, crop_size), labels)
+      )
       .prefetch(PREFETCHED_BATCHES)
     )
   )

@@ -73,6 +73,7 @@ def _replica(config, layers, micro_batches, devices):
       start_example=start_example,
       distort_colors=config.distort_colors,
       centered_from=config_lib.centered_from(config),
+      crop_sizes=config_lib.crop_sizes(config),
     )
 
   return tf_replicas.Replica(

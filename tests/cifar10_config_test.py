@@ -41,6 +41,9 @@ def test_settings_win_over_the_recipe():
     ("schedule", "cosine"),
     ("label_smoothing", 1.0),
     ("centered_share", 1.25),
+    ("crop_size", 33.0),
+    ("min_crop_size", 0.5),
+    ("max_crop_size", 23.5),  # Less than the smallest.
     ("learning_rate_scale", 0.0),
     ("num_epochs", -2.0),
     ("warmup_epochs", 256.0),
@@ -150,3 +153,9 @@ def test_only_a_scaled_rate_of_the_tutorial_is_warmed_up(
   settings, warmup_epochs
 ):
   assert fit("tutorial", **settings).warmup_epochs == warmup_epochs
+
+
+def test_the_tutorials_crops_are_not_resized():
+  assert config.crop_sizes(config.Config()) is None
+  settings = dataclasses.replace(config.Config(), crop_size=28.0)
+  assert config.crop_sizes(settings) == (28, 24, 24)

@@ -21,7 +21,8 @@ def noise(num_images):
   )
 
 
-def distort_one(image, top, left, flip, brightness, contrast):
+def distort_one(image, size, top, left, flip, brightness, contrast):
+  assert size == 24
   image = tf.image.crop_to_bounding_box(image, top, left, 24, 24)
   if flip:
     image = tf.image.flip_left_right(image)
@@ -57,6 +58,7 @@ def test_crops_and_flips_by_hand():
   rows, columns = np.meshgrid(np.arange(32), np.arange(32), indexing="ij")
   image = np.stack([rows, columns, 0 * rows], -1).astype(np.uint8)
   drawn = distortions.Distortions(
+    size=tf.fill([3], 24.0),
     top=tf.constant([0, 8, 3]),
     left=tf.constant([0, 8, 5]),
     flip=tf.constant([False, False, True]),
@@ -113,7 +115,8 @@ def test_the_rest_is_uniform_and_independent(draws):
   assert_mean((draws.contrast - 1) ** 2, 0.8**2 / 3, 0.8**2)
   # A coin has variance 1/4, three times that of a uniform draw of width 1.
   assert_mean(draws.flip, 0.5, np.sqrt(3))
-  correlations = np.corrcoef(np.stack(draws).astype(float))
+  assert np.all(draws.size == 24)
+  correlations = np.corrcoef(np.stack(draws[1:]).astype(float))
   off_diagonal = correlations - np.eye(5)
   assert np.max(np.abs(off_diagonal)) < 5 / np.sqrt(NUM_DRAWS)
 
@@ -153,6 +156,79 @@ def test_crops_may_be_near_the_middle(max_shift):
     found, counts = np.unique(offsets, return_counts=True)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_allclose(counts * len(expected) / 2_000, 1, atol=0.2)
+
+
+def resized(size, top, left, flip):
+  return distortions.Distortions(
+    size=tf.constant([size], tf.float32),
+    top=tf.constant([top], tf.float32),
+    left=tf.constant([left], tf.float32),
+    flip=tf.constant([flip]),
+    brightness=tf.zeros([1]),
+    contrast=tf.ones([1]),
+  )
+
+
+@pytest.mark.parametrize("top, left, flip", [(0, 0, False), (3, 8, True)])
+def test_a_crop_of_24_is_resized_to_itself(top, left, flip):
+  images = noise(1)
+  cut = images[:, top : top + 24, left : left + 24]
+  if flip:
+    cut = tf.reverse(cut, [2])
+  np.testing.assert_allclose(
+    distortions.apply(images, resized(24, top, left, flip), colors=False),
+    tf.image.per_image_standardization(cut),
+    atol=1e-4,
+  )
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_resizing_keeps_the_corners_and_is_linear(flip):
+  """Of pictures whose values rise evenly every size looks alike."""
+  rows, columns = np.meshgrid(np.arange(32), np.arange(32), indexing="ij")
+  image = np.stack([rows, columns, 3 * rows + columns], -1).astype(np.uint8)
+  found = distortions.apply(
+    image[np.newaxis], resized(29.5, 1.25, 0.5, flip), colors=False
+  )
+  down = np.linspace(1.25, 1.25 + 28.5, 24)[:, np.newaxis]
+  across = np.linspace(0.5, 0.5 + 28.5, 24)[:: -1 if flip else 1]
+  expected = np.stack([down + 0 * across, 0 * down + across, 3 * down + across])
+  expected = np.moveaxis(expected, 0, -1)
+  expected = (expected - np.mean(expected)) / np.std(expected)
+  np.testing.assert_allclose(found[0], expected, atol=1e-3)
+
+
+def test_center_may_be_of_another_size():
+  images = noise(3)
+  np.testing.assert_allclose(
+    distortions.center(images, 24.001), distortions.center(images), atol=2e-2
+  )
+  np.testing.assert_allclose(
+    distortions.center(images, 30.0)[1:2],
+    distortions.apply(images[1:2], resized(30, 1, 1, False), colors=False),
+    atol=1e-5,
+  )
+
+
+@pytest.mark.parametrize("max_shift", [1, 32])
+def test_crops_of_any_size_stay_inside(max_shift):
+  drawn = distortions.draw(
+    [7, 8], 4_000, max_shift=max_shift, sizes=(20.0, tf.constant(32.0))
+  )
+  sizes = drawn.size.numpy()
+  np.testing.assert_allclose(
+    np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1]), [20, 23, 26, 29, 32], atol=0.3
+  )
+  room = (32 - sizes) / 2
+  for offsets in (drawn.top.numpy(), drawn.left.numpy()):
+    shifts = (offsets - room) / np.maximum(np.minimum(room, max_shift), 1e-6)
+    assert np.max(np.abs(shifts)) <= 1 + 1e-4
+    big = shifts[room > 0.1]
+    np.testing.assert_allclose(np.mean(big), 0, atol=0.05)
+    np.testing.assert_allclose(np.std(big), 1 / np.sqrt(3), atol=0.02)
+    # Neither where nor whether a crop is mirrored goes with its size.
+    assert abs(np.corrcoef(sizes, offsets - room)[0, 1]) < 0.05
+  assert abs(np.corrcoef(sizes, drawn.flip.numpy())[0, 1]) < 0.05
 
 
 def test_same_seed_same_distortions():

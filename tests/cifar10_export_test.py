@@ -13,6 +13,7 @@ from cifar10 import distortions
 from cifar10 import export
 from cifar10 import model
 from cifar10 import sources
+from tf_replicas import run_settings
 
 # What somebody else does with it, who has TensorFlow and nothing of ours.
 STRANGER = """
@@ -56,10 +57,21 @@ def images():
   return sources.find("synthetic").read("test")[0][:5].numpy()
 
 
-def expected(images):
+def expected(images, crop_size=24):
   """What evaluation computes, with the averages."""
-  logits = model.build(seed=2)(distortions.center(images), training=False)
+  crops = distortions.center(images, crop_size)
+  logits = model.build(seed=2)(crops, training=False)
   return tf.nn.softmax(logits).numpy()
+
+
+def test_crops_as_the_run_does(images, tmp_path):
+  binaries.save_checkpoint(tmp_path / "train", seed=1, average_seed=2)
+  settings = config.Config(train_dir=str(tmp_path / "train"), crop_size=30)
+  run_settings.record(settings)
+  export.export(settings.train_dir, str(tmp_path / "model"))
+  probabilities = tf.saved_model.load(str(tmp_path / "model"))(images)
+  np.testing.assert_allclose(probabilities, expected(images, 30), atol=1e-5)
+  assert np.max(np.abs(probabilities - expected(images))) > 1e-4
 
 
 def test_needs_tensorflow_alone(exported, images, tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar10 import config
 from cifar10 import inputs
 from cifar10 import sources
 
@@ -117,9 +118,33 @@ def test_late_crops_are_near_the_middle():
   np.testing.assert_array_equal(late[2], narrow[2])
 
 
+def test_late_crops_are_as_large_as_those_of_evaluation():
+  sizes = config.CropSizes(evaluation=32, smallest=12, largest=16)
+  small, _ = train(2, batch_size=20, crop_sizes=sizes)
+  late, _ = train(2, batch_size=20, crop_sizes=sizes, centered_from=20)
+  np.testing.assert_array_equal(late[0], small[0])
+  assert np.any(late[1] != small[1])
+  fixed = config.CropSizes(evaluation=32, smallest=31, largest=32)
+  whole, _ = train(2, batch_size=20, crop_sizes=fixed)
+  np.testing.assert_allclose(late[1], whole[1], atol=1e-5)
+  shards = [
+    train(
+      2,
+      batch_size=10,
+      num_shards=2,
+      shard_index=i,
+      centered_from=20,
+      crop_sizes=sizes,
+    )[0]
+    for i in range(2)
+  ]
+  np.testing.assert_allclose(np.concatenate(shards, axis=1), late, atol=1e-5)
+
+
 @pytest.mark.parametrize("num_done", [1, 4, 7])
 def test_a_resumed_run_goes_on_where_it_stopped(num_done):
-  arguments = dict(num_shards=2, centered_from=50)
+  sizes = config.CropSizes(evaluation=28, smallest=20, largest=32)
+  arguments = dict(num_shards=2, centered_from=50, crop_sizes=sizes)
   images, labels = train(10, **arguments)
   resumed = train(10 - num_done, start_example=num_done * 10, **arguments)
   np.testing.assert_array_equal(resumed[0], images[num_done:])
