@@ -52,9 +52,8 @@ RECIPES = {
     "decoupled_weight_decay": 0.1,
     "distort_colors": False,
     "crop_size": 29.0,
-    "min_crop_size": 20.0,
+    "min_crop_size": 22.0,
     "max_crop_size": 32.0,
-    "cutout": 8,
     "centered_share": 0.15,
     "moving_average_decay": 0.999,
     "compute_dtype": "bfloat16",
@@ -113,9 +112,6 @@ class Config:
       image of 32, and resizes to the 24 of the network.
     min_crop_size: Of what training cuts out; each image draws its own.
     max_crop_size: The other end of that range.
-    cutout: Side of a square of the network's 24 x 24 pixels that each training
-      image loses, wherever its middle falls (DeVries and Taylor 2017); 0 for
-      none.
     centered_share: Last part of the run, in [0, 1], in which training crops
       are like those of evaluation: near the middle of an image, and of about
       that size.
@@ -149,7 +145,6 @@ class Config:
   crop_size: float = IMAGE_SIZE
   min_crop_size: float = IMAGE_SIZE
   max_crop_size: float = IMAGE_SIZE
-  cutout: int = 0
   centered_share: float = 0.0
   moving_average_decay: float = 0.9999
   weight_decay: float = 0.004
@@ -214,12 +209,6 @@ class Config:
         least <= value <= RECORD_SIZE,
         f"in [{least}, {RECORD_SIZE}]",
       )
-    run_settings.require(
-      "cutout",
-      self.cutout,
-      0 <= self.cutout <= IMAGE_SIZE,
-      f"in [0, {IMAGE_SIZE}]",
-    )
     run_settings.require(
       "centered_share",
       self.centered_share,

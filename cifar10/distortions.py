@@ -27,9 +27,6 @@ class Distortions(NamedTuple):
     flip: Whether the crop is mirrored left to right.
     brightness: Added to every value; in [-63, 63).
     contrast: Factor of the distance to the channel's mean; in [0.2, 1.8).
-    hole_top: Row of the crop where a square hole begins, if it gets one; int32,
-      of which a part may be outside.
-    hole_left: Its column, alike.
   """
 
   size: tf.Tensor
@@ -38,8 +35,6 @@ class Distortions(NamedTuple):
   flip: tf.Tensor
   brightness: tf.Tensor
   contrast: tf.Tensor
-  hole_top: tf.Tensor
-  hole_left: tf.Tensor
 
 
 def draw(
@@ -48,7 +43,6 @@ def draw(
   *,
   max_shift: int | tf.Tensor = MAX_SHIFT,
   sizes: tuple[float | tf.Tensor, float | tf.Tensor] | None = None,
-  hole_size: int = 0,
 ) -> Distortions:
   """Draws independent distortions for a number of images.
 
@@ -59,19 +53,12 @@ def draw(
       most; in [0, 4], may be a scalar tensor. A large crop has less room.
     sizes: The smallest and the largest crop, if they are to be resized; may be
       scalar tensors.
-    hole_size: Side of the hole.
   """
   seeds = tf.unstack(tf.random.split(seed, 5), num=5)
   shape = [num_images]
 
   def uniform(seed, low, high, dtype=tf.float32):
     return tf.random.stateless_uniform(shape, seed, low, high, dtype)
-
-  def hole(number):
-    # Its middle is anywhere in the crop.
-    first = -(hole_size // 2)
-    seed_of_hole = tf.random.fold_in(seed, number)
-    return uniform(seed_of_hole, first, first + config.IMAGE_SIZE, tf.int32)
 
   if sizes is None:
     size = tf.fill(shape, float(config.IMAGE_SIZE))
@@ -90,17 +77,11 @@ def draw(
     flip=uniform(seeds[2], 0.0, 1.0) < 0.5,
     brightness=uniform(seeds[3], -MAX_BRIGHTNESS_DELTA, MAX_BRIGHTNESS_DELTA),
     contrast=uniform(seeds[4], MIN_CONTRAST, MAX_CONTRAST),
-    hole_top=hole(6),
-    hole_left=hole(7),
   )
 
 
 def apply(
-  images: tf.Tensor,
-  distortions: Distortions,
-  *,
-  colors: bool = True,
-  hole_size: int = 0,
+  images: tf.Tensor, distortions: Distortions, *, colors: bool = True
 ) -> tf.Tensor:
   """Distorts a batch in the tutorial's order (`cifar10_input.py`).
 
@@ -113,29 +94,17 @@ def apply(
     images: uint8 `[batch, 32, 32, 3]`.
     distortions: One for every image.
     colors: Whether brightness and contrast change.
-    hole_size: Side of a square of zeros in what comes out; 0 for none.
 
   Returns:
     float32 `[batch, 24, 24, 3]`.
   """
-  size, *place = distortions[:4]
-  if distortions.top.dtype.is_integer:
-    crops = _cut(images, *place)
-  else:
-    crops = _cut_and_resize(images, size, *place)
+  crop = _cut if distortions.top.dtype.is_integer else _cut_and_resize
+  crops = crop(images, distortions)
   if colors:
     crops += _per_image(distortions.brightness)
     means = tf.reduce_mean(crops, [1, 2], keepdims=True)
     crops = (crops - means) * _per_image(distortions.contrast) + means
-  crops = tf.image.per_image_standardization(crops)
-  if not hole_size:
-    return crops
-  rows, columns = (
-    _is_in_hole(first, hole_size)
-    for first in (distortions.hole_top, distortions.hole_left)
-  )
-  is_hole = rows[:, :, tf.newaxis] & columns[:, tf.newaxis, :]
-  return tf.where(is_hole[..., tf.newaxis], 0.0, crops)
+  return tf.image.per_image_standardization(crops)
 
 
 def distort(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
@@ -167,28 +136,31 @@ def center(images: tf.Tensor, size: float = config.IMAGE_SIZE) -> tf.Tensor:
     crops = tf.cast(images[:, middle, middle], tf.float32)
   else:
     every = tf.zeros(tf.shape(images)[:1])
-    corner = first + every
-    crops = _cut_and_resize(images, size + every, corner, corner, every > 0)
+    crops = _cut_and_resize(
+      images,
+      Distortions(size + every, first + every, first + every, every > 0, 0, 1),
+    )
   return tf.image.per_image_standardization(crops)
 
 
-def _cut(images, top, left, flip) -> tf.Tensor:
+def _cut(images: tf.Tensor, distortions: Distortions) -> tf.Tensor:
   """Takes each crop's rows, and its columns in the one or other order."""
   offsets = tf.range(config.IMAGE_SIZE)
-  rows = top[:, tf.newaxis] + offsets
-  columns = left[:, tf.newaxis] + tf.where(
-    flip[:, tf.newaxis], tf.reverse(offsets, [0]), offsets
+  rows = distortions.top[:, tf.newaxis] + offsets
+  columns = distortions.left[:, tf.newaxis] + tf.where(
+    distortions.flip[:, tf.newaxis], tf.reverse(offsets, [0]), offsets
   )
   crops = tf.gather(images, rows, axis=1, batch_dims=1)
   crops = tf.gather(crops, columns, axis=2, batch_dims=1)
   return tf.cast(crops, tf.float32)
 
 
-def _cut_and_resize(images, size, top, left, flip) -> tf.Tensor:
+def _cut_and_resize(images: tf.Tensor, distortions: Distortions) -> tf.Tensor:
   """The same for crops of any size, which are resized by linear interpolation.
 
   The corners of what comes out are those of the crop.
   """
+  size, top, left, flip = distortions[:4]
   right = left + size - 1
   left, right = tf.where(flip, right, left), tf.where(flip, left, right)
   boxes = tf.stack([top, left, top + size - 1, right], axis=1)
@@ -198,12 +170,6 @@ def _cut_and_resize(images, size, top, left, flip) -> tf.Tensor:
     tf.range(tf.shape(images)[0]),
     [config.IMAGE_SIZE] * 2,
   )
-
-
-def _is_in_hole(first: tf.Tensor, size: int) -> tf.Tensor:
-  """Which rows or columns are: bool `[batch, 24]`."""
-  distances = tf.range(config.IMAGE_SIZE) - first[:, tf.newaxis]
-  return (distances >= 0) & (distances < size)
 
 
 def _per_image(values: tf.Tensor) -> tf.Tensor:

@@ -35,7 +35,6 @@ def train_dataset(
   distort_colors: bool = True,
   centered_from: int | None = None,
   crop_sizes: config.CropSizes | None = None,
-  cutout: int = 0,
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
@@ -63,7 +62,6 @@ def train_dataset(
     centered_from: Global batches that begin at this example of the stream or
       later are cropped near the middle, where evaluation crops; None: none.
     crop_sizes: Of crops that are resized; None: all are of 24.
-    cutout: Side of the square that each image loses; 0: none does.
 
   Returns:
     A dataset of float32 images `[batch_size, 24, 24, 3]` and int64 labels
@@ -93,17 +91,13 @@ def train_dataset(
       step_seed = tf.random.fold_in(distortion_seed, position)
       is_centered = centered_from is not None and position >= centered_from
       draws = distortions.draw(
-        step_seed,
-        global_batch,
-        hole_size=cutout,
-        **_crops(crop_sizes, is_centered),
+        step_seed, global_batch, **_crops(crop_sizes, is_centered)
       )
       chosen = mine(indices)
       distorted = distortions.apply(
         tf.gather(images, chosen),
         distortions.Distortions(*map(mine, draws)),
         colors=distort_colors,
-        hole_size=cutout,
       )
       return distorted, tf.gather(labels, chosen)
 

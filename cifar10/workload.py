@@ -74,7 +74,6 @@ def _replica(config, layers, micro_batches, devices):
       distort_colors=config.distort_colors,
       centered_from=config_lib.centered_from(config),
       crop_sizes=config_lib.crop_sizes(config),
-      cutout=config.cutout,
     )
 
   return tf_replicas.Replica(

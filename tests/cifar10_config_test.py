@@ -42,7 +42,6 @@ def test_settings_win_over_the_recipe():
     ("label_smoothing", 1.0),
     ("centered_share", 1.25),
     ("crop_size", 33.0),
-    ("cutout", 25),
     ("min_crop_size", 0.5),
     ("max_crop_size", 23.5),  # Less than the smallest.
     ("learning_rate_scale", 0.0),

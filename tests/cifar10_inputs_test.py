@@ -144,7 +144,7 @@ def test_late_crops_are_as_large_as_those_of_evaluation():
 @pytest.mark.parametrize("num_done", [1, 4, 7])
 def test_a_resumed_run_goes_on_where_it_stopped(num_done):
   sizes = config.CropSizes(evaluation=28, smallest=20, largest=32)
-  arguments = dict(num_shards=2, centered_from=50, crop_sizes=sizes, cutout=8)
+  arguments = dict(num_shards=2, centered_from=50, crop_sizes=sizes)
   images, labels = train(10, **arguments)
   resumed = train(10 - num_done, start_example=num_done * 10, **arguments)
   np.testing.assert_array_equal(resumed[0], images[num_done:])
