@@ -98,8 +98,11 @@ def apply(
   Returns:
     float32 `[batch, 24, 24, 3]`.
   """
-  crop = _cut if distortions.top.dtype.is_integer else _cut_and_resize
-  crops = crop(images, distortions)
+  size, *place = distortions[:4]
+  if distortions.top.dtype.is_integer:
+    crops = _cut(images, *place)
+  else:
+    crops = _cut_and_resize(images, size, *place)
   if colors:
     crops += _per_image(distortions.brightness)
     means = tf.reduce_mean(crops, [1, 2], keepdims=True)
@@ -136,31 +139,28 @@ def center(images: tf.Tensor, size: float = config.IMAGE_SIZE) -> tf.Tensor:
     crops = tf.cast(images[:, middle, middle], tf.float32)
   else:
     every = tf.zeros(tf.shape(images)[:1])
-    crops = _cut_and_resize(
-      images,
-      Distortions(size + every, first + every, first + every, every > 0, 0, 1),
-    )
+    corner = first + every
+    crops = _cut_and_resize(images, size + every, corner, corner, every > 0)
   return tf.image.per_image_standardization(crops)
 
 
-def _cut(images: tf.Tensor, distortions: Distortions) -> tf.Tensor:
+def _cut(images, top, left, flip) -> tf.Tensor:
   """Takes each crop's rows, and its columns in the one or other order."""
   offsets = tf.range(config.IMAGE_SIZE)
-  rows = distortions.top[:, tf.newaxis] + offsets
-  columns = distortions.left[:, tf.newaxis] + tf.where(
-    distortions.flip[:, tf.newaxis], tf.reverse(offsets, [0]), offsets
+  rows = top[:, tf.newaxis] + offsets
+  columns = left[:, tf.newaxis] + tf.where(
+    flip[:, tf.newaxis], tf.reverse(offsets, [0]), offsets
   )
   crops = tf.gather(images, rows, axis=1, batch_dims=1)
   crops = tf.gather(crops, columns, axis=2, batch_dims=1)
   return tf.cast(crops, tf.float32)
 
 
-def _cut_and_resize(images: tf.Tensor, distortions: Distortions) -> tf.Tensor:
+def _cut_and_resize(images, size, top, left, flip) -> tf.Tensor:
   """The same for crops of any size, which are resized by linear interpolation.
 
   The corners of what comes out are those of the crop.
   """
-  size, top, left, flip = distortions[:4]
   right = left + size - 1
   left, right = tf.where(flip, right, left), tf.where(flip, left, right)
   boxes = tf.stack([top, left, top + size - 1, right], axis=1)
