@@ -14,6 +14,8 @@ MIN_CONTRAST = 0.2
 MAX_CONTRAST = 1.8
 # Pixels between a crop and the middle one, at most; all that a record allows.
 MAX_SHIFT = (config.RECORD_SIZE - config.IMAGE_SIZE) // 2
+# Of an image's height: some roundings of float32, far less than a pixel.
+_EDGE = 3e-7
 
 
 class Distortions(NamedTuple):
@@ -164,9 +166,11 @@ def _cut_and_resize(images, size, top, left, flip) -> tf.Tensor:
   right = left + size - 1
   left, right = tf.where(flip, right, left), tf.where(flip, left, right)
   boxes = tf.stack([top, left, top + size - 1, right], axis=1)
+  boxes /= config.RECORD_SIZE - 1
   return tf.image.crop_and_resize(
     images,
-    boxes / (config.RECORD_SIZE - 1),
+    # A row that rounding puts outside the image would be black.
+    tf.clip_by_value(boxes, _EDGE, 1 - _EDGE),
     tf.range(tf.shape(images)[0]),
     [config.IMAGE_SIZE] * 2,
   )

@@ -198,6 +198,17 @@ def test_resizing_keeps_the_corners_and_is_linear(flip):
   np.testing.assert_allclose(found[0], expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("flip", [False, True])
+def test_no_crop_reaches_out_of_the_image(flip):
+  grey = tf.fill([1, 32, 32, 3], tf.constant(200, tf.uint8))
+  for size in np.arange(20, 32.5, 0.5):
+    for corner in (0, (32 - size) / 2, 32 - size):
+      found = distortions.apply(
+        grey, resized(size, corner, corner, flip), colors=False
+      )
+      np.testing.assert_allclose(found, 0, atol=1e-2, err_msg=f"{size, corner}")
+
+
 def test_center_may_be_of_another_size():
   images = noise(3)
   np.testing.assert_allclose(
