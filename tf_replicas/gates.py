@@ -201,12 +201,15 @@ class Gates:
   def __init__(self, num_replicas: int, *, max_lead: int, device: str):
     """Creates the objects on `device`, or attaches to them; as `Gate`."""
     self._device = device
-    self._has_before = not max_lead
-    names = ["after", "before"] if self._has_before else ["after"]
-    self._gates = [
-      Gate(f"gates/{name}", num_replicas, max_lead=max_lead, device=device)
-      for name in names
-    ]
+
+    def gate(name):
+      return Gate(
+        f"gates/{name}", num_replicas, max_lead=max_lead, device=device
+      )
+
+    self._after = gate("after")
+    self._before = None if max_lead else gate("before")
+    self._gates = [g for g in (self._after, self._before) if g is not None]
 
   def initialize(self) -> None:
     """Nobody came yet. For the chief of a new training, once."""
@@ -220,20 +223,20 @@ class Gates:
     slowest is.
     """
     with tf.device(self._device):
-      clock = self._gates[0].clocks()
+      clock = self._after.clocks()
       clock = tf.where(clock < LOST, clock, tf.reduce_min(clock))
       clock = tf.where(clock < LOST, clock, 0)
       return tf.gather(clock, replica) + 1
 
   def before(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
     """Passes the one before the update, if there is one; see `Gate.enter`."""
-    if not self._has_before:
+    if self._before is None:
       return clock
-    return self._gates[1].enter(replica, clock)
+    return self._before.enter(replica, clock)
 
   def after(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
     """Passes the one after the update; see `Gate.enter`."""
-    return self._gates[0].enter(replica, clock)
+    return self._after.enter(replica, clock)
 
   def is_waiting(self) -> tf.Tensor:
     """Who waits: bool [R]."""

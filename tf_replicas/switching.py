@@ -3,6 +3,7 @@
 `SwitchingOptimizer` says how it comes about.
 """
 
+import collections
 import time
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -96,16 +97,16 @@ def when_slow(share: float, least: int = 100) -> Callable[[Progress], Choice]:
       others having contributed (`updates.Counts.held_up_secs`).
     least: Steps between two looks.
   """
-  looks = []
+  looks = collections.deque(maxlen=3)
 
   def choose(progress: Progress) -> Choice:
     step, rule = progress.global_step, progress.rule
     if rule == 0 and step % least == 0:
       waits = [count.held_up_secs for count in progress.counts()]
       looks.append((time.monotonic(), np.asarray(waits)))
-    if rule == 0 and len(looks) > 2:
-      (since, before), (now, after) = looks[-2:]
-      rule = int(np.max(after - before) > share * (now - since))
+      if len(looks) == looks.maxlen:
+        _, (since, before), (now, after) = looks
+        rule = int(np.max(after - before) > share * (now - since))
     return Choice(rule, until=None if rule else step - step % least + least)
 
   return choose
