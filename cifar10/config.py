@@ -29,6 +29,10 @@ LABELS = (
   "truck",
 )
 
+# Of an image, that evaluation may take the mean probabilities of: the middle
+# one; that and its mirror image; those and a smaller and a larger pair.
+VIEWS = (1, 2, 6)
+
 # Of the network's arithmetic; variables, loss and update are float32.
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 

@@ -14,6 +14,8 @@ MIN_CONTRAST = 0.2
 MAX_CONTRAST = 1.8
 # Pixels between a crop and the middle one, at most; all that a record allows.
 MAX_SHIFT = (config.RECORD_SIZE - config.IMAGE_SIZE) // 2
+# Pixels between the sizes of one view of an image and the next.
+_VIEW_STEP = 2
 # Of an image's height: some roundings of float32, far less than a pixel.
 _EDGE = 3e-7
 
@@ -144,6 +146,36 @@ def center(images: tf.Tensor, size: float = config.IMAGE_SIZE) -> tf.Tensor:
     corner = first + every
     crops = _cut_and_resize(images, size + every, corner, corner, every > 0)
   return tf.image.per_image_standardization(crops)
+
+
+def views(
+  images: tf.Tensor, size: float = config.IMAGE_SIZE, num_views: int = 1
+) -> tf.Tensor:
+  """Cuts the middle out in several ways, for evaluation by their mean.
+
+  Args:
+    images: uint8 `[batch, 32, 32, 3]`.
+    size: Of the first view; two others are 2 pixels smaller and larger.
+    num_views: One of `config.VIEWS`.
+
+  Returns:
+    float32 `[num_views * batch, 24, 24, 3]`: the first view of every image,
+    which is that of `center`, then the next.
+
+  Raises:
+    ValueError: If there is no such number of views.
+  """
+  if num_views not in config.VIEWS:
+    raise ValueError(
+      f"`num_views` must be one of {config.VIEWS}. Received: {num_views}."
+    )
+  sizes = [size]
+  if num_views == 6:
+    sizes += [size - _VIEW_STEP, min(size + _VIEW_STEP, config.RECORD_SIZE)]
+  crops = [center(images, each) for each in sizes]
+  if num_views > 1:
+    crops += [tf.reverse(crop, axis=[2]) for crop in crops]
+  return tf.concat(crops, axis=0)
 
 
 def _cut(images, top, left, flip) -> tf.Tensor:

@@ -1,8 +1,10 @@
 """Measures checkpoints of a CIFAR-10 training with their moving averages.
 
   python -m cifar10.eval --train_dir=/tmp/cifar10_train [--run_once]
+    [--views=6]
 
 Without --run_once every new checkpoint is measured until training has ended.
+With --views the network's answer is its mean over several views of an image.
 """
 
 import datetime
@@ -26,6 +28,7 @@ def evaluate(
   eval_dir: str | None = None,
   *,
   run_once: bool = True,
+  num_views: int = 1,
   batch_size: int = 500,
   interval_secs: float = 10.0,
   timeout_secs: float | None = None,
@@ -38,8 +41,11 @@ def evaluate(
 
   Args:
     config: The run: where it is, and its data set.
-    eval_dir: Where the TensorBoard summaries go.
+    eval_dir: Where the TensorBoard summaries go; `eval` in the run's
+      directory, or `eval_6_views`, unless told otherwise.
     run_once: Whether to measure the newest checkpoint only.
+    num_views: One of `config.VIEWS`: of how many views of an image the
+      probabilities are the mean. 1 is the tutorial's measure.
     batch_size: Images at a time.
     interval_secs: Seconds between measurements.
     timeout_secs: How long to wait for a new checkpoint.
@@ -61,20 +67,25 @@ def evaluate(
 
   source = sources.find(config.dataset, config.data_dir)
   model = model_lib.build()
-  batches = inputs.eval_batches(source, batch_size, crop_size=config.crop_size)
-  count = _counter(model, batches)
-  eval_dir = eval_dir or os.path.join(config.train_dir, "eval")
+  batches = inputs.eval_batches(
+    source, batch_size, crop_size=config.crop_size, num_views=num_views
+  )
+  count = _counter(model, batches, num_views)
+  which = "" if num_views == 1 else f"_{num_views}_views"
+  eval_dir = eval_dir or os.path.join(config.train_dir, f"eval{which}")
   writer = tf.summary.create_file_writer(eval_dir)
   can_draw = confusion.can_draw()
   if not can_draw:
     _say("no picture of the confusion matrix: matplotlib is not installed")
+
+  of_views = f" of {num_views} views" if num_views > 1 else ""
 
   def measure(global_step, values):
     evaluation.load_into_keras(model, values)
     matrix = count()
     _say(
       f"{datetime.datetime.now()}: precision @ 1 ="
-      f" {confusion.accuracy(matrix):.4f} [{matrix.sum()} examples]"
+      f" {confusion.accuracy(matrix):.4f} [{matrix.sum()} examples{of_views}]"
     )
     with writer.as_default(step=global_step):
       for name, value in confusion.scalars(matrix).items():
@@ -94,13 +105,16 @@ def evaluate(
   )
 
 
-def _counter(model, batches) -> Callable[[], np.ndarray]:
+def _counter(network, batches, num_views) -> Callable[[], np.ndarray]:
   """Returns what counts each test image once, into a confusion matrix."""
   import tensorflow as tf
 
+  from cifar10 import model as model_lib
+
   @tf.function(reduce_retracing=True)
-  def confused(images, labels):
-    predictions = tf.argmax(model(images, training=False), axis=-1)
+  def confused(views, labels):
+    probabilities = model_lib.probabilities(network, views, num_views)
+    predictions = tf.argmax(probabilities, axis=-1)
     return tf.math.confusion_matrix(
       labels, predictions, config_lib.NUM_CLASSES, dtype=tf.int64
     )
@@ -118,6 +132,7 @@ def _evaluate() -> np.ndarray | None:
     run_settings.of_run(config_lib.Config, FLAGS.train_dir, **given),
     FLAGS.eval_dir,
     run_once=FLAGS.run_once,
+    num_views=int(FLAGS.views),
     batch_size=FLAGS.batch_size,
     interval_secs=FLAGS.eval_interval_secs,
     timeout_secs=FLAGS.timeout_secs,
@@ -133,5 +148,11 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
   command_line.define_evaluation_flags(
     config_lib.Config.train_dir, batch_size=500
+  )
+  flags.DEFINE_enum(
+    "views",
+    "1",
+    [str(number) for number in config_lib.VIEWS],
+    "Of an image, to take the mean probabilities of",
   )
   command_line.start(main)

@@ -1,6 +1,7 @@
 """Exports a trained network as a SavedModel that needs TensorFlow alone.
 
   python -m cifar10.export --train_dir=/tmp/cifar10_train --export_dir=DIR
+    [--views=6]
 
 The model takes raw uint8 images `[batch, 32, 32, 3]`, red first, and returns
 probabilities `[batch, 10]`; cropping, standardisation and the moving averages
@@ -30,15 +31,23 @@ def define_flags() -> None:
   flags.DEFINE_string("train_dir", "/tmp/cifar10_train", "The run to export")
   flags.DEFINE_string("export_dir", None, "For the SavedModel; new or empty")
   flags.mark_flag_as_required("export_dir")
+  flags.DEFINE_enum(
+    "views",
+    "1",
+    [str(number) for number in config_lib.VIEWS],
+    "Of an image, to take the mean probabilities of",
+  )
 
 
-def export(train_dir: str, export_dir: str) -> str:
+def export(train_dir: str, export_dir: str, *, num_views: int = 1) -> str:
   """Exports the newest checkpoint of a run.
 
   Args:
     train_dir: The run's directory.
     export_dir: The SavedModel's, which does not exist or is empty. It
       appears when it is complete.
+    num_views: One of `config.VIEWS`: of how many views of an image the
+      probabilities are the mean.
 
   Returns:
     The path of the checkpoint.
@@ -64,7 +73,7 @@ def export(train_dir: str, export_dir: str) -> str:
     complete = os.path.join(directory, "model")
     config = run_settings.of_run(config_lib.Config, train_dir)
     labels = os.path.join(directory, "labels.txt")
-    _save(values, config.crop_size, labels, complete)
+    _save(values, config.crop_size, num_views, labels, complete)
     # Replaces an empty directory, and fails if it was filled meanwhile.
     os.rename(complete, export_dir)
   return path
@@ -87,6 +96,7 @@ def _require_free(export_dir: str) -> None:
 def _save(
   values: Mapping[str, np.ndarray],
   crop_size: float,
+  num_views: int,
   labels_path: str,
   directory: str,
 ) -> None:
@@ -106,8 +116,8 @@ def _save(
 
   @tf.function(input_signature=[images_spec])
   def classify(images):
-    logits = network(distortions.center(images, crop_size), training=False)
-    return tf.nn.softmax(logits)
+    views = distortions.views(images, crop_size, num_views)
+    return model_lib.probabilities(network, views, num_views)
 
   @tf.function(input_signature=[images_spec])
   def serve(images):
@@ -132,7 +142,7 @@ def main(argv: Sequence[str]) -> None:
     run_time=program.RUN_TIME_ERRORS,
   ):
     devices.configure(())
-    path = export(FLAGS.train_dir, FLAGS.export_dir)
+    path = export(FLAGS.train_dir, FLAGS.export_dir, num_views=int(FLAGS.views))
     print(f"exported {path} to {FLAGS.export_dir}", flush=True)
 
 

@@ -138,6 +138,7 @@ def eval_batches(
   *,
   split: str = "test",
   crop_size: float = config.IMAGE_SIZE,
+  num_views: int = 1,
 ) -> tf.data.Dataset:
   """Makes batches for evaluation, with every image in exactly one.
 
@@ -146,10 +147,11 @@ def eval_batches(
     batch_size: Images per batch; the last has what is left.
     split: `test`, or `train` to measure on the training set.
     crop_size: Height and width of what is cut out; resized unless 24.
+    num_views: One of `config.VIEWS`.
 
   Returns:
-    A finite dataset of float32 images `[batch, 24, 24, 3]` and int64 labels
-    `[batch]`.
+    A finite dataset of float32 images `[num_views * batch, 24, 24, 3]`, as of
+    `distortions.views`, and int64 labels `[batch]`.
 
   Raises:
     ValueError: If `batch_size` is not positive or the split unknown.
@@ -163,7 +165,10 @@ def eval_batches(
       tf.data.Dataset.from_tensor_slices((images, labels))
       .batch(batch_size)
       .map(
-        lambda images, labels: (distortions.center(images, crop_size), labels)
+        lambda images, labels: (
+          distortions.views(images, crop_size, num_views),
+          labels,
+        )
       )
       .prefetch(PREFETCHED_BATCHES)
     )

@@ -99,6 +99,24 @@ def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
   return keras.Model(images, logits, name="cifar10")
 
 
+def probabilities(
+  network: keras.Model, views: tf.Tensor, num_views: int = 1
+) -> tf.Tensor:
+  """Of each class, the mean over the views of an image.
+
+  Args:
+    network: What `build` returns.
+    views: `[num_views * batch, size, size, 3]`, as of `distortions.views`.
+    num_views: How many there are of each image.
+
+  Returns:
+    float32 `[batch, 10]`.
+  """
+  each = tf.nn.softmax(tf.cast(network(views, training=False), tf.float32))
+  each = tf.reshape(each, [num_views, -1, config.NUM_CLASSES])
+  return tf.reduce_mean(each, axis=0)
+
+
 def loss(
   logits: tf.Tensor, labels: tf.Tensor, *, label_smoothing: float = 0.0
 ) -> tf.Tensor:

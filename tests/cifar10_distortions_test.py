@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from cifar10 import config
 from cifar10 import distortions
 
 NUM_DRAWS = 8_100
@@ -219,6 +220,25 @@ def test_center_may_be_of_another_size():
     distortions.apply(images[1:2], resized(30, 1, 1, False), colors=False),
     atol=1e-5,
   )
+
+
+@pytest.mark.parametrize("num_views", config.VIEWS)
+@pytest.mark.parametrize("size", [24, 31.0])
+def test_views_of_an_image(num_views, size):
+  images = noise(3)
+  views = distortions.views(images, size, num_views).numpy()
+  views = views.reshape(num_views, 3, 24, 24, 3)
+  np.testing.assert_array_equal(views[0], distortions.center(images, size))
+  half = num_views // 2
+  np.testing.assert_array_equal(views[half:][:half], views[:half, :, :, ::-1])
+  others = [size - 2, min(size + 2, 32)] if num_views == 6 else []
+  for other, view in zip(others, views[1:half], strict=True):
+    np.testing.assert_array_equal(view, distortions.center(images, other))
+
+
+def test_refuses_another_number_of_views():
+  with pytest.raises(ValueError, match=r"one of \(1, 2, 6\).*: 3\."):
+    distortions.views(noise(1), 24, 3)
 
 
 @pytest.mark.parametrize("max_shift", [1, 32])

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from cifar10 import config
 from cifar10 import confusion
+from cifar10 import distortions
 from cifar10 import eval as eval_lib
 from cifar10 import inputs
 from cifar10 import model
@@ -57,6 +58,24 @@ def test_measures_the_moving_averages(measured):
     predictions = np.argmax(network(images), axis=-1)
     np.add.at(expected, (labels.numpy(), predictions), 1)
   np.testing.assert_array_equal(matrix, expected)
+
+
+def test_mean_of_the_views(train_dir, capsys):
+  settings = config.Config(dataset="synthetic", train_dir=str(train_dir))
+  matrix = eval_lib.evaluate(settings, batch_size=300, num_views=6)
+  assert "[1000 examples of 6 views]" in capsys.readouterr().out
+  assert list(train_dir.glob("eval_6_views/events.*"))
+  network = model.build(seed=2)
+  images, labels = sources.find("synthetic").read("test")
+  crops = [distortions.center(images, size) for size in (22, 24, 26)]
+  probabilities = sum(
+    tf.nn.softmax(network(crop)) + tf.nn.softmax(network(crop[:, :, ::-1]))
+    for crop in crops
+  )
+  expected = np.zeros([10, 10], np.int64)
+  np.add.at(expected, (labels, np.argmax(probabilities, axis=-1)), 1)
+  # The order of a sum may decide between two classes.
+  assert np.sum(np.abs(matrix - expected)) <= 4
 
 
 def test_tensorboard_gets_the_rates(measured):

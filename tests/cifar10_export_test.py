@@ -74,6 +74,16 @@ def test_crops_as_the_run_does(images, tmp_path):
   assert np.max(np.abs(probabilities - expected(images))) > 1e-4
 
 
+def test_mean_of_the_views(train_dir, images, tmp_path):
+  export.export(str(train_dir), str(tmp_path / "model"), num_views=2)
+  probabilities = tf.saved_model.load(str(tmp_path / "model"))(images)
+  mirrored = expected(images[:, :, ::-1])
+  np.testing.assert_allclose(
+    probabilities, (expected(images) + mirrored) / 2, atol=1e-5
+  )
+  assert np.max(np.abs(probabilities - expected(images))) > 1e-4
+
+
 def test_needs_tensorflow_alone(exported, images, tmp_path):
   paths = [tmp_path / name for name in ("images.npy", "all.npy", "one.npy")]
   np.save(paths[0], images)
