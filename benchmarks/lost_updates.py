@@ -15,6 +15,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from experiments import programs
+
 REPLICAS = 3
 INCREMENTS = 1000
 OPTIMIZERS = ("sgd", "momentum", "adam")
@@ -26,7 +28,6 @@ EPSILON = 1e-7
 # So late that Adam's corrections of its start, 1 - BETA ** step, are 1. Else
 # the order in which replicas got their step numbers would matter.
 FIRST_STEP = 1 << 20
-_TIMEOUT_SECS = 240.0
 
 
 def alone(name: str, updates: int) -> dict[str, np.ndarray]:
@@ -79,26 +80,14 @@ def measure(
     The updates that did not arrive, by the name of the variable or slot: how
     many less, made by one replica alone, lead to its value.
   """
-  from tf_replicas import cluster
-  from tf_replicas import local_cluster
-
-  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * REPLICAS}
-  spec = cluster.resolve_ports(cluster.parse(jobs))
   with tempfile.TemporaryDirectory() as directory:
-    path = pathlib.Path(directory) / "spec.json"
-    path.write_text(spec.to_json())
-
-    def command(task):
-      program = [sys.executable, "-m", "benchmarks.lost_updates_task"]
-      how = [name, str(int(use_locking)), str(increments)]
-      return [*program, str(path), task.job, str(task.index), *how]
-
-    with local_cluster.LocalCluster(
-      spec, command, log_dir=directory, environ=environ
-    ) as tasks:
-      tasks.start()
-      if tasks.wait(timeout_secs=_TIMEOUT_SECS):
-        raise RuntimeError("\n".join(tasks.log(t) for t in spec.tasks()))
+    programs.run_tasks(
+      "benchmarks.lost_updates_task",
+      [name, int(use_locking), increments],
+      document={"ps": ["localhost:0"], "worker": ["localhost:0"] * REPLICAS},
+      directory=directory,
+      environ=environ,
+    )
     state = json.loads((pathlib.Path(directory) / "state.json").read_text())
   updates = REPLICAS * increments
   return {

@@ -1,13 +1,10 @@
 """One task of `benchmarks.lost_updates`, which starts it."""
 
 import json
-import pathlib
 import sys
 
 from benchmarks import lost_updates
-from tf_replicas import cluster
-from tf_replicas import processes
-from tf_replicas import server
+from experiments import programs
 
 _SIZE = 100
 
@@ -84,7 +81,9 @@ def _await(condition, what: str) -> None:
   )
 
 
-def run_client(spec, task, name, use_locking, increments, directory) -> None:
+def run_client(
+  spec, task, directory, name: str, use_locking: str, increments: str
+) -> None:
   """Trains; the chief leaves the final state in the directory."""
   from tf_replicas import async_replicas
   from tf_replicas import between_graph
@@ -94,31 +93,21 @@ def run_client(spec, task, name, use_locking, increments, directory) -> None:
     task,
     _replica,
     lambda: async_replicas.AsyncReplicasOptimizer(
-      _optimizer(name), lost_updates.REPLICAS, use_locking=use_locking
+      _optimizer(name),
+      lost_updates.REPLICAS,
+      use_locking=bool(int(use_locking)),
     ),
   )
   if driver.is_chief:
     driver.store.load_state({"global_step": lost_updates.FIRST_STEP})
-  _train(driver, task.index, increments, directory)
+  _train(driver, task.index, int(increments), directory)
   if driver.is_chief:
-    last = lost_updates.FIRST_STEP + lost_updates.REPLICAS * increments
+    last = lost_updates.FIRST_STEP + lost_updates.REPLICAS * int(increments)
     _await(lambda: driver.global_step == last, "the other workers to end")
     state = {k: v.numpy().tolist() for k, v in driver.store.state().items()}
     (directory / "state.json").write_text(json.dumps(state))
   driver.close()
 
 
-def main(argv: list[str]) -> None:
-  path, job, index, name, use_locking, increments = argv
-  spec = cluster.load(path)
-  task = cluster.Task(job, int(index))
-  if job == "ps":
-    server.serve(spec, task, num_clients=len(spec.replicas))
-  else:
-    how = name, use_locking == "1", int(increments)
-    run_client(spec, task, *how, pathlib.Path(path).parent)
-  processes.exit_now(0)
-
-
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  programs.be_task(sys.argv[1:], run_client)

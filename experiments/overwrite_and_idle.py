@@ -12,8 +12,6 @@ ball is pushed down the bowl of `stale_ball`, which shows what a write does to
 the progress that the others made since its worker had looked.
 """
 
-import pathlib
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments import claims
+from experiments import programs
 from experiments import recorded_run
 from experiments import stale_ball
 from experiments import straggler
@@ -34,7 +33,6 @@ RATES = (0.05, 0.1, 0.2, RATE, 0.4, 0.5)
 # In the picture.
 _SHOWN_SECS = 4.0
 _SHOWN_UPDATES = 50
-_TIMEOUT_SECS = 240.0
 _OF_FAST, _OF_SLOW, _WAITS = claims.COLOURS[4], claims.COLOURS[1], "#DDDDDD"
 
 
@@ -117,24 +115,16 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 def _train(update: str, num_steps: int) -> list[recorded_run.Event]:
   """What was recorded of a run."""
-  from tf_replicas import cluster
-  from tf_replicas import local_cluster
-
-  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * len(TURN_SECS)}
-  spec = cluster.resolve_ports(cluster.parse(jobs))
   with tempfile.TemporaryDirectory() as directory:
-    path = pathlib.Path(directory, "spec.json")
-    path.write_text(spec.to_json(), encoding="utf-8")
-
-    def command(task):
-      program = [sys.executable, "-m", "experiments.overwrite_and_idle_task"]
-      how = [update, str(num_steps)]
-      return [*program, str(path), task.job, str(task.index), *how]
-
-    with local_cluster.LocalCluster(spec, command, log_dir=directory) as tasks:
-      tasks.start()
-      if tasks.wait(timeout_secs=_TIMEOUT_SECS):
-        raise RuntimeError("\n".join(tasks.log(t) for t in spec.tasks()))
+    programs.run_tasks(
+      "experiments.overwrite_and_idle_task",
+      [update, num_steps],
+      document={
+        "ps": ["localhost:0"],
+        "worker": ["localhost:0"] * len(TURN_SECS),
+      },
+      directory=directory,
+    )
     return recorded_run.read(f"{directory}/timeline")
 
 

@@ -1,13 +1,10 @@
 """One task of `experiments.overwrite_and_idle`, which starts it."""
 
-import pathlib
 import sys
 import time
 
 from experiments import overwrite_and_idle
-from tf_replicas import cluster
-from tf_replicas import processes
-from tf_replicas import server
+from experiments import programs
 
 
 def _replica(secs: float):
@@ -50,7 +47,7 @@ def _optimizer(update: str):
   return tf_replicas.AsyncReplicasOptimizer(sgd, count)
 
 
-def run_client(spec, task, update: str, num_steps: int, timeline_dir) -> None:
+def run_client(spec, task, directory, update: str, num_steps: str) -> None:
   """Trains; the chief ends it after `num_steps` updates."""
   from tf_replicas import between_graph
 
@@ -60,27 +57,15 @@ def run_client(spec, task, update: str, num_steps: int, timeline_dir) -> None:
     task,
     lambda: _replica(secs),
     lambda: _optimizer(update),
-    timeline_dir=timeline_dir,
+    timeline_dir=str(directory / "timeline"),
   )
   if driver.is_chief:
-    while driver.step().global_step < num_steps:
+    while driver.step().global_step < int(num_steps):
       pass
   else:
     driver.run_replica()
   driver.close()
 
 
-def main(argv: list[str]) -> None:
-  path, job, index, update, num_steps = argv
-  spec = cluster.load(path)
-  task = cluster.Task(job, int(index))
-  if job == "ps":
-    server.serve(spec, task, num_clients=len(spec.replicas))
-  else:
-    directory = str(pathlib.Path(path).parent / "timeline")
-    run_client(spec, task, update, int(num_steps), directory)
-  processes.exit_now(0)
-
-
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  programs.be_task(sys.argv[1:], run_client)

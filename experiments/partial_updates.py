@@ -11,13 +11,13 @@ is not, the reader saw an update of which a part was made.
 
 import json
 import pathlib
-import sys
 import tempfile
 from collections.abc import Sequence
 
 import numpy as np
 
 from experiments import claims
+from experiments import programs
 
 # What `AsyncReplicasOptimizer` is given.
 SETTINGS = {
@@ -37,7 +37,6 @@ SIZES = {
 # The least share of the reads that counts as seen.
 LEAST_SHARE = 0.001
 _PS = 2
-_TIMEOUT_SECS = 240.0
 _WHERE = {
   "anywhere": "of the whole model",
   "in_cut": "of a variable cut in two",
@@ -73,9 +72,6 @@ def torn(ranges: np.ndarray, names: Sequence[str]) -> dict[str, float]:
 
 def measure(is_quick: bool, seed: int) -> dict:
   """Reads under every setting, one after the other, on one cluster."""
-  from tf_replicas import cluster
-  from tf_replicas import local_cluster
-
   del seed
   num_reads = 300 if is_quick else 2000
   document = {
@@ -89,19 +85,13 @@ def measure(is_quick: bool, seed: int) -> dict:
       "min_shard_bytes": MIN_SHARD_BYTES,
     },
   }
-  spec = cluster.resolve_ports(cluster.parse(document))
   with tempfile.TemporaryDirectory() as directory:
-    path = pathlib.Path(directory, "spec.json")
-    path.write_text(spec.to_json(), encoding="utf-8")
-
-    def command(task):
-      program = [sys.executable, "-m", "experiments.partial_updates_task"]
-      return [*program, str(path), task.job, str(task.index), str(num_reads)]
-
-    with local_cluster.LocalCluster(spec, command, log_dir=directory) as tasks:
-      tasks.start()
-      if tasks.wait(timeout_secs=_TIMEOUT_SECS):
-        raise RuntimeError("\n".join(tasks.log(t) for t in spec.tasks()))
+    programs.run_tasks(
+      "experiments.partial_updates_task",
+      [num_reads],
+      document=document,
+      directory=directory,
+    )
     return {
       name: json.loads(pathlib.Path(directory, f"{name}.json").read_text())
       for name in SETTINGS

@@ -7,9 +7,7 @@ import sys
 import time
 
 from experiments import partial_updates
-from tf_replicas import cluster
-from tf_replicas import processes
-from tf_replicas import server
+from experiments import programs
 
 _WRITER, _READER = 0, 1
 # Before the count, so that both are under way.
@@ -95,7 +93,7 @@ def _read(store, rule, num_reads: int) -> dict[str, float]:
   }
 
 
-def run_client(spec, task, num_reads: int, directory: pathlib.Path) -> None:
+def run_client(spec, task, directory: pathlib.Path, num_reads: str) -> None:
   """Writes or reads under every setting; the reader leaves its numbers."""
   from tf_replicas import between_graph
 
@@ -110,23 +108,12 @@ def run_client(spec, task, num_reads: int, directory: pathlib.Path) -> None:
       _write(driver.store, rule, has_begun, numbers.exists)
     else:
       _await(has_begun.exists, "the first update")
-      found = json.dumps(_read(driver.store, rule, num_reads))
+      found = json.dumps(_read(driver.store, rule, int(num_reads)))
       unfinished = numbers.with_suffix(".part")
       unfinished.write_text(found, encoding="utf-8")
       os.replace(unfinished, numbers)
   driver.close()
 
 
-def main(argv: list[str]) -> None:
-  path, job, index, num_reads = argv
-  spec = cluster.load(path)
-  task = cluster.Task(job, int(index))
-  if job == "ps":
-    server.serve(spec, task, num_clients=len(spec.replicas))
-  else:
-    run_client(spec, task, int(num_reads), pathlib.Path(path).parent)
-  processes.exit_now(0)
-
-
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  programs.be_task(sys.argv[1:], run_client)

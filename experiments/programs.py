@@ -4,14 +4,17 @@ import contextlib
 import datetime
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
+from typing import NoReturn
 
 from experiments import slow_down
 
@@ -75,6 +78,70 @@ def logged(output: str) -> list[Logged]:
     Logged(datetime.datetime.fromisoformat(when), int(step), float(loss))
     for when, step, loss in LOG_LINE.findall(output)
   ]
+
+
+def run_tasks(
+  module: str,
+  arguments: Sequence[object],
+  *,
+  document: Mapping[str, object],
+  directory: str,
+  timeout_secs: float = 240.0,
+  environ: Mapping[str, str] | None = None,
+) -> None:
+  """Runs every task of a local cluster to its end.
+
+  Args:
+    module: What each is, a program that calls `be_task`.
+    arguments: For it.
+    document: The cluster spec, as of a file.
+    directory: For the spec and the logs of the tasks.
+    timeout_secs: How long all of it may take.
+    environ: Of the processes; this one's if not given.
+
+  Raises:
+    RuntimeError: If a task failed, with what all of them printed.
+    TimeoutError: If they take too long.
+  """
+  from tf_replicas import cluster
+  from tf_replicas import local_cluster
+
+  spec = cluster.resolve_ports(cluster.parse(document))
+  path = pathlib.Path(directory, "spec.json")
+  path.write_text(spec.to_json(), encoding="utf-8")
+
+  def command(task):
+    which = [str(path), task.job, str(task.index)]
+    return [sys.executable, "-m", module, *which, *map(str, arguments)]
+
+  with local_cluster.LocalCluster(
+    spec, command, log_dir=directory, environ=environ
+  ) as tasks:
+    tasks.start()
+    if tasks.wait(timeout_secs=timeout_secs):
+      raise RuntimeError("\n".join(tasks.log(t) for t in spec.tasks()))
+
+
+def be_task(argv: Sequence[str], run_client: Callable[..., None]) -> NoReturn:
+  """What a program does that `run_tasks` starts.
+
+  Args:
+    argv: Its arguments.
+    run_client: For all but PS tasks: called with the spec, the task, the
+      directory and the arguments given to `run_tasks`.
+  """
+  from tf_replicas import cluster
+  from tf_replicas import processes
+  from tf_replicas import server
+
+  path, job, index, *arguments = argv
+  spec = cluster.load(path)
+  task = cluster.Task(job, int(index))
+  if job == "ps":
+    server.serve(spec, task, num_clients=len(spec.replicas))
+  else:
+    run_client(spec, task, pathlib.Path(path).parent, *arguments)
+  processes.exit_now(0)
 
 
 def step_rate(lines: Sequence[Logged]) -> float:

@@ -16,7 +16,7 @@ from experiments import claims
 from experiments import programs
 
 SLOWER = 5.0
-BATCH_SIZE = 32
+BATCH_SIZE = 16
 RULES = ("sync", "async")
 _WORKERS = (2, 4)
 # Of how many losses the trend is the mean.
@@ -70,7 +70,7 @@ def _name(rule: str, workers: int, is_slow: bool) -> str:
 
 def measure(is_quick: bool, seed: int) -> dict:
   """The losses by setting."""
-  examples = 6_400 if is_quick else 16_000
+  examples = 3_200 if is_quick else 8_000
   settings = [
     (rule, workers, is_slow)
     for workers in (_WORKERS[:1] if is_quick else _WORKERS)

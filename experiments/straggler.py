@@ -54,7 +54,7 @@ def run(aggregate: int, is_slow: bool, num_steps: int) -> dict:
         f"--replicas_to_aggregate={aggregate}",
         # The client, whose turn an update waits for, is no worker here.
         "--replication=in_graph",
-        "--batch_size=16",
+        "--batch_size=8",
         f"--max_steps={num_steps}",
         f"--log_every_steps={num_steps // 10}",
         "--timeline",
@@ -82,7 +82,7 @@ def busy_share(
 def measure(is_quick: bool, seed: int) -> dict:
   """All four."""
   del seed
-  num_steps = 20 if is_quick else 60
+  num_steps = 20 if is_quick else 40
   return {
     name: run(aggregate, is_slow, num_steps)
     for name, (aggregate, is_slow) in _SETTINGS.items()
