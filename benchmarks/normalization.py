@@ -13,20 +13,11 @@ import time
 import keras
 import tensorflow as tf
 
-from cifar10 import lrn
+from benchmarks import plain_network
 from cifar10 import model as model_lib
 
 BATCH = 128
 STEPS = 10
-
-
-class _Original(keras.layers.Layer):
-  """The network's normalization as TensorFlow computes it."""
-
-  def call(self, x):
-    return tf.nn.local_response_normalization(
-      x, depth_radius=4, bias=1.0, alpha=0.001 / 9.0, beta=0.75
-    )
 
 
 class _Nothing(keras.layers.Layer):
@@ -34,15 +25,8 @@ class _Nothing(keras.layers.Layer):
     return x
 
 
-def gradient_step(replacement: type[keras.layers.Layer] | None):
+def gradient_step(model: keras.Model):
   """A function that computes the network's gradients once."""
-
-  def clone(layer):
-    if replacement and isinstance(layer, lrn.LocalResponseNormalization):
-      return replacement(name=layer.name)
-    return type(layer).from_config(layer.get_config())
-
-  model = keras.models.clone_model(model_lib.build(), clone_function=clone)
   paths = [v.path for v in model.trainable_variables]
   parameters = [tf.convert_to_tensor(v) for v in model.trainable_variables]
   images = tf.random.stateless_normal([BATCH, 24, 24, 3], [1, 2])
@@ -62,9 +46,9 @@ def gradient_step(replacement: type[keras.layers.Layer] | None):
 
 def main(rounds: int) -> None:
   steps = {
-    "without": gradient_step(_Nothing),
-    "ours": gradient_step(None),
-    "TensorFlow's": gradient_step(_Original),
+    "without": gradient_step(plain_network.build(_Nothing)),
+    "ours": gradient_step(model_lib.build()),
+    "TensorFlow's": gradient_step(plain_network.build()),
   }
   for step in steps.values():
     step()

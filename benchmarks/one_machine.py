@@ -68,31 +68,22 @@ def ours(num_towers: int) -> float:
 def fit(jit_compile: bool | str) -> float:
   """Examples/sec of `keras.Model.fit`."""
   import keras
-  import tensorflow as tf
 
-  from cifar10 import lrn
+  from benchmarks import plain_network
   from cifar10 import model as model_lib
 
-  class Normalization(keras.layers.Layer):
-    def call(self, x):
-      return tf.nn.local_response_normalization(
-        x, depth_radius=4, bias=1.0, alpha=0.001 / 9.0, beta=0.75
-      )
-
-  def clone(layer):
-    if isinstance(layer, lrn.LocalResponseNormalization):
-      return Normalization(name=layer.name)
+  def configure(layer):
     settings = layer.get_config()
     if f"{layer.name}/kernel" in model_lib.DECAYED:
       settings["kernel_regularizer"] = keras.regularizers.L2(_DECAY / 2)
-    return type(layer).from_config(settings)
+    return settings
 
   class Clock(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
       if batch + 1 == _WARM_UP_STEPS:
         self.start = time.perf_counter()
 
-  model = keras.models.clone_model(model_lib.build(), clone_function=clone)
+  model = plain_network.build(configure=configure)
   model.compile(
     keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9999),
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),

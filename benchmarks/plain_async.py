@@ -1,11 +1,14 @@
 """What TensorFlow has for asynchronous training, plain, for comparison.
 
-  python -m benchmarks.plain_async SPEC BATCH_SIZE WARM_UP_STEPS STEPS [once]
+  python -m benchmarks.plain_async SPEC BATCH_SIZE WARM_UP_STEPS STEPS
+    [ours|once]
 
 `tf.distribute.ParameterServerStrategy`, `ClusterCoordinator` and a Keras
 optimizer, used as TensorFlow's tutorial on parameter servers has it, on the
-CIFAR-10 network and synthetic images; with `once`, every variable is fetched by
-hand once a step and not wherever it is used. For `benchmarks.throughput`.
+CIFAR-10 network and synthetic images, prepared by our input pipeline. With
+`ours` local response normalization is ours, not TensorFlow's; with `once`,
+moreover, every variable is fetched by hand once a step and not wherever it is
+used. For `benchmarks.throughput`.
 """
 
 import json
@@ -16,6 +19,7 @@ import time
 import keras
 import tensorflow as tf
 
+from benchmarks import plain_network
 from cifar10 import config as config_lib
 from cifar10 import inputs
 from cifar10 import model as model_lib
@@ -37,7 +41,7 @@ def serve(spec: cluster.ClusterSpec, job: str, index: int) -> None:
 
 def coordinate(
   spec: cluster.ClusterSpec,
-  reads_once: bool,
+  helps: str,
   batch_size: int,
   warm_up_steps: int,
   steps: int,
@@ -50,7 +54,7 @@ def coordinate(
   coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
   config = config_lib.Config(dataset="synthetic", batch_size=batch_size)
   with strategy.scope():
-    model = model_lib.build(seed=0)
+    model = model_lib.build() if helps else plain_network.build()
     optimizer = keras.optimizers.SGD(config.learning_rate)
     optimizer.build(model.trainable_variables)
   variables = model.trainable_variables
@@ -65,7 +69,7 @@ def coordinate(
     def replica(batch):
       with tf.GradientTape() as tape:
         parameters = [variable.value for variable in variables]
-        if reads_once:
+        if helps == "once":
           parameters = [tf.convert_to_tensor(p) for p in parameters]
           tape.watch(parameters)
         loss, _ = model_lib.total_loss(
@@ -95,8 +99,7 @@ def coordinate(
 
 def main(path: str, *numbers: str) -> None:
   """Starts the servers, and coordinates them."""
-  reads_once = numbers[-1] == "once"
-  sizes = map(int, numbers[:3])
+  *sizes, helps = numbers if len(numbers) == 4 else (*numbers, "")
   spec = cluster.resolve_ports(cluster.load(path))
 
   def command(task):
@@ -106,7 +109,7 @@ def main(path: str, *numbers: str) -> None:
   with tempfile.TemporaryDirectory() as log_dir:
     with local_cluster.LocalCluster(spec, command, log_dir=log_dir) as tasks:
       tasks.start()
-      coordinate(spec, reads_once, *sizes)
+      coordinate(spec, helps, *map(int, sizes))
 
 
 if __name__ == "__main__":
