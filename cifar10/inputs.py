@@ -12,6 +12,7 @@ import tensorflow as tf
 from cifar10 import config
 from cifar10 import distortions
 from cifar10 import sources
+from tf_replicas import run_settings
 
 # How many batches may be under way, and how many may wait, finished.
 PARALLEL_BATCHES = 2
@@ -70,8 +71,8 @@ def train_dataset(
   Raises:
     ValueError: If a number is out of range.
   """
-  _require_positive("batch_size", batch_size)
-  _require_positive("num_shards", num_shards)
+  run_settings.require("batch_size", batch_size, batch_size >= 1, "positive")
+  run_settings.require("num_shards", num_shards, num_shards >= 1, "positive")
   if isinstance(shard_index, int) and not 0 <= shard_index < num_shards:
     raise ValueError(
       f"`shard_index` must be in [0, {num_shards - 1}]. "
@@ -156,7 +157,7 @@ def eval_batches(
   Raises:
     ValueError: If `batch_size` is not positive or the split unknown.
   """
-  _require_positive("batch_size", batch_size)
+  run_settings.require("batch_size", batch_size, batch_size >= 1, "positive")
   sizes = {"train": source.num_train, "test": source.num_test}
   if split not in sizes:
     raise ValueError(f"`split` must be train or test. Received: {split!r}.")
@@ -230,8 +231,3 @@ def _options() -> tf.data.Options:
     tf.data.experimental.AutoShardPolicy.OFF
   )
   return options
-
-
-def _require_positive(name: str, value: int) -> None:
-  if value < 1:
-    raise ValueError(f"`{name}` must be positive. Received: {value}.")

@@ -4,9 +4,11 @@ import os
 import pathlib
 import signal
 import threading
+import time
 from collections.abc import Sequence
 
-PERIOD_SECS = 0.1
+# Well below what is to be slowed down, a batch or a message.
+PERIOD_SECS = 0.05
 
 
 class SlowDown:
@@ -28,6 +30,7 @@ class SlowDown:
     if factor < 1:
       raise ValueError(f"`factor` must be at least 1. Received: {factor}.")
     self._pid = pid
+    self._factor = factor
     self._runs_secs = PERIOD_SECS / factor
     self._end = threading.Event()
     self._thread = threading.Thread(target=self._take_turns, daemon=True)
@@ -41,12 +44,19 @@ class SlowDown:
     self._thread.join()
 
   def _take_turns(self) -> None:
-    stopped_secs = PERIOD_SECS - self._runs_secs
+    # How long it is to be stopped for what it ran; it runs and is stopped
+    # longer than told, as this thread has to wait for a core.
+    owed_secs = 0.0
+    resumed = time.monotonic()
     try:
-      while stopped_secs and not self._end.wait(self._runs_secs):
+      while self._factor > 1 and not self._end.wait(self._runs_secs):
         os.kill(self._pid, signal.SIGSTOP)
-        self._end.wait(stopped_secs)
+        stopped = time.monotonic()
+        owed_secs += (stopped - resumed) * (self._factor - 1)
+        self._end.wait(max(owed_secs, 0.0))
         os.kill(self._pid, signal.SIGCONT)
+        resumed = time.monotonic()
+        owed_secs -= resumed - stopped
     except ProcessLookupError:
       pass  # It has ended.
 

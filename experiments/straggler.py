@@ -54,9 +54,9 @@ def run(aggregate: int, is_slow: bool, num_steps: int) -> dict:
         f"--replicas_to_aggregate={aggregate}",
         # The client, whose turn an update waits for, is no worker here.
         "--replication=in_graph",
-        "--batch_size=8",
+        "--batch_size=16",
         f"--max_steps={num_steps}",
-        f"--log_every_steps={num_steps // 10}",
+        f"--log_every_steps={max(num_steps // 10, 1)}",
         "--timeline",
       ],
       slow_downs,
@@ -82,7 +82,7 @@ def busy_share(
 def measure(is_quick: bool, seed: int) -> dict:
   """All four."""
   del seed
-  num_steps = 20 if is_quick else 40
+  num_steps = 10 if is_quick else 30
   return {
     name: run(aggregate, is_slow, num_steps)
     for name, (aggregate, is_slow) in _SETTINGS.items()

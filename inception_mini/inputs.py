@@ -12,6 +12,7 @@ from inception_mini import config
 from inception_mini import image_processing
 from inception_mini import records
 from inception_mini import sources
+from tf_replicas import run_settings
 
 # Shards that are read by turns, images under way, batches that wait.
 INTERLEAVED_SHARDS = 4
@@ -68,8 +69,8 @@ def train_dataset(
       comes from the iterator if a label is.
   """
   batch_size = settings.batch_size if batch_size is None else batch_size
-  _require_positive("batch_size", batch_size)
-  _require_positive("num_shards", num_shards)
+  run_settings.require("batch_size", batch_size, batch_size >= 1, "positive")
+  run_settings.require("num_shards", num_shards, num_shards >= 1, "positive")
   if isinstance(shard_index, int) and not 0 <= shard_index < num_shards:
     raise ValueError(
       f"`shard_index` must be in [0, {num_shards - 1}]. "
@@ -144,7 +145,7 @@ def eval_batches(
   Raises:
     ValueError: If `batch_size` is not positive or the subset unknown.
   """
-  _require_positive("batch_size", batch_size)
+  run_settings.require("batch_size", batch_size, batch_size >= 1, "positive")
   if subset not in source.lengths:
     raise ValueError(
       f"`subset` must be one of {', '.join(source.lengths)}. "
@@ -305,8 +306,3 @@ def _options() -> tf.data.Options:
     tf.data.experimental.AutoShardPolicy.OFF
   )
   return options
-
-
-def _require_positive(name: str, value: int) -> None:
-  if value < 1:
-    raise ValueError(f"`{name}` must be positive. Received: {value}.")
