@@ -211,10 +211,17 @@ class ShardingTest(parameterized.TestCase):
     findings = sharding.find([_shared(**how)])
     self.assertEqual(claims.verdict(findings), expected)
 
+  def test_less_is_judged_too(self):
+    few = {n: row for n, row in _shared().items() if "4 PS" not in n}
+    findings = sharding.find([few])
+    self.assertEqual(claims.verdict(findings), claims.HOLDS)
+    self.assertFalse([f for f in findings if "4 PS" in f.what])
+
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):
     left, _ = sharding.draw([_shared()]).axes
     self.assertLen(left.get_yticklabels(), 6)
+    self.assertLen(left.get_legend().get_texts(), 4)
 
 
 def _clients(*, num_bytes=1000, cpu=0.01, rate=10.0):
@@ -244,6 +251,12 @@ class InGraphOrBetweenGraphTest(parameterized.TestCase):
   def test_verdict(self, how, expected):
     findings = in_graph_or_between_graph.find([_clients(**how)])
     self.assertEqual(claims.verdict(findings), expected)
+
+  def test_one_number_of_workers_is_judged_too(self):
+    few = {name: {"2": rows["2"]} for name, rows in _clients(cpu=0.1).items()}
+    findings = in_graph_or_between_graph.find([few])
+    self.assertEqual(claims.verdict(findings), claims.FAILS)
+    self.assertIn("2 workers", findings[0].what)
 
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):
