@@ -53,7 +53,7 @@ SETTINGS = {
   "2 workers, async": Setting(2, simulator.Async(), ["--update=async"]),
   "3 workers, async": Setting(3, simulator.Async(), ["--update=async"]),
 }
-QUICK_SETTINGS = ("2 workers, sync", "3 workers, first 2", "2 workers, async")
+QUICK_SETTINGS = ("2 workers, sync", "2 workers, async")
 
 
 def record(setting: Setting, num_batches: int, seed: int) -> list:

@@ -49,6 +49,11 @@ class StragglerTest(parameterized.TestCase):
     findings = straggler.find([_rates(slow_of_all, slow_of_two)])
     self.assertEqual(claims.verdict(findings), expected)
 
+  def test_a_backup_alone_is_judged_too(self):
+    few = {n: row for n, row in _rates(0.5, 1.0).items() if "first" in n}
+    (finding,) = straggler.find([few])
+    self.assertEqual(finding.verdict, claims.FAILS)
+
   def test_busy_share(self):
     cluster = simulator.Cluster(
       3, compute_times.Lognormal(0.2, 0.01), slowdown={0: 4.0}
@@ -146,6 +151,12 @@ def _curves(rough, slow_secs):
 
 
 class SmoothOrFastTest(parameterized.TestCase):
+  def test_equal_workers_alone_are_judged_too(self):
+    few = {n: rows for n, rows in _curves(0.1, 2.0).items() if "equal" in n}
+    findings = smooth_or_fast.find([few])
+    self.assertEqual(claims.verdict(findings), claims.FAILS)
+    self.assertFalse([f for f in findings if "slower" in f.what])
+
   def test_roughness_is_of_the_scatter_and_not_of_the_trend(self):
     self.assertAlmostEqual(smooth_or_fast.roughness(_losses(0, 1)), 0, places=6)
     # 0.56 deviations is the mean of the smaller four fifths of distances to
