@@ -86,7 +86,7 @@ code { font-size: .9em; }
 @media print {
   body { font-size: 10pt; max-width: none; padding: 0; }
   h2 { break-after: avoid; } img, tr { break-inside: avoid; }
-  img { max-height: 12cm; object-fit: contain; }
+  img { max-height: 20cm; object-fit: contain; }
 }
 """
 
@@ -187,7 +187,8 @@ def _section(report: Mapping, directory: str) -> str:
   )
   return (
     f'<section id="{report["name"]}">\n<h2>{escape(report["title"])}</h2>\n'
-    f"<p><em>{escape(report['claim'])}</em> ({escape(report['source'])})</p>\n"
+    f"<p><em>{escape(_sentence(report['claim']))}</em>"
+    f" ({escape(report['source'])})</p>\n"
     f"<p>{_badge(report['verdict'])}</p>\n"
     f"<p>{escape(report['explanation'])}</p>\n"
     f'<div class="picture"><img alt="Plots: {escape(report["title"])}"'
@@ -196,6 +197,10 @@ def _section(report: Mapping, directory: str) -> str:
     f"<th>Claimed</th><th>Verdict</th></tr></thead>{rows}</table>\n"
     f'<p class="how">{_how(report, "<code>{}</code>")}</p>\n</section>\n'
   )
+
+
+def _sentence(words: str) -> str:
+  return words[:1].upper() + words[1:]
 
 
 def _how(report: Mapping, code: str) -> str:
@@ -231,7 +236,7 @@ def to_markdown(reports: Sequence[Mapping], missing: Sequence[str]) -> str:
       "",
       f"## {report['title']}",
       "",
-      f"*{report['claim']}* ({report['source']})",
+      f"*{_sentence(report['claim'])}* ({report['source']})",
       "",
       f"**{_SIGNS[report['verdict']]} {report['verdict']}**",
       "",
