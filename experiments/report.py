@@ -161,6 +161,8 @@ def _summary(reports: Sequence[Mapping]) -> str:
     if number:
       parts.append(f"{number} {words}")
   words = f"{count} claim{'s' * (count > 1)}: {', '.join(parts)}. "
+  if any("--quick" in report["command"] for report in reports):
+    words += "Made with --quick, which measures too little for some of them. "
   return (
     f"{words if count else ''}A claim holds if each of its numbers is within"
     " what it says, for every seed. Numbers are medians over seeds, with the"

@@ -106,6 +106,15 @@ class ReportTest(absltest.TestCase):
       self.assertIn(("href", f"#{name}"), page.attributes)
       self.assertIn(f"({name}.png)", text)
 
+  def test_says_that_little_was_measured(self):
+    for name in NAMES:
+      self._write(_report(name))
+    self.assertNotIn("--quick", self._render()[2])
+    self._write(_report("two", command="python -m experiments.two --quick"))
+    _, page, text = self._render()
+    for words in (page.words, text):
+      self.assertIn("4 hold. Made with --quick, which measures too", words)
+
   def test_needs_no_other_file(self):
     for name in NAMES:
       self._write(_report(name))
