@@ -167,6 +167,14 @@ def draw(measurements: Sequence[dict]):
   for row, group in enumerate(groups):
     for column, unit in enumerate(("seconds", "examples")):
       axes = panels[row][column]
+      alone = measurements[0].get(_name("sync", 1, False), ())
+      axes.plot(
+        [r[column] for r in alone],
+        [r[2] for r in alone],
+        color="#BBBBBB",
+        linewidth=0.9,
+        label="1 worker" if alone else None,
+      )
       for number, rule in enumerate(reversed(RULES)):
         rows = measurements[0][f"{rule}, {group}"]
         axes.plot(
@@ -201,8 +209,8 @@ CLAIM = claims.Claim(
     " seconds, since all wait for it; the asynchronous one (orange, dashed)"
     " hardly is. Over examples the synchronous curve is smoother: an update is"
     " the mean of all workers' batches, at as many times the learning rate."
-    " The jumps, of both, are the rate's, which is about as large as it may be;"
-    " the scatter leaves them out."
+    " One worker alone is drawn in grey. The jumps, of both, are the rate's,"
+    " which is about as large as it may be; the scatter leaves them out."
   ),
   measure=measure,
   find=find,
