@@ -20,6 +20,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -37,6 +38,9 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
 HOLDS, FAILS, UNCLEAR = "holds", "does not hold", "unclear"
+
+# In JSON with indentation; the line break is never one of a string.
+_LIST_OF_NUMBERS = re.compile(r"\[\n[-+.\deE,\s]*\]")
 
 # Told apart by the colour-blind as well (Okabe and Ito 2008); use the line
 # styles or markers too.
@@ -173,8 +177,7 @@ def run(
   os.makedirs(directory, exist_ok=True)
   path = os.path.join(directory, claim.name)
   with open(path + ".json", "w", encoding="utf-8") as file:
-    json.dump(report, file, indent=1, allow_nan=False)
-    file.write("\n")
+    file.write(_to_json(report))
   figure = claim.draw(measurements)
   figure.savefig(path + ".png", dpi=110)
   return report
@@ -212,6 +215,12 @@ def new_figure(width: float, height: float, **more) -> tuple:
 
   pyplot.close("all")
   return pyplot.subplots(figsize=(width, height), layout="constrained", **more)
+
+
+def _to_json(report: dict) -> str:
+  """A line for each field, and one for a list of numbers."""
+  text = json.dumps(report, indent=1, allow_nan=False)
+  return _LIST_OF_NUMBERS.sub(lambda m: "".join(m[0].split()), text) + "\n"
 
 
 def start(claim: Claim) -> NoReturn:

@@ -1,5 +1,6 @@
 """Tests for experiments.claims, and a quick run of every simulated claim."""
 
+import dataclasses
 import json
 import math
 import os
@@ -71,6 +72,20 @@ class ClaimTest(parameterized.TestCase):
     self.assertEqual(written, json.loads(json.dumps(report)))
     expected = claims.FAILS if module is sixteen_or_eight else claims.HOLDS
     self.assertEqual(written["verdict"], expected)
+
+  def test_numbers_are_written_in_one_line(self):
+    measured = {"rows": [[1, 2.5], [-3e-9, 4]], "words": ["in [0, 1]", "[\n1]"]}
+    claim = dataclasses.replace(
+      stale_ball.CLAIM,
+      measure=lambda is_quick, seed: measured,
+      find=lambda measurements: [],
+      draw=lambda measurements: claims.new_figure(1, 1)[0],
+    )
+    with tempfile.TemporaryDirectory() as directory:
+      claims.run(claim, directory, num_seeds=1)
+      text = pathlib.Path(directory, "stale_ball.json").read_text("utf-8")
+    self.assertEqual(json.loads(text)["measurements"], [measured])
+    self.assertIn("[1,2.5],\n", text)
 
   def test_program(self):
     with tempfile.TemporaryDirectory() as directory:
