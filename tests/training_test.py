@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -313,10 +314,20 @@ def interrupt_with_sigterm():
   os.kill(os.getpid(), signal.SIGTERM)
 
 
+def interrupt_with_sigint():
+  os.kill(os.getpid(), signal.SIGINT)
+
+
 @pytest.mark.parametrize(
-  "interrupt", [interrupt_with_ctrl_c, interrupt_with_sigterm]
+  "interrupt, last",
+  [
+    (interrupt_with_ctrl_c, 3),
+    # Python calls the handler of a signal, which waits for the step.
+    (interrupt_with_sigint, 4),
+    (interrupt_with_sigterm, 4),
+  ],
 )
-def test_interrupted_run_saves_and_resumes(tmp_path, capsys, interrupt):
+def test_interrupted_run_saves_and_resumes(tmp_path, capsys, interrupt, last):
   toy = Toy()
 
   def step_fn():
@@ -327,12 +338,33 @@ def test_interrupted_run_saves_and_resumes(tmp_path, capsys, interrupt):
   with pytest.raises(KeyboardInterrupt):
     toy.session(tmp_path, max_steps=20).run(step_fn)
   assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-  assert checkpoint_steps(tmp_path) == [3]
+  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+  assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+  assert checkpoint_steps(tmp_path) == [last]
   assert checkpoints.read_finished(tmp_path) is None
   assert capsys.readouterr().out.splitlines()[-1] == (
-    f"interrupted; last checkpoint: {tmp_path}/model.ckpt-3"
+    f"interrupted; last checkpoint: {tmp_path}/model.ckpt-{last}"
   )
-  assert Toy().session(tmp_path, max_steps=20).restore_or_initialize() == 3
+  assert Toy().session(tmp_path, max_steps=20).restore_or_initialize() == last
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupt_of_a_step_that_does_not_end(tmp_path, times):
+  toy = Toy()
+
+  def step_fn():
+    if toy.step == 3:
+      for _ in range(times):
+        interrupt_with_sigint()
+      time.sleep(60)
+    return toy.advance()
+
+  start = time.monotonic()
+  with pytest.raises(KeyboardInterrupt):
+    toy.session(tmp_path, max_steps=20).run(step_fn)
+  assert time.monotonic() - start < 30
+  assert checkpoint_steps(tmp_path) == [3]
 
 
 def test_interrupt_is_raised_even_if_saving_fails(tmp_path, capsys):

@@ -21,6 +21,9 @@ from tf_replicas import checkpoints
 from tf_replicas import console
 from tf_replicas import reports
 
+# How long an interrupt waits for the end of a step.
+_INTERRUPT_SECS = 1.0
+
 
 class StepResult(NamedTuple):
   """What one call of a step function did.
@@ -161,7 +164,8 @@ class Session:
     A "step" here is one update of the variables, not one batch: with three
     workers and `replicas_to_aggregate=2`, two or three batches make one step.
     At the end a checkpoint and the finished record are written; on Ctrl-C or
-    SIGTERM a checkpoint, if that is possible.
+    SIGTERM a checkpoint, if that is possible. These wait for the end of the
+    step, for a second at most.
 
     Args:
       step_fn: Advances training and returns what happened. May return
@@ -183,10 +187,16 @@ class Session:
     # Without the state, only the first result tells where training is.
     step = None if self._state is None else self._start_step
     reporter = self._open_reporter(now)
-    with _sigterm_interrupts(), contextlib.closing(reporter):
+    with _interrupts() as check, contextlib.closing(reporter):
+
+      def whole_step():
+        result = step_fn()
+        check()
+        return result
+
       self._console.open_bar(step or 0, self._max_steps)
       try:
-        step, now = self._loop(step_fn, step, reporter, now)
+        step, now = self._loop(whole_step, step, reporter, now)
         self._save(step)
         self._write_finished(step, now)
       except KeyboardInterrupt:
@@ -316,20 +326,44 @@ def _require_positive_or_none(**arguments: float | None) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-  """Makes SIGTERM a KeyboardInterrupt, unless the program has its own way."""
-  if (
-    threading.current_thread() is not threading.main_thread()
-    or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-  ):
-    yield
-    return
+def _interrupts() -> Iterator[Callable[[], None]]:
+  """Lets an interrupt wait for the end of a step, for a second at most.
+
+  TensorFlow 2.21 may crash where Python that it calls raises. A second
+  interrupt does not wait. SIGTERM is a KeyboardInterrupt too, unless the
+  program has its own way.
+
+  Yields:
+    What raises KeyboardInterrupt if there was an interrupt.
+  """
+  usual = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGALRM: signal.SIG_DFL,
+  }
+  pending = []
+
+  def check(*_):
+    if pending:
+      raise KeyboardInterrupt(*pending.pop())
 
   def interrupt(signum, frame):
-    raise KeyboardInterrupt("SIGTERM")
+    check()
+    pending.append(["SIGTERM"] if signum == signal.SIGTERM else [])
+    signal.setitimer(signal.ITIMER_REAL, _INTERRUPT_SECS)
 
-  signal.signal(signal.SIGTERM, interrupt)
+  is_main = threading.current_thread() is threading.main_thread()
+  if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+    yield check
+    return
+  ours = [n for n, handler in usual.items() if signal.getsignal(n) is handler]
+  for signum in ours:
+    is_alarm = signum == signal.SIGALRM
+    signal.signal(signum, check if is_alarm else interrupt)
   try:
-    yield
+    yield check
+    check()
   finally:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for signum in ours:
+      signal.signal(signum, usual[signum])

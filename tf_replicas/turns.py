@@ -185,12 +185,16 @@ def contribute(
   def one_batch(ticket):
     batch = next(iterator)
     result = replica.gradients(parameters, batch, optimizer.scale_loss)
+    gradients = result.gradients
     computed = tf.constant(releases.NEVER, tf.float64)
     if is_timed:
-      gradients = (g for g in result.gradients if g is not None)
-      computed = releases.now(result.loss, *gradients)
+      there = [g for g in gradients if g is not None]
+      computed = releases.now(result.loss, *there)
+      # Nothing is handed over before the clock was looked at.
+      with tf.control_dependencies([computed]):
+        gradients = [None if g is None else tf.identity(g) for g in gradients]
     release = optimizer.apply_gradients(
-      zip(result.gradients, paths, strict=True),
+      zip(gradients, paths, strict=True),
       replica=index,
       local_step=step,
       loss=result.loss,
