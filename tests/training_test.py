@@ -397,6 +397,29 @@ def test_handler_of_the_program_for_sigterm_stays():
   assert received == [1, 1]
 
 
+@pytest.mark.parametrize(
+  "interrupt", [interrupt_with_sigint, interrupt_with_sigterm]
+)
+def test_interrupt_of_a_program_with_an_alarm_of_its_own(tmp_path, interrupt):
+  before = signal.signal(signal.SIGALRM, lambda *_: None)
+  signal.setitimer(signal.ITIMER_REAL, 100)
+  try:
+    toy = Toy()
+
+    def step_fn():
+      if toy.step == 3:
+        interrupt()
+      return toy.advance()
+
+    with pytest.raises(KeyboardInterrupt):
+      toy.session(tmp_path, max_steps=20).run(step_fn)
+    assert checkpoint_steps(tmp_path) == [3]
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
 def test_run_in_a_thread():
   toy = Toy()
   steps = []

@@ -330,8 +330,8 @@ def _interrupts() -> Iterator[Callable[[], None]]:
   """Lets an interrupt wait for the end of a step, for a second at most.
 
   TensorFlow 2.21 may crash where Python that it calls raises. A second
-  interrupt does not wait. SIGTERM is a KeyboardInterrupt too, unless the
-  program has its own way.
+  interrupt does not wait, nor does any if the program uses SIGALRM itself.
+  SIGTERM is a KeyboardInterrupt too, unless the program has its own way.
 
   Yields:
     What raises KeyboardInterrupt if there was an interrupt.
@@ -350,10 +350,12 @@ def _interrupts() -> Iterator[Callable[[], None]]:
   def interrupt(signum, frame):
     check()
     pending.append(["SIGTERM"] if signum == signal.SIGTERM else [])
-    signal.setitimer(signal.ITIMER_REAL, _INTERRUPT_SECS)
+    if signal.SIGALRM in ours:
+      signal.setitimer(signal.ITIMER_REAL, _INTERRUPT_SECS)
+    else:
+      check()
 
-  is_main = threading.current_thread() is threading.main_thread()
-  if not is_main or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+  if threading.current_thread() is not threading.main_thread():
     yield check
     return
   ours = [n for n, handler in usual.items() if signal.getsignal(n) is handler]
@@ -364,6 +366,7 @@ def _interrupts() -> Iterator[Callable[[], None]]:
     yield check
     check()
   finally:
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    if signal.SIGALRM in ours:
+      signal.setitimer(signal.ITIMER_REAL, 0)
     for signum in ours:
       signal.signal(signum, usual[signum])
