@@ -104,7 +104,6 @@ def fit(
   *,
   read_bytes: float,
   gradient_bytes: float | None = None,
-  skip_secs: float = 0.0,
 ) -> Fit:
   """Finds the cluster that behaves like a run.
 
@@ -116,16 +115,13 @@ def fit(
   bandwidths are those that explain how long reads took beside how many others.
 
   Args:
-    events: Of the whole run.
+    events: Of the run, or of a part of it.
     read_bytes: What a replica reads per step.
     gradient_bytes: What it hands over per contribution; as many if not given.
-    skip_secs: How much of the run's beginning is left out.
 
   Raises:
     ValueError: If no replica both reads and computes twice.
   """
-  begin = min((event.start for event in events), default=0.0) + skip_secs
-  events = [event for event in events if event.start >= begin]
   tasks = _tasks_that("compute", events)
   secs = {task: _compute_secs(task, events) for task in tasks}
   secs = {task: own for task, own in secs.items() if len(own)}

@@ -205,9 +205,9 @@ CLAIM = claims.Claim(
   explanation=(
     "Every point is one update of the CIFAR-10 network. Left over seconds,"
     " right over the examples used. With equal workers both need about as long."
-    " With one slow worker the synchronous curve (blue) is stretched over"
-    " seconds, since all wait for it; the asynchronous one (orange, dashed)"
-    " hardly is. Over examples the synchronous curve is smoother: an update is"
+    " With one slow worker the synchronous curve (blue, dashed) is stretched"
+    " over seconds, since all wait for it; the asynchronous one (orange) hardly"
+    " is. Over examples the synchronous curve is smoother: an update is"
     " the mean of all workers' batches, at as many times the learning rate."
     " One worker alone is drawn in grey. The jumps, of both, are the rate's,"
     " which is about as large as it may be; the scatter leaves them out."

@@ -30,8 +30,6 @@ _SETTINGS = {
   "first 2 of 3, equal": (2, False),
   "first 2 of 3, one slow": (2, True),
 }
-
-
 # Programs and their flags. Inception takes most of a short run to start.
 _INCEPTION = (
   "inception_mini.distributed_train",
