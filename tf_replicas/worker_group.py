@@ -5,6 +5,7 @@ have to tell each other beside gradients, they tell by all-reduce as well: there
 is no server that all could ask.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -165,6 +166,10 @@ class WorkerGroup:
         f"another worker did not build its model in {timeout_secs:.0f} s"
       ) from None
     if total.numpy() != mine * (len(self._peers) + 1):
+      # Who leaves at once takes the sum from those who still receive it. That
+      # they take part again tells that they have it.
+      with contextlib.suppress(tf.errors.OpError):
+        compare()
       raise RuntimeError(
         "the workers differ in their variables, in which gradients are sparse,"
         " or in the update rule"
