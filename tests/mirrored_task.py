@@ -148,14 +148,19 @@ def killed_chief(here):
   _die(here, mortal=0)
 
 
-def _die(here, mortal):
+def stopped(here):
+  """Worker 1 stands still between two steps, without dying."""
+  _die(here, mortal=1, by=signal.SIGSTOP)
+
+
+def _die(here, mortal, by=signal.SIGKILL):
   driver = _driver(here)
   is_mortal = here[1].index == mortal
   make_step, steps = driver._make_step, []
 
   def step():
     if is_mortal and len(steps) == 3:
-      os.kill(os.getpid(), signal.SIGKILL)
+      os.kill(os.getpid(), by)
     steps.append(make_step())
     return steps[-1]
 

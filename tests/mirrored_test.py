@@ -212,16 +212,16 @@ class Trial:
     )
     self.tasks.start(*self.workers)
 
-  def await_codes(self, deadline_secs=DEADLINE_SECS):
-    """The exit status of each process, once all have ended."""
-    deadline = time.monotonic() + deadline_secs
+  def await_codes(self, *workers):
+    """The exit status of each process, or of some, once they have ended."""
+    deadline = time.monotonic() + DEADLINE_SECS
     while True:
-      codes = [self.tasks.returncode(worker) for worker in self.workers]
+      codes = [self.tasks.returncode(w) for w in workers or self.workers]
       if None not in codes:
         return codes
       if time.monotonic() > deadline:
         self.tasks.stop(grace_secs=1.0)
-        raise TimeoutError(f"{codes} after {deadline_secs} s\n{self.logs()}")
+        raise TimeoutError(f"{codes} after {DEADLINE_SECS} s\n{self.logs()}")
       time.sleep(0.05)
 
   def logs(self):
@@ -317,6 +317,13 @@ class TestProcesses:
     assert trial.await_codes() == [1], trial.logs()
     assert "error: waiting for worker 1 at localhost:" in trial.logs()
     assert "gave up after" in trial.logs()
+
+  def test_a_process_that_stands_still_ends_the_training(self, start):
+    trial = start("stopped")
+    left, still = trial.workers
+    assert trial.await_codes(left) == [3], trial.logs()
+    assert trial.tasks.returncode(still) is None
+    assert "unhealthy (stopped sending heartbeats)" in trial.tasks.log(left)
 
   @pytest.mark.parametrize(
     ("scenario", "dead"), [("killed", 1), ("killed_chief", 0)]

@@ -1,9 +1,11 @@
 """Connect a client to its parameter servers, with deadlines and words."""
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TypeVar
 
 import tensorflow as tf
@@ -105,6 +107,54 @@ def await_value(
       said = now
     time.sleep(poll_secs)
   return value
+
+
+class Words:
+  """Says every ten seconds that a wait goes on, from a thread of its own."""
+
+  def __init__(
+    self,
+    *,
+    every_secs: float = _WORDS_EVERY_SECS,
+    log: Callable[[str], None] = print,
+  ):
+    """Starts the thread.
+
+    Args:
+      every_secs: How often to speak while one wait goes on.
+      log: Where words go.
+    """
+    self._every_secs = every_secs
+    self._log = log
+    self._wait: tuple[str, float] | None = None
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._watch, daemon=True)
+    self._thread.start()
+
+  @contextlib.contextmanager
+  def during(self, what: str) -> Iterator[None]:
+    """Speaks of `what` while the block lasts."""
+    self._wait = (what, time.monotonic())
+    try:
+      yield
+    finally:
+      self._wait = None
+
+  def stop(self) -> None:
+    """Ends the thread."""
+    self._stop.set()
+    self._thread.join()
+
+  def _watch(self) -> None:
+    said = time.monotonic()
+    while not self._stop.wait(min(self._every_secs, 1.0)):
+      now, wait = time.monotonic(), self._wait
+      if wait is None:
+        continue
+      what, since = wait
+      if now - max(said, since) >= self._every_secs:
+        self._log(f"{what}: {now - since:.0f} s so far")
+        said = now
 
 
 class Thread:

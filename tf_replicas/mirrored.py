@@ -19,6 +19,7 @@ Where things live: on each device a parameter store with one task: variables,
 slots, averages, global step. A checkpoint is that of the chief's first device.
 """
 
+import contextlib
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -248,9 +249,13 @@ class Mirrored:
       self._start()
     for optimizer in self._optimizers[1:]:
       optimizer.inner.refresh()
-    result = one_machine.run_step(
-      self._optimizers[0], self._step_fn, self._names
-    )
+    saying = contextlib.nullcontext()
+    if self._group is not None:
+      saying = self._group.saying("a step of this worker and the others")
+    with saying:
+      result = one_machine.run_step(
+        self._optimizers[0], self._step_fn, self._names
+      )
     self._is_at_rest = True
     return result
 
@@ -339,7 +344,9 @@ class Mirrored:
     """The chief's word, which the others hear; with the learning rate."""
     rate = self.optimizer.learning_rate if self.is_chief else 0.0
     message = np.float64([word, np.nan if rate is None else rate])
-    ((word, rate),) = self._group.sum([message])
+    others = "other workers" if self.is_chief else "chief's next step"
+    with self._group.saying(f"waiting for the {others}"):
+      ((word, rate),) = self._group.sum([message])
     if not (self.is_chief or np.isnan(rate)):
       self.optimizer.set_learning_rate(float(rate))
     return int(word)
@@ -350,13 +357,15 @@ class Mirrored:
     Args:
       error: What ended it early.
     """
+    if self._group is None:
+      return
     # In the middle of a step nobody would listen; they notice when this
     # process leaves.
-    if self._group is None or not (self.is_chief and self._is_at_rest):
-      return
-    self._is_at_rest = False
-    try:
-      self._say(_FINISHED if error is None else _FAILED)
-      self._group.await_leave()
-    except (tf.errors.OpError, TimeoutError) as failure:
-      self._log(f"could not take leave of the others: {failure}")
+    if self.is_chief and self._is_at_rest:
+      self._is_at_rest = False
+      try:
+        self._say(_FINISHED if error is None else _FAILED)
+        self._group.await_leave()
+      except (tf.errors.OpError, TimeoutError) as failure:
+        self._log(f"could not take leave of the others: {failure}")
+    self._group.close()

@@ -125,7 +125,17 @@ class WorkerGroup:
     self._peers = list(peers)
     self._is_chief = is_chief
     self._log = log
+    self._words = connection.Words(log=log)
     self._sum_fn = tf.function(self._sum, autograph=False)
+
+  def saying(self, what: str) -> contextlib.AbstractContextManager[None]:
+    """Says every ten seconds that `what` goes on, while a block lasts.
+
+    A process that dies or stands still is noticed by TensorFlow, which sends
+    heartbeats and ends what waits for it; one that is slow only keeps the
+    others waiting.
+    """
+    return self._words.during(what)
 
   def sum(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Sums the processes' `values`, which have the same shapes everywhere."""
@@ -202,3 +212,7 @@ class WorkerGroup:
       what="waiting for the other workers to leave",
       log=self._log,
     )
+
+  def close(self) -> None:
+    """Ends the thread that says what goes on."""
+    self._words.stop()
