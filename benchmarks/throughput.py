@@ -1,14 +1,15 @@
 """Examples per second on this machine, against a single process.
 
-  python -m benchmarks.throughput [--rounds=3] [--batch_size=64] [--workers=2]
-    [--update=async]
+  python -m benchmarks.throughput [--rounds=3] [--update_images=128]
+    [--workers=2] [--update=async]
 
 1 PS and N workers of the CIFAR-10 binary on synthetic images, both drivers,
-beside one process with all cores and the same global batch; in turn, so that
-all of them meet the same noise. The ratio within a round is what counts. With
-asynchronous updates TensorFlow's own come along: as its tutorial has them, with
-our local response normalization, and with every variable fetched once a step
-too.
+beside one process with all cores and as many images in an update: a
+synchronous one has a part of them from each worker, an asynchronous one is of
+one worker. All in turn, so that they meet the same noise; the ratio within a
+round is what counts. With asynchronous updates TensorFlow's own come along: as
+its tutorial has them, with our local response normalization, and with every
+variable fetched once a step too.
 """
 
 import re
@@ -22,17 +23,18 @@ from experiments import programs
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 3, "How often each is measured")
-flags.DEFINE_integer("batch_size", 64, "Images of one replica's batch")
+flags.DEFINE_integer("update_images", 128, "Images of one update")
 flags.DEFINE_integer("workers", 2, "Replicas")
 flags.DEFINE_enum("update", "sync", ["sync", "async"], "The update rule")
-flags.DEFINE_integer("steps", 200, "Steps that are measured, after 50 others")
+flags.DEFINE_integer("steps", 200, "Updates that are measured, after 50 others")
 
 _WARM_UP_STEPS = 50
+_ONE = "a single process"
 
 
 def single_process() -> float:
   """Examples/sec of the plain loop."""
-  sizes = [FLAGS.batch_size * FLAGS.workers, _WARM_UP_STEPS, FLAGS.steps]
+  sizes = [FLAGS.update_images, _WARM_UP_STEPS, FLAGS.steps]
   output = programs.output("benchmarks.single_process", *map(str, sizes))
   return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
 
@@ -40,11 +42,10 @@ def single_process() -> float:
 def plain_async(*more: str) -> float:
   """Examples/sec of TensorFlow's own strategy."""
   with tempfile.TemporaryDirectory() as directory:
-    steps = [n * FLAGS.workers for n in (_WARM_UP_STEPS, FLAGS.steps)]
     output = programs.output(
       "benchmarks.plain_async",
       programs.write_spec(directory, workers=FLAGS.workers),
-      *map(str, [FLAGS.batch_size, *steps]),
+      *map(str, [FLAGS.update_images, _WARM_UP_STEPS, FLAGS.steps]),
       *more,
     )
   return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
@@ -52,9 +53,7 @@ def plain_async(*more: str) -> float:
 
 def cluster(replication: str) -> float:
   """Examples/sec of the binary after the warm-up, from its own log line."""
-  # An asynchronous update has one batch.
-  per_step = 1 if FLAGS.update == "sync" else FLAGS.workers
-  warm_up = _WARM_UP_STEPS * per_step
+  batches = FLAGS.workers if FLAGS.update == "sync" else 1
   with tempfile.TemporaryDirectory() as directory:
     spec = programs.write_spec(directory, workers=FLAGS.workers)
     # The last log line covers exactly the steps after the warm-up.
@@ -63,11 +62,11 @@ def cluster(replication: str) -> float:
       f"--cluster_spec={spec}",
       f"--train_dir={directory}/run",
       "--dataset=synthetic",
-      f"--batch_size={FLAGS.batch_size}",
+      f"--batch_size={FLAGS.update_images // batches}",
       f"--replication={replication}",
       f"--update={FLAGS.update}",
-      f"--max_steps={warm_up + FLAGS.steps * per_step}",
-      f"--log_every_steps={warm_up}",
+      f"--max_steps={_WARM_UP_STEPS + FLAGS.steps}",
+      f"--log_every_steps={_WARM_UP_STEPS}",
     )
   rates = re.findall(r"\(([\d.]+) examples/sec; ([\d.]+) sec/batch\)", output)
   # The first window holds the start.
@@ -77,7 +76,7 @@ def cluster(replication: str) -> float:
 def main(argv: list[str]) -> None:
   del argv
   measures = {
-    "single process": single_process,
+    _ONE: single_process,
     "between-graph": lambda: cluster("between_graph"),
     "in-graph": lambda: cluster("in_graph"),
   }
@@ -87,20 +86,27 @@ def main(argv: list[str]) -> None:
     measures["and reading once"] = lambda: plain_async("once")
   names = list(measures)
   print(f"{'round':6}" + "".join(f"{name:>26}" for name in names))
-  ratios = {name: [] for name in names}
+  rounds = []
   for number in range(FLAGS.rounds):
-    rates = [measure() for measure in measures.values()]
-    cells = []
-    for name, rate in zip(names, rates, strict=True):
-      ratios[name].append(rate / rates[0])
-      cells.append(f"{rate:.0f}/s ({rate / rates[0]:.2f})")
+    rates = {name: measure() for name, measure in measures.items()}
+    cells = [
+      f"{rate:.0f}/s ({rate / rates[_ONE]:.2f})" for rate in rates.values()
+    ]
     print(f"{number:<6}" + "".join(f"{c:>26}" for c in cells), flush=True)
+    rounds.append(rates)
   for name in names[1:]:
-    values = ratios[name]
-    print(
-      f"{name}: {statistics.median(values):.3f} of a single process"
-      f" (median of {len(values)}, {min(values):.3f} to {max(values):.3f})"
-    )
+    _compare(name, _ONE, rounds)
+  for theirs in names[3:]:
+    for ours in names[1:3]:
+      _compare(ours, theirs, rounds)
+
+
+def _compare(name: str, other: str, rounds: list[dict[str, float]]) -> None:
+  ratios = [rates[name] / rates[other] for rates in rounds]
+  print(
+    f"{name}: {statistics.median(ratios):.2f} of {other}"
+    f" (median of {len(ratios)}, {min(ratios):.2f} to {max(ratios):.2f})"
+  )
 
 
 if __name__ == "__main__":

@@ -153,47 +153,29 @@ class LocalSteps:
       wants_totals: Whether to sum the gradients.
     """
     rate = tf.identity(self._rate.read_value())
-    count = self._num_trainable
     has_gradient: list[bool] = []
 
     def one_batch(progress):
       has_ended = tf.identity(self._has_ended.read_value())
       result = compute(progress.parameters)
-      gradients = [self._finish(g) for g in result.gradients[:count]]
-      moves = list(result.gradients[count:])
-      has_gradient[:] = [g is not None for g in gradients + moves]
+      gradients = self._finish(result.gradients)
+      # The same for every batch, and known once this is traced.
+      has_gradient[:] = [gradient is not None for gradient in gradients]
       is_sound = tf.math.is_finite(result.loss)
-      is_sound &= gradient_queues.all_finite(gradients + moves)
+      is_sound &= gradient_queues.all_finite(gradients)
       totals = progress.totals
       if wants_totals:
         totals = [
           total if gradient is None else total + gradient
-          for total, gradient in zip(totals, gradients + moves, strict=True)
+          for total, gradient in zip(totals, gradients, strict=True)
         ]
-      trained, statistics = (
-        progress.parameters[:count],
-        progress.parameters[count:],
-      )
-      if pull_back is not None:
-        gradients = [
-          None if gradient is None else gradient + pull_back(parameter, i)
-          for i, (gradient, parameter) in enumerate(
-            zip(gradients, trained, strict=True)
-          )
-        ]
-      trained, slots = self._optimizer.apply(
-        gradients, trained, progress.slots, rate
-      )
-      statistics = [
-        value if move is None else value - move
-        for value, move in zip(statistics, moves, strict=True)
-      ]
+      parameters, slots = self._step(progress, gradients, rate, pull_back)
       loss = tf.cast(result.loss, tf.float64)
       loss *= tf.cast(result.num_examples, tf.float64)
       nan = tf.constant(float("nan"), tf.float64)
       return [
         _Progress(
-          [*trained, *statistics],
+          parameters,
           slots,
           totals,
           progress.loss + tf.where(is_sound, loss, nan),
@@ -203,20 +185,19 @@ class LocalSteps:
         )
       ]
 
+    first = _Progress(
+      list(parameters),
+      list(slots),
+      [tf.zeros_like(p) for p in parameters] if wants_totals else [],
+      loss=tf.constant(0.0, tf.float64),
+      num_examples=tf.constant(0, tf.int64),
+      count=tf.constant(0),
+      may_go_on=tf.constant(True),
+    )
     (last,) = tf.while_loop(
       lambda progress: (progress.count < self.period) & progress.may_go_on,
       one_batch,
-      [
-        _Progress(
-          list(parameters),
-          list(slots),
-          [tf.zeros_like(p) for p in parameters] if wants_totals else [],
-          tf.constant(0.0, tf.float64),
-          tf.constant(0, tf.int64),
-          tf.constant(0),
-          tf.constant(True),
-        )
-      ],
+      [first],
     )
     return Local(
       last.parameters,
@@ -226,8 +207,43 @@ class LocalSteps:
       last.num_examples,
     )
 
-  def _finish(self, gradient: parameter_store.Gradient) -> tf.Tensor | None:
-    """A gradient as it is applied: dense, and of the loss itself."""
+  def _step(
+    self, progress: _Progress, gradients, rate, pull_back
+  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Parameters and slots after one step; statistics just move."""
+    count = self._num_trainable
+    trained, statistics = (
+      progress.parameters[:count],
+      progress.parameters[count:],
+    )
+    gradients, moves = gradients[:count], gradients[count:]
+    if pull_back is not None:
+      gradients = [
+        None if gradient is None else gradient + pull_back(parameter, i)
+        for i, (gradient, parameter) in enumerate(
+          zip(gradients, trained, strict=True)
+        )
+      ]
+    trained, slots = self._optimizer.apply(
+      gradients, trained, progress.slots, rate
+    )
+    statistics = [
+      value if move is None else value - move
+      for value, move in zip(statistics, moves, strict=True)
+    ]
+    return [*trained, *statistics], slots
+
+  def _finish(
+    self, gradients: Sequence[parameter_store.Gradient]
+  ) -> list[tf.Tensor | None]:
+    """Gradients as they are applied: dense, and of the loss itself."""
+    count = self._num_trainable
+    return [
+      *map(self._finish_one, gradients[:count]),
+      *gradients[count:],  # The moves of statistics.
+    ]
+
+  def _finish_one(self, gradient: parameter_store.Gradient) -> tf.Tensor | None:
     if gradient is None:
       return None
     if self._loss_scale is not None:

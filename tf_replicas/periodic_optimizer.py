@@ -167,7 +167,7 @@ class PeriodicOptimizer:
     )
     computed = tf.constant(releases.NEVER, tf.float64)
     if is_timed:
-      computed = releases.now(local.loss)
+      computed, local = releases.clocked(local)
     release, parameters, centre = self._meeting.meet(
       replica, state, local, step=step, ticket=ticket
     )

@@ -1,8 +1,11 @@
 """What a replica hears after it offered a contribution, and the times of it."""
 
 from typing import NamedTuple
+from typing import TypeVar
 
 import tensorflow as tf
+
+T = TypeVar("T")
 
 # The global step that a replica is released to when there is no other.
 ENDED = -1
@@ -85,6 +88,20 @@ def now(*after: tf.Tensor) -> tf.Tensor:
   """Seconds since 1970 as a float64 scalar, once `after` are there."""
   with tf.control_dependencies(after):
     return tf.timestamp()
+
+
+def clocked(values: T) -> tuple[tf.Tensor, T]:
+  """When all tensors of a structure are there, and the structure.
+
+  Who uses what this returns does so after the clock was looked at. Leaves may
+  be None.
+  """
+  there = [value for value in tf.nest.flatten(values) if value is not None]
+  time = now(*there)
+  with tf.control_dependencies([time]):
+    return time, tf.nest.map_structure(
+      lambda value: None if value is None else tf.identity(value), values
+    )
 
 
 def microseconds(secs: tf.Tensor) -> tf.Tensor:

@@ -188,11 +188,7 @@ def contribute(
     gradients = result.gradients
     computed = tf.constant(releases.NEVER, tf.float64)
     if is_timed:
-      there = [g for g in gradients if g is not None]
-      computed = releases.now(result.loss, *there)
-      # Nothing is handed over before the clock was looked at.
-      with tf.control_dependencies([computed]):
-        gradients = [None if g is None else tf.identity(g) for g in gradients]
+      computed, (gradients, _) = releases.clocked((gradients, result.loss))
     release = optimizer.apply_gradients(
       zip(gradients, paths, strict=True),
       replica=index,
