@@ -110,7 +110,7 @@ def train_dataset(
   dataset = _examples(source, "train").flat_map(batches)
   return dataset.apply(
     tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
-  ).with_options(_options())
+  )
 
 
 def _crops(
@@ -176,7 +176,7 @@ def eval_batches(
   )
   return dataset.apply(
     tf.data.experimental.assert_cardinality(-(-sizes[split] // batch_size))
-  ).with_options(_options())
+  )
 
 
 def _examples(source: sources.Source, split: str) -> tf.data.Dataset:
@@ -222,12 +222,3 @@ def _order(
   step = tf.constant(global_batch, tf.int64)
   positions = tf.data.Dataset.counter(start, step)
   return tf.data.Dataset.zip((positions, indices))
-
-
-def _options() -> tf.data.Options:
-  options = tf.data.Options()
-  # The shards are ours; a distribution strategy must not shard again.
-  options.experimental_distribute.auto_shard_policy = (
-    tf.data.experimental.AutoShardPolicy.OFF
-  )
-  return options

@@ -118,7 +118,6 @@ def train_dataset(
       tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
     )
     .prefetch(PREFETCHED_BATCHES)
-    .with_options(_options())
   )
 
 
@@ -172,13 +171,9 @@ def eval_batches(
     )
     .batch(batch_size)
   )
-  return (
-    dataset.apply(
-      tf.data.experimental.assert_cardinality(-(-sum(lengths) // batch_size))
-    )
-    .prefetch(PREFETCHED_BATCHES)
-    .with_options(_options())
-  )
+  return dataset.apply(
+    tf.data.experimental.assert_cardinality(-(-sum(lengths) // batch_size))
+  ).prefetch(PREFETCHED_BATCHES)
 
 
 class _Deal:
@@ -297,12 +292,3 @@ def _checked(label, num_classes):
     ]
   ):
     return tf.identity(label)
-
-
-def _options() -> tf.data.Options:
-  options = tf.data.Options()
-  # The shards are ours; a distribution strategy must not shard again.
-  options.experimental_distribute.auto_shard_policy = (
-    tf.data.experimental.AutoShardPolicy.OFF
-  )
-  return options

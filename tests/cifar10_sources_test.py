@@ -211,7 +211,7 @@ class TestTensorFlowDatasets:
       sources.DataError, match="does not answer, no route to host. Give"
     ):
       sources.find("cifar10", str(tmp_path))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
   def test_says_so_when_it_is_not_installed(self, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)

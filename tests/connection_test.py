@@ -33,9 +33,9 @@ class TestWords:
     with pytest.raises(ValueError), words.during("a step"):
       assert spoken.wait(30)
       raise ValueError
-    time.sleep(0.1)  # What was being said is over.
-    spoken.clear()
-    assert not spoken.wait(0.5)
+    count = len(logs)
+    time.sleep(0.5)
+    assert len(logs) <= count + 1  # One was perhaps being said.
 
   def test_short_waits_have_none(self):
     logs = []
