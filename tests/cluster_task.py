@@ -437,10 +437,33 @@ def killed_after_delivery(here: Here) -> None:
   train(here, driver, run_chief)
 
 
+def counting_replica():
+  """Its loss is the number of its global batch; with one example each."""
+
+  def dataset_fn(num_shards, index, start):
+    del index
+    numbers = tf.data.Dataset.counter(tf.cast(start // num_shards, tf.int64))
+    return numbers.map(lambda n: (tf.reshape(tf.cast(n, tf.float32), [1]),))
+
+  def loss_fn(parameters, number):
+    return tf.reduce_mean(tf.stop_gradient(parameters[0]) * 0 + number)
+
+  return towers.Replica([tf.Variable(1.0, name="v")], loss_fn, dataset_fn)
+
+
 def killed_between_steps(here: Here) -> None:
   """The test kills a worker after two steps and starts it again."""
   driver = constant_driver(here)
+  _be_killed_between_steps(here, driver)
 
+
+def killed_while_counting(here: Here) -> None:
+  """The same; every batch has a number."""
+  driver = here.driver(counting_replica, lambda: constant_optimizer(here))
+  _be_killed_between_steps(here, driver)
+
+
+def _be_killed_between_steps(here: Here, driver) -> None:
   def run_chief():
     recorder = Recorder(driver)
     recorder.step(2)

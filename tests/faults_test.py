@@ -71,6 +71,26 @@ def test_in_graph_training_waits_for_the_restart_of_a_worker(start_trial):
   assert [applied for applied, _, _ in report["counts"]] == [6, 6]
 
 
+@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+def test_a_restarted_worker_goes_on_where_the_training_is(
+  start_trial, replication
+):
+  trial = start_trial(
+    "killed_while_counting",
+    _document(1, 2, chief=1),
+    replication=replication,
+    lost_after_secs=3,
+  )
+  trial.await_mark("step 2 is made")
+  trial.kill(_worker(1))
+  trial.mark("worker 1 is dead")
+  trial.tasks.start(_worker(1))
+  trial.await_success()
+  # Each is the mean over the workers.
+  losses = [step["loss"] for step in trial.report()["steps"]]
+  assert losses == [0, 1, 2, 3, 4, 5]
+
+
 def test_backup_takes_the_place_of_a_worker_that_died_admitted(start_trial):
   trial = start_trial(
     "killed_after_admission", _document(1, 3), aggregate=2, lost_after_secs=3

@@ -154,7 +154,6 @@ class InGraph:
       lost_after_secs=self._lost_after_secs,
       log=self._log,
     )
-    self._start_example = int(self.store.examples_seen.read_value())
     self._iterators = iter(
       self._coordinator.create_per_worker_dataset(self._dataset_fn)
     )
@@ -206,10 +205,10 @@ class InGraph:
       self._coordinator.done()
 
   def _dataset_fn(self) -> tf.data.Dataset:
+    """Runs on a worker, again when that was restarted."""
     index = tf.distribute.coordinator.experimental_get_current_worker_index
-    return self.replica.dataset_fn(
-      len(self._workers), index(), self._start_example
-    )
+    start = self.store.examples_seen.read_value()
+    return self.replica.dataset_fn(len(self._workers), index(), start)
 
   def _ages(self) -> list[float]:
     """Seconds since each worker was last reachable."""

@@ -48,10 +48,10 @@ class Replica:
       returns their new values too: (loss, values).
     dataset_fn: Maps (num_shards, shard_index, start_example) to an endless
       data set whose elements are batches: tuples of tensors with the examples
-      along axis 0. The index is an int, or an int64 scalar where the driver
-      runs the function on a remote worker. The start, an int, is how many
-      examples all replicas have used before. With several towers a batch is
-      for all of them.
+      along axis 0. The start is how many examples all replicas have used
+      before. Index and start are ints, or int64 scalars where the driver runs
+      the function on a remote worker. With several towers a batch is for all
+      of them.
     devices: Where the towers compute; the default device if empty. With
       `layers` on D devices, the first D are the first tower, and so on.
     layers: Which layer of the model computes on which device of a tower; then
@@ -73,7 +73,7 @@ class Replica:
 
   variables: Sequence[tf.Variable]
   loss_fn: Callable[..., tf.Tensor]
-  dataset_fn: Callable[[int, int | tf.Tensor, int], tf.data.Dataset]
+  dataset_fn: Callable[[int, int | tf.Tensor, int | tf.Tensor], tf.data.Dataset]
   devices: Sequence[str] = ()
   layers: model_parallel.LayerPlacement | None = None
   micro_batches: int = 1
