@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 
 import keras
@@ -28,6 +29,7 @@ from tf_replicas import ledger
 from tf_replicas import membership
 from tf_replicas import moving_averages
 from tf_replicas import periodic_averaging
+from tf_replicas import processes
 from tf_replicas import server
 from tf_replicas import sync_replicas
 from tf_replicas import towers
@@ -728,10 +730,16 @@ def main(argv: list[str], scenarios: Mapping[str, object]) -> None:
   faulthandler.register(signal.SIGTERM, chain=True)
   scenario, arguments, job, index = argv
   here = Here(json.loads(arguments), job, int(index))
-  if here.serves:
-    here.serve()
-  else:
-    scenarios[scenario](here)
+  status = 0
+  try:
+    if here.serves:
+      here.serve()
+    else:
+      scenarios[scenario](here)
+  except Exception:
+    traceback.print_exc()
+    status = 1
+  processes.exit_now(status)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ _MODULE_OF = {
   "Task": "cluster",
   "accumulated_gradients": "periodic_averaging",
   "elastic_average": "periodic_averaging",
+  "exit_now": "processes",
   "model_average": "periodic_averaging",
   "place_layers": "model_parallel",
   "serve": "server",

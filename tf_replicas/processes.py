@@ -52,7 +52,7 @@ def exit_now(status: int) -> None:
   """Ends the process without TensorFlow's tear-down.
 
   Remote handles would be released one by one to servers that may be gone,
-  which can take long or log errors (TensorFlow 2.21).
+  which can take long, log errors or, rarely, never end (TensorFlow 2.21).
   """
   for thread in threading.enumerate():
     if thread is not threading.current_thread() and not thread.daemon:

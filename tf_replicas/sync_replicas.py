@@ -334,10 +334,10 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     )
     with tf.control_dependencies([updated]):
       step = self._store.advance(collected.step, collected.examples)
-    with tf.control_dependencies([step]):
-      ended = releases.now()
+    ended = releases.now(step)
+    with tf.control_dependencies([ended]):
       self._contributions.release_all(step)
-      return ended
+      return tf.identity(ended)
 
   # For whoever drives or watches it.
 
