@@ -56,7 +56,7 @@ def cluster(replication: str) -> float:
   batches = FLAGS.workers if FLAGS.update == "sync" else 1
   with tempfile.TemporaryDirectory() as directory:
     spec = programs.write_spec(directory, workers=FLAGS.workers)
-    # The last log line covers exactly the steps after the warm-up.
+    # Log lines after the first cover the updates after the warm-up.
     output = programs.output(
       "cifar10.distributed_train",
       f"--cluster_spec={spec}",
@@ -69,7 +69,6 @@ def cluster(replication: str) -> float:
       f"--log_every_steps={_WARM_UP_STEPS}",
     )
   rates = re.findall(r"\(([\d.]+) examples/sec; ([\d.]+) sec/batch\)", output)
-  # The first window holds the start.
   return statistics.harmonic_mean(float(rate) for rate, _ in rates[1:])
 
 

@@ -33,6 +33,22 @@ def _assert_steps(report, steps, mean):
   )
 
 
+def _report_after_a_restart(start_trial, scenario, replication):
+  """Of two workers, the second was killed after two steps, and restarted."""
+  trial = start_trial(
+    scenario,
+    _document(1, 2, chief=1),
+    replication=replication,
+    lost_after_secs=3,
+  )
+  trial.await_mark("step 2 is made")
+  trial.kill(_worker(1))
+  trial.mark("worker 1 is dead")
+  trial.tasks.start(_worker(1))
+  trial.await_success()
+  return trial.report()
+
+
 def test_training_waits_for_the_restart_of_a_worker(start_trial):
   trial = start_trial(
     "killed_after_delivery", _document(2, 3), lost_after_secs=3
@@ -55,18 +71,9 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
 
 
 def test_in_graph_training_waits_for_the_restart_of_a_worker(start_trial):
-  trial = start_trial(
-    "killed_between_steps",
-    _document(1, 2, chief=1),
-    replication="in_graph",
-    lost_after_secs=3,
+  report = _report_after_a_restart(
+    start_trial, "killed_between_steps", "in_graph"
   )
-  trial.await_mark("step 2 is made")
-  trial.kill(_worker(1))
-  trial.mark("worker 1 is dead")
-  trial.tasks.start(_worker(1))
-  trial.await_success()
-  report = trial.report()
   _assert_steps(report, 6, (0.1 + 0.3) / 2)
   assert [applied for applied, _, _ in report["counts"]] == [6, 6]
 
@@ -75,19 +82,11 @@ def test_in_graph_training_waits_for_the_restart_of_a_worker(start_trial):
 def test_a_restarted_worker_goes_on_where_the_training_is(
   start_trial, replication
 ):
-  trial = start_trial(
-    "killed_while_counting",
-    _document(1, 2, chief=1),
-    replication=replication,
-    lost_after_secs=3,
+  report = _report_after_a_restart(
+    start_trial, "killed_while_counting", replication
   )
-  trial.await_mark("step 2 is made")
-  trial.kill(_worker(1))
-  trial.mark("worker 1 is dead")
-  trial.tasks.start(_worker(1))
-  trial.await_success()
   # Each is the mean over the workers.
-  losses = [step["loss"] for step in trial.report()["steps"]]
+  losses = [step["loss"] for step in report["steps"]]
   assert losses == [0, 1, 2, 3, 4, 5]
 
 

@@ -318,6 +318,18 @@ def interrupt_with_sigint():
   os.kill(os.getpid(), signal.SIGINT)
 
 
+def _run_until_interrupted(toy, directory, interrupt):
+  """Lets `interrupt` come in the fourth step."""
+
+  def step_fn():
+    if toy.step == 3:
+      interrupt()
+    return toy.advance()
+
+  with pytest.raises(KeyboardInterrupt):
+    toy.session(directory, max_steps=20).run(step_fn)
+
+
 @pytest.mark.parametrize(
   "interrupt, last",
   [
@@ -329,14 +341,7 @@ def interrupt_with_sigint():
 )
 def test_interrupted_run_saves_and_resumes(tmp_path, capsys, interrupt, last):
   toy = Toy()
-
-  def step_fn():
-    if toy.step == 3:
-      interrupt()
-    return toy.advance()
-
-  with pytest.raises(KeyboardInterrupt):
-    toy.session(tmp_path, max_steps=20).run(step_fn)
+  _run_until_interrupted(toy, tmp_path, interrupt)
   assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
   assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
@@ -404,15 +409,7 @@ def test_interrupt_of_a_program_with_an_alarm_of_its_own(tmp_path, interrupt):
   before = signal.signal(signal.SIGALRM, lambda *_: None)
   signal.setitimer(signal.ITIMER_REAL, 100)
   try:
-    toy = Toy()
-
-    def step_fn():
-      if toy.step == 3:
-        interrupt()
-      return toy.advance()
-
-    with pytest.raises(KeyboardInterrupt):
-      toy.session(tmp_path, max_steps=20).run(step_fn)
+    _run_until_interrupted(Toy(), tmp_path, interrupt)
     assert checkpoint_steps(tmp_path) == [3]
     assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
   finally:
