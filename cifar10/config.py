@@ -165,7 +165,7 @@ class Config:
     run_settings.require(
       "batch_size", self.batch_size, self.batch_size >= 1, "positive"
     )
-    run_settings.require("seed", self.seed, self.seed >= 0, "at least 0")
+    run_settings.require_seed(self.seed)
     run_settings.require(
       "max_steps", self.max_steps, self.max_steps >= 1, "positive"
     )
@@ -315,7 +315,8 @@ def fit(
   """A recipe fitted to the length of a run.
 
   Its warm-up is as long a part of the run as in the recipe, and one cycle ends
-  with the run. A rate that is scaled up is warmed up in any case.
+  with the run. A rate that is scaled up is warmed up in any case, for an eighth
+  of the run at most.
 
   Args:
     recipe: Key of `RECIPES`.
@@ -334,9 +335,13 @@ def fit(
     fitted["num_epochs"] = examples / NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN
   if "warmup_epochs" not in settings:
     share = base.warmup_epochs / base.num_epochs
-    if not share and fitted.get("learning_rate_scale", 1.0) > 1.0:
-      share = min(WARMUP_EPOCHS / fitted["num_epochs"], 0.125)
     fitted["warmup_epochs"] = share * fitted["num_epochs"]
+    if not share and fitted.get("learning_rate_scale", 1.0) > 1.0:
+      length = fitted["num_epochs"]
+      if max_steps is not None:
+        examples = max_steps * effective_batch
+        length = min(length, examples / NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN)
+      fitted["warmup_epochs"] = min(WARMUP_EPOCHS, length / 8)
   config = from_recipe(recipe, **fitted)
   if max_steps is None:
     max_steps = math.ceil(num_examples(config) / effective_batch)

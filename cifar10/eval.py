@@ -1,7 +1,7 @@
 """Measures checkpoints of a CIFAR-10 training with their moving averages.
 
   python -m cifar10.eval --train_dir=/tmp/cifar10_train [--run_once]
-    [--views=6]
+    [--views=6] [--eval_data=train_eval]
 
 Without --run_once every new checkpoint is measured until training has ended.
 With --views the network's answer is its mean over several views of an image.
@@ -22,11 +22,15 @@ from tf_replicas import run_settings
 
 FLAGS = flags.FLAGS
 
+# The tutorial's words for them, and ours.
+EVAL_DATA = {"test": "test", "train_eval": "train"}
+
 
 def evaluate(
   config: config_lib.Config,
   eval_dir: str | None = None,
   *,
+  eval_data: str = "test",
   run_once: bool = True,
   num_views: int = 1,
   batch_size: int = 500,
@@ -42,7 +46,10 @@ def evaluate(
   Args:
     config: The run: where it is, and its data set.
     eval_dir: Where the TensorBoard summaries go; `eval` in the run's
-      directory, or `eval_6_views`, unless told otherwise.
+      directory, with `_train` or `_6_views` after it if it is of those, unless
+      told otherwise.
+    eval_data: `test`, or `train_eval`: the training images, undistorted. As in
+      the tutorial.
     run_once: Whether to measure the newest checkpoint only.
     num_views: One of `config.VIEWS`: of how many views of an image the
       probabilities are the mean. 1 is the tutorial's measure.
@@ -68,10 +75,15 @@ def evaluate(
   source = sources.find(config.dataset, config.data_dir)
   model = model_lib.build()
   batches = inputs.eval_batches(
-    source, batch_size, crop_size=config.crop_size, num_views=num_views
+    source,
+    batch_size,
+    split=EVAL_DATA[eval_data],
+    crop_size=config.crop_size,
+    num_views=num_views,
   )
   count = _counter(model, batches, num_views)
-  which = "" if num_views == 1 else f"_{num_views}_views"
+  which = "" if eval_data == "test" else "_train"
+  which += "" if num_views == 1 else f"_{num_views}_views"
   eval_dir = eval_dir or os.path.join(config.train_dir, f"eval{which}")
   writer = tf.summary.create_file_writer(eval_dir)
   can_draw = confusion.can_draw()
@@ -131,6 +143,7 @@ def _evaluate() -> np.ndarray | None:
   return evaluate(
     run_settings.of_run(config_lib.Config, FLAGS.train_dir, **given),
     FLAGS.eval_dir,
+    eval_data=FLAGS.eval_data,
     run_once=FLAGS.run_once,
     num_views=int(FLAGS.views),
     batch_size=FLAGS.batch_size,
@@ -148,6 +161,9 @@ def main(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
   command_line.define_evaluation_flags(
     config_lib.Config.train_dir, batch_size=500
+  )
+  flags.DEFINE_enum(
+    "eval_data", "test", [*EVAL_DATA], "Which images; as in the tutorial"
   )
   flags.DEFINE_enum(
     "views",

@@ -54,8 +54,8 @@ def export(train_dir: str, export_dir: str, *, num_views: int = 1) -> str:
 
   Raises:
     FileExistsError: If there is something at `export_dir`.
-    checkpoints.CheckpointError: If there is no checkpoint, or it is of
-      another model.
+    ValueError: If the run's record of its settings is damaged; if there is no
+      checkpoint, or it is of another model, a `checkpoints.CheckpointError`.
   """
   from tf_replicas import checkpoints
   from tf_replicas import evaluation
@@ -134,11 +134,10 @@ def _save(
 def main(argv: Sequence[str]) -> None:
   del argv
   with processes.quiet_stderr():
-    from tf_replicas import checkpoints
     from tf_replicas import devices
 
   with processes.one_line_errors(
-    usage=(FileExistsError, checkpoints.CheckpointError),
+    usage=(FileExistsError, ValueError),
     run_time=program.RUN_TIME_ERRORS,
   ):
     devices.configure(())

@@ -19,6 +19,7 @@ TEST_FILES = ("test_batch.bin",)
 SUBDIRECTORY = "cifar-10-batches-bin"
 
 DataError = prepared_datasets.DataError
+NotPreparedError = prepared_datasets.NotPreparedError
 
 _IMAGE_SHAPE = (config.RECORD_SIZE, config.RECORD_SIZE, 3)
 

@@ -8,6 +8,7 @@ from absl import flags
 
 from cifar10 import config as config_lib
 from cifar10 import workload
+from tf_replicas import cluster
 from tf_replicas import command_line
 from tf_replicas import program
 
@@ -43,7 +44,7 @@ def define() -> None:
     "num_epochs", None, "Of 50,000 images, a whole run; the recipe's"
   )
   flags.DEFINE_enum("recipe", "tutorial", [*config_lib.RECIPES], "Settings")
-  flags.DEFINE_float("learning_rate", None, "At the first step; the recipe's")
+  flags.DEFINE_float("learning_rate", None, "The highest; the recipe's")
   flags.DEFINE_boolean(
     "scale_learning_rate",
     False,
@@ -74,6 +75,7 @@ def _config(
 ) -> tuple[program.Options, config_lib.Config]:
   """The options with the length of the run, and what to train."""
   config = _fit(options)
+  _check_placement(options, config)
   whole_run = config_lib.num_examples(config)
   options = dataclasses.replace(
     options,
@@ -103,12 +105,35 @@ def _fit(options: program.Options) -> config_lib.Config:
   )
 
 
+def _check_placement(
+  options: program.Options, config: config_lib.Config
+) -> None:
+  """Muon makes the update of a whole matrix, which no PS task may have."""
+  spec = options.spec
+  is_cut = (
+    spec.variables.on == "ps"
+    and spec.variables.placement == "partitioned"
+    and spec.num_tasks("ps") > 1
+  )
+  if is_cut and config.optimizer == "muon":
+    where = f"{spec.source}: " if spec.source else ""
+    raise cluster.ClusterError(
+      f"{where}`variables.placement` must be 'greedy' or 'round_robin' for the"
+      f" recipe {config.recipe}, whose optimizer needs whole variables."
+      f" Received: {spec.variables.placement!r}."
+    )
+
+
 def _workload(
   options: program.Options, config: config_lib.Config
 ) -> program.Workload:
   from cifar10 import sources
 
-  sources.find(config.dataset, config.data_dir)
+  try:
+    sources.find(config.dataset, config.data_dir, download=not FLAGS.dry_run)
+  except sources.NotPreparedError:
+    # Of a dry run, which has only this to say of it.
+    print(f"{config.dataset} is not there yet; training will download it")
   return workload.make(
     config, layers=options.spec.layers, micro_batches=FLAGS.micro_batches
   )

@@ -43,7 +43,6 @@ def _replica(config, layers, micro_batches, devices):
   from cifar10 import model as model_lib
   from cifar10 import sources
 
-  source = sources.find(config.dataset, config.data_dir)
   model = model_lib.build(seed=config.seed, compute_dtype=config.compute_dtype)
   paths = [variable.path for variable in model.trainable_variables]
   try:
@@ -65,7 +64,7 @@ def _replica(config, layers, micro_batches, devices):
 
   def dataset_fn(num_shards, shard_index, start_example):
     return inputs.train_dataset(
-      source,
+      sources.find(config.dataset, config.data_dir),
       batch_size=config.batch_size * num_towers,
       seed=config.seed,
       num_shards=num_shards,

@@ -163,14 +163,14 @@ def _write_labels(directory: str, name: str, labels: list[str]) -> None:
   """Writes the labels, one per line.
 
   Raises:
-    shards.BuildError: If others are there already.
+    shards.BuildError: If shards of others are there already.
   """
   from inception_mini import records
   from inception_mini import shards
 
   os.makedirs(directory, exist_ok=True)
   path = os.path.join(directory, name)
-  if os.path.exists(path):
+  if os.path.exists(path) and shards.are_in(directory):
     if records.read_labels(path) != labels:
       raise shards.BuildError(
         f"`output_directory` must be empty or hold shards of the same labels. "

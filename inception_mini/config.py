@@ -147,6 +147,7 @@ class Config:
     require("positive", lambda v: v > 0, *_POSITIVE)
     require("at least 0", lambda v: v >= 0, *_NOT_NEGATIVE)
     require("in [0, 1)", lambda v: 0 <= v < 1, *_SHARES)
+    run_settings.require_seed(self.seed)
     require("in (0, 1]", lambda v: 0 < v <= 1, *_PARTS)
 
 
@@ -159,7 +160,7 @@ _POSITIVE = (
   "num_epochs_per_decay",
   "rmsprop_epsilon",
 )
-_NOT_NEGATIVE = ("seed", "weight_decay", "auxiliary_weight")
+_NOT_NEGATIVE = ("weight_decay", "auxiliary_weight")
 _SHARES = (
   "dropout",
   "rmsprop_decay",

@@ -27,11 +27,14 @@ class File(NamedTuple):
     path: Where it is.
     label: From 1 on.
     text: The label in words, which is the name of the sub-folder.
+    state: Size in bytes and time of change in ns; None if it cannot be reached,
+      such as a link to nowhere.
   """
 
   path: str
   label: int
   text: str
+  state: tuple[int, int] | None
 
 
 class Found(NamedTuple):
@@ -98,7 +101,8 @@ def find(directory: str, labels: Sequence[str]) -> Found:
       continue
     for path in _files_below(entry.path):
       if path.lower().endswith(EXTENSIONS):
-        files.append(File(path, numbers[entry.name], entry.name))
+        label = numbers[entry.name]
+        files.append(File(path, label, entry.name, _state(path)))
       else:
         ignored.append(path)
   if not files:
@@ -114,15 +118,18 @@ def fingerprint(directory: str, files: Sequence[File]) -> str:
   """A digest of names, labels, sizes and times of change of the files."""
   digest = hashlib.sha256()
   for file in files:
-    try:
-      status = os.stat(file.path)
-      state = [status.st_size, status.st_mtime_ns]
-    except OSError:
-      state = None  # Such as a link to nowhere, which will be skipped.
     name = os.path.relpath(file.path, directory)
-    facts = [name, file.label, file.text, state]
+    facts = [name, file.label, file.text, file.state]
     digest.update(json.dumps(facts).encode() + b"\n")
   return digest.hexdigest()
+
+
+def _state(path: str) -> tuple[int, int] | None:
+  try:
+    status = os.stat(path)
+  except OSError:
+    return None
+  return status.st_size, status.st_mtime_ns
 
 
 def _scan(directory: str) -> list[os.DirEntry]:

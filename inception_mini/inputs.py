@@ -30,6 +30,7 @@ def train_dataset(
   shard_index: int | tf.Tensor = 0,
   start_example: int | tf.Tensor = 0,
   with_seeds: bool = False,
+  parallel_images: int = PARALLEL_IMAGES,
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
@@ -59,6 +60,7 @@ def train_dataset(
       an epoch is read but not decoded.
     with_seeds: Whether each image comes with random integers of its own,
       for dropout.
+    parallel_images: How many are decoded and distorted at a time.
 
   Returns:
     A dataset of float32 images `[batch, size, size, 3]` in [-1, 1] and int64
@@ -111,7 +113,7 @@ def train_dataset(
   return (
     _raw_examples(source, deal, start, settings.shuffle_examples)
     .map(
-      image_and_label, num_parallel_calls=PARALLEL_IMAGES, deterministic=True
+      image_and_label, num_parallel_calls=parallel_images, deterministic=True
     )
     .batch(batch_size, drop_remainder=True)
     .apply(

@@ -11,8 +11,8 @@ from inception_mini import config
 
 LOGITS = "logits"
 AUXILIARY_LOGITS = "auxiliary_logits"
-# The layers that another number of classes changes.
-HEADS = (LOGITS, AUXILIARY_LOGITS)
+# The name of each layer of the auxiliary head begins like this.
+_AUXILIARY = "auxiliary"
 
 _DEFAULTS = config.Config
 _STATISTICS = ("moving_mean", "moving_variance")
@@ -103,7 +103,7 @@ def build(
 
   outputs = {LOGITS: dense(x, LOGITS, 0.01)}
   if has_auxiliary:
-    features = parts.auxiliary_features(middle, "auxiliary")
+    features = parts.auxiliary_features(middle, _AUXILIARY)
     outputs[AUXILIARY_LOGITS] = dense(features, AUXILIARY_LOGITS, 0.001)
   return keras.Model(images, outputs, name="inception_mini")
 
@@ -160,8 +160,13 @@ def is_statistic(path: str) -> bool:
 
 
 def is_head(path: str) -> bool:
-  """Whether a variable's path is that of a layer in `HEADS`."""
-  return path.partition("/")[0] in HEADS
+  """Whether a variable is of what another task makes anew.
+
+  That is the logits, and the auxiliary head: the kernels of that depend on the
+  size of the images too. TF-Slim's recipes for fine-tuning leave out the same.
+  """
+  layer = path.partition("/")[0]
+  return layer == LOGITS or layer.startswith(_AUXILIARY)
 
 
 def loss(

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from inception_mini import records
 _PLAN = "{subset}.plan.json"
 _TEMPORARY = "{path}.tmp"
 _LOCK = ".build.lock"
+_SHARD = re.compile(r"\w+-\d{5}-of-\d{5}")
 _SIGNATURES = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG"}
 
 
@@ -82,7 +84,7 @@ def write(
     BuildError: If the directory holds shards of something else, or another
       build is at work there.
     Interrupted: On Ctrl-C, after the threads have ended.
-    OSError: If a shard cannot be written.
+    OSError: If a shard cannot be written, or files are there no more.
   """
   os.makedirs(directory, exist_ok=True)
   with _locked(directory):
@@ -115,16 +117,24 @@ def write(
   return Summary(sum(counts), len(files) - sum(counts), kept, len(todo))
 
 
+def are_in(directory: str) -> bool:
+  """Whether a directory holds a finished shard of any subset."""
+  return any(_SHARD.fullmatch(name) for name in os.listdir(directory))
+
+
 def encode(file: image_folders.File) -> bytes:
   """Makes the record of a file, whose bytes stay as they are.
 
   Raises:
     ValueError: With the reason, if it is no image that can be decoded.
+    OSError: If it was there when files were looked for, and is not now.
   """
   try:
     with open(file.path, "rb") as stream:
       encoded = stream.read()
   except OSError as error:
+    if file.state is not None and not isinstance(error, PermissionError):
+      raise  # It was there; the disk, and all that follows, may be gone.
     raise ValueError(error.strerror) from None
   formats = [f for head, f in _SIGNATURES.items() if encoded.startswith(head)]
   if not formats:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import os
+import threading
 from collections.abc import Callable
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,6 +19,8 @@ DataError = prepared_datasets.DataError
 
 # Files whose records are counted at a time.
 _PARALLEL_COUNTS = 16
+# What takes longer, such as ImageNet on a slow disk, says what it does.
+_COUNTS_SILENTLY_SECS = 5.0
 
 
 class Example(NamedTuple):
@@ -137,8 +140,14 @@ def _records(data_dir: str | None, subsets: tuple[str, ...]) -> Source:
 
 
 def _count(paths: list[str]) -> tuple[int, ...]:
-  with concurrent.futures.ThreadPoolExecutor(_PARALLEL_COUNTS) as pool:
-    lengths = tuple(pool.map(records.count_records, paths))
+  words = f"counting the examples of {len(paths)} files like {paths[0]}"
+  patience = threading.Timer(_COUNTS_SILENTLY_SECS, print, [words])
+  patience.start()
+  try:
+    with concurrent.futures.ThreadPoolExecutor(_PARALLEL_COUNTS) as pool:
+      lengths = tuple(pool.map(records.count_records, paths))
+  finally:
+    patience.cancel()
   if not sum(lengths):
     raise DataError(f"{paths[0]} and its like must hold examples.")
   return lengths

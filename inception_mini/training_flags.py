@@ -123,16 +123,24 @@ def _workload(
 ) -> program.Workload:
   from inception_mini import model
   from inception_mini import sources
+  from tf_replicas import checkpoints
   from tf_replicas import fine_tuning
 
-  source = sources.find(config.dataset, config.data_dir, subsets=("train",))
+  source = sources.find(
+    config.dataset,
+    config.data_dir,
+    subsets=("train",),
+    download=not FLAGS.dry_run,
+  )
   try:
     num_classes = model.num_classes(config, source.num_classes)
   except ValueError as error:  # It is the data set's.
     raise sources.DataError(str(error)) from None
   pretrained = FLAGS.pretrained_model_checkpoint_path
+  is_new = checkpoints.latest(config.train_dir) is None
   # The other tasks may be on machines that do not see it.
-  if pretrained is not None and options.task in (None, options.spec.chief):
+  is_chief = options.task in (None, options.spec.chief)
+  if pretrained is not None and is_chief and is_new:
     fine_tuning.find(pretrained)
   return workload.make(
     dataclasses.replace(config, num_classes=num_classes),

@@ -91,6 +91,8 @@ def _replica(config, source, layers, micro_batches, devices):
       shard_index=shard_index,
       start_example=start_example,
       with_seeds=True,
+      # Towers on GPUs take more images.
+      parallel_images=inputs.PARALLEL_IMAGES * num_towers,
     )
 
   return tf_replicas.Replica(

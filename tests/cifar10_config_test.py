@@ -47,6 +47,7 @@ def test_settings_win_over_the_recipe():
     ("learning_rate_scale", 0.0),
     ("num_epochs", -2.0),
     ("warmup_epochs", 256.0),
+    ("seed", 2**63),
     ("seed", -1),
   ],
 )
@@ -147,6 +148,10 @@ def test_late_crops_begin_with_the_last_part_of_the_run():
     ({"learning_rate_scale": 4.0}, 5.0),
     ({"learning_rate_scale": 4.0, "num_epochs": 8.0}, 1.0),
     ({"learning_rate_scale": 4.0, "warmup_epochs": 0.0}, 0.0),
+    # A run of half an epoch, or of 25: an eighth of it, and no more than 5.
+    ({"learning_rate_scale": 2.0, "batch": 250, "max_steps": 100}, 0.0625),
+    ({"learning_rate_scale": 2.0, "batch": 250, "max_steps": 5000}, 3.125),
+    ({"learning_rate_scale": 2.0, "batch": 250, "max_steps": 50_000}, 5.0),
   ],
 )
 def test_only_a_scaled_rate_of_the_tutorial_is_warmed_up(

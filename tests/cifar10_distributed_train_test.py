@@ -16,6 +16,7 @@ import pytest
 
 from experiments import recorded_run
 from tf_replicas import checkpoints
+from tf_replicas import cluster
 
 MODULE = "cifar10.distributed_train"
 run = functools.partial(binaries.run, MODULE)
@@ -235,6 +236,34 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum):
     assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.cluster
+def test_a_parameter_server_needs_no_data(tmp_path):
+  spec = cluster.resolve_ports(
+    cluster.parse({"ps": ["localhost:0"], "worker": ["localhost:0"]})
+  )
+  (tmp_path / "spec.json").write_text(spec.to_json())
+  flags = train_flags(
+    tmp_path / "run",
+    f"--cluster_spec={tmp_path / 'spec.json'}",
+    "--dataset=cifar10",
+    f"--data_dir={tmp_path / 'nowhere'}",
+    "--job_name=ps",
+    "--task_index=0",
+  )
+  process = subprocess.Popen(
+    binaries.command(MODULE, *flags),
+    cwd=binaries.ROOT,
+    env=binaries.environ(),
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    assert process.stdout.readline().startswith("ps 0 serves at localhost:")
+  finally:
+    process.kill()
+    process.wait()
+
+
 class TestBadInput:
   refuse = functools.partial(binaries.refuse, MODULE)
 
@@ -268,6 +297,13 @@ class TestBadInput:
       spec.write_text(json.dumps(jobs))
       flags = train_flags(tmp_path / "run", f"--cluster_spec={spec}")
       self.refuse(f"{port}", *flags)
+
+  def test_an_optimizer_of_whole_variables(self, tmp_path):
+    spec = "cluster_specs/local_2ps_3workers.json"
+    flags = train_flags(
+      tmp_path / "run", f"--cluster_spec={spec}", "--recipe=modern"
+    )
+    self.refuse(f"{spec}: `variables.placement` must be 'greedy'", *flags)
 
   def test_impossible_replica_count(self, tmp_path):
     flags = train_flags(tmp_path / "run", "--replicas_to_aggregate=0")

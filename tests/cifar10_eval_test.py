@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 
 import cifar10_binaries as binaries
@@ -150,6 +151,43 @@ def test_a_timeout_is_one_line(tmp_path):
     "--timeout_secs=0.5",
     status=1,
   )
+
+
+def test_measures_the_training_images(train_dir, capsys):
+  settings = config.Config(dataset="synthetic", train_dir=str(train_dir))
+  matrix = eval_lib.evaluate(settings, eval_data="train_eval")
+  assert matrix.sum() == sources.find("synthetic").num_train
+  assert list(train_dir.glob("eval_train/events.*"))
+
+
+def test_waits_for_a_run_and_takes_its_settings(train_dir, tmp_path):
+  """Evaluation may be started first; what is trained is known later."""
+  run = tmp_path / "run"
+  process = subprocess.Popen(
+    binaries.command("cifar10.eval", f"--train_dir={run}"),
+    cwd=binaries.ROOT,
+    env=binaries.environ(),
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    assert process.stdout.readline() == f"waiting for a training in {run}\n"
+    assert not run.exists()
+    settings = config.Config(
+      dataset="synthetic", train_dir=str(run), crop_size=29.0
+    )
+    run_settings.record(settings)
+    for path in train_dir.iterdir():
+      if path.is_file():
+        shutil.copy(path, run)
+    output, _ = process.communicate(timeout=100)
+  finally:
+    process.kill()
+  assert process.returncode == 0
+  matrix = eval_lib.evaluate(settings, str(tmp_path / "eval"))
+  assert f"precision @ 1 = {confusion.accuracy(matrix):.4f}" in output
+  smaller = config.Config(dataset="synthetic", train_dir=str(run))
+  assert np.any(matrix != eval_lib.evaluate(smaller, str(tmp_path / "eval")))
 
 
 def test_reads_the_settings_of_the_run(train_dir, tmp_path):

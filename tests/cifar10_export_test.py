@@ -142,5 +142,13 @@ def test_a_run_without_a_checkpoint_is_one_line(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
+def test_a_damaged_record_is_one_line(tmp_path):
+  binaries.save_checkpoint(tmp_path / "run", seed=1, average_seed=2)
+  (tmp_path / "run" / "config.json").write_text("{")
+  flags = [f"--train_dir={tmp_path / 'run'}", f"--export_dir={tmp_path / 'e'}"]
+  binaries.refuse("cifar10.export", "config.json is damaged", *flags)
+  assert not (tmp_path / "e").exists()
+
+
 def test_the_directory_must_be_named():
   binaries.refuse("cifar10.export", "--export_dir must have a value")

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import cifar10_binaries as binaries
 import numpy as np
@@ -136,6 +137,8 @@ def test_dry_run_tells_how_layers_are_spread(tmp_path):
   output = binaries.succeed(MODULE, *flags(tmp_path / "run", *more))
   assert "1 tower of batch 128: effective batch 128" in output
   assert "1,068,298 parameters" in output
+  assert re.search(r"^conv2 .*/device:GPU:1$", output, re.MULTILINE)
+  assert "of weights on /device:GPU:0" in output
   assert not (tmp_path / "run").exists()
 
 

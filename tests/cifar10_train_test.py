@@ -86,10 +86,13 @@ def test_the_settings_are_recorded(trained):
 
 def test_a_finished_run_has_nothing_left_to_do(trained):
   train_dir, _, _, _ = trained
-  before = {p.name: p.read_bytes() for p in train_dir.glob("model.ckpt*")}
-  output = binaries.succeed(MODULE, *flags(train_dir, "--max_steps=25"))
+  names = ("model.ckpt*", "config.json")
+  before = {p: p.read_bytes() for n in names for p in train_dir.glob(n)}
+  output = binaries.succeed(
+    MODULE, *flags(train_dir, "--max_steps=25", "--seed=5")
+  )
   assert not binaries.logged_steps(output)
-  after = {p.name: p.read_bytes() for p in train_dir.glob("model.ckpt*")}
+  after = {p: p.read_bytes() for n in names for p in train_dir.glob(n)}
   assert after == before
 
 
@@ -98,6 +101,37 @@ def test_dry_run_starts_nothing(tmp_path):
   output = binaries.succeed(MODULE, *flags(train_dir, "--dry_run"))
   assert "1,068,298 parameters" in output
   assert not train_dir.exists()
+
+
+def test_dry_run_downloads_nothing(tmp_path):
+  more = ["--dataset=cifar10", f"--data_dir={tmp_path}", "--dry_run"]
+  output = binaries.succeed(MODULE, *flags(tmp_path / "run", *more))
+  assert "cifar10 is not there yet; training will download it" in output
+  assert "1,068,298 parameters" in output
+  assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_modern_run_ends_as_an_uninterrupted_one(tmp_path):
+  """Weights, slots, averages: rate, crops and data go on where they were."""
+  # Of 128 examples the last 19 are cropped near the middle.
+  modern = ["--recipe=modern", "--num_epochs=0.00256"]
+  states = []
+  for name, parts in (("whole", [[]]), ("two", [["--max_steps=5"], []])):
+    for part in parts:
+      binaries.succeed(MODULE, *flags(tmp_path / name, *modern, *part))
+    states.append(checkpoints.read(checkpoints.latest(tmp_path / name)))
+  whole, two = states
+  assert whole["global_step"] == 8
+  assert any(name.startswith("slots/") for name in whole)
+  assert whole.keys() == two.keys()
+  for name, value in whole.items():
+    np.testing.assert_array_equal(value, two[name], name)
+
+
+def test_a_file_in_the_place_of_the_directory(tmp_path):
+  (tmp_path / "file").touch()
+  words = "`--train_dir` must be a directory"
+  binaries.refuse(MODULE, words, *flags(tmp_path / "file"))
 
 
 @pytest.mark.parametrize(

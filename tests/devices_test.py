@@ -162,6 +162,9 @@ class TowerDevicesTest(parameterized.TestCase):
     ([0], False, ["/device:GPU:0"]),
     ([1, 2], False, ["/device:GPU:0", "/device:GPU:1"]),
     ([1, 2], True, ["/device:CPU:0", "/device:CPU:1"]),
+    # As the spec orders them: the first tower on the machine's GPU 5.
+    ([5, 2], False, ["/device:GPU:1", "/device:GPU:0"]),
+    ([3, 1, 2], True, ["/device:CPU:2", "/device:CPU:0", "/device:CPU:1"]),
     ([], False, ["/device:CPU:0"]),
     ([], True, ["/device:CPU:0"]),
   )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import cifar10_binaries as binaries
 import numpy as np
@@ -137,6 +138,43 @@ def test_fine_tunes_to_another_number_of_classes(trained, tmp_path):
   )
   assert after["variables/logits/kernel"].shape[-1] == 12
   assert after["global_step"] == 1
+
+
+def test_a_pretrained_model_is_needed_once(trained, tmp_path):
+  """What is resumed does not start anew, wherever that model went."""
+  train_dir, _ = trained
+  shutil.copytree(train_dir, tmp_path / "run")
+  output = binaries.succeed(
+    "inception_mini.train",
+    *SMALL,
+    "--pretrained_model_checkpoint_path=/cleaned/up",
+    f"--train_dir={tmp_path / 'run'}",
+    "--max_steps=4",
+    timeout=TIMEOUT_SECS,
+  )
+  assert "goes on from step 3" in output
+  assert "this run goes on otherwise: batch_norm_statistics was" in output
+  assert binaries.logged_steps(output) == [4]
+
+
+def test_a_damaged_record_is_one_line(trained, tmp_path):
+  train_dir, _ = trained
+  path = tmp_path / "validation-00000-of-00001"
+  with tf.io.TFRecordWriter(str(path)) as writer:
+    for _ in range(3):
+      writer.write(b"no example")
+  contents = bytearray(path.read_bytes())
+  contents[-7] ^= 1
+  path.write_bytes(contents)
+  binaries.refuse(
+    "inception_mini.eval",
+    "TensorFlow failed: ",
+    f"--train_dir={train_dir}",
+    "--dataset=records",
+    f"--data_dir={tmp_path}",
+    "--run_once",
+    status=1,
+  )
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,36 @@ def test_unreadable_images_are_reported_and_left_out(photos, tmp_path, capsys):
   assert skipped[f"skipped {photos}/owl/text.jpg"] == "neither JPEG nor PNG"
 
 
+def test_a_disk_that_fails_ends_the_build(photos, tmp_path):
+  """What was there and is not now is no image that cannot be read."""
+  found = image_folders.find(str(photos), LABELS)
+  fingerprint = image_folders.fingerprint(str(photos), found.files)
+  away = photos.rename(tmp_path / "away")
+
+  def write():
+    return shards.write(
+      "train",
+      str(tmp_path / "out"),
+      found.files,
+      fingerprint=fingerprint,
+      num_shards=3,
+      num_threads=1,
+    )
+
+  with pytest.raises(FileNotFoundError, match=str(photos)):
+    write()
+  assert not contents(tmp_path / "out")
+  away.rename(photos)
+  assert write().num_examples == 21
+
+
+def test_labels_of_a_mistake_are_replaced(photos, tmp_path):
+  (tmp_path / "out").mkdir()
+  (tmp_path / "out" / "labels.txt").write_text("train\ntest\n")
+  assert build(photos, tmp_path / "out").num_examples == 21
+  assert records.read_labels(tmp_path / "out" / "labels.txt") == list(LABELS)
+
+
 def test_other_files_are_left_out(photos, tmp_path, capsys):
   (photos / "README.txt").write_text("about")
   (photos / "cat" / "notes.txt").write_text("about")

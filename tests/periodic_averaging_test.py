@@ -268,16 +268,22 @@ class StatisticsTest(stores.TestCase):
       centre += 0.25 * sum(distances)
       self.assertAlmostEqual(self._moving(training), centre, places=5)
 
-  def test_accumulated_gradients(self):
-    """All moves of both replicas are made, whole."""
+  @parameterized.parameters((False, [0.5, 0.5]), (True, [1.0, 0.0]))
+  def test_accumulated_gradients(self, has_chief_statistics, shares):
+    """Half the move of each of both replicas is made, or the chief's."""
     training = self._train(
-      lambda: periodic_averaging.accumulated_gradients(SGD(RATE), 2, period=3),
+      lambda: periodic_averaging.accumulated_gradients(
+        SGD(RATE),
+        2,
+        period=3,
+        has_chief_statistics=has_chief_statistics,
+      ),
       2,
     )
-    moves = [self._moved(10.0, data[:3]) - 10 for data in DATA[:2]]
-    for replica in range(2):
+    expected = 10.0
+    for replica, share in enumerate(shares):
+      expected += share * (self._moved(10.0, DATA[replica][:3]) - 10)
       training.meet(replica)
-      expected = 10 + sum(moves[: replica + 1])
       self.assertAlmostEqual(self._moving(training), expected, places=5)
 
 

@@ -5,6 +5,7 @@ import pathlib
 import re
 import sys
 
+import cifar10_binaries as binaries
 import pytest
 
 from tf_replicas import cluster
@@ -58,6 +59,26 @@ def test_the_policy_of_its_own_is_one():
   policy = names["rule"].policy
   assert policy.name == "by_root"
   assert float(policy.rate_factor(tf.constant(3.0))) == 0.5
+
+
+def test_the_exported_model_names_what_an_image_shows(
+  tmp_path, monkeypatch, capsys
+):
+  import tensorflow as tf
+
+  from cifar10 import config
+  from cifar10 import export
+
+  binaries.save_checkpoint(tmp_path / "run", seed=1, average_seed=2)
+  directory = str(tmp_path / "export")
+  export.export(str(tmp_path / "run"), directory)
+  image = tf.cast(tf.random.uniform([50, 40, 3], 0, 255, tf.int32), tf.uint8)
+  (tmp_path / "cat.png").write_bytes(tf.io.encode_png(image).numpy())
+  monkeypatch.chdir(tmp_path)
+  program = example("classify.py")
+  assert program.count("/tmp/cifar10_export") == 1
+  exec(program.replace("/tmp/cifar10_export", directory), {})
+  assert capsys.readouterr().out.strip() in config.LABELS
 
 
 def test_every_spec_that_the_readme_names_exists():

@@ -1,5 +1,7 @@
 """Tests of `tf_replicas.run_settings`."""
 
+import dataclasses
+
 import pytest
 
 from inception_mini import config
@@ -14,6 +16,27 @@ def test_a_run_remembers_its_settings(tmp_path):
     run_settings.of_run(config.Config, str(tmp_path), image_size=48).image_size
     == 48
   )
+
+
+def test_the_record_is_read_from_anywhere(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  run_settings.record(config.Config(train_dir="run", data_dir="photos"))
+  monkeypatch.chdir("/")
+  settings = run_settings.of_run(config.Config, str(tmp_path / "run"))
+  assert settings.data_dir == str(tmp_path / "photos")
+
+
+def test_says_what_a_run_goes_on_with_otherwise(tmp_path, capsys):
+  settings = config.Config(train_dir=str(tmp_path), max_steps=5)
+  run_settings.record(settings)
+  run_settings.record(dataclasses.replace(settings, max_steps=9))
+  assert not capsys.readouterr().out
+  changed = config.from_recipe("mini", train_dir=str(tmp_path))
+  run_settings.record(changed)
+  (line,) = capsys.readouterr().out.splitlines()
+  assert "recipe was 'original' and is 'mini'" in line
+  assert "image_size was 299 and is 32" in line
+  assert "seed" not in line and "max_steps" not in line
 
 
 def test_a_run_without_record_has_the_defaults(tmp_path):

@@ -266,6 +266,26 @@ class AsynchronousTest(stores.TestCase):
     np.testing.assert_array_equal(values["w"], [0.0, 0.0])
     np.testing.assert_array_equal(values["moving"], [expected, expected])
 
+  @parameterized.parameters((True, 9.0), (False, 7.0))
+  def test_of_an_update_of_two(self, has_chief_statistics, expected):
+    """Softsync: a mean of 1 and 5, or of the chief's 1 all its way."""
+    training = async_replicas_test.Training(
+      lambda: async_replicas.AsyncReplicasOptimizer(
+        SGD(0.5),
+        2,
+        gradients_per_update=2,
+        use_locking=True,
+        has_chief_statistics=has_chief_statistics,
+      ),
+      2,
+      values=VALUES,
+    )
+    read = [training.pull(replica) for replica in range(2)]
+    for r in range(2):
+      before = read[r][1][1]
+      training.apply(r, read[r][0], [tf.ones([2]), (1 + 4 * r) + 0 * before])
+    self.assertEqual(training.values()["moving"][0], expected)
+
 
 if __name__ == "__main__":
   absltest.main()

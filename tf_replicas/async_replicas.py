@@ -255,9 +255,9 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     Raises: OutOfRangeError, CancelledError: At its end, at run time.
     """
     self.make_ready(is_chief=False)
-    gradients = self.with_chief_statistics(
-      self.in_order(grads_and_vars), replica == 0
-    )
+    weight = self._per_update * tf.cast(replica == 0, tf.int32)
+    gradients = self.in_order(grads_and_vars)
+    gradients = self.with_chief_statistics(gradients, weight)
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_queues.all_finite(gradients, self.wire_dtype)
     replica, local_step, is_sound, loss, num_examples = resources.land_scalars(

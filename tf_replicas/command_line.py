@@ -165,7 +165,7 @@ def define_evaluation_flags(train_dir: str, *, batch_size: int) -> None:
     batch_size: Images at a time unless told otherwise.
   """
   flags.DEFINE_string("train_dir", train_dir, "The run to measure")
-  flags.DEFINE_string("eval_dir", None, "For TensorBoard; TRAIN_DIR/eval")
+  flags.DEFINE_string("eval_dir", None, "For TensorBoard; in TRAIN_DIR")
   flags.DEFINE_string("dataset", None, "As in training; that of the run")
   flags.DEFINE_string("data_dir", None, "As in training; that of the run")
   flags.DEFINE_integer("batch_size", batch_size, "Images at a time")
@@ -254,7 +254,7 @@ def train(
     config_fn: Says what to train, by the flags and the options, and puts the
       length of the run into the options.
     workload_fn: Makes the workload of that, and looks whether its data is
-      there. It may import TensorFlow.
+      there, in tasks that need it. It may import TensorFlow.
   """
   with processes.one_line_errors(usage=(ValueError,)):
     options = options_fn()
@@ -273,7 +273,7 @@ def train(
   ):
     status = launcher.run(
       options,
-      workload_fn(options, config),
+      None if options.only_serves else workload_fn(options, config),
       command=functools.partial(_command, module, sys.argv[1:]),
       is_dry_run=FLAGS.dry_run,
     )
@@ -283,6 +283,8 @@ def train(
 def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
   """Is the `main` of an evaluation binary, up to what it says at its end.
 
+  Without `--run_once` it waits for a run that has not begun.
+
   Args:
     evaluate_fn: Measures by the flags; returns None if there was no checkpoint
       in time. An error that is the user's business is told in one line.
@@ -291,7 +293,10 @@ def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
     What `evaluate_fn` returned.
   """
   with processes.quiet_stderr():
+    import tensorflow as tf
+
     from tf_replicas import devices
+    from tf_replicas import evaluation
 
   with processes.one_line_errors(
     usage=(ValueError, prepared_datasets.DataError),
@@ -299,7 +304,16 @@ def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
   ):
     # Takes as much GPU memory as it needs, for training may run beside it.
     devices.configure(None)
-    result = evaluate_fn()
+    result = None
+    if FLAGS.run_once or evaluation.await_run(
+      FLAGS.train_dir, timeout_secs=FLAGS.timeout_secs
+    ):
+      try:
+        result = evaluate_fn()
+      except tf.errors.OpError as error:
+        # Of data that cannot be read, or of a full memory.
+        words = processes.shortened(f"TensorFlow failed: {error.message}")
+        raise RuntimeError(words) from error
     if result is None:
       raise TimeoutError(f"No checkpoint file found in {FLAGS.train_dir}")
     return result

@@ -71,8 +71,8 @@ def tower_devices(
 ) -> list[str]:
   """The device of each tower of a task.
 
-  TensorFlow numbers the GPUs that are visible to a process from 0, so the
-  towers on GPUs 1 and 2 of a machine run on `GPU:0` and `GPU:1`.
+  TensorFlow numbers the GPUs that are visible to a process from 0, in the
+  machine's order: the towers on GPUs 5 and 2 run on `GPU:1` and `GPU:0`.
 
   Args:
     gpus: The GPUs of the task, as given to its `configure`. One tower runs on
@@ -86,8 +86,8 @@ def tower_devices(
   """
   kind = "GPU" if gpus and not emulate else "CPU"
   host = "" if job is None else f"/job:{job}/task:{task}"
-  num_towers = max(1, len(gpus))
-  return [f"{host}/device:{kind}:{tower}" for tower in range(num_towers)]
+  numbers = [sorted(gpus).index(gpu) for gpu in gpus] or [0]
+  return [f"{host}/device:{kind}:{number}" for number in numbers]
 
 
 def _check_gpus(gpus: Sequence[int], num_existing: int) -> None:

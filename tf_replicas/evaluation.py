@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from tf_replicas import checkpoints
+from tf_replicas import run_settings
 
 Result = TypeVar("Result")
 # Called with a global step and the variables of that step by path.
@@ -91,6 +92,38 @@ def evaluate(
     interval_secs=interval_secs,
     timeout_secs=timeout_secs,
   )
+
+
+def await_run(
+  train_dir: str | os.PathLike[str], *, timeout_secs: float | None = None
+) -> bool:
+  """Waits until training has written into its directory, and says so.
+
+  What a run is made of, such as its network and its data set, is only known
+  then.
+
+  Args:
+    train_dir: Where training writes; need not exist yet.
+    timeout_secs: How long to wait; None waits for ever.
+
+  Returns:
+    Whether there is a run.
+  """
+  train_dir = os.fspath(train_dir)
+  deadline = float("inf")
+  if timeout_secs is not None:
+    deadline = time.monotonic() + timeout_secs
+  has_told = False
+  while not run_settings.is_recorded(train_dir):
+    if checkpoints.latest(train_dir):
+      break  # Of a training that records no settings.
+    if time.monotonic() >= deadline:
+      return False
+    if not has_told:
+      print(f"waiting for a training in {train_dir}", flush=True)
+      has_told = True
+    time.sleep(_POLL_SECS)
+  return True
 
 
 def evaluate_once(

@@ -29,7 +29,7 @@ _PROGRESS = re.compile(r": step (\d+), loss = (\S+) \(")
 
 def run(
   options: program.Options,
-  workload: program.Workload,
+  workload: program.Workload | None,
   *,
   command: Callable[[str, cluster.Task, int], Sequence[str]],
   is_dry_run: bool = False,
@@ -38,7 +38,7 @@ def run(
 
   Args:
     options: How to run.
-    workload: What to train.
+    workload: What to train; None for a task that `only_serves`.
     command: Maps (path of the resolved spec, task, threads of one op) to the
       command line that starts that task.
     is_dry_run: Whether to say what would be run, and nothing more.
@@ -56,28 +56,31 @@ def run(
   # These import TensorFlow, which the launcher does without.
   from tf_replicas import roles
 
-  if options.task.job == "ps" or (
-    options.is_in_graph and options.task.job == "worker"
-  ):
+  if options.only_serves:
     return roles.serve(options)
   return roles.train(options, workload)
 
 
 def _describe(options: program.Options, workload: program.Workload) -> int:
   """Prints cluster, effective batch and placement."""
+  from tf_replicas import devices
   from tf_replicas import one_machine
   from tf_replicas import parameter_store
 
   _say(program.describe(options, workload))
-  num_devices = options.devices_per_tower
-  variables = workload.replica_fn(
-    [""] * num_devices if num_devices > 1 else []
-  ).shared
+  tower_devices = []
+  if options.devices_per_tower > 1:
+    tower_devices = devices.tower_devices(
+      options.spec.gpus(options.replicas[0]), emulate=options.emulate_gpus
+    )
+  replica = workload.replica_fn(tower_devices)
   if options.spec.variables.on == "ps":
-    _say(parameter_store.describe(options.spec, variables))
+    _say(parameter_store.describe(options.spec, replica.shared))
   else:
     device = "every replica" if options.is_mirrored else "/device:CPU:0"
-    _say(one_machine.describe(variables, device))
+    _say(one_machine.describe(replica.shared, device))
+  if tower_devices:
+    _say(replica.layers.table(tower_devices))
   return 0
 
 

@@ -238,6 +238,7 @@ class Accumulated:
     """
     self.rule = rule
     self._period = period
+    self._num_replicas = rule.total_num_replicas
 
   def build(self, store: parameter_store.ParameterStore) -> None:
     """As for `Together`."""
@@ -255,8 +256,11 @@ class Accumulated:
     """Lets the rule apply the mean, and pulls; as for `Together`."""
     del state
     count = len(self._store.trainable)
+    # A walk of statistics is towards where they belong: walks of several
+    # replicas from one place add up to far beyond it, but not their mean.
+    walks = 1 if self.rule.has_chief_statistics else self._num_replicas
     means = [
-      total if i >= count or total is None else total / self._period
+      None if total is None else total / (self._period if i < count else walks)
       for i, total in enumerate(local.totals)
     ]
     release = self.rule.apply_gradients(

@@ -205,6 +205,7 @@ def accumulated_gradients(
   A replica explores with local steps. When it meets the centre, the mean of its
   `period` gradients is applied there by an optimizer of the same settings, at
   once, and it goes on from the centre, which others may have changed meanwhile.
+  Statistics go 1 / M of the way that they went in its copy.
 
   Hermans et al. 2017, "Accumulated gradient normalization", section 3; after
   `AGNOptimizer` of TF1's contrib.

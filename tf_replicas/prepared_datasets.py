@@ -1,11 +1,17 @@
 """Data sets by name, from TensorFlow Datasets."""
 
+import concurrent.futures
+import multiprocessing
 import urllib.error
 import urllib.request
 
 
 class DataError(Exception):
   """The data cannot be used; the message is one line and says why."""
+
+
+class NotPreparedError(DataError):
+  """The data set is not there, and was not to be downloaded."""
 
 
 def builder(
@@ -26,7 +32,8 @@ def builder(
     advice: What else the user can do; the end of an error.
 
   Raises:
-    DataError: If there is no such data set, or it cannot be loaded.
+    DataError: If there is no such data set, or it cannot be loaded; a
+      `NotPreparedError` if it only had to be downloaded.
   """
   place = "its default directory" if data_dir is None else f"`{data_dir}`"
   try:
@@ -39,12 +46,14 @@ def builder(
       found = None
     if found is not None and not found.info.splits:
       if not download:
-        raise DataError("it is not prepared there and `download` is off")
+        raise NotPreparedError("it is not prepared there")
       _require_server(found)
-      found.download_and_prepare()
+      _prepare_elsewhere(name, data_dir)
+      found = tfds.builder(name, data_dir=data_dir)
   # Whatever goes wrong in there, its user needs the same one line.
   except Exception as error:
-    raise DataError(
+    kind = NotPreparedError if type(error) is NotPreparedError else DataError
+    raise kind(
       f"TensorFlow Datasets could not load {name!r} from {place}: "
       f"{_one_line(error)}. {advice}"
     ) from error
@@ -56,9 +65,26 @@ def builder(
   return found
 
 
+def _prepare_elsewhere(name: str, data_dir: str | None) -> None:
+  """Downloads and prepares a data set in a process that ends then.
+
+  Images are encoded by TensorFlow on the way, and once it computes, a process
+  can choose its devices no more.
+  """
+  spawned = multiprocessing.get_context("spawn")
+  with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawned) as pool:
+    pool.submit(_prepare, name, data_dir).result()
+
+
+def _prepare(name: str, data_dir: str | None) -> None:
+  import tensorflow_datasets as tfds
+
+  tfds.builder(name, data_dir=data_dir).download_and_prepare()
+
+
 def _require_server(found) -> None:
   """Fails at once without a network; the downloader retries for minutes."""
-  for url in list(getattr(found, "url_infos", {}))[:1]:
+  for url in list(found.url_infos or ())[:1]:
     request = urllib.request.Request(url, method="HEAD")
     try:
       urllib.request.urlopen(request, timeout=10).close()

@@ -30,6 +30,11 @@ def one_line_errors(
   exit_now(status)
 
 
+def shortened(words: str) -> str:
+  """The beginning of a long message, in one line."""
+  return " ".join(words.split())[:400]
+
+
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
   """Hides what native code writes to stderr, for imports of TensorFlow.

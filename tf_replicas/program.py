@@ -87,6 +87,15 @@ class Options:
     return self.spec.variables.on == "mirrored"
 
   @property
+  def only_serves(self) -> bool:
+    """Whether this process is a task that others drive, and needs no data."""
+    if self.task is None or not self.spec.is_distributed:
+      return False
+    return self.task.job == "ps" or (
+      self.is_in_graph and self.task.job == "worker"
+    )
+
+  @property
   def replicas(self) -> tuple[cluster.Task, ...]:
     """The tasks that compute gradients."""
     if self.is_in_graph:
@@ -216,6 +225,11 @@ def check(options: Options) -> None:
     raise cluster.ClusterError(
       "an evaluator takes no part in training; run the evaluation binary there."
       f" Received: task {options.task}."
+    )
+  if os.path.isfile(options.train_dir):
+    raise cluster.ClusterError(
+      f"`--train_dir` must be a directory. Received: {options.train_dir}, a"
+      " file."
     )
   where = f"{spec.source}: " if spec.source else ""
   if spec.is_distributed and spec.variables.on == "cpu":

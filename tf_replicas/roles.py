@@ -16,6 +16,7 @@ from tf_replicas import in_graph
 from tf_replicas import membership
 from tf_replicas import mirrored
 from tf_replicas import one_machine
+from tf_replicas import processes
 from tf_replicas import program
 from tf_replicas import reports
 from tf_replicas import server
@@ -27,6 +28,17 @@ from tf_replicas import updates
 # Names in a checkpoint that a run may lack: the optimizer, the averages or the
 # update rule may have changed.
 _OPTIONAL = ("slots/", "optimizer/", "averages/", "sums/", "async/")
+
+
+# What data that cannot be read, or a full memory, is reported as; a task that
+# is gone is none of these (TensorFlow 2.21).
+_OWN_FAILURES = (
+  tf.errors.DataLossError,
+  tf.errors.InvalidArgumentError,
+  tf.errors.OutOfRangeError,
+  tf.errors.PermissionDeniedError,
+  tf.errors.ResourceExhaustedError,
+)
 
 
 def _say(line: str) -> None:
@@ -112,11 +124,7 @@ def train(options: program.Options, workload: program.Workload) -> int:
     else:
       driver.run_replica()
   except tf.errors.OpError as error:
-    # TensorFlow's own words are pages long.
-    summary = f"TensorFlow failed: {error.message}"
-    if options.spec.is_distributed:
-      summary = f"{options.task} lost touch with the cluster: {error.message}"
-    failure = RuntimeError(" ".join(summary.split())[:400])
+    failure = RuntimeError(_words(error, options))
     if driver is not None:
       driver.close(failure)
     raise failure from error
@@ -126,6 +134,15 @@ def train(options: program.Options, workload: program.Workload) -> int:
     raise
   driver.close()
   return 0
+
+
+def _words(error: tf.errors.OpError, options: program.Options) -> str:
+  """TensorFlow's own are pages long, and name no task."""
+  where = f" in {options.task}" if options.spec.is_distributed else ""
+  what = f"TensorFlow failed{where}"
+  if where and not isinstance(error, _OWN_FAILURES):
+    what = f"{options.task} lost touch with the cluster"
+  return processes.shortened(f"{what}: {error.message}")
 
 
 def _driver(
@@ -210,9 +227,14 @@ def _drive(driver, options: program.Options, workload) -> None:
     is_optional=lambda name: name.startswith(_OPTIONAL),
     io_device=tf.constant(0).device,
   )
-  if session.restore_or_initialize() == 0 and workload.initialize is not None:
-    workload.initialize(driver.store)
-  workload.on_start()
+  step = session.restore_or_initialize()
+  if workload.initialize is not None:
+    if step == 0:
+      workload.initialize(driver.store)
+    else:
+      _say(f"goes on from step {step}, and not from what a new training would")
+  if step < max_steps:  # Else what is there stays as it was made.
+    workload.on_start()
   names = []
   if options.spec.variables.on == "ps":  # Else nothing is offered.
     names = [str(replica) for replica in options.replicas]

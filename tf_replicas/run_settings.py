@@ -14,22 +14,55 @@ class Settings(Protocol):
 
   Attributes:
     train_dir: The run's directory.
+    data_dir: Where its data set lies, if that has a place of its own.
   """
 
   train_dir: str
+  data_dir: str | None
 
 
 _Settings = TypeVar("_Settings", bound=Settings)
 
 
 def record(settings: Settings) -> None:
-  """Writes the settings into the run's directory, for `of_run`."""
+  """Writes the settings into the run's directory, for `of_run`.
+
+  Says which of those recorded before have changed, since a flag that was
+  forgotten at a restart goes unnoticed otherwise.
+  """
   os.makedirs(settings.train_dir, exist_ok=True)
+  values = dataclasses.asdict(settings)
+  if settings.data_dir is not None:  # Whoever reads it may be elsewhere.
+    values["data_dir"] = os.path.abspath(os.path.expanduser(settings.data_dir))
   path = os.path.join(settings.train_dir, _RECORD)
+  _tell_changes(path, values)
   temporary = f"{path}.tmp"
   with open(temporary, "w", encoding="utf-8") as file:
-    json.dump(dataclasses.asdict(settings), file, indent=2)
+    json.dump(values, file, indent=2)
   os.replace(temporary, path)
+
+
+def is_recorded(train_dir: str) -> bool:
+  """Whether a run has recorded its settings there."""
+  return os.path.exists(os.path.join(train_dir, _RECORD))
+
+
+def _tell_changes(path: str, values: dict[str, object]) -> None:
+  """Says what a record has otherwise, but for where it is and how long."""
+  try:
+    with open(path, encoding="utf-8") as file:
+      before = dict(json.load(file))
+  except (OSError, TypeError, ValueError):
+    return
+  changes = [
+    f"{name} was {before[name]!r} and is {value!r}"
+    for name, value in values.items()
+    if name not in ("train_dir", "max_steps")
+    and name in before
+    and before[name] != value
+  ]
+  if changes:
+    print(f"this run goes on otherwise: {'; '.join(changes)}", flush=True)
 
 
 def of_run(
@@ -54,6 +87,15 @@ def of_run(
     except (TypeError, ValueError) as error:
       raise ValueError(f"{path} is damaged: {error}") from None
   return dataclasses.replace(recorded, train_dir=train_dir, **given)
+
+
+def require_seed(seed: int) -> None:
+  """Checks that a seed is one to TensorFlow, which takes 63 bits.
+
+  Raises:
+    ValueError: If not.
+  """
+  require("seed", seed, 0 <= seed < 2**63, "in [0, 2**63)")
 
 
 def require(name: str, value: object, holds: bool, rule: str) -> None:

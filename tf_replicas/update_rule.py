@@ -159,7 +159,13 @@ class UpdateRule:
   def with_chief_statistics(
     self, gradients: Sequence[parameter_store.Gradient], weight: int | tf.Tensor
   ) -> list[parameter_store.Gradient]:
-    """The same, statistics times `weight` if they follow one replica alone."""
+    """The same, statistics times `weight` if they follow one replica alone.
+
+    Args:
+      gradients: One per element of the store's `contributed`.
+      weight: Of that replica as many as an update is the mean of, so that its
+        statistics go all their way; of the others 0.
+    """
     if not self.has_chief_statistics:
       return list(gradients)
     count = len(self._store.trainable)
