@@ -282,6 +282,22 @@ class InterleavingTest(stores.TestCase):
     ):
       training.apply(0, step, _grads(1.0, 1.0))
 
+  def test_an_interrupt_beside_an_update_is_raised_after_it(self):
+    training = Training(_rule(lambda: SGD(0.5), 1), 1)
+    step, _ = training.pull(0)
+    training.apply(0, step, _grads(1.0, 1.0))
+    training.chief.interrupt()
+    training.apply(0, step, _grads(1.0, 1.0))
+    self.assertEqual(training.chief.apply_update().global_step, 2)
+    # A call that was not told of it would wait for ever.
+    rescue = threading.Timer(20, training.chief.close)
+    rescue.start()
+    self.addCleanup(rescue.cancel)
+    with self.assertRaises(updates.Interrupted):
+      training.chief.apply_update()
+    training.apply(0, step, _grads(1.0, 1.0))
+    self.assertEqual(training.chief.apply_update().global_step, 3)
+
   def test_end(self):
     rule = _rule(lambda: SGD(0.5), 2, policies=[staleness.bounded_staleness(0)])
     training = Training(rule, 2)

@@ -76,6 +76,7 @@ class Applications:
     self._per_update = gradients_per_update
     self._num_replicas = num_replicas
     self._admits = admits
+    self._was_woken = False
     self._device = store.device_of_task(0)
     with tf.device(self._device):
       self._lock = resources.Mutex("async/lock")
@@ -226,16 +227,30 @@ class Applications:
 
     Raises:
       NonFiniteGradientError: If a replica computed something not finite.
-      Interrupted: If `wake` was called, and nothing was applied.
+      Interrupted: If `wake` was called, and all before it has been told.
       tf.errors.OutOfRangeError: After `close`.
     """
+    update = None if self._was_woken else self._take(rate)
+    if update is None:
+      self._was_woken = False
+      raise updates.Interrupted("interrupted")
+    return update
+
+  def collect_rest(self, rate: Callable[[int], float]) -> updates.Update | None:
+    """As `collect`, but does not wait: None if nothing was applied."""
+    return self._take(rate) if int(self._progress.size()) else None
+
+  def _take(self, rate: Callable[[int], float]) -> updates.Update | None:
+    """Waits for messages; what was applied, unless all of them are wake-ups."""
     rows = self._listen().numpy()
     kinds = rows[:, 0]
     for _, replica, step, _, _ in rows[kinds == ledger.Kind.NONFINITE]:
       raise updates.NonFiniteGradientError(int(replica), int(step))
+    # Together with an update it is left to the next call.
+    self._was_woken |= bool((kinds == ledger.Kind.WAKE).any())
     applied = rows[kinds == ledger.Kind.DELIVERED]
     if not len(applied):
-      raise updates.Interrupted("interrupted")
+      return None
     step = int(applied[:, 2].max())
     return updates.Update(
       global_step=step,
@@ -243,15 +258,6 @@ class Applications:
       num_examples=int(applied[:, 3].sum()),
       learning_rate=rate(step - 1),
     )
-
-  def collect_rest(self, rate: Callable[[int], float]) -> updates.Update | None:
-    """As `collect`, but does not wait: None if nothing was applied."""
-    if int(self._progress.size()) == 0:
-      return None
-    try:
-      return self.collect(rate)
-    except updates.Interrupted:
-      return None
 
   @functools.cached_property
   def _listen(self) -> Callable[[], tf.Tensor]:

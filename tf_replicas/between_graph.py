@@ -138,6 +138,7 @@ class BetweenGraph:
     """
     if self._thread is None:
       self._start()
+    self._thread.raise_error()
     result = updates.step_of(
       self.optimizer, self._names, self._raise_if_ended, self._recorder, most
     )

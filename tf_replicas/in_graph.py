@@ -135,6 +135,7 @@ class InGraph:
     """
     if self._watch is None:
       self._start()
+    self._thread.raise_error()
     result = updates.step_of(
       self.optimizer, self._names, self._raise_if_ended, self._recorder, most
     )

@@ -191,6 +191,7 @@ class SwitchingOptimizer:
     self._number = 0
     self._last_step: int | None = None
     self._limited: tuple[int, int] | None = None
+    self._is_interrupted = False
 
   @property
   def has_tickets(self) -> bool:
@@ -328,9 +329,13 @@ class SwitchingOptimizer:
       self._limited = choice.rule, limit
       self.rules[choice.rule].stop_at(limit)
     rest = None
-    if choice.rule != self._number:
+    if choice.rule != self._number and not self._is_interrupted:
       rest = self._change_to(choice.rule)
-    return rest or self._rule.apply_update()
+    try:
+      return rest or self._rule.apply_update()
+    except updates.Interrupted:
+      self._is_interrupted = False
+      raise
 
   def _change_to(self, number: int) -> updates.Update | None:
     """Changes the rule; what the old one has not told of yet."""
@@ -339,6 +344,8 @@ class SwitchingOptimizer:
     resources.await_assigned([self._in_use])
     rest = self._rule.suspend()
     self._number = number
+    if self._is_interrupted:  # That was told to the old rule.
+      self._rule.interrupt()
     return rest
 
   # For whoever drives or watches it.
@@ -358,6 +365,7 @@ class SwitchingOptimizer:
 
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
+    self._is_interrupted = True
     self._rule.interrupt()
 
   def end_replicas(self) -> None:
