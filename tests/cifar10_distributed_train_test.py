@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -209,8 +210,11 @@ def _take_signals():
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum):
+@pytest.mark.parametrize(
+  ("signum", "hangs"), [(signal.SIGINT, False), (signal.SIGTERM, True)]
+)
+def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
+  """Also if the step waits for a worker that does not answer any more."""
   process = subprocess.Popen(
     binaries.command(MODULE, *train_flags(tmp_path, "--max_steps=100000")),
     cwd=binaries.ROOT,
@@ -228,6 +232,9 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum):
       break
   tasks = children_of(process.pid)
   assert len(tasks) == 3, "".join(output)
+  if hangs:
+    os.kill(tasks[-1], signal.SIGSTOP)
+    time.sleep(1)  # The chief has nothing else to do by then.
   process.send_signal(signum)
   rest, _ = process.communicate(timeout=60)
   assert process.returncode == 128 + signum, "".join(output) + rest

@@ -16,6 +16,7 @@ LAYERS = (
   (
     ("addresses", "cluster_validation", "cluster"),
     ("console", "checkpoints", "reports", "training"),
+    ("interrupts", "training"),
     ("moving_averages",),
     ("resources",),
     ("releases",),

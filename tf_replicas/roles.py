@@ -239,7 +239,11 @@ def _drive(driver, options: program.Options, workload) -> None:
   if options.spec.variables.on == "ps":  # Else nothing is offered.
     names = [str(replica) for replica in options.replicas]
   steps = _Steps(driver, workload.learning_rate_fn, names, options)
-  session.run(steps, report=lambda: report(driver.optimizer.counts(), names))
+  session.run(
+    steps,
+    report=lambda: report(driver.optimizer.counts(), names),
+    wake=driver.optimizer.interrupt,
+  )
 
 
 def _max_steps(store, options: program.Options, workload) -> int:

@@ -6,12 +6,9 @@ import contextlib
 import datetime
 import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,10 +16,8 @@ import numpy as np
 
 from tf_replicas import checkpoints
 from tf_replicas import console
+from tf_replicas import interrupts
 from tf_replicas import reports
-
-# How long an interrupt waits for the end of a step.
-_INTERRUPT_SECS = 1.0
 
 
 class StepResult(NamedTuple):
@@ -158,6 +153,7 @@ class Session:
     step_fn: Callable[[], StepResult],
     *,
     report: Callable[[], Iterable[str]] | None = None,
+    wake: Callable[[], None] | None = None,
   ) -> int:
     """Calls `step_fn` until the global step reaches `max_steps`.
 
@@ -171,6 +167,8 @@ class Session:
       step_fn: Advances training and returns what happened. May return
         without advancing the global step (a dropped gradient).
       report: Returns lines to print at the end.
+      wake: Makes a `step_fn` that waits in TensorFlow return to Python for a
+        moment, so that it hears an interrupt; called in another thread.
 
     Returns:
       The global step reached.
@@ -187,16 +185,10 @@ class Session:
     # Without the state, only the first result tells where training is.
     step = None if self._state is None else self._start_step
     reporter = self._open_reporter(now)
-    with _interrupts() as check, contextlib.closing(reporter):
-
-      def whole_step():
-        result = step_fn()
-        check()
-        return result
-
+    with interrupts.deferred(wake) as make, contextlib.closing(reporter):
       self._console.open_bar(step or 0, self._max_steps)
       try:
-        step, now = self._loop(whole_step, step, reporter, now)
+        step, now = self._loop(lambda: make(step_fn), step, reporter, now)
         self._save(step)
         self._write_finished(step, now)
       except KeyboardInterrupt:
@@ -323,50 +315,3 @@ def _require_positive_or_none(**arguments: float | None) -> None:
   for name, value in arguments.items():
     if value is not None and not value > 0:
       raise ValueError(f"`{name}` must be positive or None. Received: {value}.")
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], None]]:
-  """Lets an interrupt wait for the end of a step, for a second at most.
-
-  TensorFlow 2.21 may crash where Python that it calls raises. A second
-  interrupt does not wait, nor does any if the program uses SIGALRM itself.
-  SIGTERM is a KeyboardInterrupt too, unless the program has its own way.
-
-  Yields:
-    What raises KeyboardInterrupt if there was an interrupt.
-  """
-  usual = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGALRM: signal.SIG_DFL,
-  }
-  pending = []
-
-  def check(*_):
-    if pending:
-      raise KeyboardInterrupt(*pending.pop())
-
-  def interrupt(signum, frame):
-    check()
-    pending.append(["SIGTERM"] if signum == signal.SIGTERM else [])
-    if signal.SIGALRM in ours:
-      signal.setitimer(signal.ITIMER_REAL, _INTERRUPT_SECS)
-    else:
-      check()
-
-  if threading.current_thread() is not threading.main_thread():
-    yield check
-    return
-  ours = [n for n, handler in usual.items() if signal.getsignal(n) is handler]
-  for signum in ours:
-    is_alarm = signum == signal.SIGALRM
-    signal.signal(signum, check if is_alarm else interrupt)
-  try:
-    yield check
-    check()
-  finally:
-    if signal.SIGALRM in ours:
-      signal.setitimer(signal.ITIMER_REAL, 0)
-    for signum in ours:
-      signal.signal(signum, usual[signum])
