@@ -55,6 +55,8 @@ class RegisterTest(stores.TestCase):
     here, left, never = register.ages()
     self.assertBetween(here, 5, 60)
     self.assertEqual((left, never), (0, -1))
+    register.beats.assign(tf.fill([3], tf.timestamp() + 5.0))
+    self.assertGreater(min(register.ages()), 0)
 
 
 class MembershipTest(stores.TestCase):

@@ -96,11 +96,15 @@ class WatchTest(parameterized.TestCase):
     self.assertIn("step 0 waits since 15 s", self.words[0])
     self.assertEqual(self.optimizer.lost, [])
 
-  @parameterized.parameters(Status.ADMITTED, Status.COMPUTING)
-  def test_gives_up_who_is_silent(self, status):
-    self._watch(_ledger([Status.WAITING, status]), [1.0, 25.0], now=30.0)
+  @parameterized.product(
+    status=[Status.ADMITTED, Status.COMPUTING],
+    silence=[(25.0, "was not heard of for 25 s"), (0, "has left")],
+  )
+  def test_gives_up_who_is_silent_or_has_left(self, status, silence):
+    age, words = silence
+    self._watch(_ledger([Status.WAITING, status]), [1.0, age], now=30.0)
     self.assertTrue(self.spoken.wait(20))
-    self.assertIn("worker 1 was not heard of for 25 s", self.words[0])
+    self.assertIn(f"worker 1 {words}", self.words[0])
     self.assertEqual(self.optimizer.lost[0], (1, 10))
 
   @parameterized.parameters(Status.WAITING, Status.DELIVERED, Status.LOST)

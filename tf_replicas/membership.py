@@ -76,7 +76,9 @@ class Register:
   def _ages(self) -> tf.Tensor:
     with tf.device(self.device):
       beats = self.beats.read_value()
-      return tf.where(beats > 0, tf.timestamp() - beats, beats)
+      # Not 0, also of a beat just now, or after the clock was set back.
+      ages = tf.maximum(tf.timestamp() - beats, 1e-6)
+      return tf.where(beats > 0, ages, beats)
 
   def ages(self) -> list[float]:
     """Seconds since each client's last beat; -1: never came, 0: has left."""

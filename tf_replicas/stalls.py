@@ -37,7 +37,8 @@ class Watch:
 
     Args:
       optimizer: Whose ledger to read.
-      ages: Seconds since each replica was last heard of; -1: never.
+      ages: Seconds since each replica was last heard of; -1: never, 0: it has
+        left, which makes it lost at once.
       outcome: How training has ended, or "": a worker may end it as well.
       names: The replicas' names.
       lost_after_secs: Silence after which a replica counts as lost.
@@ -97,14 +98,16 @@ class Watch:
     for replica, (status, age) in enumerate(
       zip(state.status, ages, strict=True)
     ):
-      silent = age > self._lost_after_secs
+      has_left = age == 0
+      silent = has_left or age > self._lost_after_secs
       if silent and status in (
         ledger.Status.ADMITTED,
         ledger.Status.COMPUTING,
       ):
+        words = "has left" if has_left else f"was not heard of for {age:.0f} s"
         self._log(
-          f"{self._names[replica]} was not heard of for {age:.0f} s: its"
-          f" place in step {self._step} is offered to others"
+          f"{self._names[replica]} {words}: its place in step {self._step} is"
+          " offered to others"
         )
         self._optimizer.declare_lost(replica, int(state.tag[replica]))
 
