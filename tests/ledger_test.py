@@ -271,6 +271,7 @@ class LostTest(absltest.TestCase):
     desk.deliver(0, 1, examples=8)
     self.assertEqual(desk.accepted, [])
     self.assertEqual(desk.status, [LOST, COMPUTING])
+    self.assertEqual(desk.counts, [_counts(surplus=1), _counts()])
 
   def test_successor_is_welcome(self):
     desk = Desk(1, 1)
@@ -296,6 +297,7 @@ class LostTest(absltest.TestCase):
     desk = Desk(2, 1)
     self.assertEqual(desk.lose(0, -1), [])
     self.assertEqual(desk.status, [LOST, COMPUTING])
+    self.assertEqual(desk.counts, [_counts()] * 2)
 
   def test_stays_lost_over_the_end_of_a_step(self):
     desk = Desk(2, 1)
@@ -473,6 +475,7 @@ class Oracle:
     elif kind == ledger.Kind.LOST and self.tag[replica] == tag:
       if self.status[replica] == ADMITTED:
         flush = (replica, tag, RELEASE)
+        self.counts[replica][1] += 1
       if self.status[replica] not in (WAITING, DELIVERED):
         self.status[replica] = LOST
     self._settle()

@@ -16,6 +16,7 @@ from tf_replicas import releases
 
 # Offers that are this many steps late or more are counted together.
 MAX_LATE = 10
+_SURPLUS = 1  # The column of counts.
 
 
 class Kind(enum.IntEnum):
@@ -66,7 +67,8 @@ class Ledger(NamedTuple):
     loss: float64 scalar, sum of their losses.
     delivered_at: float64 scalar, when the last of them was delivered; NEVER if
       none was yet.
-    counts: [R, 2 + MAX_LATE] contributions applied, surplus, late by 1, 2, ….
+    counts: [R, 2 + MAX_LATE] contributions applied, surplus or lost after they
+      were admitted, late by 1, 2, ….
     held_up: float64 [R], seconds for which steps lacked nothing but this
       replica's contribution.
   """
@@ -161,8 +163,10 @@ def record(
   row = tf.range(ledger.accepted.shape[0], dtype=tf.int64) == place
   row &= tf.reduce_any(delivered)
   late_column = tf.minimum(late, MAX_LATE) + 1
-  column = tf.range(ledger.counts.shape[1], dtype=tf.int64) == late_column
-  counted = (this & is_late)[:, None] & column[None, :]
+  columns = tf.range(ledger.counts.shape[1], dtype=tf.int64)
+  counted = (this & is_late)[:, None] & (columns == late_column)
+  # If it lives, what it still delivers will be void.
+  counted |= (this & is_lost & was_owing)[:, None] & (columns == _SURPLUS)
   credited = tf.reduce_any(delivered)
   was_awaited = delivered & (place == ledger.accepted.shape[0] - 1)
   was_awaited &= ledger.delivered_at != releases.NEVER

@@ -58,7 +58,8 @@ class Counts(NamedTuple):
 
   Attributes:
     applied: Used in an update.
-    surplus: Refused: fresh, but N others came first.
+    surplus: Refused: fresh, but N others came first; or admitted, but the
+      replica was lost, or seemed to be, before it had delivered.
     late: `late[k - 1]` were refused for being k steps old; the last counts
       all that were older.
     staleness: `staleness[k]` of those applied were k updates old; empty where
