@@ -186,6 +186,53 @@ class SwitchingTest(stores.TestCase):
     np.testing.assert_allclose(training.values(), [-RATE * total] * 2)
     self.assertEqual([u.num_examples for u in done[-num_sync:]], [2] * num_sync)
 
+  def test_an_interrupt_during_the_change_reaches_the_new_rule(self):
+    inner = keras.optimizers.SGD(RATE)
+    old = _async(inner)
+    optimizer = switching.SwitchingOptimizer(
+      [old, _sync(inner)], switching.at_step(3)
+    )
+    training = Training(optimizer, [1.0, 1.0])
+    self.addCleanup(optimizer.close)
+    suspend = old.suspend
+
+    def suspend_interrupted():
+      optimizer.interrupt()
+      return suspend()
+
+    old.suspend = suspend_interrupted
+    with self.assertRaises(updates.Interrupted):
+      for _ in range(12):
+        optimizer.apply_update()
+    training.run_to(20)
+    training.stop()
+
+  def test_an_earlier_chief_may_live_on_in_the_rule_to_come(self):
+    """It was killed while it had suspended the second rule, and restarted."""
+    inner = keras.optimizers.SGD(RATE)
+    new = _sync(inner)
+    optimizer = switching.SwitchingOptimizer(
+      [_async(inner), new], switching.at_step(3)
+    )
+    training = Training(optimizer, [1.0, 1.0])
+    self.addCleanup(optimizer.close)
+    # As the first chief's, a thread waits for offers since it was created.
+    new.suspend()
+    changed = threading.Event()
+    resume = new.resume
+
+    def resume_and_tell():
+      resume()
+      changed.set()
+
+    new.resume = resume_and_tell
+    chief = threading.Thread(target=training.run_to, args=(8,), daemon=True)
+    chief.start()
+    self.assertTrue(changed.wait(60))
+    chief.join(60)
+    self.assertEqual(int(training.store.global_step), 8)
+    training.stop()
+
   def test_who_computes_all_the_while_is_let_go(self):
     """One replica has a ticket of the first synchronous phase to the last."""
     inner = keras.optimizers.SGD(RATE)

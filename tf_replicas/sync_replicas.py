@@ -383,16 +383,16 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
   def resume(self) -> None:
     """Makes updates again, of what is offered from now on."""
     state = self.ledger()
-    for replica, status in enumerate(state.status):
-      if status == ledger.Status.ADMITTED:
-        # It may still hand over what was admitted before `suspend`.
-        self.declare_lost(replica, int(state.tag[replica]))
-    self.interrupt()
-    self._answering.join()
+    for replica in np.flatnonzero(state.status == ledger.Status.ADMITTED):
+      # It may still hand over what was admitted before `suspend`.
+      self.declare_lost(int(replica), int(state.tag[replica]))
+    while self._answering.is_alive():
+      self.interrupt()  # An earlier chief's `suspend` may have taken the last.
+      self._answering.join(1.0)
     self._contributions.initialize(keep_counts=True)
 
   def give_up(self, replica: int) -> None:
-    """Makes `apply_gradients`, waiting in another thread, raise an error."""
+    """Ends `replica`, which has no chief; its thread is another."""
     self._contributions.give_up(replica)
 
   def close(self) -> None:
