@@ -306,6 +306,22 @@ class InterleavingTest(stores.TestCase):
     self.assertEqual(training.apply(0, step, _grads(1.0, 1.0)), (False, -1))
     np.testing.assert_allclose(training.values()["b"], [3.0])
 
+  @parameterized.named_parameters(
+    ("plain", ()), ("gated", [staleness.bounded_staleness(0)])
+  )
+  def test_a_chief_that_was_given_up_may_come_back(self, policies):
+    rule = _rule(lambda: SGD(0.5), 2, policies=policies)
+    training = Training(rule, 2)
+    step, _ = training.pull(1)
+    for _ in range(2):  # As long as the replica has not heard of it.
+      training.optimizers[1].give_up(1)
+    self.assertEqual(training.apply(1, step, _grads(1.0, 1.0)), (False, -1))
+    chief = training.optimizers[0]
+    chief.create([tf.constant(v) for v in TWO.values()])
+    self.assertEqual(chief.ledger().status.tolist(), [0, 0])
+    chief.declare_lost(1, -1)
+    self.assertEqual(training.apply(0, step, _grads(1.0, 1.0)), (True, 1))
+
   def test_every_third_gradient_makes_an_update(self):
     """2-softsync of six: sums of 3, their mean, one step."""
     rule = _rule(

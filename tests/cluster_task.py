@@ -21,6 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas import async_replicas
 from tf_replicas import between_graph
 from tf_replicas import cluster
 from tf_replicas import connection
@@ -457,6 +458,29 @@ def killed_between_steps(here: Here) -> None:
   """The test kills a worker after two steps and starts it again."""
   driver = constant_driver(here)
   _be_killed_between_steps(here, driver)
+
+
+def killed_chief(here: Here) -> None:
+  """The test kills an asynchronous chief; its successor goes on to step 6."""
+  driver = here.driver(
+    lambda: constant_replica(here),
+    lambda: async_replicas.AsyncReplicasOptimizer(
+      keras.optimizers.SGD(LEARNING_RATE), len(here.spec.replicas)
+    ),
+  )
+
+  def run_chief():
+    is_first = here.count("chief") == 0
+    last = 3 if is_first else 6
+    driver.optimizer.stop_at(last)
+    while driver.step().global_step < last:
+      pass
+    if is_first:
+      here.mark("step 3 is made")
+      here.await_mark("the chief is killed")
+    return {}
+
+  train(here, driver, run_chief)
 
 
 def killed_while_counting(here: Here) -> None:

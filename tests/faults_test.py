@@ -90,6 +90,20 @@ def test_a_restarted_worker_goes_on_where_the_training_is(
   assert losses == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_worker_gives_up_its_chief_and_both_can_be_started_again(start_trial):
+  trial = start_trial(
+    "killed_chief", _document(1, 1, chief=1), lost_after_secs=1
+  )
+  chief = cluster.Task("chief", 0)
+  trial.await_mark("step 3 is made")
+  trial.kill(chief)
+  trial.await_end(_worker(0))
+  assert "the chief was lost" in trial.log("worker").splitlines()[-1]
+  trial.tasks.start(chief, _worker(0))
+  trial.await_success()
+  assert trial.report()["global_step"] == 6
+
+
 def test_backup_takes_the_place_of_a_worker_that_died_admitted(start_trial):
   trial = start_trial(
     "killed_after_admission", _document(1, 3), aggregate=2, lost_after_secs=3

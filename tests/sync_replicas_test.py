@@ -1,6 +1,7 @@
 """Tests for tf_replicas.sync_replicas: whole trainings in one process."""
 
 import threading
+import time
 
 import keras
 import numpy as np
@@ -345,6 +346,22 @@ class UpdateTest(stores.TestCase):
     training.stop()
     with self.assertRaises(tf.errors.OutOfRangeError):
       optimizer.apply_update()
+
+  def test_a_replica_that_gave_up_its_chief_may_come_back(self):
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 1)
+    training = Training(
+      optimizer, _constant(1.0), values=ONE, is_sparse=[False]
+    )
+    training.start()
+    (releases,), deadline = training.releases, time.monotonic() + 30
+    while not releases and time.monotonic() < deadline:
+      optimizer.give_up(0)
+      time.sleep(0.1)
+    training.steps(1)
+    training.stop()
+    *ended, applied = releases
+    self.assertEqual(set(ended), {(False, -1)})
+    self.assertEqual(applied, (True, 1))
 
   def test_a_late_gradient_is_refused_and_counted(self):
     optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 1, 2)

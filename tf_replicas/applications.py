@@ -194,6 +194,10 @@ class Applications:
       with tf.control_dependencies([self._has_ended.assign(True)]):
         self._retries.enqueue([tf.constant(True)])
 
+  def has_ended(self) -> bool:
+    """Whether `end` was called, and `resume` not since."""
+    return bool(self._has_ended.read_value())
+
   def resume(self) -> None:
     """Admits again."""
     self._has_ended.assign(False)
@@ -212,7 +216,10 @@ class Applications:
 
   def wake(self) -> None:
     """Makes a waiting `collect` return."""
-    self._send(ledger.Kind.WAKE)
+    try:
+      self._send(ledger.Kind.WAKE)
+    except tf.errors.OpError:
+      pass  # It was closed meanwhile, which ends the wait as well.
 
   def close(self) -> None:
     """Ends `collect` and who waits in `admit` with `OutOfRangeError`."""

@@ -248,9 +248,8 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
       num_examples: Scalar, how many examples the gradients are the mean of.
       ticket: That of the last `Release`, unless -1.
 
-    Returns:
-      Whether the gradients were applied, and the global step after it; its
-      ticket is -1 if the variables are to be read anew.
+    Returns: Whether the gradients were applied, and the global step after it;
+      its ticket is -1 if the variables are to be read anew.
 
     Raises: OutOfRangeError, CancelledError: At its end, at run time.
     """
@@ -322,8 +321,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
   def apply_update(self) -> updates.Update:
     """Waits for an update; what was applied since the last call.
 
-    Raises:
-      As `Applications.collect`.
+    Raises: As `Applications.collect`.
     """
     self.inner.refresh()
     return self.applications.collect(self.inner.learning_rate)
@@ -354,12 +352,15 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
 
     lose(tf.constant(replica, tf.int64))
 
+  def take_over(self) -> None:
+    """A restarted chief's: goes on, also if the replicas had given it up."""
+    super().take_over()
+    if self.applications.has_ended():
+      self.resume()
+
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
-    try:
-      self.applications.wake()
-    except tf.errors.OpError:
-      pass  # It was closed meanwhile, which ends the wait as well.
+    self.applications.wake()
 
   def end_replicas(self) -> None:
     """Releases every replica to `releases.ENDED` from now on."""
@@ -375,8 +376,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
   def suspend(self) -> updates.Update | None:
     """Ends all replicas until `resume`; waits for what is under way.
 
-    Returns:
-      What `apply_update` did not tell of yet, if there is anything.
+    Returns: What `apply_update` did not tell of yet, if there is anything.
     """
     self.end_replicas()
     self.applications.await_idleness()
@@ -389,9 +389,9 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     self.applications.resume()
 
   def give_up(self, replica: int) -> None:
-    """Makes `apply_gradients`, in another thread, raise an error."""
-    if self._gates is not None:
-      self._gates.give_up(replica)
+    """Ends all replicas, since the chief of `replica` is that of all."""
+    del replica
+    self.end_replicas()
 
   def close(self) -> None:
     """Ends the training: every replica gets `OutOfRangeError`."""

@@ -188,23 +188,22 @@ class BetweenGraph:
     )
     try:
       self._contribute_until_the_end()
+      outcome = self._await_outcome()
     finally:
       watch.stop()
-    outcome = self._await_outcome()
     if outcome != membership.FINISHED:
       raise RuntimeError(outcome or "the chief was lost")
     return self.global_step
 
   def _await_outcome(self) -> str:
     """How training ended; the chief may be just about to say it."""
-    if self._has_given_up:
-      return self._members.outcome()
-    return connection.await_value(
-      self._members.outcome,
+    connection.await_value(
+      lambda: self._members.outcome() or self._has_given_up,
       timeout_secs=10,
       what=f"{self.task} waits for the chief to say how training ended",
       log=self._log,
     )
+    return self._members.outcome()
 
   def _give_up(self) -> None:
     self._has_given_up = True
@@ -244,7 +243,7 @@ class BetweenGraph:
       last, *state = begin()
       while True:
         _, step, ticket = last.numpy()[:3]
-        if step == releases.ENDED:
+        if step == releases.ENDED or self._has_given_up:
           return
         take = offer if ticket < 0 else hand_over
         start = time.monotonic()

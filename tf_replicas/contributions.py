@@ -236,7 +236,7 @@ class Contributions:
       return self._inbox.enqueue([tf.stack(header), report, present])
 
   def _await_reply(self, replica, tag) -> tuple[tf.Tensor, tf.Tensor]:
-    """The verdict and the step of the next reply that carries `tag`."""
+    """Verdict and step of the next reply to `tag`; -t is to all until t."""
 
     def dequeue(*_):
       return [
@@ -244,7 +244,7 @@ class Contributions:
       ]
 
     (reply,) = tf.while_loop(
-      lambda reply: reply[0] != tag,
+      lambda reply: (reply[0] != tag) & (-reply[0] <= tag),
       dequeue,
       dequeue(),
       shape_invariants=[tf.TensorShape(None)],
@@ -372,8 +372,7 @@ class Contributions:
     is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica
     verdict = tf.where(is_this, int(Verdict.RELEASE), int(Verdict.NONE))
     tags = tf.fill([self.num_replicas], tag)
-    ended = tf.constant(releases.ENDED, tf.int64)
-    self._reply(tf.cast(verdict, tf.int64), tags, ended)
+    self._reply(tf.cast(verdict, tf.int64), tags, releases.ENDED)
     return tf.constant(True)
 
   def wake(self) -> None:
@@ -389,8 +388,9 @@ class Contributions:
     return ledger_lib.Ledger(*[v.numpy() for v in self._ledger])
 
   def give_up(self, replica: int) -> None:
-    """Releases `replica`, waiting in another thread, with an error."""
-    self._replies[replica].close()
+    """Ends what `replica` asked so far; a closed queue would stay closed."""
+    with tf.device(self._device):
+      self._end_one(replica, -releases.microseconds(releases.now()))
 
   def close(self) -> None:
     """Ends it for everybody: waiters get `OutOfRangeError`, offers fail."""

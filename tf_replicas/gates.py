@@ -117,8 +117,8 @@ class Gate:
       A tensor to wait for.
 
     Raises:
-      tf.errors.OutOfRangeError, tf.errors.CancelledError: After `close`, or
-        `give_up`, at run time.
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: After `close`, at
+        run time.
     """
     with tf.device(self._device):
       tag = releases.microseconds(releases.now())
@@ -178,10 +178,6 @@ class Gate:
       self._is_open.assign(True)
       nobody = tf.constant(NOBODY, tf.int64)
       self._note(nobody, nobody, nobody)
-
-  def give_up(self, replica: int) -> None:
-    """Releases `replica`, waiting in another thread, with an error."""
-    self._passes[replica].close()
 
   def close(self) -> None:
     """Releases everybody with an error."""
@@ -251,11 +247,6 @@ class Gates:
     """Lets all pass from now on; to be used inside a `tf.function`."""
     for gate in self._gates:
       gate.open()
-
-  def give_up(self, replica: int) -> None:
-    """Releases `replica`, waiting in another thread, with an error."""
-    for gate in self._gates:
-      gate.give_up(replica)
 
   def close(self) -> None:
     """Releases everybody with an error."""

@@ -220,7 +220,7 @@ class PeriodicOptimizer:
     self._rule.end_replicas()
 
   def give_up(self, replica: int) -> None:
-    """Makes `contribute`, in another thread, raise an error when it meets."""
+    """Ends `replica`, when it meets; it has no chief."""
     self._rule.give_up(replica)
 
   def close(self) -> None:

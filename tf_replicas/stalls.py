@@ -200,7 +200,7 @@ class ChiefWatch:
 
     Args:
       age: Seconds since the chief was last heard of; 0 once it has left.
-      on_lost: Called, once, when it is given up.
+      on_lost: Called when it is given up, and every second from then on.
       words_after_secs: Silence after which the log tells of it.
       lost_after_secs: Silence after which it is given up.
       words_every_secs: How often to speak.
@@ -228,11 +228,11 @@ class ChiefWatch:
     while not self._stop.wait(1.0):
       try:
         age = self._age()
+        if age > self._lost_after_secs:
+          self._on_lost()
+          continue
       except tf.errors.OpError:
         return  # The main thread meets the same failure.
-      if age > self._lost_after_secs:
-        self._on_lost()
-        return
       now = self._clock()
       is_silent = age > self._words_after_secs
       if is_silent and now - said >= self._words_every_secs:

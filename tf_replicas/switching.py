@@ -235,8 +235,8 @@ class SwitchingOptimizer:
     if is_new:
       self._store.start()
     else:
-      # An earlier chief's `apply_update` may live on at the PS; this ends it.
-      self._rule.interrupt()
+      self._has_ended.assign(False)
+      self._rule.take_over()
     for number, rule in enumerate(self.rules):
       if number != self._number:
         rule.suspend()
@@ -370,12 +370,17 @@ class SwitchingOptimizer:
 
   def end_replicas(self) -> None:
     """Releases every replica to `releases.ENDED`, as the rule in use."""
-    self._has_ended.assign(True)
-    resources.await_assigned([self._has_ended])
+    self._end()
     self._rule.end_replicas()
 
+  def _end(self) -> None:
+    """Says that who is released to `releases.ENDED` is not to begin anew."""
+    self._has_ended.assign(True)
+    resources.await_assigned([self._has_ended])
+
   def give_up(self, replica: int) -> None:
-    """Makes `apply_gradients`, in another thread, raise an error."""
+    """Ends `replica`, which has no chief; its thread is another."""
+    self._end()
     for rule in self.rules:
       rule.give_up(replica)
 

@@ -111,8 +111,7 @@ class UpdateRule:
       # The global step comes last: it tells others that all is there.
       self._store.start()
     else:
-      # An earlier chief's `apply_update` may live on at the PS; this ends it.
-      self.interrupt()
+      self.take_over()
 
   def initialize(self, values: Sequence[tf.Tensor]) -> None:
     """Gives everything but the slots and the global step its first value."""
@@ -123,6 +122,11 @@ class UpdateRule:
   def make_ready(self, *, is_chief: bool) -> None:
     """Builds the inner optimizer; the chief first."""
     self.inner.build(self._store, is_chief=is_chief)
+
+  def take_over(self) -> None:
+    """A restarted chief's: goes on where the earlier one was."""
+    # Whose `apply_update` may live on at the PS; this ends it.
+    self.interrupt()
 
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
