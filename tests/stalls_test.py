@@ -1,6 +1,8 @@
 """Tests for tf_replicas.stalls."""
 
 import threading
+import time
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest
@@ -119,6 +121,54 @@ class WatchTest(parameterized.TestCase):
     watch.stop()
     self.assertEqual(self.words, [])
     self.assertFalse(self.optimizer.was_read.is_set())
+
+
+class Noted:
+  """Stands in for anything: notes which of its methods were called."""
+
+  def __init__(self):
+    self.calls = []
+
+  def __getattr__(self, name):
+    return lambda *_, **__: self.calls.append(name)
+
+
+class EndTrainingTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (None, 0.2), (KeyboardInterrupt(), 600.0), (ValueError("bad"), 600.0)
+  )
+  def test_waits_for_a_last_batch_but_not_after_an_error(self, error, patience):
+    self.enter_context(mock.patch.object(stalls, "_HURRY_SECS", 0.2))
+    told, words, start = Noted(), [], time.monotonic()
+    stalls.end_training(
+      told,
+      told,
+      told,
+      lambda: False,
+      error,
+      patience_secs=patience,
+      log=words.append,
+    )
+    self.assertBetween(time.monotonic() - start, 0.2, 12)
+    self.assertIn("the workers did not end in order", words[0])
+    self.assertEqual(
+      [call for call in told.calls if call != "end_replicas"],
+      ["end", "stop", "interrupt", "close", "leave", "dismiss"],
+    )
+
+  def test_goes_on_when_the_last_batch_is_over(self):
+    told, words = Noted(), []
+    ended = iter([False, False, True])
+    stalls.end_training(
+      told,
+      told,
+      told,
+      lambda: next(ended),
+      None,
+      patience_secs=600,
+      log=words.append,
+    )
+    self.assertEqual(words, [])
 
 
 if __name__ == "__main__":

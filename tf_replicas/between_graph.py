@@ -37,6 +37,8 @@ from tf_replicas import updates
 
 # How many times as long as for another worker to wait for the chief.
 _CHIEF_PATIENCE = 10
+# How long the batch of a straggler, which nobody waited for, may take.
+_LAST_BATCH_SECS = 600.0
 # A call takes as many turns as fit, so that the process stays responsive.
 _CALL_SECS = 0.5
 _MOST_TURNS = 100
@@ -296,6 +298,7 @@ class BetweenGraph:
       self._watch,
       lambda: not self._members.here() and not self._thread.is_alive(),
       error,
+      patience_secs=_LAST_BATCH_SECS,
       log=self._log,
     )
     if self._thread is not None:

@@ -17,6 +17,9 @@ from tf_replicas import ledger
 from tf_replicas import membership
 from tf_replicas import sync_replicas
 
+# How long a training that failed waits for the replicas' last batch.
+_HURRY_SECS = 15.0
+
 
 class Watch:
   """Watches the steps of one training from the chief, in a thread."""
@@ -116,7 +119,7 @@ def _end_replicas(
   optimizer,
   have_ended: Callable[[], bool],
   *,
-  timeout_secs: float = 15.0,
+  timeout_secs: float,
   log: Callable[[str], None] = print,
 ) -> None:
   """Tells every replica to stop after its batch, and waits for that.
@@ -152,6 +155,7 @@ def end_training(
   have_ended: Callable[[], bool],
   error: BaseException | None,
   *,
+  patience_secs: float = _HURRY_SECS,
   log: Callable[[str], None] = print,
 ) -> None:
   """The chief's: ends the replicas, leaves, and dismisses the serving tasks.
@@ -162,13 +166,18 @@ def end_training(
     watch: What watched the steps; None if there were none.
     have_ended: Whether all replicas have.
     error: What ended the training early, told to everyone.
+    patience_secs: How long a last batch may take, if nothing did.
     log: Where words go.
   """
+  if error is not None:
+    patience_secs = _HURRY_SECS
   stages = [lambda: members.end(membership.outcome_of(error))]
   if watch is not None:
     stages += [
       watch.stop,
-      lambda: _end_replicas(optimizer, have_ended, log=log),
+      lambda: _end_replicas(
+        optimizer, have_ended, timeout_secs=patience_secs, log=log
+      ),
     ]
   stages += [
     optimizer.close,
