@@ -253,18 +253,22 @@ class SlotsTest(stores.TestCase):
         state[f"slots/momentum/{path}"], -0.1 * gradient, rtol=1e-6
       )
 
-  @parameterized.parameters("momentum", "nadam")
-  def test_a_restored_training_goes_on_as_if_uninterrupted(self, name):
-    whole = Trained(OPTIMIZERS[name](), policy=WHOLE)
+  @parameterized.named_parameters(
+    ("momentum", OPTIMIZERS["momentum"]),
+    ("nadam", OPTIMIZERS["nadam"]),
+    ("not_of_keras", lambda: WithSlots()),
+  )
+  def test_a_restored_training_goes_on_as_if_uninterrupted(self, make):
+    whole = Trained(make(), policy=WHOLE)
     for step in range(2):
       whole.step(step)
     state = {k: v.numpy() for k, v in whole.store.state().items()}
     self.new_cluster()
-    resumed = Trained(OPTIMIZERS[name](), policy=MIXED)
+    resumed = Trained(make(), policy=MIXED)
     resumed.store.load_state(state)
     for step in range(2, NUM_STEPS):
       resumed.step(step)
-    expected = _reference(OPTIMIZERS[name]())
+    expected = _reference(make())
     for ours, theirs in zip(resumed.values(), expected, strict=True):
       np.testing.assert_allclose(ours, theirs, rtol=2e-5)
 

@@ -136,6 +136,8 @@ class InnerOptimizer:
       self._make_copies()
       if is_chief:
         self.refresh()
+    else:
+      self._meet_variables()
 
   def _adopt(self) -> None:
     created = self._created[self._num_adopted :]
@@ -144,6 +146,27 @@ class InnerOptimizer:
     for variable in created:
       self._store.adopt(variable, *self._owner.get(variable.path, ()))
     self._num_adopted = len(self._created)
+
+  def _meet_variables(self) -> None:
+    """Lets an optimizer that is not of Keras make its slots, and does no more.
+
+    It makes them when it meets a variable: while an update is traced. Before a
+    checkpoint is restored is the time for that, or what they held is lost.
+    """
+
+    @tf.function(autograph=False)
+    def update():
+      for task in range(self._store.num_tasks):
+        variables = [
+          self._store.variables(index)[number]
+          for index in self._store.trainable
+          for number, shard in enumerate(self._store.shards[index])
+          if shard.task == task
+        ]
+        gradients = [tf.zeros(v.shape, v.dtype) for v in variables]
+        self.apply(task, gradients, variables, tf.zeros([], tf.int64))
+
+    update.get_concrete_function()
 
   def _creator_scope(self, device: str):
     """Variables created inside are shared, beside their reference variable.
