@@ -188,8 +188,8 @@ class Simulator:
       kinds["slots/momentum"] = self._velocity
     state = {"global_step": self._step, "examples_seen": self._examples}
     if self._per_update > 1:
-      kinds["sums"] = self._sums
-      state["async/pending"] = self._pending
+      kinds[f"sums_{self._per_update}"] = self._sums
+      state[f"async/pending_{self._per_update}"] = self._pending
     for kind, values in kinds.items():
       state |= {f"{kind}/{name}": values[name] for name in NAMES}
     return state

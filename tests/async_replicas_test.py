@@ -10,6 +10,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from tf_replicas import async_replicas
+from tf_replicas import connection
 from tf_replicas import moving_averages
 from tf_replicas import resources
 from tf_replicas import staleness
@@ -363,6 +364,63 @@ class InterleavingTest(stores.TestCase):
     self.assertEqual(resumed.apply(0, step, _grads(4.0, 0.0)), (True, 1))
     np.testing.assert_allclose(resumed.values()["a"], [-0.5, 0.5])
     np.testing.assert_allclose(resumed.values()["b"], [2.0])
+
+  def test_sums_for_another_number_are_not_restored(self):
+    rule = _rule(lambda: SGD(0.5), 1, gradients_per_update=4)
+    training = Training(rule, 1)
+    step, _ = training.pull(0)
+    for _ in range(3):
+      training.apply(0, step, _grads(8.0, 8.0))
+    saved = {k: v.numpy() for k, v in training.stores[0].state().items()}
+    self.new_cluster()
+    resumed = Training(_rule(lambda: SGD(0.5), 1, gradients_per_update=2), 1)
+    resumed.stores[0].load_state(saved)
+    resumed.chief.stop_at(1)
+    answers = []
+
+    def contribute():
+      for gradient in (2.0, 4.0):
+        answers.append(resumed.apply(0, step, _grads(gradient, 0.0)))
+
+    thread = threading.Thread(target=contribute, daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    self.assertEqual(answers, [(True, 0), (True, 1)])
+    np.testing.assert_allclose(resumed.values()["a"], [-0.5, 0.5])
+    np.testing.assert_allclose(resumed.values()["b"], [3.0])
+
+  def test_what_is_summed_is_counted_before_it_is_saved(self):
+    rule = _rule(lambda: SGD(0.5), 1, gradients_per_update=2)
+    training = Training(rule, 1)
+    store, applications = training.stores[0], training.chief.applications
+    (total,) = training.chief._replica_update._sums[1]
+    finish, gate = applications.finish, resources.Queue("gate", [tf.bool])
+
+    def finish_later(*args):
+      with tf.control_dependencies(gate.dequeue()):
+        return finish(*args)
+
+    applications.finish = finish_later
+    step, _ = training.pull(0)
+    saved = {}
+    threads = [
+      threading.Thread(target=run, daemon=True)
+      for run in (
+        lambda: training.apply(0, step, _grads(2.0, 4.0)),
+        lambda: saved.update(store.state()),
+      )
+    ]
+    threads[0].start()
+    connection.await_value(
+      lambda: total.numpy() == [4.0], timeout_secs=30, what="the sum"
+    )
+    threads[1].start()
+    threads[1].join(timeout=0.5)
+    gate.enqueue([tf.constant(True)])
+    for thread in threads:
+      thread.join(timeout=30)
+    np.testing.assert_array_equal(saved["sums_2/b"], [4.0])
+    self.assertEqual(int(saved["async/pending_2"]), 1)
 
   def test_sparse_gradients_are_not_summed(self):
     rule = _rule(lambda: SGD(0.5), 1, gradients_per_update=2)

@@ -89,9 +89,10 @@ class Applications:
         )
       )
       self._has_ended = resources.shared_variable("async/ended", [], tf.bool)
+      # What is summed up for an update of 4 is none of an update of 2.
       self._limit, self.pending = (
         resources.shared_variable(f"async/{name}", [], tf.int64)
-        for name in ("limit", "pending")
+        for name in ("limit", f"pending_{gradients_per_update}")
       )
       # Kind, replica, step, examples, loss.
       self._progress = resources.Queue("async/progress", [tf.float64])

@@ -78,6 +78,7 @@ class ParameterStore:
     global_step: int64 scalar on PS task 0: the updates made so far.
     examples_seen: int64 scalar on PS task 0: the examples they used.
     wire_dtype: As what float32 travels, or None.
+    lock: Held while `state` reads, if somebody sets it.
   """
 
   def __init__(
@@ -116,12 +117,13 @@ class ParameterStore:
     }
     # Name in checkpoints -> its parts, in the order of the shards.
     self._beside: dict[str, tuple[int, list[tf.Variable]]] = {}
-    self._others: dict[str, tf.Variable] = {}
+    self.lock: resources.Mutex | None = None
     with tf.device(device_of_task(0)):
       self.examples_seen = resources.shared_variable(
         "examples_seen", [], "int64"
       )
       self.global_step = resources.shared_variable("global_step", [], "int64")
+    self._others: dict[str, tf.Variable] = {"examples_seen": self.examples_seen}
 
   def _create(
     self, shards: Sequence[placement.Shard], *, prefix="", trainable=False
@@ -360,10 +362,15 @@ class ParameterStore:
     `variables/<path>`, `<kind>/<path>` for what is beside a variable, `<name>`
     for the rest. Shards are joined: the layout of PS tasks leaves no trace.
     """
-    state = {
-      "global_step": self.read_global_step(),
-      "examples_seen": self.examples_seen.read_value(),
-    }
+    if self.lock is None:
+      return self._read_state()
+    read = tf.function(
+      lambda: self.lock.hold(self._read_state), autograph=False
+    )
+    return read()
+
+  def _read_state(self) -> dict[str, tf.Tensor]:
+    state = {"global_step": self.read_global_step()}
     for spec, value in zip(self.specs, self.read(), strict=True):
       state[f"variables/{spec.path}"] = value
     for name, (index, variables) in self._beside.items():
@@ -384,8 +391,6 @@ class ParameterStore:
     for name, variable in self._others.items():
       if name in state:
         variable.assign(state[name])
-    if "examples_seen" in state:
-      self.examples_seen.assign(state["examples_seen"])
     if "global_step" in state:
       self.global_step.assign(state["global_step"])
     resources.await_assigned(sum(self._variables, [self.global_step]))

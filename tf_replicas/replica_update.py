@@ -62,7 +62,9 @@ class ReplicaUpdate:
       use_locking: Whether one replica at a time updates on a PS task.
       snapshot_reads: Whether reads and updates are atomic.
       gradients_per_update: How many sets of gradients make an update; more
-        than one are summed under one lock for all PS tasks.
+        than one are summed under one lock for all PS tasks. An unfinished sum
+        is in checkpoints, and gets lost if training goes on with another
+        number.
     """
     self._per_update = gradients_per_update
     self._store = store
@@ -80,8 +82,12 @@ class ReplicaUpdate:
     self._make_copies()
     # Position in the store -> the sums for the update to come, by shard.
     self._sums: dict[int, list[tf.Variable]] = {}
-    for index in store.contributed if gradients_per_update > 1 else ():
-      self._sums[index] = store.create_beside(index, "sums")
+    if gradients_per_update > 1:
+      # What is in the sums and not in their number must not be saved.
+      store.lock = self._version
+      kind = f"sums_{gradients_per_update}"
+      for index in store.contributed:
+        self._sums[index] = store.create_beside(index, kind)
 
   def initialize(self) -> None:
     """Nothing was summed yet. For the chief of a new training, once."""

@@ -172,15 +172,15 @@ class Mutex:
 
   def hold(
     self,
-    body: Callable[[], list[tf.Tensor]],
+    body: Callable[[], list | dict],
     after: Sequence[tf.Tensor] = (),
-  ) -> list[tf.Tensor]:
+  ) -> list | dict:
     """`body()`, run while nobody else holds this lock.
 
     Args:
-      body: Builds ops, and returns tensors; all of its stateful ops are over
-        before the lock is given back. They are returned on the device of the
-        caller.
+      body: Builds ops, and returns tensors, in a list or by name; all of its
+        stateful ops are over before the lock is given back. They are returned
+        on the device of the caller.
       after: Tensors to wait for before the lock is asked for, such as those
         that come from another task and that `body` needs.
     """
@@ -190,10 +190,10 @@ class Mutex:
       with tf.control_dependencies([lock]):
         # Not just the ops: a call is over when all its stateful ops are.
         results = tf.function(body, autograph=False)()
-      with tf.control_dependencies(results):
+      with tf.control_dependencies(tf.nest.flatten(results)):
         released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
     with tf.control_dependencies([released]):
-      return [tf.identity(result) for result in results]
+      return tf.nest.map_structure(tf.identity, results)
 
 
 def land(tensor: tf.Tensor) -> tf.Tensor:

@@ -27,7 +27,7 @@ from tf_replicas import updates
 
 # Names in a checkpoint that a run may lack: the optimizer, the averages or the
 # update rule may have changed.
-_OPTIONAL = ("slots/", "optimizer/", "averages/", "sums/", "async/")
+_OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
 
 
 # What data that cannot be read, or a full memory, is reported as; a task that
