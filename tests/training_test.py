@@ -220,13 +220,16 @@ def test_nothing_left_to_do(tmp_path, capsys):
   assert checkpoints.read_finished(tmp_path).checkpoint.endswith("ckpt-4")
 
 
-def test_state_ahead_of_the_checkpoint_is_kept(tmp_path, capsys):
+@pytest.mark.parametrize("step", [4, 6])
+def test_state_not_behind_the_checkpoint_is_kept(tmp_path, capsys, step):
   toy = Toy()
   toy.session(tmp_path, max_steps=4).run(toy.advance)
-  survivor = Toy(step=6)
-  assert survivor.session(tmp_path, max_steps=8).restore_or_initialize() == 6
-  assert survivor.step == 6
-  assert "kept the state at step 6" in capsys.readouterr().out
+  survivor = Toy(step=step)
+  session = survivor.session(tmp_path, max_steps=8)
+  assert session.restore_or_initialize() == step
+  assert survivor.step == step
+  assert not survivor.weights.any()
+  assert f"kept the state at step {step}" in capsys.readouterr().out
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path):

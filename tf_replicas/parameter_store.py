@@ -179,10 +179,7 @@ class ParameterStore:
 
   def start(self) -> None:
     """Sets the global step to 0, which says that all else has its value."""
-    resources.await_assigned(sum(self._variables, []))
-    self.examples_seen.assign(0)
-    self.global_step.assign(0)
-    resources.await_assigned([self.global_step])
+    self.load_state({"examples_seen": 0, "global_step": 0})
 
   def signature(self) -> list[list]:
     """What two programs of one training must agree on: rows (path, …)."""
@@ -391,9 +388,11 @@ class ParameterStore:
     for name, variable in self._others.items():
       if name in state:
         variable.assign(state[name])
+    resources.await_assigned(sum(self._variables, []))
     if "global_step" in state:
+      # The last, for it tells that all else is there.
       self.global_step.assign(state["global_step"])
-    resources.await_assigned(sum(self._variables, [self.global_step]))
+      resources.await_assigned([self.global_step])
 
 
 def join(parts: Sequence[tf.Tensor], shards) -> tf.Tensor:

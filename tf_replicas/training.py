@@ -127,8 +127,8 @@ class Session:
   def restore_or_initialize(self) -> int:
     """Restores the newest checkpoint, if there is one.
 
-    A state that is ahead of it is kept: parameter servers may have outlived
-    the chief that wrote it.
+    A state that is not behind it is kept: parameter servers may have outlived
+    the chief that wrote it, and replicas may be about to update what is there.
 
     Returns:
       The global step to start from: 0 if this session holds no state.
@@ -249,12 +249,12 @@ class Session:
     return step, now
 
   def _restore(self, path: str, live_step: int) -> int:
-    """Restores `path` unless the state is ahead; returns the step it is at."""
+    """Restores `path` if the state is behind; returns the step it is at."""
     if live_step > 0:
       saved_step = int(checkpoints.read(path)["global_step"])
-      if live_step > saved_step:
+      if live_step >= saved_step:
         self._saved_step, self._saved_path = saved_step, path
-        self._console.log(f"kept the state at step {live_step}, after {path}")
+        self._console.log(f"kept the state at step {live_step}, not {path}")
         return live_step
     restored = checkpoints.restore(
       path, self._state, is_optional=self._is_optional
