@@ -496,9 +496,24 @@ def _be_killed_between_steps(here: Here, driver) -> None:
     here.mark("step 2 is made")
     here.await_mark("worker 1 is dead")
     recorder.step(4)
+    if here.is_in_graph:
+      _await_sign("/job:worker/task:1/device:CPU:0")
     return {"steps": recorder.steps}
 
   train(here, driver, run_chief)
+
+
+def _await_sign(device: str) -> None:
+  """Waits until the task that serves there now has heard of its client.
+
+  One that has not ends the training after some minutes.
+  """
+  register = membership.Register(device, 1)
+  connection.await_value(
+    lambda: register.ages()[0] > 0,
+    timeout_secs=20,
+    what=f"waiting for a beat at {device}",
+  )
 
 
 def killed_after_admission(here: Here) -> None:

@@ -1,5 +1,7 @@
 """Tests of what becomes of a training when something dies or goes wrong."""
 
+import signal
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,25 @@ def test_in_graph_training_waits_for_the_restart_of_a_worker(start_trial):
   report = _report_after_a_restart(
     start_trial, "killed_between_steps", "in_graph"
   )
+  _assert_steps(report, 6, (0.1 + 0.3) / 2)
+  assert [applied for applied, _, _ in report["counts"]] == [6, 6]
+
+
+def test_in_graph_worker_that_hangs_is_given_up(start_trial):
+  trial = start_trial(
+    "killed_between_steps",
+    _document(1, 2, chief=1),
+    replication="in_graph",
+    lost_after_secs=3,
+  )
+  trial.await_mark("step 2 is made")
+  # The system still accepts connections for it.
+  trial.tasks.kill(_worker(1), signal.SIGSTOP)
+  trial.mark("worker 1 is dead")
+  trial.await_log(cluster.Task("chief", 0), "worker 1 was not heard of")
+  trial.tasks.kill(_worker(1), signal.SIGCONT)
+  trial.await_success()
+  report = trial.report()
   _assert_steps(report, 6, (0.1 + 0.3) / 2)
   assert [applied for applied, _, _ in report["counts"]] == [6, 6]
 

@@ -1,12 +1,15 @@
 """Tests for tf_replicas.membership; processes are in faults_test."""
 
+import threading
 import time
+from unittest import mock
 
 import stores
 import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tf_replicas import connection
 from tf_replicas import membership
 
 
@@ -111,6 +114,47 @@ class MembershipTest(stores.TestCase):
     start = time.monotonic()
     self.assertEqual(chief.dismiss(timeout_secs=0.2), [1])
     self.assertLess(time.monotonic() - start, 20)
+
+  def test_a_task_that_hangs_holds_up_nothing_else(self):
+    hangs, is_over = threading.Event(), threading.Event()
+    timer = threading.Timer(60, is_over.set)
+    timer.start()
+    self.addCleanup(timer.cancel)
+    self.addCleanup(is_over.set)
+
+    def may_hang(call):
+      def hanging(register, *args):
+        if hangs.is_set() and register.device == stores.device(1):
+          is_over.wait()
+        call(register, *args)
+
+      return hanging
+
+    for name in ("beat", "dismiss"):
+      call = may_hang(getattr(membership.Register, name))
+      self.enter_context(mock.patch.object(membership.Register, name, call))
+    for name, secs in (("BEAT_SECS", 0.05), ("_ANSWER_SECS", 0.2)):
+      self.enter_context(mock.patch.object(membership, name, secs))
+    (chief,) = self._members(1)
+    first = membership.Register(stores.device(0), 1)
+    hangs.set()
+    connection.await_value(
+      lambda: chief.silences()[1] > 0.5,
+      timeout_secs=30,
+      what="waiting for silence",
+    )
+    before = float(first.beats[0])
+    connection.await_value(
+      lambda: float(first.beats[0]) > before,
+      timeout_secs=30,
+      what="waiting for a beat",
+    )
+    chief.end(membership.FINISHED)
+    chief.leave()
+    chief.dismiss(timeout_secs=10)
+    self.assertFalse(is_over.is_set())
+    self.assertEqual(first.ages(), [0])
+    self.assertTrue(bool(first.dismissed))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ optimizer exist only in the client, the data sets on the workers.
 """
 
 import threading
-import time
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -74,8 +73,8 @@ class InGraph:
       replica_fn: Builds the replica.
       optimizer_fn: Builds the update rule.
       start_timeout_secs: How long to wait for PS and worker tasks.
-      lost_after_secs: How long a worker may be unreachable before its place in
-        a step is offered to another.
+      lost_after_secs: How long a worker may not answer before its place in a
+        step is offered to another.
       timeline_dir: Where every task records what it does when, each on its own
         machine; see `timeline`.
       log: Where words go.
@@ -91,8 +90,6 @@ class InGraph:
     if timeline_dir is not None:
       self._recorder = timeline.Recorder(timeline_dir, "workers")
     self._names = [str(w) for w in self._workers]
-    self._addresses = [spec.address(w) for w in self._workers]
-    self._heard = [time.monotonic()] * len(self._workers)
     for job in ("ps", "worker"):
       connection.await_servers(
         spec, job, timeout_secs=start_timeout_secs, log=log
@@ -212,11 +209,9 @@ class InGraph:
     return self.replica.dataset_fn(len(self._workers), index(), start)
 
   def _ages(self) -> list[float]:
-    """Seconds since each worker was last reachable."""
-    for number, address in enumerate(self._addresses):
-      if connection.listens(address):
-        self._heard[number] = time.monotonic()
-    return [max(time.monotonic() - h, 1e-3) for h in self._heard]
+    """Seconds since each worker last answered."""
+    silences = self._members.silences()[-len(self._workers) :]
+    return [max(silence, 1e-3) for silence in silences]
 
   def close(self, error: BaseException | None = None) -> None:
     """Ends the training and dismisses every task.

@@ -3,9 +3,11 @@
 On every task that serves (each PS; in-graph each worker as well) lives a small
 *register*: when each client was last heard of, by that task's own clock, and
 how training ended. On PS task 0 it also says what the chief trains, for the
-others to compare with. A client beats in a thread of its own.
+others to compare with. A client beats in threads of their own, one for each
+register, so that a task which hangs holds up nobody else.
 """
 
+import functools
 import json
 import threading
 import time
@@ -21,6 +23,8 @@ from tf_replicas import resources
 BEAT_SECS = 1.0
 FINISHED = "finished"
 _LEFT = 0.0
+# How long tasks may take to answer a client that leaves.
+_ANSWER_SECS = 10.0
 
 
 class Register:
@@ -85,6 +89,62 @@ class Register:
     return self._ages().numpy().tolist()
 
 
+class _Place:
+  """One serving task as a client sees it, which beats there from now on."""
+
+  def __init__(self, register: Register, num_clients: int, client: int):
+    self._register = register
+    self._num_clients = num_clients
+    self._client = client
+    self._answered = time.monotonic()
+    self._is_left = threading.Event()
+    self._beat(True)
+    self._thread = connection.Thread(self._keep_beating, on_error=bool)
+
+  def _keep_beating(self) -> None:
+    while not self._is_left.wait(BEAT_SECS):
+      self._beat(True)
+    self._beat(False)
+
+  def _beat(self, is_here: bool) -> None:
+    try:
+      self._register.beat(self._client, is_here)
+      self._answered = time.monotonic()
+    except tf.errors.UnavailableError:
+      pass  # It is away; the main thread sees the same where it matters.
+    except tf.errors.OpError:
+      self._attach_again()
+
+  def _attach_again(self) -> None:
+    """A task that was restarted has a new register."""
+    try:
+      register = Register(self._register.device, self._num_clients)
+      if register.is_ready():
+        self._register = register
+    except tf.errors.OpError:
+      pass  # It is still away.
+
+  def silence(self) -> float:
+    """Seconds since it last answered."""
+    return time.monotonic() - self._answered
+
+  def leave(self) -> connection.Thread:
+    """Beats no more; returns the thread that says so there."""
+    self._is_left.set()
+    return self._thread
+
+  def dismiss(self, outcome: str) -> None:
+    """Lets the task go, also one that was restarted just now."""
+    try:
+      self._register.dismiss(outcome)
+    except tf.errors.OpError:
+      # One that is away has no register, and whoever runs it has to end it.
+      try:
+        Register(self._register.device, self._num_clients).dismiss(outcome)
+      except tf.errors.OpError:
+        pass
+
+
 class Membership:
   """A client's view of the registers.
 
@@ -112,37 +172,19 @@ class Membership:
       TimeoutError: If one is not.
     """
     self.client = client
-    self._places = [(device, num_clients) for device in devices]
-    self._registers = [Register(*place) for place in self._places]
-    self._first = self._registers[0]
-    for device, register in zip(devices, self._registers, strict=True):
+    registers = [Register(device, num_clients) for device in devices]
+    self._first = registers[0]
+    for device, register in zip(devices, registers, strict=True):
       connection.await_value(
         register.is_ready,
         timeout_secs=timeout_secs,
         what=f"waiting for the register of {device}",
       )
-    self._stop = threading.Event()
-    self._beat_all(True)
-    self._thread = threading.Thread(
-      target=self._keep_beating, name="beats", daemon=True
-    )
-    self._thread.start()
+    self._places = [_Place(r, num_clients, client) for r in registers]
 
-  def _beat_all(self, is_here: bool) -> None:
-    for register in self._registers:
-      try:
-        register.beat(self.client, is_here)
-      except tf.errors.OpError:
-        # An in-graph worker may be away; without PS task 0 there is nothing.
-        if register is self._first:
-          raise
-
-  def _keep_beating(self) -> None:
-    while not self._stop.wait(BEAT_SECS):
-      try:
-        self._beat_all(True)
-      except tf.errors.OpError:
-        return  # The main thread sees the same failure where it matters.
+  def silences(self) -> list[float]:
+    """Seconds since each serving task last answered this client."""
+    return [place.silence() for place in self._places]
 
   def ages(self) -> list[float]:
     """Seconds since each client's last beat; -1: never came, 0: has left."""
@@ -190,9 +232,7 @@ class Membership:
 
   def leave(self) -> None:
     """Says that this client needs nothing any more."""
-    self._stop.set()
-    self._thread.join()
-    self._beat_all(False)
+    _await_answers([place.leave() for place in self._places])
 
   def dismiss(
     self, *, timeout_secs: float, clock: Callable[[], float] = time.monotonic
@@ -213,12 +253,25 @@ class Membership:
         break
       time.sleep(0.05)
     outcome = self.outcome()
+    first, *others = self._places
+    _await_answers(
+      [
+        connection.Thread(
+          functools.partial(place.dismiss, outcome), on_error=bool
+        )
+        for place in others
+      ]
+    )
     # PS task 0 last: the others may still have to look something up there.
-    for register, place in reversed(
-      list(zip(self._registers, self._places, strict=True))
-    ):
-      _dismiss(register, place, outcome)
+    first.dismiss(outcome)
     return here
+
+
+def _await_answers(threads: Sequence[connection.Thread]) -> None:
+  """Waits for threads that ask tasks, of which one may hang."""
+  deadline = time.monotonic() + _ANSWER_SECS
+  for thread in threads:
+    thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def take_leave(
@@ -241,18 +294,6 @@ def outcome_of(error: BaseException | None) -> str:
   if error is None:
     return FINISHED
   return " ".join(str(error).split()) or type(error).__name__
-
-
-def _dismiss(register: Register, place: tuple[str, int], outcome: str) -> None:
-  try:
-    register.dismiss(outcome)
-  except tf.errors.OpError:
-    # A task that was restarted has a new register; one that is away has none,
-    # and whoever runs it has to end it.
-    try:
-      Register(*place).dismiss(outcome)
-    except tf.errors.OpError:
-      pass
 
 
 def differences(
