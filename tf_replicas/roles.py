@@ -235,14 +235,15 @@ def _drive(driver, options: program.Options, workload) -> None:
       _say(f"goes on from step {step}, and not from what a new training would")
   if step < max_steps:  # Else what is there stays as it was made.
     workload.on_start()
-  names = []
-  if options.spec.variables.on == "ps":  # Else nothing is offered.
+  names, wake = [], None
+  if options.spec.variables.on == "ps":  # Else no step waits for offers.
     names = [str(replica) for replica in options.replicas]
+    wake = driver.optimizer.interrupt
   steps = _Steps(driver, workload.learning_rate_fn, names, options)
   session.run(
     steps,
     report=lambda: report(driver.optimizer.counts(), names),
-    wake=driver.optimizer.interrupt,
+    wake=wake,
   )
 
 
