@@ -330,17 +330,16 @@ def fit(
   base = from_recipe(recipe)
   fitted = {"num_epochs": base.num_epochs, **settings}
   is_cycle = base.schedule == "one_cycle"
-  if max_steps is not None and is_cycle and "num_epochs" not in settings:
-    examples = max_steps * effective_batch
-    fitted["num_epochs"] = examples / NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN
+  length = math.inf
+  if max_steps is not None:
+    length = max_steps * effective_batch / NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN
+    if is_cycle and "num_epochs" not in settings:
+      fitted["num_epochs"] = length
   if "warmup_epochs" not in settings:
     share = base.warmup_epochs / base.num_epochs
     fitted["warmup_epochs"] = share * fitted["num_epochs"]
     if not share and fitted.get("learning_rate_scale", 1.0) > 1.0:
-      length = fitted["num_epochs"]
-      if max_steps is not None:
-        examples = max_steps * effective_batch
-        length = min(length, examples / NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN)
+      length = min(length, fitted["num_epochs"])
       fitted["warmup_epochs"] = min(WARMUP_EPOCHS, length / 8)
   config = from_recipe(recipe, **fitted)
   if max_steps is None:

@@ -137,11 +137,10 @@ def _workload(
   except ValueError as error:  # It is the data set's.
     raise sources.DataError(str(error)) from None
   pretrained = FLAGS.pretrained_model_checkpoint_path
-  is_new = checkpoints.latest(config.train_dir) is None
   # The other tasks may be on machines that do not see it.
-  is_chief = options.task in (None, options.spec.chief)
-  if pretrained is not None and is_chief and is_new:
-    fine_tuning.find(pretrained)
+  if pretrained is not None and options.task in (None, options.spec.chief):
+    if checkpoints.latest(config.train_dir) is None:  # Else it is not read.
+      fine_tuning.find(pretrained)
   return workload.make(
     dataclasses.replace(config, num_classes=num_classes),
     source,

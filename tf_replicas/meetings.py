@@ -238,7 +238,6 @@ class Accumulated:
     """
     self.rule = rule
     self._period = period
-    self._num_replicas = rule.total_num_replicas
 
   def build(self, store: parameter_store.ParameterStore) -> None:
     """As for `Together`."""
@@ -258,7 +257,8 @@ class Accumulated:
     count = len(self._store.trainable)
     # A walk of statistics is towards where they belong: walks of several
     # replicas from one place add up to far beyond it, but not their mean.
-    walks = 1 if self.rule.has_chief_statistics else self._num_replicas
+    rule = self.rule
+    walks = 1 if rule.has_chief_statistics else rule.total_num_replicas
     means = [
       None if total is None else total / (self._period if i < count else walks)
       for i, total in enumerate(local.totals)
