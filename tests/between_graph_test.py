@@ -237,7 +237,7 @@ def _run_alone(document, job, replication="between_graph", **options):
       "0",
     ],
     env=conftest.ENVIRON,
-    timeout=60,
+    timeout=300,
     capture_output=True,
     text=True,
   )

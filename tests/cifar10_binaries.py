@@ -33,7 +33,7 @@ def environ() -> dict[str, str]:
 
 
 def run(
-  module: str, *flags: str, timeout: float = 150
+  module: str, *flags: str, timeout: float = 300
 ) -> subprocess.CompletedProcess:
   """Runs a binary to its end."""
   return subprocess.run(
@@ -47,7 +47,7 @@ def run(
   )
 
 
-def succeed(module: str, *flags: str, timeout: float = 150) -> str:
+def succeed(module: str, *flags: str, timeout: float = 300) -> str:
   """Runs a binary, which ends well; returns what it printed."""
   result = run(module, *flags, timeout=timeout)
   assert result.returncode == 0, result.stdout + result.stderr
@@ -57,7 +57,7 @@ def succeed(module: str, *flags: str, timeout: float = 150) -> str:
 
 def refuse(module: str, words: str, *flags: str, status: int = 2) -> None:
   """Runs a binary, which ends with one line of error and nothing else."""
-  result = run(module, *flags, timeout=60)
+  result = run(module, *flags, timeout=300)
   assert result.returncode == status, result.stdout + result.stderr
   (error,) = result.stderr.splitlines()
   assert error.startswith("error: ")

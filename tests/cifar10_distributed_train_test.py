@@ -236,7 +236,7 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
     os.kill(tasks[-1], signal.SIGSTOP)
     time.sleep(1)  # The chief has nothing else to do by then.
   process.send_signal(signum)
-  rest, _ = process.communicate(timeout=60)
+  rest, _ = process.communicate(timeout=300)
   assert process.returncode == 128 + signum, "".join(output) + rest
   assert checkpoints.latest(str(tmp_path)) is not None, rest
   for pid in tasks:
@@ -332,7 +332,7 @@ class TestBadInput:
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps({"ps": ["h0:1", "h1:1"], "worker": ["h2:1"]}))
     flags = train_flags(tmp_path / "run", f"--cluster_spec={spec}")
-    result = run(*flags, "--dry_run", timeout=60)
+    result = run(*flags, "--dry_run", timeout=300)
     assert result.returncode == 0, result.stderr
     assert "effective batch 16" in result.stdout
     assert "/job:ps/task:1" in result.stdout

@@ -180,7 +180,7 @@ def test_waits_for_a_run_and_takes_its_settings(train_dir, tmp_path):
     for path in train_dir.iterdir():
       if path.is_file():
         shutil.copy(path, run)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=300)
   finally:
     process.kill()
   assert process.returncode == 0

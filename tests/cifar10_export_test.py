@@ -93,7 +93,7 @@ def test_needs_tensorflow_alone(exported, images, tmp_path):
     env=binaries.environ(),
     capture_output=True,
     text=True,
-    timeout=100,
+    timeout=300,
     check=False,
   )
   assert result.returncode == 0, result.stderr

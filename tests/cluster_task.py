@@ -35,7 +35,7 @@ from tf_replicas import server
 from tf_replicas import sync_replicas
 from tf_replicas import towers
 
-MARK_TIMEOUT_SECS = 120.0
+MARK_TIMEOUT_SECS = 350.0
 # Of the constant gradients: plain gradient descent takes steps of twice them.
 LEARNING_RATE = 2.0
 # A gradient that must never be applied.

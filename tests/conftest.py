@@ -23,7 +23,7 @@ ENVIRON = {
   "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 # Generous: the machine may be busy. No test waits that long if all is well.
-DEADLINE_SECS = 150.0
+DEADLINE_SECS = 400.0
 
 
 class Trial:
@@ -117,7 +117,7 @@ class Trial:
       "the end of the training",
     )
     if not any(self.codes().values()):
-      self._deadline = min(self._deadline, time.monotonic() + 30)
+      self._deadline = min(self._deadline, time.monotonic() + 120)
       self.await_end()
     assert not any(self.codes().values()), self.all_logs()
 

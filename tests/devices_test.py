@@ -29,7 +29,7 @@ def _run(program):
     [sys.executable, "-c", textwrap.dedent(program)],
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=300,
     env=environ,
   )
   assert result.returncode == 0, result.stderr

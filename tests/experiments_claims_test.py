@@ -100,7 +100,7 @@ class ClaimTest(parameterized.TestCase):
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=300,
         cwd=ROOT,
       )
       self.assertIn("The claim holds", result.stdout)
@@ -116,7 +116,7 @@ class ClaimTest(parameterized.TestCase):
       capture_output=True,
       text=True,
       check=False,
-      timeout=120,
+      timeout=300,
       cwd=ROOT,
     )
     self.assertIn(result.returncode, (1, 2))

@@ -91,7 +91,7 @@ class ProgramTest(absltest.TestCase):
       [sys.executable, "-m", "experiments.timeline", *arguments],
       capture_output=True,
       text=True,
-      timeout=120,
+      timeout=300,
       check=False,
     )
 

@@ -36,10 +36,10 @@ def _run(*arguments):
   """(Exit status, output)."""
   process = _start(*arguments)
   try:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
   except subprocess.TimeoutExpired:
     process.terminate()
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=300)
     raise AssertionError(f"it did not end:\n{output}") from None
   return process.returncode, output
 
@@ -112,7 +112,7 @@ def test_an_interrupt_saves(tmp_path, spec):
       break
   process.send_signal(signal.SIGTERM)
   try:
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=300)
   finally:
     process.kill()
   assert process.returncode == 128 + signal.SIGTERM, "".join(output) + rest

@@ -170,7 +170,7 @@ class Threads:
 
   def join(self):
     for thread in self._threads:
-      thread.join(timeout=60)
+      thread.join(timeout=100)
     assert not any(thread.is_alive() for thread in self._threads)
     if self._errors:
       raise self._errors[0]

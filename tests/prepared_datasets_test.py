@@ -15,7 +15,7 @@ def test_devices_can_still_be_chosen_after_it_prepared_a_data_set(tmp_path):
     [sys.executable, PROGRAM, tmp_path],
     capture_output=True,
     text=True,
-    timeout=200,
+    timeout=300,
     check=False,
   )
   assert result.returncode == 0, result.stdout + result.stderr

@@ -11,6 +11,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from tf_replicas import async_replicas
+from tf_replicas import connection
 from tf_replicas import moving_averages
 from tf_replicas import staleness
 from tf_replicas import switching
@@ -111,7 +112,7 @@ class Training:
   def stop(self):
     self.optimizer.close()
     for thread in self.threads:
-      thread.join(timeout=30)
+      thread.join(timeout=100)
     assert not self.errors, self.errors
     assert not any(thread.is_alive() for thread in self.threads)
 
@@ -217,6 +218,10 @@ class SwitchingTest(stores.TestCase):
     training = Training(optimizer, [1.0, 1.0])
     self.addCleanup(optimizer.close)
     # As the first chief's, a thread waits for offers since it was created.
+    answering = new._contributions._answering
+    connection.await_value(
+      answering.is_initialized, timeout_secs=100, what="a thread"
+    )
     new.suspend()
     changed = threading.Event()
     resume = new.resume
@@ -228,8 +233,8 @@ class SwitchingTest(stores.TestCase):
     new.resume = resume_and_tell
     chief = threading.Thread(target=training.run_to, args=(8,), daemon=True)
     chief.start()
-    self.assertTrue(changed.wait(60))
-    chief.join(60)
+    self.assertTrue(changed.wait(100))
+    chief.join(100)
     self.assertEqual(int(training.store.global_step), 8)
     training.stop()
 

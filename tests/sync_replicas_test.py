@@ -100,7 +100,7 @@ class Training:
   def stop(self):
     self.optimizer.close()
     for thread in self._threads:
-      thread.join(timeout=30)
+      thread.join(timeout=100)
     assert not any(thread.is_alive() for thread in self._threads)
     if self.errors:
       raise self.errors[0]

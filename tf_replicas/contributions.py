@@ -43,7 +43,6 @@ old tag.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -56,27 +55,6 @@ from tf_replicas import resources
 Kind = ledger_lib.Kind
 Status = ledger_lib.Status
 Verdict = ledger_lib.Verdict
-
-
-class Collected(NamedTuple):
-  """What `collect` led to; tensors on PS task 0.
-
-  Attributes:
-    kind: int64, DELIVERED when the step is complete, else the kind of the
-      message that ended the wait early (NONFINITE, WAKE).
-    replica: int64, who sent that message.
-    step: int64, the global step of these contributions.
-    examples: int64, examples in them.
-    loss: float64, their mean loss.
-    present: bool [V], which variables got a gradient from anyone.
-  """
-
-  kind: tf.Tensor
-  replica: tf.Tensor
-  step: tf.Tensor
-  examples: tf.Tensor
-  loss: tf.Tensor
-  present: tf.Tensor
 
 
 class Contributions:
@@ -121,6 +99,8 @@ class Contributions:
       self._present = resources.shared_variable(
         "ledger/present", [len(is_sparse)], tf.bool
       )
+      # Since when the last to run `end_replicas` does so.
+      self._answering = resources.shared_variable("answering", [], tf.int64)
     self._gradients = gradient_queues.GradientQueues(
       store, num_replicas, is_sparse, has_chief_statistics=has_chief_statistics
     )
@@ -254,7 +234,7 @@ class Contributions:
 
   # The chief's side.
 
-  def collect(self) -> Collected:
+  def collect(self) -> ledger_lib.Collected:
     """Answers the replicas until the step has its N contributions.
 
     To be used inside a `tf.function`. Returns early, with everything noted,
@@ -272,7 +252,7 @@ class Contributions:
       )
       with tf.control_dependencies([kind]):
         loss = self._ledger.loss.read_value()
-        return Collected(
+        return ledger_lib.Collected(
           kind=kind,
           replica=replica,
           step=step,
@@ -353,20 +333,36 @@ class Contributions:
       self._reply(verdict, before.tag, step)
 
   def end_replicas(self) -> None:
-    """Releases all to `releases.ENDED`, also who still comes; until `wake`."""
+    """Releases all to `releases.ENDED`, also who still comes; until `wake`.
 
-    def answer(_):
-      header, _, _ = self._inbox.dequeue()
+    To be used inside a `tf.function`. An earlier chief's call may live on at
+    the PS: the next message ends it, and is left to who takes messages now.
+    """
+
+    def answer(*_):
+      header, *rest = self._inbox.dequeue()
       kind, replica, tag, _ = tf.unstack(tf.ensure_shape(header, [4]))
-      with tf.control_dependencies([self._end_one(replica, tag)]):
-        return [tf.identity(kind)]
+      with tf.control_dependencies([kind]):
+        is_mine = tf.equal(self._answering.read_value(), began)
+      is_done = tf.cond(
+        is_mine,
+        lambda: self._end_one(replica, tag),
+        lambda: self._put_back(header, *rest),
+      )
+      with tf.control_dependencies([is_done]):
+        return [is_mine & (kind != int(Kind.WAKE))]
 
     with tf.device(self._device):
+      began = releases.microseconds(releases.now())
+      self._answering.assign(began)
       noted = self._read()  # What `collect` has read, nobody else will answer.
       verdict = tf.where(noted.status != Status.COMPUTING, Verdict.RELEASE, -1)
       self._reply(tf.cast(verdict, tf.int64), noted.tag, releases.ENDED)
-      first = tf.constant(int(Kind.OFFER), tf.int64)
-      tf.while_loop(lambda kind: kind != int(Kind.WAKE), answer, [first])
+      tf.while_loop(lambda goes_on: goes_on, answer, [tf.constant(True)])
+
+  def _put_back(self, *message: tf.Tensor) -> tf.Tensor:
+    with tf.control_dependencies([self._inbox.enqueue(message)]):
+      return tf.constant(True)
 
   def _end_one(self, replica: tf.Tensor, tag: tf.Tensor) -> tf.Tensor:
     is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica

@@ -110,6 +110,27 @@ class Replies(NamedTuple):
   flush: tf.Tensor
 
 
+class Collected(NamedTuple):
+  """What `collect` led to; tensors on PS task 0.
+
+  Attributes:
+    kind: int64, DELIVERED when the step is complete, else the kind of the
+      message that ended the wait early (NONFINITE, WAKE).
+    replica: int64, who sent that message.
+    step: int64, the global step of these contributions.
+    examples: int64, examples in them.
+    loss: float64, their mean loss.
+    present: bool [V], which variables got a gradient from anyone.
+  """
+
+  kind: tf.Tensor
+  replica: tf.Tensor
+  step: tf.Tensor
+  examples: tf.Tensor
+  loss: tf.Tensor
+  present: tf.Tensor
+
+
 def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
   """An empty ledger: everyone computes, every place is open."""
   return Ledger(

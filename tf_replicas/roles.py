@@ -232,7 +232,7 @@ def _drive(driver, options: program.Options, workload) -> None:
     if step == 0:
       workload.initialize(driver.store)
     else:
-      _say(f"goes on from step {step}, and not from what a new training would")
+      _say(f"goes on from step {step}; values for a new training stay unused")
   if step < max_steps:  # Else what is there stays as it was made.
     workload.on_start()
   names, wake = [], None

@@ -306,7 +306,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
         anyone; if that is wrong the update is left to the next call.
 
     Returns:
-      The fields of `contributions.Collected`, before `present` when the update
+      The fields of `ledger.Collected`, before `present` when the update
       began and ended: one float64 vector, for each tensor read is a call.
     """
     collected = self._contributions.collect()
