@@ -124,7 +124,7 @@ class Slowly:
   """A gate that takes its time."""
 
   def acquire(self):
-    time.sleep(0.05)
+    time.sleep(0.1)
 
 
 def _every_fifth(progress):
@@ -284,13 +284,16 @@ class SwitchingTest(stores.TestCase):
     training = Training(optimizer, [1.0, 1.0], gates=[None, Slowly()])
     self.addCleanup(optimizer.close)
     step = 0
+    looks = []
     while not any(c.staleness for c in optimizer.counts()) and step < 300:
       step += 3
       training.run_to(step)
+      looks.append([c.held_up_secs for c in optimizer.counts()])
     self.assertGreater(step, 6)  # The first steps are not judged.
     fast, slow = optimizer.counts()
     self.assertTrue(fast.staleness or slow.staleness)
-    self.assertGreater(slow.held_up_secs, fast.held_up_secs)
+    fast_waits, slow_waits = np.subtract(looks[-1], looks[0])
+    self.assertGreater(slow_waits, fast_waits)
     training.stop()
 
   @parameterized.named_parameters(
