@@ -178,7 +178,7 @@ class Threads:
 
 
 def _await(condition):
-  deadline = time.monotonic() + 60
+  deadline = time.monotonic() + 300
   while not condition():
     assert time.monotonic() < deadline
     time.sleep(0.01)

@@ -353,7 +353,7 @@ class UpdateTest(stores.TestCase):
       optimizer, _constant(1.0), values=ONE, is_sparse=[False]
     )
     training.start()
-    (releases,), deadline = training.releases, time.monotonic() + 30
+    (releases,), deadline = training.releases, time.monotonic() + 100
     while not releases and time.monotonic() < deadline:
       optimizer.give_up(0)
       time.sleep(0.1)
