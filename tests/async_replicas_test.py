@@ -166,11 +166,11 @@ class InterleavingTest(stores.TestCase):
     ]
     for thread in threads:
       thread.start()
-    threads[1].join(timeout=100)
+    threads[1].join(timeout=20)
     others_are_held_up = threads[1].is_alive()
     batches.enqueue([tf.constant(1.0)])
     for thread in threads:
-      thread.join(timeout=100)
+      thread.join(timeout=20)
     self.assertFalse(others_are_held_up)
     counts = training.chief.counts()
     self.assertEqual([c.staleness for c in counts], [(0,) * 10 + (1,), (10,)])
@@ -384,7 +384,7 @@ class InterleavingTest(stores.TestCase):
 
     thread = threading.Thread(target=contribute, daemon=True)
     thread.start()
-    thread.join(timeout=100)
+    thread.join(timeout=30)
     self.assertEqual(answers, [(True, 0), (True, 1)])
     np.testing.assert_allclose(resumed.values()["a"], [-0.5, 0.5])
     np.testing.assert_allclose(resumed.values()["b"], [3.0])
@@ -418,7 +418,7 @@ class InterleavingTest(stores.TestCase):
     threads[1].join(timeout=0.5)
     gate.enqueue([tf.constant(True)])
     for thread in threads:
-      thread.join(timeout=100)
+      thread.join(timeout=30)
     np.testing.assert_array_equal(saved["sums_2/b"], [4.0])
     self.assertEqual(int(saved["async/pending_2"]), 1)
 
@@ -467,7 +467,7 @@ class InterleavingTest(stores.TestCase):
     thread.join(timeout=0.5)
     self.assertEqual(answers, [(True, 1)])
     training.chief.end_replicas()
-    thread.join(timeout=100)
+    thread.join(timeout=30)
     self.assertEqual(answers, [(True, 1), (False, -1)])
     np.testing.assert_allclose(training.values()["b"], [2.0])
 

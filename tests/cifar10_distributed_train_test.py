@@ -236,7 +236,7 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
     os.kill(tasks[-1], signal.SIGSTOP)
     time.sleep(1)  # The chief has nothing else to do by then.
   process.send_signal(signum)
-  rest, _ = process.communicate(timeout=300)
+  rest, _ = process.communicate(timeout=60)
   assert process.returncode == 128 + signum, "".join(output) + rest
   assert checkpoints.latest(str(tmp_path)) is not None, rest
   for pid in tasks:

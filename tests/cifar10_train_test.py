@@ -172,7 +172,7 @@ def test_an_interrupt_saves(tmp_path):
       if "step 10," in line:
         process.send_signal(signal.SIGINT)
         break
-    rest, _ = process.communicate(timeout=300)
+    rest, _ = process.communicate(timeout=60)
   finally:
     process.kill()
   assert process.returncode == 128 + signal.SIGINT, "".join(output) + rest

@@ -117,7 +117,7 @@ class Trial:
       "the end of the training",
     )
     if not any(self.codes().values()):
-      self._deadline = min(self._deadline, time.monotonic() + 120)
+      self._deadline = min(self._deadline, time.monotonic() + 30)
       self.await_end()
     assert not any(self.codes().values()), self.all_logs()
 

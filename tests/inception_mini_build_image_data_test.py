@@ -433,7 +433,7 @@ class TestCommand:
       target=lambda: (photos / "owl" / "slow.jpg").write_bytes(b"x"),
       daemon=True,
     ).start()
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert errors.splitlines()[-1].startswith("interrupted")
     for name in contents(out):

@@ -39,7 +39,7 @@ def _run(*arguments):
     output, _ = process.communicate(timeout=300)
   except subprocess.TimeoutExpired:
     process.terminate()
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=30)
     raise AssertionError(f"it did not end:\n{output}") from None
   return process.returncode, output
 
@@ -112,7 +112,7 @@ def test_an_interrupt_saves(tmp_path, spec):
       break
   process.send_signal(signal.SIGTERM)
   try:
-    rest, _ = process.communicate(timeout=300)
+    rest, _ = process.communicate(timeout=60)
   finally:
     process.kill()
   assert process.returncode == 128 + signal.SIGTERM, "".join(output) + rest

@@ -17,7 +17,7 @@ from tf_replicas import cluster
 from tf_replicas import local_cluster
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DEADLINE_SECS = 120.0
+DEADLINE_SECS = 30.0
 PS = cluster.Task("ps", 0)
 CHIEF = cluster.Task("worker", 0)
 WORKER = cluster.Task("worker", 1)

@@ -283,7 +283,7 @@ class GraphTest(stores.TestCase):
   @absltest.skipIf(os.cpu_count() < 2, "two threads wait for each other")
   def test_devices_do_overlap(self):
     """Each of two devices finds the other one at work."""
-    meetings = [threading.Barrier(2, timeout=100) for _ in range(2)]
+    meetings = [threading.Barrier(2, timeout=60) for _ in range(2)]
 
     def meeting(x, is_first):
       # The second device meets with part 0, the first with part 1.

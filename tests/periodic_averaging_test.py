@@ -170,7 +170,7 @@ class Threads:
 
   def join(self):
     for thread in self._threads:
-      thread.join(timeout=100)
+      thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in self._threads)
     if self._errors:
       raise self._errors[0]
@@ -178,7 +178,7 @@ class Threads:
 
 
 def _await(condition):
-  deadline = time.monotonic() + 300
+  deadline = time.monotonic() + 60
   while not condition():
     assert time.monotonic() < deadline
     time.sleep(0.01)

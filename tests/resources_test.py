@@ -130,7 +130,7 @@ class QueueTest(stores.TestCase):
     thread = threading.Thread(target=replica, daemon=True)
     thread.start()
     resources.Queue("q", [tf.int64]).close()
-    thread.join(timeout=100)
+    thread.join(timeout=20)
     self.assertLen(raised, 1)
     with self.assertRaises(tf.errors.CancelledError):
       queue.enqueue([tf.constant(1, tf.int64)])
@@ -174,9 +174,9 @@ class CancellationTest(stores.TestCase):
     cancelled = start("closure", manager.get_cancelable_function(wait))
     other = start("other", wait)
     manager.start_cancel()
-    cancelled.join(timeout=100)
+    cancelled.join(timeout=10)
     queue.enqueue([tf.constant(5)])
-    other.join(timeout=100)
+    other.join(timeout=10)
     self.assertEqual(ends, {"closure": "cancelled", "other": 5})
 
 

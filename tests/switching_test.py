@@ -112,7 +112,7 @@ class Training:
   def stop(self):
     self.optimizer.close()
     for thread in self.threads:
-      thread.join(timeout=100)
+      thread.join(timeout=30)
     assert not self.errors, self.errors
     assert not any(thread.is_alive() for thread in self.threads)
 
@@ -233,8 +233,8 @@ class SwitchingTest(stores.TestCase):
     new.resume = resume_and_tell
     chief = threading.Thread(target=training.run_to, args=(8,), daemon=True)
     chief.start()
-    self.assertTrue(changed.wait(100))
-    chief.join(100)
+    self.assertTrue(changed.wait(60))
+    chief.join(60)
     self.assertEqual(int(training.store.global_step), 8)
     training.stop()
 

@@ -100,7 +100,7 @@ class Training:
   def stop(self):
     self.optimizer.close()
     for thread in self._threads:
-      thread.join(timeout=100)
+      thread.join(timeout=30)
     assert not any(thread.is_alive() for thread in self._threads)
     if self.errors:
       raise self.errors[0]
@@ -353,7 +353,7 @@ class UpdateTest(stores.TestCase):
       optimizer, _constant(1.0), values=ONE, is_sparse=[False]
     )
     training.start()
-    (releases,), deadline = training.releases, time.monotonic() + 100
+    (releases,), deadline = training.releases, time.monotonic() + 30
     while not releases and time.monotonic() < deadline:
       optimizer.give_up(0)
       time.sleep(0.1)

@@ -427,7 +427,7 @@ def test_run_in_a_thread():
     target=lambda: steps.append(toy.session(None, max_steps=3).run(toy.advance))
   )
   thread.start()
-  thread.join(timeout=100)
+  thread.join(timeout=10)
   assert steps == [3]
 
 

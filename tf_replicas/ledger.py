@@ -111,7 +111,7 @@ class Replies(NamedTuple):
 
 
 class Collected(NamedTuple):
-  """What `collect` led to; tensors on PS task 0.
+  """What `Contributions.collect` led to; tensors on PS task 0.
 
   Attributes:
     kind: int64, DELIVERED when the step is complete, else the kind of the

@@ -387,7 +387,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       # It may still hand over what was admitted before `suspend`.
       self.declare_lost(int(replica), int(state.tag[replica]))
     while self._answering.is_alive():
-      self.interrupt()  # An earlier chief's `suspend` may have taken the last.
+      self.interrupt()  # An earlier chief's answers last until ours begin.
       self._answering.join(1.0)
     self._contributions.initialize(keep_counts=True)
 
