@@ -1,17 +1,20 @@
 """What TensorFlow has for asynchronous training, plain, for comparison.
 
   python -m benchmarks.plain_async SPEC BATCH_SIZE WARM_UP_STEPS STEPS
-    [ours|once]
+    [ours|once|threads]
 
 `tf.distribute.ParameterServerStrategy`, `ClusterCoordinator` and a Keras
 optimizer, used as TensorFlow's tutorial on parameter servers has it, on the
 CIFAR-10 network and synthetic images, prepared by our input pipeline. With
 `ours` local response normalization is ours, not TensorFlow's; with `once`,
 moreover, every variable is fetched by hand once a step and not wherever it is
-used. For `benchmarks.throughput`.
+used; with `threads`, moreover, each server has as few threads of one op as the
+tasks of ours have, whose launcher deals the cores out. For
+`benchmarks.throughput`.
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -28,8 +31,15 @@ from tf_replicas import cluster
 from tf_replicas import local_cluster
 
 
-def serve(spec: cluster.ClusterSpec, job: str, index: int) -> None:
+def serve(
+  spec: cluster.ClusterSpec, job: str, index: int, helps: str = ""
+) -> None:
   """Is a PS or a worker until it is ended."""
+  if helps == "threads":
+    cores, workers = os.cpu_count() or 1, spec.num_tasks("worker")
+    tf.config.threading.set_intra_op_parallelism_threads(
+      max(1, cores // workers)
+    )
   server = tf.distribute.Server(
     tf.train.ClusterSpec(spec.as_dict()),
     job_name=job,
@@ -69,7 +79,7 @@ def coordinate(
     def replica(batch):
       with tf.GradientTape() as tape:
         parameters = [variable.value for variable in variables]
-        if helps == "once":
+        if helps in ("once", "threads"):
           parameters = [tf.convert_to_tensor(p) for p in parameters]
           tape.watch(parameters)
         loss, _ = model_lib.total_loss(
@@ -104,7 +114,7 @@ def main(path: str, *numbers: str) -> None:
 
   def command(task):
     module = [sys.executable, "-m", "benchmarks.plain_async", "serve"]
-    return [*module, spec.to_json(), task.job, str(task.index)]
+    return [*module, spec.to_json(), task.job, str(task.index), helps]
 
   with tempfile.TemporaryDirectory() as log_dir:
     with local_cluster.LocalCluster(spec, command, log_dir=log_dir) as tasks:
@@ -114,6 +124,7 @@ def main(path: str, *numbers: str) -> None:
 
 if __name__ == "__main__":
   if sys.argv[1] == "serve":
-    serve(cluster.parse(json.loads(sys.argv[2])), sys.argv[3], int(sys.argv[4]))
+    document, task_job, task_index, lent = sys.argv[2:]
+    serve(cluster.parse(json.loads(document)), task_job, int(task_index), lent)
   else:
     main(*sys.argv[1:])

@@ -8,7 +8,9 @@ from tf_replicas import cluster
 from tf_replicas import server
 
 
-def run_client(spec, task, replication: str, steps: int) -> None:
+def run_client(
+  spec, task, replication: str, most_per_call: int, steps: int
+) -> None:
   """Trains; the chief prints the milliseconds of a step."""
   import keras
   import tensorflow as tf
@@ -62,7 +64,7 @@ def run_client(spec, task, replication: str, steps: int) -> None:
   def step_until(last):
     step = driver.global_step
     while step < last:
-      step = driver.step(last - step).global_step
+      step = driver.step(min(most_per_call, last - step)).global_step
 
   warm_up = min(steps, small_model.WARM_UP_STEPS)
   step_until(warm_up)
@@ -74,7 +76,7 @@ def run_client(spec, task, replication: str, steps: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-  ps, workers, job, index, replication, *steps = argv
+  ps, workers, job, index, replication, most_per_call, *steps = argv
   jobs = {"ps": ps.split(","), "worker": workers.split(",")}
   spec = cluster.parse(jobs)
   task = cluster.Task(job, int(index))
@@ -85,7 +87,7 @@ def main(argv: list[str]) -> None:
   else:
     # The client's own address does not matter in-graph: nobody calls it first.
     steps = int(steps[0]) if steps else small_model.STEPS
-    run_client(spec, task, replication, steps)
+    run_client(spec, task, replication, int(most_per_call), steps)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ first start that does not end by itself with status 0 and without a process
 left; TensorFlow's own server crashed in about one of five such starts.
 """
 
+import os
 import pathlib
 import sys
 import tempfile
@@ -42,6 +43,7 @@ def start_once(directory: str) -> float:
       task.job,
       str(task.index),
       FLAGS.replication,
+      "1",  # Update per call.
       "5",
     ]
 
@@ -53,10 +55,21 @@ def start_once(directory: str) -> float:
     if status:
       logs = "\n".join(tasks.log(task) for task in spec.tasks())
       raise RuntimeError(f"a task ended with status {status}:\n{logs}")
-  left = [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
-  if left:
+  # Each task leads a session, of which its own processes are.
+  if left := [pid for pid in _processes() if _session(pid) in pids]:
     raise RuntimeError(f"processes {left} are left")
   return time.monotonic() - start
+
+
+def _processes() -> list[int]:
+  return [int(p.name) for p in pathlib.Path("/proc").glob("[0-9]*")]
+
+
+def _session(pid: int) -> int | None:
+  try:
+    return os.getsid(pid)
+  except ProcessLookupError:  # It has just ended.
+    return None
 
 
 def main(argv: list[str]) -> None:

@@ -8,12 +8,11 @@ beside one process with all cores and as many images in an update: a
 synchronous one has a part of them from each worker, an asynchronous one is of
 one worker. All in turn, so that they meet the same noise; the ratio within a
 round is what counts. With asynchronous updates TensorFlow's own come along: as
-its tutorial has them, with our local response normalization, and with every
-variable fetched once a step too.
+its tutorial has them; with our local response normalization; with each variable
+fetched once a step too; and with as many threads in each process as ours.
 """
 
 import re
-import statistics
 import tempfile
 
 from absl import app
@@ -68,8 +67,7 @@ def cluster(replication: str) -> float:
       f"--max_steps={_WARM_UP_STEPS + FLAGS.steps}",
       f"--log_every_steps={_WARM_UP_STEPS}",
     )
-  rates = re.findall(r"\(([\d.]+) examples/sec; ([\d.]+) sec/batch\)", output)
-  return statistics.harmonic_mean(float(rate) for rate, _ in rates[1:])
+  return programs.examples_per_sec(output)
 
 
 def main(argv: list[str]) -> None:
@@ -83,6 +81,7 @@ def main(argv: list[str]) -> None:
     measures["ParameterServerStrategy"] = plain_async
     measures["with our normalization"] = lambda: plain_async("ours")
     measures["and reading once"] = lambda: plain_async("once")
+    measures["and our threads"] = lambda: plain_async("threads")
   names = list(measures)
   print(f"{'round':6}" + "".join(f"{name:>26}" for name in names))
   rounds = []
@@ -102,10 +101,7 @@ def main(argv: list[str]) -> None:
 
 def _compare(name: str, other: str, rounds: list[dict[str, float]]) -> None:
   ratios = [rates[name] / rates[other] for rates in rounds]
-  print(
-    f"{name}: {statistics.median(ratios):.2f} of {other}"
-    f" (median of {len(ratios)}, {min(ratios):.2f} to {max(ratios):.2f})"
-  )
+  print(f"{name}, of {other}: {programs.spread(ratios)}")
 
 
 if __name__ == "__main__":

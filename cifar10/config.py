@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from typing import TypeVar
 
+from tf_replicas import compute_dtypes
 from tf_replicas import run_settings
 
 NUM_CLASSES = 10
@@ -34,7 +35,6 @@ LABELS = (
 VIEWS = (1, 2, 6)
 
 # Of the network's arithmetic; variables, loss and update are float32.
-COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 # Before a scaled rate is reached (Goyal et al. 2017, section 2.2).
 WARMUP_EPOCHS = 5.0
@@ -125,7 +125,7 @@ class Config:
     decoupled_weight_decay: Of Muon: each update first takes this share, times
       the rate, off the matrices that it makes orthogonal updates of
       (Loshchilov & Hutter 2019).
-    compute_dtype: One of `COMPUTE_DTYPES`.
+    compute_dtype: One of `compute_dtypes.NAMES`.
   """
 
   dataset: str = "cifar10"
@@ -171,7 +171,7 @@ class Config:
     )
     for name, choices in (
       ("recipe", sorted(RECIPES)),
-      ("compute_dtype", COMPUTE_DTYPES),
+      ("compute_dtype", compute_dtypes.NAMES),
       ("optimizer", OPTIMIZERS),
       ("schedule", SCHEDULES),
     ):
@@ -186,15 +186,18 @@ class Config:
       "num_epochs_per_decay",
       "num_epochs",
     ):
+      value = getattr(self, name)
       run_settings.require(
-        name, getattr(self, name), getattr(self, name) > 0, "positive"
+        name, value, 0 < value < math.inf, "positive and finite"
       )
     for name in ("momentum", "moving_average_decay", "label_smoothing"):
       value = getattr(self, name)
       run_settings.require(name, value, 0 <= value < 1, "in [0, 1)")
     for name in ("weight_decay", "decoupled_weight_decay"):
       value = getattr(self, name)
-      run_settings.require(name, value, value >= 0, "at least 0")
+      run_settings.require(
+        name, value, 0 <= value < math.inf, "at least 0 and finite"
+      )
     run_settings.require(
       "decoupled_weight_decay",
       self.decoupled_weight_decay,

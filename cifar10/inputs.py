@@ -33,6 +33,7 @@ def train_dataset(
   num_shards: int = 1,
   shard_index: int | tf.Tensor = 0,
   start_example: int | tf.Tensor = 0,
+  used_share: float = 1.0,
   distort_colors: bool = True,
   centered_from: int | None = None,
   crop_sizes: config.CropSizes | None = None,
@@ -59,9 +60,11 @@ def train_dataset(
     start_example: Where in the stream to begin, for a run that goes on from
       a checkpoint: the number of examples all workers used so far. Skipping
       costs nothing.
+    used_share: How much of a global batch is used, where some workers are
+      backups.
     distort_colors: Whether brightness and contrast change.
-    centered_from: Global batches that begin at this example of the stream or
-      later are cropped near the middle, where evaluation crops; None: none.
+    centered_from: Global batches that begin when so many examples were used,
+      or later, are cropped near the middle, where evaluation crops; None: none.
     crop_sizes: Of crops that are resized; None: all are of 24.
 
   Returns:
@@ -102,7 +105,10 @@ def train_dataset(
       )
       return distorted, tf.gather(labels, chosen)
 
-    order = _order(source.num_train, global_batch, order_seed, start_example)
+    used = max(1, round(global_batch * used_share))
+    order = _order(
+      source.num_train, global_batch, order_seed, start_example, used
+    )
     return order.map(
       batch, num_parallel_calls=PARALLEL_BATCHES, deterministic=True
     ).prefetch(PREFETCHED_BATCHES)
@@ -202,8 +208,9 @@ def _order(
   global_batch: int,
   seed: tf.Tensor,
   start_example: int | tf.Tensor,
+  step: int,
 ) -> tf.data.Dataset:
-  """Positions in the stream, and the indices of a global batch from there."""
+  """How many examples were used before, and indices, of each global batch."""
   start = tf.cast(start_example, tf.int64)
   first_epoch = start // num_examples
 
@@ -219,6 +226,5 @@ def _order(
     .map(permutation)
     .rebatch(global_batch, drop_remainder=True)
   )
-  step = tf.constant(global_batch, tf.int64)
-  positions = tf.data.Dataset.counter(start, step)
+  positions = tf.data.Dataset.counter(start, tf.constant(step, tf.int64))
   return tf.data.Dataset.zip((positions, indices))

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from cifar10 import config
 from cifar10 import lrn
+from tf_replicas import compute_dtypes
 
 WEIGHT_DECAY = config.Config.weight_decay
 DECAYED = ("local3/kernel", "local4/kernel")
@@ -30,8 +31,7 @@ def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
     are of `compute_dtype`.
   """
   size = config.IMAGE_SIZE
-  is_mixed = compute_dtype != "float32"
-  dtype = f"mixed_{compute_dtype}" if is_mixed else compute_dtype
+  dtype = compute_dtypes.policy(compute_dtype)
   seeds = iter(np.random.SeedSequence(seed).generate_state(5))
 
   def weights(stddev):

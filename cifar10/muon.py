@@ -28,7 +28,8 @@ class Muon(keras.optimizers.Muon):
       **kwargs: Those of `keras.optimizers.Muon`, less `rms_rate`, which
         would let the rate depend on a matrix's shape.
     """
-    super().__init__(learning_rate, rms_rate=None, **kwargs)
+    # A copy is made with all of `get_config`, in which it is None.
+    super().__init__(learning_rate, **{**kwargs, "rms_rate": None})
 
   def _should_use_adamw(self, variable):
     if len(variable.shape) != 4:

@@ -10,6 +10,7 @@ from cifar10 import config as config_lib
 from cifar10 import workload
 from tf_replicas import cluster
 from tf_replicas import command_line
+from tf_replicas import compute_dtypes
 from tf_replicas import program
 
 FLAGS = flags.FLAGS
@@ -55,7 +56,7 @@ def define() -> None:
   flags.DEFINE_enum(
     "compute_dtype",
     None,
-    [*config_lib.COMPUTE_DTYPES],
+    [*compute_dtypes.NAMES],
     "Of the network's arithmetic; the recipe's",
   )
 
@@ -93,6 +94,12 @@ def _fit(options: program.Options) -> config_lib.Config:
   command_line.check_micro_batches(batch_size)
   effective = options.effective_batch(batch_size)
   if FLAGS.scale_learning_rate:
+    update = options.update
+    if update.is_periodic or update.then_update:
+      raise ValueError(
+        "`--scale_learning_rate` needs an `--update` whose updates are all of"
+        f" as many batches, by one gradient. Received: {update}."
+      )
     given["learning_rate_scale"] = effective / batch_size
   elif FLAGS.warmup_epochs and recipe.schedule == "staircase":
     raise ValueError(
@@ -135,5 +142,8 @@ def _workload(
     # Of a dry run, which has only this to say of it.
     print(f"{config.dataset} is not there yet; training will download it")
   return workload.make(
-    config, layers=options.spec.layers, micro_batches=FLAGS.micro_batches
+    config,
+    layers=options.spec.layers,
+    micro_batches=FLAGS.micro_batches,
+    used_share=options.used_share,
   )

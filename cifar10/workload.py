@@ -5,12 +5,9 @@ from collections.abc import Mapping
 
 from cifar10 import config as config_lib
 from tf_replicas import cluster
+from tf_replicas import compute_dtypes
 from tf_replicas import program
 from tf_replicas import run_settings
-
-# float16 holds nothing below 6e-8: where gradients are smaller, they vanish
-# unless the loss is scaled up. A power of two rounds nothing.
-FLOAT16_LOSS_SCALE = 1024.0
 
 
 def make(
@@ -18,6 +15,7 @@ def make(
   *,
   layers: Mapping[str, int] | None = None,
   micro_batches: int = 1,
+  used_share: float = 1.0,
 ) -> program.Workload:
   """The network, its data and its update rule.
 
@@ -26,9 +24,12 @@ def make(
     layers: A cluster spec's `layers`: which layer is on which device of a
       tower.
     micro_batches: In how many parts a tower takes its batch.
+    used_share: How many of all workers' batches are used by updates.
   """
   return program.Workload(
-    replica_fn=functools.partial(_replica, config, layers or {}, micro_batches),
+    replica_fn=functools.partial(
+      _replica, config, layers or {}, micro_batches, used_share
+    ),
     optimizer_fn=functools.partial(_optimizer, config),
     learning_rate_fn=functools.partial(config_lib.learning_rate, config),
     batch_size=config.batch_size,
@@ -36,7 +37,7 @@ def make(
   )
 
 
-def _replica(config, layers, micro_batches, devices):
+def _replica(config, layers, micro_batches, used_share, devices):
   # TensorFlow is imported only by the tasks that compute.
   import tf_replicas
   from cifar10 import inputs
@@ -70,6 +71,7 @@ def _replica(config, layers, micro_batches, devices):
       num_shards=num_shards,
       shard_index=shard_index,
       start_example=start_example,
+      used_share=used_share,
       distort_colors=config.distort_colors,
       centered_from=config_lib.centered_from(config),
       crop_sizes=config_lib.crop_sizes(config),
@@ -104,9 +106,8 @@ def _optimizer(config, new_rule):
     optimizer = keras.optimizers.SGD(
       config.learning_rate, momentum=config.momentum
     )
-  is_float16 = config.compute_dtype == "float16"
   return new_rule(
     optimizer,
     variable_averages=tf_replicas.MovingAverages(config.moving_average_decay),
-    loss_scale=FLOAT16_LOSS_SCALE if is_float16 else None,
+    loss_scale=compute_dtypes.loss_scale(config.compute_dtype),
   )

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import NoReturn
 
 from experiments import slow_down
 
+_RATE = re.compile(r"\(([\d.]+) examples/sec;")
 # What a training prints: (when, step, loss), and in the end (step, examples).
 LOG_LINE = re.compile(r"([-\d]+ [:.\d]+): step (\d+), loss = ([\d.]+) \(")
 FINISHED = re.compile(r"finished at step (\d+): (\d+) examples")
@@ -78,6 +80,20 @@ def logged(output: str) -> list[Logged]:
     Logged(datetime.datetime.fromisoformat(when), int(step), float(loss))
     for when, step, loss in LOG_LINE.findall(output)
   ]
+
+
+def examples_per_sec(output: str) -> float:
+  """The rate of a training by its log lines but the first, of its start."""
+  rates = [float(rate) for rate in _RATE.findall(output)]
+  return statistics.harmonic_mean(rates[1:])
+
+
+def spread(values: Sequence[float]) -> str:
+  """Median, least and largest of what was measured in several rounds."""
+  return (
+    f"{statistics.median(values):.2f} (median of {len(values)},"
+    f" {min(values):.2f} to {max(values):.2f})"
+  )
 
 
 def run_tasks(

@@ -4,9 +4,10 @@
 
 Trains the CIFAR-10 network on real clusters of 1 PS and several workers on
 this machine, with `--timeline`. From each half of a record `recorded_run.fit`
-makes a cluster, and the simulator predicts the step rate of the other half. The
-two predictions together are compared with both rates, so that a machine that
-becomes slower or faster meanwhile does not count.
+takes how long computing and reading took, and the simulator says how many steps
+a second come of that: who waits for whom, and for how long, is what it adds.
+Each half is compared with its own record, so that a machine that becomes slower
+or faster meanwhile does not count.
 """
 
 import statistics
@@ -79,7 +80,7 @@ def record(setting: Setting, num_batches: int, seed: int) -> list:
 
 
 def compare(events: Sequence[recorded_run.Event], rule, seed: int) -> dict:
-  """Updates per second of both halves: measured, and each from the other.
+  """Updates per second of both halves: measured, and simulated.
 
   Args:
     events: Of the whole run.
@@ -167,15 +168,15 @@ CLAIM = claims.Claim(
   name="validation",
   title="What the simulator predicts, and what real clusters do",
   claim=(
-    "from the record of half a run the simulator predicts the step rate of the"
-    " other half within 10%, whatever the update rule and the driver"
+    "from how long computing and reading took in a run, the simulator gives"
+    " its step rate within 10%, whatever the update rule and the driver"
   ),
   source="our own: what the simulated claims on this page rest on",
   explanation=(
     "Each mark is a training of real processes: how many updates per second it"
     " made, and how many the simulator expected of a cluster with the computing"
-    " times and the links that the record shows: of each half what the other"
-    " one shows, both taken together."
+    " times and the links that its record shows, each half of the run with its"
+    " own. What the simulator adds is who waits for whom, and for how long."
   ),
   measure=measure,
   find=find,

@@ -67,7 +67,9 @@ def build(
   from inception_mini import records
   from inception_mini import shards
 
-  num_threads = _positive("num_threads", num_threads or os.cpu_count())
+  if num_threads is None:
+    num_threads = os.cpu_count() or 1
+  _positive("num_threads", num_threads)
   labels = (
     records.read_labels(labels_file)
     if labels_file
@@ -153,10 +155,9 @@ def _check_shards(subset: str, num_shards: int, num_files: int) -> None:
     )
 
 
-def _positive(name: str, value: int) -> int:
+def _positive(name: str, value: int) -> None:
   if value < 1:
     raise ValueError(f"`{name}` must be positive. Received: {value}.")
-  return value
 
 
 def _write_labels(directory: str, name: str, labels: list[str]) -> None:
@@ -177,6 +178,8 @@ def _write_labels(directory: str, name: str, labels: list[str]) -> None:
         f"Received: {directory}, whose {name} differs."
       )
     return
+  if os.path.exists(path):
+    print(f"replaced {path}, which belonged to no shards", flush=True)
   with open(f"{path}.tmp", "w", encoding="utf-8") as file:
     file.write("\n".join(labels) + "\n")
   os.replace(f"{path}.tmp", path)

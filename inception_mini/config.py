@@ -4,15 +4,16 @@ Imports no TensorFlow, so that a launcher can check its flags at once.
 """
 
 import dataclasses
+import math
 from typing import TypeVar
 
+from tf_replicas import compute_dtypes
 from tf_replicas import run_settings
 
 MIN_IMAGE_SIZE = 32
 MAX_IMAGE_SIZE = 299
 
 # Of the network's arithmetic; variables, loss and update are float32.
-COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 # Whose batches move batch normalization's statistics; the last also says whose
 # examples a batch is normalized by: those of all towers of a replica.
@@ -83,7 +84,7 @@ class Config:
     distort_color: Whether training changes colours.
     central_fraction: Share of height and width that evaluation looks at.
     shuffle_examples: Encoded examples a worker holds to draw the next from.
-    compute_dtype: One of `COMPUTE_DTYPES`.
+    compute_dtype: One of `compute_dtypes.NAMES`.
   """
 
   dataset: str = "records"
@@ -134,8 +135,8 @@ class Config:
       "one of " + ", ".join(sorted(RECIPES)), RECIPES.__contains__, "recipe"
     )
     require(
-      "one of " + ", ".join(COMPUTE_DTYPES),
-      COMPUTE_DTYPES.__contains__,
+      "one of " + ", ".join(compute_dtypes.NAMES),
+      compute_dtypes.NAMES.__contains__,
       "compute_dtype",
     )
     require(
@@ -144,8 +145,10 @@ class Config:
       "batch_norm_statistics",
     )
     require("at least 1", lambda v: v >= 1, *_COUNTS)
-    require("positive", lambda v: v > 0, *_POSITIVE)
-    require("at least 0", lambda v: v >= 0, *_NOT_NEGATIVE)
+    require("positive and finite", lambda v: 0 < v < math.inf, *_POSITIVE)
+    require(
+      "at least 0 and finite", lambda v: 0 <= v < math.inf, *_NOT_NEGATIVE
+    )
     require("in [0, 1)", lambda v: 0 <= v < 1, *_SHARES)
     run_settings.require_seed(self.seed)
     require("in (0, 1]", lambda v: 0 < v <= 1, *_PARTS)

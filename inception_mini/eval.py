@@ -56,7 +56,8 @@ def evaluate(
 
   Args:
     config: The run: where it is, its network and its data set.
-    eval_dir: Where the TensorBoard summaries go.
+    eval_dir: Where the TensorBoard summaries go; `eval` in the run's
+      directory, or `eval_train`, unless told otherwise.
     subset: `validation`, or `train`.
     run_once: Whether to measure the newest checkpoint only.
     batch_size: Images at a time.
@@ -82,7 +83,8 @@ def evaluate(
     dataclasses.replace(config, compute_dtype="float32"), source.num_classes
   )
   count = _counter(model, source, config, subset, batch_size)
-  eval_dir = eval_dir or os.path.join(config.train_dir, "eval")
+  which = "" if subset == "validation" else f"_{subset}"
+  eval_dir = eval_dir or os.path.join(config.train_dir, f"eval{which}")
   writer = tf.summary.create_file_writer(eval_dir)
 
   def measure(global_step, values):

@@ -53,7 +53,7 @@ def labels_of(directory: str) -> list[str]:
   """Names of the sub-folders, in alphabetical order; hidden ones are not.
 
   Raises:
-    FolderError: If there are none.
+    FolderError: If there are none, or one cannot be a line of a file.
   """
   labels = sorted(
     entry.name
@@ -64,7 +64,22 @@ def labels_of(directory: str) -> list[str]:
     raise FolderError(
       f"{directory} must have one sub-folder per label. Received: none."
     )
+  for label in labels:
+    if label != label.strip() or "\n" in label or not _is_text(label):
+      raise FolderError(
+        f"{directory} must have sub-folders whose names are one line of UTF-8,"
+        f" without blanks around. Received: {ascii(label)}."
+      )
   return labels
+
+
+def _is_text(name: str) -> bool:
+  """Whether its bytes are UTF-8; Python keeps others as lone surrogates."""
+  try:
+    name.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
 
 
 def check_labels(directory: str, labels: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from inception_mini import blocks
 from inception_mini import config
+from tf_replicas import compute_dtypes
 
 LOGITS = "logits"
 AUXILIARY_LOGITS = "auxiliary_logits"
@@ -64,8 +65,7 @@ def build(
     dictionary: `logits`, and `auxiliary_logits` if there is that head, both
     `[batch, num_classes]` and of `compute_dtype`.
   """
-  is_mixed = compute_dtype != "float32"
-  dtype = f"mixed_{compute_dtype}" if is_mixed else compute_dtype
+  dtype = compute_dtypes.policy(compute_dtype)
   seeds = _seeds(seed)
   plan = blocks.stem_of(image_size)
   parts = blocks.Parts(

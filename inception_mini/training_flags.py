@@ -9,6 +9,7 @@ from absl import flags
 from inception_mini import config as config_lib
 from inception_mini import workload
 from tf_replicas import command_line
+from tf_replicas import compute_dtypes
 from tf_replicas import program
 
 FLAGS = flags.FLAGS
@@ -72,7 +73,7 @@ def define() -> None:
   flags.DEFINE_enum(
     "compute_dtype",
     None,
-    [*config_lib.COMPUTE_DTYPES],
+    [*compute_dtypes.NAMES],
     "Of the network's arithmetic; the recipe's",
   )
   flags.DEFINE_string(

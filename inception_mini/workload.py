@@ -5,12 +5,9 @@ from collections.abc import Mapping
 
 from inception_mini import config as config_lib
 from tf_replicas import cluster
+from tf_replicas import compute_dtypes
 from tf_replicas import program
 from tf_replicas import run_settings
-
-# float16 holds nothing below 6e-8: where gradients are smaller, they vanish
-# unless the loss is scaled up. A power of two rounds nothing.
-FLOAT16_LOSS_SCALE = 1024.0
 
 
 def make(
@@ -112,7 +109,6 @@ def _optimizer(config, new_rule):
 
   import tf_replicas
 
-  is_float16 = config.compute_dtype == "float16"
   return new_rule(
     keras.optimizers.RMSprop(
       config.learning_rate,
@@ -122,7 +118,7 @@ def _optimizer(config, new_rule):
     ),
     variable_averages=tf_replicas.MovingAverages(config.moving_average_decay),
     has_chief_statistics=config.batch_norm_statistics == config_lib.CHIEF,
-    loss_scale=FLOAT16_LOSS_SCALE if is_float16 else None,
+    loss_scale=compute_dtypes.loss_scale(config.compute_dtype),
   )
 
 

@@ -464,7 +464,7 @@ class InterleavingTest(stores.TestCase):
     self.assertEqual(int(training.stores[0].global_step), 0)
     training.chief.declare_lost(1, -1)
     self.assertEqual(training.chief.apply_update().global_step, 1)
-    thread.join(timeout=0.5)
+    connection.await_value(lambda: answers, timeout_secs=30, what="an answer")
     self.assertEqual(answers, [(True, 1)])
     training.chief.end_replicas()
     thread.join(timeout=30)

@@ -17,14 +17,6 @@ pytestmark = pytest.mark.cluster
 RATE = 2.0
 
 
-def _document(ps, workers, chief=0, **variables):
-  jobs = {"ps": ps, "worker": workers, "chief": chief}
-  return {
-    "cluster": {job: ["localhost:0"] * n for job, n in jobs.items() if n},
-    "variables": {"on": "ps", "placement": "round_robin", **variables},
-  }
-
-
 def _variables(recorded, prefix="variables"):
   names = ("v0", "v1", "v2", "nobody", "only_1")
   state = recorded["state"]
@@ -41,7 +33,7 @@ def _assert_equal(actual, expected):
 
 @pytest.fixture(scope="module")
 def two_workers(start_trial):
-  trial = start_trial("constant_gradients", _document(2, 2), steps=3)
+  trial = start_trial("constant_gradients", conftest.document(2, 2), steps=3)
   trial.await_success()
   return trial
 
@@ -121,7 +113,7 @@ def test_two_workers_leave_by_themselves(two_workers):
 
 @pytest.fixture(scope="module")
 def backup(start_trial):
-  trial = start_trial("backup_in_order", _document(2, 3), aggregate=2)
+  trial = start_trial("backup_in_order", conftest.document(2, 3), aggregate=2)
   trial.await_success()
   return trial
 
@@ -171,7 +163,7 @@ def test_backup_sends_no_bytes_of_what_it_refuses(backup):
 
 def test_chief_task_and_several_batches_per_step(start_trial):
   trial = start_trial(
-    "constant_gradients", _document(1, 1, chief=1), steps=6, aggregate=4
+    "constant_gradients", conftest.document(1, 1, chief=1), steps=6, aggregate=4
   )
   trial.await_success()
   report = trial.report()
@@ -192,7 +184,9 @@ def test_chief_task_and_several_batches_per_step(start_trial):
 
 @pytest.fixture(scope="module")
 def other_variables(start_trial):
-  trial = start_trial("other_variables", _document(1, 4), lost_after_secs=3)
+  trial = start_trial(
+    "other_variables", conftest.document(1, 4), lost_after_secs=3
+  )
   trial.await_end(*[cluster.Task("worker", w) for w in (1, 2, 3)])
   return trial
 
@@ -245,7 +239,7 @@ def _run_alone(document, job, replication="between_graph", **options):
 
 @pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
 def test_ps_that_does_not_come(replication):
-  spec = cluster.resolve_ports(cluster.parse(_document(1, 1, chief=1)))
+  spec = cluster.resolve_ports(cluster.parse(conftest.document(1, 1, chief=1)))
   run = _run_alone(
     json.loads(spec.to_json()),
     "chief",
@@ -260,7 +254,7 @@ def test_ps_that_does_not_come(replication):
 
 @pytest.mark.parametrize("job", ["ps", "worker"])
 def test_port_in_use(job):
-  spec = cluster.resolve_ports(cluster.parse(_document(1, 1)))
+  spec = cluster.resolve_ports(cluster.parse(conftest.document(1, 1)))
   address = spec.address(cluster.Task(job, 0))
   with socket.create_server(("", int(address.rpartition(":")[2]))):
     run = _run_alone(json.loads(spec.to_json()), job)
@@ -268,3 +262,22 @@ def test_port_in_use(job):
   message = run.stderr.rstrip().splitlines()[-1]
   assert "ClusterError" in message and address in message
   assert "must have a port that is free" in message
+
+
+@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+def test_a_rule_for_another_number_of_replicas_is_refused(
+  start_trial, replication
+):
+  """It would leave out worker 2, or wait for a fourth."""
+  trial = start_trial(
+    "constant_gradients",
+    conftest.document(1, 3, chief=1 if replication == "in_graph" else 0),
+    replication=replication,
+    total=2,
+    aggregate=1,
+    steps=1,
+  )
+  trial.await_end(trial.spec.chief)
+  last = trial.tasks.log(trial.spec.chief).rstrip().splitlines()[-1]
+  assert "`total_num_replicas` must be 3, as there are worker 0, " in last
+  assert last.endswith("Received: 2.")

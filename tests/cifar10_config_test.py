@@ -1,6 +1,7 @@
 """Tests of `cifar10.config`."""
 
 import dataclasses
+import math
 
 import pytest
 import tensorflow as tf
@@ -29,6 +30,9 @@ def test_settings_win_over_the_recipe():
     ("max_steps", 0),
     ("recipe", "secret"),
     ("learning_rate", 0.0),
+    ("num_epochs", math.inf),
+    ("num_epochs_per_decay", math.inf),
+    ("weight_decay", math.inf),
     ("num_epochs_per_decay", -1.0),
     ("momentum", 1.0),
     ("moving_average_decay", 1.5),

@@ -13,6 +13,7 @@ import subprocess
 import time
 
 import cifar10_binaries as binaries
+import conftest
 import pytest
 
 from experiments import recorded_run
@@ -121,6 +122,17 @@ class TestTraining:
     output = binaries.succeed("cifar10.eval", f"--train_dir={train_dir}")
     assert output.count("precision @ 1") == 1
 
+  def test_a_finished_run_ends_at_once(self, trained, tmp_path):
+    """Nobody takes a step; the workers, who are slower to begin, leave too."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    result = run(*train_flags(tmp_path / "run", "--max_steps=40"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert binaries.logged_steps(result.stdout) == []
+    assert "lost touch" not in result.stdout
+    assert "did not end in order" not in result.stdout
+    state = checkpoints.read(checkpoints.latest(tmp_path / "run"))
+    assert state["global_step"] == 40
+
   def test_a_directory_of_another_model_is_refused_untouched(
     self, trained, tmp_path
   ):
@@ -139,6 +151,9 @@ class TestTraining:
     assert result.returncode == 2
     assert "error: train_dir" in result.stdout
     assert "another model" in result.stdout
+    # The others are told, and tell, why.
+    for words in re.findall(r"\[worker 1\] error: (.*)", result.stdout):
+      assert "another model" in words
     after = {p.name: p.read_bytes() for p in tmp_path.glob("model.ckpt*")}
     assert after == before
 
@@ -173,6 +188,33 @@ def relaxed(trained, tmp_path_factory):
   return train_dir, first, second
 
 
+@pytest.fixture(scope="module", params=["between_graph", "in_graph"])
+def switched(request, trained, tmp_path_factory):
+  """The synchronous run, continued by one that becomes asynchronous."""
+  train_dir = tmp_path_factory.mktemp("switched") / "train"
+  shutil.copytree(trained[0], train_dir)
+  more = ["--then_update=async", "--switch_at_step=45", "--max_steps=50"]
+  return train_dir, run(
+    *train_flags(train_dir, f"--replication={request.param}", *more)
+  )
+
+
+@pytest.mark.cluster
+class TestSwitching:
+  def test_ends_at_the_very_step(self, switched):
+    train_dir, result = switched
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "did not end in order" not in result.stdout
+    state = checkpoints.read(checkpoints.latest(train_dir))
+    assert state["global_step"] == 50
+    # 45 updates of two batches, 5 of one.
+    assert state["examples_seen"] == (90 + 5) * 16
+
+  def test_every_gradient_is_accounted_for(self, switched):
+    pattern = r"worker \d: (\d+) contributions applied"
+    assert sum(map(int, re.findall(pattern, switched[1].stdout))) == 10 + 5
+
+
 @pytest.mark.cluster
 class TestAsynchronousTraining:
   def test_resumes_and_ends_at_the_very_step(self, relaxed):
@@ -204,43 +246,58 @@ class TestAsynchronousTraining:
     assert sum(map(int, re.findall(pattern, output))) == applied
 
 
-def _take_signals():
-  """A background job of a shell inherits that SIGINT is ignored."""
-  signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.cluster
 @pytest.mark.parametrize(
   ("signum", "hangs"), [(signal.SIGINT, False), (signal.SIGTERM, True)]
 )
 def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
   """Also if the step waits for a worker that does not answer any more."""
-  process = subprocess.Popen(
-    binaries.command(MODULE, *train_flags(tmp_path, "--max_steps=100000")),
-    cwd=binaries.ROOT,
-    env=binaries.environ(),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    preexec_fn=_take_signals,
-  )
-  output = []
-  deadline = time.monotonic() + 300
-  for line in process.stdout:
-    output.append(line)
-    if "step 10," in line or time.monotonic() > deadline:
-      break
-  tasks = children_of(process.pid)
-  assert len(tasks) == 3, "".join(output)
-  if hangs:
-    os.kill(tasks[-1], signal.SIGSTOP)
-    time.sleep(1)  # The chief has nothing else to do by then.
-  process.send_signal(signum)
-  rest, _ = process.communicate(timeout=60)
-  assert process.returncode == 128 + signum, "".join(output) + rest
+  flags = train_flags(tmp_path, "--max_steps=100000")
+  with conftest.running(
+    binaries.command(MODULE, *flags), environ=binaries.environ()
+  ) as process:
+    output = conftest.read_until("step 10,", process)
+    tasks = children_of(process.pid)
+    assert len(tasks) == 3, output
+    if hangs:
+      os.kill(tasks[-1], signal.SIGSTOP)
+      time.sleep(1)  # The chief has nothing else to do by then.
+    process.send_signal(signum)
+    rest, _ = process.communicate(timeout=60)
+  assert process.returncode == 128 + signum, output + rest
   assert checkpoints.latest(str(tmp_path)) is not None, rest
   for pid in tasks:
     assert not pathlib.Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.cluster
+def test_the_death_of_a_parameter_server_ends_the_training(tmp_path):
+  """With words, not with pages of TensorFlow; what was saved stays."""
+  flags = train_flags(
+    tmp_path, "--max_steps=100000", "--checkpoint_every_steps=5"
+  )
+  with conftest.running(
+    binaries.command(MODULE, *flags), environ=binaries.environ()
+  ) as process:
+    output = conftest.read_until("step 10,", process)
+    tasks = children_of(process.pid)
+    (ps,) = (
+      task
+      for task in tasks
+      if b"--job_name=ps" in pathlib.Path(f"/proc/{task}/cmdline").read_bytes()
+    )
+    os.kill(ps, signal.SIGKILL)
+    rest, _ = process.communicate(timeout=120)
+  output += rest
+  assert process.returncode not in (0, None), output
+  assert "ps 0 was killed by SIGKILL; ending the others" in output
+  assert "Traceback" not in output
+  for task in ("worker 0", "worker 1"):
+    assert re.search(rf"\[{task}\] error: .+", output), output
+  for pid in tasks:
+    assert not pathlib.Path(f"/proc/{pid}").exists()
+  state = checkpoints.read(checkpoints.latest(tmp_path))
+  assert state["global_step"] >= 5
 
 
 @pytest.mark.cluster
@@ -257,18 +314,12 @@ def test_a_parameter_server_needs_no_data(tmp_path):
     "--job_name=ps",
     "--task_index=0",
   )
-  process = subprocess.Popen(
+  with conftest.running(
     binaries.command(MODULE, *flags),
-    cwd=binaries.ROOT,
-    env=binaries.environ(),
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  try:
+    environ=binaries.environ(),
+    stderr=subprocess.DEVNULL,
+  ) as process:
     assert process.stdout.readline().startswith("ps 0 serves at localhost:")
-  finally:
-    process.kill()
-    process.wait()
 
 
 class TestBadInput:
@@ -337,3 +388,22 @@ class TestBadInput:
     assert "effective batch 16" in result.stdout
     assert "/job:ps/task:1" in result.stdout
     assert not (tmp_path / "run").exists()
+
+  def test_dry_run_of_one_task_is_of_all(self, tmp_path):
+    """Also of one that only serves."""
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({"ps": ["h0:1"], "worker": ["h2:1"]}))
+    flags = train_flags(tmp_path / "run", f"--cluster_spec={spec}")
+    result = run(*flags, "--job_name=ps", "--task_index=0", "--dry_run")
+    assert result.returncode == 0, result.stderr
+    assert "/job:ps/task:0" in result.stdout
+    assert not (tmp_path / "run").exists()
+
+  @pytest.mark.parametrize(
+    "more", [["--update=model_average"], ["--then_update=async"]]
+  )
+  def test_scaled_rates_are_of_one_number_of_batches(self, tmp_path, more):
+    if "--then_update=async" in more:
+      more = [*more, "--switch_at_step=5", "--max_steps=9"]
+    flags = train_flags(tmp_path / "run", "--scale_learning_rate", *more)
+    self.refuse("`--scale_learning_rate` needs", *flags)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import cifar10_binaries as binaries
+import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -136,10 +137,10 @@ def test_bad_usage_is_one_line(tmp_path, words, flags):
     "cifar10.eval",
     words,
     f"--train_dir={tmp_path}",
-    "--dataset=synthetic",
     "--run_once",
     *flags,
   )
+  assert not list(tmp_path.iterdir())
 
 
 def test_a_timeout_is_one_line(tmp_path):
@@ -163,14 +164,11 @@ def test_measures_the_training_images(train_dir, capsys):
 def test_waits_for_a_run_and_takes_its_settings(train_dir, tmp_path):
   """Evaluation may be started first; what is trained is known later."""
   run = tmp_path / "run"
-  process = subprocess.Popen(
+  with conftest.running(
     binaries.command("cifar10.eval", f"--train_dir={run}"),
-    cwd=binaries.ROOT,
-    env=binaries.environ(),
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  try:
+    environ=binaries.environ(),
+    stderr=subprocess.DEVNULL,
+  ) as process:
     assert process.stdout.readline() == f"waiting for a training in {run}\n"
     assert not run.exists()
     settings = config.Config(
@@ -181,8 +179,6 @@ def test_waits_for_a_run_and_takes_its_settings(train_dir, tmp_path):
       if path.is_file():
         shutil.copy(path, run)
     output, _ = process.communicate(timeout=300)
-  finally:
-    process.kill()
   assert process.returncode == 0
   matrix = eval_lib.evaluate(settings, str(tmp_path / "eval"))
   assert f"precision @ 1 = {confusion.accuracy(matrix):.4f}" in output

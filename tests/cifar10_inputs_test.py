@@ -118,6 +118,15 @@ def test_late_crops_are_near_the_middle():
   np.testing.assert_array_equal(late[2], narrow[2])
 
 
+def test_late_crops_come_late_where_some_batches_are_not_used():
+  """Of two workers one is a backup: 10 of each 20 images are used."""
+  one_of_two = dict(num_shards=2, batch_size=10, used_share=0.5)
+  wide, _ = train(4, **one_of_two)
+  late, _ = train(4, **one_of_two, centered_from=30)
+  np.testing.assert_array_equal(late[:3], wide[:3])
+  assert np.any(late[3] != wide[3])
+
+
 def test_late_crops_are_as_large_as_those_of_evaluation():
   sizes = config.CropSizes(evaluation=32, smallest=12, largest=16)
   small, _ = train(2, batch_size=20, crop_sizes=sizes)

@@ -39,6 +39,15 @@ def _gradients(step):
   ]
 
 
+class CopyTest(absltest.TestCase):
+  def test_has_the_same_settings(self):
+    """Rules of periodic averaging make one for the local steps."""
+    config = _optimizer().get_config()
+    self.assertIsNone(config["rms_rate"])
+    copied = muon.Muon.from_config(config)
+    self.assertEqual(copied.get_config(), config)
+
+
 class NewtonSchulzTest(parameterized.TestCase):
   @parameterized.parameters([(2, 5)], [(5, 2)], [(2, 3, 4, 3)], [(1, 1, 2, 7)])
   def test_equals_keras_of_the_matrix(self, shape):

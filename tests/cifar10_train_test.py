@@ -3,9 +3,9 @@
 import functools
 import json
 import signal
-import subprocess
 
 import cifar10_binaries as binaries
+import conftest
 import numpy as np
 import pytest
 
@@ -155,27 +155,14 @@ def test_bad_usage_is_one_line(tmp_path, words, flag):
 
 
 def test_an_interrupt_saves(tmp_path):
-  process = subprocess.Popen(
+  with conftest.running(
     binaries.command(MODULE, *flags(tmp_path, "--max_steps=100000")),
-    cwd=binaries.ROOT,
-    env=binaries.environ(),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    # A background job of a shell inherits that SIGINT is ignored.
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-  )
-  try:
-    output = []
-    for line in process.stdout:
-      output.append(line)
-      if "step 10," in line:
-        process.send_signal(signal.SIGINT)
-        break
+    environ=binaries.environ(),
+  ) as process:
+    output = conftest.read_until("step 10,", process)
+    process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
-  finally:
-    process.kill()
-  assert process.returncode == 128 + signal.SIGINT, "".join(output) + rest
+  assert process.returncode == 128 + signal.SIGINT, output + rest
   assert "Traceback" not in rest
   assert checkpoints.read(checkpoints.latest(tmp_path))["global_step"] >= 10
   assert checkpoints.read_finished(tmp_path) is None

@@ -238,7 +238,7 @@ def constant_optimizer(here: Here):
   return sync_replicas.SyncReplicasOptimizer(
     keras.optimizers.SGD(LEARNING_RATE),
     here.options.get("aggregate", replicas),
-    replicas,
+    here.options.get("total", replicas),
     variable_averages=moving_averages.MovingAverages(0.9),
   )
 

@@ -1,12 +1,17 @@
 """What the tests share: clusters of real processes."""
 
+import contextlib
 import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,6 +29,58 @@ ENVIRON = {
 }
 # Generous: the machine may be busy. No test waits that long if all is well.
 DEADLINE_SECS = 400.0
+
+
+def document(ps: int, workers: int, chief: int = 0, **variables) -> dict:
+  """A cluster spec of this machine, with settings of its `variables`."""
+  jobs = {"ps": ps, "worker": workers, "chief": chief}
+  return {
+    "cluster": {job: ["localhost:0"] * n for job, n in jobs.items() if n},
+    "variables": {"on": "ps", "placement": "round_robin", **variables},
+  }
+
+
+@contextlib.contextmanager
+def running(
+  command: Sequence[object], *, environ: Mapping[str, str] = ENVIRON, **more
+) -> Iterator[subprocess.Popen]:
+  """A program, and all that it prints; killed at the deadline, or at the end.
+
+  Args:
+    command: Its command line.
+    environ: Its environment.
+    **more: Of `subprocess.Popen`; by default `stderr` goes where `stdout` does.
+  """
+  more.setdefault("stderr", subprocess.STDOUT)
+  process = subprocess.Popen(
+    command,
+    cwd=ROOT,
+    env=dict(environ),
+    stdout=subprocess.PIPE,
+    text=True,
+    # A background job of a shell inherits that SIGINT is ignored.
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    **more,
+  )
+  deadline = threading.Timer(DEADLINE_SECS, process.kill)
+  deadline.start()
+  try:
+    yield process
+  finally:
+    deadline.cancel()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def read_until(words: str, process: subprocess.Popen) -> str:
+  """What it prints, up to the first line with `words`."""
+  output = []
+  for line in process.stdout:
+    output.append(line)
+    if words in line:
+      return "".join(output)
+  raise AssertionError(f"it ended without {words!r}:\n{''.join(output)}")
 
 
 class Trial:

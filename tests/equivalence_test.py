@@ -1,6 +1,7 @@
 """N replicas with B examples each equal one with N * B, on real processes."""
 
 import cluster_task
+import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,15 +13,13 @@ STEPS = 6
 
 
 def _document(is_in_graph):
-  jobs = {"ps": 2, "worker": REPLICAS, "chief": int(is_in_graph)}
-  return {
-    "cluster": {job: ["localhost:0"] * n for job, n in jobs.items() if n},
-    "variables": {
-      "on": "ps",
-      "placement": "partitioned",
-      "min_shard_bytes": 64,
-    },
-  }
+  return conftest.document(
+    2,
+    REPLICAS,
+    chief=int(is_in_graph),
+    placement="partitioned",
+    min_shard_bytes=64,
+  )
 
 
 def _reference(optimizer_name, clip_norm):

@@ -87,7 +87,7 @@ class ValidationTest(parameterized.TestCase):
   @parameterized.parameters(
     (simulator.Sync(),), (simulator.Sync(3),), (simulator.Async(),)
   )
-  def test_each_half_is_like_the_other(self, rule):
+  def test_each_half_is_like_its_record(self, rule):
     run = simulator.simulate(_cluster(), rule, 400, records=True)
     rates = validation.compare(run.events, rule, 0)
     self.assertAlmostEqual(rates["predicted"] / rates["measured"], 1, delta=0.1)

@@ -2,6 +2,7 @@
 
 import signal
 
+import conftest
 import numpy as np
 import pytest
 
@@ -11,14 +12,6 @@ pytestmark = pytest.mark.cluster
 
 # The learning rate of `cluster_task.constant_gradients`.
 RATE = 2.0
-
-
-def _document(ps, workers, chief=0):
-  jobs = {"ps": ps, "worker": workers, "chief": chief}
-  return {
-    "cluster": {job: ["localhost:0"] * n for job, n in jobs.items() if n},
-    "variables": {"on": "ps", "placement": "round_robin"},
-  }
 
 
 def _worker(index):
@@ -39,7 +32,7 @@ def _report_after_a_restart(start_trial, scenario, replication):
   """Of two workers, the second was killed after two steps, and restarted."""
   trial = start_trial(
     scenario,
-    _document(1, 2, chief=1),
+    conftest.document(1, 2, chief=1),
     replication=replication,
     lost_after_secs=3,
   )
@@ -53,7 +46,7 @@ def _report_after_a_restart(start_trial, scenario, replication):
 
 def test_training_waits_for_the_restart_of_a_worker(start_trial):
   trial = start_trial(
-    "killed_after_delivery", _document(2, 3), lost_after_secs=3
+    "killed_after_delivery", conftest.document(2, 3), lost_after_secs=3
   )
   trial.await_mark("worker 1 has delivered")
   trial.kill(_worker(1))
@@ -83,7 +76,7 @@ def test_in_graph_training_waits_for_the_restart_of_a_worker(start_trial):
 def test_in_graph_worker_that_hangs_is_given_up(start_trial):
   trial = start_trial(
     "killed_between_steps",
-    _document(1, 2, chief=1),
+    conftest.document(1, 2, chief=1),
     replication="in_graph",
     lost_after_secs=3,
   )
@@ -113,7 +106,7 @@ def test_a_restarted_worker_goes_on_where_the_training_is(
 
 def test_a_worker_gives_up_its_chief_and_both_can_be_started_again(start_trial):
   trial = start_trial(
-    "killed_chief", _document(1, 1, chief=1), lost_after_secs=1
+    "killed_chief", conftest.document(1, 1, chief=1), lost_after_secs=1
   )
   chief = cluster.Task("chief", 0)
   trial.await_mark("step 3 is made")
@@ -127,7 +120,10 @@ def test_a_worker_gives_up_its_chief_and_both_can_be_started_again(start_trial):
 
 def test_backup_takes_the_place_of_a_worker_that_died_admitted(start_trial):
   trial = start_trial(
-    "killed_after_admission", _document(1, 3), aggregate=2, lost_after_secs=3
+    "killed_after_admission",
+    conftest.document(1, 3),
+    aggregate=2,
+    lost_after_secs=3,
   )
   living = [task for task in trial.spec.tasks() if task != _worker(2)]
   trial.await_end(*living)
@@ -142,9 +138,10 @@ def test_backup_takes_the_place_of_a_worker_that_died_admitted(start_trial):
 
 def test_nothing_of_a_worker_that_died_handing_over_is_applied(start_trial):
   trial = start_trial(
-    "killed_while_handing_over", _document(2, 2), max_restarts=3
+    "killed_while_handing_over", conftest.document(2, 2), max_restarts=3
   )
-  assert trial.tasks.wait(timeout_secs=100) == 0, trial.all_logs()
+  status = trial.tasks.wait(timeout_secs=conftest.DEADLINE_SECS)
+  assert status == 0, trial.all_logs()
   assert len(list(trial.directory.glob("incarnation_*"))) == 4
   report = trial.report()
   _assert_steps(report, 3, (0.1 + 0.3) / 2)
@@ -167,7 +164,7 @@ def test_not_a_number_ends_every_task_with_words(
   is_in_graph = replication == "in_graph"
   trial = start_trial(
     "not_a_number",
-    _document(2, 2, chief=int(is_in_graph)),
+    conftest.document(2, 2, chief=int(is_in_graph)),
     replication=replication,
   )
   trial.await_end()

@@ -249,6 +249,10 @@ class AllFiniteTest(parameterized.TestCase):
     found = gradient_queues.all_finite(gradients, tf.as_dtype(dtype))
     self.assertEqual(bool(found), expected)
 
+  def test_what_is_not_of_float32_travels_as_it_is(self):
+    gradients = [tf.constant([1e5], tf.float64)]
+    self.assertTrue(gradient_queues.all_finite(gradients, tf.float16))
+
   @parameterized.parameters((1.0, True), (3e38, True), (float("nan"), False))
   def test_slices(self, value, expected):
     gradient = _slices([1], value)

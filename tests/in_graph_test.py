@@ -1,5 +1,6 @@
 """Tests of `tf_replicas.in_graph` on real processes."""
 
+import conftest
 import numpy as np
 import pytest
 
@@ -9,18 +10,13 @@ pytestmark = pytest.mark.cluster
 RATE = 2.0
 
 
-def _document(ps, workers):
-  jobs = {"ps": ps, "worker": workers, "chief": 1}
-  return {
-    "cluster": {job: ["localhost:0"] * n for job, n in jobs.items()},
-    "variables": {"on": "ps", "placement": "round_robin"},
-  }
-
-
 @pytest.fixture(scope="module")
 def two_workers(start_trial):
   trial = start_trial(
-    "constant_gradients", _document(2, 2), replication="in_graph", steps=3
+    "constant_gradients",
+    conftest.document(2, 2, chief=1),
+    replication="in_graph",
+    steps=3,
   )
   trial.await_success()
   return trial
@@ -78,7 +74,7 @@ def test_two_workers_leave_by_themselves(two_workers):
 def test_several_batches_per_step(start_trial):
   trial = start_trial(
     "constant_gradients",
-    _document(1, 2),
+    conftest.document(1, 2, chief=1),
     replication="in_graph",
     steps=6,
     aggregate=3,

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -205,11 +206,12 @@ def test_a_disk_that_fails_ends_the_build(photos, tmp_path):
   assert write().num_examples == 21
 
 
-def test_labels_of_a_mistake_are_replaced(photos, tmp_path):
+def test_labels_of_a_mistake_are_replaced(photos, tmp_path, capsys):
   (tmp_path / "out").mkdir()
   (tmp_path / "out" / "labels.txt").write_text("train\ntest\n")
   assert build(photos, tmp_path / "out").num_examples == 21
   assert records.read_labels(tmp_path / "out" / "labels.txt") == list(LABELS)
+  assert f"replaced {tmp_path}/out/labels.txt" in capsys.readouterr().out
 
 
 def test_other_files_are_left_out(photos, tmp_path, capsys):
@@ -355,8 +357,9 @@ def test_no_shard_is_empty(photos, tmp_path, num_shards):
 
 
 def test_threads_are_counted(photos, tmp_path):
-  with pytest.raises(ValueError, match="`num_threads` must be positive"):
-    build(photos, tmp_path / "out", num_threads=-1)
+  for number in (-1, 0):
+    with pytest.raises(ValueError, match="`num_threads` must be positive"):
+      build(photos, tmp_path / "out", num_threads=number)
 
 
 @pytest.mark.parametrize("make", [False, True])
@@ -365,6 +368,14 @@ def test_without_labelled_folders_nothing_is_made(tmp_path, make):
     (tmp_path / "in").mkdir()
   with pytest.raises(image_folders.FolderError, match="must "):
     build(tmp_path / "in", tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", [b"dog ", b"two\nlines", b"caf\xe9"])
+def test_a_label_is_a_line_of_text(photos, tmp_path, name):
+  os.mkdir(os.path.join(os.fsencode(photos), name))
+  with pytest.raises(image_folders.FolderError, match="one line of UTF-8"):
+    build(photos, tmp_path / "out")
   assert not (tmp_path / "out").exists()
 
 
@@ -417,24 +428,20 @@ class TestCommand:
     os.mkfifo(photos / "owl" / "slow.jpg")
     out = tmp_path / "out"
     command = [*COMMAND, f"--train_directory={photos}", "--train_shards=4"]
-    process = subprocess.Popen(
-      [*command, f"--output_directory={out}", "--num_threads=1"],
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    deadline = time.monotonic() + 300
-    while not (out / "train.plan.json").exists():
-      assert process.poll() is None and time.monotonic() < deadline
-      time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    # Lets the reader go on, which then sees that it has to stop.
-    threading.Thread(
-      target=lambda: (photos / "owl" / "slow.jpg").write_bytes(b"x"),
-      daemon=True,
-    ).start()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors.splitlines()[-1].startswith("interrupted")
+    with conftest.running(
+      [*command, f"--output_directory={out}", "--num_threads=1"]
+    ) as process:
+      while not (out / "train.plan.json").exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+      process.send_signal(signal.SIGINT)
+      # Lets the reader go on, which then sees that it has to stop.
+      threading.Thread(
+        target=lambda: (photos / "owl" / "slow.jpg").write_bytes(b"x"),
+        daemon=True,
+      ).start()
+      output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert output.splitlines()[-1].startswith("interrupted")
     for name in contents(out):
       assert records.count_records(str(out / name)) in (5, 6)

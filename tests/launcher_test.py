@@ -2,9 +2,7 @@
 
 import pathlib
 import signal
-import subprocess
 import sys
-import time
 
 import conftest
 import launcher_task
@@ -16,31 +14,21 @@ PROGRAM = pathlib.Path(launcher_task.__file__)
 SPECS = conftest.ROOT / "cluster_specs"
 
 
-def _start(spec, directory, max_steps, *flags):
+def _started(spec, directory, max_steps, *flags):
   path = SPECS / spec
   if not path.exists():
     path = directory / "spec.json"
     path.write_text(spec)
   environ = dict(conftest.ENVIRON)
   environ["PYTHONPATH"] += f":{PROGRAM.parent}"
-  return subprocess.Popen(
-    [sys.executable, PROGRAM, path, directory, str(max_steps), *flags],
-    env=environ,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
+  command = [sys.executable, PROGRAM, path, directory, str(max_steps), *flags]
+  return conftest.running(command, environ=environ)
 
 
 def _run(*arguments):
   """(Exit status, output)."""
-  process = _start(*arguments)
-  try:
-    output, _ = process.communicate(timeout=300)
-  except subprocess.TimeoutExpired:
-    process.terminate()
-    output, _ = process.communicate(timeout=30)
-    raise AssertionError(f"it did not end:\n{output}") from None
+  with _started(*arguments) as process:
+    output, _ = process.communicate()
   return process.returncode, output
 
 
@@ -92,6 +80,19 @@ def test_dry_run_starts_nothing(tmp_path, spec, words):
   assert not list(tmp_path.iterdir())
 
 
+def test_a_machine_of_no_task_starts_none(tmp_path):
+  """Each is for another; all of them were started here once."""
+  spec = """{"cluster": {"ps": ["a.example:2222"],
+    "worker": ["b.example:2222", "c.example:2222"]}}"""
+  status, output = _run(spec, tmp_path, 2)
+  assert status == 2, output
+  (error,) = output.splitlines()
+  assert error.startswith("error: ")
+  assert "`cluster` must have a task at an address of this machine" in error
+  assert "c.example:2222" in error
+  assert not (tmp_path / "logs").exists()
+
+
 def test_gpus_that_do_not_exist_are_one_line(tmp_path):
   status, output = _run("four_towers.json", tmp_path, 2)
   assert status == 2
@@ -103,17 +104,9 @@ def test_gpus_that_do_not_exist_are_one_line(tmp_path):
 @pytest.mark.cluster
 @pytest.mark.parametrize("spec", ["one_device.json", "mirrored_2workers.json"])
 def test_an_interrupt_saves(tmp_path, spec):
-  process = _start(spec, tmp_path, 10**6)
-  output = []
-  deadline = time.monotonic() + 300
-  for line in process.stdout:
-    output.append(line)
-    if "step 10," in line or time.monotonic() > deadline:
-      break
-  process.send_signal(signal.SIGTERM)
-  try:
+  with _started(spec, tmp_path, 10**6) as process:
+    output = conftest.read_until("step 10,", process)
+    process.send_signal(signal.SIGTERM)
     rest, _ = process.communicate(timeout=60)
-  finally:
-    process.kill()
-  assert process.returncode == 128 + signal.SIGTERM, "".join(output) + rest
+  assert process.returncode == 128 + signal.SIGTERM, output + rest
   assert checkpoints.latest(str(tmp_path)) is not None, rest

@@ -250,6 +250,30 @@ class CheckTest(parameterized.TestCase):
       {"then_update": ("model_average",), "switch_at_step": 7},
     ),
     (
+      "average_of_more",
+      "must be at most the number of replicas, 2, .*model_average. Rec.*: 3",
+      {"rules": ("model_average",), "replicas_to_aggregate": 3},
+    ),
+    (
+      "then_more",
+      "must be at most the number of replicas, 2, .*sync, then async",
+      {
+        "then_update": ("async",),
+        "switch_at_step": 7,
+        "replicas_to_aggregate": 3,
+      },
+    ),
+    (
+      "moving_too_far",
+      r"`--moving_rate` must be in \(0, 1\]. Received: 1.5",
+      {"rules": ("elastic_average",), "moving_rate": 1.5},
+    ),
+    (
+      "not_moving",
+      r"`--moving_rate` must be in \(0, 1\]. Received: 0",
+      {"rules": ("elastic_average",), "moving_rate": 0.0},
+    ),
+    (
       "aggregated",
       "needs `--update=sync` or model_average. Received: --update=async",
       {"rules": ("async",), "replicas_to_aggregate": 1},
@@ -267,6 +291,15 @@ class CheckTest(parameterized.TestCase):
   )
   def test_examples_of_an_update(self, settings, expected):
     self.assertEqual(_updated(**settings).effective_batch(8), expected)
+
+  @parameterized.parameters(
+    ({}, 1.0),
+    ({"replicas_to_aggregate": 1}, 0.5),
+    ({"replicas_to_aggregate": 4}, 1.0),
+    ({"rules": ("async",)}, 1.0),
+  )
+  def test_how_many_batches_are_used(self, settings, expected):
+    self.assertEqual(_updated(**settings).used_share, expected)
 
   def test_examples_of_two_rules_are_not_counted_together(self):
     update = update_settings.UpdateSettings(

@@ -6,6 +6,7 @@ import re
 import sys
 
 import cifar10_binaries as binaries
+import conftest
 import pytest
 
 from tf_replicas import cluster
@@ -40,7 +41,7 @@ def test_the_foreign_training_loop_trains(tmp_path):
 
   with local_cluster.LocalCluster(spec, command, log_dir=tmp_path) as tasks:
     tasks.start()
-    status = tasks.wait(timeout_secs=120)
+    status = tasks.wait(timeout_secs=conftest.DEADLINE_SECS)
     log = tasks.log(cluster.Task("worker", 0))
   assert status == 0, log
   first, last = re.search(r"loss ([\d.]+) -> ([\d.]+)", log).groups()

@@ -8,6 +8,7 @@ import numpy as np
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tf_replicas import connection
 from tf_replicas import ledger
 from tf_replicas import stalls
 
@@ -69,7 +70,7 @@ class FakeOptimizer:
 class WatchTest(parameterized.TestCase):
   """The clock is the test's; the thread looks once a real second."""
 
-  def _watch(self, state, ages, now):
+  def _watch(self, state, ages, now, outcome=lambda: ""):
     self.optimizer = FakeOptimizer(state)
     self.words = []
     self.spoken = threading.Event()
@@ -82,7 +83,7 @@ class WatchTest(parameterized.TestCase):
     watch = stalls.Watch(
       self.optimizer,
       lambda: ages,
-      lambda: "",
+      outcome,
       NAMES,
       lost_after_secs=20.0,
       log=log,
@@ -115,12 +116,35 @@ class WatchTest(parameterized.TestCase):
     self.assertTrue(self.spoken.wait(20))
     self.assertEqual(self.optimizer.lost, [])
 
-  def test_is_silent_while_steps_end(self):
-    watch = self._watch(_ledger([Status.ADMITTED] * 2), [1.0, 1.0], now=5.0)
+  def _look_after_a_step(self, state, ages, now):
+    """A step ends before the first look; waits for two."""
+    has_ended, looks = threading.Event(), []
+
+    def outcome():
+      has_ended.wait(60)
+      looks.append(now)
+      return ""
+
+    watch = self._watch(state, ages, now, outcome)
     watch.progress(3)
+    has_ended.set()
+    connection.await_value(
+      lambda: len(looks) > 2, timeout_secs=60, what="three looks"
+    )
     watch.stop()
+
+  def test_is_silent_while_steps_end(self):
+    self._look_after_a_step(_ledger([Status.ADMITTED] * 2), [1.0, 1.0], 15.0)
     self.assertEqual(self.words, [])
     self.assertFalse(self.optimizer.was_read.is_set())
+
+  def test_gives_up_who_is_lost_also_while_steps_end(self):
+    """Else it would count as under way for ever."""
+    state = _ledger([Status.DELIVERED, Status.ADMITTED])
+    self._look_after_a_step(state, [1.0, 25.0], 30.0)
+    (words,) = self.words
+    self.assertIn("worker 1 was not heard of for 25 s", words)
+    self.assertEqual(self.optimizer.lost, [(1, 10)])
 
 
 class Noted:

@@ -10,6 +10,8 @@ import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tf_replicas import connection
+from tf_replicas import contributions
 from tf_replicas import moving_averages
 from tf_replicas import sync_replicas
 from tf_replicas import updates
@@ -346,6 +348,50 @@ class UpdateTest(stores.TestCase):
     training.stop()
     with self.assertRaises(tf.errors.OutOfRangeError):
       optimizer.apply_update()
+
+  def test_an_interrupt_that_came_too_late_ends_no_ending(self):
+    """Nobody waited for an update any more; the replicas still come."""
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 1, 2)
+    training = Training(
+      optimizer, _constant(1.0), values=ONE, is_sparse=[False]
+    )
+    optimizer.interrupt()
+    answering = connection.Thread(optimizer.end_replicas, on_error=bool)
+    training.start(0)
+    (release, *_) = connection.await_value(
+      lambda: training.releases[0], timeout_secs=60, what="an answer"
+    )
+    self.assertEqual(release, (False, -1))
+    while answering.is_alive():
+      optimizer.interrupt()
+      answering.join(timeout_secs=1)
+    training.stop()
+
+  def test_what_is_void_brings_no_gradient_of_another_variable(self):
+    """Replica 1 was thought to be lost, then hands over; 0 has its place."""
+    inner = SGD(1.0, weight_decay=0.5)
+    optimizer = sync_replicas.SyncReplicasOptimizer(inner, 1, 2)
+
+    def compute(replica, step, parameters, number):
+      del replica, step, parameters, number
+      return [tf.ones([2]), None], 0.0, 1
+
+    values = {"w": np.zeros(2, "float32"), "v": np.ones(3, "float32")}
+    training = Training(
+      optimizer, compute, values=values, is_sparse=[False, False]
+    )
+    ledger, tag = optimizer._contributions, 7
+    ledger._send(contributions.Kind.OFFER, 1, tag)
+    ledger.declare_lost(1, tag)
+    ledger._send(contributions.Kind.DELIVERED, 1, tag, present=[True, True])
+    training.start(0)
+    try:
+      training.steps(2)
+    finally:
+      training.stop()
+    np.testing.assert_allclose(training.values()["w"], [-1.5, -1.5])
+    np.testing.assert_array_equal(training.values()["v"], values["v"])
+    self.assertEqual([c.applied for c in optimizer.counts()], [2, 0])
 
   def test_a_replica_that_gave_up_its_chief_may_come_back(self):
     optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 1)

@@ -246,7 +246,9 @@ class Applications:
 
   def collect_rest(self, rate: Callable[[int], float]) -> updates.Update | None:
     """As `collect`, but does not wait: None if nothing was applied."""
-    return self._take(rate) if int(self._progress.size()) else None
+    return (
+      self._take(rate) if int(resources.reader(self._progress.size)()) else None
+    )
 
   def _take(self, rate: Callable[[int], float]) -> updates.Update | None:
     """Waits for messages; what was applied, unless all of them are wake-ups."""

@@ -394,7 +394,7 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     self.end_replicas()
 
   def close(self) -> None:
-    """Ends the training: every replica gets `OutOfRangeError`."""
+    """Ends the training: who waits, or comes, gets an `OpError`."""
     if self._gates is not None:
       self._gates.close()
     self.applications.close()

@@ -9,8 +9,9 @@ other worker, builds the model, and attaches to the shared copy by name.
 2. Every worker loops: pull, compute, hand over (`turns.contribute`); several
    turns per `tf.function` call. On the chief that loop has a thread of its own.
 3. The chief's main thread makes the updates (`step`), one call per step.
-4. At the end the chief says how it ended and closes the queues; that releases
-   every waiting worker. They leave; then the chief dismisses the PS tasks.
+4. At the end the chief says how it ended and releases every worker that comes
+   to `releases.ENDED`. They leave; then it closes the queues and dismisses the
+   PS tasks.
 
 Where things live: parameters, slots, averages, queues and counters on the PS
 tasks; the model, its data and the inner optimizer's code in each worker.
@@ -33,6 +34,7 @@ from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
 from tf_replicas import turns
+from tf_replicas import update_rule
 from tf_replicas import updates
 
 # How many times as long as for another worker to wait for the chief.
@@ -111,6 +113,7 @@ class BetweenGraph:
     )
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()
+    update_rule.check_replicas(self.optimizer, self._names)
     self.store = parameter_store.build(
       spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
     )
@@ -162,6 +165,7 @@ class BetweenGraph:
       lost_after_secs=self._lost_after_secs,
       log=self._log,
     )
+    self._watch.progress(self.global_step)
     self._thread = connection.Thread(
       self._contribute_until_the_end, on_error=self.optimizer.interrupt
     )
@@ -181,6 +185,8 @@ class BetweenGraph:
       what=f"{self.task} waits for the chief to restore and to begin",
       log=self._log,
     )
+    if outcome := self._members.outcome():  # It ended before its first step.
+      return self._step_of(outcome)
     watch = stalls.ChiefWatch(
       lambda: self._members.ages()[0],
       self._give_up,
@@ -193,6 +199,10 @@ class BetweenGraph:
       outcome = self._await_outcome()
     finally:
       watch.stop()
+    return self._step_of(outcome)
+
+  def _step_of(self, outcome: str) -> int:
+    """The global step of a training that ended well; raises if it did not."""
     if outcome != membership.FINISHED:
       raise RuntimeError(outcome or "the chief was lost")
     return self.global_step
@@ -253,11 +263,13 @@ class BetweenGraph:
         secs = (time.monotonic() - start) / max(int(count), 1)
         most = max(1, min(_MOST_TURNS, int(_CALL_SECS / secs)))
     except _ENDED as error:
-      # The queues were closed, or it is not that.
-      if not (self._members.outcome() or self._has_given_up):
-        raise RuntimeError(
-          f"the data set of {self.task} has ended; it must be endless"
-        ) from error
+      if self._members.outcome() or self._has_given_up:
+        return  # The queues were closed.
+      if isinstance(error, tf.errors.CancelledError):
+        raise
+      raise RuntimeError(
+        f"the data set of {self.task} has ended; it must be endless"
+      ) from error
 
   def _turn_fns(self, iterator):
     """The functions for the beginning, and turns without and with a ticket."""
@@ -296,10 +308,14 @@ class BetweenGraph:
       self._members,
       self.optimizer,
       self._watch,
-      lambda: not self._members.here() and not self._thread.is_alive(),
+      self._have_all_ended,
       error,
       patience_secs=_LAST_BATCH_SECS,
       log=self._log,
     )
-    if self._thread is not None:
+    if self._thread is not None and error is None:
       self._thread.raise_error()
+
+  def _have_all_ended(self) -> bool:
+    is_own_alive = self._thread is not None and self._thread.is_alive()
+    return not self._members.here() and not is_own_alive

@@ -109,7 +109,9 @@ def define_cluster_flags() -> None:
   _define_update_flags()
   flags.DEFINE_boolean("timeline", False, "Record who does what when")
   flags.DEFINE_float("start_timeout_secs", 120, "Wait for the other tasks")
-  flags.DEFINE_float("lost_after_secs", 20, "Silence that makes a worker lost")
+  flags.DEFINE_float(
+    "lost_after_secs", 20, "Silence that makes a worker lost", lower_bound=2
+  )
 
 
 def _define_update_flags() -> None:
@@ -260,6 +262,7 @@ def train(
     options = options_fn()
     program.check(options)
     options, config = config_fn(options)
+    program.check(options)  # Also for that length.
   with processes.quiet_stderr():
     from tf_replicas import checkpoints
 
@@ -271,9 +274,11 @@ def train(
     ),
     run_time=program.RUN_TIME_ERRORS,
   ):
+    # What is told of a run is told of all its tasks.
+    needs_workload = FLAGS.dry_run or not options.only_serves
     status = launcher.run(
       options,
-      None if options.only_serves else workload_fn(options, config),
+      workload_fn(options, config) if needs_workload else None,
       command=functools.partial(_command, module, sys.argv[1:]),
       is_dry_run=FLAGS.dry_run,
     )
@@ -305,6 +310,9 @@ def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
     # Takes as much GPU memory as it needs, for training may run beside it.
     devices.configure(None)
     result = None
+    if FLAGS.run_once:
+      # Before data is looked for, or fetched, that nothing would be done with.
+      evaluation.newest_checkpoint(FLAGS.train_dir)
     if FLAGS.run_once or evaluation.await_run(
       FLAGS.train_dir, timeout_secs=FLAGS.timeout_secs
     ):

@@ -61,12 +61,13 @@ def await_servers(
   Raises:
     TimeoutError: Naming the first task that does not.
   """
-  deadline = time.monotonic() + timeout_secs
+  since = time.monotonic()
   for task in spec.tasks(job):
     address = spec.address(task)
     await_value(
       lambda address=address: listens(address),
-      timeout_secs=max(deadline - time.monotonic(), 0.0),
+      timeout_secs=timeout_secs,
+      since=since,
       what=f"waiting for {task} at {address}",
       log=log,
       poll_secs=0.1,
@@ -90,14 +91,23 @@ def await_value(
   what: str,
   log: Callable[[str], None] = print,
   poll_secs: float = 0.05,
+  since: float | None = None,
 ) -> T:
   """Polls until there is something true; says so every ten seconds.
+
+  Args:
+    poll: Returns it.
+    timeout_secs: How long it may take.
+    what: What is waited for, in words.
+    log: Where words go.
+    poll_secs: How long to wait between two looks.
+    since: `time.monotonic()` when the wait began; now, if not given.
 
   Raises:
     TimeoutError: After `timeout_secs`, with `what`.
   """
-  start = time.monotonic()
-  said = start
+  said = time.monotonic()
+  start = said if since is None else since
   while not (value := poll()):
     now = time.monotonic()
     if now - start > timeout_secs:

@@ -99,11 +99,12 @@ class Contributions:
       self._present = resources.shared_variable(
         "ledger/present", [len(is_sparse)], tf.bool
       )
-      # Since when the last to run `end_replicas` does so.
+      # Since when somebody runs `end_replicas`.
       self._answering = resources.shared_variable("answering", [], tf.int64)
     self._gradients = gradient_queues.GradientQueues(
       store, num_replicas, is_sparse, has_chief_statistics=has_chief_statistics
     )
+    self._snapshot = resources.reader(self._read)
 
   def initialize(self, *, keep_counts: bool = False) -> None:
     """Empties the ledger: what was offered and delivered so far is void."""
@@ -269,10 +270,12 @@ class Contributions:
     message = ledger_lib.Message(
       *header, tf.cast(examples, tf.int64), loss, releases.now(loss)
     )
-    noted, replies = ledger_lib.record(self._read(), message, step)
+    before = self._read()
+    noted, replies = ledger_lib.record(before, message, step)
     ledger, settled = ledger_lib.settle(noted)
     self._write(ledger)
-    self._present.assign(self._present.read_value() | present)
+    is_used = tf.reduce_any(noted.accepted != before.accepted)  # Not void.
+    self._present.assign(self._present.read_value() | (present & is_used))
     verdict = tf.maximum(settled, replies.verdict)
     is_nonfinite = message.kind == int(Kind.NONFINITE)
 
@@ -286,9 +289,8 @@ class Contributions:
     # Most messages cause no reply, and this spares a branch per replica.
     has_reply = tf.reduce_any(tf.maximum(verdict, replies.flush) >= 0)
     tf.cond(has_reply | is_nonfinite, reply, lambda: tf.constant(False))
-    kind = tf.where(
-      self._is_complete(ledger.accepted), int(Kind.DELIVERED), int(Kind.OFFER)
-    )
+    is_complete = self._is_complete(ledger.accepted)
+    kind = tf.where(is_complete, int(Kind.DELIVERED), int(Kind.OFFER))
     is_urgent = is_nonfinite | (message.kind == Kind.WAKE)
     kind = tf.where(is_urgent, message.kind, tf.cast(kind, tf.int64))
     return kind, message.replica
@@ -350,7 +352,9 @@ class Contributions:
         lambda: self._put_back(header, *rest),
       )
       with tf.control_dependencies([is_done]):
-        return [is_mine & (kind != int(Kind.WAKE))]
+        # An earlier one was for a `collect` that had returned by itself.
+        is_over = (kind == int(Kind.WAKE)) & (tag >= began)
+        return [is_mine & ~is_over]
 
     with tf.device(self._device):
       began = releases.microseconds(releases.now())
@@ -373,7 +377,8 @@ class Contributions:
 
   def wake(self) -> None:
     """Makes a waiting `collect` or `end_replicas` return."""
-    self._send(Kind.WAKE, -1, -1)
+    with tf.device(self._device):
+      self._send(Kind.WAKE, -1, releases.microseconds(releases.now()))
 
   def declare_lost(self, replica: int, tag: int) -> None:
     """Tells the ledger that `replica`, whose last offer is `tag`, is gone."""
@@ -381,7 +386,7 @@ class Contributions:
 
   def snapshot(self) -> ledger_lib.Ledger:
     """The ledger as it is now, as NumPy values; for people."""
-    return ledger_lib.Ledger(*[v.numpy() for v in self._ledger])
+    return ledger_lib.Ledger(*[v.numpy() for v in self._snapshot()])
 
   def give_up(self, replica: int) -> None:
     """Ends what `replica` asked so far; a closed queue would stay closed."""

@@ -126,6 +126,20 @@ def await_run(
   return True
 
 
+def newest_checkpoint(train_dir: str | os.PathLike[str]) -> str:
+  """Path of the newest checkpoint of a run.
+
+  Raises:
+    CheckpointError: If there is none.
+  """
+  path = checkpoints.latest(train_dir)
+  if path is None:
+    raise checkpoints.MissingCheckpointError(
+      f"No checkpoint file found in {os.fspath(train_dir)}"
+    )
+  return path
+
+
 def evaluate_once(
   train_dir: str | os.PathLike[str], evaluate_fn: EvaluateFn[Result]
 ) -> Result:
@@ -141,11 +155,7 @@ def evaluate_once(
   Raises:
     CheckpointError: If there is no checkpoint, or it is damaged.
   """
-  path = checkpoints.latest(train_dir)
-  if path is None:
-    raise checkpoints.MissingCheckpointError(
-      f"No checkpoint file found in {os.fspath(train_dir)}"
-    )
+  path = newest_checkpoint(train_dir)
   return _evaluate(path, checkpoints.read(path), evaluate_fn)
 
 

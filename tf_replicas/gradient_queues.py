@@ -322,7 +322,7 @@ def all_finite(
 
   Args:
     gradients: Of any kind.
-    wire_dtype: As which they travel, if not as they are.
+    wire_dtype: As which those of float32 travel, if not as they are.
 
   Returns:
     A bool scalar.
@@ -333,7 +333,9 @@ def all_finite(
     if g is not None
   ]
   if wire_dtype is not None:
-    tensors = [tf.cast(t, wire_dtype) for t in tensors]
+    tensors = [
+      tf.cast(t, wire_dtype) if t.dtype == tf.float32 else t for t in tensors
+    ]
   if not tensors:
     return tf.constant(True)
   squares = [tf.cast(tf.nn.l2_loss(t), tf.float32) for t in tensors]

@@ -14,8 +14,8 @@ updates itself and does not train.
 4. A worker that dies is noticed by the coordinator, which takes it back when it
    returns at the same address and runs the closure again. Closures run at least
    once; an offer that came to nothing is void.
-5. At the end the client closes the queues, which ends the running closures,
-   and dismisses the PS and worker tasks.
+5. At the end the client releases every replica to `releases.ENDED`, which ends
+   the closures, closes the queues, and dismisses the PS and worker tasks.
 
 Where things live: as between-graph, but the model's code and the inner
 optimizer exist only in the client, the data sets on the workers.
@@ -38,6 +38,7 @@ from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
 from tf_replicas import turns
+from tf_replicas import update_rule
 from tf_replicas import updates
 
 
@@ -107,6 +108,7 @@ class InGraph:
     )
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()
+    update_rule.check_replicas(self.optimizer, self._names)
     self.store = parameter_store.build(
       spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
     )
@@ -152,6 +154,7 @@ class InGraph:
       lost_after_secs=self._lost_after_secs,
       log=self._log,
     )
+    self._watch.progress(self.global_step)
     self._iterators = iter(
       self._coordinator.create_per_worker_dataset(self._dataset_fn)
     )

@@ -101,6 +101,13 @@ def _launch(
 ) -> int:
   """Starts every task of this machine and waits for the end."""
   spec = options.spec
+  if not spec.local_tasks():
+    where = f"{spec.source}: " if spec.source else ""
+    raise cluster.ClusterError(
+      f"{where}`cluster` must have a task at an address of this machine, or"
+      " `--job_name` and `--task_index` must say which this is. Received:"
+      f" {', '.join(spec.address(task) for task in spec.tasks())}."
+    )
   if options.is_in_graph and not spec.num_tasks("chief"):
     document = json.loads(spec.to_json())
     document["cluster"]["chief"] = ["localhost:0"]

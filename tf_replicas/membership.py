@@ -76,13 +76,16 @@ class Register:
     """Whether the serving task has made it (it sets the signature last)."""
     return bool(self.signature.is_initialized())
 
-  @tf.function(autograph=False)
-  def _ages(self) -> tf.Tensor:
-    with tf.device(self.device):
-      beats = self.beats.read_value()
-      # Not 0, also of a beat just now, or after the clock was set back.
-      ages = tf.maximum(tf.timestamp() - beats, 1e-6)
-      return tf.where(beats > 0, ages, beats)
+  @functools.cached_property
+  def _ages(self) -> Callable[[], tf.Tensor]:
+    def ages():
+      with tf.device(self.device):
+        beats = self.beats.read_value()
+        # Not 0, also of a beat just now, or after the clock was set back.
+        ages = tf.maximum(tf.timestamp() - beats, 1e-6)
+        return tf.where(beats > 0, ages, beats)
+
+    return resources.reader(ages)
 
   def ages(self) -> list[float]:
     """Seconds since each client's last beat; -1: never came, 0: has left."""
@@ -199,7 +202,7 @@ class Membership:
     ]
 
   def publish(self, signature: object) -> None:
-    """The chief's: says what it trains. Others wait for it (`compare`)."""
+    """The chief's: says what it trains. Others compare with it."""
     self._first.signature.assign(json.dumps(signature))
 
   def published(self) -> object | None:

@@ -118,6 +118,7 @@ class ParameterStore:
     # Name in checkpoints -> its parts, in the order of the shards.
     self._beside: dict[str, tuple[int, list[tf.Variable]]] = {}
     self.lock: resources.Mutex | None = None
+    self._state_reader = None  # Made anew for what is added.
     with tf.device(device_of_task(0)):
       self.examples_seen = resources.shared_variable(
         "examples_seen", [], "int64"
@@ -259,7 +260,7 @@ class ParameterStore:
   def read_global_step(self) -> tf.Tensor:
     """The global step: an int64 scalar read on PS task 0."""
     with tf.device(self.device_of_task(0)):
-      return tf.identity(self.global_step.read_value())
+      return self.global_step.read_value()
 
   def advance(self, step: tf.Tensor, num_examples: tf.Tensor) -> tf.Tensor:
     """Makes the global step `step` + 1 and counts the examples; returns it."""
@@ -280,7 +281,7 @@ class ParameterStore:
         for who does more than that.
       item: As what such a shard travels; as it is if not given.
     """
-    read_shard = read_shard or self._read_shard
+    read_shard = read_shard or (lambda i, n: self._variables[i][n].read_value())
     item = item or self.item
     parts = {}
     for task in range(self.num_tasks):
@@ -317,9 +318,6 @@ class ParameterStore:
     is_narrowed = self.wire_dtype is not None and item.dtype == tf.float32
     return item._replace(dtype=self.wire_dtype) if is_narrowed else item
 
-  def _read_shard(self, index: int, number: int) -> tf.Tensor:
-    return self._variables[index][number].read_value()
-
   def create_beside(self, index: int, kind: str) -> list[tf.Variable]:
     """Variables like the shards of `index`, on the same tasks.
 
@@ -332,6 +330,7 @@ class ParameterStore:
       One variable per shard; without a value if nobody gave it one.
     """
     made = self._create(self.shards[index], prefix=f"{kind}/")
+    self._state_reader = None
     self._beside[f"{kind}/{self.specs[index].path}"] = (index, made)
     return made
 
@@ -342,6 +341,7 @@ class ParameterStore:
 
     It is of a kind such as `slots/momentum` if it belongs to a shard, `owner`.
     """
+    self._state_reader = None
     if owner in self._owner:
       index, number = self._owner[owner]
       if tuple(variable.shape) == self.shards[index][number].shape:
@@ -350,7 +350,7 @@ class ParameterStore:
         empty = index, [None] * len(self.shards[index])
         self._beside.setdefault(name, empty)[1][number] = variable
         return
-    # A part of another shape than its shard cannot be joined to a whole.
+    # A part of another shape cannot be joined to a whole.
     self._others[variable.path] = variable
 
   def state(self) -> dict[str, tf.Tensor]:
@@ -359,12 +359,11 @@ class ParameterStore:
     `variables/<path>`, `<kind>/<path>` for what is beside a variable, `<name>`
     for the rest. Shards are joined: the layout of PS tasks leaves no trace.
     """
-    if self.lock is None:
-      return self._read_state()
-    read = tf.function(
-      lambda: self.lock.hold(self._read_state), autograph=False
-    )
-    return read()
+    if self._state_reader is None:
+      hold = self.lock.hold if self.lock else lambda read: read()
+      self._state_reader = resources.reader(lambda: hold(self._read_state))
+    resources.await_assigned([self.global_step, *sum(self._variables, [])])
+    return self._state_reader()
 
   def _read_state(self) -> dict[str, tf.Tensor]:
     state = {"global_step": self.read_global_step()}

@@ -120,6 +120,13 @@ class Options:
       return self.update.gradients_per_update(len(self.replicas))
     return self.replicas_to_aggregate or len(self.replicas)
 
+  @property
+  def used_share(self) -> float:
+    """How many of the replicas' batches updates use; fewer than 1: backups."""
+    if not self.update.is_of_several:
+      return 1.0
+    return min(1.0, self.aggregated / len(self.replicas))
+
   def effective_batch(self, batch_size: int) -> int:
     """Examples in one update, from those of one tower's batch."""
     if self.spec.variables.on != "ps":

@@ -8,16 +8,20 @@ by every client (seen to work on TensorFlow 2.21).
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import cancellation
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops import resource_variable_ops
+
+_Tensors = TypeVar("_Tensors")
 
 
 class SharedVariable(resource_variable_ops.BaseResourceVariable):
@@ -64,10 +68,71 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
       aggregation=tf.VariableAggregation.NONE,
     )
     self.path = name
+    self._is_remote = _is_of_another_task(handle.device)
 
   def is_initialized(self, name: str | None = None) -> tf.Tensor:
     """Whether some client has assigned a value: a scalar bool tensor."""
     return tf.raw_ops.VarIsInitializedOp(resource=self.handle)
+
+  def read_value(self) -> tf.Tensor:
+    """The value; where it is read eagerly, on a device of this process.
+
+    An eager read from a task that has died may hang (TensorFlow 2.21: the
+    second one, in its copy from there); a function fails at once.
+    """
+    if tf.inside_function() or not self._is_remote:
+      return super().read_value()
+    await_assigned([self])
+    return self._fetch()
+
+  @functools.cached_property
+  def _fetch(self) -> Callable[[], tf.Tensor]:
+    return reader(super().read_value)
+
+  def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+    if tf.inside_function() or not self._is_remote:
+      return super()._read_variable_op(no_copy)
+    return self.read_value()
+
+
+def reader(read: Callable[[], _Tensors]) -> Callable[[], _Tensors]:
+  """A function that brings to this process what `read` reads elsewhere.
+
+  It fails at once if a task that it needs has died; see `SharedVariable`. What
+  was assigned eagerly it may not see yet; see `await_assigned`.
+
+  Args:
+    read: Returns tensors, in any structure.
+  """
+  here = _this_device()
+
+  @tf.function(autograph=False)
+  def fetch():
+    tensors = read()
+    with tf.device(here):
+      return tf.nest.map_structure(tf.identity, tensors)
+
+  @functools.cache
+  def traced():
+    return fetch.get_concrete_function()
+
+  def bring():
+    with tf.device(None):
+      return traced()()
+
+  return bring
+
+
+def _this_device() -> str:
+  """A device of this process, whichever is in use."""
+  with tf.init_scope(), tf.device(None):
+    return tf.constant(0).device
+
+
+def _is_of_another_task(device: str) -> bool:
+  there = tf.DeviceSpec.from_string(device)
+  here = tf.DeviceSpec.from_string(_this_device())
+  return (there.job, there.task) != (here.job, here.task)
 
 
 def variable_creator(

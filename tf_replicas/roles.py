@@ -234,6 +234,7 @@ def _drive(driver, options: program.Options, workload) -> None:
     else:
       _say(f"goes on from step {step}; values for a new training stay unused")
   if step < max_steps:  # Else what is there stays as it was made.
+    _check_rate(driver.store, options, workload, max_steps - step)
     workload.on_start()
   names, wake = [], None
   if options.spec.variables.on == "ps":  # Else no step waits for offers.
@@ -245,6 +246,19 @@ def _drive(driver, options: program.Options, workload) -> None:
     report=lambda: report(driver.optimizer.counts(), names),
     wake=wake,
   )
+
+
+def _check_rate(store, options: program.Options, workload, left: int) -> None:
+  """Refuses to go on where the rate has come down to nothing."""
+  seen = int(store.examples_seen.read_value())
+  rate_fn = workload.learning_rate_fn
+  # A new training may well begin with nothing.
+  if seen and rate_fn is not None and not rate_fn(seen):
+    raise checkpoints.CheckpointError(
+      f"{options.train_dir}: after {seen} examples the schedule of the learning"
+      " rate must not be at its end, 0, as it is for a run of this length."
+      f" Received: {left} updates left to make."
+    )
 
 
 def _max_steps(store, options: program.Options, workload) -> int:

@@ -32,7 +32,7 @@ def record(settings: Settings) -> None:
   """
   os.makedirs(settings.train_dir, exist_ok=True)
   values = dataclasses.asdict(settings)
-  if settings.data_dir is not None:  # Whoever reads it may be elsewhere.
+  if settings.data_dir:  # Whoever reads it may be elsewhere.
     values["data_dir"] = os.path.abspath(os.path.expanduser(settings.data_dir))
   path = os.path.join(settings.train_dir, _RECORD)
   _tell_changes(path, values)

@@ -1,8 +1,8 @@
 """Says what a step waits for when it takes long, and gives up lost replicas.
 
 Nothing waits without words: every ten seconds without an update the log names
-who holds the step up and why. An admitted replica that is silent, or owes its
-gradients for too long, is declared lost, so that another may take its place.
+who holds the step up and why. A replica that is silent for too long is declared
+lost, so that another may take its place, and nobody waits for it.
 """
 
 import threading
@@ -19,6 +19,7 @@ from tf_replicas import sync_replicas
 
 # How long a training that failed waits for the replicas' last batch.
 _HURRY_SECS = 15.0
+_MOST_INTERRUPTS = 5
 
 
 class Watch:
@@ -58,7 +59,7 @@ class Watch:
     self._log = log
     self._clock = clock
     self._step = 0
-    self._since = self._said = clock()
+    self._since = self._said = self._looked = clock()
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._watch, daemon=True)
     self._thread.start()
@@ -78,17 +79,22 @@ class Watch:
       if self._has_ended():
         self._optimizer.interrupt()
         return
-      waited = self._clock() - self._since
-      if waited < min(self._words_every_secs, self._lost_after_secs):
+      now = self._clock()
+      waited = now - self._since
+      # Also while steps end, who is lost must not count as under way.
+      is_due = now - self._looked >= self._lost_after_secs
+      is_long = waited >= min(self._words_every_secs, self._lost_after_secs)
+      if not (is_long or is_due):
         continue
+      self._looked = now
       try:
         state = self._optimizer.ledger()
         ages = self._ages()
         self._give_up_lost(state, ages)
       except tf.errors.OpError:
         return  # The main thread meets the same failure.
-      if self._clock() - self._said >= self._words_every_secs:
-        self._said = self._clock()
+      if now - self._said >= self._words_every_secs:
+        self._said = now
         self._log(describe(self._step, waited, state, ages, self._names))
 
   def _has_ended(self) -> bool:
@@ -144,8 +150,11 @@ def _end_replicas(
     )
   except (TimeoutError, tf.errors.OpError) as error:
     log(f"the workers did not end in order: {error}")
-  optimizer.interrupt()
-  answering.join(timeout_secs=5)
+  for _ in range(_MOST_INTERRUPTS):
+    optimizer.interrupt()  # It heeds what comes after it has begun.
+    answering.join(timeout_secs=1)
+    if not answering.is_alive():
+      return
 
 
 def end_training(
@@ -163,7 +172,7 @@ def end_training(
   Args:
     members: Of the cluster.
     optimizer: The update rule.
-    watch: What watched the steps; None if there were none.
+    watch: What watched the steps; None if it made none.
     have_ended: Whether all replicas have.
     error: What ended the training early, told to everyone.
     patience_secs: How long a last batch may take, if nothing did.
@@ -173,13 +182,11 @@ def end_training(
     patience_secs = _HURRY_SECS
   stages = [lambda: members.end(membership.outcome_of(error))]
   if watch is not None:
-    stages += [
-      watch.stop,
-      lambda: _end_replicas(
-        optimizer, have_ended, timeout_secs=patience_secs, log=log
-      ),
-    ]
+    stages.append(watch.stop)
   stages += [
+    lambda: _end_replicas(
+      optimizer, have_ended, timeout_secs=patience_secs, log=log
+    ),
     optimizer.close,
     members.leave,
     lambda: members.dismiss(timeout_secs=10),

@@ -18,6 +18,20 @@ from tf_replicas import parameter_store
 WIRE_DTYPES = ("float16", "bfloat16")
 
 
+def check_replicas(rule: "UpdateRule", names: Sequence[str]) -> None:
+  """Checks that a rule is for as many replicas as there are.
+
+  Raises:
+    ValueError: If it is not: it would wait for those that are missing, or
+      leave out who is one too many.
+  """
+  if rule.total_num_replicas != len(names):
+    raise ValueError(
+      f"`total_num_replicas` must be {len(names)}, as there are"
+      f" {', '.join(names)}. Received: {rule.total_num_replicas}."
+    )
+
+
 class UpdateRule:
   """The base of the optimizer wrappers.
 

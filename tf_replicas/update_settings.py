@@ -159,8 +159,19 @@ def check(
         "`--replicas_to_aggregate` needs `--update=sync` or model_average."
         f" Received: --update={','.join(settings.rules)}."
       )
+    # Else a replica brings several gradients of the same variables.
+    if replicas_to_aggregate > num_replicas and settings.all_rules != (SYNC,):
+      raise cluster.ClusterError(
+        "`--replicas_to_aggregate` must be at most the number of replicas,"
+        f" {num_replicas}, for --update={settings}. Received:"
+        f" {replicas_to_aggregate}."
+      )
   for name, rules in _FOR.items():
     _check_needed(settings, name, rules)
+  if settings.moving_rate is not None and not 0 < settings.moving_rate <= 1:
+    raise cluster.ClusterError(
+      f"`--moving_rate` must be in (0, 1]. Received: {settings.moving_rate}."
+    )
   usual = UpdateSettings()
   for name in ("use_locking", "snapshot_reads", "refresh_every"):
     value = getattr(settings, name)
