@@ -271,10 +271,19 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
 
 
 @pytest.mark.cluster
-def test_the_death_of_a_parameter_server_ends_the_training(tmp_path):
+@pytest.mark.parametrize(
+  ("replication", "clients"),
+  [("between_graph", ["worker 0", "worker 1"]), ("in_graph", ["chief 0"])],
+)
+def test_the_death_of_a_parameter_server_ends_the_training(
+  tmp_path, replication, clients
+):
   """With words, not with pages of TensorFlow; what was saved stays."""
   flags = train_flags(
-    tmp_path, "--max_steps=100000", "--checkpoint_every_steps=5"
+    tmp_path,
+    f"--replication={replication}",
+    "--max_steps=100000",
+    "--checkpoint_every_steps=5",
   )
   with conftest.running(
     binaries.command(MODULE, *flags), environ=binaries.environ()
@@ -292,7 +301,7 @@ def test_the_death_of_a_parameter_server_ends_the_training(tmp_path):
   assert process.returncode not in (0, None), output
   assert "ps 0 was killed by SIGKILL; ending the others" in output
   assert "Traceback" not in output
-  for task in ("worker 0", "worker 1"):
+  for task in clients:
     assert re.search(rf"\[{task}\] error: .+", output), output
   for pid in tasks:
     assert not pathlib.Path(f"/proc/{pid}").exists()

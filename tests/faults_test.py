@@ -92,6 +92,19 @@ def test_in_graph_worker_that_hangs_is_given_up(start_trial):
   assert [applied for applied, _, _ in report["counts"]] == [6, 6]
 
 
+def test_a_parameter_server_that_stands_still_is_told_of(start_trial):
+  trial = start_trial("killed_between_steps", conftest.document(1, 2))
+  trial.await_mark("step 2 is made")
+  ps = cluster.Task("ps", 0)
+  trial.tasks.kill(ps, signal.SIGSTOP)
+  trial.mark("worker 1 is dead")
+  for worker in (0, 1):
+    trial.await_log(_worker(worker), "waiting for an answer of ps 0: 1")
+  trial.tasks.kill(ps, signal.SIGCONT)
+  trial.await_success()
+  _assert_steps(trial.report(), 6, (0.1 + 0.3) / 2)
+
+
 @pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
 def test_a_restarted_worker_goes_on_where_the_training_is(
   start_trial, replication

@@ -110,6 +110,7 @@ class BetweenGraph:
       len(self._names),
       devices=devices,
       timeout_secs=start_timeout_secs,
+      log=log,
     )
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()

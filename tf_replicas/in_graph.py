@@ -105,6 +105,7 @@ class InGraph:
         for t in spec.tasks(job)
       ],
       timeout_secs=start_timeout_secs,
+      log=log,
     )
     self.replica = replica_fn()
     self.optimizer = optimizer_fn()

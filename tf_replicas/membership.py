@@ -95,10 +95,20 @@ class Register:
 class _Place:
   """One serving task as a client sees it, which beats there from now on."""
 
-  def __init__(self, register: Register, num_clients: int, client: int):
+  def __init__(
+    self,
+    register: Register,
+    num_clients: int,
+    client: int,
+    log: Callable[[str], None],
+  ):
     self._register = register
     self._num_clients = num_clients
     self._client = client
+    # A task that stands still fails nothing: whoever needs it waits.
+    self._words = connection.Words(log=log)
+    task = tf.DeviceSpec.from_string(register.device)
+    self._what = f"waiting for an answer of {task.job} {task.task}"
     self._answered = time.monotonic()
     self._is_left = threading.Event()
     self._beat(True)
@@ -108,10 +118,12 @@ class _Place:
     while not self._is_left.wait(BEAT_SECS):
       self._beat(True)
     self._beat(False)
+    self._words.stop()
 
   def _beat(self, is_here: bool) -> None:
     try:
-      self._register.beat(self._client, is_here)
+      with self._words.during(self._what):
+        self._register.beat(self._client, is_here)
       self._answered = time.monotonic()
     except tf.errors.UnavailableError:
       pass  # It is away; the main thread sees the same where it matters.
@@ -162,6 +174,7 @@ class Membership:
     *,
     devices: Sequence[str],
     timeout_secs: float = 60.0,
+    log: Callable[[str], None] = print,
   ):
     """Attaches to the registers of all serving tasks and starts to beat.
 
@@ -170,11 +183,13 @@ class Membership:
       num_clients: How many clients there are.
       devices: One device of each serving task; the first is PS task 0.
       timeout_secs: How long to wait for the registers to be there.
+      log: Where words go.
 
     Raises:
       TimeoutError: If one is not.
     """
     self.client = client
+    self._ending = "PS task 0 was lost"
     registers = [Register(device, num_clients) for device in devices]
     self._first = registers[0]
     for device, register in zip(devices, registers, strict=True):
@@ -182,8 +197,9 @@ class Membership:
         register.is_ready,
         timeout_secs=timeout_secs,
         what=f"waiting for the register of {device}",
+        log=log,
       )
-    self._places = [_Place(r, num_clients, client) for r in registers]
+    self._places = [_Place(r, num_clients, client, log) for r in registers]
 
   def silences(self) -> list[float]:
     """Seconds since each serving task last answered this client."""
@@ -230,6 +246,7 @@ class Membership:
 
   def end(self, outcome: str) -> None:
     """Says how training ended, unless that was said before."""
+    self._ending = outcome
     if not self.outcome():
       self._first.outcome.assign(outcome)
 
@@ -250,12 +267,12 @@ class Membership:
       The clients that had not left.
     """
     deadline = clock() + timeout_secs
-    while True:
-      here = self.here()
-      if not here or clock() > deadline:
-        break
-      time.sleep(0.05)
-    outcome = self.outcome()
+    try:
+      while (here := self.here()) and clock() <= deadline:
+        time.sleep(0.05)
+      outcome = self.outcome()
+    except tf.errors.OpError:  # Who is left must not wait for PS task 0.
+      here, outcome = [], self._ending
     first, *others = self._places
     _await_answers(
       [
