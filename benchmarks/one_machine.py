@@ -203,15 +203,14 @@ def main(argv: list[str]) -> None:
     for row in _ROWS:
       rates[row].append(measure(row))
       print(f"round {number}: {row} {rates[row][-1]:.0f}/s", flush=True)
-  ours = _ROWS[:2]
-  heads = "".join(f"{f'{name} / it':>30}" for name in ours)
+  compared = _ROWS[:2]
+  heads = "".join(f"{f'{name} / it':>36}" for name in compared)
   print(f"{'':24}{'examples/sec':>14}{heads}")
   for row in _ROWS:
     cells = []
-    for name in ours:
+    for name in compared:
       ratios = [a / b for a, b in zip(rates[name], rates[row], strict=True)]
-      spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
-      cells.append(f"{f'{statistics.median(ratios):.2f} {spread}':>30}")
+      cells.append(f"{programs.spread(ratios):>36}")
     print(f"{row:24}{statistics.median(rates[row]):14.0f}{''.join(cells)}")
 
 

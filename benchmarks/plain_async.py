@@ -14,7 +14,6 @@ tasks of ours have, whose launcher deals the cores out. For
 """
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from cifar10 import model as model_lib
 from cifar10 import sources
 from tf_replicas import cluster
 from tf_replicas import local_cluster
+from tf_replicas import program
 
 
 def serve(
@@ -36,10 +36,8 @@ def serve(
 ) -> None:
   """Is a PS or a worker until it is ended."""
   if helps == "threads":
-    cores, workers = os.cpu_count() or 1, spec.num_tasks("worker")
-    tf.config.threading.set_intra_op_parallelism_threads(
-      max(1, cores // workers)
-    )
+    ours = program.Options(spec=spec, task=None, train_dir="", max_steps=1)
+    tf.config.threading.set_intra_op_parallelism_threads(ours.threads)
   server = tf.distribute.Server(
     tf.train.ClusterSpec(spec.as_dict()),
     job_name=job,

@@ -34,8 +34,6 @@ LABELS = (
 # one; that and its mirror image; those and a smaller and a larger pair.
 VIEWS = (1, 2, 6)
 
-# Of the network's arithmetic; variables, loss and update are float32.
-
 # Before a scaled rate is reached (Goyal et al. 2017, section 2.2).
 WARMUP_EPOCHS = 5.0
 OPTIMIZERS = ("sgd", "muon")

@@ -123,10 +123,9 @@ def _check_placement(
     and spec.num_tasks("ps") > 1
   )
   if is_cut and config.optimizer == "muon":
-    where = f"{spec.source}: " if spec.source else ""
     raise cluster.ClusterError(
-      f"{where}`variables.placement` must be 'greedy' or 'round_robin' for the"
-      f" recipe {config.recipe}, whose optimizer needs whole variables."
+      f"{spec.where}`variables.placement` must be 'greedy' or 'round_robin' for"
+      f" the recipe {config.recipe}, whose optimizer needs whole variables."
       f" Received: {spec.variables.placement!r}."
     )
 

@@ -18,6 +18,7 @@ from absl import flags
 from inception_mini import image_folders
 from tf_replicas import command_line
 from tf_replicas import processes
+from tf_replicas import run_settings
 
 FLAGS = flags.FLAGS
 
@@ -69,7 +70,7 @@ def build(
 
   if num_threads is None:
     num_threads = os.cpu_count() or 1
-  _positive("num_threads", num_threads)
+  run_settings.require("num_threads", num_threads, num_threads >= 1, "positive")
   labels = (
     records.read_labels(labels_file)
     if labels_file
@@ -153,11 +154,6 @@ def _check_shards(subset: str, num_shards: int, num_files: int) -> None:
       f"`{subset}_shards` must be in [1, {num_files}], as there are "
       f"{num_files} images. Received: {num_shards}."
     )
-
-
-def _positive(name: str, value: int) -> None:
-  if value < 1:
-    raise ValueError(f"`{name}` must be positive. Received: {value}.")
 
 
 def _write_labels(directory: str, name: str, labels: list[str]) -> None:

@@ -13,8 +13,6 @@ from tf_replicas import run_settings
 MIN_IMAGE_SIZE = 32
 MAX_IMAGE_SIZE = 299
 
-# Of the network's arithmetic; variables, loss and update are float32.
-
 # Whose batches move batch normalization's statistics; the last also says whose
 # examples a batch is normalized by: those of all towers of a replica.
 MEAN, CHIEF, SYNCHRONIZED = "mean", "chief", "synchronized"

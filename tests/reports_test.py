@@ -62,6 +62,14 @@ def test_is_due(previous, step, every, expected):
   assert reports.is_due(previous, step, every) == expected
 
 
+@pytest.mark.parametrize("every", [1, 3, 10, None])
+def test_nothing_is_due_in_between(every):
+  for step in range(25):
+    found = [k for k in range(1, 11) if reports.is_due(step, step + k, every)]
+    left = reports.steps_until_due(step, every)
+    assert left == (found[0] if found else float("inf"))
+
+
 def test_last_step_is_due_unless_switched_off():
   assert reports.is_due(3, 4, 10, is_last=True)
   assert not reports.is_due(3, 4, None, is_last=True)

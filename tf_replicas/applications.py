@@ -246,9 +246,8 @@ class Applications:
 
   def collect_rest(self, rate: Callable[[int], float]) -> updates.Update | None:
     """As `collect`, but does not wait: None if nothing was applied."""
-    return (
-      self._take(rate) if int(resources.reader(self._progress.size)()) else None
-    )
+    number = resources.reader(self._progress.size)()
+    return self._take(rate) if int(number) else None
 
   def _take(self, rate: Callable[[int], float]) -> updates.Update | None:
     """Waits for messages; what was applied, unless all of them are wake-ups."""
@@ -275,13 +274,11 @@ class Applications:
 
     A row is (`ledger.Kind`, replica, step, examples, loss).
     """
-    client_device = tf.constant(0).device
 
     def dequeue(rows):
       (row,) = self._progress.dequeue()
       return [tf.concat([rows, tf.reshape(row, [1, 5])], axis=0)]
 
-    @tf.function(autograph=False)
     def listen():
       with tf.device(self._device):
         (rows,) = tf.while_loop(
@@ -290,10 +287,9 @@ class Applications:
           [tf.zeros([0, 5], tf.float64)],
           shape_invariants=[tf.TensorShape([None, 5])],
         )
-      with tf.device(client_device):
-        return tf.identity(rows)
+      return rows
 
-    return listen.get_concrete_function()
+    return resources.reader(listen)
 
   def _admit(self, replica, local_step, is_sound) -> Admission:
     this = self._is_this(replica)

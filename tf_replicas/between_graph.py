@@ -135,8 +135,8 @@ class BetweenGraph:
     """The chief's: makes an update, or several in one call.
 
     Args:
-      most: How many; see `SyncReplicasOptimizer.apply_updates`. Their mean loss
-        and all their examples are in the result.
+      most: How many; see `SyncReplicasOptimizer.apply_updates`. The loss of the
+        last and all their examples are in the result.
 
     Raises:
       FloatingPointError: If a replica computed something not finite.

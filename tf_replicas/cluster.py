@@ -137,11 +137,13 @@ class ClusterSpec:
     by_job = self.devices.get(task.job, default)
     return self.devices.get(f"{task.job}:{task.index}", by_job)
 
-  def local_tasks(self) -> tuple[Task, ...]:
-    """The tasks whose address is on this machine.
+  @property
+  def where(self) -> str:
+    """How words about it begin: with its source, if that is known."""
+    return f"{self.source}: " if self.source else ""
 
-    See `addresses.is_local` for what counts as this machine.
-    """
+  def local_tasks(self) -> tuple[Task, ...]:
+    """The tasks whose address is on this machine, by `addresses.is_local`."""
     if not self.is_distributed:
       return self.tasks()
     return tuple(

@@ -21,6 +21,7 @@ Where things live: as between-graph, but the model's code and the inner
 optimizer exist only in the client, the data sets on the workers.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -30,6 +31,7 @@ from tf_replicas import cluster
 from tf_replicas import connection
 from tf_replicas import membership
 from tf_replicas import parameter_store
+from tf_replicas import processes
 from tf_replicas import releases
 from tf_replicas import resources
 from tf_replicas import stalls
@@ -127,8 +129,8 @@ class InGraph:
     """Makes an update, or several in one call.
 
     Args:
-      most: How many; see `SyncReplicasOptimizer.apply_updates`. Their mean loss
-        and all their examples are in the result.
+      most: How many; see `SyncReplicasOptimizer.apply_updates`. The loss of the
+        last and all their examples are in the result.
 
     Raises:
       FloatingPointError: If a replica computed something not finite.
@@ -239,8 +241,17 @@ def _connect(
   spec: cluster.ClusterSpec,
 ) -> tf.distribute.coordinator.ClusterCoordinator:
   resources.keep_cancellation_to_its_thread()
+  resources.end_executors_quietly()
+  tf.get_logger().addFilter(_in_one_line)
   resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
     tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"
   )
   strategy = tf.distribute.ParameterServerStrategy(resolver)
   return tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+  """Shortens what the coordinator logs of a lost task: pages, each time."""
+  if record.filename == "cluster_coordinator.py":
+    record.msg, record.args = processes.shortened(record.getMessage()), ()
+  return True

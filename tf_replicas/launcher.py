@@ -18,10 +18,14 @@ from tf_replicas import local_cluster
 from tf_replicas import program
 
 # What TensorFlow 2.21 prints at every start, whatever its log level, and about
-# GPUs where there are none. The tasks' log files keep it.
+# GPUs where there are none; and, of a task that was lost, once per function
+# that it had. The tasks' log files keep it.
 _NOISE = re.compile(
   r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
-  r"|E0000 .*failed call to cuInit|To enable the following instructions)"
+  r"|E0000 .*failed call to cuInit|To enable the following instructions"
+  r"|E0000 .*Failed to (register|remove) function remotely"
+  r"|Additional GRPC error information|:UNKNOWN:Error received from peer"
+  r"|This could happen if the remote target has been disconnected)"
 )
 
 _PROGRESS = re.compile(r": step (\d+), loss = (\S+) \(")
@@ -102,10 +106,9 @@ def _launch(
   """Starts every task of this machine and waits for the end."""
   spec = options.spec
   if not spec.local_tasks():
-    where = f"{spec.source}: " if spec.source else ""
     raise cluster.ClusterError(
-      f"{where}`cluster` must have a task at an address of this machine, or"
-      " `--job_name` and `--task_index` must say which this is. Received:"
+      f"{spec.where}`cluster` must have a task at an address of this machine,"
+      " or `--job_name` and `--task_index` must say which this is. Received:"
       f" {', '.join(spec.address(task) for task in spec.tasks())}."
     )
   if options.is_in_graph and not spec.num_tasks("chief"):

@@ -274,16 +274,16 @@ class Membership:
     except tf.errors.OpError:  # Who is left must not wait for PS task 0.
       here, outcome = [], self._ending
     first, *others = self._places
-    _await_answers(
-      [
-        connection.Thread(
-          functools.partial(place.dismiss, outcome), on_error=bool
-        )
-        for place in others
-      ]
-    )
     # PS task 0 last: the others may still have to look something up there.
-    first.dismiss(outcome)
+    for places in others, [first]:
+      _await_answers(
+        [
+          connection.Thread(
+            functools.partial(place.dismiss, outcome), on_error=bool
+          )
+          for place in places
+        ]
+      )
     return here
 
 
@@ -296,17 +296,23 @@ def _await_answers(threads: Sequence[connection.Thread]) -> None:
 
 def take_leave(
   stages: Iterable[Callable[[], None]], *, log: Callable[[str], None]
-) -> None:
+) -> bool:
   """Does one after the other.
 
   What one stage cannot reach is no reason to leave others waiting.
+
+  Returns:
+    Whether all reached what they needed.
   """
+  is_done = True
   for stage in stages:
     try:
       stage()
     except tf.errors.OpError as unreachable:
       words = unreachable.message.splitlines()[0]
       log(f"could not take leave in order: {words}")
+      is_done = False
+  return is_done
 
 
 def outcome_of(error: BaseException | None) -> str:

@@ -122,7 +122,7 @@ class Options:
 
   @property
   def used_share(self) -> float:
-    """How many of the replicas' batches updates use; fewer than 1: backups."""
+    """How much of what the replicas compute is used; less than 1: backups."""
     if not self.update.is_of_several:
       return 1.0
     return min(1.0, self.aggregated / len(self.replicas))
@@ -238,7 +238,7 @@ def check(options: Options) -> None:
       f"`--train_dir` must be a directory. Received: {options.train_dir}, a"
       " file."
     )
-  where = f"{spec.source}: " if spec.source else ""
+  where = spec.where
   if spec.is_distributed and spec.variables.on == "cpu":
     raise cluster.ClusterError(
       f"{where}`variables.on` must be 'ps' or 'mirrored' for a cluster; 'cpu'"

@@ -169,6 +169,11 @@ def is_due(
   return is_last or step // every > previous // every
 
 
+def steps_until_due(step: int, every: int | None) -> float:
+  """How many more steps until `is_due` is true."""
+  return float("inf") if every is None else every - step % every
+
+
 class _Window:
   """Counts what happened since a moment."""
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import cancellation
+from tensorflow.python.eager import executor
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops import resource_variable_ops
 
@@ -68,7 +69,6 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
       aggregation=tf.VariableAggregation.NONE,
     )
     self.path = name
-    self._is_remote = _is_of_another_task(handle.device)
 
   def is_initialized(self, name: str | None = None) -> tf.Tensor:
     """Whether some client has assigned a value: a scalar bool tensor."""
@@ -84,6 +84,12 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
       return super().read_value()
     await_assigned([self])
     return self._fetch()
+
+  @functools.cached_property
+  def _is_remote(self) -> bool:
+    there = tf.DeviceSpec.from_string(self.handle.device)
+    here = tf.DeviceSpec.from_string(_this_device())
+    return (there.job, there.task) != (here.job, here.task)
 
   @functools.cached_property
   def _fetch(self) -> Callable[[], tf.Tensor]:
@@ -127,12 +133,6 @@ def _this_device() -> str:
   """A device of this process, whichever is in use."""
   with tf.init_scope(), tf.device(None):
     return tf.constant(0).device
-
-
-def _is_of_another_task(device: str) -> bool:
-  there = tf.DeviceSpec.from_string(device)
-  here = tf.DeviceSpec.from_string(_this_device())
-  return (there.job, there.task) != (here.job, here.task)
 
 
 def variable_creator(
@@ -302,38 +302,6 @@ def select(
   return tf.switch_case(tf.cast(index, tf.int32), branches)
 
 
-def repeat(
-  body: Callable[[], tuple[tf.Tensor, tf.Tensor]],
-  most: tf.Tensor,
-  *,
-  secs: float,
-) -> tf.Tensor:
-  """Calls in the graph, one after the other; all on the present device.
-
-  Args:
-    body: Returns a row, float64 [width], and whether to call it again.
-    most: int32 scalar, how often at most; once in any case.
-    secs: After which it is not called again.
-
-  Returns:
-    The rows, float64 [number of calls, width].
-  """
-
-  def call(count, _, end, rows):
-    row, goes_on = body()
-    goes_on &= (count + 1 < most) & (tf.timestamp() < end)
-    return count + 1, goes_on, end, rows.write(count, row)
-
-  most = tf.identity(most)
-  rows = tf.TensorArray(tf.float64, size=0, dynamic_size=True)
-  *_, rows = tf.while_loop(
-    lambda _, goes_on, *rest: goes_on,
-    call,
-    (0, True, tf.timestamp() + secs, rows),
-  )
-  return rows.stack()
-
-
 def shared_variable(
   name: str, shape: Sequence[int], dtype: tf.DType | str
 ) -> SharedVariable:
@@ -395,3 +363,22 @@ def keep_cancellation_to_its_thread() -> None:
 
   context.__enter__, context.__exit__ = enter, leave
   cancellation.context = lambda: getattr(_cancelled_by, "manager", None)
+
+
+_end_executor = executor.Executor.__del__
+
+
+def end_executors_quietly() -> None:
+  """Keeps a lost task from printing tracebacks of a `ClusterCoordinator`.
+
+  TensorFlow 2.21 runs every closure under an executor, which raises once more
+  where it is deleted what the closure failed with; Python prints that as an
+  exception ignored. More than once does no harm.
+  """
+  told_before = contextlib.suppress(tf.errors.OpError)
+
+  def end(self):
+    with told_before:
+      _end_executor(self)
+
+  executor.Executor.__del__ = end

@@ -240,7 +240,7 @@ def _drive(driver, options: program.Options, workload) -> None:
   if options.spec.variables.on == "ps":  # Else no step waits for offers.
     names = [str(replica) for replica in options.replicas]
     wake = driver.optimizer.interrupt
-  steps = _Steps(driver, workload.learning_rate_fn, names, options)
+  steps = _Steps(driver, workload, names, options, max_steps)
   session.run(
     steps,
     report=lambda: report(driver.optimizer.counts(), names),
@@ -282,23 +282,43 @@ class _Steps:
   def __init__(
     self,
     driver,
-    learning_rate_fn: Callable[[int], float] | None,
+    workload: program.Workload,
     names: list[str],
     options: program.Options,
+    max_steps: int,
   ):
     self._driver = driver
     self._step = int(driver.store.read_global_step())
-    self._learning_rate_fn = learning_rate_fn
+    self._learning_rate_fn = workload.learning_rate_fn
     self._names = names
     self._every = options.summary_every_steps
+    self._stops = (
+      options.log_every_steps,
+      options.summary_every_steps,
+      options.checkpoint_every_steps,
+    )
+    self._max_steps = max_steps
+    self._batch = options.effective_batch(workload.batch_size)
     self._has_histograms = options.histograms
     self._examples_seen = int(driver.store.examples_seen.read_value())
+
+  def _most(self) -> int:
+    """Updates to make before something is due, or the rate changes."""
+    most = self._max_steps - self._step
+    for every in self._stops:
+      most = min(most, reports.steps_until_due(self._step, every))
+    return updates_at_one_rate(
+      self._learning_rate_fn, self._examples_seen, self._batch, most
+    )
 
   def __call__(self) -> training.StepResult:
     if self._learning_rate_fn is not None:
       rate = self._learning_rate_fn(self._examples_seen)
       self._driver.optimizer.set_learning_rate(rate)
-    result = self._driver.step()
+    if self._names:
+      result = self._driver.step(self._most())
+    else:  # Nobody else makes these.
+      result = self._driver.step()
     self._examples_seen += result.num_examples
     previous, self._step = self._step, result.global_step
     if not reports.is_due(previous, self._step, self._every):
@@ -320,6 +340,27 @@ class _Steps:
         if name.startswith("variables/"):
           histograms[name] = np.asarray(value)
     return result._replace(scalars=scalars, histograms=histograms)
+
+
+def updates_at_one_rate(
+  learning_rate_fn: Callable[[int], float] | None,
+  seen: int,
+  batch: int,
+  most: int,
+) -> int:
+  """How many updates in a row have the learning rate of the next one.
+
+  Args:
+    learning_rate_fn: Maps the examples seen to a rate; None: it never changes.
+    seen: Examples seen so far.
+    batch: Examples of one update.
+    most: How many are of interest.
+  """
+  if learning_rate_fn is None:
+    return most
+  rate = learning_rate_fn(seen)
+  rates = (learning_rate_fn(seen + k * batch) for k in range(1, most))
+  return next((k for k, r in enumerate(rates, 1) if r != rate), most)
 
 
 def _spread_out(counts: Sequence[int], most: int = 1000) -> np.ndarray:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tf_replicas import connection
 from tf_replicas import ledger
 from tf_replicas import membership
+from tf_replicas import processes
 from tf_replicas import sync_replicas
 
 # How long a training that failed waits for the replicas' last batch.
@@ -149,7 +150,8 @@ def _end_replicas(
       log=log,
     )
   except (TimeoutError, tf.errors.OpError) as error:
-    log(f"the workers did not end in order: {error}")
+    words = processes.shortened(str(error))
+    log(f"the workers did not end in order: {words}")
   for _ in range(_MOST_INTERRUPTS):
     optimizer.interrupt()  # It heeds what comes after it has begun.
     answering.join(timeout_secs=1)
@@ -180,7 +182,10 @@ def end_training(
   """
   if error is not None:
     patience_secs = _HURRY_SECS
-  stages = [lambda: members.end(membership.outcome_of(error))]
+  outcome = membership.outcome_of(error)
+  if not membership.take_leave([lambda: members.end(outcome)], log=log):
+    patience_secs = 1.0  # Nobody can be told to end.
+  stages = []
   if watch is not None:
     stages.append(watch.stop)
   stages += [

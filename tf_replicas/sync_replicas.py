@@ -17,7 +17,6 @@ from tf_replicas import ledger
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
 from tf_replicas import releases
-from tf_replicas import resources
 from tf_replicas import update_rule
 from tf_replicas import updates
 
@@ -291,7 +290,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
 
     def steps(most):
       with tf.device(self._store.device_of_task(0)):
-        rows = resources.repeat(step, most, secs=_CALL_SECS)
+        rows = update_rule.repeat(step, most, secs=_CALL_SECS)
       with tf.device(self._client_device):
         return tf.identity(rows)
 

@@ -5,6 +5,7 @@ half for replicas (`scale_loss`, `apply_gradients`) and one for the chief
 (`apply_update`); which driver runs them it never learns.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 
@@ -224,3 +225,35 @@ def check_positive(name: str, value: float | None) -> None:
   """Raises ValueError unless `value` is positive or None."""
   if value is not None and not value > 0:
     raise ValueError(f"`{name}` must be positive. Received: {value}.")
+
+
+def repeat(
+  body: Callable[[], tuple[tf.Tensor, tf.Tensor]],
+  most: tf.Tensor,
+  *,
+  secs: float,
+) -> tf.Tensor:
+  """Calls in the graph, one after the other; all on the present device.
+
+  Args:
+    body: Returns a row, float64 [width], and whether to call it again.
+    most: int32 scalar, how often at most; once in any case.
+    secs: After which it is not called again.
+
+  Returns:
+    The rows, float64 [number of calls, width].
+  """
+
+  def call(count, _, end, rows):
+    row, goes_on = body()
+    goes_on &= (count + 1 < most) & (tf.timestamp() < end)
+    return count + 1, goes_on, end, rows.write(count, row)
+
+  most = tf.identity(most)
+  rows = tf.TensorArray(tf.float64, size=0, dynamic_size=True)
+  *_, rows = tf.while_loop(
+    lambda _, goes_on, *rest: goes_on,
+    call,
+    (0, True, tf.timestamp() + secs, rows),
+  )
+  return rows.stack()

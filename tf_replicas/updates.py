@@ -151,7 +151,7 @@ def step_of(
       recorder.record_update(update.global_step - 1, update.began, update.ended)
   return training.StepResult(
     made[-1].global_step,
-    float(np.mean([update.loss for update in made])),
+    made[-1].loss,
     sum(update.num_examples for update in made),
     {"learning_rate": made[-1].learning_rate},
   )
