@@ -126,6 +126,12 @@ def test_an_interrupted_modern_run_ends_as_an_uninterrupted_one(tmp_path):
   assert whole.keys() == two.keys()
   for name, value in whole.items():
     np.testing.assert_array_equal(value, two[name], name)
+  # The cycle of the learning rate is over.
+  beyond = flags(tmp_path / "two", *modern, "--max_steps=12")
+  words = "after 128 examples the schedule of the learning rate must not be at"
+  binaries.refuse(MODULE, words, *beyond)
+  kept = checkpoints.read(checkpoints.latest(tmp_path / "two"))
+  assert kept["global_step"] == 8
 
 
 def test_a_file_in_the_place_of_the_directory(tmp_path):

@@ -82,6 +82,7 @@ class WatchTest(parameterized.TestCase):
     times = iter([0.0])
     watch = stalls.Watch(
       self.optimizer,
+      lambda: 3,
       lambda: ages,
       outcome,
       NAMES,
@@ -96,7 +97,7 @@ class WatchTest(parameterized.TestCase):
     state = _ledger([Status.WAITING, Status.COMPUTING])
     self._watch(state, [1.0, 2.0], now=15.0)
     self.assertTrue(self.spoken.wait(20))
-    self.assertIn("step 0 waits since 15 s", self.words[0])
+    self.assertIn("step 3 waits since 15 s", self.words[0])
     self.assertEqual(self.optimizer.lost, [])
 
   @parameterized.product(
@@ -107,7 +108,7 @@ class WatchTest(parameterized.TestCase):
     age, words = silence
     self._watch(_ledger([Status.WAITING, status]), [1.0, age], now=30.0)
     self.assertTrue(self.spoken.wait(20))
-    self.assertIn(f"worker 1 {words}", self.words[0])
+    self.assertIn(f"worker 1 {words}: its place in step 3 is", self.words[0])
     self.assertEqual(self.optimizer.lost[0], (1, 10))
 
   @parameterized.parameters(Status.WAITING, Status.DELIVERED, Status.LOST)
@@ -126,7 +127,7 @@ class WatchTest(parameterized.TestCase):
       return ""
 
     watch = self._watch(state, ages, now, outcome)
-    watch.progress(3)
+    watch.progress()
     has_ended.set()
     connection.await_value(
       lambda: len(looks) > 2, timeout_secs=60, what="three looks"

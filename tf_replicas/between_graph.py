@@ -148,7 +148,7 @@ class BetweenGraph:
     result = updates.step_of(
       self.optimizer, self._names, self._raise_if_ended, self._recorder, most
     )
-    self._watch.progress(result.global_step)
+    self._watch.progress()
     return result
 
   def _raise_if_ended(self) -> None:
@@ -160,13 +160,13 @@ class BetweenGraph:
     self._members.let_go()
     self._watch = stalls.Watch(
       self.optimizer,
+      lambda: self.global_step,
       self._members.ages,
       self._members.outcome,
       self._names,
       lost_after_secs=self._lost_after_secs,
       log=self._log,
     )
-    self._watch.progress(self.global_step)
     self._thread = connection.Thread(
       self._contribute_until_the_end, on_error=self.optimizer.interrupt
     )

@@ -141,7 +141,7 @@ class InGraph:
     result = updates.step_of(
       self.optimizer, self._names, self._raise_if_ended, self._recorder, most
     )
-    self._watch.progress(result.global_step)
+    self._watch.progress()
     return result
 
   def _raise_if_ended(self) -> None:
@@ -151,13 +151,13 @@ class InGraph:
   def _start(self) -> None:
     self._watch = stalls.Watch(
       self.optimizer,
+      lambda: self.global_step,
       self._ages,
       self._members.outcome,
       self._names,
       lost_after_secs=self._lost_after_secs,
       log=self._log,
     )
-    self._watch.progress(self.global_step)
     self._iterators = iter(
       self._coordinator.create_per_worker_dataset(self._dataset_fn)
     )

@@ -29,6 +29,7 @@ class Watch:
   def __init__(
     self,
     optimizer: sync_replicas.SyncReplicasOptimizer,
+    global_step: Callable[[], int],
     ages: Callable[[], Sequence[float]],
     outcome: Callable[[], str],
     names: Sequence[str],
@@ -42,6 +43,7 @@ class Watch:
 
     Args:
       optimizer: Whose ledger to read.
+      global_step: The step that is being made.
       ages: Seconds since each replica was last heard of; -1: never, 0: it has
         left, which makes it lost at once.
       outcome: How training has ended, or "": a worker may end it as well.
@@ -52,6 +54,7 @@ class Watch:
       clock: Time in seconds.
     """
     self._optimizer = optimizer
+    self._global_step = global_step
     self._ages = ages
     self._outcome = outcome
     self._names = list(names)
@@ -59,15 +62,13 @@ class Watch:
     self._words_every_secs = words_every_secs
     self._log = log
     self._clock = clock
-    self._step = 0
     self._since = self._said = self._looked = clock()
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._watch, daemon=True)
     self._thread.start()
 
-  def progress(self, step: int) -> None:
-    """To be called after every update."""
-    self._step = step
+  def progress(self) -> None:
+    """To be called after every update, or every few."""
     self._since = self._said = self._clock()
 
   def stop(self) -> None:
@@ -89,14 +90,15 @@ class Watch:
         continue
       self._looked = now
       try:
+        step = self._global_step()
         state = self._optimizer.ledger()
         ages = self._ages()
-        self._give_up_lost(state, ages)
+        self._give_up_lost(step, state, ages)
       except tf.errors.OpError:
         return  # The main thread meets the same failure.
       if now - self._said >= self._words_every_secs:
         self._said = now
-        self._log(describe(self._step, waited, state, ages, self._names))
+        self._log(describe(step, waited, state, ages, self._names))
 
   def _has_ended(self) -> bool:
     try:
@@ -104,7 +106,9 @@ class Watch:
     except tf.errors.OpError:
       return True  # The main thread meets the same failure.
 
-  def _give_up_lost(self, state: ledger.Ledger, ages: Sequence[float]) -> None:
+  def _give_up_lost(
+    self, step: int, state: ledger.Ledger, ages: Sequence[float]
+  ) -> None:
     for replica, (status, age) in enumerate(
       zip(state.status, ages, strict=True)
     ):
@@ -116,8 +120,8 @@ class Watch:
       ):
         words = "has left" if has_left else f"was not heard of for {age:.0f} s"
         self._log(
-          f"{self._names[replica]} {words}: its place in step {self._step} is"
-          " offered to others"
+          f"{self._names[replica]} {words}: its place in step {step} is offered"
+          " to others"
         )
         self._optimizer.declare_lost(replica, int(state.tag[replica]))
 
