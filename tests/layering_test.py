@@ -15,10 +15,9 @@ PROGRAMS = ("cifar10", "inception_mini")
 LAYERS = (
   (
     ("addresses", "cluster_validation", "cluster"),
-    ("console", "checkpoints", "reports", "training"),
+    ("resources", "console", "checkpoints", "reports", "training"),
     ("interrupts", "training"),
     ("moving_averages",),
-    ("resources",),
     ("releases",),
     ("packing",),
     ("run_settings",),
@@ -38,6 +37,7 @@ LAYERS = (
     ("parameter_store", "inner_optimizer", "local_optimizer"),
     ("parameter_store", "connection", "membership", "server"),
     ("parameter_store", "model_parallel", "towers", "turns"),
+    ("towers", "keras_replica"),
     ("timeline", "turns"),
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),
@@ -58,9 +58,9 @@ LAYERS = (
   ),
   (("meetings", "periodic_optimizer", "periodic_averaging"),),
   (
-    ("stalls", "in_graph"),
-    ("stalls", "between_graph"),
-    ("one_machine", "worker_group", "mirrored"),
+    ("driver", "stalls", "in_graph"),
+    ("driver", "stalls", "between_graph"),
+    ("driver", "one_machine", "worker_group", "mirrored"),
   ),
   (("update_settings", "program", "roles", "launcher", "command_line"),),
 )

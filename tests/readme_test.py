@@ -28,7 +28,7 @@ def test_the_foreign_training_loop_is_short():
 
 
 @pytest.mark.cluster
-def test_the_foreign_training_loop_trains(tmp_path):
+def test_the_foreign_training_loop_trains(tmp_path, monkeypatch):
   program = tmp_path / "my_train.py"
   program.write_text(example("my_train.py"), encoding="utf-8")
   jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
@@ -39,6 +39,7 @@ def test_the_foreign_training_loop_trains(tmp_path):
   def command(task):
     return [sys.executable, str(program), str(path), task.job, str(task.index)]
 
+  monkeypatch.chdir(tmp_path)  # Where it leaves the weights.
   with local_cluster.LocalCluster(spec, command, log_dir=tmp_path) as tasks:
     tasks.start()
     status = tasks.wait(timeout_secs=conftest.DEADLINE_SECS)
@@ -46,16 +47,30 @@ def test_the_foreign_training_loop_trains(tmp_path):
   assert status == 0, log
   first, last = re.search(r"loss ([\d.]+) -> ([\d.]+)", log).groups()
   assert float(last) < 0.1 * float(first)
+  _assert_weights_fit(tmp_path / "weights.npz", float(last))
 
 
-def test_the_policy_of_its_own_is_one():
+def _assert_weights_fit(path, loss):
+  """In a model of another process, as the README says."""
   import keras
-  import tensorflow as tf
+  import numpy as np
 
   import tf_replicas
 
-  optimizer = keras.optimizers.SGD(0.1)
-  names = {"tf": tf, "tf_replicas": tf_replicas, "optimizer": optimizer}
+  keras.backend.clear_session()  # For the names that a new process gives.
+  model = keras.Sequential(
+    [keras.Input([4]), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)]
+  )
+  tf_replicas.load_into_keras(model, np.load(path))
+  x = np.random.default_rng(1).normal(size=[512, 4]).astype("float32")
+  error = model(x) - x.sum(axis=1, keepdims=True)
+  assert float(np.mean(error**2)) < 5 * loss
+
+
+def test_the_policy_of_its_own_is_one():
+  import tensorflow as tf
+
+  names = {}
   exec(example("policy"), names)
   policy = names["rule"].policy
   assert policy.name == "by_root"

@@ -29,6 +29,8 @@ _MODULE_OF = {
   "accumulated_gradients": "periodic_averaging",
   "elastic_average": "periodic_averaging",
   "exit_now": "processes",
+  "keras_replica": "keras_replica",
+  "load_into_keras": "evaluation",
   "model_average": "periodic_averaging",
   "place_layers": "model_parallel",
   "serve": "server",

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tf_replicas import cluster
 from tf_replicas import connection
+from tf_replicas import driver
 from tf_replicas import membership
 from tf_replicas import parameter_store
 from tf_replicas import releases
@@ -47,14 +48,11 @@ _MOST_TURNS = 100
 _ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 
 
-class BetweenGraph:
+class BetweenGraph(driver.Driver):
   """The between-graph driver of one worker.
 
   Attributes:
     task: Which task this is.
-    is_chief: Whether it makes the updates.
-    store: The shared copy.
-    optimizer: The update rule.
   """
 
   def __init__(
@@ -125,11 +123,6 @@ class BetweenGraph:
     self._thread: connection.Thread | None = None
     self._watch: stalls.Watch | None = None
     self._has_given_up = False
-
-  @property
-  def global_step(self) -> int:
-    """The updates made so far."""
-    return int(self.store.read_global_step())
 
   def step(self, most: int = 1) -> training.StepResult:
     """The chief's: makes an update, or several in one call.
@@ -297,11 +290,7 @@ class BetweenGraph:
     )
 
   def close(self, error: BaseException | None = None) -> None:
-    """Leaves; the chief ends the training first.
-
-    Args:
-      error: What ended it early, told to everyone.
-    """
+    """See `driver.Driver`."""
     if not self.is_chief:
       membership.take_leave([self._members.leave], log=self._log)
       return

@@ -22,6 +22,8 @@ from typing import Protocol
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas import resources
+
 PREFIX = "model.ckpt"
 FINISHED = "finished.json"
 
@@ -116,7 +118,6 @@ def save(
   values: Values,
   *,
   keep_checkpoints: int | None = 5,
-  io_device: str = "/device:CPU:0",
 ) -> str:
   """Writes `values` as `<train_dir>/model.ckpt-<global_step>`.
 
@@ -124,14 +125,13 @@ def save(
     train_dir: A directory, made if need be.
     values: Tensors by name, wherever they are; `global_step` is one of them.
     keep_checkpoints: How many of the newest stay; None keeps all.
-    io_device: A CPU of this process. In a client of a cluster the default
-      device may be another task's.
 
   Returns:
     The path of the checkpoint.
   """
   train_dir = os.fspath(train_dir)
   os.makedirs(train_dir, exist_ok=True)
+  io_device = resources.this_device()
   # The outer `None` drops the caller's device, into which ours would merge.
   with tf.device(None), tf.device(io_device):
     # Copies made here, so that nothing depends on where the originals live.

@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from tf_replicas import cluster
 from tf_replicas import connection
+from tf_replicas import driver
 from tf_replicas import membership
 from tf_replicas import parameter_store
 from tf_replicas import processes
@@ -44,14 +45,12 @@ from tf_replicas import update_rule
 from tf_replicas import updates
 
 
-class InGraph:
+class InGraph(driver.Driver):
   """The in-graph driver.
 
   Attributes:
     task: Which task this is.
     is_chief: True; the client makes the updates.
-    store: The shared copy.
-    optimizer: The update rule.
   """
 
   is_chief = True
@@ -119,11 +118,6 @@ class InGraph:
     self.optimizer.create([tf.identity(v) for v in self.replica.shared])
     self._watch: stalls.Watch | None = None
     self._is_closing = threading.Event()
-
-  @property
-  def global_step(self) -> int:
-    """The updates made so far."""
-    return int(self.store.read_global_step())
 
   def step(self, most: int = 1) -> training.StepResult:
     """Makes an update, or several in one call.
@@ -220,11 +214,7 @@ class InGraph:
     return [max(silence, 1e-3) for silence in silences]
 
   def close(self, error: BaseException | None = None) -> None:
-    """Ends the training and dismisses every task.
-
-    Args:
-      error: What ended it early, told to everyone.
-    """
+    """Ends the training and dismisses every task."""
     self._is_closing.set()
     # Closures that fail for a lost worker would be tried again for ever.
     stalls.end_training(

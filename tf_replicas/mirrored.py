@@ -28,6 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas import cluster
+from tf_replicas import driver
 from tf_replicas import gradient_queues
 from tf_replicas import one_machine
 from tf_replicas import parameter_store
@@ -96,12 +97,10 @@ class Rules:
     return []
 
 
-class Mirrored:
+class Mirrored(driver.Driver):
   """The driver of mirrored variables.
 
   Attributes:
-    is_chief: Whether this process saves and says when to stop.
-    replica: What every device trains.
     store: The copies of this process.
     optimizer: Their update rules.
   """
@@ -209,11 +208,6 @@ class Mirrored:
       self._optimizers.append(optimizer)
     self.store = Copies(self._stores, self._num_replicas)
     self.optimizer = Rules(self._optimizers)
-
-  @property
-  def global_step(self) -> int:
-    """The updates made so far."""
-    return int(self.store.read_global_step())
 
   def step(self) -> training.StepResult:
     """The chief's: makes one update.
@@ -352,11 +346,7 @@ class Mirrored:
     return int(word)
 
   def close(self, error: BaseException | None = None) -> None:
-    """The chief's: tells the others that training ended, and how.
-
-    Args:
-      error: What ended it early.
-    """
+    """The chief's: tells the others that training ended, and how."""
     if self._group is None:
       return
     # In the middle of a step nobody would listen; they notice when this

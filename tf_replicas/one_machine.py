@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_replicas import driver
 from tf_replicas import gradient_queues
 from tf_replicas import parameter_store
 from tf_replicas import placement
@@ -32,14 +33,11 @@ from tf_replicas import updates
 _CPU = "/device:CPU:0"
 
 
-class OneMachine:
+class OneMachine(driver.Driver):
   """The driver of one process with its variables on the CPU.
 
   Attributes:
     is_chief: True; there is nobody else.
-    replica: What it trains.
-    store: The variables.
-    optimizer: The update rule.
   """
 
   is_chief = True
@@ -72,11 +70,6 @@ class OneMachine:
     self.optimizer.build(self.store, is_alone=True)
     self.optimizer.create([tf.identity(v) for v in self.replica.shared])
     self._step_fn: Callable[[], tf.Tensor] | None = None
-
-  @property
-  def global_step(self) -> int:
-    """The updates made so far."""
-    return int(self.store.read_global_step())
 
   def step(self) -> training.StepResult:
     """Makes one update.
@@ -121,11 +114,7 @@ class OneMachine:
         return pack_report(bad, step, result.num_examples, result.loss)
 
   def close(self, error: BaseException | None = None) -> None:
-    """Does nothing: no other task waits.
-
-    Args:
-      error: What ended the training early.
-    """
+    """Does nothing: no other task waits."""
     del error
 
 

@@ -10,29 +10,23 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas import console as console_lib
+from tf_replicas import resources
 
 
 class Summaries:
   """Writes scalars for TensorBoard, or nothing."""
 
-  def __init__(
-    self,
-    directory: str | os.PathLike[str] | None,
-    *,
-    io_device: str = "/device:CPU:0",
-  ):
+  def __init__(self, directory: str | os.PathLike[str] | None):
     """Opens an event file.
 
     Args:
       directory: Where; None makes every method a no-op.
-      io_device: A CPU of this process. In a client of a cluster the default
-        device may be another task's.
     """
-    self._io_device = io_device
+    self._device = resources.this_device()
     if directory is None:
       self._writer = tf.summary.create_noop_writer()
     else:
-      with tf.device(None), tf.device(io_device):
+      with tf.device(None), tf.device(self._device):
         self._writer = tf.summary.create_file_writer(os.fspath(directory))
 
   def write(
@@ -42,7 +36,7 @@ class Summaries:
     histograms: Mapping[str, np.ndarray] | None = None,
   ) -> None:
     """Writes `scalars` and `histograms` by name as of `step`."""
-    with tf.device(None), tf.device(self._io_device):
+    with tf.device(None), tf.device(self._device):
       with self._writer.as_default(step=step):
         for name, value in scalars.items():
           tf.summary.scalar(name, value)

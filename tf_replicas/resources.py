@@ -88,7 +88,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
   @functools.cached_property
   def _is_remote(self) -> bool:
     there = tf.DeviceSpec.from_string(self.handle.device)
-    here = tf.DeviceSpec.from_string(_this_device())
+    here = tf.DeviceSpec.from_string(this_device())
     return (there.job, there.task) != (here.job, here.task)
 
   @functools.cached_property
@@ -110,7 +110,7 @@ def reader(read: Callable[[], _Tensors]) -> Callable[[], _Tensors]:
   Args:
     read: Returns tensors, in any structure.
   """
-  here = _this_device()
+  here = this_device()
 
   @tf.function(autograph=False)
   def fetch():
@@ -129,8 +129,11 @@ def reader(read: Callable[[], _Tensors]) -> Callable[[], _Tensors]:
   return bring
 
 
-def _this_device() -> str:
-  """A device of this process, whichever is in use."""
+def this_device() -> str:
+  """A CPU of this process, whichever device is in use.
+
+  In a client of a cluster `/device:CPU:0` may be another task's.
+  """
   with tf.init_scope(), tf.device(None):
     return tf.constant(0).device
 

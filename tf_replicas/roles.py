@@ -1,5 +1,6 @@
 """The roles of one task: serve, or build and drive the training."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -116,24 +117,23 @@ def train(options: program.Options, workload: program.Workload) -> int:
     RuntimeError: On a worker, if training ended with an error elsewhere.
   """
   tower_devices = _configure(options)
-  driver = None
-  try:
-    driver = _driver(options, workload, tower_devices)
-    if driver.is_chief:
-      _drive(driver, options, workload)
-    else:
-      driver.run_replica()
-  except tf.errors.OpError as error:
-    failure = RuntimeError(_words(error, options))
-    if driver is not None:
-      driver.close(failure)
-    raise failure from error
-  except BaseException as error:
-    if driver is not None:
-      driver.close(error)
-    raise
-  driver.close()
+  in_words = functools.partial(_in_words, options)
+  with in_words(), _driver(options, workload, tower_devices) as driver:
+    with in_words():  # The driver tells them to all tasks.
+      if driver.is_chief:
+        _drive(driver, options, workload)
+      else:
+        driver.run_replica()
   return 0
+
+
+@contextlib.contextmanager
+def _in_words(options: program.Options):
+  """Makes one line of an error of TensorFlow."""
+  try:
+    yield
+  except tf.errors.OpError as error:
+    raise RuntimeError(_words(error, options)) from error
 
 
 def _words(error: tf.errors.OpError, options: program.Options) -> str:
@@ -225,7 +225,6 @@ def _drive(driver, options: program.Options, workload) -> None:
     checkpoint_every_secs=options.checkpoint_every_secs,
     keep_checkpoints=options.keep_checkpoints,
     is_optional=lambda name: name.startswith(_OPTIONAL),
-    io_device=tf.constant(0).device,
   )
   step = session.restore_or_initialize()
   if workload.initialize is not None:

@@ -67,7 +67,6 @@ class Session:
     keep_checkpoints: int | None = 5,
     is_optional: Callable[[str], bool] | None = None,
     progress_bar: bool | None = None,
-    io_device: str = "/device:CPU:0",
     clock: Callable[[], float] = time.time,
   ):
     """Initializes the session; reads and writes nothing yet.
@@ -88,7 +87,6 @@ class Session:
       is_optional: Says of a name in a checkpoint whether it may be absent or
         different, see `checkpoints.restore`.
       progress_bar: Whether to draw one; None does if stdout is a terminal.
-      io_device: A CPU of this process, from which files are written.
       clock: Returns the time in seconds since the epoch.
 
     Raises:
@@ -117,7 +115,6 @@ class Session:
     self._checkpoint_every_secs = checkpoint_every_secs
     self._keep_checkpoints = keep_checkpoints
     self._is_optional = is_optional
-    self._io_device = io_device
     self._clock = clock
     self._console = console.Console(has_bar=progress_bar if is_chief else False)
     self._start_step: int | None = None
@@ -200,10 +197,7 @@ class Session:
 
   def _open_reporter(self, now: float) -> reports.Reporter:
     writes_summaries = self._is_writer and self._summary_every_steps is not None
-    summaries = reports.Summaries(
-      self._train_dir if writes_summaries else None,
-      io_device=self._io_device,
-    )
+    summaries = reports.Summaries(self._train_dir if writes_summaries else None)
     return reports.Reporter(
       self._console,
       summaries,
@@ -284,7 +278,6 @@ class Session:
       self._train_dir,
       values,
       keep_checkpoints=self._keep_checkpoints,
-      io_device=self._io_device,
     )
     self._saved_step = step
     self._console.log(f"saved {self._saved_path}")

@@ -1,0 +1,61 @@
+"""What all drivers have in common."""
+
+import abc
+
+import numpy as np
+
+from tf_replicas import evaluation
+from tf_replicas import parameter_store
+from tf_replicas import towers
+
+
+class Driver(abc.ABC):
+  """Builds a training and takes its part in it; a context manager.
+
+  Leaving the `with` statement closes it; by an error, all tasks hear of that
+  at once instead of waiting until this one counts as lost.
+
+  Attributes:
+    is_chief: Whether this task makes the steps (`step`) and saves; the others
+      call `run_replica`.
+    replica: What every replica trains.
+    store: The variables that are trained; what a `Session` saves.
+    optimizer: The update rule.
+  """
+
+  is_chief: bool
+  replica: towers.Replica
+  store: parameter_store.ParameterStore
+
+  @property
+  def global_step(self) -> int:
+    """The updates made so far."""
+    return int(self.store.read_global_step())
+
+  def values(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
+    """Reads the trained variables, which the Keras model's own are not.
+
+    Args:
+      averaged: Whether to take the moving average of what has one.
+
+    Returns:
+      The values by `variable.path`; see `load_into_keras`.
+    """
+    state = {name: np.asarray(v) for name, v in self.store.state().items()}
+    if not averaged:
+      state = {n: v for n, v in state.items() if n.startswith("variables/")}
+    return evaluation.averaged_variables(state)
+
+  @abc.abstractmethod
+  def close(self, error: BaseException | None = None) -> None:
+    """Leaves; the chief ends the training first.
+
+    Args:
+      error: What ended it early, told to everyone.
+    """
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, error, traceback) -> None:
+    self.close(error)
