@@ -42,8 +42,8 @@ def alone(name: str, updates: int) -> dict[str, np.ndarray]:
   """
   names = {
     "sgd": ["variables/v"],
-    "momentum": ["variables/v", "slots/momentum/v"],
-    "adam": ["variables/v", "slots/momentum/v", "slots/velocity/v"],
+    "momentum": ["variables/v", "slots/sgd/momentum/v"],
+    "adam": ["variables/v", "slots/adam/momentum/v", "slots/adam/velocity/v"],
   }
   rate, rest = np.float32(RATE), np.float32(1 - BETA)
   value = first = second = np.float32(0)

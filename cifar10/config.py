@@ -181,13 +181,13 @@ class Config:
       "learning_rate",
       "learning_rate_decay_factor",
       "learning_rate_scale",
-      "num_epochs_per_decay",
-      "num_epochs",
     ):
       value = getattr(self, name)
       run_settings.require(
         name, value, 0 < value < math.inf, "positive and finite"
       )
+    run_settings.require_epochs("num_epochs_per_decay", self)
+    run_settings.require_epochs("num_epochs", self)
     for name in ("momentum", "moving_average_decay", "label_smoothing"):
       value = getattr(self, name)
       run_settings.require(name, value, 0 <= value < 1, "in [0, 1)")
@@ -223,8 +223,10 @@ class Config:
     run_settings.require(
       "warmup_epochs",
       self.warmup_epochs,
-      0 <= self.warmup_epochs < self.num_epochs,
-      f"in [0, {self.num_epochs}), the epochs of the run",
+      0 <= self.warmup_epochs <= self.num_epochs
+      and _examples(self.warmup_epochs) < _examples(self.num_epochs),
+      f"in [0, {self.num_epochs}), the epochs of the run, by an example less"
+      " at least",
     )
 
 
@@ -265,15 +267,15 @@ def learning_rate(
     num_examples_per_epoch: Size of the training set.
   """
   warm, end = (
-    round(epochs * num_examples_per_epoch)
+    _examples(epochs, num_examples_per_epoch)
     for epochs in (config.warmup_epochs, config.num_epochs)
   )
   warmed = _clip(examples_seen / warm) if warm else 1.0
   if config.schedule == "one_cycle":
     left = _clip((end - examples_seen) / (end - warm))
     return config.learning_rate * config.learning_rate_scale * warmed * left
-  examples_per_decay = round(
-    config.num_epochs_per_decay * num_examples_per_epoch
+  examples_per_decay = max(
+    1, _examples(config.num_epochs_per_decay, num_examples_per_epoch)
   )
   num_decays = (examples_seen / examples_per_decay) // 1
   scale = 1.0 + (config.learning_rate_scale - 1.0) * warmed
@@ -282,13 +284,23 @@ def learning_rate(
 
 
 def _clip(value):
-  """Into [0, 1]; of numbers and tensors alike, without TensorFlow."""
-  return (abs(value) - abs(value - 1) + 1) / 2
+  """Into [0, 1], exactly; of numbers and tensors, without TensorFlow."""
+
+  def not_negative(number):
+    return (number + abs(number)) / 2
+
+  return 1 - not_negative(1 - not_negative(value))
 
 
 def num_examples(config: Config) -> int:
   """The examples of a whole run."""
-  return round(config.num_epochs * NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN)
+  return _examples(config.num_epochs)
+
+
+def _examples(
+  epochs: float, per_epoch: int = NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN
+) -> int:
+  return round(epochs * per_epoch)
 
 
 def centered_from(config: Config) -> int | None:

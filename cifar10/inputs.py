@@ -57,11 +57,12 @@ def train_dataset(
     num_shards: Number of workers.
     shard_index: Which worker this is; may be a scalar tensor, as inside the
       dataset function of an in-graph worker.
-    start_example: Where in the stream to begin, for a run that goes on from
-      a checkpoint: the number of examples all workers used so far. Skipping
-      costs nothing.
+    start_example: Where in the stream to begin, for a run that goes on: the
+      examples all workers have drawn so far. It begins with the global batch
+      that this is in, so that workers never share an example, whenever they
+      start. Skipping costs nothing.
     used_share: How much of a global batch is used, where some workers are
-      backups.
+      backups; `centered_from` counts what is used.
     distort_colors: Whether brightness and contrast change.
     centered_from: Global batches that begin when so many examples were used,
       or later, are cropped near the middle, where evaluation crops; None: none.
@@ -211,7 +212,8 @@ def _order(
   step: int,
 ) -> tf.data.Dataset:
   """How many examples were used before, and indices, of each global batch."""
-  start = tf.cast(start_example, tf.int64)
+  number = tf.cast(start_example, tf.int64) // global_batch
+  start = number * global_batch
   first_epoch = start // num_examples
 
   def permutation(epoch):
@@ -226,5 +228,7 @@ def _order(
     .map(permutation)
     .rebatch(global_batch, drop_remainder=True)
   )
-  positions = tf.data.Dataset.counter(start, tf.constant(step, tf.int64))
+  positions = tf.data.Dataset.counter(
+    number * step, tf.constant(step, tf.int64)
+  )
   return tf.data.Dataset.zip((positions, indices))

@@ -39,25 +39,35 @@ def define() -> None:
   flags.DEFINE_string("dataset", "cifar10", "cifar10, synthetic or a TFDS name")
   flags.DEFINE_string("data_dir", None, "Where the data set lies")
   command_line.define_count(
-    "max_steps", None, "Updates to make; wins over --num_epochs"
+    "max_steps", None, "Updates to make; default: those of --num_epochs"
   )
   flags.DEFINE_float(
-    "num_epochs", None, "Of 50,000 images, a whole run; the recipe's"
+    "num_epochs",
+    None,
+    "Length of the run, of 50,000 images each; default: the recipe's",
   )
-  flags.DEFINE_enum("recipe", "tutorial", [*config_lib.RECIPES], "Settings")
-  flags.DEFINE_float("learning_rate", None, "The highest; the recipe's")
+  flags.DEFINE_enum(
+    "recipe", "tutorial", [*config_lib.RECIPES], "Default settings"
+  )
+  flags.DEFINE_float(
+    "learning_rate", None, "The highest one; default: the recipe's"
+  )
   flags.DEFINE_boolean(
     "scale_learning_rate",
     False,
-    "Learning rate times the batches in one update, after a warm-up",
+    "Multiply the learning rate by the batches in one update, warmed up",
   )
-  flags.DEFINE_float("warmup_epochs", None, "To the full rate; the recipe's")
-  flags.DEFINE_float("momentum", None, "Of the optimizer; the recipe's")
+  flags.DEFINE_float(
+    "warmup_epochs", None, "Until the full rate; default: the recipe's"
+  )
+  flags.DEFINE_float(
+    "momentum", None, "Of the optimizer; default: the recipe's"
+  )
   flags.DEFINE_enum(
     "compute_dtype",
     None,
     [*compute_dtypes.NAMES],
-    "Of the network's arithmetic; the recipe's",
+    "Of the network's arithmetic; default: the recipe's",
   )
 
 
@@ -106,6 +116,13 @@ def _fit(options: program.Options) -> config_lib.Config:
       f"`--warmup_epochs` needs `--scale_learning_rate` with the recipe"
       f" {FLAGS.recipe}, whose rate starts at its highest. Received:"
       f" {FLAGS.warmup_epochs}."
+    )
+  has_cycle = recipe.schedule == "one_cycle" and "num_epochs" not in given
+  if options.update.then_update and has_cycle:
+    raise ValueError(
+      f"`--then_update` with the recipe {FLAGS.recipe}, whose rate is 0 at the"
+      " end of the run, needs `--num_epochs` for that: updates of different"
+      f" rules have different numbers of examples. Received: {options.update}."
     )
   return config_lib.fit(
     FLAGS.recipe, given, effective_batch=effective, max_steps=FLAGS.max_steps

@@ -30,9 +30,13 @@ def define_flags() -> None:
   flags.DEFINE_string("output_directory", None, "Where the shards go")
   flags.DEFINE_integer("train_shards", 2, "Files of training examples")
   flags.DEFINE_integer("validation_shards", 2, "Files of validation examples")
-  flags.DEFINE_integer("num_threads", None, "Shards at a time; one per core")
+  flags.DEFINE_integer(
+    "num_threads", None, "Shards at a time; default: one per core"
+  )
   flags.DEFINE_string(
-    "labels_file", None, "One label per line, the first is 1; all sub-folders"
+    "labels_file",
+    None,
+    "One label per line, the first is 1; default: all sub-folders",
   )
 
 

@@ -148,6 +148,7 @@ class Config:
       "at least 0 and finite", lambda v: 0 <= v < math.inf, *_NOT_NEGATIVE
     )
     require("in [0, 1)", lambda v: 0 <= v < 1, *_SHARES)
+    run_settings.require_epochs("num_epochs_per_decay", self)
     run_settings.require_seed(self.seed)
     require("in (0, 1]", lambda v: 0 < v <= 1, *_PARTS)
 
@@ -158,7 +159,6 @@ _POSITIVE = (
   "depth",
   "learning_rate",
   "learning_rate_decay_factor",
-  "num_epochs_per_decay",
   "rmsprop_epsilon",
 )
 _NOT_NEGATIVE = ("weight_decay", "auxiliary_weight")

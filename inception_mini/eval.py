@@ -157,7 +157,7 @@ if __name__ == "__main__":
   command_line.define_evaluation_flags(
     config_lib.Config.train_dir, batch_size=100
   )
-  flags.DEFINE_integer("image_size", None, "As in training; that of the run")
+  flags.DEFINE_integer("image_size", None, "As in training; default: the run's")
   flags.DEFINE_enum(
     "subset", "validation", ["validation", "train"], "What to measure on"
   )

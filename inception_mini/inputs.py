@@ -56,8 +56,8 @@ def train_dataset(
     shard_index: Which worker this is; may be a scalar tensor, as inside the
       dataset function of an in-graph worker.
     start_example: Where to begin, for a run that goes on from a checkpoint:
-      the number of examples all workers used so far. What is skipped inside
-      an epoch is read but not decoded.
+      the number of examples all workers have drawn so far. What is skipped
+      inside an epoch is read but not decoded.
     with_seeds: Whether each image comes with random integers of its own,
       for dropout.
     parallel_images: How many are decoded and distorted at a time.

@@ -20,7 +20,7 @@ flags.disclaim_key_flags()
 # A setting without a value is the recipe's.
 _INTEGERS = {
   "image_size": "Height and width of what the network sees",
-  "num_classes": "Logits; what the data set says",
+  "num_classes": "Logits (background included)",
   "max_steps": "Updates to make",
   "shuffle_examples": "Examples a worker holds to draw the next from",
 }
@@ -28,14 +28,14 @@ _NUMBERS = {
   "width": "Factor of all numbers of channels",
   "depth": "Factor of the numbers of blocks",
   "dropout": "Share of the features dropped before the logits",
-  "learning_rate": "At the first step",
-  "learning_rate_decay_factor": "Of each decay",
+  "learning_rate": "Learning rate at the first step",
+  "learning_rate_decay_factor": "Learning rate after a decay / before",
   "num_epochs_per_decay": "Epochs, of all replicas, between decays",
-  "moving_average_decay": "Largest, of the variables' averages",
-  "batch_norm_decay": "Of moving means and variances",
-  "weight_decay": "Of half the squared kernels",
-  "label_smoothing": "Share that all classes divide",
-  "auxiliary_weight": "Of the auxiliary loss; 0 leaves the head out",
+  "moving_average_decay": "Largest decay of the variables' averages",
+  "batch_norm_decay": "Decay of moving means and variances",
+  "weight_decay": "Factor of half the squared kernels",
+  "label_smoothing": "Share of the target that all classes divide",
+  "auxiliary_weight": "Factor of the auxiliary loss; 0 leaves the head out",
   "min_crop_area": "Least share of the image in a training crop",
 }
 _OTHERS = (
@@ -55,26 +55,30 @@ def define() -> None:
   command_line.define_training_flags(config_lib.Config.train_dir)
   flags.DEFINE_string("dataset", None, "records, synthetic or a TFDS name")
   flags.DEFINE_string("data_dir", None, "Where the data set lies")
-  flags.DEFINE_enum("recipe", "original", [*config_lib.RECIPES], "Settings")
+  flags.DEFINE_enum(
+    "recipe", "original", [*config_lib.RECIPES], "Default settings"
+  )
   for name, words in _INTEGERS.items():
-    flags.DEFINE_integer(name, None, f"{words}; the recipe's")
+    flags.DEFINE_integer(name, None, f"{words}; default: the recipe's")
   for name, words in _NUMBERS.items():
-    flags.DEFINE_float(name, None, f"{words}; the recipe's")
+    flags.DEFINE_float(name, None, f"{words}; default: the recipe's")
   flags.DEFINE_alias("initial_learning_rate", "learning_rate")
   flags.DEFINE_boolean(
-    "distort_color", None, "Whether training changes colours; the recipe's"
+    "distort_color",
+    None,
+    "Whether training changes colours; default: the recipe's",
   )
   flags.DEFINE_enum(
     "batch_norm_statistics",
     None,
     [*config_lib.BATCH_NORM_STATISTICS],
-    "Whose batches move them; the recipe's",
+    "Whose batches move moving means and variances; default: the recipe's",
   )
   flags.DEFINE_enum(
     "compute_dtype",
     None,
     [*compute_dtypes.NAMES],
-    "Of the network's arithmetic; the recipe's",
+    "Of the network's arithmetic; default: the recipe's",
   )
   flags.DEFINE_string(
     "pretrained_model_checkpoint_path",
@@ -137,6 +141,12 @@ def _workload(
     num_classes = model.num_classes(config, source.num_classes)
   except ValueError as error:  # It is the data set's.
     raise sources.DataError(str(error)) from None
+  if source.num_train < len(options.replicas):
+    raise sources.DataError(
+      f"{config.data_dir or config.dataset} must have a training example for"
+      f" each of {len(options.replicas)} replicas. Received:"
+      f" {source.num_train}."
+    )
   pretrained = FLAGS.pretrained_model_checkpoint_path
   # The other tasks may be on machines that do not see it.
   if pretrained is not None and options.task in (None, options.spec.chief):

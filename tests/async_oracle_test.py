@@ -185,8 +185,10 @@ class Simulator:
     """As the parameter servers have it."""
     kinds = {"variables": self._values}
     if self._rule.momentum:
-      kinds["slots/momentum"] = self._velocity
+      kinds["slots/sgd/momentum"] = self._velocity
     state = {"global_step": self._step, "examples_seen": self._examples}
+    if not self._rule.is_held:  # Else it is wrapped, and not of Keras.
+      state["optimizer/began.sgd"] = 0
     if self._per_update > 1:
       kinds[f"sums_{self._per_update}"] = self._sums
       state[f"async/pending_{self._per_update}"] = self._pending

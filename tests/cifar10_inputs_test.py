@@ -160,6 +160,27 @@ def test_a_resumed_run_goes_on_where_it_stopped(num_done):
   np.testing.assert_array_equal(resumed[1], labels[num_done:])
 
 
+@pytest.mark.parametrize("used", [5, 10, 23])
+def test_who_starts_late_takes_no_example_of_another(used):
+  """By asynchronous updates any number of batches may have been used."""
+  images, labels = train(20, num_shards=2, shard_index=1)
+  late = train(10, num_shards=2, shard_index=1, start_example=used)
+  begun = used // 10
+  np.testing.assert_array_equal(late[1], labels[begun : begun + 10])
+  np.testing.assert_array_equal(late[0], images[begun : begun + 10])
+
+
+def test_crops_where_backups_resume():
+  """Of 20 images drawn 10 are used, so 40 drawn are 20 used."""
+  one_of_two = dict(
+    num_shards=2, batch_size=10, used_share=0.5, centered_from=30
+  )
+  images, labels = train(6, **one_of_two)
+  resumed = train(4, start_example=40, **one_of_two)
+  np.testing.assert_array_equal(resumed[0], images[2:])
+  np.testing.assert_array_equal(resumed[1], labels[2:])
+
+
 def test_shard_and_start_may_be_tensors_inside_a_function():
   @tf.function
   def first_labels(index, start):

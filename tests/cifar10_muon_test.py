@@ -139,7 +139,7 @@ class StoreTest(stores.TestCase):
     self._train(store, inner, range(2))
     state = store.state()
     for path in VALUES:
-      self.assertIn(f"slots/momentum/{path}", state)
+      self.assertIn(f"slots/muon/momentum/{path}", state)
     self._train(store, inner, [2])
     expected = stores.numpy(store.read())
     self.new_cluster()

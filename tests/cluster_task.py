@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import testing
 
 from tf_replicas import async_replicas
 from tf_replicas import between_graph
@@ -31,9 +32,11 @@ from tf_replicas import membership
 from tf_replicas import moving_averages
 from tf_replicas import periodic_averaging
 from tf_replicas import processes
+from tf_replicas import resources
 from tf_replicas import server
 from tf_replicas import sync_replicas
 from tf_replicas import towers
+from tf_replicas import training
 
 MARK_TIMEOUT_SECS = 350.0
 # Of the constant gradients: plain gradient descent takes steps of twice them.
@@ -50,7 +53,7 @@ class Here:
     self.task = cluster.Task(job, index)
     self.options = arguments["options"]
     self.is_in_graph = arguments["replication"] == "in_graph"
-    self._directory = pathlib.Path(arguments["directory"])
+    self.directory = pathlib.Path(arguments["directory"])
 
   @property
   def serves(self) -> bool:
@@ -58,6 +61,13 @@ class Here:
     return self.task.job == "ps" or (
       self.is_in_graph and self.task.job == "worker"
     )
+
+  @property
+  def num_replicas(self) -> int:
+    """How many tasks compute gradients."""
+    if self.is_in_graph:
+      return self.spec.num_tasks("worker")
+    return len(self.spec.replicas)
 
   def serve(self) -> None:
     """Serves to the end; exits with words if that was not a good one."""
@@ -82,12 +92,12 @@ class Here:
 
   def mark(self, name: str) -> None:
     """Says that `name` happened."""
-    (self._directory / name).touch()
+    (self.directory / name).touch()
 
   def await_mark(self, name: str) -> None:
     """Waits until `name` happened."""
     connection.await_value(
-      (self._directory / name).exists,
+      (self.directory / name).exists,
       timeout_secs=MARK_TIMEOUT_SECS,
       what=f"waiting for the mark {name}",
       poll_secs=0.01,
@@ -95,11 +105,11 @@ class Here:
 
   def report(self, values: dict, name: str = "chief") -> None:
     """Leaves `values` for the test."""
-    (self._directory / f"{name}.json").write_text(json.dumps(values))
+    (self.directory / f"{name}.json").write_text(json.dumps(values))
 
   def count(self, name: str) -> int:
     """How often this was called with `name`, in all incarnations."""
-    number = len(list(self._directory.glob(f"{name}_*")))
+    number = len(list(self.directory.glob(f"{name}_*")))
     self.mark(f"{name}_{number}")
     return number
 
@@ -232,9 +242,7 @@ def constant_replica(here: Here, gate=None, is_poisonous=False):
 
 def constant_optimizer(here: Here):
   """Plain gradient descent; how many to aggregate is an option."""
-  replicas = len(here.spec.tasks("worker"))
-  if not here.is_in_graph:
-    replicas = len(here.spec.replicas)
+  replicas = here.num_replicas
   return sync_replicas.SyncReplicasOptimizer(
     keras.optimizers.SGD(LEARNING_RATE),
     here.options.get("aggregate", replicas),
@@ -480,6 +488,88 @@ def killed_chief(here: Here) -> None:
       here.await_mark("the chief is killed")
     return {}
 
+  train(here, driver, run_chief)
+
+
+def chief_cannot_begin(here: Here) -> None:
+  """It is about to say what it trains."""
+
+  def new_optimizer():
+    if here.task == here.spec.chief:
+      raise ValueError("no such optimizer")
+    return constant_optimizer(here)
+
+  train(here, here.driver(lambda: constant_replica(here), new_optimizer), dict)
+
+
+class Sleepy:
+  """Plain descent that sleeps in the middle of an update if it is told to."""
+
+  def __init__(self):
+    with tf.device("/job:ps/task:0"):
+      self.is_tired = resources.shared_variable("is_tired", [], tf.bool)
+
+  def apply(self, gradients, variables):
+    def nap():
+      naps = tf.data.Dataset.range(1).apply(testing.sleep(60_000_000))
+      return naps.reduce(tf.constant(0, tf.int64), lambda _, n: n)
+
+    for gradient, variable in zip(gradients, variables, strict=True):
+      with tf.device(variable.device):
+        half = LEARNING_RATE / 2 * tf.convert_to_tensor(gradient)
+        before = [variable.assign_sub(half)]
+        if variable.path == "v1":
+          with tf.control_dependencies(before):
+            is_tired = self.is_tired.read_value()
+            before = [tf.cond(is_tired, nap, lambda: tf.constant(0, tf.int64))]
+        with tf.control_dependencies(before):
+          variable.assign_sub(half)
+
+
+def killed_while_updating(here: Here) -> None:
+  """The test kills the chief when half of the third update is made."""
+  made = []
+
+  def new_optimizer():
+    made.append(Sleepy())
+    return sync_replicas.SyncReplicasOptimizer(made[0], here.num_replicas)
+
+  driver = here.driver(lambda: constant_replica(here), new_optimizer)
+
+  def v1():
+    index = [spec.path for spec in driver.store.specs].index("v1")
+    return float(driver.store.variables(index)[0].read_value())
+
+  def tell_when_torn(before):
+    connection.await_value(
+      lambda: v1() != before,
+      timeout_secs=MARK_TIMEOUT_SECS,
+      what="waiting for half of the update",
+    )
+    here.mark("half of step 3 is made")
+
+  def step():
+    if is_first and driver.global_step == 2:
+      made[0].is_tired.assign(True)
+      resources.await_assigned([made[0].is_tired])
+      threading.Thread(target=tell_when_torn, args=[v1()], daemon=True).start()
+    return driver.step()
+
+  def run_chief():
+    saves = here.options["saves"]
+    session = training.Session(
+      here.directory / "train" if saves else None,
+      state=driver.store,
+      max_steps=6,
+      checkpoint_every_steps=1,
+    )
+    session.restore_or_initialize()
+    made[0].is_tired.assign(False)
+    resources.await_assigned([made[0].is_tired])
+    session.run(step)
+    return {}
+
+  is_first = driver.is_chief and here.count("chief") == 0
   train(here, driver, run_chief)
 
 

@@ -131,6 +131,62 @@ def test_a_worker_gives_up_its_chief_and_both_can_be_started_again(start_trial):
   assert trial.report()["global_step"] == 6
 
 
+@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+def test_a_chief_that_cannot_begin_tells_everyone(start_trial, replication):
+  trial = start_trial(
+    "chief_cannot_begin",
+    conftest.document(1, 1, chief=1),
+    replication=replication,
+  )
+  trial.await_end(cluster.Task("chief", 0))
+  for task in trial.spec.tasks():
+    assert trial.ends_within(task, 30), task
+    assert trial.tasks.returncode(task) == 1
+    assert "no such optimizer" in trial.log(task.job), task
+
+
+def _killed_while_updating(start_trial, replication, saves):
+  """The chief died in the middle of an update, and is started again."""
+  trial = start_trial(
+    "killed_while_updating",
+    conftest.document(2, 2, chief=1),
+    replication=replication,
+    saves=saves,
+  )
+  chief = cluster.Task("chief", 0)
+  trial.await_mark("half of step 3 is made")
+  trial.kill(chief)
+  trial.tasks.start(chief)
+  return trial
+
+
+@pytest.mark.parametrize(
+  ("replication", "mean"),
+  [("between_graph", (0.1 + 0.3 + 0.5) / 3), ("in_graph", (0.1 + 0.3) / 2)],
+)
+def test_half_an_update_is_taken_back(start_trial, replication, mean):
+  """It was killed in the third; the checkpoint of the second is restored."""
+  trial = _killed_while_updating(start_trial, replication, saves=True)
+  trial.await_success()
+  assert f"restored {trial.directory}/train/model.ckpt-2" in trial.log("chief")
+  report = trial.report()
+  assert report["global_step"] == 6
+  np.testing.assert_allclose(
+    report["state"]["variables/v0"], -RATE * mean * 6, rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    report["state"]["variables/v1"], 1 - RATE * (mean + 0.8) * 6, rtol=1e-5
+  )
+
+
+def test_half_an_update_that_cannot_be_taken_back_is_an_error(start_trial):
+  trial = _killed_while_updating(start_trial, "between_graph", saves=False)
+  trial.await_end(*trial.spec.tasks())
+  words = "an update was cut off in the middle when the chief was killed"
+  assert words in trial.log("chief")
+  assert words in trial.log("worker")
+
+
 def test_backup_takes_the_place_of_a_worker_that_died_admitted(start_trial):
   trial = start_trial(
     "killed_after_admission",

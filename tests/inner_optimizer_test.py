@@ -1,5 +1,7 @@
 """Tests for tf_replicas.inner_optimizer."""
 
+import tempfile
+
 import keras
 import numpy as np
 import stores
@@ -7,6 +9,7 @@ import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tf_replicas import checkpoints
 from tf_replicas import inner_optimizer
 from tf_replicas import placement
 
@@ -236,12 +239,12 @@ class SlotsTest(stores.TestCase):
     self.assertEqual(
       slots,
       {
-        f"slots/{slot}/{path}": device
+        f"slots/adam/{slot}/{path}": device
         for path, device in device_of.items()
         for slot in ("momentum", "velocity")
       },
     )
-    self.assertIn("slots/velocity/embedding/part_1", slots)
+    self.assertIn("slots/adam/velocity/embedding/part_1", slots)
 
   def test_are_saved_whole_under_slot_and_path(self):
     trained = Trained(optimizers.SGD(0.1, momentum=0.9))
@@ -250,7 +253,7 @@ class SlotsTest(stores.TestCase):
     state = trained.store.state()
     for path, gradient in zip(VALUES, gradients, strict=True):
       np.testing.assert_allclose(
-        state[f"slots/momentum/{path}"], -0.1 * gradient, rtol=1e-6
+        state[f"slots/sgd/momentum/{path}"], -0.1 * gradient, rtol=1e-6
       )
 
   @parameterized.named_parameters(
@@ -272,6 +275,48 @@ class SlotsTest(stores.TestCase):
     for ours, theirs in zip(resumed.values(), expected, strict=True):
       np.testing.assert_allclose(ours, theirs, rtol=2e-5)
 
+  def _resumed(self, old, new):
+    """`new` in place of `old` at step 200, after one update of ones."""
+    whole = Trained(old, policy=WHOLE)
+    ones = [tf.ones(v.shape) for v in VALUES.values()]
+    whole.step(0, ones)
+    whole.store.load_state({"global_step": np.int64(200)})
+    directory = self.enter_context(tempfile.TemporaryDirectory())
+    path = checkpoints.save(directory, whole.store.state())
+    self.new_cluster()
+    resumed = Trained(new, policy=MIXED)
+    optional = ("slots/", "optimizer/")
+    checkpoints.restore(
+      path, resumed.store, is_optional=lambda name: name.startswith(optional)
+    )
+    before = resumed.values()
+    resumed.step(200, ones)
+    return before, resumed
+
+  @parameterized.named_parameters(
+    ("of_other_sign", lambda: optimizers.SGD(0.1, momentum=0.9)),
+    ("plain", lambda: optimizers.SGD(0.1)),
+    ("not_of_keras", lambda: WithSlots()),
+  )
+  def test_another_optimizer_begins_afresh(self, old):
+    """Its first step is one by its learning rate, its moments unbiased."""
+    before, resumed = self._resumed(old(), optimizers.Adam(0.01))
+    for ours, others in zip(resumed.values(), before, strict=True):
+      np.testing.assert_allclose(ours, others - 0.01, rtol=1e-3)
+    self.assertEqual(int(resumed.store.state()["optimizer/began.adam"]), 200)
+
+  def test_the_same_one_is_as_old_as_it_was(self):
+    _, resumed = self._resumed(optimizers.Adam(0.01), optimizers.Adam(0.01))
+    self.assertEqual(int(resumed.store.state()["optimizer/began.adam"]), 0)
+
+  def test_a_schedule_goes_by_the_global_step(self):
+    before, resumed = self._resumed(
+      optimizers.Adam(0.01), optimizers.SGD(_schedule())
+    )
+    rate = float(_schedule()(200))
+    for ours, others in zip(resumed.values(), before, strict=True):
+      np.testing.assert_allclose(ours, others - rate, atol=1e-6)
+
   def test_a_second_client_finds_their_values(self):
     first = Trained(optimizers.SGD(0.1, momentum=0.9))
     first.step(0)
@@ -280,7 +325,7 @@ class SlotsTest(stores.TestCase):
     slot = next(
       v.value
       for v in second.optimizer.variables
-      if getattr(v.value, "path", "") == "slots/momentum/dense/bias"
+      if getattr(v.value, "path", "") == "slots/sgd/momentum/dense/bias"
     )
     np.testing.assert_allclose(slot, -0.1 * _gradients(0)[2], rtol=1e-6)
 
@@ -344,7 +389,7 @@ class NotKerasTest(stores.TestCase):
       VALUES, VALUES.values(), gradients, trained.values(), strict=True
     ):
       np.testing.assert_allclose(after, before - 3 * gradient, rtol=1e-5)
-      slot = trained.store.state()[f"slots/sum/{path}"]
+      slot = trained.store.state()[f"slots/withslots/sum/{path}"]
       np.testing.assert_allclose(slot, 2 * gradient, rtol=1e-6)
 
 

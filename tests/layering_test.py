@@ -33,7 +33,8 @@ LAYERS = (
     ("local_cluster",),
   ),
   (
-    ("parameter_store", "gradient_queues", "contributions"),
+    ("parameter_store", "gradient_queues", "replies", "contributions"),
+    ("parameter_store", "succession"),
     ("parameter_store", "inner_optimizer", "local_optimizer"),
     ("parameter_store", "connection", "membership", "server"),
     ("parameter_store", "model_parallel", "towers", "turns"),
@@ -62,7 +63,10 @@ LAYERS = (
     ("driver", "stalls", "between_graph"),
     ("driver", "one_machine", "worker_group", "mirrored"),
   ),
-  (("update_settings", "program", "roles", "launcher", "command_line"),),
+  (
+    ("update_settings", "program", "roles", "launcher", "command_line"),
+    ("update_settings", "update_flags", "command_line"),
+  ),
 )
 WITHOUT_TENSORFLOW = {
   "addresses",
@@ -76,11 +80,12 @@ WITHOUT_TENSORFLOW = {
   "processes",
   "program",
   "run_settings",
+  "update_flags",
   "update_settings",
 }
 # They start processes, or are started by people.
 READS_ENVIRONMENT = {"command_line", "launcher", "local_cluster"}
-HAS_FLAGS = {"command_line"}
+HAS_FLAGS = {"command_line", "update_flags"}
 MAX_LINES = 400
 
 

@@ -94,7 +94,7 @@ class MeanUpdateTest(stores.TestCase):
       optimizer=keras.optimizers.Adagrad(1.0, initial_accumulator_value=0.0),
     )
     np.testing.assert_allclose(
-      state["slots/accumulator/table"][:, 0], [0, 16, 0, 0]
+      state["slots/adagrad/accumulator/table"][:, 0], [0, 16, 0, 0]
     )
 
   @parameterized.named_parameters(
@@ -134,7 +134,7 @@ class MeanUpdateTest(stores.TestCase):
     np.testing.assert_array_equal(state["variables/kernel"], VALUES["kernel"])
     np.testing.assert_array_equal(state["averages/kernel"], VALUES["kernel"])
     np.testing.assert_array_equal(
-      state["slots/momentum/kernel"], np.zeros([2, 2])
+      state["slots/sgd/momentum/kernel"], np.zeros([2, 2])
     )
     self.assertNotAlmostEqual(state["variables/bias"][0], 0.0)
 
@@ -161,6 +161,36 @@ class MeanUpdateTest(stores.TestCase):
     np.testing.assert_allclose(
       state["variables/bias"], [-1.0 if step == 0 else -4.0] * 2
     )
+
+
+class ClippedTest(absltest.TestCase):
+  def test_a_row_that_occurs_twice_counts_once(self):
+    """(6, 0), (0, 8) and 0: the norm is 10, and not the root of 68."""
+    slices = tf.IndexedSlices(
+      tf.constant([[2.0, 0.0], [0.0, 8.0], [4.0, 0.0]]),
+      tf.constant([3, 1, 3], tf.int64),
+      tf.constant([5, 2], tf.int64),
+    )
+    gradients = mean_update.clipped(
+      [slices, None, tf.zeros([2], tf.float64)], [[5, 2], [1], [2]], 1.0
+    )
+    self.assertIsNone(gradients[1])
+    self.assertEqual(gradients[2].dtype, tf.float64)
+    dense = tf.convert_to_tensor(gradients[0])
+    np.testing.assert_allclose(
+      dense, [[0, 0], [0, 0.8], [0, 0], [0.6, 0], [0, 0]], rtol=1e-6
+    )
+
+  def test_what_is_short_stays(self):
+    (gradient,) = mean_update.clipped([tf.constant([3.0, 4.0])], [[2]], 5.0)
+    np.testing.assert_allclose(gradient, [3, 4])
+
+  def test_a_finite_gradient_stays_finite(self):
+    (gradient,) = mean_update.clipped([tf.constant([3e30, 4e30])], [[2]], 1.0)
+    np.testing.assert_allclose(gradient, [0.6, 0.8], rtol=1e-6)
+
+  def test_no_gradients(self):
+    self.assertEqual(mean_update.clipped([None], [[2]], 1.0), [None])
 
 
 class ScaledTest(absltest.TestCase):

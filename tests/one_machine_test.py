@@ -114,9 +114,10 @@ class UpdateTest(stores.TestCase):
       [
         "global_step",
         "examples_seen",
+        "optimizer/began.sgd",
         *(f"variables/{path}" for path in word_model.PATHS),
         *(f"averages/{path}" for path in word_model.PATHS),
-        *(f"slots/momentum/{path}" for path in word_model.PATHS),
+        *(f"slots/sgd/momentum/{path}" for path in word_model.PATHS),
       ],
     )
 
@@ -147,7 +148,7 @@ class UpdateTest(stores.TestCase):
     driver.step()
     state = _state(driver)
     untouched = slice(WORDS // 2, None)
-    for name in ("variables/table", "slots/accumulator/table"):
+    for name in ("variables/table", "slots/adagrad/accumulator/table"):
       np.testing.assert_array_equal(
         state[name][untouched], before[name][untouched]
       )

@@ -102,7 +102,7 @@ class Training:
 
     variables, statistics = (
       [
-        tf.Variable(v, name=path)
+        tf.Variable(v, name=path, trainable=not is_moving)
         for path, v in values.items()
         if (path == "moving") == is_moving
       ]

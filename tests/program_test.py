@@ -167,6 +167,7 @@ class CheckTest(parameterized.TestCase):
         "then_update": ("async",),
         "switch_when_refused": 0.5,
         "use_locking": True,
+        "replicas_to_aggregate": 1,
       },
     ),
     ("when_slow", {"then_update": ("async",), "switch_when_slow": 0.5}),
@@ -232,12 +233,55 @@ class CheckTest(parameterized.TestCase):
     ),
     (
       "then_slow",
-      "needs `--update=sync`, which.* --update=async",
+      "needs `--update=sync` without backups.* --update=async",
       {
         "rules": ("async",),
         "then_update": ("sync",),
         "switch_when_slow": 0.5,
       },
+    ),
+    (
+      "then_alike",
+      "must go from sync to asynchronous.*Received: async, then drop_stale",
+      {
+        "rules": ("async",),
+        "then_update": ("drop_stale",),
+        "max_staleness": 1,
+        "switch_at_step": 7,
+      },
+    ),
+    (
+      "then_slow_of_some",
+      "needs `--update=sync` without backups.* --update=sync with backups",
+      {
+        "then_update": ("async",),
+        "switch_when_slow": 0.5,
+        "replicas_to_aggregate": 1,
+      },
+    ),
+    (
+      "then_refused_by_nobody",
+      "needs `--update=drop_stale`, or sync.*--update=sync without backups",
+      {"then_update": ("async",), "switch_when_refused": 0.5},
+    ),
+    (
+      "then_all_refused",
+      r"`--switch_when_refused` must be in \[0, 1\). Received: 1.0",
+      {
+        "then_update": ("async",),
+        "switch_when_refused": 1.0,
+        "replicas_to_aggregate": 1,
+      },
+    ),
+    (
+      "rho",
+      "`--rho` must be at least 0 and finite. Received: nan",
+      {"rules": ("elastic_average",), "rho": float("nan")},
+    ),
+    (
+      "compensation",
+      "`--delay_compensation` must be at least 0 and finite. Received: inf",
+      {"rules": ("delay_compensated",), "delay_compensation": float("inf")},
     ),
     (
       "then_two",

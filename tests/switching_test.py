@@ -340,6 +340,11 @@ class SwitchingTest(stores.TestCase):
       lambda inner: [_async(inner), _sync(inner, 4, 2)],
       "one contribution.*4 of 2",
     ),
+    (
+      "alike",
+      lambda inner: [_async(inner), _async(inner)],
+      "different classes.*AsyncReplicasOptimizer', 'AsyncReplicas",
+    ),
   )
   def test_rules_that_do_not_go_together(self, rules, words):
     rules = rules(keras.optimizers.SGD(1.0))

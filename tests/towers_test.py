@@ -25,6 +25,19 @@ def _slices(rows, values):
   )
 
 
+class TrainableTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (True, False, "`variables` must be trainable. Received: a"),
+    (False, True, "`statistics` must not be trainable. Received: b"),
+  )
+  def test_what_is_trained_is_trainable(self, is_frozen, is_trained, words):
+    """Else its gradient would be taken for a statistic's way, or vice versa."""
+    a = tf.Variable(1.0, name="a", trainable=not is_frozen)
+    b = tf.Variable(1.0, name="b", trainable=is_trained)
+    with self.assertRaisesRegex(ValueError, words):
+      towers.Replica([a], None, None, statistics=[b])
+
+
 class AverageTowersTest(stores.TestCase):
   def test_mean_of_gradients_and_losses_sum_of_examples(self):
     result = towers.average_towers(

@@ -110,16 +110,17 @@ class BetweenGraph(driver.Driver):
       timeout_secs=start_timeout_secs,
       log=log,
     )
-    self.replica = replica_fn()
-    self.optimizer = optimizer_fn()
-    update_rule.check_replicas(self.optimizer, self._names)
-    self.store = parameter_store.build(
-      spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
-    )
-    self._agree()
-    self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
-    if self.is_chief:
-      self.optimizer.create([tf.identity(v) for v in self.replica.shared])
+    with self._members.beginning(self.is_chief, log):
+      self.replica = replica_fn()
+      self.optimizer = optimizer_fn()
+      update_rule.check_replicas(self.optimizer, self._names)
+      self.store = parameter_store.build(
+        spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
+      )
+      self._agree()
+      self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
+      if self.is_chief:
+        self.optimizer.create([tf.identity(v) for v in self.replica.shared])
     self._thread: connection.Thread | None = None
     self._watch: stalls.Watch | None = None
     self._has_given_up = False
@@ -150,6 +151,7 @@ class BetweenGraph(driver.Driver):
 
   def _start(self) -> None:
     """Tells the others to go on, and starts the chief's own replica."""
+    self._begin()
     self._members.let_go()
     self._watch = stalls.Watch(
       self.optimizer,
@@ -222,11 +224,14 @@ class BetweenGraph(driver.Driver):
       self._members.publish({"rule": rule, "variables": variables})
       return
     theirs = connection.await_value(
-      self._members.published,
+      lambda: self._members.published() or self._members.outcome(),
       timeout_secs=self._start_timeout_secs,
       what=f"{self.task} waits for the chief to say what it trains",
       log=self._log,
     )
+    if isinstance(theirs, str):  # It has failed.
+      self._members.leave()
+      raise RuntimeError(theirs)
     found = membership.differences(variables, theirs["variables"])
     if rule != theirs["rule"]:
       found.append(
@@ -239,7 +244,7 @@ class BetweenGraph(driver.Driver):
       raise RuntimeError(words)
 
   def _contribute_until_the_end(self) -> None:
-    start = int(self.store.examples_seen.read_value())
+    start = int(self.examples_drawn())
     dataset = self.replica.dataset_fn(len(self._names), self._index, start)
     iterator = iter(dataset)
 

@@ -1,10 +1,11 @@
 """What a train directory holds: checkpoints by name, and whether it finished.
 
 A checkpoint is a flat map from names to whole tensors, such as
-`variables/conv1/kernel`, `slots/conv1/kernel/momentum`,
-`averages/conv1/kernel`, `global_step` and `examples_seen`. It says nothing of
-where the tensors lived, so a run with one kind of replication resumes the
-checkpoint of another.
+`variables/conv1/kernel`, `slots/sgd/momentum/conv1/kernel`,
+`averages/conv1/kernel`, `optimizer/began.sgd` (the global step since when there
+are such slots), `global_step` and `examples_seen`. It says nothing of where the
+tensors lived, so a run with one kind of replication resumes the checkpoint of
+another.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tf_replicas import resources
 
 PREFIX = "model.ckpt"
 FINISHED = "finished.json"
+# Begins the name of a global step: since when an optimizer has its slots.
+_BEGAN = "optimizer/began."
 
 # `tf.train.Checkpoint(state={name: variable})` stores each name as
 # "state/<escaped name>/.ATTRIBUTES/VARIABLE_VALUE"; inside a name "." becomes
@@ -205,7 +208,8 @@ def restore(
   """Loads a checkpoint into `state`, or refuses before touching anything.
 
   An average that the checkpoint lacks starts at the restored variable, as it
-  would have started at the initial one.
+  would have started at the initial one. An optimizer that it lacks begins at
+  the global step.
 
   Args:
     path: The checkpoint.
@@ -238,12 +242,13 @@ def restore(
     variable = there.get(name.replace("averages/", "variables/", 1))
     if name.startswith("averages/") and _same(variable, here[name]):
       averages[name] = variable
-  state.load_state(values | averages)
+  begun = {n: there["global_step"] for n in here if n.startswith(_BEGAN)}
+  state.load_state(begun | values | averages)
   return Restored(
     path,
     int(there["global_step"]),
     from_variables=tuple(sorted(averages)),
-    fresh=tuple(sorted(here.keys() - values - averages.keys())),
+    fresh=tuple(sorted(here.keys() - (values | averages | begun).keys())),
     ignored=tuple(sorted(there.keys() - values)),
   )
 

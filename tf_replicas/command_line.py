@@ -24,6 +24,7 @@ from tf_replicas import launcher
 from tf_replicas import prepared_datasets
 from tf_replicas import processes
 from tf_replicas import program
+from tf_replicas import update_flags
 from tf_replicas import update_settings
 
 FLAGS = flags.FLAGS
@@ -67,95 +68,65 @@ def define_training_flags(train_dir: str) -> None:
     train_dir: Where it trains unless told otherwise.
   """
   flags.DEFINE_string("train_dir", train_dir, "Checkpoints and logs")
-  define_count("batch_size", None, "Images of one tower's batch; the recipe's")
-  define_count("micro_batches", 1, "Parts in which a tower takes its batch")
-  flags.DEFINE_integer("seed", 0, "Of weights, order and distortions")
+  define_count(
+    "batch_size", None, "Images in one tower's batch; default: the recipe's"
+  )
+  define_count("micro_batches", 1, "Parts in which a tower computes its batch")
+  flags.DEFINE_integer(
+    "seed", 0, "Decides initial weights, order and distortions"
+  )
   define_count("log_every_steps", 10, "Steps between log lines")
   flags.DEFINE_alias("log_frequency", "log_every_steps")
-  define_count("summary_every_steps", 100, "Between TensorBoard points")
-  flags.DEFINE_boolean("histograms", False, "Of the variables, to TensorBoard")
-  define_count("checkpoint_every_steps", None, "Between checkpoints")
+  define_count("summary_every_steps", 100, "Steps between TensorBoard points")
+  flags.DEFINE_boolean(
+    "histograms", False, "Also write histograms of the variables"
+  )
+  define_count("checkpoint_every_steps", None, "Steps between checkpoints")
   flags.DEFINE_float(
     "checkpoint_every_secs",
     600,
-    "Between checkpoints",
+    "Seconds between checkpoints",
     lower_bound=_SHORTEST_SECS,
   )
-  define_count("keep_checkpoints", 5, "How many of the newest stay")
-  define_count("intra_op_threads", None, "Threads of one op")
+  define_count("keep_checkpoints", 5, "Number of newest checkpoints to keep")
+  define_count(
+    "intra_op_threads", None, "Threads of one op; default: cores / tasks here"
+  )
   flags.DEFINE_boolean("dry_run", False, "Check and describe, start nothing")
 
 
 def define_towers_flags() -> None:
   """The further flags of a binary that trains with several towers."""
   _define_device_flags()
-  define_count("num_gpus", None, "GPUs 0 to N - 1; 1")
+  define_count("num_gpus", None, "Towers, on GPUs 0 to N - 1; default: 1")
 
 
 def define_cluster_flags() -> None:
   """The further flags of a binary that trains on a cluster."""
   _define_device_flags()
-  flags.DEFINE_string("job_name", None, "This task's job; none starts all")
+  flags.DEFINE_string(
+    "job_name", None, "This task's job; default: start all tasks"
+  )
   flags.DEFINE_integer("task_index", None, "This task's index in its job")
   flags.DEFINE_enum(
     "replication",
     program.BETWEEN_GRAPH,
     [program.BETWEEN_GRAPH, program.IN_GRAPH],
-    "Every worker its own client, or one client for all",
+    "A client in every worker, or one client for all workers",
   )
   flags.DEFINE_integer(
-    "replicas_to_aggregate", None, "Contributions in one update; all replicas"
-  )
-  _define_update_flags()
-  flags.DEFINE_boolean("timeline", False, "Record who does what when")
-  flags.DEFINE_float("start_timeout_secs", 120, "Wait for the other tasks")
-  flags.DEFINE_float(
-    "lost_after_secs", 20, "Silence that makes a worker lost", lower_bound=2
-  )
-
-
-def _define_update_flags() -> None:
-  """The flags of `update_settings.UpdateSettings`."""
-  flags.DEFINE_list(
-    "update",
-    [update_settings.SYNC],
-    f"The update rule, of {', '.join(update_settings.RULES)}; the last"
-    f" {len(update_settings.POLICIES)} may be combined by commas",
-  )
-  flags.DEFINE_boolean("use_locking", False, "One update of a variable a time")
-  flags.DEFINE_boolean("snapshot_reads", False, "All variables of one version")
-  flags.DEFINE_integer(
-    "max_staleness", None, "Of bounded_staleness, drop_stale", lower_bound=0
-  )
-  define_count("softsync_n", None, "An update per (replicas / N) gradients")
-  flags.DEFINE_float("delay_compensation", None, "Of delay_compensated")
-  define_count("period", None, "Local steps between meetings; the rule's")
-  flags.DEFINE_float("moving_rate", None, "Of elastic_average", lower_bound=0)
-  flags.DEFINE_float("rho", None, "Of elastic_average", lower_bound=0)
-  flags.DEFINE_list(
-    "then_update",
-    [],
-    "Follows on `--update` in the same training, each of"
-    f" {', '.join(update_settings.SWITCHABLE)}",
-  )
-  define_count("switch_at_step", None, "Global step of the change")
-  flags.DEFINE_float(
-    "switch_when_refused",
+    "replicas_to_aggregate",
     None,
-    "Or the share of some replica's contributions that are refused by then",
-    lower_bound=0,
-    upper_bound=1,
+    "Gradients averaged in one update; default: one of every replica",
   )
+  update_flags.define()
+  flags.DEFINE_boolean("timeline", False, "Record what every task does when")
+  flags.DEFINE_float("start_timeout_secs", 120, "Wait so long for other tasks")
   flags.DEFINE_float(
-    "switch_when_slow",
-    None,
-    "Or the share of the time for which updates wait for one replica alone",
-    lower_bound=0,
-    upper_bound=1,
-  )
-  define_count("refresh_every", 1, "Steps from what was read once")
-  flags.DEFINE_enum(
-    "wire_dtype", None, ["float16", "bfloat16"], "Of what travels"
+    "lost_after_secs",
+    20,
+    "A worker silent for so long is lost (not: mirrored)",
+    lower_bound=2,
   )
 
 
@@ -167,14 +138,18 @@ def define_evaluation_flags(train_dir: str, *, batch_size: int) -> None:
     batch_size: Images at a time unless told otherwise.
   """
   flags.DEFINE_string("train_dir", train_dir, "The run to measure")
-  flags.DEFINE_string("eval_dir", None, "For TensorBoard; in TRAIN_DIR")
-  flags.DEFINE_string("dataset", None, "As in training; that of the run")
-  flags.DEFINE_string("data_dir", None, "As in training; that of the run")
+  flags.DEFINE_string(
+    "eval_dir", None, "Where TensorBoard points go; default: in --train_dir"
+  )
+  flags.DEFINE_string("dataset", None, "As in training; default: the run's")
+  flags.DEFINE_string("data_dir", None, "As in training; default: the run's")
   flags.DEFINE_integer("batch_size", batch_size, "Images at a time")
   flags.DEFINE_boolean("run_once", False, "Measure the newest checkpoint only")
-  flags.DEFINE_float("eval_interval_secs", 10, "Between measurements")
+  flags.DEFINE_float("eval_interval_secs", 10, "Seconds between measurements")
   flags.DEFINE_float(
-    "timeout_secs", None, "Wait for a new checkpoint; for ever"
+    "timeout_secs",
+    None,
+    "End after so long without a new checkpoint; default: never",
   )
 
 

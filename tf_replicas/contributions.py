@@ -2,7 +2,7 @@
 
 A *contribution* is everything one replica has to say about one batch: all its
 gradients, its loss, its number of examples. It is admitted or refused as a
-whole, and it is refused before its bytes travel.
+whole, and what is offered is refused before its bytes travel.
 
 Where every object lives:
 
@@ -50,6 +50,7 @@ from tf_replicas import gradient_queues
 from tf_replicas import ledger as ledger_lib
 from tf_replicas import parameter_store
 from tf_replicas import releases
+from tf_replicas import replies as replies_lib
 from tf_replicas import resources
 
 Kind = ledger_lib.Kind
@@ -89,9 +90,6 @@ class Contributions:
     empty = ledger_lib.new_ledger(num_replicas, replicas_to_aggregate)
     with tf.device(self._device):
       self._inbox = resources.Queue("inbox", [tf.int64, tf.float64, tf.bool])
-      self._replies = [
-        resources.Queue(f"replies/{r}", [tf.int64]) for r in range(num_replicas)
-      ]
       self._ledger = ledger_lib.Ledger._make(
         resources.shared_variable(f"ledger/{k}", v.shape, v.dtype)
         for k, v in empty._asdict().items()
@@ -101,6 +99,7 @@ class Contributions:
       )
       # Since when somebody runs `end_replicas`.
       self._answering = resources.shared_variable("answering", [], tf.int64)
+    self._replies = replies_lib.Replies(store, num_replicas)
     self._gradients = gradient_queues.GradientQueues(
       store, num_replicas, is_sparse, has_chief_statistics=has_chief_statistics
     )
@@ -114,6 +113,16 @@ class Contributions:
       empty = empty._replace(counts=old.counts, held_up=old.held_up)
     self._write(empty)
     self._present.assign(tf.zeros(self._present.shape, tf.bool))
+
+  def begin_anew(self) -> None:
+    """Makes void what was offered or delivered; whoever waits offers anew."""
+    with tf.device(self._device):
+      until_now = -releases.microseconds(releases.now())
+      verdicts = tf.fill([self.num_replicas], int(Verdict.VOID))
+      tags = tf.fill([self.num_replicas], until_now)
+      step = self._store.read_global_step()
+      self._replies.send(tf.cast(verdicts, tf.int64), tags, step)
+    self.initialize(keep_counts=True)
 
   # The replica's side.
 
@@ -162,7 +171,7 @@ class Contributions:
       kind = tf.where(is_sound, int(Kind.OFFER), int(Kind.NONFINITE))
       offered = self._send(kind, replica, tag, step=local_step)
       with tf.control_dependencies([offered]):
-        verdict, step = self._await_reply(replica, tag)
+        verdict, step = self._replies.wait(replica, tag)
       answered = releases.now(verdict)
       with tf.control_dependencies([answered]):
         admitted = tf.equal(verdict, int(Verdict.ADMIT))
@@ -197,7 +206,7 @@ class Contributions:
       with tf.control_dependencies([delivered]):
         delivered_at = releases.now()
       with tf.control_dependencies([delivered_at]):
-        verdict, step = self._await_reply(replica, tag)
+        verdict, step = self._replies.wait(replica, tag)
       times = releases.pack_times(
         admitted_at, delivered_at, released=releases.now(verdict)
       )
@@ -215,23 +224,6 @@ class Contributions:
       report = tf.stack([tf.cast(x, tf.float64) for x in report])
       present = tf.convert_to_tensor(present)
       return self._inbox.enqueue([tf.stack(header), report, present])
-
-  def _await_reply(self, replica, tag) -> tuple[tf.Tensor, tf.Tensor]:
-    """Verdict and step of the next reply to `tag`; -t is to all until t."""
-
-    def dequeue(*_):
-      return [
-        resources.select(replica, self._replies, lambda q: q.dequeue()[0])
-      ]
-
-    (reply,) = tf.while_loop(
-      lambda reply: (reply[0] != tag) & (-reply[0] <= tag),
-      dequeue,
-      dequeue(),
-      shape_invariants=[tf.TensorShape(None)],
-    )
-    reply = tf.ensure_shape(reply, [3])
-    return reply[1], reply[2]
 
   # The chief's side.
 
@@ -280,9 +272,9 @@ class Contributions:
     is_nonfinite = message.kind == int(Kind.NONFINITE)
 
     def reply():
-      self._reply(verdict, noted.tag, step)
+      self._replies.send(verdict, noted.tag, step)
       void = tf.where(replies.flush >= 0, int(Verdict.VOID), -1)
-      self._reply(tf.cast(void, tf.int64), replies.flush, step)
+      self._replies.send(tf.cast(void, tf.int64), replies.flush, step)
       sender = tf.where(is_nonfinite, message.replica, -1)
       return self._end_one(sender, message.tag)
 
@@ -305,17 +297,6 @@ class Contributions:
     for variable, value in zip(self._ledger, ledger, strict=True):
       variable.assign(value)
 
-  def _reply(self, verdict, tag, step) -> None:
-    for r, queue in enumerate(self._replies):
-
-      def send(r=r, queue=queue):
-        with tf.control_dependencies(
-          [queue.enqueue([tf.stack([tag[r], verdict[r], step])])]
-        ):
-          return tf.constant(True)
-
-      tf.cond(verdict[r] >= 0, send, lambda: tf.constant(False))
-
   def take_sums(self, task: int) -> list[parameter_store.Gradient]:
     """Sums the accepted contributions of one PS task, once per step.
 
@@ -332,7 +313,7 @@ class Contributions:
       ledger, verdict = ledger_lib.finish(before)
       self._write(ledger)
       self._present.assign(tf.zeros(self._present.shape, tf.bool))
-      self._reply(verdict, before.tag, step)
+      self._replies.send(verdict, before.tag, step)
 
   def end_replicas(self) -> None:
     """Releases all to `releases.ENDED`, also who still comes; until `wake`.
@@ -361,7 +342,7 @@ class Contributions:
       self._answering.assign(began)
       noted = self._read()  # What `collect` has read, nobody else will answer.
       verdict = tf.where(noted.status != Status.COMPUTING, Verdict.RELEASE, -1)
-      self._reply(tf.cast(verdict, tf.int64), noted.tag, releases.ENDED)
+      self._replies.send(tf.cast(verdict, tf.int64), noted.tag, releases.ENDED)
       tf.while_loop(lambda goes_on: goes_on, answer, [tf.constant(True)])
 
   def _put_back(self, *message: tf.Tensor) -> tf.Tensor:
@@ -372,7 +353,7 @@ class Contributions:
     is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica
     verdict = tf.where(is_this, int(Verdict.RELEASE), int(Verdict.NONE))
     tags = tf.fill([self.num_replicas], tag)
-    self._reply(tf.cast(verdict, tf.int64), tags, releases.ENDED)
+    self._replies.send(tf.cast(verdict, tf.int64), tags, releases.ENDED)
     return tf.constant(True)
 
   def wake(self) -> None:
@@ -396,5 +377,4 @@ class Contributions:
   def close(self) -> None:
     """Ends it for everybody: waiters get `OutOfRangeError`, offers fail."""
     self._inbox.close()
-    for queue in self._replies:
-      queue.close()
+    self._replies.close()

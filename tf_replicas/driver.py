@@ -3,10 +3,12 @@
 import abc
 
 import numpy as np
+import tensorflow as tf
 
 from tf_replicas import evaluation
 from tf_replicas import parameter_store
 from tf_replicas import towers
+from tf_replicas import update_rule
 
 
 class Driver(abc.ABC):
@@ -26,11 +28,30 @@ class Driver(abc.ABC):
   is_chief: bool
   replica: towers.Replica
   store: parameter_store.ParameterStore
+  optimizer: update_rule.UpdateRule
 
   @property
   def global_step(self) -> int:
     """The updates made so far."""
     return int(self.store.read_global_step())
+
+  def examples_drawn(self) -> tf.Tensor:
+    """About as many as all replicas have drawn so far: an int64 scalar.
+
+    Those of refused contributions are among them, for alike replicas: where
+    each has its own part of the data, a training that goes on draws new ones.
+    """
+    used = tf.cast(self.store.examples_seen.read_value(), tf.float64)
+    return tf.cast(tf.round(used / self.optimizer.used_share), tf.int64)
+
+  def _begin(self) -> None:
+    """The chief's, before its first update."""
+    if self.global_step < 0:
+      raise RuntimeError(
+        "an update was cut off in the middle when the chief was killed, and no"
+        " checkpoint was restored: start the parameter servers anew"
+      )
+    self.optimizer.begin_updates()
 
   def values(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
     """Reads the trained variables, which the Keras model's own are not.

@@ -108,14 +108,15 @@ class InGraph(driver.Driver):
       timeout_secs=start_timeout_secs,
       log=log,
     )
-    self.replica = replica_fn()
-    self.optimizer = optimizer_fn()
-    update_rule.check_replicas(self.optimizer, self._names)
-    self.store = parameter_store.build(
-      spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
-    )
-    self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
-    self.optimizer.create([tf.identity(v) for v in self.replica.shared])
+    with self._members.beginning(self.is_chief, log):
+      self.replica = replica_fn()
+      self.optimizer = optimizer_fn()
+      update_rule.check_replicas(self.optimizer, self._names)
+      self.store = parameter_store.build(
+        spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
+      )
+      self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
+      self.optimizer.create([tf.identity(v) for v in self.replica.shared])
     self._watch: stalls.Watch | None = None
     self._is_closing = threading.Event()
 
@@ -143,6 +144,7 @@ class InGraph(driver.Driver):
     self._members.raise_if_ended()
 
   def _start(self) -> None:
+    self._begin()
     self._watch = stalls.Watch(
       self.optimizer,
       lambda: self.global_step,
@@ -205,7 +207,7 @@ class InGraph(driver.Driver):
   def _dataset_fn(self) -> tf.data.Dataset:
     """Runs on a worker, again when that was restarted."""
     index = tf.distribute.coordinator.experimental_get_current_worker_index
-    start = self.store.examples_seen.read_value()
+    start = self.examples_drawn()
     return self.replica.dataset_fn(len(self._workers), index(), start)
 
   def _ages(self) -> list[float]:

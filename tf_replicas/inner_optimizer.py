@@ -77,9 +77,12 @@ class InnerOptimizer:
         variables are updated in groups.
     """
     self.optimizer = optimizer
+    # What one optimizer calls momentum may have another's opposite sign.
+    self._kind = type(optimizer).__name__.lower()
     self._is_built = False
     self._store: parameter_store.ParameterStore | None = None
     self._is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
+    self._began: tf.Variable | None = None
     if self._is_keras:
       _check_keras(optimizer)
     elif not hasattr(optimizer, "apply") and not hasattr(
@@ -128,6 +131,10 @@ class InnerOptimizer:
       self._is_built = True
       with self._creator_scope(store.device_of_task(0)):
         self.optimizer.build(list(self._shards.values()))
+        if not self._has_schedule():
+          self._began = tf.Variable(
+            tf.zeros([], tf.int64), name=f"began.{self._kind}"
+          )
     self._adopt()
     self._copies: list[tuple[keras.Variable, _Copies]] = []
     # State of the whole optimizer that updates change.
@@ -181,8 +188,9 @@ class InnerOptimizer:
         owner = max(owners, key=len)
         variable = self._shards[owner]
         slot = name[len(owner) + 1 :]
-        path = f"slots/{slot}/{variable.path}"
-        self._owner[path] = f"slots/{slot}", variable.path
+        kind = f"slots/{self._kind}/{slot}"
+        path = f"{kind}/{variable.path}"
+        self._owner[path] = kind, variable.path
         return path, variable.device
       # Keras numbers nameless variables by process: `variable_7`.
       name = re.sub(r"^variable_\d+$", "variable", name)
@@ -198,7 +206,7 @@ class InnerOptimizer:
     if not self._is_keras:
       return float("nan")
     rate = self.optimizer._learning_rate  # `learning_rate` reads `iterations`.
-    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+    if self._has_schedule():
       return float(rate(step))
     return float(rate() if callable(rate) else rate)
 
@@ -241,9 +249,13 @@ class InnerOptimizer:
   def _scalars(self, task: int, step: tf.Tensor, rate_factor) -> list:
     """What no update changes: (Keras variable, its value in this one).
 
-    The iteration count is not Keras' own, which is lost to races, but the
-    global step (Keras 3.15: `iterations.assign(iterations + 1)`).
+    The iteration count is not Keras' own, which is lost to races (Keras 3.15:
+    `iterations.assign(iterations + 1)`), but the global step since the slots
+    began, for whose age it stands; a schedule goes by the whole global step.
     """
+    if self._began is not None:
+      with tf.device(self._store.device_of_task(0)):
+        step = step - self._began.read_value()
     copied = {id(v): copies.variables[task] for v, copies in self._copies}
     scalars = []
     for variable in self.optimizer.variables:
@@ -257,6 +269,10 @@ class InnerOptimizer:
         continue
       scalars.append((variable, value))
     return scalars
+
+  def _has_schedule(self) -> bool:
+    rate = self.optimizer._learning_rate
+    return isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
 
   def _is_rate(self, variable: keras.Variable) -> bool:
     return variable is self.optimizer._learning_rate

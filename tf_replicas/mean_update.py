@@ -174,11 +174,9 @@ class MeanUpdate:
     squares = []
     for task, pairs in enumerate(means):
       with tf.device(self._store.device_of_task(task)):
-        values = [getattr(g, "values", g) for g, _ in pairs]
-        squares += [tf.cast(tf.nn.l2_loss(v), tf.float32) for v in values]
+        squares += [_sum_of_squares(g) for g, _ in pairs]
     with tf.device(self._store.device_of_task(0)):
-      norm = tf.sqrt(2.0 * tf.add_n(squares))
-      factor = self._clip_norm / tf.maximum(norm, self._clip_norm)
+      factor = _clip_factor(squares, self._clip_norm)
     clipped = []
     for task, pairs in enumerate(means):
       with tf.device(self._store.device_of_task(task)):
@@ -278,6 +276,43 @@ def scaled(
     values = gradient.values * tf.cast(factor, gradient.values.dtype)
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
   return gradient * tf.cast(factor, gradient.dtype)
+
+
+def clipped(
+  gradients: Sequence[parameter_store.Gradient],
+  shapes: Sequence[Sequence[int]],
+  clip_norm: float,
+) -> list[parameter_store.Gradient]:
+  """Gradients scaled down to a global norm, rows that occur twice summed.
+
+  Args:
+    gradients: Of whole variables; may be None.
+    shapes: Of the variables.
+    clip_norm: The largest norm. (That of `tf.clip_by_global_norm` is too small
+      for `tf.IndexedSlices` in which a row occurs twice.)
+  """
+  gradients = [
+    _sum_rows(g, tf.TensorShape(shape))
+    if isinstance(g, tf.IndexedSlices)
+    else g
+    for g, shape in zip(gradients, shapes, strict=True)
+  ]
+  squares = [_sum_of_squares(g) for g in gradients if g is not None]
+  if not squares:
+    return gradients
+  factor = _clip_factor(squares, clip_norm)
+  return [None if g is None else scaled(g, factor) for g in gradients]
+
+
+def _sum_of_squares(gradient) -> tf.Tensor:
+  """In float64, where no finite float32 is too large."""
+  values = getattr(gradient, "values", gradient)
+  return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
+
+
+def _clip_factor(squares: Sequence[tf.Tensor], clip_norm: float) -> tf.Tensor:
+  norm = tf.sqrt(tf.add_n(squares))
+  return tf.cast(clip_norm / tf.maximum(norm, clip_norm), tf.float32)
 
 
 def _sum_rows(gradient: tf.IndexedSlices, shape) -> tf.IndexedSlices:

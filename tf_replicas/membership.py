@@ -7,6 +7,7 @@ others to compare with. A client beats in threads of their own, one for each
 register, so that a task which hangs holds up nobody else.
 """
 
+import contextlib
 import functools
 import json
 import threading
@@ -249,6 +250,23 @@ class Membership:
     self._ending = outcome
     if not self.outcome():
       self._first.outcome.assign(outcome)
+      resources.await_assigned([self._first.outcome])
+
+  @contextlib.contextmanager
+  def beginning(self, is_chief: bool, log: Callable[[str], None]):
+    """Around what builds a training: if the chief fails, all hear of it.
+
+    A restarted one's failure is its own; the others wait for the next.
+    """
+    try:
+      yield
+    except Exception as error:
+      if is_chief and not self.may_go():
+        outcome = outcome_of(error)
+        stages = [lambda: self.end(outcome), self.leave]
+        stages.append(lambda: self.dismiss(timeout_secs=10))
+        take_leave(stages, log=log)
+      raise
 
   def leave(self) -> None:
     """Says that this client needs nothing any more."""

@@ -265,8 +265,10 @@ class ParameterStore:
   def advance(self, step: tf.Tensor, num_examples: tf.Tensor) -> tf.Tensor:
     """Makes the global step `step` + 1 and counts the examples; returns it."""
     with tf.device(self.device_of_task(0)):
-      self.examples_seen.assign_add(tf.cast(num_examples, tf.int64))
-      with tf.control_dependencies([self.global_step.assign(step + 1)]):
+      count = self.examples_seen.assign_add(tf.cast(num_examples, tf.int64))
+      with tf.control_dependencies([count]):  # Then all of it is done.
+        advanced = self.global_step.assign(step + 1)
+      with tf.control_dependencies([advanced]):
         return tf.identity(step + 1)
 
   def read(

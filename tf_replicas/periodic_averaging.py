@@ -37,8 +37,8 @@ from tf_replicas import periodic_optimizer
 from tf_replicas import sync_replicas
 from tf_replicas import update_rule
 
-# The share of the way to each other that copies and centre go in a period, all
-# replicas together: beta of Zhang et al. 2015, section 5.
+# A copy and the centre go BETA / period / M of the way to each other, as in
+# TF1's `ElasticAverageOptimizer`; in Zhang et al. 2015, section 5, BETA / M.
 BETA = 0.9
 
 

@@ -66,6 +66,11 @@ class PeriodicOptimizer:
     return self._rule.replicas_to_aggregate
 
   @property
+  def used_share(self) -> float:
+    """How much of what the replicas draw is used, if they are alike."""
+    return self._rule.used_share
+
+  @property
   def total_num_replicas(self) -> int:
     """How many there are."""
     return self._rule.total_num_replicas
@@ -98,6 +103,10 @@ class PeriodicOptimizer:
       self._steps.initialize()
     self._steps.refresh()
     self._rule.create(values)
+
+  def begin_updates(self) -> None:
+    """The chief's, before its first update: of a centre that is whole."""
+    self._rule.begin_updates()
 
   def signature(self) -> list:
     """What every client of a training must agree on about the rule."""

@@ -61,7 +61,8 @@ def exit_now(status: int) -> None:
   """
   for thread in threading.enumerate():
     if thread is not threading.current_thread() and not thread.daemon:
-      thread.join(timeout=5.0)
+      with contextlib.suppress(RuntimeError):  # It is just being started.
+        thread.join(timeout=5.0)
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)

@@ -7,6 +7,8 @@ from typing import Protocol
 from typing import TypeVar
 
 _RECORD = "config.json"
+# Examples are counted in 64 bits.
+_MOST_EPOCHS = 1e9
 
 
 class Settings(Protocol):
@@ -96,6 +98,16 @@ def require_seed(seed: int) -> None:
     ValueError: If not.
   """
   require("seed", seed, 0 <= seed < 2**63, "in [0, 2**63)")
+
+
+def require_epochs(name: str, config: object) -> None:
+  """Checks a setting that counts epochs, of which examples are computed.
+
+  Raises:
+    ValueError: If it is not positive, or so large that there is no such number.
+  """
+  value = getattr(config, name)
+  require(name, value, 0 < value <= _MOST_EPOCHS, f"in (0, {_MOST_EPOCHS:g}]")
 
 
 def require(name: str, value: object, holds: bool, rule: str) -> None:

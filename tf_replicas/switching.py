@@ -138,6 +138,7 @@ class SwitchingOptimizer:
   """
 
   refresh_every = 1
+  used_share = 1.0
 
   def __init__(
     self,
@@ -181,6 +182,11 @@ class SwitchingOptimizer:
           f" {rule.total_num_replicas} replicas."
         )
       rule.inner = first.inner
+    if len({type(rule) for rule in rules}) < len(rules):
+      raise ValueError(
+        "`rules` must be of different classes, as two of one would share their"
+        f" queues and counts. Received: {[type(r).__name__ for r in rules]}."
+      )
     self.rules = list(rules)
     self.inner = first.inner
     self.total_num_replicas = first.total_num_replicas
@@ -240,6 +246,10 @@ class SwitchingOptimizer:
     for number, rule in enumerate(self.rules):
       if number != self._number:
         rule.suspend()
+
+  def begin_updates(self) -> None:
+    """The chief's, before its first update: of a store that is whole."""
+    self._rule.begin_updates()
 
   def signature(self) -> list:
     """What every client of a training must agree on about the rule."""

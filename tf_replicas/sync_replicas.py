@@ -17,6 +17,7 @@ from tf_replicas import ledger
 from tf_replicas import moving_averages
 from tf_replicas import parameter_store
 from tf_replicas import releases
+from tf_replicas import succession
 from tf_replicas import update_rule
 from tf_replicas import updates
 
@@ -69,14 +70,13 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
      for counts as zero there. Sparse gradients are summed by row and divided
      by N too, so that N replicas of B examples equal one of N * B.
   3. Clip the mean by its global norm if `clip_mean_norm` is given.
-  4. Apply the inner optimizer on each PS task.
+  4. Apply the inner optimizer on each PS task; update the moving averages.
   5. Global step + 1.
-  6. Update the moving averages.
-  7. Release every replica that has offered.
+  6. Release every replica that has offered.
 
   After TF1's `tf.train.SyncReplicasOptimizer`, but the first step counts like
-  every other, contributions are taken or refused as a whole, the mean is of
-  exactly N, and nothing is dropped without being counted.
+  every other, contributions are taken or refused as a whole, and counted, and
+  the mean is of exactly N. Only what comes after the last step is not counted.
 
   Attributes:
     replicas_to_aggregate: N.
@@ -130,6 +130,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     )
     self.replicas_to_aggregate = replicas_to_aggregate
     self.total_num_replicas = total_num_replicas
+    self.used_share = min(1.0, replicas_to_aggregate / total_num_replicas)
 
   @property
   def has_tickets(self) -> bool:
@@ -166,12 +167,26 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     self._present = (True,) * len(store.contributed)
     self._steps: dict[tuple[bool, ...], Callable] = {}
     self._untold: Sequence[np.ndarray] = ()
+    self._mark = succession.UpdateMark(store)
+    self._is_successor = False
 
   def initialize(self, values: Sequence[tf.Tensor]) -> None:
     """Gives everything but the slots and the global step its first value."""
     if self._contributions is not None:
       self._contributions.initialize()
+    self._mark.clear()
     super().initialize(values)
+
+  def take_over(self) -> None:
+    """A restarted chief's: waits for the end of its predecessor's update."""
+    super().take_over()
+    self._mark.await_end()
+    self._is_successor = True
+
+  def begin_updates(self) -> None:
+    """A restarted chief's: trusts nothing that its predecessor had begun."""
+    if self._is_successor:
+      self._contributions.begin_anew()
 
   def signature(self) -> list:
     """What every client of a training must agree on about the rule."""
@@ -259,7 +274,8 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     is_made = self._untold[:, _ENDED_AT] != releases.NEVER
     made, self._untold = self._untold[is_made], self._untold[~is_made]
     if len(made):
-      return [self._tell(row) for row in made]
+      rate = self.inner.learning_rate
+      return [updates.of_step(*row[2:_NUM_FIELDS], rate) for row in made]
     (row,), self._untold = self._untold, ()
     kind, replica, step = map(int, row[:3])
     if kind == ledger.Kind.NONFINITE:
@@ -269,17 +285,6 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     # Other variables than assumed have gradients; their update is traced.
     self._present = tuple((row[_NUM_FIELDS:] > 0).tolist())
     return self.apply_updates(most)
-
-  def _tell(self, row: np.ndarray) -> updates.Update:
-    _, _, step, examples, loss, began, ended = row[:_NUM_FIELDS]
-    return updates.Update(
-      global_step=int(step) + 1,
-      loss=float(loss),
-      num_examples=int(examples),
-      learning_rate=self.inner.learning_rate(int(step)),
-      began=began,
-      ended=ended,
-    )
 
   def _trace(self, present: tuple[bool, ...]) -> Callable:
     """As many steps as it is told: [n, row]; only the last may be none."""
@@ -325,12 +330,13 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
 
   def _finish_step(self, present, collected) -> tf.Tensor:
     """Updates, advances the step and lets the replicas go on; when it did."""
-    updated = self.update(
-      present,
-      collected.step,
-      self._contributions.take_sums,
-      self.replicas_to_aggregate,
-    )
+    with tf.control_dependencies([self._mark.begin(collected.step)]):
+      updated = self.update(
+        present,
+        collected.step,
+        self._contributions.take_sums,
+        self.replicas_to_aggregate,
+      )
     with tf.control_dependencies([updated]):
       step = self._store.advance(collected.step, collected.examples)
     ended = releases.now(step)
@@ -344,12 +350,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     """What became of each replica's contributions; none if it is alone."""
     if self._contributions is None:
       return []
-    state = self._contributions.snapshot()
-    rows = zip(state.counts.tolist(), state.held_up.tolist(), strict=True)
-    return [
-      updates.Counts(applied, surplus, tuple(late), held_up_secs=secs)
-      for (applied, surplus, *late), secs in rows
-    ]
+    return updates.of_ledger(self._contributions.snapshot())
 
   def ledger(self) -> ledger.Ledger:
     """Who owes what at this moment, as NumPy values."""

@@ -48,10 +48,10 @@ class Replica:
       returns their new values too: (loss, values).
     dataset_fn: Maps (num_shards, shard_index, start_example) to an endless
       data set whose elements are batches: tuples of tensors with the examples
-      along axis 0. The start is how many examples all replicas have used
-      before. Index and start are ints, or int64 scalars where the driver runs
-      the function on a remote worker. With several towers a batch is for all
-      of them.
+      along axis 0. The start is how many examples all replicas have drawn
+      before, about. Index and start are ints, or int64 scalars where the driver
+      runs the function on a remote worker. With several towers a batch is for
+      all of them.
     devices: Where the towers compute; the default device if empty. With
       `layers` on D devices, the first D are the first tower, and so on.
     layers: Which layer of the model computes on which device of a tower; then
@@ -85,6 +85,13 @@ class Replica:
       raise ValueError(
         f"`micro_batches` must be at least 1. Received: {self.micro_batches}."
       )
+    for name, is_trainable in (("variables", True), ("statistics", False)):
+      wrong = [v for v in getattr(self, name) if v.trainable != is_trainable]
+      if wrong:
+        raise ValueError(
+          f"`{name}` must {'' if is_trainable else 'not '}be trainable."
+          f" Received: {', '.join(v.name for v in wrong)}."
+        )
     has_stages = any(len(tower) > 1 for tower in self.towers())
     if self.is_synchronized and has_stages:
       raise ValueError(

@@ -43,10 +43,12 @@ class UpdateRule:
     variable_averages: How the shadow averages follow, if there are any.
     wire_dtype: As what float32 parameters and gradients travel, for the driver
       to tell the store; None: as they are.
+    used_share: How much of what the replicas draw is used, if they are alike.
     name: Names the rule, and its summaries.
   """
 
   refresh_every = 1
+  used_share = 1.0
 
   def __init__(
     self,
@@ -143,6 +145,9 @@ class UpdateRule:
     # Whose `apply_update` may live on at the PS; this ends it.
     self.interrupt()
 
+  def begin_updates(self) -> None:
+    """The chief's, before its first update: of a store that is whole."""
+
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
     raise NotImplementedError
@@ -169,7 +174,10 @@ class UpdateRule:
       factor = 1 / self._loss_scale
       gradients = [mean_update.scaled(g, factor) for g in gradients]
     if self._clip_replica_norm is not None:
-      gradients, _ = tf.clip_by_global_norm(gradients, self._clip_replica_norm)
+      shapes = [self._store.specs[i].shape for i in self._store.trainable]
+      gradients = mean_update.clipped(
+        gradients, shapes, self._clip_replica_norm
+      )
     if replica is None:
       return [*gradients, *moves]
     weight = 0 if replica else self.replicas_to_aggregate

@@ -4,6 +4,7 @@ Nothing here needs TensorFlow before the rule is made.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from tf_replicas import cluster
@@ -147,7 +148,8 @@ def check(
     cluster.ClusterError: With the reason.
   """
   _check_rules("update", settings.rules)
-  _check_switch(settings)
+  has_backups = (replicas_to_aggregate or num_replicas) < num_replicas
+  _check_switch(settings, has_backups)
   if replicas_to_aggregate is not None:
     if replicas_to_aggregate < 1:
       raise cluster.ClusterError(
@@ -172,6 +174,12 @@ def check(
     raise cluster.ClusterError(
       f"`--moving_rate` must be in (0, 1]. Received: {settings.moving_rate}."
     )
+  for name in ("rho", "delay_compensation"):
+    value = getattr(settings, name)
+    if value is not None and not 0 <= value < math.inf:
+      raise cluster.ClusterError(
+        f"`--{name}` must be at least 0 and finite. Received: {value}."
+      )
   usual = UpdateSettings()
   for name in ("use_locking", "snapshot_reads", "refresh_every"):
     value = getattr(settings, name)
@@ -208,7 +216,7 @@ def _check_rules(flag: str, rules: tuple[str, ...]) -> None:
     )
 
 
-def _check_switch(settings: UpdateSettings) -> None:
+def _check_switch(settings: UpdateSettings, has_backups: bool) -> None:
   """What follows on the first rules goes together with them."""
   moments = {name: getattr(settings, name) for name in _MOMENTS}
   given = [f"--{k}={v}" for k, v in moments.items() if v is not None]
@@ -228,11 +236,32 @@ def _check_switch(settings: UpdateSettings) -> None:
       f"{','.join(settings.rules)}, --then_update="
       f"{','.join(settings.then_update)}."
     )
-  if settings.switch_when_slow is not None and not settings.is_sync:
+  if settings.is_sync == (settings.then_update == (SYNC,)):
     raise cluster.ClusterError(
-      "`--switch_when_slow` needs `--update=sync`, which waits for replicas."
-      f" Received: --update={','.join(settings.rules)}."
+      "`--then_update` must go from sync to asynchronous rules or back."
+      f" Received: {settings}."
     )
+  what = f"--update={','.join(settings.rules)}"
+  what += " with backups" if has_backups else " without backups"
+  is_all = settings.is_sync and not has_backups
+  if settings.switch_when_slow is not None and not is_all:
+    raise cluster.ClusterError(
+      "`--switch_when_slow` needs `--update=sync` without backups, which waits"
+      f" for every replica. Received: {what}."
+    )
+  refuses = DROP_STALE in settings.rules or settings.is_sync and has_backups
+  if settings.switch_when_refused is not None and not refuses:
+    raise cluster.ClusterError(
+      "`--switch_when_refused` needs `--update=drop_stale`, or sync with"
+      " `--replicas_to_aggregate` below the number of replicas: others refuse"
+      f" nothing. Received: {what}."
+    )
+  for name in ("switch_when_refused", "switch_when_slow"):
+    share = getattr(settings, name)
+    if share is not None and not 0 <= share < 1:
+      raise cluster.ClusterError(
+        f"`--{name}` must be in [0, 1). Received: {share}."
+      )
   if settings.refresh_every > 1:
     raise cluster.ClusterError(
       "`--then_update` needs `--refresh_every=1`. Received:"

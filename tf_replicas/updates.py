@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tf_replicas import ledger
 from tf_replicas import timeline
 from tf_replicas import training
 
@@ -78,6 +79,34 @@ class Counts(NamedTuple):
   def refused(self) -> int:
     """All that were not used."""
     return self.surplus + sum(self.late)
+
+
+def of_step(
+  step: float,
+  examples: float,
+  loss: float,
+  began: float,
+  ended: float,
+  rate_fn: Callable[[int], float],
+) -> Update:
+  """An update from the variables of `step`; its fields as they travelled."""
+  return Update(
+    global_step=int(step) + 1,
+    loss=float(loss),
+    num_examples=int(examples),
+    learning_rate=rate_fn(int(step)),
+    began=began,
+    ended=ended,
+  )
+
+
+def of_ledger(state: ledger.Ledger) -> list[Counts]:
+  """What a ledger says of each replica."""
+  rows = zip(state.counts.tolist(), state.held_up.tolist(), strict=True)
+  return [
+    Counts(applied, surplus, tuple(late), held_up_secs=secs)
+    for (applied, surplus, *late), secs in rows
+  ]
 
 
 def total(counts: Sequence[Counts]) -> Counts:
