@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import tensorflow as tf
@@ -31,6 +32,7 @@ def test_settings_win_over_the_recipe():
     ("recipe", "secret"),
     ("learning_rate", 0.0),
     ("num_epochs", math.inf),
+    ("num_epochs", 1e305),
     ("num_epochs_per_decay", math.inf),
     ("weight_decay", math.inf),
     ("num_epochs_per_decay", -1.0),
@@ -51,12 +53,14 @@ def test_settings_win_over_the_recipe():
     ("learning_rate_scale", 0.0),
     ("num_epochs", -2.0),
     ("warmup_epochs", 256.0),
+    ("warmup_epochs", 255.999999),  # 256, to an example.
     ("seed", 2**63),
     ("seed", -1),
   ],
 )
 def test_refuses_settings_out_of_range(field, value):
-  with pytest.raises(ValueError, match=rf"`{field}` must be .*{value!r}\.$"):
+  received = re.escape(repr(value))
+  with pytest.raises(ValueError, match=rf"`{field}` must be .*{received}\.$"):
     dataclasses.replace(config.Config(), **{field: value})
 
 
@@ -102,6 +106,13 @@ def test_one_cycle_rises_and_falls(epochs, expected):
   )
   rate = config.learning_rate(settings, tf.constant(examples_seen, tf.int64))
   assert float(rate) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 7, 12_345, 10**9])
+def test_one_cycle_ends_at_nothing_exactly(beyond):
+  """So that a run which goes on from there can be told from others."""
+  settings = config.from_recipe("modern", num_epochs=5.0, warmup_epochs=0.5)
+  assert config.learning_rate(settings, 250_000 + beyond) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -416,3 +416,9 @@ class TestBadInput:
       more = [*more, "--switch_at_step=5", "--max_steps=9"]
     flags = train_flags(tmp_path / "run", "--scale_learning_rate", *more)
     self.refuse("`--scale_learning_rate` needs", *flags)
+
+  def test_a_cycle_ends_with_the_run(self, tmp_path):
+    """By two rules, it would end elsewhere."""
+    more = ["--then_update=async", "--switch_at_step=5", "--max_steps=9"]
+    flags = train_flags(tmp_path / "run", "--recipe=modern", *more)
+    self.refuse("`--then_update` with the recipe modern", *flags)

@@ -308,7 +308,7 @@ class Scripted:
         ledger.Kind.OFFER, self._replica, tag, step=step
       )
       with tf.control_dependencies([sent]):
-        verdict, _ = self._contributions._await_reply(self._replica, tag)
+        verdict, _ = self._contributions._replies.wait(self._replica, tag)
       return tag, verdict
 
     @tf.function(autograph=False)
