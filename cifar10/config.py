@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from tf_replicas import compute_dtypes
 from tf_replicas import run_settings
+from tf_replicas import schedules
 
 NUM_CLASSES = 10
 RECORD_SIZE = 32  # Height and width of a stored image.
@@ -224,7 +225,7 @@ class Config:
       "warmup_epochs",
       self.warmup_epochs,
       0 <= self.warmup_epochs <= self.num_epochs
-      and _examples(self.warmup_epochs) < _examples(self.num_epochs),
+      and _num_examples(self.warmup_epochs) < _num_examples(self.num_epochs),
       f"in [0, {self.num_epochs}), the epochs of the run, by an example less"
       " at least",
     )
@@ -266,41 +267,31 @@ def learning_rate(
       tensor, for which the result is a float64 tensor.
     num_examples_per_epoch: Size of the training set.
   """
-  warm, end = (
-    _examples(epochs, num_examples_per_epoch)
-    for epochs in (config.warmup_epochs, config.num_epochs)
+  warm, end, decay = (
+    schedules.num_examples(epochs, num_examples_per_epoch)
+    for epochs in (
+      config.warmup_epochs,
+      config.num_epochs,
+      config.num_epochs_per_decay,
+    )
   )
-  warmed = _clip(examples_seen / warm) if warm else 1.0
+  warmed = schedules.share(examples_seen, warm)
   if config.schedule == "one_cycle":
-    left = _clip((end - examples_seen) / (end - warm))
+    left = schedules.share(end - examples_seen, end - warm)
     return config.learning_rate * config.learning_rate_scale * warmed * left
-  examples_per_decay = max(
-    1, _examples(config.num_epochs_per_decay, num_examples_per_epoch)
-  )
-  num_decays = (examples_seen / examples_per_decay) // 1
   scale = 1.0 + (config.learning_rate_scale - 1.0) * warmed
-  rate = config.learning_rate * config.learning_rate_decay_factor**num_decays
-  return rate * scale
-
-
-def _clip(value):
-  """Into [0, 1], exactly; of numbers and tensors, without TensorFlow."""
-
-  def not_negative(number):
-    return (number + abs(number)) / 2
-
-  return 1 - not_negative(1 - not_negative(value))
+  factor = config.learning_rate_decay_factor
+  falling = schedules.staircase(examples_seen, factor, decay)
+  return config.learning_rate * falling * scale
 
 
 def num_examples(config: Config) -> int:
   """The examples of a whole run."""
-  return _examples(config.num_epochs)
+  return _num_examples(config.num_epochs)
 
 
-def _examples(
-  epochs: float, per_epoch: int = NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN
-) -> int:
-  return round(epochs * per_epoch)
+def _num_examples(epochs: float) -> int:
+  return schedules.num_examples(epochs, NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN)
 
 
 def centered_from(config: Config) -> int | None:

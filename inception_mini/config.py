@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from tf_replicas import compute_dtypes
 from tf_replicas import run_settings
+from tf_replicas import schedules
 
 MIN_IMAGE_SIZE = 32
 MAX_IMAGE_SIZE = 299
@@ -65,6 +66,7 @@ class Config:
     learning_rate: At the first step.
     learning_rate_decay_factor: What each decay multiplies the rate by.
     num_epochs_per_decay: Passes over the training set between decays.
+    warmup_epochs: Passes in which the rate rises linearly from 0; 0 is none.
     rmsprop_decay: Of RMSProp's mean of squared gradients.
     rmsprop_momentum: Of RMSProp.
     rmsprop_epsilon: Added to the mean square before the root is taken.
@@ -100,6 +102,7 @@ class Config:
   learning_rate: float = 0.045
   learning_rate_decay_factor: float = 0.94
   num_epochs_per_decay: float = 2.0
+  warmup_epochs: float = 0.0
   rmsprop_decay: float = 0.9
   rmsprop_momentum: float = 0.9
   rmsprop_epsilon: float = 1.0
@@ -149,6 +152,8 @@ class Config:
     )
     require("in [0, 1)", lambda v: 0 <= v < 1, *_SHARES)
     run_settings.require_epochs("num_epochs_per_decay", self)
+    if self.warmup_epochs:
+      run_settings.require_epochs("warmup_epochs", self)
     run_settings.require_seed(self.seed)
     require("in (0, 1]", lambda v: 0 < v <= 1, *_PARTS)
 
@@ -196,15 +201,19 @@ def learning_rate(
 
       rate = initial * factor ^ floor(examples_seen / (epochs * per_epoch))
 
+  It rises linearly from 0 to that in the first `warmup_epochs`.
+
   Args:
-    config: Holds `learning_rate`, `learning_rate_decay_factor` and
-      `num_epochs_per_decay`.
+    config: Holds `learning_rate`, `learning_rate_decay_factor`,
+      `num_epochs_per_decay` and `warmup_epochs`.
     examples_seen: Examples in all updates so far: an int, or an integer
       tensor, for which the result is a float64 tensor.
     num_examples_per_epoch: Size of the training set.
   """
-  examples_per_decay = max(
-    1, round(config.num_epochs_per_decay * num_examples_per_epoch)
+  warm, decay = (
+    schedules.num_examples(epochs, num_examples_per_epoch)
+    for epochs in (config.warmup_epochs, config.num_epochs_per_decay)
   )
-  num_decays = (examples_seen / examples_per_decay) // 1
-  return config.learning_rate * config.learning_rate_decay_factor**num_decays
+  factor = config.learning_rate_decay_factor
+  falling = schedules.staircase(examples_seen, factor, decay)
+  return config.learning_rate * falling * schedules.share(examples_seen, warm)

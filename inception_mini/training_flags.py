@@ -31,6 +31,7 @@ _NUMBERS = {
   "learning_rate": "Learning rate at the first step",
   "learning_rate_decay_factor": "Learning rate after a decay / before",
   "num_epochs_per_decay": "Epochs, of all replicas, between decays",
+  "warmup_epochs": "Epochs in which the rate rises from 0; 0 is none",
   "moving_average_decay": "Largest decay of the variables' averages",
   "batch_norm_decay": "Decay of moving means and variances",
   "weight_decay": "Factor of half the squared kernels",

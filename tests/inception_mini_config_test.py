@@ -52,6 +52,8 @@ def test_every_recipe_is_valid(recipe):
     ("learning_rate_decay_factor", 0.0),
     ("num_epochs_per_decay", -1.0),
     ("num_epochs_per_decay", 1e305),
+    ("warmup_epochs", -1.0),
+    ("warmup_epochs", float("inf")),
     ("rmsprop_decay", 1.0),
     ("rmsprop_momentum", -0.1),
     ("rmsprop_epsilon", 0.0),
@@ -83,6 +85,16 @@ def test_learning_rate_falls_every_two_epochs(examples_seen, num_decays):
   for examples in (examples_seen, tf.constant(examples_seen, tf.int64)):
     rate = config.learning_rate(settings, examples, num_examples_per_epoch=100)
     assert float(rate) == expected
+
+
+@pytest.mark.parametrize(
+  "examples_seen, share", [(0, 0.0), (25, 0.5), (49, 0.98), (50, 1.0), (99, 1)]
+)
+def test_learning_rate_is_warmed_up(examples_seen, share):
+  settings = config.Config(learning_rate=0.4, warmup_epochs=0.5)
+  for examples in (examples_seen, tf.constant(examples_seen, tf.int64)):
+    rate = config.learning_rate(settings, examples, num_examples_per_epoch=100)
+    assert float(rate) == pytest.approx(0.4 * share)
 
 
 def test_imports_no_tensorflow():

@@ -21,6 +21,7 @@ LAYERS = (
     ("releases",),
     ("packing",),
     ("run_settings",),
+    ("schedules",),
     ("compute_dtypes",),
     ("prepared_datasets",),
     ("processes",),
@@ -80,6 +81,7 @@ WITHOUT_TENSORFLOW = {
   "processes",
   "program",
   "run_settings",
+  "schedules",
   "update_flags",
   "update_settings",
 }
