@@ -27,7 +27,6 @@ from tf_replicas import cluster
 from tf_replicas import connection
 from tf_replicas import driver
 from tf_replicas import membership
-from tf_replicas import parameter_store
 from tf_replicas import releases
 from tf_replicas import stalls
 from tf_replicas import sync_replicas
@@ -35,7 +34,6 @@ from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
 from tf_replicas import turns
-from tf_replicas import update_rule
 from tf_replicas import updates
 
 # How many times as long as for another worker to wait for the chief.
@@ -111,12 +109,7 @@ class BetweenGraph(driver.Driver):
       log=log,
     )
     with self._members.beginning(self.is_chief, log):
-      self.replica = replica_fn()
-      self.optimizer = optimizer_fn()
-      update_rule.check_replicas(self.optimizer, self._names)
-      self.store = parameter_store.build(
-        spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
-      )
+      self._build(spec, self._names, replica_fn, optimizer_fn)
       self._agree()
       self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
       if self.is_chief:

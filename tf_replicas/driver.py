@@ -1,10 +1,13 @@
 """What all drivers have in common."""
 
 import abc
+from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas import cluster
 from tf_replicas import evaluation
 from tf_replicas import parameter_store
 from tf_replicas import towers
@@ -43,6 +46,31 @@ class Driver(abc.ABC):
     """
     used = tf.cast(self.store.examples_seen.read_value(), tf.float64)
     return tf.cast(tf.round(used / self.optimizer.used_share), tf.int64)
+
+  def _build(
+    self,
+    spec: cluster.ClusterSpec,
+    names: Sequence[str],
+    replica_fn: Callable[[], towers.Replica],
+    optimizer_fn: Callable[[], update_rule.UpdateRule],
+  ) -> None:
+    """Builds what a client of parameter servers trains, and the shared copy.
+
+    Args:
+      spec: The cluster.
+      names: The replicas'.
+      replica_fn: Builds the replica.
+      optimizer_fn: Builds the update rule.
+
+    Raises:
+      ValueError: If the rule is for another number of replicas.
+    """
+    self.replica = replica_fn()
+    self.optimizer = optimizer_fn()
+    update_rule.check_replicas(self.optimizer, names)
+    self.store = parameter_store.build(
+      spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
+    )
 
   def _begin(self) -> None:
     """The chief's, before its first update."""

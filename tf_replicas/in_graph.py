@@ -31,7 +31,6 @@ from tf_replicas import cluster
 from tf_replicas import connection
 from tf_replicas import driver
 from tf_replicas import membership
-from tf_replicas import parameter_store
 from tf_replicas import processes
 from tf_replicas import releases
 from tf_replicas import resources
@@ -41,7 +40,6 @@ from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
 from tf_replicas import turns
-from tf_replicas import update_rule
 from tf_replicas import updates
 
 
@@ -109,12 +107,7 @@ class InGraph(driver.Driver):
       log=log,
     )
     with self._members.beginning(self.is_chief, log):
-      self.replica = replica_fn()
-      self.optimizer = optimizer_fn()
-      update_rule.check_replicas(self.optimizer, self._names)
-      self.store = parameter_store.build(
-        spec, self.replica.shared, wire_dtype=self.optimizer.wire_dtype
-      )
+      self._build(spec, self._names, replica_fn, optimizer_fn)
       self.optimizer.build(self.store, is_sparse=towers.sparsity(self.replica))
       self.optimizer.create([tf.identity(v) for v in self.replica.shared])
     self._watch: stalls.Watch | None = None

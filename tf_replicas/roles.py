@@ -30,9 +30,6 @@ from tf_replicas import updates
 # update rule may have changed.
 _OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
 
-# How long a server waits at least for a client, of which there is none.
-_ORPHAN_SECS = 300.0
-
 # What data that cannot be read, or a full memory, is reported as; a task that
 # is gone is none of these (TensorFlow 2.21).
 _OWN_FAILURES = (
@@ -103,7 +100,9 @@ def serve(options: program.Options) -> int:
     options.spec,
     options.task,
     num_clients=clients,
-    orphan_timeout_secs=max(_ORPHAN_SECS, options.start_timeout_secs),
+    orphan_timeout_secs=max(
+      server.ORPHAN_TIMEOUT_SECS, options.start_timeout_secs
+    ),
     log=_say,
   )
   return 0 if outcome == membership.FINISHED else 1

@@ -14,6 +14,8 @@ import tensorflow as tf
 from tf_replicas import cluster
 from tf_replicas import membership
 
+ORPHAN_TIMEOUT_SECS = 300.0
+
 
 def connect_server(spec: cluster.ClusterSpec, task: cluster.Task) -> str:
   """Starts this task's server; returns its device.
@@ -40,7 +42,7 @@ def serve(
   task: cluster.Task,
   *,
   num_clients: int,
-  orphan_timeout_secs: float = 300.0,
+  orphan_timeout_secs: float = ORPHAN_TIMEOUT_SECS,
   log: Callable[[str], None] = print,
   clock: Callable[[], float] = time.monotonic,
 ) -> str:
