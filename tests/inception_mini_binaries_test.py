@@ -14,6 +14,7 @@ from inception_mini import eval as eval_lib
 from inception_mini import inputs
 from inception_mini import model as model_lib
 from inception_mini import sources
+from inception_mini import synthetic
 from tf_replicas import checkpoints
 from tf_replicas import evaluation
 from tf_replicas import run_settings
@@ -112,6 +113,17 @@ def test_evaluates_with_averages_of_everything(trained, tmp_path, capsys):
   assert abs(precision - result.precision) < 1e-4
   assert abs(recall - result.recall) < 1e-4
   assert tf.io.gfile.glob(f"{tmp_path}/events.*")
+
+
+def test_evaluates_on_the_training_set(trained, capsys):
+  train_dir, _ = trained
+  settings = run_settings.of_run(config.Config, train_dir)
+  result = eval_lib.evaluate(settings, subset="train", batch_size=500)
+  total = sum(synthetic.SHARDS["train"])
+  assert result.num_examples == total
+  assert f"[{total} examples]" in capsys.readouterr().out
+  assert tf.io.gfile.glob(f"{train_dir}/eval_train/events.*")
+  assert not tf.io.gfile.exists(f"{train_dir}/eval")
 
 
 def test_fine_tunes_to_another_number_of_classes(trained, tmp_path):
