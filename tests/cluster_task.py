@@ -32,6 +32,7 @@ from tf_replicas import membership
 from tf_replicas import moving_averages
 from tf_replicas import periodic_averaging
 from tf_replicas import processes
+from tf_replicas import register as register_lib
 from tf_replicas import resources
 from tf_replicas import server
 from tf_replicas import sync_replicas
@@ -491,6 +492,23 @@ def killed_chief(here: Here) -> None:
   train(here, driver, run_chief)
 
 
+def replaced(here: Here) -> None:
+  """The test starts a task once more; the first process then has to end."""
+  driver = constant_driver(here)
+  number = here.count(f"{here.task} has joined")
+
+  def run_chief():
+    recorder = Recorder(driver)
+    recorder.step(2)
+    here.mark(f"chief {number} has made steps")
+    while not (here.directory / "the first has ended").exists():
+      recorder.step()
+    recorder.step(2)
+    return {"steps": recorder.steps}
+
+  train(here, driver, run_chief)
+
+
 def chief_cannot_begin(here: Here) -> None:
   """It is about to say what it trains."""
 
@@ -598,7 +616,7 @@ def _await_sign(device: str) -> None:
 
   One that has not ends the training after some minutes.
   """
-  register = membership.Register(device, 1)
+  register = register_lib.Register(device, 1)
   connection.await_value(
     lambda: register.ages()[0] > 0,
     timeout_secs=20,

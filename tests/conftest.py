@@ -105,18 +105,16 @@ class Trial:
   ):
     self.spec = cluster.resolve_ports(cluster.parse(document))
     self.directory = directory
-    arguments = json.dumps(
-      {
+
+    def command(task):
+      arguments = {
         "spec": json.loads(self.spec.to_json()),
         "directory": str(directory),
         "replication": replication,
         "options": options,
       }
-    )
-
-    def command(task):
-      start = [sys.executable, "-u", str(program)]
-      return [*start, scenario, arguments, task.job, str(task.index)]
+      start = [sys.executable, "-u", str(program), scenario]
+      return [*start, json.dumps(arguments), task.job, str(task.index)]
 
     self.tasks = local_cluster.LocalCluster(
       self.spec,
@@ -193,6 +191,20 @@ class Trial:
   def kill(self, task: cluster.Task) -> None:
     """Ends a task without a chance to say anything."""
     self.tasks.kill(task, signal.SIGKILL)
+
+  @contextlib.contextmanager
+  def replaced(self, task: cluster.Task) -> Iterator[subprocess.Popen]:
+    """A second process of `task`, at another port; the first is given."""
+    first = self.tasks._processes[task]
+    spec = json.loads(self.spec.to_json())
+    spec["cluster"][task.job][task.index] = "localhost:0"
+    self.spec = cluster.resolve_ports(cluster.parse(spec))
+    self.tasks.start(task)
+    try:
+      yield first
+    finally:
+      first.kill()
+      first.wait()
 
   def all_logs(self) -> str:
     """What all tasks printed, for failures."""

@@ -105,6 +105,41 @@ def test_a_parameter_server_that_stands_still_is_told_of(start_trial):
   _assert_steps(trial.report(), 6, (0.1 + 0.3) / 2)
 
 
+@pytest.mark.parametrize(
+  "replication, job",
+  [
+    ("between_graph", "worker"),
+    ("between_graph", "chief"),
+    ("in_graph", "chief"),
+  ],
+)
+def test_a_process_that_comes_back_leaves_its_place_to_its_successor(
+  start_trial, replication, job
+):
+  trial = start_trial(
+    "replaced", conftest.document(2, 1, chief=1), replication=replication
+  )
+  task = cluster.Task(job, 0)
+  trial.await_mark("chief 0 has made steps")
+  trial.tasks.kill(task, signal.SIGSTOP)
+  with trial.replaced(task) as first:
+    trial.await_mark(f"{task} has joined_1")
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(60)
+    assert "this process was replaced: another one" in trial.log(job)
+    trial.mark("the first has ended")
+    trial.await_success()
+  report = trial.report()
+  steps = [s["global_step"] for s in report["steps"]]
+  assert steps == [*range(steps[0], steps[-1] + 1)]
+  mean = 0.1 if replication == "in_graph" else (0.1 + 0.3) / 2
+  np.testing.assert_allclose(
+    [s["state"]["variables/v0"] for s in report["steps"]],
+    [-RATE * mean * step for step in steps],
+    rtol=1e-5,
+  )
+
+
 @pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
 def test_a_restarted_worker_goes_on_where_the_training_is(
   start_trial, replication

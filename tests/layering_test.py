@@ -37,7 +37,7 @@ LAYERS = (
     ("parameter_store", "gradient_queues", "replies", "contributions"),
     ("parameter_store", "succession"),
     ("parameter_store", "inner_optimizer", "local_optimizer"),
-    ("parameter_store", "connection", "membership", "server"),
+    ("parameter_store", "connection", "register", "membership", "server"),
     ("parameter_store", "model_parallel", "towers", "turns"),
     ("towers", "keras_replica"),
     ("timeline", "turns"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tf_replicas import ledger
 
 COMPUTING, WAITING, ADMITTED, DELIVERED, LOST = ledger.Status
-NONE, ADMIT, RELEASE, CONTINUE, _ = ledger.Verdict
+NONE, ADMIT, RELEASE, CONTINUE, VOID = ledger.Verdict
 OFFER = ledger.Kind.OFFER
 MAX_LATE = ledger.MAX_LATE
 
@@ -60,11 +60,11 @@ class Desk:
     noted, replies = self.record(
       self.state, message, tf.constant(self.step, tf.int64)
     )
+    flushed = np.where(replies.flush >= 0, VOID, NONE)
+    self._reply(flushed, replies.flush)
     self._reply(replies.verdict, noted.tag)
     self.state, settled = self.settle(noted)
     self._reply(settled, noted.tag)
-    flushed = np.where(replies.flush >= 0, RELEASE, NONE)
-    self._reply(flushed, replies.flush)
     return self.replies[before:]
 
   def offer(self, replica, tag, step=None):
@@ -172,10 +172,10 @@ class DeliveredTest(parameterized.TestCase):
     self.assertEqual(float(desk.state.loss), 3.5)
     self.assertEqual(desk.status, [DELIVERED, COMPUTING, DELIVERED])
 
-  def test_with_a_wrong_tag_is_ignored(self):
+  def test_with_a_wrong_tag_is_void(self):
     desk = Desk(2, 2)
-    desk.offer(0, 1)
-    self.assertEqual(desk.deliver(0, 2, examples=8, loss=1.5), [])
+    desk.offer(0, 2)
+    self.assertEqual(desk.deliver(0, 1, examples=8, loss=1.5), [(0, 1, VOID)])
     self.assertEqual(desk.accepted, [])
     self.assertEqual(int(desk.state.examples), 0)
     self.assertEqual(float(desk.state.loss), 0.0)
@@ -261,7 +261,7 @@ class LostTest(absltest.TestCase):
     desk.offer(3, 30)
     desk.offer(2, 20)
     # The old tag is released too: its owner may only have been slow.
-    self.assertEqual(desk.lose(1, 10), [(2, 20, ADMIT), (1, 10, RELEASE)])
+    self.assertEqual(desk.lose(1, 10), [(1, 10, VOID), (2, 20, ADMIT)])
     self.assertEqual(desk.status, [COMPUTING, LOST, ADMITTED, WAITING])
 
   def test_what_it_delivers_later_is_ignored(self):
@@ -314,8 +314,9 @@ class SupersededTest(absltest.TestCase):
   def test_admitted(self):
     desk = Desk(2, 1)
     desk.offer(0, 1)
-    self.assertEqual(desk.offer(0, 2), [(0, 2, ADMIT), (0, 1, RELEASE)])
-    desk.deliver(0, 1)
+    self.assertEqual(desk.offer(0, 2), [(0, 1, VOID), (0, 2, ADMIT)])
+    # Another process of the replica may have taken the first VOID.
+    self.assertEqual(desk.deliver(0, 1), [(0, 1, VOID)])
     self.assertEqual(desk.accepted, [])
     desk.deliver(0, 2)
     self.assertEqual(desk.accepted, [(0, 2)])
@@ -324,23 +325,21 @@ class SupersededTest(absltest.TestCase):
     desk = Desk(2, 1)
     desk.offer(0, 1)
     desk.offer(1, 10)
-    self.assertEqual(desk.offer(1, 20), [(1, 10, RELEASE)])
+    self.assertEqual(desk.offer(1, 20), [(1, 10, VOID)])
     self.assertEqual(desk.status, [ADMITTED, WAITING])
 
   def test_delivered_keeps_its_place_and_gets_no_second(self):
     desk = Desk(2, 2)
     desk.offer(0, 1)
     desk.deliver(0, 1)
-    self.assertEqual(desk.offer(0, 2), [(0, 1, RELEASE)])
+    self.assertEqual(desk.offer(0, 2), [(0, 1, VOID)])
     self.assertEqual(desk.accepted, [(0, 1)])
     self.assertEqual(desk.status, [WAITING, COMPUTING])
 
   def test_by_a_late_one(self):
     desk = Desk(1, 1, step=4)
     desk.offer(0, 1)
-    self.assertEqual(
-      desk.offer(0, 2, step=3), [(0, 2, RELEASE), (0, 1, RELEASE)]
-    )
+    self.assertEqual(desk.offer(0, 2, step=3), [(0, 1, VOID), (0, 2, RELEASE)])
     self.assertEqual(desk.status, [COMPUTING])
 
   def test_a_released_one_is_not_flushed_again(self):
@@ -403,7 +402,7 @@ class AsManyPlacesTest(absltest.TestCase):
     desk.offer(0, 1)
     desk.deliver(0, 1)
     desk.finish()
-    self.assertEqual(desk.lose(0, 2), [(0, 2, RELEASE)])
+    self.assertEqual(desk.lose(0, 2), [(0, 2, VOID)])
 
 
 class MorePlacesTest(absltest.TestCase):
@@ -430,8 +429,8 @@ class MorePlacesTest(absltest.TestCase):
     # Both of 0 and 1 want the fourth place.
     self.assertEqual(desk.deliver(1, 10), [(1, 10, CONTINUE)])
     self.assertEqual(desk.deliver(0, 0), [])
-    self.assertEqual(desk.lose(1, 11), [(0, 0, CONTINUE), (1, 11, RELEASE)])
-    self.assertEqual(desk.lose(2, 20), [(2, 20, RELEASE)])
+    self.assertEqual(desk.lose(1, 11), [(1, 11, VOID), (0, 0, CONTINUE)])
+    self.assertEqual(desk.lose(2, 20), [(2, 20, VOID)])
     self.assertEqual(desk.offer(2, 30), [(2, 30, ADMIT)])
     self.assertEqual(desk.status, [ADMITTED, LOST, ADMITTED])
 
@@ -454,10 +453,9 @@ class Oracle:
     self.replies = []
 
   def say(self, kind, replica, tag=-1, step=0, examples=0, loss=0.0):
-    flush = None
     if kind == OFFER:
       if self.status[replica] in (WAITING, ADMITTED, DELIVERED):
-        flush = (replica, self.tag[replica], RELEASE)
+        self.replies.append((replica, self.tag[replica], VOID))
       self.tag[replica] = tag
       if step < self.step:
         late = min(self.step - step, MAX_LATE)
@@ -467,20 +465,20 @@ class Oracle:
       else:
         self.status[replica] = WAITING
     elif kind == ledger.Kind.DELIVERED:
-      if self.status[replica] == ADMITTED and self.tag[replica] == tag:
+      if self.tag[replica] != tag:
+        self.replies.append((replica, tag, VOID))
+      elif self.status[replica] == ADMITTED:
         self.status[replica] = DELIVERED
         self.accepted.append((replica, tag))
         self.examples += examples
         self.loss += loss
     elif kind == ledger.Kind.LOST and self.tag[replica] == tag:
       if self.status[replica] == ADMITTED:
-        flush = (replica, tag, RELEASE)
+        self.replies.append((replica, tag, VOID))
         self.counts[replica][1] += 1
       if self.status[replica] not in (WAITING, DELIVERED):
         self.status[replica] = LOST
     self._settle()
-    if flush:
-      self.replies.append(flush)
 
   def _free(self):
     return self.num_places - len(self.accepted) - self.status.count(ADMITTED)
@@ -541,7 +539,7 @@ def _drive(num_replicas, num_places, actions):
   oracle = Oracle(num_replicas, num_places, step)
   for number, (action, replica, which, late, examples) in enumerate(actions):
     replica %= num_replicas
-    tag = oracle.tag[replica] + (5 if which == "wrong" else 0)
+    tag = 1000 * number + WRONG if which == "wrong" else oracle.tag[replica]
     fields = {}
     if action == "offer":
       kind, tag = OFFER, 1000 * (number + 1)
@@ -568,6 +566,8 @@ def _drive(num_replicas, num_places, actions):
       yield desk, oracle
 
 
+# Tags that end like this were never offered.
+WRONG = 500
 SHAPES = [(1, 1), (3, 2), (4, 1), (3, 3), (2, 3), (2, 5), (1, 4)]
 
 
@@ -634,6 +634,11 @@ class RandomSequencesTest(parameterized.TestCase):
       for replica, tag, verdict in desk.replies
       if verdict == CONTINUE
     }
+    # What was handed over under them is void.
+    wrong = {key for key in replies if key[1] % 1000 == WRONG}
+    self.assertEqual(
+      {v for key in wrong for v in replies.pop(key)} - {VOID}, set()
+    )
     self.assertContainsSubset(set(replies), offered | continued)
     for key in offered | continued:
       verdicts = replies.get(key, [])

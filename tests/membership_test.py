@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 from tf_replicas import connection
 from tf_replicas import membership
+from tf_replicas import register as register_lib
 
 
 class DifferencesTest(parameterized.TestCase):
@@ -49,7 +50,7 @@ class DifferencesTest(parameterized.TestCase):
 
 class RegisterTest(stores.TestCase):
   def test_ages(self):
-    register = membership.Register(stores.device(0), 3)
+    register = register_lib.Register(stores.device(0), 3)
     self.assertFalse(register.is_ready())
     register.initialize()
     self.assertTrue(register.is_ready())
@@ -66,7 +67,7 @@ class MembershipTest(stores.TestCase):
   def _members(self, count):
     devices = [stores.device(0), stores.device(1)]
     for device in devices:
-      membership.Register(device, count).initialize()
+      register_lib.Register(device, count).initialize()
     members = []
     for client in range(count):
       members.append(
@@ -81,6 +82,23 @@ class MembershipTest(stores.TestCase):
     other.leave()
     self.assertEqual(chief.ages()[1], 0)
     self.assertGreater(other.ages()[0], 0)
+
+  def test_who_joins_takes_the_place_of_an_earlier_process(self):
+    with mock.patch.object(membership, "BEAT_SECS", 0.05):
+      chief, first = self._members(2)
+      devices = [stores.device(0), stores.device(1)]
+      second = membership.Membership(1, 2, devices=devices)
+    self.addCleanup(second.leave)
+    connection.await_value(
+      lambda: first.is_replaced, timeout_secs=30, what="waiting for a beat"
+    )
+    self.assertIn("replaced", first.outcome())
+    first.end("it failed")
+    first.leave()
+    self.assertGreater(chief.ages()[1], 0)
+    for member in (chief, second):
+      self.assertFalse(member.is_replaced)
+      self.assertEqual(member.outcome(), "")
 
   def test_registers_that_never_come(self):
     with self.assertRaisesRegex(TimeoutError, "register of .*CPU:3"):
@@ -105,7 +123,7 @@ class MembershipTest(stores.TestCase):
     other.leave()
     self.assertEqual(chief.dismiss(timeout_secs=10), [])
     for task in range(2):
-      register = membership.Register(stores.device(task), 2)
+      register = register_lib.Register(stores.device(task), 2)
       self.assertTrue(bool(register.dismissed))
       self.assertEqual(register.outcome.numpy(), b"finished")
 
@@ -123,20 +141,20 @@ class MembershipTest(stores.TestCase):
     self.addCleanup(is_over.set)
 
     def may_hang(call):
-      def hanging(register, *args):
+      def hanging(register, *args, **kwargs):
         if hangs.is_set() and register.device == stores.device(1):
           is_over.wait()
-        call(register, *args)
+        return call(register, *args, **kwargs)
 
       return hanging
 
     for name in ("beat", "dismiss"):
-      call = may_hang(getattr(membership.Register, name))
-      self.enter_context(mock.patch.object(membership.Register, name, call))
+      call = may_hang(getattr(register_lib.Register, name))
+      self.enter_context(mock.patch.object(register_lib.Register, name, call))
     for name, secs in (("BEAT_SECS", 0.05), ("_ANSWER_SECS", 0.2)):
       self.enter_context(mock.patch.object(membership, name, secs))
     (chief,) = self._members(1)
-    first = membership.Register(stores.device(0), 1)
+    first = register_lib.Register(stores.device(0), 1)
     hangs.set()
     connection.await_value(
       lambda: chief.silences()[1] > 0.5,

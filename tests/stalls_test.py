@@ -151,6 +151,8 @@ class WatchTest(parameterized.TestCase):
 class Noted:
   """Stands in for anything: notes which of its methods were called."""
 
+  is_replaced = False
+
   def __init__(self):
     self.calls = []
 
@@ -159,6 +161,13 @@ class Noted:
 
 
 class EndTrainingTest(parameterized.TestCase):
+  def test_who_was_replaced_ends_nothing(self):
+    told = Noted()
+    told.is_replaced = True
+    error = RuntimeError("replaced")
+    stalls.end_training(told, told, told, lambda: False, error)
+    self.assertEqual(told.calls, ["stop", "leave"])
+
   @parameterized.parameters(
     (None, 0.2), (KeyboardInterrupt(), 600.0), (ValueError("bad"), 600.0)
   )

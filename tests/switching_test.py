@@ -218,9 +218,11 @@ class SwitchingTest(stores.TestCase):
     training = Training(optimizer, [1.0, 1.0])
     self.addCleanup(optimizer.close)
     # As the first chief's, a thread waits for offers since it was created.
-    answering = new._contributions._answering
+    contributions = new._contributions
     connection.await_value(
-      answering.is_initialized, timeout_secs=100, what="a thread"
+      lambda: int(contributions._taker) != contributions._number,
+      timeout_secs=100,
+      what="a thread",
     )
     new.suspend()
     changed = threading.Event()

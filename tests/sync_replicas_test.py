@@ -409,6 +409,24 @@ class UpdateTest(stores.TestCase):
     self.assertEqual(set(ended), {(False, -1)})
     self.assertEqual(applied, (True, 1))
 
+  @parameterized.parameters((3, 3), (2, 3), (1, 2), (5, 3))
+  def test_two_processes_of_one_replica_hold_up_no_step(self, places, replicas):
+    """One that was thought to be dead comes back beside its successor."""
+    optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), places, replicas)
+    training = Training(
+      optimizer, _constant(*[1.0] * replicas), values=ONE, is_sparse=[False]
+    )
+    training.start(*range(replicas), 1, 1)
+    deadline = threading.Timer(100, optimizer.interrupt)
+    deadline.start()
+    try:
+      training.steps(200)
+    finally:
+      deadline.cancel()
+      training.stop()
+    np.testing.assert_allclose(training.values()["w"], -200)
+    self.assertEqual(sum(c.applied for c in optimizer.counts()), 200 * places)
+
   def test_a_late_gradient_is_refused_and_counted(self):
     optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 1, 2)
 

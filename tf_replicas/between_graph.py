@@ -206,6 +206,10 @@ class BetweenGraph(driver.Driver):
     )
     return self._members.outcome()
 
+  def _is_over(self) -> bool:
+    """Whether nobody counts on this process any more."""
+    return self._has_given_up or self._members.is_replaced
+
   def _give_up(self) -> None:
     self._has_given_up = True
     self.optimizer.give_up(self._index)
@@ -247,7 +251,7 @@ class BetweenGraph(driver.Driver):
       last, *state = begin()
       while True:
         _, step, ticket = last.numpy()[:3]
-        if step == releases.ENDED or self._has_given_up:
+        if step == releases.ENDED or self._is_over():
           return
         take = offer if ticket < 0 else hand_over
         start = time.monotonic()
@@ -255,7 +259,7 @@ class BetweenGraph(driver.Driver):
         secs = (time.monotonic() - start) / max(int(count), 1)
         most = max(1, min(_MOST_TURNS, int(_CALL_SECS / secs)))
     except _ENDED as error:
-      if self._members.outcome() or self._has_given_up:
+      if self._is_over() or self._members.outcome():
         return  # The queues were closed.
       if isinstance(error, tf.errors.CancelledError):
         raise

@@ -42,6 +42,7 @@ live on at the PS and would eat the next reply, is fed a VOID that carries the
 old tag.
 """
 
+import secrets
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -97,8 +98,9 @@ class Contributions:
       self._present = resources.shared_variable(
         "ledger/present", [len(is_sparse)], tf.bool
       )
-      # Since when somebody runs `end_replicas`.
-      self._answering = resources.shared_variable("answering", [], tf.int64)
+      # Who takes messages; the calls of others may live on at the PS.
+      self._taker = resources.shared_variable("taker", [], tf.int64)
+    self._number = secrets.randbelow(1 << 62)
     self._replies = replies_lib.Replies(store, num_replicas)
     self._gradients = gradient_queues.GradientQueues(
       store, num_replicas, is_sparse, has_chief_statistics=has_chief_statistics
@@ -106,11 +108,15 @@ class Contributions:
     self._snapshot = resources.reader(self._read)
 
   def initialize(self, *, keep_counts: bool = False) -> None:
-    """Empties the ledger: what was offered and delivered so far is void."""
+    """Empties the ledger: what was offered and delivered so far is void.
+
+    The chief's; from now on its `collect` takes the messages, and no other.
+    """
     empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
     if keep_counts:
       old = self._read()
       empty = empty._replace(counts=old.counts, held_up=old.held_up)
+    self._taker.assign(self._number)
     self._write(empty)
     self._present.assign(tf.zeros(self._present.shape, tf.bool))
 
@@ -231,8 +237,8 @@ class Contributions:
     """Answers the replicas until the step has its N contributions.
 
     To be used inside a `tf.function`. Returns early, with everything noted,
-    when a replica reports something not finite or when `wake` is called. Raises
-    `OutOfRangeError` after `close`, at run time.
+    when a replica reports something not finite, when `wake` is called, or when
+    another chief has begun. Raises `OutOfRangeError` after `close`, when run.
     """
     with tf.device(self._device):
       step = self._store.read_global_step()
@@ -240,7 +246,7 @@ class Contributions:
       kind = tf.where(done, int(Kind.DELIVERED), int(Kind.OFFER))
       kind, replica = tf.while_loop(
         lambda kind, _: kind == int(Kind.OFFER),
-        lambda *_: self._serve_one(step),
+        lambda *_: self._take_one(step),
         [tf.cast(kind, tf.int64), tf.constant(-1, tf.int64)],
       )
       with tf.control_dependencies([kind]):
@@ -254,9 +260,21 @@ class Contributions:
           present=self._present.read_value(),
         )
 
-  def _serve_one(self, step) -> tuple[tf.Tensor, tf.Tensor]:
+  def _take_one(self, step) -> tuple[tf.Tensor, tf.Tensor]:
     """Serves one message; (OFFER to go on or why to return, its sender)."""
-    header, report, present = self._inbox.dequeue()
+    message = self._inbox.dequeue()
+
+    def leave():
+      with tf.control_dependencies([self._put_back(*message)]):
+        return tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
+
+    with tf.control_dependencies(message[:1]):
+      is_mine = self._taker.read_value() == self._number
+    return tf.cond(is_mine, lambda: self._serve(*message, step), leave)
+
+  def _serve(
+    self, header, report, present, step
+  ) -> tuple[tf.Tensor, tf.Tensor]:
     header = tf.unstack(tf.ensure_shape(header, [4]))
     loss, examples = tf.unstack(tf.ensure_shape(report, [2]))
     message = ledger_lib.Message(
@@ -272,9 +290,10 @@ class Contributions:
     is_nonfinite = message.kind == int(Kind.NONFINITE)
 
     def reply():
-      self._replies.send(verdict, noted.tag, step)
+      # Who waits longest takes the first: that is who hears VOID.
       void = tf.where(replies.flush >= 0, int(Verdict.VOID), -1)
       self._replies.send(tf.cast(void, tf.int64), replies.flush, step)
+      self._replies.send(verdict, noted.tag, step)
       sender = tf.where(is_nonfinite, message.replica, -1)
       return self._end_one(sender, message.tag)
 
@@ -326,7 +345,7 @@ class Contributions:
       header, *rest = self._inbox.dequeue()
       kind, replica, tag, _ = tf.unstack(tf.ensure_shape(header, [4]))
       with tf.control_dependencies([kind]):
-        is_mine = tf.equal(self._answering.read_value(), began)
+        is_mine = tf.equal(self._taker.read_value(), began)
       is_done = tf.cond(
         is_mine,
         lambda: self._end_one(replica, tag),
@@ -339,7 +358,7 @@ class Contributions:
 
     with tf.device(self._device):
       began = releases.microseconds(releases.now())
-      self._answering.assign(began)
+      self._taker.assign(began)
       noted = self._read()  # What `collect` has read, nobody else will answer.
       verdict = tf.where(noted.status != Status.COMPUTING, Verdict.RELEASE, -1)
       self._replies.send(tf.cast(verdict, tf.int64), noted.tag, releases.ENDED)

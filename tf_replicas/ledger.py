@@ -103,7 +103,7 @@ class Replies(NamedTuple):
 
   Attributes:
     verdict: `Verdict` for the last offer of each replica.
-    flush: A tag to release besides, of a void offer, or -1.
+    flush: A tag to release besides, of a void contribution, or -1.
   """
 
   verdict: tf.Tensor
@@ -173,6 +173,7 @@ def record(
   is_last = ledger.tag == message.tag
   was_owing = ledger.status == Status.ADMITTED
   delivered = this & was_owing & is_last & (message.kind == Kind.DELIVERED)
+  is_void = (message.kind == Kind.DELIVERED) & ~is_last
   is_lost = (message.kind == Kind.LOST) & is_last & ~is_waiting(ledger)
 
   status = where_this(is_offer, Status.WAITING, ledger.status)
@@ -215,7 +216,7 @@ def record(
       flush=tf.where(
         this & ((is_offer & is_open) | (is_lost & was_owing)),
         ledger.tag,
-        none,
+        where_this(is_void, message.tag, none),
       ),
     ),
   )

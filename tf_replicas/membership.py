@@ -1,15 +1,21 @@
 """Who takes part in a training, who is alive, and how it ended.
 
 On every task that serves (each PS; in-graph each worker as well) lives a small
-*register*: when each client was last heard of, by that task's own clock, and
-how training ended. On PS task 0 it also says what the chief trains, for the
-others to compare with. A client beats in threads of their own, one for each
-register, so that a task which hangs holds up nobody else.
+*register*: when each client was last heard of, by that task's own clock, which
+process that is, and how training ended. On PS task 0 it also says what the
+chief trains, for the others to compare with. A client beats in threads of their
+own, one for each register, so that a task which hangs holds up nobody else.
+
+A process that joins takes its client's place from an earlier one. If that lives
+after all (it stood still, its machine was cut off, or the same task was started
+twice) it finds out with its next beat and ends as if it were dead: it says
+nothing to the others.
 """
 
 import contextlib
 import functools
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -19,78 +25,14 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_replicas import connection
+from tf_replicas import register as register_lib
 from tf_replicas import resources
 
 BEAT_SECS = 1.0
 FINISHED = "finished"
-_LEFT = 0.0
+_REPLACED = "this process was replaced: another one runs as the same task"
 # How long tasks may take to answer a client that leaves.
 _ANSWER_SECS = 10.0
-
-
-class Register:
-  """The register of one serving task."""
-
-  def __init__(self, device: str, num_clients: int):
-    self.device = device
-    with tf.device(device):
-      self.beats = resources.shared_variable(
-        "register/beats", [num_clients], tf.float64
-      )
-      self.outcome = resources.shared_variable(
-        "register/outcome", [], tf.string
-      )
-      self.dismissed = resources.shared_variable(
-        "register/dismissed", [], tf.bool
-      )
-      self.may_go = resources.shared_variable("register/may_go", [], tf.bool)
-      self.signature = resources.shared_variable(
-        "register/signature", [], tf.string
-      )
-
-  def initialize(self) -> None:
-    """Gives an empty register; for the serving task itself, at its start."""
-    self.beats.assign(tf.fill(self.beats.shape, tf.cast(-1.0, tf.float64)))
-    self.outcome.assign("")
-    self.dismissed.assign(False)
-    self.may_go.assign(False)
-    self.signature.assign("")
-
-  @tf.function(autograph=False)
-  def _beat(self, client: tf.Tensor, is_here: tf.Tensor) -> None:
-    with tf.device(self.device):
-      now = tf.where(is_here, tf.timestamp(), tf.cast(_LEFT, tf.float64))
-      self.beats.scatter_update(tf.IndexedSlices(now, client))
-
-  def beat(self, client: int, is_here: bool) -> None:
-    """Notes that a client is here, or that it has left."""
-    self._beat(tf.constant(client), tf.constant(is_here))
-
-  def dismiss(self, outcome: str) -> None:
-    """Lets the serving task go."""
-    self.outcome.assign(outcome)
-    self.dismissed.assign(True)
-    # An eager assignment is certain only once something read back followed it.
-    self.dismissed.numpy()
-
-  def is_ready(self) -> bool:
-    """Whether the serving task has made it (it sets the signature last)."""
-    return bool(self.signature.is_initialized())
-
-  @functools.cached_property
-  def _ages(self) -> Callable[[], tf.Tensor]:
-    def ages():
-      with tf.device(self.device):
-        beats = self.beats.read_value()
-        # Not 0, also of a beat just now, or after the clock was set back.
-        ages = tf.maximum(tf.timestamp() - beats, 1e-6)
-        return tf.where(beats > 0, ages, beats)
-
-    return resources.reader(ages)
-
-  def ages(self) -> list[float]:
-    """Seconds since each client's last beat; -1: never came, 0: has left."""
-    return self._ages().numpy().tolist()
 
 
 class _Place:
@@ -98,21 +40,24 @@ class _Place:
 
   def __init__(
     self,
-    register: Register,
+    register: register_lib.Register,
     num_clients: int,
     client: int,
+    process: int,
     log: Callable[[str], None],
   ):
     self._register = register
     self._num_clients = num_clients
     self._client = client
+    self._process = process
+    self.is_taken = False
     # A task that stands still fails nothing: whoever needs it waits.
     self._words = connection.Words(log=log)
     task = tf.DeviceSpec.from_string(register.device)
     self._what = f"waiting for an answer of {task.job} {task.task}"
     self._answered = time.monotonic()
     self._is_left = threading.Event()
-    self._beat(True)
+    self._beat(True, joins=True)
     self._thread = connection.Thread(self._keep_beating, on_error=bool)
 
   def _keep_beating(self) -> None:
@@ -121,10 +66,12 @@ class _Place:
     self._beat(False)
     self._words.stop()
 
-  def _beat(self, is_here: bool) -> None:
+  def _beat(self, is_here: bool, *, joins: bool = False) -> None:
     try:
       with self._words.during(self._what):
-        self._register.beat(self._client, is_here)
+        self.is_taken = not self._register.beat(
+          self._client, self._process, is_here, joins=joins
+        )
       self._answered = time.monotonic()
     except tf.errors.UnavailableError:
       pass  # It is away; the main thread sees the same where it matters.
@@ -134,7 +81,7 @@ class _Place:
   def _attach_again(self) -> None:
     """A task that was restarted has a new register."""
     try:
-      register = Register(self._register.device, self._num_clients)
+      register = register_lib.Register(self._register.device, self._num_clients)
       if register.is_ready():
         self._register = register
     except tf.errors.OpError:
@@ -156,7 +103,9 @@ class _Place:
     except tf.errors.OpError:
       # One that is away has no register, and whoever runs it has to end it.
       try:
-        Register(self._register.device, self._num_clients).dismiss(outcome)
+        register_lib.Register(self._register.device, self._num_clients).dismiss(
+          outcome
+        )
       except tf.errors.OpError:
         pass
 
@@ -190,8 +139,11 @@ class Membership:
       TimeoutError: If one is not.
     """
     self.client = client
+    process = secrets.randbelow(1 << 62) + 1
     self._ending = "PS task 0 was lost"
-    registers = [Register(device, num_clients) for device in devices]
+    registers = [
+      register_lib.Register(device, num_clients) for device in devices
+    ]
     self._first = registers[0]
     for device, register in zip(devices, registers, strict=True):
       connection.await_value(
@@ -200,7 +152,14 @@ class Membership:
         what=f"waiting for the register of {device}",
         log=log,
       )
-    self._places = [_Place(r, num_clients, client, log) for r in registers]
+    self._places = [
+      _Place(r, num_clients, client, process, log) for r in registers
+    ]
+
+  @property
+  def is_replaced(self) -> bool:
+    """Whether another process has taken this client's place."""
+    return any(place.is_taken for place in self._places)
 
   def silences(self) -> list[float]:
     """Seconds since each serving task last answered this client."""
@@ -236,7 +195,12 @@ class Membership:
     return bool(self._first.may_go.numpy())
 
   def outcome(self) -> str:
-    """How training ended: `FINISHED`, what went wrong, or "" if it goes on."""
+    """How training ended: `FINISHED`, what went wrong, or "" if it goes on.
+
+    For a process that was replaced it has ended.
+    """
+    if self.is_replaced:
+      return _REPLACED
     return self._first.outcome.numpy().decode()
 
   def raise_if_ended(self) -> None:

@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from tf_replicas import ledger
 from tf_replicas import parameter_store
 from tf_replicas import resources
 
@@ -39,6 +40,9 @@ class Replies:
   ) -> tuple[tf.Tensor, tf.Tensor]:
     """Waits for the reply to `tag`; throws away those to earlier ones.
 
+    One to a later tag is for another process, which runs as this replica now.
+    It is put back, and this one's contribution is void.
+
     Args:
       replica: Whose.
       tag: int64 scalar.
@@ -51,13 +55,22 @@ class Replies:
       return [resources.select(replica, self._queues, lambda q: q.dequeue()[0])]
 
     (reply,) = tf.while_loop(
-      lambda reply: (reply[0] != tag) & (-reply[0] <= tag),
+      lambda reply: tf.abs(reply[0]) < tag,
       dequeue,
       dequeue(),
       shape_invariants=[tf.TensorShape(None)],
     )
     reply = tf.ensure_shape(reply, [3])
-    return reply[1], reply[2]
+
+    def put_back():
+      def put(queue):
+        with tf.control_dependencies([queue.enqueue([reply])]):
+          return tf.constant(int(ledger.Verdict.VOID), tf.int64)
+
+      return resources.select(replica, self._queues, put)
+
+    is_others = reply[0] > tag
+    return tf.cond(is_others, put_back, lambda: reply[1]), reply[2]
 
   def close(self) -> None:
     """Ends it for everybody: waiters get `OutOfRangeError`."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf_replicas import cluster
 from tf_replicas import membership
+from tf_replicas import register as register_lib
 
 ORPHAN_TIMEOUT_SECS = 300.0
 
@@ -64,7 +65,7 @@ def serve(
     cluster.ClusterError: If the port is in use.
     TimeoutError: If no client was heard of for `orphan_timeout_secs`.
   """
-  register = membership.Register(connect_server(spec, task), num_clients)
+  register = register_lib.Register(connect_server(spec, task), num_clients)
   register.initialize()
   log(f"{task} serves at {spec.address(task)}")
   last_sign = clock()

@@ -184,6 +184,11 @@ def end_training(
     patience_secs: How long a last batch may take, if nothing did.
     log: Where words go.
   """
+  if members.is_replaced:  # The training is another's now.
+    if watch is not None:
+      watch.stop()
+    membership.take_leave([members.leave], log=log)
+    return
   if error is not None:
     patience_secs = _HURRY_SECS
   outcome = membership.outcome_of(error)
