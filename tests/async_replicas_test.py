@@ -649,6 +649,37 @@ class ConcurrentTest(stores.TestCase):
     self.assertTrue(done.wait(30))
     thread.join()
 
+  @parameterized.parameters(0, 1)
+  def test_two_processes_of_one_replica_hold_nobody_up(self, bound):
+    """One that was thought to be dead comes back beside its successor."""
+    policies = [staleness.bounded_staleness(bound)]
+    training = Training(_rule(lambda: SGD(0.25), 2, policies=policies), 2)
+
+    def contribute(replica):
+      try:
+        while True:
+          step, _ = training.pull(replica)
+          training.apply(replica, step, _grads(0.0, 0.0))
+      except tf.errors.OpError:
+        pass  # It was closed.
+
+    threads = [
+      threading.Thread(target=contribute, args=(r,), daemon=True)
+      for r in (0, 1, 1, 1)
+    ]
+    for thread in threads:
+      thread.start()
+    try:
+      connection.await_value(
+        lambda: int(training.stores[0].global_step) > 500,
+        timeout_secs=100,
+        what="500 steps",
+      )
+    finally:
+      training.chief.close()
+      for thread in threads:
+        thread.join(60)
+
   def test_lost_replica_holds_nobody_up(self):
     rule = _rule(
       lambda: SGD(0.25), 2, policies=[staleness.bounded_staleness(0)]

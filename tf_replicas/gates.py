@@ -131,12 +131,21 @@ class Gate:
 
       with tf.control_dependencies([tag]):
         (passed,) = tf.while_loop(
-          lambda passed: passed != tag,
+          lambda passed: passed < tag,
           dequeue,
           [tf.constant(NOBODY, tf.int64)],
           shape_invariants=[tf.TensorShape(None)],
         )
-      return passed
+
+      def put_back():
+        def put(queue):
+          with tf.control_dependencies([queue.enqueue([passed])]):
+            return tf.identity(tag)
+
+        return resources.select(replica, self._passes, put)
+
+      # A later one is for another process, which runs as this replica now.
+      return tf.cond(passed > tag, put_back, lambda: tf.identity(tag))
 
   def _note(self, replica, clock, tag) -> list[tf.Tensor]:
     def note():
