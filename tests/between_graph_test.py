@@ -168,12 +168,13 @@ def test_chief_task_and_several_batches_per_step(start_trial):
   trial.await_success()
   report = trial.report()
   by_chief, by_worker = (applied for applied, _, _ in report["counts"])
-  assert by_chief + by_worker == 6 * 4
+  num_steps = len(report["steps"])  # More than 6 if the worker came late.
+  assert by_chief + by_worker == num_steps * 4
   # Until the second replica makes its first offer the first fills the steps;
   # from then on everyone has a place in each.
   assert min(report["refused"]) == 0
   assert min(by_chief, by_worker) >= 1
-  assert [s["num_examples"] for s in report["steps"]] == [4] * 6
+  assert [s["num_examples"] for s in report["steps"]] == [4] * num_steps
   # The chief task is replica 0, worker 0 is replica 1.
   np.testing.assert_allclose(
     report["state"]["variables/v0"],

@@ -260,12 +260,14 @@ def constant_driver(here: Here, gate=None):
 
 
 def constant_gradients(here: Here) -> None:
-  """Steps with constant gradients, each recorded."""
+  """Steps with constant gradients, each recorded, until all had a part."""
   driver = constant_driver(here)
 
   def run_chief():
     recorder = Recorder(driver)
     recorder.step(here.options["steps"])
+    while not all(counts.applied for counts in driver.optimizer.counts()):
+      recorder.step()
     return {"steps": recorder.steps}
 
   train(here, driver, run_chief)

@@ -82,12 +82,13 @@ def test_several_batches_per_step(start_trial):
   trial.await_success()
   report = trial.report()
   counts = [applied for applied, _, _ in report["counts"]]
-  assert sum(counts) == 6 * 3
+  num_steps = len(report["steps"])  # More than 6 if a worker came late.
+  assert sum(counts) == num_steps * 3
   # Until the second worker makes its first offer the first fills the steps;
   # from then on everyone has a place in each.
   assert min(counts) >= 1
   assert min(report["refused"]) == 0
-  assert [s["num_examples"] for s in report["steps"]] == [3] * 6
+  assert [s["num_examples"] for s in report["steps"]] == [3] * num_steps
   np.testing.assert_allclose(
     report["state"]["variables/v0"],
     -RATE * (counts[0] * 0.1 + counts[1] * 0.3) / 3,
