@@ -471,14 +471,19 @@ def killed_between_steps(here: Here) -> None:
   _be_killed_between_steps(here, driver)
 
 
-def killed_chief(here: Here) -> None:
-  """The test kills an asynchronous chief; its successor goes on to step 6."""
-  driver = here.driver(
+def asynchronous_driver(here: Here):
+  """The driver of constant gradients, each applied by itself."""
+  return here.driver(
     lambda: constant_replica(here),
     lambda: async_replicas.AsyncReplicasOptimizer(
-      keras.optimizers.SGD(LEARNING_RATE), len(here.spec.replicas)
+      keras.optimizers.SGD(LEARNING_RATE), here.num_replicas
     ),
   )
+
+
+def killed_chief(here: Here) -> None:
+  """The test kills an asynchronous chief; its successor goes on to step 6."""
+  driver = asynchronous_driver(here)
 
   def run_chief():
     is_first = here.count("chief") == 0
@@ -496,17 +501,29 @@ def killed_chief(here: Here) -> None:
 
 def replaced(here: Here) -> None:
   """The test starts a task once more; the first process then has to end."""
-  driver = constant_driver(here)
+  _be_replaced(here, constant_driver(here))
+
+
+def replaced_asynchronous(here: Here) -> None:
+  """The same with updates that nobody waits for."""
+  _be_replaced(here, asynchronous_driver(here))
+
+
+def _be_replaced(here: Here, driver) -> None:
   number = here.count(f"{here.task} has joined")
+  steps = []
+
+  def step():
+    made = driver.step().global_step
+    steps.append((made, float(driver.store.read()[0])))
 
   def run_chief():
-    recorder = Recorder(driver)
-    recorder.step(2)
+    step()
     here.mark(f"chief {number} has made steps")
     while not (here.directory / "the first has ended").exists():
-      recorder.step()
-    recorder.step(2)
-    return {"steps": recorder.steps}
+      step()
+    step()
+    return {"steps": steps}
 
   train(here, driver, run_chief)
 

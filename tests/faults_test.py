@@ -105,19 +105,10 @@ def test_a_parameter_server_that_stands_still_is_told_of(start_trial):
   _assert_steps(trial.report(), 6, (0.1 + 0.3) / 2)
 
 
-@pytest.mark.parametrize(
-  "replication, job",
-  [
-    ("between_graph", "worker"),
-    ("between_graph", "chief"),
-    ("in_graph", "chief"),
-  ],
-)
-def test_a_process_that_comes_back_leaves_its_place_to_its_successor(
-  start_trial, replication, job
-):
+def _come_back(start_trial, scenario, job, replication):
+  """A task that stood still goes on beside its successor, and ends."""
   trial = start_trial(
-    "replaced", conftest.document(2, 1, chief=1), replication=replication
+    scenario, conftest.document(2, 1, chief=1), replication=replication
   )
   task = cluster.Task(job, 0)
   trial.await_mark("chief 0 has made steps")
@@ -129,15 +120,29 @@ def test_a_process_that_comes_back_leaves_its_place_to_its_successor(
     assert "this process was replaced: another one" in trial.log(job)
     trial.mark("the first has ended")
     trial.await_success()
-  report = trial.report()
-  steps = [s["global_step"] for s in report["steps"]]
-  assert steps == [*range(steps[0], steps[-1] + 1)]
-  mean = 0.1 if replication == "in_graph" else (0.1 + 0.3) / 2
-  np.testing.assert_allclose(
-    [s["state"]["variables/v0"] for s in report["steps"]],
-    [-RATE * mean * step for step in steps],
-    rtol=1e-5,
-  )
+  return trial.report()
+
+
+@pytest.mark.parametrize(
+  ("job", "replication", "mean"),
+  [
+    ("worker", "between_graph", (0.1 + 0.3) / 2),
+    ("chief", "between_graph", (0.1 + 0.3) / 2),
+    ("chief", "in_graph", 0.1),
+  ],
+)
+def test_who_comes_back_beside_a_successor_ends(
+  start_trial, job, replication, mean
+):
+  report = _come_back(start_trial, "replaced", job, replication)
+  steps, values = zip(*report["steps"], strict=True)
+  assert [*steps] == [*range(steps[0], steps[-1] + 1)]
+  np.testing.assert_allclose(values, -RATE * mean * np.array(steps), rtol=1e-5)
+
+
+@pytest.mark.parametrize("job", ["worker", "chief"])
+def test_who_comes_back_ends_where_nobody_waits(start_trial, job):
+  _come_back(start_trial, "replaced_asynchronous", job, "between_graph")
 
 
 @pytest.mark.parametrize("replication", ["between_graph", "in_graph"])

@@ -127,11 +127,14 @@ class BetweenGraph(driver.Driver):
 
     Raises:
       FloatingPointError: If a replica computed something not finite.
+      RuntimeError: If training was ended elsewhere, or goes on in another
+        process that runs as this task.
       Exception: What went wrong in the chief's own replica.
     """
     if self._thread is None:
       self._start()
     self._thread.raise_error()
+    self._members.raise_if_replaced()
     result = updates.step_of(
       self.optimizer, self._names, self._raise_if_ended, self._recorder, most
     )

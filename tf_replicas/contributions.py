@@ -39,7 +39,8 @@ A replica has one contribution open at a time. A new offer of a replica whose
 last one is still open therefore means that it was restarted: the old one is
 void, its gradients are thrown away by their tag, and the old waiter, which may
 live on at the PS and would eat the next reply, is fed a VOID that carries the
-old tag.
+old tag. If the old process lives as well, its next offer voids the new one's;
+both go on so until the old one has heard that it was replaced (`membership`).
 """
 
 import secrets

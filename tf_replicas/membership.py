@@ -161,6 +161,11 @@ class Membership:
     """Whether another process has taken this client's place."""
     return any(place.is_taken for place in self._places)
 
+  def raise_if_replaced(self) -> None:
+    """Raises `RuntimeError` if it is; asks nobody."""
+    if self.is_replaced:
+      raise RuntimeError(_REPLACED)
+
   def silences(self) -> list[float]:
     """Seconds since each serving task last answered this client."""
     return [place.silence() for place in self._places]
@@ -225,7 +230,7 @@ class Membership:
     try:
       yield
     except Exception as error:
-      if is_chief and not self.may_go():
+      if is_chief and not self.is_replaced and not self.may_go():
         outcome = outcome_of(error)
         stages = [lambda: self.end(outcome), self.leave]
         stages.append(lambda: self.dismiss(timeout_secs=10))
