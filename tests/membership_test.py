@@ -93,12 +93,49 @@ class MembershipTest(stores.TestCase):
       lambda: first.is_replaced, timeout_secs=30, what="waiting for a beat"
     )
     self.assertIn("replaced", first.outcome())
+    with self.assertRaisesRegex(RuntimeError, "replaced"):
+      first.raise_if_replaced()
     first.end("it failed")
     first.leave()
     self.assertGreater(chief.ages()[1], 0)
     for member in (chief, second):
       self.assertFalse(member.is_replaced)
       self.assertEqual(member.outcome(), "")
+
+  def test_who_stood_still_asks_before_it_does_anything(self):
+    _, first = self._members(2)
+    (place, *_) = first._places
+    place._is_left.set()  # Its own beats end.
+    place._thread.join(30)
+    place._is_left.clear()
+    second = membership.Membership(
+      1, 2, devices=[stores.device(0), stores.device(1)]
+    )
+    self.addCleanup(second.leave)
+    self.assertFalse(first.is_replaced)
+    place._answered -= 60
+    self.assertTrue(first.is_replaced)
+
+  def test_a_join_that_failed_is_tried_again(self):
+    beat, failures = register_lib.Register.beat, [tf.errors.UnavailableError]
+
+    def failing_beat(register, *args, joins):
+      if failures and joins and register.device == stores.device(0):
+        raise failures.pop()(None, None, "away")
+      return beat(register, *args, joins=joins)
+
+    chief, first = self._members(2)
+    with mock.patch.object(register_lib.Register, "beat", failing_beat):
+      second = membership.Membership(
+        1, 2, devices=[stores.device(0), stores.device(1)]
+      )
+      self.addCleanup(second.leave)
+      connection.await_value(
+        lambda: first.is_replaced, timeout_secs=30, what="waiting for a beat"
+      )
+    self.assertEmpty(failures)
+    self.assertFalse(second.is_replaced)
+    self.assertFalse(chief.is_replaced)
 
   def test_registers_that_never_come(self):
     with self.assertRaisesRegex(TimeoutError, "register of .*CPU:3"):

@@ -427,6 +427,26 @@ class UpdateTest(stores.TestCase):
     np.testing.assert_allclose(training.values()["w"], -200)
     self.assertEqual(sum(c.applied for c in optimizer.counts()), 200 * places)
 
+  def test_a_chief_that_was_replaced_makes_no_updates(self):
+    first, second = (
+      sync_replicas.SyncReplicasOptimizer(SGD(1.0), 2) for _ in range(2)
+    )
+    training = Training(
+      first, _constant(1.0, 1.0), values=ONE, is_sparse=[False]
+    )
+    training.start()
+    training.steps(3)
+    second.build(training.store, is_sparse=[False])
+    second.create([tf.constant(v) for v in ONE.values()])
+    second.begin_updates()
+    for _ in range(3):
+      with self.assertRaises(updates.Interrupted):
+        first.apply_update()
+      updates.step_of(second, ["0", "1"], lambda: None)  # It wakes once more.
+    training.stop()
+    np.testing.assert_allclose(training.values()["w"], -6)
+    self.assertEqual([c.applied for c in second.counts()], [6, 6])
+
   def test_a_late_gradient_is_refused_and_counted(self):
     optimizer = sync_replicas.SyncReplicasOptimizer(SGD(1.0), 1, 2)
 

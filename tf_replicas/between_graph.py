@@ -138,6 +138,7 @@ class BetweenGraph(driver.Driver):
     result = updates.step_of(
       self.optimizer, self._names, self._raise_if_ended, self._recorder, most
     )
+    self._members.raise_if_replaced()  # Nobody saves another's half update.
     self._watch.progress()
     return result
 

@@ -1,39 +1,35 @@
 """Whole gradient sets on their way from the replicas to the update.
 
 A *contribution* is everything one replica has to say about one batch: all its
-gradients, its loss, its number of examples. It is admitted or refused as a
-whole, and what is offered is refused before its bytes travel.
+gradients, its loss, its number of examples. It is refused as a whole, and
+before its bytes travel, or admitted.
 
-Where every object lives:
+Where objects live:
 
 * PS task 0: the `inbox` (a queue of short messages from all replicas), one
-  `replies` queue per replica, and the *ledger*: variables that say what each
-  replica is doing, which contributions the step has accepted so far, and how
-  many each replica had applied or refused since the start.
+  `replies` queue per replica, and the *ledger*: what each replica is doing,
+  which contributions the step has accepted, and counts since the start.
 * every PS task: one `gradients` queue per replica, for the part of its
   gradient sets that concerns the variables of that task.
 
 A replica's side of one contribution (`offer`):
 
-1. It puts OFFER(replica, tag, step) into the inbox; the tag is its own, and
-   the step is that of the variables which it computed from.
-2. It waits for a reply to that tag: ADMIT or RELEASE(step).
+1. It puts OFFER(replica, tag, step) into the inbox; the step is that of the
+   variables which it computed from.
+2. It waits for the reply: ADMIT or RELEASE(step).
 3. If admitted, it puts its gradients into its queue on every PS task, then
    DELIVERED into the inbox, and waits for RELEASE(step) or CONTINUE(step).
 4. CONTINUE means that its next contribution is admitted already, under the
-   next tag, its *ticket*: it goes on with 3. Where every replica is needed for
-   every step nobody has to ask.
+   next tag, its *ticket*: it goes on with 3.
 
 The chief's side of one step (`collect`, which runs wholly on PS task 0): take
 messages from the inbox, note each in the ledger (`ledger.record`), and give
 the free places of the step to those who wait with a fresh offer
 (`ledger.settle`). Of N places one is free unless it was delivered or is owed
-by an admitted replica. An offer made from older variables is released at once
-and counted as late. A fresh one without a place waits: it takes the place of
-an admitted replica that is lost (the chief says LOST), or is counted as
-surplus when the step ends. `collect` returns when N contributions were
-delivered; the caller applies their mean (`take_sums`) and ends the step
-(`release_all`).
+by an admitted replica. An offer from older variables is released at once, as
+late. A fresh one without a place waits: it takes that of an admitted replica
+that is lost (the chief says LOST), or is surplus when the step ends. When N
+were delivered their mean is applied (`take_sums`, `release_all`).
 
 A replica has one contribution open at a time. A new offer of a replica whose
 last one is still open therefore means that it was restarted: the old one is
@@ -99,7 +95,7 @@ class Contributions:
       self._present = resources.shared_variable(
         "ledger/present", [len(is_sparse)], tf.bool
       )
-      # Who takes messages; the calls of others may live on at the PS.
+      # Who takes messages: the calls of others may live on at the PS.
       self._taker = resources.shared_variable("taker", [], tf.int64)
     self._number = secrets.randbelow(1 << 62)
     self._replies = replies_lib.Replies(store, num_replicas)
@@ -120,16 +116,17 @@ class Contributions:
     self._taker.assign(self._number)
     self._write(empty)
     self._present.assign(tf.zeros(self._present.shape, tf.bool))
+    resources.await_assigned([self._taker])
 
   def begin_anew(self) -> None:
     """Makes void what was offered or delivered; whoever waits offers anew."""
+    self.initialize(keep_counts=True)
     with tf.device(self._device):
       until_now = -releases.microseconds(releases.now())
       verdicts = tf.fill([self.num_replicas], int(Verdict.VOID))
       tags = tf.fill([self.num_replicas], until_now)
       step = self._store.read_global_step()
       self._replies.send(tf.cast(verdicts, tf.int64), tags, step)
-    self.initialize(keep_counts=True)
 
   # The replica's side.
 
@@ -245,6 +242,7 @@ class Contributions:
       step = self._store.read_global_step()
       done = self._is_complete(self._ledger.accepted.read_value())
       kind = tf.where(done, int(Kind.DELIVERED), int(Kind.OFFER))
+      kind = tf.where(self._is_mine(), kind, int(Kind.WAKE))
       kind, replica = tf.while_loop(
         lambda kind, _: kind == int(Kind.OFFER),
         lambda *_: self._take_one(step),
@@ -270,12 +268,10 @@ class Contributions:
         return tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
 
     with tf.control_dependencies(message[:1]):
-      is_mine = self._taker.read_value() == self._number
+      is_mine = self._is_mine()
     return tf.cond(is_mine, lambda: self._serve(*message, step), leave)
 
-  def _serve(
-    self, header, report, present, step
-  ) -> tuple[tf.Tensor, tf.Tensor]:
+  def _serve(self, header, report, present, step):
     header = tf.unstack(tf.ensure_shape(header, [4]))
     loss, examples = tf.unstack(tf.ensure_shape(report, [2]))
     message = ledger_lib.Message(
@@ -291,7 +287,7 @@ class Contributions:
     is_nonfinite = message.kind == int(Kind.NONFINITE)
 
     def reply():
-      # Who waits longest takes the first: that is who hears VOID.
+      # Who waits longest takes the first: it hears VOID.
       void = tf.where(replies.flush >= 0, int(Verdict.VOID), -1)
       self._replies.send(tf.cast(void, tf.int64), replies.flush, step)
       self._replies.send(verdict, noted.tag, step)
@@ -306,6 +302,9 @@ class Contributions:
     is_urgent = is_nonfinite | (message.kind == Kind.WAKE)
     kind = tf.where(is_urgent, message.kind, tf.cast(kind, tf.int64))
     return kind, message.replica
+
+  def _is_mine(self) -> tf.Tensor:
+    return tf.equal(self._taker.read_value(), self._number)
 
   def _is_complete(self, accepted) -> tf.Tensor:
     return tf.reduce_all(accepted[:, 0] >= 0)

@@ -44,20 +44,24 @@ class _Place:
     num_clients: int,
     client: int,
     process: int,
+    *,
+    is_first: bool,
     log: Callable[[str], None],
   ):
     self._register = register
     self._num_clients = num_clients
     self._client = client
     self._process = process
-    self.is_taken = False
+    # Only PS task 0 says whose place it is; the others hear of whoever comes.
+    self._is_first = is_first
+    self._has_joined = self._is_taken = False
     # A task that stands still fails nothing: whoever needs it waits.
     self._words = connection.Words(log=log)
     task = tf.DeviceSpec.from_string(register.device)
     self._what = f"waiting for an answer of {task.job} {task.task}"
     self._answered = time.monotonic()
     self._is_left = threading.Event()
-    self._beat(True, joins=True)
+    self._beat(True)
     self._thread = connection.Thread(self._keep_beating, on_error=bool)
 
   def _keep_beating(self) -> None:
@@ -66,12 +70,17 @@ class _Place:
     self._beat(False)
     self._words.stop()
 
-  def _beat(self, is_here: bool, *, joins: bool = False) -> None:
+  def _beat(self, is_here: bool) -> None:
+    with self._words.during(self._what):
+      self._say(is_here)
+
+  def _say(self, is_here: bool) -> None:
+    joins = not (self._is_first and self._has_joined)
     try:
-      with self._words.during(self._what):
-        self.is_taken = not self._register.beat(
-          self._client, self._process, is_here, joins=joins
-        )
+      self._is_taken = not self._register.beat(
+        self._client, self._process, is_here, joins=joins
+      )
+      self._has_joined = True
       self._answered = time.monotonic()
     except tf.errors.UnavailableError:
       pass  # It is away; the main thread sees the same where it matters.
@@ -90,6 +99,13 @@ class _Place:
   def silence(self) -> float:
     """Seconds since it last answered."""
     return time.monotonic() - self._answered
+
+  def is_taken(self) -> bool:
+    """Whether another process has it now; asks if that was long ago."""
+    is_old = self.silence() > 2 * BEAT_SECS
+    if is_old and not self._is_left.is_set():
+      self._say(True)
+    return self._is_taken
 
   def leave(self) -> connection.Thread:
     """Beats no more; returns the thread that says so there."""
@@ -153,16 +169,17 @@ class Membership:
         log=log,
       )
     self._places = [
-      _Place(r, num_clients, client, process, log) for r in registers
+      _Place(r, num_clients, client, process, is_first=i == 0, log=log)
+      for i, r in enumerate(registers)
     ]
 
   @property
   def is_replaced(self) -> bool:
     """Whether another process has taken this client's place."""
-    return any(place.is_taken for place in self._places)
+    return self._places[0].is_taken()
 
   def raise_if_replaced(self) -> None:
-    """Raises `RuntimeError` if it is; asks nobody."""
+    """Raises `RuntimeError` if it is."""
     if self.is_replaced:
       raise RuntimeError(_REPLACED)
 
@@ -204,8 +221,9 @@ class Membership:
 
     For a process that was replaced it has ended.
     """
-    if self.is_replaced:
-      return _REPLACED
+    return _REPLACED if self.is_replaced else self._outcome()
+
+  def _outcome(self) -> str:
     return self._first.outcome.numpy().decode()
 
   def raise_if_ended(self) -> None:
@@ -257,7 +275,7 @@ class Membership:
     try:
       while (here := self.here()) and clock() <= deadline:
         time.sleep(0.05)
-      outcome = self.outcome()
+      outcome = self._outcome()
     except tf.errors.OpError:  # Who is left must not wait for PS task 0.
       here, outcome = [], self._ending
     first, *others = self._places

@@ -52,6 +52,7 @@ class Register:
       self.processes.scatter_update(tf.IndexedSlices(process, client))
       return tf.constant(True)
 
+    here = resources.this_device()
     with tf.device(self.device):
       known = tf.gather(self.processes.read_value(), client)
       is_it = joins | (known == process) | (known == _NOBODY)
@@ -60,7 +61,8 @@ class Register:
       self.beats.scatter_update(tf.IndexedSlices(now, client))
       is_new = joins | (known == _NOBODY)  # Whoever beats on writes no number.
       tf.cond(is_new, take_place, lambda: tf.constant(False))
-      return is_it
+    with tf.device(here):
+      return tf.identity(is_it)
 
   def beat(
     self, client: int, process: int, is_here: bool, *, joins: bool = False
