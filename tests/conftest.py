@@ -31,6 +31,11 @@ ENVIRON = {
 DEADLINE_SECS = 400.0
 
 
+def pytest_configure() -> None:
+  """Hears SIGINT, which a background job of a shell inherits as ignored."""
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def document(ps: int, workers: int, chief: int = 0, **variables) -> dict:
   """A cluster spec of this machine, with settings of its `variables`."""
   jobs = {"ps": ps, "worker": workers, "chief": chief}
@@ -58,8 +63,6 @@ def running(
     env=dict(environ),
     stdout=subprocess.PIPE,
     text=True,
-    # A background job of a shell inherits that SIGINT is ignored.
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     **more,
   )
   deadline = threading.Timer(DEADLINE_SECS, process.kill)
