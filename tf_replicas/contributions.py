@@ -1,8 +1,8 @@
 """Whole gradient sets on their way from the replicas to the update.
 
 A *contribution* is everything one replica has to say about one batch: all its
-gradients, its loss, its number of examples. It is refused as a whole, and
-before its bytes travel, or admitted.
+gradients, its loss, its number of examples. It is admitted or refused as a
+whole, and what is offered is refused before its bytes travel.
 
 Where objects live:
 
@@ -20,7 +20,8 @@ A replica's side of one contribution (`offer`):
 3. If admitted, it puts its gradients into its queue on every PS task, then
    DELIVERED into the inbox, and waits for RELEASE(step) or CONTINUE(step).
 4. CONTINUE means that its next contribution is admitted already, under the
-   next tag, its *ticket*: it goes on with 3.
+   next tag, its *ticket*: it goes on with 3. Where every replica is needed for
+   every step nobody has to ask.
 
 The chief's side of one step (`collect`, which runs wholly on PS task 0): take
 messages from the inbox, note each in the ledger (`ledger.record`), and give
@@ -242,7 +243,8 @@ class Contributions:
       step = self._store.read_global_step()
       done = self._is_complete(self._ledger.accepted.read_value())
       kind = tf.where(done, int(Kind.DELIVERED), int(Kind.OFFER))
-      kind = tf.where(self._is_mine(), kind, int(Kind.WAKE))
+      is_mine = tf.equal(self._taker.read_value(), self._number)
+      kind = tf.where(is_mine, kind, int(Kind.WAKE))
       kind, replica = tf.while_loop(
         lambda kind, _: kind == int(Kind.OFFER),
         lambda *_: self._take_one(step),
@@ -261,18 +263,26 @@ class Contributions:
 
   def _take_one(self, step) -> tuple[tf.Tensor, tf.Tensor]:
     """Serves one message; (OFFER to go on or why to return, its sender)."""
-    message = self._inbox.dequeue()
+    woken = tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
+    return self._take(
+      self._number, lambda *message: self._serve(*message, step), woken
+    )
 
-    def leave():
-      with tf.control_dependencies([self._put_back(*message)]):
-        return tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
+  def _take(self, number, serve, otherwise):
+    """Serves the next message, or puts it back if they are not `number`'s."""
+    header, *rest = self._inbox.dequeue()
 
-    with tf.control_dependencies(message[:1]):
-      is_mine = self._is_mine()
-    return tf.cond(is_mine, lambda: self._serve(*message, step), leave)
+    def put_back():
+      with tf.control_dependencies([self._inbox.enqueue([header, *rest])]):
+        return tf.nest.map_structure(tf.identity, otherwise)
+
+    with tf.control_dependencies([header]):
+      is_its = tf.equal(self._taker.read_value(), number)
+    header = tf.ensure_shape(header, [4])
+    return tf.cond(is_its, lambda: serve(header, *rest), put_back)
 
   def _serve(self, header, report, present, step):
-    header = tf.unstack(tf.ensure_shape(header, [4]))
+    header = tf.unstack(header)
     loss, examples = tf.unstack(tf.ensure_shape(report, [2]))
     message = ledger_lib.Message(
       *header, tf.cast(examples, tf.int64), loss, releases.now(loss)
@@ -302,9 +312,6 @@ class Contributions:
     is_urgent = is_nonfinite | (message.kind == Kind.WAKE)
     kind = tf.where(is_urgent, message.kind, tf.cast(kind, tf.int64))
     return kind, message.replica
-
-  def _is_mine(self) -> tf.Tensor:
-    return tf.equal(self._taker.read_value(), self._number)
 
   def _is_complete(self, accepted) -> tf.Tensor:
     return tf.reduce_all(accepted[:, 0] >= 0)
@@ -341,20 +348,11 @@ class Contributions:
     the PS: the next message ends it, and is left to who takes messages now.
     """
 
-    def answer(*_):
-      header, *rest = self._inbox.dequeue()
-      kind, replica, tag, _ = tf.unstack(tf.ensure_shape(header, [4]))
-      with tf.control_dependencies([kind]):
-        is_mine = tf.equal(self._taker.read_value(), began)
-      is_done = tf.cond(
-        is_mine,
-        lambda: self._end_one(replica, tag),
-        lambda: self._put_back(header, *rest),
-      )
-      with tf.control_dependencies([is_done]):
+    def answer(header, *_):
+      kind, replica, tag, _ = tf.unstack(header)
+      with tf.control_dependencies([self._end_one(replica, tag)]):
         # An earlier one was for a `collect` that had returned by itself.
-        is_over = (kind == int(Kind.WAKE)) & (tag >= began)
-        return [is_mine & ~is_over]
+        return (kind != int(Kind.WAKE)) | (tag < began)
 
     with tf.device(self._device):
       began = releases.microseconds(releases.now())
@@ -362,11 +360,11 @@ class Contributions:
       noted = self._read()  # What `collect` has read, nobody else will answer.
       verdict = tf.where(noted.status != Status.COMPUTING, Verdict.RELEASE, -1)
       self._replies.send(tf.cast(verdict, tf.int64), noted.tag, releases.ENDED)
-      tf.while_loop(lambda goes_on: goes_on, answer, [tf.constant(True)])
-
-  def _put_back(self, *message: tf.Tensor) -> tf.Tensor:
-    with tf.control_dependencies([self._inbox.enqueue(message)]):
-      return tf.constant(True)
+      tf.while_loop(
+        lambda goes_on: goes_on,
+        lambda _: [self._take(began, answer, tf.constant(False))],
+        [tf.constant(True)],
+      )
 
   def _end_one(self, replica: tf.Tensor, tag: tf.Tensor) -> tf.Tensor:
     is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica
