@@ -10,6 +10,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_replicas import releases
+from tf_replicas import replies
 from tf_replicas import resources
 
 NOBODY = -1
@@ -123,29 +124,12 @@ class Gate:
     with tf.device(self._device):
       tag = releases.microseconds(releases.now())
       (tag,) = self._note(replica, clock, tag)
-
-      def dequeue(_):
-        return [
-          resources.select(replica, self._passes, lambda q: q.dequeue()[0])
-        ]
-
       with tf.control_dependencies([tag]):
-        (passed,) = tf.while_loop(
-          lambda passed: passed < tag,
-          dequeue,
-          [tf.constant(NOBODY, tf.int64)],
-          shape_invariants=[tf.TensorShape(None)],
+        _, is_anothers = replies.take_own(
+          self._passes, replica, tag, lambda passed: passed
         )
-
-      def put_back():
-        def put(queue):
-          with tf.control_dependencies([queue.enqueue([passed])]):
-            return tf.identity(tag)
-
-        return resources.select(replica, self._passes, put)
-
-      # A later one is for another process, which runs as this replica now.
-      return tf.cond(passed > tag, put_back, lambda: tf.identity(tag))
+      with tf.control_dependencies([is_anothers]):
+        return tf.identity(tag)
 
   def _note(self, replica, clock, tag) -> list[tf.Tensor]:
     def note():

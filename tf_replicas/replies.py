@@ -1,10 +1,56 @@
 """What the chief says to replicas that wait: a queue each, on PS task 0."""
 
+from collections.abc import Callable
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tf_replicas import ledger
 from tf_replicas import parameter_store
 from tf_replicas import resources
+
+
+def take_own(
+  queues: Sequence[resources.Queue],
+  replica: int | tf.Tensor,
+  tag: tf.Tensor,
+  tag_of: Callable[[tf.Tensor], tf.Tensor],
+) -> tuple[tf.Tensor, tf.Tensor]:
+  """Waits for what is for `tag` or later; throws away what is for earlier ones.
+
+  What is for a later one is for another process, which runs as this replica
+  now, and is put back. To be used inside a `tf.function`.
+
+  Args:
+    queues: One per replica.
+    replica: Whose to wait at.
+    tag: int64 scalar.
+    tag_of: Gives the tag of an element; -t is all until t.
+
+  Returns:
+    The element, and whether it was put back.
+  """
+
+  def dequeue(*_):
+    return [resources.select(replica, queues, lambda q: q.dequeue()[0])]
+
+  (taken,) = tf.while_loop(
+    lambda taken: tf.abs(tag_of(taken)) < tag,
+    dequeue,
+    dequeue(),
+    shape_invariants=[tf.TensorShape(None)],
+  )
+
+  def put_back(queue):
+    with tf.control_dependencies([queue.enqueue([taken])]):
+      return tf.constant(True)
+
+  is_put_back = tf.cond(
+    tag_of(taken) > tag,
+    lambda: resources.select(replica, queues, put_back),
+    lambda: tf.constant(False),
+  )
+  return taken, is_put_back
 
 
 class Replies:
@@ -51,26 +97,12 @@ class Replies:
       The verdict and the step, int64 scalars.
     """
 
-    def dequeue(*_):
-      return [resources.select(replica, self._queues, lambda q: q.dequeue()[0])]
-
-    (reply,) = tf.while_loop(
-      lambda reply: tf.abs(reply[0]) < tag,
-      dequeue,
-      dequeue(),
-      shape_invariants=[tf.TensorShape(None)],
+    reply, is_anothers = take_own(
+      self._queues, replica, tag, lambda reply: reply[0]
     )
     reply = tf.ensure_shape(reply, [3])
-
-    def put_back():
-      def put(queue):
-        with tf.control_dependencies([queue.enqueue([reply])]):
-          return tf.constant(int(ledger.Verdict.VOID), tf.int64)
-
-      return resources.select(replica, self._queues, put)
-
-    is_others = reply[0] > tag
-    return tf.cond(is_others, put_back, lambda: reply[1]), reply[2]
+    void = tf.constant(int(ledger.Verdict.VOID), tf.int64)
+    return tf.where(is_anothers, void, reply[1]), reply[2]
 
   def close(self) -> None:
     """Ends it for everybody: waiters get `OutOfRangeError`."""
