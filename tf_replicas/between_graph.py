@@ -34,7 +34,6 @@ from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
 from tf_replicas import turns
-from tf_replicas import updates
 
 # How many times as long as for another worker to wait for the chief.
 _CHIEF_PATIENCE = 10
@@ -133,18 +132,7 @@ class BetweenGraph(driver.Driver):
     """
     if self._thread is None:
       self._start()
-    self._thread.raise_error()
-    self._members.raise_if_replaced()
-    result = updates.step_of(
-      self.optimizer, self._names, self._raise_if_ended, self._recorder, most
-    )
-    self._members.raise_if_replaced()  # Nobody saves another's half update.
-    self._watch.progress()
-    return result
-
-  def _raise_if_ended(self) -> None:
-    self._thread.raise_error()
-    self._members.raise_if_ended()
+    return self._make_updates(most)
 
   def _start(self) -> None:
     """Tells the others to go on, and starts the chief's own replica."""

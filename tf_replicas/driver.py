@@ -11,7 +11,9 @@ from tf_replicas import cluster
 from tf_replicas import evaluation
 from tf_replicas import parameter_store
 from tf_replicas import towers
+from tf_replicas import training
 from tf_replicas import update_rule
+from tf_replicas import updates
 
 
 class Driver(abc.ABC):
@@ -80,6 +82,21 @@ class Driver(abc.ABC):
         " checkpoint was restored: start the parameter servers anew"
       )
     self.optimizer.begin_updates()
+
+  def _make_updates(self, most: int) -> training.StepResult:
+    """The chief's step, with parameter servers; see `BetweenGraph.step`."""
+    self._thread.raise_error()
+    self._members.raise_if_replaced()
+    result = updates.step_of(
+      self.optimizer, self._names, self._raise_if_ended, self._recorder, most
+    )
+    self._members.raise_if_replaced()  # Nobody saves another's half update.
+    self._watch.progress()
+    return result
+
+  def _raise_if_ended(self) -> None:
+    self._thread.raise_error()
+    self._members.raise_if_ended()
 
   def values(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
     """Reads the trained variables, which the Keras model's own are not.

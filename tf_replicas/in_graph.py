@@ -40,7 +40,6 @@ from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
 from tf_replicas import turns
-from tf_replicas import updates
 
 
 class InGraph(driver.Driver):
@@ -127,18 +126,7 @@ class InGraph(driver.Driver):
     """
     if self._watch is None:
       self._start()
-    self._thread.raise_error()
-    self._members.raise_if_replaced()
-    result = updates.step_of(
-      self.optimizer, self._names, self._raise_if_ended, self._recorder, most
-    )
-    self._members.raise_if_replaced()  # Nobody saves another's half update.
-    self._watch.progress()
-    return result
-
-  def _raise_if_ended(self) -> None:
-    self._thread.raise_error()
-    self._members.raise_if_ended()
+    return self._make_updates(most)
 
   def _start(self) -> None:
     self._begin()
