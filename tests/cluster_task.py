@@ -610,6 +610,42 @@ def killed_while_updating(here: Here) -> None:
   train(here, driver, run_chief)
 
 
+class StateOfStep2:
+  """A driver's state, held back after step 2 until the test has acted."""
+
+  def __init__(self, here: Here, store):
+    self._here = here
+    self._store = store
+    self.load_state = store.load_state
+
+  def state(self) -> dict[str, np.ndarray]:
+    """Reads everything from the parameter servers."""
+    state = {name: np.asarray(v) for name, v in self._store.state().items()}
+    if state["global_step"] == 2:
+      self._here.mark("step 2 is read")
+      self._here.await_mark("ps 0 is dead")
+    return state
+
+
+def killed_while_saving(here: Here) -> None:
+  """The test kills the parameter server when all is read that is saved."""
+  driver = here.driver(
+    lambda: constant_replica(here), lambda: constant_optimizer(here)
+  )
+
+  def run_chief():
+    session = training.Session(
+      here.directory / "train",
+      state=StateOfStep2(here, driver.store),
+      max_steps=6,
+      checkpoint_every_steps=2,
+    )
+    session.run(driver.step)
+    return {}
+
+  train(here, driver, run_chief)
+
+
 def killed_while_counting(here: Here) -> None:
   """The same; every batch has a number."""
   driver = here.driver(counting_replica, lambda: constant_optimizer(here))

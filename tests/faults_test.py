@@ -6,12 +6,14 @@ import conftest
 import numpy as np
 import pytest
 
+from tf_replicas import checkpoints
 from tf_replicas import cluster
 
 pytestmark = pytest.mark.cluster
 
 # The learning rate of `cluster_task.constant_gradients`.
 RATE = 2.0
+_CHIEF = cluster.Task("chief", 0)
 
 
 def _worker(index):
@@ -84,7 +86,7 @@ def test_in_graph_worker_that_hangs_is_given_up(start_trial):
   # The system still accepts connections for it.
   trial.tasks.kill(_worker(1), signal.SIGSTOP)
   trial.mark("worker 1 is dead")
-  trial.await_log(cluster.Task("chief", 0), "worker 1 was not heard of")
+  trial.await_log(_CHIEF, "worker 1 was not heard of")
   trial.tasks.kill(_worker(1), signal.SIGCONT)
   trial.await_success()
   report = trial.report()
@@ -161,12 +163,11 @@ def test_a_worker_gives_up_its_chief_and_both_can_be_started_again(start_trial):
   trial = start_trial(
     "killed_chief", conftest.document(1, 1, chief=1), lost_after_secs=1
   )
-  chief = cluster.Task("chief", 0)
   trial.await_mark("step 3 is made")
-  trial.kill(chief)
+  trial.kill(_CHIEF)
   trial.await_end(_worker(0))
   assert "the chief was lost" in trial.log("worker").splitlines()[-1]
-  trial.tasks.start(chief, _worker(0))
+  trial.tasks.start(_CHIEF, _worker(0))
   trial.await_success()
   assert trial.report()["global_step"] == 6
 
@@ -178,7 +179,7 @@ def test_a_chief_that_cannot_begin_tells_everyone(start_trial, replication):
     conftest.document(1, 1, chief=1),
     replication=replication,
   )
-  trial.await_end(cluster.Task("chief", 0))
+  trial.await_end(_CHIEF)
   for task in trial.spec.tasks():
     assert trial.ends_within(task, 30), task
     assert trial.tasks.returncode(task) == 1
@@ -193,10 +194,9 @@ def _killed_while_updating(start_trial, replication, saves):
     replication=replication,
     saves=saves,
   )
-  chief = cluster.Task("chief", 0)
   trial.await_mark("half of step 3 is made")
-  trial.kill(chief)
-  trial.tasks.start(chief)
+  trial.kill(_CHIEF)
+  trial.tasks.start(_CHIEF)
   return trial
 
 
@@ -225,6 +225,24 @@ def test_half_an_update_that_cannot_be_taken_back_is_an_error(start_trial):
   words = "an update was cut off in the middle when the chief was killed"
   assert words in trial.log("chief")
   assert words in trial.log("worker")
+
+
+@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+def test_what_was_read_is_saved_though_the_parameter_server_died(
+  start_trial, replication
+):
+  trial = start_trial(
+    "killed_while_saving",
+    conftest.document(1, 2, chief=1),
+    replication=replication,
+  )
+  trial.await_mark("step 2 is read")
+  trial.kill(cluster.Task("ps", 0))
+  trial.mark("ps 0 is dead")
+  assert trial.ends_within(_CHIEF, 60), trial.all_logs()
+  assert trial.tasks.returncode(_CHIEF) == 1
+  saved = checkpoints.read(checkpoints.latest(trial.directory / "train"))
+  assert saved["global_step"] == 2
 
 
 def test_backup_takes_the_place_of_a_worker_that_died_admitted(start_trial):

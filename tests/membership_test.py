@@ -103,18 +103,20 @@ class MembershipTest(stores.TestCase):
       self.assertEqual(member.outcome(), "")
 
   def test_who_stood_still_asks_before_it_does_anything(self):
-    _, first = self._members(2)
-    (place, *_) = first._places
-    place._is_left.set()  # Its own beats end.
-    place._thread.join(30)
-    place._is_left.clear()
-    second = membership.Membership(
-      1, 2, devices=[stores.device(0), stores.device(1)]
-    )
-    self.addCleanup(second.leave)
-    self.assertFalse(first.is_replaced)
-    place._answered -= 60
-    self.assertTrue(first.is_replaced)
+    beat_secs = 3600  # It is not to ask by itself.
+    with mock.patch.object(membership, "BEAT_SECS", beat_secs):
+      _, first = self._members(2)
+      (place, *_) = first._places
+      place._is_left.set()  # Its own beats end.
+      place._thread.join(30)
+      place._is_left.clear()
+      second = membership.Membership(
+        1, 2, devices=[stores.device(0), stores.device(1)]
+      )
+      self.addCleanup(second.leave)
+      self.assertFalse(first.is_replaced)
+      place._answered -= 3 * beat_secs
+      self.assertTrue(first.is_replaced)
 
   def test_a_join_that_failed_is_tried_again(self):
     beat, failures = register_lib.Register.beat, [tf.errors.UnavailableError]
