@@ -126,13 +126,14 @@ class LocalClusterTest(parameterized.TestCase):
     self._await_here(tasks, PS, CHIEF)
     pids = [tasks.pid(PS), tasks.pid(CHIEF)]
     tasks.start(WORKER)
-    with _grace_secs(0.3):
+    with _last_words_secs(0.3):
       self.assertEqual(tasks.wait(DEADLINE_SECS), 7)
     self.assertFalse(any(map(_is_running, pids)))
     self.assertIn(
       "[launcher] worker 1 failed with exit status 7; ending the others",
       self.lines,
     )
+    self.assertIn("[launcher] ps 0 goes on; stopping it", self.lines)
 
   def test_a_signal_is_128_and_its_number(self):
     tasks = self._cluster(default=WAIT)
@@ -249,8 +250,8 @@ class LocalClusterTest(parameterized.TestCase):
     _await(lambda: not any(map(_is_running, pids)), "the end of the tasks")
 
 
-def _grace_secs(secs):
-  return mock.patch.object(local_cluster, "_GRACE_SECS", secs)
+def _last_words_secs(secs):
+  return mock.patch.object(local_cluster, "_LAST_WORDS_SECS", secs)
 
 
 class DescribeTest(absltest.TestCase):

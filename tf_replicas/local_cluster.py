@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from tf_replicas import cluster
 
 _PR_SET_PDEATHSIG = 1
+# How long others may take for words of their own after one has failed.
+_LAST_WORDS_SECS = 15.0
 _GRACE_SECS = 5.0
 
 
@@ -143,7 +145,10 @@ class LocalCluster:
       for task, code in codes.items():
         if code and not self._restart(task, code):
           self._echo(f"[launcher] {task} {describe(code)}; ending the others")
-          self._await_all(_GRACE_SECS)  # They may have words of their own.
+          self._await_all(_LAST_WORDS_SECS)
+          for other, process in self._processes.items():
+            if process.poll() is None:
+              self._echo(f"[launcher] {other} goes on; stopping it")
           self.stop()
           # The chief knows best what went wrong.
           code = self.returncode_of_chief() or code
