@@ -16,6 +16,7 @@ LAYERS = (
   (
     ("addresses", "cluster_validation", "cluster"),
     ("resources", "console", "checkpoints", "reports", "training"),
+    ("workarounds", "checkpoints"),
     ("interrupts", "training"),
     ("moving_averages",),
     ("releases",),
@@ -87,6 +88,7 @@ WITHOUT_TENSORFLOW = {
 }
 # They start processes, or are started by people.
 READS_ENVIRONMENT = {"command_line", "launcher", "local_cluster"}
+USES_PRIVATE_TENSORFLOW = {"resources", "workarounds"}
 HAS_FLAGS = {"command_line", "update_flags"}
 MAX_LINES = 400
 
@@ -185,7 +187,7 @@ class LibraryTest(parameterized.TestCase):
 
   @parameterized.parameters(*NAMES)
   def test_uses_no_private_tensorflow(self, module):
-    if module == "resources":
+    if module in USES_PRIVATE_TENSORFLOW:
       return
     tree = self._tree(module)
     private = [

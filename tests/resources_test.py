@@ -1,13 +1,11 @@
 """Tests for tf_replicas.resources."""
 
 import threading
-import time
 
 import numpy as np
 import stores
 import tensorflow as tf
 from absl.testing import absltest
-from tensorflow.python.eager import cancellation
 
 from tf_replicas import resources
 
@@ -149,35 +147,6 @@ class SelectTest(stores.TestCase):
 
     results = [int(chosen(tf.constant(i, tf.int64))) for i in range(3)]
     self.assertEqual(results, [10, 20, 30])
-
-
-class CancellationTest(stores.TestCase):
-  def test_cancels_what_runs_under_it_and_nothing_else(self):
-    resources.keep_cancellation_to_its_thread()
-    queue = resources.Queue("awaited", [tf.int32])
-    manager = cancellation.CancellationManager()
-    wait = tf.function(queue.dequeue).get_concrete_function()
-    ends = {}
-
-    def start(name, run):
-      def run_to_the_end():
-        try:
-          ends[name] = int(run()[0])
-        except tf.errors.CancelledError:
-          ends[name] = "cancelled"
-
-      thread = threading.Thread(target=run_to_the_end, daemon=True)
-      thread.start()
-      time.sleep(0.3)  # Until it waits.
-      return thread
-
-    cancelled = start("closure", manager.get_cancelable_function(wait))
-    other = start("other", wait)
-    manager.start_cancel()
-    cancelled.join(timeout=10)
-    queue.enqueue([tf.constant(5)])
-    other.join(timeout=10)
-    self.assertEqual(ends, {"closure": "cancelled", "other": 5})
 
 
 if __name__ == "__main__":

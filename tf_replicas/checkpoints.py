@@ -10,14 +10,12 @@ another.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
 import os
 import re
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import NamedTuple
 from typing import Protocol
@@ -26,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas import resources
+from tf_replicas import workarounds
 
 PREFIX = "model.ckpt"
 FINISHED = "finished.json"
@@ -37,9 +36,6 @@ _BEGAN = "optimizer/began."
 # ".." and "/" becomes ".S" (trackable_utils.escape_local_name, TF 2.21).
 _STORED_NAME = re.compile(r"state/([^/]+)/\.ATTRIBUTES/VARIABLE_VALUE")
 _ESCAPED = re.compile(r"\.([.S])")
-
-# Read by `tensorflow.python.eager.context.async_wait` (TF 2.21).
-_NO_ASYNC_WAIT = "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"
 
 # What TF 2.21 raises for damaged files. IndexError (a LookupError) is how its
 # checkpoint reader reports a data file that ends too early.
@@ -154,30 +150,11 @@ def save(
       max_to_keep=keep_checkpoints,
       checkpoint_name=PREFIX,
     )
-    with _waiting_for_nobody():
+    with workarounds.waiting_for_nobody():
       return manager.save(
         checkpoint_number=int(arrays["global_step"]),
         options=tf.train.CheckpointOptions(experimental_io_device=io_device),
       )
-
-
-@contextlib.contextmanager
-def _waiting_for_nobody() -> Iterator[None]:
-  """Keeps a save from waiting for other tasks, of which one may be dead.
-
-  TensorFlow 2.21 ends every save by waiting for all that was sent to other
-  tasks, and for a dead one it waits for ever. `tf.distribute`'s own strategy
-  for parameter servers switches that off in the same way, for good.
-  """
-  before = os.environ.get(_NO_ASYNC_WAIT)
-  os.environ[_NO_ASYNC_WAIT] = "True"
-  try:
-    yield
-  finally:
-    if before is None:
-      del os.environ[_NO_ASYNC_WAIT]
-    else:
-      os.environ[_NO_ASYNC_WAIT] = before
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:

@@ -33,13 +33,13 @@ from tf_replicas import driver
 from tf_replicas import membership
 from tf_replicas import processes
 from tf_replicas import releases
-from tf_replicas import resources
 from tf_replicas import stalls
 from tf_replicas import sync_replicas
 from tf_replicas import timeline
 from tf_replicas import towers
 from tf_replicas import training
 from tf_replicas import turns
+from tf_replicas import workarounds
 
 
 class InGraph(driver.Driver):
@@ -217,8 +217,8 @@ class InGraph(driver.Driver):
 def _connect(
   spec: cluster.ClusterSpec,
 ) -> tf.distribute.coordinator.ClusterCoordinator:
-  resources.keep_cancellation_to_its_thread()
-  resources.end_executors_quietly()
+  workarounds.keep_cancellation_to_its_thread()
+  workarounds.end_executors_quietly()
   tf.get_logger().addFilter(_in_one_line)
   resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
     tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"

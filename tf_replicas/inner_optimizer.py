@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tf_replicas import parameter_store
 from tf_replicas import resources
+from tf_replicas import workarounds
 
 
 @dataclasses.dataclass
@@ -322,7 +323,10 @@ class InnerOptimizer:
         self._adopt()
         return []
       scalars = self._scalars(task, step, rate_factor)
-      with resources.outside_strategy(), keras.StatelessScope(scalars) as scope:
+      with (
+        workarounds.outside_strategy(),
+        keras.StatelessScope(scalars) as scope,
+      ):
         cells = [
           (variable, Cell(variable.value.read_value()))
           for variable in self._common

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tf_replicas import inner_optimizer
 from tf_replicas import parameter_store
 from tf_replicas import resources
+from tf_replicas import workarounds
 
 
 class LocalOptimizer:
@@ -114,7 +115,7 @@ class LocalOptimizer:
     ]
     if not pairs:
       return list(parameters), list(state)
-    with resources.outside_strategy(), keras.StatelessScope() as scope:
+    with workarounds.outside_strategy(), keras.StatelessScope() as scope:
       scope.add_update((self.optimizer._learning_rate, rate))
       for update in zip(self._state, slots, strict=True):
         scope.add_update(update)

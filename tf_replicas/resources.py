@@ -1,24 +1,19 @@
 """Parameter-server resources that several clients reach by one name.
 
-This is the only module that touches `tf.raw_ops` and TensorFlow's private
-parts. TensorFlow 2 gives every eager variable and queue an anonymous
-name, so that no second client can find it; a resource made with an explicit
-`shared_name` lives in the resource manager of its device and is found there
-by every client (seen to work on TensorFlow 2.21).
+TensorFlow 2 gives every eager variable and queue an anonymous name, so that no
+second client can find it; a resource made with an explicit `shared_name` lives
+in the resource manager of its device and is found there by every client (seen
+to work on TensorFlow 2.21). Only this module and `workarounds` touch
+`tf.raw_ops` and TensorFlow's private parts.
 """
 
-import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import TypeVar
 
 import tensorflow as tf
-from tensorflow.python.eager import cancellation
-from tensorflow.python.eager import executor
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops import resource_variable_ops
 
@@ -324,64 +319,3 @@ def await_assigned(variables: Iterable[tf.Variable]) -> None:
   """
   for variable in {v.device: v for v in variables}.values():
     variable.is_initialized().numpy()
-
-
-@contextlib.contextmanager
-def outside_strategy() -> Iterator[None]:
-  """Ops built inside belong to no `tf.distribute` strategy.
-
-  What a `ClusterCoordinator` schedules is traced inside the scope of its
-  strategy and outside its replicas, where a Keras 3.15 optimizer fails, which
-  neither knows that strategy nor these variables.
-  """
-  graph = tf.compat.v1.get_default_graph()
-  strategies = graph._distribution_strategy_stack
-  graph._distribution_strategy_stack = []
-  try:
-    yield
-  finally:
-    graph._distribution_strategy_stack = strategies
-
-
-_cancelled_by = threading.local()
-
-
-def keep_cancellation_to_its_thread() -> None:
-  """Lets a `ClusterCoordinator` cancel its own closures and nothing else.
-
-  TensorFlow 2.21 notes in one variable of the whole process which cancellation
-  manager the closure that starts runs under. As long as a closure runs, every
-  other thread's functions then run under the coordinator's manager as well,
-  and one that fails, as a look at a dead worker does, cancels all closures.
-  This keeps the note per thread. To be called before closures are scheduled;
-  more than once does no harm.
-  """
-  context = cancellation.CancellationManagerContext
-
-  def enter(self):
-    _cancelled_by.manager = self._cancellation_manager
-
-  def leave(self, *_):
-    _cancelled_by.manager = None
-
-  context.__enter__, context.__exit__ = enter, leave
-  cancellation.context = lambda: getattr(_cancelled_by, "manager", None)
-
-
-_end_executor = executor.Executor.__del__
-
-
-def end_executors_quietly() -> None:
-  """Keeps a lost task from printing tracebacks of a `ClusterCoordinator`.
-
-  TensorFlow 2.21 runs every closure under an executor, which raises once more
-  where it is deleted what the closure failed with; Python prints that as an
-  exception ignored. More than once does no harm.
-  """
-  told_before = contextlib.suppress(tf.errors.OpError)
-
-  def end(self):
-    with told_before:
-      _end_executor(self)
-
-  executor.Executor.__del__ = end
