@@ -171,9 +171,13 @@ class Round:
 
   def _await(self, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + FLAGS.deadline_secs
-    while not condition():
+    while True:
+      running = self._running()
+      if condition():
+        return
+      if not running:
+        raise Failed("all tasks have ended")
       if time.monotonic() > deadline:
-        running = self._running()
         for task in running:  # They say where they are.
           self._tasks.kill(task, signal.SIGABRT)
         time.sleep(2)
