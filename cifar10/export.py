@@ -133,7 +133,7 @@ def _save(
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  with processes.quiet_stderr():
+  with processes.importing_tensorflow():
     from tf_replicas import devices
 
   with processes.one_line_errors(

@@ -86,7 +86,7 @@ def measure(
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  with processes.quiet_stderr():
+  with processes.importing_tensorflow():
     from tf_replicas import devices
 
   with processes.one_line_errors(

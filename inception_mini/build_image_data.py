@@ -226,7 +226,7 @@ def _build_from_flags() -> None:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  with processes.quiet_stderr():
+  with processes.importing_tensorflow():
     import tensorflow as tf
 
     from inception_mini import records

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Mapping
 
+import fast_start  # noqa: F401, before what imports TensorFlow
 import keras
 import numpy as np
 import tensorflow as tf

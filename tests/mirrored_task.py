@@ -12,6 +12,7 @@ import pathlib
 import signal
 import sys
 
+import fast_start  # noqa: F401, before what imports TensorFlow
 import keras
 import numpy as np
 import tensorflow as tf

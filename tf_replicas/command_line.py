@@ -238,7 +238,7 @@ def train(
     program.check(options)
     options, config = config_fn(options)
     program.check(options)  # Also for that length.
-  with processes.quiet_stderr():
+  with processes.importing_tensorflow():
     from tf_replicas import checkpoints
 
   with processes.one_line_errors(
@@ -272,7 +272,7 @@ def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
   Returns:
     What `evaluate_fn` returned.
   """
-  with processes.quiet_stderr():
+  with processes.importing_tensorflow():
     import tensorflow as tf
 
     from tf_replicas import devices
