@@ -284,13 +284,7 @@ def _checked(label, num_classes):
   """The label; iterating fails if it is none, which the loss would not see."""
   if num_classes is None:
     return label
-  message = f"A label must be in [0, {num_classes - 1}]."
-  with tf.control_dependencies(
-    [
-      tf.debugging.assert_non_negative(label, message),
-      tf.debugging.assert_less(
-        label, tf.cast(num_classes, label.dtype), message
-      ),
-    ]
-  ):
+  is_one = (label >= 0) & (label < tf.cast(num_classes, label.dtype))
+  message = f"A label must be in [0, {num_classes - 1}]. Received:"
+  with tf.control_dependencies([tf.debugging.Assert(is_one, [message, label])]):
     return tf.identity(label)

@@ -126,6 +126,7 @@ def _records(data_dir: str | None, subsets: tuple[str, ...]) -> Source:
       "'records'. Received: none."
     )
   paths = {s: records.find_shards(data_dir, s) for s in subsets}
+  lengths = {s: _count(some) for s, some in paths.items()}
   labels_path = os.path.join(data_dir, records.LABELS_FILE)
   num_classes = None
   if os.path.exists(labels_path):
@@ -133,8 +134,8 @@ def _records(data_dir: str | None, subsets: tuple[str, ...]) -> Source:
   return Source(
     "records",
     num_classes,
-    {s: _count(some) for s, some in paths.items()},
-    _reader(paths),
+    lengths,
+    _reader(paths, lengths),
     _decode_record,
   )
 
@@ -159,11 +160,27 @@ def _decode_record(serialized: tf.Tensor) -> Example:
   return Example(image, stored.label, stored.boxes)
 
 
-def _reader(paths: Mapping[str, list[str]]):
+def _reader(
+  paths: Mapping[str, list[str]], lengths: Mapping[str, tuple[int, ...]]
+):
   def read(subset, shard):
-    return tf.data.TFRecordDataset(tf.gather(tf.constant(paths[subset]), shard))
+    path = tf.gather(tf.constant(paths[subset]), shard)
+    length = tf.gather(tf.constant(lengths[subset], tf.int64), shard)
+    # TensorFlow's own error would not say which file it is: a file ends at what
+    # cannot be read, and nobody gets beyond that.
+    whole = tf.data.TFRecordDataset(path).ignore_errors()
+    beyond = tf.data.Dataset.from_tensors(path).map(_damaged)
+    return whole.concatenate(beyond).take(length)
 
   return read
+
+
+def _damaged(path: tf.Tensor) -> tf.Tensor:
+  """An element that cannot be had; its error has the words."""
+  with tf.control_dependencies(
+    [tf.debugging.Assert(False, [path, "holds a damaged record"])]
+  ):
+    return tf.identity(path)
 
 
 def _tensorflow_dataset(name, data_dir, subsets, download) -> Source:
@@ -209,7 +226,7 @@ def _tensorflow_dataset(name, data_dir, subsets, download) -> Source:
       tf.zeros([0, 4]),
     )
 
-  return Source(name, num_classes, lengths, _reader(paths), decode)
+  return Source(name, num_classes, lengths, _reader(paths, lengths), decode)
 
 
 def _num_classes(name: str, info) -> int:

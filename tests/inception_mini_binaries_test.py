@@ -5,6 +5,7 @@ import re
 import shutil
 
 import cifar10_binaries as binaries
+import inception_mini_sources_test as sources_test
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -171,16 +172,14 @@ def test_a_pretrained_model_is_needed_once(trained, tmp_path):
 
 def test_a_damaged_record_is_one_line(trained, tmp_path):
   train_dir, _ = trained
-  path = tmp_path / "validation-00000-of-00001"
-  with tf.io.TFRecordWriter(str(path)) as writer:
-    for _ in range(3):
-      writer.write(b"no example")
+  sources_test.write_shards(tmp_path, [3, 3], "validation")
+  path = tmp_path / "validation-00001-of-00002"
   contents = bytearray(path.read_bytes())
   contents[-7] ^= 1
   path.write_bytes(contents)
   binaries.refuse(
     "inception_mini.eval",
-    "TensorFlow failed: ",
+    f"TensorFlow failed: assertion failed: [{path}] [holds a damaged record]",
     f"--train_dir={train_dir}",
     "--dataset=records",
     f"--data_dir={tmp_path}",

@@ -103,6 +103,24 @@ class TestFolder:
     assert source.num_classes is None
     check_batches(source, 5, 4)
 
+  @pytest.mark.parametrize("where", [-40, -4])
+  def test_names_a_damaged_file(self, tmp_path, where):
+    """A flipped bit in the data or the checksum of its last record."""
+    write_shards(tmp_path, [2, 3])
+    path = tmp_path / records.shard_name("train", 1, 2)
+    data = bytearray(path.read_bytes())
+    data[where] ^= 1
+    path.write_bytes(data)
+    source = self.find(tmp_path, subsets=("train",))
+    first = source.read("train", tf.constant(0, tf.int64))
+    assert len(list(first)) == 2
+    found = iter(source.read("train", tf.constant(1, tf.int64)))
+    for _ in range(2):
+      next(found)
+    words = rf"{path}\] \[holds a damaged record"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=words):
+      next(found)
+
   def test_labels_file_gives_the_classes(self, tmp_path):
     write_shards(tmp_path, [3])
     (tmp_path / "labels.txt").write_text("cat\ndog\nowl\n")

@@ -1,10 +1,13 @@
-"""How a process begins, with TensorFlow."""
+"""How a process begins, with TensorFlow, and what it says of its errors."""
 
 import subprocess
 import sys
 
 import conftest
 import pytest
+import tensorflow as tf
+
+from tf_replicas import processes
 
 
 def test_tensorflow_is_imported_without_remarks_and_without_plots():
@@ -28,3 +31,29 @@ assert gc.isenabled()
     env={k: v for k, v in conftest.ENVIRON.items() if "LOG_LEVEL" not in k},
   )
   assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_words_of_data_are_told_and_its_graph_is_not(is_graph):
+  """TensorFlow's own begin with 400 characters of how data is read."""
+
+  def check(number):
+    tf.debugging.Assert(number < 1, ["a file", "is damaged at", number])
+    return number
+
+  data = tf.data.Dataset.range(2).flat_map(
+    lambda n: tf.data.Dataset.from_tensors(n).map(check)
+  )
+  data = iter(data.shuffle(1).batch(1).prefetch(1))
+
+  def advance():
+    return next(data)
+
+  if is_graph:
+    advance = tf.function(advance)
+  with pytest.raises(tf.errors.InvalidArgumentError) as info:
+    for _ in range(2):
+      advance()
+  assert "Iterator::Root" in info.value.message
+  words = processes.shortened(info.value.message)
+  assert words == "assertion failed: [a file] [is damaged at] [1]"

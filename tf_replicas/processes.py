@@ -3,9 +3,22 @@
 import contextlib
 import gc
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
+
+# Parts of TensorFlow's messages (2.21).
+_OF_THE_GRAPH = (
+  r"\[\[[^\[\]]*\]\]",
+  r"\{\{function_node .*?\}\}",
+  r"Graph execution error:",
+  r"Detected at node \S+ defined at \(most recent call last\):"
+  r"\s*<stack traces unavailable>",
+  r"Error in user-defined function passed to \S+ transformation with iterator:"
+  r" \S+:(?=\s)",
+  r"\[Op:\w*\]( name:)?",
+)
 
 
 @contextlib.contextmanager
@@ -32,7 +45,13 @@ def one_line_errors(
 
 
 def shortened(words: str) -> str:
-  """The beginning of a long message, in one line."""
+  """The beginning of a long message of TensorFlow, in one line.
+
+  Without the nodes of graphs and the stages of data sets that it mentions,
+  which tell a user nothing and may come before what does.
+  """
+  for pattern in _OF_THE_GRAPH:
+    words = re.sub(pattern, " ", words)
   return " ".join(words.split())[:400]
 
 
