@@ -45,6 +45,7 @@ _CHIEF = cluster.Task("chief", 0)
 _SAVED = re.compile(r"^saved .*-(\d+)$", re.MULTILINE)
 # Of a chief that was killed in its first update, before any checkpoint.
 _CANNOT_GO_ON = "an update was cut off in the middle"
+_INTERRUPTED = "interrupted; last checkpoint: "
 # After a step was logged, and after the tasks were started.
 _LATEST_SECS, _LATEST_START_SECS = 1.5, 8.0
 
@@ -126,10 +127,10 @@ class Round:
       time.sleep(self._dice.uniform(0, _LATEST_START_SECS))
 
   def _act(self, name: str, action: Callable[[], None]) -> str:
-    saved = self._last_saved()
     since = time.monotonic()
     action()
     secs = time.monotonic() - since
+    saved = self._last_saved()
     latest = checkpoints.latest(self._train_dir)
     step = checkpoints.read(latest)["global_step"] if latest else 0
     if step < saved:
@@ -156,8 +157,11 @@ class Round:
     self._await(lambda: self._has_gone_on(seen) or self._has_given_up())
 
   def _interrupt(self) -> None:
+    is_training = self._has_gone_on(0) and not self._has_given_up()
     self._tasks.kill(_CHIEF, signal.SIGTERM)
     self._await(lambda: not self._running())
+    if is_training and _INTERRUPTED not in self._log():
+      raise Failed("the chief was interrupted, and ended without words")
 
   def _lose(self, ps: cluster.Task) -> None:
     self._tasks.kill(ps)
@@ -192,7 +196,7 @@ def main(argv: list[str]) -> None:
     directory = tempfile.mkdtemp(prefix="kills")
     try:
       done = Round(directory, dice, argv[1:]).run()
-    except Failed as failure:
+    except (Failed, checkpoints.CheckpointError) as failure:
       sys.exit(f"round {number} failed: {failure}; logs: {directory}")
     with contextlib.suppress(OSError):
       shutil.rmtree(directory)

@@ -168,18 +168,20 @@ def _reader(
     length = tf.gather(tf.constant(lengths[subset], tf.int64), shard)
     # TensorFlow's own error would not say which file it is: a file ends at what
     # cannot be read, and nobody gets beyond that.
-    whole = tf.data.TFRecordDataset(path).ignore_errors()
-    beyond = tf.data.Dataset.from_tensors(path).map(_damaged)
-    return whole.concatenate(beyond).take(length)
+    whole = tf.data.TFRecordDataset(path).ignore_errors(log_warning=True)
+    beyond = tf.data.Dataset.from_tensors(path).map(_unreadable)
+    # Nor would it end if the file could not be opened, which has to fail first.
+    opened = tf.data.FixedLengthRecordDataset(path, 1).take(1)
+    opened = opened.filter(lambda _: False)
+    return opened.concatenate(whole).concatenate(beyond).take(length)
 
   return read
 
 
-def _damaged(path: tf.Tensor) -> tf.Tensor:
+def _unreadable(path: tf.Tensor) -> tf.Tensor:
   """An element that cannot be had; its error has the words."""
-  with tf.control_dependencies(
-    [tf.debugging.Assert(False, [path, "holds a damaged record"])]
-  ):
+  words = "cannot be read to its end: a record is damaged or missing"
+  with tf.control_dependencies([tf.debugging.Assert(False, [path, words])]):
     return tf.identity(path)
 
 

@@ -179,7 +179,7 @@ def test_a_damaged_record_is_one_line(trained, tmp_path):
   path.write_bytes(contents)
   binaries.refuse(
     "inception_mini.eval",
-    f"TensorFlow failed: assertion failed: [{path}] [holds a damaged record]",
+    f"TensorFlow failed: assertion failed: [{path}] [cannot be read to its end",
     f"--train_dir={train_dir}",
     "--dataset=records",
     f"--data_dir={tmp_path}",

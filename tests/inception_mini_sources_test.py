@@ -117,8 +117,18 @@ class TestFolder:
     found = iter(source.read("train", tf.constant(1, tf.int64)))
     for _ in range(2):
       next(found)
-    words = rf"{path}\] \[holds a damaged record"
+    words = rf"{path}\] \[cannot be read to its end"
     with pytest.raises(tf.errors.InvalidArgumentError, match=words):
+      next(found)
+
+  def test_names_a_file_that_has_gone(self, tmp_path):
+    """It is counted here and read by another machine, or later."""
+    write_shards(tmp_path, [2])
+    path = tmp_path / records.shard_name("train", 0, 1)
+    source = self.find(tmp_path, subsets=("train",))
+    path.unlink()
+    found = iter(source.read("train", tf.constant(0, tf.int64)))
+    with pytest.raises(tf.errors.NotFoundError, match=str(path)):
       next(found)
 
   def test_labels_file_gives_the_classes(self, tmp_path):
