@@ -123,7 +123,7 @@ def _counter(network, batches, num_views) -> Callable[[], np.ndarray]:
 
   from cifar10 import model as model_lib
 
-  @tf.function(reduce_retracing=True)
+  @tf.function(reduce_retracing=True, autograph=False)
   def confused(views, labels):
     probabilities = model_lib.probabilities(network, views, num_views)
     predictions = tf.argmax(probabilities, axis=-1)

@@ -114,12 +114,12 @@ def _save(
   size = config_lib.RECORD_SIZE
   images_spec = tf.TensorSpec([None, size, size, 3], tf.uint8, "images")
 
-  @tf.function(input_signature=[images_spec])
+  @tf.function(input_signature=[images_spec], autograph=False)
   def classify(images):
     views = distortions.views(images, crop_size, num_views)
     return model_lib.probabilities(network, views, num_views)
 
-  @tf.function(input_signature=[images_spec])
+  @tf.function(input_signature=[images_spec], autograph=False)
   def serve(images):
     return {"probabilities": classify(images)}
 

@@ -4,7 +4,7 @@ Nothing here keeps the data in a graph: a dataset reads its source when it
 is first iterated, on the machine that iterates it, and every batch is
 gathered from memory and distorted as a whole. So a dataset function may run
 on a remote worker, and one core prepares some forty thousand images per
-second.
+second. Nothing here or below needs AutoGraph, which would make the start slow.
 """
 
 import tensorflow as tf
@@ -25,6 +25,7 @@ CENTERED_MAX_SHIFT_RESIZED = 1
 CENTERED_MAX_RESIZE = 1.0
 
 
+@tf.autograph.experimental.do_not_convert
 def train_dataset(
   source: sources.Source,
   *,
@@ -140,6 +141,7 @@ def _crops(
   }
 
 
+@tf.autograph.experimental.do_not_convert
 def eval_batches(
   source: sources.Source,
   batch_size: int,

@@ -160,7 +160,6 @@ def _tensorflow_dataset(
   )
   _check_features(name, builder.info)
 
-  @tf.autograph.experimental.do_not_convert
   def read(split):
     data = builder.as_dataset(split=split, batch_size=-1, shuffle_files=False)
     return data["image"], tf.cast(data["label"], tf.int64)

@@ -39,6 +39,8 @@ def make(
 
 def _replica(config, layers, micro_batches, used_share, devices):
   # TensorFlow is imported only by the tasks that compute.
+  import tensorflow as tf
+
   import tf_replicas
   from cifar10 import inputs
   from cifar10 import model as model_lib
@@ -52,6 +54,7 @@ def _replica(config, layers, micro_batches, used_share, devices):
     raise cluster.ClusterError(str(error)) from None
   num_towers = max(1, len(placed.towers(devices)))
 
+  @tf.autograph.experimental.do_not_convert
   def loss_fn(parameters, images, labels):
     loss, _ = model_lib.total_loss(
       model,

@@ -117,7 +117,7 @@ def _counter(model, source, config, subset, batch_size) -> Callable[[], Result]:
   from inception_mini import inputs
   from inception_mini import model as model_lib
 
-  @tf.function(reduce_retracing=True)
+  @tf.function(reduce_retracing=True, autograph=False)
   def hits(images, labels):
     logits = model(images, training=False)[model_lib.LOGITS]
     k = min(_K, logits.shape[-1])

@@ -49,6 +49,8 @@ def make(
 
 def _replica(config, source, layers, micro_batches, devices):
   # TensorFlow is imported only by the tasks that compute.
+  import tensorflow as tf
+
   import tf_replicas
   from inception_mini import inputs
   from inception_mini import model as model_lib
@@ -66,6 +68,7 @@ def _replica(config, source, layers, micro_batches, devices):
     raise cluster.ClusterError(str(error)) from None
   num_towers = max(1, len(placed.towers(devices)))
 
+  @tf.autograph.experimental.do_not_convert
   def loss_fn(parameters, images, labels, seeds):
     loss, states = model_lib.total_loss(
       model,

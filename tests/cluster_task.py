@@ -36,6 +36,7 @@ from tf_replicas import processes
 from tf_replicas import register as register_lib
 from tf_replicas import resources
 from tf_replicas import server
+from tf_replicas import staleness
 from tf_replicas import sync_replicas
 from tf_replicas import towers
 from tf_replicas import training
@@ -495,6 +496,32 @@ def killed_chief(here: Here) -> None:
     if is_first:
       here.mark("step 3 is made")
       here.await_mark("the chief is killed")
+    return {}
+
+  train(here, driver, run_chief)
+
+
+def stands_still_early(here: Here) -> None:
+  """The test stops worker 1 before anybody asked who is under way."""
+
+  def optimizer_fn():
+    if not here.options["is_gated"]:
+      return constant_optimizer(here)
+    return async_replicas.AsyncReplicasOptimizer(
+      keras.optimizers.SGD(LEARNING_RATE),
+      here.num_replicas,
+      policies=[staleness.bounded_staleness(1)],
+    )
+
+  driver = here.driver(lambda: constant_replica(here), optimizer_fn)
+
+  def run_chief():
+    driver.store.state()  # As a session does at its start.
+    driver.step()
+    here.mark("it has begun")
+    here.await_mark("worker 1 stands still")
+    while not (here.directory / "that was told").exists():
+      driver.step()
     return {}
 
   train(here, driver, run_chief)

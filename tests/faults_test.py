@@ -94,6 +94,30 @@ def test_in_graph_worker_that_hangs_is_given_up(start_trial):
   assert [applied for applied, _, _ in report["counts"]] == [6, 6]
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_in_graph_worker_that_hangs_from_the_start_is_given_up(
+  start_trial, is_gated
+):
+  """To trace anything then would silence the client until it goes on."""
+  trial = start_trial(
+    "stands_still_early",
+    conftest.document(1, 2, chief=1),
+    replication="in_graph",
+    lost_after_secs=8,
+    aggregate=1,
+    is_gated=is_gated,
+  )
+  trial.await_mark("it has begun")
+  trial.tasks.kill(_worker(1), signal.SIGSTOP)
+  trial.mark("worker 1 stands still")
+  trial.await_log(_CHIEF, "worker 1 was not heard of")
+  trial.mark("that was told")
+  trial.await_log(_CHIEF, "the workers did not end in order")
+  trial.kill(_worker(1))
+  trial.await_end(_CHIEF)
+  assert trial.tasks.returncode(_CHIEF) == 0
+
+
 def test_a_parameter_server_that_stands_still_is_told_of(start_trial):
   trial = start_trial("killed_between_steps", conftest.document(1, 2))
   trial.await_mark("step 2 is made")

@@ -55,7 +55,7 @@ LAYERS = (
       "replica_update",
       "async_replicas",
     ),
-    ("updates", "update_rule", "switching"),
+    ("updates", "update_rule", "rule_choice", "switching"),
     ("updates", "update_rule", "local_steps"),
     ("elastic_exchange",),
   ),
@@ -133,6 +133,17 @@ def _attributes(tree):
   }
 
 
+def _calls(tree, name):
+  """All calls of `name`, and its uses as a bare decorator, as they stand."""
+  called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+  calls = [ast.unparse(c) for c in called if ast.unparse(c.func) == name]
+  used = sum(
+    isinstance(node, ast.Attribute) and ast.unparse(node) == name
+    for node in ast.walk(tree)
+  )
+  return calls + [name] * (used - len(calls))
+
+
 def _may_import():
   """Module -> all that it may import."""
   below, allowed = set(), {}
@@ -199,6 +210,12 @@ class LibraryTest(parameterized.TestCase):
       or _is_within(name, "tf.__internal__")
     ]
     self.assertEmpty(private)
+
+  @parameterized.parameters(*NAMES)
+  def test_traces_without_autograph(self, module):
+    """Nothing here needs it, and it takes its time at every start."""
+    for call in _calls(self._tree(module), "tf.function"):
+      self.assertIn("autograph=False", call)
 
   @parameterized.parameters(*sorted(WITHOUT_TENSORFLOW))
   def test_starts_without_tensorflow(self, module):
@@ -268,6 +285,11 @@ class ReaderTest(absltest.TestCase):
   def test_attributes_are_seen(self):
     tree = ast.parse("x = tf.raw_ops.Foo(os.environ['A'])")
     self.assertContainsSubset({"tf.raw_ops", "os.environ"}, _attributes(tree))
+
+  def test_calls_and_bare_decorators_are_seen(self):
+    tree = ast.parse("@tf.function\ndef f(): tf.function(g, autograph=False)")
+    found = ["tf.function(g, autograph=False)", "tf.function"]
+    self.assertEqual(_calls(tree, "tf.function"), found)
 
   def test_the_table_has_an_order(self):
     allowed = _may_import()

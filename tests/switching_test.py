@@ -13,6 +13,7 @@ from absl.testing import parameterized
 from tf_replicas import async_replicas
 from tf_replicas import connection
 from tf_replicas import moving_averages
+from tf_replicas import rule_choice
 from tf_replicas import staleness
 from tf_replicas import switching
 from tf_replicas import sync_replicas
@@ -129,7 +130,7 @@ class Slowly:
 
 def _every_fifth(progress):
   times = progress.global_step // 5
-  return switching.Choice(times % 2, until=5 * times + 5)
+  return rule_choice.Choice(times % 2, until=5 * times + 5)
 
 
 class SwitchingTest(stores.TestCase):
@@ -141,7 +142,7 @@ class SwitchingTest(stores.TestCase):
     return training, done
 
   @parameterized.named_parameters(
-    ("once", switching.at_step(6), 6),
+    ("once", rule_choice.at_step(6), 6),
     ("to_and_fro", _every_fifth, 10),
   )
   def test_sync_and_async(self, choose, num_sync):
@@ -173,7 +174,7 @@ class SwitchingTest(stores.TestCase):
     inner = keras.optimizers.SGD(RATE)
     optimizer = switching.SwitchingOptimizer(
       [_async(inner, policies=[staleness.bounded_staleness(2)]), _sync(inner)],
-      switching.at_step(7),
+      rule_choice.at_step(7),
     )
     training, done = self._train(optimizer, [1.0, 3.0], 15)
     counts = optimizer.counts()
@@ -191,7 +192,7 @@ class SwitchingTest(stores.TestCase):
     inner = keras.optimizers.SGD(RATE)
     old = _async(inner)
     optimizer = switching.SwitchingOptimizer(
-      [old, _sync(inner)], switching.at_step(3)
+      [old, _sync(inner)], rule_choice.at_step(3)
     )
     training = Training(optimizer, [1.0, 1.0])
     self.addCleanup(optimizer.close)
@@ -213,7 +214,7 @@ class SwitchingTest(stores.TestCase):
     inner = keras.optimizers.SGD(RATE)
     new = _sync(inner)
     optimizer = switching.SwitchingOptimizer(
-      [_async(inner), new], switching.at_step(3)
+      [_async(inner), new], rule_choice.at_step(3)
     )
     training = Training(optimizer, [1.0, 1.0])
     self.addCleanup(optimizer.close)
@@ -246,7 +247,7 @@ class SwitchingTest(stores.TestCase):
     slow = threading.Semaphore(3)
     optimizer = switching.SwitchingOptimizer(
       [_sync(inner), _async(inner)],
-      lambda p: switching.Choice(int(3 <= p.global_step < 9), until=9),
+      lambda p: rule_choice.Choice(int(3 <= p.global_step < 9), until=9),
     )
     training = Training(optimizer, [1.0, 1.0], gates=[None, slow])
     self.addCleanup(optimizer.close)
@@ -263,7 +264,7 @@ class SwitchingTest(stores.TestCase):
     slow = threading.Semaphore(0)
     optimizer = switching.SwitchingOptimizer(
       [_sync(inner, 2, 3), _async(inner, 3)],
-      switching.when_refused(0.5, least=3),
+      rule_choice.when_refused(0.5, least=3),
     )
     training = Training(optimizer, [1.0] * 3, gates=[None, None, slow])
     self.addCleanup(optimizer.close)
@@ -281,7 +282,7 @@ class SwitchingTest(stores.TestCase):
     """One that every update waits for ends synchronous updates."""
     inner = keras.optimizers.SGD(RATE)
     optimizer = switching.SwitchingOptimizer(
-      [_sync(inner), _async(inner)], switching.when_slow(0.5, least=3)
+      [_sync(inner), _async(inner)], rule_choice.when_slow(0.5, least=3)
     )
     training = Training(optimizer, [1.0, 1.0], gates=[None, Slowly()])
     self.addCleanup(optimizer.close)
@@ -305,10 +306,10 @@ class SwitchingTest(stores.TestCase):
     ("the_other", [(0, 0), (0, 0), (0, 0), (1e6, 0)], 1),
   )
   def test_when_slow(self, looks, expected):
-    choose, choice = switching.when_slow(0.5, least=10), None
+    choose, choice = rule_choice.when_slow(0.5, least=10), None
     for number, held_up in enumerate(looks):
       counts = [updates.Counts(1, 0, (), held_up_secs=s) for s in held_up]
-      progress = switching.Progress(10 * number, 0, lambda c=counts: c)
+      progress = rule_choice.Progress(10 * number, 0, lambda c=counts: c)
       choice = choose(progress)
       between = progress._replace(global_step=10 * number + 5, counts=None)
       if not choice.rule:
@@ -351,7 +352,7 @@ class SwitchingTest(stores.TestCase):
   def test_rules_that_do_not_go_together(self, rules, words):
     rules = rules(keras.optimizers.SGD(1.0))
     with self.assertRaisesRegex(ValueError, words):
-      switching.SwitchingOptimizer(rules, switching.at_step(1))
+      switching.SwitchingOptimizer(rules, rule_choice.at_step(1))
 
 
 if __name__ == "__main__":

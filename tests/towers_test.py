@@ -1,6 +1,7 @@
 """Tests for tf_replicas.towers."""
 
 import dataclasses
+import traceback
 
 import numpy as np
 import stores
@@ -119,10 +120,14 @@ def _dense(gradient):
 
 
 class ReplicaTest(stores.TestCase):
-  def _compute(self, replica, **kwargs):
+  def _compute(self, replica, *, is_eager=False, **kwargs):
     parameters = [tf.identity(v) for v in replica.variables]
     batch = next(iter(replica.dataset_fn(1, 0, 0)))
-    return tf.function(lambda: replica.gradients(parameters, batch, **kwargs))()
+
+    def gradients():
+      return replica.gradients(parameters, batch, **kwargs)
+
+    return gradients() if is_eager else tf.function(gradients)()
 
   def test_hand_numbers(self):
     # Outputs -0.5+0, 2-1.5, 2-1.5, 6-3.5 against 1, 2, 3, 4.
@@ -193,6 +198,41 @@ class ReplicaTest(stores.TestCase):
     at_home = self._compute(replica)
     self.assertNotAlmostEqual(float(moved.loss), float(at_home.loss))
     np.testing.assert_array_equal(replica.variables[0], TABLE)
+
+  @parameterized.product(
+    num_towers=[0, 2], is_synchronized=[False, True], is_eager=[False, True]
+  )
+  def test_a_loss_may_need_autograph(
+    self, num_towers, is_synchronized, is_eager
+  ):
+    def loss_fn(parameters, rows, labels):
+      if tf.reduce_sum(labels) > 0:
+        return _loss(parameters, rows, labels)
+      else:
+        return tf.constant(0.0)
+
+    replica = _replica([stores.device(i) for i in range(num_towers)])
+    replica = dataclasses.replace(
+      replica, loss_fn=loss_fn, is_synchronized=is_synchronized
+    )
+    whole = self._compute(_replica())
+    result = self._compute(replica, is_eager=is_eager)
+    self.assertAlmostEqual(float(result.loss), float(whole.loss), places=5)
+    np.testing.assert_allclose(result.gradients[1], whole.gradients[1])
+
+  def test_nothing_else_is_converted(self):
+    """It would take a second of every start."""
+    files = []
+
+    @tf.autograph.experimental.do_not_convert
+    def loss_fn(parameters, rows, labels):
+      files.extend(frame.filename for frame in traceback.extract_stack())
+      return _loss(parameters, rows, labels)
+
+    self._compute(dataclasses.replace(_replica(), loss_fn=loss_fn))
+    generated = [f for f in files if "__autograph_generated_file" in f]
+    self.assertLen(generated, 1)  # The function above, which calls.
+    self.assertIn(towers.__file__, files)
 
   @parameterized.parameters(0, 2)
   def test_sparsity(self, num_towers):

@@ -246,8 +246,11 @@ class Applications:
 
   def collect_rest(self, rate: Callable[[int], float]) -> updates.Update | None:
     """As `collect`, but does not wait: None if nothing was applied."""
-    number = resources.reader(self._progress.size)()
-    return self._take(rate) if int(number) else None
+    return self._take(rate) if int(self._size()) else None
+
+  @functools.cached_property
+  def _size(self) -> Callable[[], tf.Tensor]:
+    return resources.reader(self._progress.size)
 
   def _take(self, rate: Callable[[int], float]) -> updates.Update | None:
     """Waits for messages; what was applied, unless all of them are wake-ups."""

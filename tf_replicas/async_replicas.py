@@ -343,14 +343,13 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
   def declare_lost(self, replica: int, tag: int) -> None:
     """Lets nobody wait for `replica` until it comes back."""
     del tag
+    self._lose(replica)
 
-    @tf.function(autograph=False)
-    def lose(replica):
-      if self._gates is not None:
-        self._gates.declare_lost(replica)
-      self.applications.declare_lost(replica)
-
-    lose(tf.constant(replica, tf.int64))
+  @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+  def _lose(self, replica):
+    if self._gates is not None:
+      self._gates.declare_lost(replica)
+    self.applications.declare_lost(replica)
 
   def take_over(self) -> None:
     """A restarted chief's: goes on, also if the replicas had given it up."""
@@ -362,16 +361,17 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
     self.applications.wake()
 
+  @tf.function(autograph=False)
   def end_replicas(self) -> None:
     """Releases every replica to `releases.ENDED` from now on."""
+    self.applications.end()
+    if self._gates is not None:
+      self._gates.open()
 
-    @tf.function(autograph=False)
-    def end():
-      self.applications.end()
-      if self._gates is not None:
-        self._gates.open()
-
-    end()
+  def trace_ahead(self) -> None:
+    """See `update_rule.UpdateRule`."""
+    super().trace_ahead()
+    self._lose.get_concrete_function()
 
   def suspend(self) -> updates.Update | None:
     """Ends all replicas until `resume`; waits for what is under way.

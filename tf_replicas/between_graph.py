@@ -273,13 +273,14 @@ class BetweenGraph(driver.Driver):
     )
 
     # Concrete functions skip what a call spends on looking for a trace.
-    first = tf.function(replicas_turns.begin).get_concrete_function()
+    def trace(turn, *specs):
+      return tf.function(turn, autograph=False).get_concrete_function(*specs)
+
+    first = trace(replicas_turns.begin)
     specs = [tf.TensorSpec([], tf.int32)]
     specs += [tf.TensorSpec(t.shape, t.dtype) for t in first.outputs]
     return first, *(
-      tf.function(
-        functools.partial(replicas_turns.take_some, has_ticket)
-      ).get_concrete_function(*specs)
+      trace(functools.partial(replicas_turns.take_some, has_ticket), *specs)
       for has_ticket in (False, True)
     )
 

@@ -16,6 +16,10 @@ updates itself and does not train.
    once; an offer that came to nothing is void.
 5. At the end the client releases every replica to `releases.ENDED`, which ends
    the closures, closes the queues, and dismisses the PS and worker tasks.
+6. Whenever the client traces a function, or forgets one, TensorFlow 2.21 asks
+   every task of the strategy and waits, with Python's lock held: a task that
+   stands still would silence the client. So whatever it may need later is
+   traced before its first update.
 
 Where things live: as between-graph, but the model's code and the inner
 optimizer exist only in the client, the data sets on the workers.
@@ -139,12 +143,16 @@ class InGraph(driver.Driver):
       lost_after_secs=self._lost_after_secs,
       log=self._log,
     )
+    self.optimizer.trace_ahead()
+    self._members.trace_ahead()
+    self._contribute = tf.function(
+      self._contribute_until_the_end, autograph=False
+    )
     self._iterators = iter(
       self._coordinator.create_per_worker_dataset(self._dataset_fn)
     )
-    contribute = tf.function(self._contribute_until_the_end)
     for _ in self._workers:
-      self._coordinator.schedule(contribute, args=(self._iterators,))
+      self._coordinator.schedule(self._contribute, args=(self._iterators,))
     self._thread = connection.Thread(
       self._watch_closures, on_error=self.optimizer.interrupt
     )

@@ -191,6 +191,11 @@ class Membership:
     """Seconds since each client's last beat; -1: never came, 0: has left."""
     return self._first.ages()
 
+  def trace_ahead(self) -> None:
+    """Traces what may be called while a task stands still; see `in_graph`."""
+    self.ages()
+    self.outcome()
+
   def here(self) -> list[int]:
     """The other clients that beat."""
     return [

@@ -263,7 +263,9 @@ class Mirrored(driver.Driver):
         self._num_replicas, self._first + number, start
       )
       self._iterators.append(iter(dataset))
-    self._step_fn = tf.function(self._step).get_concrete_function()
+    self._step_fn = tf.function(
+      self._step, autograph=False
+    ).get_concrete_function()
 
   def _step(self) -> tf.Tensor:
     """The whole step; returns what `one_machine.run_step` reads."""

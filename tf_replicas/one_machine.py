@@ -83,7 +83,9 @@ class OneMachine(driver.Driver):
       start = int(self.store.examples_seen.read_value())
       self._iterator = iter(self.replica.dataset_fn(1, 0, start))
       # A concrete function skips what a call spends on looking for a trace.
-      self._step_fn = tf.function(self._step).get_concrete_function()
+      self._step_fn = tf.function(
+        self._step, autograph=False
+      ).get_concrete_function()
     return run_step(self.optimizer, self._step_fn, ["this process"])
 
   def _step(self) -> tf.Tensor:

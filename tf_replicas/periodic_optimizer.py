@@ -219,6 +219,10 @@ class PeriodicOptimizer:
     """Offers the place of `replica`, whose last offer is `tag`, to others."""
     self._rule.declare_lost(replica, tag)
 
+  def trace_ahead(self) -> None:
+    """See `update_rule.UpdateRule`."""
+    self._rule.trace_ahead()
+
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
     self._rule.interrupt()

@@ -85,8 +85,7 @@ class Register:
     """Lets the serving task go."""
     self.outcome.assign(outcome)
     self.dismissed.assign(True)
-    # An eager assignment is certain only once something read back followed it.
-    self.dismissed.numpy()
+    resources.await_assigned([self.dismissed])
 
   def is_ready(self) -> bool:
     """Whether the serving task has made it (it sets the signature last)."""

@@ -3,113 +3,19 @@
 `SwitchingOptimizer` says how it comes about.
 """
 
-import collections
-import time
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tf_replicas import ledger
 from tf_replicas import parameter_store
 from tf_replicas import releases
 from tf_replicas import resources
+from tf_replicas import rule_choice
 from tf_replicas import update_rule
 from tf_replicas import updates
-
-
-class Progress(NamedTuple):
-  """What the choice of a rule may depend on.
-
-  Attributes:
-    global_step: The updates made so far.
-    rule: Which rule is in use, in [0, number of rules).
-    counts: Tells what became of each replica's gradients under that rule, since
-      the training began; a call to the PS.
-  """
-
-  global_step: int
-  rule: int
-  counts: Callable[[], Sequence[updates.Counts]]
-
-
-class Choice(NamedTuple):
-  """A rule for the updates to come.
-
-  Attributes:
-    rule: Which, in [0, number of rules).
-    until: The global step to choose again at; None: whenever the chief looks,
-      which asynchronous updates do not wait for.
-  """
-
-  rule: int
-  until: int | None = None
-
-
-def at_step(step: int) -> Callable[[Progress], Choice]:
-  """Chooses the first rule before global step `step`, and the second then."""
-
-  def choose(progress: Progress) -> Choice:
-    if progress.global_step < step:
-      return Choice(0, until=step)
-    return Choice(1)
-
-  return choose
-
-
-def when_refused(
-  share: float, least: int = 100
-) -> Callable[[Progress], Choice]:
-  """Chooses the second rule, for good, once some replica is too slow.
-
-  That is one whose contributions are refused too often: they are always late,
-  or always too stale. Looks at every `least` steps.
-
-  Args:
-    share: Of a replica's contributions, how many may be refused.
-    least: How many contributions of it to wait for before it is judged.
-  """
-
-  def choose(progress: Progress) -> Choice:
-    step, rule = progress.global_step, progress.rule
-    if rule == 0 and step % least == 0:
-      for count in progress.counts():
-        total = count.applied + count.refused
-        if total >= least and count.refused > share * total:
-          rule = 1
-    return Choice(rule, until=None if rule else step - step % least + least)
-
-  return choose
-
-
-def when_slow(share: float, least: int = 100) -> Callable[[Progress], Choice]:
-  """Chooses the second rule, for good, once updates wait for one replica.
-
-  For synchronous updates that need every replica. Looks at every `least` steps
-  at the time since the look before; not at the first, in which the replicas
-  begin one by one.
-
-  Args:
-    share: Of the time, for how much updates may wait for one replica alone, all
-      others having contributed (`updates.Counts.held_up_secs`).
-    least: Steps between two looks.
-  """
-  looks = collections.deque(maxlen=3)
-
-  def choose(progress: Progress) -> Choice:
-    step, rule = progress.global_step, progress.rule
-    if rule == 0 and step % least == 0:
-      waits = [count.held_up_secs for count in progress.counts()]
-      looks.append((time.monotonic(), np.asarray(waits)))
-      if len(looks) == looks.maxlen:
-        _, (since, before), (now, after) = looks
-        rule = int(np.max(after - before) > share * (now - since))
-    return Choice(rule, until=None if rule else step - step % least + least)
-
-  return choose
 
 
 class SwitchingOptimizer:
@@ -143,7 +49,7 @@ class SwitchingOptimizer:
   def __init__(
     self,
     rules: Sequence[update_rule.UpdateRule],
-    choose: Callable[[Progress], Choice],
+    choose: Callable[[rule_choice.Progress], rule_choice.Choice],
     *,
     name: str = "switching",
   ):
@@ -332,7 +238,9 @@ class SwitchingOptimizer:
     step = int(self._store.read_global_step())
     if self._last_step is not None and step >= self._last_step:
       return self._rule.apply_update()  # Which tells of what was made.
-    choice = self._choose(Progress(step, self._number, self._rule.counts))
+    choice = self._choose(
+      rule_choice.Progress(step, self._number, self._rule.counts)
+    )
     limits = [s for s in (choice.until, self._last_step) if s is not None]
     limit = min(limits, default=None)
     if limit is not None and (choice.rule, limit) != self._limited:
@@ -372,6 +280,11 @@ class SwitchingOptimizer:
   def declare_lost(self, replica: int, tag: int) -> None:
     """Tells the rule in use that `replica` is gone."""
     self._rule.declare_lost(replica, tag)
+
+  def trace_ahead(self) -> None:
+    """See `update_rule.UpdateRule`."""
+    for rule in self.rules:
+      rule.trace_ahead()
 
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""

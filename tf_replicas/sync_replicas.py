@@ -256,10 +256,9 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
   def apply_updates(self, most: int) -> list[updates.Update]:
     """Makes several updates in one call, all with the learning rate of now.
 
-    Between two calls pass milliseconds, which small models would feel.
-
     Args:
-      most: How many at most: what fits into 0.1 s, or one.
+      most: How many at most: what fits into 0.1 s, or one. Between two calls
+        pass milliseconds, which small models would feel.
 
     Raises:
       NonFiniteGradientError: If a replica computed something not finite.
@@ -369,9 +368,10 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     except tf.errors.OpError:
       pass  # It was closed meanwhile, which ends the wait as well.
 
+  @tf.function(autograph=False)
   def end_replicas(self) -> None:
     """Releases replicas to `releases.ENDED` until `interrupt`."""
-    tf.function(self._contributions.end_replicas, autograph=False)()
+    self._contributions.end_replicas()
 
   def suspend(self) -> None:
     """Releases every replica to `releases.ENDED` until `resume`.

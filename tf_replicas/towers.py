@@ -18,6 +18,7 @@ import tensorflow as tf
 from tf_replicas import model_parallel
 from tf_replicas import parameter_store
 from tf_replicas import placement
+from tf_replicas import workarounds
 
 
 class Gradients(NamedTuple):
@@ -45,7 +46,8 @@ class Replica:
       on the parameter servers.
     loss_fn: Maps (parameters, *batch) to a scalar, the mean loss over the
       batch; parameters are tensors in the order of `shared`. With statistics it
-      returns their new values too: (loss, values).
+      returns their new values too: (loss, values). AutoGraph converts it unless
+      it is marked by `tf.autograph.experimental.do_not_convert`.
     dataset_fn: Maps (num_shards, shard_index, start_example) to an endless
       data set whose elements are batches: tuples of tensors with the examples
       along axis 0. The start is how many examples all replicas have drawn
@@ -67,8 +69,8 @@ class Replica:
       `tf.distribute.ReplicaContext.all_reduce` stands for over all of them:
       what `keras.layers.BatchNormalization(synchronized=True)` needs to
       normalize by the moments of all towers' examples. Of towers with one
-      device each, in the process that traces; AutoGraph is off. Tracing takes
-      long where there are many such ops: each looks at all before it.
+      device each, in the process that traces. Tracing takes long where there
+      are many such ops: each looks at all before it.
   """
 
   variables: Sequence[tf.Variable]
@@ -110,6 +112,7 @@ class Replica:
       return [(device,) for device in self.devices]
     return self.layers.towers(self.devices)
 
+  @tf.autograph.experimental.do_not_convert
   def gradients(
     self,
     parameters: Sequence[tf.Tensor],
@@ -136,7 +139,6 @@ class Replica:
         results.append(self._tower(devices, parameters, part, scale_loss))
     return average_towers(results)
 
-  @tf.autograph.experimental.do_not_convert
   def _in_lockstep(self, parameters, parts, scale_loss) -> Gradients:
     """All towers' mean, each traced in a thread of the strategy."""
     strategy = tf.distribute.MirroredStrategy(
@@ -195,9 +197,10 @@ class Replica:
 
   def _loss(self, parameters, batch) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """The loss, and how far each statistic moves down."""
+    loss_fn = workarounds.by_autograph(self.loss_fn)
     if not self.statistics:
-      return self.loss_fn(parameters, *batch), []
-    loss, after = self.loss_fn(parameters, *batch)
+      return loss_fn(parameters, *batch), []
+    loss, after = loss_fn(parameters, *batch)
     before = parameters[len(self.variables) :]
     return loss, [b - a for b, a in zip(before, after, strict=True)]
 
@@ -249,5 +252,6 @@ def sparsity(replica: Replica) -> list[bool]:
     gradients = replica.gradients(parameters, batch).gradients
     found.extend(isinstance(g, tf.IndexedSlices) for g in gradients)
 
-  tf.function(trace).get_concrete_function(parameters, batch)
+  trace = tf.function(trace, autograph=False)
+  trace.get_concrete_function(parameters, batch)
   return found

@@ -148,6 +148,12 @@ class UpdateRule:
   def begin_updates(self) -> None:
     """The chief's, before its first update: of a store that is whole."""
 
+  def trace_ahead(self) -> None:
+    """Traces what may be called while a task stands still; see `in_graph`."""
+    self.counts()
+    self.ledger()
+    self.end_replicas.get_concrete_function()
+
   def interrupt(self) -> None:
     """Makes `apply_update`, waiting in another thread, raise `Interrupted`."""
     raise NotImplementedError

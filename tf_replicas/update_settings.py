@@ -346,6 +346,7 @@ def rule_fn(
 
 
 def _switching_fn(settings, replicas_to_aggregate: int, num_replicas: int):
+  from tf_replicas import rule_choice
   from tf_replicas import switching
 
   new_rules = [
@@ -357,11 +358,11 @@ def _switching_fn(settings, replicas_to_aggregate: int, num_replicas: int):
     for rules in (settings.rules, settings.then_update)
   ]
   if settings.switch_at_step is not None:
-    choose = switching.at_step(settings.switch_at_step)
+    choose = rule_choice.at_step(settings.switch_at_step)
   elif settings.switch_when_refused is not None:
-    choose = switching.when_refused(settings.switch_when_refused)
+    choose = rule_choice.when_refused(settings.switch_when_refused)
   else:
-    choose = switching.when_slow(settings.switch_when_slow)
+    choose = rule_choice.when_slow(settings.switch_when_slow)
 
   def new_switching(optimizer, **common):
     rules = [new_rule(optimizer, **common) for new_rule in new_rules]

@@ -2,12 +2,24 @@
 
 import contextlib
 import threading
+from collections.abc import Callable
 from collections.abc import Iterator
 
 import tensorflow as tf
 from tensorflow.python.eager import cancellation
 from tensorflow.python.eager import context
 from tensorflow.python.eager import executor
+
+_default_autograph = tf.__internal__.autograph.control_status_ctx()
+
+
+def by_autograph(function: Callable) -> Callable:
+  """Converts what a user wrote, where the library calls it.
+
+  `tf.function` converts all that it comes across or nothing; the library needs
+  nothing converted, and would take a second of every start.
+  """
+  return tf.__internal__.autograph.tf_convert(function, _default_autograph)
 
 
 @contextlib.contextmanager
