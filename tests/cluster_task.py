@@ -35,8 +35,10 @@ from tf_replicas import periodic_averaging
 from tf_replicas import processes
 from tf_replicas import register as register_lib
 from tf_replicas import resources
+from tf_replicas import rule_choice
 from tf_replicas import server
 from tf_replicas import staleness
+from tf_replicas import switching
 from tf_replicas import sync_replicas
 from tf_replicas import towers
 from tf_replicas import training
@@ -473,10 +475,10 @@ def killed_between_steps(here: Here) -> None:
   _be_killed_between_steps(here, driver)
 
 
-def asynchronous_driver(here: Here):
+def asynchronous_driver(here: Here, gate=None):
   """The driver of constant gradients, each applied by itself."""
   return here.driver(
-    lambda: constant_replica(here),
+    lambda: constant_replica(here, gate),
     lambda: async_replicas.AsyncReplicasOptimizer(
       keras.optimizers.SGD(LEARNING_RATE), here.num_replicas
     ),
@@ -503,24 +505,34 @@ def killed_chief(here: Here) -> None:
 
 def stands_still_early(here: Here) -> None:
   """The test stops worker 1 before anybody asked who is under way."""
+  was_told = here.directory / "that was told"
 
   def optimizer_fn():
-    if not here.options["is_gated"]:
-      return constant_optimizer(here)
-    return async_replicas.AsyncReplicasOptimizer(
-      keras.optimizers.SGD(LEARNING_RATE),
-      here.num_replicas,
-      policies=[staleness.bounded_staleness(1)],
+    inner = keras.optimizers.SGD(LEARNING_RATE)
+    is_gated = here.options["is_gated"]
+    policies = [staleness.bounded_staleness(1)] if is_gated else []
+    asynchronous = async_replicas.AsyncReplicasOptimizer(
+      inner, here.num_replicas, policies=policies
+    )
+    if is_gated:
+      return asynchronous
+    synchronous = sync_replicas.SyncReplicasOptimizer(
+      inner, 1, here.num_replicas
+    )
+    return switching.SwitchingOptimizer(
+      [synchronous, asynchronous],
+      lambda _: rule_choice.Choice(int(was_told.exists())),
     )
 
   driver = here.driver(lambda: constant_replica(here), optimizer_fn)
 
   def run_chief():
-    driver.store.state()  # As a session does at its start.
     driver.step()
     here.mark("it has begun")
     here.await_mark("worker 1 stands still")
-    while not (here.directory / "that was told").exists():
+    while not was_told.exists():
+      driver.step()
+    for _ in range(3):  # By another rule, if there is one.
       driver.step()
     return {}
 
@@ -529,12 +541,18 @@ def stands_still_early(here: Here) -> None:
 
 def replaced(here: Here) -> None:
   """The test starts a task once more; the first process then has to end."""
-  _be_replaced(here, constant_driver(here))
+  gate = None if here.is_in_graph else _take_a_moment
+  _be_replaced(here, constant_driver(here, gate))
 
 
 def replaced_asynchronous(here: Here) -> None:
   """The same with updates that nobody waits for."""
-  _be_replaced(here, asynchronous_driver(here))
+  _be_replaced(here, asynchronous_driver(here, _take_a_moment))
+
+
+def _take_a_moment(number):
+  time.sleep(0.02)  # Others want to start.
+  return number
 
 
 def _be_replaced(here: Here, driver) -> None:

@@ -104,7 +104,6 @@ def test_in_graph_worker_that_hangs_from_the_start_is_given_up(
     conftest.document(1, 2, chief=1),
     replication="in_graph",
     lost_after_secs=8,
-    aggregate=1,
     is_gated=is_gated,
   )
   trial.await_mark("it has begun")

@@ -40,7 +40,7 @@ LAYERS = (
     ("parameter_store", "inner_optimizer", "local_optimizer"),
     ("parameter_store", "connection", "register", "membership", "server"),
     ("parameter_store", "model_parallel", "towers", "turns"),
-    ("towers", "keras_replica"),
+    ("towers", "keras_models"),
     ("timeline", "turns"),
     ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
   ),

@@ -1,7 +1,10 @@
 """Tests of what the roles decide; what they do, the binaries' tests show."""
 
 import pytest
+import tensorflow as tf
 
+from tf_replicas import cluster
+from tf_replicas import program
 from tf_replicas import roles
 
 
@@ -24,3 +27,20 @@ def staircase(seen: int) -> float:
 )
 def test_updates_of_one_call_have_one_rate(rate_fn, seen, most, expected):
   assert roles.updates_at_one_rate(rate_fn, seen, 32, most) == expected
+
+
+@pytest.mark.parametrize(
+  ("message", "words"),
+  [
+    ("/a/file; No such file or directory", "TensorFlow failed in worker 1: "),
+    (
+      "Resource rules/x does not exist.",
+      "worker 1 lost touch with the cluster",
+    ),
+  ],
+)
+def test_a_missing_file_is_no_lost_cluster(message, words):
+  spec = cluster.parse({"cluster": {"ps": ["a:1"], "worker": ["b:1", "c:1"]}})
+  options = program.Options(spec, cluster.Task("worker", 1), "", 1)
+  error = tf.errors.NotFoundError(None, None, message)
+  assert roles._words(error, options).startswith(words)

@@ -29,7 +29,7 @@ _MODULE_OF = {
   "accumulated_gradients": "periodic_averaging",
   "elastic_average": "periodic_averaging",
   "exit_now": "processes",
-  "keras_replica": "keras_replica",
+  "keras_replica": "keras_models",
   "load_into_keras": "evaluation",
   "model_average": "periodic_averaging",
   "place_layers": "model_parallel",

@@ -248,6 +248,11 @@ class Applications:
     """As `collect`, but does not wait: None if nothing was applied."""
     return self._take(rate) if int(self._size()) else None
 
+  def trace_ahead(self) -> None:
+    """Traces what may be called while a task stands still; see `in_graph`."""
+    self._listen.trace()
+    self._size.trace()
+
   @functools.cached_property
   def _size(self) -> Callable[[], tf.Tensor]:
     return resources.reader(self._progress.size)

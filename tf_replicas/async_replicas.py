@@ -371,13 +371,11 @@ class AsyncReplicasOptimizer(update_rule.UpdateRule):
   def trace_ahead(self) -> None:
     """See `update_rule.UpdateRule`."""
     super().trace_ahead()
+    self.applications.trace_ahead()
     self._lose.get_concrete_function()
 
   def suspend(self) -> updates.Update | None:
-    """Ends all replicas until `resume`; waits for what is under way.
-
-    Returns: What `apply_update` did not tell of yet, if there is anything.
-    """
+    """Ends all until `resume`; what `apply_update` has not told of yet."""
     self.end_replicas()
     self.applications.await_idleness()
     return self.applications.collect_rest(self.inner.learning_rate)

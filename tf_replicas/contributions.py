@@ -112,7 +112,7 @@ class Contributions:
     """
     empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
     if keep_counts:
-      old = self._read()
+      old = self._snapshot()
       empty = empty._replace(counts=old.counts, held_up=old.held_up)
     self._taker.assign(self._number)
     self._write(empty)

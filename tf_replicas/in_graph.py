@@ -143,6 +143,7 @@ class InGraph(driver.Driver):
       lost_after_secs=self._lost_after_secs,
       log=self._log,
     )
+    self.store.state()
     self.optimizer.trace_ahead()
     self._members.trace_ahead()
     self._contribute = tf.function(

@@ -104,6 +104,9 @@ def reader(read: Callable[[], _Tensors]) -> Callable[[], _Tensors]:
 
   Args:
     read: Returns tensors, in any structure.
+
+  Returns:
+    The function. Its `trace` traces it, and reads nothing.
   """
   here = this_device()
 
@@ -115,12 +118,14 @@ def reader(read: Callable[[], _Tensors]) -> Callable[[], _Tensors]:
 
   @functools.cache
   def traced():
-    return fetch.get_concrete_function()
+    with tf.device(None):
+      return fetch.get_concrete_function()
 
   def bring():
     with tf.device(None):
       return traced()()
 
+  bring.trace = traced
   return bring
 
 

@@ -142,7 +142,8 @@ def _words(error: tf.errors.OpError, options: program.Options) -> str:
   """TensorFlow's own are pages long, and name no task."""
   where = f" in {options.task}" if options.spec.is_distributed else ""
   what = f"TensorFlow failed{where}"
-  if where and not isinstance(error, _OWN_FAILURES):
+  is_own = isinstance(error, _OWN_FAILURES) or "No such file" in error.message
+  if where and not is_own:
     what = f"{options.task} lost touch with the cluster"
   return processes.shortened(f"{what}: {error.message}")
 

@@ -4,6 +4,7 @@ The successor of TF1's `tf.train.SyncReplicasOptimizer`, with stricter rules.
 `SyncReplicasOptimizer` says what they are and how they come about.
 """
 
+import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -165,7 +166,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       )
     self._client_device = tf.constant(0).device
     self._present = (True,) * len(store.contributed)
-    self._steps: dict[tuple[bool, ...], Callable] = {}
+    self._steps = functools.cache(self._trace)
     self._untold: Sequence[np.ndarray] = ()
     self._mark = succession.UpdateMark(store)
     self._is_successor = False
@@ -246,11 +247,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     del step
 
   def apply_update(self) -> updates.Update:
-    """Waits for N contributions and makes one update of them.
-
-    Raises:
-      As `apply_updates`.
-    """
+    """Waits for N contributions and makes one update; as `apply_updates`."""
     return self.apply_updates(1)[0]
 
   def apply_updates(self, most: int) -> list[updates.Update]:
@@ -267,9 +264,7 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
     """
     if not len(self._untold):
       self.inner.refresh()
-      if self._present not in self._steps:
-        self._steps[self._present] = self._trace(self._present)
-      self._untold = self._steps[self._present](tf.constant(most)).numpy()
+      self._untold = self._steps(self._present)(tf.constant(most)).numpy()
     is_made = self._untold[:, _ENDED_AT] != releases.NEVER
     made, self._untold = self._untold[is_made], self._untold[~is_made]
     if len(made):
@@ -367,6 +362,11 @@ class SyncReplicasOptimizer(update_rule.UpdateRule):
       self._contributions.wake()
     except tf.errors.OpError:
       pass  # It was closed meanwhile, which ends the wait as well.
+
+  def trace_ahead(self) -> None:
+    """See `update_rule.UpdateRule`."""
+    super().trace_ahead()
+    self._steps(self._present)
 
   @tf.function(autograph=False)
   def end_replicas(self) -> None:

@@ -17,8 +17,11 @@ def by_autograph(function: Callable) -> Callable:
   """Converts what a user wrote, where the library calls it.
 
   `tf.function` converts all that it comes across or nothing; the library needs
-  nothing converted, and would take a second of every start.
+  nothing converted, and would take a second of every start. What is called
+  eagerly needs it neither.
   """
+  if tf.executing_eagerly():
+    return function
   return tf.__internal__.autograph.tf_convert(function, _default_autograph)
 
 

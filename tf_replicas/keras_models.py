@@ -44,7 +44,6 @@ def keras_replica(
   states = model.non_trainable_variables
   statistics = [v for v in states if _can_move(v)]
 
-  @tf.autograph.experimental.do_not_convert
   def loss_fn(parameters, inputs, labels):
     trained = parameters[: len(variables)]
     moved = iter(parameters[len(variables) :])

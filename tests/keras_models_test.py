@@ -1,4 +1,4 @@
-"""Tests for tf_replicas.keras_replica."""
+"""Tests for tf_replicas.keras_models."""
 
 import keras
 import numpy as np
@@ -6,9 +6,10 @@ import stores
 import tensorflow as tf
 from absl.testing import absltest
 
+import tf_replicas
 from tf_replicas import checkpoints
 from tf_replicas import evaluation
-from tf_replicas import keras_replica
+from tf_replicas import keras_models
 from tf_replicas import moving_averages
 from tf_replicas import one_machine
 from tf_replicas import sync_replicas
@@ -61,7 +62,7 @@ def _first_batch():
 class KerasReplicaTest(stores.TestCase):
   def test_the_loss_and_gradient_are_those_of_keras(self):
     model = _model(_normalization())
-    replica = keras_replica.keras_replica(model, _LOSS, _dataset_fn)
+    replica = keras_models.keras_replica(model, _LOSS, _dataset_fn)
     x, y = _first_batch()
     got = replica.gradients(_values(replica.shared), (x, y))
     with tf.GradientTape() as tape:  # This moves the model's own statistics.
@@ -75,7 +76,7 @@ class KerasReplicaTest(stores.TestCase):
 
   def test_statistics_move_as_keras_moves_them(self):
     model = _model(_normalization())
-    replica = keras_replica.keras_replica(model, _LOSS, _dataset_fn)
+    replica = keras_models.keras_replica(model, _LOSS, _dataset_fn)
     before = _values(replica.statistics)
     x, y = _first_batch()
     got = replica.gradients(_values(replica.shared), (x, y))
@@ -86,9 +87,7 @@ class KerasReplicaTest(stores.TestCase):
       np.testing.assert_allclose(old - way, new, atol=1e-5)
 
   def test_dropout_differs_from_gradient_to_gradient(self):
-    replica = keras_replica.keras_replica(
-      _model(_dropout()), _LOSS, _dataset_fn
-    )
+    replica = keras_models.keras_replica(_model(_dropout()), _LOSS, _dataset_fn)
     self.assertEmpty(replica.statistics)
     values = _values(replica.shared)
 
@@ -100,14 +99,46 @@ class KerasReplicaTest(stores.TestCase):
 
   def test_a_model_without_any_of_these(self):
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    replica = keras_replica.keras_replica(model, _LOSS, _dataset_fn)
+    replica = keras_models.keras_replica(model, _LOSS, _dataset_fn)
     got = replica.gradients(_values(replica.shared), _first_batch())
     self.assertEqual([g.shape for g in got.gradients], [(3, 1), (1,)])
+
+  def test_its_loss_and_its_layers_may_need_autograph(self):
+    def mapped(row):
+      if tf.reduce_sum(row) > 1e6:
+        row = tf.zeros_like(row)
+      return row
+
+    def loss(labels, outputs):
+      total = _LOSS(labels, outputs)
+      if total > 1e6:
+        total = tf.zeros_like(total)
+      return total
+
+    class Mapping(keras.layers.Layer):
+      def call(self, inputs):
+        return tf.map_fn(mapped, inputs)
+
+    expected = keras_models.keras_replica(_model(), _LOSS, _dataset_fn)
+    replica = keras_models.keras_replica(_model(Mapping()), loss, _dataset_fn)
+    values = _values(replica.shared)
+
+    @tf.function(autograph=False)
+    def losses():
+      return [
+        r.gradients(values, _first_batch()).loss for r in (expected, replica)
+      ]
+
+    np.testing.assert_allclose(*losses(), rtol=1e-6)
+
+  def test_its_public_name_is_the_function(self):
+    for _ in range(2):
+      self.assertIs(tf_replicas.keras_replica, keras_models.keras_replica)
 
   def test_a_model_that_is_not_built(self):
     model = keras.Sequential([keras.layers.Dense(1)])
     with self.assertRaisesRegex(ValueError, "`model` must be built"):
-      keras_replica.keras_replica(model, _LOSS, _dataset_fn)
+      keras_models.keras_replica(model, _LOSS, _dataset_fn)
 
 
 class TrainedTest(stores.TestCase):
@@ -115,7 +146,7 @@ class TrainedTest(stores.TestCase):
     super().setUp()
     self.model = _model(_normalization(), _dropout())
     self.driver = one_machine.OneMachine(
-      lambda: keras_replica.keras_replica(self.model, _LOSS, _dataset_fn),
+      lambda: keras_models.keras_replica(self.model, _LOSS, _dataset_fn),
       lambda: sync_replicas.SyncReplicasOptimizer(
         keras.optimizers.Adam(0.02),
         1,
