@@ -142,6 +142,7 @@ def _words(error: tf.errors.OpError, options: program.Options) -> str:
   """TensorFlow's own are pages long, and name no task."""
   where = f" in {options.task}" if options.spec.is_distributed else ""
   what = f"TensorFlow failed{where}"
+  # What a restarted task has not is `NotFoundError` too, as is a missing file.
   is_own = isinstance(error, _OWN_FAILURES) or "No such file" in error.message
   if where and not is_own:
     what = f"{options.task} lost touch with the cluster"
