@@ -26,8 +26,9 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=["tf_replicas*", "cifar10*", "inception_mini*", "experiments*"]
   ),
+  package_data={"tf_replicas": ["py.typed"]},
   install_requires=[
-    # Private names are used (`tf_replicas.resources`); tested with these.
+    # Private names are used (in `tf_replicas.runtime`); tested with these.
     "tensorflow>=2.21,<2.22",
     "keras>=3.15,<4",
     "numpy",
@@ -38,9 +39,19 @@ setuptools.setup(
     # Reads and shows the summaries; tensorflow 2.21 no longer installs it.
     "tensorboard>=2.20",
     "tqdm",
+    # Writes the manifests for Kubernetes.
+    "pyyaml",
   ],
   extras_require={
-    "test": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff"],
+    "test": [
+      "pytest>=8",
+      "pytest-timeout",
+      "pytest-xdist",
+      "hypothesis",
+      "ruff",
+      "kubernetes-validate",
+      "basedpyright==1.40.2",  # The baseline is of this version.
+    ],
     "plots": ["matplotlib"],
   },
 )

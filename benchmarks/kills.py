@@ -27,10 +27,10 @@ from collections.abc import Callable
 from absl import app
 from absl import flags
 
-from experiments import programs
-from tf_replicas import checkpoints
+from experiments.support import programs
 from tf_replicas import cluster
-from tf_replicas import local_cluster
+from tf_replicas.cluster import local_cluster
+from tf_replicas.session import checkpoints
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 20, "How many trainings", lower_bound=1)
@@ -44,7 +44,7 @@ flags.DEFINE_enum(
 _CHIEF = cluster.Task("chief", 0)
 _SAVED = re.compile(r"^saved .*-(\d+)$", re.MULTILINE)
 # Of a chief that was killed in its first update, before any checkpoint.
-_CANNOT_GO_ON = "an update was cut off in the middle"
+_CANNOT_GO_ON = "the chief was killed in the middle of an update"
 _INTERRUPTED = "interrupted; last checkpoint: "
 # After a step was logged, and after the tasks were started.
 _LATEST_SECS, _LATEST_START_SECS = 1.5, 8.0

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from experiments import programs
+from experiments.support import programs
 
 REPLICAS = 3
 INCREMENTS = 1000

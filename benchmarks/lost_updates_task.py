@@ -1,10 +1,11 @@
 """One task of `benchmarks.lost_updates`, which starts it."""
 
+import functools
 import json
 import sys
 
 from benchmarks import lost_updates
-from experiments import programs
+from experiments.support import programs
 
 _SIZE = 100
 
@@ -27,9 +28,9 @@ def _replica():
   """The sum of a variable that starts at 0."""
   import tensorflow as tf
 
-  from tf_replicas import towers
+  from tf_replicas.replica import model_replica
 
-  return towers.Replica(
+  return model_replica.Replica(
     [tf.Variable(tf.zeros([_SIZE]), name="v")],
     lambda parameters, x: tf.reduce_sum(parameters[0]) * x[0],
     lambda *_: tf.data.Dataset.from_tensors((tf.ones([1]),)).repeat(),
@@ -40,53 +41,44 @@ def _train(driver, index: int, increments: int, directory) -> None:
   """This worker's share, when all are there."""
   import tensorflow as tf
 
-  from tf_replicas import turns
+  from tf_replicas.drivers import replica_loop
 
   batches = iter(driver.replica.dataset_fn())
 
-  @tf.function
-  def contribute(step, parameters):
-    release, parameters, _ = turns.contribute(
-      driver.store,
-      driver.optimizer,
-      driver.replica,
-      batches,
-      index,
-      parameters,
-      step=step,
-    )
-    return release.global_step, parameters
-
-  @tf.function
-  def pull():
-    return turns.pull(driver.store, driver.optimizer, index)
-
+  loop = replica_loop.ReplicaLoop(
+    driver.rule,
+    driver.replica,
+    batches,
+    index,
+    ps_device=driver.store.device_of_task(0),
+    device=None,
+  )
+  begin = tf.function(loop.begin)
+  contribute = tf.function(functools.partial(loop.run_one, False))
   _await(driver.store.is_initialized, "the variables")
-  contribute.get_concrete_function(*pull())
+  contribute.get_concrete_function(*begin())
   (directory / f"ready_{index}").touch()
   _await(
     lambda: len(list(directory.glob("ready_*"))) == lost_updates.REPLICAS,
     "the other workers to begin",
   )
-  read = pull()
+  carried = begin()
   for _ in range(increments):
-    read = contribute(*read)
+    carried = contribute(*carried)
 
 
 def _await(condition, what: str) -> None:
-  from tf_replicas import connection
+  from tf_replicas.runtime import waiting
 
-  connection.await_value(
-    condition, timeout_secs=120, what=f"waiting for {what}"
-  )
+  waiting.await_value(condition, timeout_secs=120, what=f"waiting for {what}")
 
 
 def run_client(
   spec, task, directory, name: str, use_locking: str, increments: str
 ) -> None:
   """Trains; the chief leaves the final state in the directory."""
-  from tf_replicas import async_replicas
-  from tf_replicas import between_graph
+  from tf_replicas.drivers import between_graph
+  from tf_replicas.rules.asynchronous import async_replicas
 
   driver = between_graph.BetweenGraph(
     spec,

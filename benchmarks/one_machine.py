@@ -24,7 +24,7 @@ import time
 from absl import app
 from absl import flags
 
-from experiments import programs
+from experiments.support import programs
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 3, "How often each is measured")
@@ -109,7 +109,7 @@ def strategy(name: str) -> float:
   import tensorflow as tf
 
   from cifar10 import model as model_lib
-  from tf_replicas import devices
+  from tf_replicas.runtime import devices
 
   numbers = range(FLAGS.towers)
   devices.configure(numbers, num_emulated=FLAGS.towers)

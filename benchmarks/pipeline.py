@@ -28,8 +28,8 @@ from absl import app
 from absl import flags
 
 from cifar10 import model as model_lib
-from tf_replicas import model_parallel
-from tf_replicas import towers
+from tf_replicas.replica import model_parallel
+from tf_replicas.replica import model_replica
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 5, "How often each is measured")
@@ -51,7 +51,7 @@ class Row:
   def __init__(
     self,
     name: str,
-    replica: towers.Replica,
+    replica: model_replica.Replica,
     batch: Sequence[np.ndarray],
     steps: int,
   ):
@@ -194,7 +194,7 @@ def fixed_speed_row(name: str, num_devices: int, micro_batches: int) -> Row:
 
 def _replica(model, loss_fn, layers, micro_batches):
   placed = model_parallel.place_layers(model, layers)
-  return towers.Replica(
+  return model_replica.Replica(
     model.trainable_variables,
     loss_fn,
     lambda *_: None,

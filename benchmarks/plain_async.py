@@ -27,8 +27,8 @@ from cifar10 import inputs
 from cifar10 import model as model_lib
 from cifar10 import sources
 from tf_replicas import cluster
-from tf_replicas import local_cluster
-from tf_replicas import program
+from tf_replicas.cluster import local_cluster
+from tf_replicas.programs import run_options
 
 
 def serve(
@@ -36,7 +36,7 @@ def serve(
 ) -> None:
   """Is a PS or a worker until it is ended."""
   if helps == "threads":
-    ours = program.Options(spec=spec, task=None, train_dir="", max_steps=1)
+    ours = run_options.Options(spec, train_dir=".")
     tf.config.threading.set_intra_op_parallelism_threads(ours.threads)
   server = tf.distribute.Server(
     tf.train.ClusterSpec(spec.as_dict()),

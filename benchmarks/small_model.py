@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from experiments import programs
+from experiments.support import programs
 
 SHAPES = ((32, 64), (64, 64), (64, 10))
 BATCH = 16
@@ -42,7 +42,7 @@ def run(
   module: str, spec, replication: str = "between_graph", most_per_call: int = 1
 ) -> float:
   """Runs one implementation; milliseconds per step."""
-  from tf_replicas import local_cluster
+  from tf_replicas.cluster import local_cluster
 
   def command(task):
     addresses = [",".join(spec.addresses(job)) for job in ("ps", "worker")]

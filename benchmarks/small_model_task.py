@@ -5,7 +5,7 @@ import time
 
 from benchmarks import small_model
 from tf_replicas import cluster
-from tf_replicas import server
+from tf_replicas.drivers import server
 
 
 def run_client(
@@ -15,10 +15,10 @@ def run_client(
   import keras
   import tensorflow as tf
 
-  from tf_replicas import between_graph
-  from tf_replicas import in_graph
-  from tf_replicas import sync_replicas
-  from tf_replicas import towers
+  from tf_replicas.drivers import between_graph
+  from tf_replicas.drivers import in_graph
+  from tf_replicas.replica import model_replica
+  from tf_replicas.rules.sync import sync_replicas
 
   def replica_fn():
     variables = []
@@ -41,7 +41,7 @@ def run_client(
       del num_shards, shard, start
       return tf.data.Dataset.from_tensors(small_model.batch()).repeat()
 
-    return towers.Replica(variables, loss_fn, dataset_fn)
+    return model_replica.Replica(variables, loss_fn, dataset_fn)
 
   workers = spec.num_tasks("worker")
   drivers = {

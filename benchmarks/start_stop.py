@@ -17,7 +17,7 @@ from absl import app
 from absl import flags
 
 from tf_replicas import cluster
-from tf_replicas import local_cluster
+from tf_replicas.cluster import local_cluster
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("times", 60, "How often")

@@ -18,7 +18,7 @@ import tempfile
 from absl import app
 from absl import flags
 
-from experiments import programs
+from experiments.support import programs
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 3, "How often each is measured")

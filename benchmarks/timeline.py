@@ -9,7 +9,7 @@ in turn; the ratio within a round is what counts.
 import sys
 import tempfile
 
-from experiments import programs
+from experiments.support import programs
 
 _BATCH_SIZE = 64
 _LOG_EVERY_STEPS = 50

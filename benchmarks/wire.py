@@ -15,8 +15,8 @@ import tempfile
 from absl import app
 from absl import flags
 
-from experiments import programs
-from experiments import traffic
+from experiments.support import programs
+from experiments.support import traffic
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("ps", 1, "PS tasks")

@@ -4,14 +4,18 @@ Imports no TensorFlow, so that a launcher can check its flags at once.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
 from typing import TypeVar
 
-from tf_replicas import compute_dtypes
-from tf_replicas import run_settings
-from tf_replicas import schedules
+from tf_replicas.programs import compute_dtypes
+from tf_replicas.programs import fields
+from tf_replicas.programs import schedules
+
+GROUP = "Training"  # Of the flags.
+_flag = functools.partial(fields.setting, group=GROUP)
 
 NUM_CLASSES = 10
 RECORD_SIZE = 32  # Height and width of a stored image.
@@ -63,6 +67,8 @@ RECIPES = {
   },
 }
 
+_SIZES = f"[1, {RECORD_SIZE}]"
+
 _Count = TypeVar("_Count")
 
 
@@ -87,161 +93,128 @@ class Config:
   The defaults are those of the TF1 tutorial (`cifar10.py`,
   `cifar10_train.py`).
 
-  Attributes:
-    dataset: `cifar10`, `synthetic` or the name of a TensorFlow data set.
-    data_dir: Where the data set lies or is downloaded to; None leaves the
-      choice to TensorFlow Datasets.
-    train_dir: Where checkpoints and summaries go.
-    batch_size: Images of one tower's batch.
-    max_steps: Updates of the variables after which training ends.
-    seed: 0 or more. Decides initial weights, order of the data and distortions.
-    recipe: Key of `RECIPES` that these settings started from.
-    num_epochs: Passes over the 50,000 training images of CIFAR-10 that make a
-      whole run; as many examples of another data set.
-    optimizer: One of `OPTIMIZERS`: stochastic gradient descent, or Muon (Jordan
-      et al. 2024), which makes the update of a matrix or kernel orthogonal and
-      leaves biases and the last layer to Adam, at a tenth of the rate.
-    schedule: One of `SCHEDULES`, see `learning_rate`.
-    learning_rate: The highest, for one replica.
-    learning_rate_scale: Multiplies it; the number of synchronous replicas, for
-      the linear scaling rule (Goyal et al. 2017).
-    warmup_epochs: Passes before the rate is at its highest.
-    learning_rate_decay_factor: What each decay multiplies the rate by.
-    num_epochs_per_decay: Passes over the training set between decays.
-    momentum: Of the optimizer; 0 is plain gradient descent.
-    label_smoothing: Share of the target spread over all classes.
-    distort_colors: Whether training images change in brightness and contrast.
-    crop_size: Height and width of what evaluation cuts out of the middle of an
-      image of 32, and resizes to the 24 of the network.
-    min_crop_size: Of what training cuts out; each image draws its own.
-    max_crop_size: The other end of that range.
-    centered_share: Last part of the run, in [0, 1], in which training crops
-      are like those of evaluation: near the middle of an image, and of about
-      that size.
-    moving_average_decay: Largest decay of the variables' moving averages.
-    weight_decay: Factor of half the squared weights in the loss, for the
-      layers that decay.
-    decoupled_weight_decay: Of Muon: each update first takes this share, times
-      the rate, off the matrices that it makes orthogonal updates of
-      (Loshchilov & Hutter 2019).
-    compute_dtype: One of `compute_dtypes.NAMES`.
+  Raises:
+    ValueError: If a setting is out of range.
   """
 
-  dataset: str = "cifar10"
-  data_dir: str | None = None
-  train_dir: str = "/tmp/cifar10_train"
-  batch_size: int = 128
-  max_steps: int = 1_000_000
-  seed: int = 0
-  recipe: str = "tutorial"
-  num_epochs: float = 256.0
-  optimizer: str = "sgd"
-  schedule: str = "staircase"
-  learning_rate: float = 0.1
-  learning_rate_scale: float = 1.0
-  warmup_epochs: float = 0.0
-  learning_rate_decay_factor: float = 0.1
-  num_epochs_per_decay: float = 350.0
-  momentum: float = 0.0
-  label_smoothing: float = 0.0
-  distort_colors: bool = True
-  crop_size: float = IMAGE_SIZE
-  min_crop_size: float = IMAGE_SIZE
-  max_crop_size: float = IMAGE_SIZE
-  centered_share: float = 0.0
-  moving_average_decay: float = 0.9999
-  weight_decay: float = 0.004
-  decoupled_weight_decay: float = 0.0
-  compute_dtype: str = "float32"
+  dataset: str = _flag("cifar10", "cifar10, synthetic or a TFDS name")
+  data_dir: str | None = _flag(
+    None, "Directory of the data set; default: that of TFDS"
+  )
+  train_dir: str = _flag(
+    "/tmp/cifar10_train", "Directory of checkpoints and logs"
+  )
+  batch_size: int = _flag(128, "Images in one tower's batch", fields.COUNT)
+  max_steps: int | None = _flag(
+    None, "Updates to make; default: those of --num_epochs", fields.COUNT
+  )
+  seed: int = _flag(
+    0,
+    "Decides initial weights, order of the data and distortions",
+    fields.SEEDS,
+  )
+  recipe: str = _flag("tutorial", "Default settings", choices=tuple(RECIPES))
+  num_epochs: float = _flag(
+    256.0, "Length of the run in epochs of 50,000 images", fields.EPOCHS
+  )
+  # Muon (Jordan et al. 2024) makes the update of a matrix or kernel orthogonal
+  # and leaves biases and the last layer to Adam, at a tenth of the rate.
+  optimizer: str = fields.setting("sgd", "The optimizer", choices=OPTIMIZERS)
+  schedule: str = fields.setting(
+    "staircase", "See `learning_rate`", choices=SCHEDULES
+  )
+  learning_rate: float = _flag(
+    0.1, "The highest rate, for one replica", "(0, inf)"
+  )
+  learning_rate_scale: float = fields.setting(
+    1.0,
+    "Multiplies the rate; the number of synchronous replicas, for the linear"
+    " scaling rule (Goyal et al. 2017)",
+    "(0, inf)",
+  )
+  warmup_epochs: float = _flag(0.0, "Epochs until the highest rate", "[0, inf)")
+  learning_rate_decay_factor: float = fields.setting(
+    0.1, "What each decay multiplies the rate by", "(0, inf)"
+  )
+  num_epochs_per_decay: float = fields.setting(
+    350.0, "Epochs between decays", fields.EPOCHS
+  )
+  momentum: float = _flag(0.0, "Of the optimizer", "[0, 1)")
+  label_smoothing: float = fields.setting(
+    0.0, "Share of the target spread over all classes", "[0, 1)"
+  )
+  distort_colors: bool = fields.setting(
+    True, "Whether training changes brightness and contrast"
+  )
+  crop_size: float = fields.setting(
+    IMAGE_SIZE,
+    "Pixels that evaluation cuts out of the middle of 32, and resizes to 24",
+    _SIZES,
+  )
+  min_crop_size: float = fields.setting(
+    IMAGE_SIZE, "Pixels that training cuts out, at least", _SIZES
+  )
+  max_crop_size: float = fields.setting(
+    IMAGE_SIZE, "Pixels that training cuts out, at most", _SIZES
+  )
+  centered_share: float = fields.setting(
+    0.0,
+    "Last part of the run, in which training crops are near the middle and of"
+    " about the size of evaluation's",
+    "[0, 1]",
+  )
+  moving_average_decay: float = fields.setting(
+    0.9999, "Largest decay of the variables' moving averages", "[0, 1)"
+  )
+  weight_decay: float = fields.setting(
+    0.004,
+    "Factor of half the squared weights in the loss, for layers that decay",
+    "[0, inf)",
+  )
+  # Muon's: each update first takes this share, times the rate, off the matrices
+  # that it makes orthogonal updates of (Loshchilov & Hutter 2019).
+  decoupled_weight_decay: float = fields.setting(
+    0.0, "Of Muon's matrices", "[0, inf)"
+  )
+  compute_dtype: str = _flag(
+    "float32", "Dtype of the network's arithmetic", choices=compute_dtypes.NAMES
+  )
 
   def __post_init__(self):
-    run_settings.require(
-      "dataset", self.dataset, bool(self.dataset), "not empty"
-    )
-    run_settings.require(
-      "train_dir", self.train_dir, bool(self.train_dir), "not empty"
-    )
-    run_settings.require(
-      "batch_size", self.batch_size, self.batch_size >= 1, "positive"
-    )
-    run_settings.require_seed(self.seed)
-    run_settings.require(
-      "max_steps", self.max_steps, self.max_steps >= 1, "positive"
-    )
-    for name, choices in (
-      ("recipe", sorted(RECIPES)),
-      ("compute_dtype", compute_dtypes.NAMES),
-      ("optimizer", OPTIMIZERS),
-      ("schedule", SCHEDULES),
-    ):
-      value = getattr(self, name)
-      run_settings.require(
-        name, value, value in choices, "one of " + ", ".join(choices)
-      )
-    for name in (
-      "learning_rate",
-      "learning_rate_decay_factor",
-      "learning_rate_scale",
-    ):
-      value = getattr(self, name)
-      run_settings.require(
-        name, value, 0 < value < math.inf, "positive and finite"
-      )
-    run_settings.require_epochs("num_epochs_per_decay", self)
-    run_settings.require_epochs("num_epochs", self)
-    for name in ("momentum", "moving_average_decay", "label_smoothing"):
-      value = getattr(self, name)
-      run_settings.require(name, value, 0 <= value < 1, "in [0, 1)")
-    for name in ("weight_decay", "decoupled_weight_decay"):
-      value = getattr(self, name)
-      run_settings.require(
-        name, value, 0 <= value < math.inf, "at least 0 and finite"
-      )
-    run_settings.require(
+    fields.validate(self)
+    fields.require(
       "decoupled_weight_decay",
       self.decoupled_weight_decay,
       self.optimizer == "muon" or not self.decoupled_weight_decay,
       f"0 with the optimizer {self.optimizer!r}",
     )
-    for name, least in (
-      ("crop_size", 1),
-      ("min_crop_size", 1),
-      ("max_crop_size", self.min_crop_size),
-    ):
-      value = getattr(self, name)
-      run_settings.require(
-        name,
-        value,
-        least <= value <= RECORD_SIZE,
-        f"in [{least}, {RECORD_SIZE}]",
-      )
-    run_settings.require(
-      "centered_share",
-      self.centered_share,
-      0 <= self.centered_share <= 1,
-      "in [0, 1]",
+    fields.require(
+      "max_crop_size",
+      self.max_crop_size,
+      self.max_crop_size >= self.min_crop_size,
+      f"at least `min_crop_size`, {self.min_crop_size}",
     )
-    run_settings.require(
+    fields.require(
       "warmup_epochs",
       self.warmup_epochs,
-      0 <= self.warmup_epochs <= self.num_epochs
+      self.warmup_epochs <= self.num_epochs
       and _num_examples(self.warmup_epochs) < _num_examples(self.num_epochs),
       f"in [0, {self.num_epochs}), the epochs of the run, by an example less"
       " at least",
     )
 
 
-def from_recipe(recipe: str, **settings) -> Config:
+def from_recipe(recipe: str, **given) -> Config:
   """Makes a `Config` from a recipe's settings.
 
   Args:
     recipe: Key of `RECIPES`.
-    **settings: Fields of `Config`; they win over the recipe's.
+    **given: Fields of `Config`; they win over the recipe's.
 
   Raises:
     ValueError: If the recipe is unknown or a setting is out of range.
   """
-  return Config(**{**RECIPES.get(recipe, {}), **settings, "recipe": recipe})
+  return Config(**{**RECIPES.get(recipe, {}), **given, "recipe": recipe})
 
 
 def learning_rate(
@@ -310,13 +283,9 @@ def crop_sizes(config: Config) -> CropSizes | None:
 
 
 def fit(
-  recipe: str,
-  settings: Mapping[str, object],
-  *,
-  effective_batch: int,
-  max_steps: int | None,
+  recipe: str, given: Mapping[str, object], *, effective_batch: int
 ) -> Config:
-  """A recipe fitted to the length of a run.
+  """Fits a recipe to the length of a run.
 
   Its warm-up is as long a part of the run as in the recipe, and one cycle ends
   with the run. A rate that is scaled up is warmed up in any case, for an eighth
@@ -324,28 +293,25 @@ def fit(
 
   Args:
     recipe: Key of `RECIPES`.
-    settings: Fields of `Config` that are given; they stay.
+    given: Fields of `Config`, which stay as they are.
     effective_batch: Examples of an update.
-    max_steps: The updates of the run; None takes those of `num_epochs`.
 
   Raises:
     ValueError: If a setting is out of range.
   """
   base = from_recipe(recipe)
-  fitted = {"num_epochs": base.num_epochs, **settings}
+  fitted = {"num_epochs": base.num_epochs, **given}
   is_cycle = base.schedule == "one_cycle"
+  max_steps = given.get("max_steps")
   length = math.inf
   if max_steps is not None:
     length = max_steps * effective_batch / NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN
-    if is_cycle and "num_epochs" not in settings:
+    if is_cycle and "num_epochs" not in given:
       fitted["num_epochs"] = length
-  if "warmup_epochs" not in settings:
+  if "warmup_epochs" not in given:
     share = base.warmup_epochs / base.num_epochs
     fitted["warmup_epochs"] = share * fitted["num_epochs"]
     if not share and fitted.get("learning_rate_scale", 1.0) > 1.0:
       length = min(length, fitted["num_epochs"])
       fitted["warmup_epochs"] = min(WARMUP_EPOCHS, length / 8)
-  config = from_recipe(recipe, **fitted)
-  if max_steps is None:
-    max_steps = math.ceil(num_examples(config) / effective_batch)
-  return dataclasses.replace(config, max_steps=max_steps)
+  return from_recipe(recipe, **fitted)

@@ -59,8 +59,8 @@ def table(matrix: np.ndarray) -> str:
     strict=True,
   )
   for label, images, *rates in rows:
-    words = ["-" if np.isnan(rate) else f"{rate:.4f}" for rate in rates]
-    lines.append(f"{label:<12}{images:>7}{words[0]:>9}{words[1]:>11}")
+    shown = ["-" if np.isnan(rate) else f"{rate:.4f}" for rate in rates]
+    lines.append(f"{label:<12}{images:>7}{shown[0]:>9}{shown[1]:>11}")
   return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Trains CIFAR-10 with several replicas on parameter servers.
+r"""Trains CIFAR-10 with several replicas on parameter servers.
 
 A whole cluster on this machine:
 
@@ -12,13 +12,17 @@ with TF_CONFIG in the environment.
 from collections.abc import Sequence
 
 from cifar10 import training_flags
-from tf_replicas import command_line
+from cifar10 import workload
+from tf_replicas.programs import command_line
 
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  training_flags.train(
-    "cifar10.distributed_train", command_line.cluster_options
+  command_line.train(
+    "cifar10.distributed_train",
+    command_line.cluster_options,
+    training_flags.config,
+    workload.make,
   )
 
 

@@ -17,12 +17,13 @@ from absl import flags
 
 from cifar10 import config as config_lib
 from cifar10 import confusion
-from tf_replicas import command_line
-from tf_replicas import run_settings
+from tf_replicas.programs import command_line
+from tf_replicas.programs import fields
+from tf_replicas.programs import run_config
 
 FLAGS = flags.FLAGS
 
-# The tutorial's words for them, and ours.
+# The tutorial's names -> ours.
 EVAL_DATA = {"test": "test", "train_eval": "train"}
 
 
@@ -45,9 +46,8 @@ def evaluate(
 
   Args:
     config: The run: where it is, and its data set.
-    eval_dir: Where the TensorBoard summaries go; `eval` in the run's
-      directory, with `_train` or `_6_views` after it if it is of those, unless
-      told otherwise.
+    eval_dir: The directory of the TensorBoard summaries; None: `eval` in the
+      run's directory, followed by `_train` or `_6_views` if it is of those.
     eval_data: `test`, or `train_eval`: the training images, undistorted. As in
       the tutorial.
     run_once: Whether to measure the newest checkpoint only.
@@ -70,7 +70,7 @@ def evaluate(
   from cifar10 import inputs
   from cifar10 import model as model_lib
   from cifar10 import sources
-  from tf_replicas import evaluation
+  from tf_replicas.session import evaluation
 
   source = sources.find(config.dataset, config.data_dir)
   model = model_lib.build()
@@ -139,16 +139,13 @@ def _say(line: str) -> None:
 
 
 def _evaluate() -> np.ndarray | None:
-  given = command_line.given(("dataset", "data_dir"))
+  given = command_line.given("dataset", "data_dir")
   return evaluate(
-    run_settings.of_run(config_lib.Config, FLAGS.train_dir, **given),
-    FLAGS.eval_dir,
+    run_config.of_run(config_lib.Config, FLAGS.train_dir, **given),
     eval_data=FLAGS.eval_data,
-    run_once=FLAGS.run_once,
     num_views=int(FLAGS.views),
     batch_size=FLAGS.batch_size,
-    interval_secs=FLAGS.eval_interval_secs,
-    timeout_secs=FLAGS.timeout_secs,
+    **fields.given(command_line.EvaluationOptions),
   )
 
 
@@ -162,13 +159,20 @@ if __name__ == "__main__":
   command_line.define_evaluation_flags(
     config_lib.Config.train_dir, batch_size=500
   )
-  flags.DEFINE_enum(
-    "eval_data", "test", [*EVAL_DATA], "Which images; as in the tutorial"
+  fields.define_flag(
+    "eval_data",
+    str,
+    "test",
+    "Which images; as in the tutorial",
+    group=command_line.EVALUATION,
+    choices=tuple(EVAL_DATA),
   )
-  flags.DEFINE_enum(
+  fields.define_flag(
     "views",
+    str,
     "1",
-    [str(number) for number in config_lib.VIEWS],
-    "Of an image, to take the mean probabilities of",
+    "Views of an image, to take the mean probabilities of",
+    group=command_line.EVALUATION,
+    choices=[str(number) for number in config_lib.VIEWS],
   )
   command_line.start(main)

@@ -18,10 +18,10 @@ import numpy as np
 from absl import flags
 
 from cifar10 import config as config_lib
-from tf_replicas import command_line
-from tf_replicas import processes
-from tf_replicas import program
-from tf_replicas import run_settings
+from tf_replicas.programs import command_line
+from tf_replicas.programs import run_config
+from tf_replicas.programs import run_options
+from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
 
@@ -57,8 +57,8 @@ def export(train_dir: str, export_dir: str, *, num_views: int = 1) -> str:
     ValueError: If the run's record of its settings is damaged; if there is no
       checkpoint, or it is of another model, a `checkpoints.CheckpointError`.
   """
-  from tf_replicas import checkpoints
-  from tf_replicas import evaluation
+  from tf_replicas.session import checkpoints
+  from tf_replicas.session import evaluation
 
   _require_free(export_dir)
   path = checkpoints.latest(train_dir)
@@ -71,7 +71,7 @@ def export(train_dir: str, export_dir: str, *, num_views: int = 1) -> str:
   os.makedirs(parent, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=parent, prefix=".export-") as directory:
     complete = os.path.join(directory, "model")
-    config = run_settings.of_run(config_lib.Config, train_dir)
+    config = run_config.of_run(config_lib.Config, train_dir)
     labels = os.path.join(directory, "labels.txt")
     _save(values, config.crop_size, num_views, labels, complete)
     # Replaces an empty directory, and fails if it was filled meanwhile.
@@ -105,7 +105,7 @@ def _save(
 
   from cifar10 import distortions
   from cifar10 import model as model_lib
-  from tf_replicas import evaluation
+  from tf_replicas.session import evaluation
 
   network = model_lib.build()
   evaluation.load_into_keras(network, values)
@@ -134,11 +134,11 @@ def _save(
 def main(argv: Sequence[str]) -> None:
   del argv
   with processes.importing_tensorflow():
-    from tf_replicas import devices
+    from tf_replicas.runtime import devices
 
   with processes.one_line_errors(
     usage=(FileExistsError, ValueError),
-    run_time=program.RUN_TIME_ERRORS,
+    run_time=run_options.RUN_TIME_ERRORS,
   ):
     devices.configure(())
     path = export(FLAGS.train_dir, FLAGS.export_dir, num_views=int(FLAGS.views))

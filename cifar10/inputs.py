@@ -12,7 +12,7 @@ import tensorflow as tf
 from cifar10 import config
 from cifar10 import distortions
 from cifar10 import sources
-from tf_replicas import run_settings
+from tf_replicas.programs import fields
 
 # How many batches may be under way, and how many may wait, finished.
 PARALLEL_BATCHES = 2
@@ -76,8 +76,8 @@ def train_dataset(
   Raises:
     ValueError: If a number is out of range.
   """
-  run_settings.require("batch_size", batch_size, batch_size >= 1, "positive")
-  run_settings.require("num_shards", num_shards, num_shards >= 1, "positive")
+  fields.require("batch_size", batch_size, batch_size >= 1, "positive")
+  fields.require("num_shards", num_shards, num_shards >= 1, "positive")
   if isinstance(shard_index, int) and not 0 <= shard_index < num_shards:
     raise ValueError(
       f"`shard_index` must be in [0, {num_shards - 1}]. "
@@ -124,19 +124,19 @@ def train_dataset(
 def _crops(
   sizes: config.CropSizes | None, is_centered: tf.Tensor | bool
 ) -> dict:
-  """What `distortions.draw` is told of crops."""
+  """The arguments of `distortions.draw` about crops."""
   if sizes is None:
     shift = tf.where(is_centered, CENTERED_MAX_SHIFT, distortions.MAX_SHIFT)
     return {"max_shift": shift}
   least = max(sizes.evaluation - CENTERED_MAX_RESIZE, 1)
-  most = min(sizes.evaluation + CENTERED_MAX_RESIZE, config.RECORD_SIZE)
+  largest = min(sizes.evaluation + CENTERED_MAX_RESIZE, config.RECORD_SIZE)
   return {
     "max_shift": tf.where(
       is_centered, CENTERED_MAX_SHIFT_RESIZED, config.RECORD_SIZE
     ),
     "sizes": (
       tf.where(is_centered, least, sizes.smallest),
-      tf.where(is_centered, most, sizes.largest),
+      tf.where(is_centered, largest, sizes.largest),
     ),
   }
 
@@ -166,7 +166,7 @@ def eval_batches(
   Raises:
     ValueError: If `batch_size` is not positive or the split unknown.
   """
-  run_settings.require("batch_size", batch_size, batch_size >= 1, "positive")
+  fields.require("batch_size", batch_size, batch_size >= 1, "positive")
   sizes = {"train": source.num_train, "test": source.num_test}
   if split not in sizes:
     raise ValueError(f"`split` must be train or test. Received: {split!r}.")

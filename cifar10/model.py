@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from cifar10 import config
 from cifar10 import lrn
-from tf_replicas import compute_dtypes
+from tf_replicas.programs import compute_dtypes
 
 WEIGHT_DECAY = config.Config.weight_decay
 DECAYED = ("local3/kernel", "local4/kernel")
@@ -34,15 +34,15 @@ def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
   dtype = compute_dtypes.policy(compute_dtype)
   seeds = iter(np.random.SeedSequence(seed).generate_state(5))
 
-  def weights(stddev):
-    return dict(
-      kernel_initializer=keras.initializers.TruncatedNormal(
-        stddev=stddev, seed=int(next(seeds) >> 1)
-      )
-    )
-
-  def biases(value):
-    return dict(bias_initializer=keras.initializers.Constant(value))
+  def initial(stddev, bias):
+    seed = int(next(seeds) >> 1)
+    return {
+      "kernel_initializer": keras.initializers.TruncatedNormal(
+        stddev=stddev, seed=seed
+      ),
+      "bias_initializer": keras.initializers.Constant(bias),
+      "dtype": dtype,
+    }
 
   def conv(name, bias):
     return keras.layers.Conv2D(
@@ -51,9 +51,7 @@ def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
       padding="same",
       activation="relu",
       name=name,
-      dtype=dtype,
-      **weights(0.05),
-      **biases(bias),
+      **initial(0.05, bias),
     )
 
   def norm(name):
@@ -73,12 +71,7 @@ def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
 
   def local(name, units):
     return keras.layers.Dense(
-      units,
-      activation="relu",
-      name=name,
-      dtype=dtype,
-      **weights(0.04),
-      **biases(0.1),
+      units, activation="relu", name=name, **initial(0.04, 0.1)
     )
 
   images = keras.Input([size, size, 3], name="images")
@@ -90,11 +83,7 @@ def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
   x = local("local3", 384)(x)
   x = local("local4", 192)(x)
   logits = keras.layers.Dense(
-    config.NUM_CLASSES,
-    name="softmax_linear",
-    dtype=dtype,
-    **weights(1 / 192.0),
-    **biases(0.0),
+    config.NUM_CLASSES, name="softmax_linear", **initial(1 / 192.0, 0.0)
   )(x)
   return keras.Model(images, logits, name="cifar10")
 

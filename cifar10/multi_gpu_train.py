@@ -1,4 +1,4 @@
-"""Trains CIFAR-10 with several towers on one machine, one on each GPU.
+r"""Trains CIFAR-10 with several towers on one machine, one on each GPU.
 
   python -m cifar10.multi_gpu_train --num_gpus=2 --train_dir=/tmp/run
 
@@ -10,19 +10,50 @@ A spec instead of a number says which GPUs, and where the variables live:
 
 from collections.abc import Sequence
 
+from cifar10 import config as config_lib
 from cifar10 import training_flags
-from tf_replicas import command_line
-from tf_replicas import program
+from cifar10 import workload
+from tf_replicas import cluster
+from tf_replicas.programs import command_line
+from tf_replicas.programs import run_options
+
+CLUSTER_MODULE = "cifar10.distributed_train"
 
 
-def options() -> program.Options:
-  """How to train, from the flags."""
-  return command_line.towers_options("cifar10.distributed_train")
+def train(
+  config: config_lib.Config,
+  spec: cluster.ClusterSpec | None = None,
+  **options: object,
+) -> run_options.Outcome:
+  """Trains in this process, for a notebook or a test.
+
+  Args:
+    config: What to train.
+    spec: The devices and where the variables live; such as
+      `run_options.one_machine_spec(2)` for two GPUs. None: one device.
+    **options: Fields of `run_options.Options`, such as `emulate_gpus`.
+
+  Returns:
+    The global step reached, and the last loss.
+
+  Raises:
+    ValueError: If an argument is out of range.
+    Exception: As `task_runner.train` and `sources.find`.
+  """
+  spec = spec or run_options.one_machine_spec(0)
+  return workload.train(
+    config, run_options.Options(spec, config.train_dir, **options)
+  )
 
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  training_flags.train("cifar10.multi_gpu_train", options)
+  command_line.train(
+    "cifar10.multi_gpu_train",
+    lambda: command_line.towers_options(CLUSTER_MODULE),
+    training_flags.config,
+    workload.make,
+  )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from cifar10 import config
 from cifar10 import synthetic
-from tf_replicas import prepared_datasets
+from tf_replicas.programs import tfds_builder
 
 RECORDS_PER_FILE = 10_000
 RECORD_BYTES = 1 + 3 * config.RECORD_SIZE**2
@@ -18,8 +18,8 @@ TRAIN_FILES = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 TEST_FILES = ("test_batch.bin",)
 SUBDIRECTORY = "cifar-10-batches-bin"
 
-DataError = prepared_datasets.DataError
-NotPreparedError = prepared_datasets.NotPreparedError
+DataError = tfds_builder.DataError
+NotPreparedError = tfds_builder.NotPreparedError
 
 _IMAGE_SHAPE = (config.RECORD_SIZE, config.RECORD_SIZE, 3)
 
@@ -147,7 +147,7 @@ def _check_records(path: str) -> None:
 def _tensorflow_dataset(
   name: str, data_dir: str | None, download: bool
 ) -> Source:
-  builder = prepared_datasets.builder(
+  builder = tfds_builder.builder(
     name,
     data_dir,
     download=download,

@@ -1,31 +1,18 @@
 """The flags that say what of CIFAR-10 is trained, on whatever machines."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import NoReturn
-
 from absl import flags
 
 from cifar10 import config as config_lib
-from cifar10 import workload
 from tf_replicas import cluster
-from tf_replicas import command_line
-from tf_replicas import compute_dtypes
-from tf_replicas import program
+from tf_replicas.programs import fields
+from tf_replicas.programs import run_options
 
 FLAGS = flags.FLAGS
 
-# `--help` shows the flags of the binary, also those that it has from here.
-flags.disclaim_key_flags()
-
-# A setting without a value is the recipe's.
-_SETTINGS = (
-  "dataset",
-  "data_dir",
-  "train_dir",
+# Settings that a recipe decides.
+_OF_RECIPES = (
   "batch_size",
   "num_epochs",
-  "seed",
   "learning_rate",
   "warmup_epochs",
   "momentum",
@@ -34,82 +21,36 @@ _SETTINGS = (
 
 
 def define() -> None:
-  """The flags of every training binary; `--help` shows them."""
-  command_line.define_training_flags(config_lib.Config.train_dir)
-  flags.DEFINE_string("dataset", "cifar10", "cifar10, synthetic or a TFDS name")
-  flags.DEFINE_string("data_dir", None, "Where the data set lies")
-  command_line.define_count(
-    "max_steps", None, "Updates to make; default: those of --num_epochs"
-  )
-  flags.DEFINE_float(
-    "num_epochs",
-    None,
-    "Length of the run, of 50,000 images each; default: the recipe's",
-  )
-  flags.DEFINE_enum(
-    "recipe", "tutorial", [*config_lib.RECIPES], "Default settings"
-  )
-  flags.DEFINE_float(
-    "learning_rate", None, "The highest one; default: the recipe's"
-  )
-  flags.DEFINE_boolean(
+  """Defines the flags of every training binary."""
+  group = config_lib.GROUP
+  fields.define_flags(config_lib.Config, [group], unset=_OF_RECIPES)
+  fields.define_flag(
     "scale_learning_rate",
+    bool,
     False,
     "Multiply the learning rate by the batches in one update, warmed up",
-  )
-  flags.DEFINE_float(
-    "warmup_epochs", None, "Until the full rate; default: the recipe's"
-  )
-  flags.DEFINE_float(
-    "momentum", None, "Of the optimizer; default: the recipe's"
-  )
-  flags.DEFINE_enum(
-    "compute_dtype",
-    None,
-    [*compute_dtypes.NAMES],
-    "Of the network's arithmetic; default: the recipe's",
+    group=group,
   )
 
 
-def train(module: str, options_fn: Callable[[], program.Options]) -> NoReturn:
-  """Is the `main` of a training binary; ends the process.
+def config(options: run_options.Options) -> config_lib.Config:
+  """What to train, from the flags and the examples of an update.
 
   Args:
-    module: The binary's name.
-    options_fn: Says how to run, by the flags.
+    options: How it is run.
+
+  Returns:
+    The config.
+
+  Raises:
+    ValueError: For a mistake in the flags.
   """
-  command_line.train(module, options_fn, _config, _workload)
-
-
-def _config(
-  options: program.Options,
-) -> tuple[program.Options, config_lib.Config]:
-  """The options with the length of the run, and what to train."""
-  config = _fit(options)
-  _check_placement(options, config)
-  whole_run = config_lib.num_examples(config)
-  options = dataclasses.replace(
-    options,
-    max_steps=config.max_steps,
-    max_examples=whole_run if FLAGS.max_steps is None else None,
-  )
-  return options, config
-
-
-def _fit(options: program.Options) -> config_lib.Config:
-  """What to train; the options decide how many examples an update has."""
-  given = command_line.given(_SETTINGS)
+  given = fields.given(config_lib.Config)
   recipe = config_lib.from_recipe(FLAGS.recipe)
   batch_size = given.get("batch_size", recipe.batch_size)
-  command_line.check_micro_batches(batch_size)
   effective = options.effective_batch(batch_size)
   if FLAGS.scale_learning_rate:
-    update = options.update
-    if update.is_periodic or update.then_update:
-      raise ValueError(
-        "`--scale_learning_rate` needs an `--update` whose updates are all of"
-        f" as many batches, by one gradient. Received: {update}."
-      )
+    _check_one_batch_size(options)
     given["learning_rate_scale"] = effective / batch_size
   elif FLAGS.warmup_epochs and recipe.schedule == "staircase":
     raise ValueError(
@@ -124,15 +65,26 @@ def _fit(options: program.Options) -> config_lib.Config:
       " end of the run, needs `--num_epochs` for that: updates of different"
       f" rules have different numbers of examples. Received: {options.update}."
     )
-  return config_lib.fit(
-    FLAGS.recipe, given, effective_batch=effective, max_steps=FLAGS.max_steps
-  )
+  del given["recipe"]
+  fitted = config_lib.fit(FLAGS.recipe, given, effective_batch=effective)
+  _check_placement(options, fitted)
+  return fitted
+
+
+def _check_one_batch_size(options: run_options.Options) -> None:
+  """All updates apply gradients of one number of batches."""
+  update = options.update
+  if update.is_periodic or update.then_update:
+    raise ValueError(
+      "`--scale_learning_rate` needs an `--update` with one gradient of a fixed"
+      f" number of batches in every update. Received: {update}."
+    )
 
 
 def _check_placement(
-  options: program.Options, config: config_lib.Config
+  options: run_options.Options, config: config_lib.Config
 ) -> None:
-  """Muon makes the update of a whole matrix, which no PS task may have."""
+  """Muon updates a whole matrix, so each must be on one PS task."""
   spec = options.spec
   is_cut = (
     spec.variables.on == "ps"
@@ -145,21 +97,3 @@ def _check_placement(
       f" the recipe {config.recipe}, whose optimizer needs whole variables."
       f" Received: {spec.variables.placement!r}."
     )
-
-
-def _workload(
-  options: program.Options, config: config_lib.Config
-) -> program.Workload:
-  from cifar10 import sources
-
-  try:
-    sources.find(config.dataset, config.data_dir, download=not FLAGS.dry_run)
-  except sources.NotPreparedError:
-    # Of a dry run, which has only this to say of it.
-    print(f"{config.dataset} is not there yet; training will download it")
-  return workload.make(
-    config,
-    layers=options.spec.layers,
-    micro_batches=FLAGS.micro_batches,
-    used_share=options.used_share,
-  )

@@ -1,43 +1,73 @@
-"""What the training binaries train, as the library takes it."""
+"""The network, data and optimizer that the training binaries train."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from cifar10 import config as config_lib
-from tf_replicas import cluster
-from tf_replicas import compute_dtypes
-from tf_replicas import program
-from tf_replicas import run_settings
+from tf_replicas.programs import compute_dtypes
+from tf_replicas.programs import run_config
+from tf_replicas.programs import run_options
+from tf_replicas.programs import update_options
 
 
-def make(
-  config: config_lib.Config,
-  *,
-  layers: Mapping[str, int] | None = None,
-  micro_batches: int = 1,
-  used_share: float = 1.0,
-) -> program.Workload:
-  """The network, its data and its update rule.
+def train(
+  config: config_lib.Config, options: run_options.Options
+) -> run_options.Outcome:
+  """Trains in this process; see `task_runner.train`.
 
   Args:
     config: What to train.
-    layers: A cluster spec's `layers`: which layer is on which device of a
-      tower.
-    micro_batches: In how many parts a tower takes its batch.
-    used_share: How many of all workers' batches are used by updates.
+    options: How to run.
+
+  Returns:
+    The global step reached, and the last loss.
   """
-  return program.Workload(
-    replica_fn=functools.partial(
-      _replica, config, layers or {}, micro_batches, used_share
-    ),
+  from tf_replicas.programs import task_runner
+
+  return task_runner.train(options, make(config, options))
+
+
+def make(
+  config: config_lib.Config, options: run_options.Options | None = None
+) -> run_options.Workload:
+  """What the library trains; downloads the data set unless in a dry run.
+
+  Args:
+    config: What to train.
+    options: How; None: on one device.
+
+  Returns:
+    The workload.
+
+  Raises:
+    cluster.ClusterError: If batch and options do not fit.
+    sources.DataError: If the data set cannot be read.
+  """
+  from cifar10 import sources
+
+  spec = run_options.one_machine_spec(0)
+  options = options or run_options.Options(spec, config.train_dir)
+  run_options.check_length(options, config.batch_size, config.max_steps)
+  try:
+    sources.find(config.dataset, config.data_dir, download=not options.dry_run)
+  except sources.NotPreparedError:
+    print(f"{config.dataset} is not there yet; training will download it")
+  return run_options.Workload(
+    replica_fn=functools.partial(_replica, config, options),
     optimizer_fn=functools.partial(_optimizer, config),
     learning_rate_fn=functools.partial(config_lib.learning_rate, config),
     batch_size=config.batch_size,
-    on_start=functools.partial(run_settings.record, config),
+    max_steps=config.max_steps,
+    max_examples=config_lib.num_examples(config),
+    on_start=functools.partial(run_config.record, config),
   )
 
 
-def _replica(config, layers, micro_batches, used_share, devices):
+def _replica(
+  config: config_lib.Config,
+  options: run_options.Options,
+  devices: Sequence[str],
+):
   # TensorFlow is imported only by the tasks that compute.
   import tensorflow as tf
 
@@ -48,10 +78,7 @@ def _replica(config, layers, micro_batches, used_share, devices):
 
   model = model_lib.build(seed=config.seed, compute_dtype=config.compute_dtype)
   paths = [variable.path for variable in model.trainable_variables]
-  try:
-    placed = tf_replicas.place_layers(model, layers)
-  except ValueError as error:  # It is the spec's.
-    raise cluster.ClusterError(str(error)) from None
+  placed = options.place_layers(model)
   num_towers = max(1, len(placed.towers(devices)))
 
   @tf.autograph.experimental.do_not_convert
@@ -74,7 +101,7 @@ def _replica(config, layers, micro_batches, used_share, devices):
       num_shards=num_shards,
       shard_index=shard_index,
       start_example=start_example,
-      used_share=used_share,
+      used_share=options.used_share,
       distort_colors=config.distort_colors,
       centered_from=config_lib.centered_from(config),
       crop_sizes=config_lib.crop_sizes(config),
@@ -86,11 +113,11 @@ def _replica(config, layers, micro_batches, used_share, devices):
     dataset_fn,
     devices,
     layers=placed,
-    micro_batches=micro_batches,
+    micro_batches=options.micro_batches,
   )
 
 
-def _optimizer(config, new_rule):
+def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
   import keras
 
   import tf_replicas

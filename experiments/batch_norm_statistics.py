@@ -18,9 +18,9 @@ from absl import flags
 
 from inception_mini import config as config_lib
 from inception_mini import workload
-from tf_replicas import command_line
-from tf_replicas import prepared_datasets
-from tf_replicas import processes
+from tf_replicas.programs import command_line
+from tf_replicas.programs import tfds_builder
+from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
 
@@ -48,14 +48,11 @@ def measure(
   """
   import tensorflow as tf
 
-  from inception_mini import sources
-
-  source = sources.find(config.dataset, config.data_dir, subsets=("train",))
   devices = [f"/device:CPU:{number}" for number in range(num_replicas)]
 
   def compute(devices, batch, **settings):
     chosen = dataclasses.replace(config, **settings)
-    replica = workload.make(chosen, source).replica_fn(devices)
+    replica = workload.make(chosen).replica_fn(devices)
     parameters = [tf.identity(v) for v in replica.shared]
     found = tf.function(replica.gradients)(parameters, batch).gradients
     count = len(replica.variables)
@@ -65,8 +62,7 @@ def measure(
     ]
 
   whole = workload.make(
-    dataclasses.replace(config, batch_size=config.batch_size * num_replicas),
-    source,
+    dataclasses.replace(config, batch_size=config.batch_size * num_replicas)
   )
   batch = next(iter(whole.replica_fn([]).dataset_fn(1, 0, 0)))
   first = [x[: config.batch_size] for x in batch]
@@ -87,11 +83,9 @@ def measure(
 def main(argv: Sequence[str]) -> None:
   del argv
   with processes.importing_tensorflow():
-    from tf_replicas import devices
+    from tf_replicas.runtime import devices
 
-  with processes.one_line_errors(
-    usage=(ValueError, prepared_datasets.DataError)
-  ):
+  with processes.one_line_errors(usage=(ValueError, tfds_builder.DataError)):
     config = config_lib.from_recipe(
       "mini",
       dataset="records" if FLAGS.data_dir else "synthetic",

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from cifar10 import config as config_lib
-from tf_replicas import command_line
-from tf_replicas import processes
-from tf_replicas import run_settings
+from tf_replicas.programs import command_line
+from tf_replicas.programs import run_config
+from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
 TAG = "precision @ 1"
@@ -52,7 +52,7 @@ def curve(train_dir: str) -> list[tuple[float, float]]:
     raise ValueError(
       f"{eval_dir} must hold measurements of `cifar10.eval`. Received: none."
     )
-  config = run_settings.of_run(config_lib.Config, train_dir)
+  config = run_config.of_run(config_lib.Config, train_dir)
   epoch = config_lib.NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN / config.batch_size
   points = {
     event.step / epoch: float(_scalar(event.tensor_proto))

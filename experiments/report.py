@@ -22,9 +22,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from experiments import claims
-from tf_replicas import command_line
-from tf_replicas import processes
+from experiments.support import claims
+from tf_replicas.programs import command_line
+from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
 
@@ -266,7 +266,7 @@ def run_all(directory: str, *, num_seeds: int, is_quick: bool) -> list[str]:
     command = [
       sys.executable,
       "-m",
-      f"experiments.{name}",
+      f"experiments.claims.{name}",
       f"--num_seeds={num_seeds}",
       f"--output={directory}",
     ] + ["--quick"] * is_quick

@@ -8,7 +8,7 @@ Writes timeline.json, a trace of the whole run for https://ui.perfetto.dev or
 chrome://tracing, and timeline.png, which shows a few steps of it, from the
 middle unless told otherwise; prints how each task spent its time. `--run` is a
 train directory or one with the files themselves (see
-`tf_replicas.timeline`).
+`tf_replicas.drivers.timeline`).
 """
 
 import collections
@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments import claims
-from experiments import recorded_run
-from tf_replicas import command_line
-from tf_replicas import processes
+from experiments.simulator import recorded_run
+from experiments.support import claims
+from tf_replicas.programs import command_line
+from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
 FRESH, STALE, REFUSED = "fresh", "stale", "refused"

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from absl import flags
 
-from experiments import claims
-from experiments import programs
-from tf_replicas import command_line
-from tf_replicas import processes
+from experiments.support import claims
+from experiments.support import programs
+from tf_replicas.programs import command_line
+from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
 _COUNTS = re.compile(

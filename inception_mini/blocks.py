@@ -56,7 +56,7 @@ def stem_of(image_size: int) -> Stem:
 class Parts:
   """Makes the parts of one network.
 
-  Every layer's name says where it stands; no two calls may use one name.
+  Layers are named by their place; no two calls may use one name.
 
   Attributes:
     dtype: Policy of all layers.

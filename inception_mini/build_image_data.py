@@ -1,4 +1,4 @@
-"""Makes shards of TFRecords out of folders of labelled JPEG or PNG files.
+r"""Makes shards of TFRecords out of folders of labelled JPEG or PNG files.
 
   python -m inception_mini.build_image_data --train_directory=photos/train \
     --validation_directory=photos/test --output_directory=/tmp/photos \
@@ -16,9 +16,9 @@ import tqdm
 from absl import flags
 
 from inception_mini import image_folders
-from tf_replicas import command_line
-from tf_replicas import processes
-from tf_replicas import run_settings
+from tf_replicas.programs import command_line
+from tf_replicas.programs import fields
+from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
 
@@ -55,7 +55,7 @@ def build(
     directories: By subset (`train`, `validation`), where its folders are.
     num_shards: By subset.
     num_threads: Shards written at a time; None is one per core.
-    labels_file: Names the labels in order; None takes the sub-folders of the
+    labels_file: The ordered labels; None takes the sub-folders of the
       first of the directories in alphabetical order.
 
   Returns:
@@ -74,7 +74,7 @@ def build(
 
   if num_threads is None:
     num_threads = os.cpu_count() or 1
-  run_settings.require("num_threads", num_threads, num_threads >= 1, "positive")
+  fields.require("num_threads", num_threads, num_threads >= 1, "positive")
   labels = (
     records.read_labels(labels_file)
     if labels_file
@@ -242,7 +242,7 @@ def main(argv: Sequence[str]) -> None:
     with processes.one_line_errors(usage, (OSError, tf.errors.OpError)):
       _build_from_flags()
   except (KeyboardInterrupt, shards.Interrupted):
-    print("interrupted; the same command goes on from here", file=sys.stderr)
+    print("interrupted; run the same command to resume", file=sys.stderr)
     processes.exit_now(130)
 
 

@@ -4,18 +4,21 @@ Imports no TensorFlow, so that a launcher can check its flags at once.
 """
 
 import dataclasses
-import math
+import functools
 from typing import TypeVar
 
-from tf_replicas import compute_dtypes
-from tf_replicas import run_settings
-from tf_replicas import schedules
+from tf_replicas.programs import compute_dtypes
+from tf_replicas.programs import fields
+from tf_replicas.programs import schedules
+
+GROUP = "Training"  # Of the flags.
+_flag = functools.partial(fields.setting, group=GROUP)
 
 MIN_IMAGE_SIZE = 32
 MAX_IMAGE_SIZE = 299
 
-# Whose batches move batch normalization's statistics; the last also says whose
-# examples a batch is normalized by: those of all towers of a replica.
+# How batch normalization's statistics move. With the last, the moments of
+# all towers of a replica normalize a batch.
 MEAN, CHIEF, SYNCHRONIZED = "mean", "chief", "synchronized"
 BATCH_NORM_STATISTICS = (MEAN, CHIEF, SYNCHRONIZED)
 
@@ -48,147 +51,117 @@ class Config:
   The defaults are those of the TF1 program (`inception_distributed_train`,
   `inception_model`, `image_processing`).
 
-  Attributes:
-    dataset: `records` (shards of TFRecords in `data_dir`), `synthetic` or the
-      name of a TensorFlow data set.
-    data_dir: Where the data set lies or is downloaded to.
-    train_dir: Where checkpoints and summaries go.
-    image_size: Height and width of what the network sees.
-    num_classes: Number of logits, the background included where there is one;
-      None is what the data set says.
-    width: Factor of every number of channels.
-    depth: Factor of the number of Inception blocks of each kind.
-    dropout: Share of the features that training drops before the logits.
-    batch_size: Images of one tower's batch.
-    max_steps: Updates of the variables after which training ends.
-    seed: Decides initial weights, order of the data, distortions, dropout.
-    recipe: Key of `RECIPES` that these settings started from.
-    learning_rate: At the first step.
-    learning_rate_decay_factor: What each decay multiplies the rate by.
-    num_epochs_per_decay: Passes over the training set between decays.
-    warmup_epochs: Passes in which the rate rises linearly from 0; 0 is none.
-    rmsprop_decay: Of RMSProp's mean of squared gradients.
-    rmsprop_momentum: Of RMSProp.
-    rmsprop_epsilon: Added to the mean square before the root is taken.
-    moving_average_decay: Largest decay of the variables' moving averages.
-    batch_norm_decay: Of batch normalisation's moving statistics.
-    batch_norm_statistics: One of `BATCH_NORM_STATISTICS`: the statistics move
-      to the mean of what the replicas in an update saw; or as the chief saw it
-      (replica 0, or the first of those used); or to the mean, of moments that
-      the towers of a replica share.
-    weight_decay: Factor of half the squared kernels in the loss.
-    label_smoothing: Share of the target that all classes divide equally.
-    auxiliary_weight: Factor of the auxiliary head's loss; 0 leaves the head
-      out of the network.
-    min_crop_area: Smallest share of an image's area that a training crop has.
-    distort_color: Whether training changes colours.
-    central_fraction: Share of height and width that evaluation looks at.
-    shuffle_examples: Encoded examples a worker holds to draw the next from.
-    compute_dtype: One of `compute_dtypes.NAMES`.
+  Raises:
+    ValueError: If a setting is out of range.
   """
 
-  dataset: str = "records"
-  data_dir: str | None = None
-  train_dir: str = "/tmp/inception_mini_train"
-  image_size: int = 299
-  num_classes: int | None = None
-  width: float = 1.0
-  depth: float = 1.0
-  dropout: float = 0.2
-  batch_size: int = 32
-  max_steps: int = 1_000_000
-  seed: int = 0
-  recipe: str = "original"
-  learning_rate: float = 0.045
-  learning_rate_decay_factor: float = 0.94
-  num_epochs_per_decay: float = 2.0
-  warmup_epochs: float = 0.0
-  rmsprop_decay: float = 0.9
-  rmsprop_momentum: float = 0.9
-  rmsprop_epsilon: float = 1.0
-  moving_average_decay: float = 0.9999
-  batch_norm_decay: float = 0.9997
-  batch_norm_statistics: str = MEAN
-  weight_decay: float = 4e-5
-  label_smoothing: float = 0.1
-  auxiliary_weight: float = 0.4
-  min_crop_area: float = 0.05
-  distort_color: bool = True
-  central_fraction: float = 0.875
-  shuffle_examples: int = 16_384
-  compute_dtype: str = "float32"
+  dataset: str = _flag(
+    "records",
+    "records (shards of TFRecords in --data_dir), synthetic or a TFDS name",
+  )
+  data_dir: str | None = _flag(None, "Directory of the data set")
+  train_dir: str = _flag(
+    "/tmp/inception_mini_train", "Directory of checkpoints and logs"
+  )
+  image_size: int = _flag(
+    299,
+    "Height and width of what the network sees",
+    f"[{MIN_IMAGE_SIZE}, {MAX_IMAGE_SIZE}]",
+  )
+  num_classes: int | None = _flag(
+    None,
+    "Number of logits, background included; default: the data set's",
+    "[2, inf)",
+  )
+  width: float = _flag(1.0, "Factor of all numbers of channels", "(0, inf)")
+  depth: float = _flag(1.0, "Factor of the numbers of blocks", "(0, inf)")
+  dropout: float = _flag(
+    0.2, "Share of the features dropped before the logits", "[0, 1)"
+  )
+  batch_size: int = _flag(32, "Images in one tower's batch", fields.COUNT)
+  max_steps: int = _flag(1_000_000, "Updates to make", fields.COUNT)
+  seed: int = _flag(
+    0,
+    "Decides initial weights, order of the data, distortions and dropout",
+    fields.SEEDS,
+  )
+  recipe: str = _flag("original", "Default settings", choices=tuple(RECIPES))
+  learning_rate: float = _flag(
+    0.045, "Learning rate at the first step", "(0, inf)"
+  )
+  learning_rate_decay_factor: float = _flag(
+    0.94, "What each decay multiplies the rate by", "(0, inf)"
+  )
+  num_epochs_per_decay: float = _flag(
+    2.0, "Epochs, of all replicas, between decays", fields.EPOCHS
+  )
+  warmup_epochs: float = _flag(
+    0.0, "Epochs in which the rate rises from 0; 0: none", "[0, 1e9]"
+  )
+  rmsprop_decay: float = fields.setting(
+    0.9, "Of RMSProp's mean of squared gradients", "[0, 1)"
+  )
+  rmsprop_momentum: float = fields.setting(0.9, "Of RMSProp", "[0, 1)")
+  rmsprop_epsilon: float = fields.setting(
+    1.0, "Added to the mean square before the root is taken", "(0, inf)"
+  )
+  moving_average_decay: float = _flag(
+    0.9999, "Largest decay of the variables' moving averages", "[0, 1)"
+  )
+  batch_norm_decay: float = _flag(
+    0.9997, "Decay of moving means and variances", "[0, 1)"
+  )
+  batch_norm_statistics: str = _flag(
+    MEAN,
+    "The moving statistics follow the mean of the replicas in an update, the"
+    " chief (replica 0, or the first in an update), or the mean of moments that"
+    " the towers of a replica share",
+    choices=BATCH_NORM_STATISTICS,
+  )
+  weight_decay: float = _flag(
+    4e-5, "Factor of half the squared kernels in the loss", "[0, inf)"
+  )
+  label_smoothing: float = _flag(
+    0.1, "Share of the target that all classes divide equally", "[0, 1)"
+  )
+  auxiliary_weight: float = _flag(
+    0.4, "Factor of the auxiliary head's loss; 0: no such head", "[0, inf)"
+  )
+  min_crop_area: float = _flag(
+    0.05, "Smallest share of an image's area in a training crop", "(0, 1]"
+  )
+  distort_color: bool = _flag(True, "Whether training changes colours")
+  central_fraction: float = fields.setting(
+    0.875, "Share of height and width that evaluation looks at", "(0, 1]"
+  )
+  shuffle_examples: int = _flag(
+    16_384,
+    "Encoded examples a worker holds to draw the next from",
+    fields.COUNT,
+  )
+  compute_dtype: str = _flag(
+    "float32", "Dtype of the network's arithmetic", choices=compute_dtypes.NAMES
+  )
+  pretrained_model_checkpoint_path: str | None = _flag(
+    None,
+    "Checkpoint or train directory to fine-tune; its heads are not restored",
+  )
 
   def __post_init__(self):
-    def require(rule, holds, *names):
-      for name in names:
-        run_settings.require(
-          name, getattr(self, name), holds(getattr(self, name)), rule
-        )
-
-    require("not empty", bool, "dataset", "train_dir")
-    require(
-      f"in [{MIN_IMAGE_SIZE}, {MAX_IMAGE_SIZE}]",
-      lambda value: MIN_IMAGE_SIZE <= value <= MAX_IMAGE_SIZE,
-      "image_size",
-    )
-    require("at least 2", lambda v: v is None or v >= 2, "num_classes")
-    require(
-      "one of " + ", ".join(sorted(RECIPES)), RECIPES.__contains__, "recipe"
-    )
-    require(
-      "one of " + ", ".join(compute_dtypes.NAMES),
-      compute_dtypes.NAMES.__contains__,
-      "compute_dtype",
-    )
-    require(
-      "one of " + ", ".join(BATCH_NORM_STATISTICS),
-      BATCH_NORM_STATISTICS.__contains__,
-      "batch_norm_statistics",
-    )
-    require("at least 1", lambda v: v >= 1, *_COUNTS)
-    require("positive and finite", lambda v: 0 < v < math.inf, *_POSITIVE)
-    require(
-      "at least 0 and finite", lambda v: 0 <= v < math.inf, *_NOT_NEGATIVE
-    )
-    require("in [0, 1)", lambda v: 0 <= v < 1, *_SHARES)
-    run_settings.require_epochs("num_epochs_per_decay", self)
-    if self.warmup_epochs:
-      run_settings.require_epochs("warmup_epochs", self)
-    run_settings.require_seed(self.seed)
-    require("in (0, 1]", lambda v: 0 < v <= 1, *_PARTS)
+    fields.validate(self)
 
 
-_COUNTS = ("batch_size", "max_steps", "shuffle_examples")
-_POSITIVE = (
-  "width",
-  "depth",
-  "learning_rate",
-  "learning_rate_decay_factor",
-  "rmsprop_epsilon",
-)
-_NOT_NEGATIVE = ("weight_decay", "auxiliary_weight")
-_SHARES = (
-  "dropout",
-  "rmsprop_decay",
-  "rmsprop_momentum",
-  "moving_average_decay",
-  "batch_norm_decay",
-  "label_smoothing",
-)
-_PARTS = ("min_crop_area", "central_fraction")
-
-
-def from_recipe(recipe: str, **settings) -> Config:
+def from_recipe(recipe: str, **given) -> Config:
   """Makes a `Config` from a recipe's settings.
 
   Args:
     recipe: Key of `RECIPES`.
-    **settings: Fields of `Config`; they win over the recipe's.
+    **given: Fields of `Config`; they win over the recipe's.
 
   Raises:
     ValueError: If the recipe is unknown or a setting is out of range.
   """
-  return Config(**{**RECIPES.get(recipe, {}), **settings, "recipe": recipe})
+  return Config(**{**RECIPES.get(recipe, {}), **given, "recipe": recipe})
 
 
 def learning_rate(

@@ -1,4 +1,4 @@
-"""Trains an Inception with several replicas, some of them perhaps as backup.
+r"""Trains an Inception with several replicas, some of them perhaps as backup.
 
 A whole cluster on this machine:
 
@@ -17,18 +17,27 @@ from collections.abc import Sequence
 from absl import flags
 
 from inception_mini import training_flags
-from tf_replicas import command_line
+from inception_mini import workload
+from tf_replicas.programs import command_line
+from tf_replicas.programs import update_options
 
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  training_flags.train(
-    "inception_mini.distributed_train", command_line.cluster_options
+  command_line.train(
+    "inception_mini.distributed_train",
+    command_line.cluster_options,
+    training_flags.config,
+    workload.make,
   )
 
 
 if __name__ == "__main__":
   training_flags.define()
   command_line.define_cluster_flags()
-  flags.DEFINE_alias("num_replicas_to_aggregate", "replicas_to_aggregate")
+  flags.DEFINE_alias(
+    "num_replicas_to_aggregate",
+    "replicas_to_aggregate",
+    module_name=update_options.GROUP,
+  )
   command_line.start(main)

@@ -17,8 +17,9 @@ import numpy as np
 from absl import flags
 
 from inception_mini import config as config_lib
-from tf_replicas import command_line
-from tf_replicas import run_settings
+from tf_replicas.programs import command_line
+from tf_replicas.programs import fields
+from tf_replicas.programs import run_config
 
 FLAGS = flags.FLAGS
 
@@ -26,11 +27,11 @@ _K = 5
 
 
 class Result(NamedTuple):
-  """What the images of one checkpoint came to.
+  """The measures of one checkpoint.
 
   Attributes:
-    precision: Share whose label is the most likely class.
-    recall: Share whose label is among the five most likely.
+    precision: Fraction with the label as the most likely class.
+    recall: Fraction with the label among the five most likely.
     num_examples: How many images.
   """
 
@@ -56,8 +57,8 @@ def evaluate(
 
   Args:
     config: The run: where it is, its network and its data set.
-    eval_dir: Where the TensorBoard summaries go; `eval` in the run's
-      directory, or `eval_train`, unless told otherwise.
+    eval_dir: The directory of the TensorBoard summaries; None: `eval`, or
+      `eval_train`, in the run's directory.
     subset: `validation`, or `train`.
     run_once: Whether to measure the newest checkpoint only.
     batch_size: Images at a time.
@@ -76,7 +77,7 @@ def evaluate(
 
   from inception_mini import model as model_lib
   from inception_mini import sources
-  from tf_replicas import evaluation
+  from tf_replicas.session import evaluation
 
   source = sources.find(config.dataset, config.data_dir, subsets=(subset,))
   model = model_lib.of_config(
@@ -135,16 +136,13 @@ def _counter(model, source, config, subset, batch_size) -> Callable[[], Result]:
 
 
 def _evaluate() -> Result | None:
-  given = command_line.given(("dataset", "data_dir", "image_size"))
-  config = run_settings.of_run(config_lib.Config, FLAGS.train_dir, **given)
+  given = command_line.given("dataset", "data_dir", "image_size")
+  config = run_config.of_run(config_lib.Config, FLAGS.train_dir, **given)
   return evaluate(
     config,
-    FLAGS.eval_dir,
     subset=FLAGS.subset,
-    run_once=FLAGS.run_once,
     batch_size=FLAGS.batch_size,
-    interval_secs=FLAGS.eval_interval_secs,
-    timeout_secs=FLAGS.timeout_secs,
+    **fields.given(command_line.EvaluationOptions),
   )
 
 
@@ -157,8 +155,19 @@ if __name__ == "__main__":
   command_line.define_evaluation_flags(
     config_lib.Config.train_dir, batch_size=100
   )
-  flags.DEFINE_integer("image_size", None, "As in training; default: the run's")
-  flags.DEFINE_enum(
-    "subset", "validation", ["validation", "train"], "What to measure on"
+  fields.define_flag(
+    "image_size",
+    int,
+    None,
+    "As in training; default: the run's",
+    group=command_line.EVALUATION,
+  )
+  fields.define_flag(
+    "subset",
+    str,
+    "validation",
+    "The images to measure on",
+    group=command_line.EVALUATION,
+    choices=("validation", "train"),
   )
   command_line.start(main)

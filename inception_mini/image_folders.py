@@ -17,7 +17,7 @@ _SHUFFLE_SEED = 2016
 
 
 class FolderError(Exception):
-  """The folders cannot be used; the message is one line and says why."""
+  """The folders cannot be used; the message is one line with the reason."""
 
 
 class File(NamedTuple):
@@ -26,7 +26,7 @@ class File(NamedTuple):
   Attributes:
     path: Where it is.
     label: From 1 on.
-    text: The label in words, which is the name of the sub-folder.
+    text: The name of the label and of its sub-folder.
     state: Size in bytes and time of change in ns; None if it cannot be reached,
       such as a link to nowhere.
   """

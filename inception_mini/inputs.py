@@ -12,7 +12,7 @@ from inception_mini import config
 from inception_mini import image_processing
 from inception_mini import records
 from inception_mini import sources
-from tf_replicas import run_settings
+from tf_replicas.programs import fields
 
 # Shards that are read by turns, images under way, batches that wait.
 INTERLEAVED_SHARDS = 4
@@ -55,7 +55,7 @@ def train_dataset(
     num_shards: Number of workers.
     shard_index: Which worker this is; may be a scalar tensor, as inside the
       dataset function of an in-graph worker.
-    start_example: Where to begin, for a run that goes on from a checkpoint:
+    start_example: Where to begin, for a run that resumes from a checkpoint:
       the number of examples all workers have drawn so far. What is skipped
       inside an epoch is read but not decoded.
     with_seeds: Whether each image comes with random integers of its own,
@@ -71,8 +71,8 @@ def train_dataset(
       comes from the iterator if a label is.
   """
   batch_size = settings.batch_size if batch_size is None else batch_size
-  run_settings.require("batch_size", batch_size, batch_size >= 1, "positive")
-  run_settings.require("num_shards", num_shards, num_shards >= 1, "positive")
+  fields.require("batch_size", batch_size, batch_size >= 1, "positive")
+  fields.require("num_shards", num_shards, num_shards >= 1, "positive")
   if isinstance(shard_index, int) and not 0 <= shard_index < num_shards:
     raise ValueError(
       f"`shard_index` must be in [0, {num_shards - 1}]. "
@@ -146,7 +146,7 @@ def eval_batches(
   Raises:
     ValueError: If `batch_size` is not positive or the subset unknown.
   """
-  run_settings.require("batch_size", batch_size, batch_size >= 1, "positive")
+  fields.require("batch_size", batch_size, batch_size >= 1, "positive")
   if subset not in source.lengths:
     raise ValueError(
       f"`subset` must be one of {', '.join(source.lengths)}. "

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from inception_mini import blocks
 from inception_mini import config
-from tf_replicas import compute_dtypes
+from tf_replicas.programs import compute_dtypes
 
 LOGITS = "logits"
 AUXILIARY_LOGITS = "auxiliary_logits"
@@ -40,7 +40,7 @@ def build(
 
   With the defaults and 1,001 classes it is the network of the TF1 program
   (`inception_model.inception_v3`; Szegedy et al. 2015, arXiv:1512.00567).
-  How the stem follows the image size is told in `blocks.stem_of`; depth d
+  See `blocks.stem_of` for how the stem follows the image size; depth d
   makes d * 3, d * 4 and d * 2 blocks of the three kinds, rounded and at least
   one, namely the last ones of the original; what goes beyond repeats its
   last. Initial kernels are normal, cut at two standard deviations: 0.1, of
@@ -113,10 +113,10 @@ def num_classes(settings: config.Config, of_data: int | None) -> int:
 
   Args:
     settings: Of the run; its `num_classes` wins.
-    of_data: What the data set says.
+    of_data: The number of the data set, if it has one.
 
   Raises:
-    ValueError: If nobody says how many classes there are, or the settings
+    ValueError: If the number of classes is unknown, or the settings
       say fewer than the data set.
   """
   chosen = settings.num_classes or of_data

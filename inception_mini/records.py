@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_replicas import prepared_datasets
+from tf_replicas.programs import tfds_builder
 
-DataError = prepared_datasets.DataError
+DataError = tfds_builder.DataError
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -44,7 +44,7 @@ _AROUND_DATA = _BEFORE_DATA + 4
 
 
 class Stored(NamedTuple):
-  """What a record says about an image.
+  """The features of a record besides the image.
 
   Attributes:
     encoded: Scalar string, the bytes of a JPEG or PNG file.
@@ -166,7 +166,7 @@ def serialize(
     height: Rows of pixels.
     width: Columns of pixels.
     label: From 1 on.
-    text: The label in words.
+    text: The name of the label.
     filename: Without directory.
     boxes: Objects' edges as shares of the image: top, left, bottom, right.
   """

@@ -36,7 +36,7 @@ class BuildError(Exception):
 
 
 class Interrupted(Exception):
-  """A build was told to stop; what is finished stays."""
+  """A build was interrupted; finished shards stay."""
 
 
 class Summary(NamedTuple):
@@ -194,7 +194,7 @@ def _in_threads(function, jobs, num_threads, stop) -> None:
 
 
 def _claim(subset, directory, fingerprint, num_shards, num_files) -> None:
-  """Checks that what lies there belongs to this build, and says that it does.
+  """Checks that the files there belong to this build, and records that.
 
   Raises:
     BuildError: If it does not.

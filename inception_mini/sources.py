@@ -13,13 +13,13 @@ import tensorflow as tf
 from inception_mini import image_processing
 from inception_mini import records
 from inception_mini import synthetic
-from tf_replicas import prepared_datasets
+from tf_replicas.programs import tfds_builder
 
-DataError = prepared_datasets.DataError
+DataError = tfds_builder.DataError
 
 # Files whose records are counted at a time.
 _PARALLEL_COUNTS = 16
-# What takes longer, such as ImageNet on a slow disk, says what it does.
+# A count that takes longer, as of ImageNet on a slow disk, prints a line.
 _COUNTS_SILENTLY_SECS = 5.0
 
 
@@ -141,8 +141,8 @@ def _records(data_dir: str | None, subsets: tuple[str, ...]) -> Source:
 
 
 def _count(paths: list[str]) -> tuple[int, ...]:
-  words = f"counting the examples of {len(paths)} files like {paths[0]}"
-  patience = threading.Timer(_COUNTS_SILENTLY_SECS, print, [words])
+  line = f"counting the examples of {len(paths)} files like {paths[0]}"
+  patience = threading.Timer(_COUNTS_SILENTLY_SECS, print, [line])
   patience.start()
   try:
     with concurrent.futures.ThreadPoolExecutor(_PARALLEL_COUNTS) as pool:
@@ -179,14 +179,14 @@ def _reader(
 
 
 def _unreadable(path: tf.Tensor) -> tf.Tensor:
-  """An element that cannot be had; its error has the words."""
-  words = "cannot be read to its end: a record is damaged or missing"
-  with tf.control_dependencies([tf.debugging.Assert(False, [path, words])]):
+  """An element that raises an error when it is read."""
+  message = "cannot be read to its end: a record is damaged or missing"
+  with tf.control_dependencies([tf.debugging.Assert(False, [path, message])]):
     return tf.identity(path)
 
 
 def _tensorflow_dataset(name, data_dir, subsets, download) -> Source:
-  builder = prepared_datasets.builder(
+  builder = tfds_builder.builder(
     name,
     data_dir,
     download=download,

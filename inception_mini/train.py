@@ -1,4 +1,4 @@
-"""Trains an Inception on one machine: a device, or a tower on each of several.
+r"""Trains an Inception on one machine: a device, or a tower on each of several.
 
   python -m inception_mini.train --recipe=mini --dataset=synthetic \
     --train_dir=/tmp/run [--num_gpus=N | --cluster_spec=FILE]
@@ -6,19 +6,50 @@
 
 from collections.abc import Sequence
 
+from inception_mini import config as config_lib
 from inception_mini import training_flags
-from tf_replicas import command_line
-from tf_replicas import program
+from inception_mini import workload
+from tf_replicas import cluster
+from tf_replicas.programs import command_line
+from tf_replicas.programs import run_options
+
+CLUSTER_MODULE = "inception_mini.distributed_train"
 
 
-def options() -> program.Options:
-  """How to train, from the flags."""
-  return command_line.towers_options("inception_mini.distributed_train")
+def train(
+  config: config_lib.Config,
+  spec: cluster.ClusterSpec | None = None,
+  **options: object,
+) -> run_options.Outcome:
+  """Trains in this process, for a notebook or a test.
+
+  Args:
+    config: What to train.
+    spec: The devices and where the variables live; such as
+      `run_options.one_machine_spec(2)` for two GPUs. None: one device.
+    **options: Fields of `run_options.Options`, such as `emulate_gpus`.
+
+  Returns:
+    The global step reached, and the last loss.
+
+  Raises:
+    ValueError: If an argument is out of range.
+    Exception: As `task_runner.train` and `sources.find`.
+  """
+  spec = spec or run_options.one_machine_spec(0)
+  return workload.train(
+    config, run_options.Options(spec, config.train_dir, **options)
+  )
 
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  training_flags.train("inception_mini.train", options)
+  command_line.train(
+    "inception_mini.train",
+    lambda: command_line.towers_options(CLUSTER_MODULE),
+    training_flags.config,
+    workload.make,
+  )
 
 
 if __name__ == "__main__":

@@ -1,40 +1,78 @@
-"""What the training binaries train, as the library takes it."""
+"""The network, data and optimizer that the training binaries train."""
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from inception_mini import config as config_lib
-from tf_replicas import cluster
-from tf_replicas import compute_dtypes
-from tf_replicas import program
-from tf_replicas import run_settings
+from tf_replicas.programs import compute_dtypes
+from tf_replicas.programs import run_config
+from tf_replicas.programs import run_options
+from tf_replicas.programs import update_options
+
+
+def train(
+  config: config_lib.Config, options: run_options.Options
+) -> run_options.Outcome:
+  """Trains in this process; see `task_runner.train`.
+
+  Args:
+    config: What to train.
+    options: How to run.
+
+  Returns:
+    The global step reached, and the last loss.
+  """
+  from tf_replicas.programs import task_runner
+
+  return task_runner.train(options, make(config, options))
 
 
 def make(
-  config: config_lib.Config,
-  source,
-  *,
-  layers: Mapping[str, int] | None = None,
-  micro_batches: int = 1,
-  pretrained: str | None = None,
-) -> program.Workload:
-  """The network, its data and its update rule.
+  config: config_lib.Config, options: run_options.Options | None = None
+) -> run_options.Workload:
+  """What the library trains; downloads the data set unless in a dry run.
 
   Args:
-    config: What to train; with `num_classes`.
-    source: The data, a `sources.Source`.
-    layers: A cluster spec's `layers`: which layer is on which device of a
-      tower.
-    micro_batches: In how many parts a tower takes its batch.
-    pretrained: A checkpoint or train directory, to start from its trunk.
+    config: What to train.
+    options: How; None: on one device.
+
+  Returns:
+    The workload.
+
+  Raises:
+    cluster.ClusterError: If batch and options do not fit.
+    sources.DataError: If the data set cannot be read, or is not for these.
+    checkpoints.CheckpointError: If there is no model to fine-tune.
   """
-  initialize = None
+  from inception_mini import model
+  from inception_mini import sources
+
+  spec = run_options.one_machine_spec(0)
+  options = options or run_options.Options(spec, config.train_dir)
+  run_options.check_length(options, config.batch_size, config.max_steps)
+  source = sources.find(
+    config.dataset,
+    config.data_dir,
+    subsets=("train",),
+    download=not options.dry_run,
+  )
+  try:
+    num_classes = model.num_classes(config, source.num_classes)
+  except ValueError as error:  # The data set has more.
+    raise sources.DataError(str(error)) from None
+  if source.num_train < len(options.replicas):
+    raise sources.DataError(
+      f"{config.data_dir or config.dataset} must have a training example for"
+      f" each of {len(options.replicas)} replicas. Received:"
+      f" {source.num_train}."
+    )
+  pretrained = config.pretrained_model_checkpoint_path
   if pretrained is not None:
-    initialize = functools.partial(_start_from, pretrained)
-  return program.Workload(
-    replica_fn=functools.partial(
-      _replica, config, source, layers or {}, micro_batches
-    ),
+    _check_pretrained(pretrained, options)
+  config = dataclasses.replace(config, num_classes=num_classes)
+  return run_options.Workload(
+    replica_fn=functools.partial(_replica, config, source, options),
     optimizer_fn=functools.partial(_optimizer, config),
     learning_rate_fn=functools.partial(
       config_lib.learning_rate,
@@ -42,15 +80,30 @@ def make(
       num_examples_per_epoch=source.num_train,
     ),
     batch_size=config.batch_size,
-    on_start=functools.partial(run_settings.record, config),
-    initialize=initialize,
+    max_steps=config.max_steps,
+    on_start=functools.partial(run_config.record, config),
+    initialize=pretrained and functools.partial(_start_from, pretrained),
   )
 
 
-def _replica(config, source, layers, micro_batches, devices):
-  # TensorFlow is imported only by the tasks that compute.
-  import tensorflow as tf
+def _check_pretrained(pretrained: str, options: run_options.Options) -> None:
+  """Finds the model to fine-tune where it will be read."""
+  from tf_replicas.session import checkpoints
+  from tf_replicas.session import warm_start
 
+  # The other tasks may be on machines that do not see it.
+  if options.task in (None, options.spec.chief):
+    if checkpoints.latest(options.train_dir) is None:  # Otherwise not read.
+      warm_start.find(pretrained)
+
+
+def _replica(
+  config: config_lib.Config,
+  source,
+  options: run_options.Options,
+  devices: Sequence[str],
+):
+  # TensorFlow is imported only by the tasks that compute.
   import tf_replicas
   from inception_mini import inputs
   from inception_mini import model as model_lib
@@ -61,26 +114,8 @@ def _replica(config, source, layers, micro_batches, devices):
     for variable in model.non_trainable_variables
     if model_lib.is_statistic(variable.path)
   ]
-  paths = [v.path for v in [*model.trainable_variables, *statistics]]
-  try:
-    placed = tf_replicas.place_layers(model, layers)
-  except ValueError as error:  # It is the spec's.
-    raise cluster.ClusterError(str(error)) from None
+  placed = options.place_layers(model)
   num_towers = max(1, len(placed.towers(devices)))
-
-  @tf.autograph.experimental.do_not_convert
-  def loss_fn(parameters, images, labels, seeds):
-    loss, states = model_lib.total_loss(
-      model,
-      dict(zip(paths, parameters, strict=True)),
-      images,
-      labels,
-      dropout_seed=seeds[0],
-      label_smoothing=config.label_smoothing,
-      auxiliary_weight=config.auxiliary_weight,
-      decay_factor=config.weight_decay,
-    )
-    return loss, [states[variable.path] for variable in statistics]
 
   def dataset_fn(num_shards, shard_index, start_example):
     return inputs.train_dataset(
@@ -97,17 +132,42 @@ def _replica(config, source, layers, micro_batches, devices):
 
   return tf_replicas.Replica(
     model.trainable_variables,
-    loss_fn,
+    _loss_fn(config, model, statistics),
     dataset_fn,
     devices,
     layers=placed,
-    micro_batches=micro_batches,
+    micro_batches=options.micro_batches,
     statistics=statistics,
     is_synchronized=config.batch_norm_statistics == config_lib.SYNCHRONIZED,
   )
 
 
-def _optimizer(config, new_rule):
+def _loss_fn(config: config_lib.Config, model, statistics):
+  """The loss of a batch, and the statistics that it moves."""
+  import tensorflow as tf
+
+  from inception_mini import model as model_lib
+
+  paths = [v.path for v in [*model.trainable_variables, *statistics]]
+
+  @tf.autograph.experimental.do_not_convert
+  def loss_fn(parameters, images, labels, seeds):
+    loss, states = model_lib.total_loss(
+      model,
+      dict(zip(paths, parameters, strict=True)),
+      images,
+      labels,
+      dropout_seed=seeds[0],
+      label_smoothing=config.label_smoothing,
+      auxiliary_weight=config.auxiliary_weight,
+      decay_factor=config.weight_decay,
+    )
+    return loss, [states[variable.path] for variable in statistics]
+
+  return loss_fn
+
+
+def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
   import keras
 
   import tf_replicas
@@ -125,13 +185,13 @@ def _optimizer(config, new_rule):
   )
 
 
-def _start_from(pretrained, store) -> None:
-  """Restores all but the heads, and says what."""
+def _start_from(pretrained: str, store) -> None:
+  """Restores all but the heads, and prints what."""
   from inception_mini import model as model_lib
-  from tf_replicas import fine_tuning
+  from tf_replicas.session import warm_start
 
-  done = fine_tuning.transfer(pretrained, store, model_lib.is_head)
+  done = warm_start.transfer(pretrained, store, model_lib.is_head)
   print(f"fine-tuning {done.path}: restored", flush=True)
   for path in done.restored:
     print(f"  {path}", flush=True)
-  print(f"initialised afresh: {', '.join(done.fresh)}", flush=True)
+  print(f"initialized anew: {', '.join(done.fresh)}", flush=True)

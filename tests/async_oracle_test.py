@@ -6,12 +6,11 @@ turn. `Simulator` says what must come of it; it knows nothing of TensorFlow.
 """
 
 import dataclasses
-import pathlib
 
 import ml_dtypes
 import pytest
 
-pytestmark = pytest.mark.cluster
+from tests.support import trials
 
 NAMES = ("a", "b")
 VALUES = {"a": 1.0, "b": -2.0}
@@ -66,7 +65,7 @@ TO_THE_END = (
   (1, "pull"),
   (0, "apply_to_gate"),
   (1, "apply_to_gate"),
-  (0, "let_go"),
+  (0, "open_training"),
   (0, "join"),
   (1, "join"),
 )
@@ -90,7 +89,7 @@ HALF_AN_UPDATE = (
   (0, "pull"),
   (0, "apply_half"),
   (1, "pull"),
-  (0, "let_go"),
+  (0, "open_training"),
   (0, "join"),
   (1, "apply"),
 )
@@ -99,7 +98,7 @@ WHOLE_UPDATES = (
   (0, "pull"),
   (0, "apply_half"),
   (1, "begin_pull"),
-  (0, "let_go"),
+  (0, "open_training"),
   (0, "join"),
   (1, "join"),
   (1, "apply"),
@@ -245,7 +244,7 @@ class Simulator:
     assert self._half  # An update holds the lock; `join` reads.
     self._is_reading = True
 
-  def let_go(self, worker):
+  def open_training(self, worker):
     gradients, self._half = self._half, None
     self._make_update(worker, gradients)
     self._examples += 1
@@ -321,7 +320,7 @@ def trial(start_trial):
   trial = start_trial(
     "follow_scripts",
     document,
-    program=pathlib.Path(__file__).with_name("async_task.py"),
+    program=trials.ROOT / "tests" / "tasks" / "async_task.py",
     rules={name: dataclasses.asdict(rule) for name, rule in RULES.items()},
     values=VALUES,
     slopes=SLOPES,

@@ -1,236 +1,71 @@
-"""What the tests share: clusters of real processes."""
+"""Fixtures and settings of all tests."""
 
-import contextlib
-import json
-import os
-import pathlib
 import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
 
 import pytest
 
-from tf_replicas import cluster
-from tf_replicas import local_cluster
+from tests.support import tiers
+from tests.support import trials
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROGRAM = pathlib.Path(__file__).with_name("cluster_task.py")
-
-ENVIRON = {
-  **os.environ,
-  "CUDA_VISIBLE_DEVICES": "",
-  "PYTHONPATH": str(ROOT),
-  "TF_CPP_MIN_LOG_LEVEL": "3",
-}
-# Generous: the machine may be busy. No test waits that long if all is well.
-DEADLINE_SECS = 400.0
+_guard = tiers.Guard()
 
 
-def pytest_configure() -> None:
-  """Hears SIGINT, which a background job of a shell inherits as ignored."""
+def pytest_configure(config) -> None:
+  """Tells pytest the tiers.
+
+  And hears SIGINT, which a background job of a shell inherits as ignored.
+  """
   signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def document(ps: int, workers: int, chief: int = 0, **variables) -> dict:
-  """A cluster spec of this machine, with settings of its `variables`."""
-  jobs = {"ps": ps, "worker": workers, "chief": chief}
-  return {
-    "cluster": {job: ["localhost:0"] * n for job, n in jobs.items() if n},
-    "variables": {"on": "ps", "placement": "round_robin", **variables},
-  }
-
-
-@contextlib.contextmanager
-def running(
-  command: Sequence[object], *, environ: Mapping[str, str] = ENVIRON, **more
-) -> Iterator[subprocess.Popen]:
-  """A program, and all that it prints; killed at the deadline, or at the end.
-
-  Args:
-    command: Its command line.
-    environ: Its environment.
-    **more: Of `subprocess.Popen`; by default `stderr` goes where `stdout` does.
-  """
-  more.setdefault("stderr", subprocess.STDOUT)
-  process = subprocess.Popen(
-    command,
-    cwd=ROOT,
-    env=dict(environ),
-    stdout=subprocess.PIPE,
-    text=True,
-    **more,
+  for tier, meaning in tiers.TIERS.items():
+    config.addinivalue_line("markers", f"{tier}: {meaning} (set by itself)")
+  config.addinivalue_line(
+    "markers", "quick: in the README's test command (set by itself)"
   )
-  deadline = threading.Timer(DEADLINE_SECS, process.kill)
-  deadline.start()
+
+
+@pytest.hookimpl(tryfirst=True)  # `-m` chooses by what is set here.
+def pytest_collection_modifyitems(config, items) -> None:
+  """Marks every test with its tier."""
+  for item in items:
+    tier = tiers.of(item)
+    item.add_marker(tier)
+    if item.nodeid.startswith(tiers.QUICK):
+      item.add_marker("quick")
+    if config.pluginmanager.hasplugin("timeout"):
+      item.add_marker(pytest.mark.timeout(tiers.DEADLINE_SECS[tier]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+  """Guards a unit test with its fixtures, whatever their scope."""
+  _guard.is_up = item.get_closest_marker("unit") is not None
   try:
-    yield process
+    return (yield)
   finally:
-    deadline.cancel()
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    _guard.is_up = False
 
 
-def read_until(words: str, process: subprocess.Popen) -> str:
-  """What it prints, up to the first line with `words`."""
-  output = []
-  for line in process.stdout:
-    output.append(line)
-    if words in line:
-      return "".join(output)
-  raise AssertionError(f"it ended without {words!r}:\n{''.join(output)}")
-
-
-class Trial:
-  """A scenario of `cluster_task`, or `program`, on a cluster of its own.
-
-  Attributes:
-    spec: The cluster.
-    directory: Where the tasks leave marks and reports.
-    tasks: The running processes.
-  """
-
-  def __init__(
-    self,
-    scenario: str,
-    document: Mapping,
-    directory: pathlib.Path,
-    *,
-    program: pathlib.Path = PROGRAM,
-    replication: str = "between_graph",
-    max_restarts: int = 0,
-    **options,
-  ):
-    self.spec = cluster.resolve_ports(cluster.parse(document))
-    self.directory = directory
-
-    def command(task):
-      arguments = {
-        "spec": json.loads(self.spec.to_json()),
-        "directory": str(directory),
-        "replication": replication,
-        "options": options,
-      }
-      start = [sys.executable, "-u", str(program), scenario]
-      return [*start, json.dumps(arguments), task.job, str(task.index)]
-
-    self.tasks = local_cluster.LocalCluster(
-      self.spec,
-      command,
-      log_dir=directory / "logs",
-      environ=ENVIRON,
-      max_restarts=max_restarts,
-    )
-    self._deadline = time.monotonic() + DEADLINE_SECS
-
-  def mark(self, name: str) -> None:
-    """Tells the tasks that something happened."""
-    (self.directory / name).touch()
-
-  def await_mark(self, name: str) -> None:
-    """Waits until a task, or the test, said that `name` happened."""
-    self.await_that(lambda: (self.directory / name).exists(), name)
-
-  def await_log(self, task: cluster.Task, words: str) -> None:
-    """Waits until `task` printed `words`."""
-    self.await_that(lambda: words in self.tasks.log(task), words)
-
-  def await_end(self, *tasks: cluster.Task) -> None:
-    """Waits until these tasks, or all, have ended by themselves."""
-    for task in tasks or self.spec.tasks():
-      self.await_that(
-        lambda task=task: self.tasks.returncode(task) is not None,
-        f"the end of {task}",
-      )
-
-  def ends_within(self, task: cluster.Task, secs: float) -> bool:
-    """Whether `task` ends by itself within `secs`."""
-    deadline = time.monotonic() + secs
-    while self.tasks.returncode(task) is None:
-      if time.monotonic() > deadline:
-        return False
-      time.sleep(0.05)
-    return True
-
-  def await_that(self, condition, what: str) -> None:
-    """Polls `condition`; `TimeoutError` with all logs at the deadline."""
-    while not condition():
-      if time.monotonic() > self._deadline:
-        self.tasks.stop(grace_secs=1.0)  # They say where they were.
-        raise TimeoutError(f"waited in vain for {what}\n{self.all_logs()}")
-      time.sleep(0.05)
-
-  def await_success(self) -> None:
-    """Waits until every task has ended by itself, with status 0.
-
-    To leave is a matter of seconds once the training is over.
-    """
-    self.await_that(
-      lambda: (self.directory / "over").exists() or any(self.codes().values()),
-      "the end of the training",
-    )
-    if not any(self.codes().values()):
-      self._deadline = min(self._deadline, time.monotonic() + 30)
-      self.await_end()
-    assert not any(self.codes().values()), self.all_logs()
-
-  def codes(self) -> dict[str, int | None]:
-    """Exit status by task."""
-    return {str(t): self.tasks.returncode(t) for t in self.spec.tasks()}
-
-  def report(self, name: str = "chief") -> dict:
-    """What a task reported."""
-    return json.loads((self.directory / f"{name}.json").read_text())
-
-  def log(self, job: str, index: int = 0) -> str:
-    """What a task printed."""
-    return self.tasks.log(cluster.Task(job, index))
-
-  def kill(self, task: cluster.Task) -> None:
-    """Ends a task without a chance to say anything."""
-    self.tasks.kill(task, signal.SIGKILL)
-
-  @contextlib.contextmanager
-  def replaced(self, task: cluster.Task) -> Iterator[subprocess.Popen]:
-    """A second process of `task`, at another port; the first is given."""
-    first = self.tasks._processes[task]
-    spec = json.loads(self.spec.to_json())
-    spec["cluster"][task.job][task.index] = "localhost:0"
-    self.spec = cluster.resolve_ports(cluster.parse(spec))
-    self.tasks.start(task)
-    try:
-      yield first
-    finally:
-      first.kill()
-      first.wait()
-
-  def all_logs(self) -> str:
-    """What all tasks printed, for failures."""
-    return "\n".join(
-      f"--- {task} ({self.tasks.returncode(task)})\n{self.tasks.log(task)}"
-      for task in self.spec.tasks()
-      if self.tasks.log_path(task).exists()
-    )
+@pytest.fixture(autouse=True)
+def guard(request):
+  """Fails a unit test that hid that it was refused a process."""
+  yield _guard
+  refused, _guard.refused = _guard.refused, []
+  assert not refused, f"started processes: {refused}"
 
 
 @pytest.fixture(scope="module")
 def start_trial(tmp_path_factory):
   """Starts a scenario on a cluster; ends it with the test module at last."""
-  trials = []
+  started = []
 
   def start(scenario, document, **options):
-    trial = Trial(
+    trial = trials.Trial(
       scenario, document, tmp_path_factory.mktemp(scenario), **options
     )
-    trials.append(trial)
+    started.append(trial)
     trial.tasks.start()
     return trial
 
   yield start
-  for trial in trials:
+  for trial in started:
     trial.tasks.stop(grace_secs=1.0)

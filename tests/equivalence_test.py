@@ -1,19 +1,18 @@
 """N replicas with B examples each equal one with N * B, on real processes."""
 
-import cluster_task
-import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
 
-pytestmark = pytest.mark.cluster
+from tests.support import trials
+from tests.tasks import cluster_task
 
 REPLICAS = 3
 STEPS = 6
 
 
 def _document(is_in_graph):
-  return conftest.document(
+  return trials.document(
     2,
     REPLICAS,
     chief=int(is_in_graph),

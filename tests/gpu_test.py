@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 
-import cifar10_binaries as binaries
 import pytest
 import tensorflow as tf
+
+from tests.support import binaries
 
 pytestmark = pytest.mark.skipif(
   not tf.config.list_physical_devices("GPU"),
@@ -25,9 +26,9 @@ import keras
 import tensorflow as tf
 from cifar10 import config
 from cifar10 import workload
-from tf_replicas import devices
-from tf_replicas import one_machine
-from tf_replicas import update_settings
+from tf_replicas.drivers import one_machine
+from tf_replicas.programs import update_options
+from tf_replicas.runtime import devices
 
 devices.configure([0])
 made = workload.make(config.Config(dataset="synthetic", batch_size=32))
@@ -35,7 +36,7 @@ towers = devices.tower_devices([0], emulate=False)
 driver = one_machine.OneMachine(
   lambda: made.replica_fn(towers),
   lambda: made.optimizer_fn(
-    update_settings.rule_fn(update_settings.UpdateSettings(), 1, 1)
+    update_options.rule_fn(update_options.UpdateSettings(), 1)
   ),
 )
 for _ in range(3):

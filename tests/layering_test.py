@@ -10,87 +10,32 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIBRARY = "tf_replicas"
 PROGRAMS = ("cifar10", "inception_mini")
 
-# A module imports from the lines above its own, and within its line from what
-# stands to its left in an inner tuple. Adding a module means placing it here.
+# A package imports from itself and from the lines above its own; a sub-package
+# from what its package may, from the package's own modules, and not from its
+# siblings, unless they stand here.
 LAYERS = (
-  (
-    ("addresses", "cluster_validation", "cluster"),
-    ("resources", "console", "checkpoints", "reports", "training"),
-    ("workarounds", "checkpoints"),
-    ("interrupts", "training"),
-    ("moving_averages",),
-    ("releases",),
-    ("packing",),
-    ("run_settings",),
-    ("schedules",),
-    ("compute_dtypes",),
-    ("prepared_datasets",),
-    ("processes",),
-  ),
-  (
-    ("placement",),
-    ("devices",),
-    ("ledger",),
-    ("evaluation", "fine_tuning"),
-    ("local_cluster",),
-  ),
-  (
-    ("parameter_store", "gradient_queues", "replies", "contributions"),
-    ("parameter_store", "succession"),
-    ("parameter_store", "inner_optimizer", "local_optimizer"),
-    ("parameter_store", "connection", "register", "membership", "server"),
-    ("parameter_store", "model_parallel", "towers", "turns"),
-    ("towers", "keras_models"),
-    ("timeline", "turns"),
-    ("parameter_store", "contributions", "inner_optimizer", "mean_update"),
-  ),
-  (
-    ("updates", "update_rule", "sync_replicas"),
-    (
-      "updates",
-      "update_rule",
-      "gates",
-      "staleness",
-      "applications",
-      "replica_update",
-      "async_replicas",
-    ),
-    ("updates", "update_rule", "rule_choice", "switching"),
-    ("updates", "update_rule", "local_steps"),
-    ("elastic_exchange",),
-  ),
-  (("meetings", "periodic_optimizer", "periodic_averaging"),),
-  (
-    ("driver", "stalls", "in_graph"),
-    ("driver", "stalls", "between_graph"),
-    ("driver", "one_machine", "worker_group", "mirrored"),
-  ),
-  (
-    ("update_settings", "program", "roles", "launcher", "command_line"),
-    ("update_settings", "update_flags", "command_line"),
-  ),
+  ("cluster", "runtime"),
+  ("session", "store"),
+  ("replica",),
+  ("rules",),
+  ("drivers",),
+  ("programs",),
+  ("fitting",),
 )
-WITHOUT_TENSORFLOW = {
-  "addresses",
-  "cluster",
-  "cluster_validation",
-  "command_line",
-  "compute_dtypes",
-  "launcher",
-  "local_cluster",
-  "prepared_datasets",
-  "processes",
-  "program",
-  "run_settings",
-  "schedules",
-  "update_flags",
-  "update_settings",
+MAY_USE_SIBLINGS = {
+  # What the replicas exchange is gathered by the synchronous or the
+  # asynchronous rule.
+  "rules.periodic": ("rules.sync", "rules.asynchronous"),
 }
+HAS_NO_TENSORFLOW = ("cluster",)
+STARTS_WITHOUT_TENSORFLOW = ("cluster", "programs", "runtime.processes")
+IMPORTS_TENSORFLOW = {"programs.task_runner"}
 # They start processes, or are started by people.
-READS_ENVIRONMENT = {"command_line", "launcher", "local_cluster"}
-USES_PRIVATE_TENSORFLOW = {"resources", "workarounds"}
-HAS_FLAGS = {"command_line", "update_flags"}
-MAX_LINES = 400
+READS_ENVIRONMENT = ("programs", "fitting", "cluster.local_cluster")
+USES_PRIVATE_TENSORFLOW = ("runtime",)
+HAS_FLAGS = ("programs",)
+# Their arguments end where those of another script begin.
+PARSES_A_COMMAND_LINE = ("programs.manifests", "programs.script_launcher")
 
 
 def _modules(package):
@@ -144,35 +89,62 @@ def _calls(tree, name):
   return calls + [name] * (used - len(calls))
 
 
-def _may_import():
-  """Module -> all that it may import."""
-  below, allowed = set(), {}
-  for layer in LAYERS:
-    for order in layer:
-      for position, module in enumerate(order):
-        allowed.setdefault(module, set(below)).update(order[:position])
-    below |= {module for order in layer for module in order}
-  return allowed
+def _name(path):
+  """Dotted name of a module within the library: `rules.sync.ledger`."""
+  parts = path.relative_to(ROOT / LIBRARY).with_suffix("").parts
+  return ".".join(part for part in parts if part != "__init__")
 
 
-NAMES = [path.stem for path in _modules(LIBRARY)]
+def _package(module):
+  """The package that a module is in."""
+  return module.rpartition(".")[0]
+
+
+def _may_import(module, imported):
+  """Whether the layers let `module` import `imported`."""
+  package, other = _package(module), _package(imported) or imported
+  if _is_within(package, other):  # Its own package, or the one around it.
+    return True
+  if package.split(".")[0] == other.split(".")[0]:
+    return other in MAY_USE_SIBLINGS.get(package, ())
+  level = {name: i for i, names in enumerate(LAYERS) for name in names}
+  return level[other.split(".")[0]] < level[package.split(".")[0]]
+
+
+def _is_in(module, packages):
+  return any(_is_within(module, package) for package in packages)
+
+
+PATHS = {
+  _name(path): path
+  for path in sorted((ROOT / LIBRARY).glob("**/*.py"))
+  if _name(path) and path.stem not in ("__main__", "launch", "kubernetes")
+}
+NAMES = [name for name, path in PATHS.items() if path.stem != "__init__"]
+
+
+def _library_imports(tree, **options):
+  """The library's modules that are imported, by their names within it."""
+  found = set()
+  for name in _imports(tree, **options):
+    if _is_within(name, LIBRARY) and name != LIBRARY:
+      name = name[len(LIBRARY) + 1 :]
+      while name not in PATHS:  # A name out of a module.
+        name = name.rpartition(".")[0]
+      found.add(name)
+  return found
 
 
 class LibraryTest(parameterized.TestCase):
   def _tree(self, module):
-    return _parse(ROOT / LIBRARY / f"{module}.py")
-
-  def test_every_module_has_a_place(self):
-    self.assertCountEqual(NAMES, _may_import())
+    return _parse(PATHS[module])
 
   @parameterized.parameters(*NAMES)
   def test_imports_only_from_below(self, module):
-    imported = {
-      name.split(".")[1]
-      for name in _imports(self._tree(module))
-      if _is_within(name, LIBRARY) and "." in name
-    }
-    self.assertContainsSubset(imported, _may_import()[module])
+    for imported in _library_imports(self._tree(module)):
+      self.assertTrue(
+        _may_import(module, imported), f"{module} imports {imported}"
+      )
 
   @parameterized.parameters(*NAMES)
   def test_knows_no_program_no_flags_and_no_plots(self, module):
@@ -180,10 +152,11 @@ class LibraryTest(parameterized.TestCase):
       "experiments",
       "benchmarks",
       "tests",
-      "argparse",
       "matplotlib",
     )
-    if module not in HAS_FLAGS:
+    if module not in PARSES_A_COMMAND_LINE:
+      foreign += ("argparse",)
+    if not _is_in(module, HAS_FLAGS):
       foreign += ("absl.flags",)
     for name in _imports(self._tree(module)):
       for package in foreign:
@@ -193,12 +166,12 @@ class LibraryTest(parameterized.TestCase):
   def test_reads_no_environment(self, module):
     used = _attributes(self._tree(module))
     used &= {"os.environ", "os.getenv", "os.environb", "os.putenv"}
-    if module not in READS_ENVIRONMENT:
+    if not _is_in(module, READS_ENVIRONMENT):
       self.assertEmpty(used)
 
   @parameterized.parameters(*NAMES)
   def test_uses_no_private_tensorflow(self, module):
-    if module in USES_PRIVATE_TENSORFLOW:
+    if _is_in(module, USES_PRIVATE_TENSORFLOW):
       return
     tree = self._tree(module)
     private = [
@@ -212,35 +185,55 @@ class LibraryTest(parameterized.TestCase):
     self.assertEmpty(private)
 
   @parameterized.parameters(*NAMES)
+  def test_shares_resources_by_a_namespace_only(self, module):
+    if _is_in(module, ("runtime",)):
+      return
+    for name in ("SharedVariable", "Queue", "Mutex"):
+      self.assertEmpty(
+        [
+          call
+          for call in _calls(self._tree(module), f"resources.{name}")
+          if call != f"resources.{name}"  # A type.
+        ]
+      )
+
+  @parameterized.parameters(*NAMES)
   def test_traces_without_autograph(self, module):
     """Nothing here needs it, and it takes its time at every start."""
     for call in _calls(self._tree(module), "tf.function"):
       self.assertIn("autograph=False", call)
 
-  @parameterized.parameters(*sorted(WITHOUT_TENSORFLOW))
+  @parameterized.parameters(
+    *[
+      name
+      for name in NAMES
+      if _is_in(name, STARTS_WITHOUT_TENSORFLOW)
+      and name not in IMPORTS_TENSORFLOW
+    ]
+  )
   def test_starts_without_tensorflow(self, module):
     """Nor do the modules that it imports at its start."""
-    seen, todo = set(), [module]
+    seen, todo = set(), {module}
     while todo:
       current = todo.pop()
       seen.add(current)
-      for name in _imports(self._tree(current), top_level_only=True):
+      tree = self._tree(current)
+      for name in _imports(tree, top_level_only=True):
         self.assertNotIn(name.split(".")[0], ("tensorflow", "keras"), current)
-        if _is_within(name, LIBRARY) and name.split(".")[1] not in seen:
-          todo.append(name.split(".")[1])
+      todo |= _library_imports(tree, top_level_only=True) - seen
 
-  def _check_length(self, module):
-    text = (ROOT / LIBRARY / f"{module}.py").read_text(encoding="utf-8")
-    self.assertLessEqual(len(text.splitlines()), MAX_LINES)
-
-  @parameterized.parameters(*NAMES)
-  def test_is_not_too_long(self, module):
-    self._check_length(module)
+  @parameterized.parameters(
+    *[name for name in NAMES if _is_in(name, HAS_NO_TENSORFLOW)]
+  )
+  def test_never_imports_tensorflow(self, module):
+    for name in _imports(self._tree(module)):
+      self.assertNotIn(name.split(".")[0], ("tensorflow", "keras"))
 
   @parameterized.parameters(*NAMES)
   def test_is_named_after_an_idea(self, module):
     self.assertNoCommonElements(
-      module.split("_"), ["utils", "util", "common", "helpers", "misc"]
+      module.replace(".", "_").split("_"),
+      ["utils", "util", "common", "helpers", "misc"],
     )
 
   def test_package_itself_imports_nothing(self):
@@ -255,16 +248,17 @@ class ProgramsTest(parameterized.TestCase):
       for name in _imports(_parse(path)):
         for other in {*PROGRAMS, "experiments", "benchmarks"} - {program}:
           self.assertFalse(_is_within(name, other), f"{path}: {name}")
-        if _is_within(name, LIBRARY):
-          # The package, or one name out of it: no reaching into modules.
-          self.assertLessEqual(name.count("."), 1, f"{path}: {name}")
+        if _is_within(name, LIBRARY) and name != LIBRARY:
+          # The package, or a module of it: no names out of modules.
+          name = name[len(LIBRARY) + 1 :]
+          self.assertIn(name, PATHS, f"{path}: {name}")
 
   @parameterized.parameters(*PROGRAMS)
   def test_use_no_private_names_of_the_library(self, program):
     for path in _modules(program):
       tree = _parse(path)
       modules = {
-        name.split(".")[1]
+        name.split(".")[-1]
         for name in _imports(tree)
         if _is_within(name, LIBRARY) and "." in name
       }
@@ -278,8 +272,10 @@ class ReaderTest(absltest.TestCase):
   """The tests above would pass if nothing were found."""
 
   def test_imports_inside_functions_are_seen(self):
-    tree = ast.parse("def f():\n  from tf_replicas import server\nimport a.b")
-    self.assertEqual(_imports(tree), {"tf_replicas.server", "a.b"})
+    tree = ast.parse(
+      "def f():\n  from tf_replicas.drivers import server\nimport a.b"
+    )
+    self.assertEqual(_imports(tree), {"tf_replicas.drivers.server", "a.b"})
     self.assertEqual(_imports(tree, top_level_only=True), {"a.b"})
 
   def test_attributes_are_seen(self):
@@ -291,13 +287,22 @@ class ReaderTest(absltest.TestCase):
     found = ["tf.function(g, autograph=False)", "tf.function"]
     self.assertEqual(_calls(tree, "tf.function"), found)
 
-  def test_the_table_has_an_order(self):
-    allowed = _may_import()
-    self.assertIn("cluster", allowed["placement"])
-    self.assertNotIn("placement", allowed["cluster"])
-    self.assertNotIn("stalls", allowed["sync_replicas"])
-    for module, others in allowed.items():
-      self.assertNotIn(module, others)
+  def test_the_layers_have_an_order(self):
+    self.assertTrue(_may_import("store.placement", "cluster"))
+    self.assertTrue(_may_import("rules.sync.ledger", "rules.base"))
+    self.assertTrue(_may_import("rules.sync.ledger", "store.placement"))
+    for module, imported in (
+      ("cluster.spec", "store.placement"),
+      ("session.training", "store.placement"),
+      ("rules.base", "rules.sync.ledger"),
+      ("rules.sync.ledger", "rules.asynchronous.staleness"),
+      ("rules.sync.ledger", "drivers.server"),
+    ):
+      self.assertFalse(_may_import(module, imported), module)
+
+  def test_every_package_has_a_place(self):
+    packages = {name.split(".")[0] for name in PATHS}
+    self.assertCountEqual([n for names in LAYERS for n in names], packages)
 
 
 if __name__ == "__main__":

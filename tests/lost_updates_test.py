@@ -1,18 +1,16 @@
 """Locking loses no update: 3 replicas on real processes, increments counted."""
 
-import conftest
 import pytest
 
 from benchmarks import lost_updates
-
-pytestmark = pytest.mark.cluster
+from tests.support import trials
 
 
 # What rounding makes of the inverse of Adam's 300 updates is below 0.01.
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_locking_loses_nothing(name):
   lost = lost_updates.measure(
-    name, use_locking=True, increments=100, environ=conftest.ENVIRON
+    name, use_locking=True, increments=100, environ=trials.ENVIRON
   )
   assert len(lost) > 1
   assert lost == pytest.approx(dict.fromkeys(lost, 0.0), abs=0.1)

@@ -5,12 +5,10 @@ import pathlib
 import re
 import sys
 
-import cifar10_binaries as binaries
-import conftest
-import pytest
-
+from tests.support import binaries
+from tests.support import trials
 from tf_replicas import cluster
-from tf_replicas import local_cluster
+from tf_replicas.cluster import local_cluster
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,7 +25,6 @@ def test_the_foreign_training_loop_is_short():
   assert len(lines) < 50
 
 
-@pytest.mark.cluster
 def test_the_foreign_training_loop_trains(tmp_path, monkeypatch):
   program = tmp_path / "my_train.py"
   program.write_text(example("my_train.py"), encoding="utf-8")
@@ -42,7 +39,7 @@ def test_the_foreign_training_loop_trains(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)  # Where it leaves the weights.
   with local_cluster.LocalCluster(spec, command, log_dir=tmp_path) as tasks:
     tasks.start()
-    status = tasks.wait(timeout_secs=conftest.DEADLINE_SECS)
+    status = tasks.wait(timeout_secs=trials.DEADLINE_SECS)
     log = tasks.log(cluster.Task("worker", 0))
   assert status == 0, log
   first, last = re.search(r"loss ([\d.]+) -> ([\d.]+)", log).groups()
@@ -95,6 +92,19 @@ def test_the_exported_model_names_what_an_image_shows(
   assert program.count("/tmp/cifar10_export") == 1
   exec(program.replace("/tmp/cifar10_export", directory), {})
   assert capsys.readouterr().out.strip() in config.LABELS
+
+
+def test_ci_installs_and_tests_as_the_readme_says():
+  script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+  (tests,) = re.findall(r"^python -m pytest .*$", README, re.MULTILINE)
+  assert f"stage tests {tests}\n" in script
+  chosen = re.search(' -m "(.+)"$', tests).group(1)
+  rest = tests.replace(f'"{chosen}"', f'"not ({chosen})"')
+  assert f'stage "other tests" \\\n  {rest}\n' in script
+  (packages,) = set(re.findall(r"pip install -q -e (\S+)", README))
+  assert re.search(
+    rf"stage install pip install -q .*-e {re.escape(packages)}\n", script
+  )
 
 
 def test_every_spec_that_the_readme_names_exists():

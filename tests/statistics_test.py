@@ -1,23 +1,23 @@
 """Batch normalization's statistics under every update rule, in one process."""
 
-import async_replicas_test
 import keras
 import numpy as np
-import stores
-import sync_replicas_test
 import tensorflow as tf
-import word_model
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from tf_replicas import async_replicas
-from tf_replicas import mirrored
-from tf_replicas import moving_averages
-from tf_replicas import one_machine
-from tf_replicas import staleness
-from tf_replicas import sync_replicas
-from tf_replicas import towers
-from tf_replicas import updates
+from tests.rules.asynchronous import async_replicas_test
+from tests.rules.sync import sync_replicas_test
+from tests.support import stores
+from tests.support import word_model
+from tf_replicas.drivers import mirrored
+from tf_replicas.drivers import one_machine
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import results
+from tf_replicas.rules.asynchronous import async_replicas
+from tf_replicas.rules.asynchronous import staleness
+from tf_replicas.rules.sync import sync_replicas
+from tf_replicas.store import moving_averages
 
 BATCH = 12
 SGD = keras.optimizers.SGD
@@ -58,7 +58,7 @@ def _replica(devices=(), *, is_synchronized=False):
     )
     return tf.reduce_mean(tf.square(outputs - y)), states
 
-  return towers.Replica(
+  return model_replica.Replica(
     model.trainable_variables,
     loss_fn,
     _dataset_fn,
@@ -124,7 +124,7 @@ class HandNumbersTest(stores.TestCase):
       )
       return tf.reduce_sum(outputs**2), states
 
-    replica = towers.Replica(
+    replica = model_replica.Replica(
       norm.trainable_variables,
       loss_fn,
       None,
@@ -134,7 +134,7 @@ class HandNumbersTest(stores.TestCase):
     )
     values = [tf.identity(v) for v in replica.shared]
     batch = (tf.constant([[0.0], [2.0], [4.0], [6.0]]),)
-    result = tf.function(replica.gradients)(values, batch)
+    result = tf.function(replica.gradients, autograph=False)(values, batch)
     return [float(m[0]) for m in result.gradients[2:]]
 
   @parameterized.parameters(
@@ -232,7 +232,7 @@ class SynchronousTest(stores.TestCase):
       is_sparse=[False, False],
     )
     training.start()
-    with self.assertRaises(updates.NonFiniteGradientError):
+    with self.assertRaises(results.NonFiniteGradientError):
       training.steps(1)
     training.stop()
     for path, value in training.values().items():

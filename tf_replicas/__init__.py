@@ -1,7 +1,7 @@
 """Replicated training with TensorFlow, synchronous to asynchronous.
 
-The public names; each is imported when it is first used, so that what needs no
-TensorFlow (`cluster`) does not load it.
+The public names. Each is imported on first use, so that importing this package,
+or a part that needs no TensorFlow (`cluster`), does not load TensorFlow.
 """
 
 import importlib
@@ -9,37 +9,51 @@ import importlib
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-  "AsyncReplicasOptimizer": "async_replicas",
-  "BetweenGraph": "between_graph",
+  "Async": "fitting.keras_fit",
+  "AsyncReplicasOptimizer": "rules.asynchronous.async_replicas",
+  "BetweenGraph": "drivers.between_graph",
   "ClusterError": "cluster",
   "ClusterSpec": "cluster",
-  "InGraph": "in_graph",
-  "LocalCluster": "local_cluster",
-  "Mirrored": "mirrored",
-  "MovingAverages": "moving_averages",
-  "NonFiniteGradientError": "updates",
-  "OneMachine": "one_machine",
-  "ParameterStore": "parameter_store",
-  "Replica": "towers",
-  "Session": "training",
-  "StepResult": "training",
-  "SwitchingOptimizer": "switching",
-  "SyncReplicasOptimizer": "sync_replicas",
+  "InGraph": "drivers.in_graph",
+  "LocalCluster": "cluster.local_cluster",
+  "LossScale": "store.loss_scaling",
+  "Mirrored": "drivers.mirrored",
+  "MovingAverages": "store.moving_averages",
+  "NonFiniteGradientError": "rules.results",
+  "OneMachine": "drivers.one_machine",
+  "ParameterStore": "store.parameter_store",
+  "Replica": "replica.model_replica",
+  "Session": "session.training",
+  "StepResult": "session.training",
+  "Sync": "fitting.keras_fit",
+  "SwitchingOptimizer": "rules.switching",
+  "SyncReplicasOptimizer": "rules.sync.sync_replicas",
   "Task": "cluster",
-  "accumulated_gradients": "periodic_averaging",
-  "elastic_average": "periodic_averaging",
-  "exit_now": "processes",
-  "keras_replica": "keras_models",
-  "load_into_keras": "evaluation",
-  "model_average": "periodic_averaging",
-  "place_layers": "model_parallel",
-  "serve": "server",
+  "accumulated_gradients": "rules.periodic.periodic_averaging",
+  "elastic_average": "rules.periodic.periodic_averaging",
+  "exit_now": "runtime.processes",
+  "fit": "fitting.keras_fit",
+  "keras_replica": "replica.keras_models",
+  "load_into_keras": "session.evaluation",
+  "model_average": "rules.periodic.periodic_averaging",
+  "place_layers": "replica.model_parallel",
+  "serve": "drivers.server",
 }
 
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+# Public modules, under shorter names than their own.
+_MODULES = {
+  "cluster": "cluster",
+  "devices": "runtime.devices",
+  "staleness": "rules.asynchronous.staleness",
+  "switch_conditions": "rules.switch_conditions",
+}
+
+__all__ = sorted([*_MODULE_OF, *_MODULES])  # noqa: PLE0605
 
 
 def __getattr__(name: str):
+  if name in _MODULES:
+    return importlib.import_module(f"tf_replicas.{_MODULES[name]}")
   if name in _MODULE_OF:
     module = importlib.import_module(f"tf_replicas.{_MODULE_OF[name]}")
     return getattr(module, name)

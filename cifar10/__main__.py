@@ -1,0 +1,6 @@
+"""Lists the programs of this package: `python -m cifar10`."""
+
+from tf_replicas.programs import listing
+
+if __name__ == "__main__":
+  listing.print_programs(["cifar10"])

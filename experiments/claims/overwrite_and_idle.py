@@ -1,0 +1,367 @@
+"""One worker is slow: who waits for it, and what do its late writes undo?
+
+  python -m experiments.claims.overwrite_and_idle [--quick]
+    [--num_seeds=1] [--output=DIR]
+
+Trains a model with one weight on a real cluster of 1 PS and 3 workers, once
+synchronously and once asynchronously. A worker's batch takes a fixed time to
+come, one's five times as long as the others', so that they do not share the
+cores of this machine but each has a speed of its own. The timelines say who
+waited. They also say which worker read when and wrote when; in that order a
+ball is pushed down the bowl of `stale_ball`, which shows what a write does to
+the progress that the others made since its worker had looked.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.claims import stale_ball
+from experiments.claims import straggler
+from experiments.simulator import recorded_run
+from experiments.support import claims
+from experiments.support import programs
+
+FAST = ("worker:0", "worker:1")
+SLOW = "worker:2"
+# Seconds that a batch takes.
+TURN_SECS = {FAST[0]: 0.1, FAST[1]: 0.1, SLOW: 0.5}
+RATE = stale_ball.RATE
+RATES = (0.05, 0.1, 0.2, RATE, 0.4, 0.5)
+# In the picture.
+_SHOWN_SECS = 4.0
+_SHOWN_UPDATES = 50
+_OF_FAST, _OF_SLOW, _WAITS = claims.COLOURS[4], claims.COLOURS[1], "#DDDDDD"
+
+
+class Write(NamedTuple):
+  """An update of the variables.
+
+  Attributes:
+    task: Whose; the chief's if it is made of several gradients.
+    staleness: Updates between the read that it came of and itself.
+    time: When it was made, in seconds.
+  """
+
+  task: str
+  staleness: int
+  time: float
+
+
+def writes(events: Sequence[recorded_run.Event]) -> list[Write]:
+  """All updates of a run, in order.
+
+  Args:
+    events: Of the whole run, by their start. The step of a batch is how many
+      updates its worker had read.
+  """
+  made, read = [], {}
+  for event in events:
+    if event.kind == "compute":
+      read[event.task] = event.step
+    elif event.kind == "apply":
+      made.append((event.end, event.task, read.get(event.task)))
+  return [
+    Write(task, 0 if step is None else max(number - step, 0), time)
+    for number, (time, task, step) in enumerate(sorted(made))
+  ]
+
+
+def paths(
+  order: Sequence[tuple[str, int]], tasks: Sequence[str], rate: float
+) -> list[np.ndarray]:
+  """Where the ball was from a read to the write that came of it.
+
+  For each write the ball starts anew, at 1, when its worker reads, and is then
+  pushed in the recorded order; who had read before had read 1 too.
+
+  Args:
+    order: (task, staleness) of all updates.
+    tasks: Whose writes to look at.
+    rate: Learning rate times curvature.
+
+  Returns:
+    float64 [staleness + 2] each: at the read, after each update of the others,
+    and after its own.
+  """
+  return [
+    stale_ball.roll(rate, [s for _, s in order[t - stale : t + 1]])
+    for t, (task, stale) in enumerate(order)
+    if task in tasks and stale <= t
+  ]
+
+
+def undone(rolled: Sequence[np.ndarray]) -> float:
+  """Of what others won on these paths the share that the last pushes lost.
+
+  Won is distance to the minimum, from the read to just before the write; lost
+  is that by which the write made it larger. 0 if nothing was won.
+  """
+  won = sum(path[0] - abs(path[-2]) for path in rolled)
+  lost = sum(max(abs(path[-1]) - abs(path[-2]), 0.0) for path in rolled)
+  return float(lost / won) if won > 0 else 0.0
+
+
+def measure(is_quick: bool, seed: int) -> dict:
+  """Both trainings."""
+  del seed
+  return {
+    "sync": summary(_train("sync", 10 if is_quick else 40)),
+    "async": summary(_train("async", 100 if is_quick else 450)),
+  }
+
+
+def _train(update: str, num_steps: int) -> list[recorded_run.Event]:
+  """What was recorded of a run."""
+  with tempfile.TemporaryDirectory() as directory:
+    programs.run_tasks(
+      "experiments.claims.overwrite_and_idle_task",
+      [update, num_steps],
+      document={
+        "ps": ["localhost:0"],
+        "worker": ["localhost:0"] * len(TURN_SECS),
+      },
+      directory=directory,
+    )
+    return recorded_run.read(f"{directory}/timeline")
+
+
+def summary(events: Sequence[recorded_run.Event]) -> dict:
+  """What is looked at of one training, from when all have computed once.
+
+  Args:
+    events: Of the whole run, by their start.
+
+  Returns:
+    By task the share of the time that it waited, and the seconds from one of
+    its updates to the next; (task, staleness) of all updates; and, of a few
+    seconds in the middle, waits and updates.
+  """
+  begin = max(
+    min(e.end for e in events if e.kind == "compute" and e.task == task)
+    for task in TURN_SECS
+  )
+  made = [w for w in writes(events) if w.time > begin]
+  start = max((begin + made[-1].time - _SHOWN_SECS) / 2, begin)
+  end = start + _SHOWN_SECS
+
+  def shown(time):
+    return round(min(max(time, start), end) - start, 4)
+
+  return {
+    "waiting": {
+      task: 1 - straggler.busy_share(events, task, begin) for task in TURN_SECS
+    },
+    "turn_secs": {
+      task: _turn_secs(made, task) for task in sorted({w.task for w in made})
+    },
+    "order": [[w.task, w.staleness] for w in made],
+    "waits": [
+      [e.task, shown(e.start), shown(e.end)]
+      for e in events
+      if e.kind == "wait" and e.start < end and e.end > start
+    ],
+    "updates": [
+      [w.task, w.staleness, shown(w.time)]
+      for w in made
+      if start <= w.time <= end
+    ],
+  }
+
+
+def _turn_secs(made: Sequence[Write], task: str) -> float:
+  times = [w.time for w in made if w.task == task]
+  return (times[-1] - times[0]) / max(len(times) - 1, 1)
+
+
+def _of_fast(by_task: dict[str, float]) -> float:
+  return sum(by_task[task] for task in FAST) / len(FAST)
+
+
+def expected_waiting(measurement: dict) -> float:
+  """What share of a synchronous step the fast ones wait.
+
+  A step takes as long as a turn of the slow one. How long turns take that
+  nobody waits for the asynchronous training says.
+  """
+  turn_secs = measurement["async"]["turn_secs"]
+  return 1 - _of_fast(turn_secs) / turn_secs[SLOW]
+
+
+def staleness(measurement: dict, tasks: Sequence[str]) -> float:
+  """Of these workers' asynchronous updates, on average."""
+  order = measurement["async"]["order"]
+  return float(np.mean([stale for task, stale in order if task in tasks]))
+
+
+def find(measurements: Sequence[dict]) -> list[claims.Finding]:
+  """What the claim says in numbers."""
+
+  def each(value):
+    return [value(m) for m in measurements]
+
+  def undone_by(tasks):
+    return each(lambda m: undone(paths(m["async"]["order"], tasks, RATE)))
+
+  def waiting(update):
+    return each(lambda m: _of_fast(m[update]["waiting"]))
+
+  return [
+    claims.Finding(
+      "synchronous: share of the time that the fast workers wait",
+      waiting("sync"),
+      least=0.5,
+    ),
+    claims.Finding(
+      "less what that should be, by how long a turn takes either when nobody"
+      " waits",
+      each(lambda m: _of_fast(m["sync"]["waiting"]) - expected_waiting(m)),
+      least=-0.1,
+      most=0.1,
+    ),
+    claims.Finding(
+      "asynchronous: share of the time that the fast workers wait",
+      waiting("async"),
+      most=0.1,
+    ),
+    claims.Finding(
+      "asynchronous: staleness of the slow worker's gradients, on average",
+      each(lambda m: staleness(m, [SLOW])),
+      "updates",
+      least=4.0,
+    ),
+    claims.Finding(
+      "of the fast ones'",
+      each(lambda m: staleness(m, FAST)),
+      "updates",
+      most=2.0,
+    ),
+    claims.Finding(
+      "of what the others won between its read and its write, the share that a"
+      f" write of the slow worker undoes, at rate {RATE}",
+      undone_by([SLOW]),
+      least=0.1,
+    ),
+    claims.Finding("a write of a fast one", undone_by(FAST), most=0.05),
+  ]
+
+
+def draw(measurements: Sequence[dict]):
+  """Who waits, above; where the ball is, and what is undone, below."""
+  figure, axes = claims.new_figure(10, 6.4, nrows=2, ncols=2)
+  first = measurements[0]
+  _draw_turns(axes[0, 0], first["sync"], "Synchronous: the fast ones wait")
+  _draw_turns(axes[0, 1], first["async"], "Asynchronous: nobody waits")
+  _draw_ball(axes[1, 0], first["async"]["order"])
+  _draw_undone(axes[1, 1], measurements)
+  return figure
+
+
+def _draw_turns(axis, run, title: str) -> None:
+  for row, task in enumerate(TURN_SECS):
+    colour = _OF_SLOW if task == SLOW else _OF_FAST
+    axis.barh(row, _SHOWN_SECS, height=0.7, color=colour)
+    for _, start, end in (w for w in run["waits"] if w[0] == task):
+      axis.barh(row, end - start, left=start, height=0.72, color=_WAITS)
+    before = 0.0
+    for _, stale, time in (u for u in run["updates"] if u[0] == task):
+      axis.plot([time, time], [row - 0.35, row + 0.35], color="black")
+      if task == SLOW and time - before > 0.05 * _SHOWN_SECS:
+        axis.text((before + time) / 2, row, stale, ha="center", va="center")
+      before = time
+  for _, _, time in (u for u in run["updates"] if u[0] not in TURN_SECS):
+    axis.axvline(time, color="black")
+  axis.set_yticks(range(len(TURN_SECS)), [*FAST, f"{SLOW}, slow"])
+  axis.invert_yaxis()
+  axis.set_xlim(0, _SHOWN_SECS)
+  axis.set_xlabel("seconds; grey: waits; black line: update")
+  axis.set_title(title)
+
+
+def _draw_ball(axis, order) -> None:
+  """From a write of the slow worker on, after which it reads."""
+  first = [task for task, _ in order].index(SLOW) + 1
+  order = order[first : first + _SHOWN_UPDATES]
+  path = stale_ball.roll(RATE, [stale for _, stale in order])
+  axis.plot(path, color=_OF_FAST, label="after each update")
+  late = [t + 1 for t, (task, _) in enumerate(order) if task == SLOW]
+  axis.plot(
+    late,
+    path[late],
+    "s",
+    color=_OF_SLOW,
+    label="after one of the slow worker",
+  )
+  axis.axhline(0.0, color="black", linewidth=0.8)
+  axis.set_xlabel("asynchronous updates, in the recorded order")
+  axis.set_ylabel("position (of the start)")
+  axis.set_title(f"The ball, pushed in that order, rate {RATE}")
+  axis.legend(frameon=False, fontsize=9)
+  axis.grid(alpha=0.3)
+
+
+def _draw_undone(axis, measurements) -> None:
+  for tasks, label, colour, marker in (
+    ([SLOW], "the slow worker", _OF_SLOW, "s"),
+    (FAST, "a fast one", _OF_FAST, "o"),
+  ):
+    shares = np.array(
+      [
+        [undone(paths(m["async"]["order"], tasks, rate)) for rate in RATES]
+        for m in measurements
+      ]
+    )
+    middle = np.median(shares, axis=0)
+    axis.errorbar(
+      RATES,
+      100 * middle,
+      yerr=100 * np.array([middle - shares.min(0), shares.max(0) - middle]),
+      color=colour,
+      marker=marker,
+      capsize=4,
+      label=label,
+    )
+  axis.set_ylim(bottom=-1)
+  axis.set_xlabel("learning rate × curvature")
+  axis.set_ylabel("undone, of what others won (%)")
+  axis.set_title("What a write undoes")
+  axis.legend(frameon=False, fontsize=9)
+  axis.grid(alpha=0.3)
+
+
+CLAIM = claims.Claim(
+  name="overwrite_and_idle",
+  title="Waiting for a slow worker, or overwritten by it",
+  claim=(
+    "if one of three workers is 5 times slower, the others wait for most of"
+    " every synchronous step; asynchronously nobody waits, but what the slow"
+    " one writes is several updates late, and undoes part of what the others"
+    " won meanwhile"
+  ),
+  source="beginners' explanations of distributed training",
+  explanation=(
+    "Three workers improve one model. Two need a tenth of a second for a"
+    " gradient, the third five times as long. Above on the left they train"
+    " synchronously: a black line is an update, which needs a gradient of all"
+    " three, and the fast ones wait (grey) for the slow one, four fifths of"
+    " their time. Above on the right they train asynchronously: each writes as"
+    " soon as it is done, and reads again. Nobody waits. But while the slow"
+    " worker computes, the model moves on; the number on its bar says by how"
+    " many updates. What that does, a ball in a bowl shows (a model with one"
+    " weight; 0 is the best value), pushed in the very order that was recorded."
+    " The fast workers bring it down in a few pushes. Then comes the push of"
+    " the slow one, who still says what was right where the ball lay long ago,"
+    " and takes it past the minimum. Below on the right: of the way that the"
+    " others won since its worker looked, how much a write undoes. With small"
+    " steps the others have not arrived when it comes, and it does no harm; the"
+    " larger the steps, the more it undoes."
+  ),
+  measure=measure,
+  find=find,
+  draw=draw,
+)
+
+if __name__ == "__main__":
+  claims.start(CLAIM)

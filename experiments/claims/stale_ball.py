@@ -1,0 +1,313 @@
+"""A ball rolls down a bowl, pushed by gradients that are out of date.
+
+  python -m experiments.claims.stale_ball [--quick]
+    [--num_seeds=3] [--output=DIR]
+
+The loss is curvature * x * x / 2, so that only the learning rate times the
+curvature matters; it is called the rate here. All distances are of the start.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments import simulator
+from experiments.simulator import compute_times
+from experiments.support import claims
+
+# One step at this rate goes three quarters of the way to the minimum.
+TWO_DEVICES_RATE = 0.75
+RATE = 0.3
+STALENESS = (0, 1, 2, 3, 4, 6, 8)
+DEVICES = (1, 2, 4, 8, 16)
+NUM_UPDATES = 60
+
+
+def roll(rate: float, staleness: Sequence[int], *, divides=False) -> np.ndarray:
+  """Positions of the ball, with updates from older positions.
+
+      x[t + 1] = x[t] - rate * x[t - staleness[t]]
+
+  Args:
+    rate: Learning rate times curvature.
+    staleness: int [T], of each update; before the start the ball stood still.
+    divides: Whether the rate of an update is divided by its staleness, if that
+      is more than 1 (Zhang et al. 2015, section 3).
+
+  Returns:
+    float64 [T + 1], beginning with 1.
+  """
+  path = np.ones([len(staleness) + 1])
+  for t, stale in enumerate(staleness):
+    factor = rate / max(stale, 1) if divides else rate
+    path[t + 1] = path[t] - factor * path[max(t - stale, 0)]
+  return path
+
+
+def overshoot(path: np.ndarray) -> float:
+  """How far the ball got past the minimum."""
+  return max(0.0, -float(path.min()))
+
+
+def largest_stable_rate(staleness: int) -> float:
+  """By bisection: the highest rate at which the ball comes to rest."""
+  low, high = 0.0, 2.5
+  for _ in range(30):
+    middle = (low + high) / 2
+    # It rests if all roots of z ** (s + 1) - z ** s + rate are small.
+    polynomial = np.zeros([staleness + 2])
+    polynomial[0], polynomial[1] = 1.0, -1.0
+    polynomial[-1] += middle
+    if np.abs(np.roots(polynomial)).max() < 1.0:
+      low = middle
+    else:
+      high = middle
+  return low
+
+
+def stable_rate_formula(staleness: int) -> float:
+  """2 sin(pi / (4 s + 2)) (Levin and May 1976)."""
+  return float(2 * np.sin(np.pi / (4 * staleness + 2)))
+
+
+def measure(is_quick: bool, seed: int) -> dict:
+  """All paths; chance decides only who writes when among many devices."""
+  devices = {}
+  for count in DEVICES[:4] if is_quick else DEVICES:
+    cluster = simulator.Cluster(count, compute_times.Exponential(1.0))
+    staleness = simulator.simulate(
+      cluster, simulator.Async(), NUM_UPDATES, seed=seed
+    ).staleness.tolist()
+    devices[str(count)] = {
+      "mean_staleness": float(np.mean(staleness)),
+      "fixed": overshoot(roll(RATE, staleness)),
+      "divided": overshoot(roll(RATE, staleness, divides=True)),
+    }
+  return {
+    "stale_pair": roll(TWO_DEVICES_RATE, [0, 1]).tolist(),
+    "synchronous": roll(TWO_DEVICES_RATE, [0]).tolist(),
+    "in_turn": roll(TWO_DEVICES_RATE, [0, 0]).tolist(),
+    "paths": {
+      str(s): roll(RATE, [s] * NUM_UPDATES).tolist() for s in STALENESS
+    },
+    "stable": {str(s): largest_stable_rate(s) for s in STALENESS},
+    "devices": devices,
+  }
+
+
+def find(measurements: Sequence[dict]) -> list[claims.Finding]:
+  """What the claim says in numbers."""
+
+  def each(value):
+    return [value(m) for m in measurements]
+
+  def growth(m):
+    lows = [overshoot(np.array(path)) for path in m["paths"].values()]
+    return min(np.diff(lows))
+
+  def worst_ratio(m):
+    ratios = [m["stable"][str(s)] / stable_rate_formula(s) for s in STALENESS]
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
+
+  def most_devices(name):
+    return each(lambda m: list(m["devices"].values())[-1][name])
+
+  last = list(measurements[0]["devices"])[-1]
+  return [
+    claims.Finding(
+      "past the minimum after both of two devices wrote what they read at t0",
+      each(lambda m: overshoot(np.array(m["stale_pair"]))),
+      "of the start",
+      least=0.01,
+    ),
+    claims.Finding(
+      "past the minimum when their mean is written, or one reads after the"
+      " other",
+      each(
+        lambda m: max(
+          overshoot(np.array(m[name])) for name in ("synchronous", "in_turn")
+        )
+      ),
+      "of the start",
+      most=0.0,
+    ),
+    claims.Finding(
+      f"least growth of the overshoot from one staleness to the next, of"
+      f" {', '.join(map(str, STALENESS))}",
+      each(growth),
+      "of the start",
+      least=1e-6,
+    ),
+    claims.Finding(
+      "largest rate at which the ball comes to rest, of 2 sin(pi / (4 s + 2));"
+      " the worst of all s",
+      each(worst_ratio),
+      least=0.999,
+      most=1.001,
+    ),
+    claims.Finding(
+      f"{last} devices without order: overshoot at a fixed rate",
+      most_devices("fixed"),
+      "of the start",
+      least=0.5,
+    ),
+    claims.Finding(
+      f"{last} devices without order: overshoot at rate / staleness",
+      each(lambda m: _divided_share(list(m["devices"].values())[-1])),
+      "of that",
+      most=0.5,
+    ),
+  ]
+
+
+def _divided_share(device: dict) -> float:
+  return device["divided"] / device["fixed"]
+
+
+def draw(measurements: Sequence[dict]):
+  """Four pictures: the two devices, paths, limits, many devices."""
+  figure, axes = claims.new_figure(10, 7.6, nrows=2, ncols=2)
+  _draw_bowl(axes[0, 0], measurements[0])
+  _draw_paths(axes[0, 1], measurements[0])
+  _draw_limits(axes[1, 0], measurements[0])
+  _draw_devices(axes[1, 1], measurements)
+  for axis in axes.flat:
+    axis.grid(alpha=0.3)
+  return figure
+
+
+def _draw_bowl(axis, m) -> None:
+  x = np.linspace(-0.8, 1.15, 200)
+  axis.plot(x, x * x / 2, color="grey")
+  for name, label, colour, marker, height in (
+    ("synchronous", "synchronous: the mean (drawn higher)", 2, "s", 0.13),
+    ("stale_pair", "asynchronous: both write", 1, "o", 0.0),
+  ):
+    path = np.array(m[name])
+    colour = claims.COLOURS[colour]
+    axis.plot(
+      path,
+      path * path / 2 + height,
+      color=colour,
+      marker=marker,
+      markersize=9,
+      linestyle="--",
+      label=label,
+    )
+    for t, place in enumerate(path):
+      axis.annotate(
+        f"t{t}",
+        (place, place * place / 2 + height),
+        textcoords="offset points",
+        xytext=(0, 11),
+        ha="center",
+        color=colour,
+      )
+  axis.axvline(0.0, color="black", linewidth=0.8)
+  axis.set_ylim(-0.05, 0.85)
+  axis.set_xlabel("position (of the start's distance to the minimum)")
+  axis.set_ylabel("loss (of curvature × start²)")
+  axis.set_title("Two devices read at t0, write at t1 and t2")
+  axis.legend(loc="upper left", fontsize=9)
+
+
+def _draw_paths(axis, m) -> None:
+  shown = ("0", "1", "2", "4", "6")
+  for stale, colour, style in zip(
+    shown,
+    claims.COLOURS,
+    ("-", "--", "-.", ":", (0, (5, 1, 1, 1))),
+    strict=False,
+  ):
+    axis.plot(m["paths"][stale], color=colour, linestyle=style, label=stale)
+  axis.axhline(0.0, color="black", linewidth=0.8)
+  axis.set_xlim(0, 40)
+  axis.set_ylim(-2.2, 2.2)
+  axis.set_xlabel("updates")
+  axis.set_ylabel("position (of the start)")
+  axis.set_title(f"The same staleness for all updates, rate {RATE}")
+  axis.legend(title="staleness", ncols=5, fontsize=8, loc="lower center")
+
+
+def _draw_limits(axis, m) -> None:
+  s = np.arange(0, max(STALENESS) + 1)
+  axis.plot(
+    s,
+    [stable_rate_formula(k) for k in s],
+    color="grey",
+    label="2 sin(π / (4 s + 2))",
+  )
+  axis.plot(
+    STALENESS,
+    list(m["stable"].values()),
+    linestyle="",
+    marker="o",
+    color=claims.COLOURS[0],
+    label="found",
+  )
+  axis.axhline(RATE, color=claims.COLOURS[1], linestyle=":")
+  axis.text(5.2, RATE + 0.03, f"rate {RATE}, as above", color=claims.COLOURS[1])
+  axis.set_ylim(0, 2.1)
+  axis.set_xlabel("staleness s (updates)")
+  axis.set_ylabel("learning rate × curvature")
+  axis.set_title("Above the line the ball never comes to rest")
+  axis.legend()
+
+
+def _draw_devices(axis, measurements) -> None:
+  counts = [int(count) for count in measurements[0]["devices"]]
+  for name, label, colour, marker in (
+    ("fixed", "fixed rate", 1, "o"),
+    ("divided", "rate / staleness", 0, "s"),
+  ):
+    values = np.array(
+      [[d[name] for d in m["devices"].values()] for m in measurements]
+    )
+    middle = np.median(values, axis=0)
+    axis.errorbar(
+      counts,
+      middle,
+      yerr=[middle - values.min(0), values.max(0) - middle],
+      color=claims.COLOURS[colour],
+      marker=marker,
+      capsize=4,
+      label=label,
+    )
+  axis.set_xscale("log", base=2)
+  axis.set_xticks(counts, [str(count) for count in counts])
+  axis.set_yscale("symlog", linthresh=0.1)
+  axis.set_ylim(bottom=-0.02)
+  axis.set_xlabel("asynchronous devices, exponential compute times")
+  axis.set_ylabel("overshoot (of the start)")
+  axis.set_title(f"Random staleness, {NUM_UPDATES} updates, rate {RATE}")
+  axis.legend()
+
+
+CLAIM = claims.Claim(
+  name="stale_ball",
+  title="The stale ball",
+  claim=(
+    "Gradients that were computed from old variables push past the minimum,"
+    " farther the staler they are; a learning rate divided by the staleness"
+    " at least halves that."
+  ),
+  source=(
+    "beginners' explanations of asynchronous training; limits: Levin and May"
+    " 1976; remedy: Zhang et al. 2015, section 3"
+  ),
+  explanation=(
+    "A ball in a bowl stands for a model with one weight, and the bottom for"
+    " the best value. A gradient says how steep the bowl is where it was"
+    " computed. Two devices both look at t0 and both say: go three quarters of"
+    " the way. Taken together (their mean) that is right. One after the other"
+    " it is one and a half ways: the second push was right at t0, but the ball"
+    " is no longer there. The more updates happen between looking and pushing,"
+    " the farther the ball swings, until it never comes to rest."
+  ),
+  measure=measure,
+  find=find,
+  draw=draw,
+)
+
+if __name__ == "__main__":
+  claims.start(CLAIM)

@@ -1,0 +1,183 @@
+"""One worker is five times slower: what a backup replica is good for.
+
+  python -m experiments.claims.straggler [--quick]
+    [--num_seeds=1] [--output=DIR]
+
+Trains inception_mini on a real cluster of 2 PS and 3 workers on this machine,
+with updates from all 3 and from the first 2, without and with a slow worker;
+`--quick` trains the network of cifar10, and from the first 2 alone.
+
+So that the others gain nothing from a slow worker, as they would from sharing
+its cores, every worker is a computer of a fixed speed: it is stopped and
+continued by turns (`slow_down`), for all but a share of the time that leaves
+the cores idle now and then.
+"""
+
+import tempfile
+from collections.abc import Sequence
+
+from experiments.simulator import recorded_run
+from experiments.support import claims
+from experiments.support import programs
+
+WORKERS = 3
+# How much slower than a core of its own each worker is.
+USUAL = 3.0
+SLOWER = 5.0
+MOST_COST = 0.15
+_SETTINGS = {
+  "all of 3, equal": (3, False),
+  "all of 3, one slow": (3, True),
+  "first 2 of 3, equal": (2, False),
+  "first 2 of 3, one slow": (2, True),
+}
+# Programs and their flags. Inception takes most of a short run to start.
+_INCEPTION = (
+  "inception_mini.distributed_train",
+  "--recipe=mini",
+  "--batch_size=16",
+)
+_TUTORIAL = ("cifar10.distributed_train", "--batch_size=32")
+
+
+def run(
+  aggregate: int, is_slow: bool, num_steps: int, program: Sequence[str]
+) -> dict:
+  """Trains; updates per second after the first tenth, and who was busy.
+
+  Args:
+    aggregate: How many gradients make an update.
+    is_slow: Whether the last worker is slower than the others.
+    num_steps: How many updates are made.
+    program: Which, and some of its flags.
+  """
+  slow_downs = dict.fromkeys(range(WORKERS), USUAL)
+  if is_slow:
+    slow_downs[WORKERS - 1] *= SLOWER
+  with tempfile.TemporaryDirectory() as directory:
+    spec = programs.write_spec(directory, ps=2, workers=WORKERS)
+    output = programs.train(
+      program[0],
+      [
+        *program[1:],
+        "--dataset=synthetic",
+        f"--cluster_spec={spec}",
+        f"--train_dir={directory}/run",
+        f"--replicas_to_aggregate={aggregate}",
+        # The client, whose turn an update waits for, is no worker here.
+        "--replication=in_graph",
+        f"--max_steps={num_steps}",
+        f"--log_every_steps={max(num_steps // 10, 1)}",
+        "--timeline",
+      ],
+      slow_downs,
+    )
+    events = recorded_run.read(f"{directory}/run/timeline")
+  lines = programs.logged(output)[1:]
+  begin = lines[0].when.timestamp()
+  return {
+    "steps_per_sec": programs.step_rate(lines),
+    "busy": busy_share(events, f"worker:{WORKERS - 1}", begin),
+  }
+
+
+def busy_share(
+  events: Sequence[recorded_run.Event], task: str, begin: float
+) -> float:
+  """How much of its time from `begin` on a replica did not wait."""
+  own = [e for e in events if e.task == task and e.start >= begin]
+  waited = sum(e.end - e.start for e in own if e.kind in ("wait", "refused"))
+  return 1 - waited / (max(e.end for e in own) - own[0].start)
+
+
+def measure(is_quick: bool, seed: int) -> dict:
+  """All; with `is_quick` the CIFAR-10 network, with a backup."""
+  del seed
+  how = (40, _TUTORIAL) if is_quick else (30, _INCEPTION)
+  return {
+    name: run(aggregate, is_slow, *how)
+    for name, (aggregate, is_slow) in _SETTINGS.items()
+    if not is_quick or aggregate < WORKERS
+  }
+
+
+def cost(measurement: dict, who: str) -> float:
+  """The share of its rate that a slow worker costs."""
+  rates = [
+    measurement[f"{who}, {others}"]["steps_per_sec"]
+    for others in ("one slow", "equal")
+  ]
+  return 1 - rates[0] / rates[1]
+
+
+def expected_cost(measurement: dict) -> float:
+  """What it costs where all are waited for, by how busy it was before.
+
+  With t the time of a step, of which it is busy for b * t, a step takes
+  SLOWER * b * t with the slow worker, for which then the others wait.
+  """
+  return 1 - 1 / (SLOWER * measurement["all of 3, equal"]["busy"])
+
+
+def find(measurements: Sequence[dict]) -> list[claims.Finding]:
+  """What the claim says in numbers."""
+  findings = [
+    claims.Finding(
+      "share of the step rate that the slow worker costs, with a backup",
+      [cost(m, "first 2 of 3") for m in measurements],
+      most=MOST_COST,
+    )
+  ]
+  if "all of 3, equal" in measurements[0]:
+    findings += [
+      claims.Finding(
+        "the same without a backup",
+        [cost(m, "all of 3") for m in measurements],
+        least=0.5,
+      ),
+      claims.Finding(
+        "less what that should be, by how busy the worker was when it was as"
+        " fast as the others",
+        [cost(m, "all of 3") - expected_cost(m) for m in measurements],
+        least=-0.1,
+        most=0.1,
+      ),
+    ]
+  return findings
+
+
+def draw(measurements: Sequence[dict]):
+  """Updates per second, a bar each."""
+  figure, axes = claims.new_figure(7, 3)
+  for row, name in enumerate(measurements[0]):
+    rates = [m[name]["steps_per_sec"] for m in measurements]
+    colour = claims.COLOURS[1] if "slow" in name else claims.COLOURS[0]
+    axes.barh(row, sum(rates) / len(rates), color=colour, height=0.6)
+    axes.plot(rates, [row] * len(rates), "k.", markersize=4)
+  axes.set_yticks(range(len(measurements[0])), measurements[0])
+  axes.invert_yaxis()
+  axes.set_xlabel("updates per second")
+  return figure
+
+
+CLAIM = claims.Claim(
+  name="straggler",
+  title="One slow worker, with and without a backup",
+  claim=(
+    "with one backup replica a worker that is 5 times slower costs less than"
+    " 15% of the step rate; without, everybody waits for it"
+  ),
+  source="Chen et al. 2016, section 3",
+  explanation=(
+    "Each bar is a training of inception_mini on 2 parameter servers and 3"
+    " workers, all real processes. Where an update needs all 3 gradients, it"
+    " comes as late as the slowest; where the first 2 do, the slow worker's"
+    " are refused, and nobody notices."
+  ),
+  measure=measure,
+  find=find,
+  draw=draw,
+)
+
+if __name__ == "__main__":
+  claims.start(CLAIM)

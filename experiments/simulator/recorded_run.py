@@ -1,0 +1,247 @@
+"""Timelines of a run: read, written, and the cluster that behaves like them.
+
+`experiments.simulator` says what is in them.
+"""
+
+import collections
+import dataclasses
+import glob
+import json
+import os
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.simulator import compute_times
+from experiments.simulator import simulated_cluster
+
+Event = simulated_cluster.Event
+_FIELDS = [field.name for field in dataclasses.fields(Event)]
+# What a replica does besides computing.
+_BESIDES = ("read", "hand_over", "wait", "apply", "refused")
+
+
+def write(events: Iterable[Event], directory: str) -> None:
+  """Writes a file `TASK.jsonl` per task, in the order of the events.
+
+  Raises:
+    FileExistsError: If one is there already.
+  """
+  os.makedirs(directory, exist_ok=True)
+  by_task = collections.defaultdict(list)
+  for event in events:
+    by_task[event.task].append(event)
+  for task, own in by_task.items():
+    path = os.path.join(directory, task.replace(":", "_") + ".jsonl")
+    with open(path, "x", encoding="utf-8") as file:
+      for event in own:
+        file.write(json.dumps(dataclasses.asdict(event)) + "\n")
+
+
+def read(directory: str) -> list[Event]:
+  """All events of all files `*.jsonl`, by their start.
+
+  Raises:
+    ValueError: If there is no such file, or a line is not an event. The last
+      line of a file may be cut short, by a task that was killed.
+  """
+  paths = sorted(glob.glob(os.path.join(glob.escape(directory), "*.jsonl")))
+  if not paths:
+    raise ValueError(
+      f"{directory} must hold timelines, `*.jsonl`. Received: none."
+    )
+  events = []
+  for path in paths:
+    with open(path, encoding="utf-8") as file:
+      for number, line in enumerate(file, 1):
+        if line.endswith("\n"):
+          events.append(_parse(line, f"{path}, line {number}"))
+  return sorted(events, key=lambda event: event.start)
+
+
+def _parse(line: str, place: str) -> Event:
+  words = f"{place} must be an object with {', '.join(_FIELDS)}"
+  try:
+    fields = json.loads(line)
+    event = Event(**{name: fields[name] for name in _FIELDS})
+    event = dataclasses.replace(
+      event, start=float(event.start), end=float(event.end)
+    )
+  except (KeyError, TypeError, ValueError):
+    raise ValueError(f"{words}. Received: {line.strip()[:80]!r}.") from None
+  if event.kind not in simulated_cluster.KINDS:
+    kinds = ", ".join(simulated_cluster.KINDS)
+    raise ValueError(
+      f"{place}: `kind` must be one of {kinds}. Received: {event.kind!r}."
+    )
+  if not event.start <= event.end:
+    raise ValueError(
+      f"{place}: `end` must not be before `start`. Received: {event.start},"
+      f" {event.end}."
+    )
+  return event
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+  """A cluster that behaves like a recorded run.
+
+  Attributes:
+    cluster: For `simulator.simulate`, with the recorded compute times.
+    read_error: How far recorded reads are from what the cluster needs for
+      them, of the latter; the median over all reads.
+    num_batches: How many batches the compute times are of.
+  """
+
+  cluster: simulated_cluster.Cluster
+  read_error: float
+  num_batches: int
+
+
+def fit(
+  events: Sequence[Event],
+  *,
+  read_bytes: float,
+  gradient_bytes: float | None = None,
+) -> Fit:
+  """Finds the cluster that behaves like a run.
+
+  What a replica does from one read to the next, but for reading, handing over,
+  waiting and applying, counts as computing: also what lies between the events.
+  The latency is the time from an update of the chief to the end of the waits
+  that it ends, or else half of the shortest refusal; without either, as in
+  asynchronous runs, it is taken as zero, and the bandwidth accounts for it. The
+  bandwidths are those that explain how long reads took beside how many others.
+
+  Args:
+    events: Of the run, or of a part of it.
+    read_bytes: What a replica reads per step.
+    gradient_bytes: What it hands over per contribution; as many if not given.
+
+  Raises:
+    ValueError: If no replica both reads and computes twice.
+  """
+  tasks = _tasks_that("compute", events)
+  secs = {task: _compute_secs(task, events) for task in tasks}
+  secs = {task: own for task, own in secs.items() if len(own)}
+  if not secs:
+    raise ValueError(
+      "The timeline must have a replica that reads and computes twice."
+      f" Received: {len(events)} events."
+    )
+  medians = {task: float(np.median(own)) for task, own in secs.items()}
+  usual = min(medians.values())
+  factors = [medians[task] / usual for task in secs]
+  pooled = np.concatenate(
+    [own / factor for own, factor in zip(secs.values(), factors, strict=True)]
+  )
+  reads = [event for event in events if event.kind == "read"]
+  latency = _latency(events)
+  replica_bandwidth, ps_bandwidth, error = _bandwidths(
+    reads, latency, read_bytes
+  )
+  updates = [e.end - e.start for e in events if e.kind == "apply"]
+  cluster = simulated_cluster.Cluster(
+    num_replicas=len(secs),
+    compute=compute_times.Empirical(tuple(pooled.tolist())),
+    slowdown=dict(enumerate(factors)),
+    read_bytes=read_bytes,
+    gradient_bytes=gradient_bytes,
+    latency=latency,
+    replica_bandwidth=replica_bandwidth,
+    ps_bandwidth=ps_bandwidth,
+    apply_secs=float(np.mean(updates)) if updates else 0.0,
+  )
+  return Fit(cluster, read_error=error, num_batches=len(pooled))
+
+
+def _tasks_that(kind: str, events: Sequence[Event]) -> list[str]:
+  return sorted(
+    {event.task for event in events if event.kind == kind}, key=_by_number
+  )
+
+
+def _by_number(task: str) -> tuple:
+  job, _, index = task.partition(":")
+  return job, int(index) if index.isdigit() else 0, task
+
+
+def _compute_secs(task: str, events: Sequence[Event]) -> np.ndarray:
+  """Seconds of each whole turn of a replica that went into its batch."""
+  own = [event for event in events if event.task == task]
+  starts = [event.start for event in own if event.kind == "read"]
+  edges = np.array(starts)
+  besides = [(e.start, e.end) for e in own if e.kind in _BESIDES]
+  spent = np.diff(edges)
+  busy = np.zeros(max(len(edges) - 1, 0))
+  for start, end in _union(besides):
+    turn = int(np.searchsorted(edges, start, side="right")) - 1
+    if 0 <= turn < len(busy):
+      busy[turn] += min(end, edges[turn + 1]) - start
+  return np.maximum(spent - busy, 0.0)
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+  """The same time, as spans that do not overlap."""
+  union = []
+  for start, end in sorted(spans):
+    if union and start < union[-1][1]:
+      union[-1] = (union[-1][0], max(union[-1][1], end))
+    else:
+      union.append((start, end))
+  return union
+
+
+def _latency(events: Sequence[Event]) -> float:
+  workers = set(_tasks_that("compute", events))
+  updates = np.sort(
+    [e.end for e in events if e.kind == "apply" and e.task not in workers]
+  )
+  waits = np.array([e.end for e in events if e.kind == "wait"])
+  if len(updates) and len(waits):
+    last = np.searchsorted(updates, waits, side="right") - 1
+    since = waits[last >= 0] - updates[last[last >= 0]]
+    if len(since):
+      return float(np.median(_shortest_per(last[last >= 0], since)))
+  refusals = [e.end - e.start for e in events if e.kind == "refused"]
+  return min(refusals) / 2 if refusals else 0.0
+
+
+def _shortest_per(groups: np.ndarray, values: np.ndarray) -> list[float]:
+  return [float(values[groups == group].min()) for group in np.unique(groups)]
+
+
+def _bandwidths(
+  reads: Sequence[Event], latency: float, amount: float
+) -> tuple[float, float, float]:
+  """(of a replica's link, of the PS tasks' together, median relative error).
+
+  With n readers at once each gets w * min(1, k / n), where w is the bandwidth
+  of its own link and k * w that of the PS tasks. For every k in question w
+  follows from each read; the k for which the reads agree best is taken.
+  """
+  starts = np.array([event.start for event in reads]) + latency
+  ends = np.array([event.end for event in reads]) - latency
+  ends = np.maximum(ends, starts)
+  if not amount or not np.any(ends > starts):
+    return np.inf, np.inf, 0.0
+  edges = np.unique(np.concatenate([starts, ends]))
+  lengths = np.diff(edges)
+  users = np.searchsorted(np.sort(starts), edges[:-1], side="right")
+  users -= np.searchsorted(np.sort(ends), edges[:-1], side="right")
+  first = np.searchsorted(edges, starts)
+  last = np.searchsorted(edges, ends)
+  kept = last > first
+  most = int(users.max())
+  best = None
+  for ratio in np.unique(np.geomspace(1, max(most, 1), 60)):
+    share = lengths * np.minimum(1.0, ratio / np.maximum(users, 1))
+    total = np.concatenate([[0.0], np.cumsum(share)])
+    own = (total[last] - total[first])[kept]
+    rate = amount / float(np.median(own))
+    error = float(np.median(np.abs(own * rate / amount - 1.0)))
+    spread = float(np.mean(np.abs(own * rate / amount - 1.0)))
+    if best is None or spread < best[0] * (1 - 1e-9):
+      best = (spread, rate, ratio * rate, error)
+  return best[1:]

@@ -1,0 +1,215 @@
+"""Four remarks on training with k replicas, each as a number.
+
+Goyal et al. 2017: what is easily done wrong, without any error message, when
+training goes from one replica to several (section 3 there).
+"""
+
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from cifar10 import config
+from cifar10 import inputs
+from cifar10 import sources
+from experiments.support import claims
+from experiments.support import small_network
+
+
+def measure(model, parameters, pictures, seed: int) -> dict[str, dict]:
+  """The numbers of all remarks.
+
+  Args:
+    model: As `small_network.build` returns it.
+    parameters: Where gradients are computed.
+    pictures: For which.
+    seed: Of the shuffle.
+  """
+  return {
+    "scaled_loss": scaled_loss(
+      model, parameters, pictures, tf.range(64), factor=4.0
+    ),
+    "momentum": first_update_of_new_rate(factor=16.0),
+    "whole_batch": replicas_of_whole_batch(model, parameters, pictures),
+    "shuffle": one_shuffle(seed),
+  }
+
+
+def find(measurements: Sequence[dict]) -> list[claims.Finding]:
+  """What the remarks say in numbers."""
+
+  def each(remark, number):
+    return [m[remark][number] for m in measurements]
+
+  return [
+    claims.Finding(
+      "remark 1: loss x 4 against rate x 4 without weight decay: difference",
+      each("scaled_loss", "without_decay"),
+      "of the update",
+      most=1e-5,
+    ),
+    claims.Finding(
+      "remark 1: the same with weight decay: difference",
+      each("scaled_loss", "with_decay"),
+      "of 3 x rate x decay x |parameters|",
+      least=0.99,
+      most=1.01,
+    ),
+    claims.Finding(
+      "remark 2: first update after the rate grew 16 times, Keras' momentum",
+      each("momentum", "plain"),
+      "of what it should be",
+      most=0.2,
+    ),
+    claims.Finding(
+      "remark 2: the same, with the velocity multiplied by 16 too",
+      each("momentum", "corrected"),
+      "of what it should be",
+      least=1 - 1e-4,
+      most=1 + 1e-4,
+    ),
+    claims.Finding(
+      "remark 3: mean of 4 replicas' gradients against that of all examples",
+      each("whole_batch", "mean"),
+      "of its size",
+      most=1e-5,
+    ),
+    claims.Finding(
+      "remark 3: their sum, as if each divided by its own batch alone",
+      each("whole_batch", "sum"),
+      "of its size",
+      least=3.999,
+      most=4.001,
+    ),
+    claims.Finding(
+      "remark 4: examples of an epoch that 4 workers see twice or not at all",
+      [sum(m["shuffle"].values()) for m in measurements],
+      most=0,
+    ),
+  ]
+
+
+def scaled_loss(
+  model, parameters, pictures, chosen: tf.Tensor, *, factor: float
+) -> dict[str, float]:
+  """Remark 1: the loss times c, against the rate times c.
+
+  Args:
+    model: As `small_network.build` returns it.
+    parameters: Where the gradient is computed.
+    pictures: All.
+    chosen: Indices of those of one batch.
+    factor: c.
+
+  Returns:
+    How much the two updates differ: without weight decay, of their size; with
+    it, of (c - 1) rate decay |parameters|.
+  """
+  rate, decay = 0.01, 1e-3
+
+  def update(loss_factor, rate, decay):
+    with tf.GradientTape() as tape:
+      tape.watch(parameters)
+      loss = small_network.loss(model, parameters, pictures, chosen)
+      norm = tf.add_n([tf.nn.l2_loss(p) for p in parameters])
+      total = loss_factor * loss + decay * norm
+    return [-rate * g for g in tape.gradient(total, parameters)]
+
+  def difference(decay):
+    of_loss = update(factor, rate, decay)
+    of_rate = update(1.0, factor * rate, decay)
+    return _distance(of_loss, of_rate), _norm(of_rate)
+
+  without, size = difference(0.0)
+  expected = (factor - 1) * rate * decay * _norm(parameters)
+  return {
+    "without_decay": without / size,
+    "with_decay": difference(decay)[0] / expected,
+  }
+
+
+def first_update_of_new_rate(factor: float) -> dict[str, float]:
+  """Remark 2: Keras' momentum holds the rate; what if that changes?
+
+  Args:
+    factor: By what the rate is multiplied, after many equal gradients.
+
+  Returns:
+    The first update after that, of the rate times the sum of gradients that
+    momentum stands for: as it is, and with the velocity multiplied too.
+  """
+  found = {}
+  for name, correction in (("plain", 1.0), ("corrected", factor)):
+    optimizer = keras.optimizers.SGD(0.01, momentum=small_network.MOMENTUM)
+    variable = keras.Variable(0.0)
+    for _ in range(200):
+      optimizer.apply([tf.constant(1.0)], [variable])
+    optimizer.learning_rate = 0.01 * factor
+    (velocity,) = optimizer.momentums
+    velocity.assign(velocity * correction)
+    before = float(variable)
+    optimizer.apply([tf.constant(1.0)], [variable])
+    expected = -0.01 * factor / (1 - small_network.MOMENTUM)
+    found[name] = (float(variable) - before) / expected
+  return found
+
+
+def replicas_of_whole_batch(model, parameters, pictures) -> dict[str, float]:
+  """Remark 3: gradients of 4 replicas with 16 pictures, against that of all 64.
+
+  Returns:
+    How far their mean is from it, of its size; and the size of their sum, of
+    its size.
+  """
+  whole = tf.range(64)
+
+  def gradient(chosen):
+    return small_network.gradients(model, parameters, pictures, chosen)[1]
+
+  parts = [gradient(part) for part in tf.split(whole, 4)]
+  sums = [tf.add_n(same) for same in zip(*parts, strict=True)]
+  of_all = gradient(whole)
+  return {
+    "mean": _distance([s / 4 for s in sums], of_all) / _norm(of_all),
+    "sum": _norm(sums) / _norm(of_all),
+  }
+
+
+def one_shuffle(seed: int) -> dict[str, int]:
+  """Remark 4: what the parts of 4 workers have in common, and lack.
+
+  Returns:
+    How many of an epoch's 240 examples come more than once, and how many not
+    at all, in what `cifar10.inputs` gives the workers.
+  """
+  num_examples, num_workers, batch_size = 240, 4, 5
+  size = config.RECORD_SIZE
+
+  def read(split):  # The label tells which example it is.
+    del split
+    images = tf.zeros([num_examples, size, size, 3], tf.uint8)
+    return images, tf.range(num_examples, dtype=tf.int64)
+
+  source = sources.Source("numbered", num_examples, 0, read)
+  seen = np.zeros([num_examples], np.int64)
+  for worker in range(num_workers):
+    dataset = inputs.train_dataset(
+      source,
+      batch_size=batch_size,
+      seed=seed,
+      num_shards=num_workers,
+      shard_index=worker,
+    )
+    steps = num_examples // (num_workers * batch_size)
+    for _, labels in dataset.take(steps):
+      np.add.at(seen, labels.numpy(), 1)
+  return {"repeated": int((seen > 1).sum()), "missing": int((seen == 0).sum())}
+
+
+def _distance(some, others) -> float:
+  return _norm([a - b for a, b in zip(some, others, strict=True)])
+
+
+def _norm(tensors) -> float:
+  return float(tf.linalg.global_norm(tensors))

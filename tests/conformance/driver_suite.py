@@ -1,0 +1,222 @@
+"""The tests that every driver must pass.
+
+A driver of one process is tested by a line in `registry.DRIVERS`, one of
+several by a line in `registry.CLUSTER_DRIVERS`. Both are asked the same
+questions by `ask_chief`; its answers are JSON, so that a task of a cluster can
+leave them for the test. The model and the data are those of `word_model`.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from unittest import mock
+
+import keras
+import numpy as np
+
+from tests.conformance import rule_suite
+from tests.support import word_model
+from tf_replicas.drivers import base as driver_base
+from tf_replicas.drivers import one_machine
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import base as rule_base
+
+FIRST_RATE, LATER_RATE = 0.5, 0.25
+TAKEN, LAST = 2, 4
+ERROR = "the block of the test failed"
+
+MakeReplica = Callable[[], model_replica.Replica]
+MakeRule = Callable[[int], rule_base.UpdateRule]
+
+
+@dataclasses.dataclass(frozen=True)
+class DriverCase:
+  """A driver of one process.
+
+  Attributes:
+    make: Maps a function that builds the replica and one that maps the number
+      of replicas to a synchronous rule to a new driver.
+    num_replicas: How many replicas it has.
+  """
+
+  make: Callable[[MakeReplica, MakeRule], driver_base.Driver]
+  num_replicas: int = 1
+
+  def driver(self) -> driver_base.Driver:
+    """A new driver of the small model."""
+    return self.make(word_model.replica, rule)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterCase:
+  """A driver of a cluster with one PS task and two workers.
+
+  Attributes:
+    replication: As `trials.Trial` has it.
+    has_chief: Whether there is a `chief` task, which the workers serve.
+  """
+
+  replication: str
+  has_chief: bool = False
+
+
+def rule(num_replicas: int) -> rule_base.UpdateRule:
+  """The synchronous rule of so many replicas."""
+  return word_model.rule(keras.optimizers.SGD(FIRST_RATE), num_replicas)
+
+
+def error_of(call: Callable[[], object]) -> str:
+  """What `call` raises, with its type."""
+  try:
+    call()
+  except Exception as error:
+    return f"{type(error).__name__}: {error}"
+  return ""
+
+
+def ask_chief(driver: driver_base.Driver, *, fails: bool = False) -> dict:
+  """What a chief's driver does, from its first step to its end.
+
+  Args:
+    driver: A new driver.
+    fails: Whether an error ends the training.
+
+  Returns:
+    Answers by name, as JSON has them.
+  """
+  answers = {
+    "is_driver": isinstance(driver, driver_base.Driver),
+    "role_error": error_of(driver.run_replica),
+    "accepted_fraction": driver.accepted_fraction,
+    "replica_names": list(driver.replica_names),
+    "step_before": driver.global_step,
+  }
+  closed = []
+  close = type(driver).close
+
+  def noted_close(self, error=None):
+    closed.append(repr(error))
+    close(self, error)
+
+  def run():
+    with driver as entered:
+      answers["enters_itself"] = entered is driver
+      answers["steps"] = _steps(driver)
+      answers["global_step"] = driver.global_step
+      answers["examples_seen"] = int(driver.store.examples_seen.read_value())
+      answers["examples_drawn"] = int(driver.examples_drawn())
+      answers["counts"] = [[c.applied, c.refused] for c in driver.counts()]
+      answers["values"], answers["averages"] = (
+        _as_json(driver.values(averaged=averaged)) for averaged in (False, True)
+      )
+      answers["table"] = driver.store.table()
+      driver.interrupt()  # Nobody waits.
+      if fails:
+        raise ValueError(ERROR)
+
+  with mock.patch.object(type(driver), "close", noted_close):
+    answers["block_error"] = error_of(run)
+  answers["closed"] = closed
+  return json.loads(json.dumps(answers))
+
+
+def _steps(driver: driver_base.Driver) -> list[list]:
+  """Each call's step, loss, examples and rate."""
+  steps = []
+  while driver.global_step < LAST:
+    is_first = driver.global_step < TAKEN
+    driver.stop_at(TAKEN if is_first else LAST)
+    if not is_first:
+      driver.set_learning_rate(LATER_RATE)
+    # It must not make more than is left, and may make fewer.
+    left = (TAKEN if is_first else LAST) - driver.global_step
+    result = driver.step(max_updates=left)
+    rate = float(result.scalars["learning_rate"])
+    steps.append(
+      [result.global_step, float(result.loss), int(result.num_examples), rate]
+    )
+  return steps
+
+
+def _as_json(values) -> dict:
+  return {name: np.asarray(v).tolist() for name, v in values.items()}
+
+
+class DriverSuite(rule_suite.Interface):
+  """A mixin; a subclass says what was `asked` and how many replicas are."""
+
+  num_replicas: int
+
+  @property
+  def answers(self) -> dict:
+    """What `ask_chief` returned."""
+    raise NotImplementedError
+
+  def test_the_chief_does_not_run_a_replica(self):
+    self.assertTrue(self.answers["is_driver"])
+    self.assertStartsWith(self.answers["role_error"], "RuntimeError")
+
+  def test_accepted_fraction_and_examples(self):
+    self.assertBetween(self.answers["accepted_fraction"], 1e-9, 1.0)
+    self.assertGreaterEqual(
+      self.answers["examples_drawn"], self.answers["examples_seen"]
+    )
+
+  def test_steps_count_the_updates(self):
+    steps = [step for step, *_ in self.answers["steps"]]
+    self.assertEqual(self.answers["step_before"], 0)
+    self.assertEqual(steps, sorted(set(steps)))
+    self.assertIn(TAKEN, steps)
+    self.assertEqual(steps[-1], LAST)
+    self.assertEqual(self.answers["global_step"], LAST)
+
+  def test_steps_tell_all_examples(self):
+    examples = [examples for _, _, examples, _ in self.answers["steps"]]
+    self.assertEqual(sum(examples), self.answers["examples_seen"])
+    self.assertEqual(sum(examples), LAST * word_model.BATCH)
+    losses = [loss for _, loss, *_ in self.answers["steps"]]
+    self.assertTrue(np.isfinite(losses).all())
+
+  def test_learning_rate_from_the_next_update_on(self):
+    for step, _, _, rate in self.answers["steps"]:
+      self.assertEqual(rate, FIRST_RATE if step <= TAKEN else LATER_RATE)
+
+  def test_counts_match_the_names(self):
+    names, counts = self.answers["replica_names"], self.answers["counts"]
+    self.assertLen(counts, len(names))
+    if names:
+      self.assertLen(names, self.num_replicas)
+      self.assertEqual(len(set(names)), len(names))
+      applied = sum(applied for applied, _ in counts)
+      self.assertEqual(applied, LAST * self.num_replicas)
+
+  def test_values_by_path(self):
+    self.assertSameElements(self.answers["values"], word_model.PATHS)
+    self.assertSameElements(self.answers["averages"], word_model.PATHS)
+    values, averages = self.answers["values"], self.answers["averages"]
+    self.assertNotEqual(values["kernel"], averages["kernel"])
+    for path in word_model.PATHS:
+      self.assertIn(path, self.answers["table"])
+
+  def test_equals_one_machine(self):
+    """Every driver makes the same updates of the same data."""
+    for name in ("values", "averages"):
+      for path, expected in _expected()[name].items():
+        np.testing.assert_allclose(
+          self.answers[name][path],
+          expected,
+          rtol=1e-4,
+          atol=1e-5,
+          err_msg=path,
+        )
+
+  def test_the_block_closes_it_once(self):
+    self.assertTrue(self.answers["enters_itself"])
+    self.assertLen(self.answers["closed"], 1)
+
+
+@functools.cache
+def _expected() -> dict:
+  """The answers of `OneMachine`."""
+  return ask_chief(one_machine.OneMachine(word_model.replica, lambda: rule(1)))

@@ -1,0 +1,225 @@
+"""Tests for drivers.heartbeats; processes are in faults_test."""
+
+import threading
+import time
+from unittest import mock
+
+import tensorflow as tf
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tests.support import stores
+from tf_replicas.drivers import heartbeat_table
+from tf_replicas.drivers import heartbeats
+from tf_replicas.runtime import waiting
+
+
+class DifferencesTest(parameterized.TestCase):
+  def test_none(self):
+    rows = [["kernel", [2, 3]], ["bias", [3]]]
+    self.assertEqual(heartbeats.differences(rows, rows), [])
+
+  def test_another_row(self):
+    found = heartbeats.differences([["a", 1], ["b", 2]], [["a", 1], ["b", 3]])
+    self.assertEqual(
+      found, ["variable 1 is ['b', 2] here and ['b', 3] at the chief"]
+    )
+
+  def test_a_tuple_is_as_good_as_a_list(self):
+    # What the chief published went through JSON.
+    self.assertEqual(heartbeats.differences([("a", 1)], [["a", 1]]), [])
+
+  def test_missing_and_surplus(self):
+    self.assertEqual(
+      heartbeats.differences([], [["a"]]),
+      ["variable 0 is None here and ['a'] at the chief"],
+    )
+    self.assertEqual(
+      heartbeats.differences([["a"]], []),
+      ["variable 0 is ['a'] here and None at the chief"],
+    )
+
+  def test_at_most_the_limit_are_told(self):
+    ours = [[i] for i in range(6)]
+    theirs = [[-i - 1] for i in range(6)]
+    found = heartbeats.differences(ours, theirs, limit=2)
+    self.assertLen(found, 3)
+    self.assertEqual(found[2], "and 4 more")
+    self.assertLen(heartbeats.differences(ours, theirs, limit=6), 6)
+
+
+def _table(device):
+  return heartbeat_table.HeartbeatTable(device, stores.namespace())
+
+
+def _heartbeats(client, **options):
+  return heartbeats.Heartbeats(client, namespace=stores.namespace(), **options)
+
+
+class TableTest(stores.TestCase):
+  def test_ages(self):
+    table = _table(stores.device(0))
+    self.assertFalse(table.is_ready())
+    table.initialize(3)
+    self.assertTrue(table.is_ready())
+    self.assertEqual(table.ages(), [-1, -1, -1])
+    table.beats.assign(tf.stack([tf.timestamp() - 5.0, 0.0, -1.0]))
+    here, left, never = table.ages()
+    self.assertBetween(here, 5, 60)
+    self.assertEqual((left, never), (0, -1))
+    table.beats.assign(tf.fill([3], tf.timestamp() + 5.0))
+    self.assertGreater(min(table.ages()), 0)
+
+
+class HeartbeatsTest(stores.TestCase):
+  def _clients(self, count):
+    devices = [stores.device(0), stores.device(1)]
+    for device in devices:
+      _table(device).initialize(count)
+    clients = []
+    for client in range(count):
+      clients.append(_heartbeats(client, devices=devices, timeout_secs=10))
+      self.addCleanup(clients[-1].leave)
+    return clients
+
+  def test_beats_from_the_start_until_it_leaves(self):
+    chief, other = self._clients(2)
+    self.assertGreater(chief.ages()[1], 0)
+    other.leave()
+    self.assertEqual(chief.ages()[1], 0)
+    self.assertGreater(other.ages()[0], 0)
+
+  def test_a_process_that_joins_replaces_an_earlier_one(self):
+    with mock.patch.object(heartbeats, "BEAT_SECS", 0.05):
+      chief, first = self._clients(2)
+      devices = [stores.device(0), stores.device(1)]
+      second = _heartbeats(1, devices=devices)
+    self.addCleanup(second.leave)
+    waiting.await_value(
+      lambda: first.is_replaced, timeout_secs=30, what="waiting for a beat"
+    )
+    self.assertIn("replaced", first.outcome())
+    with self.assertRaisesRegex(RuntimeError, "replaced"):
+      first.raise_if_replaced()
+    first.end("it failed")
+    first.leave()
+    self.assertGreater(chief.ages()[1], 0)
+    for client in (chief, second):
+      self.assertFalse(client.is_replaced)
+      self.assertEqual(client.outcome(), "")
+
+  def test_a_process_that_was_stopped_asks_first(self):
+    beat_secs = 3600  # It is not to ask by itself.
+    with mock.patch.object(heartbeats, "BEAT_SECS", beat_secs):
+      _, first = self._clients(2)
+      (link, *_) = first._links
+      link._thread.stop()  # No more heartbeats of its own.
+      second = _heartbeats(1, devices=[stores.device(0), stores.device(1)])
+      self.addCleanup(second.leave)
+      self.assertFalse(first.is_replaced)
+      link._answered -= 3 * beat_secs
+      self.assertTrue(first.is_replaced)
+
+  def test_a_join_that_failed_is_tried_again(self):
+    beat, failures = (
+      heartbeat_table.HeartbeatTable.beat,
+      [tf.errors.UnavailableError],
+    )
+
+    def failing_beat(table, *args, joins):
+      if failures and joins and table.device == stores.device(0):
+        raise failures.pop()(None, None, "away")
+      return beat(table, *args, joins=joins)
+
+    chief, first = self._clients(2)
+    with mock.patch.object(
+      heartbeat_table.HeartbeatTable, "beat", failing_beat
+    ):
+      second = _heartbeats(1, devices=[stores.device(0), stores.device(1)])
+      self.addCleanup(second.leave)
+      waiting.await_value(
+        lambda: first.is_replaced, timeout_secs=30, what="waiting for a beat"
+      )
+    self.assertEmpty(failures)
+    self.assertFalse(second.is_replaced)
+    self.assertFalse(chief.is_replaced)
+
+  def test_tables_that_never_come(self):
+    with self.assertRaisesRegex(TimeoutError, "heartbeat table .* on .*CPU:3"):
+      _heartbeats(0, devices=[stores.device(3)], timeout_secs=0.1)
+
+  def test_what_the_chief_publishes_reaches_the_others(self):
+    chief, other = self._clients(2)
+    self.assertIsNone(other.published())
+    chief.publish([["kernel", [2, 3]]])
+    self.assertEqual(other.published(), [["kernel", [2, 3]]])
+
+  def test_the_first_outcome_stays(self):
+    chief, other = self._clients(2)
+    self.assertEqual(other.outcome(), "")
+    chief.end("worker 1 failed")
+    chief.end(heartbeats.FINISHED)
+    self.assertEqual(other.outcome(), "worker 1 failed")
+
+  def test_dismissal_reaches_every_task_and_waits_for_the_others(self):
+    chief, other = self._clients(2)
+    chief.end(heartbeats.FINISHED)
+    other.leave()
+    self.assertEqual(chief.shut_down_servers(timeout_secs=10), [])
+    for task in range(2):
+      table = _table(stores.device(task))
+      self.assertTrue(bool(table.dismissed))
+      self.assertEqual(table.outcome.numpy(), b"finished")
+
+  def test_dismissal_names_the_clients_that_had_not_left(self):
+    chief, _ = self._clients(2)
+    start = time.monotonic()
+    self.assertEqual(chief.shut_down_servers(timeout_secs=0.2), [1])
+    self.assertLess(time.monotonic() - start, 20)
+
+  def test_a_task_that_hangs_holds_up_nothing_else(self):
+    hangs, is_over = threading.Event(), threading.Event()
+    timer = threading.Timer(60, is_over.set)
+    timer.start()
+    self.addCleanup(timer.cancel)
+    self.addCleanup(is_over.set)
+
+    def may_hang(call):
+      def hanging(table, *args, **kwargs):
+        if hangs.is_set() and table.device == stores.device(1):
+          is_over.wait()
+        return call(table, *args, **kwargs)
+
+      return hanging
+
+    for name in ("beat", "dismiss"):
+      call = may_hang(getattr(heartbeat_table.HeartbeatTable, name))
+      self.enter_context(
+        mock.patch.object(heartbeat_table.HeartbeatTable, name, call)
+      )
+    for name, secs in (("BEAT_SECS", 0.05), ("_ANSWER_SECS", 0.2)):
+      self.enter_context(mock.patch.object(heartbeats, name, secs))
+    (chief,) = self._clients(1)
+    first = _table(stores.device(0))
+    hangs.set()
+    waiting.await_value(
+      lambda: chief.silences()[1] > 0.5,
+      timeout_secs=30,
+      what="waiting for silence",
+    )
+    before = float(first.beats[0])
+    waiting.await_value(
+      lambda: float(first.beats[0]) > before,
+      timeout_secs=30,
+      what="waiting for a beat",
+    )
+    chief.end(heartbeats.FINISHED)
+    chief.leave()
+    chief.shut_down_servers(timeout_secs=10)
+    self.assertFalse(is_over.is_set())
+    self.assertEqual(first.ages(), [0])
+    self.assertTrue(bool(first.dismissed))
+
+
+if __name__ == "__main__":
+  absltest.main()

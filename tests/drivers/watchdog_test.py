@@ -1,0 +1,212 @@
+"""Tests for drivers.watchdog."""
+
+import threading
+import time
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_replicas.drivers import watchdog
+from tf_replicas.rules import protocol
+from tf_replicas.rules import results
+from tf_replicas.runtime import waiting
+
+Status = protocol.Status
+NAMES = ["worker 0", "worker 1"]
+
+
+def _state(status, *, received=0):
+  return results.StepStatus(
+    received=received,
+    needed=2,
+    replicas=[
+      results.ReplicaStatus(s, tag=10 * i) for i, s in enumerate(status)
+    ],
+  )
+
+
+class DescribeTest(parameterized.TestCase):
+  def test_says_who_does_what(self):
+    state = _state([Status.DELIVERED, Status.COMPUTING], received=1)
+    self.assertEqual(
+      watchdog.describe(7, 31.4, state, [0.6, 12.2], NAMES),
+      "step 7: waiting for 31 s, 1 of 2 contributions received (worker 0:"
+      " delivered, last heartbeat 1 s ago; worker 1: computing, last heartbeat"
+      " 12 s ago)",
+    )
+
+  @parameterized.parameters(
+    (-1, "worker 1: lost, no heartbeat yet"),
+    (0, "worker 1: lost, left the training"),
+  )
+  def test_a_worker_that_is_gone(self, age, expected):
+    state = _state([Status.WAITING, Status.LOST])
+    self.assertIn(expected, watchdog.describe(1, 10, state, [1.0, age], NAMES))
+
+  def test_nobody_has_delivered(self):
+    state = _state([Status.ADMITTED, Status.ADMITTED])
+    self.assertIn(
+      "0 of 2 contributions received",
+      watchdog.describe(1, 10, state, [1.0, 1.0], NAMES),
+    )
+
+
+class FakeOptimizer:
+  def __init__(self, state):
+    self.state = state
+    self.lost = []
+    self.was_read = threading.Event()
+
+  def status(self):
+    self.was_read.set()
+    return self.state
+
+  def declare_lost(self, replica, tag):
+    self.lost.append((replica, tag))
+
+
+class WatchTest(parameterized.TestCase):
+  """The clock is the test's; the thread looks once a real second."""
+
+  def _watch(self, state, ages, now, outcome=lambda: ""):
+    self.optimizer = FakeOptimizer(state)
+    self.lines = []
+    self.logged = threading.Event()
+
+    def log(line):
+      self.lines.append(line)
+      self.logged.set()
+
+    times = iter([0.0])
+    watch = watchdog.StepWatchdog(
+      self.optimizer,
+      lambda: 3,
+      lambda: ages,
+      outcome,
+      NAMES,
+      lost_after_secs=20.0,
+      log=log,
+      clock=lambda: next(times, now),
+    )
+    self.addCleanup(watch.stop)
+    return watch
+
+  def test_speaks_when_a_step_takes_long(self):
+    state = _state([Status.WAITING, Status.COMPUTING])
+    self._watch(state, [1.0, 2.0], now=15.0)
+    self.assertTrue(self.logged.wait(20))
+    self.assertIn("step 3: waiting for 15 s", self.lines[0])
+    self.assertEqual(self.optimizer.lost, [])
+
+  @parameterized.product(
+    status=[Status.ADMITTED, Status.COMPUTING],
+    silence=[(25.0, "no heartbeat for 25 s"), (0, "left the training")],
+  )
+  def test_gives_up_a_replica_that_is_silent_or_has_left(self, status, silence):
+    age, lines = silence
+    self._watch(_state([Status.WAITING, status]), [1.0, age], now=30.0)
+    self.assertTrue(self.logged.wait(20))
+    self.assertIn(
+      f"worker 1: {lines}; giving its place in step 3 to", self.lines[0]
+    )
+    self.assertEqual(self.optimizer.lost[0], (1, 10))
+
+  @parameterized.parameters(Status.WAITING, Status.DELIVERED, Status.LOST)
+  def test_a_replica_that_owes_nothing_is_not_given_up(self, status):
+    self._watch(_state([status, Status.WAITING]), [99.0, 1.0], now=30.0)
+    self.assertTrue(self.logged.wait(20))
+    self.assertEqual(self.optimizer.lost, [])
+
+  def _look_after_a_step(self, state, ages, now):
+    """A step ends before the first look; waits for two."""
+    has_ended, looks = threading.Event(), []
+
+    def outcome():
+      has_ended.wait(60)
+      looks.append(now)
+      return ""
+
+    watch = self._watch(state, ages, now, outcome)
+    watch.progress()
+    has_ended.set()
+    waiting.await_value(
+      lambda: len(looks) > 2, timeout_secs=60, what="three looks"
+    )
+    watch.stop()
+
+  def test_is_silent_while_steps_end(self):
+    self._look_after_a_step(_state([Status.ADMITTED] * 2), [1.0, 1.0], 15.0)
+    self.assertEqual(self.lines, [])
+    self.assertFalse(self.optimizer.was_read.is_set())
+
+  def test_gives_up_a_lost_replica_also_while_steps_end(self):
+    """Else it would count as under way for ever."""
+    state = _state([Status.DELIVERED, Status.ADMITTED])
+    self._look_after_a_step(state, [1.0, 25.0], 30.0)
+    (lines,) = self.lines
+    self.assertIn("worker 1: no heartbeat for 25 s", lines)
+    self.assertEqual(self.optimizer.lost, [(1, 10)])
+
+
+class Noted:
+  """Stands in for anything: notes which of its methods were called."""
+
+  is_replaced = False
+
+  def __init__(self):
+    self.calls = []
+
+  def __getattr__(self, name):
+    return lambda *_, **__: self.calls.append(name)
+
+
+class EndTrainingTest(parameterized.TestCase):
+  def test_a_replaced_process_ends_nothing(self):
+    told = Noted()
+    told.is_replaced = True
+    error = RuntimeError("replaced")
+    watchdog.end_training(told, told, told, lambda: False, error)
+    self.assertEqual(told.calls, ["stop", "leave"])
+
+  @parameterized.parameters(
+    (None, 0.2), (KeyboardInterrupt(), 600.0), (ValueError("bad"), 600.0)
+  )
+  def test_waits_for_a_last_batch_but_not_after_an_error(self, error, patience):
+    self.enter_context(
+      mock.patch.object(watchdog, "_FAILED_PATIENCE_SECS", 0.2)
+    )
+    told, lines, start = Noted(), [], time.monotonic()
+    watchdog.end_training(
+      told,
+      told,
+      told,
+      lambda: False,
+      error,
+      patience_secs=patience,
+      log=lines.append,
+    )
+    self.assertBetween(time.monotonic() - start, 0.2, 12)
+    self.assertIn("not all workers have stopped", lines[0])
+    self.assertEqual(
+      [call for call in told.calls if call != "end_replicas"],
+      ["end", "stop", "interrupt", "close", "leave", "shut_down_servers"],
+    )
+
+  def test_goes_on_when_the_last_batch_is_over(self):
+    told, lines = Noted(), []
+    ended = iter([False, False, True])
+    watchdog.end_training(
+      told,
+      told,
+      told,
+      lambda: next(ended),
+      None,
+      patience_secs=600,
+      log=lines.append,
+    )
+    self.assertEqual(lines, [])
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,279 @@
+"""Tests for the experiments on real processes: how they judge."""
+
+import numpy as np
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from experiments import simulator
+from experiments.claims import in_graph_or_between_graph
+from experiments.claims import sharding
+from experiments.claims import smooth_or_fast
+from experiments.claims import straggler
+from experiments.claims import update_once
+from experiments.claims import validation
+from experiments.simulator import compute_times
+from experiments.support import claims
+from experiments.support import programs
+from experiments.support import traffic
+
+try:
+  import matplotlib
+except ImportError:
+  matplotlib = None
+
+
+def _rates(slow_of_all, slow_of_two):
+  rates = {
+    "all of 3, equal": 2.0,
+    "all of 3, one slow": slow_of_all,
+    "first 2 of 3, equal": 2.5,
+    "first 2 of 3, one slow": slow_of_two,
+  }
+  # So a step with the slow worker takes 5 * 0.8 times as long.
+  return {
+    name: dict(steps_per_sec=rate, busy=0.8) for name, rate in rates.items()
+  }
+
+
+class StragglerTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (0.5, 2.4, claims.HOLDS),
+    # The backup did not help.
+    (0.5, 1.0, claims.FAILS),
+    # The slow worker was not waited for.
+    (1.9, 2.4, claims.FAILS),
+    # It was waited for longer than it took.
+    (0.2, 2.4, claims.FAILS),
+  )
+  def test_verdict(self, slow_of_all, slow_of_two, expected):
+    findings = straggler.find([_rates(slow_of_all, slow_of_two)])
+    self.assertEqual(claims.verdict(findings), expected)
+
+  def test_a_backup_alone_is_judged_too(self):
+    few = {n: row for n, row in _rates(0.5, 1.0).items() if "first" in n}
+    (finding,) = straggler.find([few])
+    self.assertEqual(finding.verdict, claims.FAILS)
+
+  def test_busy_share(self):
+    cluster = simulator.Cluster(
+      3, compute_times.Lognormal(0.2, 0.01), slowdown={0: 4.0}
+    )
+    run = simulator.simulate(cluster, simulator.Sync(), 100, records=True)
+    shares = [
+      straggler.busy_share(run.events, f"worker:{n}", 2.0) for n in range(3)
+    ]
+    self.assertAlmostEqual(shares[0], 1, delta=0.02)
+    self.assertAlmostEqual(shares[1], 0.25, delta=0.02)
+
+  @absltest.skipIf(matplotlib is None, "needs matplotlib")
+  def test_draws(self):
+    axes = straggler.draw([_rates(0.5, 2.4)]).axes[0]
+    self.assertLen(axes.patches, 4)
+
+
+class UpdateOnceTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ([3, 3], [1, 1], claims.HOLDS),
+    ([3, 3], [1, 3], claims.FAILS),
+    ([3, 3], [0, 1], claims.FAILS),
+    ([3, 2], [1, 1], claims.FAILS),
+  )
+  def test_verdict(self, hand_overs, counts, expected):
+    findings = update_once.find([dict(hand_overs=hand_overs, updates=counts)])
+    self.assertEqual(claims.verdict(findings), expected)
+
+
+class ValidationTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (simulator.Sync(),), (simulator.Sync(3),), (simulator.Async(),)
+  )
+  def test_each_half_is_like_its_record(self, rule):
+    run = simulator.simulate(_cluster(), rule, 400, records=True)
+    rates = validation.compare(run.events, rule, 0)
+    self.assertAlmostEqual(rates["predicted"] / rates["measured"], 1, delta=0.1)
+
+  def test_a_machine_that_slows_down_does_not_count(self):
+    run = simulator.simulate(_cluster(), simulator.Sync(), 200, records=True)
+    middle = max(e.end for e in run.events) / 2
+    slow = [
+      type(e)(
+        e.task,
+        e.step,
+        e.kind,
+        max(e.start, 3 * e.start - 2 * middle),
+        max(e.end, 3 * e.end - 2 * middle),
+      )
+      for e in run.events
+    ]
+    rates = validation.compare(slow, simulator.Sync(), 0)
+    self.assertAlmostEqual(rates["predicted"] / rates["measured"], 1, delta=0.1)
+
+  def test_another_rule_is_not_predicted(self):
+    run = simulator.simulate(_cluster(), simulator.Sync(), 200, records=True)
+    rates = validation.compare(run.events, simulator.Async(), 0)
+    self.assertGreater(rates["predicted"] / rates["measured"], 2)
+
+
+def _cluster():
+  return simulator.Cluster(
+    4,
+    compute_times.Lognormal(0.2, 0.2),
+    read_bytes=4e6,
+    latency=0.004,
+    replica_bandwidth=2e8,
+    ps_bandwidth=1e9,
+    apply_secs=0.01,
+  )
+
+
+class TrainTest(absltest.TestCase):
+  def test_says_what_a_failed_training_printed(self):
+    with self.assertRaisesRegex(RuntimeError, "Unknown command line flag"):
+      programs.train("cifar10.distributed_train", ["--no_such_flag"], {})
+
+
+def _losses(scatter, secs, rows=400):
+  """Losses of updates that scatter around a falling line, all alike."""
+  noise = np.random.default_rng(0).standard_normal(rows)
+  return [
+    [i * secs, 32 * (i + 1), 2 - i / 800 + scatter * float(noise[i])]
+    for i in range(rows)
+  ]
+
+
+def _curves(rough, slow_secs):
+  return {
+    "sync, 2 workers, equal": _losses(0.1, 1.0),
+    "async, 2 workers, equal": _losses(rough, 1.0),
+    "sync, 2 workers, one slow": _losses(0.1, slow_secs),
+    "async, 2 workers, one slow": _losses(rough, 1.0),
+  }
+
+
+class SmoothOrFastTest(parameterized.TestCase):
+  def test_equal_workers_alone_are_judged_too(self):
+    few = {n: rows for n, rows in _curves(0.1, 2.0).items() if "equal" in n}
+    findings = smooth_or_fast.find([few])
+    self.assertEqual(claims.verdict(findings), claims.FAILS)
+    self.assertFalse([f for f in findings if "slower" in f.what])
+
+  def test_roughness_is_of_the_scatter_and_not_of_the_trend(self):
+    self.assertAlmostEqual(smooth_or_fast.roughness(_losses(0, 1)), 0, places=6)
+    # 0.56 deviations is the mean of the smaller four fifths of distances to
+    # the line; that one loss in nine is the running median makes it less.
+    rough = smooth_or_fast.roughness(_losses(0.9, 1))
+    self.assertAlmostEqual(rough / 0.9, 0.46, delta=0.1)
+
+  def test_roughness_is_not_of_a_few_jumps(self):
+    rows = _losses(0.1, 1)
+    calm = smooth_or_fast.roughness(rows)
+    for row in rows[200::10]:
+      row[2] += 5
+    self.assertAlmostEqual(smooth_or_fast.roughness(rows) / calm, 1, delta=0.3)
+
+  def test_rate(self):
+    self.assertAlmostEqual(smooth_or_fast.rate(_losses(0.1, 0.5)), 64)
+
+  @parameterized.parameters(
+    (0.14, 2.0, claims.HOLDS),
+    # As rough as the other.
+    (0.1, 2.0, claims.FAILS),
+    # As fast as the other.
+    (0.14, 1.0, claims.FAILS),
+  )
+  def test_verdict(self, rough, slow_secs, expected):
+    findings = smooth_or_fast.find([_curves(rough, slow_secs)])
+    self.assertEqual(claims.verdict(findings), expected)
+
+  @absltest.skipIf(matplotlib is None, "needs matplotlib")
+  def test_draws(self):
+    panels = smooth_or_fast.draw([_curves(0.14, 2.0)]).axes
+    self.assertEqual(
+      [axes.get_xlabel() for axes in panels], ["seconds", "examples"] * 2
+    )
+
+
+def _shared(*, cut=0.5, in_total=1.0):
+  whole = sharding.LARGEST / traffic.PARAMETER_BYTES
+  must_be = 2 * sharding.WORKERS * traffic.PARAMETER_BYTES * in_total
+  shares = {
+    "1 PS": [1],
+    "2 PS, greedy": [whole, 1 - whole],
+    "2 PS, partitioned": [cut, 1 - cut],
+    "4 PS, greedy": [whole, 1 - whole, 0, 0],
+    "4 PS, partitioned": [0.25] * 4,
+  }
+  measured = {
+    name: dict(steps_per_sec=9.0, ps_bytes=[must_be * share for share in row])
+    for name, row in shares.items()
+  }
+  return {**measured, "one process": dict(steps_per_sec=12.0, ps_bytes=[])}
+
+
+class ShardingTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({}, claims.HOLDS),
+    # One of two has more than its share.
+    ({"cut": 0.6}, claims.FAILS),
+    # Something travelled that should not.
+    ({"in_total": 1.2}, claims.FAILS),
+  )
+  def test_verdict(self, how, expected):
+    findings = sharding.find([_shared(**how)])
+    self.assertEqual(claims.verdict(findings), expected)
+
+  def test_less_is_judged_too(self):
+    few = {n: row for n, row in _shared().items() if "4 PS" not in n}
+    findings = sharding.find([few])
+    self.assertEqual(claims.verdict(findings), claims.HOLDS)
+    self.assertFalse([f for f in findings if "4 PS" in f.what])
+
+  @absltest.skipIf(matplotlib is None, "needs matplotlib")
+  def test_draws(self):
+    left, _ = sharding.draw([_shared()]).axes
+    self.assertLen(left.get_yticklabels(), 6)
+    self.assertLen(left.get_legend().get_texts(), 4)
+
+
+def _clients(*, num_bytes=1000, cpu=0.01, rate=10.0):
+  client = dict(
+    start_secs=6.0,
+    steps_per_sec=rate,
+    client_cpu_secs=cpu,
+    client_bytes=num_bytes,
+    cpu_secs=0.2,
+  )
+  return {
+    "in_graph": dict.fromkeys(("1", "2", "4"), client),
+    "between_graph": dict.fromkeys(
+      ("1", "2", "4"), {**client, "steps_per_sec": 10.0}
+    ),
+  }
+
+
+class InGraphOrBetweenGraphTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({}, claims.HOLDS),
+    # The parameters pass through the client.
+    ({"num_bytes": 4e6}, claims.FAILS),
+    ({"cpu": 0.1}, claims.FAILS),
+    ({"rate": 5.0}, claims.FAILS),
+  )
+  def test_verdict(self, how, expected):
+    findings = in_graph_or_between_graph.find([_clients(**how)])
+    self.assertEqual(claims.verdict(findings), expected)
+
+  def test_one_number_of_workers_is_judged_too(self):
+    few = {name: {"2": rows["2"]} for name, rows in _clients(cpu=0.1).items()}
+    findings = in_graph_or_between_graph.find([few])
+    self.assertEqual(claims.verdict(findings), claims.FAILS)
+    self.assertIn("2 workers", findings[0].what)
+
+  @absltest.skipIf(matplotlib is None, "needs matplotlib")
+  def test_draws(self):
+    panels = in_graph_or_between_graph.draw([_clients()]).axes
+    self.assertLen(panels, 3)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,136 @@
+"""Tests for recorded runs: what was simulated is found again."""
+
+import pathlib
+import tempfile
+
+import numpy as np
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from experiments import simulator
+from experiments.simulator import compute_times
+from experiments.simulator import recorded_run
+
+TRUE = {
+  "num_replicas": 4,
+  "compute": compute_times.Lognormal(0.2, 0.2),
+  "slowdown": {2: 3.0},
+  "read_bytes": 1e6,
+  "latency": 0.004,
+  "apply_secs": 0.03,
+}
+LINE = '{"task": "a", "step": 1, "kind": "wait", "start": 1, "end": 2}\n'
+
+
+class RoundTripTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ("sync", simulator.Sync(), 2e8, 4e7),
+    ("backup", simulator.Sync(3), 2e8, 4e7),
+    ("links_of_the_replicas", simulator.Sync(3), 2e7, 4e8),
+  )
+  def test_finds_the_cluster(self, rule, replica_bandwidth, ps_bandwidth):
+    true = simulator.Cluster(
+      **TRUE, replica_bandwidth=replica_bandwidth, ps_bandwidth=ps_bandwidth
+    )
+    run = simulator.simulate(true, rule, 400, records=True)
+    with tempfile.TemporaryDirectory() as directory:
+      recorded_run.write(run.events, directory)
+      events = recorded_run.read(directory)
+    self.assertCountEqual(events, run.events)
+    fit = recorded_run.fit(events, read_bytes=1e6)
+    found = fit.cluster
+    self.assertEqual(found.num_replicas, 4)
+    self.assertAlmostEqual(found.latency, 0.004, places=9)
+    self.assertAlmostEqual(found.apply_secs, 0.03, places=9)
+    self.assertAlmostEqual(found.slowdown[2], 3.0, delta=0.2)
+    self.assertLess(fit.read_error, 0.02)
+    compute = np.array(found.compute.secs)
+    self.assertAlmostEqual(np.log(compute).std(), 0.2, delta=0.02)
+    self.assertAlmostEqual(np.median(compute), 0.2, delta=0.02)
+    # Who always reads beside the same number of others cannot tell more.
+    alone = min(replica_bandwidth, ps_bandwidth)
+    shared = min(replica_bandwidth, ps_bandwidth / 4)
+    np.testing.assert_allclose(
+      min(found.replica_bandwidth, found.ps_bandwidth / 4), shared, rtol=0.02
+    )
+    self.assertLessEqual(found.replica_bandwidth, alone * 1.02)
+
+  @parameterized.parameters(
+    simulator.Sync(),
+    simulator.Sync(3),
+    simulator.Async(),
+    simulator.Async(max_lead=2),
+  )
+  def test_the_found_cluster_is_as_fast(self, rule):
+    true = simulator.Cluster(**TRUE, replica_bandwidth=5e7, ps_bandwidth=1e8)
+    run = simulator.simulate(true, rule, 400, records=True)
+    found = recorded_run.fit(run.events, read_bytes=1e6).cluster
+    again = simulator.simulate(found, rule, 400, seed=1)
+    np.testing.assert_allclose(
+      again.step_ends[-1], run.step_ends[-1], rtol=0.04
+    )
+
+  def test_events_cover_the_time_of_a_replica(self):
+    true = simulator.Cluster(**TRUE, ps_bandwidth=1e8)
+    run = simulator.simulate(true, simulator.Sync(), 50, records=True)
+    own = [event for event in run.events if event.task == "worker:1"]
+    own.sort(key=lambda event: event.start)
+    for one, other in zip(own[:-1], own[1:], strict=True):
+      self.assertAlmostEqual(one.end, other.start)
+
+  def test_what_lies_between_the_events_counts_as_computing(self):
+    events = [
+      simulator.Event("worker:0", step, kind, start + 2 * step, end + 2 * step)
+      for step in range(5)
+      for kind, start, end in (
+        ("read", 0.0, 0.25),
+        ("compute", 0.3, 1.0),
+        ("hand_over", 1.1, 1.5),
+        ("wait", 1.5, 1.9),
+      )
+    ]
+    found = recorded_run.fit(events, read_bytes=1.0).cluster
+    np.testing.assert_allclose(found.compute.secs, 2 - 0.25 - 0.4 - 0.4)
+    self.assertAlmostEqual(found.replica_bandwidth, 4.0)
+
+
+class MistakeTest(parameterized.TestCase):
+  def _read(self, text):
+    directory = self.enter_context(tempfile.TemporaryDirectory())
+    path = pathlib.Path(directory, "a.jsonl")
+    path.write_text(text, encoding="utf-8")
+    return recorded_run.read(directory)
+
+  @parameterized.parameters(
+    ("{}\n", "line 1 must be an object with task, step, kind, start, end"),
+    (LINE + "nonsense\n", "line 2 must be an object"),
+    (LINE.replace("wait", "sleep"), "`kind` must be one of"),
+    (LINE.replace("2}", "0}"), "`end` must not be before `start`"),
+    (LINE.replace("2}", '"x"}'), "line 1 must be an object"),
+  )
+  def test_lines(self, text, words):
+    with self.assertRaisesRegex(ValueError, words):
+      self._read(text)
+
+  def test_a_last_line_may_be_cut(self):
+    self.assertLen(self._read(LINE + LINE[:20]), 1)
+
+  def test_no_timeline(self):
+    with tempfile.TemporaryDirectory() as directory:
+      with self.assertRaisesRegex(ValueError, "must hold timelines"):
+        recorded_run.read(directory)
+
+  def test_nothing_to_fit(self):
+    with self.assertRaisesRegex(ValueError, "reads and computes twice"):
+      recorded_run.fit(self._read(LINE), read_bytes=1.0)
+
+  def test_overwrites_nothing(self):
+    event = simulator.Event("a", 1, "wait", 1.0, 2.0)
+    with tempfile.TemporaryDirectory() as directory:
+      recorded_run.write([event], directory)
+      with self.assertRaises(FileExistsError):
+        recorded_run.write([event], directory)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,6 +1,0 @@
-"""Imports TensorFlow as the binaries do; for the tests' own tasks."""
-
-from tf_replicas import processes
-
-with processes.importing_tensorflow():
-  import tensorflow  # noqa: F401

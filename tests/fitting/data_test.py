@@ -1,0 +1,123 @@
+"""The stream of parts, and how replicas share it."""
+
+import itertools
+
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.support import stores
+from tf_replicas.fitting import data
+
+_NUMBERS = np.arange(22, dtype=np.float32)
+
+
+def _parts(made, num_shards, index, first=0, count=20):
+  """Examples and weights of the first parts of a replica."""
+  batches = made.part_fn(num_shards, index, first).take(count)
+  return [tuple(tf.nest.map_structure(np.asarray, b)) for b in batches]
+
+
+def _examples(part):
+  return part[0][0].tolist() if len(part) == 1 or part[1][0] > 0 else []
+
+
+class PartsTest(stores.TestCase):
+  """22 examples in batches of 8: 8, 8 and 6."""
+
+  def _made(self, kind, contributions):
+    arguments = {"num_contributions": contributions}
+    if kind == "arrays":
+      return data.make(_NUMBERS, batch_size=8, shuffle=False, **arguments)
+    dataset = tf.data.Dataset.from_tensor_slices(_NUMBERS).batch(8)
+    return data.make(dataset, **arguments)
+
+  @parameterized.parameters(
+    itertools.product(["arrays", "data set"], [(1, 1), (2, 2), (3, 3), (2, 3)])
+  )
+  def test_replicas_share_out_every_update(self, kind, counts):
+    contributions, replicas = counts
+    made = self._made(kind, contributions)
+    self.assertEqual(made.steps_per_epoch, 3)
+    streams = [
+      _parts(made, replicas, r, count=6 * contributions)
+      for r in range(replicas)
+    ]
+    # The parts in the order of the stream.
+    stream = [p for turn in zip(*streams, strict=True) for p in turn]
+    for update in range(6):
+      begin = update * contributions
+      parts = stream[begin : begin + contributions]
+      found = [e for part in parts for e in _examples(part)]
+      first = update % 3 * 8
+      self.assertEqual(found, list(range(first, min(first + 8, 22))))
+
+  @parameterized.parameters("arrays", "data set")
+  def test_weights_make_the_mean_over_all_examples(self, kind):
+    made = self._made(kind, 4)
+    parts = [_parts(made, 4, r, count=3)[2] for r in range(4)]
+    means = [w[0] * np.mean(d[0]) for d, w in parts]
+    self.assertAlmostEqual(np.mean(means), _NUMBERS[16:].mean(), places=5)
+
+  def test_an_empty_part_counts_nothing(self):
+    made = data.make(
+      np.arange(9.0), batch_size=8, shuffle=False, num_contributions=2
+    )
+    (_, last), (_, empty) = (
+      [p[1] for p in _parts(made, 2, r, count=2)] for r in range(2)
+    )
+    self.assertEqual([last.tolist(), empty.tolist()], [[0.0], [2.0]])
+
+  @parameterized.parameters("arrays", "data set")
+  def test_resumes_at_an_update(self, kind):
+    made = self._made(kind, 2)
+    whole, rest = _parts(made, 2, 1, count=9), _parts(made, 2, 1, 4, count=5)
+    for one, other in zip(whole[4:], rest, strict=True):
+      np.testing.assert_array_equal(one[0][0], other[0][0])
+
+  def test_shuffled_epochs_have_all_examples_in_another_order(self):
+    made = data.make(_NUMBERS, batch_size=8, num_contributions=2)
+    orders = []
+    for epoch in range(2):
+      parts = [_parts(made, 2, r, 3 * epoch, count=3) for r in range(2)]
+      orders.append([e for p in sum(parts, []) for e in _examples(p)])
+      self.assertEqual(sorted(orders[-1]), _NUMBERS.tolist())
+    self.assertNotEqual(*orders)
+
+  def test_an_even_division_needs_no_weights(self):
+    made = data.make(np.zeros([32, 3]), batch_size=8, num_contributions=2)
+    (part,) = _parts(made, 2, 0, count=1)
+    self.assertLen(part, 1)
+    self.assertEqual(made.spec[0].shape, [4, 3])
+
+
+class WeightsTest(stores.TestCase):
+  """Classes weigh as Keras weighs them."""
+
+  @parameterized.parameters(
+    (np.array([0, 1, 2, 1]),),
+    (np.array([[0], [1], [2], [1]]),),
+    (np.eye(3, dtype=np.float32)[[0, 1, 2, 1]],),
+  )
+  def test_class_weight(self, labels):
+    made = data.make(
+      np.zeros([4, 2]),
+      labels,
+      class_weight={0: 3.0, 1: 0.5},
+      batch_size=4,
+      shuffle=False,
+    )
+    ((part,),) = _parts(made, 1, 0, count=1)
+    self.assertEqual(part[2].tolist(), [3.0, 0.5, 1.0, 0.5])
+
+  def test_class_weight_multiplies_sample_weight(self):
+    made = data.make(
+      np.zeros([2, 2]),
+      np.array([0, 1]),
+      sample_weight=np.array([2.0, 4.0]),
+      class_weight={0: 3.0, 1: 0.5},
+      batch_size=2,
+      shuffle=False,
+    )
+    ((part,),) = _parts(made, 1, 0, count=1)
+    self.assertEqual(part[2].tolist(), [6.0, 2.0])

@@ -1,0 +1,507 @@
+"""`fit` in one process: against Keras, with callbacks, resumed, refused."""
+
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_replicas
+from tests.fitting import models
+from tests.support import stores
+
+_QUIET = {"batch_size": 8, "shuffle": False, "verbose": 0}
+
+
+def _fit(case, **arguments):
+  case = models.CASES[case]
+  return tf_replicas.fit(
+    case.model_fn, **{**case.arguments, **_QUIET, **arguments}
+  )
+
+
+def _keras(case, **arguments):
+  case = models.CASES[case]
+  model = case.model_fn()
+  return model.fit(**{**case.arguments, **_QUIET, **arguments})
+
+
+class AgainstKerasTest(stores.TestCase):
+  """What Keras trains in one process, to float tolerance."""
+
+  @parameterized.parameters(sorted(models.CASES))
+  def test_weights_metrics_and_optimizer(self, name):
+    case = models.CASES[name]
+    ours, theirs = _fit(name, epochs=2), _keras(name, epochs=2)
+    self.assertEqual(sorted(ours.history), sorted(theirs.history))
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(
+        ours.history[key], values, rtol=case.tolerance, atol=case.tolerance
+      )
+    for one, other in zip(
+      ours.model.get_weights(), theirs.model.get_weights(), strict=True
+    ):
+      np.testing.assert_allclose(one, other, atol=case.tolerance)
+    for one, other in zip(
+      models.optimizer_variables(ours.model),
+      models.optimizer_variables(theirs.model),
+      strict=True,
+    ):
+      np.testing.assert_allclose(one, other, atol=case.tolerance)
+
+  def test_loss_scale(self):
+    """Void updates change nothing but the scale; Adam does not count them."""
+    x, y = models.CASES["half"].arguments.values()
+    ours = tf_replicas.fit(
+      models.scaled_model, x, y, epochs=4, **_QUIET
+    ).model.optimizer
+    theirs = models.scaled_model()
+    theirs.fit(x, y, epochs=4, **_QUIET)
+    theirs = theirs.optimizer
+    scale = float(theirs.dynamic_scale)
+    self.assertLess(scale, theirs.initial_scale)
+    self.assertEqual(float(ours.dynamic_scale), scale)
+    iterations = int(theirs.inner_optimizer.iterations)
+    self.assertBetween(iterations, 4, 23)  # Of 24 updates, some are void.
+    self.assertEqual(int(ours.inner_optimizer.iterations), iterations)
+    self.assertEqual(int(ours.step_counter), int(theirs.step_counter))
+    for one, other in zip(
+      ours.inner_optimizer.variables,
+      theirs.inner_optimizer.variables,
+      strict=True,
+    ):
+      np.testing.assert_allclose(one, other, atol=1e-3)
+
+  def test_validation(self):
+    case = models.CASES["momentum"]
+    data = (case.arguments["x"][:20], case.arguments["y"][:20])
+    ours = _fit("momentum", epochs=3, validation_data=data)
+    theirs = _keras("momentum", epochs=3, validation_data=data)
+    self.assertIn("val_accuracy", ours.history)
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(ours.history[key], values, rtol=1e-5)
+
+  def test_data_set(self):
+    case = models.CASES["momentum"]
+    data = tf.data.Dataset.from_tensor_slices(
+      (case.arguments["x"], case.arguments["y"])
+    ).batch(8)
+    ours = tf_replicas.fit(case.model_fn, data, epochs=2, verbose=0)
+    theirs = _keras("momentum", epochs=2)
+    np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"])
+
+  def test_function_of_the_input_context(self):
+    case = models.CASES["momentum"]
+
+    def data_fn(context):
+      self.assertEqual(context.num_input_pipelines, 1)
+      x, y = case.arguments["x"], case.arguments["y"]
+      return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+
+    ours = tf_replicas.fit(
+      case.model_fn, data_fn, epochs=2, steps_per_epoch=6, verbose=0
+    )
+    theirs = _keras("momentum", epochs=2)
+    np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"])
+
+  def test_a_second_fit_begins_anew(self):
+    first, second = _fit("momentum"), _fit("momentum")
+    self.assertEqual(first.history, second.history)
+
+  def test_trained_model_evaluates_and_predicts(self):
+    case = models.CASES["momentum"]
+    model = _fit("momentum").model
+    self.assertEqual(model.predict(case.arguments["x"], verbose=0).shape[1], 3)
+    x, y = case.arguments["x"], case.arguments["y"]
+    model.fit(x, y, verbose=0)  # By Keras alone, as before.
+
+  def test_shuffles_anew_in_every_epoch(self):
+    seen = []
+    case = models.CASES["momentum"]
+
+    class Data(keras.callbacks.Callback):
+      def on_epoch_end(self, epoch, logs=None):
+        seen.append(logs["loss"])
+
+    frozen = case.arguments | {"callbacks": [Data()], "epochs": 2}
+    tf_replicas.fit(case.model_fn, **frozen, verbose=0, batch_size=8)
+    one = list(seen)
+    tf_replicas.fit(case.model_fn, **frozen, verbose=0, batch_size=8, seed=1)
+    self.assertNotAlmostEqual(one[0], seen[2], places=6)
+
+
+class SeveralDevicesTest(stores.TestCase):
+  """44 examples by 8, which 3 devices cannot share out evenly."""
+
+  @parameterized.product(
+    replication=["between_graph", "mirrored"],
+    name=["momentum", "own_step", "recurrent", "several_outputs"],
+  )
+  def test_train_as_one(self, replication, name):
+    case = models.CASES[name]
+    # Keras' means of the losses by output are means over batches, or here over
+    # pieces, and not over examples: these must be equally large.
+    count = 2 if name == "several_outputs" else 3
+    devices = [stores.device(i) for i in range(count)]
+    ours = _fit(name, epochs=2, replication=replication, devices=devices)
+    theirs = _keras(name, epochs=2)
+    self.assertEqual(sorted(ours.history), sorted(theirs.history))
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(
+        ours.history[key], values, rtol=1e-4, atol=1e-4
+      )
+    for one, other in zip(
+      [*ours.model.get_weights(), *models.optimizer_variables(ours.model)],
+      [*theirs.model.get_weights(), *models.optimizer_variables(theirs.model)],
+      strict=True,
+    ):
+      np.testing.assert_allclose(one, other, atol=case.tolerance)
+
+  @parameterized.parameters("between_graph", "mirrored")
+  def test_what_callbacks_assign_reaches_every_device(self, replication):
+    class Change(keras.callbacks.Callback):
+      def on_epoch_end(self, epoch, logs=None):
+        for variable in self.model.trainable_variables:
+          variable.assign(variable * 0.5)
+        self.model.optimizer.learning_rate = 0.05
+
+    arguments = {"epochs": 3}
+    ours = _fit(
+      "momentum",
+      callbacks=[Change()],
+      replication=replication,
+      devices=[stores.device(i) for i in range(2)],
+      **arguments,
+    )
+    theirs = _keras("momentum", callbacks=[Change()], **arguments)
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(ours.history[key], values, rtol=1e-4)
+
+
+class _Directories(stores.TestCase):
+  """Gives tests a directory of their own."""
+
+  def directory(self):
+    """A new directory, deleted after the test."""
+    directory = tempfile.TemporaryDirectory()
+    self.addCleanup(directory.cleanup)
+    return directory.name
+
+
+class Sampling(keras.layers.Layer):
+  """Draws from the distribution that the encoder describes."""
+
+  def __init__(self):
+    """Makes the seed, a state of the layer."""
+    super().__init__()
+    self.seed_generator = keras.random.SeedGenerator(1)
+
+  def call(self, inputs):
+    """Maps mean and logarithm of the variance to a sample."""
+    mean, log_var = inputs
+    noise = keras.random.normal(keras.ops.shape(mean), seed=self.seed_generator)
+    return mean + keras.ops.exp(0.5 * log_var) * noise
+
+
+class Autoencoder(keras.Model):
+  """A variational autoencoder without `call`, as in Keras' examples."""
+
+  def __init__(self):
+    """Makes encoder, decoder and the trackers of two losses."""
+    super().__init__()
+    inputs = keras.Input([8])
+    moments = [keras.layers.Dense(2)(inputs) for _ in range(2)]
+    self.encoder = keras.Model(inputs, [*moments, Sampling()(moments)])
+    self.decoder = keras.Sequential([keras.Input([2]), keras.layers.Dense(8)])
+    self.trackers = [keras.metrics.Mean(name=name) for name in ("all", "kl")]
+
+  @property
+  def metrics(self):
+    """The trackers."""
+    return self.trackers
+
+  def train_step(self, data):
+    """Takes the inputs alone, without a tuple around them."""
+    with tf.GradientTape() as tape:
+      mean, log_var, sample = self.encoder(data)
+      error = keras.ops.mean((self.decoder(sample) - data) ** 2)
+      kl = mean**2 + keras.ops.exp(log_var) - 1 - log_var
+      kl = 0.01 * keras.ops.mean(kl)
+      loss = error + kl
+    gradients = tape.gradient(loss, self.trainable_weights)
+    self.optimizer.apply_gradients(
+      zip(gradients, self.trainable_weights, strict=True)
+    )
+    for tracker, value in zip(self.trackers, [loss, kl], strict=True):
+      tracker.update_state(value)
+    return {"loss": self.trackers[0].result(), "kl": self.trackers[1].result()}
+
+
+class OtherModelsTest(stores.TestCase):
+  """Models of Keras' examples, which draw random numbers or look words up."""
+
+  def test_variational_autoencoder(self):
+    def model_fn():
+      model = Autoencoder()
+      model.compile(keras.optimizers.Adam(0.01))
+      return model
+
+    x = np.random.default_rng(0).normal(size=[64, 2]) @ np.ones([2, 8])
+    history = tf_replicas.fit(
+      model_fn, x, batch_size=16, epochs=30, verbose=0
+    ).history
+    self.assertEqual(sorted(history), ["kl", "loss"])
+    self.assertLess(history["loss"][-1], 0.5 * history["loss"][0])
+    for kl, loss in zip(history["kl"], history["loss"], strict=True):
+      self.assertBetween(kl, 0, loss)
+
+  def test_preprocessing_layers(self):
+    words = np.array([["red"], ["green"], ["blue"]] * 16)
+
+    def model_fn():
+      lookup = keras.layers.StringLookup(
+        vocabulary=["red", "green", "blue"], output_mode="one_hot"
+      )
+      inputs = keras.Input([1], dtype="string")
+      outputs = keras.layers.Dense(1, activation="sigmoid")(lookup(inputs))
+      model = keras.Model(inputs, outputs)
+      model.compile(
+        keras.optimizers.Adam(0.1),
+        "binary_crossentropy",
+        metrics=["accuracy"],
+      )
+      return model
+
+    history = tf_replicas.fit(
+      model_fn, words, words == "red", batch_size=16, epochs=10, verbose=0
+    ).history
+    self.assertEqual(history["accuracy"][-1], 1.0)
+
+
+class CallbacksTest(_Directories):
+  """Keras' callbacks run as in `keras.Model.fit`."""
+
+  def _both(self, new_callbacks, epochs=4):
+    arguments = {"epochs": epochs}
+    ours = _fit("momentum", callbacks=new_callbacks(), **arguments)
+    theirs = _keras("momentum", callbacks=new_callbacks(), **arguments)
+    self.assertEqual(sorted(ours.history), sorted(theirs.history))
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(ours.history[key], values, rtol=1e-5)
+    return ours
+
+  def test_early_stopping_restores_the_best_weights(self):
+    ours = self._both(
+      lambda: [
+        keras.callbacks.EarlyStopping(
+          "loss", min_delta=10.0, patience=1, restore_best_weights=True
+        )
+      ]
+    )
+    self.assertLen(ours.epoch, 2)
+
+  def test_rates(self):
+    self._both(
+      lambda: [
+        keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch)),
+        keras.callbacks.ReduceLROnPlateau("loss", min_delta=1.0, patience=1),
+      ]
+    )
+
+  def test_batches_and_weights(self):
+    class Clip(keras.callbacks.Callback):
+      """Sees every batch, and assigns weights."""
+
+      batches = 0
+
+      def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        kernel = self.model.trainable_variables[0]
+        kernel.assign(keras.ops.clip(kernel, -0.3, 0.3))
+
+    clips = []
+
+    def new():
+      clips.append(Clip())
+      return [clips[-1]]
+
+    self._both(new)
+    self.assertEqual([clip.batches for clip in clips], [24, 24])
+
+  def test_files(self):
+    directory = self.directory()
+
+    def new():
+      return [
+        keras.callbacks.ModelCheckpoint(directory + "/{epoch}.keras"),
+        keras.callbacks.CSVLogger(directory + "/log.csv"),
+        keras.callbacks.TensorBoard(directory + "/board"),
+      ]
+
+    ours = _fit("momentum", callbacks=new(), epochs=2)
+    loaded = keras.models.load_model(directory + "/2.keras")
+    for one, other in zip(
+      loaded.get_weights(), ours.model.get_weights(), strict=True
+    ):
+      np.testing.assert_array_equal(one, other)
+
+
+class ResumeTest(_Directories):
+  """`train_dir` holds the training."""
+
+  def test_goes_on_after_whole_epochs(self):
+    directory = self.directory()
+    _fit("momentum", epochs=1, train_dir=directory)
+    rest = _fit("momentum", epochs=3, train_dir=directory)
+    whole = _fit("momentum", epochs=3)
+    self.assertEqual(rest.epoch, [1, 2])
+    for key, values in whole.history.items():
+      np.testing.assert_allclose(rest.history[key], values[1:], rtol=1e-6)
+
+  def test_goes_on_within_an_epoch(self):
+    directory = self.directory()
+
+    class Interrupt(keras.callbacks.Callback):
+      def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+          raise KeyboardInterrupt
+
+    with self.assertRaises(KeyboardInterrupt):
+      _fit("momentum", epochs=2, train_dir=directory, callbacks=[Interrupt()])
+    rest = _fit("momentum", epochs=2, train_dir=directory)
+    whole = _fit("momentum", epochs=2)
+    self.assertEqual(rest.epoch, [0, 1])
+    for key, values in whole.history.items():
+      np.testing.assert_allclose(rest.history[key], values, rtol=1e-6)
+
+
+class OwnStep(models.Subclassed):
+  """Its `train_step` does what `do` says."""
+
+  def __init__(self, do):
+    """Keeps what to do."""
+    super().__init__()
+    self.do = do
+    self.foreign = tf.Variable(1.0, name="mine")
+
+  def train_step(self, data):
+    """Calls `do`."""
+    return self.do(self, data)
+
+
+def _read_foreign(model, data):
+  loss = model.foreign * tf.reduce_mean(data[0])
+  model.optimizer.apply([tf.fill([4, 6], loss)], model.trainable_variables[:1])
+  return {"loss": loss}
+
+
+def _own(do):
+  def model_fn():
+    model = OwnStep(do)
+    model(tf.zeros([1, 4]))
+    model.compile("sgd", "mse")
+    return model
+
+  return model_fn
+
+
+def _with(**arguments):
+  def model_fn():
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    model.compile(**({"optimizer": "sgd", "loss": "mse"} | arguments))
+    return model
+
+  return model_fn
+
+
+_X, _Y = np.ones([8, 4], np.float32), np.ones([8, 1], np.float32)
+
+
+class _SetRate(keras.callbacks.Callback):
+  """Sets the rate of one of two optimizers."""
+
+  def on_epoch_end(self, epoch, logs=None):
+    """Sets it."""
+    self.model.critic_optimizer.learning_rate = 0.001
+
+
+class RefusedTest(stores.TestCase):
+  """Mistakes end in one line that names argument, rule and value."""
+
+  @parameterized.parameters(
+    (_own(_read_foreign), "only variables that the model tracks.*mine"),
+    (_own(lambda model, data: {}), "must apply gradients.*no call of `apply`"),
+    (lambda: 3, "must return a model of Keras 3.*builtins.int"),
+    (lambda: keras.Sequential([keras.layers.Dense(1)]), "a compiled model"),
+    (_with(run_eagerly=True), "run_eagerly=False"),
+    (_with(jit_compile=True), "jit_compile='auto'` or False"),
+    (
+      lambda: _with(
+        optimizer=keras.optimizers.SGD(
+          0.1, use_ema=True, ema_overwrite_frequency=3
+        )
+      )(),
+      "`ema_overwrite_frequency=None`.*Received: 3",
+    ),
+    (
+      lambda: _with(
+        optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+      )(),
+      "`gradient_accumulation_steps=None`.*replicas_to_aggregate",
+    ),
+    (_with()(), "`model_fn` must be a function"),
+  )
+  def test_model(self, model_fn, words):
+    with self.assertRaisesRegex((TypeError, ValueError), words):
+      tf_replicas.fit(model_fn, _X, _Y, verbose=0)
+
+  @parameterized.parameters(
+    ({"x": "text"}, "`x` and `y` must be arrays.*Received: a str"),
+    ({"x": _X, "y": _Y[:3]}, r"equally many examples. Received: \[3, 8\]"),
+    ({"x": _X[:0], "y": _Y[:0]}, "must have examples"),
+    ({"x": _X, "y": _Y, "batch_size": 0}, "`batch_size` must be at least 1"),
+    ({"x": _X, "y": _Y, "steps_per_epoch": 9}, "must be at most 1"),
+    ({"x": _X, "sample_weight": _Y}, "`sample_weight` needs `y`"),
+    ({"x": _X, "y": _Y, "rule": "sync"}, "`rule` must be made by"),
+    ({"x": _X, "y": _Y, "replication": "x"}, "must be one of between_graph"),
+    (
+      {"x": tf.data.Dataset.from_tensors((_X, _Y)), "y": _Y},
+      "`y` must not be given",
+    ),
+    (
+      {"x": tf.data.Dataset.from_tensors((_X, _Y)).repeat()},
+      "`steps_per_epoch` must be given.*endless",
+    ),
+    ({"x": lambda context: 3, "steps_per_epoch": 1}, "must return a `tf.data"),
+    ({"x": lambda context: 3}, "`steps_per_epoch` must be given"),
+  )
+  def test_data(self, arguments, words):
+    with self.assertRaisesRegex((TypeError, ValueError), words):
+      tf_replicas.fit(_with(), **arguments, verbose=0)
+
+  @parameterized.parameters(
+    ({"rule": tf_replicas.Async()}, "must be made by `Sync`.*3 times"),
+    (
+      {"callbacks": [_SetRate()], "epochs": 2},
+      "several optimizers that take turns must not be set",
+    ),
+  )
+  def test_with_several_optimizers(self, arguments, words):
+    with self.assertRaisesRegex(ValueError, words):
+      _fit("adversaries", **arguments)
+
+  def test_not_a_number_ends_the_training(self):
+    bad = np.full([8, 4], np.nan, np.float32)
+    with pytest.raises(
+      tf_replicas.NonFiniteGradientError, match="this process"
+    ):
+      tf_replicas.fit(_with(), bad, _Y, verbose=0)
+
+  def test_a_cluster_without_a_role(self):
+    spec = tf_replicas.cluster.parse(
+      {"cluster": {"ps": ["localhost:1"], "worker": ["localhost:2"]}}
+    )
+    with self.assertRaisesRegex(ValueError, "tf_replicas.launch"):
+      tf_replicas.fit(_with(), _X, _Y, cluster=spec)

@@ -1,0 +1,53 @@
+"""Tests of `programs.listing`, by `python -m` of a package."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import binaries
+
+# Fails if TensorFlow is imported.
+_RUN = """
+import runpy, sys
+sys.modules["tensorflow"] = sys.modules["keras"] = None
+runpy.run_module(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+  "package, names",
+  [
+    ("cifar10", ["train", "multi_gpu_train", "distributed_train", "eval"]),
+    ("inception_mini", ["train", "distributed_train", "build_image_data"]),
+    ("tf_replicas", []),
+  ],
+)
+def test_lists_programs(package, names):
+  result = subprocess.run(
+    [sys.executable, "-c", _RUN, package],
+    cwd=binaries.ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  lines = [line.split(maxsplit=3) for line in result.stdout.splitlines()]
+  listed = {line[2]: line[3] for line in lines if line[:1] == ["python"]}
+  assert {f"{package}.{name}" for name in names} <= listed.keys()
+  assert (
+    "cifar10.workload" not in listed and f"{package}.__main__" not in listed
+  )
+  if package != "inception_mini":
+    assert listed["cifar10.train"].startswith("Trains CIFAR-10 on one device")
+
+
+def test_help_has_every_flag_in_its_group():
+  output = binaries.run("cifar10.distributed_train", "--help").stdout
+  groups = ["Training", "Run", "Devices", "Cluster", "Update rule"]
+  places = [output.index(f"\n{group}:\n") for group in groups]
+  assert places == sorted(places)
+  assert output.index("--update:") > places[4]
+  assert places[3] < output.index("--job_name:") < places[4]
+  for name in ("--max_staleness", "--wire_dtype", "--[no]use_locking"):
+    assert f"\n  {name}:" in output
+  assert "--dataset=synthetic \\\n" in output

@@ -1,0 +1,46 @@
+"""Tests of `programs.task_runner`; the binaries' tests show the rest."""
+
+import pytest
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.programs import run_options
+from tf_replicas.programs import task_runner
+
+
+def staircase(seen: int) -> float:
+  """Falls by a half every 100 examples."""
+  return 0.5 ** (seen // 100)
+
+
+@pytest.mark.parametrize(
+  ("rate_fn", "seen", "limit", "expected"),
+  [
+    (None, 0, 7, 7),
+    (lambda seen: 0.1, 0, 7, 7),
+    (staircase, 0, 7, 4),  # At 0, 32, 64 and 96 examples.
+    (staircase, 0, 3, 3),
+    (staircase, 90, 7, 1),
+    (lambda seen: 1.0 / (1 + seen), 0, 7, 1),
+    (staircase, 0, 1, 1),
+  ],
+)
+def test_updates_of_one_call_have_one_rate(rate_fn, seen, limit, expected):
+  assert task_runner.updates_at_one_rate(rate_fn, seen, 32, limit) == expected
+
+
+@pytest.mark.parametrize(
+  ("message", "words"),
+  [
+    ("/a/file; No such file or directory", "TensorFlow failed in worker 1: "),
+    (
+      "Resource rules/x does not exist.",
+      "worker 1 lost touch with the cluster",
+    ),
+  ],
+)
+def test_a_missing_file_is_no_lost_cluster(message, words):
+  spec = cluster.parse({"cluster": {"ps": ["a:1"], "worker": ["b:1", "c:1"]}})
+  options = run_options.Options(spec, "run", cluster.Task("worker", 1))
+  error = tf.errors.NotFoundError(None, None, message)
+  assert task_runner._one_line(error, options).startswith(words)

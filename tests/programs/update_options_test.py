@@ -1,0 +1,80 @@
+"""Tests of `programs.update_options`; see `run_options_test` for its checks."""
+
+import dataclasses
+
+import keras
+import pytest
+
+from tf_replicas import cluster
+from tf_replicas.programs import update_options
+from tf_replicas.rules.asynchronous import async_replicas
+from tf_replicas.rules.periodic import periodic_optimizer
+from tf_replicas.rules.sync import sync_replicas
+
+# What the rules need besides their names.
+NEEDED = {
+  "bounded_staleness": {"max_staleness": 2},
+  "drop_stale": {"max_staleness": 2},
+  "delay_compensated": {"delay_compensation": 0.1},
+  "softsync": {"softsync_n": 2},
+}
+FIELDS = dataclasses.fields(update_options.UpdateSettings)
+
+
+def make(*rules, num_replicas=4, **given):
+  """The rule of these settings, which `check` accepts."""
+  for name in rules:
+    given |= NEEDED.get(name, {})
+  settings = update_options.UpdateSettings(rules, **given)
+  update_options.check(settings, num_replicas)
+  new_rule = update_options.rule_fn(settings, num_replicas)
+  return new_rule(keras.optimizers.SGD(0.1))
+
+
+@pytest.mark.parametrize("name", update_options.RULES)
+def test_every_rule_is_made(name):
+  made = make(name)
+  expected = async_replicas.AsyncReplicasOptimizer
+  if name == "sync":
+    expected = sync_replicas.SyncReplicasOptimizer
+  elif update_options.RULES[name].period:
+    expected = periodic_optimizer.PeriodicOptimizer
+  assert isinstance(made, expected)
+  assert made.total_num_replicas == 4
+
+
+@pytest.mark.parametrize("name", ["sync", "model_average"])
+def test_an_update_waits_for_this_many(name):
+  assert make(name).replicas_to_aggregate == 4
+  assert make(name, replicas_to_aggregate=3).replicas_to_aggregate == 3
+
+
+@pytest.mark.parametrize(
+  "rules, given, expected",
+  [
+    (["sync"], {}, 4),
+    (["sync"], {"replicas_to_aggregate": 3}, 3),
+    (["async"], {}, 1),
+    (["softsync", "drop_stale"], {"softsync_n": 2, "max_staleness": 1}, 2),
+    (["accumulated_gradients"], {}, 1),
+  ],
+)
+def test_contributions_in_an_update(rules, given, expected):
+  settings = update_options.UpdateSettings(tuple(rules), **given)
+  assert update_options.replicas_to_aggregate(settings, 4) == expected
+
+
+@pytest.mark.parametrize(
+  "field", [f for f in FIELDS if f.metadata["of"]], ids=lambda f: f.name
+)
+def test_a_setting_is_refused_by_rules_that_ignore_it(field):
+  value = field.metadata["choices"][0] if field.metadata["choices"] else 0.5
+  if "int" in field.type:
+    value = 2
+  if field.type == "bool":
+    value = True
+  for name in set(update_options.RULES) - set(field.metadata["of"]):
+    settings = {field.name: value, **NEEDED.get(name, {})}
+    settings = update_options.UpdateSettings((name,), **settings)
+    with pytest.raises(cluster.ClusterError, match=f"`--{field.name}` is for "):
+      update_options.check(settings, 4)

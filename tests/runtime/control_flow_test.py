@@ -1,0 +1,53 @@
+"""Tests for runtime.control_flow."""
+
+import tensorflow as tf
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from tf_replicas.runtime import control_flow
+
+
+class RunIfTest(parameterized.TestCase):
+  @parameterized.product(condition=[True, False], is_eager=[True, False])
+  def test_runs_only_if_the_condition_holds(self, condition, is_eager):
+    total = tf.Variable(0)
+
+    def run(condition):
+      ran = control_flow.run_if(condition, lambda: total.assign_add(5))
+      with tf.control_dependencies([ran]):
+        return ran, total.read_value()
+
+    run = run if is_eager else tf.function(run, autograph=False)
+    ran, seen = run(tf.constant(condition))
+    self.assertEqual(bool(ran), condition)
+    self.assertEqual(int(seen), 5 * condition)
+
+  def test_fn_may_return_nothing(self):
+    total = tf.Variable(0)
+
+    @tf.function(autograph=False)
+    def run():
+      def fn():
+        total.assign_add(1)
+
+      return control_flow.run_if(tf.constant(True), fn)
+
+    self.assertTrue(bool(run()))
+    self.assertEqual(int(total), 1)
+
+
+class DoneTest(absltest.TestCase):
+  def test_comes_after_operations_tensors_and_none(self):
+    log = []
+
+    @tf.function(autograph=False)
+    def run(one):
+      value = tf.numpy_function(lambda x: log.append(1) or x, [one], tf.float32)
+      return control_flow.done([value, None], value.op)
+
+    self.assertTrue(bool(run(tf.constant(1.0))))
+    self.assertEqual(log, [1])
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,44 @@
+"""Tests for runtime.keras_internals."""
+
+import keras
+import tensorflow as tf
+from absl.testing import absltest
+
+from tf_replicas.runtime import keras_internals
+
+
+class KerasInternalsTest(absltest.TestCase):
+  def test_classes_that_keras_lacks_are_left_out(self):
+    self.assertEqual(
+      keras_internals.optimizer_classes("SGD", "NoSuchOptimizer"),
+      (keras.optimizers.SGD,),
+    )
+
+  def test_a_rate_is_a_variable_or_a_schedule(self):
+    optimizer = keras.optimizers.SGD(0.5)
+    rate = keras_internals.learning_rate(optimizer)
+    self.assertIsInstance(rate, keras.Variable)
+    self.assertEqual(float(rate), 0.5)
+    self.assertFalse(keras_internals.has_schedule(optimizer))
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
+    optimizer = keras.optimizers.SGD(schedule)
+    self.assertIs(keras_internals.learning_rate(optimizer), schedule)
+    self.assertTrue(keras_internals.has_schedule(optimizer))
+
+  def test_variables_have_different_ids(self):
+    variables = [tf.Variable(0.0), tf.Variable(0.0)]
+    self.assertLen(set(map(keras_internals.variable_id, variables)), 2)
+
+  def test_excluded_variables_are_copied(self):
+    source = keras.optimizers.AdamW(0.1)
+    source.exclude_from_weight_decay(var_names=["bias"])
+    target = keras.optimizers.AdamW(0.1)
+    variables = [keras.Variable(0.0, name=name) for name in ("kernel", "bias")]
+    keras_internals.copy_weight_decay_exclusions(source, target)
+    self.assertEqual(
+      [target._use_weight_decay(v) for v in variables], [True, False]
+    )
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,62 @@
+"""Tests of workarounds."""
+
+import threading
+import time
+from unittest import mock
+
+import tensorflow as tf
+from absl.testing import absltest
+from tensorflow.python.eager import cancellation
+from tensorflow.python.eager import context
+
+from tests.support import stores
+from tf_replicas.runtime import patches
+
+
+class CancellationTest(stores.TestCase):
+  def test_cancels_what_runs_under_it_and_nothing_else(self):
+    patches.keep_cancellation_to_its_thread()
+    queue = stores.namespace().queue("awaited", [tf.int32])
+    manager = cancellation.CancellationManager()
+    wait = tf.function(queue.dequeue).get_concrete_function()
+    ends = {}
+
+    def start(name, run):
+      def run_to_the_end():
+        try:
+          ends[name] = int(run()[0])
+        except tf.errors.CancelledError:
+          ends[name] = "cancelled"
+
+      thread = threading.Thread(target=run_to_the_end, daemon=True)
+      thread.start()
+      time.sleep(0.3)  # Until it waits.
+      return thread
+
+    cancelled = start("closure", manager.get_cancelable_function(wait))
+    other = start("other", wait)
+    manager.start_cancel()
+    cancelled.join(timeout=10)
+    queue.enqueue([tf.constant(5)])
+    other.join(timeout=10)
+    self.assertEqual(ends, {"closure": "cancelled", "other": 5})
+
+
+class WaitingForNobodyTest(absltest.TestCase):
+  """That a save needs it shows in `faults_test`."""
+
+  def test_others_wait_meanwhile_and_everybody_after(self):
+    with mock.patch.object(patches, "_async_wait") as wait:
+      with patches.waiting_for_nobody():
+        context.async_wait()
+        self.assertEqual(wait.call_count, 0)
+        other = threading.Thread(target=lambda: context.async_wait())
+        other.start()
+        other.join()
+        self.assertEqual(wait.call_count, 1)
+      context.async_wait()
+      self.assertEqual(wait.call_count, 2)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,59 @@
+"""Tests of `waiting`: waits have words."""
+
+import re
+import threading
+import time
+
+import pytest
+
+from tf_replicas.runtime import waiting
+
+
+@pytest.fixture
+def words():
+  logs, spoken = [], threading.Event()
+
+  def log(line):
+    logs.append(line)
+    spoken.set()
+
+  words = waiting.WaitLogger(every_secs=0.05, log=log)
+  yield words, logs, spoken
+  words.stop()
+
+
+def test_a_wait_that_began_earlier_is_told_in_full():
+  with pytest.raises(TimeoutError, match="worker 1: gave up after 101 s"):
+    waiting.await_value(
+      lambda: None,
+      timeout_secs=101.0,
+      what="worker 1",
+      since=time.monotonic() - 100.5,
+    )
+
+
+class TestWords:
+  def test_a_long_wait_has_words(self, words):
+    words, logs, spoken = words
+    with words.during("waiting for the chief"):
+      assert spoken.wait(30)
+    assert re.fullmatch(r"waiting for the chief: \d+ s so far", logs[0])
+
+  def test_an_end_of_the_wait_ends_the_words(self, words):
+    words, logs, spoken = words
+    with pytest.raises(ValueError), words.during("a step"):
+      assert spoken.wait(30)
+      raise ValueError
+    count = len(logs)
+    time.sleep(0.5)
+    assert len(logs) <= count + 1  # One was perhaps being said.
+
+  def test_short_waits_have_none(self):
+    logs = []
+    words = waiting.WaitLogger(every_secs=2.0, log=logs.append)
+    end = time.monotonic() + 3.0
+    while time.monotonic() < end:
+      with words.during("a step"):
+        time.sleep(0.01)
+    words.stop()
+    assert not logs

@@ -1,0 +1,91 @@
+"""What the tests of the CIFAR-10 binaries share."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+
+from cifar10 import model
+from tf_replicas.session import checkpoints
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LOG_LINE = re.compile(
+  r"^(?:\[\w+ \d\] )?[-\d]+ [:.\d]+: step (\d+), loss = ([\d.]+) "
+  r"\([\d.]+ examples/sec; [\d.]+ sec/batch\)$",
+  re.MULTILINE,
+)
+TEST_FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
+
+
+def command(module: str, *flags: str) -> list[str]:
+  """The command line of a binary."""
+  return [sys.executable, "-m", module, *flags]
+
+
+def environ() -> dict[str, str]:
+  """An environment without GPUs and without a cluster."""
+  variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+  variables.pop("TF_CONFIG", None)
+  return variables
+
+
+def run(
+  module: str, *flags: str, timeout: float = 300
+) -> subprocess.CompletedProcess:
+  """Runs a binary to its end."""
+  return subprocess.run(
+    command(module, *flags),
+    cwd=ROOT,
+    env=environ(),
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+    check=False,
+  )
+
+
+def succeed(module: str, *flags: str, timeout: float = 300) -> str:
+  """Runs a binary, which ends well; returns what it printed."""
+  result = run(module, *flags, timeout=timeout)
+  assert result.returncode == 0, result.stdout + result.stderr
+  assert "Traceback" not in result.stderr
+  return result.stdout
+
+
+def refuse(module: str, words: str, *flags: str, status: int = 2) -> None:
+  """Runs a binary, which ends with one line of error and nothing else."""
+  result = run(module, *flags, timeout=300)
+  assert result.returncode == status, result.stdout + result.stderr
+  (error,) = result.stderr.splitlines()
+  assert error.startswith("error: ")
+  assert words in error
+
+
+def logged_steps(output: str) -> list[int]:
+  """The steps of all log lines."""
+  return [int(step) for step, _ in LOG_LINE.findall(output)]
+
+
+def save_checkpoint(train_dir, *, seed: int, average_seed: int) -> str:
+  """Writes a checkpoint of two untrained networks: weights and averages."""
+  values = {"global_step": np.int64(7)}
+  for prefix, number in (("variables", seed), ("averages", average_seed)):
+    for weight in model.build(seed=number).weights:
+      values[f"{prefix}/{weight.path}"] = weight.numpy()
+  return checkpoints.save(train_dir, values)
+
+
+def make_record_files(data_dir: pathlib.Path) -> None:
+  """Makes files of the official layout: grey noise, classes by turns."""
+  size, number = 3073, 10_000
+  records = np.random.default_rng(0).integers(
+    0, 256, [number, size], dtype=np.uint8
+  )
+  records[:, 0] = np.arange(number) % 10
+  for name in TEST_FILES[:-1]:  # Holes of the file system.
+    with open(data_dir / name, "wb") as file:
+      file.truncate(number * size)
+  (data_dir / TEST_FILES[-1]).write_bytes(records.tobytes())

@@ -1,0 +1,229 @@
+"""Which tier a test belongs to, and the guard of those that start nothing.
+
+The tier follows from the code of a test: of its function and its parameters, of
+the fixtures that it uses, and of what these name in `tests`. Where that code
+does not say it, `EXCEPTIONS` does.
+"""
+
+import ast
+import functools
+import inspect
+import multiprocessing.util
+import os
+import sys
+import types
+from collections.abc import Iterable
+from collections.abc import Iterator
+
+import pytest
+
+TIERS = {
+  "unit": "starts no process",
+  "program": "starts programs of one process, or computes for long",
+  "cluster": "starts clusters of real processes",
+  "faults": "kills, freezes or restarts processes",
+}
+# A test that takes longer hangs. On a busy machine all of them are slow, and
+# `trials.DEADLINE_SECS` should strike first, as its error shows the logs.
+DEADLINE_SECS = {"unit": 300, "program": 600, "cluster": 900, "faults": 900}
+
+# Beginnings of node ids. The longest that fits counts.
+EXCEPTIONS = {
+  # Their parameters are functions that they do not call, or in vain.
+  "tests/tiers_test.py::test_a_unit_test_starts_no_process": "unit",
+  "tests/tiers_test.py::test_a_tier_follows_from_the_code": "unit",
+  # By binaries that start the other processes themselves.
+  "tests/cifar10/distributed_train_test.py::TestTraining": "cluster",
+  "tests/cifar10/distributed_train_test.py::TestSwitching": "cluster",
+  "tests/cifar10/distributed_train_test.py::TestAsynchronous": "cluster",
+  "tests/cifar10/distributed_train_test.py::test_a_parameter_server_needs": (
+    "cluster"
+  ),
+  "tests/inception_mini/binaries_test.py::test_trains": "cluster",
+  "tests/inception_mini/binaries_test.py::test_statistics": "cluster",
+  "tests/inception_mini/binaries_test.py::test_evaluates": "cluster",
+  "tests/inception_mini/binaries_test.py::test_fine_tunes": "cluster",
+  "tests/inception_mini/binaries_test.py::test_a_pretrained": "cluster",
+  "tests/inception_mini/binaries_test.py::test_a_damaged": "cluster",
+  "tests/programs/launcher_test.py::test_one_training_goes": "cluster",
+  "tests/lost_updates_test.py::test_locking_loses_nothing": "cluster",
+  "tests/cluster/slurm_test.py::test_a_job": "cluster",
+  # They start no process, but train by every rule.
+  "tests/conformance/rules_test.py": "program",
+  # By functions of the experiments.
+  "tests/experiments/real_processes_test.py::TrainTest": "program",
+  # They start no process, but evaluate 1,000 images, build four networks of
+  # Inception, or trace two rules and a change for every replica.
+  "tests/cifar10/eval_test.py::test_measures": "program",
+  "tests/cifar10/eval_test.py::test_mean_of_the_views": "program",
+  "tests/cifar10/eval_test.py::test_tensorboard": "program",
+  "tests/cifar10/eval_test.py::test_does_without_matplotlib": "program",
+  "tests/inception_mini/workload_test.py::test_the_loss_is_of": "program",
+  "tests/rules/switching_test.py::SwitchingTest": "program",
+  # By scenarios in which a process dies or fails.
+  "tests/faults_test.py": "faults",
+  "tests/drivers/mirrored_test.py::TestProcesses::test_all_refuse": "faults",
+  "tests/drivers/mirrored_test.py::TestProcesses::test_the_others": "faults",
+  "tests/drivers/mirrored_test.py::TestProcesses::test_a_process": "faults",
+  "tests/drivers/mirrored_test.py::TestProcesses::test_a_killed": "faults",
+}
+
+# In the README's test command: one of each kind of use.
+QUICK = (
+  "tests/async_oracle_test.py::test_real_processes",
+  "tests/cifar10/distributed_train_test.py::TestTraining::test_both_drivers",
+  "tests/drivers/between_graph_test.py::test_backup",
+  "tests/drivers/between_graph_test.py::test_two_workers",
+  "tests/drivers/in_graph_test.py::test_two_workers",
+  "tests/equivalence_test.py::test_three_replicas_equal_one[between_graph-m",
+  "tests/faults_test.py::test_training_waits_for_the_restart",
+  "tests/readme_test.py::test_the_foreign_training_loop_trains",
+)
+
+_STARTS = {"Popen", "run", "call", "check_call", "check_output"}
+_ENDS = {"kill", "send_signal", "SIGKILL", "SIGSTOP", "SIGTERM"}
+
+
+def of(item: pytest.Item) -> str:
+  """The tier of a test."""
+  told = [name for name in EXCEPTIONS if item.nodeid.startswith(name)]
+  if told:
+    return EXCEPTIONS[max(told, key=len)]
+  return of_functions(_functions(item), item.cls)
+
+
+def of_functions(functions: Iterable[object], cls: type | None) -> str:
+  """The tier of a test that runs these functions; `cls` is their `self`."""
+  facts = frozenset().union(*(_facts(each, cls) for each in functions))
+  if "starts" not in facts:
+    return "unit"
+  if "ends" in facts:
+    return "faults"
+  return "cluster" if "cluster" in facts else "program"
+
+
+def _functions(item: pytest.Item) -> Iterator[object]:
+  """Of the test, of its class and of its fixtures."""
+  yield item.function
+  for name in ("setUp", "setUpClass"):
+    if hasattr(item.cls, name):
+      yield getattr(item.cls, name)
+  for definitions in item._fixtureinfo.name2fixturedefs.values():
+    yield from (definition.func for definition in definitions)
+
+
+@functools.cache
+def _facts(function: object, cls: type | None) -> frozenset[str]:
+  """What the code of `tests` that `function` reaches does."""
+  facts, seen, left = set(), set(), [function]
+  while left:
+    code = _plain(left.pop())
+    if code is None or code in seen:
+      continue
+    seen.add(code)
+    node = _definitions(code.__code__.co_filename).get(
+      code.__code__.co_firstlineno
+    )
+    if node is None:
+      continue
+    is_test = code.__module__.endswith("_test")
+    for name, value in _named(node, code.__globals__, cls):
+      owner = getattr(value, "__module__", None)
+      if owner == "subprocess" and name in _STARTS:
+        facts.add("starts")
+      elif name == "LocalCluster":
+        facts |= {"starts", "cluster"}
+      elif is_test and name in _ENDS:
+        facts.add("ends")
+      left.append(value)
+  return frozenset(facts)
+
+
+def _plain(value: object) -> types.FunctionType | None:
+  """The function that a call of `value` runs, if it is one of `tests`."""
+  while isinstance(value, functools.partial):
+    value = value.func
+  if isinstance(value, type):
+    value = value.__init__
+  if isinstance(value, types.MethodType):
+    value = value.__func__
+  if not isinstance(value, types.FunctionType):
+    return None
+  value = inspect.unwrap(value)
+  return value if value.__module__.startswith("tests.") else None
+
+
+@functools.cache
+def _definitions(path: str) -> dict[int, ast.AST]:
+  """The functions of a file by their first lines."""
+  if not os.path.exists(path):  # Made while it ran, as by `dataclasses`.
+    return {}
+  with open(path, encoding="utf-8") as file:
+    tree = ast.parse(file.read())
+  return {
+    min([node.lineno, *(d.lineno for d in node.decorator_list)]): node
+    for node in ast.walk(tree)
+    if isinstance(node, ast.FunctionDef)
+  }
+
+
+def _named(
+  node: ast.AST, names: dict, cls: type | None
+) -> Iterator[tuple[str, object]]:
+  """The last name and the value of what the code refers to."""
+  for part in ast.walk(node):
+    if isinstance(part, ast.Name):
+      yield part.id, names.get(part.id)
+    elif isinstance(part, ast.Attribute):
+      owner = None
+      if isinstance(part.value, ast.Name):
+        name = part.value.id
+        owner = cls if name in ("self", "cls") else names.get(name)
+      yield part.attr, getattr(owner, part.attr, None)
+
+
+class ProcessStarted(AssertionError):
+  """A test of the tier `unit` starts a process."""
+
+
+_SPAWN = "tests.spawn"
+_EVENTS = {
+  "os.fork",
+  "os.forkpty",
+  "os.posix_spawn",
+  "os.spawn",
+  "os.system",
+  "subprocess.Popen",
+  _SPAWN,
+}
+
+
+class Guard:
+  """Refuses to start a process while it is up.
+
+  Attributes:
+    is_up: Whether it refuses.
+    refused: What it refused, for those who hide its error.
+  """
+
+  def __init__(self):
+    self.is_up = False
+    self.refused: list[str] = []
+    # Neither can be taken back; this one tells nobody when it starts one.
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def audited(path, arguments, descriptors):
+      sys.audit(_SPAWN, path, arguments)
+      return spawn(path, arguments, descriptors)
+
+    multiprocessing.util.spawnv_passfds = audited
+    sys.addaudithook(self._hear)
+
+  def _hear(self, event: str, arguments: tuple) -> None:
+    if self.is_up and event in _EVENTS:
+      what = f"{event}{arguments[:2]}"
+      self.refused.append(what)
+      raise ProcessStarted(
+        f"{what}: a test of the tier `unit` starts no process. If it should,"
+        " its code does not say so: add it to `tests.support.tiers.EXCEPTIONS`."
+      )

@@ -1,0 +1,1087 @@
+"""One task of a test's cluster: runs a scenario of this file, by its name.
+
+  python cluster_task.py SCENARIO ARGUMENTS JOB INDEX
+
+ARGUMENTS is a JSON document, see `conftest.Trial`, which starts it. Tasks and
+test tell each other that something happened by marks: files in a directory.
+"""
+
+import faulthandler
+import functools
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.data.experimental.ops import testing
+
+from tests.support import fast_start  # noqa: F401, before what imports TensorFlow
+from tf_replicas import cluster
+from tf_replicas.drivers import between_graph
+from tf_replicas.drivers import heartbeat_table
+from tf_replicas.drivers import heartbeats
+from tf_replicas.drivers import in_graph
+from tf_replicas.drivers import server
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import protocol
+from tf_replicas.rules import switch_conditions
+from tf_replicas.rules import switching
+from tf_replicas.rules.asynchronous import async_replicas
+from tf_replicas.rules.asynchronous import staleness
+from tf_replicas.rules.periodic import periodic_averaging
+from tf_replicas.rules.sync import sync_replicas
+from tf_replicas.runtime import processes
+from tf_replicas.runtime import resources
+from tf_replicas.runtime import waiting
+from tf_replicas.session import training
+from tf_replicas.store import moving_averages
+
+MARK_TIMEOUT_SECS = 350.0
+# Of the constant gradients: plain gradient descent takes steps of twice them.
+LEARNING_RATE = 2.0
+# A gradient that must never be applied.
+POISON = 1000.0
+
+
+class Here:
+  """This task, and what its scenario needs of the outer world."""
+
+  def __init__(self, arguments: dict, job: str, index: int):
+    self.spec = cluster.parse(arguments["spec"])
+    self.task = cluster.Task(job, index)
+    self.options = arguments["options"]
+    self.is_in_graph = arguments["replication"] == "in_graph"
+    self.directory = pathlib.Path(arguments["directory"])
+
+  @property
+  def serves(self) -> bool:
+    """Whether this task only serves."""
+    return self.task.job == "ps" or (
+      self.is_in_graph and self.task.job == "worker"
+    )
+
+  @property
+  def num_replicas(self) -> int:
+    """How many tasks compute gradients."""
+    if self.is_in_graph:
+      return self.spec.num_tasks("worker")
+    return len(self.spec.replicas)
+
+  def serve(self) -> None:
+    """Serves to the end; exits with the error if training failed."""
+    namespaces = self.options.get("namespaces", [""])
+    outcome = server.serve(self.spec, self.task, namespaces=namespaces)
+    if outcome != heartbeats.FINISHED:
+      sys.exit(f"training ended with: {outcome}")
+
+  def driver(self, replica_fn, optimizer_fn, namespace=""):
+    """A driver of this cluster."""
+    driver = (
+      in_graph.InGraph if self.is_in_graph else between_graph.BetweenGraph
+    )
+    return driver(
+      self.spec,
+      self.task,
+      replica_fn,
+      optimizer_fn,
+      start_timeout_secs=self.options.get("start_timeout_secs", 60),
+      lost_after_secs=self.options.get("lost_after_secs", 20),
+      namespace=namespace,
+    )
+
+  def mark(self, name: str) -> None:
+    """Says that `name` happened."""
+    (self.directory / name).touch()
+
+  def await_mark(self, name: str) -> None:
+    """Waits until `name` happened."""
+    waiting.await_value(
+      (self.directory / name).exists,
+      timeout_secs=MARK_TIMEOUT_SECS,
+      what=f"waiting for the mark {name}",
+      poll_secs=0.01,
+    )
+
+  def report(self, values: dict, name: str = "chief") -> None:
+    """Leaves `values` for the test."""
+    (self.directory / f"{name}.json").write_text(json.dumps(values))
+
+  def count(self, name: str) -> int:
+    """How often this was called with `name`, in all incarnations."""
+    number = len(list(self.directory.glob(f"{name}_*")))
+    self.mark(f"{name}_{number}")
+    return number
+
+
+def train(here: Here, driver, run_chief) -> None:
+  """Plays this client's part: `run_chief` on the chief, else contributes.
+
+  What the chief returns is reported, with the counts and the final state.
+  """
+  try:
+    if driver.is_chief:
+      values = run_chief()
+      values["counts"] = [c[:3] for c in driver.counts()]
+      values["refused"] = [c.refused for c in driver.counts()]
+      values["state"] = as_lists(driver.store.state())
+      values["global_step"] = driver.global_step
+      here.report(values)
+    else:
+      driver.run_replica()
+  except Exception as error:
+    driver.close(error)
+    raise
+  if driver.is_chief:
+    here.mark("over")
+  driver.close()
+
+
+def as_lists(tensors: dict) -> dict:
+  """Tensors by name, as JSON has them."""
+  return {name: np.asarray(t).tolist() for name, t in tensors.items()}
+
+
+class Recorder:
+  """Steps of the chief and what they led to."""
+
+  def __init__(self, driver):
+    self._driver = driver
+    self.steps: list[dict] = []
+
+  def step(self, times: int = 1) -> None:
+    """Makes steps."""
+    for _ in range(times):
+      result = self._driver.step()
+      self.steps.append(
+        {
+          "global_step": result.global_step,
+          "loss": result.loss,
+          "num_examples": result.num_examples,
+          "state": as_lists(self._driver.store.state()),
+          "bytes_waiting": self._sizes(),
+        }
+      )
+
+  def _sizes(self) -> list[list[int]]:
+    """Elements of every gradient queue: by PS task, then by replica."""
+    queues = self._driver.rule._contributions._gradients._queues
+    return [[int(queue.size()) for queue in row] for row in queues]
+
+
+def inbox_size(driver) -> int:
+  """How many messages wait for the chief."""
+  return int(driver.rule._contributions._inbox.size())
+
+
+def await_offers(driver, number: int) -> None:
+  """Waits until `number` replicas have offered and nobody was answered."""
+  waiting.await_value(
+    lambda: inbox_size(driver) == number,
+    timeout_secs=MARK_TIMEOUT_SECS,
+    what=f"waiting for {number} offers",
+    poll_secs=0.01,
+  )
+
+
+# Gradients that do not depend on the variables, after test2Workers of TF1's
+# sync_replicas_optimizer_test.py.
+
+
+def constant_replica(here: Here, gate=None, is_poisonous=False):
+  """Worker w's gradients: 0.1 + 0.2 w for v0, 0.9 + 0.2 w for v1, and
+
+  0.1 + 0.2 w for row w of v2. Nobody has one for `nobody`; where every worker
+  has a program of its own, only worker 1 has one for `only_1`: 0.7.
+
+  Args:
+    here: This task.
+    gate: Called with the number of each batch before it is there.
+    is_poisonous: Whether all gradients are `POISON` instead.
+  """
+  is_worker_1 = not here.is_in_graph and here.task == cluster.Task("worker", 1)
+
+  def loss_fn(parameters, g0, g1, row):
+    v0, v1, v2, _, only_1 = parameters
+    loss = g0 * v0 + g1 * v1 + g0 * tf.gather(v2, row)[:, 0]
+    if is_worker_1:
+      loss += 0.7 * only_1
+    return tf.reduce_mean(loss)
+
+  def dataset_fn(num_shards, index, start):
+    del num_shards, start
+    row = tf.reshape(tf.cast(index, tf.int64), [1])
+    more = 0.2 * tf.cast(row, tf.float32)
+    batch = (0.1 + more, 0.9 + more, row)
+    if is_poisonous:
+      batch = (0 * more + POISON, 0 * more + POISON, row)
+    numbers = tf.data.Dataset.range(10**6)
+    if gate is not None:
+      numbers = numbers.map(
+        lambda n: tf.ensure_shape(tf.py_function(gate, [n], tf.int64), [])
+      )
+
+    def number_to_batch(number):
+      del number
+      return batch
+
+    return numbers.map(number_to_batch)
+
+  return model_replica.Replica(
+    [
+      tf.Variable(0.0, name="v0"),
+      tf.Variable(1.0, name="v1"),
+      tf.Variable([[3.0], [4.0], [5.0]], name="v2"),
+      tf.Variable(6.0, name="nobody"),
+      tf.Variable(7.0, name="only_1"),
+    ],
+    loss_fn,
+    dataset_fn,
+  )
+
+
+def constant_optimizer(here: Here):
+  """Plain gradient descent; how many to aggregate is an option."""
+  replicas = here.num_replicas
+  return sync_replicas.SyncReplicasOptimizer(
+    keras.optimizers.SGD(LEARNING_RATE),
+    here.options.get("aggregate", replicas),
+    here.options.get("total", replicas),
+    variable_averages=moving_averages.MovingAverages(0.9),
+  )
+
+
+def constant_driver(here: Here, gate=None):
+  """The driver of constant gradients."""
+  return here.driver(
+    lambda: constant_replica(here, gate), lambda: constant_optimizer(here)
+  )
+
+
+def constant_gradients(here: Here) -> None:
+  """Steps with constant gradients, each recorded, until all had a part."""
+  driver = constant_driver(here)
+
+  def run_chief():
+    recorder = Recorder(driver)
+    recorder.step(here.options["steps"])
+    while not all(counts.applied for counts in driver.counts()):
+      recorder.step()
+    return {"steps": recorder.steps}
+
+  train(here, driver, run_chief)
+
+
+def two_trainings(here: Here) -> None:
+  """Two trainings on one cluster, one by one or at once.
+
+  The options name each with its learning rate and number of steps.
+  """
+  trainings = here.options["trainings"]
+
+  def new_driver(name):
+    def optimizer_fn():
+      inner = keras.optimizers.SGD(trainings[name][0])
+      return sync_replicas.SyncReplicasOptimizer(inner, here.num_replicas)
+
+    return here.driver(lambda: constant_replica(here), optimizer_fn, name)
+
+  if here.options["at_once"]:
+    groups = [list(trainings)]
+  else:
+    groups = [[name] for name in trainings]
+  report = {}
+  for names in groups:
+    drivers = {name: new_driver(name) for name in names}
+    if here.is_in_graph and not report:
+      report["refused"] = _error_of(lambda: new_driver(list(trainings)[-1]))
+    if here.task == here.spec.chief:
+      for step in range(max(trainings[name][1] for name in names)):
+        for name, driver in drivers.items():
+          if step < trainings[name][1]:
+            driver.step()
+      for name, driver in drivers.items():
+        report[name] = {
+          "state": as_lists(driver.store.state()),
+          "counts": [c[:3] for c in driver.counts()],
+        }
+        driver.close()
+    else:
+      # Each leaves by itself: its chief waits for that.
+      threads = [
+        waiting.RaisingThread(
+          functools.partial(_run_and_leave, driver), on_error=die
+        )
+        for driver in drivers.values()
+      ]
+      for thread in threads:
+        thread.join()
+  if here.task == here.spec.chief:
+    here.report(report)
+    here.mark("over")
+
+
+def _run_and_leave(driver) -> None:
+  driver.run_replica()
+  driver.close()
+
+
+def _error_of(call) -> str:
+  try:
+    call()
+  except RuntimeError as error:
+    return str(error)
+  return ""
+
+
+def built_too_early(here: Here) -> None:
+  """The model is made before the driver connects."""
+  replica = constant_replica(here)
+  here.driver(lambda: replica, lambda: constant_optimizer(here))
+
+
+class Scripted:
+  """A replica that acts when its script says so."""
+
+  def __init__(self, here: Here, driver):
+    self._driver = driver
+    self._contributions = driver.rule._contributions
+    self._replica = here.task.index
+    waiting.await_value(
+      driver.store.is_initialized,
+      timeout_secs=MARK_TIMEOUT_SECS,
+      what="waiting for the variables",
+    )
+    batch = next(iter(driver.replica.dataset_fn(1, self._replica, 0)))
+
+    @tf.function
+    def pull():
+      return driver.store.pull()
+
+    @tf.function
+    def offer(step, values):
+      result = driver.replica.gradients(values, batch)
+      release = driver.rule.apply_gradients(
+        zip(result.gradients, self._paths(), strict=True),
+        replica=self._replica,
+        local_step=step,
+        loss=result.loss,
+        num_examples=result.num_examples,
+      )
+      return release.admitted, release.global_step
+
+    @tf.function
+    def ask():
+      tag = tf.cast(tf.timestamp() * 1e6, tf.int64)
+      step = driver.store.read_global_step()
+      sent = self._contributions._send(
+        protocol.MessageType.OFFER, self._replica, tag, step=step
+      )
+      with tf.control_dependencies([sent]):
+        verdict, _ = self._contributions._replies.wait(self._replica, tag)
+      return tag, verdict
+
+    @tf.function(autograph=False)
+    def put(tag, values):
+      gradients = driver.replica.gradients(values, batch).gradients
+      queues = self._contributions._gradients
+      return queues.put(self._replica, tag, queues.pack(gradients))
+
+    self._pull, self._offer, self._ask, self._put = pull, offer, ask, put
+
+  def _paths(self):
+    return [
+      self._driver.store.specs[i].path for i in self._driver.store.trainable
+    ]
+
+  def pull(self):
+    """Global step and variables, read now."""
+    step, values = self._pull()
+    return tf.constant(step.numpy()), [tf.constant(v.numpy()) for v in values]
+
+  def offer(self, step, values) -> list:
+    """Offers and waits; (whether admitted, the step to go on from)."""
+    admitted, new_step = self._offer(step, values)
+    return [bool(admitted), int(new_step)]
+
+  def be_admitted(self) -> tf.Tensor:
+    """Offers, and returns the tag once it was admitted."""
+    tag, verdict = self._ask()
+    assert int(verdict) == protocol.Verdict.ADMIT
+    return tf.constant(tag.numpy())
+
+  def put(self, tag, *, ps_tasks: int) -> None:
+    """Sends gradients to the first `ps_tasks` PS tasks, and no word of it."""
+    gradients = self._contributions._gradients
+    for task in range(ps_tasks, len(gradients._layouts)):
+      gradients._layouts[task] = gradients._layouts[task]._replace(num_shards=0)
+    for arrived in self._put(tag, self.pull()[1]):
+      arrived.numpy()
+
+
+def die() -> None:
+  """Ends this process at once."""
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
+def backup_in_order(here: Here) -> None:
+  """Two of three, in an order that the script forces.
+
+  Worker 1 is late by one in step 2, too many in step 3, in time in step 4, and
+  then held up for twelve steps; worker 2 is too many in step 4.
+  """
+  worker = here.task.index
+
+  def gate(number):
+    if worker == 2 and number == 3:
+      here.await_mark("worker 1 has offered for step 4")
+    return number
+
+  driver = constant_driver(here, gate)
+
+  def run_chief():
+    recorder = Recorder(driver)
+    here.await_mark("pulled before step 1")
+    recorder.step()
+    here.mark("step 1 is made")
+    await_offers(driver, 3)
+    recorder.step()
+    here.mark("step 2 is made")
+    await_offers(driver, 2)
+    here.mark("others have offered for step 3")
+    await_offers(driver, 3)
+    recorder.step()
+    here.mark("step 3 is made")
+    await_offers(driver, 2)
+    here.mark("worker 1 has offered for step 4")
+    await_offers(driver, 3)
+    recorder.step()
+    here.mark("step 4 is made")
+    here.await_mark("pulled before step 5")
+    recorder.step(12)
+    here.mark("step 16 is made")
+    await_offers(driver, 3)
+    recorder.step()
+    return {"steps": recorder.steps}
+
+  if worker == 1:
+    script = Scripted(here, driver)
+    releases = []
+    pulled = script.pull()
+    here.mark("pulled before step 1")
+    here.await_mark("step 1 is made")
+    releases.append(script.offer(*pulled))
+    here.await_mark("step 2 is made")
+    pulled = script.pull()
+    here.await_mark("others have offered for step 3")
+    releases.append(script.offer(*pulled))
+    here.await_mark("step 3 is made")
+    releases.append(script.offer(*script.pull()))
+    here.await_mark("step 4 is made")
+    pulled = script.pull()
+    here.mark("pulled before step 5")
+    here.await_mark("step 16 is made")
+    releases.append(script.offer(*pulled))
+    here.report({"releases": releases}, "worker_1")
+  train(here, driver, run_chief)
+
+
+def killed_after_delivery(here: Here) -> None:
+  """The test kills worker 1 when it has delivered and waits for the others."""
+
+  def gate(number):
+    if here.task.index == 2 and number == 2:
+      here.await_mark("worker 1 is dead")
+    return number
+
+  driver = constant_driver(here, gate)
+
+  def tell_when_delivered():
+    def is_delivered():
+      return (
+        driver.rule.status().replicas[1].status == protocol.Status.DELIVERED
+      )
+
+    waiting.await_value(
+      is_delivered,
+      timeout_secs=MARK_TIMEOUT_SECS,
+      what="waiting for worker 1 to deliver",
+    )
+    here.mark("worker 1 has delivered")
+
+  def run_chief():
+    recorder = Recorder(driver)
+    recorder.step(2)
+    threading.Thread(target=tell_when_delivered, daemon=True).start()
+    recorder.step(4)
+    return {"steps": recorder.steps}
+
+  train(here, driver, run_chief)
+
+
+def counting_replica():
+  """Its loss is the number of its global batch; with one example each."""
+
+  def dataset_fn(num_shards, index, start):
+    del index
+    numbers = tf.data.Dataset.counter(tf.cast(start // num_shards, tf.int64))
+    return numbers.map(lambda n: (tf.reshape(tf.cast(n, tf.float32), [1]),))
+
+  def loss_fn(parameters, number):
+    return tf.reduce_mean(0 * parameters[0] + number)
+
+  return model_replica.Replica(
+    [tf.Variable(1.0, name="v")], loss_fn, dataset_fn
+  )
+
+
+def killed_between_steps(here: Here) -> None:
+  """The test kills a worker after two steps and starts it again."""
+  driver = constant_driver(here)
+  _be_killed_between_steps(here, driver)
+
+
+def asynchronous_driver(here: Here, gate=None):
+  """The driver of constant gradients, each applied by itself."""
+  return here.driver(
+    lambda: constant_replica(here, gate),
+    lambda: async_replicas.AsyncReplicasOptimizer(
+      keras.optimizers.SGD(LEARNING_RATE), here.num_replicas
+    ),
+  )
+
+
+def killed_chief(here: Here) -> None:
+  """The test kills an asynchronous chief; its successor goes on to step 6."""
+  driver = asynchronous_driver(here)
+
+  def run_chief():
+    is_first = here.count("chief") == 0
+    last = 3 if is_first else 6
+    driver.stop_at(last)
+    while driver.step().global_step < last:
+      pass
+    if is_first:
+      here.mark("step 3 is made")
+      here.await_mark("the chief is killed")
+    return {}
+
+  train(here, driver, run_chief)
+
+
+def stands_still_early(here: Here) -> None:
+  """The test stops worker 1 before anybody asked who is under way."""
+  was_told = here.directory / "that was told"
+
+  def optimizer_fn():
+    inner = keras.optimizers.SGD(LEARNING_RATE)
+    is_gated = here.options["is_gated"]
+    policies = [staleness.bounded_staleness(1)] if is_gated else []
+    asynchronous = async_replicas.AsyncReplicasOptimizer(
+      inner, here.num_replicas, policies=policies
+    )
+    if is_gated:
+      return asynchronous
+    synchronous = sync_replicas.SyncReplicasOptimizer(
+      inner, 1, here.num_replicas
+    )
+    return switching.SwitchingOptimizer(
+      [synchronous, asynchronous],
+      lambda _: switch_conditions.Choice(int(was_told.exists())),
+    )
+
+  driver = here.driver(lambda: constant_replica(here), optimizer_fn)
+
+  def run_chief():
+    driver.step()
+    here.mark("it has begun")
+    here.await_mark("worker 1 stands still")
+    while not was_told.exists():
+      driver.step()
+    for _ in range(3):  # By another rule, if there is one.
+      driver.step()
+    return {}
+
+  train(here, driver, run_chief)
+
+
+def replaced(here: Here) -> None:
+  """The test starts a task once more; the first process then has to end."""
+  gate = None if here.is_in_graph else _take_a_moment
+  _be_replaced(here, constant_driver(here, gate))
+
+
+def replaced_asynchronous(here: Here) -> None:
+  """The same with updates that nobody waits for."""
+  _be_replaced(here, asynchronous_driver(here, _take_a_moment))
+
+
+def _take_a_moment(number):
+  time.sleep(0.02)  # Others want to start.
+  return number
+
+
+def _be_replaced(here: Here, driver) -> None:
+  number = here.count(f"{here.task} has joined")
+  steps = []
+
+  def step():
+    made = driver.step().global_step
+    steps.append((made, float(driver.store.read()[0])))
+
+  def run_chief():
+    step()
+    here.mark(f"chief {number} has made steps")
+    while not (here.directory / "the first has ended").exists():
+      step()
+    step()
+    return {"steps": steps}
+
+  train(here, driver, run_chief)
+
+
+def chief_cannot_begin(here: Here) -> None:
+  """It is about to say what it trains."""
+
+  def new_optimizer():
+    if here.task == here.spec.chief:
+      raise ValueError("no such optimizer")
+    return constant_optimizer(here)
+
+  train(here, here.driver(lambda: constant_replica(here), new_optimizer), dict)
+
+
+class Sleepy:
+  """Plain descent that sleeps in the middle of an update if it is told to."""
+
+  def __init__(self):
+    with tf.device("/job:ps/task:0"):
+      self.is_tired = resources.DEFAULT_NAMESPACE.variable(
+        "is_tired", [], tf.bool
+      )
+
+  def apply(self, gradients, variables):
+    def nap():
+      naps = tf.data.Dataset.range(1).apply(testing.sleep(60_000_000))
+      return naps.reduce(tf.constant(0, tf.int64), lambda _, n: n)
+
+    for gradient, variable in zip(gradients, variables, strict=True):
+      with tf.device(variable.device):
+        half = LEARNING_RATE / 2 * tf.convert_to_tensor(gradient)
+        before = [variable.assign_sub(half)]
+        if variable.path == "v1":
+          with tf.control_dependencies(before):
+            is_tired = self.is_tired.read_value()
+            before = [tf.cond(is_tired, nap, lambda: tf.constant(0, tf.int64))]
+        with tf.control_dependencies(before):
+          variable.assign_sub(half)
+
+
+def killed_while_updating(here: Here) -> None:
+  """The test kills the chief when half of the third update is made."""
+  made = []
+
+  def new_optimizer():
+    made.append(Sleepy())
+    return sync_replicas.SyncReplicasOptimizer(made[0], here.num_replicas)
+
+  driver = here.driver(lambda: constant_replica(here), new_optimizer)
+
+  def v1():
+    index = [spec.path for spec in driver.store.specs].index("v1")
+    return float(driver.store.variables(index)[0].read_value())
+
+  def tell_when_torn(before):
+    waiting.await_value(
+      lambda: v1() != before,
+      timeout_secs=MARK_TIMEOUT_SECS,
+      what="waiting for half of the update",
+    )
+    here.mark("half of step 3 is made")
+
+  def step():
+    if is_first and driver.global_step == 2:
+      made[0].is_tired.assign(True)
+      resources.flush_assignments([made[0].is_tired])
+      threading.Thread(target=tell_when_torn, args=[v1()], daemon=True).start()
+    return driver.step()
+
+  def run_chief():
+    saves = here.options["saves"]
+    session = training.Session(
+      here.directory / "train" if saves else None,
+      state=driver.store,
+      max_steps=6,
+      checkpoint_every_steps=1,
+    )
+    session.restore_or_initialize()
+    made[0].is_tired.assign(False)
+    resources.flush_assignments([made[0].is_tired])
+    session.run(step)
+    return {}
+
+  is_first = driver.is_chief and here.count("chief") == 0
+  train(here, driver, run_chief)
+
+
+class StateOfStep2:
+  """A driver's state, held back after step 2 until the test has acted."""
+
+  def __init__(self, here: Here, store):
+    self._here = here
+    self._store = store
+    self.load_state = store.load_state
+
+  def state(self) -> dict[str, np.ndarray]:
+    """Reads everything from the parameter servers."""
+    state = {name: np.asarray(v) for name, v in self._store.state().items()}
+    if state["global_step"] == 2:
+      self._here.mark("step 2 is read")
+      self._here.await_mark("ps 0 is dead")
+    return state
+
+
+def killed_while_saving(here: Here) -> None:
+  """The test kills the parameter server when all is read that is saved."""
+  driver = here.driver(
+    lambda: constant_replica(here), lambda: constant_optimizer(here)
+  )
+
+  def run_chief():
+    session = training.Session(
+      here.directory / "train",
+      state=StateOfStep2(here, driver.store),
+      max_steps=6,
+      checkpoint_every_steps=2,
+    )
+    session.run(driver.step)
+    return {}
+
+  train(here, driver, run_chief)
+
+
+def killed_while_counting(here: Here) -> None:
+  """The same; every batch has a number."""
+  driver = here.driver(counting_replica, lambda: constant_optimizer(here))
+  _be_killed_between_steps(here, driver)
+
+
+def _be_killed_between_steps(here: Here, driver) -> None:
+  def run_chief():
+    recorder = Recorder(driver)
+    recorder.step(2)
+    here.mark("step 2 is made")
+    here.await_mark("worker 1 is dead")
+    recorder.step(4)
+    if here.is_in_graph:
+      _await_sign("/job:worker/task:1/device:CPU:0")
+    return {"steps": recorder.steps}
+
+  train(here, driver, run_chief)
+
+
+def _await_sign(device: str) -> None:
+  """Waits until the task that serves there now has heard of its client.
+
+  One that has not ends the training after some minutes.
+  """
+  table = heartbeat_table.HeartbeatTable(device)
+  waiting.await_value(
+    lambda: table.ages()[0] > 0,
+    timeout_secs=20,
+    what=f"waiting for a beat at {device}",
+  )
+
+
+def killed_after_admission(here: Here) -> None:
+  """Worker 2 dies admitted and stays dead; two of three are needed."""
+  driver = constant_driver(here)
+
+  def run_chief():
+    recorder = Recorder(driver)
+    await_offers(driver, 1)
+    recorder.step(8)
+    return {"steps": recorder.steps}
+
+  if here.task.index == 2:
+    Scripted(here, driver).be_admitted()
+    die()
+  train(here, driver, run_chief)
+
+
+def killed_while_handing_over(here: Here) -> None:
+  """Worker 1 dies at three places of a contribution, and is restarted.
+
+  First when it was admitted, then with its gradients on one of two PS tasks,
+  then with all of them delivered but nobody told.
+  """
+  is_worker_1 = here.task == cluster.Task("worker", 1)
+  incarnation = here.count("incarnation") if is_worker_1 else 0
+  is_mortal = is_worker_1 and incarnation < 3
+  driver = here.driver(
+    lambda: constant_replica(here, is_poisonous=is_mortal),
+    lambda: constant_optimizer(here),
+  )
+
+  def run_chief():
+    recorder = Recorder(driver)
+    recorder.step(3)
+    return {"steps": recorder.steps}
+
+  if is_mortal:
+    script = Scripted(here, driver)
+    tag = script.be_admitted()
+    if incarnation:
+      script.put(tag, ps_tasks=incarnation)
+    die()
+  train(here, driver, run_chief)
+
+
+def not_a_number(here: Here) -> None:
+  """The third batch of worker 1 makes its loss and its gradient NaN."""
+
+  def replica_fn():
+    def loss_fn(parameters, x):
+      return tf.reduce_mean(parameters[0] * x)
+
+    def dataset_fn(num_shards, index, start):
+      del num_shards, start
+
+      def batch(number):
+        is_bad = (number == 2) & (tf.cast(index, tf.int64) == 1)
+        return (tf.reshape(tf.where(is_bad, np.float32("nan"), 1.0), [1]),)
+
+      return tf.data.Dataset.range(10**6).map(batch)
+
+    return model_replica.Replica(
+      [tf.Variable(1.0, name="v")], loss_fn, dataset_fn
+    )
+
+  driver = here.driver(replica_fn, lambda: constant_optimizer(here))
+
+  def run_chief():
+    for number in range(10):
+      driver.step()
+      here.mark(f"step {number + 1} is made")
+    return {}
+
+  train(here, driver, run_chief)
+
+
+def other_versions(here: Here) -> None:
+  """Workers 1 and 2 say that they have other versions of TensorFlow."""
+  version = here.options["versions"].get(str(here.task))
+  if version:
+    tf.__version__ = version
+  driver = constant_driver(here)
+
+  def run_chief():
+    recorder = Recorder(driver)
+    while not (driver.counts()[0].applied and driver.counts()[2].applied):
+      recorder.step()
+    return {"steps": recorder.steps}
+
+  train(here, driver, run_chief)
+
+
+def other_variables(here: Here) -> None:
+  """Workers 1, 2 and 3 differ from the chief: in shape, name and order."""
+
+  def replica_fn():
+    worker = here.task.index
+    shape = [4] if worker == 1 else [3]
+    first = "other" if worker == 2 else "first"
+    variables = [
+      tf.Variable(tf.zeros(shape), name=first),
+      tf.Variable(tf.zeros([3]), name="second"),
+    ]
+    if worker == 3:
+      variables.reverse()
+
+    def loss_fn(parameters, x):
+      return tf.reduce_mean(x) * tf.add_n(
+        [tf.reduce_sum(p) for p in parameters]
+      )
+
+    def dataset_fn(num_shards, index, start):
+      del num_shards, index, start
+      return tf.data.Dataset.from_tensors((tf.ones([1]),)).repeat()
+
+    return model_replica.Replica(variables, loss_fn, dataset_fn)
+
+  driver = here.driver(replica_fn, lambda: constant_optimizer(here))
+
+  def run_chief():
+    driver.step()
+    return {}
+
+  train(here, driver, run_chief)
+
+
+# N replicas with B examples each against one with N * B.
+
+BATCH = 4
+WORDS = 30
+WORDS_PER_EXAMPLE = 3
+CLASSES = 5
+
+
+def equivalence_data(steps: int, replicas: int):
+  """Words [steps, replicas, BATCH, …] and labels [steps, replicas, BATCH]."""
+  rng = np.random.default_rng(0)
+  shape = (steps, replicas, BATCH)
+  # Few words, so that replicas touch the same rows of the table.
+  words = rng.integers(0, WORDS // 3, (*shape, WORDS_PER_EXAMPLE))
+  return words.astype(np.int32), rng.integers(0, CLASSES, shape)
+
+
+def equivalence_model() -> tuple[list, object]:
+  """(variables, loss as a function of them and a batch); always the same."""
+  keras.utils.set_random_seed(7)
+  model = keras.Sequential(
+    [
+      keras.layers.Input((WORDS_PER_EXAMPLE,), dtype="int32"),
+      keras.layers.Embedding(WORDS, 6, name="embedding"),
+      keras.layers.Flatten(),
+      keras.layers.Dense(16, activation="tanh", name="hidden"),
+      keras.layers.Dense(CLASSES, name="logits"),
+    ],
+    name="model",
+  )
+  unused = tf.Variable(tf.ones([40]), name="unused")
+
+  def loss_fn(parameters, words, labels):
+    logits, _ = model.stateless_call(parameters[:-1], [], words)
+    return tf.reduce_mean(
+      tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    )
+
+  return [*model.trainable_variables, unused], loss_fn
+
+
+def equivalence_optimizer(name: str):
+  """The inner optimizer called `name`."""
+  if name == "momentum":
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+  return keras.optimizers.Adam(0.01)
+
+
+def equivalence(here: Here) -> None:
+  """Trains the small model on its share of the data."""
+  steps = here.options["steps"]
+  replicas = here.spec.num_tasks("worker")
+
+  def be_slow(number):
+    time.sleep(0.05)
+    return number
+
+  def replica_fn():
+    variables, loss_fn = equivalence_model()
+    words, labels = equivalence_data(steps + 5, replicas)
+
+    def dataset_fn(num_shards, index, start):
+      del num_shards, start
+      index = tf.cast(index, tf.int64)
+      numbers = tf.data.Dataset.range(steps + 5)
+      if not here.is_in_graph and here.task.index == 2:
+        numbers = numbers.map(
+          lambda n: tf.ensure_shape(tf.py_function(be_slow, [n], tf.int64), [])
+        )
+      return numbers.map(
+        lambda n: (tf.constant(words)[n, index], tf.constant(labels)[n, index])
+      )
+
+    return model_replica.Replica(variables, loss_fn, dataset_fn)
+
+  driver = here.driver(
+    replica_fn,
+    lambda: sync_replicas.SyncReplicasOptimizer(
+      equivalence_optimizer(here.options["optimizer"]),
+      replicas,
+      variable_averages=moving_averages.MovingAverages(0.9),
+      clip_mean_norm=here.options["clip_mean_norm"],
+    ),
+  )
+
+  def run_chief():
+    losses = [driver.step().loss for _ in range(steps)]
+    return {
+      "losses": losses,
+      "is_sparse": model_replica.sparsity(driver.replica),
+      "num_shards": [len(s) for s in driver.store.shards],
+    }
+
+  train(here, driver, run_chief)
+
+
+# Replicas that train copies of their own.
+
+PERIOD = 3
+PERIODIC_RATE, PERIODIC_MOMENTUM = 0.1, 0.5
+# The batches of each worker, one example each, again and again.
+PERIODIC_DATA = ((0.5, -1.0, 2.0, 0.25, 1.5), (-0.25, 4.0, 1.0, -3.0, 0.75))
+
+
+def periodic(here: Here) -> None:
+  """Steps of the kind of periodic averaging that the options name.
+
+  The loss of an example x is the sum of (v - x)^2 / 2 over three numbers v.
+  """
+
+  def replica_fn():
+    def loss_fn(parameters, x):
+      squares = [tf.reduce_sum((p - x) ** 2) / 2 for p in parameters]
+      return tf.add_n(squares)
+
+    def dataset_fn(num_shards, index, start):
+      del num_shards, start
+      data = tf.gather(tf.constant(PERIODIC_DATA), index)
+      return tf.data.Dataset.from_tensor_slices((data,)).batch(1).repeat()
+
+    variables = [
+      tf.Variable([1.0, 2.0], name="a"),
+      tf.Variable(3.0, name="b"),
+    ]
+    return model_replica.Replica(variables, loss_fn, dataset_fn)
+
+  def optimizer_fn():
+    make = getattr(periodic_averaging, here.options["kind"])
+    inner = keras.optimizers.SGD(PERIODIC_RATE, momentum=PERIODIC_MOMENTUM)
+    return make(inner, here.spec.num_tasks("worker"), period=PERIOD)
+
+  driver = here.driver(replica_fn, optimizer_fn)
+
+  def run_chief():
+    results = [driver.step() for _ in range(here.options["steps"])]
+    return {"steps": [list(result[:3]) for result in results]}
+
+  train(here, driver, run_chief)
+
+
+def main(argv: list[str], scenarios: Mapping[str, object]) -> None:
+  """Runs one task; its scenario is one of these functions, by name."""
+  # A test that gives up ends the tasks, and wants to know where they were.
+  faulthandler.register(signal.SIGTERM, chain=True)
+  scenario, arguments, job, index = argv
+  here = Here(json.loads(arguments), job, int(index))
+  status = 0
+  try:
+    if here.serves:
+      here.serve()
+    else:
+      scenarios[scenario](here)
+  except Exception:
+    traceback.print_exc()
+    status = 1
+  processes.exit_now(status)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:], globals())

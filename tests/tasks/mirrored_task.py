@@ -1,0 +1,195 @@
+"""One process of a test's mirrored training: runs a scenario of this file.
+
+  python mirrored_task.py SCENARIO SPEC DIRECTORY INDEX
+
+SPEC is a cluster-spec JSON; in the directory the chief leaves its report.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.support import fast_start  # noqa: F401, before what imports TensorFlow
+from tests.support import word_model
+from tf_replicas import cluster
+from tf_replicas.drivers import mirrored
+from tf_replicas.rules import results
+from tf_replicas.runtime import processes
+from tf_replicas.session import checkpoints
+
+NUM_STEPS = 3
+RATE = 0.25
+# Before the variables come from somewhere; see `differing`.
+SEEDS = (3, 4)
+
+
+def sgd():
+  """The inner optimizer; its rate is set before every step."""
+  return keras.optimizers.SGD(0.5, momentum=0.9)
+
+
+def _driver(here, replica_fn=None, **options):
+  spec, task, _ = here
+  seed = SEEDS[task.index]
+  return mirrored.Mirrored(
+    replica_fn or (lambda: word_model.replica(seed=seed)),
+    lambda number: word_model.rule(sgd(), number, clip_mean_norm=0.3),
+    spec=spec,
+    task=task,
+    **{"start_timeout_secs": 60, **options},
+  )
+
+
+def _train(here, driver, steps=NUM_STEPS):
+  """The chief steps and reports; the others follow it."""
+  directory = here[-1]
+  try:
+    if not driver.is_chief:
+      step = driver.run_replica()
+      (directory / "follower").write_text(str(step))
+      state = {k: v.tolist() for k, v in word_model.state_of(driver).items()}
+      (directory / "follower.json").write_text(json.dumps(state))
+      return
+    losses = []
+    for _ in range(steps):
+      driver.set_learning_rate(RATE)
+      losses.append(driver.step().loss)
+    state = {k: v.tolist() for k, v in word_model.state_of(driver).items()}
+    report = {"losses": losses, "state": state}
+    (directory / "chief.json").write_text(json.dumps(report))
+  except Exception as error:
+    driver.close(error)
+    raise
+  driver.close()
+
+
+def resume(here):
+  """Goes on from the checkpoint that only the chief reads."""
+  driver = _driver(here)
+  if driver.is_chief:
+    path = checkpoints.latest(str(here[-1]))
+    checkpoints.restore(path, driver.store)
+  _train(here, driver)
+
+
+def fresh(here):
+  """The processes' own initial values differ; the chief's count."""
+  _train(here, _driver(here))
+
+
+def not_finite(here):
+  """Worker 1's gradient is not, in the third step; nobody applies it."""
+  loss_fn, dataset_fn = word_model.poisoned("gradient", step=2, shard=1)
+  driver = _driver(
+    here, lambda: word_model.replica(loss_fn=loss_fn, dataset_fn=dataset_fn)
+  )
+  try:
+    _train(here, driver)
+  except results.NonFiniteGradientError as error:
+    state = word_model.state_of(driver)
+    assert all(np.all(np.isfinite(value)) for value in state.values())
+    assert driver.global_step == 2
+    print(error, flush=True)
+
+
+def failing_chief(here):
+  """Something goes wrong in the chief alone."""
+  driver = _driver(here)
+  if not driver.is_chief:
+    driver.run_replica()
+    return
+  driver.step()
+  driver.close(OSError("disk full"))
+
+
+def unfit_chief(here):
+  """Something goes wrong in the chief before the first step."""
+  driver = _driver(here)
+  if not driver.is_chief:
+    driver.run_replica()
+    return
+  driver.close(OSError("no such checkpoint"))
+
+
+def differing(here):
+  """The processes train different things."""
+  task = here[1]
+
+  def replica_fn():
+    replica = word_model.replica()
+    if task.index:
+      other = tf.Variable(tf.ones([3]), name="unused")
+      replica = dataclasses.replace(
+        replica, variables=[*replica.variables[:3], other]
+      )
+    return replica
+
+  _driver(here, replica_fn)
+
+
+def missing(here):
+  """The other process never comes."""
+  _driver(here, start_timeout_secs=3)
+
+
+def killed(here):
+  """Worker 1 dies between two steps."""
+  _die(here, mortal=1)
+
+
+def killed_chief(here):
+  """Worker 0 dies between two steps."""
+  _die(here, mortal=0)
+
+
+def stopped(here):
+  """Worker 1 stands still between two steps, without dying."""
+  _die(here, mortal=1, by=signal.SIGSTOP)
+
+
+def _die(here, mortal, by=signal.SIGKILL):
+  driver = _driver(here)
+  is_mortal = here[1].index == mortal
+  make_step, steps = driver._make_step, []
+
+  def step():
+    if is_mortal and len(steps) == 3:
+      os.kill(os.getpid(), by)
+    steps.append(make_step())
+    return steps[-1]
+
+  driver._make_step = step
+  if not driver.is_chief:
+    driver.run_replica()
+  while True:
+    driver.step()
+
+
+def main(argv):
+  scenario, path, directory, index = argv
+  here = (
+    cluster.load(path),
+    cluster.Task("worker", int(index)),
+    pathlib.Path(directory),
+  )
+  status = 0
+  try:
+    globals()[scenario](here)
+  except (RuntimeError, TimeoutError) as error:
+    print(f"error: {error}", flush=True)
+    status = 1
+  except Exception as error:
+    print(f"{type(error).__name__}: {error}"[:2000], flush=True)
+    status = 3
+  processes.exit_now(status)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,28 @@
+"""The tasks of a cluster: spec, validation, addresses, local processes.
+
+Nothing in this package imports TensorFlow.
+"""
+
+from tf_replicas.cluster.spec import check_port_free
+from tf_replicas.cluster.spec import ClusterError
+from tf_replicas.cluster.spec import ClusterSpec
+from tf_replicas.cluster.spec import from_tf_config
+from tf_replicas.cluster.spec import load
+from tf_replicas.cluster.spec import parse
+from tf_replicas.cluster.spec import resolve_ports
+from tf_replicas.cluster.spec import Task
+from tf_replicas.cluster.spec import task_from_flags
+from tf_replicas.cluster.spec import VariablesSpec
+
+__all__ = [
+  "ClusterError",
+  "ClusterSpec",
+  "Task",
+  "VariablesSpec",
+  "check_port_free",
+  "from_tf_config",
+  "load",
+  "parse",
+  "resolve_ports",
+  "task_from_flags",
+]

@@ -1,0 +1,50 @@
+"""The cluster, and the task of this process, as its environment tells.
+
+`python -m tf_replicas.launch` sets `TF_REPLICAS_CLUSTER_SPEC` (the path of a
+cluster spec, ports chosen) and `TF_REPLICAS_TASK` (such as `worker:1`). Other
+platforms set `TF_CONFIG`, and Slurm its own variables. The first of these that
+is set counts; `TF_CONFIG={}` stands for a process that is alone.
+"""
+
+from collections.abc import Mapping
+
+from tf_replicas.cluster import slurm
+from tf_replicas.cluster import spec as cluster_spec
+
+CLUSTER_SPEC = "TF_REPLICAS_CLUSTER_SPEC"
+TASK = "TF_REPLICAS_TASK"
+
+
+def role(
+  environ: Mapping[str, str],
+) -> tuple[cluster_spec.ClusterSpec, cluster_spec.Task] | None:
+  """The cluster and the task of this process.
+
+  Args:
+    environ: The environment variables.
+
+  Returns:
+    The cluster and the task; None if this process is alone.
+
+  Raises:
+    ClusterError: If an environment variable is malformed, or if only one of
+      `TF_REPLICAS_CLUSTER_SPEC` and `TF_REPLICAS_TASK` is set.
+  """
+  given = [name for name in (CLUSTER_SPEC, TASK) if environ.get(name)]
+  if not given:
+    if environ.get("TF_CONFIG", "").strip():
+      return cluster_spec.from_tf_config(environ)
+    return slurm.role(environ)
+  if len(given) == 1:
+    missing = TASK if given == [CLUSTER_SPEC] else CLUSTER_SPEC
+    raise cluster_spec.ClusterError(
+      f"`{missing}` must be set if `{given[0]}` is. Received: none."
+    )
+  job, _, index = environ[TASK].partition(":")
+  if not index.isdecimal():
+    raise cluster_spec.ClusterError(
+      f"`{TASK}` must be a job and an index, such as worker:1. Received:"
+      f" {environ[TASK]!r}."
+    )
+  spec = cluster_spec.load(environ[CLUSTER_SPEC])
+  return spec, cluster_spec.task_from_flags(spec, job, int(index))

@@ -1,0 +1,230 @@
+"""A whole cluster as processes of this machine: start, logs, kill, wait.
+
+It does for one machine what a cluster manager does for many: every task is a
+process with its own log file. All of them end when the training ends, when one
+of them fails, or when their parent process ends, however that happens.
+"""
+
+import ctypes
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from tf_replicas import cluster
+
+_PR_SET_PDEATHSIG = 1
+# The time for other tasks to report their own errors after one has failed.
+_LAST_ERRORS_SECS = 15.0
+_GRACE_SECS = 5.0
+
+
+class LocalCluster:
+  """The processes of a cluster, by task.
+
+  Attributes:
+    spec: The cluster.
+    log_dir: Where each task's output goes, as `<job>_<index>.log`.
+  """
+
+  def __init__(
+    self,
+    spec: cluster.ClusterSpec,
+    command: Callable[[cluster.Task], Sequence[str]],
+    *,
+    log_dir: str | os.PathLike[str],
+    environ: Mapping[str, str] | None = None,
+    echo: Callable[[str], None] | None = None,
+    max_restarts: int = 0,
+  ):
+    """Prepares; `start` starts a task.
+
+    Args:
+      spec: The cluster, ports chosen.
+      command: Gives the command line of a task.
+      log_dir: For the tasks' logs; made if missing.
+      environ: The tasks' environment; this process's if not given.
+      echo: Called with every line of output, prefixed with its task.
+      max_restarts: How often a worker that a signal killed is started again.
+    """
+    self.spec = spec
+    self.log_dir = pathlib.Path(log_dir)
+    self.log_dir.mkdir(parents=True, exist_ok=True)
+    self._command = command
+    self._environ = dict(os.environ if environ is None else environ)
+    self._echo = echo or (lambda line: None)
+    self._restarts_left = max_restarts
+    self._processes: dict[cluster.Task, subprocess.Popen] = {}
+    self._readers: list[threading.Thread] = []
+
+  def __enter__(self) -> "LocalCluster":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.stop()
+
+  def start(self, *tasks: cluster.Task) -> None:
+    """Starts these tasks, or all of the spec, PS tasks first."""
+    if not tasks:
+      tasks = sorted(self.spec.tasks(), key=lambda t: t.job != "ps")
+    for task in tasks:
+      process = subprocess.Popen(
+        list(self._command(task)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=self._environ,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C is for the launcher to handle.
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+      )
+      self._processes[task] = process
+      self.log_path(task).touch()
+      reader = threading.Thread(
+        target=self._read, args=(task, process), daemon=True
+      )
+      reader.start()
+      self._readers.append(reader)
+
+  def _read(self, task: cluster.Task, process: subprocess.Popen) -> None:
+    path = self.log_path(task)
+    with process.stdout, open(path, "a", encoding="utf-8") as log:
+      for line in process.stdout:
+        log.write(line)
+        log.flush()
+        self._echo(f"[{task}] {line.rstrip()}")
+
+  def log_path(self, task: cluster.Task) -> pathlib.Path:
+    """The log file of a task."""
+    return self.log_dir / f"{task.job}_{task.index}.log"
+
+  def log(self, task: cluster.Task) -> str:
+    """What a task has printed so far."""
+    return self.log_path(task).read_text(encoding="utf-8")
+
+  def pid(self, task: cluster.Task) -> int:
+    """The process id of a task's latest process."""
+    return self._processes[task].pid
+
+  def returncode(self, task: cluster.Task) -> int | None:
+    """A task's exit status; None if it runs or was not started."""
+    process = self._processes.get(task)
+    return None if process is None else process.poll()
+
+  def kill(
+    self, task: cluster.Task, sig: signal.Signals = signal.SIGKILL
+  ) -> None:
+    """Sends a signal to a task; waits for the end of a killed one."""
+    process = self._processes[task]
+    process.send_signal(sig)
+    if sig == signal.SIGKILL:
+      process.wait()
+
+  def wait(self, timeout_secs: float | None = None) -> int:
+    """Waits until all tasks ended; one that fails ends the others.
+
+    Returns:
+      0 if all tasks ended well, else the status of the first that did not: its
+      exit status, or 128 + the signal that killed it.
+
+    Raises:
+      TimeoutError: If they run longer; they are stopped.
+    """
+    deadline = None
+    if timeout_secs is not None:
+      deadline = time.monotonic() + timeout_secs
+    while True:
+      codes = {t: p.poll() for t, p in self._processes.items()}
+      for task, code in codes.items():
+        if code and not self._restart(task, code):
+          self._echo(f"[launcher] {task} {describe(code)}; ending the others")
+          self._await_all(_LAST_ERRORS_SECS)
+          for other, process in self._processes.items():
+            if process.poll() is None:
+              self._echo(f"[launcher] {other} is still running; stopping it")
+          self.stop()
+          # The chief has the best error.
+          code = self.returncode_of_chief() or code
+          return code if code > 0 else 128 - code
+      if all(code == 0 for code in codes.values()):
+        self._join_readers()
+        return 0
+      if deadline is not None and time.monotonic() > deadline:
+        self.stop()
+        running = ", ".join(str(t) for t, c in codes.items() if c is None)
+        raise TimeoutError(f"{running} still ran after {timeout_secs:.0f} s")
+      time.sleep(0.05)
+
+  def returncode_of_chief(self) -> int | None:
+    """The chief's exit status, if it runs here and has failed by itself."""
+    chief = self._processes.get(self.spec.chief)
+    code = None if chief is None else chief.poll()
+    return code if code and code > 0 else None
+
+  def _await_all(self, timeout_secs: float) -> None:
+    deadline = time.monotonic() + timeout_secs
+    while time.monotonic() < deadline:
+      if all(p.poll() is not None for p in self._processes.values()):
+        return
+      time.sleep(0.05)
+
+  def _restart(self, task: cluster.Task, code: int) -> bool:
+    """Starts a killed worker again; False if that is not to be done."""
+    is_replaceable = task.job == "worker" and task != self.spec.chief
+    if code > 0 or not is_replaceable or not self._restarts_left:
+      return False
+    self._restarts_left -= 1
+    self._echo(f"[launcher] {task} {describe(code)}; restarting it")
+    self.start(task)
+    return True
+
+  def stop(self, grace_secs: float = _GRACE_SECS) -> None:
+    """Ends what still runs: SIGTERM, and SIGKILL after `grace_secs`.
+
+    The chief comes first: it may save what the PS tasks hold, and when it ends
+    without an error the others end by themselves.
+    """
+    chief = self._processes.get(self.spec.chief)
+    if chief is not None and chief.poll() is None:
+      _end([chief], 2 * grace_secs)
+      self._await_all(1.0)
+    _end(self._processes.values(), grace_secs)
+    self._join_readers()
+
+  def _join_readers(self) -> None:
+    for reader in self._readers:
+      reader.join(timeout=5.0)
+
+
+def _end(processes: Iterable[subprocess.Popen], grace_secs: float) -> None:
+  """Ends processes: SIGTERM, and SIGKILL after a while."""
+  running = [p for p in processes if p.poll() is None]
+  for process in running:
+    process.terminate()
+  deadline = time.monotonic() + grace_secs
+  for process in running:
+    try:
+      process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+
+
+def describe(code: int) -> str:
+  """A sentence about an exit status of `subprocess`."""
+  if code < 0:
+    return f"was killed by {signal.Signals(-code).name}"
+  return f"failed with exit status {code}"
+
+
+def _die_with_parent() -> None:
+  """Makes the kernel end this process when its parent ends (Linux)."""
+  ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

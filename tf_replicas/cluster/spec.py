@@ -1,0 +1,402 @@
+"""The cluster spec: which tasks there are, where they run, on what devices.
+
+A cluster spec is a JSON document with up to four sections:
+
+    {
+      "cluster":   {"ps": ["localhost:0"], "worker": ["localhost:0"]},
+      "devices":   {"worker": {"gpus": [0]}, "worker:1": {"gpus": [1, 2]}},
+      "variables": {"on": "ps", "placement": "greedy"},
+      "layers":    {"conv*": 0, "local*": 1}
+    }
+
+The map under "cluster" alone is a valid document too, and so is a whole
+TF_CONFIG. A document without a cluster describes one process, which is called
+worker 0 (`"devices": {"worker": {"gpus": [0, 1]}}`). Port 0 stands for a free
+port, chosen by `resolve_ports` when the whole cluster is started on one
+machine. `tf_replicas.cluster.validation` has the rules. This module does not
+import TensorFlow, so that a launcher starts at once.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+
+from tf_replicas.cluster import addresses
+from tf_replicas.cluster import validation
+
+ClusterError = validation.ClusterError
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Task:
+  """One process of the cluster: the `index`-th of its `job`."""
+
+  job: str
+  index: int
+
+  def __str__(self) -> str:
+    return f"{self.job} {self.index}"
+
+
+@dataclasses.dataclass(frozen=True)
+class VariablesSpec:
+  """Where the variables live.
+
+  Attributes:
+    on: "cpu" (one copy beside the towers), "ps" or "mirrored".
+    placement: How variables are dealt to several ps tasks: "round_robin",
+      "greedy" (by bytes) or "partitioned".
+    min_shard_bytes: No shard of a partitioned variable is smaller.
+    num_shards: Shards of a partitioned variable; None leaves the number to
+      `min_shard_bytes` and the number of ps tasks.
+  """
+
+  on: str = "cpu"
+  placement: str = "greedy"
+  min_shard_bytes: int = 262144
+  num_shards: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSpec:
+  """A valid cluster spec, as made by `load`, `parse` and `from_tf_config`.
+
+  Attributes:
+    jobs: Job -> task index -> "host:port". Never has an evaluator, which runs
+      no server; empty if the spec describes one process.
+    devices: "job" or "job:index" -> GPU numbers; see `gpus`.
+    variables: Where the variables live.
+    layers: Layer-name pattern -> device number within a tower.
+    source: What messages call the document: file name, "TF_CONFIG" or "".
+  """
+
+  jobs: Mapping[str, Mapping[int, str]]
+  devices: Mapping[str, tuple[int, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  variables: VariablesSpec = VariablesSpec()
+  layers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  source: str = dataclasses.field(default="", compare=False)
+
+  @property
+  def is_distributed(self) -> bool:
+    """Whether there is a cluster: False for the spec of a single process."""
+    return bool(self.jobs)
+
+  @property
+  def chief(self) -> Task:
+    """The task that initializes, saves and summarizes.
+
+    In a sparse spec, where a task sees only itself and the ps tasks, the chief
+    may be a worker 0 that `tasks` does not list.
+    """
+    tasks = self.tasks()
+    if "chief" in self.jobs:
+      return Task("chief", 0)
+    return tasks[0] if len(tasks) == 1 else Task("worker", 0)
+
+  @property
+  def replicas(self) -> tuple[Task, ...]:
+    """The tasks that train in between-graph mode, the chief first if any."""
+    return self.tasks("chief") + self.tasks("worker")
+
+  def tasks(self, job: str | None = None) -> tuple[Task, ...]:
+    """Every task (of `job`), in the order of the document, then by index."""
+    jobs = self.jobs or {"worker": {0: ""}}
+    return tuple(
+      Task(name, index)
+      for name, indices in jobs.items()
+      for index in indices
+      if job in (None, name)
+    )
+
+  def num_tasks(self, job: str) -> int:
+    """How many tasks `job` has, 0 if there is no such job."""
+    return len(self.tasks(job))
+
+  def address(self, task: Task) -> str:
+    """The "host:port" of `task`; `ClusterError` if it has none."""
+    try:
+      return self.jobs[task.job][task.index]
+    except KeyError:
+      raise _no_such_task(self, task) from None
+
+  def addresses(self, job: str) -> list[str]:
+    """The addresses of `job` by task index, none if there is no such job."""
+    return list(self.jobs.get(job, {}).values())
+
+  def gpus(self, task: Task) -> tuple[int, ...] | None:
+    """The GPUs `task` may use; None if the spec does not say.
+
+    The entry of a task overrides that of its job. A ps task uses none.
+    """
+    default = () if task.job == "ps" else None
+    by_job = self.devices.get(task.job, default)
+    return self.devices.get(f"{task.job}:{task.index}", by_job)
+
+  @property
+  def where(self) -> str:
+    """The beginning of messages about it: its source, if that is known."""
+    return f"{self.source}: " if self.source else ""
+
+  def local_tasks(self) -> tuple[Task, ...]:
+    """The tasks whose address is on this machine, by `addresses.is_local`."""
+    if not self.is_distributed:
+      return self.tasks()
+    return tuple(
+      task
+      for task in self.tasks()
+      if addresses.is_local(addresses.split(self.address(task))[0])
+    )
+
+  def with_addresses(self, changed: Mapping[Task, str]) -> "ClusterSpec":
+    """A copy in which the tasks in `changed` have these addresses."""
+    jobs = {job: dict(tasks) for job, tasks in self.jobs.items()}
+    for task, address in changed.items():
+      self.address(task)
+      jobs[task.job][task.index] = address
+    try:
+      jobs = validation.check_jobs(jobs, "cluster")
+    except ClusterError as error:
+      raise _with_source(error, self.source) from None
+    return dataclasses.replace(self, jobs=jobs)
+
+  def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+    """The jobs as `tf.train.ClusterSpec` takes them.
+
+    Returns:
+      Job -> list of addresses; job -> {index: address} for a job of which the
+      document names only some tasks.
+    """
+    return {
+      job: list(ts.values()) if list(ts) == [*range(len(ts))] else dict(ts)
+      for job, ts in self.jobs.items()
+    }
+
+  def tf_config(self, task: Task) -> str:
+    """The TF_CONFIG that tells a process it is `task` (an evaluator too).
+
+    It holds what TensorFlow knows, `cluster` and `task`; devices, variables
+    and layers are not in it.
+    """
+    if task.job != "evaluator" and task not in self.tasks():
+      raise _no_such_task(self, task)
+    this = {"type": task.job, "index": task.index}
+    return json.dumps({"cluster": self.as_dict(), "task": this})
+
+  def to_json(self) -> str:
+    """A document from which `parse` makes an equal spec."""
+    devices = {key: {"gpus": list(gpus)} for key, gpus in self.devices.items()}
+    variables = dataclasses.asdict(self.variables)
+    if self.variables.on != "ps":
+      variables = {"on": self.variables.on}
+    document = {
+      "cluster": self.as_dict(),
+      "devices": devices,
+      "variables": variables,
+      "layers": dict(self.layers),
+    }
+    return json.dumps(document, indent=2)
+
+
+def load(path: str | os.PathLike[str]) -> ClusterSpec:
+  """Reads the cluster spec in the file `path`.
+
+  Raises:
+    ClusterError: If the file cannot be read or is not a valid cluster spec.
+  """
+  source = os.fspath(path)
+  try:
+    text = pathlib.Path(path).read_text(encoding="utf-8-sig")
+  except (OSError, ValueError) as error:  # ValueError: not UTF-8.
+    reason = getattr(error, "strerror", None) or error
+    rule = f"must be a readable text file ({reason})"
+    raise ClusterError(f"{source}: {rule}") from None
+  return _parse_text(text, source)[0]
+
+
+def parse(document: Mapping[str, object], source: str = "") -> ClusterSpec:
+  """Checks a decoded document and makes the `ClusterSpec` it describes.
+
+  Args:
+    document: A cluster spec, a map from job to addresses, or a TF_CONFIG.
+    source: Put in front of error messages, for instance a file name.
+
+  Raises:
+    ClusterError: At the first mistake; names its place, the rule, the value.
+  """
+  return _parse(document, source)[0]
+
+
+def from_tf_config(
+  environ: Mapping[str, str],
+) -> tuple[ClusterSpec, Task] | None:
+  """The cluster and this process's task as the TF_CONFIG in `environ` has it.
+
+  The evaluator is a task but never part of the cluster; `master` becomes
+  `chief`; what platforms add (`environment`, `rpc_layer`, ...) is accepted.
+
+  Returns:
+    None if TF_CONFIG is unset, empty, or has neither a cluster nor an
+    evaluator, which all mean a single process.
+
+  Raises:
+    ClusterError: If TF_CONFIG is no valid document.
+  """
+  source = "TF_CONFIG"
+  text = environ.get(source, "").strip()
+  if not text:
+    return None
+  spec, task = _parse_text(text, source)
+  if not spec.is_distributed and (task is None or task.job != "evaluator"):
+    return None
+  if task is None:
+    rule = 'must have the key "task", with the "type" and the "index" of this'
+    raise ClusterError(f"{source}: {rule} process")
+  _check_ports_chosen(spec, task)
+  return spec, task
+
+
+def task_from_flags(
+  spec: ClusterSpec, job_name: str, task_index: int | None = None
+) -> Task:
+  """The task that this process is, by its flags.
+
+  Args:
+    spec: The cluster.
+    job_name: A job of the cluster, or "evaluator".
+    task_index: May be None if the job has only one task.
+
+  Raises:
+    ClusterError: If there is no such task, or if one of several tasks has
+      port 0: other processes could not find it.
+  """
+  job = validation.canonical_job(job_name)
+  if job == "evaluator":  # It stands in no spec.
+    if task_index is not None and task_index < 0:
+      raise _mistake(spec, "`task_index` must be >= 0", task_index)
+    return Task(job, task_index or 0)
+  indices = [task.index for task in spec.tasks(job)]
+  if not indices:
+    jobs = dict.fromkeys(task.job for task in spec.tasks())
+    rule = f"`job_name` must be one of {validation.quoted(jobs)}"
+    raise _mistake(spec, rule, job_name)
+  if task_index is None and len(indices) == 1:
+    task_index = indices[0]
+  if task_index not in indices:
+    raise _mistake(
+      spec,
+      f"`task_index` must be one of {', '.join(map(str, indices))} for "
+      f'job "{job}"',
+      task_index,
+    )
+  task = Task(job, task_index)
+  _check_ports_chosen(spec, task)
+  return task
+
+
+def resolve_ports(spec: ClusterSpec) -> ClusterSpec:
+  """Replaces every port 0 by a free port of this machine.
+
+  The ports are distinct, and none is the port of another local task. Another
+  program may still take one before its task binds it; see `check_port_free`.
+
+  Raises:
+    ClusterError: If a port 0 is on another machine.
+  """
+  unresolved = _tasks_with_port_0(spec)
+  local_tasks = spec.local_tasks() if unresolved else ()
+  for task in unresolved:
+    if task not in local_tasks:
+      raise _mistake(
+        spec,
+        f"cluster.{task.job}[{task.index}]: must have a port other "
+        "than 0, as its host is another machine",
+        spec.address(task),
+      )
+  taken = {addresses.split(spec.address(task))[1] for task in local_tasks}
+  ports = addresses.free_ports(len(unresolved), taken=taken)
+  return spec.with_addresses(
+    {
+      task: addresses.with_port(spec.address(task), port)
+      for task, port in zip(unresolved, ports, strict=True)
+    }
+  )
+
+
+def check_port_free(address: str) -> None:
+  """Makes sure that a server can be started on the port of `address`.
+
+  TensorFlow itself only says "Could not start gRPC server" (seen with 2.21).
+
+  Raises:
+    ClusterError: If the port is in use or this user may not use it.
+  """
+  host_and_port = addresses.split(address)
+  if host_and_port is None:
+    raise validation.mistake("", f"`address` {addresses.RULE}", address)
+  try:
+    addresses.bound_socket(host_and_port[1]).close()
+  except OSError as error:
+    raise validation.mistake(
+      "", f"`address` must have a port that is free ({error.strerror})", address
+    ) from None
+
+
+def _parse(document: object, source: str) -> tuple[ClusterSpec, Task | None]:
+  try:
+    parts = validation.check(document)
+  except ClusterError as error:
+    raise _with_source(error, source) from None
+  spec = ClusterSpec(
+    jobs=parts.jobs,
+    devices=parts.devices,
+    layers=parts.layers,
+    variables=VariablesSpec(**parts.variables),
+    source=source,
+  )
+  return spec, parts.task and Task(*parts.task)
+
+
+def _parse_text(text: str, source: str) -> tuple[ClusterSpec, Task | None]:
+  try:
+    document = validation.decode(text)
+  except ClusterError as error:
+    raise _with_source(error, source) from None
+  return _parse(document, source)
+
+
+def _with_source(error: ClusterError, source: str) -> ClusterError:
+  return ClusterError(f"{source}: {error}") if source else error
+
+
+def _mistake(spec: ClusterSpec, rule: str, received: object) -> ClusterError:
+  error = validation.mistake("", rule, received)
+  return _with_source(error, spec.source)
+
+
+def _no_such_task(spec: ClusterSpec, task: Task) -> ClusterError:
+  return _mistake(spec, "`task` must be a task of the cluster", str(task))
+
+
+def _check_ports_chosen(spec: ClusterSpec, task: Task) -> None:
+  """Refuses port 0 for a process started by itself: none would find it."""
+  if len(spec.tasks()) > 1 and task.job != "evaluator":
+    for unknown in _tasks_with_port_0(spec):
+      raise _mistake(
+        spec,
+        f"cluster.{unknown.job}[{unknown.index}]: must have a port "
+        "other than 0 when tasks are started one by one",
+        spec.address(unknown),
+      )
+
+
+def _tasks_with_port_0(spec: ClusterSpec) -> list[Task]:
+  return [
+    Task(job, index)
+    for job, tasks in spec.jobs.items()
+    for index, address in tasks.items()
+    if addresses.split(address)[1] == 0
+  ]

@@ -1,0 +1,406 @@
+"""The rules of a cluster-spec document; each mistake is one `ClusterError`.
+
+Every function takes a part of the document (and its place, where that varies)
+and returns it in one plain form: jobs as `{job: {index: address}}`, `master`
+called `chief`, GPU lists as tuples. `tf_replicas.cluster` builds its objects
+from that and puts the name of the file in front of the messages.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tf_replicas.cluster import addresses
+
+JOBS = ("chief", "master", "worker", "ps", "evaluator")
+SECTIONS = ("cluster", "devices", "variables", "layers")
+# What else TensorFlow and the platforms that launch it put into TF_CONFIG.
+TF_CONFIG_KEYS = ("task", "rpc_layer", "environment", "session_master", "job")
+VARIABLES_ON = ("cpu", "ps", "mirrored")
+PLACEMENTS = ("round_robin", "greedy", "partitioned")
+
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+
+
+class ClusterError(ValueError):
+  """A mistake in a cluster spec; one line with place, rule and value."""
+
+
+class Parts(NamedTuple):
+  """A document that has passed every check, in plain form."""
+
+  jobs: dict[str, dict[int, str]]
+  devices: dict[str, tuple[int, ...]]
+  variables: dict[str, str | int | None]
+  layers: dict[str, int]
+  task: tuple[str, int] | None
+
+
+class _RepeatedKey(dict):
+  """A JSON object in which `key` stands twice."""
+
+  key: str
+
+
+def decode(text: str) -> object:
+  """The document in the JSON `text`; no object may have a key twice."""
+  try:
+    document = json.loads(text, object_pairs_hook=_object_of_pairs)
+    _check_no_repeated_key(document, "")
+  except ClusterError:
+    raise
+  except json.JSONDecodeError as error:
+    raise ClusterError(
+      f"line {error.lineno} column {error.colno}: must be valid JSON "
+      f"({error.msg})"
+    ) from None
+  except (RecursionError, ValueError) as error:  # Depth, digits of a number.
+    raise ClusterError(f"must be valid JSON ({error})") from None
+  return document
+
+
+def check(document: object) -> Parts:
+  """Checks a whole document; raises `ClusterError` at its first mistake."""
+  _check_mapping(document, "")
+  if _is_jobs_map(document):
+    document, prefix = {"cluster": document}, ""
+  else:
+    _check_top_level(document)
+    prefix = "cluster"
+  jobs = check_jobs(document.get("cluster", {}), prefix)
+  return Parts(
+    jobs=jobs,
+    devices=_check_devices(document.get("devices", {}), jobs),
+    variables=_check_variables(
+      document.get("variables", {}), num_ps=len(jobs.get("ps", {}))
+    ),
+    layers=_check_layers(document.get("layers", {})),
+    task=_check_task(document, jobs),
+  )
+
+
+def check_jobs(jobs: object, prefix: str) -> dict[str, dict[int, str]]:
+  """Checks the jobs map at place `prefix`; returns it without the evaluator.
+
+  An evaluator runs no TensorFlow server. In a cluster spec it would make
+  `ParameterServerStrategy` wait for one for ever (seen with TF 2.21).
+  """
+  _check_mapping(jobs, prefix)
+  _check_keys(jobs, prefix, JOBS)
+  checked: dict[str, dict[int, str]] = {}
+  users: dict[tuple[str, int], str] = {}  # (host, port) -> place
+  for name, value in jobs.items():
+    place = join_place(prefix, name)
+    job = canonical_job(name)
+    if job in checked:
+      raise mistake(
+        place, 'must not stand beside its synonym ("chief", "master")', value
+      )
+    checked[job] = _check_addresses(value, place)
+    for index, address in checked[job].items():
+      host, port = addresses.split(address)
+      user = users.setdefault(
+        (addresses.canonical_host(host), port), f"{place}[{index}]"
+      )
+      if port and user != f"{place}[{index}]":
+        raise mistake(
+          f"{place}[{index}]",
+          f"must not be the address of {user} again",
+          address,
+        )
+    if job == "chief" and set(checked[job]) != {0}:
+      raise mistake(place, "must have exactly one task, index 0", value)
+  checked.pop("evaluator", None)
+  if "ps" in checked and len(checked) == 1:
+    rule = 'must have a "worker" or "chief" job beside "ps"'
+    raise mistake(prefix, rule, list(jobs))
+  return checked
+
+
+def mistake(place: str, rule: str, received: object) -> ClusterError:
+  """The error for `received` at `place`, which breaks `rule`."""
+  shown = repr(received)
+  if len(shown) > 120:
+    shown = shown[:117] + "..."
+  return ClusterError(
+    f"{place}{': ' if place else ''}{rule}. Received: {shown}."
+  )
+
+
+def canonical_job(job: str) -> str:
+  """`job`, or "chief" for "master", TF1's word for it."""
+  return "chief" if job == "master" else job
+
+
+def quoted(names: Iterable[str]) -> str:
+  """`"a", "b"`: names as they stand in the document."""
+  return ", ".join(f'"{name}"' for name in names)
+
+
+def join_place(prefix: str, key: str) -> str:
+  """`prefix.key`, quoted as in `layers["conv*"]` if `key` is no plain word."""
+  if not re.fullmatch(r"\w+(:[0-9]+)?", key, re.ASCII):
+    return f"{prefix}[{json.dumps(key)}]"  # Escaped: one line.
+  return f"{prefix}.{key}" if prefix else key
+
+
+def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+  decoded = dict(pairs)
+  if len(decoded) < len(pairs):
+    keys = [key for key, _ in pairs]
+    decoded = _RepeatedKey(decoded)
+    decoded.key = next(key for key in keys if keys.count(key) > 1)
+  return decoded
+
+
+def _check_no_repeated_key(value: object, place: str) -> None:
+  if isinstance(value, _RepeatedKey):
+    raise mistake(place, "keys must not stand twice in one object", value.key)
+  if isinstance(value, dict):
+    for key, item in value.items():
+      _check_no_repeated_key(item, join_place(place, key))
+  elif isinstance(value, list):
+    for index, item in enumerate(value):
+      _check_no_repeated_key(item, f"{place}[{index}]")
+
+
+def _is_jobs_map(document: Mapping) -> bool:
+  keys = set(document)
+  others = SECTIONS + TF_CONFIG_KEYS
+  return not keys.isdisjoint(JOBS) and keys.isdisjoint(others)
+
+
+def _check_top_level(document: Mapping) -> None:
+  for key, value in document.items():
+    if key in JOBS:
+      raise mistake(
+        key,
+        'must be inside "cluster", because there are other top-level keys',
+        value,
+      )
+  _check_keys(document, "", SECTIONS, also=TF_CONFIG_KEYS + JOBS)
+  for key in ("rpc_layer", "environment", "session_master"):
+    if not isinstance(document.get(key, ""), str):
+      raise mistake(key, "must be a string", document[key])
+
+
+def _check_mapping(value: object, place: str) -> None:
+  if not isinstance(value, Mapping):
+    raise mistake(place, "must be a JSON object", value)
+
+
+def _check_keys(
+  mapping: Mapping,
+  place: str,
+  known: tuple[str, ...],
+  *,
+  also: tuple[str, ...] = (),
+) -> None:
+  """Refuses other keys than `known`; `also` are allowed but not advertised."""
+  for key in mapping:
+    if key not in known + also:
+      nearest = difflib.get_close_matches(str(key), known + also, n=1)
+      hint = f' (did you mean "{nearest[0]}"?)' if nearest else ""
+      raise mistake(place, f"keys must be among {quoted(known)}{hint}", key)
+
+
+def _is_int(value: object, *, minimum: int = 0) -> bool:
+  # JSON's true is an int to Python, but no number in the document.
+  return (
+    isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+  )
+
+
+def _check_addresses(value: object, place: str) -> dict[int, str]:
+  """One job's tasks from a list, or from TF's sparse `{"1": address}` map."""
+  if isinstance(value, Mapping):
+    items = [
+      (_sparse_index(key, place), address) for key, address in value.items()
+    ]
+  elif isinstance(value, list | tuple):
+    items = list(enumerate(value))
+  else:
+    rule = 'must be a list of "host:port", or an object from task index to '
+    raise mistake(place, rule + '"host:port"', value)
+  if not items:
+    raise mistake(place, "must have at least one task", value)
+  for index, address in items:
+    if addresses.split(address) is None:
+      raise mistake(f"{place}[{index}]", addresses.RULE, address)
+  if len(dict(items)) < len(items):  # 1 and "1", in a Python mapping.
+    raise mistake(place, "must name every task once", value)
+  return dict(sorted(items))
+
+
+def _sparse_index(key: object, place: str) -> int:
+  if _is_int(key):
+    return key
+  if isinstance(key, str) and _INDEX.fullmatch(key):
+    return int(key)
+  raise mistake(place, 'keys must be task indices such as "0"', key)
+
+
+def _check_devices(
+  devices: object, jobs: Mapping[str, Mapping[int, str]]
+) -> dict[str, tuple[int, ...]]:
+  _check_mapping(devices, "devices")
+  checked: dict[str, tuple[int, ...]] = {}
+  for key, entry in devices.items():
+    name = _check_device_key(key, jobs)
+    place = join_place("devices", key)
+    if name in checked:
+      raise mistake(
+        place, 'must not stand beside its synonym ("chief", "master")', entry
+      )
+    _check_mapping(entry, place)
+    _check_keys(entry, place, ("gpus",))
+    if "gpus" not in entry:
+      raise mistake(place, 'must have the key "gpus"', entry)
+    checked[name] = _check_gpus(entry["gpus"], f"{place}.gpus")
+    if name.partition(":")[0] == "ps" and checked[name]:
+      rule = "must be [], as a ps task keeps its variables on its CPU"
+      raise mistake(f"{place}.gpus", rule, entry["gpus"])
+  _check_gpu_sharing(checked, jobs)
+  return checked
+
+
+def _check_device_key(
+  key: object, jobs: Mapping[str, Mapping[int, str]]
+) -> str:
+  """Returns "job" or "job:index" if there is such a job or task."""
+  # A spec without a cluster has one process, which is called worker 0.
+  jobs = jobs or {"worker": {0: ""}}
+  if isinstance(key, str):
+    job, colon, index = key.partition(":")
+    job = canonical_job(job)
+    if not colon or _INDEX.fullmatch(index):
+      # An evaluator need not stand in the cluster to exist.
+      tasks = jobs.get(job, {})
+      if job == "evaluator" or tasks and (not colon or int(index) in tasks):
+        return f"{job}{colon}{index}"
+  last_job, last_tasks = list(jobs.items())[-1]
+  raise mistake(
+    "devices",
+    f"a key must be a job ({quoted(jobs)}) or a task of the "
+    f'cluster (such as "{last_job}:{max(last_tasks)}")',
+    key,
+  )
+
+
+def _check_gpus(gpus: object, place: str) -> tuple[int, ...]:
+  if (
+    not isinstance(gpus, list | tuple)
+    or not all(map(_is_int, gpus))
+    or len(set(gpus)) < len(gpus)
+  ):
+    rule = "must be a list of distinct GPU numbers, each >= 0"
+    raise mistake(place, rule, gpus)
+  return tuple(gpus)
+
+
+def _check_gpu_sharing(
+  devices: Mapping[str, tuple[int, ...]], jobs: Mapping[str, Mapping[int, str]]
+) -> None:
+  """Refuses one GPU for two tasks of a host, unless given task by task."""
+  users: dict[tuple[str, int], str] = {}  # (host, GPU) -> task
+  for job, tasks in jobs.items():
+    for index, address in tasks.items():
+      task = f"{job}:{index}"
+      if task in devices:
+        continue
+      host = addresses.canonical_host(addresses.split(address)[0])
+      for gpu in devices.get(job, ()):
+        user = users.setdefault((host, gpu), task)
+        if user != task:
+          raise mistake(
+            f"devices.{job}.gpus",
+            f"must not give GPU {gpu} of {host} to "
+            f'both "{user}" and "{task}"; to share it, say so by task '
+            f'("{user}": ..., "{task}": ...)',
+            list(devices[job]),
+          )
+
+
+def _check_variables(
+  variables: object, *, num_ps: int
+) -> dict[str, str | int | None]:
+  """Checks `variables` and fills in the place that the cluster implies."""
+  _check_mapping(variables, "variables")
+  _check_keys(
+    variables, "variables", ("on", "placement", "min_shard_bytes", "num_shards")
+  )
+  checked = {"on": "ps" if num_ps else "cpu", **variables}
+  for key, choices in (("on", VARIABLES_ON), ("placement", PLACEMENTS)):
+    if key in checked and checked[key] not in choices:
+      raise mistake(
+        f"variables.{key}", f"must be one of {quoted(choices)}", checked[key]
+      )
+  if checked["on"] == "ps" and not num_ps:
+    rule = 'must not be "ps" without a "ps" job in the cluster'
+    raise mistake("variables.on", rule, checked["on"])
+  if checked["on"] != "ps" and num_ps:
+    rule = 'must be "ps" as the cluster has a "ps" job'
+    raise mistake("variables.on", rule, checked["on"])
+  for key in ("placement", "min_shard_bytes", "num_shards"):
+    if key in variables and not num_ps:
+      rule = 'must be absent unless variables are on "ps"'
+      raise mistake(f"variables.{key}", rule, checked[key])
+  if not _is_int(checked.get("min_shard_bytes", 1), minimum=1):
+    value = checked["min_shard_bytes"]
+    raise mistake("variables.min_shard_bytes", "must be an integer >= 1", value)
+  _check_num_shards(checked, num_ps)
+  return checked
+
+
+def _check_num_shards(variables: Mapping[str, object], num_ps: int) -> None:
+  num_shards = variables.get("num_shards")
+  if num_shards is None:
+    return
+  place = "variables.num_shards"
+  if not _is_int(num_shards, minimum=1):
+    raise mistake(place, "must be an integer >= 1", num_shards)
+  if num_shards > num_ps:
+    rule = f"must be at most the number of ps tasks, {num_ps}"
+    raise mistake(place, rule, num_shards)
+  if variables.get("placement") != "partitioned":
+    rule = 'must be absent unless "placement" is "partitioned"'
+    raise mistake(place, rule, num_shards)
+
+
+def _check_layers(layers: object) -> dict[str, int]:
+  _check_mapping(layers, "layers")
+  for pattern, device in layers.items():
+    if not isinstance(pattern, str) or not pattern:
+      rule = "keys must be layer-name patterns, not empty"
+      raise mistake("layers", rule, pattern)
+    if not _is_int(device):
+      place = join_place("layers", pattern)
+      raise mistake(place, "must be a device number of the tower, >= 0", device)
+  return dict(layers)
+
+
+def _check_task(
+  document: Mapping, jobs: Mapping[str, Mapping[int, str]]
+) -> tuple[str, int] | None:
+  """TF_CONFIG's `task` as (job, index); None if there is none."""
+  if "task" not in document:
+    return None
+  task = document["task"]
+  _check_mapping(task, "task")
+  # Platforms add "trial" and "cloud" (Google's AI Platform and Vertex AI).
+  _check_keys(task, "task", ("type", "index"), also=("trial", "cloud"))
+  for key in ("type", "index"):
+    if key not in task:
+      raise mistake("task", f'must have the key "{key}"', task)
+  job, index = task["type"], task["index"]
+  if job not in JOBS:
+    raise mistake("task.type", f"must be one of {quoted(JOBS)}", job)
+  if not _is_int(index):
+    raise mistake("task.index", "must be an integer >= 0", index)
+  job = canonical_job(job)
+  if jobs and job != "evaluator" and index not in jobs.get(job, {}):
+    raise mistake("task", "must be a task of the cluster", task)
+  return job, index

@@ -1,0 +1,1 @@
+"""Which process runs what: the drivers, serving tasks, heartbeats."""

@@ -1,0 +1,255 @@
+"""Between-graph replication: every worker is its own client and program.
+
+Each worker runs this driver. It connects to all parameter servers and to no
+other worker, builds the model, and attaches to the shared copy by name.
+
+1. The chief (a `chief` task, else worker 0) publishes what it trains, and the
+   others compare. It creates the shared copy and restores a checkpoint if there
+   is one; meanwhile the others wait.
+2. Every worker runs a `ReplicaLoop`, several steps per `tf.function` call. On
+   the chief that loop has a thread of its own.
+3. The chief's main thread makes the updates (`step`), one call per step.
+4. At the end the chief announces how training ended, and answers each worker
+   with the token `step_token.ENDED`. The workers leave; then the chief closes
+   the queues and dismisses the PS tasks.
+
+Where things live: parameters, slots, averages, queues and counters on the PS
+tasks; the model, its data and the inner optimizer's code in each worker.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.drivers import base as driver_base
+from tf_replicas.drivers import connection
+from tf_replicas.drivers import heartbeats
+from tf_replicas.drivers import replica_loop
+from tf_replicas.drivers import watchdog
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import step_token
+from tf_replicas.runtime import waiting
+
+# The chief is lost after so many times `lost_after_secs`.
+_CHIEF_PATIENCE = 10
+# How long the last batch of a straggler may take.
+_LAST_BATCH_SECS = 600.0
+# A call runs as many steps as fit, so that the process stays responsive.
+_CALL_SECS = 0.5
+_MAX_STEPS = 100
+_ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
+
+
+class BetweenGraph(driver_base.ParameterServerDriver):
+  """The between-graph driver of one worker.
+
+  Several trainings may run in one process and on one cluster, each with a
+  driver and a namespace of its own; `server.serve` needs their names.
+  """
+
+  def __init__(
+    self,
+    spec: cluster.ClusterSpec,
+    task: cluster.Task,
+    replica_fn: Callable[[], model_replica.Replica],
+    optimizer_fn: Callable[[], rule_base.UpdateRule],
+    *,
+    start_timeout_secs: float = 120.0,
+    lost_after_secs: float = 20.0,
+    timeline_dir: str | None = None,
+    namespace: str = "",
+    log: Callable[[str], None] = print,
+  ):
+    """Connects, builds the replica and attaches to the shared copy.
+
+    The model must not exist before the process is connected, hence the two
+    functions.
+
+    Args:
+      spec: The cluster, ports chosen.
+      task: This task, one of `spec.replicas`.
+      replica_fn: Builds the replica; the same in every worker.
+      optimizer_fn: Builds the update rule; the same in every worker.
+      start_timeout_secs: How long to wait for PS tasks and chief.
+      lost_after_secs: Seconds without a heartbeat after which a worker is lost,
+        so that its place in a step goes to another replica.
+      timeline_dir: Where to record the timeline of this task; see `timeline`.
+      namespace: The name of the training; the same in every worker, and one of
+        those that the PS tasks serve. Trainings of different names share
+        nothing.
+      log: Receives each line of the log.
+
+    Raises:
+      cluster.ClusterError: If `task` does not train, or its port is in use.
+      TimeoutError: If a PS task or the chief does not answer in time.
+      RuntimeError: If this program builds other variables than the chief's, or
+        the process is connected to another cluster.
+      ValueError: If the model was built before the process was connected, the
+        rule is for another number of replicas, or `namespace` is invalid.
+    """
+    self.is_chief = task == spec.chief
+    self._index = spec.replicas.index(task)
+    self._has_given_up = False
+    self._timeline_name = f"{task.job}:{task.index}"
+    devices = connection.connect_client(
+      spec, task, timeout_secs=start_timeout_secs, log=log
+    )
+    super().__init__(
+      spec,
+      task,
+      replica_fn,
+      optimizer_fn,
+      replicas=spec.replicas,
+      client=self._index,
+      devices=devices,
+      timeline_file=f"{task.job}_{task.index}",
+      options=driver_base.Options(
+        start_timeout_secs, lost_after_secs, timeline_dir, namespace, log
+      ),
+    )
+
+  def _ages(self) -> list[float]:
+    return self._heartbeats.ages()
+
+  def _start_replicas(self) -> waiting.RaisingThread:
+    self._heartbeats.open_training()
+    return waiting.RaisingThread(self._run_loop, on_error=self.rule.interrupt)
+
+  def run_replica(self) -> int:
+    """See `Driver.run_replica`."""
+    self._check_role(needs_chief=False)
+    waiting.await_value(
+      lambda: self._heartbeats.is_open() or self._heartbeats.outcome(),
+      timeout_secs=self._options.start_timeout_secs,
+      what=f"{self.task} waits for the chief to initialize or restore",
+      log=self._log,
+    )
+    if outcome := self._heartbeats.outcome():  # It ended before its first step.
+      return self._final_step(outcome)
+    lost_after_secs = self._options.lost_after_secs
+    watch = watchdog.ChiefWatchdog(
+      lambda: self._heartbeats.ages()[0],
+      self._give_up,
+      log_after_secs=lost_after_secs,
+      lost_after_secs=_CHIEF_PATIENCE * lost_after_secs,
+      log=self._log,
+    )
+    try:
+      self._run_loop()
+      outcome = self._await_outcome()
+    finally:
+      watch.stop()
+    return self._final_step(outcome)
+
+  def _final_step(self, outcome: str) -> int:
+    """The global step of a training that finished; raises if it failed."""
+    if not outcome:
+      secs = _CHIEF_PATIENCE * self._options.lost_after_secs
+      raise RuntimeError(
+        f"the chief was lost: no heartbeat for {secs:.0f} s; restart it, and"
+        f" then {self.task}"
+      )
+    if outcome != heartbeats.FINISHED:
+      raise RuntimeError(outcome)
+    return self.global_step
+
+  def _await_outcome(self) -> str:
+    """How training ended, which the chief may announce a moment later."""
+    waiting.await_value(
+      lambda: self._heartbeats.outcome() or self._has_given_up,
+      timeout_secs=10,
+      what=f"{self.task} waits for the chief to say how training ended",
+      log=self._log,
+    )
+    return self._heartbeats.outcome()
+
+  def _must_stop(self) -> bool:
+    """Whether the chief is lost, or this process was replaced."""
+    return self._has_given_up or self._heartbeats.is_replaced
+
+  def _give_up(self) -> None:
+    self._has_given_up = True
+    self.rule.release_replica(self._index)
+
+  def _run_loop(self) -> None:
+    """This task's replica: contributes until training ends."""
+    start = int(self.examples_drawn())
+    dataset = self.replica.dataset_fn(
+      len(self.replica_names), self._index, start
+    )
+    iterator = iter(dataset)
+
+    begin, run_asking, run_preadmitted = self._step_fns(iterator)
+    max_steps = 1
+    try:
+      token, *state = begin()
+      while True:
+        (last,) = step_token.LAYOUT.unpack_rows(token.numpy()[None])
+        if last.global_step == step_token.ENDED or self._must_stop():
+          return
+        has_tag = last.preadmitted_tag != step_token.NO_TAG
+        run = run_preadmitted if has_tag else run_asking
+        start = time.monotonic()
+        count, token, *state = run(tf.constant(max_steps), token, *state)
+        secs = (time.monotonic() - start) / max(int(count), 1)
+        max_steps = max(1, min(_MAX_STEPS, int(_CALL_SECS / secs)))
+    except _ENDED as error:
+      if self._must_stop() or self._heartbeats.outcome():
+        return  # The queues were closed.
+      if isinstance(error, tf.errors.CancelledError):
+        raise
+      raise RuntimeError(
+        f"the data set of {self.task} has ended; it must be endless"
+      ) from error
+
+  def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable]:
+    """Functions: begin, steps without and with admission in advance."""
+    loop = replica_loop.ReplicaLoop(
+      self.rule,
+      self.replica,
+      iterator,
+      self._index,
+      ps_device=self.store.device_of_task(0),
+      device=tf.constant(0).device,
+      recorder=self._recorder,
+      name=self._timeline_name,
+    )
+
+    # Concrete functions skip what a call spends on looking for a trace.
+    def trace(function, *specs):
+      function = tf.function(function, autograph=False)
+      return function.get_concrete_function(*specs)
+
+    begin = trace(loop.begin)
+    specs = [tf.TensorSpec([], tf.int32)]
+    specs += [tf.TensorSpec(t.shape, t.dtype) for t in begin.outputs]
+    run_asking, run_preadmitted = (
+      trace(functools.partial(loop.run_many, is_preadmitted), *specs)
+      for is_preadmitted in (False, True)
+    )
+    return begin, run_asking, run_preadmitted
+
+  def close(self, error: BaseException | None = None) -> None:
+    """See `Driver.close`."""
+    if not self.is_chief:
+      heartbeats.run_all([self._heartbeats.leave], log=self._log)
+      return
+    watchdog.end_training(
+      self._heartbeats,
+      self.rule,
+      self._watchdog,
+      self._have_all_ended,
+      error,
+      patience_secs=_LAST_BATCH_SECS,
+      log=self._log,
+    )
+    if self._thread is not None and error is None:
+      self._thread.raise_error()
+
+  def _have_all_ended(self) -> bool:
+    is_own_alive = self._thread is not None and self._thread.is_alive()
+    return not self._heartbeats.here() and not is_own_alive

@@ -1,0 +1,121 @@
+"""Connects a client to its parameter servers, once per process."""
+
+import socket
+import time
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.runtime import patches
+from tf_replicas.runtime import waiting
+from tf_replicas.store import parameter_store
+
+_connections: list[tuple[str, ...]] = []
+
+
+def is_connected(key: tuple[str, ...]) -> bool:
+  """Whether `remember` was called with `key`: what it names is there.
+
+  TensorFlow has one connection per process. Another one would reset its
+  context, and with it all tensors and functions (TensorFlow 2.21).
+
+  Raises:
+    RuntimeError: If this process is connected in another way.
+  """
+  if _connections and key not in _connections:
+    raise RuntimeError(
+      "this process is connected to another cluster, or by another driver, and"
+      " TensorFlow can connect only once: start the second training in another"
+      " process"
+    )
+  return key in _connections
+
+
+def was_used() -> bool:
+  """Whether this process was ever connected to a cluster."""
+  return bool(_connections)
+
+
+def remember(key: tuple[str, ...]) -> None:
+  """Remembers the connection of this process for `is_connected`."""
+  _connections.append(key)
+
+
+def disconnect() -> None:
+  """Ends the connection, once the servers were dismissed.
+
+  This process cannot connect again, but may go on using TensorFlow by itself.
+  """
+  if _connections:
+    patches.disconnect()
+
+
+def connect_client(
+  spec: cluster.ClusterSpec,
+  task: cluster.Task,
+  *,
+  timeout_secs: float,
+  log: Callable[[str], None] = print,
+) -> list[str]:
+  """Makes this process a client of all PS tasks, unless it is one already.
+
+  The cluster it names holds the PS tasks and itself only: naming the other
+  workers would make every client wait for them.
+
+  Returns:
+    One device of each PS task.
+
+  Raises:
+    cluster.ClusterError: If the port of `task` is in use.
+    TimeoutError: If a PS task does not answer in time.
+    RuntimeError: If this process is connected to another cluster.
+  """
+  address = spec.address(task)
+  servers = spec.addresses("ps")
+  key = ("client", str(task), address, *servers)
+  if not is_connected(key):
+    cluster.check_port_free(address)
+    await_servers(spec, "ps", timeout_secs=timeout_secs, log=log)
+    tf.config.experimental_connect_to_cluster(
+      tf.train.ClusterSpec({"ps": servers, task.job: {task.index: address}}),
+      job_name=task.job,
+      task_index=task.index,
+    )
+    remember(key)
+  return [parameter_store.ps_device(i) for i in range(len(servers))]
+
+
+def await_servers(
+  spec: cluster.ClusterSpec,
+  job: str,
+  *,
+  timeout_secs: float,
+  log: Callable[[str], None] = print,
+) -> None:
+  """Waits until every task of `job` listens.
+
+  Raises:
+    TimeoutError: Names the first task that does not.
+  """
+  since = time.monotonic()
+  for task in spec.tasks(job):
+    address = spec.address(task)
+    waiting.await_value(
+      lambda address=address: listens(address),
+      timeout_secs=timeout_secs,
+      since=since,
+      what=f"waiting for {task} at {address}",
+      log=log,
+      poll_secs=0.1,
+    )
+
+
+def listens(address: str) -> bool:
+  """Whether a process accepts connections at "host:port"."""
+  host, _, port = address.rpartition(":")
+  try:
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
+      return True
+  except OSError:
+    return False

@@ -1,0 +1,130 @@
+"""The heartbeats that a serving task received, and how training ended."""
+
+import functools
+import json
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tf_replicas.drivers import versions
+from tf_replicas.runtime import resources
+
+_LEFT = 0.0
+_NO_PROCESS = 0
+
+
+class HeartbeatTable:
+  """The heartbeat table of one training on one serving task.
+
+  Attributes:
+    device: The device of the serving task.
+    beats: float64 vector: for each client the time of its last heartbeat, in
+      seconds since 1970; -1: none yet, 0: it has left.
+    processes: int64 vector: for each client the number of its process.
+    outcome: How training ended; "" while it goes on.
+    dismissed: Whether the serving task may end, as far as this training goes.
+    is_open: Whether the chief has let the other clients begin.
+    versions: The `versions.here()` of the serving task, as JSON.
+    signature: What the chief trains, as JSON; "" until it has said so.
+  """
+
+  def __init__(
+    self,
+    device: str,
+    namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
+  ):
+    """Attaches to the table, which the serving task initializes.
+
+    Args:
+      device: The device of the serving task.
+      namespace: Of the training; the same for the serving task and all clients.
+    """
+    self.device = device
+    self._namespace = namespace
+    names = namespace.child("heartbeats")
+    with tf.device(device):
+      self.beats = names.variable("beats", [None], tf.float64)
+      self.processes = names.variable("processes", [None], tf.int64)
+      self.outcome = names.variable("outcome", [], tf.string)
+      self.dismissed = names.variable("dismissed", [], tf.bool)
+      self.is_open = names.variable("is_open", [], tf.bool)
+      self.versions = names.variable("versions", [], tf.string)
+      self.signature = names.variable("signature", [], tf.string)
+
+  def initialize(self, num_clients: int) -> None:
+    """Makes an empty table; called by the serving task when it starts."""
+    self.beats.assign(tf.fill([num_clients], tf.cast(-1.0, tf.float64)))
+    self.processes.assign(
+      tf.fill([num_clients], tf.cast(_NO_PROCESS, tf.int64))
+    )
+    self.outcome.assign("")
+    self.dismissed.assign(False)
+    self.is_open.assign(False)
+    self.versions.assign(json.dumps(versions.here()))
+    self.signature.assign("")
+
+  def attach_again(self) -> "HeartbeatTable":
+    """The table of a serving task that was restarted since."""
+    return HeartbeatTable(self.device, self._namespace)
+
+  @tf.function(autograph=False)
+  def _beat(self, client, process, is_here, joins) -> tf.Tensor:
+    def take_over():
+      self.processes.scatter_update(tf.IndexedSlices(process, client))
+      return tf.constant(True)
+
+    here = resources.this_device()
+    with tf.device(self.device):
+      known = tf.gather(self.processes.read_value(), client)
+      is_current = joins | (known == process) | (known == _NO_PROCESS)
+      now = tf.where(is_here, tf.timestamp(), tf.cast(_LEFT, tf.float64))
+      last = tf.gather(self.beats.read_value(), client)
+      now = tf.where(is_current, now, last)
+      self.beats.scatter_update(tf.IndexedSlices(now, client))
+      is_new = joins | (known == _NO_PROCESS)  # Else the number is there.
+      tf.cond(is_new, take_over, lambda: tf.constant(False))
+    with tf.device(here):
+      return tf.identity(is_current)
+
+  def beat(
+    self, client: int, process: int, is_here: bool, *, joins: bool = False
+  ) -> bool:
+    """Records a heartbeat, or that the client has left.
+
+    Args:
+      client: The client's number.
+      process: The number of the client's process.
+      is_here: Whether the client takes part; False when it leaves.
+      joins: Whether this process replaces any other process of that client.
+
+    Returns:
+      Whether this is the client's current process; if not, nothing was
+      recorded.
+    """
+    numbers = tf.constant(client), tf.constant(process, tf.int64)
+    return bool(self._beat(*numbers, tf.constant(is_here), tf.constant(joins)))
+
+  def dismiss(self, outcome: str) -> None:
+    """Tells the serving task that training ended, and how."""
+    self.outcome.assign(outcome)
+    self.dismissed.assign(True)
+    resources.flush_assignments([self.dismissed])
+
+  def is_ready(self) -> bool:
+    """Whether the serving task has initialized it (the signature is last)."""
+    return bool(self.signature.is_initialized())
+
+  @functools.cached_property
+  def _ages(self) -> Callable[[], tf.Tensor]:
+    def ages():
+      with tf.device(self.device):
+        beats = self.beats.read_value()
+        # Above 0 for a heartbeat just now, and after the clock was set back.
+        ages = tf.maximum(tf.timestamp() - beats, 1e-6)
+        return tf.where(beats > 0, ages, beats)
+
+    return resources.remote_reader(ages)
+
+  def ages(self) -> list[float]:
+    """Seconds since each client's last heartbeat; -1: none yet, 0: it left."""
+    return self._ages().numpy().tolist()

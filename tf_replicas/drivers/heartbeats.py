@@ -1,0 +1,405 @@
+"""Heartbeats: which clients are alive, and how training ended.
+
+Every serving task (each PS; in-graph each worker as well) has a *heartbeat
+table* for each training: when each client's last heartbeat arrived, by the
+task's own clock, which process sent it, and how training ended. It also holds
+the versions of TensorFlow, Keras and this library that the task has: a client
+that has others does not join. The table of PS task 0 also holds what the chief
+trains, for the others to compare with. A client sends heartbeats in one thread
+per serving task, so that a task which hangs delays no other.
+
+A process that joins replaces an earlier process of the same client. If that one
+still lives (it was stopped, its machine was cut off, or the same task was
+started twice), it learns from its next heartbeat that it was replaced, and ends
+as if it had died: it tells the others nothing.
+"""
+
+import contextlib
+import functools
+import json
+import secrets
+import time
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas.drivers import heartbeat_table
+from tf_replicas.drivers import polling
+from tf_replicas.drivers import versions
+from tf_replicas.runtime import processes
+from tf_replicas.runtime import resources
+from tf_replicas.runtime import waiting
+
+BEAT_SECS = 1.0
+# A client is alive if its last heartbeat is younger than this.
+ALIVE_SECS = 5 * BEAT_SECS
+FINISHED = "finished"
+_REPLACED = "this process was replaced: another one runs as the same task"
+# How long the serving tasks may take to answer a client that leaves.
+_ANSWER_SECS = 10.0
+
+
+class _Link:
+  """Sends heartbeats to one serving task.
+
+  Attributes:
+    has_joined: Whether the task has received a heartbeat.
+    failure: Why the last heartbeat did not reach the task; "" if it did.
+  """
+
+  def __init__(
+    self,
+    table: heartbeat_table.HeartbeatTable,
+    client: int,
+    process: int,
+    *,
+    arbitrates: bool,
+    log: Callable[[str], None],
+  ):
+    """Starts to send.
+
+    Args:
+      table: The serving task's.
+      client: This client's number.
+      process: This process's number.
+      arbitrates: Whether this task decides between two processes of a client,
+        as PS task 0 does; the others accept every heartbeat.
+      log: Receives each line of the log.
+    """
+    self._table = table
+    self._client = client
+    self._process = process
+    self._arbitrates = arbitrates
+    self.has_joined = self._was_replaced = self._is_leaving = False
+    self.failure = ""
+    # A task that hangs raises no error: its clients wait.
+    self._wait_logger = waiting.WaitLogger(log=log)
+    self._what = f"waiting for an answer of {_task_name(table.device)}"
+    self._answered = time.monotonic()
+    self._beat()
+    self._thread = polling.PollingThread(
+      self._beat, period_secs=BEAT_SECS, at_stop=self._say_goodbye
+    )
+
+  def await_join(self, timeout_secs: float, log: Callable[[str], None]) -> None:
+    """Waits for the first heartbeat to reach the task.
+
+    Args:
+      timeout_secs: How long to wait.
+      log: Receives each line of the log.
+
+    Raises:
+      TimeoutError: With the reason.
+    """
+    what = (
+      f"waiting for {_task_name(self._table.device)} to connect to this task"
+    )
+    try:
+      waiting.await_value(
+        lambda: self.has_joined, timeout_secs=timeout_secs, what=what, log=log
+      )
+    except TimeoutError as error:
+      raise TimeoutError(f"{error}: {self.failure}") from None
+
+  def _beat(self, is_here: bool = True) -> None:
+    with self._wait_logger.during(self._what):
+      self._send(is_here)
+
+  def _say_goodbye(self) -> None:
+    self._beat(False)
+    self._wait_logger.stop()
+
+  def _send(self, is_here: bool) -> None:
+    joins = not (self._arbitrates and self.has_joined)
+    try:
+      self._was_replaced = not self._table.beat(
+        self._client, self._process, is_here, joins=joins
+      )
+      self.has_joined, self.failure = True, ""
+      self._answered = time.monotonic()
+    except tf.errors.UnavailableError as error:
+      # The task is down, and the main thread fails where it matters; or the
+      # task cannot connect to this one.
+      self.failure = processes.shortened(error.message)
+    except tf.errors.OpError:  # The task was restarted, or is down.
+      with contextlib.suppress(tf.errors.OpError):
+        table = self._table.attach_again()
+        if table.is_ready():
+          self._table = table
+
+  def silence(self) -> float:
+    """Seconds since the task last answered."""
+    return time.monotonic() - self._answered
+
+  def was_replaced(self) -> bool:
+    """Whether another process replaced this one; asks if that may be old."""
+    is_old = self.silence() > 2 * BEAT_SECS
+    if is_old and not self._is_leaving:
+      self._send(True)
+    return self._was_replaced
+
+  def leave(self) -> waiting.RaisingThread:
+    """Sends no more heartbeats; returns the thread that says goodbye."""
+    self._is_leaving = True
+    self._thread.request_stop()
+    return self._thread
+
+  def dismiss(self, outcome: str) -> None:
+    """Tells the task that training ended, also one restarted just now."""
+    try:
+      self._table.dismiss(outcome)
+    except tf.errors.OpError:
+      # A task that is down has no table; its operator has to end it.
+      with contextlib.suppress(tf.errors.OpError):
+        self._table.attach_again().dismiss(outcome)
+
+
+class Heartbeats:
+  """A client's heartbeats, and its view of the heartbeat tables.
+
+  Attributes:
+    client: This client's number.
+  """
+
+  def __init__(
+    self,
+    client: int,
+    *,
+    devices: Sequence[str],
+    timeout_secs: float = 60.0,
+    namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
+    log: Callable[[str], None] = print,
+  ):
+    """Attaches to the tables of all serving tasks and starts to beat.
+
+    Args:
+      client: This client's number, from 0 on.
+      devices: One device of each serving task; the first is PS task 0.
+      timeout_secs: How long to wait for the tables.
+      namespace: Of the training; see `server.serve`.
+      log: Receives each line of the log.
+
+    Raises:
+      RuntimeError: If a serving task has other versions.
+      TimeoutError: If a serving task has no table for that namespace, or does
+        not receive a heartbeat: it must be able to resolve the host name of
+        this task, which may be later than this task could resolve that of the
+        serving task.
+    """
+    self.client = client
+    self._log = log
+    self._outcome_if_lost = "PS task 0 was lost"
+    process = secrets.randbelow(1 << 62) + 1
+    tables = [heartbeat_table.HeartbeatTable(d, namespace) for d in devices]
+    for table in tables:
+      of_training = f" of training {namespace.name!r}" if namespace.name else ""
+      waiting.await_value(
+        table.is_ready,
+        timeout_secs=timeout_secs,
+        what=(
+          f"waiting for the heartbeat table{of_training} on"
+          f" {_task_name(table.device)}"
+        ),
+        log=log,
+      )
+      versions.compare(
+        json.loads(table.versions.numpy()), _task_name(table.device), log=log
+      )
+    self._first = tables[0]
+    self._links = [
+      _Link(table, client, process, arbitrates=table is self._first, log=log)
+      for table in tables
+    ]
+    try:
+      for link in self._links:
+        link.await_join(timeout_secs, log)
+    except TimeoutError:
+      self.leave()
+      raise
+
+  @property
+  def is_replaced(self) -> bool:
+    """Whether another process has replaced this one."""
+    return self._links[0].was_replaced()
+
+  def raise_if_replaced(self) -> None:
+    """Raises `RuntimeError` if another process has replaced this one."""
+    if self.is_replaced:
+      raise RuntimeError(_REPLACED)
+
+  def silences(self) -> list[float]:
+    """Seconds since each serving task last answered this client."""
+    return [link.silence() for link in self._links]
+
+  def ages(self) -> list[float]:
+    """Seconds since each client's last heartbeat; -1: none yet, 0: it left."""
+    return self._first.ages()
+
+  def trace_ahead(self) -> None:
+    """Traces what may be called while a task hangs; see `in_graph`."""
+    self.ages()
+    self.outcome()
+
+  def here(self) -> list[int]:
+    """The other clients that are alive."""
+    return [
+      client
+      for client, age in enumerate(self.ages())
+      if client != self.client and 0 < age < ALIVE_SECS
+    ]
+
+  def publish(self, signature: Mapping) -> None:
+    """The chief's: publishes what it trains, in JSON's types."""
+    self._first.signature.assign(json.dumps(signature))
+
+  def published(self) -> dict | None:
+    """What the chief trains, or None if it has not published that yet."""
+    text = self._first.signature.numpy().decode()
+    return json.loads(text) if text else None
+
+  def open_training(self) -> None:
+    """The chief's: lets the others begin; all variables have their values."""
+    self._first.is_open.assign(True)
+
+  def is_open(self) -> bool:
+    """Whether the chief has let the others begin."""
+    return bool(self._first.is_open.numpy())
+
+  def outcome(self) -> str:
+    """How training ended: `FINISHED`, the error, or "" while it goes on.
+
+    For a process that was replaced it has ended.
+    """
+    return _REPLACED if self.is_replaced else self._outcome()
+
+  def _outcome(self) -> str:
+    return self._first.outcome.numpy().decode()
+
+  def raise_if_ended(self) -> None:
+    """Raises `RuntimeError` with how training ended, if it has ended."""
+    outcome = self.outcome()
+    if outcome:
+      raise RuntimeError(outcome)
+
+  def end(self, outcome: str) -> None:
+    """Announces how training ended, unless that was announced before."""
+    self._outcome_if_lost = outcome
+    if not self.outcome():
+      self._first.outcome.assign(outcome)
+      resources.flush_assignments([self._first.outcome])
+
+  @contextlib.contextmanager
+  def announce_failure(self, is_chief: bool) -> Iterator[None]:
+    """Around what builds a training: all tasks learn that the chief failed.
+
+    A restarted chief's failure is not announced; the others wait for the next
+    restart.
+    """
+    try:
+      yield
+    except Exception as error:
+      if is_chief and not self.is_replaced and not self.is_open():
+        outcome = outcome_of(error)
+        stages = [lambda: self.end(outcome), self.leave]
+        stages.append(lambda: self.shut_down_servers(timeout_secs=10))
+        run_all(stages, log=self._log)
+      raise
+
+  def leave(self) -> None:
+    """Tells the serving tasks that this client has left."""
+    _await_answers([link.leave() for link in self._links])
+
+  def shut_down_servers(
+    self, *, timeout_secs: float, clock: Callable[[], float] = time.monotonic
+  ) -> list[int]:
+    """The chief's last act: dismisses the serving tasks.
+
+    Args:
+      timeout_secs: How long to wait for clients that are still alive.
+      clock: Time in seconds.
+
+    Returns:
+      The clients that had not left.
+    """
+    deadline = clock() + timeout_secs
+    try:
+      while (here := self.here()) and clock() <= deadline:
+        time.sleep(0.05)
+      outcome = self._outcome()
+    except tf.errors.OpError:  # PS task 0 is down: dismiss the others.
+      here, outcome = [], self._outcome_if_lost
+    first, *others = self._links
+    # PS task 0 last: clients may still read from it.
+    for links in others, [first]:
+      _await_answers(
+        [
+          waiting.RaisingThread(
+            functools.partial(link.dismiss, outcome), on_error=bool
+          )
+          for link in links
+        ]
+      )
+    return here
+
+
+def _task_name(device: str) -> str:
+  task = tf.DeviceSpec.from_string(device)
+  return f"{task.job} {task.task}" if task.job else device
+
+
+def _await_answers(threads: Sequence[waiting.RaisingThread]) -> None:
+  """Waits for threads that call serving tasks, of which one may hang."""
+  deadline = time.monotonic() + _ANSWER_SECS
+  for thread in threads:
+    thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def run_all(
+  stages: Iterable[Callable[[], object]], *, log: Callable[[str], None]
+) -> bool:
+  """Runs all stages of a shutdown, also after one that failed.
+
+  Returns:
+    Whether no stage failed for a task that it could not reach.
+  """
+  is_done = True
+  for stage in stages:
+    try:
+      stage()
+    except tf.errors.OpError as error:
+      message = processes.shortened(error.message)
+      log(f"shutdown step failed, going on with the next one: {message}")
+      is_done = False
+  return is_done
+
+
+def outcome_of(error: BaseException | None) -> str:
+  """How training ended, in one line."""
+  if error is None:
+    return FINISHED
+  return " ".join(str(error).split()) or type(error).__name__
+
+
+def differences(
+  ours: Sequence[Sequence], theirs: Sequence[Sequence], limit: int = 3
+) -> list[str]:
+  """Describes how two lists of (name, …) rows differ, in order.
+
+  Args:
+    ours: The rows of this task.
+    theirs: The rows of the chief.
+    limit: How many differences to describe; the others are counted.
+  """
+  found = []
+  for number in range(max(len(ours), len(theirs))):
+    mine = list(ours[number]) if number < len(ours) else None
+    other = list(theirs[number]) if number < len(theirs) else None
+    if mine != other:
+      found.append(f"variable {number} is {mine} here and {other} at the chief")
+  if len(found) > limit:
+    found[limit:] = [f"and {len(found) - limit} more"]
+  return found

@@ -1,0 +1,256 @@
+"""In-graph replication: one client drives every worker.
+
+The client builds the model once and schedules the replicas' steps on worker
+servers through `tf.distribute.coordinator.ClusterCoordinator`; it makes the
+updates itself and does not train.
+
+1. The client connects to all PS and worker tasks through
+   `tf.distribute.ParameterServerStrategy`, and creates the shared copy.
+2. It schedules one closure per worker, a `ReplicaLoop`. Worker w runs it as
+   replica w: it pulls the parameters from the PS tasks, computes on its own
+   share of the data, and hands its gradients to the PS tasks. None of these
+   bytes pass through the client.
+3. The client makes the updates (`step`), one call per step.
+4. The coordinator detects that a worker died, takes it back when it is
+   restarted at the same address, and runs the closure again. A closure may run
+   several times; an offer without its contribution is void.
+5. At the end the client answers every replica with the token
+   `step_token.ENDED`, which ends the closures. Then it closes the queues and
+   dismisses the PS and worker tasks.
+6. Whenever the client traces a function, or deletes one, TensorFlow 2.21 calls
+   every task of the strategy and waits, with Python's lock held: a task that
+   hangs would freeze the client. So the client traces all its functions before
+   its first update.
+
+Where things live: as between-graph, but the model's code and the inner
+optimizer exist only in the client, the data sets on the workers.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.drivers import base as driver_base
+from tf_replicas.drivers import connection
+from tf_replicas.drivers import polling
+from tf_replicas.drivers import replica_loop
+from tf_replicas.drivers import watchdog
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import step_token
+from tf_replicas.runtime import patches
+from tf_replicas.runtime import processes
+from tf_replicas.runtime import waiting
+
+# How often to look whether a closure failed.
+_POLL_SECS = 0.2
+
+
+@dataclasses.dataclass
+class _Workers:
+  """The workers of the cluster, as this process reaches them.
+
+  Attributes:
+    coordinator: Runs closures on them.
+    are_busy: Whether a driver uses them.
+  """
+
+  coordinator: tf.distribute.coordinator.ClusterCoordinator
+  are_busy: bool = False
+
+
+# Of the cluster that this process is connected to.
+_workers: dict[tuple[str, ...], _Workers] = {}
+
+
+class InGraph(driver_base.ParameterServerDriver):
+  """The in-graph driver.
+
+  A worker runs one training at a time. A second driver may be made in the same
+  process, for the same cluster and with another namespace, once the first one
+  was closed without an error.
+
+  Attributes:
+    is_chief: True; the client makes the updates.
+  """
+
+  is_chief = True
+
+  def __init__(
+    self,
+    spec: cluster.ClusterSpec,
+    task: cluster.Task,
+    replica_fn: Callable[[], model_replica.Replica],
+    optimizer_fn: Callable[[], rule_base.UpdateRule],
+    *,
+    start_timeout_secs: float = 120.0,
+    lost_after_secs: float = 20.0,
+    timeline_dir: str | None = None,
+    namespace: str = "",
+    log: Callable[[str], None] = print,
+  ):
+    """Connects and creates the shared copy; as `BetweenGraph`.
+
+    Args:
+      spec: The cluster, ports chosen.
+      task: The client's task; its address, if the spec names one, is used.
+      replica_fn: Builds the replica.
+      optimizer_fn: Builds the update rule.
+      start_timeout_secs: How long to wait for PS and worker tasks.
+      lost_after_secs: Seconds without an answer after which a worker is lost,
+        so that its place in a step goes to another replica.
+      timeline_dir: Where every task records its timeline, each on its own
+        machine; see `timeline`.
+      namespace: The name of the training, one of those that the PS and worker
+        tasks serve.
+      log: Receives each line of the log.
+
+    Raises:
+      TimeoutError: If a task does not answer in time.
+      RuntimeError: If another driver of this process uses the workers, or the
+        process is connected to another cluster.
+      ValueError: If the model was built before the process was connected, the
+        rule is for another number of replicas, or `namespace` is invalid.
+    """
+    self._tasks = spec.tasks("worker")
+    self._workers = _connect(spec, start_timeout_secs, log)
+    self._coordinator = self._workers.coordinator
+    super().__init__(
+      spec,
+      task,
+      replica_fn,
+      optimizer_fn,
+      replicas=self._tasks,
+      client=0,
+      devices=[
+        f"/job:{t.job}/task:{t.index}/device:CPU:0"
+        for job in ("ps", "worker")
+        for t in spec.tasks(job)
+      ],
+      timeline_file="workers",
+      options=driver_base.Options(
+        start_timeout_secs, lost_after_secs, timeline_dir, namespace, log
+      ),
+    )
+    self._workers.are_busy = True
+
+  def run_replica(self) -> int:
+    """Raises RuntimeError: the client is the chief, and workers only serve."""
+    self._check_role(needs_chief=False)
+
+  def _start_replicas(self) -> waiting.RaisingThread:
+    self.store.state()
+    self.rule.trace_ahead()
+    self._heartbeats.trace_ahead()
+    self._run_loop_fn = tf.function(self._run_loop, autograph=False)
+    self._iterators = iter(
+      self._coordinator.create_per_worker_dataset(self._dataset_fn)
+    )
+    for _ in self._tasks:
+      self._coordinator.schedule(self._run_loop_fn, args=(self._iterators,))
+    # Raises what failed on a worker, other than its own death.
+    return polling.PollingThread(
+      self._coordinator.done,
+      period_secs=_POLL_SECS,
+      on_error=self.rule.interrupt,
+    )
+
+  def _run_loop(self, iterator) -> tf.Tensor:
+    """A worker's replica: contributes until training ends.
+
+    A loop in the graph, so that a worker need not ask the client between two
+    steps. A step without admission in advance comes first, and again whenever
+    the last token admitted nothing.
+    """
+    index = tf.distribute.coordinator.experimental_get_current_worker_index
+    loop = replica_loop.ReplicaLoop(
+      self.rule,
+      self.replica,
+      iterator,
+      index(),
+      ps_device=self.store.device_of_task(0),
+      device=None,
+      recorder=self._recorder,
+      name=tf.strings.join(["worker:", tf.strings.as_string(index())]),
+    )
+    no_limit = tf.constant(tf.int32.max)
+
+    def go_on(*state):
+      state = loop.run_one(False, *state)
+      if self.rule.preadmits:
+        _, *state = loop.run_many(True, no_limit, *state)
+      return state
+
+    def is_open(token, *_):
+      token = step_token.LAYOUT.unpack(token)
+      return token.global_step != step_token.ENDED
+
+    state = tf.while_loop(is_open, go_on, loop.begin())
+    return state[0]
+
+  def _dataset_fn(self) -> tf.data.Dataset:
+    """Runs on a worker, again when that was restarted."""
+    index = tf.distribute.coordinator.experimental_get_current_worker_index
+    start = self.examples_drawn()
+    return self.replica.dataset_fn(len(self._tasks), index(), start)
+
+  def _ages(self) -> list[float]:
+    """Seconds since each worker last answered."""
+    silences = self._heartbeats.silences()[-len(self._tasks) :]
+    return [max(silence, 1e-3) for silence in silences]
+
+  def close(self, error: BaseException | None = None) -> None:
+    """Ends the training and dismisses every task."""
+    if isinstance(self._thread, polling.PollingThread):
+      self._thread.request_stop()
+    # Closures that fail for a lost worker would be tried again for ever.
+    watchdog.end_training(
+      self._heartbeats,
+      self.rule,
+      self._watchdog,
+      self._coordinator.done,
+      error,
+      log=self._log,
+    )
+    if error is None:
+      with contextlib.suppress(tf.errors.OpError):
+        self._workers.are_busy = not self._coordinator.done()
+
+
+def _connect(
+  spec: cluster.ClusterSpec, timeout_secs: float, log: Callable[[str], None]
+) -> _Workers:
+  """The workers of `spec`; connects to all its tasks the first time."""
+  addresses = [spec.address(t) for j in ("ps", "worker") for t in spec.tasks(j)]
+  key = ("in-graph client", *addresses)
+  if not connection.is_connected(key):
+    for job in ("ps", "worker"):
+      connection.await_servers(spec, job, timeout_secs=timeout_secs, log=log)
+    patches.keep_cancellation_to_its_thread()
+    patches.end_executors_quietly()
+    tf.get_logger().addFilter(_in_one_line)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+      tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    _workers[key] = _Workers(
+      tf.distribute.coordinator.ClusterCoordinator(strategy)
+    )
+    connection.remember(key)
+  if _workers[key].are_busy:
+    raise RuntimeError(
+      "another driver of this process uses the workers, and a worker runs one"
+      " training at a time: close that driver first, or train on other workers"
+    )
+  return _workers[key]
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+  """Shortens the coordinator's log of a lost task, which is pages long."""
+  if record.filename == "cluster_coordinator.py":
+    record.msg, record.args = processes.shortened(record.getMessage()), ()
+  return True

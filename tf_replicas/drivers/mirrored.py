@@ -1,0 +1,422 @@
+"""Mirrored variables: a copy on every device, gradients all-reduced.
+
+In one process the engine is `tf.distribute.MirroredStrategy`, with a process
+per worker `tf.distribute.MultiWorkerMirroredStrategy`. Every device is one
+replica. A step:
+
+1. With several processes the chief broadcasts a command to make a step, with
+   the learning rate; the others wait for that. If the chief has assigned
+   variables, another command and its variables come before.
+2. Each device computes the gradient of its own batch from its own copy.
+3. The gradients, the losses and the flags of values that are not finite are
+   summed over all devices (all-reduce).
+4. Each device applies the mean to its own copy (`LockstepUpdate`). As all do
+   the same, the copies stay equal.
+
+Before the first step every process takes over the chief's variables, which may
+have come from a checkpoint. At the end the chief broadcasts another command.
+
+Where things live: on each device a parameter store with one task: variables,
+slots, averages, global step. A checkpoint is that of the chief's first device.
+"""
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.drivers import base as driver_base
+from tf_replicas.drivers import one_machine
+from tf_replicas.drivers import process_group
+from tf_replicas.drivers import versions
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import base as rule_base
+from tf_replicas.runtime import processes
+from tf_replicas.runtime import records
+from tf_replicas.runtime import resources
+from tf_replicas.session import training
+from tf_replicas.store import gradient_math
+from tf_replicas.store import parameter_store
+
+# The kinds of commands.
+_STEP, _STATE, _FINISHED, _FAILED = 1, 2, 3, 4
+
+
+class MirroredStore:
+  """The stores of this process's devices as one; all hold equal values.
+
+  Attributes:
+    examples_seen: int64 scalar: the examples that all updates used.
+    is_changed: Whether this process assigned values that others do not have.
+  """
+
+  def __init__(
+    self, stores: Sequence[parameter_store.ParameterStore], num_replicas: int
+  ):
+    """Takes this process's `stores`, which are some of `num_replicas`."""
+    self._stores = list(stores)
+    self._num_replicas = num_replicas
+    self.examples_seen = stores[0].examples_seen
+    self.is_changed = False
+
+  def table(self) -> str:
+    """The placement of the variables; for people."""
+    table, number = self._stores[0].table(), self._num_replicas
+    return f"{table}\nMirrored: a copy of all this on each of {number} replicas"
+
+  def read_global_step(self) -> tf.Tensor:
+    """The global step: an int64 scalar."""
+    return self._stores[0].read_global_step()
+
+  def state(self) -> dict[str, tf.Tensor]:
+    """One copy of everything, as `ParameterStore.state` has it."""
+    return self._stores[0].state()
+
+  def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+    """Assigns what `state` gave, to every copy."""
+    self.is_changed = True
+    for store in self._stores:
+      store.load_state(state)
+
+  def assign(self, index: int, value: parameter_store.Value) -> None:
+    """As `ParameterStore.assign`, to every copy."""
+    self.is_changed = True
+    for store in self._stores:
+      store.assign(index, value)
+
+  def subtract(self, index: int, value: parameter_store.Value) -> None:
+    """As `ParameterStore.subtract`, from every copy."""
+    self.is_changed = True
+    for store in self._stores:
+      store.subtract(index, value)
+
+  def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
+    """As `ParameterStore.reader`."""
+    return self._stores[0].reader(indices)
+
+
+class _DeviceReport(NamedTuple):
+  """What each device reports of a step, to be summed over all devices.
+
+  Attributes:
+    loss: The mean loss of the device's batch.
+    examples: The examples in it.
+    is_bad: [N] 1 at the device's own position if its loss or gradient is not
+      finite, else 0.
+  """
+
+  loss: tf.Tensor
+  examples: tf.Tensor
+  is_bad: tf.Tensor
+
+
+class _Command(NamedTuple):
+  """The chief's command to the other processes.
+
+  Attributes:
+    kind: `_STEP`, `_FINISHED` or `_FAILED`; 0 from the other processes.
+    rate: The learning rate to set; NaN: it stays.
+  """
+
+  kind: float
+  rate: float
+
+
+class Mirrored(driver_base.Driver):
+  """The driver of mirrored variables.
+
+  Attributes:
+    store: The copies of this process.
+  """
+
+  store: MirroredStore
+
+  def __init__(
+    self,
+    replica_fn: Callable[[], model_replica.Replica],
+    optimizer_fn: Callable[[int], rule_base.UpdateRule],
+    devices: Sequence[str] = (),
+    *,
+    spec: cluster.ClusterSpec | None = None,
+    task: cluster.Task | None = None,
+    start_timeout_secs: float = 120.0,
+    namespace: str = "",
+    log: Callable[[str], None] = print,
+  ):
+    """Connects, and creates the copies.
+
+    Args:
+      replica_fn: Builds the replica of one device: without `devices`.
+      optimizer_fn: Maps the number of replicas N, all devices of all processes,
+        to the update rule of N; called once for each device of this process.
+      devices: This process's, such as `/device:GPU:0`; the first CPU if empty.
+        With several processes, the same number in each: its first GPUs, or one
+        CPU.
+      spec: The cluster of several processes, ports chosen.
+      task: Which of its `replicas` this process is.
+      start_timeout_secs: How long to wait for the other processes.
+      namespace: The name of the training. Every driver of a process has
+        variables of its own, even if two have the same namespace.
+      log: Receives each line of the log.
+
+    Raises:
+      cluster.ClusterError: If the port of `task` is in use.
+      TimeoutError: If another process does not come in time.
+      RuntimeError: If another process builds other variables.
+      ValueError: If the replica has `devices`, the rule is for another number
+        of replicas or needs parameter servers, or `namespace` is invalid.
+    """
+    tasks = spec.replicas if spec is not None and spec.is_distributed else ()
+    self._log = log
+    self.is_chief = not tasks or task == spec.chief
+    devices = tuple(devices) or ("/device:CPU:0",)
+    if len(tasks) > 1:
+      self._strategy = process_group.connect(
+        spec, task, devices, timeout_secs=start_timeout_secs, log=log
+      )
+    else:
+      # Collectives between CPUs bind a process to one set of them (TensorFlow
+      # 2.21: "joining a group with size 3, but that group has size 2").
+      is_on_gpus = ":GPU:" in devices[0]
+      reduction = None if is_on_gpus else tf.distribute.ReductionToOneDevice()
+      self._strategy = tf.distribute.MirroredStrategy(
+        devices, cross_device_ops=reduction
+      )
+    self._devices = self._strategy.extended.worker_devices
+    self._num_replicas = self._strategy.num_replicas_in_sync
+    # The number of this process's first replica.
+    self._first_replica = tasks.index(task) * len(self._devices) if tasks else 0
+    self._names = [
+      f"{owner}, replica {r}" if owner else f"replica {r}"
+      for owner in (tasks or [""])
+      for r in range(len(self._devices))
+    ]
+    self.replica = replica_fn()
+    if self.replica.devices:
+      raise ValueError(
+        "`replica_fn` must build a replica of one device, without `devices`."
+        f" Received: {list(self.replica.devices)}."
+      )
+    self._create(optimizer_fn, resources.new_namespace(namespace))
+    self._step_fn: Callable[[], tf.Tensor] | None = None
+    # Whether all processes wait for the chief's next command.
+    self._is_between_steps = True
+    self._group: process_group.ProcessGroup | None = None
+    if len(tasks) > 1:
+      self._group = process_group.ProcessGroup(
+        self._strategy,
+        [spec.address(other) for other in tasks if other != task],
+        is_chief=self.is_chief,
+        log=log,
+      )
+      self._group.agree(
+        [
+          self._updates[0].rule.signature(),
+          self._stores[0].signature(),
+          model_replica.sparsity(self.replica),
+          versions.required(versions.here()),
+        ],
+        timeout_secs=start_timeout_secs,
+      )
+
+  def _create(self, optimizer_fn, namespace: resources.Namespace) -> None:
+    """Creates the copies, with the initial values of this process's model."""
+    values = [tf.identity(v) for v in self.replica.shared]
+    self._stores, self._updates = [], []
+    for device in self._devices:
+      rule = optimizer_fn(self._num_replicas)
+      if rule.replicas_to_aggregate != self._num_replicas:
+        raise ValueError(
+          "`replicas_to_aggregate` must be the number of devices,"
+          f" {self._num_replicas}, where variables are mirrored. Received:"
+          f" {rule.replicas_to_aggregate}."
+        )
+      store = one_machine.single_store(self.replica.shared, device, namespace)
+      update = rule.in_lockstep(store)
+      update.create(values)
+      self._stores.append(store)
+      self._updates.append(update)
+    self.store = MirroredStore(self._stores, self._num_replicas)
+    self._learning_rate: float | None = None
+    self._report_layout = records.Layout(
+      _DeviceReport,
+      tf.float64,
+      loss=tf.float64,
+      examples=tf.float64,
+      is_bad=records.Field(tf.float64, self._num_replicas),
+    )
+
+  def set_learning_rate(self, rate: float) -> None:
+    """See `Driver.set_learning_rate`; the other processes follow."""
+    self._learning_rate = rate
+    for update in self._updates:
+      update.rule.set_learning_rate(rate)
+
+  def step(self, max_updates: int = 1) -> training.StepResult:
+    """See `Driver.step`; makes one update.
+
+    Raises:
+      NonFiniteGradientError: In every process, if a loss or a gradient is not
+        finite anywhere; then nothing was changed.
+      RuntimeError: If the data set has ended.
+      tf.errors.OpError: If another process is lost.
+    """
+    self._check_role(needs_chief=True)
+    del max_updates
+    self._is_between_steps = False
+    if self._group is not None:
+      # Before the first step every process receives all variables anyway.
+      if self.store.is_changed and self._step_fn is not None:
+        self._broadcast(_STATE)
+        self._share_state()
+      self._broadcast(_STEP)
+    return self._make_step()
+
+  def run_replica(self) -> int:
+    """See `Driver.run_replica`; makes the chief's steps."""
+    self._check_role(needs_chief=False)
+    while (kind := self._broadcast(0)) in (_STEP, _STATE):
+      if kind == _STATE:
+        self._share_state()
+      else:
+        self._make_step()
+    if kind != _FINISHED:
+      raise RuntimeError(
+        f"the chief ended the training early, at step {self.global_step}; its"
+        " log has the reason"
+      )
+    return self.global_step
+
+  def _make_step(self) -> training.StepResult:
+    if self._step_fn is None:
+      self._start()
+    for update in self._updates[1:]:
+      update.rule.inner.refresh()
+    waiting = contextlib.nullcontext()
+    if self._group is not None:
+      waiting = self._group.log_wait("waiting for a step of all workers")
+    with waiting:
+      result = one_machine.run_step(
+        self._updates[0], self._step_fn, self._names
+      )
+    self._is_between_steps = True
+    return result
+
+  def _start(self) -> None:
+    """Takes over the chief's variables, and traces the step."""
+    if self._group is not None:
+      self._share_state()
+    start = int(self.store.examples_seen.read_value())
+    self._iterators = []
+    for number in range(len(self._devices)):
+      dataset = self.replica.dataset_fn(
+        self._num_replicas, self._first_replica + number, start
+      )
+      self._iterators.append(iter(dataset))
+    self._step_fn = tf.function(
+      self._step, autograph=False
+    ).get_concrete_function()
+
+  def _share_state(self) -> None:
+    """Takes over the chief's variables, in every process."""
+    assert self._group is not None
+    self.store.load_state(self._group.broadcast(self.store.state()))
+    self.store.is_changed = False
+
+  def _step(self) -> tf.Tensor:
+    """The whole step; returns a packed `one_machine.StepReport`."""
+    step = self.store.read_global_step()
+    sums, report = self._strategy.run(self._replica_step)
+    local = self._strategy.experimental_local_results
+    sums = [local(total) for total in sums]
+    with tf.device("/device:CPU:0"):
+      total = self._report_layout.unpack(tf.identity(local(report)[0]))
+      loss = total.loss / self._num_replicas
+      bad = tf.argmax(total.is_bad)
+      bad = tf.where(tf.reduce_any(total.is_bad > 0), bad, -1)
+
+      def update():
+        return self._apply(step, sums, total.examples)
+
+      with tf.control_dependencies(
+        [tf.cond(bad < 0, update, lambda: tf.constant(False))]
+      ):
+        report = one_machine.StepReport(bad, step, total.examples, loss)
+        return one_machine.REPORT.pack(report)
+
+  def _replica_step(self):
+    """What each device does: its gradient, then the sums over all devices.
+
+    Returns:
+      The sums of the gradients that exist, and of the packed `_DeviceReport`.
+    """
+    number = process_group.local_number(self._strategy)
+    store, update = self._stores[number], self._updates[number]
+    values = store.read()
+    result = self.replica.gradients(
+      [values[i] for i in store.contributed],
+      next(self._iterators[number]),
+      update.rule.scale_loss,
+    )
+    gradients = update.finish_gradients(
+      result.gradients, self._first_replica + number
+    )
+    # The same on every device, and known once this is traced.
+    self._present = [gradient is not None for gradient in gradients]
+    is_sound = tf.math.is_finite(result.loss)
+    is_sound &= gradient_math.all_finite(gradients)
+    bad = tf.one_hot(
+      tf.where(is_sound, -1, self._first_replica + number),
+      self._num_replicas,
+      dtype=tf.float64,
+    )
+    report = self._report_layout.pack(
+      _DeviceReport(result.loss, result.num_examples, bad)
+    )
+    kept = [gradient for gradient in gradients if gradient is not None]
+    *sums, report = process_group.all_reduce([*kept, report])
+    return sums, report
+
+  def _apply(self, step, sums, examples) -> tf.Tensor:
+    """Every device's update of its own copy; returns True."""
+    steps = []
+    for number, update in enumerate(self._updates):
+      mine = iter([total[number] for total in sums])
+      mine = [next(mine) if has_one else None for has_one in self._present]
+      with tf.device(self._devices[number]):
+        steps.append(update.apply(mine, step, examples))
+    with tf.control_dependencies(steps):
+      return tf.constant(True)
+
+  def _broadcast(self, kind: int) -> int:
+    """Sends the chief's command, or receives it; returns its kind."""
+    rate = self._learning_rate if self.is_chief else 0.0
+    command = _Command(kind, np.nan if rate is None else rate)
+    others = "other workers" if self.is_chief else "chief's next command"
+    with self._group.log_wait(f"waiting for the {others}"):
+      (total,) = self._group.sum([np.float64(command)])
+    command = _Command(*total)
+    if not (self.is_chief or np.isnan(command.rate)):
+      self.set_learning_rate(float(command.rate))
+    return int(command.kind)
+
+  def close(self, error: BaseException | None = None) -> None:
+    """See `Driver.close`."""
+    if self._group is None:
+      return
+    # In the middle of a step the others would not receive it; they fail when
+    # this process ends.
+    if self.is_chief and self._is_between_steps:
+      self._is_between_steps = False
+      try:
+        self._broadcast(_FINISHED if error is None else _FAILED)
+        self._group.await_leave()
+      except (tf.errors.OpError, TimeoutError) as failure:
+        message = processes.shortened(str(failure))
+        self._log(f"could not tell all workers how training ended: {message}")
+    self._group.close()

@@ -1,0 +1,227 @@
+"""One machine, variables on its CPU: towers in one program.
+
+The whole step is one function of this process, and there are no servers:
+
+1. Read the parameters on the CPU, once.
+2. On each device a tower computes the gradient of its part of the batch; the
+   CPU computes their mean (`model_replica.Replica.gradients`).
+3. On the CPU: the inner optimizer, global step + 1, moving averages
+   (`LockstepUpdate`), unless a loss or gradient is not finite.
+4. The function returns one vector: the step, the loss, the examples.
+
+Where things live: all in this process. Variables, slots and averages are on
+the CPU, in a parameter store with one task, so that a checkpoint cannot tell
+this driver from the others.
+
+After `cifar10_multi_gpu_train.py` of TF1's tutorial.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_replicas.drivers import base as driver_base
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import results
+from tf_replicas.runtime import records
+from tf_replicas.runtime import resources
+from tf_replicas.session import training
+from tf_replicas.store import gradient_math
+from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
+
+_CPU = "/device:CPU:0"
+
+
+class StepReport(NamedTuple):
+  """What the function of a whole step returns.
+
+  Attributes:
+    bad_replica: The replica with a loss or gradient that is not finite, so that
+      no update was made; -1 if there is none.
+    step: The global step before the update.
+    examples: The examples that it used.
+    loss: Their mean loss.
+  """
+
+  bad_replica: tf.Tensor | int
+  step: tf.Tensor | int
+  examples: tf.Tensor | int
+  loss: tf.Tensor | float
+
+
+REPORT = records.Layout(
+  StepReport,
+  tf.float64,
+  bad_replica=tf.int64,
+  step=tf.int64,
+  examples=tf.int64,
+  loss=tf.float64,
+)
+
+
+class OneMachine(driver_base.Driver):
+  """The driver of one process with its variables on the CPU.
+
+  Attributes:
+    is_chief: True; there is no other task.
+  """
+
+  is_chief = True
+
+  def __init__(
+    self,
+    replica_fn: Callable[[], model_replica.Replica],
+    optimizer_fn: Callable[[], rule_base.UpdateRule],
+    *,
+    namespace: str = "",
+  ):
+    """Builds the replica, and the variables on the CPU.
+
+    Args:
+      replica_fn: Builds the replica; its `devices` are the towers'.
+      optimizer_fn: Builds the update rule, for one replica of one.
+      namespace: The name of the training. Every driver of a process has
+        variables of its own, even if two have the same namespace.
+
+    Raises:
+      ValueError: If the rule is for another number of contributions or needs
+        parameter servers, or `namespace` is invalid.
+    """
+    self.replica = replica_fn()
+    rule = optimizer_fn()
+    places = rule.replicas_to_aggregate
+    if places != 1:
+      raise ValueError(
+        "`replicas_to_aggregate` must be 1 when one process drives all"
+        " devices: together they are one replica, whose gradients are all used."
+        f" Received: {places}."
+      )
+    self.store = single_store(
+      self.replica.shared, _CPU, resources.new_namespace(namespace)
+    )
+    self._update = rule.in_lockstep(self.store)
+    self._update.create([tf.identity(v) for v in self.replica.shared])
+    self._step_fn: Callable[[], tf.Tensor] | None = None
+
+  def set_learning_rate(self, rate: float) -> None:
+    """See `Driver.set_learning_rate`."""
+    self._update.rule.set_learning_rate(rate)
+
+  def run_replica(self) -> int:
+    """Raises RuntimeError: there is one task, the chief."""
+    self._check_role(needs_chief=False)
+
+  def step(self, max_updates: int = 1) -> training.StepResult:
+    """See `Driver.step`; makes one update.
+
+    Raises:
+      NonFiniteGradientError: If the loss or a gradient is not finite; then
+        nothing was changed.
+      RuntimeError: If the data set has ended.
+    """
+    del max_updates
+    if self._step_fn is None:
+      start = int(self.store.examples_seen.read_value())
+      self._iterator = iter(self.replica.dataset_fn(1, 0, start))
+      # A concrete function skips what a call spends on looking for a trace.
+      self._step_fn = tf.function(
+        self._step, autograph=False
+      ).get_concrete_function()
+    return run_step(self._update, self._step_fn, ["this process"])
+
+  def _step(self) -> tf.Tensor:
+    """The whole step; returns a packed `StepReport`."""
+    with tf.device(_CPU):
+      step, values = self.store.pull()
+      batch = next(self._iterator)
+    parameters = [values[i] for i in self.store.contributed]
+    # The mean over several towers is computed on the CPU; without `devices`
+    # TensorFlow places the only tower.
+    with tf.device(_CPU if self.replica.devices else None):
+      result = self.replica.gradients(
+        parameters, batch, self._update.rule.scale_loss
+      )
+    with tf.device(_CPU):
+      gradients = self._update.finish_gradients(result.gradients)
+      is_sound = tf.math.is_finite(result.loss)
+      is_sound &= gradient_math.all_finite(gradients)
+
+      def update():
+        return self._update.apply(gradients, step, result.num_examples)
+
+      new_step = tf.cond(is_sound, update, lambda: step)
+      with tf.control_dependencies([new_step]):
+        bad = tf.where(is_sound, -1, 0)
+        return REPORT.pack(
+          StepReport(bad, step, result.num_examples, result.loss)
+        )
+
+  def close(self, error: BaseException | None = None) -> None:
+    """Does nothing: no other task waits."""
+    del error
+
+
+def single_store(
+  variables: Sequence[tf.Variable],
+  device: str,
+  namespace: resources.Namespace,
+) -> parameter_store.ParameterStore:
+  """A store with one task, on `device` of this process.
+
+  Args:
+    variables: Keras or TensorFlow variables: a pattern; values do not matter.
+    device: Where the variables are.
+    namespace: Of this store; stores with the same one share their variables.
+  """
+  specs = placement.from_variables(variables)
+  return parameter_store.ParameterStore(
+    specs,
+    placement.plan(specs, placement.GreedyByBytes(1)),
+    num_tasks=1,
+    device_of_task=lambda _: device,
+    namespace=namespace,
+  )
+
+
+def describe(variables: Sequence[tf.Variable], device: str) -> str:
+  """The placement table of such a store, which need not exist."""
+  specs = placement.from_variables(variables)
+  plan = placement.plan(specs, placement.GreedyByBytes(1))
+  return placement.table(specs, plan, [device])
+
+
+def run_step(
+  update: rule_base.LockstepUpdate,
+  step_fn: Callable[[], tf.Tensor],
+  names: Sequence[str],
+) -> training.StepResult:
+  """Calls the function of a whole step, and reads its report.
+
+  Args:
+    update: The update that the step makes.
+    step_fn: Returns a packed `StepReport`.
+    names: The replicas' names.
+
+  Raises:
+    NonFiniteGradientError: If there is such a replica.
+    RuntimeError: If the data set has ended.
+  """
+  update.rule.inner.refresh()
+  try:
+    (report,) = REPORT.unpack_rows(step_fn().numpy()[None])
+  except tf.errors.OutOfRangeError as error:
+    raise RuntimeError("the data set has ended; it must be endless") from error
+  if report.bad_replica >= 0:
+    raise results.NonFiniteGradientError(
+      report.bad_replica, report.step, names[report.bad_replica]
+    )
+  return training.StepResult(
+    report.step + 1,
+    report.loss,
+    report.examples,
+    {"learning_rate": update.rule.inner.learning_rate(report.step)},
+  )

@@ -1,0 +1,46 @@
+"""A thread that polls until it is stopped."""
+
+import threading
+from collections.abc import Callable
+
+from tf_replicas.runtime import waiting
+
+
+class PollingThread(waiting.RaisingThread):
+  """Calls a function again and again; raises its error where it is joined."""
+
+  def __init__(
+    self,
+    poll: Callable[[], bool | None],
+    *,
+    period_secs: float,
+    at_stop: Callable[[], None] | None = None,
+    on_error: Callable[[], object] = bool,
+  ):
+    """Starts the thread.
+
+    Args:
+      poll: Called after each period; a true result ends the thread.
+      period_secs: How long to wait before each call.
+      at_stop: Called last, once a stop was requested.
+      on_error: Called after `poll` or `at_stop` failed.
+    """
+    self._is_stopping = threading.Event()
+
+    def run():
+      while not self._is_stopping.wait(period_secs):
+        if poll():
+          return
+      if at_stop is not None:
+        at_stop()
+
+    super().__init__(run, on_error=on_error)
+
+  def request_stop(self) -> None:
+    """Ends the polling soon; does not wait for that."""
+    self._is_stopping.set()
+
+  def stop(self) -> None:
+    """Ends the polling, waits for it, and raises what failed in it."""
+    self.request_stop()
+    self.join()

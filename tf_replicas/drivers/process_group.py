@@ -1,0 +1,236 @@
+"""The process group of mirrored training.
+
+The engine is `tf.distribute.MultiWorkerMirroredStrategy`. There is no server:
+whatever the processes tell each other, commands as well as gradients, goes
+through an all-reduce.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.cluster import addresses
+from tf_replicas.drivers import connection
+from tf_replicas.drivers import versions
+from tf_replicas.runtime import waiting
+
+_LEAVE_SECS = 10.0
+
+
+def connect(
+  spec: cluster.ClusterSpec,
+  task: cluster.Task,
+  devices: Sequence[str],
+  *,
+  timeout_secs: float,
+  log: Callable[[str], None] = print,
+) -> tf.distribute.Strategy:
+  """The strategy of several processes; waits until all of them listen.
+
+  Args:
+    spec: The cluster, ports chosen.
+    task: This process.
+    devices: Its GPUs, the same number in every process; or a CPU.
+    timeout_secs: How long to wait for the others.
+    log: Receives each line of the log.
+
+  Raises:
+    cluster.ClusterError: If the port of `task` is in use.
+    RuntimeError: If TensorFlow is already initialized.
+    TimeoutError: Names the first process that does not listen.
+  """
+  _await_all(spec, task, timeout_secs, log)
+  on_gpus = any(":GPU:" in device for device in devices)
+  resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec(spec.as_dict()),
+    task_type=task.job,
+    task_id=task.index,
+    num_accelerators={"GPU": len(devices)} if on_gpus else {},
+    rpc_layer="grpc",
+  )
+  try:
+    return tf.distribute.MultiWorkerMirroredStrategy(resolver)
+  except RuntimeError as error:
+    if "at program startup" not in str(error):
+      raise
+    raise RuntimeError(
+      "mirrored variables of several processes need a process that has made no"
+      " tensor, variable or data set before: make these in the functions that"
+      f" build model and data. TensorFlow: {error}"
+    ) from None
+
+
+def _await_all(
+  spec: cluster.ClusterSpec,
+  task: cluster.Task,
+  timeout_secs: float,
+  log: Callable[[str], None],
+) -> None:
+  """Waits until every process listens; meanwhile this one does.
+
+  The strategy's constructor would wait too, but without a line in the log,
+  without a deadline, and without reacting to signals (TensorFlow 2.21).
+  """
+  address = spec.address(task)
+  cluster.check_port_free(address)
+  with addresses.bound_socket(addresses.split(address)[1]) as listener:
+    listener.listen()
+    for job in ("chief", "worker"):
+      connection.await_servers(spec, job, timeout_secs=timeout_secs, log=log)
+
+
+def local_number(strategy: tf.distribute.Strategy) -> int:
+  """Which of this process's replicas runs; inside `strategy.run`."""
+  context = tf.distribute.get_replica_context()
+  number = tf.get_static_value(context.replica_id_in_sync_group)
+  return int(number) % len(strategy.extended.worker_devices)
+
+
+def all_reduce(
+  values: Sequence[tf.Tensor | tf.IndexedSlices],
+  options: tf.distribute.experimental.CommunicationOptions | None = None,
+) -> list[tf.Tensor | tf.IndexedSlices]:
+  """The sums over all replicas; inside `strategy.run`.
+
+  Slices are put one after the other. Values of one dtype travel together;
+  those of several in one call fail beside slices (TensorFlow 2.21).
+  """
+  context = tf.distribute.get_replica_context()
+  # A tensor from outside the function has no device, which the strategy needs.
+  values = [
+    value if isinstance(value, tf.IndexedSlices) else tf.identity(value)
+    for value in values
+  ]
+  sums = list(values)
+  for dtype in sorted({value.dtype.name for value in values}):
+    same = [i for i, value in enumerate(values) if value.dtype.name == dtype]
+    summed = context.all_reduce(
+      tf.distribute.ReduceOp.SUM, [values[i] for i in same], options
+    )
+    for i, total in zip(same, summed, strict=True):
+      sums[i] = total
+  return sums
+
+
+class ProcessGroup:
+  """Collective operations; all processes must make the same calls."""
+
+  def __init__(
+    self,
+    strategy: tf.distribute.Strategy,
+    peers: Sequence[str],
+    *,
+    is_chief: bool,
+    log: Callable[[str], None] = print,
+  ):
+    """Joins the group.
+
+    Args:
+      strategy: The result of `connect`.
+      peers: The addresses of the other processes.
+      is_chief: Whether `broadcast` sends this process's state.
+      log: Receives each line of the log.
+    """
+    self._strategy = strategy
+    self._peers = list(peers)
+    self._is_chief = is_chief
+    self._log = log
+    self._wait_logger = waiting.WaitLogger(log=log)
+    self._sum_fn = tf.function(self._sum, autograph=False)
+
+  def log_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
+    """Logs `what` every ten seconds while a block lasts.
+
+    TensorFlow's own heartbeats detect a process that dies or hangs, and end the
+    wait with an error; a slow process only keeps the others waiting.
+    """
+    return self._wait_logger.during(what)
+
+  def sum(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Sums the processes' `values`, which have the same shapes everywhere."""
+    return [total.numpy() for total in self._sum_fn(list(values))]
+
+  def _sum(self, values, options=None) -> list[tf.Tensor]:
+    def sum_one(values):
+      if local_number(self._strategy):  # Only the first replica contributes.
+        values = [tf.zeros_like(value) for value in values]
+      return all_reduce(values, options)
+
+    values = [tf.convert_to_tensor(value) for value in values]
+    results = self._strategy.run(sum_one, args=(values,))
+    return [self._strategy.experimental_local_results(r)[0] for r in results]
+
+  def agree(self, what: object, *, timeout_secs: float) -> None:
+    """Waits for all processes, and checks that they train the same.
+
+    Args:
+      what: A JSON document that must be the same everywhere.
+      timeout_secs: How long to wait for the others.
+
+    Raises:
+      TimeoutError: If another process does not call this in time.
+      RuntimeError: If the documents differ.
+    """
+    digest = hashlib.sha256(json.dumps(what).encode()).digest()
+    # Short enough for a sum to be exact.
+    mine = np.float64(int.from_bytes(digest[:4], "big"))
+    options = tf.distribute.experimental.CommunicationOptions(
+      timeout_seconds=timeout_secs
+    )
+    compare = tf.function(lambda: self._sum([mine], options), autograph=False)
+    try:
+      (total,) = compare()
+    except tf.errors.DeadlineExceededError:
+      raise TimeoutError(
+        f"another worker did not build its model in {timeout_secs:.0f} s"
+      ) from None
+    if total.numpy() != mine * (len(self._peers) + 1):
+      # A second all-reduce: a process that ended now could keep slower ones
+      # from receiving the result of the first.
+      with contextlib.suppress(tf.errors.OpError):
+        compare()
+      here = ", ".join(f"{k} {v}" for k, v in versions.here().items())
+      raise RuntimeError(
+        "the workers differ in their variables, in the update rule, in which"
+        f" of the gradients are sparse, or in their versions (here {here}):"
+        " start every worker with the same code and flags"
+      )
+
+  def broadcast(self, state: Mapping[str, tf.Tensor]) -> dict[str, np.ndarray]:
+    """The chief's `state`; names and shapes are the same everywhere."""
+    names, values = zip(*sorted(state.items()), strict=True)
+    # Not every device sums integers.
+    wire = [
+      value.numpy() if value.dtype.is_floating else np.float64(value)
+      for value in values
+    ]
+    if not self._is_chief:
+      wire = [np.zeros_like(value) for value in wire]
+    return {
+      name: total.astype(value.dtype.as_numpy_dtype)
+      for name, value, total in zip(names, values, self.sum(wire), strict=True)
+    }
+
+  def await_leave(self) -> None:
+    """Waits until no other process listens; they need the chief until then.
+
+    Raises:
+      TimeoutError: After ten seconds.
+    """
+    waiting.await_value(
+      lambda: not any(map(connection.listens, self._peers)),
+      timeout_secs=_LEAVE_SECS,
+      what="waiting for the other workers to leave",
+      log=self._log,
+    )
+
+  def close(self) -> None:
+    """Ends the thread of `log_wait`."""
+    self._wait_logger.stop()

@@ -1,0 +1,96 @@
+"""A serving task: a parameter server, or an in-graph worker.
+
+It is its own first client: a bare `tf.distribute.Server` can crash when several
+clients attach to it for the first time at once (seen on TensorFlow 2.21:
+`EagerServiceImpl::CreateContext` replaces the collective executor manager while
+no context exists yet).
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.drivers import heartbeat_table
+from tf_replicas.drivers import heartbeats
+from tf_replicas.runtime import resources
+
+ORPHAN_TIMEOUT_SECS = 300.0
+
+
+def connect_server(spec: cluster.ClusterSpec, task: cluster.Task) -> str:
+  """Starts this task's server; returns its device.
+
+  Raises:
+    cluster.ClusterError: If its port is in use.
+  """
+  address = spec.address(task)
+  cluster.check_port_free(address)
+  tf.config.experimental_connect_to_cluster(
+    tf.train.ClusterSpec({task.job: {task.index: address}}),
+    job_name=task.job,
+    task_index=task.index,
+  )
+  device = f"/job:{task.job}/task:{task.index}/device:CPU:0"
+  with tf.device(device):
+    # Without a first op the server would never start.
+    tf.constant(1.0).numpy()
+  return device
+
+
+def serve(
+  spec: cluster.ClusterSpec,
+  task: cluster.Task,
+  *,
+  num_clients: int | None = None,
+  orphan_timeout_secs: float = ORPHAN_TIMEOUT_SECS,
+  namespaces: Sequence[str] = ("",),
+  log: Callable[[str], None] = print,
+  clock: Callable[[], float] = time.monotonic,
+) -> str:
+  """Serves until the chiefs of all trainings have dismissed this task.
+
+  Args:
+    spec: The cluster.
+    task: This task.
+    num_clients: How many clients take part in a training; by default the number
+      of chief and worker tasks. Needed if `spec` leaves out some of them.
+    orphan_timeout_secs: How long to serve without a heartbeat of any client.
+    namespaces: The trainings to serve: the `namespace` of each driver.
+    log: Receives each line of the log.
+    clock: Time in seconds.
+
+  Returns:
+    How training ended: `heartbeats.FINISHED` or the error; of several
+    trainings, the first error.
+
+  Raises:
+    cluster.ClusterError: If the port is in use.
+    TimeoutError: If no client sent a heartbeat for `orphan_timeout_secs`.
+    ValueError: If there are no `namespaces`, or one is invalid.
+  """
+  names = [resources.Namespace(name) for name in namespaces]
+  if not names:
+    raise ValueError("`namespaces` must name the trainings. Received: none.")
+  device = connect_server(spec, task)
+  tables = [heartbeat_table.HeartbeatTable(device, name) for name in names]
+  for table in tables:
+    table.initialize(num_clients or len(spec.replicas))
+  log(f"{task} serves at {spec.address(task)}")
+  heard = clock()
+  while not all(bool(table.dismissed.numpy()) for table in tables):
+    ages = [age for table in tables for age in table.ages()]
+    if any(0 < age < heartbeats.ALIVE_SECS for age in ages):
+      heard = clock()
+    if clock() - heard > orphan_timeout_secs:
+      raise TimeoutError(
+        f"{task}: no client heartbeat for {orphan_timeout_secs:.0f} s; the task"
+        " ends"
+      )
+    time.sleep(0.2)
+  time.sleep(0.3)  # The chief still waits for the answer to its last call.
+  outcomes = [table.outcome.numpy().decode() for table in tables]
+  errors = [text for text in outcomes if text != heartbeats.FINISHED]
+  return (errors or outcomes)[0]

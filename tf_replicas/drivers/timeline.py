@@ -1,0 +1,142 @@
+"""Timelines: what each replica did at which time, in files.
+
+Each line is one activity: a JSON object with `start` and `end` in seconds since
+1970.
+
+    {"task": "worker:0", "step": 7, "kind": "compute", "start": …, "end": …}
+
+* `read`: from the token until all parameters have arrived.
+* `compute`: until the gradients are computed; with local steps the whole
+  period, and with several batches per step all of them.
+* `wait`: for the answer to an offer, for a staleness clock, for the token.
+* `hand_over`: until all bytes of the gradients are on the PS tasks.
+* `apply`: an update. One of several contributions is in the timeline of the
+  task `chief`, one of a single contribution in that of the replica.
+* `refused`: from the gradients until the answer that refuses them.
+
+`compute` and `read` are timed by the replica's clock, the others by that of PS
+task 0. `experiments.timeline` shows such files, and `experiments.simulator`
+fits a simulated cluster to them.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas.rules import step_token
+
+# The task name of updates that are made of several contributions.
+CHIEF = "chief"
+# The activities of a step, in order; those that did not happen are left out.
+_STEP = ("compute", "wait", "hand_over", "apply", "wait", "refused", "read")
+
+
+class Recorder:
+  """Writes the timelines of one process.
+
+  The lines of a step are appended at once, so that several processes may share
+  a file, and a process that is killed leaves whole lines.
+  """
+
+  def __init__(self, directory: str, name: str):
+    """Prepares the file `directory`/`name`.jsonl.
+
+    Args:
+      directory: Made if missing; on the machine that computes.
+      name: The file's name, without extension.
+    """
+    self._directory = directory
+    self._stream = "file://" + os.path.join(
+      os.path.abspath(directory), name + ".jsonl"
+    )
+    prepare(directory)
+
+  @tf.autograph.experimental.do_not_convert
+  def record_step(
+    self,
+    task: str | tf.Tensor,
+    step: tf.Tensor,
+    began: tf.Tensor,
+    computed: tf.Tensor,
+    token: step_token.StepToken,
+    state: Sequence[tf.Tensor],
+  ) -> None:
+    """Records one step of a replica; to be used inside a `tf.function`.
+
+    Args:
+      task: The name of the replica; a string or a string tensor.
+      step: int64 scalar, the global step that was contributed to.
+      began: float64 scalar, seconds since 1970: the computation began.
+      computed: float64 scalar, seconds since 1970: the gradients were computed.
+      token: The token after the step.
+      state: The state after the step; its tensors have arrived at its end.
+    """
+    times = step_token.Times(*tf.unstack(token.times))
+    is_used = token.admitted > 0
+    never = tf.zeros([], tf.int64)
+    own = tf.stack([began, computed, step_token.now(*state)])
+    began, computed, arrived = tf.unstack(step_token.microseconds(own))
+    handed = tf.maximum(times.delivered, times.applied)
+    spans = [
+      (began, computed),
+      (computed, times.admitted),
+      (tf.maximum(computed, times.admitted), times.delivered),
+      (times.delivered, times.applied),
+      (handed, tf.where(is_used, times.released, never)),
+      (computed, tf.where(is_used, never, times.released)),
+      (times.released, tf.where(token.global_step < 0, never, arrived)),
+    ]
+    starts, ends = (tf.stack(column) for column in zip(*spans, strict=True))
+    steps = [step] * (len(spans) - 1) + [token.global_step]
+    lines = tf.strings.join(
+      [
+        '{"task": "',
+        task,
+        '", "step": ',
+        tf.strings.as_string(tf.stack(steps)),
+        ', "kind": "',
+        tf.constant(_STEP),
+        '", "start": ',
+        _seconds(starts),
+        ', "end": ',
+        # The clocks of two machines may differ.
+        _seconds(tf.maximum(starts, ends)),
+        "}",
+      ]
+    )
+    lines = tf.boolean_mask(lines, (starts != never) & (ends != never))
+    text = tf.strings.reduce_join(lines, separator="\n")
+    tf.print(text, output_stream=self._stream)
+
+  def record_update(self, step: int, began: float, ended: float) -> None:
+    """Records an update of several contributions.
+
+    Args:
+      step: The global step before it.
+      began: Seconds since 1970: the last contribution had arrived.
+      ended: Seconds since 1970: the update was made.
+    """
+    ended = max(began, ended)  # Clocks can be set.
+    event = dict(task=CHIEF, step=step, kind="apply", start=began, end=ended)
+    path = os.path.join(self._directory, f"{CHIEF}.jsonl")
+    with open(path, "a", encoding="utf-8") as file:
+      file.write(json.dumps(event) + "\n")
+
+
+def directory_of(train_dir: str) -> str:
+  """The directory of a training's timelines."""
+  return os.path.join(train_dir, "timeline")
+
+
+def prepare(directory: str) -> None:
+  """Makes `directory`, on the machine that computes."""
+  os.makedirs(directory, exist_ok=True)
+
+
+def _seconds(microseconds: tf.Tensor) -> tf.Tensor:
+  """The same times in seconds, as decimal numbers."""
+  whole = tf.strings.as_string(microseconds // 1_000_000)
+  rest = tf.strings.as_string(microseconds % 1_000_000, width=6, fill="0")
+  return tf.strings.join([whole, ".", rest])

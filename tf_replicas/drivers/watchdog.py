@@ -1,0 +1,297 @@
+"""Watchdogs: report long waits, and give up lost replicas and a lost chief.
+
+No wait is silent: every ten seconds without an update the log names the
+replicas that delay the step, and why. A replica without heartbeats for too long
+is declared lost, so that another replica may take its place in the step, and
+nothing waits for it.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas.drivers import heartbeats as heartbeats_lib
+from tf_replicas.drivers import polling
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import protocol
+from tf_replicas.rules import results
+from tf_replicas.runtime import processes
+from tf_replicas.runtime import waiting
+
+_POLL_SECS = 1.0
+# How long a training that failed waits for the replicas' last batch.
+_FAILED_PATIENCE_SECS = 15.0
+_MAX_INTERRUPTS = 5
+# What a step waits for, so that a replica that is lost delays it.
+_OWES = (protocol.Status.ADMITTED, protocol.Status.COMPUTING)
+
+
+class StepWatchdog:
+  """Watches the steps of one training from the chief, in a thread."""
+
+  def __init__(
+    self,
+    rule: rule_base.UpdateRule,
+    global_step: Callable[[], int],
+    ages: Callable[[], Sequence[float]],
+    outcome: Callable[[], str],
+    names: Sequence[str],
+    *,
+    lost_after_secs: float,
+    log_every_secs: float = 10.0,
+    log: Callable[[str], None] = print,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Starts the thread.
+
+    Args:
+      rule: The update rule.
+      global_step: Returns the step that is being made.
+      ages: Returns the seconds since each replica's last heartbeat; -1: none
+        yet, 0: it has left, and is lost at once.
+      outcome: Returns how training ended, or ""; a worker may end it as well.
+      names: The replicas' names.
+      lost_after_secs: Seconds without a heartbeat after which a replica is
+        lost.
+      log_every_secs: How often to log while a step waits.
+      log: Receives each line of the log.
+      clock: Time in seconds.
+    """
+    self._rule = rule
+    self._global_step = global_step
+    self._ages = ages
+    self._outcome = outcome
+    self._names = list(names)
+    self._lost_after_secs = lost_after_secs
+    self._log_every_secs = log_every_secs
+    self._log = log
+    self._clock = clock
+    self._since = self._logged = self._checked = clock()
+    self._thread = polling.PollingThread(self._poll, period_secs=_POLL_SECS)
+
+  def progress(self) -> None:
+    """To be called after every update, or every few."""
+    self._since = self._logged = self._clock()
+
+  def stop(self) -> None:
+    """Ends the thread."""
+    self._thread.stop()
+
+  def _poll(self) -> bool:
+    """Looks once; returns whether the watch is over."""
+    try:
+      if self._outcome():
+        self._rule.interrupt()
+        return True
+    except tf.errors.OpError:
+      self._rule.interrupt()  # The main thread meets the same failure.
+      return True
+    now = self._clock()
+    waited = now - self._since
+    # A lost replica must not count as computing, even while steps are made.
+    is_due = now - self._checked >= self._lost_after_secs
+    is_long = waited >= min(self._log_every_secs, self._lost_after_secs)
+    if not (is_long or is_due):
+      return False
+    self._checked = now
+    try:
+      step = self._global_step()
+      status = self._rule.status()
+      ages = self._ages()
+      self._declare_lost(step, status, ages)
+    except tf.errors.OpError:
+      return True  # The main thread meets the same failure.
+    if now - self._logged >= self._log_every_secs:
+      self._logged = now
+      self._log(describe(step, waited, status, ages, self._names))
+    return False
+
+  def _declare_lost(
+    self, step: int, status: results.StepStatus, ages: Sequence[float]
+  ) -> None:
+    for replica, ((doing, tag), age) in enumerate(
+      zip(status.replicas, ages, strict=True)
+    ):
+      is_lost = age == 0 or age > self._lost_after_secs
+      if is_lost and doing in _OWES:
+        reason = "left the training" if age == 0 else _silence(age)
+        self._log(
+          f"{self._names[replica]}: {reason}; giving its place in step {step}"
+          " to another replica"
+        )
+        self._rule.declare_lost(replica, tag)
+
+
+class ChiefWatchdog:
+  """Watches the chief from a worker, in a thread.
+
+  A worker that waits for the chief's next update cannot tell a slow chief from
+  a dead one. The watchdog logs which of the two it is, and ends the wait if the
+  chief is not restarted.
+  """
+
+  def __init__(
+    self,
+    age: Callable[[], float],
+    on_lost: Callable[[], None],
+    *,
+    log_after_secs: float,
+    lost_after_secs: float,
+    log_every_secs: float = 10.0,
+    log: Callable[[str], None] = print,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Starts the thread.
+
+    Args:
+      age: Returns the seconds since the chief's last heartbeat; 0 once it left.
+      on_lost: Called when the chief is lost, and every second from then on.
+      log_after_secs: Seconds without a heartbeat after which to log.
+      lost_after_secs: Seconds without a heartbeat after which it is lost.
+      log_every_secs: How often to log.
+      log: Receives each line of the log.
+      clock: Time in seconds.
+    """
+    self._age = age
+    self._on_lost = on_lost
+    self._log_after_secs = log_after_secs
+    self._lost_after_secs = lost_after_secs
+    self._log_every_secs = log_every_secs
+    self._log = log
+    self._clock = clock
+    self._logged = -log_every_secs
+    self._thread = polling.PollingThread(self._poll, period_secs=_POLL_SECS)
+
+  def stop(self) -> None:
+    """Ends the thread."""
+    self._thread.stop()
+
+  def _poll(self) -> bool:
+    """Looks once; returns whether the watch is over."""
+    try:
+      age = self._age()
+      if age > self._lost_after_secs:
+        self._on_lost()
+        return False
+    except tf.errors.OpError:
+      return True  # The main thread meets the same failure.
+    now = self._clock()
+    is_silent = age > self._log_after_secs
+    if is_silent and now - self._logged >= self._log_every_secs:
+      self._logged = now
+      self._log(
+        f"the chief: {_silence(age)}; waiting for its restart until"
+        f" {self._lost_after_secs:.0f} s have passed"
+      )
+    return False
+
+
+def describe(
+  step: int,
+  waited_secs: float,
+  status: results.StepStatus,
+  ages: Sequence[float],
+  names: Sequence[str],
+) -> str:
+  """One line on what a step waits for.
+
+  Args:
+    step: The global step.
+    waited_secs: Seconds since the last update.
+    status: How far the step has come.
+    ages: As in `StepWatchdog`.
+    names: The replicas' names.
+  """
+  replicas = []
+  for name, (doing, _), age in zip(names, status.replicas, ages, strict=True):
+    heard = f"last heartbeat {age:.0f} s ago"
+    if age <= 0:
+      heard = "no heartbeat yet" if age < 0 else "left the training"
+    replicas.append(f"{name}: {doing.name.lower()}, {heard}")
+  return (
+    f"step {step}: waiting for {waited_secs:.0f} s, {status.received} of"
+    f" {status.needed} contributions received ({'; '.join(replicas)})"
+  )
+
+
+def _silence(age: float) -> str:
+  return f"no heartbeat for {age:.0f} s"
+
+
+def end_training(
+  heartbeats: heartbeats_lib.Heartbeats,
+  rule: rule_base.UpdateRule,
+  watch: StepWatchdog | None,
+  have_ended: Callable[[], bool],
+  error: BaseException | None,
+  *,
+  patience_secs: float = _FAILED_PATIENCE_SECS,
+  log: Callable[[str], None] = print,
+) -> None:
+  """The chief's: ends the replicas, leaves, and dismisses the serving tasks.
+
+  Args:
+    heartbeats: Those of the chief.
+    rule: The update rule.
+    watch: The watchdog of the steps; None if no step was made.
+    have_ended: Returns whether all replicas have ended.
+    error: What ended the training early; announced to every task.
+    patience_secs: How long to wait for the replicas' last batch if there was no
+      error.
+    log: Receives each line of the log.
+  """
+  stop_watch = [] if watch is None else [watch.stop]
+  if heartbeats.is_replaced:  # The training belongs to another process now.
+    heartbeats_lib.run_all([*stop_watch, heartbeats.leave], log=log)
+    return
+  if error is not None:
+    patience_secs = _FAILED_PATIENCE_SECS
+  outcome = heartbeats_lib.outcome_of(error)
+  if not heartbeats_lib.run_all([lambda: heartbeats.end(outcome)], log=log):
+    patience_secs = 1.0  # The replicas cannot be told.
+
+  def end_replicas():
+    _end_replicas(rule, have_ended, timeout_secs=patience_secs, log=log)
+
+  stages = [
+    *stop_watch,
+    end_replicas,
+    rule.close,
+    heartbeats.leave,
+    lambda: heartbeats.shut_down_servers(timeout_secs=10),
+  ]
+  heartbeats_lib.run_all(stages, log=log)
+
+
+def _end_replicas(
+  rule: rule_base.UpdateRule,
+  have_ended: Callable[[], bool],
+  *,
+  timeout_secs: float,
+  log: Callable[[str], None],
+) -> None:
+  """Tells every replica to stop after its batch, and waits for that.
+
+  Closing the queues would stop them too, but by an error, after which the next
+  call of that process may fail as well (TensorFlow 2.21: "this error cancels
+  all future operations").
+  """
+  answering = waiting.RaisingThread(rule.end_replicas, on_error=bool)
+  try:
+    waiting.await_value(
+      have_ended,
+      timeout_secs=timeout_secs,
+      what="waiting for the workers' last batch",
+      log=log,
+    )
+  except (TimeoutError, tf.errors.OpError) as error:
+    message = processes.shortened(str(error))
+    log(f"not all workers have stopped, shutting down without them: {message}")
+  for _ in range(_MAX_INTERRUPTS):
+    # Again and again: `end_replicas` ignores interrupts from before it began.
+    rule.interrupt()
+    answering.join(timeout_secs=1)
+    if not answering.is_alive():
+      return

@@ -1,0 +1,1 @@
+"""Trains compiled Keras models: data, computation, Keras' own loop."""

@@ -1,0 +1,757 @@
+"""Makes a replica of a compiled Keras model: its own `train_step`, recorded.
+
+The model's `train_step` runs as the user, or Keras, wrote it. Two things are
+exchanged while it is traced: its variables are local ones that hold the
+parameters of this step, and its optimizer records the gradients that it is
+given instead of applying them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import cast
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.fitting import data as data_module
+from tf_replicas.replica import model_parallel
+from tf_replicas.replica import model_replica
+from tf_replicas.runtime import keras_internals
+from tf_replicas.store import alternating_optimizer
+from tf_replicas.store import gradient_math
+from tf_replicas.store import inner_optimizer
+from tf_replicas.store import loss_scaling
+from tf_replicas.store import moving_averages
+from tf_replicas.store import parameter_store
+
+# Attributes of a model with a `train_step` of the user's: see `_means`, and the
+# names of what it returns.
+_MEANS, _LOGGED = "_tf_replicas_means", "_tf_replicas_logged"
+# The phases; and a list with the number of the present one, if there are
+# several.
+_PHASES, _PHASE = "_tf_replicas_phases", "_tf_replicas_phase"
+
+
+class _Call(NamedTuple):
+  """A call of `apply` that was recorded.
+
+  Attributes:
+    name: The attribute of the model that holds the optimizer.
+    pairs: The gradients and their variables.
+  """
+
+  name: str
+  pairs: list[tuple[parameter_store.Gradient, keras.Variable]]
+
+
+class RecordingOptimizer(keras.optimizers.Optimizer):
+  """Keeps the gradients that a `train_step` applies; changes nothing.
+
+  Attributes:
+    loss_factor: What the loss is multiplied by before it is differentiated;
+      float32 scalar. None: nothing.
+  """
+
+  def __init__(
+    self,
+    optimizer: keras.optimizers.Optimizer,
+    record: Callable[
+      [list[tuple[parameter_store.Gradient, keras.Variable]]], None
+    ],
+  ):
+    """Stands in for `optimizer`; calls `record` with the pairs of `apply`."""
+    super().__init__(learning_rate=0.0, name="recording")
+    self._real = optimizer
+    self._record = record
+    self.loss_factor: tf.Tensor | None = None
+
+  def apply(
+    self,
+    grads: Sequence[parameter_store.Gradient],
+    trainable_variables: Sequence[keras.Variable] | None = None,
+  ) -> None:
+    """Records gradients, as `keras.optimizers.Optimizer.apply` takes them."""
+    if trainable_variables is None:
+      trainable_variables = self._real.variables
+    self._record(list(zip(grads, trainable_variables, strict=True)))
+
+  def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+    """The loss times `loss_factor`, by which the replica divides gradients."""
+    if self.loss_factor is None:
+      return loss
+    return loss * tf.cast(self.loss_factor, loss.dtype)
+
+  def update_step(
+    self,
+    gradient: parameter_store.Gradient,
+    variable: keras.Variable,
+    learning_rate: tf.Tensor,
+  ) -> None:
+    """Is never called: nothing is applied."""
+    raise NotImplementedError
+
+
+class _Recording:
+  """What takes the place of a model's optimizers while it is traced."""
+
+  def __init__(self, model: keras.Model):
+    """Makes the recording optimizers; not inside a `tf.function`."""
+    self._model = model
+    self._calls: list[_Call] = []
+    self._after: Callable[[int], None] = lambda number: None
+    self._optimizers = {
+      name: RecordingOptimizer(value, functools.partial(self._record, name))
+      for name, value in vars(model).items()
+      if isinstance(value, keras.optimizers.Optimizer)
+    }
+
+  def _record(self, name: str, pairs) -> None:
+    self._calls.append(_Call(name, pairs))
+    self._after(len(self._calls) - 1)
+
+  @contextlib.contextmanager
+  def begin(
+    self,
+    loss_factor: tf.Tensor | None = None,
+    after: Callable[[int], None] = lambda number: None,
+  ) -> Iterator[list[_Call]]:
+    """Context in which the model's optimizers record; gives their calls.
+
+    Args:
+      loss_factor: See `RecordingOptimizer`.
+      after: Called after each call of `apply`, with its number.
+    """
+    self._calls, self._after = [], after
+    for optimizer in self._optimizers.values():
+      optimizer.loss_factor = loss_factor
+    with keras_internals.optimizers_of(self._model, self._optimizers):
+      yield self._calls
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledReplica(model_replica.Replica):
+  """A replica that runs the `train_step` of a compiled model.
+
+  If `train_step` applies gradients several times, each is an update of its own,
+  the *phases* of a step. A replica contributes to one of them: it runs the part
+  of `train_step` that leads to its gradients.
+
+  Its batches are (data,) or (data, weights): `data` is what `train_step` takes,
+  `weights` float32 [batch] with the weight of this part of a global batch in
+  every element; 0 marks a part that only fills up and counts nothing.
+
+  Attributes:
+    steps: One per phase. Each maps (parameters, loss factor, data) to
+      (gradients, loss, new values of the states, increments of the metrics);
+      see `trace`.
+    num_metrics: How many of the last `statistics` are metrics' variables.
+    num_parts: How many parts an update has: contributions times towers.
+  """
+
+  steps: Sequence[tf.types.experimental.ConcreteFunction]
+  num_metrics: int
+  num_parts: int
+
+  def _gradients(
+    self,
+    parameters: Sequence[tf.Tensor],
+    batch: model_replica.Batch,
+    scale_loss: model_replica.ScaleLoss,
+  ) -> model_replica.Gradients:
+    """The mean over the towers, whose pieces may differ in size."""
+    towers = self.towers()
+    if len(towers) < 2:
+      return super()._gradients(parameters, batch, scale_loss)
+    found = []
+    pieces = data_module.pieces(cast(tuple, batch), len(towers))
+    for devices, piece in zip(towers, pieces, strict=True):
+      with tf.device(devices[0]):
+        found.append(self._tower(devices, parameters, piece, scale_loss))
+    return model_replica.average_towers(found)
+
+  def _part(
+    self,
+    pipeline: model_parallel.Pipeline | None,
+    parameters: Sequence[tf.Tensor],
+    batch: model_replica.Batch,
+    scale_loss: model_replica.ScaleLoss,
+  ) -> model_replica.Gradients:
+    """The gradients of one batch; see `Replica`."""
+    del pipeline
+    data, *weights = cast(tuple, batch)
+    own = list(parameters[: len(parameters) - self.num_metrics])
+    factor = scale_loss(tf.ones([]))
+    if len(self.steps) == 1:
+      result = self.steps[0](own, factor, data)
+    else:  # The phase is the last of the states.
+      result = tf.switch_case(
+        _number_of(own[-1], len(self.steps)),
+        [functools.partial(step, own, factor, data) for step in self.steps],
+      )
+    gradients, loss, states, increments = result
+    gradients = _in_order(gradients, len(self.variables))
+    old = parameters[len(self.variables) :]
+    moves = [o - n for o, n in zip(old, states, strict=False)]
+    examples = model_replica.num_examples(batch)
+    # The mean over the parts is applied, and a metric is a sum over them.
+    factor = tf.constant(-self.num_parts, tf.float32)
+    if weights:
+      weight = tf.reduce_mean(weights[0])
+      is_used = weight > 0
+      gradients = [gradient_math.scaled(g, weight) for g in gradients]
+      moves = [gradient_math.scaled(m, weight) for m in moves]
+      factor *= tf.cast(is_used, tf.float32)
+      examples *= tf.cast(is_used, tf.int64)
+    sums = [gradient_math.scaled(i, factor) for i in increments]
+    return model_replica.Gradients(
+      gradients=[*gradients, *moves, *sums],
+      loss=tf.cast(loss, tf.float32),
+      num_examples=examples,
+    )
+
+
+def _number_of(phase: tf.Tensor, count: int) -> tf.Tensor:
+  """The phase as an int32 scalar; a mean of contributions is not exact."""
+  return tf.math.floormod(tf.cast(tf.round(phase), tf.int32), count)
+
+
+def _in_order(
+  gradients: dict[str, parameter_store.Gradient], count: int
+) -> list[parameter_store.Gradient]:
+  return [gradients.get(str(i)) for i in range(count)]
+
+
+def replica(
+  model: keras.Model,
+  dataset_fn,
+  *,
+  num_contributions: int,
+  devices: Sequence[str] = (),
+) -> CompiledReplica:
+  """Makes the replica.
+
+  Args:
+    model: A model that `build` accepts.
+    dataset_fn: See `Replica.dataset_fn`; its batches as `CompiledReplica` says.
+    num_contributions: The contributions of one update.
+    devices: See `Replica.devices`.
+
+  Returns:
+    The replica. Its variables are the trainable ones of the model; its
+    statistics are the states of floating dtype, then those of the metrics.
+
+  Raises:
+    ValueError: If `train_step` does something that cannot be replicated; the
+      message says what.
+  """
+  data_spec = dataset_fn(1, 0, 0).element_spec[0]
+  metrics = metric_variables(model)
+  return CompiledReplica(
+    variables=model.trainable_variables,
+    loss_fn=model.train_step,
+    dataset_fn=dataset_fn,
+    devices=devices,
+    statistics=[*_statistics(model), *metrics],
+    steps=[
+      trace(model, data_spec, number) for number in range(len(phases(model)))
+    ],
+    loss_scale=_loss_scale(getattr(model, phases(model)[0].name)),
+    num_metrics=len(metrics),
+    num_parts=num_contributions * max(1, len(devices)),
+  )
+
+
+def _loss_scale(
+  optimizer: keras.optimizers.Optimizer,
+) -> loss_scaling.LossScale | None:
+  """How the loss is scaled, as `optimizer` says."""
+  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    return loss_scaling.LossScale(
+      optimizer.initial_scale, optimizer.dynamic_growth_steps
+    )
+  return None
+
+
+def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+  """The optimizers that `train_step` uses, without what scales the loss."""
+  found = [
+    getattr(model, name)
+    for name in dict.fromkeys(phase.name for phase in phases(model))
+  ]
+  return [
+    o.inner_optimizer
+    if isinstance(o, keras.optimizers.LossScaleOptimizer)
+    else o
+    for o in found
+  ]
+
+
+class _KerasAverages(moving_averages.MovingAverages):
+  """Averages as of `use_ema`: they begin with the first updated values."""
+
+  def decay_at(self, global_step) -> tf.Tensor:
+    """See `MovingAverages.decay_at`."""
+    decay = super().decay_at(global_step)
+    return tf.where(tf.equal(global_step, 1), tf.zeros_like(decay), decay)
+
+
+def inner_optimizer_of(
+  model: keras.Model,
+) -> tuple[
+  keras.optimizers.Optimizer | alternating_optimizer.AlternatingOptimizer,
+  dict[str, object],
+]:
+  """The optimizer for the parameter servers.
+
+  What needs all variables at once, the update rule does.
+
+  Args:
+    model: A model that `build` accepts.
+
+  Returns:
+    An optimizer like the model's that is not built, or several that take turns;
+    and keyword arguments of `OptimizerRule`.
+
+  Raises:
+    ValueError: If the optimizer has an option that is not supported.
+  """
+  if len(phases(model)) > 1:
+    copies = {
+      phase.name: keras_internals.copy_of(getattr(model, phase.name))
+      for phase in phases(model)
+    }
+    made = alternating_optimizer.AlternatingOptimizer(copies, phases(model))
+    return made, {}
+  (optimizer,) = optimizers(model)
+  changes, common = {}, {}
+  # A constant factor is needed only where the loss scale is not dynamic.
+  if optimizer.loss_scale_factor:
+    changes["loss_scale_factor"] = None
+    common["loss_scale"] = optimizer.loss_scale_factor
+  if optimizer.global_clipnorm:
+    changes["global_clipnorm"] = None
+    common["clip_mean_norm"] = optimizer.global_clipnorm
+  if optimizer.use_ema:
+    if optimizer.ema_overwrite_frequency:
+      raise ValueError(
+        "the optimizer of `model_fn` must have `ema_overwrite_frequency=None`:"
+        " averages replace the weights at the end of `fit` only. Received:"
+        f" {optimizer.ema_overwrite_frequency}."
+      )
+    changes["use_ema"] = False
+    common["variable_averages"] = _KerasAverages(
+      optimizer.ema_momentum, num_updates_aware=False
+    )
+    common["variables_to_average"] = [v.path for v in model.trainable_variables]
+  if optimizer.gradient_accumulation_steps:
+    raise ValueError(
+      "the optimizer of `model_fn` must have"
+      " `gradient_accumulation_steps=None`: an update is made of one batch. Use"
+      " a larger `batch_size`, which"
+      " `tf_replicas.Sync(replicas_to_aggregate=N)` cuts into N parts."
+      f" Received: {optimizer.gradient_accumulation_steps}."
+    )
+  return keras_internals.copy_of(optimizer, **changes), common
+
+
+def metric_variables(model: keras.Model) -> list[keras.Variable]:
+  """The variables of the model's metrics, and of what stands in for some.
+
+  Raises:
+    ValueError: If one is not of floating dtype.
+  """
+  metrics = [*model.metrics, *_means(model).values()]
+  variables = [v for metric in metrics for v in metric.variables]
+  for variable in variables:
+    if not tf.as_dtype(variable.dtype).is_floating:
+      raise ValueError(
+        "the metrics of `model_fn` must have states of floating dtype, which"
+        f" are summed over the replicas. Received: {variable.path} of dtype"
+        f" {variable.dtype}."
+      )
+  return variables
+
+
+def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
+  """Means over the examples, by name, for logs that are no metric's result.
+
+  A `train_step` of the user's may return anything; Keras then shows what the
+  last batch returned.
+  """
+  return vars(model).get(_MEANS, {})
+
+
+def results(model: keras.Model) -> dict[str, float]:
+  """The logs of Keras: the results of the metrics by name."""
+  logs = {k: v for k, v in model.get_metrics_result().items()}
+  logs |= {name: mean.result() for name, mean in _means(model).items()}
+  names = vars(model).get(_LOGGED, logs)
+  flat = {name: logs[name] for name in names}
+  return tf.nest.map_structure(float, flat)
+
+
+def _statistics(model: keras.Model) -> list[keras.Variable]:
+  """The states that replicas share, such as moving means."""
+  metrics = {id(v) for v in metric_variables(model)}
+  states = [
+    v
+    for v in model.non_trainable_variables
+    if tf.as_dtype(v.dtype).is_floating and id(v) not in metrics
+  ]
+  return [*states, *vars(model)[_PHASE]]
+
+
+def phases(model: keras.Model) -> list[alternating_optimizer.Phase]:
+  """The optimizers by the order in which `train_step` applies gradients.
+
+  Args:
+    model: A model that `build` accepts.
+
+  Returns:
+    One per call of `apply`. Names are attributes of the model.
+  """
+  return vars(model)[_PHASES]
+
+
+def build(model: keras.Model, data_spec: tuple) -> None:
+  """Builds model, metrics, loss and optimizer for such data.
+
+  Args:
+    model: The model that the user's function returned.
+    data_spec: What `train_step` takes, as nested `tf.TensorSpec`s.
+
+  Raises:
+    TypeError: If it is no Keras 3 model.
+    ValueError: If it is not compiled, or compiled with what is not supported.
+  """
+  if not isinstance(model, keras.Model):
+    raise TypeError(
+      "`model_fn` must return a model of Keras 3 (`keras.Model`). Received: a"
+      f" {type(model).__module__}.{type(model).__name__}."
+    )
+  if not model.compiled:
+    raise ValueError(
+      "`model_fn` must return a compiled model: call `model.compile` in it."
+      f" Received: {model.name!r}, which is not compiled."
+    )
+  if not isinstance(model.optimizer, keras.optimizers.Optimizer):
+    raise ValueError(
+      "`model_fn` must compile the model with an optimizer of Keras 3."
+      f" Received: {model.optimizer!r}."
+    )
+  if model.run_eagerly:
+    raise ValueError(
+      "`model_fn` must compile the model with `run_eagerly=False`: replicas run"
+      " graphs. Received: True."
+    )
+  config = cast(dict, model.get_compile_config() or {})
+  if config.get("jit_compile") is True:
+    raise ValueError(
+      "`model_fn` must compile the model with `jit_compile='auto'` or False:"
+      " replicas are not compiled by XLA. Received: True."
+    )
+  _build(model, data_spec)
+  if not model.trainable_variables:
+    raise ValueError(
+      "`model_fn` must return a model with trainable weights. Received:"
+      f" {model.name!r}, which has none."
+    )
+
+
+def _build(model: keras.Model, data_spec: tuple) -> None:
+  """Makes all variables, and finds out what `train_step` returns.
+
+  A `train_step` builds what it calls, so it is traced once, and not run.
+
+  Raises:
+    ValueError: If `train_step` does not return a dict of scalars.
+  """
+  found, made = {}, []
+  recording = _Recording(model)
+
+  def probe(data):
+    with recording.begin() as calls:
+      logs = model.train_step(_as_keras_packs(data))
+    found.update(logs if isinstance(logs, dict) else {"loss": logs})
+    made[:] = calls  # A function that makes variables is traced twice.
+
+  tf.function(probe, autograph=False).get_concrete_function(data_spec)
+  _set_phases(model, made)
+  if type(model).train_step is keras.Model.train_step:
+    return
+  for name, value in found.items():
+    if not hasattr(value, "shape") or tf.TensorShape(value.shape).rank != 0:
+      raise ValueError(
+        "`train_step` must return a dict of scalars. Received:"
+        f" {name!r}: {value!r:.60}."
+      )
+  known = {metric.name for metric in model.metrics}
+  known |= set(model.get_metrics_result())
+  # Not an attribute: Keras would take them for metrics of the model.
+  model.__dict__[_MEANS] = {
+    name: keras.metrics.Mean(name=f"mean_of_{name}")
+    for name in found
+    if name not in known
+  }
+  model.__dict__[_LOGGED] = sorted(found)
+
+
+def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
+  """Notes what `train_step` applies, and builds the optimizers that it uses.
+
+  Raises:
+    ValueError: If it applies nothing, or gradients of other variables than the
+      model's, or optimizers that cannot take turns.
+  """
+  if not calls:
+    raise ValueError(
+      "`train_step` must apply gradients, with an optimizer that is an"
+      " attribute of the model, such as `self.optimizer`. Received: no call of"
+      " `apply`."
+    )
+  known = {id(v) for v in model.trainable_variables}
+  for _, variable in (pair for call in calls for pair in call.pairs):
+    if id(variable) not in known:
+      raise ValueError(
+        "`train_step` must apply gradients to the model's trainable variables."
+        f" Received: {getattr(variable, 'path', variable)!r}."
+      )
+  made = [
+    alternating_optimizer.Phase(
+      call.name, tuple(v.path for g, v in call.pairs if g is not None)
+    )
+    for call in calls
+  ]
+  for name in dict.fromkeys(phase.name for phase in made):
+    optimizer = getattr(model, name)
+    if len(made) > 1:
+      _check_can_alternate(name, optimizer)
+    if not optimizer.built:
+      paths = set().union(*(p.paths for p in made if p.name == name))
+      optimizer.build(
+        [
+          v
+          for v in model.trainable_variables
+          if len(made) == 1 or v.path in paths
+        ]
+      )
+  model.__dict__[_PHASES] = made
+  model.__dict__[_PHASE] = []
+  if len(made) > 1:
+    number = keras.Variable(0.0, trainable=False, name="phase")
+    model.__dict__[_PHASE] = [number]
+
+
+def _check_can_alternate(
+  name: str, optimizer: keras.optimizers.Optimizer
+) -> None:
+  used = [
+    option
+    for option in ("global_clipnorm", "use_ema", "loss_scale_factor")
+    if getattr(optimizer, option)
+  ]
+  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    used = ["loss scaling"]
+  if used:
+    raise ValueError(
+      "`train_step` must use optimizers without `global_clipnorm`, `use_ema`"
+      " and loss scaling if it applies gradients several times. Received:"
+      f" {used[0]} of {name!r}."
+    )
+
+
+def _as_keras_packs(data: tuple) -> object:
+  """`data` as Keras gives it to `train_step`: inputs alone without a tuple."""
+  is_alone = len(data) == 1 and not isinstance(data[0], tuple | list)
+  return data[0] if is_alone else data
+
+
+def trace(
+  model: keras.Model, data_spec: tuple, phase: int = 0
+) -> tf.types.experimental.ConcreteFunction:
+  """Traces a phase of `model.train_step`, a function of parameters and data.
+
+  Args:
+    model: A model that `build` accepts. It is unchanged afterwards.
+    data_spec: See `build`.
+    phase: Which call of `apply` takes the gradients. States and metrics change
+      by what `train_step` does between the call before it and this one; in the
+      last phase, also by what it does after it.
+
+  Returns:
+    A function of (parameters, loss factor, data). Parameters are tensors: the
+    trainable variables, then the states of floating dtype. The loss is
+    multiplied by the factor before it is differentiated. It returns (gradients
+    by the position of their variable, float32 loss, new states, increments of
+    the metrics), and holds no variable of the model.
+
+  Raises:
+    ValueError: If `train_step` reads variables that the model does not track.
+  """
+  trained, states = model.trainable_variables, _statistics(model)
+  metrics = metric_variables(model)
+  for metric in [*model.metrics, *_means(model).values()]:
+    metric.reset_state()
+  zeros = [v.numpy() for v in metrics]
+  known = {id(v) for v in [*trained, *states, *metrics]}
+  others = [v for v in model.non_trainable_variables if id(v) not in known]
+  constants = [keras_internals.constant_state(v) for v in others]
+  optimizer = getattr(model, phases(model)[phase].name)
+  is_scaled = _loss_scale(optimizer) is not None
+  is_last = phase == len(phases(model)) - 1
+  recording = _Recording(model)
+
+  def step(parameters, loss_factor, data):
+    values = [*parameters, *zeros, *(state() for state in constants)]
+    variables = [*trained, *states, *metrics, *others]
+    changing = [*states, *metrics]
+    ends: list[tf.Tensor] = []
+
+    def after(number: int) -> None:
+      """Ends a phase: the next one begins with the values of the parameters."""
+      if number < phase:
+        first = [*parameters[len(trained) :], *zeros]
+        for variable, value in zip(changing, first, strict=True):
+          variable.assign(value)
+      elif number == phase and not is_last:
+        ends.extend(tf.convert_to_tensor(v.value) for v in changing)
+
+    with (
+      keras_internals.local_values(variables, values),
+      recording.begin(loss_factor if is_scaled else None, after) as calls,
+    ):
+      logs = model.train_step(_as_keras_packs(data))
+      loss = tf.zeros([])
+      if is_last:
+        loss = _loss(logs)
+        size = tf.shape(tf.nest.flatten(data)[0])[0]
+        for name, mean in _means(model).items():
+          value = logs[name] if isinstance(logs, dict) else logs
+          mean.update_state(value, sample_weight=size)
+        ends.extend(tf.convert_to_tensor(v.value) for v in changing)
+    if vars(model)[_PHASE]:  # The last of the states.
+      count = len(phases(model))
+      number = _number_of(parameters[-1], count)
+      following = tf.math.floormod(number + 1, count)
+      ends[len(states) - 1] = tf.cast(following, tf.float32)
+    return (
+      _gradients(model, calls, phase),
+      loss,
+      ends[: len(states)],
+      [n - z for n, z in zip(ends[len(states) :], zeros, strict=True)],
+    )
+
+  specs = [tf.TensorSpec(v.shape, v.dtype) for v in [*trained, *states]]
+  concrete = tf.function(step, autograph=False).get_concrete_function(
+    specs, tf.TensorSpec([]), data_spec
+  )
+  if foreign := concrete.variables:
+    raise ValueError(
+      "`train_step` must read only variables that the model tracks, such as"
+      " those of `add_weight`: others are not trained and not sent to replicas."
+      f" Received: {', '.join(v.name for v in foreign)}."
+    )
+  return concrete
+
+
+def _gradients(
+  model: keras.Model, calls: Sequence[_Call], phase: int
+) -> dict[str, parameter_store.Gradient]:
+  """The gradients of a phase by the position of their variable.
+
+  With several phases, all have the same variables: those of other phases have
+  gradients of zero, which are not applied.
+  """
+  positions = {id(v): i for i, v in enumerate(model.trainable_variables)}
+  found: dict[str, parameter_store.Gradient] = {
+    str(positions[id(variable)]): gradient
+    for gradient, variable in calls[phase].pairs
+    if gradient is not None
+  }
+  if len(calls) == 1:
+    return found
+  trained = model.trainable_variables
+  used = set().union(*(p.paths for p in phases(model)))
+  return {
+    str(i): _dense(found.get(str(i), tf.zeros(v.shape, v.dtype)))
+    for i, v in enumerate(trained)
+    if v.path in used
+  }
+
+
+def _dense(gradient: parameter_store.Gradient) -> tf.Tensor:
+  return tf.convert_to_tensor(cast(tf.Tensor, gradient))
+
+
+def _loss(logs: object) -> tf.Tensor:
+  """The loss in what `train_step` returned; 0 if it has none."""
+  loss = logs.get("loss", 0.0) if isinstance(logs, dict) else logs
+  loss = tf.cast(tf.convert_to_tensor(loss), tf.float32)
+  return tf.reduce_mean(loss)
+
+
+def load(
+  model: keras.Model, state: Mapping[str, np.ndarray | tf.Tensor], step: int
+) -> None:
+  """Loads variables and slots of a store into the model and its optimizer.
+
+  Args:
+    model: A model with the paths of the store's variables.
+    state: As `ParameterStore.state` returns it.
+    step: The updates made.
+  """
+  for variable in shared(model):
+    variable.assign(state[f"variables/{variable.path}"])
+  names = dict.fromkeys(phase.name for phase in phases(model))
+  for name in names:
+    prefix = f"{name}." if len(phases(model)) > 1 else ""
+    count = alternating_optimizer.applies_before(phases(model), name, step)
+    _load_optimizer(getattr(model, name), state, prefix, int(count))
+
+
+def _load_optimizer(
+  optimizer: keras.optimizers.Optimizer,
+  state: Mapping[str, np.ndarray | tf.Tensor],
+  prefix: str,
+  updates: int,
+) -> None:
+  """Loads what `InnerOptimizer` saved of an optimizer; see there."""
+  slots = {}
+  for name, value in state.items():
+    if name.startswith(f"slots/{prefix}"):
+      _, _, slot, path = name.split("/", 3)
+      slots[f"{path.replace('/', '_')}_{slot}"] = value
+    elif name.startswith("averages/"):
+      path = name.removeprefix("averages/")
+      slots[f"{path.replace('/', '_')}_average"] = value
+  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    scale = loss_scaling.state(state)
+    optimizer.dynamic_scale.assign(scale.value)
+    optimizer.step_counter.assign(int(scale.good_updates))
+    updates -= int(scale.void)
+    optimizer = optimizer.inner_optimizer
+  seen: dict[str, int] = {}
+  for variable in optimizer.variables:
+    if variable.name in slots:
+      variable.assign(slots[variable.name])
+      continue
+    name = prefix + inner_optimizer.scalar_name(variable.name, seen)
+    if f"optimizer/{name}" in state:
+      variable.assign(state[f"optimizer/{name}"])
+  cast(keras.Variable, optimizer.iterations).assign(updates)
+
+
+def shared(model: keras.Model) -> list[keras.Variable]:
+  """All variables of the model that replicas share, in their order."""
+  return [
+    *model.trainable_variables,
+    *_statistics(model),
+    *metric_variables(model),
+  ]

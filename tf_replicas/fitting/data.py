@@ -1,0 +1,371 @@
+"""Training data of `fit`: global batches, cut into one part per contribution.
+
+A *global batch* has the examples of one update. It is cut into as many *parts*
+as the update has contributions. All parts of all epochs are one endless stream;
+of M replicas, replica r takes the parts r, r + M, r + 2M and so on. So N
+replicas whose N contributions make an update train on the same examples as one
+process with the same global batches.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.replica import model_parallel
+
+InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+Source = tf.data.Dataset | InputFn | object
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+  """The data of a training.
+
+  Attributes:
+    steps_per_epoch: Batches in an epoch.
+    part_fn: Maps (num_shards, shard_index, first_update, updates_per_batch) to
+      an endless data set of (data,) or (data, weights); see `CompiledReplica`.
+      `data` is the tuple that `train_step` takes. Each batch is repeated for
+      the updates that are made of it.
+  """
+
+  steps_per_epoch: int
+  part_fn: Callable[
+    [int, int | tf.Tensor, int | tf.Tensor, int], tf.data.Dataset
+  ]
+
+  @property
+  def spec(self) -> tuple:
+    """`data` as nested `tf.TensorSpec`s."""
+    return cast(tuple, self.part_fn(1, 0, 0, 1).element_spec)[0]
+
+
+def make(
+  x: Source,
+  y: object = None,
+  *,
+  sample_weight: object = None,
+  class_weight: Mapping[int, float] | None = None,
+  batch_size: int | None = None,
+  steps_per_epoch: int | None = None,
+  shuffle: bool = True,
+  seed: int = 0,
+  num_contributions: int = 1,
+) -> TrainingData:
+  """Makes the training data of what the user gave to `fit`.
+
+  Args:
+    x: Arrays in any nested structure, with the examples along axis 0; or a
+      `tf.data.Dataset` of global batches (x,), (x, y) or (x, y, weights); or a
+      function of `tf.distribute.InputContext` that returns a data set of the
+      parts of one replica.
+    y: Labels, if `x` are arrays.
+    sample_weight: Weights of the examples, if `x` are arrays.
+    class_weight: Maps class numbers to weights of their examples.
+    batch_size: Examples of a global batch, if `x` are arrays; default 32.
+    steps_per_epoch: Updates in an epoch; default: as many as `x` has batches.
+    shuffle: Whether to shuffle arrays anew in every epoch.
+    seed: Of the shuffling; the same in all tasks.
+    num_contributions: The contributions of one update.
+
+  Returns:
+    The training data.
+
+  Raises:
+    TypeError: If `x` is of another kind.
+    ValueError: If an argument is out of range, or the number of updates in an
+      epoch is not known.
+  """
+  for name, value in (
+    ("batch_size", batch_size),
+    ("steps_per_epoch", steps_per_epoch),
+  ):
+    if value is not None and (not isinstance(value, int) or value < 1):
+      raise ValueError(f"`{name}` must be at least 1. Received: {value!r}.")
+  is_function = callable(x) and not isinstance(x, tf.data.Dataset)
+  if isinstance(x, tf.data.Dataset) or is_function:
+    for name, value in (
+      ("y", y),
+      ("sample_weight", sample_weight),
+      ("batch_size", batch_size),
+    ):
+      if value is not None:
+        raise ValueError(
+          f"`{name}` must not be given if `x` yields batches, which have"
+          f" all of it. Received: {_short(value)}."
+        )
+  if is_function:
+    return _from_function(x, class_weight, steps_per_epoch, num_contributions)
+  if isinstance(x, tf.data.Dataset):
+    return _from_dataset(x, class_weight, steps_per_epoch, num_contributions)
+  arrays = _arrays(x, y, sample_weight)
+  return _from_arrays(
+    arrays,
+    class_weight,
+    batch_size or 32,
+    steps_per_epoch,
+    shuffle,
+    seed,
+    num_contributions,
+  )
+
+
+def _short(value: object) -> str:
+  return f"{value:.60}" if isinstance(value, str) else f"{value!r:.60}"
+
+
+def _arrays(x: object, y: object, sample_weight: object) -> tuple:
+  """(x,), (x, y) or (x, y, weights) as nested tensors of one length."""
+  given = [x]
+  if sample_weight is not None and y is None:
+    raise ValueError("`sample_weight` needs `y`. Received: no `y`.")
+  given += [part for part in (y, sample_weight) if part is not None]
+
+  def tensor(value: object) -> tf.Tensor:
+    if not isinstance(value, np.ndarray | np.generic | tf.Tensor | list):
+      raise TypeError(
+        "`x` and `y` must be arrays, a `tf.data.Dataset`, or a function of"
+        f" `tf.distribute.InputContext`. Received: a {type(value).__name__}."
+      )
+    value = np.asarray(value)
+    if value.dtype == np.float64:
+      value = value.astype(np.float32)  # As Keras does.
+    if value.dtype == object or not value.ndim:
+      raise ValueError(
+        "`x` and `y` must be arrays of numbers or strings with the examples"
+        f" along axis 0. Received: shape {value.shape}, dtype {value.dtype}."
+      )
+    return tf.convert_to_tensor(value)
+
+  with tf.device("/cpu:0"):
+    arrays = tf.nest.map_structure(tensor, tuple(given))
+  lengths = {int(a.shape[0]) for a in tf.nest.flatten(arrays)}
+  if len(lengths) != 1:
+    raise ValueError(
+      "`x`, `y` and `sample_weight` must have equally many examples. Received:"
+      f" {sorted(lengths)}."
+    )
+  if not lengths.pop():
+    raise ValueError("`x` must have examples. Received: arrays of length 0.")
+  return arrays
+
+
+def _from_arrays(
+  arrays: tuple,
+  class_weight: Mapping[int, float] | None,
+  batch_size: int,
+  steps_per_epoch: int | None,
+  shuffle: bool,
+  seed: int,
+  num_contributions: int,
+) -> TrainingData:
+  length = int(tf.nest.flatten(arrays)[0].shape[0])
+  batches = math.ceil(length / batch_size)
+  steps = steps_per_epoch or batches
+  if steps > batches:
+    raise ValueError(
+      f"`steps_per_epoch` must be at most {batches}, the batches of {length}"
+      f" examples. Received: {steps}."
+    )
+  is_even = batch_size % num_contributions == 0 and not length % batch_size
+
+  def part_fn(num_shards, index, first_update, updates_per_batch):
+    first = tf.cast(first_update, tf.int64) * num_contributions
+    index, num_shards = tf.cast(index, tf.int64), tf.cast(num_shards, tf.int64)
+    per_epoch = steps * num_contributions * updates_per_batch
+    per_epoch = tf.constant(per_epoch, tf.int64)
+
+    def epoch_of_parts(epoch):
+      order = tf.range(length, dtype=tf.int64)
+      if shuffle:
+        order = tf.random.experimental.stateless_shuffle(
+          order, seed=tf.stack([tf.constant(seed, tf.int64), epoch])
+        )
+      begin = tf.maximum(epoch * per_epoch, first)
+      begin += (index - begin) % num_shards
+      numbers = tf.data.Dataset.range(
+        begin, (epoch + 1) * per_epoch, num_shards
+      )
+      return numbers.map(lambda number: part(order, number % per_epoch))
+
+    def part(order, number):
+      update, piece = number // num_contributions, number % num_contributions
+      begin = update // updates_per_batch * batch_size
+      chosen = order[begin : begin + batch_size]
+      begin, end, weight = _piece(
+        tf.size(chosen, tf.int64), piece, num_contributions
+      )
+      chosen = chosen[begin:end]
+      if is_even:
+        chosen = tf.ensure_shape(chosen, [batch_size // num_contributions])
+      data = tf.nest.map_structure(lambda a: tf.gather(a, chosen), arrays)
+      return _with_weights(_weighted(data, class_weight), weight, is_even)
+
+    epochs = tf.data.Dataset.range(first // per_epoch, tf.int64.max)
+    return epochs.flat_map(epoch_of_parts).prefetch(tf.data.AUTOTUNE)
+
+  return TrainingData(steps, part_fn)
+
+
+def _from_dataset(
+  dataset: tf.data.Dataset,
+  class_weight: Mapping[int, float] | None,
+  steps_per_epoch: int | None,
+  num_contributions: int,
+) -> TrainingData:
+  steps = steps_per_epoch or _known_length(dataset)
+  dataset = dataset.map(lambda *data: _weighted(data, class_weight))
+  sizes = {s.shape[0] for s in tf.nest.flatten(dataset.element_spec)}
+  size = sizes.pop() if len(sizes) == 1 else None
+  is_even = size is not None and size % num_contributions == 0
+  is_even |= num_contributions == 1
+
+  def part(data, piece):
+    size = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]
+    begin, end, weight = _piece(size, piece, num_contributions)
+    data = tf.nest.map_structure(lambda a: a[begin:end], data)
+    return _with_weights(data, weight, is_even)
+
+  def part_fn(num_shards, index, first_update, updates_per_batch):
+    first = tf.cast(first_update, tf.int64)
+    index = tf.cast(index, tf.int64)
+    batches = _repeated(dataset.repeat(), updates_per_batch)
+    if num_shards == num_contributions:
+      parts = batches.skip(first).map(lambda *data: part(data, index))
+    else:
+      pieces = tf.data.Dataset.range(num_contributions)
+      parts = batches.skip(first).flat_map(
+        lambda *data: pieces.map(lambda piece: part(data, piece))
+      )
+      parts = parts.shard(num_shards, index)
+    return parts.prefetch(tf.data.AUTOTUNE)
+
+  return TrainingData(steps, part_fn)
+
+
+def _from_function(
+  function: InputFn,
+  class_weight: Mapping[int, float] | None,
+  steps_per_epoch: int | None,
+  num_contributions: int,
+) -> TrainingData:
+  if steps_per_epoch is None:
+    raise ValueError(
+      "`steps_per_epoch` must be given if `x` is a function: nothing else says"
+      " how many updates an epoch has. Received: None."
+    )
+
+  def part_fn(num_shards, index, first_update, updates_per_batch):
+    context = tf.distribute.InputContext(num_shards, index, num_contributions)
+    dataset = function(context)
+    if not isinstance(dataset, tf.data.Dataset):
+      raise TypeError(
+        "the function `x` must return a `tf.data.Dataset`. Received: a"
+        f" {type(dataset).__name__}."
+      )
+    first = tf.cast(first_update, tf.int64) * num_contributions // num_shards
+    dataset = _repeated(dataset.repeat(), updates_per_batch).skip(first)
+    return dataset.map(lambda *data: (_weighted(data, class_weight),))
+
+  return TrainingData(steps_per_epoch, part_fn)
+
+
+def _repeated(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
+  """`dataset` with each element `count` times."""
+  if count == 1:
+    return dataset
+
+  def several(*data):
+    return tf.data.Dataset.from_tensors(data).repeat(count)
+
+  return dataset.flat_map(several)
+
+
+def _known_length(dataset: tf.data.Dataset) -> int:
+  length = int(dataset.cardinality())
+  if length == 0:
+    raise ValueError("`x` must have batches. Received: an empty data set.")
+  if length < 0:
+    is_endless = length == tf.data.INFINITE_CARDINALITY
+    what = "endless" if is_endless else "of unknown length"
+    raise ValueError(
+      "`steps_per_epoch` must be given if `x` is a data set of unknown length."
+      f" Received: None, and a data set that is {what}."
+    )
+  return length
+
+
+def pieces(batch: tuple, count: int) -> Sequence[model_parallel.Batch]:
+  """Cuts a part of a batch into one piece per tower.
+
+  Args:
+    batch: (data,) or (data, weights), as `TrainingData.part_fn` yields it.
+    count: The number of pieces.
+
+  Returns:
+    As many of the same kind. The mean of their gradients, by their weights, is
+    that of the part.
+  """
+  data, *weights = batch
+  first = tf.nest.flatten(data)[0]
+  if not weights and first.shape[0] is not None and not first.shape[0] % count:
+    return model_parallel.parts(batch, count, "devices")
+  size = tf.shape(first, tf.int64)[0]
+  found = []
+  for number in range(count):
+    begin, end, weight = _piece(size, tf.constant(number, tf.int64), count)
+    piece = tf.nest.map_structure(lambda a, b=begin, e=end: a[b:e], data)
+    own = weights[0][begin:end] if weights else tf.ones([end - begin])
+    found.append((piece, own * weight))
+  return found
+
+
+def _piece(
+  size: tf.Tensor, piece: tf.Tensor, count: int
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+  """Which examples of a batch a piece has: begin, end, weight.
+
+  The weight is the piece's share of the batch times the number of pieces. An
+  empty piece gets one example, with weight 0.
+  """
+  begin, end = size * piece // count, size * (piece + 1) // count
+  share = tf.cast(end - begin, tf.float32) / tf.cast(size, tf.float32)
+  begin = tf.minimum(begin, size - 1)
+  return begin, tf.maximum(end, begin + 1), share * count
+
+
+def _weighted(data: tuple, class_weight: Mapping[int, float] | None) -> tuple:
+  """`data` with `class_weight` as weights of its examples."""
+  if len(data) > 3:
+    raise ValueError(
+      "`x` must yield (x,), (x, y) or (x, y, weights). Received: elements of"
+      f" {len(data)} parts."
+    )
+  if class_weight is None:
+    return data
+  if len(data) < 2 or tf.nest.is_nested(data[1]):
+    raise ValueError("`class_weight` needs one array of labels, `y`.")
+  classes = data[1]
+  if classes.shape.rank and classes.shape.rank > 1:
+    is_one_hot = classes.shape[-1] != 1
+    classes = tf.argmax(classes, -1) if is_one_hot else classes[..., 0]
+  classes = tf.cast(classes, tf.int64)
+  weights = np.ones(max(class_weight) + 1, np.float32)
+  weights[list(class_weight)] = list(class_weight.values())
+  is_known = classes < len(weights)
+  found = tf.gather(weights, tf.where(is_known, classes, 0))
+  found = tf.where(is_known, found, 1.0)
+  return (*data[:2], data[2] * found if len(data) == 3 else found)
+
+
+def _with_weights(data: tuple, weight: tf.Tensor, is_even: bool) -> tuple:
+  if is_even:
+    return (data,)
+  size = tf.shape(tf.nest.flatten(data)[0])[:1]
+  return data, tf.fill(size, weight)

@@ -1,0 +1,689 @@
+"""`fit`: Keras' own training loop, with the updates made by a cluster.
+
+`keras.Model.fit` runs unchanged in the chief: epochs, callbacks, validation,
+history and progress bar are Keras'. Only its training function is another: it
+makes updates with a driver, and brings the results into the chief's model.
+"""
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NoReturn
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas import cluster as cluster_module
+from tf_replicas.cluster import environment
+from tf_replicas.drivers import base as driver_base
+from tf_replicas.drivers import between_graph
+from tf_replicas.drivers import connection
+from tf_replicas.drivers import heartbeats
+from tf_replicas.drivers import in_graph
+from tf_replicas.drivers import mirrored
+from tf_replicas.drivers import one_machine
+from tf_replicas.drivers import server
+from tf_replicas.fitting import compiled_model
+from tf_replicas.fitting import data as data_module
+from tf_replicas.programs import update_options
+from tf_replicas.runtime import devices as runtime_devices
+from tf_replicas.runtime import keras_internals
+from tf_replicas.runtime import processes
+from tf_replicas.session import interrupts
+from tf_replicas.session import training
+
+_MIRRORED = "mirrored"
+_DRIVERS = {
+  "between_graph": between_graph.BetweenGraph,
+  "in_graph": in_graph.InGraph,
+  _MIRRORED: mirrored.Mirrored,
+}
+_Role = tuple[cluster_module.ClusterSpec, cluster_module.Task]
+# Names in a checkpoint that a run may lack: another optimizer, rule or metric.
+_OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
+# An epoch is made in about so many calls unless a callback sees every batch.
+_CALLS_PER_EPOCH = 100
+# How often the metrics are read within an epoch.
+_READ_SECS = 0.5
+
+
+def Sync(**settings) -> update_options.UpdateSettings:
+  """Synchronous updates, with backup workers if some contributions suffice.
+
+  Args:
+    **settings: Fields of `UpdateSettings` that go with `--update=sync`, such as
+      `replicas_to_aggregate` and `wire_dtype`.
+
+  Returns:
+    The rule, for `fit`.
+  """
+  return update_options.UpdateSettings(rules=("sync",), **settings)
+
+
+def Async(*rules: str, **settings) -> update_options.UpdateSettings:
+  """Asynchronous updates.
+
+  Args:
+    *rules: Names of asynchronous rules of `--update`, such as
+      "bounded_staleness"; none: every gradient is applied as it comes.
+    **settings: Fields of `UpdateSettings` that go with them, such as
+      `max_staleness`.
+
+  Returns:
+    The rule, for `fit`.
+  """
+  return update_options.UpdateSettings(rules=rules or ("async",), **settings)
+
+
+def fit(
+  model_fn: Callable[[], keras.Model],
+  x: data_module.Source,
+  y: object = None,
+  *,
+  batch_size: int | None = None,
+  epochs: int = 1,
+  verbose: str | int = "auto",
+  callbacks: Sequence[keras.callbacks.Callback] | None = None,
+  validation_data: object = None,
+  validation_steps: int | None = None,
+  validation_batch_size: int | None = None,
+  validation_freq: int = 1,
+  shuffle: bool = True,
+  class_weight: Mapping[int, float] | None = None,
+  sample_weight: object = None,
+  initial_epoch: int = 0,
+  steps_per_epoch: int | None = None,
+  rule: update_options.UpdateSettings | None = None,
+  replication: str = "between_graph",
+  cluster: cluster_module.ClusterSpec | str | None = None,
+  devices: Sequence[str] | None = None,
+  train_dir: str | os.PathLike[str] | None = None,
+  checkpoint_every_secs: float = 600.0,
+  start_timeout_secs: float = 120.0,
+  seed: int = 0,
+  log: Callable[[str], None] = print,
+) -> keras.callbacks.History:
+  """Trains a compiled Keras 3 model on a cluster, as `keras.Model.fit` does.
+
+  The role of this process comes from its environment: see
+  `cluster.environment.role`. Alone, it trains by itself. A parameter server or
+  a worker serves or computes inside this call, and its process ends there: what
+  follows in the script runs in the chief only.
+
+  A batch, for Keras, is one update, or several if the `train_step` of the model
+  applies gradients several times. Its examples, the global batch, are shared
+  out among the contributions of the update (`replicas_to_aggregate` under
+  `Sync`, one under `Async`).
+
+  Metrics count exactly the contributions that were applied. Callbacks run in
+  the chief, once. After an epoch, and after every batch if a callback asks for
+  batches, the model has the current weights; weights and learning rates that a
+  callback assigns are sent to the parameter servers before the next update.
+  Gradients that replicas had computed before are still used.
+
+  Args:
+    model_fn: Builds and compiles the model; the same in all tasks. It is called
+      once per task, after this process has joined the cluster.
+    x: See `data.make`.
+    y: See `data.make`.
+    batch_size: Examples of one update, if `x` are arrays; default 32.
+    epochs: As in `keras.Model.fit`.
+    verbose: As in `keras.Model.fit`.
+    callbacks: As in `keras.Model.fit`.
+    validation_data: As in `keras.Model.fit`; evaluated in the chief.
+    validation_steps: As in `keras.Model.fit`.
+    validation_batch_size: As in `keras.Model.fit`.
+    validation_freq: As in `keras.Model.fit`.
+    shuffle: Whether to shuffle arrays anew in every epoch.
+    class_weight: As in `keras.Model.fit`.
+    sample_weight: As in `keras.Model.fit`.
+    initial_epoch: As in `keras.Model.fit`.
+    steps_per_epoch: Updates in an epoch; see `data.make`.
+    rule: The update rule, made by `Sync` or `Async`; default `Sync()`.
+    replication: "between_graph": every worker is a client; "in_graph": the
+      chief drives all workers, and must have a task of its own; "mirrored":
+      every device has a copy of the variables, and gradients are all-reduced.
+    cluster: A cluster spec or the path of one, instead of that of the
+      environment, which then has only the task. None: the environment's.
+    train_dir: Where checkpoints are written. If there is one, training resumes
+      from it, and `initial_epoch` is ignored.
+    checkpoint_every_secs: Seconds between two checkpoints; one is also written
+      at the end.
+    start_timeout_secs: How long the tasks of a cluster wait for each other at
+      the start.
+    seed: Of the shuffling.
+    log: Receives each line of the log.
+
+  Returns:
+    The history. Its `model` has the trained weights and the optimizer's state.
+
+  Raises:
+    cluster.ClusterError: If cluster, task and rule do not go together.
+    TypeError, ValueError: If an argument, the model or the data are not
+      supported; the message says what is expected.
+    FloatingPointError: If a gradient or a loss is not finite.
+    KeyboardInterrupt: If interrupted; a checkpoint is written before.
+    RuntimeError: If the training was ended by another task, or another task
+      has other versions of TensorFlow, Keras or this library.
+    TimeoutError: If another task does not come in time.
+  """
+  rule = _check_rule(rule)
+  if replication not in _DRIVERS:
+    raise ValueError(
+      f"`replication` must be one of {', '.join(_DRIVERS)}. Received:"
+      f" {replication!r}."
+    )
+  if not callable(model_fn) or isinstance(model_fn, keras.Model):
+    raise TypeError(
+      "`model_fn` must be a function that builds and compiles the model: it is"
+      f" called in every task. Received: {model_fn!r}."
+    )
+  role = _role(cluster)
+  if role is not None:
+    if connection.was_used():
+      raise RuntimeError(
+        "`fit` trains once per process on a cluster, whose other tasks end with"
+        " it: start another process for a second training"
+      )
+    _check_role(*role, replication)
+  towers = _towers(role, replication, devices)
+  if role is not None and _only_serves(role, replication):
+    _serve(*role, replication, start_timeout_secs, log)
+  num_replicas = 1 if role is None else len(_replicas(role[0], replication))
+  if replication == _MIRRORED:
+    num_replicas *= max(1, len(towers))
+  update_options.check(rule, num_replicas)
+  if rule.is_periodic:
+    raise cluster_module.ClusterError(
+      "`rule` must be made by `Sync` or `Async`: metrics are not defined for"
+      f" replicas that train copies of their own. Received: {rule}."
+    )
+  contributions = update_options.replicas_to_aggregate(rule, num_replicas)
+  data_fn = functools.partial(
+    data_module.make,
+    x,
+    y,
+    sample_weight=sample_weight,
+    class_weight=class_weight,
+    batch_size=batch_size,
+    steps_per_epoch=steps_per_epoch,
+    shuffle=shuffle,
+    seed=seed,
+    num_contributions=contributions,
+  )
+  task = _Task(
+    model_fn,
+    data_fn,
+    rule,
+    num_replicas,
+    contributions,
+    towers=() if replication == _MIRRORED else towers,
+  )
+  if role is None or replication != _MIRRORED:
+    _ = task.data  # Else nothing may be computed before they connect.
+  driver = _driver(role, replication, task, towers, start_timeout_secs)
+  task.driver = driver
+  if not driver.is_chief:
+    _contribute(driver)
+  with driver:
+    loop = _Loop(
+      driver,
+      task.model,
+      task.data.steps_per_epoch,
+      train_dir=train_dir,
+      checkpoint_every_secs=checkpoint_every_secs,
+      callbacks=list(callbacks or ()),
+      epochs=epochs,
+      initial_epoch=initial_epoch,
+    )
+    history = loop.run(
+      batch_size=validation_batch_size or batch_size,
+      verbose=verbose,
+      validation_data=validation_data,
+      validation_steps=validation_steps,
+      validation_freq=validation_freq,
+    )
+  connection.disconnect()
+  return history
+
+
+def _check_rule(rule: object) -> update_options.UpdateSettings:
+  if rule is None:
+    return Sync()
+  if not isinstance(rule, update_options.UpdateSettings):
+    raise TypeError(
+      "`rule` must be made by `tf_replicas.Sync` or `tf_replicas.Async`."
+      f" Received: {rule!r}."
+    )
+  return rule
+
+
+def _role(
+  cluster: cluster_module.ClusterSpec | str | None,
+) -> _Role | None:
+  """The cluster and this process's task; None if it is alone."""
+  role = environment.role(os.environ)
+  if cluster is None:
+    return role
+  spec = cluster
+  if not isinstance(spec, cluster_module.ClusterSpec):
+    spec = cluster_module.load(spec)
+  if role is None and spec.is_distributed:
+    raise cluster_module.ClusterError(
+      f"{spec.where}`cluster` has several tasks, and the environment does not"
+      " say which this is: start the script with"
+      " `python -m tf_replicas.launch` or `srun`, or set TF_CONFIG. Received:"
+      " none of them."
+    )
+  return None if role is None else (spec, role[1])
+
+
+def _check_role(
+  spec: cluster_module.ClusterSpec, task: cluster_module.Task, replication: str
+) -> None:
+  if (replication == _MIRRORED) != (spec.variables.on == _MIRRORED):
+    raise cluster_module.ClusterError(
+      f'{spec.where}`replication` must be "mirrored" if, and only if, the'
+      ' cluster spec has its variables on "mirrored". Received:'
+      f" {replication!r}, and variables on {spec.variables.on!r}."
+    )
+  if replication != _MIRRORED and (
+    spec.variables.on != "ps" or not spec.num_tasks("ps")
+  ):
+    raise cluster_module.ClusterError(
+      f"{spec.where}`fit` needs variables on parameter servers, with at least"
+      f" one `ps` task. Received: variables on {spec.variables.on!r},"
+      f" {spec.num_tasks('ps')} `ps` tasks."
+    )
+  if replication == "in_graph" and not spec.num_tasks("chief"):
+    raise cluster_module.ClusterError(
+      f"{spec.where}in-graph replication needs a `chief` task, the only client:"
+      " add it to the cluster, or start with `tf_replicas.launch --chief`."
+      " Received: none."
+    )
+  if task not in spec.tasks():
+    raise cluster_module.ClusterError(
+      f"{spec.where}`task` must be a task of the cluster. Received: {task}."
+    )
+
+
+def _replicas(
+  spec: cluster_module.ClusterSpec, replication: str
+) -> Sequence[cluster_module.Task]:
+  return spec.tasks("worker") if replication == "in_graph" else spec.replicas
+
+
+def _serve(
+  spec: cluster_module.ClusterSpec,
+  task: cluster_module.Task,
+  replication: str,
+  start_timeout_secs: float,
+  log: Callable[[str], None],
+) -> NoReturn:
+  """Serves until the training has ended; then ends the process."""
+  outcome = None
+  with processes.one_line_errors((ValueError,), (OSError, RuntimeError)):
+    outcome = server.serve(
+      spec,
+      task,
+      num_clients=1 if replication == "in_graph" else None,
+      orphan_timeout_secs=max(server.ORPHAN_TIMEOUT_SECS, start_timeout_secs),
+      log=log,
+    )
+  processes.exit_now(0 if outcome == heartbeats.FINISHED else 1)
+
+
+def _only_serves(role: _Role, replication: str) -> bool:
+  return (replication, role[1].job) == ("in_graph", "worker") or (
+    role[1].job == "ps"
+  )
+
+
+def _towers(
+  role: _Role | None, replication: str, devices: Sequence[str] | None
+) -> list[str]:
+  """Chooses this process's GPUs; returns the devices that compute, if several.
+
+  Raises:
+    cluster.ClusterError: If a GPU of the spec does not exist.
+  """
+  if role is None:
+    return list(devices or ())
+  spec, task = role
+  gpus = spec.gpus(task)
+  if gpus is None:
+    # Tasks of one machine share a GPU only if the spec gives it to both.
+    is_alone = len([t for t in spec.local_tasks() if t.job != "ps"]) == 1
+    gpus = None if is_alone else ()
+  if gpus or tf.config.list_physical_devices("GPU"):
+    try:
+      runtime_devices.configure(gpus)
+    except ValueError as error:
+      raise cluster_module.ClusterError(str(error)) from None
+  if devices is not None:
+    return list(devices)
+  if replication == "in_graph":  # The towers are the workers'.
+    gpus = spec.gpus(spec.tasks("worker")[0])
+  return runtime_devices.tower_devices(gpus, emulate=False) if gpus else []
+
+
+def _driver(
+  role: _Role | None,
+  replication: str,
+  task: "_Task",
+  towers: Sequence[str],
+  start_timeout_secs: float,
+) -> driver_base.Driver:
+  """Makes the driver; a worker's failure ends its process with one line."""
+  if replication == _MIRRORED:
+    spec, own = role or (None, None)
+    make = functools.partial(
+      mirrored.Mirrored,
+      task.replica,
+      lambda _: task.new_rule(),
+      towers,
+      spec=spec,
+      task=own,
+      start_timeout_secs=start_timeout_secs,
+    )
+  elif role is None:
+    make = functools.partial(
+      one_machine.OneMachine, task.replica, task.new_rule
+    )
+  else:
+    make = functools.partial(
+      _DRIVERS[replication],
+      *role,
+      task.replica,
+      task.new_rule,
+      start_timeout_secs=start_timeout_secs,
+    )
+  if role is None or role[1] == role[0].chief:
+    return make()
+  with processes.one_line_errors((), (OSError, RuntimeError)):
+    return make()
+
+
+def _contribute(driver: driver_base.Driver) -> NoReturn:
+  """Contributes until the training has ended; then ends the process."""
+  with processes.one_line_errors(
+    (), (OSError, RuntimeError, tf.errors.OpError)
+  ):
+    with driver:
+      driver.run_replica()
+  processes.exit_now(0)
+
+
+class _Task:
+  """What a driver builds in this task.
+
+  Attributes:
+    model: The model, once `replica` was called.
+    driver: The driver, once there is one.
+  """
+
+  def __init__(
+    self,
+    model_fn: Callable[[], keras.Model],
+    data_fn: Callable[[], data_module.TrainingData],
+    rule: update_options.UpdateSettings,
+    num_replicas: int,
+    num_contributions: int,
+    *,
+    towers: Sequence[str],
+  ):
+    self.model: keras.Model | None = None
+    self.driver: driver_base.Driver | None = None
+    self._model_fn = model_fn
+    self._data_fn = data_fn
+    self._rule = rule
+    self._num_replicas = num_replicas
+    self._num_contributions = num_contributions
+    self._towers = towers
+
+  @functools.cached_property
+  def data(self) -> data_module.TrainingData:
+    """The training data."""
+    return self._data_fn()
+
+  def replica(self) -> compiled_model.CompiledReplica:
+    """Builds the model, and its replica."""
+    spec = self.data.spec
+    with keras_internals.names_from_the_start():
+      self.model = self._model_fn()
+    compiled_model.build(self.model, spec)
+    return compiled_model.replica(
+      self.model,
+      self._dataset,
+      num_contributions=self._num_contributions,
+      devices=self._towers,
+    )
+
+  def _dataset(self, num_shards, index, start) -> tf.data.Dataset:
+    """The parts of one replica, from the present update on."""
+    del start  # Examples; an epoch may end with a smaller batch.
+    step = 0
+    if self.driver is not None:
+      step = self.driver.store.read_global_step()
+    assert self.model is not None
+    count = len(compiled_model.phases(self.model))
+    return self.data.part_fn(num_shards, index, step, count)
+
+  def new_rule(self):
+    """Makes the update rule around a copy of the model's optimizer."""
+    assert self.model is not None
+    make = update_options.rule_fn(self._rule, self._num_replicas)
+    count = len(compiled_model.phases(self.model))
+    if count > 1 and self._rule.all_rules != (update_options.SYNC,):
+      raise ValueError(
+        "`rule` must be made by `Sync` for a model whose `train_step` applies"
+        " gradients several times, each time to what the time before has made."
+        f" Received: {self._rule}, and {count} times."
+      )
+    optimizer, common = compiled_model.inner_optimizer_of(self.model)
+    return make(optimizer, **common)
+
+
+class _Loop(keras.callbacks.Callback):
+  """Keras' training function on a driver, and the callback that knows epochs.
+
+  Keras calls it once per batch, or per `steps_per_execution` batches.
+  """
+
+  def __init__(
+    self,
+    driver: driver_base.Driver,
+    model: keras.Model,
+    steps_per_epoch: int,
+    *,
+    train_dir: str | os.PathLike[str] | None,
+    checkpoint_every_secs: float,
+    callbacks: list[keras.callbacks.Callback],
+    epochs: int,
+    initial_epoch: int,
+  ):
+    super().__init__()
+    self._driver = driver
+    self._trained = model
+    self._steps_per_epoch = steps_per_epoch
+    self._per_batch = len(compiled_model.phases(model))
+    updates = self._updates_per_epoch = steps_per_epoch * self._per_batch
+    self._callbacks = callbacks
+    self._epochs = epochs
+    self._metrics = compiled_model.metric_variables(model)
+    count = len(self._metrics)
+    self._weights = compiled_model.shared(model)[:-count]
+    self._read_metrics = driver.store.reader(
+      range(len(self._weights), len(self._weights) + count)
+    )
+    optional = {f"variables/{v.path}" for v in self._metrics}
+    self._session = training.Session(
+      train_dir,
+      state=driver.store,
+      max_steps=epochs * updates,
+      checkpoint_every_secs=checkpoint_every_secs,
+      is_optional=lambda n: n.startswith(_OPTIONAL) or n in optional,
+    )
+    self._step = self._session.restore_or_initialize()
+    self._is_resumed = self._step > 0
+    self._initial_epoch = initial_epoch
+    if self._is_resumed:
+      self._initial_epoch = self._step // updates
+    self._epoch_end = -1
+    self._target = 0
+    self._logs: dict[str, float] = {}
+    self._read_at = 0.0
+    self._sees_batches = any(map(_sees_batches, callbacks))
+    self._per_call = model.steps_per_execution
+    if self._per_call == 1 and not self._sees_batches:
+      self._per_call = max(1, steps_per_epoch // _CALLS_PER_EPOCH)
+    # What the model and the store had in common last; None: not compared.
+    self._loaded: list[np.ndarray] | None = None
+    self._rates = _rates(model)
+
+  def run(self, *, batch_size: int | None, **arguments):
+    """Calls `keras.Model.fit`; see there for the arguments."""
+    model, own = self._trained, self._trained.steps_per_execution
+    self._load()
+    with interrupts.deferred(self._driver.interrupt) as make_step:
+      self._make_step = make_step
+      model.__dict__["train_function"] = self._train
+      model.steps_per_execution = self._per_call
+      try:
+        history = model.fit(
+          tf.data.Dataset.range(self._steps_per_epoch),
+          epochs=self._epochs,
+          initial_epoch=self._initial_epoch,
+          shuffle=False,
+          callbacks=[*self._callbacks, self],
+          validation_batch_size=batch_size,
+          **arguments,
+        )
+      except KeyboardInterrupt:
+        with contextlib.suppress(tf.errors.OpError):
+          self._session.save()
+        raise
+      finally:
+        model.steps_per_execution = own
+        model.train_function = None
+    self._session.finish(self._step)
+    return history
+
+  # As a callback of Keras, after all others.
+
+  def on_train_begin(self, logs=None) -> None:
+    """A checkpoint of the train directory wins over a backup of Keras."""
+    if self._is_resumed:
+      self._load()
+      self._trained._initial_epoch = self._initial_epoch
+
+  def on_epoch_begin(self, epoch, logs=None) -> None:
+    """Notes at which step the epoch ends, and tells the driver the last one."""
+    # A checkpoint within an epoch has the metrics of its beginning.
+    is_within = self._epoch_end < 0 and self._step % self._updates_per_epoch > 0
+    is_within &= self._is_resumed
+    if self._epoch_end >= 0:
+      self._epoch_end += self._updates_per_epoch
+    elif self._is_resumed:
+      self._epoch_end = (epoch + 1) * self._updates_per_epoch
+    else:
+      self._epoch_end = self._step + self._updates_per_epoch
+    epochs_left = self._epochs - epoch - 1
+    self._driver.stop_at(
+      self._epoch_end + epochs_left * self._updates_per_epoch
+    )
+    self._target = self._epoch_end - self._updates_per_epoch
+    self._logs = {}
+    if not is_within:
+      self._clear_metrics()
+
+  # As the training function of Keras.
+
+  def _train(self, iterator) -> dict[str, float]:
+    """Makes the next updates; returns the metrics of the epoch so far."""
+    del iterator  # Replicas have the data.
+    self._send_changes()
+    previous = self._step
+    self._target += self._per_call * self._per_batch
+    self._target = min(self._target, self._epoch_end)
+    # Where nobody looks, the updates of later calls are made in this one.
+    last = self._target if self._sees_batches else self._epoch_end
+    while self._step < self._target:
+      step_fn = functools.partial(self._driver.step, last - self._step)
+      self._step = self._make_step(step_fn).global_step
+    if self._sees_batches or self._target == self._epoch_end:
+      self._load()
+    elif self._logs and time.monotonic() - self._read_at < _READ_SECS:
+      return self._logs
+    else:
+      self._load_metrics()
+    self._read_at = time.monotonic()
+    self._session.save_if_due(previous, self._step)
+    self._logs = compiled_model.results(self._trained)
+    return self._logs
+
+  def _load(self) -> None:
+    """Brings weights and optimizer's state into the chief's model."""
+    state = {k: np.asarray(v) for k, v in self._driver.store.state().items()}
+    compiled_model.load(self._trained, state, int(state["global_step"]))
+    self._loaded = [np.asarray(v) for v in self._weights]
+    self._reported = [np.asarray(v) for v in self._metrics]
+
+  def _load_metrics(self) -> None:
+    self._reported = [np.asarray(v) for v in self._read_metrics()]
+    for variable, value in zip(self._metrics, self._reported, strict=True):
+      variable.assign(value)
+
+  def _clear_metrics(self) -> None:
+    """Takes what has been reported off the metrics on the servers.
+
+    What asynchronous updates have added since belongs to the next epoch.
+    """
+    for index, value in enumerate(self._reported, start=len(self._weights)):
+      self._driver.store.subtract(index, value)
+    self._reported = []
+
+  def _send_changes(self) -> None:
+    """Sends what callbacks have assigned to the parameter servers."""
+    rates = _rates(self._trained)
+    if rates != self._rates:
+      self._driver.set_learning_rate(rates[0])
+      self._rates = rates
+    if self._loaded is None:
+      return
+    for index, variable in enumerate(self._weights):
+      value = np.asarray(variable)
+      if not np.array_equal(value, self._loaded[index]):
+        self._driver.store.assign(index, value)
+    self._loaded = None
+
+
+def _rates(model: keras.Model) -> list[float]:
+  """The learning rates that callbacks may set; schedules have none."""
+  optimizers = compiled_model.optimizers(model)
+  return [
+    float(optimizer.learning_rate)
+    for optimizer in optimizers
+    if not keras_internals.has_schedule(optimizer)
+  ]
+
+
+def _sees_batches(callback: keras.callbacks.Callback) -> bool:
+  """Whether a callback looks at single batches."""
+  if isinstance(
+    callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore
+  ):
+    return callback.save_freq != "epoch"
+  if isinstance(callback, keras.callbacks.TensorBoard):
+    return callback.update_freq != "epoch"
+  hooks = ("on_train_batch_begin", "on_train_batch_end")
+  hooks += ("on_batch_begin", "on_batch_end")
+  return any(
+    getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
+    for hook in hooks
+  )

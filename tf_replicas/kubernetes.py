@@ -1,0 +1,6 @@
+"""Prints the manifests of a training; see `programs.manifests`."""
+
+from tf_replicas.programs import manifests
+
+if __name__ == "__main__":
+  manifests.main()

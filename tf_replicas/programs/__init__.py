@@ -1,0 +1,1 @@
+"""What all training binaries share: options, tasks, launcher, flags."""

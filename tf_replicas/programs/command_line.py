@@ -1,0 +1,394 @@
+"""What the binaries of all programs share: flags, one-line errors, `main`.
+
+A training binary defines flags and calls `train`; an evaluation binary calls
+`evaluate`. Nothing here imports TensorFlow before a task needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NoReturn
+from typing import TypeVar
+
+from absl import app
+from absl import flags
+from absl import logging
+
+from tf_replicas import cluster
+from tf_replicas.programs import fields
+from tf_replicas.programs import launcher
+from tf_replicas.programs import run_config
+from tf_replicas.programs import run_options
+from tf_replicas.programs import tfds_builder
+from tf_replicas.programs import update_options
+from tf_replicas.runtime import processes
+
+FLAGS = flags.FLAGS
+EVALUATION = "Evaluation"  # A group of flags.
+_flag = functools.partial(fields.setting, group=EVALUATION)
+
+# Flags of the TF1 programs that are gone -> what to use instead.
+_SUCCESSORS = {
+  "checkpoint_dir": "use --train_dir",
+  "fine_tune": "use --pretrained_model_checkpoint_path",
+  "input_queue_memory_factor": "use --shuffle_examples of inception_mini",
+  "log_device_placement": "--dry_run prints where the variables are",
+  "num_examples": "evaluation counts every image once; training has"
+  " --max_steps and --num_epochs",
+  "num_preprocess_threads": "tf.data chooses the number of threads",
+  "num_readers": "tf.data chooses the number of readers",
+  "protocol": "it is always grpc",
+  "ps_hosts": 'use --cluster_spec with {"ps": ["host:port"], ...}',
+  "save_interval_secs": "use --checkpoint_every_secs",
+  "save_summaries_secs": "use --summary_every_steps",
+  "subset": "training uses the training images; use --eval_data of"
+  " cifar10.eval or --subset of inception_mini.eval",
+  "sync_replicas": "use --update=sync or --update=async",
+  "task_id": "use --task_index",
+  "use_fp16": "use --compute_dtype=float16 or --compute_dtype=bfloat16",
+  "worker_hosts": 'use --cluster_spec with {"worker": ["host:port"], ...}',
+}
+
+
+_Config = TypeVar("_Config")
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationOptions:
+  """How a run is measured, whatever is trained."""
+
+  eval_dir: str | None = _flag(
+    None, "Directory of TensorBoard files; default: within --train_dir"
+  )
+  run_once: bool = _flag(False, "Measure the newest checkpoint only")
+  interval_secs: float = _flag(
+    10.0, "Seconds between measurements", flag="eval_interval_secs"
+  )
+  timeout_secs: float | None = _flag(
+    None,
+    "Seconds without a new checkpoint after which to end; default: never end",
+  )
+
+
+def define_one_device_flags() -> None:
+  """Defines the flags of a binary that trains on one device."""
+  fields.define_flags(run_options.Options, [run_options.RUN])
+  flags.DEFINE_alias(
+    "log_frequency", "log_every_steps", module_name=run_options.RUN
+  )
+
+
+def define_towers_flags() -> None:
+  """Defines the flags of a binary that trains with several towers."""
+  define_one_device_flags()
+  _define_device_flags()
+  fields.define_flag(
+    "num_gpus",
+    int,
+    None,
+    "Towers, on GPUs 0 to N - 1; default: 1",
+    group=run_options.DEVICES,
+  )
+
+
+def define_cluster_flags() -> None:
+  """Defines the flags of a binary that trains on a cluster."""
+  define_one_device_flags()
+  _define_device_flags()
+  for name, kind, text in (
+    ("job_name", str, "This task's job; default: start all tasks"),
+    ("task_index", int, "This task's index in its job"),
+  ):
+    fields.define_flag(name, kind, None, text, group=run_options.CLUSTER)
+  fields.define_flags(run_options.Options, [run_options.CLUSTER])
+  fields.define_flags(update_options.UpdateSettings, [update_options.GROUP])
+
+
+def define_evaluation_flags(train_dir: str, *, batch_size: int) -> None:
+  """Defines the flags of every evaluation binary.
+
+  Args:
+    train_dir: The default run to measure.
+    batch_size: The default number of images in a batch.
+  """
+  fields.define_flags(EvaluationOptions, [EVALUATION])
+  for name, kind, default, text in (
+    ("train_dir", str, train_dir, "The run to measure"),
+    ("batch_size", int, batch_size, "Images at a time"),
+    ("dataset", str, None, "As in training; default: the run's"),
+    ("data_dir", str, None, "As in training; default: the run's"),
+  ):
+    fields.define_flag(name, kind, default, text, group=EVALUATION)
+
+
+def define_count(name: str, default: int | None, text: str) -> None:
+  """Defines a flag that is an integer of 1 or more."""
+  flags.DEFINE_integer(name, default, text, lower_bound=1)
+
+
+def given(*names: str) -> dict[str, object]:
+  """Maps the names of flags to their values; leaves out unset flags."""
+  values = {name: FLAGS[name].value for name in names}
+  return {name: value for name, value in values.items() if value is not None}
+
+
+def start(main: Callable[[Sequence[str]], None]) -> NoReturn:
+  """Parses the flags and calls `main`; a mistake in them is one line."""
+  # Hide TensorFlow's remarks on devices, unless somebody asks for them.
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  app.run(main, flags_parser=_parse)
+
+
+def one_device_options() -> run_options.Options:
+  """How to train on one device, from the flags."""
+  return _options(run_options.one_machine_spec(0))
+
+
+def towers_options(cluster_module: str) -> run_options.Options:
+  """How to train with several towers, from the flags.
+
+  Args:
+    cluster_module: The binary for a spec of several tasks.
+
+  Raises:
+    cluster.ClusterError: If the flags contradict each other, or the spec is
+      not of one machine.
+  """
+  return _options(_towers_spec(cluster_module))
+
+
+def cluster_options() -> run_options.Options:
+  """How to train on a cluster, from the flags and TF_CONFIG.
+
+  Raises:
+    cluster.ClusterError: For a mistake in them.
+  """
+  spec, task = run_options.choose_task(
+    FLAGS.cluster_spec, FLAGS.job_name, FLAGS.task_index, dict(os.environ)
+  )
+  update = fields.given(update_options.UpdateSettings)
+  update = update_options.UpdateSettings(**update)
+  return _options(spec, task=task, update=update)
+
+
+def train(
+  module: str,
+  options_fn: Callable[[], run_options.Options],
+  config_fn: Callable[[run_options.Options], _Config],
+  workload_fn: Callable[[_Config, run_options.Options], run_options.Workload],
+) -> NoReturn:
+  """Is the `main` of a training binary: prints errors, ends the process.
+
+  Args:
+    module: The binary's name, by which it starts further tasks.
+    options_fn: Makes the options from the flags.
+    config_fn: Makes the program's config from the flags and the options.
+    workload_fn: Makes the workload, in tasks that need it, and checks that its
+      data is there. It may import TensorFlow.
+  """
+  with processes.one_line_errors(usage=(ValueError,)):
+    options = options_fn()
+    config = config_fn(options)
+  with processes.importing_tensorflow():
+    from tf_replicas.session import checkpoints
+
+  with processes.one_line_errors(
+    usage=(
+      cluster.ClusterError,
+      checkpoints.CheckpointError,
+      tfds_builder.DataError,
+    ),
+    run_time=run_options.RUN_TIME_ERRORS,
+  ):
+    # A dry run of one task describes all tasks.
+    needs_workload = options.dry_run or not options.only_serves
+    status = launcher.run(
+      options,
+      workload_fn(config, options) if needs_workload else None,
+      command=functools.partial(_command, module, sys.argv[1:]),
+    )
+  processes.exit_now(status)
+
+
+def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
+  """Is the `main` of an evaluation binary: prints errors in one line.
+
+  Without `--run_once` it waits for a run that has not begun.
+
+  Args:
+    evaluate_fn: Measures by the flags; returns None if there was no checkpoint
+      in time.
+
+  Returns:
+    What `evaluate_fn` returned.
+  """
+  with processes.importing_tensorflow():
+    import tensorflow as tf
+
+    from tf_replicas.runtime import devices
+    from tf_replicas.session import evaluation
+
+  with processes.one_line_errors(
+    usage=(ValueError, tfds_builder.DataError),
+    run_time=run_options.RUN_TIME_ERRORS,
+  ):
+    # Take GPU memory as needed, since training may run beside this.
+    devices.configure(None)
+    result = None
+    if FLAGS.run_once:
+      # Fails before data is downloaded that would not be used.
+      evaluation.newest_checkpoint(FLAGS.train_dir)
+    if FLAGS.run_once or await_run(
+      FLAGS.train_dir, timeout_secs=FLAGS.timeout_secs
+    ):
+      try:
+        result = evaluate_fn()
+      except tf.errors.OpError as error:
+        # Data that cannot be read, or a full memory.
+        message = processes.shortened(f"TensorFlow failed: {error.message}")
+        raise RuntimeError(message) from error
+    if result is None:
+      raise TimeoutError(f"No checkpoint file found in {FLAGS.train_dir}")
+    return result
+
+
+def _define_device_flags() -> None:
+  fields.define_flag(
+    "cluster_spec",
+    str,
+    None,
+    "Path of a cluster-spec JSON",
+    group=run_options.DEVICES,
+  )
+  fields.define_flags(run_options.Options, [run_options.DEVICES])
+
+
+def _options(spec: cluster.ClusterSpec, **more) -> run_options.Options:
+  return run_options.Options(
+    spec, FLAGS.train_dir, **fields.given(run_options.Options), **more
+  )
+
+
+def _towers_spec(cluster_module: str) -> cluster.ClusterSpec:
+  num_gpus = FLAGS.num_gpus
+  if num_gpus is not None and num_gpus < 1:
+    raise cluster.ClusterError(
+      f"`--num_gpus` must be at least 1. Received: {num_gpus}."
+    )
+  if FLAGS.cluster_spec is None:
+    return run_options.one_machine_spec(num_gpus or 1)
+  if num_gpus is not None:
+    raise cluster.ClusterError(
+      "`--num_gpus` must not be given with `--cluster_spec`, which names the"
+      f" GPUs. Received: {num_gpus}."
+    )
+  spec = cluster.load(FLAGS.cluster_spec)
+  if spec.is_distributed:
+    raise cluster.ClusterError(
+      f"{spec.source}: `cluster` must be absent for one machine;"
+      f" {cluster_module} trains on a cluster. Received jobs:"
+      f" {', '.join(spec.jobs)}."
+    )
+  return spec
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  if "--help" in argv:
+    print(_help())
+    sys.exit(0)
+  with processes.one_line_errors(usage=(flags.Error,)):
+    try:
+      rest = FLAGS(argv)
+    except flags.UnrecognizedFlagError as error:
+      successor = _SUCCESSORS.get(error.flagname)
+      if successor is None:
+        raise
+      raise flags.Error(
+        f"`--{error.flagname}` of the TF1 program is gone: {successor}."
+      ) from None
+    if len(rest) > 1:
+      raise flags.Error(f"Unknown arguments: {' '.join(rest[1:])}")
+  if not FLAGS["verbosity"].present:
+    logging.set_verbosity(logging.WARNING)
+  return rest
+
+
+def _help() -> str:
+  """The docstring of the binary and all its flags, by group."""
+  lines = [inspect.getdoc(sys.modules["__main__"]) or ""]
+  for group, members in FLAGS.flags_by_module_dict().items():
+    if group.partition(".")[0] == "absl":
+      continue
+    # Without a group, absl has the path of the binary.
+    lines += ["", "Flags:" if group.endswith(".py") else f"{group}:"]
+    for flag in members:
+      name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+      text = f"{name}: {flag.help}"
+      if flag.default not in (None, False, []):
+        text += f"; default: {flag.default_as_str.strip(chr(39))}"
+      lines += textwrap.wrap(
+        text, initial_indent="  ", subsequent_indent="      "
+      )
+  return "\n".join([*lines, "", "--helpfull lists the flags of absl too."])
+
+
+def _command(
+  module: str,
+  arguments: Sequence[str],
+  path: str,
+  task: cluster.Task,
+  threads: int,
+) -> list[str]:
+  """The command line of one task; later flags override earlier ones."""
+  return [
+    sys.executable,
+    "-m",
+    module,
+    *arguments,
+    f"--cluster_spec={path}",
+    f"--job_name={task.job}",
+    f"--task_index={task.index}",
+    f"--intra_op_threads={threads}",
+  ]
+
+
+def await_run(
+  train_dir: str | os.PathLike[str], *, timeout_secs: float | None = None
+) -> bool:
+  """Waits until training has recorded its settings, and prints that it waits.
+
+  Only then the network and the data set of the run are known.
+
+  Args:
+    train_dir: Where training writes; need not exist yet.
+    timeout_secs: How long to wait; None waits for ever.
+
+  Returns:
+    Whether there is a run.
+  """
+  from tf_replicas.session import checkpoints
+
+  train_dir = os.fspath(train_dir)
+  deadline = float("inf")
+  if timeout_secs is not None:
+    deadline = time.monotonic() + timeout_secs
+  has_printed = False
+  while not run_config.is_recorded(train_dir):
+    if checkpoints.latest(train_dir):
+      break  # That training records no settings.
+    if time.monotonic() >= deadline:
+      return False
+    if not has_printed:
+      print(f"waiting for a training in {train_dir}", flush=True)
+      has_printed = True
+    time.sleep(1.0)
+  return True

@@ -1,0 +1,199 @@
+"""Settings declared once: a dataclass field is default, help, rule and flag.
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+      momentum: float = setting(0.9, "Of SGD", "[0, 1)", group="Model")
+
+      def __post_init__(self):
+        validate(self)
+
+    define_flags(Config, ["Model"])  # --momentum, in the group Model of --help
+    config = Config(**given(Config))
+
+A field without a group has no flag.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Collection
+
+from absl import flags
+
+FLAGS = flags.FLAGS
+
+COUNT = "[1, inf)"
+SEEDS = f"[0, {2**63})"  # TensorFlow takes 63 bits.
+EPOCHS = "(0, 1e9]"  # Their examples are counted in 64 bits.
+
+_DEFINE = {
+  bool: flags.DEFINE_boolean,
+  int: flags.DEFINE_integer,
+  float: flags.DEFINE_float,
+  str: flags.DEFINE_string,
+  tuple: flags.DEFINE_list,
+}
+
+
+class Dataclass(typing.Protocol):
+  """An instance of any dataclass."""
+
+  __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field]]
+
+
+def setting(
+  default: object,
+  help: str,
+  within: str | None = None,
+  *,
+  group: str | None = None,
+  flag: str | None = None,
+  choices: Collection[str] | None = None,
+  **metadata: object,
+) -> typing.Any:
+  """A dataclass field that declares a setting.
+
+  Args:
+    default: Its default.
+    help: One line, with the unit.
+    within: The interval of valid numbers, such as `"[0, 1)"`.
+    group: The group of `--help` that its flag is in; None: it has no flag.
+    flag: The flag's name, if it is not the field's.
+    choices: The valid strings.
+    **metadata: More that the dataclass wants to know of its fields.
+  """
+  metadata |= dict(
+    help=help, group=group, flag=flag, within=within, choices=choices
+  )
+  return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_name(field: dataclasses.Field) -> str:
+  """The name of a setting's flag, without dashes."""
+  return field.metadata["flag"] or field.name
+
+
+def validate(instance: Dataclass, error: type[ValueError] = ValueError) -> None:
+  """Checks every setting against its field; None is always valid.
+
+  Args:
+    instance: The dataclass instance; its error messages name flags or fields.
+    error: The type of the exception.
+
+  Raises:
+    ValueError: Of that type: if a setting is out of range.
+  """
+  for field in _settings(type(instance)):
+    value = getattr(instance, field.name)
+    name = flag_name(field)
+    within, choices = field.metadata["within"], field.metadata["choices"]
+    if value is None:
+      continue
+    if within:
+      require(name, value, _is_within(value, within), f"in {within}", error)
+    elif choices:
+      rule = f"one of {', '.join(choices)}"
+      require(name, value, value in choices, rule, error)
+    elif isinstance(value, str):
+      require(name, value, bool(value), "not empty", error)
+
+
+def require(
+  name: str,
+  value: object,
+  holds: bool,
+  rule: str,
+  error: type[ValueError] = ValueError,
+) -> None:
+  """Raises `error` unless it `holds`, with the name, the rule and the value."""
+  if not holds:
+    raise error(f"`{name}` must be {rule}. Received: {value!r}.")
+
+
+def define_flags(
+  settings_class: type,
+  groups: Collection[str],
+  *,
+  unset: Collection[str] = (),
+  default: str = "the recipe's",
+) -> None:
+  """Defines the flags of some groups of a dataclass's settings.
+
+  Args:
+    settings_class: The dataclass.
+    groups: Which of its groups.
+    unset: Fields whose flags have no default of their own.
+    default: The default of these in the help.
+  """
+  types_by_name = typing.get_type_hints(settings_class)
+  for field in _settings(settings_class):
+    group = field.metadata["group"]
+    if group in groups:
+      has_default = field.name not in unset
+      text = field.metadata["help"]
+      define_flag(
+        flag_name(field),
+        _flag_type(types_by_name[field.name]),
+        field.default if has_default else None,
+        text if has_default else f"{text}; default: {default}",
+        group=group,
+        choices=field.metadata["choices"],
+      )
+
+
+def define_flag(
+  name: str,
+  kind: type,
+  default: object,
+  help: str,
+  *,
+  group: str,
+  choices: Collection[str] | None = None,
+) -> None:
+  """Defines a flag in a group of `--help`.
+
+  Args:
+    name: Its name.
+    kind: bool, int, float, str, or tuple for a list of strings.
+    default: Its default.
+    help: One line, with the unit.
+    group: The group.
+    choices: The valid strings.
+  """
+  if kind is tuple:
+    default = list(default)
+  where = {"module_name": group, "flag_values": FLAGS}
+  if choices and kind is str:
+    flags.DEFINE_enum(name, default, list(choices), help, **where)
+  else:
+    _DEFINE[kind](name, default, help, **where)
+
+
+def given(settings_class: type) -> dict[str, object]:
+  """The settings whose flags are defined and have a value, by field name."""
+  values = {}
+  for field in _settings(settings_class):
+    name = flag_name(field)
+    if field.metadata["group"] and name in FLAGS:
+      value = FLAGS[name].value
+      if value is not None:
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+  return values
+
+
+def _settings(settings_class: type) -> list[dataclasses.Field]:
+  return [f for f in dataclasses.fields(settings_class) if "help" in f.metadata]
+
+
+def _flag_type(annotation: object) -> type:
+  """`int` for `int | None`, `tuple` for `tuple[str, ...]`."""
+  if isinstance(annotation, types.UnionType):
+    annotation = typing.get_args(annotation)[0]
+  return typing.get_origin(annotation) or annotation
+
+
+def _is_within(value: float, interval: str) -> bool:
+  low, high = map(float, interval[1:-1].split(", "))
+  above = value >= low if interval[0] == "[" else value > low
+  below = value <= high if interval[-1] == "]" else value < high
+  return above and below

@@ -1,0 +1,178 @@
+"""Runs one process: all tasks of this machine, or one of them."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence
+
+from tf_replicas import cluster
+from tf_replicas.cluster import local_cluster
+from tf_replicas.programs import run_options
+from tf_replicas.session import console
+
+# What TensorFlow 2.21 prints at every start, whatever its log level, about GPUs
+# where there are none, and once per function of a lost task. The tasks' log
+# files keep it.
+# Lines that TensorFlow writes in every run, behind the name of the task.
+NOISE = re.compile(
+  r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
+  r"|E0000 .*failed call to cuInit|To enable the following instructions"
+  r"|E0000 .*Failed to (register|remove) function remotely"
+  r"|Additional GRPC error information|:UNKNOWN:Error received from peer"
+  r"|This could happen if the remote target has been disconnected)"
+)
+
+_PROGRESS = re.compile(r": step (\d+), loss = (\S+) \(")
+
+
+def run(
+  options: run_options.Options,
+  workload: run_options.Workload | None,
+  *,
+  command: Callable[[str, cluster.Task, int], Sequence[str]],
+) -> int:
+  """Runs this process until training ends.
+
+  Args:
+    options: How to run.
+    workload: What to train; None for a task that `only_serves`.
+    command: Maps (path of the resolved spec, task, threads of one op) to the
+      command line that starts that task.
+
+  Returns:
+    The exit status.
+  """
+  if options.dry_run:
+    return _describe(options, workload)
+  if options.task is None and options.spec.is_distributed:
+    return _launch(options, workload, command)
+  # It imports TensorFlow, which the launcher does without.
+  from tf_replicas.programs import task_runner
+
+  if options.only_serves:
+    return task_runner.serve(options)
+  try:
+    task_runner.train(options, workload)
+  except KeyboardInterrupt as interrupt:
+    if options.spec.is_distributed:
+      raise
+    _say("interrupted")
+    is_sigterm = interrupt.args == ("SIGTERM",)
+    return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
+  return 0
+
+
+def _describe(
+  options: run_options.Options, workload: run_options.Workload
+) -> int:
+  """Prints cluster, effective batch and placement."""
+  from tf_replicas.drivers import one_machine
+  from tf_replicas.runtime import devices
+  from tf_replicas.store import parameter_store
+
+  _say(run_options.describe(options, workload))
+  tower_devices = []
+  if options.devices_per_tower > 1:
+    tower_devices = devices.tower_devices(
+      options.spec.gpus(options.replicas[0]), emulate=options.emulate_gpus
+    )
+  replica = workload.replica_fn(tower_devices)
+  if options.spec.variables.on == "ps":
+    _say(parameter_store.describe(options.spec, replica.shared))
+  else:
+    device = "every replica" if options.is_mirrored else "/device:CPU:0"
+    _say(one_machine.describe(replica.shared, device))
+  if tower_devices:
+    _say(replica.layers.table(tower_devices))
+  return 0
+
+
+def _launch(
+  options: run_options.Options,
+  workload: run_options.Workload,
+  command: Callable[[str, cluster.Task, int], Sequence[str]],
+) -> int:
+  """Starts every task of this machine and waits until they end."""
+  spec = options.spec
+  if not spec.local_tasks():
+    raise cluster.ClusterError(
+      f"{spec.where}`cluster` must have a task at an address of this machine,"
+      " or `--job_name` and `--task_index` must say which this is. Received:"
+      f" {', '.join(spec.address(task) for task in spec.tasks())}."
+    )
+  if options.is_in_graph and not spec.num_tasks("chief"):
+    document = json.loads(spec.to_json())
+    document["cluster"]["chief"] = ["localhost:0"]
+    spec = cluster.parse(document, spec.source)
+  spec = cluster.resolve_ports(spec)
+  for task in spec.local_tasks():
+    cluster.check_port_free(spec.address(task))
+  options = dataclasses.replace(options, spec=spec)
+  _say(run_options.describe(options, workload))
+  echo = _Echo(workload.last_step(options))
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGTERM, _interrupt)
+  log_dir = pathlib.Path(options.train_dir) / "logs"
+  with tempfile.TemporaryDirectory() as directory:
+    path = os.path.join(directory, "cluster.json")
+    pathlib.Path(path).write_text(spec.to_json(), encoding="utf-8")
+    tasks = local_cluster.LocalCluster(
+      spec,
+      lambda task: command(path, task, options.threads),
+      log_dir=log_dir,
+      # Hides TensorFlow's remarks, unless the user asks for them.
+      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+      echo=echo,
+      # A new process could not join the all-reduce of the others.
+      max_restarts=0 if options.is_mirrored else 3,
+    )
+    with tasks, contextlib.closing(echo):
+      tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
+      try:
+        return tasks.wait()
+      except KeyboardInterrupt as interrupt:
+        _say("[launcher] interrupted; ending all tasks")
+        is_sigterm = interrupt.args == (signal.SIGTERM,)
+        return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
+
+
+def _interrupt(signum, frame):
+  """Makes SIGTERM end the tasks as Ctrl-C does."""
+  raise KeyboardInterrupt(signal.Signals(signum))
+
+
+class _Echo:
+  """Prints the tasks' lines, and a progress bar on a terminal."""
+
+  def __init__(self, max_steps: int):
+    self._console = console.Console()
+    self._max_steps = max_steps
+    self._has_begun = False
+
+  def __call__(self, line: str) -> None:
+    """Prints a line, unless it is noise, and moves the bar."""
+    if NOISE.match(line):
+      return
+    progress = _PROGRESS.search(line)
+    if progress is not None:
+      step, loss = int(progress.group(1)), float(progress.group(2))
+      if not self._has_begun:
+        self._console.open_bar(step, self._max_steps)
+        self._has_begun = True
+      self._console.move_bar(step, loss)
+    self._console.log(line)
+
+  def close(self) -> None:
+    """Leaves the bar as it is."""
+    self._console.close_bar()
+
+
+def _say(line: str) -> None:
+  print(line, flush=True)

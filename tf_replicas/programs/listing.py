@@ -1,0 +1,30 @@
+"""Lists programs: their names and the first lines of their docstrings.
+
+Programs are read and not imported, since many import TensorFlow.
+"""
+
+import ast
+import importlib.util
+import pathlib
+from collections.abc import Iterable
+
+
+def print_programs(packages: Iterable[str]) -> None:
+  """Prints the programs of those packages that are installed.
+
+  Args:
+    packages: Names of packages; a program is a module that runs as `__main__`.
+  """
+  summaries = {}
+  for package in packages:
+    spec = importlib.util.find_spec(package)
+    for folder in spec.submodule_search_locations if spec else ():
+      for path in sorted(pathlib.Path(folder).glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if '\nif __name__ == "__main__":' in text and path.stem != "__main__":
+          docstring = ast.get_docstring(ast.parse(text)) or ""
+          summaries[f"{package}.{path.stem}"] = docstring.partition("\n")[0]
+  width = max(map(len, summaries), default=0)
+  for name, summary in summaries.items():
+    print(f"python -m {name:<{width}}  {summary}")
+  print("\nEach lists its flags with --help.")

@@ -1,0 +1,305 @@
+"""Prints what Kubernetes needs to run every task of a cluster spec, as YAML.
+
+  python -m tf_replicas.kubernetes --cluster_spec=FILE --image=IMAGE \\
+      --name=NAME -- python train.py [arguments] | kubectl apply -f -
+
+The spec says how many tasks there are, and their GPUs; its addresses are
+replaced. There are:
+
+* a ConfigMap with the spec as the tasks see it;
+* a headless Service, which gives task 1 of `worker` the name
+  `NAME-worker-1.NAME`;
+* a Job for each task, so that tasks may have different resources and a task
+  that fails is started again under its name.
+
+A task learns its role from the variables of `cluster.environment`.
+"""
+
+import argparse
+import dataclasses
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NoReturn
+
+import yaml
+
+from tf_replicas import cluster
+from tf_replicas.cluster import environment
+from tf_replicas.runtime import processes
+
+_EVALUATOR = cluster.Task("evaluator", 0)
+_DIRECTORY, _FILE = "/etc/tf_replicas", "cluster.json"
+_CONTAINER = "task"
+# The longest name of a host.
+_MAX_LENGTH = 63
+# The exit status of a task that was started with a mistake.
+_USAGE = 2
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    "python -m tf_replicas.kubernetes",
+    usage="%(prog)s --cluster_spec=FILE --image=IMAGE --name=NAME [options]"
+    " -- COMMAND",
+    description="Prints the manifests of a training. COMMAND is what every task"
+    " runs, such as `python train.py`.",
+    allow_abbrev=False,
+  )
+  parser.add_argument(
+    "--cluster_spec",
+    required=True,
+    help="the tasks and their GPUs, as a cluster-spec file",
+  )
+  parser.add_argument("--image", required=True, help="of the containers")
+  parser.add_argument(
+    "--name", required=True, help="of the training, unique in its namespace"
+  )
+  parser.add_argument(
+    "--port", type=int, default=2222, help="on which every task listens"
+  )
+  parser.add_argument("--cpu", help="requested for each task, such as 4")
+  parser.add_argument("--memory", help="requested for each task, such as 8Gi")
+  parser.add_argument(
+    "--volume",
+    help="a PersistentVolumeClaim and where tasks see it, such as runs:/runs",
+  )
+  parser.add_argument(
+    "--max_restarts",
+    type=int,
+    default=3,
+    help="how often a task that failed is started again",
+  )
+  parser.add_argument(
+    "--evaluator", help="a command that runs in a task of its own"
+  )
+  return parser
+
+
+def manifests(argv: Sequence[str]) -> list[dict]:
+  """The manifests of a training.
+
+  Args:
+    argv: The command line, without the name of the program.
+
+  Returns:
+    A ConfigMap, a Service and a Job for each task, in JSON's types.
+
+  Raises:
+    cluster.ClusterError: For a mistake in the command line or the spec.
+  """
+  options, command = _options(argv)
+  spec = _in_cluster(_load(options.cluster_spec), options)
+  tasks = {task: command for task in spec.tasks()}
+  if options.evaluator:
+    tasks[_EVALUATOR] = shlex.split(options.evaluator)
+  _check_name(options.name, tasks)
+  labels = _labels(options)
+  return [
+    {
+      "apiVersion": "v1",
+      "kind": "ConfigMap",
+      "metadata": {"name": options.name, "labels": labels},
+      "data": {_FILE: spec.to_json() + "\n"},
+    },
+    {
+      "apiVersion": "v1",
+      "kind": "Service",
+      "metadata": {"name": options.name, "labels": labels},
+      "spec": {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": labels,
+        "ports": [{"name": "grpc", "port": options.port}],
+      },
+    },
+    *[_job(task, spec, tasks[task], options) for task in tasks],
+  ]
+
+
+def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+  """The options, and the command that follows `--`."""
+  argv = list(argv)
+  end = argv.index("--") if "--" in argv else len(argv)
+  options, command = _parser().parse_args(argv[:end]), argv[end + 1 :]
+  if not command:
+    raise cluster.ClusterError(
+      "the command of the tasks must follow `--`. Received: none."
+    )
+  for name, least, most in (("port", 1, 65535), ("max_restarts", 0, 1000)):
+    value = getattr(options, name)
+    if not least <= value <= most:
+      raise cluster.ClusterError(
+        f"`--{name}` must be in [{least}, {most}]. Received: {value}."
+      )
+  if options.volume and not re.fullmatch(r"[^:]+:/.*", options.volume):
+    raise cluster.ClusterError(
+      "`--volume` must be a claim and a path, such as runs:/runs. Received:"
+      f" {options.volume}."
+    )
+  return options, command
+
+
+def _load(path: str) -> cluster.ClusterSpec:
+  spec = cluster.load(path)
+  if not spec.is_distributed:
+    raise cluster.ClusterError(
+      f"{spec.where}`cluster` must have tasks. Received: none."
+    )
+  return spec
+
+
+def _check_name(name: str, tasks: Iterable[cluster.Task]) -> None:
+  """Refuses a name of which Kubernetes cannot make names of hosts."""
+  longest = max((_host(name, task) for task in tasks), key=len)
+  pattern = "[a-z]([-a-z0-9]*[a-z0-9])?"
+  if not re.fullmatch(pattern, name) or len(longest) > _MAX_LENGTH:
+    raise cluster.ClusterError(
+      "`--name` must have lower-case letters, digits and hyphens only, begin"
+      " with a letter, not end with a hyphen, and be short enough for"
+      f" {longest!r} to have at most {_MAX_LENGTH} characters. Received:"
+      f" {name!r}."
+    )
+
+
+def _in_cluster(
+  spec: cluster.ClusterSpec, options: argparse.Namespace
+) -> cluster.ClusterSpec:
+  """The spec as the tasks see it: names of pods, GPUs counted from 0."""
+  name = options.name
+  addresses = {
+    task: f"{_host(name, task)}.{name}:{options.port}" for task in spec.tasks()
+  }
+  gpus = {f"{t.job}:{t.index}": spec.gpus(t) or () for t in spec.tasks()}
+  return dataclasses.replace(
+    spec.with_addresses(addresses),
+    devices={key: tuple(range(len(value))) for key, value in gpus.items()},
+  )
+
+
+def _host(name: str, task: cluster.Task) -> str:
+  return f"{name}-{task.job}-{task.index}"
+
+
+def _labels(options: argparse.Namespace) -> dict[str, str]:
+  return {
+    "app.kubernetes.io/name": "tf-replicas",
+    "app.kubernetes.io/instance": options.name,
+  }
+
+
+def _job(
+  task: cluster.Task,
+  spec: cluster.ClusterSpec,
+  command: list[str],
+  options: argparse.Namespace,
+) -> dict:
+  """The Job of one task."""
+  host = _host(options.name, task)
+  labels = {**_labels(options), "app.kubernetes.io/component": task.job}
+  return {
+    "apiVersion": "batch/v1",
+    "kind": "Job",
+    "metadata": {"name": host, "labels": labels},
+    "spec": {
+      "backoffLimit": options.max_restarts,
+      "podFailurePolicy": {
+        "rules": [
+          {
+            "action": "FailJob",
+            "onExitCodes": {
+              "containerName": _CONTAINER,
+              "operator": "In",
+              "values": [_USAGE],
+            },
+          },
+          # An evicted pod is replaced, however often.
+          {
+            "action": "Ignore",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+          },
+        ]
+      },
+      "template": {
+        "metadata": {"labels": labels},
+        "spec": {
+          "hostname": host,
+          "subdomain": options.name,
+          # The Job makes a new pod, and keeps the log of this one.
+          "restartPolicy": "Never",
+          "containers": [_container(task, spec, command, options)],
+          "volumes": list(_volumes(options)),
+        },
+      },
+    },
+  }
+
+
+def _container(
+  task: cluster.Task,
+  spec: cluster.ClusterSpec,
+  command: list[str],
+  options: argparse.Namespace,
+) -> dict:
+  requests = {"cpu": options.cpu, "memory": options.memory}
+  resources = {"requests": {k: v for k, v in requests.items() if v}}
+  if gpus := spec.gpus(task):
+    resources["limits"] = {"nvidia.com/gpu": len(gpus)}
+  variables = {
+    environment.CLUSTER_SPEC: f"{_DIRECTORY}/{_FILE}",
+    environment.TASK: f"{task.job}:{task.index}",
+    "PYTHONUNBUFFERED": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+  }
+  mounts = [{"name": "cluster", "mountPath": _DIRECTORY, "readOnly": True}]
+  if options.volume:
+    path = options.volume.partition(":")[2]
+    mounts.append({"name": "volume", "mountPath": path})
+  return {
+    "name": _CONTAINER,
+    "image": options.image,
+    "command": command,
+    "env": [{"name": k, "value": v} for k, v in variables.items()],
+    "ports": [{"name": "grpc", "containerPort": options.port}],
+    "resources": resources,
+    "volumeMounts": mounts,
+  }
+
+
+def _volumes(options: argparse.Namespace) -> Iterator[dict]:
+  yield {"name": "cluster", "configMap": {"name": options.name}}
+  if options.volume:
+    claim = options.volume.partition(":")[0]
+    yield {"name": "volume", "persistentVolumeClaim": {"claimName": claim}}
+
+
+class _Dumper(yaml.SafeDumper):
+  """Writes texts of several lines as such, and repeats what is repeated."""
+
+  def ignore_aliases(self, data) -> bool:
+    """Whether `data` is never an alias: always."""
+    return True
+
+
+def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+  style = "|" if "\n" in text else None
+  return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+  """Prints the manifests; ends with 2 for a mistake in the command line.
+
+  Args:
+    argv: The command line without the name of the program; None: this
+      process's.
+  """
+  with processes.one_line_errors((cluster.ClusterError,)):
+    documents = manifests(sys.argv[1:] if argv is None else argv)
+    yaml.dump_all(documents, sys.stdout, Dumper=_Dumper, sort_keys=False)
+  sys.exit(0)

@@ -1,0 +1,97 @@
+"""The settings of a run, recorded in its directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Protocol
+from typing import TypeVar
+
+_RECORD = "config.json"
+
+
+class Settings(Protocol):
+  """A dataclass of what JSON can hold, with defaults.
+
+  Attributes:
+    train_dir: The run's directory.
+    data_dir: Where its data set lies, if that has a place of its own.
+  """
+
+  train_dir: str
+  data_dir: str | None
+
+
+_Settings = TypeVar("_Settings", bound=Settings)
+
+
+def record(settings: Settings) -> None:
+  """Writes the settings into the run's directory, for `of_run`.
+
+  Prints which of those recorded before have changed, since a flag forgotten at
+  a restart would go unnoticed.
+
+  Args:
+    settings: The settings, with the directory.
+  """
+  os.makedirs(settings.train_dir, exist_ok=True)
+  values = dataclasses.asdict(settings)
+  if settings.data_dir:  # A reader may have another working directory.
+    values["data_dir"] = os.path.abspath(os.path.expanduser(settings.data_dir))
+  path = os.path.join(settings.train_dir, _RECORD)
+  _print_changes(path, values)
+  temporary = f"{path}.tmp"
+  with open(temporary, "w", encoding="utf-8") as file:
+    json.dump(values, file, indent=2)
+  os.replace(temporary, path)
+
+
+def is_recorded(train_dir: str) -> bool:
+  """Whether a run has recorded its settings there."""
+  return os.path.exists(os.path.join(train_dir, _RECORD))
+
+
+def _print_changes(path: str, values: dict[str, object]) -> None:
+  """Prints settings that differ from the record, but for place and length."""
+  try:
+    with open(path, encoding="utf-8") as file:
+      before = dict(json.load(file))
+  except (OSError, TypeError, ValueError):
+    return
+  changes = [
+    f"{name} {before[name]!r} -> {value!r}"
+    for name, value in values.items()
+    if name not in ("train_dir", "max_steps")
+    and name in before
+    and before[name] != value
+  ]
+  if changes:
+    print(f"settings changed on resuming: {', '.join(changes)}", flush=True)
+
+
+def of_run(
+  settings_class: type[_Settings], train_dir: str, **given
+) -> _Settings:
+  """The settings that a run was last started with.
+
+  Args:
+    settings_class: The class of the recorded settings.
+    train_dir: The run's directory; without a record the defaults hold.
+    **given: Settings to use instead.
+
+  Returns:
+    The settings, with this directory.
+
+  Raises:
+    ValueError: If the record is damaged, or what is given is out of range.
+  """
+  path = os.path.join(train_dir, _RECORD)
+  recorded = settings_class()
+  if os.path.exists(path):
+    try:
+      with open(path, encoding="utf-8") as file:
+        recorded = settings_class(**json.load(file))
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{path} is damaged: {error}") from None
+  return dataclasses.replace(recorded, train_dir=train_dir, **given)

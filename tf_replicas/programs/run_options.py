@@ -1,0 +1,503 @@
+"""How a training is run, and what is trained; checks that these can run.
+
+A binary makes `Options` and a `Workload` and hands them to `launcher.run`, or
+to `task_runner.train`. Nothing here imports TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+from typing import TYPE_CHECKING
+
+from tf_replicas import cluster
+from tf_replicas.cluster import environment
+from tf_replicas.programs import fields
+from tf_replicas.programs import update_options
+
+if TYPE_CHECKING:
+  import keras
+
+  from tf_replicas.replica import model_parallel
+  from tf_replicas.replica import model_replica
+  from tf_replicas.rules import base as rule_base
+  from tf_replicas.session import checkpoints
+
+BETWEEN_GRAPH = "between_graph"
+IN_GRAPH = "in_graph"
+
+# Groups of flags: of every training, of several devices, of a cluster.
+RUN, DEVICES, CLUSTER = "Run", "Devices", "Cluster"
+_run = functools.partial(fields.setting, group=RUN)
+_cluster = functools.partial(fields.setting, group=CLUSTER)
+
+# Expected errors of a run, printed as one line; any other is a bug, and keeps
+# its traceback.
+RUN_TIME_ERRORS = (
+  RuntimeError,
+  TimeoutError,
+  FloatingPointError,
+  OSError,
+  KeyboardInterrupt,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """How a training is run, whatever is trained.
+
+  Attributes:
+    spec: The cluster, or the devices of one process.
+    train_dir: The directory of checkpoints, summaries and logs.
+    task: The task that this process is; None starts all tasks of this machine,
+      or trains here if the spec describes one process.
+    update: The update rule.
+
+  Raises:
+    cluster.ClusterError: If such a training cannot run, with the reason.
+  """
+
+  spec: cluster.ClusterSpec
+  train_dir: str
+  task: cluster.Task | None = None
+  update: update_options.UpdateSettings = update_options.UpdateSettings()
+  micro_batches: int = _run(1, "Parts of a tower's batch", fields.COUNT)
+  log_every_steps: int = _run(10, "Steps between log lines", fields.COUNT)
+  summary_every_steps: int = _run(100, "Steps between summaries", fields.COUNT)
+  histograms: bool = _run(False, "Also write histograms of the variables")
+  checkpoint_every_steps: int | None = _run(
+    None, "Steps between checkpoints; default: by time alone", fields.COUNT
+  )
+  checkpoint_every_secs: float = _run(
+    600.0, "Seconds between checkpoints", "[0.001, inf)"
+  )
+  keep_checkpoints: int = _run(5, "Newest checkpoints to keep", fields.COUNT)
+  intra_op_threads: int | None = _run(
+    None,
+    "Threads of one op; default: cores / replicas on this machine",
+    fields.COUNT,
+  )
+  dry_run: bool = _run(False, "Check and describe only, start nothing")
+  emulate_gpus: bool = fields.setting(
+    False, "Use logical CPU devices in place of GPUs", group=DEVICES
+  )
+  replication: str = _cluster(
+    BETWEEN_GRAPH,
+    "A client in every worker, or one client for all workers",
+    choices=(BETWEEN_GRAPH, IN_GRAPH),
+  )
+  timeline: bool = _cluster(
+    False, "Record what every replica does when, in its train directory"
+  )
+  start_timeout_secs: float = _cluster(
+    120.0, "Seconds that tasks wait for each other at the start", "[0, inf)"
+  )
+  lost_after_secs: float = _cluster(
+    20.0,
+    "Seconds without a heartbeat after which a worker is lost and its place in"
+    " the step goes to another; mirrored variables ignore it",
+    "[2, inf)",
+  )
+
+  def __post_init__(self):
+    fields.validate(self, cluster.ClusterError)
+    _check(self)
+
+  @property
+  def is_in_graph(self) -> bool:
+    """Whether one client drives all workers of a cluster."""
+    return self.spec.is_distributed and self.replication == IN_GRAPH
+
+  @property
+  def is_mirrored(self) -> bool:
+    """Whether every device has a copy of the variables."""
+    return self.spec.variables.on == "mirrored"
+
+  @property
+  def only_serves(self) -> bool:
+    """Whether this process is a task that others drive, and needs no data."""
+    if self.task is None or not self.spec.is_distributed:
+      return False
+    return self.task.job == "ps" or (
+      self.is_in_graph and self.task.job == "worker"
+    )
+
+  @property
+  def replicas(self) -> tuple[cluster.Task, ...]:
+    """The tasks that compute gradients."""
+    if self.is_in_graph:
+      return self.spec.tasks("worker")
+    return self.spec.replicas
+
+  @property
+  def devices_per_tower(self) -> int:
+    """Over how many devices the spec's `layers` spreads a tower."""
+    return 1 + max(self.spec.layers.values(), default=0)
+
+  @property
+  def num_towers(self) -> int:
+    """The number of towers; with `layers`, each tower has several GPUs."""
+    gpus = [len(self.spec.gpus(r) or ()) for r in self.replicas]
+    return sum(max(1, n // self.devices_per_tower) for n in gpus)
+
+  def place_layers(self, model: keras.Model) -> model_parallel.LayerPlacement:
+    """Places a model's layers on the devices of a tower, as the spec says.
+
+    Args:
+      model: The model.
+
+    Returns:
+      The layers and their devices.
+
+    Raises:
+      cluster.ClusterError: If the spec's `layers` are not the model's.
+    """
+    from tf_replicas.replica import model_parallel
+
+    try:
+      return model_parallel.place_layers(model, self.spec.layers)
+    except ValueError as error:
+      raise cluster.ClusterError(str(error)) from None
+
+  @property
+  def replicas_to_aggregate(self) -> int:
+    """The contributions in one update."""
+    return update_options.replicas_to_aggregate(self.update, len(self.replicas))
+
+  @property
+  def used_share(self) -> float:
+    """The fraction of contributions that updates use: below 1 with backups."""
+    if not self.update.waits_for_several:
+      return 1.0
+    return min(1.0, self.replicas_to_aggregate / len(self.replicas))
+
+  def effective_batch(self, batch_size: int) -> int:
+    """The examples in one update.
+
+    Args:
+      batch_size: The examples of one tower's batch.
+
+    Returns:
+      The number of examples.
+    """
+    if self.spec.variables.on != "ps":
+      return self.num_towers * batch_size
+    per_replica = self.num_towers * batch_size // len(self.replicas)
+    return self.replicas_to_aggregate * self.update.local_steps * per_replica
+
+  @property
+  def threads(self) -> int:
+    """Threads of one op, given or derived."""
+    if self.intra_op_threads:
+      return self.intra_op_threads
+    local = [t for t in self.spec.local_tasks() if t in self.replicas]
+    return max(1, (os.cpu_count() or 1) // max(1, len(local)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """What is trained; functions, since TensorFlow must be connected first.
+
+  Attributes:
+    replica_fn: Maps the tower devices to the replica.
+    optimizer_fn: Maps what makes the update rule (`update_options.rule_fn`) to
+      the rule around this workload's optimizer.
+    learning_rate_fn: Maps the examples seen to the rate of the next update;
+      None leaves the rate to the optimizer.
+    batch_size: Examples of one tower's batch.
+    max_steps: The global step to stop at; None: see `max_examples`.
+    max_examples: The examples to stop after if there is no `max_steps`: those
+      of earlier updates with another effective batch count in full.
+    on_start: Called by the chief once nothing can be refused any more.
+    initialize: Gives the variables of a new training other values; the chief
+      calls it with its store.
+  """
+
+  replica_fn: Callable[[Sequence[str]], model_replica.Replica]
+  optimizer_fn: Callable[[update_options.RuleFn], rule_base.UpdateRule]
+  learning_rate_fn: Callable[[int], float] | None
+  batch_size: int
+  max_steps: int | None = None
+  max_examples: int = 0
+  on_start: Callable[[], None] = lambda: None
+  initialize: Callable[[checkpoints.Checkpointable], None] | None = None
+
+  def last_step(self, options: Options, *, step: int = 0, seen: int = 0) -> int:
+    """The global step to stop at.
+
+    Args:
+      options: How it is run.
+      step: The global step so far.
+      seen: The examples seen so far.
+
+    Returns:
+      The step.
+    """
+    if self.max_steps is not None:
+      return self.max_steps
+    left = max(0, self.max_examples - seen)
+    return step + math.ceil(left / options.effective_batch(self.batch_size))
+
+
+class Outcome(NamedTuple):
+  """How a training ended.
+
+  Attributes:
+    global_step: The global step reached.
+    loss: The loss of the last update; None if this task made none.
+  """
+
+  global_step: int
+  loss: float | None
+
+
+def check_length(
+  options: Options, batch_size: int, max_steps: int | None
+) -> None:
+  """Refuses a batch or a length that the options cannot have.
+
+  Args:
+    options: How it is run.
+    batch_size: The examples of one tower's batch.
+    max_steps: The updates to make; None: those of a number of examples.
+
+  Raises:
+    cluster.ClusterError: With the reason.
+  """
+  if batch_size % options.micro_batches:
+    raise cluster.ClusterError(
+      f"`--micro_batches` must divide the batch of {batch_size}. Received:"
+      f" {options.micro_batches}."
+    )
+  if options.update.then_update and max_steps is None:
+    raise cluster.ClusterError(
+      "`--then_update` needs `--max_steps`, since the updates of two rules have"
+      f" different numbers of examples. Received: --update={options.update}."
+    )
+
+
+def one_machine_spec(num_gpus: int) -> cluster.ClusterSpec:
+  """The spec of one process with a tower on each of GPUs 0 to N - 1.
+
+  Args:
+    num_gpus: N. Of 0 and 1 both mean one device: the first GPU, or the CPU of
+      a machine without.
+
+  Returns:
+    The spec.
+
+  Raises:
+    cluster.ClusterError: If it is negative.
+  """
+  if num_gpus < 0:
+    raise cluster.ClusterError(
+      f"`num_gpus` must not be negative. Received: {num_gpus}."
+    )
+  devices = {"worker": {"gpus": list(range(num_gpus))}} if num_gpus else {}
+  return cluster.parse({"cluster": {}, "devices": devices})
+
+
+def choose_task(
+  cluster_spec: str | None,
+  job_name: str | None,
+  task_index: int | None,
+  environ: dict[str, str],
+) -> tuple[cluster.ClusterSpec, cluster.Task | None]:
+  """The cluster, and which of its tasks this process is, from flags.
+
+  Args:
+    cluster_spec: Path of a cluster-spec JSON; None takes that of the
+      environment.
+    job_name: The job of this task; None takes that of the environment, and
+      without one this process starts all tasks.
+    task_index: The index of this task.
+    environ: The environment; see `cluster.environment.role`.
+
+  Returns:
+    The cluster, and the task; None if this process starts all tasks.
+
+  Raises:
+    cluster.ClusterError: For any mistake in them.
+  """
+  found = environment.role(environ)
+  if cluster_spec is None and found is None:
+    raise cluster.ClusterError(
+      "`--cluster_spec` must name a cluster-spec JSON unless TF_CONFIG is set"
+      " or `srun` has started several processes. Received: None."
+    )
+  spec = found[0] if cluster_spec is None else cluster.load(cluster_spec)
+  if job_name is not None:
+    return spec, cluster.task_from_flags(spec, job_name, task_index)
+  if task_index is not None:
+    raise cluster.ClusterError(
+      f"`--task_index` needs `--job_name`. Received: {task_index}."
+    )
+  if found is None:
+    return spec, None
+  return spec, cluster.task_from_flags(spec, found[1].job, found[1].index)
+
+
+def _check(options: Options) -> None:
+  """Refuses what cannot run."""
+  spec = options.spec
+  where = spec.where
+  if options.task is not None and options.task.job == "evaluator":
+    raise cluster.ClusterError(
+      "an evaluator takes no part in training; run the evaluation binary there."
+      f" Received: task {options.task}."
+    )
+  if os.path.isfile(options.train_dir):
+    raise cluster.ClusterError(
+      f"`--train_dir` must be a directory. Received: {options.train_dir}, a"
+      " file."
+    )
+  if spec.is_distributed and spec.variables.on == "cpu":
+    raise cluster.ClusterError(
+      f"{where}`variables.on` must be 'ps' or 'mirrored' for a cluster; 'cpu'"
+      " is for one process. Received: 'cpu'."
+    )
+  if options.is_in_graph:
+    _check_in_graph(options, where)
+  update_options.check(options.update, len(options.replicas))
+  _check_layers(options, where)
+  _check_equal_towers(options, where)
+  if spec.variables.on != "ps":
+    _check_all_take_part(options, where)
+  if options.is_mirrored:
+    _check_mirrored(options, where)
+
+
+def _check_in_graph(options: Options, where: str) -> None:
+  """There are workers to drive, and a client that needs no GPU."""
+  spec = options.spec
+  if not spec.num_tasks("worker"):
+    raise cluster.ClusterError(
+      f"{where}in-graph replication needs at least one worker. Received: none."
+    )
+  chief = cluster.Task("chief", 0)
+  has_chief = chief in spec.tasks()
+  if options.task is not None and not has_chief:
+    raise cluster.ClusterError(
+      f"{where}in-graph replication, started task by task, needs a chief: the"
+      " client that drives the workers and does not train. Received: none."
+    )
+  if has_chief and spec.gpus(chief):
+    raise cluster.ClusterError(
+      f"{where}`devices.chief.gpus` must be [] with --replication=in_graph,"
+      " whose chief drives the workers and does not train. Received:"
+      f" {list(spec.gpus(chief))}."
+    )
+
+
+def _check_layers(options: Options, where: str) -> None:
+  """Every tower needs as many devices as the layers are spread over."""
+  needed = options.devices_per_tower
+  for replica in options.replicas:
+    gpus = options.spec.gpus(replica) or ()
+    if needed > 1 and (not gpus or len(gpus) % needed):
+      raise cluster.ClusterError(
+        f"{where}`layers` spreads a tower over {needed} devices, so `devices`"
+        f" of {replica} must name a multiple of {needed} GPUs. Received:"
+        f" {list(gpus)}."
+      )
+
+
+def _check_equal_towers(options: Options, where: str) -> None:
+  """All contributions are means of equally many examples."""
+  sizes = {str(t): len(options.spec.gpus(t) or ()) for t in options.replicas}
+  if len({max(1, size) for size in sizes.values()}) > 1:
+    numbers = ", ".join(f"{n} of {task}" for task, n in sizes.items())
+    raise cluster.ClusterError(
+      f"{where}`devices` must name as many GPUs for every worker, so that all"
+      f" contributions weigh the same. Received: {numbers}."
+    )
+
+
+def _check_all_take_part(options: Options, where: str) -> None:
+  """Without parameter servers every update needs every replica."""
+  if options.timeline:
+    raise cluster.ClusterError(
+      f"{where}`--timeline` needs variables on parameter servers. Received:"
+      f" variables on {options.spec.variables.on}."
+    )
+  given, number = options.update.replicas_to_aggregate, len(options.replicas)
+  rule = dataclasses.replace(options.update, replicas_to_aggregate=None)
+  if rule != update_options.UpdateSettings():
+    raise cluster.ClusterError(
+      f"{where}`--update`, `--wire_dtype` and their settings need variables on"
+      " parameter servers. Received: variables on"
+      f" {options.spec.variables.on}."
+    )
+  if given not in (None, number):
+    raise cluster.ClusterError(
+      f"{where}`--replicas_to_aggregate` needs variables on parameter servers;"
+      f" without them, every update uses every replica, {number} in all."
+      f" Received: {given}."
+    )
+
+
+def _check_mirrored(options: Options, where: str) -> None:
+  spec = options.spec
+  if options.is_in_graph:
+    raise cluster.ClusterError(
+      f"{where}mirrored variables on several workers need"
+      " `--replication=between_graph`. Received: in_graph."
+    )
+  if spec.layers:
+    raise cluster.ClusterError(
+      f"{where}`layers` needs towers of several devices; a replica of mirrored"
+      f" variables has one. Received: {', '.join(spec.layers)}."
+    )
+  if len(spec.replicas) == 1:
+    return
+  num_gpus = max(len(spec.gpus(t) or ()) for t in spec.replicas)
+  if options.emulate_gpus and num_gpus > 1:
+    raise cluster.ClusterError(
+      f"{where}with mirrored variables, `--emulate_gpus` supports at most one"
+      f" GPU per worker. Received: {num_gpus} GPUs."
+    )
+
+
+def describe(options: Options, workload: Workload) -> str:
+  """The cluster, its replicas and the effective batch, as lines to print.
+
+  Args:
+    options: How it is run.
+    workload: What is trained.
+
+  Returns:
+    The lines.
+  """
+  spec, replicas = options.spec, options.replicas
+  towers = options.num_towers
+  if not spec.is_distributed:
+    on = "mirrored" if options.is_mirrored else "on cpu"
+    name = "replica" if options.is_mirrored else "tower"
+    return (
+      f"one process, variables {on}: updates from {towers} {name}"
+      f"{'s' if towers > 1 else ''} of batch {workload.batch_size}: effective"
+      f" batch {options.effective_batch(workload.batch_size)}"
+    )
+  lines = [
+    f"cluster: {', '.join(f'{t} at {spec.address(t)}' for t in spec.tasks())}"
+  ]
+  if options.is_mirrored:
+    lines.append(
+      f"replication: {options.replication}, variables mirrored: updates from"
+      f" {towers} replicas of batch {workload.batch_size}: effective batch"
+      f" {options.effective_batch(workload.batch_size)}"
+    )
+    return "\n".join(lines)
+  effective = options.effective_batch(workload.batch_size)
+  lines.append(
+    f"replication: {options.replication}; {options.update} updates from"
+    f" {options.replicas_to_aggregate} of {len(replicas)} replicas with"
+    f" {towers} towers of batch {workload.batch_size}: effective batch"
+    f" {effective}"
+  )
+  return "\n".join(lines)

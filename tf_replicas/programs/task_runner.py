@@ -1,0 +1,433 @@
+"""Runs one task: a server, or a client that trains.
+
+`train` is what a program, a test or a notebook calls; it ends no process.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.drivers import base as driver_base
+from tf_replicas.drivers import between_graph
+from tf_replicas.drivers import heartbeats
+from tf_replicas.drivers import in_graph
+from tf_replicas.drivers import mirrored
+from tf_replicas.drivers import one_machine
+from tf_replicas.drivers import server
+from tf_replicas.drivers import timeline
+from tf_replicas.programs import run_options
+from tf_replicas.programs import update_options
+from tf_replicas.rules import results
+from tf_replicas.runtime import devices
+from tf_replicas.runtime import processes
+from tf_replicas.session import checkpoints
+from tf_replicas.session import reports
+from tf_replicas.session import training
+from tf_replicas.store import parameter_store
+
+# Names in a checkpoint that a run may lack: the optimizer, the averages or the
+# update rule may have changed.
+_OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
+
+# What TensorFlow 2.21 raises for unreadable data or a full memory, and not for
+# a lost task.
+_OWN_FAILURES = (
+  tf.errors.DataLossError,
+  tf.errors.InvalidArgumentError,
+  tf.errors.OutOfRangeError,
+  tf.errors.PermissionDeniedError,
+  tf.errors.ResourceExhaustedError,
+)
+
+
+def _say(line: str) -> None:
+  print(line, flush=True)
+
+
+def _configure(options: run_options.Options) -> list[str]:
+  """Chooses this process's devices; the towers' devices on it.
+
+  Raises:
+    cluster.ClusterError: If it has not the GPUs that the spec names.
+  """
+  task = options.task
+  gpus = _gpus(options)
+  try:
+    devices.configure(
+      gpus, num_emulated=len(gpus) if options.emulate_gpus else 0
+    )
+  except ValueError as error:
+    raise cluster.ClusterError(str(error)) from None
+  if options.threads != os.cpu_count():  # TensorFlow's default.
+    tf.config.threading.set_intra_op_parallelism_threads(options.threads)
+  if len(gpus) < 1:
+    return []
+  if options.is_mirrored or not options.spec.is_distributed:
+    return devices.tower_devices(gpus, emulate=options.emulate_gpus)
+  return devices.tower_devices(
+    gpus, emulate=options.emulate_gpus, job=task.job, task=task.index
+  )
+
+
+def _gpus(options: run_options.Options) -> tuple[int, ...]:
+  """The GPUs of this task: those of the spec; else none.
+
+  Tasks of one host share a GPU only if the spec gives it to both. One process
+  of its own takes the first GPU, and only if there is one: a spec that names no
+  other runs on every machine.
+  """
+  spec = options.spec
+  gpus = spec.gpus(options.task or spec.chief)
+  if spec.is_distributed or options.emulate_gpus:
+    return gpus or ()
+  if gpus not in (None, (0,)):
+    return gpus
+  return (0,) if tf.config.list_physical_devices("GPU") else ()
+
+
+def serve(options: run_options.Options) -> int:
+  """Serves as a PS task or an in-graph worker until training ends.
+
+  Returns:
+    The exit status: 0 if training ended well.
+  """
+  _configure(options)
+  if options.timeline and options.is_in_graph:
+    # The client has it write a file on this machine.
+    timeline.prepare(_timeline_dir(options))
+  clients = 1 if options.is_in_graph else len(options.replicas)
+  outcome = server.serve(
+    options.spec,
+    options.task,
+    num_clients=clients,
+    orphan_timeout_secs=max(
+      server.ORPHAN_TIMEOUT_SECS, options.start_timeout_secs
+    ),
+    log=_say,
+  )
+  return 0 if outcome == heartbeats.FINISHED else 1
+
+
+def train(
+  options: run_options.Options, workload: run_options.Workload
+) -> run_options.Outcome:
+  """Trains in this process, as its only one or as a client of a cluster.
+
+  Args:
+    options: How to run; `task` is this process's in a cluster.
+    workload: What to train.
+
+  Returns:
+    The global step reached and, from the chief, the last loss.
+
+  Raises:
+    cluster.ClusterError: If a GPU of the spec does not exist, or the options
+      are not for training in this process.
+    checkpoints.CheckpointError: If the train directory holds another model.
+    FloatingPointError: If a gradient or a loss is not finite.
+    KeyboardInterrupt: If interrupted; a checkpoint is saved before.
+    RuntimeError: If TensorFlow fails, or, on a worker, if training ended with
+      an error elsewhere.
+  """
+  if options.dry_run or options.task is None and options.spec.is_distributed:
+    raise cluster.ClusterError(
+      "`dry_run` must be False and `task` must be one of a cluster, to train in"
+      f" this process. Received: {options.dry_run} and {options.task}."
+    )
+  tower_devices = _configure(options)
+  one_line = functools.partial(_one_line_errors, options)
+  with one_line(), _driver(options, workload, tower_devices) as driver:
+    with one_line():  # The driver sends the line to all tasks.
+      if driver.is_chief:
+        return _drive(driver, options, workload)
+      return run_options.Outcome(driver.run_replica(), None)
+
+
+@contextlib.contextmanager
+def _one_line_errors(options: run_options.Options) -> Iterator[None]:
+  """Turns errors of TensorFlow into a `RuntimeError` of one line."""
+  try:
+    yield
+  except tf.errors.OpError as error:
+    raise RuntimeError(_one_line(error, options)) from error
+
+
+def _one_line(error: tf.errors.OpError, options: run_options.Options) -> str:
+  """TensorFlow's own messages are pages long, and name no task."""
+  where = f" in {options.task}" if options.spec.is_distributed else ""
+  what = f"TensorFlow failed{where}"
+  # A restarted task that lacks a resource raises `NotFoundError`, as does a
+  # missing file.
+  is_own = isinstance(error, _OWN_FAILURES) or "No such file" in error.message
+  if where and not is_own:
+    what = f"{options.task} lost touch with the cluster"
+  return processes.shortened(f"{what}: {error.message}")
+
+
+def _driver(
+  options: run_options.Options,
+  workload: run_options.Workload,
+  tower_devices: list[str],
+) -> driver_base.Driver:
+  """Builds the driver of this combination."""
+  if options.is_mirrored:
+    return mirrored.Mirrored(
+      functools.partial(workload.replica_fn, []),
+      lambda num_replicas: workload.optimizer_fn(
+        update_options.rule_fn(options.update, num_replicas)
+      ),
+      tower_devices,
+      spec=options.spec,
+      task=options.task,
+      start_timeout_secs=options.start_timeout_secs,
+      log=_say,
+    )
+  optimizer_fn = functools.partial(
+    workload.optimizer_fn,
+    update_options.rule_fn(options.update, len(options.replicas)),
+  )
+  driver_class = between_graph.BetweenGraph
+  if options.is_in_graph:
+    driver_class = in_graph.InGraph
+    # The towers are those of the workers; the driver adds job and task.
+    gpus = options.spec.gpus(options.replicas[0])
+    tower_devices = []
+    if gpus:
+      tower_devices = devices.tower_devices(gpus, emulate=options.emulate_gpus)
+  replica_fn = functools.partial(workload.replica_fn, tower_devices)
+  if not options.spec.is_distributed:
+    return one_machine.OneMachine(replica_fn, optimizer_fn)
+  return driver_class(
+    options.spec,
+    options.task,
+    replica_fn,
+    optimizer_fn,
+    start_timeout_secs=options.start_timeout_secs,
+    lost_after_secs=options.lost_after_secs,
+    timeline_dir=_timeline_dir(options),
+    log=_say,
+  )
+
+
+def _timeline_dir(options: run_options.Options) -> str | None:
+  """The directory of this task's timeline, if it records one."""
+  if not options.timeline:
+    return None
+  return timeline.directory_of(options.train_dir)
+
+
+def _drive(
+  driver: driver_base.Driver,
+  options: run_options.Options,
+  workload: run_options.Workload,
+) -> run_options.Outcome:
+  """Trains as the chief: restores or initializes, then steps until the end."""
+  _say(driver.store.table())
+  layers = driver.replica.layers
+  if layers is not None and layers.num_devices > 1:
+    _say(layers.table(driver.replica.devices))
+  _say(run_options.describe(options, workload))
+  max_steps = _max_steps(driver.store, options, workload)
+  driver.stop_at(max_steps)
+  session = training.Session(
+    options.train_dir,
+    state=driver.store,
+    max_steps=max_steps,
+    log_every_steps=options.log_every_steps,
+    summary_every_steps=options.summary_every_steps,
+    checkpoint_every_steps=options.checkpoint_every_steps,
+    checkpoint_every_secs=options.checkpoint_every_secs,
+    keep_checkpoints=options.keep_checkpoints,
+    is_optional=lambda name: name.startswith(_OPTIONAL),
+  )
+  step = session.restore_or_initialize()
+  if workload.initialize is not None:
+    if step == 0:
+      workload.initialize(driver.store)
+    else:
+      _say(f"resuming at step {step}; initial values are ignored")
+  if step < max_steps:  # Otherwise the record of the finished run stays.
+    _check_rate(driver.store, options, workload, max_steps - step)
+    workload.on_start()
+  steps = _Steps(driver, workload, options, max_steps)
+  step = session.run(
+    steps,
+    report=lambda: report(driver.counts(), driver.replica_names),
+    wake=driver.interrupt,
+  )
+  return run_options.Outcome(step, steps.loss)
+
+
+def _check_rate(
+  store: parameter_store.ParameterStore,
+  options: run_options.Options,
+  workload: run_options.Workload,
+  left: int,
+) -> None:
+  """Refuses to resume where the learning rate has fallen to 0."""
+  seen = int(store.examples_seen.read_value())
+  rate_fn = workload.learning_rate_fn
+  # A new training may begin with 0, to warm up.
+  if seen and rate_fn is not None and not rate_fn(seen):
+    raise checkpoints.CheckpointError(
+      f"{options.train_dir}: after {seen} examples the schedule of the learning"
+      " rate must not be at its end, 0, as it is for a run of this length."
+      f" Received: {left} updates left to make."
+    )
+
+
+def _max_steps(
+  store: parameter_store.ParameterStore,
+  options: run_options.Options,
+  workload: run_options.Workload,
+) -> int:
+  """The step to stop at, from the progress of the store or the checkpoint."""
+  step = int(store.read_global_step())
+  seen = int(store.examples_seen.read_value())
+  path = checkpoints.latest(options.train_dir)
+  if path and workload.max_steps is None:
+    saved = checkpoints.read(path)
+    if saved["global_step"] > step:
+      step, seen = int(saved["global_step"]), int(saved["examples_seen"])
+  return workload.last_step(options, step=step, seen=seen)
+
+
+class _Steps:
+  """The driver's step, with the learning rate set and the counts added.
+
+  Attributes:
+    loss: The last update's; None before the first.
+  """
+
+  def __init__(
+    self,
+    driver: driver_base.Driver,
+    workload: run_options.Workload,
+    options: run_options.Options,
+    max_steps: int,
+  ):
+    self.loss: float | None = None
+    self._driver = driver
+    self._step = int(driver.store.read_global_step())
+    self._learning_rate_fn = workload.learning_rate_fn
+    self._every = options.summary_every_steps
+    self._stops = (
+      options.log_every_steps,
+      options.summary_every_steps,
+      options.checkpoint_every_steps,
+    )
+    self._max_steps = max_steps
+    self._batch = options.effective_batch(workload.batch_size)
+    self._has_histograms = options.histograms
+    self._examples_seen = int(driver.store.examples_seen.read_value())
+
+  def _max_updates(self) -> int:
+    """Updates to make before something is due, or the rate changes."""
+    limits = [reports.steps_until_due(self._step, n) for n in self._stops]
+    return updates_at_one_rate(
+      self._learning_rate_fn,
+      self._examples_seen,
+      self._batch,
+      min(self._max_steps - self._step, *limits),
+    )
+
+  def __call__(self) -> training.StepResult:
+    if self._learning_rate_fn is not None:
+      rate = self._learning_rate_fn(self._examples_seen)
+      self._driver.set_learning_rate(rate)
+    result = self._driver.step(self._max_updates())
+    self.loss = result.loss
+    self._examples_seen += result.num_examples
+    previous, self._step = self._step, result.global_step
+    if not reports.is_due(previous, self._step, self._every):
+      return result
+    return self._with_counts(result)
+
+  def _with_counts(self, result: training.StepResult) -> training.StepResult:
+    """Adds what TensorBoard shows of replicas and variables."""
+    scalars, histograms = dict(result.scalars), {}
+    counts = self._driver.counts()
+    for name, count in zip(self._driver.replica_names, counts, strict=True):
+      prefix = f"contributions/{name.replace(' ', '_')}"
+      scalars[f"{prefix}/applied"] = count.applied
+      scalars[f"{prefix}/surplus"] = count.surplus
+      scalars[f"{prefix}/straggler_wait_secs"] = count.straggler_wait_secs
+      for k, late in enumerate(count.late, start=1):
+        if late:
+          scalars[f"{prefix}/late_by_{k}"] = late
+      if count.staleness:
+        histograms[f"{prefix}/staleness"] = _spread_out(count.staleness)
+    if self._has_histograms:
+      for name, value in self._driver.store.state().items():
+        if name.startswith("variables/"):
+          histograms[name] = np.asarray(value)
+    return result._replace(scalars=scalars, histograms=histograms)
+
+
+def updates_at_one_rate(
+  learning_rate_fn: Callable[[int], float] | None,
+  seen: int,
+  batch: int,
+  limit: int,
+) -> int:
+  """The number of updates from the next on that have one learning rate.
+
+  Args:
+    learning_rate_fn: Maps the examples seen to a rate; None: it never changes.
+    seen: Examples seen so far.
+    batch: Examples of one update.
+    limit: The largest number to return.
+
+  Returns:
+    The number, at least 1.
+  """
+  if learning_rate_fn is None:
+    return limit
+  rate = learning_rate_fn(seen)
+  rates = (learning_rate_fn(seen + k * batch) for k in range(1, limit))
+  return next((k for k, r in enumerate(rates, 1) if r != rate), limit)
+
+
+def _spread_out(counts: Sequence[int], limit: int = 1000) -> np.ndarray:
+  """Each k about `counts[k]` times, or fewer: about `limit` values in all."""
+  counts = np.asarray(counts)
+  share = min(1.0, limit / counts.sum())
+  return np.repeat(np.arange(len(counts)), np.ceil(counts * share).astype(int))
+
+
+def report(counts: list[results.Counts], names: list[str]) -> list[str]:
+  """Describes what happened to the contributions of every replica.
+
+  Args:
+    counts: The counts of every replica.
+    names: The names of the replicas.
+
+  Returns:
+    One line per replica: contributions applied and refused, staleness.
+  """
+  lines = []
+  for name, count in zip(names, counts, strict=True):
+    late = ", ".join(
+      f"{n} late by {k}" for k, n in enumerate(count.late, start=1) if n
+    )
+    line = (
+      f"{name}: {count.applied} contributions applied, {count.refused} refused"
+      f" ({count.surplus} surplus{', ' + late if late else ''})"
+    )
+    if count.staleness:
+      mean, percentile_95, largest = results.summary(count.staleness)
+      line += (
+        f"; staleness {mean:.2f} on average, 95% at most {percentile_95},"
+        f" all at most {largest}"
+      )
+    if count.straggler_wait_secs:
+      line += f"; updates waited {count.straggler_wait_secs:.1f} s for it alone"
+    lines.append(line)
+  return lines

@@ -1,0 +1,95 @@
+"""Data sets by name, from TensorFlow Datasets."""
+
+import concurrent.futures
+import multiprocessing
+import urllib.error
+import urllib.request
+
+
+class DataError(Exception):
+  """The data cannot be used; the message is one line with the reason."""
+
+
+class NotPreparedError(DataError):
+  """The data set is not there, and was not to be downloaded."""
+
+
+def builder(
+  name: str, data_dir: str | None, *, download: bool, others: str, advice: str
+):
+  """Returns a TensorFlow Datasets builder whose files are there.
+
+  Args:
+    name: Of the data set.
+    data_dir: Where to look; None is the default place of TensorFlow Datasets.
+    download: Whether what is missing may be downloaded.
+    others: The names that the program knows without TensorFlow Datasets.
+    advice: What else the user can do; the end of an error.
+
+  Raises:
+    DataError: If there is no such data set, or it cannot be loaded; a
+      `NotPreparedError` if it only had to be downloaded.
+  """
+  place = "its default directory" if data_dir is None else f"`{data_dir}`"
+  try:
+    # It takes long to import, and other sources do without it.
+    import tensorflow_datasets as tfds
+
+    try:
+      found = tfds.builder(name, data_dir=data_dir)
+    except tfds.core.registered.DatasetNotFoundError:
+      found = None
+    if found is not None and not found.info.splits:
+      if not download:
+        raise NotPreparedError("it is not prepared there")
+      _require_server(found)
+      _prepare_elsewhere(name, data_dir)
+      found = tfds.builder(name, data_dir=data_dir)
+  # Whatever goes wrong in there, its user needs the same one line.
+  except Exception as error:
+    kind = NotPreparedError if type(error) is NotPreparedError else DataError
+    raise kind(
+      f"TensorFlow Datasets could not load {name!r} from {place}: "
+      f"{_one_line(error)}. {advice}"
+    ) from error
+  if found is None:
+    raise DataError(
+      f"`dataset` must be {others} or the name of a data set that TensorFlow "
+      f"Datasets knows or has prepared in {place}. Received: {name!r}."
+    )
+  return found
+
+
+def _prepare_elsewhere(name: str, data_dir: str | None) -> None:
+  """Downloads and prepares a data set in a process that ends then.
+
+  Images are encoded by TensorFlow on the way, and once it computes, a process
+  can choose its devices no more.
+  """
+  spawned = multiprocessing.get_context("spawn")
+  with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawned) as pool:
+    pool.submit(_prepare, name, data_dir).result()
+
+
+def _prepare(name: str, data_dir: str | None) -> None:
+  import tensorflow_datasets as tfds
+
+  tfds.builder(name, data_dir=data_dir).download_and_prepare()
+
+
+def _require_server(found) -> None:
+  """Fails at once without a network; the downloader retries for minutes."""
+  for url in list(found.url_infos or ())[:1]:
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+      urllib.request.urlopen(request, timeout=10).close()
+    except urllib.error.HTTPError:
+      pass  # It answered; what it answers is for the downloader to judge.
+    except OSError as error:
+      raise DataError(f"{url} does not answer, {error}") from error
+
+
+def _one_line(error: Exception) -> str:
+  """The first line of a message, without a stop at its end."""
+  lines = str(error).strip().splitlines() or [type(error).__name__]
+  return lines[0].strip()[:300].rstrip(".")

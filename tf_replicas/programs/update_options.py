@@ -1,0 +1,440 @@
+"""The update rules by name, their settings, and which go together.
+
+A rule is an entry of `RULES`; its settings are fields of `UpdateSettings` that
+name the rule, and their flags follow from the fields. Nothing here imports
+TensorFlow before the rule is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+from typing import TYPE_CHECKING
+
+from tf_replicas import cluster
+from tf_replicas.programs import fields
+
+if TYPE_CHECKING:
+  from tf_replicas.rules import base as rule_base
+  from tf_replicas.rules.asynchronous import staleness
+
+# Called with the inner Keras optimizer and keywords of `rules.base.UpdateRule`,
+# such as `variable_averages` and `loss_scale`.
+RuleFn = Callable[..., "rule_base.UpdateRule"]
+
+GROUP = "Update rule"  # Of the flags.
+SYNC = "sync"
+
+
+class Rule(NamedTuple):
+  """An update rule that can be chosen by name.
+
+  Attributes:
+    make: Maps the settings and the number of replicas to what makes the rule.
+    policy: Maps the settings to the staleness policy of asynchronous updates
+      that the name stands for.
+    is_combinable: Whether it may be combined with others that are.
+    waits_for_several: Whether an update waits for `replicas_to_aggregate`.
+    is_switchable: Whether it may follow another rule in the same training.
+    period: Local steps between two exchanges by default, after TF1's contrib;
+      None if replicas do not train copies of their own.
+  """
+
+  make: Callable[[UpdateSettings, int], RuleFn]
+  policy: Callable[[UpdateSettings], staleness.Policy] | None = None
+  is_combinable: bool = False
+  waits_for_several: bool = False
+  is_switchable: bool = False
+  period: int | None = None
+
+
+def _sync(settings: UpdateSettings, num_replicas: int) -> RuleFn:
+  from tf_replicas.rules.sync import sync_replicas
+
+  def make(optimizer, **common):
+    return sync_replicas.SyncReplicasOptimizer(
+      optimizer,
+      replicas_to_aggregate(settings, num_replicas),
+      num_replicas,
+      wire_dtype=settings.wire_dtype,
+      **common,
+    )
+
+  return make
+
+
+def _async(settings: UpdateSettings, num_replicas: int) -> RuleFn:
+  from tf_replicas.rules.asynchronous import async_replicas
+
+  rules = [RULES[name] for name in settings.rules]
+  policies = [rule.policy(settings) for rule in rules if rule.policy]
+
+  def make(optimizer, **common):
+    return async_replicas.AsyncReplicasOptimizer(
+      optimizer,
+      num_replicas,
+      use_locking=settings.use_locking,
+      snapshot_reads=settings.snapshot_reads,
+      policies=policies,
+      gradients_per_update=replicas_to_aggregate(settings, num_replicas),
+      refresh_every=settings.refresh_every,
+      wire_dtype=settings.wire_dtype,
+      **common,
+    )
+
+  return make
+
+
+def _periodic(settings: UpdateSettings, num_replicas: int) -> RuleFn:
+  from tf_replicas.rules.periodic import periodic_averaging
+
+  (name,) = settings.rules
+  counts = [num_replicas]
+  if settings.waits_for_several:
+    counts = [replicas_to_aggregate(settings, num_replicas), num_replicas]
+  own = {}
+  if name == "elastic_average":
+    own = {"moving_rate": settings.moving_rate, "rho": settings.rho}
+
+  def make(optimizer, **common):
+    new_rule = getattr(periodic_averaging, name)
+    period = settings.local_steps
+    return new_rule(optimizer, *counts, period=period, **own, **common)
+
+  return make
+
+
+def _policy(name: str, *arguments: str):
+  """A function of the staleness module, called with some settings."""
+
+  def make(settings: UpdateSettings) -> staleness.Policy:
+    from tf_replicas.rules.asynchronous import staleness
+
+    values = [getattr(settings, argument) for argument in arguments]
+    return getattr(staleness, name)(*values)
+
+  return make
+
+
+def _combinable(policy=None, **more) -> Rule:
+  return Rule(_async, policy, is_combinable=True, **more)
+
+
+RULES = {
+  SYNC: Rule(_sync, waits_for_several=True, is_switchable=True),
+  "async": Rule(_async, is_switchable=True),
+  "model_average": Rule(_periodic, waits_for_several=True, period=100),
+  "elastic_average": Rule(_periodic, period=10),
+  "accumulated_gradients": Rule(_periodic, period=10),
+  "bounded_staleness": _combinable(
+    _policy("bounded_staleness", "max_staleness"), is_switchable=True
+  ),
+  "drop_stale": _combinable(
+    _policy("drop_stale", "max_staleness"), is_switchable=True
+  ),
+  "staleness_aware": _combinable(_policy("staleness_aware")),
+  "delay_compensated": _combinable(
+    _policy("delay_compensated", "delay_compensation")
+  ),
+  "softsync": _combinable(),
+}
+
+
+def _names(condition: Callable[[Rule], bool]) -> tuple[str, ...]:
+  return tuple(name for name, rule in RULES.items() if condition(rule))
+
+
+_SYNCHRONIZING = _names(lambda rule: rule.waits_for_several)
+_ASYNCHRONOUS = _names(lambda rule: rule.make is _async)
+_PERIODIC = _names(lambda rule: rule.period is not None)
+_COMBINABLE = _names(lambda rule: rule.is_combinable)
+_SWITCHABLE = _names(lambda rule: rule.is_switchable)
+
+
+def _setting(default, help, within=None, *, of=None, is_needed=False, **more):
+  """A setting of the rules in `of`, which need it or not."""
+  more |= {"of": of, "is_needed": is_needed, "group": GROUP}
+  return fields.setting(default, help, within, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSettings:
+  """The update rule and its settings; see `check`."""
+
+  rules: tuple[str, ...] = _setting(
+    (SYNC,),
+    f"The update rule: {', '.join(RULES)}; {', '.join(_COMBINABLE)} may be"
+    " combined by commas",
+    flag="update",
+  )
+  replicas_to_aggregate: int | None = _setting(
+    None,
+    "Gradients averaged in one update; default: one of every replica",
+    fields.COUNT,
+    of=_SYNCHRONIZING,
+  )
+  use_locking: bool = _setting(
+    False, "Updates of one variable exclude each other", of=_ASYNCHRONOUS
+  )
+  snapshot_reads: bool = _setting(
+    False, "Replicas read all variables at one version", of=_ASYNCHRONOUS
+  )
+  max_staleness: int | None = _setting(
+    None,
+    "Largest staleness, in steps or (drop_stale) updates",
+    "[0, inf)",
+    of=("bounded_staleness", "drop_stale"),
+    is_needed=True,
+  )
+  softsync_n: int | None = _setting(
+    None,
+    "n of n-softsync: an update is made of (replicas / n) gradients",
+    fields.COUNT,
+    of=("softsync",),
+    is_needed=True,
+  )
+  delay_compensation: float | None = _setting(
+    None,
+    "The factor lambda of delay compensation",
+    "[0, inf)",
+    of=("delay_compensated",),
+    is_needed=True,
+  )
+  period: int | None = _setting(
+    None,
+    "Local steps between two exchanges; default: the rule's",
+    fields.COUNT,
+    of=_PERIODIC,
+  )
+  moving_rate: float | None = _setting(
+    None,
+    "Share of the distance that a local copy and the centre move towards each"
+    " other in an exchange; default: 0.9 / period / replicas",
+    "(0, 1]",
+    of=("elastic_average",),
+  )
+  rho: float | None = _setting(
+    None,
+    "Pull to the centre in local steps; default: moving_rate / learning rate",
+    "[0, inf)",
+    of=("elastic_average",),
+  )
+  then_update: tuple[str, ...] = _setting(
+    (), f"The rule that replaces --update: {', '.join(_SWITCHABLE)}"
+  )
+  switch_at_step: int | None = _setting(
+    None, "Switch to --then_update at this global step", fields.COUNT
+  )
+  switch_when_refused: float | None = _setting(
+    None,
+    "Or once more than this share of some replica's gradients is refused",
+    "[0, 1)",
+  )
+  switch_when_slow: float | None = _setting(
+    None,
+    "Or once updates wait for one replica for more than this share of the time",
+    "[0, 1)",
+  )
+  refresh_every: int = _setting(
+    1,
+    "Gradients that a replica computes from one read of the variables",
+    fields.COUNT,
+    of=_ASYNCHRONOUS,
+  )
+  wire_dtype: str | None = _setting(
+    None,
+    "Dtype of parameters and gradients on the wire; default: float32",
+    of=(SYNC, *_ASYNCHRONOUS),
+    choices=("float16", "bfloat16"),
+  )
+
+  def __str__(self) -> str:
+    rules = [self.rules, self.then_update]
+    return ", then ".join(",".join(names) for names in rules if names)
+
+  @property
+  def all_rules(self) -> tuple[str, ...]:
+    """The rules before and after the switch."""
+    return self.rules + self.then_update
+
+  @property
+  def waits_for_several(self) -> bool:
+    """Whether an update waits for contributions of several replicas."""
+    return any(RULES[name].waits_for_several for name in self.rules)
+
+  @property
+  def is_periodic(self) -> bool:
+    """Whether replicas train copies of their own."""
+    return any(RULES[name].period for name in self.rules)
+
+  @property
+  def local_steps(self) -> int:
+    """The batches in one contribution."""
+    return self.period or RULES[self.rules[0]].period or 1
+
+
+def replicas_to_aggregate(settings: UpdateSettings, num_replicas: int) -> int:
+  """The contributions in one update.
+
+  Args:
+    settings: The rule; before it switches, if it does.
+    num_replicas: The number of replicas.
+
+  Returns:
+    The number of contributions.
+  """
+  if not settings.waits_for_several:
+    return num_replicas // (settings.softsync_n or num_replicas)
+  return settings.replicas_to_aggregate or num_replicas
+
+
+def check(settings: UpdateSettings, num_replicas: int) -> None:
+  """Refuses settings that do not go together.
+
+  Args:
+    settings: The settings.
+    num_replicas: The number of replicas.
+
+  Raises:
+    cluster.ClusterError: With the reason.
+  """
+  _check_rules("update", settings.rules)
+  fields.validate(settings, cluster.ClusterError)
+  _check_switch(settings, num_replicas)
+  for field in dataclasses.fields(settings):
+    _check_used(settings, field)
+  number = settings.replicas_to_aggregate or 0
+  # Otherwise a replica brings several gradients of the same variables.
+  if number > num_replicas and settings.all_rules != (SYNC,):
+    raise cluster.ClusterError(
+      "`--replicas_to_aggregate` must be at most the number of replicas,"
+      f" {num_replicas}, for --update={settings}. Received: {number}."
+    )
+  if num_replicas % (settings.softsync_n or 1):
+    raise cluster.ClusterError(
+      f"`--softsync_n` must divide the number of replicas, {num_replicas}."
+      f" Received: {settings.softsync_n}."
+    )
+
+
+def _check_rules(flag: str, names: tuple[str, ...]) -> None:
+  is_one = len(names) == 1 and names[0] in RULES
+  if not is_one and (not names or not set(names) <= set(_COMBINABLE)):
+    raise cluster.ClusterError(
+      f"`--{flag}` must be one of {', '.join(RULES)}, or several of"
+      f" {', '.join(_COMBINABLE)}. Received: {','.join(names)!r}."
+    )
+
+
+def _check_used(settings: UpdateSettings, field: dataclasses.Field) -> None:
+  """A setting is given only if a rule uses it, and if a rule needs it."""
+  rules = field.metadata["of"]
+  if rules is None:
+    return
+  value, name = getattr(settings, field.name), fields.flag_name(field)
+  users = [rule for rule in rules if rule in settings.all_rules]
+  if users and value is None and field.metadata["is_needed"]:
+    raise cluster.ClusterError(
+      f"`--update={users[0]}` needs `--{name}`. Received: none."
+    )
+  if not users and value != field.default:
+    raise cluster.ClusterError(
+      f"`--{name}` is for `--update={'` or `'.join(rules)}`. Received:"
+      f" --update={settings}."
+    )
+
+
+def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
+  """The switch has one condition, and goes between suitable rules."""
+  conditions = ("switch_at_step", "switch_when_refused", "switch_when_slow")
+  values = {name: getattr(settings, name) for name in conditions}
+  given = [f"--{k}={v}" for k, v in values.items() if v is not None]
+  if len(given) != bool(settings.then_update):
+    raise cluster.ClusterError(
+      f"`--then_update` needs one of `--{'`, `--'.join(conditions)}`, and only"
+      " one; without `--then_update` none of them may be given. Received:"
+      f" --then_update={','.join(settings.then_update)},"
+      f" {' '.join(given) or 'none of these'}."
+    )
+  if not settings.then_update:
+    return
+  _check_rules("then_update", settings.then_update)
+  if not set(settings.all_rules) <= set(_SWITCHABLE):
+    raise cluster.ClusterError(
+      "`--then_update` needs rules, before and after, of"
+      f" {', '.join(_SWITCHABLE)}. Received: --update="
+      f"{','.join(settings.rules)}, --then_update="
+      f"{','.join(settings.then_update)}."
+    )
+  if (settings.rules == (SYNC,)) == (settings.then_update == (SYNC,)):
+    raise cluster.ClusterError(
+      "`--then_update` must go from sync to asynchronous rules or back."
+      f" Received: {settings}."
+    )
+  if settings.refresh_every > 1:
+    raise cluster.ClusterError(
+      "`--then_update` needs `--refresh_every=1`. Received:"
+      f" {settings.refresh_every}."
+    )
+  _check_switch_condition(settings, num_replicas)
+
+
+def _check_switch_condition(
+  settings: UpdateSettings, num_replicas: int
+) -> None:
+  """The condition can occur under the first rule."""
+  is_sync = settings.rules == (SYNC,)
+  has_backups = is_sync and (
+    replicas_to_aggregate(settings, num_replicas) < num_replicas
+  )
+  what = f"--update={','.join(settings.rules)}"
+  what += f" {'with' if has_backups else 'without'} backups"
+  if settings.switch_when_slow is not None and (not is_sync or has_backups):
+    raise cluster.ClusterError(
+      "`--switch_when_slow` needs `--update=sync` without backups, which waits"
+      f" for every replica. Received: {what}."
+    )
+  can_refuse = has_backups or "drop_stale" in settings.rules
+  if settings.switch_when_refused is not None and not can_refuse:
+    raise cluster.ClusterError(
+      "`--switch_when_refused` needs `--update=drop_stale`, or sync with"
+      " `--replicas_to_aggregate` below the number of replicas: other rules"
+      f" refuse nothing. Received: {what}."
+    )
+
+
+def rule_fn(settings: UpdateSettings, num_replicas: int) -> RuleFn:
+  """What makes the rule, or two rules and the switch between them.
+
+  Args:
+    settings: Settings that `check` accepts.
+    num_replicas: The number of replicas.
+
+  Returns:
+    A function of the inner optimizer and the rule's keywords.
+  """
+  if not settings.then_update:
+    return RULES[settings.rules[0]].make(settings, num_replicas)
+
+  from tf_replicas.rules import switch_conditions
+  from tf_replicas.rules import switching
+
+  new_rules = [
+    rule_fn(
+      dataclasses.replace(settings, rules=rules, then_update=()), num_replicas
+    )
+    for rules in (settings.rules, settings.then_update)
+  ]
+  if settings.switch_at_step is not None:
+    choose = switch_conditions.at_step(settings.switch_at_step)
+  elif settings.switch_when_refused is not None:
+    choose = switch_conditions.when_refused(settings.switch_when_refused)
+  else:
+    choose = switch_conditions.when_slow(settings.switch_when_slow)
+
+  def make(optimizer, **common):
+    rules = [new_rule(optimizer, **common) for new_rule in new_rules]
+    return switching.SwitchingOptimizer(rules, choose)
+
+  return make

@@ -1,0 +1,1 @@
+"""Model replicas and their towers, which compute gradients."""

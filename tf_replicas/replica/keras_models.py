@@ -1,0 +1,123 @@
+"""Makes a replica of a Keras 3 model, with its states and its regularizers."""
+
+import inspect
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tf_replicas.replica import model_parallel
+from tf_replicas.replica import model_replica
+
+# The end of the path of a `keras.random.SeedGenerator`'s state (Keras 3).
+_SEED = "seed_generator_state"
+
+
+def keras_replica(
+  model: keras.Model,
+  loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+  dataset_fn: Callable[..., tf.data.Dataset],
+  *,
+  devices: Sequence[str] = (),
+  layers: model_parallel.LayerPlacement | None = None,
+  micro_batches: int = 1,
+  is_synchronized: bool = False,
+) -> model_replica.Replica:
+  """Makes a replica of a Keras model; `compile` and `fit` are not used.
+
+  The loss is `loss(labels, outputs)` plus the losses of the model's
+  regularizers. States of floating dtype, such as the moving mean and variance
+  of batch normalization, become statistics of the replica: an update moves
+  them to the mean over the contributions. Weights of frozen layers are shared
+  in the same way, and stay constant. Random layers draw new numbers for every
+  gradient. The model is called with `training=True` if its `call` has such an
+  argument, as `fit` does.
+
+  Args:
+    model: A built Keras 3 model. Its own weights do not change; see
+      `Driver.values`.
+    loss: Maps (labels, outputs) to a scalar, the mean over the batch; for
+      example a `keras.losses.Loss`.
+    dataset_fn: See `Replica.dataset_fn`; its batches are (inputs, labels).
+    devices: See `Replica.devices`.
+    layers: See `Replica.layers`.
+    micro_batches: See `Replica.micro_batches`.
+    is_synchronized: See `Replica.is_synchronized`.
+
+  Returns:
+    The replica.
+
+  Raises:
+    TypeError: If `model` is not a Keras 3 model, or `loss` is not callable.
+    ValueError: If the model is not built.
+  """
+  _check(model, loss)
+  variables = model.trainable_variables
+  states = model.non_trainable_variables
+  statistics = [v for v in states if _is_statistic(v)]
+  arguments = {}
+  if "training" in inspect.signature(model.call).parameters:
+    arguments["training"] = True
+
+  def loss_fn(
+    parameters: Sequence[tf.Tensor],
+    inputs: model_replica.Batch,
+    labels: model_replica.Batch,
+  ) -> model_replica.Loss:
+    trained = parameters[: len(variables)]
+    moved = iter(parameters[len(variables) :])
+    given = [next(moved) if _is_statistic(v) else _new_seed(v) for v in states]
+    outputs, updated, penalties = model.stateless_call(
+      trained, given, inputs, return_losses=True, **arguments
+    )
+    total = loss(labels, outputs)
+    if total.shape.rank == 0:  # Else `Replica` raises an error.
+      total = tf.add_n([total, *penalties])
+    if not statistics:
+      return total
+    pairs = zip(updated, states, strict=True)
+    return total, [new for new, v in pairs if _is_statistic(v)]
+
+  return model_replica.Replica(
+    variables,
+    loss_fn,
+    dataset_fn,
+    devices,
+    layers,
+    micro_batches,
+    statistics,
+    is_synchronized,
+  )
+
+
+def _check(
+  model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+) -> None:
+  if not isinstance(model, keras.Model):
+    raise TypeError(
+      "`model` must be a model of Keras 3 (`keras.Model`). Received: a"
+      f" {type(model).__module__}.{type(model).__name__}."
+    )
+  if not callable(loss):
+    raise TypeError(
+      "`loss` must be a function or a `keras.losses.Loss`, such as"
+      f" `keras.losses.MeanSquaredError()`. Received: {loss!r}."
+    )
+  if not model.built:
+    raise ValueError(
+      "`model` must be built; give it a `keras.Input`, or call it once."
+      f" Received: {model}."
+    )
+
+
+def _is_statistic(state: keras.Variable) -> bool:
+  return tf.as_dtype(state.dtype).is_floating
+
+
+def _new_seed(state: keras.Variable) -> tf.Tensor:
+  """The state of a seed, new in every execution; other states as they are."""
+  if not state.path.endswith(_SEED):
+    return state.value
+  number = tf.random.uniform(state.shape, maxval=2**31 - 1, dtype=tf.int64)
+  return tf.cast(number, state.dtype)

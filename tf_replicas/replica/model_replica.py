@@ -1,0 +1,435 @@
+"""A model replica: it computes gradients, on one device or on several.
+
+A replica is a list of variables, a loss as a function of parameters and a
+batch, and a data set. Model code never mentions a device: the driver decides
+where a replica runs, the update rule what becomes of its gradients.
+
+A replica may have several towers, one per device (in-graph replication), or
+may spread the layers of a tower over several devices (`model_parallel`), or
+both: N x D devices are N towers of D devices each.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+from absl import logging
+
+from tf_replicas.replica import model_parallel
+from tf_replicas.runtime import patches
+from tf_replicas.store import loss_scaling
+from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
+
+Batch = model_parallel.Batch
+ScaleLoss = Callable[[tf.Tensor], tf.Tensor]
+Loss = tf.Tensor | tuple[tf.Tensor, Sequence[tf.Tensor]]
+
+
+class Gradients(NamedTuple):
+  """The gradients of one batch.
+
+  Attributes:
+    gradients: One per trainable variable; dense, `tf.IndexedSlices` or None.
+      Then one per statistic: its old value minus its new value.
+    loss: float32 scalar, mean over the examples.
+    num_examples: int64 scalar.
+  """
+
+  gradients: list[parameter_store.Gradient]
+  loss: tf.Tensor
+  num_examples: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+  """The computation of one replica.
+
+  Attributes:
+    variables: The trainable variables of the model, with their initial values;
+      Keras or TensorFlow variables. Training does not change them: it updates
+      copies on the parameter servers.
+    loss_fn: Maps (parameters, *batch) to a scalar, the mean loss over the
+      batch. Parameters are tensors in the order of `shared`; the loss must be
+      computed from them and not from the model's own variables. With
+      statistics it returns (loss, new values of the statistics). AutoGraph
+      converts it unless it is marked by
+      `tf.autograph.experimental.do_not_convert`.
+    dataset_fn: Maps (num_shards, shard_index, start_example) to an endless
+      data set of batches: tensors with the examples along axis 0, in any
+      `tf.nest` structure. `loss_fn` takes the elements of a tuple as separate
+      arguments, and any other structure, such as a dict, as one argument.
+      `start_example` is about how many examples all replicas have drawn so
+      far. It and `shard_index` are ints, or int64 scalars where the driver
+      calls the function on a remote worker. Several towers share a batch.
+    devices: The devices of the towers; empty for the default device. With
+      `layers` on D devices, the first D are those of the first tower, and so
+      on.
+    layers: Maps the layers of the model to the devices of a tower. Gradients
+      are then computed inside a `tf.function`.
+    micro_batches: The number of equal parts in which a tower processes its
+      batch. With one device per tower they are processed one after another,
+      so that memory for activations is that of one part. Layers that compute
+      over the batch, such as batch normalization, see one part at a time.
+    statistics: Variables without gradients that a batch updates, such as
+      moving means and variances. A replica contributes the mean over its
+      towers.
+    is_synchronized: Whether the towers run in lockstep, so that
+      `tf.distribute.ReplicaContext.all_reduce` reduces over all of them.
+      `keras.layers.BatchNormalization(synchronized=True)` needs this to
+      normalize by the moments of the whole batch. It needs towers of one
+      device each, in the process that traces. Each all-reduce makes tracing
+      slower.
+    loss_scale: Scales the loss dynamically, for computation in float16.
+  """
+
+  variables: Sequence[tf.Variable]
+  loss_fn: Callable[..., Loss]
+  dataset_fn: Callable[[int, int | tf.Tensor, int | tf.Tensor], tf.data.Dataset]
+  devices: Sequence[str] = ()
+  layers: model_parallel.LayerPlacement | None = None
+  micro_batches: int = 1
+  statistics: Sequence[tf.Variable] = ()
+  is_synchronized: bool = False
+  loss_scale: loss_scaling.LossScale | None = None
+
+  def __post_init__(self) -> None:
+    """Checks the attributes.
+
+    Raises:
+      ValueError: If `micro_batches` is less than 1, a variable is frozen, a
+        statistic is trainable, or `layers` do not fit `devices` or
+        `is_synchronized`.
+    """
+    if self.micro_batches < 1:
+      raise ValueError(
+        f"`micro_batches` must be at least 1. Received: {self.micro_batches}."
+      )
+    for name, is_trainable in (("variables", True), ("statistics", False)):
+      wrong = [v for v in getattr(self, name) if v.trainable != is_trainable]
+      if wrong:
+        raise ValueError(
+          f"`{name}` must {'' if is_trainable else 'not '}be trainable."
+          f" Received: {', '.join(v.name for v in wrong)}."
+        )
+    has_stages = any(len(tower) > 1 for tower in self.towers())
+    if self.is_synchronized and has_stages:
+      raise ValueError(
+        "`is_synchronized` needs towers of one device each. Received: `layers`"
+        f" on {self.layers.num_devices}."
+      )
+
+  @property
+  def shared(self) -> list[tf.Variable]:
+    """All variables that replicas share.
+
+    `variables`, then `statistics`, then those of `loss_scale`.
+    """
+    own = self.loss_scale.variables if self.loss_scale else ()
+    return [*self.variables, *self.statistics, *own]
+
+  def towers(self) -> list[tuple[str, ...]]:
+    """The devices of each tower; empty if there are no devices."""
+    if self.layers is None:
+      return [(device,) for device in self.devices]
+    return self.layers.towers(self.devices)
+
+  @tf.autograph.experimental.do_not_convert
+  def gradients(
+    self,
+    parameters: Sequence[tf.Tensor],
+    batch: Batch,
+    scale_loss: ScaleLoss = tf.identity,
+  ) -> Gradients:
+    """Computes the gradients of one batch.
+
+    With N towers they are the mean over N equal parts of the batch. A warning
+    names, once, the variables that have no gradient.
+
+    Args:
+      parameters: One tensor per variable in `shared`.
+      batch: Tensors whose first dimension is divisible by the number of towers
+        times `micro_batches`.
+      scale_loss: Applied to the loss before it is differentiated.
+
+    Returns:
+      Gradients of the scaled loss, and the loss without the scale.
+
+    Raises:
+      TypeError: If `loss_fn` does not take such a batch.
+      ValueError: If the loss is not a scalar, no variable has a gradient, or
+        the batch cannot be split.
+    """
+    if self.loss_scale is None:
+      result = self._gradients(parameters, batch, scale_loss)
+    else:
+      result = self._scaled_gradients(parameters, batch, scale_loss)
+    self._check_gradients(result.gradients[: len(self.variables)])
+    return result
+
+  def _scaled_gradients(
+    self,
+    parameters: Sequence[tf.Tensor],
+    batch: Batch,
+    scale_loss: ScaleLoss,
+  ) -> Gradients:
+    """The gradients of a loss that is scaled dynamically."""
+    assert self.loss_scale is not None
+    count = len(self.variables) + len(self.statistics)
+    scale = parameters[count]
+
+    def scaled(loss: tf.Tensor) -> tf.Tensor:
+      return scale_loss(loss) * tf.cast(scale, loss.dtype)
+
+    result = self._gradients(parameters[:count], batch, scaled)
+    gradients, loss = self.loss_scale.finish(
+      result.gradients, len(self.variables), result.loss, parameters[count:]
+    )
+    return result._replace(gradients=gradients, loss=loss)
+
+  def _gradients(
+    self,
+    parameters: Sequence[tf.Tensor],
+    batch: Batch,
+    scale_loss: ScaleLoss,
+  ) -> Gradients:
+    towers = self.towers()
+    if not towers:
+      return self._tower([""], parameters, batch, scale_loss)
+    parts = model_parallel.parts(batch, len(towers), "devices")
+    if self.is_synchronized and len(towers) > 1:
+      return self._in_lockstep(parameters, parts, scale_loss)
+    results = []
+    for devices, part in zip(towers, parts, strict=True):
+      with tf.device(devices[0]):
+        results.append(self._tower(devices, parameters, part, scale_loss))
+    return average_towers(results)
+
+  def _check_gradients(
+    self, gradients: Sequence[parameter_store.Gradient]
+  ) -> None:
+    paths = [
+      placement.path_of(variable)
+      for variable, gradient in zip(self.variables, gradients, strict=True)
+      if gradient is None
+    ]
+    if paths and len(paths) == len(self.variables):
+      raise ValueError(
+        "`loss_fn` must compute the loss from its `parameters`. Received: a"
+        " loss that depends on no parameter, as of a model that is called with"
+        " its own variables; training would change nothing. For a Keras model"
+        " use `tf_replicas.keras_replica` or `model.stateless_call`."
+      )
+    if paths:
+      _warn_once(
+        f"the loss does not depend on {', '.join(paths)}: no gradient, so"
+        " training leaves them unchanged"
+      )
+
+  def _in_lockstep(
+    self,
+    parameters: Sequence[tf.Tensor],
+    parts: Sequence[Batch],
+    scale_loss: ScaleLoss,
+  ) -> Gradients:
+    """The mean over all towers; the strategy traces each in a thread."""
+    strategy = tf.distribute.MirroredStrategy(
+      list(self.devices), tf.distribute.ReductionToOneDevice()
+    )
+    results: dict[int, Gradients] = {}
+
+    def tower() -> None:
+      context = tf.distribute.get_replica_context()
+      number = int(tf.get_static_value(context.replica_id_in_sync_group))
+      device = self.devices[number]
+      results[number] = self._tower(
+        [device], parameters, parts[number], scale_loss
+      )
+
+    strategy.run(tower)
+    return average_towers([results[i] for i in range(len(parts))])
+
+  def _tower(
+    self,
+    devices: Sequence[str],
+    parameters: Sequence[tf.Tensor],
+    batch: Batch,
+    scale_loss: ScaleLoss,
+  ) -> Gradients:
+    """The gradients of one tower: the mean over its micro-batches."""
+    pipeline, homes = None, [""] * len(parameters)
+    if len(devices) > 1:
+      pipeline = model_parallel.Pipeline(self.layers, devices)
+      shared = [*self.variables, *self.statistics]
+      homes = [pipeline.device_of(placement.path_of(v)) for v in shared]
+    copies = []
+    for parameter, home in zip(parameters, homes, strict=True):
+      with tf.device(home):
+        copies.append(tf.identity(parameter))
+    parts = model_parallel.parts(batch, self.micro_batches, "micro_batches")
+    limit = model_parallel.parts_under_way(len(devices))
+    done: list[Gradients] = []
+    for part in parts:
+      if len(done) >= limit:
+        part = model_parallel.after(done[-limit].gradients, part)
+      done.append(self._part(pipeline, copies, part, scale_loss))
+    return done[0] if len(done) == 1 else average_towers(done)
+
+  def _part(
+    self,
+    pipeline: model_parallel.Pipeline | None,
+    parameters: Sequence[tf.Tensor],
+    batch: Batch,
+    scale_loss: ScaleLoss,
+  ) -> Gradients:
+    """The gradients of one micro-batch."""
+    trained = parameters[: len(self.variables)]
+    if pipeline is None:
+      with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(trained)
+        loss, moves = self._loss(parameters, batch)
+        scaled = scale_loss(loss)
+      gradients = tape.gradient(scaled, trained)
+    else:
+      with pipeline.part():
+        loss, moves = self._loss(parameters, batch)
+        scaled = scale_loss(loss)
+      gradients = tf.gradients(scaled, trained)
+    return Gradients(
+      gradients=[*gradients, *moves],
+      loss=tf.cast(loss, tf.float32),
+      num_examples=num_examples(batch),
+    )
+
+  def _loss(
+    self, parameters: Sequence[tf.Tensor], batch: Batch
+  ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """The loss, and old minus new value of each statistic."""
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    self._check_arguments(arguments)
+    result = patches.by_autograph(self.loss_fn)(parameters, *arguments)
+    new: Sequence[tf.Tensor] = ()
+    if isinstance(result, tuple) and len(result) == 2:
+      result, new = result[0], tf.nest.flatten(result[1])
+    if len(new) != len(self.statistics):
+      raise ValueError(
+        "`loss_fn` must return (loss, new values), with one new value for each"
+        f" of the {len(self.statistics)} `statistics`. Received: {len(new)} new"
+        " values."
+      )
+    loss = tf.convert_to_tensor(result)
+    if loss.shape.rank:
+      raise ValueError(
+        "`loss_fn` must return a scalar, the mean loss over the batch."
+        f" Received: a tensor of shape {loss.shape}. Use `tf.reduce_mean`."
+      )
+    old = parameters[len(self.variables) :]
+    return loss, [o - n for o, n in zip(old, new, strict=True)]
+
+  def _check_arguments(self, arguments: Sequence[Batch]) -> None:
+    try:
+      signature = inspect.signature(self.loss_fn)
+    except ValueError:  # Written in C.
+      return
+    try:
+      signature.bind(None, *arguments)
+    except TypeError as error:
+      raise TypeError(
+        "`loss_fn` must take (parameters, *batch), where a batch of"
+        f" `dataset_fn` has {len(arguments)} elements. Received:"
+        f" {getattr(self.loss_fn, '__name__', 'loss_fn')}{signature}: {error}."
+      ) from None
+
+
+def num_examples(batch: Batch) -> tf.Tensor:
+  """The size of the batch's first tensor along axis 0: an int64 scalar.
+
+  Raises:
+    ValueError: If the batch does not begin with such a tensor.
+  """
+  first = (tf.nest.flatten(batch) or [None])[0]
+  if isinstance(first, tf.RaggedTensor):
+    return first.nrows(out_type=tf.int64)
+  if isinstance(first, tf.SparseTensor):
+    return first.dense_shape[0]
+  if not tf.is_tensor(first) or first.shape.rank == 0:
+    raise ValueError(
+      "`dataset_fn` must yield batches of tensors with the examples along axis"
+      f" 0. Received: {first!r} first."
+    )
+  return tf.shape(first, out_type=tf.int64)[0]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+  logging.warning("tf_replicas: %s", message)
+
+
+def average_towers(towers: Sequence[Gradients]) -> Gradients:
+  """Averages the gradients of towers that had equally many examples.
+
+  After `average_gradients` of TF1's `cifar10_multi_gpu_train`. Each mean is
+  computed on the device of its first gradient.
+
+  Args:
+    towers: One or more; their lists of gradients have the same order.
+
+  Returns:
+    The mean of gradients and loss, and the sum of the examples. A gradient
+    that is None in all towers stays None; None in some counts as zero.
+  """
+  scale = 1.0 / len(towers)
+  gradients = [
+    _mean(same, scale)
+    for same in zip(*(t.gradients for t in towers), strict=True)
+  ]
+  return Gradients(
+    gradients=gradients,
+    loss=tf.add_n([t.loss for t in towers]) * scale,
+    num_examples=tf.add_n([t.num_examples for t in towers]),
+  )
+
+
+def _mean(
+  gradients: Sequence[parameter_store.Gradient], scale: float
+) -> parameter_store.Gradient:
+  gradients = [g for g in gradients if g is not None]
+  if not gradients:
+    return None
+  with tf.device(gradients[0].device):
+    if all(isinstance(g, tf.IndexedSlices) for g in gradients):
+      values = tf.concat([g.values for g in gradients], axis=0)
+      return tf.IndexedSlices(
+        values * tf.cast(scale, values.dtype),
+        tf.concat([g.indices for g in gradients], axis=0),
+        gradients[0].dense_shape,
+      )
+    total = tf.add_n([tf.convert_to_tensor(g) for g in gradients])
+    return total * tf.cast(scale, total.dtype)
+
+
+def sparsity(replica: Replica) -> list[bool]:
+  """Finds out which gradients are `tf.IndexedSlices`, by tracing the replica.
+
+  Args:
+    replica: The replica.
+
+  Returns:
+    One bool per variable in `replica.shared`.
+  """
+  batch = replica.dataset_fn(1, 0, 0).element_spec
+  parameters = [
+    tf.TensorSpec(v.shape, tf.as_dtype(v.dtype)) for v in replica.shared
+  ]
+  found: list[bool] = []
+
+  def trace(parameters: Sequence[tf.Tensor], batch: Batch) -> None:
+    gradients = replica.gradients(parameters, batch).gradients
+    found.extend(isinstance(g, tf.IndexedSlices) for g in gradients)
+
+  tf.function(trace, autograph=False).get_concrete_function(parameters, batch)
+  return found

@@ -1,0 +1,1 @@
+"""When gradients reach the variables: the update rules."""

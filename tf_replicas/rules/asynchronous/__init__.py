@@ -1,0 +1,1 @@
+"""Asynchronous updates, with or without a bound on staleness."""

@@ -1,0 +1,421 @@
+"""Admission of asynchronous updates, with exact counts.
+
+The state of `async_replicas`: variables on PS task 0, changed under one lock; a
+queue that tells the chief of every update; and a queue in which replicas wait
+that asked after the last update was admitted.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.rules import protocol
+from tf_replicas.rules import results
+from tf_replicas.runtime import control_flow
+from tf_replicas.runtime import records
+from tf_replicas.runtime import resources
+from tf_replicas.runtime import waiting
+from tf_replicas.store import parameter_store
+
+# The state of a replica: it applies no gradients, applies some, or is lost.
+_IDLE, _OPEN, _LOST = 0, 1, -1
+# A replica that fails is declared lost much sooner.
+_PATIENCE_SECS = 600.0
+# Gradients that are this stale or staler are counted together.
+MAX_STALENESS = 255
+_NO_LIMIT = 1 << 60
+
+
+class Admission(NamedTuple):
+  """The answer to one set of gradients; scalars on PS task 0.
+
+  Attributes:
+    admitted: bool, whether the gradients are to be applied.
+    version: int64, the updates before this one, finished or in progress.
+    staleness: int64, how many of them came after its variables were read.
+    has_ended: bool, whether training has ended.
+    must_wait: bool, whether the last allowed update is in progress; only if
+      its replica is lost can this one be admitted.
+  """
+
+  admitted: tf.Tensor
+  version: tf.Tensor
+  staleness: tf.Tensor
+  has_ended: tf.Tensor
+  must_wait: tf.Tensor
+
+
+class _Progress(NamedTuple):
+  """One message to the chief.
+
+  Attributes:
+    kind: A `protocol.MessageType`: DELIVERED for an update, NONFINITE or WAKE.
+    replica: The sender; -1 for WAKE.
+    step: The global step after the update, or that the replica had read.
+    examples: The examples in its batch.
+    loss: The mean loss of its batch.
+  """
+
+  kind: tf.Tensor | int
+  replica: tf.Tensor | int = -1
+  step: tf.Tensor | int = -1
+  examples: tf.Tensor | int = 0
+  loss: tf.Tensor | float = 0.0
+
+
+_LAYOUT = records.Layout(
+  _Progress,
+  tf.float64,
+  kind=tf.int64,
+  replica=tf.int64,
+  step=tf.int64,
+  examples=tf.int64,
+  loss=tf.float64,
+)
+
+
+class AsyncAdmission:
+  """Admits and counts the gradients of M replicas.
+
+  Attributes:
+    applied: int64 [M, 1 + MAX_STALENESS] variable: applied, by staleness.
+    dropped: int64 [M, 1 + protocol.MAX_LATE] variable: dropped, by staleness.
+    pending: int64 scalar variable: the gradients summed for the next update,
+      if an update is the mean of several.
+  """
+
+  def __init__(
+    self,
+    store: parameter_store.ParameterStore,
+    num_replicas: int,
+    admits: Callable[[tf.Tensor], tf.Tensor] | None,
+    gradients_per_update: int = 1,
+    namespace: resources.Namespace | None = None,
+  ):
+    """Creates the objects on PS task 0, or attaches to them.
+
+    Args:
+      store: Holds the global step.
+      num_replicas: M.
+      admits: Maps the staleness, an int64 scalar, to whether gradients are
+        applied. None: all are.
+      gradients_per_update: How many sets of gradients make an update.
+      namespace: For all objects except `pending`, which belongs to the sums
+        in the namespace of `store`. None: that of `store`.
+    """
+    namespace = namespace or store.namespace
+    self._store = store
+    self._per_update = gradients_per_update
+    self._num_replicas = num_replicas
+    self._admits = admits
+    self._was_woken = False
+    self._device = store.device_of_task(0)
+    with tf.device(self._device):
+      self._lock = namespace.mutex("async/lock")
+      self._state, self.dropped, self.applied = (
+        namespace.variable(f"async/{name}", shape, tf.int64)
+        for name, shape in (
+          ("state", [num_replicas]),
+          ("dropped", [num_replicas, protocol.MAX_LATE + 1]),
+          ("applied", [num_replicas, MAX_STALENESS + 1]),
+        )
+      )
+      self._has_ended = namespace.variable("async/ended", [], tf.bool)
+      self._limit = namespace.variable("async/limit", [], tf.int64)
+      # Named after c: a sum of 4 gradients must not be completed as one of 2.
+      self.pending = store.namespace.variable(
+        f"async/pending_{gradients_per_update}", [], tf.int64
+      )
+      self._progress = namespace.queue("async/progress", [tf.float64])
+      self._retries = namespace.queue("async/retries", [tf.bool])
+    if gradients_per_update > 1:
+      store.track(self.pending)
+
+  def initialize(self) -> None:
+    """Resets all counts. The chief calls it once, in a new training."""
+    for variable in (self._state, self.dropped, self.applied):
+      variable.assign(tf.zeros(variable.shape, tf.int64))
+    self._has_ended.assign(False)
+    self._limit.assign(_NO_LIMIT)
+    self.pending.assign(0)
+
+  def stop_at(self, step: int) -> None:
+    """Admits no update beyond global step `step`."""
+    self._limit.assign(step)
+    resources.flush_assignments([self._limit])
+    for _ in range(self._num_replicas):
+      self._retry()
+
+  def admit(self, replica, local_step, is_sound) -> Admission:
+    """Decides whether one set of gradients is applied.
+
+    To be used inside a `tf.function`. Waits while the last update before the
+    limit is in progress.
+
+    Args:
+      replica: The replica that asks; scalar.
+      local_step: int64 scalar, the global step whose variables it used.
+      is_sound: bool scalar, whether all its numbers are finite; if not, the
+        chief is told.
+
+    Returns:
+      The decision.
+    """
+
+    def ask():
+      def decide():
+        return list(self._admit(replica, local_step, is_sound))
+
+      # Wait for the gradient before taking the lock.
+      return self._lock.hold(decide, after=[is_sound])
+
+    def ask_again(*_):
+      with tf.control_dependencies(self._retries.dequeue()):
+        return ask()
+
+    with tf.device(self._device):
+      decision = tf.while_loop(
+        lambda *fields: Admission(*fields).must_wait, ask_again, ask()
+      )
+      return Admission(*decision)
+
+  def finish(
+    self, replica, staleness, loss, num_examples, is_update=True
+  ) -> tf.Tensor:
+    """Counts one set of gradients that was applied.
+
+    Args:
+      replica: Its replica; scalar.
+      staleness: int64 scalar, as `admit` returned it.
+      loss: float64 scalar, the mean loss of its batch.
+      num_examples: Scalar, the size of its batch.
+      is_update: bool scalar, whether this completed an update.
+
+    Returns:
+      int64 scalar, the global step after it.
+    """
+    with tf.device(self._device):
+      (step,) = self._lock.hold(
+        lambda: self._finish(replica, staleness, loss, num_examples, is_update)
+      )
+      return tf.identity(step)
+
+  def declare_lost(self, replica: tf.Tensor) -> None:
+    """Expects no more of `replica` until it asks again."""
+
+    def close():
+      self._set_state(self._is_this(replica), tf.constant(_LOST))
+      return [control_flow.done(self._retry())]
+
+    with tf.device(self._device):
+      self._lock.hold(close)
+
+  def counts(self) -> list[results.Counts]:
+    """The counts of each replica; `late` counts those dropped as too stale."""
+    rows = zip(self.applied.numpy(), self.dropped.numpy(), strict=True)
+    return [
+      results.Counts(
+        applied=int(applied.sum()),
+        surplus=0,
+        late=tuple(map(int, dropped[1:])),
+        staleness=tuple(map(int, np.trim_zeros(applied, "b"))),
+      )
+      for applied, dropped in rows
+    ]
+
+  def is_lost(self) -> tf.Tensor:
+    """bool [M]: whether each replica is lost and has not asked again."""
+    return self._state.read_value() == _LOST
+
+  def end(self) -> None:
+    """Admits nothing from now on."""
+    with tf.device(self._device):
+      with tf.control_dependencies([self._has_ended.assign(True)]):
+        self._retry()
+
+  def has_ended(self) -> bool:
+    """Whether `end` was called, and `resume` not since."""
+    return bool(self._has_ended.read_value())
+
+  def resume(self) -> None:
+    """Admits again."""
+    self._has_ended.assign(False)
+
+  def await_idleness(self) -> None:
+    """Waits until no replica applies gradients, lost ones excepted.
+
+    Raises:
+      TimeoutError: After 600 s.
+    """
+    waiting.await_value(
+      lambda: not tf.reduce_any(self._state.read_value() == _OPEN),
+      timeout_secs=_PATIENCE_SECS,
+      what="waiting for the last asynchronous update",
+    )
+
+  def wake(self) -> None:
+    """Makes a waiting `collect` return."""
+    try:
+      self._send(protocol.MessageType.WAKE)
+    except tf.errors.OpError:
+      pass  # It was closed meanwhile, which ends the wait as well.
+
+  def close(self) -> None:
+    """Closes the queues: `collect` and `admit` get `OutOfRangeError`."""
+    self._progress.close()
+    self._retries.close()
+
+  def collect(self, rate: Callable[[int], float]) -> results.Update:
+    """Waits for an update; returns all since the last call as one.
+
+    Args:
+      rate: Maps a global step to its learning rate.
+
+    Returns:
+      The updates; the loss is the mean over their sets of gradients.
+
+    Raises:
+      NonFiniteGradientError: If a replica computed a value that is not finite.
+      Interrupted: If `wake` was called, once all earlier updates are returned.
+      tf.errors.OutOfRangeError: After `close`.
+    """
+    update = None if self._was_woken else self._take(rate)
+    if update is None:
+      self._was_woken = False
+      raise results.Interrupted("interrupted")
+    return update
+
+  def collect_rest(self, rate: Callable[[int], float]) -> results.Update | None:
+    """As `collect`, but returns None at once if nothing was applied."""
+    return self._take(rate) if int(self._size()) else None
+
+  def trace_ahead(self) -> None:
+    """Traces what may be called while a task hangs; see `UpdateRule`."""
+    self._listen.trace()
+    self._size.trace()
+
+  @functools.cached_property
+  def _size(self) -> Callable[[], tf.Tensor]:
+    return resources.remote_reader(self._progress.size)
+
+  def _take(self, rate: Callable[[int], float]) -> results.Update | None:
+    """Waits for messages; the updates, or None if all were wake-ups."""
+    kinds = protocol.MessageType
+    messages = _LAYOUT.unpack_rows(self._listen().numpy())
+    for message in messages:
+      if message.kind == kinds.NONFINITE:
+        raise results.NonFiniteGradientError(message.replica, message.step)
+    # A wake-up that came with an update is left to the next call.
+    self._was_woken |= any(m.kind == kinds.WAKE for m in messages)
+    applied = [m for m in messages if m.kind == kinds.DELIVERED]
+    if not applied:
+      return None
+    step = max(m.step for m in applied)
+    return results.Update(
+      global_step=step,
+      loss=float(np.mean([m.loss for m in applied])),
+      num_examples=sum(m.examples for m in applied),
+      learning_rate=rate(step - 1),
+    )
+
+  @functools.cached_property
+  def _listen(self) -> Callable[[], tf.Tensor]:
+    """A function that waits for a message and takes all: `_Progress` rows."""
+
+    def dequeue(rows):
+      (row,) = self._progress.dequeue()
+      return [tf.concat([rows, tf.reshape(row, [1, _LAYOUT.size])], axis=0)]
+
+    def listen():
+      with tf.device(self._device):
+        (rows,) = tf.while_loop(
+          lambda rows: (tf.shape(rows)[0] == 0) | (self._progress.size() > 0),
+          dequeue,
+          [tf.zeros([0, _LAYOUT.size], _LAYOUT.dtype)],
+          shape_invariants=[tf.TensorShape([None, _LAYOUT.size])],
+        )
+      return rows
+
+    return resources.remote_reader(listen)
+
+  def _admit(self, replica, local_step, is_sound) -> Admission:
+    """Decides under the lock; see `admit`."""
+    this = self._is_this(replica)
+    # A restarted replica may still be marked as applying; it counts for others.
+    state = self._state.read_value()
+    is_open = ~this & (state == _OPEN)
+    ahead = self.pending.read_value() + tf.math.count_nonzero(is_open)
+    step = self._store.read_global_step()
+    version = step + ahead // self._per_update
+    staleness = tf.maximum(version - local_step, 0)
+    ended = self._has_ended.read_value()
+    has_room = version < self._limit.read_value()
+    is_fresh = tf.constant(True)
+    if self._admits is not None:
+      is_fresh = self._admits(staleness)
+    is_good = is_fresh & is_sound & ~ended
+    admitted = is_good & has_room
+    self._set_state(this, tf.where(admitted, _OPEN, _IDLE))
+    row = tf.cast(replica, tf.int64)
+    row = tf.where(is_sound & ~ended & ~is_fresh, row, -tf.ones_like(row))
+    _count(self.dropped, row, staleness)
+    control_flow.run_if(ended, self._retry)  # The next one waiting ends too.
+    control_flow.run_if(
+      ~is_sound,
+      lambda: self._send(protocol.MessageType.NONFINITE, replica, local_step),
+    )
+    return Admission(admitted, version, staleness, ended, is_good & ~has_room)
+
+  def _finish(
+    self, replica, staleness, loss, num_examples, is_update
+  ) -> list[tf.Tensor]:
+    """Counts under the lock; see `finish`."""
+    self._set_state(self._is_this(replica), tf.constant(_IDLE))
+    _count(self.applied, replica, staleness)
+    num_examples = tf.cast(num_examples, tf.int64)
+    self._store.examples_seen.assign_add(num_examples)
+    if self._per_update > 1:
+      pending = self.pending.read_value() + 1
+      self.pending.assign(tf.where(is_update, tf.zeros_like(pending), pending))
+    self._store.global_step.assign_add(tf.cast(is_update, tf.int64))
+    step = self._store.read_global_step()
+    sent = self._send(
+      protocol.MessageType.DELIVERED, replica, step, num_examples, loss
+    )
+    with tf.control_dependencies([sent]):
+      return [tf.identity(step)]
+
+  def _set_state(self, this: tf.Tensor, state: tf.Tensor) -> None:
+    states = self._state.read_value()
+    states = tf.where(this, tf.cast(state, tf.int64), states)
+    self._state.assign(states)
+
+  def _retry(self) -> tf.Operation | None:
+    """Lets one replica that waits in `admit` ask again."""
+    return self._retries.enqueue([tf.constant(True)])
+
+  def _is_this(self, replica: int | tf.Tensor) -> tf.Tensor:
+    return tf.range(self._num_replicas, dtype=tf.int64) == replica
+
+  def _send(self, kind: protocol.MessageType, *fields) -> tf.Operation | None:
+    """Tells the chief; `fields` are the other ones of `_Progress`."""
+    with tf.device(self._device):
+      message = _Progress(int(kind), *fields)
+      return self._progress.enqueue([_LAYOUT.pack(message)])
+
+
+def _count(table: tf.Variable, row: int | tf.Tensor, column: tf.Tensor) -> None:
+  """Adds 1 at (row, column) of `table`; beyond it, in the last column.
+
+  Args:
+    table: int64 [rows, columns].
+    row: Scalar; -1 adds nothing.
+    column: int64 scalar.
+  """
+  rows, columns = table.shape
+  row = tf.one_hot(row, rows, dtype=tf.int64)
+  column = tf.one_hot(tf.minimum(column, columns - 1), columns, dtype=tf.int64)
+  table.assign_add(row[:, None] * column[None, :])

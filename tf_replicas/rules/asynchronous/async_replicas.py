@@ -1,0 +1,458 @@
+"""Asynchronous updates: each replica applies its own gradient at once.
+
+TF1 trained in this way without `SyncReplicasOptimizer`; here updates and their
+staleness are counted exactly. `AsyncReplicasOptimizer` documents the protocol.
+"""
+
+import functools
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import protocol
+from tf_replicas.rules import results
+from tf_replicas.rules import step_token
+from tf_replicas.rules.asynchronous import async_admission
+from tf_replicas.rules.asynchronous import own_update
+from tf_replicas.rules.asynchronous import staleness as staleness_lib
+from tf_replicas.rules.asynchronous import staleness_clocks
+from tf_replicas.runtime import resources
+from tf_replicas.store import gradient_math
+from tf_replicas.store import inner_optimizer
+from tf_replicas.store import moving_averages
+from tf_replicas.store import parameter_store
+
+
+class AsyncReplicasOptimizer(rule_base.OptimizerRule):
+  """An optimizer wrapper that applies every gradient as soon as it arrives.
+
+  No replica waits for another, unless a policy demands it. An update is the
+  gradient of one replica; other replicas may have changed the variables since
+  it read them, and its *staleness* counts these updates. The global step counts
+  all updates, exactly.
+
+  A step of a replica; its program runs steps 3 to 6 on the PS tasks:
+
+  1. Pull the global step and then the parameters (`pull`), and compute.
+  2. If `max_lead` is 0, wait until all have computed as many gradients.
+  3. Admission, under a lock on PS task 0. The staleness is the number of
+     updates finished or in progress, minus the step that was pulled. Policies
+     admit or refuse the whole set, before its bytes travel. After `stop_at`
+     nothing is admitted beyond that step.
+  4. Send the gradients. On each PS task, apply the inner optimizer to the
+     shards there, then update their averages. With `use_locking` only one
+     replica at a time does so on a PS task.
+  5. Under the first lock: global step + 1, count, tell the chief.
+  6. If `max_lead` is given, wait until no replica is more than `max_lead`
+     updates behind.
+
+  With `gradients_per_update` = c > 1, step 4 adds the gradients to sums beside
+  the variables, and every c-th set applies their mean: M / c is the n of
+  n-softsync (Zhang et al. 2015, section 2). Policies then scale and compensate
+  each gradient as it is added.
+
+  The chief only receives reports (`apply_updates`).
+
+  Without `use_locking`, updates of one variable may interleave. Optimizers that
+  only add to variables, such as plain gradient descent and Adam of Keras 3.15,
+  lose nothing; those that read and then write, such as momentum, may lose the
+  update of another replica. With `use_locking`, updates of one variable and its
+  slots exclude each other. Neither makes a whole update atomic: PS tasks are
+  locked one by one, and a read may see part of an update (as in TF1). With
+  `snapshot_reads` updates are atomic: one lock for all PS tasks is held during
+  an update, and while variables are read and sent.
+
+  With `refresh_every` = K a replica computes K gradients from variables it read
+  once, which saves traffic and makes gradients staler. It reads again after K
+  steps, or when its gradients were refused. (TF1: `caching_device`.)
+
+  Attributes:
+    total_num_replicas: M, the replicas that apply gradients.
+    refresh_every: K.
+    policy: All policies combined.
+    admission: Admits and counts gradients, once `build` was called.
+  """
+
+  def __init__(
+    self,
+    optimizer: inner_optimizer.Optimizer,
+    total_num_replicas: int,
+    *,
+    use_locking: bool = False,
+    snapshot_reads: bool = False,
+    policies: Sequence[staleness_lib.Policy] = (),
+    gradients_per_update: int = 1,
+    refresh_every: int = 1,
+    variable_averages: moving_averages.MovingAverages | None = None,
+    variables_to_average: Iterable[tf.Variable | str] | None = None,
+    clip_replica_norm: float | None = None,
+    has_chief_statistics: bool = False,
+    loss_scale: float | None = None,
+    wire_dtype: str | None = None,
+    name: str = "async_replicas",
+  ):
+    """Wraps `optimizer`.
+
+    Args:
+      optimizer: The inner optimizer. Arguments that are not listed here are
+        those of `OptimizerRule`.
+      total_num_replicas: M.
+      use_locking: Whether updates of one variable exclude each other.
+      snapshot_reads: Whether updates, and reads of all variables, are atomic.
+      policies: What to do about stale gradients; all of them apply.
+      gradients_per_update: How many sets of gradients make one update.
+      refresh_every: How many gradients a replica computes per read.
+      has_chief_statistics: Whether only replica 0 moves statistics.
+
+    Raises:
+      TypeError, ValueError: If an argument is invalid.
+    """
+    rule_base.check_count("total_num_replicas", total_num_replicas)
+    rule_base.check_count("gradients_per_update", gradients_per_update)
+    rule_base.check_count("refresh_every", refresh_every)
+    super().__init__(
+      optimizer,
+      variable_averages=variable_averages,
+      variables_to_average=variables_to_average,
+      clip_replica_norm=clip_replica_norm,
+      has_chief_statistics=has_chief_statistics,
+      loss_scale=loss_scale,
+      wire_dtype=wire_dtype,
+      name=name,
+    )
+    self.total_num_replicas = total_num_replicas
+    self.refresh_every = refresh_every
+    self.policy = staleness_lib.combine(policies)
+    self._use_locking = use_locking
+    self._snapshot_reads = snapshot_reads
+    self._per_update = gradients_per_update
+    self._is_inner_built = False
+
+  @property
+  def read_needs(self) -> frozenset[str]:
+    """What `pull` does for this rule, beyond reading every variable."""
+    needs = {"snapshot_reads": self._snapshot_reads}
+    needs["copies"] = self.policy.compensate is not None
+    return frozenset(name for name, is_needed in needs.items() if is_needed)
+
+  def build(
+    self,
+    store: parameter_store.ParameterStore,
+    *,
+    is_sparse: Sequence[bool] | None = None,
+    namespace: resources.Namespace | None = None,
+  ) -> None:
+    """See `UpdateRule.build`."""
+    if any(is_sparse or ()):
+      self._check_sparse()
+    namespace = namespace or store.namespace
+    self.bind(store)
+    self._device = store.device_of_task(0)
+    count = self.total_num_replicas
+    self.admission = async_admission.AsyncAdmission(
+      store, count, self.policy.admits, self._per_update, namespace
+    )
+    self._clocks = staleness_clocks.StalenessClocks(
+      namespace, count, max_lead=self.policy.max_lead, device=self._device
+    )
+    self._own_update = own_update.OwnUpdate(
+      store,
+      self.applier,
+      num_replicas=count,
+      policy=self.policy,
+      use_locking=self._use_locking,
+      snapshot_reads=self._snapshot_reads,
+      gradients_per_update=self._per_update,
+    )
+    self.is_built = True
+
+  def _check_sparse(self) -> None:
+    if self.policy.compensate:
+      raise ValueError(
+        f"`compensate` needs dense gradients. Received: {self.policy.name}."
+      )
+    if self._per_update > 1:
+      raise ValueError(
+        "`gradients_per_update` must be 1 where gradients are sparse."
+        f" Received: {self._per_update}."
+      )
+
+  def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
+    """See `UpdateRule.create`."""
+    if not resumed:
+      self.admission.initialize()
+      self._own_update.initialize()
+      self._clocks.initialize()
+      self.assign_first(values)
+    self._build_inner(is_chief=True)
+    if resumed:
+      # An earlier chief's `apply_updates` may live on at the PS; this ends it.
+      self.interrupt()
+      if (
+        self.admission.has_ended()
+      ):  # Replicas ended it when they lost their chief.
+        self.resume()
+
+  def start(self) -> None:
+    """Does nothing: every update is whole by itself."""
+
+  def _build_inner(self, *, is_chief: bool) -> None:
+    """Builds the inner optimizer, once; the chief first."""
+    if self._is_inner_built:
+      return
+    with tf.init_scope():
+      self.inner.build(self._store, is_chief=is_chief)
+    needs_rate = self.policy.rate_factor and self._per_update == 1
+    if needs_rate and not self.inner.has_adjustable_rate():
+      raise ValueError(
+        "`policies` with `rate_factor` need a Keras optimizer whose learning"
+        f" rate is a number. Received: {self.policy.name}."
+      )
+    if self.inner.has_common_state():
+      raise ValueError(
+        "`optimizer` must not have scalar state that every update changes, as"
+        f" Nadam does. Received: {self.inner.optimizer!r}."
+      )
+    self._is_inner_built = True
+
+  def signature(self) -> dict[str, object]:
+    """See `UpdateRule.signature`."""
+    return {
+      "name": self.name,
+      "total_num_replicas": self.total_num_replicas,
+      "use_locking": self._use_locking,
+      "snapshot_reads": self._snapshot_reads,
+      "has_chief_statistics": self.has_chief_statistics,
+      "policy": self.policy.name,
+      "gradients_per_update": self._per_update,
+      "refresh_every": self.refresh_every,
+      "wire_dtype": self.wire_dtype,
+    }
+
+  # The replica's half.
+
+  def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """See `GradientRule.pull`; notes what policies need to compensate."""
+    return self._own_update.pull(replica)
+
+  @tf.autograph.experimental.do_not_convert
+  def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
+    """As every rule; with `refresh_every`, the state ends in a count."""
+    begun = super().begin(replica)
+    if self.refresh_every > 1:
+      begun.state.append(tf.constant(0, tf.int64))
+    return begun
+
+  @tf.autograph.experimental.do_not_convert
+  def contribute(
+    self,
+    compute: rule_base.ComputeFn,
+    replica: int | tf.Tensor,
+    state: Sequence[tf.Tensor],
+    *,
+    token: step_token.StepToken,
+    records_times: bool = False,
+  ) -> rule_base.ReplicaStep:
+    """As every rule, but reads only every `refresh_every` steps."""
+    if self.refresh_every == 1:
+      return super().contribute(
+        compute, replica, state, token=token, records_times=records_times
+      )
+    *parameters, uses = state
+    step = token.global_step
+    token, computed = self.contribute_batch(
+      compute, replica, parameters, token, records_times
+    )
+    # Refused gradients were too stale: read again.
+    uses = tf.where(token.admitted > 0, uses + 1, self.refresh_every)
+    is_due = uses >= self.refresh_every
+    with tf.control_dependencies([token.global_step]):
+      step, parameters = tf.cond(
+        is_due,
+        lambda: self.pull_contributed(replica),
+        lambda: (step, parameters),
+      )
+    uses = tf.where(is_due, tf.zeros_like(uses), uses)
+    token = self.at_step(token, step)
+    return rule_base.ReplicaStep(token, [*parameters, uses], computed)
+
+  @tf.autograph.experimental.do_not_convert
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[tuple[rule_base.Gradient, tf.Variable | str]],
+    *,
+    replica: int | tf.Tensor,
+    local_step: tf.Tensor,
+    loss: tf.Tensor | float = 0.0,
+    num_examples: tf.Tensor | int = 0,
+    preadmitted_tag: tf.Tensor | None = None,
+  ) -> step_token.StepToken:
+    """Applies one set of gradients; see `GradientRule.apply_gradients`."""
+    del preadmitted_tag
+    self.check_built()
+    self._build_inner(is_chief=False)
+    weight = self._per_update * tf.cast(replica == 0, tf.int32)
+    gradients = self.in_order(grads_and_vars)
+    gradients = self.weigh_statistics(gradients, weight)
+    is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
+    is_sound &= gradient_math.all_finite(gradients, self.wire_dtype)
+    replica, local_step, is_sound, loss, num_examples = (
+      resources.transfer_scalars(
+        self._device, replica, local_step, is_sound, loss, num_examples
+      )
+    )
+    # Wait for the gradient before any clock or lock.
+    with tf.control_dependencies([is_sound]):
+      clock = self._clocks.next_clock(replica)
+      passed = self._clocks.before(replica, clock)
+    with tf.control_dependencies([passed]):
+      admission = self.admission.admit(replica, local_step, is_sound)
+    finish = functools.partial(
+      self.admission.finish, replica, admission.staleness, loss, num_examples
+    )
+    step, *times = self._apply_if_admitted(
+      gradients, replica, admission, finish
+    )
+    with tf.device(self._device):
+      with tf.control_dependencies([step]):
+        passed = self._clocks.after(replica, clock)
+      with tf.control_dependencies([passed]):
+        return step_token.StepToken(
+          tf.cast(admission.admitted, tf.int64),
+          tf.identity(step),
+          tf.constant(step_token.NO_TAG, tf.int64),
+          step_token.pack_times(*times, released=step_token.now()),
+        )
+
+  def _apply_if_admitted(
+    self,
+    gradients: Sequence[rule_base.Gradient],
+    replica: int | tf.Tensor,
+    admission: async_admission.Admission,
+    finish: Callable[[tf.Tensor | bool], tf.Tensor],
+  ) -> tuple[tf.Tensor, tf.Tensor | float, tf.Tensor, tf.Tensor]:
+    """Sends and applies the gradients, if they are admitted.
+
+    Args:
+      gradients: One per element of `store.contributed`.
+      replica: Their replica.
+      admission: The decision on them.
+      finish: As for `OwnUpdate`.
+
+    Returns:
+      The global step to continue from, or `step_token.ENDED`; and, in seconds
+      since 1970, when the gradients were admitted, delivered and applied.
+    """
+    parcels, parts = self._own_update.pack(gradients), None
+    if self.policy.admits is None and self.policy.max_lead != 0:
+      # No policy can refuse: send the gradients without waiting for an answer.
+      parts = self._own_update.send(parcels)
+
+    def apply():
+      return self._own_update(
+        replica,
+        parts or self._own_update.send(parcels),
+        admission.version,
+        admission.staleness,
+        self.admission.pending,
+        finish,
+      )
+
+    def drop():
+      ended = tf.constant(step_token.ENDED, tf.int64)
+      step = tf.where(admission.has_ended, ended, admission.version)
+      return step, step_token.never(), step_token.never()
+
+    with tf.device(self._device):
+      admitted_at = (
+        step_token.NEVER if parts else step_token.now(admission.admitted)
+      )
+      step, *times = tf.cond(admission.admitted, apply, drop)
+    return step, admitted_at, *times
+
+  # The chief's half.
+
+  def stop_at(self, step: int) -> None:
+    """Admits nothing that would take the global step beyond `step`."""
+    self.admission.stop_at(step)
+
+  def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
+    """Waits for updates; returns all since the last call as one.
+
+    See `UpdateRule.apply_updates`.
+    """
+    del max_updates
+    self.check_built()
+    self.inner.refresh()
+    return [self.admission.collect(self.inner.learning_rate)]
+
+  # For the driver that watches and ends the training.
+
+  def counts(self) -> list[results.Counts]:
+    """See `UpdateRule.counts`; late ones were dropped as too stale."""
+    return self.admission.counts()
+
+  def status(self) -> results.StepStatus:
+    """See `UpdateRule.status`; a step needs one contribution."""
+    status = np.full(self.total_num_replicas, protocol.Status.COMPUTING)
+    status[self._clocks.is_waiting().numpy()] = protocol.Status.WAITING
+    status[self.admission.is_lost().numpy()] = protocol.Status.LOST
+    return results.StepStatus(
+      received=0,
+      needed=1,
+      replicas=[
+        results.ReplicaStatus(protocol.Status(s), tag=-1) for s in status
+      ],
+    )
+
+  def declare_lost(self, replica: int, tag: int) -> None:
+    """Lets no replica wait for `replica` until it comes back."""
+    del tag
+    self._lose(replica)
+
+  @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+  def _lose(self, replica):
+    self._clocks.declare_lost(replica)
+    self.admission.declare_lost(replica)
+
+  def interrupt(self) -> None:
+    """See `UpdateRule.interrupt`."""
+    self.admission.wake()
+
+  @tf.function(autograph=False)
+  def end_replicas(self) -> None:
+    """Releases every replica to `step_token.ENDED` from now on."""
+    self.admission.end()
+    self._clocks.open()
+
+  def trace_ahead(self) -> None:
+    """See `UpdateRule.trace_ahead`."""
+    super().trace_ahead()
+    self.end_replicas.get_concrete_function()
+    self.admission.trace_ahead()
+    self._lose.get_concrete_function()
+
+  def suspend(self) -> results.Update | None:
+    """See `OptimizerRule.suspend`."""
+    self.end_replicas()
+    self.admission.await_idleness()
+    return self.admission.collect_rest(self.inner.learning_rate)
+
+  def resume(self) -> None:
+    """See `OptimizerRule.resume`."""
+    self._clocks.initialize()
+    self.admission.resume()
+
+  def release_replica(self, replica: int) -> None:
+    """Ends all replicas, since all have the same chief."""
+    del replica
+    self.end_replicas()
+
+  def close(self) -> None:
+    """See `UpdateRule.close`."""
+    self._clocks.close()
+    self.admission.close()

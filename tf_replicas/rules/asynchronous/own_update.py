@@ -1,0 +1,344 @@
+"""How a replica applies its own gradients on the PS tasks.
+
+It sends the gradients there, compensates and applies them, under locks if asked
+to, or sums several sets first. The matching read is here too (`pull`).
+"""
+
+import functools
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_replicas.rules import step_token
+from tf_replicas.rules.asynchronous import staleness as staleness_lib
+from tf_replicas.runtime import control_flow
+from tf_replicas.runtime import packing
+from tf_replicas.runtime import resources
+from tf_replicas.store import applier
+from tf_replicas.store import parameter_store
+
+
+class _TaskGradients(NamedTuple):
+  """One set of gradients for one PS task, ready to travel.
+
+  Attributes:
+    parcel: How the dense ones travel.
+    dense: The positions of the dense ones among the task's shards.
+    packed: The dense ones, packed.
+    others: For each shard its sparse gradient, or None.
+  """
+
+  parcel: packing.Parcel
+  dense: list[int]
+  packed: list[tf.Tensor]
+  others: list[tf.IndexedSlices | None]
+
+
+class OwnUpdate:
+  """Reads and updates of replicas that do not wait for each other."""
+
+  def __init__(
+    self,
+    store: parameter_store.ParameterStore,
+    update: applier.Applier,
+    *,
+    num_replicas: int,
+    policy: staleness_lib.Policy,
+    use_locking: bool,
+    snapshot_reads: bool,
+    gradients_per_update: int,
+  ):
+    """Creates the locks and copies on the PS tasks, or attaches to them.
+
+    Args:
+      store: The variables.
+      update: Applies gradients.
+      num_replicas: How many replicas there are.
+      policy: What to do about staleness.
+      use_locking: Whether one replica at a time updates on a PS task.
+      snapshot_reads: Whether reads and updates are atomic.
+      gradients_per_update: How many sets of gradients make an update; more
+        than one are summed under one lock for all PS tasks. Checkpoints
+        include an unfinished sum; it is lost if training resumes with another
+        number.
+    """
+    self._per_update = gradients_per_update
+    self._store = store
+    self._update = update
+    self._num_replicas = num_replicas
+    self._policy = policy
+    self._use_locking = use_locking
+    self._snapshot_reads = snapshot_reads
+    with tf.device(store.device_of_task(0)):
+      self._version = store.namespace.mutex("async/version")
+    self._locks = []
+    for task in range(store.num_tasks):
+      with tf.device(store.device_of_task(task)):
+        self._locks.append(store.namespace.mutex(f"async/lock/{task}"))
+    self._make_copies()
+    # Position in the store -> the sums for the update to come, by shard.
+    self._sums: dict[int, list[tf.Variable]] = {}
+    self._has_sum = [False] * len(store.contributed)
+    if gradients_per_update > 1:
+      # Hold the lock while saving: the sums and their count must agree.
+      store.lock = self._version
+      kind = f"sums_{gradients_per_update}"
+      for index in store.contributed:
+        self._sums[index] = store.create_like(index, kind)
+
+  def initialize(self) -> None:
+    """Resets the sums. The chief calls it once, in a new training."""
+    for sums in self._sums.values():
+      for total in sums:
+        total.assign(tf.zeros(total.shape, total.dtype))
+
+  def _make_copies(self) -> None:
+    """Creates what each replica has read, for policies that compensate."""
+    self._copies: dict[tuple[int, int], list[tf.Variable]] = {}
+    for index in self._store.trainable if self._policy.compensate else ():
+      for number, variable in enumerate(self._store.variables(index)):
+        with tf.device(variable.device):
+          self._copies[index, number] = [
+            self._store.namespace.variable(
+              f"async/read/{r}/{variable.path}", variable.shape, variable.dtype
+            )
+            for r in range(self._num_replicas)
+          ]
+
+  @tf.autograph.experimental.do_not_convert
+  def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """Reads the variables; to be used inside a `tf.function`.
+
+    Args:
+      replica: The replica that reads, in [0, total_num_replicas).
+
+    Returns:
+      As `ParameterStore.pull`.
+    """
+
+    def read_shard(index, number):
+      value = self._store.variables(index)[number].read_value()
+      copies = self._copies.get((index, number))
+      if copies:
+        copied = resources.switch(
+          replica,
+          copies,
+          lambda copy: control_flow.done(copy.assign(value, read_value=False)),
+        )
+        with tf.control_dependencies([copied]):
+          value = tf.identity(value)
+      return value
+
+    def read():
+      step = self._store.read_global_step()
+      with tf.control_dependencies([step]):
+        values = self._store.read(read_shard, self._store.wire_item)
+        return [step, *values]
+
+    step, *values = self._version.hold(read) if self._snapshot_reads else read()
+    return step, values
+
+  def __call__(
+    self,
+    replica: int | tf.Tensor,
+    parts: Sequence[Sequence[parameter_store.Gradient]],
+    version: tf.Tensor,
+    staleness: tf.Tensor,
+    pending: tf.Variable,
+    finish: Callable[[tf.Tensor | bool], tf.Tensor],
+  ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Applies what was sent; to be used inside a `tf.function`.
+
+    Args:
+      replica: The replica that computed the gradients.
+      parts: As `send` returned them.
+      version: int64 scalar, the updates before this one.
+      staleness: int64 scalar.
+      pending: int64 scalar, the sets in the sums; `finish` changes it.
+      finish: Counts this set; called with whether it completed an update.
+
+    Returns:
+      What `finish` returned; and, as float64 seconds since 1970, when the
+      gradients had arrived and when the update was made.
+    """
+    present = self._present(parts)
+    arrived = [_values(g) for task in parts for g in task if g is not None]
+    with tf.device(self._store.device_of_task(0)):
+      arrived_at = step_token.now(
+        *(_values(g) for g in parts[0] if g is not None)
+      )
+    factor = None
+    if self._policy.rate_factor is not None:
+      factor = self._policy.rate_factor(tf.cast(staleness, tf.float32))
+
+    def apply_at_once():
+      updated = self._update(
+        present,
+        version,
+        parts.__getitem__,
+        1,
+        locks=self._locks if self._use_locking else None,
+        transform=functools.partial(self._compensate_all, replica),
+        rate_factor=factor,
+      )
+      with tf.control_dependencies([updated]):
+        return [finish(True)]
+
+    def add_up():
+      is_update = pending.read_value() + 1 >= self._per_update
+      summed = self._add(replica, parts, factor)
+      with tf.control_dependencies([summed]):
+        updated = control_flow.run_if(
+          is_update, lambda: self._apply_sums(present, version)
+        )
+      with tf.control_dependencies([updated]):
+        return [finish(is_update)]
+
+    if self._per_update == 1 and not self._snapshot_reads:
+      (step,) = apply_at_once()
+    else:
+      body = apply_at_once if self._per_update == 1 else add_up
+      (step,) = self._version.hold(body, after=arrived)
+    with tf.device(self._store.device_of_task(0)):
+      return step, arrived_at, step_token.now(step)
+
+  def _present(self, parts) -> list[bool]:
+    """Which of the store's `contributed` have a gradient."""
+    present = [False] * len(self._store.contributed)
+    for task, gradients in enumerate(parts):
+      shards = self._store.contributed_shards(task)
+      for (position, _), gradient in zip(shards, gradients, strict=True):
+        present[position] |= gradient is not None
+    return present
+
+  def _add(self, replica, parts, factor) -> tf.Tensor:
+    """Adds one set of gradients to the sums."""
+
+    @tf.function(autograph=False)
+    def add():
+      for task, gradients in enumerate(parts):
+        with tf.device(self._store.device_of_task(task)):
+          shards = self._store.contributed_shards(task)
+          for owner, gradient in zip(shards, gradients, strict=True):
+            if gradient is not None:
+              self._add_one(replica, owner, gradient, factor)
+      return tf.constant(True)
+
+    return add()
+
+  def _add_one(self, replica, owner, gradient, factor) -> None:
+    position, number = owner
+    index = self._store.contributed[position]
+    is_trained = position < len(self._store.trainable)
+    if self._policy.compensate is not None and is_trained:
+      gradient = self._compensated(replica, (index, number), gradient)
+    if factor is not None and is_trained:
+      gradient *= tf.cast(factor, gradient.dtype)
+    self._sums[index][number].assign_add(gradient)
+
+  def _apply_sums(self, present, version) -> tf.Tensor:
+    """Applies the means and resets the sums.
+
+    A set may lack a gradient that an earlier set had. All variables for which
+    any set of this process had a gradient are updated; other sums are kept.
+    """
+    self._has_sum = [
+      a or b for a, b in zip(self._has_sum, present, strict=True)
+    ]
+    present = list(self._has_sum)
+
+    def take(task):
+      taken = []
+      for position, number in self._store.contributed_shards(task):
+        total = self._sums[self._store.contributed[position]][number]
+        value = tf.identity(total.read_value())
+        if present[position]:
+          with tf.control_dependencies([value]):
+            total.assign(tf.zeros(total.shape, total.dtype))
+        taken.append(value)
+      return taken
+
+    return self._update(present, version, take, self._per_update)
+
+  def _compensated(self, replica, owner, gradient) -> tf.Tensor:
+    """The gradient of shard `owner`, compensated by the policy."""
+    index, number = owner
+    read = resources.switch(
+      replica, self._copies[owner], lambda copy: copy.read_value()
+    )
+    now = self._store.variables(index)[number].read_value()
+    return self._policy.compensate(gradient, now, read)
+
+  def _compensate_all(
+    self, replica: int | tf.Tensor, pairs: Sequence[applier.Pair]
+  ) -> list[applier.Pair]:
+    """(gradient, variable) pairs of one PS task, compensated by the policy."""
+    if self._policy.compensate is None:
+      return list(pairs)
+    owners = {
+      self._store.variables(index)[number].path: (index, number)
+      for index, number in self._copies
+    }
+    return [
+      (self._compensated(replica, owners[variable.path], gradient), variable)
+      for gradient, variable in pairs
+    ]
+
+  def pack(
+    self, gradients: Sequence[parameter_store.Gradient]
+  ) -> list[_TaskGradients]:
+    """Packs one set of gradients; to be used inside a `tf.function`.
+
+    Args:
+      gradients: One per element of the store's `contributed`, whole or None.
+
+    Returns:
+      For each PS task, what to send there; on the current device.
+    """
+    by_task = []
+    for task, parts in enumerate(self._store.split_by_task(gradients)):
+      dense = [i for i, g in enumerate(parts) if isinstance(g, tf.Tensor)]
+      parcel = self._store.parcel(task, dense)
+      packed = parcel.pack([parts[i] for i in dense])
+      others = [None if isinstance(g, tf.Tensor) else g for g in parts]
+      by_task.append(_TaskGradients(parcel, dense, packed, others))
+    return by_task
+
+  def send(
+    self, by_task: Sequence[_TaskGradients]
+  ) -> list[list[parameter_store.Gradient]]:
+    """Sends packed gradients; to be used inside a `tf.function`.
+
+    Returns:
+      For each PS task the gradients of its `contributed_shards`, on that task.
+    """
+    arrived = []
+    for task, (parcel, dense, packed, others) in enumerate(by_task):
+      shards = self._store.contributed_shards(task)
+      parts = [
+        None if rows is None else self._send_rows(task, shard, rows)
+        for shard, rows in zip(shards, others, strict=True)
+      ]
+      with tf.device(self._store.device_of_task(task)):
+        tensors = parcel.unpack([tf.identity(p) for p in packed])
+      for i, tensor in zip(dense, tensors, strict=True):
+        parts[i] = tensor
+      arrived.append(parts)
+    return arrived
+
+  def _send_rows(
+    self, task: int, shard: tuple[int, int], rows: tf.IndexedSlices
+  ) -> tf.IndexedSlices:
+    """The rows of a sparse gradient on its PS task, as the variable's dtype."""
+    owner = self._store.contributed[shard[0]], shard[1]
+    sent = tf.cast(rows.values, self._store.wire_item(*owner).dtype)
+    with tf.device(self._store.device_of_task(task)):
+      values = tf.cast(tf.identity(sent), self._store.item(*owner).dtype)
+      indices = tf.identity(rows.indices)
+      return tf.IndexedSlices(values, indices, rows.dense_shape)
+
+
+def _values(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+  return getattr(gradient, "values", gradient)

@@ -1,0 +1,129 @@
+"""Policies for stale gradients: pure functions that can be combined.
+
+The *staleness* of a gradient is the number of updates between the read of the
+variables it was computed from and its own application.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """What an asynchronous rule does about stale gradients; all optional.
+
+  For example, a rate that falls with the root of the staleness:
+
+      Policy("root", rate_factor=lambda s: tf.math.rsqrt(s + 1.0))
+
+  Attributes:
+    name: Names the policy; equal in all programs of a training.
+    admits: Maps the staleness, an int64 scalar, to a bool scalar: whether the
+      gradients are applied. Refused sets are dropped as a whole, and counted.
+    rate_factor: Maps the staleness, a float32 scalar, to a factor of the
+      learning rate.
+    compensate: Maps (gradient, variable now, variable when it was read), dense
+      tensors of one shape, to the gradient to apply.
+    max_lead: How many updates a replica may be ahead of the slowest; it waits
+      before it reads if it is further ahead.
+  """
+
+  name: str
+  admits: Callable[[tf.Tensor], tf.Tensor] | None = None
+  rate_factor: Callable[[tf.Tensor], tf.Tensor] | None = None
+  compensate: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor] | None = (
+    None
+  )
+  max_lead: int | None = None
+
+  def __post_init__(self):
+    if self.max_lead is not None and self.max_lead < 0:
+      raise ValueError(
+        f"`max_lead` must not be negative. Received: {self.max_lead}."
+      )
+
+
+def drop_stale(max_staleness: int) -> Policy:
+  """Drops gradients staler than `max_staleness`.
+
+  After `DropStaleGradientOptimizer` of TF1's contrib; here the decision is
+  exact even if several replicas ask at once.
+
+  Raises:
+    ValueError: If `max_staleness` is negative.
+  """
+  if max_staleness < 0:
+    raise ValueError(
+      f"`max_staleness` must not be negative. Received: {max_staleness}."
+    )
+  return Policy(
+    f"drop_stale({max_staleness})", admits=lambda s: s <= max_staleness
+  )
+
+
+def bounded_staleness(max_lead: int) -> Policy:
+  """Lets no replica read while it is more than `max_lead` updates ahead.
+
+  After the stale-synchronous parameter server (Ho et al. 2013, section 2): a
+  read includes all updates of every replica except its last `max_lead`. With 0
+  all replicas read the same variables, and all apply before any reads again: a
+  synchronous step, applied in M parts. Without this policy no replica waits.
+  """
+  return Policy(f"bounded_staleness({max_lead})", max_lead=max_lead)
+
+
+def staleness_aware() -> Policy:
+  """Divides the learning rate by the staleness, if that is more than 1.
+
+  Zhang et al. 2015, "Staleness-aware async-SGD", section 3.
+  """
+  return Policy(
+    "staleness_aware", rate_factor=lambda s: 1.0 / tf.maximum(s, 1.0)
+  )
+
+
+def delay_compensated(variance: float) -> Policy:
+  """Adds `variance * g * g * (now - read)` to a gradient `g`.
+
+  DC-ASGD with a constant factor (Zheng et al. 2017, section 4);
+  `DelayCompensatedGradientDescentOptimizer` of TF1's contrib calls it
+  `variance_parameter`.
+  """
+  return Policy(
+    f"delay_compensated({variance})",
+    compensate=lambda g, now, read: g + variance * g * g * (now - read),
+  )
+
+
+def combine(policies: Sequence[Policy]) -> Policy:
+  """Combines policies into one.
+
+  All must admit, factors are multiplied, compensations run in order, and the
+  smallest `max_lead` holds.
+  """
+  admits = [p.admits for p in policies if p.admits]
+  factors = [p.rate_factor for p in policies if p.rate_factor]
+  compensations = [p.compensate for p in policies if p.compensate]
+  leads = [p.max_lead for p in policies if p.max_lead is not None]
+
+  def all_admit(staleness):
+    return tf.reduce_all([admit(staleness) for admit in admits])
+
+  def product(staleness):
+    return tf.reduce_prod([factor(staleness) for factor in factors])
+
+  def compensate(gradient, now, read):
+    for step in compensations:
+      gradient = step(gradient, now, read)
+    return gradient
+
+  return Policy(
+    "+".join(p.name for p in policies) or "none",
+    admits=all_admit if admits else None,
+    rate_factor=product if factors else None,
+    compensate=compensate if compensations else None,
+    max_lead=min(leads, default=None),
+  )

@@ -1,0 +1,285 @@
+"""Barriers that no replica passes far ahead of the slowest one.
+
+All objects live on PS task 0: the clock of each replica, which counts how often
+it came to the barrier; the tag under which it waits there; and one queue per
+replica that lets it pass. One pure function of tensors, `arrive`, changes the
+clocks, under a lock.
+"""
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_replicas.rules import reply_queues
+from tf_replicas.rules import step_token
+from tf_replicas.runtime import control_flow
+from tf_replicas.runtime import resources
+
+# In place of a replica, or of the tag of a replica that does not wait.
+NOBODY = -1
+# The clock of a lost replica: no other replica waits for it.
+LOST = 1 << 60
+
+
+class State(NamedTuple):
+  """The state of a barrier; int64 [R] each.
+
+  Attributes:
+    clocks: How often each replica came to the barrier, or `LOST`.
+    waiting: The tag under which it waits there, or `NOBODY`.
+  """
+
+  clocks: tf.Tensor
+  waiting: tf.Tensor
+
+
+def arrive(
+  state: State,
+  replica: tf.Tensor | int,
+  clock: tf.Tensor | int,
+  tag: tf.Tensor | int,
+  max_lead: int,
+  is_open: tf.Tensor | bool = False,
+) -> tuple[State, tf.Tensor]:
+  """Lets `replica` arrive at the barrier, or be lost; pure.
+
+  Args:
+    state: The state before.
+    replica: int64 scalar; `NOBODY` changes no clock.
+    clock: int64 scalar, how often it came, this time included, or `LOST`.
+    tag: int64 scalar, the tag under which it waits; `NOBODY` if it does not.
+    max_lead: How far ahead of the slowest a replica may pass.
+    is_open: bool scalar, whether all replicas may pass.
+
+  Returns:
+    The state after it, and the tag of each replica that may pass now, int64
+    [R]; `NOBODY` for the others.
+  """
+  num_replicas = state.clocks.shape[0]
+  this = tf.range(num_replicas, dtype=tf.int64) == replica
+  clocks = tf.where(this, clock, state.clocks)
+  waiting = tf.where(this, tag, state.waiting)
+  nobody = tf.constant(NOBODY, tf.int64)
+  is_near = clocks - tf.reduce_min(clocks) <= max_lead
+  may_pass = (waiting != nobody) & (is_near | is_open)
+  passing = tf.where(may_pass, waiting, nobody)
+  return State(clocks, tf.where(may_pass, nobody, waiting)), passing
+
+
+class Barrier:
+  """One barrier."""
+
+  def __init__(
+    self,
+    namespace: resources.Namespace,
+    num_replicas: int,
+    *,
+    max_lead: int,
+    device: str,
+  ):
+    """Creates the objects on `device`, or attaches to them.
+
+    Args:
+      namespace: For this barrier alone.
+      num_replicas: R.
+      max_lead: How far ahead of the slowest a replica may pass.
+      device: The device of PS task 0.
+    """
+    self._max_lead = max_lead
+    self._device = device
+    self._num_replicas = num_replicas
+    with tf.device(device):
+      self._lock = namespace.mutex("lock")
+      self._state = State(
+        *[
+          namespace.variable(k, [num_replicas], tf.int64) for k in State._fields
+        ]
+      )
+      self._is_open = namespace.variable("open", [], tf.bool)
+      self._passes = [
+        namespace.queue(f"pass/{r}", [tf.int64]) for r in range(num_replicas)
+      ]
+
+  def initialize(self) -> None:
+    """Resets the clocks. The chief calls it once, in a new training."""
+    zeros = tf.zeros([self._num_replicas], tf.int64)
+    self._is_open.assign(False)
+    self._state.clocks.assign(zeros)
+    self._state.waiting.assign(zeros + NOBODY)
+
+  def clocks(self) -> tf.Tensor:
+    """int64 [R]: how often each replica came, or `LOST`."""
+    with tf.device(self._device):
+      return self._state.clocks.read_value()
+
+  def is_waiting(self) -> tf.Tensor:
+    """bool [R]: whether each replica waits at this barrier."""
+    return self._state.waiting.read_value() != NOBODY
+
+  def enter(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
+    """Comes to the barrier for the `clock`th time and waits until it may pass.
+
+    To be used inside a `tf.function`.
+
+    Args:
+      replica: The replica that comes.
+      clock: int64 scalar, from `StalenessClocks.next_clock`.
+
+    Returns:
+      A tensor; a control dependency on it waits until the replica may pass.
+
+    Raises:
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: After `close`, at
+        run time.
+    """
+    with tf.device(self._device):
+      tag = step_token.microseconds(step_token.now())
+      (tag,) = self._arrive(replica, clock, tag)
+      with tf.control_dependencies([tag]):
+        _, is_anothers = reply_queues.take_own(
+          self._passes, replica, tag, lambda passed: passed
+        )
+      with tf.control_dependencies([is_anothers]):
+        return tf.identity(tag)
+
+  def _arrive(self, replica, clock, tag) -> list[tf.Tensor]:
+    """Changes the state under the lock; returns `tag` when that is done."""
+
+    def change():
+      state = State(*[v.read_value() for v in self._state])
+      this = tf.range(self._num_replicas, dtype=tf.int64) == replica
+      # A waiter left behind by a killed client would take the next pass:
+      # release it first.
+      self._send(tf.where(this, state.waiting, tf.constant(NOBODY, tf.int64)))
+      is_open = self._is_open.read_value()
+      state, passing = arrive(
+        state, replica, clock, tag, self._max_lead, is_open
+      )
+      for variable, value in zip(self._state, state, strict=True):
+        variable.assign(value)
+      self._send(passing)
+      return [tf.identity(tag)]
+
+    return self._lock.hold(change)
+
+  def _send(self, tags: tf.Tensor) -> None:
+    for r, queue in enumerate(self._passes):
+      control_flow.run_if(
+        tags[r] != NOBODY,
+        lambda r=r, queue=queue: queue.enqueue([tags[r]]),
+      )
+
+  def declare_lost(self, replica: tf.Tensor) -> None:
+    """Lets no replica wait for `replica` until it comes again."""
+    with tf.device(self._device):
+      self._arrive(
+        replica, tf.constant(LOST, tf.int64), tf.constant(NOBODY, tf.int64)
+      )
+
+  def open(self) -> None:
+    """Lets all replicas pass from now on; inside a `tf.function`."""
+    with tf.device(self._device):
+      self._is_open.assign(True)
+      nobody = tf.constant(NOBODY, tf.int64)
+      self._arrive(nobody, nobody, nobody)
+
+  def close(self) -> None:
+    """Closes the queues: waiting replicas get `OutOfRangeError`."""
+    for queue in self._passes:
+      queue.close()
+
+
+class StalenessClocks:
+  """The barriers of one step: after a replica's update, and maybe before it.
+
+  After its update a replica waits until no other is more than `max_lead`
+  updates behind, so that its next read includes all updates of every replica
+  except the last `max_lead` (Ho et al. 2013, section 2). If `max_lead` is 0, it
+  also waits before its update until all replicas have computed, so that no read
+  includes an update of the same step.
+  """
+
+  def __init__(
+    self,
+    namespace: resources.Namespace,
+    num_replicas: int,
+    *,
+    max_lead: int | None,
+    device: str,
+  ):
+    """Creates the objects on `device`, or attaches to them.
+
+    Args:
+      namespace: For these barriers alone.
+      num_replicas: R.
+      max_lead: How many updates a replica may be ahead of the slowest. None:
+        no limit; there is no barrier.
+      device: The device of PS task 0.
+    """
+    self._device = device
+    self._num_replicas = num_replicas
+
+    def barrier(name: str) -> Barrier:
+      return Barrier(
+        namespace.child(f"gates/{name}"),
+        num_replicas,
+        max_lead=max_lead,
+        device=device,
+      )
+
+    self._after = None if max_lead is None else barrier("after")
+    self._before = barrier("before") if max_lead == 0 else None
+    self._barriers = [b for b in (self._after, self._before) if b is not None]
+
+  def initialize(self) -> None:
+    """Resets the clocks. The chief calls it once, in a new training."""
+    for barrier in self._barriers:
+      barrier.initialize()
+
+  def next_clock(self, replica: int | tf.Tensor) -> tf.Tensor:
+    """The clock of `replica` with this step: int64 scalar.
+
+    To be used inside a `tf.function`. A lost replica that comes back gets the
+    clock of the slowest.
+    """
+    with tf.device(self._device):
+      if self._after is None:
+        return tf.zeros([], tf.int64)
+      clock = self._after.clocks()
+      clock = tf.where(clock < LOST, clock, tf.reduce_min(clock))
+      clock = tf.where(clock < LOST, clock, 0)
+      return tf.gather(clock, replica) + 1
+
+  def before(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
+    """Passes the barrier before the update; see `Barrier.enter`."""
+    if self._before is None:
+      return clock
+    return self._before.enter(replica, clock)
+
+  def after(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
+    """Passes the barrier after the update; see `Barrier.enter`."""
+    if self._after is None:
+      return clock
+    return self._after.enter(replica, clock)
+
+  def is_waiting(self) -> tf.Tensor:
+    """bool [num_replicas]: whether each replica waits at a barrier."""
+    is_waiting = tf.zeros([self._num_replicas], tf.bool)
+    for barrier in self._barriers:
+      is_waiting |= barrier.is_waiting()
+    return is_waiting
+
+  def declare_lost(self, replica: tf.Tensor) -> None:
+    """Lets no replica wait for `replica` until it comes again."""
+    for barrier in self._barriers:
+      barrier.declare_lost(replica)
+
+  def open(self) -> None:
+    """Lets all replicas pass from now on; inside a `tf.function`."""
+    for barrier in self._barriers:
+      barrier.open()
+
+  def close(self) -> None:
+    """Closes the queues: waiting replicas get `OutOfRangeError`."""
+    for barrier in self._barriers:
+      barrier.close()

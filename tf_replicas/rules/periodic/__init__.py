@@ -1,0 +1,1 @@
+"""Local training with periodic exchanges: model and elastic averaging."""

@@ -1,0 +1,436 @@
+"""Local steps: a replica applies several batches to its own copy.
+
+This is what replicas do between two exchanges in `periodic_averaging`. Copy and
+slots are tensors that a replica carries from batch to batch, since a worker of
+the in-graph driver has no variables of its own. Only the learning rate, once
+per period, and the end of training are read from PS task 0.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import base as rule_base
+from tf_replicas.runtime import patches
+from tf_replicas.runtime import resources
+from tf_replicas.store import gradient_math
+from tf_replicas.store import inner_optimizer
+from tf_replicas.store import parameter_store
+
+Parameters = Sequence[tf.Tensor]
+
+
+class LocalOptimizer:
+  """A Keras optimizer without variables: state in, state out.
+
+  Keras' `stateless_apply` does the same, but not with TensorFlow (Keras 3.15).
+
+  Attributes:
+    optimizer: The Keras optimizer.
+  """
+
+  def __init__(self, optimizer: keras.optimizers.Optimizer):
+    """Wraps `optimizer`, which must not be built yet.
+
+    Raises:
+      TypeError: If it is not a Keras optimizer.
+      ValueError: If its learning rate is not a number, or an option of it is
+        not supported here.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+      raise TypeError(
+        f"`optimizer` must be a Keras optimizer. Received: {optimizer!r}."
+      )
+    _check(optimizer)
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+      raise ValueError(
+        "`optimizer` must have a number as its learning rate; the chief may"
+        f" change it. Received: {optimizer._learning_rate!r}."
+      )
+    self.optimizer = optimizer
+
+  @property
+  def learning_rate(self) -> float:
+    """The rate in this client; `apply` takes it as an argument."""
+    return float(self.optimizer._learning_rate.numpy())
+
+  @learning_rate.setter
+  def learning_rate(self, rate: float) -> None:
+    self.optimizer.learning_rate = rate
+
+  def copy(self) -> "LocalOptimizer":
+    """An optimizer with the same settings that shares no state."""
+    made = type(self.optimizer).from_config(self.optimizer.get_config())
+    name = "_exclude_from_weight_decay_pattern"  # Not in the configuration.
+    if hasattr(self.optimizer, name):
+      setattr(made, name, getattr(self.optimizer, name))
+    return LocalOptimizer(made)
+
+  def build(self, store: parameter_store.ParameterStore) -> None:
+    """Prepares for the trainable variables of `store`.
+
+    Raises:
+      ValueError: If the optimizer is built already.
+    """
+    if self.optimizer.built:
+      raise ValueError(
+        "`optimizer` must not be built yet, for its slots belong to each"
+        f" replica. Received: {self.optimizer!r}."
+      )
+    specs = [store.specs[index] for index in store.trainable]
+    namespace = store.namespace.child("patterns")
+    with tf.init_scope(), tf.device("/device:CPU:0"):
+      # Never assigned: they only have shapes.
+      self._patterns = [
+        namespace.variable(spec.path, spec.shape, spec.dtype, trainable=True)
+        for spec in specs
+      ]
+      self.optimizer.build(self._patterns)
+    self._state = [
+      variable
+      for variable in self.optimizer.variables
+      if variable is not self.optimizer._learning_rate
+    ]
+    self._first = [variable.numpy() for variable in self._state]
+
+  def new_state(self) -> list[tf.Tensor]:
+    """The slots and the step count before the first step."""
+    return [_constant(value) for value in self._first]
+
+  def apply(
+    self,
+    gradients: Sequence[tf.Tensor | None],
+    parameters: Sequence[tf.Tensor],
+    state: Sequence[tf.Tensor],
+    rate: tf.Tensor,
+  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """One step of the optimizer.
+
+    Args:
+      gradients: One per parameter, dense; None leaves the parameter alone.
+      parameters: One tensor per trainable variable of the store.
+      state: As `new_state` or an earlier call returned it.
+      rate: The learning rate, a scalar.
+
+    Returns:
+      The parameters and the state after it.
+    """
+    cells = [
+      inner_optimizer.TensorVariable(value, like)
+      for value, like in zip(parameters, self._patterns, strict=True)
+    ]
+    slots = [inner_optimizer.TensorVariable(value) for value in state]
+    pairs = [
+      (gradient, cell)
+      for gradient, cell in zip(gradients, cells, strict=True)
+      if gradient is not None
+    ]
+    if not pairs:
+      return list(parameters), list(state)
+    with patches.outside_strategy(), keras.StatelessScope() as scope:
+      scope.add_update((self.optimizer._learning_rate, rate))
+      for update in zip(self._state, slots, strict=True):
+        scope.add_update(update)
+      self.optimizer.apply(*zip(*pairs, strict=True))
+      new = [scope.get_current_value(variable) for variable in self._state]
+    return [cell.value for cell in cells], [_value(slot) for slot in new]
+
+
+class Local(NamedTuple):
+  """The result of a period.
+
+  Attributes:
+    parameters: The copy after it, one tensor per element of the store's
+      `contributed`: the trainable variables, then statistics.
+    slots: The local optimizer's state after it.
+    totals: For each of them the sum of its gradients, for a statistic the
+      whole change; None for a variable without gradient. Empty if not wanted.
+    loss: float64 scalar, the mean over all examples; NaN if a number was not
+      finite.
+    num_examples: int64 scalar.
+  """
+
+  parameters: list[tf.Tensor]
+  slots: list[tf.Tensor]
+  totals: list[tf.Tensor | None]
+  loss: tf.Tensor
+  num_examples: tf.Tensor
+
+
+class _Progress(NamedTuple):
+  """What the local steps carry from batch to batch; see `Local`."""
+
+  parameters: list[tf.Tensor]
+  slots: list[tf.Tensor]
+  totals: list[tf.Tensor]
+  loss: tf.Tensor
+  num_examples: tf.Tensor
+  count: tf.Tensor
+  may_go_on: tf.Tensor
+
+
+class LocalSteps:
+  """The local steps of all replicas of one training.
+
+  Attributes:
+    period: How many batches a replica trains on between two exchanges.
+  """
+
+  def __init__(
+    self,
+    optimizer: LocalOptimizer,
+    period: int,
+    loss_scale: float | None = None,
+  ):
+    """Puts the parts together.
+
+    Args:
+      optimizer: Makes each step.
+      period: The number of local steps between two exchanges.
+      loss_scale: The loss is multiplied by it, and gradients are divided by it.
+
+    Raises:
+      TypeError, ValueError: If an argument is invalid.
+    """
+    rule_base.check_count("period", period)
+    rule_base.check_positive("loss_scale", loss_scale)
+    self.period = period
+    self._optimizer = optimizer
+    self._loss_scale = loss_scale
+    self._told: float | None = None
+
+  def build(
+    self,
+    store: parameter_store.ParameterStore,
+    namespace: resources.Namespace,
+  ) -> None:
+    """Attaches to the objects on PS task 0, in `namespace`, or creates them."""
+    self._optimizer.build(store)
+    self._num_trainable = len(store.trainable)
+    with tf.device(store.device_of_task(0)):
+      self._rate = namespace.variable("local/rate", [], tf.float32)
+      self._has_ended = namespace.variable("local/ended", [], tf.bool)
+
+  def new_slots(self) -> list[tf.Tensor]:
+    """The local optimizer's state before the first step."""
+    return self._optimizer.new_state()
+
+  # The chief's half.
+
+  @property
+  def learning_rate(self) -> float:
+    """The learning rate in this client."""
+    return self._optimizer.learning_rate
+
+  def set_learning_rate(self, rate: float) -> None:
+    """Changes the learning rate; `refresh` tells the replicas."""
+    self._optimizer.learning_rate = rate
+
+  def initialize(self) -> None:
+    """The chief calls it once, in a new training."""
+    self._has_ended.assign(False)
+
+  def refresh(self) -> float:
+    """Tells the replicas a new learning rate; returns the present one."""
+    rate = self.learning_rate
+    if rate != self._told:
+      self._rate.assign(rate)
+      self._told = rate
+    return rate
+
+  def end(self) -> None:
+    """Lets every replica end its period after the current batch."""
+    self._has_ended.assign(True)
+
+  # The replica's half.
+
+  def _scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+    return loss if self._loss_scale is None else loss * self._loss_scale
+
+  def __call__(
+    self,
+    compute: rule_base.ComputeFn,
+    parameters: Parameters,
+    slots: Sequence[tf.Tensor],
+    *,
+    pull_back: Callable[[tf.Tensor, int], tf.Tensor] | None = None,
+    wants_totals: bool = False,
+  ) -> Local:
+    """Trains on the batches of one period; inside a `tf.function`.
+
+    Stops early at a gradient or a loss that is not finite, and when training
+    has ended.
+
+    Args:
+      compute: Computes the gradients of the next batch.
+      parameters: One tensor per element of the store's `contributed`.
+      slots: As `new_slots` or the last period returned them.
+      pull_back: Maps a parameter and its position to a term that is added to
+        its gradient.
+      wants_totals: Whether to sum the gradients.
+
+    Returns:
+      The result of the period.
+    """
+    rate = tf.identity(self._rate.read_value())
+    has_gradient: list[bool] = []
+
+    def one_batch(progress):
+      has_ended = tf.identity(self._has_ended.read_value())
+      result = compute(progress.parameters, self._scale_loss)
+      gradients = self._finish(result.gradients)
+      # The same for every batch, and known once this is traced.
+      has_gradient[:] = [gradient is not None for gradient in gradients]
+      stepped = self._step(progress, gradients, rate, pull_back)
+      return [_add_batch(progress, stepped, result, gradients, has_ended)]
+
+    first = _Progress(
+      list(parameters),
+      list(slots),
+      [tf.zeros_like(p) for p in parameters] if wants_totals else [],
+      loss=tf.constant(0.0, tf.float64),
+      num_examples=tf.constant(0, tf.int64),
+      count=tf.constant(0),
+      may_go_on=tf.constant(True),
+    )
+    (last,) = tf.while_loop(
+      lambda progress: (progress.count < self.period) & progress.may_go_on,
+      one_batch,
+      [first],
+    )
+    return Local(
+      last.parameters,
+      last.slots,
+      [t if has_gradient[i] else None for i, t in enumerate(last.totals)],
+      last.loss / tf.cast(last.num_examples, tf.float64),
+      last.num_examples,
+    )
+
+  def _step(
+    self, progress: _Progress, gradients, rate, pull_back
+  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Parameters and slots after one step; statistics just move."""
+    count = self._num_trainable
+    trained, statistics = (
+      progress.parameters[:count],
+      progress.parameters[count:],
+    )
+    gradients, moves = gradients[:count], gradients[count:]
+    if pull_back is not None:
+      gradients = [
+        None if gradient is None else gradient + pull_back(parameter, i)
+        for i, (gradient, parameter) in enumerate(
+          zip(gradients, trained, strict=True)
+        )
+      ]
+    trained, slots = self._optimizer.apply(
+      gradients, trained, progress.slots, rate
+    )
+    statistics = [
+      value if move is None else value - move
+      for value, move in zip(statistics, moves, strict=True)
+    ]
+    return [*trained, *statistics], slots
+
+  def _finish(
+    self, gradients: Sequence[parameter_store.Gradient]
+  ) -> list[tf.Tensor | None]:
+    """Gradients as they are applied: dense, and of the loss itself."""
+    count = self._num_trainable
+    return [
+      *map(self._finish_one, gradients[:count]),
+      *gradients[count:],  # The moves of statistics.
+    ]
+
+  def _finish_one(self, gradient: parameter_store.Gradient) -> tf.Tensor | None:
+    if gradient is None:
+      return None
+    if self._loss_scale is not None:
+      gradient = gradient_math.scaled(gradient, 1 / self._loss_scale)
+    return tf.convert_to_tensor(gradient)
+
+
+def _add_batch(
+  progress: _Progress,
+  stepped: tuple[list[tf.Tensor], list[tf.Tensor]],
+  result: model_replica.Gradients,
+  gradients: Sequence[tf.Tensor | None],
+  has_ended: tf.Tensor,
+) -> _Progress:
+  """The progress after a batch.
+
+  Args:
+    progress: Before it.
+    stepped: Parameters and slots after it.
+    result: What was computed from the batch.
+    gradients: Its gradients as they were applied.
+    has_ended: Whether training has ended.
+  """
+  is_sound = tf.math.is_finite(result.loss)
+  is_sound &= gradient_math.all_finite(gradients)
+  loss = tf.cast(result.loss, tf.float64)
+  loss *= tf.cast(result.num_examples, tf.float64)
+  nan = tf.constant(float("nan"), tf.float64)
+  totals = progress.totals and [
+    total if gradient is None else total + gradient
+    for total, gradient in zip(progress.totals, gradients, strict=True)
+  ]
+  parameters, slots = stepped
+  return _Progress(
+    parameters,
+    slots,
+    totals,
+    progress.loss + tf.where(is_sound, loss, nan),
+    progress.num_examples + result.num_examples,
+    progress.count + 1,
+    is_sound & ~has_ended,
+  )
+
+
+def _value(slot: tf.Tensor | inner_optimizer.TensorVariable) -> tf.Tensor:
+  """A slot's value; what Keras assigns itself is a tensor already."""
+  return (
+    slot.value if isinstance(slot, inner_optimizer.TensorVariable) else slot
+  )
+
+
+def _constant(value: np.ndarray) -> tf.Tensor:
+  """`value` as a tensor; if all elements are equal, without its bytes."""
+  first = value.flat[0] if value.size else 0
+  if np.all(value == first):
+    return tf.fill(value.shape, tf.constant(first, value.dtype))
+  return tf.constant(value)
+
+
+# They hold other optimizers, or (Keras 3.15) slots that take their first value
+# or their name from a variable.
+_NOT_ON_TENSORS = (
+  keras.optimizers.LossScaleOptimizer,
+  keras.optimizers.MultiOptimizer,
+  keras.optimizers.Adafactor,
+  keras.optimizers.ScheduleFreeAdamW,
+)
+
+
+def _check(optimizer: keras.optimizers.Optimizer) -> None:
+  if isinstance(optimizer, _NOT_ON_TENSORS):
+    raise ValueError(
+      "`optimizer` must be one that works on tensors alone."
+      f" Received: {type(optimizer).__name__}."
+    )
+  for option, instead in (
+    ("use_ema", "give `variable_averages` to the wrapper"),
+    ("gradient_accumulation_steps", "raise `period`"),
+    ("loss_scale_factor", "give `loss_scale` to the wrapper"),
+  ):
+    value = getattr(optimizer, option, None)
+    if value:
+      raise ValueError(
+        f"`optimizer` must not use `{option}`; {instead}."
+        f" Received: {option}={value}."
+      )

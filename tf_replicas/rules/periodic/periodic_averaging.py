@@ -1,0 +1,252 @@
+"""Periodic averaging: replicas train own copies and exchange periodically.
+
+Local SGD with model averaging, elastic averaging, and accumulated gradient
+normalization: the successors of `ModelAverageOptimizer`,
+`ElasticAverageOptimizer` and `AGNOptimizer` of TF1's contrib. `model_average`,
+`elastic_average` and `accumulated_gradients` make a `PeriodicOptimizer` each.
+
+The shared variables on the PS tasks are the *centre*. The centre and every copy
+include statistics, such as those of batch normalization. A replica:
+
+1. Begins with a copy of the centre, on its own device.
+2. Makes `period` local steps: a batch, its gradient, one step of a Keras
+   optimizer on the copy. Slots and step count of this optimizer belong to the
+   replica, and are kept across exchanges.
+3. Exchanges with the centre, as its kind of `sync_rounds` says: one update of
+   the centre.
+
+Where objects live: the centre, averages, queues, counters, the learning rate
+and the flag that ends training live on the PS tasks, as for the rule that
+updates the centre (`SyncReplicasOptimizer` or `AsyncReplicasOptimizer`). Copy
+and slots are tensors that a replica carries; no checkpoint includes them. A
+restarted replica begins with the centre and with new slots.
+"""
+
+from collections.abc import Iterable
+
+import keras
+import tensorflow as tf
+
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules.asynchronous import async_replicas
+from tf_replicas.rules.periodic import local_steps
+from tf_replicas.rules.periodic import periodic_optimizer
+from tf_replicas.rules.periodic import sync_rounds
+from tf_replicas.rules.sync import sync_replicas
+from tf_replicas.store import moving_averages
+
+# A copy and the centre go BETA / period / M of the way to each other, as in
+# TF1's `ElasticAverageOptimizer`; in Zhang et al. 2015, section 5, BETA / M.
+BETA = 0.9
+
+
+def model_average(
+  optimizer: keras.optimizers.Optimizer,
+  replicas_to_aggregate: int,
+  total_num_replicas: int | None = None,
+  *,
+  period: int = 100,
+  variable_averages: moving_averages.MovingAverages | None = None,
+  variables_to_average: Iterable[tf.Variable | str] | None = None,
+  has_chief_statistics: bool = False,
+  loss_scale: float | None = None,
+) -> periodic_optimizer.PeriodicOptimizer:
+  """Local SGD with model averaging: the centre becomes the mean of N copies.
+
+  Once N replicas have handed over their copies, the centre becomes the mean of
+  them, and all continue from it. A copy made from an older centre is refused as
+  a whole, and so is one beyond the first N; its replica continues from the
+  centre as well. Lost replicas are treated as by `SyncReplicasOptimizer`.
+
+  With plain gradient descent and a period of 1 this is synchronous gradient
+  descent. After `ModelAverageOptimizer` of TF1's contrib; its `interval_steps`
+  is `period` here.
+
+  Args:
+    optimizer: Makes the local steps; a Keras optimizer whose learning rate is a
+      number, not built yet.
+    replicas_to_aggregate: N, the copies in one mean.
+    total_num_replicas: M, the replicas that train, at least N; N if not given.
+    period: The local steps between two exchanges.
+    variable_averages: Keeps shadow averages of the centre.
+    variables_to_average: As for `SyncReplicasOptimizer`.
+    has_chief_statistics: Whether statistics follow one replica alone.
+    loss_scale: As for `SyncReplicasOptimizer`.
+
+  Returns:
+    The update rule.
+
+  Raises:
+    TypeError, ValueError: If an argument is invalid.
+  """
+  steps = local_steps.LocalSteps(
+    local_steps.LocalOptimizer(optimizer), period, loss_scale
+  )
+  rule = sync_replicas.SyncReplicasOptimizer(
+    sync_rounds.MoveToward(1.0),
+    replicas_to_aggregate,
+    total_num_replicas,
+    variable_averages=variable_averages,
+    variables_to_average=variables_to_average,
+    has_chief_statistics=has_chief_statistics,
+    name="model_average",
+  )
+  if replicas_to_aggregate > rule.total_num_replicas:
+    raise ValueError(
+      "`replicas_to_aggregate` must not exceed `total_num_replicas`, for a"
+      " replica has one copy to average. Received:"
+      f" {replicas_to_aggregate} of {rule.total_num_replicas}."
+    )
+  return periodic_optimizer.PeriodicOptimizer(
+    steps, sync_rounds.AverageAll(rule)
+  )
+
+
+def elastic_average(
+  optimizer: keras.optimizers.Optimizer,
+  total_num_replicas: int,
+  *,
+  period: int = 10,
+  moving_rate: float | None = None,
+  rho: float | None = None,
+  synchronous: bool = False,
+  variable_averages: moving_averages.MovingAverages | None = None,
+  variables_to_average: Iterable[tf.Variable | str] | None = None,
+  has_chief_statistics: bool = False,
+  loss_scale: float | None = None,
+) -> periodic_optimizer.PeriodicOptimizer:
+  """Elastic averaging: copies and centre attract each other.
+
+  A replica never takes over the centre. In an exchange, with a = `moving_rate`
+  and difference = copy - centre,
+
+      copy   <- copy   - a * difference
+      centre <- centre + a * difference
+
+  as one atomic operation per replica. If `synchronous`, all replicas exchange
+  together: each moves by its own difference from the same centre, and the
+  centre by the sum of them. Between exchanges each local gradient is increased
+  by
+
+      rho * (copy - centre after the last exchange of this replica)
+
+  Zhang et al. 2015, "Deep learning with elastic averaging SGD", section 3, and
+  Algorithm 1 if `synchronous` is False. The defaults, and the term with `rho`,
+  are those of `ElasticAverageOptimizer` of TF1's contrib.
+
+  Args:
+    optimizer: Makes the local steps, as for `model_average`.
+    total_num_replicas: M, the replicas that train; a synchronous exchange
+      waits for all of them.
+    period: The local steps between two exchanges.
+    moving_rate: a, in (0, 1]; 0.9 / `period` / M if not given.
+    rho: At least 0; `moving_rate` / the optimizer's learning rate if not given.
+    synchronous: Whether all replicas exchange together.
+    variable_averages: Keeps shadow averages of the centre.
+    variables_to_average: As for `SyncReplicasOptimizer`.
+    has_chief_statistics: Whether statistics follow one replica alone.
+    loss_scale: As for `SyncReplicasOptimizer`.
+
+  Returns:
+    The update rule.
+
+  Raises:
+    TypeError, ValueError: If an argument is invalid.
+  """
+  steps = local_steps.LocalSteps(
+    local_steps.LocalOptimizer(optimizer), period, loss_scale
+  )
+  rule_base.check_count("total_num_replicas", total_num_replicas)
+  if moving_rate is None:
+    moving_rate = BETA / period / total_num_replicas
+  if not 0 < moving_rate <= 1:
+    raise ValueError(
+      f"`moving_rate` must be in (0, 1]. Received: {moving_rate}."
+    )
+  if rho is None:
+    rho = moving_rate / steps.learning_rate if steps.learning_rate else -1
+  if not rho >= 0:
+    raise ValueError(
+      "`rho` must be given where the learning rate is 0, and must not be"
+      f" negative. Received: {rho}."
+    )
+  make_rule, make_sync_round, rate = (
+    (
+      sync_replicas.SyncReplicasOptimizer,
+      sync_rounds.AverageAll,
+      moving_rate * total_num_replicas,
+    )
+    if synchronous
+    else (
+      async_replicas.AsyncReplicasOptimizer,
+      sync_rounds.ElasticRound,
+      moving_rate,
+    )
+  )
+  rule = make_rule(
+    sync_rounds.MoveToward(rate),
+    total_num_replicas,
+    variable_averages=variable_averages,
+    variables_to_average=variables_to_average,
+    has_chief_statistics=has_chief_statistics,
+    name="elastic_average",
+  )
+  return periodic_optimizer.PeriodicOptimizer(
+    steps, make_sync_round(rule, moving_rate, rho)
+  )
+
+
+def accumulated_gradients(
+  optimizer: keras.optimizers.Optimizer,
+  total_num_replicas: int,
+  *,
+  period: int = 10,
+  use_locking: bool = True,
+  variable_averages: moving_averages.MovingAverages | None = None,
+  variables_to_average: Iterable[tf.Variable | str] | None = None,
+  has_chief_statistics: bool = False,
+  loss_scale: float | None = None,
+) -> periodic_optimizer.PeriodicOptimizer:
+  """Accumulated gradient normalization: applies means of local gradients.
+
+  After `period` local steps, an optimizer with the same settings applies the
+  mean of the local gradients to the centre, without waiting for other replicas.
+  The replica continues from the centre, which others may have changed. Of the
+  change of a statistic in the copy, 1 / M is applied.
+
+  Hermans et al. 2017, "Accumulated gradient normalization", section 3; after
+  `AGNOptimizer` of TF1's contrib.
+
+  Args:
+    optimizer: Applied to the centre, with slots on the PS tasks, as by
+      `AsyncReplicasOptimizer`; a copy of it, made from its configuration, makes
+      the local steps, with slots of its own. As for `model_average`.
+    total_num_replicas: M, the replicas that train.
+    period: The local steps between two exchanges.
+    use_locking: Whether updates of one variable exclude each other.
+    variable_averages: Keeps shadow averages of the centre.
+    variables_to_average: As for `SyncReplicasOptimizer`.
+    has_chief_statistics: Whether statistics follow one replica alone.
+    loss_scale: As for `SyncReplicasOptimizer`.
+
+  Returns:
+    The update rule.
+
+  Raises:
+    TypeError, ValueError: If an argument is invalid.
+  """
+  steps = local_steps.LocalSteps(
+    local_steps.LocalOptimizer(optimizer).copy(), period, loss_scale
+  )
+  rule = async_replicas.AsyncReplicasOptimizer(
+    optimizer,
+    total_num_replicas,
+    use_locking=use_locking,
+    variable_averages=variable_averages,
+    variables_to_average=variables_to_average,
+    has_chief_statistics=has_chief_statistics,
+    name="accumulated_gradients",
+  )
+  return periodic_optimizer.PeriodicOptimizer(
+    steps, sync_rounds.AccumulatedGradients(rule, period)
+  )

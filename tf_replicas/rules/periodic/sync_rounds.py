@@ -1,0 +1,425 @@
+"""Synchronization rounds: the exchanges of periodic averaging, by kind.
+
+Each kind holds an update rule for the shared variables, the *centre*. It says
+what a replica hands over after a period of local steps, and from which copy it
+continues. `periodic_averaging` documents the purpose of each kind.
+"""
+
+import abc
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import cast
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import step_token
+from tf_replicas.rules.asynchronous import async_replicas
+from tf_replicas.rules.periodic import local_steps
+from tf_replicas.rules.sync import sync_replicas
+from tf_replicas.runtime import resources
+from tf_replicas.store import applier
+from tf_replicas.store import gradient_math
+from tf_replicas.store import parameter_store
+
+# What `exchange` returns: the token, which says whether the period was used and
+# the global step to continue from; the copy; the centre, if the kind needs it.
+Exchanged = tuple[step_token.StepToken, list[tf.Tensor], list[tf.Tensor]]
+# Maps a parameter and its position to a term that is added to its gradient.
+PullBack = Callable[[tf.Tensor, int], tf.Tensor]
+
+
+class State(NamedTuple):
+  """What a replica carries from exchange to exchange.
+
+  Attributes:
+    parameters: Its copy, one tensor per element of the store's `contributed`:
+      the trainable variables, then statistics.
+    centre: The centre after its last exchange, if the kind needs that; else
+      empty.
+    slots: The state of the local optimizer.
+  """
+
+  parameters: list[tf.Tensor]
+  centre: list[tf.Tensor]
+  slots: list[tf.Tensor]
+
+
+class MoveToward:
+  """The inner optimizer of a centre: moves it towards copies.
+
+  In place of a gradient it takes the distance centre - copy, or its mean over
+  several copies, and subtracts `rate` times that.
+  """
+
+  def __init__(self, rate: float):
+    self.rate = rate
+
+  def apply(
+    self, distances: Sequence[tf.Tensor], variables: Sequence[tf.Variable]
+  ) -> None:
+    """Moves each variable by its distance times the rate."""
+    for distance, variable in zip(distances, variables, strict=True):
+      variable.assign_sub(self.rate * distance)
+
+
+class SyncRound(abc.ABC):
+  """One kind of exchange between replicas and the centre.
+
+  Attributes:
+    rule: Updates the centre from the replicas' contributions.
+    needs_centre: Whether a replica carries the centre besides its copy.
+    needs_totals: Whether `exchange` needs the sums of local gradients.
+  """
+
+  rule: rule_base.OptimizerRule
+  needs_centre: bool = False
+  needs_totals: bool = False
+  _moving_rate: float | None = None
+  _rho: float = 0.0
+
+  def build(self, store: parameter_store.ParameterStore) -> None:
+    """Binds the kind to the variables; called after `rule.build`."""
+    self._store = store
+
+  def signature(self) -> dict[str, object]:
+    """What all clients must agree on; JSON values by name."""
+    return {"moving_rate": self._moving_rate, "rho": self._rho}
+
+  def pull_back(self, state: State) -> PullBack | None:
+    """The gradient of rho / 2 times the squared distance to the centre.
+
+    Args:
+      state: As it was before the period.
+
+    Returns:
+      A function for `LocalSteps`; None if rho is 0.
+    """
+    if not self._rho:
+      return None
+    return lambda parameter, i: self._rho * (parameter - state.centre[i])
+
+  @abc.abstractmethod
+  def exchange(
+    self,
+    replica: int | tf.Tensor,
+    state: State,
+    local: local_steps.Local,
+    token: step_token.StepToken,
+  ) -> Exchanged:
+    """Makes one exchange after a period; inside a `tf.function`.
+
+    Args:
+      replica: The replica, in [0, total_num_replicas).
+      state: As it was before the period.
+      local: The result of the period.
+      token: That of the last exchange, with the step of the centre then.
+
+    Returns:
+      The token, the copy to continue from, and the centre if `needs_centre`.
+    """
+
+  def _contribute(
+    self,
+    replica: int | tf.Tensor,
+    contribution: Sequence[tf.Tensor | None],
+    local: local_steps.Local,
+    token: step_token.StepToken,
+  ) -> step_token.StepToken:
+    """Hands `contribution`, in place of gradients, to the rule."""
+    paths = [self._store.specs[i].path for i in self._store.contributed]
+    return self.rule.apply_gradients(
+      zip(contribution, paths, strict=True),
+      replica=replica,
+      local_step=token.global_step,
+      loss=local.loss,
+      num_examples=local.num_examples,
+      preadmitted_tag=token.preadmitted_tag,
+    )
+
+
+class AverageAll(SyncRound):
+  """All replicas exchange together; the centre moves by the mean distance."""
+
+  def __init__(
+    self,
+    rule: sync_replicas.SyncReplicasOptimizer,
+    moving_rate: float | None = None,
+    rho: float = 0.0,
+  ):
+    """Puts the parts together.
+
+    Args:
+      rule: Around a `MoveToward`.
+      moving_rate: The part of the distance to the centre by which a copy moves
+        towards it. None: the copy becomes the centre.
+      rho: The factor of the attraction between exchanges; see `pull_back`.
+    """
+    self.rule = rule
+    self.needs_centre = moving_rate is not None
+    self._moving_rate = moving_rate
+    self._rho = rho
+
+  def exchange(
+    self,
+    replica: int | tf.Tensor,
+    state: State,
+    local: local_steps.Local,
+    token: step_token.StepToken,
+  ) -> Exchanged:
+    """Hands over the distance from this copy; see `SyncRound.exchange`."""
+    centre = state.centre if self.needs_centre else state.parameters
+    distances = _minus(centre, local.parameters)
+    # The inner optimizer does not apply statistics: multiply them here.
+    count = len(self._store.trainable)
+    rate = cast(MoveToward, self.rule.inner.optimizer).rate
+    moves = [*distances[:count], *(rate * d for d in distances[count:])]
+    token = self._contribute(replica, moves, local, token)
+    admitted = token.admitted
+    token, centre = self.rule.read_on(token, replica)
+    if not self.needs_centre:
+      return token, centre, []
+    # A refused copy did not move the centre; the centre does not move it.
+    rate = tf.where(admitted > 0, self._moving_rate, 0.0)
+    return token, _minus(local.parameters, distances, -rate), centre
+
+
+class ElasticExchange:
+  """Makes the exchanges of `ElasticRound` on the PS tasks, one by one.
+
+  The replica's copy travels to the PS tasks. There, under one lock, the centre
+  moves a part of the way towards it. The centre before that move travels back,
+  and the replica moves as far towards it.
+  """
+
+  def __init__(
+    self,
+    store: parameter_store.ParameterStore,
+    update: applier.Applier,
+  ):
+    """Creates the lock on PS task 0, or attaches to it.
+
+    Args:
+      store: Holds the centre.
+      update: Moves it by a part of its distances from a copy.
+    """
+    self._store = store
+    self._update = update
+    self._parcels = [
+      store.parcel(task, is_narrowed=False) for task in range(store.num_tasks)
+    ]
+    with tf.device(store.device_of_task(0)):
+      self._lock = store.namespace.mutex("elastic/lock")
+
+  @tf.autograph.experimental.do_not_convert
+  def __call__(
+    self,
+    parameters: Sequence[tf.Tensor],
+    version: tf.Tensor,
+    statistics_rate: float | tf.Tensor,
+  ) -> list[tf.Tensor]:
+    """Makes one exchange; to be used inside a `tf.function`.
+
+    Args:
+      parameters: The replica's copy, one tensor per element of the store's
+        `contributed`.
+      version: int64 scalar, the exchanges before this one.
+      statistics_rate: Scalar, the `moving_rate` of statistics.
+
+    Returns:
+      The centre just before the exchange, as many tensors.
+    """
+    sent = self._send(parameters)
+
+    def exchange():
+      before = self._read()
+
+      def distances(task):
+        shards = self._store.contributed_shards(task)
+        distances = [
+          a - b for a, b in zip(before[task], sent[task], strict=True)
+        ]
+        return [
+          d if position < len(self._store.trainable) else statistics_rate * d
+          for d, (position, _) in zip(distances, shards, strict=True)
+        ]
+
+      self._update([True] * len(parameters), version, distances, 1)
+      return self._pack(before)
+
+    return self._join(self._lock.hold(exchange, after=sum(sent, [])))
+
+  def _send(self, parameters) -> list[list[tf.Tensor]]:
+    """The shards of the replica's copy, where those of the centre are."""
+    sent = []
+    split = self._store.split_by_task(parameters)
+    for task, parcel in enumerate(self._parcels):
+      packed = parcel.pack(split[task])
+      with tf.device(self._store.device_of_task(task)):
+        sent.append(parcel.unpack([tf.identity(p) for p in packed]))
+    return sent
+
+  def _read(self) -> list[list[tf.Tensor]]:
+    """The shards of the centre, where they are."""
+    values = []
+    for task in range(self._store.num_tasks):
+      with tf.device(self._store.device_of_task(task)):
+        values.append(
+          [
+            self._store.variables(self._store.contributed[p])[n].read_value()
+            for p, n in self._store.contributed_shards(task)
+          ]
+        )
+    return values
+
+  def _pack(self, values: list[list[tf.Tensor]]) -> list[tf.Tensor]:
+    """All groups of all tasks, packed where they are."""
+    packed = []
+    for task, parcel in enumerate(self._parcels):
+      with tf.device(self._store.device_of_task(task)):
+        packed += parcel.pack(values[task])
+    return packed
+
+  def _join(self, packed: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Whole variables, where the replica is."""
+    groups, values = iter(packed), {}
+    for task, parcel in enumerate(self._parcels):
+      parts = parcel.unpack([next(groups) for _ in parcel.groups])
+      shards = self._store.contributed_shards(task)
+      values.update(zip(shards, parts, strict=True))
+    whole = []
+    for position, index in enumerate(self._store.contributed):
+      shards = self._store.shards[index]
+      parts = [values[position, number] for number in range(len(shards))]
+      whole.append(parameter_store.join(parts, shards))
+    return whole
+
+
+class ElasticRound(SyncRound):
+  """Each replica exchanges with the centre on its own."""
+
+  def __init__(
+    self,
+    rule: async_replicas.AsyncReplicasOptimizer,
+    moving_rate: float,
+    rho: float,
+  ):
+    """As for `AverageAll`; `rule` only admits and counts."""
+    self.rule = rule
+    self.needs_centre = rho > 0
+    self._moving_rate = moving_rate
+    self._rho = rho
+
+  def build(self, store: parameter_store.ParameterStore) -> None:
+    """See `SyncRound.build`."""
+    super().build(store)
+    self.rule.inner.build(store, is_chief=False)
+    self._exchange = ElasticExchange(store, self.rule.applier)
+    self._device = store.device_of_task(0)
+
+  def exchange(
+    self,
+    replica: int | tf.Tensor,
+    state: State,
+    local: local_steps.Local,
+    token: step_token.StepToken,
+  ) -> Exchanged:
+    """Asks for admission, exchanges, counts; see `SyncRound.exchange`."""
+    del state
+    parameters = local.parameters
+    is_sound = tf.math.is_finite(local.loss)
+    is_sound &= gradient_math.all_finite(parameters)
+    replica, step, is_sound, loss, num_examples = resources.transfer_scalars(
+      self._device,
+      replica,
+      token.global_step,
+      is_sound,
+      local.loss,
+      local.num_examples,
+    )
+    admission = self.rule.admission.admit(replica, step, is_sound)
+    asked = step_token.now(admission.admitted)
+
+    statistics_rate = self._moving_rate
+    if self.rule.has_chief_statistics:
+      statistics_rate *= tf.cast(replica == 0, tf.float32)
+
+    def with_centre():
+      centre = self._exchange(parameters, admission.version, statistics_rate)
+      with tf.control_dependencies(centre):
+        now = self.rule.admission.finish(
+          replica, admission.staleness, loss, num_examples
+        )
+      return [now, *centre]
+
+    def stay():
+      ended = tf.constant(step_token.ENDED, tf.int64)
+      now = tf.where(admission.has_ended, ended, admission.version)
+      return [now, *map(tf.identity, parameters)]
+
+    now, *centre = tf.cond(admission.admitted, with_centre, stay)
+    token = step_token.StepToken(
+      tf.cast(admission.admitted, tf.int64),
+      now,
+      tf.constant(step_token.NO_TAG, tf.int64),
+      step_token.pack_times(asked, *[step_token.now(now)] * 3),
+    )
+    # Each moves by the same part towards where the other was.
+    distances = _minus(centre, parameters)
+    parameters = _minus(parameters, distances, -self._moving_rate)
+    if not self.needs_centre:
+      return token, parameters, []
+    return token, parameters, _minus(centre, distances, self._moving_rate)
+
+
+class AccumulatedGradients(SyncRound):
+  """Each replica hands over the mean of its gradients, and starts afresh."""
+
+  needs_totals = True
+
+  def __init__(self, rule: async_replicas.AsyncReplicasOptimizer, period: int):
+    """Puts the parts together.
+
+    Args:
+      rule: Applies the means.
+      period: The number of gradients in each mean.
+    """
+    self.rule = rule
+    self._period = period
+
+  def signature(self) -> dict[str, object]:
+    """See `SyncRound.signature`."""
+    return {}
+
+  def exchange(
+    self,
+    replica: int | tf.Tensor,
+    state: State,
+    local: local_steps.Local,
+    token: step_token.StepToken,
+  ) -> Exchanged:
+    """Has the mean applied, then reads; see `SyncRound.exchange`."""
+    del state
+    count = len(self._store.trainable)
+    # Statistics converge to a target; the moves of M replicas together would
+    # overshoot it, so they are divided by M.
+    rule = self.rule
+    parts = 1 if rule.has_chief_statistics else rule.total_num_replicas
+    means = [
+      None if total is None else total / (self._period if i < count else parts)
+      for i, total in enumerate(local.totals)
+    ]
+    token = self._contribute(replica, means, local, token)
+    return *self.rule.read_on(token, replica), []
+
+
+def _minus(
+  ours: Sequence[tf.Tensor],
+  theirs: Sequence[tf.Tensor],
+  factor: float | tf.Tensor = 1.0,
+) -> list[tf.Tensor]:
+  """ours - factor * theirs, tensor by tensor."""
+  return [
+    a - tf.cast(factor, b.dtype) * b for a, b in zip(ours, theirs, strict=True)
+  ]

@@ -1,0 +1,117 @@
+"""The token that lets a replica continue, and the times that it carries."""
+
+from typing import NamedTuple
+from typing import TypeVar
+
+import tensorflow as tf
+
+from tf_replicas.runtime import records
+
+T = TypeVar("T")
+
+# The global step of a token that says that training has ended.
+ENDED = -1
+# `preadmitted_tag` where the next contribution is not admitted in advance.
+NO_TAG = -1
+# The time of what did not happen.
+NEVER = 0.0
+_NUM_TIMES = 4
+
+
+class Times(NamedTuple):
+  """When a contribution reached each stage, on the clock of PS task 0.
+
+  Float64 scalars, seconds since 1970; `NEVER` for what did not happen. They
+  travel as int64, in microseconds.
+
+  Attributes:
+    admitted: When it was admitted, if it had to ask.
+    delivered: When all its bytes were on the PS tasks.
+    applied: When its own update was made, if it had one.
+    released: When the replica could continue.
+  """
+
+  admitted: tf.Tensor | float
+  delivered: tf.Tensor | float
+  applied: tf.Tensor | float
+  released: tf.Tensor | float
+
+
+class StepToken(NamedTuple):
+  """What a replica receives after it offered a contribution.
+
+  The successor of the tokens of TF1's `SyncReplicasOptimizer`. Int64 scalars,
+  except `times`.
+
+  Attributes:
+    admitted: 1 if the contribution was used, else 0.
+    global_step: The step to continue from, or `ENDED`.
+    preadmitted_tag: The tag under which the next contribution is admitted in
+      advance, or `NO_TAG`. None, instead of a tensor, where it is known while
+      tracing that there is none.
+    times: `Times` as one int64 [4] tensor, in microseconds.
+  """
+
+  admitted: tf.Tensor | int
+  global_step: tf.Tensor
+  preadmitted_tag: tf.Tensor | int | None
+  times: tf.Tensor
+
+
+LAYOUT = records.Layout(
+  StepToken,
+  tf.int64,
+  admitted=tf.int64,
+  global_step=tf.int64,
+  preadmitted_tag=tf.int64,
+  times=records.Field(tf.int64, _NUM_TIMES),
+)
+
+
+def first(step: tf.Tensor) -> StepToken:
+  """The token a replica begins with, after it read the variables of `step`."""
+  no_tag = tf.constant(NO_TAG, tf.int64)
+  return StepToken(0, step, no_tag, pack_times())
+
+
+def never() -> tf.Tensor:
+  """`NEVER` as a float64 scalar."""
+  return tf.constant(NEVER, tf.float64)
+
+
+def now(*after: tf.Tensor) -> tf.Tensor:
+  """Seconds since 1970 as a float64 scalar, once `after` are computed."""
+  with tf.control_dependencies(after):
+    return tf.timestamp()
+
+
+def clocked(values: T) -> tuple[tf.Tensor, T]:
+  """When all tensors of a structure were computed, and the structure.
+
+  The returned tensors depend on the clock, so nothing is computed from them
+  before it was read. Leaves may be None.
+  """
+  there = [value for value in tf.nest.flatten(values) if value is not None]
+  time = now(*there)
+  with tf.control_dependencies([time]):
+    return time, tf.nest.map_structure(
+      lambda value: None if value is None else tf.identity(value), values
+    )
+
+
+def microseconds(secs: tf.Tensor) -> tf.Tensor:
+  """Seconds as int64 microseconds, which travel beside other int64."""
+  return tf.cast(tf.round(secs * 1e6), tf.int64)
+
+
+def pack_times(
+  admitted: tf.Tensor | float = NEVER,
+  delivered: tf.Tensor | float = NEVER,
+  applied: tf.Tensor | float = NEVER,
+  released: tf.Tensor | float = NEVER,
+) -> tf.Tensor:
+  """The fields of `Times`, in seconds, as one tensor in microseconds."""
+  times = Times(admitted, delivered, applied, released)
+  return microseconds(
+    tf.stack([tf.convert_to_tensor(t, tf.float64) for t in times])
+  )

@@ -1,0 +1,292 @@
+"""A training that changes its update rule while it runs.
+
+`SwitchingOptimizer` documents the protocol.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import results
+from tf_replicas.rules import step_token
+from tf_replicas.rules import switch_conditions
+from tf_replicas.runtime import resources
+from tf_replicas.store import parameter_store
+
+
+class SwitchingOptimizer(rule_base.GradientRule):
+  """Several update rules on the same variables, one of which is in use.
+
+  A variable on PS task 0 says which one. When a replica has computed its
+  gradients, it reads that variable and hands the gradients to the rule in use.
+  The chief changes the rule between one update and the next:
+
+  1. It sets the variable: replicas that have gradients from now on use the new
+     rule.
+  2. It suspends the old rule: replicas that wait in it are released without an
+     update, and pull the variables again. Some replicas may have read the
+     variable just before the change and enter the old rule late: a thread of
+     the chief keeps releasing these.
+  3. It waits until no update of the old rule is in progress.
+
+  Contributions to a synchronous update that the change abandons are dropped, at
+  most one per replica. So is a contribution that the old rule's last
+  `StepToken` had admitted in advance. All rules share variables, slots,
+  averages, the global step, the count of examples, and the checkpoint.
+
+  Attributes:
+    rules: The rules.
+    inner: The inner optimizer, shared by all rules.
+    total_num_replicas: M, the number of replicas, backups included.
+    wire_dtype: The dtype in which float32 parameters and gradients are sent.
+  """
+
+  def __init__(
+    self,
+    rules: Sequence[rule_base.OptimizerRule],
+    choose: Callable[[switch_conditions.Progress], switch_conditions.Choice],
+    *,
+    name: str = "switching",
+  ):
+    """Puts rules together.
+
+    Args:
+      rules: All around the same optimizer, for the same M replicas.
+      choose: Maps the progress to the rule for the next update.
+      name: Names the rule.
+
+    Raises:
+      ValueError: If the rules cannot be combined.
+    """
+    first = rules[0]
+    for rule in rules:
+      for field in ("total_num_replicas", "wire_dtype"):
+        if getattr(rule, field) != getattr(first, field):
+          raise ValueError(
+            f"`rules` must have the same `{field}`. Received:"
+            f" {getattr(first, field)} and {getattr(rule, field)}."
+          )
+      if rule.inner.optimizer is not first.inner.optimizer:
+        raise ValueError(
+          "`rules` must be around one and the same optimizer. Received:"
+          f" {first.inner.optimizer!r} and {rule.inner.optimizer!r}."
+        )
+      if rule.refresh_every > 1:
+        raise ValueError(
+          "`rules` must have a `refresh_every` of 1. Received:"
+          f" {rule.refresh_every}."
+        )
+      if rule.replicas_to_aggregate > rule.total_num_replicas:
+        raise ValueError(
+          "`rules` must want one contribution of a replica at a time."
+          f" Received: {rule.replicas_to_aggregate} of"
+          f" {rule.total_num_replicas} replicas."
+        )
+      rule.inner = first.inner
+    # A read under one rule may be followed by an update under the next.
+    needs = [rule.read_needs for rule in rules]
+    all_needs = frozenset().union(*needs)
+    if all_needs not in needs:
+      raise ValueError(
+        "One of `rules` must read in the way that all of them need: reads"
+        " continue while the rule changes. Received rules that need:"
+        f" {', '.join(str(sorted(n)) for n in needs)}."
+      )
+    self.rules = list(rules)
+    self._reader = rules[needs.index(all_needs)] if all_needs else None
+    self.inner = first.inner
+    self.total_num_replicas = first.total_num_replicas
+    self.preadmits = any(rule.preadmits for rule in rules)
+    self.wire_dtype = first.wire_dtype
+    self.name = name
+    self._choose = choose
+    self._number = 0
+    self._last_step: int | None = None
+    self._limited: tuple[int, int] | None = None
+    self._is_interrupted = False
+
+  @property
+  def _rule(self) -> rule_base.OptimizerRule:
+    return self.rules[self._number]
+
+  def build(
+    self,
+    store: parameter_store.ParameterStore,
+    *,
+    is_sparse: Sequence[bool] | None = None,
+    namespace: resources.Namespace | None = None,
+  ) -> None:
+    """See `UpdateRule.build`."""
+    self._store = store
+    self._device = store.device_of_task(0)
+    namespace = namespace or store.namespace
+    for number, rule in enumerate(self.rules):
+      own = namespace.child(f"rule{number}")
+      rule.build(store, is_sparse=is_sparse, namespace=own)
+    with tf.device(self._device):
+      self._in_use = namespace.variable("rules/in_use", [], tf.int64)
+      self._has_ended = namespace.variable("rules/ended", [], tf.bool)
+
+  def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
+    """See `UpdateRule.create`."""
+    if not resumed:
+      self._in_use.assign(0)
+    self._has_ended.assign(False)
+    self._number = int(self._in_use.read_value())
+    for number, rule in enumerate(self.rules):
+      rule.create(values, resumed=resumed)
+      if number != self._number:
+        rule.suspend()
+
+  def start(self) -> None:
+    """See `UpdateRule.start`."""
+    self._rule.start()
+
+  def signature(self) -> dict[str, object]:
+    """See `UpdateRule.signature`."""
+    rules = [rule.signature() for rule in self.rules]
+    return {"name": self.name, "rules": rules}
+
+  # The replica's half.
+
+  def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """See `GradientRule.pull`; the rule with the largest `read_needs` reads."""
+    if self._reader is not None:
+      return self._reader.pull(replica)
+    return self._store.pull()
+
+  def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+    """See `GradientRule.scale_loss`."""
+    return self.rules[0].scale_loss(loss)
+
+  @tf.autograph.experimental.do_not_convert
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[tuple[rule_base.Gradient, tf.Variable | str]],
+    *,
+    replica: int | tf.Tensor,
+    local_step: tf.Tensor,
+    loss: tf.Tensor | float = 0.0,
+    num_examples: tf.Tensor | int = 0,
+    preadmitted_tag: tf.Tensor | None = None,
+  ) -> step_token.StepToken:
+    """Hands gradients to the rule in use; see `GradientRule.apply_gradients`.
+
+    If that rule ended meanwhile, the gradients were not used.
+    """
+    pairs = list(grads_and_vars)
+
+    def hand_to(rule):
+      return rule.apply_gradients(
+        pairs,
+        replica=replica,
+        local_step=local_step,
+        loss=loss,
+        num_examples=num_examples,
+        preadmitted_tag=preadmitted_tag if rule.preadmits else None,
+      )
+
+    with tf.device(self._device):
+      in_use = tf.identity(self._in_use.read_value())
+    token = resources.switch(in_use, self.rules, hand_to)
+    with tf.device(self._device):
+      with tf.control_dependencies([token.global_step]):
+        has_ended = self._has_ended.read_value()
+      gave_way = (token.global_step < 0) & ~has_ended
+      return token._replace(
+        admitted=tf.where(gave_way, tf.zeros([], tf.int64), token.admitted),
+        global_step=tf.where(gave_way, local_step, token.global_step),
+      )
+
+  # The chief's half.
+
+  def set_learning_rate(self, rate: float) -> None:
+    """Sets the inner Keras optimizer's rate, from the next update on."""
+    self._rule.set_learning_rate(rate)
+
+  def stop_at(self, step: int) -> None:
+    """Makes no update after global step `step`."""
+    self._last_step = step
+
+  def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
+    """Changes the rule if it is due, then makes an update with it."""
+    del max_updates
+    step = int(self._store.read_global_step())
+    if self._last_step is not None and step >= self._last_step:
+      return self._rule.apply_updates(1)  # Updates not returned yet.
+    choice = self._choose(
+      switch_conditions.Progress(step, self._number, self._rule.counts)
+    )
+    limits = [s for s in (choice.until, self._last_step) if s is not None]
+    limit = min(limits, default=None)
+    if limit is not None and (choice.rule, limit) != self._limited:
+      self._limited = choice.rule, limit
+      self.rules[choice.rule].stop_at(limit)
+    rest = None
+    if choice.rule != self._number and not self._is_interrupted:
+      rest = self._change_to(choice.rule)
+    try:
+      return [rest] if rest else self._rule.apply_updates(1)
+    except results.Interrupted:
+      self._is_interrupted = False
+      raise
+
+  def _change_to(self, number: int) -> results.Update | None:
+    """Changes the rule; returns the unreported updates of the old one."""
+    self.rules[number].resume()
+    self._in_use.assign(number)
+    resources.flush_assignments([self._in_use])
+    rest = self._rule.suspend()
+    self._number = number
+    if self._is_interrupted:  # Only the old rule was interrupted.
+      self._rule.interrupt()
+    return rest
+
+  # For the driver that watches and ends the training.
+
+  def counts(self) -> list[results.Counts]:
+    """The counts of each replica, summed over all rules."""
+    by_rule = [rule.counts() for rule in self.rules]
+    return [results.total(counts) for counts in zip(*by_rule, strict=True)]
+
+  def status(self) -> results.StepStatus:
+    """See `UpdateRule.status`; by the rule in use."""
+    return self._rule.status()
+
+  def declare_lost(self, replica: int, tag: int) -> None:
+    """See `UpdateRule.declare_lost`; tells the rule in use."""
+    self._rule.declare_lost(replica, tag)
+
+  def trace_ahead(self) -> None:
+    """See `UpdateRule.trace_ahead`."""
+    for rule in self.rules:
+      rule.trace_ahead()
+
+  def interrupt(self) -> None:
+    """See `UpdateRule.interrupt`."""
+    self._is_interrupted = True
+    self._rule.interrupt()
+
+  def end_replicas(self) -> None:
+    """See `UpdateRule.end_replicas`; as the rule in use."""
+    self._end()
+    self._rule.end_replicas()
+
+  def _end(self) -> None:
+    """Marks the training as ended, so that no replica changes to a rule."""
+    self._has_ended.assign(True)
+    resources.flush_assignments([self._has_ended])
+
+  def release_replica(self, replica: int) -> None:
+    """See `UpdateRule.release_replica`."""
+    self._end()
+    for rule in self.rules:
+      rule.release_replica(replica)
+
+  def close(self) -> None:
+    """See `UpdateRule.close`."""
+    for rule in self.rules:
+      rule.close()

@@ -1,0 +1,1 @@
+"""Synchronous updates from exactly N contributions."""

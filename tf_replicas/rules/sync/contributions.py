@@ -1,0 +1,464 @@
+"""How whole sets of gradients get from the replicas to the update.
+
+A *contribution* is what one replica computed from one batch: all gradients, the
+loss, the number of examples. It is admitted or refused as a whole, and refused
+before its bytes travel.
+
+Where objects live:
+
+* PS task 0: the `inbox` (a queue of short messages from all replicas), one
+  `replies` queue per replica, and the *ledger*: what each replica is doing,
+  which contributions the step has accepted, and counts since the start.
+* every PS task: one `gradients` queue per replica, for the part of its
+  gradient sets that concerns the variables of that task.
+
+A replica's side of one contribution (`offer`):
+
+1. It puts OFFER(replica, tag, step) into the inbox; the step is that of the
+   variables which it computed from.
+2. It waits for the reply: ADMIT or RELEASE(step).
+3. If admitted, it puts its gradients into its queue on every PS task, then
+   DELIVERED into the inbox, and waits for RELEASE(step) or CONTINUE(step).
+4. CONTINUE means that its next contribution is admitted already, under the
+   next tag, the token's `preadmitted_tag`: it continues with 3. Where every
+   step needs every replica, no replica has to ask.
+
+The chief's side of one step (`collect`, which runs wholly on PS task 0): take
+messages from the inbox, enter each in the ledger (`ledger.record`), and give
+the free places of the step to replicas that wait with a fresh offer
+(`ledger.settle`). A place is free unless its contribution was delivered or is
+still expected from an admitted replica. An offer from older variables is late
+and released at once. A fresh offer without a place waits: it gets the place of
+an admitted replica that is lost (the chief says LOST), or is surplus when the
+step ends. Once N were delivered, their mean is applied (`take_sums`,
+`release_all`).
+
+A replica has one contribution open at a time. A new offer of a replica whose
+last one is still open therefore means that it was restarted: the old one is
+void, and its gradients are dropped by their tag. The old waiter may live on at
+the PS and would take the next reply; a VOID reply with the old tag releases
+it. If the old process lives as well, the two void each other's offers until the
+old process learns by its heartbeat that it was replaced.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_replicas.rules import protocol
+from tf_replicas.rules import reply_queues as replies_lib
+from tf_replicas.rules import step_token
+from tf_replicas.rules.sync import gradient_queues
+from tf_replicas.rules.sync import ledger as ledger_lib
+from tf_replicas.runtime import control_flow
+from tf_replicas.runtime import records
+from tf_replicas.runtime import resources
+from tf_replicas.store import gradient_math
+from tf_replicas.store import parameter_store
+
+
+class _Header(NamedTuple):
+  """The first part of an inbox message; see `ledger.Message`."""
+
+  kind: tf.Tensor | int
+  replica: tf.Tensor | int
+  tag: tf.Tensor | int
+  step: tf.Tensor | int
+
+
+class _Report(NamedTuple):
+  """The second part of an inbox message: the batch of a contribution."""
+
+  loss: tf.Tensor | float
+  examples: tf.Tensor | int
+
+
+_HEADER = records.Layout(
+  _Header,
+  tf.int64,
+  kind=tf.int64,
+  replica=tf.int64,
+  tag=tf.int64,
+  step=tf.int64,
+)
+_REPORT = records.Layout(
+  _Report, tf.float64, loss=tf.float64, examples=tf.int64
+)
+
+Kind = protocol.MessageType
+Status = protocol.Status
+Verdict = protocol.Verdict
+
+
+class Contributions:
+  """The queues and the ledger of one training, used by replicas and chief.
+
+  Attributes:
+    num_replicas: R, how many replicas offer.
+    replicas_to_aggregate: N, how many contributions make a step.
+  """
+
+  def __init__(
+    self,
+    store: parameter_store.ParameterStore,
+    *,
+    num_replicas: int,
+    replicas_to_aggregate: int,
+    is_sparse: Sequence[bool],
+    has_chief_statistics: bool = False,
+    namespace: resources.Namespace | None = None,
+  ):
+    """Creates the objects on the PS tasks, or attaches to them.
+
+    Args:
+      store: The variables that the gradients belong to.
+      num_replicas: R.
+      replicas_to_aggregate: N.
+      is_sparse, has_chief_statistics: As for `GradientQueues`.
+      namespace: Of queues and ledger; that of `store` if not given.
+    """
+    namespace = namespace or store.namespace
+    self.num_replicas = num_replicas
+    self.replicas_to_aggregate = replicas_to_aggregate
+    self._store = store
+    self._device = store.device_of_task(0)
+    empty = ledger_lib.new_ledger(num_replicas, replicas_to_aggregate)
+    with tf.device(self._device):
+      self._inbox = namespace.queue("inbox", [tf.int64, tf.float64, tf.bool])
+      self._ledger = ledger_lib.Ledger._make(
+        namespace.variable(f"ledger/{k}", v.shape, v.dtype)
+        for k, v in empty._asdict().items()
+      )
+      self._present = namespace.variable(
+        "ledger/present", [len(is_sparse)], tf.bool
+      )
+      # The call that takes messages; a killed chief's may live on at the PS.
+      self._taker = namespace.variable("taker", [], tf.int64)
+    self._number = secrets.randbelow(1 << 62)
+    self._replies = replies_lib.ReplyQueues(store, num_replicas, namespace)
+    self._gradients = gradient_queues.GradientQueues(
+      store,
+      num_replicas,
+      is_sparse,
+      has_chief_statistics=has_chief_statistics,
+      namespace=namespace,
+    )
+    self._snapshot = resources.remote_reader(self._read)
+
+  def initialize(self, *, keep_counts: bool = False) -> None:
+    """Empties the ledger: all earlier offers and deliveries are void.
+
+    Called by the chief; from now on only its `collect` takes messages.
+
+    Args:
+      keep_counts: Whether the counts since the start are kept.
+    """
+    empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
+    if keep_counts:
+      old = self._snapshot()
+      empty = empty._replace(counts=old.counts, held_up=old.held_up)
+    self._taker.assign(self._number)
+    self._write(empty)
+    self._present.assign(tf.zeros(self._present.shape, tf.bool))
+    resources.flush_assignments([self._taker])
+
+  def begin_anew(self) -> None:
+    """Voids all offers and deliveries; waiting replicas offer again."""
+    self.initialize(keep_counts=True)
+    with tf.device(self._device):
+      until_now = -step_token.microseconds(step_token.now())
+      verdicts = tf.fill([self.num_replicas], int(Verdict.VOID))
+      tags = tf.fill([self.num_replicas], until_now)
+      step = self._store.read_global_step()
+      self._replies.send(tf.cast(verdicts, tf.int64), tags, step)
+
+  # The replica's side.
+
+  def offer(
+    self,
+    replica: int | tf.Tensor,
+    gradients: Sequence[parameter_store.Gradient],
+    *,
+    local_step: tf.Tensor,
+    loss: tf.Tensor,
+    num_examples: tf.Tensor,
+    preadmitted_tag: tf.Tensor | None = None,
+  ) -> step_token.StepToken:
+    """Offers one contribution, hands it over if admitted, waits for release.
+
+    To be used inside a `tf.function`.
+
+    Args:
+      replica: The replica, in [0, R); an int, or an int64 scalar if one traced
+        function serves several replicas.
+      gradients: One per element of the store's `contributed`, of whole
+        variables; may be None.
+      local_step: int64 scalar: the global step of the variables used.
+      loss: Scalar, the mean loss of the batch.
+      num_examples: Scalar, the size of the batch.
+      preadmitted_tag: int64 scalar, that of the last token, not `NO_TAG`: the
+        contribution is handed over without an offer. None: it is offered.
+
+    Returns:
+      The token: whether the contribution was used, and the step to continue
+      from.
+
+    Raises:
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: When training has
+        ended meanwhile (at run time).
+    """
+    is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
+    is_sound &= gradient_math.all_finite(gradients, self._store.wire_dtype)
+    packed = self._gradients.pack(gradients)
+    present = [g is not None for g in gradients]
+    if preadmitted_tag is not None:
+      *report, is_sound, replica, tag = resources.transfer_scalars(
+        self._device, loss, num_examples, is_sound, replica, preadmitted_tag
+      )
+      return self._hand_over(replica, tag, packed, present, report, is_sound)
+    *report, is_sound, replica, local_step = resources.transfer_scalars(
+      self._device, loss, num_examples, is_sound, replica, local_step
+    )
+    with tf.device(self._device):
+      tag = step_token.microseconds(step_token.now())
+      kind = tf.where(is_sound, int(Kind.OFFER), int(Kind.NONFINITE))
+      offered = self._send(kind, replica, tag, step=local_step)
+      with tf.control_dependencies([offered]):
+        verdict, step = self._replies.wait(replica, tag)
+      answered = step_token.now(verdict)
+      with tf.control_dependencies([answered]):
+        admitted = tf.equal(verdict, int(Verdict.ADMIT))
+      return tf.cond(
+        admitted,
+        lambda: self._hand_over(
+          replica, tag, packed, present, report, True, answered
+        ),
+        lambda: step_token.StepToken(
+          tf.constant(0, tf.int64),
+          step,
+          tf.constant(step_token.NO_TAG, tf.int64),
+          step_token.pack_times(released=answered),
+        ),
+      )
+
+  def _hand_over(
+    self,
+    replica,
+    tag,
+    packed,
+    present,
+    report,
+    is_sound,
+    admitted_at=step_token.NEVER,
+  ) -> step_token.StepToken:
+    """Sends what was admitted under `tag`, and waits for the release."""
+    arrived = self._gradients.put(replica, tag, packed)
+    with tf.device(self._device), tf.control_dependencies(arrived):
+      kind = tf.where(is_sound, int(Kind.DELIVERED), int(Kind.NONFINITE))
+      delivered = self._send(kind, replica, tag, report=report, present=present)
+      with tf.control_dependencies([delivered]):
+        delivered_at = step_token.now()
+      with tf.control_dependencies([delivered_at]):
+        verdict, step = self._replies.wait(replica, tag)
+      times = step_token.pack_times(
+        admitted_at, delivered_at, released=step_token.now(verdict)
+      )
+      may_continue = verdict == int(Verdict.CONTINUE)
+      next_tag = tf.where(
+        may_continue, tag + 1, tf.constant(step_token.NO_TAG, tf.int64)
+      )
+      is_used = tf.cast(verdict != int(Verdict.VOID), tf.int64)
+      return step_token.StepToken(is_used, step, next_tag, times)
+
+  def _send(
+    self, kind, replica, tag, *, step=0, report=(0.0, 0), present=False
+  ) -> tf.Operation | None:
+    """Puts a message into the inbox; packed there, so that less travels."""
+    with tf.device(self._device):
+      header = _HEADER.pack(_Header(kind, replica, tag, step))
+      report = _REPORT.pack(_Report(*report))
+      return self._inbox.enqueue(
+        [header, report, tf.convert_to_tensor(present)]
+      )
+
+  # The chief's side.
+
+  def collect(self) -> ledger_lib.Collected:
+    """Answers the replicas until the step has its N contributions.
+
+    To be used inside a `tf.function`. Returns early when a replica reports a
+    value that is not finite, when `wake` is called, or when another chief has
+    begun. Every message taken so far is in the ledger then.
+
+    Raises:
+      tf.errors.OutOfRangeError: At run time, after `close`.
+    """
+    with tf.device(self._device):
+      step = self._store.read_global_step()
+      done = self._is_complete(self._ledger.accepted.read_value())
+      kind = tf.where(done, int(Kind.DELIVERED), int(Kind.OFFER))
+      is_mine = tf.equal(self._taker.read_value(), self._number)
+      kind = tf.where(is_mine, kind, int(Kind.WAKE))
+      kind, replica = tf.while_loop(
+        lambda kind, _: kind == int(Kind.OFFER),
+        lambda *_: self._take_one(step),
+        [tf.cast(kind, tf.int64), tf.constant(-1, tf.int64)],
+      )
+      with tf.control_dependencies([kind]):
+        loss = self._ledger.loss.read_value()
+        return ledger_lib.Collected(
+          kind=kind,
+          replica=replica,
+          step=step,
+          examples=self._ledger.examples.read_value(),
+          loss=loss / self.replicas_to_aggregate,
+          present=self._present.read_value(),
+        )
+
+  def _take_one(self, step) -> tuple[tf.Tensor, tf.Tensor]:
+    """Serves one message; (OFFER to continue or why to stop, the sender)."""
+    woken = tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
+    return self._take(
+      self._number, lambda *message: self._serve(*message, step), woken
+    )
+
+  def _take(self, number, serve, otherwise):
+    """Serves the next message, or puts it back unless `number` takes them."""
+    header, report, present = self._inbox.dequeue()
+
+    def put_back():
+      with tf.control_dependencies(
+        [self._inbox.enqueue([header, report, present])]
+      ):
+        return tf.nest.map_structure(tf.identity, otherwise)
+
+    def serve_it():
+      fields = _HEADER.unpack(tf.ensure_shape(header, [_HEADER.size]))
+      return serve(fields, report, present)
+
+    with tf.control_dependencies([header]):
+      is_its = tf.equal(self._taker.read_value(), number)
+    return tf.cond(is_its, serve_it, put_back)
+
+  def _serve(
+    self, header: _Header, report: tf.Tensor, present: tf.Tensor, step
+  ) -> tuple[tf.Tensor, tf.Tensor]:
+    """Enters one message in the ledger, and sends the replies it causes."""
+    batch = _REPORT.unpack(tf.ensure_shape(report, [_REPORT.size]))
+    message = ledger_lib.Message(
+      *header, batch.examples, batch.loss, step_token.now(batch.loss)
+    )
+    before = self._read()
+    noted, replies = ledger_lib.record(before, message, step)
+    ledger, settled = ledger_lib.settle(noted)
+    self._write(ledger)
+    is_used = tf.reduce_any(
+      noted.accepted != before.accepted
+    )  # False if it was void.
+    self._present.assign(self._present.read_value() | (present & is_used))
+    verdict = tf.maximum(settled, replies.verdict)
+    is_nonfinite = message.kind == int(Kind.NONFINITE)
+
+    def reply():
+      # The longest waiter takes the first reply: VOID, for its old tag.
+      void = tf.where(replies.flush >= 0, int(Verdict.VOID), -1)
+      self._replies.send(tf.cast(void, tf.int64), replies.flush, step)
+      self._replies.send(verdict, noted.tag, step)
+      sender = tf.where(is_nonfinite, message.replica, -1)
+      self._end_one(sender, message.tag)
+
+    # Most messages cause no reply; then the branches per replica do not run.
+    has_reply = tf.reduce_any(tf.maximum(verdict, replies.flush) >= 0)
+    control_flow.run_if(has_reply | is_nonfinite, reply)
+    is_complete = self._is_complete(ledger.accepted)
+    kind = tf.where(is_complete, int(Kind.DELIVERED), int(Kind.OFFER))
+    is_urgent = is_nonfinite | (message.kind == Kind.WAKE)
+    kind = tf.where(is_urgent, message.kind, tf.cast(kind, tf.int64))
+    return kind, message.replica
+
+  def _is_complete(self, accepted) -> tf.Tensor:
+    return tf.reduce_all(ledger_lib.places(accepted).is_taken)
+
+  def _read(self) -> ledger_lib.Ledger:
+    return ledger_lib.Ledger(*[v.read_value() for v in self._ledger])
+
+  def _write(self, ledger: ledger_lib.Ledger) -> None:
+    for variable, value in zip(self._ledger, ledger, strict=True):
+      variable.assign(value)
+
+  def take_sums(self, task: int) -> list[parameter_store.Gradient]:
+    """Sums the accepted contributions of one PS task, once per step.
+
+    To be used inside a `tf.function`; see `GradientQueues.take_sums`.
+    """
+    with tf.device(self._device):
+      accepted = self._ledger.accepted.read_value()
+    return self._gradients.take_sums(task, accepted)
+
+  def release_all(self, step: tf.Tensor) -> None:
+    """Ends the step in the ledger; releases waiting replicas to `step`."""
+    with tf.device(self._device):
+      before = self._read()
+      ledger, verdict = ledger_lib.finish(before)
+      self._write(ledger)
+      self._present.assign(tf.zeros(self._present.shape, tf.bool))
+      self._replies.send(verdict, before.tag, step)
+
+  def end_replicas(self) -> None:
+    """Releases all replicas, also late comers, to `step_token.ENDED`.
+
+    To be used inside a `tf.function`; returns after `wake`. The call of an
+    earlier chief may live on at the PS: it puts the next message back and ends.
+    """
+
+    def answer(header, *_):
+      self._end_one(header.replica, header.tag)
+      # Ignore wake-ups older than this call.
+      return (header.kind != int(Kind.WAKE)) | (header.tag < began)
+
+    with tf.device(self._device):
+      began = step_token.microseconds(step_token.now())
+      self._taker.assign(began)
+      # Answer every offer that `collect` had already taken off the queue.
+      noted = self._read()
+      verdict = tf.where(noted.status != Status.COMPUTING, Verdict.RELEASE, -1)
+      self._replies.send(
+        tf.cast(verdict, tf.int64), noted.tag, step_token.ENDED
+      )
+      tf.while_loop(
+        lambda goes_on: goes_on,
+        lambda _: [self._take(began, answer, tf.constant(False))],
+        [tf.constant(True)],
+      )
+
+  def _end_one(self, replica: int | tf.Tensor, tag: tf.Tensor) -> None:
+    """Releases `replica` to `step_token.ENDED`; no replica if it is -1."""
+    is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica
+    verdict = tf.where(is_this, int(Verdict.RELEASE), int(Verdict.NONE))
+    tags = tf.fill([self.num_replicas], tag)
+    self._replies.send(tf.cast(verdict, tf.int64), tags, step_token.ENDED)
+
+  def wake(self) -> None:
+    """Makes a waiting `collect` or `end_replicas` return."""
+    with tf.device(self._device):
+      self._send(Kind.WAKE, -1, step_token.microseconds(step_token.now()))
+
+  def declare_lost(self, replica: int, tag: int) -> None:
+    """Tells the ledger that `replica`, with last offer `tag`, is lost."""
+    self._send(Kind.LOST, replica, tag)
+
+  def snapshot(self) -> ledger_lib.Ledger:
+    """The present ledger, as NumPy arrays."""
+    return ledger_lib.Ledger(*[v.numpy() for v in self._snapshot()])
+
+  def release_replica(self, replica: int) -> None:
+    """Releases `replica` to `step_token.ENDED` for all it has offered."""
+    with tf.device(self._device):
+      self._end_one(replica, -step_token.microseconds(step_token.now()))
+
+  def close(self) -> None:
+    """Closes the queues: waiting calls get `OutOfRangeError`, offers fail."""
+    self._inbox.close()
+    self._replies.close()

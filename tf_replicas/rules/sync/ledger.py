@@ -1,0 +1,380 @@
+"""What every replica does and what the step has accepted: pure functions.
+
+The ledger is the state of `contributions`, kept in variables on PS task 0.
+Three pure functions of tensors change it: `record` enters one message of a
+replica, `settle` gives the free places of the step to waiting replicas,
+`finish` ends the step. This module knows neither queues nor devices.
+"""
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.rules import protocol
+from tf_replicas.rules import results
+from tf_replicas.rules import step_token
+
+
+class Column(enum.IntEnum):
+  """The columns of `Ledger.counts`.
+
+  From `LATE` on, column `LATE - 1 + k` counts the offers that were k steps
+  late; the last counts those of `protocol.MAX_LATE` steps or more.
+  """
+
+  APPLIED = 0
+  SURPLUS = 1
+  LATE = 2
+
+
+NUM_COLUMNS = Column.LATE + protocol.MAX_LATE
+
+
+class Place(NamedTuple):
+  """Rows of `Ledger.accepted`, or one of them, by field.
+
+  Attributes:
+    replica: The replica whose contribution has the place; -1 if it is open.
+    tag: The tag of that contribution; -1 if the place is open.
+  """
+
+  replica: tf.Tensor
+  tag: tf.Tensor
+
+  @property
+  def is_taken(self) -> tf.Tensor:
+    """Whether the contribution was delivered."""
+    return self.replica >= 0
+
+
+def places(accepted: tf.Tensor) -> Place:
+  """The fields of `Ledger.accepted`: int64 [N] each."""
+  return Place(accepted[:, 0], accepted[:, 1])
+
+
+class Ledger(NamedTuple):
+  """The state of a step, of R replicas and N places; int64 unless noted.
+
+  Attributes:
+    status: [R] `Status` of each replica.
+    tag: [R] tag of its last offer; -1 before the first.
+    accepted: [N, 2], a `Place` for each contribution of the step.
+    examples: Scalar, examples in the accepted contributions.
+    loss: float64 scalar, sum of their losses.
+    delivered_at: float64 scalar, seconds since 1970 when the last of them
+      arrived; `step_token.NEVER` if none has.
+    counts: [R, NUM_COLUMNS] contributions by their outcome; see `Column`. Those
+      lost after admission count as surplus.
+    held_up: float64 [R], seconds for which steps waited for this replica alone.
+  """
+
+  status: tf.Tensor
+  tag: tf.Tensor
+  accepted: tf.Tensor
+  examples: tf.Tensor
+  loss: tf.Tensor
+  delivered_at: tf.Tensor
+  counts: tf.Tensor
+  held_up: tf.Tensor
+
+
+class Message(NamedTuple):
+  """One message of a replica: int64 scalars, except loss and time (float64).
+
+  Attributes:
+    kind: A `protocol.MessageType`.
+    replica: The sender; -1 for WAKE.
+    tag: The tag of its contribution.
+    step: The global step of the variables it computed from.
+    examples: The examples in its batch.
+    loss: The mean loss of its batch.
+    time: When the message arrived, in seconds since 1970.
+  """
+
+  kind: tf.Tensor
+  replica: tf.Tensor
+  tag: tf.Tensor
+  step: tf.Tensor
+  examples: tf.Tensor
+  loss: tf.Tensor
+  time: tf.Tensor
+
+
+class Replies(NamedTuple):
+  """The replies that one message causes: int64 [R] each.
+
+  Attributes:
+    verdict: `Verdict` for the last offer of each replica, or NONE.
+    flush: The tag of a void contribution whose waiter must be released, or -1.
+  """
+
+  verdict: tf.Tensor
+  flush: tf.Tensor
+
+
+class Collected(NamedTuple):
+  """What `Contributions.collect` returns; tensors on PS task 0.
+
+  Attributes:
+    kind: int64, DELIVERED when the step is complete, else the kind of the
+      message that ended the wait early (NONFINITE, WAKE).
+    replica: int64, the sender of that message.
+    step: int64, the global step of these contributions.
+    examples: int64, examples in them.
+    loss: float64, their mean loss.
+    present: bool [V], which variables got a gradient from any replica.
+  """
+
+  kind: tf.Tensor
+  replica: tf.Tensor
+  step: tf.Tensor
+  examples: tf.Tensor
+  loss: tf.Tensor
+  present: tf.Tensor
+
+
+def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
+  """An empty ledger: all replicas compute, all places are open."""
+  return Ledger(
+    status=np.full([num_replicas], protocol.Status.COMPUTING, np.int64),
+    tag=np.full([num_replicas], -1, np.int64),
+    accepted=np.full([replicas_to_aggregate, 2], -1, np.int64),
+    examples=np.int64(0),
+    loss=np.float64(0),
+    delivered_at=np.float64(step_token.NEVER),
+    counts=np.zeros([num_replicas, NUM_COLUMNS], np.int64),
+    held_up=np.zeros([num_replicas], np.float64),
+  )
+
+
+class _Event(NamedTuple):
+  """What one message means; bool [R], true at most for its sender.
+
+  Attributes:
+    is_offer: It offers a contribution.
+    is_late: It offers one from variables of an earlier step.
+    is_delivered: An admitted contribution has arrived.
+    is_void: A contribution arrived that is no longer wanted.
+    is_lost: The replica is lost, and did not wait.
+  """
+
+  is_offer: tf.Tensor
+  is_late: tf.Tensor
+  is_delivered: tf.Tensor
+  is_void: tf.Tensor
+  is_lost: tf.Tensor
+
+
+def record(
+  ledger: Ledger, message: Message, step: tf.Tensor
+) -> tuple[Ledger, Replies]:
+  """Enters one message in the ledger; pure.
+
+  Args:
+    ledger: The ledger before the message.
+    message: From the inbox.
+    step: int64 scalar, the current global step.
+
+  Returns:
+    The ledger after it, and the replies that follow at once.
+  """
+  steps_late = tf.maximum(step - message.step, 0)
+  event = _interpret(ledger, message, steps_late > 0)
+  was_admitted = ledger.status == protocol.Status.ADMITTED
+  # A lost replica that delivers later is rejected.
+  gave_up_place = event.is_lost & was_admitted
+
+  status = _set(ledger.status, event.is_offer, protocol.Status.WAITING)
+  status = _set(status, event.is_late, protocol.Status.COMPUTING)
+  status = _set(status, event.is_lost, protocol.Status.LOST)
+  status = _set(status, event.is_delivered, protocol.Status.DELIVERED)
+  late_column = Column.LATE - 1 + tf.minimum(steps_late, protocol.MAX_LATE)
+  recorded = _accept(ledger, message, event.is_delivered)._replace(
+    status=status,
+    tag=_set(ledger.tag, event.is_offer, message.tag),
+    counts=ledger.counts
+    + _in_column(event.is_late, late_column)
+    + _in_column(gave_up_place, Column.SURPLUS),
+  )
+
+  is_open = ledger.status >= protocol.Status.WAITING
+  is_open &= ledger.status != protocol.Status.LOST
+  none = tf.fill(ledger.status.shape, tf.cast(protocol.Verdict.NONE, tf.int64))
+  flush = _set(none, event.is_void, message.tag)
+  flush = tf.where(
+    (event.is_offer & is_open) | gave_up_place, ledger.tag, flush
+  )
+  verdict = _set(none, event.is_late, protocol.Verdict.RELEASE)
+  return recorded, Replies(verdict, flush)
+
+
+def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
+  """What `message` means, given the ledger before it."""
+  replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
+  this = replicas == message.replica
+  is_last = ledger.tag == message.tag
+  was_admitted = ledger.status == protocol.Status.ADMITTED
+  is_offer = this & (message.kind == protocol.MessageType.OFFER)
+  is_delivery = this & (message.kind == protocol.MessageType.DELIVERED)
+  is_loss = this & (message.kind == protocol.MessageType.LOST)
+  return _Event(
+    is_offer=is_offer,
+    is_late=is_offer & is_late,
+    is_delivered=is_delivery & is_last & was_admitted,
+    is_void=is_delivery & ~is_last,
+    is_lost=is_loss & is_last & ~is_waiting(ledger),
+  )
+
+
+def _accept(
+  ledger: Ledger, message: Message, is_delivered: tf.Tensor
+) -> Ledger:
+  """Puts a delivered contribution in the first open place of the step."""
+  num_places = ledger.accepted.shape[0]
+  has_delivered = tf.reduce_any(is_delivered)
+  place = _count(places(ledger.accepted).is_taken)
+  row = (tf.range(num_places, dtype=tf.int64) == place) & has_delivered
+  was_awaited = is_delivered & (place == num_places - 1)
+  was_awaited &= ledger.delivered_at != step_token.NEVER
+  waited = message.time - ledger.delivered_at
+
+  def if_delivered(value):
+    return tf.where(has_delivered, value, tf.zeros_like(value))
+
+  return ledger._replace(
+    accepted=tf.where(
+      row[:, None],
+      tf.stack(Place(message.replica, message.tag))[None],
+      ledger.accepted,
+    ),
+    examples=ledger.examples + if_delivered(message.examples),
+    loss=ledger.loss + if_delivered(message.loss),
+    delivered_at=tf.where(has_delivered, message.time, ledger.delivered_at),
+    held_up=ledger.held_up
+    + tf.where(was_awaited, waited, tf.zeros([], tf.float64)),
+  )
+
+
+def is_waiting(ledger: Ledger) -> tf.Tensor:
+  """bool [R]: whether each replica waits with all its work done."""
+  return (ledger.status == protocol.Status.WAITING) | (
+    ledger.status == protocol.Status.DELIVERED
+  )
+
+
+def settle(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
+  """Gives the free places of the step to waiting replicas; pure.
+
+  Returns:
+    The ledger after it, and the `Verdict` for the tag that each replica had
+    before: ADMIT; CONTINUE for one that delivered and is needed again within
+    the step (more places than replicas); else NONE. int64 [R].
+  """
+  num_replicas = ledger.status.shape[0]
+  num_places = ledger.accepted.shape[0]
+  waiting = ledger.status == protocol.Status.WAITING
+  if num_places <= num_replicas:  # Each replica at most once.
+    waiting &= _num_accepted(ledger) == 0
+  free = num_places - _count(places(ledger.accepted).is_taken)
+  free -= _count(ledger.status == protocol.Status.ADMITTED)
+  admit = _first(waiting, free)
+  again = tf.zeros_like(admit)
+  if num_places > num_replicas:
+    again = ledger.status == protocol.Status.DELIVERED
+    again = _first(again, free - _count(admit))
+  ledger = ledger._replace(
+    status=_set(ledger.status, admit | again, protocol.Status.ADMITTED),
+    tag=ledger.tag + tf.cast(again, tf.int64),
+  )
+  verdict = tf.fill([num_replicas], tf.cast(protocol.Verdict.NONE, tf.int64))
+  verdict = _set(verdict, admit, protocol.Verdict.ADMIT)
+  return ledger, _set(verdict, again, protocol.Verdict.CONTINUE)
+
+
+def _count(condition: tf.Tensor) -> tf.Tensor:
+  return tf.reduce_sum(tf.cast(condition, tf.int64))
+
+
+def _first(condition: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
+  """`condition`, but false after the first `limit` true elements."""
+  return condition & (tf.cumsum(tf.cast(condition, tf.int64)) <= limit)
+
+
+def _num_accepted(ledger: Ledger) -> tf.Tensor:
+  """int64 [R]: how many places of the step each replica has."""
+  replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
+  owners = places(ledger.accepted).replica
+  is_owner = owners[:, None] == replicas[None, :]
+  return tf.reduce_sum(tf.cast(is_owner, tf.int64), axis=0)
+
+
+def _in_column(values: tf.Tensor, column: int | tf.Tensor) -> tf.Tensor:
+  """int64 [R, NUM_COLUMNS] with `values` in one column, zero elsewhere."""
+  is_column = tf.one_hot(column, NUM_COLUMNS, dtype=tf.int64)
+  return tf.cast(values, tf.int64)[:, None] * is_column
+
+
+def _set(
+  values: tf.Tensor, where: tf.Tensor, value: int | tf.Tensor
+) -> tf.Tensor:
+  """`values` with `value` where `where` holds; int64."""
+  return tf.where(where, tf.cast(value, tf.int64), values)
+
+
+def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
+  """Ends the step: counts, empties the places, releases replicas; pure.
+
+  Returns:
+    The ledger after it, and the `Verdict` for the tag that each replica had
+    before: RELEASE, or CONTINUE if the next step has a place for every replica.
+    int64 [R].
+  """
+  num_replicas = ledger.status.shape[0]
+  num_places = ledger.accepted.shape[0]
+  waits = is_waiting(ledger)
+  is_surplus = ledger.status == protocol.Status.WAITING
+  status, verdict = protocol.Status.COMPUTING, protocol.Verdict.RELEASE
+  tag = ledger.tag
+  if num_places >= num_replicas:
+    status, verdict = protocol.Status.ADMITTED, protocol.Verdict.CONTINUE
+    tag += tf.cast(waits, tf.int64)
+  none = tf.fill([num_replicas], tf.cast(protocol.Verdict.NONE, tf.int64))
+  return (
+    Ledger(
+      status=_set(ledger.status, waits, status),
+      tag=tag,
+      accepted=-tf.ones_like(ledger.accepted),
+      examples=tf.zeros_like(ledger.examples),
+      loss=tf.zeros_like(ledger.loss),
+      delivered_at=tf.constant(step_token.NEVER, tf.float64),
+      counts=ledger.counts
+      + _in_column(_num_accepted(ledger), Column.APPLIED)
+      + _in_column(is_surplus, Column.SURPLUS),
+      held_up=ledger.held_up,
+    ),
+    _set(none, waits, verdict),
+  )
+
+
+def step_status(state: Ledger) -> results.StepStatus:
+  """How far the step is, from a ledger of NumPy arrays."""
+  rows = zip(state.status.tolist(), state.tag.tolist(), strict=True)
+  return results.StepStatus(
+    received=int(places(state.accepted).is_taken.sum()),
+    needed=len(state.accepted),
+    replicas=[
+      results.ReplicaStatus(protocol.Status(status), tag)
+      for status, tag in rows
+    ],
+  )
+
+
+def counts_from_ledger(state: Ledger) -> list[results.Counts]:
+  """The counts of each replica, from a ledger of NumPy arrays."""
+  rows = zip(state.counts.tolist(), state.held_up.tolist(), strict=True)
+  return [
+    results.Counts(applied, surplus, tuple(late), straggler_wait_secs=secs)
+    for (applied, surplus, *late), secs in rows
+  ]

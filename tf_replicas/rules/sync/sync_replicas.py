@@ -1,0 +1,501 @@
+"""Synchronous updates from exactly N contributions, with backup replicas.
+
+The successor of TF1's `tf.train.SyncReplicasOptimizer`, with stricter rules.
+`SyncReplicasOptimizer` documents the protocol.
+"""
+
+import functools
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import protocol
+from tf_replicas.rules import results
+from tf_replicas.rules import step_token
+from tf_replicas.rules.sync import chief_recovery
+from tf_replicas.rules.sync import contributions
+from tf_replicas.rules.sync import ledger
+from tf_replicas.runtime import records
+from tf_replicas.runtime import resources
+from tf_replicas.runtime import waiting
+from tf_replicas.store import moving_averages
+from tf_replicas.store import parameter_store
+
+_CALL_SECS = 0.1  # A new learning rate waits no longer than this.
+
+
+class _StepReport(NamedTuple):
+  """The chief's report of one step.
+
+  Attributes:
+    kind: A `protocol.MessageType`: DELIVERED if the step has its contributions,
+      else what ended the wait early.
+    replica: The sender of that message.
+    step: The global step of the contributions.
+    examples: The examples in them.
+    loss: Their mean loss.
+    began: Seconds since 1970 when the update began.
+    ended: Seconds since 1970 when it was made; `NEVER` if it was not.
+    present: For each contributed variable, whether it has a gradient.
+  """
+
+  kind: tf.Tensor | int
+  replica: tf.Tensor | int
+  step: tf.Tensor | int
+  examples: tf.Tensor | int
+  loss: tf.Tensor | float
+  began: tf.Tensor | float
+  ended: tf.Tensor | float
+  present: tf.Tensor | np.ndarray
+
+  @property
+  def is_made(self) -> bool | tf.Tensor:
+    """Whether the update was made."""
+    return self.ended != step_token.NEVER
+
+
+class SyncReplicasOptimizer(rule_base.OptimizerRule):
+  """An optimizer wrapper that applies one averaged update per N gradients.
+
+  Every update applies the mean of exactly N = `replicas_to_aggregate`
+  gradients, all computed from the variables of the same step, and by distinct
+  replicas if there are at least N.
+
+  Of M = `total_num_replicas`:
+
+  * M = N: every replica contributes to every step;
+  * M > N: M - N *backup replicas*; a step takes the first N and does not wait
+    for the slowest (Chen et al. 2016, section 2.2);
+  * M < N: replicas contribute several batches each to one step.
+
+  The wrapper has two halves. A replica's half offers gradients and waits
+  (`apply_gradients`); the chief's half makes the updates (`apply_updates`).
+
+  Objects, which every client finds by name:
+
+  * on each PS task: the shards of the variables, their slots and averages, and
+    one queue of gradient sets per replica;
+  * on PS task 0: the global step, the inbox, the ledger of contributions,
+    and one queue of replies per replica (see `rules.sync.contributions`).
+
+  A replica's step:
+
+  1. Pull the global step and then the parameters (`ParameterStore.pull`).
+  2. Compute gradients; clip them here if `clip_replica_norm` is given.
+  3. Offer: send (replica, tag, step), wait for the verdict. A gradient from
+     older variables is refused at once; one beyond the first N is refused when
+     the step ends. Both are counted, and refused before any byte travels.
+  4. If admitted, hand over: all gradients to the PS tasks, then "delivered".
+  5. Wait for the release, which names the step to continue from.
+
+  The chief's step:
+
+  1. Answer offers until N contributions were delivered. If an admitted replica
+     is lost, its place goes to a waiting replica, or to its own successor.
+  2. On each PS task: sum the N gradients in replica order and divide by N. A
+     variable without a gradient from any replica is skipped; a gradient missing
+     from some counts as zero. Sparse gradients are summed by row and divided by
+     N too, so that N replicas of B examples equal one of N * B.
+  3. Clip the mean by its global norm if `clip_mean_norm` is given.
+  4. Apply the inner optimizer on each PS task; update the moving averages.
+  5. Global step + 1.
+  6. Release every replica that has offered.
+
+  Unlike in TF1's `tf.train.SyncReplicasOptimizer`, the first step is like every
+  other; contributions are used or refused as a whole, and counted; and the mean
+  is over exactly N. Contributions after the last step are not counted.
+
+  Attributes:
+    replicas_to_aggregate: N, the contributions in one update.
+    total_num_replicas: M, the replicas that contribute.
+  """
+
+  def __init__(
+    self,
+    optimizer: rule_base.Optimizer,
+    replicas_to_aggregate: int,
+    total_num_replicas: int | None = None,
+    *,
+    variable_averages: moving_averages.MovingAverages | None = None,
+    variables_to_average: Iterable[tf.Variable | str] | None = None,
+    clip_replica_norm: float | None = None,
+    clip_mean_norm: float | None = None,
+    has_chief_statistics: bool = False,
+    loss_scale: float | None = None,
+    wire_dtype: str | None = None,
+    name: str = "sync_replicas",
+  ):
+    """Wraps `optimizer`.
+
+    Args:
+      optimizer: The inner optimizer. Arguments that are not listed here are
+        those of `OptimizerRule`.
+      replicas_to_aggregate: N, the contributions in one update.
+      total_num_replicas: M, the replicas that offer; N if not given.
+      clip_mean_norm: The mean of N contributions is scaled down to this global
+        norm before it is applied.
+      has_chief_statistics: Whether statistics follow replica 0 alone, or the
+        first of the N if replica 0 is not among them. Else they follow the
+        mean of all N.
+
+    Raises:
+      TypeError, ValueError: If an argument is invalid.
+    """
+    if total_num_replicas is None:
+      total_num_replicas = replicas_to_aggregate
+    rule_base.check_count("replicas_to_aggregate", replicas_to_aggregate)
+    rule_base.check_count("total_num_replicas", total_num_replicas)
+    super().__init__(
+      optimizer,
+      variable_averages=variable_averages,
+      variables_to_average=variables_to_average,
+      clip_replica_norm=clip_replica_norm,
+      clip_mean_norm=clip_mean_norm,
+      has_chief_statistics=has_chief_statistics,
+      loss_scale=loss_scale,
+      wire_dtype=wire_dtype,
+      name=name,
+    )
+    self.replicas_to_aggregate = replicas_to_aggregate
+    self.total_num_replicas = total_num_replicas
+    self.accepted_fraction = min(
+      1.0, replicas_to_aggregate / total_num_replicas
+    )
+    self.preadmits = replicas_to_aggregate >= total_num_replicas
+
+  def build(
+    self,
+    store: parameter_store.ParameterStore,
+    *,
+    is_sparse: Sequence[bool] | None = None,
+    namespace: resources.Namespace | None = None,
+  ) -> None:
+    """See `UpdateRule.build`."""
+    self.bind(store)
+    self._contributions = contributions.Contributions(
+      store,
+      num_replicas=self.total_num_replicas,
+      replicas_to_aggregate=self.replicas_to_aggregate,
+      is_sparse=is_sparse or [False] * len(store.contributed),
+      has_chief_statistics=self.has_chief_statistics,
+      namespace=namespace,
+    )
+    count = len(store.contributed)
+    self._layout = records.Layout(
+      _StepReport,
+      tf.float64,
+      kind=tf.int64,
+      replica=tf.int64,
+      step=tf.int64,
+      examples=tf.int64,
+      loss=tf.float64,
+      began=tf.float64,
+      ended=tf.float64,
+      present=records.Field(tf.bool, count),
+    )
+    self._client_device = tf.constant(0).device
+    self._present = (True,) * count
+    self._steps = functools.cache(self._trace)
+    self._unreported: list[_StepReport] = []
+    self._mark = chief_recovery.UpdateInProgress(store)
+    self._is_successor = False
+    self.is_built = True
+
+  def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
+    """See `UpdateRule.create`."""
+    if resumed:
+      # An earlier chief's `apply_updates` may live on at the PS; this ends it.
+      self.interrupt()
+      self._mark.await_end()
+      self._is_successor = True
+    else:
+      self._contributions.initialize()
+      self._mark.clear()
+      self.assign_first(values)
+    self.inner.build(self._store, is_chief=True)
+
+  def start(self) -> None:
+    """Voids all contributions made under an earlier chief, if there was one."""
+    if self._is_successor:
+      self._contributions.begin_anew()
+
+  def signature(self) -> dict[str, object]:
+    """See `UpdateRule.signature`."""
+    return {
+      "name": self.name,
+      "replicas_to_aggregate": self.replicas_to_aggregate,
+      "total_num_replicas": self.total_num_replicas,
+      "has_chief_statistics": self.has_chief_statistics,
+      "wire_dtype": self.wire_dtype,
+    }
+
+  def in_lockstep(
+    self, store: parameter_store.ParameterStore
+  ) -> rule_base.LockstepUpdate:
+    """See `UpdateRule.in_lockstep`."""
+    return rule_base.LockstepUpdate(self, store)
+
+  # The replica's half.
+
+  @tf.autograph.experimental.do_not_convert
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[tuple[rule_base.Gradient, tf.Variable | str]],
+    *,
+    replica: int | tf.Tensor,
+    local_step: tf.Tensor,
+    loss: tf.Tensor | float = 0.0,
+    num_examples: tf.Tensor | int = 0,
+    preadmitted_tag: tf.Tensor | None = None,
+  ) -> step_token.StepToken:
+    """Offers one set of gradients; see `GradientRule.apply_gradients`."""
+    self.check_built()
+    return self._contributions.offer(
+      replica,
+      self.in_order(grads_and_vars),
+      local_step=local_step,
+      loss=loss,
+      num_examples=num_examples,
+      preadmitted_tag=preadmitted_tag,
+    )
+
+  def contribute_batch(
+    self,
+    compute: rule_base.ComputeFn,
+    replica: int | tf.Tensor,
+    parameters: Sequence[tf.Tensor],
+    token: step_token.StepToken,
+    records_times: bool,
+  ) -> tuple[step_token.StepToken, tf.Tensor]:
+    """As `GradientRule`, but for several batches while the step needs more."""
+
+    def one_batch(token):
+      contribute = super(SyncReplicasOptimizer, self).contribute_batch
+      return contribute(compute, replica, parameters, token, records_times)
+
+    step = token.global_step
+    result = one_batch(token)
+    if self.replicas_to_aggregate <= self.total_num_replicas:
+      return result
+    return tf.while_loop(
+      lambda token, _: (
+        (token.global_step == step)
+        & (token.preadmitted_tag != step_token.NO_TAG)
+      ),
+      lambda token, _: one_batch(token),
+      result,
+    )
+
+  # The chief's half.
+
+  def stop_at(self, step: int) -> None:
+    """Does nothing: no update is made unless `apply_updates` is called."""
+    del step
+
+  def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
+    """Makes updates in one call, all with the present learning rate.
+
+    Args:
+      max_updates: The largest number; it makes as many as fit into 0.1 s, at
+        least one. Several per call save the milliseconds between two calls,
+        which slow down small models.
+
+    Returns:
+      The updates, in order.
+
+    Raises:
+      NonFiniteGradientError: If a replica computed a value that is not finite.
+      Interrupted: If `interrupt` was called.
+      tf.errors.OutOfRangeError: After `close`.
+    """
+    self.check_built()
+    if not self._unreported:
+      self.inner.refresh()
+      rows = self._steps(self._present)(tf.constant(max_updates)).numpy()
+      self._unreported = self._layout.unpack_rows(rows)
+    made = [report for report in self._unreported if report.is_made]
+    self._unreported = [r for r in self._unreported if not r.is_made]
+    if made:
+      return [
+        results.Update(
+          global_step=report.step + 1,
+          loss=report.loss,
+          num_examples=report.examples,
+          learning_rate=self.inner.learning_rate(report.step),
+          began=report.began,
+          ended=report.ended,
+        )
+        for report in made
+      ]
+    (report,), self._unreported = self._unreported, []
+    if report.kind == protocol.MessageType.NONFINITE:
+      raise results.NonFiniteGradientError(report.replica, report.step)
+    if report.kind == protocol.MessageType.WAKE:
+      raise results.Interrupted(f"interrupted at step {report.step}")
+    # Other variables than assumed have gradients: trace their update.
+    self._present = tuple(report.present.tolist())
+    return self.apply_updates(max_updates)
+
+  def _trace(self, present: tuple[bool, ...]) -> Callable:
+    """A function that makes up to n updates; returns a row for each.
+
+    Its last row may report why no update was made.
+    """
+
+    def step():
+      report = self._step(present)
+      return self._layout.pack(report), report.is_made
+
+    def steps(max_updates):
+      with tf.device(self._store.device_of_task(0)):
+        rows = _repeat(step, max_updates, secs=_CALL_SECS)
+      with tf.device(self._client_device):
+        return tf.identity(rows)
+
+    spec = tf.TensorSpec([], tf.int32)
+    return tf.function(steps, autograph=False).get_concrete_function(spec)
+
+  def _step(self, present: tuple[bool, ...]) -> _StepReport:
+    """Collects a step and makes its update; on PS task 0.
+
+    Args:
+      present: Which variables are assumed to have a gradient from any replica.
+        If that is wrong, no update is made.
+
+    Returns:
+      The report; tensors.
+    """
+    collected = self._contributions.collect()
+    may_update = collected.kind == int(protocol.MessageType.DELIVERED)
+    may_update &= tf.reduce_all(collected.present == list(present))
+    began = step_token.now(may_update)
+    with tf.control_dependencies([began]):
+      ended = tf.cond(
+        may_update,
+        lambda: self._finish_step(present, collected),
+        step_token.never,
+      )
+    return _StepReport(
+      collected.kind,
+      collected.replica,
+      collected.step,
+      collected.examples,
+      collected.loss,
+      began,
+      ended,
+      collected.present,
+    )
+
+  def _finish_step(
+    self, present: tuple[bool, ...], collected: ledger.Collected
+  ) -> tf.Tensor:
+    """Makes the update, advances the step, releases the replicas.
+
+    Returns:
+      float64 scalar, seconds since 1970 when the update was made.
+    """
+    with tf.control_dependencies([self._mark.begin(collected.step)]):
+      updated = self.applier(
+        present,
+        collected.step,
+        self._contributions.take_sums,
+        self.replicas_to_aggregate,
+      )
+    with tf.control_dependencies([updated]):
+      step = self._store.advance(collected.step, collected.examples)
+    ended = step_token.now(step)
+    with tf.control_dependencies([ended]):
+      self._contributions.release_all(step)
+      return tf.identity(ended)
+
+  # For the driver that watches and ends the training.
+
+  def counts(self) -> list[results.Counts]:
+    """See `UpdateRule.counts`."""
+    return ledger.counts_from_ledger(self._contributions.snapshot())
+
+  def status(self) -> results.StepStatus:
+    """See `UpdateRule.status`."""
+    return ledger.step_status(self._contributions.snapshot())
+
+  def declare_lost(self, replica: int, tag: int) -> None:
+    """Offers the place of `replica` in the step to another replica."""
+    self._contributions.declare_lost(replica, tag)
+
+  def interrupt(self) -> None:
+    """See `UpdateRule.interrupt`."""
+    try:
+      self._contributions.wake()
+    except tf.errors.OpError:
+      pass  # It was closed meanwhile, which ends the wait as well.
+
+  def trace_ahead(self) -> None:
+    """See `UpdateRule.trace_ahead`."""
+    super().trace_ahead()
+    self.end_replicas.get_concrete_function()
+    self._steps(self._present)
+
+  @tf.function(autograph=False)
+  def end_replicas(self) -> None:
+    """Releases replicas to `step_token.ENDED` until `interrupt`."""
+    self._contributions.end_replicas()
+
+  def suspend(self) -> None:
+    """See `OptimizerRule.suspend`; `apply_updates` has returned all updates."""
+    self._answering = waiting.RaisingThread(self.end_replicas, on_error=bool)
+
+  def resume(self) -> None:
+    """See `OptimizerRule.resume`."""
+    for replica, (status, tag) in enumerate(self.status().replicas):
+      # It may still deliver what was admitted before `suspend`.
+      if status == protocol.Status.ADMITTED:
+        self.declare_lost(replica, tag)
+    while self._answering.is_alive():
+      self.interrupt()  # An earlier chief's answers last until ours begin.
+      self._answering.join(1.0)
+    self._contributions.initialize(keep_counts=True)
+
+  def release_replica(self, replica: int) -> None:
+    """See `UpdateRule.release_replica`."""
+    self._contributions.release_replica(replica)
+
+  def close(self) -> None:
+    """See `UpdateRule.close`."""
+    self._contributions.close()
+
+
+def _repeat(
+  body: Callable[[], tuple[tf.Tensor, tf.Tensor]],
+  max_calls: tf.Tensor,
+  *,
+  secs: float,
+) -> tf.Tensor:
+  """Calls `body` repeatedly in the graph, all on the current device.
+
+  Args:
+    body: Returns a row, float64 [width], and whether to call it again.
+    max_calls: int32 scalar, how often at most; it is called once in any case.
+    secs: The time after which it is not called again.
+
+  Returns:
+    The rows, float64 [number of calls, width].
+  """
+
+  def call(count, _, end, rows):
+    row, goes_on = body()
+    goes_on &= (count + 1 < max_calls) & (tf.timestamp() < end)
+    return count + 1, goes_on, end, rows.write(count, row)
+
+  max_calls = tf.identity(max_calls)
+  rows = tf.TensorArray(tf.float64, size=0, dynamic_size=True)
+  *_, rows = tf.while_loop(
+    lambda _, goes_on, *rest: goes_on,
+    call,
+    (0, True, tf.timestamp() + secs, rows),
+  )
+  return rows.stack()

@@ -1,0 +1,1 @@
+"""Access to TensorFlow: shared resources, devices, workarounds, waiting."""

@@ -1,0 +1,32 @@
+"""Conditions and order in a TensorFlow graph."""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+
+def done(*results: tf.Operation | tf.Tensor | None) -> tf.Tensor:
+  """A bool scalar that is computed after `results`.
+
+  Branches of `tf.cond` must return tensors; this makes one of any operation.
+
+  Args:
+    *results: What to wait for, in any structure. Eager operations return None.
+  """
+  pending = [r for r in tf.nest.flatten(results) if r is not None]
+  with tf.control_dependencies(pending):
+    return tf.constant(True)
+
+
+def run_if(condition: bool | tf.Tensor, fn: Callable[[], object]) -> tf.Tensor:
+  """Runs `fn` in the graph if `condition` holds, else nothing.
+
+  Args:
+    condition: bool scalar.
+    fn: Builds operations; returns what to wait for, or None.
+
+  Returns:
+    A bool scalar, equal to `condition`; a control dependency on it waits for
+    what `fn` returned.
+  """
+  return tf.cond(condition, lambda: done(fn()), lambda: tf.constant(False))

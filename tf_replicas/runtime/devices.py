@@ -1,0 +1,111 @@
+"""Sets up the devices of this process, and names the devices of its towers.
+
+Every process calls `configure` before its first tensor or variable, which
+initializes TensorFlow's devices. Logical CPU devices can emulate GPUs, so that
+a cluster of machines with GPUs can be tested on one machine without GPUs.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+
+def configure(
+  gpus: Sequence[int] | None,
+  *,
+  num_emulated: int = 0,
+  memory_growth: bool = True,
+) -> None:
+  """Selects the GPUs of this process, or emulates them.
+
+  Also enables soft placement, as some ops have no GPU kernel. Does nothing if
+  TensorFlow's devices are already initialized in the same way.
+
+  Args:
+    gpus: The indices of the GPUs to use; empty for none, as for a parameter
+      server, which then takes no GPU memory; None for all.
+    num_emulated: If positive, so many CPU devices replace `gpus`, which need
+      not exist then.
+    memory_growth: Whether to allocate GPU memory as needed; else all at once.
+
+  Raises:
+    ValueError: If a GPU does not exist or occurs twice, or `num_emulated` is
+      negative.
+    RuntimeError: If TensorFlow's devices are already initialized in another
+      way.
+  """
+  if num_emulated < 0:
+    raise ValueError(
+      f"`num_emulated` must not be negative. Received: {num_emulated}."
+    )
+  existing = tf.config.list_physical_devices("GPU")
+  if num_emulated:
+    visible = []
+  elif gpus is None:
+    visible = existing
+  else:
+    _check_gpus(gpus, len(existing))
+    visible = [existing[number] for number in sorted(gpus)]
+  try:
+    tf.config.set_visible_devices(visible, "GPU")
+    for gpu in visible:
+      tf.config.experimental.set_memory_growth(gpu, memory_growth)
+    if num_emulated > 1:
+      _split_cpu(num_emulated)
+  except RuntimeError as error:
+    raise RuntimeError(
+      "`configure` must be called before the first tensor or variable, which"
+      " initializes TensorFlow's devices. Received:"
+      f" gpus={gpus}, num_emulated={num_emulated}, memory_growth="
+      f"{memory_growth}, after they were initialized with other settings."
+    ) from error
+  tf.config.set_soft_device_placement(True)
+
+
+def tower_devices(
+  gpus: Sequence[int],
+  *,
+  emulate: bool,
+  job: str | None = None,
+  task: int = 0,
+) -> list[str]:
+  """The device of each tower of a task.
+
+  TensorFlow numbers the visible GPUs of a process from 0, in the machine's
+  order: the towers on GPUs 5 and 2 run on `GPU:1` and `GPU:0`.
+
+  Args:
+    gpus: The GPUs of the task; see `configure`. There is one tower per GPU, or
+      one tower on the CPU if there are none.
+    emulate: Whether CPU devices emulate the GPUs.
+    job: The job of the task; None without a cluster.
+    task: The index of the task within the job.
+
+  Returns:
+    Device strings such as `/job:worker/task:1/device:GPU:0`.
+  """
+  kind = "GPU" if gpus and not emulate else "CPU"
+  host = "" if job is None else f"/job:{job}/task:{task}"
+  numbers = [sorted(gpus).index(gpu) for gpu in gpus] or [0]
+  return [f"{host}/device:{kind}:{number}" for number in numbers]
+
+
+def _check_gpus(gpus: Sequence[int], num_existing: int) -> None:
+  if len(set(gpus)) < len(gpus):
+    raise ValueError(f"`gpus` must be distinct. Received: {list(gpus)}.")
+  if all(0 <= number < num_existing for number in gpus):
+    return
+  if num_existing:
+    rule = f"`gpus` must be among {list(range(num_existing))}, the GPUs of this"
+  else:
+    rule = "`gpus` must be empty, as TensorFlow finds no GPU on this"
+  raise ValueError(
+    f"{rule} machine. Received: {list(gpus)}. To use CPU devices instead, give"
+    " --emulate_gpus."
+  )
+
+
+def _split_cpu(num_devices: int) -> None:
+  cpu = tf.config.list_physical_devices("CPU")[0]
+  logical = [tf.config.LogicalDeviceConfiguration()] * num_devices
+  tf.config.set_logical_device_configuration(cpu, logical)

@@ -1,0 +1,168 @@
+"""Packs small tensors into one, for transfers between tasks.
+
+Every tensor sent to another task is a remote procedure call, which costs as
+much as copying some hundred KiB. So small tensors of one dtype are concatenated
+by the sender, and split by the receiver.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+SMALL_BYTES = 64 << 10
+
+
+class Item(NamedTuple):
+  """A tensor to transfer.
+
+  Attributes:
+    shape: Its static shape.
+    dtype: Its dtype during the transfer.
+  """
+
+  shape: tuple[int, ...]
+  dtype: tf.DType
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return tf.TensorShape(self.shape).num_elements()
+
+
+def groups(items: Sequence[Item]) -> list[list[int]]:
+  """Groups the tensors that are packed into one.
+
+  Args:
+    items: The tensors.
+
+  Returns:
+    Lists of positions in `items`; every position is in one list. Tensors of
+    more than `SMALL_BYTES` are alone.
+  """
+  together: dict[tf.DType, list[int]] = {}
+  alone = []
+  for position, item in enumerate(items):
+    if item.size * item.dtype.size > SMALL_BYTES:
+      alone.append([position])
+    else:
+      together.setdefault(item.dtype, []).append(position)
+  return [*together.values(), *alone]
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+  """Concatenates the tensors of a group, on the current device.
+
+  Args:
+    tensors: One or more tensors of the same dtype.
+
+  Returns:
+    A vector; of a single tensor a copy, in its own shape.
+  """
+  if len(tensors) == 1:
+    return tf.identity(tensors[0])
+  return tf.concat([tf.reshape(t, [-1]) for t in tensors], axis=0)
+
+
+def unpack(packed: tf.Tensor, items: Sequence[Item]) -> list[tf.Tensor]:
+  """Undoes `pack`, on the current device.
+
+  Args:
+    packed: The result of `pack`.
+    items: The shapes of the tensors.
+
+  Returns:
+    The tensors of the group.
+  """
+  if len(items) == 1:
+    return [tf.ensure_shape(packed, items[0].shape)]
+  parts = tf.split(packed, [item.size for item in items])
+  return [
+    tf.reshape(part, item.shape)
+    for part, item in zip(parts, items, strict=True)
+  ]
+
+
+class Parcel:
+  """Transfers a list of tensors from one device to another.
+
+  `pack`, on the sender, casts and concatenates them; `unpack`, on the receiver,
+  splits them and casts them back.
+
+  Attributes:
+    items: Shape of each tensor, and its dtype during the transfer.
+    groups: For each packed tensor, the positions of its tensors.
+  """
+
+  def __init__(
+    self,
+    items: Sequence[Item],
+    dtypes: Sequence[tf.DType],
+    kinds: Sequence[bool] | None = None,
+  ):
+    """Groups the tensors.
+
+    Args:
+      items: Shape of each tensor, and its dtype during the transfer.
+      dtypes: The dtype of each tensor after the transfer.
+      kinds: The kind of each tensor; a group has tensors of one kind. None: all
+        tensors are of one kind.
+    """
+    self.items = list(items)
+    self._dtypes = list(dtypes)
+    kinds = kinds or [False] * len(self.items)
+    self.groups = [
+      [alike[i] for i in group]
+      for kind in sorted(set(kinds))
+      for alike in [[i for i, k in enumerate(kinds) if k == kind]]
+      for group in groups([self.items[i] for i in alike])
+    ]
+
+  def pack(self, tensors: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
+    """Packs tensors, on the current device.
+
+    Args:
+      tensors: One per element of `items`. None becomes zeros; a group with only
+        None becomes a scalar zero.
+
+    Returns:
+      One tensor per group.
+    """
+    packed = []
+    for group in self.groups:
+      if all(tensors[i] is None for i in group):
+        packed.append(tf.zeros([], self.items[group[0]].dtype))
+        continue
+      packed.append(pack([self._to_wire(i, tensors[i]) for i in group]))
+    return packed
+
+  def _to_wire(self, i: int, tensor: tf.Tensor | None) -> tf.Tensor:
+    shape, dtype = self.items[i]
+    if tensor is None:
+      return tf.zeros(shape, dtype)
+    return tf.cast(tf.convert_to_tensor(tensor), dtype)
+
+  def unpack(
+    self, packed: Sequence[tf.Tensor], *, has_scalars: bool = False
+  ) -> list[tf.Tensor]:
+    """Undoes `pack`, on the current device.
+
+    Args:
+      packed: The result of `pack`.
+      has_scalars: Whether a group may be a scalar zero, because all of its
+        tensors are None. A tensor that is alone in its group stays a scalar.
+
+    Returns:
+      One tensor per element of `items`.
+    """
+    tensors: list[tf.Tensor] = [None] * len(self.items)
+    for group, together in zip(self.groups, packed, strict=True):
+      items = [self.items[i] for i in group]
+      if has_scalars and len(group) > 1:
+        size = sum(item.size for item in items)
+        together += tf.zeros([size], together.dtype)
+      is_alone = has_scalars and len(group) == 1
+      parts = [together] if is_alone else unpack(together, items)
+      for i, part in zip(group, parts, strict=True):
+        tensors[i] = tf.cast(part, self._dtypes[i])
+    return tensors

@@ -1,0 +1,140 @@
+"""Workarounds for TensorFlow 2.21; they use its private names."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import ParamSpec
+from typing import TypeVar
+
+import tensorflow as tf
+from tensorflow.python.eager import cancellation
+from tensorflow.python.eager import context
+from tensorflow.python.eager import executor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_default_autograph = tf.__internal__.autograph.control_status_ctx()
+
+
+def by_autograph(function: Callable[_P, _R]) -> Callable[_P, _R]:
+  """Converts a user's function by AutoGraph, where the library calls it.
+
+  `tf.function(autograph=True)` converts every function that it reaches. The
+  library needs no conversion, which would cost about a second at every start,
+  so it converts the user's functions only. Eagerly nothing is converted.
+
+  Args:
+    function: The user's function.
+
+  Returns:
+    The converted function.
+  """
+  if tf.executing_eagerly():
+    return function
+  return tf.__internal__.autograph.tf_convert(function, _default_autograph)
+
+
+@contextlib.contextmanager
+def outside_strategy() -> Iterator[None]:
+  """Context without a `tf.distribute` strategy.
+
+  A `ClusterCoordinator` traces its closures in the cross-replica context of its
+  strategy. A Keras 3.15 optimizer fails there, as it does not know the strategy
+  or its variables.
+  """
+  graph = tf.compat.v1.get_default_graph()
+  strategies = graph._distribution_strategy_stack
+  graph._distribution_strategy_stack = []
+  try:
+    yield
+  finally:
+    graph._distribution_strategy_stack = strategies
+
+
+_cancelled_by = threading.local()
+
+
+def keep_cancellation_to_its_thread() -> None:
+  """Keeps a `ClusterCoordinator` from cancelling functions of other threads.
+
+  TensorFlow 2.21 stores the cancellation manager of a running closure in a
+  variable of the process. Functions that other threads call meanwhile use the
+  same manager, so that an error in one of them, such as a call to a dead
+  worker, cancels all closures. This makes the variable thread-local. To be
+  called before the first closure is scheduled; further calls change nothing.
+  """
+  manager_context = cancellation.CancellationManagerContext
+
+  def enter(self: cancellation.CancellationManagerContext) -> None:
+    _cancelled_by.manager = self._cancellation_manager
+
+  def leave(self: cancellation.CancellationManagerContext, *_: object) -> None:
+    _cancelled_by.manager = None
+
+  manager_context.__enter__, manager_context.__exit__ = enter, leave
+  cancellation.context = lambda: getattr(_cancelled_by, "manager", None)
+
+
+_end_executor = executor.Executor.__del__
+
+
+def end_executors_quietly() -> None:
+  """Suppresses tracebacks of a `ClusterCoordinator` about a lost task.
+
+  TensorFlow 2.21 runs every closure in an executor. Its `__del__` raises the
+  error of the closure again, and Python prints it as "Exception ignored".
+  Further calls change nothing.
+  """
+
+  def end(self: executor.Executor) -> None:
+    with contextlib.suppress(tf.errors.OpError):
+      _end_executor(self)
+
+  executor.Executor.__del__ = end
+
+
+_async_wait = context.async_wait
+_saving = threading.local()
+
+
+@contextlib.contextmanager
+def waiting_for_nobody() -> Iterator[None]:
+  """Context in which a save, in this thread, does not wait for other tasks.
+
+  TensorFlow 2.21 ends every save by waiting for all pending remote ops; if a
+  task has died it waits for ever. The library saves tensors of this process
+  only. `ParameterServerStrategy` disables this wait too, for the whole process.
+  """
+
+  def wait() -> None:
+    if not getattr(_saving, "is_on", False):
+      _async_wait()
+
+  context.async_wait = wait
+  _saving.is_on = True
+  try:
+    yield
+  finally:
+    _saving.is_on = False
+
+
+def disconnect() -> None:
+  """Makes this process forget the other tasks of its cluster.
+
+  When they have ended, TensorFlow 2.21 still calls them for every function that
+  it makes, and its next function fails. Tensors, variables and functions of
+  this process stay usable.
+  """
+  current = context.context()
+  definition = None if current is None else current._server_def
+  if current is None or definition is None:
+    return
+  alone = type(definition)()
+  alone.CopyFrom(definition)
+  del alone.cluster.job[:]
+  alone.cluster.job.extend(
+    job for job in definition.cluster.job if job.name == definition.job_name
+  )
+  current.update_server_def(alone)

@@ -1,0 +1,132 @@
+"""Packs the fields of a `NamedTuple` into one tensor.
+
+Every tensor sent to another task is a remote procedure call, so scalars that
+belong together are sent as one vector. A `Layout` knows the position and dtype
+of every field; no other code uses positions.
+"""
+
+from collections.abc import Sequence
+from typing import Generic
+from typing import NamedTuple
+from typing import TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+R = TypeVar("R", bound=tuple)
+
+
+class Field(NamedTuple):
+  """One field of a record.
+
+  Attributes:
+    dtype: The dtype of the unpacked field.
+    size: None for a scalar, else the length of a vector.
+  """
+
+  dtype: tf.DType
+  size: int | None = None
+
+
+class Layout(Generic[R]):
+  """The positions of a record's fields in a vector.
+
+  Attributes:
+    dtype: The dtype of the vector. It must represent the values of all fields
+      exactly; float64 does so for integers up to 2^53, such as microseconds
+      since 1970.
+    size: The length of the vector.
+  """
+
+  def __init__(
+    self, record: type[R], dtype: tf.DType, **fields: tf.DType | Field
+  ):
+    """Initializes the layout.
+
+    Args:
+      record: A `NamedTuple` class.
+      dtype: The dtype of the vector.
+      **fields: The dtype of each field of `record`, in its order; a `Field` for
+        a vector.
+
+    Raises:
+      ValueError: If `fields` are not those of `record`.
+    """
+    if tuple(fields) != record._fields:
+      raise ValueError(
+        f"`fields` must be {record._fields}, the fields of"
+        f" {record.__name__}. Received: {tuple(fields)}."
+      )
+    self.dtype = dtype
+    self._record = record
+    self._fields = [
+      field if isinstance(field, Field) else Field(field)
+      for field in fields.values()
+    ]
+    self.size = sum(field.size or 1 for field in self._fields)
+
+  def pack(self, record: R) -> tf.Tensor:
+    """Packs all fields into one vector, on the current device.
+
+    Args:
+      record: A record of tensors or numbers.
+
+    Returns:
+      A tensor of `dtype` and shape [size].
+    """
+    parts: list[tf.Tensor] = []
+    scalars: list[tf.Tensor] = []
+
+    def end_scalars() -> None:
+      if scalars:
+        parts.append(tf.stack(scalars))
+        scalars.clear()
+
+    for field, value in zip(self._fields, record, strict=True):
+      value = tf.cast(value, self.dtype)
+      if field.size is None:
+        scalars.append(value)
+      else:
+        end_scalars()
+        parts.append(tf.ensure_shape(value, [field.size]))
+    end_scalars()
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
+
+  def unpack(self, vector: tf.Tensor) -> R:
+    """Undoes `pack`.
+
+    Args:
+      vector: A tensor of `dtype` and shape [size].
+
+    Returns:
+      A record of tensors of the fields' dtypes.
+    """
+    values, begin = [], 0
+    for field in self._fields:
+      value = vector[begin]
+      if field.size is not None:
+        value = vector[begin : begin + field.size]
+      values.append(tf.cast(value, field.dtype))
+      begin += field.size or 1
+    return self._record(*values)
+
+  def unpack_rows(self, rows: np.ndarray) -> list[R]:
+    """Unpacks the rows of an array.
+
+    Args:
+      rows: An array of shape [n, size].
+
+    Returns:
+      n records of Python numbers, and of arrays for vectors.
+    """
+    return [self._unpack_row(row) for row in rows]
+
+  def _unpack_row(self, row: Sequence[float]) -> R:
+    values: list[float | np.ndarray] = []
+    begin = 0
+    for field in self._fields:
+      end = begin + (field.size or 1)
+      value = np.asarray(row[begin:end]).astype(field.dtype.as_numpy_dtype)
+      values.append(value if field.size is not None else value[0].item())
+      begin = end
+    return self._record(*values)

@@ -1,0 +1,534 @@
+"""Variables, queues and locks on parameter servers, shared by clients by name.
+
+TensorFlow 2 gives every eager variable and queue an anonymous name, so that no
+other client can find it. A resource with an explicit `shared_name` is kept by
+the resource manager of its device, where every client finds it (seen in
+TensorFlow 2.21). Only this package uses `tf.raw_ops` and private names of
+TensorFlow.
+
+A name identifies one object per device and `Namespace`. Code outside this
+package creates shared resources only by the methods of a namespace.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Generic
+from typing import TypeVar
+
+import tensorflow as tf
+from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import resource_variable_ops
+
+# Tensors in any `tf.nest` structure.
+_Tensors = TypeVar("_Tensors")
+_Choice = TypeVar("_Choice")
+# Valid names of a resource container in TensorFlow 2.21, except for names that
+# start with a dot. Underscores are not valid.
+_VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.\-/]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Namespace:
+  """The scope of the names of shared resources.
+
+  Clients with equal namespaces share resources of the same name. Resources of
+  different namespaces are separate, even on the same device. A generation
+  cannot reach what an earlier one left behind: variables, queues with elements,
+  waiting dequeues, held locks.
+
+  Each pair of name and generation is one resource container of TensorFlow; name
+  "" with generation 0 is the default container. Checkpoints do not depend on
+  namespaces: `path` of a variable has neither container nor prefix.
+
+  Attributes:
+    name: The name of the training: an ASCII letter or digit, followed by
+      letters, digits, dots, hyphens and slashes; or empty.
+    generation: Counts the restarts of the training, from 0.
+    prefix: Prefix of all names within the container; see `child`.
+  """
+
+  name: str = ""
+  generation: int = 0
+  prefix: str = ""
+
+  def __post_init__(self):
+    """Checks name and generation.
+
+    Raises:
+      ValueError: If they are no valid name of a container.
+    """
+    if self.name and not _VALID_NAME.fullmatch(self.name):
+      raise ValueError(
+        "The name of a namespace must start with an ASCII letter or digit and"
+        " consist of letters, digits, `.`, `-` and `/`."
+        f" Received: {self.name!r}."
+      )
+    is_count = isinstance(self.generation, int) and self.generation >= 0
+    if not is_count or isinstance(self.generation, bool):
+      raise ValueError(
+        "The generation of a namespace must be an integer from 0 on."
+        f" Received: {self.generation!r}."
+      )
+
+  @property
+  def container(self) -> str:
+    """The name of its resource container in TensorFlow."""
+    if not self.name and not self.generation:
+      return ""
+    # Unique: no name starts with a dot, and the generation has no slash.
+    return f"{self.name or '.'}/{self.generation}"
+
+  def child(self, prefix: str) -> "Namespace":
+    """A namespace in the same container; its names start with `prefix/`."""
+    return dataclasses.replace(self, prefix=f"{self.prefix}{prefix}/")
+
+  def variable(
+    self,
+    name: str,
+    shape: Sequence[int],
+    dtype: tf.DType | str,
+    trainable: bool = False,
+  ) -> "SharedVariable":
+    """Creates, or finds, the variable `name` on the current device.
+
+    Args:
+      name: Its name, which is also its `path`.
+      shape: Its static shape.
+      dtype: Its dtype.
+      trainable: Whether gradient tapes watch it.
+
+    Returns:
+      A variable; it has no value until some client assigns one.
+    """
+    return SharedVariable(
+      name=name,
+      shape=shape,
+      dtype=dtype,
+      trainable=trainable,
+      shared_name=self.prefix + name,
+      container=self.container,
+    )
+
+  def queue(self, name: str, dtypes: Sequence[tf.DType]) -> "Queue":
+    """Creates, or finds, the queue `name` on the current device.
+
+    Args:
+      name: Its name.
+      dtypes: The dtypes of the components of an element; shapes may differ
+        between elements.
+    """
+    return Queue(self.prefix + name, dtypes, self.container)
+
+  def mutex(self, name: str) -> "Mutex":
+    """Creates, or finds, the lock `name` on the current device."""
+    return Mutex(self.prefix + name, self.container)
+
+  def variable_creator(
+    self,
+    place: Callable[[str], tuple[str, str]],
+    created: list[tf.Variable],
+  ) -> Callable[..., tf.Variable]:
+    """Makes a creator of shared variables for `tf.variable_creator_scope`.
+
+    Args:
+      place: Maps the requested name to (name in this namespace, device).
+      created: Every new variable is appended to it.
+
+    Returns:
+      A creator. It assigns the initial value unless some client has assigned
+      a value.
+    """
+
+    def create(next_creator: object, **kwargs) -> tf.Variable:
+      del next_creator
+      value = kwargs["initial_value"]
+      with tf.init_scope():
+        value = tf.convert_to_tensor(
+          value() if callable(value) else value, dtype=kwargs.get("dtype")
+        )
+      name, device = place(kwargs.get("name") or "variable")
+      with tf.device(device):
+        variable = self.variable(name, value.shape, value.dtype)
+      with tf.init_scope():  # Optimizers may create slots inside a function.
+        if not variable.is_initialized():
+          variable.assign(value)
+      created.append(variable)
+      return variable
+
+    return create
+
+
+DEFAULT_NAMESPACE = Namespace()
+_incarnations = itertools.count()
+
+
+def new_namespace(name: str = "") -> Namespace:
+  """Makes a new namespace, for a training within this process.
+
+  Other clients cannot find it.
+
+  Args:
+    name: The name of the training; need not be unique.
+
+  Raises:
+    ValueError: If it is no valid name of a `Namespace`.
+  """
+  Namespace(name)  # Checks the name without the prefix.
+  prefix = "this-process"
+  return Namespace(f"{prefix}/{name}" if name else prefix, next(_incarnations))
+
+
+# The `shared_name` of resources that only their handles refer to.
+_ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
+
+
+class LocalVariable(resource_variable_ops.BaseResourceVariable):
+  """A variable of the current device that lives as long as one execution.
+
+  To be made inside a `tf.function`; every execution has its own.
+  """
+
+  def __init__(self, value: tf.Tensor, *, name: str, trainable: bool):
+    """Makes the variable, with a first value."""
+    data = handle_data_util.create_handle_data(value.shape, value.dtype)
+    new = tf.raw_ops.VarHandleOp(
+      shape=value.shape, dtype=value.dtype, shared_name=_ANONYMOUS
+    )
+    handle_data_util.set_handle_data(new, data)
+    first = tf.raw_ops.AssignVariableOp(resource=new, value=value)
+    # Ops that take only the shape of a variable do not wait for assignments.
+    with tf.control_dependencies([first]):
+      handle = tf.identity(new)
+    handle_data_util.set_handle_data(handle, data)
+    super().__init__(
+      name=name,
+      shape=value.shape,
+      dtype=value.dtype,
+      handle=handle,
+      handle_name=name,
+      unique_id=f"local_{id(self)}",
+      trainable=trainable,
+      in_graph_mode=False,
+      synchronization=tf.VariableSynchronization.AUTO,
+      aggregation=tf.VariableAggregation.NONE,
+    )
+
+
+class SharedVariable(resource_variable_ops.BaseResourceVariable):
+  """A variable of the current device, shared by all clients by its name.
+
+  The constructor creates the resource or attaches to it. The resource has no
+  value until some client assigns one, and outlives its clients. Otherwise it is
+  a `tf.Variable`: optimizers, `tf.function` and reads work as usual. It is made
+  by `Namespace.variable`.
+
+  Attributes:
+    path: Its name in the namespace; Keras reads this attribute.
+  """
+
+  # The metaclass of TensorFlow 2.21 takes positional arguments as those of
+  # `tf.Variable`.
+  def __init__(
+    self,
+    *,
+    name: str,
+    shape: Sequence[int],
+    dtype: tf.DType | str,
+    trainable: bool,
+    shared_name: str,
+    container: str,
+  ):
+    shape = tf.TensorShape(shape)
+    dtype = tf.as_dtype(dtype)
+    with tf.init_scope():
+      handle = tf.raw_ops.VarHandleOp(
+        shape=shape, dtype=dtype, shared_name=shared_name, container=container
+      )
+      # `VarHandleOp` does not set shape and dtype of an eager handle.
+      handle_data_util.set_handle_data(
+        handle, handle_data_util.create_handle_data(shape, dtype)
+      )
+    super().__init__(
+      name=name,
+      shape=shape,
+      dtype=dtype,
+      handle=handle,
+      handle_name=name,
+      unique_id=f"{container}:{shared_name}",
+      trainable=trainable,
+      in_graph_mode=False,
+      synchronization=tf.VariableSynchronization.AUTO,
+      aggregation=tf.VariableAggregation.NONE,
+    )
+    self.path = name
+
+  def is_initialized(self, name: str | None = None) -> tf.Tensor:
+    """Whether some client has assigned a value: a scalar bool tensor."""
+    return tf.raw_ops.VarIsInitializedOp(resource=self.handle)
+
+  def read_value(self) -> tf.Tensor:
+    """The value; if read eagerly, on a device of this process.
+
+    The second eager read from a dead task hangs in TensorFlow 2.21, in its copy
+    to this process, while a function fails at once. So eager reads call a
+    function.
+    """
+    if tf.inside_function() or not self._is_remote:
+      return super().read_value()
+    flush_assignments([self])
+    return self._fetch()
+
+  @functools.cached_property
+  def _is_remote(self) -> bool:
+    there = tf.DeviceSpec.from_string(self.handle.device)
+    here = tf.DeviceSpec.from_string(this_device())
+    return (there.job, there.task) != (here.job, here.task)
+
+  @functools.cached_property
+  def _fetch(self) -> "RemoteReader[tf.Tensor]":
+    return RemoteReader(super().read_value)
+
+  def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+    if tf.inside_function() or not self._is_remote:
+      return super()._read_variable_op(no_copy)
+    return self.read_value()
+
+
+class RemoteReader(Generic[_Tensors]):
+  """Reads remote tensors and copies them to this process.
+
+  It fails at once if a task that it needs has died; see `SharedVariable`. It
+  may miss eager assignments; see `flush_assignments`.
+  """
+
+  def __init__(self, read: Callable[[], _Tensors]):
+    """Makes the function; traces nothing yet.
+
+    Args:
+      read: Returns tensors, in any structure.
+    """
+    here = this_device()
+
+    @tf.function(autograph=False)
+    def fetch() -> _Tensors:
+      tensors = read()
+      with tf.device(here):
+        return tf.nest.map_structure(tf.identity, tensors)
+
+    self._fetch = fetch
+
+  def trace(self) -> Callable[[], _Tensors]:
+    """Traces the function, at the first call; does not read."""
+    with tf.device(None):
+      return self._traced
+
+  @functools.cached_property
+  def _traced(self) -> Callable[[], _Tensors]:
+    return self._fetch.get_concrete_function()
+
+  def __call__(self) -> _Tensors:
+    """Reads the tensors."""
+    traced = self.trace()
+    with tf.device(None):
+      return traced()
+
+
+def remote_reader(read: Callable[[], _Tensors]) -> RemoteReader[_Tensors]:
+  """Makes a `RemoteReader` of the tensors that `read` returns."""
+  return RemoteReader(read)
+
+
+def this_device() -> str:
+  """The full name of a CPU device of this process.
+
+  In a client of a cluster, `/device:CPU:0` may belong to another task.
+  """
+  with tf.init_scope(), tf.device(None):
+    return tf.constant(0).device
+
+
+class Queue:
+  """A FIFO queue of the current device, shared by all clients by its name.
+
+  It is made by `Namespace.queue`. All methods may be used inside a
+  `tf.function`; `dequeue`, which blocks, only there, as an eager op that blocks
+  on a remote task also blocks the eager ops of all other clients there.
+
+  Attributes:
+    device: Its device.
+  """
+
+  def __init__(self, name: str, dtypes: Sequence[tf.DType], container: str):
+    self._dtypes = list(dtypes)
+    with tf.init_scope():
+      self._handle = tf.raw_ops.FIFOQueueV2(
+        component_types=self._dtypes,
+        shapes=[],
+        capacity=-1,
+        container=container,
+        shared_name=name,
+      )
+    self.device = self._handle.device
+
+  def enqueue(self, components: Sequence[tf.Tensor]) -> tf.Operation | None:
+    """Appends one element.
+
+    Args:
+      components: One tensor per dtype of the queue.
+
+    Returns:
+      The op, inside a `tf.function`.
+
+    Raises:
+      tf.errors.CancelledError: At run time, if the queue is closed.
+    """
+    with tf.device(self.device):
+      return tf.raw_ops.QueueEnqueueV2(
+        handle=self._handle, components=list(components)
+      )
+
+  def dequeue(self) -> list[tf.Tensor]:
+    """Waits for one element, and removes it.
+
+    Returns:
+      One tensor per dtype of the queue.
+
+    Raises:
+      tf.errors.OutOfRangeError: At run time, if the queue is closed and empty.
+    """
+    with tf.device(self.device):
+      return list(
+        tf.raw_ops.QueueDequeueV2(
+          handle=self._handle, component_types=self._dtypes
+        )
+      )
+
+  def size(self) -> tf.Tensor:
+    """The number of elements: a scalar int32 tensor."""
+    with tf.device(self.device):
+      return tf.raw_ops.QueueSizeV2(handle=self._handle)
+
+  def close(self) -> None:
+    """Closes the queue; waiting dequeues of all clients fail."""
+    with tf.device(self.device):
+      tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
+
+
+class Mutex:
+  """A lock of the current device, shared by all clients by its name.
+
+  It is made by `Namespace.mutex`, and used inside a `tf.function`. If a call of
+  the function ends early, as when its client dies, its locks are released.
+
+  Attributes:
+    device: Its device.
+  """
+
+  def __init__(self, name: str, container: str):
+    with tf.init_scope():
+      self._handle = tf.raw_ops.MutexV2(container=container, shared_name=name)
+    self.device = self._handle.device
+
+  def hold(
+    self,
+    body: Callable[[], _Tensors],
+    after: Sequence[tf.Tensor] = (),
+  ) -> _Tensors:
+    """Runs `body()` while it holds the lock.
+
+    Args:
+      body: Creates ops, and returns tensors in any structure. The lock is
+        released when all of its stateful ops have ended.
+      after: Tensors to wait for before the lock is acquired, such as inputs of
+        `body` that come from another task.
+
+    Returns:
+      Copies of the tensors, on the device of the caller.
+    """
+    with tf.device(self.device):
+      with tf.control_dependencies(list(after)):
+        lock = tf.raw_ops.MutexLock(mutex=self._handle)
+      with tf.control_dependencies([lock]):
+        # The call of a function ends when all of its stateful ops have ended.
+        results = tf.function(body, autograph=False)()
+      with tf.control_dependencies(tf.nest.flatten(results)):
+        released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+    with tf.control_dependencies([released]):
+      return tf.nest.map_structure(tf.identity, results)
+
+
+def copy_here(tensor: tf.Tensor) -> tf.Tensor:
+  """Copies a tensor to the current device, before any other op uses it.
+
+  TensorFlow 2.21 sends the inputs of a conditional once per branch, taken or
+  not, from the device of the input, and optimizes an identity away.
+
+  Args:
+    tensor: The tensor, on any device.
+  """
+  return tf.raw_ops.Snapshot(input=tensor)
+
+
+def transfer_scalars(
+  device: str, *scalars: tf.Tensor | float
+) -> list[tf.Tensor | float]:
+  """Copies scalars to `device` as one tensor, which needs one remote call.
+
+  Args:
+    device: The device.
+    *scalars: Tensors of any dtype, with integers below 2**53, or Python
+      numbers, which are not sent.
+
+  Returns:
+    Tensors of the same dtypes, and the same Python numbers.
+  """
+  tensors = [x for x in scalars if tf.is_tensor(x)]
+  if not tensors:
+    return list(scalars)
+  packed = tf.stack([tf.cast(x, tf.float64) for x in tensors])
+  with tf.device(device):
+    landed = iter(tf.unstack(copy_here(packed)))
+    return [
+      tf.cast(next(landed), x.dtype) if tf.is_tensor(x) else x for x in scalars
+    ]
+
+
+def switch(
+  index: int | tf.Tensor,
+  choices: Sequence[_Choice],
+  use: Callable[[_Choice], _Tensors],
+) -> _Tensors:
+  """Runs `use(choices[index])`, where the index may be a tensor.
+
+  Args:
+    index: An int, or an integer scalar.
+    choices: Any objects, such as the queues of the replicas.
+    use: Creates ops, and returns tensors of the same structure and dtypes for
+      each choice.
+
+  Returns:
+    The tensors of the choice.
+  """
+  if isinstance(index, int):
+    return use(choices[index])
+  branches = [lambda choice=choice: use(choice) for choice in choices]
+  return tf.switch_case(tf.cast(index, tf.int32), branches)
+
+
+def flush_assignments(variables: Iterable[tf.Variable]) -> None:
+  """Waits until functions can see eager assignments.
+
+  TensorFlow 2.21 sends eager ops to a remote task by a separate stream, which
+  the next function call of the same client may overtake (seen in 3 to 80 of 100
+  calls on a busy machine).
+
+  Args:
+    variables: Variables on the devices concerned; one per device is enough.
+  """
+  for variable in {v.device: v for v in variables}.values():
+    variable.is_initialized().numpy()

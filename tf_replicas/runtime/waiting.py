@@ -1,0 +1,139 @@
+"""Waits with deadlines and log messages, and threads that report errors."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+_LOG_EVERY_SECS = 10.0
+
+
+def await_value(
+  poll: Callable[[], T | None],
+  *,
+  timeout_secs: float,
+  what: str,
+  log: Callable[[str], None] = print,
+  poll_secs: float = 0.05,
+  since: float | None = None,
+) -> T:
+  """Polls until a value is there; logs every ten seconds.
+
+  Args:
+    poll: Returns the value, or something false.
+    timeout_secs: The time limit in seconds.
+    what: Describes the wait, such as "worker 1: waiting for the chief".
+    log: Takes log messages.
+    poll_secs: Seconds between two polls.
+    since: `time.monotonic()` at the start of the wait; None: now.
+
+  Returns:
+    The value.
+
+  Raises:
+    TimeoutError: After `timeout_secs`.
+  """
+  logged = time.monotonic()
+  start = logged if since is None else since
+  while not (value := poll()):
+    now = time.monotonic()
+    if now - start > timeout_secs:
+      raise TimeoutError(f"{what}: gave up after {timeout_secs:.0f} s")
+    if now - logged > _LOG_EVERY_SECS:
+      log(f"{what}: {now - start:.0f} s so far")
+      logged = now
+    time.sleep(poll_secs)
+  return value
+
+
+class WaitLogger:
+  """A thread that logs, every ten seconds, that a wait continues."""
+
+  def __init__(
+    self,
+    *,
+    every_secs: float = _LOG_EVERY_SECS,
+    log: Callable[[str], None] = print,
+  ):
+    """Starts the thread.
+
+    Args:
+      every_secs: Seconds between two messages of one wait.
+      log: Takes log messages.
+    """
+    self._every_secs = every_secs
+    self._log = log
+    self._wait: tuple[str, float] | None = None
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._watch, daemon=True)
+    self._thread.start()
+
+  @contextlib.contextmanager
+  def during(self, what: str) -> Iterator[None]:
+    """Context of a wait, described by `what`."""
+    self._wait = (what, time.monotonic())
+    try:
+      yield
+    finally:
+      self._wait = None
+
+  def stop(self) -> None:
+    """Ends the thread."""
+    self._stop.set()
+    self._thread.join()
+
+  def _watch(self) -> None:
+    logged = time.monotonic()
+    while not self._stop.wait(min(self._every_secs, 1.0)):
+      now, wait = time.monotonic(), self._wait
+      if wait is None:
+        continue
+      what, since = wait
+      if now - max(logged, since) >= self._every_secs:
+        self._log(f"{what}: {now - since:.0f} s so far")
+        logged = now
+
+
+class RaisingThread:
+  """A thread; `join` raises the error that ended it."""
+
+  def __init__(self, run: Callable[[], None], *, on_error: Callable[[], None]):
+    """Starts the thread.
+
+    Args:
+      run: The function that the thread calls.
+      on_error: Called if `run` raises, to wake the thread that will join.
+    """
+    self._error: BaseException | None = None
+
+    def guarded() -> None:
+      try:
+        run()
+      except BaseException as error:  # pylint: disable=broad-except
+        self._error = error
+        on_error()
+
+    self._thread = threading.Thread(target=guarded, daemon=True)
+    self._thread.start()
+
+  def is_alive(self) -> bool:
+    """Whether the thread is running."""
+    return self._thread.is_alive()
+
+  def raise_error(self) -> None:
+    """Raises the error of `run`, if there is one, once."""
+    if self._error is not None:
+      error, self._error = self._error, None
+      raise error
+
+  def join(self, timeout_secs: float | None = None) -> None:
+    """Waits for the end of the thread, and raises the error of `run`, once.
+
+    Args:
+      timeout_secs: The longest wait in seconds; None for no limit.
+    """
+    self._thread.join(timeout_secs)
+    self.raise_error()

@@ -1,0 +1,386 @@
+"""The files of a train directory: checkpoints, and the record of its end.
+
+A checkpoint is a flat map from names to whole tensors, such as
+`variables/conv1/kernel`, `slots/sgd/momentum/conv1/kernel`,
+`averages/conv1/kernel`, `optimizer/began.sgd` (the global step at which these
+slots were created), `global_step` and `examples_seen`. It does not depend on
+the devices of the tensors, so a run with one kind of replication can resume
+from a checkpoint of another kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import re
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import NamedTuple
+from typing import Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.runtime import patches
+from tf_replicas.runtime import resources
+
+PREFIX = "model.ckpt"
+FINISHED = "finished.json"
+# Prefix of the global steps at which an optimizer's slots were created.
+_BEGAN = "optimizer/began."
+
+# `tf.train.Checkpoint(state={name: variable})` stores each name as
+# "state/<escaped name>/.ATTRIBUTES/VARIABLE_VALUE"; inside a name "." becomes
+# ".." and "/" becomes ".S" (trackable_utils.escape_local_name, TF 2.21).
+_STORED_NAME = re.compile(r"state/([^/]+)/\.ATTRIBUTES/VARIABLE_VALUE")
+_ESCAPED = re.compile(r"\.([.S])")
+
+# Errors of TF 2.21 for damaged files; for a truncated data file its checkpoint
+# reader raises IndexError, a LookupError.
+_READ_ERRORS = (tf.errors.OpError, LookupError, RuntimeError, ValueError)
+
+Array = tf.Tensor | tf.Variable | np.ndarray
+Values = Mapping[str, Array]
+
+
+class CheckpointError(ValueError):
+  """A checkpoint is missing, damaged, or of another model."""
+
+
+class MissingCheckpointError(CheckpointError):
+  """Files of a checkpoint are missing."""
+
+
+class Checkpointable(Protocol):
+  """An object with tensors by name, which can be saved and restored."""
+
+  def state(self) -> Values:
+    """Returns the tensors to save by name; `global_step` is one of them."""
+
+  def load_state(self, values: Mapping[str, np.ndarray]) -> None:
+    """Assigns `values`.
+
+    Args:
+      values: Arrays by name, with the shapes and dtypes of `state()`. Names
+        that are optional for the caller of `restore` may be missing; their
+        tensors must then keep their initial values.
+    """
+
+
+class Restored(NamedTuple):
+  """The result of `restore`.
+
+  Attributes:
+    path: The path of the checkpoint.
+    global_step: Its global step.
+    from_variables: Names of averages that were missing, and start at the
+      restored variable.
+    fresh: Other names that were missing, and keep their initial value.
+    ignored: Names in the checkpoint that the model does not have.
+  """
+
+  path: str
+  global_step: int
+  from_variables: tuple[str, ...]
+  fresh: tuple[str, ...]
+  ignored: tuple[str, ...]
+
+
+class Finished(NamedTuple):
+  """The record of a run that reached its last step.
+
+  Attributes:
+    global_step: The last step.
+    checkpoint: Path of the last checkpoint, None if none was written.
+    datetime: The local time at its end, such as `2026-01-31 12:00:00`.
+  """
+
+  global_step: int
+  checkpoint: str | None
+  datetime: str
+
+
+def latest(train_dir: str | os.PathLike[str]) -> str | None:
+  """Returns the path of the newest checkpoint, None if there is none.
+
+  The index file `checkpoint` names it. Its files may be missing; reading it
+  then fails, so that a run does not start again from step 0. Without an index
+  file (copied by hand, say) it is the checkpoint with the largest step.
+
+  Args:
+    train_dir: The directory; need not exist.
+  """
+  train_dir = os.fspath(train_dir)
+  index = tf.train.get_checkpoint_state(train_dir)
+  if index is not None and index.model_checkpoint_path:
+    return index.model_checkpoint_path
+  pattern = re.compile(re.escape(PREFIX) + r"-(\d+)\.index")
+  names = os.listdir(train_dir) if os.path.isdir(train_dir) else []
+  steps = [int(m[1]) for m in map(pattern.fullmatch, names) if m]
+  return os.path.join(train_dir, f"{PREFIX}-{max(steps)}") if steps else None
+
+
+def save(
+  train_dir: str | os.PathLike[str],
+  values: Values,
+  *,
+  keep_checkpoints: int | None = 5,
+) -> str:
+  """Writes `values` as `<train_dir>/model.ckpt-<global_step>`.
+
+  Args:
+    train_dir: A directory; created if it does not exist.
+    values: Tensors by name, on any devices; `global_step` is one of them.
+    keep_checkpoints: The number of newest checkpoints to keep; None keeps all.
+
+  Returns:
+    The path of the checkpoint.
+  """
+  train_dir = os.fspath(train_dir)
+  os.makedirs(train_dir, exist_ok=True)
+  io_device = resources.this_device()
+  # Without the outer `None`, the caller's device would be merged into this one.
+  with tf.device(None), tf.device(io_device):
+    # Copies on this device, so that saving needs no other task.
+    arrays = {name: np.asarray(value) for name, value in values.items()}
+    holders = {
+      name: tf.Variable(array, trainable=False)
+      for name, array in arrays.items()
+    }
+    manager = tf.train.CheckpointManager(
+      tf.train.Checkpoint(state=holders),
+      train_dir,
+      max_to_keep=keep_checkpoints,
+      checkpoint_name=PREFIX,
+    )
+    with patches.waiting_for_nobody():
+      return manager.save(
+        checkpoint_number=int(arrays["global_step"]),
+        options=tf.train.CheckpointOptions(experimental_io_device=io_device),
+      )
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+  """Reads a checkpoint without knowing the model.
+
+  Args:
+    path: A checkpoint's path, without a file extension.
+
+  Returns:
+    Every array by name.
+
+  Raises:
+    MissingCheckpointError: If files are missing, or deleted during the read.
+    CheckpointError: If a file is damaged, or another program wrote it.
+  """
+  path = os.fspath(path)
+  try:
+    reader = tf.train.load_checkpoint(path)
+    keys = map(_STORED_NAME.fullmatch, reader.get_variable_to_shape_map())
+    values = {
+      _unescape(key[1]): np.asarray(reader.get_tensor(key[0]))
+      for key in keys
+      if key
+    }
+  except _READ_ERRORS as error:
+    if not is_complete(path):
+      raise MissingCheckpointError(
+        f"checkpoint {path}: files are missing"
+      ) from error
+    reason = " ".join(str(error).split())
+    raise CheckpointError(f"checkpoint {path} is damaged: {reason}") from error
+  if "global_step" not in values:
+    raise CheckpointError(
+      f"checkpoint {path} has no global_step; another program wrote it"
+    )
+  return values
+
+
+def is_complete(path: str | os.PathLike[str]) -> bool:
+  """Returns whether all files of the checkpoint `path` exist."""
+  path = os.fspath(path)
+  data = glob.glob(glob.escape(path) + ".data-?????-of-?????")
+  totals = {int(name.rpartition("-of-")[2]) for name in data}
+  return os.path.exists(path + ".index") and totals == {len(data)}
+
+
+def restore(
+  path: str | os.PathLike[str],
+  state: Checkpointable,
+  *,
+  is_optional: Callable[[str], bool] | None = None,
+) -> Restored:
+  """Loads a checkpoint into `state`; changes nothing if it does not fit.
+
+  A moving average that is missing in the checkpoint starts at the restored
+  value of its variable. If the slots of the optimizer are missing, they start
+  anew, and its bias correction counts updates from the restored global step.
+
+  Args:
+    path: The checkpoint.
+    state: The object to load it into.
+    is_optional: Returns whether the tensor of this name may be missing or
+      differ: for example a slot of another optimizer, or a moving average that
+      the saved run did not have. None: every tensor must match.
+
+  Returns:
+    Which names were restored.
+
+  Raises:
+    CheckpointError: If the checkpoint cannot be read, or names, shapes or
+      dtypes differ.
+  """
+  path = os.fspath(path)
+  saved = read(path)
+  wanted = state.state()
+  differing = differences(saved, wanted)
+  faults = [
+    text
+    for name, text in differing.items()
+    if is_optional is None or not is_optional(name)
+  ]
+  if faults:
+    raise CheckpointError(
+      f"train_dir {os.path.dirname(path) or '.'} holds a checkpoint of another"
+      f" model: {some(faults, '; ')}"
+    )
+  values = {n: saved[n] for n in wanted if n not in differing}
+  averages = _from_variables(saved, wanted, wanted.keys() - values)
+  began = {n: saved["global_step"] for n in wanted if n.startswith(_BEGAN)}
+  restored = began | values | averages
+  state.load_state(restored)
+  return Restored(
+    path,
+    int(saved["global_step"]),
+    from_variables=tuple(sorted(averages)),
+    fresh=tuple(sorted(wanted.keys() - restored)),
+    ignored=tuple(sorted(saved.keys() - values)),
+  )
+
+
+def differences(saved: Values, wanted: Values) -> dict[str, str]:
+  """Describes the differences between a checkpoint and a model.
+
+  Args:
+    saved: The tensors of the checkpoint by name.
+    wanted: The tensors of the model by name.
+
+  Returns:
+    A description for every name that is missing on one side, or has another
+    shape or dtype; sorted by name.
+  """
+  found = {}
+  for name in sorted(saved.keys() | wanted):
+    if name not in saved:
+      found[name] = f"{name} is not in the checkpoint"
+    elif name not in wanted:
+      found[name] = f"{name} is not in the model"
+    elif text := _difference(saved[name], wanted[name]):
+      found[name] = f"{name} has {text}"
+  return found
+
+
+def _difference(saved: Array, wanted: Array) -> str | None:
+  """Compares shape and dtype of two tensors."""
+  for what, old, new in (
+    ("shape", list(saved.shape), list(wanted.shape)),
+    ("dtype", tf.as_dtype(saved.dtype).name, tf.as_dtype(wanted.dtype).name),
+  ):
+    if old != new:
+      return f"{what} {old} in the checkpoint and {new} in the model"
+  return None
+
+
+def _from_variables(
+  saved: Values, wanted: Values, missing: Iterable[str]
+) -> dict[str, Array]:
+  """The saved variables of those averages that are missing."""
+  found = {}
+  for name in missing:
+    variable = saved.get(name.replace("averages/", "variables/", 1))
+    if name.startswith("averages/") and variable is not None:
+      if _difference(variable, wanted[name]) is None:
+        found[name] = variable
+  return found
+
+
+def describe(restored: Restored) -> str:
+  """Formats the result of `restore` as one line."""
+  line = f"restored {restored.path}"
+  if restored.from_variables:
+    names = some(restored.from_variables)
+    line += f"; started at the restored variables: {names}"
+  if restored.fresh:
+    line += f"; initialised afresh: {some(restored.fresh)}"
+  if restored.ignored:
+    line += f"; not used: {some(restored.ignored)}"
+  return line
+
+
+def first_non_finite(values: Values) -> str | None:
+  """Returns the first name under `variables/` with a NaN or an infinity."""
+  for name, value in values.items():
+    if name.startswith("variables/") and tf.as_dtype(value.dtype).is_floating:
+      if not np.isfinite(np.asarray(value)).all():
+        return name
+  return None
+
+
+def some(items: Iterable[str], separator: str = ", ") -> str:
+  """Joins the first four items, and says how many more there are."""
+  items = list(items)
+  more = f"{separator}and {len(items) - 4} more" if len(items) > 4 else ""
+  return separator.join(items[:4]) + more
+
+
+def write_finished(train_dir: str | os.PathLike[str], record: Finished) -> None:
+  """Writes, atomically, the record that ends continuous evaluation."""
+  train_dir = os.fspath(train_dir)
+  os.makedirs(train_dir, exist_ok=True)
+  if record.checkpoint is not None:
+    # The name without its directory, which may be moved.
+    record = record._replace(checkpoint=os.path.basename(record.checkpoint))
+  path = os.path.join(train_dir, FINISHED)
+  with open(path + ".tmp", "w", encoding="utf-8") as file:
+    json.dump(record._asdict(), file)
+    file.write("\n")
+  os.replace(path + ".tmp", path)
+
+
+def read_finished(train_dir: str | os.PathLike[str]) -> Finished | None:
+  """Returns the record of a finished run, None if there is none.
+
+  Args:
+    train_dir: The directory; need not exist.
+
+  Raises:
+    CheckpointError: If the file is damaged.
+  """
+  path = os.path.join(os.fspath(train_dir), FINISHED)
+  try:
+    with open(path, encoding="utf-8") as file:
+      record = Finished(**json.load(file))
+  except FileNotFoundError:
+    return None
+  except (TypeError, ValueError) as error:
+    raise CheckpointError(
+      f"{path} is damaged: {error}; delete it to use the newest checkpoint"
+    ) from error
+  if record.checkpoint is None:
+    return record
+  return record._replace(
+    checkpoint=os.path.join(os.fspath(train_dir), record.checkpoint)
+  )
+
+
+def remove_finished(train_dir: str | os.PathLike[str]) -> None:
+  """Removes the record, if there is one, because training continues."""
+  with contextlib.suppress(FileNotFoundError):
+    os.remove(os.path.join(os.fspath(train_dir), FINISHED))
+
+
+def _unescape(name: str) -> str:
+  return _ESCAPED.sub(lambda match: "/" if match[1] == "S" else ".", name)

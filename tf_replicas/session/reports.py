@@ -1,0 +1,218 @@
+"""Reports the progress of a run: log lines and TensorBoard summaries."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.runtime import resources
+from tf_replicas.session import console as console_lib
+
+
+class Summaries:
+  """Writes summaries for TensorBoard."""
+
+  def __init__(self, directory: str | os.PathLike[str] | None):
+    """Opens an event file.
+
+    Args:
+      directory: The directory of the file; None writes nothing.
+    """
+    self._device = resources.this_device()
+    if directory is None:
+      self._writer = tf.summary.create_noop_writer()
+    else:
+      with tf.device(None), tf.device(self._device):
+        self._writer = tf.summary.create_file_writer(os.fspath(directory))
+
+  def write(
+    self,
+    step: int,
+    scalars: Mapping[str, float],
+    histograms: Mapping[str, np.ndarray] | None = None,
+  ) -> None:
+    """Writes the summaries of a step.
+
+    Args:
+      step: The global step.
+      scalars: Numbers by name.
+      histograms: Values by name, of any shape, for histograms.
+    """
+    with tf.device(None), tf.device(self._device):
+      with self._writer.as_default(step=step):
+        for name, value in scalars.items():
+          tf.summary.scalar(name, value)
+        for name, values in (histograms or {}).items():
+          tf.summary.histogram(name, values)
+      self._writer.flush()
+
+  def close(self) -> None:
+    """Closes the event file."""
+    self._writer.close()
+
+
+class Reporter:
+  """Reports step, loss and speed of a run, on a console and in summaries.
+
+  "Every N steps" means: whenever a multiple of N is reached or passed, and at
+  the last step. Rates are means over the time since the previous line or
+  summary. A *batch* in the log line is all examples of one step.
+  """
+
+  def __init__(
+    self,
+    console: console_lib.Console,
+    summaries: Summaries,
+    *,
+    log_every_steps: int | None,
+    summary_every_steps: int | None,
+    now: float,
+  ):
+    """Initializes the reporter.
+
+    Args:
+      console: Prints the lines.
+      summaries: Writes the summaries.
+      log_every_steps: Steps between log lines; None for none.
+      summary_every_steps: Steps between summaries; None for none.
+      now: Seconds since 1970; the first rates count from here.
+    """
+    self._console = console
+    self._summaries = summaries
+    self._log_every_steps = log_every_steps
+    self._summary_every_steps = summary_every_steps
+    self._log_window = _Window(now)
+    self._summary_window = _Window(now)
+    self._run = _Window(now)
+
+  def add_examples(self, num_examples: int) -> None:
+    """Counts examples of a result that did not advance the step."""
+    self._count(0, num_examples)
+
+  def _count(self, num_steps: int, num_examples: int) -> None:
+    for window in (self._log_window, self._summary_window, self._run):
+      window.num_steps += num_steps
+      window.num_examples += num_examples
+
+  def advance(
+    self,
+    previous: int,
+    *,
+    global_step: int,
+    loss: float,
+    num_examples: int,
+    scalars: Mapping[str, float],
+    now: float,
+    is_last: bool,
+    histograms: Mapping[str, np.ndarray] | None = None,
+  ) -> None:
+    """Counts an advance of the global step, and reports if a report is due.
+
+    Args:
+      previous: The global step of the previous call.
+      global_step: The global step now.
+      loss: The loss of the step.
+      num_examples: The examples used since the previous call.
+      scalars: More numbers for the summaries, by name.
+      now: Seconds since 1970.
+      is_last: Whether this is the last step of the run.
+      histograms: Values by name for histograms in the summaries.
+    """
+    # Smaller than `previous` after a restored checkpoint.
+    self._count(max(global_step - previous, 0), num_examples)
+    self._console.move_bar(global_step, loss)
+    steps = (previous, global_step)
+    if is_due(*steps, self._log_every_steps, is_last=is_last):
+      self._log(global_step, loss, now)
+    if is_due(*steps, self._summary_every_steps, is_last=is_last):
+      self._summarize(global_step, loss, scalars, histograms, now)
+
+  def final_line(self, step: int, now: float) -> str:
+    """Formats the totals of the run as one line.
+
+    Args:
+      step: The last global step.
+      now: Seconds since 1970.
+    """
+    run = self._run
+    return (
+      f"finished at step {step}: {run.num_examples} examples in "
+      f"{run.secs(now):.1f} s ({run.examples_per_sec(now):.1f} examples/sec)"
+    )
+
+  def close(self) -> None:
+    """Closes the bar and the event file."""
+    self._console.close_bar()
+    self._summaries.close()
+
+  def _log(self, step: int, loss: float, now: float) -> None:
+    window, self._log_window = self._log_window, _Window(now)
+    self._console.log(
+      f"{datetime.datetime.fromtimestamp(now)}: step {step}, "
+      f"loss = {loss:.2f} ({window.examples_per_sec(now):.1f} examples/sec; "
+      f"{_ratio(window.secs(now), window.num_steps):.3f} sec/batch)"
+    )
+
+  def _summarize(
+    self,
+    step: int,
+    loss: float,
+    scalars: Mapping[str, float],
+    histograms: Mapping[str, np.ndarray] | None,
+    now: float,
+  ) -> None:
+    window, self._summary_window = self._summary_window, _Window(now)
+    rates = {
+      "loss": loss,
+      "examples_per_sec": window.examples_per_sec(now),
+      "steps_per_sec": _ratio(window.num_steps, window.secs(now)),
+    }
+    self._summaries.write(step, {**rates, **scalars}, histograms)
+
+
+def is_due(
+  previous: int, step: int, every: int | None, *, is_last: bool = False
+) -> bool:
+  """Returns whether a report is due.
+
+  Args:
+    previous: The global step of the previous call.
+    step: The global step now.
+    every: Steps between reports; None for none.
+    is_last: Whether this is the last step of the run.
+
+  Returns:
+    Whether a multiple of `every` is in (previous, step], or the run ends.
+  """
+  if every is None:
+    return False
+  return is_last or step // every > previous // every
+
+
+def steps_until_due(step: int, every: int | None) -> float:
+  """The number of steps after `step` until a report is due; may be inf."""
+  return float("inf") if every is None else every - step % every
+
+
+class _Window:
+  """Counts steps and examples from `start` on, seconds since 1970."""
+
+  def __init__(self, start: float):
+    self._start = start
+    self.num_steps = 0
+    self.num_examples = 0
+
+  def secs(self, now: float) -> float:
+    return now - self._start
+
+  def examples_per_sec(self, now: float) -> float:
+    return _ratio(self.num_examples, self.secs(now))
+
+
+def _ratio(amount: float, per: float) -> float:
+  """Returns `amount / per`; 0 if `per` is 0."""
+  return amount / per if per > 0 else 0.0

@@ -1,0 +1,348 @@
+"""Runs a step function: logs, writes summaries, saves and stops."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from tf_replicas.session import checkpoints
+from tf_replicas.session import console
+from tf_replicas.session import interrupts
+from tf_replicas.session import reports
+
+
+class StepResult(NamedTuple):
+  """The result of one call of a step function.
+
+  Attributes:
+    global_step: The global step now.
+    loss: Mean over the applied contributions. Ignored if the global step did
+      not advance; otherwise a loss that is not finite ends training.
+    num_examples: The examples, of the whole cluster, in the contributions
+      applied since the last result.
+    scalars: More numbers by name for TensorBoard, such as `learning_rate` or
+      `contributions/worker_0/applied`.
+    histograms: Values by name for histograms in TensorBoard.
+  """
+
+  global_step: int
+  loss: float
+  num_examples: int
+  scalars: Mapping[str, float] = {}
+  histograms: Mapping[str, np.ndarray] = {}
+
+
+class Session:
+  """Calls a step function until `max_steps`, and records the run.
+
+  The session decides *when* to log, write summaries, save and stop; the program
+  decides *what* a step is. "Every N steps" means: whenever a multiple of N is
+  reached or passed, as the global step may advance by more than one.
+
+  If `train_dir` holds a checkpoint, the run resumes from it. The session
+  deletes nothing there but checkpoints beyond `keep_checkpoints`, and the
+  finished record of an earlier run.
+  """
+
+  def __init__(
+    self,
+    train_dir: str | os.PathLike[str] | None,
+    *,
+    state: checkpoints.Checkpointable | None,
+    max_steps: int,
+    is_chief: bool = True,
+    log_every_steps: int | None = 10,
+    summary_every_steps: int | None = 100,
+    checkpoint_every_steps: int | None = None,
+    checkpoint_every_secs: float | None = 600.0,
+    keep_checkpoints: int | None = 5,
+    is_optional: Callable[[str], bool] | None = None,
+    progress_bar: bool | None = None,
+    clock: Callable[[], float] = time.time,
+  ):
+    """Initializes the session; reads and writes no files yet.
+
+    Args:
+      train_dir: The directory of checkpoints, summaries and the finished
+        record; None writes nothing.
+      state: The state to save and restore; None if another task does that.
+      max_steps: The global step at which training stops.
+      is_chief: Whether this task writes files. Other tasks print the same
+        lines, and restore `state` if they have one.
+      log_every_steps: Steps between log lines; None for none.
+      summary_every_steps: Steps between summaries; None for none.
+      checkpoint_every_steps: Steps between checkpoints; None: not by steps.
+      checkpoint_every_secs: Seconds between checkpoints; None: not by time. A
+        checkpoint is always written at the end.
+      keep_checkpoints: The number of newest checkpoints to keep; None keeps
+        all.
+      is_optional: Maps a name in a checkpoint to whether it may be missing or
+        different; see `checkpoints.restore`.
+      progress_bar: Whether to draw one; None: if stdout is a terminal.
+      clock: Returns the time in seconds since 1970.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    if max_steps < 0:
+      raise ValueError(f"`max_steps` must be 0 or more. Received: {max_steps}.")
+    _require_positive_or_none(
+      log_every_steps=log_every_steps,
+      summary_every_steps=summary_every_steps,
+      checkpoint_every_steps=checkpoint_every_steps,
+      checkpoint_every_secs=checkpoint_every_secs,
+      keep_checkpoints=keep_checkpoints,
+    )
+    if train_dir is not None and os.path.isfile(train_dir):
+      raise ValueError(
+        f"`train_dir` must be a directory. Received: {os.fspath(train_dir)}."
+      )
+    self._train_dir = None if train_dir is None else os.fspath(train_dir)
+    self._is_writer = is_chief and train_dir is not None
+    self._state = state
+    self._max_steps = max_steps
+    self._log_every_steps = log_every_steps
+    self._summary_every_steps = summary_every_steps
+    self._checkpoint_every_steps = checkpoint_every_steps
+    self._checkpoint_every_secs = checkpoint_every_secs
+    self._keep_checkpoints = keep_checkpoints
+    self._is_optional = is_optional
+    self._clock = clock
+    self._console = console.Console(has_bar=progress_bar if is_chief else False)
+    self._start_step: int | None = None
+    self._saved_at = 0.0
+    self._saved_step: int | None = None
+    self._saved_path: str | None = None
+
+  def restore_or_initialize(self) -> int:
+    """Restores the newest checkpoint, if the state is behind it.
+
+    Parameter servers that outlived their chief may hold a newer state, which
+    replicas may still update; it is kept.
+
+    Returns:
+      The global step to start from; 0 without a `state`.
+
+    Raises:
+      CheckpointError: If the checkpoint is damaged or of another model; state
+        and directory are unchanged then.
+    """
+    step = 0
+    if self._state is not None:
+      step = int(self._state.state()["global_step"])
+      path = self._train_dir and checkpoints.latest(self._train_dir)
+      if path:
+        step = self._restore(path, step)
+    if self._is_writer and step < self._max_steps:
+      checkpoints.remove_finished(self._train_dir)
+    self._start_step = step
+    self._saved_at = self._clock()
+    return step
+
+  def run(
+    self,
+    step_fn: Callable[[], StepResult],
+    *,
+    report: Callable[[], Iterable[str]] | None = None,
+    wake: Callable[[], None] | None = None,
+  ) -> int:
+    """Calls `step_fn` until the global step reaches `max_steps`.
+
+    A "step" here is one update of the variables, not one batch: with three
+    workers and `replicas_to_aggregate=2`, two or three batches make one step.
+    Writes a checkpoint and the finished record at the end; on Ctrl-C or
+    SIGTERM a checkpoint, if possible. Interrupts wait for the end of the step,
+    for a second at most.
+
+    Args:
+      step_fn: Advances training and returns the result. It may return without
+        advancing the global step, as for a dropped gradient.
+      report: Returns lines to print at the end.
+      wake: Makes a `step_fn` that waits in TensorFlow return to Python for a
+        moment, so that interrupts are handled; called in another thread.
+
+    Returns:
+      The last global step.
+
+    Raises:
+      FloatingPointError: If a loss or, before a save, a variable is not
+        finite. That state is not saved.
+      CheckpointError: See `restore_or_initialize`, if that was not called.
+      KeyboardInterrupt: On Ctrl-C or SIGTERM.
+    """
+    if self._start_step is None:
+      self.restore_or_initialize()
+    now = self._clock()
+    # Without a state, the first result tells the global step.
+    step = None if self._state is None else self._start_step
+    reporter = self._open_reporter(now)
+    with interrupts.deferred(wake) as make, contextlib.closing(reporter):
+      self._console.open_bar(step or 0, self._max_steps)
+      try:
+        step, now = self._loop(lambda: make(step_fn), step, reporter, now)
+        self.finish(step)
+      except KeyboardInterrupt:
+        self._save_interrupted()
+        raise
+    lines = [reporter.final_line(step, now), *(report() if report else ())]
+    self._console.log("\n".join(lines))
+    return step
+
+  def _open_reporter(self, now: float) -> reports.Reporter:
+    writes_summaries = self._is_writer and self._summary_every_steps is not None
+    summaries = reports.Summaries(self._train_dir if writes_summaries else None)
+    return reports.Reporter(
+      self._console,
+      summaries,
+      log_every_steps=self._log_every_steps,
+      summary_every_steps=self._summary_every_steps,
+      now=now,
+    )
+
+  def _loop(
+    self,
+    step_fn: Callable[[], StepResult],
+    step: int | None,
+    reporter: reports.Reporter,
+    now: float,
+  ) -> tuple[int, float]:
+    """Runs the steps; returns the last global step and the time of its end."""
+    while step is None or step < self._max_steps:
+      result = step_fn()
+      now = self._clock()
+      previous = max(result.global_step - 1, 0) if step is None else step
+      step = result.global_step
+      if step == previous:
+        reporter.add_examples(result.num_examples)
+        continue
+      if not math.isfinite(result.loss):
+        raise self._diverged(f"with loss = {result.loss}", step)
+      reporter.advance(
+        previous,
+        **result._asdict(),
+        now=now,
+        is_last=step >= self._max_steps,
+      )
+      self.save_if_due(previous, step)
+    return step, now
+
+  def _restore(self, path: str, live_step: int) -> int:
+    """Restores `path` if the state is behind it; returns the global step."""
+    if live_step > 0:
+      saved_step = int(checkpoints.read(path)["global_step"])
+      if live_step >= saved_step:
+        self._saved_step, self._saved_path = saved_step, path
+        self._console.log(
+          f"kept the state at step {live_step}: {path} is not newer"
+        )
+        return live_step
+    restored = checkpoints.restore(
+      path, self._state, is_optional=self._is_optional
+    )
+    self._saved_step, self._saved_path = restored.global_step, path
+    self._console.log(checkpoints.describe(restored))
+    return restored.global_step
+
+  def save_if_due(self, previous: int, step: int) -> None:
+    """Writes a checkpoint if one is due, by steps or by time.
+
+    For programs with a loop of their own, which do not call `run`.
+
+    Args:
+      previous: The global step when this was called last.
+      step: The global step now.
+
+    Raises:
+      FloatingPointError: If a variable is not finite.
+    """
+    secs = self._checkpoint_every_secs
+    if (secs is not None and self._clock() - self._saved_at >= secs) or (
+      reports.is_due(previous, step, self._checkpoint_every_steps)
+    ):
+      self.save(step)
+      self._saved_at = self._clock()
+
+  def finish(self, step: int) -> None:
+    """Writes the last checkpoint, and the record that the run has finished.
+
+    For programs with a loop of their own, which do not call `run`.
+
+    Args:
+      step: The last global step.
+
+    Raises:
+      FloatingPointError: If a variable is not finite.
+    """
+    self.save(step)
+    self._write_finished(step, self._clock())
+
+  def save(self, step: int | None = None) -> None:
+    """Writes a checkpoint of the state, unless there is one of its step.
+
+    Args:
+      step: The global step, if known; saves reading the state.
+
+    Raises:
+      FloatingPointError: If a variable is not finite; nothing is written then.
+    """
+    if not self._is_writer or self._state is None:
+      return
+    if step is not None and step == self._saved_step:
+      return
+    values = {k: np.asarray(v) for k, v in self._state.state().items()}
+    # Not `step`: other replicas may have advanced it since.
+    step = int(values["global_step"])
+    if step == self._saved_step:
+      return
+    name = checkpoints.first_non_finite(values)
+    if name is not None:
+      raise self._diverged(f"with non-finite values in {name}", step)
+    self._saved_path = checkpoints.save(
+      self._train_dir,
+      values,
+      keep_checkpoints=self._keep_checkpoints,
+    )
+    self._saved_step = step
+    self._console.log(f"saved {self._saved_path}")
+
+  def _save_interrupted(self) -> None:
+    try:
+      self.save()
+    except Exception as error:  # Must not replace the KeyboardInterrupt.
+      self._console.log(f"interrupted; could not save: {error}")
+    else:
+      self._console.log(
+        f"interrupted; last checkpoint: {self._last_good_checkpoint()}"
+      )
+
+  def _diverged(self, reason: str, step: int) -> FloatingPointError:
+    return FloatingPointError(
+      f"Model diverged {reason} at step {step}; training stops, last good"
+      f" checkpoint: {self._last_good_checkpoint()}"
+    )
+
+  def _last_good_checkpoint(self) -> str:
+    if self._saved_path is None and self._train_dir is not None:
+      return checkpoints.latest(self._train_dir) or "none"
+    return self._saved_path or "none"
+
+  def _write_finished(self, step: int, now: float) -> None:
+    if self._is_writer:
+      ended = str(datetime.datetime.fromtimestamp(now))
+      record = checkpoints.Finished(step, self._saved_path, ended)
+      checkpoints.write_finished(self._train_dir, record)
+
+
+def _require_positive_or_none(**arguments: float | None) -> None:
+  for name, value in arguments.items():
+    if value is not None and not value > 0:
+      raise ValueError(f"`{name}` must be positive or None. Received: {value}.")

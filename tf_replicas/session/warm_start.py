@@ -1,0 +1,96 @@
+"""Starts a training from the variables of a trained model."""
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tf_replicas.session import checkpoints
+from tf_replicas.session import evaluation
+
+_VARIABLES = "variables/"
+
+
+class Transferred(NamedTuple):
+  """The result of `transfer`.
+
+  Attributes:
+    path: The path of the checkpoint.
+    restored: Paths of the variables that have its values.
+    fresh: Paths of the variables that keep their initial value.
+  """
+
+  path: str
+  restored: tuple[str, ...]
+  fresh: tuple[str, ...]
+
+
+def find(path: str) -> str:
+  """Returns the path of a complete checkpoint.
+
+  Args:
+    path: A checkpoint, or a train directory for its newest checkpoint.
+
+  Raises:
+    MissingCheckpointError: If there is none, or files of it are missing.
+  """
+  if os.path.isdir(path):
+    path = evaluation.newest_checkpoint(path)
+  if not checkpoints.is_complete(path):
+    raise checkpoints.MissingCheckpointError(
+      f"No checkpoint file found in {path}"
+    )
+  return path
+
+
+def transfer(
+  path: str,
+  state: checkpoints.Checkpointable,
+  is_new: Callable[[str], bool],
+) -> Transferred:
+  """Assigns the variables of a trained model to those of a new training.
+
+  It takes the moving averages of the trained model where it has some. New
+  averages start at the same values. Slots, global step and everything else in
+  the checkpoint are ignored.
+
+  Args:
+    path: A checkpoint, or a train directory for its newest checkpoint.
+    state: The state of the new training.
+    is_new: Maps the path of a variable to whether it keeps its initial value,
+      such as the last layer of a model with another number of classes.
+
+  Returns:
+    Which variables were assigned.
+
+  Raises:
+    CheckpointError: If there is no checkpoint, or a variable that is not new
+      is missing there or has another shape or dtype. Nothing is assigned then.
+  """
+  path = find(path)
+  saved = evaluation.averaged_variables(checkpoints.read(path))
+  wanted = state.state()
+  paths = [
+    name.removeprefix(_VARIABLES)
+    for name in wanted
+    if name.startswith(_VARIABLES)
+  ]
+  kept = [name for name in paths if not is_new(name)]
+  faults = checkpoints.differences(
+    {name: saved[name] for name in kept if name in saved},
+    {name: wanted[_VARIABLES + name] for name in kept},
+  )
+  if faults:
+    raise checkpoints.CheckpointError(
+      f"checkpoint {path} is of another model:"
+      f" {checkpoints.some(faults.values(), '; ')}"
+    )
+  state.load_state(
+    {
+      f"{kind}/{name}": saved[name]
+      for kind in ("variables", "averages")
+      for name in kept
+      if f"{kind}/{name}" in wanted
+    }
+  )
+  fresh = [name for name in paths if name not in kept]
+  return Transferred(path, tuple(kept), tuple(fresh))

@@ -1,0 +1,1 @@
+"""Variables on parameter servers, and the optimizers that update them."""

@@ -1,0 +1,244 @@
+"""Applies the mean of N contributions on the PS tasks.
+
+This is the chief's part of a synchronous step. On every PS task it computes
+the means, clips them by their global norm, applies the inner optimizer, and
+updates the statistics and the moving averages. If a contribution overflowed
+(`loss_scaling`), it changes nothing.
+
+A *statistic* is a variable without a gradient, such as the moving mean or
+variance of batch normalization. A replica contributes d = old - new instead of
+a gradient, and the update subtracts the mean of these, so that the statistic
+becomes the mean of the replicas' new values.
+"""
+
+import functools
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas.runtime import resources
+from tf_replicas.store import alternating_optimizer
+from tf_replicas.store import gradient_math
+from tf_replicas.store import inner_optimizer
+from tf_replicas.store import loss_scaling
+from tf_replicas.store import moving_averages
+from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
+
+# A gradient and its variable, both on one PS task.
+Pair = tuple[parameter_store.Gradient, tf.Variable]
+
+
+class Applier:
+  """Makes one update from the summed contributions of a step."""
+
+  def __init__(
+    self,
+    store: parameter_store.ParameterStore,
+    inner: (
+      inner_optimizer.InnerOptimizer
+      | alternating_optimizer.AlternatingOptimizer
+    ),
+    *,
+    variable_averages: moving_averages.MovingAverages | None,
+    to_average: Iterable[tf.Variable | str] | None = None,
+    clip_norm: float | None,
+  ):
+    """Initializes the applier; creates the moving averages.
+
+    Args:
+      store: Holds the variables.
+      inner: The inner optimizer, bound to `store`.
+      variable_averages: Updates the moving averages; None for no averages.
+      to_average: The variables to average, or their paths; None for all.
+      clip_norm: The largest global norm of the means; None for no clipping.
+
+    Raises:
+      ValueError: If a variable to average is not in the store.
+    """
+    self._store = store
+    self._inner = inner
+    self._variable_averages = variable_averages
+    self._clip_norm = clip_norm
+    self._scaled_update = loss_scaling.ScaledUpdate(store)
+    # Maps the position in the store to the shadows of the variable's shards.
+    self._shadows: dict[int, list[tf.Variable]] = {}
+    if variable_averages is not None:
+      for index in _indices(store, to_average):
+        self._shadows[index] = store.create_like(index, "averages")
+
+  def initialize(self, values: Sequence[tf.Tensor]) -> None:
+    """Assigns `values`, one per variable of the store, to the averages."""
+    for index, shadows in self._shadows.items():
+      for shadow, part in zip(
+        shadows, self._store.split(index, values[index]), strict=True
+      ):
+        shadow.assign(part)
+
+  def __call__(
+    self,
+    present: Sequence[bool],
+    step: tf.Tensor,
+    take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
+    num_contributions: int,
+    *,
+    locks: Sequence[resources.Mutex] | None = None,
+    transform: Callable[[Sequence[Pair]], list[Pair]] | None = None,
+    rate_factor: tf.Tensor | None = None,
+  ) -> tf.Tensor:
+    """Makes one update; to be used inside a `tf.function`.
+
+    Args:
+      present: For each element of `store.contributed`, whether any replica has
+        a gradient for it; other variables are skipped.
+      step: int64 scalar, the global step before the update.
+      take_sums: Maps a PS task to the sums over all contributions, one per
+        element of `store.contributed_shards(task)`; called on its device.
+      num_contributions: The number by which sums are divided.
+      locks: One per PS task, held while its variables change; None: no locks.
+      transform: Maps the (mean gradient, trainable variable) pairs of a PS task
+        to the pairs to apply; called on its device, with the lock held.
+      rate_factor: Scalar that multiplies the learning rate of this update.
+
+    Returns:
+      A bool scalar; a control dependency on it waits for the whole update.
+    """
+    tasks = range(self._store.num_tasks)
+    means = [
+      self._means(task, present, take_sums, num_contributions) for task in tasks
+    ]
+    moves = [[p for p in pairs if not p[1].trainable] for pairs in means]
+    means = [[p for p in pairs if p[1].trainable] for pairs in means]
+    overflows: list[tf.Tensor] = []
+    if self._scaled_update.exists:
+      for task in tasks:
+        with tf.device(self._store.device_of_task(task)):
+          moves[task], found = self._scaled_update.split(moves[task])
+          overflows += found
+    if self._clip_norm is not None:
+      means = self._clip(means)
+    first = next((task for task in tasks if means[task]), 0)
+
+    def apply_on(task: int) -> list[tf.Tensor]:
+      pairs = means[task] if transform is None else transform(means[task])
+      changed = self._inner.apply(
+        task, [g for g, _ in pairs], [v for _, v in pairs], step, rate_factor
+      )
+      if task == first:
+        self._inner.commit(changed)
+      for mean, variable in moves[task]:
+        variable.assign_sub(mean)
+      self._update_averages(task, step + 1)
+      return [tf.constant(True)]
+
+    def apply_on_all_tasks() -> None:
+      for task, pairs in enumerate(means):
+        if locks is None:
+          apply_on(task)
+          continue
+        with tf.device(self._store.device_of_task(task)):
+          arrived = [getattr(g, "values", g) for g, _ in pairs]
+          locks[task].hold(functools.partial(apply_on, task), after=arrived)
+
+    if not overflows:
+      return _as_unit(apply_on_all_tasks)
+    return _as_unit(
+      lambda: self._scaled_update.make(
+        overflows[0], apply_on_all_tasks, self._inner.skip
+      )
+    )
+
+  def _means(
+    self,
+    task: int,
+    present: Sequence[bool],
+    take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
+    num_contributions: int,
+  ) -> list[Pair]:
+    """(mean gradient, shard variable) pairs of one PS task."""
+    shards = self._store.contributed_shards(task)
+    pairs = []
+    with tf.device(self._store.device_of_task(task)):
+      sums = take_sums(task)
+      for (position, number), total in zip(shards, sums, strict=True):
+        if not present[position]:
+          continue
+        variable = self._store.variables(self._store.contributed[position])
+        variable = variable[number]
+        if isinstance(total, tf.IndexedSlices):
+          total = gradient_math.sum_rows(total, variable.shape)
+        else:
+          total = tf.ensure_shape(total, variable.shape)
+        if num_contributions > 1:
+          total = gradient_math.scaled(total, 1 / num_contributions)
+        pairs.append((total, variable))
+    return pairs
+
+  def _clip(self, means: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
+    """Clips all means by their global norm; only scalars are transferred."""
+    if not any(means):
+      return [list(pairs) for pairs in means]
+    squares = []
+    for task, pairs in enumerate(means):
+      with tf.device(self._store.device_of_task(task)):
+        squares += [gradient_math.sum_of_squares(g) for g, _ in pairs]
+    with tf.device(self._store.device_of_task(0)):
+      factor = gradient_math.clip_factor(squares, self._clip_norm)
+    clipped = []
+    for task, pairs in enumerate(means):
+      with tf.device(self._store.device_of_task(task)):
+        clipped.append([(gradient_math.scaled(g, factor), v) for g, v in pairs])
+    return clipped
+
+  def _update_averages(self, task: int, step: tf.Tensor) -> None:
+    pairs = [
+      (shadow, variable)
+      for index, shadows in self._shadows.items()
+      for shadow, variable, shard in zip(
+        shadows,
+        self._store.variables(index),
+        self._store.shards[index],
+        strict=True,
+      )
+      if shard.task == task
+    ]
+    if pairs:
+      with tf.device(self._store.device_of_task(task)):
+        self._variable_averages.update(pairs, step)
+
+
+def _indices(
+  store: parameter_store.ParameterStore,
+  variables: Iterable[tf.Variable | str] | None,
+) -> list[int]:
+  """Positions of `variables` in the store."""
+  if variables is None:
+    return list(range(len(store.specs)))
+  index_of = {spec.path: i for i, spec in enumerate(store.specs)}
+  indices = []
+  for variable in variables:
+    path = placement.path_of(variable)
+    if path not in index_of:
+      raise ValueError(
+        "`variables_to_average` must be in the store."
+        f" Received: {path!r}; the store has {sorted(index_of)}."
+      )
+    indices.append(index_of[path])
+  return indices
+
+
+def _as_unit(build: Callable[[], None]) -> tf.Tensor:
+  """Runs the ops that `build` creates, as one op with a result.
+
+  Optimizers return no tensor on which an op could depend. The call of a
+  `tf.function` ends only when all of its stateful ops have ended.
+  """
+
+  @tf.function(autograph=False)
+  def unit() -> tf.Tensor:
+    build()
+    return tf.constant(True)
+
+  return unit()

@@ -1,0 +1,159 @@
+"""Arithmetic on gradients: dense tensors, `tf.IndexedSlices`, or None."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
+
+Gradient = parameter_store.Gradient
+
+
+def all_finite(
+  gradients: Sequence[Gradient],
+  wire_dtype: tf.DType | None = None,
+) -> tf.Tensor:
+  """Checks that all gradients are finite, after the cast to the wire's dtype.
+
+  A finite sum of squares proves it at little cost. Large finite numbers may
+  overflow the sum, so only if it is not finite is every number checked.
+
+  Args:
+    gradients: The gradients.
+    wire_dtype: The dtype to which float32 gradients are cast for transfers;
+      None for no cast.
+
+  Returns:
+    A bool scalar.
+  """
+  tensors = [
+    g.values if isinstance(g, tf.IndexedSlices) else g
+    for g in gradients
+    if g is not None
+  ]
+  if wire_dtype is not None:
+    tensors = [
+      tf.cast(t, wire_dtype) if t.dtype == tf.float32 else t for t in tensors
+    ]
+  if not tensors:
+    return tf.constant(True)
+  squares = [tf.cast(tf.nn.l2_loss(t), tf.float32) for t in tensors]
+  return tf.cond(
+    tf.math.is_finite(tf.add_n(squares)),
+    lambda: tf.constant(True),
+    lambda: tf.reduce_all(
+      [tf.reduce_all(tf.math.is_finite(t)) for t in tensors]
+    ),
+  )
+
+
+def in_order(
+  store: parameter_store.ParameterStore,
+  pairs: Iterable[tuple[Gradient, tf.Variable | str]],
+) -> tuple[list[Gradient], list[Gradient]]:
+  """Sorts the contribution of one replica by the order of the store.
+
+  Args:
+    store: Holds the variables.
+    pairs: (gradient, variable) pairs, for a statistic (old - new, variable); a
+      variable may be given by its path.
+
+  Returns:
+    One gradient per trainable variable, and one difference per statistic, in
+    the order of `store.contributed`; None for variables without a pair.
+
+  Raises:
+    ValueError: If a variable is not in the store.
+  """
+  by_path = dict.fromkeys(store.specs[i].path for i in store.contributed)
+  for gradient, variable in pairs:
+    path = placement.path_of(variable)
+    if path not in by_path:
+      raise ValueError(
+        f"`grads_and_vars` must have variables of the store: {list(by_path)}."
+        f" Received: {path!r}."
+      )
+    by_path[path] = gradient
+  ordered, count = list(by_path.values()), len(store.trainable)
+  return ordered[:count], ordered[count:]
+
+
+def scaled(gradient: Gradient, factor: float | tf.Tensor) -> Gradient:
+  """Multiplies a gradient by `factor`, a scalar; keeps its dtype and kind."""
+  if gradient is None:
+    return None
+  if isinstance(gradient, tf.IndexedSlices):
+    values = gradient.values * tf.cast(factor, gradient.values.dtype)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+  return gradient * tf.cast(factor, gradient.dtype)
+
+
+def clipped(
+  gradients: Sequence[Gradient],
+  shapes: Sequence[Sequence[int]],
+  clip_norm: float,
+) -> list[Gradient]:
+  """Scales gradients down to a global norm.
+
+  Unlike `tf.clip_by_global_norm` it sums equal rows of `tf.IndexedSlices`
+  first; otherwise the norm would be wrong.
+
+  Args:
+    gradients: Gradients of whole variables; may be None.
+    shapes: The shapes of the variables.
+    clip_norm: The largest global norm.
+
+  Returns:
+    The scaled gradients; each row of a `tf.IndexedSlices` occurs once.
+  """
+  gradients = [
+    sum_rows(g, tf.TensorShape(shape)) if isinstance(g, tf.IndexedSlices) else g
+    for g, shape in zip(gradients, shapes, strict=True)
+  ]
+  squares = [sum_of_squares(g) for g in gradients if g is not None]
+  if not squares:
+    return gradients
+  factor = clip_factor(squares, clip_norm)
+  return [None if g is None else scaled(g, factor) for g in gradients]
+
+
+def sum_of_squares(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+  """The sum of squares: a float64 scalar, as float32 might overflow."""
+  values = getattr(gradient, "values", gradient)
+  return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
+
+
+def clip_factor(squares: Sequence[tf.Tensor], clip_norm: float) -> tf.Tensor:
+  """The factor that scales gradients down to a global norm.
+
+  Args:
+    squares: The sum of squares of each gradient, float64 scalars.
+    clip_norm: The largest global norm.
+
+  Returns:
+    A float32 scalar, at most 1.
+  """
+  norm = tf.sqrt(tf.add_n(squares))
+  return tf.cast(clip_norm / tf.maximum(norm, clip_norm), tf.float32)
+
+
+def sum_rows(
+  gradient: tf.IndexedSlices, shape: tf.TensorShape
+) -> tf.IndexedSlices:
+  """Sums equal rows of a gradient, so that each row occurs once.
+
+  Args:
+    gradient: The gradient.
+    shape: The static shape of its variable.
+  """
+  rows, where = tf.unique(gradient.indices)
+  values = tf.math.unsorted_segment_sum(gradient.values, where, tf.size(rows))
+  # Keras 3.15 fails for slices without rows, which a shard may get: "indices[0]
+  # = 0 is not in [0, 0)". A row of zeros has the same effect.
+  num_missing = tf.cast(tf.size(rows) == 0, tf.int32)
+  rows = tf.pad(rows, [[0, num_missing]])
+  values = tf.pad(values, [[0, num_missing]] + [[0, 0]] * (len(shape) - 1))
+  values = tf.ensure_shape(values, [None, *shape[1:]])
+  return tf.IndexedSlices(values, rows, tf.constant(shape.as_list(), tf.int64))

@@ -1,0 +1,471 @@
+"""Runs the user's optimizer on the PS tasks, next to the variables.
+
+The update rules hold an inner optimizer and never subclass one: a Keras 3
+optimizer, or any object with `apply(gradients, variables)` or
+`apply_gradients(pairs)`. `InnerOptimizer` creates its slots on the devices of
+their variables, under names that every client finds, and applies it to the
+variables of one PS task at a time, so that neither gradients nor slots are sent
+to other tasks.
+"""
+
+import contextlib
+import re
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+from typing import Protocol
+from typing import runtime_checkable
+
+import keras
+import tensorflow as tf
+
+from tf_replicas.runtime import keras_internals
+from tf_replicas.runtime import patches
+from tf_replicas.runtime import resources
+from tf_replicas.store import parameter_store
+
+
+class TensorVariable:
+  """Stands in for a variable while an optimizer is applied to tensors.
+
+  Keras 3.15 assigns a state of the whole optimizer (Nadam's `_u_product`), and
+  on TensorFlow every variable, through `value`, which a
+  `keras.StatelessScope` would replace by a tensor.
+  """
+
+  def __init__(self, value: tf.Tensor, like: tf.Variable | None = None):
+    """Holds `value`.
+
+    Args:
+      value: The initial value.
+      like: The variable by which the optimizer finds its slots, if this stands
+        in for a trained variable.
+    """
+    self.value = value
+    self.dtype = value.dtype
+    self.shape = value.shape
+    if like is not None:
+      self.name, self.path, self.constraint = like.name, like.path, None
+      self._unique_id = keras_internals.variable_id(like)
+
+  def assign(self, value: tf.Tensor) -> None:
+    """Replaces the value; casts to the dtype of the first one."""
+    self.value = tf.cast(value, self.dtype)
+
+  def assign_add(self, value: tf.Tensor) -> None:
+    """Adds to the value."""
+    self.assign(self.value + value)
+
+  def assign_sub(self, value: tf.Tensor) -> None:
+    """Subtracts from the value."""
+    self.assign(self.value - value)
+
+  def __mul__(self, other: tf.Tensor) -> tf.Tensor:
+    return self.value * other
+
+  def __tf_tensor__(
+    self, dtype: tf.DType | None = None, name: str | None = None
+  ) -> tf.Tensor:
+    return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
+
+
+@runtime_checkable
+class ApplyOptimizer(Protocol):
+  """An optimizer with the interface of Keras 3 or Sonnet."""
+
+  def apply(
+    self,
+    gradients: Sequence[parameter_store.Gradient],
+    variables: Sequence[tf.Variable],
+  ) -> object:
+    """Applies one gradient to each of `variables`; the result is not used."""
+
+
+@runtime_checkable
+class ApplyGradientsOptimizer(Protocol):
+  """An optimizer with the interface of TF1 or `tf_keras`."""
+
+  def apply_gradients(
+    self,
+    grads_and_vars: Iterable[tuple[parameter_store.Gradient, tf.Variable]],
+  ) -> object:
+    """Applies (gradient, variable) pairs; the result is not used."""
+
+
+Optimizer = (
+  keras.optimizers.Optimizer | ApplyOptimizer | ApplyGradientsOptimizer
+)
+
+
+class _Copies:
+  """Copies of a scalar that the client sets, such as a rate: one per PS task.
+
+  Fetching it from the client would delay each update by about a millisecond.
+  """
+
+  def __init__(
+    self,
+    variable: keras.Variable,
+    store: parameter_store.ParameterStore,
+    prefix: str,
+  ):
+    self.variables: list[Any] = []
+    self._variable = variable
+    self._copied: float | None = None
+    for task in range(store.num_tasks):
+      with tf.device(store.device_of_task(task)):
+        self.variables.append(
+          store.namespace.variable(
+            f"optimizer/{prefix}{variable.name}",
+            variable.shape,
+            variable.dtype,
+          )
+        )
+
+  def refresh(self) -> list[tf.Variable]:
+    """Assigns a changed value to the copies; returns what it assigned."""
+    value = self._variable.numpy()
+    if value == self._copied:
+      return []
+    for copy in self.variables:
+      copy.assign(value)
+    self._copied = value
+    return self.variables
+
+
+def scalar_name(name: str, seen: dict[str, int]) -> str:
+  """The name in checkpoints of a scalar of a whole optimizer.
+
+  Keras numbers variables without a name per process: `variable_7`. Here they
+  are numbered per optimizer, in the order in which it creates them.
+
+  Args:
+    name: The name that Keras gave the variable.
+    seen: How often each name has occurred; changed.
+  """
+  name = re.sub(r"^variable_\d+$", "variable", name)
+  count = seen[name] = seen.get(name, -1) + 1
+  return f"{name}_{count}" if count else name
+
+
+class InnerOptimizer:
+  """An optimizer bound to the trainable variables of a store, or to some."""
+
+  def __init__(
+    self,
+    optimizer: Optimizer,
+    *,
+    name: str = "",
+    paths: Collection[str] | None = None,
+  ):
+    """Wraps `optimizer`.
+
+    Args:
+      optimizer: The optimizer; a Keras optimizer must not be built yet.
+      name: Distinguishes the slots of several optimizers of a training.
+      paths: The variables that it updates; None: all trainable ones.
+
+    Raises:
+      TypeError: If it has neither `apply` nor `apply_gradients`.
+      ValueError: If it is a Keras optimizer with an option that needs all
+        variables at once.
+    """
+    self.optimizer = optimizer
+    # Part of the slots' names: `momentum` of one optimizer may have the
+    # opposite sign of another's.
+    self._prefix = f"{name}." if name else ""
+    self._kind = self._prefix + type(optimizer).__name__.lower()
+    self._paths = paths
+    self._is_built = False
+    self._store: parameter_store.ParameterStore | None = None
+    self._is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
+    # The global step at which the slots were created.
+    self._began: tf.Variable | None = None
+    if self._is_keras:
+      _check_keras(optimizer)
+    elif not isinstance(optimizer, ApplyOptimizer | ApplyGradientsOptimizer):
+      raise TypeError(
+        "`optimizer` must have `apply(gradients, variables)` or"
+        f" `apply_gradients(pairs)`. Received: {optimizer!r}."
+      )
+
+  def build(
+    self, store: parameter_store.ParameterStore, *, is_chief: bool = True
+  ) -> None:
+    """Creates the slots, each on the device of its variable.
+
+    Args:
+      store: Holds the variables.
+      is_chief: Whether this client sets the learning rate. The other clients
+        build after it, and use its rate.
+
+    Raises:
+      ValueError: If the optimizer needs whole variables and the store splits
+        one into shards, or if it was built for other variables.
+    """
+    if store is self._store:
+      return  # Built by another rule with the same optimizer.
+    self._store = store
+    self._created: list[tf.Variable] = []
+    self._num_tracked = 0
+    self._names: dict[str, int] = {}
+    # Maps the path of a slot to its kind and the path of its shard.
+    self._owner: dict[str, tuple[str, str]] = {}
+    self._shards = {
+      variable.path.replace("/", "_"): variable
+      for index in store.trainable
+      for variable in store.variables(index)
+      if self._paths is None or store.specs[index].path in self._paths
+    }
+    if self._is_keras:
+      _check_shards(self.optimizer, store)
+    if self._is_keras and not self._is_built:
+      if self.optimizer.built:
+        raise ValueError(
+          "`optimizer` must not be built yet: its slots are created on the"
+          f" parameter servers. Received: {self.optimizer!r}."
+        )
+      self._is_built = True
+      with self._creator_scope(store.device_of_task(0)):
+        self.optimizer.build(list(self._shards.values()))
+        if not keras_internals.has_schedule(self.optimizer):
+          self._began = tf.Variable(
+            tf.zeros([], tf.int64), name=f"began.{self._kind}"
+          )
+    self._track()
+    self._copies: list[tuple[keras.Variable, _Copies]] = []
+    # Scalars of the whole optimizer that updates change.
+    self._common: list[keras.Variable] = []
+    if self._is_keras:
+      self._sort_scalars()
+      if is_chief:
+        self.refresh()
+    else:
+      self._create_slots()
+
+  def _track(self) -> None:
+    """Adds newly created slots to the checkpoints."""
+    created = self._created[self._num_tracked :]
+    with tf.init_scope():  # The caller may be tracing an update.
+      resources.flush_assignments(created)
+    for variable in created:
+      self._store.track(variable, *self._owner.get(variable.path, ()))
+    self._num_tracked = len(self._created)
+
+  def _create_slots(self) -> None:
+    """Makes an optimizer that is not of Keras create its slots.
+
+    It creates them when it is first applied to a variable, so this traces an
+    update and does not run it. The slots must exist before a checkpoint is
+    restored, or their saved values are lost.
+    """
+
+    @tf.function(autograph=False)
+    def update() -> None:
+      for task in range(self._store.num_tasks):
+        variables = [
+          self._store.variables(index)[number]
+          for index in self._store.trainable
+          for number, shard in enumerate(self._store.shards[index])
+          if shard.task == task
+        ]
+        gradients = [tf.zeros(v.shape, v.dtype) for v in variables]
+        self.apply(task, gradients, variables, tf.zeros([], tf.int64))
+
+    update.get_concrete_function()
+
+  def _creator_scope(
+    self, device: str
+  ) -> contextlib.AbstractContextManager[None]:
+    """Context in which created variables are shared by all clients.
+
+    Keras names a slot `<path of its variable, with _ for />_<slot>`; it is
+    placed next to this variable. Other variables, such as scalars of the
+    whole optimizer, are placed on `device`.
+    """
+
+    def place(name: str) -> tuple[str, str]:
+      owners = [n for n in self._shards if name.startswith(n + "_")]
+      if owners:
+        owner = max(owners, key=len)
+        variable = self._shards[owner]
+        slot = name[len(owner) + 1 :]
+        kind = f"slots/{self._kind}/{slot}"
+        path = f"{kind}/{variable.path}"
+        self._owner[path] = kind, variable.path
+        return path, variable.device
+      scalar = self._prefix + scalar_name(name, self._names)
+      return f"optimizer/{scalar}", device
+
+    creator = self._store.namespace.variable_creator(place, self._created)
+    return tf.variable_creator_scope(creator)
+
+  def learning_rate(self, step: int) -> float:
+    """The learning rate at global step `step`; NaN if it is not known."""
+    if not self._is_keras:
+      return float("nan")
+    rate = keras_internals.learning_rate(self.optimizer)
+    if keras_internals.has_schedule(self.optimizer):
+      return float(rate(step))
+    return float(rate() if callable(rate) else rate)
+
+  def refresh(self) -> None:
+    """Copies changed scalars, such as the learning rate, to the PS tasks."""
+    changed = [v for _, copies in self._copies for v in copies.refresh()]
+    resources.flush_assignments(changed)
+
+  def _sort_scalars(self) -> None:
+    """Finds the scalars of the optimizer, set by the client or by updates."""
+    assert self._store is not None
+    for variable in self.optimizer.variables:
+      if isinstance(variable.value, resources.SharedVariable):
+        if variable.value.path not in self._owner:
+          self._common.append(variable)
+      elif variable is not self.optimizer.iterations:
+        self._copies.append(
+          (variable, _Copies(variable, self._store, self._prefix))
+        )
+
+  def _scalar_values(
+    self, task: int, step: tf.Tensor, rate_factor: tf.Tensor | None
+  ) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
+    """Yields (Keras variable, its value in this update) for all scalars.
+
+    Keras' own `iterations` loses increments to races (3.15 assigns
+    `iterations + 1`). It is replaced by the number of updates since the slots
+    were created, for bias correction; a schedule gets the global step.
+    """
+    if self._began is not None:
+      with tf.device(self._store.device_of_task(0)):
+        step = step - self._began.read_value()
+    iterations = self.optimizer.iterations
+    yield iterations, tf.cast(step, iterations.dtype)
+    rate = keras_internals.learning_rate(self.optimizer)
+    for variable, copies in self._copies:
+      value = copies.variables[task].read_value()
+      if rate_factor is not None and variable is rate:
+        value *= tf.cast(rate_factor, value.dtype)
+      yield variable, value
+
+  def has_adjustable_rate(self) -> bool:
+    """Whether `apply` takes a `rate_factor`."""
+    return self._is_keras and isinstance(
+      keras_internals.learning_rate(self.optimizer), keras.Variable
+    )
+
+  def has_common_state(self) -> bool:
+    """Whether updates change scalars of the whole optimizer, as in Nadam."""
+    return bool(self._common)
+
+  def apply(
+    self,
+    task: int,
+    gradients: Sequence[parameter_store.Gradient],
+    variables: Sequence[tf.Variable],
+    step: tf.Tensor,
+    rate_factor: tf.Tensor | None = None,
+  ) -> list[tuple[tf.Variable, tf.Tensor]]:
+    """Applies gradients to variables on PS task `task`.
+
+    Args:
+      task: The PS task on which the ops are placed.
+      gradients: One per variable, dense or `tf.IndexedSlices`, not None.
+      variables: Shards of the store's trainable variables.
+      step: int64 scalar, the global step before this update.
+      rate_factor: Scalar that multiplies the learning rate of this update;
+        needs `has_adjustable_rate()`.
+
+    Returns:
+      (variable, new value) for each scalar of the whole optimizer that the
+      update changes, for `commit`.
+    """
+    if not variables:
+      return []
+    device = self._store.device_of_task(task)
+    with tf.device(device):
+      if not self._is_keras:
+        with self._creator_scope(device):
+          if isinstance(self.optimizer, ApplyOptimizer):
+            self.optimizer.apply(gradients, variables)
+          else:
+            pairs = list(zip(gradients, variables, strict=True))
+            self.optimizer.apply_gradients(pairs)
+        self._track()
+        return []
+      scalars = list(self._scalar_values(task, step, rate_factor))
+      with (
+        patches.outside_strategy(),
+        keras.StatelessScope(scalars) as scope,
+      ):
+        cells = [
+          (variable, TensorVariable(variable.value.read_value()))
+          for variable in self._common
+        ]
+        for pair in cells:
+          scope.add_update(pair)
+        self.optimizer.apply(gradients, variables)
+      return [(variable.value, cell.value) for variable, cell in cells]
+
+  def skip(self) -> None:
+    """Does not count an update that was not made; inside a `tf.function`."""
+    if self._began is not None:
+      self._began.assign_add(1)
+
+  def commit(self, changed: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
+    """Assigns the result of `apply` on one task; to be called once per step."""
+    for variable, value in changed:
+      variable.assign(value)
+
+
+# Adafactor (Keras 3.15) names its factored moments like the variable, and
+# MultiOptimizer has no slots of its own.
+_NOT_BY_TASK = keras_internals.optimizer_classes("Adafactor", "MultiOptimizer")
+# They use norms or products of a whole variable.
+_NOT_BY_SHARD = keras_internals.optimizer_classes("Lamb", "Muon")
+
+
+def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
+  """Raises an error for options that need the variables of all PS tasks."""
+  name = type(optimizer).__name__
+  if isinstance(optimizer, _NOT_BY_TASK):
+    raise ValueError(
+      "`optimizer` must keep its state by variable, as each PS task updates"
+      f" its own variables. Received: {name}."
+    )
+  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    raise ValueError(
+      "`optimizer` must not scale the loss itself; give `loss_scale` to the"
+      f" wrapper. Received: {name}."
+    )
+  for option, instead in (
+    ("global_clipnorm", "give `clip_mean_norm` to the wrapper"),
+    ("use_ema", "give `variable_averages` to the wrapper"),
+    ("gradient_accumulation_steps", "raise `replicas_to_aggregate`"),
+    ("loss_scale_factor", "give `loss_scale` to the wrapper"),
+  ):
+    value = getattr(optimizer, option, None)
+    if value:
+      raise ValueError(
+        f"`optimizer` must not use `{option}`; {instead}."
+        f" Received: {option}={value}."
+      )
+
+
+def _check_shards(
+  optimizer: keras.optimizers.Optimizer, store: parameter_store.ParameterStore
+) -> None:
+  """Raises an error for options that need whole variables."""
+  reason = None
+  if isinstance(optimizer, _NOT_BY_SHARD):
+    reason = type(optimizer).__name__
+  elif optimizer.clipnorm:
+    reason = f"clipnorm={optimizer.clipnorm}"
+  for index in store.trainable:
+    if reason and len(store.shards[index]) > 1:
+      raise ValueError(
+        f"`optimizer` needs whole variables, but {store.specs[index].path!r} is"
+        " split into shards; use the placement 'greedy' or 'round_robin'."
+        f" Received: {reason}."
+      )

@@ -1,0 +1,204 @@
+"""Dynamic loss scaling, for computation in float16.
+
+float16 holds nothing below 6e-8, so small gradients vanish. The loss is
+therefore multiplied by a scale before it is differentiated, and the gradients
+are divided by it. The scale is as large as overflow permits (Micikevicius et
+al. 2018, section 3.2; `keras.optimizers.LossScaleOptimizer`):
+
+1. A replica whose scaled gradients overflow contributes zeros instead, and sets
+   a flag.
+2. An update with such a contribution is *void*: it changes no variable, and
+   halves the scale.
+3. After a number of updates without overflow the scale is doubled.
+
+The scale and its counters are statistics of the training: replicas read them
+with the parameters, checkpoints contain them, and the update rules need not
+know them. A replica whose gradients are not finite at a scale of 1 reports
+them as they are, which ends the training.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import cast
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.store import gradient_math
+from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
+
+# A statistic's mean old value minus new value, and its variable.
+Move = tuple[parameter_store.Gradient, tf.Variable]
+
+_PREFIX = "loss_scale/"
+
+
+class _State(NamedTuple):
+  """The variables, or what belongs to each of them.
+
+  Attributes:
+    value: The scale.
+    good_updates: Updates since the scale was changed.
+    growth: After so many it is doubled; constant.
+    overflow: Is always 0. A replica contributes 1 to it after an overflow.
+    void: Updates that were void.
+  """
+
+  value: Any
+  good_updates: Any
+  growth: Any
+  overflow: Any
+  void: Any
+
+
+_PATHS = _State(*(_PREFIX + name for name in _State._fields))
+
+
+def state(values: Mapping[str, np.ndarray | tf.Tensor]) -> _State:
+  """The scale and its counters in what `ParameterStore.state` returns."""
+  return _State(*(float(values[f"variables/{path}"]) for path in _PATHS))
+
+
+class LossScale:
+  """The variables of the scale, for `Replica.loss_scale`.
+
+  Attributes:
+    variables: float32 scalars; see `_State`.
+  """
+
+  def __init__(self, initial: float = 2.0**15, growth: int = 2000):
+    """Makes the variables.
+
+    Args:
+      initial: The first scale.
+      growth: The number of updates without overflow after which the scale is
+        doubled.
+
+    Raises:
+      ValueError: If `initial` or `growth` is less than 1.
+    """
+    for name, value in (("initial", initial), ("growth", growth)):
+      if not value >= 1:
+        raise ValueError(f"`{name}` must be at least 1. Received: {value}.")
+    values = _State(initial, 0.0, growth, 0.0, 0.0)
+    self.variables = [
+      tf.Variable(value, trainable=False, dtype=tf.float32, name=path)
+      for path, value in zip(_PATHS, values, strict=True)
+    ]
+
+  def finish(
+    self,
+    gradients: Sequence[parameter_store.Gradient],
+    num_trained: int,
+    loss: tf.Tensor,
+    state: Sequence[tf.Tensor],
+  ) -> tuple[list[parameter_store.Gradient], tf.Tensor]:
+    """What a replica contributes.
+
+    Args:
+      gradients: `num_trained` gradients of the scaled loss, then the moves of
+        statistics.
+      num_trained: The number of trained variables.
+      loss: float32 scalar, not scaled.
+      state: The values of `variables`.
+
+    Returns:
+      Unscaled gradients, moves of the statistics and of `variables`; and the
+      loss. After an overflow all are 0 but the flag.
+    """
+    scale = _State(*state).value
+    found = [
+      gradient_math.scaled(g, 1 / scale) if i < num_trained else g
+      for i, g in enumerate(gradients)
+    ]
+    is_sound = gradient_math.all_finite(found) & tf.math.is_finite(loss)
+    # A scale of 1 cannot be lowered: the numbers themselves are not finite.
+    is_kept = is_sound | (scale <= 1)
+    zero = tf.zeros([])
+    flag = tf.where(is_kept, zero, 1.0)
+    moves = _State(zero, zero, zero, flag, zero)
+    found = [_where(is_kept, gradient) for gradient in found]
+    keeps_loss = is_kept | tf.math.is_finite(loss)
+    return [*found, *moves], tf.where(keeps_loss, loss, 0.0)
+
+
+def _where(
+  is_kept: tf.Tensor, gradient: parameter_store.Gradient
+) -> parameter_store.Gradient:
+  """`gradient`, or zeros if it is not kept."""
+  if gradient is None:
+    return None
+  if isinstance(gradient, tf.IndexedSlices):
+    zero = tf.zeros([], gradient.values.dtype)
+    values = tf.where(is_kept, gradient.values, zero)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+  return tf.where(is_kept, gradient, tf.zeros([], gradient.dtype))
+
+
+def is_own(path: str) -> bool:
+  """Whether a variable is one of `LossScale.variables`."""
+  return path.startswith(_PREFIX)
+
+
+class ScaledUpdate:
+  """An update that changes nothing after an overflow."""
+
+  def __init__(self, store: parameter_store.ParameterStore):
+    """Finds the variables of the scale in `store`."""
+    index_of = {spec.path: i for i, spec in enumerate(store.specs)}
+    self.exists = _PATHS.value in index_of
+    if self.exists:
+      found = (store.variables(index_of[path])[0] for path in _PATHS)
+      self._state = _State(*found)
+
+  def split(self, moves: Sequence[Move]) -> tuple[list[Move], list[tf.Tensor]]:
+    """Separates the moves of the scale's variables from those of others.
+
+    Args:
+      moves: Those of one PS task.
+
+    Returns:
+      The moves of others; and whether there was an overflow, a bool scalar, if
+      this task has the flag.
+    """
+    others = [p for p in moves if not is_own(placement.path_of(p[1]))]
+    flags = [m for m, v in moves if v is self._state.overflow]
+    return others, [tf.greater(cast(tf.Tensor, flag), 0) for flag in flags]
+
+  def make(
+    self,
+    overflow: tf.Tensor,
+    apply: Callable[[], None],
+    skip: Callable[[], None],
+  ) -> None:
+    """Makes the update, unless there was an overflow.
+
+    Args:
+      overflow: Bool scalar.
+      apply: Makes the update.
+      skip: Is called for a void update.
+    """
+
+    def void() -> tf.Tensor:
+      skip()
+      scale = self._state.value
+      scale.assign(tf.maximum(scale.read_value() / 2, 1.0))
+      self._state.good_updates.assign(0.0)
+      self._state.void.assign_add(1.0)
+      return tf.constant(True)
+
+    def made() -> tf.Tensor:
+      apply()
+      count, growth = self._state.good_updates, self._state.growth
+      now = count.read_value() + 1
+      is_due = now >= growth.read_value()
+      count.assign(tf.where(is_due, 0.0, now))
+      scale = self._state.value
+      scale.assign(scale.read_value() * tf.where(is_due, 2.0, 1.0))
+      return tf.constant(True)
+
+    tf.cond(overflow, void, made)

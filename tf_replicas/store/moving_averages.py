@@ -1,0 +1,116 @@
+"""Moving averages of variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+
+def effective_decay(
+  decay: float | tf.Tensor, step: int | tf.Tensor | tf.Variable
+) -> tf.Tensor:
+  """Returns the decay at an early step: `min(decay, (1 + step) / (10 + step))`.
+
+  This is what `tf.train.ExponentialMovingAverage` of TF1 does when given
+  `num_updates`.
+
+  Args:
+    decay: The largest decay.
+    step: The number of updates so far, this one included.
+
+  Returns:
+    A float64 scalar; in float32, 1 - 0.9999 has a relative error of 2e-4.
+  """
+  step = _as_float64(step)
+  return tf.minimum(_as_float64(decay), (1.0 + step) / (10.0 + step))
+
+
+def moving_average_update(
+  shadow: tf.Tensor, value: tf.Tensor, decay: float | tf.Tensor
+) -> tf.Tensor:
+  """Returns `decay * shadow + (1 - decay) * value`.
+
+  Computes `shadow - (1 - decay) * (shadow - value)`, so that a shadow that
+  equals its variable stays exactly equal.
+
+  Args:
+    shadow: The average so far, of a floating dtype.
+    value: The new value, of the same shape and dtype.
+    decay: The weight of the average so far, in [0, 1].
+
+  Returns:
+    The new average, of the same shape and dtype.
+  """
+  shadow = tf.convert_to_tensor(shadow)
+  rate = tf.cast(1.0 - _as_float64(decay), shadow.dtype)
+  return shadow - rate * (shadow - value)
+
+
+class MovingAverages:
+  """Updates moving averages, kept in shadow variables.
+
+  After each call of `update`:
+
+      shadow <- decay * shadow + (1 - decay) * variable
+
+  where `decay` starts low and rises to its final value, so that early
+  averages are not dominated by the initial weights (`effective_decay`).
+
+  The owner of the variables creates each shadow with the initial value of its
+  variable, saves it as `averages/<path>`, and calls `update` once per step,
+  after the variables and the global step have changed.
+
+  Attributes:
+    decay: The largest decay used.
+    num_updates_aware: Whether early steps use a smaller decay.
+  """
+
+  def __init__(self, decay: float = 0.9999, *, num_updates_aware: bool = True):
+    """Initializes the policy.
+
+    Args:
+      decay: The largest decay, in [0, 1).
+      num_updates_aware: Whether early steps use `effective_decay`; otherwise
+        all use `decay`.
+
+    Raises:
+      ValueError: If `decay` is not in [0, 1).
+    """
+    if not 0.0 <= decay < 1.0:
+      raise ValueError(f"`decay` must be in [0, 1). Received: {decay}.")
+    self.decay = decay
+    self.num_updates_aware = num_updates_aware
+
+  def decay_at(self, global_step: int | tf.Tensor | tf.Variable) -> tf.Tensor:
+    """The decay in the update that made `global_step`: a float64 scalar."""
+    decay = tf.constant(self.decay, tf.float64)
+    if self.num_updates_aware:
+      decay = effective_decay(decay, global_step)
+    return decay
+
+  def update(
+    self,
+    pairs: Iterable[tuple[tf.Variable, tf.Variable | tf.Tensor]],
+    global_step: int | tf.Tensor | tf.Variable,
+  ) -> None:
+    """Updates each shadow, on its device.
+
+    Only the decay is sent to a parameter server that holds both a shadow and
+    its variable. May be used inside a `tf.function`.
+
+    Args:
+      pairs: (shadow, variable) pairs.
+      global_step: The global step after the update of the variables.
+    """
+    decay = self.decay_at(global_step)
+    for shadow, variable in pairs:
+      with tf.device(shadow.device):
+        shadow.assign(moving_average_update(shadow, variable, decay))
+
+
+def _as_float64(number: float | tf.Tensor | tf.Variable) -> tf.Tensor:
+  # `tf.cast` would round a Python number to float32 first.
+  if not tf.is_tensor(number):
+    number = tf.constant(number, tf.float64)
+  return tf.cast(number, tf.float64)

@@ -1,0 +1,523 @@
+"""The variables of a model, as shards on the PS tasks.
+
+Replicas never hold a remote or sharded variable. They *pull* every parameter
+once per step as plain tensors, and split their gradients into shards before
+sending them. Slots and moving averages are placed next to their shard.
+Everything has a name, so that all clients that build a store from the same
+specs and plan reach the same variables.
+"""
+
+import functools
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.runtime import packing
+from tf_replicas.runtime import resources
+from tf_replicas.store import placement
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+Value = tf.Tensor | np.ndarray | float
+
+
+def ps_device(task: int) -> str:
+  """The device of parameter-server task `task`."""
+  return f"/job:ps/task:{task}/device:CPU:0"
+
+
+def build(
+  spec: cluster.ClusterSpec,
+  variables: Sequence[tf.Variable],
+  *,
+  wire_dtype: str | None = None,
+  namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
+) -> "ParameterStore":
+  """Makes the store of a cluster.
+
+  Args:
+    spec: The cluster: its PS tasks and the placement of variables.
+    variables: Keras or TensorFlow variables with the paths, shapes and dtypes
+      of the store's; their values are not used.
+    wire_dtype: See `ParameterStore`.
+    namespace: See `ParameterStore`.
+
+  Returns:
+    The store; its variables have no values unless some client assigned them.
+  """
+  specs = placement.from_variables(variables)
+  return ParameterStore(
+    specs,
+    _plan(spec, specs),
+    num_tasks=spec.num_tasks("ps"),
+    wire_dtype=wire_dtype,
+    namespace=namespace,
+  )
+
+
+def describe(
+  spec: cluster.ClusterSpec, variables: Sequence[tf.Variable]
+) -> str:
+  """The placement table of the store that `build` would make.
+
+  Args:
+    spec: See `build`.
+    variables: See `build`.
+
+  Returns:
+    Lines of text, without a final newline.
+  """
+  specs = placement.from_variables(variables)
+  devices = [ps_device(task) for task in range(spec.num_tasks("ps"))]
+  return placement.table(specs, _plan(spec, specs), devices)
+
+
+def _plan(
+  spec: cluster.ClusterSpec, specs: Sequence[placement.VariableSpec]
+) -> placement.Plan:
+  policy = placement.policy_from(
+    spec.variables.placement,
+    spec.num_tasks("ps"),
+    min_shard_bytes=spec.variables.min_shard_bytes,
+    num_shards=spec.variables.num_shards,
+  )
+  return placement.plan(specs, policy)
+
+
+class ParameterStore:
+  """Variables on parameter servers, by path.
+
+  Attributes:
+    specs: The variables, in the model's order.
+    shards: The `placement.Shard`s of each variable, in order.
+    num_tasks: The number of PS tasks.
+    device_of_task: Maps the index of a PS task to its device.
+    global_step: int64 scalar on PS task 0: the number of updates so far.
+    examples_seen: int64 scalar on PS task 0: the number of their examples.
+    wire_dtype: The dtype of float32 tensors in transfers; None: float32.
+    namespace: The namespace of all shared resources of this training.
+    lock: If set, `state` holds it while it reads.
+  """
+
+  def __init__(
+    self,
+    specs: Sequence[placement.VariableSpec],
+    shards: Sequence[Sequence[placement.Shard]],
+    *,
+    num_tasks: int,
+    device_of_task: Callable[[int], str] = ps_device,
+    wire_dtype: str | None = None,
+    namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
+  ):
+    """Creates the variables, or attaches to those of another client.
+
+    Args:
+      specs: The variables, in the order that all methods use.
+      shards: The result of `placement.plan`.
+      num_tasks: The number of PS tasks, with those that hold no shard.
+      device_of_task: Maps the index of a PS task to its device.
+      wire_dtype: `float16` or `bfloat16`: the dtype in which float32 variables
+        are pulled and their gradients sent; variables, sums and checkpoints
+        keep their own dtype. None casts nothing.
+      namespace: Stores in different namespaces share nothing.
+    """
+    self.namespace = namespace
+    self.wire_dtype = None if wire_dtype is None else tf.as_dtype(wire_dtype)
+    self.specs = list(specs)
+    self.shards = [tuple(s) for s in shards]
+    self.num_tasks = num_tasks
+    self.device_of_task = device_of_task
+    # For each PS task the (position in `specs`, shard number) of its shards.
+    self._owners: list[list[tuple[int, int]]] = [[] for _ in range(num_tasks)]
+    for index, pieces in enumerate(self.shards):
+      for number, shard in enumerate(pieces):
+        self._owners[shard.task].append((index, number))
+    self._variables = [
+      self._create(s, trainable=spec.trainable)
+      for spec, s in zip(self.specs, self.shards, strict=True)
+    ]
+    self._owner = {
+      self.shards[index][number].name: (index, number)
+      for owners in self._owners
+      for index, number in owners
+    }
+    # Maps names in checkpoints to (position in `specs`, one part per shard).
+    self._beside: dict[str, tuple[int, list[tf.Variable]]] = {}
+    self.lock: resources.Mutex | None = None
+    # Made at the next `state`; None after variables were added.
+    self._state_reader: Callable[[], dict[str, tf.Tensor]] | None = None
+    with tf.device(device_of_task(0)):
+      self.examples_seen = namespace.variable("examples_seen", [], "int64")
+      self.global_step = namespace.variable("global_step", [], "int64")
+    self._others: dict[str, tf.Variable] = {"examples_seen": self.examples_seen}
+
+  def _create(
+    self,
+    shards: Sequence[placement.Shard],
+    *,
+    prefix: str = "",
+    trainable: bool = False,
+  ) -> list[tf.Variable]:
+    variables = []
+    for shard in shards:
+      with tf.device(self.device_of_task(shard.task)):
+        variables.append(
+          self.namespace.variable(
+            prefix + shard.name, shard.shape, shard.dtype, trainable
+          )
+        )
+    return variables
+
+  @property
+  def trainable(self) -> list[int]:
+    """The positions of the trainable variables in `specs`."""
+    return [i for i, spec in enumerate(self.specs) if spec.trainable]
+
+  @property
+  def contributed(self) -> list[int]:
+    """The positions in `specs` of what replicas contribute to.
+
+    First the trainable variables, then the statistics.
+    """
+    others = [i for i, spec in enumerate(self.specs) if not spec.trainable]
+    return self.trainable + others
+
+  def contributed_shards(self, task: int) -> list[tuple[int, int]]:
+    """(position in `contributed`, shard number) of the shards on `task`."""
+    return [
+      (position, number)
+      for position, index in enumerate(self.contributed)
+      for number, shard in enumerate(self.shards[index])
+      if shard.task == task
+    ]
+
+  def variables(self, index: int) -> list[tf.Variable]:
+    """The shard variables of `specs[index]`, in order."""
+    return self._variables[index]
+
+  def table(self) -> str:
+    """The placement of the variables as a table; see `placement.table`."""
+    devices = [self.device_of_task(t) for t in range(self.num_tasks)]
+    return placement.table(self.specs, self.shards, devices)
+
+  def is_initialized(self) -> bool:
+    """Whether a chief has assigned all values; the global step is the last."""
+    return bool(self.global_step.is_initialized())
+
+  def start(self) -> None:
+    """Sets the global step to 0; everything else must have its value."""
+    self.load_state({"examples_seen": 0, "global_step": 0})
+
+  def signature(self) -> list[list[str | list[int]]]:
+    """What all clients of one training must agree on, as JSON values.
+
+    Returns:
+      [path, shape, dtype, tasks of the shards] for each variable.
+    """
+    return [
+      [spec.path, list(spec.shape), spec.dtype, [s.task for s in shards]]
+      for spec, shards in zip(self.specs, self.shards, strict=True)
+    ]
+
+  def assign(self, index: int, value: Value) -> None:
+    """Assigns variable `index`; `value` has the shape of the whole variable."""
+    self._assign_parts(self._variables[index], index, value)
+
+  def subtract(self, index: int, value: Value) -> None:
+    """Subtracts `value`, of the shape of the whole variable, in place."""
+    parts = self.split(index, value)
+    for variable, part in zip(self._variables[index], parts, strict=True):
+      variable.assign_sub(part)
+    resources.flush_assignments(self._variables[index])
+
+  def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
+    """A function that reads only the variables at `indices`, in order."""
+
+    def read():
+      return [
+        join([v.read_value() for v in self._variables[i]], self.shards[i])
+        for i in indices
+      ]
+
+    return resources.remote_reader(read)
+
+  def _assign_parts(
+    self, variables: Sequence[tf.Variable], index: int, value: Value
+  ) -> None:
+    for variable, part in zip(variables, self.split(index, value), strict=True):
+      variable.assign(part)
+
+  def split(self, index: int, value: Value) -> list[tf.Tensor]:
+    """Splits a value of variable `index` into one tensor per shard."""
+    shards = self.shards[index]
+    value = tf.convert_to_tensor(value, dtype=self.specs[index].dtype)
+    if len(shards) == 1:
+      return [value]
+    return tf.split(value, [s.size for s in shards], axis=shards[0].axis)
+
+  def split_gradient(self, index: int, gradient: Gradient) -> list[Gradient]:
+    """Splits a gradient of variable `index` into one gradient per shard.
+
+    Args:
+      index: Position in `specs`.
+      gradient: A gradient of the variable's shape, or None. `tf.IndexedSlices`
+        need shards along axis 0, as they consist of rows.
+
+    Returns:
+      One gradient per shard: dense, `tf.IndexedSlices` with indices relative to
+      the shard, or None, as `gradient` is.
+
+    Raises:
+      ValueError: If `tf.IndexedSlices` belong to shards along another axis.
+    """
+    shards = self.shards[index]
+    if gradient is None or len(shards) == 1:
+      return [gradient] * len(shards)
+    if not isinstance(gradient, tf.IndexedSlices):
+      return self.split(index, tf.cast(gradient, self.specs[index].dtype))
+    if shards[0].axis != 0:
+      raise ValueError(
+        f"A sparse gradient of {shards[0].path!r} needs shards along axis 0."
+        f" Received: shards along axis {shards[0].axis}."
+      )
+    parts = []
+    for shard in shards:
+      inside = (gradient.indices >= shard.begin) & (
+        gradient.indices < shard.begin + shard.size
+      )
+      parts.append(
+        tf.IndexedSlices(
+          tf.boolean_mask(gradient.values, inside),
+          tf.boolean_mask(gradient.indices, inside) - shard.begin,
+          tf.constant(shard.shape, gradient.indices.dtype),
+        )
+      )
+    return parts
+
+  def split_by_task(
+    self, gradients: Sequence[Gradient]
+  ) -> list[list[Gradient]]:
+    """Splits gradients of whole variables into gradients of shards by task.
+
+    Args:
+      gradients: One per element of `contributed`; see `split_gradient`.
+
+    Returns:
+      For each PS task, one gradient per element of `contributed_shards(task)`.
+    """
+    parts = [
+      self.split_gradient(index, gradient)
+      for index, gradient in zip(self.contributed, gradients, strict=True)
+    ]
+    return [
+      [parts[position][n] for position, n in self.contributed_shards(task)]
+      for task in range(self.num_tasks)
+    ]
+
+  def parcel(
+    self,
+    task: int,
+    positions: Sequence[int] | None = None,
+    *,
+    is_narrowed: bool = True,
+  ) -> packing.Parcel:
+    """How contributions to the shards of a PS task are packed for transfers.
+
+    Args:
+      task: The PS task.
+      positions: Positions in `contributed_shards(task)`; None for all.
+      is_narrowed: Whether float32 is sent as `wire_dtype`.
+    """
+    shards = self.contributed_shards(task)
+    if positions is not None:
+      shards = [shards[i] for i in positions]
+    return self._parcel(
+      [(self.contributed[p], number) for p, number in shards],
+      self.wire_item if is_narrowed else self.item,
+      [position >= len(self.trainable) for position, _ in shards],
+    )
+
+  def _parcel(
+    self,
+    owners: Sequence[tuple[int, int]],
+    item: Callable[[int, int], packing.Item],
+    kinds: Sequence[bool] | None = None,
+  ) -> packing.Parcel:
+    return packing.Parcel(
+      [item(*owner) for owner in owners],
+      [self.item(*owner).dtype for owner in owners],
+      kinds,
+    )
+
+  @tf.autograph.experimental.do_not_convert
+  def pull(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """Reads the global step, then every variable once, as whole tensors.
+
+    The global step is read first, so that variables which are read during an
+    update have the step before it; gradients of this step are refused.
+
+    Returns:
+      The int64 global step, and one tensor per spec on the caller's device.
+    """
+    step = self.read_global_step()
+    with tf.control_dependencies([step]):
+      return step, self.read(item=self.wire_item)
+
+  def read_global_step(self) -> tf.Tensor:
+    """The global step: an int64 scalar read on PS task 0."""
+    with tf.device(self.device_of_task(0)):
+      return self.global_step.read_value()
+
+  def advance(self, step: tf.Tensor, num_examples: tf.Tensor) -> tf.Tensor:
+    """Sets the global step to `step` + 1, and counts the examples.
+
+    Args:
+      step: int64 scalar, the global step before the update.
+      num_examples: Scalar, the examples of the update.
+
+    Returns:
+      The new global step, when both are assigned.
+    """
+    with tf.device(self.device_of_task(0)):
+      count = self.examples_seen.assign_add(tf.cast(num_examples, tf.int64))
+      with tf.control_dependencies([count]):  # The global step comes last.
+        advanced = self.global_step.assign(step + 1)
+      with tf.control_dependencies([advanced]):
+        return tf.identity(step + 1)
+
+  def read(
+    self,
+    read_shard: Callable[[int, int], tf.Tensor] | None = None,
+    item: Callable[[int, int], packing.Item] | None = None,
+  ) -> list[tf.Tensor]:
+    """Reads every variable as a whole tensor, each shard once.
+
+    Args:
+      read_shard: Maps (position in `specs`, shard number) to the value of the
+        shard; called on its device. None reads the variable.
+      item: Maps the same to shape and dtype of the shard in the transfer;
+        `item` if not given.
+
+    Returns:
+      One tensor per variable, on the caller's device.
+    """
+    read_shard = read_shard or (lambda i, n: self._variables[i][n].read_value())
+    parts = {}
+    for task, owners in enumerate(self._owners):
+      parcel = self._parcel(owners, item or self.item)
+      with tf.device(self.device_of_task(task)):
+        packed = parcel.pack([read_shard(*owner) for owner in owners])
+      # Drop control inputs: they would be copied to this device as well.
+      with tf.control_dependencies(None):
+        parts.update(zip(owners, parcel.unpack(packed), strict=True))
+    return [
+      join([parts[index, n] for n in range(len(shards))], shards)
+      for index, shards in enumerate(self.shards)
+    ]
+
+  def item(self, index: int, number: int) -> packing.Item:
+    """Shape and dtype of shard `number` of variable `index`."""
+    shard = self.shards[index][number]
+    return packing.Item(shard.shape, tf.as_dtype(shard.dtype))
+
+  def wire_item(self, index: int, number: int) -> packing.Item:
+    """Shape and dtype of that shard, or its gradient, in transfers.
+
+    Only trained variables are narrowed: statistics may be counts.
+    """
+    item = self.item(index, number)
+    is_narrowed = self.wire_dtype is not None and item.dtype == tf.float32
+    is_narrowed &= self.specs[index].trainable
+    return item._replace(dtype=self.wire_dtype) if is_narrowed else item
+
+  def create_like(self, index: int, kind: str) -> list[tf.Variable]:
+    """Creates variables like the shards of `index`, on the same tasks.
+
+    Args:
+      index: Position in `specs`.
+      kind: First part of their names, such as `averages`; they are saved as
+        `<kind>/<path>`.
+
+    Returns:
+      One variable per shard, without a value unless some client assigned one.
+    """
+    made = self._create(self.shards[index], prefix=f"{kind}/")
+    self._state_reader = None
+    self._beside[f"{kind}/{self.specs[index].path}"] = (index, made)
+    return made
+
+  def track(
+    self, variable: tf.Variable, kind: str = "", owner: str = ""
+  ) -> None:
+    """Adds a variable that was created elsewhere to the checkpoints.
+
+    Args:
+      variable: The variable, such as a slot.
+      kind: The first part of its name, such as `slots/sgd/momentum`.
+      owner: The name of the shard to which it belongs; empty if to none.
+    """
+    self._state_reader = None
+    if owner in self._owner:
+      index, number = self._owner[owner]
+      if tuple(variable.shape) == self.shards[index][number].shape:
+        name = f"{kind}/{self.specs[index].path}"
+        # Slots are created task by task, not in the order of the shards.
+        empty = index, [None] * len(self.shards[index])
+        self._beside.setdefault(name, empty)[1][number] = variable
+        return
+    # Parts of other shapes than the shards' cannot be joined.
+    self._others[variable.path] = variable
+
+  def state(self) -> dict[str, tf.Tensor]:
+    """Reads everything for a checkpoint; see `session.checkpoints`.
+
+    Returns:
+      Whole tensors by name, independent of the placement: `variables/<path>`,
+      `<kind>/<path>` for slots and averages of a variable, and `<name>` for
+      everything else.
+    """
+    if self._state_reader is None:
+      read = self._read_state
+      if self.lock is not None:
+        read = functools.partial(self.lock.hold, read)
+      self._state_reader = resources.remote_reader(read)
+    resources.flush_assignments([self.global_step, *sum(self._variables, [])])
+    return self._state_reader()
+
+  def _read_state(self) -> dict[str, tf.Tensor]:
+    state = {"global_step": self.read_global_step()}
+    for spec, value in zip(self.specs, self.read(), strict=True):
+      state[f"variables/{spec.path}"] = value
+    for name, (index, variables) in self._beside.items():
+      parts = [v.read_value() for v in variables]
+      state[name] = join(parts, self.shards[index])
+    for name, variable in self._others.items():
+      state[name] = variable.read_value()
+    return state
+
+  def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+    """Assigns tensors by name; see `state`. Missing names are not changed."""
+    for index, spec in enumerate(self.specs):
+      if f"variables/{spec.path}" in state:
+        self.assign(index, state[f"variables/{spec.path}"])
+    for name, (index, variables) in self._beside.items():
+      if name in state:
+        self._assign_parts(variables, index, state[name])
+    for name, variable in self._others.items():
+      if name in state:
+        variable.assign(state[name])
+    resources.flush_assignments(sum(self._variables, []))
+    if "global_step" in state:
+      # Last: it tells other clients that everything else is assigned.
+      self.global_step.assign(state["global_step"])
+      resources.flush_assignments([self.global_step])
+
+
+def join(
+  parts: Sequence[tf.Tensor], shards: Sequence[placement.Shard]
+) -> tf.Tensor:
+  """Joins the parts of a variable, one per shard, to a whole tensor."""
+  return parts[0] if len(parts) == 1 else tf.concat(parts, shards[0].axis)

@@ -1,0 +1,436 @@
+"""Placement of variables: which PS task holds which shard.
+
+A policy is a function that maps the specs of all variables to the shards of
+each variable, in the order of the specs:
+
+    specs = placement.from_variables(model.variables)
+    shards = placement.plan(specs, placement.GreedyByBytes(num_tasks=2))
+    print(placement.table(specs, shards, ["/job:ps/task:0", "/job:ps/task:1"]))
+
+A policy gets the whole list at once, so every process computes the same plan.
+A user's own policy makes its shards by `split`.
+"""
+
+import collections
+import itertools
+import math
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+# TF1's `min_max_variable_partitioner(min_slice_size=256 << 10)`.
+MIN_SHARD_BYTES = 256 << 10
+
+
+class VariableSpec(NamedTuple):
+  """Describes a variable.
+
+  Attributes:
+    path: The name that identifies it, such as `conv1/kernel`.
+    shape: Its static shape.
+    dtype: The name of its dtype, such as `float32`.
+    trainable: Whether gradients update it.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: str
+  trainable: bool
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.shape)
+
+  @property
+  def num_bytes(self) -> int:
+    """Number of bytes."""
+    return self.size * tf.as_dtype(self.dtype).size
+
+
+class Shard(NamedTuple):
+  """A contiguous part of a variable, or a whole variable, on one task.
+
+  Attributes:
+    path: The path of its variable.
+    index: Its index among the shards of the variable.
+    num_shards: The number of shards of the variable.
+    task: The index of its task.
+    axis: The axis along which the variable is split; 0 for a whole variable.
+    begin: The first index along `axis`.
+    size: The number of indices along `axis`; 1 for a scalar.
+    shape: The shape of the shard.
+    dtype: The name of its dtype.
+  """
+
+  path: str
+  index: int
+  num_shards: int
+  task: int
+  axis: int
+  begin: int
+  size: int
+  shape: tuple[int, ...]
+  dtype: str
+
+  @property
+  def name(self) -> str:
+    """The variable's path; with `/part_<index>` if it has several shards."""
+    part = "" if self.num_shards == 1 else f"/part_{self.index}"
+    return self.path + part
+
+  @property
+  def num_bytes(self) -> int:
+    """Number of bytes."""
+    return math.prod(self.shape) * tf.as_dtype(self.dtype).size
+
+  @property
+  def slices(self) -> tuple[slice, ...]:
+    """The shard's part of the variable's value: `value[shard.slices]`."""
+    if not self.shape:
+      return ()
+    rows = slice(self.begin, self.begin + self.size)
+    return (slice(None),) * self.axis + (rows,)
+
+
+Plan = list[tuple[Shard, ...]]
+Policy = Callable[[Sequence[VariableSpec]], Plan]
+
+
+def path_of(variable: tf.Variable | str) -> str:
+  """The path that identifies a variable.
+
+  Args:
+    variable: A Keras variable, which has a path; a TensorFlow variable, which
+      has a name; or a path, which is returned.
+  """
+  if isinstance(variable, str):
+    return variable
+  return getattr(variable, "path", None) or variable.name.removesuffix(":0")
+
+
+def from_variables(variables: Sequence[tf.Variable]) -> list[VariableSpec]:
+  """Describes Keras or TensorFlow variables.
+
+  Args:
+    variables: The variables, identified by `path_of`.
+
+  Returns:
+    One spec per variable.
+
+  Raises:
+    ValueError: If two paths are the same, or a shape is not static.
+  """
+  specs = []
+  for variable in variables:
+    path, shape = path_of(variable), tf.TensorShape(variable.shape)
+    if not shape.is_fully_defined():
+      raise ValueError(
+        f"`variables` must have static shapes. Received: {path!r}, {shape}."
+      )
+    dtype, trainable = tf.as_dtype(variable.dtype).name, variable.trainable
+    specs.append(VariableSpec(path, tuple(shape), dtype, trainable))
+  _check_distinct_paths("variables", specs)
+  return specs
+
+
+def split(
+  spec: VariableSpec, tasks: Sequence[int], *, axis: int = 0
+) -> tuple[Shard, ...]:
+  """Splits a variable into one shard per task, in order along the axis.
+
+  The sizes differ by at most 1; larger shards come first, as in TensorFlow's
+  partitioners: 10 rows are split into 3, 3, 2, 2.
+
+  Args:
+    spec: The variable.
+    tasks: The task of each shard; with a single task the variable is whole.
+    axis: The axis to split; not used for a whole variable.
+
+  Returns:
+    The shards.
+
+  Raises:
+    ValueError: If there is no such axis, or it is shorter than `tasks`.
+  """
+  pieces = len(tasks)
+  if pieces == 1:
+    size, task = (*spec.shape, 1)[0], tasks[0]
+    return (Shard(spec.path, 0, 1, task, 0, 0, size, spec.shape, spec.dtype),)
+  if not 0 <= axis < len(spec.shape) or spec.shape[axis] < pieces:
+    rule = f"`axis` must be an axis of at least {pieces} rows of {spec}."
+    raise ValueError(f"{rule} Received: {axis}.")
+  shards, begin = [], 0
+  for i, task in enumerate(tasks):
+    size = spec.shape[axis] // pieces + (i < spec.shape[axis] % pieces)
+    shape = spec.shape[:axis] + (size,) + spec.shape[axis + 1 :]
+    shards.append(
+      Shard(spec.path, i, pieces, task, axis, begin, size, shape, spec.dtype)
+    )
+    begin += size
+  return tuple(shards)
+
+
+def byte_size_load_fn(spec: VariableSpec) -> int:
+  """The bytes of a variable; after TF1's `contrib.training`."""
+  return spec.num_bytes
+
+
+class RoundRobin:
+  """Places variable i on task i modulo `num_tasks`.
+
+  TF1's `replica_device_setter` and TF2's `ParameterServerStrategy` do the same.
+  """
+
+  def __init__(self, num_tasks: int):
+    _check_positive("num_tasks", num_tasks)
+    self._num_tasks = num_tasks
+
+  def __call__(self, specs: Sequence[VariableSpec]) -> Plan:
+    return [split(s, [i % self._num_tasks]) for i, s in enumerate(specs)]
+
+
+class GreedyByBytes:
+  """Places each variable on the task with the least load so far.
+
+  TF1's `GreedyLoadBalancingStrategy` placed variables in the order of their
+  creation, which limits the balance. This policy starts with the largest
+  variable; equal loads keep the order of the specs, and among equal tasks it
+  takes the first. No task gets more than the mean plus the largest variable.
+  """
+
+  def __init__(
+    self,
+    num_tasks: int,
+    load_fn: Callable[[VariableSpec], float] = byte_size_load_fn,
+  ):
+    """Creates the policy.
+
+    Args:
+      num_tasks: The number of PS tasks.
+      load_fn: Maps a variable to its load, such as its bytes with its slots.
+    """
+    _check_positive("num_tasks", num_tasks)
+    self._num_tasks = num_tasks
+    self._load_fn = load_fn
+
+  def __call__(self, specs: Sequence[VariableSpec]) -> Plan:
+    whole = [split(spec, [0]) for spec in specs]
+    loads = [[self._load_fn(spec)] for spec in specs]
+    return _place_greedily(whole, loads, self._num_tasks)
+
+
+class Partitioned:
+  """Splits large variables into shards, and places the shards by bytes.
+
+  A variable of B bytes gets `B // min_shard_bytes` shards, but at most one per
+  task, on the tasks with the least load. Variables with the largest shards are
+  placed first.
+
+  Vectors and matrices are split along axis 0: the gradient of an embedding
+  table consists of rows, and a task then gets only its own rows. Variables of
+  a higher rank (kernels), or with fewer rows than shards, are split along the
+  longest axis, for shards of similar size: a 5x5 kernel would be 3 + 2 rows.
+  """
+
+  def __init__(
+    self,
+    num_tasks: int,
+    min_shard_bytes: int = MIN_SHARD_BYTES,
+    num_shards: int | None = None,
+  ):
+    """Creates the policy.
+
+    Args:
+      num_tasks: The number of PS tasks.
+      min_shard_bytes: The smallest mean size, in bytes, of a variable's shards.
+      num_shards: The largest number of shards of a variable; None: `num_tasks`.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    _check_positive("num_tasks", num_tasks)
+    _check_positive("min_shard_bytes", min_shard_bytes)
+    if num_shards is not None and not 1 <= num_shards <= num_tasks:
+      raise ValueError(
+        f"`num_shards` must be in [1, {num_tasks}], since a task holds at most"
+        f" one shard of a variable. Received: {num_shards}."
+      )
+    self._num_tasks = num_tasks
+    self._min_shard_bytes = min_shard_bytes
+    self._max_shards = num_shards or num_tasks
+
+  def __call__(self, specs: Sequence[VariableSpec]) -> Plan:
+    cuts = [self._cut(spec) for spec in specs]
+    loads = [[piece.num_bytes for piece in pieces] for pieces in cuts]
+    return _place_greedily(cuts, loads, self._num_tasks)
+
+  def _cut(self, spec: VariableSpec) -> tuple[Shard, ...]:
+    """Splits a variable; its shards are placed later."""
+    pieces = min(self._max_shards, spec.num_bytes // self._min_shard_bytes)
+    if pieces < 2 or not spec.shape:
+      return split(spec, [0])
+    axis = 0
+    if len(spec.shape) > 2 or spec.shape[0] < pieces:
+      axis = spec.shape.index(max(spec.shape))
+    return split(spec, range(min(pieces, spec.shape[axis])), axis=axis)
+
+
+def policy_from(
+  name: str,
+  num_tasks: int,
+  *,
+  min_shard_bytes: int = MIN_SHARD_BYTES,
+  num_shards: int | None = None,
+) -> Policy:
+  """Returns the policy of a name.
+
+  Args:
+    name: `round_robin`, `greedy` or `partitioned`.
+    num_tasks: The number of PS tasks.
+    min_shard_bytes: See `Partitioned`; not used by the other policies.
+    num_shards: See `Partitioned`; not used by the other policies.
+
+  Raises:
+    ValueError: If there is no such policy, or a number is out of range.
+  """
+  if name == "round_robin":
+    return RoundRobin(num_tasks)
+  if name == "greedy":
+    return GreedyByBytes(num_tasks)
+  if name == "partitioned":
+    return Partitioned(num_tasks, min_shard_bytes, num_shards)
+  raise ValueError(
+    "`name` must be one of 'round_robin', 'greedy', 'partitioned'. Received:"
+    f" {name!r}."
+  )
+
+
+def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
+  """Places variables by a policy, and checks its plan.
+
+  Args:
+    specs: The variables.
+    policy: The policy.
+
+  Returns:
+    The shards of each variable.
+
+  Raises:
+    ValueError: If two specs have the same path, or the policy leaves out a
+      variable, puts two shards of a variable on one task, or returns other
+      shards than `split` makes.
+  """
+  _check_distinct_paths("specs", specs)
+  shards = policy(specs)
+  if len(shards) != len(specs):
+    rule = f"`policy` must place all {len(specs)} variables."
+    raise ValueError(f"{rule} Received: {len(shards)}.")
+  for spec, pieces in zip(specs, shards, strict=True):
+    tasks = [piece.task for piece in pieces]
+    distinct = 0 < len(tasks) == len(set(tasks)) and min(tasks) >= 0
+    if not distinct or pieces != split(spec, tasks, axis=pieces[0].axis):
+      raise ValueError(
+        "`policy` must return `split` pieces on distinct tasks for"
+        f" {spec.path!r}. Received: {pieces}."
+      )
+  return shards
+
+
+def bytes_per_task(shards: Plan, num_tasks: int) -> list[int]:
+  """The bytes of variables on each of `num_tasks` tasks."""
+  loads = [0] * num_tasks
+  for shard in itertools.chain(*shards):
+    loads[shard.task] += shard.num_bytes
+  return loads
+
+
+def balance(loads: Sequence[float]) -> float:
+  """The largest load divided by the mean load; 1 is optimal."""
+  return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+def table(
+  specs: Sequence[VariableSpec], shards: Plan, device_of_task: Sequence[str]
+) -> str:
+  """Formats a plan as a table: every shard, every device, the total.
+
+  Args:
+    specs: The variables.
+    shards: Their shards; see `plan`.
+    device_of_task: The device of every task, in order. The block of devices is
+      left out if there is one device, as it would repeat the total.
+
+  Returns:
+    Lines of text, without a final newline.
+  """
+  rows = [("variable", "shape", "bytes", "device")]
+  for shard in itertools.chain(*shards):
+    num_bytes, device = human_bytes(shard.num_bytes), device_of_task[shard.task]
+    rows.append((shard.name, str(shard.shape), num_bytes, device))
+  lines = _align(rows, "<<><") + [""]
+  loads = bytes_per_task(shards, len(device_of_task))
+  if len(device_of_task) > 1:
+    sizes = map(human_bytes, loads)
+    rows = [("device", "bytes"), *zip(device_of_task, sizes, strict=True)]
+    lines += _align(rows, "<>")
+    lines.append(f"Balance: {balance(loads):.2f} (max/mean bytes per device)")
+  num_parameters = sum(spec.size for spec in specs)
+  lines.append(
+    f"Total: {len(specs)} variables, {num_parameters:,} parameters,"
+    f" {human_bytes(sum(loads))}"
+  )
+  return "\n".join(lines)
+
+
+def human_bytes(num_bytes: int) -> str:
+  """Formats a number of bytes, e.g. `512 B`, `18.8 KiB`, `4.1 MiB`."""
+  value, unit = num_bytes, "B"
+  for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
+    # Less than 1024, so that 1024.0 is never printed.
+    if value < 1023.95:
+      break
+    value, unit = value / 1024, larger_unit
+  return f"{value:.{0 if unit == 'B' else 1}f} {unit}"
+
+
+def _place_greedily(
+  cuts: Plan, loads: Sequence[Sequence[float]], num_tasks: int
+) -> Plan:
+  """Places shards on the tasks with the least load, largest shards first.
+
+  A task gets a shard only while it has the least load, so the loads of two
+  tasks never differ by more than the largest shard.
+  """
+  total = [0] * num_tasks
+  placed = list(cuts)
+  for i in sorted(range(len(cuts)), key=lambda i: -loads[i][0]):
+    # The shards of a variable are on different tasks.
+    tasks = sorted(range(num_tasks), key=total.__getitem__)[: len(cuts[i])]
+    for task, load in zip(tasks, loads[i], strict=True):
+      total[task] += load
+    placed[i] = tuple(map(lambda p, t: p._replace(task=t), cuts[i], tasks))
+  return placed
+
+
+def _align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+  """Pads the columns; `sides` has one of `<` and `>` per column."""
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  line = "  ".join(map("{{:{}{}}}".format, sides, widths))
+  return [line.format(*row).rstrip() for row in rows]
+
+
+def _check_distinct_paths(name: str, specs: Sequence[VariableSpec]) -> None:
+  counts = collections.Counter(spec.path for spec in specs)
+  for path, count in counts.items():
+    if count > 1:
+      raise ValueError(
+        f"`{name}` must have distinct paths. Received: {path!r} {count} times."
+      )
+
+
+def _check_positive(name: str, value: int) -> None:
+  if value < 1:
+    raise ValueError(f"`{name}` must be at least 1. Received: {value}.")
