@@ -12,10 +12,12 @@ from tf_replicas.fitting import data
 _NUMBERS = np.arange(22, dtype=np.float32)
 
 
-def _parts(made, num_shards, index, first=0, count=20):
+def _parts(made, num_shards, index, first=0, count=20, updates_per_batch=1):
   """Examples and weights of the first parts of a replica."""
-  batches = made.part_fn(num_shards, index, first).take(count)
-  return [tuple(tf.nest.map_structure(np.asarray, b)) for b in batches]
+  batches = made.part_fn(num_shards, index, first, updates_per_batch)
+  return [
+    tuple(tf.nest.map_structure(np.asarray, b)) for b in batches.take(count)
+  ]
 
 
 def _examples(part):
@@ -74,6 +76,16 @@ class PartsTest(stores.TestCase):
     whole, rest = _parts(made, 2, 1, count=9), _parts(made, 2, 1, 4, count=5)
     for one, other in zip(whole[4:], rest, strict=True):
       np.testing.assert_array_equal(one[0][0], other[0][0])
+
+  @parameterized.parameters("arrays", "data set")
+  def test_a_batch_of_two_updates_comes_twice(self, kind):
+    made = self._made(kind, 2)
+    once, twice = (
+      _parts(made, 2, 1, first=2 * u, count=6 * u, updates_per_batch=u)
+      for u in (1, 2)
+    )
+    expected = [_examples(p) for p in once for _ in range(2)]
+    self.assertEqual([_examples(p) for p in twice], expected)
 
   def test_shuffled_epochs_have_all_examples_in_another_order(self):
     made = data.make(_NUMBERS, batch_size=8, num_contributions=2)
