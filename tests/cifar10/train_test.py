@@ -163,6 +163,17 @@ def test_an_interrupted_modern_run_ends_as_an_uninterrupted_one(tmp_path):
   assert kept["global_step"] == 8
 
 
+def test_a_divergence_says_what_to_change(tmp_path):
+  more = ["--learning_rate=1e30", "--max_steps=9", "--log_every_steps=1"]
+  result = binaries.run(MODULE, *flags(tmp_path / "run", *more))
+  assert result.returncode == 1
+  line = result.stderr.splitlines()[-1]
+  assert "not finite" in line or "diverged" in line
+  assert "; try --learning_rate=0.0125 (1e+30 was used), or --clip_norm" in line
+  reason = "learning rate 1e+30, as given; the default is 0.0125 (updates of 16"
+  assert reason in result.stdout
+
+
 def test_a_file_in_the_place_of_the_directory(tmp_path):
   (tmp_path / "file").touch()
   words = "`--train_dir` must be a directory"
@@ -178,6 +189,8 @@ def test_a_file_in_the_place_of_the_directory(tmp_path):
     ("max_steps", "--max_steps=0"),
     ("log_every_steps", "--log_frequency=0"),
     ("`momentum` must be in [0, 1)", "--momentum=1.5"),
+    ("`clip_norm` must be in (0, inf)", "--clip_norm=0"),
+    ("`--momentum_correction` needs", "--momentum_correction"),
     ("compute_dtype", "--compute_dtype=float64"),
     ("checkpoint_every_secs", "--checkpoint_every_secs=0"),
     ("'cifar11'", "--dataset=cifar11"),

@@ -118,9 +118,9 @@ def test_advice_names_a_lower_rate():
   found = default(options(2, "async"), 32)
   line = learning_rates.advice(found, 0.3, "--clip_norm=1")
   assert line == (
-    "try --learning_rate=0.013 (0.3 was used), or --clip_norm=1, or"
+    "try --learning_rate=0.0125 (0.3 was used), or --clip_norm=1, or"
     " --update=sync"
   )
   found = default(options(2), 64)
   line = learning_rates.advice(found, 0.1)
-  assert line == "try --learning_rate=0.033 (0.1 was used)"
+  assert line == "try --learning_rate=0.0333 (0.1 was used)"

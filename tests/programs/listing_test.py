@@ -43,11 +43,12 @@ def test_lists_programs(package, names):
 
 def test_help_has_every_flag_in_its_group():
   output = binaries.run("cifar10.distributed_train", "--help").stdout
-  groups = ["Training", "Run", "Devices", "Cluster", "Update rule"]
+  groups = ["Training", "Run", "Gradients", "Devices", "Cluster", "Update rule"]
   places = [output.index(f"\n{group}:\n") for group in groups]
   assert places == sorted(places)
-  assert output.index("--update:") > places[4]
-  assert places[3] < output.index("--job_name:") < places[4]
+  assert output.index("--update:") > places[5]
+  assert places[4] < output.index("--job_name:") < places[5]
+  assert places[2] < output.index("--clip_norm:") < places[3]
   for name in ("--max_staleness", "--wire_dtype", "--[no]use_locking"):
     assert f"\n  {name}:" in output
   assert "--dataset=synthetic \\\n" in output

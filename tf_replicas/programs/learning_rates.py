@@ -142,6 +142,6 @@ def advice(default: Default, rate: float, *others: str) -> str:
     *others: Other flags that may help, such as `--clip_norm=1`.
   """
   better = default.rate if rate > default.rate else rate / 3
-  line = f"try --learning_rate={better:.2g} ({rate:.4g} was used)"
+  line = f"try --learning_rate={better:.3g} ({rate:.4g} was used)"
   others = others + ("--update=sync",) * bool(default.staleness)
   return ", or ".join([line, *others])
