@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas.replica import model_parallel
+from tf_replicas.runtime import datasets
 
 InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 Source = tf.data.Dataset | InputFn | object
@@ -105,6 +106,8 @@ def make(
   if isinstance(x, tf.data.Dataset):
     return _from_dataset(x, class_weight, steps_per_epoch, num_contributions)
   arrays = _arrays(x, y, sample_weight)
+  with tf.device("/cpu:0"):
+    arrays = tf.nest.map_structure(tf.convert_to_tensor, arrays)
   return _from_arrays(
     arrays,
     class_weight,
@@ -116,19 +119,95 @@ def make(
   )
 
 
+def split_validation(
+  x: Source, y: object, sample_weight: object, share: float
+) -> tuple[tuple, tuple]:
+  """Takes the last examples of arrays for validation, as Keras does.
+
+  Args:
+    x: See `make`; arrays only.
+    y: See `make`.
+    sample_weight: See `make`.
+    share: The share of the examples that is taken.
+
+  Returns:
+    (x, y, sample_weight) to train with, and the same to validate with. What is
+    None stays None.
+
+  Raises:
+    TypeError: If `x` are not arrays.
+    ValueError: If either side would have no example.
+  """
+  if callable(x) or isinstance(x, tf.data.Dataset):
+    raise TypeError(
+      "`validation_split` needs arrays: use `validation_data` with a data set."
+      f" Received: {share}, and `x` of type {type(x).__name__}."
+    )
+  arrays = _arrays(x, y, sample_weight)
+  length = len(tf.nest.flatten(arrays)[0])
+  end = math.floor(length * (1 - share))
+  if not 0 < end < length:
+    raise ValueError(
+      "`validation_split` must leave examples to train and to validate with."
+      f" Received: {share} of {length} examples."
+    )
+
+  def cut(begin: int, end: int) -> tuple:
+    found = tf.nest.map_structure(lambda a: a[begin:end], arrays)
+    return (*found, None, None)[:3]
+
+  return cut(0, end), cut(end, length)
+
+
+def check_can_connect(dataset: object, name: str) -> None:
+  """Checks data that are made before this process joins a cluster.
+
+  Args:
+    dataset: A data set, or anything else, which is not checked.
+    name: The argument of `fit` that it is.
+
+  Raises:
+    ValueError: If it uses tables or variables, which are lost then.
+  """
+  if not isinstance(dataset, tf.data.Dataset):
+    return
+  if devices := datasets.resources_of(dataset):
+    raise ValueError(
+      f"`{name}` must not use layers, tables or variables that were made before"
+      " this process joined the cluster: call them in `model_fn`, or pass a"
+      f" function that makes them and the data set. Received: a data set that"
+      f" uses {len(devices)} of them."
+    )
+
+
+def validation(given: object) -> object:
+  """Validation data as Keras takes them, in a process that joined a cluster.
+
+  Args:
+    given: Of `fit`.
+
+  Returns:
+    The same. A function was called, and a data set placed on this process's
+    new devices: Keras makes its iterator where the data set is.
+  """
+  if isinstance(given, tf.data.Dataset):
+    return given.take(-1)
+  return given() if callable(given) else given
+
+
 def _short(value: object) -> str:
   return f"{value:.60}" if isinstance(value, str) else f"{value!r:.60}"
 
 
 def _arrays(x: object, y: object, sample_weight: object) -> tuple:
-  """(x,), (x, y) or (x, y, weights) as nested tensors of one length."""
+  """(x,), (x, y) or (x, y, weights) as nested arrays of one length."""
   given = [x]
   if sample_weight is not None and y is None:
     raise ValueError("`sample_weight` needs `y`. Received: no `y`.")
   given += [part for part in (y, sample_weight) if part is not None]
 
-  def tensor(value: object) -> tf.Tensor:
-    if not isinstance(value, np.ndarray | np.generic | tf.Tensor | list):
+  def array(value: object) -> np.ndarray:
+    if not hasattr(value, "__array__"):  # As those of NumPy and pandas have.
       raise TypeError(
         "`x` and `y` must be arrays, a `tf.data.Dataset`, or a function of"
         f" `tf.distribute.InputContext`. Received: a {type(value).__name__}."
@@ -141,11 +220,10 @@ def _arrays(x: object, y: object, sample_weight: object) -> tuple:
         "`x` and `y` must be arrays of numbers or strings with the examples"
         f" along axis 0. Received: shape {value.shape}, dtype {value.dtype}."
       )
-    return tf.convert_to_tensor(value)
+    return value
 
-  with tf.device("/cpu:0"):
-    arrays = tf.nest.map_structure(tensor, tuple(given))
-  lengths = {int(a.shape[0]) for a in tf.nest.flatten(arrays)}
+  arrays = tf.nest.map_structure(array, tuple(given))
+  lengths = {len(a) for a in tf.nest.flatten(arrays)}
   if len(lengths) != 1:
     raise ValueError(
       "`x`, `y` and `sample_weight` must have equally many examples. Received:"
