@@ -441,8 +441,15 @@ def scaled_model() -> keras.Model:
   return model
 
 
-# Here each part of a batch is trained by itself: compare with `oracle.train`.
+# Models of which each part of a batch is another: compare with `oracle.train`.
 PARTS = {"parts": _parts()}
+# Many models in one, for clusters, whose start takes long.
+KINDS = {
+  "kinds_adam": _kinds(lambda: keras.optimizers.Adam(0.01)),
+  "kinds_adamw": _kinds(lambda: keras.optimizers.AdamW(0.01)),
+  "kinds_lion": _kinds(lambda: keras.optimizers.Lion(0.002)),
+  "kinds_rmsprop": _kinds(lambda: keras.optimizers.RMSprop(0.01)),
+}
 
 CASES = {
   "adversaries": Case(adversaries, {"x": _numbers(4)}),
@@ -458,10 +465,6 @@ CASES = {
   "clipped": _dense(lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.3)),
   "conv": _conv(),
   "half": _half(),
-  "kinds_adam": _kinds(lambda: keras.optimizers.Adam(0.01)),
-  "kinds_adamw": _kinds(lambda: keras.optimizers.AdamW(0.01)),
-  "kinds_lion": _kinds(lambda: keras.optimizers.Lion(0.002)),
-  "kinds_rmsprop": _kinds(lambda: keras.optimizers.RMSprop(0.01)),
   "momentum": _dense(lambda: keras.optimizers.SGD(0.1, 0.9, nesterov=True)),
   "own_step": Case(
     _compiled(OwnStep, lambda: keras.optimizers.SGD(0.01)),

@@ -71,7 +71,9 @@ def make(
     class_weight: Maps class numbers to weights of their examples.
     batch_size: Examples of a global batch, if `x` are arrays; default 32.
     steps_per_epoch: Updates in an epoch; default: as many as `x` has batches.
-    shuffle: Whether to shuffle arrays anew in every epoch.
+      The next epoch goes on with the next batches. After the last batch, the
+      first follows.
+    shuffle: Whether to shuffle arrays anew in every pass over them.
     seed: Of the shuffling; the same in all tasks.
     num_contributions: The contributions of one update.
 
@@ -245,32 +247,27 @@ def _from_arrays(
 ) -> TrainingData:
   length = int(tf.nest.flatten(arrays)[0].shape[0])
   batches = math.ceil(length / batch_size)
-  steps = steps_per_epoch or batches
-  if steps > batches:
-    raise ValueError(
-      f"`steps_per_epoch` must be at most {batches}, the batches of {length}"
-      f" examples. Received: {steps}."
-    )
   is_even = batch_size % num_contributions == 0 and not length % batch_size
 
   def part_fn(num_shards, index, first_update, updates_per_batch):
     first = tf.cast(first_update, tf.int64) * num_contributions
     index, num_shards = tf.cast(index, tf.int64), tf.cast(num_shards, tf.int64)
-    per_epoch = steps * num_contributions * updates_per_batch
-    per_epoch = tf.constant(per_epoch, tf.int64)
+    # A pass over the arrays; `steps_per_epoch` may be another number.
+    per_pass = batches * num_contributions * updates_per_batch
+    per_pass = tf.constant(per_pass, tf.int64)
 
-    def epoch_of_parts(epoch):
+    def parts_of_pass(number_of_pass):
       order = tf.range(length, dtype=tf.int64)
       if shuffle:
         order = tf.random.experimental.stateless_shuffle(
-          order, seed=tf.stack([tf.constant(seed, tf.int64), epoch])
+          order, seed=tf.stack([tf.constant(seed, tf.int64), number_of_pass])
         )
-      begin = tf.maximum(epoch * per_epoch, first)
+      begin = tf.maximum(number_of_pass * per_pass, first)
       begin += (index - begin) % num_shards
       numbers = tf.data.Dataset.range(
-        begin, (epoch + 1) * per_epoch, num_shards
+        begin, (number_of_pass + 1) * per_pass, num_shards
       )
-      return numbers.map(lambda number: part(order, number % per_epoch))
+      return numbers.map(lambda number: part(order, number % per_pass))
 
     def part(order, number):
       update, piece = number // num_contributions, number % num_contributions
@@ -285,10 +282,10 @@ def _from_arrays(
       data = tf.nest.map_structure(lambda a: tf.gather(a, chosen), arrays)
       return _with_weights(_weighted(data, class_weight), weight, is_even)
 
-    epochs = tf.data.Dataset.range(first // per_epoch, tf.int64.max)
-    return epochs.flat_map(epoch_of_parts).prefetch(tf.data.AUTOTUNE)
+    passes = tf.data.Dataset.range(first // per_pass, tf.int64.max)
+    return passes.flat_map(parts_of_pass).prefetch(tf.data.AUTOTUNE)
 
-  return TrainingData(steps, part_fn)
+  return TrainingData(steps_per_epoch or batches, part_fn)
 
 
 def _from_dataset(
