@@ -21,6 +21,9 @@ def pytest_configure(config) -> None:
   config.addinivalue_line(
     "markers", "quick: in the README's test command (set by itself)"
   )
+  config.addinivalue_line(
+    "markers", "exhaustive: takes long, and is not run by CI"
+  )
 
 
 @pytest.hookimpl(tryfirst=True)  # `-m` chooses by what is set here.

@@ -54,6 +54,15 @@ class PartsTest(stores.TestCase):
       first = update % 3 * 8
       self.assertEqual(found, list(range(first, min(first + 8, 22))))
 
+  @parameterized.parameters(2, 5)
+  def test_epochs_go_on_where_the_last_one_ended(self, steps):
+    made = data.make(
+      _NUMBERS, batch_size=8, shuffle=False, steps_per_epoch=steps
+    )
+    self.assertEqual(made.steps_per_epoch, steps)
+    found = [e for p in _parts(made, 1, 0, count=4) for e in _examples(p)]
+    self.assertEqual(found, [*range(22), *range(8)])
+
   @parameterized.parameters("arrays", "data set")
   def test_weights_make_the_mean_over_all_examples(self, kind):
     made = self._made(kind, 4)
@@ -133,3 +142,69 @@ class WeightsTest(stores.TestCase):
     )
     ((part,),) = _parts(made, 1, 0, count=1)
     self.assertEqual(part[2].tolist(), [6.0, 2.0])
+
+
+class SplitTest(stores.TestCase):
+  """`validation_split` takes the last examples, as Keras does."""
+
+  def test_every_array_is_cut(self):
+    x = {"a": np.arange(10), "b": [np.arange(10) * 2, np.arange(10) * 3]}
+    (x1, y1, w1), (x2, y2, w2) = data.split_validation(
+      x, np.arange(10), None, 0.25
+    )
+    for part, y, numbers in ((x1, y1, range(7)), (x2, y2, range(7, 10))):
+      self.assertEqual(part["a"].tolist(), list(numbers))
+      self.assertEqual(part["b"][1].tolist(), [3 * n for n in numbers])
+      self.assertEqual(y.tolist(), list(numbers))
+    self.assertEqual([w1, w2], [None, None])
+
+  @parameterized.parameters(
+    (np.zeros([1, 1]), 0.1, "leave examples.*Received: 0.1 of 1 examples"),
+    (np.zeros([3, 1]), 1.0, "leave examples.*Received: 1.0 of 3 examples"),
+    (tf.data.Dataset.range(3), 0.5, "needs arrays.*type _RangeDataset"),
+    (lambda context: None, 0.5, "needs arrays.*type function"),
+  )
+  def test_refuses(self, x, share, words):
+    with self.assertRaisesRegex((TypeError, ValueError), words):
+      data.split_validation(x, None, None, share)
+
+
+class OtherArraysTest(stores.TestCase):
+  """Columns of a table, as of pandas, are arrays."""
+
+  class Column:
+    """Has what NumPy asks for, as the columns of pandas have."""
+
+    def __array__(self, dtype=None, copy=None):
+      return np.arange(4, dtype=dtype)
+
+  def test_columns(self):
+    made = data.make({"a": self.Column()}, batch_size=4, shuffle=False)
+    ((part,),) = _parts(made, 1, 0, count=1)
+    self.assertEqual(part[0]["a"].tolist(), [0, 1, 2, 3])
+
+
+class ConnectTest(stores.TestCase):
+  """What a process has made before it joins a cluster."""
+
+  def test_a_data_set_with_a_table_is_refused(self):
+    words = tf.constant(["red", "green"])
+    initializer = tf.lookup.KeyValueTensorInitializer(words, [0, 1])
+    table = tf.lookup.StaticHashTable(initializer, -1)
+    dataset = tf.data.Dataset.from_tensors(words).repeat()
+    data.check_can_connect(dataset.shuffle(3), "x")
+    data.check_can_connect(np.zeros([3]), "x")
+    used = dataset.map(table.lookup)
+    for each in (used.batch(2), tf.data.Dataset.zip(dataset, used)):
+      with self.assertRaisesRegex(
+        ValueError, "`validation_data` must not use.*uses 1 of them"
+      ):
+        data.check_can_connect(each, "validation_data")
+
+  def test_validation_data(self):
+    dataset = tf.data.Dataset.range(3)
+    for given in (dataset, lambda: dataset):
+      found = data.validation(given)
+      self.assertEqual(list(found.as_numpy_iterator()), [0, 1, 2])
+      self.assertEqual(found.cardinality(), 3)
+    self.assertIsNone(data.validation(None))

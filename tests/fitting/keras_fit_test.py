@@ -1,6 +1,9 @@
 """`fit` in one process: against Keras, with callbacks, resumed, refused."""
 
+import json
+import os
 import tempfile
+from unittest import mock
 
 import keras
 import numpy as np
@@ -80,6 +83,42 @@ class AgainstKerasTest(stores.TestCase):
     ours = _fit("momentum", epochs=3, validation_data=data)
     theirs = _keras("momentum", epochs=3, validation_data=data)
     self.assertIn("val_accuracy", ours.history)
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(ours.history[key], values, rtol=1e-5)
+
+  @parameterized.parameters(
+    ({"validation_split": 0.3},),
+    ({"validation_split": 0.3, "validation_freq": 2},),
+    ({"steps_per_epoch": 3},),  # Of six: every second epoch goes on.
+  )
+  def test_arguments_of_keras(self, more):
+    ours = _fit("momentum", epochs=3, **more)
+    theirs = _keras("momentum", epochs=3, **more)
+    self.assertEqual(sorted(ours.history), sorted(theirs.history))
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(ours.history[key], values, rtol=1e-5)
+
+  def test_metrics_of_one_name_at_several_outputs(self):
+    """Their variables have the same paths."""
+
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      inputs = keras.Input([4])
+      outputs = {
+        name: keras.layers.Dense(1, name=name)(inputs) for name in ("a", "b")
+      }
+      model = keras.Model(inputs, outputs)
+      losses = dict.fromkeys(outputs, "mse")
+      metrics = {name: ["mae", "mse"] for name in outputs}
+      model.compile("sgd", losses, metrics=metrics)
+      return model
+
+    x = models.CASES["own_step"].arguments["x"]
+    y = {"a": x[:, :1], "b": x[:, 1:2] * 3.0}
+    ours = tf_replicas.fit(model_fn, x, y, epochs=2, **_QUIET)
+    theirs = model_fn().fit(x, y, epochs=2, **_QUIET)
+    self.assertIn("b_mae", ours.history)
+    self.assertEqual(sorted(ours.history), sorted(theirs.history))
     for key, values in theirs.history.items():
       np.testing.assert_allclose(ours.history[key], values, rtol=1e-5)
 
@@ -462,7 +501,6 @@ class RefusedTest(stores.TestCase):
     ({"x": _X, "y": _Y[:3]}, r"equally many examples. Received: \[3, 8\]"),
     ({"x": _X[:0], "y": _Y[:0]}, "must have examples"),
     ({"x": _X, "y": _Y, "batch_size": 0}, "`batch_size` must be at least 1"),
-    ({"x": _X, "y": _Y, "steps_per_epoch": 9}, "must be at most 1"),
     ({"x": _X, "sample_weight": _Y}, "`sample_weight` needs `y`"),
     ({"x": _X, "y": _Y, "rule": "sync"}, "`rule` must be made by"),
     ({"x": _X, "y": _Y, "replication": "x"}, "must be one of between_graph"),
@@ -498,6 +536,22 @@ class RefusedTest(stores.TestCase):
       tf_replicas.NonFiniteGradientError, match="this process"
     ):
       tf_replicas.fit(_with(), bad, _Y, verbose=0)
+
+  def test_data_sets_with_tables_before_joining_a_cluster(self):
+    variable = tf.Variable(1.0)
+    dataset = tf.data.Dataset.from_tensors((_X, _Y))
+    used = dataset.map(lambda x, y: (variable * x, y))
+    config = {
+      "cluster": {"ps": ["localhost:1"], "worker": ["localhost:2"]},
+      "task": {"type": "worker", "index": 0},
+    }
+    with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
+      for arguments, name in (
+        ({"x": used}, "x"),
+        ({"x": dataset, "validation_data": used}, "validation_data"),
+      ):
+        with self.assertRaisesRegex(ValueError, f"`{name}` must not use"):
+          tf_replicas.fit(_with(), **arguments)
 
   def test_a_cluster_without_a_role(self):
     spec = tf_replicas.cluster.parse(

@@ -109,7 +109,9 @@ def _recurrent() -> Case:
 def _attention() -> Case:
   def build():
     inputs = keras.Input([6, 4])
-    seen = layers.MultiHeadAttention(2, 4)(inputs, inputs)
+    # Without biases: the gradient of the keys' bias is rounding errors.
+    attention = layers.MultiHeadAttention(2, 4, use_bias=False)
+    seen = attention(inputs, inputs)
     seen = layers.LayerNormalization()(inputs + seen)
     outputs = layers.Dense(1)(layers.Flatten()(seen))
     return keras.Model(inputs, outputs)
@@ -142,6 +144,143 @@ def _several_outputs() -> Case:
   arguments = {
     "x": {"left": _numbers(3), "right": _numbers(2)},
     "y": {"number": _numbers(1), "kind": _classes(3)},
+  }
+  return Case(model_fn, arguments)
+
+
+def _kinds(optimizer: Callable[[], keras.optimizers.Optimizer]) -> Case:
+  """Models of four kinds in one, which share nothing but the optimizer."""
+
+  def build():
+    inputs = {
+      "image": keras.Input([6, 6, 2], name="image"),
+      # Each word occurs once, see `_recurrent`.
+      "words": keras.Input([3], dtype="int32", name="words"),
+      "series": keras.Input([5, 3], name="series"),
+      "numbers": keras.Input([4], name="numbers"),
+    }
+    image = layers.Conv2D(3, 3, activation="relu")(inputs["image"])
+    image = layers.GlobalAveragePooling2D()(image)
+    words = layers.Embedding(3 * NUM_EXAMPLES, 4)(inputs["words"])
+    series = layers.MultiHeadAttention(2, 3, use_bias=False)(
+      inputs["series"], inputs["series"]
+    )
+    series = layers.LayerNormalization()(inputs["series"] + series)
+    numbers = layers.Dense(
+      5, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01)
+    )(inputs["numbers"])
+    outputs = {
+      "conv": layers.Dense(1, name="conv")(image),
+      "recurrent": layers.Dense(1, name="recurrent")(layers.LSTM(4)(words)),
+      "attention": layers.Dense(1, name="attention")(layers.Flatten()(series)),
+      "classes": layers.Dense(3, activation="softmax", name="classes")(numbers),
+    }
+    return keras.Model(inputs, outputs)
+
+  model_fn = _compiled(
+    build,
+    optimizer,
+    loss={
+      "conv": "mse",
+      "recurrent": keras.losses.MeanSquaredError(),
+      "attention": "huber",
+      "classes": "sparse_categorical_crossentropy",
+    },
+    loss_weights={
+      "conv": 1.0,
+      "recurrent": 0.5,
+      "attention": 2.0,
+      "classes": 1.5,
+    },
+    metrics={"classes": ["accuracy"], "conv": ["mae", "mse"]},
+    weighted_metrics={"attention": ["mae"]},
+  )
+  words = np.random.default_rng(5).permutation(3 * NUM_EXAMPLES)
+  outputs = {
+    "conv": _numbers(1),
+    "recurrent": _numbers(1) + 1.0,
+    "attention": _numbers(1) - 1.0,
+    "classes": _classes(3),
+  }
+  weights = np.random.default_rng(6).uniform(0.5, 2.0, NUM_EXAMPLES)
+  arguments = {
+    "x": {
+      "image": _numbers(6, 6, 2),
+      "words": words.reshape([NUM_EXAMPLES, 3]).astype("int32"),
+      "series": _numbers(5, 3),
+      "numbers": _numbers(4),
+    },
+    "y": outputs,
+    "sample_weight": {
+      name: weights + number for number, name in enumerate(outputs)
+    },
+  }
+  return Case(model_fn, arguments)
+
+
+class DropsByPosition(layers.Layer):
+  """A dropout that can be compared: by the position in the batch."""
+
+  def call(self, inputs, training=False):
+    """Doubles every second example, and makes the others 0."""
+    if not training:
+      return inputs
+    number = keras.ops.arange(keras.ops.shape(inputs)[0])
+    return inputs * keras.ops.cast(2 * (number % 2), inputs.dtype)[:, None]
+
+
+def _parts() -> Case:
+  """Layers and masks for which a batch is not the sum of its parts.
+
+  The output "dropped" has no weights. Its loss has an expected value of 1/64.
+  """
+
+  def build():
+    inputs = {
+      "numbers": keras.Input([4], name="numbers"),
+      "words": keras.Input([5], dtype="int32", name="words"),
+      "ones": keras.Input([64, 16], name="ones"),
+    }
+    # The normalization takes a bias away: its gradient is rounding errors.
+    hidden = layers.Dense(6, use_bias=False)(inputs["numbers"])
+    hidden = layers.BatchNormalization(momentum=0.8)(hidden)
+    hidden = layers.Activation("tanh")(hidden)
+    hidden = DropsByPosition()(hidden)
+    words = layers.Embedding(20, 4, mask_zero=True)(inputs["words"])
+    words = layers.GRU(4, return_sequences=True)(words)
+    dropped = layers.Dropout(0.5)(inputs["ones"])
+    outputs = {
+      "normalized": layers.Dense(1, name="normalized")(hidden),
+      "masked": layers.Dense(3, activation="softmax", name="masked")(words),
+      "dropped": layers.GlobalAveragePooling1D(name="dropped")(dropped),
+    }
+    return keras.Model(inputs, outputs)
+
+  model_fn = _compiled(
+    build,
+    lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    loss={
+      "normalized": "mse",
+      "masked": "sparse_categorical_crossentropy",
+      "dropped": "mse",
+    },
+    loss_weights={"normalized": 1.0, "masked": 1.0, "dropped": 0.0},
+    metrics={"normalized": ["mae"]},
+  )
+  generator = np.random.default_rng(8)
+  lengths = generator.integers(1, 6, [NUM_EXAMPLES, 1])
+  words = generator.integers(1, 20, [NUM_EXAMPLES, 5])
+  arguments = {
+    "x": {
+      "numbers": _numbers(4) + 1.0,
+      "words": np.where(np.arange(5) < lengths, words, 0).astype("int32"),
+      "ones": np.ones([NUM_EXAMPLES, 64, 16], np.float32),
+    },
+    "y": {
+      "normalized": _numbers(1),
+      "masked": generator.integers(0, 3, [NUM_EXAMPLES, 5]),
+      "dropped": np.ones([NUM_EXAMPLES, 16], np.float32),
+    },
   }
   return Case(model_fn, arguments)
 
@@ -301,6 +440,16 @@ def scaled_model() -> keras.Model:
   model.compile(optimizer, "mse")
   return model
 
+
+# Models of which each part of a batch is another: compare with `oracle.train`.
+PARTS = {"parts": _parts()}
+# Many models in one, for clusters, whose start takes long.
+KINDS = {
+  "kinds_adam": _kinds(lambda: keras.optimizers.Adam(0.01)),
+  "kinds_adamw": _kinds(lambda: keras.optimizers.AdamW(0.01)),
+  "kinds_lion": _kinds(lambda: keras.optimizers.Lion(0.002)),
+  "kinds_rmsprop": _kinds(lambda: keras.optimizers.RMSprop(0.01)),
+}
 
 CASES = {
   "adversaries": Case(adversaries, {"x": _numbers(4)}),

@@ -29,6 +29,17 @@ class KerasInternalsTest(absltest.TestCase):
     variables = [tf.Variable(0.0), tf.Variable(0.0)]
     self.assertLen(set(map(keras_internals.variable_id, variables)), 2)
 
+  def test_equal_paths_are_numbered(self):
+    paths = ["a/b", "a/b_1", "a/b", "c", "a/b"]
+    variables = [keras.Variable(0.0, name="v") for _ in paths]
+    for variable, path in zip(variables, paths, strict=True):
+      variable._path = path
+    keras_internals.make_paths_distinct(variables)
+    self.assertEqual(
+      [variable.path for variable in variables],
+      ["a/b", "a/b_1", "a/b_2", "c", "a/b_3"],
+    )
+
   def test_excluded_variables_are_copied(self):
     source = keras.optimizers.AdamW(0.1)
     source.exclude_from_weight_decay(var_names=["bias"])

@@ -52,6 +52,9 @@ EXCEPTIONS = {
   "tests/migration_test.py::test_the_strategys": "cluster",
   # They start no process, but train by every rule.
   "tests/conformance/rules_test.py": "program",
+  # It starts no process, but trains six programs.
+  "tests/fitting/examples_test.py::test_learns_with_keras": "program",
+  "tests/fitting/examples_test.py::test_learns_on_a_cluster": "cluster",
   # By functions of the experiments.
   "tests/experiments/real_processes_test.py::TrainTest": "program",
   # They start no process, but evaluate 1,000 images, build four networks of

@@ -1,8 +1,8 @@
 """A task of `fit` on a cluster: python fit_task.py CASE ARGUMENTS
 
-CASE is a key of `tests.fitting.models.CASES`, ARGUMENTS a JSON object: `rule`
-(settings of `Sync`; with `policies`, of `Async`) and arguments of `fit`. The
-chief prints one line of JSON.
+CASE is a key of `CASES`, `KINDS` or `PARTS` of `tests.fitting.models`.
+ARGUMENTS is a JSON object: `rule` (settings of `Sync`; with `policies`, of
+`Async`) and arguments of `fit`. The chief prints one line of JSON.
 """
 
 import json
@@ -33,7 +33,8 @@ class Calls(keras.callbacks.Callback):
       self.model.optimizer.learning_rate = ARGUMENTS["rate"]
 
 
-CASE, ARGUMENTS = models.CASES[sys.argv[1]], json.loads(sys.argv[2])
+CASE = (models.CASES | models.KINDS | models.PARTS)[sys.argv[1]]
+ARGUMENTS = json.loads(sys.argv[2])
 
 
 def main() -> None:
@@ -64,7 +65,9 @@ def main() -> None:
     "epochs": calls.seen,
     "examples": calls.examples,
     "weights": [np.asarray(w).tolist() for w in model.get_weights()],
-    "slots": [np.asarray(v).tolist() for v in model.optimizer.variables],
+    "slots": [
+      np.asarray(v).tolist() for v in models.optimizer_variables(model)
+    ],
     "evaluated": evaluated,
   }
   print("RESULT", json.dumps(result))

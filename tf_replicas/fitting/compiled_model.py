@@ -483,6 +483,11 @@ def _build(model: keras.Model, data_spec: tuple) -> None:
     made[:] = calls  # A function that makes variables is traced twice.
 
   tf.function(probe, autograph=False).get_concrete_function(data_spec)
+  # By their paths, all tasks find the same variables. The metrics of several
+  # outputs often have one name.
+  metrics = [v for metric in model.metrics for v in metric.variables]
+  unique = {id(v): v for v in [*model.variables, *metrics]}
+  keras_internals.make_paths_distinct(list(unique.values()))
   _set_phases(model, made)
   if type(model).train_step is keras.Model.train_step:
     return

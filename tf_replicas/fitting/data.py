@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas.replica import model_parallel
+from tf_replicas.runtime import datasets
 
 InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 Source = tf.data.Dataset | InputFn | object
@@ -70,7 +71,9 @@ def make(
     class_weight: Maps class numbers to weights of their examples.
     batch_size: Examples of a global batch, if `x` are arrays; default 32.
     steps_per_epoch: Updates in an epoch; default: as many as `x` has batches.
-    shuffle: Whether to shuffle arrays anew in every epoch.
+      The next epoch goes on with the next batches. After the last batch, the
+      first follows.
+    shuffle: Whether to shuffle arrays anew in every pass over them.
     seed: Of the shuffling; the same in all tasks.
     num_contributions: The contributions of one update.
 
@@ -105,6 +108,8 @@ def make(
   if isinstance(x, tf.data.Dataset):
     return _from_dataset(x, class_weight, steps_per_epoch, num_contributions)
   arrays = _arrays(x, y, sample_weight)
+  with tf.device("/cpu:0"):
+    arrays = tf.nest.map_structure(tf.convert_to_tensor, arrays)
   return _from_arrays(
     arrays,
     class_weight,
@@ -116,19 +121,95 @@ def make(
   )
 
 
+def split_validation(
+  x: Source, y: object, sample_weight: object, share: float
+) -> tuple[tuple, tuple]:
+  """Takes the last examples of arrays for validation, as Keras does.
+
+  Args:
+    x: See `make`; arrays only.
+    y: See `make`.
+    sample_weight: See `make`.
+    share: The share of the examples that is taken.
+
+  Returns:
+    (x, y, sample_weight) to train with, and the same to validate with. What is
+    None stays None.
+
+  Raises:
+    TypeError: If `x` are not arrays.
+    ValueError: If either side would have no example.
+  """
+  if callable(x) or isinstance(x, tf.data.Dataset):
+    raise TypeError(
+      "`validation_split` needs arrays: use `validation_data` with a data set."
+      f" Received: {share}, and `x` of type {type(x).__name__}."
+    )
+  arrays = _arrays(x, y, sample_weight)
+  length = len(tf.nest.flatten(arrays)[0])
+  end = math.floor(length * (1 - share))
+  if not 0 < end < length:
+    raise ValueError(
+      "`validation_split` must leave examples to train and to validate with."
+      f" Received: {share} of {length} examples."
+    )
+
+  def cut(begin: int, end: int) -> tuple:
+    found = tf.nest.map_structure(lambda a: a[begin:end], arrays)
+    return (*found, None, None)[:3]
+
+  return cut(0, end), cut(end, length)
+
+
+def check_can_connect(dataset: object, name: str) -> None:
+  """Checks data that are made before this process joins a cluster.
+
+  Args:
+    dataset: A data set, or anything else, which is not checked.
+    name: The argument of `fit` that it is.
+
+  Raises:
+    ValueError: If it uses tables or variables, which are lost then.
+  """
+  if not isinstance(dataset, tf.data.Dataset):
+    return
+  if devices := datasets.resources_of(dataset):
+    raise ValueError(
+      f"`{name}` must not use layers, tables or variables that were made before"
+      " this process joined the cluster: call them in `model_fn`, or pass a"
+      f" function that makes them and the data set. Received: a data set that"
+      f" uses {len(devices)} of them."
+    )
+
+
+def validation(given: object) -> object:
+  """Validation data as Keras takes them, in a process that joined a cluster.
+
+  Args:
+    given: Of `fit`.
+
+  Returns:
+    The same. A function was called, and a data set placed on this process's
+    new devices: Keras makes its iterator where the data set is.
+  """
+  if isinstance(given, tf.data.Dataset):
+    return given.take(-1)
+  return given() if callable(given) else given
+
+
 def _short(value: object) -> str:
   return f"{value:.60}" if isinstance(value, str) else f"{value!r:.60}"
 
 
 def _arrays(x: object, y: object, sample_weight: object) -> tuple:
-  """(x,), (x, y) or (x, y, weights) as nested tensors of one length."""
+  """(x,), (x, y) or (x, y, weights) as nested arrays of one length."""
   given = [x]
   if sample_weight is not None and y is None:
     raise ValueError("`sample_weight` needs `y`. Received: no `y`.")
   given += [part for part in (y, sample_weight) if part is not None]
 
-  def tensor(value: object) -> tf.Tensor:
-    if not isinstance(value, np.ndarray | np.generic | tf.Tensor | list):
+  def array(value: object) -> np.ndarray:
+    if not hasattr(value, "__array__"):  # As those of NumPy and pandas have.
       raise TypeError(
         "`x` and `y` must be arrays, a `tf.data.Dataset`, or a function of"
         f" `tf.distribute.InputContext`. Received: a {type(value).__name__}."
@@ -141,11 +222,10 @@ def _arrays(x: object, y: object, sample_weight: object) -> tuple:
         "`x` and `y` must be arrays of numbers or strings with the examples"
         f" along axis 0. Received: shape {value.shape}, dtype {value.dtype}."
       )
-    return tf.convert_to_tensor(value)
+    return value
 
-  with tf.device("/cpu:0"):
-    arrays = tf.nest.map_structure(tensor, tuple(given))
-  lengths = {int(a.shape[0]) for a in tf.nest.flatten(arrays)}
+  arrays = tf.nest.map_structure(array, tuple(given))
+  lengths = {len(a) for a in tf.nest.flatten(arrays)}
   if len(lengths) != 1:
     raise ValueError(
       "`x`, `y` and `sample_weight` must have equally many examples. Received:"
@@ -167,32 +247,27 @@ def _from_arrays(
 ) -> TrainingData:
   length = int(tf.nest.flatten(arrays)[0].shape[0])
   batches = math.ceil(length / batch_size)
-  steps = steps_per_epoch or batches
-  if steps > batches:
-    raise ValueError(
-      f"`steps_per_epoch` must be at most {batches}, the batches of {length}"
-      f" examples. Received: {steps}."
-    )
   is_even = batch_size % num_contributions == 0 and not length % batch_size
 
   def part_fn(num_shards, index, first_update, updates_per_batch):
     first = tf.cast(first_update, tf.int64) * num_contributions
     index, num_shards = tf.cast(index, tf.int64), tf.cast(num_shards, tf.int64)
-    per_epoch = steps * num_contributions * updates_per_batch
-    per_epoch = tf.constant(per_epoch, tf.int64)
+    # A pass over the arrays; `steps_per_epoch` may be another number.
+    per_pass = batches * num_contributions * updates_per_batch
+    per_pass = tf.constant(per_pass, tf.int64)
 
-    def epoch_of_parts(epoch):
+    def parts_of_pass(number_of_pass):
       order = tf.range(length, dtype=tf.int64)
       if shuffle:
         order = tf.random.experimental.stateless_shuffle(
-          order, seed=tf.stack([tf.constant(seed, tf.int64), epoch])
+          order, seed=tf.stack([tf.constant(seed, tf.int64), number_of_pass])
         )
-      begin = tf.maximum(epoch * per_epoch, first)
+      begin = tf.maximum(number_of_pass * per_pass, first)
       begin += (index - begin) % num_shards
       numbers = tf.data.Dataset.range(
-        begin, (epoch + 1) * per_epoch, num_shards
+        begin, (number_of_pass + 1) * per_pass, num_shards
       )
-      return numbers.map(lambda number: part(order, number % per_epoch))
+      return numbers.map(lambda number: part(order, number % per_pass))
 
     def part(order, number):
       update, piece = number // num_contributions, number % num_contributions
@@ -207,10 +282,10 @@ def _from_arrays(
       data = tf.nest.map_structure(lambda a: tf.gather(a, chosen), arrays)
       return _with_weights(_weighted(data, class_weight), weight, is_even)
 
-    epochs = tf.data.Dataset.range(first // per_epoch, tf.int64.max)
-    return epochs.flat_map(epoch_of_parts).prefetch(tf.data.AUTOTUNE)
+    passes = tf.data.Dataset.range(first // per_pass, tf.int64.max)
+    return passes.flat_map(parts_of_pass).prefetch(tf.data.AUTOTUNE)
 
-  return TrainingData(steps, part_fn)
+  return TrainingData(steps_per_epoch or batches, part_fn)
 
 
 def _from_dataset(

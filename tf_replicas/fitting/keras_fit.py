@@ -89,6 +89,7 @@ def fit(
   epochs: int = 1,
   verbose: str | int = "auto",
   callbacks: Sequence[keras.callbacks.Callback] | None = None,
+  validation_split: float = 0.0,
   validation_data: object = None,
   validation_steps: int | None = None,
   validation_batch_size: int | None = None,
@@ -135,7 +136,9 @@ def fit(
     epochs: As in `keras.Model.fit`.
     verbose: As in `keras.Model.fit`.
     callbacks: As in `keras.Model.fit`.
-    validation_data: As in `keras.Model.fit`; evaluated in the chief.
+    validation_split: As in `keras.Model.fit`, if `x` are arrays.
+    validation_data: As in `keras.Model.fit`, or a function without arguments
+      that returns such data; evaluated in the chief.
     validation_steps: As in `keras.Model.fit`.
     validation_batch_size: As in `keras.Model.fit`.
     validation_freq: As in `keras.Model.fit`.
@@ -204,6 +207,10 @@ def fit(
       f" replicas that train copies of their own. Received: {rule}."
     )
   contributions = update_options.replicas_to_aggregate(rule, num_replicas)
+  if validation_split and validation_data is None:
+    (x, y, sample_weight), validation_data = data_module.split_validation(
+      x, y, sample_weight, validation_split
+    )
   data_fn = functools.partial(
     data_module.make,
     x,
@@ -224,6 +231,9 @@ def fit(
     contributions,
     towers=() if replication == _MIRRORED else towers,
   )
+  if role is not None:
+    data_module.check_can_connect(x, "x")
+    data_module.check_can_connect(validation_data, "validation_data")
   if role is None or replication != _MIRRORED:
     _ = task.data  # Else nothing may be computed before they connect.
   driver = _driver(role, replication, task, towers, start_timeout_secs)
@@ -244,7 +254,7 @@ def fit(
     history = loop.run(
       batch_size=validation_batch_size or batch_size,
       verbose=verbose,
-      validation_data=validation_data,
+      validation_data=data_module.validation(validation_data),
       validation_steps=validation_steps,
       validation_freq=validation_freq,
     )
@@ -456,6 +466,7 @@ class _Task:
     spec = self.data.spec
     with keras_internals.names_from_the_start():
       self.model = self._model_fn()
+    _check_is_new(self.model)
     compiled_model.build(self.model, spec)
     return compiled_model.replica(
       self.model,
@@ -487,6 +498,24 @@ class _Task:
       )
     optimizer, common = compiled_model.inner_optimizer_of(self.model)
     return make(optimizer, **common)
+
+
+def _check_is_new(model: keras.Model) -> None:
+  """Checks that a model was made since this process joined a cluster.
+
+  Raises:
+    ValueError: If a variable was made before: it is lost then.
+  """
+  if not isinstance(model, keras.Model):
+    return
+  here = tf.DeviceSpec.from_string(tf.zeros([]).device).job
+  for variable in model.variables:
+    if tf.DeviceSpec.from_string(variable.value.device).job != here:
+      raise ValueError(
+        "`model_fn` must make the model and its layers itself: what was made"
+        " before this process joined the cluster cannot be used any more."
+        f" Received: {variable.path!r}, which was made before."
+      )
 
 
 class _Loop(keras.callbacks.Callback):

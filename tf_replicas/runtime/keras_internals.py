@@ -123,6 +123,21 @@ def names_from_the_start() -> Iterator[None]:
     global_state.set_global_attribute(key, own)
 
 
+def make_paths_distinct(variables: Sequence[keras.Variable]) -> None:
+  """Numbers paths that several variables have, such as those of metrics.
+
+  Args:
+    variables: In an order that is the same in all tasks.
+  """
+  taken, seen = {variable.path for variable in variables}, set()
+  for variable in variables:
+    path, number = variable.path, 0
+    while variable.path in seen or (number and variable.path in taken):
+      number += 1
+      variable._path = f"{path}_{number}"
+    seen.add(variable.path)
+
+
 @contextlib.contextmanager
 def local_values(
   variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]
