@@ -3,8 +3,11 @@
   python -m benchmarks.against_commit --commit=REV [--rounds=8] [--output=FILE]
 
 Both trees run the same programs in turn, in interleaved rounds, so that they
-meet the same noise: the CIFAR-10 binary on synthetic images (1 PS, 2 workers,
-examples/sec), and a small model of which ten updates are one call (steps/sec).
+meet the same noise. `between_graph` and `in_graph` are the CIFAR-10 binary on
+synthetic images (1 PS, 2 workers, examples/sec), started anew in each round.
+`small_between_graph` and `small_in_graph` are a small model of which ten
+updates are one call (steps/sec): one cluster of each tree stays alive, and they
+take turns of a second; there are 20 times as many rounds.
 The ratio within a round is what counts; printed are its geometric mean and the
 95% interval of that (Student's t, of the logarithms). The raw numbers go to
 `FILE` as JSON.
@@ -23,6 +26,7 @@ from absl import app
 from absl import flags
 
 from benchmarks import ratios
+from tf_replicas import cluster
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("commit", None, "The other commit", required=True)
@@ -36,6 +40,9 @@ flags.DEFINE_string("output", None, "Where to write the raw numbers, as JSON")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _SECS = 300
+_BURST = 300  # Updates in a turn of the small model.
+_ROUNDS_FACTOR = 20
+_NUMBER = re.compile(r"[\d.]+(e-?\d+)?")
 
 
 def _run(root: pathlib.Path, *arguments: str) -> str:
@@ -73,22 +80,97 @@ def examples_per_sec(root: pathlib.Path, replication: str) -> float:
   return statistics.harmonic_mean([float(rate) for rate in rates[-4:]])
 
 
-def steps_per_sec(root: pathlib.Path, replication: str) -> float:
-  """Of the small model, ten updates per call."""
-  program = (
-    "from benchmarks import small_model as m; "
-    "secs = m.measure('benchmarks.small_model_task', "
-    f"{replication!r}, 10); print('ms', secs)"
-  )
-  (secs,) = re.findall(r"ms ([\d.]+)", _run(root, "-c", program))
-  return 1000 / float(secs)
+def single_rounds(
+  trees: dict[str, pathlib.Path], replication: str, rounds: int
+) -> list[dict[str, float]]:
+  """Examples/sec of the CIFAR-10 binary, started anew in each round."""
+  found = []
+  for number in range(rounds):
+    order = list(trees) if number % 2 else list(trees)[::-1]
+    found.append({t: examples_per_sec(trees[t], replication) for t in order})
+    print(f"round {number}, {replication}: {found[-1]}", flush=True)
+  return found
 
 
-def measure(root: pathlib.Path, name: str) -> float:
-  """One measurement of what `--measures` calls `name`."""
-  if name.startswith("small_"):
-    return steps_per_sec(root, name.removeprefix("small_"))
-  return examples_per_sec(root, name)
+class SmallModel:
+  """The small model on a live cluster of 1 PS and 2 workers; a context."""
+
+  def __init__(self, root: pathlib.Path, replication: str):
+    """Starts the cluster with the library of the tree `root`."""
+    jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
+    spec = cluster.resolve_ports(cluster.parse(jobs))
+    tasks = [("ps", 0), ("worker", 1), ("worker", 0)]
+    if replication == "in_graph":
+      tasks.append(("chief", 0))
+    self._processes = [
+      subprocess.Popen(
+        [
+          sys.executable,
+          str(_ROOT / "benchmarks" / "paired_task.py"),
+          *(",".join(spec.addresses(j)) for j in ("ps", "worker")),
+          job,
+          str(index),
+          replication,
+        ],
+        env={
+          **os.environ,
+          "PYTHONPATH": str(root),
+          "CUDA_VISIBLE_DEVICES": "",
+          "TF_CPP_MIN_LOG_LEVEL": "2",
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+      )
+      for job, index in tasks
+    ]
+    self._chief = self._processes[-1]
+    self._read("ready")
+
+  def __enter__(self) -> "SmallModel":
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    try:
+      self._chief.stdin.close()
+      for process in self._processes:
+        process.wait(60)
+    finally:
+      for process in self._processes:
+        process.kill()
+        process.wait()
+
+  def _read(self, expected: str | None = None) -> str:
+    """The next line of the chief that is not a log line."""
+    for line in self._chief.stdout:
+      line = line.strip()
+      if line == expected or (expected is None and _NUMBER.fullmatch(line)):
+        return line
+    raise RuntimeError("the chief of the small model ended early")
+
+  def steps_per_sec(self, steps: int) -> float:
+    """Makes so many updates; returns their rate."""
+    print(steps, file=self._chief.stdin, flush=True)
+    return steps / float(self._read())
+
+
+def paired_rounds(
+  trees: dict[str, pathlib.Path], replication: str, rounds: int
+) -> list[dict[str, float]]:
+  """Steps/sec of the small model on live clusters, in short turns."""
+  found = []
+  with (
+    SmallModel(trees["this"], replication) as this,
+    SmallModel(trees["other"], replication) as other,
+  ):
+    pairs = [("this", this), ("other", other)]
+    for _, model in pairs:
+      model.steps_per_sec(_BURST)  # A warm-up.
+    for number in range(rounds):
+      pairs = pairs[::-1] if number % 2 else pairs
+      found.append({n: model.steps_per_sec(_BURST) for n, model in pairs})
+  return found
 
 
 def main(argv: list[str]) -> None:
@@ -102,22 +184,25 @@ def main(argv: list[str]) -> None:
     )
     try:
       trees = {"this": _ROOT, "other": other}
-      for number in range(FLAGS.rounds):
-        for name in FLAGS.measures:
-          order = list(trees) if number % 2 else list(trees)[::-1]
-          rates = {tree: measure(trees[tree], name) for tree in order}
-          raw.setdefault(name, []).append(rates)
-          ratio = rates["this"] / rates["other"]
-          print(
-            f"round {number}, {name}: {rates['this']:.1f} against"
-            f" {rates['other']:.1f}: {ratio:.3f}",
-            flush=True,
+      for name in FLAGS.measures:
+        if name.startswith("small_"):
+          raw[name] = paired_rounds(
+            trees,
+            name.removeprefix("small_"),
+            FLAGS.rounds * _ROUNDS_FACTOR,
           )
+        else:
+          raw[name] = single_rounds(trees, name, FLAGS.rounds)
+        mean, low, high = ratios.interval(
+          [rates["this"] / rates["other"] for rates in raw[name]]
+        )
+        print(
+          f"{name}: {mean:.3f} (95%: {low:.3f} to {high:.3f}), {len(raw[name])}"
+          " rounds",
+          flush=True,
+        )
     finally:
       subprocess.run([*git, "remove", "--force", other], check=True)
-  for name, rounds in raw.items():
-    mean, low, high = ratios.interval([r["this"] / r["other"] for r in rounds])
-    print(f"{name}: {mean:.3f} (95%: {low:.3f} to {high:.3f})")
   if FLAGS.output:
     document = {"commit": FLAGS.commit, "rounds": raw}
     pathlib.Path(FLAGS.output).write_text(json.dumps(document, indent=2))

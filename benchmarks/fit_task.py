@@ -1,7 +1,12 @@
-"""A task of `benchmarks.fit`: python fit_task.py fit|loop"""
+"""A task of `benchmarks.fit`: python fit_task.py fit|loop PORT EPOCHS
+
+The chief connects to the benchmark, which says before each epoch that it may
+begin, and receives the seconds that the epoch took.
+"""
 
 import sys
 import time
+from multiprocessing import connection
 from unittest import mock
 
 import keras
@@ -10,8 +15,7 @@ import numpy as np
 import tf_replicas
 from tf_replicas.fitting import keras_fit
 
-_EPOCHS, _UPDATES = 4, 100
-_BATCH = 64
+_UPDATES, _BATCH = 400, 64  # Updates in an epoch, examples in an update.
 
 
 def model_fn() -> keras.Model:
@@ -31,32 +35,40 @@ def model_fn() -> keras.Model:
   return model
 
 
-class Times(keras.callbacks.Callback):
-  """The time at the end of each epoch."""
+class Turns(keras.callbacks.Callback):
+  """Waits for the benchmark before each epoch, and reports its time after."""
 
-  def __init__(self):
-    """Has none yet."""
-    super().__init__()
-    self.ends = []
+  def on_train_begin(self, logs=None):
+    """Connects to the benchmark."""
+    del logs
+    self._benchmark = connection.Client(("localhost", int(sys.argv[2])))
+
+  def on_epoch_begin(self, epoch, logs=None):
+    """Waits for the turn."""
+    del epoch, logs
+    self._benchmark.recv()
+    self._start = time.perf_counter()
 
   def on_epoch_end(self, epoch, logs=None):
-    """Notes the time."""
-    self.ends.append(time.monotonic())
+    """Reports the time."""
+    del epoch, logs
+    self._benchmark.send(_UPDATES / (time.perf_counter() - self._start))
 
 
 def loop(self, **arguments) -> None:
   """Takes the place of `fit`'s own loop: only makes updates."""
   del arguments
-  step, last = 0, _EPOCHS * _UPDATES
-  self._driver.stop_at(last)
-  while step < last:
-    left = _UPDATES - step % _UPDATES
-    step = self._driver.step(left).global_step
-    if step % _UPDATES == 0:
-      TIMES.ends.append(time.monotonic())
+  self._driver.stop_at(self._epochs * _UPDATES)
+  turns, step = Turns(), 0
+  turns.on_train_begin()
+  for epoch in range(self._epochs):
+    turns.on_epoch_begin(epoch)
+    while step < (epoch + 1) * _UPDATES:
+      left = (epoch + 1) * _UPDATES - step
+      step = self._driver.step(left).global_step
+    turns.on_epoch_end(epoch)
 
 
-TIMES = Times()
 x = np.random.default_rng(0).normal(size=[_UPDATES * _BATCH, 32, 32, 3])
 y = np.random.default_rng(1).integers(0, 10, len(x))
 run = loop if sys.argv[1] == "loop" else keras_fit._Loop.run
@@ -66,9 +78,7 @@ with mock.patch.object(keras_fit._Loop, "run", run):
     x.astype("float32"),
     y,
     batch_size=_BATCH,
-    epochs=_EPOCHS,
-    callbacks=[TIMES],
+    epochs=int(sys.argv[3]),
+    callbacks=[Turns()],
     verbose=0,
   )
-secs = TIMES.ends[-1] - TIMES.ends[0]
-print("updates/sec", (_EPOCHS - 1) * _UPDATES / secs)

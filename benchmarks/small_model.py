@@ -14,8 +14,6 @@ import time
 
 import numpy as np
 
-from experiments.support import programs
-
 SHAPES = ((32, 64), (64, 64), (64, 10))
 BATCH = 16
 WARM_UP_STEPS = 50
@@ -36,6 +34,37 @@ def initial(number: int, shape: tuple[int, int]) -> np.ndarray:
   """First value of a weight matrix."""
   rng = np.random.default_rng(number)
   return rng.standard_normal(shape, np.float32) * 0.1
+
+
+def replica(make):
+  """A replica of the network.
+
+  Args:
+    make: The class `Replica` of the library.
+  """
+  import tensorflow as tf
+
+  variables = []
+  for number, shape in enumerate(SHAPES):
+    variables += [
+      tf.Variable(initial(number, shape), name=f"w{number}"),
+      tf.Variable(tf.zeros(shape[1]), name=f"b{number}"),
+    ]
+
+  def loss_fn(parameters, x, y):
+    for w, b in zip(parameters[::2], parameters[1::2], strict=True):
+      x = x @ w + b
+      if w is not parameters[-2]:
+        x = tf.nn.relu(x)
+    return tf.reduce_mean(
+      tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=x)
+    )
+
+  def dataset_fn(num_shards, shard, start):
+    del num_shards, shard, start
+    return tf.data.Dataset.from_tensors(batch()).repeat()
+
+  return make(variables, loss_fn, dataset_fn)
 
 
 def run(
@@ -86,6 +115,8 @@ def measure(
 
 
 def main(rounds: int) -> None:
+  from experiments.support import programs
+
   names = ["TF1 SyncReplicasOptimizer"]
   ours = []
   for most, words in ((PER_CALL, ""), (1, ", one per call")):

@@ -13,35 +13,11 @@ def run_client(
 ) -> None:
   """Trains; the chief prints the milliseconds of a step."""
   import keras
-  import tensorflow as tf
 
   from tf_replicas.drivers import between_graph
   from tf_replicas.drivers import in_graph
   from tf_replicas.replica import model_replica
   from tf_replicas.rules.sync import sync_replicas
-
-  def replica_fn():
-    variables = []
-    for number, shape in enumerate(small_model.SHAPES):
-      variables += [
-        tf.Variable(small_model.initial(number, shape), name=f"w{number}"),
-        tf.Variable(tf.zeros(shape[1]), name=f"b{number}"),
-      ]
-
-    def loss_fn(parameters, x, y):
-      for w, b in zip(parameters[::2], parameters[1::2], strict=True):
-        x = x @ w + b
-        if w is not parameters[-2]:
-          x = tf.nn.relu(x)
-      return tf.reduce_mean(
-        tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=x)
-      )
-
-    def dataset_fn(num_shards, shard, start):
-      del num_shards, shard, start
-      return tf.data.Dataset.from_tensors(small_model.batch()).repeat()
-
-    return model_replica.Replica(variables, loss_fn, dataset_fn)
 
   workers = spec.num_tasks("worker")
   drivers = {
@@ -51,7 +27,7 @@ def run_client(
   driver = drivers[replication](
     spec,
     task,
-    replica_fn,
+    lambda: small_model.replica(model_replica.Replica),
     lambda: sync_replicas.SyncReplicasOptimizer(
       keras.optimizers.SGD(0.01), workers, workers
     ),

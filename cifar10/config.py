@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from tf_replicas.programs import compute_dtypes
 from tf_replicas.programs import fields
+from tf_replicas.programs import learning_rates
+from tf_replicas.programs import run_options
 from tf_replicas.programs import schedules
 
 GROUP = "Training"  # Of the flags.
@@ -124,7 +126,10 @@ class Config:
     "staircase", "See `learning_rate`", choices=SCHEDULES
   )
   learning_rate: float = _flag(
-    0.1, "The highest rate, for one replica", "(0, inf)"
+    0.1,
+    "The highest rate; by default lower for smaller batches and stale"
+    " gradients",
+    "(0, inf)",
   )
   learning_rate_scale: float = fields.setting(
     1.0,
@@ -215,6 +220,34 @@ def from_recipe(recipe: str, **given) -> Config:
     ValueError: If the recipe is unknown or a setting is out of range.
   """
   return Config(**{**RECIPES.get(recipe, {}), **given, "recipe": recipe})
+
+
+def default_rate(
+  recipe: str,
+  options: run_options.Options,
+  *,
+  batch_size: int,
+  is_scaled_later: bool = False,
+) -> learning_rates.Default:
+  """The learning rate of a recipe for a batch, a rule and its replicas.
+
+  Args:
+    recipe: Key of `RECIPES`.
+    options: How it is run.
+    batch_size: Images in one tower's batch.
+    is_scaled_later: Whether `learning_rate_scale` follows the batches in an
+      update.
+  """
+  base = from_recipe(recipe)
+  return learning_rates.default(
+    options,
+    recipe=f"--recipe={recipe}",
+    rate=base.learning_rate,
+    # The size of Muon's updates does not depend on that of the gradients.
+    recipe_batch=base.batch_size if base.optimizer == "sgd" else None,
+    batch_size=batch_size,
+    is_scaled_later=is_scaled_later,
+  )
 
 
 def learning_rate(

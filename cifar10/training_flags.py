@@ -66,8 +66,16 @@ def config(options: run_options.Options) -> config_lib.Config:
       f" rules have different numbers of examples. Received: {options.update}."
     )
   del given["recipe"]
+  if "learning_rate" not in given:
+    given["learning_rate"] = config_lib.default_rate(
+      FLAGS.recipe,
+      options,
+      batch_size=batch_size,
+      is_scaled_later=FLAGS.scale_learning_rate,
+    ).rate
   fitted = config_lib.fit(FLAGS.recipe, given, effective_batch=effective)
   _check_placement(options, fitted)
+  _check_momentum(options, fitted)
   return fitted
 
 
@@ -78,6 +86,19 @@ def _check_one_batch_size(options: run_options.Options) -> None:
     raise ValueError(
       "`--scale_learning_rate` needs an `--update` with one gradient of a fixed"
       f" number of batches in every update. Received: {update}."
+    )
+
+
+def _check_momentum(
+  options: run_options.Options, config: config_lib.Config
+) -> None:
+  """There are velocities that include the learning rate."""
+  has_velocities = config.optimizer == "sgd" and config.momentum
+  if options.update.momentum_correction and not has_velocities:
+    raise ValueError(
+      "`--momentum_correction` needs a recipe with gradient descent, and"
+      f" `--momentum`. Received: the optimizer {config.optimizer!r} of the"
+      f" recipe {config.recipe} with --momentum={config.momentum}."
     )
 
 

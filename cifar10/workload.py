@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from cifar10 import config as config_lib
 from tf_replicas.programs import compute_dtypes
+from tf_replicas.programs import learning_rates
 from tf_replicas.programs import run_config
 from tf_replicas.programs import run_options
 from tf_replicas.programs import update_options
@@ -52,6 +53,15 @@ def make(
     sources.find(config.dataset, config.data_dir, download=not options.dry_run)
   except sources.NotPreparedError:
     print(f"{config.dataset} is not there yet; training will download it")
+  rate = config.learning_rate
+  default = config_lib.default_rate(
+    config.recipe,
+    options,
+    batch_size=config.batch_size,
+    is_scaled_later=config.learning_rate_scale != 1.0,
+  )
+  others = ["--clip_norm=1"] * (options.update.clip_norm is None)
+  others += ["a longer --warmup_epochs"] * bool(config.warmup_epochs)
   return run_options.Workload(
     replica_fn=functools.partial(_replica, config, options),
     optimizer_fn=functools.partial(_optimizer, config),
@@ -60,6 +70,8 @@ def make(
     max_steps=config.max_steps,
     max_examples=config_lib.num_examples(config),
     on_start=functools.partial(run_config.record, config),
+    rate_note=learning_rates.describe(default, rate),
+    divergence_advice=learning_rates.advice(default, rate, *others),
   )
 
 

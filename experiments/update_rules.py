@@ -113,6 +113,7 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
       f"--batch_size={FLAGS.batch_size}",
       f"--max_steps={steps}",
       f"--log_every_steps={log_every}",
+      "--learning_rate=0.1",  # The same for all.
       *rule.flags,
     ],
     slow_downs={workers - 1: FLAGS.slow_down},

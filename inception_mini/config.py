@@ -9,6 +9,8 @@ from typing import TypeVar
 
 from tf_replicas.programs import compute_dtypes
 from tf_replicas.programs import fields
+from tf_replicas.programs import learning_rates
+from tf_replicas.programs import run_options
 from tf_replicas.programs import schedules
 
 GROUP = "Training"  # Of the flags.
@@ -87,7 +89,9 @@ class Config:
   )
   recipe: str = _flag("original", "Default settings", choices=tuple(RECIPES))
   learning_rate: float = _flag(
-    0.045, "Learning rate at the first step", "(0, inf)"
+    0.045,
+    "Learning rate at the first step; by default lower for stale gradients",
+    "(0, inf)",
   )
   learning_rate_decay_factor: float = _flag(
     0.94, "What each decay multiplies the rate by", "(0, inf)"
@@ -162,6 +166,28 @@ def from_recipe(recipe: str, **given) -> Config:
     ValueError: If the recipe is unknown or a setting is out of range.
   """
   return Config(**{**RECIPES.get(recipe, {}), **given, "recipe": recipe})
+
+
+def default_rate(
+  recipe: str, options: run_options.Options, *, batch_size: int
+) -> learning_rates.Default:
+  """The learning rate of a recipe for a rule and its replicas.
+
+  RMSProp divides gradients by their own size, and the same rate was best for
+  batches of half the recipe's size (`README.md`): it does not follow the batch.
+
+  Args:
+    recipe: Key of `RECIPES`.
+    options: How it is run.
+    batch_size: Images in one tower's batch.
+  """
+  return learning_rates.default(
+    options,
+    recipe=f"--recipe={recipe}",
+    rate=from_recipe(recipe).learning_rate,
+    recipe_batch=None,
+    batch_size=batch_size,
+  )
 
 
 def learning_rate(

@@ -35,7 +35,13 @@ def config(options: run_options.Options) -> config_lib.Config:
   Raises:
     ValueError: For a mistake in the flags.
   """
-  chosen = config_lib.from_recipe(**fields.given(config_lib.Config))
+  given = fields.given(config_lib.Config)
+  chosen = config_lib.from_recipe(**given)
+  if "learning_rate" not in given:
+    default = config_lib.default_rate(
+      chosen.recipe, options, batch_size=chosen.batch_size
+    )
+    chosen = dataclasses.replace(chosen, learning_rate=default.rate)
   if chosen.batch_norm_statistics == config_lib.SYNCHRONIZED:
     _check_synchronized(options)
   return chosen

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from inception_mini import config as config_lib
 from tf_replicas.programs import compute_dtypes
+from tf_replicas.programs import learning_rates
 from tf_replicas.programs import run_config
 from tf_replicas.programs import run_options
 from tf_replicas.programs import update_options
@@ -71,6 +72,11 @@ def make(
   if pretrained is not None:
     _check_pretrained(pretrained, options)
   config = dataclasses.replace(config, num_classes=num_classes)
+  rate = config.learning_rate
+  default = config_lib.default_rate(
+    config.recipe, options, batch_size=config.batch_size
+  )
+  others = ["--clip_norm=1"] * (options.update.clip_norm is None)
   return run_options.Workload(
     replica_fn=functools.partial(_replica, config, source, options),
     optimizer_fn=functools.partial(_optimizer, config),
@@ -82,6 +88,10 @@ def make(
     batch_size=config.batch_size,
     max_steps=config.max_steps,
     on_start=functools.partial(run_config.record, config),
+    rate_note=learning_rates.describe(default, rate),
+    divergence_advice=learning_rates.advice(
+      default, rate, *others, "a longer --warmup_epochs"
+    ),
     initialize=pretrained and functools.partial(_start_from, pretrained),
   )
 

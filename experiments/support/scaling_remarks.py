@@ -15,6 +15,10 @@ from cifar10 import inputs
 from cifar10 import sources
 from experiments.support import claims
 from experiments.support import small_network
+from tf_replicas.runtime import resources
+from tf_replicas.store import inner_optimizer
+from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
 
 
 def measure(model, parameters, pictures, seed: int) -> dict[str, dict]:
@@ -137,22 +141,46 @@ def first_update_of_new_rate(factor: float) -> dict[str, float]:
 
   Returns:
     The first update after that, of the rate times the sum of gradients that
-    momentum stands for: as it is, and with the velocity multiplied too.
+    momentum stands for: as it is, and with `momentum_correction`.
   """
-  found = {}
-  for name, correction in (("plain", 1.0), ("corrected", factor)):
-    optimizer = keras.optimizers.SGD(0.01, momentum=small_network.MOMENTUM)
-    variable = keras.Variable(0.0)
-    for _ in range(200):
-      optimizer.apply([tf.constant(1.0)], [variable])
-    optimizer.learning_rate = 0.01 * factor
-    (velocity,) = optimizer.momentums
-    velocity.assign(velocity * correction)
-    before = float(variable)
-    optimizer.apply([tf.constant(1.0)], [variable])
-    expected = -0.01 * factor / (1 - small_network.MOMENTUM)
-    found[name] = (float(variable) - before) / expected
-  return found
+  expected = -0.01 * factor / (1 - small_network.MOMENTUM)
+  return {
+    name: _first_update(factor, is_corrected=is_corrected) / expected
+    for name, is_corrected in (("plain", False), ("corrected", True))
+  }
+
+
+def _first_update(factor: float, *, is_corrected: bool) -> float:
+  """How the library's optimizer then moves a weight whose gradient is 1."""
+  specs = [placement.VariableSpec("weight", (), "float32", True)]
+  store = parameter_store.ParameterStore(
+    specs,
+    placement.plan(specs, placement.GreedyByBytes(1)),
+    num_tasks=1,
+    device_of_task=lambda _: "/device:CPU:0",
+    namespace=resources.new_namespace("remarks"),
+  )
+  store.assign(0, tf.constant(0.0))
+  inner = inner_optimizer.InnerOptimizer(
+    keras.optimizers.SGD(0.01, momentum=small_network.MOMENTUM),
+    momentum_correction=is_corrected,
+  )
+  inner.build(store)
+
+  @tf.function(autograph=False)
+  def update():
+    inner.apply(
+      0, [tf.constant(1.0)], store.variables(0), tf.constant(0, tf.int64)
+    )
+
+  for _ in range(200):
+    inner.refresh()
+    update()
+  inner.optimizer.learning_rate = 0.01 * factor
+  before = float(store.read()[0])
+  inner.refresh()
+  update()
+  return float(store.read()[0]) - before
 
 
 def replicas_of_whole_batch(model, parameters, pictures) -> dict[str, float]:

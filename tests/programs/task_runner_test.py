@@ -6,6 +6,7 @@ import tensorflow as tf
 from tf_replicas import cluster
 from tf_replicas.programs import run_options
 from tf_replicas.programs import task_runner
+from tf_replicas.rules import results
 
 
 def staircase(seen: int) -> float:
@@ -44,3 +45,17 @@ def test_a_missing_file_is_no_lost_cluster(message, words):
   options = run_options.Options(spec, "run", cluster.Task("worker", 1))
   error = tf.errors.NotFoundError(None, None, message)
   assert task_runner._one_line(error, options).startswith(words)
+
+
+def test_a_divergence_says_what_to_change():
+  workload = run_options.Workload(
+    replica_fn=None,
+    optimizer_fn=None,
+    learning_rate_fn=None,
+    batch_size=8,
+    divergence_advice="try --learning_rate=0.01 (0.1 was used)",
+  )
+  words = "^worker:1 computed .* not finite, .*; try --learning_rate=0.01 "
+  with pytest.raises(results.NonFiniteGradientError, match=words):
+    with task_runner._advising(workload):
+      raise results.NonFiniteGradientError(1, 17, "worker:1")

@@ -65,6 +65,43 @@ def test_contributions_in_an_update(rules, given, expected):
 
 
 @pytest.mark.parametrize(
+  "rules, given, expected",
+  [
+    (["sync"], {}, 0),
+    (["sync"], {"replicas_to_aggregate": 3}, 0),
+    (["async"], {}, 3),
+    (["async"], {"refresh_every": 5}, 11),  # (3 + 7 + 11 + 15 + 19) / 5.
+    (["bounded_staleness"], {"max_staleness": 1}, 3),
+    (["drop_stale", "staleness_aware"], {"max_staleness": 2}, 2),
+    (["softsync"], {"softsync_n": 1}, 1),
+    (["softsync"], {"softsync_n": 4}, 3),
+    (["model_average"], {}, 0),
+    (["elastic_average"], {}, 0),
+    (["accumulated_gradients"], {}, 3),
+  ],
+)
+def test_expected_staleness(rules, given, expected):
+  settings = update_options.UpdateSettings(tuple(rules), **given)
+  assert update_options.expected_staleness(settings, 4) == expected
+  if rules == ["async"] and not given:
+    assert update_options.expected_staleness(settings, 1) == 0
+
+
+def test_what_is_not_of_gradients_needs_parameter_servers():
+  settings = update_options.UpdateSettings(clip_norm=1.0)
+  assert not update_options.needs_parameter_servers(settings)
+  settings = dataclasses.replace(settings, wire_dtype="bfloat16")
+  assert update_options.needs_parameter_servers(settings)
+
+
+def test_norms_are_limited_once():
+  settings = update_options.UpdateSettings(clip_norm=1.0)
+  new_rule = update_options.rule_fn(settings, 2)
+  with pytest.raises(ValueError, match=r"`clip_norm` must be absent .*0\.5"):
+    new_rule(keras.optimizers.SGD(0.1), clip_mean_norm=0.5)
+
+
+@pytest.mark.parametrize(
   "field", [f for f in FIELDS if f.metadata["of"]], ids=lambda f: f.name
 )
 def test_a_setting_is_refused_by_rules_that_ignore_it(field):

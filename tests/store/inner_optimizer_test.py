@@ -49,9 +49,9 @@ def _gradients(step, *, is_sparse=False):
 class Trained:
   """An inner optimizer, applied task by task as the chief does."""
 
-  def __init__(self, optimizer, *, policy=MIXED):
+  def __init__(self, optimizer, *, policy=MIXED, **more):
     self.store = stores.create(VALUES, NUM_TASKS, policy)
-    self.inner = inner_optimizer.InnerOptimizer(optimizer)
+    self.inner = inner_optimizer.InnerOptimizer(optimizer, **more)
     self.inner.build(self.store)
     self._apply = tf.function(self._apply_all, autograph=False)
 
@@ -332,6 +332,101 @@ class SlotsTest(stores.TestCase):
       if getattr(v.value, "path", "") == "slots/sgd/momentum/dense/bias"
     )
     np.testing.assert_allclose(slot, -0.1 * _gradients(0)[2], rtol=1e-6)
+
+
+RATES = (0.1, 0.1, 0.4, 0.2, 0.2, 0.01)
+
+
+class MomentumCorrectionTest(stores.TestCase):
+  """Goyal et al. 2017, equations 9 and 10."""
+
+  def _train(self, trained, steps):
+    for step in steps:
+      trained.inner.optimizer.learning_rate = RATES[step]
+      trained.step(step)
+    return trained.values()
+
+  def _of_the_paper(self, is_nesterov):
+    """u <- m u + g, w <- w - rate u, or w - rate (g + m u) of Nesterov's."""
+    values = [np.array(v, np.float64) for v in VALUES.values()]
+    sums = [np.zeros_like(v) for v in values]
+    for step, rate in enumerate(RATES):
+      for index, gradient in enumerate(stores.numpy(_gradients(step))):
+        sums[index] = 0.9 * sums[index] + gradient
+        change = sums[index]
+        if is_nesterov:
+          change = gradient + 0.9 * change
+        values[index] -= rate * change
+    return values
+
+  @parameterized.parameters(False, True)
+  def test_is_the_other_form_of_momentum(self, is_nesterov):
+    def train(is_corrected):
+      self.new_cluster()
+      sgd = optimizers.SGD(RATES[0], momentum=0.9, nesterov=is_nesterov)
+      trained = Trained(sgd, momentum_correction=is_corrected)
+      return self._train(trained, range(len(RATES)))
+
+    expected = self._of_the_paper(is_nesterov)
+    for ours, theirs in zip(train(True), expected, strict=True):
+      np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    difference = max(
+      np.max(np.abs(ours - theirs))
+      for ours, theirs in zip(train(False), expected, strict=True)
+    )
+    self.assertGreater(difference, 0.1)
+
+  def test_rmsprops_velocity_follows(self):
+    trained = Trained(
+      optimizers.RMSprop(0.1, momentum=0.5), momentum_correction=True
+    )
+    trained.step(0)
+    name = "slots/rmsprop/momentum/scale"
+    before = float(trained.store.state()[name])
+    trained.inner.optimizer.learning_rate = 0.3
+    trained.inner.refresh()
+    self.assertAlmostEqual(float(trained.store.state()[name]), 3 * before, 5)
+
+  def test_no_velocity_without_a_rate(self):
+    """A rate of 0 empties velocities, and one that follows it is no factor."""
+    trained = Trained(
+      optimizers.SGD(0.0, momentum=0.9), momentum_correction=True
+    )
+    trained.step(0)
+    trained.inner.optimizer.learning_rate = 0.5
+    trained.step(1)
+    name = "slots/sgd/momentum/scale"
+    velocity = trained.store.state()[name]
+    np.testing.assert_allclose(velocity, -0.5 * _gradients(1)[3], rtol=1e-6)
+
+  def test_a_resumed_run_knows_the_rate_of_its_velocities(self):
+    def new():
+      self.new_cluster()
+      sgd = optimizers.SGD(RATES[0], momentum=0.9)
+      return Trained(sgd, momentum_correction=True)
+
+    expected = self._train(new(), range(len(RATES)))
+    first = new()
+    self._train(first, range(2))
+    directory = self.enter_context(tempfile.TemporaryDirectory())
+    path = checkpoints.save(
+      directory, {**first.store.state(), "global_step": np.int64(2)}
+    )
+    resumed = new()
+    checkpoints.restore(path, resumed.store)
+    resumed = self._train(resumed, range(2, len(RATES)))
+    for ours, theirs in zip(resumed, expected, strict=True):
+      np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+  @parameterized.named_parameters(
+    ("no_momentum", lambda: optimizers.SGD(0.1), "SGD, momentum=0"),
+    ("adam", lambda: optimizers.Adam(0.1), "Adam"),
+    ("schedule", lambda: optimizers.SGD(_schedule(), 0.9), "not a schedule"),
+    ("not_of_keras", lambda: WithSlots(), "WithSlots"),
+  )
+  def test_refuses(self, new, message):
+    with self.assertRaisesRegex(ValueError, f"`momentum_corr.*{message}"):
+      inner_optimizer.InnerOptimizer(new(), momentum_correction=True)
 
 
 class PlainApply:

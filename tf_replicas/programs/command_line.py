@@ -82,6 +82,7 @@ class EvaluationOptions:
 def define_one_device_flags() -> None:
   """Defines the flags of a binary that trains on one device."""
   fields.define_flags(run_options.Options, [run_options.RUN])
+  fields.define_flags(update_options.UpdateSettings, [update_options.GRADIENTS])
   flags.DEFINE_alias(
     "log_frequency", "log_every_steps", module_name=run_options.RUN
   )
@@ -175,9 +176,7 @@ def cluster_options() -> run_options.Options:
   spec, task = run_options.choose_task(
     FLAGS.cluster_spec, FLAGS.job_name, FLAGS.task_index, dict(os.environ)
   )
-  update = fields.given(update_options.UpdateSettings)
-  update = update_options.UpdateSettings(**update)
-  return _options(spec, task=task, update=update)
+  return _options(spec, task=task)
 
 
 def train(
@@ -273,8 +272,13 @@ def _define_device_flags() -> None:
 
 
 def _options(spec: cluster.ClusterSpec, **more) -> run_options.Options:
+  update = fields.given(update_options.UpdateSettings)
   return run_options.Options(
-    spec, FLAGS.train_dir, **fields.given(run_options.Options), **more
+    spec,
+    FLAGS.train_dir,
+    update=update_options.UpdateSettings(**update),
+    **fields.given(run_options.Options),
+    **more,
   )
 
 

@@ -173,7 +173,7 @@ def define_flag(
     _DEFINE[kind](name, default, help, **where)
 
 
-def given(settings_class: type) -> dict[str, object]:
+def given(settings_class: type) -> dict[str, typing.Any]:
   """The settings whose flags are defined and have a value, by field name."""
   values = {}
   for field in _settings(settings_class):

@@ -47,6 +47,20 @@ RUN_TIME_ERRORS = (
 )
 
 
+class OptimizerStep(NamedTuple):
+  """A kind of step of the optimizer.
+
+  Attributes:
+    name: Such as "async updates".
+    num_examples: The examples in its gradient.
+    staleness: See `update_options.expected_staleness`.
+  """
+
+  name: str
+  num_examples: int
+  staleness: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
   """How a training is run, whatever is trained.
@@ -190,6 +204,34 @@ class Options:
     per_replica = self.num_towers * batch_size // len(self.replicas)
     return self.replicas_to_aggregate * self.update.local_steps * per_replica
 
+  def optimizer_steps(self, batch_size: int) -> list[OptimizerStep]:
+    """The kinds of steps that the learning rate is for.
+
+    Args:
+      batch_size: The examples of one tower's batch.
+
+    Returns:
+      One, or one for each rule that takes a turn. Accumulated gradients are
+      applied to a replica's copy, and their mean to the variables.
+    """
+    number = len(self.replicas)
+    if self.spec.variables.on != "ps":
+      return [OptimizerStep("updates", self.num_towers * batch_size)]
+    per_replica = self.num_towers * batch_size // number
+    steps = []
+    for update in update_options.phases(self.update):
+      staleness = update_options.expected_staleness(update, number)
+      if update.is_periodic:
+        steps.append(OptimizerStep(f"local steps of {update}", per_replica))
+        if not staleness:
+          continue
+      count = update_options.replicas_to_aggregate(update, number)
+      count *= update.local_steps
+      steps.append(
+        OptimizerStep(f"{update} updates", count * per_replica, staleness)
+      )
+    return steps
+
   @property
   def threads(self) -> int:
     """Threads of one op, given or derived."""
@@ -216,6 +258,8 @@ class Workload:
     on_start: Called by the chief once nothing can be refused any more.
     initialize: Gives the variables of a new training other values; the chief
       calls it with its store.
+    rate_note: The line that says which learning rate it begins with, and why.
+    divergence_advice: What to change after a divergence, in one line.
   """
 
   replica_fn: Callable[[Sequence[str]], model_replica.Replica]
@@ -226,6 +270,8 @@ class Workload:
   max_examples: int = 0
   on_start: Callable[[], None] = lambda: None
   initialize: Callable[[checkpoints.Checkpointable], None] | None = None
+  rate_note: str = ""
+  divergence_advice: str = ""
 
   def last_step(self, options: Options, *, step: int = 0, seen: int = 0) -> int:
     """The global step to stop at.
@@ -426,8 +472,7 @@ def _check_all_take_part(options: Options, where: str) -> None:
       f" variables on {options.spec.variables.on}."
     )
   given, number = options.update.replicas_to_aggregate, len(options.replicas)
-  rule = dataclasses.replace(options.update, replicas_to_aggregate=None)
-  if rule != update_options.UpdateSettings():
+  if update_options.needs_parameter_servers(options.update):
     raise cluster.ClusterError(
       f"{where}`--update`, `--wire_dtype` and their settings need variables on"
       " parameter servers. Received: variables on"
@@ -464,7 +509,7 @@ def _check_mirrored(options: Options, where: str) -> None:
 
 
 def describe(options: Options, workload: Workload) -> str:
-  """The cluster, its replicas and the effective batch, as lines to print.
+  """The cluster, its replicas, batch and learning rate, as lines to print.
 
   Args:
     options: How it is run.
@@ -473,6 +518,11 @@ def describe(options: Options, workload: Workload) -> str:
   Returns:
     The lines.
   """
+  lines = [_describe_replicas(options, workload), workload.rate_note]
+  return "\n".join(line for line in lines if line)
+
+
+def _describe_replicas(options: Options, workload: Workload) -> str:
   spec, replicas = options.spec, options.replicas
   towers = options.num_towers
   if not spec.is_distributed:

@@ -146,7 +146,8 @@ def train(
   with one_line(), _driver(options, workload, tower_devices) as driver:
     with one_line():  # The driver sends the line to all tasks.
       if driver.is_chief:
-        return _drive(driver, options, workload)
+        with _advising(workload):
+          return _drive(driver, options, workload)
       return run_options.Outcome(driver.run_replica(), None)
 
 
@@ -157,6 +158,17 @@ def _one_line_errors(options: run_options.Options) -> Iterator[None]:
     yield
   except tf.errors.OpError as error:
     raise RuntimeError(_one_line(error, options)) from error
+
+
+@contextlib.contextmanager
+def _advising(workload: run_options.Workload) -> Iterator[None]:
+  """Adds to the message of a divergence what to change."""
+  try:
+    yield
+  except FloatingPointError as error:
+    if workload.divergence_advice:
+      error.args = (f"{error}; {workload.divergence_advice}",)
+    raise
 
 
 def _one_line(error: tf.errors.OpError, options: run_options.Options) -> str:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # such as `variable_averages` and `loss_scale`.
 RuleFn = Callable[..., "rule_base.UpdateRule"]
 
-GROUP = "Update rule"  # Of the flags.
+# Groups of flags: of every training, of one with several replicas.
+GRADIENTS, GROUP = "Gradients", "Update rule"
 SYNC = "sync"
 
 
@@ -58,10 +59,31 @@ def _sync(settings: UpdateSettings, num_replicas: int) -> RuleFn:
       replicas_to_aggregate(settings, num_replicas),
       num_replicas,
       wire_dtype=settings.wire_dtype,
-      **common,
+      **_of_gradients(settings, common),
     )
 
   return make
+
+
+def _of_gradients(settings: UpdateSettings, common: dict) -> dict:
+  """The keywords of a rule with the settings of gradients among them.
+
+  Raises:
+    ValueError: If the norm of the mean is limited by the optimizer too.
+  """
+  keywords = {"clip_replica_norm": settings.clip_replica_norm, **common}
+  if settings.momentum_correction:
+    keywords["momentum_correction"] = True
+  if settings.clip_norm is not None:
+    other = common.get("clip_mean_norm")
+    fields.require(
+      "clip_norm",
+      settings.clip_norm,
+      other is None,
+      f"absent where the optimizer has global_clipnorm={other}",
+    )
+    keywords["clip_mean_norm"] = settings.clip_norm
+  return keywords
 
 
 def _async(settings: UpdateSettings, num_replicas: int) -> RuleFn:
@@ -80,7 +102,7 @@ def _async(settings: UpdateSettings, num_replicas: int) -> RuleFn:
       gradients_per_update=replicas_to_aggregate(settings, num_replicas),
       refresh_every=settings.refresh_every,
       wire_dtype=settings.wire_dtype,
-      **common,
+      **_of_gradients(settings, common),
     )
 
   return make
@@ -99,8 +121,14 @@ def _periodic(settings: UpdateSettings, num_replicas: int) -> RuleFn:
 
   def make(optimizer, **common):
     new_rule = getattr(periodic_averaging, name)
-    period = settings.local_steps
-    return new_rule(optimizer, *counts, period=period, **own, **common)
+    return new_rule(
+      optimizer,
+      *counts,
+      period=settings.local_steps,
+      clip_replica_norm=settings.clip_replica_norm,
+      **own,
+      **common,
+    )
 
   return make
 
@@ -154,7 +182,7 @@ _SWITCHABLE = _names(lambda rule: rule.is_switchable)
 
 def _setting(default, help, within=None, *, of=None, is_needed=False, **more):
   """A setting of the rules in `of`, which need it or not."""
-  more |= {"of": of, "is_needed": is_needed, "group": GROUP}
+  more = {"of": of, "is_needed": is_needed, "group": GROUP, **more}
   return fields.setting(default, help, within, **more)
 
 
@@ -248,6 +276,27 @@ class UpdateSettings:
     of=(SYNC, *_ASYNCHRONOUS),
     choices=("float16", "bfloat16"),
   )
+  clip_norm: float | None = _setting(
+    None,
+    "Largest global norm of the mean gradient of an update, which is scaled"
+    " down to it; default: any",
+    "(0, inf)",
+    of=(SYNC, *_ASYNCHRONOUS),
+    group=GRADIENTS,
+  )
+  clip_replica_norm: float | None = _setting(
+    None,
+    "The same for each replica's gradient, before the mean is taken",
+    "(0, inf)",
+    group=GRADIENTS,
+  )
+  momentum_correction: bool = _setting(
+    False,
+    "Multiply velocities by (new rate / old rate) when the learning rate"
+    " changes",
+    of=(SYNC, *_ASYNCHRONOUS),
+    group=GRADIENTS,
+  )
 
   def __str__(self) -> str:
     rules = [self.rules, self.then_update]
@@ -287,6 +336,60 @@ def replicas_to_aggregate(settings: UpdateSettings, num_replicas: int) -> int:
   if not settings.waits_for_several:
     return num_replicas // (settings.softsync_n or num_replicas)
   return settings.replicas_to_aggregate or num_replicas
+
+
+def needs_parameter_servers(settings: UpdateSettings) -> bool:
+  """Whether there are settings that training without them cannot follow.
+
+  Args:
+    settings: The settings; `replicas_to_aggregate` does not count.
+  """
+  return any(
+    getattr(settings, field.name) != field.default
+    for field in dataclasses.fields(settings)
+    if field.metadata["group"] != GRADIENTS
+    and field.name != "replicas_to_aggregate"
+  )
+
+
+def phases(settings: UpdateSettings) -> list[UpdateSettings]:
+  """The settings before and after the switch of the rule, if it is switched."""
+  return [
+    dataclasses.replace(settings, rules=rules, then_update=())
+    for rules in (settings.rules, settings.then_update)
+    if rules
+  ]
+
+
+def expected_staleness(settings: UpdateSettings, num_replicas: int) -> float:
+  """How many updates old a gradient is, with equally fast replicas.
+
+  These are the updates between the read of the variables that it was computed
+  from and the update that it is part of. M replicas that wait for nobody make
+  M - 1 of them in turn (Lian et al. 2015). Of n-softsync it is n (Zhang et al.
+  2015, section 3). A replica that reads every K steps adds the M * k updates
+  since its read; k is (K - 1) / 2 on average. Bounded staleness limits how far
+  ahead of the slowest replica one may be, so it changes nothing here.
+
+  Args:
+    settings: The rule; before it switches, if it does.
+    num_replicas: M.
+
+  Returns:
+    The number of updates; 0 for synchronous updates, and for exchanges of
+    copies.
+  """
+  rules = [RULES[name] for name in settings.rules]
+  is_async = any(rule.make is _async for rule in rules)
+  if not is_async and settings.rules != ("accumulated_gradients",):
+    return 0.0
+  staleness = float(num_replicas - 1)
+  if "softsync" in settings.rules and settings.softsync_n:
+    staleness = min(staleness, settings.softsync_n)
+  staleness += num_replicas * (settings.refresh_every - 1) / 2
+  if "drop_stale" in settings.rules and settings.max_staleness is not None:
+    staleness = min(staleness, settings.max_staleness)
+  return staleness
 
 
 def check(settings: UpdateSettings, num_replicas: int) -> None:
@@ -420,12 +523,7 @@ def rule_fn(settings: UpdateSettings, num_replicas: int) -> RuleFn:
   from tf_replicas.rules import switch_conditions
   from tf_replicas.rules import switching
 
-  new_rules = [
-    rule_fn(
-      dataclasses.replace(settings, rules=rules, then_update=()), num_replicas
-    )
-    for rules in (settings.rules, settings.then_update)
-  ]
+  new_rules = [rule_fn(phase, num_replicas) for phase in phases(settings)]
   if settings.switch_at_step is not None:
     choose = switch_conditions.at_step(settings.switch_at_step)
   elif settings.switch_when_refused is not None:

@@ -457,6 +457,7 @@ class OptimizerRule(GradientRule):
     variables_to_average: Iterable[tf.Variable | str] | None = None,
     clip_replica_norm: float | None = None,
     clip_mean_norm: float | None = None,
+    momentum_correction: bool = False,
     has_chief_statistics: bool = False,
     loss_scale: float | None = None,
     wire_dtype: str | None = None,
@@ -473,6 +474,7 @@ class OptimizerRule(GradientRule):
       clip_replica_norm: Each replica's gradients are scaled down to this
         global norm before they leave it.
       clip_mean_norm: What is applied is scaled down to this global norm.
+      momentum_correction: As for `InnerOptimizer`.
       has_chief_statistics: Whether statistics follow one replica alone.
       loss_scale: `scale_loss` multiplies by it and `apply_gradients` divides
         by it, for float16 computation.
@@ -492,11 +494,17 @@ class OptimizerRule(GradientRule):
         f"`wire_dtype` must be one of {', '.join(WIRE_DTYPES)}, or None."
         f" Received: {wire_dtype!r}."
       )
-    self.inner: Inner = (
-      optimizer
-      if isinstance(optimizer, alternating_optimizer.AlternatingOptimizer)
-      else inner_optimizer.InnerOptimizer(optimizer)
-    )
+    if isinstance(optimizer, alternating_optimizer.AlternatingOptimizer):
+      if momentum_correction:
+        raise ValueError(
+          "`momentum_correction` must be False where several optimizers take"
+          " turns. Received: True."
+        )
+      self.inner: Inner = optimizer
+    else:
+      self.inner = inner_optimizer.InnerOptimizer(
+        optimizer, momentum_correction=momentum_correction
+      )
     self.variable_averages = variable_averages
     self.wire_dtype = wire_dtype
     self.name = name

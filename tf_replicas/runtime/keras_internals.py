@@ -59,6 +59,24 @@ def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
   )
 
 
+def velocities(
+  optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+  """The slots that hold sums of gradients times the learning rate.
+
+  Args:
+    optimizer: A built Keras optimizer.
+
+  Returns:
+    Those of SGD and RMSprop with momentum, one per variable; of others none.
+  """
+  if isinstance(optimizer, keras.optimizers.SGD):
+    return list(optimizer.momentums)
+  if isinstance(optimizer, keras.optimizers.RMSprop):
+    return list(optimizer._momentums)
+  return []
+
+
 def variable_id(variable: tf.Variable) -> int | str:
   """The key by which an optimizer finds the slots of `variable`."""
   return variable._unique_id

@@ -176,27 +176,49 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     MissingCheckpointError: If files are missing, or deleted during the read.
     CheckpointError: If a file is damaged, or another program wrote it.
   """
+  values = read_tensors(path, _name_of)
+  if "global_step" not in values:
+    raise CheckpointError(
+      f"checkpoint {os.fspath(path)} has no global_step; another program wrote"
+      " it"
+    )
+  return values
+
+
+def read_tensors(
+  path: str | os.PathLike[str], name_of: Callable[[str], str | None]
+) -> dict[str, np.ndarray]:
+  """Reads a checkpoint of any program that TensorFlow can read.
+
+  Args:
+    path: A checkpoint's path, without a file extension.
+    name_of: Maps the key of a tensor in the file to its name in the result, or
+      to None, for a tensor to leave out.
+
+  Returns:
+    Arrays by name.
+
+  Raises:
+    MissingCheckpointError: If files are missing, or deleted during the read.
+    CheckpointError: If a file is damaged.
+  """
   path = os.fspath(path)
   try:
     reader = tf.train.load_checkpoint(path)
-    keys = map(_STORED_NAME.fullmatch, reader.get_variable_to_shape_map())
-    values = {
-      _unescape(key[1]): np.asarray(reader.get_tensor(key[0]))
-      for key in keys
-      if key
+    names = {key: name_of(key) for key in reader.get_variable_to_shape_map()}
+    return {
+      name: np.asarray(reader.get_tensor(key))
+      for key, name in names.items()
+      if name is not None
     }
   except _READ_ERRORS as error:
-    if not is_complete(path):
+    # A checkpoint in the format of TF1's first releases is one file.
+    if not is_complete(path) and not os.path.isfile(path):
       raise MissingCheckpointError(
         f"checkpoint {path}: files are missing"
       ) from error
     reason = " ".join(str(error).split())
     raise CheckpointError(f"checkpoint {path} is damaged: {reason}") from error
-  if "global_step" not in values:
-    raise CheckpointError(
-      f"checkpoint {path} has no global_step; another program wrote it"
-    )
-  return values
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
@@ -382,5 +404,9 @@ def remove_finished(train_dir: str | os.PathLike[str]) -> None:
     os.remove(os.path.join(os.fspath(train_dir), FINISHED))
 
 
-def _unescape(name: str) -> str:
-  return _ESCAPED.sub(lambda match: "/" if match[1] == "S" else ".", name)
+def _name_of(key: str) -> str | None:
+  """The name of the tensor with this key; None if `save` wrote no such key."""
+  stored = _STORED_NAME.fullmatch(key)
+  if stored is None:
+    return None
+  return _ESCAPED.sub(lambda m: "/" if m[1] == "S" else ".", stored[1])

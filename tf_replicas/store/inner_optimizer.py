@@ -19,6 +19,7 @@ from typing import Protocol
 from typing import runtime_checkable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tf_replicas.runtime import keras_internals
@@ -159,19 +160,31 @@ class InnerOptimizer:
     *,
     name: str = "",
     paths: Collection[str] | None = None,
+    momentum_correction: bool = False,
   ):
     """Wraps `optimizer`.
+
+    Keras' SGD and RMSprop with momentum m keep a velocity that includes the
+    learning rate: v <- m v + rate * gradient. After a change of the rate, it
+    would go on at the old one for about 1 / (1 - m) updates. With
+    `momentum_correction`, velocities are then multiplied by (new rate / old
+    rate), which equals keeping u <- m u + gradient, and v = rate * u (Goyal et
+    al. 2017, section 3, remark 2). A rate of 0 empties them. What asynchronous
+    replicas apply at that moment may keep the old rate.
 
     Args:
       optimizer: The optimizer; a Keras optimizer must not be built yet.
       name: Distinguishes the slots of several optimizers of a training.
       paths: The variables that it updates; None: all trainable ones.
+      momentum_correction: Whether velocities follow the learning rate.
 
     Raises:
       TypeError: If it has neither `apply` nor `apply_gradients`.
       ValueError: If it is a Keras optimizer with an option that needs all
-        variables at once.
+        variables at once, or has no velocities to correct.
     """
+    if momentum_correction:
+      _check_velocities(optimizer)
     self.optimizer = optimizer
     # Part of the slots' names: `momentum` of one optimizer may have the
     # opposite sign of another's.
@@ -181,6 +194,9 @@ class InnerOptimizer:
     self._is_built = False
     self._store: parameter_store.ParameterStore | None = None
     self._is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
+    self._corrects_momentum = momentum_correction
+    # The learning rate of the velocities; 0 before the first update.
+    self._velocity_rate: tf.Variable | None = None
     # The global step at which the slots were created.
     self._began: tf.Variable | None = None
     if self._is_keras:
@@ -235,6 +251,10 @@ class InnerOptimizer:
         if not keras_internals.has_schedule(self.optimizer):
           self._began = tf.Variable(
             tf.zeros([], tf.int64), name=f"began.{self._kind}"
+          )
+        if self._corrects_momentum:
+          self._velocity_rate = tf.Variable(
+            tf.zeros([]), name=f"velocity_rate.{self._kind}"
           )
     self._track()
     self._copies: list[tuple[keras.Variable, _Copies]] = []
@@ -314,9 +334,35 @@ class InnerOptimizer:
     return float(rate() if callable(rate) else rate)
 
   def refresh(self) -> None:
-    """Copies changed scalars, such as the learning rate, to the PS tasks."""
-    changed = [v for _, copies in self._copies for v in copies.refresh()]
+    """Copies changed scalars, such as the learning rate, to the PS tasks.
+
+    To be called by the client that sets the rate, before each update.
+    """
+    changed = self._correct_momentum()
+    changed += [v for _, copies in self._copies for v in copies.refresh()]
     resources.flush_assignments(changed)
+
+  def _correct_momentum(self) -> list[tf.Variable]:
+    """Multiplies velocities if the rate has changed; what it assigned.
+
+    The rate of the velocities is read every time, since a restored checkpoint
+    may have changed it.
+    """
+    if self._velocity_rate is None:
+      return []
+    rate = np.float32(self.learning_rate(0))
+    before = np.float32(self._velocity_rate.numpy())
+    if rate == before:
+      return []
+    changed = [self._velocity_rate]
+    if before:
+      for velocity in keras_internals.velocities(self.optimizer):
+        variable = velocity.value
+        with tf.device(variable.device):
+          variable.assign(variable.read_value() * (rate / before))
+        changed.append(variable)
+    self._velocity_rate.assign(rate)
+    return changed
 
   def _sort_scalars(self) -> None:
     """Finds the scalars of the optimizer, set by the client or by updates."""
@@ -453,6 +499,24 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
         f"`optimizer` must not use `{option}`; {instead}."
         f" Received: {option}={value}."
       )
+
+
+def _check_velocities(optimizer: Optimizer) -> None:
+  """Raises an error unless there are velocities that include the rate."""
+  is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
+  kinds = keras.optimizers.SGD, keras.optimizers.RMSprop
+  if not isinstance(optimizer, kinds) or not optimizer.momentum:
+    raise ValueError(
+      "`momentum_correction` needs keras.optimizers.SGD or RMSprop with"
+      " momentum, whose velocities include the learning rate. Received:"
+      f" {type(optimizer).__name__}"
+      + (", momentum=0." if isinstance(optimizer, kinds) else ".")
+    )
+  if is_keras and keras_internals.has_schedule(optimizer):
+    raise ValueError(
+      "`momentum_correction` needs a learning rate that is a number, not a"
+      f" schedule. Received: {keras_internals.learning_rate(optimizer)!r}."
+    )
 
 
 def _check_shards(

@@ -274,6 +274,20 @@ class InterleavingTest(stores.TestCase):
     training.apply(1, step, _grads(1.0, 1.0))
     np.testing.assert_allclose(training.values()["a"], [0.75, 1.75])
 
+  def test_clip_mean_norm_is_of_all_tasks_and_gradients(self):
+    rule = _rule(
+      lambda: SGD(1.0), 2, gradients_per_update=2, clip_mean_norm=2.0
+    )
+    training = Training(rule, 2)
+    for replica, value in enumerate((1.0, 5.0)):
+      step, _ = training.pull(replica)
+      training.apply(replica, step, _grads(value, value))
+    # The mean is 3 everywhere; of three elements its norm is 3 sqrt(3).
+    moved = 2.0 / np.sqrt(3.0)
+    np.testing.assert_allclose(
+      training.values()["a"], TWO["a"] - moved, rtol=1e-6
+    )
+
   def test_interrupt_and_close(self):
     training = Training(_rule(lambda: SGD(0.5), 1), 1)
     training.chief.interrupt()

@@ -18,11 +18,11 @@ SGD = keras.optimizers.SGD
 NAN, INF = float("nan"), float("inf")
 
 
-def _make(optimizer=None, period=3, loss_scale=None):
+def _make(optimizer=None, period=3, loss_scale=None, **more):
   """Local steps, not yet of a store."""
   optimizer = SGD(0.5) if optimizer is None else optimizer
   return local_steps.LocalSteps(
-    local_steps.LocalOptimizer(optimizer), period, loss_scale
+    local_steps.LocalOptimizer(optimizer), period, loss_scale, **more
   )
 
 
@@ -35,9 +35,9 @@ def _store(trainable=1, statistics=0):
   return stores.attach(specs)
 
 
-def _ready(optimizer=None, period=3, loss_scale=None, store=None):
+def _ready(optimizer=None, period=3, loss_scale=None, store=None, **more):
   """Local steps of a new training, with the rate told."""
-  steps = _make(optimizer, period, loss_scale)
+  steps = _make(optimizer, period, loss_scale, **more)
   store = _store() if store is None else store
   steps.build(store, store.namespace)
   steps.initialize()
@@ -328,6 +328,14 @@ class EndTest(stores.TestCase):
     self.assertEqual(int(_train(steps, _itself, [8.0]).num_examples), 12)
 
 
+class ClipNormTest(stores.TestCase):
+  def test_gradients_of_each_step_are_scaled_down(self):
+    steps = _ready(SGD(0.5), period=2, store=_store(2), clip_norm=5.0)
+    local = _train(steps, _itself, [6.0, 8.0])
+    # The norm is 10, then 7.5: each step takes off 2.5.
+    np.testing.assert_allclose(local.parameters, [3.0, 4.0], rtol=1e-6)
+
+
 class LearningRateTest(stores.TestCase):
   def _clients(self):
     """The chief's, and a replica's whose own rate is another."""
@@ -364,6 +372,7 @@ class RefusalTest(parameterized.TestCase):
     ("no_batches", {"period": 0}, ValueError, "`period`.*at least 1.*: 0"),
     ("half", {"period": 1.5}, TypeError, "`period`.*integer.*: 1.5"),
     ("truth", {"period": True}, TypeError, "`period`.*integer.*True"),
+    ("clip", {"clip_norm": 0.0}, ValueError, "`clip_replica_norm`.*0.0"),
     ("scale", {"loss_scale": 0.0}, ValueError, "`loss_scale`.*positive.*0.0"),
     ("nan", {"loss_scale": NAN}, ValueError, "`loss_scale`.*positive.*nan"),
   )

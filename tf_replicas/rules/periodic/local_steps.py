@@ -186,6 +186,7 @@ class LocalSteps:
     optimizer: LocalOptimizer,
     period: int,
     loss_scale: float | None = None,
+    clip_norm: float | None = None,
   ):
     """Puts the parts together.
 
@@ -193,15 +194,18 @@ class LocalSteps:
       optimizer: Makes each step.
       period: The number of local steps between two exchanges.
       loss_scale: The loss is multiplied by it, and gradients are divided by it.
+      clip_norm: The gradients of a step are scaled down to this global norm.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
     """
     rule_base.check_count("period", period)
     rule_base.check_positive("loss_scale", loss_scale)
+    rule_base.check_positive("clip_replica_norm", clip_norm)
     self.period = period
     self._optimizer = optimizer
     self._loss_scale = loss_scale
+    self._clip_norm = clip_norm
     self._told: float | None = None
 
   def build(
@@ -342,10 +346,16 @@ class LocalSteps:
   ) -> list[tf.Tensor | None]:
     """Gradients as they are applied: dense, and of the loss itself."""
     count = self._num_trainable
-    return [
-      *map(self._finish_one, gradients[:count]),
-      *gradients[count:],  # The moves of statistics.
+    trained = [self._finish_one(gradient) for gradient in gradients[:count]]
+    moves = gradients[count:]  # Of statistics.
+    squares = [
+      gradient_math.sum_of_squares(g) for g in trained if g is not None
     ]
+    if self._clip_norm is not None and squares:
+      factor = gradient_math.clip_factor(squares, self._clip_norm)
+      trained = [None if g is None else g * factor for g in trained]
+    moves = [None if m is None else tf.convert_to_tensor(m) for m in moves]
+    return [*trained, *moves]
 
   def _finish_one(self, gradient: parameter_store.Gradient) -> tf.Tensor | None:
     if gradient is None:

@@ -50,6 +50,7 @@ def model_average(
   variables_to_average: Iterable[tf.Variable | str] | None = None,
   has_chief_statistics: bool = False,
   loss_scale: float | None = None,
+  clip_replica_norm: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
   """Local SGD with model averaging: the centre becomes the mean of N copies.
 
@@ -72,6 +73,8 @@ def model_average(
     variables_to_average: As for `SyncReplicasOptimizer`.
     has_chief_statistics: Whether statistics follow one replica alone.
     loss_scale: As for `SyncReplicasOptimizer`.
+    clip_replica_norm: The gradients of each local step are scaled down to this
+      global norm.
 
   Returns:
     The update rule.
@@ -80,7 +83,7 @@ def model_average(
     TypeError, ValueError: If an argument is invalid.
   """
   steps = local_steps.LocalSteps(
-    local_steps.LocalOptimizer(optimizer), period, loss_scale
+    local_steps.LocalOptimizer(optimizer), period, loss_scale, clip_replica_norm
   )
   rule = sync_replicas.SyncReplicasOptimizer(
     sync_rounds.MoveToward(1.0),
@@ -114,6 +117,7 @@ def elastic_average(
   variables_to_average: Iterable[tf.Variable | str] | None = None,
   has_chief_statistics: bool = False,
   loss_scale: float | None = None,
+  clip_replica_norm: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
   """Elastic averaging: copies and centre attract each other.
 
@@ -146,6 +150,8 @@ def elastic_average(
     variables_to_average: As for `SyncReplicasOptimizer`.
     has_chief_statistics: Whether statistics follow one replica alone.
     loss_scale: As for `SyncReplicasOptimizer`.
+    clip_replica_norm: The gradients of each local step are scaled down to this
+      global norm.
 
   Returns:
     The update rule.
@@ -154,7 +160,7 @@ def elastic_average(
     TypeError, ValueError: If an argument is invalid.
   """
   steps = local_steps.LocalSteps(
-    local_steps.LocalOptimizer(optimizer), period, loss_scale
+    local_steps.LocalOptimizer(optimizer), period, loss_scale, clip_replica_norm
   )
   rule_base.check_count("total_num_replicas", total_num_replicas)
   if moving_rate is None:
@@ -206,6 +212,7 @@ def accumulated_gradients(
   variables_to_average: Iterable[tf.Variable | str] | None = None,
   has_chief_statistics: bool = False,
   loss_scale: float | None = None,
+  clip_replica_norm: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
   """Accumulated gradient normalization: applies means of local gradients.
 
@@ -228,6 +235,8 @@ def accumulated_gradients(
     variables_to_average: As for `SyncReplicasOptimizer`.
     has_chief_statistics: Whether statistics follow one replica alone.
     loss_scale: As for `SyncReplicasOptimizer`.
+    clip_replica_norm: The gradients of each local step are scaled down to this
+      global norm.
 
   Returns:
     The update rule.
@@ -236,7 +245,10 @@ def accumulated_gradients(
     TypeError, ValueError: If an argument is invalid.
   """
   steps = local_steps.LocalSteps(
-    local_steps.LocalOptimizer(optimizer).copy(), period, loss_scale
+    local_steps.LocalOptimizer(optimizer).copy(),
+    period,
+    loss_scale,
+    clip_replica_norm,
   )
   rule = async_replicas.AsyncReplicasOptimizer(
     optimizer,
