@@ -56,6 +56,18 @@ def _heartbeats(client, **options):
   return heartbeats.Heartbeats(client, namespace=stores.namespace(), **options)
 
 
+class ClientsTest(stores.TestCase):
+  def test_fewer_than_there_are(self):
+    """The last client's heartbeats would be lost: it would wait in vain."""
+    _table(stores.device(0)).initialize(1)
+    with self.assertRaisesRegex(
+      ValueError, "`num_clients` of .*at least 2, as .*number 1. Received: 1"
+    ):
+      _heartbeats(
+        1, devices=[stores.device(0)], timeout_secs=5, log=lambda _: None
+      )
+
+
 class TableTest(stores.TestCase):
   def test_ages(self):
     table = _table(stores.device(0))

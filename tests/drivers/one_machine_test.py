@@ -255,6 +255,11 @@ class UpdateTest(stores.TestCase):
     with self.assertRaisesRegex(ValueError, "name of a namespace.*'_'"):
       _driver(namespace="_")
 
+  @parameterized.parameters("sgd", None, keras.optimizers.SGD)
+  def test_what_is_no_update_rule_is_refused(self, rule):
+    with self.assertRaisesRegex(TypeError, "must return one, such.*Received: "):
+      one_machine.OneMachine(word_model.replica, lambda: rule)
+
   def test_a_data_set_that_ends_is_told(self):
     driver = _driver(
       replica=_replica(dataset_fn=lambda *a: word_model.dataset_fn(*a).take(1))

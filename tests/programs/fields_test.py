@@ -71,6 +71,8 @@ def test_help_is_the_fields(parse):
     ("rate", 0.0, r"in \(0, 1\]"),
     ("rate", float("nan"), r"in \(0, 1\]"),
     ("hidden", float("inf"), r"in \[0, inf\)"),
+    ("count", "a", r"in \[1, 9\)"),
+    ("rate", [1.0], r"in \(0, 1\]"),
     ("kind", "z", "one of x, y"),
     ("kind", "", "one of x, y"),
   ],

@@ -36,7 +36,7 @@ class TrainableTest(parameterized.TestCase):
     a = tf.Variable(1.0, name="a", trainable=not is_frozen)
     b = tf.Variable(1.0, name="b", trainable=is_trained)
     with self.assertRaisesRegex(ValueError, words):
-      model_replica.Replica([a], None, None, statistics=[b])
+      model_replica.Replica([a], _loss, _batches, statistics=[b])
 
 
 class AverageTowersTest(stores.TestCase):

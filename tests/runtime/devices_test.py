@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
+import tf_replicas
 from tf_replicas.runtime import devices
 
 FAKE_GPUS = [
@@ -54,6 +55,9 @@ class ConfigureTest(parameterized.TestCase):
     self.memory_growth = self.enter_context(
       mock.patch.object(tf.config.experimental, "set_memory_growth")
     )
+
+  def test_its_public_name(self):
+    self.assertIs(tf_replicas.devices, devices)
 
   @parameterized.parameters(
     (None, FAKE_GPUS),

@@ -178,6 +178,10 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, "`optimizer` must have `apply"):
       inner_optimizer.InnerOptimizer("sgd")
 
+  def test_a_class_of_optimizers(self):
+    with self.assertRaisesRegex(TypeError, "`optimizer` must have.*class 'ke"):
+      inner_optimizer.InnerOptimizer(optimizers.SGD)
+
   @parameterized.named_parameters(OPTIMIZERS.items())
   def test_none_without_need(self, make):
     inner_optimizer.InnerOptimizer(make())

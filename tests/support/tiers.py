@@ -58,12 +58,15 @@ EXCEPTIONS = {
   # By functions of the experiments.
   "tests/experiments/real_processes_test.py::TrainTest": "program",
   # They start no process, but evaluate 1,000 images, build four networks of
-  # Inception, or trace two rules and a change for every replica.
+  # Inception, train many models, or trace two rules and a change for every
+  # replica.
   "tests/cifar10/eval_test.py::test_measures": "program",
   "tests/cifar10/eval_test.py::test_mean_of_the_views": "program",
   "tests/cifar10/eval_test.py::test_tensorboard": "program",
   "tests/cifar10/eval_test.py::test_does_without_matplotlib": "program",
   "tests/inception_mini/workload_test.py::test_the_loss_is_of": "program",
+  "tests/fitting/properties_test.py::PropertiesTest": "program",
+  "tests/replica/properties_test.py::PropertiesTest::test_trains": "program",
   "tests/rules/switching_test.py::SwitchingTest": "program",
   # By scenarios in which a process dies or fails.
   "tests/faults_test.py": "faults",

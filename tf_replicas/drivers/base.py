@@ -219,7 +219,8 @@ def build_replica(
       raise
     raise ValueError(
       "the model was built before the driver connected to the cluster, which"
-      " makes earlier variables unusable: build the model inside `replica_fn`"
+      " makes earlier variables unusable: build the model inside `replica_fn`,"
+      " or inside `model_fn` of `fit`"
     ) from None
   return replica
 
@@ -286,7 +287,7 @@ class ParameterServerDriver(Driver):
     )
     with self._heartbeats.announce_failure(self.is_chief):
       self.replica = build_replica(replica_fn)
-      self.rule = rule_fn()
+      self.rule = rule_base.check_rule(rule_fn())
       rule_base.check_replicas(self.rule, self.replica_names)
       self.store = parameter_store.build(
         spec,

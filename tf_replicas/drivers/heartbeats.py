@@ -189,6 +189,7 @@ class Heartbeats:
         not receive a heartbeat: it must be able to resolve the host name of
         this task, which may be later than this task could resolve that of the
         serving task.
+      ValueError: If a serving task expects fewer clients.
     """
     self.client = client
     self._log = log
@@ -209,6 +210,13 @@ class Heartbeats:
       versions.compare(
         json.loads(table.versions.numpy()), _task_name(table.device), log=log
       )
+      num_clients = len(table.ages())
+      if client >= num_clients:
+        raise ValueError(
+          "`num_clients` of `tf_replicas.serve` must be at least"
+          f" {client + 1}, as this client has the number {client}. Received:"
+          f" {num_clients}, by {_task_name(table.device)}."
+        )
     self._first = tables[0]
     self._links = [
       _Link(table, client, process, arbitrates=table is self._first, log=log)

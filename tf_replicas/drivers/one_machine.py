@@ -92,7 +92,7 @@ class OneMachine(driver_base.Driver):
         parameter servers, or `namespace` is invalid.
     """
     self.replica = replica_fn()
-    rule = optimizer_fn()
+    rule = rule_base.check_rule(optimizer_fn())
     places = rule.replicas_to_aggregate
     if places != 1:
       raise ValueError(
@@ -126,7 +126,8 @@ class OneMachine(driver_base.Driver):
     del max_updates
     if self._step_fn is None:
       start = int(self.store.examples_seen.read_value())
-      self._iterator = iter(self.replica.dataset_fn(1, 0, start))
+      dataset = self.replica.dataset_fn(1, 0, start)
+      self._iterator = iter(model_replica.check_dataset(dataset))
       # A concrete function skips what a call spends on looking for a trace.
       self._step_fn = tf.function(
         self._step, autograph=False
@@ -214,7 +215,9 @@ def run_step(
   try:
     (report,) = REPORT.unpack_rows(step_fn().numpy()[None])
   except tf.errors.OutOfRangeError as error:
-    raise RuntimeError("the data set has ended; it must be endless") from error
+    raise RuntimeError(
+      "the data set has ended; it must be endless, and not empty"
+    ) from error
   if report.bad_replica >= 0:
     raise results.NonFiniteGradientError(
       report.bad_replica, report.step, names[report.bad_replica]

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas.fitting import arguments
 from tf_replicas.fitting import data as data_module
 from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
@@ -80,7 +81,13 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
     """Records gradients, as `keras.optimizers.Optimizer.apply` takes them."""
     if trainable_variables is None:
       trainable_variables = self._real.variables
-    self._record(list(zip(grads, trainable_variables, strict=True)))
+    grads, variables = list(grads), list(trainable_variables)
+    if len(grads) != len(variables):
+      raise ValueError(
+        "`apply` must get one gradient for each variable. Received:"
+        f" {len(grads)} gradients, {len(variables)} variables."
+      )
+    self._record(list(zip(grads, variables, strict=True)))
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
     """The loss times `loss_factor`, by which the replica divides gradients."""
@@ -106,6 +113,7 @@ class _Recording:
     self._model = model
     self._calls: list[_Call] = []
     self._after: Callable[[int], None] = lambda number: None
+    self._graph: tf.Graph | None = None
     self._optimizers = {
       name: RecordingOptimizer(value, functools.partial(self._record, name))
       for name, value in vars(model).items()
@@ -113,6 +121,12 @@ class _Recording:
     }
 
   def _record(self, name: str, pairs) -> None:
+    if tf.compat.v1.get_default_graph() is not self._graph:
+      raise ValueError(
+        "`train_step` must apply gradients in every step, outside of `tf.cond`,"
+        " `tf.while_loop` and other functions. Received: a call of `apply`"
+        f" within one, by {name!r}."
+      )
     self._calls.append(_Call(name, pairs))
     self._after(len(self._calls) - 1)
 
@@ -129,6 +143,7 @@ class _Recording:
       after: Called after each call of `apply`, with its number.
     """
     self._calls, self._after = [], after
+    self._graph = tf.compat.v1.get_default_graph()
     for optimizer in self._optimizers.values():
       optimizer.loss_factor = loss_factor
     with keras_internals.optimizers_of(self._model, self._optimizers):
@@ -457,12 +472,76 @@ def build(model: keras.Model, data_spec: tuple) -> None:
       "`model_fn` must compile the model with `jit_compile='auto'` or False:"
       " replicas are not compiled by XLA. Received: True."
     )
+  check_data(model, data_spec)
   _build(model, data_spec)
-  if not model.trainable_variables:
+
+
+def check_data(model: keras.Model, data_spec: tuple, where: str = "") -> None:
+  """Checks data against what the model says of its inputs and its loss.
+
+  Of a `train_step` of the user's, nothing is known. What is not checked here,
+  such as the shapes that a layer takes, Keras checks while it is traced.
+
+  Args:
+    model: A compiled model.
+    data_spec: (x,), (x, y) or (x, y, weights) as nested `tf.TypeSpec`s.
+    where: Put in front of the messages.
+
+  Raises:
+    ValueError: If they do not go together.
+  """
+  if type(model).train_step is not keras.Model.train_step:
+    return
+  inputs = getattr(model, "inputs", None) or ()
+  if len(inputs) == 1 and not tf.nest.is_nested(data_spec[0]):
+    wanted, given = inputs[0], data_spec[0]
+    is_text = [tf.as_dtype(v.dtype) == tf.string for v in (wanted, given)]
+    if is_text[0] != is_text[1] or not _fits(model, given.shape):
+      raise ValueError(
+        f"{where}`x` must fit the input of the model, of shape"
+        f" {tuple(wanted.shape)} and dtype {wanted.dtype}. Received: batches of"
+        f" shape {given.shape} and dtype {given.dtype.name}."
+      )
+  has_loss = getattr(model, "loss", None) is not None
+  is_own = type(model).compute_loss is not keras.Model.compute_loss
+  if is_own or not has_loss:
+    return
+  if len(data_spec) < 2:
     raise ValueError(
-      "`model_fn` must return a model with trainable weights. Received:"
-      f" {model.name!r}, which has none."
+      f"{where}`y` must be given, as `model_fn` compiles the model with a loss"
+      " (`loss=None` if it needs no labels). Received: none."
     )
+  for spec in tf.nest.flatten(data_spec[1]):
+    if spec.dtype == tf.string:
+      raise ValueError(
+        f"{where}`y` must be numbers, as `model_fn` compiles the model with a"
+        " loss. Received: strings."
+      )
+
+
+def _fits(model: keras.Model, given: tf.TensorShape) -> bool:
+  """Whether a model with one input takes a tensor of a shape.
+
+  Keras (3.15) adds or drops a last axis of 1. A `Sequential` checks nothing
+  but the rank; its first layer may check some axes.
+  """
+  if given.rank is None:
+    return True
+  sizes, wanted = list(given), list(model.inputs[0].shape)
+  if len(sizes) == len(wanted) + 1 and sizes[-1] in (1, None):
+    sizes.pop()
+  elif len(sizes) == len(wanted) - 1 and wanted[-1] in (1, None):
+    sizes.append(1)
+  if len(sizes) != len(wanted):
+    return False
+  pairs = list(zip(sizes[1:], wanted[1:], strict=True))
+  if isinstance(model, keras.Sequential):
+    spec = model.layers[0].input_spec if model.layers else None
+    axes = getattr(spec, "axes", None) or {}
+    pairs = [(sizes[axis], size) for axis, size in axes.items()]
+  return all(
+    size is None or want is None or size == want for size, want in pairs
+  )
 
 
 def _build(model: keras.Model, data_spec: tuple) -> None:
@@ -475,14 +554,20 @@ def _build(model: keras.Model, data_spec: tuple) -> None:
   """
   found, made = {}, []
   recording = _Recording(model)
+  known: set[str] = set()
 
   def probe(data):
-    with recording.begin() as calls:
+    with recording.begin() as calls, _updated_metrics(model, known):
       logs = model.train_step(_as_keras_packs(data))
     found.update(logs if isinstance(logs, dict) else {"loss": logs})
     made[:] = calls  # A function that makes variables is traced twice.
 
   tf.function(probe, autograph=False).get_concrete_function(data_spec)
+  if not model.trainable_variables:
+    raise ValueError(
+      "`model_fn` must return a model with trainable weights. Received:"
+      f" {model.name!r}, which has none."
+    )
   # By their paths, all tasks find the same variables. The metrics of several
   # outputs often have one name.
   metrics = [v for metric in model.metrics for v in metric.variables]
@@ -492,13 +577,16 @@ def _build(model: keras.Model, data_spec: tuple) -> None:
   if type(model).train_step is keras.Model.train_step:
     return
   for name, value in found.items():
-    if not hasattr(value, "shape") or tf.TensorShape(value.shape).rank != 0:
+    is_number = isinstance(value, int | float)
+    if not is_number and (
+      not hasattr(value, "shape")
+      or tf.TensorShape(value.shape).rank != 0
+      or tf.as_dtype(value.dtype) == tf.string
+    ):
       raise ValueError(
-        "`train_step` must return a dict of scalars. Received:"
-        f" {name!r}: {value!r:.60}."
+        "`train_step` must return a dict of scalars that are numbers."
+        f" Received: {name!r}: {arguments.short(value)}."
       )
-  known = {metric.name for metric in model.metrics}
-  known |= set(model.get_metrics_result())
   # Not an attribute: Keras would take them for metrics of the model.
   model.__dict__[_MEANS] = {
     name: keras.metrics.Mean(name=f"mean_of_{name}")
@@ -506,6 +594,35 @@ def _build(model: keras.Model, data_spec: tuple) -> None:
     if name not in known
   }
   model.__dict__[_LOGGED] = sorted(found)
+
+
+@contextlib.contextmanager
+def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
+  """Context that adds the names of the results of metrics that are updated.
+
+  A `train_step` may return something of its own under the name of a metric that
+  it does not update: that of Keras' own mean of the losses, "loss".
+  """
+
+  def noting(metric: keras.metrics.Metric):
+    update_state = metric.update_state
+
+    def update(*args, **kwargs):
+      updated = update_state(*args, **kwargs)
+      result = metric.result()
+      names.update(result if isinstance(result, dict) else [metric.name])
+      return updated
+
+    return update
+
+  metrics = model.metrics
+  for metric in metrics:
+    metric.__dict__["update_state"] = noting(metric)
+  try:
+    yield
+  finally:
+    for metric in metrics:
+      del metric.__dict__["update_state"]
 
 
 def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
@@ -522,11 +639,18 @@ def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
       " `apply`."
     )
   known = {id(v) for v in model.trainable_variables}
-  for _, variable in (pair for call in calls for pair in call.pairs):
-    if id(variable) not in known:
+  for call in calls:
+    for gradient, variable in call.pairs:
+      if id(variable) not in known:
+        raise ValueError(
+          "`train_step` must apply gradients to the model's trainable"
+          f" variables. Received: {getattr(variable, 'path', variable)!r}."
+        )
+      _check_gradient(gradient, variable)
+    if len({id(v) for _, v in call.pairs}) < len(call.pairs):
       raise ValueError(
-        "`train_step` must apply gradients to the model's trainable variables."
-        f" Received: {getattr(variable, 'path', variable)!r}."
+        "`train_step` must give `apply` each variable once. Received:"
+        f" {', '.join(v.path for _, v in call.pairs)}."
       )
   made = [
     alternating_optimizer.Phase(
@@ -534,6 +658,12 @@ def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
     )
     for call in calls
   ]
+  if not all(phase.paths for phase in made):
+    raise ValueError(
+      "the loss of `model_fn` must depend on the trainable weights, or training"
+      " would change nothing. Received: no gradient for any of"
+      f" {', '.join(v.path for v in model.trainable_variables)}."
+    )
   for name in dict.fromkeys(phase.name for phase in made):
     optimizer = getattr(model, name)
     if len(made) > 1:
@@ -552,6 +682,26 @@ def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
   if len(made) > 1:
     number = keras.Variable(0.0, trainable=False, name="phase")
     model.__dict__[_PHASE] = [number]
+
+
+def _check_gradient(
+  gradient: parameter_store.Gradient, variable: keras.Variable
+) -> None:
+  """Raises ValueError for a gradient that does not fit its variable."""
+  if gradient is None:
+    return
+  shape = getattr(gradient, "shape", None)
+  dtype = getattr(gradient, "dtype", None)
+  if shape is None or dtype is None or not tf.as_dtype(dtype).is_floating:
+    fits = False
+  else:
+    fits = tf.TensorShape(shape).is_compatible_with(variable.shape)
+  if not fits:
+    raise ValueError(
+      f"`train_step` must apply a gradient of shape {tuple(variable.shape)} and"
+      f" floating dtype to {variable.path!r}. Received:"
+      f" {arguments.short(gradient)}."
+    )
 
 
 def _check_can_alternate(

@@ -10,13 +10,16 @@ process with the same global batches.
 import dataclasses
 import math
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import cast
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas.fitting import arguments
 from tf_replicas.replica import model_parallel
 from tf_replicas.runtime import datasets
 
@@ -85,12 +88,13 @@ def make(
     ValueError: If an argument is out of range, or the number of updates in an
       epoch is not known.
   """
-  for name, value in (
-    ("batch_size", batch_size),
-    ("steps_per_epoch", steps_per_epoch),
-  ):
-    if value is not None and (not isinstance(value, int) or value < 1):
-      raise ValueError(f"`{name}` must be at least 1. Received: {value!r}.")
+  arguments.check_data(
+    batch_size=batch_size,
+    steps_per_epoch=steps_per_epoch,
+    shuffle=shuffle,
+    seed=seed,
+    class_weight=class_weight,
+  )
   is_function = callable(x) and not isinstance(x, tf.data.Dataset)
   if isinstance(x, tf.data.Dataset) or is_function:
     for name, value in (
@@ -101,7 +105,7 @@ def make(
       if value is not None:
         raise ValueError(
           f"`{name}` must not be given if `x` yields batches, which have"
-          f" all of it. Received: {_short(value)}."
+          f" all of it. Received: {arguments.short(value)}."
         )
   if is_function:
     return _from_function(x, class_weight, steps_per_epoch, num_contributions)
@@ -110,6 +114,8 @@ def make(
   arrays = _arrays(x, y, sample_weight)
   with tf.device("/cpu:0"):
     arrays = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+  specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, arrays)
+  _check_specs(specs, class_weight)
   return _from_arrays(
     arrays,
     class_weight,
@@ -195,10 +201,6 @@ def validation(given: object) -> object:
   if isinstance(given, tf.data.Dataset):
     return given.take(-1)
   return given() if callable(given) else given
-
-
-def _short(value: object) -> str:
-  return f"{value:.60}" if isinstance(value, str) else f"{value!r:.60}"
 
 
 def _arrays(x: object, y: object, sample_weight: object) -> tuple:
@@ -294,6 +296,7 @@ def _from_dataset(
   steps_per_epoch: int | None,
   num_contributions: int,
 ) -> TrainingData:
+  _check_specs(_as_tuple(dataset.element_spec), class_weight)
   steps = steps_per_epoch or _known_length(dataset)
   dataset = dataset.map(lambda *data: _weighted(data, class_weight))
   sizes = {s.shape[0] for s in tf.nest.flatten(dataset.element_spec)}
@@ -302,7 +305,7 @@ def _from_dataset(
   is_even |= num_contributions == 1
 
   def part(data, piece):
-    size = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]
+    size = _size(tf.nest.flatten(data)[0])
     begin, end, weight = _piece(size, piece, num_contributions)
     data = tf.nest.map_structure(lambda a: a[begin:end], data)
     return _with_weights(data, weight, is_even)
@@ -324,6 +327,16 @@ def _from_dataset(
   return TrainingData(steps, part_fn)
 
 
+def _size(tensor: tf.Tensor) -> tf.Tensor:
+  """The examples of a batch, an int64 scalar; fails if there are none."""
+  size = tf.shape(tensor, tf.int64)[0]
+  rule = tf.debugging.assert_positive(
+    size, "`x` must yield batches of at least one example. Received: none."
+  )
+  with tf.control_dependencies([rule]):
+    return tf.identity(size)
+
+
 def _from_function(
   function: InputFn,
   class_weight: Mapping[int, float] | None,
@@ -335,6 +348,7 @@ def _from_function(
       "`steps_per_epoch` must be given if `x` is a function: nothing else says"
       " how many updates an epoch has. Received: None."
     )
+  arguments.check_function("x", function, 1)
 
   def part_fn(num_shards, index, first_update, updates_per_batch):
     context = tf.distribute.InputContext(num_shards, index, num_contributions)
@@ -344,6 +358,7 @@ def _from_function(
         "the function `x` must return a `tf.data.Dataset`. Received: a"
         f" {type(dataset).__name__}."
       )
+    _check_specs(_as_tuple(dataset.element_spec), class_weight)
     first = tf.cast(first_update, tf.int64) * num_contributions // num_shards
     dataset = _repeated(dataset.repeat(), updates_per_batch).skip(first)
     return dataset.map(lambda *data: (_weighted(data, class_weight),))
@@ -415,28 +430,143 @@ def _piece(
   return begin, tf.maximum(end, begin + 1), share * count
 
 
-def _weighted(data: tuple, class_weight: Mapping[int, float] | None) -> tuple:
-  """`data` with `class_weight` as weights of its examples."""
-  if len(data) > 3:
+def _as_tuple(spec: object) -> tuple:
+  """What `Dataset.map` would give a function of `*data`."""
+  return spec if isinstance(spec, tuple) else (spec,)
+
+
+def _check_specs(
+  specs: tuple, class_weight: Mapping[int, float] | None, name: str = "x"
+) -> None:
+  """Checks what `x` yields, as nested `tf.TypeSpec`s.
+
+  Raises:
+    TypeError: If it yields other things than dense or ragged tensors.
+    ValueError: If it yields no batches of examples, or labels or weights of
+      other kinds than are needed.
+  """
+  if len(specs) > 3:
     raise ValueError(
-      "`x` must yield (x,), (x, y) or (x, y, weights). Received: elements of"
+      f"`{name}` must yield (x,), (x, y) or (x, y, weights). Received:"
+      f" elements of {len(specs)} parts."
+    )
+  leaves = tf.nest.flatten(specs)
+  for spec in leaves:
+    if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec):
+      raise TypeError(
+        f"`{name}` must yield dense or ragged tensors (`tf.sparse.to_dense`"
+        f" makes dense ones). Received: {arguments.short(spec)}."
+      )
+    if spec.shape.rank == 0:
+      raise ValueError(
+        f"`{name}` must yield batches, with the examples along axis 0:"
+        " `Dataset.batch` makes them. Received: a scalar,"
+        f" {arguments.short(spec)}."
+      )
+  sizes = {s.shape[0] for s in leaves if s.shape.rank} - {None}
+  if not leaves or len(sizes) > 1 or 0 in sizes:
+    raise ValueError(
+      f"`{name}` must yield tensors with equally many examples, at least one."
+      f" Received: {sorted(sizes)}."
+    )
+  for spec in tf.nest.flatten(specs[2:]):
+    if not _is_number(spec):
+      raise ValueError(
+        "the weights of the examples must be numbers. Received:"
+        f" {spec.dtype.name}."
+      )
+  if class_weight is None:
+    return
+  labels = tf.nest.flatten(specs[1:2])
+  if len(labels) != 1 or any(map(tf.nest.is_nested, specs[1:2])):
+    raise ValueError(
+      f"`class_weight` needs one array of labels, `y`. Received: {len(labels)}."
+    )
+  if not _is_number(labels[0]):
+    raise ValueError(
+      "`class_weight` needs labels that are numbers. Received:"
+      f" {labels[0].dtype.name}."
+    )
+
+
+def check_validation(data: object, steps: int | None = None) -> tuple | None:
+  """Checks `validation_data`, which Keras reads only after the first epoch.
+
+  Args:
+    data: See `keras.Model.fit`.
+    steps: `validation_steps`.
+
+  Returns:
+    (x, y) or the like as nested `tf.TypeSpec`s; None if it is not known before
+    it is read.
+
+  Raises:
+    TypeError: If it is of another kind, or yields no tensors.
+    ValueError: If it has no examples, or not equally many.
+  """
+  if isinstance(data, tf.data.Dataset):
+    specs = _as_tuple(data.element_spec)
+    _check_specs(specs, None, "validation_data")
+    if int(data.cardinality()) == 0:
+      raise ValueError(
+        "`validation_data` must have batches. Received: an empty data set."
+      )
+    if steps is None and data.cardinality() == tf.data.INFINITE_CARDINALITY:
+      raise ValueError(
+        "`validation_steps` must be given if `validation_data` is endless."
+        " Received: None."
+      )
+    return specs
+  if data is None or isinstance(data, keras.utils.PyDataset | Iterator):
+    return None
+  if not isinstance(data, tuple | list):
+    raise TypeError(
+      "`validation_data` must be (x, y), (x, y, weights) or a"
+      f" `tf.data.Dataset`. Received: a {type(data).__name__}."
+    )
+  if not 1 <= len(data) <= 3:
+    raise ValueError(
+      "`validation_data` must be (x, y) or (x, y, weights). Received:"
       f" {len(data)} parts."
     )
+  given = tuple(part for part in data if part is not None)
+  arrays = tf.nest.map_structure(np.asarray, given)
+  sizes = {a.shape[0] if a.ndim else 0 for a in tf.nest.flatten(arrays)}
+  if len(sizes) != 1 or 0 in sizes:
+    raise ValueError(
+      "`validation_data` must have equally many examples, at least one."
+      f" Received: {sorted(sizes)}."
+    )
+  return tf.nest.map_structure(
+    lambda a: tf.TensorSpec(
+      [None, *a.shape[1:]],
+      tf.string if a.dtype.kind in "SUO" else tf.as_dtype(a.dtype),
+    ),
+    arrays,
+  )
+
+
+def _is_number(spec: tf.TensorSpec | tf.RaggedTensorSpec) -> bool:
+  return spec.dtype.is_floating or spec.dtype.is_integer or spec.dtype.is_bool
+
+
+def _weighted(data: tuple, class_weight: Mapping[int, float] | None) -> tuple:
+  """`data` with `class_weight` as weights of its examples."""
   if class_weight is None:
     return data
-  if len(data) < 2 or tf.nest.is_nested(data[1]):
-    raise ValueError("`class_weight` needs one array of labels, `y`.")
   classes = data[1]
   if classes.shape.rank and classes.shape.rank > 1:
     is_one_hot = classes.shape[-1] != 1
     classes = tf.argmax(classes, -1) if is_one_hot else classes[..., 0]
-  classes = tf.cast(classes, tf.int64)
-  weights = np.ones(max(class_weight) + 1, np.float32)
-  weights[list(class_weight)] = list(class_weight.values())
-  is_known = classes < len(weights)
-  found = tf.gather(weights, tf.where(is_known, classes, 0))
-  found = tf.where(is_known, found, 1.0)
-  return (*data[:2], data[2] * found if len(data) == 3 else found)
+  known = tf.constant(list(class_weight), tf.int64)
+  values = tf.constant(list(class_weight.values()), tf.float32)
+  classes = tf.expand_dims(tf.cast(classes, tf.int64), -1)
+  is_class = tf.equal(classes, known)
+  found = tf.reduce_sum(tf.where(is_class, values, 0.0), axis=-1)
+  found = tf.where(tf.reduce_any(is_class, axis=-1), found, 1.0)
+  if len(data) == 3:
+    found *= tf.cast(data[2], tf.float32)
+  return (*data[:2], found)
 
 
 def _with_weights(data: tuple, weight: tf.Tensor, is_even: bool) -> tuple:

@@ -8,8 +8,10 @@ makes updates with a driver, and brings the results into the chief's model.
 import contextlib
 import functools
 import os
+import re
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NoReturn
@@ -28,6 +30,7 @@ from tf_replicas.drivers import in_graph
 from tf_replicas.drivers import mirrored
 from tf_replicas.drivers import one_machine
 from tf_replicas.drivers import server
+from tf_replicas.fitting import arguments
 from tf_replicas.fitting import compiled_model
 from tf_replicas.fitting import data as data_module
 from tf_replicas.programs import update_options
@@ -168,15 +171,31 @@ def fit(
   Raises:
     cluster.ClusterError: If cluster, task and rule do not go together.
     TypeError, ValueError: If an argument, the model or the data are not
-      supported; the message says what is expected.
+      supported, in one line that says what is expected; or if an op of the
+      model or the data fails. What the model's own code raises, or Keras about
+      the model, comes through as it is.
     FloatingPointError: If a gradient or a loss is not finite.
     KeyboardInterrupt: If interrupted; a checkpoint is written before.
-    RuntimeError: If the training was ended by another task, or another task
-      has other versions of TensorFlow, Keras or this library.
+    RuntimeError: If the training was ended by another task, another task has
+      other versions of TensorFlow, Keras or this library, or `x` yields
+      nothing.
     TimeoutError: If another task does not come in time.
   """
+  arguments.check_loop(
+    epochs=epochs,
+    initial_epoch=initial_epoch,
+    verbose=verbose,
+    callbacks=callbacks,
+    validation_steps=validation_steps,
+    validation_batch_size=validation_batch_size,
+    validation_freq=validation_freq,
+    checkpoint_every_secs=checkpoint_every_secs,
+    start_timeout_secs=start_timeout_secs,
+    train_dir=train_dir,
+    log=log,
+  )
   rule = _check_rule(rule)
-  if replication not in _DRIVERS:
+  if replication not in tuple(_DRIVERS):
     raise ValueError(
       f"`replication` must be one of {', '.join(_DRIVERS)}. Received:"
       f" {replication!r}."
@@ -186,7 +205,9 @@ def fit(
       "`model_fn` must be a function that builds and compiles the model: it is"
       f" called in every task. Received: {model_fn!r}."
     )
+  arguments.check_function("model_fn", model_fn, 0)
   role = _role(cluster)
+  arguments.check_devices(devices, is_alone=role is None)
   if role is not None:
     if connection.was_used():
       raise RuntimeError(
@@ -241,6 +262,14 @@ def fit(
   if not driver.is_chief:
     _contribute(driver)
   with driver:
+    arguments.make_directory(train_dir)
+    validation_spec = data_module.check_validation(
+      validation_data, validation_steps
+    )
+    if validation_spec is not None:
+      compiled_model.check_data(
+        task.model, validation_spec, "validation_data: "
+      )
     loop = _Loop(
       driver,
       task.model,
@@ -282,6 +311,11 @@ def _role(
     return role
   spec = cluster
   if not isinstance(spec, cluster_module.ClusterSpec):
+    if not isinstance(spec, str | os.PathLike):
+      raise TypeError(
+        "`cluster` must be a `tf_replicas.ClusterSpec` or the path of one."
+        f" Received: {arguments.short(spec)}."
+      )
     spec = cluster_module.load(spec)
   if role is None and spec.is_distributed:
     raise cluster_module.ClusterError(
@@ -644,7 +678,8 @@ class _Loop(keras.callbacks.Callback):
     last = self._target if self._sees_batches else self._epoch_end
     while self._step < self._target:
       step_fn = functools.partial(self._driver.step, last - self._step)
-      self._step = self._make_step(step_fn).global_step
+      with _one_line_op_errors():
+        self._step = self._make_step(step_fn).global_step
     if self._sees_batches or self._target == self._epoch_end:
       self._load()
     elif self._logs and time.monotonic() - self._read_at < _READ_SECS:
@@ -690,6 +725,32 @@ class _Loop(keras.callbacks.Callback):
       if not np.array_equal(value, self._loaded[index]):
         self._driver.store.assign(index, value)
     self._loaded = None
+
+
+@contextlib.contextmanager
+def _one_line_op_errors() -> Iterator[None]:
+  """Context in which a failed op of the model or its data is a ValueError.
+
+  TensorFlow's message has up to 100 lines; the cause keeps them.
+  """
+  try:
+    yield
+  except (
+    tf.errors.InvalidArgumentError,
+    tf.errors.UnimplementedError,
+    tf.errors.UnknownError,  # What a function of the user's raised in an op.
+  ) as error:
+    found = re.search(r"Detected at node (\S+)", error.message)
+    if found is None:
+      raise
+    skipped = (" ", "\t", "<", "Graph execution error", "Detected at node")
+    lines = [line for line in error.message.splitlines() if line.strip()]
+    reasons = [line for line in lines if not line.startswith(skipped)]
+    raise ValueError(
+      "an op of the model or of its data failed:"
+      f" {reasons[0] if reasons else type(error).__name__} (node"
+      f" {found[1]})"
+    ) from error
 
 
 def _rates(model: keras.Model) -> list[float]:

@@ -14,6 +14,7 @@ A field without a group has no flag.
 """
 
 import dataclasses
+import numbers
 import types
 import typing
 from collections.abc import Collection
@@ -90,7 +91,10 @@ def validate(instance: Dataclass, error: type[ValueError] = ValueError) -> None:
     if value is None:
       continue
     if within:
-      require(name, value, _is_within(value, within), f"in {within}", error)
+      holds = isinstance(value, numbers.Real) and _is_within(
+        float(value), within
+      )
+      require(name, value, holds, f"in {within}", error)
     elif choices:
       rule = f"one of {', '.join(choices)}"
       require(name, value, value in choices, rule, error)

@@ -101,10 +101,13 @@ class Replica:
     """Checks the attributes.
 
     Raises:
-      ValueError: If `micro_batches` is less than 1, a variable is frozen, a
-        statistic is trainable, or `layers` do not fit `devices` or
-        `is_synchronized`.
+      TypeError: If an attribute is of a wrong type, or `dataset_fn` does not
+        take three arguments.
+      ValueError: If `micro_batches` is less than 1, there is no variable, a
+        variable is frozen, a statistic is trainable, or `layers` do not fit
+        `devices` or `is_synchronized`.
     """
+    self._check_types()
     if self.micro_batches < 1:
       raise ValueError(
         f"`micro_batches` must be at least 1. Received: {self.micro_batches}."
@@ -122,6 +125,49 @@ class Replica:
         "`is_synchronized` needs towers of one device each. Received: `layers`"
         f" on {self.layers.num_devices}."
       )
+
+  def _check_types(self) -> None:
+    for name, values in (
+      ("variables", self.variables),
+      ("statistics", self.statistics),
+    ):
+      if not isinstance(values, Sequence) or not all(
+        hasattr(v, "trainable") for v in values
+      ):
+        raise TypeError(
+          f"`{name}` must be a list of variables. Received: {values!r:.60}."
+        )
+    if not self.variables:
+      raise ValueError(
+        "`variables` must have the trainable variables of the model. Received:"
+        " none."
+      )
+    if isinstance(self.devices, str) or not all(
+      isinstance(device, str) for device in self.devices
+    ):
+      raise TypeError(
+        '`devices` must be a list of names, such as ["/device:GPU:0"].'
+        f" Received: {self.devices!r}."
+      )
+    if not isinstance(self.micro_batches, int):
+      raise TypeError(
+        f"`micro_batches` must be an integer. Received: {self.micro_batches!r}."
+      )
+    for name, function in (
+      ("loss_fn", self.loss_fn),
+      ("dataset_fn", self.dataset_fn),
+    ):
+      if not callable(function):
+        raise TypeError(f"`{name}` must be a function. Received: {function!r}.")
+    try:
+      inspect.signature(self.dataset_fn).bind(1, 0, 0)
+    except ValueError:  # Written in C.
+      return
+    except TypeError as error:
+      raise TypeError(
+        "`dataset_fn` must take (num_shards, shard_index, start_example)."
+        f" Received: {inspect.signature(self.dataset_fn)}: {error}."
+      ) from None
 
   @property
   def shared(self) -> list[tf.Variable]:
@@ -321,6 +367,11 @@ class Replica:
         f" of the {len(self.statistics)} `statistics`. Received: {len(new)} new"
         " values."
       )
+    if not tf.is_tensor(result) and not isinstance(result, int | float | list):
+      raise TypeError(
+        "`loss_fn` must return a scalar, the mean loss over the batch."
+        f" Received: {result!r:.60}."
+      )
     loss = tf.convert_to_tensor(result)
     if loss.shape.rank:
       raise ValueError(
@@ -412,6 +463,20 @@ def _mean(
     return total * tf.cast(scale, total.dtype)
 
 
+def check_dataset(dataset: object) -> tf.data.Dataset:
+  """Returns what `dataset_fn` returned, if it is a data set.
+
+  Raises:
+    TypeError: If it is something else.
+  """
+  if not isinstance(dataset, tf.data.Dataset):
+    raise TypeError(
+      "`dataset_fn` must return a `tf.data.Dataset`. Received: a"
+      f" {type(dataset).__name__}."
+    )
+  return dataset
+
+
 def sparsity(replica: Replica) -> list[bool]:
   """Finds out which gradients are `tf.IndexedSlices`, by tracing the replica.
 
@@ -421,7 +486,7 @@ def sparsity(replica: Replica) -> list[bool]:
   Returns:
     One bool per variable in `replica.shared`.
   """
-  batch = replica.dataset_fn(1, 0, 0).element_spec
+  batch = check_dataset(replica.dataset_fn(1, 0, 0)).element_spec
   parameters = [
     tf.TensorSpec(v.shape, tf.as_dtype(v.dtype)) for v in replica.shared
   ]

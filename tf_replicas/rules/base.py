@@ -721,6 +721,21 @@ def check_positive(name: str, value: float | None) -> None:
     raise ValueError(f"`{name}` must be positive. Received: {value}.")
 
 
+def check_rule(rule: object) -> UpdateRule:
+  """Returns what a driver's caller made, if it is an update rule.
+
+  Raises:
+    TypeError: If it is something else.
+  """
+  if not isinstance(rule, UpdateRule):
+    raise TypeError(
+      "the function that makes the update rule must return one, such as"
+      " `tf_replicas.SyncReplicasOptimizer(optimizer, ...)`. Received:"
+      f" {rule!r:.60}."
+    )
+  return rule
+
+
 def check_replicas(rule: UpdateRule, names: Sequence[str]) -> None:
   """Checks that a rule is for as many replicas as there are.
 

@@ -201,7 +201,9 @@ class InnerOptimizer:
     self._began: tf.Variable | None = None
     if self._is_keras:
       _check_keras(optimizer)
-    elif not isinstance(optimizer, ApplyOptimizer | ApplyGradientsOptimizer):
+    elif isinstance(optimizer, type) or not isinstance(
+      optimizer, ApplyOptimizer | ApplyGradientsOptimizer
+    ):
       raise TypeError(
         "`optimizer` must have `apply(gradients, variables)` or"
         f" `apply_gradients(pairs)`. Received: {optimizer!r}."
