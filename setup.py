@@ -50,8 +50,14 @@ setuptools.setup(
       "hypothesis",
       "ruff",
       "kubernetes-validate",
+      "cloudpickle>=3",
+      "matplotlib",
+      "nbclient",
+      "ipykernel",
       "basedpyright==1.40.2",  # The baseline is of this version.
     ],
+    # `LocalTraining` sends functions by it.
+    "notebook": ["cloudpickle>=3"],
     "plots": ["matplotlib"],
   },
 )

@@ -16,6 +16,8 @@ _MODULE_OF = {
   "ClusterSpec": "cluster",
   "InGraph": "drivers.in_graph",
   "LocalCluster": "cluster.local_cluster",
+  "LocalTraining": "programs.function_launcher",
+  "LocalTrainingError": "programs.function_launcher",
   "LossScale": "store.loss_scaling",
   "Mirrored": "drivers.mirrored",
   "MovingAverages": "store.moving_averages",
@@ -37,6 +39,7 @@ _MODULE_OF = {
   "load_into_keras": "session.evaluation",
   "model_average": "rules.periodic.periodic_averaging",
   "place_layers": "replica.model_parallel",
+  "report": "programs.function_task",
   "serve": "drivers.server",
 }
 

@@ -35,6 +35,19 @@ class RoleTest(parameterized.TestCase):
     )
     self.assertEqual(spec.address(task), "localhost:1002")
 
+  def test_the_spec_itself(self):
+    environ = {
+      environment.CLUSTER_SPEC: json.dumps({"cluster": _JOBS}),
+      environment.TASK: "ps:0",
+    }
+    spec, task = environment.role(environ)
+    self.assertEqual(spec.address(task), "localhost:1001")
+    environ[environment.CLUSTER_SPEC] += "}"
+    with self.assertRaisesRegex(
+      cluster.ClusterError, "^TF_REPLICAS_CLUSTER_SPEC"
+    ):
+      environment.role(environ)
+
   def test_of_tf_config(self):
     config = {"cluster": _JOBS, "task": {"type": "ps", "index": 0}}
     _, task = environment.role({"TF_CONFIG": json.dumps(config)})

@@ -32,6 +32,7 @@ EXCEPTIONS = {
   # Their parameters are functions that they do not call, or in vain.
   "tests/tiers_test.py::test_a_unit_test_starts_no_process": "unit",
   "tests/tiers_test.py::test_a_tier_follows_from_the_code": "unit",
+  "tests/programs/function_launcher_test.py::test_refuses": "unit",
   # By binaries that start the other processes themselves.
   "tests/cifar10/distributed_train_test.py::TestTraining": "cluster",
   "tests/cifar10/distributed_train_test.py::TestSwitching": "cluster",
@@ -89,6 +90,7 @@ QUICK = (
 )
 
 _STARTS = {"Popen", "run", "call", "check_call", "check_output"}
+_CLUSTERS = {"LocalCluster", "LocalTraining", "NotebookClient"}
 _ENDS = {"kill", "send_signal", "SIGKILL", "SIGSTOP", "SIGTERM"}
 
 
@@ -139,7 +141,7 @@ def _facts(function: object, cls: type | None) -> frozenset[str]:
       owner = getattr(value, "__module__", None)
       if owner == "subprocess" and name in _STARTS:
         facts.add("starts")
-      elif name == "LocalCluster":
+      elif name in _CLUSTERS:
         facts |= {"starts", "cluster"}
       elif is_test and name in _ENDS:
         facts.add("ends")

@@ -1,9 +1,10 @@
 """The cluster, and the task of this process, as its environment tells.
 
 `python -m tf_replicas.launch` sets `TF_REPLICAS_CLUSTER_SPEC` (the path of a
-cluster spec, ports chosen) and `TF_REPLICAS_TASK` (such as `worker:1`). Other
-platforms set `TF_CONFIG`, and Slurm its own variables. The first of these that
-is set counts; `TF_CONFIG={}` stands for a process that is alone.
+cluster spec, ports chosen, or the spec itself, as JSON) and `TF_REPLICAS_TASK`
+(such as `worker:1`). Other platforms set `TF_CONFIG`, and Slurm its own
+variables. The first of these that is set counts; `TF_CONFIG={}` stands for a
+process that is alone.
 """
 
 from collections.abc import Mapping
@@ -46,5 +47,9 @@ def role(
       f"`{TASK}` must be a job and an index, such as worker:1. Received:"
       f" {environ[TASK]!r}."
     )
-  spec = cluster_spec.load(environ[CLUSTER_SPEC])
+  text = environ[CLUSTER_SPEC]
+  if text.lstrip().startswith("{"):
+    spec = cluster_spec.loads(text, CLUSTER_SPEC)
+  else:
+    spec = cluster_spec.load(text)
   return spec, cluster_spec.task_from_flags(spec, job, int(index))

@@ -5,6 +5,7 @@ process with its own log file. All of them end when the training ends, when one
 of them fails, or when their parent process ends, however that happens.
 """
 
+import contextlib
 import ctypes
 import os
 import pathlib
@@ -31,7 +32,8 @@ class LocalCluster:
 
   Attributes:
     spec: The cluster.
-    log_dir: Where each task's output goes, as `<job>_<index>.log`.
+    log_dir: Where each task's output goes, as `<job>_<index>.log`; None:
+      nowhere.
   """
 
   def __init__(
@@ -39,28 +41,36 @@ class LocalCluster:
     spec: cluster.ClusterSpec,
     command: Callable[[cluster.Task], Sequence[str]],
     *,
-    log_dir: str | os.PathLike[str],
+    log_dir: str | os.PathLike[str] | None,
     environ: Mapping[str, str] | None = None,
     echo: Callable[[str], None] | None = None,
     max_restarts: int = 0,
+    inherited: Callable[
+      [cluster.Task], contextlib.AbstractContextManager[Sequence[int]]
+    ] = lambda task: contextlib.nullcontext(()),
   ):
     """Prepares; `start` starts a task.
 
     Args:
       spec: The cluster, ports chosen.
       command: Gives the command line of a task.
-      log_dir: For the tasks' logs; made if missing.
+      log_dir: For the tasks' logs; made if missing. None: no logs are kept.
       environ: The tasks' environment; this process's if not given.
       echo: Called with every line of output, prefixed with its task.
       max_restarts: How often a worker that a signal killed is started again.
+      inherited: Gives the file descriptors that a task inherits, besides its
+        output. The context is entered before `command` is called, and left once
+        the task has started.
     """
     self.spec = spec
-    self.log_dir = pathlib.Path(log_dir)
-    self.log_dir.mkdir(parents=True, exist_ok=True)
+    self.log_dir = None if log_dir is None else pathlib.Path(log_dir)
+    if self.log_dir is not None:
+      self.log_dir.mkdir(parents=True, exist_ok=True)
     self._command = command
     self._environ = dict(os.environ if environ is None else environ)
     self._echo = echo or (lambda line: None)
     self._restarts_left = max_restarts
+    self._inherited = inherited
     self._processes: dict[cluster.Task, subprocess.Popen] = {}
     self._readers: list[threading.Thread] = []
 
@@ -75,19 +85,22 @@ class LocalCluster:
     if not tasks:
       tasks = sorted(self.spec.tasks(), key=lambda t: t.job != "ps")
     for task in tasks:
-      process = subprocess.Popen(
-        list(self._command(task)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=self._environ,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # Ctrl-C is for the launcher to handle.
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-      )
+      with self._inherited(task) as descriptors:
+        process = subprocess.Popen(
+          list(self._command(task)),
+          stdin=subprocess.DEVNULL,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.STDOUT,
+          env=self._environ,
+          text=True,
+          errors="replace",
+          pass_fds=descriptors,
+          start_new_session=True,  # Ctrl-C is for the launcher to handle.
+          preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
       self._processes[task] = process
-      self.log_path(task).touch()
+      if self.log_dir is not None:
+        self.log_path(task).touch()
       reader = threading.Thread(
         target=self._read, args=(task, process), daemon=True
       )
@@ -95,7 +108,7 @@ class LocalCluster:
       self._readers.append(reader)
 
   def _read(self, task: cluster.Task, process: subprocess.Popen) -> None:
-    path = self.log_path(task)
+    path = os.devnull if self.log_dir is None else self.log_path(task)
     with process.stdout, open(path, "a", encoding="utf-8") as log:
       for line in process.stdout:
         log.write(line)
@@ -104,6 +117,7 @@ class LocalCluster:
 
   def log_path(self, task: cluster.Task) -> pathlib.Path:
     """The log file of a task."""
+    assert self.log_dir is not None, "no logs are kept"
     return self.log_dir / f"{task.job}_{task.index}.log"
 
   def log(self, task: cluster.Task) -> str:
@@ -128,6 +142,23 @@ class LocalCluster:
     if sig == signal.SIGKILL:
       process.wait()
 
+  def running(self) -> list[cluster.Task]:
+    """The tasks that were started and have not ended."""
+    return [t for t, p in self._processes.items() if p.poll() is None]
+
+  def poll(self) -> tuple[cluster.Task, int] | None:
+    """Starts workers again that a signal killed, as often as is allowed.
+
+    Returns:
+      A task that has failed for good, and its status as of `returncode`; None
+      if none has.
+    """
+    for task, process in list(self._processes.items()):
+      code = process.poll()
+      if code and not self._restart(task, code):
+        return task, code
+    return None
+
   def wait(self, timeout_secs: float | None = None) -> int:
     """Waits until all tasks ended; one that fails ends the others.
 
@@ -142,24 +173,23 @@ class LocalCluster:
     if timeout_secs is not None:
       deadline = time.monotonic() + timeout_secs
     while True:
-      codes = {t: p.poll() for t, p in self._processes.items()}
-      for task, code in codes.items():
-        if code and not self._restart(task, code):
-          self._echo(f"[launcher] {task} {describe(code)}; ending the others")
-          self._await_all(_LAST_ERRORS_SECS)
-          for other, process in self._processes.items():
-            if process.poll() is None:
-              self._echo(f"[launcher] {other} is still running; stopping it")
-          self.stop()
-          # The chief has the best error.
-          code = self.returncode_of_chief() or code
-          return code if code > 0 else 128 - code
-      if all(code == 0 for code in codes.values()):
+      failure = self.poll()
+      if failure is not None:
+        task, code = failure
+        self._echo(f"[launcher] {task} {describe(code)}; ending the others")
+        self._await_all(_LAST_ERRORS_SECS)
+        for other in self.running():
+          self._echo(f"[launcher] {other} is still running; stopping it")
+        self.stop()
+        # The chief has the best error.
+        code = self.returncode_of_chief() or code
+        return code if code > 0 else 128 - code
+      if all(process.poll() == 0 for process in self._processes.values()):
         self._join_readers()
         return 0
       if deadline is not None and time.monotonic() > deadline:
+        running = ", ".join(map(str, self.running()))
         self.stop()
-        running = ", ".join(str(t) for t, c in codes.items() if c is None)
         raise TimeoutError(f"{running} still ran after {timeout_secs:.0f} s")
       time.sleep(0.05)
 

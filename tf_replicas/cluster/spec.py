@@ -214,6 +214,19 @@ def load(path: str | os.PathLike[str]) -> ClusterSpec:
     reason = getattr(error, "strerror", None) or error
     rule = f"must be a readable text file ({reason})"
     raise ClusterError(f"{source}: {rule}") from None
+  return loads(text, source)
+
+
+def loads(text: str, source: str = "") -> ClusterSpec:
+  """Reads the cluster spec in `text`, a JSON document.
+
+  Args:
+    text: The document.
+    source: Put in front of error messages, for instance a file name.
+
+  Raises:
+    ClusterError: If it is not a valid cluster spec.
+  """
   return _parse_text(text, source)[0]
 
 

@@ -167,6 +167,9 @@ def fit(
 
   Returns:
     The history. Its `model` has the trained weights and the optimizer's state.
+    Its `contributions` maps each replica, such as "worker 1", to the
+    `rules.results.Counts` of its contributions; empty without parameter
+    servers.
 
   Raises:
     cluster.ClusterError: If cluster, task and rule do not go together.
@@ -287,6 +290,8 @@ def fit(
       validation_steps=validation_steps,
       validation_freq=validation_freq,
     )
+    counts = zip(driver.replica_names, driver.counts(), strict=True)
+    vars(history)["contributions"] = dict(counts)
   connection.disconnect()
   return history
 

@@ -1,0 +1,382 @@
+"""Starts the same function as every task of a cluster on this machine.
+
+For notebooks, and for scripts that compare trainings: the processes are the
+library's, and what a training returns or raises comes back to the caller.
+"""
+
+import collections
+import contextlib
+import io
+import linecache
+import math
+import multiprocessing
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from tf_replicas import cluster as cluster_module
+from tf_replicas.cluster import environment
+from tf_replicas.cluster import local_cluster
+from tf_replicas.programs import function_task
+from tf_replicas.programs import launcher
+
+# The time for other tasks to report their own errors after one has failed, and
+# for them to end once the chief's function has returned.
+_LAST_SECS = 15.0
+_POLL_SECS = 0.05
+# The lines of a task's output that its error shows.
+_LINES = 20
+
+
+class LocalTrainingError(RuntimeError):
+  """A task of a `LocalTraining` failed; the message has its traceback.
+
+  Attributes:
+    task: The first task that failed; None if the training was ended early.
+  """
+
+  def __init__(self, message: str, task: cluster_module.Task | None = None):
+    super().__init__(message)
+    self.task = task
+
+
+class LocalTraining:
+  """A function that runs as every task of a cluster on this machine.
+
+      def train(rate):
+        history = tf_replicas.fit(model_fn, x, y, rule=tf_replicas.Sync())
+        return history.history
+
+      with tf_replicas.LocalTraining(train, args=(0.1,), workers=3) as training:
+        for metrics in training:  # What `train` gives to `tf_replicas.report`.
+          print(metrics)
+        history = training.result()
+
+  Each task is a process, and has its role in its environment, as
+  `python -m tf_replicas.launch` sets it. The function reaches the processes by
+  cloudpickle, over pipes of their own, so it may be defined in a notebook. It
+  runs in every task; `fit` ends those of parameter servers and workers. What it
+  returns in the chief is the result.
+
+  All processes end with the `with` block, and with this process, however that
+  ends. No file is written.
+  """
+
+  def __init__(
+    self,
+    function: Callable[..., object],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    ps: int = 1,
+    workers: int = 2,
+    chief: bool = False,
+    cluster: cluster_module.ClusterSpec | str | None = None,
+    max_restarts: int = 3,
+    log: Callable[[str], None] = print,
+  ):
+    """Prepares; entering the context starts the processes.
+
+    Args:
+      function: What each task runs. Functions and classes of the main module,
+        such as a notebook's, are sent as they are; those of other modules are
+        imported by the tasks.
+      args: Its arguments; what cloudpickle can pickle.
+      kwargs: Its keyword arguments.
+      ps: The number of parameter servers.
+      workers: The number of workers; the first is the chief.
+      chief: Whether the chief has a task of its own; in-graph replication needs
+        it.
+      cluster: A cluster spec or the path of one, instead of `ps`, `workers` and
+        `chief`.
+      max_restarts: How often a worker that a signal killed is started again.
+      log: Receives each line that a task prints, with its name in front; called
+        in other threads.
+
+    Raises:
+      ImportError: If cloudpickle is not installed.
+      TypeError: If `function` is not callable, or it or its arguments cannot be
+        pickled.
+      cluster.ClusterError: If the cluster is invalid, or not on this machine.
+    """
+    if not callable(function):
+      raise TypeError(
+        f"`function` must be callable: each task calls it. Received:"
+        f" {function!r}."
+      )
+    self._job = pickle.dumps(
+      tuple(
+        function_task.Job(
+          _pickled(function, args, kwargs or {}), _sources_without_a_file()
+        )
+      )
+    )
+    spec = _spec(ps, workers, chief, cluster)
+    self._chief = spec.chief
+    self._log = log
+    self._lines: collections.deque[str] = collections.deque(maxlen=200)
+    self._pipes: dict[cluster_module.Task, int] = {}
+    self._listeners: list[threading.Thread] = []
+    self._reports: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    self._returned: bytes | None = None
+    self._error: BaseException | None = None
+    self._closing = threading.Event()
+    self._ended = threading.Event()
+    self._tasks = local_cluster.LocalCluster(
+      spec,
+      self._command,
+      log_dir=None,
+      environ={
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        **os.environ,
+        environment.CLUSTER_SPEC: spec.to_json(),
+        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+      },
+      echo=self._echo,
+      max_restarts=max_restarts,
+      inherited=self._pipe,
+    )
+    self._order = sorted(spec.local_tasks(), key=lambda t: t.job != "ps")
+    # It starts the tasks, as the kernel ends them with the thread that did.
+    self._supervisor = threading.Thread(target=self._supervise, daemon=True)
+
+  def __enter__(self) -> "LocalTraining":
+    """Starts the processes.
+
+    Raises:
+      RuntimeError: If that was done before.
+    """
+    if self._supervisor.ident is not None:
+      raise RuntimeError(
+        "a `LocalTraining` runs once: make another one for another training"
+      )
+    try:
+      self._supervisor.start()
+    except BaseException:  # Such as Ctrl-C: the block is not entered.
+      self._closing.set()
+      raise
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Ends all processes that still run; a chief in `fit` saves before."""
+    self._closing.set()
+    if self._supervisor.ident is not None:
+      self._ended.wait()
+
+  def __iter__(self) -> Iterator[Any]:
+    """What the chief reports by `tf_replicas.report`, as it comes.
+
+    It ends when the training ends.
+
+    Raises:
+      LocalTrainingError: If the training failed; after the last report.
+    """
+    self._check_started()
+    while (content := self._reports.get()) is not None:
+      yield pickle.loads(content)
+    self._reports.put(None)
+    if self._error is not None:
+      raise self._error
+
+  def result(self, timeout_secs: float | None = None) -> Any:
+    """Waits for the end of the training.
+
+    Args:
+      timeout_secs: How long to wait; None: as long as it takes.
+
+    Returns:
+      What the function returned in the chief.
+
+    Raises:
+      LocalTrainingError: If a task failed, or the training was ended early.
+      TimeoutError: If it runs longer; it goes on.
+    """
+    self._check_started()
+    if not self._ended.wait(timeout_secs):
+      raise TimeoutError(f"the training still ran after {timeout_secs:g} s")
+    if self._error is not None:
+      raise self._error
+    assert self._returned is not None
+    return pickle.loads(self._returned)
+
+  def _check_started(self) -> None:
+    if self._supervisor.ident is None:
+      raise RuntimeError(
+        "the processes start when a `with` statement enters this"
+        " `LocalTraining`. Received: a call before that."
+      )
+
+  def _supervise(self) -> None:
+    """Starts the tasks, waits until they end or are to end, and ends them."""
+    try:
+      with self._tasks:
+        self._tasks.start(*self._order)
+        failure = self._await_end()
+      for listener in self._listeners:
+        listener.join()
+      if self._returned is not None:
+        self._error = None
+      elif self._error is None:
+        self._error = self._unexplained(failure)
+    except BaseException as error:  # `result` raises it.
+      self._error = error
+    self._ended.set()
+    self._reports.put(None)
+
+  def _await_end(self) -> tuple[cluster_module.Task, int] | None:
+    """Waits until all tasks have ended, or shall; returns one that failed."""
+    failure, deadline = None, math.inf
+    while not self._closing.wait(_POLL_SECS) and time.monotonic() < deadline:
+      if failure is None:
+        failure = self._tasks.poll()
+      is_over = failure or self._tasks.returncode(self._chief) is not None
+      if is_over and deadline == math.inf:
+        deadline = time.monotonic() + _LAST_SECS
+      if not self._tasks.running():
+        break
+    return failure
+
+  def _unexplained(
+    self, failure: tuple[cluster_module.Task, int] | None
+  ) -> LocalTrainingError:
+    """The error of a training in which no function has raised anything."""
+    if failure is None:
+      return LocalTrainingError(
+        "the training was ended before its function returned in the chief,"
+        f" {self._chief}"
+      )
+    task, code = failure
+    lines = [line for line in self._lines if line.startswith(f"[{task}] ")]
+    message = f"{task} {local_cluster.describe(code)}"
+    if lines:
+      message += ". Its last lines:\n" + "\n".join(lines[-_LINES:])
+    return LocalTrainingError(message, task)
+
+  def _command(self, task: cluster_module.Task) -> list[str]:
+    return [
+      "env",
+      f"{environment.TASK}={task.job}:{task.index}",
+      *(sys.executable, "-u", "-c", function_task.COMMAND),
+      str(self._pipes[task]),
+    ]
+
+  @contextlib.contextmanager
+  def _pipe(self, task: cluster_module.Task) -> Iterator[Sequence[int]]:
+    """Gives a new process of `task` its end of a pipe; serves the other."""
+    ours, theirs = multiprocessing.Pipe()
+    self._pipes[task] = theirs.fileno()
+    with theirs:
+      yield [theirs.fileno()]
+    listener = threading.Thread(
+      target=self._listen, args=(task, ours), daemon=True
+    )
+    listener.start()
+    self._listeners.append(listener)
+
+  def _listen(self, task: cluster_module.Task, connection: Any) -> None:
+    """Sends the job to a process, and takes its messages until it ends."""
+    with connection, contextlib.suppress(EOFError, OSError):
+      connection.send_bytes(self._job)
+      while True:
+        kind, content = pickle.loads(connection.recv_bytes())
+        if kind == function_task.REPORT:
+          self._reports.put(content)
+        elif kind == function_task.RETURNED:
+          self._returned = content
+        elif self._error is None and not self._closing.is_set():
+          self._error = LocalTrainingError(f"{task} failed:\n{content}", task)
+          self._closing.set()
+
+  def _echo(self, line: str) -> None:
+    if not launcher.NOISE.match(line):
+      self._lines.append(line)
+      self._log(line)
+
+
+def _pickled(
+  function: Callable[..., object],
+  args: Sequence[object],
+  kwargs: Mapping[str, object],
+) -> bytes:
+  try:
+    import cloudpickle
+  except ImportError:
+    raise ImportError(
+      "`LocalTraining` needs the package cloudpickle: pip install"
+      " tf-replicas[notebook]"
+    ) from None
+
+  reducers = cloudpickle.CloudPickler.dispatch_table
+
+  def reduce_code(code: types.CodeType) -> tuple:
+    """Keeps the file name, which tracebacks and AutoGraph need.
+
+    cloudpickle 3.1 drops it.
+    """
+    constructor, arguments, *_ = reducers[types.CodeType](code)
+    name = code.co_filename
+    return function_task.code_of_file, (constructor, arguments, name)
+
+  class Pickler(cloudpickle.CloudPickler):
+    dispatch_table = {**reducers, types.CodeType: reduce_code}
+
+  buffer = io.BytesIO()
+  try:
+    Pickler(buffer).dump((function, tuple(args), dict(kwargs)))
+    return buffer.getvalue()
+  except Exception as error:
+    raise TypeError(
+      "`function` and its arguments must be what cloudpickle can pickle, with"
+      f" all that they use. Received: {function!r}, and the error: {error}"
+    ) from error
+
+
+def _sources_without_a_file() -> dict[str, tuple]:
+  """The source text of a notebook's cells, as IPython registers it."""
+  return {
+    name: entry
+    for name, entry in linecache.cache.items()
+    if len(entry) == 4 and entry[1] is None
+  }
+
+
+def _spec(
+  ps: int,
+  workers: int,
+  chief: bool,
+  cluster: cluster_module.ClusterSpec | str | None,
+) -> cluster_module.ClusterSpec:
+  """The cluster, ports chosen."""
+  if cluster is None:
+    for name, value in (("ps", ps), ("workers", workers)):
+      if not isinstance(value, int) or value < 1:
+        raise cluster_module.ClusterError(
+          f"`{name}` must be at least 1. Received: {value!r}."
+        )
+    jobs = {"ps": ["localhost:0"] * ps, "worker": ["localhost:0"] * workers}
+    if chief:
+      jobs["chief"] = ["localhost:0"]
+    spec = cluster_module.parse({"cluster": jobs})
+  elif isinstance(cluster, cluster_module.ClusterSpec):
+    spec = cluster
+  else:
+    spec = cluster_module.load(cluster)
+  if not spec.is_distributed or set(spec.local_tasks()) != set(spec.tasks()):
+    raise cluster_module.ClusterError(
+      f"{spec.where}`cluster` must have all its tasks on this machine, and at"
+      " least two. Received:"
+      f" {', '.join(spec.address(task) for task in spec.tasks())}."
+    )
+  return cluster_module.resolve_ports(spec)
