@@ -24,6 +24,7 @@ from tf_replicas.fitting import arguments
 from tf_replicas.fitting import data as data_module
 from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
+from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import keras_internals
 from tf_replicas.store import alternating_optimizer
 from tf_replicas.store import gradient_math
@@ -121,7 +122,7 @@ class _Recording:
     }
 
   def _record(self, name: str, pairs) -> None:
-    if tf.compat.v1.get_default_graph() is not self._graph:
+    if control_flow.current_graph() is not self._graph:
       raise ValueError(
         "`train_step` must apply gradients in every step, outside of `tf.cond`,"
         " `tf.while_loop` and other functions. Received: a call of `apply`"
@@ -143,7 +144,7 @@ class _Recording:
       after: Called after each call of `apply`, with its number.
     """
     self._calls, self._after = [], after
-    self._graph = tf.compat.v1.get_default_graph()
+    self._graph = control_flow.current_graph()
     for optimizer in self._optimizers.values():
       optimizer.loss_factor = loss_factor
     with keras_internals.optimizers_of(self._model, self._optimizers):

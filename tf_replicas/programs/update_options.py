@@ -426,7 +426,7 @@ def _check_rules(flag: str, names: tuple[str, ...]) -> None:
   if not is_one and (not names or not set(names) <= set(_COMBINABLE)):
     raise cluster.ClusterError(
       f"`--{flag}` must be one of {', '.join(RULES)}, or several of"
-      f" {', '.join(_COMBINABLE)}. Received: {','.join(names)!r}."
+      f" {', '.join(_COMBINABLE)}. Received: {','.join(map(str, names))!r}."
     )
 
 

@@ -30,3 +30,8 @@ def run_if(condition: bool | tf.Tensor, fn: Callable[[], object]) -> tf.Tensor:
     what `fn` returned.
   """
   return tf.cond(condition, lambda: done(fn()), lambda: tf.constant(False))
+
+
+def current_graph() -> tf.Graph:
+  """The graph of the innermost function or branch that is being traced."""
+  return tf.compat.v1.get_default_graph()
