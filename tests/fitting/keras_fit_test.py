@@ -131,6 +131,38 @@ class AgainstKerasTest(stores.TestCase):
     theirs = _keras("momentum", epochs=2)
     np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"])
 
+  def test_data_set_of_unknown_length(self):
+    case = models.CASES["momentum"]
+    x, y = case.arguments["x"], case.arguments["y"]
+    data = tf.data.Dataset.from_generator(
+      lambda: zip(x, y, strict=True),
+      output_signature=(tf.TensorSpec([5]), tf.TensorSpec([], tf.int64)),
+    ).batch(8)
+    ours = tf_replicas.fit(
+      case.model_fn, data, epochs=2, steps_per_epoch=6, verbose=0
+    )
+    theirs = _keras("momentum", epochs=2)
+    np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"])
+
+  @parameterized.parameters(
+    ({"steps_per_execution": 4},),
+    ({"weighted_metrics": ["mae"]},),
+    ({"loss": ["mse"], "loss_weights": [0.5]},),
+  )
+  def test_arguments_of_compile(self, more):
+    data = _X * np.arange(8.0)[:, np.newaxis], _Y
+    arguments = {**_QUIET, "batch_size": 2, "epochs": 2}
+
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      return _with(**more)()
+
+    ours = tf_replicas.fit(model_fn, *data, **arguments).history
+    theirs = model_fn().fit(*data, **arguments).history
+    self.assertEqual(sorted(ours), sorted(theirs))
+    for key, values in theirs.items():
+      np.testing.assert_allclose(ours[key], values, rtol=1e-5)
+
   def test_function_of_the_input_context(self):
     case = models.CASES["momentum"]
 
@@ -340,6 +372,20 @@ class CallbacksTest(_Directories):
       ]
     )
     self.assertLen(ours.epoch, 2)
+
+  def test_averaged_weights_validate(self):
+    def fit(train):
+      x, y = models.CASES["averaged"].arguments.values()
+      return train(
+        "averaged",
+        epochs=2,
+        validation_data=(x[:20], y[:20]),
+        callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+      ).history
+
+    ours, theirs = fit(_fit), fit(_keras)
+    for key, values in theirs.items():
+      np.testing.assert_allclose(ours[key], values, rtol=1e-5)
 
   def test_rates(self):
     self._both(
