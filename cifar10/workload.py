@@ -60,8 +60,10 @@ def make(
     batch_size=config.batch_size,
     is_scaled_later=config.learning_rate_scale != 1.0,
   )
-  others = ["--clip_norm=1"] * (options.update.clip_norm is None)
-  others += ["a longer --warmup_epochs"] * bool(config.warmup_epochs)
+  rate_note = learning_rates.describe(default, rate)
+  if config.learning_rate_scale != 1.0:
+    rate_note += f", times {config.learning_rate_scale:g}"
+  others = ["a longer --warmup_epochs"] * bool(config.warmup_epochs)
   return run_options.Workload(
     replica_fn=functools.partial(_replica, config, options),
     optimizer_fn=functools.partial(_optimizer, config),
@@ -70,8 +72,10 @@ def make(
     max_steps=config.max_steps,
     max_examples=config_lib.num_examples(config),
     on_start=functools.partial(run_config.record, config),
-    rate_note=learning_rates.describe(default, rate),
-    divergence_advice=learning_rates.advice(default, rate, *others),
+    rate_note=rate_note,
+    divergence_advice=learning_rates.advice(
+      default, rate, options.update, *others
+    ),
   )
 
 

@@ -76,7 +76,6 @@ def make(
   default = config_lib.default_rate(
     config.recipe, options, batch_size=config.batch_size
   )
-  others = ["--clip_norm=1"] * (options.update.clip_norm is None)
   return run_options.Workload(
     replica_fn=functools.partial(_replica, config, source, options),
     optimizer_fn=functools.partial(_optimizer, config),
@@ -90,7 +89,7 @@ def make(
     on_start=functools.partial(run_config.record, config),
     rate_note=learning_rates.describe(default, rate),
     divergence_advice=learning_rates.advice(
-      default, rate, *others, "a longer --warmup_epochs"
+      default, rate, options.update, "a longer --warmup_epochs"
     ),
     initialize=pretrained and functools.partial(_start_from, pretrained),
   )

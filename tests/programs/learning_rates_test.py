@@ -115,12 +115,16 @@ def test_the_line_says_why():
 
 
 def test_advice_names_a_lower_rate():
-  found = default(options(2, "async"), 32)
-  line = learning_rates.advice(found, 0.3, "--clip_norm=1")
-  assert line == (
+  def advice(how, rate, *others):
+    found = default(how, 32)
+    return learning_rates.advice(found, rate, how.update, *others)
+
+  assert advice(options(2, "async"), 0.3) == (
     "try --learning_rate=0.0125 (0.3 was used), or --clip_norm=1, or"
     " --update=sync"
   )
-  found = default(options(2), 64)
-  line = learning_rates.advice(found, 0.1)
-  assert line == "try --learning_rate=0.0333 (0.1 was used)"
+  assert advice(options(4, clip_norm=2.0), 0.1, "a longer --warmup_epochs") == (
+    "try --learning_rate=0.0333 (0.1 was used), or a longer --warmup_epochs"
+  )
+  line = advice(options(2, "elastic_average"), 0.1)
+  assert line.endswith(", or --clip_replica_norm=1")

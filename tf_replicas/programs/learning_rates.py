@@ -9,6 +9,7 @@ follows from how training is run. A rate that is given is used as it is.
 from typing import NamedTuple
 
 from tf_replicas.programs import run_options
+from tf_replicas.programs import update_options
 
 
 class Default(NamedTuple):
@@ -133,15 +134,28 @@ def describe(default: Default, rate: float) -> str:
   )
 
 
-def advice(default: Default, rate: float, *others: str) -> str:
+def advice(
+  default: Default,
+  rate: float,
+  update: update_options.UpdateSettings,
+  *others: str,
+) -> str:
   """What to change after a training has diverged, as one line.
 
   Args:
     default: The default.
     rate: The rate that was used.
-    *others: Other flags that may help, such as `--clip_norm=1`.
+    update: The update rule, and what is clipped.
+    *others: Other flags that may help, such as `--warmup_epochs`.
   """
   better = default.rate if rate > default.rate else rate / 3
   line = f"try --learning_rate={better:.3g} ({rate:.4g} was used)"
-  others = others + ("--update=sync",) * bool(default.staleness)
-  return ", or ".join([line, *others])
+  lines = [line]
+  if update.clip_norm is None and update.clip_replica_norm is None:
+    # The rules that exchange copies apply no mean gradient.
+    is_local = update.is_periodic
+    lines.append("--clip_replica_norm=1" if is_local else "--clip_norm=1")
+  lines += others
+  if default.staleness:
+    lines.append("--update=sync")
+  return ", or ".join(lines)
