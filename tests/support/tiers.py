@@ -48,6 +48,7 @@ EXCEPTIONS = {
   "tests/programs/launcher_test.py::test_one_training_goes": "cluster",
   "tests/lost_updates_test.py::test_locking_loses_nothing": "cluster",
   "tests/cluster/slurm_test.py::test_a_job": "cluster",
+  "tests/examples_test.py::test_learns_on_a_cluster": "cluster",
   # They start no process, but train by every rule.
   "tests/conformance/rules_test.py": "program",
   # By functions of the experiments.
