@@ -106,8 +106,8 @@ def test_join_gives_the_driver_and_clips():
 @pytest.mark.parametrize(
   ("replica_fn", "optimizer_fn", "more", "error", "words"),
   [
-    (_Line(), _sgd, {}, TypeError, "`replica_fn` must be a function"),
-    (_replica, _sgd(), {}, TypeError, "`optimizer_fn` must be a function"),
+    (3, _sgd, {}, TypeError, "`replica_fn` must be a function"),
+    (_replica, "sgd", {}, TypeError, "`optimizer_fn` must be a function"),
     (_Line, _sgd, {}, TypeError, "must return a `tf_replicas.Replica`.*_Line"),
     (_replica, _sgd, {"rule": "sync"}, TypeError, "`rule` must be made by"),
     (_replica, _sgd, {"replication": "x"}, ValueError, "`replication`.*'x'"),
@@ -131,6 +131,11 @@ def test_refuses_in_one_line(replica_fn, optimizer_fn, more, error, words):
   with pytest.raises(error, match=words) as caught:
     tf_replicas.run(replica_fn, optimizer_fn, max_steps=1, **more)
   assert "\n" not in str(caught.value)
+
+
+def test_an_optimizer_in_the_place_of_a_function_is_refused():
+  with pytest.raises(TypeError, match="`optimizer_fn` must be a function"):
+    tf_replicas.run(_replica, _sgd(), max_steps=1)
 
 
 def test_needs_to_know_its_task():

@@ -330,7 +330,8 @@ class Replica:
     """The loss, and old minus new value of each other variable."""
     arguments = batch if isinstance(batch, tuple) else (batch,)
     self._check_arguments(arguments)
-    result = patches.by_autograph(self.loss_fn)(parameters, *arguments)
+    loss_fn = patches.by_autograph(self.loss_fn)
+    result: Any = loss_fn(parameters, *arguments)
     new: Sequence[tf.Tensor] = ()
     sums = []
     if self.metrics:

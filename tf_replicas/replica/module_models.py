@@ -241,7 +241,7 @@ def _first_value(own: Own) -> Callable[[], tf.Tensor]:
     return lambda: tf.constant(value)
 
   def new_state() -> tf.Tensor:
-    shape = tuple(variable.shape)
+    shape: Any = variable.shape
     number = tf.random.uniform(shape, maxval=2**31 - 1, dtype=tf.int64)
     return tf.cast(number, variable.dtype)
 
