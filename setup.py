@@ -48,6 +48,9 @@ setuptools.setup(
       "pytest-timeout",
       "pytest-xdist",
       "hypothesis",
+      # Libraries that are trained with, in tests and examples.
+      "dm-sonnet",
+      "tf-keras",
       "ruff",
       "kubernetes-validate",
       "cloudpickle>=3",

@@ -9,7 +9,7 @@ import importlib
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-  "Async": "fitting.keras_fit",
+  "Async": "fitting.roles",
   "AsyncReplicasOptimizer": "rules.asynchronous.async_replicas",
   "BetweenGraph": "drivers.between_graph",
   "ClusterError": "cluster",
@@ -24,10 +24,11 @@ _MODULE_OF = {
   "NonFiniteGradientError": "rules.results",
   "OneMachine": "drivers.one_machine",
   "ParameterStore": "store.parameter_store",
+  "Periodic": "fitting.roles",
   "Replica": "replica.model_replica",
   "Session": "session.training",
   "StepResult": "session.training",
-  "Sync": "fitting.keras_fit",
+  "Sync": "fitting.roles",
   "SwitchingOptimizer": "rules.switching",
   "SyncReplicasOptimizer": "rules.sync.sync_replicas",
   "Task": "cluster",
@@ -35,11 +36,16 @@ _MODULE_OF = {
   "elastic_average": "rules.periodic.periodic_averaging",
   "exit_now": "runtime.processes",
   "fit": "fitting.keras_fit",
+  "join": "fitting.custom_loop",
   "keras_replica": "replica.keras_models",
   "load_into_keras": "session.evaluation",
+  "load_into_module": "replica.module_models",
   "model_average": "rules.periodic.periodic_averaging",
+  "model_fn_replica": "replica.module_models",
+  "module_replica": "replica.module_models",
   "place_layers": "replica.model_parallel",
   "report": "programs.function_task",
+  "run": "fitting.custom_loop",
   "serve": "drivers.server",
 }
 

@@ -167,6 +167,32 @@ class KerasReplicaTest(stores.TestCase):
     self.assertAlmostEqual(float(got.loss), float(_LOSS(y, model(x))), places=5)
     self.assertEqual(int(got.num_examples), BATCH)
 
+  def test_metrics_are_means_of_what_was_applied(self):
+    def mean_error(labels, outputs):
+      return tf.reduce_mean(tf.abs(labels - outputs))
+
+    metrics = {"error": mean_error, "nan": lambda y, o: tf.constant(np.nan)}
+    for layers in ([], [_normalization()]):
+      model = _model(*layers)
+      replica = keras_models.keras_replica(
+        model, _LOSS, _dataset_fn, metrics=metrics
+      )
+      driver = one_machine.OneMachine(
+        lambda replica=replica: replica,
+        lambda: sync_replicas.SyncReplicasOptimizer(
+          keras.optimizers.SGD(0.01), 1
+        ),
+      )
+      expected = mean_error(
+        _first_batch()[1], model(_first_batch()[0], training=True)
+      )
+      with driver:
+        first, second = driver.step(), driver.step()
+        self.assertNotIn("metrics/sums", driver.values())
+      self.assertEqual(list(first.metrics), ["error"])  # What is a number.
+      self.assertAlmostEqual(first.metrics["error"], float(expected), places=5)
+      self.assertNotEqual(first.metrics, second.metrics)
+
   def test_a_loss_by_name_and_another_model_are_refused(self):
     with self.assertRaisesRegex(TypeError, "`loss` must be a fun.*'mse'"):
       keras_models.keras_replica(_model(), "mse", _dataset_fn)

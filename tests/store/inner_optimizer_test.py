@@ -4,7 +4,9 @@ import tempfile
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
+import tf_keras
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -461,6 +463,71 @@ class WithSlots:
 
 def _flat(path):
   return path.replace("/", "_")
+
+
+NOT_OF_KERAS_3 = {
+  "sgd": lambda: tf_keras.optimizers.SGD(0.1, momentum=0.9),
+  "adam": lambda: tf_keras.optimizers.Adam(0.1),
+  "schedule": lambda: tf_keras.optimizers.SGD(
+    tf_keras.optimizers.schedules.PiecewiseConstantDecay(
+      [1, 3], [0.5, 0.1, 0.02]
+    )
+  ),
+  "legacy_adam": lambda: tf_keras.optimizers.legacy.Adam(0.1),
+  "tf1_adam": lambda: tf.compat.v1.train.AdamOptimizer(0.1),
+}
+
+
+def _plain_reference(optimizer):
+  """The result of an optimizer that Keras 3 does not know, in one go."""
+  variables = [tf.Variable(v, name=_flat(path)) for path, v in VALUES.items()]
+  for step in range(NUM_STEPS):
+    gradients = _gradients(step)
+    if hasattr(optimizer, "apply_gradients"):
+      optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+    else:
+      optimizer.apply(gradients, variables)
+  return stores.numpy(variables)
+
+
+class OtherLibrariesTest(stores.TestCase):
+  """Task by task, with counters of their own, as one plain update."""
+
+  def _check(self, make):
+    trained = Trained(make(), policy=MIXED)
+    for step in range(NUM_STEPS):
+      trained.step(step)
+    expected = _plain_reference(make())
+    for path, ours, theirs in zip(
+      VALUES, trained.values(), expected, strict=True
+    ):
+      np.testing.assert_allclose(ours, theirs, rtol=2e-5, err_msg=path)
+    return trained
+
+  @parameterized.named_parameters(NOT_OF_KERAS_3.items())
+  def test_shards_and_whole_variables(self, make):
+    self._check(make)
+
+  def test_slots_are_saved_whole(self):
+    state = self._check(NOT_OF_KERAS_3["adam"]).store.state()
+    self.assertEqual(state["slots/adam/v/embedding"].shape, [6, 2])
+
+  @parameterized.parameters("Adam", "Momentum")
+  def test_sonnet(self, name):
+    snt = pytest.importorskip("sonnet", reason="needs dm-sonnet")
+    arguments = {"momentum": 0.9} if name == "Momentum" else {}
+    self._check(lambda: getattr(snt.optimizers, name)(0.1, **arguments))
+
+  def test_a_rate_that_is_set_counts_on_every_task(self):
+    trained = Trained(tf_keras.optimizers.SGD(0.5))
+    trained.inner.set_learning_rate(0.25)
+    trained.step(0, [tf.ones(v.shape) for v in VALUES.values()])
+    for before, after in zip(VALUES.values(), trained.values(), strict=True):
+      np.testing.assert_allclose(after, before - 0.25, atol=1e-6)
+
+  def test_a_rate_that_cannot_be_set_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "Keras 3 or `tf_keras`.*Plain"):
+      Trained(PlainApply()).inner.set_learning_rate(0.1)
 
 
 class NotKerasTest(stores.TestCase):

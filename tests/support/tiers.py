@@ -51,6 +51,7 @@ EXCEPTIONS = {
   "tests/cluster/slurm_test.py::test_a_job": "cluster",
   "tests/migration_test.py::test_synchronous": "cluster",
   "tests/migration_test.py::test_the_strategys": "cluster",
+  "tests/examples_test.py::test_learns_on_a_cluster": "cluster",
   # They start no process, but train by every rule.
   "tests/conformance/rules_test.py": "program",
   # It starts no process, but trains six programs.

@@ -11,6 +11,7 @@ rule, and takes this process's part in the training:
 """
 
 import abc
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from tf_replicas.runtime import waiting
 from tf_replicas.session import checkpoints
 from tf_replicas.session import evaluation
 from tf_replicas.session import training
+from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
 
 
@@ -156,7 +158,15 @@ class Driver(abc.ABC):
     state = {name: np.asarray(v) for name, v in self.store.state().items()}
     if not averaged:
       state = {n: v for n, v in state.items() if n.startswith("variables/")}
-    return evaluation.averaged_variables(state)
+    found = evaluation.averaged_variables(state)
+    return {p: v for p, v in found.items() if not metric_sums.is_own(p)}
+
+  @functools.cached_property
+  def _metrics(self) -> metric_sums.Reader:
+    """Reads the metrics; to be used before the first update, too."""
+    return metric_sums.Reader(
+      self.store, self.replica.shared, self.replica.metrics
+    )
 
   @abc.abstractmethod
   def close(self, error: BaseException | None = None) -> None:
@@ -322,6 +332,7 @@ class ParameterServerDriver(Driver):
   def step(self, max_updates: int = 1) -> training.StepResult:
     """See `Driver.step`; raises what failed in the chief's own replica too."""
     self._check_role(needs_chief=True)
+    metrics = self._metrics
     if self._thread is None:
       self._start()
     self._thread.raise_error()
@@ -335,6 +346,7 @@ class ParameterServerDriver(Driver):
       made[-1].loss,
       sum(update.num_examples for update in made),
       {"learning_rate": made[-1].learning_rate},
+      metrics=metrics.means(),
     )
 
   def _agree(self) -> None:

@@ -275,7 +275,10 @@ class Mirrored(driver_base.Driver):
         self._broadcast(_STATE)
         self._share_state()
       self._broadcast(_STEP)
-    return self._make_step()
+    # Before the first step, the chief's variables are all processes'.
+    metrics = self._metrics
+    result = self._make_step()
+    return result._replace(metrics=metrics.means())
 
   def run_replica(self) -> int:
     """See `Driver.run_replica`; makes the chief's steps."""

@@ -124,6 +124,7 @@ class OneMachine(driver_base.Driver):
       RuntimeError: If the data set has ended.
     """
     del max_updates
+    metrics = self._metrics
     if self._step_fn is None:
       start = int(self.store.examples_seen.read_value())
       dataset = self.replica.dataset_fn(1, 0, start)
@@ -132,7 +133,10 @@ class OneMachine(driver_base.Driver):
       self._step_fn = tf.function(
         self._step, autograph=False
       ).get_concrete_function()
-    return run_step(self._update, self._step_fn, ["this process"])
+    step_fn = self._step_fn
+    assert step_fn is not None
+    result = run_step(self._update, step_fn, ["this process"])
+    return result._replace(metrics=metrics.means())
 
   def _step(self) -> tf.Tensor:
     """The whole step; returns a packed `StepReport`."""

@@ -1,1 +1,1 @@
-"""Trains compiled Keras models: data, computation, Keras' own loop."""
+"""Training that finds its role: `fit` for Keras models, `run` for others."""

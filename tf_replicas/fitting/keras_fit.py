@@ -14,73 +14,29 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import NoReturn
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tf_replicas import cluster as cluster_module
-from tf_replicas.cluster import environment
 from tf_replicas.drivers import base as driver_base
-from tf_replicas.drivers import between_graph
 from tf_replicas.drivers import connection
-from tf_replicas.drivers import heartbeats
-from tf_replicas.drivers import in_graph
-from tf_replicas.drivers import mirrored
-from tf_replicas.drivers import one_machine
-from tf_replicas.drivers import server
 from tf_replicas.fitting import arguments
 from tf_replicas.fitting import compiled_model
 from tf_replicas.fitting import data as data_module
+from tf_replicas.fitting import roles
 from tf_replicas.programs import update_options
-from tf_replicas.runtime import devices as runtime_devices
 from tf_replicas.runtime import keras_internals
-from tf_replicas.runtime import processes
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
 
-_MIRRORED = "mirrored"
-_DRIVERS = {
-  "between_graph": between_graph.BetweenGraph,
-  "in_graph": in_graph.InGraph,
-  _MIRRORED: mirrored.Mirrored,
-}
-_Role = tuple[cluster_module.ClusterSpec, cluster_module.Task]
 # Names in a checkpoint that a run may lack: another optimizer, rule or metric.
 _OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
 # An epoch is made in about so many calls unless a callback sees every batch.
 _CALLS_PER_EPOCH = 100
 # How often the metrics are read within an epoch.
 _READ_SECS = 0.5
-
-
-def Sync(**settings) -> update_options.UpdateSettings:
-  """Synchronous updates, with backup workers if some contributions suffice.
-
-  Args:
-    **settings: Fields of `UpdateSettings` that go with `--update=sync`, such as
-      `replicas_to_aggregate` and `wire_dtype`.
-
-  Returns:
-    The rule, for `fit`.
-  """
-  return update_options.UpdateSettings(rules=("sync",), **settings)
-
-
-def Async(*rules: str, **settings) -> update_options.UpdateSettings:
-  """Asynchronous updates.
-
-  Args:
-    *rules: Names of asynchronous rules of `--update`, such as
-      "bounded_staleness"; none: every gradient is applied as it comes.
-    **settings: Fields of `UpdateSettings` that go with them, such as
-      `max_staleness`.
-
-  Returns:
-    The rule, for `fit`.
-  """
-  return update_options.UpdateSettings(rules=rules or ("async",), **settings)
 
 
 def fit(
@@ -197,33 +153,23 @@ def fit(
     train_dir=train_dir,
     log=log,
   )
-  rule = _check_rule(rule)
-  if replication not in tuple(_DRIVERS):
-    raise ValueError(
-      f"`replication` must be one of {', '.join(_DRIVERS)}. Received:"
-      f" {replication!r}."
-    )
+  rule = roles.check_rule(rule)
+  roles.check_replication(replication)
   if not callable(model_fn) or isinstance(model_fn, keras.Model):
     raise TypeError(
       "`model_fn` must be a function that builds and compiles the model: it is"
       f" called in every task. Received: {model_fn!r}."
     )
   arguments.check_function("model_fn", model_fn, 0)
-  role = _role(cluster)
-  arguments.check_devices(devices, is_alone=role is None)
-  if role is not None:
-    if connection.was_used():
-      raise RuntimeError(
-        "`fit` trains once per process on a cluster, whose other tasks end with"
-        " it: start another process for a second training"
-      )
-    _check_role(*role, replication)
-  towers = _towers(role, replication, devices)
-  if role is not None and _only_serves(role, replication):
-    _serve(*role, replication, start_timeout_secs, log)
-  num_replicas = 1 if role is None else len(_replicas(role[0], replication))
-  if replication == _MIRRORED:
-    num_replicas *= max(1, len(towers))
+  part = roles.take(
+    replication=replication,
+    cluster=cluster,
+    devices=devices,
+    start_timeout_secs=start_timeout_secs,
+    log=log,
+    caller="fit",
+  )
+  num_replicas = part.num_replicas
   update_options.check(rule, num_replicas)
   if rule.is_periodic:
     raise cluster_module.ClusterError(
@@ -253,17 +199,17 @@ def fit(
     rule,
     num_replicas,
     contributions,
-    towers=() if replication == _MIRRORED else towers,
+    towers=part.devices,
   )
-  if role is not None:
+  if part.role is not None:
     data_module.check_can_connect(x, "x")
     data_module.check_can_connect(validation_data, "validation_data")
-  if role is None or replication != _MIRRORED:
-    _ = task.data  # Else nothing may be computed before they connect.
-  driver = _driver(role, replication, task, towers, start_timeout_secs)
+  if not part.connects_late:
+    _ = task.data
+  driver = part.driver(task.replica, task.new_rule)
   task.driver = driver
   if not driver.is_chief:
-    _contribute(driver)
+    roles.contribute(driver)
   with driver:
     arguments.make_directory(train_dir)
     validation_spec = data_module.check_validation(
@@ -294,178 +240,6 @@ def fit(
     vars(history)["contributions"] = dict(counts)
   connection.disconnect()
   return history
-
-
-def _check_rule(rule: object) -> update_options.UpdateSettings:
-  if rule is None:
-    return Sync()
-  if not isinstance(rule, update_options.UpdateSettings):
-    raise TypeError(
-      "`rule` must be made by `tf_replicas.Sync` or `tf_replicas.Async`."
-      f" Received: {rule!r}."
-    )
-  return rule
-
-
-def _role(
-  cluster: cluster_module.ClusterSpec | str | None,
-) -> _Role | None:
-  """The cluster and this process's task; None if it is alone."""
-  role = environment.role(os.environ)
-  if cluster is None:
-    return role
-  spec = cluster
-  if not isinstance(spec, cluster_module.ClusterSpec):
-    if not isinstance(spec, str | os.PathLike):
-      raise TypeError(
-        "`cluster` must be a `tf_replicas.ClusterSpec` or the path of one."
-        f" Received: {arguments.short(spec)}."
-      )
-    spec = cluster_module.load(spec)
-  if role is None and spec.is_distributed:
-    raise cluster_module.ClusterError(
-      f"{spec.where}`cluster` has several tasks, and the environment does not"
-      " say which this is: start the script with"
-      " `python -m tf_replicas.launch` or `srun`, or set TF_CONFIG. Received:"
-      " none of them."
-    )
-  return None if role is None else (spec, role[1])
-
-
-def _check_role(
-  spec: cluster_module.ClusterSpec, task: cluster_module.Task, replication: str
-) -> None:
-  if (replication == _MIRRORED) != (spec.variables.on == _MIRRORED):
-    raise cluster_module.ClusterError(
-      f'{spec.where}`replication` must be "mirrored" if, and only if, the'
-      ' cluster spec has its variables on "mirrored". Received:'
-      f" {replication!r}, and variables on {spec.variables.on!r}."
-    )
-  if replication != _MIRRORED and (
-    spec.variables.on != "ps" or not spec.num_tasks("ps")
-  ):
-    raise cluster_module.ClusterError(
-      f"{spec.where}`fit` needs variables on parameter servers, with at least"
-      f" one `ps` task. Received: variables on {spec.variables.on!r},"
-      f" {spec.num_tasks('ps')} `ps` tasks."
-    )
-  if replication == "in_graph" and not spec.num_tasks("chief"):
-    raise cluster_module.ClusterError(
-      f"{spec.where}in-graph replication needs a `chief` task, the only client:"
-      " add it to the cluster, or start with `tf_replicas.launch --chief`."
-      " Received: none."
-    )
-  if task not in spec.tasks():
-    raise cluster_module.ClusterError(
-      f"{spec.where}`task` must be a task of the cluster. Received: {task}."
-    )
-
-
-def _replicas(
-  spec: cluster_module.ClusterSpec, replication: str
-) -> Sequence[cluster_module.Task]:
-  return spec.tasks("worker") if replication == "in_graph" else spec.replicas
-
-
-def _serve(
-  spec: cluster_module.ClusterSpec,
-  task: cluster_module.Task,
-  replication: str,
-  start_timeout_secs: float,
-  log: Callable[[str], None],
-) -> NoReturn:
-  """Serves until the training has ended; then ends the process."""
-  outcome = None
-  with processes.one_line_errors((ValueError,), (OSError, RuntimeError)):
-    outcome = server.serve(
-      spec,
-      task,
-      num_clients=1 if replication == "in_graph" else None,
-      orphan_timeout_secs=max(server.ORPHAN_TIMEOUT_SECS, start_timeout_secs),
-      log=log,
-    )
-  processes.exit_now(0 if outcome == heartbeats.FINISHED else 1)
-
-
-def _only_serves(role: _Role, replication: str) -> bool:
-  return (replication, role[1].job) == ("in_graph", "worker") or (
-    role[1].job == "ps"
-  )
-
-
-def _towers(
-  role: _Role | None, replication: str, devices: Sequence[str] | None
-) -> list[str]:
-  """Chooses this process's GPUs; returns the devices that compute, if several.
-
-  Raises:
-    cluster.ClusterError: If a GPU of the spec does not exist.
-  """
-  if role is None:
-    return list(devices or ())
-  spec, task = role
-  gpus = spec.gpus(task)
-  if gpus is None:
-    # Tasks of one machine share a GPU only if the spec gives it to both.
-    is_alone = len([t for t in spec.local_tasks() if t.job != "ps"]) == 1
-    gpus = None if is_alone else ()
-  if gpus or tf.config.list_physical_devices("GPU"):
-    try:
-      runtime_devices.configure(gpus)
-    except ValueError as error:
-      raise cluster_module.ClusterError(str(error)) from None
-  if devices is not None:
-    return list(devices)
-  if replication == "in_graph":  # The towers are the workers'.
-    gpus = spec.gpus(spec.tasks("worker")[0])
-  return runtime_devices.tower_devices(gpus, emulate=False) if gpus else []
-
-
-def _driver(
-  role: _Role | None,
-  replication: str,
-  task: "_Task",
-  towers: Sequence[str],
-  start_timeout_secs: float,
-) -> driver_base.Driver:
-  """Makes the driver; a worker's failure ends its process with one line."""
-  if replication == _MIRRORED:
-    spec, own = role or (None, None)
-    make = functools.partial(
-      mirrored.Mirrored,
-      task.replica,
-      lambda _: task.new_rule(),
-      towers,
-      spec=spec,
-      task=own,
-      start_timeout_secs=start_timeout_secs,
-    )
-  elif role is None:
-    make = functools.partial(
-      one_machine.OneMachine, task.replica, task.new_rule
-    )
-  else:
-    make = functools.partial(
-      _DRIVERS[replication],
-      *role,
-      task.replica,
-      task.new_rule,
-      start_timeout_secs=start_timeout_secs,
-    )
-  if role is None or role[1] == role[0].chief:
-    return make()
-  with processes.one_line_errors((), (OSError, RuntimeError)):
-    return make()
-
-
-def _contribute(driver: driver_base.Driver) -> NoReturn:
-  """Contributes until the training has ended; then ends the process."""
-  with processes.one_line_errors(
-    (), (OSError, RuntimeError, tf.errors.OpError)
-  ):
-    with driver:
-      driver.run_replica()
-  processes.exit_now(0)
 
 
 class _Task:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 import keras
@@ -23,6 +24,7 @@ def keras_replica(
   layers: model_parallel.LayerPlacement | None = None,
   micro_batches: int = 1,
   is_synchronized: bool = False,
+  metrics: Mapping[str, Callable[..., tf.Tensor]] | None = None,
 ) -> model_replica.Replica:
   """Makes a replica of a Keras model; `compile` and `fit` are not used.
 
@@ -44,6 +46,8 @@ def keras_replica(
     layers: See `Replica.layers`.
     micro_batches: See `Replica.micro_batches`.
     is_synchronized: See `Replica.is_synchronized`.
+    metrics: Functions of (labels, outputs) by name, for the log: each returns
+      a scalar, a mean over the batch. See `StepResult.metrics`.
 
   Returns:
     The replica.
@@ -53,6 +57,7 @@ def keras_replica(
     ValueError: If the model is not built.
   """
   _check(model, loss)
+  metrics = metrics or {}
   variables = model.trainable_variables
   states = model.non_trainable_variables
   statistics = [v for v in states if _is_statistic(v)]
@@ -74,10 +79,12 @@ def keras_replica(
     total = loss(labels, outputs)
     if total.shape.rank == 0:  # Else `Replica` raises an error.
       total = tf.add_n([total, *penalties])
+    found = {name: f(labels, outputs) for name, f in metrics.items()}
     if not statistics:
-      return total
+      return (total, found) if metrics else total
     pairs = zip(updated, states, strict=True)
-    return total, [new for new, v in pairs if _is_statistic(v)]
+    new = [value for value, v in pairs if _is_statistic(v)]
+    return (total, new, found) if metrics else (total, new)
 
   return model_replica.Replica(
     variables,
@@ -88,6 +95,7 @@ def keras_replica(
     micro_batches,
     statistics,
     is_synchronized,
+    metrics=tuple(metrics),
   )
 
 
@@ -96,8 +104,9 @@ def _check(
 ) -> None:
   if not isinstance(model, keras.Model):
     raise TypeError(
-      "`model` must be a model of Keras 3 (`keras.Model`). Received: a"
-      f" {type(model).__module__}.{type(model).__name__}."
+      "`model` must be a model of Keras 3 (`keras.Model`); for others, such as"
+      " those of `tf_keras` and modules, use `tf_replicas.module_replica`."
+      f" Received: a {type(model).__module__}.{type(model).__name__}."
     )
   if not callable(loss):
     raise TypeError(

@@ -13,7 +13,9 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -22,12 +24,18 @@ from absl import logging
 from tf_replicas.replica import model_parallel
 from tf_replicas.runtime import patches
 from tf_replicas.store import loss_scaling
+from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
 
 Batch = model_parallel.Batch
 ScaleLoss = Callable[[tf.Tensor], tf.Tensor]
-Loss = tf.Tensor | tuple[tf.Tensor, Sequence[tf.Tensor]]
+Metrics = Mapping[str, tf.Tensor]
+Loss = (
+  tf.Tensor
+  | tuple[tf.Tensor, Sequence[tf.Tensor] | Metrics]
+  | tuple[tf.Tensor, Sequence[tf.Tensor], Metrics]
+)
 
 
 class Gradients(NamedTuple):
@@ -35,7 +43,8 @@ class Gradients(NamedTuple):
 
   Attributes:
     gradients: One per trainable variable; dense, `tf.IndexedSlices` or None.
-      Then one per statistic: its old value minus its new value.
+      Then one per other variable in `Replica.shared`: its old value minus its
+      new value.
     loss: float32 scalar, mean over the examples.
     num_examples: int64 scalar.
   """
@@ -56,7 +65,8 @@ class Replica:
     loss_fn: Maps (parameters, *batch) to a scalar, the mean loss over the
       batch. Parameters are tensors in the order of `shared`; the loss must be
       computed from them and not from the model's own variables. With
-      statistics it returns (loss, new values of the statistics). AutoGraph
+      statistics it returns (loss, new values of the statistics), with `metrics`
+      also a dict of them at the end: (loss, {"accuracy": accuracy}). AutoGraph
       converts it unless it is marked by
       `tf.autograph.experimental.do_not_convert`.
     dataset_fn: Maps (num_shards, shard_index, start_example) to an endless
@@ -85,6 +95,8 @@ class Replica:
       device each, in the process that traces. Each all-reduce makes tracing
       slower.
     loss_scale: Scales the loss dynamically, for computation in float16.
+    metrics: Names of the scalars that `loss_fn` returns besides the loss, each
+      a mean over the batch, for the log. See `StepResult.metrics`.
   """
 
   variables: Sequence[tf.Variable]
@@ -96,6 +108,7 @@ class Replica:
   statistics: Sequence[tf.Variable] = ()
   is_synchronized: bool = False
   loss_scale: loss_scaling.LossScale | None = None
+  metrics: Sequence[str] = ()
 
   def __post_init__(self) -> None:
     """Checks the attributes.
@@ -173,10 +186,15 @@ class Replica:
   def shared(self) -> list[tf.Variable]:
     """All variables that replicas share.
 
-    `variables`, then `statistics`, then those of `loss_scale`.
+    `variables`, then `statistics`, then the sums of `metrics` and those of
+    `loss_scale`.
     """
     own = self.loss_scale.variables if self.loss_scale else ()
-    return [*self.variables, *self.statistics, *own]
+    return [*self.variables, *self.statistics, *self._metric_sums, *own]
+
+  @functools.cached_property
+  def _metric_sums(self) -> list[tf.Variable]:
+    return [metric_sums.variable(self.metrics)] if self.metrics else []
 
   def towers(self) -> list[tuple[str, ...]]:
     """The devices of each tower; empty if there are no devices."""
@@ -225,7 +243,7 @@ class Replica:
   ) -> Gradients:
     """The gradients of a loss that is scaled dynamically."""
     assert self.loss_scale is not None
-    count = len(self.variables) + len(self.statistics)
+    count = len(parameters) - len(self.loss_scale.variables)
     scale = parameters[count]
 
     def scaled(loss: tf.Tensor) -> tf.Tensor:
@@ -267,8 +285,9 @@ class Replica:
       raise ValueError(
         "`loss_fn` must compute the loss from its `parameters`. Received: a"
         " loss that depends on no parameter, as of a model that is called with"
-        " its own variables; training would change nothing. For a Keras model"
-        " use `tf_replicas.keras_replica` or `model.stateless_call`."
+        " its own variables; training would change nothing. Use"
+        " `tf_replicas.module_replica`, whose loss function calls a model or"
+        " module in the ordinary way, or `tf_replicas.keras_replica`."
       )
     if paths:
       _warn_once(
@@ -310,7 +329,7 @@ class Replica:
     pipeline, homes = None, [""] * len(parameters)
     if len(devices) > 1:
       pipeline = model_parallel.Pipeline(self.layers, devices)
-      shared = [*self.variables, *self.statistics]
+      shared = self.shared[: len(parameters)]
       homes = [pipeline.device_of(placement.path_of(v)) for v in shared]
     copies = []
     for parameter, home in zip(parameters, homes, strict=True):
@@ -354,11 +373,16 @@ class Replica:
   def _loss(
     self, parameters: Sequence[tf.Tensor], batch: Batch
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """The loss, and old minus new value of each statistic."""
+    """The loss, and old minus new value of each other variable."""
     arguments = batch if isinstance(batch, tuple) else (batch,)
     self._check_arguments(arguments)
-    result = patches.by_autograph(self.loss_fn)(parameters, *arguments)
+    loss_fn = patches.by_autograph(self.loss_fn)
+    result: Any = loss_fn(parameters, *arguments)
     new: Sequence[tf.Tensor] = ()
+    sums = []
+    if self.metrics:
+      result, found = self._split_metrics(result)
+      sums = self.metric_moves(found)
     if isinstance(result, tuple) and len(result) == 2:
       result, new = result[0], tf.nest.flatten(result[1])
     if len(new) != len(self.statistics):
@@ -378,8 +402,24 @@ class Replica:
         "`loss_fn` must return a scalar, the mean loss over the batch."
         f" Received: a tensor of shape {loss.shape}. Use `tf.reduce_mean`."
       )
-    old = parameters[len(self.variables) :]
-    return loss, [o - n for o, n in zip(old, new, strict=True)]
+    old = parameters[len(self.variables) :][: len(new)]
+    return loss, [*(o - n for o, n in zip(old, new, strict=True)), *sums]
+
+  def metric_moves(self, found: Metrics) -> list[tf.Tensor]:
+    """What a batch contributes to the sums of the metrics, if there are any."""
+    return [metric_sums.move(self.metrics, found)] if self.metrics else []
+
+  def _split_metrics(self, result: Any) -> tuple[Any, Metrics]:
+    """What `loss_fn` returned, without the metrics; and the metrics."""
+    found = result[-1] if isinstance(result, tuple) else None
+    if not isinstance(found, Mapping) or set(found) != set(self.metrics):
+      raise ValueError(
+        "`loss_fn` must return a dict of the `metrics` after the loss, with the"
+        f" names {', '.join(self.metrics)}. Received: {found!r:.200}."
+      )
+    check_metrics(found)
+    rest = result[:-1]
+    return rest[0] if len(rest) == 1 else rest, found
 
   def _check_arguments(self, arguments: Sequence[Batch]) -> None:
     try:
@@ -394,6 +434,16 @@ class Replica:
         f" `dataset_fn` has {len(arguments)} elements. Received:"
         f" {getattr(self.loss_fn, '__name__', 'loss_fn')}{signature}: {error}."
       ) from None
+
+
+def check_metrics(metrics: Metrics) -> None:
+  """Raises ValueError unless all are scalars."""
+  for name, value in metrics.items():
+    if tf.convert_to_tensor(value).shape.rank != 0:
+      raise ValueError(
+        "`loss_fn` must return scalars as metrics. Received:"
+        f" {name!r} of shape {tf.convert_to_tensor(value).shape}."
+      )
 
 
 def num_examples(batch: Batch) -> tf.Tensor:

@@ -48,6 +48,7 @@ from tf_replicas.store import applier
 from tf_replicas.store import gradient_math
 from tf_replicas.store import inner_optimizer
 from tf_replicas.store import loss_scaling
+from tf_replicas.store import metric_sums
 from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
 
@@ -587,7 +588,9 @@ class OptimizerRule(GradientRule):
     weighed = []
     for index, gradient in zip(self._store.contributed, gradients, strict=True):
       spec = self._store.specs[index]
-      if not spec.trainable and not loss_scaling.is_own(spec.path):
+      counts_all = loss_scaling.is_own(spec.path)
+      counts_all |= metric_sums.is_own(spec.path)
+      if not spec.trainable and not counts_all:
         gradient = gradient_math.scaled(gradient, weight)
       weighed.append(gradient)
     return weighed
@@ -607,17 +610,18 @@ class OptimizerRule(GradientRule):
     return self.finish_gradients([*gradients, *moves])
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the inner Keras optimizer's rate, from the next update on.
+    """Sets the inner optimizer's rate, from the next update on.
 
     Raises:
-      ValueError: If several optimizers take turns.
+      ValueError: If several optimizers take turns, or the rate of this one
+        cannot be changed.
     """
     if isinstance(self.inner, alternating_optimizer.AlternatingOptimizer):
       raise ValueError(
         "the learning rates of several optimizers that take turns must not be"
         " set during training: give each optimizer a schedule."
       )
-    self.inner.optimizer.learning_rate = rate
+    self.inner.set_learning_rate(rate)
 
   def trace_ahead(self) -> None:
     """See `UpdateRule.trace_ahead`."""

@@ -147,6 +147,9 @@ class Namespace:
     def create(next_creator: object, **kwargs) -> tf.Variable:
       del next_creator
       value = kwargs["initial_value"]
+      # An optimizer may give a tensor of the function that it is traced in.
+      if tf.is_tensor(value) and tf.get_static_value(value) is not None:
+        value = tf.get_static_value(value)
       with tf.init_scope():
         value = tf.convert_to_tensor(
           value() if callable(value) else value, dtype=kwargs.get("dtype")

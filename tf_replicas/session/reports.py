@@ -109,6 +109,7 @@ class Reporter:
     now: float,
     is_last: bool,
     histograms: Mapping[str, np.ndarray] | None = None,
+    metrics: Mapping[str, float] | None = None,
   ) -> None:
     """Counts an advance of the global step, and reports if a report is due.
 
@@ -121,15 +122,19 @@ class Reporter:
       now: Seconds since 1970.
       is_last: Whether this is the last step of the run.
       histograms: Values by name for histograms in the summaries.
+      metrics: More numbers for log lines and summaries, by name.
     """
+    metrics = metrics or {}
     # Smaller than `previous` after a restored checkpoint.
     self._count(max(global_step - previous, 0), num_examples)
     self._console.move_bar(global_step, loss)
     steps = (previous, global_step)
     if is_due(*steps, self._log_every_steps, is_last=is_last):
-      self._log(global_step, loss, now)
+      self._log(global_step, loss, metrics, now)
     if is_due(*steps, self._summary_every_steps, is_last=is_last):
-      self._summarize(global_step, loss, scalars, histograms, now)
+      self._summarize(
+        global_step, loss, {**metrics, **scalars}, histograms, now
+      )
 
   def final_line(self, step: int, now: float) -> str:
     """Formats the totals of the run as one line.
@@ -149,11 +154,15 @@ class Reporter:
     self._console.close_bar()
     self._summaries.close()
 
-  def _log(self, step: int, loss: float, now: float) -> None:
+  def _log(
+    self, step: int, loss: float, metrics: Mapping[str, float], now: float
+  ) -> None:
     window, self._log_window = self._log_window, _Window(now)
+    more = "".join(f", {name} = {x:.4g}" for name, x in metrics.items())
     self._console.log(
       f"{datetime.datetime.fromtimestamp(now)}: step {step}, "
-      f"loss = {loss:.2f} ({window.examples_per_sec(now):.1f} examples/sec; "
+      f"loss = {loss:.2f}{more} "
+      f"({window.examples_per_sec(now):.1f} examples/sec; "
       f"{_ratio(window.secs(now), window.num_steps):.3f} sec/batch)"
     )
 

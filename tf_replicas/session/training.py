@@ -32,6 +32,9 @@ class StepResult(NamedTuple):
     scalars: More numbers by name for TensorBoard, such as `learning_rate` or
       `contributions/worker_0/applied`.
     histograms: Values by name for histograms in TensorBoard.
+    metrics: Numbers by name for the log and TensorBoard, such as those of
+      `Replica.metrics`: means over the contributions applied since the last
+      result.
   """
 
   global_step: int
@@ -39,6 +42,7 @@ class StepResult(NamedTuple):
   num_examples: int
   scalars: Mapping[str, float] = {}
   histograms: Mapping[str, np.ndarray] = {}
+  metrics: Mapping[str, float] = {}
 
 
 class Session:

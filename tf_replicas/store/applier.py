@@ -23,6 +23,7 @@ from tf_replicas.store import alternating_optimizer
 from tf_replicas.store import gradient_math
 from tf_replicas.store import inner_optimizer
 from tf_replicas.store import loss_scaling
+from tf_replicas.store import metric_sums
 from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
@@ -215,7 +216,8 @@ def _indices(
 ) -> list[int]:
   """Positions of `variables` in the store."""
   if variables is None:
-    return list(range(len(store.specs)))
+    specs = enumerate(store.specs)
+    return [i for i, spec in specs if not metric_sums.is_own(spec.path)]
   index_of = {spec.path: i for i, spec in enumerate(store.specs)}
   indices = []
   for variable in variables:

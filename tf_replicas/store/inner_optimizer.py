@@ -9,6 +9,7 @@ to other tasks.
 """
 
 import contextlib
+import copy
 import re
 from collections.abc import Collection
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas.runtime import keras_internals
+from tf_replicas.runtime import module_internals
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import resources
 from tf_replicas.store import parameter_store
@@ -130,8 +132,8 @@ class _Copies:
     value = self._variable.numpy()
     if value == self._copied:
       return []
-    for copy in self.variables:
-      copy.assign(value)
+    for variable in self.variables:
+      variable.assign(value)
     self._copied = value
     return self.variables
 
@@ -191,6 +193,8 @@ class InnerOptimizer:
     self._prefix = f"{name}." if name else ""
     self._kind = self._prefix + type(optimizer).__name__.lower()
     self._paths = paths
+    # The copies of an optimizer that is not of Keras 3, once it is built.
+    self._by_task: list[Any] = []
     self._is_built = False
     self._store: parameter_store.ParameterStore | None = None
     self._is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
@@ -265,7 +269,31 @@ class InnerOptimizer:
       if is_chief:
         self.refresh()
     else:
+      self._by_task = [self._copy(task) for task in range(store.num_tasks)]
       self._create_slots()
+
+  def _copy(self, task: int) -> Any:
+    """The optimizer of a PS task, if it is not of Keras 3.
+
+    Such optimizers count their updates by calls, and some expect the same list
+    of variables in each, so each task has its own. Variables that they have
+    from the start, such as counters, are shared by all clients.
+    """
+    assert self._store is not None
+    own: Any = self.optimizer
+    kind: Any = type(own)
+    with self._creator_scope(self._store.device_of_task(task)):
+      if hasattr(kind, "from_config") and hasattr(kind, "get_config"):
+        return kind.from_config(own.get_config())
+      if not isinstance(own, tf.Module):
+        return copy.deepcopy(own)
+      copies = {
+        id(found.variable): tf.Variable(
+          found.variable.read_value(), name=found.path
+        )
+        for found in module_internals.variables_of(own)
+      }
+      return copy.deepcopy(own, copies)
 
   def _track(self) -> None:
     """Adds newly created slots to the checkpoints."""
@@ -287,37 +315,56 @@ class InnerOptimizer:
     @tf.function(autograph=False)
     def update() -> None:
       for task in range(self._store.num_tasks):
-        variables = [
-          self._store.variables(index)[number]
-          for index in self._store.trainable
-          for number, shard in enumerate(self._store.shards[index])
-          if shard.task == task
-        ]
+        variables = self._variables_on(task)
         gradients = [tf.zeros(v.shape, v.dtype) for v in variables]
         self.apply(task, gradients, variables, tf.zeros([], tf.int64))
 
     update.get_concrete_function()
+
+  def _variables_on(self, task: int) -> list[tf.Variable]:
+    """The trainable shards of a PS task, in the order of their gradients."""
+    assert self._store is not None
+    return [
+      self._store.variables(index)[number]
+      for index in self._store.trainable
+      for number, shard in enumerate(self._store.shards[index])
+      if shard.task == task
+    ]
 
   def _creator_scope(
     self, device: str
   ) -> contextlib.AbstractContextManager[None]:
     """Context in which created variables are shared by all clients.
 
-    Keras names a slot `<path of its variable, with _ for />_<slot>`; it is
-    placed next to this variable. Other variables, such as scalars of the
-    whole optimizer, are placed on `device`.
+    Keras names a slot `<path of its variable, with _ for />_<slot>`; others
+    make the path a part of the name. It is placed next to this variable. Other
+    variables, such as scalars of the whole optimizer, are placed on `device`.
     """
+
+    def place_slot(slot: str, variable: tf.Variable) -> tuple[str, str]:
+      kind = f"slots/{self._kind}/{slot}"
+      path = f"{kind}/{variable.path}"
+      self._owner[path] = kind, variable.path
+      return path, variable.device
 
     def place(name: str) -> tuple[str, str]:
       owners = [n for n in self._shards if name.startswith(n + "_")]
       if owners:
         owner = max(owners, key=len)
         variable = self._shards[owner]
-        slot = name[len(owner) + 1 :]
-        kind = f"slots/{self._kind}/{slot}"
-        path = f"{kind}/{variable.path}"
-        self._owner[path] = kind, variable.path
-        return path, variable.device
+        return place_slot(name[len(owner) + 1 :], variable)
+      if not self._is_keras:
+        name = name.strip("/")
+        within = [
+          v for v in self._shards.values() if f"/{v.path}/" in f"/{name}/"
+        ]
+        if within:
+          variable = max(within, key=lambda v: len(v.path))
+          rest = f"/{name}/".replace(f"/{variable.path}/", "/").strip("/")
+          # Sonnet names a slot like its variable, within a scope.
+          scope = tf.get_current_name_scope().split("/")[-1]
+          scope = re.sub(r"_\d+$", "", scope)  # Of another task's copy.
+          return place_slot(rest or scope or "slot", variable)
       scalar = self._prefix + scalar_name(name, self._names)
       return f"optimizer/{scalar}", device
 
@@ -434,12 +481,8 @@ class InnerOptimizer:
     device = self._store.device_of_task(task)
     with tf.device(device):
       if not self._is_keras:
-        with self._creator_scope(device):
-          if isinstance(self.optimizer, ApplyOptimizer):
-            self.optimizer.apply(gradients, variables)
-          else:
-            pairs = list(zip(gradients, variables, strict=True))
-            self.optimizer.apply_gradients(pairs)
+        with self._creator_scope(device), patches.outside_strategy():
+          self._apply_copy(task, gradients, variables)
         self._track()
         return []
       scalars = list(self._scalar_values(task, step, rate_factor))
@@ -455,6 +498,38 @@ class InnerOptimizer:
           scope.add_update(pair)
         self.optimizer.apply(gradients, variables)
       return [(variable.value, cell.value) for variable, cell in cells]
+
+  def _apply_copy(
+    self,
+    task: int,
+    gradients: Sequence[parameter_store.Gradient],
+    variables: Sequence[tf.Variable],
+  ) -> None:
+    """Applies the optimizer of a PS task that is not of Keras 3."""
+    optimizer = self._by_task[task]
+    if not isinstance(optimizer, ApplyOptimizer):
+      optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+      return
+    if isinstance(optimizer, tf.Module):
+      # Sonnet finds slots by the position of their variable.
+      given = dict(zip((v.path for v in variables), gradients, strict=True))
+      variables = self._variables_on(task)
+      gradients = [given.get(v.path) for v in variables]
+    optimizer.apply(gradients, variables)
+
+  def set_learning_rate(self, rate: float) -> None:
+    """Sets the learning rate, from the next update on.
+
+    Raises:
+      ValueError: If it cannot be changed any more.
+    """
+    for optimizer in [self.optimizer, *self._by_task]:
+      if not self._is_keras and not hasattr(type(optimizer), "from_config"):
+        raise ValueError(
+          "`optimizer` must be one of Keras 3 or `tf_keras` if its learning"
+          f" rate is set during training. Received: {optimizer!r}."
+        )
+      optimizer.learning_rate = rate
 
   def skip(self) -> None:
     """Does not count an update that was not made; inside a `tf.function`."""

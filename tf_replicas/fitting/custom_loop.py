@@ -1,0 +1,268 @@
+"""`run` and `join`: training code of one's own, with the role left to them.
+
+`join` gives the chief a driver; `run` also has the loop that logs, writes
+checkpoints and stops.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from tf_replicas import cluster as cluster_module
+from tf_replicas.drivers import base as driver_base
+from tf_replicas.drivers import connection
+from tf_replicas.fitting import roles
+from tf_replicas.programs import update_options
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import base as rule_base
+from tf_replicas.session import reports
+from tf_replicas.session import training
+from tf_replicas.store import metric_sums
+from tf_replicas.store import moving_averages
+
+# Names in a checkpoint that a run may lack: another optimizer, rule or metric.
+_OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
+
+
+class Trained(NamedTuple):
+  """What `run` returns, in the chief.
+
+  Attributes:
+    global_step: The updates made, in earlier runs too.
+    loss: The loss of the last update; NaN if none was to be made.
+    metrics: The metrics of the last update by name; see `Replica.metrics`.
+    values: The variables by path; see `load_into_keras`, `load_into_module`.
+    averages: The same, with the moving average of what has one; empty without
+      `variable_averages`.
+  """
+
+  global_step: int
+  loss: float
+  metrics: dict[str, float]
+  values: dict[str, np.ndarray]
+  averages: dict[str, np.ndarray]
+
+
+@contextlib.contextmanager
+def join(
+  replica_fn: Callable[[], model_replica.Replica],
+  optimizer_fn: Callable[[], rule_base.Optimizer],
+  *,
+  rule: update_options.UpdateSettings | None = None,
+  variable_averages: moving_averages.MovingAverages | None = None,
+  clip_replica_norm: float | None = None,
+  clip_mean_norm: float | None = None,
+  replication: str = "between_graph",
+  cluster: cluster_module.ClusterSpec | str | None = None,
+  devices: Sequence[str] | None = None,
+  start_timeout_secs: float = 120.0,
+  log: Callable[[str], None] = print,
+) -> Iterator[driver_base.Driver]:
+  """Context with the driver of the chief; the other tasks end in here.
+
+  The role of this process comes from its environment: see
+  `cluster.environment.role`. Alone, it trains by itself. A parameter server or
+  a worker serves or computes when the context is entered, and its process ends
+  there: the block, and what follows it, run in the chief only. The end of the
+  block ends the training.
+
+  Args:
+    replica_fn: Builds the replica; the same in all tasks. It is called once per
+      task, after this process has joined the cluster.
+    optimizer_fn: Makes the optimizer that the parameter servers apply: one of
+      Keras 3, `tf_keras` or Sonnet, or any object with
+      `apply(gradients, variables)` or `apply_gradients(pairs)`.
+    rule: The update rule, made by `Sync`, `Async` or `Periodic`; default
+      `Sync()`.
+    variable_averages: Keeps moving averages of the variables.
+    clip_replica_norm: See `OptimizerRule`.
+    clip_mean_norm: See `OptimizerRule`.
+    replication: "between_graph": every worker is a client; "in_graph": the
+      chief drives all workers, and must have a task of its own; "mirrored":
+      every device has a copy of the variables, and gradients are all-reduced.
+    cluster: A cluster spec or the path of one, instead of that of the
+      environment, which then has only the task. None: the environment's.
+    devices: The devices of this process that compute, one tower on each; None:
+      the GPUs that the cluster spec gives to this task.
+    start_timeout_secs: How long the tasks of a cluster wait for each other at
+      the start.
+    log: Receives each line of the log of a serving task.
+
+  Yields:
+    The driver, in the chief.
+
+  Raises:
+    cluster.ClusterError: If cluster, task and rule do not go together.
+    TypeError, ValueError: If an argument or the replica is not supported; the
+      message says what is expected.
+    RuntimeError: If this process was part of a cluster before, or another task
+      has other versions of TensorFlow, Keras or this library.
+    TimeoutError: If another task does not come in time.
+  """
+  rule = roles.check_rule(rule)
+  roles.check_replication(replication)
+  _check_functions(replica_fn, optimizer_fn)
+  part = roles.take(
+    replication=replication,
+    cluster=cluster,
+    devices=devices,
+    start_timeout_secs=start_timeout_secs,
+    log=log,
+    caller="run",
+  )
+  update_options.check(rule, part.num_replicas)
+  new_rule = update_options.rule_fn(rule, part.num_replicas)
+  common = {
+    "variable_averages": variable_averages,
+    "clip_replica_norm": clip_replica_norm,
+    "clip_mean_norm": clip_mean_norm,
+  }
+  common = {name: value for name, value in common.items() if value is not None}
+  driver = part.driver(
+    functools.partial(_replica, replica_fn, part.devices),
+    lambda: new_rule(optimizer_fn(), **common),
+  )
+  if not driver.is_chief:
+    roles.contribute(driver)
+  with driver:
+    yield driver
+  connection.disconnect()
+
+
+def run(
+  replica_fn: Callable[[], model_replica.Replica],
+  optimizer_fn: Callable[[], rule_base.Optimizer],
+  *,
+  max_steps: int,
+  train_dir: str | os.PathLike[str] | None = None,
+  log_every_steps: int | None = 10,
+  summary_every_steps: int | None = 100,
+  checkpoint_every_secs: float | None = 600.0,
+  **arguments,
+) -> Trained:
+  """Trains a replica on a cluster, or alone; returns in the chief only.
+
+  Logs, writes checkpoints and TensorBoard's summaries, and stops. A parameter
+  server or a worker serves or computes inside this call, and its process ends
+  there: what follows in the script runs in the chief.
+
+  Args:
+    replica_fn: See `join`.
+    optimizer_fn: See `join`.
+    max_steps: The updates to make, those of earlier runs included.
+    train_dir: Where checkpoints and summaries are written. If there is a
+      checkpoint, training resumes from it. None writes nothing.
+    log_every_steps: Updates between two lines of the log; None for none.
+    summary_every_steps: Updates between two summaries; None for none.
+    checkpoint_every_secs: Seconds between two checkpoints; one is also written
+      at the end. None: only at the end.
+    **arguments: Keyword arguments of `join`, such as `rule`.
+
+  Returns:
+    The trained values.
+
+  Raises:
+    TypeError, ValueError: If an argument or the replica is not supported.
+    FloatingPointError: If a gradient or a loss is not finite.
+    KeyboardInterrupt: If interrupted; a checkpoint is written before.
+    RuntimeError: If the training was ended by another task; see also `join`.
+    TimeoutError: If another task does not come in time.
+    checkpoints.CheckpointError: If `train_dir` holds another model.
+  """
+  with join(replica_fn, optimizer_fn, **arguments) as driver:
+    driver.stop_at(max_steps)
+    session = training.Session(
+      train_dir,
+      state=driver.store,
+      max_steps=max_steps,
+      log_every_steps=log_every_steps,
+      summary_every_steps=summary_every_steps,
+      checkpoint_every_secs=checkpoint_every_secs,
+      is_optional=_is_optional,
+    )
+    steps = _Steps(
+      driver,
+      session.restore_or_initialize(),
+      [max_steps, log_every_steps, summary_every_steps],
+    )
+    step = session.run(steps, wake=driver.interrupt)
+    averages = {}
+    if arguments.get("variable_averages") is not None:
+      averages = driver.values(averaged=True)
+    return Trained(step, steps.loss, steps.metrics, driver.values(), averages)
+
+
+class _Steps:
+  """The driver's step, in calls that end where something is due.
+
+  Attributes:
+    loss: The last update's; NaN before the first.
+    metrics: The last update's.
+  """
+
+  def __init__(
+    self, driver: driver_base.Driver, step: int, stops: Sequence[int | None]
+  ):
+    self.loss = float("nan")
+    self.metrics: dict[str, float] = {}
+    self._driver = driver
+    self._step = step
+    self._stops = stops
+
+  def __call__(self) -> training.StepResult:
+    limits = [reports.steps_until_due(self._step, n) for n in self._stops]
+    result = self._driver.step(int(min(limits)))
+    self._step, self.loss = result.global_step, result.loss
+    self.metrics = dict(result.metrics)
+    return result
+
+
+def _is_optional(name: str) -> bool:
+  """Whether a run may resume from a checkpoint without this name."""
+  return name.startswith(_OPTIONAL) or metric_sums.is_own(
+    name.removeprefix("variables/")
+  )
+
+
+def _check_functions(replica_fn: object, optimizer_fn: object) -> None:
+  """Refuses a replica and an optimizer that are made already.
+
+  Their variables would not survive the connection to the cluster.
+  """
+  if not callable(replica_fn) or isinstance(replica_fn, keras.Model):
+    raise TypeError(
+      "`replica_fn` must be a function that builds the replica: it is called"
+      f" in every task. Received: {replica_fn!r:.200}."
+    )
+  if not callable(optimizer_fn) or isinstance(
+    optimizer_fn, keras.optimizers.Optimizer
+  ):
+    raise TypeError(
+      "`optimizer_fn` must be a function that makes the optimizer, such as"
+      " `lambda: keras.optimizers.Adam()`: it is called in every task."
+      f" Received: {optimizer_fn!r:.200}."
+    )
+
+
+def _replica(
+  replica_fn: Callable[[], model_replica.Replica], devices: Sequence[str]
+) -> model_replica.Replica:
+  """The user's replica, on the devices of this task unless it has its own."""
+  replica = replica_fn()
+  if not isinstance(replica, model_replica.Replica):
+    raise TypeError(
+      "`replica_fn` must return a `tf_replicas.Replica`, such as one of"
+      " `keras_replica` or `module_replica`. Received:"
+      f" {replica!r:.200}."
+    )
+  if devices and not replica.devices:
+    replica = dataclasses.replace(replica, devices=devices)
+  return replica

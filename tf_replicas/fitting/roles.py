@@ -1,0 +1,349 @@
+"""The part of this process in a training, as its environment tells.
+
+`fit` and `run` begin here: a parameter server serves inside `take`, and its
+process ends there. The other tasks make their driver with the `Part` that
+`take` returns.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NoReturn
+
+import tensorflow as tf
+
+from tf_replicas import cluster as cluster_module
+from tf_replicas.cluster import environment
+from tf_replicas.drivers import base as driver_base
+from tf_replicas.drivers import between_graph
+from tf_replicas.drivers import connection
+from tf_replicas.drivers import heartbeats
+from tf_replicas.drivers import in_graph
+from tf_replicas.drivers import mirrored
+from tf_replicas.drivers import one_machine
+from tf_replicas.drivers import server
+from tf_replicas.fitting import arguments
+from tf_replicas.programs import update_options
+from tf_replicas.replica import model_replica
+from tf_replicas.rules import base as rule_base
+from tf_replicas.runtime import devices as runtime_devices
+from tf_replicas.runtime import processes
+
+MIRRORED = "mirrored"
+_DRIVERS = {
+  "between_graph": between_graph.BetweenGraph,
+  "in_graph": in_graph.InGraph,
+  MIRRORED: mirrored.Mirrored,
+}
+_Role = tuple[cluster_module.ClusterSpec, cluster_module.Task]
+
+
+def Sync(**settings) -> update_options.UpdateSettings:
+  """Synchronous updates, with backup workers if some contributions suffice.
+
+  Args:
+    **settings: Fields of `UpdateSettings` that go with `--update=sync`, such as
+      `replicas_to_aggregate` and `wire_dtype`.
+
+  Returns:
+    The rule, for `fit` and `run`.
+  """
+  return update_options.UpdateSettings(rules=("sync",), **settings)
+
+
+def Async(*rules: str, **settings) -> update_options.UpdateSettings:
+  """Asynchronous updates.
+
+  Args:
+    *rules: Names of asynchronous rules of `--update`, such as
+      "bounded_staleness"; none: every gradient is applied as it comes.
+    **settings: Fields of `UpdateSettings` that go with them, such as
+      `max_staleness`.
+
+  Returns:
+    The rule, for `fit` and `run`.
+  """
+  return update_options.UpdateSettings(rules=rules or ("async",), **settings)
+
+
+def Periodic(rule: str, **settings) -> update_options.UpdateSettings:
+  """Replicas that train copies of their own, and exchange them periodically.
+
+  Args:
+    rule: "model_average", "elastic_average" or "accumulated_gradients".
+    **settings: Fields of `UpdateSettings` that go with it, such as `period`.
+
+  Returns:
+    The rule, for `run`.
+  """
+  return update_options.UpdateSettings(rules=(rule,), **settings)
+
+
+def check_rule(rule: object) -> update_options.UpdateSettings:
+  """The rule of an argument `rule`; None stands for `Sync()`.
+
+  Raises:
+    TypeError: If it is no rule.
+  """
+  if rule is None:
+    return Sync()
+  if not isinstance(rule, update_options.UpdateSettings):
+    raise TypeError(
+      "`rule` must be made by `tf_replicas.Sync` or `tf_replicas.Async`."
+      f" Received: {rule!r}."
+    )
+  return rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """The part of a process that computes gradients.
+
+  Attributes:
+    role: The cluster and this process's task; None if it is alone.
+    replication: A key of `_DRIVERS`.
+    towers: The devices of this process that compute, if there are several.
+    start_timeout_secs: How long the tasks wait for each other at the start.
+  """
+
+  role: _Role | None
+  replication: str
+  towers: Sequence[str]
+  start_timeout_secs: float
+
+  @property
+  def num_replicas(self) -> int:
+    """The replicas of the whole cluster."""
+    count = 1 if self.role is None else len(self._replicas(self.role[0]))
+    if self.replication == MIRRORED:
+      count *= max(1, len(self.towers))
+    return count
+
+  @property
+  def devices(self) -> Sequence[str]:
+    """The `devices` of this process's replica."""
+    return () if self.replication == MIRRORED else self.towers
+
+  @property
+  def connects_late(self) -> bool:
+    """Whether nothing may be computed before there is a driver."""
+    return self.role is not None and self.replication == MIRRORED
+
+  def _replicas(
+    self, spec: cluster_module.ClusterSpec
+  ) -> Sequence[cluster_module.Task]:
+    is_in_graph = self.replication == "in_graph"
+    return spec.tasks("worker") if is_in_graph else spec.replicas
+
+  def driver(
+    self,
+    replica_fn: Callable[[], model_replica.Replica],
+    rule_fn: Callable[[], rule_base.UpdateRule],
+  ) -> driver_base.Driver:
+    """Makes the driver; a worker's failure ends its process with one line.
+
+    Args:
+      replica_fn: Builds the replica.
+      rule_fn: Builds the update rule.
+    """
+    if self.replication == MIRRORED:
+      spec, own = self.role or (None, None)
+      make = functools.partial(
+        mirrored.Mirrored,
+        replica_fn,
+        lambda _: rule_fn(),
+        self.towers,
+        spec=spec,
+        task=own,
+        start_timeout_secs=self.start_timeout_secs,
+      )
+    elif self.role is None:
+      make = functools.partial(one_machine.OneMachine, replica_fn, rule_fn)
+    else:
+      make = functools.partial(
+        _DRIVERS[self.replication],
+        *self.role,
+        replica_fn,
+        rule_fn,
+        start_timeout_secs=self.start_timeout_secs,
+      )
+    if self.role is None or self.role[1] == self.role[0].chief:
+      return make()
+    with processes.one_line_errors((), (OSError, RuntimeError)):
+      return make()
+
+
+def take(
+  *,
+  replication: str,
+  cluster: cluster_module.ClusterSpec | str | None,
+  devices: Sequence[str] | None,
+  start_timeout_secs: float,
+  log: Callable[[str], None],
+  caller: str,
+) -> Part:
+  """Finds the part of this process; a task that only serves ends in here.
+
+  Args:
+    replication: "between_graph", "in_graph" or "mirrored".
+    cluster: A cluster spec or the path of one, instead of that of the
+      environment, which then has only the task. None: the environment's.
+    devices: The devices of this process that compute; None: as the cluster
+      spec says.
+    start_timeout_secs: How long the tasks wait for each other at the start.
+    log: Receives each line of a serving task's log.
+    caller: The name of the calling function, for messages.
+
+  Returns:
+    The part of a task that computes.
+
+  Raises:
+    cluster.ClusterError: If cluster, task and replication do not go together.
+    TypeError, ValueError: If `cluster` or `devices` are of a wrong type.
+    RuntimeError: If this process was part of a cluster before.
+  """
+  role = _role(cluster)
+  arguments.check_devices(devices, is_alone=role is None)
+  if role is not None:
+    if connection.was_used():
+      raise RuntimeError(
+        f"`{caller}` trains once per process on a cluster, whose other tasks"
+        " end with it: start another process for a second training"
+      )
+    _check_role(*role, replication, caller)
+  towers = _towers(role, replication, devices)
+  if role is not None and _only_serves(role, replication):
+    _serve(*role, replication, start_timeout_secs, log)
+  return Part(role, replication, towers, start_timeout_secs)
+
+
+def check_replication(replication: str) -> None:
+  """Raises ValueError unless there is a driver of this name."""
+  if replication not in tuple(_DRIVERS):  # It may not be hashable.
+    raise ValueError(
+      f"`replication` must be one of {', '.join(_DRIVERS)}. Received:"
+      f" {replication!r}."
+    )
+
+
+def contribute(driver: driver_base.Driver) -> NoReturn:
+  """Contributes until the training has ended; then ends the process."""
+  with processes.one_line_errors(
+    (), (OSError, RuntimeError, tf.errors.OpError)
+  ):
+    with driver:
+      driver.run_replica()
+  processes.exit_now(0)
+
+
+def _role(
+  cluster: cluster_module.ClusterSpec | str | None,
+) -> _Role | None:
+  """The cluster and this process's task; None if it is alone."""
+  role = environment.role(os.environ)
+  if cluster is None:
+    return role
+  spec = cluster
+  if not isinstance(spec, cluster_module.ClusterSpec):
+    if not isinstance(spec, str | os.PathLike):
+      raise TypeError(
+        "`cluster` must be a `tf_replicas.ClusterSpec` or the path of one."
+        f" Received: {arguments.short(spec)}."
+      )
+    spec = cluster_module.load(spec)
+  if role is None and spec.is_distributed:
+    raise cluster_module.ClusterError(
+      f"{spec.where}`cluster` has several tasks, and the environment does not"
+      " say which this is: start the script with"
+      " `python -m tf_replicas.launch` or `srun`, or set TF_CONFIG. Received:"
+      " none of them."
+    )
+  return None if role is None else (spec, role[1])
+
+
+def _check_role(
+  spec: cluster_module.ClusterSpec,
+  task: cluster_module.Task,
+  replication: str,
+  caller: str,
+) -> None:
+  if (replication == MIRRORED) != (spec.variables.on == MIRRORED):
+    raise cluster_module.ClusterError(
+      f'{spec.where}`replication` must be "mirrored" if, and only if, the'
+      ' cluster spec has its variables on "mirrored". Received:'
+      f" {replication!r}, and variables on {spec.variables.on!r}."
+    )
+  if replication != MIRRORED and (
+    spec.variables.on != "ps" or not spec.num_tasks("ps")
+  ):
+    raise cluster_module.ClusterError(
+      f"{spec.where}`{caller}` needs variables on parameter servers, with at"
+      f" least one `ps` task. Received: variables on {spec.variables.on!r},"
+      f" {spec.num_tasks('ps')} `ps` tasks."
+    )
+  if replication == "in_graph" and not spec.num_tasks("chief"):
+    raise cluster_module.ClusterError(
+      f"{spec.where}in-graph replication needs a `chief` task, the only client:"
+      " add it to the cluster, or start with `tf_replicas.launch --chief`."
+      " Received: none."
+    )
+  if task not in spec.tasks():
+    raise cluster_module.ClusterError(
+      f"{spec.where}`task` must be a task of the cluster. Received: {task}."
+    )
+
+
+def _serve(
+  spec: cluster_module.ClusterSpec,
+  task: cluster_module.Task,
+  replication: str,
+  start_timeout_secs: float,
+  log: Callable[[str], None],
+) -> NoReturn:
+  """Serves until the training has ended; then ends the process."""
+  outcome = None
+  with processes.one_line_errors((ValueError,), (OSError, RuntimeError)):
+    outcome = server.serve(
+      spec,
+      task,
+      num_clients=1 if replication == "in_graph" else None,
+      orphan_timeout_secs=max(server.ORPHAN_TIMEOUT_SECS, start_timeout_secs),
+      log=log,
+    )
+  processes.exit_now(0 if outcome == heartbeats.FINISHED else 1)
+
+
+def _only_serves(role: _Role, replication: str) -> bool:
+  return (replication, role[1].job) == ("in_graph", "worker") or (
+    role[1].job == "ps"
+  )
+
+
+def _towers(
+  role: _Role | None, replication: str, devices: Sequence[str] | None
+) -> list[str]:
+  """Chooses this process's GPUs; returns the devices that compute, if several.
+
+  Raises:
+    cluster.ClusterError: If a GPU of the spec does not exist.
+  """
+  if role is None:
+    return list(devices or ())
+  spec, task = role
+  gpus = spec.gpus(task)
+  if gpus is None:
+    # Tasks of one machine share a GPU only if the spec gives it to both.
+    is_alone = len([t for t in spec.local_tasks() if t.job != "ps"]) == 1
+    gpus = None if is_alone else ()
+  if gpus or tf.config.list_physical_devices("GPU"):
+    try:
+      runtime_devices.configure(gpus)
+    except ValueError as error:
+      raise cluster_module.ClusterError(str(error)) from None
+  if devices is not None:
+    return list(devices)
+  if replication == "in_graph":  # The towers are the workers'.
+    gpus = spec.gpus(spec.tasks("worker")[0])
+  return runtime_devices.tower_devices(gpus, emulate=False) if gpus else []

@@ -1,0 +1,422 @@
+"""Makes replicas of modules, by loss functions that call them as usual.
+
+A module reads and assigns variables of its own. `module_replica` traces the
+loss function and its gradients once, with these variables; wherever a replica
+computes, variables that last for one execution take their place. So methods
+that are decorated by `tf.function` work, too.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import cast
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.replica import model_parallel
+from tf_replicas.replica import model_replica
+from tf_replicas.runtime import module_internals
+from tf_replicas.runtime import patches
+from tf_replicas.session import checkpoints
+from tf_replicas.store import loss_scaling
+from tf_replicas.store import parameter_store
+
+Own = module_internals.OwnVariable
+# Gradients by position; loss; new values of the statistics; metrics.
+_Result = tuple[
+  Mapping[str, parameter_store.Gradient],
+  tf.Tensor,
+  list[tf.Tensor],
+  dict[str, tf.Tensor],
+]
+
+
+class SharedPattern:
+  """A module's variable as replicas share it: a pattern of the store's.
+
+  Counters are shared as float64, which holds them exactly up to 2**53: the
+  update rules average what replicas contribute.
+
+  Attributes:
+    path: See `OwnVariable`.
+    name: The same.
+    shape: The shape.
+    dtype: The dtype as which it is shared.
+    trainable: Whether gradients update it.
+  """
+
+  def __init__(self, own: Own):
+    """Describes `own`."""
+    self._own = own.variable
+    self.path = self.name = own.path
+    self.shape = own.variable.shape
+    dtype = tf.as_dtype(own.variable.dtype)
+    self.dtype = tf.float64 if dtype.is_integer else dtype
+    self.trainable = own.trainable
+
+  def __tf_tensor__(
+    self, dtype: tf.DType | None = None, name: str | None = None
+  ) -> tf.Tensor:
+    value = tf.cast(self._own.read_value(), self.dtype)
+    return tf.convert_to_tensor(value, dtype=dtype, name=name)
+
+
+class _Tracer:
+  """Traces a loss function and its gradients.
+
+  Attributes:
+    metrics: The names of the metrics that it returns.
+  """
+
+  def __init__(
+    self,
+    loss_fn: Callable[..., Any],
+    variables_fn: Callable[[], list[Own]],
+  ):
+    """Traces nothing yet.
+
+    Args:
+      loss_fn: Maps a batch to the loss, or to (loss, metrics).
+      variables_fn: Returns the variables; those that the loss function makes
+        when it is first called, too.
+    """
+    self.metrics: tuple[str, ...] = ()
+    self._loss_fn = loss_fn
+    self._variables_fn = variables_fn
+    self._step = tf.function(self._trace, autograph=False)
+    self._traced: dict[Any, tf.types.experimental.ConcreteFunction] = {}
+
+  @property
+  def trained(self) -> list[Own]:
+    """The variables that gradients update."""
+    return [own for own in self._variables_fn() if own.trainable]
+
+  @property
+  def statistics(self) -> list[Own]:
+    """The other numbers: averages, counters, frozen weights."""
+    return [
+      own
+      for own in self._variables_fn()
+      if not (own.trainable or own.is_random) and _is_number(own)
+    ]
+
+  @property
+  def others(self) -> list[Own]:
+    """States of random generators, and variables that are no numbers."""
+    return [
+      own
+      for own in self._variables_fn()
+      if not own.trainable and (own.is_random or not _is_number(own))
+    ]
+
+  def concrete(self, batch_spec: Any) -> tf.types.experimental.ConcreteFunction:
+    """The function of (loss factor, batch) for batches of this spec.
+
+    Raises:
+      ValueError: If the loss is not a scalar, depends on no trainable variable,
+        or on variables that the module does not have.
+    """
+    key = tuple(tf.nest.flatten(batch_spec))  # The structure is always one.
+    if key not in self._traced:
+      self._traced[key] = self._new_concrete(batch_spec)
+    return self._traced[key]
+
+  def _new_concrete(
+    self, batch_spec: Any
+  ) -> tf.types.experimental.ConcreteFunction:
+    with tf.device(None):
+      traced = self._step.get_concrete_function(tf.TensorSpec([]), batch_spec)
+    known = [own.variable for own in self._variables_fn()]
+    if foreign := module_internals.foreign_variables(traced, known):
+      raise ValueError(
+        "`loss_fn` must use only variables of the module, which are those that"
+        " its attributes hold: others are not trained and not sent to replicas."
+        f" Received: {', '.join(foreign)}."
+      )
+    return traced
+
+  def _trace(self, factor: tf.Tensor, batch: model_replica.Batch) -> _Result:
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    with tf.GradientTape() as tape:
+      result = patches.by_autograph(self._loss_fn)(*arguments)
+      loss, metrics = _split(result)
+      scaled = loss * tf.cast(factor, loss.dtype)
+    self.metrics = tuple(sorted(metrics))
+    trained = [own.variable for own in self.trained]
+    if not trained:
+      raise ValueError(
+        "`module` must have trainable variables, once `loss_fn` has called it."
+        " Received: a module that has none."
+      )
+    found = tape.gradient(scaled, trained)
+    if all(gradient is None for gradient in found):
+      raise ValueError(
+        "`loss_fn` must compute the loss from the variables of the module."
+        " Received: a loss that depends on none of its"
+        f" {len(trained)} trainable variables; training would change nothing."
+      )
+    gradients = {str(i): g for i, g in enumerate(found) if g is not None}
+    new = [own.variable.read_value() for own in self.statistics]
+    return gradients, loss, new, metrics
+
+
+def _is_number(own: Own) -> bool:
+  dtype = tf.as_dtype(own.variable.dtype)
+  return dtype.is_floating or dtype.is_integer
+
+
+def _split(result: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+  """The loss and the metrics in what a loss function returned."""
+  metrics: Mapping[str, tf.Tensor] = {}
+  if isinstance(result, tuple) and len(result) == 2:
+    result, metrics = result
+  if not isinstance(metrics, Mapping) or isinstance(result, tuple | Mapping):
+    raise ValueError(
+      "`loss_fn` must return a loss, or (loss, metrics) with a dict of scalars."
+      f" Received: {(result, metrics)!r:.200}."
+    )
+  loss = tf.convert_to_tensor(result)
+  if loss.shape.rank:
+    raise ValueError(
+      "`loss_fn` must return a scalar, the mean loss over the batch."
+      f" Received: a tensor of shape {loss.shape}. Use `tf.reduce_mean`."
+    )
+  model_replica.check_metrics(metrics)
+  return loss, {name: tf.convert_to_tensor(x) for name, x in metrics.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleReplica(model_replica.Replica):
+  """A replica that calls a traced function with other variables.
+
+  Attributes:
+    tracer: Traces the function.
+    others: Variables that are not shared, with what makes their first value in
+      an execution.
+  """
+
+  tracer: _Tracer
+  others: Sequence[tuple[Own, Callable[[], tf.Tensor]]]
+
+  def _part(
+    self,
+    pipeline: model_parallel.Pipeline | None,
+    parameters: Sequence[tf.Tensor],
+    batch: model_replica.Batch,
+    scale_loss: model_replica.ScaleLoss,
+  ) -> model_replica.Gradients:
+    """The gradients of one micro-batch; see `Replica`."""
+    del pipeline
+    tracer = self.tracer
+    function = tracer.concrete(
+      tf.nest.map_structure(tf.type_spec_from_value, batch)
+    )
+    shared = [*tracer.trained, *tracer.statistics]
+    values = list(zip(shared, parameters, strict=False))
+    values += [(own, first()) for own, first in self.others]
+    gradients, loss, new, metrics = module_internals.call_with_values(
+      function, [scale_loss(tf.ones([])), batch], values
+    )
+    old = parameters[len(self.variables) : len(shared)]
+    moves = [o - tf.cast(n, o.dtype) for o, n in zip(old, new, strict=True)]
+    return model_replica.Gradients(
+      gradients=[
+        *(gradients.get(str(i)) for i in range(len(self.variables))),
+        *moves,
+        *self.metric_moves(metrics),
+      ],
+      loss=tf.cast(loss, tf.float32),
+      num_examples=model_replica.num_examples(batch),
+    )
+
+
+def _first_value(own: Own) -> Callable[[], tf.Tensor]:
+  """New in every execution for a random generator's state; else as it is."""
+  variable = own.variable
+  if not own.is_random:
+    value = variable.numpy()
+    return lambda: tf.constant(value)
+
+  def new_state() -> tf.Tensor:
+    shape: Any = variable.shape
+    number = tf.random.uniform(shape, maxval=2**31 - 1, dtype=tf.int64)
+    return tf.cast(number, variable.dtype)
+
+  return new_state
+
+
+def module_replica(
+  module: Any,
+  loss_fn: Callable[..., Any],
+  dataset_fn: Callable[..., tf.data.Dataset],
+  *,
+  devices: Sequence[str] = (),
+  micro_batches: int = 1,
+  loss_scale: loss_scaling.LossScale | None = None,
+) -> ModuleReplica:
+  """Makes a replica of a module, by a loss function that calls it as usual.
+
+  Gradients update the module's trainable variables. Its other numbers, such as
+  averages and counters of batch normalization, become statistics of the
+  replica: an update moves them to the mean over the contributions. Generators
+  (`tf.random.Generator`) draw new numbers for every gradient. The variables of
+  the module do not change; see `load_into_module`.
+
+  Args:
+    module: A `tf.Module`, such as one of Sonnet; or a layer or model of
+      `tf_keras` or Keras 3. Its variables are those that its attributes hold,
+      also in lists, dicts and modules. If it makes variables when it is first
+      called, they are made for the batches of `dataset_fn`.
+    loss_fn: Maps (module, *batch) to a scalar, the mean loss over the batch; or
+      to (loss, metrics), where metrics is a dict of scalars for the log. See
+      `StepResult.metrics`. It may not use variables of others. AutoGraph
+      converts it.
+    dataset_fn: See `Replica.dataset_fn`.
+    devices: See `Replica.devices`.
+    micro_batches: See `Replica.micro_batches`.
+    loss_scale: See `Replica.loss_scale`.
+
+  Returns:
+    The replica.
+
+  Raises:
+    TypeError: If `module` is no module, or `loss_fn` is not callable.
+    ValueError: If the loss is not a scalar, depends on no trainable variable,
+      or on variables of others.
+  """
+  if not module_internals.is_module(module):
+    raise TypeError(
+      "`module` must be a `tf.Module`, or a Keras layer or model. Received:"
+      f" {module!r:.200}."
+    )
+  _check_callable("loss_fn", loss_fn)
+
+  def call(*batch):
+    return patches.by_autograph(loss_fn)(module, *batch)
+
+  return _replica(
+    _Tracer(call, lambda: module_internals.variables_of(module)),
+    loss_fn,
+    dataset_fn,
+    devices=devices,
+    micro_batches=micro_batches,
+    loss_scale=loss_scale,
+  )
+
+
+def model_fn_replica(
+  model_fn: Callable[..., Any],
+  dataset_fn: Callable[..., tf.data.Dataset],
+  *,
+  devices: Sequence[str] = (),
+  micro_batches: int = 1,
+  loss_scale: loss_scaling.LossScale | None = None,
+) -> ModuleReplica:
+  """Makes a replica of a model function in the style of TF1.
+
+  Args:
+    model_fn: Maps the elements of a batch, such as (features, labels), to the
+      loss as `loss_fn` of `module_replica`. It makes its variables by
+      `tf.compat.v1.get_variable` or `tf.compat.v1.layers` (which needs
+      `tf-keras`, and `TF_USE_LEGACY_KERAS=1` in the environment). Assignments
+      that it makes are run, whether it adds them to the collection `UPDATE_OPS`
+      or not. Losses of regularizers are part of the loss if it adds them, as by
+      `tf.compat.v1.losses.get_regularization_loss`.
+    dataset_fn: See `Replica.dataset_fn`.
+    devices: See `Replica.devices`.
+    micro_batches: See `Replica.micro_batches`.
+    loss_scale: See `Replica.loss_scale`.
+
+  Returns:
+    The replica. The paths of its variables are their names in TF1.
+
+  Raises:
+    TypeError: If `model_fn` is not callable.
+    ValueError: If the loss is not a scalar, or depends on no variable.
+  """
+  _check_callable("model_fn", model_fn)
+
+  def converted(*batch):
+    return patches.by_autograph(model_fn)(*batch)
+
+  call, variables_fn = module_internals.with_v1_variables(converted)
+  return _replica(
+    _Tracer(call, variables_fn),
+    model_fn,
+    dataset_fn,
+    devices=devices,
+    micro_batches=micro_batches,
+    loss_scale=loss_scale,
+  )
+
+
+def _check_callable(name: str, value: object) -> None:
+  if not callable(value):
+    raise TypeError(f"`{name}` must be a function. Received: {value!r:.200}.")
+
+
+def _replica(
+  tracer: _Tracer,
+  loss_fn: Callable[..., Any],
+  dataset_fn: Callable[..., tf.data.Dataset],
+  *,
+  devices: Sequence[str],
+  **more,
+) -> ModuleReplica:
+  spec = dataset_fn(1, 0, 0).element_spec
+  parts = max(1, len(devices)) * more["micro_batches"]
+  tracer.concrete(tf.nest.map_structure(lambda s: _part_spec(s, parts), spec))
+  return ModuleReplica(
+    variables=cast(Any, [SharedPattern(own) for own in tracer.trained]),
+    statistics=cast(Any, [SharedPattern(own) for own in tracer.statistics]),
+    loss_fn=loss_fn,
+    dataset_fn=dataset_fn,
+    devices=devices,
+    metrics=tracer.metrics,
+    tracer=tracer,
+    others=[(own, _first_value(own)) for own in tracer.others],
+    **more,
+  )
+
+
+def _part_spec(spec: tf.TypeSpec, parts: int) -> tf.TypeSpec:
+  """The spec of one of so many equal parts of a batch."""
+  if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+    return spec
+  size = spec.shape[0]
+  return tf.TensorSpec([size and size // parts, *spec.shape[1:]], spec.dtype)
+
+
+def load_into_module(module: Any, values: Mapping[str, np.ndarray]) -> None:
+  """Assigns the variables of a module that were trained.
+
+  Args:
+    module: A module like that of `module_replica`, with all its variables.
+    values: Arrays by path, as from `run` or `Driver.values`.
+
+  Raises:
+    CheckpointError: If a value is missing, unknown, or of another shape; no
+      variable is changed then.
+  """
+  own = {
+    own.path: own.variable
+    for own in module_internals.variables_of(module)
+    if not own.is_random and _is_number(own)
+  }
+  arrays = {
+    path: np.asarray(
+      value, own[path].dtype.as_numpy_dtype if path in own else None
+    )
+    for path, value in values.items()
+    if not loss_scaling.is_own(path)
+  }
+  if faults := checkpoints.differences(arrays, own):
+    raise checkpoints.CheckpointError(
+      "the values are of another module: "
+      + checkpoints.some(faults.values(), "; ")
+    )
+  for path, variable in own.items():
+    variable.assign(arrays[path])

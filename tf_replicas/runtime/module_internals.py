@@ -1,0 +1,190 @@
+"""What the library needs of modules (`tf.Module`) and of traced functions.
+
+It uses private names of TensorFlow 2.21.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import wrap_function
+from tensorflow.python.ops import handle_data_util
+
+from tf_replicas.runtime import resources
+
+# The end of the path of a `keras.random.SeedGenerator`'s state.
+_SEED = "seed_generator_state"
+
+
+class OwnVariable(NamedTuple):
+  """A variable of a module.
+
+  Attributes:
+    path: Its name, the same in every task: the path of its attribute, such as
+      `layers/0/w`; the variable's own name in a Keras layer.
+    variable: The variable.
+    trainable: Whether gradients update it.
+    is_random: Whether it is the state of a random generator.
+  """
+
+  path: str
+  variable: tf.Variable
+  trainable: bool
+  is_random: bool = False
+
+
+def is_module(value: object) -> bool:
+  """Whether `variables_of` takes `value`."""
+  return isinstance(value, tf.Module) or _is_layer(value)
+
+
+def variables_of(module: Any) -> list[OwnVariable]:
+  """All variables of a module and of what its attributes hold.
+
+  Args:
+    module: A `tf.Module`, such as one of Sonnet, or a layer or model of Keras 3
+      or `tf_keras`.
+
+  Returns:
+    The variables, each once, in an order that its attributes determine.
+  """
+  if _is_layer(module):
+    return _of_layer(module)
+  found: dict[int, OwnVariable] = {}
+  for steps, value in module._flatten(
+    predicate=_is_leaf, with_path=True, expand_composites=True
+  ):
+    path = "/".join(map(str, steps))
+    if _is_layer(value):
+      own = [v._replace(path=f"{path}/{v.path}") for v in _of_layer(value)]
+    elif isinstance(value, tf.random.Generator):
+      own = [OwnVariable(path, value.state, False, is_random=True)]
+    elif isinstance(value, keras.Variable):
+      own = [_of_keras(value, trainable=value.trainable)._replace(path=path)]
+    else:
+      own = [OwnVariable(path, value, value.trainable)]
+    for variable in own:
+      found.setdefault(id(variable.variable), variable)
+  return list(found.values())
+
+
+def _is_leaf(value: object) -> bool:
+  return _is_layer(value) or isinstance(
+    value, tf.Variable | tf.random.Generator | keras.Variable
+  )
+
+
+def _is_layer(value: object) -> bool:
+  """Whether it is a layer or a model of Keras 3 or `tf_keras`."""
+  names = ("trainable_weights", "non_trainable_weights")
+  return all(hasattr(type(value), name) for name in names)
+
+
+def _of_layer(layer: Any) -> list[OwnVariable]:
+  variables = [(v, True) for v in layer.trainable_variables]
+  variables += [(v, False) for v in layer.non_trainable_variables]
+  return [
+    _of_keras(v, trainable=trainable)
+    if isinstance(v, keras.Variable)
+    else OwnVariable(v.name.removesuffix(":0"), v, trainable)
+    for v, trainable in variables
+  ]
+
+
+def _of_keras(variable: keras.Variable, *, trainable: bool) -> OwnVariable:
+  is_random = variable.path.endswith(_SEED)
+  return OwnVariable(variable.path, variable.value, trainable, is_random)
+
+
+def foreign_variables(
+  function: Any,
+  known: Sequence[tf.Variable],
+) -> list[str]:
+  """The names of the variables that a function uses besides `known`."""
+  ids = {id(v.handle) for v in known}
+  names = {id(v.handle): v.name for v in function.variables}
+  return [
+    names.get(id(capture), "a variable without a name")
+    for capture in function.captured_inputs
+    if capture.dtype == tf.resource
+    and id(capture) not in ids
+    and _is_of_variable(capture)
+  ]
+
+
+def _is_of_variable(handle: tf.Tensor) -> bool:
+  """Whether a resource is a variable, and not a table, for example."""
+  data = handle_data_util.get_handle_data(handle)
+  return data is not None and data.is_set
+
+
+def call_with_values(
+  function: Any,
+  arguments: Sequence[Any],
+  values: Sequence[tuple[OwnVariable, tf.Tensor]],
+) -> Any:
+  """Calls a function with other values in the place of its variables.
+
+  To be used inside a `tf.function`. Variables that last for one execution take
+  the place of the function's own, which are neither read nor assigned.
+
+  Args:
+    function: A traced function, a `ConcreteFunction`.
+    arguments: Its arguments: tensors, in the structure that it was traced with.
+    values: Variables that are replaced, with the values to begin with.
+
+  Returns:
+    What the function returns.
+  """
+  used = {id(capture) for capture in function.captured_inputs}
+  handles = {
+    id(own.variable.handle): resources.LocalVariable(
+      tf.cast(value, own.variable.dtype), name=own.path, trainable=False
+    ).handle
+    for own, value in values
+    if id(own.variable.handle) in used
+  }
+  captures = [handles.get(id(c), c) for c in function.captured_inputs]
+  bound = function.function_type.bind(*arguments)
+  flat = function.function_type.unpack_inputs(bound)
+  return function._call_flat(list(flat), captures)
+
+
+def with_v1_variables(
+  model_fn: Callable[..., Any],
+) -> tuple[Callable[..., Any], Callable[[], list[OwnVariable]]]:
+  """Keeps the variables of a model function in the style of TF1.
+
+  Args:
+    model_fn: Makes its variables by `tf.compat.v1.get_variable`.
+
+  Returns:
+    A function that makes them when it is first called, inside a `tf.function`,
+    and then finds them again; and what returns them.
+  """
+  # What `tf.compat.v1.wrap_function` uses. That itself runs no assignments in
+  # order, and prunes those that no result depends on.
+  holder = wrap_function.VariableHolder(share_variables=True)
+  kept = holder.call_with_variable_creator_scope(model_fn)
+
+  def call(*arguments):
+    # A function that is traced shares the collections of the whole process,
+    # so `get_variable` would find what it made in another trace.
+    graph = tf.compat.v1.get_default_graph()
+    collections = graph._collections
+    graph._collections = {}
+    try:
+      return kept(*arguments)
+    finally:
+      graph._collections = collections
+
+  def variables() -> list[OwnVariable]:
+    return [
+      OwnVariable(v.name.removesuffix(":0"), v, v.trainable)
+      for v in holder.variables.values()
+    ]
+
+  return tf.autograph.experimental.do_not_convert(call), variables
