@@ -254,10 +254,11 @@ def test_the_script_of_the_documentation_saves_once(tmp_path):
     (
       [
         "--timeline=x",
-        f"--cluster_spec={_ROOT}/cluster_specs/mirrored_2workers.json",
+        f"--cluster_spec={_MIRRORED}",
         __file__,
       ],
-      "`--timeline` needs a cluster with parameter servers. Received:",
+      f"{_MIRRORED}: `--timeline` needs a cluster with parameter servers."
+      " Received: one without a `ps` task.",
     ),
     (["--ps=0", __file__], "`--ps` must be at least 1. Received: 0."),
   ],
