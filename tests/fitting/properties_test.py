@@ -165,7 +165,10 @@ class MessagesTest(stores.TestCase):
     ),
     ("devices=3", "`devices` must be a list of names, .*Received: 3"),
     ("replication=[]", r"must be one of between_graph.*Received: \[\]"),
-    ("train_dir=''", "`train_dir` must be the path of a directory. Rec.*: ''"),
+    (
+      "train_dir=''",
+      "`train_dir` must be a path that is not empty.*: ''",
+    ),
     ("train_dir=3", "`train_dir` must be a path. Received: 3"),
     ("checkpoint_every_secs=-1", "must be more than 0. Received: -1"),
     ("seed=0.5", "`seed` must be an integer of 64 bits. Received: 0.5"),

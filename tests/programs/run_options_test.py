@@ -319,7 +319,7 @@ class CheckTest(parameterized.TestCase):
     ),
     (
       "then_periodic",
-      "needs rules, before and after, of sync.*--then_update=model_average",
+      "may name only these rules if both are given: sync.*model_average",
       {"then_update": ("model_average",), "switch_at_step": 7},
     ),
     (

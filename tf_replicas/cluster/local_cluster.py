@@ -52,7 +52,7 @@ class LocalCluster:
     """Prepares; `start` starts a task.
 
     Args:
-      spec: The cluster, ports chosen.
+      spec: The cluster; no port is 0 (see `resolve_ports`).
       command: Gives the command line of a task.
       log_dir: For the tasks' logs; made if missing. None: no logs are kept.
       environ: The tasks' environment; this process's if not given.

@@ -350,7 +350,10 @@ class ParameterServerDriver(Driver):
     )
 
   def _agree(self) -> None:
-    """Compares with what the chief trains, before any variable is created."""
+    """Checks that this task has the variables and the rule of the chief.
+
+    The chief publishes them. No variable has been created yet.
+    """
     rule, variables = self.rule.signature(), self.store.signature()
     if self.is_chief:
       self._heartbeats.publish({"rule": rule, "variables": variables})

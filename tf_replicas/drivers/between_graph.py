@@ -70,13 +70,13 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     functions.
 
     Args:
-      spec: The cluster, ports chosen.
+      spec: The cluster; no port is 0 (see `resolve_ports`).
       task: This task, one of `spec.replicas`.
       replica_fn: Builds the replica; the same in every worker.
       optimizer_fn: Builds the update rule; the same in every worker.
       start_timeout_secs: How long to wait for PS tasks and chief.
-      lost_after_secs: Seconds without a heartbeat after which a worker is lost,
-        so that its place in a step goes to another replica.
+      lost_after_secs: After so many seconds without a heartbeat, a worker is
+        lost: no step waits for it until it comes back.
       timeline_dir: Where to record the timeline of this task; see `timeline`.
       namespace: The name of the training; the same in every worker, and one of
         those that the PS tasks serve. Trainings of different names share
@@ -91,6 +91,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       ValueError: If the model was built before the process was connected, the
         rule is for another number of replicas, or `namespace` is invalid.
     """
+    if task not in spec.replicas:
+      raise cluster.ClusterError(
+        f"{spec.where}`task` must be a worker or the chief. Received: {task}."
+      )
     self.is_chief = task == spec.chief
     self._index = spec.replicas.index(task)
     self._has_given_up = False

@@ -15,7 +15,7 @@ _connections: list[tuple[str, ...]] = []
 
 
 def is_connected(key: tuple[str, ...]) -> bool:
-  """Whether `remember` was called with `key`: what it names is there.
+  """Whether this process has the connection that `key` describes.
 
   TensorFlow has one connection per process. Another one would reset its
   context, and with it all tensors and functions (TensorFlow 2.21).

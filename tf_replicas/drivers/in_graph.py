@@ -96,7 +96,7 @@ class InGraph(driver_base.ParameterServerDriver):
     """Connects and creates the shared copy; as `BetweenGraph`.
 
     Args:
-      spec: The cluster, ports chosen.
+      spec: The cluster; no port is 0 (see `resolve_ports`).
       task: The client's task; its address, if the spec names one, is used.
       replica_fn: Builds the replica.
       optimizer_fn: Builds the update rule.

@@ -157,7 +157,7 @@ class Mirrored(driver_base.Driver):
       devices: This process's, such as `/device:GPU:0`; the first CPU if empty.
         With several processes, the same number in each: its first GPUs, or one
         CPU.
-      spec: The cluster of several processes, ports chosen.
+      spec: The cluster of several processes; no port is 0.
       task: Which of its `replicas` this process is.
       start_timeout_secs: How long to wait for the other processes.
       namespace: The name of the training. Every driver of a process has

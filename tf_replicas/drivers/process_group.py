@@ -35,7 +35,7 @@ def connect(
   """The strategy of several processes; waits until all of them listen.
 
   Args:
-    spec: The cluster, ports chosen.
+    spec: The cluster; no port is 0 (see `resolve_ports`).
     task: This process.
     devices: Its GPUs, the same number in every process; or a CPU.
     timeout_secs: How long to wait for the others.

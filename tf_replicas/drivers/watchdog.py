@@ -182,8 +182,8 @@ class ChiefWatchdog:
     if is_silent and now - self._logged >= self._log_every_secs:
       self._logged = now
       self._log(
-        f"the chief: {_silence(age)}; waiting for its restart until"
-        f" {self._lost_after_secs:.0f} s have passed"
+        f"the chief: {_silence(age)}. If it is dead, restart it: this worker"
+        f" gives up in {self._lost_after_secs - age:.0f} s"
       )
     return False
 
@@ -288,7 +288,10 @@ def _end_replicas(
     )
   except (TimeoutError, tf.errors.OpError) as error:
     message = processes.shortened(str(error))
-    log(f"not all workers have stopped, shutting down without them: {message}")
+    log(
+      "not all workers have stopped; shutting down anyway. End their processes"
+      f" if they still run. ({message})"
+    )
   for _ in range(_MAX_INTERRUPTS):
     # Again and again: `end_replicas` ignores interrupts from before it began.
     rule.interrupt()

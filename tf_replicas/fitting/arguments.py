@@ -85,7 +85,8 @@ def check_loop(
     path = os.fspath(train_dir)
     if not path or "\0" in path:
       raise ValueError(
-        f"`train_dir` must be the path of a directory. Received: {path!r}."
+        "`train_dir` must be a path that is not empty and has no null"
+        f" character. Received: {path!r}."
       )
   if not callable(log):
     raise TypeError(f"`log` must be a function. Received: {short(log)}.")

@@ -234,7 +234,11 @@ class CompiledReplica(model_replica.Replica):
 
 
 def _number_of(phase: tf.Tensor, count: int) -> tf.Tensor:
-  """The phase as an int32 scalar; a mean of contributions is not exact."""
+  """Rounds the phase to an int32 scalar.
+
+  Replicas share it as a float, and the mean of contributions may be slightly
+  off.
+  """
   return tf.math.floormod(tf.cast(tf.round(phase), tf.int32), count)
 
 
@@ -326,7 +330,7 @@ def inner_optimizer_of(
 ]:
   """The optimizer for the parameter servers.
 
-  What needs all variables at once, the update rule does.
+  Options that need all variables at once become arguments of the update rule.
 
   Args:
     model: A model that `build` accepts.
@@ -599,7 +603,7 @@ def _build(model: keras.Model, data_spec: tuple) -> None:
 
 @contextlib.contextmanager
 def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
-  """Context that adds the names of the results of metrics that are updated.
+  """Context that collects the names of the metrics that are updated.
 
   A `train_step` may return something of its own under the name of a metric that
   it does not update: that of Keras' own mean of the losses, "loss".

@@ -201,7 +201,7 @@ def run(
 
 
 class _Steps:
-  """The driver's step, in calls that end where something is due.
+  """Calls `driver.step`, but never past the next log line, summary or end.
 
   Attributes:
     loss: The last update's; NaN before the first.

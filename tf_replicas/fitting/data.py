@@ -148,8 +148,9 @@ def split_validation(
   """
   if callable(x) or isinstance(x, tf.data.Dataset):
     raise TypeError(
-      "`validation_split` needs arrays: use `validation_data` with a data set."
-      f" Received: {share}, and `x` of type {type(x).__name__}."
+      "`validation_split` needs arrays. With a data set or a function, give"
+      f" `validation_data`. Received: {share}, and `x` of type"
+      f" {type(x).__name__}."
     )
   arrays = _arrays(x, y, sample_weight)
   length = len(tf.nest.flatten(arrays)[0])

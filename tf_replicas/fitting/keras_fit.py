@@ -332,9 +332,10 @@ def _check_is_new(model: keras.Model) -> None:
 
 
 class _Loop(keras.callbacks.Callback):
-  """Keras' training function on a driver, and the callback that knows epochs.
+  """Replaces Keras' training function by updates of a driver.
 
-  Keras calls it once per batch, or per `steps_per_execution` batches.
+  Keras calls it once per batch, or per `steps_per_execution` batches. As a
+  callback, it follows the epochs.
   """
 
   def __init__(

@@ -358,7 +358,7 @@ def _spec(
   chief: bool,
   cluster: cluster_module.ClusterSpec | str | None,
 ) -> cluster_module.ClusterSpec:
-  """The cluster, ports chosen."""
+  """The cluster; no port is 0 (see `resolve_ports`)."""
   if cluster is None:
     for name, value in (("ps", ps), ("workers", workers)):
       if not isinstance(value, int) or value < 1:

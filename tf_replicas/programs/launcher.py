@@ -170,7 +170,7 @@ class _Echo:
     self._console.log(line)
 
   def close(self) -> None:
-    """Leaves the bar as it is."""
+    """Ends the progress bar, which stays visible."""
     self._console.close_bar()
 
 

@@ -277,10 +277,10 @@ def _volumes(options: argparse.Namespace) -> Iterator[dict]:
 
 
 class _Dumper(yaml.SafeDumper):
-  """Writes texts of several lines as such, and repeats what is repeated."""
+  """Writes texts of several lines as blocks, and uses no YAML aliases."""
 
   def ignore_aliases(self, data) -> bool:
-    """Whether `data` is never an alias: always."""
+    """True: `data` is written out again instead of referred to."""
     return True
 
 

@@ -93,5 +93,9 @@ def of_run(
       with open(path, encoding="utf-8") as file:
         recorded = settings_class(**json.load(file))
     except (TypeError, ValueError) as error:
-      raise ValueError(f"{path} is damaged: {error}") from None
+      raise ValueError(
+        f"cannot read the settings of the run in {path}: {error}. Another"
+        " version of this program may have written it. Repair it, or delete it"
+        " to use the defaults."
+      ) from None
   return dataclasses.replace(recorded, train_dir=train_dir, **given)

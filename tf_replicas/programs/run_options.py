@@ -305,7 +305,7 @@ class Outcome(NamedTuple):
 def check_length(
   options: Options, batch_size: int, max_steps: int | None
 ) -> None:
-  """Refuses a batch or a length that the options cannot have.
+  """Refuses a batch size or a number of updates that the options rule out.
 
   Args:
     options: How it is run.

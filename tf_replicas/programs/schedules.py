@@ -35,7 +35,7 @@ def share(examples: _Count, length: int) -> _Count:
 
 
 def staircase(examples: _Count, factor: float, length: int) -> _Count:
-  """`factor` to the power of how often `length` examples are over.
+  """`factor` ** k, where k is how many times `length` examples have passed.
 
   It is `tf.compat.v1.train.exponential_decay(staircase=True)` in examples.
   """

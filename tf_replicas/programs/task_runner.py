@@ -312,7 +312,9 @@ def _max_steps(
 
 
 class _Steps:
-  """The driver's step, with the learning rate set and the counts added.
+  """Sets the learning rate and calls `driver.step`.
+
+  Adds the replicas' counts to the result when a summary is due.
 
   Attributes:
     loss: The last update's; None before the first.
@@ -408,7 +410,10 @@ def updates_at_one_rate(
 
 
 def _spread_out(counts: Sequence[int], limit: int = 1000) -> np.ndarray:
-  """Each k about `counts[k]` times, or fewer: about `limit` values in all."""
+  """Turns a histogram into values: the number k occurs `counts[k]` times.
+
+  If that makes more than `limit` values, all counts are scaled down.
+  """
   counts = np.asarray(counts)
   share = min(1.0, limit / counts.sum())
   return np.repeat(np.arange(len(counts)), np.ceil(counts * share).astype(int))

@@ -61,10 +61,10 @@ def builder(
 
 
 def _prepare_elsewhere(name: str, data_dir: str | None) -> None:
-  """Downloads and prepares a data set in a process that ends then.
+  """Downloads and prepares a data set, in a process of its own.
 
-  Images are encoded by TensorFlow on the way, and once it computes, a process
-  can choose its devices no more.
+  TensorFlow encodes images on the way. A process that has used TensorFlow can
+  no longer choose its devices.
   """
   spawned = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawned) as pool:
@@ -86,7 +86,7 @@ def _require_server(found) -> None:
     except urllib.error.HTTPError:
       pass  # It answered; what it answers is for the downloader to judge.
     except OSError as error:
-      raise DataError(f"{url} does not answer, {error}") from error
+      raise DataError(f"cannot reach {url}: {error}") from error
 
 
 def _one_line(error: Exception) -> str:

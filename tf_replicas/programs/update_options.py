@@ -66,7 +66,7 @@ def _sync(settings: UpdateSettings, num_replicas: int) -> RuleFn:
 
 
 def _of_gradients(settings: UpdateSettings, common: dict) -> dict:
-  """The keywords of a rule with the settings of gradients among them.
+  """Adds clipping and momentum correction to the keywords of a rule.
 
   Raises:
     ValueError: If the norm of the mean is limited by the optimizer too.
@@ -465,8 +465,8 @@ def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
   _check_rules("then_update", settings.then_update)
   if not set(settings.all_rules) <= set(_SWITCHABLE):
     raise cluster.ClusterError(
-      "`--then_update` needs rules, before and after, of"
-      f" {', '.join(_SWITCHABLE)}. Received: --update="
+      "`--update` and `--then_update` may name only these rules if both are"
+      f" given: {', '.join(_SWITCHABLE)}. Received: --update="
       f"{','.join(settings.rules)}, --then_update="
       f"{','.join(settings.then_update)}."
     )

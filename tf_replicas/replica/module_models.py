@@ -34,8 +34,8 @@ _Result = tuple[
 ]
 
 
-class SharedPattern:
-  """A module's variable as replicas share it: a pattern of the store's.
+class SharedTemplate:
+  """Path, shape and dtype of a module's variable, as the store copies it.
 
   Counters are shared as float64, which holds them exactly up to 2**53: the
   update rules average what replicas contribute.
@@ -370,8 +370,8 @@ def _replica(
   parts = max(1, len(devices)) * more["micro_batches"]
   tracer.concrete(tf.nest.map_structure(lambda s: _part_spec(s, parts), spec))
   return ModuleReplica(
-    variables=cast(Any, [SharedPattern(own) for own in tracer.trained]),
-    statistics=cast(Any, [SharedPattern(own) for own in tracer.statistics]),
+    variables=cast(Any, [SharedTemplate(own) for own in tracer.trained]),
+    statistics=cast(Any, [SharedTemplate(own) for own in tracer.statistics]),
     loss_fn=loss_fn,
     dataset_fn=dataset_fn,
     devices=devices,

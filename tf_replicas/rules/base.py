@@ -23,10 +23,14 @@ or on both:
 rules whose replicas hand over the gradient of one batch at a time;
 `OptimizerRule` is what the rules around an inner optimizer share.
 
-Where later needs fit: a replica that leaves is `declare_lost`, one that joins
-begins at `begin`; a contribution by rows is a `tf.IndexedSlices`; one that
-arrives in parts is a matter of `GradientRule.apply_gradients`; what an earlier
-incarnation left behind is kept apart by the store's namespace.
+How to extend it:
+
+* Replicas that join and leave: a new one calls `begin`; `declare_lost` ends the
+  wait for one that left.
+* Rows of a table: a gradient may be a `tf.IndexedSlices`.
+* Contributions that arrive in parts: only `GradientRule.apply_gradients` knows
+  how gradients are sent.
+* Several trainings: the store's namespace keeps their objects apart.
 """
 
 import abc
@@ -150,13 +154,17 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def start(self) -> None:
-    """The chief's, before its first update: the variables are complete now."""
+    """Called once by the chief, before its first update.
+
+    All variables have their values by then.
+    """
 
   @abc.abstractmethod
   def trace_ahead(self) -> None:
-    """Traces every function that may be called while a task hangs.
+    """Traces now all functions that may be called later, while a task hangs.
 
-    An in-graph client that traces waits for all tasks (TensorFlow 2.21).
+    An in-graph client that traces a function waits for all tasks (TensorFlow
+    2.21). So it must not trace while one of them hangs.
     """
 
   @abc.abstractmethod
@@ -580,8 +588,9 @@ class OptimizerRule(GradientRule):
 
     Args:
       gradients: One per element of `store.contributed`.
-      weight: For the replica that counts as many as an update averages, so
-        that the mean is that replica's value; for the others 0.
+      weight: N, the contributions of an update, for the replica that the
+        statistics follow, so that the mean over N is its value; for the others
+        0.
     """
     if not self.has_chief_statistics:
       return list(gradients)

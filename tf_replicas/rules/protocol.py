@@ -32,13 +32,16 @@ class Status(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-  """The verdict of a reply on a contribution.
+  """The reply to a contribution that a replica has offered.
 
-  ADMIT: deliver it. RELEASE: it is done with, continue with the next step.
-  CONTINUE is RELEASE and ADMIT in one: the next contribution is admitted in
-  advance, under the next tag. It saves the offer when every step needs every
-  replica anyway. VOID is RELEASE for a contribution that is not used, because
-  its place was given to another replica.
+  A contribution has a number among those of its replica, its *tag*. A step has
+  N *places*, one for each contribution that it averages.
+
+  ADMIT: the contribution has a place; send its gradients. RELEASE: the step is
+  over; continue with the next one. CONTINUE is RELEASE and ADMIT in one: the
+  next contribution, with the next tag, has a place already. It saves the offer
+  when every step needs every replica. VOID is RELEASE for a contribution that
+  is not used, because another replica has its place.
   """
 
   NONE = -1

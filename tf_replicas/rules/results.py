@@ -56,7 +56,8 @@ class ReplicaStatus(NamedTuple):
 
   Attributes:
     status: What it is doing, as far as the chief knows.
-    tag: The tag of its last contribution; -1 if it has offered none.
+    tag: The number of its last contribution (microseconds since 1970, or the
+      last number plus 1); -1 if it has offered none.
   """
 
   status: protocol.Status

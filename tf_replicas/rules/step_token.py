@@ -86,10 +86,14 @@ def now(*after: tf.Tensor) -> tf.Tensor:
 
 
 def clocked(values: T) -> tuple[tf.Tensor, T]:
-  """When all tensors of a structure were computed, and the structure.
+  """Reads the clock once all tensors of a structure are computed.
 
-  The returned tensors depend on the clock, so nothing is computed from them
-  before it was read. Leaves may be None.
+  Args:
+    values: The structure; its leaves may be None.
+
+  Returns:
+    The time, as `now` returns it, and copies of the tensors. Ops that use the
+    copies run after the clock was read.
   """
   there = [value for value in tf.nest.flatten(values) if value is not None]
   time = now(*there)

@@ -276,7 +276,10 @@ class SwitchingOptimizer(rule_base.GradientRule):
     self._rule.end_replicas()
 
   def _end(self) -> None:
-    """Marks the training as ended, so that no replica changes to a rule."""
+    """Marks the training as ended.
+
+    A replica that is released after that ends, and does not change its rule.
+    """
     self._has_ended.assign(True)
     resources.flush_assignments([self._has_ended])
 

@@ -43,7 +43,9 @@ def variable(names: Sequence[str]) -> tf.Variable:
 
 
 def move(names: Sequence[str], values: Mapping[str, tf.Tensor]) -> tf.Tensor:
-  """What a replica contributes to the sums: old minus new value.
+  """What a replica contributes to the sums.
+
+  It is old minus new value, as for every statistic, and therefore negative.
 
   Args:
     names: The names.

@@ -178,9 +178,10 @@ class ParameterStore:
 
   @property
   def contributed(self) -> list[int]:
-    """The positions in `specs` of what replicas contribute to.
+    """The positions in `specs` of the variables that replicas contribute to.
 
-    First the trainable variables, then the statistics.
+    First those of the trainable variables, then those of the statistics, such
+    as moving means.
     """
     others = [i for i, spec in enumerate(self.specs) if not spec.trainable]
     return self.trainable + others

@@ -149,19 +149,23 @@ class OwnUpdate:
     pending: tf.Variable,
     finish: Callable[[tf.Tensor | bool], tf.Tensor],
   ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Applies what was sent; to be used inside a `tf.function`.
+    """Applies the gradients that were sent, or adds them to the sums.
+
+    To be used inside a `tf.function`.
 
     Args:
       replica: The replica that computed the gradients.
       parts: As `send` returned them.
-      version: int64 scalar, the updates before this one.
-      staleness: int64 scalar.
-      pending: int64 scalar, the sets in the sums; `finish` changes it.
-      finish: Counts this set; called with whether it completed an update.
+      version: int64 scalar, the number of updates before this one.
+      staleness: int64 scalar, the updates since the variables were read.
+      pending: int64 scalar, how many sets of gradients the sums hold; `finish`
+        changes it.
+      finish: Called once, with True if this set completed an update.
 
     Returns:
-      What `finish` returned; and, as float64 seconds since 1970, when the
-      gradients had arrived and when the update was made.
+      The result of `finish`; and two times, in float64 seconds since 1970:
+      when the gradients had arrived, and when they were applied or added to
+      the sums.
     """
     present = self._present(parts)
     arrived = [_values(g) for task in parts for g in task if g is not None]

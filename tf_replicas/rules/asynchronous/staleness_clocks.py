@@ -41,7 +41,7 @@ def arrive(
   max_lead: int,
   is_open: tf.Tensor | bool = False,
 ) -> tuple[State, tf.Tensor]:
-  """Lets `replica` arrive at the barrier, or be lost; pure.
+  """Sets the clock of `replica`, and finds the replicas that may pass.
 
   Args:
     state: The state before.

@@ -410,7 +410,11 @@ def _value(slot: tf.Tensor | inner_optimizer.TensorVariable) -> tf.Tensor:
 
 
 def _constant(value: np.ndarray) -> tf.Tensor:
-  """`value` as a tensor; if all elements are equal, without its bytes."""
+  """`value` as a tensor.
+
+  If all elements are equal, it is made by `tf.fill`: the graph need not hold
+  them.
+  """
   first = value.flat[0] if value.size else 0
   if np.all(value == first):
     return tf.fill(value.shape, tf.constant(first, value.dtype))

@@ -170,12 +170,14 @@ def elastic_average(
       f"`moving_rate` must be in (0, 1]. Received: {moving_rate}."
     )
   if rho is None:
-    rho = moving_rate / steps.learning_rate if steps.learning_rate else -1
+    if not steps.learning_rate:
+      raise ValueError(
+        "`rho` must be given if the learning rate is 0: its default is"
+        " moving_rate / learning_rate. Received: None."
+      )
+    rho = moving_rate / steps.learning_rate
   if not rho >= 0:
-    raise ValueError(
-      "`rho` must be given where the learning rate is 0, and must not be"
-      f" negative. Received: {rho}."
-    )
+    raise ValueError(f"`rho` must be at least 0. Received: {rho}.")
   make_rule, make_sync_round, rate = (
     (
       sync_replicas.SyncReplicasOptimizer,

@@ -189,8 +189,8 @@ class ElasticExchange:
   """Makes the exchanges of `ElasticRound` on the PS tasks, one by one.
 
   The replica's copy travels to the PS tasks. There, under one lock, the centre
-  moves a part of the way towards it. The centre before that move travels back,
-  and the replica moves as far towards it.
+  moves a part of the way towards it. The centre before that move travels back.
+  `ElasticRound` then moves the replica's copy as far towards it.
   """
 
   def __init__(
@@ -219,13 +219,16 @@ class ElasticExchange:
     version: tf.Tensor,
     statistics_rate: float | tf.Tensor,
   ) -> list[tf.Tensor]:
-    """Makes one exchange; to be used inside a `tf.function`.
+    """Moves the centre towards a replica's copy, under the lock.
+
+    The caller moves the copy. To be used inside a `tf.function`.
 
     Args:
       parameters: The replica's copy, one tensor per element of the store's
         `contributed`.
       version: int64 scalar, the exchanges before this one.
-      statistics_rate: Scalar, the `moving_rate` of statistics.
+      statistics_rate: Scalar, the `moving_rate` of statistics, such as the
+        moving means of batch normalization.
 
     Returns:
       The centre just before the exchange, as many tensors.

@@ -14,8 +14,9 @@ Where objects live:
 
 A replica's side of one contribution (`offer`):
 
-1. It puts OFFER(replica, tag, step) into the inbox; the step is that of the
-   variables which it computed from.
+1. It puts OFFER(replica, tag, step) into the inbox. The *tag* is the number of
+   this contribution among those of the replica. The step is that of the
+   variables from which it computed.
 2. It waits for the reply: ADMIT or RELEASE(step).
 3. If admitted, it puts its gradients into its queue on every PS task, then
    DELIVERED into the inbox, and waits for RELEASE(step) or CONTINUE(step).
@@ -26,7 +27,8 @@ A replica's side of one contribution (`offer`):
 The chief's side of one step (`collect`, which runs wholly on PS task 0): take
 messages from the inbox, enter each in the ledger (`ledger.record`), and give
 the free places of the step to replicas that wait with a fresh offer
-(`ledger.settle`). A place is free unless its contribution was delivered or is
+(`ledger.settle`). A step has N places, one for each contribution that it
+averages. A place is free unless its contribution was delivered or is
 still expected from an admitted replica. An offer from older variables is late
 and released at once. A fresh offer without a place waits: it gets the place of
 an admitted replica that is lost (the chief says LOST), or is surplus when the
@@ -318,14 +320,22 @@ class Contributions:
         )
 
   def _take_one(self, step) -> tuple[tf.Tensor, tf.Tensor]:
-    """Serves one message; (OFFER to continue or why to stop, the sender)."""
+    """Serves one message.
+
+    Returns:
+      A kind of message, OFFER unless `collect` must stop; and the sender.
+    """
     woken = tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
     return self._take(
       self._number, lambda *message: self._serve(*message, step), woken
     )
 
   def _take(self, number, serve, otherwise):
-    """Serves the next message, or puts it back unless `number` takes them."""
+    """Serves the next message.
+
+    Puts it back, and returns `otherwise`, if another call than `number` is the
+    one that takes messages by now.
+    """
     header, report, present = self._inbox.dequeue()
 
     def put_back():

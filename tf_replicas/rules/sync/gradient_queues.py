@@ -177,7 +177,7 @@ class GradientQueues:
     comes_first = tf.reduce_all(places.replica >= replica)
 
     def weigh(parts, taken):
-      """Lets the statistics of the first contribution stand for all N."""
+      """Multiplies the first contribution's statistics by N, others by 0."""
       if not self._has_chief_statistics:
         return parts
       is_first = comes_first & (taken == 0)

@@ -258,14 +258,17 @@ def _accept(
 
 
 def is_waiting(ledger: Ledger) -> tf.Tensor:
-  """bool [R]: whether each replica waits with all its work done."""
+  """bool [R]: whether each replica has nothing to do but to wait.
+
+  It waits for a place in the step, or has delivered.
+  """
   return (ledger.status == protocol.Status.WAITING) | (
     ledger.status == protocol.Status.DELIVERED
   )
 
 
 def settle(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
-  """Gives the free places of the step to waiting replicas; pure.
+  """Gives the free places of the step to waiting replicas. A pure function.
 
   Returns:
     The ledger after it, and the `Verdict` for the tag that each replica had
