@@ -194,6 +194,7 @@ def test_the_example_learns_with_a_backup_worker(tmp_path):
   output = _run(
     tmp_path,
     "--workers=3",
+    "--timeline=timeline",
     str(_ROOT / "examples" / "keras_fit.py"),
     "--replicas_to_aggregate=2",
     "--save_to=model.keras",
@@ -201,6 +202,8 @@ def test_the_example_learns_with_a_backup_worker(tmp_path):
   (accuracy,) = re.findall(r"accuracy: ([\d.]+)$", output, re.MULTILINE)
   assert float(accuracy) > 0.9
   assert (tmp_path / "model.keras").stat().st_size > 0
+  files = sorted(path.stem for path in (tmp_path / "timeline").iterdir())
+  assert files == ["chief", "worker_0", "worker_1", "worker_2"]
 
 
 def test_a_model_made_before_joining_is_refused(tmp_path):
@@ -248,6 +251,15 @@ def test_the_script_of_the_documentation_saves_once(tmp_path):
   ("arguments", "words"),
   [
     (["absent.py"], "the script must be a Python file. Received: absent.py."),
+    (
+      [
+        "--timeline=x",
+        f"--cluster_spec={_MIRRORED}",
+        __file__,
+      ],
+      f"{_MIRRORED}: `--timeline` needs a cluster with parameter servers."
+      " Received: one without a `ps` task.",
+    ),
     (["--ps=0", __file__], "`--ps` must be at least 1. Received: 0."),
   ],
 )

@@ -5,6 +5,9 @@ cluster spec, ports chosen, or the spec itself, as JSON) and `TF_REPLICAS_TASK`
 (such as `worker:1`). Other platforms set `TF_CONFIG`, and Slurm its own
 variables. The first of these that is set counts; `TF_CONFIG={}` stands for a
 process that is alone.
+
+`TF_REPLICAS_TIMELINE` is the directory in which all tasks record their
+timelines; if it is not set, there are none.
 """
 
 from collections.abc import Mapping
@@ -14,6 +17,7 @@ from tf_replicas.cluster import spec as cluster_spec
 
 CLUSTER_SPEC = "TF_REPLICAS_CLUSTER_SPEC"
 TASK = "TF_REPLICAS_TASK"
+TIMELINE = "TF_REPLICAS_TIMELINE"
 
 
 def role(

@@ -168,6 +168,7 @@ class Part:
         replica_fn,
         rule_fn,
         start_timeout_secs=self.start_timeout_secs,
+        timeline_dir=os.environ.get(environment.TIMELINE) or None,
       )
     if self.role is None or self.role[1] == self.role[0].chief:
       return make()

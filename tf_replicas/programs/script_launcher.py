@@ -43,6 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     default=3,
     help="how often a worker that a signal killed is started again",
   )
+  parser.add_argument(
+    "--timeline",
+    help="a directory for the timelines of all tasks; see experiments.timeline",
+  )
   parser.add_argument("script", help="the Python file to run")
   parser.add_argument("arguments", nargs=argparse.REMAINDER)
   return parser
@@ -97,6 +101,14 @@ def launch(argv: list[str]) -> int:
       f"the script must be a Python file. Received: {options.script}."
     )
   spec = _spec(options)
+  if options.timeline and not spec.num_tasks("ps"):
+    raise cluster.ClusterError(
+      f"{spec.where}`--timeline` needs a cluster with parameter servers."
+      " Received: one without a `ps` task."
+    )
+  settings = {}
+  if options.timeline:
+    settings[environment.TIMELINE] = os.path.abspath(options.timeline)
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory, "cluster.json")
     path.write_text(spec.to_json(), encoding="utf-8")
@@ -112,7 +124,7 @@ def launch(argv: list[str]) -> int:
         *options.arguments,
       ],
       log_dir=options.log_dir or directory,
-      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **settings},
       echo=_echo,
       max_restarts=options.max_restarts,
     )
