@@ -14,13 +14,14 @@ from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# The documentation, without what an experiment writes.
+# Name -> text, of all but the pages that experiments write.
 PAGES = {
   str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
   for path in [
-    *ROOT.glob("*.md"),
-    *ROOT.glob("docs/*.md"),
-    *ROOT.glob("*/README.md"),
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "experiments" / "README.md",
+    ROOT / "inception_mini" / "README.md",
   ]
 }
 README = PAGES["README.md"]
