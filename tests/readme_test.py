@@ -1,9 +1,12 @@
-"""What the README shows runs as it stands there."""
+"""What the README and the pages of `docs` show runs as it stands there."""
 
+import importlib.util
 import json
 import pathlib
 import re
 import sys
+
+import pytest
 
 from tests.support import binaries
 from tests.support import trials
@@ -11,23 +14,59 @@ from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Name -> text, of all but the pages that experiments write.
+PAGES = {
+  str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+  for path in [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "experiments" / "README.md",
+    ROOT / "inception_mini" / "README.md",
+  ]
+}
+README = PAGES["README.md"]
+MAX_README_BYTES = 9 * 1024
 
 
-def example(name: str) -> str:
+def blocks(page: str, language: str) -> list[str]:
+  """The code blocks of a page in this language."""
+  return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+def example(page: str, name: str) -> str:
   """The code block that follows `<!-- example: NAME -->`."""
   pattern = rf"<!-- example: {re.escape(name)} -->\n```python\n(.*?)```"
-  return re.search(pattern, README, re.DOTALL).group(1)
+  (code,) = re.findall(pattern, PAGES[page], re.DOTALL)
+  return code
+
+
+def links(text: str) -> list[str]:
+  """The targets of links and pictures that are not on the web."""
+  prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+  targets = re.findall(r"\]\(([^)\s]+)\)", prose)
+  return [target for target in targets if "://" not in target]
+
+
+def anchors(text: str) -> set[str]:
+  """The headings of a page, as GitHub names them in links."""
+  prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+  headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+  return {
+    re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    for heading in headings
+  }
 
 
 def test_the_foreign_training_loop_is_short():
-  lines = [line for line in example("my_train.py").splitlines() if line.strip()]
-  assert len(lines) < 50
+  code = example("docs/wrapper.md", "my_train.py")
+  assert len([line for line in code.splitlines() if line.strip()]) < 50
 
 
 def test_the_foreign_training_loop_trains(tmp_path, monkeypatch):
   program = tmp_path / "my_train.py"
-  program.write_text(example("my_train.py"), encoding="utf-8")
+  program.write_text(
+    example("docs/wrapper.md", "my_train.py"), encoding="utf-8"
+  )
   jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
   spec = cluster.resolve_ports(cluster.parse(jobs))
   path = tmp_path / "spec.json"
@@ -48,7 +87,7 @@ def test_the_foreign_training_loop_trains(tmp_path, monkeypatch):
 
 
 def _assert_weights_fit(path, loss):
-  """In a model of another process, as the README says."""
+  """In a model of another process, as `docs/wrapper.md` says."""
   import keras
   import numpy as np
 
@@ -68,7 +107,7 @@ def test_the_policy_of_its_own_is_one():
   import tensorflow as tf
 
   names = {}
-  exec(example("policy"), names)
+  exec(example("docs/update_rules.md", "policy"), names)
   policy = names["rule"].policy
   assert policy.name == "by_root"
   assert float(policy.rate_factor(tf.constant(3.0))) == 0.5
@@ -88,7 +127,7 @@ def test_the_exported_model_names_what_an_image_shows(
   image = tf.cast(tf.random.uniform([50, 40, 3], 0, 255, tf.int32), tf.uint8)
   (tmp_path / "cat.png").write_bytes(tf.io.encode_png(image).numpy())
   monkeypatch.chdir(tmp_path)
-  program = example("classify.py")
+  program = example("docs/programs.md", "classify.py")
   assert program.count("/tmp/cifar10_export") == 1
   exec(program.replace("/tmp/cifar10_export", directory), {})
   assert capsys.readouterr().out.strip() in config.LABELS
@@ -99,7 +138,7 @@ def test_ci_installs_and_tests_as_the_readme_says():
   (tests,) = re.findall(r"^python -m pytest .*$", README, re.MULTILINE)
   assert f"stage tests {tests}\n" in script
   chosen = re.search(' -m "(.+)"$', tests).group(1)
-  rest = tests.replace(f'"{chosen}"', f'"not ({chosen})"')
+  rest = tests.replace(f'"{chosen}"', f'"not ({chosen} or exhaustive)"')
   assert f'stage "other tests" \\\n  {rest}\n' in script
   (packages,) = set(re.findall(r"pip install -q -e (\S+)", README))
   assert re.search(
@@ -107,12 +146,59 @@ def test_ci_installs_and_tests_as_the_readme_says():
   )
 
 
-def test_every_spec_that_the_readme_names_exists():
-  for name in re.findall(r"cluster_specs/\w+\.json", README):
+def test_the_keras_example_is_the_one_that_a_cluster_runs():
+  """By `tests/fitting/cluster_test.py`, with this command."""
+  (code,) = blocks("README.md", "python")
+  assert [code] == blocks("docs/keras.md", "python")
+  command = "python -m tf_replicas.launch --ps=1 --workers=2 train.py\n"
+  assert command in blocks("README.md", "bash")
+  assert command in blocks("docs/keras.md", "bash")
+
+
+def test_the_readme_is_short():
+  assert len(README.encode()) <= MAX_README_BYTES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page):
+  text = PAGES[page]
+  for name in re.findall(r"(?:cluster_specs|examples)/[\w/]+\.\w+", text):
     assert (ROOT / name).exists(), name
+  for name in re.findall(r"python -m ([\w.]*\w)", text):
+    known = name.endswith(".NAME") or importlib.util.find_spec(name)
+    assert known, name
 
 
-def test_the_spec_that_it_shows_is_valid():
-  (document,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
-  spec = cluster.parse(json.loads(document))
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+  for link in links(PAGES[page]):
+    name, _, anchor = link.partition("#")
+    path = (ROOT / page).parent / name if name else ROOT / page
+    assert path.exists(), link
+    if anchor:
+      target = str(path.resolve().relative_to(ROOT))
+      assert anchor in anchors(PAGES[target]), link
+
+
+def test_each_page_is_reached_from_the_readme():
+  reached, new = set(), {"README.md"}
+  while new:
+    reached |= new
+    new = {
+      str(((ROOT / page).parent / link.partition("#")[0]).resolve())
+      for page in new
+      for link in links(PAGES[page])
+      if not link.startswith("#")
+    }
+    new = {name.removeprefix(f"{ROOT}/") for name in new} & set(PAGES)
+    new -= reached
+  assert set(PAGES) == reached
+
+
+def test_the_specs_that_it_shows_are_valid():
+  first, *others = map(json.loads, blocks("docs/cluster_spec.md", "json"))
+  spec = cluster.parse(first)
   assert spec.num_tasks("worker") == 2
+  assert len(others) == 3
+  for document in others:
+    assert cluster.parse(document)

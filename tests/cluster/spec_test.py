@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SPEC_FILES = sorted((ROOT / "cluster_specs").glob("*.json"))
 ADDRESS = 'must be "host:port" with a port in [0, 65535]'
 
-# The example of the README.
+# One with every section.
 EXAMPLE = {
   "cluster": {"ps": ["localhost:0"], "worker": ["localhost:0", "localhost:0"]},
   "devices": {
