@@ -127,7 +127,7 @@ class HandNumbersTest(stores.TestCase):
     replica = model_replica.Replica(
       norm.trainable_variables,
       loss_fn,
-      None,
+      _dataset_fn,
       _devices(num_towers),
       statistics=norm.non_trainable_variables,
       is_synchronized=is_synchronized,
