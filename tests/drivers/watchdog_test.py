@@ -112,6 +112,18 @@ class WatchTest(parameterized.TestCase):
     )
     self.assertEqual(self.optimizer.lost[0], (1, 10))
 
+  def test_logs_a_lost_replica_once(self):
+    """The rule may learn of it late, as long as no update is being made."""
+    watch = self._watch(
+      _state([Status.WAITING, Status.ADMITTED]), [1.0, 0], now=30.0
+    )
+    waiting.await_value(
+      lambda: len(self.optimizer.lost) > 2, timeout_secs=60, what="three looks"
+    )
+    watch.stop()
+    lost = [line for line in self.lines if "left the training" in line]
+    self.assertLen(lost, 1)
+
   @parameterized.parameters(Status.WAITING, Status.DELIVERED, Status.LOST)
   def test_a_replica_that_owes_nothing_is_not_given_up(self, status):
     self._watch(_state([status, Status.WAITING]), [99.0, 1.0], now=30.0)

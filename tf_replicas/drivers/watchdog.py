@@ -69,6 +69,8 @@ class StepWatchdog:
     self._log = log
     self._clock = clock
     self._since = self._logged = self._checked = clock()
+    # The tag with which each lost replica was logged.
+    self._lost: dict[int, int] = {}
     self._thread = polling.PollingThread(self._poll, period_secs=_POLL_SECS)
 
   def progress(self) -> None:
@@ -117,10 +119,12 @@ class StepWatchdog:
       is_lost = age == 0 or age > self._lost_after_secs
       if is_lost and doing in _OWES:
         reason = "left the training" if age == 0 else _silence(age)
-        self._log(
-          f"{self._names[replica]}: {reason}; giving its place in step {step}"
-          " to another replica"
-        )
+        if self._lost.get(replica) != tag:
+          self._lost[replica] = tag
+          self._log(
+            f"{self._names[replica]}: {reason}; giving its place in step {step}"
+            " to another replica"
+          )
         self._rule.declare_lost(replica, tag)
 
 
