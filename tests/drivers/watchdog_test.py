@@ -121,7 +121,7 @@ class WatchTest(parameterized.TestCase):
       lambda: len(self.optimizer.lost) > 2, timeout_secs=60, what="three looks"
     )
     watch.stop()
-    lost = [line for line in self.lines if "left the training" in line]
+    lost = [line for line in self.lines if "giving its place" in line]
     self.assertLen(lost, 1)
 
   @parameterized.parameters(Status.WAITING, Status.DELIVERED, Status.LOST)
