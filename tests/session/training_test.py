@@ -261,7 +261,7 @@ def test_optional_names_reach_the_checkpoint(tmp_path, capsys):
     tmp_path, max_steps=8, is_optional=lambda name: name.startswith("slots/")
   )
   assert session.restore_or_initialize() == 4
-  assert "initialised afresh: slots/w/momentum" in capsys.readouterr().out
+  assert "initialized: slots/w/momentum" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

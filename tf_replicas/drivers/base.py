@@ -190,7 +190,9 @@ class Driver(abc.ABC):
       raise RuntimeError(
         "`step` is for the chief: this task must call `run_replica`."
       )
-    raise RuntimeError("`run_replica` is not for the chief: it calls `step`.")
+    raise RuntimeError(
+      "`run_replica` is not for the chief: this task must call `step`."
+    )
 
 
 class Options(NamedTuple):

@@ -60,14 +60,14 @@ class _Link:
     arbitrates: bool,
     log: Callable[[str], None],
   ):
-    """Starts to send.
+    """Starts to send heartbeats.
 
     Args:
-      table: The serving task's.
-      client: This client's number.
-      process: This process's number.
-      arbitrates: Whether this task decides between two processes of a client,
-        as PS task 0 does; the others accept every heartbeat.
+      table: The heartbeat table of the serving task.
+      client: The number of this client.
+      process: The number of this process.
+      arbitrates: Whether the serving task decides which of two processes of a
+        client is the current one. Only PS task 0 does so.
       log: Receives each line of the log.
     """
     self._table = table
@@ -380,7 +380,7 @@ def run_all(
       stage()
     except tf.errors.OpError as error:
       message = processes.shortened(error.message)
-      log(f"shutdown step failed, going on with the next one: {message}")
+      log(f"part of the shutdown failed; the shutdown continues: {message}")
       is_done = False
   return is_done
 

@@ -421,5 +421,7 @@ class Mirrored(driver_base.Driver):
         self._group.await_leave()
       except (tf.errors.OpError, TimeoutError) as failure:
         message = processes.shortened(str(failure))
-        self._log(f"could not tell all workers how training ended: {message}")
+        self._log(
+          f"perhaps not all workers know that training ended: {message}"
+        )
     self._group.close()

@@ -227,7 +227,7 @@ class ProcessGroup:
     waiting.await_value(
       lambda: not any(map(connection.listens, self._peers)),
       timeout_secs=_LEAVE_SECS,
-      what="waiting for the other workers to leave",
+      what="waiting for the other workers to close their connections",
       log=self._log,
     )
 

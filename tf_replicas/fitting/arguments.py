@@ -50,7 +50,7 @@ def check_loop(
   train_dir: object,
   log: object,
 ) -> None:
-  """Checks what Keras' loop gets, and the session; see `fit`.
+  """Checks the arguments of `fit` about Keras' loop and the session.
 
   Raises:
     TypeError: If an argument is of a wrong type.

@@ -631,11 +631,13 @@ def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
 
 
 def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
-  """Notes what `train_step` applies, and builds the optimizers that it uses.
+  """Records the phases of `train_step`, and builds the optimizers that it uses.
+
+  A phase is one application of gradients; see `CompiledReplica`.
 
   Raises:
-    ValueError: If it applies nothing, or gradients of other variables than the
-      model's, or optimizers that cannot take turns.
+    ValueError: If `train_step` applies no gradients, or applies them in a way
+      that replicas do not support. The message says which.
   """
   if not calls:
     raise ValueError(

@@ -480,8 +480,10 @@ def _check_specs(
     return
   labels = tf.nest.flatten(specs[1:2])
   if len(labels) != 1 or any(map(tf.nest.is_nested, specs[1:2])):
+    received = arguments.short(specs[1]) if len(specs) > 1 else "no labels"
     raise ValueError(
-      f"`class_weight` needs one array of labels, `y`. Received: {len(labels)}."
+      "`class_weight` needs `y` to be one array, not a list or a dictionary."
+      f" Received: {received}."
     )
   if not _is_number(labels[0]):
     raise ValueError(

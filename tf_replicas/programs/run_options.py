@@ -160,7 +160,9 @@ class Options:
     return sum(max(1, n // self.devices_per_tower) for n in gpus)
 
   def place_layers(self, model: keras.Model) -> model_parallel.LayerPlacement:
-    """Places a model's layers on the devices of a tower, as the spec says.
+    """Places the model's layers on devices, as the spec's `layers` says.
+
+    With several devices, it replaces the `call` of each layer.
 
     Args:
       model: The model.
@@ -169,7 +171,8 @@ class Options:
       The layers and their devices.
 
     Raises:
-      cluster.ClusterError: If the spec's `layers` are not the model's.
+      cluster.ClusterError: If the model is not built, a pattern in `layers`
+        decides for no layer, or a device has no layer.
     """
     from tf_replicas.replica import model_parallel
 
@@ -328,17 +331,17 @@ def check_length(
 
 
 def one_machine_spec(num_gpus: int) -> cluster.ClusterSpec:
-  """The spec of one process with a tower on each of GPUs 0 to N - 1.
+  """Makes the spec of one process, with one tower on each of its GPUs.
 
   Args:
-    num_gpus: N. Of 0 and 1 both mean one device: the first GPU, or the CPU of
-      a machine without.
+    num_gpus: The number of GPUs. Both 0 and 1 give one tower: on the first GPU,
+      or on the CPU if the machine has no GPU.
 
   Returns:
     The spec.
 
   Raises:
-    cluster.ClusterError: If it is negative.
+    cluster.ClusterError: If `num_gpus` is negative.
   """
   if num_gpus < 0:
     raise cluster.ClusterError(

@@ -69,9 +69,11 @@ def _spec(options: argparse.Namespace) -> cluster.ClusterSpec:
       jobs["chief"] = ["localhost:0"]
     spec = cluster.parse({"cluster": jobs})
   if not spec.is_distributed or not spec.local_tasks():
+    found = [spec.address(t) for t in spec.tasks()] if spec.jobs else []
     raise cluster.ClusterError(
-      f"{spec.where}`cluster` must have a task at an address of this machine."
-      f" Received: {', '.join(spec.address(task) for task in spec.tasks())}."
+      f"{spec.where}`cluster` must have a task at an address of this machine:"
+      " correct the addresses, or run this program on one of their machines."
+      f" Received: {', '.join(found) or 'no tasks'}."
     )
   return cluster.resolve_ports(spec)
 

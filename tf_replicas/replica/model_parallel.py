@@ -249,7 +249,7 @@ class Pipeline:
   """Builds the graph of one tower, part by part."""
 
   def __init__(self, layers: LayerPlacement, devices: Sequence[str]):
-    """Initializes the pipeline, before its first part.
+    """Initializes the pipeline. Enter `part` for each part of a batch.
 
     Args:
       layers: The placement of the model.

@@ -95,7 +95,7 @@ class Finished(NamedTuple):
   Attributes:
     global_step: The last step.
     checkpoint: Path of the last checkpoint, None if none was written.
-    datetime: The local time at its end, such as `2026-01-31 12:00:00`.
+    datetime: The local time at its end: `2026-01-31 12:00:00.123456`.
   """
 
   global_step: int
@@ -334,11 +334,11 @@ def describe(restored: Restored) -> str:
   line = f"restored {restored.path}"
   if restored.from_variables:
     names = some(restored.from_variables)
-    line += f"; started at the restored variables: {names}"
+    line += f"; averages not in it, set to their variables: {names}"
   if restored.fresh:
-    line += f"; initialised afresh: {some(restored.fresh)}"
+    line += f"; initialized: {some(restored.fresh)}"
   if restored.ignored:
-    line += f"; not used: {some(restored.ignored)}"
+    line += f"; in it, but not used: {some(restored.ignored)}"
   return line
 
 

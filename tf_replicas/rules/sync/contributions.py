@@ -399,9 +399,13 @@ class Contributions:
       variable.assign(value)
 
   def take_sums(self, task: int) -> list[parameter_store.Gradient]:
-    """Sums the accepted contributions of one PS task, once per step.
+    """Sums the accepted gradients on one PS task, and removes them.
 
-    To be used inside a `tf.function`; see `GradientQueues.take_sums`.
+    Call it once per step, inside a `tf.function`: it empties the queues. See
+    `GradientQueues.take_sums`.
+
+    Args:
+      task: The index of the PS task.
     """
     with tf.device(self._device):
       accepted = self._ledger.accepted.read_value()

@@ -170,15 +170,16 @@ class _Event(NamedTuple):
 def record(
   ledger: Ledger, message: Message, step: tf.Tensor
 ) -> tuple[Ledger, Replies]:
-  """Enters one message in the ledger; pure.
+  """Enters one message in the ledger. A pure function.
 
   Args:
     ledger: The ledger before the message.
-    message: From the inbox.
+    message: A message from the inbox.
     step: int64 scalar, the current global step.
 
   Returns:
-    The ledger after it, and the replies that follow at once.
+    The ledger after the message, and the replies to send now. `settle` and
+    `finish` give the other replies.
   """
   steps_late = tf.maximum(step - message.step, 0)
   event = _interpret(ledger, message, steps_late > 0)

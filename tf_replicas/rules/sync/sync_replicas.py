@@ -137,12 +137,13 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       optimizer: The inner optimizer. Arguments that are not listed here are
         those of `OptimizerRule`.
       replicas_to_aggregate: N, the contributions in one update.
-      total_num_replicas: M, the replicas that offer; N if not given.
+      total_num_replicas: M, the number of replicas; N if not given.
       clip_mean_norm: The mean of N contributions is scaled down to this global
         norm before it is applied.
-      has_chief_statistics: Whether statistics follow replica 0 alone, or the
-        first of the N if replica 0 is not among them. Else they follow the
-        mean of all N.
+      has_chief_statistics: If True, statistics (such as those of batch
+        normalization) follow one replica: of those whose contributions are
+        used, the one with the smallest index. If False, they follow the mean
+        of all N contributions.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
