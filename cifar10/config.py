@@ -1,6 +1,6 @@
-"""What one training run is made of: a frozen `Config` and its constants.
+"""Defines the settings of a training run, a frozen `Config`, and constants.
 
-Imports no TensorFlow, so that a launcher can check its flags at once.
+TensorFlow is not imported, so that a launcher can check its flags at once.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tf_replicas.programs import learning_rates
 from tf_replicas.programs import run_options
 from tf_replicas.programs import schedules
 
-GROUP = "Training"  # Of the flags.
+GROUP = "Training"  # The group of the flags in `--help`.
 _flag = functools.partial(fields.setting, group=GROUP)
 
 NUM_CLASSES = 10
@@ -37,11 +37,13 @@ LABELS = (
   "truck",
 )
 
-# Of an image, that evaluation may take the mean probabilities of: the middle
-# one; that and its mirror image; those and a smaller and a larger pair.
+# The numbers of views of an image whose probabilities evaluation may average:
+# the middle crop; this crop and its mirror image; these two and two such pairs
+# of a smaller and a larger crop.
 VIEWS = (1, 2, 6)
 
-# Before a scaled rate is reached (Goyal et al. 2017, section 2.2).
+# Epochs of warm-up before a scaled rate is reached (Goyal et al. 2017, section
+# 2.2).
 WARMUP_EPOCHS = 5.0
 OPTIMIZERS = ("sgd", "muon")
 SCHEDULES = ("staircase", "one_cycle")
@@ -75,12 +77,12 @@ _Count = TypeVar("_Count")
 
 
 class CropSizes(NamedTuple):
-  """Heights and widths of what is cut out of images, then resized to 24.
+  """Heights and widths, in pixels, of crops, which are then resized to 24.
 
   Attributes:
-    evaluation: From the middle, for evaluation.
-    smallest: For training, where each image draws its own.
-    largest: The other end of that range.
+    evaluation: Size of the middle crop, for evaluation.
+    smallest: Smallest size in training, which draws one for each image.
+    largest: Largest size in training.
   """
 
   evaluation: float
@@ -144,7 +146,7 @@ class Config:
   num_epochs_per_decay: float = fields.setting(
     350.0, "Epochs between decays", fields.EPOCHS
   )
-  momentum: float = _flag(0.0, "Of the optimizer", "[0, 1)")
+  momentum: float = _flag(0.0, "Momentum of the optimizer", "[0, 1)")
   label_smoothing: float = fields.setting(
     0.0, "Share of the target spread over all classes", "[0, 1)"
   )
@@ -176,10 +178,10 @@ class Config:
     "Factor of half the squared weights in the loss, for layers that decay",
     "[0, inf)",
   )
-  # Muon's: each update first takes this share, times the rate, off the matrices
-  # that it makes orthogonal updates of (Loshchilov & Hutter 2019).
+  # Before each update, Muon subtracts this share, times the learning rate, from
+  # the matrices whose updates it makes orthogonal (Loshchilov & Hutter 2019).
   decoupled_weight_decay: float = fields.setting(
-    0.0, "Of Muon's matrices", "[0, inf)"
+    0.0, "Decoupled weight decay of Muon's matrices", "[0, inf)"
   )
   compute_dtype: str = _flag(
     "float32", "Dtype of the network's arithmetic", choices=compute_dtypes.NAMES
@@ -214,7 +216,7 @@ def from_recipe(recipe: str, **given) -> Config:
 
   Args:
     recipe: Key of `RECIPES`.
-    **given: Fields of `Config`; they win over the recipe's.
+    **given: Fields of `Config` that override those of the recipe.
 
   Raises:
     ValueError: If the recipe is unknown or a setting is out of range.
@@ -229,14 +231,14 @@ def default_rate(
   batch_size: int,
   is_scaled_later: bool = False,
 ) -> learning_rates.Default:
-  """The learning rate of a recipe for a batch, a rule and its replicas.
+  """Computes the default learning rate from recipe, batch, rule and replicas.
 
   Args:
     recipe: Key of `RECIPES`.
-    options: How it is run.
-    batch_size: Images in one tower's batch.
-    is_scaled_later: Whether `learning_rate_scale` follows the batches in an
-      update.
+    options: How the training is run.
+    batch_size: Number of images in the batch of one tower, a copy of the model.
+    is_scaled_later: Whether `learning_rate_scale` will be the number of batches
+      in an update.
   """
   base = from_recipe(recipe)
   return learning_rates.default(
@@ -256,21 +258,22 @@ def learning_rate(
   *,
   num_examples_per_epoch: int = NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN,
 ) -> _Count:
-  """Returns the rate after some examples.
+  """Computes the learning rate after `examples_seen` examples.
 
-  Counting examples and not steps keeps the schedule right for any number
-  of replicas (the tutorial's multi-GPU program once got that wrong). With
-  epochs e and s = `learning_rate_scale`:
+  A schedule that counts examples instead of steps is right for any number of
+  replicas (the tutorial's multi-GPU program once got that wrong). With the
+  number e of epochs so far and s = `learning_rate_scale`:
 
-      staircase: rate * factor ^ floor(e / num_epochs_per_decay), which rises
-        from once to s times that in the first `warmup_epochs`
-      one_cycle: rate * s at the end of `warmup_epochs`; it rises linearly from
-        0 to there, and falls linearly to 0 at `num_epochs` (after Smith 2018)
+      staircase: rate * factor ^ floor(e / num_epochs_per_decay), times a scale
+        that rises linearly from 1 to s in the first `warmup_epochs`
+      one_cycle: rises linearly from 0 to rate * s at the end of
+        `warmup_epochs`, then falls linearly to 0 at `num_epochs` (after Smith
+        2018)
 
   Args:
-    config: Holds all these.
-    examples_seen: Examples in all updates so far: an int, or an integer
-      tensor, for which the result is a float64 tensor.
+    config: The settings, which contain the schedule.
+    examples_seen: Number of examples in all updates so far: an int, or an
+      integer tensor, for which the result is a float64 tensor.
     num_examples_per_epoch: Size of the training set.
   """
   warm, end, decay = (
@@ -292,7 +295,7 @@ def learning_rate(
 
 
 def num_examples(config: Config) -> int:
-  """The examples of a whole run."""
+  """Returns the number of examples in a whole run."""
   return _num_examples(config.num_epochs)
 
 
@@ -301,14 +304,14 @@ def _num_examples(epochs: float) -> int:
 
 
 def centered_from(config: Config) -> int | None:
-  """The example from which on crops are near the middle; None: none."""
+  """Returns the examples after which crops are near the middle, or None."""
   if not config.centered_share:
     return None
   return round(num_examples(config) * (1.0 - config.centered_share))
 
 
 def crop_sizes(config: Config) -> CropSizes | None:
-  """What is resized to 24; None: crops are of 24, and nothing is resized."""
+  """Returns the sizes of crops; None if all are 24 and none is resized."""
   sizes = CropSizes(
     config.crop_size, config.min_crop_size, config.max_crop_size
   )
@@ -318,16 +321,16 @@ def crop_sizes(config: Config) -> CropSizes | None:
 def fit(
   recipe: str, given: Mapping[str, object], *, effective_batch: int
 ) -> Config:
-  """Fits a recipe to the length of a run.
+  """Makes a `Config` from a recipe, fitted to the length of the run.
 
-  Its warm-up is as long a part of the run as in the recipe, and one cycle ends
-  with the run. A rate that is scaled up is warmed up in any case, for an eighth
-  of the run at most.
+  The warm-up takes the same share of the run as in the recipe, and the schedule
+  "one_cycle" ends with the run. A rate that is scaled up is always warmed up,
+  for at most an eighth of the run.
 
   Args:
     recipe: Key of `RECIPES`.
-    given: Fields of `Config`, which stay as they are.
-    effective_batch: Examples of an update.
+    given: Fields of `Config`, which are used unchanged.
+    effective_batch: Number of examples in an update.
 
   Raises:
     ValueError: If a setting is out of range.

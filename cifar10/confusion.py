@@ -1,7 +1,7 @@
-"""Which class was taken for which: rates per class, a table, a picture.
+"""Computes precision and recall from a confusion matrix, and shows the matrix.
 
-A confusion matrix here has one row for each true class and one column for
-each class that the network named: `[10, 10]` counts of images.
+A confusion matrix has one row for each true class and one column for each
+predicted class: `[10, 10]` counts of images.
 """
 
 import numpy as np
@@ -13,30 +13,30 @@ _DOTS_PER_INCH = 90
 
 
 def accuracy(matrix: np.ndarray) -> float:
-  """The share of all images that were classified right: precision @ 1."""
+  """Returns the share of images that are classified right: precision @ 1."""
   return float(np.trace(matrix) / np.sum(matrix))
 
 
 def recall(matrix: np.ndarray) -> np.ndarray:
-  """Of the images of each class, the share that was classified right.
+  """Returns, for the images of each class, the share classified right.
 
   Returns:
-    `[10]`; NaN for a class without an image.
+    `[10]` shares; NaN for a class without an image.
   """
   return _share(np.diag(matrix), np.sum(matrix, axis=1))
 
 
 def precision(matrix: np.ndarray) -> np.ndarray:
-  """Of the images that were taken for each class, the share that is of it.
+  """Returns, for the images predicted as each class, the share of that class.
 
   Returns:
-    `[10]`; NaN for a class that the network never named.
+    `[10]` shares; NaN for a class that was never predicted.
   """
   return _share(np.diag(matrix), np.sum(matrix, axis=0))
 
 
 def scalars(matrix: np.ndarray) -> dict[str, float]:
-  """What TensorBoard shows, by name; rates that are NaN are left out."""
+  """Returns scalars for TensorBoard by name; leaves out rates that are NaN."""
   values = {"precision @ 1": accuracy(matrix)}
   for name, rates in (
     ("precision", precision(matrix)),
@@ -49,7 +49,7 @@ def scalars(matrix: np.ndarray) -> dict[str, float]:
 
 
 def table(matrix: np.ndarray) -> str:
-  """A line per class: its images, its recall and its precision."""
+  """Returns a table with images, recall and precision of each class."""
   lines = [f"{'class':<12}{'images':>7}{'recall':>9}{'precision':>11}"]
   rows = zip(
     config.LABELS,
@@ -65,7 +65,7 @@ def table(matrix: np.ndarray) -> str:
 
 
 def can_draw() -> bool:
-  """Whether matplotlib, an optional requirement, is installed."""
+  """Returns whether matplotlib, an optional requirement, is installed."""
   try:
     import matplotlib  # noqa: F401
   except ImportError:
@@ -74,10 +74,10 @@ def can_draw() -> bool:
 
 
 def picture(matrix: np.ndarray) -> np.ndarray:
-  """Draws the matrix; the darker a field, the larger its share of the row.
+  """Draws the matrix; the darker a cell, the larger its share of the row.
 
   Returns:
-    uint8 `[height, width, 3]`.
+    A uint8 image `[height, width, 3]`.
 
   Raises:
     ImportError: If matplotlib is not installed.

@@ -1,6 +1,6 @@
-"""The tutorial's random distortions, drawn and applied a batch at a time.
+"""Draws and applies the tutorial's random distortions, a batch at a time.
 
-And crops of other sizes, which are resized to the network's.
+Crops may also have other sizes than 24, and are then resized to 24.
 """
 
 from typing import NamedTuple
@@ -12,25 +12,26 @@ from cifar10 import config
 MAX_BRIGHTNESS_DELTA = 63.0
 MIN_CONTRAST = 0.2
 MAX_CONTRAST = 1.8
-# Pixels between a crop and the middle one, at most; all that a record allows.
+# Largest distance, in pixels, between a crop of 24 and the middle crop.
 MAX_SHIFT = (config.RECORD_SIZE - config.IMAGE_SIZE) // 2
-# Pixels between the sizes of one view of an image and the next.
+# Pixels between the sizes of the crops of two views of an image.
 _VIEW_STEP = 2
-# Of an image's height: some roundings of float32, far less than a pixel.
+# As a share of an image's height: some float32 roundings, far below a pixel.
 _EDGE = 3e-7
 
 
 class Distortions(NamedTuple):
-  """What chance decides about each image of a batch, all `[batch]`.
+  """Random numbers that distort the images of a batch; each `[batch]`.
 
   Attributes:
-    size: Height and width of the crop, float32; 24 where it is not resized.
-    top: Row of its upper left corner; int32 in [0, 8], 4 in the middle, or
-      float32 where crops are resized.
-    left: Its column, alike.
-    flip: Whether the crop is mirrored left to right.
-    brightness: Added to every value; in [-63, 63).
-    contrast: Factor of the distance to the channel's mean; in [0.2, 1.8).
+    size: Height and width of the crop, float32; 24 if it is not resized.
+    top: The row of the crop's upper left corner. Int32 in [0, 8], with 4 for
+      the middle crop; float32 if crops are resized.
+    left: The column of the crop's upper left corner, like `top`.
+    flip: Whether the crop is mirrored left to right, bool.
+    brightness: Number added to every value; float32 in [-63, 63).
+    contrast: Factor of the distance to the channel's mean; float32 in [0.2,
+      1.8).
   """
 
   size: tf.Tensor
@@ -51,12 +52,13 @@ def draw(
   """Draws independent distortions for a number of images.
 
   Args:
-    seed: `[2]` integers, as of TensorFlow's stateless random ops.
-    num_images: Length of each result.
-    max_shift: Pixels between a crop and the middle one in each direction, at
-      most; in [0, 4], may be a scalar tensor. A large crop has less room.
-    sizes: The smallest and the largest crop, if they are to be resized; may be
-      scalar tensors.
+    seed: `[2]` integers, as for TensorFlow's stateless random ops.
+    num_images: The length of each result.
+    max_shift: Largest distance, in pixels, between a crop and the middle crop
+      in each direction; an int or a scalar tensor. Without `sizes`, in [0, 4].
+      With `sizes`, also limited by the edges of the image.
+    sizes: Sizes of the smallest and the largest crop, numbers or scalar
+      tensors. None if crops are not resized.
   """
   seeds = tf.unstack(tf.random.split(seed, 5), num=5)
   shape = [num_images]
@@ -89,18 +91,18 @@ def apply(
 ) -> tf.Tensor:
   """Distorts a batch in the tutorial's order (`cifar10_input.py`).
 
-  Crop, flip, brightness, contrast, standardisation; each does to an image
-  what the `tf.image` function of that name does. The last makes the third
-  void and leaves little of the fourth; they are kept as the tutorial has
-  them.
+  The order is crop, flip, brightness, contrast, standardization. Each does to
+  an image what the `tf.image` function of that name does. Standardization
+  cancels the change of brightness and most of the change of contrast; they are
+  kept because the tutorial has them.
 
   Args:
-    images: uint8 `[batch, 32, 32, 3]`.
-    distortions: One for every image.
+    images: Images, uint8 `[batch, 32, 32, 3]`.
+    distortions: The distortions of every image.
     colors: Whether brightness and contrast change.
 
   Returns:
-    float32 `[batch, 24, 24, 3]`.
+    Distorted images, float32 `[batch, 24, 24, 3]`.
   """
   size, *place = distortions[:4]
   if distortions.top.dtype.is_integer:
@@ -115,27 +117,27 @@ def apply(
 
 
 def distort(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Distorts a batch at random: `apply` with what `draw` gives.
+  """Distorts a batch at random: draws distortions and applies them.
 
   Args:
-    images: uint8 `[batch, 32, 32, 3]`, the batch size static.
+    images: Images, uint8 `[batch, 32, 32, 3]`, with a static batch size.
     seed: `[2]` integers; the same seed distorts in the same way.
 
   Returns:
-    float32 `[batch, 24, 24, 3]`.
+    Distorted images, float32 `[batch, 24, 24, 3]`.
   """
   return apply(images, draw(seed, images.shape[0]))
 
 
 def center(images: tf.Tensor, size: float = config.IMAGE_SIZE) -> tf.Tensor:
-  """Cuts out the middle and standardises it, for evaluation.
+  """Cuts out the middle and standardizes it, for evaluation.
 
   Args:
-    images: uint8 `[batch, 32, 32, 3]`.
-    size: Height and width of what is cut out; resized unless 24.
+    images: Images, uint8 `[batch, 32, 32, 3]`.
+    size: Height and width of the crop, which is resized unless this is 24.
 
   Returns:
-    float32 `[batch, 24, 24, 3]`.
+    Standardized crops, float32 `[batch, 24, 24, 3]`.
   """
   first = (config.RECORD_SIZE - size) / 2
   if size == config.IMAGE_SIZE:
@@ -151,16 +153,18 @@ def center(images: tf.Tensor, size: float = config.IMAGE_SIZE) -> tf.Tensor:
 def views(
   images: tf.Tensor, size: float = config.IMAGE_SIZE, num_views: int = 1
 ) -> tf.Tensor:
-  """Cuts the middle out in several ways, for evaluation by their mean.
+  """Makes several views of the middle of each image, for evaluation.
 
   Args:
-    images: uint8 `[batch, 32, 32, 3]`.
-    size: Of the first view; two others are 2 pixels smaller and larger.
-    num_views: One of `config.VIEWS`.
+    images: Images, uint8 `[batch, 32, 32, 3]`.
+    size: Height and width of the crop of the first view. With 6 views, there
+      are also crops 2 pixels smaller and larger.
+    num_views: Number of views, one of `config.VIEWS`. The second half of
+      several views are mirror images of the first half.
 
   Returns:
-    float32 `[num_views * batch, 24, 24, 3]`: the first view of every image,
-    which is that of `center`, then the next.
+    Standardized crops, float32 `[num_views * batch, 24, 24, 3]`: the first view
+    of every image, as of `center`, then the next view of every image.
 
   Raises:
     ValueError: If there is no such number of views.
@@ -179,7 +183,7 @@ def views(
 
 
 def _cut(images, top, left, flip) -> tf.Tensor:
-  """Takes each crop's rows, and its columns in the one or other order."""
+  """Cuts out crops of 24 and mirrors some of them."""
   offsets = tf.range(config.IMAGE_SIZE)
   rows = top[:, tf.newaxis] + offsets
   columns = left[:, tf.newaxis] + tf.where(
@@ -191,9 +195,10 @@ def _cut(images, top, left, flip) -> tf.Tensor:
 
 
 def _cut_and_resize(images, size, top, left, flip) -> tf.Tensor:
-  """The same for crops of any size, which are resized by linear interpolation.
+  """Cuts out crops of any size, mirrors some, and resizes them to 24.
 
-  The corners of what comes out are those of the crop.
+  The interpolation is bilinear. The corner pixels of a result are those of the
+  crop.
   """
   right = left + size - 1
   left, right = tf.where(flip, right, left), tf.where(flip, left, right)

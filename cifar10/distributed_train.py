@@ -5,8 +5,8 @@ A whole cluster on this machine:
   python -m cifar10.distributed_train --dataset=synthetic \
     --cluster_spec=cluster_specs/local_1ps_2workers.json --train_dir=/tmp/run
 
-One task of a cluster on many: the same with --job_name and --task_index, or
-with TF_CONFIG in the environment.
+One task of a cluster on several machines: the same command with --job_name and
+--task_index, or with TF_CONFIG in the environment.
 """
 
 from collections.abc import Sequence

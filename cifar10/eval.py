@@ -3,8 +3,8 @@
   python -m cifar10.eval --train_dir=/tmp/cifar10_train [--run_once]
     [--views=6] [--eval_data=train_eval]
 
-Without --run_once every new checkpoint is measured until training has ended.
-With --views the network's answer is its mean over several views of an image.
+Without --run_once, every new checkpoint is measured until training has ended.
+With --views, the probabilities are the mean over several views of an image.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from tf_replicas.programs import run_config
 
 FLAGS = flags.FLAGS
 
-# The tutorial's names -> ours.
+# Maps the tutorial's names of data to the splits of a source.
 EVAL_DATA = {"test": "test", "train_eval": "train"}
 
 
@@ -40,28 +40,30 @@ def evaluate(
 ) -> np.ndarray | None:
   """Measures checkpoints in `config.train_dir`, in float32.
 
-  Prints the precision @ 1 of each and writes it to TensorBoard, with the
-  precision and the recall of every class (see `confusion`) and a picture of
-  the confusion matrix.
+  For each checkpoint, prints the precision @ 1 and writes it to TensorBoard,
+  with the precision and the recall of every class (see `confusion`) and a
+  picture of the confusion matrix.
 
   Args:
-    config: The run: where it is, and its data set.
-    eval_dir: The directory of the TensorBoard summaries; None: `eval` in the
-      run's directory, followed by `_train` or `_6_views` if it is of those.
-    eval_data: `test`, or `train_eval`: the training images, undistorted. As in
-      the tutorial.
+    config: The settings of the run, with its directory and its data set.
+    eval_dir: Directory of the TensorBoard summaries. None takes `eval` in the
+      run's directory, followed by `_train` for `train_eval` and by, for
+      example, `_6_views` for 6 views.
+    eval_data: `test`, or `train_eval` for the undistorted training images; the
+      names are the tutorial's.
     run_once: Whether to measure the newest checkpoint only.
-    num_views: One of `config.VIEWS`: of how many views of an image the
-      probabilities are the mean. 1 is the tutorial's measure.
-    batch_size: Images at a time.
+    num_views: Number of views of an image over which the probabilities are
+      averaged, one of `config.VIEWS`. The tutorial has 1.
+    batch_size: Number of images in a batch.
     interval_secs: Seconds between measurements.
-    timeout_secs: How long to wait for a new checkpoint.
+    timeout_secs: The seconds to wait for a new checkpoint; None waits forever.
 
   Returns:
     The last confusion matrix, or None if there was no checkpoint in time.
 
   Raises:
-    checkpoints.CheckpointError: If there is none, or it is of another model.
+    checkpoints.CheckpointError: If there is no checkpoint, or it is of another
+      model.
     sources.DataError: If the data set cannot be read.
     ValueError: If a number is out of range.
   """
@@ -118,7 +120,7 @@ def evaluate(
 
 
 def _counter(network, batches, num_views) -> Callable[[], np.ndarray]:
-  """Returns what counts each test image once, into a confusion matrix."""
+  """Returns a function that computes the confusion matrix of all batches."""
   import tensorflow as tf
 
   from cifar10 import model as model_lib
@@ -163,7 +165,7 @@ if __name__ == "__main__":
     "eval_data",
     str,
     "test",
-    "Which images; as in the tutorial",
+    "The images to measure on, by the tutorial's names",
     group=command_line.EVALUATION,
     choices=tuple(EVAL_DATA),
   )
@@ -171,7 +173,7 @@ if __name__ == "__main__":
     "views",
     str,
     "1",
-    "Views of an image, to take the mean probabilities of",
+    "Views of an image over which probabilities are averaged",
     group=command_line.EVALUATION,
     choices=[str(number) for number in config_lib.VIEWS],
   )

@@ -4,9 +4,9 @@
     [--views=6]
 
 The model takes raw uint8 images `[batch, 32, 32, 3]`, red first, and returns
-probabilities `[batch, 10]`; cropping, standardisation and the moving averages
-of the weights are inside. `model.labels` is the path of a file with the names
-of the classes, one a line.
+probabilities `[batch, 10]`. It includes cropping and standardization, and has
+the moving averages of the weights. `model.labels` is the path of a file with
+the names of the classes, one per line.
 """
 
 import os
@@ -27,15 +27,17 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """The flags of this binary; `--help` shows them."""
+  """Defines the flags of this binary, which `--help` shows."""
   flags.DEFINE_string("train_dir", "/tmp/cifar10_train", "The run to export")
-  flags.DEFINE_string("export_dir", None, "For the SavedModel; new or empty")
+  flags.DEFINE_string(
+    "export_dir", None, "Directory for the SavedModel; new or empty"
+  )
   flags.mark_flag_as_required("export_dir")
   flags.DEFINE_enum(
     "views",
     "1",
     [str(number) for number in config_lib.VIEWS],
-    "Of an image, to take the mean probabilities of",
+    "Views of an image over which probabilities are averaged",
   )
 
 
@@ -44,18 +46,19 @@ def export(train_dir: str, export_dir: str, *, num_views: int = 1) -> str:
 
   Args:
     train_dir: The run's directory.
-    export_dir: The SavedModel's, which does not exist or is empty. It
-      appears when it is complete.
-    num_views: One of `config.VIEWS`: of how many views of an image the
-      probabilities are the mean.
+    export_dir: Directory of the SavedModel. It must be empty or not exist, and
+      is put in place only when it is complete.
+    num_views: Number of views of an image over which the probabilities are
+      averaged, one of `config.VIEWS`.
 
   Returns:
     The path of the checkpoint.
 
   Raises:
-    FileExistsError: If there is something at `export_dir`.
-    ValueError: If the run's record of its settings is damaged; if there is no
-      checkpoint, or it is of another model, a `checkpoints.CheckpointError`.
+    FileExistsError: If `export_dir` is a file or is not empty.
+    ValueError: If the run's record of its settings is damaged.
+    checkpoints.CheckpointError: If there is no checkpoint, or it is of another
+      model.
   """
   from tf_replicas.session import checkpoints
   from tf_replicas.session import evaluation
@@ -100,7 +103,7 @@ def _save(
   labels_path: str,
   directory: str,
 ) -> None:
-  """Writes the SavedModel of the network with these variables."""
+  """Writes the SavedModel of the network with the given variables."""
   import tensorflow as tf
 
   from cifar10 import distortions

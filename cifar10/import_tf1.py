@@ -5,7 +5,7 @@
 
 `cifar10_train.py` and `cifar10_multi_gpu_train.py` of the tutorial wrote such
 checkpoints, in the first or the second format of `tf.train.Saver`. The network
-is the same, so only names change; arrays are copied as they are.
+is the same, so only the names of variables change.
 """
 
 import os
@@ -24,7 +24,7 @@ FLAGS = flags.FLAGS
 
 _LAYERS = ("conv1", "conv2", "local3", "local4", "softmax_linear")
 _PARAMETERS = {"weights": "kernel", "biases": "bias"}
-# The tutorial's names of the variables -> ours.
+# Maps the tutorial's names of the variables to those of this package.
 NAMES = {
   f"{layer}/{theirs}": f"{layer}/{ours}"
   for layer in _LAYERS
@@ -35,7 +35,7 @@ _STEP = "global_step"
 
 
 def define_flags() -> None:
-  """The flags of this binary; `--help` shows them."""
+  """Defines the flags of this binary, which `--help` shows."""
   flags.DEFINE_string(
     "checkpoint",
     None,
@@ -57,16 +57,17 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
   """Reads a checkpoint of the tutorial's network.
 
   Args:
-    path: The checkpoint, or a directory for its newest one.
+    path: Path of the checkpoint, or a directory, of which the newest checkpoint
+      is read.
 
   Returns:
-    What `checkpoints.save` takes: float32 arrays under `variables/<path>`, and
+    A dict for `checkpoints.save`: float32 arrays under `variables/<path>`, and
     under `averages/<path>` if the checkpoint has moving averages; the int64
     scalar `global_step`.
 
   Raises:
-    checkpoints.CheckpointError: If there is no checkpoint, it is damaged, or
-      one of its variables is missing or has another shape.
+    checkpoints.CheckpointError: If there is no checkpoint, it is damaged, or a
+      variable is missing or has another shape.
   """
   from cifar10 import model as model_lib
   from tf_replicas.session import checkpoints
@@ -101,16 +102,16 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _known(key: str) -> str | None:
-  """The key itself, if it is of a tensor that is read."""
+  """Returns the key if its tensor is to be read; else None."""
   is_known = key == _STEP or key.removesuffix(AVERAGE) in NAMES
   return key if is_known else None
 
 
 def _global_step(path: str, saved: np.ndarray | None) -> np.int64:
-  """The global step: that in the checkpoint, or else in its name.
+  """Returns the global step in the checkpoint or, without it, in its name.
 
-  In the tutorial of 2015 the variable had no name of its own; the one with
-  several GPUs kept it as float32.
+  In the tutorial of 2015 the variable was not named; the program for several
+  GPUs stored it as float32.
   """
   from tf_replicas.session import checkpoints
 
@@ -131,16 +132,18 @@ def import_checkpoint(
   """Writes a TF1 checkpoint as the first checkpoint of a run.
 
   Args:
-    checkpoint: The TF1 checkpoint, or a directory for its newest one.
-    train_dir: The directory of the run; it is made if it does not exist.
-    batch_size: Images in one update of the TF1 training.
+    checkpoint: Path of the TF1 checkpoint, or a directory, of which the newest
+      checkpoint is taken.
+    train_dir: Directory of the run, which is made if it does not exist.
+    batch_size: Number of images in one update of the TF1 training.
 
   Returns:
     The path of the new checkpoint.
 
   Raises:
     FileExistsError: If `train_dir` holds a checkpoint.
-    checkpoints.CheckpointError: See `read`.
+    checkpoints.CheckpointError: If the TF1 checkpoint cannot be used; see
+      `read`.
   """
   from tf_replicas.session import checkpoints
 

@@ -1,10 +1,10 @@
-"""Batches for training and evaluation: sharing out, order, prefetching.
+"""Makes batches for training and evaluation.
 
-Nothing here keeps the data in a graph: a dataset reads its source when it
-is first iterated, on the machine that iterates it, and every batch is
-gathered from memory and distorted as a whole. So a dataset function may run
-on a remote worker, and one core prepares some forty thousand images per
-second. Nothing here or below needs AutoGraph, which would make the start slow.
+The data is not kept in a graph: a dataset reads its source when it is first
+iterated, on the machine that iterates it. Every batch is gathered from memory
+and distorted as a whole. So a dataset function may run on a remote worker, and
+one core prepares some forty thousand images per second. AutoGraph is not needed
+and is turned off, since it would make the start slow.
 """
 
 import tensorflow as tf
@@ -14,13 +14,15 @@ from cifar10 import distortions
 from cifar10 import sources
 from tf_replicas.programs import fields
 
-# How many batches may be under way, and how many may wait, finished.
+# The number of batches made at a time, and of finished batches that may wait.
 PARALLEL_BATCHES = 2
 PREFETCHED_BATCHES = 4
 
-# Pixels between a crop and the middle one, at most, from `centered_from` on.
+# Largest distance, in pixels, from a crop to the middle one after
+# `centered_from`.
 CENTERED_MAX_SHIFT = 2
-# The same where crops are resized, and the difference to evaluation's size.
+# The same if crops are resized, and the largest difference, in pixels, to the
+# size of crops in evaluation.
 CENTERED_MAX_SHIFT_RESIZED = 1
 CENTERED_MAX_RESIZE = 1.0
 
@@ -41,10 +43,10 @@ def train_dataset(
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
-  All workers see one stream: a permutation of the training set per epoch,
-  each a different one, end to end (Goyal et al. 2017, remark 4). The stream
-  is cut into global batches of `num_shards * batch_size`, and of each
-  worker k takes the k-th part. So
+  All workers share one stream of examples: for each epoch, a different
+  permutation of the training set, one after another (Goyal et al. 2017,
+  remark 4). The stream is cut into global batches of `num_shards * batch_size`
+  examples. Worker k takes the k-th of `num_shards` equal slices of each. So
 
   *   every example is in one worker's batch once per epoch, without a
       remainder (a global batch may reach into the next epoch);
@@ -52,22 +54,23 @@ def train_dataset(
       included, the batch of one worker with an n times larger batch.
 
   Args:
-    source: Read when the dataset is first iterated.
-    batch_size: Images per batch of this worker.
-    seed: Decides order and distortions.
+    source: The data, which is read when the dataset is first iterated.
+    batch_size: Number of images in a batch of this worker.
+    seed: Seed of order and distortions.
     num_shards: Number of workers.
-    shard_index: Which worker this is; may be a scalar tensor, as inside the
+    shard_index: Number of this worker; may be a scalar tensor, as in the
       dataset function of an in-graph worker.
-    start_example: Where in the stream to begin, for a run that goes on: the
-      examples all workers have drawn so far. It begins with the global batch
-      that this is in, so that workers never share an example, whenever they
-      start. Skipping costs nothing.
-    used_share: How much of a global batch is used, where some workers are
-      backups; `centered_from` counts what is used.
+    start_example: The position in the stream to begin at when a run is resumed:
+      the number of examples that all workers have drawn so far. The dataset
+      begins with the global batch of this example, so that workers never share
+      an example, whenever they start. Skipping costs nothing.
+    used_share: Share of a global batch that updates use; below 1 if some
+      workers are backups.
     distort_colors: Whether brightness and contrast change.
-    centered_from: Global batches that begin when so many examples were used,
-      or later, are cropped near the middle, where evaluation crops; None: none.
-    crop_sizes: Of crops that are resized; None: all are of 24.
+    centered_from: Number of used examples after which global batches are
+      cropped near the middle, as in evaluation; None for never.
+    crop_sizes: Sizes of crops, which are then resized to 24. None: all crops
+      are of 24.
 
   Returns:
     A dataset of float32 images `[batch_size, 24, 24, 3]` and int64 labels
@@ -124,7 +127,7 @@ def train_dataset(
 def _crops(
   sizes: config.CropSizes | None, is_centered: tf.Tensor | bool
 ) -> dict:
-  """The arguments of `distortions.draw` about crops."""
+  """Returns the arguments of `distortions.draw` that concern crops."""
   if sizes is None:
     shift = tf.where(is_centered, CENTERED_MAX_SHIFT, distortions.MAX_SHIFT)
     return {"max_shift": shift}
@@ -153,18 +156,18 @@ def eval_batches(
   """Makes batches for evaluation, with every image in exactly one.
 
   Args:
-    source: Read when the dataset is first iterated.
-    batch_size: Images per batch; the last has what is left.
+    source: The data, which is read when the dataset is first iterated.
+    batch_size: Number of images in a batch; the last batch may be smaller.
     split: `test`, or `train` to measure on the training set.
-    crop_size: Height and width of what is cut out; resized unless 24.
-    num_views: One of `config.VIEWS`.
+    crop_size: Height and width of a crop, which is resized unless 24.
+    num_views: Number of views of an image, one of `config.VIEWS`.
 
   Returns:
-    A finite dataset of float32 images `[num_views * batch, 24, 24, 3]`, as of
-    `distortions.views`, and int64 labels `[batch]`.
+    A finite dataset of float32 images `[num_views * batch, 24, 24, 3]`, in the
+    order of `distortions.views`, and int64 labels `[batch]`.
 
   Raises:
-    ValueError: If `batch_size` is not positive or the split unknown.
+    ValueError: If `batch_size` is not positive or the split is unknown.
   """
   fields.require("batch_size", batch_size, batch_size >= 1, "positive")
   sizes = {"train": source.num_train, "test": source.num_test}
@@ -189,10 +192,11 @@ def eval_batches(
 
 
 def _examples(source: sources.Source, split: str) -> tf.data.Dataset:
-  """One element: all images and labels, read by whoever iterates.
+  """Makes a dataset with one element: all images and labels of a split.
 
-  A tensor captured by a dataset would be copied into its graph as a
-  constant each time the runtime rewrites it (TF 2.21). An element is not.
+  They are an element, read when the dataset is iterated, and not captured
+  tensors: the runtime copies captured tensors into the dataset's graph as
+  constants each time it rewrites the graph (TF 2.21).
   """
 
   def read(_):
@@ -213,7 +217,11 @@ def _order(
   start_example: int | tf.Tensor,
   step: int,
 ) -> tf.data.Dataset:
-  """How many examples were used before, and indices, of each global batch."""
+  """Makes a dataset with the indices of examples of each global batch.
+
+  Elements are (number of examples used before, indices). `step` is the number
+  of examples of a global batch that updates use.
+  """
   number = tf.cast(start_example, tf.int64) // global_batch
   start = number * global_batch
   first_epoch = start // num_examples

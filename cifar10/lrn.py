@@ -1,9 +1,9 @@
-"""Local response normalisation as a banded matrix product.
+"""Computes local response normalization as a product with a banded matrix.
 
-`tf.nn.local_response_normalization` takes a fifth to a third of the
-tutorial network's step on a CPU. Its sums over neighbouring channels are a
-product with a banded matrix of ones, which costs more arithmetic and far
-less time as long as there are few channels.
+`tf.nn.local_response_normalization` takes a fifth to a third of the tutorial
+network's step on a CPU. The sums over neighboring channels equal a product with
+a banded matrix of ones. As long as there are few channels, the product takes
+more arithmetic but far less time.
 """
 
 import keras
@@ -25,7 +25,7 @@ def local_response_normalization(
   alpha: float = 1.0,
   beta: float = 0.5,
 ) -> tf.Tensor:
-  """Divides each value by its neighbourhood's size across channels.
+  """Divides each value by a norm of its neighbors across channels.
 
       s = bias + alpha * sum of inputs^2 over channels c - r ... c + r
       output = inputs / s^beta
@@ -34,15 +34,15 @@ def local_response_normalization(
   (Krizhevsky et al. 2012, section 3.3), whose defaults it shares.
 
   Args:
-    inputs: Floating point `[..., channels]` with a static number of
-      channels. Half precision is computed in float32 and cast back.
-    depth_radius: Channels on either side that count; `r` above.
-    bias: Offset that keeps `s` away from zero.
-    alpha: Scale of the sum.
-    beta: Exponent.
+    inputs: A floating-point tensor `[..., channels]` with a static number of
+      channels. For float16 and bfloat16, the computation is in float32.
+    depth_radius: Number `r` of channels on either side that count.
+    bias: The offset that keeps `s` away from zero.
+    alpha: Factor of the sum.
+    beta: The exponent of `s`.
 
   Returns:
-    A tensor like `inputs`.
+    A tensor of the shape and dtype of `inputs`.
 
   Raises:
     ValueError: If `depth_radius` is negative or the number of channels is
@@ -82,7 +82,7 @@ def local_response_normalization(
 
 @keras.saving.register_keras_serializable(package="cifar10")
 class LocalResponseNormalization(keras.layers.Layer):
-  """`local_response_normalization` as a layer.
+  """A layer that computes `local_response_normalization`.
 
   Attributes:
     options: The function's keyword arguments.
@@ -119,10 +119,10 @@ def _banded(
   alpha: float,
   beta: float,
 ) -> tf.Tensor:
-  """The normalisation of float32 or float64 `[..., channels]`.
+  """Computes the normalization of float32 or float64 `[..., channels]`.
 
-  With S the symmetric band matrix, s = bias + alpha S x^2 and y = x s^-b,
-  the gradient of sum(g y) is
+  With S the symmetric band matrix, b = beta, s = bias + alpha S x^2 and
+  y = x s^-b, the gradient of sum(g y) with respect to x is
 
       g s^-b - 2 alpha b x S (g y / s)
   """
@@ -155,7 +155,7 @@ def _banded(
 
 
 def _inverse_power(x: tf.Tensor, exponent: float) -> tf.Tensor:
-  """x^-exponent; square roots are several times faster than `tf.pow`."""
+  """Computes x^-exponent, if possible by roots, which are much faster."""
   if exponent == 0.5:
     return tf.math.rsqrt(x)
   if exponent == 0.75:

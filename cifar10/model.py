@@ -1,4 +1,4 @@
-"""The tutorial's network and its loss, as functions of plain tensors."""
+"""Builds the tutorial's network, and computes its loss from plain tensors."""
 
 from collections.abc import Mapping
 
@@ -17,14 +17,14 @@ DECAYED = ("local3/kernel", "local4/kernel")
 def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
   """Builds the network of the TF1 tutorial (`cifar10.py: inference`).
 
-  Two convolutions, two fully connected layers (called "local" there) and a
-  linear one: 1,068,298 parameters. The first block pools and then
-  normalises; the second normalises and then pools.
+  It has two convolutions, two fully connected layers (called "local" there) and
+  a linear layer: 1,068,298 parameters. The first block pools and then
+  normalizes; the second normalizes and then pools.
 
   Args:
     seed: The same seed gives the same initial weights.
-    compute_dtype: `float32`, `bfloat16` or `float16`: what the layers cast
-      their inputs and their parameters to. The variables are float32.
+    compute_dtype: `float32`, `bfloat16` or `float16`: the dtype to which the
+      layers cast their inputs and parameters. The variables are float32.
 
   Returns:
     A model from `[batch, 24, 24, 3]` images to `[batch, 10]` logits, which
@@ -91,15 +91,16 @@ def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
 def probabilities(
   network: keras.Model, views: tf.Tensor, num_views: int = 1
 ) -> tf.Tensor:
-  """Of each class, the mean over the views of an image.
+  """Computes the probability of each class, averaged over views of an image.
 
   Args:
-    network: What `build` returns.
-    views: `[num_views * batch, size, size, 3]`, as of `distortions.views`.
-    num_views: How many there are of each image.
+    network: A network made by `build`.
+    views: `[num_views * batch, 24, 24, 3]`, as `distortions.views` returns
+      them.
+    num_views: Number of views of each image.
 
   Returns:
-    float32 `[batch, 10]`.
+    Probabilities, float32 `[batch, 10]`.
   """
   each = tf.nn.softmax(tf.cast(network(views, training=False), tf.float32))
   each = tf.reshape(each, [num_views, -1, config.NUM_CLASSES])
@@ -137,12 +138,12 @@ def weight_decay(
 ) -> tf.Tensor:
   """Returns factor * 1/2 * sum of squares of the weights that decay.
 
-  These are the weights of `local3` and `local4` alone, as in the tutorial's
-  code (its text says all variables).
+  Only the kernels of `local3` and `local4` decay, as in the tutorial's code
+  (its text says that all variables do).
 
   Args:
-    parameters: Values by path; others than `DECAYED` are left alone.
-    factor: Of the whole sum.
+    parameters: Values of variables by path. Only those of `DECAYED` are read.
+    factor: The factor above.
   """
   return factor * tf.add_n(
     [tf.nn.l2_loss(tf.cast(parameters[path], tf.float32)) for path in DECAYED]
@@ -165,14 +166,14 @@ def total_loss(
   that live on another machine are fetched once.
 
   Args:
-    model: What `build` returned; its own trainable weights are not read.
-    parameters: Every trainable value by `variable.path`; watch these to
-      take gradients. Non-trainable values may be among them, those that
-      are not come from the model.
-    images: `[batch, 24, 24, 3]`.
+    model: A network made by `build`. Its own trainable weights are not read.
+    parameters: The values of all trainable variables by `variable.path`; watch
+      these to take gradients. Non-trainable variables may be included; the
+      others take their values from the model.
+    images: Distorted images, `[batch, 24, 24, 3]`.
     labels: `[batch]` integers.
-    training: Passed on to the layers.
-    decay_factor: See `weight_decay`.
+    training: The argument `training` of the layers.
+    decay_factor: Factor of the weight decay; see `weight_decay`.
     label_smoothing: See `loss`.
 
   Returns:

@@ -2,7 +2,8 @@ r"""Trains CIFAR-10 with several towers on one machine, one on each GPU.
 
   python -m cifar10.multi_gpu_train --num_gpus=2 --train_dir=/tmp/run
 
-A spec instead of a number says which GPUs, and where the variables live:
+A cluster spec instead of a number says which GPUs are used, and where the
+variables are:
 
   python -m cifar10.multi_gpu_train --dataset=synthetic --emulate_gpus \
     --cluster_spec=cluster_specs/four_towers.json --train_dir=/tmp/run
@@ -29,8 +30,8 @@ def train(
 
   Args:
     config: What to train.
-    spec: The devices and where the variables live; such as
-      `run_options.one_machine_spec(2)` for two GPUs. None: one device.
+    spec: The devices, and where the variables are, such as
+      `run_options.one_machine_spec(2)` for two GPUs. None trains on one device.
     **options: Fields of `run_options.Options`, such as `emulate_gpus`.
 
   Returns:
@@ -38,7 +39,7 @@ def train(
 
   Raises:
     ValueError: If an argument is out of range.
-    Exception: As `task_runner.train` and `sources.find`.
+    Exception: Any exception of `task_runner.train` or `sources.find`.
   """
   spec = spec or run_options.one_machine_spec(0)
   return workload.train(

@@ -1,14 +1,15 @@
-"""Muon for networks with convolutions."""
+"""Implements the optimizer Muon for networks with convolutions."""
 
 import keras
 
 
 class Muon(keras.optimizers.Muon):
-  """Keras' Muon, which updates the kernels of convolutions alike.
+  """Keras' Muon, which here also updates the kernels of convolutions.
 
-  Keras' own leaves all but matrices to Adam. Here a kernel `[height, width,
-  in, out]` is the matrix `[height * width * in, out]` (Jordan et al. 2024).
-  With its momentum m <- momentum * m + gradient, a matrix W becomes
+  Keras' own Muon leaves all variables but matrices to Adam. Here, a kernel
+  `[height, width, in, out]` is treated as the matrix `[height * width * in,
+  out]` (Jordan et al. 2024). With its momentum m <- momentum * m + gradient, a
+  matrix W becomes
 
       W <- (1 - rate * weight_decay) * W - rate * NS(gradient + momentum * m)
 
@@ -16,7 +17,7 @@ class Muon(keras.optimizers.Muon):
   that `rate` bounds the change of the layer's output whatever its shape. Other
   variables, and those of `exclude_layers`, are left to Adam.
 
-  Singular values are those of a whole kernel: a store that has cut one into
+  An update needs a whole kernel. So a parameter store that cuts variables into
   shards refuses this optimizer.
   """
 
@@ -24,11 +25,12 @@ class Muon(keras.optimizers.Muon):
     """Creates the optimizer.
 
     Args:
-      learning_rate: The singular values of an update.
-      **kwargs: Those of `keras.optimizers.Muon`, less `rms_rate`, which
-        would let the rate depend on a matrix's shape.
+      learning_rate: The learning rate, which is about the size of the singular
+        values of an update.
+      **kwargs: Keyword arguments of `keras.optimizers.Muon`, except `rms_rate`,
+        which would make the rate depend on a matrix's shape.
     """
-    # A copy is made with all of `get_config`, in which it is None.
+    # A copy is made with all of `get_config`, in which `rms_rate` is None.
     super().__init__(learning_rate, **{**kwargs, "rms_rate": None})
 
   def _should_use_adamw(self, variable):
@@ -39,17 +41,18 @@ class Muon(keras.optimizers.Muon):
   def zeropower_via_newtonschulz5(self, x, steps):
     """Brings the singular values of a matrix or kernel near 1.
 
-    A step makes X of X by (a + b G + c G^2) X, with G = X X^T or, for a tall
-    matrix, the like from the right. All factors are polynomials of the first
-    G: they are multiplied with each other and once with X, which for 2304 x 384
-    takes a third of the time of multiplying each with X as Keras 3.15 does.
+    A step replaces X by (a + b G + c G^2) X with G = X X^T. For a tall matrix,
+    G = X^T X and the factor is on the right. All factors are polynomials of the
+    first G. So they are multiplied with each other and only once with X; for
+    2304 x 384 this takes a third of the time of multiplying each factor with X,
+    as Keras 3.15 does.
 
     Args:
-      x: float32, of rank 2 or 4.
-      steps: Newton-Schulz steps, at least 1.
+      x: A matrix or kernel: float32, of rank 2 or 4.
+      steps: Number of Newton-Schulz steps, at least 1.
 
     Returns:
-      float32, of the shape of `x`.
+      A float32 tensor of the shape of `x`.
     """
     ops = keras.ops
     matrix = ops.reshape(x, [-1, x.shape[-1]])

@@ -1,4 +1,4 @@
-"""Where images come from: record files, TensorFlow Datasets, thin air."""
+"""Finds images: in record files, in TensorFlow Datasets, or synthetic ones."""
 
 import dataclasses
 import os
@@ -26,15 +26,15 @@ _IMAGE_SHAPE = (config.RECORD_SIZE, config.RECORD_SIZE, 3)
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """A training and a test set.
+  """A training set and a test set.
 
   Attributes:
-    name: What it was asked for by.
+    name: Name of the data set, as passed to `find`.
     num_train: Number of training examples.
     num_test: Number of test examples.
-    read: Called with `train` or `test`, returns all uint8 images
-      `[N, 32, 32, 3]` and int64 labels `[N]`. Made of TensorFlow ops alone,
-      so that inside a graph the machine that runs it does the reading.
+    read: Maps `train` or `test` to all images, uint8 `[N, 32, 32, 3]`, and
+      labels, int64 `[N]`, of that split. It uses TensorFlow ops only, so that
+      inside a graph the machine that runs the graph does the reading.
   """
 
   name: str
@@ -48,23 +48,22 @@ def find(
 ) -> Source:
   """Finds a data set and checks it.
 
-  `cifar10` in the official binary layout is used as soon as `data_dir`, or
-  its subdirectory `cifar-10-batches-bin`, holds any file of that layout.
-  Everything else but `synthetic` is left to TensorFlow Datasets.
+  `cifar10` is read in the official binary layout if `data_dir`, or its
+  subdirectory `cifar-10-batches-bin`, holds any file of that layout. Everything
+  else but `synthetic` is left to TensorFlow Datasets.
 
   Args:
     dataset: `cifar10`, `synthetic`, or another TensorFlow data set with
       features `image` (32x32x3) and `label` (10 classes).
-    data_dir: Where to look; None is the default place of TensorFlow
-      Datasets.
-    download: Whether TensorFlow Datasets may download what is missing.
+    data_dir: Directory to look in; None is the default of TensorFlow Datasets.
+    download: Whether TensorFlow Datasets may download a missing data set.
 
   Returns:
-    The source. It is read only when its `read` is called.
+    The source. Examples are read only when its `read` is called.
 
   Raises:
     DataError: If there is no such data set, it cannot be loaded, or a file
-      is not what it should be.
+      is invalid.
   """
   if dataset == "synthetic":
     return Source(
@@ -87,10 +86,10 @@ def decode_records(contents: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   green and 1024 of blue, each row by row.
 
   Args:
-    contents: Scalar string of whole records.
+    contents: The contents of a file: a scalar string of whole records.
 
   Returns:
-    uint8 images `[N, 32, 32, 3]` and int64 labels `[N]`.
+    Images, uint8 `[N, 32, 32, 3]`, and labels, int64 `[N]`.
   """
   records = tf.reshape(tf.io.decode_raw(contents, tf.uint8), [-1, RECORD_BYTES])
   planes = tf.reshape(records[:, 1:], [-1, 3, *_IMAGE_SHAPE[:2]])
@@ -171,7 +170,7 @@ def _tensorflow_dataset(
 
 
 def _check_features(name: str, info) -> None:
-  """Checks what a TensorFlow data set holds before anything is read."""
+  """Checks image shape, classes and splits of a data set before reading it."""
   features = dict(info.features.items())
   image, label = features.get("image"), features.get("label")
   if image is None or image.shape != _IMAGE_SHAPE:

@@ -1,9 +1,9 @@
-"""A small data set that is made on the spot and can be learned.
+"""Generates a small synthetic data set that a network can learn.
 
-Ten classes: stripes in one of five colours, standing or lying. Colour and
-direction survive cropping, mirroring and changes of brightness and
-contrast. Grey stripes in the other direction, a random tint and noise keep
-single pixels and mean colours from giving the class away.
+The ten classes are stripes in one of five colors, vertical or horizontal. Color
+and direction survive cropping, mirroring and changes of brightness and
+contrast. Gray stripes in the other direction, a random tint and noise keep
+single pixels and mean colors from revealing the class.
 """
 
 import math
@@ -17,8 +17,8 @@ NUM_TEST = 1_000
 
 _SIZES = {"train": NUM_TRAIN, "test": NUM_TEST}
 _SEEDS = {"train": (2016, 1), "test": (2016, 2)}
-# Five diagonals of an icosahedron: lines in colour space, each 63 degrees
-# from every other, as far apart as can be.
+# Five of the six diagonals of an icosahedron: lines in color space, each 63
+# degrees from every other, as far apart as possible.
 _COLOURS = (
   (0.0, 0.53, 0.85),
   (0.0, 0.53, -0.85),
@@ -29,16 +29,16 @@ _COLOURS = (
 
 
 def read(split: str) -> tuple[tf.Tensor, tf.Tensor]:
-  """Makes one split; the same one every time.
+  """Generates one split, with the same images every time.
 
-  Both splits are drawn from one distribution with different seeds, hold the
-  classes equally often and share no image.
+  Both splits are drawn from one distribution with different seeds. In each, all
+  classes are equally frequent. The splits share no image.
 
   Args:
     split: `train` or `test`.
 
   Returns:
-    uint8 images `[N, 32, 32, 3]` and int64 labels `[N]`.
+    Images, uint8 `[N, 32, 32, 3]`, and labels, int64 `[N]`.
   """
   size = _SIZES[split]
   labels = tf.range(size, dtype=tf.int64) % config.NUM_CLASSES
@@ -56,7 +56,7 @@ def read(split: str) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _wave(seed: tf.Tensor, size: int) -> tf.Tensor:
-  """`[size, 32]` sines of random phase, with periods of 4 to 8 pixels."""
+  """Returns `[size, 32]` sines of random phase and periods of 4 to 8 pixels."""
   draws = tf.random.stateless_uniform([3, size, 1], seed)
   frequency = 2.0 * math.pi * (0.125 + 0.125 * draws[0])
   phase = 2.0 * math.pi * draws[1]

@@ -24,7 +24,7 @@ def train(config: config_lib.Config, **options: object) -> run_options.Outcome:
 
   Raises:
     ValueError: If an argument is out of range.
-    Exception: As `task_runner.train` and `sources.find`.
+    Exception: Any exception of `task_runner.train` or `sources.find`.
   """
   spec = run_options.one_machine_spec(0)
   return workload.train(

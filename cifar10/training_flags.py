@@ -1,4 +1,4 @@
-"""The flags that say what of CIFAR-10 is trained, on whatever machines."""
+"""Defines the flags that say what is trained, for all training binaries."""
 
 from absl import flags
 
@@ -9,7 +9,7 @@ from tf_replicas.programs import run_options
 
 FLAGS = flags.FLAGS
 
-# Settings that a recipe decides.
+# Settings whose flags have no default, since the recipe decides it.
 _OF_RECIPES = (
   "batch_size",
   "num_epochs",
@@ -34,16 +34,18 @@ def define() -> None:
 
 
 def config(options: run_options.Options) -> config_lib.Config:
-  """What to train, from the flags and the examples of an update.
+  """Makes the config of what to train from the flags.
 
   Args:
-    options: How it is run.
+    options: How the training is run, which decides the number of examples in an
+      update.
 
   Returns:
     The config.
 
   Raises:
-    ValueError: For a mistake in the flags.
+    ValueError: If a flag is invalid, or flags contradict each other.
+    cluster.ClusterError: If the recipe does not fit where variables are placed.
   """
   given = fields.given(config_lib.Config)
   recipe = config_lib.from_recipe(FLAGS.recipe)
@@ -80,7 +82,7 @@ def config(options: run_options.Options) -> config_lib.Config:
 
 
 def _check_one_batch_size(options: run_options.Options) -> None:
-  """All updates apply gradients of one number of batches."""
+  """Checks that all updates have gradients of the same number of batches."""
   update = options.update
   if update.is_periodic or update.then_update:
     raise ValueError(
@@ -92,7 +94,7 @@ def _check_one_batch_size(options: run_options.Options) -> None:
 def _check_momentum(
   options: run_options.Options, config: config_lib.Config
 ) -> None:
-  """There are velocities that include the learning rate."""
+  """Checks that `--momentum_correction` has velocities to correct."""
   has_velocities = config.optimizer == "sgd" and config.momentum
   if options.update.momentum_correction and not has_velocities:
     raise ValueError(
@@ -105,7 +107,7 @@ def _check_momentum(
 def _check_placement(
   options: run_options.Options, config: config_lib.Config
 ) -> None:
-  """Muon updates a whole matrix, so each must be on one PS task."""
+  """Checks that Muon, which updates whole matrices, gets uncut variables."""
   spec = options.spec
   is_cut = (
     spec.variables.on == "ps"

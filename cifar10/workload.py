@@ -1,4 +1,4 @@
-"""The network, data and optimizer that the training binaries train."""
+"""Makes the network, data and optimizer for the training binaries."""
 
 import functools
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ def train(
 
   Args:
     config: What to train.
-    options: How to run.
+    options: How to run the training.
 
   Returns:
-    The global step reached, and the last loss.
+    The global step reached, and the loss of the last update.
   """
   from tf_replicas.programs import task_runner
 
@@ -31,17 +31,17 @@ def train(
 def make(
   config: config_lib.Config, options: run_options.Options | None = None
 ) -> run_options.Workload:
-  """What the library trains; downloads the data set unless in a dry run.
+  """Makes the workload; downloads the data set, but not in a dry run.
 
   Args:
     config: What to train.
-    options: How; None: on one device.
+    options: How to run the training; None trains on one device.
 
   Returns:
-    The workload.
+    The workload, for `task_runner.train`.
 
   Raises:
-    cluster.ClusterError: If batch and options do not fit.
+    cluster.ClusterError: If batch size or length do not fit the options.
     sources.DataError: If the data set cannot be read.
   """
   from cifar10 import sources

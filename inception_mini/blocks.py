@@ -1,9 +1,9 @@
-"""The parts of Inception v3: stem, blocks, grid reductions, heads.
+"""Makes the parts of Inception v3: stem, blocks, grid reductions, heads.
 
-After Szegedy et al. 2015 (arXiv:1512.00567), section 6 and table 1, with the
-numbers of channels of the TF1 program (`inception_model.inception_v3`). All
-are multiplied by a width; convolutions are followed by batch normalisation
-without scale and ReLU.
+They follow Szegedy et al. 2015 (arXiv:1512.00567), section 6 and table 1, with
+the numbers of channels of the TF1 program (`inception_model.inception_v3`). All
+numbers of channels are multiplied by a factor, the width. Each convolution is
+followed by batch normalization without scale, and ReLU.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ import keras
 
 BATCH_NORM_EPSILON = 1e-3
 
-# The stem halves the grid only as long as so much of it is left, and from this
-# image size on everything is as in the original.
+# The smallest height and width that the stem leaves of the grid, and the
+# smallest image size from which on the stem is the original's.
 MIN_GRID = 16
 MIN_VALID_SIZE = 171
 
@@ -22,13 +22,14 @@ _CHANNELS_STEP = 8
 
 
 class Stem(NamedTuple):
-  """What an image size makes of the stem and the reductions.
+  """The form of the stem and the grid reductions for an image size.
 
   Attributes:
-    padding: Of the stem and of both grid reductions, `valid` or `same`.
+    padding: The padding in the stem and both grid reductions: `valid` or
+      `same`.
     conv_halves: Whether the first convolution halves the grid.
     pool1_halves: Whether there is a pool after the third convolution.
-    pool2_halves: Whether there is one after the fifth.
+    pool2_halves: Whether there is a pool after the fifth convolution.
   """
 
   padding: str
@@ -38,14 +39,14 @@ class Stem(NamedTuple):
 
 
 def stem_of(image_size: int) -> Stem:
-  """Chooses the stem so that small images keep a grid worth the name.
+  """Chooses a stem that leaves small images a grid of 16x16 or more.
 
-  From 171 pixels on it is the original's, which halves three times without
-  padding: 299 pixels give grids of 35, 17 and 8, and 171 give 19, 9 and 4.
-  Below, everything is padded, and the stem halves as often as leaves 16x16
-  or more, at most three times: once from 32 pixels on (grids of 16, 8 and
-  4), twice from 64, three times from 128. The first convolution is the
-  first to stop halving, the second pool the next.
+  From 171 pixels on, the stem is the original's, which halves the grid three
+  times without padding: 299 pixels give grids of 35, 17 and 8, and 171 give 19,
+  9 and 4. Below 171, everything is padded, and the stem halves the grid at most
+  three times, as often as leaves 16x16 or more: once from 32 pixels on (grids
+  of 16, 8 and 4), twice from 64, three times from 128. With fewer than three,
+  the first convolution does not halve; with one, the second pool is left out.
   """
   if image_size >= MIN_VALID_SIZE:
     return Stem("valid", True, True, True)
@@ -56,10 +57,11 @@ def stem_of(image_size: int) -> Stem:
 class Parts:
   """Makes the parts of one network.
 
-  Layers are named by their place; no two calls may use one name.
+  Names of layers begin with the name of their part, so two calls must not use
+  the same name.
 
   Attributes:
-    dtype: Policy of all layers.
+    dtype: The Keras dtype policy of all layers.
   """
 
   def __init__(
@@ -72,16 +74,16 @@ class Parts:
     is_synchronized: bool = False,
     dtype: str = "float32",
   ):
-    """Initializes the maker.
+    """Prepares to make parts.
 
     Args:
-      seeds: One is taken for each kernel.
+      seeds: Seeds for the initial values; one is taken for each kernel.
       width: Factor of all numbers of channels.
-      padding: Of stem and grid reductions.
-      batch_norm_decay: Of the moving statistics.
-      is_synchronized: Whether a batch is normalized by the moments of all
-        replicas of a `tf.distribute` strategy.
-      dtype: Policy of all layers, such as `mixed_bfloat16`.
+      padding: The padding in stem and grid reductions: `valid` or `same`.
+      batch_norm_decay: Decay of the moving means and variances.
+      is_synchronized: Whether a batch is normalized by the mean and variance
+        over all replicas of a `tf.distribute` strategy.
+      dtype: The Keras dtype policy of all layers, such as `mixed_bfloat16`.
     """
     self.dtype = dtype
     self._seeds = seeds
@@ -91,7 +93,7 @@ class Parts:
     self._is_synchronized = is_synchronized
 
   def channels(self, number: int) -> int:
-    """A number of channels, scaled: a multiple of 8, at least 8."""
+    """Scales a number of channels: to a multiple of 8, at least 8."""
     steps = int(number * self._width / _CHANNELS_STEP + 0.5)
     return max(1, steps) * _CHANNELS_STEP
 
@@ -106,7 +108,10 @@ class Parts:
     padding: str = "same",
     stddev: float = 0.1,
   ):
-    """Convolution, batch normalisation and ReLU; `channels` is not scaled."""
+    """Applies convolution, batch normalization and ReLU.
+
+    `channels` is before scaling by the width.
+    """
     x = keras.layers.Conv2D(
       self.channels(channels),
       size,
@@ -128,13 +133,13 @@ class Parts:
     return keras.layers.ReLU(dtype=self.dtype, name=f"{name}_relu")(x)
 
   def normal(self, stddev: float) -> keras.initializers.Initializer:
-    """A truncated normal distribution with a seed of its own."""
+    """Returns a truncated normal initializer with the next seed."""
     return keras.initializers.TruncatedNormal(
       stddev=stddev, seed=next(self._seeds)
     )
 
   def stem(self, x, plan: Stem):
-    """Five convolutions and two pools, or fewer pools for small images."""
+    """Applies five convolutions and up to two pools, as `plan` says."""
     padding = self._padding
     strides = 2 if plan.conv_halves else 1
     x = self.conv(x, 32, 3, "conv0", strides=strides, padding=padding)
@@ -149,7 +154,7 @@ class Parts:
     return x
 
   def block_a(self, x, name: str, pool_channels: int):
-    """The block of the 35x35 grid: 1x1, 5x5 and 3x3 twice."""
+    """Applies a block of the 35x35 grid: 1x1, 5x5, twice 3x3, and a pool."""
     one = self.conv(x, 64, 1, f"{name}_1x1")
     five = self.conv(x, 48, 1, f"{name}_5x5_0")
     five = self.conv(five, 64, 5, f"{name}_5x5_1")
@@ -161,7 +166,7 @@ class Parts:
     return self._join([one, five, three, pool], name)
 
   def reduction_a(self, x, name: str):
-    """From the 35x35 to the 17x17 grid."""
+    """Reduces the 35x35 to the 17x17 grid."""
     three = self.conv(
       x, 384, 3, f"{name}_3x3", strides=2, padding=self._padding
     )
@@ -173,7 +178,7 @@ class Parts:
     return self._join([three, double, self._max_pool(x, f"{name}_pool")], name)
 
   def block_b(self, x, name: str, inner: int):
-    """The block of the 17x17 grid: 7x7 as 1x7 and 7x1, once and twice."""
+    """Applies a block of the 17x17 grid, with 7x7 split into 1x7 and 7x1."""
     one = self.conv(x, 192, 1, f"{name}_1x1")
     seven = self.conv(x, inner, 1, f"{name}_7x7_0")
     seven = self.conv(seven, inner, (1, 7), f"{name}_7x7_1")
@@ -188,7 +193,7 @@ class Parts:
     return self._join([one, seven, double, pool], name)
 
   def reduction_b(self, x, name: str):
-    """From the 17x17 to the 8x8 grid."""
+    """Reduces the 17x17 to the 8x8 grid."""
     halve = dict(strides=2, padding=self._padding)
     three = self.conv(x, 192, 1, f"{name}_3x3_0")
     three = self.conv(three, 320, 3, f"{name}_3x3_1", **halve)
@@ -199,7 +204,7 @@ class Parts:
     return self._join([three, seven, self._max_pool(x, f"{name}_pool")], name)
 
   def block_c(self, x, name: str):
-    """The block of the 8x8 grid: 3x3 as 1x3 beside 3x1."""
+    """Applies a block of the 8x8 grid, with 3x3 split into 1x3 beside 3x1."""
     one = self.conv(x, 320, 1, f"{name}_1x1")
     three = self.conv(x, 384, 1, f"{name}_3x3_0")
     three = self._split(three, f"{name}_3x3")
@@ -211,9 +216,10 @@ class Parts:
     return self._join([one, three, double, pool], name)
 
   def auxiliary_features(self, x, name: str):
-    """What the auxiliary head sees of the 17x17 grid: `[batch, channels]`.
+    """Computes the features of the auxiliary head from the 17x17 grid.
 
-    The last kernel is as big as the pooled grid, 5x5 in the original.
+    The last kernel is as large as the pooled grid, 5x5 in the original. The
+    result is `[batch, channels]`.
     """
     x = keras.layers.AveragePooling2D(
       5, 3, "valid", dtype=self.dtype, name=f"{name}_pool"

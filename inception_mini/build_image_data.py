@@ -1,11 +1,12 @@
-r"""Makes shards of TFRecords out of folders of labelled JPEG or PNG files.
+r"""Makes shards of TFRecords out of folders of labeled JPEG or PNG files.
 
   python -m inception_mini.build_image_data --train_directory=photos/train \
     --validation_directory=photos/test --output_directory=/tmp/photos \
     --train_shards=8 --validation_shards=2
 
-One sub-folder per label. Started again after an interruption it goes on where
-it was. Files that cannot be read are reported and left out.
+Each directory has one sub-folder per label. Started again after an
+interruption, the program continues where it was. Files that cannot be read are
+reported and left out.
 """
 
 import os
@@ -24,7 +25,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """The flags of this binary; `--help` shows them."""
+  """Defines the flags of this binary, which `--help` shows."""
   flags.DEFINE_string("train_directory", None, "Has a sub-folder per label")
   flags.DEFINE_string("validation_directory", None, "The same for validation")
   flags.DEFINE_string("output_directory", None, "Where the shards go")
@@ -51,22 +52,23 @@ def build(
   """Builds the shards of each subset, and a file with the labels.
 
   Args:
-    output_directory: Where they go.
-    directories: By subset (`train`, `validation`), where its folders are.
-    num_shards: By subset.
-    num_threads: Shards written at a time; None is one per core.
-    labels_file: The ordered labels; None takes the sub-folders of the
-      first of the directories in alphabetical order.
+    output_directory: Directory for the shards and the file with the labels.
+    directories: Maps each subset (`train`, `validation`) to its directory,
+      which has a sub-folder per label.
+    num_shards: Maps each subset to its number of shards.
+    num_threads: Number of shards written at a time; None is one per core.
+    labels_file: Path of a file with the ordered labels. None takes the names of
+      the sub-folders of the first directory, in alphabetical order.
 
   Returns:
-    By subset, a `shards.Summary`.
+    A dict from each subset to its `shards.Summary`.
 
   Raises:
     ValueError: If a number is out of range.
-    image_folders.FolderError: If a directory is not what it should be.
-    records.DataError: If the labels file is not.
-    shards.BuildError: If the output directory is not, or no image can be
-      read.
+    image_folders.FolderError: If a directory cannot be used.
+    records.DataError: If the file with the labels cannot be used.
+    shards.BuildError: If the output directory cannot be used, or no image can
+      be read.
     shards.Interrupted: On Ctrl-C.
   """
   from inception_mini import records
@@ -112,7 +114,7 @@ def build(
 
 
 class _Progress:
-  """A bar on a terminal, else a line per shard; skipped files in any case."""
+  """Shows a bar on a terminal, else a line per shard; reports skipped files."""
 
   def __init__(self, subset: str, num_files: int):
     self._bar = tqdm.tqdm(
@@ -131,7 +133,7 @@ class _Progress:
     self._bar.close()
 
   def move(self, number: int) -> None:
-    """Counts images that are done with."""
+    """Counts `number` images as processed."""
     if not self._bar.disable:
       with self._bar.get_lock():
         self._bar.update(number)
@@ -141,7 +143,7 @@ class _Progress:
     self._write(f"skipped {path}: {reason}", sys.stderr)
 
   def tell_shard(self, name: str, num_examples: int) -> None:
-    """Reports a finished shard, unless the bar shows as much."""
+    """Reports a finished shard, unless there is a bar."""
     if self._bar.disable:
       self._write(f"{name}: {num_examples} images", sys.stdout)
 
@@ -164,7 +166,7 @@ def _write_labels(directory: str, name: str, labels: list[str]) -> None:
   """Writes the labels, one per line.
 
   Raises:
-    shards.BuildError: If shards of others are there already.
+    shards.BuildError: If the directory holds shards of other labels.
   """
   from inception_mini import records
   from inception_mini import shards

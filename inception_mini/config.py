@@ -1,6 +1,6 @@
-"""What one training run is made of: a frozen `Config` and its constants.
+"""Defines the settings of a training run, a frozen `Config`, and constants.
 
-Imports no TensorFlow, so that a launcher can check its flags at once.
+TensorFlow is not imported, so that a launcher can check its flags at once.
 """
 
 import dataclasses
@@ -13,14 +13,15 @@ from tf_replicas.programs import learning_rates
 from tf_replicas.programs import run_options
 from tf_replicas.programs import schedules
 
-GROUP = "Training"  # Of the flags.
+GROUP = "Training"  # The group of the flags in `--help`.
 _flag = functools.partial(fields.setting, group=GROUP)
 
 MIN_IMAGE_SIZE = 32
 MAX_IMAGE_SIZE = 299
 
-# How batch normalization's statistics move. With the last, the moments of
-# all towers of a replica normalize a batch.
+# How the moving means and variances of batch normalization are updated: by the
+# mean over replicas; by the chief alone; or by moments computed over all towers
+# of a replica, which then also normalize its batch.
 MEAN, CHIEF, SYNCHRONIZED = "mean", "chief", "synchronized"
 BATCH_NORM_STATISTICS = (MEAN, CHIEF, SYNCHRONIZED)
 
@@ -103,9 +104,9 @@ class Config:
     0.0, "Epochs in which the rate rises from 0; 0: none", "[0, 1e9]"
   )
   rmsprop_decay: float = fields.setting(
-    0.9, "Of RMSProp's mean of squared gradients", "[0, 1)"
+    0.9, "Decay of RMSProp's mean of squared gradients", "[0, 1)"
   )
-  rmsprop_momentum: float = fields.setting(0.9, "Of RMSProp", "[0, 1)")
+  rmsprop_momentum: float = fields.setting(0.9, "Momentum of RMSProp", "[0, 1)")
   rmsprop_epsilon: float = fields.setting(
     1.0, "Added to the mean square before the root is taken", "(0, inf)"
   )
@@ -134,7 +135,7 @@ class Config:
   min_crop_area: float = _flag(
     0.05, "Smallest share of an image's area in a training crop", "(0, 1]"
   )
-  distort_color: bool = _flag(True, "Whether training changes colours")
+  distort_color: bool = _flag(True, "Whether training changes colors")
   central_fraction: float = fields.setting(
     0.875, "Share of height and width that evaluation looks at", "(0, 1]"
   )
@@ -160,7 +161,7 @@ def from_recipe(recipe: str, **given) -> Config:
 
   Args:
     recipe: Key of `RECIPES`.
-    **given: Fields of `Config`; they win over the recipe's.
+    **given: Fields of `Config` that override those of the recipe.
 
   Raises:
     ValueError: If the recipe is unknown or a setting is out of range.
@@ -171,15 +172,16 @@ def from_recipe(recipe: str, **given) -> Config:
 def default_rate(
   recipe: str, options: run_options.Options, *, batch_size: int
 ) -> learning_rates.Default:
-  """The learning rate of a recipe for a rule and its replicas.
+  """Computes the default learning rate from recipe, rule and replicas.
 
-  RMSProp divides gradients by their own size, and the same rate was best for
-  batches of half the recipe's size (`README.md`): it does not follow the batch.
+  The rate does not depend on the batch size: RMSProp divides gradients by their
+  own size, and with batches of half the recipe's size the same rate was best
+  (`README.md`).
 
   Args:
     recipe: Key of `RECIPES`.
-    options: How it is run.
-    batch_size: Images in one tower's batch.
+    options: How the training is run.
+    batch_size: Number of images in the batch of one tower, a copy of the model.
   """
   return learning_rates.default(
     options,
@@ -193,20 +195,20 @@ def default_rate(
 def learning_rate(
   config: Config, examples_seen: _Count, *, num_examples_per_epoch: int
 ) -> _Count:
-  """Returns the rate after some examples; it falls in steps.
+  """Computes the learning rate, which falls in steps, after some examples.
 
-  Counting examples of all replicas and not steps is what the original's
-  division by `num_replicas_to_aggregate` stood for.
+  The examples of all replicas are counted instead of steps. In the original,
+  dividing by `num_replicas_to_aggregate` served this purpose.
 
       rate = initial * factor ^ floor(examples_seen / (epochs * per_epoch))
 
-  It rises linearly from 0 to that in the first `warmup_epochs`.
+  In the first `warmup_epochs`, the rate rises linearly from 0 to this value.
 
   Args:
-    config: Holds `learning_rate`, `learning_rate_decay_factor`,
+    config: The settings, with `learning_rate`, `learning_rate_decay_factor`,
       `num_epochs_per_decay` and `warmup_epochs`.
-    examples_seen: Examples in all updates so far: an int, or an integer
-      tensor, for which the result is a float64 tensor.
+    examples_seen: Number of examples in all updates so far: an int, or an
+      integer tensor, for which the result is a float64 tensor.
     num_examples_per_epoch: Size of the training set.
   """
   warm, decay = (

@@ -6,10 +6,10 @@ A whole cluster on this machine:
     --cluster_spec=cluster_specs/local_2ps_3workers.json \
     --replicas_to_aggregate=2 --train_dir=/tmp/run
 
-One task of a cluster on many: the same with --job_name and --task_index, or
-with TF_CONFIG in the environment.
+One task of a cluster on several machines: the same command with --job_name and
+--task_index, or with TF_CONFIG in the environment.
 
-After TF1's `inception_distributed_train`.
+The program follows TF1's `inception_distributed_train`.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,9 @@
 
   python -m inception_mini.eval --train_dir=/tmp/run [--run_once]
 
-Without --run_once every new checkpoint is measured until training has ended.
-Averages are taken of the weights and of batch normalization's statistics.
+Without --run_once, every new checkpoint is measured until training has ended.
+The moving averages are those of the weights and of batch normalization's means
+and variances.
 """
 
 import dataclasses
@@ -30,9 +31,10 @@ class Result(NamedTuple):
   """The measures of one checkpoint.
 
   Attributes:
-    precision: Fraction with the label as the most likely class.
-    recall: Fraction with the label among the five most likely.
-    num_examples: How many images.
+    precision: The fraction of images whose label is the most likely class.
+    recall: The fraction of images whose label is among the five most likely
+      classes.
+    num_examples: Number of images.
   """
 
   precision: float
@@ -52,24 +54,25 @@ def evaluate(
 ) -> Result | None:
   """Measures checkpoints in `config.train_dir`, in float32.
 
-  Prints the precision @ 1 and the recall @ 5 of each, and writes them to
-  TensorBoard.
+  For each checkpoint, prints the precision @ 1 and the recall @ 5 and writes
+  them to TensorBoard.
 
   Args:
-    config: The run: where it is, its network and its data set.
-    eval_dir: The directory of the TensorBoard summaries; None: `eval`, or
-      `eval_train`, in the run's directory.
-    subset: `validation`, or `train`.
+    config: The settings of the run, with its directory, network and data set.
+    eval_dir: Directory of the TensorBoard summaries. None takes `eval` in the
+      run's directory, or `eval_train` for the subset `train`.
+    subset: The images to measure on: `validation` or `train`.
     run_once: Whether to measure the newest checkpoint only.
-    batch_size: Images at a time.
+    batch_size: Number of images in a batch.
     interval_secs: Seconds between measurements.
-    timeout_secs: How long to wait for a new checkpoint.
+    timeout_secs: The seconds to wait for a new checkpoint; None waits forever.
 
   Returns:
     The last result, or None if there was no checkpoint in time.
 
   Raises:
-    checkpoints.CheckpointError: If there is none, or it is of another model.
+    checkpoints.CheckpointError: If there is no checkpoint, or it is of another
+      model.
     sources.DataError: If the data set cannot be read.
     ValueError: If a number is out of range.
   """
@@ -112,7 +115,7 @@ def evaluate(
 
 
 def _counter(model, source, config, subset, batch_size) -> Callable[[], Result]:
-  """Returns what looks at every image once."""
+  """Returns a function that measures the model on every image once."""
   import tensorflow as tf
 
   from inception_mini import inputs

@@ -1,6 +1,6 @@
-"""Folders of labelled images: one sub-folder per label, files within.
+"""Finds labeled images in a directory with one sub-folder per label.
 
-Imports no TensorFlow.
+TensorFlow is not imported.
 """
 
 import hashlib
@@ -12,23 +12,23 @@ from typing import NamedTuple
 
 EXTENSIONS = (".jpeg", ".jpg", ".png")
 
-# Files of one label must not end up in one shard.
+# Files are shuffled so that those of one label do not end up in one shard.
 _SHUFFLE_SEED = 2016
 
 
 class FolderError(Exception):
-  """The folders cannot be used; the message is one line with the reason."""
+  """Raised if folders cannot be used; the message gives the reason."""
 
 
 class File(NamedTuple):
-  """A labelled file.
+  """A labeled image file.
 
   Attributes:
-    path: Where it is.
-    label: From 1 on.
-    text: The name of the label and of its sub-folder.
-    state: Size in bytes and time of change in ns; None if it cannot be reached,
-      such as a link to nowhere.
+    path: Path of the file.
+    label: Number of the label, from 1 on.
+    text: Name of the label and of its sub-folder.
+    state: Size in bytes, and time of the last modification in ns; None if the
+      file cannot be reached, such as a broken link.
   """
 
   path: str
@@ -38,11 +38,12 @@ class File(NamedTuple):
 
 
 class Found(NamedTuple):
-  """What a directory holds.
+  """The images that were found in a directory.
 
   Attributes:
-    files: Images by name, in a shuffled order that is always the same.
-    ignored: Paths of other files, and of sub-folders that are no label.
+    files: Files with the name of a JPEG or PNG file, in a shuffled order that
+      is always the same.
+    ignored: Paths of other files, and of sub-folders that are not a label.
   """
 
   files: list[File]
@@ -50,10 +51,10 @@ class Found(NamedTuple):
 
 
 def labels_of(directory: str) -> list[str]:
-  """Names of the sub-folders, in alphabetical order; hidden ones are not.
+  """Lists the names of sub-folders that are not hidden, in alphabetical order.
 
   Raises:
-    FolderError: If there are none, or one cannot be a line of a file.
+    FolderError: If there are none, or a name cannot be a line of a text file.
   """
   labels = sorted(
     entry.name
@@ -74,7 +75,7 @@ def labels_of(directory: str) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-  """Whether its bytes are UTF-8; Python keeps others as lone surrogates."""
+  """Returns whether a file name is UTF-8, without Python's lone surrogates."""
   try:
     name.encode()
   except UnicodeEncodeError:
@@ -86,7 +87,7 @@ def check_labels(directory: str, labels: Sequence[str]) -> None:
   """Checks that every sub-folder is one of the labels.
 
   Raises:
-    FolderError: If not.
+    FolderError: If a sub-folder is not one of the labels.
   """
   unknown = [label for label in labels_of(directory) if label not in labels]
   if unknown:
@@ -100,8 +101,11 @@ def find(directory: str, labels: Sequence[str]) -> Found:
   """Finds the images below a directory, at any depth of a label's folder.
 
   Args:
-    directory: Has a sub-folder for each label.
-    labels: Their names; the first has label 1.
+    directory: The directory, with a sub-folder for each label.
+    labels: The names of the labels; the first has number 1.
+
+  Returns:
+    The images, and the paths that were ignored.
 
   Raises:
     FolderError: If there are no images or a directory cannot be read.
@@ -130,7 +134,7 @@ def find(directory: str, labels: Sequence[str]) -> Found:
 
 
 def fingerprint(directory: str, files: Sequence[File]) -> str:
-  """A digest of names, labels, sizes and times of change of the files."""
+  """Computes a digest of names, labels, sizes and modification times."""
   digest = hashlib.sha256()
   for file in files:
     name = os.path.relpath(file.path, directory)
@@ -159,7 +163,7 @@ def _scan(directory: str) -> list[os.DirEntry]:
 
 
 def _files_below(directory: str) -> list[str]:
-  """Paths of all files that are not hidden, in order."""
+  """Lists the paths of all files that are not hidden, in alphabetical order."""
   paths = []
   for entry in sorted(_scan(directory), key=lambda entry: entry.name):
     if entry.name.startswith("."):

@@ -1,17 +1,18 @@
-"""What becomes of an image before the network sees it, after the original.
+"""Decodes, distorts and crops images for the network.
 
-After `image_processing.py` of the TF1 program, with stateless random ops: the
-same seed distorts in the same way on every machine. Where there a thread
-stuck to one way of resizing and one order of colours, here each image draws.
+This follows `image_processing.py` of the TF1 program, but with stateless random
+ops: the same seed distorts in the same way on every machine. The way of
+resizing and the order of color distortions are random for each image; in the
+TF1 program, they were fixed for each thread.
 """
 
 import tensorflow as tf
 
-# Of the crop. The numbers are the original's.
+# Limits of the random crop. All numbers are the original's.
 MIN_OBJECT_COVERED = 0.1
 ASPECT_RATIOS = (0.75, 1.33)
 MAX_ATTEMPTS = 100
-# Of the colours.
+# Limits of the color distortions.
 MAX_BRIGHTNESS_DELTA = 32 / 255
 MAX_HUE_DELTA = 0.2
 SATURATIONS = (0.5, 1.5)
@@ -42,19 +43,21 @@ def distort(
 ) -> tf.Tensor:
   """Distorts an image at random for training.
 
-  In the original's order: a crop that covers a tenth of one of the boxes or
-  more, resized in one of four ways, flipped or not, colours.
+  The order is the original's: The image is cropped so that the crop covers at
+  least a tenth of one of the boxes, resized in one of four ways, flipped with
+  probability 1/2, and its colors are changed.
 
   Args:
-    image: uint8 `[height, width, 3]`.
-    boxes: float32 `[N, 4]`, see `records.Stored`; N = 0 is the whole image.
+    image: An image, uint8 `[height, width, 3]`.
+    boxes: Edges of objects, float32 `[N, 4]`; see `records.Stored`. With N = 0,
+      the whole image counts as a box.
     seed: `[2]` integers.
     image_size: Height and width of the result.
     min_crop_area: Smallest area of the crop, as a share of the image's.
-    distort_color: Whether colours change.
+    distort_color: Whether colors change.
 
   Returns:
-    float32 `[image_size, image_size, 3]` in [-1, 1].
+    The distorted image, float32 `[image_size, image_size, 3]` in [-1, 1].
   """
   seeds = tf.unstack(tf.random.split(seed, 4), num=4)
   crop = tf.slice(image, *_crop_window(image, boxes, seeds[0], min_crop_area))
@@ -71,21 +74,22 @@ def distort(
   resized = tf.image.stateless_random_flip_left_right(resized, seeds[2])
   if distort_color:
     resized = distort_colors(resized, seeds[3])
-  # Bicubic resizing oversteps, and there may be no colours to clip it.
+  # Bicubic resizing may leave [0, 1], and only `distort_colors` clips.
   return 2.0 * tf.clip_by_value(resized, 0.0, 1.0) - 1.0
 
 
 def distort_colors(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
   """Changes brightness, saturation, hue and contrast, in one of two orders.
 
-  Brightness is first; contrast is last or before saturation and hue.
+  Brightness is changed first. Contrast is changed after saturation and hue, or
+  before them.
 
   Args:
-    image: float32 `[height, width, 3]` in [0, 1].
+    image: An image, float32 `[height, width, 3]` in [0, 1].
     seed: `[2]` integers.
 
   Returns:
-    The same shape, in [0, 1].
+    An image of the same shape and dtype, in [0, 1].
   """
   seeds = tf.unstack(tf.random.split(seed, 5), num=5)
 
@@ -113,12 +117,12 @@ def center(
   """Cuts out the middle and resizes it bilinearly, for evaluation.
 
   Args:
-    image: uint8 `[height, width, 3]`.
+    image: An image, uint8 `[height, width, 3]`.
     image_size: Height and width of the result.
-    central_fraction: Share of height and width that is left.
+    central_fraction: Share of height and width that is cut out.
 
   Returns:
-    float32 `[image_size, image_size, 3]` in [-1, 1].
+    An image, float32 `[image_size, image_size, 3]` in [-1, 1].
   """
   image = tf.image.convert_image_dtype(image, tf.float32)
   image = tf.image.central_crop(image, central_fraction)
@@ -127,10 +131,10 @@ def center(
 
 
 def _crop_window(image, boxes, seed, min_crop_area):
-  """Begin and size of a random crop, as `tf.slice` wants them."""
+  """Draws a random crop; returns begin and size for `tf.slice`."""
   begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
     tf.shape(image),
-    # The op refuses edges that rounding put outside.
+    # The op refuses edges that rounding has put outside of the image.
     tf.clip_by_value(boxes, 0.0, 1.0)[tf.newaxis],
     seed,
     min_object_covered=MIN_OBJECT_COVERED,

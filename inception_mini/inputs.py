@@ -1,9 +1,10 @@
-"""Batches for training and evaluation: sharing out, order, prefetching.
+"""Makes batches for training and evaluation.
 
-Files are read from front to end by as few workers as possible, as big data
-sets need it; what is shuffled and skipped is not decoded. A dataset captures
-names of files and numbers only, so its function may run on a remote worker.
-Nothing here or below needs AutoGraph, which would make the start slow.
+Files are read from beginning to end by as few workers as possible, for large
+data sets. Examples are shuffled and skipped before they are decoded. A dataset
+captures only file names and numbers, so its function may run on a remote
+worker. AutoGraph is not needed and is turned off, since it would make the start
+slow.
 """
 
 import tensorflow as tf
@@ -14,7 +15,8 @@ from inception_mini import records
 from inception_mini import sources
 from tf_replicas.programs import fields
 
-# Shards that are read by turns, images under way, batches that wait.
+# The number of shards read in turn, of images processed at a time, and of
+# batches prefetched.
 INTERLEAVED_SHARDS = 4
 PARALLEL_IMAGES = 4
 PREFETCHED_BATCHES = 4
@@ -34,10 +36,10 @@ def train_dataset(
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
-  In every epoch the shards of the source are dealt to the workers anew.
-  Those that are left over, all of them if there are fewer shards than
-  workers, are read by everybody, and everybody keeps every n-th example.
-  So
+  In every epoch, the shards of the source are distributed among the n workers
+  anew, equally many to each. The shards that are left over (all of them, if
+  there are fewer shards than workers) are read by every worker, and each worker
+  uses every n-th example of them. So
 
   *   every example is in one worker's stream once per epoch; a worker's
       epochs follow each other without a gap, and a batch may reach into
@@ -45,30 +47,32 @@ def train_dataset(
   *   an example is distorted in an epoch in the same way, whichever
       worker reads it.
 
-  Examples are drawn from a buffer of `settings.shuffle_examples`, as in the
-  TF1 program. Which ones share a batch depends on the number of workers.
+  Examples are drawn from a buffer of `settings.shuffle_examples` examples, as
+  in the TF1 program. Which examples share a batch depends on the number of
+  workers.
 
   Args:
-    source: Read when the dataset is iterated.
-    settings: Decides image size, distortions, seed and size of the buffer.
-    batch_size: Images per batch of this worker; None is the settings'.
-    num_shards: Number of workers.
-    shard_index: Which worker this is; may be a scalar tensor, as inside the
+    source: The data, read when the dataset is iterated.
+    settings: The settings, with image size, distortions, seed and buffer size.
+    batch_size: Number of images in a batch of this worker; None takes that of
+      the settings.
+    num_shards: Number n of workers.
+    shard_index: Number of this worker; may be a scalar tensor, as in the
       dataset function of an in-graph worker.
-    start_example: Where to begin, for a run that resumes from a checkpoint:
-      the number of examples all workers have drawn so far. What is skipped
-      inside an epoch is read but not decoded.
-    with_seeds: Whether each image comes with random integers of its own,
-      for dropout.
-    parallel_images: How many are decoded and distorted at a time.
+    start_example: Number of examples that all workers have drawn so far, for a
+      run that resumes from a checkpoint. Examples that are skipped inside an
+      epoch are read but not decoded.
+    with_seeds: Whether to add random integers to each image, as seeds for
+      dropout.
+    parallel_images: Number of images decoded and distorted at a time.
 
   Returns:
     A dataset of float32 images `[batch, size, size, 3]` in [-1, 1] and int64
-    labels `[batch]`, and int32 seeds `[batch, 2]` if asked for.
+    labels `[batch]`; if `with_seeds`, also int32 seeds `[batch, 2]`.
 
   Raises:
-    ValueError: If a number is out of range. `tf.errors.InvalidArgumentError`
-      comes from the iterator if a label is.
+    ValueError: If an argument is out of range. If a label is out of range, the
+      iterator raises `tf.errors.InvalidArgumentError`.
   """
   batch_size = settings.batch_size if batch_size is None else batch_size
   fields.require("batch_size", batch_size, batch_size >= 1, "positive")
@@ -134,9 +138,9 @@ def eval_batches(
   """Makes batches for evaluation, with every image in exactly one.
 
   Args:
-    source: Read when the dataset is iterated.
-    settings: Decides image size and how much of the middle is looked at.
-    batch_size: Images per batch; the last has what is left.
+    source: The data, read when the dataset is iterated.
+    settings: The settings, with image size and the share of the image to use.
+    batch_size: Number of images in a batch; the last batch may be smaller.
     subset: `validation`, or `train` to measure on the training set.
 
   Returns:
@@ -144,7 +148,7 @@ def eval_batches(
     int64 labels `[batch]`, always in the same order.
 
   Raises:
-    ValueError: If `batch_size` is not positive or the subset unknown.
+    ValueError: If `batch_size` is not positive or the subset is unknown.
   """
   fields.require("batch_size", batch_size, batch_size >= 1, "positive")
   if subset not in source.lengths:
@@ -179,10 +183,10 @@ def eval_batches(
 
 
 class _Deal:
-  """Which part of the shards is one worker's in each epoch.
+  """Decides which examples of which shards a worker uses in each epoch.
 
   Attributes:
-    distortion_seed: Of what is done to the images; `[2]`.
+    distortion_seed: Seed of the distortions of images, `[2]`.
   """
 
   def __init__(self, lengths, *, num_workers, worker, seed):
@@ -194,10 +198,12 @@ class _Deal:
     )
 
   def parts(self, epoch):
-    """The worker's part: (shard, first example, stride, number of shard's 0).
+    """Computes the shards, or parts of shards, that the worker uses.
 
-    The last is the number that the shard's first example has in the whole
-    data set. All int64 `[parts]`.
+    Returns:
+      (numbers of the shards, first examples, strides, offsets), each int64
+      `[parts]`. An offset is the number of the shard's first example in the
+      whole data set.
     """
     n, total = self._num_workers, len(self._lengths)
     whole = total // n * n
@@ -218,15 +224,16 @@ class _Deal:
     return shards, tf.concat([mine, shared], 0), strides, numbers
 
   def num_examples(self, epoch):
-    """The size of the worker's part; int64."""
+    """Computes the number of examples of the worker in an epoch, int64."""
     shards, first, strides, _ = self.parts(epoch)
     lengths = tf.gather(tf.constant(self._lengths, tf.int64), shards)
     return tf.reduce_sum((lengths - first + strides - 1) // strides)
 
   def epochs(self, start):
-    """Epochs from the worker's example `start` on, and what to skip in each.
+    """Makes a dataset of (epoch, number of the worker's examples to skip).
 
-    Passing over whole epochs costs no reading.
+    It begins with the epoch that has the worker's example `start`. Earlier
+    epochs are skipped without reading.
     """
 
     def pass_over(left, epoch):
@@ -240,16 +247,16 @@ class _Deal:
     return epochs.map(lambda epoch, skipped, is_left: (epoch, skipped))
 
   def shuffle_seed(self, epoch):
-    """For the buffer of the worker; int64."""
+    """Returns the seed, int64, of the worker's shuffle buffer in an epoch."""
     seed = tf.random.fold_in(self._buffer_seed, epoch)
     return tf.random.fold_in(seed, self._worker)[0]
 
 
 def _raw_examples(source, deal, start, buffer_size):
-  """The worker's endless stream from its example `start` on, not decoded.
+  """Makes the worker's endless stream of raw examples, from `start` on.
 
-  Elements are the epoch, the example's number in the data set, and the raw
-  example, a tuple.
+  Elements are (epoch, number of the example in the data set, raw example). A
+  raw example is a tuple that `source.decode` decodes.
   """
 
   def epoch_of_examples(epoch, skipped):
@@ -272,7 +279,10 @@ def _raw_examples(source, deal, start, buffer_size):
 
 
 def _part_of_shard(source, subset, shard, first, stride, number):
-  """Every `stride`-th raw example from the `first` on, with its number."""
+  """Makes a dataset of every `stride`-th raw example from `first` on.
+
+  Elements begin with the example's number in the data set.
+  """
   examples = source.read(subset, shard).enumerate()
   examples = examples.filter(lambda i, raw: i % stride == first)
   return examples.map(
@@ -281,7 +291,7 @@ def _part_of_shard(source, subset, shard, first, stride, number):
 
 
 def _checked(label, num_classes):
-  """The label; iterating fails if it is none, which the loss would not see."""
+  """Returns the label; fails if it is out of range, unlike the loss."""
   if num_classes is None:
     return label
   is_one = (label >= 0) & (label < tf.cast(num_classes, label.dtype))

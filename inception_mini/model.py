@@ -1,4 +1,4 @@
-"""The network and its loss, as functions of plain tensors."""
+"""Builds the network, and computes its loss from plain tensors."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,8 @@ _AUXILIARY = "auxiliary"
 
 _DEFAULTS = config.Config
 _STATISTICS = ("moving_mean", "moving_variance")
-# By block: channels behind the pool of A, inner channels of B.
+# For each block: the channels behind the pool of blocks A, and the inner
+# channels of blocks B.
 _A_BLOCKS = (32, 64, 64)
 _B_BLOCKS = (128, 160, 160, 192)
 _NUM_C_BLOCKS = 2
@@ -38,31 +39,32 @@ def build(
 ) -> keras.Model:
   """Builds an Inception v3 of any size.
 
-  With the defaults and 1,001 classes it is the network of the TF1 program
+  With the defaults and 1,001 classes, the network is that of the TF1 program
   (`inception_model.inception_v3`; Szegedy et al. 2015, arXiv:1512.00567).
-  See `blocks.stem_of` for how the stem follows the image size; depth d
-  makes d * 3, d * 4 and d * 2 blocks of the three kinds, rounded and at least
-  one, namely the last ones of the original; what goes beyond repeats its
-  last. Initial kernels are normal, cut at two standard deviations: 0.1, of
-  the heads 0.01 and 0.001, as there.
+
+  `blocks.stem_of` describes how the stem depends on the image size. With depth
+  d, there are 3 d, 4 d and 2 d blocks of the three kinds, rounded, but at least
+  one: the last blocks of each kind in the original, the very last repeated if
+  there are more. Initial kernels are normal, truncated at two standard
+  deviations of 0.1, in the heads 0.01 and 0.001, as in the TF1 program.
 
   Args:
     num_classes: Number of logits.
     image_size: Height and width of the images, 32 to 299.
-    width: Factor of all numbers of channels; these become multiples of 8.
+    width: Factor of all numbers of channels, which become multiples of 8.
     depth: Factor of the number of blocks.
-    dropout: Share of features dropped before the logits; 0 leaves it out.
-    batch_norm_decay: Of the moving statistics.
-    is_synchronized: Whether moments are those of all replicas of a
-      `tf.distribute` strategy, inside of one.
+    dropout: Share of features dropped before the logits; 0 for no dropout.
+    batch_norm_decay: Decay of the moving means and variances.
+    is_synchronized: Whether a batch is normalized by the mean and variance over
+      all replicas of the `tf.distribute` strategy that the model is called in.
     has_auxiliary: Whether there is an auxiliary head.
-    compute_dtype: `float32`, `bfloat16` or `float16`: what the layers cast
-      their inputs and their parameters to. The variables are float32.
+    compute_dtype: `float32`, `bfloat16` or `float16`: the dtype to which the
+      layers cast their inputs and parameters. The variables are float32.
     seed: The same seed gives the same initial weights.
 
   Returns:
     A model from float32 images `[batch, size, size, 3]` in [-1, 1] to a
-    dictionary: `logits`, and `auxiliary_logits` if there is that head, both
+    dictionary: `logits` and, with an auxiliary head, `auxiliary_logits`, both
     `[batch, num_classes]` and of `compute_dtype`.
   """
   dtype = compute_dtypes.policy(compute_dtype)
@@ -109,15 +111,15 @@ def build(
 
 
 def num_classes(settings: config.Config, of_data: int | None) -> int:
-  """The number of logits that a run's settings ask for.
+  """Returns the number of logits that a run's settings ask for.
 
   Args:
-    settings: Of the run; its `num_classes` wins.
-    of_data: The number of the data set, if it has one.
+    settings: The settings of the run. If its `num_classes` is set, it is used.
+    of_data: Number of classes of the data set; None if unknown.
 
   Raises:
-    ValueError: If the number of classes is unknown, or the settings
-      say fewer than the data set.
+    ValueError: If the number of classes is unknown, or smaller in the settings
+      than in the data set.
   """
   chosen = settings.num_classes or of_data
   if chosen is None or chosen < (of_data or 0):
@@ -134,11 +136,11 @@ def of_config(
   """Builds the network that a run's settings ask for.
 
   Args:
-    settings: Of the run.
-    classes_of_data: As for `num_classes`.
+    settings: The settings of the run.
+    classes_of_data: Number of classes of the data set; None if unknown.
 
   Raises:
-    ValueError: As `num_classes`.
+    ValueError: As for `num_classes`.
   """
   return build(
     num_classes(settings, classes_of_data),
@@ -155,15 +157,16 @@ def of_config(
 
 
 def is_statistic(path: str) -> bool:
-  """Whether a variable's path is that of a moving mean or variance."""
+  """Returns whether the path is that of a moving mean or variance."""
   return path.rpartition("/")[2] in _STATISTICS
 
 
 def is_head(path: str) -> bool:
-  """Whether a variable is of what another task makes anew.
+  """Returns whether a variable is initialized anew when fine-tuning.
 
-  That is the logits, and the auxiliary head: the kernels of that depend on the
-  size of the images too. TF-Slim's recipes for fine-tuning leave out the same.
+  These are the variables of the logits and of the auxiliary head, as in
+  TF-Slim's recipes for fine-tuning. The kernels of the auxiliary head also
+  depend on the size of the images.
   """
   layer = path.partition("/")[0]
   return layer == LOGITS or layer.startswith(_AUXILIARY)
@@ -177,13 +180,13 @@ def loss(
 ) -> tf.Tensor:
   """Returns the mean cross-entropy with smoothed labels, in float32.
 
-  The target of the label is 1 - s + s / classes, of every other class
-  s / classes (Szegedy et al. 2015, section 7).
+  The target for the class of the label is 1 - s + s / classes, and for every
+  other class s / classes (Szegedy et al. 2015, section 7).
 
   Args:
     logits: `[batch, classes]`, of any floating point type.
     labels: `[batch]` integers in [0, classes).
-    label_smoothing: The s above.
+    label_smoothing: Share s of the target that all classes divide equally.
   """
   logits = tf.cast(logits, tf.float32)
   targets = tf.one_hot(
@@ -205,8 +208,9 @@ def weight_decay(
   """Returns factor * 1/2 * sum of squares of all kernels.
 
   Args:
-    parameters: Values by path; only paths that end in `/kernel` decay.
-    factor: Of the whole sum.
+    parameters: Values of variables by path. Only those whose path ends in
+      `/kernel` decay.
+    factor: The factor above.
   """
   return factor * tf.add_n(
     [
@@ -235,23 +239,24 @@ def total_loss(
   that live on another machine are fetched once.
 
   Args:
-    model: What `build` returned; its own trainable weights are not read.
-    parameters: Every trainable value by `variable.path`; watch these to
-      take gradients. Non-trainable values may be among them, those that
-      are not come from the model.
-    images: `[batch, size, size, 3]`.
+    model: A network made by `build`. Its own trainable weights are not read.
+    parameters: The values of all trainable variables by `variable.path`; watch
+      these to take gradients. Non-trainable variables may be included; the
+      others take their values from the model.
+    images: Images in [-1, 1], `[batch, size, size, 3]`.
     labels: `[batch]` integers.
-    training: Passed on to the layers.
-    dropout_seed: `[2]` integers that decide what is dropped; None takes the
-      model's own state, which stays the same unless somebody assigns to it
-      the value returned.
+    training: The argument `training` of the layers.
+    dropout_seed: `[2]` integers, the seed of dropout. None takes the state of
+      the dropout layer in the model, which changes only if the caller assigns
+      the returned value to it.
     label_smoothing: See `loss`.
-    auxiliary_weight: Factor of the auxiliary head's loss, if it is there.
-    decay_factor: See `weight_decay`.
+    auxiliary_weight: Factor of the auxiliary head's loss, if there is one.
+    decay_factor: Factor of the weight decay; see `weight_decay`.
 
   Returns:
-    The scalar loss, and the new non-trainable values by path: the moving
-    statistics (see `is_statistic`) and the state of the dropout.
+    The scalar loss, and the new values of the non-trainable variables by path:
+    the moving means and variances (see `is_statistic`), and the state of
+    dropout.
   """
   states = model.non_trainable_variables
 
@@ -278,14 +283,14 @@ def total_loss(
 
 
 def _seeds(seed: int):
-  """An endless supply of different seeds."""
+  """Yields random seeds, without end."""
   generator = np.random.default_rng(seed)
   while True:
     yield int(generator.integers(2**31))
 
 
 def _last(originals: tuple, depth: float) -> tuple:
-  """Settings of the blocks of one kind, for a depth."""
+  """Returns the settings of the blocks of one kind for a depth."""
   number = max(1, int(len(originals) * depth + 0.5))
   return (
     originals[-number:]

@@ -1,9 +1,9 @@
-"""Files of labelled images: the TF1 program's TFRecords, in and out.
+"""Reads and writes TFRecords of labeled images, in the TF1 program's format.
 
-A shard is named `train-00000-of-00128` and holds `tf.train.Example`s with the
-feature keys of the TF1 program (`build_imagenet_data`, `image_processing`), so
-that ImageNet files made for it work. Labels start at 1 there; 0 is kept for a
-background class.
+A shard has a name such as `train-00000-of-00128`. It holds `tf.train.Example`s
+with the feature keys of the TF1 program (`build_imagenet_data`,
+`image_processing`), so ImageNet files made for that program can be used. Labels
+start at 1; 0 is reserved for a background class.
 """
 
 import os
@@ -37,20 +37,21 @@ BOX_EDGES = tuple(
   f"image/object/bbox/{edge}" for edge in ("ymin", "xmin", "ymax", "xmax")
 )
 
-# A record is its length, a checksum of that, the data, and one of those.
+# A record consists of its length, a checksum of the length, the data, and a
+# checksum of the data.
 _LENGTH = struct.Struct("<Q")
 _BEFORE_DATA = _LENGTH.size + 4
 _AROUND_DATA = _BEFORE_DATA + 4
 
 
 class Stored(NamedTuple):
-  """The features of a record besides the image.
+  """The features of a record that training uses, with the image encoded.
 
   Attributes:
-    encoded: Scalar string, the bytes of a JPEG or PNG file.
-    label: int64 scalar.
-    boxes: float32 `[N, 4]`, edges of N objects as shares of the image: top,
-      left, bottom, right.
+    encoded: The bytes of a JPEG or PNG file, a scalar string.
+    label: The label, an int64 scalar.
+    boxes: Edges of N objects, float32 `[N, 4]`: top, left, bottom, right, as
+      shares of the image's height or width.
   """
 
   encoded: tf.Tensor
@@ -59,19 +60,20 @@ class Stored(NamedTuple):
 
 
 def shard_name(subset: str, index: int, num_shards: int) -> str:
-  """The file name of one of several shards."""
+  """Returns the file name of shard `index` of `num_shards`."""
   return f"{subset}-{index:05d}-of-{num_shards:05d}"
 
 
 def find_shards(data_dir: str, subset: str) -> list[str]:
-  """Paths of all shards of a subset.
+  """Lists the paths of all shards of a subset, in order.
 
   Args:
-    data_dir: Where they lie.
+    data_dir: Directory of the shards.
     subset: `train` or `validation`.
 
   Raises:
-    DataError: If there are none, some are missing, or there are two sets.
+    DataError: If there are no shards, some are missing, or the file names
+      disagree about the number of shards.
   """
   pattern = re.compile(re.escape(subset) + r"-\d{5}-of-(\d{5})")
   try:
@@ -100,7 +102,7 @@ def find_shards(data_dir: str, subset: str) -> list[str]:
 
 
 def count_records(path: str) -> int:
-  """Counts the records of a file by their lengths, without reading them.
+  """Counts the records of a file; reads their lengths, but not their data.
 
   Raises:
     DataError: If the file cannot be read or ends inside a record.
@@ -128,7 +130,7 @@ def count_records(path: str) -> int:
 
 
 def read_labels(path: str) -> list[str]:
-  """Labels out of a file with one in each line; the first is label 1.
+  """Reads labels from a file with one label per line; the first is label 1.
 
   Raises:
     DataError: If the file cannot be read, is empty or names a label twice.
@@ -158,17 +160,17 @@ def serialize(
   filename: str,
   boxes: Sequence[Sequence[float]] = (),
 ) -> bytes:
-  """Makes a record.
+  """Makes a record: a serialized `tf.train.Example`.
 
   Args:
-    encoded: The bytes of the file.
+    encoded: The bytes of the image file.
     file_format: `JPEG` or `PNG`.
-    height: Rows of pixels.
-    width: Columns of pixels.
-    label: From 1 on.
-    text: The name of the label.
-    filename: Without directory.
-    boxes: Objects' edges as shares of the image: top, left, bottom, right.
+    height: Height in pixels.
+    width: Width in pixels.
+    label: Number of the label, from 1 on.
+    text: Name of the label.
+    filename: Name of the image file, without directory.
+    boxes: Edges of objects; see `Stored`.
   """
 
   def integers(*values):
@@ -199,7 +201,7 @@ def serialize(
 
 
 def parse(serialized: tf.Tensor) -> Stored:
-  """Reads what training needs out of a record; a scalar string."""
+  """Reads the features that training uses from a record, a scalar string."""
   features = {
     ENCODED: tf.io.FixedLenFeature([], tf.string),
     LABEL: tf.io.FixedLenFeature([], tf.int64),

@@ -1,9 +1,9 @@
-"""Writes shards of TFRecords: in parallel, each wholly or not at all.
+"""Writes shards of TFRecords in parallel, so that none is left incomplete.
 
-A shard is written under a temporary name and renamed when it is finished, so
-one that lies under its own name is complete, and a build that was interrupted
-goes on where it was. What a subset is made of is recorded beside its shards;
-a build of something else is refused.
+A shard is written under a temporary name and renamed when it is finished. So a
+shard under its final name is complete, and an interrupted build continues where
+it was. A file beside the shards of a subset records which image files they are
+made of. A build from other image files is refused.
 """
 
 import concurrent.futures
@@ -32,21 +32,22 @@ _SIGNATURES = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG"}
 
 
 class BuildError(Exception):
-  """Shards cannot be written there; the message is one line."""
+  """Raised if shards cannot be written; the message is one line."""
 
 
 class Interrupted(Exception):
-  """A build was interrupted; finished shards stay."""
+  """Raised if a build was interrupted; finished shards stay."""
 
 
 class Summary(NamedTuple):
-  """What a subset's shards hold.
+  """The numbers of examples, files and shards of a subset after a build.
 
   Attributes:
-    num_examples: In all shards.
-    num_skipped: Files that could not be read, in this build or before.
-    num_kept: Shards that were there already.
-    num_written: Shards written now.
+    num_examples: Number of examples in all shards.
+    num_skipped: Number of image files that could not be read, in this build or
+      an earlier one.
+    num_kept: Number of shards that were there already.
+    num_written: Number of shards written in this build.
   """
 
   num_examples: int
@@ -71,20 +72,27 @@ def write(
 
   Args:
     subset: `train` or `validation`.
-    directory: Where to; it is made if need be.
-    files: In the order in which they are divided among the shards.
-    fingerprint: Tells these files from others.
-    num_shards: How many shards make up the subset.
-    num_threads: Shards written at a time.
-    on_image: Told of images that are done with; called by any thread.
-    on_skip: Told path and reason of a file left out; called by any thread.
-    on_shard: Told name and number of examples of a finished shard.
+    directory: Directory for the shards, which is made if needed.
+    files: The image files, in the order in which they are divided among the
+      shards.
+    fingerprint: A digest of `files`; it differs for other files.
+    num_shards: Number of shards of the subset.
+    num_threads: Number of shards written at a time.
+    on_image: Called, from any thread, with a number of images that were
+      processed.
+    on_skip: Called, from any thread, with the path of a file that was left out,
+      and the reason.
+    on_shard: Called, from any thread, with the name of a finished shard and its
+      number of examples.
+
+  Returns:
+    The numbers of examples, files and shards.
 
   Raises:
-    BuildError: If the directory holds shards of something else, or another
-      build is at work there.
+    BuildError: If the directory holds shards of other files, or another build
+      is running there.
     Interrupted: On Ctrl-C, after the threads have ended.
-    OSError: If a shard cannot be written, or files are there no more.
+    OSError: If a shard cannot be written, or a file has disappeared.
   """
   os.makedirs(directory, exist_ok=True)
   with _locked(directory):
@@ -118,16 +126,17 @@ def write(
 
 
 def are_in(directory: str) -> bool:
-  """Whether a directory holds a finished shard of any subset."""
+  """Returns whether a directory holds a finished shard of any subset."""
   return any(_SHARD.fullmatch(name) for name in os.listdir(directory))
 
 
 def encode(file: image_folders.File) -> bytes:
-  """Makes the record of a file, whose bytes stay as they are.
+  """Makes the record of an image file, which contains the unchanged bytes.
 
   Raises:
-    ValueError: With the reason, if it is no image that can be decoded.
-    OSError: If it was there when files were looked for, and is not now.
+    ValueError: If the file is not an image that can be decoded, or must not be
+      read; the message is the reason.
+    OSError: If a file that was there when files were listed cannot be read now.
   """
   try:
     with open(file.path, "rb") as stream:
@@ -157,7 +166,7 @@ def encode(file: image_folders.File) -> bytes:
 
 
 def _write_shard(path, files, stop, on_image, on_skip) -> int:
-  """Writes one shard; the number of examples in it."""
+  """Writes one shard and returns the number of examples in it."""
   temporary = _TEMPORARY.format(path=path)
   count = 0
   with tf.io.TFRecordWriter(temporary) as writer:
@@ -180,7 +189,7 @@ def _write_shard(path, files, stop, on_image, on_skip) -> int:
 
 
 def _in_threads(function, jobs, num_threads, stop) -> None:
-  """Calls the function with each job; the first error ends all of them."""
+  """Calls the function with each job in threads; an error ends all jobs."""
   pool = concurrent.futures.ThreadPoolExecutor(num_threads)
   try:
     futures = [pool.submit(function, job) for job in jobs]
@@ -194,10 +203,11 @@ def _in_threads(function, jobs, num_threads, stop) -> None:
 
 
 def _claim(subset, directory, fingerprint, num_shards, num_files) -> None:
-  """Checks that the files there belong to this build, and records that.
+  """Checks that existing shards belong to this build, and records its plan.
 
   Raises:
-    BuildError: If it does not.
+    BuildError: If existing shards are of another build, or the recorded plan is
+      damaged.
   """
   path = os.path.join(directory, _PLAN.format(subset=subset))
   plan = dict(
@@ -239,7 +249,7 @@ def _remove_unfinished(subset: str, directory: str) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-  """Keeps a second build out; the lock ends with the process at the latest."""
+  """Context that locks out a second build; the lock ends with the process."""
   with open(os.path.join(directory, _LOCK), "w") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

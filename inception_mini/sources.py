@@ -1,4 +1,4 @@
-"""Where examples come from: TFRecords, TensorFlow Datasets, thin air."""
+"""Finds examples: in TFRecords, in TensorFlow Datasets, or synthetic ones."""
 
 import concurrent.futures
 import dataclasses
@@ -27,9 +27,9 @@ class Example(NamedTuple):
   """A decoded example.
 
   Attributes:
-    image: uint8 `[height, width, 3]`.
-    label: int64 scalar.
-    boxes: float32 `[N, 4]`, see `records.Stored`.
+    image: The image, uint8 `[height, width, 3]`.
+    label: The label, an int64 scalar.
+    boxes: Edges of N objects, float32 `[N, 4]`; see `records.Stored`.
   """
 
   image: tf.Tensor
@@ -39,18 +39,18 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Labelled images in shards, for training and for validation.
+  """Labeled images in shards, for training and for validation.
 
   Attributes:
-    name: What it was asked for by.
-    num_classes: Labels are in [0, num_classes), the background included where
-      there is one; None if the files do not say.
-    lengths: By subset, the number of examples of each shard.
-    read: Called with a subset and the number of a shard (int64 scalar), gives
-      a data set of raw examples, always in the same order. Made of
-      TensorFlow ops alone, like `decode`, so that the machine that runs it
-      does the reading.
-    decode: Called with what an element consists of, gives an `Example`.
+    name: Name of the data set, as passed to `find`.
+    num_classes: Number of classes, including a background class if there is
+      one. Labels are in [0, num_classes). None if the files do not say.
+    lengths: Maps each subset to the numbers of examples in its shards.
+    read: Maps a subset and the number of a shard (int64 scalar) to a data set
+      of raw examples, always in the same order. `read` and `decode` use
+      TensorFlow ops only, so that the machine that runs the graph does the
+      reading.
+    decode: Maps the components of a raw example to an `Example`.
   """
 
   name: str
@@ -81,18 +81,19 @@ def find(
 
   Args:
     dataset: `records`, `synthetic`, or a TensorFlow data set with features
-      `image` and `label`. Of the latter, split `validation` or else `test`
-      validates.
-    data_dir: Where to look; for TensorFlow Datasets None is its own place.
-    subsets: Which have to be there.
-    download: Whether TensorFlow Datasets may download what is missing.
+      `image` and `label`. Of a TensorFlow data set, the split `validation` or,
+      if there is none, `test` is used for validation.
+    data_dir: Directory to look in; for TensorFlow Datasets, None is its
+      default.
+    subsets: The subsets that must exist.
+    download: Whether TensorFlow Datasets may download a missing data set.
 
   Returns:
     The source. Examples are read only when its `read` is called.
 
   Raises:
     DataError: If there is no such data set, it cannot be loaded, or a file
-      is not what it should be.
+      is invalid.
   """
   # Absolute, because a remote worker may run in another directory.
   data_dir = os.path.abspath(os.path.expanduser(data_dir)) if data_dir else None
@@ -166,11 +167,12 @@ def _reader(
   def read(subset, shard):
     path = tf.gather(tf.constant(paths[subset]), shard)
     length = tf.gather(tf.constant(lengths[subset], tf.int64), shard)
-    # TensorFlow's own error would not say which file it is: a file ends at what
-    # cannot be read, and nobody gets beyond that.
+    # TensorFlow's own error would not name the file. So reading stops at a
+    # damaged record, and the element after it raises an error with the name.
     whole = tf.data.TFRecordDataset(path).ignore_errors(log_warning=True)
     beyond = tf.data.Dataset.from_tensors(path).map(_unreadable)
-    # Nor would it end if the file could not be opened, which has to fail first.
+    # If the file cannot be opened, `ignore_errors` would never end. So opening
+    # is tried first, without it.
     opened = tf.data.FixedLengthRecordDataset(path, 1).take(1)
     opened = opened.filter(lambda _: False)
     return opened.concatenate(whole).concatenate(beyond).take(length)
@@ -179,7 +181,7 @@ def _reader(
 
 
 def _unreadable(path: tf.Tensor) -> tf.Tensor:
-  """An element that raises an error when it is read."""
+  """Makes an element that raises an error with the path when it is read."""
   message = "cannot be read to its end: a record is damaged or missing"
   with tf.control_dependencies([tf.debugging.Assert(False, [path, message])]):
     return tf.identity(path)
@@ -232,7 +234,7 @@ def _tensorflow_dataset(name, data_dir, subsets, download) -> Source:
 
 
 def _num_classes(name: str, info) -> int:
-  """Checks what a TensorFlow data set holds before anything is read."""
+  """Checks the features of a data set and returns its number of classes."""
   features = dict(info.features.items())
   image, label = features.get("image"), features.get("label")
   shape = getattr(image, "shape", None)

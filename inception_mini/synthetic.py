@@ -1,9 +1,9 @@
-"""A small data set that is made on the spot and can be learned.
+"""Generates a small synthetic data set that a network can learn.
 
-Ten classes: one of five textures, in red or in cyan. They survive what
-training does to images (small crops, mirroring, other proportions, hue moved
-by a fifth of the circle), and noise and random brightness keep single pixels
-from giving the class away. No background class: labels start at 0.
+The ten classes are five textures, in red or in cyan. The classes survive the
+distortions of training: small crops, mirroring, other proportions, and hue
+moved by a fifth of the circle. Noise and random brightness keep single pixels
+from revealing the class. There is no background class: labels start at 0.
 """
 
 import math
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 NUM_CLASSES = 10
 IMAGE_SIZE = 40
-# By subset, examples of each shard.
+# Maps each subset to the number of examples in each of its shards.
 SHARDS = {"train": (625,) * 8, "validation": (500,) * 2}
 
 _SEEDS = {"train": (2017, 1), "validation": (2017, 2)}
@@ -21,17 +21,17 @@ _RED = (36.0, -18.0, -18.0)
 
 
 def read(subset: str, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  """Makes one shard; the same one every time.
+  """Generates one shard, with the same images every time.
 
-  All are drawn from one distribution with different seeds and hold the
-  classes equally often, give or take one.
+  All shards are drawn from one distribution with different seeds. In each, the
+  numbers of examples of two classes differ by at most 1.
 
   Args:
     subset: `train` or `validation`.
-    shard: Which one; int64 scalar.
+    shard: Number of the shard, an int64 scalar.
 
   Returns:
-    uint8 images `[N, 40, 40, 3]` and int64 labels `[N]`.
+    Images, uint8 `[N, 40, 40, 3]`, and labels, int64 `[N]`.
   """
   size = SHARDS[subset][0]
   labels = (tf.range(size, dtype=tf.int64) + shard) % NUM_CLASSES
@@ -47,9 +47,10 @@ def read(subset: str, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _texture(kind: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """`[N, 40, 40]` in [-1, 1]: stripes lying, standing or slanting, or checks.
+  """Returns textures `[N, 40, 40]` in [-1, 1], with periods of 4 to 8 pixels.
 
-  The fifth kind is none at all. Periods are 4 to 8 pixels.
+  The five kinds are horizontal, vertical and diagonal stripes, checks, and no
+  texture.
   """
   size = tf.shape(kind)[0]
   draws = tf.random.stateless_uniform([4, size, 1, 1], seed)

@@ -25,8 +25,8 @@ def train(
 
   Args:
     config: What to train.
-    spec: The devices and where the variables live; such as
-      `run_options.one_machine_spec(2)` for two GPUs. None: one device.
+    spec: The devices, and where the variables are, such as
+      `run_options.one_machine_spec(2)` for two GPUs. None trains on one device.
     **options: Fields of `run_options.Options`, such as `emulate_gpus`.
 
   Returns:
@@ -34,7 +34,7 @@ def train(
 
   Raises:
     ValueError: If an argument is out of range.
-    Exception: As `task_runner.train` and `sources.find`.
+    Exception: Any exception of `task_runner.train` or `sources.find`.
   """
   spec = spec or run_options.one_machine_spec(0)
   return workload.train(

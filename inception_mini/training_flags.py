@@ -1,4 +1,4 @@
-"""The flags that say which Inception is trained, on whatever machines."""
+"""Defines the flags that say what is trained, for all training binaries."""
 
 import dataclasses
 
@@ -24,16 +24,16 @@ def define() -> None:
 
 
 def config(options: run_options.Options) -> config_lib.Config:
-  """What to train, from the flags.
+  """Makes the config of what to train from the flags.
 
   Args:
-    options: How it is run.
+    options: How the training is run.
 
   Returns:
     The config.
 
   Raises:
-    ValueError: For a mistake in the flags.
+    ValueError: If a flag is invalid, or flags contradict each other.
   """
   given = fields.given(config_lib.Config)
   chosen = config_lib.from_recipe(**given)
@@ -48,7 +48,7 @@ def config(options: run_options.Options) -> config_lib.Config:
 
 
 def _check_synchronized(options: run_options.Options) -> None:
-  """Towers compute in lockstep only where the program that traces has them."""
+  """Checks that a replica has one-device towers in the process that traces."""
   reason = None
   if options.devices_per_tower > 1:
     reason = "`layers` spreads a tower over several devices"

@@ -1,4 +1,4 @@
-"""The network, data and optimizer that the training binaries train."""
+"""Makes the network, data and optimizer for the training binaries."""
 
 import dataclasses
 import functools
@@ -19,10 +19,10 @@ def train(
 
   Args:
     config: What to train.
-    options: How to run.
+    options: How to run the training.
 
   Returns:
-    The global step reached, and the last loss.
+    The global step reached, and the loss of the last update.
   """
   from tf_replicas.programs import task_runner
 
@@ -32,18 +32,19 @@ def train(
 def make(
   config: config_lib.Config, options: run_options.Options | None = None
 ) -> run_options.Workload:
-  """What the library trains; downloads the data set unless in a dry run.
+  """Makes the workload; downloads the data set, but not in a dry run.
 
   Args:
     config: What to train.
-    options: How; None: on one device.
+    options: How to run the training; None trains on one device.
 
   Returns:
-    The workload.
+    The workload, for `task_runner.train`.
 
   Raises:
-    cluster.ClusterError: If batch and options do not fit.
-    sources.DataError: If the data set cannot be read, or is not for these.
+    cluster.ClusterError: If the batch size does not fit the options.
+    sources.DataError: If the data set cannot be read, has more classes than
+      `config` or an unknown number, or has fewer examples than replicas.
     checkpoints.CheckpointError: If there is no model to fine-tune.
   """
   from inception_mini import model
@@ -96,7 +97,7 @@ def make(
 
 
 def _check_pretrained(pretrained: str, options: run_options.Options) -> None:
-  """Finds the model to fine-tune where it will be read."""
+  """Checks that there is a model to fine-tune, in the task that reads it."""
   from tf_replicas.session import checkpoints
   from tf_replicas.session import warm_start
 
@@ -152,7 +153,7 @@ def _replica(
 
 
 def _loss_fn(config: config_lib.Config, model, statistics):
-  """The loss of a batch, and the statistics that it moves."""
+  """Returns a function that computes loss and moving means and variances."""
   import tensorflow as tf
 
   from inception_mini import model as model_lib
@@ -195,7 +196,7 @@ def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
 
 
 def _start_from(pretrained: str, store) -> None:
-  """Restores all but the heads, and prints what."""
+  """Restores all variables but those of the heads, and prints their names."""
   from inception_mini import model as model_lib
   from tf_replicas.session import warm_start
 

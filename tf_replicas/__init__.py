@@ -1,7 +1,8 @@
 """Replicated training with TensorFlow, synchronous to asynchronous.
 
-The public names. Each is imported on first use, so that importing this package,
-or a part that needs no TensorFlow (`cluster`), does not load TensorFlow.
+This module holds the public names. Each is imported on first use, so that
+importing this package, or a part without TensorFlow (`cluster`), does not load
+TensorFlow.
 """
 
 import importlib

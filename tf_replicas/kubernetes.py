@@ -1,4 +1,4 @@
-"""Prints the manifests of a training; see `programs.manifests`."""
+"""Prints the Kubernetes manifests of a training: see `programs.manifests`."""
 
 from tf_replicas.programs import manifests
 

@@ -1,4 +1,4 @@
-"""`host:port` addresses: their parts, whether they are here, free ports."""
+"""Splits `host:port` addresses, tells local hosts, and finds free ports."""
 
 import ipaddress
 import re
@@ -13,7 +13,7 @@ _ADDRESS = re.compile(
 
 
 def split(address: object) -> tuple[str, int] | None:
-  """Host (without brackets) and port of `address`, None if it breaks `RULE`.
+  """Returns host (without brackets) and port, or None if `RULE` is broken.
 
   An IPv6 host stands in brackets: "[::1]:2222".
   """
@@ -26,12 +26,12 @@ def split(address: object) -> tuple[str, int] | None:
 
 
 def with_port(address: str, port: int) -> str:
-  """`address` with its port replaced."""
+  """Returns `address` with `port` instead of its own port."""
   return f"{address.rpartition(':')[0]}:{port}"
 
 
 def canonical_host(host: str) -> str:
-  """`host` in lower case, every loopback address as "localhost".
+  """Returns `host` in lower case, or "localhost" for a loopback address.
 
   A TensorFlow server listens on all interfaces, so that 127.0.0.1:2222 and
   127.0.0.2:2222 are the same port to it.
@@ -41,7 +41,7 @@ def canonical_host(host: str) -> str:
 
 
 def is_local(host: str) -> bool:
-  """Whether `host` is this machine.
+  """Returns whether `host` is this machine.
 
   True for loopback addresses, for IP addresses of this machine's interfaces
   and for its own name, short or full. Other names are not looked up: without
@@ -60,7 +60,7 @@ def is_local(host: str) -> bool:
 
 
 def bound_socket(port: int) -> socket.socket:
-  """A socket bound to `port` (0: any free one) as a TensorFlow server binds it.
+  """Binds a socket to `port` (0: any free port) as a TensorFlow server does.
 
   Raises:
     OSError: If the port is in use or this user may not use it.
@@ -78,7 +78,7 @@ def bound_socket(port: int) -> socket.socket:
 
 
 def free_ports(number: int, *, taken: set[int]) -> list[int]:
-  """`number` distinct free ports of this machine, none of them in `taken`."""
+  """Returns `number` distinct free ports of this machine, outside `taken`."""
   ports: list[int] = []
   held: list[socket.socket] = []  # Kept open, or a port might come up twice.
   try:
@@ -101,7 +101,7 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _can_bind(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-  """Whether `ip` belongs to an interface: no other address can be bound."""
+  """Returns whether a socket can be bound to `ip`, as to a local interface."""
   family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
   try:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

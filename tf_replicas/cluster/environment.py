@@ -1,4 +1,4 @@
-"""The cluster, and the task of this process, as its environment tells.
+"""Reads the cluster, and the task of this process, from its environment.
 
 `python -m tf_replicas.launch` sets `TF_REPLICAS_CLUSTER_SPEC` (the path of a
 cluster spec, ports chosen, or the spec itself, as JSON) and `TF_REPLICAS_TASK`
@@ -23,7 +23,7 @@ TIMELINE = "TF_REPLICAS_TIMELINE"
 def role(
   environ: Mapping[str, str],
 ) -> tuple[cluster_spec.ClusterSpec, cluster_spec.Task] | None:
-  """The cluster and the task of this process.
+  """Returns the cluster and the task of this process.
 
   Args:
     environ: The environment variables.

@@ -1,8 +1,8 @@
-"""A whole cluster as processes of this machine: start, logs, kill, wait.
+"""Runs a whole cluster as processes of this machine.
 
-It does for one machine what a cluster manager does for many: every task is a
-process with its own log file. All of them end when the training ends, when one
-of them fails, or when their parent process ends, however that happens.
+The module does for one machine what a cluster manager does for many: every task
+is a process with its own log file. All processes end when the training ends,
+when one of them fails, or when their parent process ends in any way.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ class LocalCluster:
 
   Attributes:
     spec: The cluster.
-    log_dir: Where each task's output goes, as `<job>_<index>.log`; None:
-      nowhere.
+    log_dir: The directory of the tasks' output, in files `<job>_<index>.log`;
+      None: no logs are kept.
   """
 
   def __init__(
@@ -49,18 +49,20 @@ class LocalCluster:
       [cluster.Task], contextlib.AbstractContextManager[Sequence[int]]
     ] = lambda task: contextlib.nullcontext(()),
   ):
-    """Prepares; `start` starts a task.
+    """Prepares the cluster. Call `start` to start its tasks.
 
     Args:
-      spec: The cluster; no port is 0 (see `resolve_ports`).
-      command: Gives the command line of a task.
-      log_dir: For the tasks' logs; made if missing. None: no logs are kept.
-      environ: The tasks' environment; this process's if not given.
+      spec: The cluster. No port may be 0 (see `resolve_ports`).
+      command: Returns the command line of a task.
+      log_dir: The directory of the tasks' logs, made if it is missing. None: no
+        logs are kept.
+      environ: The tasks' environment; by default that of this process.
       echo: Called with every line of output, prefixed with its task.
-      max_restarts: How often a worker that a signal killed is started again.
-      inherited: Gives the file descriptors that a task inherits, besides its
-        output. The context is entered before `command` is called, and left once
-        the task has started.
+      max_restarts: How often, over all workers, a worker that a signal killed
+        is started again.
+      inherited: Returns a context whose value is the file descriptors that a
+        task inherits besides its output. The context is entered before
+        `command` is called, and left once the task has started.
     """
     self.spec = spec
     self.log_dir = None if log_dir is None else pathlib.Path(log_dir)
@@ -116,34 +118,34 @@ class LocalCluster:
         self._echo(f"[{task}] {line.rstrip()}")
 
   def log_path(self, task: cluster.Task) -> pathlib.Path:
-    """The log file of a task."""
+    """Returns the path of a task's log file."""
     assert self.log_dir is not None, "no logs are kept"
     return self.log_dir / f"{task.job}_{task.index}.log"
 
   def log(self, task: cluster.Task) -> str:
-    """What a task has printed so far."""
+    """Returns what a task has printed so far."""
     return self.log_path(task).read_text(encoding="utf-8")
 
   def pid(self, task: cluster.Task) -> int:
-    """The process id of a task's latest process."""
+    """Returns the process id of a task's latest process."""
     return self._processes[task].pid
 
   def returncode(self, task: cluster.Task) -> int | None:
-    """A task's exit status; None if it runs or was not started."""
+    """Returns a task's exit status; None if it runs or was not started."""
     process = self._processes.get(task)
     return None if process is None else process.poll()
 
   def kill(
     self, task: cluster.Task, sig: signal.Signals = signal.SIGKILL
   ) -> None:
-    """Sends a signal to a task; waits for the end of a killed one."""
+    """Sends a signal to a task. After SIGKILL, waits for the task's end."""
     process = self._processes[task]
     process.send_signal(sig)
     if sig == signal.SIGKILL:
       process.wait()
 
   def running(self) -> list[cluster.Task]:
-    """The tasks that were started and have not ended."""
+    """Returns the tasks that were started and have not ended."""
     return [t for t, p in self._processes.items() if p.poll() is None]
 
   def poll(self) -> tuple[cluster.Task, int] | None:
@@ -160,14 +162,14 @@ class LocalCluster:
     return None
 
   def wait(self, timeout_secs: float | None = None) -> int:
-    """Waits until all tasks ended; one that fails ends the others.
+    """Waits until all tasks have ended. If a task fails, ends the others.
 
     Returns:
       0 if all tasks ended well, else the status of the first that did not: its
       exit status, or 128 + the signal that killed it.
 
     Raises:
-      TimeoutError: If they run longer; they are stopped.
+      TimeoutError: If tasks still run after `timeout_secs`; these are stopped.
     """
     deadline = None
     if timeout_secs is not None:
@@ -194,7 +196,7 @@ class LocalCluster:
       time.sleep(0.05)
 
   def returncode_of_chief(self) -> int | None:
-    """The chief's exit status, if it runs here and has failed by itself."""
+    """Returns the chief's exit status if it failed without a signal."""
     chief = self._processes.get(self.spec.chief)
     code = None if chief is None else chief.poll()
     return code if code and code > 0 else None
@@ -207,7 +209,7 @@ class LocalCluster:
       time.sleep(0.05)
 
   def _restart(self, task: cluster.Task, code: int) -> bool:
-    """Starts a killed worker again; False if that is not to be done."""
+    """Starts a killed worker again; returns False if it must not."""
     is_replaceable = task.job == "worker" and task != self.spec.chief
     if code > 0 or not is_replaceable or not self._restarts_left:
       return False
@@ -249,7 +251,7 @@ def _end(processes: Iterable[subprocess.Popen], grace_secs: float) -> None:
 
 
 def describe(code: int) -> str:
-  """A sentence about an exit status of `subprocess`."""
+  """Describes an exit status of `subprocess` in words."""
   if code < 0:
     return f"was killed by {signal.Signals(-code).name}"
   return f"failed with exit status {code}"

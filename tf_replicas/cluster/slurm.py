@@ -27,7 +27,7 @@ _PORTS_FROM, _PORTS_PER_JOB, _JOBS_PER_NODE = 12000, 100, 200
 def role(
   environ: Mapping[str, str],
 ) -> tuple[cluster_spec.ClusterSpec, cluster_spec.Task] | None:
-  """The cluster and the task of this process, as Slurm tells.
+  """Reads the cluster and the task of this process from Slurm's variables.
 
   Args:
     environ: The environment variables.
@@ -79,9 +79,9 @@ def role(
 
 
 def host_names(text: str) -> list[str]:
-  """The names in a host list, as `scontrol show hostnames` prints them.
+  """Returns the names in a host list, like `scontrol show hostnames`.
 
-  A container in a job often has no `scontrol`.
+  That program often is missing in a container of a job.
 
   Args:
     text: Such as "login,node[01-03,07]".
@@ -97,7 +97,7 @@ def host_names(text: str) -> list[str]:
 
 
 def _expand(pattern: str) -> list[str]:
-  """The names that a pattern without commas outside of brackets stands for."""
+  """Returns the names of a pattern that has commas only within brackets."""
   match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", pattern)
   if match is None:
     return [pattern]
@@ -112,7 +112,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _hosts(environ: Mapping[str, str], num_tasks: int, rank: int) -> list[str]:
-  """The host of each process of the step, by rank."""
+  """Returns the host of each process of the step, by rank."""
   name = "SLURM_STEP_NODELIST"
   text = _text(environ, name)
   try:
@@ -148,7 +148,7 @@ def _hosts(environ: Mapping[str, str], num_tasks: int, rank: int) -> list[str]:
 
 
 def _gpus_per_task(environ: Mapping[str, str]) -> int:
-  """The GPUs that `--gpus-per-task` gives to each process."""
+  """Returns the number of GPUs that `--gpus-per-task` gives to each process."""
   name = "SLURM_GPUS_PER_TASK"
   value = environ.get(name, "").rpartition(":")[2]  # After the kind of GPU.
   return _number({name: value}, name, 0)

@@ -82,7 +82,7 @@ class ClusterSpec:
 
   @property
   def is_distributed(self) -> bool:
-    """Whether there is a cluster: False for the spec of a single process."""
+    """Whether there is a cluster. False for the spec of a single process."""
     return bool(self.jobs)
 
   @property
@@ -103,7 +103,7 @@ class ClusterSpec:
     return self.tasks("chief") + self.tasks("worker")
 
   def tasks(self, job: str | None = None) -> tuple[Task, ...]:
-    """Every task (of `job`), in the order of the document, then by index."""
+    """Returns the tasks (of `job`), in the document's order, then by index."""
     jobs = self.jobs or {"worker": {0: ""}}
     return tuple(
       Task(name, index)
@@ -113,22 +113,22 @@ class ClusterSpec:
     )
 
   def num_tasks(self, job: str) -> int:
-    """How many tasks `job` has, 0 if there is no such job."""
+    """Returns how many tasks `job` has, 0 if there is no such job."""
     return len(self.tasks(job))
 
   def address(self, task: Task) -> str:
-    """The "host:port" of `task`; `ClusterError` if it has none."""
+    """Returns the "host:port" of `task`; `ClusterError` if it has none."""
     try:
       return self.jobs[task.job][task.index]
     except KeyError:
       raise _no_such_task(self, task) from None
 
   def addresses(self, job: str) -> list[str]:
-    """The addresses of `job` by task index, none if there is no such job."""
+    """Returns the addresses of `job` in task order, [] without such a job."""
     return list(self.jobs.get(job, {}).values())
 
   def gpus(self, task: Task) -> tuple[int, ...] | None:
-    """The GPUs `task` may use; None if the spec does not say.
+    """Returns the GPUs that `task` may use; None if the spec does not say.
 
     The entry of a task overrides that of its job. A ps task uses none.
     """
@@ -138,11 +138,11 @@ class ClusterSpec:
 
   @property
   def where(self) -> str:
-    """The beginning of messages about it: its source, if that is known."""
+    """Prefix of messages about the spec: its source, if that is known."""
     return f"{self.source}: " if self.source else ""
 
   def local_tasks(self) -> tuple[Task, ...]:
-    """The tasks whose address is on this machine, by `addresses.is_local`."""
+    """Returns the tasks on this machine, as `addresses.is_local` finds."""
     if not self.is_distributed:
       return self.tasks()
     return tuple(
@@ -152,7 +152,7 @@ class ClusterSpec:
     )
 
   def with_addresses(self, changed: Mapping[Task, str]) -> "ClusterSpec":
-    """A copy in which the tasks in `changed` have these addresses."""
+    """Returns a copy in which the tasks in `changed` have other addresses."""
     jobs = {job: dict(tasks) for job, tasks in self.jobs.items()}
     for task, address in changed.items():
       self.address(task)
@@ -164,7 +164,7 @@ class ClusterSpec:
     return dataclasses.replace(self, jobs=jobs)
 
   def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-    """The jobs as `tf.train.ClusterSpec` takes them.
+    """Returns the jobs in the form that `tf.train.ClusterSpec` takes.
 
     Returns:
       Job -> list of addresses; job -> {index: address} for a job of which the
@@ -176,7 +176,7 @@ class ClusterSpec:
     }
 
   def tf_config(self, task: Task) -> str:
-    """The TF_CONFIG that tells a process it is `task` (an evaluator too).
+    """Returns the TF_CONFIG for the process of `task`, or of an evaluator.
 
     It holds what TensorFlow knows, `cluster` and `task`; devices, variables
     and layers are not in it.
@@ -187,7 +187,7 @@ class ClusterSpec:
     return json.dumps({"cluster": self.as_dict(), "task": this})
 
   def to_json(self) -> str:
-    """A document from which `parse` makes an equal spec."""
+    """Returns a JSON document that describes an equal spec."""
     devices = {key: {"gpus": list(gpus)} for key, gpus in self.devices.items()}
     variables = dataclasses.asdict(self.variables)
     if self.variables.on != "ps":
@@ -246,7 +246,7 @@ def parse(document: Mapping[str, object], source: str = "") -> ClusterSpec:
 def from_tf_config(
   environ: Mapping[str, str],
 ) -> tuple[ClusterSpec, Task] | None:
-  """The cluster and this process's task as the TF_CONFIG in `environ` has it.
+  """Reads the cluster and this process's task from TF_CONFIG in `environ`.
 
   The evaluator is a task but never part of the cluster; `master` becomes
   `chief`; what platforms add (`environment`, `rpc_layer`, ...) is accepted.
@@ -275,7 +275,7 @@ def from_tf_config(
 def task_from_flags(
   spec: ClusterSpec, job_name: str, task_index: int | None = None
 ) -> Task:
-  """The task that this process is, by its flags.
+  """Returns the task of this process, as its flags name it.
 
   Args:
     spec: The cluster.

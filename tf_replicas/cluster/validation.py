@@ -46,7 +46,7 @@ class _RepeatedKey(dict):
 
 
 def decode(text: str) -> object:
-  """The document in the JSON `text`; no object may have a key twice."""
+  """Decodes the JSON `text`, in which no object may have a key twice."""
   try:
     document = json.loads(text, object_pairs_hook=_object_of_pairs)
     _check_no_repeated_key(document, "")
@@ -121,7 +121,7 @@ def check_jobs(jobs: object, prefix: str) -> dict[str, dict[int, str]]:
 
 
 def mistake(place: str, rule: str, received: object) -> ClusterError:
-  """The error for `received` at `place`, which breaks `rule`."""
+  """Returns the error for `received` at `place`, which breaks `rule`."""
   shown = repr(received)
   if len(shown) > 120:
     shown = shown[:117] + "..."
@@ -131,17 +131,17 @@ def mistake(place: str, rule: str, received: object) -> ClusterError:
 
 
 def canonical_job(job: str) -> str:
-  """`job`, or "chief" for "master", TF1's word for it."""
+  """Returns `job`, but "chief" for "master", TF1's name of the chief."""
   return "chief" if job == "master" else job
 
 
 def quoted(names: Iterable[str]) -> str:
-  """`"a", "b"`: names as they stand in the document."""
+  """Joins names, each in quotes as in the document: `"a", "b"`."""
   return ", ".join(f'"{name}"' for name in names)
 
 
 def join_place(prefix: str, key: str) -> str:
-  """`prefix.key`, quoted as in `layers["conv*"]` if `key` is no plain word."""
+  """Returns `prefix.key`, or `prefix["key"]` if `key` is not a plain word."""
   if not re.fullmatch(r"\w+(:[0-9]+)?", key, re.ASCII):
     return f"{prefix}[{json.dumps(key)}]"  # Escaped: one line.
   return f"{prefix}.{key}" if prefix else key
@@ -215,7 +215,7 @@ def _is_int(value: object, *, minimum: int = 0) -> bool:
 
 
 def _check_addresses(value: object, place: str) -> dict[int, str]:
-  """One job's tasks from a list, or from TF's sparse `{"1": address}` map."""
+  """Returns a job's tasks, from a list or a sparse `{"1": address}` map."""
   if isinstance(value, Mapping):
     items = [
       (_sparse_index(key, place), address) for key, address in value.items()
@@ -385,7 +385,7 @@ def _check_layers(layers: object) -> dict[str, int]:
 def _check_task(
   document: Mapping, jobs: Mapping[str, Mapping[int, str]]
 ) -> tuple[str, int] | None:
-  """TF_CONFIG's `task` as (job, index); None if there is none."""
+  """Returns TF_CONFIG's `task` as (job, index); None if there is none."""
   if "task" not in document:
     return None
   task = document["task"]

@@ -1,7 +1,7 @@
-"""The interface of a driver, and what drivers with parameter servers share.
+"""Defines the driver interface, and the base class with parameter servers.
 
-A *driver* decides which program runs what. It builds the replica and the update
-rule, and takes this process's part in the training:
+A *driver* decides which process runs which part of a training. It builds the
+replica and the update rule, and runs the part of its own process:
 
     with Driver(...) as driver:
       if driver.is_chief:
@@ -37,44 +37,44 @@ from tf_replicas.store import parameter_store
 
 
 class TrainedState(checkpoints.Checkpointable, Protocol):
-  """The trained variables as the programs see them.
+  """The interface of the trained variables, the same for all drivers.
 
   Attributes:
-    examples_seen: int64 scalar variable: the examples that updates used.
+    examples_seen: int64 scalar variable: the number of examples in all updates.
   """
 
   examples_seen: tf.Variable
 
   def read_global_step(self) -> tf.Tensor:
-    """The updates made so far: an int64 scalar."""
+    """Returns the number of updates made so far, an int64 scalar."""
 
   def table(self) -> str:
-    """The placement of the variables; for people."""
+    """Returns a readable table of the variables and their devices."""
 
   def assign(self, index: int, value: parameter_store.Value) -> None:
-    """Assigns a variable by its position in `Replica.shared`."""
+    """Assigns `value` to the variable `Replica.shared[index]`."""
 
   def subtract(self, index: int, value: parameter_store.Value) -> None:
-    """Subtracts from such a variable, in place."""
+    """Subtracts `value` from the variable `Replica.shared[index]`, in place."""
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """A function that reads only such variables, in the order of `indices`."""
+    """Returns a function that reads the variables at `indices`, in order."""
     ...
 
 
 class Driver(abc.ABC):
   """Builds the model and the shared state, and runs this task's part.
 
-  Leaving the `with` statement closes it. If an error ends the block, all tasks
-  are told at once, instead of finding out when its heartbeat times out.
+  Leaving the `with` statement calls `close`. If an error ends the block, all
+  tasks are told at once; they need not wait for this task's heartbeats to stop.
 
   Attributes:
-    is_chief: Whether this task is the chief: it calls `step` and saves
-      checkpoints. The others call `run_replica`.
+    is_chief: Whether this task is the chief. The chief calls `step` and saves
+      checkpoints. All other tasks call `run_replica`.
     replica: The model replica that this task computes gradients with.
-    store: The trained variables; what a `Session` saves.
-    replica_names: The names of the replicas, in the order of `counts`; empty
-      if the driver counts nothing.
+    store: The trained variables, and the other state that a `Session` saves.
+    replica_names: The names of the replicas, in the order of `counts`. Empty
+      if the driver does not count contributions.
   """
 
   is_chief: bool
@@ -84,10 +84,11 @@ class Driver(abc.ABC):
 
   @abc.abstractmethod
   def step(self, max_updates: int = 1) -> training.StepResult:
-    """The chief's: makes an update, or several in one call.
+    """Makes one update or several, in the chief.
 
     Args:
-      max_updates: How many at most; a driver may always make one.
+      max_updates: The largest number of updates to make. A driver may always
+        make only one.
 
     Returns:
       The global step, the loss of the last update, and the number of examples
@@ -101,59 +102,60 @@ class Driver(abc.ABC):
 
   @abc.abstractmethod
   def run_replica(self) -> int:
-    """Every other task's: contributes until training ends.
+    """Contributes gradients until training ends, in all tasks but the chief.
 
     Returns:
-      The global step when it ended.
+      The global step when training ended.
 
     Raises:
       RuntimeError: If this task is the chief, or if training ended with an
-        error; it has the same message.
+        error. With parameter servers the message is that of the error.
     """
 
   @abc.abstractmethod
   def set_learning_rate(self, rate: float) -> None:
-    """The chief's: sets the learning rate, from the next update on."""
+    """Sets the learning rate from the next update on, in the chief."""
 
   def stop_at(self, step: int) -> None:
-    """The chief's: makes no update beyond global step `step`."""
+    """Prevents updates beyond the global step `step`, in the chief."""
     del step  # Where `step` alone makes updates, its caller decides.
 
   def counts(self) -> list[results.Counts]:
-    """How the contributions of each of `replica_names` were used."""
+    """Returns how the contributions of each of `replica_names` were used."""
     return []
 
   def interrupt(self) -> None:
-    """Wakes a call of `step` in another thread, to check whether to stop."""
+    """Wakes `step` in another thread, so that it checks whether to stop."""
     return  # Where no step waits for others.
 
   @property
   def accepted_fraction(self) -> float:
-    """The fraction of what replicas compute that is used."""
+    """Fraction of all contributions that updates use, if replicas are alike."""
     return 1.0
 
   @property
   def global_step(self) -> int:
-    """The updates made so far."""
+    """Number of updates made so far."""
     return int(self.store.read_global_step())
 
   def examples_drawn(self) -> tf.Tensor:
-    """Roughly how many examples all replicas have drawn: an int64 scalar.
+    """Estimates how many examples all replicas have drawn: an int64 scalar.
 
-    Includes examples of refused contributions, assuming that all replicas are
-    equally fast. A training that goes on draws new ones from there.
+    Includes the examples of refused contributions, assuming that all replicas
+    are equally fast. A resumed training draws its first examples from there.
     """
     used = tf.cast(self.store.examples_seen.read_value(), tf.float64)
     return tf.cast(tf.round(used / self.accepted_fraction), tf.int64)
 
   def values(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
-    """Reads the trained variables; those of the Keras model do not change.
+    """Reads the trained variables. The model's own variables do not change.
 
     Args:
-      averaged: Whether to take the moving average of what has one.
+      averaged: Whether to take, for each variable that has a moving average,
+        that average.
 
     Returns:
-      The values by `variable.path`; see `load_into_keras`.
+      The values by `variable.path`, as `load_into_keras` takes them.
     """
     state = {name: np.asarray(v) for name, v in self.store.state().items()}
     if not averaged:
@@ -163,17 +165,18 @@ class Driver(abc.ABC):
 
   @functools.cached_property
   def _metrics(self) -> metric_sums.Reader:
-    """Reads the metrics; to be used before the first update, too."""
+    """Reader of the metrics, made before the first update to count it too."""
     return metric_sums.Reader(
       self.store, self.replica.shared, self.replica.metrics
     )
 
   @abc.abstractmethod
   def close(self, error: BaseException | None = None) -> None:
-    """Leaves the training; the chief ends it first.
+    """Leaves the training. The chief first ends the training for all tasks.
 
     Args:
-      error: What ended it early; told to every task.
+      error: The error that ended the training early, which every task is told;
+        None if there was none.
     """
 
   def __enter__(self):
@@ -183,7 +186,7 @@ class Driver(abc.ABC):
     self.close(error)
 
   def _check_role(self, *, needs_chief: bool) -> None:
-    """Raises RuntimeError if this task has the other role."""
+    """Raises RuntimeError unless `is_chief` is equal to `needs_chief`."""
     if self.is_chief == needs_chief:
       return
     if needs_chief:
@@ -196,13 +199,14 @@ class Driver(abc.ABC):
 
 
 class Options(NamedTuple):
-  """What the caller of a driver with parameter servers chooses.
+  """The options that the caller of a driver with parameter servers chooses.
 
   Attributes:
-    start_timeout_secs: How long to wait for PS tasks, workers and chief.
+    start_timeout_secs: Seconds to wait for PS tasks, workers and chief.
     lost_after_secs: Seconds without a heartbeat after which a worker is lost,
-      so that its place in a step goes to another replica.
-    timeline_dir: Where to record the timelines; see `timeline`.
+      so that a step uses a contribution of another replica instead.
+    timeline_dir: The directory to record the timelines in (see `timeline`);
+      None: no timelines.
     namespace: The name of the training.
     log: Receives each line of the log.
   """
@@ -220,7 +224,7 @@ def build_replica(
   """Builds the replica of a process that is connected to a cluster.
 
   Raises:
-    ValueError: If its model was built before the process was connected.
+    ValueError: If the model was built before the process was connected.
   """
   try:
     replica = replica_fn()
@@ -238,7 +242,9 @@ def build_replica(
 
 
 class ParameterServerDriver(Driver):
-  """A client of parameter servers.
+  """The base class of drivers that keep the variables on parameter servers.
+
+  A process with such a driver is a *client* of the parameter servers.
 
   Attributes:
     task: The task of this process.
@@ -261,24 +267,29 @@ class ParameterServerDriver(Driver):
     timeline_file: str,
     options: Options,
   ):
-    """Builds the training, once this process is connected.
+    """Builds replica and rule, and attaches to the objects on the PS tasks.
+
+    The process must be connected to the cluster already.
 
     Args:
       spec: The cluster.
       task: The task of this process.
       replica_fn: Builds the replica.
       rule_fn: Builds the update rule.
-      replicas: The tasks that contribute.
+      replicas: The tasks that contribute gradients.
       client: The number of this client in the heartbeat tables.
-      devices: One device of each serving task; the first is PS task 0.
-      timeline_file: The name of the file of timelines, without directory.
-      options: What the caller chose.
+      devices: One device of each serving task (parameter server or in-graph
+        worker). The first one is that of PS task 0.
+      timeline_file: The name of the timeline file, without directory and
+        extension.
+      options: The options that the caller chose.
 
     Raises:
       TimeoutError: If a serving task or the chief does not answer in time.
-      RuntimeError: If this program builds other variables than the chief's.
-      ValueError: If the rule is for another number of replicas, or the
-        namespace is invalid.
+      RuntimeError: If this program builds other variables, or another update
+        rule, than the chief.
+      ValueError: If the model was built before the process was connected, the
+        rule is for another number of replicas, or the namespace is invalid.
     """
     self.task = task
     self.replica_names = [str(replica) for replica in replicas]
@@ -332,7 +343,10 @@ class ParameterServerDriver(Driver):
     return self.rule.accepted_fraction
 
   def step(self, max_updates: int = 1) -> training.StepResult:
-    """See `Driver.step`; raises what failed in the chief's own replica too."""
+    """Makes updates; see `Driver.step`.
+
+    Also raises the error of the chief's own replica, if that has failed.
+    """
     self._check_role(needs_chief=True)
     metrics = self._metrics
     if self._thread is None:
@@ -352,9 +366,10 @@ class ParameterServerDriver(Driver):
     )
 
   def _agree(self) -> None:
-    """Checks that this task has the variables and the rule of the chief.
+    """Checks that this task has the same variables and rule as the chief.
 
-    The chief publishes them. No variable has been created yet.
+    The chief itself publishes its own. At this time no variable exists on the
+    PS tasks.
     """
     rule, variables = self.rule.signature(), self.store.signature()
     if self.is_chief:
@@ -381,7 +396,7 @@ class ParameterServerDriver(Driver):
       raise RuntimeError(message)
 
   def _attach(self) -> None:
-    """Attaches to the shared objects; the chief creates them first."""
+    """Attaches to the objects on the PS tasks. The chief initializes them."""
     self.rule.build(self.store, is_sparse=model_replica.sparsity(self.replica))
     if self.is_chief:
       values = [tf.identity(v) for v in self.replica.shared]
@@ -408,19 +423,25 @@ class ParameterServerDriver(Driver):
 
   @abc.abstractmethod
   def _ages(self) -> list[float]:
-    """Seconds since each replica's last heartbeat; see `StepWatchdog`."""
+    """Returns the seconds since each replica's last heartbeat.
+
+    -1 and 0 have the meaning that `StepWatchdog` documents.
+    """
 
   @abc.abstractmethod
   def _start_replicas(self) -> waiting.RaisingThread:
-    """The chief's: lets the replicas begin.
+    """Lets the replicas begin, in the chief.
 
     Returns:
-      The thread that runs or watches them. It must interrupt the rule if it
-      fails.
+      The thread that runs or watches the replicas. If it fails, it must
+      interrupt the rule.
     """
 
   def _next_updates(self, max_updates: int) -> list[results.Update]:
-    """The next updates; ignores interrupts without a reason."""
+    """Waits for the next updates, and returns them.
+
+    Continues after an interrupt that has no reason to stop.
+    """
     while True:
       try:
         made = self.rule.apply_updates(max_updates)

@@ -1,20 +1,21 @@
 """Between-graph replication: every worker is its own client and program.
 
 Each worker runs this driver. It connects to all parameter servers and to no
-other worker, builds the model, and attaches to the shared copy by name.
+other worker, builds the model, and attaches by name to the variables on the
+parameter servers, the *shared copy*.
 
-1. The chief (a `chief` task, else worker 0) publishes what it trains, and the
-   others compare. It creates the shared copy and restores a checkpoint if there
-   is one; meanwhile the others wait.
+1. The chief (a `chief` task, else worker 0) publishes its variables and update
+   rule, and the others compare theirs. The chief creates the shared copy and
+   restores a checkpoint if there is one. Meanwhile the others wait.
 2. Every worker runs a `ReplicaLoop`, several steps per `tf.function` call. On
    the chief that loop has a thread of its own.
 3. The chief's main thread makes the updates (`step`), one call per step.
 4. At the end the chief announces how training ended, and answers each worker
-   with the token `step_token.ENDED`. The workers leave; then the chief closes
-   the queues and dismisses the PS tasks.
+   with a token whose global step is `step_token.ENDED`. The workers leave. Then
+   the chief closes the queues and tells the PS tasks to end.
 
-Where things live: parameters, slots, averages, queues and counters on the PS
-tasks; the model, its data and the inner optimizer's code in each worker.
+Parameters, slots, averages, queues and counters live on the PS tasks; the
+model, its data and the inner optimizer's code in each worker.
 """
 
 import functools
@@ -34,7 +35,7 @@ from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
 from tf_replicas.runtime import waiting
 
-# The chief is lost after so many times `lost_after_secs`.
+# The chief is lost after this many times `lost_after_secs`.
 _CHIEF_PATIENCE = 10
 # How long the last batch of a straggler may take.
 _LAST_BATCH_SECS = 600.0
@@ -45,10 +46,11 @@ _ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 
 
 class BetweenGraph(driver_base.ParameterServerDriver):
-  """The between-graph driver of one worker.
+  """The driver of one worker in between-graph replication.
 
   Several trainings may run in one process and on one cluster, each with a
-  driver and a namespace of its own; `server.serve` needs their names.
+  driver and a namespace of its own. `server.serve` must be given all of these
+  namespaces.
   """
 
   def __init__(
@@ -66,28 +68,29 @@ class BetweenGraph(driver_base.ParameterServerDriver):
   ):
     """Connects, builds the replica and attaches to the shared copy.
 
-    The model must not exist before the process is connected, hence the two
-    functions.
+    The model must not be built before the process is connected, so functions
+    that build replica and rule are given instead of these objects.
 
     Args:
-      spec: The cluster; no port is 0 (see `resolve_ports`).
-      task: This task, one of `spec.replicas`.
-      replica_fn: Builds the replica; the same in every worker.
-      optimizer_fn: Builds the update rule; the same in every worker.
-      start_timeout_secs: How long to wait for PS tasks and chief.
+      spec: The cluster. No port may be 0 (see `resolve_ports`).
+      task: The task of this process, one of `spec.replicas`.
+      replica_fn: Builds the replica, the same one in every worker.
+      optimizer_fn: Builds the update rule, the same one in every worker.
+      start_timeout_secs: Seconds to wait for the PS tasks and the chief.
       lost_after_secs: After so many seconds without a heartbeat, a worker is
         lost: no step waits for it until it comes back.
-      timeline_dir: Where to record the timeline of this task; see `timeline`.
-      namespace: The name of the training; the same in every worker, and one of
-        those that the PS tasks serve. Trainings of different names share
+      timeline_dir: The directory to record the timeline of this task in (see
+        `timeline`); None: no timeline.
+      namespace: The name of the training, the same in every worker, and one of
+        the names that the PS tasks serve. Trainings of different names share
         nothing.
       log: Receives each line of the log.
 
     Raises:
       cluster.ClusterError: If `task` does not train, or its port is in use.
       TimeoutError: If a PS task or the chief does not answer in time.
-      RuntimeError: If this program builds other variables than the chief's, or
-        the process is connected to another cluster.
+      RuntimeError: If this program builds other variables, or another update
+        rule, than the chief, or the process is connected to another cluster.
       ValueError: If the model was built before the process was connected, the
         rule is for another number of replicas, or `namespace` is invalid.
     """
@@ -150,7 +153,12 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self._final_step(outcome)
 
   def _final_step(self, outcome: str) -> int:
-    """The global step of a training that finished; raises if it failed."""
+    """Returns the last global step, or raises the failure of the training.
+
+    Args:
+      outcome: How training ended, as from `Heartbeats.outcome`; "" if the chief
+        was lost.
+    """
     if not outcome:
       secs = _CHIEF_PATIENCE * self._options.lost_after_secs
       raise RuntimeError(
@@ -162,7 +170,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self.global_step
 
   def _await_outcome(self) -> str:
-    """How training ended, which the chief may announce a moment later."""
+    """Waits until the chief announces how training ended, and returns that."""
     waiting.await_value(
       lambda: self._heartbeats.outcome() or self._has_given_up,
       timeout_secs=10,
@@ -172,7 +180,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self._heartbeats.outcome()
 
   def _must_stop(self) -> bool:
-    """Whether the chief is lost, or this process was replaced."""
+    """Returns whether the chief is lost, or this process was replaced."""
     return self._has_given_up or self._heartbeats.is_replaced
 
   def _give_up(self) -> None:
@@ -180,7 +188,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     self.rule.release_replica(self._index)
 
   def _run_loop(self) -> None:
-    """This task's replica: contributes until training ends."""
+    """Runs this task's replica: contributes until training ends."""
     start = int(self.examples_drawn())
     dataset = self.replica.dataset_fn(
       len(self.replica_names), self._index, start
@@ -211,7 +219,12 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       ) from error
 
   def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable]:
-    """Functions: begin, steps without and with admission in advance."""
+    """Traces the functions that make the steps of this task's replica.
+
+    Returns:
+      Three functions: `ReplicaLoop.begin`, and `ReplicaLoop.run_many` for steps
+      that ask for admission, and for steps that were admitted in advance.
+    """
     loop = replica_loop.ReplicaLoop(
       self.rule,
       self.replica,

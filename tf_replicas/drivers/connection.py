@@ -15,13 +15,13 @@ _connections: list[tuple[str, ...]] = []
 
 
 def is_connected(key: tuple[str, ...]) -> bool:
-  """Whether this process has the connection that `key` describes.
+  """Returns whether this process has the connection that `key` describes.
 
-  TensorFlow has one connection per process. Another one would reset its
-  context, and with it all tensors and functions (TensorFlow 2.21).
+  TensorFlow has one connection per process. A second connection would reset
+  TensorFlow's context, and with it all tensors and functions (seen in 2.21).
 
   Raises:
-    RuntimeError: If this process is connected in another way.
+    RuntimeError: If this process has another connection.
   """
   if _connections and key not in _connections:
     raise RuntimeError(
@@ -33,17 +33,17 @@ def is_connected(key: tuple[str, ...]) -> bool:
 
 
 def was_used() -> bool:
-  """Whether this process was ever connected to a cluster."""
+  """Returns whether this process was ever connected to parameter servers."""
   return bool(_connections)
 
 
 def remember(key: tuple[str, ...]) -> None:
-  """Remembers the connection of this process for `is_connected`."""
+  """Records `key` as the connection of this process, for `is_connected`."""
   _connections.append(key)
 
 
 def disconnect() -> None:
-  """Ends the connection, once the servers were dismissed.
+  """Ends the connection of this process, after the servers were told to end.
 
   This process cannot connect again, but may go on using TensorFlow by itself.
   """
@@ -60,11 +60,11 @@ def connect_client(
 ) -> list[str]:
   """Makes this process a client of all PS tasks, unless it is one already.
 
-  The cluster it names holds the PS tasks and itself only: naming the other
-  workers would make every client wait for them.
+  The cluster that TensorFlow is given holds only the PS tasks and this process.
+  With the other workers in it, every client would wait for these.
 
   Returns:
-    One device of each PS task.
+    The name of one device of each PS task, in the order of the tasks.
 
   Raises:
     cluster.ClusterError: If the port of `task` is in use.
@@ -93,10 +93,10 @@ def await_servers(
   timeout_secs: float,
   log: Callable[[str], None] = print,
 ) -> None:
-  """Waits until every task of `job` listens.
+  """Waits until every task of `job` accepts connections at its address.
 
   Raises:
-    TimeoutError: Names the first task that does not.
+    TimeoutError: If a task does not do so in time. Names the first such task.
   """
   since = time.monotonic()
   for task in spec.tasks(job):
@@ -112,7 +112,7 @@ def await_servers(
 
 
 def listens(address: str) -> bool:
-  """Whether a process accepts connections at "host:port"."""
+  """Returns whether a process accepts connections at `address` "host:port"."""
   host, _, port = address.rpartition(":")
   try:
     with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):

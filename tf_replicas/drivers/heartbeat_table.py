@@ -1,4 +1,7 @@
-"""The heartbeats that a serving task received, and how training ended."""
+"""Keeps, on a serving task, the heartbeats it received and the outcome.
+
+The docstring of `heartbeats` explains the terms.
+"""
 
 import functools
 import json
@@ -18,14 +21,16 @@ class HeartbeatTable:
 
   Attributes:
     device: The device of the serving task.
-    beats: float64 vector: for each client the time of its last heartbeat, in
-      seconds since 1970; -1: none yet, 0: it has left.
-    processes: int64 vector: for each client the number of its process.
+    beats: float64 [number of clients]: the time of each client's last
+      heartbeat, in seconds since 1970; -1: none yet, 0: the client has left.
+    processes: int64 [number of clients]: the number that identifies each
+      client's present process; 0: none yet.
     outcome: How training ended; "" while it goes on.
-    dismissed: Whether the serving task may end, as far as this training goes.
+    dismissed: Whether this training does not need the serving task any more.
     is_open: Whether the chief has let the other clients begin.
-    versions: The `versions.here()` of the serving task, as JSON.
-    signature: What the chief trains, as JSON; "" until it has said so.
+    versions: The result of `versions.here()` in the serving task, as JSON.
+    signature: The variables and the update rule of the chief, as JSON; "" until
+      the chief has published them.
   """
 
   def __init__(
@@ -37,7 +42,8 @@ class HeartbeatTable:
 
     Args:
       device: The device of the serving task.
-      namespace: Of the training; the same for the serving task and all clients.
+      namespace: The namespace of the training, the same in the serving task and
+        in all clients.
     """
     self.device = device
     self._namespace = namespace
@@ -52,7 +58,7 @@ class HeartbeatTable:
       self.signature = names.variable("signature", [], tf.string)
 
   def initialize(self, num_clients: int) -> None:
-    """Makes an empty table; called by the serving task when it starts."""
+    """Initializes an empty table, in the serving task when that starts."""
     self.beats.assign(tf.fill([num_clients], tf.cast(-1.0, tf.float64)))
     self.processes.assign(
       tf.fill([num_clients], tf.cast(_NO_PROCESS, tf.int64))
@@ -64,7 +70,7 @@ class HeartbeatTable:
     self.signature.assign("")
 
   def attach_again(self) -> "HeartbeatTable":
-    """The table of a serving task that was restarted since."""
+    """Returns a new object for the table, after the serving task restarted."""
     return HeartbeatTable(self.device, self._namespace)
 
   @tf.function(autograph=False)
@@ -93,12 +99,12 @@ class HeartbeatTable:
 
     Args:
       client: The client's number.
-      process: The number of the client's process.
+      process: The number that identifies the client's process.
       is_here: Whether the client takes part; False when it leaves.
-      joins: Whether this process replaces any other process of that client.
+      joins: Whether `process` replaces any other process of that client.
 
     Returns:
-      Whether this is the client's current process; if not, nothing was
+      Whether `process` is the client's current one. If not, nothing was
       recorded.
     """
     numbers = tf.constant(client), tf.constant(process, tf.int64)
@@ -111,7 +117,7 @@ class HeartbeatTable:
     resources.flush_assignments([self.dismissed])
 
   def is_ready(self) -> bool:
-    """Whether the serving task has initialized it (the signature is last)."""
+    """Returns whether the serving task has initialized the whole table."""
     return bool(self.signature.is_initialized())
 
   @functools.cached_property
@@ -126,5 +132,8 @@ class HeartbeatTable:
     return resources.remote_reader(ages)
 
   def ages(self) -> list[float]:
-    """Seconds since each client's last heartbeat; -1: none yet, 0: it left."""
+    """Returns the seconds since each client's last heartbeat.
+
+    -1 means no heartbeat yet, 0 means that the client has left.
+    """
     return self._ages().numpy().tolist()

@@ -1,17 +1,19 @@
 """Heartbeats: which clients are alive, and how training ended.
 
-Every serving task (each PS; in-graph each worker as well) has a *heartbeat
-table* for each training: when each client's last heartbeat arrived, by the
-task's own clock, which process sent it, and how training ended. It also holds
-the versions of TensorFlow, Keras and this library that the task has: a client
-that has others does not join. The table of PS task 0 also holds what the chief
-trains, for the others to compare with. A client sends heartbeats in one thread
-per serving task, so that a task which hangs delays no other.
+A *client* is a task with a driver: a worker or the chief. Every *serving task*
+(each PS; in-graph each worker as well) has a *heartbeat table* for each
+training: when each client's last heartbeat arrived, by the serving task's own
+clock, which process sent it, and how training ended. The table also holds the
+serving task's versions of TensorFlow, Keras and this library: a client with
+incompatible versions does not join. The table of PS task 0 also holds the
+chief's variables and update rule, with which the other clients compare theirs.
+A client sends heartbeats in one thread per serving task, so that a task which
+hangs delays no other.
 
-A process that joins replaces an earlier process of the same client. If that one
-still lives (it was stopped, its machine was cut off, or the same task was
-started twice), it learns from its next heartbeat that it was replaced, and ends
-as if it had died: it tells the others nothing.
+A process that joins replaces an earlier process of the same client. If the
+earlier process still lives (it was stopped, its machine was cut off, or the
+same task was started twice), it learns from its next heartbeat that it was
+replaced, and ends as if it had died, without telling other tasks anything.
 """
 
 import contextlib
@@ -65,7 +67,7 @@ class _Link:
     Args:
       table: The heartbeat table of the serving task.
       client: The number of this client.
-      process: The number of this process.
+      process: The number that identifies this process.
       arbitrates: Whether the serving task decides which of two processes of a
         client is the current one. Only PS task 0 does so.
       log: Receives each line of the log.
@@ -93,7 +95,7 @@ class _Link:
       log: Receives each line of the log.
 
     Raises:
-      TimeoutError: With the reason.
+      TimeoutError: If no heartbeat arrives in time. The message has the reason.
     """
     what = (
       f"waiting for {_task_name(self._table.device)} to connect to this task"
@@ -132,24 +134,31 @@ class _Link:
           self._table = table
 
   def silence(self) -> float:
-    """Seconds since the task last answered."""
+    """Returns the seconds since the task last answered."""
     return time.monotonic() - self._answered
 
   def was_replaced(self) -> bool:
-    """Whether another process replaced this one; asks if that may be old."""
+    """Returns whether another process replaced this one.
+
+    If the serving task's last answer may be out of date, asks the task again.
+    """
     is_old = self.silence() > 2 * BEAT_SECS
     if is_old and not self._is_leaving:
       self._send(True)
     return self._was_replaced
 
   def leave(self) -> waiting.RaisingThread:
-    """Sends no more heartbeats; returns the thread that says goodbye."""
+    """Stops the heartbeats, and tells the task that this client has left.
+
+    Returns:
+      The thread that tells the task so, to be joined.
+    """
     self._is_leaving = True
     self._thread.request_stop()
     return self._thread
 
   def dismiss(self, outcome: str) -> None:
-    """Tells the task that training ended, also one restarted just now."""
+    """Tells the task how training ended, even if it was restarted just now."""
     try:
       self._table.dismiss(outcome)
     except tf.errors.OpError:
@@ -159,7 +168,7 @@ class _Link:
 
 
 class Heartbeats:
-  """A client's heartbeats, and its view of the heartbeat tables.
+  """Sends a client's heartbeats, and reads the heartbeat tables.
 
   Attributes:
     client: This client's number.
@@ -174,21 +183,22 @@ class Heartbeats:
     namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
     log: Callable[[str], None] = print,
   ):
-    """Attaches to the tables of all serving tasks and starts to beat.
+    """Attaches to the tables of all serving tasks and starts the heartbeats.
 
     Args:
       client: This client's number, from 0 on.
-      devices: One device of each serving task; the first is PS task 0.
-      timeout_secs: How long to wait for the tables.
-      namespace: Of the training; see `server.serve`.
+      devices: One device of each serving task. The first one is that of PS
+        task 0.
+      timeout_secs: Seconds to wait for each table, and for the first heartbeat
+        to arrive at each serving task.
+      namespace: The namespace of the training; see `server.serve`.
       log: Receives each line of the log.
 
     Raises:
-      RuntimeError: If a serving task has other versions.
-      TimeoutError: If a serving task has no table for that namespace, or does
-        not receive a heartbeat: it must be able to resolve the host name of
-        this task, which may be later than this task could resolve that of the
-        serving task.
+      RuntimeError: If a serving task has incompatible versions; see `versions`.
+      TimeoutError: If a serving task has no table for the namespace, or does
+        not receive a heartbeat, for example because it cannot yet resolve the
+        host name of this task.
       ValueError: If a serving task expects fewer clients.
     """
     self.client = client
@@ -240,20 +250,26 @@ class Heartbeats:
       raise RuntimeError(_REPLACED)
 
   def silences(self) -> list[float]:
-    """Seconds since each serving task last answered this client."""
+    """Returns the seconds since each serving task last answered this client."""
     return [link.silence() for link in self._links]
 
   def ages(self) -> list[float]:
-    """Seconds since each client's last heartbeat; -1: none yet, 0: it left."""
+    """Returns the seconds since each client's last heartbeat.
+
+    -1 means no heartbeat yet, 0 means that the client has left.
+    """
     return self._first.ages()
 
   def trace_ahead(self) -> None:
-    """Traces what may be called while a task hangs; see `in_graph`."""
+    """Traces the functions of `ages` and `outcome`, while no task hangs yet.
+
+    Point 6 of the docstring of `in_graph` has the reason.
+    """
     self.ages()
     self.outcome()
 
   def here(self) -> list[int]:
-    """The other clients that are alive."""
+    """Returns the numbers of the other clients that are alive."""
     return [
       client
       for client, age in enumerate(self.ages())
@@ -261,26 +277,30 @@ class Heartbeats:
     ]
 
   def publish(self, signature: Mapping) -> None:
-    """The chief's: publishes what it trains, in JSON's types."""
+    """Publishes the chief's variables and update rule, in JSON's types."""
     self._first.signature.assign(json.dumps(signature))
 
   def published(self) -> dict | None:
-    """What the chief trains, or None if it has not published that yet."""
+    """Returns what the chief has published; None if there is nothing yet."""
     text = self._first.signature.numpy().decode()
     return json.loads(text) if text else None
 
   def open_training(self) -> None:
-    """The chief's: lets the others begin; all variables have their values."""
+    """Lets the other clients begin, in the chief.
+
+    To be called once all variables have their values.
+    """
     self._first.is_open.assign(True)
 
   def is_open(self) -> bool:
-    """Whether the chief has let the others begin."""
+    """Returns whether the chief has let the other clients begin."""
     return bool(self._first.is_open.numpy())
 
   def outcome(self) -> str:
-    """How training ended: `FINISHED`, the error, or "" while it goes on.
+    """Returns how training ended: `FINISHED`, or an error in one line.
 
-    For a process that was replaced it has ended.
+    Returns "" while training goes on. In a process that was replaced, returns
+    an error that says so.
     """
     return _REPLACED if self.is_replaced else self._outcome()
 
@@ -302,10 +322,10 @@ class Heartbeats:
 
   @contextlib.contextmanager
   def announce_failure(self, is_chief: bool) -> Iterator[None]:
-    """Around what builds a training: all tasks learn that the chief failed.
+    """Returns a context that tells all tasks if the chief fails inside it.
 
-    A restarted chief's failure is not announced; the others wait for the next
-    restart.
+    For the code that builds a training. The failure of a restarted chief is not
+    announced, as the other tasks then wait for the next restart.
     """
     try:
       yield
@@ -324,14 +344,14 @@ class Heartbeats:
   def shut_down_servers(
     self, *, timeout_secs: float, clock: Callable[[], float] = time.monotonic
   ) -> list[int]:
-    """The chief's last act: dismisses the serving tasks.
+    """Tells the serving tasks to end, as the last call in the chief.
 
     Args:
-      timeout_secs: How long to wait for clients that are still alive.
-      clock: Time in seconds.
+      timeout_secs: Seconds to wait until the other clients have left.
+      clock: Returns the time in seconds.
 
     Returns:
-      The clients that had not left.
+      The numbers of the clients that were still alive after the wait.
     """
     deadline = clock() + timeout_secs
     try:
@@ -360,7 +380,7 @@ def _task_name(device: str) -> str:
 
 
 def _await_answers(threads: Sequence[waiting.RaisingThread]) -> None:
-  """Waits for threads that call serving tasks, of which one may hang."""
+  """Joins threads that call serving tasks, at most `_ANSWER_SECS` in all."""
   deadline = time.monotonic() + _ANSWER_SECS
   for thread in threads:
     thread.join(max(deadline - time.monotonic(), 0.0))
@@ -369,10 +389,10 @@ def _await_answers(threads: Sequence[waiting.RaisingThread]) -> None:
 def run_all(
   stages: Iterable[Callable[[], object]], *, log: Callable[[str], None]
 ) -> bool:
-  """Runs all stages of a shutdown, also after one that failed.
+  """Runs all stages of a shutdown, even if one of them fails in TensorFlow.
 
   Returns:
-    Whether no stage failed for a task that it could not reach.
+    Whether no stage raised `tf.errors.OpError`.
   """
   is_done = True
   for stage in stages:
@@ -386,7 +406,7 @@ def run_all(
 
 
 def outcome_of(error: BaseException | None) -> str:
-  """How training ended, in one line."""
+  """Returns how training ended: `FINISHED`, or `error` in one line."""
   if error is None:
     return FINISHED
   return " ".join(str(error).split()) or type(error).__name__
@@ -395,12 +415,12 @@ def outcome_of(error: BaseException | None) -> str:
 def differences(
   ours: Sequence[Sequence], theirs: Sequence[Sequence], limit: int = 3
 ) -> list[str]:
-  """Describes how two lists of (name, …) rows differ, in order.
+  """Describes the differences of two lists of variables, in their order.
 
   Args:
-    ours: The rows of this task.
-    theirs: The rows of the chief.
-    limit: How many differences to describe; the others are counted.
+    ours: A row (name, …) for each variable of this task.
+    theirs: A row for each variable of the chief.
+    limit: How many differences to describe. Further ones are only counted.
   """
   found = []
   for number in range(max(len(ours), len(theirs))):

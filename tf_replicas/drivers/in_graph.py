@@ -1,8 +1,8 @@
 """In-graph replication: one client drives every worker.
 
 The client builds the model once and schedules the replicas' steps on worker
-servers through `tf.distribute.coordinator.ClusterCoordinator`; it makes the
-updates itself and does not train.
+servers through `tf.distribute.coordinator.ClusterCoordinator`. The client makes
+the updates itself, and computes no gradients.
 
 1. The client connects to all PS and worker tasks through
    `tf.distribute.ParameterServerStrategy`, and creates the shared copy.
@@ -11,19 +11,20 @@ updates itself and does not train.
    share of the data, and hands its gradients to the PS tasks. None of these
    bytes pass through the client.
 3. The client makes the updates (`step`), one call per step.
-4. The coordinator detects that a worker died, takes it back when it is
-   restarted at the same address, and runs the closure again. A closure may run
-   several times; an offer without its contribution is void.
-5. At the end the client answers every replica with the token
+4. The coordinator detects that a worker died, uses the worker again when it is
+   restarted at the same address, and runs the closure again. A closure may thus
+   run several times. If it ended after it had offered its gradients and before
+   it sent them, the offer is void.
+5. At the end the client answers every replica with a token whose global step is
    `step_token.ENDED`, which ends the closures. Then it closes the queues and
-   dismisses the PS and worker tasks.
+   tells the PS and worker tasks to end.
 6. Whenever the client traces a function, or deletes one, TensorFlow 2.21 calls
-   every task of the strategy and waits, with Python's lock held: a task that
-   hangs would freeze the client. So the client traces all its functions before
-   its first update.
+   every task of the strategy and waits, with Python's interpreter lock held: a
+   task that hangs would freeze the client. So the client traces all its
+   functions before its first update.
 
-Where things live: as between-graph, but the model's code and the inner
-optimizer exist only in the client, the data sets on the workers.
+Objects live where they do in `between_graph`, except that the model's code and
+the inner optimizer exist only in the client, and the data sets on the workers.
 """
 
 import contextlib
@@ -52,23 +53,23 @@ _POLL_SECS = 0.2
 
 @dataclasses.dataclass
 class _Workers:
-  """The workers of the cluster, as this process reaches them.
+  """The workers of the cluster, and how this process uses them.
 
   Attributes:
-    coordinator: Runs closures on them.
-    are_busy: Whether a driver uses them.
+    coordinator: Runs closures on the workers.
+    are_busy: Whether a driver uses the workers.
   """
 
   coordinator: tf.distribute.coordinator.ClusterCoordinator
   are_busy: bool = False
 
 
-# Of the cluster that this process is connected to.
+# The workers of the cluster that this process is connected to, if any.
 _workers: dict[tuple[str, ...], _Workers] = {}
 
 
 class InGraph(driver_base.ParameterServerDriver):
-  """The in-graph driver.
+  """The driver of the client in in-graph replication.
 
   A worker runs one training at a time. A second driver may be made in the same
   process, for the same cluster and with another namespace, once the first one
@@ -93,18 +94,19 @@ class InGraph(driver_base.ParameterServerDriver):
     namespace: str = "",
     log: Callable[[str], None] = print,
   ):
-    """Connects and creates the shared copy; as `BetweenGraph`.
+    """Connects, builds the replica and creates the shared copy.
 
     Args:
-      spec: The cluster; no port is 0 (see `resolve_ports`).
-      task: The client's task; its address, if the spec names one, is used.
+      spec: The cluster. No port may be 0 (see `resolve_ports`).
+      task: The client's task. If `spec` has an address for it, the client uses
+        that address.
       replica_fn: Builds the replica.
       optimizer_fn: Builds the update rule.
-      start_timeout_secs: How long to wait for PS and worker tasks.
+      start_timeout_secs: Seconds to wait for the PS and worker tasks.
       lost_after_secs: Seconds without an answer after which a worker is lost,
-        so that its place in a step goes to another replica.
-      timeline_dir: Where every task records its timeline, each on its own
-        machine; see `timeline`.
+        so that a step uses a contribution of another replica instead.
+      timeline_dir: The directory in which the client and every worker record
+        their timelines, each on its own machine; None: no timelines.
       namespace: The name of the training, one of those that the PS and worker
         tasks serve.
       log: Receives each line of the log.
@@ -160,11 +162,17 @@ class InGraph(driver_base.ParameterServerDriver):
     )
 
   def _run_loop(self, iterator) -> tf.Tensor:
-    """A worker's replica: contributes until training ends.
+    """Runs a worker's replica: contributes until training ends.
 
-    A loop in the graph, so that a worker need not ask the client between two
-    steps. A step without admission in advance comes first, and again whenever
-    the last token admitted nothing.
+    The loop is in the graph, so that a worker need not ask the client between
+    two steps. The first step asks for admission, and so does every step whose
+    last token did not admit the next contribution in advance.
+
+    Args:
+      iterator: The iterator over the worker's batches.
+
+    Returns:
+      The last token, packed.
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     loop = replica_loop.ReplicaLoop(
@@ -193,18 +201,21 @@ class InGraph(driver_base.ParameterServerDriver):
     return state[0]
 
   def _dataset_fn(self) -> tf.data.Dataset:
-    """Runs on a worker, again when that was restarted."""
+    """Builds the data set of the worker that runs this function.
+
+    Runs again when the worker was restarted.
+    """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     start = self.examples_drawn()
     return self.replica.dataset_fn(len(self._tasks), index(), start)
 
   def _ages(self) -> list[float]:
-    """Seconds since each worker last answered."""
+    """Returns the seconds since each worker last answered."""
     silences = self._heartbeats.silences()[-len(self._tasks) :]
     return [max(silence, 1e-3) for silence in silences]
 
   def close(self, error: BaseException | None = None) -> None:
-    """Ends the training and dismisses every task."""
+    """Ends the training, and tells every task to end."""
     if isinstance(self._thread, polling.PollingThread):
       self._thread.request_stop()
     # Closures that fail for a lost worker would be tried again for ever.
@@ -224,7 +235,7 @@ class InGraph(driver_base.ParameterServerDriver):
 def _connect(
   spec: cluster.ClusterSpec, timeout_secs: float, log: Callable[[str], None]
 ) -> _Workers:
-  """The workers of `spec`; connects to all its tasks the first time."""
+  """Returns the workers of `spec`. The first call connects to all its tasks."""
   addresses = [spec.address(t) for j in ("ps", "worker") for t in spec.tasks(j)]
   key = ("in-graph client", *addresses)
   if not connection.is_connected(key):

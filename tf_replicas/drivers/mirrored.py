@@ -5,19 +5,19 @@ per worker `tf.distribute.MultiWorkerMirroredStrategy`. Every device is one
 replica. A step:
 
 1. With several processes the chief broadcasts a command to make a step, with
-   the learning rate; the others wait for that. If the chief has assigned
-   variables, another command and its variables come before.
+   the learning rate. The other processes wait for the command. If the chief has
+   assigned variables, it first broadcasts another command and all variables.
 2. Each device computes the gradient of its own batch from its own copy.
 3. The gradients, the losses and the flags of values that are not finite are
    summed over all devices (all-reduce).
-4. Each device applies the mean to its own copy (`LockstepUpdate`). As all do
-   the same, the copies stay equal.
+4. Each device applies the mean gradient to its own copy (`LockstepUpdate`). As
+   all devices do the same, the copies stay equal.
 
 Before the first step every process takes over the chief's variables, which may
 have come from a checkpoint. At the end the chief broadcasts another command.
 
-Where things live: on each device a parameter store with one task: variables,
-slots, averages, global step. A checkpoint is that of the chief's first device.
+Each device has a `ParameterStore` of one task, with variables, slots, averages
+and global step. A checkpoint holds the copy of the chief's first device.
 """
 
 import contextlib
@@ -48,66 +48,72 @@ _STEP, _STATE, _FINISHED, _FAILED = 1, 2, 3, 4
 
 
 class MirroredStore:
-  """The stores of this process's devices as one; all hold equal values.
+  """Combines the stores of this process's devices, whose values are equal.
 
   Attributes:
-    examples_seen: int64 scalar: the examples that all updates used.
-    is_changed: Whether this process assigned values that others do not have.
+    examples_seen: int64 scalar variable: the number of examples in all updates.
+    is_changed: Whether this process has assigned values that the other
+      processes do not have yet.
   """
 
   def __init__(
     self, stores: Sequence[parameter_store.ParameterStore], num_replicas: int
   ):
-    """Takes this process's `stores`, which are some of `num_replicas`."""
+    """Combines the stores.
+
+    Args:
+      stores: One store per device of this process.
+      num_replicas: The number of devices in all processes.
+    """
     self._stores = list(stores)
     self._num_replicas = num_replicas
     self.examples_seen = stores[0].examples_seen
     self.is_changed = False
 
   def table(self) -> str:
-    """The placement of the variables; for people."""
+    """Returns a readable table of the variables and their devices."""
     table, number = self._stores[0].table(), self._num_replicas
     return f"{table}\nMirrored: a copy of all this on each of {number} replicas"
 
   def read_global_step(self) -> tf.Tensor:
-    """The global step: an int64 scalar."""
+    """Returns the global step, an int64 scalar."""
     return self._stores[0].read_global_step()
 
   def state(self) -> dict[str, tf.Tensor]:
-    """One copy of everything, as `ParameterStore.state` has it."""
+    """Returns the state of one copy; see `ParameterStore.state`."""
     return self._stores[0].state()
 
   def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-    """Assigns what `state` gave, to every copy."""
+    """Assigns a state, as `state` returns it, to every copy."""
     self.is_changed = True
     for store in self._stores:
       store.load_state(state)
 
   def assign(self, index: int, value: parameter_store.Value) -> None:
-    """As `ParameterStore.assign`, to every copy."""
+    """Assigns to a variable in every copy; see `ParameterStore.assign`."""
     self.is_changed = True
     for store in self._stores:
       store.assign(index, value)
 
   def subtract(self, index: int, value: parameter_store.Value) -> None:
-    """As `ParameterStore.subtract`, from every copy."""
+    """Subtracts from a variable of every copy, as `ParameterStore.subtract`."""
     self.is_changed = True
     for store in self._stores:
       store.subtract(index, value)
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """As `ParameterStore.reader`."""
+    """Returns a reader of one copy; see `ParameterStore.reader`."""
     return self._stores[0].reader(indices)
 
 
 class _DeviceReport(NamedTuple):
-  """What each device reports of a step, to be summed over all devices.
+  """The report of one device on a step, to be summed over all devices.
 
   Attributes:
     loss: The mean loss of the device's batch.
-    examples: The examples in it.
-    is_bad: [N] 1 at the device's own position if its loss or gradient is not
-      finite, else 0.
+    examples: The number of examples in that batch.
+    is_bad: float64 [number of devices]: 1 at the device's own position if its
+      loss or a gradient is not finite, else 0.
   """
 
   loss: tf.Tensor
@@ -119,8 +125,10 @@ class _Command(NamedTuple):
   """The chief's command to the other processes.
 
   Attributes:
-    kind: `_STEP`, `_FINISHED` or `_FAILED`; 0 from the other processes.
-    rate: The learning rate to set; NaN: it stays.
+    kind: `_STEP`, `_STATE`, `_FINISHED` or `_FAILED`. The other processes give
+      0, as a broadcast is a sum over all processes.
+    rate: The learning rate to set; NaN: keep the present one. The other
+      processes give 0.
   """
 
   kind: float
@@ -128,10 +136,10 @@ class _Command(NamedTuple):
 
 
 class Mirrored(driver_base.Driver):
-  """The driver of mirrored variables.
+  """The driver of one process of a training with mirrored variables.
 
   Attributes:
-    store: The copies of this process.
+    store: The copies of the variables on this process's devices.
   """
 
   store: MirroredStore
@@ -148,18 +156,18 @@ class Mirrored(driver_base.Driver):
     namespace: str = "",
     log: Callable[[str], None] = print,
   ):
-    """Connects, and creates the copies.
+    """Connects to the other processes, if any, and creates the copies.
 
     Args:
-      replica_fn: Builds the replica of one device: without `devices`.
-      optimizer_fn: Maps the number of replicas N, all devices of all processes,
-        to the update rule of N; called once for each device of this process.
-      devices: This process's, such as `/device:GPU:0`; the first CPU if empty.
-        With several processes, the same number in each: its first GPUs, or one
-        CPU.
-      spec: The cluster of several processes; no port is 0.
-      task: Which of its `replicas` this process is.
-      start_timeout_secs: How long to wait for the other processes.
+      replica_fn: Builds the replica of one device, without `devices`.
+      optimizer_fn: Maps N, the number of devices in all processes, to an update
+        rule for N replicas. Called once for each device of this process.
+      devices: The devices of this process, such as `/device:GPU:0`. If empty,
+        the first CPU. With several processes, each must have the same number of
+        devices: its first GPUs, or one CPU.
+      spec: The cluster, if there are several processes. No port may be 0.
+      task: The task of this process, one of `spec.replicas`.
+      start_timeout_secs: Seconds to wait for the other processes.
       namespace: The name of the training. Every driver of a process has
         variables of its own, even if two have the same namespace.
       log: Receives each line of the log.
@@ -167,7 +175,9 @@ class Mirrored(driver_base.Driver):
     Raises:
       cluster.ClusterError: If the port of `task` is in use.
       TimeoutError: If another process does not come in time.
-      RuntimeError: If another process builds other variables.
+      RuntimeError: If another process has other variables, another update rule
+        or incompatible versions, or if TensorFlow was already in use in this
+        process, one of several.
       ValueError: If the replica has `devices`, the rule is for another number
         of replicas or needs parameter servers, or `namespace` is invalid.
     """
@@ -252,17 +262,17 @@ class Mirrored(driver_base.Driver):
     )
 
   def set_learning_rate(self, rate: float) -> None:
-    """See `Driver.set_learning_rate`; the other processes follow."""
+    """Sets the rate in every process; see `Driver.set_learning_rate`."""
     self._learning_rate = rate
     for update in self._updates:
       update.rule.set_learning_rate(rate)
 
   def step(self, max_updates: int = 1) -> training.StepResult:
-    """See `Driver.step`; makes one update.
+    """Makes one update; see `Driver.step`.
 
     Raises:
-      NonFiniteGradientError: In every process, if a loss or a gradient is not
-        finite anywhere; then nothing was changed.
+      NonFiniteGradientError: In every process, if a loss or a gradient of any
+        device is not finite. Nothing was changed then.
       RuntimeError: If the data set has ended.
       tf.errors.OpError: If another process is lost.
     """
@@ -281,7 +291,7 @@ class Mirrored(driver_base.Driver):
     return result._replace(metrics=metrics.means())
 
   def run_replica(self) -> int:
-    """See `Driver.run_replica`; makes the chief's steps."""
+    """Makes the steps that the chief commands; see `Driver.run_replica`."""
     self._check_role(needs_chief=False)
     while (kind := self._broadcast(0)) in (_STEP, _STATE):
       if kind == _STATE:
@@ -311,7 +321,7 @@ class Mirrored(driver_base.Driver):
     return result
 
   def _start(self) -> None:
-    """Takes over the chief's variables, and traces the step."""
+    """Takes over the chief's variables, opens the data and traces the step."""
     if self._group is not None:
       self._share_state()
     start = int(self.store.examples_seen.read_value())
@@ -326,13 +336,13 @@ class Mirrored(driver_base.Driver):
     ).get_concrete_function()
 
   def _share_state(self) -> None:
-    """Takes over the chief's variables, in every process."""
+    """Copies the chief's variables to every process."""
     assert self._group is not None
     self.store.load_state(self._group.broadcast(self.store.state()))
     self.store.is_changed = False
 
   def _step(self) -> tf.Tensor:
-    """The whole step; returns a packed `one_machine.StepReport`."""
+    """Makes the whole step, and returns a packed `one_machine.StepReport`."""
     step = self.store.read_global_step()
     sums, report = self._strategy.run(self._replica_step)
     local = self._strategy.experimental_local_results
@@ -353,10 +363,11 @@ class Mirrored(driver_base.Driver):
         return one_machine.REPORT.pack(report)
 
   def _replica_step(self):
-    """What each device does: its gradient, then the sums over all devices.
+    """Computes one device's gradients, and sums them over all devices.
 
     Returns:
-      The sums of the gradients that exist, and of the packed `_DeviceReport`.
+      The sums of the gradients that are not None, and the sum of the packed
+      `_DeviceReport`s.
     """
     number = process_group.local_number(self._strategy)
     store, update = self._stores[number], self._updates[number]
@@ -386,7 +397,7 @@ class Mirrored(driver_base.Driver):
     return sums, report
 
   def _apply(self, step, sums, examples) -> tf.Tensor:
-    """Every device's update of its own copy; returns True."""
+    """Updates the copy of every device; returns a tensor True after that."""
     steps = []
     for number, update in enumerate(self._updates):
       mine = iter([total[number] for total in sums])
@@ -397,7 +408,14 @@ class Mirrored(driver_base.Driver):
       return tf.constant(True)
 
   def _broadcast(self, kind: int) -> int:
-    """Sends the chief's command, or receives it; returns its kind."""
+    """Sends a command, in the chief, or receives it, in the other processes.
+
+    Args:
+      kind: The kind of the command in the chief; 0 in the other processes.
+
+    Returns:
+      The kind of the chief's command.
+    """
     rate = self._learning_rate if self.is_chief else 0.0
     command = _Command(kind, np.nan if rate is None else rate)
     others = "other workers" if self.is_chief else "chief's next command"

@@ -1,19 +1,19 @@
-"""One machine, variables on its CPU: towers in one program.
+"""Trains in one process, with the variables on its CPU.
 
-The whole step is one function of this process, and there are no servers:
+A *tower* is a copy of the model's computation on one device. The whole step is
+one function of this process, and there are no servers:
 
-1. Read the parameters on the CPU, once.
-2. On each device a tower computes the gradient of its part of the batch; the
+1. The CPU reads the parameters, once.
+2. On each device a tower computes the gradients of its part of the batch. The
    CPU computes their mean (`model_replica.Replica.gradients`).
-3. On the CPU: the inner optimizer, global step + 1, moving averages
-   (`LockstepUpdate`), unless a loss or gradient is not finite.
-4. The function returns one vector: the step, the loss, the examples.
+3. Unless a loss or a gradient is not finite, the CPU runs the inner optimizer,
+   adds 1 to the global step and updates the averages (`LockstepUpdate`).
+4. The function returns one vector, a packed `StepReport`.
 
-Where things live: all in this process. Variables, slots and averages are on
-the CPU, in a parameter store with one task, so that a checkpoint cannot tell
-this driver from the others.
+Variables, slots and averages are on the CPU, in a `ParameterStore` of one task,
+so that checkpoints are like those of the other drivers.
 
-After `cifar10_multi_gpu_train.py` of TF1's tutorial.
+The design is that of `cifar10_multi_gpu_train.py` in TF1's tutorial.
 """
 
 from collections.abc import Callable
@@ -37,14 +37,14 @@ _CPU = "/device:CPU:0"
 
 
 class StepReport(NamedTuple):
-  """What the function of a whole step returns.
+  """The result of the function that makes a whole step.
 
   Attributes:
-    bad_replica: The replica with a loss or gradient that is not finite, so that
-      no update was made; -1 if there is none.
+    bad_replica: The number of a replica whose loss or gradient is not finite,
+      so that no update was made; -1 if there is none.
     step: The global step before the update.
-    examples: The examples that it used.
-    loss: Their mean loss.
+    examples: The number of examples in the step.
+    loss: The mean loss of these examples.
   """
 
   bad_replica: tf.Tensor | int
@@ -67,7 +67,7 @@ class OneMachine(driver_base.Driver):
   """The driver of one process with its variables on the CPU.
 
   Attributes:
-    is_chief: True; there is no other task.
+    is_chief: True, as there is no other task.
   """
 
   is_chief = True
@@ -82,8 +82,8 @@ class OneMachine(driver_base.Driver):
     """Builds the replica, and the variables on the CPU.
 
     Args:
-      replica_fn: Builds the replica; its `devices` are the towers'.
-      optimizer_fn: Builds the update rule, for one replica of one.
+      replica_fn: Builds the replica, whose `devices` are those of the towers.
+      optimizer_fn: Builds the update rule, for a single replica.
       namespace: The name of the training. Every driver of a process has
         variables of its own, even if two have the same namespace.
 
@@ -112,15 +112,15 @@ class OneMachine(driver_base.Driver):
     self._update.rule.set_learning_rate(rate)
 
   def run_replica(self) -> int:
-    """Raises RuntimeError: there is one task, the chief."""
+    """Raises RuntimeError, as the only task is the chief."""
     self._check_role(needs_chief=False)
 
   def step(self, max_updates: int = 1) -> training.StepResult:
-    """See `Driver.step`; makes one update.
+    """Makes one update; see `Driver.step`.
 
     Raises:
-      NonFiniteGradientError: If the loss or a gradient is not finite; then
-        nothing was changed.
+      NonFiniteGradientError: If the loss or a gradient is not finite. Nothing
+        was changed then.
       RuntimeError: If the data set has ended.
     """
     del max_updates
@@ -139,7 +139,7 @@ class OneMachine(driver_base.Driver):
     return result._replace(metrics=metrics.means())
 
   def _step(self) -> tf.Tensor:
-    """The whole step; returns a packed `StepReport`."""
+    """Makes the whole step, and returns a packed `StepReport`."""
     with tf.device(_CPU):
       step, values = self.store.pull()
       batch = next(self._iterator)
@@ -166,7 +166,7 @@ class OneMachine(driver_base.Driver):
         )
 
   def close(self, error: BaseException | None = None) -> None:
-    """Does nothing: no other task waits."""
+    """Does nothing, as no other task waits."""
     del error
 
 
@@ -175,12 +175,14 @@ def single_store(
   device: str,
   namespace: resources.Namespace,
 ) -> parameter_store.ParameterStore:
-  """A store with one task, on `device` of this process.
+  """Returns a parameter store of one task, on `device` of this process.
 
   Args:
-    variables: Keras or TensorFlow variables: a pattern; values do not matter.
-    device: Where the variables are.
-    namespace: Of this store; stores with the same one share their variables.
+    variables: Keras or TensorFlow variables, a template: the store copies their
+      paths, shapes and dtypes, but not their values.
+    device: The device of the store's variables.
+    namespace: The namespace of the store. Stores with the same namespace share
+      their variables.
   """
   specs = placement.from_variables(variables)
   return parameter_store.ParameterStore(
@@ -193,7 +195,7 @@ def single_store(
 
 
 def describe(variables: Sequence[tf.Variable], device: str) -> str:
-  """The placement table of such a store, which need not exist."""
+  """Returns the placement table of a `single_store`, without making one."""
   specs = placement.from_variables(variables)
   plan = placement.plan(specs, placement.GreedyByBytes(1))
   return placement.table(specs, plan, [device])
@@ -204,15 +206,15 @@ def run_step(
   step_fn: Callable[[], tf.Tensor],
   names: Sequence[str],
 ) -> training.StepResult:
-  """Calls the function of a whole step, and reads its report.
+  """Calls the function of a whole step, and turns its report into a result.
 
   Args:
     update: The update that the step makes.
-    step_fn: Returns a packed `StepReport`.
-    names: The replicas' names.
+    step_fn: Makes the step, and returns a packed `StepReport`.
+    names: The replicas' names, for errors.
 
   Raises:
-    NonFiniteGradientError: If there is such a replica.
+    NonFiniteGradientError: If a replica's loss or gradient is not finite.
     RuntimeError: If the data set has ended.
   """
   update.rule.inner.refresh()

@@ -7,7 +7,7 @@ from tf_replicas.runtime import waiting
 
 
 class PollingThread(waiting.RaisingThread):
-  """Calls a function again and again; raises its error where it is joined."""
+  """A thread that calls a function periodically; `join` raises its error."""
 
   def __init__(
     self,
@@ -20,10 +20,10 @@ class PollingThread(waiting.RaisingThread):
     """Starts the thread.
 
     Args:
-      poll: Called after each period; a true result ends the thread.
-      period_secs: How long to wait before each call.
-      at_stop: Called last, once a stop was requested.
-      on_error: Called after `poll` or `at_stop` failed.
+      poll: Called after each period. A true result ends the thread.
+      period_secs: Seconds to wait before each call.
+      at_stop: Called last, if a stop was requested.
+      on_error: Called after `poll` or `at_stop` has raised an error.
     """
     self._is_stopping = threading.Event()
 
@@ -37,10 +37,10 @@ class PollingThread(waiting.RaisingThread):
     super().__init__(run, on_error=on_error)
 
   def request_stop(self) -> None:
-    """Ends the polling soon; does not wait for that."""
+    """Makes the polling end soon, without waiting for its end."""
     self._is_stopping.set()
 
   def stop(self) -> None:
-    """Ends the polling, waits for it, and raises what failed in it."""
+    """Ends the polling, waits for its end, and raises its error, if any."""
     self.request_stop()
     self.join()

@@ -1,4 +1,4 @@
-"""The process group of mirrored training.
+"""Connects the processes of mirrored training.
 
 The engine is `tf.distribute.MultiWorkerMirroredStrategy`. There is no server:
 whatever the processes tell each other, commands as well as gradients, goes
@@ -32,19 +32,21 @@ def connect(
   timeout_secs: float,
   log: Callable[[str], None] = print,
 ) -> tf.distribute.Strategy:
-  """The strategy of several processes; waits until all of them listen.
+  """Waits until all processes listen, and returns their common strategy.
 
   Args:
-    spec: The cluster; no port is 0 (see `resolve_ports`).
-    task: This process.
-    devices: Its GPUs, the same number in every process; or a CPU.
-    timeout_secs: How long to wait for the others.
+    spec: The cluster. No port may be 0 (see `resolve_ports`).
+    task: The task of this process.
+    devices: The GPUs of this process, the same number in every process; or one
+      CPU.
+    timeout_secs: Seconds to wait for the other processes.
     log: Receives each line of the log.
 
   Raises:
     cluster.ClusterError: If the port of `task` is in use.
     RuntimeError: If TensorFlow is already initialized.
-    TimeoutError: Names the first process that does not listen.
+    TimeoutError: If a process does not listen in time. Names the first such
+      process.
   """
   _await_all(spec, task, timeout_secs, log)
   on_gpus = any(":GPU:" in device for device in devices)
@@ -73,7 +75,7 @@ def _await_all(
   timeout_secs: float,
   log: Callable[[str], None],
 ) -> None:
-  """Waits until every process listens; meanwhile this one does.
+  """Makes this process listen, and waits until all of them do.
 
   The strategy's constructor would wait too, but without a line in the log,
   without a deadline, and without reacting to signals (TensorFlow 2.21).
@@ -87,7 +89,10 @@ def _await_all(
 
 
 def local_number(strategy: tf.distribute.Strategy) -> int:
-  """Which of this process's replicas runs; inside `strategy.run`."""
+  """Returns the number of the running replica among those of this process.
+
+  To be called inside `strategy.run`.
+  """
   context = tf.distribute.get_replica_context()
   number = tf.get_static_value(context.replica_id_in_sync_group)
   return int(number) % len(strategy.extended.worker_devices)
@@ -97,10 +102,11 @@ def all_reduce(
   values: Sequence[tf.Tensor | tf.IndexedSlices],
   options: tf.distribute.experimental.CommunicationOptions | None = None,
 ) -> list[tf.Tensor | tf.IndexedSlices]:
-  """The sums over all replicas; inside `strategy.run`.
+  """Returns the sum of each value over all replicas.
 
-  Slices are put one after the other. Values of one dtype travel together;
-  those of several in one call fail beside slices (TensorFlow 2.21).
+  To be called inside `strategy.run`. `IndexedSlices` are concatenated. Values
+  of one dtype travel together. A call with several dtypes would fail if there
+  are `IndexedSlices` among the values (TensorFlow 2.21).
   """
   context = tf.distribute.get_replica_context()
   # A tensor from outside the function has no device, which the strategy needs.
@@ -120,7 +126,10 @@ def all_reduce(
 
 
 class ProcessGroup:
-  """Collective operations; all processes must make the same calls."""
+  """Makes collective operations.
+
+  All processes must make the same calls in the same order.
+  """
 
   def __init__(
     self,
@@ -135,7 +144,8 @@ class ProcessGroup:
     Args:
       strategy: The result of `connect`.
       peers: The addresses of the other processes.
-      is_chief: Whether `broadcast` sends this process's state.
+      is_chief: Whether this process is the chief, which sends its state in
+        `broadcast`.
       log: Receives each line of the log.
     """
     self._strategy = strategy
@@ -146,15 +156,18 @@ class ProcessGroup:
     self._sum_fn = tf.function(self._sum, autograph=False)
 
   def log_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
-    """Logs `what` every ten seconds while a block lasts.
+    """Returns a context that logs `what` every ten seconds while it lasts.
 
     TensorFlow's own heartbeats detect a process that dies or hangs, and end the
-    wait with an error; a slow process only keeps the others waiting.
+    wait with an error. A slow process only keeps the others waiting.
     """
     return self._wait_logger.during(what)
 
   def sum(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Sums the processes' `values`, which have the same shapes everywhere."""
+    """Returns the sum of each of `values` over all processes.
+
+    Shapes and dtypes must be the same in every process.
+    """
     return [total.numpy() for total in self._sum_fn(list(values))]
 
   def _sum(self, values, options=None) -> list[tf.Tensor]:
@@ -168,15 +181,15 @@ class ProcessGroup:
     return [self._strategy.experimental_local_results(r)[0] for r in results]
 
   def agree(self, what: object, *, timeout_secs: float) -> None:
-    """Waits for all processes, and checks that they train the same.
+    """Waits for all processes, and checks that `what` is the same in all.
 
     Args:
-      what: A JSON document that must be the same everywhere.
-      timeout_secs: How long to wait for the others.
+      what: A description of the training, of types that JSON can represent.
+      timeout_secs: Seconds to wait for the other processes.
 
     Raises:
-      TimeoutError: If another process does not call this in time.
-      RuntimeError: If the documents differ.
+      TimeoutError: If another process does not call `agree` in time.
+      RuntimeError: If the descriptions differ.
     """
     digest = hashlib.sha256(json.dumps(what).encode()).digest()
     # Short enough for a sum to be exact.
@@ -204,7 +217,10 @@ class ProcessGroup:
       )
 
   def broadcast(self, state: Mapping[str, tf.Tensor]) -> dict[str, np.ndarray]:
-    """The chief's `state`; names and shapes are the same everywhere."""
+    """Returns the chief's `state`, in every process.
+
+    Names, shapes and dtypes of `state` must be the same in every process.
+    """
     names, values = zip(*sorted(state.items()), strict=True)
     # Not every device sums integers.
     wire = [
@@ -219,10 +235,10 @@ class ProcessGroup:
     }
 
   def await_leave(self) -> None:
-    """Waits until no other process listens; they need the chief until then.
+    """Waits until no other process listens, as they need the chief until then.
 
     Raises:
-      TimeoutError: After ten seconds.
+      TimeoutError: If a process still listens after ten seconds.
     """
     waiting.await_value(
       lambda: not any(map(connection.listens, self._peers)),
@@ -232,5 +248,5 @@ class ProcessGroup:
     )
 
   def close(self) -> None:
-    """Ends the thread of `log_wait`."""
+    """Ends the thread that logs for `log_wait`."""
     self._wait_logger.stop()

@@ -17,20 +17,22 @@ from tf_replicas.rules import step_token
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaLoop:
-  """The steps of one replica; its methods are used inside a `tf.function`.
+  """Makes the steps of one replica. Methods are called inside a `tf.function`.
 
-  Each step takes and returns one list of tensors, [token, *state]: the packed
-  `StepToken`, since few tensors should cross from task to task, and the state
-  of the update rule.
+  Each step takes and returns one list of tensors, [token, *state]. The token is
+  the rule's answer to the last contribution, a `StepToken`, packed into one
+  tensor since few tensors should cross from task to task. The state is what the
+  update rule carries from step to step, such as the parameters.
 
   Attributes:
     rule: The update rule.
     replica: Computes the gradients.
-    iterator: Over the replica's batches.
-    index: Which replica this is; an int or an int64 scalar.
+    iterator: The iterator over the replica's batches.
+    index: The number of this replica; an int or an int64 scalar.
     ps_device: The device of PS task 0, where tokens are packed.
-    device: Where this replica computes; None: where the function runs.
-    recorder: Writes the timeline; None: there is none.
+    device: The device where this replica computes; None: where the function
+      runs.
+    recorder: Writes the timeline; None: there is no timeline.
     name: The replica's name in the timeline; a string or a string tensor.
   """
 
@@ -44,7 +46,7 @@ class ReplicaLoop:
   name: str | tf.Tensor = ""
 
   def begin(self) -> list[tf.Tensor]:
-    """[token, *state] before the first step."""
+    """Returns [token, *state] for the first step."""
     begun = self.rule.begin(self.index)
     return [self._pack(begun.token), *begun.state]
 
@@ -54,7 +56,8 @@ class ReplicaLoop:
     """Runs one step.
 
     Args:
-      is_preadmitted: Whether the token admits the contribution in advance.
+      is_preadmitted: Whether `token` admits the contribution in advance, so
+        that it is sent without an offer.
       token: The packed token of the last step.
       *state: The state of the update rule.
 
@@ -89,11 +92,15 @@ class ReplicaLoop:
     token: tf.Tensor,
     *state: tf.Tensor,
   ) -> list[tf.Tensor]:
-    """Runs steps while each token admits in advance, or while none does.
+    """Runs steps of one kind: admitted in advance, or not.
+
+    Stops before a step of the other kind, at the end of the training, and after
+    `max_steps`.
 
     Args:
-      is_preadmitted: Which of the two; must be true of `token`.
-      max_steps: int32 scalar, how many steps at most.
+      is_preadmitted: Whether to run steps that their last token admits in
+        advance. Must be true of `token` as well.
+      max_steps: int32 scalar, the largest number of steps.
       token: The packed token of the last step.
       *state: The state of the update rule.
 

@@ -1,7 +1,7 @@
-"""A serving task: a parameter server, or an in-graph worker.
+"""Runs a serving task: a parameter server, or an in-graph worker.
 
-It is its own first client: a bare `tf.distribute.Server` can crash when several
-clients attach to it for the first time at once (seen on TensorFlow 2.21:
+The task is its own first client: a bare `tf.distribute.Server` can crash when
+several clients attach to it for the first time at once (in TensorFlow 2.21
 `EagerServiceImpl::CreateContext` replaces the collective executor manager while
 no context exists yet).
 """
@@ -21,10 +21,10 @@ ORPHAN_TIMEOUT_SECS = 300.0
 
 
 def connect_server(spec: cluster.ClusterSpec, task: cluster.Task) -> str:
-  """Starts this task's server; returns its device.
+  """Starts the server of `task`, this process, and returns its CPU device.
 
   Raises:
-    cluster.ClusterError: If its port is in use.
+    cluster.ClusterError: If the port of `task` is in use.
   """
   address = spec.address(task)
   cluster.check_port_free(address)
@@ -50,21 +50,23 @@ def serve(
   log: Callable[[str], None] = print,
   clock: Callable[[], float] = time.monotonic,
 ) -> str:
-  """Serves until the chiefs of all trainings have dismissed this task.
+  """Serves until the chiefs of all trainings have told this task to end.
 
   Args:
     spec: The cluster.
-    task: This task.
-    num_clients: How many clients take part in a training; by default the number
-      of chief and worker tasks. Needed if `spec` leaves out some of them.
-    orphan_timeout_secs: How long to serve without a heartbeat of any client.
-    namespaces: The trainings to serve: the `namespace` of each driver.
+    task: The task of this process.
+    num_clients: The number of clients that take part in a training; by default
+      the number of chief and worker tasks. Needed if `spec` leaves out some of
+      these tasks.
+    orphan_timeout_secs: Seconds to serve without a heartbeat of any client.
+    namespaces: The names of the trainings to serve: the `namespace` of each
+      driver.
     log: Receives each line of the log.
-    clock: Time in seconds.
+    clock: Returns the time in seconds.
 
   Returns:
-    How training ended: `heartbeats.FINISHED` or the error; of several
-    trainings, the first error.
+    How training ended: `heartbeats.FINISHED` or the error. With several
+    trainings, the first error if there is one.
 
   Raises:
     cluster.ClusterError: If the port is in use.

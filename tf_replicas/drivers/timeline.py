@@ -1,22 +1,23 @@
-"""Timelines: what each replica did at which time, in files.
+"""Writes timelines: files that record what each replica did at which time.
 
 Each line is one activity: a JSON object with `start` and `end` in seconds since
-1970.
+1970. A *token* is the answer of the update rule that lets a replica continue.
 
     {"task": "worker:0", "step": 7, "kind": "compute", "start": …, "end": …}
 
 * `read`: from the token until all parameters have arrived.
 * `compute`: until the gradients are computed; with local steps the whole
   period, and with several batches per step all of them.
-* `wait`: for the answer to an offer, for a staleness clock, for the token.
+* `wait`: until the answer to an offer of gradients, until the replica is no
+  longer too far ahead of the others (bounded staleness), or until the token.
 * `hand_over`: until all bytes of the gradients are on the PS tasks.
-* `apply`: an update. One of several contributions is in the timeline of the
-  task `chief`, one of a single contribution in that of the replica.
+* `apply`: an update. An update of several contributions is in the timeline of
+  the task `chief`, an update of a single contribution in that of the replica.
 * `refused`: from the gradients until the answer that refuses them.
 
-`compute` and `read` are timed by the replica's clock, the others by that of PS
-task 0. `experiments.timeline` shows such files, and `experiments.simulator`
-fits a simulated cluster to them.
+`compute` and `read` are timed by the replica's clock, the other activities by
+that of PS task 0. `experiments.timeline` shows such files, and
+`experiments.simulator` fits a simulated cluster to them.
 """
 
 import json
@@ -44,7 +45,7 @@ class Recorder:
     """Prepares the file `directory`/`name`.jsonl.
 
     Args:
-      directory: Made if missing; on the machine that computes.
+      directory: The directory, on the machine that computes; made if missing.
       name: The file's name, without extension.
     """
     self._directory = directory
@@ -71,7 +72,8 @@ class Recorder:
       began: float64 scalar, seconds since 1970: the computation began.
       computed: float64 scalar, seconds since 1970: the gradients were computed.
       token: The token after the step.
-      state: The state after the step; its tensors have arrived at its end.
+      state: The state of the update rule after the step. The step ends when
+        these tensors have arrived.
     """
     times = step_token.Times(*tf.unstack(token.times))
     is_used = token.admitted > 0
@@ -114,7 +116,7 @@ class Recorder:
     """Records an update of several contributions.
 
     Args:
-      step: The global step before it.
+      step: The global step before the update.
       began: Seconds since 1970: the last contribution had arrived.
       ended: Seconds since 1970: the update was made.
     """
@@ -126,17 +128,17 @@ class Recorder:
 
 
 def directory_of(train_dir: str) -> str:
-  """The directory of a training's timelines."""
+  """Returns the directory of a training's timelines."""
   return os.path.join(train_dir, "timeline")
 
 
 def prepare(directory: str) -> None:
-  """Makes `directory`, on the machine that computes."""
+  """Makes `directory` on this machine, if it is missing."""
   os.makedirs(directory, exist_ok=True)
 
 
 def _seconds(microseconds: tf.Tensor) -> tf.Tensor:
-  """The same times in seconds, as decimal numbers."""
+  """Formats times as decimal numbers of seconds."""
   whole = tf.strings.as_string(microseconds // 1_000_000)
   rest = tf.strings.as_string(microseconds % 1_000_000, width=6, fill="0")
   return tf.strings.join([whole, ".", rest])

@@ -3,7 +3,7 @@
 Tasks exchange functions, and tensors whose order the library fixes. So
 TensorFlow and Keras must be of the same minor release, and the library of the
 same version. Patch releases of TensorFlow and Keras only correct errors, so a
-difference is only a line in the log.
+difference between patch releases is only logged.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,11 @@ _LIBRARY = "tf_replicas"
 
 
 def here() -> dict[str, str]:
-  """The versions of this process, by the name of what has them."""
+  """Returns this process's versions of TensorFlow, Keras and the library.
+
+  Returns:
+    The versions by the name of the package.
+  """
   return {
     "TensorFlow": tf.__version__,
     "Keras": keras.__version__,
@@ -27,10 +31,10 @@ def here() -> dict[str, str]:
 
 
 def required(versions: Mapping[str, str]) -> dict[str, str]:
-  """The parts of versions that must be the same in all tasks.
+  """Returns the parts of versions that must be the same in all tasks.
 
   Args:
-    versions: Such as the result of `here`.
+    versions: Versions by name, such as the result of `here`.
   """
   return {
     name: version if name == _LIBRARY else ".".join(version.split(".")[:2])
@@ -44,12 +48,12 @@ def compare(
   """Compares another task's versions with those of this process.
 
   Args:
-    theirs: The other task's `here()`.
+    theirs: The result of `here()` in the other task.
     task: The name of the other task.
     log: Receives the differences that do no harm.
 
   Raises:
-    RuntimeError: If the versions do not go together; names all that differ.
+    RuntimeError: If the versions are not compatible. Names all that differ.
   """
   ours = here()
   differences = ", ".join(

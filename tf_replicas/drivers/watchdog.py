@@ -1,4 +1,4 @@
-"""Watchdogs: report long waits, and give up lost replicas and a lost chief.
+"""Reports long waits, and gives up lost replicas and a lost chief.
 
 No wait is silent: every ten seconds without an update the log names the
 replicas that delay the step, and why. A replica without heartbeats for too long
@@ -24,7 +24,7 @@ _POLL_SECS = 1.0
 # How long a training that failed waits for the replicas' last batch.
 _FAILED_PATIENCE_SECS = 15.0
 _MAX_INTERRUPTS = 5
-# What a step waits for, so that a replica that is lost delays it.
+# A lost replica delays a step only if the step waits for one of these.
 _OWES = (protocol.Status.ADMITTED, protocol.Status.COMPUTING)
 
 
@@ -48,16 +48,17 @@ class StepWatchdog:
 
     Args:
       rule: The update rule.
-      global_step: Returns the step that is being made.
-      ages: Returns the seconds since each replica's last heartbeat; -1: none
-        yet, 0: it has left, and is lost at once.
-      outcome: Returns how training ended, or ""; a worker may end it as well.
+      global_step: Returns the global step.
+      ages: Returns the seconds since each replica's last heartbeat; -1: no
+        heartbeat yet, 0: the replica has left, and is lost at once.
+      outcome: Returns how training ended, or "" while it goes on. A worker may
+        end the training, too.
       names: The replicas' names.
       lost_after_secs: Seconds without a heartbeat after which a replica is
         lost.
-      log_every_secs: How often to log while a step waits.
+      log_every_secs: Seconds between two lines of the log while a step waits.
       log: Receives each line of the log.
-      clock: Time in seconds.
+      clock: Returns the time in seconds.
     """
     self._rule = rule
     self._global_step = global_step
@@ -74,7 +75,7 @@ class StepWatchdog:
     self._thread = polling.PollingThread(self._poll, period_secs=_POLL_SECS)
 
   def progress(self) -> None:
-    """To be called after every update, or every few."""
+    """Notes an update, which ends a wait. To be called after each step."""
     self._since = self._logged = self._clock()
 
   def stop(self) -> None:
@@ -82,7 +83,7 @@ class StepWatchdog:
     self._thread.stop()
 
   def _poll(self) -> bool:
-    """Looks once; returns whether the watch is over."""
+    """Checks once, and returns whether the watch is over."""
     try:
       if self._outcome():
         self._rule.interrupt()
@@ -150,13 +151,15 @@ class ChiefWatchdog:
     """Starts the thread.
 
     Args:
-      age: Returns the seconds since the chief's last heartbeat; 0 once it left.
+      age: Returns the seconds since the chief's last heartbeat, or 0 once the
+        chief has left.
       on_lost: Called when the chief is lost, and every second from then on.
       log_after_secs: Seconds without a heartbeat after which to log.
-      lost_after_secs: Seconds without a heartbeat after which it is lost.
-      log_every_secs: How often to log.
+      lost_after_secs: Seconds without a heartbeat after which the chief counts
+        as lost.
+      log_every_secs: Seconds between two lines of the log.
       log: Receives each line of the log.
-      clock: Time in seconds.
+      clock: Returns the time in seconds.
     """
     self._age = age
     self._on_lost = on_lost
@@ -173,7 +176,7 @@ class ChiefWatchdog:
     self._thread.stop()
 
   def _poll(self) -> bool:
-    """Looks once; returns whether the watch is over."""
+    """Checks once, and returns whether the watch is over."""
     try:
       age = self._age()
       if age > self._lost_after_secs:
@@ -199,13 +202,13 @@ def describe(
   ages: Sequence[float],
   names: Sequence[str],
 ) -> str:
-  """One line on what a step waits for.
+  """Describes, in one line, what a step waits for.
 
   Args:
     step: The global step.
     waited_secs: Seconds since the last update.
     status: How far the step has come.
-    ages: As in `StepWatchdog`.
+    ages: What the `ages` of `StepWatchdog` returned.
     names: The replicas' names.
   """
   replicas = []
@@ -234,15 +237,16 @@ def end_training(
   patience_secs: float = _FAILED_PATIENCE_SECS,
   log: Callable[[str], None] = print,
 ) -> None:
-  """The chief's: ends the replicas, leaves, and dismisses the serving tasks.
+  """Ends the replicas, leaves, and tells serving tasks to end, in the chief.
 
   Args:
-    heartbeats: Those of the chief.
+    heartbeats: The chief's heartbeats.
     rule: The update rule.
     watch: The watchdog of the steps; None if no step was made.
     have_ended: Returns whether all replicas have ended.
-    error: What ended the training early; announced to every task.
-    patience_secs: How long to wait for the replicas' last batch if there was no
+    error: The error that ended the training early, announced to every task;
+      None if there was none.
+    patience_secs: Seconds to wait for the replicas' last batch, if there was no
       error.
     log: Receives each line of the log.
   """
@@ -276,11 +280,11 @@ def _end_replicas(
   timeout_secs: float,
   log: Callable[[str], None],
 ) -> None:
-  """Tells every replica to stop after its batch, and waits for that.
+  """Tells every replica to stop after its batch, and waits until all have.
 
-  Closing the queues would stop them too, but by an error, after which the next
-  call of that process may fail as well (TensorFlow 2.21: "this error cancels
-  all future operations").
+  Closing the queues would stop the replicas too, but by an error, after which a
+  process's next call may fail as well (TensorFlow 2.21: "this error cancels all
+  future operations").
   """
   answering = waiting.RaisingThread(rule.end_replicas, on_error=bool)
   try:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `fit`, before a model is built or data is read."""
+"""Checks the arguments of `fit` before a model is built or data is read."""
 
 import inspect
 import math
@@ -17,16 +17,16 @@ _VERBOSE = ("auto", 0, 1, 2)
 
 
 def count(name: str, value: object, minimum: int = 1) -> None:
-  """Checks a number of things, which may be None.
+  """Checks an argument that is a number of things, or None.
 
   Args:
-    name: The argument.
-    value: Its value.
-    minimum: The least valid number.
+    name: Name of the argument.
+    value: The value of the argument.
+    minimum: Smallest valid number.
 
   Raises:
-    TypeError: If it is no integer.
-    ValueError: If it is less than `minimum`.
+    TypeError: If the value is neither an integer nor None.
+    ValueError: If the value is less than `minimum`.
   """
   if value is None:
     return
@@ -50,11 +50,11 @@ def check_loop(
   train_dir: object,
   log: object,
 ) -> None:
-  """Checks the arguments of `fit` about Keras' loop and the session.
+  """Checks the arguments of `fit` about Keras' loop, checkpoints and log.
 
   Raises:
-    TypeError: If an argument is of a wrong type.
-    ValueError: If one is out of range.
+    TypeError: If an argument has a wrong type.
+    ValueError: If an argument is out of range.
   """
   for name, value in (("epochs", epochs), ("initial_epoch", initial_epoch)):
     if value is None:
@@ -93,10 +93,13 @@ def check_loop(
 
 
 def make_directory(train_dir: str | os.PathLike[str] | None) -> None:
-  """Makes the directory at the start, and not when the first checkpoint is due.
+  """Makes the train directory, so that an error does not come hours later.
+
+  Args:
+    train_dir: Path of the directory; None does nothing.
 
   Raises:
-    ValueError: If it cannot be made, or cannot be written.
+    ValueError: If the directory cannot be made, or is not writable.
   """
   if train_dir is None:
     return
@@ -132,7 +135,7 @@ def _check_callbacks(callbacks: object) -> None:
 
 
 def _check_validation_freq(value: object) -> None:
-  """A number of epochs between two validations, or the epochs with one."""
+  """Checks a number of epochs between validations, or the epochs with one."""
   if isinstance(value, Collection) and not isinstance(value, str):
     for epoch in value:
       count("validation_freq", epoch)
@@ -159,11 +162,11 @@ def check_data(
   seed: object,
   class_weight: object,
 ) -> None:
-  """Checks what says how data is used; see `data.make`.
+  """Checks the arguments of `data.make` that say how data is used.
 
   Raises:
-    TypeError: If an argument is of a wrong type.
-    ValueError: If one is out of range.
+    TypeError: If an argument has a wrong type.
+    ValueError: If an argument is out of range.
   """
   count("batch_size", batch_size)
   count("steps_per_epoch", steps_per_epoch)
@@ -191,16 +194,18 @@ def check_data(
 
 
 def check_devices(devices: object, *, is_alone: bool) -> None:
-  """Checks the names of devices.
+  """Checks the argument `devices` of `fit`.
 
   Args:
     devices: See `fit`.
-    is_alone: Whether this process has no cluster: then the devices must exist.
-      On a cluster, TensorFlow must not look for them before it is connected.
+    is_alone: Whether this process has no cluster. Then the devices must exist.
+      On a cluster this is not checked, as TensorFlow must not look for devices
+      before it is connected.
 
   Raises:
-    TypeError: If they are no list of strings.
-    ValueError: If one is no name of a device, or does not exist.
+    TypeError: If `devices` is not a list of strings.
+    ValueError: If a string is not the name of a device, or there is no such
+      device.
   """
   if devices is None:
     return
@@ -239,22 +244,22 @@ def _check_device(device: str, is_alone: bool) -> None:
 
 
 def _matches(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
-  """Whether `spec` has all that `wanted` says."""
+  """Returns whether `spec` agrees with every field that `wanted` has."""
   names = ("job", "replica", "task", "device_type", "device_index")
   pairs = [(getattr(wanted, name), getattr(spec, name)) for name in names]
   return all(want is None or want == has for want, has in pairs)
 
 
 def check_function(name: str, function: Callable, num_arguments: int) -> None:
-  """Checks that a function can be called with so many arguments.
+  """Checks that a function can be called with `num_arguments` arguments.
 
   Args:
-    name: The argument whose value it is.
+    name: Name of the argument that was given the function.
     function: The function.
-    num_arguments: How many arguments, given by position.
+    num_arguments: Number of positional arguments.
 
   Raises:
-    TypeError: If it takes another number.
+    TypeError: If the function cannot be called with this number of arguments.
   """
   try:
     signature = inspect.signature(function)
@@ -271,6 +276,6 @@ def check_function(name: str, function: Callable, num_arguments: int) -> None:
 
 
 def short(value: object) -> str:
-  """The start of `value` as one line."""
+  """Returns the start of the `repr` of `value`, as one line."""
   text = f"{value!r}"
   return text.splitlines()[0][:60] if text else text

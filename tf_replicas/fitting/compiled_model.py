@@ -1,9 +1,14 @@
-"""Makes a replica of a compiled Keras model: its own `train_step`, recorded.
+"""Makes a replica that runs the `train_step` of a compiled Keras model.
 
-The model's `train_step` runs as the user, or Keras, wrote it. Two things are
-exchanged while it is traced: its variables are local ones that hold the
-parameters of this step, and its optimizer records the gradients that it is
-given instead of applying them.
+The model's `train_step` is traced as the user, or Keras, wrote it. During
+tracing, two things are replaced: the variables of the model by local ones that
+hold the parameters of the step, and its optimizers by ones that record the
+gradients instead of applying them.
+
+A *phase* is one application of gradients in a `train_step`. The *states* of a
+model are its non-trainable variables of floating dtype, such as moving means. A
+*part* is the share of one contribution in a global batch, the examples of an
+update. A *tower* is a copy of the model on its device.
 """
 
 import contextlib
@@ -33,20 +38,20 @@ from tf_replicas.store import loss_scaling
 from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
 
-# Attributes of a model with a `train_step` of the user's: see `_means`, and the
-# names of what it returns.
+# Attributes of a model with a custom `train_step`: the metrics of `_means`, and
+# the names of the values that `train_step` returns.
 _MEANS, _LOGGED = "_tf_replicas_means", "_tf_replicas_logged"
-# The phases; and a list with the number of the present one, if there are
-# several.
+# Attributes of a model: its phases; and a list with the variable that holds the
+# number of the current phase, empty if there is only one phase.
 _PHASES, _PHASE = "_tf_replicas_phases", "_tf_replicas_phase"
 
 
 class _Call(NamedTuple):
-  """A call of `apply` that was recorded.
+  """A recorded call of an optimizer's `apply`.
 
   Attributes:
-    name: The attribute of the model that holds the optimizer.
-    pairs: The gradients and their variables.
+    name: Name of the model's attribute that holds the optimizer.
+    pairs: The gradients with their variables.
   """
 
   name: str
@@ -54,11 +59,11 @@ class _Call(NamedTuple):
 
 
 class RecordingOptimizer(keras.optimizers.Optimizer):
-  """Keeps the gradients that a `train_step` applies; changes nothing.
+  """An optimizer that records the gradients and changes no variable.
 
   Attributes:
-    loss_factor: What the loss is multiplied by before it is differentiated;
-      float32 scalar. None: nothing.
+    loss_factor: Factor by which the loss is multiplied before it is
+      differentiated, a float32 scalar; None for no factor.
   """
 
   def __init__(
@@ -68,7 +73,7 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
       [list[tuple[parameter_store.Gradient, keras.Variable]]], None
     ],
   ):
-    """Stands in for `optimizer`; calls `record` with the pairs of `apply`."""
+    """Replaces `optimizer`; calls `record` with the pairs of each `apply`."""
     super().__init__(learning_rate=0.0, name="recording")
     self._real = optimizer
     self._record = record
@@ -91,7 +96,7 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
     self._record(list(zip(grads, variables, strict=True)))
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """The loss times `loss_factor`, by which the replica divides gradients."""
+    """Multiplies the loss by `loss_factor`; the replica divides gradients."""
     if self.loss_factor is None:
       return loss
     return loss * tf.cast(self.loss_factor, loss.dtype)
@@ -102,15 +107,15 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
     variable: keras.Variable,
     learning_rate: tf.Tensor,
   ) -> None:
-    """Is never called: nothing is applied."""
+    """Is never called, since `apply` changes no variable."""
     raise NotImplementedError
 
 
 class _Recording:
-  """What takes the place of a model's optimizers while it is traced."""
+  """Replaces a model's optimizers and records their calls during tracing."""
 
   def __init__(self, model: keras.Model):
-    """Makes the recording optimizers; not inside a `tf.function`."""
+    """Makes the recording optimizers; must be outside of a `tf.function`."""
     self._model = model
     self._calls: list[_Call] = []
     self._after: Callable[[int], None] = lambda number: None
@@ -137,11 +142,11 @@ class _Recording:
     loss_factor: tf.Tensor | None = None,
     after: Callable[[int], None] = lambda number: None,
   ) -> Iterator[list[_Call]]:
-    """Context in which the model's optimizers record; gives their calls.
+    """Context that yields the list of calls of the model's optimizers.
 
     Args:
       loss_factor: See `RecordingOptimizer`.
-      after: Called after each call of `apply`, with its number.
+      after: Called after each call of `apply`, with its number from 0 on.
     """
     self._calls, self._after = [], after
     self._graph = control_flow.current_graph()
@@ -155,20 +160,23 @@ class _Recording:
 class CompiledReplica(model_replica.Replica):
   """A replica that runs the `train_step` of a compiled model.
 
-  If `train_step` applies gradients several times, each is an update of its own,
-  the *phases* of a step. A replica contributes to one of them: it runs the part
-  of `train_step` that leads to its gradients.
+  If `train_step` applies gradients several times, each time is a phase and
+  becomes a separate update. A contribution of a replica belongs to one phase:
+  the replica runs the section of `train_step` that leads to the gradients of
+  this phase.
 
-  Its batches are (data,) or (data, weights): `data` is what `train_step` takes,
-  `weights` float32 [batch] with the weight of this part of a global batch in
-  every element; 0 marks a part that only fills up and counts nothing.
+  Batches are (data,) or (data, weights). `data` is the argument of
+  `train_step`. `weights`, float32 [batch], has the weight of this part of a
+  global batch in every element. The weight 0 marks a part without examples,
+  which is not counted.
 
   Attributes:
-    steps: One per phase. Each maps (parameters, loss factor, data) to
+    steps: One function per phase. Each maps (parameters, loss factor, data) to
       (gradients, loss, new values of the states, increments of the metrics);
       see `trace`.
-    num_metrics: How many of the last `statistics` are metrics' variables.
-    num_parts: How many parts an update has: contributions times towers.
+    num_metrics: Number of variables of metrics, which are the last of
+      `statistics`.
+    num_parts: Number of parts of an update: contributions times towers.
   """
 
   steps: Sequence[tf.types.experimental.ConcreteFunction]
@@ -181,7 +189,7 @@ class CompiledReplica(model_replica.Replica):
     batch: model_replica.Batch,
     scale_loss: model_replica.ScaleLoss,
   ) -> model_replica.Gradients:
-    """The mean over the towers, whose pieces may differ in size."""
+    """Averages gradients over towers, whose batches may differ in size."""
     towers = self.towers()
     if len(towers) < 2:
       return super()._gradients(parameters, batch, scale_loss)
@@ -199,7 +207,7 @@ class CompiledReplica(model_replica.Replica):
     batch: model_replica.Batch,
     scale_loss: model_replica.ScaleLoss,
   ) -> model_replica.Gradients:
-    """The gradients of one batch; see `Replica`."""
+    """Computes the gradients of one batch; see `Replica`."""
     del pipeline
     data, *weights = cast(tuple, batch)
     own = list(parameters[: len(parameters) - self.num_metrics])
@@ -234,10 +242,10 @@ class CompiledReplica(model_replica.Replica):
 
 
 def _number_of(phase: tf.Tensor, count: int) -> tf.Tensor:
-  """Rounds the phase to an int32 scalar.
+  """Rounds the number of the phase to an int32 scalar in [0, count).
 
-  Replicas share it as a float, and the mean of contributions may be slightly
-  off.
+  Replicas share the number as a float variable. Averaging contributions may
+  make it inexact.
   """
   return tf.math.floormod(tf.cast(tf.round(phase), tf.int32), count)
 
@@ -255,17 +263,18 @@ def replica(
   num_contributions: int,
   devices: Sequence[str] = (),
 ) -> CompiledReplica:
-  """Makes the replica.
+  """Makes the replica of a model.
 
   Args:
-    model: A model that `build` accepts.
-    dataset_fn: See `Replica.dataset_fn`; its batches as `CompiledReplica` says.
-    num_contributions: The contributions of one update.
-    devices: See `Replica.devices`.
+    model: A model that `build` has built.
+    dataset_fn: See `Replica.dataset_fn`. `CompiledReplica` describes the
+      batches.
+    num_contributions: Number of contributions in one update.
+    devices: The devices of the towers; see `Replica.devices`.
 
   Returns:
-    The replica. Its variables are the trainable ones of the model; its
-    statistics are the states of floating dtype, then those of the metrics.
+    The replica. Its `variables` are the trainable variables of the model. Its
+    `statistics` are the states of the model, then the variables of its metrics.
 
   Raises:
     ValueError: If `train_step` does something that cannot be replicated; the
@@ -291,7 +300,7 @@ def replica(
 def _loss_scale(
   optimizer: keras.optimizers.Optimizer,
 ) -> loss_scaling.LossScale | None:
-  """How the loss is scaled, as `optimizer` says."""
+  """Returns how a `LossScaleOptimizer` scales the loss; else None."""
   if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
     return loss_scaling.LossScale(
       optimizer.initial_scale, optimizer.dynamic_growth_steps
@@ -300,7 +309,10 @@ def _loss_scale(
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-  """The optimizers that `train_step` uses, without what scales the loss."""
+  """Lists the optimizers that `train_step` uses.
+
+  Of a `LossScaleOptimizer`, returns the inner optimizer.
+  """
   found = [
     getattr(model, name)
     for name in dict.fromkeys(phase.name for phase in phases(model))
@@ -314,7 +326,10 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 class _KerasAverages(moving_averages.MovingAverages):
-  """Averages as of `use_ema`: they begin with the first updated values."""
+  """Moving averages as of Keras' `use_ema`.
+
+  They begin with the values after the first update.
+  """
 
   def decay_at(self, global_step) -> tf.Tensor:
     """See `MovingAverages.decay_at`."""
@@ -328,16 +343,18 @@ def inner_optimizer_of(
   keras.optimizers.Optimizer | alternating_optimizer.AlternatingOptimizer,
   dict[str, object],
 ]:
-  """The optimizer for the parameter servers.
+  """Makes the optimizer that the parameter servers apply.
 
-  Options that need all variables at once become arguments of the update rule.
+  Optimizer options that need all variables at once, such as `global_clipnorm`,
+  become arguments of the update rule.
 
   Args:
-    model: A model that `build` accepts.
+    model: A model that `build` has built.
 
   Returns:
-    An optimizer like the model's that is not built, or several that take turns;
-    and keyword arguments of `OptimizerRule`.
+    A copy of the model's optimizer that is not built, or an optimizer that
+    lets copies take turns if there are several phases; and keyword arguments of
+    `OptimizerRule`.
 
   Raises:
     ValueError: If the optimizer has an option that is not supported.
@@ -382,10 +399,10 @@ def inner_optimizer_of(
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-  """The variables of the model's metrics, and of what stands in for some.
+  """Lists the variables of the model's metrics and of the `_means` of its logs.
 
   Raises:
-    ValueError: If one is not of floating dtype.
+    ValueError: If a variable is not of floating dtype.
   """
   metrics = [*model.metrics, *_means(model).values()]
   variables = [v for metric in metrics for v in metric.variables]
@@ -400,16 +417,16 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
-  """Means over the examples, by name, for logs that are no metric's result.
+  """Returns metrics, by name, that average logs which no metric computes.
 
-  A `train_step` of the user's may return anything; Keras then shows what the
-  last batch returned.
+  A custom `train_step` may return any scalars. Keras shows those of the last
+  batch; here, their mean over the examples is shown.
   """
   return vars(model).get(_MEANS, {})
 
 
 def results(model: keras.Model) -> dict[str, float]:
-  """The logs of Keras: the results of the metrics by name."""
+  """Returns the logs for Keras: the results of the metrics by name."""
   logs = {k: v for k, v in model.get_metrics_result().items()}
   logs |= {name: mean.result() for name, mean in _means(model).items()}
   names = vars(model).get(_LOGGED, logs)
@@ -418,7 +435,10 @@ def results(model: keras.Model) -> dict[str, float]:
 
 
 def _statistics(model: keras.Model) -> list[keras.Variable]:
-  """The states that replicas share, such as moving means."""
+  """Lists the states that replicas share, such as moving means.
+
+  With several phases, the number of the phase is the last.
+  """
   metrics = {id(v) for v in metric_variables(model)}
   states = [
     v
@@ -429,27 +449,30 @@ def _statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def phases(model: keras.Model) -> list[alternating_optimizer.Phase]:
-  """The optimizers by the order in which `train_step` applies gradients.
+  """Lists the phases of `train_step`, in order.
 
   Args:
-    model: A model that `build` accepts.
+    model: A model that `build` has built.
 
   Returns:
-    One per call of `apply`. Names are attributes of the model.
+    One phase per call of `apply`. Its `name` is the attribute of the model that
+    holds the optimizer.
   """
   return vars(model)[_PHASES]
 
 
 def build(model: keras.Model, data_spec: tuple) -> None:
-  """Builds model, metrics, loss and optimizer for such data.
+  """Checks a model, and builds it, its metrics, loss and optimizers.
 
   Args:
     model: The model that the user's function returned.
-    data_spec: What `train_step` takes, as nested `tf.TensorSpec`s.
+    data_spec: The argument of `train_step` as nested `tf.TensorSpec`s: (x,),
+      (x, y) or (x, y, weights).
 
   Raises:
-    TypeError: If it is no Keras 3 model.
-    ValueError: If it is not compiled, or compiled with what is not supported.
+    TypeError: If `model` is not a Keras 3 model.
+    ValueError: If the model is not compiled, or compiled with an option that is
+      not supported.
   """
   if not isinstance(model, keras.Model):
     raise TypeError(
@@ -482,18 +505,18 @@ def build(model: keras.Model, data_spec: tuple) -> None:
 
 
 def check_data(model: keras.Model, data_spec: tuple, where: str = "") -> None:
-  """Checks data against what the model says of its inputs and its loss.
+  """Checks that data fits the inputs and the loss of a model.
 
-  Of a `train_step` of the user's, nothing is known. What is not checked here,
-  such as the shapes that a layer takes, Keras checks while it is traced.
+  With a custom `train_step`, nothing is checked. Keras checks everything else,
+  such as the shapes that a layer takes, when the model is traced.
 
   Args:
     model: A compiled model.
     data_spec: (x,), (x, y) or (x, y, weights) as nested `tf.TypeSpec`s.
-    where: Put in front of the messages.
+    where: Beginning of error messages.
 
   Raises:
-    ValueError: If they do not go together.
+    ValueError: If data and model do not go together.
   """
   if type(model).train_step is not keras.Model.train_step:
     return
@@ -525,10 +548,10 @@ def check_data(model: keras.Model, data_spec: tuple, where: str = "") -> None:
 
 
 def _fits(model: keras.Model, given: tf.TensorShape) -> bool:
-  """Whether a model with one input takes a tensor of a shape.
+  """Returns whether a model with one input accepts a tensor of a shape.
 
-  Keras (3.15) adds or drops a last axis of 1. A `Sequential` checks nothing
-  but the rank; its first layer may check some axes.
+  Keras (3.15) adds or drops a last axis of size 1. A `Sequential` model checks
+  only the rank; its first layer may check some axes.
   """
   if given.rank is None:
     return True
@@ -552,7 +575,7 @@ def _fits(model: keras.Model, given: tf.TensorShape) -> bool:
 def _build(model: keras.Model, data_spec: tuple) -> None:
   """Makes all variables, and finds out what `train_step` returns.
 
-  A `train_step` builds what it calls, so it is traced once, and not run.
+  For this, `train_step` is traced, which builds what it calls, but not run.
 
   Raises:
     ValueError: If `train_step` does not return a dict of scalars.
@@ -603,10 +626,10 @@ def _build(model: keras.Model, data_spec: tuple) -> None:
 
 @contextlib.contextmanager
 def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
-  """Context that collects the names of the metrics that are updated.
+  """Context that adds the names of the metrics that are updated to `names`.
 
-  A `train_step` may return something of its own under the name of a metric that
-  it does not update: that of Keras' own mean of the losses, "loss".
+  A custom `train_step` may return a value under the name of a metric that it
+  does not update, such as "loss", the name of Keras' mean of the losses.
   """
 
   def noting(metric: keras.metrics.Metric):
@@ -631,9 +654,7 @@ def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
 
 
 def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
-  """Records the phases of `train_step`, and builds the optimizers that it uses.
-
-  A phase is one application of gradients; see `CompiledReplica`.
+  """Stores the phases in the model, and builds the optimizers that it uses.
 
   Raises:
     ValueError: If `train_step` applies no gradients, or applies them in a way
@@ -730,7 +751,7 @@ def _check_can_alternate(
 
 
 def _as_keras_packs(data: tuple) -> object:
-  """`data` as Keras gives it to `train_step`: inputs alone without a tuple."""
+  """Returns `data` as Keras passes it to `train_step`: (x,) becomes x."""
   is_alone = len(data) == 1 and not isinstance(data[0], tuple | list)
   return data[0] if is_alone else data
 
@@ -738,21 +759,24 @@ def _as_keras_packs(data: tuple) -> object:
 def trace(
   model: keras.Model, data_spec: tuple, phase: int = 0
 ) -> tf.types.experimental.ConcreteFunction:
-  """Traces a phase of `model.train_step`, a function of parameters and data.
+  """Traces one phase of `model.train_step` as a function without variables.
 
   Args:
-    model: A model that `build` accepts. It is unchanged afterwards.
+    model: A model that `build` has built. Its metrics are reset; otherwise it
+      is unchanged afterwards.
     data_spec: See `build`.
-    phase: Which call of `apply` takes the gradients. States and metrics change
-      by what `train_step` does between the call before it and this one; in the
-      last phase, also by what it does after it.
+    phase: Number of the call of `apply` whose gradients the function returns.
+      Changes of states and metrics are those that `train_step` makes between
+      the previous call and this one; in the last phase, also those after this
+      call.
 
   Returns:
     A function of (parameters, loss factor, data). Parameters are tensors: the
-    trainable variables, then the states of floating dtype. The loss is
-    multiplied by the factor before it is differentiated. It returns (gradients
-    by the position of their variable, float32 loss, new states, increments of
-    the metrics), and holds no variable of the model.
+    values of the trainable variables, then of the states. The loss is
+    multiplied by the loss factor before it is differentiated. The function
+    returns a dict of gradients by the position of their variable, as a string;
+    the loss, a float32 scalar; the new values of the states; and the increments
+    of the variables of the metrics.
 
   Raises:
     ValueError: If `train_step` reads variables that the model does not track.
@@ -826,10 +850,10 @@ def trace(
 def _gradients(
   model: keras.Model, calls: Sequence[_Call], phase: int
 ) -> dict[str, parameter_store.Gradient]:
-  """The gradients of a phase by the position of their variable.
+  """Returns the gradients of a phase by the position of their variable.
 
-  With several phases, all have the same variables: those of other phases have
-  gradients of zero, which are not applied.
+  With several phases, all return gradients of the same variables. Variables of
+  other phases get gradients of zero, which are not applied.
   """
   positions = {id(v): i for i, v in enumerate(model.trainable_variables)}
   found: dict[str, parameter_store.Gradient] = {
@@ -853,7 +877,7 @@ def _dense(gradient: parameter_store.Gradient) -> tf.Tensor:
 
 
 def _loss(logs: object) -> tf.Tensor:
-  """The loss in what `train_step` returned; 0 if it has none."""
+  """Returns the loss in the logs that `train_step` returned; 0 without one."""
   loss = logs.get("loss", 0.0) if isinstance(logs, dict) else logs
   loss = tf.cast(tf.convert_to_tensor(loss), tf.float32)
   return tf.reduce_mean(loss)
@@ -862,12 +886,12 @@ def _loss(logs: object) -> tf.Tensor:
 def load(
   model: keras.Model, state: Mapping[str, np.ndarray | tf.Tensor], step: int
 ) -> None:
-  """Loads variables and slots of a store into the model and its optimizer.
+  """Loads variables and optimizer state of a parameter store into the model.
 
   Args:
-    model: A model with the paths of the store's variables.
-    state: As `ParameterStore.state` returns it.
-    step: The updates made.
+    model: A model with variables of the same paths as in the store.
+    state: The result of `ParameterStore.state`.
+    step: Number of updates made.
   """
   for variable in shared(model):
     variable.assign(state[f"variables/{variable.path}"])
@@ -884,7 +908,10 @@ def _load_optimizer(
   prefix: str,
   updates: int,
 ) -> None:
-  """Loads what `InnerOptimizer` saved of an optimizer; see there."""
+  """Loads into an optimizer the state that `InnerOptimizer` has saved.
+
+  `prefix` is the beginning of this optimizer's names in `state`.
+  """
   slots = {}
   for name, value in state.items():
     if name.startswith(f"slots/{prefix}"):
@@ -911,7 +938,7 @@ def _load_optimizer(
 
 
 def shared(model: keras.Model) -> list[keras.Variable]:
-  """All variables of the model that replicas share, in their order."""
+  """Lists the variables that replicas share: trained, states, metrics."""
   return [
     *model.trainable_variables,
     *_statistics(model),

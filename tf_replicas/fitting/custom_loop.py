@@ -1,7 +1,8 @@
-"""`run` and `join`: training code of one's own, with the role left to them.
+"""Trains a `Replica`, with any model and loss, on a cluster: `run` and `join`.
 
-`join` gives the chief a driver; `run` also has the loop that logs, writes
-checkpoints and stops.
+Both find the role of this process in the cluster. `join` gives the chief a
+driver, the object that makes updates. `run` also contains the loop, which logs,
+writes checkpoints and stops.
 """
 
 import contextlib
@@ -33,15 +34,16 @@ _OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
 
 
 class Trained(NamedTuple):
-  """What `run` returns, in the chief.
+  """The result of `run`, in the chief.
 
   Attributes:
-    global_step: The updates made, in earlier runs too.
-    loss: The loss of the last update; NaN if none was to be made.
+    global_step: Number of updates made, those of earlier runs included.
+    loss: The loss of the last update; NaN if no update was left to make.
     metrics: The metrics of the last update by name; see `Replica.metrics`.
-    values: The variables by path; see `load_into_keras`, `load_into_module`.
-    averages: The same, with the moving average of what has one; empty without
-      `variable_averages`.
+    values: The values of the variables by path. `load_into_keras` and
+      `load_into_module` load them into a model.
+    averages: The same as `values`, but with moving averages for the variables
+      that have one; empty without `variable_averages`.
   """
 
   global_step: int
@@ -66,35 +68,41 @@ def join(
   start_timeout_secs: float = 120.0,
   log: Callable[[str], None] = print,
 ) -> Iterator[driver_base.Driver]:
-  """Context with the driver of the chief; the other tasks end in here.
+  """Context that gives the chief a driver; the other tasks end inside it.
 
-  The role of this process comes from its environment: see
-  `cluster.environment.role`. Alone, it trains by itself. A parameter server or
-  a worker serves or computes when the context is entered, and its process ends
-  there: the block, and what follows it, run in the chief only. The end of the
-  block ends the training.
+  The role of this process comes from environment variables (see
+  `cluster.environment.role`). Without a role, this process trains alone. In a
+  parameter server or a worker other than the chief, entering the context serves
+  or computes until the training ends, and then ends the process. So the block,
+  and what follows it, run in the chief only. The end of the block ends the
+  training.
 
   Args:
-    replica_fn: Builds the replica; the same in all tasks. It is called once per
-      task, after this process has joined the cluster.
+    replica_fn: Builds the replica, in the same way in all tasks. It is called
+      once per task, after this process has joined the cluster.
     optimizer_fn: Makes the optimizer that the parameter servers apply: one of
       Keras 3, `tf_keras` or Sonnet, or any object with
       `apply(gradients, variables)` or `apply_gradients(pairs)`.
     rule: The update rule, made by `Sync`, `Async` or `Periodic`; default
       `Sync()`.
-    variable_averages: Keeps moving averages of the variables.
-    clip_replica_norm: See `OptimizerRule`.
-    clip_mean_norm: See `OptimizerRule`.
+    variable_averages: The moving averages to keep of the variables; None for
+      no averages.
+    clip_replica_norm: Largest global norm of each replica's gradient; see
+      `OptimizerRule`.
+    clip_mean_norm: Largest global norm of the mean gradient of an update; see
+      `OptimizerRule`.
     replication: "between_graph": every worker is a client; "in_graph": the
-      chief drives all workers, and must have a task of its own; "mirrored":
-      every device has a copy of the variables, and gradients are all-reduced.
-    cluster: A cluster spec or the path of one, instead of that of the
-      environment, which then has only the task. None: the environment's.
-    devices: The devices of this process that compute, one tower on each; None:
-      the GPUs that the cluster spec gives to this task.
-    start_timeout_secs: How long the tasks of a cluster wait for each other at
-      the start.
-    log: Receives each line of the log of a serving task.
+      chief, a separate task, drives all workers; "mirrored": every device has a
+      copy of the variables, and gradients are all-reduced.
+    cluster: A cluster spec or the path of one. The environment then decides
+      only the task. None takes the cluster of the environment.
+    devices: The devices of this process that compute. Each has a tower, a copy
+      of the model. None takes the GPUs that the cluster spec gives to this
+      task.
+    start_timeout_secs: The seconds that the tasks of a cluster wait for each
+      other at the start.
+    log: Called with each line of the log of a task that serves: a parameter
+      server or an in-graph worker.
 
   Yields:
     The driver, in the chief.
@@ -105,7 +113,7 @@ def join(
       message says what is expected.
     RuntimeError: If this process was part of a cluster before, or another task
       has other versions of TensorFlow, Keras or this library.
-    TimeoutError: If another task does not come in time.
+    TimeoutError: If another task does not start in time.
   """
   rule = roles.check_rule(rule)
   roles.check_replication(replication)
@@ -150,31 +158,31 @@ def run(
 ) -> Trained:
   """Trains a replica on a cluster, or alone; returns in the chief only.
 
-  Logs, writes checkpoints and TensorBoard's summaries, and stops. A parameter
-  server or a worker serves or computes inside this call, and its process ends
-  there: what follows in the script runs in the chief.
+  The chief logs, and writes checkpoints and summaries for TensorBoard. A
+  parameter server or another worker serves or computes inside this call, which
+  then ends its process. What follows in the script runs in the chief only.
 
   Args:
     replica_fn: See `join`.
     optimizer_fn: See `join`.
-    max_steps: The updates to make, those of earlier runs included.
-    train_dir: Where checkpoints and summaries are written. If there is a
-      checkpoint, training resumes from it. None writes nothing.
-    log_every_steps: Updates between two lines of the log; None for none.
-    summary_every_steps: Updates between two summaries; None for none.
-    checkpoint_every_secs: Seconds between two checkpoints; one is also written
-      at the end. None: only at the end.
+    max_steps: Number of updates to make, those of earlier runs included.
+    train_dir: Directory for checkpoints and summaries. If it has a checkpoint,
+      training resumes from it. None writes nothing.
+    log_every_steps: Updates between two lines of the log; None for no lines.
+    summary_every_steps: Updates between two summaries; None for no summaries.
+    checkpoint_every_secs: Seconds between two checkpoints; None for no
+      checkpoints in between. One is always written at the end.
     **arguments: Keyword arguments of `join`, such as `rule`.
 
   Returns:
-    The trained values.
+    The trained values, with loss and metrics.
 
   Raises:
     TypeError, ValueError: If an argument or the replica is not supported.
     FloatingPointError: If a gradient or a loss is not finite.
-    KeyboardInterrupt: If interrupted; a checkpoint is written before.
-    RuntimeError: If the training was ended by another task; see also `join`.
-    TimeoutError: If another task does not come in time.
+    KeyboardInterrupt: If interrupted. A checkpoint is written first.
+    RuntimeError: If another task ended the training; see also `join`.
+    TimeoutError: If another task does not start in time.
     checkpoints.CheckpointError: If `train_dir` holds another model.
   """
   with join(replica_fn, optimizer_fn, **arguments) as driver:
@@ -201,11 +209,11 @@ def run(
 
 
 class _Steps:
-  """Calls `driver.step`, but never past the next log line, summary or end.
+  """Makes updates, but never past the next log line, summary or the end.
 
   Attributes:
-    loss: The last update's; NaN before the first.
-    metrics: The last update's.
+    loss: The loss of the last update; NaN before the first.
+    metrics: The metrics of the last update by name.
   """
 
   def __init__(
@@ -226,16 +234,16 @@ class _Steps:
 
 
 def _is_optional(name: str) -> bool:
-  """Whether a run may resume from a checkpoint without this name."""
+  """Returns whether a run may resume from a checkpoint without this entry."""
   return name.startswith(_OPTIONAL) or metric_sums.is_own(
     name.removeprefix("variables/")
   )
 
 
 def _check_functions(replica_fn: object, optimizer_fn: object) -> None:
-  """Refuses a replica and an optimizer that are made already.
+  """Raises TypeError for a model or an optimizer in place of a function.
 
-  Their variables would not survive the connection to the cluster.
+  Variables made before this process connects to the cluster are lost.
   """
   if not callable(replica_fn) or isinstance(replica_fn, keras.Model):
     raise TypeError(
@@ -255,7 +263,7 @@ def _check_functions(replica_fn: object, optimizer_fn: object) -> None:
 def _replica(
   replica_fn: Callable[[], model_replica.Replica], devices: Sequence[str]
 ) -> model_replica.Replica:
-  """The user's replica, on the devices of this task unless it has its own."""
+  """Builds the replica, on the given devices unless it has devices itself."""
   replica = replica_fn()
   if not isinstance(replica, model_replica.Replica):
     raise TypeError(

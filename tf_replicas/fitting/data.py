@@ -1,10 +1,10 @@
-"""Training data of `fit`: global batches, cut into one part per contribution.
+"""Makes the training data of `fit`: parts of global batches for each replica.
 
 A *global batch* has the examples of one update. It is cut into as many *parts*
-as the update has contributions. All parts of all epochs are one endless stream;
-of M replicas, replica r takes the parts r, r + M, r + 2M and so on. So N
-replicas whose N contributions make an update train on the same examples as one
-process with the same global batches.
+as the update has contributions, such as gradients of replicas. The parts of all
+epochs form one endless stream. Of M replicas, replica r takes the parts r,
+r + M, r + 2M and so on. So N replicas whose N contributions make an update
+train on the same examples as one process with the same global batches.
 """
 
 import dataclasses
@@ -32,11 +32,12 @@ class TrainingData:
   """The data of a training.
 
   Attributes:
-    steps_per_epoch: Batches in an epoch.
+    steps_per_epoch: Number of global batches in an epoch.
     part_fn: Maps (num_shards, shard_index, first_update, updates_per_batch) to
-      an endless data set of (data,) or (data, weights); see `CompiledReplica`.
-      `data` is the tuple that `train_step` takes. Each batch is repeated for
-      the updates that are made of it.
+      an endless data set of the parts of replica `shard_index` of `num_shards`
+      replicas, from update `first_update` on. An element is (data,) or (data,
+      weights); see `CompiledReplica`. `data` is (x,), (x, y) or (x, y,
+      sample_weight). Each batch is used for `updates_per_batch` updates.
   """
 
   steps_per_epoch: int
@@ -46,7 +47,7 @@ class TrainingData:
 
   @property
   def spec(self) -> tuple:
-    """`data` as nested `tf.TensorSpec`s."""
+    """The `data` of an element, as nested `tf.TensorSpec`s."""
     return cast(tuple, self.part_fn(1, 0, 0, 1).element_spec)[0]
 
 
@@ -62,23 +63,24 @@ def make(
   seed: int = 0,
   num_contributions: int = 1,
 ) -> TrainingData:
-  """Makes the training data of what the user gave to `fit`.
+  """Makes the training data from the arguments of `fit`.
 
   Args:
     x: Arrays in any nested structure, with the examples along axis 0; or a
       `tf.data.Dataset` of global batches (x,), (x, y) or (x, y, weights); or a
       function of `tf.distribute.InputContext` that returns a data set of the
       parts of one replica.
-    y: Labels, if `x` are arrays.
-    sample_weight: Weights of the examples, if `x` are arrays.
-    class_weight: Maps class numbers to weights of their examples.
-    batch_size: Examples of a global batch, if `x` are arrays; default 32.
-    steps_per_epoch: Updates in an epoch; default: as many as `x` has batches.
-      The next epoch goes on with the next batches. After the last batch, the
-      first follows.
+    y: The labels, if `x` consists of arrays.
+    sample_weight: The weights of the examples, if `x` consists of arrays.
+    class_weight: Maps class numbers to the weights of their examples.
+    batch_size: Number of examples in a global batch, if `x` consists of arrays;
+      default 32.
+    steps_per_epoch: Number of global batches in an epoch; default: as many as
+      `x` has. With another number, the next epoch goes on with the next
+      batches. After the last batch, the first follows.
     shuffle: Whether to shuffle arrays anew in every pass over them.
-    seed: Of the shuffling; the same in all tasks.
-    num_contributions: The contributions of one update.
+    seed: Seed of the shuffling; the same in all tasks.
+    num_contributions: Number of contributions in one update.
 
   Returns:
     The training data.
@@ -136,15 +138,15 @@ def split_validation(
     x: See `make`; arrays only.
     y: See `make`.
     sample_weight: See `make`.
-    share: The share of the examples that is taken.
+    share: Share of the examples to take, in (0, 1).
 
   Returns:
-    (x, y, sample_weight) to train with, and the same to validate with. What is
-    None stays None.
+    (x, y, sample_weight) for training, and (x, y, sample_weight) for
+    validation. An argument of None stays None.
 
   Raises:
-    TypeError: If `x` are not arrays.
-    ValueError: If either side would have no example.
+    TypeError: If `x` does not consist of arrays.
+    ValueError: If no example would be left for training or for validation.
   """
   if callable(x) or isinstance(x, tf.data.Dataset):
     raise TypeError(
@@ -169,14 +171,15 @@ def split_validation(
 
 
 def check_can_connect(dataset: object, name: str) -> None:
-  """Checks data that are made before this process joins a cluster.
+  """Checks a data set that was made before this process joins a cluster.
 
   Args:
-    dataset: A data set, or anything else, which is not checked.
-    name: The argument of `fit` that it is.
+    dataset: A `tf.data.Dataset`. Other types are not checked.
+    name: Name of the argument of `fit`.
 
   Raises:
-    ValueError: If it uses tables or variables, which are lost then.
+    ValueError: If the data set uses tables or variables, which are lost when
+      this process joins the cluster.
   """
   if not isinstance(dataset, tf.data.Dataset):
     return
@@ -190,14 +193,15 @@ def check_can_connect(dataset: object, name: str) -> None:
 
 
 def validation(given: object) -> object:
-  """Validation data as Keras takes them, in a process that joined a cluster.
+  """Prepares validation data for Keras in a process that joined a cluster.
 
   Args:
-    given: Of `fit`.
+    given: The argument `validation_data` of `fit`.
 
   Returns:
-    The same. A function was called, and a data set placed on this process's
-    new devices: Keras makes its iterator where the data set is.
+    What `given` returns if it is a function. A data set is copied to this
+    process's new devices, since Keras makes its iterator where the data set
+    is. Other data is returned unchanged.
   """
   if isinstance(given, tf.data.Dataset):
     return given.take(-1)
@@ -205,7 +209,7 @@ def validation(given: object) -> object:
 
 
 def _arrays(x: object, y: object, sample_weight: object) -> tuple:
-  """(x,), (x, y) or (x, y, weights) as nested arrays of one length."""
+  """Returns (x,), (x, y) or (x, y, weights) as nested arrays of one length."""
   given = [x]
   if sample_weight is not None and y is None:
     raise ValueError("`sample_weight` needs `y`. Received: no `y`.")
@@ -329,7 +333,10 @@ def _from_dataset(
 
 
 def _size(tensor: tf.Tensor) -> tf.Tensor:
-  """The examples of a batch, an int64 scalar; fails if there are none."""
+  """Returns the number of examples in a batch, an int64 scalar.
+
+  Running the op fails if there are none.
+  """
   size = tf.shape(tensor, tf.int64)[0]
   rule = tf.debugging.assert_positive(
     size, "`x` must yield batches of at least one example. Received: none."
@@ -368,7 +375,7 @@ def _from_function(
 
 
 def _repeated(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
-  """`dataset` with each element `count` times."""
+  """Returns `dataset` with each element `count` times in a row."""
   if count == 1:
     return dataset
 
@@ -396,12 +403,12 @@ def pieces(batch: tuple, count: int) -> Sequence[model_parallel.Batch]:
   """Cuts a part of a batch into one piece per tower.
 
   Args:
-    batch: (data,) or (data, weights), as `TrainingData.part_fn` yields it.
-    count: The number of pieces.
+    batch: (data,) or (data, weights), an element of `TrainingData.part_fn`.
+    count: Number of towers, and so of pieces.
 
   Returns:
-    As many of the same kind. The mean of their gradients, by their weights, is
-    that of the part.
+    The pieces: each (data,) or (data, weights). The mean of their weighted
+    gradients is the gradient of the part.
   """
   data, *weights = batch
   first = tf.nest.flatten(data)[0]
@@ -420,10 +427,11 @@ def pieces(batch: tuple, count: int) -> Sequence[model_parallel.Batch]:
 def _piece(
   size: tf.Tensor, piece: tf.Tensor, count: int
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-  """Which examples of a batch a piece has: begin, end, weight.
+  """Returns (begin, end, weight) of a piece of a batch.
 
-  The weight is the piece's share of the batch times the number of pieces. An
-  empty piece gets one example, with weight 0.
+  The piece has the examples from `begin` to `end`, exclusive. The weight is its
+  share of the batch times the number of pieces. If there are more pieces than
+  examples, a piece without an example gets one, with weight 0.
   """
   begin, end = size * piece // count, size * (piece + 1) // count
   share = tf.cast(end - begin, tf.float32) / tf.cast(size, tf.float32)
@@ -432,19 +440,19 @@ def _piece(
 
 
 def _as_tuple(spec: object) -> tuple:
-  """What `Dataset.map` would give a function of `*data`."""
+  """Returns the tuple of arguments that `Dataset.map` passes to a function."""
   return spec if isinstance(spec, tuple) else (spec,)
 
 
 def _check_specs(
   specs: tuple, class_weight: Mapping[int, float] | None, name: str = "x"
 ) -> None:
-  """Checks what `x` yields, as nested `tf.TypeSpec`s.
+  """Checks the element spec of the data `x`, as nested `tf.TypeSpec`s.
 
   Raises:
-    TypeError: If it yields other things than dense or ragged tensors.
-    ValueError: If it yields no batches of examples, or labels or weights of
-      other kinds than are needed.
+    TypeError: If an element has other components than dense or ragged tensors.
+    ValueError: If the elements are not batches of examples, or labels or
+      weights are not as needed.
   """
   if len(specs) > 3:
     raise ValueError(
@@ -496,16 +504,16 @@ def check_validation(data: object, steps: int | None = None) -> tuple | None:
   """Checks `validation_data`, which Keras reads only after the first epoch.
 
   Args:
-    data: See `keras.Model.fit`.
-    steps: `validation_steps`.
+    data: The argument `validation_data` of `keras.Model.fit`.
+    steps: The argument `validation_steps` of `keras.Model.fit`.
 
   Returns:
-    (x, y) or the like as nested `tf.TypeSpec`s; None if it is not known before
-    it is read.
+    (x,), (x, y) or (x, y, weights) as nested `tf.TypeSpec`s; None if they are
+    not known before the data is read.
 
   Raises:
-    TypeError: If it is of another kind, or yields no tensors.
-    ValueError: If it has no examples, or not equally many.
+    TypeError: If the data is of another kind, or yields no tensors.
+    ValueError: If there are no examples, or their numbers differ.
   """
   if isinstance(data, tf.data.Dataset):
     specs = _as_tuple(data.element_spec)
@@ -554,7 +562,7 @@ def _is_number(spec: tf.TensorSpec | tf.RaggedTensorSpec) -> bool:
 
 
 def _weighted(data: tuple, class_weight: Mapping[int, float] | None) -> tuple:
-  """`data` with `class_weight` as weights of its examples."""
+  """Multiplies the weights of the examples in `data` by their class weights."""
   if class_weight is None:
     return data
   classes = data[1]

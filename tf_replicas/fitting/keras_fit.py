@@ -1,8 +1,9 @@
-"""`fit`: Keras' own training loop, with the updates made by a cluster.
+"""Trains a compiled Keras model on a cluster, with Keras' own training loop.
 
 `keras.Model.fit` runs unchanged in the chief: epochs, callbacks, validation,
-history and progress bar are Keras'. Only its training function is another: it
-makes updates with a driver, and brings the results into the chief's model.
+history and progress bar are Keras'. Only its training function is replaced. The
+replacement makes updates with a driver, the object that runs updates on the
+cluster, and loads the results into the chief's model.
 """
 
 import contextlib
@@ -33,9 +34,10 @@ from tf_replicas.session import training
 
 # Names in a checkpoint that a run may lack: another optimizer, rule or metric.
 _OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
-# An epoch is made in about so many calls unless a callback sees every batch.
+# About how many calls of the training function make an epoch, unless a callback
+# looks at every batch.
 _CALLS_PER_EPOCH = 100
-# How often the metrics are read within an epoch.
+# Seconds between two reads of the metrics within an epoch.
 _READ_SECS = 0.5
 
 
@@ -70,56 +72,63 @@ def fit(
 ) -> keras.callbacks.History:
   """Trains a compiled Keras 3 model on a cluster, as `keras.Model.fit` does.
 
-  The role of this process comes from its environment: see
-  `cluster.environment.role`. Alone, it trains by itself. A parameter server or
-  a worker serves or computes inside this call, and its process ends there: what
-  follows in the script runs in the chief only.
+  The role of this process comes from environment variables (see
+  `cluster.environment.role`). Without a role, this process trains alone. A
+  parameter server or a worker other than the chief serves or computes inside
+  this call, which then ends its process. What follows in the script runs in the
+  chief only.
 
   A batch, for Keras, is one update, or several if the `train_step` of the model
-  applies gradients several times. Its examples, the global batch, are shared
-  out among the contributions of the update (`replicas_to_aggregate` under
-  `Sync`, one under `Async`).
+  applies gradients several times. Its examples, the global batch, are divided
+  among the contributions of the update: `replicas_to_aggregate` under `Sync`;
+  one under `Async`, but replicas / n under "softsync".
 
   Metrics count exactly the contributions that were applied. Callbacks run in
-  the chief, once. After an epoch, and after every batch if a callback asks for
-  batches, the model has the current weights; weights and learning rates that a
+  the chief only. After an epoch, and after every batch if a callback looks at
+  batches, the model has the current weights. Weights and learning rates that a
   callback assigns are sent to the parameter servers before the next update.
-  Gradients that replicas had computed before are still used.
+  Gradients that replicas have computed before then are still used.
 
   Args:
-    model_fn: Builds and compiles the model; the same in all tasks. It is called
-      once per task, after this process has joined the cluster.
-    x: See `data.make`.
-    y: See `data.make`.
-    batch_size: Examples of one update, if `x` are arrays; default 32.
+    model_fn: Builds and compiles the model, in the same way in all tasks. It is
+      called once per task, after this process has joined the cluster.
+    x: Arrays, a `tf.data.Dataset` of global batches, or a function of
+      `tf.distribute.InputContext`; see `data.make`.
+    y: The labels, if `x` consists of arrays.
+    batch_size: Number of examples in a global batch, if `x` consists of arrays;
+      default 32.
     epochs: As in `keras.Model.fit`.
     verbose: As in `keras.Model.fit`.
     callbacks: As in `keras.Model.fit`.
-    validation_split: As in `keras.Model.fit`, if `x` are arrays.
+    validation_split: As in `keras.Model.fit`, if `x` consists of arrays.
     validation_data: As in `keras.Model.fit`, or a function without arguments
-      that returns such data; evaluated in the chief.
+      that returns such data. The chief evaluates the model on it.
     validation_steps: As in `keras.Model.fit`.
     validation_batch_size: As in `keras.Model.fit`.
     validation_freq: As in `keras.Model.fit`.
-    shuffle: Whether to shuffle arrays anew in every epoch.
+    shuffle: Whether to shuffle arrays anew in every pass over them.
     class_weight: As in `keras.Model.fit`.
     sample_weight: As in `keras.Model.fit`.
     initial_epoch: As in `keras.Model.fit`.
-    steps_per_epoch: Updates in an epoch; see `data.make`.
+    steps_per_epoch: Global batches in an epoch; see `data.make`.
     rule: The update rule, made by `Sync` or `Async`; default `Sync()`.
     replication: "between_graph": every worker is a client; "in_graph": the
-      chief drives all workers, and must have a task of its own; "mirrored":
-      every device has a copy of the variables, and gradients are all-reduced.
-    cluster: A cluster spec or the path of one, instead of that of the
-      environment, which then has only the task. None: the environment's.
-    train_dir: Where checkpoints are written. If there is one, training resumes
-      from it, and `initial_epoch` is ignored.
-    checkpoint_every_secs: Seconds between two checkpoints; one is also written
+      chief, a separate task, drives all workers; "mirrored": every device has a
+      copy of the variables, and gradients are all-reduced.
+    cluster: A cluster spec or the path of one. The environment then decides
+      only the task. None takes the cluster of the environment.
+    devices: The devices of this process that compute, such as "/device:GPU:0".
+      Each has a copy of the model. None takes the GPUs that the cluster spec
+      gives to this task.
+    train_dir: Directory for checkpoints. If it has one, training resumes from
+      the newest, and `initial_epoch` is ignored. None writes nothing.
+    checkpoint_every_secs: Seconds between two checkpoints. One is also written
       at the end.
-    start_timeout_secs: How long the tasks of a cluster wait for each other at
-      the start.
-    seed: Of the shuffling.
-    log: Receives each line of the log.
+    start_timeout_secs: The seconds that the tasks of a cluster wait for each
+      other at the start.
+    seed: Seed of the shuffling.
+    log: Called with each line of the log of a task that serves: a parameter
+      server or an in-graph worker.
 
   Returns:
     The history. Its `model` has the trained weights and the optimizer's state.
@@ -129,16 +138,15 @@ def fit(
 
   Raises:
     cluster.ClusterError: If cluster, task and rule do not go together.
-    TypeError, ValueError: If an argument, the model or the data are not
-      supported, in one line that says what is expected; or if an op of the
-      model or the data fails. What the model's own code raises, or Keras about
-      the model, comes through as it is.
+    TypeError, ValueError: If an argument, the model or the data is not
+      supported, with one line that says what is expected; or if an op of the
+      model or the data fails. Errors of the model's own code, and of Keras
+      about the model, are passed on unchanged.
     FloatingPointError: If a gradient or a loss is not finite.
-    KeyboardInterrupt: If interrupted; a checkpoint is written before.
-    RuntimeError: If the training was ended by another task, another task has
-      other versions of TensorFlow, Keras or this library, or `x` yields
-      nothing.
-    TimeoutError: If another task does not come in time.
+    KeyboardInterrupt: If interrupted. A checkpoint is written first.
+    RuntimeError: If another task ended the training or has other versions of
+      TensorFlow, Keras or this library, or if `x` yields nothing.
+    TimeoutError: If another task does not start in time.
   """
   arguments.check_loop(
     epochs=epochs,
@@ -243,11 +251,11 @@ def fit(
 
 
 class _Task:
-  """What a driver builds in this task.
+  """Builds replica and update rule for the driver of this task.
 
   Attributes:
-    model: The model, once `replica` was called.
-    driver: The driver, once there is one.
+    model: The model; None until `replica` has been called.
+    driver: The driver; None until the caller sets it.
   """
 
   def __init__(
@@ -275,7 +283,7 @@ class _Task:
     return self._data_fn()
 
   def replica(self) -> compiled_model.CompiledReplica:
-    """Builds the model, and its replica."""
+    """Builds the model and makes its replica."""
     spec = self.data.spec
     with keras_internals.names_from_the_start():
       self.model = self._model_fn()
@@ -289,8 +297,10 @@ class _Task:
     )
 
   def _dataset(self, num_shards, index, start) -> tf.data.Dataset:
-    """The parts of one replica, from the present update on."""
-    del start  # Examples; an epoch may end with a smaller batch.
+    """Returns the data of one replica, from the current update on."""
+    # A number of examples does not tell the update: an epoch may end with a
+    # smaller batch.
+    del start
     step = 0
     if self.driver is not None:
       step = self.driver.store.read_global_step()
@@ -314,10 +324,10 @@ class _Task:
 
 
 def _check_is_new(model: keras.Model) -> None:
-  """Checks that a model was made since this process joined a cluster.
+  """Checks that a model was made after this process joined a cluster.
 
   Raises:
-    ValueError: If a variable was made before: it is lost then.
+    ValueError: If a variable was made before, and so was lost.
   """
   if not isinstance(model, keras.Model):
     return
@@ -332,10 +342,10 @@ def _check_is_new(model: keras.Model) -> None:
 
 
 class _Loop(keras.callbacks.Callback):
-  """Replaces Keras' training function by updates of a driver.
+  """Runs `keras.Model.fit` with updates of a driver in place of Keras' own.
 
-  Keras calls it once per batch, or per `steps_per_execution` batches. As a
-  callback, it follows the epochs.
+  Keras calls `_train` once per batch, or per `steps_per_execution` batches. As
+  a callback, the object keeps track of epochs.
   """
 
   def __init__(
@@ -385,12 +395,13 @@ class _Loop(keras.callbacks.Callback):
     self._per_call = model.steps_per_execution
     if self._per_call == 1 and not self._sees_batches:
       self._per_call = max(1, steps_per_epoch // _CALLS_PER_EPOCH)
-    # What the model and the store had in common last; None: not compared.
+    # Weights as last loaded from the store into the model, to find those that
+    # callbacks change; None if there is nothing to compare.
     self._loaded: list[np.ndarray] | None = None
     self._rates = _rates(model)
 
   def run(self, *, batch_size: int | None, **arguments):
-    """Calls `keras.Model.fit`; see there for the arguments."""
+    """Calls `keras.Model.fit`, with `batch_size` for validation."""
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
     with interrupts.deferred(self._driver.interrupt) as make_step:
@@ -417,17 +428,17 @@ class _Loop(keras.callbacks.Callback):
     self._session.finish(self._step)
     return history
 
-  # As a callback of Keras, after all others.
+  # Methods as a callback of Keras, called after all other callbacks.
 
   def on_train_begin(self, logs=None) -> None:
-    """A checkpoint of the train directory wins over a backup of Keras."""
+    """Loads a resumed checkpoint again, in case Keras restored a backup."""
     if self._is_resumed:
       self._load()
       self._trained._initial_epoch = self._initial_epoch
 
   def on_epoch_begin(self, epoch, logs=None) -> None:
-    """Notes at which step the epoch ends, and tells the driver the last one."""
-    # A checkpoint within an epoch has the metrics of its beginning.
+    """Computes the steps at which this epoch and the training end."""
+    # A checkpoint written within an epoch has the epoch's metrics so far.
     is_within = self._epoch_end < 0 and self._step % self._updates_per_epoch > 0
     is_within &= self._is_resumed
     if self._epoch_end >= 0:
@@ -445,7 +456,7 @@ class _Loop(keras.callbacks.Callback):
     if not is_within:
       self._clear_metrics()
 
-  # As the training function of Keras.
+  # Methods as the training function of Keras.
 
   def _train(self, iterator) -> dict[str, float]:
     """Makes the next updates; returns the metrics of the epoch so far."""
@@ -454,7 +465,8 @@ class _Loop(keras.callbacks.Callback):
     previous = self._step
     self._target += self._per_call * self._per_batch
     self._target = min(self._target, self._epoch_end)
-    # Where nobody looks, the updates of later calls are made in this one.
+    # If no callback looks at batches, this call may already make the updates of
+    # later calls.
     last = self._target if self._sees_batches else self._epoch_end
     while self._step < self._target:
       step_fn = functools.partial(self._driver.step, last - self._step)
@@ -472,7 +484,7 @@ class _Loop(keras.callbacks.Callback):
     return self._logs
 
   def _load(self) -> None:
-    """Brings weights and optimizer's state into the chief's model."""
+    """Loads weights and optimizer state into the chief's model."""
     state = {k: np.asarray(v) for k, v in self._driver.store.state().items()}
     compiled_model.load(self._trained, state, int(state["global_step"]))
     self._loaded = [np.asarray(v) for v in self._weights]
@@ -484,16 +496,17 @@ class _Loop(keras.callbacks.Callback):
       variable.assign(value)
 
   def _clear_metrics(self) -> None:
-    """Takes what has been reported off the metrics on the servers.
+    """Subtracts the reported values from the metrics on the servers.
 
-    What asynchronous updates have added since belongs to the next epoch.
+    What asynchronous updates have added since the report counts for the next
+    epoch.
     """
     for index, value in enumerate(self._reported, start=len(self._weights)):
       self._driver.store.subtract(index, value)
     self._reported = []
 
   def _send_changes(self) -> None:
-    """Sends what callbacks have assigned to the parameter servers."""
+    """Sends values that callbacks have assigned to the parameter servers."""
     rates = _rates(self._trained)
     if rates != self._rates:
       self._driver.set_learning_rate(rates[0])
@@ -509,9 +522,9 @@ class _Loop(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def _one_line_op_errors() -> Iterator[None]:
-  """Context in which a failed op of the model or its data is a ValueError.
+  """Context that turns a failed op of model or data into a ValueError.
 
-  TensorFlow's message has up to 100 lines; the cause keeps them.
+  TensorFlow's message has up to 100 lines. It is kept in the exception's cause.
   """
   try:
     yield
@@ -534,7 +547,7 @@ def _one_line_op_errors() -> Iterator[None]:
 
 
 def _rates(model: keras.Model) -> list[float]:
-  """The learning rates that callbacks may set; schedules have none."""
+  """Returns the learning rates that callbacks may set, without schedules."""
   optimizers = compiled_model.optimizers(model)
   return [
     float(optimizer.learning_rate)
@@ -544,7 +557,7 @@ def _rates(model: keras.Model) -> list[float]:
 
 
 def _sees_batches(callback: keras.callbacks.Callback) -> bool:
-  """Whether a callback looks at single batches."""
+  """Returns whether a callback looks at single batches."""
   if isinstance(
     callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore
   ):

@@ -1,8 +1,9 @@
-"""The part of this process in a training, as its environment tells.
+"""Finds the role of this process in a training from environment variables.
 
-`fit` and `run` begin here: a parameter server serves inside `take`, and its
-process ends there. The other tasks make their driver with the `Part` that
-`take` returns.
+`fit` and `join` begin with `take`. A task that only serves (a parameter server
+or an in-graph worker) serves inside `take`, which then ends its process. To the
+other tasks, `take` returns a `Part`, which makes their driver: the object that
+runs the updates.
 """
 
 import dataclasses
@@ -41,7 +42,10 @@ _Role = tuple[cluster_module.ClusterSpec, cluster_module.Task]
 
 
 def Sync(**settings) -> update_options.UpdateSettings:
-  """Synchronous updates, with backup workers if some contributions suffice.
+  """Makes the rule of synchronous updates.
+
+  With `replicas_to_aggregate` below the number of replicas, the others are
+  backups.
 
   Args:
     **settings: Fields of `UpdateSettings` that go with `--update=sync`, such as
@@ -54,12 +58,12 @@ def Sync(**settings) -> update_options.UpdateSettings:
 
 
 def Async(*rules: str, **settings) -> update_options.UpdateSettings:
-  """Asynchronous updates.
+  """Makes a rule of asynchronous updates.
 
   Args:
     *rules: Names of asynchronous rules of `--update`, such as
-      "bounded_staleness"; none: every gradient is applied as it comes.
-    **settings: Fields of `UpdateSettings` that go with them, such as
+      "bounded_staleness". Without names, every gradient is applied as it comes.
+    **settings: Fields of `UpdateSettings` that go with these rules, such as
       `max_staleness`.
 
   Returns:
@@ -69,23 +73,26 @@ def Async(*rules: str, **settings) -> update_options.UpdateSettings:
 
 
 def Periodic(rule: str, **settings) -> update_options.UpdateSettings:
-  """Replicas that train copies of their own, and exchange them periodically.
+  """Makes a rule with which each replica trains a copy of the variables.
+
+  The copies are exchanged periodically.
 
   Args:
     rule: "model_average", "elastic_average" or "accumulated_gradients".
-    **settings: Fields of `UpdateSettings` that go with it, such as `period`.
+    **settings: Fields of `UpdateSettings` that go with the rule, such as
+      `period`.
 
   Returns:
-    The rule, for `run`.
+    The rule, for `run` and `join`.
   """
   return update_options.UpdateSettings(rules=(rule,), **settings)
 
 
 def check_rule(rule: object) -> update_options.UpdateSettings:
-  """The rule of an argument `rule`; None stands for `Sync()`.
+  """Returns the argument `rule`, or `Sync()` for None.
 
   Raises:
-    TypeError: If it is no rule.
+    TypeError: If `rule` is not an update rule.
   """
   if rule is None:
     return Sync()
@@ -99,13 +106,15 @@ def check_rule(rule: object) -> update_options.UpdateSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """The part of a process that computes gradients.
+  """The role of a process that trains: of any that does not only serve.
 
   Attributes:
-    role: The cluster and this process's task; None if it is alone.
-    replication: A key of `_DRIVERS`.
-    towers: The devices of this process that compute, if there are several.
-    start_timeout_secs: How long the tasks wait for each other at the start.
+    role: The cluster and this process's task; None without a cluster.
+    replication: "between_graph", "in_graph" or "mirrored".
+    towers: The devices that compute, each with a tower (a copy of the model);
+      empty for the default device.
+    start_timeout_secs: The seconds that the tasks wait for each other at the
+      start.
   """
 
   role: _Role | None
@@ -115,7 +124,7 @@ class Part:
 
   @property
   def num_replicas(self) -> int:
-    """The replicas of the whole cluster."""
+    """Number of replicas in the whole cluster."""
     count = 1 if self.role is None else len(self._replicas(self.role[0]))
     if self.replication == MIRRORED:
       count *= max(1, len(self.towers))
@@ -123,12 +132,12 @@ class Part:
 
   @property
   def devices(self) -> Sequence[str]:
-    """The `devices` of this process's replica."""
+    """The attribute `devices` of this process's replica."""
     return () if self.replication == MIRRORED else self.towers
 
   @property
   def connects_late(self) -> bool:
-    """Whether nothing may be computed before there is a driver."""
+    """Whether no op may run before the driver has joined the cluster."""
     return self.role is not None and self.replication == MIRRORED
 
   def _replicas(
@@ -142,7 +151,10 @@ class Part:
     replica_fn: Callable[[], model_replica.Replica],
     rule_fn: Callable[[], rule_base.UpdateRule],
   ) -> driver_base.Driver:
-    """Makes the driver; a worker's failure ends its process with one line.
+    """Makes the driver of this process.
+
+    If that fails in a worker other than the chief, the process ends with an
+    error of one line.
 
     Args:
       replica_fn: Builds the replica.
@@ -185,24 +197,25 @@ def take(
   log: Callable[[str], None],
   caller: str,
 ) -> Part:
-  """Finds the part of this process; a task that only serves ends in here.
+  """Finds the role of this process; serves and exits if it only serves.
 
   Args:
     replication: "between_graph", "in_graph" or "mirrored".
-    cluster: A cluster spec or the path of one, instead of that of the
-      environment, which then has only the task. None: the environment's.
-    devices: The devices of this process that compute; None: as the cluster
-      spec says.
-    start_timeout_secs: How long the tasks wait for each other at the start.
-    log: Receives each line of a serving task's log.
-    caller: The name of the calling function, for messages.
+    cluster: A cluster spec or the path of one. The environment then decides
+      only the task. None takes the cluster of the environment.
+    devices: The devices of this process that compute; None takes the GPUs that
+      the cluster spec gives to this task.
+    start_timeout_secs: The seconds that the tasks wait for each other at the
+      start.
+    log: Called with each line of the log of a task that only serves.
+    caller: Name of the calling function, for error messages.
 
   Returns:
-    The part of a task that computes.
+    The role, in a task that does not only serve.
 
   Raises:
     cluster.ClusterError: If cluster, task and replication do not go together.
-    TypeError, ValueError: If `cluster` or `devices` are of a wrong type.
+    TypeError, ValueError: If `cluster` or `devices` is invalid.
     RuntimeError: If this process was part of a cluster before.
   """
   role = _role(cluster)
@@ -230,7 +243,7 @@ def check_replication(replication: str) -> None:
 
 
 def contribute(driver: driver_base.Driver) -> NoReturn:
-  """Contributes until the training has ended; then ends the process."""
+  """Computes gradients until the training ends, and then ends the process."""
   with processes.one_line_errors(
     (), (OSError, RuntimeError, tf.errors.OpError)
   ):
@@ -242,7 +255,7 @@ def contribute(driver: driver_base.Driver) -> NoReturn:
 def _role(
   cluster: cluster_module.ClusterSpec | str | None,
 ) -> _Role | None:
-  """The cluster and this process's task; None if it is alone."""
+  """Returns the cluster and this process's task; None without a cluster."""
   role = environment.role(os.environ)
   if cluster is None:
     return role
@@ -303,7 +316,7 @@ def _serve(
   start_timeout_secs: float,
   log: Callable[[str], None],
 ) -> NoReturn:
-  """Serves until the training has ended; then ends the process."""
+  """Serves until the training ends, and then ends the process."""
   outcome = None
   with processes.one_line_errors((ValueError,), (OSError, RuntimeError)):
     outcome = server.serve(
@@ -325,7 +338,9 @@ def _only_serves(role: _Role, replication: str) -> bool:
 def _towers(
   role: _Role | None, replication: str, devices: Sequence[str] | None
 ) -> list[str]:
-  """Chooses this process's GPUs; returns the devices that compute, if several.
+  """Chooses the GPUs of this process and returns the devices that compute.
+
+  With in-graph replication, these are the devices of each worker.
 
   Raises:
     cluster.ClusterError: If a GPU of the spec does not exist.

@@ -1,7 +1,8 @@
-"""What the binaries of all programs share: flags, one-line errors, `main`.
+"""Implements what all command-line programs share: flags, errors and `main`.
 
-A training binary defines flags and calls `train`; an evaluation binary calls
-`evaluate`. Nothing here imports TensorFlow before a task needs it.
+A training program defines flags and calls `train`; an evaluation program calls
+`evaluate`. User errors are printed as one line. TensorFlow is imported only
+when a task needs it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationOptions:
-  """How a run is measured, whatever is trained."""
+  """The settings of an evaluation, for any model."""
 
   eval_dir: str | None = _flag(
     None, "Directory of TensorBoard files; default: within --train_dir"
@@ -89,7 +90,7 @@ def define_one_device_flags() -> None:
 
 
 def define_towers_flags() -> None:
-  """Defines the flags of a binary that trains with several towers."""
+  """Defines the flags of a binary that trains several copies of the model."""
   define_one_device_flags()
   _define_device_flags()
   fields.define_flag(
@@ -118,8 +119,8 @@ def define_evaluation_flags(train_dir: str, *, batch_size: int) -> None:
   """Defines the flags of every evaluation binary.
 
   Args:
-    train_dir: The default run to measure.
-    batch_size: The default number of images in a batch.
+    train_dir: Default of `--train_dir`, the directory of the run.
+    batch_size: Default number of images in a batch.
   """
   fields.define_flags(EvaluationOptions, [EVALUATION])
   for name, kind, default, text in (
@@ -143,35 +144,35 @@ def given(*names: str) -> dict[str, object]:
 
 
 def start(main: Callable[[Sequence[str]], None]) -> NoReturn:
-  """Parses the flags and calls `main`; a mistake in them is one line."""
+  """Parses the flags and calls `main`; prints errors in flags as one line."""
   # Hide TensorFlow's remarks on devices, unless somebody asks for them.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
   app.run(main, flags_parser=_parse)
 
 
 def one_device_options() -> run_options.Options:
-  """How to train on one device, from the flags."""
+  """Makes the options for training on one device from the flags."""
   return _options(run_options.one_machine_spec(0))
 
 
 def towers_options(cluster_module: str) -> run_options.Options:
-  """How to train with several towers, from the flags.
+  """Makes the options for training several copies of the model from the flags.
 
   Args:
-    cluster_module: The binary for a spec of several tasks.
+    cluster_module: The binary for cluster specs with several tasks.
 
   Raises:
-    cluster.ClusterError: If the flags contradict each other, or the spec is
-      not of one machine.
+    cluster.ClusterError: If the flags contradict each other, or the cluster
+      spec is not for one process.
   """
   return _options(_towers_spec(cluster_module))
 
 
 def cluster_options() -> run_options.Options:
-  """How to train on a cluster, from the flags and TF_CONFIG.
+  """Makes the options for training on a cluster from the flags and TF_CONFIG.
 
   Raises:
-    cluster.ClusterError: For a mistake in them.
+    cluster.ClusterError: If the flags or TF_CONFIG are invalid.
   """
   spec, task = run_options.choose_task(
     FLAGS.cluster_spec, FLAGS.job_name, FLAGS.task_index, dict(os.environ)
@@ -185,14 +186,15 @@ def train(
   config_fn: Callable[[run_options.Options], _Config],
   workload_fn: Callable[[_Config, run_options.Options], run_options.Workload],
 ) -> NoReturn:
-  """Is the `main` of a training binary: prints errors, ends the process.
+  """Runs a training binary, prints its errors and ends the process.
 
   Args:
-    module: The binary's name, by which it starts further tasks.
+    module: The module name of the binary, used to start the other tasks.
     options_fn: Makes the options from the flags.
     config_fn: Makes the program's config from the flags and the options.
-    workload_fn: Makes the workload, in tasks that need it, and checks that its
-      data is there. It may import TensorFlow.
+    workload_fn: Makes the workload from config and options, and checks that
+      the data is there. Called only in tasks that need it; may import
+      TensorFlow.
   """
   with processes.one_line_errors(usage=(ValueError,)):
     options = options_fn()
@@ -219,12 +221,12 @@ def train(
 
 
 def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
-  """Is the `main` of an evaluation binary: prints errors in one line.
+  """Runs an evaluation binary and prints its errors in one line.
 
-  Without `--run_once` it waits for a run that has not begun.
+  Without `--run_once`, first waits for the training to begin.
 
   Args:
-    evaluate_fn: Measures by the flags; returns None if there was no checkpoint
+    evaluate_fn: Evaluates as the flags say; returns None if no checkpoint came
       in time.
 
   Returns:
@@ -327,7 +329,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _help() -> str:
-  """The docstring of the binary and all its flags, by group."""
+  """Returns the docstring of the binary and all its flags, by group."""
   lines = [inspect.getdoc(sys.modules["__main__"]) or ""]
   for group, members in FLAGS.flags_by_module_dict().items():
     if group.partition(".")[0] == "absl":
@@ -352,7 +354,7 @@ def _command(
   task: cluster.Task,
   threads: int,
 ) -> list[str]:
-  """The command line of one task; later flags override earlier ones."""
+  """Returns the command line of one task; its flags override the user's."""
   return [
     sys.executable,
     "-m",
@@ -370,14 +372,14 @@ def await_run(
 ) -> bool:
   """Waits until training has recorded its settings, and prints that it waits.
 
-  Only then the network and the data set of the run are known.
+  The network and the data set of the run are not known before.
 
   Args:
-    train_dir: Where training writes; need not exist yet.
-    timeout_secs: How long to wait; None waits for ever.
+    train_dir: Directory of the training; need not exist yet.
+    timeout_secs: The longest time to wait, in seconds; None waits forever.
 
   Returns:
-    Whether there is a run.
+    Whether a training has recorded settings or a checkpoint in time.
   """
   from tf_replicas.session import checkpoints
 

@@ -1,4 +1,7 @@
-"""Compute dtypes of a network; its variables and losses stay float32."""
+"""Defines the dtypes that a network may compute in.
+
+Variables and losses are float32 with each of them.
+"""
 
 FLOAT32 = "float32"
 FLOAT16 = "float16"
@@ -10,10 +13,10 @@ FLOAT16_LOSS_SCALE = 1024.0
 
 
 def policy(name: str) -> str:
-  """The Keras dtype policy of layers that compute in one of `NAMES`."""
+  """Returns the Keras dtype policy for layers that compute in dtype `name`."""
   return name if name == FLOAT32 else f"mixed_{name}"
 
 
 def loss_scale(name: str) -> float | None:
-  """The factor by which an update rule scales the loss; None: it does not."""
+  """Returns the factor for scaling the loss; None for no loss scaling."""
   return FLOAT16_LOSS_SCALE if name == FLOAT16 else None

@@ -1,8 +1,10 @@
-"""Settings declared once: a dataclass field is default, help, rule and flag.
+"""Declares settings as dataclass fields, which also define command-line flags.
+
+A field has the default, the help text, the range of valid values and the flag:
 
     @dataclasses.dataclass(frozen=True)
     class Config:
-      momentum: float = setting(0.9, "Of SGD", "[0, 1)", group="Model")
+      momentum: float = setting(0.9, "SGD momentum", "[0, 1)", group="Model")
 
       def __post_init__(self):
         validate(self)
@@ -52,16 +54,16 @@ def setting(
   choices: Collection[str] | None = None,
   **metadata: object,
 ) -> typing.Any:
-  """A dataclass field that declares a setting.
+  """Returns a dataclass field that declares a setting.
 
   Args:
-    default: Its default.
-    help: One line, with the unit.
-    within: The interval of valid numbers, such as `"[0, 1)"`.
-    group: The group of `--help` that its flag is in; None: it has no flag.
-    flag: The flag's name, if it is not the field's.
-    choices: The valid strings.
-    **metadata: More that the dataclass wants to know of its fields.
+    default: The default value.
+    help: The help text: one line, with the unit.
+    within: The interval of valid numbers, such as `"[0, 1)"`; None for any.
+    group: The group of `--help` that lists the flag; None for no flag.
+    flag: The flag's name; None for the field's name.
+    choices: The valid strings; None for any.
+    **metadata: Further metadata of the field.
   """
   metadata |= dict(
     help=help, group=group, flag=flag, within=within, choices=choices
@@ -70,19 +72,19 @@ def setting(
 
 
 def flag_name(field: dataclasses.Field) -> str:
-  """The name of a setting's flag, without dashes."""
+  """Returns the name of a setting's flag, without dashes."""
   return field.metadata["flag"] or field.name
 
 
 def validate(instance: Dataclass, error: type[ValueError] = ValueError) -> None:
-  """Checks every setting against its field; None is always valid.
+  """Checks every setting against the valid values that its field declares.
 
   Args:
-    instance: The dataclass instance; its error messages name flags or fields.
+    instance: The dataclass instance. A value of None is always valid.
     error: The type of the exception.
 
   Raises:
-    ValueError: Of that type: if a setting is out of range.
+    ValueError: If a setting is out of range; of the type `error`.
   """
   for field in _settings(type(instance)):
     value = getattr(instance, field.name)
@@ -109,7 +111,7 @@ def require(
   rule: str,
   error: type[ValueError] = ValueError,
 ) -> None:
-  """Raises `error` unless it `holds`, with the name, the rule and the value."""
+  """Raises `error`, naming setting, rule and value, unless `holds` is true."""
   if not holds:
     raise error(f"`{name}` must be {rule}. Received: {value!r}.")
 
@@ -121,13 +123,13 @@ def define_flags(
   unset: Collection[str] = (),
   default: str = "the recipe's",
 ) -> None:
-  """Defines the flags of some groups of a dataclass's settings.
+  """Defines the flags of a dataclass's settings in some groups.
 
   Args:
     settings_class: The dataclass.
-    groups: Which of its groups.
-    unset: Fields whose flags have no default of their own.
-    default: The default of these in the help.
+    groups: The groups whose flags are defined.
+    unset: The names of fields whose flags have the default None.
+    default: The text that `--help` shows as the default of these flags.
   """
   types_by_name = typing.get_type_hints(settings_class)
   for field in _settings(settings_class):
@@ -157,12 +159,12 @@ def define_flag(
   """Defines a flag in a group of `--help`.
 
   Args:
-    name: Its name.
-    kind: bool, int, float, str, or tuple for a list of strings.
-    default: Its default.
-    help: One line, with the unit.
-    group: The group.
-    choices: The valid strings.
+    name: The flag's name, without dashes.
+    kind: The type: bool, int, float, str, or tuple for a list of strings.
+    default: The default value.
+    help: The help text: one line, with the unit.
+    group: The group of `--help` that lists the flag.
+    choices: The valid strings; None for any.
   """
   if kind is tuple:
     default = list(default)
@@ -174,7 +176,7 @@ def define_flag(
 
 
 def given(settings_class: type) -> dict[str, typing.Any]:
-  """The settings whose flags are defined and have a value, by field name."""
+  """Maps field names to the values of their flags; leaves out unset flags."""
   values = {}
   for field in _settings(settings_class):
     name = flag_name(field)
@@ -190,7 +192,7 @@ def _settings(settings_class: type) -> list[dataclasses.Field]:
 
 
 def _flag_type(annotation: object) -> type:
-  """`int` for `int | None`, `tuple` for `tuple[str, ...]`."""
+  """Reduces `int | None` to `int`, and `tuple[str, ...]` to `tuple`."""
   if isinstance(annotation, types.UnionType):
     annotation = typing.get_args(annotation)[0]
   return typing.get_origin(annotation) or annotation

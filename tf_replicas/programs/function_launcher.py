@@ -1,7 +1,8 @@
 """Starts the same function as every task of a cluster on this machine.
 
-For notebooks, and for scripts that compare trainings: the processes are the
-library's, and what a training returns or raises comes back to the caller.
+This is for notebooks, and for scripts that compare trainings. The library
+starts and ends the processes. The caller receives what the function returns or
+raises.
 """
 
 import collections
@@ -38,7 +39,7 @@ _LINES = 20
 
 
 class LocalTrainingError(RuntimeError):
-  """A task of a `LocalTraining` failed; the message has its traceback.
+  """Raised if a task of a `LocalTraining` failed; shows the task's traceback.
 
   Attributes:
     task: The first task that failed; None if the training was ended early.
@@ -50,7 +51,7 @@ class LocalTrainingError(RuntimeError):
 
 
 class LocalTraining:
-  """A function that runs as every task of a cluster on this machine.
+  """Runs a function as every task of a cluster on this machine.
 
       def train(rate):
         history = tf_replicas.fit(model_fn, x, y, rule=tf_replicas.Sync())
@@ -61,14 +62,14 @@ class LocalTraining:
           print(metrics)
         history = training.result()
 
-  Each task is a process, and has its role in its environment, as
-  `python -m tf_replicas.launch` sets it. The function reaches the processes by
-  cloudpickle, over pipes of their own, so it may be defined in a notebook. It
-  runs in every task; `fit` ends those of parameter servers and workers. What it
-  returns in the chief is the result.
+  Each task is a process that finds its role in environment variables, as under
+  `python -m tf_replicas.launch`. Each process receives the function, pickled by
+  cloudpickle, over a pipe, so the function may be defined in a notebook. It
+  runs in every task; in parameter servers and workers, `fit` ends the process.
+  The result is what the function returns in the chief.
 
-  All processes end with the `with` block, and with this process, however that
-  ends. No file is written.
+  All processes end at the end of the `with` block, or when this process ends,
+  even if it is killed. No file is written.
   """
 
   def __init__(
@@ -84,28 +85,29 @@ class LocalTraining:
     max_restarts: int = 3,
     log: Callable[[str], None] = print,
   ):
-    """Prepares; entering the context starts the processes.
+    """Prepares the training; entering the context starts the processes.
 
     Args:
-      function: What each task runs. Functions and classes of the main module,
-        such as a notebook's, are sent as they are; those of other modules are
-        imported by the tasks.
-      args: Its arguments; what cloudpickle can pickle.
-      kwargs: Its keyword arguments.
-      ps: The number of parameter servers.
-      workers: The number of workers; the first is the chief.
-      chief: Whether the chief has a task of its own; in-graph replication needs
-        it.
+      function: The function that each task calls. Functions and classes of the
+        main module, such as a notebook's, are sent by value; the tasks import
+        those of other modules.
+      args: The arguments of `function`, which cloudpickle can pickle.
+      kwargs: The keyword arguments of `function`.
+      ps: Number of parameter servers.
+      workers: Number of workers. Without a `chief` task, the first worker is
+        the chief.
+      chief: Whether there is a separate task for the chief; in-graph
+        replication needs one.
       cluster: A cluster spec or the path of one, instead of `ps`, `workers` and
         `chief`.
       max_restarts: How often a worker that a signal killed is started again.
-      log: Receives each line that a task prints, with its name in front; called
-        in other threads.
+      log: Called, in other threads, with each line that a task prints; the name
+        of the task is in front.
 
     Raises:
       ImportError: If cloudpickle is not installed.
-      TypeError: If `function` is not callable, or it or its arguments cannot be
-        pickled.
+      TypeError: If `function` is not callable, or if `function` or its
+        arguments cannot be pickled.
       cluster.ClusterError: If the cluster is invalid, or not on this machine.
     """
     if not callable(function):
@@ -146,14 +148,15 @@ class LocalTraining:
       inherited=self._pipe,
     )
     self._order = sorted(spec.local_tasks(), key=lambda t: t.job != "ps")
-    # It starts the tasks, as the kernel ends them with the thread that did.
+    # This thread starts the tasks: the kernel ends them with the thread that
+    # started them.
     self._supervisor = threading.Thread(target=self._supervise, daemon=True)
 
   def __enter__(self) -> "LocalTraining":
     """Starts the processes.
 
     Raises:
-      RuntimeError: If that was done before.
+      RuntimeError: If this `LocalTraining` was started before.
     """
     if self._supervisor.ident is not None:
       raise RuntimeError(
@@ -170,18 +173,19 @@ class LocalTraining:
     self.close()
 
   def close(self) -> None:
-    """Ends all processes that still run; a chief in `fit` saves before."""
+    """Ends all processes that still run; a chief in `fit` saves first."""
     self._closing.set()
     if self._supervisor.ident is not None:
       self._ended.wait()
 
   def __iter__(self) -> Iterator[Any]:
-    """What the chief reports by `tf_replicas.report`, as it comes.
+    """Yields what the chief reports with `tf_replicas.report`, as it arrives.
 
-    It ends when the training ends.
+    The iteration ends when the training ends.
 
     Raises:
-      LocalTrainingError: If the training failed; after the last report.
+      LocalTrainingError: After the last report, if the training failed.
+      RuntimeError: If the processes were not started.
     """
     self._check_started()
     while (content := self._reports.get()) is not None:
@@ -191,17 +195,18 @@ class LocalTraining:
       raise self._error
 
   def result(self, timeout_secs: float | None = None) -> Any:
-    """Waits for the end of the training.
+    """Waits for the end of the training and returns its result.
 
     Args:
-      timeout_secs: How long to wait; None: as long as it takes.
+      timeout_secs: The longest time to wait, in seconds; None waits forever.
 
     Returns:
       What the function returned in the chief.
 
     Raises:
       LocalTrainingError: If a task failed, or the training was ended early.
-      TimeoutError: If it runs longer; it goes on.
+      RuntimeError: If the processes were not started.
+      TimeoutError: If the training takes longer. The training continues.
     """
     self._check_started()
     if not self._ended.wait(timeout_secs):
@@ -219,7 +224,7 @@ class LocalTraining:
       )
 
   def _supervise(self) -> None:
-    """Starts the tasks, waits until they end or are to end, and ends them."""
+    """Starts the tasks, waits for the end of the training, and ends them."""
     try:
       with self._tasks:
         self._tasks.start(*self._order)
@@ -236,7 +241,7 @@ class LocalTraining:
     self._reports.put(None)
 
   def _await_end(self) -> tuple[cluster_module.Task, int] | None:
-    """Waits until all tasks have ended, or shall; returns one that failed."""
+    """Waits for the end; returns a failed task and its status, or None."""
     failure, deadline = None, math.inf
     while not self._closing.wait(_POLL_SECS) and time.monotonic() < deadline:
       if failure is None:
@@ -251,7 +256,7 @@ class LocalTraining:
   def _unexplained(
     self, failure: tuple[cluster_module.Task, int] | None
   ) -> LocalTrainingError:
-    """The error of a training in which no function has raised anything."""
+    """Returns the error of a training in which no function has raised one."""
     if failure is None:
       return LocalTrainingError(
         "the training was ended before its function returned in the chief,"
@@ -274,7 +279,7 @@ class LocalTraining:
 
   @contextlib.contextmanager
   def _pipe(self, task: cluster_module.Task) -> Iterator[Sequence[int]]:
-    """Gives a new process of `task` its end of a pipe; serves the other."""
+    """Context that yields a process's end of a pipe; then serves the other."""
     ours, theirs = multiprocessing.Pipe()
     self._pipes[task] = theirs.fileno()
     with theirs:
@@ -286,7 +291,7 @@ class LocalTraining:
     self._listeners.append(listener)
 
   def _listen(self, task: cluster_module.Task, connection: Any) -> None:
-    """Sends the job to a process, and takes its messages until it ends."""
+    """Sends the job to a process, and handles its messages until it ends."""
     with connection, contextlib.suppress(EOFError, OSError):
       connection.send_bytes(self._job)
       while True:
@@ -321,9 +326,9 @@ def _pickled(
   reducers = cloudpickle.CloudPickler.dispatch_table
 
   def reduce_code(code: types.CodeType) -> tuple:
-    """Keeps the file name, which tracebacks and AutoGraph need.
+    """Pickles a code object with its file name, which cloudpickle 3.1 drops.
 
-    cloudpickle 3.1 drops it.
+    Tracebacks and AutoGraph need the file name.
     """
     constructor, arguments, *_ = reducers[types.CodeType](code)
     name = code.co_filename
@@ -344,7 +349,7 @@ def _pickled(
 
 
 def _sources_without_a_file() -> dict[str, tuple]:
-  """The source text of a notebook's cells, as IPython registers it."""
+  """Returns the source text of a notebook's cells, as IPython registers it."""
   return {
     name: entry
     for name, entry in linecache.cache.items()
@@ -358,7 +363,7 @@ def _spec(
   chief: bool,
   cluster: cluster_module.ClusterSpec | str | None,
 ) -> cluster_module.ClusterSpec:
-  """The cluster; no port is 0 (see `resolve_ports`)."""
+  """Makes the cluster spec and chooses free ports (see `resolve_ports`)."""
   if cluster is None:
     for name, value in (("ps", ps), ("workers", workers)):
       if not isinstance(value, int) or value < 1:

@@ -1,8 +1,8 @@
-"""One task of a `LocalTraining`: runs a function that comes by a pipe.
+"""Runs one task of a `LocalTraining`: a function received over a pipe.
 
-The process gets the pipe as an inherited file descriptor, whose number is its
-only argument. A `Job` comes in, `Message`s go out. The parent holds the other
-end: when that is closed, the process ends.
+The process inherits the pipe as a file descriptor, whose number is its only
+argument. It receives a `Job` and sends `Message`s. The process that started
+the training holds the other end; when that end is closed, this process ends.
 """
 
 import linecache
@@ -33,12 +33,12 @@ _ORPHAN_SECS = 10.0
 
 
 class Job(NamedTuple):
-  """What a task shall do.
+  """What a task is to run.
 
   Attributes:
-    call: (function, args, kwargs) by cloudpickle.
-    sources: The source text of code that no file has, such as a notebook's, for
-      tracebacks: entries of `linecache.cache`.
+    call: (function, args, kwargs), pickled by cloudpickle.
+    sources: Source text of code that is in no file, such as a notebook's, as
+      entries of `linecache.cache`. Tracebacks show it.
   """
 
   call: bytes
@@ -46,11 +46,11 @@ class Job(NamedTuple):
 
 
 class Message(NamedTuple):
-  """What a task tells.
+  """A message from a task to the process that started the training.
 
   Attributes:
-    kind: REPORT and RETURNED are sent by the chief only.
-    content: Of a report and what was returned, the value by cloudpickle; of
+    kind: REPORT, RETURNED or RAISED. Only the chief sends the first two.
+    content: For REPORT and RETURNED, the value, pickled by cloudpickle; for
       RAISED, the traceback as text.
   """
 
@@ -69,7 +69,7 @@ class _Channel:
     self._lock = threading.Lock()
 
   def send_value(self, kind: str, value: object) -> None:
-    """Sends a value if this is the chief."""
+    """Sends a value if this task is the chief."""
     if self._is_chief:
       import cloudpickle
 
@@ -95,17 +95,17 @@ _channel: _Channel | None = None
 def report(metrics: object) -> None:
   """Sends metrics from the function of a `LocalTraining` while it runs.
 
-  The process that started the training gets them by iterating over it. Only
-  those of the chief are sent. In the other tasks, and in a process that no
-  `LocalTraining` has started, this does nothing, so that the same function also
-  runs elsewhere.
+  The process that started the training receives them by iterating over the
+  `LocalTraining`. Only the chief sends metrics. In the other tasks, and in a
+  process that no `LocalTraining` has started, this does nothing, so that the
+  same function also runs elsewhere.
 
   Args:
-    metrics: What to send, such as a dict of numbers.
+    metrics: The object to send, such as a dict of numbers.
 
   Raises:
-    OSError: If that process has ended.
-    Exception: As cloudpickle raises, if `metrics` cannot be pickled.
+    OSError: If the process that started the training has ended.
+    Exception: What cloudpickle raises if `metrics` cannot be pickled.
   """
   if _channel is not None:
     _channel.send_value(REPORT, metrics)
@@ -114,18 +114,18 @@ def report(metrics: object) -> None:
 def code_of_file(
   constructor: Callable[..., types.CodeType], arguments: tuple, name: str
 ) -> types.CodeType:
-  """A pickled code object, with the file name that it had.
+  """Unpickles a code object and restores its file name.
 
   Args:
     constructor: Makes the code object.
-    arguments: Of `constructor`.
-    name: The file name.
+    arguments: The arguments of `constructor`.
+    name: The file name of the code.
   """
   return constructor(*arguments).replace(co_filename=name)
 
 
 def main() -> NoReturn:
-  """Receives a job, does it, and ends the process; 1 if it raised."""
+  """Receives a job, runs it, and ends the process, with 1 if it raised."""
   global _channel
   descriptor = int(sys.argv[-1])
   os.set_inheritable(descriptor, False)

@@ -1,4 +1,4 @@
-"""Runs one process: all tasks of this machine, or one of them."""
+"""Runs one task in this process, or starts all tasks of this machine."""
 
 import contextlib
 import dataclasses
@@ -17,10 +17,9 @@ from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import run_options
 from tf_replicas.session import console
 
-# What TensorFlow 2.21 prints at every start, whatever its log level, about GPUs
-# where there are none, and once per function of a lost task. The tasks' log
-# files keep it.
-# Lines that TensorFlow writes in every run, behind the name of the task.
+# Matches lines that TensorFlow 2.21 prints, behind the name of the task: at
+# every start, whatever its log level; about GPUs where there are none; and once
+# per function of a lost task. The tasks' log files keep these lines.
 NOISE = re.compile(
   r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
   r"|E0000 .*failed call to cuInit|To enable the following instructions"
@@ -41,10 +40,10 @@ def run(
   """Runs this process until training ends.
 
   Args:
-    options: How to run.
-    workload: What to train; None for a task that `only_serves`.
-    command: Maps (path of the resolved spec, task, threads of one op) to the
-      command line that starts that task.
+    options: How to run the training.
+    workload: What to train; None if `options.only_serves`.
+    command: Maps (path of the cluster spec with its ports chosen, task, number
+      of threads of one op) to the command line that starts that task.
 
   Returns:
     The exit status.
@@ -53,7 +52,7 @@ def run(
     return _describe(options, workload)
   if options.task is None and options.spec.is_distributed:
     return _launch(options, workload, command)
-  # It imports TensorFlow, which the launcher does without.
+  # This module imports TensorFlow, which the launcher does without.
   from tf_replicas.programs import task_runner
 
   if options.only_serves:
@@ -72,7 +71,7 @@ def run(
 def _describe(
   options: run_options.Options, workload: run_options.Workload
 ) -> int:
-  """Prints cluster, effective batch and placement."""
+  """Prints the cluster, the effective batch size and where variables are."""
   from tf_replicas.drivers import one_machine
   from tf_replicas.runtime import devices
   from tf_replicas.store import parameter_store
@@ -157,7 +156,7 @@ class _Echo:
     self._has_begun = False
 
   def __call__(self, line: str) -> None:
-    """Prints a line, unless it is noise, and moves the bar."""
+    """Prints a line, unless it is noise, and moves the progress bar."""
     if NOISE.match(line):
       return
     progress = _PROGRESS.search(line)

@@ -1,9 +1,9 @@
-"""The default learning rate of a rule, a batch and a number of replicas.
+"""Computes the default learning rate from update rule, batch and replicas.
 
-A recipe's rate is for synchronous updates of the recipe's own batch. With
-smaller batches, or with gradients of variables that others have changed since,
-gradient descent may diverge at that rate. So the default of `--learning_rate`
-follows from how training is run. A rate that is given is used as it is.
+A recipe's learning rate is for synchronous updates with the recipe's own batch
+size. With smaller batches, or with stale gradients (of variables that have
+changed since), gradient descent may diverge at that rate. So the default of
+`--learning_rate` depends on how training is run. A given rate is not changed.
 """
 
 from typing import NamedTuple
@@ -13,16 +13,17 @@ from tf_replicas.programs import update_options
 
 
 class Default(NamedTuple):
-  """A default learning rate, and what it follows from.
+  """A default learning rate, and what it was computed from.
 
   Attributes:
-    rate: The rate.
-    recipe: The name of the recipe.
-    recipe_rate: Its rate.
-    recipe_batch: The examples of an update that it is for; None: any number.
-    batch: The examples in the gradient of a step.
+    rate: The default learning rate.
+    recipe: Name of the recipe.
+    recipe_rate: The learning rate of the recipe.
+    recipe_batch: Number of examples in an update that `recipe_rate` is for;
+      None if it is for any number.
+    batch: Number of examples in the gradient of a step.
     staleness: See `update_options.expected_staleness`.
-    step: What kind of step this is, such as "async updates".
+    step: The kind of step, such as "async updates".
   """
 
   rate: float
@@ -42,7 +43,7 @@ def scaled(
   staleness: float,
   is_divided: bool = False,
 ) -> float:
-  """A rate for smaller batches, and for stale gradients.
+  """Lowers a learning rate for smaller batches and for stale gradients.
 
       rate * min(1, batch / recipe_batch) / (1 + staleness)
 
@@ -57,14 +58,14 @@ def scaled(
   Zhang et al. 2015, "Staleness-aware async-SGD", section 3.
 
   Args:
-    rate: The recipe's.
-    batch: The examples in the gradient.
-    recipe_batch: The examples that `rate` is for; None: any number.
-    staleness: s.
-    is_divided: Whether the update rule itself divides the rate by s from 1 on.
+    rate: The learning rate of the recipe.
+    batch: Number of examples in the gradient.
+    recipe_batch: Number of examples that `rate` is for; None for any.
+    staleness: The s above, in updates.
+    is_divided: Whether the update rule itself divides the rate by max(1, s).
 
   Returns:
-    The rate.
+    The learning rate to use.
   """
   share = min(1.0, batch / recipe_batch) if recipe_batch else 1.0
   divisor = 1.0 + staleness
@@ -82,19 +83,22 @@ def default(
   batch_size: int,
   is_scaled_later: bool = False,
 ) -> Default:
-  """The default learning rate of a run.
+  """Computes the default learning rate of a run.
 
   Args:
-    options: How it is run.
-    recipe: The name of the recipe.
-    rate: Its rate.
-    recipe_batch: The examples of an update that it is for; None: any number.
-    batch_size: The examples of one tower's batch.
-    is_scaled_later: Whether the rate will be multiplied by the batches in an
-      update.
+    options: How the training is run.
+    recipe: Name of the recipe.
+    rate: The learning rate of the recipe.
+    recipe_batch: Number of examples in an update that `rate` is for; None for
+      any number.
+    batch_size: Number of examples in the batch of one tower, a copy of the
+      model.
+    is_scaled_later: Whether the caller will multiply the rate by the number of
+      batches in an update.
 
   Returns:
-    The rate, with what it follows from.
+    The default rate, and what it was computed from. If a run has several kinds
+    of steps, the lowest rate.
   """
   found = []
   for step in options.optimizer_steps(batch_size):
@@ -115,11 +119,11 @@ def default(
 
 
 def describe(default: Default, rate: float) -> str:
-  """The line that says which rate a run has, and why.
+  """Returns a line that says which learning rate a run has, and why.
 
   Args:
-    default: The default.
-    rate: The rate that is used.
+    default: The default learning rate.
+    rate: The learning rate that is used.
   """
   line = f"learning rate {rate:.4g}"
   if rate != default.rate:
@@ -140,13 +144,13 @@ def advice(
   update: update_options.UpdateSettings,
   *others: str,
 ) -> str:
-  """What to change after a training has diverged, as one line.
+  """Returns a line that says what to change after a training has diverged.
 
   Args:
-    default: The default.
-    rate: The rate that was used.
-    update: The update rule, and what is clipped.
-    *others: Other flags that may help, such as `--warmup_epochs`.
+    default: The default learning rate.
+    rate: The learning rate that was used.
+    update: The update rule and the limits of gradient norms that were used.
+    *others: Other changes to suggest, such as "a longer --warmup_epochs".
   """
   better = default.rate if rate > default.rate else rate / 3
   line = f"try --learning_rate={better:.3g} ({rate:.4g} was used)"

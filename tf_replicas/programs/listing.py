@@ -1,6 +1,7 @@
-"""Lists programs: their names and the first lines of their docstrings.
+"""Lists programs by name, with the first lines of their docstrings.
 
-Programs are read and not imported, since many import TensorFlow.
+The source files are parsed instead of imported, since many programs import
+TensorFlow.
 """
 
 import ast
@@ -10,10 +11,11 @@ from collections.abc import Iterable
 
 
 def print_programs(packages: Iterable[str]) -> None:
-  """Prints the programs of those packages that are installed.
+  """Prints the programs of some packages; skips packages not installed.
 
   Args:
-    packages: Names of packages; a program is a module that runs as `__main__`.
+    packages: Names of packages. Each of their modules that can be run as
+      `__main__` is a program.
   """
   summaries = {}
   for package in packages:

@@ -1,18 +1,18 @@
-"""Prints what Kubernetes needs to run every task of a cluster spec, as YAML.
+"""Prints the Kubernetes manifests for all tasks of a cluster spec, as YAML.
 
   python -m tf_replicas.kubernetes --cluster_spec=FILE --image=IMAGE \\
       --name=NAME -- python train.py [arguments] | kubectl apply -f -
 
-The spec says how many tasks there are, and their GPUs; its addresses are
-replaced. There are:
+The cluster spec says how many tasks there are, and their GPUs; its addresses
+are replaced. The manifests are:
 
-* a ConfigMap with the spec as the tasks see it;
-* a headless Service, which gives task 1 of `worker` the name
+* a ConfigMap with the cluster spec that the tasks read;
+* a headless Service, which gives task 1 of `worker` the host name
   `NAME-worker-1.NAME`;
-* a Job for each task, so that tasks may have different resources and a task
-  that fails is started again under its name.
+* a Job for each task, so that tasks may have different resources and a failed
+  task is started again under the same name.
 
-A task learns its role from the variables of `cluster.environment`.
+A task finds its role in the environment variables of `cluster.environment`.
 """
 
 import argparse
@@ -54,15 +54,19 @@ def _parser() -> argparse.ArgumentParser:
     required=True,
     help="the tasks and their GPUs, as a cluster-spec file",
   )
-  parser.add_argument("--image", required=True, help="of the containers")
+  parser.add_argument("--image", required=True, help="image of the containers")
   parser.add_argument(
-    "--name", required=True, help="of the training, unique in its namespace"
+    "--name",
+    required=True,
+    help="name of the training, unique in its Kubernetes namespace",
   )
   parser.add_argument(
-    "--port", type=int, default=2222, help="on which every task listens"
+    "--port", type=int, default=2222, help="port that every task listens on"
   )
-  parser.add_argument("--cpu", help="requested for each task, such as 4")
-  parser.add_argument("--memory", help="requested for each task, such as 8Gi")
+  parser.add_argument("--cpu", help="CPUs requested for each task, such as 4")
+  parser.add_argument(
+    "--memory", help="memory requested for each task, such as 8Gi"
+  )
   parser.add_argument(
     "--volume",
     help="a PersistentVolumeClaim and where tasks see it, such as runs:/runs",
@@ -74,22 +78,22 @@ def _parser() -> argparse.ArgumentParser:
     help="how often a task that failed is started again",
   )
   parser.add_argument(
-    "--evaluator", help="a command that runs in a task of its own"
+    "--evaluator", help="a command to run in an additional task"
   )
   return parser
 
 
 def manifests(argv: Sequence[str]) -> list[dict]:
-  """The manifests of a training.
+  """Makes the manifests of a training.
 
   Args:
     argv: The command line, without the name of the program.
 
   Returns:
-    A ConfigMap, a Service and a Job for each task, in JSON's types.
+    A ConfigMap, a Service and a Job for each task, as JSON-like dicts.
 
   Raises:
-    cluster.ClusterError: For a mistake in the command line or the spec.
+    cluster.ClusterError: If the command line or the cluster spec is invalid.
   """
   options, command = _options(argv)
   spec = _in_cluster(_load(options.cluster_spec), options)
@@ -121,7 +125,7 @@ def manifests(argv: Sequence[str]) -> list[dict]:
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-  """The options, and the command that follows `--`."""
+  """Parses the options, and the command that follows `--`."""
   argv = list(argv)
   end = argv.index("--") if "--" in argv else len(argv)
   options, command = _parser().parse_args(argv[:end]), argv[end + 1 :]
@@ -153,7 +157,7 @@ def _load(path: str) -> cluster.ClusterSpec:
 
 
 def _check_name(name: str, tasks: Iterable[cluster.Task]) -> None:
-  """Refuses a name of which Kubernetes cannot make names of hosts."""
+  """Raises ClusterError for a name that cannot be part of host names."""
   longest = max((_host(name, task) for task in tasks), key=len)
   pattern = "[a-z]([-a-z0-9]*[a-z0-9])?"
   if not re.fullmatch(pattern, name) or len(longest) > _MAX_LENGTH:
@@ -168,7 +172,7 @@ def _check_name(name: str, tasks: Iterable[cluster.Task]) -> None:
 def _in_cluster(
   spec: cluster.ClusterSpec, options: argparse.Namespace
 ) -> cluster.ClusterSpec:
-  """The spec as the tasks see it: names of pods, GPUs counted from 0."""
+  """Replaces addresses by host names of pods, and counts GPUs from 0."""
   name = options.name
   addresses = {
     task: f"{_host(name, task)}.{name}:{options.port}" for task in spec.tasks()
@@ -197,7 +201,7 @@ def _job(
   command: list[str],
   options: argparse.Namespace,
 ) -> dict:
-  """The Job of one task."""
+  """Makes the Job of one task."""
   host = _host(options.name, task)
   labels = {**_labels(options), "app.kubernetes.io/component": task.job}
   return {
@@ -277,10 +281,10 @@ def _volumes(options: argparse.Namespace) -> Iterator[dict]:
 
 
 class _Dumper(yaml.SafeDumper):
-  """Writes texts of several lines as blocks, and uses no YAML aliases."""
+  """A YAML dumper that writes multi-line strings as blocks, and no aliases."""
 
   def ignore_aliases(self, data) -> bool:
-    """True: `data` is written out again instead of referred to."""
+    """Returns True: repeated `data` is written again instead of an alias."""
     return True
 
 
@@ -293,11 +297,11 @@ _Dumper.add_representer(str, _represent)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-  """Prints the manifests; ends with 2 for a mistake in the command line.
+  """Prints the manifests and exits, with status 2 for invalid arguments.
 
   Args:
-    argv: The command line without the name of the program; None: this
-      process's.
+    argv: The command line without the name of the program; None for that of
+      this process.
   """
   with processes.one_line_errors((cluster.ClusterError,)):
     documents = manifests(sys.argv[1:] if argv is None else argv)

@@ -1,4 +1,4 @@
-"""The settings of a run, recorded in its directory."""
+"""Writes the settings of a training run into its directory, and reads them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _RECORD = "config.json"
 
 
 class Settings(Protocol):
-  """A dataclass of what JSON can hold, with defaults.
+  """A dataclass whose fields have defaults and can be written as JSON.
 
   Attributes:
     train_dir: The run's directory.
-    data_dir: Where its data set lies, if that has a place of its own.
+    data_dir: Directory of the run's data set, if one is set.
   """
 
   train_dir: str
@@ -27,13 +27,13 @@ _Settings = TypeVar("_Settings", bound=Settings)
 
 
 def record(settings: Settings) -> None:
-  """Writes the settings into the run's directory, for `of_run`.
+  """Writes the settings into the run's directory, for `of_run` to read.
 
-  Prints which of those recorded before have changed, since a flag forgotten at
-  a restart would go unnoticed.
+  If settings were recorded there before, prints which have changed: a flag
+  forgotten when a run is resumed would otherwise go unnoticed.
 
   Args:
-    settings: The settings, with the directory.
+    settings: The settings. `settings.train_dir` is the run's directory.
   """
   os.makedirs(settings.train_dir, exist_ok=True)
   values = dataclasses.asdict(settings)
@@ -48,12 +48,15 @@ def record(settings: Settings) -> None:
 
 
 def is_recorded(train_dir: str) -> bool:
-  """Whether a run has recorded its settings there."""
+  """Returns whether settings are recorded in the directory `train_dir`."""
   return os.path.exists(os.path.join(train_dir, _RECORD))
 
 
 def _print_changes(path: str, values: dict[str, object]) -> None:
-  """Prints settings that differ from the record, but for place and length."""
+  """Prints the settings that differ from the record at `path`.
+
+  Changes of `train_dir` and `max_steps` are not printed.
+  """
   try:
     with open(path, encoding="utf-8") as file:
       before = dict(json.load(file))
@@ -73,18 +76,19 @@ def _print_changes(path: str, values: dict[str, object]) -> None:
 def of_run(
   settings_class: type[_Settings], train_dir: str, **given
 ) -> _Settings:
-  """The settings that a run was last started with.
+  """Reads the settings that a run was last started with.
 
   Args:
     settings_class: The class of the recorded settings.
-    train_dir: The run's directory; without a record the defaults hold.
-    **given: Settings to use instead.
+    train_dir: The run's directory. If it has no record, the defaults of the
+      class are used.
+    **given: Settings that override the recorded ones.
 
   Returns:
-    The settings, with this directory.
+    The settings, with `train_dir` as their directory.
 
   Raises:
-    ValueError: If the record is damaged, or what is given is out of range.
+    ValueError: If the record is damaged, or a given setting is out of range.
   """
   path = os.path.join(train_dir, _RECORD)
   recorded = settings_class()

@@ -1,7 +1,11 @@
-"""How a training is run, and what is trained; checks that these can run.
+"""Defines how a training is run, and what is trained, and checks the options.
 
-A binary makes `Options` and a `Workload` and hands them to `launcher.run`, or
-to `task_runner.train`. Nothing here imports TensorFlow.
+A binary makes `Options` and a `Workload` and passes them to `launcher.run` or
+`task_runner.train`. This module does not import TensorFlow.
+
+A replica is a task that computes gradients. Each of its devices (or groups of
+devices, if layers are spread) has a tower, a copy of the model. A contribution
+is what a replica sends for one update, such as a gradient.
 """
 
 from __future__ import annotations
@@ -48,11 +52,11 @@ RUN_TIME_ERRORS = (
 
 
 class OptimizerStep(NamedTuple):
-  """A kind of step of the optimizer.
+  """A kind of step that an optimizer makes.
 
   Attributes:
-    name: Such as "async updates".
-    num_examples: The examples in its gradient.
+    name: Name of the kind, such as "async updates".
+    num_examples: Number of examples in the gradient of a step.
     staleness: See `update_options.expected_staleness`.
   """
 
@@ -63,24 +67,28 @@ class OptimizerStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """How a training is run, whatever is trained.
+  """The options of how a training is run, for any model.
+
+  The help texts of the other fields describe them.
 
   Attributes:
     spec: The cluster, or the devices of one process.
-    train_dir: The directory of checkpoints, summaries and logs.
-    task: The task that this process is; None starts all tasks of this machine,
-      or trains here if the spec describes one process.
-    update: The update rule.
+    train_dir: Directory of checkpoints, summaries and logs.
+    task: The task that this process is. None starts all tasks of this machine,
+      or trains in this process if the spec describes one process.
+    update: The update rule and its settings.
 
   Raises:
-    cluster.ClusterError: If such a training cannot run, with the reason.
+    cluster.ClusterError: If such a training cannot run; gives the reason.
   """
 
   spec: cluster.ClusterSpec
   train_dir: str
   task: cluster.Task | None = None
   update: update_options.UpdateSettings = update_options.UpdateSettings()
-  micro_batches: int = _run(1, "Parts of a tower's batch", fields.COUNT)
+  micro_batches: int = _run(
+    1, "Parts in which a tower processes its batch", fields.COUNT
+  )
   log_every_steps: int = _run(10, "Steps between log lines", fields.COUNT)
   summary_every_steps: int = _run(100, "Steps between summaries", fields.COUNT)
   histograms: bool = _run(False, "Also write histograms of the variables")
@@ -102,7 +110,7 @@ class Options:
   )
   replication: str = _cluster(
     BETWEEN_GRAPH,
-    "A client in every worker, or one client for all workers",
+    "Every worker trains as a client, or one client drives all workers",
     choices=(BETWEEN_GRAPH, IN_GRAPH),
   )
   timeline: bool = _cluster(
@@ -134,7 +142,7 @@ class Options:
 
   @property
   def only_serves(self) -> bool:
-    """Whether this process is a task that others drive, and needs no data."""
+    """Whether other tasks drive this task, which then needs no data."""
     if self.task is None or not self.spec.is_distributed:
       return False
     return self.task.job == "ps" or (
@@ -150,29 +158,29 @@ class Options:
 
   @property
   def devices_per_tower(self) -> int:
-    """Over how many devices the spec's `layers` spreads a tower."""
+    """Number of devices over which the spec's `layers` spreads a tower."""
     return 1 + max(self.spec.layers.values(), default=0)
 
   @property
   def num_towers(self) -> int:
-    """The number of towers; with `layers`, each tower has several GPUs."""
+    """Number of towers of all replicas."""
     gpus = [len(self.spec.gpus(r) or ()) for r in self.replicas]
     return sum(max(1, n // self.devices_per_tower) for n in gpus)
 
   def place_layers(self, model: keras.Model) -> model_parallel.LayerPlacement:
     """Places the model's layers on devices, as the spec's `layers` says.
 
-    With several devices, it replaces the `call` of each layer.
+    If there are several devices, the `call` method of each layer is replaced.
 
     Args:
-      model: The model.
+      model: The model, which must be built.
 
     Returns:
       The layers and their devices.
 
     Raises:
-      cluster.ClusterError: If the model is not built, a pattern in `layers`
-        decides for no layer, or a device has no layer.
+      cluster.ClusterError: If the model is not built, a name template in
+        `layers` decides the device of no layer, or a device has no layer.
     """
     from tf_replicas.replica import model_parallel
 
@@ -183,21 +191,21 @@ class Options:
 
   @property
   def replicas_to_aggregate(self) -> int:
-    """The contributions in one update."""
+    """Number of contributions in one update."""
     return update_options.replicas_to_aggregate(self.update, len(self.replicas))
 
   @property
   def used_share(self) -> float:
-    """The fraction of contributions that updates use: below 1 with backups."""
+    """Fraction of contributions that updates use: below 1 with backups."""
     if not self.update.waits_for_several:
       return 1.0
     return min(1.0, self.replicas_to_aggregate / len(self.replicas))
 
   def effective_batch(self, batch_size: int) -> int:
-    """The examples in one update.
+    """Computes the number of examples in one update.
 
     Args:
-      batch_size: The examples of one tower's batch.
+      batch_size: Number of examples in one tower's batch.
 
     Returns:
       The number of examples.
@@ -208,14 +216,15 @@ class Options:
     return self.replicas_to_aggregate * self.update.local_steps * per_replica
 
   def optimizer_steps(self, batch_size: int) -> list[OptimizerStep]:
-    """The kinds of steps that the learning rate is for.
+    """Lists the kinds of optimizer steps that use the learning rate.
 
     Args:
-      batch_size: The examples of one tower's batch.
+      batch_size: Number of examples in one tower's batch.
 
     Returns:
-      One, or one for each rule that takes a turn. Accumulated gradients are
-      applied to a replica's copy, and their mean to the variables.
+      The kinds of steps: one for each update rule of the training. With several
+      replicas, "accumulated_gradients" has two: it applies each gradient to the
+      replica's copy, and the mean of accumulated gradients to the variables.
     """
     number = len(self.replicas)
     if self.spec.variables.on != "ps":
@@ -237,7 +246,7 @@ class Options:
 
   @property
   def threads(self) -> int:
-    """Threads of one op, given or derived."""
+    """Number of threads of one op: as given, or cores / local replicas."""
     if self.intra_op_threads:
       return self.intra_op_threads
     local = [t for t in self.spec.local_tasks() if t in self.replicas]
@@ -246,23 +255,23 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """What is trained; functions, since TensorFlow must be connected first.
+  """What is trained, as functions: TensorFlow must join the cluster first.
 
   Attributes:
-    replica_fn: Maps the tower devices to the replica.
-    optimizer_fn: Maps what makes the update rule (`update_options.rule_fn`) to
-      the rule around this workload's optimizer.
-    learning_rate_fn: Maps the examples seen to the rate of the next update;
-      None leaves the rate to the optimizer.
-    batch_size: Examples of one tower's batch.
-    max_steps: The global step to stop at; None: see `max_examples`.
-    max_examples: The examples to stop after if there is no `max_steps`: those
-      of earlier updates with another effective batch count in full.
-    on_start: Called by the chief once nothing can be refused any more.
-    initialize: Gives the variables of a new training other values; the chief
-      calls it with its store.
-    rate_note: The line that says which learning rate it begins with, and why.
-    divergence_advice: What to change after a divergence, in one line.
+    replica_fn: Maps the devices of the towers to the replica.
+    optimizer_fn: Makes the update rule around this workload's optimizer. Its
+      argument is the result of `update_options.rule_fn`.
+    learning_rate_fn: Maps the number of examples seen to the learning rate of
+      the next update; None leaves the rate to the optimizer.
+    batch_size: Number of examples in one tower's batch.
+    max_steps: The global step to stop at; None to stop by `max_examples`.
+    max_examples: Number of examples to stop after if `max_steps` is None. The
+      examples of all updates count, those of earlier runs included.
+    on_start: Called by the chief after all checks, before the first update.
+    initialize: Called by the chief with its parameter store in a new training,
+      to give the variables other initial values; None keeps those of the model.
+    rate_note: A line that says which learning rate is used, and why.
+    divergence_advice: A line that says what to change after a divergence.
   """
 
   replica_fn: Callable[[Sequence[str]], model_replica.Replica]
@@ -277,15 +286,15 @@ class Workload:
   divergence_advice: str = ""
 
   def last_step(self, options: Options, *, step: int = 0, seen: int = 0) -> int:
-    """The global step to stop at.
+    """Computes the global step to stop at.
 
     Args:
-      options: How it is run.
+      options: How the training is run.
       step: The global step so far.
-      seen: The examples seen so far.
+      seen: Number of examples seen so far.
 
     Returns:
-      The step.
+      The global step at the end of training.
     """
     if self.max_steps is not None:
       return self.max_steps
@@ -294,7 +303,7 @@ class Workload:
 
 
 class Outcome(NamedTuple):
-  """How a training ended.
+  """The state of a training at its end.
 
   Attributes:
     global_step: The global step reached.
@@ -308,15 +317,16 @@ class Outcome(NamedTuple):
 def check_length(
   options: Options, batch_size: int, max_steps: int | None
 ) -> None:
-  """Refuses a batch size or a number of updates that the options rule out.
+  """Checks that batch size and number of updates fit the options.
 
   Args:
-    options: How it is run.
-    batch_size: The examples of one tower's batch.
-    max_steps: The updates to make; None: those of a number of examples.
+    options: How the training is run.
+    batch_size: Number of examples in one tower's batch.
+    max_steps: Number of updates to make; None if the length of the training is
+      given as a number of examples.
 
   Raises:
-    cluster.ClusterError: With the reason.
+    cluster.ClusterError: If they do not fit; gives the reason.
   """
   if batch_size % options.micro_batches:
     raise cluster.ClusterError(
@@ -334,8 +344,8 @@ def one_machine_spec(num_gpus: int) -> cluster.ClusterSpec:
   """Makes the spec of one process, with one tower on each of its GPUs.
 
   Args:
-    num_gpus: The number of GPUs. Both 0 and 1 give one tower: on the first GPU,
-      or on the CPU if the machine has no GPU.
+    num_gpus: Number of GPUs. Both 0 and 1 give one tower: on the first GPU, or
+      on the CPU if the machine has no GPU.
 
   Returns:
     The spec.
@@ -357,21 +367,21 @@ def choose_task(
   task_index: int | None,
   environ: dict[str, str],
 ) -> tuple[cluster.ClusterSpec, cluster.Task | None]:
-  """The cluster, and which of its tasks this process is, from flags.
+  """Finds the cluster, and the task that this process is, from flags.
 
   Args:
-    cluster_spec: Path of a cluster-spec JSON; None takes that of the
+    cluster_spec: Path of a cluster-spec JSON; None takes the cluster of the
       environment.
-    job_name: The job of this task; None takes that of the environment, and
-      without one this process starts all tasks.
-    task_index: The index of this task.
-    environ: The environment; see `cluster.environment.role`.
+    job_name: The job of this task. None takes the task of the environment; if
+      there is none, this process starts all tasks.
+    task_index: Index of this task in its job.
+    environ: The environment variables; see `cluster.environment.role`.
 
   Returns:
-    The cluster, and the task; None if this process starts all tasks.
+    The cluster spec, and the task or, if this process starts all tasks, None.
 
   Raises:
-    cluster.ClusterError: For any mistake in them.
+    cluster.ClusterError: If flags or environment variables are invalid.
   """
   found = environment.role(environ)
   if cluster_spec is None and found is None:
@@ -392,7 +402,7 @@ def choose_task(
 
 
 def _check(options: Options) -> None:
-  """Refuses what cannot run."""
+  """Raises ClusterError for options with which training cannot run."""
   spec = options.spec
   where = spec.where
   if options.task is not None and options.task.job == "evaluator":
@@ -422,7 +432,7 @@ def _check(options: Options) -> None:
 
 
 def _check_in_graph(options: Options, where: str) -> None:
-  """There are workers to drive, and a client that needs no GPU."""
+  """Checks that there are workers to drive, and a chief without GPUs."""
   spec = options.spec
   if not spec.num_tasks("worker"):
     raise cluster.ClusterError(
@@ -444,7 +454,7 @@ def _check_in_graph(options: Options, where: str) -> None:
 
 
 def _check_layers(options: Options, where: str) -> None:
-  """Every tower needs as many devices as the layers are spread over."""
+  """Checks that each tower has as many GPUs as its layers are spread over."""
   needed = options.devices_per_tower
   for replica in options.replicas:
     gpus = options.spec.gpus(replica) or ()
@@ -457,7 +467,7 @@ def _check_layers(options: Options, where: str) -> None:
 
 
 def _check_equal_towers(options: Options, where: str) -> None:
-  """All contributions are means of equally many examples."""
+  """Checks that all contributions are means of equally many examples."""
   sizes = {str(t): len(options.spec.gpus(t) or ()) for t in options.replicas}
   if len({max(1, size) for size in sizes.values()}) > 1:
     numbers = ", ".join(f"{n} of {task}" for task, n in sizes.items())
@@ -468,7 +478,7 @@ def _check_equal_towers(options: Options, where: str) -> None:
 
 
 def _check_all_take_part(options: Options, where: str) -> None:
-  """Without parameter servers every update needs every replica."""
+  """Checks that every update can use every replica, without PS tasks."""
   if options.timeline:
     raise cluster.ClusterError(
       f"{where}`--timeline` needs variables on parameter servers. Received:"
@@ -512,14 +522,14 @@ def _check_mirrored(options: Options, where: str) -> None:
 
 
 def describe(options: Options, workload: Workload) -> str:
-  """The cluster, its replicas, batch and learning rate, as lines to print.
+  """Describes cluster, replicas, batch size and learning rate.
 
   Args:
-    options: How it is run.
+    options: How the training is run.
     workload: What is trained.
 
   Returns:
-    The lines.
+    One or more lines to print.
   """
   lines = [_describe_replicas(options, workload), workload.rate_note]
   return "\n".join(line for line in lines if line)

@@ -1,8 +1,9 @@
-"""Parts of a learning rate, by the examples in all updates so far.
+"""Computes factors of a learning rate from the number of examples seen so far.
 
-Counting examples and not steps keeps a schedule right for any number of
-replicas. Counts are ints, or integer tensors, for which results are float64
-tensors. No TensorFlow is imported, so that a launcher can check its flags.
+A schedule that counts examples instead of steps is right for any number of
+replicas. A count is an int or an integer tensor; for a tensor, the result is a
+float64 tensor. TensorFlow is not imported, so that a launcher can check its
+flags quickly.
 """
 
 from typing import TypeVar
@@ -11,19 +12,20 @@ _Count = TypeVar("_Count")
 
 
 def num_examples(epochs: float, per_epoch: int) -> int:
-  """The examples of some passes over a training set of `per_epoch`."""
+  """Returns the number of examples in `epochs` epochs of `per_epoch` each."""
   return round(epochs * per_epoch)
 
 
 def share(examples: _Count, length: int) -> _Count:
-  """The share of `length` that some examples are, in [0, 1]; 1 if it is 0.
+  """Returns `examples / length`, clipped to [0, 1].
 
-  A rate is warmed up by it in its first `length` examples (Goyal et al. 2017,
-  section 2.2).
+  Multiplied by this factor, a learning rate is warmed up over its first
+  `length` examples (Goyal et al. 2017, section 2.2).
 
   Args:
-    examples: The examples; an int or an integer tensor.
-    length: The number of examples at which the share is 1.
+    examples: Number of examples: an int or an integer tensor.
+    length: Number of examples at which the result reaches 1. With 0, the result
+      is always 1.
 
   Returns:
     A float, or a float64 tensor.
@@ -35,9 +37,10 @@ def share(examples: _Count, length: int) -> _Count:
 
 
 def staircase(examples: _Count, factor: float, length: int) -> _Count:
-  """`factor` ** k, where k is how many times `length` examples have passed.
+  """Returns `factor` ** k with k = floor(examples / length).
 
-  It is `tf.compat.v1.train.exponential_decay(staircase=True)` in examples.
+  This is the decay of `tf.compat.v1.train.exponential_decay(staircase=True)`,
+  but by examples instead of steps.
   """
   return factor ** ((examples / max(1, length)) // 1)
 

@@ -2,8 +2,9 @@
 
   python -m tf_replicas.launch --ps=1 --workers=2 train.py [arguments]
 
-The script calls `tf_replicas.fit`, which finds its role in the environment. All
-output comes with the name of its task; Ctrl-C ends all tasks.
+The script calls `tf_replicas.fit`, which finds the role of its task in
+environment variables. Each line of output has the name of its task in front.
+Ctrl-C ends all tasks.
 """
 
 import argparse
@@ -29,13 +30,13 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     "--chief",
     action="store_true",
-    help="a task of its own for the chief; in-graph replication needs it",
+    help="add a separate task for the chief; in-graph replication needs it",
   )
   parser.add_argument(
     "--cluster_spec", help="a cluster-spec file, instead of --ps and --workers"
   )
   parser.add_argument(
-    "--log_dir", help="where each task's output is kept; default: nowhere"
+    "--log_dir", help="directory for each task's output; default: not kept"
   )
   parser.add_argument(
     "--max_restarts",
@@ -91,11 +92,12 @@ def launch(argv: list[str]) -> int:
     argv: The command line, without the name of the program.
 
   Returns:
-    The exit status: 0 if all tasks ended well, else that of the first that did
-    not; 130 after Ctrl-C.
+    The exit status: 0 if all tasks succeeded, else that of the first task that
+    failed; 130 after Ctrl-C.
 
   Raises:
-    cluster.ClusterError: If the cluster or the script does not exist.
+    cluster.ClusterError: If the script does not exist, or the cluster spec or
+      an option is invalid.
   """
   options = _parser().parse_args(argv)
   if not os.path.isfile(options.script):
@@ -140,11 +142,11 @@ def launch(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-  """Ends with the status of the tasks; 2 for a mistake in the command line.
+  """Runs `launch` and exits with its status; 2 for invalid arguments.
 
   Args:
-    argv: The command line without the name of the program; None: this
-      process's.
+    argv: The command line without the name of the program; None for that of
+      this process.
   """
   try:
     status = launch(sys.argv[1:] if argv is None else argv)

@@ -1,6 +1,7 @@
 """Runs one task: a server, or a client that trains.
 
-`train` is what a program, a test or a notebook calls; it ends no process.
+Programs, tests and notebooks call `train`, which returns and does not end the
+process.
 """
 
 import contextlib
@@ -52,10 +53,10 @@ def _say(line: str) -> None:
 
 
 def _configure(options: run_options.Options) -> list[str]:
-  """Chooses this process's devices; the towers' devices on it.
+  """Chooses devices and threads; returns the devices of the towers.
 
   Raises:
-    cluster.ClusterError: If it has not the GPUs that the spec names.
+    cluster.ClusterError: If a GPU that the cluster spec names does not exist.
   """
   task = options.task
   gpus = _gpus(options)
@@ -77,11 +78,11 @@ def _configure(options: run_options.Options) -> list[str]:
 
 
 def _gpus(options: run_options.Options) -> tuple[int, ...]:
-  """The GPUs of this task: those of the spec; else none.
+  """Returns the GPUs that the spec gives to this task, if it gives any.
 
-  Tasks of one host share a GPU only if the spec gives it to both. One process
-  of its own takes the first GPU, and only if there is one: a spec that names no
-  other runs on every machine.
+  So tasks of one host share a GPU only if the spec gives it to both. A process
+  without a cluster takes the first GPU if the spec names no other, and none if
+  the machine has no GPU, so that it runs on every machine.
   """
   spec = options.spec
   gpus = spec.gpus(options.task or spec.chief)
@@ -93,14 +94,14 @@ def _gpus(options: run_options.Options) -> tuple[int, ...]:
 
 
 def serve(options: run_options.Options) -> int:
-  """Serves as a PS task or an in-graph worker until training ends.
+  """Serves as a parameter server or an in-graph worker until training ends.
 
   Returns:
     The exit status: 0 if training ended well.
   """
   _configure(options)
   if options.timeline and options.is_in_graph:
-    # The client has it write a file on this machine.
+    # The client makes this task write a file on this machine.
     timeline.prepare(_timeline_dir(options))
   clients = 1 if options.is_in_graph else len(options.replicas)
   outcome = server.serve(
@@ -118,21 +119,22 @@ def serve(options: run_options.Options) -> int:
 def train(
   options: run_options.Options, workload: run_options.Workload
 ) -> run_options.Outcome:
-  """Trains in this process, as its only one or as a client of a cluster.
+  """Trains in this process, alone or as a client of a cluster.
 
   Args:
-    options: How to run; `task` is this process's in a cluster.
+    options: How to run the training. In a cluster, `options.task` is the task
+      of this process.
     workload: What to train.
 
   Returns:
-    The global step reached and, from the chief, the last loss.
+    The global step reached and, in the chief, the loss of the last update.
 
   Raises:
     cluster.ClusterError: If a GPU of the spec does not exist, or the options
       are not for training in this process.
     checkpoints.CheckpointError: If the train directory holds another model.
     FloatingPointError: If a gradient or a loss is not finite.
-    KeyboardInterrupt: If interrupted; a checkpoint is saved before.
+    KeyboardInterrupt: If interrupted. A checkpoint is saved first.
     RuntimeError: If TensorFlow fails, or, on a worker, if training ended with
       an error elsewhere.
   """
@@ -153,7 +155,7 @@ def train(
 
 @contextlib.contextmanager
 def _one_line_errors(options: run_options.Options) -> Iterator[None]:
-  """Turns errors of TensorFlow into a `RuntimeError` of one line."""
+  """Context that turns errors of TensorFlow into one-line `RuntimeError`s."""
   try:
     yield
   except tf.errors.OpError as error:
@@ -162,7 +164,7 @@ def _one_line_errors(options: run_options.Options) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _advising(workload: run_options.Workload) -> Iterator[None]:
-  """Adds to the message of a divergence what to change."""
+  """Context that adds the advice on divergence to a FloatingPointError."""
   try:
     yield
   except FloatingPointError as error:
@@ -172,7 +174,7 @@ def _advising(workload: run_options.Workload) -> Iterator[None]:
 
 
 def _one_line(error: tf.errors.OpError, options: run_options.Options) -> str:
-  """TensorFlow's own messages are pages long, and name no task."""
+  """Shortens an error of TensorFlow to one line that names this task."""
   where = f" in {options.task}" if options.spec.is_distributed else ""
   what = f"TensorFlow failed{where}"
   # A restarted task that lacks a resource raises `NotFoundError`, as does a
@@ -188,7 +190,7 @@ def _driver(
   workload: run_options.Workload,
   tower_devices: list[str],
 ) -> driver_base.Driver:
-  """Builds the driver of this combination."""
+  """Builds the driver, the object that runs the updates, for the options."""
   if options.is_mirrored:
     return mirrored.Mirrored(
       functools.partial(workload.replica_fn, []),
@@ -229,7 +231,7 @@ def _driver(
 
 
 def _timeline_dir(options: run_options.Options) -> str | None:
-  """The directory of this task's timeline, if it records one."""
+  """Returns the directory of this task's timeline; None without `timeline`."""
   if not options.timeline:
     return None
   return timeline.directory_of(options.train_dir)
@@ -283,7 +285,7 @@ def _check_rate(
   workload: run_options.Workload,
   left: int,
 ) -> None:
-  """Refuses to resume where the learning rate has fallen to 0."""
+  """Raises CheckpointError if a resumed training has the learning rate 0."""
   seen = int(store.examples_seen.read_value())
   rate_fn = workload.learning_rate_fn
   # A new training may begin with 0, to warm up.
@@ -300,7 +302,7 @@ def _max_steps(
   options: run_options.Options,
   workload: run_options.Workload,
 ) -> int:
-  """The step to stop at, from the progress of the store or the checkpoint."""
+  """Computes the step to stop at, from progress in store or checkpoint."""
   step = int(store.read_global_step())
   seen = int(store.examples_seen.read_value())
   path = checkpoints.latest(options.train_dir)
@@ -312,12 +314,13 @@ def _max_steps(
 
 
 class _Steps:
-  """Sets the learning rate and calls `driver.step`.
+  """Function for `Session.run`: sets the learning rate and makes updates.
 
-  Adds the replicas' counts to the result when a summary is due.
+  When a summary is due, the result also has the contribution counts of the
+  replicas.
 
   Attributes:
-    loss: The last update's; None before the first.
+    loss: The loss of the last update; None before the first.
   """
 
   def __init__(
@@ -343,7 +346,7 @@ class _Steps:
     self._examples_seen = int(driver.store.examples_seen.read_value())
 
   def _max_updates(self) -> int:
-    """Updates to make before something is due, or the rate changes."""
+    """Returns the number of updates until the rate changes or output is due."""
     limits = [reports.steps_until_due(self._step, n) for n in self._stops]
     return updates_at_one_rate(
       self._learning_rate_fn,
@@ -365,7 +368,7 @@ class _Steps:
     return self._with_counts(result)
 
   def _with_counts(self, result: training.StepResult) -> training.StepResult:
-    """Adds what TensorBoard shows of replicas and variables."""
+    """Adds scalars and histograms of replicas and variables for TensorBoard."""
     scalars, histograms = dict(result.scalars), {}
     counts = self._driver.counts()
     for name, count in zip(self._driver.replica_names, counts, strict=True):
@@ -391,16 +394,17 @@ def updates_at_one_rate(
   batch: int,
   limit: int,
 ) -> int:
-  """The number of updates from the next on that have one learning rate.
+  """Counts the next updates that have the same learning rate.
 
   Args:
-    learning_rate_fn: Maps the examples seen to a rate; None: it never changes.
-    seen: Examples seen so far.
-    batch: Examples of one update.
-    limit: The largest number to return.
+    learning_rate_fn: Maps the number of examples seen to a learning rate; None
+      if the rate never changes.
+    seen: Number of examples seen so far.
+    batch: Number of examples in one update.
+    limit: Largest number to return.
 
   Returns:
-    The number, at least 1.
+    The number of updates, at least 1.
   """
   if learning_rate_fn is None:
     return limit
@@ -410,9 +414,9 @@ def updates_at_one_rate(
 
 
 def _spread_out(counts: Sequence[int], limit: int = 1000) -> np.ndarray:
-  """Turns a histogram into values: the number k occurs `counts[k]` times.
+  """Turns counts into values: the number k occurs `counts[k]` times.
 
-  If that makes more than `limit` values, all counts are scaled down.
+  If there would be more than `limit` values, all counts are scaled down.
   """
   counts = np.asarray(counts)
   share = min(1.0, limit / counts.sum())
@@ -423,11 +427,12 @@ def report(counts: list[results.Counts], names: list[str]) -> list[str]:
   """Describes what happened to the contributions of every replica.
 
   Args:
-    counts: The counts of every replica.
-    names: The names of the replicas.
+    counts: The counts of contributions, one entry per replica.
+    names: The names of the replicas, in the same order.
 
   Returns:
-    One line per replica: contributions applied and refused, staleness.
+    One line per replica: contributions applied and refused, and their
+    staleness.
   """
   lines = []
   for name, count in zip(names, counts, strict=True):

@@ -1,4 +1,4 @@
-"""Data sets by name, from TensorFlow Datasets."""
+"""Finds data sets of TensorFlow Datasets by name, and downloads them."""
 
 import concurrent.futures
 import multiprocessing
@@ -7,28 +7,29 @@ import urllib.request
 
 
 class DataError(Exception):
-  """The data cannot be used; the message is one line with the reason."""
+  """Raised if data cannot be used; the message gives the reason in one line."""
 
 
 class NotPreparedError(DataError):
-  """The data set is not there, and was not to be downloaded."""
+  """Raised if a data set is not prepared and must not be downloaded."""
 
 
 def builder(
   name: str, data_dir: str | None, *, download: bool, others: str, advice: str
 ):
-  """Returns a TensorFlow Datasets builder whose files are there.
+  """Returns a TensorFlow Datasets builder of a data set that is prepared.
 
   Args:
-    name: Of the data set.
-    data_dir: Where to look; None is the default place of TensorFlow Datasets.
-    download: Whether what is missing may be downloaded.
-    others: The names that the program knows without TensorFlow Datasets.
-    advice: What else the user can do; the end of an error.
+    name: Name of the data set.
+    data_dir: Directory to look in; None is the default of TensorFlow Datasets.
+    download: Whether to download and prepare the data set if it is missing.
+    others: The names of data sets that the program provides itself; for error
+      messages.
+    advice: What else the user can do; the end of an error message.
 
   Raises:
-    DataError: If there is no such data set, or it cannot be loaded; a
-      `NotPreparedError` if it only had to be downloaded.
+    DataError: If there is no such data set, or it cannot be loaded.
+    NotPreparedError: If the data set only has to be downloaded.
   """
   place = "its default directory" if data_dir is None else f"`{data_dir}`"
   try:
@@ -45,7 +46,7 @@ def builder(
       _require_server(found)
       _prepare_elsewhere(name, data_dir)
       found = tfds.builder(name, data_dir=data_dir)
-  # Whatever goes wrong in there, its user needs the same one line.
+  # Whatever fails in TensorFlow Datasets, the user gets this one line.
   except Exception as error:
     kind = NotPreparedError if type(error) is NotPreparedError else DataError
     raise kind(
@@ -61,10 +62,10 @@ def builder(
 
 
 def _prepare_elsewhere(name: str, data_dir: str | None) -> None:
-  """Downloads and prepares a data set, in a process of its own.
+  """Downloads and prepares a data set in a separate process.
 
-  TensorFlow encodes images on the way. A process that has used TensorFlow can
-  no longer choose its devices.
+  Preparing runs TensorFlow ops, and a process that has run one can no longer
+  choose its devices.
   """
   spawned = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawned) as pool:
@@ -78,7 +79,7 @@ def _prepare(name: str, data_dir: str | None) -> None:
 
 
 def _require_server(found) -> None:
-  """Fails at once without a network; the downloader retries for minutes."""
+  """Raises DataError without a network; the downloader retries for minutes."""
   for url in list(found.url_infos or ())[:1]:
     request = urllib.request.Request(url, method="HEAD")
     try:
@@ -90,6 +91,6 @@ def _require_server(found) -> None:
 
 
 def _one_line(error: Exception) -> str:
-  """The first line of a message, without a stop at its end."""
+  """Returns the first line of a message, without a final period."""
   lines = str(error).strip().splitlines() or [type(error).__name__]
   return lines[0].strip()[:300].rstrip(".")

@@ -1,8 +1,11 @@
-"""The update rules by name, their settings, and which go together.
+"""Defines the update rules by name, their settings, and valid combinations.
 
-A rule is an entry of `RULES`; its settings are fields of `UpdateSettings` that
-name the rule, and their flags follow from the fields. Nothing here imports
-TensorFlow before the rule is made.
+Each rule is an entry of `RULES`. Its settings are those fields of
+`UpdateSettings` that name the rule; the fields also define the flags.
+TensorFlow is imported only when a rule is made.
+
+A contribution is what a replica sends for one update: a gradient, or the result
+of several steps on the replica's own copy of the variables.
 """
 
 from __future__ import annotations
@@ -32,14 +35,16 @@ class Rule(NamedTuple):
   """An update rule that can be chosen by name.
 
   Attributes:
-    make: Maps the settings and the number of replicas to what makes the rule.
-    policy: Maps the settings to the staleness policy of asynchronous updates
-      that the name stands for.
-    is_combinable: Whether it may be combined with others that are.
-    waits_for_several: Whether an update waits for `replicas_to_aggregate`.
-    is_switchable: Whether it may follow another rule in the same training.
-    period: Local steps between two exchanges by default, after TF1's contrib;
-      None if replicas do not train copies of their own.
+    make: Maps the settings and the number of replicas to a function that makes
+      the rule.
+    policy: Maps the settings to the staleness policy that the rule adds to
+      asynchronous updates; None if it adds none.
+    is_combinable: Whether the rule may be combined with other combinable rules.
+    waits_for_several: Whether an update waits for `replicas_to_aggregate`
+      contributions.
+    is_switchable: Whether training may switch to or from this rule.
+    period: Default number of local steps between two exchanges, as in TF1's
+      contrib; None if replicas do not train copies of their own.
   """
 
   make: Callable[[UpdateSettings, int], RuleFn]
@@ -134,7 +139,7 @@ def _periodic(settings: UpdateSettings, num_replicas: int) -> RuleFn:
 
 
 def _policy(name: str, *arguments: str):
-  """A function of the staleness module, called with some settings."""
+  """Returns a function that makes the policy `name` of the staleness module."""
 
   def make(settings: UpdateSettings) -> staleness.Policy:
     from tf_replicas.rules.asynchronous import staleness
@@ -181,14 +186,14 @@ _SWITCHABLE = _names(lambda rule: rule.is_switchable)
 
 
 def _setting(default, help, within=None, *, of=None, is_needed=False, **more):
-  """A setting of the rules in `of`, which need it or not."""
+  """Returns a field for a setting of the rules in `of`; None for all rules."""
   more = {"of": of, "is_needed": is_needed, "group": GROUP, **more}
   return fields.setting(default, help, within, **more)
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-  """The update rule and its settings; see `check`."""
+  """The update rule and its settings, which `check` checks."""
 
   rules: tuple[str, ...] = _setting(
     (SYNC,),
@@ -237,14 +242,14 @@ class UpdateSettings:
   )
   moving_rate: float | None = _setting(
     None,
-    "Share of the distance that a local copy and the centre move towards each"
+    "Share of the distance that a local copy and the center move towards each"
     " other in an exchange; default: 0.9 / period / replicas",
     "(0, 1]",
     of=("elastic_average",),
   )
   rho: float | None = _setting(
     None,
-    "Pull to the centre in local steps; default: moving_rate / learning rate",
+    "Pull to the center in local steps; default: moving_rate / learning rate",
     "[0, inf)",
     of=("elastic_average",),
   )
@@ -304,7 +309,7 @@ class UpdateSettings:
 
   @property
   def all_rules(self) -> tuple[str, ...]:
-    """The rules before and after the switch."""
+    """The names of the rules before and after the switch, if there is one."""
     return self.rules + self.then_update
 
   @property
@@ -319,16 +324,16 @@ class UpdateSettings:
 
   @property
   def local_steps(self) -> int:
-    """The batches in one contribution."""
+    """Number of batches in one contribution."""
     return self.period or RULES[self.rules[0]].period or 1
 
 
 def replicas_to_aggregate(settings: UpdateSettings, num_replicas: int) -> int:
-  """The contributions in one update.
+  """Computes the number of contributions in one update.
 
   Args:
-    settings: The rule; before it switches, if it does.
-    num_replicas: The number of replicas.
+    settings: The update rule. If training switches rules, the first one counts.
+    num_replicas: Number of replicas.
 
   Returns:
     The number of contributions.
@@ -339,10 +344,10 @@ def replicas_to_aggregate(settings: UpdateSettings, num_replicas: int) -> int:
 
 
 def needs_parameter_servers(settings: UpdateSettings) -> bool:
-  """Whether there are settings that training without them cannot follow.
+  """Returns whether the settings can only be used with parameter servers.
 
   Args:
-    settings: The settings; `replicas_to_aggregate` does not count.
+    settings: The settings. Here, `replicas_to_aggregate` is ignored.
   """
   return any(
     getattr(settings, field.name) != field.default
@@ -353,7 +358,10 @@ def needs_parameter_servers(settings: UpdateSettings) -> bool:
 
 
 def phases(settings: UpdateSettings) -> list[UpdateSettings]:
-  """The settings before and after the switch of the rule, if it is switched."""
+  """Returns the settings before and after the switch of the update rule.
+
+  Without a switch, the list has one entry.
+  """
   return [
     dataclasses.replace(settings, rules=rules, then_update=())
     for rules in (settings.rules, settings.then_update)
@@ -362,22 +370,22 @@ def phases(settings: UpdateSettings) -> list[UpdateSettings]:
 
 
 def expected_staleness(settings: UpdateSettings, num_replicas: int) -> float:
-  """How many updates old a gradient is, with equally fast replicas.
+  """Estimates how many updates old a gradient is, with equally fast replicas.
 
-  These are the updates between the read of the variables that it was computed
-  from and the update that it is part of. M replicas that wait for nobody make
-  M - 1 of them in turn (Lian et al. 2015). Of n-softsync it is n (Zhang et al.
-  2015, section 3). A replica that reads every K steps adds the M * k updates
-  since its read; k is (K - 1) / 2 on average. Bounded staleness limits how far
-  ahead of the slowest replica one may be, so it changes nothing here.
+  The age is the number of updates between the read of the variables that a
+  gradient is computed from and the update that applies the gradient. If M
+  replicas do not wait for each other, the age is M - 1 (Lian et al. 2015).
+  With n-softsync it is at most n (Zhang et al. 2015, section 3). A replica that
+  reads the variables only every K steps adds M * (K - 1) / 2 on average.
+  Bounded staleness changes nothing if replicas are equally fast.
 
   Args:
-    settings: The rule; before it switches, if it does.
-    num_replicas: M.
+    settings: The update rule. If training switches rules, the first one counts.
+    num_replicas: Number M of replicas.
 
   Returns:
-    The number of updates; 0 for synchronous updates, and for exchanges of
-    copies.
+    The number of updates; 0 for synchronous updates, and for rules that average
+    copies of the variables.
   """
   rules = [RULES[name] for name in settings.rules]
   is_async = any(rule.make is _async for rule in rules)
@@ -393,14 +401,14 @@ def expected_staleness(settings: UpdateSettings, num_replicas: int) -> float:
 
 
 def check(settings: UpdateSettings, num_replicas: int) -> None:
-  """Refuses settings that do not go together.
+  """Checks that the settings are valid and go together.
 
   Args:
     settings: The settings.
-    num_replicas: The number of replicas.
+    num_replicas: Number of replicas.
 
   Raises:
-    cluster.ClusterError: With the reason.
+    cluster.ClusterError: If they are not; gives the reason.
   """
   _check_rules("update", settings.rules)
   fields.validate(settings, cluster.ClusterError)
@@ -431,7 +439,7 @@ def _check_rules(flag: str, names: tuple[str, ...]) -> None:
 
 
 def _check_used(settings: UpdateSettings, field: dataclasses.Field) -> None:
-  """A setting is given only if a rule uses it, and if a rule needs it."""
+  """Checks that a setting is given if a rule needs it, and used if given."""
   rules = field.metadata["of"]
   if rules is None:
     return
@@ -449,7 +457,7 @@ def _check_used(settings: UpdateSettings, field: dataclasses.Field) -> None:
 
 
 def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
-  """The switch has one condition, and goes between suitable rules."""
+  """Checks that a switch has one condition, and goes between suitable rules."""
   conditions = ("switch_at_step", "switch_when_refused", "switch_when_slow")
   values = {name: getattr(settings, name) for name in conditions}
   given = [f"--{k}={v}" for k, v in values.items() if v is not None]
@@ -486,7 +494,7 @@ def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
 def _check_switch_condition(
   settings: UpdateSettings, num_replicas: int
 ) -> None:
-  """The condition can occur under the first rule."""
+  """Checks that the condition of a switch can occur under the first rule."""
   is_sync = settings.rules == (SYNC,)
   has_backups = is_sync and (
     replicas_to_aggregate(settings, num_replicas) < num_replicas
@@ -508,14 +516,16 @@ def _check_switch_condition(
 
 
 def rule_fn(settings: UpdateSettings, num_replicas: int) -> RuleFn:
-  """What makes the rule, or two rules and the switch between them.
+  """Returns a function that makes the update rule of some settings.
 
   Args:
     settings: Settings that `check` accepts.
-    num_replicas: The number of replicas.
+    num_replicas: Number of replicas.
 
   Returns:
-    A function of the inner optimizer and the rule's keywords.
+    A function of a Keras optimizer and keyword arguments of
+    `rules.base.UpdateRule`. The rule that it returns contains both rules if
+    training switches between two.
   """
   if not settings.then_update:
     return RULES[settings.rules[0]].make(settings, num_replicas)

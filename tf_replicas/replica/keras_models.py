@@ -125,7 +125,7 @@ def _is_statistic(state: keras.Variable) -> bool:
 
 
 def _new_seed(state: keras.Variable) -> tf.Tensor:
-  """The state of a seed, new in every execution; other states as they are."""
+  """Returns a new random state for a seed generator, else the present value."""
   if not state.path.endswith(_SEED):
     return state.value
   number = tf.random.uniform(state.shape, maxval=2**31 - 1, dtype=tf.int64)

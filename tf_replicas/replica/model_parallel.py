@@ -1,7 +1,7 @@
-"""Layers on devices: one model over several devices, in micro-batches.
+"""Spreads the layers of one model over several devices, in micro-batches.
 
-The cluster spec's `layers` maps layers to the devices of a tower. Model code
-never mentions a device:
+The cluster spec's `layers` maps layers to the devices of a *tower*, one copy of
+the model's computation. Model code never mentions a device:
 
     layers = model_parallel.place_layers(model, {"conv*": 0, "local*": 1})
     model_replica.Replica(
@@ -62,9 +62,9 @@ class Layer(NamedTuple):
   """A layer and its device.
 
   Attributes:
-    name: Its Keras name.
-    device: Index of its device within a tower.
-    weights: Its weights, trainable or not.
+    name: The layer's Keras name.
+    device: The index of the layer's device within a tower.
+    weights: The layer's weights, trainable or not.
   """
 
   name: str
@@ -263,7 +263,7 @@ class Pipeline:
     self._stages: list[tuple[int, list[tf.Tensor]]] = []
 
   def device_of(self, path: str) -> str:
-    """The device of the layer that owns the variable with this path."""
+    """Returns the device of the layer that owns the variable with this path."""
     last = self.layers.layers[-1].device
     return self._devices[self.layers.num_of_path.get(path, last)]
 
@@ -300,7 +300,7 @@ class Pipeline:
 
 
 def parts_under_way(num_devices: int) -> int:
-  """The number of parts that a tower may process at the same time.
+  """Returns how many parts a tower may process at the same time.
 
   D parts would keep D devices busy only if no device ever waited. With 8 parts
   and emulated devices of fixed speed, 3 devices were 2.0 times as fast as one
@@ -359,6 +359,6 @@ def after(
 
 
 def _tensors(structure: object) -> list[tf.Tensor]:
-  """All tensors within any `tf.nest` structure."""
+  """Returns all tensors within any `tf.nest` structure."""
   flat = tf.nest.flatten(structure, expand_composites=True)
   return [x for x in flat if tf.is_tensor(x)]

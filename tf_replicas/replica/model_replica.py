@@ -1,4 +1,4 @@
-"""A model replica: it computes gradients, on one device or on several.
+"""Defines a model replica, which computes gradients on one or more devices.
 
 A replica is a list of variables, a loss as a function of parameters and a
 batch, and a data set. Model code never mentions a device: the driver decides
@@ -197,7 +197,7 @@ class Replica:
     return [metric_sums.variable(self.metrics)] if self.metrics else []
 
   def towers(self) -> list[tuple[str, ...]]:
-    """The devices of each tower; empty if there are no devices."""
+    """Returns the devices of each tower; empty if there are no devices."""
     if self.layers is None:
       return [(device,) for device in self.devices]
     return self.layers.towers(self.devices)
@@ -241,7 +241,7 @@ class Replica:
     batch: Batch,
     scale_loss: ScaleLoss,
   ) -> Gradients:
-    """The gradients of a loss that is scaled dynamically."""
+    """Computes the gradients of a loss that is scaled dynamically."""
     assert self.loss_scale is not None
     count = len(parameters) - len(self.loss_scale.variables)
     scale = parameters[count]
@@ -301,7 +301,7 @@ class Replica:
     parts: Sequence[Batch],
     scale_loss: ScaleLoss,
   ) -> Gradients:
-    """The mean over all towers; the strategy traces each in a thread."""
+    """Averages over all towers, each traced in a thread by a strategy."""
     strategy = tf.distribute.MirroredStrategy(
       list(self.devices), tf.distribute.ReductionToOneDevice()
     )
@@ -325,7 +325,7 @@ class Replica:
     batch: Batch,
     scale_loss: ScaleLoss,
   ) -> Gradients:
-    """The gradients of one tower: the mean over its micro-batches."""
+    """Computes the gradients of one tower: the mean over its micro-batches."""
     pipeline, homes = None, [""] * len(parameters)
     if len(devices) > 1:
       pipeline = model_parallel.Pipeline(self.layers, devices)
@@ -351,7 +351,7 @@ class Replica:
     batch: Batch,
     scale_loss: ScaleLoss,
   ) -> Gradients:
-    """The gradients of one micro-batch."""
+    """Computes the gradients of one micro-batch."""
     trained = parameters[: len(self.variables)]
     if pipeline is None:
       with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -373,7 +373,7 @@ class Replica:
   def _loss(
     self, parameters: Sequence[tf.Tensor], batch: Batch
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """The loss, and old minus new value of each other variable."""
+    """Computes the loss, and old minus new value of each other variable."""
     arguments = batch if isinstance(batch, tuple) else (batch,)
     self._check_arguments(arguments)
     loss_fn = patches.by_autograph(self.loss_fn)
@@ -406,11 +406,11 @@ class Replica:
     return loss, [*(o - n for o, n in zip(old, new, strict=True)), *sums]
 
   def metric_moves(self, found: Metrics) -> list[tf.Tensor]:
-    """What a batch contributes to the sums of the metrics, if there are any."""
+    """Returns a batch's contribution to the sums of the metrics, if any."""
     return [metric_sums.move(self.metrics, found)] if self.metrics else []
 
   def _split_metrics(self, result: Any) -> tuple[Any, Metrics]:
-    """What `loss_fn` returned, without the metrics; and the metrics."""
+    """Splits what `loss_fn` returned into the metrics and the rest."""
     found = result[-1] if isinstance(result, tuple) else None
     if not isinstance(found, Mapping) or set(found) != set(self.metrics):
       raise ValueError(
@@ -447,7 +447,7 @@ def check_metrics(metrics: Metrics) -> None:
 
 
 def num_examples(batch: Batch) -> tf.Tensor:
-  """The size of the batch's first tensor along axis 0: an int64 scalar.
+  """Returns the size of the batch's first tensor along axis 0, as int64 scalar.
 
   Raises:
     ValueError: If the batch does not begin with such a tensor.

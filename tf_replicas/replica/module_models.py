@@ -35,17 +35,17 @@ _Result = tuple[
 
 
 class SharedTemplate:
-  """Path, shape and dtype of a module's variable, as the store copies it.
+  """A template of a module's variable: the path, shape and dtype to share.
 
   Counters are shared as float64, which holds them exactly up to 2**53: the
   update rules average what replicas contribute.
 
   Attributes:
     path: See `OwnVariable`.
-    name: The same.
-    shape: The shape.
-    dtype: The dtype as which it is shared.
-    trainable: Whether gradients update it.
+    name: Equal to `path`.
+    shape: The variable's shape.
+    dtype: The dtype of the shared copy.
+    trainable: Whether gradients update the variable.
   """
 
   def __init__(self, own: Own):
@@ -76,12 +76,12 @@ class _Tracer:
     loss_fn: Callable[..., Any],
     variables_fn: Callable[[], list[Own]],
   ):
-    """Traces nothing yet.
+    """Stores the functions, without tracing them.
 
     Args:
       loss_fn: Maps a batch to the loss, or to (loss, metrics).
-      variables_fn: Returns the variables; those that the loss function makes
-        when it is first called, too.
+      variables_fn: Returns the variables, including those that the loss
+        function makes when it is first called.
     """
     self.metrics: tuple[str, ...] = ()
     self._loss_fn = loss_fn
@@ -96,7 +96,7 @@ class _Tracer:
 
   @property
   def statistics(self) -> list[Own]:
-    """The other numbers: averages, counters, frozen weights."""
+    """Numbers without gradients: averages, counters, frozen weights."""
     return [
       own
       for own in self._variables_fn()
@@ -113,7 +113,7 @@ class _Tracer:
     ]
 
   def concrete(self, batch_spec: Any) -> tf.types.experimental.ConcreteFunction:
-    """The function of (loss factor, batch) for batches of this spec.
+    """Returns the function of (loss factor, batch) for batches of this spec.
 
     Raises:
       ValueError: If the loss is not a scalar, depends on no trainable variable,
@@ -169,7 +169,7 @@ def _is_number(own: Own) -> bool:
 
 
 def _split(result: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-  """The loss and the metrics in what a loss function returned."""
+  """Splits what a loss function returned into the loss and the metrics."""
   metrics: Mapping[str, tf.Tensor] = {}
   if isinstance(result, tuple) and len(result) == 2:
     result, metrics = result
@@ -194,8 +194,8 @@ class ModuleReplica(model_replica.Replica):
 
   Attributes:
     tracer: Traces the function.
-    others: Variables that are not shared, with what makes their first value in
-      an execution.
+    others: Variables that are not shared, each with a function that returns its
+      first value in an execution.
   """
 
   tracer: _Tracer
@@ -208,7 +208,7 @@ class ModuleReplica(model_replica.Replica):
     batch: model_replica.Batch,
     scale_loss: model_replica.ScaleLoss,
   ) -> model_replica.Gradients:
-    """The gradients of one micro-batch; see `Replica`."""
+    """Computes the gradients of one micro-batch; see `Replica`."""
     del pipeline
     tracer = self.tracer
     function = tracer.concrete(
@@ -234,7 +234,11 @@ class ModuleReplica(model_replica.Replica):
 
 
 def _first_value(own: Own) -> Callable[[], tf.Tensor]:
-  """New in every execution for a random generator's state; else as it is."""
+  """Returns a function for the first value of a variable in an execution.
+
+  For a random generator's state that is a new random number, for any other
+  variable its present value.
+  """
   variable = own.variable
   if not own.is_random:
     value = variable.numpy()
@@ -272,7 +276,7 @@ def module_replica(
       called, they are made for the batches of `dataset_fn`.
     loss_fn: Maps (module, *batch) to a scalar, the mean loss over the batch; or
       to (loss, metrics), where metrics is a dict of scalars for the log. See
-      `StepResult.metrics`. It may not use variables of others. AutoGraph
+      `StepResult.metrics`. It may use no variables outside `module`. AutoGraph
       converts it.
     dataset_fn: See `Replica.dataset_fn`.
     devices: See `Replica.devices`.
@@ -285,7 +289,7 @@ def module_replica(
   Raises:
     TypeError: If `module` is no module, or `loss_fn` is not callable.
     ValueError: If the loss is not a scalar, depends on no trainable variable,
-      or on variables of others.
+      or on variables outside `module`.
   """
   if not module_internals.is_module(module):
     raise TypeError(
@@ -383,7 +387,7 @@ def _replica(
 
 
 def _part_spec(spec: tf.TypeSpec, parts: int) -> tf.TypeSpec:
-  """The spec of one of so many equal parts of a batch."""
+  """Returns the spec of one of `parts` equal parts of a batch."""
   if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
     return spec
   size = spec.shape[0]

@@ -1,8 +1,8 @@
 """The interface of an update rule.
 
-An *update rule* decides when and how gradients reach the variables. It never
-learns which driver runs it. Its life, on the chief (C), on every replica (R),
-or on both:
+An *update rule* decides when and how gradients reach the variables. It does not
+depend on the driver, the object that runs the training. The driver calls its
+methods in this order, on the chief (C), on every replica (R), or on both:
 
     build ── create ── start ─┬─ begin ── contribute ── contribute ── …     (R)
       CR        C        C    │
@@ -10,27 +10,34 @@ or on both:
 
     … ── end_replicas ── close                                              (C)
 
-* `build` attaches to the shared objects on the parameter servers, by name.
+* `build` creates the shared objects (variables, queues) on the parameter
+  servers, or attaches to existing ones of the same names.
 * `create` gives them their first values, or takes them over from an earlier
   chief. Then a checkpoint may be restored, and `start` follows.
-* A replica calls `begin` once and then `contribute` for every step. What it
-  carries from one call to the next is its *state*: a list of tensors, such as
-  the parameters. The rule says what is in it.
+* A replica calls `begin` once and then `contribute` for every step. From one
+  call to the next it carries its *state*: a list of tensors, such as the
+  parameters. The rule decides what the list contains.
 * The chief calls `apply_updates`, which waits for updates or makes them.
 * Another thread may call `interrupt`, `status`, `counts`, `declare_lost`.
 
-`UpdateRule` is the interface. `GradientRule` has the replica's half of all
-rules whose replicas hand over the gradient of one batch at a time;
-`OptimizerRule` is what the rules around an inner optimizer share.
+A *contribution* is what a replica hands over at once: gradients, the loss and
+the number of examples. A *statistic* is a variable without gradients, such as a
+moving mean of batch normalization. Its entry among the gradients is its old
+minus its new value. `store.contributed` lists the trainable variables, then the
+statistics. `rules.protocol` defines tags and admission.
+
+`UpdateRule` is the interface. `GradientRule` implements the replica's methods
+for rules whose replicas hand over the gradient of one batch at a time.
+`OptimizerRule` contains what all rules that wrap an optimizer share.
 
 How to extend it:
 
-* Replicas that join and leave: a new one calls `begin`; `declare_lost` ends the
-  wait for one that left.
-* Rows of a table: a gradient may be a `tf.IndexedSlices`.
-* Contributions that arrive in parts: only `GradientRule.apply_gradients` knows
+* Replicas that join and leave: a new replica calls `begin`; `declare_lost` ends
+  the wait for a replica that left.
+* Contributions that arrive in pieces: only `GradientRule.apply_gradients` knows
   how gradients are sent.
-* Several trainings: the store's namespace keeps their objects apart.
+* Several trainings on the same tasks: the store's namespace, a scope for the
+  names of shared objects, separates them.
 """
 
 import abc
@@ -84,14 +91,15 @@ ComputeFn = Callable[[Sequence[tf.Tensor], ScaleLoss], model_replica.Gradients]
 
 
 class ReplicaStep(NamedTuple):
-  """What a replica has after a step.
+  """The result of one step of a replica.
 
   Attributes:
-    token: What the rule told the replica. Its `global_step` is that of the
-      state, or `step_token.ENDED`.
-    state: What the replica carries to its next step.
-    computed: float64 scalar, seconds since 1970 when the replica had its last
-      gradient; `step_token.NEVER` unless times are recorded.
+    token: The rule's reply. Its `global_step` is the global step of the
+      variables in `state`, or `step_token.ENDED`.
+    state: The tensors that the replica carries to its next step.
+    computed: float64 scalar, the time at which the last gradients of the step
+      were computed, in seconds since 1970; `step_token.NEVER` unless times are
+      recorded.
   """
 
   token: step_token.StepToken
@@ -100,17 +108,20 @@ class ReplicaStep(NamedTuple):
 
 
 class UpdateRule(abc.ABC):
-  """When and how gradients reach the variables; see the module's docstring.
+  """Decides when and how gradients reach the variables.
+
+  The module's docstring describes the order of the calls.
 
   Attributes:
-    name: Names the rule, and its summaries.
-    total_num_replicas: How many replicas contribute.
-    replicas_to_aggregate: How many contributions make one update.
-    accepted_fraction: The fraction of what replicas compute that is used, if
-      all are equally fast.
-    wire_dtype: The dtype as which float32 parameters and gradients travel;
-      None leaves them as they are.
-    preadmits: Whether a `StepToken` may admit the next contribution in advance.
+    name: The name of the rule, also in summaries.
+    total_num_replicas: The number of replicas that contribute.
+    replicas_to_aggregate: The number of contributions in one update.
+    accepted_fraction: The fraction of all contributions that updates use if all
+      replicas are equally fast.
+    wire_dtype: The dtype to which float32 parameters and gradients are cast
+      while they are sent; None casts nothing.
+    preadmits: Whether a `StepToken` may admit the replica's next contribution,
+      so that the replica need not offer it.
   """
 
   name: str
@@ -133,55 +144,61 @@ class UpdateRule(abc.ABC):
     """Attaches to the shared objects on the PS tasks, or creates them.
 
     Args:
-      store: Holds the variables; need not be initialized yet.
+      store: Holds the variables, which need no values yet.
       is_sparse: For each element of `store.contributed`, whether its gradients
-        are `tf.IndexedSlices`. None: no gradient is.
-      namespace: That of the rule's own objects (queues, counts); None: that of
-        `store`.
+        are `tf.IndexedSlices`. None: all are dense.
+      namespace: The namespace of the rule's own objects (queues, counts). None:
+        the namespace of `store`.
 
     Raises:
-      ValueError: If the rule cannot treat such variables or gradients.
+      ValueError: If the rule does not support such variables or gradients.
     """
 
   @abc.abstractmethod
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """The chief's: gives everything its first value, or takes it over.
+    """Assigns all first values, or takes over an earlier chief's objects.
+
+    Only the chief calls it.
 
     Args:
       values: The initial value of each variable, in the store's order.
-      resumed: Whether the store is initialized: an earlier chief made it.
+      resumed: Whether an earlier chief has initialized the store. Its values
+        are then kept.
     """
 
   @abc.abstractmethod
   def start(self) -> None:
-    """Called once by the chief, before its first update.
+    """Prepares the first update of this chief.
 
-    All variables have their values by then.
+    The chief calls it once, after all variables have their values.
     """
 
   @abc.abstractmethod
   def trace_ahead(self) -> None:
-    """Traces now all functions that may be called later, while a task hangs.
+    """Traces all functions that may have to be called while a task hangs.
 
     An in-graph client that traces a function waits for all tasks (TensorFlow
-    2.21). So it must not trace while one of them hangs.
+    2.21), so these functions could not be traced while a task hangs.
     """
 
   @abc.abstractmethod
   def signature(self) -> Mapping[str, object]:
-    """What all clients of one training must agree on; JSON values by name."""
+    """Returns what must be equal in all workers and chiefs of one training.
+
+    The settings are JSON values by name.
+    """
 
   # The replica's half; to be used inside a `tf.function`.
 
   @abc.abstractmethod
   def begin(self, replica: int | tf.Tensor) -> ReplicaStep:
-    """What a replica starts with.
+    """Reads the state with which a replica starts.
 
     Args:
-      replica: Which replica this is, in [0, total_num_replicas).
+      replica: The index of this replica, in [0, total_num_replicas).
 
     Returns:
-      A token with the global step of the state, and the state.
+      The state, and a token with the global step at which it was read.
     """
 
   @abc.abstractmethod
@@ -194,14 +211,15 @@ class UpdateRule(abc.ABC):
     token: step_token.StepToken,
     records_times: bool = False,
   ) -> ReplicaStep:
-    """One step of a replica: compute, hand over, wait, read.
+    """Makes one step of a replica: computes, hands over, waits and reads.
 
     Args:
       compute: Computes the gradients of the next batch.
-      replica: Which replica this is, in [0, total_num_replicas).
-      state: As `begin` or the last call returned it.
-      token: As `begin` or the last call returned it.
-      records_times: Whether to read the clock, which makes other ops wait.
+      replica: The index of this replica, in [0, total_num_replicas).
+      state: The state that `begin` or the last `contribute` returned.
+      token: The token that `begin` or the last `contribute` returned.
+      records_times: Whether to record when the gradients were computed. They
+        are then sent only after the clock was read.
 
     Raises:
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
@@ -215,7 +233,8 @@ class UpdateRule(abc.ABC):
     """Waits for updates, or makes them.
 
     Args:
-      max_updates: How many at most; a rule may always return one.
+      max_updates: The largest number of updates to make. A rule may make one
+        only.
 
     Returns:
       At least one update.
@@ -238,19 +257,19 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def counts(self) -> list[results.Counts]:
-    """What became of the contributions of each replica."""
+    """Returns how many contributions of each replica were used or refused."""
 
   @abc.abstractmethod
   def status(self) -> results.StepStatus:
-    """How far the next update has come, and what each replica does."""
+    """Returns the progress of the next update and the state of each replica."""
 
   @abc.abstractmethod
   def declare_lost(self, replica: int, tag: int) -> None:
     """Stops waiting for `replica` until it contributes again.
 
     Args:
-      replica: The replica.
-      tag: The tag of its last contribution, as `status` had it.
+      replica: The index of the replica.
+      tag: The tag of the replica's last contribution, as `status` returned it.
     """
 
   @abc.abstractmethod
@@ -259,25 +278,31 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def release_replica(self, replica: int) -> None:
-    """Unblocks this process's own `replica`, because its chief is lost."""
+    """Ends the wait of `replica`, which runs in this process.
+
+    Called when the chief, which would answer the replica, is lost.
+    """
 
   @abc.abstractmethod
   def end_replicas(self) -> None:
-    """Tells replicas that training has ended; may last until `interrupt`."""
+    """Tells replicas that training has ended.
+
+    May keep on answering replicas, and not return before `interrupt` is called.
+    """
 
   @abc.abstractmethod
   def close(self) -> None:
-    """Ends the training: whatever waits gets `tf.errors.OutOfRangeError`."""
+    """Ends the training: waiting calls get `tf.errors.OutOfRangeError`."""
 
   # One program that has all gradients of a step.
 
   def in_lockstep(
     self, store: parameter_store.ParameterStore
   ) -> "LockstepUpdate":
-    """The update of one program that has all gradients of a step.
+    """Returns this rule's update for one program that computes all gradients.
 
     Args:
-      store: Holds the variables, on one task.
+      store: Holds the variables, all on one task.
 
     Raises:
       ValueError: If the rule needs parameter servers.
@@ -294,13 +319,14 @@ class UpdateRule(abc.ABC):
 class GradientRule(UpdateRule):
   """A rule whose replicas hand over the gradient of one batch at a time.
 
-  Its state is the parameters, one tensor per element of `store.contributed`,
-  unless a subclass adds to it.
+  A replica's state consists of the parameters, one tensor per element of
+  `store.contributed`. Subclasses may add tensors to it.
 
   Attributes:
-    read_needs: What `pull` does besides reading the variables, by name; empty
-      if it only reads.
-    refresh_every: How many steps a replica makes from what it read once.
+    read_needs: The names of what `pull` does besides reading the variables,
+      such as `snapshot_reads`; empty if it only reads.
+    refresh_every: The number of steps that a replica makes between two reads
+      of the variables.
   """
 
   refresh_every: int = 1
@@ -309,7 +335,7 @@ class GradientRule(UpdateRule):
 
   @abc.abstractmethod
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """What to differentiate instead of `loss`."""
+    """Returns the scalar that a replica differentiates instead of `loss`."""
 
   @abc.abstractmethod
   def apply_gradients(
@@ -328,18 +354,21 @@ class GradientRule(UpdateRule):
 
     Args:
       grads_and_vars: (gradient, variable) pairs. A gradient has the variable's
-        shape and is dense, `tf.IndexedSlices` or None; a variable may be given
+        shape and is dense, `tf.IndexedSlices` or None. A variable may be given
         by its path. Variables left out have no gradient. For a statistic, such
         as a moving mean, old minus new value takes the gradient's place.
-      replica: Which replica this is, in [0, total_num_replicas).
-      local_step: int64 scalar, the global step whose variables were used.
-      loss: Scalar, for the reports: the mean over these examples.
-      num_examples: Scalar, how many examples the gradients are the mean of.
-      preadmitted_tag: int64 scalar, that of the last `StepToken`; None if that
-        had none.
+      replica: The index of this replica, in [0, total_num_replicas).
+      local_step: int64 scalar, the global step of the variables from which the
+        gradients were computed.
+      loss: Scalar, the mean loss over these examples, for the chief's reports.
+      num_examples: Scalar, the number of examples over which the gradients are
+        the mean.
+      preadmitted_tag: int64 scalar, the `preadmitted_tag` of the last
+        `StepToken`, or None.
 
     Returns:
-      Whether the gradients were used, and the global step to continue from.
+      A token that says whether the gradients were used, and from which global
+      step to continue.
 
     Raises:
       ValueError: If a variable is not in the store.
@@ -351,7 +380,7 @@ class GradientRule(UpdateRule):
     """Reads the variables; to be used inside a `tf.function`.
 
     Args:
-      replica: Which replica reads, in [0, total_num_replicas).
+      replica: The index of the replica that reads, in [0, total_num_replicas).
 
     Returns:
       The int64 global step, and one tensor per variable of the store.
@@ -362,7 +391,7 @@ class GradientRule(UpdateRule):
   def pull_contributed(
     self, replica: int | tf.Tensor
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """As `pull`, but one tensor per element of `store.contributed`."""
+    """Reads as `pull` does; returns the tensors ordered as `contributed`."""
     step, values = self.pull(replica)
     return step, [values[i] for i in self._store.contributed]
 
@@ -399,8 +428,8 @@ class GradientRule(UpdateRule):
     """Computes the gradients of one batch and hands them over.
 
     Returns:
-      What `apply_gradients` returned, and when the gradients were there (see
-      `ReplicaStep.computed`).
+      The token that `apply_gradients` returned, and the time at which the
+      gradients were computed (see `ReplicaStep.computed`).
     """
     result = compute(parameters, self.scale_loss)
     gradients, computed = result.gradients, step_token.never()
@@ -423,8 +452,9 @@ class GradientRule(UpdateRule):
     """Reads the parameters for the next step, once `token` has arrived.
 
     Returns:
-      The token, with the step of what was read unless training has ended, and
-      one parameter per element of `store.contributed`.
+      The token, and one parameter per element of `store.contributed`. The
+      token's global step is the one at which the parameters were read, or
+      remains `step_token.ENDED`.
     """
     with tf.control_dependencies([token.global_step]):
       now, parameters = self.pull_contributed(replica)
@@ -433,10 +463,10 @@ class GradientRule(UpdateRule):
   def at_step(
     self, token: step_token.StepToken, step: tf.Tensor
   ) -> step_token.StepToken:
-    """`token` with global step `step`, unless it says that training ended.
+    """Returns `token` with global step `step`, unless training has ended.
 
-    A refused replica may continue while an update is being made, and then reads
-    variables of a later step than the token's.
+    A replica whose gradients were refused may continue while an update is being
+    made. It then reads variables of a later step than its token names.
     """
     with tf.device(self._store.device_of_task(0)):
       ended = token.global_step < 0
@@ -446,13 +476,14 @@ class GradientRule(UpdateRule):
 
 
 class OptimizerRule(GradientRule):
-  """A rule around an inner optimizer.
+  """A rule that updates variables with an *inner optimizer*, the user's.
 
   Attributes:
-    inner: The inner optimizer, bound to the store.
-    applier: Applies gradients to the variables, once `bind` was called.
-    variable_averages: How the moving averages follow, if there are any.
-    has_chief_statistics: Whether statistics follow one replica alone.
+    inner: The inner optimizer, applied on the PS tasks.
+    applier: Applies gradients to the variables; set by `bind`.
+    variable_averages: Updates the moving averages; None if there are none.
+    has_chief_statistics: Whether statistics are updated from one replica alone,
+      rather than from the mean over replicas.
     is_built: Whether `build` was called.
   """
 
@@ -477,18 +508,20 @@ class OptimizerRule(GradientRule):
     Args:
       optimizer: The inner optimizer: a Keras 3 optimizer, or any object with
         `apply(gradients, variables)` or `apply_gradients(pairs)`.
-      variable_averages: Keeps moving averages, updated after every update and
-        before the replicas continue.
-      variables_to_average: Variables, or their paths; all if not given.
-      clip_replica_norm: Each replica's gradients are scaled down to this
-        global norm before they leave it.
-      clip_mean_norm: What is applied is scaled down to this global norm.
-      momentum_correction: As for `InnerOptimizer`.
-      has_chief_statistics: Whether statistics follow one replica alone.
-      loss_scale: `scale_loss` multiplies by it and `apply_gradients` divides
-        by it, for float16 computation.
+      variable_averages: Keeps moving averages of variables, updated before the
+        replicas continue.
+      variables_to_average: The variables to average, or their paths. None: all.
+      clip_replica_norm: The global norm to which each replica's gradients are
+        clipped before they are sent. None: no clipping.
+      clip_mean_norm: The global norm to which the gradients that an update
+        applies are clipped. None: no clipping.
+      momentum_correction: See `InnerOptimizer`.
+      has_chief_statistics: Whether statistics are updated from one replica
+        alone.
+      loss_scale: A constant by which `scale_loss` multiplies the loss and
+        `apply_gradients` divides the gradients, for float16 computation.
       wire_dtype: `float16` or `bfloat16`; see `ParameterStore`.
-      name: Names the rule, and its summaries.
+      name: The name of the rule, also in summaries.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -524,7 +557,7 @@ class OptimizerRule(GradientRule):
     self._loss_scale = loss_scale
 
   def __getattr__(self, name: str) -> NoReturn:
-    """Names the successor of a method that TF1's optimizers had."""
+    """Raises an AttributeError, with a hint for methods of TF1's optimizers."""
     hint = _TF1_SUCCESSORS.get(name)
     raise AttributeError(
       f"{type(self).__name__!r} has no attribute {name!r}"
@@ -540,7 +573,10 @@ class OptimizerRule(GradientRule):
       )
 
   def bind(self, store: parameter_store.ParameterStore) -> None:
-    """Says which variables are trained; creates their moving averages."""
+    """Sets the store whose variables are trained; creates `applier`.
+
+    The applier creates the moving averages.
+    """
     self._store = store
     self.applier = applier.Applier(
       store,
@@ -557,17 +593,18 @@ class OptimizerRule(GradientRule):
     self.applier.initialize(values)
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """What to differentiate instead of `loss`; see `loss_scale`."""
+    """Returns `loss`, multiplied by `loss_scale` if that is given."""
     return loss if self._loss_scale is None else loss * self._loss_scale
 
   def finish_gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-    """A replica's gradients of the scaled loss as they leave it.
+    """Prepares one replica's gradients for sending.
 
     Args:
-      gradients: One per element of `store.contributed`.
+      gradients: One per element of `store.contributed`, of the scaled loss.
 
     Returns:
-      The same, without the loss scale and clipped to `clip_replica_norm`.
+      The gradients divided by `loss_scale`, then clipped to the global norm
+      `clip_replica_norm`. Entries of statistics are not changed.
     """
     count = len(self._store.trainable)
     gradients, moves = list(gradients[:count]), list(gradients[count:])
@@ -584,13 +621,16 @@ class OptimizerRule(GradientRule):
   def weigh_statistics(
     self, gradients: Sequence[Gradient], weight: int | tf.Tensor
   ) -> list[Gradient]:
-    """Multiplies statistics by `weight` if they follow one replica alone.
+    """Multiplies the entries of statistics by `weight` if one replica counts.
+
+    Exceptions are the loss scale and the sums of metrics, which need all
+    replicas.
 
     Args:
       gradients: One per element of `store.contributed`.
-      weight: N, the contributions of an update, for the replica that the
-        statistics follow, so that the mean over N is its value; for the others
-        0.
+      weight: N, the number of contributions in an update, for the replica that
+        updates the statistics; 0 for all others. The mean over N contributions
+        is then that replica's entry.
     """
     if not self.has_chief_statistics:
       return list(gradients)
@@ -607,10 +647,10 @@ class OptimizerRule(GradientRule):
   def in_order(
     self, grads_and_vars: Iterable[tuple[Gradient, tf.Variable | str]]
   ) -> list[Gradient]:
-    """One finished gradient, or None, per element of `store.contributed`.
+    """Sorts gradients by `store.contributed`, and prepares them for sending.
 
     Args:
-      grads_and_vars: As for `apply_gradients`.
+      grads_and_vars: See `apply_gradients`.
 
     Raises:
       ValueError: If a variable is not in the store.
@@ -619,11 +659,11 @@ class OptimizerRule(GradientRule):
     return self.finish_gradients([*gradients, *moves])
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the inner optimizer's rate, from the next update on.
+    """Sets the inner optimizer's learning rate, from the next update on.
 
     Raises:
-      ValueError: If several optimizers take turns, or the rate of this one
-        cannot be changed.
+      ValueError: If several optimizers take turns, or the inner optimizer's
+        rate cannot be changed.
     """
     if isinstance(self.inner, alternating_optimizer.AlternatingOptimizer):
       raise ValueError(
@@ -638,10 +678,10 @@ class OptimizerRule(GradientRule):
     self.status()
 
   def suspend(self) -> results.Update | None:
-    """Releases every replica until `resume`; for `SwitchingOptimizer`.
+    """Stops taking contributions until `resume`; releases waiting replicas.
 
     Returns:
-      Updates that `apply_updates` has not returned yet, as one.
+      The updates that `apply_updates` has not returned yet, as one; or None.
 
     Raises:
       ValueError: If the rule cannot be suspended.
@@ -652,7 +692,7 @@ class OptimizerRule(GradientRule):
     )
 
   def resume(self) -> None:
-    """Takes contributions again; replicas may come in any order.
+    """Takes contributions again after `suspend`.
 
     Raises:
       ValueError: If the rule cannot be suspended.
@@ -664,22 +704,22 @@ class OptimizerRule(GradientRule):
 
 
 class LockstepUpdate:
-  """The update of one program that has all gradients of a step.
+  """Makes the updates of a program that computes all gradients of a step.
 
   Attributes:
-    rule: The rule whose settings it uses.
+    rule: The update rule whose settings are used.
   """
 
   def __init__(
     self, rule: OptimizerRule, store: parameter_store.ParameterStore
   ):
-    """Binds `rule` to `store`, which has one task."""
+    """Binds `rule` to `store`, whose variables are all on one task."""
     self.rule = rule
     self._store = store
     rule.bind(store)
 
   def create(self, values: Sequence[tf.Tensor]) -> None:
-    """Gives everything its first value, in the store's order."""
+    """Assigns the initial values, one per variable, in the store's order."""
     self.rule.assign_first(values)
     self.rule.inner.build(self._store, is_chief=True)
     self._store.start()
@@ -687,12 +727,14 @@ class LockstepUpdate:
   def finish_gradients(
     self, gradients: Sequence[Gradient], replica: int = 0
   ) -> list[Gradient]:
-    """As `OptimizerRule.finish_gradients`, with the statistics weighed.
+    """Prepares one replica's gradients for the sum over all replicas.
+
+    See `OptimizerRule.finish_gradients` and `OptimizerRule.weigh_statistics`.
 
     Args:
-      gradients: Those of one replica.
-      replica: Which of the N replicas; statistics that follow one replica
-        follow replica 0.
+      gradients: One per element of `store.contributed`.
+      replica: The index of the replica. With `has_chief_statistics`, only
+        replica 0 updates the statistics.
     """
     weight = 0 if replica else self.rule.replicas_to_aggregate
     gradients = self.rule.finish_gradients(gradients)
@@ -704,13 +746,14 @@ class LockstepUpdate:
     """Makes the update and advances the step; inside a `tf.function`.
 
     Args:
-      sums: One per element of `store.contributed`: the sum over all replicas;
-        None skips the variable.
+      sums: For each element of `store.contributed`, the sum of the gradients of
+        all replicas, or None, which skips the variable.
       step: int64 scalar, the global step before the update.
-      num_examples: Scalar, the examples that were used.
+      num_examples: Scalar, the number of examples used.
 
     Returns:
-      The global step after the update, when all of it was made.
+      int64 scalar, the global step after the update; a control dependency on
+      it waits for the whole update.
     """
     present = [total is not None for total in sums]
     updated = self.rule.applier(
@@ -721,7 +764,7 @@ class LockstepUpdate:
 
 
 def check_count(name: str, value: int) -> None:
-  """Raises TypeError or ValueError unless `value` is an integer from 1 on."""
+  """Raises TypeError or ValueError unless `value` is a positive integer."""
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(f"`{name}` must be an integer. Received: {value!r}.")
   if value < 1:
@@ -735,10 +778,10 @@ def check_positive(name: str, value: float | None) -> None:
 
 
 def check_rule(rule: object) -> UpdateRule:
-  """Returns what a driver's caller made, if it is an update rule.
+  """Returns `rule`, the result of a user's function, if it is an update rule.
 
   Raises:
-    TypeError: If it is something else.
+    TypeError: If `rule` is something else.
   """
   if not isinstance(rule, UpdateRule):
     raise TypeError(
@@ -750,11 +793,11 @@ def check_rule(rule: object) -> UpdateRule:
 
 
 def check_replicas(rule: UpdateRule, names: Sequence[str]) -> None:
-  """Checks that a rule is for as many replicas as there are.
+  """Checks that `rule.total_num_replicas` is the number of replicas.
 
   Raises:
-    ValueError: If it is not. It would wait for replicas that do not exist, or
-      leave some out.
+    ValueError: If the numbers differ. The rule would wait for replicas that do
+      not exist, or leave some out.
   """
   if rule.total_num_replicas != len(names):
     raise ValueError(
@@ -768,7 +811,9 @@ def create_or_resume(
   store: parameter_store.ParameterStore,
   values: Sequence[tf.Tensor],
 ) -> None:
-  """The chief's: creates a training, or takes over that of an earlier chief.
+  """Creates a training, or takes over the training of an earlier chief.
+
+  Only the chief calls it.
 
   Args:
     rule: The update rule, built for `store`.
@@ -778,5 +823,5 @@ def create_or_resume(
   is_resumed = store.is_initialized()
   rule.create(values, resumed=is_resumed)
   if not is_resumed:
-    # The global step comes last: it tells others that everything is there.
+    # The global step comes last: it tells other clients that all values exist.
     store.start()

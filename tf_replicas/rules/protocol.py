@@ -1,4 +1,10 @@
-"""The protocol between replicas and the chief: messages, states, verdicts."""
+"""Defines the integer codes that replicas and the chief exchange.
+
+A *contribution* is what a replica computed from one batch. Its *tag*, an int64,
+identifies it among those of the replica. A replica *offers* a contribution
+before it sends the gradients. The chief *admits* it by giving it one of the N
+*places* of the step, one for each contribution that the step averages.
+"""
 
 import enum
 
@@ -10,8 +16,8 @@ class MessageType(enum.IntEnum):
   """The type of a message to the chief.
 
   OFFER asks for a place in the step. DELIVERED reports that the gradients have
-  arrived; NONFINITE that a value is not finite; LOST that a replica is lost.
-  WAKE makes the chief's wait end.
+  arrived. NONFINITE reports that the loss or a gradient is not finite. LOST
+  reports that a replica is lost. WAKE ends the chief's wait for messages.
   """
 
   OFFER = 0
@@ -22,7 +28,12 @@ class MessageType(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-  """What one replica is doing, as the chief last recorded it."""
+  """The state of one replica, as the chief last recorded it.
+
+  WAITING: the replica's contribution has no place yet. ADMITTED: it has one.
+  DELIVERED: the gradients have arrived. LOST: the chief does not wait for the
+  replica.
+  """
 
   COMPUTING = 0
   WAITING = 1
@@ -32,16 +43,14 @@ class Status(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-  """The reply to a contribution that a replica has offered.
+  """The chief's reply to a contribution that a replica has offered.
 
-  A contribution has a number among those of its replica, its *tag*. A step has
-  N *places*, one for each contribution that it averages.
-
-  ADMIT: the contribution has a place; send its gradients. RELEASE: the step is
-  over; continue with the next one. CONTINUE is RELEASE and ADMIT in one: the
-  next contribution, with the next tag, has a place already. It saves the offer
-  when every step needs every replica. VOID is RELEASE for a contribution that
-  is not used, because another replica has its place.
+  ADMIT: the contribution has a place; send its gradients. RELEASE: continue
+  with the next step. CONTINUE: as RELEASE, and the replica's next contribution,
+  whose tag is this one's plus 1, has a place already. This saves the offer
+  where every step needs every replica. VOID: as RELEASE, but the contribution
+  was not used: the replica has offered a newer one, was declared lost, or has a
+  new chief. NONE: no reply.
   """
 
   NONE = -1

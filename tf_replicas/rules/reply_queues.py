@@ -1,4 +1,8 @@
-"""The chief's replies to waiting replicas: one queue each, on PS task 0."""
+"""Sends the chief's replies to waiting replicas.
+
+PS task 0 holds one queue of replies per replica. `rules.protocol` defines tags
+and verdicts.
+"""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -14,10 +18,11 @@ from tf_replicas.store import parameter_store
 
 
 class Reply(NamedTuple):
-  """One reply; int64 scalars.
+  """One reply to a replica. All fields are int64 scalars.
 
   Attributes:
-    tag: The tag of the contribution it answers; -t answers all up to tag t.
+    tag: The tag of the contribution that is answered. A negative tag -t answers
+      all contributions with tags up to t.
     verdict: A `protocol.Verdict`.
     step: The global step to continue from.
   """
@@ -38,19 +43,21 @@ def take_own(
   tag: tf.Tensor,
   tag_of: Callable[[tf.Tensor], tf.Tensor],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-  """Waits for an element for `tag` or a later one; drops those for earlier.
+  """Takes the element for `tag` off a replica's queue; waits until it is there.
 
-  An element for a later tag is meant for another process that now runs as this
-  replica; it is put back. To be used inside a `tf.function`.
+  Elements for earlier tags are dropped. An element for a later tag is meant for
+  another process that now runs as this replica, so it is put back. To be used
+  inside a `tf.function`.
 
   Args:
-    queues: One per replica.
-    replica: The replica whose queue is read.
-    tag: int64 scalar.
-    tag_of: Gives the tag of an element; -t stands for all up to t.
+    queues: One queue per replica.
+    replica: The index of the replica whose queue is read.
+    tag: int64 scalar, the tag of the contribution to wait for.
+    tag_of: Maps an element to its tag. A tag -t stands for all tags up to t.
 
   Returns:
-    The element, and a bool scalar: whether it was put back.
+    The element for `tag` or a later tag, and a bool scalar: whether it was put
+    back.
   """
 
   def dequeue(*_):
@@ -72,7 +79,7 @@ def take_own(
 
 
 class ReplyQueues:
-  """One queue of `Reply` per replica."""
+  """Sends and receives replies, through one queue of `Reply` per replica."""
 
   def __init__(
     self,
@@ -90,8 +97,10 @@ class ReplyQueues:
     """Replies to every replica that has a verdict; runs on PS task 0.
 
     Args:
-      verdict: int64 [R], a `protocol.Verdict`; no reply where it is negative.
-      tag: int64 [R], the contribution that is answered; -t answers all up to t.
+      verdict: int64 [R], a `protocol.Verdict` for each of the R replicas. A
+        replica with a negative one gets no reply.
+      tag: int64 [R], the tag of the contribution that is answered. A tag -t
+        answers all tags up to t.
       step: int64 scalar, the global step to continue from.
     """
     for r, queue in enumerate(self._queues):
@@ -108,14 +117,14 @@ class ReplyQueues:
     """Waits for the reply to `tag`; drops replies to earlier tags.
 
     A reply to a later tag is meant for another process that now runs as this
-    replica. It is put back, and the contribution of this process is void.
+    replica. It is put back, and the verdict for this process is VOID.
 
     Args:
-      replica: The replica that waits.
-      tag: int64 scalar.
+      replica: The index of the replica that waits.
+      tag: int64 scalar, the tag of its contribution.
 
     Returns:
-      The verdict and the step, int64 scalars.
+      The verdict and the global step to continue from, int64 scalars.
     """
 
     def tag_of(element):

@@ -1,4 +1,7 @@
-"""Results of updates, as every update rule reports them to the chief."""
+"""Defines the results and errors that every update rule reports to the chief.
+
+`rules.base` explains contributions, `rules.protocol` tags and admission.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -13,8 +16,8 @@ class NonFiniteGradientError(FloatingPointError):
   """A replica computed a gradient or a loss that is not finite.
 
   Attributes:
-    replica: The replica.
-    global_step: The global step of the variables that it computed from.
+    replica: The index of the replica.
+    global_step: The global step of the variables that the replica used.
   """
 
   def __init__(self, replica: int, global_step: int, name: str = ""):
@@ -34,13 +37,13 @@ class Update(NamedTuple):
   """One update of the variables.
 
   Attributes:
-    global_step: The step after it.
-    loss: The mean loss of its contributions.
-    num_examples: The examples in them.
-    learning_rate: The rate used; NaN if the inner optimizer has none.
-    began: Seconds since 1970 when its contributions had arrived; 0 if it is
-      made of one contribution.
-    ended: Seconds since 1970 when it was made; 0 as for `began`.
+    global_step: The global step after the update.
+    loss: The mean loss of the contributions to the update.
+    num_examples: The number of examples in the contributions.
+    learning_rate: The learning rate used; NaN if it is not known.
+    began: When all contributions had arrived, in seconds since 1970; 0 from
+      asynchronous rules.
+    ended: When the update was complete, in seconds since 1970; 0 as `began`.
   """
 
   global_step: int
@@ -52,12 +55,13 @@ class Update(NamedTuple):
 
 
 class ReplicaStatus(NamedTuple):
-  """What one replica is doing.
+  """The state of one replica.
 
   Attributes:
-    status: What it is doing, as far as the chief knows.
-    tag: The number of its last contribution (microseconds since 1970, or the
-      last number plus 1); -1 if it has offered none.
+    status: The replica's state, as the chief last recorded it.
+    tag: The tag of the replica's last contribution; -1 if it has offered none.
+      A tag is the time of the offer in microseconds since 1970 or, without an
+      offer, the tag before it plus 1.
   """
 
   status: protocol.Status
@@ -65,12 +69,12 @@ class ReplicaStatus(NamedTuple):
 
 
 class StepStatus(NamedTuple):
-  """How far the present step has come.
+  """The progress of the present step.
 
   Attributes:
-    received: How many contributions were delivered.
-    needed: How many the step needs.
-    replicas: The status of each replica.
+    received: The number of contributions that were delivered.
+    needed: The number of contributions that the step needs.
+    replicas: The state of each replica.
   """
 
   received: int
@@ -82,15 +86,16 @@ class Counts(NamedTuple):
   """The outcomes of the contributions of one replica since the start.
 
   Attributes:
-    applied: How many were used in an update.
-    surplus: How many were refused because N others came first, or because the
+    applied: The number of contributions used in an update.
+    surplus: The number refused because N others came first, or because the
       replica was declared lost after admission, before it had delivered.
-    late: `late[k - 1]` were refused because they were k steps old; the last
-      element counts all older ones too.
-    staleness: `staleness[k]` of the applied ones were k updates old; empty
-      for rules without stale gradients. The last may count older ones too.
-    straggler_wait_secs: How long updates waited for this replica alone, in
-      seconds.
+    late: `late[k - 1]` is the number refused because their variables were k
+      steps old; the last element also counts older ones.
+    staleness: `staleness[k]` is the number of applied contributions whose
+      variables were k updates old. Empty for rules that apply no stale
+      gradients. The last element may count older ones too.
+    straggler_wait_secs: The seconds for which updates waited for this replica
+      alone.
   """
 
   applied: int
@@ -101,12 +106,12 @@ class Counts(NamedTuple):
 
   @property
   def refused(self) -> int:
-    """How many were not used."""
+    """Number of contributions that were not used."""
     return self.surplus + sum(self.late)
 
 
 def total(counts: Sequence[Counts]) -> Counts:
-  """The sum of the counts of one replica under several rules."""
+  """Adds up the counts that several rules have for one replica."""
 
   def add_up(field):
     columns = itertools.zip_longest(
@@ -127,8 +132,7 @@ def summary(staleness: Sequence[int]) -> tuple[float, int, int]:
   """Summarizes `Counts.staleness`.
 
   Returns:
-    The mean staleness; the smallest bound that holds for 95% of the gradients;
-    the maximum.
+    The mean staleness, the 95th percentile, and the maximum.
   """
   counts = np.asarray(staleness)
   mean = float(np.average(np.arange(len(counts)), weights=counts))

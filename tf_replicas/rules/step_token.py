@@ -1,4 +1,7 @@
-"""The token that lets a replica continue, and the times that it carries."""
+"""Defines the token that lets a replica continue, and the times in it.
+
+`rules.protocol` explains contributions, tags and admission.
+"""
 
 from typing import NamedTuple
 from typing import TypeVar
@@ -19,15 +22,16 @@ _NUM_TIMES = 4
 
 
 class Times(NamedTuple):
-  """When a contribution reached each stage, on the clock of PS task 0.
+  """The times at which a contribution reached each stage.
 
-  Float64 scalars, seconds since 1970; `NEVER` for what did not happen. They
-  travel as int64, in microseconds.
+  All fields are float64 scalars in seconds since 1970, by the clock of PS task
+  0, or `NEVER` for a stage that was not reached. They are sent as int64
+  microseconds.
 
   Attributes:
-    admitted: When it was admitted, if it had to ask.
-    delivered: When all its bytes were on the PS tasks.
-    applied: When its own update was made, if it had one.
+    admitted: When the contribution was admitted, if the replica had to ask.
+    delivered: When all gradients of the contribution were on the PS tasks.
+    applied: When the contribution was applied, if the replica did so itself.
     released: When the replica could continue.
   """
 
@@ -38,18 +42,18 @@ class Times(NamedTuple):
 
 
 class StepToken(NamedTuple):
-  """What a replica receives after it offered a contribution.
+  """The reply that a replica receives to a contribution.
 
-  The successor of the tokens of TF1's `SyncReplicasOptimizer`. Int64 scalars,
-  except `times`.
+  The successor of the tokens of TF1's `SyncReplicasOptimizer`. All fields are
+  int64 scalars, except `times`.
 
   Attributes:
     admitted: 1 if the contribution was used, else 0.
-    global_step: The step to continue from, or `ENDED`.
-    preadmitted_tag: The tag under which the next contribution is admitted in
-      advance, or `NO_TAG`. None, instead of a tensor, where it is known while
-      tracing that there is none.
-    times: `Times` as one int64 [4] tensor, in microseconds.
+    global_step: The global step to continue from, or `ENDED`.
+    preadmitted_tag: The tag under which the replica's next contribution is
+      already admitted, or `NO_TAG`. None, instead of a tensor, if it is known
+      while tracing that there is no such tag.
+    times: The fields of `Times`, as one int64 [4] tensor in microseconds.
   """
 
   admitted: tf.Tensor | int
@@ -69,18 +73,22 @@ LAYOUT = records.Layout(
 
 
 def first(step: tf.Tensor) -> StepToken:
-  """The token a replica begins with, after it read the variables of `step`."""
+  """Returns a replica's first token, after it read the variables of `step`."""
   no_tag = tf.constant(NO_TAG, tf.int64)
   return StepToken(0, step, no_tag, pack_times())
 
 
 def never() -> tf.Tensor:
-  """`NEVER` as a float64 scalar."""
+  """Returns `NEVER` as a float64 scalar."""
   return tf.constant(NEVER, tf.float64)
 
 
 def now(*after: tf.Tensor) -> tf.Tensor:
-  """Seconds since 1970 as a float64 scalar, once `after` are computed."""
+  """Reads the clock once the tensors `after` are computed.
+
+  Returns:
+    Seconds since 1970, a float64 scalar.
+  """
   with tf.control_dependencies(after):
     return tf.timestamp()
 
@@ -104,7 +112,7 @@ def clocked(values: T) -> tuple[tf.Tensor, T]:
 
 
 def microseconds(secs: tf.Tensor) -> tf.Tensor:
-  """Seconds as int64 microseconds, which travel beside other int64."""
+  """Converts seconds to int64 microseconds, to be sent with other int64."""
   return tf.cast(tf.round(secs * 1e6), tf.int64)
 
 
@@ -114,7 +122,11 @@ def pack_times(
   applied: tf.Tensor | float = NEVER,
   released: tf.Tensor | float = NEVER,
 ) -> tf.Tensor:
-  """The fields of `Times`, in seconds, as one tensor in microseconds."""
+  """Packs the fields of `Times`, in seconds, into an int64 [4] tensor.
+
+  Returns:
+    The times in microseconds.
+  """
   times = Times(admitted, delivered, applied, released)
   return microseconds(
     tf.stack([tf.convert_to_tensor(t, tf.float64) for t in times])

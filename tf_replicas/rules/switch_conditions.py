@@ -1,4 +1,7 @@
-"""Conditions on which a `SwitchingOptimizer` changes its update rule."""
+"""Defines when a `SwitchingOptimizer` changes its update rule.
+
+Each condition uses the first rule, and from some time on the second.
+"""
 
 import collections
 import time
@@ -12,13 +15,13 @@ from tf_replicas.rules import results
 
 
 class Progress(NamedTuple):
-  """The progress of a training; the choice of a rule depends on it.
+  """The progress of a training, from which the next rule is chosen.
 
   Attributes:
-    global_step: The updates made so far.
-    rule: Which rule is in use, in [0, number of rules).
-    counts: Returns the counts of each replica under that rule since the start;
-      a call to PS task 0.
+    global_step: The number of updates so far.
+    rule: The index of the rule in use, in [0, number of rules).
+    counts: Returns, for each replica, the outcomes of its contributions under
+      the rule in use since the start of training. Reads them from PS task 0.
   """
 
   global_step: int
@@ -27,12 +30,13 @@ class Progress(NamedTuple):
 
 
 class Choice(NamedTuple):
-  """A rule for the updates to come.
+  """The choice of a rule for the next updates.
 
   Attributes:
-    rule: The rule, in [0, number of rules).
-    until: The global step at which to choose again. None: at every call of
-      `apply_updates`; asynchronous updates do not wait for it.
+    rule: The index of the rule, in [0, number of rules).
+    until: The global step at which to choose again; no update is made beyond
+      it before that. None: choose again at every call of `apply_updates`, for
+      which asynchronous updates do not wait.
   """
 
   rule: int
@@ -40,7 +44,7 @@ class Choice(NamedTuple):
 
 
 def at_step(step: int) -> Callable[[Progress], Choice]:
-  """Chooses the first rule before global step `step`, then the second."""
+  """Returns a condition: the second rule is used from global step `step` on."""
 
   def choose(progress: Progress) -> Choice:
     if progress.global_step < step:
@@ -53,14 +57,16 @@ def at_step(step: int) -> Callable[[Progress], Choice]:
 def when_refused(
   share: float, least: int = 100
 ) -> Callable[[Progress], Choice]:
-  """Switches to the second rule once a replica is refused too often.
+  """Returns a condition: switch once a replica is refused too often.
 
-  Contributions of a straggler are always late, or always too stale. Checks
-  every `least` steps.
+  The contributions of a slow replica may always be too late or too stale. The
+  condition is checked every `least` steps.
 
   Args:
-    share: The fraction of a replica's contributions that may be refused.
-    least: The contributions of a replica that must be counted first.
+    share: The largest fraction of a replica's contributions that may be
+      refused before the switch.
+    least: The number of contributions that a replica must have made before it
+      can cause the switch.
   """
 
   def is_refused(count: results.Counts) -> bool:
@@ -71,16 +77,16 @@ def when_refused(
 
 
 def when_slow(share: float, least: int = 100) -> Callable[[Progress], Choice]:
-  """Switches to the second rule once updates wait for a straggler.
+  """Returns a condition: switch once updates wait too long for one replica.
 
-  For synchronous updates that need every replica. Checks the interval since
-  the last check every `least` steps, except the first interval, in which the
-  replicas start one by one.
+  For synchronous updates that need every replica. Every `least` steps, the
+  condition checks the interval since the last check. The first interval, in
+  which the replicas start one by one, is not checked.
 
   Args:
-    share: The fraction of the time for which updates may wait for one replica
-      alone (`results.Counts.straggler_wait_secs`).
-    least: The steps between two checks.
+    share: The largest fraction of an interval for which updates may wait for
+      one replica alone (`results.Counts.straggler_wait_secs`).
+    least: The number of steps between two checks.
   """
   checks = collections.deque(maxlen=3)
 
@@ -98,7 +104,7 @@ def when_slow(share: float, least: int = 100) -> Callable[[Progress], Choice]:
 def _every(
   least: int, is_due: Callable[[Sequence[results.Counts]], bool]
 ) -> Callable[[Progress], Choice]:
-  """Checks the counts every `least` steps, until `is_due` of them is true."""
+  """Returns a condition: switch once `is_due`, checked every `least` steps."""
 
   def choose(progress: Progress) -> Choice:
     step, rule = progress.global_step, progress.rule

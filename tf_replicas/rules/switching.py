@@ -1,6 +1,6 @@
-"""A training that changes its update rule while it runs.
+"""Changes the update rule of a training while it runs.
 
-`SwitchingOptimizer` documents the protocol.
+`SwitchingOptimizer` documents how.
 """
 
 from collections.abc import Callable
@@ -18,27 +18,28 @@ from tf_replicas.store import parameter_store
 
 
 class SwitchingOptimizer(rule_base.GradientRule):
-  """Several update rules on the same variables, one of which is in use.
+  """An update rule that uses one of several rules, and can change to another.
 
-  A variable on PS task 0 says which one. When a replica has computed its
-  gradients, it reads that variable and hands the gradients to the rule in use.
-  The chief changes the rule between one update and the next:
+  A flag variable on PS task 0 holds the index of the rule in use. When a
+  replica has computed its gradients, it reads the flag and hands the gradients
+  to that rule. The chief changes the rule between one update and the next:
 
-  1. It sets the variable: replicas that have gradients from now on use the new
+  1. It sets the flag: replicas that finish computing from now on use the new
      rule.
-  2. It suspends the old rule: replicas that wait in it are released without an
-     update, and pull the variables again. Some replicas may have read the
-     variable just before the change and enter the old rule late: a thread of
-     the chief keeps releasing these.
+  2. It suspends the old rule: replicas that wait in the old rule are released
+     without an update, and read the variables again. Replicas that read the
+     flag just before the change may enter the old rule late. A thread of the
+     chief keeps releasing these.
   3. It waits until no update of the old rule is in progress.
 
-  Contributions to a synchronous update that the change abandons are dropped, at
-  most one per replica. So is a contribution that the old rule's last
-  `StepToken` had admitted in advance. All rules share variables, slots,
-  averages, the global step, the count of examples, and the checkpoint.
+  A synchronous update that the change interrupts is given up, and its
+  contributions are dropped, at most one per replica. A contribution that the
+  old rule's last `StepToken` admitted in advance is dropped too. All rules
+  share variables, slots, averages, the global step, the count of examples, and
+  the checkpoint.
 
   Attributes:
-    rules: The rules.
+    rules: The rules, by index.
     inner: The inner optimizer, shared by all rules.
     total_num_replicas: M, the number of replicas, backups included.
     wire_dtype: The dtype in which float32 parameters and gradients are sent.
@@ -51,12 +52,14 @@ class SwitchingOptimizer(rule_base.GradientRule):
     *,
     name: str = "switching",
   ):
-    """Puts rules together.
+    """Combines `rules`.
 
     Args:
-      rules: All around the same optimizer, for the same M replicas.
-      choose: Maps the progress to the rule for the next update.
-      name: Names the rule.
+      rules: The rules. All must wrap the same optimizer object and have the
+        same number M of replicas.
+      choose: Maps the progress of the training to the rule for the next
+        updates; see `switch_conditions`.
+      name: The name of the combined rule.
 
     Raises:
       ValueError: If the rules cannot be combined.
@@ -153,7 +156,10 @@ class SwitchingOptimizer(rule_base.GradientRule):
   # The replica's half.
 
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """See `GradientRule.pull`; the rule with the largest `read_needs` reads."""
+    """Reads by the rule whose `read_needs` include those of all rules.
+
+    See `GradientRule.pull`.
+    """
     if self._reader is not None:
       return self._reader.pull(replica)
     return self._store.pull()
@@ -175,7 +181,8 @@ class SwitchingOptimizer(rule_base.GradientRule):
   ) -> step_token.StepToken:
     """Hands gradients to the rule in use; see `GradientRule.apply_gradients`.
 
-    If that rule ended meanwhile, the gradients were not used.
+    If the chief changes the rule meanwhile, the gradients may not be used, as
+    the token's `admitted` says.
     """
     pairs = list(grads_and_vars)
 
@@ -212,7 +219,10 @@ class SwitchingOptimizer(rule_base.GradientRule):
     self._last_step = step
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Changes the rule if it is due, then makes an update with it."""
+    """Changes the rule if it is due, then makes an update with it.
+
+    Instead returns the old rule's unreported updates, if there are any.
+    """
     del max_updates
     step = int(self._store.read_global_step())
     if self._last_step is not None and step >= self._last_step:
@@ -235,7 +245,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
       raise
 
   def _change_to(self, number: int) -> results.Update | None:
-    """Changes the rule; returns the unreported updates of the old one."""
+    """Changes to rule `number`; returns the old rule's unreported updates."""
     self.rules[number].resume()
     self._in_use.assign(number)
     resources.flush_assignments([self._in_use])
@@ -248,16 +258,16 @@ class SwitchingOptimizer(rule_base.GradientRule):
   # For the driver that watches and ends the training.
 
   def counts(self) -> list[results.Counts]:
-    """The counts of each replica, summed over all rules."""
+    """Returns the counts of each replica, summed over all rules."""
     by_rule = [rule.counts() for rule in self.rules]
     return [results.total(counts) for counts in zip(*by_rule, strict=True)]
 
   def status(self) -> results.StepStatus:
-    """See `UpdateRule.status`; by the rule in use."""
+    """Returns the status of the rule in use; see `UpdateRule.status`."""
     return self._rule.status()
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """See `UpdateRule.declare_lost`; tells the rule in use."""
+    """Tells the rule in use that `replica` is lost."""
     self._rule.declare_lost(replica, tag)
 
   def trace_ahead(self) -> None:
@@ -271,14 +281,15 @@ class SwitchingOptimizer(rule_base.GradientRule):
     self._rule.interrupt()
 
   def end_replicas(self) -> None:
-    """See `UpdateRule.end_replicas`; as the rule in use."""
+    """Ends the replicas by the rule in use; see `UpdateRule.end_replicas`."""
     self._end()
     self._rule.end_replicas()
 
   def _end(self) -> None:
     """Marks the training as ended.
 
-    A replica that is released after that ends, and does not change its rule.
+    A replica that a rule releases afterwards ends. Without the mark, it would
+    take the release for a change of the rule, and continue.
     """
     self._has_ended.assign(True)
     resources.flush_assignments([self._has_ended])

@@ -6,12 +6,14 @@ import tensorflow as tf
 
 
 def done(*results: tf.Operation | tf.Tensor | None) -> tf.Tensor:
-  """A bool scalar that is computed after `results`.
+  """Returns a scalar tensor, True, that is computed after `results`.
 
-  Branches of `tf.cond` must return tensors; this makes one of any operation.
+  Branches of `tf.cond` must return tensors. This makes a tensor of any
+  operations.
 
   Args:
-    *results: What to wait for, in any structure. Eager operations return None.
+    *results: Tensors and operations to wait for, in any structure. None, which
+      eager operations return, is ignored.
   """
   pending = [r for r in tf.nest.flatten(results) if r is not None]
   with tf.control_dependencies(pending):
@@ -23,15 +25,15 @@ def run_if(condition: bool | tf.Tensor, fn: Callable[[], object]) -> tf.Tensor:
 
   Args:
     condition: bool scalar.
-    fn: Builds operations; returns what to wait for, or None.
+    fn: Builds operations, and returns those to wait for, or None.
 
   Returns:
-    A bool scalar, equal to `condition`; a control dependency on it waits for
-    what `fn` returned.
+    A bool scalar, equal to `condition`. A control dependency on this scalar
+    waits for what `fn` returned.
   """
   return tf.cond(condition, lambda: done(fn()), lambda: tf.constant(False))
 
 
 def current_graph() -> tf.Graph:
-  """The graph of the innermost function or branch that is being traced."""
+  """Returns the graph of the innermost function or branch that is traced."""
   return tf.compat.v1.get_default_graph()

@@ -1,4 +1,4 @@
-"""What a `tf.data.Dataset` holds; the private names of tf.data (2.21)."""
+"""Finds the resources of a `tf.data.Dataset`, by private names of 2.21."""
 
 from collections.abc import Iterator
 
@@ -6,13 +6,13 @@ import tensorflow as tf
 
 
 def resources_of(dataset: tf.data.Dataset) -> list[str]:
-  """The devices of tables and variables that functions of `dataset` use.
+  """Returns the devices of tables and variables that `dataset` uses.
 
   Args:
     dataset: A data set made outside of functions.
 
   Returns:
-    One device per table or variable, each as often as it is used.
+    One device string per use of a table or variable by a function.
   """
   return [
     tensor.device

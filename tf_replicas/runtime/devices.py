@@ -22,11 +22,11 @@ def configure(
   TensorFlow's devices are already initialized in the same way.
 
   Args:
-    gpus: The indices of the GPUs to use; empty for none, as for a parameter
-      server, which then takes no GPU memory; None for all.
-    num_emulated: If positive, so many CPU devices replace `gpus`, which need
-      not exist then.
-    memory_growth: Whether to allocate GPU memory as needed; else all at once.
+    gpus: The indices of the GPUs to use. None: all GPUs. Empty: no GPU, as for
+      a parameter server, which then takes no GPU memory.
+    num_emulated: If positive, this number of CPU devices replaces `gpus`, which
+      need not exist then.
+    memory_growth: Whether to allocate GPU memory as needed, not all at once.
 
   Raises:
     ValueError: If a GPU does not exist or occurs twice, or `num_emulated` is
@@ -69,8 +69,9 @@ def tower_devices(
   job: str | None = None,
   task: int = 0,
 ) -> list[str]:
-  """The device of each tower of a task.
+  """Returns the device of each tower of a task.
 
+  A tower is a copy of the model's computation on one device.
   TensorFlow numbers the visible GPUs of a process from 0, in the machine's
   order: the towers on GPUs 5 and 2 run on `GPU:1` and `GPU:0`.
 

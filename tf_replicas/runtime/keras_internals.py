@@ -1,7 +1,7 @@
-"""The private names of Keras that the library needs; seen in Keras 3.15.
+"""Uses the private names of Keras that the library needs, as of Keras 3.15.
 
 No other module uses a private name of Keras. Optimizers that an older Keras
-lacks are left out here, so that the library can be imported with it.
+lacks are left out, so that the library can be imported with an older Keras.
 """
 
 import contextlib
@@ -28,17 +28,18 @@ _EXCLUDED = "_exclude_from_weight_decay_pattern"
 
 
 def optimizer_classes(*names: str) -> tuple[type, ...]:
-  """The classes of `keras.optimizers` with these names, as far as they exist.
+  """Returns the classes of `keras.optimizers` with these names, if they exist.
 
   Args:
-    *names: Names of classes. Keras 3.8 has no `Lamb`, `Muon`, `MultiOptimizer`.
+    *names: Names of classes. For example, Keras 3.8 has no `Lamb`, `Muon` and
+      `MultiOptimizer`.
   """
   found = [getattr(keras.optimizers, name, None) for name in names]
   return tuple(c for c in found if c is not None)
 
 
 def learning_rate(optimizer: keras.optimizers.Optimizer) -> Rate:
-  """The learning rate as the optimizer stores it.
+  """Returns the learning rate in the form in which the optimizer stores it.
 
   `optimizer.learning_rate` would evaluate a schedule, at `iterations`.
 
@@ -46,13 +47,14 @@ def learning_rate(optimizer: keras.optimizers.Optimizer) -> Rate:
     optimizer: A Keras optimizer.
 
   Returns:
-    Its variable, its schedule, or a function without arguments.
+    The variable, the schedule, or the function without arguments that gives the
+    rate.
   """
   return optimizer._learning_rate
 
 
 def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
-  """Whether the learning rate follows a schedule."""
+  """Returns whether the learning rate follows a Keras schedule."""
   return isinstance(
     learning_rate(optimizer),
     keras.optimizers.schedules.LearningRateSchedule,
@@ -62,13 +64,14 @@ def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
 def velocities(
   optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-  """The slots that hold sums of gradients times the learning rate.
+  """Returns the slots that hold sums of gradients times the learning rate.
 
   Args:
     optimizer: A built Keras optimizer.
 
   Returns:
-    Those of SGD and RMSprop with momentum, one per variable; of others none.
+    The momentum slots of SGD and RMSprop, one per variable. Empty without
+    momentum, and for other optimizers.
   """
   if isinstance(optimizer, keras.optimizers.SGD):
     return list(optimizer.momentums)
@@ -78,16 +81,17 @@ def velocities(
 
 
 def variable_id(variable: tf.Variable) -> int | str:
-  """The key by which an optimizer finds the slots of `variable`."""
+  """Returns the key by which an optimizer finds the slots of `variable`."""
   return variable._unique_id
 
 
 def copy_weight_decay_exclusions(
   source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer
 ) -> None:
-  """Copies the variables that `source` excludes from weight decay.
+  """Makes `target` exclude the same variables from weight decay as `source`.
 
-  Set by `exclude_from_weight_decay`; `get_config` does not contain them.
+  `exclude_from_weight_decay` sets these exclusions. `get_config` does not
+  contain them.
   """
   if hasattr(source, _EXCLUDED):
     setattr(target, _EXCLUDED, getattr(source, _EXCLUDED))
@@ -96,11 +100,11 @@ def copy_weight_decay_exclusions(
 def copy_of(
   optimizer: keras.optimizers.Optimizer, **changes
 ) -> keras.optimizers.Optimizer:
-  """An optimizer of the same configuration that is not built.
+  """Returns an optimizer of the same configuration, which is not built.
 
   Args:
-    optimizer: The optimizer.
-    **changes: Entries of its configuration that are others.
+    optimizer: The optimizer to copy.
+    **changes: Entries of the configuration that replace those of `optimizer`.
   """
   copied = type(optimizer).from_config(optimizer.get_config() | changes)
   copy_weight_decay_exclusions(optimizer, copied)
@@ -109,10 +113,11 @@ def copy_of(
 
 @contextlib.contextmanager
 def names_from_the_start() -> Iterator[None]:
-  """Context in which layers without a name get the same ones every time.
+  """Context in which layers without a name get the same names every time.
 
-  Keras numbers them per process (`dense_7`), so a model would have other names
-  than in a checkpoint, or in another task, if a process built others before.
+  Keras numbers such layers per process (`dense_7`). If a process built other
+  models before, the layers would have other names than in a checkpoint, or in
+  another task.
   """
   key = "object_name_uids"
   own = global_state.get_global_attribute(key)
@@ -124,10 +129,12 @@ def names_from_the_start() -> Iterator[None]:
 
 
 def make_paths_distinct(variables: Sequence[keras.Variable]) -> None:
-  """Numbers paths that several variables have, such as those of metrics.
+  """Makes paths distinct, by a number, if several variables have the same.
+
+  This is so for the variables of metrics, for example.
 
   Args:
-    variables: In an order that is the same in all tasks.
+    variables: The variables, in an order that is the same in all tasks.
   """
   taken, seen = {variable.path for variable in variables}, set()
   for variable in variables:
@@ -142,11 +149,11 @@ def make_paths_distinct(variables: Sequence[keras.Variable]) -> None:
 def local_values(
   variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]
 ) -> Iterator[None]:
-  """Context in which variables are local ones that hold `values`.
+  """Context in which local variables with `values` replace `variables`.
 
   To be used while a function is traced, by one thread at a time. Reads,
-  assignments and gradient tapes treat them like the variables that they
-  replace; they live as long as one execution.
+  assignments and gradient tapes treat the local variables like those that they
+  replace. The local variables live as long as one execution of the function.
   """
   own = [variable._value for variable in variables]
   try:
@@ -167,7 +174,7 @@ def optimizers_of(
   model: keras.Model,
   optimizers: Mapping[str, keras.optimizers.Optimizer],
 ) -> Iterator[None]:
-  """Context in which attributes of `model` are other optimizers."""
+  """Context in which `optimizers` replace attributes of `model`, by name."""
   own = {name: vars(model)[name] for name in optimizers}
   model.__dict__.update(optimizers)
   try:
@@ -177,14 +184,15 @@ def optimizers_of(
 
 
 def constant_state(variable: keras.Variable) -> Callable[[], tf.Tensor]:
-  """What gives an untrained variable its value at the start of every step.
+  """Makes the function that gives a state its value at the start of a step.
 
   Args:
-    variable: Any state.
+    variable: A variable that is not trained.
 
   Returns:
-    A function without arguments, for use in a `tf.function`: a new number for
-    the state of a seed, the present value for others.
+    A function without arguments, for use in a `tf.function`. It returns a new
+    random number for the state of a seed generator, and the present value of
+    any other variable.
   """
   if not variable.path.endswith(_SEED):
     value = variable.numpy()

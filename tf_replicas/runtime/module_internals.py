@@ -1,6 +1,6 @@
-"""What the library needs of modules (`tf.Module`) and of traced functions.
+"""Finds the variables of modules (`tf.Module`), and calls traced functions.
 
-It uses private names of TensorFlow 2.21.
+The module uses private names of TensorFlow 2.21.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,9 @@ class OwnVariable(NamedTuple):
   """A variable of a module.
 
   Attributes:
-    path: Its name, the same in every task: the path of its attribute, such as
-      `layers/0/w`; the variable's own name in a Keras layer.
+    path: A name that is the same in every task: the path of the attribute that
+      holds the variable, such as `layers/0/w`. In a Keras layer it ends with
+      the variable's own name or path.
     variable: The variable.
     trainable: Whether gradients update it.
     is_random: Whether it is the state of a random generator.
@@ -37,19 +38,19 @@ class OwnVariable(NamedTuple):
 
 
 def is_module(value: object) -> bool:
-  """Whether `variables_of` takes `value`."""
+  """Returns whether `variables_of` takes `value`."""
   return isinstance(value, tf.Module) or _is_layer(value)
 
 
 def variables_of(module: Any) -> list[OwnVariable]:
-  """All variables of a module and of what its attributes hold.
+  """Returns all variables of a module and of the objects in its attributes.
 
   Args:
     module: A `tf.Module`, such as one of Sonnet, or a layer or model of Keras 3
       or `tf_keras`.
 
   Returns:
-    The variables, each once, in an order that its attributes determine.
+    The variables, each once, in an order that the attributes determine.
   """
   if _is_layer(module):
     return _of_layer(module)
@@ -78,7 +79,7 @@ def _is_leaf(value: object) -> bool:
 
 
 def _is_layer(value: object) -> bool:
-  """Whether it is a layer or a model of Keras 3 or `tf_keras`."""
+  """Returns whether `value` is a layer or model of Keras 3 or `tf_keras`."""
   names = ("trainable_weights", "non_trainable_weights")
   return all(hasattr(type(value), name) for name in names)
 
@@ -103,7 +104,12 @@ def foreign_variables(
   function: Any,
   known: Sequence[tf.Variable],
 ) -> list[str]:
-  """The names of the variables that a function uses besides `known`."""
+  """Returns the names of the variables that a function uses besides `known`.
+
+  Args:
+    function: A traced function, a `ConcreteFunction`.
+    known: The variables to leave out.
+  """
   ids = {id(v.handle) for v in known}
   names = {id(v.handle): v.name for v in function.variables}
   return [
@@ -116,7 +122,7 @@ def foreign_variables(
 
 
 def _is_of_variable(handle: tf.Tensor) -> bool:
-  """Whether a resource is a variable, and not a table, for example."""
+  """Returns whether a resource is a variable, and not a table, for example."""
   data = handle_data_util.get_handle_data(handle)
   return data is not None and data.is_set
 
@@ -126,15 +132,17 @@ def call_with_values(
   arguments: Sequence[Any],
   values: Sequence[tuple[OwnVariable, tf.Tensor]],
 ) -> Any:
-  """Calls a function with other values in the place of its variables.
+  """Calls a function with temporary variables in the place of its own.
 
-  To be used inside a `tf.function`. Variables that last for one execution take
-  the place of the function's own, which are neither read nor assigned.
+  To be used inside a `tf.function`. The temporary variables last for one
+  execution. The function's own variables are neither read nor assigned.
 
   Args:
     function: A traced function, a `ConcreteFunction`.
-    arguments: Its arguments: tensors, in the structure that it was traced with.
-    values: Variables that are replaced, with the values to begin with.
+    arguments: The arguments: tensors, in the structure that the function was
+      traced with.
+    values: The variables to replace, each with the first value of the temporary
+      variable.
 
   Returns:
     What the function returns.
@@ -156,14 +164,15 @@ def call_with_values(
 def with_v1_variables(
   model_fn: Callable[..., Any],
 ) -> tuple[Callable[..., Any], Callable[[], list[OwnVariable]]]:
-  """Keeps the variables of a model function in the style of TF1.
+  """Makes a model function in the style of TF1 reuse its variables.
 
   Args:
     model_fn: Makes its variables by `tf.compat.v1.get_variable`.
 
   Returns:
-    A function that makes them when it is first called, inside a `tf.function`,
-    and then finds them again; and what returns them.
+    Two functions. The first calls `model_fn`, inside a `tf.function`: its first
+    call makes the variables, and later calls use the same ones. The second
+    returns the variables made so far.
   """
   # What `tf.compat.v1.wrap_function` uses. That itself runs no assignments in
   # order, and prunes those that no result depends on.

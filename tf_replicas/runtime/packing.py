@@ -31,14 +31,14 @@ class Item(NamedTuple):
 
 
 def groups(items: Sequence[Item]) -> list[list[int]]:
-  """Groups the tensors that are packed into one.
+  """Decides which tensors are packed together.
 
   Args:
     items: The tensors.
 
   Returns:
-    Lists of positions in `items`; every position is in one list. Tensors of
-    more than `SMALL_BYTES` are alone.
+    Lists of positions in `items`. Every position is in one list. A tensor of
+    more than `SMALL_BYTES` has a list of its own.
   """
   together: dict[tf.DType, list[int]] = {}
   alone = []
@@ -57,7 +57,7 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     tensors: One or more tensors of the same dtype.
 
   Returns:
-    A vector; of a single tensor a copy, in its own shape.
+    A vector, or for a single tensor a copy in its own shape.
   """
   if len(tensors) == 1:
     return tf.identity(tensors[0])
@@ -69,7 +69,7 @@ def unpack(packed: tf.Tensor, items: Sequence[Item]) -> list[tf.Tensor]:
 
   Args:
     packed: The result of `pack`.
-    items: The shapes of the tensors.
+    items: The tensors that were packed, for their shapes.
 
   Returns:
     The tensors of the group.
@@ -86,11 +86,11 @@ def unpack(packed: tf.Tensor, items: Sequence[Item]) -> list[tf.Tensor]:
 class Parcel:
   """Transfers a list of tensors from one device to another.
 
-  `pack`, on the sender, casts and concatenates them; `unpack`, on the receiver,
-  splits them and casts them back.
+  `pack`, on the sender, casts and concatenates the tensors. `unpack`, on the
+  receiver, splits them and casts them back.
 
   Attributes:
-    items: Shape of each tensor, and its dtype during the transfer.
+    items: The shape of each tensor, and its dtype during the transfer.
     groups: For each packed tensor, the positions of its tensors.
   """
 
@@ -103,10 +103,10 @@ class Parcel:
     """Groups the tensors.
 
     Args:
-      items: Shape of each tensor, and its dtype during the transfer.
+      items: The shape of each tensor, and its dtype during the transfer.
       dtypes: The dtype of each tensor after the transfer.
-      kinds: The kind of each tensor; a group has tensors of one kind. None: all
-        tensors are of one kind.
+      kinds: A bool for each tensor. Only tensors of the same kind are packed
+        together. None: all tensors are of the same kind.
     """
     self.items = list(items)
     self._dtypes = list(dtypes)
@@ -122,8 +122,8 @@ class Parcel:
     """Packs tensors, on the current device.
 
     Args:
-      tensors: One per element of `items`. None becomes zeros; a group with only
-        None becomes a scalar zero.
+      tensors: One per element of `items`. None becomes zeros, and a group of
+        only None becomes a scalar zero.
 
     Returns:
       One tensor per group.
@@ -149,8 +149,9 @@ class Parcel:
 
     Args:
       packed: The result of `pack`.
-      has_scalars: Whether a group may be a scalar zero, because all of its
-        tensors are None. A tensor that is alone in its group stays a scalar.
+      has_scalars: Whether a group may be a scalar zero, as all of its tensors
+        were None. In a group of one tensor, the result is that scalar; in a
+        larger group, zeros of each tensor's shape.
 
     Returns:
       One tensor per element of `items`.

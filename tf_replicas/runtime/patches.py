@@ -1,4 +1,4 @@
-"""Workarounds for TensorFlow 2.21; they use its private names."""
+"""Works around errors of TensorFlow 2.21, by means of its private names."""
 
 import contextlib
 import threading
@@ -19,17 +19,17 @@ _default_autograph = tf.__internal__.autograph.control_status_ctx()
 
 
 def by_autograph(function: Callable[_P, _R]) -> Callable[_P, _R]:
-  """Converts a user's function by AutoGraph, where the library calls it.
+  """Converts a user's function by AutoGraph, while the library traces.
 
-  `tf.function(autograph=True)` converts every function that it reaches. The
-  library needs no conversion, which would cost about a second at every start,
-  so it converts the user's functions only. Eagerly nothing is converted.
+  `tf.function(autograph=True)` converts every function that it reaches. To
+  convert the library's own functions is not needed, and would cost about a
+  second at every start. In eager execution nothing is converted.
 
   Args:
     function: The user's function.
 
   Returns:
-    The converted function.
+    The converted function; `function` itself in eager execution.
   """
   if tf.executing_eagerly():
     return function
@@ -41,8 +41,8 @@ def outside_strategy() -> Iterator[None]:
   """Context without a `tf.distribute` strategy.
 
   A `ClusterCoordinator` traces its closures in the cross-replica context of its
-  strategy. A Keras 3.15 optimizer fails there, as it does not know the strategy
-  or its variables.
+  strategy. An optimizer of Keras 3.15 fails there, as it knows neither the
+  strategy nor its variables.
   """
   graph = tf.compat.v1.get_default_graph()
   strategies = graph._distribution_strategy_stack
@@ -61,9 +61,10 @@ def keep_cancellation_to_its_thread() -> None:
 
   TensorFlow 2.21 stores the cancellation manager of a running closure in a
   variable of the process. Functions that other threads call meanwhile use the
-  same manager, so that an error in one of them, such as a call to a dead
-  worker, cancels all closures. This makes the variable thread-local. To be
-  called before the first closure is scheduled; further calls change nothing.
+  same manager, so that an error in one of these functions, such as a call to a
+  dead worker, cancels all closures. This function makes the variable
+  thread-local. Call it before the first closure is scheduled. Further calls
+  change nothing.
   """
   manager_context = cancellation.CancellationManagerContext
 
@@ -83,8 +84,8 @@ _end_executor = executor.Executor.__del__
 def end_executors_quietly() -> None:
   """Suppresses tracebacks of a `ClusterCoordinator` about a lost task.
 
-  TensorFlow 2.21 runs every closure in an executor. Its `__del__` raises the
-  error of the closure again, and Python prints it as "Exception ignored".
+  TensorFlow 2.21 runs every closure in an executor. The executor's `__del__`
+  raises the closure's error again, and Python prints it as "Exception ignored".
   Further calls change nothing.
   """
 
@@ -103,8 +104,8 @@ _saving = threading.local()
 def waiting_for_nobody() -> Iterator[None]:
   """Context in which a save, in this thread, does not wait for other tasks.
 
-  TensorFlow 2.21 ends every save by waiting for all pending remote ops; if a
-  task has died it waits for ever. The library saves tensors of this process
+  TensorFlow 2.21 ends every save by waiting for all pending remote ops. If a
+  task has died, it waits for ever. The library saves tensors of this process
   only. `ParameterServerStrategy` disables this wait too, for the whole process.
   """
 
@@ -123,9 +124,9 @@ def waiting_for_nobody() -> Iterator[None]:
 def disconnect() -> None:
   """Makes this process forget the other tasks of its cluster.
 
-  When they have ended, TensorFlow 2.21 still calls them for every function that
-  it makes, and its next function fails. Tensors, variables and functions of
-  this process stay usable.
+  When the other tasks have ended, TensorFlow 2.21 still calls them for every
+  function that it makes, and the next function fails. Tensors, variables and
+  functions of this process stay usable.
   """
   current = context.context()
   definition = None if current is None else current._server_def

@@ -1,4 +1,7 @@
-"""Start, end and error messages of a process; does not import TensorFlow."""
+"""Starts and ends a process, and shortens its error messages.
+
+This module does not import TensorFlow.
+"""
 
 import contextlib
 import gc
@@ -32,8 +35,8 @@ def one_line_errors(
   Other errors keep their traceback.
 
   Args:
-    usage: Errors in the user's input: exit status 2.
-    run_time: Expected errors at run time: exit status 1.
+    usage: Types of errors in the user's input, which give exit status 2.
+    run_time: Types of expected errors at run time, which give exit status 1.
   """
   try:
     yield
@@ -50,8 +53,8 @@ def one_line_errors(
 def shortened(message: str) -> str:
   """Shortens an error message of TensorFlow to one line of 400 characters.
 
-  Removes the nodes of graphs and the stages of data sets, which do not help a
-  user and may come before the cause.
+  Removes the names of graph nodes and of stages of data sets, which do not help
+  a user and may come before the cause.
 
   Args:
     message: The message.
@@ -63,12 +66,12 @@ def shortened(message: str) -> str:
 
 @contextlib.contextmanager
 def importing_tensorflow() -> Iterator[None]:
-  """Context for the import of TensorFlow: silent, and in 3/4 of the time.
+  """Context in which TensorFlow is imported silently, in 3/4 of the time.
 
   TensorFlow 2.21 writes to stderr at import, at every log level. Half of the
-  time is saved by disabling garbage collection, half by hiding matplotlib,
-  which Keras would import for its plotting functions. These functions do not
-  work in this process; matplotlib can be imported afterwards.
+  saved time comes from disabling garbage collection, half from hiding
+  matplotlib, which Keras would import for its plotting functions. These
+  functions do not work in this process, but it can import matplotlib later.
   """
   sys.stderr.flush()
   saved = os.dup(2)

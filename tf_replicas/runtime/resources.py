@@ -37,9 +37,9 @@ class Namespace:
   """The scope of the names of shared resources.
 
   Clients with equal namespaces share resources of the same name. Resources of
-  different namespaces are separate, even on the same device. A generation
-  cannot reach what an earlier one left behind: variables, queues with elements,
-  waiting dequeues, held locks.
+  different namespaces are separate, even on the same device. A restarted
+  training uses a new generation, which cannot reach what earlier generations
+  left behind: variables, queues with elements, waiting dequeues, held locks.
 
   Each pair of name and generation is one resource container of TensorFlow; name
   "" with generation 0 is the default container. Checkpoints do not depend on
@@ -60,7 +60,7 @@ class Namespace:
     """Checks name and generation.
 
     Raises:
-      ValueError: If they are no valid name of a container.
+      ValueError: If name or generation is not valid.
     """
     if self.name and not _VALID_NAME.fullmatch(self.name):
       raise ValueError(
@@ -77,14 +77,14 @@ class Namespace:
 
   @property
   def container(self) -> str:
-    """The name of its resource container in TensorFlow."""
+    """Name of the TensorFlow resource container of this namespace."""
     if not self.name and not self.generation:
       return ""
     # Unique: no name starts with a dot, and the generation has no slash.
     return f"{self.name or '.'}/{self.generation}"
 
   def child(self, prefix: str) -> "Namespace":
-    """A namespace in the same container; its names start with `prefix/`."""
+    """Returns a namespace of this container with `prefix/` before its names."""
     return dataclasses.replace(self, prefix=f"{self.prefix}{prefix}/")
 
   def variable(
@@ -97,13 +97,13 @@ class Namespace:
     """Creates, or finds, the variable `name` on the current device.
 
     Args:
-      name: Its name, which is also its `path`.
-      shape: Its static shape.
-      dtype: Its dtype.
-      trainable: Whether gradient tapes watch it.
+      name: The variable's name, which is also its `path`.
+      shape: The variable's static shape.
+      dtype: The variable's dtype.
+      trainable: Whether gradient tapes watch the variable.
 
     Returns:
-      A variable; it has no value until some client assigns one.
+      The variable, which has no value until some client assigns one.
     """
     return SharedVariable(
       name=name,
@@ -140,8 +140,8 @@ class Namespace:
       created: Every new variable is appended to it.
 
     Returns:
-      A creator. It assigns the initial value unless some client has assigned
-      a value.
+      The creator. It assigns a variable's initial value, unless some client has
+      already assigned a value.
     """
 
     def create(next_creator: object, **kwargs) -> tf.Variable:
@@ -173,13 +173,13 @@ _incarnations = itertools.count()
 def new_namespace(name: str = "") -> Namespace:
   """Makes a new namespace, for a training within this process.
 
-  Other clients cannot find it.
+  Other clients cannot find its resources.
 
   Args:
     name: The name of the training; need not be unique.
 
   Raises:
-    ValueError: If it is no valid name of a `Namespace`.
+    ValueError: If `name` is not a valid name of a `Namespace`.
   """
   Namespace(name)  # Checks the name without the prefix.
   prefix = "this-process"
@@ -271,13 +271,13 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
     self.path = name
 
   def is_initialized(self, name: str | None = None) -> tf.Tensor:
-    """Whether some client has assigned a value: a scalar bool tensor."""
+    """Returns a bool scalar: whether some client has assigned a value."""
     return tf.raw_ops.VarIsInitializedOp(resource=self.handle)
 
   def read_value(self) -> tf.Tensor:
-    """The value; if read eagerly, on a device of this process.
+    """Returns the value. An eager read copies it to this process.
 
-    The second eager read from a dead task hangs in TensorFlow 2.21, in its copy
+    In TensorFlow 2.21 the second eager read from a dead task hangs in the copy
     to this process, while a function fails at once. So eager reads call a
     function.
     """
@@ -326,7 +326,7 @@ class RemoteReader(Generic[_Tensors]):
     self._fetch = fetch
 
   def trace(self) -> Callable[[], _Tensors]:
-    """Traces the function, at the first call; does not read."""
+    """Traces the function unless it is traced, and returns it unexecuted."""
     with tf.device(None):
       return self._traced
 
@@ -347,7 +347,7 @@ def remote_reader(read: Callable[[], _Tensors]) -> RemoteReader[_Tensors]:
 
 
 def this_device() -> str:
-  """The full name of a CPU device of this process.
+  """Returns the full name of a CPU device of this process.
 
   In a client of a cluster, `/device:CPU:0` may belong to another task.
   """
@@ -359,8 +359,9 @@ class Queue:
   """A FIFO queue of the current device, shared by all clients by its name.
 
   It is made by `Namespace.queue`. All methods may be used inside a
-  `tf.function`; `dequeue`, which blocks, only there, as an eager op that blocks
-  on a remote task also blocks the eager ops of all other clients there.
+  `tf.function`. `dequeue`, which blocks, may be used only inside: an eager op
+  that blocks on a remote task also blocks the eager ops of all other clients on
+  that task.
 
   Attributes:
     device: Its device.
@@ -412,12 +413,12 @@ class Queue:
       )
 
   def size(self) -> tf.Tensor:
-    """The number of elements: a scalar int32 tensor."""
+    """Returns the number of elements, an int32 scalar."""
     with tf.device(self.device):
       return tf.raw_ops.QueueSizeV2(handle=self._handle)
 
   def close(self) -> None:
-    """Closes the queue; waiting dequeues of all clients fail."""
+    """Closes the queue, so that waiting dequeues of all clients fail."""
     with tf.device(self.device):
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
 
@@ -524,7 +525,7 @@ def switch(
 
 
 def flush_assignments(variables: Iterable[tf.Variable]) -> None:
-  """Waits until functions can see eager assignments.
+  """Waits until functions can see the eager assignments of this client.
 
   TensorFlow 2.21 sends eager ops to a remote task by a separate stream, which
   the next function call of the same client may overtake (seen in 3 to 80 of 100

@@ -20,10 +20,10 @@ def await_value(
   poll_secs: float = 0.05,
   since: float | None = None,
 ) -> T:
-  """Polls until a value is there; logs every ten seconds.
+  """Polls until there is a value, and logs the wait every ten seconds.
 
   Args:
-    poll: Returns the value, or something false.
+    poll: Returns the value, or something false while there is none.
     timeout_secs: The time limit in seconds.
     what: Describes the wait, such as "worker 1: waiting for the chief".
     log: Takes log messages.
@@ -73,7 +73,7 @@ class WaitLogger:
 
   @contextlib.contextmanager
   def during(self, what: str) -> Iterator[None]:
-    """Context of a wait, described by `what`."""
+    """Context in which the wait described by `what` is logged."""
     self._wait = (what, time.monotonic())
     try:
       yield
@@ -98,7 +98,7 @@ class WaitLogger:
 
 
 class RaisingThread:
-  """A thread; `join` raises the error that ended it."""
+  """A thread whose `join` raises the error that ended it."""
 
   def __init__(self, run: Callable[[], None], *, on_error: Callable[[], None]):
     """Starts the thread.
@@ -120,7 +120,7 @@ class RaisingThread:
     self._thread.start()
 
   def is_alive(self) -> bool:
-    """Whether the thread is running."""
+    """Returns whether the thread is running."""
     return self._thread.is_alive()
 
   def raise_error(self) -> None:

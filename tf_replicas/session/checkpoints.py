@@ -306,7 +306,7 @@ def differences(saved: Values, wanted: Values) -> dict[str, str]:
 
 
 def _difference(saved: Array, wanted: Array) -> str | None:
-  """Compares shape and dtype of two tensors."""
+  """Describes how shape or dtype of two tensors differ; None if equal."""
   for what, old, new in (
     ("shape", list(saved.shape), list(wanted.shape)),
     ("dtype", tf.as_dtype(saved.dtype).name, tf.as_dtype(wanted.dtype).name),
@@ -319,7 +319,7 @@ def _difference(saved: Array, wanted: Array) -> str | None:
 def _from_variables(
   saved: Values, wanted: Values, missing: Iterable[str]
 ) -> dict[str, Array]:
-  """The saved variables of those averages that are missing."""
+  """Returns the saved variable for each missing average, by its name."""
   found = {}
   for name in missing:
     variable = saved.get(name.replace("averages/", "variables/", 1))
@@ -405,7 +405,7 @@ def remove_finished(train_dir: str | os.PathLike[str]) -> None:
 
 
 def _name_of(key: str) -> str | None:
-  """The name of the tensor with this key; None if `save` wrote no such key."""
+  """Returns a tensor's name by its key, or None if `save` wrote no such key."""
   stored = _STORED_NAME.fullmatch(key)
   if stored is None:
     return None

@@ -83,9 +83,9 @@ def evaluate(
   """Calls `evaluate_once` or `evaluate_continuously`.
 
   Args:
-    train_dir: See there.
-    evaluate_fn: See there.
-    run_once: Whether to evaluate once.
+    train_dir: The train directory.
+    evaluate_fn: Called with the global step and the variables by path.
+    run_once: Whether to evaluate only the newest checkpoint, once.
     interval_secs: See `evaluate_continuously`.
     timeout_secs: See `evaluate_continuously`.
 

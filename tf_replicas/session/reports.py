@@ -203,7 +203,7 @@ def is_due(
 
 
 def steps_until_due(step: int, every: int | None) -> float:
-  """The number of steps after `step` until a report is due; may be inf."""
+  """Returns how many steps after `step` a report is due; inf if never."""
   return float("inf") if every is None else every - step % every
 
 

@@ -73,7 +73,7 @@ class Session:
     progress_bar: bool | None = None,
     clock: Callable[[], float] = time.time,
   ):
-    """Initializes the session; reads and writes no files yet.
+    """Initializes the session, without reading or writing files.
 
     Args:
       train_dir: The directory of checkpoints, summaries and the finished
@@ -293,7 +293,8 @@ class Session:
     """Writes a checkpoint of the state, unless there is one of its step.
 
     Args:
-      step: The global step, if known; saves reading the state.
+      step: The global step, if known. If that step was saved already, the state
+        need not be read.
 
     Raises:
       FloatingPointError: If a variable is not finite; nothing is written then.

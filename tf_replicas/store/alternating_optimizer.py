@@ -1,10 +1,11 @@
-"""Several optimizers that take turns, as those of a GAN.
+"""Applies several optimizers that take turns, such as those of a GAN.
 
-One round of a training such as Goodfellow et al. 2014, algorithm 1, is several
-updates: k of the discriminator, then one of the generator. Each is a *phase*
-with an optimizer and the variables that it updates, and the phase follows from
-the global step. So every update of a round uses the variables that the one
-before it has made, on every replica.
+Such a training consists of *rounds* of several updates, for example k updates
+of the discriminator, then one of the generator (Goodfellow et al. 2014,
+algorithm 1). Each update of a round is a *phase*, which has an optimizer and
+the variables that this optimizer updates. The global step determines the phase,
+on every replica. So every update is computed from the variables that the update
+before it has made.
 """
 
 from collections.abc import Collection
@@ -22,8 +23,8 @@ class Phase(NamedTuple):
   """One update of a round.
 
   Attributes:
-    name: The name of its optimizer.
-    paths: The paths of the variables that it updates.
+    name: The name of the optimizer that makes the update.
+    paths: The paths of the variables that are updated.
   """
 
   name: str
@@ -33,15 +34,15 @@ class Phase(NamedTuple):
 def applies_before(
   phases: Sequence[Phase], name: str, step: int | tf.Tensor
 ) -> tf.Tensor:
-  """The updates that an optimizer makes before global step `step`.
+  """Counts the updates that an optimizer makes before a global step.
 
   Args:
-    phases: Those of a round.
+    phases: The phases of a round, in order.
     name: The name of the optimizer.
-    step: Scalar.
+    step: Scalar, the global step.
 
   Returns:
-    The number: an int64 scalar.
+    An int64 scalar, the number of updates.
   """
   turns = [int(phase.name == name) for phase in phases]
   earlier = [sum(turns[:number]) for number in range(len(turns))]
@@ -52,7 +53,10 @@ def applies_before(
 
 
 class AlternatingOptimizer:
-  """Optimizers of one training that take turns; as an `InnerOptimizer`."""
+  """Several optimizers that take turns.
+
+  Has the interface of an `InnerOptimizer`, in whose place it is used.
+  """
 
   def __init__(
     self,
@@ -62,8 +66,8 @@ class AlternatingOptimizer:
     """Wraps `optimizers`.
 
     Args:
-      optimizers: The optimizers by name; none of them built.
-      phases: Those of a round, at least one for each optimizer.
+      optimizers: The optimizers by name. None of them may be built yet.
+      phases: The phases of a round, at least one for each optimizer.
     """
     self.optimizer = dict(optimizers)
     self._phases = list(phases)
@@ -77,10 +81,11 @@ class AlternatingOptimizer:
   def build(
     self, store: parameter_store.ParameterStore, *, is_chief: bool = True
   ) -> None:
-    """See `InnerOptimizer.build`.
+    """Creates the slots of all optimizers; see `InnerOptimizer.build`.
 
     Raises:
-      ValueError: Also if an optimizer has a state that belongs to no variable.
+      ValueError: If `InnerOptimizer.build` raises it, or if an optimizer has a
+        state that belongs to no variable.
     """
     self._store = store
     for name, member in self._members.items():
@@ -93,7 +98,7 @@ class AlternatingOptimizer:
         )
 
   def learning_rate(self, step: int) -> float:
-    """The rate of the optimizer that makes the update after `step`."""
+    """Returns the rate of the optimizer that makes the update after `step`."""
     name = self._phases[step % len(self._phases)].name
     count = applies_before(self._phases, name, step)
     return self._members[name].learning_rate(int(count))
@@ -104,11 +109,11 @@ class AlternatingOptimizer:
       member.refresh()
 
   def has_adjustable_rate(self) -> bool:
-    """Whether `apply` takes a `rate_factor`: it does not."""
+    """Returns False: `apply` takes no `rate_factor`."""
     return False
 
   def has_common_state(self) -> bool:
-    """Whether updates change scalars of a whole optimizer: they do not."""
+    """Returns False: updates change no scalars of a whole optimizer."""
     return False
 
   def apply(
@@ -119,9 +124,9 @@ class AlternatingOptimizer:
     step: tf.Tensor,
     rate_factor: tf.Tensor | None = None,
   ) -> list[tuple[tf.Variable, tf.Tensor]]:
-    """Applies the gradients of the variables of this phase; skips others.
+    """Applies the gradients of the variables that the phase of `step` updates.
 
-    See `InnerOptimizer.apply`.
+    Skips other variables. See `InnerOptimizer.apply`.
     """
     assert rate_factor is None
     owners = {
@@ -155,9 +160,12 @@ class AlternatingOptimizer:
     return []
 
   def skip(self) -> None:
-    """See `InnerOptimizer.skip`; the phase follows from the step."""
+    """Not implemented: the phase follows from the step, so none can be skipped.
+
+    See `InnerOptimizer.skip`.
+    """
     raise NotImplementedError
 
   def commit(self, changed: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
-    """See `InnerOptimizer.commit`; nothing is left to assign."""
+    """Does nothing: `apply` leaves nothing to assign."""
     del changed

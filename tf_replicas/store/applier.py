@@ -1,14 +1,15 @@
 """Applies the mean of N contributions on the PS tasks.
 
-This is the chief's part of a synchronous step. On every PS task it computes
-the means, clips them by their global norm, applies the inner optimizer, and
-updates the statistics and the moving averages. If a contribution overflowed
-(`loss_scaling`), it changes nothing.
+A *contribution* is the set of gradients that one replica computed from one
+batch. On every PS task, an `Applier` computes the mean gradients, clips them by
+their global norm, applies the inner optimizer, and updates the statistics and
+the moving averages. If a contribution overflowed (`loss_scaling`), it changes
+none of these. Synchronous and asynchronous rules use it.
 
 A *statistic* is a variable without a gradient, such as the moving mean or
 variance of batch normalization. A replica contributes d = old - new instead of
-a gradient, and the update subtracts the mean of these, so that the statistic
-becomes the mean of the replicas' new values.
+a gradient. The update subtracts the mean of d over the contributions, so that
+the statistic becomes the mean of the replicas' new values.
 """
 
 import functools
@@ -51,9 +52,11 @@ class Applier:
 
     Args:
       store: Holds the variables.
-      inner: The inner optimizer, bound to `store`.
+      inner: The inner optimizer, which is built for `store` before the first
+        update.
       variable_averages: Updates the moving averages; None for no averages.
-      to_average: The variables to average, or their paths; None for all.
+      to_average: The variables to average, or their paths. None: all but the
+        sums of `metric_sums`.
       clip_norm: The largest global norm of the means; None for no clipping.
 
     Raises:
@@ -71,7 +74,11 @@ class Applier:
         self._shadows[index] = store.create_like(index, "averages")
 
   def initialize(self, values: Sequence[tf.Tensor]) -> None:
-    """Assigns `values`, one per variable of the store, to the averages."""
+    """Sets the moving averages to the initial values of their variables.
+
+    Args:
+      values: One initial value per variable of the store.
+    """
     for index, shadows in self._shadows.items():
       for shadow, part in zip(
         shadows, self._store.split(index, values[index]), strict=True
@@ -93,14 +100,17 @@ class Applier:
 
     Args:
       present: For each element of `store.contributed`, whether any replica has
-        a gradient for it; other variables are skipped.
+        a gradient for it. Variables without gradients are skipped.
       step: int64 scalar, the global step before the update.
-      take_sums: Maps a PS task to the sums over all contributions, one per
-        element of `store.contributed_shards(task)`; called on its device.
+      take_sums: Maps the index of a PS task to the sums over all contributions,
+        one per element of `store.contributed_shards(task)`. Called on the
+        device of that task.
       num_contributions: The number by which sums are divided.
-      locks: One per PS task, held while its variables change; None: no locks.
+      locks: One lock per PS task, held while the variables of that task change.
+        None: no locks.
       transform: Maps the (mean gradient, trainable variable) pairs of a PS task
-        to the pairs to apply; called on its device, with the lock held.
+        to the pairs to apply. Called on the device of that task, with its lock
+        held.
       rate_factor: Scalar that multiplies the learning rate of this update.
 
     Returns:
@@ -158,7 +168,7 @@ class Applier:
     take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
     num_contributions: int,
   ) -> list[Pair]:
-    """(mean gradient, shard variable) pairs of one PS task."""
+    """Computes the (mean gradient, shard variable) pairs of one PS task."""
     shards = self._store.contributed_shards(task)
     pairs = []
     with tf.device(self._store.device_of_task(task)):
@@ -214,7 +224,7 @@ def _indices(
   store: parameter_store.ParameterStore,
   variables: Iterable[tf.Variable | str] | None,
 ) -> list[int]:
-  """Positions of `variables` in the store."""
+  """Returns the positions in the store of the variables to average."""
   if variables is None:
     specs = enumerate(store.specs)
     return [i for i, spec in specs if not metric_sums.is_own(spec.path)]
@@ -234,7 +244,7 @@ def _indices(
 def _as_unit(build: Callable[[], None]) -> tf.Tensor:
   """Runs the ops that `build` creates, as one op with a result.
 
-  Optimizers return no tensor on which an op could depend. The call of a
+  Optimizers return no tensor on which an op could depend. But the call of a
   `tf.function` ends only when all of its stateful ops have ended.
   """
 

@@ -1,4 +1,4 @@
-"""Arithmetic on gradients: dense tensors, `tf.IndexedSlices`, or None."""
+"""Computes with gradients: dense tensors, `tf.IndexedSlices`, or None."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -15,18 +15,19 @@ def all_finite(
   gradients: Sequence[Gradient],
   wire_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
-  """Checks that all gradients are finite, after the cast to the wire's dtype.
+  """Checks that all gradients are finite, after the cast to `wire_dtype`.
 
-  A finite sum of squares proves it at little cost. Large finite numbers may
-  overflow the sum, so only if it is not finite is every number checked.
+  If the sum of squares is finite, all numbers are, which is cheap to check.
+  Large finite numbers may overflow the sum. So if the sum is not finite, every
+  number is checked.
 
   Args:
     gradients: The gradients.
-    wire_dtype: The dtype to which float32 gradients are cast for transfers;
-      None for no cast.
+    wire_dtype: The dtype to which float32 gradients are cast for transfers.
+      None: no cast.
 
   Returns:
-    A bool scalar.
+    A bool scalar, whether all are finite.
   """
   tensors = [
     g.values if isinstance(g, tf.IndexedSlices) else g
@@ -57,12 +58,14 @@ def in_order(
 
   Args:
     store: Holds the variables.
-    pairs: (gradient, variable) pairs, for a statistic (old - new, variable); a
-      variable may be given by its path.
+    pairs: (gradient, variable) pairs. For a statistic, a variable without
+      gradients, (old value - new value, variable). A variable may be given by
+      its path.
 
   Returns:
-    One gradient per trainable variable, and one difference per statistic, in
-    the order of `store.contributed`; None for variables without a pair.
+    A list with one gradient per trainable variable, and a list with one
+    difference per statistic, in the order of `store.contributed`; None for
+    variables without a pair.
 
   Raises:
     ValueError: If a variable is not in the store.
@@ -81,7 +84,11 @@ def in_order(
 
 
 def scaled(gradient: Gradient, factor: float | tf.Tensor) -> Gradient:
-  """Multiplies a gradient by `factor`, a scalar; keeps its dtype and kind."""
+  """Multiplies a gradient by the scalar `factor`.
+
+  The result is dense, `tf.IndexedSlices` or None as `gradient` is, with the
+  same dtype.
+  """
   if gradient is None:
     return None
   if isinstance(gradient, tf.IndexedSlices):
@@ -95,14 +102,14 @@ def clipped(
   shapes: Sequence[Sequence[int]],
   clip_norm: float,
 ) -> list[Gradient]:
-  """Scales gradients down to a global norm.
+  """Scales gradients down if their global norm exceeds `clip_norm`.
 
-  Unlike `tf.clip_by_global_norm` it sums equal rows of `tf.IndexedSlices`
-  first; otherwise the norm would be wrong.
+  Unlike `tf.clip_by_global_norm`, it first sums rows of `tf.IndexedSlices` that
+  have the same index. Otherwise the norm would be wrong.
 
   Args:
-    gradients: Gradients of whole variables; may be None.
-    shapes: The shapes of the variables.
+    gradients: Gradients of whole variables, or None.
+    shapes: The shape of each variable.
     clip_norm: The largest global norm.
 
   Returns:
@@ -120,13 +127,13 @@ def clipped(
 
 
 def sum_of_squares(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-  """The sum of squares: a float64 scalar, as float32 might overflow."""
+  """Computes the sum of squares as a float64 scalar: float32 might overflow."""
   values = getattr(gradient, "values", gradient)
   return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
 
 
 def clip_factor(squares: Sequence[tf.Tensor], clip_norm: float) -> tf.Tensor:
-  """The factor that scales gradients down to a global norm.
+  """Computes the factor that limits the global norm of gradients.
 
   Args:
     squares: The sum of squares of each gradient, float64 scalars.
@@ -142,11 +149,14 @@ def clip_factor(squares: Sequence[tf.Tensor], clip_norm: float) -> tf.Tensor:
 def sum_rows(
   gradient: tf.IndexedSlices, shape: tf.TensorShape
 ) -> tf.IndexedSlices:
-  """Sums equal rows of a gradient, so that each row occurs once.
+  """Sums the rows of a gradient that have the same index.
 
   Args:
     gradient: The gradient.
     shape: The static shape of its variable.
+
+  Returns:
+    The gradient with each row once; one row of zeros if it had no rows.
   """
   rows, where = tf.unique(gradient.indices)
   values = tf.math.unsorted_segment_sum(gradient.values, where, tf.size(rows))

@@ -1,11 +1,11 @@
 """Runs the user's optimizer on the PS tasks, next to the variables.
 
-The update rules hold an inner optimizer and never subclass one: a Keras 3
+An update rule holds the user's optimizer as its *inner optimizer*: a Keras 3
 optimizer, or any object with `apply(gradients, variables)` or
-`apply_gradients(pairs)`. `InnerOptimizer` creates its slots on the devices of
-their variables, under names that every client finds, and applies it to the
-variables of one PS task at a time, so that neither gradients nor slots are sent
-to other tasks.
+`apply_gradients(pairs)`. An `InnerOptimizer` creates the optimizer's slots on
+the devices of their variables, under names by which every client finds them. It
+applies the optimizer to the variables of one PS task at a time, so that neither
+gradients nor slots are sent to other tasks.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ from tf_replicas.store import parameter_store
 class TensorVariable:
   """Stands in for a variable while an optimizer is applied to tensors.
 
-  Keras 3.15 assigns a state of the whole optimizer (Nadam's `_u_product`), and
-  on TensorFlow every variable, through `value`, which a
-  `keras.StatelessScope` would replace by a tensor.
+  Keras 3.15 assigns Nadam's `_u_product`, and on TensorFlow every variable,
+  through the variable's `value`. In a `keras.StatelessScope`, `value` would be
+  a tensor, which cannot be assigned.
   """
 
   def __init__(self, value: tf.Tensor, like: tf.Variable | None = None):
@@ -43,8 +43,8 @@ class TensorVariable:
 
     Args:
       value: The initial value.
-      like: The variable by which the optimizer finds its slots, if this stands
-        in for a trained variable.
+      like: If this stands in for a trained variable, the variable for which the
+        optimizer has created slots.
     """
     self.value = value
     self.dtype = value.dtype
@@ -54,7 +54,7 @@ class TensorVariable:
       self._unique_id = keras_internals.variable_id(like)
 
   def assign(self, value: tf.Tensor) -> None:
-    """Replaces the value; casts to the dtype of the first one."""
+    """Replaces the value; casts to the dtype of the initial value."""
     self.value = tf.cast(value, self.dtype)
 
   def assign_add(self, value: tf.Tensor) -> None:
@@ -103,9 +103,10 @@ Optimizer = (
 
 
 class _Copies:
-  """Copies of a scalar that the client sets, such as a rate: one per PS task.
+  """Copies, one per PS task, of a scalar that the client sets, such as a rate.
 
-  Fetching it from the client would delay each update by about a millisecond.
+  Fetching the scalar from the client would delay each update by about a
+  millisecond.
   """
 
   def __init__(
@@ -128,7 +129,11 @@ class _Copies:
         )
 
   def refresh(self) -> list[tf.Variable]:
-    """Assigns a changed value to the copies; returns what it assigned."""
+    """Assigns the value to the copies if it has changed.
+
+    Returns:
+      The variables that it assigned.
+    """
     value = self._variable.numpy()
     if value == self._copied:
       return []
@@ -139,14 +144,14 @@ class _Copies:
 
 
 def scalar_name(name: str, seen: dict[str, int]) -> str:
-  """The name in checkpoints of a scalar of a whole optimizer.
+  """Returns the name in checkpoints of a scalar of a whole optimizer.
 
-  Keras numbers variables without a name per process: `variable_7`. Here they
-  are numbered per optimizer, in the order in which it creates them.
+  Keras numbers variables without a name per process: `variable_7`. This
+  function numbers them per optimizer, in the order of their creation.
 
   Args:
     name: The name that Keras gave the variable.
-    seen: How often each name has occurred; changed.
+    seen: Maps each name to how often it has occurred. The call changes it.
   """
   name = re.sub(r"^variable_\d+$", "variable", name)
   count = seen[name] = seen.get(name, -1) + 1
@@ -154,7 +159,7 @@ def scalar_name(name: str, seen: dict[str, int]) -> str:
 
 
 class InnerOptimizer:
-  """An optimizer bound to the trainable variables of a store, or to some."""
+  """An optimizer of all or some of the trainable variables of a store."""
 
   def __init__(
     self,
@@ -167,23 +172,25 @@ class InnerOptimizer:
     """Wraps `optimizer`.
 
     Keras' SGD and RMSprop with momentum m keep a velocity that includes the
-    learning rate: v <- m v + rate * gradient. After a change of the rate, it
-    would go on at the old one for about 1 / (1 - m) updates. With
-    `momentum_correction`, velocities are then multiplied by (new rate / old
-    rate), which equals keeping u <- m u + gradient, and v = rate * u (Goyal et
-    al. 2017, section 3, remark 2). A rate of 0 empties them. What asynchronous
-    replicas apply at that moment may keep the old rate.
+    learning rate: v <- m v + rate * gradient. After a change of the rate, the
+    velocity would be dominated by the old rate for about 1 / (1 - m) updates.
+    With `momentum_correction`, velocities are multiplied by (new rate / old
+    rate) at the change. This equals keeping u <- m u + gradient, and v = rate *
+    u (Goyal et al. 2017, section 3, remark 2). A new rate of 0 sets velocities
+    to 0. Updates that asynchronous replicas make at that moment may still use
+    the old rate.
 
     Args:
-      optimizer: The optimizer; a Keras optimizer must not be built yet.
+      optimizer: The optimizer. A Keras optimizer must not be built yet.
       name: Distinguishes the slots of several optimizers of a training.
-      paths: The variables that it updates; None: all trainable ones.
-      momentum_correction: Whether velocities follow the learning rate.
+      paths: The paths of the variables to update. None: all trainable ones.
+      momentum_correction: Whether velocities follow changes of the learning
+        rate.
 
     Raises:
-      TypeError: If it has neither `apply` nor `apply_gradients`.
-      ValueError: If it is a Keras optimizer with an option that needs all
-        variables at once, or has no velocities to correct.
+      TypeError: If `optimizer` has neither `apply` nor `apply_gradients`.
+      ValueError: If it is a Keras optimizer with an option that is not
+        supported, or if it has no velocities to correct.
     """
     if momentum_correction:
       _check_velocities(optimizer)
@@ -273,11 +280,11 @@ class InnerOptimizer:
       self._create_slots()
 
   def _copy(self, task: int) -> Any:
-    """The optimizer of a PS task, if it is not of Keras 3.
+    """Copies an optimizer that is not of Keras 3, for one PS task.
 
     Such optimizers count their updates by calls, and some expect the same list
-    of variables in each, so each task has its own. Variables that they have
-    from the start, such as counters, are shared by all clients.
+    of variables in each call, so each task has its own copy. Variables that an
+    optimizer has from the start, such as counters, are shared by all clients.
     """
     assert self._store is not None
     own: Any = self.optimizer
@@ -307,9 +314,9 @@ class InnerOptimizer:
   def _create_slots(self) -> None:
     """Makes an optimizer that is not of Keras create its slots.
 
-    It creates them when it is first applied to a variable, so this traces an
-    update and does not run it. The slots must exist before a checkpoint is
-    restored, or their saved values are lost.
+    Such an optimizer creates them when it is first applied to a variable. So
+    this method traces an update, and does not run it. The slots must exist
+    before a checkpoint is restored, or their saved values are lost.
     """
 
     @tf.function(autograph=False)
@@ -322,7 +329,7 @@ class InnerOptimizer:
     update.get_concrete_function()
 
   def _variables_on(self, task: int) -> list[tf.Variable]:
-    """The trainable shards of a PS task, in the order of their gradients."""
+    """Returns the trainable shards of a PS task, in the order of the store."""
     assert self._store is not None
     return [
       self._store.variables(index)[number]
@@ -334,11 +341,12 @@ class InnerOptimizer:
   def _creator_scope(
     self, device: str
   ) -> contextlib.AbstractContextManager[None]:
-    """Context in which created variables are shared by all clients.
+    """Returns a context in which created variables are shared by all clients.
 
-    Keras names a slot `<path of its variable, with _ for />_<slot>`; others
-    make the path a part of the name. It is placed next to this variable. Other
-    variables, such as scalars of the whole optimizer, are placed on `device`.
+    A slot is recognized by its name, and placed next to its variable. Keras
+    names a slot `<path of its variable, with _ for />_<slot>`; other optimizers
+    make the path a part of the name. All other variables, such as scalars of
+    the whole optimizer, are placed on `device`.
     """
 
     def place_slot(slot: str, variable: tf.Variable) -> tuple[str, str]:
@@ -372,7 +380,7 @@ class InnerOptimizer:
     return tf.variable_creator_scope(creator)
 
   def learning_rate(self, step: int) -> float:
-    """The learning rate at global step `step`; NaN if it is not known."""
+    """Returns the learning rate at global step `step`; NaN if not known."""
     if not self._is_keras:
       return float("nan")
     rate = keras_internals.learning_rate(self.optimizer)
@@ -383,17 +391,20 @@ class InnerOptimizer:
   def refresh(self) -> None:
     """Copies changed scalars, such as the learning rate, to the PS tasks.
 
-    To be called by the client that sets the rate, before each update.
+    The client that sets the learning rate calls it before each update.
     """
     changed = self._correct_momentum()
     changed += [v for _, copies in self._copies for v in copies.refresh()]
     resources.flush_assignments(changed)
 
   def _correct_momentum(self) -> list[tf.Variable]:
-    """Multiplies velocities if the rate has changed; what it assigned.
+    """Corrects the velocities if the learning rate has changed.
 
-    The rate of the velocities is read every time, since a restored checkpoint
-    may have changed it.
+    The rate that the velocities include is read at every call, since a restored
+    checkpoint may have changed it.
+
+    Returns:
+      The variables that it assigned.
     """
     if self._velocity_rate is None:
       return []
@@ -412,7 +423,7 @@ class InnerOptimizer:
     return changed
 
   def _sort_scalars(self) -> None:
-    """Finds the scalars of the optimizer, set by the client or by updates."""
+    """Finds the scalars that updates change, and those that the client sets."""
     assert self._store is not None
     for variable in self.optimizer.variables:
       if isinstance(variable.value, resources.SharedVariable):
@@ -426,11 +437,13 @@ class InnerOptimizer:
   def _scalar_values(
     self, task: int, step: tf.Tensor, rate_factor: tf.Tensor | None
   ) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
-    """Yields (Keras variable, its value in this update) for all scalars.
+    """Yields (Keras variable, its value in this update) for scalars.
 
-    Keras' own `iterations` loses increments to races (3.15 assigns
-    `iterations + 1`). It is replaced by the number of updates since the slots
-    were created, for bias correction; a schedule gets the global step.
+    These are `iterations` and the scalars that the client sets. Keras'
+    `iterations` would lose increments to races (3.15 assigns `iterations + 1`).
+    It is replaced by the global step if the learning rate is a schedule, else
+    by the number of updates since the slots were created, which bias correction
+    needs.
     """
     if self._began is not None:
       with tf.device(self._store.device_of_task(0)):
@@ -445,13 +458,13 @@ class InnerOptimizer:
       yield variable, value
 
   def has_adjustable_rate(self) -> bool:
-    """Whether `apply` takes a `rate_factor`."""
+    """Returns whether `apply` takes a `rate_factor`."""
     return self._is_keras and isinstance(
       keras_internals.learning_rate(self.optimizer), keras.Variable
     )
 
   def has_common_state(self) -> bool:
-    """Whether updates change scalars of the whole optimizer, as in Nadam."""
+    """Returns whether updates change scalars of the whole optimizer (Nadam)."""
     return bool(self._common)
 
   def apply(
@@ -469,12 +482,12 @@ class InnerOptimizer:
       gradients: One per variable, dense or `tf.IndexedSlices`, not None.
       variables: Shards of the store's trainable variables.
       step: int64 scalar, the global step before this update.
-      rate_factor: Scalar that multiplies the learning rate of this update;
-        needs `has_adjustable_rate()`.
+      rate_factor: Scalar that multiplies the learning rate of this update; None
+        unless `has_adjustable_rate()`.
 
     Returns:
-      (variable, new value) for each scalar of the whole optimizer that the
-      update changes, for `commit`.
+      A (variable, new value) pair for each scalar of the whole optimizer that
+      the update changes. `commit` assigns these.
     """
     if not variables:
       return []
@@ -505,7 +518,7 @@ class InnerOptimizer:
     gradients: Sequence[parameter_store.Gradient],
     variables: Sequence[tf.Variable],
   ) -> None:
-    """Applies the optimizer of a PS task that is not of Keras 3."""
+    """Applies a PS task's copy of an optimizer that is not of Keras 3."""
     optimizer = self._by_task[task]
     if not isinstance(optimizer, ApplyOptimizer):
       optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
@@ -521,7 +534,7 @@ class InnerOptimizer:
     """Sets the learning rate, from the next update on.
 
     Raises:
-      ValueError: If it cannot be changed any more.
+      ValueError: If the optimizer's rate cannot be changed during training.
     """
     for optimizer in [self.optimizer, *self._by_task]:
       if not self._is_keras and not hasattr(type(optimizer), "from_config"):
@@ -537,7 +550,11 @@ class InnerOptimizer:
       self._began.assign_add(1)
 
   def commit(self, changed: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
-    """Assigns the result of `apply` on one task; to be called once per step."""
+    """Assigns new values of scalars; to be called once per step.
+
+    Args:
+      changed: The result of `apply` on one PS task.
+    """
     for variable, value in changed:
       variable.assign(value)
 
@@ -545,12 +562,12 @@ class InnerOptimizer:
 # Adafactor (Keras 3.15) names its factored moments like the variable, and
 # MultiOptimizer has no slots of its own.
 _NOT_BY_TASK = keras_internals.optimizer_classes("Adafactor", "MultiOptimizer")
-# They use norms or products of a whole variable.
+# These optimizers use norms or products of a whole variable.
 _NOT_BY_SHARD = keras_internals.optimizer_classes("Lamb", "Muon")
 
 
 def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
-  """Raises an error for options that need the variables of all PS tasks."""
+  """Raises ValueError if the optimizer, or an option of it, is unsupported."""
   name = type(optimizer).__name__
   if isinstance(optimizer, _NOT_BY_TASK):
     raise ValueError(
@@ -577,7 +594,10 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _check_velocities(optimizer: Optimizer) -> None:
-  """Raises an error unless there are velocities that include the rate."""
+  """Raises ValueError unless `optimizer` has velocities to correct.
+
+  They must include the learning rate, which must be a number.
+  """
   is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
   kinds = keras.optimizers.SGD, keras.optimizers.RMSprop
   if not isinstance(optimizer, kinds) or not optimizer.momentum:
@@ -597,7 +617,7 @@ def _check_velocities(optimizer: Optimizer) -> None:
 def _check_shards(
   optimizer: keras.optimizers.Optimizer, store: parameter_store.ParameterStore
 ) -> None:
-  """Raises an error for options that need whole variables."""
+  """Raises ValueError if `optimizer` needs whole variables that are split."""
   reason = None
   if isinstance(optimizer, _NOT_BY_SHARD):
     reason = type(optimizer).__name__

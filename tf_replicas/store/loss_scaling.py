@@ -1,20 +1,21 @@
-"""Dynamic loss scaling, for computation in float16.
+"""Scales the loss dynamically, for computation in float16.
 
-float16 holds nothing below 6e-8, so small gradients vanish. The loss is
-therefore multiplied by a scale before it is differentiated, and the gradients
-are divided by it. The scale is as large as overflow permits (Micikevicius et
-al. 2018, section 3.2; `keras.optimizers.LossScaleOptimizer`):
+float16 has no positive numbers below 6e-8, so small gradients vanish. The loss
+is therefore multiplied by a scale before it is differentiated, and the
+gradients are divided by the same scale. The scale is kept as large as overflow
+permits (Micikevicius et al. 2018, section 3.2;
+`keras.optimizers.LossScaleOptimizer`):
 
 1. A replica whose scaled gradients overflow contributes zeros instead, and sets
    a flag.
-2. An update with such a contribution is *void*: it changes no variable, and
-   halves the scale.
+2. An update with such a contribution is *void*: it halves the scale, and
+   changes no variable of the model.
 3. After a number of updates without overflow the scale is doubled.
 
-The scale and its counters are statistics of the training: replicas read them
-with the parameters, checkpoints contain them, and the update rules need not
-know them. A replica whose gradients are not finite at a scale of 1 reports
-them as they are, which ends the training.
+The scale and its counters are *statistics* of the training, variables without
+gradients. So replicas read them with the parameters, checkpoints contain them,
+and the update rules need no code for them. If a replica's gradients are not
+finite at a scale of 1, it contributes them unchanged, which ends the training.
 """
 
 from collections.abc import Callable
@@ -31,21 +32,22 @@ from tf_replicas.store import gradient_math
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
 
-# A statistic's mean old value minus new value, and its variable.
+# (move, variable) of a statistic: its old minus its new value, as the mean over
+# the contributions.
 Move = tuple[parameter_store.Gradient, tf.Variable]
 
 _PREFIX = "loss_scale/"
 
 
 class _State(NamedTuple):
-  """The variables, or what belongs to each of them.
+  """The variables of the scale; or their paths, values or changes.
 
   Attributes:
     value: The scale.
-    good_updates: Updates since the scale was changed.
-    growth: After so many it is doubled; constant.
-    overflow: Is always 0. A replica contributes 1 to it after an overflow.
-    void: Updates that were void.
+    good_updates: Number of updates since the last overflow or doubling.
+    growth: Number of good updates after which the scale is doubled; constant.
+    overflow: The flag; always 0. A replica contributes 1 after an overflow.
+    void: Number of void updates.
   """
 
   value: Any
@@ -59,12 +61,12 @@ _PATHS = _State(*(_PREFIX + name for name in _State._fields))
 
 
 def state(values: Mapping[str, np.ndarray | tf.Tensor]) -> _State:
-  """The scale and its counters in what `ParameterStore.state` returns."""
+  """Finds the scale and its counters in a result of `ParameterStore.state`."""
   return _State(*(float(values[f"variables/{path}"]) for path in _PATHS))
 
 
 class LossScale:
-  """The variables of the scale, for `Replica.loss_scale`.
+  """Dynamic loss scaling in a replica, for `Replica.loss_scale`.
 
   Attributes:
     variables: float32 scalars; see `_State`.
@@ -97,18 +99,19 @@ class LossScale:
     loss: tf.Tensor,
     state: Sequence[tf.Tensor],
   ) -> tuple[list[parameter_store.Gradient], tf.Tensor]:
-    """What a replica contributes.
+    """Computes what a replica contributes after a batch.
 
     Args:
-      gradients: `num_trained` gradients of the scaled loss, then the moves of
-        statistics.
+      gradients: `num_trained` gradients of the scaled loss, then the moves (old
+        minus new values) of statistics.
       num_trained: The number of trained variables.
-      loss: float32 scalar, not scaled.
+      loss: float32 scalar, the loss, not scaled.
       state: The values of `variables`.
 
     Returns:
-      Unscaled gradients, moves of the statistics and of `variables`; and the
-      loss. After an overflow all are 0 but the flag.
+      A list of the unscaled gradients, the moves of the statistics and the
+      moves of `variables`; and the loss. After an overflow, the list is 0
+      except for the flag, and a loss that is not finite is replaced by 0.
     """
     scale = _State(*state).value
     found = [
@@ -129,7 +132,7 @@ class LossScale:
 def _where(
   is_kept: tf.Tensor, gradient: parameter_store.Gradient
 ) -> parameter_store.Gradient:
-  """`gradient`, or zeros if it is not kept."""
+  """Returns `gradient` if `is_kept`, else zeros of the same kind and shape."""
   if gradient is None:
     return None
   if isinstance(gradient, tf.IndexedSlices):
@@ -140,12 +143,12 @@ def _where(
 
 
 def is_own(path: str) -> bool:
-  """Whether a variable is one of `LossScale.variables`."""
+  """Returns whether `path` is the path of one of `LossScale.variables`."""
   return path.startswith(_PREFIX)
 
 
 class ScaledUpdate:
-  """An update that changes nothing after an overflow."""
+  """Makes updates, or void updates after an overflow."""
 
   def __init__(self, store: parameter_store.ParameterStore):
     """Finds the variables of the scale in `store`."""
@@ -156,14 +159,15 @@ class ScaledUpdate:
       self._state = _State(*found)
 
   def split(self, moves: Sequence[Move]) -> tuple[list[Move], list[tf.Tensor]]:
-    """Separates the moves of the scale's variables from those of others.
+    """Separates the moves of the scale's variables from all other moves.
 
     Args:
-      moves: Those of one PS task.
+      moves: The (move, variable) pairs of the statistics on one PS task.
 
     Returns:
-      The moves of others; and whether there was an overflow, a bool scalar, if
-      this task has the flag.
+      The pairs of all other statistics; and a list with one bool scalar,
+      whether there was an overflow, or an empty list if the flag is on another
+      task.
     """
     others = [p for p in moves if not is_own(placement.path_of(p[1]))]
     flags = [m for m, v in moves if v is self._state.overflow]
@@ -175,12 +179,12 @@ class ScaledUpdate:
     apply: Callable[[], None],
     skip: Callable[[], None],
   ) -> None:
-    """Makes the update, unless there was an overflow.
+    """Makes the update, unless there was an overflow; adjusts the scale.
 
     Args:
-      overflow: Bool scalar.
+      overflow: Bool scalar, whether there was an overflow.
       apply: Makes the update.
-      skip: Is called for a void update.
+      skip: Called in place of `apply` for a void update.
     """
 
     def void() -> tf.Tensor:

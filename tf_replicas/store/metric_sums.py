@@ -1,10 +1,11 @@
-"""Metrics of the loss function: named scalars, averaged over what was applied.
+"""Averages metrics, named scalars of the loss function, over applied batches.
 
-A replica contributes the scalars of its batch with its gradients. They travel
-as a statistic, so the update rules need not know them, and contributions that
-are refused do not count. The statistic is never reset: it adds up the scalars
-since the training began, and how many there were. The chief reports the
-differences between two reads.
+A replica contributes the scalars of its batch together with its gradients. They
+are sent as the change of a *statistic*, a variable without gradients. So the
+update rules need no code for them, and refused contributions do not count. The
+variable is never reset: it holds, for each name, the sum of the scalars since
+the training began, and their number. The chief reports the mean over what was
+added between two reads.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ _PATH = "metrics/sums"
 
 
 class _Store(Protocol):
-  """What `Reader` needs of a store."""
+  """The interface of a store that `Reader` uses."""
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
     """See `ParameterStore.reader`."""
@@ -29,27 +30,30 @@ class _Store(Protocol):
 
 
 def is_own(path: str) -> bool:
-  """Whether a variable is that of the sums."""
+  """Returns whether `path` is the path of the variable of the sums."""
   return path == _PATH
 
 
 def variable(names: Sequence[str]) -> tf.Variable:
-  """The variable of the sums, [2, number of names]: sums, then counts.
+  """Makes the variable of the sums, float64 [2, number of names].
 
-  float64, as a difference of large sums is small.
+  The first row has the sums, the second the counts. The dtype is float64, as
+  large sums are subtracted from each other.
   """
   zeros = tf.zeros([2, len(names)], tf.float64)
   return tf.Variable(zeros, trainable=False, name=_PATH)
 
 
 def move(names: Sequence[str], values: Mapping[str, tf.Tensor]) -> tf.Tensor:
-  """What a replica contributes to the sums.
-
-  It is old minus new value, as for every statistic, and therefore negative.
+  """Computes what a replica contributes to the sums.
 
   Args:
-    names: The names.
-    values: A scalar per name; one that is not finite is left out.
+    names: The names of the scalars.
+    values: A scalar per name. A scalar that is not finite is left out.
+
+  Returns:
+    Old minus new value, as for every statistic: the negative of the scalars and
+    of their counts, float64 [2, number of names].
   """
   scalars = tf.stack([tf.cast(values[name], tf.float64) for name in names])
   is_finite = tf.math.is_finite(scalars)
@@ -59,7 +63,7 @@ def move(names: Sequence[str], values: Mapping[str, tf.Tensor]) -> tf.Tensor:
 
 
 class Reader:
-  """Reads the means over what was applied since the last read."""
+  """Reads the means over the contributions applied since the last read."""
 
   def __init__(
     self,
@@ -71,7 +75,8 @@ class Reader:
 
     Args:
       store: Holds the sums.
-      variables: Patterns of the store's variables, in its order.
+      variables: Variables with the paths of the store's variables, in the
+        store's order.
       names: The names of the scalars.
     """
     self._names = names
@@ -81,7 +86,10 @@ class Reader:
       self._previous = np.asarray(self._read()[0])
 
   def means(self) -> dict[str, float]:
-    """The means by name, of what was applied since the last call."""
+    """Returns the mean of each scalar since the last call, by name.
+
+    Names without values in applied contributions are left out.
+    """
     if not self._names:
       return {}
     now = np.asarray(self._read()[0])

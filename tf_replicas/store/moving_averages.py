@@ -1,4 +1,4 @@
-"""Moving averages of variables."""
+"""Computes exponential moving averages of variables."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MovingAverages:
     self.num_updates_aware = num_updates_aware
 
   def decay_at(self, global_step: int | tf.Tensor | tf.Variable) -> tf.Tensor:
-    """The decay in the update that made `global_step`: a float64 scalar."""
+    """Returns the decay, float64, for the update that made `global_step`."""
     decay = tf.constant(self.decay, tf.float64)
     if self.num_updates_aware:
       decay = effective_decay(decay, global_step)

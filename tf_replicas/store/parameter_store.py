@@ -1,10 +1,10 @@
-"""The variables of a model, as shards on the PS tasks.
+"""Stores the variables of a model as shards on the PS tasks.
 
-Replicas never hold a remote or sharded variable. They *pull* every parameter
-once per step as plain tensors, and split their gradients into shards before
-sending them. Slots and moving averages are placed next to their shard.
-Everything has a name, so that all clients that build a store from the same
-specs and plan reach the same variables.
+Replicas never hold a remote or sharded variable. They *pull* the variables once
+per step as plain tensors, and split their gradients into shards before sending
+them. Slots and moving averages are placed next to their shard. Every shared
+object has a name. So all clients (the processes that train) that build a store
+from the same specs and plan use the same variables.
 """
 
 import functools
@@ -25,7 +25,7 @@ Value = tf.Tensor | np.ndarray | float
 
 
 def ps_device(task: int) -> str:
-  """The device of parameter-server task `task`."""
+  """Returns the name of the CPU device of parameter-server task `task`."""
   return f"/job:ps/task:{task}/device:CPU:0"
 
 
@@ -36,17 +36,17 @@ def build(
   wire_dtype: str | None = None,
   namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
 ) -> "ParameterStore":
-  """Makes the store of a cluster.
+  """Makes the parameter store of a cluster.
 
   Args:
     spec: The cluster: its PS tasks and the placement of variables.
-    variables: Keras or TensorFlow variables with the paths, shapes and dtypes
-      of the store's; their values are not used.
+    variables: Keras or TensorFlow variables. The store gets variables of the
+      same paths, shapes and dtypes. Their values are not used.
     wire_dtype: See `ParameterStore`.
     namespace: See `ParameterStore`.
 
   Returns:
-    The store; its variables have no values unless some client assigned them.
+    The store. Its variables have no values unless some client assigned them.
   """
   specs = placement.from_variables(variables)
   return ParameterStore(
@@ -61,7 +61,7 @@ def build(
 def describe(
   spec: cluster.ClusterSpec, variables: Sequence[tf.Variable]
 ) -> str:
-  """The placement table of the store that `build` would make.
+  """Formats the placement of variables in the store that `build` would make.
 
   Args:
     spec: See `build`.
@@ -88,18 +88,20 @@ def _plan(
 
 
 class ParameterStore:
-  """Variables on parameter servers, by path.
+  """The variables of a training on the parameter servers.
 
   Attributes:
-    specs: The variables, in the model's order.
+    specs: The description of each variable, in the model's order.
     shards: The `placement.Shard`s of each variable, in order.
     num_tasks: The number of PS tasks.
     device_of_task: Maps the index of a PS task to its device.
     global_step: int64 scalar on PS task 0: the number of updates so far.
-    examples_seen: int64 scalar on PS task 0: the number of their examples.
-    wire_dtype: The dtype of float32 tensors in transfers; None: float32.
+    examples_seen: int64 scalar on PS task 0: the number of examples in these
+      updates.
+    wire_dtype: The dtype in which trainable float32 variables and their
+      gradients are sent; None: float32.
     namespace: The namespace of all shared resources of this training.
-    lock: If set, `state` holds it while it reads.
+    lock: A lock that `state` holds while it reads; None: no lock.
   """
 
   def __init__(
@@ -115,14 +117,16 @@ class ParameterStore:
     """Creates the variables, or attaches to those of another client.
 
     Args:
-      specs: The variables, in the order that all methods use.
+      specs: The description of each variable, in the order that all methods
+        use.
       shards: The result of `placement.plan`.
-      num_tasks: The number of PS tasks, with those that hold no shard.
+      num_tasks: The number of PS tasks, including tasks without shards.
       device_of_task: Maps the index of a PS task to its device.
-      wire_dtype: `float16` or `bfloat16`: the dtype in which float32 variables
-        are pulled and their gradients sent; variables, sums and checkpoints
-        keep their own dtype. None casts nothing.
-      namespace: Stores in different namespaces share nothing.
+      wire_dtype: `float16` or `bfloat16`: the dtype in which trainable float32
+        variables are pulled and their gradients sent. Variables, sums and
+        checkpoints keep their own dtype. None casts nothing.
+      namespace: The scope of the names of shared resources. Stores in different
+        namespaces share nothing.
     """
     self.namespace = namespace
     self.wire_dtype = None if wire_dtype is None else tf.as_dtype(wire_dtype)
@@ -147,7 +151,7 @@ class ParameterStore:
     # Maps names in checkpoints to (position in `specs`, one part per shard).
     self._beside: dict[str, tuple[int, list[tf.Variable]]] = {}
     self.lock: resources.Mutex | None = None
-    # Made at the next `state`; None after variables were added.
+    # Made by the next call of `state`; None after variables were added.
     self._state_reader: Callable[[], dict[str, tf.Tensor]] | None = None
     with tf.device(device_of_task(0)):
       self.examples_seen = namespace.variable("examples_seen", [], "int64")
@@ -173,21 +177,21 @@ class ParameterStore:
 
   @property
   def trainable(self) -> list[int]:
-    """The positions of the trainable variables in `specs`."""
+    """Positions of the trainable variables in `specs`."""
     return [i for i, spec in enumerate(self.specs) if spec.trainable]
 
   @property
   def contributed(self) -> list[int]:
-    """The positions in `specs` of the variables that replicas contribute to.
+    """Positions in `specs` of all variables, in the order of contributions.
 
-    First those of the trainable variables, then those of the statistics, such
-    as moving means.
+    The trainable variables come first, then the *statistics*: variables without
+    gradients, such as moving means of batch normalization.
     """
     others = [i for i, spec in enumerate(self.specs) if not spec.trainable]
     return self.trainable + others
 
   def contributed_shards(self, task: int) -> list[tuple[int, int]]:
-    """(position in `contributed`, shard number) of the shards on `task`."""
+    """Lists the (position in `contributed`, shard number) pairs on `task`."""
     return [
       (position, number)
       for position, index in enumerate(self.contributed)
@@ -196,24 +200,24 @@ class ParameterStore:
     ]
 
   def variables(self, index: int) -> list[tf.Variable]:
-    """The shard variables of `specs[index]`, in order."""
+    """Returns the shard variables of `specs[index]`, in order."""
     return self._variables[index]
 
   def table(self) -> str:
-    """The placement of the variables as a table; see `placement.table`."""
+    """Formats the placement of the variables; see `placement.table`."""
     devices = [self.device_of_task(t) for t in range(self.num_tasks)]
     return placement.table(self.specs, self.shards, devices)
 
   def is_initialized(self) -> bool:
-    """Whether a chief has assigned all values; the global step is the last."""
+    """Returns whether a chief has assigned all values, the global step last."""
     return bool(self.global_step.is_initialized())
 
   def start(self) -> None:
-    """Sets the global step to 0; everything else must have its value."""
+    """Sets the global step to 0; all other variables must have their values."""
     self.load_state({"examples_seen": 0, "global_step": 0})
 
   def signature(self) -> list[list[str | list[int]]]:
-    """What all clients of one training must agree on, as JSON values.
+    """Returns what must be equal in all clients of one training, for JSON.
 
     Returns:
       [path, shape, dtype, tasks of the shards] for each variable.
@@ -224,18 +228,18 @@ class ParameterStore:
     ]
 
   def assign(self, index: int, value: Value) -> None:
-    """Assigns variable `index`; `value` has the shape of the whole variable."""
+    """Assigns a whole value to variable `index`, shard by shard."""
     self._assign_parts(self._variables[index], index, value)
 
   def subtract(self, index: int, value: Value) -> None:
-    """Subtracts `value`, of the shape of the whole variable, in place."""
+    """Subtracts a whole value from variable `index`, shard by shard."""
     parts = self.split(index, value)
     for variable, part in zip(self._variables[index], parts, strict=True):
       variable.assign_sub(part)
     resources.flush_assignments(self._variables[index])
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """A function that reads only the variables at `indices`, in order."""
+    """Makes a function that reads only the variables at `indices`, in order."""
 
     def read():
       return [
@@ -268,8 +272,8 @@ class ParameterStore:
         need shards along axis 0, as they consist of rows.
 
     Returns:
-      One gradient per shard: dense, `tf.IndexedSlices` with indices relative to
-      the shard, or None, as `gradient` is.
+      One gradient per shard, of the same kind as `gradient`: dense,
+      `tf.IndexedSlices` with indices relative to the shard, or None.
 
     Raises:
       ValueError: If `tf.IndexedSlices` belong to shards along another axis.
@@ -325,12 +329,13 @@ class ParameterStore:
     *,
     is_narrowed: bool = True,
   ) -> packing.Parcel:
-    """How contributions to the shards of a PS task are packed for transfers.
+    """Makes what packs contributions to the shards of a PS task for transfers.
 
     Args:
-      task: The PS task.
-      positions: Positions in `contributed_shards(task)`; None for all.
-      is_narrowed: Whether float32 is sent as `wire_dtype`.
+      task: The index of the PS task.
+      positions: Positions in `contributed_shards(task)`. None: all.
+      is_narrowed: Whether trainable float32 variables are cast to `wire_dtype`
+        for the transfer.
     """
     shards = self.contributed_shards(task)
     if positions is not None:
@@ -357,18 +362,20 @@ class ParameterStore:
   def pull(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Reads the global step, then every variable once, as whole tensors.
 
-    The global step is read first, so that variables which are read during an
-    update have the step before it; gradients of this step are refused.
+    The global step is read first. So variables that are read during an update
+    come with the step before that update, and a synchronous rule refuses
+    gradients computed from them.
 
     Returns:
-      The int64 global step, and one tensor per spec on the caller's device.
+      The int64 global step, and one tensor per variable, on the caller's
+      device.
     """
     step = self.read_global_step()
     with tf.control_dependencies([step]):
       return step, self.read(item=self.wire_item)
 
   def read_global_step(self) -> tf.Tensor:
-    """The global step: an int64 scalar read on PS task 0."""
+    """Reads the global step, an int64 scalar, on PS task 0."""
     with tf.device(self.device_of_task(0)):
       return self.global_step.read_value()
 
@@ -377,10 +384,11 @@ class ParameterStore:
 
     Args:
       step: int64 scalar, the global step before the update.
-      num_examples: Scalar, the examples of the update.
+      num_examples: Scalar, the number of examples in the update.
 
     Returns:
-      The new global step, when both are assigned.
+      The new global step; a control dependency on it waits until the global
+      step and the count of examples are assigned.
     """
     with tf.device(self.device_of_task(0)):
       count = self.examples_seen.assign_add(tf.cast(num_examples, tf.int64))
@@ -398,9 +406,9 @@ class ParameterStore:
 
     Args:
       read_shard: Maps (position in `specs`, shard number) to the value of the
-        shard; called on its device. None reads the variable.
-      item: Maps the same to shape and dtype of the shard in the transfer;
-        `item` if not given.
+        shard. Called on the shard's device. None reads the variable.
+      item: Maps (position in `specs`, shard number) to the shape and dtype of
+        the shard in the transfer. None: those of the shard itself.
 
     Returns:
       One tensor per variable, on the caller's device.
@@ -420,14 +428,15 @@ class ParameterStore:
     ]
 
   def item(self, index: int, number: int) -> packing.Item:
-    """Shape and dtype of shard `number` of variable `index`."""
+    """Returns the shape and dtype of shard `number` of variable `index`."""
     shard = self.shards[index][number]
     return packing.Item(shard.shape, tf.as_dtype(shard.dtype))
 
   def wire_item(self, index: int, number: int) -> packing.Item:
-    """Shape and dtype of that shard, or its gradient, in transfers.
+    """Returns the shape and dtype of a shard, or its gradient, in transfers.
 
-    Only trained variables are narrowed: statistics may be counts.
+    Only trainable variables are cast to `wire_dtype`. Statistics are not, as
+    they may be counts.
     """
     item = self.item(index, number)
     is_narrowed = self.wire_dtype is not None and item.dtype == tf.float32
@@ -439,8 +448,8 @@ class ParameterStore:
 
     Args:
       index: Position in `specs`.
-      kind: First part of their names, such as `averages`; they are saved as
-        `<kind>/<path>`.
+      kind: The first part of the names of the new variables, such as
+        `averages`. Checkpoints save them as `<kind>/<path>`.
 
     Returns:
       One variable per shard, without a value unless some client assigned one.
@@ -457,8 +466,9 @@ class ParameterStore:
 
     Args:
       variable: The variable, such as a slot.
-      kind: The first part of its name, such as `slots/sgd/momentum`.
-      owner: The name of the shard to which it belongs; empty if to none.
+      kind: The first part of the variable's name, such as `slots/sgd/momentum`.
+      owner: The name of the shard to which the variable belongs; empty if it
+        belongs to none.
     """
     self._state_reader = None
     if owner in self._owner:
@@ -473,7 +483,7 @@ class ParameterStore:
     self._others[variable.path] = variable
 
   def state(self) -> dict[str, tf.Tensor]:
-    """Reads everything for a checkpoint; see `session.checkpoints`.
+    """Reads all values for a checkpoint; see `session.checkpoints`.
 
     Returns:
       Whole tensors by name, independent of the placement: `variables/<path>`,
@@ -500,7 +510,10 @@ class ParameterStore:
     return state
 
   def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-    """Assigns tensors by name; see `state`. Missing names are not changed."""
+    """Assigns tensors to variables by the names that `state` returns.
+
+    Variables whose names are missing in `state` are not changed.
+    """
     for index, spec in enumerate(self.specs):
       if f"variables/{spec.path}" in state:
         self.assign(index, state[f"variables/{spec.path}"])
@@ -512,7 +525,7 @@ class ParameterStore:
         variable.assign(state[name])
     resources.flush_assignments(sum(self._variables, []))
     if "global_step" in state:
-      # Last: it tells other clients that everything else is assigned.
+      # Last: the global step tells other clients that all else is assigned.
       self.global_step.assign(state["global_step"])
       resources.flush_assignments([self.global_step])
 
@@ -520,5 +533,5 @@ class ParameterStore:
 def join(
   parts: Sequence[tf.Tensor], shards: Sequence[placement.Shard]
 ) -> tf.Tensor:
-  """Joins the parts of a variable, one per shard, to a whole tensor."""
+  """Joins the parts of a variable, one per shard, into a whole tensor."""
   return parts[0] if len(parts) == 1 else tf.concat(parts, shards[0].axis)

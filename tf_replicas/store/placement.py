@@ -1,4 +1,4 @@
-"""Placement of variables: which PS task holds which shard.
+"""Decides which PS task holds which variable, or which shard of a variable.
 
 A policy is a function that maps the specs of all variables to the shards of
 each variable, in the order of the specs:
@@ -8,7 +8,7 @@ each variable, in the order of the specs:
     print(placement.table(specs, shards, ["/job:ps/task:0", "/job:ps/task:1"]))
 
 A policy gets the whole list at once, so every process computes the same plan.
-A user's own policy makes its shards by `split`.
+A user's own policy must make its shards by `split`.
 """
 
 import collections
@@ -28,10 +28,10 @@ class VariableSpec(NamedTuple):
   """Describes a variable.
 
   Attributes:
-    path: The name that identifies it, such as `conv1/kernel`.
-    shape: Its static shape.
-    dtype: The name of its dtype, such as `float32`.
-    trainable: Whether gradients update it.
+    path: The name that identifies the variable, such as `conv1/kernel`.
+    shape: The static shape of the variable.
+    dtype: The name of the variable's dtype, such as `float32`.
+    trainable: Whether gradients update the variable.
   """
 
   path: str
@@ -54,15 +54,15 @@ class Shard(NamedTuple):
   """A contiguous part of a variable, or a whole variable, on one task.
 
   Attributes:
-    path: The path of its variable.
-    index: Its index among the shards of the variable.
+    path: The path of the variable.
+    index: The index of this shard among the shards of the variable.
     num_shards: The number of shards of the variable.
-    task: The index of its task.
+    task: The index of the PS task that holds the shard.
     axis: The axis along which the variable is split; 0 for a whole variable.
     begin: The first index along `axis`.
     size: The number of indices along `axis`; 1 for a scalar.
     shape: The shape of the shard.
-    dtype: The name of its dtype.
+    dtype: The name of the shard's dtype.
   """
 
   path: str
@@ -77,7 +77,7 @@ class Shard(NamedTuple):
 
   @property
   def name(self) -> str:
-    """The variable's path; with `/part_<index>` if it has several shards."""
+    """Path of the variable, with `/part_<index>` if it has several shards."""
     part = "" if self.num_shards == 1 else f"/part_{self.index}"
     return self.path + part
 
@@ -88,7 +88,7 @@ class Shard(NamedTuple):
 
   @property
   def slices(self) -> tuple[slice, ...]:
-    """The shard's part of the variable's value: `value[shard.slices]`."""
+    """Slices that select the shard: `value[shard.slices]` of a whole value."""
     if not self.shape:
       return ()
     rows = slice(self.begin, self.begin + self.size)
@@ -100,11 +100,11 @@ Policy = Callable[[Sequence[VariableSpec]], Plan]
 
 
 def path_of(variable: tf.Variable | str) -> str:
-  """The path that identifies a variable.
+  """Returns the path that identifies a variable.
 
   Args:
-    variable: A Keras variable, which has a path; a TensorFlow variable, which
-      has a name; or a path, which is returned.
+    variable: A Keras variable, whose `path` is returned; a TensorFlow variable,
+      whose name without `:0` is returned; or a path, which is returned.
   """
   if isinstance(variable, str):
     return variable
@@ -174,7 +174,7 @@ def split(
 
 
 def byte_size_load_fn(spec: VariableSpec) -> int:
-  """The bytes of a variable; after TF1's `contrib.training`."""
+  """Returns the bytes of a variable, as the function in TF1's contrib does."""
   return spec.num_bytes
 
 
@@ -196,9 +196,10 @@ class GreedyByBytes:
   """Places each variable on the task with the least load so far.
 
   TF1's `GreedyLoadBalancingStrategy` placed variables in the order of their
-  creation, which limits the balance. This policy starts with the largest
-  variable; equal loads keep the order of the specs, and among equal tasks it
-  takes the first. No task gets more than the mean plus the largest variable.
+  creation, which limits the balance. This policy places the variable with the
+  largest load first. Variables of equal load are placed in the order of the
+  specs, and of tasks with equal load the first is used. No task gets more than
+  the mean load plus the largest load of a variable.
   """
 
   def __init__(
@@ -225,14 +226,15 @@ class GreedyByBytes:
 class Partitioned:
   """Splits large variables into shards, and places the shards by bytes.
 
-  A variable of B bytes gets `B // min_shard_bytes` shards, but at most one per
-  task, on the tasks with the least load. Variables with the largest shards are
-  placed first.
+  A variable of B bytes gets `B // min_shard_bytes` shards, at least one and at
+  most `num_shards`. They are placed on the tasks with the least load, at most
+  one per task. Variables with the largest shards are placed first.
 
-  Vectors and matrices are split along axis 0: the gradient of an embedding
-  table consists of rows, and a task then gets only its own rows. Variables of
-  a higher rank (kernels), or with fewer rows than shards, are split along the
-  longest axis, for shards of similar size: a 5x5 kernel would be 3 + 2 rows.
+  Vectors and matrices are split along axis 0. The gradient of an embedding
+  table consists of rows, so a task then gets only the rows of its shard.
+  Variables of a higher rank (such as kernels), or with fewer rows than shards,
+  are split along the longest axis, which makes shards of similar size: along
+  axis 0, a 5x5 kernel would be split into 3 + 2 rows.
   """
 
   def __init__(
@@ -268,7 +270,7 @@ class Partitioned:
     return _place_greedily(cuts, loads, self._num_tasks)
 
   def _cut(self, spec: VariableSpec) -> tuple[Shard, ...]:
-    """Splits a variable; its shards are placed later."""
+    """Splits a variable; the tasks of the shards are set later."""
     pieces = min(self._max_shards, spec.num_bytes // self._min_shard_bytes)
     if pieces < 2 or not spec.shape:
       return split(spec, [0])
@@ -285,7 +287,7 @@ def policy_from(
   min_shard_bytes: int = MIN_SHARD_BYTES,
   num_shards: int | None = None,
 ) -> Policy:
-  """Returns the policy of a name.
+  """Returns the placement policy with the given name.
 
   Args:
     name: `round_robin`, `greedy` or `partitioned`.
@@ -309,7 +311,7 @@ def policy_from(
 
 
 def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
-  """Places variables by a policy, and checks its plan.
+  """Places variables by a policy, and checks the policy's plan.
 
   Args:
     specs: The variables.
@@ -340,7 +342,7 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
 
 
 def bytes_per_task(shards: Plan, num_tasks: int) -> list[int]:
-  """The bytes of variables on each of `num_tasks` tasks."""
+  """Adds up the bytes of the shards on each of `num_tasks` tasks."""
   loads = [0] * num_tasks
   for shard in itertools.chain(*shards):
     loads[shard.task] += shard.num_bytes
@@ -348,20 +350,20 @@ def bytes_per_task(shards: Plan, num_tasks: int) -> list[int]:
 
 
 def balance(loads: Sequence[float]) -> float:
-  """The largest load divided by the mean load; 1 is optimal."""
+  """Computes the largest load divided by the mean load; 1 is optimal."""
   return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 def table(
   specs: Sequence[VariableSpec], shards: Plan, device_of_task: Sequence[str]
 ) -> str:
-  """Formats a plan as a table: every shard, every device, the total.
+  """Formats a plan as a table of all shards, all devices, and the total.
 
   Args:
     specs: The variables.
-    shards: Their shards; see `plan`.
-    device_of_task: The device of every task, in order. The block of devices is
-      left out if there is one device, as it would repeat the total.
+    shards: The shards of each variable; see `plan`.
+    device_of_task: The device of every task, in order. If there is one device,
+      the lines for devices are left out, as they would repeat the total.
 
   Returns:
     Lines of text, without a final newline.

@@ -1,8 +1,9 @@
-"""Admission of asynchronous updates, with exact counts.
+"""Admits asynchronous updates, and counts them exactly.
 
-The state of `async_replicas`: variables on PS task 0, changed under one lock; a
-queue that tells the chief of every update; and a queue in which replicas wait
-that asked after the last update was admitted.
+The state of `AsyncReplicasOptimizer` lives on PS task 0: variables that are
+changed under one lock; a queue of messages that tell the chief of every update;
+and a queue at which replicas wait that ask for admission while the last allowed
+update (see `stop_at`) is in progress.
 """
 
 import functools
@@ -20,25 +21,29 @@ from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
 from tf_replicas.store import parameter_store
 
-# The state of a replica: it applies no gradients, applies some, or is lost.
+# The state of a replica: it applies no gradients at present, is applying
+# gradients, or is lost.
 _IDLE, _OPEN, _LOST = 0, 1, -1
 # A replica that fails is declared lost much sooner.
 _PATIENCE_SECS = 600.0
-# Gradients that are this stale or staler are counted together.
+# Gradients of at least this staleness are counted together.
 MAX_STALENESS = 255
 _NO_LIMIT = 1 << 60
 
 
 class Admission(NamedTuple):
-  """The answer to one set of gradients; scalars on PS task 0.
+  """The decision on one set of gradients; scalars on PS task 0.
 
   Attributes:
     admitted: bool, whether the gradients are to be applied.
-    version: int64, the updates before this one, finished or in progress.
-    staleness: int64, how many of them came after its variables were read.
+    version: int64, the number of updates before this one, finished or in
+      progress.
+    staleness: int64, the number of these updates made after the replica read
+      its variables.
     has_ended: bool, whether training has ended.
-    must_wait: bool, whether the last allowed update is in progress; only if
-      its replica is lost can this one be admitted.
+    must_wait: bool, whether the replica must wait and ask again, because the
+      last allowed update is in progress. These gradients can be admitted only
+      if the replica that makes that update is lost.
   """
 
   admitted: tf.Tensor
@@ -52,11 +57,13 @@ class _Progress(NamedTuple):
   """One message to the chief.
 
   Attributes:
-    kind: A `protocol.MessageType`: DELIVERED for an update, NONFINITE or WAKE.
-    replica: The sender; -1 for WAKE.
-    step: The global step after the update, or that the replica had read.
-    examples: The examples in its batch.
-    loss: The mean loss of its batch.
+    kind: A `protocol.MessageType`: DELIVERED if gradients were applied,
+      NONFINITE if a value was not finite, or WAKE.
+    replica: The index of the sender; -1 for WAKE.
+    step: For DELIVERED the global step afterwards; for NONFINITE the global
+      step of the variables that the replica used.
+    examples: The number of examples in the replica's batch.
+    loss: The mean loss of the replica's batch.
   """
 
   kind: tf.Tensor | int
@@ -81,10 +88,12 @@ class AsyncAdmission:
   """Admits and counts the gradients of M replicas.
 
   Attributes:
-    applied: int64 [M, 1 + MAX_STALENESS] variable: applied, by staleness.
-    dropped: int64 [M, 1 + protocol.MAX_LATE] variable: dropped, by staleness.
-    pending: int64 scalar variable: the gradients summed for the next update,
-      if an update is the mean of several.
+    applied: int64 [M, 1 + MAX_STALENESS] variable: the number of sets of
+      gradients applied, by replica and staleness.
+    dropped: int64 [M, 1 + protocol.MAX_LATE] variable: the number of sets
+      dropped as too stale, by replica and staleness.
+    pending: int64 scalar variable: the number of sets summed so far for the
+      next update, if an update is the mean of several.
   """
 
   def __init__(
@@ -99,12 +108,12 @@ class AsyncAdmission:
 
     Args:
       store: Holds the global step.
-      num_replicas: M.
+      num_replicas: M, the number of replicas.
       admits: Maps the staleness, an int64 scalar, to whether gradients are
-        applied. None: all are.
-      gradients_per_update: How many sets of gradients make an update.
-      namespace: For all objects except `pending`, which belongs to the sums
-        in the namespace of `store`. None: that of `store`.
+        applied. None: all gradients are applied.
+      gradients_per_update: The number of sets of gradients in an update.
+      namespace: The namespace of all objects except `pending`, which is in the
+        namespace of `store`, as the sums are. None: the namespace of `store`.
     """
     namespace = namespace or store.namespace
     self._store = store
@@ -125,7 +134,8 @@ class AsyncAdmission:
       )
       self._has_ended = namespace.variable("async/ended", [], tf.bool)
       self._limit = namespace.variable("async/limit", [], tf.int64)
-      # Named after c: a sum of 4 gradients must not be completed as one of 2.
+      # The name contains `gradients_per_update`: a sum of 4 gradients must not
+      # be completed as a sum of 2.
       self.pending = store.namespace.variable(
         f"async/pending_{gradients_per_update}", [], tf.int64
       )
@@ -152,17 +162,18 @@ class AsyncAdmission:
   def admit(self, replica, local_step, is_sound) -> Admission:
     """Decides whether one set of gradients is applied.
 
-    To be used inside a `tf.function`. Waits while the last update before the
-    limit is in progress.
+    To be used inside a `tf.function`. Waits while the last update that
+    `stop_at` allows is in progress.
 
     Args:
-      replica: The replica that asks; scalar.
-      local_step: int64 scalar, the global step whose variables it used.
-      is_sound: bool scalar, whether all its numbers are finite; if not, the
-        chief is told.
+      replica: Scalar, the index of the replica that asks.
+      local_step: int64 scalar, the global step of the variables that the
+        replica used.
+      is_sound: bool scalar, whether the gradients and the loss are finite. If
+        not, they are not admitted, and the chief is told.
 
     Returns:
-      The decision.
+      An `Admission`, the decision.
     """
 
     def ask():
@@ -185,17 +196,17 @@ class AsyncAdmission:
   def finish(
     self, replica, staleness, loss, num_examples, is_update=True
   ) -> tf.Tensor:
-    """Counts one set of gradients that was applied.
+    """Counts one set of gradients that was applied, and tells the chief.
 
     Args:
-      replica: Its replica; scalar.
-      staleness: int64 scalar, as `admit` returned it.
-      loss: float64 scalar, the mean loss of its batch.
-      num_examples: Scalar, the size of its batch.
-      is_update: bool scalar, whether this completed an update.
+      replica: Scalar, the index of the replica that computed the gradients.
+      staleness: int64 scalar, the `staleness` that `admit` returned.
+      loss: Scalar, the mean loss of the replica's batch.
+      num_examples: Scalar, the number of examples in the batch.
+      is_update: bool scalar, whether this set completed an update.
 
     Returns:
-      int64 scalar, the global step after it.
+      int64 scalar, the global step afterwards.
     """
     with tf.device(self._device):
       (step,) = self._lock.hold(
@@ -204,7 +215,7 @@ class AsyncAdmission:
       return tf.identity(step)
 
   def declare_lost(self, replica: tf.Tensor) -> None:
-    """Expects no more of `replica` until it asks again."""
+    """Marks `replica` as lost until it asks for admission again."""
 
     def close():
       self._set_state(self._is_this(replica), tf.constant(_LOST))
@@ -214,7 +225,10 @@ class AsyncAdmission:
       self._lock.hold(close)
 
   def counts(self) -> list[results.Counts]:
-    """The counts of each replica; `late` counts those dropped as too stale."""
+    """Returns the counts of each replica.
+
+    `late` counts the sets of gradients that were dropped as too stale.
+    """
     rows = zip(self.applied.numpy(), self.dropped.numpy(), strict=True)
     return [
       results.Counts(
@@ -227,7 +241,7 @@ class AsyncAdmission:
     ]
 
   def is_lost(self) -> tf.Tensor:
-    """bool [M]: whether each replica is lost and has not asked again."""
+    """Reads whether each replica is lost, as bool [M]."""
     return self._state.read_value() == _LOST
 
   def end(self) -> None:
@@ -237,7 +251,7 @@ class AsyncAdmission:
         self._retry()
 
   def has_ended(self) -> bool:
-    """Whether `end` was called, and `resume` not since."""
+    """Returns whether admission has ended: `end` was called, `resume` not."""
     return bool(self._has_ended.read_value())
 
   def resume(self) -> None:
@@ -245,7 +259,7 @@ class AsyncAdmission:
     self._has_ended.assign(False)
 
   def await_idleness(self) -> None:
-    """Waits until no replica applies gradients, lost ones excepted.
+    """Waits until no replica, except lost ones, is applying gradients.
 
     Raises:
       TimeoutError: After 600 s.
@@ -261,7 +275,7 @@ class AsyncAdmission:
     try:
       self._send(protocol.MessageType.WAKE)
     except tf.errors.OpError:
-      pass  # It was closed meanwhile, which ends the wait as well.
+      pass  # The queue was closed meanwhile, which ends the wait as well.
 
   def close(self) -> None:
     """Closes the queues: `collect` and `admit` get `OutOfRangeError`."""
@@ -269,13 +283,13 @@ class AsyncAdmission:
     self._retries.close()
 
   def collect(self, rate: Callable[[int], float]) -> results.Update:
-    """Waits for an update; returns all since the last call as one.
+    """Waits for an update; combines all updates since the last call into one.
 
     Args:
-      rate: Maps a global step to its learning rate.
+      rate: Maps a global step to the learning rate at that step.
 
     Returns:
-      The updates; the loss is the mean over their sets of gradients.
+      The combined update. Its loss is the mean over all sets of gradients.
 
     Raises:
       NonFiniteGradientError: If a replica computed a value that is not finite.
@@ -289,11 +303,11 @@ class AsyncAdmission:
     return update
 
   def collect_rest(self, rate: Callable[[int], float]) -> results.Update | None:
-    """As `collect`, but returns None at once if nothing was applied."""
+    """Returns as `collect`, but without waiting; None if there is no update."""
     return self._take(rate) if int(self._size()) else None
 
   def trace_ahead(self) -> None:
-    """Traces what may be called while a task hangs; see `UpdateRule`."""
+    """Traces functions for use while a task hangs; see `UpdateRule`."""
     self._listen.trace()
     self._size.trace()
 
@@ -302,13 +316,13 @@ class AsyncAdmission:
     return resources.remote_reader(self._progress.size)
 
   def _take(self, rate: Callable[[int], float]) -> results.Update | None:
-    """Waits for messages; the updates, or None if all were wake-ups."""
+    """Waits for messages; returns their combined update, or None."""
     kinds = protocol.MessageType
     messages = _LAYOUT.unpack_rows(self._listen().numpy())
     for message in messages:
       if message.kind == kinds.NONFINITE:
         raise results.NonFiniteGradientError(message.replica, message.step)
-    # A wake-up that came with an update is left to the next call.
+    # If a wake-up came together with an update, the next call raises the error.
     self._was_woken |= any(m.kind == kinds.WAKE for m in messages)
     applied = [m for m in messages if m.kind == kinds.DELIVERED]
     if not applied:
@@ -323,7 +337,7 @@ class AsyncAdmission:
 
   @functools.cached_property
   def _listen(self) -> Callable[[], tf.Tensor]:
-    """A function that waits for a message and takes all: `_Progress` rows."""
+    """Waits for a message, takes all; returns packed `_Progress` rows."""
 
     def dequeue(rows):
       (row,) = self._progress.dequeue()
@@ -344,7 +358,8 @@ class AsyncAdmission:
   def _admit(self, replica, local_step, is_sound) -> Admission:
     """Decides under the lock; see `admit`."""
     this = self._is_this(replica)
-    # A restarted replica may still be marked as applying; it counts for others.
+    # A restarted replica may still be marked as applying: leave it out here. In
+    # the decisions on other replicas it counts.
     state = self._state.read_value()
     is_open = ~this & (state == _OPEN)
     ahead = self.pending.read_value() + tf.math.count_nonzero(is_open)
@@ -362,7 +377,8 @@ class AsyncAdmission:
     row = tf.cast(replica, tf.int64)
     row = tf.where(is_sound & ~ended & ~is_fresh, row, -tf.ones_like(row))
     _count(self.dropped, row, staleness)
-    control_flow.run_if(ended, self._retry)  # The next one waiting ends too.
+    # Let the next waiting replica ask again, so that it ends too.
+    control_flow.run_if(ended, self._retry)
     control_flow.run_if(
       ~is_sound,
       lambda: self._send(protocol.MessageType.NONFINITE, replica, local_step),
@@ -394,26 +410,26 @@ class AsyncAdmission:
     self._state.assign(states)
 
   def _retry(self) -> tf.Operation | None:
-    """Lets one replica that waits in `admit` ask again."""
+    """Makes one of the replicas that wait in `admit` ask again."""
     return self._retries.enqueue([tf.constant(True)])
 
   def _is_this(self, replica: int | tf.Tensor) -> tf.Tensor:
     return tf.range(self._num_replicas, dtype=tf.int64) == replica
 
   def _send(self, kind: protocol.MessageType, *fields) -> tf.Operation | None:
-    """Tells the chief; `fields` are the other ones of `_Progress`."""
+    """Sends a message to the chief; `fields` follow `_Progress.kind`."""
     with tf.device(self._device):
       message = _Progress(int(kind), *fields)
       return self._progress.enqueue([_LAYOUT.pack(message)])
 
 
 def _count(table: tf.Variable, row: int | tf.Tensor, column: tf.Tensor) -> None:
-  """Adds 1 at (row, column) of `table`; beyond it, in the last column.
+  """Adds 1 to an element of `table`.
 
   Args:
     table: int64 [rows, columns].
-    row: Scalar; -1 adds nothing.
-    column: int64 scalar.
+    row: Scalar, the row; -1 adds nothing.
+    column: int64 scalar, the column; a larger number means the last one.
   """
   rows, columns = table.shape
   row = tf.one_hot(row, rows, dtype=tf.int64)

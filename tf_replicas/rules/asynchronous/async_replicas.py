@@ -1,7 +1,8 @@
-"""Asynchronous updates: each replica applies its own gradient at once.
+"""Makes asynchronous updates: each replica applies its own gradient at once.
 
-TF1 trained in this way without `SyncReplicasOptimizer`; here updates and their
-staleness are counted exactly. `AsyncReplicasOptimizer` documents the protocol.
+TF1 trained in this way without `SyncReplicasOptimizer`. Here, updates and their
+staleness are also counted exactly. `AsyncReplicasOptimizer` documents the
+protocol.
 """
 
 import functools
@@ -30,51 +31,54 @@ from tf_replicas.store import parameter_store
 class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   """An optimizer wrapper that applies every gradient as soon as it arrives.
 
-  No replica waits for another, unless a policy demands it. An update is the
-  gradient of one replica; other replicas may have changed the variables since
-  it read them, and its *staleness* counts these updates. The global step counts
-  all updates, exactly.
+  No replica waits for another, unless a policy demands it. An update applies
+  the gradients of one replica. Other replicas may have changed the variables
+  since this replica read them; the *staleness* of the gradients is the number
+  of these updates. The global step counts all updates, exactly.
 
-  A step of a replica; its program runs steps 3 to 6 on the PS tasks:
+  A step of a replica, whose program runs steps 3 to 6 on the PS tasks:
 
-  1. Pull the global step and then the parameters (`pull`), and compute.
-  2. If `max_lead` is 0, wait until all have computed as many gradients.
-  3. Admission, under a lock on PS task 0. The staleness is the number of
-     updates finished or in progress, minus the step that was pulled. Policies
-     admit or refuse the whole set, before its bytes travel. After `stop_at`
-     nothing is admitted beyond that step.
+  1. Pull the global step and then the parameters (`pull`); compute gradients.
+  2. If `max_lead` is 0, wait until all replicas have computed as many
+     gradients.
+  3. Ask for admission, under a lock on PS task 0. The staleness is the number
+     of updates finished or in progress, minus the step that was pulled.
+     Policies admit or refuse the whole set, before its gradients are sent. No
+     update is admitted beyond the step given to `stop_at`.
   4. Send the gradients. On each PS task, apply the inner optimizer to the
      shards there, then update their averages. With `use_locking` only one
      replica at a time does so on a PS task.
-  5. Under the first lock: global step + 1, count, tell the chief.
+  5. Under the lock of step 3, increase the global step by 1, count the
+     gradients, and tell the chief.
   6. If `max_lead` is given, wait until no replica is more than `max_lead`
      updates behind.
 
   With `gradients_per_update` = c > 1, step 4 adds the gradients to sums beside
-  the variables, and every c-th set applies their mean: M / c is the n of
-  n-softsync (Zhang et al. 2015, section 2). Policies then scale and compensate
-  each gradient as it is added.
+  the variables, and every c-th set of gradients causes an update with the mean
+  of c sets. M / c is the n of n-softsync (Zhang et al. 2015, section 2).
+  Policies then scale and compensate each gradient as it is added.
 
   The chief only receives reports (`apply_updates`).
 
   Without `use_locking`, updates of one variable may interleave. Optimizers that
   only add to variables, such as plain gradient descent and Adam of Keras 3.15,
-  lose nothing; those that read and then write, such as momentum, may lose the
-  update of another replica. With `use_locking`, updates of one variable and its
-  slots exclude each other. Neither makes a whole update atomic: PS tasks are
+  lose nothing. Optimizers that read and then write, such as momentum, may lose
+  the update of another replica. With `use_locking`, updates of one variable and
+  its slots exclude each other. Still a whole update is not atomic: PS tasks are
   locked one by one, and a read may see part of an update (as in TF1). With
   `snapshot_reads` updates are atomic: one lock for all PS tasks is held during
   an update, and while variables are read and sent.
 
-  With `refresh_every` = K a replica computes K gradients from variables it read
-  once, which saves traffic and makes gradients staler. It reads again after K
-  steps, or when its gradients were refused. (TF1: `caching_device`.)
+  With `refresh_every` = K, a replica computes K gradients from the same read of
+  the variables, which saves traffic and makes gradients staler. The replica
+  reads again after K steps, or when its gradients were refused. (TF1 had
+  `caching_device` for this.)
 
   Attributes:
-    total_num_replicas: M, the replicas that apply gradients.
-    refresh_every: K.
-    policy: All policies combined.
-    admission: Admits and counts gradients, once `build` was called.
+    total_num_replicas: M, the number of replicas that apply gradients.
+    refresh_every: K, the number of gradients that a replica computes per read.
+    policy: All policies, combined into one.
+    admission: Admits and counts gradients; set by `build`.
   """
 
   def __init__(
@@ -100,15 +104,16 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     """Wraps `optimizer`.
 
     Args:
-      optimizer: The inner optimizer. Arguments that are not listed here are
-        those of `OptimizerRule`.
-      total_num_replicas: M.
+      optimizer: The inner optimizer. `OptimizerRule` documents the arguments
+        that are not listed here.
+      total_num_replicas: M, the number of replicas.
       use_locking: Whether updates of one variable exclude each other.
       snapshot_reads: Whether updates, and reads of all variables, are atomic.
-      policies: What to do about stale gradients; all of them apply.
-      gradients_per_update: How many sets of gradients make one update.
-      refresh_every: How many gradients a replica computes per read.
-      has_chief_statistics: Whether only replica 0 moves statistics.
+      policies: What to do about stale gradients. All policies are combined.
+      gradients_per_update: c, the sets of gradients in one update.
+      refresh_every: K, the gradients that a replica computes per read.
+      has_chief_statistics: Whether only replica 0 changes statistics, such as
+        moving means of batch normalization.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -138,7 +143,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
   @property
   def read_needs(self) -> frozenset[str]:
-    """What `pull` does for this rule, beyond reading every variable."""
+    """Names of what `pull` does besides reading every variable."""
     needs = {"snapshot_reads": self._snapshot_reads}
     needs["copies"] = self.policy.compensate is not None
     return frozenset(name for name, is_needed in needs.items() if is_needed)
@@ -198,14 +203,14 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       self.interrupt()
       if (
         self.admission.has_ended()
-      ):  # Replicas ended it when they lost their chief.
+      ):  # Replicas ended admission when they lost their chief.
         self.resume()
 
   def start(self) -> None:
-    """Does nothing: every update is whole by itself."""
+    """Does nothing: there are no unfinished contributions to clear."""
 
   def _build_inner(self, *, is_chief: bool) -> None:
-    """Builds the inner optimizer, once; the chief first."""
+    """Builds the inner optimizer once; the chief must do so first."""
     if self._is_inner_built:
       return
     with tf.init_scope():
@@ -240,12 +245,16 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   # The replica's half.
 
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """See `GradientRule.pull`; notes what policies need to compensate."""
+    """See `GradientRule.pull`; keeps copies if the policy compensates."""
     return self._own_update.pull(replica)
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
-    """As every rule; with `refresh_every`, the state ends in a count."""
+    """See `UpdateRule.begin`.
+
+    With `refresh_every` > 1, the last tensor of the state counts the steps
+    since the last read.
+    """
     begun = super().begin(replica)
     if self.refresh_every > 1:
       begun.state.append(tf.constant(0, tf.int64))
@@ -261,7 +270,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     token: step_token.StepToken,
     records_times: bool = False,
   ) -> rule_base.ReplicaStep:
-    """As every rule, but reads only every `refresh_every` steps."""
+    """Reads only every `refresh_every` steps; see `UpdateRule.contribute`."""
     if self.refresh_every == 1:
       return super().contribute(
         compute, replica, state, token=token, records_times=records_times
@@ -343,9 +352,9 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
     Args:
       gradients: One per element of `store.contributed`.
-      replica: Their replica.
-      admission: The decision on them.
-      finish: As for `OwnUpdate`.
+      replica: The index of the replica that computed the gradients.
+      admission: The decision on the gradients.
+      finish: See `OwnUpdate.__call__`.
 
     Returns:
       The global step to continue from, or `step_token.ENDED`; and, in seconds
@@ -381,11 +390,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   # The chief's half.
 
   def stop_at(self, step: int) -> None:
-    """Admits nothing that would take the global step beyond `step`."""
+    """Admits no update that would take the global step beyond `step`."""
     self.admission.stop_at(step)
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Waits for updates; returns all since the last call as one.
+    """Waits for an update; combines all updates since the last call into one.
 
     See `UpdateRule.apply_updates`.
     """
@@ -397,11 +406,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   # For the driver that watches and ends the training.
 
   def counts(self) -> list[results.Counts]:
-    """See `UpdateRule.counts`; late ones were dropped as too stale."""
+    """See `UpdateRule.counts`; `late` counts gradients dropped as too stale."""
     return self.admission.counts()
 
   def status(self) -> results.StepStatus:
-    """See `UpdateRule.status`; a step needs one contribution."""
+    """Returns which replicas wait or are lost; see `UpdateRule.status`."""
     status = np.full(self.total_num_replicas, protocol.Status.COMPUTING)
     status[self._clocks.is_waiting().numpy()] = protocol.Status.WAITING
     status[self.admission.is_lost().numpy()] = protocol.Status.LOST
@@ -414,7 +423,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     )
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Lets no replica wait for `replica` until it comes back."""
+    """Makes the other replicas not wait for `replica` until it comes back."""
     del tag
     self._lose(replica)
 
@@ -429,7 +438,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
   @tf.function(autograph=False)
   def end_replicas(self) -> None:
-    """Releases every replica to `step_token.ENDED` from now on."""
+    """Answers every replica from now on that training has ended."""
     self.admission.end()
     self._clocks.open()
 
@@ -452,7 +461,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     self.admission.resume()
 
   def release_replica(self, replica: int) -> None:
-    """Ends all replicas, since all have the same chief."""
+    """Ends all replicas, since they have the same chief."""
     del replica
     self.end_replicas()
 

@@ -1,7 +1,8 @@
-"""How a replica applies its own gradients on the PS tasks.
+"""Applies the gradients of one replica to the variables on the PS tasks.
 
-It sends the gradients there, compensates and applies them, under locks if asked
-to, or sums several sets first. The matching read is here too (`pull`).
+The replica's program sends the gradients there, compensates them for staleness,
+and applies them, optionally under locks, or sums several sets first. `pull` is
+the matching read.
 """
 
 import functools
@@ -21,13 +22,13 @@ from tf_replicas.store import parameter_store
 
 
 class _TaskGradients(NamedTuple):
-  """One set of gradients for one PS task, ready to travel.
+  """One set of gradients for one PS task, ready to be sent.
 
   Attributes:
-    parcel: How the dense ones travel.
-    dense: The positions of the dense ones among the task's shards.
-    packed: The dense ones, packed.
-    others: For each shard its sparse gradient, or None.
+    parcel: Packs and unpacks the dense gradients.
+    dense: The positions of the dense gradients among the task's shards.
+    packed: The dense gradients, packed.
+    others: For each shard of the task, its sparse gradient, or None.
   """
 
   parcel: packing.Parcel
@@ -37,7 +38,7 @@ class _TaskGradients(NamedTuple):
 
 
 class OwnUpdate:
-  """Reads and updates of replicas that do not wait for each other."""
+  """Reads and updates the variables for replicas that do not wait."""
 
   def __init__(
     self,
@@ -53,16 +54,18 @@ class OwnUpdate:
     """Creates the locks and copies on the PS tasks, or attaches to them.
 
     Args:
-      store: The variables.
-      update: Applies gradients.
-      num_replicas: How many replicas there are.
-      policy: What to do about staleness.
-      use_locking: Whether one replica at a time updates on a PS task.
-      snapshot_reads: Whether reads and updates are atomic.
-      gradients_per_update: How many sets of gradients make an update; more
-        than one are summed under one lock for all PS tasks. Checkpoints
-        include an unfinished sum; it is lost if training resumes with another
-        number.
+      store: Holds the variables.
+      update: Applies gradients to the variables.
+      num_replicas: The number of replicas.
+      policy: What to do about stale gradients.
+      use_locking: Whether only one replica at a time updates the variables of
+        a PS task.
+      snapshot_reads: Whether each update, and each read of all variables, is
+        atomic.
+      gradients_per_update: The number of sets of gradients in an update. If it
+        is more than 1, sets are summed under one lock for all PS tasks.
+        Checkpoints include an unfinished sum, which is lost if training
+        resumes with another number.
     """
     self._per_update = gradients_per_update
     self._store = store
@@ -78,7 +81,7 @@ class OwnUpdate:
       with tf.device(store.device_of_task(task)):
         self._locks.append(store.namespace.mutex(f"async/lock/{task}"))
     self._make_copies()
-    # Position in the store -> the sums for the update to come, by shard.
+    # Maps the position in the store to the sums for the next update, by shard.
     self._sums: dict[int, list[tf.Variable]] = {}
     self._has_sum = [False] * len(store.contributed)
     if gradients_per_update > 1:
@@ -95,7 +98,7 @@ class OwnUpdate:
         total.assign(tf.zeros(total.shape, total.dtype))
 
   def _make_copies(self) -> None:
-    """Creates what each replica has read, for policies that compensate."""
+    """Creates copies for the values that each replica reads, to compensate."""
     self._copies: dict[tuple[int, int], list[tf.Variable]] = {}
     for index in self._store.trainable if self._policy.compensate else ():
       for number, variable in enumerate(self._store.variables(index)):
@@ -112,10 +115,10 @@ class OwnUpdate:
     """Reads the variables; to be used inside a `tf.function`.
 
     Args:
-      replica: The replica that reads, in [0, total_num_replicas).
+      replica: The index of the replica that reads, in [0, total_num_replicas).
 
     Returns:
-      As `ParameterStore.pull`.
+      The int64 global step, and one tensor per variable of the store.
     """
 
     def read_shard(index, number):
@@ -154,18 +157,20 @@ class OwnUpdate:
     To be used inside a `tf.function`.
 
     Args:
-      replica: The replica that computed the gradients.
-      parts: As `send` returned them.
+      replica: The index of the replica that computed the gradients.
+      parts: The gradients on the PS tasks, the result of `send`.
       version: int64 scalar, the number of updates before this one.
-      staleness: int64 scalar, the updates since the variables were read.
-      pending: int64 scalar, how many sets of gradients the sums hold; `finish`
-        changes it.
-      finish: Called once, with True if this set completed an update.
+      staleness: int64 scalar, the number of updates since the variables were
+        read.
+      pending: int64 scalar variable, the number of sets of gradients in the
+        sums; `finish` changes it.
+      finish: Counts this set of gradients. Called once, with True if the set
+        completed an update, else False; either may be a tensor.
 
     Returns:
-      The result of `finish`; and two times, in float64 seconds since 1970:
-      when the gradients had arrived, and when they were applied or added to
-      the sums.
+      The result of `finish`; and two times, in float64 seconds since 1970: when
+      the gradients had arrived on PS task 0, and when they had been applied or
+      added to the sums.
     """
     present = self._present(parts)
     arrived = [_values(g) for task in parts for g in task if g is not None]
@@ -209,7 +214,7 @@ class OwnUpdate:
       return step, arrived_at, step_token.now(step)
 
   def _present(self, parts) -> list[bool]:
-    """Which of the store's `contributed` have a gradient."""
+    """Finds out which elements of the store's `contributed` have a gradient."""
     present = [False] * len(self._store.contributed)
     for task, gradients in enumerate(parts):
       shards = self._store.contributed_shards(task)
@@ -243,10 +248,11 @@ class OwnUpdate:
     self._sums[index][number].assign_add(gradient)
 
   def _apply_sums(self, present, version) -> tf.Tensor:
-    """Applies the means and resets the sums.
+    """Applies the means of the summed gradients, and resets the sums.
 
-    A set may lack a gradient that an earlier set had. All variables for which
-    any set of this process had a gradient are updated; other sums are kept.
+    A set may lack a gradient that an earlier set had. So all variables are
+    updated for which any set traced in this process had a gradient. The sums of
+    other variables are kept.
     """
     self._has_sum = [
       a or b for a, b in zip(self._has_sum, present, strict=True)
@@ -267,7 +273,7 @@ class OwnUpdate:
     return self._update(present, version, take, self._per_update)
 
   def _compensated(self, replica, owner, gradient) -> tf.Tensor:
-    """The gradient of shard `owner`, compensated by the policy."""
+    """Compensates the gradient of a shard by the policy."""
     index, number = owner
     read = resources.switch(
       replica, self._copies[owner], lambda copy: copy.read_value()
@@ -278,7 +284,7 @@ class OwnUpdate:
   def _compensate_all(
     self, replica: int | tf.Tensor, pairs: Sequence[applier.Pair]
   ) -> list[applier.Pair]:
-    """(gradient, variable) pairs of one PS task, compensated by the policy."""
+    """Compensates all (gradient, variable) pairs of one PS task."""
     if self._policy.compensate is None:
       return list(pairs)
     owners = {
@@ -296,10 +302,12 @@ class OwnUpdate:
     """Packs one set of gradients; to be used inside a `tf.function`.
 
     Args:
-      gradients: One per element of the store's `contributed`, whole or None.
+      gradients: One per element of the store's `contributed`, each of a whole
+        variable's shape, or None.
 
     Returns:
-      For each PS task, what to send there; on the current device.
+      For each PS task, the packed gradients to send there. They are still on
+      the current device.
     """
     by_task = []
     for task, parts in enumerate(self._store.split_by_task(gradients)):
@@ -335,7 +343,7 @@ class OwnUpdate:
   def _send_rows(
     self, task: int, shard: tuple[int, int], rows: tf.IndexedSlices
   ) -> tf.IndexedSlices:
-    """The rows of a sparse gradient on its PS task, as the variable's dtype."""
+    """Sends a sparse gradient to its PS task; returns it in its own dtype."""
     owner = self._store.contributed[shard[0]], shard[1]
     sent = tf.cast(rows.values, self._store.wire_item(*owner).dtype)
     with tf.device(self._store.device_of_task(task)):

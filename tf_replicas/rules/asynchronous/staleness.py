@@ -1,7 +1,7 @@
-"""Policies for stale gradients: pure functions that can be combined.
+"""Defines policies for stale gradients, which can be combined.
 
-The *staleness* of a gradient is the number of updates between the read of the
-variables it was computed from and its own application.
+The *staleness* of a gradient is the number of updates made after its variables
+were read and before the gradient is applied.
 """
 
 import dataclasses
@@ -13,22 +13,24 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """What an asynchronous rule does about stale gradients; all optional.
+  """What an asynchronous rule does about stale gradients.
 
-  For example, a rate that falls with the root of the staleness:
+  All functions are optional. For example, this policy divides the learning rate
+  by the square root of the staleness plus 1:
 
       Policy("root", rate_factor=lambda s: tf.math.rsqrt(s + 1.0))
 
   Attributes:
-    name: Names the policy; equal in all programs of a training.
+    name: The name of the policy, equal in all programs of a training.
     admits: Maps the staleness, an int64 scalar, to a bool scalar: whether the
-      gradients are applied. Refused sets are dropped as a whole, and counted.
-    rate_factor: Maps the staleness, a float32 scalar, to a factor of the
-      learning rate.
-    compensate: Maps (gradient, variable now, variable when it was read), dense
-      tensors of one shape, to the gradient to apply.
-    max_lead: How many updates a replica may be ahead of the slowest; it waits
-      before it reads if it is further ahead.
+      gradients are applied. Refused sets of gradients are dropped as a whole,
+      and counted.
+    rate_factor: Maps the staleness, a float32 scalar, to a scalar by which the
+      learning rate is multiplied.
+    compensate: Maps (gradient, variable now, variable when the replica read
+      it), dense tensors of one shape, to the gradient to apply.
+    max_lead: The largest number of updates by which a replica may be ahead of
+      the slowest one. A replica that is further ahead waits before it reads.
   """
 
   name: str
@@ -47,10 +49,10 @@ class Policy:
 
 
 def drop_stale(max_staleness: int) -> Policy:
-  """Drops gradients staler than `max_staleness`.
+  """Drops gradients whose staleness exceeds `max_staleness`.
 
-  After `DropStaleGradientOptimizer` of TF1's contrib; here the decision is
-  exact even if several replicas ask at once.
+  After `DropStaleGradientOptimizer` of TF1's contrib. Unlike there, the
+  decision is exact even if several replicas ask at once.
 
   Raises:
     ValueError: If `max_staleness` is negative.
@@ -65,12 +67,14 @@ def drop_stale(max_staleness: int) -> Policy:
 
 
 def bounded_staleness(max_lead: int) -> Policy:
-  """Lets no replica read while it is more than `max_lead` updates ahead.
+  """Lets no replica read while more than `max_lead` updates ahead of another.
 
   After the stale-synchronous parameter server (Ho et al. 2013, section 2): a
-  read includes all updates of every replica except its last `max_lead`. With 0
-  all replicas read the same variables, and all apply before any reads again: a
-  synchronous step, applied in M parts. Without this policy no replica waits.
+  read includes all updates of every replica, except at most the last `max_lead`
+  updates of each. If `max_lead` is 0, all replicas read the same variables, and
+  all apply their gradients before any of them reads again. This is a
+  synchronous step, applied as M updates for M replicas. Without this policy no
+  replica waits.
   """
   return Policy(f"bounded_staleness({max_lead})", max_lead=max_lead)
 
@@ -78,7 +82,7 @@ def bounded_staleness(max_lead: int) -> Policy:
 def staleness_aware() -> Policy:
   """Divides the learning rate by the staleness, if that is more than 1.
 
-  Zhang et al. 2015, "Staleness-aware async-SGD", section 3.
+  After Zhang et al. 2015, "Staleness-aware async-SGD", section 3.
   """
   return Policy(
     "staleness_aware", rate_factor=lambda s: 1.0 / tf.maximum(s, 1.0)
@@ -88,8 +92,9 @@ def staleness_aware() -> Policy:
 def delay_compensated(variance: float) -> Policy:
   """Adds `variance * g * g * (now - read)` to a gradient `g`.
 
-  DC-ASGD with a constant factor (Zheng et al. 2017, section 4);
-  `DelayCompensatedGradientDescentOptimizer` of TF1's contrib calls it
+  `now` is the variable's present value, and `read` the value that the replica
+  read. This is DC-ASGD with a constant factor (Zheng et al. 2017, section 4).
+  `DelayCompensatedGradientDescentOptimizer` of TF1's contrib calls the factor
   `variance_parameter`.
   """
   return Policy(
@@ -101,8 +106,9 @@ def delay_compensated(variance: float) -> Policy:
 def combine(policies: Sequence[Policy]) -> Policy:
   """Combines policies into one.
 
-  All must admit, factors are multiplied, compensations run in order, and the
-  smallest `max_lead` holds.
+  Gradients are applied if all policies admit them. Rate factors are multiplied,
+  compensations are made in the order of `policies`, and the smallest `max_lead`
+  is used.
   """
   admits = [p.admits for p in policies if p.admits]
   factors = [p.rate_factor for p in policies if p.rate_factor]

@@ -1,9 +1,10 @@
-"""Barriers that no replica passes far ahead of the slowest one.
+"""Provides barriers that no replica passes far ahead of the slowest one.
 
-All objects live on PS task 0: the clock of each replica, which counts how often
-it came to the barrier; the tag under which it waits there; and one queue per
-replica that lets it pass. One pure function of tensors, `arrive`, changes the
-clocks, under a lock.
+All objects live on PS task 0. For each replica a barrier has a *clock*, which
+counts how often the replica came to the barrier; the *tag* under which it waits
+there, the time of its arrival in microseconds; and a queue into which this tag
+is put when it may pass. One pure function of tensors, `arrive`, computes the
+next state. A lock protects the state.
 """
 
 from typing import NamedTuple
@@ -15,18 +16,18 @@ from tf_replicas.rules import step_token
 from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import resources
 
-# In place of a replica, or of the tag of a replica that does not wait.
+# Stands for no replica, and for the tag of a replica that does not wait.
 NOBODY = -1
 # The clock of a lost replica: no other replica waits for it.
 LOST = 1 << 60
 
 
 class State(NamedTuple):
-  """The state of a barrier; int64 [R] each.
+  """The state of a barrier for R replicas; int64 [R] each.
 
   Attributes:
     clocks: How often each replica came to the barrier, or `LOST`.
-    waiting: The tag under which it waits there, or `NOBODY`.
+    waiting: The tag under which each replica waits there, or `NOBODY`.
   """
 
   clocks: tf.Tensor
@@ -44,16 +45,19 @@ def arrive(
   """Sets the clock of `replica`, and finds the replicas that may pass.
 
   Args:
-    state: The state before.
-    replica: int64 scalar; `NOBODY` changes no clock.
-    clock: int64 scalar, how often it came, this time included, or `LOST`.
-    tag: int64 scalar, the tag under which it waits; `NOBODY` if it does not.
-    max_lead: How far ahead of the slowest a replica may pass.
+    state: The state before the call.
+    replica: int64 scalar, the index of the replica; `NOBODY` changes no clock.
+    clock: int64 scalar, how often the replica came, this time included, or
+      `LOST`.
+    tag: int64 scalar, the tag under which the replica waits; `NOBODY` if it
+      does not wait.
+    max_lead: The largest difference to the slowest replica's clock with which a
+      replica may pass.
     is_open: bool scalar, whether all replicas may pass.
 
   Returns:
-    The state after it, and the tag of each replica that may pass now, int64
-    [R]; `NOBODY` for the others.
+    The new state; and int64 [R], for each replica that may pass now the tag
+    under which it waited, and `NOBODY` for the others.
   """
   num_replicas = state.clocks.shape[0]
   this = tf.range(num_replicas, dtype=tf.int64) == replica
@@ -67,7 +71,7 @@ def arrive(
 
 
 class Barrier:
-  """One barrier."""
+  """A barrier that a replica passes if it is not too far ahead of others."""
 
   def __init__(
     self,
@@ -80,9 +84,9 @@ class Barrier:
     """Creates the objects on `device`, or attaches to them.
 
     Args:
-      namespace: For this barrier alone.
-      num_replicas: R.
-      max_lead: How far ahead of the slowest a replica may pass.
+      namespace: A namespace of shared names, used by this barrier alone.
+      num_replicas: R, the number of replicas.
+      max_lead: See `arrive`.
       device: The device of PS task 0.
     """
     self._max_lead = max_lead
@@ -108,12 +112,12 @@ class Barrier:
     self._state.waiting.assign(zeros + NOBODY)
 
   def clocks(self) -> tf.Tensor:
-    """int64 [R]: how often each replica came, or `LOST`."""
+    """Reads how often each replica came, or `LOST`, as int64 [R]."""
     with tf.device(self._device):
       return self._state.clocks.read_value()
 
   def is_waiting(self) -> tf.Tensor:
-    """bool [R]: whether each replica waits at this barrier."""
+    """Reads whether each replica waits at this barrier, as bool [R]."""
     return self._state.waiting.read_value() != NOBODY
 
   def enter(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
@@ -122,8 +126,8 @@ class Barrier:
     To be used inside a `tf.function`.
 
     Args:
-      replica: The replica that comes.
-      clock: int64 scalar, from `StalenessClocks.next_clock`.
+      replica: The index of the replica.
+      clock: int64 scalar, the result of `StalenessClocks.next_clock`.
 
     Returns:
       A tensor; a control dependency on it waits until the replica may pass.
@@ -143,13 +147,13 @@ class Barrier:
         return tf.identity(tag)
 
   def _arrive(self, replica, clock, tag) -> list[tf.Tensor]:
-    """Changes the state under the lock; returns `tag` when that is done."""
+    """Applies `arrive` under the lock; returns [`tag`] when that is done."""
 
     def change():
       state = State(*[v.read_value() for v in self._state])
       this = tf.range(self._num_replicas, dtype=tf.int64) == replica
-      # A waiter left behind by a killed client would take the next pass:
-      # release it first.
+      # A wait that a killed client left behind would take the next tag off the
+      # queue: end that wait first.
       self._send(tf.where(this, state.waiting, tf.constant(NOBODY, tf.int64)))
       is_open = self._is_open.read_value()
       state, passing = arrive(
@@ -170,7 +174,7 @@ class Barrier:
       )
 
   def declare_lost(self, replica: tf.Tensor) -> None:
-    """Lets no replica wait for `replica` until it comes again."""
+    """Makes the barrier ignore `replica` until that replica comes again."""
     with tf.device(self._device):
       self._arrive(
         replica, tf.constant(LOST, tf.int64), tf.constant(NOBODY, tf.int64)
@@ -190,13 +194,14 @@ class Barrier:
 
 
 class StalenessClocks:
-  """The barriers of one step: after a replica's update, and maybe before it.
+  """The barriers of an asynchronous step, which bound the staleness.
 
-  After its update a replica waits until no other is more than `max_lead`
-  updates behind, so that its next read includes all updates of every replica
-  except the last `max_lead` (Ho et al. 2013, section 2). If `max_lead` is 0, it
-  also waits before its update until all replicas have computed, so that no read
-  includes an update of the same step.
+  After its update a replica waits until no other replica is more than
+  `max_lead` updates behind it. So its next read includes all updates of every
+  replica, except at most the last `max_lead` of each (Ho et al. 2013, section
+  2). If `max_lead` is 0, a replica also waits before its update until all
+  replicas have computed their gradients, so that no replica's read includes an
+  update of the same step.
   """
 
   def __init__(
@@ -210,10 +215,10 @@ class StalenessClocks:
     """Creates the objects on `device`, or attaches to them.
 
     Args:
-      namespace: For these barriers alone.
-      num_replicas: R.
-      max_lead: How many updates a replica may be ahead of the slowest. None:
-        no limit; there is no barrier.
+      namespace: The namespace of the names of the shared objects.
+      num_replicas: R, the number of replicas.
+      max_lead: The largest number of updates by which a replica may be ahead of
+        the slowest one. None: no limit, and no barrier.
       device: The device of PS task 0.
     """
     self._device = device
@@ -237,10 +242,10 @@ class StalenessClocks:
       barrier.initialize()
 
   def next_clock(self, replica: int | tf.Tensor) -> tf.Tensor:
-    """The clock of `replica` with this step: int64 scalar.
+    """Returns the clock of `replica`, this step included: an int64 scalar.
 
-    To be used inside a `tf.function`. A lost replica that comes back gets the
-    clock of the slowest.
+    To be used inside a `tf.function`. A lost replica that comes back continues
+    from the clock of the slowest replica.
     """
     with tf.device(self._device):
       if self._after is None:
@@ -263,14 +268,14 @@ class StalenessClocks:
     return self._after.enter(replica, clock)
 
   def is_waiting(self) -> tf.Tensor:
-    """bool [num_replicas]: whether each replica waits at a barrier."""
+    """Reads whether each replica waits at a barrier, as bool [R]."""
     is_waiting = tf.zeros([self._num_replicas], tf.bool)
     for barrier in self._barriers:
       is_waiting |= barrier.is_waiting()
     return is_waiting
 
   def declare_lost(self, replica: tf.Tensor) -> None:
-    """Lets no replica wait for `replica` until it comes again."""
+    """Makes all barriers ignore `replica` until that replica comes again."""
     for barrier in self._barriers:
       barrier.declare_lost(replica)
 

@@ -1,9 +1,11 @@
-"""Local steps: a replica applies several batches to its own copy.
+"""Makes local steps: a replica trains its own copy on several batches.
 
-This is what replicas do between two exchanges in `periodic_averaging`. Copy and
-slots are tensors that a replica carries from batch to batch, since a worker of
-the in-graph driver has no variables of its own. Only the learning rate, once
-per period, and the end of training are read from PS task 0.
+Replicas make local steps between two exchanges with the shared variables; see
+`periodic_averaging`. The copy of the variables, and the slots of the optimizer,
+are tensors that a replica carries from batch to batch, since a worker of the
+in-graph driver has no variables of its own. Only the learning rate (once per
+period) and the flag that ends training (once per batch) are read from PS task
+0.
 """
 
 from collections.abc import Callable
@@ -26,8 +28,9 @@ Parameters = Sequence[tf.Tensor]
 
 
 class LocalOptimizer:
-  """A Keras optimizer without variables: state in, state out.
+  """Applies a Keras optimizer as a function of tensors, without variables.
 
+  A call takes the optimizer's state as tensors, and returns the new state.
   Keras' `stateless_apply` does the same, but not with TensorFlow (Keras 3.15).
 
   Attributes:
@@ -38,9 +41,9 @@ class LocalOptimizer:
     """Wraps `optimizer`, which must not be built yet.
 
     Raises:
-      TypeError: If it is not a Keras optimizer.
-      ValueError: If its learning rate is not a number, or an option of it is
-        not supported here.
+      TypeError: If `optimizer` is not a Keras optimizer.
+      ValueError: If its learning rate is not a number, or if it has an option
+        that is not supported.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
       raise TypeError(
@@ -56,7 +59,7 @@ class LocalOptimizer:
 
   @property
   def learning_rate(self) -> float:
-    """The rate in this client; `apply` takes it as an argument."""
+    """Learning rate of `optimizer` in this process; `apply` does not use it."""
     return float(self.optimizer._learning_rate.numpy())
 
   @learning_rate.setter
@@ -64,7 +67,7 @@ class LocalOptimizer:
     self.optimizer.learning_rate = rate
 
   def copy(self) -> "LocalOptimizer":
-    """An optimizer with the same settings that shares no state."""
+    """Makes an optimizer with the same settings that shares no state."""
     made = type(self.optimizer).from_config(self.optimizer.get_config())
     name = "_exclude_from_weight_decay_pattern"  # Not in the configuration.
     if hasattr(self.optimizer, name):
@@ -72,7 +75,7 @@ class LocalOptimizer:
     return LocalOptimizer(made)
 
   def build(self, store: parameter_store.ParameterStore) -> None:
-    """Prepares for the trainable variables of `store`.
+    """Builds the optimizer for the trainable variables of `store`.
 
     Raises:
       ValueError: If the optimizer is built already.
@@ -85,7 +88,7 @@ class LocalOptimizer:
     specs = [store.specs[index] for index in store.trainable]
     namespace = store.namespace.child("patterns")
     with tf.init_scope(), tf.device("/device:CPU:0"):
-      # Never assigned: they only have shapes.
+      # Templates of the variables: they have shapes, and never a value.
       self._patterns = [
         namespace.variable(spec.path, spec.shape, spec.dtype, trainable=True)
         for spec in specs
@@ -99,7 +102,7 @@ class LocalOptimizer:
     self._first = [variable.numpy() for variable in self._state]
 
   def new_state(self) -> list[tf.Tensor]:
-    """The slots and the step count before the first step."""
+    """Returns the slots and the step count before the first step."""
     return [_constant(value) for value in self._first]
 
   def apply(
@@ -109,16 +112,17 @@ class LocalOptimizer:
     state: Sequence[tf.Tensor],
     rate: tf.Tensor,
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """One step of the optimizer.
+    """Makes one step of the optimizer.
 
     Args:
-      gradients: One per parameter, dense; None leaves the parameter alone.
+      gradients: One dense gradient per parameter; None leaves the parameter
+        unchanged.
       parameters: One tensor per trainable variable of the store.
-      state: As `new_state` or an earlier call returned it.
-      rate: The learning rate, a scalar.
+      state: The state that `new_state` or the last call returned.
+      rate: Scalar, the learning rate.
 
     Returns:
-      The parameters and the state after it.
+      The parameters and the state after the step.
     """
     cells = [
       inner_optimizer.TensorVariable(value, like)
@@ -142,17 +146,18 @@ class LocalOptimizer:
 
 
 class Local(NamedTuple):
-  """The result of a period.
+  """The result of a *period*, the local steps between two exchanges.
 
   Attributes:
-    parameters: The copy after it, one tensor per element of the store's
-      `contributed`: the trainable variables, then statistics.
-    slots: The local optimizer's state after it.
-    totals: For each of them the sum of its gradients, for a statistic the
-      whole change; None for a variable without gradient. Empty if not wanted.
-    loss: float64 scalar, the mean over all examples; NaN if a number was not
-      finite.
-    num_examples: int64 scalar.
+    parameters: The replica's copy after the period, one tensor per element of
+      the store's `contributed`: the trainable variables, then *statistics*
+      (such as moving means).
+    slots: The local optimizer's state after the period.
+    totals: For each parameter the sum of its gradients, or None if it has none;
+      for a statistic, its old minus its new value. Empty if not requested.
+    loss: float64 scalar, the mean loss over all examples; NaN if a loss or a
+      gradient was not finite.
+    num_examples: int64 scalar, the number of examples.
   """
 
   parameters: list[tf.Tensor]
@@ -163,7 +168,7 @@ class Local(NamedTuple):
 
 
 class _Progress(NamedTuple):
-  """What the local steps carry from batch to batch; see `Local`."""
+  """The state of a period between two batches; see `Local`."""
 
   parameters: list[tf.Tensor]
   slots: list[tf.Tensor]
@@ -175,10 +180,10 @@ class _Progress(NamedTuple):
 
 
 class LocalSteps:
-  """The local steps of all replicas of one training.
+  """Makes the local steps of the replicas of one training.
 
   Attributes:
-    period: How many batches a replica trains on between two exchanges.
+    period: The number of local steps, one per batch, between two exchanges.
   """
 
   def __init__(
@@ -188,13 +193,14 @@ class LocalSteps:
     loss_scale: float | None = None,
     clip_norm: float | None = None,
   ):
-    """Puts the parts together.
+    """Stores the settings.
 
     Args:
-      optimizer: Makes each step.
+      optimizer: Applied in each local step.
       period: The number of local steps between two exchanges.
-      loss_scale: The loss is multiplied by it, and gradients are divided by it.
-      clip_norm: The gradients of a step are scaled down to this global norm.
+      loss_scale: A constant by which the loss is multiplied and the gradients
+        are divided, for float16 computation.
+      clip_norm: The global norm to which the gradients of a step are clipped.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -213,7 +219,7 @@ class LocalSteps:
     store: parameter_store.ParameterStore,
     namespace: resources.Namespace,
   ) -> None:
-    """Attaches to the objects on PS task 0, in `namespace`, or creates them."""
+    """Creates shared objects on PS task 0, in `namespace`, or attaches."""
     self._optimizer.build(store)
     self._num_trainable = len(store.trainable)
     with tf.device(store.device_of_task(0)):
@@ -221,26 +227,26 @@ class LocalSteps:
       self._has_ended = namespace.variable("local/ended", [], tf.bool)
 
   def new_slots(self) -> list[tf.Tensor]:
-    """The local optimizer's state before the first step."""
+    """Returns the local optimizer's state before the first step."""
     return self._optimizer.new_state()
 
   # The chief's half.
 
   @property
   def learning_rate(self) -> float:
-    """The learning rate in this client."""
+    """Learning rate in this process."""
     return self._optimizer.learning_rate
 
   def set_learning_rate(self, rate: float) -> None:
-    """Changes the learning rate; `refresh` tells the replicas."""
+    """Sets the learning rate, which `refresh` passes on to the replicas."""
     self._optimizer.learning_rate = rate
 
   def initialize(self) -> None:
-    """The chief calls it once, in a new training."""
+    """Resets the flag that ends training; called by a new training's chief."""
     self._has_ended.assign(False)
 
   def refresh(self) -> float:
-    """Tells the replicas a new learning rate; returns the present one."""
+    """Passes a changed learning rate on to the replicas; returns the rate."""
     rate = self.learning_rate
     if rate != self._told:
       self._rate.assign(rate)
@@ -248,7 +254,7 @@ class LocalSteps:
     return rate
 
   def end(self) -> None:
-    """Lets every replica end its period after the current batch."""
+    """Makes every replica end its period after the current batch."""
     self._has_ended.assign(True)
 
   # The replica's half.
@@ -267,16 +273,16 @@ class LocalSteps:
   ) -> Local:
     """Trains on the batches of one period; inside a `tf.function`.
 
-    Stops early at a gradient or a loss that is not finite, and when training
-    has ended.
+    The period ends early after a batch whose loss or gradient is not finite,
+    and when training has ended.
 
     Args:
       compute: Computes the gradients of the next batch.
       parameters: One tensor per element of the store's `contributed`.
-      slots: As `new_slots` or the last period returned them.
-      pull_back: Maps a parameter and its position to a term that is added to
-        its gradient.
-      wants_totals: Whether to sum the gradients.
+      slots: The slots that `new_slots` or the last period returned.
+      pull_back: Maps a trainable parameter and its position to a term that is
+        added to its gradient.
+      wants_totals: Whether to sum the gradients, for `Local.totals`.
 
     Returns:
       The result of the period.
@@ -318,7 +324,7 @@ class LocalSteps:
   def _step(
     self, progress: _Progress, gradients, rate, pull_back
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Parameters and slots after one step; statistics just move."""
+    """Makes one local step; returns the parameters and the slots after it."""
     count = self._num_trainable
     trained, statistics = (
       progress.parameters[:count],
@@ -344,7 +350,7 @@ class LocalSteps:
   def _finish(
     self, gradients: Sequence[parameter_store.Gradient]
   ) -> list[tf.Tensor | None]:
-    """Gradients as they are applied: dense, and of the loss itself."""
+    """Makes gradients dense, removes the loss scale, and clips them."""
     count = self._num_trainable
     trained = [self._finish_one(gradient) for gradient in gradients[:count]]
     moves = gradients[count:]  # Of statistics.
@@ -372,14 +378,14 @@ def _add_batch(
   gradients: Sequence[tf.Tensor | None],
   has_ended: tf.Tensor,
 ) -> _Progress:
-  """The progress after a batch.
+  """Returns the state of the period after a batch.
 
   Args:
-    progress: Before it.
-    stepped: Parameters and slots after it.
-    result: What was computed from the batch.
-    gradients: Its gradients as they were applied.
-    has_ended: Whether training has ended.
+    progress: The state before the batch.
+    stepped: The parameters and the slots after the batch.
+    result: The result of the batch.
+    gradients: The gradients as they were applied.
+    has_ended: bool scalar, whether training has ended.
   """
   is_sound = tf.math.is_finite(result.loss)
   is_sound &= gradient_math.all_finite(gradients)
@@ -403,16 +409,16 @@ def _add_batch(
 
 
 def _value(slot: tf.Tensor | inner_optimizer.TensorVariable) -> tf.Tensor:
-  """A slot's value; what Keras assigns itself is a tensor already."""
+  """Returns a slot's value; a slot that Keras assigned is a tensor already."""
   return (
     slot.value if isinstance(slot, inner_optimizer.TensorVariable) else slot
   )
 
 
 def _constant(value: np.ndarray) -> tf.Tensor:
-  """`value` as a tensor.
+  """Converts `value` to a tensor.
 
-  If all elements are equal, it is made by `tf.fill`: the graph need not hold
+  If all elements are equal, uses `tf.fill`, so that the graph need not hold
   them.
   """
   first = value.flat[0] if value.size else 0
@@ -421,8 +427,8 @@ def _constant(value: np.ndarray) -> tf.Tensor:
   return tf.constant(value)
 
 
-# They hold other optimizers, or (Keras 3.15) slots that take their first value
-# or their name from a variable.
+# Optimizers that hold other optimizers, or (Keras 3.15) slots that take their
+# first value or their name from a variable.
 _NOT_ON_TENSORS = (
   keras.optimizers.LossScaleOptimizer,
   keras.optimizers.MultiOptimizer,

@@ -1,25 +1,25 @@
-"""Periodic averaging: replicas train own copies and exchange periodically.
+"""Makes update rules by which replicas train own copies, and exchange them.
 
-Local SGD with model averaging, elastic averaging, and accumulated gradient
-normalization: the successors of `ModelAverageOptimizer`,
-`ElasticAverageOptimizer` and `AGNOptimizer` of TF1's contrib. `model_average`,
-`elastic_average` and `accumulated_gradients` make a `PeriodicOptimizer` each.
+`model_average` (local SGD with model averaging), `elastic_average` and
+`accumulated_gradients` (accumulated gradient normalization) make a
+`PeriodicOptimizer` each. They are the successors of `ModelAverageOptimizer`,
+`ElasticAverageOptimizer` and `AGNOptimizer` of TF1's contrib.
 
 The shared variables on the PS tasks are the *centre*. The centre and every copy
-include statistics, such as those of batch normalization. A replica:
+include statistics, such as moving means of batch normalization. A replica:
 
 1. Begins with a copy of the centre, on its own device.
-2. Makes `period` local steps: a batch, its gradient, one step of a Keras
-   optimizer on the copy. Slots and step count of this optimizer belong to the
-   replica, and are kept across exchanges.
-3. Exchanges with the centre, as its kind of `sync_rounds` says: one update of
-   the centre.
+2. Makes `period` local steps. Each computes the gradient of a batch and makes
+   one step of a Keras optimizer on the copy. The slots and the step count of
+   this optimizer belong to the replica, and are kept across exchanges.
+3. Exchanges with the centre, and returns to 2. An exchange contributes to one
+   update of the centre; `sync_rounds` defines the kinds of exchange.
 
-Where objects live: the centre, averages, queues, counters, the learning rate
-and the flag that ends training live on the PS tasks, as for the rule that
-updates the centre (`SyncReplicasOptimizer` or `AsyncReplicasOptimizer`). Copy
-and slots are tensors that a replica carries; no checkpoint includes them. A
-restarted replica begins with the centre and with new slots.
+The centre, its moving averages, queues, counters, the learning rate and the
+flag that ends training live on the PS tasks, as for the rule that updates the
+centre (`SyncReplicasOptimizer` or `AsyncReplicasOptimizer`). The copy and its
+slots are tensors that a replica carries from step to step. No checkpoint
+includes them. A restarted replica begins with the centre and with new slots.
 """
 
 from collections.abc import Iterable
@@ -52,29 +52,30 @@ def model_average(
   loss_scale: float | None = None,
   clip_replica_norm: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
-  """Local SGD with model averaging: the centre becomes the mean of N copies.
+  """Makes a rule for model averaging: the centre becomes the mean of N copies.
 
-  Once N replicas have handed over their copies, the centre becomes the mean of
-  them, and all continue from it. A copy made from an older centre is refused as
-  a whole, and so is one beyond the first N; its replica continues from the
-  centre as well. Lost replicas are treated as by `SyncReplicasOptimizer`.
+  Once N replicas have handed over their copies (local SGD), the centre becomes
+  the mean of these copies, and all replicas continue from the centre. A copy
+  that was trained from an older centre is refused as a whole, and so are copies
+  beyond the first N. Their replicas continue from the centre as well. Lost
+  replicas are treated as by `SyncReplicasOptimizer`.
 
   With plain gradient descent and a period of 1 this is synchronous gradient
-  descent. After `ModelAverageOptimizer` of TF1's contrib; its `interval_steps`
-  is `period` here.
+  descent. TF1's `ModelAverageOptimizer` called the period `interval_steps`.
 
   Args:
-    optimizer: Makes the local steps; a Keras optimizer whose learning rate is a
-      number, not built yet.
-    replicas_to_aggregate: N, the copies in one mean.
-    total_num_replicas: M, the replicas that train, at least N; N if not given.
-    period: The local steps between two exchanges.
-    variable_averages: Keeps shadow averages of the centre.
-    variables_to_average: As for `SyncReplicasOptimizer`.
-    has_chief_statistics: Whether statistics follow one replica alone.
-    loss_scale: As for `SyncReplicasOptimizer`.
-    clip_replica_norm: The gradients of each local step are scaled down to this
-      global norm.
+    optimizer: Makes the local steps. A Keras optimizer that is not built yet,
+      whose learning rate is a number.
+    replicas_to_aggregate: N, the number of copies in one mean.
+    total_num_replicas: M, the number of replicas that train, at least N. None:
+      N.
+    period: The number of local steps between two exchanges.
+    variable_averages: Keeps moving averages of the centre.
+    variables_to_average: See `OptimizerRule`.
+    has_chief_statistics: See `SyncReplicasOptimizer`.
+    loss_scale: See `OptimizerRule`.
+    clip_replica_norm: The global norm to which the gradients of each local step
+      are clipped.
 
   Returns:
     The update rule.
@@ -119,39 +120,39 @@ def elastic_average(
   loss_scale: float | None = None,
   clip_replica_norm: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
-  """Elastic averaging: copies and centre attract each other.
+  """Makes a rule for elastic averaging: copies and centre attract each other.
 
-  A replica never takes over the centre. In an exchange, with a = `moving_rate`
-  and difference = copy - centre,
+  A replica never replaces its copy by the centre. An exchange computes, with
+  a = `moving_rate` and difference = copy - centre,
 
       copy   <- copy   - a * difference
       centre <- centre + a * difference
 
   as one atomic operation per replica. If `synchronous`, all replicas exchange
-  together: each moves by its own difference from the same centre, and the
-  centre by the sum of them. Between exchanges each local gradient is increased
-  by
+  together: each copy moves by a times its own difference from the same centre,
+  and the centre by a times the sum of all differences. Between exchanges, each
+  local gradient is increased by
 
       rho * (copy - centre after the last exchange of this replica)
 
-  Zhang et al. 2015, "Deep learning with elastic averaging SGD", section 3, and
-  Algorithm 1 if `synchronous` is False. The defaults, and the term with `rho`,
-  are those of `ElasticAverageOptimizer` of TF1's contrib.
+  See Zhang et al. 2015, "Deep learning with elastic averaging SGD", section 3,
+  and Algorithm 1 if `synchronous` is False. The defaults, and the term with
+  `rho`, are those of `ElasticAverageOptimizer` of TF1's contrib.
 
   Args:
-    optimizer: Makes the local steps, as for `model_average`.
-    total_num_replicas: M, the replicas that train; a synchronous exchange
-      waits for all of them.
-    period: The local steps between two exchanges.
-    moving_rate: a, in (0, 1]; 0.9 / `period` / M if not given.
-    rho: At least 0; `moving_rate` / the optimizer's learning rate if not given.
+    optimizer: See `model_average`.
+    total_num_replicas: M, the number of replicas that train. A synchronous
+      exchange waits for all of them.
+    period: The number of local steps between two exchanges.
+    moving_rate: a, in (0, 1]. None: 0.9 / `period` / M.
+    rho: The factor above, at least 0. None: `moving_rate` / the optimizer's
+      learning rate.
     synchronous: Whether all replicas exchange together.
-    variable_averages: Keeps shadow averages of the centre.
-    variables_to_average: As for `SyncReplicasOptimizer`.
-    has_chief_statistics: Whether statistics follow one replica alone.
-    loss_scale: As for `SyncReplicasOptimizer`.
-    clip_replica_norm: The gradients of each local step are scaled down to this
-      global norm.
+    variable_averages: See `model_average`.
+    variables_to_average: See `OptimizerRule`.
+    has_chief_statistics: Whether statistics are updated from replica 0 alone.
+    loss_scale: See `OptimizerRule`.
+    clip_replica_norm: See `model_average`.
 
   Returns:
     The update rule.
@@ -216,29 +217,30 @@ def accumulated_gradients(
   loss_scale: float | None = None,
   clip_replica_norm: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
-  """Accumulated gradient normalization: applies means of local gradients.
+  """Makes a rule for accumulated gradient normalization.
 
-  After `period` local steps, an optimizer with the same settings applies the
-  mean of the local gradients to the centre, without waiting for other replicas.
-  The replica continues from the centre, which others may have changed. Of the
-  change of a statistic in the copy, 1 / M is applied.
+  After `period` local steps of a replica, an optimizer with the same settings
+  applies the mean of the local gradients to the centre, without waiting for
+  other replicas. The replica continues from the centre, which other replicas
+  may have changed. Of the change of a statistic in the copy, the fraction 1 / M
+  is applied to the centre.
 
-  Hermans et al. 2017, "Accumulated gradient normalization", section 3; after
-  `AGNOptimizer` of TF1's contrib.
+  See Hermans et al. 2017, "Accumulated gradient normalization", section 3.
 
   Args:
-    optimizer: Applied to the centre, with slots on the PS tasks, as by
-      `AsyncReplicasOptimizer`; a copy of it, made from its configuration, makes
-      the local steps, with slots of its own. As for `model_average`.
-    total_num_replicas: M, the replicas that train.
-    period: The local steps between two exchanges.
+    optimizer: Applied to the centre, with slots on the PS tasks. A copy of it,
+      made from its configuration and with slots of its own, makes the local
+      steps. A Keras optimizer that is not built yet, whose learning rate is a
+      number.
+    total_num_replicas: M, the number of replicas that train.
+    period: The number of local steps between two exchanges.
     use_locking: Whether updates of one variable exclude each other.
-    variable_averages: Keeps shadow averages of the centre.
-    variables_to_average: As for `SyncReplicasOptimizer`.
-    has_chief_statistics: Whether statistics follow one replica alone.
-    loss_scale: As for `SyncReplicasOptimizer`.
-    clip_replica_norm: The gradients of each local step are scaled down to this
-      global norm.
+    variable_averages: See `model_average`.
+    variables_to_average: See `OptimizerRule`.
+    has_chief_statistics: Whether statistics are updated from replica 0 alone,
+      by the whole change.
+    loss_scale: See `OptimizerRule`.
+    clip_replica_norm: See `model_average`.
 
   Returns:
     The update rule.

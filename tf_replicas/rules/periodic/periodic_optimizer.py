@@ -1,6 +1,7 @@
-"""The update rule of replicas that train own copies and exchange periodically.
+"""Defines the update rule of replicas that train own copies.
 
-`periodic_averaging` makes one for each kind of exchange.
+`periodic_averaging` makes such a rule for each kind of exchange. It explains
+local steps, periods, exchanges and the centre (the shared variables).
 """
 
 from collections.abc import Sequence
@@ -17,22 +18,23 @@ from tf_replicas.store import parameter_store
 
 
 class PeriodicOptimizer(rule_base.UpdateRule):
-  """An optimizer wrapper whose replicas exchange every `period` batches.
+  """An update rule whose replicas exchange every `period` batches.
 
   The global step, and so `max_steps`, counts the updates of the centre, as with
-  the optimizers of TF1. If all replicas exchange together, one update stands
-  for N * `period` batches, else for `period` batches. Checkpoints, averages and
+  the optimizers of TF1. If all replicas exchange together, an update includes
+  N * `period` batches, else `period` batches. Checkpoints, averages and
   evaluation use the centre. `examples_seen` counts the examples of all local
-  steps that led to an update; the reported loss is the mean over them.
+  steps that led to an update. The reported loss is the mean over these
+  examples.
 
   Local steps use the chief's learning rate at the beginning of the period. A
-  gradient or a loss that is not finite ends the period and the training; it
-  never reaches the centre.
+  gradient or a loss that is not finite ends the period and the training, and
+  does not change the centre.
 
   Attributes:
-    wire_dtype: None: tensors travel as they are, once in a period.
-    period: The local steps between two exchanges.
-    name: Names the kind.
+    wire_dtype: None: tensors are sent in their own dtype, once per period.
+    period: The number of local steps between two exchanges.
+    name: The name of the kind of exchange.
   """
 
   wire_dtype = None
@@ -40,7 +42,7 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   def __init__(
     self, steps: local_steps.LocalSteps, sync_round: sync_rounds.SyncRound
   ):
-    """Puts the parts together, as `periodic_averaging` does for each kind.
+    """Combines local steps with a kind of exchange.
 
     Args:
       steps: Makes the local steps of a replica.
@@ -63,7 +65,7 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     is_sparse: Sequence[bool] | None = None,
     namespace: resources.Namespace | None = None,
   ) -> None:
-    """See `UpdateRule.build`; contributions are always dense."""
+    """See `UpdateRule.build`; all contributions are dense."""
     del is_sparse
     self._store = store
     self._steps.build(store, namespace or store.namespace)
@@ -93,7 +95,7 @@ class PeriodicOptimizer(rule_base.UpdateRule):
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
-    """See `UpdateRule.begin`; the step is that of the centre."""
+    """Reads the centre as the replica's copy; see `UpdateRule.begin`."""
     step, parameters = self._rule.pull_contributed(replica)
     centre = parameters if self._sync_round.needs_centre else []
     return rule_base.ReplicaStep(
@@ -112,10 +114,11 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     token: step_token.StepToken,
     records_times: bool = False,
   ) -> rule_base.ReplicaStep:
-    """One period of local steps and the exchange after it.
+    """Makes one period of local steps, and the exchange after it.
 
-    See `UpdateRule.contribute`. The global step of the tokens is that of the
-    centre when it was read last; `admitted` says whether the period was used.
+    See `UpdateRule.contribute`. The global step of the tokens is the step of
+    the centre when the replica last read it. `admitted` says whether the
+    exchange updated the centre.
     """
     number = len(self._store.contributed)
     cuts = number, number * (2 if self._sync_round.needs_centre else 1)
@@ -151,16 +154,20 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     self._rule.stop_at(step)
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """See `UpdateRule.apply_updates`; the rate is that of the local steps."""
+    """Waits for an update of the centre; see `UpdateRule.apply_updates`.
+
+    The reported learning rate is that of the local steps.
+    """
     del max_updates
     rate = self._steps.refresh()
     updates = self._rule.apply_updates(1)
     return [update._replace(learning_rate=rate) for update in updates]
 
-  # For the driver that watches and ends the training: as the centre's rule.
+  # For the driver that watches and ends the training: these methods call those
+  # of the rule that updates the centre.
 
   def counts(self) -> list[results.Counts]:
-    """See `UpdateRule.counts`; a contribution is a period."""
+    """Returns how many periods were used; see `UpdateRule.counts`."""
     return self._rule.counts()
 
   def status(self) -> results.StepStatus:

@@ -1,8 +1,9 @@
-"""Synchronization rounds: the exchanges of periodic averaging, by kind.
+"""Defines the kinds of exchange between a replica's copy and the centre.
 
-Each kind holds an update rule for the shared variables, the *centre*. It says
-what a replica hands over after a period of local steps, and from which copy it
-continues. `periodic_averaging` documents the purpose of each kind.
+The *centre* is the shared variables on the PS tasks. Each kind of exchange
+holds an update rule for the centre. The kind determines what a replica hands
+over after a period of local steps, and from which copy the replica continues.
+`periodic_averaging` documents the purpose of each kind.
 """
 
 import abc
@@ -23,21 +24,22 @@ from tf_replicas.store import applier
 from tf_replicas.store import gradient_math
 from tf_replicas.store import parameter_store
 
-# What `exchange` returns: the token, which says whether the period was used and
-# the global step to continue from; the copy; the centre, if the kind needs it.
+# The result of `exchange`: a token that says whether the period was used, and
+# the global step to continue from; the replica's copy; and the centre if the
+# kind needs it, else an empty list.
 Exchanged = tuple[step_token.StepToken, list[tf.Tensor], list[tf.Tensor]]
 # Maps a parameter and its position to a term that is added to its gradient.
 PullBack = Callable[[tf.Tensor, int], tf.Tensor]
 
 
 class State(NamedTuple):
-  """What a replica carries from exchange to exchange.
+  """The state that a replica carries from exchange to exchange.
 
   Attributes:
-    parameters: Its copy, one tensor per element of the store's `contributed`:
-      the trainable variables, then statistics.
-    centre: The centre after its last exchange, if the kind needs that; else
-      empty.
+    parameters: The replica's copy, one tensor per element of the store's
+      `contributed`: the trainable variables, then the statistics.
+    centre: The centre after the replica's last exchange, as many tensors; empty
+      if the kind of exchange does not need it.
     slots: The state of the local optimizer.
   """
 
@@ -47,10 +49,10 @@ class State(NamedTuple):
 
 
 class MoveToward:
-  """The inner optimizer of a centre: moves it towards copies.
+  """An inner optimizer that moves the centre toward replicas' copies.
 
-  In place of a gradient it takes the distance centre - copy, or its mean over
-  several copies, and subtracts `rate` times that.
+  In place of a gradient it takes the distance centre - copy, or the mean
+  distance over several copies, and subtracts `rate` times that from the centre.
   """
 
   def __init__(self, rate: float):
@@ -59,7 +61,7 @@ class MoveToward:
   def apply(
     self, distances: Sequence[tf.Tensor], variables: Sequence[tf.Variable]
   ) -> None:
-    """Moves each variable by its distance times the rate."""
+    """Subtracts `rate` times its distance from each variable."""
     for distance, variable in zip(distances, variables, strict=True):
       variable.assign_sub(self.rate * distance)
 
@@ -68,8 +70,8 @@ class SyncRound(abc.ABC):
   """One kind of exchange between replicas and the centre.
 
   Attributes:
-    rule: Updates the centre from the replicas' contributions.
-    needs_centre: Whether a replica carries the centre besides its copy.
+    rule: The update rule of the centre.
+    needs_centre: Whether a replica's state includes the centre.
     needs_totals: Whether `exchange` needs the sums of local gradients.
   """
 
@@ -84,17 +86,18 @@ class SyncRound(abc.ABC):
     self._store = store
 
   def signature(self) -> dict[str, object]:
-    """What all clients must agree on; JSON values by name."""
+    """Returns what must be equal in all clients; JSON values by name."""
     return {"moving_rate": self._moving_rate, "rho": self._rho}
 
   def pull_back(self, state: State) -> PullBack | None:
-    """The gradient of rho / 2 times the squared distance to the centre.
+    """Makes a function that attracts a copy to the centre in local steps.
 
     Args:
-      state: As it was before the period.
+      state: The replica's state before the period.
 
     Returns:
-      A function for `LocalSteps`; None if rho is 0.
+      Maps a parameter and its position to the gradient of rho / 2 times the
+      squared distance to the centre; None if rho is 0.
     """
     if not self._rho:
       return None
@@ -111,13 +114,15 @@ class SyncRound(abc.ABC):
     """Makes one exchange after a period; inside a `tf.function`.
 
     Args:
-      replica: The replica, in [0, total_num_replicas).
-      state: As it was before the period.
+      replica: The index of the replica, in [0, total_num_replicas).
+      state: The replica's state before the period.
       local: The result of the period.
-      token: That of the last exchange, with the step of the centre then.
+      token: The token of the last exchange, with the global step of the centre
+        at that time.
 
     Returns:
-      The token, the copy to continue from, and the centre if `needs_centre`.
+      The token of this exchange, the copy to continue from, and the centre if
+      `needs_centre`, else an empty list.
     """
 
   def _contribute(
@@ -127,7 +132,7 @@ class SyncRound(abc.ABC):
     local: local_steps.Local,
     token: step_token.StepToken,
   ) -> step_token.StepToken:
-    """Hands `contribution`, in place of gradients, to the rule."""
+    """Hands `contribution` to the rule in place of gradients."""
     paths = [self._store.specs[i].path for i in self._store.contributed]
     return self.rule.apply_gradients(
       zip(contribution, paths, strict=True),
@@ -148,12 +153,12 @@ class AverageAll(SyncRound):
     moving_rate: float | None = None,
     rho: float = 0.0,
   ):
-    """Puts the parts together.
+    """Stores the settings.
 
     Args:
-      rule: Around a `MoveToward`.
-      moving_rate: The part of the distance to the centre by which a copy moves
-        towards it. None: the copy becomes the centre.
+      rule: The rule that updates the centre; its optimizer is a `MoveToward`.
+      moving_rate: The fraction of its distance to the centre by which a copy
+        moves toward the centre. None: the copy is replaced by the centre.
       rho: The factor of the attraction between exchanges; see `pull_back`.
     """
     self.rule = rule
@@ -168,7 +173,7 @@ class AverageAll(SyncRound):
     local: local_steps.Local,
     token: step_token.StepToken,
   ) -> Exchanged:
-    """Hands over the distance from this copy; see `SyncRound.exchange`."""
+    """Hands over the distance of the centre from this replica's copy."""
     centre = state.centre if self.needs_centre else state.parameters
     distances = _minus(centre, local.parameters)
     # The inner optimizer does not apply statistics: multiply them here.
@@ -180,7 +185,7 @@ class AverageAll(SyncRound):
     token, centre = self.rule.read_on(token, replica)
     if not self.needs_centre:
       return token, centre, []
-    # A refused copy did not move the centre; the centre does not move it.
+    # A refused copy did not move the centre, so it is not moved either.
     rate = tf.where(admitted > 0, self._moving_rate, 0.0)
     return token, _minus(local.parameters, distances, -rate), centre
 
@@ -188,9 +193,10 @@ class AverageAll(SyncRound):
 class ElasticExchange:
   """Makes the exchanges of `ElasticRound` on the PS tasks, one by one.
 
-  The replica's copy travels to the PS tasks. There, under one lock, the centre
-  moves a part of the way towards it. The centre before that move travels back.
-  `ElasticRound` then moves the replica's copy as far towards it.
+  The replica's copy is sent to the PS tasks. There, under one lock, the centre
+  moves toward the copy by a fraction of their distance. The centre before that
+  move is sent back. `ElasticRound` then moves the replica's copy toward the
+  centre by the same fraction.
   """
 
   def __init__(
@@ -202,7 +208,7 @@ class ElasticExchange:
 
     Args:
       store: Holds the centre.
-      update: Moves it by a part of its distances from a copy.
+      update: Moves the centre by a fraction of its distances from a copy.
     """
     self._store = store
     self._update = update
@@ -219,19 +225,20 @@ class ElasticExchange:
     version: tf.Tensor,
     statistics_rate: float | tf.Tensor,
   ) -> list[tf.Tensor]:
-    """Moves the centre towards a replica's copy, under the lock.
+    """Moves the centre toward a replica's copy, under the lock.
 
     The caller moves the copy. To be used inside a `tf.function`.
 
     Args:
       parameters: The replica's copy, one tensor per element of the store's
         `contributed`.
-      version: int64 scalar, the exchanges before this one.
+      version: int64 scalar, the number of exchanges before this one.
       statistics_rate: Scalar, the `moving_rate` of statistics, such as the
         moving means of batch normalization.
 
     Returns:
-      The centre just before the exchange, as many tensors.
+      The centre just before the exchange, one tensor per element of
+      `contributed`.
     """
     sent = self._send(parameters)
 
@@ -254,7 +261,7 @@ class ElasticExchange:
     return self._join(self._lock.hold(exchange, after=sum(sent, [])))
 
   def _send(self, parameters) -> list[list[tf.Tensor]]:
-    """The shards of the replica's copy, where those of the centre are."""
+    """Sends the shards of the replica's copy to their PS tasks."""
     sent = []
     split = self._store.split_by_task(parameters)
     for task, parcel in enumerate(self._parcels):
@@ -264,7 +271,7 @@ class ElasticExchange:
     return sent
 
   def _read(self) -> list[list[tf.Tensor]]:
-    """The shards of the centre, where they are."""
+    """Reads the shards of the centre, on each PS task its own."""
     values = []
     for task in range(self._store.num_tasks):
       with tf.device(self._store.device_of_task(task)):
@@ -277,7 +284,7 @@ class ElasticExchange:
     return values
 
   def _pack(self, values: list[list[tf.Tensor]]) -> list[tf.Tensor]:
-    """All groups of all tasks, packed where they are."""
+    """Packs the shards of each PS task into groups, on that task."""
     packed = []
     for task, parcel in enumerate(self._parcels):
       with tf.device(self._store.device_of_task(task)):
@@ -285,7 +292,7 @@ class ElasticExchange:
     return packed
 
   def _join(self, packed: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Whole variables, where the replica is."""
+    """Joins packed groups to whole variables, on the replica's device."""
     groups, values = iter(packed), {}
     for task, parcel in enumerate(self._parcels):
       parts = parcel.unpack([next(groups) for _ in parcel.groups])
@@ -308,7 +315,13 @@ class ElasticRound(SyncRound):
     moving_rate: float,
     rho: float,
   ):
-    """As for `AverageAll`; `rule` only admits and counts."""
+    """Stores the settings.
+
+    Args:
+      rule: Admits and counts exchanges; its optimizer is a `MoveToward`.
+      moving_rate: The fraction of their distance by which copy and centre move.
+      rho: See `AverageAll`.
+    """
     self.rule = rule
     self.needs_centre = rho > 0
     self._moving_rate = moving_rate
@@ -328,7 +341,7 @@ class ElasticRound(SyncRound):
     local: local_steps.Local,
     token: step_token.StepToken,
   ) -> Exchanged:
-    """Asks for admission, exchanges, counts; see `SyncRound.exchange`."""
+    """Asks for admission, moves centre and copy, and counts the exchange."""
     del state
     parameters = local.parameters
     is_sound = tf.math.is_finite(local.loss)
@@ -368,7 +381,7 @@ class ElasticRound(SyncRound):
       tf.constant(step_token.NO_TAG, tf.int64),
       step_token.pack_times(asked, *[step_token.now(now)] * 3),
     )
-    # Each moves by the same part towards where the other was.
+    # Copy and centre move by the same fraction of their distance.
     distances = _minus(centre, parameters)
     parameters = _minus(parameters, distances, -self._moving_rate)
     if not self.needs_centre:
@@ -377,15 +390,18 @@ class ElasticRound(SyncRound):
 
 
 class AccumulatedGradients(SyncRound):
-  """Each replica hands over the mean of its gradients, and starts afresh."""
+  """Each replica hands over its mean gradient, and continues from the centre.
+
+  No replica waits for others.
+  """
 
   needs_totals = True
 
   def __init__(self, rule: async_replicas.AsyncReplicasOptimizer, period: int):
-    """Puts the parts together.
+    """Stores the settings.
 
     Args:
-      rule: Applies the means.
+      rule: Applies the mean gradients to the centre.
       period: The number of gradients in each mean.
     """
     self.rule = rule
@@ -402,7 +418,7 @@ class AccumulatedGradients(SyncRound):
     local: local_steps.Local,
     token: step_token.StepToken,
   ) -> Exchanged:
-    """Has the mean applied, then reads; see `SyncRound.exchange`."""
+    """Has the mean gradient applied, then reads the centre."""
     del state
     count = len(self._store.trainable)
     # Statistics converge to a target; the moves of M replicas together would
@@ -422,7 +438,7 @@ def _minus(
   theirs: Sequence[tf.Tensor],
   factor: float | tf.Tensor = 1.0,
 ) -> list[tf.Tensor]:
-  """ours - factor * theirs, tensor by tensor."""
+  """Computes ours - factor * theirs, tensor by tensor."""
   return [
     a - tf.cast(factor, b.dtype) * b for a, b in zip(ours, theirs, strict=True)
   ]

@@ -1,8 +1,9 @@
 """Detects an update that was interrupted when its chief was killed.
 
-A synchronous update is one call on the PS tasks. If its chief is killed, the
-call may continue there and finish, or stop in the middle (TensorFlow 2.21; both
-were seen). A restarted chief tells these cases apart by `UpdateInProgress`.
+A synchronous update is one function call on the PS tasks. If the chief that
+made the call is killed, the update may still finish there, or stop in the
+middle (TensorFlow 2.21; both were seen). A restarted chief distinguishes these
+cases by `UpdateInProgress`.
 """
 
 import time
@@ -20,11 +21,11 @@ _GRACE_SECS = 5.0
 
 
 class UpdateInProgress:
-  """Marks the step from which the last update began; on PS task 0.
+  """Records, on PS task 0, the global step from which the last update began.
 
-  The global step advances when an update is complete. So while it equals the
-  mark, an update is in progress, or was interrupted. All rules of a training
-  share the mark, since they update the same variables.
+  The global step advances when an update is complete. So while the global step
+  equals the recorded *mark*, an update is in progress, or was interrupted. All
+  rules of a training share the mark, since they update the same variables.
   """
 
   def __init__(self, store: parameter_store.ParameterStore):
@@ -35,28 +36,29 @@ class UpdateInProgress:
       self._begun = store.namespace.variable("begun", [], tf.int64)
 
   def clear(self) -> None:
-    """Marks that no update is in progress."""
+    """Sets the mark to -1: no update is in progress."""
     self._begun.assign(-1)
     resources.flush_assignments([self._begun])
 
   def begin(self, step: tf.Tensor) -> tf.Tensor:
-    """Marks that an update begins; to be used inside a `tf.function`.
+    """Sets the mark as an update begins; to be used inside a `tf.function`.
 
     Args:
       step: int64 scalar, the global step before the update.
 
     Returns:
-      `step`, once it is marked.
+      `step`; a control dependency on it waits until the mark is set.
     """
     with tf.device(self._device):
       with tf.control_dependencies([self._begun.assign(step)]):
         return tf.identity(step)
 
   def await_end(self) -> None:
-    """Waits up to 5 s for the update of an earlier chief.
+    """Waits up to 5 s for the update of an earlier chief to end.
 
-    If it was interrupted, the global step is `INCONSISTENT` until a checkpoint
-    is restored, and gradients from these variables are refused.
+    If the update was interrupted, sets the global step to `INCONSISTENT`, which
+    it remains until a checkpoint is restored. Gradients computed from these
+    variables are refused.
     """
     deadline = time.monotonic() + _GRACE_SECS
     while self._is_under_way() and time.monotonic() < deadline:

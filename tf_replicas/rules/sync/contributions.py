@@ -1,46 +1,48 @@
-"""How whole sets of gradients get from the replicas to the update.
+"""Brings whole sets of gradients from the replicas to the update.
 
 A *contribution* is what one replica computed from one batch: all gradients, the
-loss, the number of examples. It is admitted or refused as a whole, and refused
-before its bytes travel.
+loss, the number of examples. It is admitted or refused as a whole, before its
+gradients are sent.
 
 Where objects live:
 
 * PS task 0: the `inbox` (a queue of short messages from all replicas), one
-  `replies` queue per replica, and the *ledger*: what each replica is doing,
-  which contributions the step has accepted, and counts since the start.
-* every PS task: one `gradients` queue per replica, for the part of its
-  gradient sets that concerns the variables of that task.
+  `replies` queue per replica, and the *ledger*: variables that record the state
+  of each replica, the contributions that the step has accepted, and counts
+  since the start.
+* every PS task: one `gradients` queue per replica, for the gradients of the
+  variables on that task.
 
-A replica's side of one contribution (`offer`):
+The steps of a replica for one contribution (`offer`):
 
-1. It puts OFFER(replica, tag, step) into the inbox. The *tag* is the number of
-   this contribution among those of the replica. The step is that of the
-   variables from which it computed.
+1. It puts OFFER(replica, tag, step) into the inbox. The *tag* identifies the
+   contribution among those of the replica: the time of the offer in
+   microseconds. The step is that of the variables that the replica used.
 2. It waits for the reply: ADMIT or RELEASE(step).
 3. If admitted, it puts its gradients into its queue on every PS task, then
    DELIVERED into the inbox, and waits for RELEASE(step) or CONTINUE(step).
-4. CONTINUE means that its next contribution is admitted already, under the
-   next tag, the token's `preadmitted_tag`: it continues with 3. Where every
-   step needs every replica, no replica has to ask.
+4. CONTINUE means that the replica's next contribution is admitted already,
+   under tag + 1, the token's `preadmitted_tag`. The replica then goes directly
+   to 3. Where every step needs every replica, no replica has to ask.
 
-The chief's side of one step (`collect`, which runs wholly on PS task 0): take
-messages from the inbox, enter each in the ledger (`ledger.record`), and give
-the free places of the step to replicas that wait with a fresh offer
-(`ledger.settle`). A step has N places, one for each contribution that it
-averages. A place is free unless its contribution was delivered or is
-still expected from an admitted replica. An offer from older variables is late
-and released at once. A fresh offer without a place waits: it gets the place of
-an admitted replica that is lost (the chief says LOST), or is surplus when the
-step ends. Once N were delivered, their mean is applied (`take_sums`,
-`release_all`).
+The chief's part in one step (`collect`, which runs wholly on PS task 0) is to
+take messages from the inbox, to enter each in the ledger (`ledger.record`), and
+to give the free places of the step to waiting replicas (`ledger.settle`). A
+step has N *places*, one for each contribution that it averages. A place is free
+unless its contribution was delivered or is still expected from an admitted
+replica. An offer from variables of an earlier step is late, and its replica is
+released at once. Any other offer without a place waits. It gets the place of an
+admitted replica that is lost (the chief sends LOST), or is *surplus* when the
+step ends. Once N contributions were delivered, the chief applies their mean
+(`take_sums`) and releases the replicas (`release_all`).
 
-A replica has one contribution open at a time. A new offer of a replica whose
-last one is still open therefore means that it was restarted: the old one is
-void, and its gradients are dropped by their tag. The old waiter may live on at
-the PS and would take the next reply; a VOID reply with the old tag releases
-it. If the old process lives as well, the two void each other's offers until the
-old process learns by its heartbeat that it was replaced.
+A replica has one contribution open at a time. So if a replica makes a new offer
+while its last one is open, it was restarted: the old contribution is *void*,
+and its gradients are dropped by their tag. The old process's wait for a reply
+may live on at the PS, where it would take the next reply. A VOID reply with the
+old tag ends it. If the old process lives as well, the two processes void each
+other's offers until the old process learns by its heartbeat that it was
+replaced.
 """
 
 import secrets
@@ -62,7 +64,7 @@ from tf_replicas.store import parameter_store
 
 
 class _Header(NamedTuple):
-  """The first part of an inbox message; see `ledger.Message`."""
+  """The int64 part of an inbox message; see `ledger.Message`."""
 
   kind: tf.Tensor | int
   replica: tf.Tensor | int
@@ -71,7 +73,7 @@ class _Header(NamedTuple):
 
 
 class _Report(NamedTuple):
-  """The second part of an inbox message: the batch of a contribution."""
+  """The float64 part of an inbox message; see `ledger.Message`."""
 
   loss: tf.Tensor | float
   examples: tf.Tensor | int
@@ -95,11 +97,11 @@ Verdict = protocol.Verdict
 
 
 class Contributions:
-  """The queues and the ledger of one training, used by replicas and chief.
+  """Exchanges contributions and replies between the replicas and the chief.
 
   Attributes:
-    num_replicas: R, how many replicas offer.
-    replicas_to_aggregate: N, how many contributions make a step.
+    num_replicas: R, the number of replicas that offer contributions.
+    replicas_to_aggregate: N, the number of contributions in a step.
   """
 
   def __init__(
@@ -116,10 +118,11 @@ class Contributions:
 
     Args:
       store: The variables that the gradients belong to.
-      num_replicas: R.
-      replicas_to_aggregate: N.
-      is_sparse, has_chief_statistics: As for `GradientQueues`.
-      namespace: Of queues and ledger; that of `store` if not given.
+      num_replicas: R, the number of replicas.
+      replicas_to_aggregate: N, the number of contributions in a step.
+      is_sparse, has_chief_statistics: See `GradientQueues`.
+      namespace: The namespace of the queues and the ledger. None: the namespace
+        of `store`.
     """
     namespace = namespace or store.namespace
     self.num_replicas = num_replicas
@@ -136,7 +139,8 @@ class Contributions:
       self._present = namespace.variable(
         "ledger/present", [len(is_sparse)], tf.bool
       )
-      # The call that takes messages; a killed chief's may live on at the PS.
+      # Identifies the call that may take messages off the inbox. A call of a
+      # killed chief may live on at the PS.
       self._taker = namespace.variable("taker", [], tf.int64)
     self._number = secrets.randbelow(1 << 62)
     self._replies = replies_lib.ReplyQueues(store, num_replicas, namespace)
@@ -150,12 +154,13 @@ class Contributions:
     self._snapshot = resources.remote_reader(self._read)
 
   def initialize(self, *, keep_counts: bool = False) -> None:
-    """Empties the ledger: all earlier offers and deliveries are void.
+    """Empties the ledger, which voids all earlier offers and deliveries.
 
-    Called by the chief; from now on only its `collect` takes messages.
+    Called by the chief. From now on only the `collect` of this object takes
+    messages.
 
     Args:
-      keep_counts: Whether the counts since the start are kept.
+      keep_counts: Whether to keep the counts since the start.
     """
     empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
     if keep_counts:
@@ -167,7 +172,7 @@ class Contributions:
     resources.flush_assignments([self._taker])
 
   def begin_anew(self) -> None:
-    """Voids all offers and deliveries; waiting replicas offer again."""
+    """Voids all offers and deliveries, and releases the waiting replicas."""
     self.initialize(keep_counts=True)
     with tf.device(self._device):
       until_now = -step_token.microseconds(step_token.now())
@@ -188,28 +193,29 @@ class Contributions:
     num_examples: tf.Tensor,
     preadmitted_tag: tf.Tensor | None = None,
   ) -> step_token.StepToken:
-    """Offers one contribution, hands it over if admitted, waits for release.
+    """Offers one contribution, sends it if admitted, and waits for release.
 
     To be used inside a `tf.function`.
 
     Args:
-      replica: The replica, in [0, R); an int, or an int64 scalar if one traced
-        function serves several replicas.
-      gradients: One per element of the store's `contributed`, of whole
-        variables; may be None.
-      local_step: int64 scalar: the global step of the variables used.
+      replica: The index of the replica, in [0, R); an int, or an int64 scalar
+        if one traced function serves several replicas.
+      gradients: One per element of the store's `contributed`, each of a whole
+        variable's shape, or None.
+      local_step: int64 scalar, the global step of the variables used.
       loss: Scalar, the mean loss of the batch.
-      num_examples: Scalar, the size of the batch.
-      preadmitted_tag: int64 scalar, that of the last token, not `NO_TAG`: the
-        contribution is handed over without an offer. None: it is offered.
+      num_examples: Scalar, the number of examples in the batch.
+      preadmitted_tag: int64 scalar, the `preadmitted_tag` of the last token,
+        which must not be `NO_TAG`: the contribution is sent without an offer.
+        None: it is offered first.
 
     Returns:
-      The token: whether the contribution was used, and the step to continue
-      from.
+      A token that says whether the contribution was used, and from which global
+      step to continue.
 
     Raises:
-      tf.errors.OutOfRangeError, tf.errors.CancelledError: When training has
-        ended meanwhile (at run time).
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
+        training has ended meanwhile.
     """
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_math.all_finite(gradients, self._store.wire_dtype)
@@ -255,7 +261,7 @@ class Contributions:
     is_sound,
     admitted_at=step_token.NEVER,
   ) -> step_token.StepToken:
-    """Sends what was admitted under `tag`, and waits for the release."""
+    """Sends the contribution admitted under `tag`, and waits for release."""
     arrived = self._gradients.put(replica, tag, packed)
     with tf.device(self._device), tf.control_dependencies(arrived):
       kind = tf.where(is_sound, int(Kind.DELIVERED), int(Kind.NONFINITE))
@@ -277,7 +283,7 @@ class Contributions:
   def _send(
     self, kind, replica, tag, *, step=0, report=(0.0, 0), present=False
   ) -> tf.Operation | None:
-    """Puts a message into the inbox; packed there, so that less travels."""
+    """Puts a message into the inbox; packs its fields on PS task 0."""
     with tf.device(self._device):
       header = _HEADER.pack(_Header(kind, replica, tag, step))
       report = _REPORT.pack(_Report(*report))
@@ -292,7 +298,7 @@ class Contributions:
 
     To be used inside a `tf.function`. Returns early when a replica reports a
     value that is not finite, when `wake` is called, or when another chief has
-    begun. Every message taken so far is in the ledger then.
+    begun. Even then, every message taken so far has been entered in the ledger.
 
     Raises:
       tf.errors.OutOfRangeError: At run time, after `close`.
@@ -320,10 +326,10 @@ class Contributions:
         )
 
   def _take_one(self, step) -> tuple[tf.Tensor, tf.Tensor]:
-    """Serves one message.
+    """Takes one message off the inbox and handles it.
 
     Returns:
-      A kind of message, OFFER unless `collect` must stop; and the sender.
+      A message type, OFFER unless `collect` must stop; and the sender.
     """
     woken = tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
     return self._take(
@@ -331,10 +337,10 @@ class Contributions:
     )
 
   def _take(self, number, serve, otherwise):
-    """Serves the next message.
+    """Takes the next message off the inbox, and returns the result of `serve`.
 
-    Puts it back, and returns `otherwise`, if another call than `number` is the
-    one that takes messages by now.
+    If another call than `number` takes the messages by now, puts the message
+    back and returns `otherwise`.
     """
     header, report, present = self._inbox.dequeue()
 
@@ -366,13 +372,13 @@ class Contributions:
     self._write(ledger)
     is_used = tf.reduce_any(
       noted.accepted != before.accepted
-    )  # False if it was void.
+    )  # False if the contribution was void.
     self._present.assign(self._present.read_value() | (present & is_used))
     verdict = tf.maximum(settled, replies.verdict)
     is_nonfinite = message.kind == int(Kind.NONFINITE)
 
     def reply():
-      # The longest waiter takes the first reply: VOID, for its old tag.
+      # The wait that began first takes the first reply: VOID, for the old tag.
       void = tf.where(replies.flush >= 0, int(Verdict.VOID), -1)
       self._replies.send(tf.cast(void, tf.int64), replies.flush, step)
       self._replies.send(verdict, noted.tag, step)
@@ -399,9 +405,9 @@ class Contributions:
       variable.assign(value)
 
   def take_sums(self, task: int) -> list[parameter_store.Gradient]:
-    """Sums the accepted gradients on one PS task, and removes them.
+    """Takes the accepted gradients off the queues of a PS task; sums them.
 
-    Call it once per step, inside a `tf.function`: it empties the queues. See
+    To be called once per step, inside a `tf.function`. See
     `GradientQueues.take_sums`.
 
     Args:
@@ -412,7 +418,7 @@ class Contributions:
     return self._gradients.take_sums(task, accepted)
 
   def release_all(self, step: tf.Tensor) -> None:
-    """Ends the step in the ledger; releases waiting replicas to `step`."""
+    """Ends the step in the ledger; waiting replicas continue from `step`."""
     with tf.device(self._device):
       before = self._read()
       ledger, verdict = ledger_lib.finish(before)
@@ -421,10 +427,11 @@ class Contributions:
       self._replies.send(verdict, before.tag, step)
 
   def end_replicas(self) -> None:
-    """Releases all replicas, also late comers, to `step_token.ENDED`.
+    """Answers all replicas, now and later, that training has ended.
 
-    To be used inside a `tf.function`; returns after `wake`. The call of an
-    earlier chief may live on at the PS: it puts the next message back and ends.
+    The replies have the step `step_token.ENDED`. To be used inside a
+    `tf.function`; returns after `wake`. If a call of an earlier chief lives on
+    at the PS, that call puts the next message back and ends.
     """
 
     def answer(header, *_):
@@ -448,7 +455,7 @@ class Contributions:
       )
 
   def _end_one(self, replica: int | tf.Tensor, tag: tf.Tensor) -> None:
-    """Releases `replica` to `step_token.ENDED`; no replica if it is -1."""
+    """Releases `replica`, or none if -1, with step `step_token.ENDED`."""
     is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica
     verdict = tf.where(is_this, int(Verdict.RELEASE), int(Verdict.NONE))
     tags = tf.fill([self.num_replicas], tag)
@@ -460,19 +467,19 @@ class Contributions:
       self._send(Kind.WAKE, -1, step_token.microseconds(step_token.now()))
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Tells the ledger that `replica`, with last offer `tag`, is lost."""
+    """Reports to the inbox that `replica`, whose last tag is `tag`, is lost."""
     self._send(Kind.LOST, replica, tag)
 
   def snapshot(self) -> ledger_lib.Ledger:
-    """The present ledger, as NumPy arrays."""
+    """Reads the ledger, as NumPy arrays."""
     return ledger_lib.Ledger(*[v.numpy() for v in self._snapshot()])
 
   def release_replica(self, replica: int) -> None:
-    """Releases `replica` to `step_token.ENDED` for all it has offered."""
+    """Answers all offers of `replica` so far by step `step_token.ENDED`."""
     with tf.device(self._device):
       self._end_one(replica, -step_token.microseconds(step_token.now()))
 
   def close(self) -> None:
-    """Closes the queues: waiting calls get `OutOfRangeError`, offers fail."""
+    """Closes the queues: waiting calls and later offers fail."""
     self._inbox.close()
     self._replies.close()

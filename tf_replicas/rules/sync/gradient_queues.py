@@ -1,9 +1,10 @@
-"""The bytes of gradients: one queue per replica on every PS task.
+"""Sends gradients to the PS tasks: one queue per replica on every task.
 
-An element of a queue is the part of one contribution that concerns the
-variables of that PS task, under the contribution's tag: it arrives whole or
-not at all, can be dropped by its tag, and is summed in replica order, so that
-the sum does not depend on the order of arrival.
+An element of a queue holds the tag of one contribution and those of its
+gradients that belong to variables of the PS task. An element arrives whole or
+not at all, and can be dropped by its tag. The elements of a step are summed in
+the order of the replicas, so that the sum does not depend on the order of
+arrival. `contributions` explains contributions, tags and admission.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ Gradient = parameter_store.Gradient
 
 
 class GradientQueues:
-  """The queues `gradients/<replica>` of every PS task."""
+  """Sends and sums gradients by the queues `gradients/<replica>`."""
 
   def __init__(
     self,
@@ -37,12 +38,13 @@ class GradientQueues:
 
     Args:
       store: The variables that the gradients belong to.
-      num_replicas: How many replicas there are.
-      is_sparse: For each of the store's `contributed` whether its gradients
-        come as `tf.IndexedSlices`.
-      has_chief_statistics: Whether only the accepted replica with the smallest
-        index updates statistics; else the mean of all accepted ones does.
-      namespace: Of the queues; that of `store` if not given.
+      num_replicas: The number of replicas.
+      is_sparse: For each element of `store.contributed`, whether its gradients
+        are `tf.IndexedSlices`.
+      has_chief_statistics: Whether statistics are updated from the first
+        contribution of the accepted replica with the smallest index alone,
+        rather than from the mean of all accepted contributions.
+      namespace: The namespace of the queues. None: the namespace of `store`.
     """
     namespace = namespace or store.namespace
     self._store = store
@@ -88,17 +90,17 @@ class GradientQueues:
     )
 
   def pack(self, gradients: Sequence[Gradient]) -> list[list[tf.Tensor]]:
-    """One set of gradients as it travels, where it was computed.
+    """Packs one set of gradients for sending, where it was computed.
 
     Args:
-      gradients: One per element of the store's `contributed`, for whole
-        variables.
+      gradients: One per element of the store's `contributed`, each of a whole
+        variable's shape.
 
     Returns:
-      For each PS task, the tensors to send there.
+      For each PS task, the list of tensors to send there.
 
     Raises:
-      ValueError: If a gradient that `is_sparse` announced as sparse is dense.
+      ValueError: If a gradient is dense where `is_sparse` is True.
     """
     self._check_sparse(gradients)
     by_task = self._store.split_by_task(gradients)
@@ -116,12 +118,13 @@ class GradientQueues:
     """Sends one set of gradients to the PS tasks.
 
     Args:
-      replica: The sender; a Python int or an int64 scalar.
+      replica: The index of the sender; a Python int or an int64 scalar.
       tag: int64 scalar, the contribution's tag.
-      packed: As `pack` returned it.
+      packed: The result of `pack`.
 
     Returns:
-      Tensors that depend on the arrival, one per PS task.
+      Tensors, on which control dependencies wait until the gradients have
+      arrived; one per PS task that holds variables.
     """
     arrived = []
     for task, components in enumerate(packed):
@@ -149,15 +152,17 @@ class GradientQueues:
   def take_sums(self, task: int, accepted: tf.Tensor) -> list[Gradient]:
     """Takes the accepted contributions off the queues of `task`; sums them.
 
-    Elements of contributions that were not accepted are dropped.
+    Drops the elements of earlier contributions that were not accepted.
 
     Args:
-      task: The PS task.
-      accepted: `Ledger.accepted`, int64 [N, 2]; all of it must have arrived.
+      task: The index of the PS task.
+      accepted: `Ledger.accepted`, int64 [N, 2]; the gradients of all these
+        contributions must have arrived.
 
     Returns:
-      One gradient for each of the store's `contributed_shards(task)`; a scalar
-      zero for a dense variable for which no replica had a gradient.
+      One sum for each element of the store's `contributed_shards(task)`. For a
+      dense variable for which no replica had a gradient, it is zeros or a
+      scalar zero.
     """
     layout = self._layouts[task]
     if not layout.num_shards:
@@ -169,7 +174,7 @@ class GradientQueues:
       return layout.from_wire(sums)
 
   def _add_taken(self, task, replica, accepted, sums) -> list[tf.Tensor]:
-    """Adds what `replica` delivered for this step."""
+    """Adds the accepted contributions of `replica` to `sums`."""
     queue = self._queues[task][replica]
     places = ledger.places(accepted)
     tags = tf.boolean_mask(places.tag, places.replica == replica)
@@ -177,7 +182,7 @@ class GradientQueues:
     comes_first = tf.reduce_all(places.replica >= replica)
 
     def weigh(parts, taken):
-      """Multiplies the first contribution's statistics by N, others by 0."""
+      """Multiplies statistics of the first contribution by N, others by 0."""
       if not self._has_chief_statistics:
         return parts
       is_first = comes_first & (taken == 0)
@@ -210,21 +215,21 @@ class GradientQueues:
 
 
 class _Layout(NamedTuple):
-  """How the gradients of one PS task are laid out in an element of a queue.
+  """The layout of the gradients of one PS task in an element of a queue.
 
-  First the dense ones as a `packing.Parcel`, then values and indices of each
-  sparse one.
+  The dense gradients come first, packed by a `packing.Parcel` into groups. The
+  values and the indices of each sparse gradient follow.
 
   Attributes:
-    num_shards: How many gradients there are.
-    dense: The positions of the dense ones.
-    parcel: How these travel.
+    num_shards: The number of gradients, one per shard on the task.
+    dense: The positions of the dense gradients.
+    parcel: Packs the dense gradients.
     dtypes_of_sums: For each group of `parcel`, the dtype in which it is summed.
-    is_statistic: For each group of `parcel`, whether it belongs to statistics.
-    sparse: The positions of the sparse ones.
-    rows: The shape of the variable of each of these, and the dtype as which its
-      rows travel.
-    dtypes_of_rows: The dtype in which each of these is summed.
+    is_statistic: For each group of `parcel`, whether it consists of statistics.
+    sparse: The positions of the sparse gradients.
+    rows: For each sparse gradient, the shape of its variable, and the dtype in
+      which its rows are sent.
+    dtypes_of_rows: For each sparse gradient, the dtype in which it is summed.
   """
 
   num_shards: int
@@ -246,19 +251,22 @@ class _Layout(NamedTuple):
     return dtypes
 
   def adders(self) -> list[Callable]:
-    """How each component of an element is added to its sum."""
+    """Returns, for each component of an element, what adds it to its sum."""
     num_groups = len(self.parcel.groups)
     return [_add] * num_groups + [_append] * (2 * len(self.sparse))
 
   def zeros(self) -> list[tf.Tensor]:
-    """Empty sums; a dense one is a scalar, which adds to any shape."""
+    """Returns empty sums: scalars, which add to any shape, or no rows."""
     zeros = [tf.zeros([], dtype) for dtype in self.dtypes_of_sums]
     for item, dtype in zip(self.rows, self.dtypes_of_rows, strict=True):
       zeros += _no_rows(item.shape, dtype)
     return zeros
 
   def to_wire(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-    """Lays out one gradient per shard; None travels as zeros or as no rows."""
+    """Packs one gradient per shard into the components of an element.
+
+    None is sent as zeros or, for a sparse gradient, as no rows.
+    """
     components = self.parcel.pack([gradients[i] for i in self.dense])
     for i, item in zip(self.sparse, self.rows, strict=True):
       if gradients[i] is None:
@@ -269,10 +277,10 @@ class _Layout(NamedTuple):
     return components
 
   def from_wire(self, sums: Sequence[tf.Tensor]) -> list[Gradient]:
-    """One gradient per shard again.
+    """Unpacks the sums of the components into one gradient per shard.
 
-    A variable without any gradient gets zeros if it travels in a group, and a
-    scalar zero if it travels alone.
+    A dense variable for which no replica had a gradient gets zeros if it shares
+    a group with others, and a scalar zero if it is alone in its group.
     """
     gradients: list[Gradient] = [None] * self.num_shards
     num_groups = len(self.parcel.groups)
@@ -286,7 +294,7 @@ class _Layout(NamedTuple):
 
 
 def _no_rows(shape: Sequence[int], dtype: tf.DType) -> list[tf.Tensor]:
-  """Values and indices of a sparse gradient without rows."""
+  """Returns the values and indices of a sparse gradient without rows."""
   return [tf.zeros([0, *shape[1:]], dtype), tf.zeros([0], tf.int64)]
 
 

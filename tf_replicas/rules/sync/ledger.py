@@ -1,9 +1,11 @@
-"""What every replica does and what the step has accepted: pure functions.
+"""Computes the state of a synchronous step from messages, by pure functions.
 
-The ledger is the state of `contributions`, kept in variables on PS task 0.
-Three pure functions of tensors change it: `record` enters one message of a
-replica, `settle` gives the free places of the step to waiting replicas,
-`finish` ends the step. This module knows neither queues nor devices.
+The *ledger* records the state of every replica and which contributions the step
+has accepted. `contributions`, which explains the protocol, keeps it in
+variables on PS task 0. Three pure functions of tensors compute the next ledger:
+`record` enters one message of a replica, `settle` gives the free places of the
+step to waiting replicas, and `finish` ends the step. This module uses neither
+queues nor devices.
 """
 
 import enum
@@ -21,7 +23,8 @@ class Column(enum.IntEnum):
   """The columns of `Ledger.counts`.
 
   From `LATE` on, column `LATE - 1 + k` counts the offers that were k steps
-  late; the last counts those of `protocol.MAX_LATE` steps or more.
+  late. The last column counts offers that were `protocol.MAX_LATE` or more
+  steps late.
   """
 
   APPLIED = 0
@@ -33,10 +36,11 @@ NUM_COLUMNS = Column.LATE + protocol.MAX_LATE
 
 
 class Place(NamedTuple):
-  """Rows of `Ledger.accepted`, or one of them, by field.
+  """One place of a step, a row of `Ledger.accepted`; or all, as columns.
 
   Attributes:
-    replica: The replica whose contribution has the place; -1 if it is open.
+    replica: The replica whose contribution was delivered for the place; -1 if
+      the place is open.
     tag: The tag of that contribution; -1 if the place is open.
   """
 
@@ -45,29 +49,30 @@ class Place(NamedTuple):
 
   @property
   def is_taken(self) -> tf.Tensor:
-    """Whether the contribution was delivered."""
+    """Whether a contribution was delivered for the place."""
     return self.replica >= 0
 
 
 def places(accepted: tf.Tensor) -> Place:
-  """The fields of `Ledger.accepted`: int64 [N] each."""
+  """Splits `Ledger.accepted` into its columns, int64 [N] each."""
   return Place(accepted[:, 0], accepted[:, 1])
 
 
 class Ledger(NamedTuple):
-  """The state of a step, of R replicas and N places; int64 unless noted.
+  """The state of a step with R replicas and N places; int64 unless noted.
 
   Attributes:
-    status: [R] `Status` of each replica.
-    tag: [R] tag of its last offer; -1 before the first.
+    status: [R], the `protocol.Status` of each replica.
+    tag: [R], the tag of each replica's last contribution; -1 before the first.
     accepted: [N, 2], a `Place` for each contribution of the step.
-    examples: Scalar, examples in the accepted contributions.
-    loss: float64 scalar, sum of their losses.
-    delivered_at: float64 scalar, seconds since 1970 when the last of them
-      arrived; `step_token.NEVER` if none has.
-    counts: [R, NUM_COLUMNS] contributions by their outcome; see `Column`. Those
-      lost after admission count as surplus.
-    held_up: float64 [R], seconds for which steps waited for this replica alone.
+    examples: Scalar, the number of examples in the accepted contributions.
+    loss: float64 scalar, the sum of the losses of the accepted contributions.
+    delivered_at: float64 scalar, when the last accepted contribution arrived,
+      in seconds since 1970; `step_token.NEVER` if none has.
+    counts: [R, NUM_COLUMNS], the number of contributions by outcome; see
+      `Column`. Contributions lost after admission count as surplus.
+    held_up: float64 [R], the seconds for which steps waited for each replica
+      alone.
   """
 
   status: tf.Tensor
@@ -81,16 +86,16 @@ class Ledger(NamedTuple):
 
 
 class Message(NamedTuple):
-  """One message of a replica: int64 scalars, except loss and time (float64).
+  """One inbox message: int64 scalars, except loss and time (float64).
 
   Attributes:
     kind: A `protocol.MessageType`.
-    replica: The sender; -1 for WAKE.
-    tag: The tag of its contribution.
-    step: The global step of the variables it computed from.
-    examples: The examples in its batch.
-    loss: The mean loss of its batch.
-    time: When the message arrived, in seconds since 1970.
+    replica: The index of the replica that the message is about; -1 for WAKE.
+    tag: The tag of that replica's contribution.
+    step: The global step of the variables that the replica used.
+    examples: The number of examples in the replica's batch.
+    loss: The mean loss of the replica's batch.
+    time: When `collect` took the message, in seconds since 1970.
   """
 
   kind: tf.Tensor
@@ -106,8 +111,9 @@ class Replies(NamedTuple):
   """The replies that one message causes: int64 [R] each.
 
   Attributes:
-    verdict: `Verdict` for the last offer of each replica, or NONE.
-    flush: The tag of a void contribution whose waiter must be released, or -1.
+    verdict: The `protocol.Verdict` for the last offer of each replica, or NONE.
+    flush: For each replica, the tag of a void contribution for whose reply some
+      process still waits, so that a VOID reply must be sent; or -1.
   """
 
   verdict: tf.Tensor
@@ -115,16 +121,17 @@ class Replies(NamedTuple):
 
 
 class Collected(NamedTuple):
-  """What `Contributions.collect` returns; tensors on PS task 0.
+  """The result of `Contributions.collect`; tensors on PS task 0.
 
   Attributes:
     kind: int64, DELIVERED when the step is complete, else the kind of the
       message that ended the wait early (NONFINITE, WAKE).
-    replica: int64, the sender of that message.
-    step: int64, the global step of these contributions.
-    examples: int64, examples in them.
-    loss: float64, their mean loss.
-    present: bool [V], which variables got a gradient from any replica.
+    replica: int64, the replica of the last message.
+    step: int64, the global step of the contributions.
+    examples: int64, the number of examples in the contributions.
+    loss: float64, the mean loss of the contributions.
+    present: bool [V], for each of the V elements of `store.contributed`,
+      whether any replica has a gradient for it.
   """
 
   kind: tf.Tensor
@@ -136,7 +143,7 @@ class Collected(NamedTuple):
 
 
 def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
-  """An empty ledger: all replicas compute, all places are open."""
+  """Returns an empty ledger: all replicas compute, all places are open."""
   return Ledger(
     status=np.full([num_replicas], protocol.Status.COMPUTING, np.int64),
     tag=np.full([num_replicas], -1, np.int64),
@@ -150,14 +157,14 @@ def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
 
 
 class _Event(NamedTuple):
-  """What one message means; bool [R], true at most for its sender.
+  """The meaning of one message; bool [R], true at most for its replica.
 
   Attributes:
-    is_offer: It offers a contribution.
-    is_late: It offers one from variables of an earlier step.
-    is_delivered: An admitted contribution has arrived.
-    is_void: A contribution arrived that is no longer wanted.
-    is_lost: The replica is lost, and did not wait.
+    is_offer: The replica offers a contribution.
+    is_late: The replica offers one from variables of an earlier step.
+    is_delivered: An admitted contribution of the replica has arrived.
+    is_void: A contribution has arrived that is not the replica's last one.
+    is_lost: The replica is lost, and was not waiting for a reply.
   """
 
   is_offer: tf.Tensor
@@ -178,8 +185,8 @@ def record(
     step: int64 scalar, the current global step.
 
   Returns:
-    The ledger after the message, and the replies to send now. `settle` and
-    `finish` give the other replies.
+    The ledger after the message, and the replies to send now. All other replies
+    result from `settle` and `finish`.
   """
   steps_late = tf.maximum(step - message.step, 0)
   event = _interpret(ledger, message, steps_late > 0)
@@ -212,7 +219,7 @@ def record(
 
 
 def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
-  """What `message` means, given the ledger before it."""
+  """Finds out what `message` means, given the ledger before it."""
   replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
   this = replicas == message.replica
   is_last = ledger.tag == message.tag
@@ -259,9 +266,9 @@ def _accept(
 
 
 def is_waiting(ledger: Ledger) -> tf.Tensor:
-  """bool [R]: whether each replica has nothing to do but to wait.
+  """Returns, as bool [R], whether each replica waits for the chief.
 
-  It waits for a place in the step, or has delivered.
+  A replica waits for a place in the step, or after its delivery for release.
   """
   return (ledger.status == protocol.Status.WAITING) | (
     ledger.status == protocol.Status.DELIVERED
@@ -272,9 +279,10 @@ def settle(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
   """Gives the free places of the step to waiting replicas. A pure function.
 
   Returns:
-    The ledger after it, and the `Verdict` for the tag that each replica had
-    before: ADMIT; CONTINUE for one that delivered and is needed again within
-    the step (more places than replicas); else NONE. int64 [R].
+    The new ledger, and for each replica the `protocol.Verdict` on the tag that
+    it had before, int64 [R]: ADMIT for a waiting replica that gets a place;
+    CONTINUE for one that has delivered and gets another place of the same step
+    (if there are more places than replicas); else NONE.
   """
   num_replicas = ledger.status.shape[0]
   num_places = ledger.accepted.shape[0]
@@ -302,12 +310,12 @@ def _count(condition: tf.Tensor) -> tf.Tensor:
 
 
 def _first(condition: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-  """`condition`, but false after the first `limit` true elements."""
+  """Returns `condition`, but false after the first `limit` true elements."""
   return condition & (tf.cumsum(tf.cast(condition, tf.int64)) <= limit)
 
 
 def _num_accepted(ledger: Ledger) -> tf.Tensor:
-  """int64 [R]: how many places of the step each replica has."""
+  """Counts the places of the step that each replica has, as int64 [R]."""
   replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
   owners = places(ledger.accepted).replica
   is_owner = owners[:, None] == replicas[None, :]
@@ -315,7 +323,7 @@ def _num_accepted(ledger: Ledger) -> tf.Tensor:
 
 
 def _in_column(values: tf.Tensor, column: int | tf.Tensor) -> tf.Tensor:
-  """int64 [R, NUM_COLUMNS] with `values` in one column, zero elsewhere."""
+  """Makes a zero int64 [R, NUM_COLUMNS] tensor with `values` in one column."""
   is_column = tf.one_hot(column, NUM_COLUMNS, dtype=tf.int64)
   return tf.cast(values, tf.int64)[:, None] * is_column
 
@@ -323,17 +331,17 @@ def _in_column(values: tf.Tensor, column: int | tf.Tensor) -> tf.Tensor:
 def _set(
   values: tf.Tensor, where: tf.Tensor, value: int | tf.Tensor
 ) -> tf.Tensor:
-  """`values` with `value` where `where` holds; int64."""
+  """Returns int64 `values`, replaced by `value` where `where` is true."""
   return tf.where(where, tf.cast(value, tf.int64), values)
 
 
 def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
-  """Ends the step: counts, empties the places, releases replicas; pure.
+  """Ends the step: counts the outcomes, empties the places. A pure function.
 
   Returns:
-    The ledger after it, and the `Verdict` for the tag that each replica had
-    before: RELEASE, or CONTINUE if the next step has a place for every replica.
-    int64 [R].
+    The new ledger, and for each replica the `protocol.Verdict` on the tag that
+    it had before, int64 [R]: for a replica that waits, RELEASE, or CONTINUE if
+    a step has a place for every replica; for the others NONE.
   """
   num_replicas = ledger.status.shape[0]
   num_places = ledger.accepted.shape[0]
@@ -363,7 +371,7 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
 
 
 def step_status(state: Ledger) -> results.StepStatus:
-  """How far the step is, from a ledger of NumPy arrays."""
+  """Returns the progress of the step, from a ledger of NumPy arrays."""
   rows = zip(state.status.tolist(), state.tag.tolist(), strict=True)
   return results.StepStatus(
     received=int(places(state.accepted).is_taken.sum()),
@@ -376,7 +384,7 @@ def step_status(state: Ledger) -> results.StepStatus:
 
 
 def counts_from_ledger(state: Ledger) -> list[results.Counts]:
-  """The counts of each replica, from a ledger of NumPy arrays."""
+  """Returns the counts of each replica, from a ledger of NumPy arrays."""
   rows = zip(state.counts.tolist(), state.held_up.tolist(), strict=True)
   return [
     results.Counts(applied, surplus, tuple(late), straggler_wait_secs=secs)

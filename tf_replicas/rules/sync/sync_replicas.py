@@ -1,7 +1,7 @@
-"""Synchronous updates from exactly N contributions, with backup replicas.
+"""Makes synchronous updates from exactly N gradients, with backup replicas.
 
-The successor of TF1's `tf.train.SyncReplicasOptimizer`, with stricter rules.
-`SyncReplicasOptimizer` documents the protocol.
+`SyncReplicasOptimizer` is the successor of TF1's
+`tf.train.SyncReplicasOptimizer`, and documents the protocol.
 """
 
 import functools
@@ -30,18 +30,13 @@ _CALL_SECS = 0.1  # A new learning rate waits no longer than this.
 
 
 class _StepReport(NamedTuple):
-  """The chief's report of one step.
+  """The report of one step that the PS tasks return to the chief.
 
   Attributes:
-    kind: A `protocol.MessageType`: DELIVERED if the step has its contributions,
-      else what ended the wait early.
-    replica: The sender of that message.
-    step: The global step of the contributions.
-    examples: The examples in them.
-    loss: Their mean loss.
-    began: Seconds since 1970 when the update began.
-    ended: Seconds since 1970 when it was made; `NEVER` if it was not.
-    present: For each contributed variable, whether it has a gradient.
+    kind, replica, step, examples, loss, present: See `ledger.Collected`.
+    began: When the update began, in seconds since 1970.
+    ended: When the update was complete, in seconds since 1970; `NEVER` if no
+      update was made.
   """
 
   kind: tf.Tensor | int
@@ -63,56 +58,59 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   """An optimizer wrapper that applies one averaged update per N gradients.
 
   Every update applies the mean of exactly N = `replicas_to_aggregate`
-  gradients, all computed from the variables of the same step, and by distinct
-  replicas if there are at least N.
+  contributions (sets of gradients), all computed from the variables of the same
+  step, and by distinct replicas if there are at least N replicas.
 
-  Of M = `total_num_replicas`:
+  The number M = `total_num_replicas` of replicas may differ from N:
 
-  * M = N: every replica contributes to every step;
-  * M > N: M - N *backup replicas*; a step takes the first N and does not wait
-    for the slowest (Chen et al. 2016, section 2.2);
+  * M = N: every replica contributes to every step.
+  * M > N: there are M - N *backup replicas*. A step takes the first N
+    contributions and does not wait for the slowest replicas (Chen et al. 2016,
+    section 2.2).
   * M < N: replicas contribute several batches each to one step.
 
-  The wrapper has two halves. A replica's half offers gradients and waits
-  (`apply_gradients`); the chief's half makes the updates (`apply_updates`).
+  A replica calls `apply_gradients`, which offers gradients and waits. The chief
+  calls `apply_updates`, which makes the updates.
 
-  Objects, which every client finds by name:
+  Shared objects, which every client finds by name:
 
   * on each PS task: the shards of the variables, their slots and averages, and
     one queue of gradient sets per replica;
   * on PS task 0: the global step, the inbox, the ledger of contributions,
     and one queue of replies per replica (see `rules.sync.contributions`).
 
-  A replica's step:
+  A step of a replica:
 
   1. Pull the global step and then the parameters (`ParameterStore.pull`).
-  2. Compute gradients; clip them here if `clip_replica_norm` is given.
-  3. Offer: send (replica, tag, step), wait for the verdict. A gradient from
-     older variables is refused at once; one beyond the first N is refused when
-     the step ends. Both are counted, and refused before any byte travels.
-  4. If admitted, hand over: all gradients to the PS tasks, then "delivered".
-  5. Wait for the release, which names the step to continue from.
+  2. Compute gradients; clip them if `clip_replica_norm` is given.
+  3. Offer: send (replica, tag, step) and wait for the verdict. The tag
+     identifies the contribution. A contribution from older variables is refused
+     at once; one beyond the first N is refused when the step ends. Refused
+     contributions are counted, and their gradients are not sent.
+  4. If admitted, send all gradients to the PS tasks, then "delivered".
+  5. Wait for the release, which names the global step to continue from.
 
-  The chief's step:
+  A step of the chief:
 
   1. Answer offers until N contributions were delivered. If an admitted replica
-     is lost, its place goes to a waiting replica, or to its own successor.
+     is lost, another waiting replica gets its place, or the same replica after
+     a restart.
   2. On each PS task: sum the N gradients in replica order and divide by N. A
-     variable without a gradient from any replica is skipped; a gradient missing
-     from some counts as zero. Sparse gradients are summed by row and divided by
-     N too, so that N replicas of B examples equal one of N * B.
+     variable for which no replica has a gradient is skipped. If only some have
+     one, the missing ones count as zero. Sparse gradients are summed by row and
+     divided by N too, so N batches of B examples equal one batch of N * B.
   3. Clip the mean by its global norm if `clip_mean_norm` is given.
   4. Apply the inner optimizer on each PS task; update the moving averages.
-  5. Global step + 1.
-  6. Release every replica that has offered.
+  5. Increase the global step by 1.
+  6. Release every replica that waits.
 
   Unlike in TF1's `tf.train.SyncReplicasOptimizer`, the first step is like every
   other; contributions are used or refused as a whole, and counted; and the mean
   is over exactly N. Contributions after the last step are not counted.
 
   Attributes:
-    replicas_to_aggregate: N, the contributions in one update.
-    total_num_replicas: M, the replicas that contribute.
+    replicas_to_aggregate: N, the number of contributions in one update.
+    total_num_replicas: M, the number of replicas that contribute.
   """
 
   def __init__(
@@ -134,16 +132,16 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     """Wraps `optimizer`.
 
     Args:
-      optimizer: The inner optimizer. Arguments that are not listed here are
-        those of `OptimizerRule`.
-      replicas_to_aggregate: N, the contributions in one update.
-      total_num_replicas: M, the number of replicas; N if not given.
-      clip_mean_norm: The mean of N contributions is scaled down to this global
-        norm before it is applied.
+      optimizer: The inner optimizer. `OptimizerRule` documents the arguments
+        that are not listed here.
+      replicas_to_aggregate: N, the number of contributions in one update.
+      total_num_replicas: M, the number of replicas. None: N.
+      clip_mean_norm: The largest global norm of the mean of N contributions. A
+        larger mean is scaled down before it is applied. None: no limit.
       has_chief_statistics: If True, statistics (such as those of batch
-        normalization) follow one replica: of those whose contributions are
-        used, the one with the smallest index. If False, they follow the mean
-        of all N contributions.
+        normalization) are updated from one replica: of those whose
+        contributions are used, the one with the smallest index. If False, from
+        the mean of all N contributions.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -275,7 +273,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     token: step_token.StepToken,
     records_times: bool,
   ) -> tuple[step_token.StepToken, tf.Tensor]:
-    """As `GradientRule`, but for several batches while the step needs more."""
+    """Contributes one batch, or several while the step needs more."""
 
     def one_batch(token):
       contribute = super(SyncReplicasOptimizer, self).contribute_batch
@@ -304,9 +302,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     """Makes updates in one call, all with the present learning rate.
 
     Args:
-      max_updates: The largest number; it makes as many as fit into 0.1 s, at
-        least one. Several per call save the milliseconds between two calls,
-        which slow down small models.
+      max_updates: The largest number of updates. No update is begun later than
+        0.1 s after the call, except the first. Several updates per call save
+        the milliseconds between two calls, which slow down small models.
 
     Returns:
       The updates, in order.
@@ -340,14 +338,15 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       raise results.NonFiniteGradientError(report.replica, report.step)
     if report.kind == protocol.MessageType.WAKE:
       raise results.Interrupted(f"interrupted at step {report.step}")
-    # Other variables than assumed have gradients: trace their update.
+    # Other variables than assumed have gradients: trace an update of those.
     self._present = tuple(report.present.tolist())
     return self.apply_updates(max_updates)
 
   def _trace(self, present: tuple[bool, ...]) -> Callable:
-    """A function that makes up to n updates; returns a row for each.
+    """Traces a function that makes up to n updates; returns a row for each.
 
-    Its last row may report why no update was made.
+    A row is a packed `_StepReport`. The last row may report why no update was
+    made.
     """
 
     def step():
@@ -364,14 +363,14 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     return tf.function(steps, autograph=False).get_concrete_function(spec)
 
   def _step(self, present: tuple[bool, ...]) -> _StepReport:
-    """Collects a step and makes its update; on PS task 0.
+    """Collects the contributions of a step, on PS task 0; makes its update.
 
     Args:
-      present: Which variables are assumed to have a gradient from any replica.
-        If that is wrong, no update is made.
+      present: For each element of `store.contributed`, whether some replica is
+        assumed to have a gradient for it. If that is wrong, no update is made.
 
     Returns:
-      The report; tensors.
+      The report of the step; tensors.
     """
     collected = self._contributions.collect()
     may_update = collected.kind == int(protocol.MessageType.DELIVERED)
@@ -397,10 +396,11 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   def _finish_step(
     self, present: tuple[bool, ...], collected: ledger.Collected
   ) -> tf.Tensor:
-    """Makes the update, advances the step, releases the replicas.
+    """Makes the update, advances the global step, releases the replicas.
 
     Returns:
-      float64 scalar, seconds since 1970 when the update was made.
+      float64 scalar, the time at which the update was complete, in seconds
+      since 1970.
     """
     with tf.control_dependencies([self._mark.begin(collected.step)]):
       updated = self.applier(
@@ -427,7 +427,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     return ledger.step_status(self._contributions.snapshot())
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Offers the place of `replica` in the step to another replica."""
+    """Makes the place of `replica` in the step free for another replica."""
     self._contributions.declare_lost(replica, tag)
 
   def interrupt(self) -> None:
@@ -435,7 +435,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     try:
       self._contributions.wake()
     except tf.errors.OpError:
-      pass  # It was closed meanwhile, which ends the wait as well.
+      pass  # The inbox was closed meanwhile, which ends the wait as well.
 
   def trace_ahead(self) -> None:
     """See `UpdateRule.trace_ahead`."""
@@ -445,17 +445,20 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
 
   @tf.function(autograph=False)
   def end_replicas(self) -> None:
-    """Releases replicas to `step_token.ENDED` until `interrupt`."""
+    """Answers replicas, until `interrupt`, that training has ended."""
     self._contributions.end_replicas()
 
   def suspend(self) -> None:
-    """See `OptimizerRule.suspend`; `apply_updates` has returned all updates."""
+    """Starts a thread that releases replicas; see `OptimizerRule.suspend`.
+
+    Returns None, as `apply_updates` has returned all updates.
+    """
     self._answering = waiting.RaisingThread(self.end_replicas, on_error=bool)
 
   def resume(self) -> None:
     """See `OptimizerRule.resume`."""
     for replica, (status, tag) in enumerate(self.status().replicas):
-      # It may still deliver what was admitted before `suspend`.
+      # The replica may still deliver a contribution admitted before `suspend`.
       if status == protocol.Status.ADMITTED:
         self.declare_lost(replica, tag)
     while self._answering.is_alive():
@@ -482,8 +485,9 @@ def _repeat(
 
   Args:
     body: Returns a row, float64 [width], and whether to call it again.
-    max_calls: int32 scalar, how often at most; it is called once in any case.
-    secs: The time after which it is not called again.
+    max_calls: int32 scalar, the largest number of calls. `body` is called at
+      least once.
+    secs: The time in seconds after which `body` is not called again.
 
   Returns:
     The rows, float64 [number of calls, width].
