@@ -77,7 +77,11 @@ def expect_equal(states, others):
 
 
 def test_two_towers_equal_one_device_with_a_double_batch(trained, tmp_path):
-  calls.train(train.train, config(tmp_path, batch_size=32, max_steps=10))
+  # The default of the flags: a quarter of the recipe's batch, and of its rate.
+  settings = config(
+    tmp_path, batch_size=32, max_steps=10, learning_rate=0.1 * 32 / 128
+  )
+  calls.train(train.train, settings)
   expect_equal(state(tmp_path), trained[2])
 
 

@@ -667,6 +667,10 @@ class Sleepy:
         "is_tired", [], tf.bool
       )
 
+  def __deepcopy__(self, memo):
+    """Each PS task has a copy of its optimizer; all share the variable."""
+    return self
+
   def apply(self, gradients, variables):
     def nap():
       naps = tf.data.Dataset.range(1).apply(testing.sleep(60_000_000))
