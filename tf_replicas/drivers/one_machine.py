@@ -41,7 +41,8 @@ class StepReport(NamedTuple):
 
   Attributes:
     bad_replica: The number of a replica whose loss or gradient is not finite,
-      so that no update was made; -1 if there is none.
+      so that no update was made; -1 if there is none. All towers of a
+      `OneMachine` together are replica 0.
     step: The global step before the update.
     examples: The number of examples in the step.
     loss: The mean loss of these examples.

@@ -44,7 +44,8 @@ class TensorVariable:
     Args:
       value: The initial value.
       like: If this stands in for a trained variable, the variable for which the
-        optimizer has created slots.
+        optimizer has created slots. Its name, path and id are taken over, by
+        which the optimizer finds these slots.
     """
     self.value = value
     self.dtype = value.dtype

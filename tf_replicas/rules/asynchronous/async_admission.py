@@ -286,7 +286,8 @@ class AsyncAdmission:
     """Waits for an update; combines all updates since the last call into one.
 
     Args:
-      rate: Maps a global step to the learning rate at that step.
+      rate: Maps a global step to the learning rate at that step. The combined
+        update has the rate of the last update.
 
     Returns:
       The combined update. Its loss is the mean over all sets of gradients.
