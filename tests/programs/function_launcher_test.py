@@ -11,6 +11,7 @@ import pytest
 
 import tf_replicas
 from tests.support import trials
+from tf_replicas import cluster
 from tf_replicas.programs import function_launcher
 
 _SCRIPT = """
@@ -180,6 +181,11 @@ def test_leaving_the_block_ends_the_processes():
   [
     ({"function": 3}, TypeError, "`function` must be callable.*Received: 3"),
     ({"args": [sys._getframe()]}, TypeError, "cloudpickle can pickle"),
+    (
+      {"cluster": cluster.parse({"cluster": {}})},
+      ValueError,
+      "at least two. Received: no tasks.",
+    ),
     ({"ps": 0}, ValueError, "`ps` must be at least 1. Received: 0."),
     (
       {"cluster": "cluster_specs/two_hosts.json"},

@@ -29,9 +29,6 @@ from tf_replicas.session import training
 from tf_replicas.store import metric_sums
 from tf_replicas.store import moving_averages
 
-# Names in a checkpoint that a run may lack: another optimizer, rule or metric.
-_OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
-
 
 class Trained(NamedTuple):
   """The result of `run`, in the chief.
@@ -235,7 +232,7 @@ class _Steps:
 
 def _is_optional(name: str) -> bool:
   """Returns whether a run may resume from a checkpoint without this entry."""
-  return name.startswith(_OPTIONAL) or metric_sums.is_own(
+  return name.startswith(roles.OPTIONAL_STATE) or metric_sums.is_own(
     name.removeprefix("variables/")
   )
 

@@ -32,8 +32,6 @@ from tf_replicas.runtime import keras_internals
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
 
-# Names in a checkpoint that a run may lack: another optimizer, rule or metric.
-_OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
 # About how many calls of the training function make an epoch, unless a callback
 # looks at every batch.
 _CALLS_PER_EPOCH = 100
@@ -380,7 +378,7 @@ class _Loop(keras.callbacks.Callback):
       state=driver.store,
       max_steps=epochs * updates,
       checkpoint_every_secs=checkpoint_every_secs,
-      is_optional=lambda n: n.startswith(_OPTIONAL) or n in optional,
+      is_optional=lambda n: n.startswith(roles.OPTIONAL_STATE) or n in optional,
     )
     self._step = self._session.restore_or_initialize()
     self._is_resumed = self._step > 0

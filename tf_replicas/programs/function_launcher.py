@@ -379,9 +379,9 @@ def _spec(
   else:
     spec = cluster_module.load(cluster)
   if not spec.is_distributed or set(spec.local_tasks()) != set(spec.tasks()):
+    found = [spec.address(t) for t in spec.tasks()] if spec.jobs else []
     raise cluster_module.ClusterError(
       f"{spec.where}`cluster` must have all its tasks on this machine, and at"
-      " least two. Received:"
-      f" {', '.join(spec.address(task) for task in spec.tasks())}."
+      f" least two. Received: {', '.join(found) or 'no tasks'}."
     )
   return cluster_module.resolve_ports(spec)
