@@ -31,7 +31,12 @@ HAS_NO_TENSORFLOW = ("cluster",)
 STARTS_WITHOUT_TENSORFLOW = ("cluster", "programs", "runtime.processes")
 IMPORTS_TENSORFLOW = {"programs.task_runner"}
 # They start processes, or are started by people.
-READS_ENVIRONMENT = ("programs", "fitting", "cluster.local_cluster")
+READS_ENVIRONMENT = (
+  "programs",
+  "fitting",
+  "cluster.local_cluster",
+  "runtime.fork_server",
+)
 USES_PRIVATE_TENSORFLOW = ("runtime",)
 HAS_FLAGS = ("programs",)
 # Their arguments end where those of another script begin.

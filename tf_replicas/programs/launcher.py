@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import run_options
+from tf_replicas.runtime import fork_server
 from tf_replicas.session import console
 
 # Matches lines that TensorFlow 2.21 prints, behind the name of the task: at
@@ -119,18 +120,23 @@ def _launch(
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, _interrupt)
   log_dir = pathlib.Path(options.train_dir) / "logs"
-  with tempfile.TemporaryDirectory() as directory:
+  # Hides TensorFlow's remarks, unless the user asks for them.
+  environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
+  with (
+    tempfile.TemporaryDirectory() as directory,
+    fork_server.ForkServer(environ) as server,
+  ):
     path = os.path.join(directory, "cluster.json")
     pathlib.Path(path).write_text(spec.to_json(), encoding="utf-8")
     tasks = local_cluster.LocalCluster(
       spec,
       lambda task: command(path, task, options.threads),
       log_dir=log_dir,
-      # Hides TensorFlow's remarks, unless the user asks for them.
-      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+      environ=environ,
       echo=echo,
       # A new process could not join the all-reduce of the others.
       max_restarts=0 if options.is_mirrored else 3,
+      popen=server.popen,
     )
     with tasks, contextlib.closing(echo):
       tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
