@@ -1,11 +1,15 @@
-"""Tests of `benchmarks.versions` and its page."""
+"""Tests of `benchmarks.versions`, its page, and the project's own version."""
 
 import json
+import pathlib
+import re
 
 import pytest
 
+import tf_replicas
 from benchmarks import versions
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = json.loads(versions.RESULTS.read_text(encoding="utf-8"))
 
 
@@ -33,3 +37,13 @@ def test_the_counts_of_pytest_are_read():
   }
   with pytest.raises(RuntimeError, match="must end with counts"):
     versions.outcome_of("ImportError\n")
+
+
+def test_the_version_of_the_project_is_the_same_everywhere():
+  changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+  newest, date = re.search(
+    r"^## (\S+) - (\S+)$", changes, re.MULTILINE
+  ).groups()
+  citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+  assert newest == tf_replicas.__version__
+  assert f"\nversion: {newest}\ndate-released: {date}\n" in citation
