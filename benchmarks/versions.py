@@ -44,7 +44,8 @@ _PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 _TENSORFLOWS = ("2.16", "2.17", "2.18", "2.19", "2.20", "2.21", "2.22.0rc0")
 _KERAS = tuple(f"3.{minor}" for minor in range(8, 16))
 
-_CLUSTER_TEST = "tests/drivers/between_graph_test.py::test_two_workers"
+# One training on 1 parameter server and 2 workers.
+_CLUSTER_TESTS = ("tests/drivers/between_graph_test.py", "-k", "two_workers")
 # Packages of the extra `test` that are installed apart, or that no test needs.
 _LEFT_OUT = ("tensorflow", "keras", "tf-keras", "ruff", "basedpyright")
 _SECS = {"unit": 3600, "cluster": 900, "example": 400, "install": 1800}
@@ -57,8 +58,8 @@ The library uses private names of TensorFlow and Keras (in
 
 `python -m benchmarks.versions --python=3.10 --tensorflow=2.16 --keras=3.8`
 makes an empty environment with these versions and a wheel of the checkout.
-There it runs the README's example on 1 parameter server and 2 workers, one
-training on real processes (`{cluster_test}`),
+There it runs the README's example on 1 parameter server and 2 workers, the tests
+of one training on real processes (`{cluster_tests}`),
 and all tests that start no process (`python -m pytest -m unit`). It stores the
 figures in `experiments/results/versions.json`, and writes this page from that
 file. `python -m benchmarks.versions --resolve` finds the triples of versions
@@ -243,7 +244,7 @@ def run(python: str, tensorflow: str, keras: str) -> dict:
       "passed": not example.returncode,
       "seconds": round(time.monotonic() - start),
     }
-    row["cluster"] = _tests(interpreter, _CLUSTER_TEST, secs=_SECS["cluster"])
+    row["cluster"] = _tests(interpreter, *_CLUSTER_TESTS, secs=_SECS["cluster"])
     row["unit"] = _tests(
       *(interpreter, "-n", "2", "--dist", "loadfile", "-m", "unit"),
       secs=_SECS["unit"],
@@ -260,7 +261,7 @@ def page(results: dict) -> str:
   """Returns the page that shows the results."""
   return "\n".join(
     [
-      _INTRODUCTION.format(cluster_test=_CLUSTER_TEST),
+      _INTRODUCTION.format(cluster_tests=" ".join(_CLUSTER_TESTS)),
       "## What was run\n",
       *_run_table(results["runs"]),
       "",
