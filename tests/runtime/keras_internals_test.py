@@ -14,6 +14,14 @@ class KerasInternalsTest(absltest.TestCase):
       (keras.optimizers.SGD,),
     )
 
+  def test_a_class_that_keras_lacks_is_refused_when_used(self):
+    sgd = keras_internals.optimizer_class("SGD")
+    self.assertIs(sgd, keras.optimizers.SGD)
+    with self.assertRaisesRegex(
+      ValueError, "NoSuchOptimizer needs a newer version of Keras. Received: K"
+    ):
+      keras_internals.optimizer_class("NoSuchOptimizer")
+
   def test_a_rate_is_a_variable_or_a_schedule(self):
     optimizer = keras.optimizers.SGD(0.5)
     rate = keras_internals.learning_rate(optimizer)

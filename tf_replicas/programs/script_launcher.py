@@ -33,7 +33,9 @@ def _parser() -> argparse.ArgumentParser:
     help="add a separate task for the chief; in-graph replication needs it",
   )
   parser.add_argument(
-    "--cluster_spec", help="a cluster-spec file, instead of --ps and --workers"
+    "--cluster_spec",
+    help="a cluster-spec file, or the name of one that the package holds, such"
+    " as local_1ps_2workers; instead of --ps and --workers",
   )
   parser.add_argument(
     "--log_dir", help="directory for each task's output; default: not kept"

@@ -31,11 +31,29 @@ def optimizer_classes(*names: str) -> tuple[type, ...]:
   """Returns the classes of `keras.optimizers` with these names, if they exist.
 
   Args:
-    *names: Names of classes. For example, Keras 3.8 has no `Lamb`, `Muon` and
-      `MultiOptimizer`.
+    *names: Names of classes. For example, Keras 3.8 has no `Muon`, and Keras
+      3.12 no `MultiOptimizer`.
   """
   found = [getattr(keras.optimizers, name, None) for name in names]
   return tuple(c for c in found if c is not None)
+
+
+def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
+  """Returns the class of `keras.optimizers` with this name.
+
+  Args:
+    name: The name of the class.
+
+  Raises:
+    ValueError: If the installed version of Keras has no such class.
+  """
+  found = optimizer_classes(name)
+  if not found:
+    raise ValueError(
+      f"the optimizer {name} needs a newer version of Keras. Received: Keras"
+      f" {keras.__version__}."
+    )
+  return found[0]
 
 
 def learning_rate(optimizer: keras.optimizers.Optimizer) -> Rate:

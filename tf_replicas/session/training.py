@@ -203,7 +203,9 @@ class Session:
 
   def _open_reporter(self, now: float) -> reports.Reporter:
     writes_summaries = self._is_writer and self._summary_every_steps is not None
-    summaries = reports.Summaries(self._train_dir if writes_summaries else None)
+    summaries = reports.Summaries(
+      self._train_dir if writes_summaries else None, log=self._console.log
+    )
     return reports.Reporter(
       self._console,
       summaries,

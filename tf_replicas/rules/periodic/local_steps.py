@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
+from tf_replicas.runtime import keras_internals
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import resources
 from tf_replicas.store import gradient_math
@@ -429,11 +430,8 @@ def _constant(value: np.ndarray) -> tf.Tensor:
 
 # Optimizers that hold other optimizers, or (Keras 3.15) slots that take their
 # first value or their name from a variable.
-_NOT_ON_TENSORS = (
-  keras.optimizers.LossScaleOptimizer,
-  keras.optimizers.MultiOptimizer,
-  keras.optimizers.Adafactor,
-  keras.optimizers.ScheduleFreeAdamW,
+_NOT_ON_TENSORS = keras_internals.optimizer_classes(
+  "LossScaleOptimizer", "MultiOptimizer", "Adafactor", "ScheduleFreeAdamW"
 )
 
 
