@@ -14,7 +14,8 @@ from tf_replicas.session import checkpoints
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LOG_LINE = re.compile(
   r"^(?:\[\w+ \d\] )?[-\d]+ [:.\d]+: step (\d+), loss = ([\d.]+) "
-  r"\([\d.]+ examples/sec; [\d.]+ sec/batch\)$",
+  r"\([\d.]+ examples/sec; [\d.]+ sec/batch\); learning rate [\d.e-]+"
+  r"(?:; (?:\d+ days?, )?\d+:\d\d:\d\d left to step \d+)?$",
   re.MULTILINE,
 )
 TEST_FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")

@@ -98,8 +98,8 @@ def join(
       task.
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
       other at the start.
-    log: Called with each line of the log of a task that serves: a parameter
-      server or an in-graph worker.
+    log: Called with each line of the log of a task that serves (a parameter
+      server or an in-graph worker), and with the chief's line about replicas.
 
   Yields:
     The driver, in the chief.
@@ -138,6 +138,8 @@ def join(
   if not driver.is_chief:
     roles.contribute(driver)
   with driver:
+    if part.is_replicated:
+      log(part.describe(rule))
     yield driver
   connection.disconnect()
 

@@ -26,6 +26,7 @@ from tf_replicas.drivers import mirrored
 from tf_replicas.drivers import one_machine
 from tf_replicas.drivers import server
 from tf_replicas.fitting import arguments
+from tf_replicas.programs import run_options
 from tf_replicas.programs import update_options
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
@@ -137,6 +138,28 @@ class Part:
   def devices(self) -> Sequence[str]:
     """The attribute `devices` of this process's replica."""
     return () if self.replication == MIRRORED else self.towers
+
+  @property
+  def is_replicated(self) -> bool:
+    """Whether several processes or several towers train."""
+    return self.role is not None or len(self.towers) > 1
+
+  def describe(
+    self, rule: update_options.UpdateSettings, batch_size: int | None = None
+  ) -> str:
+    """Says how many replicas there are, in one line; see `describe_updates`.
+
+    Args:
+      rule: The update rule.
+      batch_size: Number of examples in one tower's batch; None leaves it out.
+    """
+    return run_options.describe_updates(
+      self.replication,
+      rule,
+      self.num_replicas,
+      num_towers=max(1, len(self.devices)),
+      batch_size=batch_size,
+    )
 
   @property
   def connects_late(self) -> bool:
