@@ -1,8 +1,8 @@
-"""Lists the programs of a checkout: `python -m tf_replicas`."""
+"""Lists the programs of the library and of a checkout."""
 
 from tf_replicas.programs import listing
 
 if __name__ == "__main__":
   listing.print_programs(
-    ["cifar10", "inception_mini", "experiments", "benchmarks"]
+    ["tf_replicas", "cifar10", "inception_mini", "experiments", "benchmarks"]
   )

@@ -184,7 +184,9 @@ def test_a_file_in_the_place_of_the_directory(tmp_path):
   "words, flag",
   [
     ("no_such_flag", "--no_such_flag"),
-    ("num_gpus", "--num_gpus=2"),
+    ("is gone: use --num_gpus of cifar10.multi_gpu_train", "--num_gpus=2"),
+    ("is gone: use --learning_rate", "--initial_learning_rate=0.1"),
+    ("is gone: use --replicas_to_agg", "--num_replicas_to_aggregate=2"),
     ("surplus", "surplus"),
     ("max_steps", "--max_steps=0"),
     ("log_every_steps", "--log_frequency=0"),

@@ -20,7 +20,7 @@ runpy.run_module(sys.argv[1], run_name="__main__")
   [
     ("cifar10", ["train", "multi_gpu_train", "distributed_train", "eval"]),
     ("inception_mini", ["train", "distributed_train", "build_image_data"]),
-    ("tf_replicas", []),
+    ("tf_replicas", ["launch", "kubernetes"]),
   ],
 )
 def test_lists_programs(package, names):

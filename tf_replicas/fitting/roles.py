@@ -329,6 +329,12 @@ def _check_role(
       " add it to the cluster, or start with `tf_replicas.launch --chief`."
       " Received: none."
     )
+  if spec.layers and caller == "fit":
+    raise cluster_module.ClusterError(
+      f"{spec.where}`layers` must be absent for `fit`, which places no layers;"
+      " `tf_replicas.run` trains a replica with `place_layers`. Received:"
+      f" {dict(spec.layers)}."
+    )
   if task not in spec.tasks():
     raise cluster_module.ClusterError(
       f"{spec.where}`task` must be a task of the cluster. Received: {task}."

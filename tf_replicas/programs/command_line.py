@@ -40,12 +40,17 @@ _flag = functools.partial(fields.setting, group=EVALUATION)
 _SUCCESSORS = {
   "checkpoint_dir": "use --train_dir",
   "fine_tune": "use --pretrained_model_checkpoint_path",
+  "initial_learning_rate": "use --learning_rate",
   "input_queue_memory_factor": "use --shuffle_examples of inception_mini",
   "log_device_placement": "--dry_run prints where the variables are",
   "num_examples": "evaluation counts every image once; training has"
   " --max_steps and --num_epochs",
+  "num_gpus": "use --num_gpus of cifar10.multi_gpu_train or"
+  " inception_mini.train; on a cluster, `devices` of --cluster_spec",
   "num_preprocess_threads": "tf.data chooses the number of threads",
   "num_readers": "tf.data chooses the number of readers",
+  "num_replicas_to_aggregate": "use --replicas_to_aggregate of the programs"
+  " that take a cluster",
   "protocol": "it is always grpc",
   "ps_hosts": 'use --cluster_spec with {"ps": ["host:port"], ...}',
   "save_interval_secs": "use --checkpoint_every_secs",
@@ -319,7 +324,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
       if successor is None:
         raise
       raise flags.Error(
-        f"`--{error.flagname}` of the TF1 program is gone: {successor}."
+        f"`--{error.flagname}` of the TF1 programs is gone: {successor}."
       ) from None
     if len(rest) > 1:
       raise flags.Error(f"Unknown arguments: {' '.join(rest[1:])}")
