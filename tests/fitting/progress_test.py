@@ -41,7 +41,7 @@ def test_lines_where_there_is_no_terminal(capsys):
   assert not re.search(r"[\b\r\x1b]", output)
   # Keras' line after an epoch has the time since its beginning.
   lines = re.sub(r" - \d+s - .*?/step", "", output).splitlines()
-  end = "loss: 0.2500 - learning_rate: 0.0125 - val_loss: 0.5000"
+  end = "loss: 0.2500 - val_loss: 0.5000 - learning_rate: 0.0125"
   assert lines == [
     "Epoch 1/2",
     "1/10 - loss: 0.25 - learning_rate: 0.0125",

@@ -31,6 +31,7 @@ from tf_replicas.programs import update_options
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.runtime import devices as runtime_devices
+from tf_replicas.runtime import noise
 from tf_replicas.runtime import processes
 
 MIRRORED = "mirrored"
@@ -244,6 +245,8 @@ def take(
     TypeError, ValueError: If `cluster` or `devices` is invalid.
     RuntimeError: If this process was part of a cluster before.
   """
+  noise.hide()  # TensorFlow may have been imported since.
+  runtime_devices.find_gpus()
   role = _role(cluster)
   arguments.check_devices(devices, is_alone=role is None)
   if role is not None:
@@ -385,7 +388,7 @@ def _towers(
     # Tasks of one machine share a GPU only if the spec gives it to both.
     is_alone = len([t for t in spec.local_tasks() if t.job != "ps"]) == 1
     gpus = None if is_alone else ()
-  if gpus or tf.config.list_physical_devices("GPU"):
+  if gpus or runtime_devices.find_gpus():
     try:
       runtime_devices.configure(gpus)
     except ValueError as error:

@@ -30,6 +30,7 @@ from tf_replicas.programs import run_config
 from tf_replicas.programs import run_options
 from tf_replicas.programs import tfds_builder
 from tf_replicas.programs import update_options
+from tf_replicas.runtime import noise
 from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
@@ -150,8 +151,7 @@ def given(*names: str) -> dict[str, object]:
 
 def start(main: Callable[[Sequence[str]], None]) -> NoReturn:
   """Parses the flags and calls `main`; prints errors in flags as one line."""
-  # Hide TensorFlow's remarks on devices, unless somebody asks for them.
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  noise.hide()
   app.run(main, flags_parser=_parse)
 
 

@@ -15,18 +15,8 @@ from collections.abc import Sequence
 from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import run_options
+from tf_replicas.runtime import noise
 from tf_replicas.session import console
-
-# Matches lines that TensorFlow 2.21 prints, behind the name of the task: at
-# every start, whatever its log level; about GPUs where there are none; and once
-# per function of a lost task. The tasks' log files keep these lines.
-NOISE = re.compile(
-  r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
-  r"|E0000 .*failed call to cuInit|To enable the following instructions"
-  r"|E0000 .*Failed to (register|remove) function remotely"
-  r"|Additional GRPC error information|:UNKNOWN:Error received from peer"
-  r"|This could happen if the remote target has been disconnected)"
-)
 
 _START = re.compile(r"\] training from step (\d+) to (\d+)$")
 _PROGRESS = re.compile(
@@ -133,8 +123,7 @@ def _launch(
       spec,
       lambda task: command(path, task, options.threads),
       log_dir=log_dir,
-      # Hides TensorFlow's remarks, unless the user asks for them.
-      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+      environ=noise.environ(),
       echo=echo,
       # A new process could not join the all-reduce of the others.
       max_restarts=0 if options.is_mirrored else 3,
@@ -161,8 +150,11 @@ class _Echo:
     self._console = console.Console()
 
   def __call__(self, line: str) -> None:
-    """Prints a line, unless it is noise, and moves the progress bar."""
-    if NOISE.match(line):
+    """Prints a line, unless it is noise, and moves the progress bar.
+
+    The tasks' log files keep the noise.
+    """
+    if noise.is_noise(line):
       return
     self._console.log(line)
     if start := _START.search(line):
