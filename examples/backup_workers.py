@@ -18,7 +18,7 @@ import tensorflow as tf
 import tf_replicas
 from tf_replicas.cluster import environment
 
-SLOW_WORKER, SECS, SWITCH_AT, STEPS = 3, 0.2, 20, 120
+SLOW_WORKER, SECS, SWITCH_AT, STEPS = 3, 0.2, 12, 60
 
 
 def dataset_fn(num_shards, shard_index, start) -> tf.data.Dataset:

@@ -45,7 +45,7 @@ def replica_fn() -> tf_replicas.Replica:
     dataset_fn,
     devices=DEVICES,
     layers=layers,
-    micro_batches=4,
+    micro_batches=2,
     metrics={"accuracy": accuracy},
   )
 

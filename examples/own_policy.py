@@ -3,9 +3,10 @@
 The learning rate falls with the root of the staleness, and what is more than 9
 updates old is dropped. A policy is a few functions of the staleness.
 
-Alone:          python examples/own_policy.py     (where nothing is stale)
 As a cluster:   python -m tf_replicas.launch --ps=1 --workers=2
                   examples/own_policy.py
+
+Alone, there is nothing stale, and an asynchronous rule is refused.
 """
 
 import keras

@@ -52,7 +52,7 @@ def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
 
 trained = tf_replicas.run(
   lambda: tf_replicas.keras_replica(
-    keras.Sequential([keras.Input([3]), keras.layers.Dense(1, name="line")]),
+    keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]),
     keras.losses.MeanSquaredError(),
     dataset_fn,
   ),
@@ -61,5 +61,6 @@ trained = tf_replicas.run(
   max_steps=300,
   log_every_steps=100,
 )
-print("weights, which should be 1:", trained.values["line/kernel"].ravel())
+for path, value in trained.values.items():
+  print(path, value.ravel())  # The kernel should be 1, and the bias 0.
 print("loss:", trained.loss)

@@ -1,4 +1,4 @@
-"""A run that resumes under another update rule, alone or on another cluster.
+"""A run that resumes under another update rule, on another cluster.
 
     python examples/resume.py --train_dir=RUN --rule=sync --max_steps=100
     python -m tf_replicas.launch --ps=1 --workers=2 \\

@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,10 +18,10 @@ _EXAMPLES = trials.ROOT / "examples"
 _CLUSTER = ["-m", "tf_replicas.launch", "--ps=1", "--workers=2"]
 
 
-def _output(name: str, *prefix: str) -> str:
+def _output(name: str, *prefix: str, arguments: Sequence[str] = ()) -> str:
   """What an example prints."""
   result = subprocess.run(
-    [sys.executable, *prefix, str(_EXAMPLES / name)],
+    [sys.executable, *prefix, str(_EXAMPLES / name), *arguments],
     env={**os.environ, **trials.ENVIRON},
     capture_output=True,
     text=True,
@@ -99,21 +100,18 @@ def _run_alone(
 def test_an_own_rule_moves_by_signs(monkeypatch, capsys):
   names, output = _run_alone("own_rule.py", [], monkeypatch, capsys)
   monkeypatch.delitem(update_options.RULES, "sign_sgd")
-  kernel = names["trained"].values["line/kernel"]
+  kernel, bias = names["trained"].values.values()
   np.testing.assert_allclose(kernel, np.ones([3, 1]), atol=0.02)
+  np.testing.assert_allclose(bias, [0.0], atol=0.02)
   assert _last_number(output) < 0.01
 
 
 def test_resumes_under_another_rule(tmp_path, monkeypatch, capsys):
-  for rule, max_steps in (("sync", 100), ("async", 200)):
-    arguments = [f"--train_dir={tmp_path}", f"--rule={rule}"]
-    names, output = _run_alone(
-      "resume.py",
-      [*arguments, f"--max_steps={max_steps}"],
-      monkeypatch,
-      capsys,
-    )
-    assert names["trained"].global_step == max_steps
+  arguments = [f"--train_dir={tmp_path}", "--rule=sync", "--max_steps=100"]
+  names, _ = _run_alone("resume.py", arguments, monkeypatch, capsys)
+  assert names["trained"].global_step == 100
+  arguments = [f"--train_dir={tmp_path}", "--rule=async", "--max_steps=200"]
+  output = _output("resume.py", *_CLUSTER, arguments=arguments)
   assert f"restored {tmp_path}/model.ckpt-100" in output
   assert "training from step 100 to 200" in output
   assert _last_number(output) < 0.3

@@ -449,9 +449,9 @@ def test_only_the_chief_writes(tmp_path, monkeypatch, capsys, has_dir):
   ).run(toy.advance)
   assert not list(tmp_path.iterdir())
   lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == 2
-  assert ": step 10, loss" in lines[0]
-  assert lines[1].startswith("finished at step 10: 320 examples")
+  assert len(lines) == 3
+  assert ": step 10, loss" in lines[1]
+  assert lines[2].startswith("finished at step 10: 320 examples")
 
 
 def test_task_that_does_not_write_restores(tmp_path):
