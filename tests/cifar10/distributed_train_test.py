@@ -60,6 +60,21 @@ class TestTraining:
     assert binaries.logged_steps(first.stdout) == [10, 20]
     assert binaries.logged_steps(second.stdout) == [30, 40]
 
+  def test_each_line_is_there_once(self, trained):
+    train_dir, first, _ = trained
+    binaries.assert_tidy(first.stdout)
+    assert not first.stderr
+    for line in (
+      "cluster: ps 0 at localhost:",
+      "[worker 0] replication: between_graph; 2 replicas with 1 tower of batch"
+      " 16 each; sync updates of 2 contributions: effective batch 32\n",
+      "[worker 0] training from step 0 to 20\n",
+      f"[worker 0] saved {train_dir}/model.ckpt-20\n",
+    ):
+      assert first.stdout.count(line) == 1, (line, first.stdout)
+    pattern = r"; learning rate 0\.05; \d+:\d\d:\d\d left to step 20\n"
+    assert len(re.findall(pattern, first.stdout)) == 1
+
   def test_every_contribution_is_accounted_for(self, trained):
     _, first, second = trained
     for output in (first.stdout, second.stdout):

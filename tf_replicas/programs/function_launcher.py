@@ -28,8 +28,8 @@ from tf_replicas import cluster as cluster_module
 from tf_replicas.cluster import environment
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import function_task
-from tf_replicas.programs import launcher
 from tf_replicas.runtime import fork_server
+from tf_replicas.runtime import noise
 
 # The time for other tasks to report their own errors after one has failed, and
 # for them to end once the chief's function has returned.
@@ -135,8 +135,7 @@ class LocalTraining:
     self._closing = threading.Event()
     self._ended = threading.Event()
     environ = {
-      "TF_CPP_MIN_LOG_LEVEL": "2",
-      **os.environ,
+      **noise.environ(),
       environment.CLUSTER_SPEC: spec.to_json(),
       "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
     }
@@ -309,7 +308,7 @@ class LocalTraining:
           self._closing.set()
 
   def _echo(self, line: str) -> None:
-    if not launcher.NOISE.match(line):
+    if not noise.is_noise(line):
       self._lines.append(line)
       self._log(line)
 
