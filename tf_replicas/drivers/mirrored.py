@@ -24,6 +24,7 @@ import contextlib
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Annotated
 from typing import NamedTuple
 
 import numpy as np
@@ -116,9 +117,9 @@ class _DeviceReport(NamedTuple):
       loss or a gradient is not finite, else 0.
   """
 
-  loss: tf.Tensor
-  examples: tf.Tensor
-  is_bad: tf.Tensor
+  loss: Annotated[tf.Tensor, tf.float64]
+  examples: Annotated[tf.Tensor, tf.float64]
+  is_bad: Annotated[tf.Tensor, tf.float64]
 
 
 class _Command(NamedTuple):
@@ -254,11 +255,7 @@ class Mirrored(driver_base.Driver):
     self.store = MirroredStore(self._stores, self._num_replicas)
     self._learning_rate: float | None = None
     self._report_layout = records.Layout(
-      _DeviceReport,
-      tf.float64,
-      loss=tf.float64,
-      examples=tf.float64,
-      is_bad=records.Field(tf.float64, self._num_replicas),
+      _DeviceReport, tf.float64, is_bad=self._num_replicas
     )
 
   def set_learning_rate(self, rate: float) -> None:

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import Annotated
 from typing import NamedTuple
 
 import numpy as np
@@ -39,14 +40,14 @@ class _StepReport(NamedTuple):
       update was made.
   """
 
-  kind: tf.Tensor | int
-  replica: tf.Tensor | int
-  step: tf.Tensor | int
-  examples: tf.Tensor | int
-  loss: tf.Tensor | float
-  began: tf.Tensor | float
-  ended: tf.Tensor | float
-  present: tf.Tensor | np.ndarray
+  kind: records.Int
+  replica: records.Int
+  step: records.Int
+  examples: records.Int
+  loss: records.Float
+  began: records.Float
+  ended: records.Float
+  present: Annotated[tf.Tensor | np.ndarray, tf.bool]
 
   @property
   def is_made(self) -> bool | tf.Tensor:
@@ -187,18 +188,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       namespace=namespace,
     )
     count = len(store.contributed)
-    self._layout = records.Layout(
-      _StepReport,
-      tf.float64,
-      kind=tf.int64,
-      replica=tf.int64,
-      step=tf.int64,
-      examples=tf.int64,
-      loss=tf.float64,
-      began=tf.float64,
-      ended=tf.float64,
-      present=records.Field(tf.bool, count),
-    )
+    self._layout = records.Layout(_StepReport, tf.float64, present=count)
     self._client_device = tf.constant(0).device
     self._present = (True,) * count
     self._steps = functools.cache(self._trace)
