@@ -788,7 +788,10 @@ def trace(
   zeros = [v.numpy() for v in metrics]
   known = {id(v) for v in [*trained, *states, *metrics]}
   others = [v for v in model.non_trainable_variables if id(v) not in known]
-  constants = [keras_internals.constant_state(v) for v in others]
+  constants = [
+    keras_internals.first_value(v, is_random=keras_internals.is_seed(v))
+    for v in others
+  ]
   optimizer = getattr(model, phases(model)[phase].name)
   is_scaled = _loss_scale(optimizer) is not None
   is_last = phase == len(phases(model)) - 1

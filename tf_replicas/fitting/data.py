@@ -90,7 +90,7 @@ def make(
     ValueError: If an argument is out of range, or the number of updates in an
       epoch is not known.
   """
-  arguments.check_data(
+  arguments.check(
     batch_size=batch_size,
     steps_per_epoch=steps_per_epoch,
     shuffle=shuffle,

@@ -146,7 +146,7 @@ def fit(
       TensorFlow, Keras or this library, or if `x` yields nothing.
     TimeoutError: If another task does not start in time.
   """
-  arguments.check_loop(
+  arguments.check(
     epochs=epochs,
     initial_epoch=initial_epoch,
     verbose=verbose,
@@ -159,14 +159,12 @@ def fit(
     train_dir=train_dir,
     log=log,
   )
+  arguments.check_epochs(initial_epoch, epochs)
   rule = roles.check_rule(rule)
   roles.check_replication(replication)
-  if not callable(model_fn) or isinstance(model_fn, keras.Model):
-    raise TypeError(
-      "`model_fn` must be a function that builds and compiles the model: it is"
-      f" called in every task. Received: {model_fn!r}."
-    )
-  arguments.check_function("model_fn", model_fn, 0)
+  arguments.check_builder(
+    "model_fn", model_fn, "builds and compiles the model", keras.Model
+  )
   part = roles.take(
     replication=replication,
     cluster=cluster,

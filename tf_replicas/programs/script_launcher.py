@@ -9,15 +9,13 @@ Ctrl-C ends all tasks.
 
 import argparse
 import os
-import pathlib
 import sys
-import tempfile
 from typing import NoReturn
 
 from tf_replicas import cluster
 from tf_replicas.cluster import environment
-from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import launcher
+from tf_replicas.runtime import processes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,38 +51,6 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def _spec(options: argparse.Namespace) -> cluster.ClusterSpec:
-  if options.cluster_spec:
-    spec = cluster.load(options.cluster_spec)
-  else:
-    for name in ("ps", "workers"):
-      if getattr(options, name) < 1:
-        raise cluster.ClusterError(
-          f"`--{name}` must be at least 1. Received: {getattr(options, name)}."
-        )
-    jobs = {
-      "ps": ["localhost:0"] * options.ps,
-      "worker": ["localhost:0"] * options.workers,
-    }
-    if options.chief:
-      jobs["chief"] = ["localhost:0"]
-    spec = cluster.parse({"cluster": jobs})
-  if not spec.is_distributed or not spec.local_tasks():
-    found = [spec.address(t) for t in spec.tasks()] if spec.jobs else []
-    raise cluster.ClusterError(
-      f"{spec.where}`cluster` must have a task at an address of this machine:"
-      " correct the addresses, or run this program on one of their machines."
-      f" Received: {', '.join(found) or 'no tasks'}."
-    )
-  return cluster.resolve_ports(spec)
-
-
-def _echo(line: str) -> None:
-  """Prints a line of a task, unless it is noise of TensorFlow."""
-  if not launcher.NOISE.match(line):
-    print(line, flush=True)
-
-
 def launch(argv: list[str]) -> int:
   """Starts the tasks and waits until they end.
 
@@ -104,41 +70,38 @@ def launch(argv: list[str]) -> int:
     raise cluster.ClusterError(
       f"the script must be a Python file. Received: {options.script}."
     )
-  spec = _spec(options)
+  spec = launcher.local_spec(
+    options.cluster_spec or None,
+    ps=options.ps,
+    workers=options.workers,
+    chief=options.chief,
+    needs_all=False,
+    prefix="--",
+  )
   if options.timeline and not spec.num_tasks("ps"):
     raise cluster.ClusterError(
       f"{spec.where}`--timeline` needs a cluster with parameter servers."
       " Received: one without a `ps` task."
     )
-  settings = {}
+  environ = {}
   if options.timeline:
-    settings[environment.TIMELINE] = os.path.abspath(options.timeline)
-  with tempfile.TemporaryDirectory() as directory:
-    path = pathlib.Path(directory, "cluster.json")
-    path.write_text(spec.to_json(), encoding="utf-8")
-    tasks = local_cluster.LocalCluster(
-      spec,
-      lambda task: [
-        "env",
-        f"{environment.CLUSTER_SPEC}={path}",
-        f"{environment.TASK}={task.job}:{task.index}",
-        sys.executable,
-        "-u",
-        options.script,
-        *options.arguments,
-      ],
-      log_dir=options.log_dir or directory,
-      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **settings},
-      echo=_echo,
-      max_restarts=options.max_restarts,
-    )
-    with tasks:
-      tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
-      try:
-        return tasks.wait()
-      except KeyboardInterrupt:
-        print("[launcher] interrupted; ending all tasks", flush=True)
-        return 130
+    environ[environment.TIMELINE] = os.path.abspath(options.timeline)
+  return launcher.run_tasks(
+    spec,
+    lambda path, task: [
+      "env",
+      f"{environment.CLUSTER_SPEC}={path}",
+      f"{environment.TASK}={task.job}:{task.index}",
+      sys.executable,
+      "-u",
+      options.script,
+      *options.arguments,
+    ],
+    log_dir=options.log_dir,
+    echo=launcher.echo,
+    max_restarts=options.max_restarts,
+    **environ,
+  )
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -148,9 +111,5 @@ def main(argv: list[str] | None = None) -> NoReturn:
     argv: The command line without the name of the program; None for that of
       this process.
   """
-  try:
-    status = launch(sys.argv[1:] if argv is None else argv)
-  except cluster.ClusterError as error:
-    print(f"error: {error}", file=sys.stderr)
-    status = 2
-  sys.exit(status)
+  with processes.one_line_errors((cluster.ClusterError,)):
+    sys.exit(launch(sys.argv[1:] if argv is None else argv))

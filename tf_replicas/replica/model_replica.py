@@ -11,7 +11,6 @@ both: N x D devices are N towers of D devices each.
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from absl import logging
 
 from tf_replicas.replica import model_parallel
 from tf_replicas.runtime import patches
+from tf_replicas.runtime import signatures
 from tf_replicas.store import loss_scaling
 from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
@@ -172,15 +172,11 @@ class Replica:
     ):
       if not callable(function):
         raise TypeError(f"`{name}` must be a function. Received: {function!r}.")
-    try:
-      inspect.signature(self.dataset_fn).bind(1, 0, 0)
-    except ValueError:  # Written in C.
-      return
-    except TypeError as error:
-      raise TypeError(
-        "`dataset_fn` must take (num_shards, shard_index, start_example)."
-        f" Received: {inspect.signature(self.dataset_fn)}: {error}."
-      ) from None
+    signatures.check_call(
+      self.dataset_fn,
+      *(1, 0, 0),
+      rule="`dataset_fn` must take (num_shards, shard_index, start_example)",
+    )
 
   @property
   def shared(self) -> list[tf.Variable]:
@@ -422,18 +418,13 @@ class Replica:
     return rest[0] if len(rest) == 1 else rest, found
 
   def _check_arguments(self, arguments: Sequence[Batch]) -> None:
-    try:
-      signature = inspect.signature(self.loss_fn)
-    except ValueError:  # Written in C.
-      return
-    try:
-      signature.bind(None, *arguments)
-    except TypeError as error:
-      raise TypeError(
-        "`loss_fn` must take (parameters, *batch), where a batch of"
-        f" `dataset_fn` has {len(arguments)} elements. Received:"
-        f" {getattr(self.loss_fn, '__name__', 'loss_fn')}{signature}: {error}."
-      ) from None
+    signatures.check_call(
+      self.loss_fn,
+      None,
+      *arguments,
+      rule="`loss_fn` must take (parameters, *batch), where a batch of"
+      f" `dataset_fn` has {len(arguments)} elements",
+    )
 
 
 def check_metrics(metrics: Metrics) -> None:

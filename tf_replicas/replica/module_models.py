@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
+from tf_replicas.runtime import keras_internals
 from tf_replicas.runtime import module_internals
 from tf_replicas.runtime import patches
 from tf_replicas.session import checkpoints
@@ -233,25 +234,6 @@ class ModuleReplica(model_replica.Replica):
     )
 
 
-def _first_value(own: Own) -> Callable[[], tf.Tensor]:
-  """Returns a function for the first value of a variable in an execution.
-
-  For a random generator's state that is a new random number, for any other
-  variable its present value.
-  """
-  variable = own.variable
-  if not own.is_random:
-    value = variable.numpy()
-    return lambda: tf.constant(value)
-
-  def new_state() -> tf.Tensor:
-    shape: Any = variable.shape
-    number = tf.random.uniform(shape, maxval=2**31 - 1, dtype=tf.int64)
-    return tf.cast(number, variable.dtype)
-
-  return new_state
-
-
 def module_replica(
   module: Any,
   loss_fn: Callable[..., Any],
@@ -381,7 +363,13 @@ def _replica(
     devices=devices,
     metrics=tracer.metrics,
     tracer=tracer,
-    others=[(own, _first_value(own)) for own in tracer.others],
+    others=[
+      (
+        own,
+        keras_internals.first_value(own.variable, is_random=own.is_random),
+      )
+      for own in tracer.others
+    ],
     **more,
   )
 

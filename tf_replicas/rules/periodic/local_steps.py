@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
+from tf_replicas.runtime import keras_internals
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import resources
 from tf_replicas.store import gradient_math
@@ -68,11 +69,7 @@ class LocalOptimizer:
 
   def copy(self) -> "LocalOptimizer":
     """Makes an optimizer with the same settings that shares no state."""
-    made = type(self.optimizer).from_config(self.optimizer.get_config())
-    name = "_exclude_from_weight_decay_pattern"  # Not in the configuration.
-    if hasattr(self.optimizer, name):
-      setattr(made, name, getattr(self.optimizer, name))
-    return LocalOptimizer(made)
+    return LocalOptimizer(keras_internals.copy_of(self.optimizer))
 
   def build(self, store: parameter_store.ParameterStore) -> None:
     """Builds the optimizer for the trainable variables of `store`.
@@ -443,14 +440,6 @@ def _check(optimizer: keras.optimizers.Optimizer) -> None:
       "`optimizer` must be one that works on tensors alone."
       f" Received: {type(optimizer).__name__}."
     )
-  for option, instead in (
-    ("use_ema", "give `variable_averages` to the wrapper"),
-    ("gradient_accumulation_steps", "raise `period`"),
-    ("loss_scale_factor", "give `loss_scale` to the wrapper"),
-  ):
-    value = getattr(optimizer, option, None)
-    if value:
-      raise ValueError(
-        f"`optimizer` must not use `{option}`; {instead}."
-        f" Received: {option}={value}."
-      )
+  inner_optimizer.check_options(
+    optimizer, gradient_accumulation_steps="raise `period`"
+  )
