@@ -7,6 +7,7 @@ cluster, and loads the results into the chief's model.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -203,7 +204,7 @@ def fit(
     rule,
     num_replicas,
     contributions,
-    towers=part.devices,
+    part.devices,
   )
   if part.role is not None:
     data_module.check_can_connect(x, "x")
@@ -246,50 +247,47 @@ def fit(
   return history
 
 
+@dataclasses.dataclass
 class _Task:
   """Builds replica and update rule for the driver of this task.
 
   Attributes:
+    model_fn: Builds the model.
+    data_fn: Makes the training data.
+    rule: The update rule.
+    num_replicas: Number of replicas.
+    num_contributions: Number of contributions in an update.
+    towers: Devices of the towers; none for the default device.
     model: The model; None until `replica` has been called.
     driver: The driver; None until the caller sets it.
   """
 
-  def __init__(
-    self,
-    model_fn: Callable[[], keras.Model],
-    data_fn: Callable[[], data_module.TrainingData],
-    rule: update_options.UpdateSettings,
-    num_replicas: int,
-    num_contributions: int,
-    *,
-    towers: Sequence[str],
-  ):
-    self.model: keras.Model | None = None
-    self.driver: driver_base.Driver | None = None
-    self._model_fn = model_fn
-    self._data_fn = data_fn
-    self._rule = rule
-    self._num_replicas = num_replicas
-    self._num_contributions = num_contributions
-    self._towers = towers
+  model_fn: Callable[[], keras.Model]
+  data_fn: Callable[[], data_module.TrainingData]
+  rule: update_options.UpdateSettings
+  num_replicas: int
+  num_contributions: int
+  towers: Sequence[str]
+  model: keras.Model | None = None
+  driver: driver_base.Driver | None = None
 
   @functools.cached_property
   def data(self) -> data_module.TrainingData:
     """The training data."""
-    return self._data_fn()
+    return self.data_fn()
 
   def replica(self) -> compiled_model.CompiledReplica:
     """Builds the model and makes its replica."""
     spec = self.data.spec
     with keras_internals.names_from_the_start():
-      self.model = self._model_fn()
+      self.model = self.model_fn()
     _check_is_new(self.model)
     compiled_model.build(self.model, spec)
     return compiled_model.replica(
       self.model,
       self._dataset,
-      num_contributions=self._num_contributions,
-      devices=self._towers,
+      num_contributions=self.num_contributions,
+      devices=self.towers,
     )
 
   def _dataset(self, num_shards, index, start) -> tf.data.Dataset:
@@ -307,13 +305,13 @@ class _Task:
   def new_rule(self):
     """Makes the update rule around a copy of the model's optimizer."""
     assert self.model is not None
-    make = update_options.rule_fn(self._rule, self._num_replicas)
+    make = update_options.rule_fn(self.rule, self.num_replicas)
     count = len(compiled_model.phases(self.model))
-    if count > 1 and self._rule.all_rules != (update_options.SYNC,):
+    if count > 1 and self.rule.all_rules != (update_options.SYNC,):
       raise ValueError(
         "`rule` must be made by `Sync` for a model whose `train_step` applies"
         " gradients several times, each time to what the time before has made."
-        f" Received: {self._rule}, and {count} times."
+        f" Received: {self.rule}, and {count} times."
       )
     optimizer, common = compiled_model.inner_optimizer_of(self.model)
     return make(optimizer, **common)
