@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_replicas.drivers import heartbeats as heartbeats_lib
-from tf_replicas.drivers import polling
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import protocol
 from tf_replicas.rules import results
@@ -72,7 +71,7 @@ class StepWatchdog:
     self._since = self._logged = self._checked = clock()
     # The tag with which each lost replica was logged.
     self._lost: dict[int, int] = {}
-    self._thread = polling.PollingThread(self._poll, period_secs=_POLL_SECS)
+    self._thread = waiting.PollingThread(self._poll, period_secs=_POLL_SECS)
 
   def progress(self) -> None:
     """Notes an update, which ends a wait. To be called after each step."""
@@ -169,7 +168,7 @@ class ChiefWatchdog:
     self._log = log
     self._clock = clock
     self._logged = -log_every_secs
-    self._thread = polling.PollingThread(self._poll, period_secs=_POLL_SECS)
+    self._thread = waiting.PollingThread(self._poll, period_secs=_POLL_SECS)
 
   def stop(self) -> None:
     """Ends the thread."""

@@ -23,28 +23,22 @@ def _parser() -> argparse.ArgumentParser:
     "python -m tf_replicas.launch",
     description="Starts a script as every task of a cluster on this machine.",
   )
-  parser.add_argument("--ps", type=int, default=1, help="parameter servers")
-  parser.add_argument("--workers", type=int, default=2, help="workers")
+  for name, default, text in (
+    ("ps", 1, "parameter servers"),
+    ("workers", 2, "workers"),
+    ("max_restarts", 3, "how often a worker that was killed is started again"),
+  ):
+    parser.add_argument(f"--{name}", type=int, default=default, help=text)
+  for name, text in (
+    ("cluster_spec", "a cluster-spec file, instead of --ps and --workers"),
+    ("log_dir", "directory for each task's output; default: not kept"),
+    ("timeline", "a directory for timelines; see experiments.timeline"),
+  ):
+    parser.add_argument(f"--{name}", help=text)
   parser.add_argument(
     "--chief",
     action="store_true",
     help="add a separate task for the chief; in-graph replication needs it",
-  )
-  parser.add_argument(
-    "--cluster_spec", help="a cluster-spec file, instead of --ps and --workers"
-  )
-  parser.add_argument(
-    "--log_dir", help="directory for each task's output; default: not kept"
-  )
-  parser.add_argument(
-    "--max_restarts",
-    type=int,
-    default=3,
-    help="how often a worker that a signal killed is started again",
-  )
-  parser.add_argument(
-    "--timeline",
-    help="a directory for the timelines of all tasks; see experiments.timeline",
   )
   parser.add_argument("script", help="the Python file to run")
   parser.add_argument("arguments", nargs=argparse.REMAINDER)

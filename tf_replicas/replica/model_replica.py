@@ -260,7 +260,7 @@ class Replica:
     towers = self.towers()
     if not towers:
       return self._tower([""], parameters, batch, scale_loss)
-    parts = model_parallel.parts(batch, len(towers), "devices")
+    parts = [batch] if len(towers) == 1 else self._pieces(batch, len(towers))
     if self.is_synchronized and len(towers) > 1:
       return self._in_lockstep(parameters, parts, scale_loss)
     results = []
@@ -268,6 +268,10 @@ class Replica:
       with tf.device(devices[0]):
         results.append(self._tower(devices, parameters, part, scale_loss))
     return average_towers(results)
+
+  def _pieces(self, batch: Batch, count: int) -> Sequence[Batch]:
+    """Cuts a batch into one piece per tower."""
+    return model_parallel.parts(batch, count, "devices")
 
   def _check_gradients(
     self, gradients: Sequence[parameter_store.Gradient]

@@ -98,20 +98,13 @@ class _Tracer:
   @property
   def statistics(self) -> list[Own]:
     """Numbers without gradients: averages, counters, frozen weights."""
-    return [
-      own
-      for own in self._variables_fn()
-      if not (own.trainable or own.is_random) and _is_number(own)
-    ]
+    return [own for own in self._variables_fn() if _is_statistic(own)]
 
   @property
   def others(self) -> list[Own]:
     """States of random generators, and variables that are no numbers."""
-    return [
-      own
-      for own in self._variables_fn()
-      if not own.trainable and (own.is_random or not _is_number(own))
-    ]
+    rest = [own for own in self._variables_fn() if not own.trainable]
+    return [own for own in rest if not _is_statistic(own)]
 
   def concrete(self, batch_spec: Any) -> tf.types.experimental.ConcreteFunction:
     """Returns the function of (loss factor, batch) for batches of this spec.
@@ -162,6 +155,10 @@ class _Tracer:
     gradients = {str(i): g for i, g in enumerate(found) if g is not None}
     new = [own.variable.read_value() for own in self.statistics]
     return gradients, loss, new, metrics
+
+
+def _is_statistic(own: Own) -> bool:
+  return not (own.trainable or own.is_random) and _is_number(own)
 
 
 def _is_number(own: Own) -> bool:

@@ -85,18 +85,6 @@ def variable_id(variable: tf.Variable) -> int | str:
   return variable._unique_id
 
 
-def copy_weight_decay_exclusions(
-  source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer
-) -> None:
-  """Makes `target` exclude the same variables from weight decay as `source`.
-
-  `exclude_from_weight_decay` sets these exclusions. `get_config` does not
-  contain them.
-  """
-  if hasattr(source, _EXCLUDED):
-    setattr(target, _EXCLUDED, getattr(source, _EXCLUDED))
-
-
 def copy_of(
   optimizer: keras.optimizers.Optimizer, **changes
 ) -> keras.optimizers.Optimizer:
@@ -107,7 +95,8 @@ def copy_of(
     **changes: Entries of the configuration that replace those of `optimizer`.
   """
   copied = type(optimizer).from_config(optimizer.get_config() | changes)
-  copy_weight_decay_exclusions(optimizer, copied)
+  if hasattr(optimizer, _EXCLUDED):  # It is not in the configuration.
+    setattr(copied, _EXCLUDED, getattr(optimizer, _EXCLUDED))
   return copied
 
 

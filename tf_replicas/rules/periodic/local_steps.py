@@ -10,6 +10,7 @@ period) and the flag that ends training (once per batch) are read from PS task
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import cast
 from typing import NamedTuple
 
 import keras
@@ -348,24 +349,14 @@ class LocalSteps:
     self, gradients: Sequence[parameter_store.Gradient]
   ) -> list[tf.Tensor | None]:
     """Makes gradients dense, removes the loss scale, and clips them."""
+    dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
     count = self._num_trainable
-    trained = [self._finish_one(gradient) for gradient in gradients[:count]]
-    moves = gradients[count:]  # Of statistics.
-    squares = [
-      gradient_math.sum_of_squares(g) for g in trained if g is not None
-    ]
-    if self._clip_norm is not None and squares:
-      factor = gradient_math.clip_factor(squares, self._clip_norm)
-      trained = [None if g is None else g * factor for g in trained]
-    moves = [None if m is None else tf.convert_to_tensor(m) for m in moves]
-    return [*trained, *moves]
-
-  def _finish_one(self, gradient: parameter_store.Gradient) -> tf.Tensor | None:
-    if gradient is None:
-      return None
+    trained, moves = dense[:count], dense[count:]  # Moves of statistics.
     if self._loss_scale is not None:
-      gradient = gradient_math.scaled(gradient, 1 / self._loss_scale)
-    return tf.convert_to_tensor(gradient)
+      trained = [gradient_math.scaled(g, 1 / self._loss_scale) for g in trained]
+    if self._clip_norm is not None:
+      trained = gradient_math.clipped(trained, [()] * count, self._clip_norm)
+    return [*cast(list[tf.Tensor | None], trained), *moves]
 
 
 def _add_batch(
