@@ -395,17 +395,5 @@ def load_into_module(module: Any, values: Mapping[str, np.ndarray]) -> None:
     for own in module_internals.variables_of(module)
     if not own.is_random and _is_number(own)
   }
-  arrays = {
-    path: np.asarray(
-      value, own[path].dtype.as_numpy_dtype if path in own else None
-    )
-    for path, value in values.items()
-    if not loss_scaling.is_own(path)
-  }
-  if faults := checkpoints.differences(arrays, own):
-    raise checkpoints.CheckpointError(
-      "the values are of another module: "
-      + checkpoints.some(faults.values(), "; ")
-    )
-  for path, variable in own.items():
-    variable.assign(arrays[path])
+  values = {n: v for n, v in values.items() if not loss_scaling.is_own(n)}
+  checkpoints.assign("the values are of another module", own, values)

@@ -52,17 +52,18 @@ class LocalOptimizer:
         f"`optimizer` must be a Keras optimizer. Received: {optimizer!r}."
       )
     _check(optimizer)
-    if not isinstance(optimizer._learning_rate, keras.Variable):
+    rate = keras_internals.learning_rate(optimizer)
+    if not isinstance(rate, keras.Variable):
       raise ValueError(
         "`optimizer` must have a number as its learning rate; the chief may"
-        f" change it. Received: {optimizer._learning_rate!r}."
+        f" change it. Received: {rate!r}."
       )
     self.optimizer = optimizer
 
   @property
   def learning_rate(self) -> float:
     """Learning rate of `optimizer` in this process; `apply` does not use it."""
-    return float(self.optimizer._learning_rate.numpy())
+    return float(keras_internals.learning_rate(self.optimizer).numpy())
 
   @learning_rate.setter
   def learning_rate(self, rate: float) -> None:
@@ -95,7 +96,7 @@ class LocalOptimizer:
     self._state = [
       variable
       for variable in self.optimizer.variables
-      if variable is not self.optimizer._learning_rate
+      if variable is not keras_internals.learning_rate(self.optimizer)
     ]
     self._first = [variable.numpy() for variable in self._state]
 
@@ -135,7 +136,7 @@ class LocalOptimizer:
     if not pairs:
       return list(parameters), list(state)
     with patches.outside_strategy(), keras.StatelessScope() as scope:
-      scope.add_update((self.optimizer._learning_rate, rate))
+      scope.add_update((keras_internals.learning_rate(self.optimizer), rate))
       for update in zip(self._state, slots, strict=True):
         scope.add_update(update)
       self.optimizer.apply(*zip(*pairs, strict=True))

@@ -78,8 +78,24 @@ class SyncRound(abc.ABC):
   rule: rule_base.OptimizerRule
   needs_centre: bool = False
   needs_totals: bool = False
-  _moving_rate: float | None = None
-  _rho: float = 0.0
+
+  def __init__(
+    self,
+    rule: rule_base.OptimizerRule,
+    moving_rate: float | None = None,
+    rho: float = 0.0,
+  ):
+    """Stores the settings.
+
+    Args:
+      rule: The rule that updates the centre.
+      moving_rate: The fraction of its distance to the centre by which a copy
+        moves toward the centre. None: the copy is replaced by the centre.
+      rho: The factor of the attraction between exchanges; see `pull_back`.
+    """
+    self.rule = rule
+    self._moving_rate = moving_rate
+    self._rho = rho
 
   def build(self, store: parameter_store.ParameterStore) -> None:
     """Binds the kind to the variables; called after `rule.build`."""
@@ -147,24 +163,12 @@ class SyncRound(abc.ABC):
 class AverageAll(SyncRound):
   """All replicas exchange together; the centre moves by the mean distance."""
 
-  def __init__(
-    self,
-    rule: sync_replicas.SyncReplicasOptimizer,
-    moving_rate: float | None = None,
-    rho: float = 0.0,
-  ):
-    """Stores the settings.
+  rule: sync_replicas.SyncReplicasOptimizer  # Its optimizer: a `MoveToward`.
 
-    Args:
-      rule: The rule that updates the centre; its optimizer is a `MoveToward`.
-      moving_rate: The fraction of its distance to the centre by which a copy
-        moves toward the centre. None: the copy is replaced by the centre.
-      rho: The factor of the attraction between exchanges; see `pull_back`.
-    """
-    self.rule = rule
-    self.needs_centre = moving_rate is not None
-    self._moving_rate = moving_rate
-    self._rho = rho
+  @property
+  def needs_centre(self) -> bool:
+    """Whether copies are kept, and so have distances to the centre."""
+    return self._moving_rate is not None
 
   def exchange(
     self,
@@ -309,23 +313,13 @@ class ElasticExchange:
 class ElasticRound(SyncRound):
   """Each replica exchanges with the centre on its own."""
 
-  def __init__(
-    self,
-    rule: async_replicas.AsyncReplicasOptimizer,
-    moving_rate: float,
-    rho: float,
-  ):
-    """Stores the settings.
+  rule: async_replicas.AsyncReplicasOptimizer  # Admits and counts exchanges.
+  _moving_rate: float
 
-    Args:
-      rule: Admits and counts exchanges; its optimizer is a `MoveToward`.
-      moving_rate: The fraction of their distance by which copy and centre move.
-      rho: See `AverageAll`.
-    """
-    self.rule = rule
-    self.needs_centre = rho > 0
-    self._moving_rate = moving_rate
-    self._rho = rho
+  @property
+  def needs_centre(self) -> bool:
+    """Whether local steps are attracted to the centre."""
+    return self._rho > 0
 
   def build(self, store: parameter_store.ParameterStore) -> None:
     """See `SyncRound.build`."""
@@ -404,12 +398,8 @@ class AccumulatedGradients(SyncRound):
       rule: Applies the mean gradients to the centre.
       period: The number of gradients in each mean.
     """
-    self.rule = rule
+    super().__init__(rule)
     self._period = period
-
-  def signature(self) -> dict[str, object]:
-    """See `SyncRound.signature`."""
-    return {}
 
   def exchange(
     self,
