@@ -37,6 +37,7 @@ from tf_replicas.drivers import process_group
 from tf_replicas.drivers import versions
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
+from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import records
 from tf_replicas.runtime import resources
@@ -349,13 +350,10 @@ class Mirrored(driver_base.Driver):
       loss = total.loss / self._num_replicas
       bad = tf.argmax(total.is_bad)
       bad = tf.where(tf.reduce_any(total.is_bad > 0), bad, -1)
-
-      def update():
-        return self._apply(step, sums, total.examples)
-
-      with tf.control_dependencies(
-        [tf.cond(bad < 0, update, lambda: tf.constant(False))]
-      ):
+      updated = control_flow.run_if(
+        bad < 0, lambda: self._apply(step, sums, total.examples)
+      )
+      with tf.control_dependencies([updated]):
         report = one_machine.StepReport(bad, step, total.examples, loss)
         return one_machine.REPORT.pack(report)
 
@@ -401,8 +399,7 @@ class Mirrored(driver_base.Driver):
       mine = [next(mine) if has_one else None for has_one in self._present]
       with tf.device(self._devices[number]):
         steps.append(update.apply(mine, step, examples))
-    with tf.control_dependencies(steps):
-      return tf.constant(True)
+    return control_flow.done(*steps)
 
   def _broadcast(self, kind: int) -> int:
     """Sends a command, in the chief, or receives it, in the other processes.

@@ -20,7 +20,7 @@ class _Rule(NamedTuple):
   """The rule for one argument.
 
   Attributes:
-    text: What the argument must be, in the words of an error.
+    text: What the argument must be, for the error.
     kind: Its type.
     holds: Whether a value of this type is valid.
     is_optional: Whether it may be None.

@@ -247,7 +247,7 @@ def fit(
   return history
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Task:
   """Builds replica and update rule for the driver of this task.
 
