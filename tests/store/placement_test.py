@@ -115,11 +115,7 @@ class SplitTest(parameterized.TestCase):
     first, second = placement.split(_spec("kernel", 5, 7, 2), [0, 1], axis=1)
     self.assertEqual((first.axis, first.shape), (1, (5, 4, 2)))
     self.assertEqual((second.axis, second.shape), (1, (5, 3, 2)))
-    value = np.arange(70).reshape(5, 7, 2)
-    np.testing.assert_array_equal(value[second.slices], value[:, 4:])
-    np.testing.assert_array_equal(
-      tf.constant(value)[second.slices], value[:, 4:]
-    )
+    self.assertEqual((second.begin, second.size), (4, 3))
 
   @parameterized.parameters(((), 1), ((4,), 4), ((6, 2), 6))
   def test_single_task_keeps_the_variable_whole(self, shape, size):
@@ -161,22 +157,6 @@ class GreedyByBytesTest(absltest.TestCase):
     specs = _specs_of_bytes(1, 1, 1, 1, 1)
     plan = placement.plan(specs, placement.GreedyByBytes(3))
     self.assertEqual(_tasks(plan), [[0], [1], [2], [0], [1]])
-
-  def test_load_fn_counts_slots(self):
-    def load_fn(spec):
-      return spec.num_bytes * (3 if spec.trainable else 1)
-
-    specs = [
-      _spec("a", 4, dtype="bool"),
-      _spec("b", 5, dtype="bool", trainable=False),
-      _spec("c", 4, dtype="bool", trainable=False),
-    ]
-    # 3 * 4 against 5 + 4.
-    plan = placement.plan(specs, placement.GreedyByBytes(2, load_fn))
-    self.assertEqual(_tasks(plan), [[0], [1], [1]])
-    # 5 against 4 + 4.
-    plan = placement.plan(specs, placement.GreedyByBytes(2))
-    self.assertEqual(_tasks(plan), [[1], [0], [1]])
 
   def test_max_load_is_at_most_mean_plus_largest(self):
     for seed in range(100):

@@ -20,6 +20,7 @@ from tf_replicas.runtime import processes
 from tf_replicas.runtime import waiting
 
 _POLL_SECS = 1.0
+_LOG_EVERY_SECS = 10.0
 # How long a training that failed waits for the replicas' last batch.
 _FAILED_PATIENCE_SECS = 15.0
 _MAX_INTERRUPTS = 5
@@ -39,7 +40,6 @@ class StepWatchdog:
     names: Sequence[str],
     *,
     lost_after_secs: float,
-    log_every_secs: float = 10.0,
     log: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -55,7 +55,6 @@ class StepWatchdog:
       names: The replicas' names.
       lost_after_secs: Seconds without a heartbeat after which a replica is
         lost.
-      log_every_secs: Seconds between two lines of the log while a step waits.
       log: Receives each line of the log.
       clock: Returns the time in seconds.
     """
@@ -65,7 +64,6 @@ class StepWatchdog:
     self._outcome = outcome
     self._names = list(names)
     self._lost_after_secs = lost_after_secs
-    self._log_every_secs = log_every_secs
     self._log = log
     self._clock = clock
     self._since = self._logged = self._checked = clock()
@@ -94,7 +92,7 @@ class StepWatchdog:
     waited = now - self._since
     # A lost replica must not count as computing, even while steps are made.
     is_due = now - self._checked >= self._lost_after_secs
-    is_long = waited >= min(self._log_every_secs, self._lost_after_secs)
+    is_long = waited >= min(_LOG_EVERY_SECS, self._lost_after_secs)
     if not (is_long or is_due):
       return False
     self._checked = now
@@ -105,7 +103,7 @@ class StepWatchdog:
       self._declare_lost(step, status, ages)
     except tf.errors.OpError:
       return True  # The main thread meets the same failure.
-    if now - self._logged >= self._log_every_secs:
+    if now - self._logged >= _LOG_EVERY_SECS:
       self._logged = now
       self._log(describe(step, waited, status, ages, self._names))
     return False
@@ -143,9 +141,7 @@ class ChiefWatchdog:
     *,
     log_after_secs: float,
     lost_after_secs: float,
-    log_every_secs: float = 10.0,
     log: Callable[[str], None] = print,
-    clock: Callable[[], float] = time.monotonic,
   ):
     """Starts the thread.
 
@@ -156,18 +152,14 @@ class ChiefWatchdog:
       log_after_secs: Seconds without a heartbeat after which to log.
       lost_after_secs: Seconds without a heartbeat after which the chief counts
         as lost.
-      log_every_secs: Seconds between two lines of the log.
       log: Receives each line of the log.
-      clock: Returns the time in seconds.
     """
     self._age = age
     self._on_lost = on_lost
     self._log_after_secs = log_after_secs
     self._lost_after_secs = lost_after_secs
-    self._log_every_secs = log_every_secs
     self._log = log
-    self._clock = clock
-    self._logged = -log_every_secs
+    self._logged = -_LOG_EVERY_SECS
     self._thread = waiting.PollingThread(self._poll, period_secs=_POLL_SECS)
 
   def stop(self) -> None:
@@ -183,9 +175,9 @@ class ChiefWatchdog:
         return False
     except tf.errors.OpError:
       return True  # The main thread meets the same failure.
-    now = self._clock()
+    now = time.monotonic()
     is_silent = age > self._log_after_secs
-    if is_silent and now - self._logged >= self._log_every_secs:
+    if is_silent and now - self._logged >= _LOG_EVERY_SECS:
       self._logged = now
       self._log(
         f"the chief: {_silence(age)}. If it is dead, restart it: this worker"

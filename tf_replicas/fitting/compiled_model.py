@@ -101,15 +101,6 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
       return loss
     return loss * tf.cast(self.loss_factor, loss.dtype)
 
-  def update_step(
-    self,
-    gradient: parameter_store.Gradient,
-    variable: keras.Variable,
-    learning_rate: tf.Tensor,
-  ) -> None:
-    """Is never called, since `apply` changes no variable."""
-    raise NotImplementedError
-
 
 class _Recording:
   """Replaces a model's optimizers and records their calls during tracing."""
