@@ -536,31 +536,22 @@ def describe(options: Options, workload: Workload) -> str:
 
 
 def _describe_replicas(options: Options, workload: Workload) -> str:
-  spec, replicas = options.spec, options.replicas
-  towers = options.num_towers
+  """Returns the line about the updates, below that about the cluster."""
+  spec, number = options.spec, options.num_towers
+  batch = f"of batch {workload.batch_size}: effective batch"
+  batch += f" {options.effective_batch(workload.batch_size)}"
   if not spec.is_distributed:
-    on = "mirrored" if options.is_mirrored else "on cpu"
-    name = "replica" if options.is_mirrored else "tower"
-    return (
-      f"one process, variables {on}: updates from {towers} {name}"
-      f"{'s' if towers > 1 else ''} of batch {workload.batch_size}: effective"
-      f" batch {options.effective_batch(workload.batch_size)}"
-    )
-  lines = [
-    f"cluster: {', '.join(f'{t} at {spec.address(t)}' for t in spec.tasks())}"
-  ]
+    on, name = ("on cpu", "tower")
+    if options.is_mirrored:
+      on, name = ("mirrored", "replica")
+    name += "s" if number > 1 else ""
+    return f"one process, variables {on}: updates from {number} {name} {batch}"
   if options.is_mirrored:
-    lines.append(
-      f"replication: {options.replication}, variables mirrored: updates from"
-      f" {towers} replicas of batch {workload.batch_size}: effective batch"
-      f" {options.effective_batch(workload.batch_size)}"
+    what = f", variables mirrored: updates from {number} replicas"
+  else:
+    what = (
+      f"; {options.update} updates from {options.replicas_to_aggregate} of"
+      f" {len(options.replicas)} replicas with {number} towers"
     )
-    return "\n".join(lines)
-  effective = options.effective_batch(workload.batch_size)
-  lines.append(
-    f"replication: {options.replication}; {options.update} updates from"
-    f" {options.replicas_to_aggregate} of {len(replicas)} replicas with"
-    f" {towers} towers of batch {workload.batch_size}: effective batch"
-    f" {effective}"
-  )
-  return "\n".join(lines)
+  tasks = ", ".join(f"{task} at {spec.address(task)}" for task in spec.tasks())
+  return f"cluster: {tasks}\nreplication: {options.replication}{what} {batch}"

@@ -140,10 +140,8 @@ class Replica:
       )
 
   def _check_types(self) -> None:
-    for name, values in (
-      ("variables", self.variables),
-      ("statistics", self.statistics),
-    ):
+    for name in ("variables", "statistics"):
+      values = getattr(self, name)
       if not isinstance(values, Sequence) or not all(
         hasattr(v, "trainable") for v in values
       ):
@@ -166,10 +164,8 @@ class Replica:
       raise TypeError(
         f"`micro_batches` must be an integer. Received: {self.micro_batches!r}."
       )
-    for name, function in (
-      ("loss_fn", self.loss_fn),
-      ("dataset_fn", self.dataset_fn),
-    ):
+    for name in ("loss_fn", "dataset_fn"):
+      function = getattr(self, name)
       if not callable(function):
         raise TypeError(f"`{name}` must be a function. Received: {function!r}.")
     signatures.check_call(
