@@ -28,7 +28,7 @@ _MAX_INTERRUPTS = 5
 _OWES = (protocol.Status.ADMITTED, protocol.Status.COMPUTING)
 
 
-class StepWatchdog:
+class StepWatchdog(waiting.PollingThread):
   """Watches the steps of one training from the chief, in a thread."""
 
   def __init__(
@@ -69,15 +69,11 @@ class StepWatchdog:
     self._since = self._logged = self._checked = clock()
     # The tag with which each lost replica was logged.
     self._lost: dict[int, int] = {}
-    self._thread = waiting.PollingThread(self._poll, period_secs=_POLL_SECS)
+    super().__init__(self._poll, period_secs=_POLL_SECS)
 
   def progress(self) -> None:
     """Notes an update, which ends a wait. To be called after each step."""
     self._since = self._logged = self._clock()
-
-  def stop(self) -> None:
-    """Ends the thread."""
-    self._thread.stop()
 
   def _poll(self) -> bool:
     """Checks once, and returns whether the watch is over."""
@@ -126,7 +122,7 @@ class StepWatchdog:
         self._rule.declare_lost(replica, tag)
 
 
-class ChiefWatchdog:
+class ChiefWatchdog(waiting.PollingThread):
   """Watches the chief from a worker, in a thread.
 
   A worker that waits for the chief's next update cannot tell a slow chief from
@@ -160,11 +156,7 @@ class ChiefWatchdog:
     self._lost_after_secs = lost_after_secs
     self._log = log
     self._logged = -_LOG_EVERY_SECS
-    self._thread = waiting.PollingThread(self._poll, period_secs=_POLL_SECS)
-
-  def stop(self) -> None:
-    """Ends the thread."""
-    self._thread.stop()
+    super().__init__(self._poll, period_secs=_POLL_SECS)
 
   def _poll(self) -> bool:
     """Checks once, and returns whether the watch is over."""

@@ -99,11 +99,8 @@ def make(
   )
   is_function = callable(x) and not isinstance(x, tf.data.Dataset)
   if isinstance(x, tf.data.Dataset) or is_function:
-    for name, value in (
-      ("y", y),
-      ("sample_weight", sample_weight),
-      ("batch_size", batch_size),
-    ):
+    given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+    for name, value in given.items():
       if value is not None:
         raise ValueError(
           f"`{name}` must not be given if `x` yields batches, which have"

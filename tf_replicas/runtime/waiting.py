@@ -49,50 +49,6 @@ def await_value(
   return value
 
 
-class WaitLogger:
-  """A thread that logs, every ten seconds, that a wait continues."""
-
-  def __init__(
-    self,
-    *,
-    every_secs: float = _LOG_EVERY_SECS,
-    log: Callable[[str], None] = print,
-  ):
-    """Starts the thread.
-
-    Args:
-      every_secs: Seconds between two messages of one wait.
-      log: Takes log messages.
-    """
-    self._every_secs = every_secs
-    self._log = log
-    self._wait: tuple[str, float] | None = None
-    self._logged = time.monotonic()
-    self._thread = PollingThread(self._watch, period_secs=min(every_secs, 1.0))
-
-  @contextlib.contextmanager
-  def during(self, what: str) -> Iterator[None]:
-    """Context in which the wait described by `what` is logged."""
-    self._wait = (what, time.monotonic())
-    try:
-      yield
-    finally:
-      self._wait = None
-
-  def stop(self) -> None:
-    """Ends the thread."""
-    self._thread.stop()
-
-  def _watch(self) -> None:
-    now, wait = time.monotonic(), self._wait
-    if wait is None:
-      return
-    what, since = wait
-    if now - max(self._logged, since) >= self._every_secs:
-      self._log(f"{what}: {now - since:.0f} s so far")
-      self._logged = now
-
-
 class RaisingThread:
   """A thread whose `join` raises the error that ended it."""
 
@@ -173,3 +129,43 @@ class PollingThread(RaisingThread):
     """Ends the polling, waits for its end, and raises its error, if any."""
     self.request_stop()
     self.join()
+
+
+class WaitLogger(PollingThread):
+  """A thread that logs, every ten seconds, that a wait continues."""
+
+  def __init__(
+    self,
+    *,
+    every_secs: float = _LOG_EVERY_SECS,
+    log: Callable[[str], None] = print,
+  ):
+    """Starts the thread.
+
+    Args:
+      every_secs: Seconds between two messages of one wait.
+      log: Takes log messages.
+    """
+    self._every_secs = every_secs
+    self._log = log
+    self._wait: tuple[str, float] | None = None
+    self._logged = time.monotonic()
+    super().__init__(self._watch, period_secs=min(every_secs, 1.0))
+
+  @contextlib.contextmanager
+  def during(self, what: str) -> Iterator[None]:
+    """Context in which the wait described by `what` is logged."""
+    self._wait = (what, time.monotonic())
+    try:
+      yield
+    finally:
+      self._wait = None
+
+  def _watch(self) -> None:
+    now, wait = time.monotonic(), self._wait
+    if wait is None:
+      return
+    what, since = wait
+    if now - max(self._logged, since) >= self._every_secs:
+      self._log(f"{what}: {now - since:.0f} s so far")
+      self._logged = now
