@@ -136,7 +136,7 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     if records_times:
       computed, local = step_token.clocked(local)
     token, parameters, centre = self._sync_round.exchange(
-      replica, state, local, token
+      sync_rounds.Period(replica, state, local, token)
     )
     state = [*parameters, *centre, *local.slots]
     return rule_base.ReplicaStep(token, state, computed)

@@ -48,6 +48,23 @@ class State(NamedTuple):
   slots: list[tf.Tensor]
 
 
+class Period(NamedTuple):
+  """A period of local steps of a replica, before the exchange that ends it.
+
+  Attributes:
+    replica: The index of the replica, in [0, total_num_replicas).
+    state: The replica's state before the period.
+    local: The result of the period.
+    token: The token of the last exchange, with the global step of the centre at
+      that time.
+  """
+
+  replica: int | tf.Tensor
+  state: State
+  local: local_steps.Local
+  token: step_token.StepToken
+
+
 class MoveToward:
   """An inner optimizer that moves the centre toward replicas' copies.
 
@@ -120,21 +137,11 @@ class SyncRound(abc.ABC):
     return lambda parameter, i: self._rho * (parameter - state.centre[i])
 
   @abc.abstractmethod
-  def exchange(
-    self,
-    replica: int | tf.Tensor,
-    state: State,
-    local: local_steps.Local,
-    token: step_token.StepToken,
-  ) -> Exchanged:
+  def exchange(self, period: Period) -> Exchanged:
     """Makes one exchange after a period; inside a `tf.function`.
 
     Args:
-      replica: The index of the replica, in [0, total_num_replicas).
-      state: The replica's state before the period.
-      local: The result of the period.
-      token: The token of the last exchange, with the global step of the centre
-        at that time.
+      period: The period.
 
     Returns:
       The token of this exchange, the copy to continue from, and the centre if
@@ -142,21 +149,17 @@ class SyncRound(abc.ABC):
     """
 
   def _contribute(
-    self,
-    replica: int | tf.Tensor,
-    contribution: Sequence[tf.Tensor | None],
-    local: local_steps.Local,
-    token: step_token.StepToken,
+    self, contribution: Sequence[tf.Tensor | None], period: Period
   ) -> step_token.StepToken:
     """Hands `contribution` to the rule in place of gradients."""
     paths = [self._store.specs[i].path for i in self._store.contributed]
     return self.rule.apply_gradients(
       zip(contribution, paths, strict=True),
-      replica=replica,
-      local_step=token.global_step,
-      loss=local.loss,
-      num_examples=local.num_examples,
-      preadmitted_tag=token.preadmitted_tag,
+      replica=period.replica,
+      local_step=period.token.global_step,
+      loss=period.local.loss,
+      num_examples=period.local.num_examples,
+      preadmitted_tag=period.token.preadmitted_tag,
     )
 
 
@@ -170,28 +173,23 @@ class AverageAll(SyncRound):
     """Whether copies are kept, and so have distances to the centre."""
     return self._moving_rate is not None
 
-  def exchange(
-    self,
-    replica: int | tf.Tensor,
-    state: State,
-    local: local_steps.Local,
-    token: step_token.StepToken,
-  ) -> Exchanged:
+  def exchange(self, period: Period) -> Exchanged:
     """Hands over the distance of the centre from this replica's copy."""
+    state, parameters = period.state, period.local.parameters
     centre = state.centre if self.needs_centre else state.parameters
-    distances = _minus(centre, local.parameters)
+    distances = _minus(centre, parameters)
     # The inner optimizer does not apply statistics: multiply them here.
     count = len(self._store.trainable)
     rate = cast(MoveToward, self.rule.inner.optimizer).rate
     moves = [*distances[:count], *(rate * d for d in distances[count:])]
-    token = self._contribute(replica, moves, local, token)
+    token = self._contribute(moves, period)
     admitted = token.admitted
-    token, centre = self.rule.read_on(token, replica)
+    token, centre = self.rule.read_on(token, period.replica)
     if not self.needs_centre:
       return token, centre, []
     # A refused copy did not move the centre, so it is not moved either.
     rate = tf.where(admitted > 0, self._moving_rate, 0.0)
-    return token, _minus(local.parameters, distances, -rate), centre
+    return token, _minus(parameters, distances, -rate), centre
 
 
 class ElasticExchange:
@@ -328,22 +326,15 @@ class ElasticRound(SyncRound):
     self._exchange = ElasticExchange(store, self.rule.applier)
     self._device = store.device_of_task(0)
 
-  def exchange(
-    self,
-    replica: int | tf.Tensor,
-    state: State,
-    local: local_steps.Local,
-    token: step_token.StepToken,
-  ) -> Exchanged:
+  def exchange(self, period: Period) -> Exchanged:
     """Asks for admission, moves centre and copy, and counts the exchange."""
-    del state
-    parameters = local.parameters
+    local, parameters = period.local, period.local.parameters
     is_sound = tf.math.is_finite(local.loss)
     is_sound &= gradient_math.all_finite(parameters)
     replica, step, is_sound, loss, num_examples = resources.transfer_scalars(
       self._device,
-      replica,
-      token.global_step,
+      period.replica,
+      period.token.global_step,
       is_sound,
       local.loss,
       local.num_examples,
@@ -401,15 +392,8 @@ class AccumulatedGradients(SyncRound):
     super().__init__(rule)
     self._period = period
 
-  def exchange(
-    self,
-    replica: int | tf.Tensor,
-    state: State,
-    local: local_steps.Local,
-    token: step_token.StepToken,
-  ) -> Exchanged:
+  def exchange(self, period: Period) -> Exchanged:
     """Has the mean gradient applied, then reads the centre."""
-    del state
     count = len(self._store.trainable)
     # Statistics converge to a target; the moves of M replicas together would
     # overshoot it, so they are divided by M.
@@ -417,10 +401,10 @@ class AccumulatedGradients(SyncRound):
     parts = 1 if rule.has_chief_statistics else rule.total_num_replicas
     means = [
       None if total is None else total / (self._period if i < count else parts)
-      for i, total in enumerate(local.totals)
+      for i, total in enumerate(period.local.totals)
     ]
-    token = self._contribute(replica, means, local, token)
-    return *self.rule.read_on(token, replica), []
+    token = self._contribute(means, period)
+    return *self.rule.read_on(token, period.replica), []
 
 
 def _minus(
