@@ -183,12 +183,11 @@ class CompiledReplica(model_replica.Replica):
   def _part(
     self,
     pipeline: model_parallel.Pipeline | None,
-    parameters: Sequence[tf.Tensor],
-    batch: model_replica.Batch,
-    scale_loss: model_replica.ScaleLoss,
+    inputs: model_replica.Inputs,
   ) -> model_replica.Gradients:
     """Computes the gradients of one batch; see `Replica`."""
     del pipeline
+    parameters, batch, scale_loss = inputs
     data, *weights = cast(tuple, batch)
     own = list(parameters[: len(parameters) - self.num_metrics])
     factor = scale_loss(tf.ones([]))

@@ -202,12 +202,11 @@ class ModuleReplica(model_replica.Replica):
   def _part(
     self,
     pipeline: model_parallel.Pipeline | None,
-    parameters: Sequence[tf.Tensor],
-    batch: model_replica.Batch,
-    scale_loss: model_replica.ScaleLoss,
+    inputs: model_replica.Inputs,
   ) -> model_replica.Gradients:
     """Computes the gradients of one micro-batch; see `Replica`."""
     del pipeline
+    parameters, batch, scale_loss = inputs
     tracer = self.tracer
     function = tracer.concrete(
       tf.nest.map_structure(tf.type_spec_from_value, batch)
