@@ -219,7 +219,7 @@ class MessagesTest(stores.TestCase):
   @parameterized.parameters(
     ("of three features", r"validation_data: `x` must fit .*\(None, 3\)"),
     ("without labels", "validation_data: `y` must be given"),
-    ("empty", r"`validation_data` must have equally .*Received: \[0\]"),
+    ("empty", r"`validation_data` must yield tensors.*Received: \[0\]"),
     ("of nothing", "`validation_data` must be .x, y.* Received: 0 parts"),
     ("of other length", r"equally many examples, .*Received: \[3, 8\]"),
     ("of text", "validation_data: `y` must be numbers"),

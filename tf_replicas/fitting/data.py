@@ -539,18 +539,15 @@ def check_validation(data: object, steps: int | None = None) -> tuple | None:
     )
   given = tuple(part for part in data if part is not None)
   arrays = tf.nest.map_structure(np.asarray, given)
-  sizes = {a.shape[0] if a.ndim else 0 for a in tf.nest.flatten(arrays)}
-  if len(sizes) != 1 or 0 in sizes:
-    raise ValueError(
-      "`validation_data` must have equally many examples, at least one."
-      f" Received: {sorted(sizes)}."
-    )
-  return tf.nest.map_structure(
+  specs = tf.nest.map_structure(
     lambda a: tf.TensorSpec(
-      [None, *a.shape[1:]],
-      tf.string if a.dtype.kind in "SUO" else tf.as_dtype(a.dtype),
+      a.shape, tf.string if a.dtype.kind in "SUO" else tf.as_dtype(a.dtype)
     ),
     arrays,
+  )
+  _check_specs(specs, None, "validation_data")
+  return tf.nest.map_structure(
+    lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), specs
   )
 
 
