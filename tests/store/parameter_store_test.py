@@ -31,13 +31,6 @@ SPECS = [
 EMBEDDING, KERNEL, BIAS, SCALE, COUNT = range(5)
 
 
-def _slices(shard):
-  """Selects a shard of a whole value."""
-  return (slice(None),) * shard.axis + (
-    slice(shard.begin, shard.begin + shard.size),
-  )
-
-
 def _filled(num_tasks=2, policy=None):
   store = stores.attach(SPECS, num_tasks, policy)
   for index, value in enumerate(VALUES.values()):
@@ -160,7 +153,7 @@ class SplitTest(stores.TestCase):
       parts = store.split(index, value)
       self.assertLen(parts, 2)
       for shard, part in zip(store.shards[index], parts, strict=True):
-        np.testing.assert_array_equal(part, value[_slices(shard)])
+        np.testing.assert_array_equal(part, value[shard.slices])
 
   def test_a_whole_variable_stays_whole(self):
     (part,) = _filled(2, stores.cut(2)).split(SCALE, 3.0)
@@ -173,7 +166,7 @@ class SplitGradientTest(stores.TestCase):
     gradient = tf.constant(VALUES["conv/kernel"])
     parts = store.split_gradient(KERNEL, gradient)
     for shard, part in zip(store.shards[KERNEL], parts, strict=True):
-      np.testing.assert_array_equal(part, gradient.numpy()[_slices(shard)])
+      np.testing.assert_array_equal(part, gradient.numpy()[shard.slices])
 
   def test_of_another_dtype(self):
     parts = _filled(2, stores.cut(2)).split_gradient(

@@ -85,7 +85,9 @@ class LocalCluster:
   def start(self, *tasks: cluster.Task) -> None:
     """Starts these tasks, or all of the spec, PS tasks first."""
     if not tasks:
-      tasks = sorted(self.spec.local_tasks(), key=lambda t: t.job != "ps")
+      tasks = tuple(
+        sorted(self.spec.local_tasks(), key=lambda t: t.job != "ps")
+      )
     for task in tasks:
       with self._inherited(task) as descriptors:
         process = subprocess.Popen(

@@ -33,7 +33,7 @@ class _Rule(NamedTuple):
 
 
 def _is_count(value: object) -> bool:
-  return isinstance(value, numbers.Integral) and value >= 1
+  return isinstance(value, numbers.Integral) and int(value) >= 1
 
 
 def _are_epochs(value: numbers.Integral | Collection) -> bool:

@@ -842,7 +842,9 @@ def _gradients(
   trained = model.trainable_variables
   used = set().union(*(p.paths for p in phases(model)))
   return {
-    str(i): tf.convert_to_tensor(found.get(str(i), tf.zeros(v.shape, v.dtype)))
+    str(i): tf.convert_to_tensor(
+      cast(tf.Tensor, found.get(str(i), tf.zeros(v.shape, v.dtype)))
+    )
     for i, v in enumerate(trained)
     if v.path in used
   }

@@ -215,18 +215,18 @@ def fit(
   task.driver = driver
   if not driver.is_chief:
     roles.contribute(driver)
+  model = task.model
+  assert model is not None
   with driver:
     arguments.make_directory(train_dir)
     validation_spec = data_module.check_validation(
       validation_data, validation_steps
     )
     if validation_spec is not None:
-      compiled_model.check_data(
-        task.model, validation_spec, "validation_data: "
-      )
+      compiled_model.check_data(model, validation_spec, "validation_data: ")
     loop = _Loop(
       driver,
-      task.model,
+      model,
       task.data.steps_per_epoch,
       train_dir=train_dir,
       checkpoint_every_secs=checkpoint_every_secs,
@@ -280,11 +280,11 @@ class _Task:
     """Builds the model and makes its replica."""
     spec = self.data.spec
     with keras_internals.names_from_the_start():
-      self.model = self.model_fn()
-    _check_is_new(self.model)
-    compiled_model.build(self.model, spec)
+      model = self.model = self.model_fn()
+    _check_is_new(model)
+    compiled_model.build(model, spec)
     return compiled_model.replica(
-      self.model,
+      model,
       self._dataset,
       num_contributions=self.num_contributions,
       devices=self.towers,

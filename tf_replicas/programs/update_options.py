@@ -516,8 +516,8 @@ def rule_fn(settings: UpdateSettings, num_replicas: int) -> RuleFn:
     training switches between two.
   """
   if not settings.then_update:
-    make = RULES[settings.rules[0]].make
-    return functools.partial(make, settings, num_replicas)
+    rule = RULES[settings.rules[0]]
+    return functools.partial(rule.make, settings, num_replicas)
 
   from tf_replicas.rules import switch_conditions
   from tf_replicas.rules import switching

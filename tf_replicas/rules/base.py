@@ -669,8 +669,8 @@ class OptimizerRule(GradientRule):
     Raises:
       ValueError: If a variable is not in the store.
     """
-    gradients, moves = gradient_math.in_order(self._store, grads_and_vars)
-    return self.finish_gradients([*gradients, *moves])
+    ordered = gradient_math.in_order(self._store, grads_and_vars)
+    return self.finish_gradients(ordered)
 
   def set_learning_rate(self, rate: float) -> None:
     """Sets the inner optimizer's learning rate, from the next update on.

@@ -52,7 +52,9 @@ def await_value(
 class RaisingThread:
   """A thread whose `join` raises the error that ended it."""
 
-  def __init__(self, run: Callable[[], None], *, on_error: Callable[[], None]):
+  def __init__(
+    self, run: Callable[[], None], *, on_error: Callable[[], object]
+  ):
     """Starts the thread.
 
     Args:

@@ -86,6 +86,14 @@ class Shard(NamedTuple):
     """Number of bytes."""
     return math.prod(self.shape) * tf.as_dtype(self.dtype).size
 
+  @property
+  def slices(self) -> tuple[slice, ...]:
+    """Slices that select the shard: `value[shard.slices]` of a whole value."""
+    if not self.shape:
+      return ()
+    rows = slice(self.begin, self.begin + self.size)
+    return (slice(None),) * self.axis + (rows,)
+
 
 Plan = list[tuple[Shard, ...]]
 Policy = Callable[[Sequence[VariableSpec]], Plan]

@@ -63,7 +63,7 @@ class LocalOptimizer:
   @property
   def learning_rate(self) -> float:
     """Learning rate of `optimizer` in this process; `apply` does not use it."""
-    return float(keras_internals.learning_rate(self.optimizer).numpy())
+    return float(self.optimizer.learning_rate)
 
   @learning_rate.setter
   def learning_rate(self, rate: float) -> None:

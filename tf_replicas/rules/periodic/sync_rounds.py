@@ -159,7 +159,7 @@ class SyncRound(abc.ABC):
       local_step=period.token.global_step,
       loss=period.local.loss,
       num_examples=period.local.num_examples,
-      preadmitted_tag=period.token.preadmitted_tag,
+      preadmitted_tag=cast(tf.Tensor | None, period.token.preadmitted_tag),
     )
 
 
