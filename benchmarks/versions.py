@@ -58,8 +58,8 @@ The library uses private names of TensorFlow and Keras (in
 
 `python -m benchmarks.versions --python=3.10 --tensorflow=2.16 --keras=3.8`
 makes an empty environment with these versions and a wheel of the checkout.
-There it runs the README's example on 1 parameter server and 2 workers, the tests
-of one training on real processes (`{cluster_tests}`),
+There it runs the README's example on 1 parameter server and 2 workers, the
+tests of one training on real processes (`{cluster_tests}`),
 and all tests that start no process (`python -m pytest -m unit`). It stores the
 figures in `experiments/results/versions.json`, and writes this page from that
 file. `python -m benchmarks.versions --resolve` finds the triples of versions

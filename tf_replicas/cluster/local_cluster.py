@@ -91,7 +91,9 @@ class LocalCluster:
   def start(self, *tasks: cluster.Task) -> None:
     """Starts these tasks, or all of the spec, PS tasks first."""
     if not tasks:
-      tasks = sorted(self.spec.tasks(), key=lambda t: t.job != "ps")
+      tasks = tuple(
+        sorted(self.spec.local_tasks(), key=lambda t: t.job != "ps")
+      )
     for task in tasks:
       with self._inherited(task) as descriptors:
         command = list(self._command(task))
@@ -193,7 +195,9 @@ class LocalCluster:
           self._echo(f"[launcher] {other} is still running; stopping it")
         self.stop()
         # The chief has the best error.
-        code = self.returncode_of_chief() or code
+        # The chief's own error says more than what it caused elsewhere.
+        of_chief = self.returncode(self.spec.chief) or 0
+        code = of_chief if of_chief > 0 else code
         return code if code > 0 else 128 - code
       if all(process.poll() == 0 for process in self._processes.values()):
         self._join_readers()
@@ -203,12 +207,6 @@ class LocalCluster:
         self.stop()
         raise TimeoutError(f"{running} still ran after {timeout_secs:.0f} s")
       time.sleep(0.05)
-
-  def returncode_of_chief(self) -> int | None:
-    """Returns the chief's exit status if it failed without a signal."""
-    chief = self._processes.get(self.spec.chief)
-    code = None if chief is None else chief.poll()
-    return code if code and code > 0 else None
 
   def _await_all(self, timeout_secs: float) -> None:
     deadline = time.monotonic() + timeout_secs

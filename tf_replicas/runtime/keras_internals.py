@@ -5,10 +5,12 @@ lacks are left out, so that the library can be imported with an older Keras.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,8 +24,6 @@ Rate = (
   | Callable[[], float | tf.Tensor]
 )
 
-# The end of the path of a `keras.random.SeedGenerator`'s state.
-_SEED = "seed_generator_state"
 _EXCLUDED = "_exclude_from_weight_decay_pattern"
 
 
@@ -103,18 +103,6 @@ def variable_id(variable: tf.Variable) -> int | str:
   return variable._unique_id
 
 
-def copy_weight_decay_exclusions(
-  source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer
-) -> None:
-  """Makes `target` exclude the same variables from weight decay as `source`.
-
-  `exclude_from_weight_decay` sets these exclusions. `get_config` does not
-  contain them.
-  """
-  if hasattr(source, _EXCLUDED):
-    setattr(target, _EXCLUDED, getattr(source, _EXCLUDED))
-
-
 def copy_of(
   optimizer: keras.optimizers.Optimizer, **changes
 ) -> keras.optimizers.Optimizer:
@@ -125,7 +113,8 @@ def copy_of(
     **changes: Entries of the configuration that replace those of `optimizer`.
   """
   copied = type(optimizer).from_config(optimizer.get_config() | changes)
-  copy_weight_decay_exclusions(optimizer, copied)
+  if hasattr(optimizer, _EXCLUDED):  # It is not in the configuration.
+    setattr(copied, _EXCLUDED, getattr(optimizer, _EXCLUDED))
   return copied
 
 
@@ -201,23 +190,33 @@ def optimizers_of(
     model.__dict__.update(own)
 
 
-def constant_state(variable: keras.Variable) -> Callable[[], tf.Tensor]:
+def is_seed(variable: keras.Variable) -> bool:
+  """Returns whether a variable is the state of a seed generator."""
+  return variable.path.endswith("seed_generator_state")
+
+
+def new_seed(variable: keras.Variable | tf.Variable) -> tf.Tensor:
+  """Returns a new random value for the state of a random generator."""
+  shape: Any = variable.shape
+  number = tf.random.uniform(shape, maxval=2**31 - 1, dtype=tf.int64)
+  return tf.cast(number, variable.dtype)
+
+
+def first_value(
+  variable: keras.Variable | tf.Variable, *, is_random: bool
+) -> Callable[[], tf.Tensor]:
   """Makes the function that gives a state its value at the start of a step.
 
   Args:
     variable: A variable that is not trained.
+    is_random: Whether it is the state of a random generator.
 
   Returns:
     A function without arguments, for use in a `tf.function`. It returns a new
-    random number for the state of a seed generator, and the present value of
+    random value for the state of a random generator, and the present value of
     any other variable.
   """
-  if not variable.path.endswith(_SEED):
-    value = variable.numpy()
-    return lambda: tf.constant(value)
-
-  def new_seed() -> tf.Tensor:
-    number = tf.random.uniform(variable.shape, maxval=2**31 - 1, dtype=tf.int64)
-    return tf.cast(number, variable.dtype)
-
-  return new_seed
+  if is_random:
+    return functools.partial(new_seed, variable)
+  value = variable.numpy()
+  return lambda: tf.constant(value)
