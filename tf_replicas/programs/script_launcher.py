@@ -15,6 +15,7 @@ from typing import NoReturn
 from tf_replicas import cluster
 from tf_replicas.cluster import environment
 from tf_replicas.programs import launcher
+from tf_replicas.runtime import fork_server
 from tf_replicas.runtime import noise
 from tf_replicas.runtime import processes
 
@@ -44,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     "--chief",
     action="store_true",
     help="add a separate task for the chief; in-graph replication needs it",
+  )
+  parser.add_argument(
+    "--preload",
+    action="store_true",
+    help="import TensorFlow once for all tasks, which then start sooner; not"
+    " for scripts that set variables such as TF_ENABLE_ONEDNN_OPTS before they"
+    " import it",
   )
   parser.add_argument("script", help="the Python file to run")
   parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -82,25 +90,30 @@ def launch(argv: list[str]) -> int:
       f"{spec.where}`--timeline` needs a cluster with parameter servers."
       " Received: one without a `ps` task."
     )
-  environ = {}
+  environ = noise.environ()
   if options.timeline:
     environ[environment.TIMELINE] = os.path.abspath(options.timeline)
-  return launcher.run_tasks(
-    spec,
-    lambda path, task: [
-      "env",
-      f"{environment.CLUSTER_SPEC}={path}",
-      f"{environment.TASK}={task.job}:{task.index}",
-      sys.executable,
-      "-u",
-      options.script,
-      *options.arguments,
-    ],
-    log_dir=options.log_dir,
-    environ={**noise.environ(), **environ},
-    echo=launcher.echo,
-    max_restarts=options.max_restarts,
-  )
+  settings = {}
+  with fork_server.ForkServer(environ) as server:
+    if options.preload:
+      settings["popen"] = server.popen
+    return launcher.run_tasks(
+      spec,
+      lambda path, task: [
+        "env",
+        f"{environment.CLUSTER_SPEC}={path}",
+        f"{environment.TASK}={task.job}:{task.index}",
+        sys.executable,
+        "-u",
+        options.script,
+        *options.arguments,
+      ],
+      log_dir=options.log_dir,
+      environ=environ,
+      echo=launcher.echo,
+      max_restarts=options.max_restarts,
+      **settings,
+    )
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
