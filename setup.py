@@ -26,7 +26,7 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=["tf_replicas*", "cifar10*", "inception_mini*", "experiments*"]
   ),
-  package_data={"tf_replicas": ["py.typed"]},
+  package_data={"tf_replicas": ["py.typed", "cluster/*.json"]},
   install_requires=[
     # Private names are used (in `tf_replicas.runtime`); tested with these.
     "tensorflow>=2.21,<2.22",
@@ -48,6 +48,7 @@ setuptools.setup(
       "pytest-timeout",
       "pytest-xdist",
       "hypothesis",
+      "jsonschema",
       # Libraries that are trained with, in tests and examples.
       "dm-sonnet",
       "tf-keras",
@@ -62,5 +63,7 @@ setuptools.setup(
     # `LocalTraining` sends functions by it.
     "notebook": ["cloudpickle>=3"],
     "plots": ["matplotlib"],
+    # `mkdocs build`; ruff formats the signatures.
+    "docs": ["mkdocs<2", "mkdocs-material", "mkdocstrings[python]", "ruff"],
   },
 )
