@@ -51,12 +51,12 @@ def running(
   Args:
     command: Its command line.
     environ: Its environment.
-    **more: Of `subprocess.Popen`; by default `stderr` goes where `stdout` does.
+    **more: Of `subprocess.Popen`; by default it runs in the root of the
+      repository, and `stderr` goes where `stdout` does.
   """
-  more.setdefault("stderr", subprocess.STDOUT)
+  more = {"stderr": subprocess.STDOUT, "cwd": ROOT, **more}
   process = subprocess.Popen(
     command,
-    cwd=ROOT,
     env=dict(environ),
     stdout=subprocess.PIPE,
     text=True,

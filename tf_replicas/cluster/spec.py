@@ -281,8 +281,10 @@ def from_tf_config(
   if not spec.is_distributed and (task is None or task.job != "evaluator"):
     return None
   if task is None:
-    rule = 'must have the key "task", with the "type" and the "index" of this'
-    raise ClusterError(f"{source}: {rule} process")
+    raise ClusterError(
+      f'{source}: must have the key "task", with the "type" and the "index" of'
+      " this process"
+    )
   _check_ports_chosen(spec, task)
   return spec, task
 

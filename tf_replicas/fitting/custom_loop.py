@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import keras
@@ -162,7 +163,7 @@ def run(
   log_every_steps: int | None = 10,
   summary_every_steps: int | None = 100,
   checkpoint_every_secs: float | None = 600.0,
-  **settings,
+  **settings: Any,
 ) -> Trained:
   """Trains a replica on a cluster, or alone; returns in the chief only.
 
