@@ -15,7 +15,6 @@ from typing import NoReturn
 from tf_replicas import cluster
 from tf_replicas.cluster import environment
 from tf_replicas.programs import launcher
-from tf_replicas.runtime import processes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,5 +104,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     argv: The command line without the name of the program; None for that of
       this process.
   """
-  with processes.one_line_errors((cluster.ClusterError,)):
-    sys.exit(launch(sys.argv[1:] if argv is None else argv))
+  try:
+    status = launch(sys.argv[1:] if argv is None else argv)
+  except cluster.ClusterError as error:
+    print(f"error: {error}", file=sys.stderr)
+    status = 2
+  sys.exit(status)
