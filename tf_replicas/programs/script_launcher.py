@@ -17,7 +17,6 @@ from tf_replicas.cluster import environment
 from tf_replicas.programs import launcher
 from tf_replicas.runtime import fork_server
 from tf_replicas.runtime import noise
-from tf_replicas.runtime import processes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,5 +122,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     argv: The command line without the name of the program; None for that of
       this process.
   """
-  with processes.one_line_errors((cluster.ClusterError,)):
-    sys.exit(launch(sys.argv[1:] if argv is None else argv))
+  try:
+    status = launch(sys.argv[1:] if argv is None else argv)
+  except cluster.ClusterError as error:
+    print(f"error: {error}", file=sys.stderr)
+    status = 2
+  sys.exit(status)

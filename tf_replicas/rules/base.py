@@ -47,7 +47,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 from typing import NoReturn
-from typing import TypedDict
 
 import tensorflow as tf
 
@@ -482,19 +481,6 @@ class GradientRule(UpdateRule):
       return token._replace(
         global_step=tf.where(ended, token.global_step, step)
       )
-
-
-class OptimizerSettings(TypedDict, total=False):
-  """The settings that all rules with an inner optimizer share."""
-
-  variable_averages: moving_averages.MovingAverages | None
-  variables_to_average: Iterable[tf.Variable | str] | None
-  clip_replica_norm: float | None
-  clip_mean_norm: float | None
-  momentum_correction: bool
-  has_chief_statistics: bool
-  loss_scale: float | None
-  wire_dtype: str | None
 
 
 class OptimizerRule(GradientRule):
