@@ -426,12 +426,12 @@ class _Loop(keras.callbacks.Callback):
     self._rates = _rates(model)
     self._rate = math.nan
 
-  def run(self, *, batch_size: int | None, verbose: str | int, **arguments):
+  def run(self, *, batch_size: int | None, **arguments):
     """Calls `keras.Model.fit`, with `batch_size` for validation."""
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
     bars = []
-    if verbose and not any(
+    if arguments["verbose"] and not any(
       isinstance(callback, keras.callbacks.ProgbarLogger)
       for callback in self._callbacks
     ):
@@ -447,7 +447,6 @@ class _Loop(keras.callbacks.Callback):
           initial_epoch=self._initial_epoch,
           shuffle=False,
           callbacks=[*self._callbacks, self, *bars],
-          verbose=verbose,
           validation_batch_size=batch_size,
           **arguments,
         )
