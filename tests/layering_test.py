@@ -40,6 +40,7 @@ READS_ENVIRONMENT = (
   "programs",
   "fitting",
   "cluster.local_cluster",
+  "runtime.fork_server",
   "runtime.noise",
 )
 USES_PRIVATE_TENSORFLOW = ("runtime",)

@@ -36,12 +36,6 @@ def train_flags(train_dir, *more: str) -> list[str]:
   ]
 
 
-def children_of(pid: int) -> list[int]:
-  """Ids of the processes that a process has started."""
-  path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
-  return [int(child) for child in path.read_text().split()]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
   """A run of both drivers: 20 steps between-graph, 20 more in-graph."""
@@ -268,7 +262,7 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
     binaries.command(MODULE, *flags), environ=binaries.environ()
   ) as process:
     output = trials.read_until("step 10,", process)
-    tasks = children_of(process.pid)
+    _, *tasks = trials.descendants(process.pid)  # After the fork server.
     assert len(tasks) == 3, output
     if hangs:
       os.kill(tasks[-1], signal.SIGSTOP)
@@ -299,7 +293,7 @@ def test_the_death_of_a_parameter_server_ends_the_training(
     binaries.command(MODULE, *flags), environ=binaries.environ()
   ) as process:
     output = trials.read_until("step 10,", process)
-    tasks = children_of(process.pid)
+    tasks = trials.descendants(process.pid)
     (ps,) = (
       task
       for task in tasks

@@ -27,7 +27,8 @@ def _launch(*flags: str, case: str, **arguments) -> tuple[dict, str]:
   """What the chief printed, and the whole output."""
   result = subprocess.run(
     [
-      *(sys.executable, "-m", "tf_replicas.launch", *flags),
+      *(sys.executable, "-m", "tf_replicas.launch"),
+      *("--preload", *flags),
       *(str(_TASK), case, json.dumps(arguments)),
     ],
     cwd=_ROOT,

@@ -171,6 +171,20 @@ def test_summaries_are_in_the_event_file(tmp_path):
   }
 
 
+def test_a_missing_tensorboard_is_named_and_ends_nothing(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setitem(sys.modules, "tensorboard", None)
+  summaries = reports.Summaries(tmp_path)
+  summaries.write(1, {"loss": 1.0})
+  summaries.close()
+  assert capsys.readouterr().out == (
+    "No summaries are written, as the package tensorboard is not installed:"
+    " pip install tf-replicas[tensorboard]\n"
+  )
+  assert not list(tmp_path.iterdir())
+
+
 def test_summaries_without_a_directory_write_nothing(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   summaries = reports.Summaries(None)

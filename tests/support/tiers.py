@@ -62,6 +62,8 @@ EXCEPTIONS = {
   # It starts no process, but trains six programs.
   "tests/fitting/examples_test.py::test_learns_with_keras": "program",
   "tests/fitting/examples_test.py::test_learns_on_a_cluster": "cluster",
+  # By the server that they test.
+  "tests/runtime/fork_server_test.py": "program",
   # By functions of the experiments.
   "tests/experiments/real_processes_test.py::TrainTest": "program",
   # They start no process, but evaluate 1,000 images, build four networks of

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import keras
@@ -20,6 +21,7 @@ import numpy as np
 from tf_replicas import cluster as cluster_module
 from tf_replicas.drivers import base as driver_base
 from tf_replicas.drivers import connection
+from tf_replicas.fitting import arguments
 from tf_replicas.fitting import roles
 from tf_replicas.programs import update_options
 from tf_replicas.replica import model_replica
@@ -114,7 +116,15 @@ def join(
   """
   rule = roles.check_rule(rule)
   roles.check_replication(replication)
-  _check_functions(replica_fn, optimizer_fn)
+  arguments.check_builder(
+    "replica_fn", replica_fn, "builds the replica", keras.Model
+  )
+  arguments.check_builder(
+    "optimizer_fn",
+    optimizer_fn,
+    "makes the optimizer, such as `lambda: keras.optimizers.Adam()`",
+    keras.optimizers.Optimizer,
+  )
   part = roles.take(
     replication=replication,
     cluster=cluster,
@@ -153,7 +163,7 @@ def run(
   log_every_steps: int | None = 10,
   summary_every_steps: int | None = 100,
   checkpoint_every_secs: float | None = 600.0,
-  **arguments,
+  **settings: Any,
 ) -> Trained:
   """Trains a replica on a cluster, or alone; returns in the chief only.
 
@@ -171,7 +181,7 @@ def run(
     summary_every_steps: Updates between two summaries; None for no summaries.
     checkpoint_every_secs: Seconds between two checkpoints; None for no
       checkpoints in between. One is always written at the end.
-    **arguments: Keyword arguments of `join`, such as `rule`.
+    **settings: Keyword arguments of `join`, such as `rule`.
 
   Returns:
     The trained values, with loss and metrics.
@@ -184,7 +194,7 @@ def run(
     TimeoutError: If another task does not start in time.
     checkpoints.CheckpointError: If `train_dir` holds another model.
   """
-  with join(replica_fn, optimizer_fn, **arguments) as driver:
+  with join(replica_fn, optimizer_fn, **settings) as driver:
     driver.stop_at(max_steps)
     session = training.Session(
       train_dir,
@@ -202,7 +212,7 @@ def run(
     )
     step = session.run(steps, wake=driver.interrupt)
     averages = {}
-    if arguments.get("variable_averages") is not None:
+    if settings.get("variable_averages") is not None:
       averages = driver.values(averaged=True)
     return Trained(step, steps.loss, steps.metrics, driver.values(), averages)
 
@@ -237,26 +247,6 @@ def _is_optional(name: str) -> bool:
   return name.startswith(roles.OPTIONAL_STATE) or metric_sums.is_own(
     name.removeprefix("variables/")
   )
-
-
-def _check_functions(replica_fn: object, optimizer_fn: object) -> None:
-  """Raises TypeError for a model or an optimizer in place of a function.
-
-  Variables made before this process connects to the cluster are lost.
-  """
-  if not callable(replica_fn) or isinstance(replica_fn, keras.Model):
-    raise TypeError(
-      "`replica_fn` must be a function that builds the replica: it is called"
-      f" in every task. Received: {replica_fn!r:.200}."
-    )
-  if not callable(optimizer_fn) or isinstance(
-    optimizer_fn, keras.optimizers.Optimizer
-  ):
-    raise TypeError(
-      "`optimizer_fn` must be a function that makes the optimizer, such as"
-      " `lambda: keras.optimizers.Adam()`: it is called in every task."
-      f" Received: {optimizer_fn!r:.200}."
-    )
 
 
 def _replica(

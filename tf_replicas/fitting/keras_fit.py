@@ -8,6 +8,7 @@ model.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -151,7 +153,7 @@ def fit(
       TensorFlow, Keras or this library, or if `x` yields nothing.
     TimeoutError: If another task does not start in time.
   """
-  arguments.check_loop(
+  arguments.check(
     epochs=epochs,
     initial_epoch=initial_epoch,
     verbose=verbose,
@@ -164,14 +166,12 @@ def fit(
     train_dir=train_dir,
     log=log,
   )
+  arguments.check_epochs(initial_epoch, epochs)
   rule = roles.check_rule(rule)
   roles.check_replication(replication)
-  if not callable(model_fn) or isinstance(model_fn, keras.Model):
-    raise TypeError(
-      "`model_fn` must be a function that builds and compiles the model: it is"
-      f" called in every task. Received: {model_fn!r}."
-    )
-  arguments.check_function("model_fn", model_fn, 0)
+  arguments.check_builder(
+    "model_fn", model_fn, "builds and compiles the model", keras.Model
+  )
   part = roles.take(
     replication=replication,
     cluster=cluster,
@@ -210,7 +210,7 @@ def fit(
     rule,
     num_replicas,
     contributions,
-    towers=part.devices,
+    part.devices,
   )
   if part.role is not None:
     data_module.check_can_connect(x, "x")
@@ -221,6 +221,8 @@ def fit(
   task.driver = driver
   if not driver.is_chief:
     roles.contribute(driver)
+  model = task.model
+  assert model is not None
   with driver:
     if verbose and part.is_replicated:
       count = contributions * max(1, len(part.devices))
@@ -230,12 +232,10 @@ def fit(
       validation_data, validation_steps
     )
     if validation_spec is not None:
-      compiled_model.check_data(
-        task.model, validation_spec, "validation_data: "
-      )
+      compiled_model.check_data(model, validation_spec, "validation_data: ")
     loop = _Loop(
       driver,
-      task.model,
+      model,
       task.data.steps_per_epoch,
       train_dir=train_dir,
       checkpoint_every_secs=checkpoint_every_secs,
@@ -275,50 +275,47 @@ def _part_size(
   return None if rest else size
 
 
+@dataclasses.dataclass(eq=False)
 class _Task:
   """Builds replica and update rule for the driver of this task.
 
   Attributes:
+    model_fn: Builds the model.
+    data_fn: Makes the training data.
+    rule: The update rule.
+    num_replicas: Number of replicas.
+    num_contributions: Number of contributions in an update.
+    towers: Devices of the towers; none for the default device.
     model: The model; None until `replica` has been called.
     driver: The driver; None until the caller sets it.
   """
 
-  def __init__(
-    self,
-    model_fn: Callable[[], keras.Model],
-    data_fn: Callable[[], data_module.TrainingData],
-    rule: update_options.UpdateSettings,
-    num_replicas: int,
-    num_contributions: int,
-    *,
-    towers: Sequence[str],
-  ):
-    self.model: keras.Model | None = None
-    self.driver: driver_base.Driver | None = None
-    self._model_fn = model_fn
-    self._data_fn = data_fn
-    self._rule = rule
-    self._num_replicas = num_replicas
-    self._num_contributions = num_contributions
-    self._towers = towers
+  model_fn: Callable[[], keras.Model]
+  data_fn: Callable[[], data_module.TrainingData]
+  rule: update_options.UpdateSettings
+  num_replicas: int
+  num_contributions: int
+  towers: Sequence[str]
+  model: keras.Model | None = None
+  driver: driver_base.Driver | None = None
 
   @functools.cached_property
   def data(self) -> data_module.TrainingData:
     """The training data."""
-    return self._data_fn()
+    return self.data_fn()
 
   def replica(self) -> compiled_model.CompiledReplica:
     """Builds the model and makes its replica."""
     spec = self.data.spec
     with keras_internals.names_from_the_start():
-      self.model = self._model_fn()
-    _check_is_new(self.model)
-    compiled_model.build(self.model, spec)
+      model = self.model = self.model_fn()
+    _check_is_new(model)
+    compiled_model.build(model, spec)
     return compiled_model.replica(
-      self.model,
+      model,
       self._dataset,
-      num_contributions=self._num_contributions,
-      devices=self._towers,
+      num_contributions=self.num_contributions,
+      devices=self.towers,
     )
 
   def _dataset(self, num_shards, index, start) -> tf.data.Dataset:
@@ -336,13 +333,13 @@ class _Task:
   def new_rule(self):
     """Makes the update rule around a copy of the model's optimizer."""
     assert self.model is not None
-    make = update_options.rule_fn(self._rule, self._num_replicas)
+    make = update_options.rule_fn(self.rule, self.num_replicas)
     count = len(compiled_model.phases(self.model))
-    if count > 1 and self._rule.all_rules != (update_options.SYNC,):
+    if count > 1 and self.rule.all_rules != (update_options.SYNC,):
       raise ValueError(
         "`rule` must be made by `Sync` for a model whose `train_step` applies"
         " gradients several times, each time to what the time before has made."
-        f" Received: {self._rule}, and {count} times."
+        f" Received: {self.rule}, and {count} times."
       )
     optimizer, common = compiled_model.inner_optimizer_of(self.model)
     return make(optimizer, **common)
@@ -426,12 +423,12 @@ class _Loop(keras.callbacks.Callback):
     self._rates = _rates(model)
     self._rate = math.nan
 
-  def run(self, *, batch_size: int | None, **arguments):
+  def run(self, *, batch_size: int | None, verbose: Any, **arguments):
     """Calls `keras.Model.fit`, with `batch_size` for validation."""
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
     bars = []
-    if arguments["verbose"] and not any(
+    if verbose and not any(
       isinstance(callback, keras.callbacks.ProgbarLogger)
       for callback in self._callbacks
     ):
@@ -447,6 +444,7 @@ class _Loop(keras.callbacks.Callback):
           initial_epoch=self._initial_epoch,
           shuffle=False,
           callbacks=[*self._callbacks, self, *bars],
+          verbose=verbose,
           validation_batch_size=batch_size,
           **arguments,
         )

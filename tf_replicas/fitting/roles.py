@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 from typing import NoReturn
 
 import tensorflow as tf
@@ -46,7 +47,7 @@ _DRIVERS = {
 _Role = tuple[cluster_module.ClusterSpec, cluster_module.Task]
 
 
-def Sync(**settings) -> update_options.UpdateSettings:
+def Sync(**settings: Any) -> update_options.UpdateSettings:
   """Makes the rule of synchronous updates.
 
   With `replicas_to_aggregate` below the number of replicas, the others are
@@ -62,7 +63,7 @@ def Sync(**settings) -> update_options.UpdateSettings:
   return update_options.UpdateSettings(rules=("sync",), **settings)
 
 
-def Async(*rules: str, **settings) -> update_options.UpdateSettings:
+def Async(*rules: str, **settings: Any) -> update_options.UpdateSettings:
   """Makes a rule of asynchronous updates.
 
   Args:
@@ -77,7 +78,7 @@ def Async(*rules: str, **settings) -> update_options.UpdateSettings:
   return update_options.UpdateSettings(rules=rules or ("async",), **settings)
 
 
-def Periodic(rule: str, **settings) -> update_options.UpdateSettings:
+def Periodic(rule: str, **settings: Any) -> update_options.UpdateSettings:
   """Makes a rule with which each replica trains a copy of the variables.
 
   The copies are exchanged periodically.

@@ -272,7 +272,8 @@ def _define_device_flags() -> None:
     "cluster_spec",
     str,
     None,
-    "Path of a cluster-spec JSON",
+    "Path of a cluster-spec JSON, or the name of one that the package holds,"
+    " such as local_1ps_2workers",
     group=run_options.DEVICES,
   )
   fields.define_flags(run_options.Options, [run_options.DEVICES])

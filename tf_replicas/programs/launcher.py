@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -11,10 +12,12 @@ import tempfile
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 
 from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import run_options
+from tf_replicas.runtime import fork_server
 from tf_replicas.runtime import noise
 from tf_replicas.session import console
 
@@ -57,8 +60,7 @@ def run(
     if options.spec.is_distributed:
       raise
     _say("interrupted")
-    is_sigterm = interrupt.args == ("SIGTERM",)
-    return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
+    return _status(interrupt)
   return 0
 
 
@@ -112,35 +114,124 @@ def _launch(
   options = dataclasses.replace(options, spec=spec)
   # The chief says the rest, whoever starts it.
   _say(run_options.describe_cluster(spec))
-  echo = _Echo()
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, _interrupt)
-  log_dir = pathlib.Path(options.train_dir) / "logs"
+  environ = noise.environ()
+  with (
+    contextlib.closing(_Echo()) as echo,
+    fork_server.ForkServer(environ) as server,
+  ):
+    return run_tasks(
+      spec,
+      lambda path, task: command(path, task, options.threads),
+      log_dir=os.path.join(options.train_dir, "logs"),
+      environ=environ,
+      echo=echo,
+      # A new process could not join the all-reduce of the others.
+      max_restarts=0 if options.is_mirrored else 3,
+      popen=server.popen,
+    )
+
+
+def run_tasks(
+  spec: cluster.ClusterSpec,
+  command: Callable[[str, cluster.Task], Sequence[str]],
+  **settings: Any,
+) -> int:
+  """Starts all tasks of this machine and waits until they end.
+
+  Args:
+    spec: The cluster, with its ports chosen.
+    command: Maps (path of the cluster spec, task) to the task's command line.
+    **settings: Further arguments of `LocalCluster`.
+
+  Returns:
+    The exit status: 0 if all tasks succeeded, else that of the first task that
+    failed, or 128 + the signal that interrupted this process.
+  """
   with tempfile.TemporaryDirectory() as directory:
     path = os.path.join(directory, "cluster.json")
     pathlib.Path(path).write_text(spec.to_json(), encoding="utf-8")
     tasks = local_cluster.LocalCluster(
       spec,
-      lambda task: command(path, task, options.threads),
-      log_dir=log_dir,
-      environ=noise.environ(),
-      echo=echo,
-      # A new process could not join the all-reduce of the others.
-      max_restarts=0 if options.is_mirrored else 3,
+      functools.partial(command, path),
+      **settings,
     )
-    with tasks, contextlib.closing(echo):
-      tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
+    with tasks:
+      tasks.start()
       try:
         return tasks.wait()
       except KeyboardInterrupt as interrupt:
         _say("[launcher] interrupted; ending all tasks")
-        is_sigterm = interrupt.args == (signal.SIGTERM,)
-        return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
+        return _status(interrupt)
+
+
+def local_spec(
+  given: cluster.ClusterSpec | str | None,
+  *,
+  ps: int,
+  workers: int,
+  chief: bool,
+  needs_all: bool,
+  prefix: str = "",
+) -> cluster.ClusterSpec:
+  """Makes the spec of a cluster on this machine, with free ports chosen.
+
+  Args:
+    given: A cluster spec, or the path of one, to use in place of a new one.
+    ps: Number of parameter servers.
+    workers: Number of workers.
+    chief: Whether to add a task for the chief.
+    needs_all: Whether every task must be on this machine, not only one.
+    prefix: Stands before the names of `ps` and `workers` in errors.
+
+  Returns:
+    The cluster spec.
+
+  Raises:
+    cluster.ClusterError: If a number is less than 1, or `given` is invalid.
+  """
+  if given is None:
+    for name, value in (("ps", ps), ("workers", workers)):
+      if not isinstance(value, int) or value < 1:
+        raise cluster.ClusterError(
+          f"`{prefix}{name}` must be at least 1. Received: {value!r}."
+        )
+    jobs = {"ps": ps, "worker": workers, "chief": int(chief)}
+    jobs = {job: ["localhost:0"] * n for job, n in jobs.items() if n}
+    spec = cluster.parse({"cluster": jobs})
+  else:
+    is_spec = isinstance(given, cluster.ClusterSpec)
+    spec = given if is_spec else cluster.load(given)
+  local, tasks = spec.local_tasks(), spec.tasks()
+  if not spec.is_distributed or not local or (needs_all and local != tasks):
+    found = [spec.address(task) for task in tasks] if spec.jobs else []
+    rule = "a task at an address of this machine: correct the addresses, or"
+    rule += " run this program on one of their machines"
+    if needs_all:
+      rule = "all its tasks on this machine, and at least two"
+    raise cluster.ClusterError(
+      f"{spec.where}`cluster` must have {rule}. Received:"
+      f" {', '.join(found) or 'no tasks'}."
+    )
+  return cluster.resolve_ports(spec)
 
 
 def _interrupt(signum, frame):
   """Makes SIGTERM end the tasks as Ctrl-C does."""
-  raise KeyboardInterrupt(signal.Signals(signum))
+  raise KeyboardInterrupt("SIGTERM")
+
+
+def _status(interrupt: KeyboardInterrupt) -> int:
+  """Returns the exit status of a process that was interrupted."""
+  is_sigterm = interrupt.args == ("SIGTERM",)
+  return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
+
+
+def echo(line: str) -> None:
+  """Prints a line of a task, unless it is noise of TensorFlow."""
+  if not noise.is_noise(line):
+    _say(line)
 
 
 class _Echo:

@@ -574,28 +574,25 @@ def describe(options: Options, workload: Workload) -> str:
 
 
 def _describe_replicas(options: Options, workload: Workload) -> str:
-  spec, replicas = options.spec, options.replicas
-  towers = options.num_towers
-  if not spec.is_distributed:
-    on = "mirrored" if options.is_mirrored else "on cpu"
-    name = "replica" if options.is_mirrored else "tower"
+  """Returns the line about replicas and batches, below that of the cluster."""
+  number = options.num_towers
+  effective = f"effective batch {options.effective_batch(workload.batch_size)}"
+  if options.is_mirrored or not options.spec.is_distributed:
+    on, name = ("mirrored", "replica")
+    if not options.is_mirrored:
+      on, name = ("on cpu", "tower")
+    where = "one process"
+    if options.spec.is_distributed:
+      where = f"replication: {options.replication}"
     return (
-      f"one process, variables {on}: updates from {towers} {name}"
-      f"{'s' if towers > 1 else ''} of batch {workload.batch_size}: effective"
-      f" batch {options.effective_batch(workload.batch_size)}"
-    )
-  effective = options.effective_batch(workload.batch_size)
-  if options.is_mirrored:
-    return (
-      f"replication: {options.replication}, variables mirrored: updates from"
-      f" {towers} replicas of batch {workload.batch_size}: effective batch"
-      f" {effective}"
+      f"{where}, variables {on}: updates from {number} {name}"
+      f"{'s' if number > 1 else ''} of batch {workload.batch_size}: {effective}"
     )
   line = describe_updates(
     options.replication,
     options.update,
-    len(replicas),
-    num_towers=towers // len(replicas),
+    len(options.replicas),
+    num_towers=number // len(options.replicas),
     batch_size=workload.batch_size,
   )
-  return f"{line}: effective batch {effective}"
+  return f"{line}: {effective}"

@@ -47,6 +47,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 from typing import NoReturn
+from typing import TypedDict
 
 import tensorflow as tf
 
@@ -483,6 +484,19 @@ class GradientRule(UpdateRule):
       )
 
 
+class OptimizerSettings(TypedDict, total=False):
+  """The settings that all rules with an inner optimizer share."""
+
+  variable_averages: moving_averages.MovingAverages | None
+  variables_to_average: Iterable[tf.Variable | str] | None
+  clip_replica_norm: float | None
+  clip_mean_norm: float | None
+  momentum_correction: bool
+  has_chief_statistics: bool
+  loss_scale: float | None
+  wire_dtype: str | None
+
+
 class OptimizerRule(GradientRule):
   """A rule that updates variables with an *inner optimizer*, the user's.
 
@@ -655,8 +669,8 @@ class OptimizerRule(GradientRule):
     Raises:
       ValueError: If a variable is not in the store.
     """
-    gradients, moves = gradient_math.in_order(self._store, grads_and_vars)
-    return self.finish_gradients([*gradients, *moves])
+    ordered = gradient_math.in_order(self._store, grads_and_vars)
+    return self.finish_gradients(ordered)
 
   def set_learning_rate(self, rate: float) -> None:
     """Sets the inner optimizer's learning rate, from the next update on.

@@ -104,12 +104,12 @@ def _check_gpus(gpus: Sequence[int], num_existing: int) -> None:
     raise ValueError(f"`gpus` must be distinct. Received: {list(gpus)}.")
   if all(0 <= number < num_existing for number in gpus):
     return
+  rule = "`gpus` must be empty, as TensorFlow finds no GPU on this machine"
   if num_existing:
-    rule = f"`gpus` must be among {list(range(num_existing))}, the GPUs of this"
-  else:
-    rule = "`gpus` must be empty, as TensorFlow finds no GPU on this"
+    numbers = list(range(num_existing))
+    rule = f"`gpus` must be among {numbers}, the GPUs of this machine"
   raise ValueError(
-    f"{rule} machine. Received: {list(gpus)}. To use CPU devices instead, give"
+    f"{rule}. Received: {list(gpus)}. To use CPU devices instead, give"
     " --emulate_gpus."
   )
 

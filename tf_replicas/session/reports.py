@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import math
 import os
+from collections.abc import Callable
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,13 +19,26 @@ from tf_replicas.session import console as console_lib
 class Summaries:
   """Writes summaries for TensorBoard."""
 
-  def __init__(self, directory: str | os.PathLike[str] | None):
-    """Opens an event file.
+  def __init__(
+    self,
+    directory: str | os.PathLike[str] | None,
+    *,
+    log: Callable[[str], None] = print,
+  ):
+    """Opens an event file, or says in one line that TensorBoard is missing.
 
     Args:
       directory: The directory of the file; None writes nothing.
+      log: Takes the line.
     """
     self._device = resources.this_device()
+    # `tf.summary.scalar` is a function of this package.
+    if directory is not None and not importlib.util.find_spec("tensorboard"):
+      log(
+        "No summaries are written, as the package tensorboard is not"
+        " installed: pip install tf-replicas[tensorboard]"
+      )
+      directory = None
     if directory is None:
       self._writer = tf.summary.create_noop_writer()
     else:

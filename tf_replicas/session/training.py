@@ -70,7 +70,6 @@ class Session:
     checkpoint_every_secs: float | None = 600.0,
     keep_checkpoints: int | None = 5,
     is_optional: Callable[[str], bool] | None = None,
-    progress_bar: bool | None = None,
     clock: Callable[[], float] = time.time,
   ):
     """Initializes the session, without reading or writing files.
@@ -91,7 +90,6 @@ class Session:
         all.
       is_optional: Maps a name in a checkpoint to whether it may be missing or
         different; see `checkpoints.restore`.
-      progress_bar: Whether to draw one; None: if stdout is a terminal.
       clock: Returns the time in seconds since 1970.
 
     Raises:
@@ -121,7 +119,7 @@ class Session:
     self._keep_checkpoints = keep_checkpoints
     self._is_optional = is_optional
     self._clock = clock
-    self._console = console.Console(has_bar=progress_bar if is_chief else False)
+    self._console = console.Console(has_bar=None if is_chief else False)
     self._start_step: int | None = None
     self._saved_at = 0.0
     self._saved_step: int | None = None
@@ -205,7 +203,9 @@ class Session:
 
   def _open_reporter(self, now: float) -> reports.Reporter:
     writes_summaries = self._is_writer and self._summary_every_steps is not None
-    summaries = reports.Summaries(self._train_dir if writes_summaries else None)
+    summaries = reports.Summaries(
+      self._train_dir if writes_summaries else None, log=self._console.log
+    )
     return reports.Reporter(
       self._console,
       summaries,
