@@ -30,7 +30,8 @@ def replica_fn() -> tf_replicas.Replica:
       keras.Input([3]),
       keras.layers.Dense(32, activation="relu", name="hidden"),
       keras.layers.Dense(3, name="output"),
-    ]
+    ],
+    name="classifier",  # Checkpoints know the variables by their names.
   )
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
   return tf_replicas.keras_replica(model, loss, dataset_fn)
