@@ -60,10 +60,11 @@ The library uses private names of TensorFlow and Keras (in
 makes an empty environment with these versions and a wheel of the checkout.
 There it runs the README's example on 1 parameter server and 2 workers, the
 tests of one training on real processes
-(`{cluster_tests}`), and all tests that start no process (`python -m pytest -m unit`). It stores the
-figures in `experiments/results/versions.json`, and writes this page from that
-file. `python -m benchmarks.versions --resolve` finds the triples of versions
-that can be installed together.
+(`{cluster_tests}`), and all tests that
+start no process (`python -m pytest -m unit`). It stores the figures in
+`experiments/results/versions.json`, and writes this page from that file.
+`python -m benchmarks.versions --resolve` finds the triples of versions that can
+be installed together.
 
 With TensorFlow 2.16 and 2.17, the extra `tfds` also needs
 `pip install --no-deps "tensorflow-metadata<1.17"`: newer ones need a newer
