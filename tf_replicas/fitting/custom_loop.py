@@ -98,8 +98,8 @@ def join(
       task.
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
       other at the start.
-    log: Called with each line of the log of a task that serves: a parameter
-      server or an in-graph worker.
+    log: Called with each line of the log of a task that serves (a parameter
+      server or an in-graph worker), and with the chief's line about replicas.
 
   Yields:
     The driver, in the chief.
@@ -132,12 +132,14 @@ def join(
   }
   common = {name: value for name, value in common.items() if value is not None}
   driver = part.driver(
-    functools.partial(_replica, replica_fn, part.devices),
+    functools.partial(_replica, replica_fn, part),
     lambda: new_rule(optimizer_fn(), **common),
   )
   if not driver.is_chief:
     roles.contribute(driver)
   with driver:
+    if part.is_replicated:
+      log(part.describe(rule))
     yield driver
   connection.disconnect()
 
@@ -258,9 +260,14 @@ def _check_functions(replica_fn: object, optimizer_fn: object) -> None:
 
 
 def _replica(
-  replica_fn: Callable[[], model_replica.Replica], devices: Sequence[str]
+  replica_fn: Callable[[], model_replica.Replica], part: roles.Part
 ) -> model_replica.Replica:
-  """Builds the replica, on the given devices unless it has devices itself."""
+  """Builds the replica, on the part's devices unless it has devices itself.
+
+  Raises:
+    TypeError: If the result is not a replica.
+    cluster.ClusterError: If the replica ignores the `layers` of the spec.
+  """
   replica = replica_fn()
   if not isinstance(replica, model_replica.Replica):
     raise TypeError(
@@ -268,6 +275,13 @@ def _replica(
       " `keras_replica` or `module_replica`. Received:"
       f" {replica!r:.200}."
     )
-  if devices and not replica.devices:
-    replica = dataclasses.replace(replica, devices=devices)
+  if part.role is not None and part.role[0].layers and replica.layers is None:
+    spec = part.role[0]
+    raise cluster_module.ClusterError(
+      f"{spec.where}`layers` must be absent unless the replica places its"
+      " layers: give `keras_replica` the result of `place_layers`. Received:"
+      f" {dict(spec.layers)}."
+    )
+  if part.devices and not replica.devices:
+    replica = dataclasses.replace(replica, devices=part.devices)
   return replica

@@ -1,13 +1,15 @@
 """Trains a compiled Keras model on a cluster, with Keras' own training loop.
 
 `keras.Model.fit` runs unchanged in the chief: epochs, callbacks, validation,
-history and progress bar are Keras'. Only its training function is replaced. The
-replacement makes updates with a driver, the object that runs updates on the
-cluster, and loads the results into the chief's model.
+and history are Keras'. Only its training function is replaced; its progress bar
+also shows the learning rate. The replacement makes updates with a driver, the
+object that runs updates on the cluster, and loads the results into the chief's
+model.
 """
 
 import contextlib
 import functools
+import math
 import os
 import re
 import time
@@ -26,6 +28,7 @@ from tf_replicas.drivers import connection
 from tf_replicas.fitting import arguments
 from tf_replicas.fitting import compiled_model
 from tf_replicas.fitting import data as data_module
+from tf_replicas.fitting import progress
 from tf_replicas.fitting import roles
 from tf_replicas.programs import update_options
 from tf_replicas.runtime import keras_internals
@@ -96,7 +99,9 @@ def fit(
     batch_size: Number of examples in a global batch, if `x` consists of arrays;
       default 32.
     epochs: As in `keras.Model.fit`.
-    verbose: As in `keras.Model.fit`.
+    verbose: As in `keras.Model.fit`. With another value than 0, the chief also
+      prints how many replicas a cluster has, and the learning rate. Where
+      stdout is no terminal, "auto" and 1 print lines instead of a bar.
     callbacks: As in `keras.Model.fit`.
     validation_split: As in `keras.Model.fit`, if `x` consists of arrays.
     validation_data: As in `keras.Model.fit`, or a function without arguments
@@ -125,8 +130,8 @@ def fit(
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
       other at the start.
     seed: Seed of the shuffling.
-    log: Called with each line of the log of a task that serves: a parameter
-      server or an in-graph worker.
+    log: Called with each line of the log of a task that serves (a parameter
+      server or an in-graph worker), and with the chief's line about replicas.
 
   Returns:
     The history. Its `model` has the trained weights and the optimizer's state.
@@ -217,6 +222,9 @@ def fit(
   if not driver.is_chief:
     roles.contribute(driver)
   with driver:
+    if verbose and part.is_replicated:
+      count = contributions * max(1, len(part.devices))
+      log(part.describe(rule, _part_size(x, batch_size, count)))
     arguments.make_directory(train_dir)
     validation_spec = data_module.check_validation(
       validation_data, validation_steps
@@ -246,6 +254,25 @@ def fit(
     vars(history)["contributions"] = dict(counts)
   connection.disconnect()
   return history
+
+
+def _part_size(
+  x: data_module.Source, batch_size: int | None, num_parts: int
+) -> int | None:
+  """Returns the number of examples in each part of a global batch.
+
+  Args:
+    x: The data.
+    batch_size: Number of examples in a global batch of arrays; None for 32.
+    num_parts: Number of parts.
+
+  Returns:
+    The number; None if it is not known, or not the same in all parts.
+  """
+  if callable(x) or isinstance(x, tf.data.Dataset):
+    return None
+  size, rest = divmod(batch_size or 32, num_parts)
+  return None if rest else size
 
 
 class _Task:
@@ -397,11 +424,18 @@ class _Loop(keras.callbacks.Callback):
     # callbacks change; None if there is nothing to compare.
     self._loaded: list[np.ndarray] | None = None
     self._rates = _rates(model)
+    self._rate = math.nan
 
-  def run(self, *, batch_size: int | None, **arguments):
+  def run(self, *, batch_size: int | None, verbose: str | int, **arguments):
     """Calls `keras.Model.fit`, with `batch_size` for validation."""
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
+    bars = []
+    if verbose and not any(
+      isinstance(callback, keras.callbacks.ProgbarLogger)
+      for callback in self._callbacks
+    ):
+      bars.append(progress.Progress(lambda: self._rate))
     with interrupts.deferred(self._driver.interrupt) as make_step:
       self._make_step = make_step
       model.__dict__["train_function"] = self._train
@@ -412,7 +446,8 @@ class _Loop(keras.callbacks.Callback):
           epochs=self._epochs,
           initial_epoch=self._initial_epoch,
           shuffle=False,
-          callbacks=[*self._callbacks, self],
+          callbacks=[*self._callbacks, self, *bars],
+          verbose=verbose,
           validation_batch_size=batch_size,
           **arguments,
         )
@@ -469,7 +504,10 @@ class _Loop(keras.callbacks.Callback):
     while self._step < self._target:
       step_fn = functools.partial(self._driver.step, last - self._step)
       with _one_line_op_errors():
-        self._step = self._make_step(step_fn).global_step
+        result = self._make_step(step_fn)
+      self._step = result.global_step
+      if self._per_batch == 1:  # Otherwise each optimizer has its own.
+        self._rate = result.scalars.get("learning_rate", math.nan)
     if self._sees_batches or self._target == self._epoch_end:
       self._load()
     elif self._logs and time.monotonic() - self._read_at < _READ_SECS:

@@ -28,7 +28,8 @@ from tf_replicas import cluster as cluster_module
 from tf_replicas.cluster import environment
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import function_task
-from tf_replicas.programs import launcher
+from tf_replicas.runtime import fork_server
+from tf_replicas.runtime import noise
 
 # The time for other tasks to report their own errors after one has failed, and
 # for them to end once the chief's function has returned.
@@ -133,19 +134,21 @@ class LocalTraining:
     self._error: BaseException | None = None
     self._closing = threading.Event()
     self._ended = threading.Event()
+    environ = {
+      **noise.environ(),
+      environment.CLUSTER_SPEC: spec.to_json(),
+      "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+    }
+    self._fork_server = fork_server.ForkServer(environ)
     self._tasks = local_cluster.LocalCluster(
       spec,
       self._command,
       log_dir=None,
-      environ={
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        **os.environ,
-        environment.CLUSTER_SPEC: spec.to_json(),
-        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
-      },
+      environ=environ,
       echo=self._echo,
       max_restarts=max_restarts,
       inherited=self._pipe,
+      popen=self._fork_server.popen,
     )
     self._order = sorted(spec.local_tasks(), key=lambda t: t.job != "ps")
     # This thread starts the tasks: the kernel ends them with the thread that
@@ -226,7 +229,7 @@ class LocalTraining:
   def _supervise(self) -> None:
     """Starts the tasks, waits for the end of the training, and ends them."""
     try:
-      with self._tasks:
+      with self._fork_server, self._tasks:
         self._tasks.start(*self._order)
         failure = self._await_end()
       for listener in self._listeners:
@@ -305,7 +308,7 @@ class LocalTraining:
           self._closing.set()
 
   def _echo(self, line: str) -> None:
-    if not launcher.NOISE.match(line):
+    if not noise.is_noise(line):
       self._lines.append(line)
       self._log(line)
 

@@ -15,20 +15,15 @@ from collections.abc import Sequence
 from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import run_options
+from tf_replicas.runtime import fork_server
+from tf_replicas.runtime import noise
 from tf_replicas.session import console
 
-# Matches lines that TensorFlow 2.21 prints, behind the name of the task: at
-# every start, whatever its log level; about GPUs where there are none; and once
-# per function of a lost task. The tasks' log files keep these lines.
-NOISE = re.compile(
-  r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
-  r"|E0000 .*failed call to cuInit|To enable the following instructions"
-  r"|E0000 .*Failed to (register|remove) function remotely"
-  r"|Additional GRPC error information|:UNKNOWN:Error received from peer"
-  r"|This could happen if the remote target has been disconnected)"
+_START = re.compile(r"\] training from step (\d+) to (\d+)$")
+_PROGRESS = re.compile(
+  r"\d: step (\d+), (loss = [^\s,]+).*? \([^()]* sec/batch\)"
+  r"(?:; (learning rate [^\s;]+))?"
 )
-
-_PROGRESS = re.compile(r": step (\d+), loss = (\S+) \(")
 
 
 def run(
@@ -76,6 +71,8 @@ def _describe(
   from tf_replicas.runtime import devices
   from tf_replicas.store import parameter_store
 
+  if options.spec.is_distributed:
+    _say(run_options.describe_cluster(options.spec))
   _say(run_options.describe(options, workload))
   tower_devices = []
   if options.devices_per_tower > 1:
@@ -114,23 +111,28 @@ def _launch(
   for task in spec.local_tasks():
     cluster.check_port_free(spec.address(task))
   options = dataclasses.replace(options, spec=spec)
-  _say(run_options.describe(options, workload))
-  echo = _Echo(workload.last_step(options))
+  # The chief says the rest, whoever starts it.
+  _say(run_options.describe_cluster(spec))
+  echo = _Echo()
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, _interrupt)
   log_dir = pathlib.Path(options.train_dir) / "logs"
-  with tempfile.TemporaryDirectory() as directory:
+  environ = noise.environ()
+  with (
+    tempfile.TemporaryDirectory() as directory,
+    fork_server.ForkServer(environ) as server,
+  ):
     path = os.path.join(directory, "cluster.json")
     pathlib.Path(path).write_text(spec.to_json(), encoding="utf-8")
     tasks = local_cluster.LocalCluster(
       spec,
       lambda task: command(path, task, options.threads),
       log_dir=log_dir,
-      # Hides TensorFlow's remarks, unless the user asks for them.
-      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+      environ=environ,
       echo=echo,
       # A new process could not join the all-reduce of the others.
       max_restarts=0 if options.is_mirrored else 3,
+      popen=server.popen,
     )
     with tasks, contextlib.closing(echo):
       tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
@@ -150,23 +152,22 @@ def _interrupt(signum, frame):
 class _Echo:
   """Prints the tasks' lines, and a progress bar on a terminal."""
 
-  def __init__(self, max_steps: int):
+  def __init__(self):
     self._console = console.Console()
-    self._max_steps = max_steps
-    self._has_begun = False
 
   def __call__(self, line: str) -> None:
-    """Prints a line, unless it is noise, and moves the progress bar."""
-    if NOISE.match(line):
+    """Prints a line, unless it is noise, and moves the progress bar.
+
+    The tasks' log files keep the noise.
+    """
+    if noise.is_noise(line):
       return
-    progress = _PROGRESS.search(line)
-    if progress is not None:
-      step, loss = int(progress.group(1)), float(progress.group(2))
-      if not self._has_begun:
-        self._console.open_bar(step, self._max_steps)
-        self._has_begun = True
-      self._console.move_bar(step, loss)
     self._console.log(line)
+    if start := _START.search(line):
+      self._console.open_bar(*map(int, start.groups()))
+    elif progress := _PROGRESS.search(line):
+      step, *notes = progress.groups()
+      self._console.move_bar(int(step), ", ".join(filter(None, notes)))
 
   def close(self) -> None:
     """Ends the progress bar, which stays visible."""

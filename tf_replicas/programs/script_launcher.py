@@ -17,7 +17,7 @@ from typing import NoReturn
 from tf_replicas import cluster
 from tf_replicas.cluster import environment
 from tf_replicas.cluster import local_cluster
-from tf_replicas.programs import launcher
+from tf_replicas.runtime import noise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,7 +83,7 @@ def _spec(options: argparse.Namespace) -> cluster.ClusterSpec:
 
 def _echo(line: str) -> None:
   """Prints a line of a task, unless it is noise of TensorFlow."""
-  if not launcher.NOISE.match(line):
+  if not noise.is_noise(line):
     print(line, flush=True)
 
 
@@ -130,7 +130,7 @@ def launch(argv: list[str]) -> int:
         *options.arguments,
       ],
       log_dir=options.log_dir or directory,
-      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **settings},
+      environ={**noise.environ(), **settings},
       echo=_echo,
       max_restarts=options.max_restarts,
     )

@@ -133,6 +133,14 @@ class UpdateRule(abc.ABC):
 
   # Life.
 
+  def __getattr__(self, name: str) -> NoReturn:
+    """Raises an AttributeError, with a hint for methods of TF1's optimizers."""
+    hint = _TF1_SUCCESSORS.get(name)
+    raise AttributeError(
+      f"{type(self).__name__!r} has no attribute {name!r}"
+      + (f"; {hint}." if hint else ".")
+    )
+
   @abc.abstractmethod
   def build(
     self,
@@ -555,14 +563,6 @@ class OptimizerRule(GradientRule):
     self._clip_replica_norm = clip_replica_norm
     self._clip_mean_norm = clip_mean_norm
     self._loss_scale = loss_scale
-
-  def __getattr__(self, name: str) -> NoReturn:
-    """Raises an AttributeError, with a hint for methods of TF1's optimizers."""
-    hint = _TF1_SUCCESSORS.get(name)
-    raise AttributeError(
-      f"{type(self).__name__!r} has no attribute {name!r}"
-      + (f"; {hint}." if hint else ".")
-    )
 
   def check_built(self) -> None:
     """Raises RuntimeError unless `build` was called."""

@@ -5,7 +5,9 @@ belong together are sent as one vector. A `Layout` knows the position and dtype
 of every field; no other code uses positions.
 """
 
+import itertools
 from collections.abc import Sequence
+from typing import cast
 from typing import Generic
 from typing import NamedTuple
 from typing import TypeVar
@@ -101,14 +103,24 @@ class Layout(Generic[R]):
     Returns:
       A record of tensors of the fields' dtypes.
     """
-    values, begin = [], 0
-    for field in self._fields:
-      value = vector[begin]
-      if field.size is not None:
-        value = vector[begin : begin + field.size]
-      values.append(tf.cast(value, field.dtype))
-      begin += field.size or 1
-    return self._record(*values)
+    values: list[tf.Tensor] = []
+    begin = 0
+    for size, run in itertools.groupby(field.size for field in self._fields):
+      count = len(list(run))
+      if size is None:  # One op for all scalars of the run.
+        end = begin + count
+        part = vector if count == self.size else vector[begin:end]
+        values += cast(list, tf.unstack(part, num=count))
+        begin = end
+        continue
+      for _ in range(count):
+        values.append(vector[begin : begin + size])
+        begin += size
+    fields: list = [
+      tf.cast(value, field.dtype)
+      for value, field in zip(values, self._fields, strict=True)
+    ]
+    return self._record(*fields)
 
   def unpack_rows(self, rows: np.ndarray) -> list[R]:
     """Unpacks the rows of an array.

@@ -29,8 +29,8 @@ class StepResult(NamedTuple):
       not advance; otherwise a loss that is not finite ends training.
     num_examples: The examples, of the whole cluster, in the contributions
       applied since the last result.
-    scalars: More numbers by name for TensorBoard, such as `learning_rate` or
-      `contributions/worker_0/applied`.
+    scalars: More numbers by name for TensorBoard, such as
+      `contributions/worker_0/applied`. `learning_rate` is in the log too.
     histograms: Values by name for histograms in TensorBoard.
     metrics: Numbers by name for the log and TensorBoard, such as those of
       `Replica.metrics`: means over the contributions applied since the last
@@ -190,6 +190,8 @@ class Session:
     step = None if self._state is None else self._start_step
     reporter = self._open_reporter(now)
     with interrupts.deferred(wake) as make, contextlib.closing(reporter):
+      if step is not None and step < self._max_steps:
+        self._console.log(f"training from step {step} to {self._max_steps}")
       self._console.open_bar(step or 0, self._max_steps)
       try:
         step, now = self._loop(lambda: make(step_fn), step, reporter, now)
@@ -211,6 +213,7 @@ class Session:
       summaries,
       log_every_steps=self._log_every_steps,
       summary_every_steps=self._summary_every_steps,
+      max_steps=self._max_steps,
       now=now,
     )
 

@@ -127,6 +127,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     has_chief_statistics: bool = False,
     loss_scale: float | None = None,
     wire_dtype: str | None = None,
+    use_locking: None = None,
     name: str = "sync_replicas",
   ):
     """Wraps `optimizer`.
@@ -142,10 +143,17 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         normalization) are updated from one replica: of those whose
         contributions are used, the one with the smallest index. If False, from
         the mean of all N contributions.
+      use_locking: Not supported: an argument of TF1's class. Must be None.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
     """
+    if use_locking is not None:
+      raise TypeError(
+        "`use_locking` of TF1's optimizer is gone: one synchronous update never"
+        " runs beside another; `AsyncReplicasOptimizer` has `use_locking`."
+        f" Received: {use_locking!r}."
+      )
     if total_num_replicas is None:
       total_num_replicas = replicas_to_aggregate
     rule_base.check_count("replicas_to_aggregate", replicas_to_aggregate)
