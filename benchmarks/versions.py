@@ -59,11 +59,16 @@ The library uses private names of TensorFlow and Keras (in
 `python -m benchmarks.versions --python=3.10 --tensorflow=2.16 --keras=3.8`
 makes an empty environment with these versions and a wheel of the checkout.
 There it runs the README's example on 1 parameter server and 2 workers, the
-tests of one training on real processes (`{cluster_tests}`),
-and all tests that start no process (`python -m pytest -m unit`). It stores the
-figures in `experiments/results/versions.json`, and writes this page from that
-file. `python -m benchmarks.versions --resolve` finds the triples of versions
-that can be installed together.
+tests of one training on real processes
+(`{cluster_tests}`), and all tests that
+start no process (`python -m pytest -m unit`). It stores the figures in
+`experiments/results/versions.json`, and writes this page from that file.
+`python -m benchmarks.versions --resolve` finds the triples of versions that can
+be installed together.
+
+With TensorFlow 2.16 and 2.17, the extra `tfds` also needs
+`pip install --no-deps "tensorflow-metadata<1.17"`: newer ones need a newer
+protobuf than they require. A test of what a version lacks is skipped.
 """
 
 
@@ -158,11 +163,24 @@ def _install(
   major, minor = _minor(tensorflow).split(".")
   tf_keras = f"tf-keras<{major}.{int(minor) + 1}"
   _text([*install, "--no-deps", tf_keras], secs)
+  if int(_version_in(venv, "protobuf").split(".")[0]) < 5:
+    # Later ones need a newer protobuf than they require.
+    _text([*install, "--no-deps", "tensorflow-metadata<1.17"], secs)
   # A release candidate installs keras-nightly, over the same files.
   remove = ["uv", "pip", "uninstall", "--quiet", *install[-2:]]
   _text([*remove, "keras-nightly"], secs)
   _text([*install, "--no-deps", "--reinstall", versions[1]], secs)
   _text([*install, "--no-deps", _ROOT], secs)
+
+
+def _version_in(venv: pathlib.Path, package: str) -> str:
+  """Returns the version of a package in an environment, or of Python."""
+  script = (
+    "import importlib.metadata as m, platform, sys\n"
+    "name = sys.argv[1]\n"
+    "print(platform.python_version() if name == 'python' else m.version(name))"
+  )
+  return _text([venv / "bin" / "python", "-c", script, package], 60).strip()
 
 
 def _tests(python: pathlib.Path, *arguments: str, secs: float) -> dict:
@@ -224,13 +242,10 @@ def run(python: str, tensorflow: str, keras: str) -> dict:
     venv = pathlib.Path(directory, "venv")
     _install(venv, python, tensorflow, keras)
     interpreter = venv / "bin" / "python"
-    script = (
-      "import importlib.metadata as m, platform\n"
-      "print(platform.python_version(), m.version('tensorflow'),"
-      " m.version('keras'))"
-    )
-    found = _text([interpreter, "-c", script], 60).split()
-    row = dict(zip(("python", "tensorflow", "keras"), found, strict=True))
+    row = {
+      name: _version_in(venv, name)
+      for name in ("python", "tensorflow", "keras")
+    }
     print(row, flush=True)
     row["date"] = datetime.date.today().isoformat()
     start = time.monotonic()

@@ -10,6 +10,7 @@ from cifar10 import config as config_lib
 from cifar10 import train
 from tests.programs import calls
 from tests.support import binaries
+from tests.support import optimizers
 from tests.support import trials
 from tf_replicas.session import checkpoints
 
@@ -144,6 +145,7 @@ def test_dry_run_starts_and_downloads_nothing(tmp_path):
 
 def test_an_interrupted_modern_run_ends_as_an_uninterrupted_one(tmp_path):
   """Weights, slots, averages: rate, crops and data go on where they were."""
+  optimizers.require("Muon")
   # Of 128 examples the last 19 are cropped near the middle.
   modern = {"dataset": "synthetic", "batch_size": 16, "learning_rate": 0.05}
   modern["num_epochs"] = 0.00256

@@ -105,11 +105,11 @@ OPTIMIZERS = {
   "adam_schedule": lambda: optimizers.Adam(_schedule()),
   "adamw": lambda: optimizers.AdamW(0.1, weight_decay=0.01),
   "nadam": lambda: optimizers.Nadam(0.1),
-  "adagrad": lambda: optimizers.Adagrad(0.1),
+  "adagrad": lambda: makers.make("Adagrad", 0.1),
   "rmsprop": lambda: optimizers.RMSprop(0.1, momentum=0.9, centered=True),
   "adadelta": lambda: optimizers.Adadelta(1.0),
   "adamax": lambda: optimizers.Adamax(0.1),
-  "ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+  "ftrl": lambda: makers.make("Ftrl", 0.1, l1_regularization_strength=0.01),
   "lion": lambda: optimizers.Lion(0.01),
   "schedule_free": lambda: makers.make("ScheduleFreeAdamW", 0.1),
 }

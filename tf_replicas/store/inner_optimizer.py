@@ -429,6 +429,7 @@ class InnerOptimizer:
     for variable in self.optimizer.variables:
       if isinstance(variable.value, resources.SharedVariable):
         if variable.value.path not in self._owner:
+          _check_scalar(self.optimizer, variable)
           self._common.append(variable)
       elif variable is not self.optimizer.iterations:
         self._copies.append(
@@ -608,6 +609,22 @@ def check_options(
         f"`optimizer` must not use `{option}`; {instead}."
         f" Received: {option}={value}."
       )
+
+
+def _check_scalar(
+  optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> None:
+  """Raises ValueError if a state that is of no variable is not a scalar.
+
+  It is a slot then, as those of Adagrad and Ftrl before Keras 3.10, whose names
+  do not contain the names of their variables.
+  """
+  if variable.shape:
+    raise ValueError(
+      "`optimizer` must name its slots after their variables; a newer Keras may"
+      f" do so. Received: {type(optimizer).__name__} of Keras"
+      f" {keras.__version__}, with {variable.path}."
+    )
 
 
 def _check_velocities(optimizer: Optimizer) -> None:
