@@ -19,6 +19,7 @@ PAGES = {
   for path in [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "examples" / "README.md",
     ROOT / "experiments" / "README.md",
     ROOT / "inception_mini" / "README.md",
   ]

@@ -9,6 +9,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_replicas.runtime import noise
+
+
+def find_gpus() -> list[tf.config.PhysicalDevice]:
+  """Returns the GPUs of this machine, without remarks if there are none."""
+  with noise.hidden_lack_of_gpu():
+    return tf.config.list_physical_devices("GPU")
+
 
 def configure(
   gpus: Sequence[int] | None,
@@ -38,7 +46,7 @@ def configure(
     raise ValueError(
       f"`num_emulated` must not be negative. Received: {num_emulated}."
     )
-  existing = tf.config.list_physical_devices("GPU")
+  existing = find_gpus()
   if num_emulated:
     visible = []
   elif gpus is None:
