@@ -63,7 +63,7 @@ EXAMPLES = {
 # Commands that end at once, and import no TensorFlow.
 RUN = ("-m tf_replicas.kubernetes ", "-c ")
 OTHER_COMMANDS = {
-  *("pip", "docker", "kubectl", "sbatch", "git", "cd", "ls", "mkdir", "kill"),
+  *("pip", "docker", "kubectl", "sbatch", "git", "cd", "ls", "mkdir", "kill", "tail", "cut"),
   *("export", "tensorboard", "nc", "ss", "ruff", "mkdocs", "."),
 }
 
@@ -326,7 +326,7 @@ def _is_of_the_library(message: str) -> bool:
   # What one template leaves open, another one fills.
   return any(
     _is_of_the_library(message[:cut]) and _is_of_the_library(message[cut:])
-    for cut in (match.end() for match in re.finditer("[:;,…] |[.] ", message))
+    for cut in (match.end() for match in re.finditer("[:;,…] |[.] |must (be|have) ", message))
     if cut < len(message)
   )
 
