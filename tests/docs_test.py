@@ -63,8 +63,8 @@ EXAMPLES = {
 # Commands that end at once, and import no TensorFlow.
 RUN = ("-m tf_replicas.kubernetes ", "-c ")
 OTHER_COMMANDS = {
-  *("pip", "docker", "kubectl", "sbatch", "git", "cd", "ls", "mkdir", "kill"),
-  *("export", "tensorboard", "nc", "ss", "ruff", "mkdocs", "."),
+  *("pip", "docker", "kubectl", "sbatch", "git", "export", "tensorboard", "."),
+  *("kill", "tail", "cut"),
 }
 
 
@@ -324,9 +324,10 @@ def _is_of_the_library(message: str) -> bool:
   if re.search(".*".join(map(re.escape, pieces)), _templates()):
     return True
   # What one template leaves open, another one fills.
+  ends = re.finditer("[:;,…] |[.] |must (be|have) ", message)
   return any(
     _is_of_the_library(message[:cut]) and _is_of_the_library(message[cut:])
-    for cut in (match.end() for match in re.finditer("[:;,…] |[.] ", message))
+    for cut in (match.end() for match in ends)
     if cut < len(message)
   )
 

@@ -29,16 +29,20 @@ def command(beginning: str) -> list[str]:
   return [sys.executable, *shlex.split(line)[1:]]
 
 
-def without_numbers(line: str) -> str:
-  return re.sub(r"\d+(\.\d+)?(e-\d+)?", "0", line.strip())
+def without_numbers(line: str) -> tuple[str, str]:
+  """The task of a line, and its text with 0 for each number."""
+  task, text = re.fullmatch(r"(\[.*?\])? ?(.*)", line.rstrip()).groups()
+  return task or "", re.sub(r"\d+(\.\d+)?(e-\d+)?", "0", text)
 
 
 def assert_shown(mark: str, output: str) -> None:
-  """What the page shows is in the output, in this order."""
-  left = iter(map(without_numbers, output.splitlines()))
+  """What the page shows is in the output, in this order for each task."""
+  lines = list(map(without_numbers, output.splitlines()))
+  rest = {}
   for line in block(f"output of: {mark}", "output").splitlines():
-    if line != "...":
-      assert without_numbers(line) in left, f"{line}\n\n{output}"
+    task, text = without_numbers(line)
+    left = rest.setdefault(task, iter(lines))
+    assert (task, text) in left, f"{line}\n\n{output}"
 
 
 def accuracy(output: str) -> float:

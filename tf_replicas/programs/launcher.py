@@ -206,8 +206,10 @@ def local_spec(
   local, tasks = spec.local_tasks(), spec.tasks()
   if not spec.is_distributed or not local or (needs_all and local != tasks):
     found = [spec.address(task) for task in tasks] if spec.jobs else []
-    rule = "a task at an address of this machine: correct the addresses, or"
-    rule += " run this program on one of their machines"
+    rule = (
+      "a task at an address of this machine: correct the addresses, or run this"
+      " program on one of their machines"
+    )
     if needs_all:
       rule = "all its tasks on this machine, and at least two"
     raise cluster.ClusterError(
