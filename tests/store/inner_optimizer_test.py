@@ -10,6 +10,7 @@ import tf_keras
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests.support import optimizers as makers
 from tests.support import stores
 from tf_replicas.session import checkpoints
 from tf_replicas.store import inner_optimizer
@@ -110,12 +111,12 @@ OPTIMIZERS = {
   "adamax": lambda: optimizers.Adamax(0.1),
   "ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
   "lion": lambda: optimizers.Lion(0.01),
-  "schedule_free": lambda: optimizers.ScheduleFreeAdamW(0.1),
+  "schedule_free": lambda: makers.make("ScheduleFreeAdamW", 0.1),
 }
 OF_WHOLE_VARIABLES = {
   "clipnorm": lambda: optimizers.SGD(0.1, clipnorm=0.3),
-  "lamb": lambda: optimizers.Lamb(0.1),
-  "muon": lambda: optimizers.Muon(0.1),
+  "lamb": lambda: makers.make("Lamb", 0.1),
+  "muon": lambda: makers.make("Muon", 0.1),
 }
 
 

@@ -94,29 +94,21 @@ def make(
     ValueError: If an argument is out of range, or the number of updates in an
       epoch is not known.
   """
-  arguments.check_data(
+  arguments.check(
     batch_size=batch_size,
     steps_per_epoch=steps_per_epoch,
     shuffle=shuffle,
     seed=seed,
     class_weight=class_weight,
   )
-  is_dataset = isinstance(x, tf.data.Dataset | datasets.Sendable)
-  is_python = isinstance(x, keras.utils.PyDataset | Iterator)
-  is_function = callable(x) and not is_dataset and not is_python
-  if is_python or is_dataset or is_function:
-    for name, value in (
-      ("y", y),
-      ("sample_weight", sample_weight),
-      ("batch_size", batch_size),
-    ):
+  if yields_batches(x):
+    given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+    for name, value in given.items():
       if value is not None:
         raise ValueError(
           f"`{name}` must not be given if `x` yields batches, which have"
           f" all of it. Received: {arguments.short(value)}."
         )
-  if is_function:
-    return _from_function(x, class_weight, steps_per_epoch, num_contributions)
   if isinstance(x, keras.utils.PyDataset | Iterator):
     return _from_python(
       x, class_weight, steps_per_epoch, num_contributions, num_epochs
@@ -125,6 +117,8 @@ def make(
     return _from_sendable(x, class_weight, steps_per_epoch, num_contributions)
   if isinstance(x, tf.data.Dataset):
     return _from_dataset(x, class_weight, steps_per_epoch, num_contributions)
+  if callable(x):
+    return _from_function(x, class_weight, steps_per_epoch, num_contributions)
   arrays = _arrays(x, y, sample_weight)
   with tf.device("/cpu:0"):
     arrays = tf.nest.map_structure(tf.convert_to_tensor, arrays)
@@ -139,6 +133,12 @@ def make(
     seed,
     num_contributions,
   )
+
+
+def yields_batches(x: Source) -> bool:
+  """Returns whether `x` yields batches, and does not consist of arrays."""
+  kinds = tf.data.Dataset | datasets.Sendable | keras.utils.PyDataset | Iterator
+  return callable(x) or isinstance(x, kinds)
 
 
 def split_validation(
@@ -638,18 +638,15 @@ def check_validation(data: object, steps: int | None = None) -> tuple | None:
     )
   given = tuple(part for part in data if part is not None)
   arrays = tf.nest.map_structure(np.asarray, given)
-  sizes = {a.shape[0] if a.ndim else 0 for a in tf.nest.flatten(arrays)}
-  if len(sizes) != 1 or 0 in sizes:
-    raise ValueError(
-      "`validation_data` must have equally many examples, at least one."
-      f" Received: {sorted(sizes)}."
-    )
-  return tf.nest.map_structure(
+  specs = tf.nest.map_structure(
     lambda a: tf.TensorSpec(
-      [None, *a.shape[1:]],
-      tf.string if a.dtype.kind in "SUO" else tf.as_dtype(a.dtype),
+      a.shape, tf.string if a.dtype.kind in "SUO" else tf.as_dtype(a.dtype)
     ),
     arrays,
+  )
+  _check_specs(specs, None, "validation_data")
+  return tf.nest.map_structure(
+    lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), specs
   )
 
 

@@ -47,6 +47,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 from typing import NoReturn
+from typing import TypedDict
 
 import tensorflow as tf
 
@@ -132,6 +133,14 @@ class UpdateRule(abc.ABC):
   preadmits: bool = False
 
   # Life.
+
+  def __getattr__(self, name: str) -> NoReturn:
+    """Raises an AttributeError, with a hint for methods of TF1's optimizers."""
+    hint = _TF1_SUCCESSORS.get(name)
+    raise AttributeError(
+      f"{type(self).__name__!r} has no attribute {name!r}"
+      + (f"; {hint}." if hint else ".")
+    )
 
   @abc.abstractmethod
   def build(
@@ -475,6 +484,19 @@ class GradientRule(UpdateRule):
       )
 
 
+class OptimizerSettings(TypedDict, total=False):
+  """The settings that all rules with an inner optimizer share."""
+
+  variable_averages: moving_averages.MovingAverages | None
+  variables_to_average: Iterable[tf.Variable | str] | None
+  clip_replica_norm: float | None
+  clip_mean_norm: float | None
+  momentum_correction: bool
+  has_chief_statistics: bool
+  loss_scale: float | None
+  wire_dtype: str | None
+
+
 class OptimizerRule(GradientRule):
   """A rule that updates variables with an *inner optimizer*, the user's.
 
@@ -555,14 +577,6 @@ class OptimizerRule(GradientRule):
     self._clip_replica_norm = clip_replica_norm
     self._clip_mean_norm = clip_mean_norm
     self._loss_scale = loss_scale
-
-  def __getattr__(self, name: str) -> NoReturn:
-    """Raises an AttributeError, with a hint for methods of TF1's optimizers."""
-    hint = _TF1_SUCCESSORS.get(name)
-    raise AttributeError(
-      f"{type(self).__name__!r} has no attribute {name!r}"
-      + (f"; {hint}." if hint else ".")
-    )
 
   def check_built(self) -> None:
     """Raises RuntimeError unless `build` was called."""
@@ -655,8 +669,8 @@ class OptimizerRule(GradientRule):
     Raises:
       ValueError: If a variable is not in the store.
     """
-    gradients, moves = gradient_math.in_order(self._store, grads_and_vars)
-    return self.finish_gradients([*gradients, *moves])
+    ordered = gradient_math.in_order(self._store, grads_and_vars)
+    return self.finish_gradients(ordered)
 
   def set_learning_rate(self, rate: float) -> None:
     """Sets the inner optimizer's learning rate, from the next update on.

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -24,8 +25,10 @@ from tf_replicas.rules.asynchronous import staleness_clocks
 from tf_replicas.runtime import resources
 from tf_replicas.store import gradient_math
 from tf_replicas.store import inner_optimizer
-from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
+
+if TYPE_CHECKING:
+  from typing_extensions import Unpack
 
 
 class AsyncReplicasOptimizer(rule_base.OptimizerRule):
@@ -91,29 +94,25 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     policies: Sequence[staleness_lib.Policy] = (),
     gradients_per_update: int = 1,
     refresh_every: int = 1,
-    variable_averages: moving_averages.MovingAverages | None = None,
-    variables_to_average: Iterable[tf.Variable | str] | None = None,
-    clip_replica_norm: float | None = None,
-    clip_mean_norm: float | None = None,
-    momentum_correction: bool = False,
-    has_chief_statistics: bool = False,
-    loss_scale: float | None = None,
-    wire_dtype: str | None = None,
     name: str = "async_replicas",
+    **settings: "Unpack[rule_base.OptimizerSettings]",
   ):
     """Wraps `optimizer`.
 
     Args:
-      optimizer: The inner optimizer. `OptimizerRule` documents the arguments
-        that are not listed here.
+      optimizer: The inner optimizer.
       total_num_replicas: M, the number of replicas.
       use_locking: Whether updates of one variable exclude each other.
       snapshot_reads: Whether updates, and reads of all variables, are atomic.
       policies: What to do about stale gradients. All policies are combined.
       gradients_per_update: c, the sets of gradients in one update.
       refresh_every: K, the gradients that a replica computes per read.
-      has_chief_statistics: Whether only replica 0 changes statistics, such as
-        moving means of batch normalization.
+      name: The name of the rule, also in summaries.
+      **settings: `variable_averages`, `variables_to_average`,
+        `clip_replica_norm`, `clip_mean_norm`, `momentum_correction`,
+        `has_chief_statistics` (whether only replica 0 changes statistics, such
+        as moving means of batch normalization), `loss_scale` and `wire_dtype`;
+        see `OptimizerRule`.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -121,18 +120,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     rule_base.check_count("total_num_replicas", total_num_replicas)
     rule_base.check_count("gradients_per_update", gradients_per_update)
     rule_base.check_count("refresh_every", refresh_every)
-    super().__init__(
-      optimizer,
-      variable_averages=variable_averages,
-      variables_to_average=variables_to_average,
-      clip_replica_norm=clip_replica_norm,
-      clip_mean_norm=clip_mean_norm,
-      momentum_correction=momentum_correction,
-      has_chief_statistics=has_chief_statistics,
-      loss_scale=loss_scale,
-      wire_dtype=wire_dtype,
-      name=name,
-    )
+    super().__init__(optimizer, name=name, **settings)
     self.total_num_replicas = total_num_replicas
     self.refresh_every = refresh_every
     self.policy = staleness_lib.combine(policies)

@@ -8,7 +8,9 @@ import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import Annotated
 from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -23,8 +25,10 @@ from tf_replicas.rules.sync import ledger
 from tf_replicas.runtime import records
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
-from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
+
+if TYPE_CHECKING:
+  from typing_extensions import Unpack
 
 _CALL_SECS = 0.1  # A new learning rate waits no longer than this.
 
@@ -39,14 +43,14 @@ class _StepReport(NamedTuple):
       update was made.
   """
 
-  kind: tf.Tensor | int
-  replica: tf.Tensor | int
-  step: tf.Tensor | int
-  examples: tf.Tensor | int
-  loss: tf.Tensor | float
-  began: tf.Tensor | float
-  ended: tf.Tensor | float
-  present: tf.Tensor | np.ndarray
+  kind: records.Int
+  replica: records.Int
+  step: records.Int
+  examples: records.Int
+  loss: records.Float
+  began: records.Float
+  ended: records.Float
+  present: Annotated[tf.Tensor | np.ndarray, tf.bool]
 
   @property
   def is_made(self) -> bool | tf.Tensor:
@@ -119,49 +123,41 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     replicas_to_aggregate: int,
     total_num_replicas: int | None = None,
     *,
-    variable_averages: moving_averages.MovingAverages | None = None,
-    variables_to_average: Iterable[tf.Variable | str] | None = None,
-    clip_replica_norm: float | None = None,
-    clip_mean_norm: float | None = None,
-    momentum_correction: bool = False,
-    has_chief_statistics: bool = False,
-    loss_scale: float | None = None,
-    wire_dtype: str | None = None,
+    use_locking: None = None,
     name: str = "sync_replicas",
+    **settings: "Unpack[rule_base.OptimizerSettings]",
   ):
     """Wraps `optimizer`.
 
     Args:
-      optimizer: The inner optimizer. `OptimizerRule` documents the arguments
-        that are not listed here.
+      optimizer: The inner optimizer.
       replicas_to_aggregate: N, the number of contributions in one update.
       total_num_replicas: M, the number of replicas. None: N.
-      clip_mean_norm: The largest global norm of the mean of N contributions. A
-        larger mean is scaled down before it is applied. None: no limit.
-      has_chief_statistics: If True, statistics (such as those of batch
+      name: The name of the rule, also in summaries.
+      **settings: `variable_averages`, `variables_to_average`,
+        `clip_replica_norm`, `clip_mean_norm` (which limits the mean of N
+        contributions), `momentum_correction`, `has_chief_statistics`,
+        `loss_scale` and `wire_dtype`; see `OptimizerRule`. With
+        `has_chief_statistics`, statistics (such as those of batch
         normalization) are updated from one replica: of those whose
-        contributions are used, the one with the smallest index. If False, from
+        contributions are used, the one with the smallest index. Without, from
         the mean of all N contributions.
+      use_locking: Not supported: an argument of TF1's class. Must be None.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
     """
+    if use_locking is not None:
+      raise TypeError(
+        "`use_locking` of TF1's optimizer is gone: one synchronous update never"
+        " runs beside another; `AsyncReplicasOptimizer` has `use_locking`."
+        f" Received: {use_locking!r}."
+      )
     if total_num_replicas is None:
       total_num_replicas = replicas_to_aggregate
     rule_base.check_count("replicas_to_aggregate", replicas_to_aggregate)
     rule_base.check_count("total_num_replicas", total_num_replicas)
-    super().__init__(
-      optimizer,
-      variable_averages=variable_averages,
-      variables_to_average=variables_to_average,
-      clip_replica_norm=clip_replica_norm,
-      clip_mean_norm=clip_mean_norm,
-      momentum_correction=momentum_correction,
-      has_chief_statistics=has_chief_statistics,
-      loss_scale=loss_scale,
-      wire_dtype=wire_dtype,
-      name=name,
-    )
+    super().__init__(optimizer, name=name, **settings)
     self.replicas_to_aggregate = replicas_to_aggregate
     self.total_num_replicas = total_num_replicas
     self.accepted_fraction = min(
@@ -187,18 +183,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       namespace=namespace,
     )
     count = len(store.contributed)
-    self._layout = records.Layout(
-      _StepReport,
-      tf.float64,
-      kind=tf.int64,
-      replica=tf.int64,
-      step=tf.int64,
-      examples=tf.int64,
-      loss=tf.float64,
-      began=tf.float64,
-      ended=tf.float64,
-      present=records.Field(tf.bool, count),
-    )
+    self._layout = records.Layout(_StepReport, tf.float64, present=count)
     self._client_device = tf.constant(0).device
     self._present = (True,) * count
     self._steps = functools.cache(self._trace)
