@@ -158,7 +158,7 @@ def test_ci_installs_and_tests_as_the_readme_says():
 def test_the_keras_example_is_the_one_that_a_cluster_runs():
   """By `tests/fitting/cluster_test.py`, with this command."""
   (code,) = blocks("README.md", "python")
-  assert [code] == blocks("docs/keras.md", "python")
+  assert code == blocks("docs/keras.md", "python")[0]
   command = "python -m tf_replicas.launch --ps=1 --workers=2 train.py\n"
   assert command in blocks("README.md", "bash")
   assert command in blocks("docs/keras.md", "bash")

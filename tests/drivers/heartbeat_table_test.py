@@ -55,6 +55,17 @@ class BeatTest(stores.TestCase):
     self.assertFalse(self.table.beat(1, 100, True))
     self.assertFalse(self.table.beat(2, 101, True))
 
+  def test_a_client_rests(self):
+    self.table.beat(1, OLD, True, rests=True)
+    self.table.beat(2, NEW, True)
+    time.sleep(0.3)
+    first, second, third = self.table.ages()
+    self.assertEqual(first, NEVER_CAME)
+    self.assertBetween(heartbeat_table.RESTS - second, 0.29, 30)
+    self.assertGreater(third, 0)
+    self.table.beat(1, OLD, True)
+    self.assertGreater(self.table.ages()[1], 0)
+
   def test_a_client_that_left_may_come_back(self):
     self.table.beat(0, OLD, True)
     self.table.beat(0, OLD, False)

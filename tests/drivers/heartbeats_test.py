@@ -138,10 +138,10 @@ class HeartbeatsTest(stores.TestCase):
       [tf.errors.UnavailableError],
     )
 
-    def failing_beat(table, *args, joins):
+    def failing_beat(table, *args, joins, **more):
       if failures and joins and table.device == stores.device(0):
         raise failures.pop()(None, None, "away")
-      return beat(table, *args, joins=joins)
+      return beat(table, *args, joins=joins, **more)
 
     chief, first = self._clients(2)
     with mock.patch.object(
@@ -182,6 +182,39 @@ class HeartbeatsTest(stores.TestCase):
       table = _table(stores.device(task))
       self.assertTrue(bool(table.dismissed))
       self.assertEqual(table.outcome.numpy(), b"finished")
+
+  def test_trainings_follow_each_other(self):
+    chief, other = self._clients(2)
+    self.assertEqual((other.number(), other.call()), (1, b""))
+    chief.publish({"rule": 1})
+    chief.open_training()
+    chief.end(heartbeats.FINISHED)
+    other.raise_if_ended_early()
+    other.rest()
+    self.assertEqual(chief.here(), [])
+    chief.begin_next(b"call")
+    self.assertEqual((other.number(), other.call()), (2, b"call"))
+    self.assertEqual((other.outcome(), other.is_open()), ("", False))
+    self.assertIsNone(other.published())
+    other.resume()
+    self.assertEqual(chief.here(), [1])
+
+  def test_dismissal_waits_for_those_that_rest(self):
+    chief, other = self._clients(2)
+    chief.end(heartbeats.FINISHED)
+    other.rest()
+    chief.end_series(heartbeats.FINISHED)
+    self.assertEqual(other.number(), heartbeats.OVER)
+    self.assertEqual(chief.shut_down_servers(timeout_secs=0.2), [1])
+    other.leave()
+    self.assertEqual(chief.shut_down_servers(timeout_secs=10), [])
+
+  def test_an_error_ends_a_series_after_a_training(self):
+    chief, other = self._clients(2)
+    chief.end(heartbeats.FINISHED)
+    other.end_series("the chief was lost")
+    with self.assertRaisesRegex(RuntimeError, "the chief was lost"):
+      chief.raise_if_ended_early()
 
   def test_dismissal_names_the_clients_that_had_not_left(self):
     chief, _ = self._clients(2)

@@ -65,7 +65,10 @@ def _compare(flags: list[str], replication: str, name: str, **more) -> dict:
   """Trains in two epochs, with `fit` and with Keras; returns `fit`'s result."""
   case = (models.CASES | models.KINDS)[name]
   arguments = {"batch_size": 16, "epochs": 2, "shuffle": False, **more}
-  ours, _ = _launch(*flags, case=name, replication=replication, **arguments)
+  then = arguments.pop("then", [])
+  ours, _ = _launch(
+    *flags, case=name, replication=replication, then=then, **arguments
+  )
   theirs = case.model_fn().fit(**case.arguments, verbose=0, **arguments)
   _assert_same(ours, theirs.history, theirs.model, case.tolerance)
   assert ours["epochs"] == [0, 1]
@@ -98,11 +101,35 @@ _BOTH_DRIVERS = {
   [("between_graph", "kinds_rmsprop"), ("in_graph", "kinds_adam")],
 )
 def test_many_kinds_of_models_train_as_in_one_process(replication, name):
-  """With weights and metrics by output, and with validation."""
+  """With weights and metrics by output, and with validation.
+
+  Then the same tasks train three times more, other models with other data.
+  """
+  then = [
+    ("momentum", "data set"),
+    ("momentum", "go on"),
+    ("recurrent", "arrays"),
+  ]
   ours = _compare(
-    _BOTH_DRIVERS[replication], replication, name, validation_split=0.26
+    _BOTH_DRIVERS[replication],
+    replication,
+    name,
+    then=then,
+    validation_split=0.26,
   )
   assert "val_attention_mae" in ours["history"]
+  weights = None
+  for (other, how), found in zip(then, ours["then"], strict=True):
+    case = models.CASES[other]
+    model = case.model_fn()
+    if how == "go on":
+      model.set_weights(weights)
+    model.fit(
+      **case.arguments, batch_size=16, epochs=2, shuffle=False, verbose=0
+    )
+    weights = model.get_weights()
+    for one, theirs in zip(found, weights, strict=True):
+      np.testing.assert_allclose(one, theirs, atol=case.tolerance)
 
 
 @pytest.mark.exhaustive
@@ -177,6 +204,119 @@ def test_the_chief_waits_for_parameter_servers_in_vain():
   )
 
 
+_SERIES = """
+import os, pathlib, signal, sys
+import keras, numpy as np, tensorflow as tf
+import tf_replicas
+
+pathlib.Path(str(os.getpid())).write_text(os.environ["TF_REPLICAS_TASK"])
+x = np.linspace(0.0, 1.0, 8, dtype="float32")[:, None]
+
+
+def train(rate, x=x, **more):
+  def model_fn():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(rate), "mse")
+    return model
+
+  y = None if more else x
+  history = tf_replicas.fit(
+    model_fn, x, y, shuffle=False, epochs=2, verbose=0, **more
+  )
+  print("WEIGHT", rate, float(history.model.get_weights()[0][0, 0]))
+
+
+def refused(**arguments):
+  try:
+    train(0.1, **arguments)
+  except (ImportError, TypeError, tf_replicas.ClusterError) as error:
+    print("REFUSED", error)
+
+
+def batches():
+  for begin in (0, 0):
+    yield x[begin:], x[begin:]
+
+
+train(0.1, x=batches(), steps_per_epoch=1)
+refused(x=batches(), steps_per_epoch=1)
+refused(replication="in_graph")
+sys.modules["cloudpickle"] = None
+refused()
+del sys.modules["cloudpickle"]
+(victim,) = [
+  int(path.name)
+  for path in pathlib.Path().iterdir()
+  if path.name.isdecimal() and path.read_text() == "worker:1"
+]
+os.kill(victim, signal.SIGKILL)
+for rate in (0.2, 0.3):
+  train(rate)
+
+
+class Line(tf.Module):
+  def __init__(self):
+    super().__init__()
+    self.slope = tf.Variable(0.0)
+
+
+trained = tf_replicas.run(
+  lambda: tf_replicas.module_replica(
+    Line(),
+    lambda line, x: tf.reduce_mean((line.slope * x - 3.0 * x) ** 2),
+    lambda *_: tf.data.Dataset.from_tensors(tf.ones([4])).repeat(),
+  ),
+  lambda: keras.optimizers.SGD(0.25),
+  max_steps=2,
+  log_every_steps=None,
+  start_timeout_secs=3.0,
+)
+print("SLOPE", trained.values["slope"], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_series_with_failures(tmp_path):
+  """A worker and then the chief are killed between two trainings."""
+  script = tmp_path / "train.py"
+  script.write_text(_SERIES, encoding="utf-8")
+  result = subprocess.run(
+    [sys.executable, "-m", "tf_replicas.launch", "--workers=2", script.name],
+    cwd=tmp_path,
+    env=trials.ENVIRON,
+    capture_output=True,
+    text=True,
+    timeout=trials.DEADLINE_SECS,
+    check=False,
+  )
+  output = result.stdout + result.stderr
+  x = np.linspace(0.0, 1.0, 8, dtype="float32")[:, None]
+  for rate in (0.1, 0.2, 0.3):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(rate), "mse")
+    model.fit(x, x, shuffle=False, epochs=2, verbose=0)
+    (found,) = re.findall(rf" WEIGHT {rate} (.*)", output)
+    expected = model.get_weights()[0][0, 0]
+    assert float(found) == pytest.approx(expected, abs=1e-5), output
+  generator, driver, package = re.findall(r" REFUSED (.*)", output)
+  assert re.fullmatch(
+    "`x` of a second `fit` must be what cloudpickle can pickle.*pass a function"
+    r" of `tf\.distribute\.InputContext`.*generator.*",
+    generator,
+  )
+  assert "needs a `chief` task" in driver
+  assert "pip install tf-replicas[notebook]" in package
+  assert "worker 1 was killed by SIGKILL; restarting it" in output
+  assert " SLOPE 2.25\n" in output
+  assert re.search(
+    r"\[worker 1\] error: the chief was lost after training 4: no heartbeat",
+    output,
+  ), output
+  assert result.returncode == 128 + 9, output
+
+
 def _run(directory, *arguments: str) -> str:
   """Runs the launcher in `directory`; what it printed."""
   result = subprocess.run(
@@ -239,7 +379,7 @@ tf_replicas.fit(lambda: model, x, x)
 
 def test_the_script_of_the_documentation_saves_once(tmp_path):
   text = (_ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
-  (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+  block, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
   (command,) = re.findall(
     r"```bash\npython -m tf_replicas.launch (.*?)\n", text
   )

@@ -14,6 +14,7 @@ from absl.testing import parameterized
 import tf_replicas
 from tests.fitting import models
 from tests.support import stores
+from tf_replicas.drivers import one_machine
 
 _QUIET = {"batch_size": 8, "shuffle": False, "verbose": 0}
 
@@ -29,6 +30,22 @@ def _keras(case, **arguments):
   case = models.CASES[case]
   model = case.model_fn()
   return model.fit(**{**case.arguments, **_QUIET, **arguments})
+
+
+class _Batches(keras.utils.PyDataset):
+  def __init__(self, batches):
+    super().__init__(workers=2)
+    self._batches = batches
+    self.ended = 0
+
+  def __len__(self):
+    return len(self._batches)
+
+  def __getitem__(self, index):
+    return self._batches[index]
+
+  def on_epoch_end(self):
+    self.ended += 1
 
 
 class AgainstKerasTest(stores.TestCase):
@@ -143,6 +160,24 @@ class AgainstKerasTest(stores.TestCase):
     )
     theirs = _keras("momentum", epochs=2)
     np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"])
+
+  @parameterized.parameters("py dataset", "generator", "iterator")
+  def test_batches_of_python_code(self, kind):
+    case = models.CASES["momentum"]
+    x, y = case.arguments["x"], case.arguments["y"]
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)]
+    arguments = {"x": _Batches(batches), "steps_per_epoch": None}
+    if kind != "py dataset":
+      arguments = {"x": iter(batches * 2), "steps_per_epoch": 6}
+    if kind == "generator":
+      arguments["x"] = (batch for batch in batches * 2)
+    ours = tf_replicas.fit(case.model_fn, **arguments, epochs=2, verbose=0)
+    theirs = _keras("momentum", epochs=2)
+    np.testing.assert_allclose(
+      ours.history["loss"], theirs.history["loss"], rtol=1e-6
+    )
+    if kind == "py dataset":
+      self.assertGreaterEqual(arguments["x"].ended, 1)
 
   @parameterized.parameters(
     ({"steps_per_execution": 4},),
@@ -415,6 +450,31 @@ class CallbacksTest(_Directories):
     self._both(new)
     self.assertEqual([clip.batches for clip in clips], [24, 24])
 
+  def test_an_epoch_without_updates_logs_no_metrics(self):
+    """Asynchronous updates may run ahead of the epochs; here all six do."""
+    step, seen = one_machine.OneMachine.step, []
+
+    def run_ahead(driver, max_updates=1):
+      del max_updates
+      return [step(driver) for _ in range(6)][-1]
+
+    logs = keras.callbacks.LambdaCallback(
+      on_epoch_end=lambda epoch, logs: seen.append(dict(logs))
+    )
+    with (
+      mock.patch.object(one_machine.OneMachine, "step", run_ahead),
+      self.assertLogs(level="WARNING") as warned,
+    ):
+      history = _fit(
+        "momentum", epochs=3, steps_per_epoch=2, callbacks=[logs]
+      ).history
+    self.assertEqual([sorted(s) for s in seen[1:]], [[], []])
+    self.assertLen(history["loss"], 1)
+    self.assertGreater(history["loss"][0], 0.1)
+    lines = [s for s in warned.output if "logs no metrics" in s]
+    self.assertLen(lines, 1)
+    self.assertIn("epoch 2 logs no metrics", lines[0])
+
   def test_files(self):
     directory = self.directory()
 
@@ -563,6 +623,26 @@ class RefusedTest(stores.TestCase):
     ),
     ({"x": lambda context: 3, "steps_per_epoch": 1}, "must return a `tf.data"),
     ({"x": lambda context: 3}, "`steps_per_epoch` must be given"),
+    ({"x": iter([(_X, _Y)])}, "`steps_per_epoch` must be given.*list_iterator"),
+    ({"x": iter([])}, "`x` must have batches. Received: none"),
+    ({"x": iter([3]), "steps_per_epoch": 1}, r"must yield tuples.*Received: 3"),
+    (
+      {"x": iter([(_X, _Y)]), "steps_per_epoch": 2},
+      "must yield a batch for each step.*ended after 1 batches",
+    ),
+    (
+      {"x": iter([(_X, _Y), (_X,)]), "steps_per_epoch": 2},
+      "must yield tuples of arrays.*later",
+    ),
+    ({"x": iter([(_X, _Y)]), "y": _Y}, "`y` must not be given"),
+    (
+      {
+        "x": iter([(_X, _Y)]),
+        "steps_per_epoch": 1,
+        "replication": "mirrored",
+      },
+      'only with `replication="between_graph"`.*Received: a list_iterator',
+    ),
   )
   def test_data(self, arguments, words):
     with self.assertRaisesRegex((TypeError, ValueError), words):

@@ -300,6 +300,8 @@ DATA = {
   "ragged": lambda: {"x": tf.ragged.constant([[1.0], [2.0, 3.0]]), "y": Y[:2]},
   "sparse": lambda: {"x": tf.sparse.from_dense(X), "y": Y},
   "a generator": lambda: {"x": _batches()},
+  "a generator and steps": lambda: {"x": _batches(), "steps_per_epoch": 2},
+  "a changing generator": lambda: {"x": _changing(), "steps_per_epoch": 2},
   "an iterator": lambda: {"x": iter(dataset(X, Y)), "steps_per_epoch": 1},
   "a range": lambda: {"x": range(8), "y": range(8)},
   "generated": lambda: _generated(_batches),

@@ -39,6 +39,28 @@ assert gc.isenabled()
   assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("end", ["pass", "processes.exit_now(0)", "1 / 0"])
+def test_functions_run_once_at_the_end_of_the_process(end):
+  program = f"""
+import os
+from tf_replicas.runtime import processes
+processes.at_exit(lambda: print("last"))
+processes.at_exit(lambda: print("first"))
+if not os.fork():
+  processes.exit_now(0)
+os.wait()
+{end}
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", program],
+    capture_output=True,
+    text=True,
+    timeout=trials.DEADLINE_SECS,
+    env=trials.ENVIRON,
+  )
+  assert done.stdout.split() == ["first", "last"]
+
+
 @pytest.mark.parametrize("is_graph", [False, True])
 def test_words_of_data_are_told_and_its_graph_is_not(is_graph):
   """TensorFlow's own begin with 400 characters of how data is read."""

@@ -3,6 +3,10 @@
 CASE is a key of `CASES`, `KINDS` or `PARTS` of `tests.fitting.models`.
 ARGUMENTS is a JSON object: `rule` (settings of `Sync`; with `policies`, of
 `Async`) and arguments of `fit`. The chief prints one line of JSON.
+
+With `then`, a list of [CASE, how], the chief trains again, on each of these
+cases: with a "data set" of `tf.data`, or to "go on" with the weights of the
+training before.
 """
 
 import json
@@ -10,6 +14,7 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tf_replicas
 from tests.fitting import models
@@ -33,8 +38,32 @@ class Calls(keras.callbacks.Callback):
       self.model.optimizer.learning_rate = ARGUMENTS["rate"]
 
 
-CASE = (models.CASES | models.KINDS | models.PARTS)[sys.argv[1]]
+ALL = models.CASES | models.KINDS | models.PARTS
+CASE = ALL[sys.argv[1]]
 ARGUMENTS = json.loads(sys.argv[2])
+THEN = ARGUMENTS.pop("then", [])
+
+
+def train_again(name: str, how: str, last: keras.Model) -> keras.Model:
+  """Trains on another case, after `last` was trained."""
+  case, weights = ALL[name], last.get_weights()
+
+  def model_fn():
+    model = case.model_fn()
+    if how == "go on":
+      model.set_weights(weights)
+    return model
+
+  more = {k: ARGUMENTS[k] for k in ("replication", "epochs")}
+  if how == "data set":
+    x, y = case.arguments["x"], case.arguments["y"]
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    data = data.batch(ARGUMENTS["batch_size"])
+    history = tf_replicas.fit(model_fn, data, verbose=0, **more)
+  else:
+    more |= {"batch_size": ARGUMENTS["batch_size"], "shuffle": False}
+    history = tf_replicas.fit(model_fn, **case.arguments, verbose=0, **more)
+  return history.model
 
 
 def main() -> None:
@@ -69,7 +98,13 @@ def main() -> None:
       np.asarray(v).tolist() for v in models.optimizer_variables(model)
     ],
     "evaluated": evaluated,
+    "then": [],
   }
+  for name, how in THEN:
+    model = train_again(name, how, model)
+    model.predict(ALL[name].arguments["x"], verbose=0)
+    weights = [np.asarray(w).tolist() for w in model.get_weights()]
+    result["then"].append(weights)
   print("RESULT", json.dumps(result))
 
 

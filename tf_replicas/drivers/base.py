@@ -208,6 +208,9 @@ class Options(NamedTuple):
     timeline_dir: The directory to record the timelines in (see `timeline`);
       None: no timelines.
     namespace: The name of the training.
+    joined: The heartbeats of this process, if the training is one of a series
+      that it has joined. At the end of the training, this client then stays in
+      the series, unless there was an error. None: the driver joins and leaves.
     log: Receives each line of the log.
   """
 
@@ -215,6 +218,7 @@ class Options(NamedTuple):
   lost_after_secs: float
   timeline_dir: str | None
   namespace: str
+  joined: heartbeats.Heartbeats | None
   log: Callable[[str], None]
 
 
@@ -301,7 +305,7 @@ class ParameterServerDriver(Driver):
     if options.timeline_dir is not None:
       self._recorder = timeline.Recorder(options.timeline_dir, timeline_file)
     namespace = resources.Namespace(options.namespace)
-    self._heartbeats = heartbeats.Heartbeats(
+    self._heartbeats = options.joined or heartbeats.Heartbeats(
       client,
       devices=devices,
       timeout_secs=options.start_timeout_secs,

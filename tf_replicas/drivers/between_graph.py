@@ -64,6 +64,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     lost_after_secs: float = 20.0,
     timeline_dir: str | None = None,
     namespace: str = "",
+    joined: heartbeats.Heartbeats | None = None,
     log: Callable[[str], None] = print,
   ):
     """Connects, builds the replica and attaches to the shared copy.
@@ -84,6 +85,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       namespace: The name of the training, the same in every worker, and one of
         the names that the PS tasks serve. Trainings of different names share
         nothing.
+      joined: See `Options`. `namespace` may then be any name.
       log: Receives each line of the log.
 
     Raises:
@@ -115,7 +117,12 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       devices=devices,
       timeline_file=f"{task.job}_{task.index}",
       options=driver_base.Options(
-        start_timeout_secs, lost_after_secs, timeline_dir, namespace, log
+        start_timeout_secs,
+        lost_after_secs,
+        timeline_dir,
+        namespace,
+        joined,
+        log,
       ),
     )
 
@@ -253,7 +260,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
   def close(self, error: BaseException | None = None) -> None:
     """See `Driver.close`."""
     if not self.is_chief:
-      heartbeats.run_all([self._heartbeats.leave], log=self._log)
+      beats = self._heartbeats
+      stays = self._options.joined is not None and error is None
+      end = beats.rest if stays else beats.leave
+      heartbeats.run_all([end], log=self._log)
       return
     watchdog.end_training(
       self._heartbeats,
@@ -262,6 +272,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       self._have_all_ended,
       error,
       patience_secs=_LAST_BATCH_SECS,
+      stays=self._options.joined is not None,
       log=self._log,
     )
     if self._thread is not None and error is None:

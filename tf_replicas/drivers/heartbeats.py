@@ -14,6 +14,10 @@ A process that joins replaces an earlier process of the same client. If the
 earlier process still lives (it was stopped, its machine was cut off, or the
 same task was started twice), it learns from its next heartbeat that it was
 replaced, and ends as if it had died, without telling other tasks anything.
+
+The trainings of a *series* follow each other in one table. Between two of them,
+the chief goes on as in a training, and the other clients *rest*: they wait for
+the chief to begin the next training or to end the series.
 """
 
 import contextlib
@@ -39,6 +43,8 @@ BEAT_SECS = 1.0
 # A client is alive if its last heartbeat is younger than this.
 ALIVE_SECS = 5 * BEAT_SECS
 FINISHED = "finished"
+# The number of the training when a series is over.
+OVER = 0
 _REPLACED = "this process was replaced: another one runs as the same task"
 # How long the serving tasks may take to answer a client that leaves.
 _ANSWER_SECS = 10.0
@@ -76,6 +82,7 @@ class _Link:
     self._process = process
     self._arbitrates = arbitrates
     self.has_joined = self._was_replaced = self._is_leaving = False
+    self._rests = False
     self.failure = ""
     # A task that hangs raises no error: its clients wait.
     self._wait_logger = waiting.WaitLogger(log=log)
@@ -118,7 +125,7 @@ class _Link:
     joins = not (self._arbitrates and self.has_joined)
     try:
       self._was_replaced = not self._table.beat(
-        self._client, self._process, is_here, joins=joins
+        self._client, self._process, is_here, joins=joins, rests=self._rests
       )
       self.has_joined, self.failure = True, ""
       self._answered = time.monotonic()
@@ -145,6 +152,15 @@ class _Link:
     if is_old and not self._is_leaving:
       self._send(True)
     return self._was_replaced
+
+  def rest(self, rests: bool) -> waiting.RaisingThread:
+    """Tells the task whether this client rests, now and in each heartbeat.
+
+    Returns:
+      The thread that tells the task so, to be joined.
+    """
+    self._rests = rests
+    return waiting.RaisingThread(self._beat, on_error=lambda: None)
 
   def leave(self) -> waiting.RaisingThread:
     """Stops the heartbeats, and tells the task that this client has left.
@@ -255,7 +271,8 @@ class Heartbeats:
   def ages(self) -> list[float]:
     """Returns the seconds since each client's last heartbeat.
 
-    -1 means no heartbeat yet, 0 means that the client has left.
+    -1 means no heartbeat yet, 0 that the client has left, and less than -1 that
+    it rests; see `HeartbeatTable.ages`.
     """
     return self._first.ages()
 
@@ -273,6 +290,15 @@ class Heartbeats:
       client
       for client, age in enumerate(self.ages())
       if client != self.client and 0 < age < ALIVE_SECS
+    ]
+
+  def _resting(self) -> list[int]:
+    """Returns the numbers of the clients that rest and are alive."""
+    rests = heartbeat_table.RESTS
+    return [
+      client
+      for client, age in enumerate(self.ages())
+      if 0 < rests - age < ALIVE_SECS
     ]
 
   def publish(self, signature: Mapping) -> None:
@@ -306,18 +332,59 @@ class Heartbeats:
   def _outcome(self) -> str:
     return self._first.outcome.numpy().decode()
 
+  def number(self) -> int:
+    """Returns the number of the present training; `OVER` after the last."""
+    return int(self._first.number.numpy())
+
+  def call(self) -> bytes:
+    """Returns what the chief calls in the present training."""
+    return self._first.call.numpy()
+
+  def begin_next(self, call: bytes) -> None:
+    """Begins the next training of a series, in the chief.
+
+    Args:
+      call: What the resting clients find by `call`.
+    """
+    table = self._first
+    number = self.number() + 1
+    table.call.assign(call)
+    table.signature.assign("")
+    table.is_open.assign(False)
+    self._assign(table.outcome, "")
+    self._assign(table.number, number)  # Last: others wait for it.
+
+  def end_series(self, outcome: str) -> None:
+    """Tells the resting clients to leave.
+
+    Args:
+      outcome: How the series ended: `FINISHED`, or an error in one line.
+    """
+    self._outcome_if_lost = outcome
+    self._assign(self._first.outcome, outcome)
+    self._assign(self._first.number, OVER)
+
   def raise_if_ended(self) -> None:
     """Raises `RuntimeError` with how training ended, if it has ended."""
     outcome = self.outcome()
     if outcome:
       raise RuntimeError(outcome)
 
+  def raise_if_ended_early(self) -> None:
+    """Raises `RuntimeError` if training has ended with an error."""
+    if self.outcome() != FINISHED:
+      self.raise_if_ended()
+
   def end(self, outcome: str) -> None:
     """Announces how training ended, unless that was announced before."""
     self._outcome_if_lost = outcome
     if not self.outcome():
-      self._first.outcome.assign(outcome)
-      resources.flush_assignments([self._first.outcome])
+      self._assign(self._first.outcome, outcome)
+
+  def _assign(self, variable: resources.SharedVariable, value: object) -> None:
+    """Assigns a value that functions of all clients see from now on."""
+    variable.assign(value)
+    resources.flush_assignments([variable])
 
   @contextlib.contextmanager
   def announce_failure(self, is_chief: bool) -> Iterator[None]:
@@ -335,6 +402,14 @@ class Heartbeats:
         stages.append(lambda: self.shut_down_servers(timeout_secs=10))
         run_all(stages, log=self._log)
       raise
+
+  def rest(self) -> None:
+    """Tells the serving tasks that this client waits for the next training."""
+    _await_answers([link.rest(True) for link in self._links])
+
+  def resume(self) -> None:
+    """Tells the serving tasks that this client takes part again."""
+    _await_answers([link.rest(False) for link in self._links])
 
   def leave(self) -> None:
     """Tells the serving tasks that this client has left."""
@@ -354,7 +429,7 @@ class Heartbeats:
     """
     deadline = clock() + timeout_secs
     try:
-      while (here := self.here()) and clock() <= deadline:
+      while (here := self.here() + self._resting()) and clock() <= deadline:
         time.sleep(0.05)
       outcome = self._outcome()
     except tf.errors.OpError:  # PS task 0 is down: dismiss the others.

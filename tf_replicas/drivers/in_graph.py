@@ -37,6 +37,7 @@ import tensorflow as tf
 from tf_replicas import cluster
 from tf_replicas.drivers import base as driver_base
 from tf_replicas.drivers import connection
+from tf_replicas.drivers import heartbeats
 from tf_replicas.drivers import replica_loop
 from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
@@ -91,6 +92,7 @@ class InGraph(driver_base.ParameterServerDriver):
     lost_after_secs: float = 20.0,
     timeline_dir: str | None = None,
     namespace: str = "",
+    joined: heartbeats.Heartbeats | None = None,
     log: Callable[[str], None] = print,
   ):
     """Connects, builds the replica and creates the shared copy.
@@ -108,6 +110,7 @@ class InGraph(driver_base.ParameterServerDriver):
         their timelines, each on its own machine; None: no timelines.
       namespace: The name of the training, one of those that the PS and worker
         tasks serve.
+      joined: See `Options`. `namespace` may then be any name.
       log: Receives each line of the log.
 
     Raises:
@@ -127,14 +130,15 @@ class InGraph(driver_base.ParameterServerDriver):
       optimizer_fn,
       replicas=self._tasks,
       client=0,
-      devices=[
-        f"/job:{t.job}/task:{t.index}/device:CPU:0"
-        for job in ("ps", "worker")
-        for t in spec.tasks(job)
-      ],
+      devices=_serving_devices(spec),
       timeline_file="workers",
       options=driver_base.Options(
-        start_timeout_secs, lost_after_secs, timeline_dir, namespace, log
+        start_timeout_secs,
+        lost_after_secs,
+        timeline_dir,
+        namespace,
+        joined,
+        log,
       ),
     )
     self._workers.are_busy = True
@@ -224,11 +228,39 @@ class InGraph(driver_base.ParameterServerDriver):
       self._watchdog,
       self._coordinator.done,
       error,
+      stays=self._options.joined is not None,
       log=self._log,
     )
     if error is None:
       with contextlib.suppress(tf.errors.OpError):
         self._workers.are_busy = not self._coordinator.done()
+
+
+def connect_client(
+  spec: cluster.ClusterSpec,
+  *,
+  timeout_secs: float,
+  log: Callable[[str], None] = print,
+) -> list[str]:
+  """Makes this process the client of all tasks, unless it is that already.
+
+  Returns:
+    The name of one device of each serving task: the PS tasks, then the workers.
+
+  Raises:
+    TimeoutError: If a task does not answer in time.
+    RuntimeError: If this process is connected to another cluster.
+  """
+  _connect(spec, timeout_secs, log)
+  return _serving_devices(spec)
+
+
+def _serving_devices(spec: cluster.ClusterSpec) -> list[str]:
+  return [
+    f"/job:{t.job}/task:{t.index}/device:CPU:0"
+    for job in ("ps", "worker")
+    for t in spec.tasks(job)
+  ]
 
 
 def _connect(

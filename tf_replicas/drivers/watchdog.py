@@ -218,6 +218,7 @@ def end_training(
   error: BaseException | None,
   *,
   patience_secs: float = _FAILED_PATIENCE_SECS,
+  stays: bool = False,
   log: Callable[[str], None] = print,
 ) -> None:
   """Ends the replicas, leaves, and tells serving tasks to end, in the chief.
@@ -231,6 +232,8 @@ def end_training(
       None if there was none.
     patience_secs: Seconds to wait for the replicas' last batch, if there was no
       error.
+    stays: Whether the chief and the serving tasks stay for another training if
+      this one ended without an error.
     log: Receives each line of the log.
   """
   stop_watch = [] if watch is None else [watch.stop]
@@ -246,14 +249,13 @@ def end_training(
   def end_replicas():
     _end_replicas(rule, have_ended, timeout_secs=patience_secs, log=log)
 
-  stages = [
-    *stop_watch,
-    end_replicas,
-    rule.close,
-    heartbeats.leave,
-    lambda: heartbeats.shut_down_servers(timeout_secs=10),
-  ]
-  heartbeats_lib.run_all(stages, log=log)
+  heartbeats_lib.run_all([*stop_watch, end_replicas, rule.close], log=log)
+  if error is not None or not stays:
+    stages = [
+      heartbeats.leave,
+      lambda: heartbeats.shut_down_servers(timeout_secs=10),
+    ]
+    heartbeats_lib.run_all(stages, log=log)
 
 
 def _end_replicas(

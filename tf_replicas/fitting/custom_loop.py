@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
+from typing import NoReturn
 
 import keras
 import numpy as np
 
 from tf_replicas import cluster as cluster_module
 from tf_replicas.drivers import base as driver_base
-from tf_replicas.drivers import connection
 from tf_replicas.fitting import arguments
 from tf_replicas.fitting import roles
 from tf_replicas.programs import update_options
@@ -72,9 +72,9 @@ def join(
   The role of this process comes from environment variables (see
   `cluster.environment.role`). Without a role, this process trains alone. In a
   parameter server or a worker other than the chief, entering the context serves
-  or computes until the training ends, and then ends the process. So the block,
-  and what follows it, run in the chief only. The end of the block ends the
-  training.
+  or computes until the chief ends, and then ends the process. So the block, and
+  what follows it, run in the chief only. The end of the block ends the
+  training. Another one may follow, as with `fit`.
 
   Args:
     replica_fn: Builds the replica, in the same way in all tasks. It is called
@@ -110,7 +110,7 @@ def join(
     cluster.ClusterError: If cluster, task and rule do not go together.
     TypeError, ValueError: If an argument or the replica is not supported; the
       message says what is expected.
-    RuntimeError: If this process was part of a cluster before, or another task
+    RuntimeError: If the training before failed, or another task has ended, or
       has other versions of TensorFlow, Keras or this library.
     TimeoutError: If another task does not start in time.
   """
@@ -141,17 +141,32 @@ def join(
     "clip_mean_norm": clip_mean_norm,
   }
   common = {name: value for name, value in common.items() if value is not None}
+  sent = {
+    "replica_fn": replica_fn,
+    "optimizer_fn": optimizer_fn,
+    "rule": rule,
+    "replication": replication,
+    "devices": devices,
+    "start_timeout_secs": start_timeout_secs,
+  }
+  part.call_workers(_contribute, {**sent, **common})
   driver = part.driver(
     functools.partial(_replica, replica_fn, part),
     lambda: new_rule(optimizer_fn(), **common),
   )
   if not driver.is_chief:
-    roles.contribute(driver)
+    part.contribute(driver)
   with driver:
     if part.is_replicated:
       log(part.describe(rule))
     yield driver
-  connection.disconnect()
+  part.end()
+
+
+def _contribute(**given) -> NoReturn:
+  """Takes part in a later training, in a worker."""
+  with join(**given):
+    raise AssertionError("a worker trains inside `join`")
 
 
 def run(
@@ -168,8 +183,9 @@ def run(
   """Trains a replica on a cluster, or alone; returns in the chief only.
 
   The chief logs, and writes checkpoints and summaries for TensorBoard. A
-  parameter server or another worker serves or computes inside this call, which
-  then ends its process. What follows in the script runs in the chief only.
+  parameter server or another worker serves or computes inside this call until
+  the chief ends. So what follows in the script runs in the chief only. Another
+  call trains again, as with `fit`.
 
   Args:
     replica_fn: See `join`.

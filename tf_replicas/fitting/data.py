@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas.fitting import arguments
+from tf_replicas.fitting import python_batches
 from tf_replicas.replica import model_parallel
 from tf_replicas.runtime import datasets
 
@@ -62,14 +63,16 @@ def make(
   shuffle: bool = True,
   seed: int = 0,
   num_contributions: int = 1,
+  num_epochs: int = 1,
 ) -> TrainingData:
   """Makes the training data from the arguments of `fit`.
 
   Args:
     x: Arrays in any nested structure, with the examples along axis 0; or a
-      `tf.data.Dataset` of global batches (x,), (x, y) or (x, y, weights); or a
-      function of `tf.distribute.InputContext` that returns a data set of the
-      parts of one replica.
+      `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator of global
+      batches (x,), (x, y) or (x, y, weights); or a function of
+      `tf.distribute.InputContext` that returns a data set of the parts of one
+      replica.
     y: The labels, if `x` consists of arrays.
     sample_weight: The weights of the examples, if `x` consists of arrays.
     class_weight: Maps class numbers to the weights of their examples.
@@ -81,6 +84,7 @@ def make(
     shuffle: Whether to shuffle arrays anew in every pass over them.
     seed: Seed of the shuffling; the same in all tasks.
     num_contributions: Number of contributions in one update.
+    num_epochs: Number of epochs, for which an iterator must have batches.
 
   Returns:
     The training data.
@@ -97,8 +101,7 @@ def make(
     seed=seed,
     class_weight=class_weight,
   )
-  is_function = callable(x) and not isinstance(x, tf.data.Dataset)
-  if isinstance(x, tf.data.Dataset) or is_function:
+  if yields_batches(x):
     given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
     for name, value in given.items():
       if value is not None:
@@ -106,10 +109,16 @@ def make(
           f"`{name}` must not be given if `x` yields batches, which have"
           f" all of it. Received: {arguments.short(value)}."
         )
-  if is_function:
-    return _from_function(x, class_weight, steps_per_epoch, num_contributions)
+  if isinstance(x, keras.utils.PyDataset | Iterator):
+    return _from_python(
+      x, class_weight, steps_per_epoch, num_contributions, num_epochs
+    )
+  if isinstance(x, datasets.Sendable):
+    return _from_sendable(x, class_weight, steps_per_epoch, num_contributions)
   if isinstance(x, tf.data.Dataset):
     return _from_dataset(x, class_weight, steps_per_epoch, num_contributions)
+  if callable(x):
+    return _from_function(x, class_weight, steps_per_epoch, num_contributions)
   arrays = _arrays(x, y, sample_weight)
   with tf.device("/cpu:0"):
     arrays = tf.nest.map_structure(tf.convert_to_tensor, arrays)
@@ -124,6 +133,12 @@ def make(
     seed,
     num_contributions,
   )
+
+
+def yields_batches(x: Source) -> bool:
+  """Returns whether `x` yields batches, and does not consist of arrays."""
+  kinds = tf.data.Dataset | datasets.Sendable | keras.utils.PyDataset | Iterator
+  return callable(x) or isinstance(x, kinds)
 
 
 def split_validation(
@@ -183,9 +198,9 @@ def check_can_connect(dataset: object, name: str) -> None:
   if devices := datasets.resources_of(dataset):
     raise ValueError(
       f"`{name}` must not use layers, tables or variables that were made before"
-      " this process joined the cluster: call them in `model_fn`, or pass a"
-      f" function that makes them and the data set. Received: a data set that"
-      f" uses {len(devices)} of them."
+      " `fit` is called, as the cluster does not have them: call them in"
+      " `model_fn`, or pass a function that makes them and the data set."
+      f" Received: a data set that uses {len(devices)} of them."
     )
 
 
@@ -215,7 +230,8 @@ def _arrays(x: object, y: object, sample_weight: object) -> tuple:
   def array(value: object) -> np.ndarray:
     if not hasattr(value, "__array__"):  # As those of NumPy and pandas have.
       raise TypeError(
-        "`x` and `y` must be arrays, a `tf.data.Dataset`, or a function of"
+        "`x` and `y` must be arrays, or `x` a `tf.data.Dataset`, a"
+        " `keras.utils.PyDataset`, an iterator or a function of"
         f" `tf.distribute.InputContext`. Received: a {type(value).__name__}."
       )
     value = np.asarray(value)
@@ -325,6 +341,89 @@ def _from_dataset(
       )
       parts = parts.shard(num_shards, index)
     return parts.prefetch(tf.data.AUTOTUNE)
+
+  return TrainingData(steps, part_fn)
+
+
+def sendable(x: tf.data.Dataset) -> datasets.Sendable:
+  """Prepares `x` for replicas that do not make it themselves.
+
+  Raises:
+    TypeError: If it cannot be sent to the tasks of the replicas.
+  """
+  try:
+    return datasets.Sendable(datasets.to_bytes(x), x.element_spec)
+  except TypeError as error:
+    raise TypeError(
+      "`x` must be a data set that can be sent to the workers, or a function of"
+      f" `tf.distribute.InputContext` that makes one there. Received: {error}."
+    ) from None
+
+
+def _from_sendable(
+  x: datasets.Sendable,
+  class_weight: Mapping[int, float] | None,
+  steps_per_epoch: int | None,
+  num_contributions: int,
+) -> TrainingData:
+  graph = tf.constant(x.graph)  # Not a part of the functions that use it.
+  dataset = datasets.from_bytes(graph, x.spec)
+  steps = steps_per_epoch or _known_length(dataset)
+
+  def part_fn(num_shards, index, first_update, updates_per_batch):
+    made = _from_dataset(
+      datasets.from_bytes(graph, x.spec), class_weight, steps, num_contributions
+    )
+    return made.part_fn(num_shards, index, first_update, updates_per_batch)
+
+  return TrainingData(steps, part_fn)
+
+
+def check_python(x: object, *, can_run: bool) -> None:
+  """Checks that the tasks that need batches of Python code can run it.
+
+  Args:
+    x: See `make`.
+    can_run: Whether each replica has a process of its own, which runs the
+      user's script.
+
+  Raises:
+    TypeError: If `x` is Python code that the replicas cannot run.
+  """
+  if isinstance(x, keras.utils.PyDataset | Iterator) and not can_run:
+    raise TypeError(
+      "`x` may yield batches by Python code only with"
+      ' `replication="between_graph"`, or without a cluster. Otherwise pass a'
+      " `tf.data.Dataset`, or a function of `tf.distribute.InputContext` that"
+      f" makes one. Received: a {type(x).__name__}."
+    )
+
+
+def _from_python(
+  x: keras.utils.PyDataset | Iterator,
+  class_weight: Mapping[int, float] | None,
+  steps_per_epoch: int | None,
+  num_contributions: int,
+  num_epochs: int,
+) -> TrainingData:
+  batches = python_batches.PythonBatches(x)
+  _check_specs(batches.spec, class_weight)
+  steps = steps_per_epoch or batches.length
+  if not steps:
+    raise ValueError(
+      "`steps_per_epoch` must be given if `x` does not say how many batches an"
+      f" epoch has. Received: None, and a {type(x).__name__}."
+    )
+
+  # What calls Python code must be made after this process has joined a cluster.
+  def part_fn(num_shards, index, first_update, updates_per_batch):
+    made = _from_dataset(
+      batches.dataset(steps * num_epochs),
+      class_weight,
+      steps,
+      num_contributions,
+    )
+    return made.part_fn(num_shards, index, first_update, updates_per_batch)
 
   return TrainingData(steps, part_fn)
 

@@ -10,6 +10,7 @@ model.
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import os
 import re
@@ -26,7 +27,6 @@ import tensorflow as tf
 
 from tf_replicas import cluster as cluster_module
 from tf_replicas.drivers import base as driver_base
-from tf_replicas.drivers import connection
 from tf_replicas.fitting import arguments
 from tf_replicas.fitting import compiled_model
 from tf_replicas.fitting import data as data_module
@@ -78,8 +78,10 @@ def fit(
   The role of this process comes from environment variables (see
   `cluster.environment.role`). Without a role, this process trains alone. A
   parameter server or a worker other than the chief serves or computes inside
-  this call, which then ends its process. What follows in the script runs in the
-  chief only.
+  this call, and stays in it until the chief ends. So what follows in the script
+  runs in the chief only. If the chief calls `fit` or `run` again, the other
+  tasks take part again; workers get the arguments from the chief, pickled by
+  cloudpickle. With mirrored variables on a cluster, a script trains once.
 
   A batch, for Keras, is one update, or several if the `train_step` of the model
   applies gradients several times. Its examples, the global batch, are divided
@@ -95,8 +97,9 @@ def fit(
   Args:
     model_fn: Builds and compiles the model, in the same way in all tasks. It is
       called once per task, after this process has joined the cluster.
-    x: Arrays, a `tf.data.Dataset` of global batches, or a function of
-      `tf.distribute.InputContext`; see `data.make`.
+    x: Arrays; a `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator,
+      such as a generator, of global batches; or a function of
+      `tf.distribute.InputContext`. See `data.make`.
     y: The labels, if `x` consists of arrays.
     batch_size: Number of examples in a global batch, if `x` consists of arrays;
       default 32.
@@ -150,7 +153,10 @@ def fit(
     FloatingPointError: If a gradient or a loss is not finite.
     KeyboardInterrupt: If interrupted. A checkpoint is written first.
     RuntimeError: If another task ended the training or has other versions of
-      TensorFlow, Keras or this library, or if `x` yields nothing.
+      TensorFlow, Keras or this library, if the training before failed, or if
+      `x` yields nothing.
+    ImportError: If a second call on a cluster needs cloudpickle, which is not
+      installed.
     TimeoutError: If another task does not start in time.
   """
   arguments.check(
@@ -192,6 +198,15 @@ def fit(
     (x, y, sample_weight), validation_data = data_module.split_validation(
       x, y, sample_weight, validation_split
     )
+  data_module.check_python(x, can_run=part.runs_own_script)
+  if part.role is not None:
+    data_module.check_can_connect(x, "x")
+    if part.is_first:
+      data_module.check_can_connect(validation_data, "validation_data")
+    # In every task the same: a copy may shuffle otherwise.
+    is_sent = not part.is_first or not part.runs_own_script
+    if isinstance(x, tf.data.Dataset) and is_sent and not part.connects_late:
+      x = data_module.sendable(x)
   data_fn = functools.partial(
     data_module.make,
     x,
@@ -203,6 +218,7 @@ def fit(
     shuffle=shuffle,
     seed=seed,
     num_contributions=contributions,
+    num_epochs=epochs - initial_epoch,
   )
   task = _Task(
     model_fn,
@@ -212,15 +228,30 @@ def fit(
     contributions,
     part.devices,
   )
-  if part.role is not None:
-    data_module.check_can_connect(x, "x")
-    data_module.check_can_connect(validation_data, "validation_data")
   if not part.connects_late:
     _ = task.data
+  sent = {
+    "model_fn": model_fn,
+    "x": x,
+    "y": y,
+    "sample_weight": sample_weight,
+    "class_weight": class_weight,
+    "batch_size": batch_size,
+    "steps_per_epoch": steps_per_epoch,
+    "shuffle": shuffle,
+    "seed": seed,
+    "epochs": epochs,
+    "initial_epoch": initial_epoch,
+    "rule": rule,
+    "replication": replication,
+    "devices": devices,
+    "start_timeout_secs": start_timeout_secs,
+  }
+  part.call_workers(fit, sent)
   driver = part.driver(task.replica, task.new_rule)
   task.driver = driver
   if not driver.is_chief:
-    roles.contribute(driver)
+    part.contribute(driver)
   model = task.model
   assert model is not None
   with driver:
@@ -252,7 +283,7 @@ def fit(
     )
     counts = zip(driver.replica_names, driver.counts(), strict=True)
     vars(history)["contributions"] = dict(counts)
-  connection.disconnect()
+  part.end()
   return history
 
 
@@ -269,7 +300,7 @@ def _part_size(
   Returns:
     The number; None if it is not known, or not the same in all parts.
   """
-  if callable(x) or isinstance(x, tf.data.Dataset):
+  if data_module.yields_batches(x):
     return None
   size, rest = divmod(batch_size or 32, num_parts)
   return None if rest else size
@@ -409,8 +440,10 @@ class _Loop(keras.callbacks.Callback):
     self._initial_epoch = initial_epoch
     if self._is_resumed:
       self._initial_epoch = self._step // updates
+    self._epoch = self._initial_epoch
     self._epoch_end = -1
     self._target = 0
+    self._has_warned = False
     self._logs: dict[str, float] = {}
     self._read_at = 0.0
     self._sees_batches = any(map(_sees_batches, callbacks))
@@ -477,6 +510,7 @@ class _Loop(keras.callbacks.Callback):
       self._epoch_end = (epoch + 1) * self._updates_per_epoch
     else:
       self._epoch_end = self._step + self._updates_per_epoch
+    self._epoch = epoch
     epochs_left = self._epochs - epoch - 1
     self._driver.stop_at(
       self._epoch_end + epochs_left * self._updates_per_epoch
@@ -513,8 +547,23 @@ class _Loop(keras.callbacks.Callback):
       self._load_metrics()
     self._read_at = time.monotonic()
     self._session.save_if_due(previous, self._step)
-    self._logs = compiled_model.results(self._trained)
+    # Asynchronous updates may all have been counted in the epoch before.
+    has_metrics = any(map(np.any, self._reported))
+    self._logs = compiled_model.results(self._trained) if has_metrics else {}
+    if not has_metrics and self._target == self._epoch_end:
+      self._warn_of_no_metrics()
     return self._logs
+
+  def _warn_of_no_metrics(self) -> None:
+    """Says once that an epoch logs nothing, as in Keras one without batches."""
+    if not self._has_warned:
+      logging.warning(
+        "tf_replicas: epoch %d logs no metrics: its updates were made before"
+        " the metrics of the epoch before were read, and are counted there. The"
+        " epochs are too short for asynchronous updates",
+        self._epoch + 1,
+      )
+    self._has_warned = True
 
   def _load(self) -> None:
     """Loads weights and optimizer state into the chief's model."""

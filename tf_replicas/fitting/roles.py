@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import NoReturn
@@ -27,6 +28,7 @@ from tf_replicas.drivers import mirrored
 from tf_replicas.drivers import one_machine
 from tf_replicas.drivers import server
 from tf_replicas.fitting import arguments
+from tf_replicas.fitting import series as series_module
 from tf_replicas.programs import run_options
 from tf_replicas.programs import update_options
 from tf_replicas.replica import model_replica
@@ -45,6 +47,10 @@ _DRIVERS = {
   MIRRORED: mirrored.Mirrored,
 }
 _Role = tuple[cluster_module.ClusterSpec, cluster_module.Task]
+# The series of trainings that this process has joined, if any.
+_series: series_module.Series | None = None
+# Whether this process has trained with mirrored variables on a cluster.
+_was_mirrored = False
 
 
 def Sync(**settings: Any) -> update_options.UpdateSettings:
@@ -121,12 +127,14 @@ class Part:
       empty for the default device.
     start_timeout_secs: The seconds that the tasks wait for each other at the
       start.
+    caller: Name of the function that the user has called.
   """
 
   role: _Role | None
   replication: str
   towers: Sequence[str]
   start_timeout_secs: float
+  caller: str = "fit"
 
   @property
   def num_replicas(self) -> int:
@@ -168,11 +176,64 @@ class Part:
     """Whether no op may run before the driver has joined the cluster."""
     return self.role is not None and self.replication == MIRRORED
 
+  @property
+  def is_first(self) -> bool:
+    """Whether this process has not joined a cluster before."""
+    return _series is None
+
+  @property
+  def runs_own_script(self) -> bool:
+    """Whether each replica is a process that runs the user's script."""
+    is_alone = self.role is None
+    return self.replication == "between_graph" or (
+      is_alone and self.replication != MIRRORED
+    )
+
   def _replicas(
     self, spec: cluster_module.ClusterSpec
   ) -> Sequence[cluster_module.Task]:
     is_in_graph = self.replication == "in_graph"
     return spec.tasks("worker") if is_in_graph else spec.replicas
+
+  def call_workers(
+    self, function: Callable[..., object], given: Mapping[str, object]
+  ) -> None:
+    """Begins a later training on the cluster, in the chief.
+
+    Does nothing in a first training, which begins in all tasks, nor in a
+    worker.
+
+    Args:
+      function: What each worker that is a client is to call.
+      given: The keyword arguments of `function`, without `cluster`.
+
+    Raises:
+      ImportError: If cloudpickle is needed, but not installed.
+      TypeError, ValueError: If an argument cannot be sent. Names it.
+      RuntimeError: If a task of the cluster has ended.
+    """
+    if _series is not None and _series.is_idle:
+      _series.begin_next(self.caller, function, given)
+
+  def contribute(self, driver: driver_base.Driver) -> NoReturn:
+    """Computes gradients in this and later trainings, then ends the process.
+
+    Raises:
+      series.Contributed: At the end of a training that the chief called.
+    """
+    with processes.one_line_errors(
+      (), (OSError, RuntimeError, tf.errors.OpError)
+    ):
+      with driver:
+        driver.run_replica()
+    if _series is not None:
+      _series.answer_calls()
+    processes.exit_now(0)
+
+  def end(self) -> None:
+    """Notes that a training has ended without an error, in the chief."""
+    if _series is not None:
+      _series.end_training()
 
   def driver(
     self,
@@ -188,7 +249,9 @@ class Part:
       replica_fn: Builds the replica.
       rule_fn: Builds the update rule.
     """
+    global _was_mirrored
     if self.replication == MIRRORED:
+      _was_mirrored |= self.role is not None
       spec, own = self.role or (None, None)
       make = functools.partial(
         mirrored.Mirrored,
@@ -202,18 +265,35 @@ class Part:
     elif self.role is None:
       make = functools.partial(one_machine.OneMachine, replica_fn, rule_fn)
     else:
-      make = functools.partial(
-        _DRIVERS[self.replication],
-        *self.role,
-        replica_fn,
-        rule_fn,
-        start_timeout_secs=self.start_timeout_secs,
-        timeline_dir=os.environ.get(environment.TIMELINE) or None,
-      )
+      make = functools.partial(self._in_series, replica_fn, rule_fn)
     if self.role is None or self.role[1] == self.role[0].chief:
       return make()
     with processes.one_line_errors((), (OSError, RuntimeError)):
       return make()
+
+  def _in_series(
+    self,
+    replica_fn: Callable[[], model_replica.Replica],
+    rule_fn: Callable[[], rule_base.UpdateRule],
+  ) -> driver_base.Driver:
+    """Makes a driver with parameter servers for the series' next training."""
+    global _series
+    assert self.role is not None
+    if _series is None:
+      _series = series_module.Series(
+        *self.role, self.replication, timeout_secs=self.start_timeout_secs
+      )
+      _series.start()
+    _series.timeout_secs = self.start_timeout_secs
+    return _DRIVERS[self.replication](
+      *self.role,
+      replica_fn,
+      rule_fn,
+      start_timeout_secs=self.start_timeout_secs,
+      timeline_dir=os.environ.get(environment.TIMELINE) or None,
+      namespace=_series.namespace,
+      joined=_series.beats,
+    )
 
 
 def take(
@@ -244,23 +324,19 @@ def take(
   Raises:
     cluster.ClusterError: If cluster, task and replication do not go together.
     TypeError, ValueError: If `cluster` or `devices` is invalid.
-    RuntimeError: If this process was part of a cluster before.
+    RuntimeError: If this process cannot take part in another training.
   """
   noise.hide()  # TensorFlow may have been imported since.
   runtime_devices.find_gpus()
   role = _role(cluster)
   arguments.check_devices(devices, is_alone=role is None)
   if role is not None:
-    if connection.was_used():
-      raise RuntimeError(
-        f"`{caller}` trains once per process on a cluster, whose other tasks"
-        " end with it: start another process for a second training"
-      )
     _check_role(*role, replication, caller)
+    _check_again(role, replication, caller)
   towers = _towers(role, replication, devices)
   if role is not None and _only_serves(role, replication):
     _serve(*role, replication, start_timeout_secs, log)
-  return Part(role, replication, towers, start_timeout_secs)
+  return Part(role, replication, towers, start_timeout_secs, caller)
 
 
 def check_replication(replication: str) -> None:
@@ -270,16 +346,6 @@ def check_replication(replication: str) -> None:
       f"`replication` must be one of {', '.join(_DRIVERS)}. Received:"
       f" {replication!r}."
     )
-
-
-def contribute(driver: driver_base.Driver) -> NoReturn:
-  """Computes gradients until the training ends, and then ends the process."""
-  with processes.one_line_errors(
-    (), (OSError, RuntimeError, tf.errors.OpError)
-  ):
-    with driver:
-      driver.run_replica()
-  processes.exit_now(0)
 
 
 def _role(
@@ -342,6 +408,41 @@ def _check_role(
   if task not in spec.tasks():
     raise cluster_module.ClusterError(
       f"{spec.where}`task` must be a task of the cluster. Received: {task}."
+    )
+
+
+def _check_again(role: _Role, replication: str, caller: str) -> None:
+  """Checks that another training may follow those of this process.
+
+  Raises:
+    cluster.ClusterError: If the training is on another cluster.
+    RuntimeError: If the other tasks have ended with the training before.
+  """
+  if _was_mirrored:
+    raise RuntimeError(
+      f"`{caller}` trains once per process on a cluster with mirrored"
+      " variables, as the other tasks end with it: start all tasks again to"
+      " train again"
+    )
+  if _series is None:
+    if connection.was_used():
+      raise RuntimeError(
+        f"`{caller}` cannot use the connection of another driver of this"
+        " process: start another process"
+      )
+    return
+  spec, task = role
+  own = _series.spec.as_dict(), _series.task, _series.replication
+  if own != (spec.as_dict(), task, replication):
+    raise cluster_module.ClusterError(
+      f"{spec.where}`cluster` and `replication` must be those of the first"
+      f" training of this process, {_series.replication!r}. Received: others,"
+      f" {replication!r}."
+    )
+  if not _series.may_train:
+    raise RuntimeError(
+      f"`{caller}` cannot follow a training that failed, or goes on: the tasks"
+      " of the cluster end with it. Start all tasks again"
     )
 
 

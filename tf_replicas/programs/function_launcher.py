@@ -7,7 +7,6 @@ raises.
 
 import collections
 import contextlib
-import io
 import linecache
 import math
 import multiprocessing
@@ -17,7 +16,6 @@ import queue
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -29,6 +27,7 @@ from tf_replicas.cluster import environment
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import function_task
 from tf_replicas.programs import launcher
+from tf_replicas.programs import pickles
 from tf_replicas.runtime import fork_server
 from tf_replicas.runtime import noise
 
@@ -320,32 +319,11 @@ def _pickled(
   args: Sequence[object],
   kwargs: Mapping[str, object],
 ) -> bytes:
+  call = function, tuple(args), dict(kwargs)
   try:
-    import cloudpickle
+    return pickles.dumps(call, "`LocalTraining` needs")
   except ImportError:
-    raise ImportError(
-      "`LocalTraining` needs the package cloudpickle: pip install"
-      " tf-replicas[notebook]"
-    ) from None
-
-  reducers = cloudpickle.CloudPickler.dispatch_table
-
-  def reduce_code(code: types.CodeType) -> tuple:
-    """Pickles a code object with its file name, which cloudpickle 3.1 drops.
-
-    Tracebacks and AutoGraph need the file name.
-    """
-    constructor, arguments, *_ = reducers[types.CodeType](code)
-    name = code.co_filename
-    return function_task.code_of_file, (constructor, arguments, name)
-
-  class Pickler(cloudpickle.CloudPickler):
-    dispatch_table = {**reducers, types.CodeType: reduce_code}
-
-  buffer = io.BytesIO()
-  try:
-    Pickler(buffer).dump((function, tuple(args), dict(kwargs)))
-    return buffer.getvalue()
+    raise
   except Exception as error:
     raise TypeError(
       "`function` and its arguments must be what cloudpickle can pickle, with"

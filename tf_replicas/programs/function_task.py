@@ -13,8 +13,6 @@ import sys
 import threading
 import time
 import traceback
-import types
-from collections.abc import Callable
 from collections.abc import Mapping
 from typing import NamedTuple
 from typing import NoReturn
@@ -109,19 +107,6 @@ def report(metrics: object) -> None:
   """
   if _channel is not None:
     _channel.send_value(REPORT, metrics)
-
-
-def code_of_file(
-  constructor: Callable[..., types.CodeType], arguments: tuple, name: str
-) -> types.CodeType:
-  """Unpickles a code object and restores its file name.
-
-  Args:
-    constructor: Makes the code object.
-    arguments: The arguments of `constructor`.
-    name: The file name of the code.
-  """
-  return constructor(*arguments).replace(co_filename=name)
 
 
 def main() -> NoReturn:

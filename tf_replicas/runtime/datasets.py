@@ -1,8 +1,14 @@
-"""Finds the resources of a `tf.data.Dataset`, by private names of 2.21."""
+"""Finds the resources of a `tf.data.Dataset`, and turns it into bytes.
 
+It uses private names of TensorFlow 2.21.
+"""
+
+import dataclasses
 from collections.abc import Iterator
 
 import tensorflow as tf
+
+from tf_replicas.runtime import processes
 
 
 def resources_of(dataset: tf.data.Dataset) -> list[str]:
@@ -21,6 +27,68 @@ def resources_of(dataset: tf.data.Dataset) -> list[str]:
     for tensor in function.function.captured_inputs
     if tensor.dtype == tf.resource
   ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sendable:
+  """A data set that other processes can make again.
+
+  Attributes:
+    graph: The result of `to_bytes`.
+    spec: The `element_spec` of the data set.
+  """
+
+  graph: bytes
+  spec: object
+
+
+def to_bytes(dataset: tf.data.Dataset) -> bytes:
+  """Returns the graph of a data set, with the tensors that it uses.
+
+  Args:
+    dataset: A data set made outside of functions.
+
+  Returns:
+    The graph, for `from_bytes` in another process.
+
+  Raises:
+    TypeError: If the data set calls Python code, or uses a table or a variable.
+  """
+  if used := resources_of(dataset):
+    raise TypeError(
+      f"a data set that cannot be sent: it uses {len(used)} tables or variables"
+    )
+  try:
+    graph = tf.raw_ops.DatasetToGraphV2(
+      input_dataset=tf.data.experimental.to_variant(dataset),
+      external_state_policy=1,  # Sends random operations as they are.
+      strip_device_assignment=True,
+    ).numpy()
+  except tf.errors.OpError as error:
+    reason = processes.shortened(error.message)
+    raise TypeError(f"a data set that cannot be sent: {reason}") from None
+  definition = tf.compat.v1.GraphDef.FromString(graph)
+  bodies = [f.node_def for f in definition.library.function]
+  ops = {node.op for body in [definition.node, *bodies] for node in body}
+  if called := sorted(op for op in ops if "PyFunc" in op):
+    raise TypeError(f"a data set that calls Python code ({called[0]})")
+  for node in definition.node:
+    # Each process makes its own generator of seeds for `shuffle`. It would
+    # share one that it finds by name, which has given out seeds already.
+    for handle in node.attr["value"].tensor.resource_handle_val:
+      handle.name = f"sent/{handle.name}"
+  return definition.SerializeToString()
+
+
+def from_bytes(graph: bytes | tf.Tensor, spec: object) -> tf.data.Dataset:
+  """Returns the data set of a graph.
+
+  Args:
+    graph: The result of `to_bytes`, maybe as a string tensor.
+    spec: The `element_spec` of the data set.
+  """
+  variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
+  return tf.data.experimental.from_variant(variant, spec)
 
 
 def _parts(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:

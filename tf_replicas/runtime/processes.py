@@ -3,12 +3,15 @@
 This module does not import TensorFlow.
 """
 
+import atexit
 import contextlib
 import gc
 import os
 import re
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -93,11 +96,36 @@ def importing_tensorflow() -> Iterator[None]:
     os.close(saved)
 
 
+_at_exit: list[Callable[[], object]] = []
+
+
+def at_exit(function: Callable[[], object]) -> None:
+  """Registers a function to call at the end of this process.
+
+  `exit_now` calls it too. A process that a signal ends does not call it, nor
+  does a forked child.
+
+  Args:
+    function: The function. What it raises is printed.
+  """
+  own, was_called = os.getpid(), False
+
+  def run() -> None:
+    nonlocal was_called
+    if not was_called and os.getpid() == own:
+      was_called = True
+      function()
+
+  _at_exit.append(run)
+  atexit.register(run)
+
+
 def exit_now(status: int) -> NoReturn:
   """Ends the process without the tear-down of TensorFlow 2.21.
 
   The tear-down releases remote handles one by one. If their servers are gone,
-  it takes long, logs errors or, rarely, never ends.
+  it takes long, logs errors or, rarely, never ends. The functions of `at_exit`
+  are called before.
 
   Args:
     status: The exit status.
@@ -106,6 +134,11 @@ def exit_now(status: int) -> NoReturn:
     if thread is not threading.current_thread() and not thread.daemon:
       with contextlib.suppress(RuntimeError):  # The thread has not started.
         thread.join(timeout=5.0)
+  while _at_exit:
+    try:
+      _at_exit.pop()()
+    except Exception:
+      traceback.print_exc()
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)

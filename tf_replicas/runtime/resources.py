@@ -524,7 +524,25 @@ def switch(
   return tf.switch_case(tf.cast(index, tf.int32), branches)
 
 
-def flush_assignments(variables: Iterable[tf.Variable]) -> None:
+def clear(namespace: Namespace, address: str) -> None:
+  """Deletes the resources of a namespace on a task, and so frees its memory.
+
+  No client may use them any more.
+
+  Args:
+    namespace: A namespace with a name.
+    address: The address of the task, "host:port".
+
+  Raises:
+    tf.errors.OpError: If the task does not answer.
+  """
+  target = f"grpc://{address}"
+  tf.compat.v1.Session.reset(target, containers=[namespace.container])
+
+
+def flush_assignments(
+  variables: Iterable[tf.Variable | SharedVariable],
+) -> None:
   """Waits until functions can see the eager assignments of this client.
 
   TensorFlow 2.21 sends eager ops to a remote task by a separate stream, which
