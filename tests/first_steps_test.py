@@ -74,7 +74,7 @@ def test_the_first_steps(tmp_path):
   with trials.running([sys.executable, *arguments], cwd=tmp_path) as training:
     output = trials.read_until("Epoch 3/", training)
     kill = shlex.split(re.search(r"^kill -9 .*$", PAGE, re.MULTILINE).group())
-    assert kill[2:5] == ["$(grep", "process", "logs/worker_1.log"]
+    assert kill[2:5] == ["$(grep", "^process ", "logs/worker_1.log"]
     log = (tmp_path / "logs" / "worker_1.log").read_text(encoding="utf-8")
     numbers = re.findall(r"^process (\d+)$", log, re.MULTILINE)
     os.kill(int(numbers[-1]), signal.SIGKILL)

@@ -296,3 +296,61 @@ def test_the_generated_documents_are_of_both_kinds():
   assert _kinds(_documents())["accepted"] > 150
   kinds = _kinds(_mutated())
   assert kinds["refused"] > 100 and kinds["accepted"] > 15, kinds
+
+
+# With every key that there is, and every shape of a cluster.
+_WHOLE = [
+  {
+    "cluster": {"ps": ["a:1", "a:2"], "worker": ["b:1", "c:1"]},
+    "devices": {"ps": {"gpus": []}, "worker:1": {"gpus": [0, 1]}},
+    "variables": {
+      "on": "ps",
+      "placement": "partitioned",
+      "min_shard_bytes": 1,
+      "num_shards": 2,
+    },
+    "layers": {"conv*": 0},
+    "task": {"type": "worker", "index": 0, "trial": "1", "cloud": {}},
+    "rpc_layer": "grpc",
+    "environment": "cloud",
+    "session_master": "grpc://",
+    "job": {},
+  },
+  {"ps": ["a:1"], "master": {"0": "b:1"}, "evaluator": {"3": "c:1"}},
+  {
+    "cluster": {"chief": ["a:1"], "evaluator": ["b:1"]},
+    "devices": {"chief": {"gpus": [0]}, "evaluator:1": {"gpus": [0]}},
+    "variables": {"on": "mirrored"},
+    "task": {"type": "chief", "index": 0},
+  },
+  {"devices": {"worker:0": {"gpus": [0]}}, "variables": {"on": "cpu"}},
+]
+_VALUES = [None, True, -1, 0, 1, 1.5, "", "x", "ps", "cpu", "a:65536", "d:9"]
+_VALUES += [[], {}, [0, 0], [-1], ["x"], ["d:9"], ["d:8", "d:9"]]
+_VALUES += [{"gpus": [0]}, {"x": 0}, {"0": "d:9"}, {"1": "d:9"}, {"01": "d:9"}]
+
+
+def _changed(value: object):
+  """Yields the value with each single change of a part."""
+  yield from map(copy.deepcopy, _VALUES)
+  if isinstance(value, list):
+    for index, part in enumerate(value):
+      for changed in _changed(part):
+        yield [*value[:index], changed, *value[index + 1 :]]
+  elif isinstance(value, dict):
+    for key, part in value.items():
+      rest = {k: v for k, v in value.items() if k != key}
+      yield rest
+      for changed in _changed(part):
+        yield {**value, key: changed}
+    for key in ("x", "", *validation.JOBS, "worker:01", "master:0", "ps:0"):
+      if key not in value:
+        for part in (["d:9"], {"gpus": []}, 0):
+          yield {**value, key: part}
+
+
+@pytest.mark.parametrize("document", _WHOLE)
+def test_agrees_on_each_single_change(document):
+  assert message(document) is None
+  for changed in _changed(document):
+    assert_agree(changed)
