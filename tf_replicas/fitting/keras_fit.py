@@ -424,7 +424,16 @@ class _Loop(keras.callbacks.Callback):
     self._rate = math.nan
 
   def run(self, *, batch_size: int | None, verbose: Any, **arguments):
-    """Calls `keras.Model.fit`, with `batch_size` for validation."""
+    """Calls `keras.Model.fit`, whose training function is `_train`.
+
+    Args:
+      batch_size: The batch size of the validation; None for Keras' default.
+      verbose: As in `keras.Model.fit`.
+      **arguments: Further arguments of `keras.Model.fit`.
+
+    Returns:
+      The history.
+    """
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
     bars = []
@@ -580,7 +589,10 @@ def _one_line_op_errors() -> Iterator[None]:
 
 
 def _rates(model: keras.Model) -> list[float]:
-  """Returns the learning rates that callbacks may set, without schedules."""
+  """Returns the learning rates of the optimizers that have no schedule.
+
+  Only these can be set by a callback.
+  """
   optimizers = compiled_model.optimizers(model)
   return [
     float(optimizer.learning_rate)

@@ -112,7 +112,7 @@ def check_rule(rule: object) -> update_options.UpdateSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """The role of a process that trains: of any that does not only serve.
+  """The role of a process that trains, and does not only serve other tasks.
 
   Attributes:
     role: The cluster and this process's task; None without a cluster.
@@ -273,7 +273,10 @@ def check_replication(replication: str) -> None:
 
 
 def contribute(driver: driver_base.Driver) -> NoReturn:
-  """Computes gradients until the training ends, and then ends the process."""
+  """Runs the replica of a task that is not the chief, then ends the process.
+
+  The replica computes gradients until the training ends.
+  """
   with processes.one_line_errors(
     (), (OSError, RuntimeError, tf.errors.OpError)
   ):

@@ -135,9 +135,10 @@ class SwitchingOptimizer(rule_base.GradientRule):
   # The replica's half.
 
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Reads by the rule whose `read_needs` include those of all rules.
+    """Reads the variables so that every rule can use them.
 
-    See `GradientRule.pull`.
+    Uses the `pull` of the rule whose `read_needs` include those of all other
+    rules. See `GradientRule.pull`.
     """
     if self._reader is not None:
       return self._reader.pull(replica)

@@ -310,7 +310,7 @@ class RemoteReader(Generic[_Tensors]):
   """
 
   def __init__(self, read: Callable[[], _Tensors]):
-    """Makes the function; traces nothing yet.
+    """Makes a `tf.function` of `read`, which is traced later.
 
     Args:
       read: Returns tensors, in any structure.
@@ -326,7 +326,7 @@ class RemoteReader(Generic[_Tensors]):
     self._fetch = fetch
 
   def trace(self) -> Callable[[], _Tensors]:
-    """Traces the function unless it is traced, and returns it unexecuted."""
+    """Traces the function, unless it is traced already, and returns it."""
     with tf.device(None):
       return self._traced
 

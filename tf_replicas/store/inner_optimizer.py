@@ -546,7 +546,11 @@ class InnerOptimizer:
       optimizer.learning_rate = rate
 
   def skip(self) -> None:
-    """Does not count an update that was not made; inside a `tf.function`."""
+    """Excludes an update that was not made from the count of updates.
+
+    The count is the global step minus the step at which the slots were created,
+    so this adds 1 to the latter. To be used inside a `tf.function`.
+    """
     if self._began is not None:
       self._began.assign_add(1)
 
@@ -590,12 +594,12 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
 def check_options(
   optimizer: keras.optimizers.Optimizer, **successors: str
 ) -> None:
-  """Checks that an optimizer leaves to its rule what the rule does itself.
+  """Checks that an optimizer uses no option that the update rule replaces.
 
   Args:
     optimizer: The Keras optimizer.
-    **successors: Maps options that must not be used to what to do instead, in
-      addition to those that no rule supports.
+    **successors: Maps further options that must not be used, besides `use_ema`
+      and `loss_scale_factor`, to what to do instead, for the error.
 
   Raises:
     ValueError: If the optimizer uses such an option.

@@ -182,7 +182,7 @@ class GradientQueues:
     comes_first = tf.reduce_all(places.replica >= replica)
 
     def weigh(parts, taken):
-      """Multiplies statistics of the first contribution by N, others by 0."""
+      """Multiplies statistics by N in the first contribution, else by 0."""
       if not self._has_chief_statistics:
         return parts
       is_first = comes_first & (taken == 0)
@@ -251,7 +251,10 @@ class _Layout(NamedTuple):
     return dtypes
 
   def adders(self) -> list[Callable]:
-    """Returns, for each component of an element, what adds it to its sum."""
+    """Returns the function that adds each component of an element to its sum.
+
+    Dense components are added; rows of sparse gradients are appended.
+    """
     num_groups = len(self.parcel.groups)
     return [_add] * num_groups + [_append] * (2 * len(self.sparse))
 

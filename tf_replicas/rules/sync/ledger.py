@@ -36,7 +36,9 @@ NUM_COLUMNS = Column.LATE + protocol.MAX_LATE
 
 
 class Place(NamedTuple):
-  """One place of a step, a row of `Ledger.accepted`; or all, as columns.
+  """One place of a step: the fields of a row of `Ledger.accepted`.
+
+  `places` returns a `Place` whose fields have the values of all rows.
 
   Attributes:
     replica: The replica whose contribution was delivered for the place; -1 if
