@@ -330,9 +330,10 @@ def _from_dataset(
 
 
 def _size(tensor: tf.Tensor) -> tf.Tensor:
-  """Returns the number of examples in a batch, an int64 scalar.
+  """Returns the size of `tensor` along axis 0 as an int64 scalar.
 
-  Running the op fails if there are none.
+  This is the number of examples in a batch. At run time, the op raises
+  InvalidArgumentError if it is 0.
   """
   size = tf.shape(tensor, tf.int64)[0]
   rule = tf.debugging.assert_positive(
@@ -437,7 +438,10 @@ def _piece(
 
 
 def _as_tuple(spec: object) -> tuple:
-  """Returns the tuple of arguments that `Dataset.map` passes to a function."""
+  """Returns `spec` if it is a tuple, else a tuple with only `spec`.
+
+  These are the arguments that `Dataset.map` passes to a function.
+  """
   return spec if isinstance(spec, tuple) else (spec,)
 
 

@@ -319,7 +319,13 @@ class _Task:
     )
 
   def _dataset(self, num_shards, index, start) -> tf.data.Dataset:
-    """Returns the data of one replica, from the current update on."""
+    """Returns the data of one replica, from the current update on.
+
+    Args:
+      num_shards: The number of replicas.
+      index: The index of the replica.
+      start: The number of examples drawn so far; not used.
+    """
     # A number of examples does not tell the update: an epoch may end with a
     # smaller batch.
     del start
@@ -602,7 +608,7 @@ def _rates(model: keras.Model) -> list[float]:
 
 
 def _sees_batches(callback: keras.callbacks.Callback) -> bool:
-  """Returns whether a callback looks at single batches."""
+  """Returns whether a callback acts at the beginning or end of batches."""
   if isinstance(
     callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore
   ):

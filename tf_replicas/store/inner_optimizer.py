@@ -342,7 +342,7 @@ class InnerOptimizer:
   def _creator_scope(
     self, device: str
   ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which created variables are shared by all clients.
+    """Returns a context in which new variables are shared by all clients.
 
     A slot is recognized by its name, and placed next to its variable. Keras
     names a slot `<path of its variable, with _ for />_<slot>`; other optimizers
@@ -424,7 +424,11 @@ class InnerOptimizer:
     return changed
 
   def _sort_scalars(self) -> None:
-    """Finds the scalars that updates change, and those that the client sets."""
+    """Sorts the scalars of the whole optimizer by what changes them.
+
+    Updates change shared variables (Nadam has one). The client sets all others,
+    such as the learning rate, and makes copies of them on the PS tasks.
+    """
     assert self._store is not None
     for variable in self.optimizer.variables:
       if isinstance(variable.value, resources.SharedVariable):

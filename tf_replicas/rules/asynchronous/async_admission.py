@@ -137,7 +137,10 @@ class AsyncAdmission:
       store.track(self.pending)
 
   def initialize(self) -> None:
-    """Resets all counts. The chief calls it once, in a new training."""
+    """Sets all counts to 0, and admits all replicas, without a last step.
+
+    The chief calls it once, in a new training.
+    """
     for variable in (self._state, self.dropped, self.applied):
       variable.assign(tf.zeros(variable.shape, tf.int64))
     self._has_ended.assign(False)
@@ -237,7 +240,10 @@ class AsyncAdmission:
     return self._state.read_value() == _LOST
 
   def end(self) -> None:
-    """Admits nothing from now on."""
+    """Refuses all gradients from now on, also those of waiting replicas.
+
+    The replicas are told that training has ended.
+    """
     with tf.device(self._device):
       with tf.control_dependencies([self._has_ended.assign(True)]):
         self._retry()
@@ -247,7 +253,7 @@ class AsyncAdmission:
     return bool(self._has_ended.read_value())
 
   def resume(self) -> None:
-    """Admits again."""
+    """Admits gradients again after `end`."""
     self._has_ended.assign(False)
 
   def await_idleness(self) -> None:

@@ -422,7 +422,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     )
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Makes the other replicas not wait for `replica` until it comes back."""
+    """Lets the other replicas continue without waiting for `replica`.
+
+    They wait for it again once it takes part again, after a restart.
+    """
     del tag
     self._lose(replica)
 

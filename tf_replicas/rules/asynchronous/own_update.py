@@ -92,7 +92,7 @@ class OwnUpdate:
         self._sums[index] = store.create_like(index, kind)
 
   def initialize(self) -> None:
-    """Resets the sums. The chief calls it once, in a new training."""
+    """Sets the sums to 0. The chief calls it once, in a new training."""
     for sums in self._sums.values():
       for total in sums:
         total.assign(tf.zeros(total.shape, total.dtype))

@@ -245,9 +245,9 @@ class LocalSteps:
     self._optimizer.learning_rate = rate
 
   def initialize(self) -> None:
-    """Resets the flag that ends training, at the start of a new training.
+    """Sets the flag that ends training to False.
 
-    Only the chief calls it.
+    The chief calls it once, in a new training.
     """
     self._has_ended.assign(False)
 
