@@ -216,7 +216,8 @@ def _arrays(x: object, y: object, sample_weight: object) -> tuple:
     if not hasattr(value, "__array__"):  # As those of NumPy and pandas have.
       raise TypeError(
         "`x` and `y` must be arrays, a `tf.data.Dataset`, or a function of"
-        f" `tf.distribute.InputContext`. Received: a {type(value).__name__}."
+        " `tf.distribute.InputContext`; lists and dicts must contain arrays."
+        f" Received: a {type(value).__name__} in place of an array."
       )
     value = np.asarray(value)
     if value.dtype == np.float64:

@@ -77,7 +77,10 @@ class Namespace:
 
   @property
   def container(self) -> str:
-    """Name of the TensorFlow resource container of this namespace."""
+    """Name of the TensorFlow resource container: `<name>/<generation>`.
+
+    It is "" for the default container, and begins with "." if `name` is empty.
+    """
     if not self.name and not self.generation:
       return ""
     # Unique: no name starts with a dot, and the generation has no slash.

@@ -401,8 +401,8 @@ class Contributions:
   def take_sums(self, task: int) -> list[parameter_store.Gradient]:
     """Takes the accepted gradients off the queues of a PS task; sums them.
 
-    To be called once per step, inside a `tf.function`. See
-    `GradientQueues.take_sums`.
+    To be called once per step, inside a `tf.function`.
+    `GradientQueues.take_sums` describes the result.
 
     Args:
       task: The index of the PS task.
@@ -412,7 +412,11 @@ class Contributions:
     return self._gradients.take_sums(task, accepted)
 
   def release_all(self, step: tf.Tensor) -> None:
-    """Ends the step in the ledger; waiting replicas continue from `step`."""
+    """Ends the step: empties its places, and releases the waiting replicas.
+
+    Args:
+      step: int64 scalar, the global step from which the replicas continue.
+    """
     with tf.device(self._device):
       before = self._read()
       ledger, verdict = ledger_lib.finish(before)

@@ -152,7 +152,9 @@ class GradientQueues:
   def take_sums(self, task: int, accepted: tf.Tensor) -> list[Gradient]:
     """Takes the accepted contributions off the queues of `task`; sums them.
 
-    Drops the elements of earlier contributions that were not accepted.
+    Drops the elements of earlier contributions that were not accepted. With
+    `has_chief_statistics`, the sum of a statistic is N times its entry in the
+    first contribution of the accepted replica with the smallest index.
 
     Args:
       task: The index of the PS task.
@@ -174,7 +176,11 @@ class GradientQueues:
       return layout.from_wire(sums)
 
   def _add_taken(self, task, replica, accepted, sums) -> list[tf.Tensor]:
-    """Adds the accepted contributions of `replica` to `sums`."""
+    """Takes the accepted contributions of `replica` off its queue on `task`.
+
+    Returns:
+      `sums` plus these contributions: one tensor per component of an element.
+    """
     queue = self._queues[task][replica]
     places = ledger.places(accepted)
     tags = tf.boolean_mask(places.tag, places.replica == replica)

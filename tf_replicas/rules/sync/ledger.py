@@ -22,9 +22,10 @@ from tf_replicas.rules import step_token
 class Column(enum.IntEnum):
   """The columns of `Ledger.counts`.
 
-  From `LATE` on, column `LATE - 1 + k` counts the offers that were k steps
-  late. The last column counts offers that were `protocol.MAX_LATE` or more
-  steps late.
+  APPLIED counts contributions used in an update. SURPLUS counts those refused
+  because N others came first, or lost after admission. From `LATE` on, column
+  `LATE - 1 + k` counts the offers that were k steps late. The last column
+  counts offers that were `protocol.MAX_LATE` or more steps late.
   """
 
   APPLIED = 0
