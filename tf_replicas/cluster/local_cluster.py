@@ -62,9 +62,9 @@ class LocalCluster:
       echo: Called with every line of output, prefixed with its task.
       max_restarts: How often, over all workers, a worker that a signal killed
         is started again.
-      inherited: Returns a context whose value is the file descriptors that a
-        task inherits besides its output. The context is entered before
-        `command` is called, and left once the task has started.
+      inherited: Maps a task to a context manager that yields the file
+        descriptors that the task inherits besides its output. The context is
+        entered before `command` is called, and left once the task has started.
       popen: Starts a process in another way than `subprocess.Popen`, such as
         `fork_server.ForkServer.popen`, which documents the arguments. Returns
         None where it cannot.
@@ -160,7 +160,9 @@ class LocalCluster:
     return [t for t, p in self._processes.items() if p.poll() is None]
 
   def poll(self) -> tuple[cluster.Task, int] | None:
-    """Starts workers again that a signal killed, as often as is allowed.
+    """Restarts workers that a signal killed, at most `max_restarts` in all.
+
+    The chief and the PS tasks are not restarted.
 
     Returns:
       A task that has failed for good, and its status as of `returncode`; None
@@ -216,7 +218,12 @@ class LocalCluster:
       time.sleep(0.05)
 
   def _restart(self, task: cluster.Task, code: int) -> bool:
-    """Starts a killed worker again; returns False if it must not."""
+    """Restarts a task that has failed, if it is a worker that a signal killed.
+
+    Returns:
+      Whether the task was restarted. False for the chief, for PS tasks, and
+      after `max_restarts` restarts.
+    """
     is_replaceable = task.job == "worker" and task != self.spec.chief
     if code > 0 or not is_replaceable or not self._restarts_left:
       return False
@@ -226,10 +233,11 @@ class LocalCluster:
     return True
 
   def stop(self, grace_secs: float = _GRACE_SECS) -> None:
-    """Ends what still runs: SIGTERM, and SIGKILL after `grace_secs`.
+    """Ends all running tasks: by SIGTERM, after `grace_secs` by SIGKILL.
 
-    The chief comes first: it may save what the PS tasks hold, and when it ends
-    without an error the others end by themselves.
+    The chief is ended first, and has twice the time: it may save the variables
+    of the PS tasks. If it ends without an error, it tells the other tasks to
+    end too.
     """
     chief = self._processes.get(self.spec.chief)
     if chief is not None and chief.poll() is None:
@@ -244,7 +252,7 @@ class LocalCluster:
 
 
 def _end(processes: Iterable[subprocess.Popen], grace_secs: float) -> None:
-  """Ends processes: SIGTERM, and SIGKILL after a while."""
+  """Ends processes: by SIGTERM, after `grace_secs` by SIGKILL."""
   running = [p for p in processes if p.poll() is None]
   for process in running:
     process.terminate()

@@ -97,7 +97,10 @@ def host_names(text: str) -> list[str]:
 
 
 def _expand(pattern: str) -> list[str]:
-  """Returns the names of a pattern that has commas only within brackets."""
+  """Expands the brackets of a host pattern, such as "node[01-03,07]".
+
+  Outside of brackets the pattern has no commas.
+  """
   match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", pattern)
   if match is None:
     return [pattern]

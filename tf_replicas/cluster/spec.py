@@ -267,8 +267,8 @@ def from_tf_config(
   `chief`; what platforms add (`environment`, `rpc_layer`, ...) is accepted.
 
   Returns:
-    None if TF_CONFIG is unset, empty, or has neither a cluster nor an
-    evaluator, which all mean a single process.
+    The cluster and the task. None for a single process: if TF_CONFIG is unset
+    or empty, or has neither a cluster nor an evaluator.
 
   Raises:
     ClusterError: If TF_CONFIG is no valid document.
@@ -412,7 +412,10 @@ def _no_such_task(spec: ClusterSpec, task: Task) -> ClusterError:
 
 
 def _check_ports_chosen(spec: ClusterSpec, task: Task) -> None:
-  """Refuses port 0 for a process started by itself: none would find it."""
+  """Raises ClusterError for port 0 if tasks are started one by one.
+
+  Other tasks would not know which port a task with port 0 has chosen.
+  """
   if len(spec.tasks()) > 1 and task.job != "evaluator":
     for unknown in _tasks_with_port_0(spec):
       raise _mistake(

@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 class _RepeatedKey(dict):
-  """A JSON object in which `key` stands twice."""
+  """A decoded JSON object in which the key `key` occurs twice."""
 
   key: str
 
@@ -199,7 +199,10 @@ def _check_keys(
   *,
   also: tuple[str, ...] = (),
 ) -> None:
-  """Refuses other keys than `known`; `also` are allowed but not advertised."""
+  """Raises ClusterError for a key that is neither in `known` nor in `also`.
+
+  The message lists `known` only.
+  """
   for key in mapping:
     if key not in known + also:
       nearest = difflib.get_close_matches(str(key), known + also, n=1)
@@ -304,7 +307,10 @@ def _check_gpus(gpus: object, place: str) -> tuple[int, ...]:
 def _check_gpu_sharing(
   devices: Mapping[str, tuple[int, ...]], jobs: Mapping[str, Mapping[int, str]]
 ) -> None:
-  """Refuses one GPU for two tasks of a host, unless given task by task."""
+  """Raises ClusterError if two tasks of a host get one GPU from job entries.
+
+  Entries for single tasks, such as "worker:1", may share a GPU.
+  """
   users: dict[tuple[str, int], str] = {}  # (host, GPU) -> task
   for job, tasks in jobs.items():
     for index, address in tasks.items():
@@ -327,7 +333,10 @@ def _check_gpu_sharing(
 def _check_variables(
   variables: object, *, num_ps: int
 ) -> dict[str, str | int | None]:
-  """Checks `variables` and fills in the place that the cluster implies."""
+  """Checks the section `variables`; returns it with "on" filled in.
+
+  Without "on", variables are on "ps" if the cluster has PS tasks, else "cpu".
+  """
   _check_mapping(variables, "variables")
   _check_keys(
     variables, "variables", ("on", "placement", "min_shard_bytes", "num_shards")

@@ -370,10 +370,14 @@ class ParameterServerDriver(Driver):
     )
 
   def _agree(self) -> None:
-    """Checks that this task has the same variables and rule as the chief.
+    """Compares this task's variables and update rule with the chief's.
 
-    The chief itself publishes its own. At this time no variable exists on the
-    PS tasks.
+    The chief publishes its variables and rule for the other tasks. This is done
+    before any variable is created on the PS tasks.
+
+    Raises:
+      RuntimeError: If they differ, or the chief failed.
+      TimeoutError: If the chief does not publish them in time.
     """
     rule, variables = self.rule.signature(), self.store.signature()
     if self.is_chief:

@@ -235,7 +235,10 @@ class ProcessGroup:
     }
 
   def await_leave(self) -> None:
-    """Waits until no other process listens, as they need the chief until then.
+    """Waits until the other processes have closed their server ports.
+
+    The chief calls it before it ends, as the other processes need it until
+    then.
 
     Raises:
       TimeoutError: If a process still listens after ten seconds.

@@ -72,7 +72,7 @@ class StepWatchdog(waiting.PollingThread):
     super().__init__(self._poll, period_secs=_POLL_SECS)
 
   def progress(self) -> None:
-    """Notes an update, which ends a wait. To be called after each step."""
+    """Restarts the measurement of the wait. To be called after each update."""
     self._since = self._logged = self._clock()
 
   def _poll(self) -> bool:
@@ -221,7 +221,11 @@ def end_training(
   stays: bool = False,
   log: Callable[[str], None] = print,
 ) -> None:
-  """Ends the replicas, leaves, and tells serving tasks to end, in the chief.
+  """Ends the training for all tasks. To be called by the chief.
+
+  Announces how training ended, waits until the replicas have stopped, closes
+  the rule's queues, and tells the serving tasks to end. If another process has
+  replaced this chief, only stops the heartbeats of this one.
 
   Args:
     heartbeats: The chief's heartbeats.
@@ -265,7 +269,7 @@ def _end_replicas(
   timeout_secs: float,
   log: Callable[[str], None],
 ) -> None:
-  """Tells every replica to stop after its batch, and waits until all have.
+  """Tells every replica to stop after its batch; waits until all have stopped.
 
   Closing the queues would stop the replicas too, but by an error, after which a
   process's next call may fail as well (TensorFlow 2.21: "this error cancels all

@@ -213,16 +213,18 @@ def _matches(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
 def check_builder(
   name: str, function: object, what: str, product: type
 ) -> None:
-  """Checks a function that each task calls to build a part of its own.
+  """Checks an argument that must be a function which builds something.
 
   Args:
-    name: Name of the argument.
-    function: The function.
-    what: What it must do, such as "builds the replica".
-    product: Type of what the function builds, which is no function itself.
+    name: Name of the argument, such as "replica_fn".
+    function: Value of the argument.
+    what: What the function must do, for the error: "builds the replica".
+    product: Type of the object that the function builds. A user may by mistake
+      give the object itself, which may be callable.
 
   Raises:
-    TypeError: If it is not a function without arguments.
+    TypeError: If `function` is an instance of `product`, or is not a function
+      without arguments.
   """
   if not callable(function) or isinstance(function, product):
     raise TypeError(

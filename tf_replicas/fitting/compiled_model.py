@@ -299,13 +299,13 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 class _KerasAverages(moving_averages.MovingAverages):
-  """Moving averages as of Keras' `use_ema`.
+  """Moving averages that are computed as with Keras' option `use_ema`.
 
   They begin with the values after the first update.
   """
 
   def decay_at(self, global_step) -> tf.Tensor:
-    """See `MovingAverages.decay_at`."""
+    """Returns 0 for the first update; see `MovingAverages.decay_at`."""
     decay = super().decay_at(global_step)
     return tf.where(tf.equal(global_step, 1), tf.zeros_like(decay), decay)
 
@@ -390,10 +390,13 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
-  """Returns metrics, by name, that average logs which no metric computes.
+  """Returns the metrics that average what a custom `train_step` returns.
 
-  A custom `train_step` may return any scalars. Keras shows those of the last
-  batch; here, their mean over the examples is shown.
+  There is one for each scalar that no metric of the model computes. Keras would
+  show the values of the last batch. `fit` shows the mean over the examples.
+
+  Returns:
+    The metrics by name.
   """
   return vars(model).get(_MEANS, {})
 
@@ -627,7 +630,11 @@ def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
 
 
 def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
-  """Stores the phases in the model, and builds the optimizers that it uses.
+  """Stores the phases in the model, and builds the model's optimizers.
+
+  Args:
+    model: The model.
+    calls: The calls of `apply` that `train_step` makes, in order.
 
   Raises:
     ValueError: If `train_step` applies no gradients, or applies them in a way
@@ -724,7 +731,10 @@ def _check_can_alternate(
 
 
 def _as_keras_packs(data: tuple) -> object:
-  """Returns `data` as Keras passes it to `train_step`: (x,) becomes x."""
+  """Returns `data` as Keras passes it to `train_step`.
+
+  (x,) becomes x, unless x is a tuple or a list. Other tuples are not changed.
+  """
   is_alone = len(data) == 1 and not isinstance(data[0], tuple | list)
   return data[0] if is_alone else data
 
@@ -777,7 +787,11 @@ def trace(
     ends: list[tf.Tensor] = []
 
     def after(number: int) -> None:
-      """Ends a phase: the next one begins with the values of the parameters."""
+      """Ends a phase, after the call number `number` of an optimizer.
+
+      After an earlier phase, resets states and metrics to their first values.
+      After the phase that is traced, keeps their values as results.
+      """
       if number < phase:
         first = [*parameters[len(trained) :], *zeros]
         for variable, value in zip(changing, first, strict=True):
@@ -826,10 +840,15 @@ def trace(
 def _gradients(
   model: keras.Model, calls: Sequence[_Call], phase: int
 ) -> dict[str, parameter_store.Gradient]:
-  """Returns the gradients of a phase by the position of their variable.
+  """Returns the gradients of a phase, by their variables.
 
-  With several phases, all return gradients of the same variables. Variables of
-  other phases get gradients of zero, which are not applied.
+  With several phases, variables that only other phases update get gradients of
+  zero, which are not applied. So all phases return gradients of the same
+  variables.
+
+  Returns:
+    The gradients by the variable's position in `model.trainable_variables`, as
+    a string.
   """
   positions = {id(v): i for i, v in enumerate(model.trainable_variables)}
   found: dict[str, parameter_store.Gradient] = {
@@ -884,7 +903,11 @@ def _load_optimizer(
 ) -> None:
   """Loads into an optimizer the state that `InnerOptimizer` has saved.
 
-  `prefix` is the beginning of this optimizer's names in `state`.
+  Args:
+    optimizer: A built Keras optimizer.
+    state: The result of `ParameterStore.state`.
+    prefix: The beginning of this optimizer's names in `state`.
+    updates: The number of updates that this optimizer has made.
   """
   slots = {}
   for name, value in state.items():

@@ -234,7 +234,10 @@ def run(
 
 
 class _Steps:
-  """Makes updates, but never past the next log line, summary or the end.
+  """A step function for `Session.run`, which makes one or several updates.
+
+  A call makes updates at most until the next log line or summary is due, or
+  training ends.
 
   Attributes:
     loss: The loss of the last update; NaN before the first.
@@ -268,7 +271,7 @@ def _is_optional(name: str) -> bool:
 def _replica(
   replica_fn: Callable[[], model_replica.Replica], part: roles.Part
 ) -> model_replica.Replica:
-  """Builds the replica, on the part's devices unless it has devices itself.
+  """Builds the replica, and gives it the devices of `part` if it has none.
 
   Raises:
     TypeError: If the result is not a replica.

@@ -232,7 +232,8 @@ def _arrays(x: object, y: object, sample_weight: object) -> tuple:
       raise TypeError(
         "`x` and `y` must be arrays, or `x` a `tf.data.Dataset`, a"
         " `keras.utils.PyDataset`, an iterator or a function of"
-        f" `tf.distribute.InputContext`. Received: a {type(value).__name__}."
+        " `tf.distribute.InputContext`; lists and dicts must contain arrays."
+        f" Received: a {type(value).__name__} in place of an array."
       )
     value = np.asarray(value)
     if value.dtype == np.float64:
@@ -429,9 +430,10 @@ def _from_python(
 
 
 def _size(tensor: tf.Tensor) -> tf.Tensor:
-  """Returns the number of examples in a batch, an int64 scalar.
+  """Returns the size of `tensor` along axis 0 as an int64 scalar.
 
-  Running the op fails if there are none.
+  This is the number of examples in a batch. At run time, the op raises
+  InvalidArgumentError if it is 0.
   """
   size = tf.shape(tensor, tf.int64)[0]
   rule = tf.debugging.assert_positive(
@@ -536,7 +538,10 @@ def _piece(
 
 
 def _as_tuple(spec: object) -> tuple:
-  """Returns the tuple of arguments that `Dataset.map` passes to a function."""
+  """Returns `spec` if it is a tuple, else a tuple with only `spec`.
+
+  These are the arguments that `Dataset.map` passes to a function.
+  """
   return spec if isinstance(spec, tuple) else (spec,)
 
 

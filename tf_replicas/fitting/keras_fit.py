@@ -350,7 +350,13 @@ class _Task:
     )
 
   def _dataset(self, num_shards, index, start) -> tf.data.Dataset:
-    """Returns the data of one replica, from the current update on."""
+    """Returns the data of one replica, from the current update on.
+
+    Args:
+      num_shards: The number of replicas.
+      index: The index of the replica.
+      start: The number of examples drawn so far; not used.
+    """
     # A number of examples does not tell the update: an epoch may end with a
     # smaller batch.
     del start
@@ -457,7 +463,16 @@ class _Loop(keras.callbacks.Callback):
     self._rate = math.nan
 
   def run(self, *, batch_size: int | None, verbose: Any, **arguments):
-    """Calls `keras.Model.fit`, with `batch_size` for validation."""
+    """Calls `keras.Model.fit`, whose training function is `_train`.
+
+    Args:
+      batch_size: The batch size of the validation; None for Keras' default.
+      verbose: As in `keras.Model.fit`.
+      **arguments: Further arguments of `keras.Model.fit`.
+
+    Returns:
+      The history.
+    """
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
     bars = []
@@ -629,7 +644,10 @@ def _one_line_op_errors() -> Iterator[None]:
 
 
 def _rates(model: keras.Model) -> list[float]:
-  """Returns the learning rates that callbacks may set, without schedules."""
+  """Returns the learning rates of the optimizers that have no schedule.
+
+  Only these can be set by a callback.
+  """
   optimizers = compiled_model.optimizers(model)
   return [
     float(optimizer.learning_rate)
@@ -639,7 +657,7 @@ def _rates(model: keras.Model) -> list[float]:
 
 
 def _sees_batches(callback: keras.callbacks.Callback) -> bool:
-  """Returns whether a callback looks at single batches."""
+  """Returns whether a callback acts at the beginning or end of batches."""
   if isinstance(
     callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore
   ):

@@ -118,13 +118,14 @@ def check_rule(rule: object) -> update_options.UpdateSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """The role of a process that trains: of any that does not only serve.
+  """The role of a process that trains, and does not only serve other tasks.
 
   Attributes:
     role: The cluster and this process's task; None without a cluster.
     replication: "between_graph", "in_graph" or "mirrored".
-    towers: The devices that compute, each with a tower (a copy of the model);
-      empty for the default device.
+    towers: The devices that compute, each with a tower (a copy of the model):
+      those of this process, or with in-graph replication those of each worker.
+      Empty for the default device.
     start_timeout_secs: The seconds that the tasks wait for each other at the
       start.
     caller: Name of the function that the user has called.

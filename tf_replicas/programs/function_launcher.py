@@ -260,7 +260,12 @@ class LocalTraining:
   def _unexplained(
     self, failure: tuple[cluster_module.Task, int] | None
   ) -> LocalTrainingError:
-    """Returns the error of a training in which no function has raised one."""
+    """Returns an error for a training that ended without a result or an error.
+
+    Args:
+      failure: A task whose process failed, and its exit status. None if the
+        training was ended early.
+    """
     if failure is None:
       return LocalTrainingError(
         "the training was ended before its function returned in the chief,"
@@ -283,7 +288,11 @@ class LocalTraining:
 
   @contextlib.contextmanager
   def _pipe(self, task: cluster_module.Task) -> Iterator[Sequence[int]]:
-    """Context that yields a process's end of a pipe; then serves the other."""
+    """Context that yields the file descriptor of a pipe to a task, in a list.
+
+    The task's process is started inside the context and inherits the
+    descriptor. Then a thread listens at the other end of the pipe.
+    """
     ours, theirs = multiprocessing.Pipe()
     self._pipes[task] = theirs.fileno()
     with theirs:

@@ -142,7 +142,10 @@ class Options:
 
   @property
   def only_serves(self) -> bool:
-    """Whether other tasks drive this task, which then needs no data."""
+    """Whether this task is a parameter server or an in-graph worker.
+
+    Other tasks drive such a task, which needs no data of its own.
+    """
     if self.task is None or not self.spec.is_distributed:
       return False
     return self.task.job == "ps" or (
@@ -196,7 +199,10 @@ class Options:
 
   @property
   def used_share(self) -> float:
-    """Fraction of contributions that updates use: below 1 with backups."""
+    """Fraction of the contributions that updates use.
+
+    It is below 1 if synchronous updates have backup replicas.
+    """
     if not self.update.waits_for_several:
       return 1.0
     return min(1.0, self.replicas_to_aggregate / len(self.replicas))
@@ -246,7 +252,10 @@ class Options:
 
   @property
   def threads(self) -> int:
-    """Number of threads of one op: as given, or cores / local replicas."""
+    """Number of threads that one op may use: `intra_op_threads` if given.
+
+    Else the cores are divided among the replicas on this machine.
+    """
     if self.intra_op_threads:
       return self.intra_op_threads
     local = [t for t in self.spec.local_tasks() if t in self.replicas]
@@ -467,7 +476,10 @@ def _check_layers(options: Options, where: str) -> None:
 
 
 def _check_equal_towers(options: Options, where: str) -> None:
-  """Checks that all contributions are means of equally many examples."""
+  """Raises ClusterError unless every worker has the same number of GPUs.
+
+  Otherwise contributions would be means of different numbers of examples.
+  """
   sizes = {str(t): len(options.spec.gpus(t) or ()) for t in options.replicas}
   if len({max(1, size) for size in sizes.values()}) > 1:
     numbers = ", ".join(f"{n} of {task}" for task, n in sizes.items())
@@ -478,7 +490,10 @@ def _check_equal_towers(options: Options, where: str) -> None:
 
 
 def _check_all_take_part(options: Options, where: str) -> None:
-  """Checks that every update can use every replica, without PS tasks."""
+  """Raises ClusterError for options that need parameter servers.
+
+  Without parameter servers, every update uses every replica.
+  """
   if options.timeline:
     raise cluster.ClusterError(
       f"{where}`--timeline` needs variables on parameter servers. Received:"

@@ -302,7 +302,11 @@ def _max_steps(
   options: run_options.Options,
   workload: run_options.Workload,
 ) -> int:
-  """Computes the step to stop at, from progress in store or checkpoint."""
+  """Computes the global step at which training stops.
+
+  If that is given as a number of examples, it depends on the step and the
+  examples so far: those of the checkpoint, if it is ahead of the store.
+  """
   step = int(store.read_global_step())
   seen = int(store.examples_seen.read_value())
   path = checkpoints.latest(options.train_dir)
@@ -414,9 +418,10 @@ def updates_at_one_rate(
 
 
 def _spread_out(counts: Sequence[int], limit: int = 1000) -> np.ndarray:
-  """Turns counts into values: the number k occurs `counts[k]` times.
+  """Returns an array in which the number k occurs `counts[k]` times.
 
-  If there would be more than `limit` values, all counts are scaled down.
+  TensorBoard makes a histogram of it. If the array would have more than about
+  `limit` elements, all counts are scaled down.
   """
   counts = np.asarray(counts)
   share = min(1.0, limit / counts.sum())

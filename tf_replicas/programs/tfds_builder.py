@@ -82,7 +82,10 @@ def _prepare(name: str, data_dir: str | None) -> None:
 
 
 def _require_server(found) -> None:
-  """Raises DataError without a network; the downloader retries for minutes."""
+  """Raises DataError if the server of the data cannot be reached.
+
+  Otherwise the downloader would retry for minutes.
+  """
   for url in list(found.url_infos or ())[:1]:
     request = urllib.request.Request(url, method="HEAD")
     try:

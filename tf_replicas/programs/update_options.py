@@ -36,8 +36,8 @@ class Rule(NamedTuple):
   """An update rule that can be chosen by name.
 
   Attributes:
-    make: Makes the rule of the settings, the number of replicas, the optimizer
-      and further keywords.
+    make: Maps (settings, number of replicas, optimizer, keyword arguments) to
+      the update rule.
     policy: Maps the settings to the staleness policy that the rule adds to
       asynchronous updates; None if it adds none.
     is_combinable: Whether the rule may be combined with other combinable rules.
@@ -69,10 +69,13 @@ def _sync(settings: UpdateSettings, num_replicas: int, optimizer, **common):
 
 
 def _of_gradients(settings: UpdateSettings, common: dict) -> dict:
-  """Adds clipping and momentum correction to the keywords of a rule.
+  """Adds settings of clipping and momentum correction to `common`.
+
+  Returns:
+    Keyword arguments of a rule that applies gradients.
 
   Raises:
-    ValueError: If the norm of the mean is limited by the optimizer too.
+    ValueError: If both `clip_norm` and the optimizer limit the mean's norm.
   """
   keywords = {"clip_replica_norm": settings.clip_replica_norm, **common}
   if settings.momentum_correction:
@@ -127,7 +130,15 @@ def _periodic(settings: UpdateSettings, num_replicas: int, optimizer, **common):
 
 
 def _policy(name: str, *arguments: str):
-  """Returns a function that makes the policy `name` of the staleness module."""
+  """Returns a function that makes a policy of the `staleness` module.
+
+  Args:
+    name: The name of the function in that module, such as "drop_stale".
+    *arguments: The fields of `UpdateSettings` to pass to the function.
+
+  Returns:
+    Maps the settings to the policy.
+  """
 
   def make(settings: UpdateSettings) -> staleness.Policy:
     from tf_replicas.rules.asynchronous import staleness

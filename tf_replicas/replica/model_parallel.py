@@ -102,8 +102,8 @@ class LayerPlacement:
     size = self.num_devices
     if len(devices) % size or (size > 1 and not devices):
       raise ValueError(
-        f"`devices` must be a multiple of {size}, the devices over which"
-        f" `layers` spreads one tower. Received: {len(devices)}."
+        f"`devices` must be a multiple of {size} devices, and at least {size}:"
+        f" `layers` spreads a tower over {size}. Received: {len(devices)}."
       )
     return [tuple(devices[i : i + size]) for i in range(0, len(devices), size)]
 
@@ -279,7 +279,9 @@ class Pipeline:
       _entered.reset(token)
 
   def run(self, number: int, call: Callable[[], _Outputs]) -> _Outputs:
-    """Runs a layer on device `number`, after the previous part left its stage.
+    """Runs a layer on a device of the tower, for the present part of the batch.
+
+    The layer waits until the previous part has passed the same stage.
 
     Args:
       number: Index of the device within the tower.

@@ -55,7 +55,7 @@ class Gradients(NamedTuple):
 
 
 class Inputs(NamedTuple):
-  """What the gradients of a batch, or of a part of it, are computed from.
+  """The inputs of the computation of gradients, for a batch or a part of it.
 
   Attributes:
     parameters: One tensor per variable in `Replica.shared`.
@@ -300,7 +300,14 @@ class Replica:
       )
 
   def _in_lockstep(self, inputs: Sequence[Inputs]) -> Gradients:
-    """Averages over all towers, each traced in a thread by a strategy."""
+    """Computes the mean gradients of all towers, which run in lockstep.
+
+    A `tf.distribute.MirroredStrategy` traces each tower in a thread of its own,
+    so that ops of several towers, such as all-reduce, can be matched.
+
+    Args:
+      inputs: The inputs of each tower.
+    """
     strategy = tf.distribute.MirroredStrategy(
       list(self.devices), tf.distribute.ReductionToOneDevice()
     )
@@ -397,7 +404,15 @@ class Replica:
     return loss, [*(o - n for o, n in zip(old, new, strict=True)), *sums]
 
   def metric_moves(self, found: Metrics) -> list[tf.Tensor]:
-    """Returns a batch's contribution to the sums of the metrics, if any."""
+    """Returns what a batch contributes to the sums of the metrics.
+
+    Args:
+      found: The metrics of the batch, which `loss_fn` returned.
+
+    Returns:
+      The result of `metric_sums.move`, in a list, which is empty without
+      metrics.
+    """
     return [metric_sums.move(self.metrics, found)] if self.metrics else []
 
   def _split_metrics(self, result: Any) -> tuple[Any, Metrics]:
@@ -459,8 +474,8 @@ def _warn_once(message: str) -> None:
 def average_towers(towers: Sequence[Gradients]) -> Gradients:
   """Averages the gradients of towers that had equally many examples.
 
-  After `average_gradients` of TF1's `cifar10_multi_gpu_train`. Each mean is
-  computed on the device of its first gradient.
+  Does the same as `average_gradients` of TF1's `cifar10_multi_gpu_train`. Each
+  mean is computed on the device of its first gradient.
 
   Args:
     towers: One or more; their lists of gradients have the same order.
@@ -500,10 +515,13 @@ def _mean(
 
 
 def check_dataset(dataset: object) -> tf.data.Dataset:
-  """Returns what `dataset_fn` returned, if it is a data set.
+  """Checks that `dataset`, the result of a `dataset_fn`, is a data set.
+
+  Returns:
+    `dataset`.
 
   Raises:
-    TypeError: If it is something else.
+    TypeError: If `dataset` is no `tf.data.Dataset`.
   """
   if not isinstance(dataset, tf.data.Dataset):
     raise TypeError(

@@ -102,12 +102,20 @@ class _Tracer:
 
   @property
   def others(self) -> list[Own]:
-    """States of random generators, and variables that are no numbers."""
+    """The variables without gradients that replicas do not share.
+
+    These are states of random generators, and variables of types that have no
+    mean.
+    """
     rest = [own for own in self._variables_fn() if not own.trainable]
     return [own for own in rest if not _is_statistic(own)]
 
   def concrete(self, batch_spec: Any) -> tf.types.experimental.ConcreteFunction:
-    """Returns the function of (loss factor, batch) for batches of this spec.
+    """Returns the traced function of (loss factor, batch).
+
+    Args:
+      batch_spec: The shapes and dtypes of the batch. A function is traced once
+        per spec.
 
     Raises:
       ValueError: If the loss is not a scalar, depends on no trainable variable,

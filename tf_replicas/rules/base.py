@@ -191,9 +191,10 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def signature(self) -> Mapping[str, object]:
-    """Returns what must be equal in all workers and chiefs of one training.
+    """Returns the settings that must be equal in all clients of a training.
 
-    The settings are JSON values by name.
+    Returns:
+      The settings by name, of types that JSON can represent.
     """
 
   # The replica's half; to be used inside a `tf.function`.
@@ -573,9 +574,10 @@ class OptimizerRule(GradientRule):
       )
 
   def bind(self, store: parameter_store.ParameterStore) -> None:
-    """Sets the store whose variables are trained; creates `applier`.
+    """Stores `store`, and creates `applier` with the moving averages.
 
-    The applier creates the moving averages.
+    Args:
+      store: Holds the variables to train.
     """
     self._store = store
     self.applier = applier.Applier(
@@ -621,10 +623,10 @@ class OptimizerRule(GradientRule):
   def weigh_statistics(
     self, gradients: Sequence[Gradient], weight: int | tf.Tensor
   ) -> list[Gradient]:
-    """Multiplies the entries of statistics by `weight` if one replica counts.
+    """Multiplies entries of statistics by `weight` if `has_chief_statistics`.
 
-    Exceptions are the loss scale and the sums of metrics, which need all
-    replicas.
+    Otherwise returns `gradients` unchanged. The loss scale and the sums of
+    metrics are never multiplied, as they need all replicas.
 
     Args:
       gradients: One per element of `store.contributed`.

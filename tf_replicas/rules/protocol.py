@@ -30,9 +30,10 @@ class MessageType(enum.IntEnum):
 class Status(enum.IntEnum):
   """The state of one replica, as the chief last recorded it.
 
-  WAITING: the replica's contribution has no place yet. ADMITTED: it has one.
-  DELIVERED: the gradients have arrived. LOST: the chief does not wait for the
-  replica.
+  COMPUTING: the replica has no open contribution. WAITING: its contribution has
+  no place yet. ADMITTED: its contribution has a place, and the gradients are
+  awaited. DELIVERED: the gradients have arrived. LOST: the chief does not wait
+  for the replica.
   """
 
   COMPUTING = 0

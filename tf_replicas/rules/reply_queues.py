@@ -86,7 +86,7 @@ class ReplyQueues:
     num_replicas: int,
     namespace: resources.Namespace,
   ):
-    """Creates the queues in `namespace`, or attaches to them."""
+    """Creates one queue per replica on PS task 0, or attaches to them."""
     with tf.device(store.device_of_task(0)):
       self._queues = [
         namespace.queue(f"replies/{r}", [tf.int64]) for r in range(num_replicas)

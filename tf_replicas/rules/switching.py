@@ -135,9 +135,10 @@ class SwitchingOptimizer(rule_base.GradientRule):
   # The replica's half.
 
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Reads by the rule whose `read_needs` include those of all rules.
+    """Reads the variables so that every rule can use them.
 
-    See `GradientRule.pull`.
+    Uses the `pull` of the rule whose `read_needs` include those of all other
+    rules. See `GradientRule.pull`.
     """
     if self._reader is not None:
       return self._reader.pull(replica)
@@ -198,9 +199,10 @@ class SwitchingOptimizer(rule_base.GradientRule):
     self._last_step = step
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Changes the rule if it is due, then makes an update with it.
+    """Changes to the rule that `choose` returns; then makes an update with it.
 
-    Instead returns the old rule's unreported updates, if there are any.
+    If asynchronous updates of the old rule were not returned before the change,
+    returns these, as one, and makes no update.
     """
     del max_updates
     step = int(self._store.read_global_step())
@@ -224,7 +226,12 @@ class SwitchingOptimizer(rule_base.GradientRule):
       raise
 
   def _change_to(self, number: int) -> results.Update | None:
-    """Changes to rule `number`; returns the old rule's unreported updates."""
+    """Changes to rule `number`.
+
+    Returns:
+      The updates of the old rule that were not returned before, as one; or
+      None.
+    """
     self.rules[number].resume()
     self._in_use.assign(number)
     resources.flush_assignments([self._in_use])

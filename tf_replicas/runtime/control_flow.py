@@ -21,7 +21,7 @@ def done(*results: tf.Operation | tf.Tensor | None) -> tf.Tensor:
 
 
 def run_if(condition: bool | tf.Tensor, fn: Callable[[], object]) -> tf.Tensor:
-  """Runs `fn` in the graph if `condition` holds, else nothing.
+  """Runs the operations of `fn` in the graph only if `condition` is true.
 
   Args:
     condition: bool scalar.

@@ -13,7 +13,10 @@ from tf_replicas.runtime import noise
 
 
 def find_gpus() -> list[tf.config.PhysicalDevice]:
-  """Returns the GPUs of this machine, without remarks if there are none."""
+  """Returns the GPUs of this machine.
+
+  Hides the error that TensorFlow prints on a machine without GPUs.
+  """
   with noise.hidden_lack_of_gpu():
     return tf.config.list_physical_devices("GPU")
 

@@ -221,7 +221,10 @@ class ForkServer:
     threading.Thread(target=self._listen, daemon=True).start()
 
   def _listen(self) -> None:
-    """Hears from the server which processes have begun and ended."""
+    """Receives the server's messages about processes that began or ended.
+
+    Runs in a thread until the connection to the server is closed.
+    """
     running: dict[int, ForkedProcess] = {}
     with contextlib.suppress(OSError):
       while message := self._connection.recv(_MAX_MESSAGE):
@@ -279,9 +282,13 @@ def _parse(command: Sequence[str]) -> tuple[list[str] | None, dict[str, str]]:
 
 
 def _serve(connection: socket.socket) -> _Program:
-  """Forks for every program that is asked for; returns in its process.
+  """Forks a process for every program that `ForkServer.popen` requests.
 
-  The process of the server ends when the connection is closed.
+  Returns only in the forked processes. The server itself ends when the
+  connection is closed.
+
+  Returns:
+    The program that the forked process is to run.
   """
   awake, wakeup = os.pipe()
   os.set_blocking(wakeup, False)
@@ -321,7 +328,7 @@ def _serve(connection: socket.socket) -> _Program:
 
 
 def _report_ended(connection: socket.socket) -> None:
-  """Tells which programs have ended."""
+  """Sends process id and exit status of each program that has ended."""
   with contextlib.suppress(ChildProcessError):
     while True:
       pid, status = os.waitpid(-1, os.WNOHANG)
@@ -332,7 +339,7 @@ def _report_ended(connection: socket.socket) -> None:
 
 
 def _become(program: _Program, received: list[int], server: int) -> None:
-  """Gives a forked process what belongs to its program."""
+  """Gives a forked process the output, environment, etc. of its program."""
   os.setsid()
   if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -403,7 +410,7 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def _main() -> NoReturn:
-  """Runs the server, and then in each forked process its program."""
+  """Runs the server; in a forked process, runs the program and exits."""
   connection = socket.socket(fileno=int(sys.argv[1]))
   if sys.platform == "linux":
     _show_command_line(["-m", __spec__.name])

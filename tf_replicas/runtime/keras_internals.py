@@ -136,9 +136,9 @@ def names_from_the_start() -> Iterator[None]:
 
 
 def make_paths_distinct(variables: Sequence[keras.Variable]) -> None:
-  """Makes paths distinct, by a number, if several variables have the same.
+  """Appends numbers to the paths of variables that have the same path.
 
-  This is so for the variables of metrics, for example.
+  For example, the variables of several metrics may have the same path.
 
   Args:
     variables: The variables, in an order that is the same in all tasks.
@@ -181,7 +181,10 @@ def optimizers_of(
   model: keras.Model,
   optimizers: Mapping[str, keras.optimizers.Optimizer],
 ) -> Iterator[None]:
-  """Context in which `optimizers` replace attributes of `model`, by name."""
+  """Context in which attributes of `model` are replaced by `optimizers`.
+
+  The keys of `optimizers` are the names of the attributes.
+  """
   own = {name: vars(model)[name] for name in optimizers}
   model.__dict__.update(optimizers)
   try:
@@ -205,7 +208,7 @@ def new_seed(variable: keras.Variable | tf.Variable) -> tf.Tensor:
 def first_value(
   variable: keras.Variable | tf.Variable, *, is_random: bool
 ) -> Callable[[], tf.Tensor]:
-  """Makes the function that gives a state its value at the start of a step.
+  """Makes a function that returns a variable's value at the start of a step.
 
   Args:
     variable: A variable that is not trained.
@@ -213,8 +216,8 @@ def first_value(
 
   Returns:
     A function without arguments, for use in a `tf.function`. It returns a new
-    random value for the state of a random generator, and the present value of
-    any other variable.
+    random value for the state of a random generator. For any other variable it
+    returns the value that the variable has now, when the function is made.
   """
   if is_random:
     return functools.partial(new_seed, variable)

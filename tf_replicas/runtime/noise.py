@@ -36,12 +36,15 @@ _SET_LEVEL = "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
 
 
 def environ() -> dict[str, str]:
-  """Returns the environment of a process in which remarks are hidden."""
+  """Returns this process's environment with TF_CPP_MIN_LOG_LEVEL set.
+
+  If the variable is not set, it becomes 2: TensorFlow prints errors only.
+  """
   return {_VARIABLE: str(_ERRORS), **os.environ}
 
 
 def hide() -> None:
-  """Hides remarks of TensorFlow below the level of errors, from now on.
+  """Hides messages of TensorFlow below the level of errors, from now on.
 
   What TensorFlow prints while it is imported is hidden only by
   `processes.importing_tensorflow`.
@@ -80,9 +83,9 @@ def hidden_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hidden_lack_of_gpu() -> Iterator[None]:
-  """Context in which TensorFlow looks for GPUs.
+  """Context that hides errors of TensorFlow on a machine without GPUs.
 
-  On a machine without GPUs, TensorFlow 2.21 prints an error of CUDA.
+  There TensorFlow 2.21 prints an error of CUDA when it looks for GPUs.
   """
   with contextlib.nullcontext() if _has_gpu() else hidden_errors():
     yield

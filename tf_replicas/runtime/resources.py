@@ -77,7 +77,10 @@ class Namespace:
 
   @property
   def container(self) -> str:
-    """Name of the TensorFlow resource container of this namespace."""
+    """Name of the TensorFlow resource container: `<name>/<generation>`.
+
+    It is "" for the default container, and begins with "." if `name` is empty.
+    """
     if not self.name and not self.generation:
       return ""
     # Unique: no name starts with a dot, and the generation has no slash.
@@ -310,7 +313,7 @@ class RemoteReader(Generic[_Tensors]):
   """
 
   def __init__(self, read: Callable[[], _Tensors]):
-    """Makes the function; traces nothing yet.
+    """Makes a `tf.function` of `read`, which is traced later.
 
     Args:
       read: Returns tensors, in any structure.
@@ -326,7 +329,7 @@ class RemoteReader(Generic[_Tensors]):
     self._fetch = fetch
 
   def trace(self) -> Callable[[], _Tensors]:
-    """Traces the function unless it is traced, and returns it unexecuted."""
+    """Traces the function, unless it is traced already, and returns it."""
     with tf.device(None):
       return self._traced
 

@@ -78,13 +78,15 @@ class RaisingThread:
     return self._thread.is_alive()
 
   def raise_error(self) -> None:
-    """Raises the error of `run`, if there is one, once."""
+    """Raises the error that `run` raised, if any. A second call does not."""
     if self._error is not None:
       error, self._error = self._error, None
       raise error
 
   def join(self, timeout_secs: float | None = None) -> None:
-    """Waits for the end of the thread, and raises the error of `run`, once.
+    """Waits for the end of the thread, and raises the error of `run`, if any.
+
+    An error is raised only once.
 
     Args:
       timeout_secs: The longest wait in seconds; None for no limit.

@@ -348,7 +348,12 @@ def _difference(saved: Array, wanted: Array) -> str | None:
 def _from_variables(
   saved: Values, wanted: Values, missing: Iterable[str]
 ) -> dict[str, Array]:
-  """Returns the saved variable for each missing average, by its name."""
+  """Finds saved variables from whose values missing averages can start.
+
+  Returns:
+    The saved variable by the name of the missing average. Averages are left out
+    if their variable is not saved, or has another shape or dtype.
+  """
   found = {}
   for name in missing:
     variable = saved.get(name.replace("averages/", "variables/", 1))
@@ -434,7 +439,10 @@ def remove_finished(train_dir: str | os.PathLike[str]) -> None:
 
 
 def _name_of(key: str) -> str | None:
-  """Returns a tensor's name by its key, or None if `save` wrote no such key."""
+  """Converts a key in a checkpoint file to the name of the saved tensor.
+
+  Returns None if `save` does not write such keys.
+  """
   stored = _STORED_NAME.fullmatch(key)
   if stored is None:
     return None

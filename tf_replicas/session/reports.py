@@ -249,7 +249,10 @@ def duration(secs: float) -> str:
 
 
 class _Window:
-  """Counts steps and examples from `start` on, seconds since 1970."""
+  """Counts steps and examples since the time `start`, to compute rates.
+
+  Times are in seconds since 1970.
+  """
 
   def __init__(self, start: float):
     self._start = start

@@ -222,7 +222,11 @@ class Session:
     reporter: reports.Reporter,
     now: float,
   ) -> tuple[int, float]:
-    """Runs the steps; returns the last global step and the time of its end."""
+    """Calls `step_fn` until `max_steps`; reports and saves when due.
+
+    Returns:
+      The last global step, and the time at which it ended.
+    """
     while step is None or step < self._max_steps:
       result = step_fn()
       now = self._clock()
@@ -243,7 +247,15 @@ class Session:
     return step, now
 
   def _restore(self, path: str, live_step: int) -> int:
-    """Restores `path` if the state is behind it; returns the global step."""
+    """Restores the checkpoint `path`, unless the state is at least as new.
+
+    Args:
+      path: The path of the checkpoint.
+      live_step: The global step of the state, from which training would go on.
+
+    Returns:
+      The global step afterwards.
+    """
     if live_step > 0:
       saved_step = int(checkpoints.read(path)["global_step"])
       if live_step >= saved_step:

@@ -160,9 +160,10 @@ class AlternatingOptimizer:
     return []
 
   def skip(self) -> None:
-    """Not implemented: the phase follows from the step, so none can be skipped.
+    """Raises NotImplementedError, as no update can be skipped.
 
-    See `InnerOptimizer.skip`.
+    The global step determines which optimizer makes the update. See
+    `InnerOptimizer.skip`.
     """
     raise NotImplementedError
 

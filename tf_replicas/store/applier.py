@@ -188,7 +188,10 @@ class Applier:
     return pairs
 
   def _clip(self, means: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
-    """Clips all means by their global norm; only scalars are transferred."""
+    """Clips the mean gradients of all PS tasks to the global norm `clip_norm`.
+
+    PS tasks send each other only sums of squares, not gradients.
+    """
     if not any(means):
       return [list(pairs) for pairs in means]
     squares = []
@@ -242,10 +245,13 @@ def _indices(
 
 
 def _as_unit(build: Callable[[], None]) -> tf.Tensor:
-  """Runs the ops that `build` creates, as one op with a result.
+  """Runs the ops that `build` creates inside a `tf.function` of their own.
 
-  Optimizers return no tensor on which an op could depend. But the call of a
+  Optimizers return no tensor on which other ops could depend. But the call of a
   `tf.function` ends only when all of its stateful ops have ended.
+
+  Returns:
+    True, computed after all of these ops.
   """
 
   @tf.function(autograph=False)

@@ -342,7 +342,7 @@ class InnerOptimizer:
   def _creator_scope(
     self, device: str
   ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which created variables are shared by all clients.
+    """Returns a context in which new variables are shared by all clients.
 
     A slot is recognized by its name, and placed next to its variable. Keras
     names a slot `<path of its variable, with _ for />_<slot>`; other optimizers
@@ -424,7 +424,11 @@ class InnerOptimizer:
     return changed
 
   def _sort_scalars(self) -> None:
-    """Finds the scalars that updates change, and those that the client sets."""
+    """Sorts the scalars of the whole optimizer by what changes them.
+
+    Updates change shared variables (Nadam has one). The client sets all others,
+    such as the learning rate, and makes copies of them on the PS tasks.
+    """
     assert self._store is not None
     for variable in self.optimizer.variables:
       if isinstance(variable.value, resources.SharedVariable):
@@ -547,7 +551,11 @@ class InnerOptimizer:
       optimizer.learning_rate = rate
 
   def skip(self) -> None:
-    """Does not count an update that was not made; inside a `tf.function`."""
+    """Excludes an update that was not made from the count of updates.
+
+    The count is the global step minus the step at which the slots were created,
+    so this adds 1 to the latter. To be used inside a `tf.function`.
+    """
     if self._began is not None:
       self._began.assign_add(1)
 
@@ -591,12 +599,12 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
 def check_options(
   optimizer: keras.optimizers.Optimizer, **successors: str
 ) -> None:
-  """Checks that an optimizer leaves to its rule what the rule does itself.
+  """Checks that an optimizer uses no option that the update rule replaces.
 
   Args:
     optimizer: The Keras optimizer.
-    **successors: Maps options that must not be used to what to do instead, in
-      addition to those that no rule supports.
+    **successors: Maps further options that must not be used, besides `use_ema`
+      and `loss_scale_factor`, to what to do instead, for the error.
 
   Raises:
     ValueError: If the optimizer uses such an option.

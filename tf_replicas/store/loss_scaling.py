@@ -132,7 +132,10 @@ class LossScale:
 def _where(
   is_kept: tf.Tensor, gradient: parameter_store.Gradient
 ) -> parameter_store.Gradient:
-  """Returns `gradient` if `is_kept`, else zeros of the same kind and shape."""
+  """Returns `gradient` if `is_kept`, else zeros of its shape and dtype.
+
+  The result is dense, `tf.IndexedSlices` or None, as `gradient` is.
+  """
   if gradient is None:
     return None
   if isinstance(gradient, tf.IndexedSlices):
@@ -148,7 +151,11 @@ def is_own(path: str) -> bool:
 
 
 class ScaledUpdate:
-  """Makes updates, or void updates after an overflow."""
+  """Makes updates, and adjusts the loss scale in each.
+
+  If a replica's gradients overflowed, an update changes nothing but the scale
+  and its counters.
+  """
 
   def __init__(self, store: parameter_store.ParameterStore):
     """Finds the variables of the scale in `store`."""
@@ -179,7 +186,7 @@ class ScaledUpdate:
     apply: Callable[[], None],
     skip: Callable[[], None],
   ) -> None:
-    """Makes the update, unless there was an overflow; adjusts the scale.
+    """Calls `apply`, or `skip` after an overflow; then adjusts the scale.
 
     Args:
       overflow: Bool scalar, whether there was an overflow.

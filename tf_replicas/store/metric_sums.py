@@ -71,7 +71,7 @@ class Reader:
     variables: Sequence[tf.Variable],
     names: Sequence[str],
   ):
-    """Reads the sums so far, if there are names.
+    """Reads the sums so far, from which the first means are counted.
 
     Args:
       store: Holds the sums.

@@ -67,7 +67,7 @@ class MovingAverages:
   """
 
   def __init__(self, decay: float = 0.9999, *, num_updates_aware: bool = True):
-    """Initializes the policy.
+    """Stores the settings.
 
     Args:
       decay: The largest decay, in [0, 1).

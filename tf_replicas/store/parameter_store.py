@@ -209,18 +209,26 @@ class ParameterStore:
     return placement.table(self.specs, self.shards, devices)
 
   def is_initialized(self) -> bool:
-    """Returns whether a chief has assigned all values, the global step last."""
+    """Returns whether a chief has assigned values to all variables.
+
+    The chief assigns the global step last, so only that is checked.
+    """
     return bool(self.global_step.is_initialized())
 
   def start(self) -> None:
-    """Sets the global step to 0; all other variables must have their values."""
+    """Sets the global step and the number of examples seen to 0.
+
+    This marks the store as initialized, so that all other variables must have
+    their values before.
+    """
     self.load_state({"examples_seen": 0, "global_step": 0})
 
   def signature(self) -> list[list[str | list[int]]]:
-    """Returns what must be equal in all clients of one training, for JSON.
+    """Returns a description that must be equal in all clients of a training.
 
     Returns:
-      [path, shape, dtype, tasks of the shards] for each variable.
+      [path, shape, dtype, tasks of the shards] for each variable, of types that
+      JSON can represent.
     """
     return [
       [spec.path, list(spec.shape), spec.dtype, [s.task for s in shards]]
@@ -329,7 +337,7 @@ class ParameterStore:
     *,
     is_narrowed: bool = True,
   ) -> packing.Parcel:
-    """Makes what packs contributions to the shards of a PS task for transfers.
+    """Makes the `Parcel` that transfers contributions to a PS task.
 
     Args:
       task: The index of the PS task.

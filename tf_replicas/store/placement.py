@@ -234,7 +234,10 @@ class Partitioned:
     return _place_greedily(cuts, loads, self._num_tasks)
 
   def _cut(self, spec: VariableSpec) -> tuple[Shard, ...]:
-    """Splits a variable; the tasks of the shards are set later."""
+    """Decides the number of shards of a variable and the axis, and splits it.
+
+    The shards are on tasks 0, 1, …; `_place_greedily` chooses their tasks.
+    """
     pieces = min(self._max_shards, spec.num_bytes // self._min_shard_bytes)
     if pieces < 2 or not spec.shape:
       return split(spec, [0])
@@ -396,7 +399,12 @@ def _place_greedily(
 
 
 def _align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-  """Pads the columns; `sides` has one of `<` and `>` per column."""
+  """Formats rows of text as lines with aligned columns.
+
+  Args:
+    rows: The cells of each row.
+    sides: One character per column: `<` aligns left, `>` right.
+  """
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   line = "  ".join(map("{{:{}{}}}".format, sides, widths))
   return [line.format(*row).rstrip() for row in rows]

@@ -137,7 +137,10 @@ class AsyncAdmission:
       store.track(self.pending)
 
   def initialize(self) -> None:
-    """Resets all counts. The chief calls it once, in a new training."""
+    """Sets all counts to 0, and admits all replicas, without a last step.
+
+    The chief calls it once, in a new training.
+    """
     for variable in (self._state, self.dropped, self.applied):
       variable.assign(tf.zeros(variable.shape, tf.int64))
     self._has_ended.assign(False)
@@ -237,17 +240,20 @@ class AsyncAdmission:
     return self._state.read_value() == _LOST
 
   def end(self) -> None:
-    """Admits nothing from now on."""
+    """Refuses all gradients from now on, also those of waiting replicas.
+
+    The replicas are told that training has ended.
+    """
     with tf.device(self._device):
       with tf.control_dependencies([self._has_ended.assign(True)]):
         self._retry()
 
   def has_ended(self) -> bool:
-    """Returns whether admission has ended: `end` was called, `resume` not."""
+    """Returns whether `end` was called, and `resume` was not called since."""
     return bool(self._has_ended.read_value())
 
   def resume(self) -> None:
-    """Admits again."""
+    """Admits gradients again after `end`."""
     self._has_ended.assign(False)
 
   def await_idleness(self) -> None:
@@ -296,7 +302,7 @@ class AsyncAdmission:
     return update
 
   def collect_rest(self, rate: Callable[[int], float]) -> results.Update | None:
-    """Returns as `collect`, but without waiting; None if there is no update."""
+    """Does the same as `collect`, but returns None if there is no update."""
     return self._take(rate) if int(self._size()) else None
 
   def trace_ahead(self) -> None:
@@ -309,7 +315,14 @@ class AsyncAdmission:
     return resources.remote_reader(self._progress.size)
 
   def _take(self, rate: Callable[[int], float]) -> results.Update | None:
-    """Waits for messages; returns their combined update, or None."""
+    """Waits for messages, and combines the updates that they report into one.
+
+    Returns:
+      The combined update; None if no message reports an update.
+
+    Raises:
+      NonFiniteGradientError: If a replica computed a value that is not finite.
+    """
     kinds = protocol.MessageType
     messages = _LAYOUT.unpack_rows(self._listen().numpy())
     for message in messages:
@@ -330,7 +343,11 @@ class AsyncAdmission:
 
   @functools.cached_property
   def _listen(self) -> Callable[[], tf.Tensor]:
-    """Waits for a message, takes all; returns packed `_Progress` rows."""
+    """The function that waits for messages to the chief, and takes all of them.
+
+    It waits for at least one message. It returns packed `_Progress` rows, one
+    per message.
+    """
 
     def dequeue(rows):
       (row,) = self._progress.dequeue()

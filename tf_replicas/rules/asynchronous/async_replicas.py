@@ -210,7 +210,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     """Does nothing: there are no unfinished contributions to clear."""
 
   def _build_inner(self, *, is_chief: bool) -> None:
-    """Builds the inner optimizer once; the chief must do so first."""
+    """Builds the inner optimizer, unless it is built.
+
+    The chief must do so before other clients, which use its learning rate.
+    """
     if self._is_inner_built:
       return
     with tf.init_scope():
@@ -245,7 +248,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   # The replica's half.
 
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """See `GradientRule.pull`; keeps copies if the policy compensates."""
+    """Reads the variables; see `GradientRule.pull`.
+
+    If the policy compensates gradients, the PS tasks keep a copy of the values
+    that the replica read.
+    """
     return self._own_update.pull(replica)
 
   @tf.autograph.experimental.do_not_convert
@@ -270,7 +277,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     token: step_token.StepToken,
     records_times: bool = False,
   ) -> rule_base.ReplicaStep:
-    """Reads only every `refresh_every` steps; see `UpdateRule.contribute`."""
+    """Makes one step of a replica; see `UpdateRule.contribute`.
+
+    The step ends with a read of the variables only if `refresh_every` gradients
+    were computed since the last read, or the gradients were refused.
+    """
     if self.refresh_every == 1:
       return super().contribute(
         compute, replica, state, token=token, records_times=records_times
@@ -423,7 +434,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     )
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Makes the other replicas not wait for `replica` until it comes back."""
+    """Lets the other replicas continue without waiting for `replica`.
+
+    They wait for it again once it takes part again, after a restart.
+    """
     del tag
     self._lose(replica)
 
@@ -438,7 +452,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
   @tf.function(autograph=False)
   def end_replicas(self) -> None:
-    """Answers every replica from now on that training has ended."""
+    """Refuses gradients from now on, which tells replicas that training ended.
+
+    Replicas that wait for slower ones may continue, and are told so as well.
+    """
     self.admission.end()
     self._clocks.open()
 
@@ -461,7 +478,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     self.admission.resume()
 
   def release_replica(self, replica: int) -> None:
-    """Ends all replicas, since they have the same chief."""
+    """Tells all replicas, not only `replica`, that training has ended.
+
+    They all have the chief that was lost. See `UpdateRule.release_replica`.
+    """
     del replica
     self.end_replicas()
 

@@ -92,13 +92,17 @@ class OwnUpdate:
         self._sums[index] = store.create_like(index, kind)
 
   def initialize(self) -> None:
-    """Resets the sums. The chief calls it once, in a new training."""
+    """Sets the sums to 0. The chief calls it once, in a new training."""
     for sums in self._sums.values():
       for total in sums:
         total.assign(tf.zeros(total.shape, total.dtype))
 
   def _make_copies(self) -> None:
-    """Creates copies for the values that each replica reads, to compensate."""
+    """Creates variables for the values that each replica read last.
+
+    They are next to the trainable variables, one per replica and shard. Only a
+    policy that compensates gradients needs them.
+    """
     self._copies: dict[tuple[int, int], list[tf.Variable]] = {}
     for index in self._store.trainable if self._policy.compensate else ():
       for number, variable in enumerate(self._store.variables(index)):
@@ -343,7 +347,13 @@ class OwnUpdate:
   def _send_rows(
     self, task: int, shard: tuple[int, int], rows: tf.IndexedSlices
   ) -> tf.IndexedSlices:
-    """Sends a sparse gradient to its PS task; returns it in its own dtype."""
+    """Sends a sparse gradient to its PS task.
+
+    Its values are cast to `wire_dtype` for the transfer, if that is given.
+
+    Returns:
+      The gradient on the PS task, in the dtype of its variable.
+    """
     owner = self._store.contributed[shard[0]], shard[1]
     sent = tf.cast(rows.values, self._store.wire_item(*owner).dtype)
     with tf.device(self._store.device_of_task(task)):

@@ -51,8 +51,8 @@ class Policy:
 def drop_stale(max_staleness: int) -> Policy:
   """Drops gradients whose staleness exceeds `max_staleness`.
 
-  After `DropStaleGradientOptimizer` of TF1's contrib. Unlike there, the
-  decision is exact even if several replicas ask at once.
+  `DropStaleGradientOptimizer` of TF1's contrib did the same. Here, the decision
+  is exact even if several replicas ask at once.
 
   Raises:
     ValueError: If `max_staleness` is negative.
@@ -67,11 +67,12 @@ def drop_stale(max_staleness: int) -> Policy:
 
 
 def bounded_staleness(max_lead: int) -> Policy:
-  """Lets no replica read while more than `max_lead` updates ahead of another.
+  """Makes a replica wait while it is more than `max_lead` updates ahead.
 
-  After the stale-synchronous parameter server (Ho et al. 2013, section 2): a
-  read includes all updates of every replica, except at most the last `max_lead`
-  updates of each. If `max_lead` is 0, all replicas read the same variables, and
+  The lead is counted from the slowest replica. A replica waits before it reads
+  the variables. This is the stale-synchronous parameter server (Ho et al. 2013,
+  section 2): a read includes all updates of every replica, except at most the
+  last `max_lead` of each. If `max_lead` is 0, all replicas read the same, and
   all apply their gradients before any of them reads again. This is a
   synchronous step, applied as M updates for M replicas. Without this policy no
   replica waits.

@@ -71,7 +71,11 @@ def arrive(
 
 
 class Barrier:
-  """A barrier that a replica passes if it is not too far ahead of others."""
+  """A barrier that a replica passes if it is not too far ahead of others.
+
+  The *clock* of a replica counts how often the replica came to the barrier. A
+  replica passes if its clock is at most `max_lead` above the smallest clock.
+  """
 
   def __init__(
     self,
@@ -105,7 +109,10 @@ class Barrier:
       ]
 
   def initialize(self) -> None:
-    """Resets the clocks. The chief calls it once, in a new training."""
+    """Sets all clocks to 0, with no replica waiting, and closes the barrier.
+
+    The chief calls it once, in a new training. It undoes `open`.
+    """
     zeros = tf.zeros([self._num_replicas], tf.int64)
     self._is_open.assign(False)
     self._state.clocks.assign(zeros)
@@ -237,7 +244,10 @@ class StalenessClocks:
     self._barriers = [b for b in (self._after, self._before) if b is not None]
 
   def initialize(self) -> None:
-    """Resets the clocks. The chief calls it once, in a new training."""
+    """Initializes all barriers; see `Barrier.initialize`.
+
+    The chief calls it once, in a new training.
+    """
     for barrier in self._barriers:
       barrier.initialize()
 

@@ -218,7 +218,11 @@ class LocalSteps:
     store: parameter_store.ParameterStore,
     namespace: resources.Namespace,
   ) -> None:
-    """Creates shared objects on PS task 0, in `namespace`, or attaches."""
+    """Builds the optimizer; creates two shared variables on PS task 0.
+
+    They are the learning rate, and the flag that ends training. If another
+    client has created them in `namespace`, attaches to them.
+    """
     self._optimizer.build(store)
     self._num_trainable = len(store.trainable)
     with tf.device(store.device_of_task(0)):
@@ -241,11 +245,17 @@ class LocalSteps:
     self._optimizer.learning_rate = rate
 
   def initialize(self) -> None:
-    """Resets the flag that ends training; called by a new training's chief."""
+    """Sets the flag that ends training to False.
+
+    The chief calls it once, in a new training.
+    """
     self._has_ended.assign(False)
 
   def refresh(self) -> float:
-    """Passes a changed learning rate on to the replicas; returns the rate."""
+    """Writes the learning rate to PS task 0 if it has changed; returns it.
+
+    Replicas read it from there at the beginning of a period.
+    """
     rate = self.learning_rate
     if rate != self._told:
       self._rate.assign(rate)

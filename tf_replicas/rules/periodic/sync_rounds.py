@@ -119,7 +119,7 @@ class SyncRound(abc.ABC):
     self._store = store
 
   def signature(self) -> dict[str, object]:
-    """Returns what must be equal in all clients; JSON values by name."""
+    """Returns the settings that must be equal in all clients, for JSON."""
     return {"moving_rate": self._moving_rate, "rho": self._rho}
 
   def pull_back(self, state: State) -> PullBack | None:
@@ -170,7 +170,10 @@ class AverageAll(SyncRound):
 
   @property
   def needs_centre(self) -> bool:
-    """Whether copies are kept, and so have distances to the centre."""
+    """Whether replicas keep their copies, and move them toward the centre.
+
+    Otherwise the centre replaces the copies.
+    """
     return self._moving_rate is not None
 
   def exchange(self, period: Period) -> Exchanged:

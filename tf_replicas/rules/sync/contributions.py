@@ -163,7 +163,10 @@ class Contributions:
     resources.flush_assignments([self._taker])
 
   def begin_anew(self) -> None:
-    """Voids all offers and deliveries, and releases the waiting replicas."""
+    """Drops all contributions so far, and releases the waiting replicas.
+
+    Their reply is VOID: the contribution was not used. Counts are kept.
+    """
     self.initialize(keep_counts=True)
     with tf.device(self._device):
       until_now = -step_token.microseconds(step_token.now())
@@ -398,8 +401,8 @@ class Contributions:
   def take_sums(self, task: int) -> list[parameter_store.Gradient]:
     """Takes the accepted gradients off the queues of a PS task; sums them.
 
-    To be called once per step, inside a `tf.function`. See
-    `GradientQueues.take_sums`.
+    To be called once per step, inside a `tf.function`.
+    `GradientQueues.take_sums` describes the result.
 
     Args:
       task: The index of the PS task.
@@ -409,7 +412,11 @@ class Contributions:
     return self._gradients.take_sums(task, accepted)
 
   def release_all(self, step: tf.Tensor) -> None:
-    """Ends the step in the ledger; waiting replicas continue from `step`."""
+    """Ends the step: empties its places, and releases the waiting replicas.
+
+    Args:
+      step: int64 scalar, the global step from which the replicas continue.
+    """
     with tf.device(self._device):
       before = self._read()
       ledger, verdict = ledger_lib.finish(before)
@@ -418,11 +425,12 @@ class Contributions:
       self._replies.send(verdict, before.tag, step)
 
   def end_replicas(self) -> None:
-    """Answers all replicas, now and later, that training has ended.
+    """Tells every replica that training has ended, until `wake` is called.
 
-    The replies have the step `step_token.ENDED`. To be used inside a
-    `tf.function`; returns after `wake`. If a call of an earlier chief lives on
-    at the PS, that call puts the next message back and ends.
+    Replies to waiting replicas and to later offers have the step
+    `step_token.ENDED`. To be used inside a `tf.function`. If a call of an
+    earlier chief still runs on the PS task, that call puts the next message
+    back and ends.
     """
 
     def answer(header, *_):
@@ -466,7 +474,10 @@ class Contributions:
     return ledger_lib.Ledger(*[v.numpy() for v in self._snapshot()])
 
   def release_replica(self, replica: int) -> None:
-    """Answers all offers of `replica` so far by step `step_token.ENDED`."""
+    """Tells `replica`, if it waits, that training has ended.
+
+    The reply has the step `step_token.ENDED`.
+    """
     with tf.device(self._device):
       self._end_one(replica, -step_token.microseconds(step_token.now()))
 

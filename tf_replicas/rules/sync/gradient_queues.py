@@ -152,7 +152,9 @@ class GradientQueues:
   def take_sums(self, task: int, accepted: tf.Tensor) -> list[Gradient]:
     """Takes the accepted contributions off the queues of `task`; sums them.
 
-    Drops the elements of earlier contributions that were not accepted.
+    Drops the elements of earlier contributions that were not accepted. With
+    `has_chief_statistics`, the sum of a statistic is N times its entry in the
+    first contribution of the accepted replica with the smallest index.
 
     Args:
       task: The index of the PS task.
@@ -174,7 +176,11 @@ class GradientQueues:
       return layout.from_wire(sums)
 
   def _add_taken(self, task, replica, accepted, sums) -> list[tf.Tensor]:
-    """Adds the accepted contributions of `replica` to `sums`."""
+    """Takes the accepted contributions of `replica` off its queue on `task`.
+
+    Returns:
+      `sums` plus these contributions: one tensor per component of an element.
+    """
     queue = self._queues[task][replica]
     places = ledger.places(accepted)
     tags = tf.boolean_mask(places.tag, places.replica == replica)
@@ -182,7 +188,7 @@ class GradientQueues:
     comes_first = tf.reduce_all(places.replica >= replica)
 
     def weigh(parts, taken):
-      """Multiplies statistics of the first contribution by N, others by 0."""
+      """Multiplies statistics by N in the first contribution, else by 0."""
       if not self._has_chief_statistics:
         return parts
       is_first = comes_first & (taken == 0)
@@ -251,7 +257,10 @@ class _Layout(NamedTuple):
     return dtypes
 
   def adders(self) -> list[Callable]:
-    """Returns, for each component of an element, what adds it to its sum."""
+    """Returns the function that adds each component of an element to its sum.
+
+    Dense components are added; rows of sparse gradients are appended.
+    """
     num_groups = len(self.parcel.groups)
     return [_add] * num_groups + [_append] * (2 * len(self.sparse))
 

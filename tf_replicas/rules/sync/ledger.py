@@ -22,9 +22,10 @@ from tf_replicas.rules import step_token
 class Column(enum.IntEnum):
   """The columns of `Ledger.counts`.
 
-  From `LATE` on, column `LATE - 1 + k` counts the offers that were k steps
-  late. The last column counts offers that were `protocol.MAX_LATE` or more
-  steps late.
+  APPLIED counts contributions used in an update. SURPLUS counts those refused
+  because N others came first, or lost after admission. From `LATE` on, column
+  `LATE - 1 + k` counts the offers that were k steps late. The last column
+  counts offers that were `protocol.MAX_LATE` or more steps late.
   """
 
   APPLIED = 0
@@ -36,7 +37,9 @@ NUM_COLUMNS = Column.LATE + protocol.MAX_LATE
 
 
 class Place(NamedTuple):
-  """One place of a step, a row of `Ledger.accepted`; or all, as columns.
+  """One place of a step: the fields of a row of `Ledger.accepted`.
+
+  `places` returns a `Place` whose fields have the values of all rows.
 
   Attributes:
     replica: The replica whose contribution was delivered for the place; -1 if

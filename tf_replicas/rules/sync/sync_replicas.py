@@ -271,7 +271,11 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     token: step_token.StepToken,
     records_times: bool,
   ) -> tuple[step_token.StepToken, tf.Tensor]:
-    """Contributes one batch, or several while the step needs more."""
+    """Contributes one batch, or several if a step needs more than one.
+
+    That is so with fewer replicas than contributions: the replica goes on with
+    the same parameters while its token admits another contribution to the step.
+    """
 
     def one_batch(token):
       contribute = super(SyncReplicasOptimizer, self).contribute_batch
@@ -341,10 +345,15 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     return self.apply_updates(max_updates)
 
   def _trace(self, present: tuple[bool, ...]) -> Callable:
-    """Traces a function that makes up to n updates; returns a row for each.
+    """Traces a function that makes up to a given number of updates.
 
-    A row is a packed `_StepReport`. The last row may report why no update was
-    made.
+    Args:
+      present: See `_step`.
+
+    Returns:
+      A function of the largest number of updates, an int32 scalar. It returns a
+      packed `_StepReport` per row. The last row may report why no update was
+      made.
     """
 
     def step():
@@ -425,7 +434,10 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     return ledger.step_status(self._contributions.snapshot())
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Makes the place of `replica` in the step free for another replica."""
+    """Declares `replica` lost, which frees its place in the step.
+
+    Another waiting replica then gets the place. See `UpdateRule.declare_lost`.
+    """
     self._contributions.declare_lost(replica, tag)
 
   def interrupt(self) -> None:
