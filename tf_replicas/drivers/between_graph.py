@@ -252,6 +252,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
 
   def close(self, error: BaseException | None = None) -> None:
     """See `Driver.close`."""
+    self._home.is_open = False
     if not self.is_chief:
       heartbeats.run_all([self._heartbeats.leave], log=self._log)
       return

@@ -32,6 +32,7 @@ from tf_replicas.session import training
 from tf_replicas.store import gradient_math
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
+from tf_replicas.store import tables
 
 _CPU = "/device:CPU:0"
 
@@ -92,7 +93,9 @@ class OneMachine(driver_base.Driver):
       ValueError: If the rule is for another number of contributions or needs
         parameter servers, or `namespace` is invalid.
     """
-    self.replica = replica_fn()
+    own = resources.new_namespace(namespace)
+    with tables.home(tables.Home(own, 1, lambda _: _CPU)):
+      self.replica = replica_fn()
     rule = rule_base.check_rule(optimizer_fn())
     places = rule.replicas_to_aggregate
     if places != 1:
@@ -101,9 +104,7 @@ class OneMachine(driver_base.Driver):
         " devices: together they are one replica, whose gradients are all used."
         f" Received: {places}."
       )
-    self.store = single_store(
-      self.replica.shared, _CPU, resources.new_namespace(namespace)
-    )
+    self.store = single_store(self.replica.shared, _CPU, own)
     self._update = rule.in_lockstep(self.store)
     self._update.create([tf.identity(v) for v in self.replica.shared])
     self._step_fn: Callable[[], tf.Tensor] | None = None

@@ -31,6 +31,7 @@ from tf_replicas.programs import update_options
 from tf_replicas.runtime import keras_internals
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
+from tf_replicas.store import tables
 
 # About how many calls of the training function make an epoch, unless a callback
 # looks at every batch.
@@ -119,7 +120,8 @@ def fit(
       Each has a copy of the model. None takes the GPUs that the cluster spec
       gives to this task.
     train_dir: Directory for checkpoints. If it has one, training resumes from
-      the newest, and `initial_epoch` is ignored. None writes nothing.
+      the newest, and `initial_epoch` is ignored. None writes nothing, and is
+      not allowed with tables (`Embedding`) on parameter servers.
     checkpoint_every_secs: Seconds between two checkpoints. One is also written
       at the end.
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
@@ -129,7 +131,8 @@ def fit(
       server or an in-graph worker.
 
   Returns:
-    The history. Its `model` has the trained weights and the optimizer's state.
+    The history. Its `model` has the trained weights and the optimizer's state,
+    but not the rows of tables (see `load_tables`).
     Its `contributions` maps each replica, such as "worker 1", to the
     `rules.results.Counts` of its contributions; empty without parameter
     servers.
@@ -218,6 +221,7 @@ def fit(
     roles.contribute(driver)
   with driver:
     arguments.make_directory(train_dir)
+    _check_tables_are_saved(task.model, train_dir, driver)
     validation_spec = data_module.check_validation(
       validation_data, validation_steps
     )
@@ -319,6 +323,21 @@ class _Task:
       )
     optimizer, common = compiled_model.inner_optimizer_of(self.model)
     return make(optimizer, **common)
+
+
+def _check_tables_are_saved(
+  model: keras.Model,
+  train_dir: str | os.PathLike[str] | None,
+  driver: driver_base.Driver,
+) -> None:
+  """Raises ValueError if tables would be lost with the parameter servers."""
+  found = [v.path for v in model.variables if tables.rows_of(v) is not None]
+  if found and train_dir is None and driver.replica_names:
+    raise ValueError(
+      "`train_dir` must be given where the model has tables"
+      " (`tf_replicas.Embedding`): their rows exist only on the parameter"
+      f" servers, which end with the training. Received: None, and {found[0]}."
+    )
 
 
 def _check_is_new(model: keras.Model) -> None:
