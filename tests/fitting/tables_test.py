@@ -64,8 +64,8 @@ def _keras(optimizer: str, epochs: int) -> tuple[dict, list[np.ndarray]]:
     keras.layers.Embedding,
     tables_task.DenseGradients,
   )
-  model.get_layer("users").set_weights([_first(tables_task.ROWS)])
-  model.get_layer("words").set_weights([_first(40)])
+  model.get_layer("user_rows").set_weights([_first(tables_task.ROWS)])
+  model.get_layer("word_rows").set_weights([_first(40)])
   x, y = tables_task.data()
   history = model.fit(
     x,

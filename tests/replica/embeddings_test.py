@@ -167,7 +167,8 @@ class TrainingTest(parameterized.TestCase):
     for other in results[1:]:
       np.testing.assert_allclose(other, results[0], rtol=1e-5, atol=1e-6)
 
-  def test_a_checkpoint_has_the_table(self):
+  def _saved(self):
+    """Trains twice; the directory, and the table at the end."""
     directory = tempfile.mkdtemp()
     optimizer = keras.optimizers.Adagrad
 
@@ -180,8 +181,11 @@ class TrainingTest(parameterized.TestCase):
       return _table(driver)
 
     train(2)
-    resumed = train(4)
-    whole = _driver(optimizer=optimizer(0.5))
+    return directory, train(4)
+
+  def test_a_checkpoint_has_the_table(self):
+    directory, resumed = self._saved()
+    whole = _driver(optimizer=keras.optimizers.Adagrad(0.5))
     for _ in range(4):
       whole.step()
     np.testing.assert_allclose(resumed, _table(whole), rtol=1e-6)
@@ -189,10 +193,9 @@ class TrainingTest(parameterized.TestCase):
     names = {p.split(".data")[0] for p in tf.io.gfile.listdir(directory)}
     self.assertContainsSubset({"model.ckpt-4", "model.ckpt-4.tables"}, names)
     self.assertNotIn("model.ckpt-2.tables", names)
-    return directory, resumed
 
   def test_loads_tables_of_a_checkpoint(self):
-    directory, expected = self.test_a_checkpoint_has_the_table()
+    directory, expected = self._saved()
     model = _model()  # As in another process, which evaluates.
     self.assertEqual(model.get_layer("words").embeddings.shape, (ROWS, COLUMNS))
     embeddings.load_tables(model, directory)
@@ -201,7 +204,7 @@ class TrainingTest(parameterized.TestCase):
     )
 
   def test_a_checkpoint_needs_the_table(self):
-    directory, _ = self.test_a_checkpoint_has_the_table()
+    directory, _ = self._saved()
     for path in tf.io.gfile.glob(f"{directory}/*.tables.index"):
       tf.io.gfile.remove(path)
     driver = _driver(optimizer=keras.optimizers.Adagrad(0.5))
@@ -231,8 +234,8 @@ class TrainingTest(parameterized.TestCase):
     np.testing.assert_allclose(model(ids), looked_up, rtol=1e-6)
     exported = tempfile.mkdtemp()
     model.export(exported, verbose=False)
-    served = tf.saved_model.load(exported).serve(ids)
-    np.testing.assert_allclose(served, looked_up, rtol=1e-6)
+    loaded = tf.saved_model.load(exported)
+    np.testing.assert_allclose(loaded.serve(ids), looked_up, rtol=1e-6)
 
   def test_refuses_averages(self):
     with self.assertRaisesRegex(ValueError, "must leave out tables"):
@@ -249,7 +252,7 @@ class TrainingTest(parameterized.TestCase):
 
     driver = _driver(replica_fn)
     with self.assertRaisesRegex(
-      tf.errors.InvalidArgumentError, r"'words/embeddings' must be in \[0, 50\)"
+      tf.errors.InvalidArgumentError, r"words/embeddings must be in \[0, 50\)"
     ):
       driver.step()
 

@@ -194,7 +194,7 @@ class LookupTest(parameterized.TestCase):
   def test_refuses_an_id_out_of_range(self, bad):
     variable = _variable()
     tables.rows_of(variable).initialize()
-    message = r"the ids of rows of 'table' must be in \[0, 2500\). Received:"
+    message = r"the ids of rows of table must be in \[0, 2500\). Received:"
     with self.assertRaisesRegex(tf.errors.InvalidArgumentError, message):
       tables.gather(variable, tf.constant([0, bad]))
 

@@ -57,9 +57,9 @@ def build(
   users = keras.Input([], dtype="int64", name="users")
   words = keras.Input([3], dtype="int64", name="words")
   shared = embedding(
-    ROWS, COLUMNS, embeddings_initializer=FIRST, name="users", **arguments
+    ROWS, COLUMNS, embeddings_initializer=FIRST, name="user_rows", **arguments
   )
-  other = embedding(40, COLUMNS, embeddings_initializer=FIRST, name="words")
+  other = embedding(40, COLUMNS, embeddings_initializer=FIRST, name="word_rows")
   pooled = keras.layers.GlobalAveragePooling1D()
   hidden = keras.layers.Concatenate()(
     [shared(users), pooled(other(words)), pooled(shared(words))]

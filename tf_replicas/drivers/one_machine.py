@@ -18,6 +18,7 @@ The design is that of `cifar10_multi_gpu_train.py` in TF1's tutorial.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -104,7 +105,8 @@ class OneMachine(driver_base.Driver):
         " devices: together they are one replica, whose gradients are all used."
         f" Received: {places}."
       )
-    self.store = single_store(self.replica.shared, _CPU, own)
+    store: Any = single_store(self.replica.shared, _CPU, own)
+    self.store = store
     self._update = rule.in_lockstep(self.store)
     self._update.create([tf.identity(v) for v in self.replica.shared])
     self._step_fn: Callable[[], tf.Tensor] | None = None

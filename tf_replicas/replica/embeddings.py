@@ -256,14 +256,14 @@ def _whole(
   path = variable.path if rows is None else rows.path
   shape = tuple(variable.shape) if rows is None else rows.shape
   tensor = None
-  if prefix is None:
+  if prefix is None and rows is not None:
     if not rows.home.is_open:
       raise RuntimeError(
         f"`train_dir` must be given: the table {path!r} was on parameter"
         " servers, which have ended. Received: None."
       )
     tensor = tables.RowTensor(rows, rows.parts)
-  else:
+  elif prefix is not None:
     entry = saved.get(_PREFIX + path)
     if entry is None or entry.shape != shape:
       found = "none" if entry is None else f"one of shape {entry.shape}"
@@ -276,7 +276,7 @@ def _whole(
   for begin, end in row_files.blocks(shape, dtype):
     if tensor is not None:
       whole[begin:end] = tensor.read(begin, end)
-    else:
+    elif prefix is not None:
       whole[begin:end] = row_files.read(
         prefix, _PREFIX + path, saved[_PREFIX + path], begin, end
       )

@@ -153,8 +153,9 @@ def replace_value(variable: keras.Variable, value: np.ndarray) -> None:
     variable: A variable of a built layer.
     value: The value; of the variable's dtype.
   """
+  first = tf.convert_to_tensor(value)
   variable._value = tf.Variable(
-    value, trainable=variable.trainable, name=variable.name
+    first, trainable=variable.trainable, name=variable.name
   )
   variable._shape = value.shape
 

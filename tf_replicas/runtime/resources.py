@@ -18,6 +18,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 from typing import Generic
 from typing import TypeVar
 
@@ -151,7 +152,7 @@ class Namespace:
 
     def create(next_creator: object, **kwargs) -> tf.Variable:
       del next_creator
-      value = kwargs["initial_value"]
+      value: Any = kwargs["initial_value"]
       name, device = place(kwargs.get("name") or "variable")
       if callable(value) and stays_there(name):
         variable = self._create_there(name, device, value, kwargs.get("dtype"))
@@ -180,7 +181,7 @@ class Namespace:
     device: str,
     value_fn: Callable[[], tf.Tensor],
     dtype: tf.DType | str | None,
-  ) -> "SharedVariable":
+  ) -> Any:
     """Creates a variable whose first value never leaves `device`."""
 
     def value():
@@ -201,7 +202,8 @@ class Namespace:
             variable.assign(value(), read_value=False)
           return tf.constant(True)
 
-        assign()
+        # A call of the function itself would warn of many traces.
+        assign.get_concrete_function()()
     return variable
 
 
@@ -312,7 +314,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
   @property
   def num_bytes(self) -> int:
     """Number of bytes of its value."""
-    return self.shape.num_elements() * self.dtype.size
+    return (self.shape.num_elements() or 0) * self.dtype.size
 
   def gather(self, rows: tf.Tensor) -> tf.Tensor:
     """Reads rows, on the device of the variable.
@@ -326,11 +328,11 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
     Returns:
       The rows, of shape [n, *shape[1:]].
     """
-    with tf.device(self.handle.device):
+    with tf.device(self.device):
       found = tf.raw_ops.ResourceGather(
         resource=self.handle, indices=rows, dtype=self.dtype
       )
-      return tf.ensure_shape(found, [None, *self.shape[1:]])
+      return tf.ensure_shape(found, [None, *self.shape.as_list()[1:]])
 
   def is_initialized(self, name: str | None = None) -> tf.Tensor:
     """Returns a bool scalar: whether some client has assigned a value."""
@@ -562,7 +564,7 @@ def _available_bytes(device: str) -> int:
       )
 
   try:
-    text = remote_reader(read)().numpy().decode()
+    text = bytes(remote_reader(read)().numpy()).decode()
   except tf.errors.NotFoundError:
     return -1
   found = re.search(r"MemAvailable:\s*(\d+) kB", text)

@@ -351,8 +351,12 @@ def restore(
     path,
     int(saved["global_step"]),
     from_variables=tuple(sorted(averages)),
-    fresh=tuple(sorted((wanted | row_tensors).keys() - restored - set(loaded))),
-    ignored=tuple(sorted((saved | entries).keys() - values - set(loaded))),
+    fresh=tuple(
+      sorted((wanted.keys() - restored) | (row_tensors.keys() - set(loaded)))
+    ),
+    ignored=tuple(
+      sorted((saved.keys() - values) | (entries.keys() - set(loaded)))
+    ),
   )
 
 

@@ -241,6 +241,7 @@ class Session:
 
   def _restore(self, path: str, live_step: int) -> int:
     """Restores `path` if the state is behind it; returns the global step."""
+    assert self._state is not None
     if live_step > 0:
       saved_step = int(checkpoints.read(path)["global_step"])
       if live_step >= saved_step:

@@ -289,7 +289,8 @@ class InnerOptimizer:
     # The slots of the shards of tables, by the path of the shard.
     self._table_slots: dict[str, list[keras.Variable]] = {}
     if self._in_tables:
-      for slot in self.optimizer.variables:
+      own: Any = self.optimizer
+      for slot in own.variables:
         _, shard = self._owner.get(getattr(slot.value, "path", ""), ("", ""))
         if shard in self._in_tables:
           self._table_slots.setdefault(shard, []).append(slot)
@@ -537,7 +538,7 @@ class InnerOptimizer:
           (variable, TensorVariable(variable.value.read_value()))
           for variable in self._common
         ]
-        rows = [
+        rows: list[Any] = [
           _RowUpdate(g, v, self._table_slots.get(v.path, []))
           if v.path in self._in_tables
           else None
@@ -619,8 +620,8 @@ class _RowUpdate:
 
   def __init__(
     self,
-    gradient: tf.IndexedSlices,
-    part: resources.SharedVariable,
+    gradient: Any,
+    part: Any,
     slots: Sequence[keras.Variable],
   ):
     """Reads the rows.

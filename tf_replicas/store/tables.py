@@ -352,7 +352,8 @@ class Rows:
           self._fill(number, part)
       return tf.constant(True)
 
-    fill()
+    # A call of the function itself would warn of many traces.
+    fill.get_concrete_function()()
 
   def _fill(self, number: int, part: Any) -> None:
     """Fills part `number`, block by block."""
@@ -544,9 +545,7 @@ def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
   """Returns an op that fails if an id is out of range."""
   count = rows.shape[0]
   is_bad = (ids < 0) | (ids >= count)
-  message = (
-    f"the ids of rows of {rows.path!r} must be in [0, {count}). Received:"
-  )
+  message = f"the ids of rows of {rows.path} must be in [0, {count}). Received:"
   bad = tf.boolean_mask(ids, is_bad)[:1]
   checked = tf.debugging.Assert(~tf.reduce_any(is_bad), [message, bad])
   return tf.constant(True) if checked is None else checked
