@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,8 +17,14 @@ _CLUSTER = ["-m", "tf_replicas.launch", "--ps=1", "--workers=2"]
 
 def _last_number(name: str, *prefix: str) -> float:
   """The number at the end of what an example prints."""
+  output = _output(name, prefix=prefix)
+  return float(re.findall(r": ([\d.]+)$", output, re.MULTILINE)[-1])
+
+
+def _output(name: str, *flags: str, prefix: Sequence[str] = ()) -> str:
+  """What an example prints."""
   result = subprocess.run(
-    [sys.executable, *prefix, str(_EXAMPLES / name)],
+    [sys.executable, *prefix, str(_EXAMPLES / name), *flags],
     env={**os.environ, **trials.ENVIRON},
     capture_output=True,
     text=True,
@@ -25,7 +32,7 @@ def _last_number(name: str, *prefix: str) -> float:
     check=False,
   )
   assert result.returncode == 0, result.stdout + result.stderr
-  return float(re.findall(r": ([\d.]+)$", result.stdout, re.MULTILINE)[-1])
+  return result.stdout
 
 
 @pytest.mark.parametrize("name", ["tf_module.py", "custom_loop.py"])
@@ -46,6 +53,19 @@ def test_sonnet_learns():
 
 def test_the_gan_makes_numbers_like_those_of_the_data():
   assert _last_number("gan.py") == pytest.approx(4.0, abs=0.8)
+
+
+def test_the_recommender_learns_what_can_be_known(tmp_path):
+  output = _output(
+    "recommender/train.py",
+    f"--train_dir={tmp_path}",
+    f"--export_dir={tmp_path}/exported",
+    "--epochs=2",
+  )
+  best, reached = map(float, re.findall(r"AUC.*: ([\d.]+)$", output, re.M))
+  assert 0.85 < best < 0.95
+  assert 0.96 * best < reached < best
+  assert (tmp_path / "exported" / "saved_model.pb").exists()
 
 
 @pytest.mark.parametrize(

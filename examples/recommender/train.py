@@ -19,10 +19,10 @@ import tf_replicas
 parser = argparse.ArgumentParser()
 parser.add_argument("--train_dir", required=True, help="for checkpoints")
 parser.add_argument("--export_dir", help="where to export the model")
-parser.add_argument("--num_users", type=int, default=2000)
-parser.add_argument("--num_items", type=int, default=500)
+parser.add_argument("--num_users", type=int, default=1000)
+parser.add_argument("--num_items", type=int, default=300)
 parser.add_argument("--num_impressions", type=int, default=200_000)
-parser.add_argument("--epochs", type=int, default=5)
+parser.add_argument("--epochs", type=int, default=3)
 options = parser.parse_args()
 COLUMNS = 8
 
@@ -44,7 +44,8 @@ def model_fn() -> keras.Model:
   score = keras.layers.Add()([product, user_bias, item_bias])
   click = keras.layers.Activation("sigmoid")(score)
   model = keras.Model({"user": user, "item": item}, click)
-  model.compile(keras.optimizers.Adagrad(0.5), "binary_crossentropy")
+  optimizer = keras.optimizers.Adagrad(0.3, initial_accumulator_value=1e-4)
+  model.compile(optimizer, "binary_crossentropy")
   return model
 
 

@@ -31,7 +31,6 @@ from tf_replicas.programs import update_options
 from tf_replicas.runtime import keras_internals
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
-from tf_replicas.store import tables
 
 # About how many calls of the training function make an epoch, unless a callback
 # looks at every batch.
@@ -221,7 +220,7 @@ def fit(
     roles.contribute(driver)
   with driver:
     arguments.make_directory(train_dir)
-    _check_tables_are_saved(task.model, train_dir, driver)
+    roles.check_tables_are_saved(driver, train_dir)
     validation_spec = data_module.check_validation(
       validation_data, validation_steps
     )
@@ -323,21 +322,6 @@ class _Task:
       )
     optimizer, common = compiled_model.inner_optimizer_of(self.model)
     return make(optimizer, **common)
-
-
-def _check_tables_are_saved(
-  model: keras.Model,
-  train_dir: str | os.PathLike[str] | None,
-  driver: driver_base.Driver,
-) -> None:
-  """Raises ValueError if tables would be lost with the parameter servers."""
-  found = [v.path for v in model.variables if tables.rows_of(v) is not None]
-  if found and train_dir is None and driver.replica_names:
-    raise ValueError(
-      "`train_dir` must be given where the model has tables"
-      " (`tf_replicas.Embedding`): their rows exist only on the parameter"
-      f" servers, which end with the training. Received: None, and {found[0]}."
-    )
 
 
 def _check_is_new(model: keras.Model) -> None:
