@@ -80,10 +80,8 @@ def _keras(optimizer: str, epochs: int) -> tuple[dict, list[np.ndarray]]:
 
 def _assert_equal(ours: dict, optimizer: str, epochs: int) -> None:
   history, weights = _keras(optimizer, epochs)
-  for key, values in history.items():
-    np.testing.assert_allclose(
-      ours["history"][key], values[-len(ours["history"][key]) :], rtol=1e-4
-    )
+  found = ours["history"]["mae"]
+  np.testing.assert_allclose(found, history["mae"][-len(found) :], rtol=1e-4)
   assert len(weights) == len(ours["weights"]) == 4
   for one, other in zip(ours["weights"], weights, strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -244,6 +244,8 @@ def load_tables(
     else:
       keras_internals.replace_value(variable, value)
       tables.detach(variable)
+  # Keras keeps these once traced, with lookups on the parameter servers.
+  model.test_function = model.predict_function = None
 
 
 def _whole(

@@ -179,7 +179,7 @@ class Namespace:
     self,
     name: str,
     device: str,
-    value_fn: Callable[[], tf.Tensor],
+    value_fn: Callable[[], Any],
     dtype: tf.DType | str | None,
   ) -> Any:
     """Creates a variable whose first value never leaves `device`."""
