@@ -6,13 +6,16 @@ Both trees run the same programs in turn, in interleaved rounds, so that they
 meet the same noise. `between_graph` and `in_graph` are the CIFAR-10 binary on
 synthetic images (1 PS, 2 workers, examples/sec), started anew in each round.
 `small_between_graph` and `small_in_graph` are a small model of which ten
-updates are one call (steps/sec): one cluster of each tree stays alive, and they
-take turns of a second; there are 20 times as many rounds.
+updates are one call (steps/sec): a round starts one cluster of each tree, which
+take turns of a second; the round's rates are the means of its turns. (The speed
+of a cluster differs by some percent from start to start, so that turns of one
+pair of clusters are not independent.)
 The ratio within a round is what counts; printed are its geometric mean and the
 95% interval of that (Student's t, of the logarithms). The raw numbers go to
 `FILE` as JSON.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -41,7 +44,7 @@ flags.DEFINE_string("output", None, "Where to write the raw numbers, as JSON")
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _SECS = 300
 _BURST = 300  # Updates in a turn of the small model.
-_ROUNDS_FACTOR = 20
+_TURNS = 12  # Of each cluster of the small model in a round.
 _NUMBER = re.compile(r"[\d.]+(e-?\d+)?")
 
 
@@ -158,18 +161,23 @@ class SmallModel:
 def paired_rounds(
   trees: dict[str, pathlib.Path], replication: str, rounds: int
 ) -> list[dict[str, float]]:
-  """Steps/sec of the small model on live clusters, in short turns."""
+  """Steps/sec of the small model on live clusters that take turns."""
   found = []
-  with (
-    SmallModel(trees["this"], replication) as this,
-    SmallModel(trees["other"], replication) as other,
-  ):
-    pairs = [("this", this), ("other", other)]
-    for _, model in pairs:
-      model.steps_per_sec(_BURST)  # A warm-up.
-    for number in range(rounds):
-      pairs = pairs[::-1] if number % 2 else pairs
-      found.append({n: model.steps_per_sec(_BURST) for n, model in pairs})
+  for number in range(rounds):
+    order = list(trees) if number % 2 else list(trees)[::-1]
+    with contextlib.ExitStack() as stack:
+      models = {
+        name: stack.enter_context(SmallModel(trees[name], replication))
+        for name in order
+      }
+      for model in models.values():
+        model.steps_per_sec(_BURST)  # A warm-up.
+      turns: dict[str, list[float]] = {name: [] for name in trees}
+      for turn in range(_TURNS):
+        for name in order if turn % 2 else order[::-1]:
+          turns[name].append(models[name].steps_per_sec(_BURST))
+    found.append({n: statistics.harmonic_mean(r) for n, r in turns.items()})
+    print(f"round {number}, small {replication}: {found[-1]}", flush=True)
   return found
 
 
@@ -189,7 +197,7 @@ def main(argv: list[str]) -> None:
           raw[name] = paired_rounds(
             trees,
             name.removeprefix("small_"),
-            FLAGS.rounds * _ROUNDS_FACTOR,
+            FLAGS.rounds,
           )
         else:
           raw[name] = single_rounds(trees, name, FLAGS.rounds)

@@ -8,18 +8,23 @@ updates, ten per call, and prints how many seconds they took; it ends the
 training when its input ends.
 """
 
+import pathlib
 import sys
 import time
 
 import small_model  # Beside this script: the same model for both trees.
 
-try:
+import tf_replicas
+
+# An editable installation would lend an earlier tree the packages that it
+# lacks, so an attempt to import them does not tell.
+if (pathlib.Path(tf_replicas.__file__).parent / "drivers").is_dir():
   from tf_replicas.drivers import between_graph
   from tf_replicas.drivers import in_graph
   from tf_replicas.drivers import server
   from tf_replicas.replica import model_replica
   from tf_replicas.rules.sync import sync_replicas
-except ImportError:  # Commit 0490651.
+else:  # Commit 0490651.
   from tf_replicas import between_graph
   from tf_replicas import in_graph
   from tf_replicas import server

@@ -137,9 +137,10 @@ def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
   import keras
 
   import tf_replicas
-  from cifar10 import muon
 
   if config.optimizer == "muon":
+    from cifar10 import muon
+
     optimizer = muon.Muon(
       config.learning_rate,
       momentum=config.momentum,

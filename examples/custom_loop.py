@@ -1,8 +1,9 @@
 """A training loop of one's own: `tf_replicas.join` finds the role.
 
-Alone:          python examples/custom_loop.py
 As a cluster:   python -m tf_replicas.launch --ps=1 --workers=2
                   examples/custom_loop.py
+
+Alone, it needs another rule, `tf_replicas.Sync()`.
 """
 
 import keras

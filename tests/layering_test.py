@@ -28,10 +28,21 @@ MAY_USE_SIBLINGS = {
   "rules.periodic": ("rules.sync", "rules.asynchronous"),
 }
 HAS_NO_TENSORFLOW = ("cluster",)
-STARTS_WITHOUT_TENSORFLOW = ("cluster", "programs", "runtime.processes")
+STARTS_WITHOUT_TENSORFLOW = (
+  "cluster",
+  "programs",
+  "runtime.noise",
+  "runtime.processes",
+)
 IMPORTS_TENSORFLOW = {"programs.task_runner"}
-# They start processes, or are started by people.
-READS_ENVIRONMENT = ("programs", "fitting", "cluster.local_cluster")
+# They start processes, are started by people, or read TensorFlow's log level.
+READS_ENVIRONMENT = (
+  "programs",
+  "fitting",
+  "cluster.local_cluster",
+  "runtime.fork_server",
+  "runtime.noise",
+)
 USES_PRIVATE_TENSORFLOW = ("runtime",)
 HAS_FLAGS = ("programs",)
 # Their arguments end where those of another script begin.

@@ -1,7 +1,6 @@
 """What the README and the pages of `docs` show runs as it stands there."""
 
 import importlib.util
-import json
 import pathlib
 import re
 import sys
@@ -20,6 +19,7 @@ PAGES = {
   for path in [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "examples" / "README.md",
     ROOT / "experiments" / "README.md",
     ROOT / "inception_mini" / "README.md",
   ]
@@ -133,6 +133,15 @@ def test_the_exported_model_names_what_an_image_shows(
   assert capsys.readouterr().out.strip() in config.LABELS
 
 
+def test_a_program_is_called_as_a_function(tmp_path, capsys):
+  program = example("docs/programs.md", "program")
+  for shown, used in (("/tmp/run", str(tmp_path)), ("100", "2")):
+    assert program.count(shown) == 1
+    program = program.replace(shown, used)
+  exec(program, {})
+  assert re.search(r"^2 \d+\.\d+$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_ci_installs_and_tests_as_the_readme_says():
   script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
   (tests,) = re.findall(r"^python -m pytest .*$", README, re.MULTILINE)
@@ -193,12 +202,3 @@ def test_each_page_is_reached_from_the_readme():
     new = {name.removeprefix(f"{ROOT}/") for name in new} & set(PAGES)
     new -= reached
   assert set(PAGES) == reached
-
-
-def test_the_specs_that_it_shows_are_valid():
-  first, *others = map(json.loads, blocks("docs/cluster_spec.md", "json"))
-  spec = cluster.parse(first)
-  assert spec.num_tasks("worker") == 2
-  assert len(others) == 3
-  for document in others:
-    assert cluster.parse(document)

@@ -7,7 +7,7 @@ TensorFlow.
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULE_OF = {
   "Async": "fitting.roles",

@@ -1,8 +1,37 @@
-"""Lists the programs of a checkout: `python -m tf_replicas`."""
+"""Lists the programs, or runs one of the library: `python -m tf_replicas`.
+
+  python -m tf_replicas
+  python -m tf_replicas launch --ps=1 --workers=2 train.py
+
+The command `tf_replicas`, which the installation makes, does the same.
+"""
+
+import sys
 
 from tf_replicas.programs import listing
+from tf_replicas.programs import manifests
+from tf_replicas.programs import script_launcher
+
+_COMMANDS = {"launch": script_launcher.main, "kubernetes": manifests.main}
+
+
+def main() -> None:
+  """Runs the command that the first argument names; lists without one."""
+  if len(sys.argv) == 1:
+    listing.print_programs(
+      ["tf_replicas", "cifar10", "inception_mini", "experiments", "benchmarks"]
+    )
+    return
+  name, *arguments = sys.argv[1:]
+  if name not in _COMMANDS:
+    print(
+      f"error: the command must be one of {', '.join(_COMMANDS)}; without one,"
+      f" the programs are listed. Received: {name}.",
+      file=sys.stderr,
+    )
+    sys.exit(2)
+  _COMMANDS[name](arguments)
+
 
 if __name__ == "__main__":
-  listing.print_programs(
-    ["cifar10", "inception_mini", "experiments", "benchmarks"]
-  )
+  main()

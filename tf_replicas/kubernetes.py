@@ -1,4 +1,4 @@
-"""Prints the Kubernetes manifests of a training: see `programs.manifests`."""
+"""Prints the Kubernetes manifests of a training."""
 
 from tf_replicas.programs import manifests
 

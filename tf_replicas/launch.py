@@ -1,4 +1,4 @@
-"""Starts a script as all tasks of a cluster: see `script_launcher`."""
+"""Starts a script as all tasks of a cluster on this machine."""
 
 from tf_replicas.programs import script_launcher
 

@@ -36,12 +36,6 @@ def train_flags(train_dir, *more: str) -> list[str]:
   ]
 
 
-def children_of(pid: int) -> list[int]:
-  """Ids of the processes that a process has started."""
-  path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
-  return [int(child) for child in path.read_text().split()]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
   """A run of both drivers: 20 steps between-graph, 20 more in-graph."""
@@ -65,6 +59,21 @@ class TestTraining:
     _, first, second = trained
     assert binaries.logged_steps(first.stdout) == [10, 20]
     assert binaries.logged_steps(second.stdout) == [30, 40]
+
+  def test_each_line_is_there_once(self, trained):
+    train_dir, first, _ = trained
+    binaries.assert_tidy(first.stdout)
+    assert not first.stderr
+    for line in (
+      "cluster: ps 0 at localhost:",
+      "[worker 0] replication: between_graph; 2 replicas with 1 tower of batch"
+      " 16 each; sync updates of 2 contributions: effective batch 32\n",
+      "[worker 0] training from step 0 to 20\n",
+      f"[worker 0] saved {train_dir}/model.ckpt-20\n",
+    ):
+      assert first.stdout.count(line) == 1, (line, first.stdout)
+    pattern = r"; learning rate 0\.05; \d+:\d\d:\d\d left to step 20\n"
+    assert len(re.findall(pattern, first.stdout)) == 1
 
   def test_every_contribution_is_accounted_for(self, trained):
     _, first, second = trained
@@ -253,7 +262,7 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
     binaries.command(MODULE, *flags), environ=binaries.environ()
   ) as process:
     output = trials.read_until("step 10,", process)
-    tasks = children_of(process.pid)
+    _, *tasks = trials.descendants(process.pid)  # After the fork server.
     assert len(tasks) == 3, output
     if hangs:
       os.kill(tasks[-1], signal.SIGSTOP)
@@ -284,7 +293,7 @@ def test_the_death_of_a_parameter_server_ends_the_training(
     binaries.command(MODULE, *flags), environ=binaries.environ()
   ) as process:
     output = trials.read_until("step 10,", process)
-    tasks = children_of(process.pid)
+    tasks = trials.descendants(process.pid)
     (ps,) = (
       task
       for task in tasks

@@ -6,10 +6,14 @@ import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from cifar10 import muon
+from tests.support import optimizers
 from tests.support import stores
 from tf_replicas.store import inner_optimizer
 from tf_replicas.store import placement
+
+optimizers.require("Muon")
+
+from cifar10 import muon  # noqa: E402
 
 RATE = 0.5
 VALUES = {

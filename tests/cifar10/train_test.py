@@ -10,6 +10,7 @@ from cifar10 import config as config_lib
 from cifar10 import train
 from tests.programs import calls
 from tests.support import binaries
+from tests.support import optimizers
 from tests.support import trials
 from tf_replicas.session import checkpoints
 
@@ -38,7 +39,9 @@ def trained(tmp_path_factory):
   """A run of 20 steps, which a call takes to 25 in half precision."""
   train_dir = tmp_path_factory.mktemp("train")
   more = ["--max_steps=20", "--log_frequency=5"]
-  first = binaries.succeed(MODULE, *flags(train_dir, *more))
+  result = binaries.run(MODULE, *flags(train_dir, *more))
+  assert (result.returncode, result.stderr) == (0, ""), result
+  first = result.stdout
   saved = checkpoints.read(checkpoints.latest(train_dir))
   settings = config(train_dir, max_steps=25, compute_dtype="bfloat16")
   outcome, second = calls.train(train.train, settings, log_every_steps=1)
@@ -51,6 +54,13 @@ def test_log_lines_have_the_tutorials_form(trained):
   _, first, _, second = trained
   assert binaries.logged_steps(first) == [5, 10, 15, 20]
   assert binaries.logged_steps(second) == [21, 22, 23, 24, 25]
+
+
+def test_each_line_is_there_once(trained):
+  _, first, _, _ = trained
+  binaries.assert_tidy(first)
+  assert "\ntraining from step 0 to 20\n" in first
+  assert "learning rate 0.05; 0:0" in first and " left to step 20\n" in first
 
 
 def test_the_parameters_are_counted(trained):
@@ -135,6 +145,7 @@ def test_dry_run_starts_and_downloads_nothing(tmp_path):
 
 def test_an_interrupted_modern_run_ends_as_an_uninterrupted_one(tmp_path):
   """Weights, slots, averages: rate, crops and data go on where they were."""
+  optimizers.require("Muon")
   # Of 128 examples the last 19 are cropped near the middle.
   modern = {"dataset": "synthetic", "batch_size": 16, "learning_rate": 0.05}
   modern["num_epochs"] = 0.00256
@@ -184,7 +195,9 @@ def test_a_file_in_the_place_of_the_directory(tmp_path):
   "words, flag",
   [
     ("no_such_flag", "--no_such_flag"),
-    ("num_gpus", "--num_gpus=2"),
+    ("is gone: use --num_gpus of cifar10.multi_gpu_train", "--num_gpus=2"),
+    ("is gone: use --learning_rate", "--initial_learning_rate=0.1"),
+    ("is gone: use --replicas_to_agg", "--num_replicas_to_aggregate=2"),
     ("surplus", "surplus"),
     ("max_steps", "--max_steps=0"),
     ("log_every_steps", "--log_frequency=0"),

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from cifar10 import config
-from cifar10 import muon
 from cifar10 import workload
+from tests.support import optimizers
 from tf_replicas.programs import update_options
 from tf_replicas.rules.asynchronous import async_replicas
 
@@ -70,6 +70,9 @@ def test_the_rate_follows_the_examples():
 
 
 def test_modern_recipe_has_its_optimizer_and_its_loss():
+  optimizers.require("Muon")
+  from cifar10 import muon
+
   settings = config.from_recipe(
     "modern", dataset="synthetic", batch_size=4, compute_dtype="float32"
   )

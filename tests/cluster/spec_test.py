@@ -303,6 +303,26 @@ def test_load_of_no_file(tmp_path):
   )
 
 
+@pytest.mark.parametrize("file", SPEC_FILES, ids=lambda file: file.stem)
+def test_load_finds_a_packaged_spec_by_name(file, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert cluster.load(file.stem) == cluster.load(file)
+
+
+def test_a_file_precedes_a_packaged_spec(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path("one_device").write_text(json.dumps(EXAMPLE), encoding="utf-8")
+  assert cluster.load("one_device") == cluster.parse(EXAMPLE)
+
+
+def test_load_names_the_packaged_specs(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  names = ", ".join(file.stem for file in SPEC_FILES)
+  assert _message(cluster.load, "no_such_spec") == (
+    f"a cluster spec must be a file, or one of {names}. Received: no_such_spec."
+  )
+
+
 def test_load_accepts_a_byte_order_mark(tmp_path):
   path = tmp_path / "x.json"
   path.write_text(json.dumps(EXAMPLE), encoding="utf-8-sig")

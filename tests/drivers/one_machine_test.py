@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests.support import optimizers
 from tests.support import stores
 from tests.support import word_model
 from tf_replicas.drivers import mirrored
@@ -148,7 +149,7 @@ class UpdateTest(stores.TestCase):
     np.testing.assert_allclose(_state(driver)["variables/unused"], [0.5, 0.5])
 
   def test_rows_that_no_word_names_keep_their_slots(self):
-    driver = _driver(2, keras.optimizers.Adagrad(0.5))
+    driver = _driver(2, optimizers.make("Adagrad", 0.5))
     before = _state(driver)
     driver.step()
     state = _state(driver)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.fitting import models
 from tests.fitting import oracle
+from tests.support import binaries
 from tests.support import trials
 from tf_replicas.cluster import addresses
 from tf_replicas.programs import script_launcher
@@ -26,7 +27,8 @@ def _launch(*flags: str, case: str, **arguments) -> tuple[dict, str]:
   """What the chief printed, and the whole output."""
   result = subprocess.run(
     [
-      *(sys.executable, "-m", "tf_replicas.launch", *flags),
+      *(sys.executable, "-m", "tf_replicas.launch"),
+      *("--preload", *flags),
       *(str(_TASK), case, json.dumps(arguments)),
     ],
     cwd=_ROOT,
@@ -243,8 +245,46 @@ def test_the_script_of_the_documentation_saves_once(tmp_path):
   )
   script = tmp_path / "train.py"
   script.write_text(block + "print('saved')\n", encoding="utf-8")
-  assert _run(tmp_path, *command.split()).count("] saved") == 1
+  output = _run(tmp_path, *command.split())
+  assert output.count("] saved") == 1
   assert keras.models.load_model(tmp_path / "model.keras").built
+  binaries.assert_tidy(output)
+  lines = output.splitlines()
+  assert (
+    "[worker 0] replication: between_graph; 2 replicas with 1 tower of batch 32"
+    " each; sync updates of 2 contributions"
+  ) in lines
+  assert "[worker 0] Epoch 1/3" in lines
+  (line,) = [x for x in lines if x.startswith("[worker 0] 1/16 - ")]
+  assert line.endswith(" - learning_rate: 0.001")
+  assert re.search(r"\] Epoch 3/3 - \d:\d\d:\d\d left$", output, re.MULTILINE)
+
+
+def test_the_script_of_the_documentation_alone(tmp_path):
+  """What TensorFlow prints at its import is beyond reach."""
+  text = (_ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
+  (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+  script = tmp_path / "train.py"
+  begin = "import sys\nsys.stderr.write('imported\\n')\n"
+  script.write_text(
+    block.replace("import tf_replicas\n", f"import tf_replicas\n{begin}"),
+    encoding="utf-8",
+  )
+  environ = dict(trials.ENVIRON)
+  del environ["TF_CPP_MIN_LOG_LEVEL"], environ["CUDA_VISIBLE_DEVICES"]
+  result = subprocess.run(
+    [sys.executable, script.name],
+    cwd=tmp_path,
+    env=environ,
+    capture_output=True,
+    text=True,
+    timeout=trials.DEADLINE_SECS,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  assert result.stderr.partition("imported\n")[2] == ""
+  assert "replication:" not in result.stdout
+  binaries.assert_tidy(result.stdout)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tests for fitting.custom_loop, in one process."""
 
+import json
 import os
 import pathlib
 import re
@@ -12,6 +13,8 @@ import tensorflow as tf
 import tf_replicas
 from tests.session import reports_test
 from tf_replicas import cluster
+from tf_replicas.fitting import custom_loop
+from tf_replicas.fitting import roles
 from tf_replicas.session import checkpoints
 
 _DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
@@ -142,6 +145,29 @@ def test_needs_to_know_its_task():
   spec = cluster.parse({"ps": ["localhost:1"], "worker": ["localhost:2"]})
   with pytest.raises(cluster.ClusterError, match="tf_replicas.launch"):
     tf_replicas.run(_replica, _sgd, max_steps=1, cluster=spec)
+
+
+_SPEC = {
+  "cluster": {"ps": ["localhost:1"], "worker": ["localhost:2"]},
+  "layers": {"a": 0, "b": 1},
+}
+
+
+def test_layers_of_the_spec_are_not_ignored():
+  spec = cluster.parse(_SPEC, "spec.json")
+  part = roles.Part((spec, spec.chief), "between_graph", (), 1.0)
+  with pytest.raises(cluster.ClusterError, match="spec.json: `layers` must be"):
+    custom_loop._replica(_replica, part)
+
+
+def test_fit_refuses_layers_of_the_spec(monkeypatch):
+  monkeypatch.setenv("TF_REPLICAS_CLUSTER_SPEC", json.dumps(_SPEC))
+  monkeypatch.setenv("TF_REPLICAS_TASK", "worker:0")
+  with pytest.raises(
+    cluster.ClusterError, match="`layers` must be absent for `fit`.*'b': 1"
+  ) as caught:
+    tf_replicas.fit(lambda: None, np.ones([4, 1]), np.ones([4, 1]))
+  assert "\n" not in str(caught.value)
 
 
 def test_the_values_are_arrays():

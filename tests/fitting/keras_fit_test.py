@@ -546,7 +546,10 @@ class RefusedTest(stores.TestCase):
     ({"x": "text"}, "`x` and `y` must be arrays.*Received: a str"),
     ({"x": _X, "y": _Y[:3]}, r"equally many examples. Received: \[3, 8\]"),
     ({"x": _X[:0], "y": _Y[:0]}, "must have examples"),
-    ({"x": _X, "y": _Y, "batch_size": 0}, "`batch_size` must be at least 1"),
+    (
+      {"x": _X, "y": _Y, "batch_size": 0},
+      "`batch_size` must be an integer of at least 1",
+    ),
     ({"x": _X, "sample_weight": _Y}, "`sample_weight` needs `y`"),
     ({"x": _X, "y": _Y, "rule": "sync"}, "`rule` must be made by"),
     ({"x": _X, "y": _Y, "replication": "x"}, "must be one of between_graph"),

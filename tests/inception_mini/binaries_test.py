@@ -66,7 +66,9 @@ def _newest(train_dir):
 
 def test_trains_with_a_backup_replica(trained):
   train_dir, output = trained
-  assert "updates from 1 of 2 replicas with 2 towers" in output
+  assert "; 2 replicas with 1 tower of batch 4 each; sync updates of 1 co" in (
+    output
+  )
   assert "effective batch 4" in output
   assert binaries.logged_steps(output) == [1, 2, 3]
   assert _newest(train_dir)["examples_seen"] == 3 * 4

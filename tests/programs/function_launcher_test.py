@@ -56,12 +56,6 @@ def _train(rule_name: str, epochs: int) -> dict:
   return {"loss": history.history["loss"], "applied": applied}
 
 
-def _children(pid: int) -> list[int]:
-  """The child processes of all threads of a process."""
-  threads = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
-  return [int(child) for path in threads for child in path.read_text().split()]
-
-
 def _await_end(pids: list[int]) -> None:
   deadline = time.monotonic() + 60
   while running := [p for p in pids if pathlib.Path(f"/proc/{p}").exists()]:
@@ -71,7 +65,7 @@ def _await_end(pids: list[int]) -> None:
 
 def test_two_trainings_after_one_another():
   """Each has its reports, its result, and no process that is left."""
-  before = _children(os.getpid())
+  before = trials.descendants(os.getpid())
   for rule_name, places in (("Sync", 2), ("Async", 1)):
     lines = []
     with tf_replicas.LocalTraining(
@@ -86,7 +80,7 @@ def test_two_trainings_after_one_another():
     assert sum(result["applied"].values()) == 3 * 8 * places
     assert training.result() == result
     assert list(training) == []
-    assert _children(os.getpid()) == before
+    assert trials.descendants(os.getpid()) == before
 
 
 def _fail(how: str) -> None:
@@ -101,7 +95,7 @@ def _fail(how: str) -> None:
 @pytest.mark.parametrize("how", ["raise", "exit"])
 def test_a_failure_comes_back_in_one_piece(how, monkeypatch):
   monkeypatch.setattr(function_launcher, "_LAST_SECS", 0.2)
-  before = _children(os.getpid())
+  before = trials.descendants(os.getpid())
   with tf_replicas.LocalTraining(_fail, args=(how,)) as training:
     with pytest.raises(tf_replicas.LocalTrainingError) as raised:
       list(training)
@@ -121,7 +115,7 @@ def test_a_failure_comes_back_in_one_piece(how, monkeypatch):
       "worker 1 failed with exit status 3. Its last lines:",
       "[worker 1] about to fail",
     ]
-  assert _children(os.getpid()) == before
+  assert trials.descendants(os.getpid()) == before
 
 
 def _die_once(mark: str) -> str:
@@ -154,8 +148,8 @@ def test_nothing_is_left_of_an_interrupted_process(tmp_path, sig):
   environ = {**trials.ENVIRON, "TMPDIR": str(temporary)}
   with trials.running([sys.executable, script], environ=environ) as process:
     output = trials.read_until("here", process)
-    pids = _children(process.pid)
-    assert len(pids) == 2, output
+    pids = trials.descendants(process.pid)
+    assert len(pids) == 3, output  # The fork server and two tasks.
     process.send_signal(sig)
     rest, _ = process.communicate(timeout=60)
   assert ("KeyboardInterrupt" in rest) == (sig == signal.SIGINT)
@@ -169,7 +163,7 @@ def test_leaving_the_block_ends_the_processes():
   ) as training:
     with pytest.raises(TimeoutError, match="still ran after 0.1 s"):
       training.result(timeout_secs=0.1)
-  assert not _children(os.getpid())
+  assert not trials.descendants(os.getpid())
   with pytest.raises(tf_replicas.LocalTrainingError, match="ended before"):
     training.result()
   with pytest.raises(RuntimeError, match="runs once"):

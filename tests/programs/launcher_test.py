@@ -1,5 +1,6 @@
 """Tests for programs.launcher: every spec without parameter servers."""
 
+import io
 import pathlib
 import signal
 import sys
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support import trials
 from tests.tasks import launcher_task
+from tf_replicas.programs import launcher
 from tf_replicas.session import checkpoints
 
 PROGRAM = pathlib.Path(launcher_task.__file__)
@@ -77,6 +79,26 @@ def test_dry_run_starts_nothing(tmp_path, spec, words):
   assert words in output
   assert "Total: 4 variables, 57 parameters, 228 B" in output
   assert not list(tmp_path.iterdir())
+
+
+class _Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_the_bar_begins_with_the_training(monkeypatch):
+  monkeypatch.setattr(sys, "stdout", terminal := _Terminal())
+  echo = launcher._Echo()
+  echo("[worker 0] training from step 20 to 40")
+  assert "20/40" in terminal.getvalue()
+  echo(
+    "[worker 0] 2026-11-24 16:00:00: step 30, loss = 1.23, accuracy = 0.5 (64.0"
+    " examples/sec; 0.500 sec/batch); learning rate 0.05; 0:00:05 left to step"
+    " 40"
+  )
+  echo.close()
+  assert "30/40" in terminal.getvalue()
+  assert "loss = 1.23, learning rate 0.05" in terminal.getvalue()
 
 
 def test_a_machine_of_no_task_starts_none(tmp_path):

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.support import binaries
+from tf_replicas import __main__
 
 # Fails if TensorFlow is imported.
 _RUN = """
@@ -20,7 +21,7 @@ runpy.run_module(sys.argv[1], run_name="__main__")
   [
     ("cifar10", ["train", "multi_gpu_train", "distributed_train", "eval"]),
     ("inception_mini", ["train", "distributed_train", "build_image_data"]),
-    ("tf_replicas", []),
+    ("tf_replicas", ["launch", "kubernetes"]),
   ],
 )
 def test_lists_programs(package, names):
@@ -39,6 +40,26 @@ def test_lists_programs(package, names):
   )
   if package != "inception_mini":
     assert listed["cifar10.train"].startswith("Trains CIFAR-10 on one device")
+
+
+def _command(monkeypatch, *arguments):
+  """Runs what the command `tf_replicas` runs; returns its exit status."""
+  monkeypatch.setattr(sys, "argv", ["tf_replicas", *arguments])
+  with pytest.raises(SystemExit) as end:
+    __main__.main()
+  return end.value.code
+
+
+def test_the_command_runs_the_programs_of_the_library(monkeypatch, capsys):
+  assert _command(monkeypatch, "launch", "no_such_script.py") == 2
+  assert "Received: no_such_script.py." in capsys.readouterr().err
+  assert _command(monkeypatch, "kubernetes", "--help") == 0
+  assert "Prints the manifests" in capsys.readouterr().out
+  assert _command(monkeypatch, "lunch") == 2
+  assert capsys.readouterr().err == (
+    "error: the command must be one of launch, kubernetes; without one, the"
+    " programs are listed. Received: lunch.\n"
+  )
 
 
 def test_help_has_every_flag_in_its_group():

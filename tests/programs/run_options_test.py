@@ -413,16 +413,41 @@ class DescribeTest(absltest.TestCase):
 
   def test_mirrored_workers(self):
     gpus = {"devices": {"worker": {"gpus": [0, 1]}}}
-    words = run_options.describe(_mirrored(document=gpus), _workload())
-    self.assertIn("worker 0 at h0:1, worker 1 at h1:1", words)
+    options = _mirrored(document=gpus)
+    words = run_options.describe(options, _workload())
+    self.assertEqual(
+      run_options.describe_cluster(options.spec),
+      "cluster: worker 0 at h0:1, worker 1 at h1:1",
+    )
+    self.assertNotIn("cluster:", words)
     self.assertIn("updates from 4 replicas of batch 8", words)
     self.assertIn("effective batch 32", words)
 
   def test_backup_workers(self):
     options = _options({"cluster": PS}, replicas_to_aggregate=1)
     words = run_options.describe(options, _workload())
-    self.assertIn("; sync updates from 1 of 2 replicas", words)
-    self.assertIn("effective batch 8", words)
+    self.assertEqual(
+      words,
+      "replication: between_graph; 2 replicas with 1 tower of batch 8 each;"
+      " sync updates of 1 contribution: effective batch 8",
+    )
+
+  def test_replicas_and_towers(self):
+    for replicas, towers, batch_size, expected in (
+      (1, 1, None, "1 replica with 1 tower; async updates of 1 contribution"),
+      (2, 1, None, "; 2 replicas with 1 tower each; async updates"),
+      (2, 2, 16, "; 2 replicas with 2 towers of batch 16 each; async updates"),
+      (1, 2, 16, "; 1 replica with 2 towers of batch 16; async updates"),
+    ):
+      line = run_options.describe_updates(
+        "in_graph",
+        update_options.UpdateSettings(rules=("async",)),
+        replicas,
+        num_towers=towers,
+        batch_size=batch_size,
+      )
+      self.assertStartsWith(line, "replication: in_graph; ")
+      self.assertIn(expected, line)
 
   def test_one_rule_after_the_other(self):
     update = update_options.UpdateSettings(
@@ -431,7 +456,7 @@ class DescribeTest(absltest.TestCase):
     words = run_options.describe(
       _options({"cluster": PS}, update=update), _workload()
     )
-    self.assertIn("; sync, then async updates from 2 of 2 replicas", words)
+    self.assertIn("; sync, then async updates of 2 contributions:", words)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from absl.testing import parameterized
 
 from tests.support import stores
 from tf_replicas.rules import base as rule_base
+from tf_replicas.rules import switch_conditions
+from tf_replicas.rules import switching
 from tf_replicas.rules.asynchronous import async_replicas
+from tf_replicas.rules.periodic import periodic_averaging
 from tf_replicas.rules.sync import sync_replicas
 from tf_replicas.store import moving_averages
 
@@ -299,6 +302,18 @@ class Tf1Test(stores.TestCase):
     self.assertNotIn("\n", str(caught.exception))
     self.assertFalse(hasattr(make(SGD(0.5), 2), name))
 
+  @parameterized.parameters(*NAMES)
+  def test_so_do_rules_that_contain_others(self, name):
+    sgd = SGD(0.5)
+    for rule in (
+      periodic_averaging.elastic_average(sgd, 2, period=2),
+      switching.SwitchingOptimizer(
+        [make(sgd, 2) for make in self.RULES], switch_conditions.at_step(1)
+      ),
+    ):
+      with self.assertRaisesRegex(AttributeError, f"{name}'; .*`.+`"):
+        getattr(rule, name)
+
   @parameterized.parameters(*RULES)
   def test_other_names_are_just_missing(self, make):
     with self.assertRaisesRegex(AttributeError, "Optimizer' has.*'minimise'.$"):
@@ -310,7 +325,8 @@ class Tf1Test(stores.TestCase):
       make(**{name: SGD(0.5)}, total_num_replicas=2)
 
   def test_sync_replicas_has_no_locking(self):
-    with self.assertRaisesRegex(TypeError, "unexpected.*'use_locking'"):
+    words = "`use_locking` .* is gone: .*; `AsyncReplicasOptimizer` has.*True"
+    with self.assertRaisesRegex(TypeError, words):
       sync_replicas.SyncReplicasOptimizer(SGD(0.5), 2, use_locking=True)
 
   @parameterized.parameters(*RULES)

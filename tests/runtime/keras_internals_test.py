@@ -14,6 +14,14 @@ class KerasInternalsTest(absltest.TestCase):
       (keras.optimizers.SGD,),
     )
 
+  def test_a_class_that_keras_lacks_is_refused_when_used(self):
+    sgd = keras_internals.optimizer_class("SGD")
+    self.assertIs(sgd, keras.optimizers.SGD)
+    with self.assertRaisesRegex(
+      ValueError, "NoSuchOptimizer needs a newer version of Keras. Received: K"
+    ):
+      keras_internals.optimizer_class("NoSuchOptimizer")
+
   def test_a_rate_is_a_variable_or_a_schedule(self):
     optimizer = keras.optimizers.SGD(0.5)
     rate = keras_internals.learning_rate(optimizer)
@@ -43,9 +51,8 @@ class KerasInternalsTest(absltest.TestCase):
   def test_excluded_variables_are_copied(self):
     source = keras.optimizers.AdamW(0.1)
     source.exclude_from_weight_decay(var_names=["bias"])
-    target = keras.optimizers.AdamW(0.1)
     variables = [keras.Variable(0.0, name=name) for name in ("kernel", "bias")]
-    keras_internals.copy_weight_decay_exclusions(source, target)
+    target = keras_internals.copy_of(source)
     self.assertEqual(
       [target._use_weight_decay(v) for v in variables], [True, False]
     )

@@ -23,6 +23,7 @@ def make_reporter(*, log_every_steps=10, summaries=None, **kwargs):
     summaries or reports.Summaries(None),
     log_every_steps=log_every_steps,
     summary_every_steps=kwargs.pop("summary_every_steps", None),
+    max_steps=kwargs.pop("max_steps", 0),
     now=START,
   )
 
@@ -91,6 +92,43 @@ def test_log_line(capsys):
   )
 
 
+def test_learning_rate_and_time_left(capsys):
+  reporter = make_reporter(log_every_steps=1, max_steps=200)
+  rate = {"learning_rate": 0.0125}
+  advance(reporter, 0, 1, 0.5, scalars=rate)
+  # 190 steps at the 0.5 s of the last 9.
+  advance(reporter, 1, 10, 5.0, scalars=rate)
+  advance(reporter, 10, 11, 9.0, scalars={"learning_rate": float("nan")})
+  advance(reporter, 11, 200, 20.0, scalars=rate)
+  found = [
+    x.split(" sec/batch)")[1] for x in capsys.readouterr().out.split("\n")[:-1]
+  ]
+  assert found == [
+    "; learning rate 0.0125; 0:01:40 left to step 200",
+    "; learning rate 0.0125; 0:01:35 left to step 200",
+    "; 0:12:36 left to step 200",
+    "; learning rate 0.0125",
+  ]
+
+
+def test_the_bar_shows_loss_and_learning_rate(monkeypatch):
+  monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+  console = console_lib.Console()
+  console.open_bar(0, 2)
+  reporter = reports.Reporter(
+    console,
+    reports.Summaries(None),
+    log_every_steps=None,
+    summary_every_steps=None,
+    max_steps=2,
+    now=START,
+  )
+  advance(reporter, 0, 2, 1.0, scalars={"learning_rate": 0.0125})
+  reporter.close()
+  assert "2/2" in terminal.getvalue()
+  assert "loss = 4.68, learning rate 0.0125" in terminal.getvalue()
+
+
 def test_examples_of_calls_that_did_not_advance_count(capsys):
   reporter = make_reporter(log_every_steps=1)
   reporter.add_examples(72)
@@ -133,6 +171,20 @@ def test_summaries_are_in_the_event_file(tmp_path):
   }
 
 
+def test_a_missing_tensorboard_is_named_and_ends_nothing(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setitem(sys.modules, "tensorboard", None)
+  summaries = reports.Summaries(tmp_path)
+  summaries.write(1, {"loss": 1.0})
+  summaries.close()
+  assert capsys.readouterr().out == (
+    "No summaries are written, as the package tensorboard is not installed:"
+    " pip install tf-replicas[tensorboard]\n"
+  )
+  assert not list(tmp_path.iterdir())
+
+
 def test_summaries_without_a_directory_write_nothing(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   summaries = reports.Summaries(None)
@@ -152,7 +204,7 @@ def test_lines_do_not_garble_the_bar(monkeypatch):
   console = console_lib.Console()
   console.log("before")
   console.open_bar(5, 10)
-  console.move_bar(7, 1.234)
+  console.move_bar(7, "loss = 1.23")
   console.log("a line")
   console.close_bar()
   console.log("after")
@@ -160,7 +212,7 @@ def test_lines_do_not_garble_the_bar(monkeypatch):
   # A terminal shows what follows the last carriage return of each line.
   shown = [line.rpartition("\r")[2] for line in text.split("\n")]
   assert shown[:2] == ["before", "a line"]
-  assert "7/10" in shown[2]
+  assert "7/10" in shown[2] and "loss = 1.23" in shown[2]
   assert shown[3:] == ["after", ""]
   assert "5/10" in text
 
@@ -168,7 +220,7 @@ def test_lines_do_not_garble_the_bar(monkeypatch):
 def test_no_bar_where_stdout_is_no_terminal(capsys):
   console = console_lib.Console()
   console.open_bar(0, 10)
-  console.move_bar(1, 1.0)
+  console.move_bar(1, "loss = 1.00")
   console.log("a line")
   console.close_bar()
   assert capsys.readouterr().out == "a line\n"

@@ -75,8 +75,9 @@ def test_output_of_a_whole_run(tmp_path, capsys):
   assert session.run(toy.advance, report=lambda: report) == 25
   rates = "(64.0 examples/sec; 0.500 sec/batch)"
   assert capsys.readouterr().out.splitlines() == [
-    f"{when(5)}: step 10, loss = 0.80 {rates}",
-    f"{when(10)}: step 20, loss = 0.40 {rates}",
+    "training from step 0 to 25",
+    f"{when(5)}: step 10, loss = 0.80 {rates}; 0:00:08 left to step 25",
+    f"{when(10)}: step 20, loss = 0.40 {rates}; 0:00:02 left to step 25",
     f"{when(12.5)}: step 25, loss = 0.32 {rates}",
     f"saved {tmp_path}/model.ckpt-25",
     "finished at step 25: 800 examples in 12.5 s (64.0 examples/sec)",
@@ -112,10 +113,11 @@ def test_steps_of_others_come_between(tmp_path, capsys):
   assert session.run(step_fn) == 21
   lines = capsys.readouterr().out.splitlines()
   # (96 + 32 + 64 + 64) examples and 12 steps in 4 s.
-  assert lines[0] == (
+  assert lines[1] == (
     f"{when(4)}: step 12, loss = 1.00 (64.0 examples/sec; 0.333 sec/batch)"
+    "; 0:00:03 left to step 20"
   )
-  assert lines[2].startswith(f"{when(5)}: step 21")
+  assert lines[3].startswith(f"{when(5)}: step 21")
   assert checkpoint_steps(tmp_path) == [12, 21]
 
 
@@ -190,8 +192,9 @@ def test_resume(tmp_path, capsys):
   assert checkpoints.read_finished(tmp_path).global_step == 9
   lines = capsys.readouterr().out.splitlines()
   assert lines[0] == f"restored {tmp_path}/model.ckpt-4"
+  assert lines[1] == "training from step 4 to 9"
   # One window of 5 steps although the step before was 4.
-  assert lines[1] == (
+  assert lines[2] == (
     f"{when(2.5)}: step 9, loss = 0.89 (64.0 examples/sec; 0.500 sec/batch)"
   )
 
@@ -446,9 +449,9 @@ def test_only_the_chief_writes(tmp_path, monkeypatch, capsys, has_dir):
   ).run(toy.advance)
   assert not list(tmp_path.iterdir())
   lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == 2
-  assert ": step 10, loss" in lines[0]
-  assert lines[1].startswith("finished at step 10: 320 examples")
+  assert len(lines) == 3
+  assert ": step 10, loss" in lines[1]
+  assert lines[2].startswith("finished at step 10: 320 examples")
 
 
 def test_task_that_does_not_write_restores(tmp_path):

@@ -6,6 +6,7 @@ import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests.support import optimizers
 from tests.support import stores
 from tf_replicas.store import applier
 from tf_replicas.store import gradient_math
@@ -94,7 +95,7 @@ class MeanUpdateTest(stores.TestCase):
     )
     state = self._update(
       [table, tf.zeros([2, 2]), tf.zeros([2])],
-      optimizer=keras.optimizers.Adagrad(1.0, initial_accumulator_value=0.0),
+      optimizer=optimizers.make("Adagrad", 1.0, initial_accumulator_value=0.0),
     )
     np.testing.assert_allclose(
       state["slots/adagrad/accumulator/table"][:, 0], [0, 16, 0, 0]

@@ -10,6 +10,7 @@ import tf_keras
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests.support import optimizers as makers
 from tests.support import stores
 from tf_replicas.session import checkpoints
 from tf_replicas.store import inner_optimizer
@@ -104,18 +105,18 @@ OPTIMIZERS = {
   "adam_schedule": lambda: optimizers.Adam(_schedule()),
   "adamw": lambda: optimizers.AdamW(0.1, weight_decay=0.01),
   "nadam": lambda: optimizers.Nadam(0.1),
-  "adagrad": lambda: optimizers.Adagrad(0.1),
+  "adagrad": lambda: makers.make("Adagrad", 0.1),
   "rmsprop": lambda: optimizers.RMSprop(0.1, momentum=0.9, centered=True),
   "adadelta": lambda: optimizers.Adadelta(1.0),
   "adamax": lambda: optimizers.Adamax(0.1),
-  "ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+  "ftrl": lambda: makers.make("Ftrl", 0.1, l1_regularization_strength=0.01),
   "lion": lambda: optimizers.Lion(0.01),
-  "schedule_free": lambda: optimizers.ScheduleFreeAdamW(0.1),
+  "schedule_free": lambda: makers.make("ScheduleFreeAdamW", 0.1),
 }
 OF_WHOLE_VARIABLES = {
   "clipnorm": lambda: optimizers.SGD(0.1, clipnorm=0.3),
-  "lamb": lambda: optimizers.Lamb(0.1),
-  "muon": lambda: optimizers.Muon(0.1),
+  "lamb": lambda: makers.make("Lamb", 0.1),
+  "muon": lambda: makers.make("Muon", 0.1),
 }
 
 

@@ -162,22 +162,6 @@ class GreedyByBytesTest(absltest.TestCase):
     plan = placement.plan(specs, placement.GreedyByBytes(3))
     self.assertEqual(_tasks(plan), [[0], [1], [2], [0], [1]])
 
-  def test_load_fn_counts_slots(self):
-    def load_fn(spec):
-      return spec.num_bytes * (3 if spec.trainable else 1)
-
-    specs = [
-      _spec("a", 4, dtype="bool"),
-      _spec("b", 5, dtype="bool", trainable=False),
-      _spec("c", 4, dtype="bool", trainable=False),
-    ]
-    # 3 * 4 against 5 + 4.
-    plan = placement.plan(specs, placement.GreedyByBytes(2, load_fn))
-    self.assertEqual(_tasks(plan), [[0], [1], [1]])
-    # 5 against 4 + 4.
-    plan = placement.plan(specs, placement.GreedyByBytes(2))
-    self.assertEqual(_tasks(plan), [[1], [0], [1]])
-
   def test_max_load_is_at_most_mean_plus_largest(self):
     for seed in range(100):
       rng = random.Random(seed)

@@ -14,8 +14,14 @@ from tf_replicas.session import checkpoints
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LOG_LINE = re.compile(
   r"^(?:\[\w+ \d\] )?[-\d]+ [:.\d]+: step (\d+), loss = ([\d.]+) "
-  r"\([\d.]+ examples/sec; [\d.]+ sec/batch\)$",
+  r"\([\d.]+ examples/sec; [\d.]+ sec/batch\); learning rate [\d.e-]+"
+  r"(?:; (?:\d+ days?, )?\d+:\d\d:\d\d left to step \d+)?$",
   re.MULTILINE,
+)
+# Messages of TensorFlow, such as "E0000 00:00:17 1 cuda_platform.cc:51] ...".
+_OF_TENSORFLOW = re.compile(
+  r"[IWEF]\d{4} [\d:.]+|[:.\d]+: [IWEF] |absl::|cuInit|oneDNN|Socket closed"
+  r"|OUT_OF_RANGE|rebuild TensorFlow"
 )
 TEST_FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 
@@ -62,6 +68,14 @@ def refuse(module: str, words: str, *flags: str, status: int = 2) -> None:
   (error,) = result.stderr.splitlines()
   assert error.startswith("error: ")
   assert words in error
+
+
+def assert_tidy(output: str) -> None:
+  """Checks that no line is of TensorFlow, and that none is there twice."""
+  lines = [re.sub(r"^\[\w+ \d\] ", "", line) for line in output.splitlines()]
+  assert not [line for line in lines if _OF_TENSORFLOW.search(line)], output
+  told = [line for line in lines if line.strip(" -")]
+  assert len(set(told)) == len(told), output
 
 
 def logged_steps(output: str) -> list[int]:

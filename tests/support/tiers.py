@@ -52,11 +52,18 @@ EXCEPTIONS = {
   "tests/migration_test.py::test_synchronous": "cluster",
   "tests/migration_test.py::test_the_strategys": "cluster",
   "tests/examples_test.py::test_learns_on_a_cluster": "cluster",
+  "tests/examples_test.py::test_a_backup_worker": "cluster",
+  "tests/examples_test.py::test_an_own_policy": "cluster",
+  "tests/examples_test.py::test_resumes": "cluster",
+  # They start no process, but train.
+  "tests/examples_test.py::test_an_own_rule": "program",
   # They start no process, but train by every rule.
   "tests/conformance/rules_test.py": "program",
   # It starts no process, but trains six programs.
   "tests/fitting/examples_test.py::test_learns_with_keras": "program",
   "tests/fitting/examples_test.py::test_learns_on_a_cluster": "cluster",
+  # By the server that they test.
+  "tests/runtime/fork_server_test.py": "program",
   # By functions of the experiments.
   "tests/experiments/real_processes_test.py::TrainTest": "program",
   # They start no process, but evaluate 1,000 images, build four networks of

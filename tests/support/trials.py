@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
+from tf_replicas.runtime import fork_server
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "tasks" / "cluster_task.py"
@@ -26,6 +27,8 @@ ENVIRON = {
   "PYTHONPATH": str(ROOT),
   "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+# Starts the tasks of all trials. It ends with this process.
+_fork_server = fork_server.ForkServer(ENVIRON)
 # Generous: the machine may be busy. No test waits that long if all is well.
 DEADLINE_SECS = 400.0
 
@@ -48,12 +51,12 @@ def running(
   Args:
     command: Its command line.
     environ: Its environment.
-    **more: Of `subprocess.Popen`; by default `stderr` goes where `stdout` does.
+    **more: Of `subprocess.Popen`; by default it runs in the root of the
+      repository, and `stderr` goes where `stdout` does.
   """
-  more.setdefault("stderr", subprocess.STDOUT)
+  more = {"stderr": subprocess.STDOUT, "cwd": ROOT, **more}
   process = subprocess.Popen(
     command,
-    cwd=ROOT,
     env=dict(environ),
     stdout=subprocess.PIPE,
     text=True,
@@ -78,6 +81,13 @@ def read_until(words: str, process: subprocess.Popen) -> str:
     if words in line:
       return "".join(output)
   raise AssertionError(f"it ended without {words!r}:\n{''.join(output)}")
+
+
+def descendants(pid: int) -> list[int]:
+  """The processes that a process, all its threads and those have started."""
+  threads = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
+  children = [int(c) for path in threads for c in path.read_text().split()]
+  return children + [d for child in children for d in descendants(child)]
 
 
 class Trial:
@@ -121,6 +131,7 @@ class Trial:
       log_dir=directory / "logs",
       environ=ENVIRON,
       max_restarts=max_restarts,
+      popen=_fork_server.popen,
     )
     self._deadline = time.monotonic() + DEADLINE_SECS
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 from tf_replicas import cluster
 
@@ -48,6 +49,7 @@ class LocalCluster:
     inherited: Callable[
       [cluster.Task], contextlib.AbstractContextManager[Sequence[int]]
     ] = lambda task: contextlib.nullcontext(()),
+    popen: Callable[..., Any] = lambda command, *, env, pass_fds: None,
   ):
     """Prepares the cluster. Call `start` to start its tasks.
 
@@ -63,6 +65,9 @@ class LocalCluster:
       inherited: Returns a context whose value is the file descriptors that a
         task inherits besides its output. The context is entered before
         `command` is called, and left once the task has started.
+      popen: Starts a process in another way than `subprocess.Popen`, such as
+        `fork_server.ForkServer.popen`, which documents the arguments. Returns
+        None where it cannot.
     """
     self.spec = spec
     self.log_dir = None if log_dir is None else pathlib.Path(log_dir)
@@ -73,6 +78,7 @@ class LocalCluster:
     self._echo = echo or (lambda line: None)
     self._restarts_left = max_restarts
     self._inherited = inherited
+    self._popen = popen
     self._processes: dict[cluster.Task, subprocess.Popen] = {}
     self._readers: list[threading.Thread] = []
 
@@ -85,11 +91,16 @@ class LocalCluster:
   def start(self, *tasks: cluster.Task) -> None:
     """Starts these tasks, or all of the spec, PS tasks first."""
     if not tasks:
-      tasks = sorted(self.spec.tasks(), key=lambda t: t.job != "ps")
+      tasks = tuple(
+        sorted(self.spec.local_tasks(), key=lambda t: t.job != "ps")
+      )
     for task in tasks:
       with self._inherited(task) as descriptors:
-        process = subprocess.Popen(
-          list(self._command(task)),
+        command = list(self._command(task))
+        process = self._popen(
+          command, env=self._environ, pass_fds=descriptors
+        ) or subprocess.Popen(
+          command,
           stdin=subprocess.DEVNULL,
           stdout=subprocess.PIPE,
           stderr=subprocess.STDOUT,
@@ -184,7 +195,9 @@ class LocalCluster:
           self._echo(f"[launcher] {other} is still running; stopping it")
         self.stop()
         # The chief has the best error.
-        code = self.returncode_of_chief() or code
+        # The chief's own error says more than what it caused elsewhere.
+        of_chief = self.returncode(self.spec.chief) or 0
+        code = of_chief if of_chief > 0 else code
         return code if code > 0 else 128 - code
       if all(process.poll() == 0 for process in self._processes.values()):
         self._join_readers()
@@ -194,12 +207,6 @@ class LocalCluster:
         self.stop()
         raise TimeoutError(f"{running} still ran after {timeout_secs:.0f} s")
       time.sleep(0.05)
-
-  def returncode_of_chief(self) -> int | None:
-    """Returns the chief's exit status if it failed without a signal."""
-    chief = self._processes.get(self.spec.chief)
-    code = None if chief is None else chief.poll()
-    return code if code and code > 0 else None
 
   def _await_all(self, timeout_secs: float) -> None:
     deadline = time.monotonic() + timeout_secs

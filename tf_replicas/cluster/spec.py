@@ -201,13 +201,28 @@ class ClusterSpec:
     return json.dumps(document, indent=2)
 
 
+# The specs that the package holds, which `load` finds by name.
+_PACKAGED = pathlib.Path(__file__).parent.parent / "cluster_specs"
+
+
 def load(path: str | os.PathLike[str]) -> ClusterSpec:
-  """Reads the cluster spec in the file `path`.
+  """Reads the cluster spec in a file.
+
+  Args:
+    path: The file, or the name of a spec of the package, such as
+      `local_1ps_2workers`. A file of this name takes precedence.
 
   Raises:
     ClusterError: If the file cannot be read or is not a valid cluster spec.
   """
   source = os.fspath(path)
+  if source.isidentifier() and not os.path.exists(source):
+    path = _PACKAGED / f"{source}.json"
+    if not path.is_file():
+      names = ", ".join(sorted(file.stem for file in _PACKAGED.glob("*.json")))
+      raise ClusterError(
+        f"a cluster spec must be a file, or one of {names}. Received: {source}."
+      )
   try:
     text = pathlib.Path(path).read_text(encoding="utf-8-sig")
   except (OSError, ValueError) as error:  # ValueError: not UTF-8.
@@ -266,8 +281,10 @@ def from_tf_config(
   if not spec.is_distributed and (task is None or task.job != "evaluator"):
     return None
   if task is None:
-    rule = 'must have the key "task", with the "type" and the "index" of this'
-    raise ClusterError(f"{source}: {rule} process")
+    raise ClusterError(
+      f'{source}: must have the key "task", with the "type" and the "index" of'
+      " this process"
+    )
   _check_ports_chosen(spec, task)
   return spec, task
 

@@ -30,7 +30,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_replicas.drivers import heartbeat_table
-from tf_replicas.drivers import polling
 from tf_replicas.drivers import versions
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
@@ -83,7 +82,7 @@ class _Link:
     self._what = f"waiting for an answer of {_task_name(table.device)}"
     self._answered = time.monotonic()
     self._beat()
-    self._thread = polling.PollingThread(
+    self._thread = waiting.PollingThread(
       self._beat, period_secs=BEAT_SECS, at_stop=self._say_goodbye
     )
 

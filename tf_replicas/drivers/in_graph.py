@@ -37,7 +37,6 @@ import tensorflow as tf
 from tf_replicas import cluster
 from tf_replicas.drivers import base as driver_base
 from tf_replicas.drivers import connection
-from tf_replicas.drivers import polling
 from tf_replicas.drivers import replica_loop
 from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
@@ -157,7 +156,7 @@ class InGraph(driver_base.ParameterServerDriver):
     for _ in self._tasks:
       self._coordinator.schedule(self._run_loop_fn, args=(self._iterators,))
     # Raises what failed on a worker, other than its own death.
-    return polling.PollingThread(
+    return waiting.PollingThread(
       self._coordinator.done,
       period_secs=_POLL_SECS,
       on_error=self.rule.interrupt,
@@ -219,7 +218,7 @@ class InGraph(driver_base.ParameterServerDriver):
   def close(self, error: BaseException | None = None) -> None:
     """Ends the training, and tells every task to end."""
     self._home.is_open = False
-    if isinstance(self._thread, polling.PollingThread):
+    if isinstance(self._thread, waiting.PollingThread):
       self._thread.request_stop()
     # Closures that fail for a lost worker would be tried again for ever.
     watchdog.end_training(

@@ -24,6 +24,7 @@ import contextlib
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Annotated
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from tf_replicas.drivers import process_group
 from tf_replicas.drivers import versions
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
+from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import records
 from tf_replicas.runtime import resources
@@ -116,9 +118,9 @@ class _DeviceReport(NamedTuple):
       loss or a gradient is not finite, else 0.
   """
 
-  loss: tf.Tensor
-  examples: tf.Tensor
-  is_bad: tf.Tensor
+  loss: Annotated[tf.Tensor, tf.float64]
+  examples: Annotated[tf.Tensor, tf.float64]
+  is_bad: Annotated[tf.Tensor, tf.float64]
 
 
 class _Command(NamedTuple):
@@ -254,11 +256,7 @@ class Mirrored(driver_base.Driver):
     self.store = MirroredStore(self._stores, self._num_replicas)
     self._learning_rate: float | None = None
     self._report_layout = records.Layout(
-      _DeviceReport,
-      tf.float64,
-      loss=tf.float64,
-      examples=tf.float64,
-      is_bad=records.Field(tf.float64, self._num_replicas),
+      _DeviceReport, tf.float64, is_bad=self._num_replicas
     )
 
   def set_learning_rate(self, rate: float) -> None:
@@ -352,13 +350,10 @@ class Mirrored(driver_base.Driver):
       loss = total.loss / self._num_replicas
       bad = tf.argmax(total.is_bad)
       bad = tf.where(tf.reduce_any(total.is_bad > 0), bad, -1)
-
-      def update():
-        return self._apply(step, sums, total.examples)
-
-      with tf.control_dependencies(
-        [tf.cond(bad < 0, update, lambda: tf.constant(False))]
-      ):
+      updated = control_flow.run_if(
+        bad < 0, lambda: self._apply(step, sums, total.examples)
+      )
+      with tf.control_dependencies([updated]):
         report = one_machine.StepReport(bad, step, total.examples, loss)
         return one_machine.REPORT.pack(report)
 
@@ -404,8 +399,7 @@ class Mirrored(driver_base.Driver):
       mine = [next(mine) if has_one else None for has_one in self._present]
       with tf.device(self._devices[number]):
         steps.append(update.apply(mine, step, examples))
-    with tf.control_dependencies(steps):
-      return tf.constant(True)
+    return control_flow.done(*steps)
 
   def _broadcast(self, kind: int) -> int:
     """Sends a command, in the chief, or receives it, in the other processes.

@@ -50,20 +50,13 @@ class StepReport(NamedTuple):
     loss: The mean loss of these examples.
   """
 
-  bad_replica: tf.Tensor | int
-  step: tf.Tensor | int
-  examples: tf.Tensor | int
-  loss: tf.Tensor | float
+  bad_replica: records.Int
+  step: records.Int
+  examples: records.Int
+  loss: records.Float
 
 
-REPORT = records.Layout(
-  StepReport,
-  tf.float64,
-  bad_replica=tf.int64,
-  step=tf.int64,
-  examples=tf.int64,
-  loss=tf.float64,
-)
+REPORT = records.Layout(StepReport, tf.float64)
 
 
 class OneMachine(driver_base.Driver):

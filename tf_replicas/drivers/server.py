@@ -48,7 +48,6 @@ def serve(
   orphan_timeout_secs: float = ORPHAN_TIMEOUT_SECS,
   namespaces: Sequence[str] = ("",),
   log: Callable[[str], None] = print,
-  clock: Callable[[], float] = time.monotonic,
 ) -> str:
   """Serves until the chiefs of all trainings have told this task to end.
 
@@ -62,7 +61,6 @@ def serve(
     namespaces: The names of the trainings to serve: the `namespace` of each
       driver.
     log: Receives each line of the log.
-    clock: Returns the time in seconds.
 
   Returns:
     How training ended: `heartbeats.FINISHED` or the error. With several
@@ -81,12 +79,12 @@ def serve(
   for table in tables:
     table.initialize(num_clients or len(spec.replicas))
   log(f"{task} serves at {spec.address(task)}")
-  heard = clock()
+  heard = time.monotonic()
   while not all(bool(table.dismissed.numpy()) for table in tables):
     ages = [age for table in tables for age in table.ages()]
     if any(0 < age < heartbeats.ALIVE_SECS for age in ages):
-      heard = clock()
-    if clock() - heard > orphan_timeout_secs:
+      heard = time.monotonic()
+    if time.monotonic() - heard > orphan_timeout_secs:
       raise TimeoutError(
         f"{task}: no client heartbeat for {orphan_timeout_secs:.0f} s; the task"
         " ends"

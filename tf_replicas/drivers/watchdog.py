@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_replicas.drivers import heartbeats as heartbeats_lib
-from tf_replicas.drivers import polling
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import protocol
 from tf_replicas.rules import results
@@ -21,6 +20,7 @@ from tf_replicas.runtime import processes
 from tf_replicas.runtime import waiting
 
 _POLL_SECS = 1.0
+_LOG_EVERY_SECS = 10.0
 # How long a training that failed waits for the replicas' last batch.
 _FAILED_PATIENCE_SECS = 15.0
 _MAX_INTERRUPTS = 5
@@ -28,7 +28,7 @@ _MAX_INTERRUPTS = 5
 _OWES = (protocol.Status.ADMITTED, protocol.Status.COMPUTING)
 
 
-class StepWatchdog:
+class StepWatchdog(waiting.PollingThread):
   """Watches the steps of one training from the chief, in a thread."""
 
   def __init__(
@@ -40,7 +40,6 @@ class StepWatchdog:
     names: Sequence[str],
     *,
     lost_after_secs: float,
-    log_every_secs: float = 10.0,
     log: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -56,7 +55,6 @@ class StepWatchdog:
       names: The replicas' names.
       lost_after_secs: Seconds without a heartbeat after which a replica is
         lost.
-      log_every_secs: Seconds between two lines of the log while a step waits.
       log: Receives each line of the log.
       clock: Returns the time in seconds.
     """
@@ -66,21 +64,16 @@ class StepWatchdog:
     self._outcome = outcome
     self._names = list(names)
     self._lost_after_secs = lost_after_secs
-    self._log_every_secs = log_every_secs
     self._log = log
     self._clock = clock
     self._since = self._logged = self._checked = clock()
     # The tag with which each lost replica was logged.
     self._lost: dict[int, int] = {}
-    self._thread = polling.PollingThread(self._poll, period_secs=_POLL_SECS)
+    super().__init__(self._poll, period_secs=_POLL_SECS)
 
   def progress(self) -> None:
     """Notes an update, which ends a wait. To be called after each step."""
     self._since = self._logged = self._clock()
-
-  def stop(self) -> None:
-    """Ends the thread."""
-    self._thread.stop()
 
   def _poll(self) -> bool:
     """Checks once, and returns whether the watch is over."""
@@ -95,7 +88,7 @@ class StepWatchdog:
     waited = now - self._since
     # A lost replica must not count as computing, even while steps are made.
     is_due = now - self._checked >= self._lost_after_secs
-    is_long = waited >= min(self._log_every_secs, self._lost_after_secs)
+    is_long = waited >= min(_LOG_EVERY_SECS, self._lost_after_secs)
     if not (is_long or is_due):
       return False
     self._checked = now
@@ -106,7 +99,7 @@ class StepWatchdog:
       self._declare_lost(step, status, ages)
     except tf.errors.OpError:
       return True  # The main thread meets the same failure.
-    if now - self._logged >= self._log_every_secs:
+    if now - self._logged >= _LOG_EVERY_SECS:
       self._logged = now
       self._log(describe(step, waited, status, ages, self._names))
     return False
@@ -129,7 +122,7 @@ class StepWatchdog:
         self._rule.declare_lost(replica, tag)
 
 
-class ChiefWatchdog:
+class ChiefWatchdog(waiting.PollingThread):
   """Watches the chief from a worker, in a thread.
 
   A worker that waits for the chief's next update cannot tell a slow chief from
@@ -144,9 +137,7 @@ class ChiefWatchdog:
     *,
     log_after_secs: float,
     lost_after_secs: float,
-    log_every_secs: float = 10.0,
     log: Callable[[str], None] = print,
-    clock: Callable[[], float] = time.monotonic,
   ):
     """Starts the thread.
 
@@ -157,23 +148,15 @@ class ChiefWatchdog:
       log_after_secs: Seconds without a heartbeat after which to log.
       lost_after_secs: Seconds without a heartbeat after which the chief counts
         as lost.
-      log_every_secs: Seconds between two lines of the log.
       log: Receives each line of the log.
-      clock: Returns the time in seconds.
     """
     self._age = age
     self._on_lost = on_lost
     self._log_after_secs = log_after_secs
     self._lost_after_secs = lost_after_secs
-    self._log_every_secs = log_every_secs
     self._log = log
-    self._clock = clock
-    self._logged = -log_every_secs
-    self._thread = polling.PollingThread(self._poll, period_secs=_POLL_SECS)
-
-  def stop(self) -> None:
-    """Ends the thread."""
-    self._thread.stop()
+    self._logged = -_LOG_EVERY_SECS
+    super().__init__(self._poll, period_secs=_POLL_SECS)
 
   def _poll(self) -> bool:
     """Checks once, and returns whether the watch is over."""
@@ -184,9 +167,9 @@ class ChiefWatchdog:
         return False
     except tf.errors.OpError:
       return True  # The main thread meets the same failure.
-    now = self._clock()
+    now = time.monotonic()
     is_silent = age > self._log_after_secs
-    if is_silent and now - self._logged >= self._log_every_secs:
+    if is_silent and now - self._logged >= _LOG_EVERY_SECS:
       self._logged = now
       self._log(
         f"the chief: {_silence(age)}. If it is dead, restart it: this worker"

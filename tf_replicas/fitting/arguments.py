@@ -1,6 +1,5 @@
 """Checks the arguments of `fit` before a model is built or data is read."""
 
-import inspect
 import math
 import numbers
 import os
@@ -8,88 +7,125 @@ from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-_VERBOSE = ("auto", 0, 1, 2)
+from tf_replicas.runtime import signatures
 
 
-def count(name: str, value: object, minimum: int = 1) -> None:
-  """Checks an argument that is a number of things, or None.
+class _Rule(NamedTuple):
+  """The rule for one argument.
+
+  Attributes:
+    text: What the argument must be, for the error.
+    kind: Its type.
+    holds: Whether a value of this type is valid.
+    is_optional: Whether it may be None.
+  """
+
+  text: str
+  kind: Any
+  holds: Callable[[Any], bool] = lambda value: True
+  is_optional: bool = False
+
+
+def _is_count(value: object) -> bool:
+  return isinstance(value, numbers.Integral) and int(value) >= 1
+
+
+def _are_epochs(value: numbers.Integral | Collection) -> bool:
+  is_one = isinstance(value, numbers.Integral | str)
+  return all(map(_is_count, [value] if is_one else value))
+
+
+def _are_weights(value: Mapping) -> bool:
+  return all(
+    isinstance(key, numbers.Integral)
+    and 0 <= int(key) < 2**63
+    and isinstance(weight, numbers.Real)
+    and math.isfinite(weight)
+    for key, weight in value.items()
+  )
+
+
+_COUNT = _Rule("an integer of at least 1", numbers.Integral, _is_count)
+_SECONDS = _Rule("a number of seconds above 0", numbers.Real, lambda n: n > 0)
+_RULES = {
+  "batch_size": _COUNT._replace(is_optional=True),
+  "callbacks": _Rule(
+    "a list of `keras.callbacks.Callback`s",
+    Sequence,
+    lambda found: all(isinstance(c, keras.callbacks.Callback) for c in found),
+    is_optional=True,
+  ),
+  "checkpoint_every_secs": _SECONDS,
+  "class_weight": _Rule(
+    "a dict from class numbers, from 0 on, to finite numbers",
+    Mapping,
+    _are_weights,
+    is_optional=True,
+  ),
+  "epochs": _COUNT,
+  "initial_epoch": _Rule(
+    "an integer of at least 0", numbers.Integral, lambda n: n >= 0
+  ),
+  "log": _Rule("a function", Callable),
+  "seed": _Rule(
+    "an integer of 64 bits", numbers.Integral, lambda n: abs(int(n)) < 2**63
+  ),
+  "shuffle": _Rule("True or False", bool | int, (False, True).__contains__),
+  "start_timeout_secs": _SECONDS,
+  "steps_per_epoch": _COUNT._replace(is_optional=True),
+  "train_dir": _Rule(
+    "a path that is not empty and has no null character",
+    str | os.PathLike,
+    lambda path: os.fspath(path) and "\0" not in os.fspath(path),
+    is_optional=True,
+  ),
+  "validation_batch_size": _COUNT._replace(is_optional=True),
+  "validation_freq": _Rule(
+    "an integer of at least 1, or a list of epochs",
+    numbers.Integral | Collection,
+    _are_epochs,
+  ),
+  "validation_steps": _COUNT._replace(is_optional=True),
+  "verbose": _Rule(
+    "one of 'auto', 0, 1, 2", str | int, ("auto", 0, 1, 2).__contains__
+  ),
+}
+
+
+def check(**given: object) -> None:
+  """Checks arguments of `fit` by their names.
 
   Args:
-    name: Name of the argument.
-    value: The value of the argument.
-    minimum: Smallest valid number.
-
-  Raises:
-    TypeError: If the value is neither an integer nor None.
-    ValueError: If the value is less than `minimum`.
-  """
-  if value is None:
-    return
-  if not isinstance(value, numbers.Integral):
-    raise TypeError(f"`{name}` must be an integer. Received: {short(value)}.")
-  if value < minimum:
-    raise ValueError(f"`{name}` must be at least {minimum}. Received: {value}.")
-
-
-def check_loop(
-  *,
-  epochs: object,
-  initial_epoch: object,
-  verbose: object,
-  callbacks: object,
-  validation_steps: object,
-  validation_batch_size: object,
-  validation_freq: object,
-  checkpoint_every_secs: object,
-  start_timeout_secs: object,
-  train_dir: object,
-  log: object,
-) -> None:
-  """Checks the arguments of `fit` about Keras' loop, checkpoints and log.
+    **given: The arguments. Those that are not in `_RULES` have checks of their
+      own.
 
   Raises:
     TypeError: If an argument has a wrong type.
     ValueError: If an argument is out of range.
   """
-  for name, value in (("epochs", epochs), ("initial_epoch", initial_epoch)):
-    if value is None:
-      raise TypeError(f"`{name}` must be an integer. Received: None.")
-  count("epochs", epochs)
-  count("initial_epoch", initial_epoch, 0)
-  if cast(int, initial_epoch) >= cast(int, epochs):
+  for name, value in given.items():
+    rule = _RULES[name]
+    if value is None and rule.is_optional:
+      continue
+    is_kind = isinstance(value, rule.kind)
+    if not is_kind or not rule.holds(value):
+      error = ValueError if is_kind else TypeError
+      raise error(f"`{name}` must be {rule.text}. Received: {short(value)}.")
+
+
+def check_epochs(initial_epoch: int, epochs: int) -> None:
+  """Raises ValueError if no epoch is left to train."""
+  if initial_epoch >= epochs:
     raise ValueError(
       f"`initial_epoch` must be less than `epochs`, {epochs}: nothing would be"
       f" trained. Received: {initial_epoch}."
     )
-  if not isinstance(verbose, str | int) or verbose not in _VERBOSE:
-    raise ValueError(
-      f"`verbose` must be one of {', '.join(map(repr, _VERBOSE))}. Received:"
-      f" {short(verbose)}."
-    )
-  _check_callbacks(callbacks)
-  count("validation_steps", validation_steps)
-  count("validation_batch_size", validation_batch_size)
-  _check_validation_freq(validation_freq)
-  _seconds("checkpoint_every_secs", checkpoint_every_secs)
-  _seconds("start_timeout_secs", start_timeout_secs)
-  if train_dir is not None:
-    if not isinstance(train_dir, str | os.PathLike):
-      raise TypeError(
-        f"`train_dir` must be a path. Received: {short(train_dir)}."
-      )
-    path = os.fspath(train_dir)
-    if not path or "\0" in path:
-      raise ValueError(
-        "`train_dir` must be a path that is not empty and has no null"
-        f" character. Received: {path!r}."
-      )
-  if not callable(log):
-    raise TypeError(f"`log` must be a function. Received: {short(log)}.")
 
 
 def make_directory(train_dir: str | os.PathLike[str] | None) -> None:
@@ -114,82 +150,6 @@ def make_directory(train_dir: str | os.PathLike[str] | None) -> None:
     raise ValueError(
       f"`train_dir` must be a directory that can be written ({reason})."
       f" Received: {os.fspath(train_dir)!r}."
-    )
-
-
-def _check_callbacks(callbacks: object) -> None:
-  if callbacks is None:
-    return
-  is_one = isinstance(callbacks, keras.callbacks.Callback | str)
-  if is_one or not isinstance(callbacks, Sequence):
-    raise TypeError(
-      "`callbacks` must be a list of `keras.callbacks.Callback`s. Received:"
-      f" {short(callbacks)}."
-    )
-  for callback in callbacks:
-    if not isinstance(callback, keras.callbacks.Callback):
-      raise TypeError(
-        "`callbacks` must have only objects of `keras.callbacks.Callback`."
-        f" Received: {short(callback)} in it."
-      )
-
-
-def _check_validation_freq(value: object) -> None:
-  """Checks a number of epochs between validations, or the epochs with one."""
-  if isinstance(value, Collection) and not isinstance(value, str):
-    for epoch in value:
-      count("validation_freq", epoch)
-  elif value is None:
-    raise TypeError("`validation_freq` must be an integer. Received: None.")
-  else:
-    count("validation_freq", value)
-
-
-def _seconds(name: str, value: object) -> None:
-  if not isinstance(value, numbers.Real):
-    raise TypeError(
-      f"`{name}` must be a number of seconds. Received: {short(value)}."
-    )
-  if not float(value) > 0:
-    raise ValueError(f"`{name}` must be more than 0. Received: {value}.")
-
-
-def check_data(
-  *,
-  batch_size: object,
-  steps_per_epoch: object,
-  shuffle: object,
-  seed: object,
-  class_weight: object,
-) -> None:
-  """Checks the arguments of `data.make` that say how data is used.
-
-  Raises:
-    TypeError: If an argument has a wrong type.
-    ValueError: If an argument is out of range.
-  """
-  count("batch_size", batch_size)
-  count("steps_per_epoch", steps_per_epoch)
-  if not isinstance(shuffle, bool | int) or shuffle not in (False, True):
-    raise TypeError(
-      f"`shuffle` must be True or False. Received: {short(shuffle)}."
-    )
-  if not isinstance(seed, numbers.Integral) or abs(int(seed)) >= 2**63:
-    raise TypeError(
-      f"`seed` must be an integer of 64 bits. Received: {short(seed)}."
-    )
-  if class_weight is None:
-    return
-  if not isinstance(class_weight, Mapping) or not all(
-    isinstance(key, numbers.Integral)
-    and 0 <= int(key) < 2**63
-    and isinstance(value, numbers.Real)
-    and math.isfinite(value)
-    for key, value in class_weight.items()
-  ):
-    raise TypeError(
-      "`class_weight` must map class numbers, from 0 on, to finite numbers."
-      f" Received: {short(class_weight)}."
     )
 
 
@@ -250,29 +210,35 @@ def _matches(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
   return all(want is None or want == has for want, has in pairs)
 
 
-def check_function(name: str, function: Callable, num_arguments: int) -> None:
-  """Checks that a function can be called with `num_arguments` arguments.
+def check_builder(
+  name: str, function: object, what: str, product: type
+) -> None:
+  """Checks a function that each task calls to build a part of its own.
 
   Args:
-    name: Name of the argument that was given the function.
+    name: Name of the argument.
     function: The function.
-    num_arguments: Number of positional arguments.
+    what: What it must do, such as "builds the replica".
+    product: Type of what the function builds, which is no function itself.
 
   Raises:
-    TypeError: If the function cannot be called with this number of arguments.
+    TypeError: If it is not a function without arguments.
   """
-  try:
-    signature = inspect.signature(function)
-  except ValueError:  # Written in C.
-    return
-  try:
-    signature.bind(*[None] * num_arguments)
-  except TypeError as error:
-    what = getattr(function, "__name__", type(function).__name__)
+  if not callable(function) or isinstance(function, product):
     raise TypeError(
-      f"`{name}` must be a function of {num_arguments} arguments. Received:"
-      f" {what}{signature}: {error}."
-    ) from None
+      f"`{name}` must be a function that {what}: it is called in every task."
+      f" Received: {short(function)}."
+    )
+  check_function(name, function, 0)
+
+
+def check_function(name: str, function: Callable, num_arguments: int) -> None:
+  """Raises TypeError unless `function` can be called with so many arguments."""
+  signatures.check_call(
+    function,
+    *[None] * num_arguments,
+    rule=f"`{name}` must be a function of {num_arguments} arguments",
+  )
 
 
 def short(value: object) -> str:

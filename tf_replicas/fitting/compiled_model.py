@@ -102,15 +102,6 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
       return loss
     return loss * tf.cast(self.loss_factor, loss.dtype)
 
-  def update_step(
-    self,
-    gradient: parameter_store.Gradient,
-    variable: keras.Variable,
-    learning_rate: tf.Tensor,
-  ) -> None:
-    """Is never called, since `apply` changes no variable."""
-    raise NotImplementedError
-
 
 class _Recording:
   """Replaces a model's optimizers and records their calls during tracing."""
@@ -184,32 +175,20 @@ class CompiledReplica(model_replica.Replica):
   num_metrics: int
   num_parts: int
 
-  def _gradients(
-    self,
-    parameters: Sequence[tf.Tensor],
-    batch: model_replica.Batch,
-    scale_loss: model_replica.ScaleLoss,
-  ) -> model_replica.Gradients:
-    """Averages gradients over towers, whose batches may differ in size."""
-    towers = self.towers()
-    if len(towers) < 2:
-      return super()._gradients(parameters, batch, scale_loss)
-    found = []
-    pieces = data_module.pieces(cast(tuple, batch), len(towers))
-    for devices, piece in zip(towers, pieces, strict=True):
-      with tf.device(devices[0]):
-        found.append(self._tower(devices, parameters, piece, scale_loss))
-    return model_replica.average_towers(found)
+  def _pieces(
+    self, batch: model_replica.Batch, count: int
+  ) -> Sequence[model_replica.Batch]:
+    """Cuts a batch into pieces that may differ in size."""
+    return data_module.pieces(cast(tuple, batch), count)
 
   def _part(
     self,
     pipeline: model_parallel.Pipeline | None,
-    parameters: Sequence[tf.Tensor],
-    batch: model_replica.Batch,
-    scale_loss: model_replica.ScaleLoss,
+    inputs: model_replica.Inputs,
   ) -> model_replica.Gradients:
     """Computes the gradients of one batch; see `Replica`."""
     del pipeline
+    parameters, batch, scale_loss = inputs
     data, *weights = cast(tuple, batch)
     own = list(parameters[: len(parameters) - self.num_metrics])
     factor = scale_loss(tf.ones([]))
@@ -221,7 +200,7 @@ class CompiledReplica(model_replica.Replica):
         [functools.partial(step, own, factor, data) for step in self.steps],
       )
     gradients, loss, states, increments = result
-    gradients = _in_order(gradients, len(self.variables))
+    gradients = [gradients.get(str(i)) for i in range(len(self.variables))]
     old = parameters[len(self.variables) :]
     moves = [o - n for o, n in zip(old, states, strict=False)]
     examples = model_replica.num_examples(batch)
@@ -249,12 +228,6 @@ def _number_of(phase: tf.Tensor, count: int) -> tf.Tensor:
   make it inexact.
   """
   return tf.math.floormod(tf.cast(tf.round(phase), tf.int32), count)
-
-
-def _in_order(
-  gradients: dict[str, parameter_store.Gradient], count: int
-) -> list[parameter_store.Gradient]:
-  return [gradients.get(str(i)) for i in range(count)]
 
 
 def replica(
@@ -789,7 +762,10 @@ def trace(
   zeros = [v.numpy() for v in metrics]
   known = {id(v) for v in [*trained, *states, *metrics]}
   others = [v for v in model.non_trainable_variables if id(v) not in known]
-  constants = [keras_internals.constant_state(v) for v in others]
+  constants = [
+    keras_internals.first_value(v, is_random=keras_internals.is_seed(v))
+    for v in others
+  ]
   optimizer = getattr(model, phases(model)[phase].name)
   is_scaled = _loss_scale(optimizer) is not None
   is_last = phase == len(phases(model)) - 1
@@ -867,14 +843,12 @@ def _gradients(
   trained = model.trainable_variables
   used = set().union(*(p.paths for p in phases(model)))
   return {
-    str(i): _dense(found.get(str(i), tf.zeros(v.shape, v.dtype)))
+    str(i): tf.convert_to_tensor(
+      cast(tf.Tensor, found.get(str(i), tf.zeros(v.shape, v.dtype)))
+    )
     for i, v in enumerate(trained)
     if v.path in used
   }
-
-
-def _dense(gradient: parameter_store.Gradient) -> tf.Tensor:
-  return tf.convert_to_tensor(cast(tf.Tensor, gradient))
 
 
 def _loss(logs: object) -> tf.Tensor:

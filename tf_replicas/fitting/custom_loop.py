@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import keras
@@ -20,6 +21,7 @@ import numpy as np
 from tf_replicas import cluster as cluster_module
 from tf_replicas.drivers import base as driver_base
 from tf_replicas.drivers import connection
+from tf_replicas.fitting import arguments
 from tf_replicas.fitting import roles
 from tf_replicas.programs import update_options
 from tf_replicas.replica import model_replica
@@ -98,8 +100,8 @@ def join(
       task.
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
       other at the start.
-    log: Called with each line of the log of a task that serves: a parameter
-      server or an in-graph worker.
+    log: Called with each line of the log of a task that serves (a parameter
+      server or an in-graph worker), and with the chief's line about replicas.
 
   Yields:
     The driver, in the chief.
@@ -114,7 +116,15 @@ def join(
   """
   rule = roles.check_rule(rule)
   roles.check_replication(replication)
-  _check_functions(replica_fn, optimizer_fn)
+  arguments.check_builder(
+    "replica_fn", replica_fn, "builds the replica", keras.Model
+  )
+  arguments.check_builder(
+    "optimizer_fn",
+    optimizer_fn,
+    "makes the optimizer, such as `lambda: keras.optimizers.Adam()`",
+    keras.optimizers.Optimizer,
+  )
   part = roles.take(
     replication=replication,
     cluster=cluster,
@@ -132,12 +142,14 @@ def join(
   }
   common = {name: value for name, value in common.items() if value is not None}
   driver = part.driver(
-    functools.partial(_replica, replica_fn, part.devices),
+    functools.partial(_replica, replica_fn, part),
     lambda: new_rule(optimizer_fn(), **common),
   )
   if not driver.is_chief:
     roles.contribute(driver)
   with driver:
+    if part.is_replicated:
+      log(part.describe(rule))
     yield driver
   connection.disconnect()
 
@@ -151,7 +163,7 @@ def run(
   log_every_steps: int | None = 10,
   summary_every_steps: int | None = 100,
   checkpoint_every_secs: float | None = 600.0,
-  **arguments,
+  **settings: Any,
 ) -> Trained:
   """Trains a replica on a cluster, or alone; returns in the chief only.
 
@@ -169,7 +181,7 @@ def run(
     summary_every_steps: Updates between two summaries; None for no summaries.
     checkpoint_every_secs: Seconds between two checkpoints; None for no
       checkpoints in between. One is always written at the end.
-    **arguments: Keyword arguments of `join`, such as `rule`.
+    **settings: Keyword arguments of `join`, such as `rule`.
 
   Returns:
     The trained values, with loss and metrics.
@@ -182,7 +194,7 @@ def run(
     TimeoutError: If another task does not start in time.
     checkpoints.CheckpointError: If `train_dir` holds another model.
   """
-  with join(replica_fn, optimizer_fn, **arguments) as driver:
+  with join(replica_fn, optimizer_fn, **settings) as driver:
     roles.check_tables_are_saved(driver, train_dir)
     driver.stop_at(max_steps)
     session = training.Session(
@@ -201,7 +213,7 @@ def run(
     )
     step = session.run(steps, wake=driver.interrupt)
     averages = {}
-    if arguments.get("variable_averages") is not None:
+    if settings.get("variable_averages") is not None:
       averages = driver.values(averaged=True)
     return Trained(step, steps.loss, steps.metrics, driver.values(), averages)
 
@@ -238,30 +250,15 @@ def _is_optional(name: str) -> bool:
   )
 
 
-def _check_functions(replica_fn: object, optimizer_fn: object) -> None:
-  """Raises TypeError for a model or an optimizer in place of a function.
-
-  Variables made before this process connects to the cluster are lost.
-  """
-  if not callable(replica_fn) or isinstance(replica_fn, keras.Model):
-    raise TypeError(
-      "`replica_fn` must be a function that builds the replica: it is called"
-      f" in every task. Received: {replica_fn!r:.200}."
-    )
-  if not callable(optimizer_fn) or isinstance(
-    optimizer_fn, keras.optimizers.Optimizer
-  ):
-    raise TypeError(
-      "`optimizer_fn` must be a function that makes the optimizer, such as"
-      " `lambda: keras.optimizers.Adam()`: it is called in every task."
-      f" Received: {optimizer_fn!r:.200}."
-    )
-
-
 def _replica(
-  replica_fn: Callable[[], model_replica.Replica], devices: Sequence[str]
+  replica_fn: Callable[[], model_replica.Replica], part: roles.Part
 ) -> model_replica.Replica:
-  """Builds the replica, on the given devices unless it has devices itself."""
+  """Builds the replica, on the part's devices unless it has devices itself.
+
+  Raises:
+    TypeError: If the result is not a replica.
+    cluster.ClusterError: If the replica ignores the `layers` of the spec.
+  """
   replica = replica_fn()
   if not isinstance(replica, model_replica.Replica):
     raise TypeError(
@@ -269,6 +266,13 @@ def _replica(
       " `keras_replica` or `module_replica`. Received:"
       f" {replica!r:.200}."
     )
-  if devices and not replica.devices:
-    replica = dataclasses.replace(replica, devices=devices)
+  if part.role is not None and part.role[0].layers and replica.layers is None:
+    spec = part.role[0]
+    raise cluster_module.ClusterError(
+      f"{spec.where}`layers` must be absent unless the replica places its"
+      " layers: give `keras_replica` the result of `place_layers`. Received:"
+      f" {dict(spec.layers)}."
+    )
+  if part.devices and not replica.devices:
+    replica = dataclasses.replace(replica, devices=part.devices)
   return replica

@@ -90,7 +90,7 @@ def make(
     ValueError: If an argument is out of range, or the number of updates in an
       epoch is not known.
   """
-  arguments.check_data(
+  arguments.check(
     batch_size=batch_size,
     steps_per_epoch=steps_per_epoch,
     shuffle=shuffle,
@@ -99,11 +99,8 @@ def make(
   )
   is_function = callable(x) and not isinstance(x, tf.data.Dataset)
   if isinstance(x, tf.data.Dataset) or is_function:
-    for name, value in (
-      ("y", y),
-      ("sample_weight", sample_weight),
-      ("batch_size", batch_size),
-    ):
+    given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+    for name, value in given.items():
       if value is not None:
         raise ValueError(
           f"`{name}` must not be given if `x` yields batches, which have"
@@ -542,18 +539,15 @@ def check_validation(data: object, steps: int | None = None) -> tuple | None:
     )
   given = tuple(part for part in data if part is not None)
   arrays = tf.nest.map_structure(np.asarray, given)
-  sizes = {a.shape[0] if a.ndim else 0 for a in tf.nest.flatten(arrays)}
-  if len(sizes) != 1 or 0 in sizes:
-    raise ValueError(
-      "`validation_data` must have equally many examples, at least one."
-      f" Received: {sorted(sizes)}."
-    )
-  return tf.nest.map_structure(
+  specs = tf.nest.map_structure(
     lambda a: tf.TensorSpec(
-      [None, *a.shape[1:]],
-      tf.string if a.dtype.kind in "SUO" else tf.as_dtype(a.dtype),
+      a.shape, tf.string if a.dtype.kind in "SUO" else tf.as_dtype(a.dtype)
     ),
     arrays,
+  )
+  _check_specs(specs, None, "validation_data")
+  return tf.nest.map_structure(
+    lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), specs
   )
 
 

@@ -1,13 +1,16 @@
 """Trains a compiled Keras model on a cluster, with Keras' own training loop.
 
 `keras.Model.fit` runs unchanged in the chief: epochs, callbacks, validation,
-history and progress bar are Keras'. Only its training function is replaced. The
-replacement makes updates with a driver, the object that runs updates on the
-cluster, and loads the results into the chief's model.
+and history are Keras'. Only its training function is replaced; its progress bar
+also shows the learning rate. The replacement makes updates with a driver, the
+object that runs updates on the cluster, and loads the results into the chief's
+model.
 """
 
 import contextlib
+import dataclasses
 import functools
+import math
 import os
 import re
 import time
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,6 +30,7 @@ from tf_replicas.drivers import connection
 from tf_replicas.fitting import arguments
 from tf_replicas.fitting import compiled_model
 from tf_replicas.fitting import data as data_module
+from tf_replicas.fitting import progress
 from tf_replicas.fitting import roles
 from tf_replicas.programs import update_options
 from tf_replicas.runtime import keras_internals
@@ -96,7 +101,9 @@ def fit(
     batch_size: Number of examples in a global batch, if `x` consists of arrays;
       default 32.
     epochs: As in `keras.Model.fit`.
-    verbose: As in `keras.Model.fit`.
+    verbose: As in `keras.Model.fit`. With another value than 0, the chief also
+      prints how many replicas a cluster has, and the learning rate. Where
+      stdout is no terminal, "auto" and 1 print lines instead of a bar.
     callbacks: As in `keras.Model.fit`.
     validation_split: As in `keras.Model.fit`, if `x` consists of arrays.
     validation_data: As in `keras.Model.fit`, or a function without arguments
@@ -126,8 +133,8 @@ def fit(
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
       other at the start.
     seed: Seed of the shuffling.
-    log: Called with each line of the log of a task that serves: a parameter
-      server or an in-graph worker.
+    log: Called with each line of the log of a task that serves (a parameter
+      server or an in-graph worker), and with the chief's line about replicas.
 
   Returns:
     The history. Its `model` has the trained weights and the optimizer's state,
@@ -148,7 +155,7 @@ def fit(
       TensorFlow, Keras or this library, or if `x` yields nothing.
     TimeoutError: If another task does not start in time.
   """
-  arguments.check_loop(
+  arguments.check(
     epochs=epochs,
     initial_epoch=initial_epoch,
     verbose=verbose,
@@ -161,14 +168,12 @@ def fit(
     train_dir=train_dir,
     log=log,
   )
+  arguments.check_epochs(initial_epoch, epochs)
   rule = roles.check_rule(rule)
   roles.check_replication(replication)
-  if not callable(model_fn) or isinstance(model_fn, keras.Model):
-    raise TypeError(
-      "`model_fn` must be a function that builds and compiles the model: it is"
-      f" called in every task. Received: {model_fn!r}."
-    )
-  arguments.check_function("model_fn", model_fn, 0)
+  arguments.check_builder(
+    "model_fn", model_fn, "builds and compiles the model", keras.Model
+  )
   part = roles.take(
     replication=replication,
     cluster=cluster,
@@ -207,7 +212,7 @@ def fit(
     rule,
     num_replicas,
     contributions,
-    towers=part.devices,
+    part.devices,
   )
   if part.role is not None:
     data_module.check_can_connect(x, "x")
@@ -218,19 +223,22 @@ def fit(
   task.driver = driver
   if not driver.is_chief:
     roles.contribute(driver)
+  model = task.model
+  assert model is not None
   with driver:
+    if verbose and part.is_replicated:
+      count = contributions * max(1, len(part.devices))
+      log(part.describe(rule, _part_size(x, batch_size, count)))
     arguments.make_directory(train_dir)
     roles.check_tables_are_saved(driver, train_dir)
     validation_spec = data_module.check_validation(
       validation_data, validation_steps
     )
     if validation_spec is not None:
-      compiled_model.check_data(
-        task.model, validation_spec, "validation_data: "
-      )
+      compiled_model.check_data(model, validation_spec, "validation_data: ")
     loop = _Loop(
       driver,
-      task.model,
+      model,
       task.data.steps_per_epoch,
       train_dir=train_dir,
       checkpoint_every_secs=checkpoint_every_secs,
@@ -251,50 +259,66 @@ def fit(
   return history
 
 
+def _part_size(
+  x: data_module.Source, batch_size: int | None, num_parts: int
+) -> int | None:
+  """Returns the number of examples in each part of a global batch.
+
+  Args:
+    x: The data.
+    batch_size: Number of examples in a global batch of arrays; None for 32.
+    num_parts: Number of parts.
+
+  Returns:
+    The number; None if it is not known, or not the same in all parts.
+  """
+  if callable(x) or isinstance(x, tf.data.Dataset):
+    return None
+  size, rest = divmod(batch_size or 32, num_parts)
+  return None if rest else size
+
+
+@dataclasses.dataclass(eq=False)
 class _Task:
   """Builds replica and update rule for the driver of this task.
 
   Attributes:
+    model_fn: Builds the model.
+    data_fn: Makes the training data.
+    rule: The update rule.
+    num_replicas: Number of replicas.
+    num_contributions: Number of contributions in an update.
+    towers: Devices of the towers; none for the default device.
     model: The model; None until `replica` has been called.
     driver: The driver; None until the caller sets it.
   """
 
-  def __init__(
-    self,
-    model_fn: Callable[[], keras.Model],
-    data_fn: Callable[[], data_module.TrainingData],
-    rule: update_options.UpdateSettings,
-    num_replicas: int,
-    num_contributions: int,
-    *,
-    towers: Sequence[str],
-  ):
-    self.model: keras.Model | None = None
-    self.driver: driver_base.Driver | None = None
-    self._model_fn = model_fn
-    self._data_fn = data_fn
-    self._rule = rule
-    self._num_replicas = num_replicas
-    self._num_contributions = num_contributions
-    self._towers = towers
+  model_fn: Callable[[], keras.Model]
+  data_fn: Callable[[], data_module.TrainingData]
+  rule: update_options.UpdateSettings
+  num_replicas: int
+  num_contributions: int
+  towers: Sequence[str]
+  model: keras.Model | None = None
+  driver: driver_base.Driver | None = None
 
   @functools.cached_property
   def data(self) -> data_module.TrainingData:
     """The training data."""
-    return self._data_fn()
+    return self.data_fn()
 
   def replica(self) -> compiled_model.CompiledReplica:
     """Builds the model and makes its replica."""
     spec = self.data.spec
     with keras_internals.names_from_the_start():
-      self.model = self._model_fn()
-    _check_is_new(self.model)
-    compiled_model.build(self.model, spec)
+      model = self.model = self.model_fn()
+    _check_is_new(model)
+    compiled_model.build(model, spec)
     return compiled_model.replica(
-      self.model,
+      model,
       self._dataset,
-      num_contributions=self._num_contributions,
-      devices=self._towers,
+      num_contributions=self.num_contributions,
+      devices=self.towers,
     )
 
   def _dataset(self, num_shards, index, start) -> tf.data.Dataset:
@@ -312,13 +336,13 @@ class _Task:
   def new_rule(self):
     """Makes the update rule around a copy of the model's optimizer."""
     assert self.model is not None
-    make = update_options.rule_fn(self._rule, self._num_replicas)
+    make = update_options.rule_fn(self.rule, self.num_replicas)
     count = len(compiled_model.phases(self.model))
-    if count > 1 and self._rule.all_rules != (update_options.SYNC,):
+    if count > 1 and self.rule.all_rules != (update_options.SYNC,):
       raise ValueError(
         "`rule` must be made by `Sync` for a model whose `train_step` applies"
         " gradients several times, each time to what the time before has made."
-        f" Received: {self._rule}, and {count} times."
+        f" Received: {self.rule}, and {count} times."
       )
     optimizer, common = compiled_model.inner_optimizer_of(self.model)
     return make(optimizer, **common)
@@ -400,11 +424,18 @@ class _Loop(keras.callbacks.Callback):
     # callbacks change; None if there is nothing to compare.
     self._loaded: list[np.ndarray] | None = None
     self._rates = _rates(model)
+    self._rate = math.nan
 
-  def run(self, *, batch_size: int | None, **arguments):
+  def run(self, *, batch_size: int | None, verbose: Any, **arguments):
     """Calls `keras.Model.fit`, with `batch_size` for validation."""
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
+    bars = []
+    if verbose and not any(
+      isinstance(callback, keras.callbacks.ProgbarLogger)
+      for callback in self._callbacks
+    ):
+      bars.append(progress.Progress(lambda: self._rate))
     with interrupts.deferred(self._driver.interrupt) as make_step:
       self._make_step = make_step
       model.__dict__["train_function"] = self._train
@@ -415,7 +446,8 @@ class _Loop(keras.callbacks.Callback):
           epochs=self._epochs,
           initial_epoch=self._initial_epoch,
           shuffle=False,
-          callbacks=[*self._callbacks, self],
+          callbacks=[*self._callbacks, self, *bars],
+          verbose=verbose,
           validation_batch_size=batch_size,
           **arguments,
         )
@@ -472,7 +504,10 @@ class _Loop(keras.callbacks.Callback):
     while self._step < self._target:
       step_fn = functools.partial(self._driver.step, last - self._step)
       with _one_line_op_errors():
-        self._step = self._make_step(step_fn).global_step
+        result = self._make_step(step_fn)
+      self._step = result.global_step
+      if self._per_batch == 1:  # Otherwise each optimizer has its own.
+        self._rate = result.scalars.get("learning_rate", math.nan)
     if self._sees_batches or self._target == self._epoch_end:
       self._load()
     elif self._logs and time.monotonic() - self._read_at < _READ_SECS:

@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 from typing import NoReturn
 
 import tensorflow as tf
@@ -26,10 +27,12 @@ from tf_replicas.drivers import mirrored
 from tf_replicas.drivers import one_machine
 from tf_replicas.drivers import server
 from tf_replicas.fitting import arguments
+from tf_replicas.programs import run_options
 from tf_replicas.programs import update_options
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.runtime import devices as runtime_devices
+from tf_replicas.runtime import noise
 from tf_replicas.runtime import processes
 from tf_replicas.store import tables
 
@@ -45,7 +48,7 @@ _DRIVERS = {
 _Role = tuple[cluster_module.ClusterSpec, cluster_module.Task]
 
 
-def Sync(**settings) -> update_options.UpdateSettings:
+def Sync(**settings: Any) -> update_options.UpdateSettings:
   """Makes the rule of synchronous updates.
 
   With `replicas_to_aggregate` below the number of replicas, the others are
@@ -61,7 +64,7 @@ def Sync(**settings) -> update_options.UpdateSettings:
   return update_options.UpdateSettings(rules=("sync",), **settings)
 
 
-def Async(*rules: str, **settings) -> update_options.UpdateSettings:
+def Async(*rules: str, **settings: Any) -> update_options.UpdateSettings:
   """Makes a rule of asynchronous updates.
 
   Args:
@@ -76,7 +79,7 @@ def Async(*rules: str, **settings) -> update_options.UpdateSettings:
   return update_options.UpdateSettings(rules=rules or ("async",), **settings)
 
 
-def Periodic(rule: str, **settings) -> update_options.UpdateSettings:
+def Periodic(rule: str, **settings: Any) -> update_options.UpdateSettings:
   """Makes a rule with which each replica trains a copy of the variables.
 
   The copies are exchanged periodically.
@@ -138,6 +141,28 @@ class Part:
   def devices(self) -> Sequence[str]:
     """The attribute `devices` of this process's replica."""
     return () if self.replication == MIRRORED else self.towers
+
+  @property
+  def is_replicated(self) -> bool:
+    """Whether several processes or several towers train."""
+    return self.role is not None or len(self.towers) > 1
+
+  def describe(
+    self, rule: update_options.UpdateSettings, batch_size: int | None = None
+  ) -> str:
+    """Says how many replicas there are, in one line; see `describe_updates`.
+
+    Args:
+      rule: The update rule.
+      batch_size: Number of examples in one tower's batch; None leaves it out.
+    """
+    return run_options.describe_updates(
+      self.replication,
+      rule,
+      self.num_replicas,
+      num_towers=max(1, len(self.devices)),
+      batch_size=batch_size,
+    )
 
   @property
   def connects_late(self) -> bool:
@@ -222,6 +247,8 @@ def take(
     TypeError, ValueError: If `cluster` or `devices` is invalid.
     RuntimeError: If this process was part of a cluster before.
   """
+  noise.hide()  # TensorFlow may have been imported since.
+  runtime_devices.find_gpus()
   role = _role(cluster)
   arguments.check_devices(devices, is_alone=role is None)
   if role is not None:
@@ -307,6 +334,12 @@ def _check_role(
       " add it to the cluster, or start with `tf_replicas.launch --chief`."
       " Received: none."
     )
+  if spec.layers and caller == "fit":
+    raise cluster_module.ClusterError(
+      f"{spec.where}`layers` must be absent for `fit`, which places no layers;"
+      " `tf_replicas.run` trains a replica with `place_layers`. Received:"
+      f" {dict(spec.layers)}."
+    )
   if task not in spec.tasks():
     raise cluster_module.ClusterError(
       f"{spec.where}`task` must be a task of the cluster. Received: {task}."
@@ -371,7 +404,7 @@ def _towers(
     # Tasks of one machine share a GPU only if the spec gives it to both.
     is_alone = len([t for t in spec.local_tasks() if t.job != "ps"]) == 1
     gpus = None if is_alone else ()
-  if gpus or tf.config.list_physical_devices("GPU"):
+  if gpus or runtime_devices.find_gpus():
     try:
       runtime_devices.configure(gpus)
     except ValueError as error:

@@ -30,6 +30,7 @@ from tf_replicas.programs import run_config
 from tf_replicas.programs import run_options
 from tf_replicas.programs import tfds_builder
 from tf_replicas.programs import update_options
+from tf_replicas.runtime import noise
 from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
@@ -40,12 +41,17 @@ _flag = functools.partial(fields.setting, group=EVALUATION)
 _SUCCESSORS = {
   "checkpoint_dir": "use --train_dir",
   "fine_tune": "use --pretrained_model_checkpoint_path",
+  "initial_learning_rate": "use --learning_rate",
   "input_queue_memory_factor": "use --shuffle_examples of inception_mini",
   "log_device_placement": "--dry_run prints where the variables are",
   "num_examples": "evaluation counts every image once; training has"
   " --max_steps and --num_epochs",
+  "num_gpus": "use --num_gpus of cifar10.multi_gpu_train or"
+  " inception_mini.train; on a cluster, `devices` of --cluster_spec",
   "num_preprocess_threads": "tf.data chooses the number of threads",
   "num_readers": "tf.data chooses the number of readers",
+  "num_replicas_to_aggregate": "use --replicas_to_aggregate of the programs"
+  " that take a cluster",
   "protocol": "it is always grpc",
   "ps_hosts": 'use --cluster_spec with {"ps": ["host:port"], ...}',
   "save_interval_secs": "use --checkpoint_every_secs",
@@ -145,8 +151,7 @@ def given(*names: str) -> dict[str, object]:
 
 def start(main: Callable[[Sequence[str]], None]) -> NoReturn:
   """Parses the flags and calls `main`; prints errors in flags as one line."""
-  # Hide TensorFlow's remarks on devices, unless somebody asks for them.
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  noise.hide()
   app.run(main, flags_parser=_parse)
 
 
@@ -267,7 +272,8 @@ def _define_device_flags() -> None:
     "cluster_spec",
     str,
     None,
-    "Path of a cluster-spec JSON",
+    "Path of a cluster-spec JSON, or the name of one that the package holds,"
+    " such as local_1ps_2workers",
     group=run_options.DEVICES,
   )
   fields.define_flags(run_options.Options, [run_options.DEVICES])
@@ -319,7 +325,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
       if successor is None:
         raise
       raise flags.Error(
-        f"`--{error.flagname}` of the TF1 program is gone: {successor}."
+        f"`--{error.flagname}` of the TF1 programs is gone: {successor}."
       ) from None
     if len(rest) > 1:
       raise flags.Error(f"Unknown arguments: {' '.join(rest[1:])}")

@@ -121,7 +121,6 @@ def define_flags(
   groups: Collection[str],
   *,
   unset: Collection[str] = (),
-  default: str = "the recipe's",
 ) -> None:
   """Defines the flags of a dataclass's settings in some groups.
 
@@ -129,7 +128,6 @@ def define_flags(
     settings_class: The dataclass.
     groups: The groups whose flags are defined.
     unset: The names of fields whose flags have the default None.
-    default: The text that `--help` shows as the default of these flags.
   """
   types_by_name = typing.get_type_hints(settings_class)
   for field in _settings(settings_class):
@@ -141,7 +139,7 @@ def define_flags(
         flag_name(field),
         _flag_type(types_by_name[field.name]),
         field.default if has_default else None,
-        text if has_default else f"{text}; default: {default}",
+        text if has_default else f"{text}; default: the recipe's",
         group=group,
         choices=field.metadata["choices"],
       )

@@ -29,6 +29,8 @@ from tf_replicas.cluster import environment
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import function_task
 from tf_replicas.programs import launcher
+from tf_replicas.runtime import fork_server
+from tf_replicas.runtime import noise
 
 # The time for other tasks to report their own errors after one has failed, and
 # for them to end once the chief's function has returned.
@@ -122,7 +124,9 @@ class LocalTraining:
         )
       )
     )
-    spec = _spec(ps, workers, chief, cluster)
+    spec = launcher.local_spec(
+      cluster, ps=ps, workers=workers, chief=chief, needs_all=True
+    )
     self._chief = spec.chief
     self._log = log
     self._lines: collections.deque[str] = collections.deque(maxlen=200)
@@ -133,21 +137,22 @@ class LocalTraining:
     self._error: BaseException | None = None
     self._closing = threading.Event()
     self._ended = threading.Event()
+    environ = {
+      **noise.environ(),
+      environment.CLUSTER_SPEC: spec.to_json(),
+      "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+    }
+    self._fork_server = fork_server.ForkServer(environ)
     self._tasks = local_cluster.LocalCluster(
       spec,
       self._command,
       log_dir=None,
-      environ={
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        **os.environ,
-        environment.CLUSTER_SPEC: spec.to_json(),
-        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
-      },
+      environ=environ,
       echo=self._echo,
       max_restarts=max_restarts,
       inherited=self._pipe,
+      popen=self._fork_server.popen,
     )
-    self._order = sorted(spec.local_tasks(), key=lambda t: t.job != "ps")
     # This thread starts the tasks: the kernel ends them with the thread that
     # started them.
     self._supervisor = threading.Thread(target=self._supervise, daemon=True)
@@ -226,8 +231,8 @@ class LocalTraining:
   def _supervise(self) -> None:
     """Starts the tasks, waits for the end of the training, and ends them."""
     try:
-      with self._tasks:
-        self._tasks.start(*self._order)
+      with self._fork_server, self._tasks:
+        self._tasks.start()
         failure = self._await_end()
       for listener in self._listeners:
         listener.join()
@@ -305,7 +310,7 @@ class LocalTraining:
           self._closing.set()
 
   def _echo(self, line: str) -> None:
-    if not launcher.NOISE.match(line):
+    if not noise.is_noise(line):
       self._lines.append(line)
       self._log(line)
 
@@ -355,33 +360,3 @@ def _sources_without_a_file() -> dict[str, tuple]:
     for name, entry in linecache.cache.items()
     if len(entry) == 4 and entry[1] is None
   }
-
-
-def _spec(
-  ps: int,
-  workers: int,
-  chief: bool,
-  cluster: cluster_module.ClusterSpec | str | None,
-) -> cluster_module.ClusterSpec:
-  """Makes the cluster spec and chooses free ports (see `resolve_ports`)."""
-  if cluster is None:
-    for name, value in (("ps", ps), ("workers", workers)):
-      if not isinstance(value, int) or value < 1:
-        raise cluster_module.ClusterError(
-          f"`{name}` must be at least 1. Received: {value!r}."
-        )
-    jobs = {"ps": ["localhost:0"] * ps, "worker": ["localhost:0"] * workers}
-    if chief:
-      jobs["chief"] = ["localhost:0"]
-    spec = cluster_module.parse({"cluster": jobs})
-  elif isinstance(cluster, cluster_module.ClusterSpec):
-    spec = cluster
-  else:
-    spec = cluster_module.load(cluster)
-  if not spec.is_distributed or set(spec.local_tasks()) != set(spec.tasks()):
-    found = [spec.address(t) for t in spec.tasks()] if spec.jobs else []
-    raise cluster_module.ClusterError(
-      f"{spec.where}`cluster` must have all its tasks on this machine, and at"
-      f" least two. Received: {', '.join(found) or 'no tasks'}."
-    )
-  return cluster_module.resolve_ports(spec)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -11,24 +12,20 @@ import tempfile
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 
 from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import run_options
+from tf_replicas.runtime import fork_server
+from tf_replicas.runtime import noise
 from tf_replicas.session import console
 
-# Matches lines that TensorFlow 2.21 prints, behind the name of the task: at
-# every start, whatever its log level; about GPUs where there are none; and once
-# per function of a lost task. The tasks' log files keep these lines.
-NOISE = re.compile(
-  r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
-  r"|E0000 .*failed call to cuInit|To enable the following instructions"
-  r"|E0000 .*Failed to (register|remove) function remotely"
-  r"|Additional GRPC error information|:UNKNOWN:Error received from peer"
-  r"|This could happen if the remote target has been disconnected)"
+_START = re.compile(r"\] training from step (\d+) to (\d+)$")
+_PROGRESS = re.compile(
+  r"\d: step (\d+), (loss = [^\s,]+).*? \([^()]* sec/batch\)"
+  r"(?:; (learning rate [^\s;]+))?"
 )
-
-_PROGRESS = re.compile(r": step (\d+), loss = (\S+) \(")
 
 
 def run(
@@ -63,8 +60,7 @@ def run(
     if options.spec.is_distributed:
       raise
     _say("interrupted")
-    is_sigterm = interrupt.args == ("SIGTERM",)
-    return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
+    return _status(interrupt)
   return 0
 
 
@@ -76,6 +72,8 @@ def _describe(
   from tf_replicas.runtime import devices
   from tf_replicas.store import parameter_store
 
+  if options.spec.is_distributed:
+    _say(run_options.describe_cluster(options.spec))
   _say(run_options.describe(options, workload))
   tower_devices = []
   if options.devices_per_tower > 1:
@@ -114,59 +112,149 @@ def _launch(
   for task in spec.local_tasks():
     cluster.check_port_free(spec.address(task))
   options = dataclasses.replace(options, spec=spec)
-  _say(run_options.describe(options, workload))
-  echo = _Echo(workload.last_step(options))
+  # The chief says the rest, whoever starts it.
+  _say(run_options.describe_cluster(spec))
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, _interrupt)
-  log_dir = pathlib.Path(options.train_dir) / "logs"
+  environ = noise.environ()
+  with (
+    contextlib.closing(_Echo()) as echo,
+    fork_server.ForkServer(environ) as server,
+  ):
+    return run_tasks(
+      spec,
+      lambda path, task: command(path, task, options.threads),
+      log_dir=os.path.join(options.train_dir, "logs"),
+      environ=environ,
+      echo=echo,
+      # A new process could not join the all-reduce of the others.
+      max_restarts=0 if options.is_mirrored else 3,
+      popen=server.popen,
+    )
+
+
+def run_tasks(
+  spec: cluster.ClusterSpec,
+  command: Callable[[str, cluster.Task], Sequence[str]],
+  **settings: Any,
+) -> int:
+  """Starts all tasks of this machine and waits until they end.
+
+  Args:
+    spec: The cluster, with its ports chosen.
+    command: Maps (path of the cluster spec, task) to the task's command line.
+    **settings: Further arguments of `LocalCluster`.
+
+  Returns:
+    The exit status: 0 if all tasks succeeded, else that of the first task that
+    failed, or 128 + the signal that interrupted this process.
+  """
   with tempfile.TemporaryDirectory() as directory:
     path = os.path.join(directory, "cluster.json")
     pathlib.Path(path).write_text(spec.to_json(), encoding="utf-8")
     tasks = local_cluster.LocalCluster(
       spec,
-      lambda task: command(path, task, options.threads),
-      log_dir=log_dir,
-      # Hides TensorFlow's remarks, unless the user asks for them.
-      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
-      echo=echo,
-      # A new process could not join the all-reduce of the others.
-      max_restarts=0 if options.is_mirrored else 3,
+      functools.partial(command, path),
+      **settings,
     )
-    with tasks, contextlib.closing(echo):
-      tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
+    with tasks:
+      tasks.start()
       try:
         return tasks.wait()
       except KeyboardInterrupt as interrupt:
         _say("[launcher] interrupted; ending all tasks")
-        is_sigterm = interrupt.args == (signal.SIGTERM,)
-        return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
+        return _status(interrupt)
+
+
+def local_spec(
+  given: cluster.ClusterSpec | str | None,
+  *,
+  ps: int,
+  workers: int,
+  chief: bool,
+  needs_all: bool,
+  prefix: str = "",
+) -> cluster.ClusterSpec:
+  """Makes the spec of a cluster on this machine, with free ports chosen.
+
+  Args:
+    given: A cluster spec, or the path of one, to use in place of a new one.
+    ps: Number of parameter servers.
+    workers: Number of workers.
+    chief: Whether to add a task for the chief.
+    needs_all: Whether every task must be on this machine, not only one.
+    prefix: Stands before the names of `ps` and `workers` in errors.
+
+  Returns:
+    The cluster spec.
+
+  Raises:
+    cluster.ClusterError: If a number is less than 1, or `given` is invalid.
+  """
+  if given is None:
+    for name, value in (("ps", ps), ("workers", workers)):
+      if not isinstance(value, int) or value < 1:
+        raise cluster.ClusterError(
+          f"`{prefix}{name}` must be at least 1. Received: {value!r}."
+        )
+    jobs = {"ps": ps, "worker": workers, "chief": int(chief)}
+    jobs = {job: ["localhost:0"] * n for job, n in jobs.items() if n}
+    spec = cluster.parse({"cluster": jobs})
+  else:
+    is_spec = isinstance(given, cluster.ClusterSpec)
+    spec = given if is_spec else cluster.load(given)
+  local, tasks = spec.local_tasks(), spec.tasks()
+  if not spec.is_distributed or not local or (needs_all and local != tasks):
+    found = [spec.address(task) for task in tasks] if spec.jobs else []
+    rule = (
+      "a task at an address of this machine: correct the addresses, or run this"
+      " program on one of their machines"
+    )
+    if needs_all:
+      rule = "all its tasks on this machine, and at least two"
+    raise cluster.ClusterError(
+      f"{spec.where}`cluster` must have {rule}. Received:"
+      f" {', '.join(found) or 'no tasks'}."
+    )
+  return cluster.resolve_ports(spec)
 
 
 def _interrupt(signum, frame):
   """Makes SIGTERM end the tasks as Ctrl-C does."""
-  raise KeyboardInterrupt(signal.Signals(signum))
+  raise KeyboardInterrupt("SIGTERM")
+
+
+def _status(interrupt: KeyboardInterrupt) -> int:
+  """Returns the exit status of a process that was interrupted."""
+  is_sigterm = interrupt.args == ("SIGTERM",)
+  return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
+
+
+def echo(line: str) -> None:
+  """Prints a line of a task, unless it is noise of TensorFlow."""
+  if not noise.is_noise(line):
+    _say(line)
 
 
 class _Echo:
   """Prints the tasks' lines, and a progress bar on a terminal."""
 
-  def __init__(self, max_steps: int):
+  def __init__(self):
     self._console = console.Console()
-    self._max_steps = max_steps
-    self._has_begun = False
 
   def __call__(self, line: str) -> None:
-    """Prints a line, unless it is noise, and moves the progress bar."""
-    if NOISE.match(line):
+    """Prints a line, unless it is noise, and moves the progress bar.
+
+    The tasks' log files keep the noise.
+    """
+    if noise.is_noise(line):
       return
-    progress = _PROGRESS.search(line)
-    if progress is not None:
-      step, loss = int(progress.group(1)), float(progress.group(2))
-      if not self._has_begun:
-        self._console.open_bar(step, self._max_steps)
-        self._has_begun = True
-      self._console.move_bar(step, loss)
     self._console.log(line)
+    if start := _START.search(line):
+      self._console.open_bar(*map(int, start.groups()))
+    elif progress := _PROGRESS.search(line):
+      step, *notes = progress.groups()
+      self._console.move_bar(int(step), ", ".join(filter(None, notes)))
 
   def close(self) -> None:
     """Ends the progress bar, which stays visible."""

@@ -22,8 +22,10 @@ def print_programs(packages: Iterable[str]) -> None:
     spec = importlib.util.find_spec(package)
     for folder in spec.submodule_search_locations if spec else ():
       for path in sorted(pathlib.Path(folder).glob("*.py")):
+        if path.stem == "__main__" or path.stem.endswith("_task"):
+          continue  # The second kind is started by other programs.
         text = path.read_text(encoding="utf-8")
-        if '\nif __name__ == "__main__":' in text and path.stem != "__main__":
+        if '\nif __name__ == "__main__":' in text:
           docstring = ast.get_docstring(ast.parse(text)) or ""
           summaries[f"{package}.{path.stem}"] = docstring.partition("\n")[0]
   width = max(map(len, summaries), default=0)

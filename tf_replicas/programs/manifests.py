@@ -49,37 +49,24 @@ def _parser() -> argparse.ArgumentParser:
     " runs, such as `python train.py`.",
     allow_abbrev=False,
   )
-  parser.add_argument(
-    "--cluster_spec",
-    required=True,
-    help="the tasks and their GPUs, as a cluster-spec file",
-  )
-  parser.add_argument("--image", required=True, help="image of the containers")
-  parser.add_argument(
-    "--name",
-    required=True,
-    help="name of the training, unique in its Kubernetes namespace",
-  )
-  parser.add_argument(
-    "--port", type=int, default=2222, help="port that every task listens on"
-  )
-  parser.add_argument("--cpu", help="CPUs requested for each task, such as 4")
-  parser.add_argument(
-    "--memory", help="memory requested for each task, such as 8Gi"
-  )
-  parser.add_argument(
-    "--volume",
-    help="a PersistentVolumeClaim and where tasks see it, such as runs:/runs",
-  )
-  parser.add_argument(
-    "--max_restarts",
-    type=int,
-    default=3,
-    help="how often a task that failed is started again",
-  )
-  parser.add_argument(
-    "--evaluator", help="a command to run in an additional task"
-  )
+  for name, text in (
+    ("cluster_spec", "the tasks and their GPUs, as a cluster-spec file"),
+    ("image", "image of the containers"),
+    ("name", "name of the training, unique in its Kubernetes namespace"),
+  ):
+    parser.add_argument(f"--{name}", required=True, help=text)
+  for name, default, text in (
+    ("port", 2222, "port that every task listens on"),
+    ("max_restarts", 3, "how often a task that failed is started again"),
+  ):
+    parser.add_argument(f"--{name}", type=int, default=default, help=text)
+  for name, text in (
+    ("cpu", "CPUs requested for each task, such as 4"),
+    ("memory", "memory requested for each task, such as 8Gi"),
+    ("volume", "a PersistentVolumeClaim and its path, such as runs:/runs"),
+    ("evaluator", "a command to run in an additional task"),
+  ):
+    parser.add_argument(f"--{name}", help=text)
   return parser
 
 

@@ -521,8 +521,46 @@ def _check_mirrored(options: Options, where: str) -> None:
     )
 
 
+def describe_cluster(spec: cluster.ClusterSpec) -> str:
+  """Lists the tasks of a cluster with their addresses, in one line."""
+  tasks = [f"{task} at {spec.address(task)}" for task in spec.tasks()]
+  return f"cluster: {', '.join(tasks)}"
+
+
+def describe_updates(
+  replication: str,
+  update: update_options.UpdateSettings,
+  num_replicas: int,
+  *,
+  num_towers: int,
+  batch_size: int | None,
+) -> str:
+  """Says how many replicas and towers there are, and what makes an update.
+
+  Args:
+    replication: Kind of replication, such as "between_graph".
+    update: The update rule.
+    num_replicas: Number of replicas.
+    num_towers: Number of towers of one replica.
+    batch_size: Number of examples in one tower's batch; None leaves it out.
+
+  Returns:
+    A line such as "replication: between_graph; 2 replicas with 1 tower of batch
+    16 each; sync updates of 2 contributions".
+  """
+  count = update_options.replicas_to_aggregate(update, num_replicas)
+  batch = "" if batch_size is None else f" of batch {batch_size}"
+  return (
+    f"replication: {replication}; {num_replicas}"
+    f" replica{'s' if num_replicas > 1 else ''} with {num_towers}"
+    f" tower{'s' if num_towers > 1 else ''}{batch}"
+    f"{' each' if num_replicas > 1 else ''}; {update} updates of {count}"
+    f" contribution{'s' if count > 1 else ''}"
+  )
+
+
 def describe(options: Options, workload: Workload) -> str:
-  """Describes cluster, replicas, batch size and learning rate.
+  """Describes replicas, batch size and learning rate.
 
   Args:
     options: How the training is run.
@@ -536,31 +574,25 @@ def describe(options: Options, workload: Workload) -> str:
 
 
 def _describe_replicas(options: Options, workload: Workload) -> str:
-  spec, replicas = options.spec, options.replicas
-  towers = options.num_towers
-  if not spec.is_distributed:
-    on = "mirrored" if options.is_mirrored else "on cpu"
-    name = "replica" if options.is_mirrored else "tower"
+  """Returns the line about replicas and batches, below that of the cluster."""
+  number = options.num_towers
+  effective = f"effective batch {options.effective_batch(workload.batch_size)}"
+  if options.is_mirrored or not options.spec.is_distributed:
+    on, name = ("mirrored", "replica")
+    if not options.is_mirrored:
+      on, name = ("on cpu", "tower")
+    where = "one process"
+    if options.spec.is_distributed:
+      where = f"replication: {options.replication}"
     return (
-      f"one process, variables {on}: updates from {towers} {name}"
-      f"{'s' if towers > 1 else ''} of batch {workload.batch_size}: effective"
-      f" batch {options.effective_batch(workload.batch_size)}"
+      f"{where}, variables {on}: updates from {number} {name}"
+      f"{'s' if number > 1 else ''} of batch {workload.batch_size}: {effective}"
     )
-  lines = [
-    f"cluster: {', '.join(f'{t} at {spec.address(t)}' for t in spec.tasks())}"
-  ]
-  if options.is_mirrored:
-    lines.append(
-      f"replication: {options.replication}, variables mirrored: updates from"
-      f" {towers} replicas of batch {workload.batch_size}: effective batch"
-      f" {options.effective_batch(workload.batch_size)}"
-    )
-    return "\n".join(lines)
-  effective = options.effective_batch(workload.batch_size)
-  lines.append(
-    f"replication: {options.replication}; {options.update} updates from"
-    f" {options.replicas_to_aggregate} of {len(replicas)} replicas with"
-    f" {towers} towers of batch {workload.batch_size}: effective batch"
-    f" {effective}"
+  line = describe_updates(
+    options.replication,
+    options.update,
+    len(options.replicas),
+    num_towers=number // len(options.replicas),
+    batch_size=workload.batch_size,
   )
-  return "\n".join(lines)
+  return f"{line}: {effective}"

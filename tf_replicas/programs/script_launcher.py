@@ -9,15 +9,14 @@ Ctrl-C ends all tasks.
 
 import argparse
 import os
-import pathlib
 import sys
-import tempfile
 from typing import NoReturn
 
 from tf_replicas import cluster
 from tf_replicas.cluster import environment
-from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import launcher
+from tf_replicas.runtime import fork_server
+from tf_replicas.runtime import noise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -25,64 +24,37 @@ def _parser() -> argparse.ArgumentParser:
     "python -m tf_replicas.launch",
     description="Starts a script as every task of a cluster on this machine.",
   )
-  parser.add_argument("--ps", type=int, default=1, help="parameter servers")
-  parser.add_argument("--workers", type=int, default=2, help="workers")
+  for name, default, text in (
+    ("ps", 1, "parameter servers"),
+    ("workers", 2, "workers"),
+    ("max_restarts", 3, "how often a worker that was killed is started again"),
+  ):
+    parser.add_argument(f"--{name}", type=int, default=default, help=text)
+  for name, text in (
+    (
+      "cluster_spec",
+      "a cluster-spec file, or the name of one that the package holds, such as"
+      " local_1ps_2workers; instead of --ps and --workers",
+    ),
+    ("log_dir", "directory for each task's output; default: not kept"),
+    ("timeline", "a directory for timelines; see experiments.timeline"),
+  ):
+    parser.add_argument(f"--{name}", help=text)
   parser.add_argument(
     "--chief",
     action="store_true",
     help="add a separate task for the chief; in-graph replication needs it",
   )
   parser.add_argument(
-    "--cluster_spec", help="a cluster-spec file, instead of --ps and --workers"
-  )
-  parser.add_argument(
-    "--log_dir", help="directory for each task's output; default: not kept"
-  )
-  parser.add_argument(
-    "--max_restarts",
-    type=int,
-    default=3,
-    help="how often a worker that a signal killed is started again",
-  )
-  parser.add_argument(
-    "--timeline",
-    help="a directory for the timelines of all tasks; see experiments.timeline",
+    "--preload",
+    action="store_true",
+    help="import TensorFlow once for all tasks, which then start sooner; not"
+    " for scripts that set variables such as TF_ENABLE_ONEDNN_OPTS before they"
+    " import it",
   )
   parser.add_argument("script", help="the Python file to run")
   parser.add_argument("arguments", nargs=argparse.REMAINDER)
   return parser
-
-
-def _spec(options: argparse.Namespace) -> cluster.ClusterSpec:
-  if options.cluster_spec:
-    spec = cluster.load(options.cluster_spec)
-  else:
-    for name in ("ps", "workers"):
-      if getattr(options, name) < 1:
-        raise cluster.ClusterError(
-          f"`--{name}` must be at least 1. Received: {getattr(options, name)}."
-        )
-    jobs = {
-      "ps": ["localhost:0"] * options.ps,
-      "worker": ["localhost:0"] * options.workers,
-    }
-    if options.chief:
-      jobs["chief"] = ["localhost:0"]
-    spec = cluster.parse({"cluster": jobs})
-  if not spec.is_distributed or not spec.local_tasks():
-    found = [spec.address(t) for t in spec.tasks()] if spec.jobs else []
-    raise cluster.ClusterError(
-      f"{spec.where}`cluster` must have a task at an address of this machine:"
-      " correct the addresses, or run this program on one of their machines."
-      f" Received: {', '.join(found) or 'no tasks'}."
-    )
-  return cluster.resolve_ports(spec)
-
-
-def _echo(line: str) -> None:
-  """Prints a line of a task, unless it is noise of TensorFlow."""
-  if not launcher.NOISE.match(line):
-    print(line, flush=True)
 
 
 def launch(argv: list[str]) -> int:
@@ -104,21 +76,29 @@ def launch(argv: list[str]) -> int:
     raise cluster.ClusterError(
       f"the script must be a Python file. Received: {options.script}."
     )
-  spec = _spec(options)
+  spec = launcher.local_spec(
+    options.cluster_spec or None,
+    ps=options.ps,
+    workers=options.workers,
+    chief=options.chief,
+    needs_all=False,
+    prefix="--",
+  )
   if options.timeline and not spec.num_tasks("ps"):
     raise cluster.ClusterError(
       f"{spec.where}`--timeline` needs a cluster with parameter servers."
       " Received: one without a `ps` task."
     )
-  settings = {}
+  environ = noise.environ()
   if options.timeline:
-    settings[environment.TIMELINE] = os.path.abspath(options.timeline)
-  with tempfile.TemporaryDirectory() as directory:
-    path = pathlib.Path(directory, "cluster.json")
-    path.write_text(spec.to_json(), encoding="utf-8")
-    tasks = local_cluster.LocalCluster(
+    environ[environment.TIMELINE] = os.path.abspath(options.timeline)
+  settings = {}
+  with fork_server.ForkServer(environ) as server:
+    if options.preload:
+      settings["popen"] = server.popen
+    return launcher.run_tasks(
       spec,
-      lambda task: [
+      lambda path, task: [
         "env",
         f"{environment.CLUSTER_SPEC}={path}",
         f"{environment.TASK}={task.job}:{task.index}",
@@ -127,18 +107,12 @@ def launch(argv: list[str]) -> int:
         options.script,
         *options.arguments,
       ],
-      log_dir=options.log_dir or directory,
-      environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **settings},
-      echo=_echo,
+      log_dir=options.log_dir,
+      environ=environ,
+      echo=launcher.echo,
       max_restarts=options.max_restarts,
+      **settings,
     )
-    with tasks:
-      tasks.start(*sorted(spec.local_tasks(), key=lambda t: t.job != "ps"))
-      try:
-        return tasks.wait()
-      except KeyboardInterrupt:
-        print("[launcher] interrupted; ending all tasks", flush=True)
-        return 130
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

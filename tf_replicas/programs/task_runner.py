@@ -90,7 +90,7 @@ def _gpus(options: run_options.Options) -> tuple[int, ...]:
     return gpus or ()
   if gpus not in (None, (0,)):
     return gpus
-  return (0,) if tf.config.list_physical_devices("GPU") else ()
+  return (0,) if devices.find_gpus() else ()
 
 
 def serve(options: run_options.Options) -> int:

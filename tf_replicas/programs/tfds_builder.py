@@ -34,7 +34,10 @@ def builder(
   place = "its default directory" if data_dir is None else f"`{data_dir}`"
   try:
     # It takes long to import, and other sources do without it.
-    import tensorflow_datasets as tfds
+    try:
+      import tensorflow_datasets as tfds
+    except ModuleNotFoundError as error:
+      raise DataError(f"{error}: pip install tf-replicas[tfds]") from error
 
     try:
       found = tfds.builder(name, data_dir=data_dir)

@@ -11,6 +11,7 @@ of several steps on the replica's own copy of the variables.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 from typing import TYPE_CHECKING
@@ -35,8 +36,8 @@ class Rule(NamedTuple):
   """An update rule that can be chosen by name.
 
   Attributes:
-    make: Maps the settings and the number of replicas to a function that makes
-      the rule.
+    make: Makes the rule of the settings, the number of replicas, the optimizer
+      and further keywords.
     policy: Maps the settings to the staleness policy that the rule adds to
       asynchronous updates; None if it adds none.
     is_combinable: Whether the rule may be combined with other combinable rules.
@@ -47,7 +48,7 @@ class Rule(NamedTuple):
       contrib; None if replicas do not train copies of their own.
   """
 
-  make: Callable[[UpdateSettings, int], RuleFn]
+  make: RuleFn
   policy: Callable[[UpdateSettings], staleness.Policy] | None = None
   is_combinable: bool = False
   waits_for_several: bool = False
@@ -55,19 +56,16 @@ class Rule(NamedTuple):
   period: int | None = None
 
 
-def _sync(settings: UpdateSettings, num_replicas: int) -> RuleFn:
+def _sync(settings: UpdateSettings, num_replicas: int, optimizer, **common):
   from tf_replicas.rules.sync import sync_replicas
 
-  def make(optimizer, **common):
-    return sync_replicas.SyncReplicasOptimizer(
-      optimizer,
-      replicas_to_aggregate(settings, num_replicas),
-      num_replicas,
-      wire_dtype=settings.wire_dtype,
-      **_of_gradients(settings, common),
-    )
-
-  return make
+  return sync_replicas.SyncReplicasOptimizer(
+    optimizer,
+    replicas_to_aggregate(settings, num_replicas),
+    num_replicas,
+    wire_dtype=settings.wire_dtype,
+    **_of_gradients(settings, common),
+  )
 
 
 def _of_gradients(settings: UpdateSettings, common: dict) -> dict:
@@ -91,29 +89,24 @@ def _of_gradients(settings: UpdateSettings, common: dict) -> dict:
   return keywords
 
 
-def _async(settings: UpdateSettings, num_replicas: int) -> RuleFn:
+def _async(settings: UpdateSettings, num_replicas: int, optimizer, **common):
   from tf_replicas.rules.asynchronous import async_replicas
 
   rules = [RULES[name] for name in settings.rules]
-  policies = [rule.policy(settings) for rule in rules if rule.policy]
-
-  def make(optimizer, **common):
-    return async_replicas.AsyncReplicasOptimizer(
-      optimizer,
-      num_replicas,
-      use_locking=settings.use_locking,
-      snapshot_reads=settings.snapshot_reads,
-      policies=policies,
-      gradients_per_update=replicas_to_aggregate(settings, num_replicas),
-      refresh_every=settings.refresh_every,
-      wire_dtype=settings.wire_dtype,
-      **_of_gradients(settings, common),
-    )
-
-  return make
+  return async_replicas.AsyncReplicasOptimizer(
+    optimizer,
+    num_replicas,
+    use_locking=settings.use_locking,
+    snapshot_reads=settings.snapshot_reads,
+    policies=[rule.policy(settings) for rule in rules if rule.policy],
+    gradients_per_update=replicas_to_aggregate(settings, num_replicas),
+    refresh_every=settings.refresh_every,
+    wire_dtype=settings.wire_dtype,
+    **_of_gradients(settings, common),
+  )
 
 
-def _periodic(settings: UpdateSettings, num_replicas: int) -> RuleFn:
+def _periodic(settings: UpdateSettings, num_replicas: int, optimizer, **common):
   from tf_replicas.rules.periodic import periodic_averaging
 
   (name,) = settings.rules
@@ -123,19 +116,14 @@ def _periodic(settings: UpdateSettings, num_replicas: int) -> RuleFn:
   own = {}
   if name == "elastic_average":
     own = {"moving_rate": settings.moving_rate, "rho": settings.rho}
-
-  def make(optimizer, **common):
-    new_rule = getattr(periodic_averaging, name)
-    return new_rule(
-      optimizer,
-      *counts,
-      period=settings.local_steps,
-      clip_replica_norm=settings.clip_replica_norm,
-      **own,
-      **common,
-    )
-
-  return make
+  return getattr(periodic_averaging, name)(
+    optimizer,
+    *counts,
+    period=settings.local_steps,
+    clip_replica_norm=settings.clip_replica_norm,
+    **own,
+    **common,
+  )
 
 
 def _policy(name: str, *arguments: str):
@@ -528,7 +516,8 @@ def rule_fn(settings: UpdateSettings, num_replicas: int) -> RuleFn:
     training switches between two.
   """
   if not settings.then_update:
-    return RULES[settings.rules[0]].make(settings, num_replicas)
+    rule = RULES[settings.rules[0]]
+    return functools.partial(rule.make, settings, num_replicas)
 
   from tf_replicas.rules import switch_conditions
   from tf_replicas.rules import switching

@@ -10,9 +10,7 @@ import tensorflow as tf
 
 from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
-
-# The end of the path of a `keras.random.SeedGenerator`'s state (Keras 3).
-_SEED = "seed_generator_state"
+from tf_replicas.runtime import keras_internals
 
 
 def keras_replica(
@@ -72,7 +70,7 @@ def keras_replica(
   ) -> model_replica.Loss:
     trained = parameters[: len(variables)]
     moved = iter(parameters[len(variables) :])
-    given = [next(moved) if _is_statistic(v) else _new_seed(v) for v in states]
+    given = [next(moved) if _is_statistic(v) else _initial(v) for v in states]
     outputs, updated, penalties = model.stateless_call(
       trained, given, inputs, return_losses=True, **arguments
     )
@@ -124,9 +122,7 @@ def _is_statistic(state: keras.Variable) -> bool:
   return tf.as_dtype(state.dtype).is_floating
 
 
-def _new_seed(state: keras.Variable) -> tf.Tensor:
+def _initial(state: keras.Variable) -> tf.Tensor:
   """Returns a new random state for a seed generator, else the present value."""
-  if not state.path.endswith(_SEED):
-    return state.value
-  number = tf.random.uniform(state.shape, maxval=2**31 - 1, dtype=tf.int64)
-  return tf.cast(number, state.dtype)
+  is_seed = keras_internals.is_seed(state)
+  return keras_internals.new_seed(state) if is_seed else state.value

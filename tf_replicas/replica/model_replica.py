@@ -11,7 +11,6 @@ both: N x D devices are N towers of D devices each.
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from absl import logging
 
 from tf_replicas.replica import model_parallel
 from tf_replicas.runtime import patches
+from tf_replicas.runtime import signatures
 from tf_replicas.store import loss_scaling
 from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
@@ -53,6 +53,20 @@ class Gradients(NamedTuple):
   gradients: list[parameter_store.Gradient]
   loss: tf.Tensor
   num_examples: tf.Tensor
+
+
+class Inputs(NamedTuple):
+  """What the gradients of a batch, or of a part of it, are computed from.
+
+  Attributes:
+    parameters: One tensor per variable in `Replica.shared`.
+    batch: The examples.
+    scale_loss: Applied to the loss before it is differentiated.
+  """
+
+  parameters: Sequence[tf.Tensor]
+  batch: Batch
+  scale_loss: ScaleLoss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +162,8 @@ class Replica:
       )
 
   def _check_types(self) -> None:
-    for name, values in (
-      ("variables", self.variables),
-      ("statistics", self.statistics),
-    ):
+    for name in ("variables", "statistics"):
+      values = getattr(self, name)
       if not isinstance(values, Sequence) or not all(
         hasattr(v, "trainable") for v in values
       ):
@@ -174,21 +186,15 @@ class Replica:
       raise TypeError(
         f"`micro_batches` must be an integer. Received: {self.micro_batches!r}."
       )
-    for name, function in (
-      ("loss_fn", self.loss_fn),
-      ("dataset_fn", self.dataset_fn),
-    ):
+    for name in ("loss_fn", "dataset_fn"):
+      function = getattr(self, name)
       if not callable(function):
         raise TypeError(f"`{name}` must be a function. Received: {function!r}.")
-    try:
-      inspect.signature(self.dataset_fn).bind(1, 0, 0)
-    except ValueError:  # Written in C.
-      return
-    except TypeError as error:
-      raise TypeError(
-        "`dataset_fn` must take (num_shards, shard_index, start_example)."
-        f" Received: {inspect.signature(self.dataset_fn)}: {error}."
-      ) from None
+    signatures.check_call(
+      self.dataset_fn,
+      *(1, 0, 0),
+      rule="`dataset_fn` must take (num_shards, shard_index, start_example)",
+    )
 
   @property
   def shared(self) -> list[tf.Variable]:
@@ -236,50 +242,48 @@ class Replica:
       ValueError: If the loss is not a scalar, no variable has a gradient, or
         the batch cannot be split.
     """
+    inputs = Inputs(parameters, batch, scale_loss)
     if self.loss_scale is None:
-      result = self._gradients(parameters, batch, scale_loss)
+      result = self._gradients(inputs)
     else:
-      result = self._scaled_gradients(parameters, batch, scale_loss)
+      result = self._scaled_gradients(inputs, self.loss_scale)
     self._check_gradients(result.gradients[: len(self.variables)])
     return result
 
   def _scaled_gradients(
-    self,
-    parameters: Sequence[tf.Tensor],
-    batch: Batch,
-    scale_loss: ScaleLoss,
+    self, inputs: Inputs, loss_scale: loss_scaling.LossScale
   ) -> Gradients:
     """Computes the gradients of a loss that is scaled dynamically."""
-    assert self.loss_scale is not None
-    count = len(parameters) - len(self.loss_scale.variables)
-    scale = parameters[count]
+    count = len(inputs.parameters) - len(loss_scale.variables)
+    parameters, state = inputs.parameters[:count], inputs.parameters[count:]
 
     def scaled(loss: tf.Tensor) -> tf.Tensor:
-      return scale_loss(loss) * tf.cast(scale, loss.dtype)
+      return inputs.scale_loss(loss) * tf.cast(state[0], loss.dtype)
 
-    result = self._gradients(parameters[:count], batch, scaled)
-    gradients, loss = self.loss_scale.finish(
-      result.gradients, len(self.variables), result.loss, parameters[count:]
+    result = self._gradients(Inputs(parameters, inputs.batch, scaled))
+    gradients, loss = loss_scale.finish(
+      result.gradients, len(self.variables), result.loss, state
     )
     return result._replace(gradients=gradients, loss=loss)
 
-  def _gradients(
-    self,
-    parameters: Sequence[tf.Tensor],
-    batch: Batch,
-    scale_loss: ScaleLoss,
-  ) -> Gradients:
-    towers = self.towers()
+  def _gradients(self, inputs: Inputs) -> Gradients:
+    towers, parts = self.towers(), [inputs.batch]
     if not towers:
-      return self._tower([""], parameters, batch, scale_loss)
-    parts = model_parallel.parts(batch, len(towers), "devices")
+      return self._tower([""], inputs)
+    if len(towers) > 1:
+      parts = self._pieces(inputs.batch, len(towers))
+    inputs_of_towers = [inputs._replace(batch=part) for part in parts]
     if self.is_synchronized and len(towers) > 1:
-      return self._in_lockstep(parameters, parts, scale_loss)
+      return self._in_lockstep(inputs_of_towers)
     results = []
-    for devices, part in zip(towers, parts, strict=True):
+    for devices, own in zip(towers, inputs_of_towers, strict=True):
       with tf.device(devices[0]):
-        results.append(self._tower(devices, parameters, part, scale_loss))
+        results.append(self._tower(devices, own))
     return average_towers(results)
+
+  def _pieces(self, batch: Batch, count: int) -> Sequence[Batch]:
+    """Cuts a batch into one piece per tower."""
+    return model_parallel.parts(batch, count, "devices")
 
   def _check_gradients(
     self, gradients: Sequence[parameter_store.Gradient]
@@ -303,12 +307,7 @@ class Replica:
         " training leaves them unchanged"
       )
 
-  def _in_lockstep(
-    self,
-    parameters: Sequence[tf.Tensor],
-    parts: Sequence[Batch],
-    scale_loss: ScaleLoss,
-  ) -> Gradients:
+  def _in_lockstep(self, inputs: Sequence[Inputs]) -> Gradients:
     """Averages over all towers, each traced in a thread by a strategy."""
     strategy = tf.distribute.MirroredStrategy(
       list(self.devices), tf.distribute.ReductionToOneDevice()
@@ -318,22 +317,14 @@ class Replica:
     def tower() -> None:
       context = tf.distribute.get_replica_context()
       number = int(tf.get_static_value(context.replica_id_in_sync_group))
-      device = self.devices[number]
-      results[number] = self._tower(
-        [device], parameters, parts[number], scale_loss
-      )
+      results[number] = self._tower([self.devices[number]], inputs[number])
 
     strategy.run(tower)
-    return average_towers([results[i] for i in range(len(parts))])
+    return average_towers([results[i] for i in range(len(inputs))])
 
-  def _tower(
-    self,
-    devices: Sequence[str],
-    parameters: Sequence[tf.Tensor],
-    batch: Batch,
-    scale_loss: ScaleLoss,
-  ) -> Gradients:
+  def _tower(self, devices: Sequence[str], inputs: Inputs) -> Gradients:
     """Computes the gradients of one tower: the mean over its micro-batches."""
+    parameters = inputs.parameters
     pipeline, homes = None, [""] * len(parameters)
     if len(devices) > 1:
       pipeline = model_parallel.Pipeline(self.layers, devices)
@@ -343,23 +334,23 @@ class Replica:
     for parameter, home in zip(parameters, homes, strict=True):
       with tf.device(home):
         copies.append(tf.identity(parameter))
-    parts = model_parallel.parts(batch, self.micro_batches, "micro_batches")
+    parts = model_parallel.parts(
+      inputs.batch, self.micro_batches, "micro_batches"
+    )
     limit = model_parallel.parts_under_way(len(devices))
     done: list[Gradients] = []
     for part in parts:
       if len(done) >= limit:
         part = model_parallel.after(done[-limit].gradients, part)
-      done.append(self._part(pipeline, copies, part, scale_loss))
+      part = Inputs(copies, part, inputs.scale_loss)
+      done.append(self._part(pipeline, part))
     return done[0] if len(done) == 1 else average_towers(done)
 
   def _part(
-    self,
-    pipeline: model_parallel.Pipeline | None,
-    parameters: Sequence[tf.Tensor],
-    batch: Batch,
-    scale_loss: ScaleLoss,
+    self, pipeline: model_parallel.Pipeline | None, inputs: Inputs
   ) -> Gradients:
     """Computes the gradients of one micro-batch."""
+    parameters, batch, scale_loss = inputs
     trained = parameters[: len(self.variables)]
     pairs = zip(self.variables, trained, strict=True)
     if pipeline is None:
@@ -434,18 +425,13 @@ class Replica:
     return rest[0] if len(rest) == 1 else rest, found
 
   def _check_arguments(self, arguments: Sequence[Batch]) -> None:
-    try:
-      signature = inspect.signature(self.loss_fn)
-    except ValueError:  # Written in C.
-      return
-    try:
-      signature.bind(None, *arguments)
-    except TypeError as error:
-      raise TypeError(
-        "`loss_fn` must take (parameters, *batch), where a batch of"
-        f" `dataset_fn` has {len(arguments)} elements. Received:"
-        f" {getattr(self.loss_fn, '__name__', 'loss_fn')}{signature}: {error}."
-      ) from None
+    signatures.check_call(
+      self.loss_fn,
+      None,
+      *arguments,
+      rule="`loss_fn` must take (parameters, *batch), where a batch of"
+      f" `dataset_fn` has {len(arguments)} elements",
+    )
 
 
 def check_metrics(metrics: Metrics) -> None:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
+from tf_replicas.runtime import keras_internals
 from tf_replicas.runtime import module_internals
 from tf_replicas.runtime import patches
 from tf_replicas.session import checkpoints
@@ -100,20 +101,13 @@ class _Tracer:
   @property
   def statistics(self) -> list[Own]:
     """Numbers without gradients: averages, counters, frozen weights."""
-    return [
-      own
-      for own in self._variables_fn()
-      if not (own.trainable or own.is_random) and _is_number(own)
-    ]
+    return [own for own in self._variables_fn() if _is_statistic(own)]
 
   @property
   def others(self) -> list[Own]:
     """States of random generators, and variables that are no numbers."""
-    return [
-      own
-      for own in self._variables_fn()
-      if not own.trainable and (own.is_random or not _is_number(own))
-    ]
+    rest = [own for own in self._variables_fn() if not own.trainable]
+    return [own for own in rest if not _is_statistic(own)]
 
   def concrete(self, batch_spec: Any) -> tf.types.experimental.ConcreteFunction:
     """Returns the function of (loss factor, batch) for batches of this spec.
@@ -168,6 +162,10 @@ class _Tracer:
     return gradients, loss, new, metrics
 
 
+def _is_statistic(own: Own) -> bool:
+  return not (own.trainable or own.is_random) and _is_number(own)
+
+
 def _is_number(own: Own) -> bool:
   dtype = tf.as_dtype(own.variable.dtype)
   return dtype.is_floating or dtype.is_integer
@@ -209,12 +207,11 @@ class ModuleReplica(model_replica.Replica):
   def _part(
     self,
     pipeline: model_parallel.Pipeline | None,
-    parameters: Sequence[tf.Tensor],
-    batch: model_replica.Batch,
-    scale_loss: model_replica.ScaleLoss,
+    inputs: model_replica.Inputs,
   ) -> model_replica.Gradients:
     """Computes the gradients of one micro-batch; see `Replica`."""
     del pipeline
+    parameters, batch, scale_loss = inputs
     tracer = self.tracer
     function = tracer.concrete(
       tf.nest.map_structure(tf.type_spec_from_value, batch)
@@ -236,25 +233,6 @@ class ModuleReplica(model_replica.Replica):
       loss=tf.cast(loss, tf.float32),
       num_examples=model_replica.num_examples(batch),
     )
-
-
-def _first_value(own: Own) -> Callable[[], tf.Tensor]:
-  """Returns a function for the first value of a variable in an execution.
-
-  For a random generator's state that is a new random number, for any other
-  variable its present value.
-  """
-  variable = own.variable
-  if not own.is_random:
-    value = variable.numpy()
-    return lambda: tf.constant(value)
-
-  def new_state() -> tf.Tensor:
-    shape: Any = variable.shape
-    number = tf.random.uniform(shape, maxval=2**31 - 1, dtype=tf.int64)
-    return tf.cast(number, variable.dtype)
-
-  return new_state
 
 
 def module_replica(
@@ -386,7 +364,13 @@ def _replica(
     devices=devices,
     metrics=tracer.metrics,
     tracer=tracer,
-    others=[(own, _first_value(own)) for own in tracer.others],
+    others=[
+      (
+        own,
+        keras_internals.first_value(own.variable, is_random=own.is_random),
+      )
+      for own in tracer.others
+    ],
     **more,
   )
 
@@ -417,17 +401,5 @@ def load_into_module(module: Any, values: Mapping[str, np.ndarray]) -> None:
     and _is_number(own)
     and tables.rows_of(own.variable) is None
   }
-  arrays = {
-    path: np.asarray(
-      value, own[path].dtype.as_numpy_dtype if path in own else None
-    )
-    for path, value in values.items()
-    if not loss_scaling.is_own(path)
-  }
-  if faults := checkpoints.differences(arrays, own):
-    raise checkpoints.CheckpointError(
-      "the values are of another module: "
-      + checkpoints.some(faults.values(), "; ")
-    )
-  for path, variable in own.items():
-    variable.assign(arrays[path])
+  values = {n: v for n, v in values.items() if not loss_scaling.is_own(n)}
+  checkpoints.assign("the values are of another module", own, values)

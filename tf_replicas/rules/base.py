@@ -133,6 +133,14 @@ class UpdateRule(abc.ABC):
 
   # Life.
 
+  def __getattr__(self, name: str) -> NoReturn:
+    """Raises an AttributeError, with a hint for methods of TF1's optimizers."""
+    hint = _TF1_SUCCESSORS.get(name)
+    raise AttributeError(
+      f"{type(self).__name__!r} has no attribute {name!r}"
+      + (f"; {hint}." if hint else ".")
+    )
+
   @abc.abstractmethod
   def build(
     self,
@@ -556,14 +564,6 @@ class OptimizerRule(GradientRule):
     self._clip_mean_norm = clip_mean_norm
     self._loss_scale = loss_scale
 
-  def __getattr__(self, name: str) -> NoReturn:
-    """Raises an AttributeError, with a hint for methods of TF1's optimizers."""
-    hint = _TF1_SUCCESSORS.get(name)
-    raise AttributeError(
-      f"{type(self).__name__!r} has no attribute {name!r}"
-      + (f"; {hint}." if hint else ".")
-    )
-
   def check_built(self) -> None:
     """Raises RuntimeError unless `build` was called."""
     if not self.is_built:
@@ -659,8 +659,8 @@ class OptimizerRule(GradientRule):
     Raises:
       ValueError: If a variable is not in the store.
     """
-    gradients, moves = gradient_math.in_order(self._store, grads_and_vars)
-    return self.finish_gradients([*gradients, *moves])
+    ordered = gradient_math.in_order(self._store, grads_and_vars)
+    return self.finish_gradients(ordered)
 
   def set_learning_rate(self, rate: float) -> None:
     """Sets the inner optimizer's learning rate, from the next update on.

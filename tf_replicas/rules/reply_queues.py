@@ -6,6 +6,7 @@ and verdicts.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Annotated
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -27,14 +28,12 @@ class Reply(NamedTuple):
     step: The global step to continue from.
   """
 
-  tag: tf.Tensor
-  verdict: tf.Tensor
-  step: tf.Tensor
+  tag: Annotated[tf.Tensor, tf.int64]
+  verdict: Annotated[tf.Tensor, tf.int64]
+  step: Annotated[tf.Tensor, tf.int64]
 
 
-LAYOUT = records.Layout(
-  Reply, tf.int64, tag=tf.int64, verdict=tf.int64, step=tf.int64
-)
+LAYOUT = records.Layout(Reply, tf.int64)
 
 
 def take_own(

@@ -3,6 +3,7 @@
 `rules.protocol` explains contributions, tags and admission.
 """
 
+from typing import Annotated
 from typing import NamedTuple
 from typing import TypeVar
 
@@ -56,20 +57,13 @@ class StepToken(NamedTuple):
     times: The fields of `Times`, as one int64 [4] tensor in microseconds.
   """
 
-  admitted: tf.Tensor | int
-  global_step: tf.Tensor
-  preadmitted_tag: tf.Tensor | int | None
-  times: tf.Tensor
+  admitted: records.Int
+  global_step: Annotated[tf.Tensor, tf.int64]
+  preadmitted_tag: Annotated[tf.Tensor | int | None, tf.int64]
+  times: Annotated[tf.Tensor, tf.int64]
 
 
-LAYOUT = records.Layout(
-  StepToken,
-  tf.int64,
-  admitted=tf.int64,
-  global_step=tf.int64,
-  preadmitted_tag=tf.int64,
-  times=records.Field(tf.int64, _NUM_TIMES),
-)
+LAYOUT = records.Layout(StepToken, tf.int64, times=_NUM_TIMES)
 
 
 def first(step: tf.Tensor) -> StepToken:

@@ -64,30 +64,9 @@ class SwitchingOptimizer(rule_base.GradientRule):
     Raises:
       ValueError: If the rules cannot be combined.
     """
+    _check(rules)
     first = rules[0]
     for rule in rules:
-      for field in ("total_num_replicas", "wire_dtype"):
-        if getattr(rule, field) != getattr(first, field):
-          raise ValueError(
-            f"`rules` must have the same `{field}`. Received:"
-            f" {getattr(first, field)} and {getattr(rule, field)}."
-          )
-      if rule.inner.optimizer is not first.inner.optimizer:
-        raise ValueError(
-          "`rules` must be around one and the same optimizer. Received:"
-          f" {first.inner.optimizer!r} and {rule.inner.optimizer!r}."
-        )
-      if rule.refresh_every > 1:
-        raise ValueError(
-          "`rules` must have a `refresh_every` of 1. Received:"
-          f" {rule.refresh_every}."
-        )
-      if rule.replicas_to_aggregate > rule.total_num_replicas:
-        raise ValueError(
-          "`rules` must want one contribution of a replica at a time."
-          f" Received: {rule.replicas_to_aggregate} of"
-          f" {rule.total_num_replicas} replicas."
-        )
       rule.inner = first.inner
     # A read under one rule may be followed by an update under the next.
     needs = [rule.read_needs for rule in rules]
@@ -304,3 +283,31 @@ class SwitchingOptimizer(rule_base.GradientRule):
     """See `UpdateRule.close`."""
     for rule in self.rules:
       rule.close()
+
+
+def _check(rules: Sequence[rule_base.OptimizerRule]) -> None:
+  """Raises ValueError unless replicas can train under each of `rules`."""
+  first = rules[0]
+  for rule in rules:
+    for field in ("total_num_replicas", "wire_dtype"):
+      if getattr(rule, field) != getattr(first, field):
+        raise ValueError(
+          f"`rules` must have the same `{field}`. Received:"
+          f" {getattr(first, field)} and {getattr(rule, field)}."
+        )
+    if rule.inner.optimizer is not first.inner.optimizer:
+      raise ValueError(
+        "`rules` must be around one and the same optimizer. Received:"
+        f" {first.inner.optimizer!r} and {rule.inner.optimizer!r}."
+      )
+    if rule.refresh_every > 1:
+      raise ValueError(
+        "`rules` must have a `refresh_every` of 1. Received:"
+        f" {rule.refresh_every}."
+      )
+    if rule.replicas_to_aggregate > rule.total_num_replicas:
+      raise ValueError(
+        "`rules` must want one contribution of a replica at a time."
+        f" Received: {rule.replicas_to_aggregate} of"
+        f" {rule.total_num_replicas} replicas."
+      )

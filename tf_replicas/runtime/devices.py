@@ -9,6 +9,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tf_replicas.runtime import noise
+
+
+def find_gpus() -> list[tf.config.PhysicalDevice]:
+  """Returns the GPUs of this machine, without remarks if there are none."""
+  with noise.hidden_lack_of_gpu():
+    return tf.config.list_physical_devices("GPU")
+
 
 def configure(
   gpus: Sequence[int] | None,
@@ -38,7 +46,7 @@ def configure(
     raise ValueError(
       f"`num_emulated` must not be negative. Received: {num_emulated}."
     )
-  existing = tf.config.list_physical_devices("GPU")
+  existing = find_gpus()
   if num_emulated:
     visible = []
   elif gpus is None:
@@ -96,12 +104,12 @@ def _check_gpus(gpus: Sequence[int], num_existing: int) -> None:
     raise ValueError(f"`gpus` must be distinct. Received: {list(gpus)}.")
   if all(0 <= number < num_existing for number in gpus):
     return
+  rule = "`gpus` must be empty, as TensorFlow finds no GPU on this machine"
   if num_existing:
-    rule = f"`gpus` must be among {list(range(num_existing))}, the GPUs of this"
-  else:
-    rule = "`gpus` must be empty, as TensorFlow finds no GPU on this"
+    numbers = list(range(num_existing))
+    rule = f"`gpus` must be among {numbers}, the GPUs of this machine"
   raise ValueError(
-    f"{rule} machine. Received: {list(gpus)}. To use CPU devices instead, give"
+    f"{rule}. Received: {list(gpus)}. To use CPU devices instead, give"
     " --emulate_gpus."
   )
 

@@ -5,10 +5,12 @@ lacks are left out, so that the library can be imported with an older Keras.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,8 +25,6 @@ Rate = (
   | Callable[[], float | tf.Tensor]
 )
 
-# The end of the path of a `keras.random.SeedGenerator`'s state.
-_SEED = "seed_generator_state"
 _EXCLUDED = "_exclude_from_weight_decay_pattern"
 
 
@@ -32,11 +32,29 @@ def optimizer_classes(*names: str) -> tuple[type, ...]:
   """Returns the classes of `keras.optimizers` with these names, if they exist.
 
   Args:
-    *names: Names of classes. For example, Keras 3.8 has no `Lamb`, `Muon` and
-      `MultiOptimizer`.
+    *names: Names of classes. For example, Keras 3.8 has no `Muon`, and Keras
+      3.12 no `MultiOptimizer`.
   """
   found = [getattr(keras.optimizers, name, None) for name in names]
   return tuple(c for c in found if c is not None)
+
+
+def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
+  """Returns the class of `keras.optimizers` with this name.
+
+  Args:
+    name: The name of the class.
+
+  Raises:
+    ValueError: If the installed version of Keras has no such class.
+  """
+  found = optimizer_classes(name)
+  if not found:
+    raise ValueError(
+      f"the optimizer {name} needs a newer version of Keras. Received: Keras"
+      f" {keras.__version__}."
+    )
+  return found[0]
 
 
 def learning_rate(optimizer: keras.optimizers.Optimizer) -> Rate:
@@ -86,18 +104,6 @@ def variable_id(variable: tf.Variable) -> int | str:
   return variable._unique_id
 
 
-def copy_weight_decay_exclusions(
-  source: keras.optimizers.Optimizer, target: keras.optimizers.Optimizer
-) -> None:
-  """Makes `target` exclude the same variables from weight decay as `source`.
-
-  `exclude_from_weight_decay` sets these exclusions. `get_config` does not
-  contain them.
-  """
-  if hasattr(source, _EXCLUDED):
-    setattr(target, _EXCLUDED, getattr(source, _EXCLUDED))
-
-
 def copy_of(
   optimizer: keras.optimizers.Optimizer, **changes
 ) -> keras.optimizers.Optimizer:
@@ -108,7 +114,8 @@ def copy_of(
     **changes: Entries of the configuration that replace those of `optimizer`.
   """
   copied = type(optimizer).from_config(optimizer.get_config() | changes)
-  copy_weight_decay_exclusions(optimizer, copied)
+  if hasattr(optimizer, _EXCLUDED):  # It is not in the configuration.
+    setattr(copied, _EXCLUDED, getattr(optimizer, _EXCLUDED))
   return copied
 
 
@@ -198,23 +205,33 @@ def optimizers_of(
     model.__dict__.update(own)
 
 
-def constant_state(variable: keras.Variable) -> Callable[[], tf.Tensor]:
+def is_seed(variable: keras.Variable) -> bool:
+  """Returns whether a variable is the state of a seed generator."""
+  return variable.path.endswith("seed_generator_state")
+
+
+def new_seed(variable: keras.Variable | tf.Variable) -> tf.Tensor:
+  """Returns a new random value for the state of a random generator."""
+  shape: Any = variable.shape
+  number = tf.random.uniform(shape, maxval=2**31 - 1, dtype=tf.int64)
+  return tf.cast(number, variable.dtype)
+
+
+def first_value(
+  variable: keras.Variable | tf.Variable, *, is_random: bool
+) -> Callable[[], tf.Tensor]:
   """Makes the function that gives a state its value at the start of a step.
 
   Args:
     variable: A variable that is not trained.
+    is_random: Whether it is the state of a random generator.
 
   Returns:
     A function without arguments, for use in a `tf.function`. It returns a new
-    random number for the state of a seed generator, and the present value of
+    random value for the state of a random generator, and the present value of
     any other variable.
   """
-  if not variable.path.endswith(_SEED):
-    value = variable.numpy()
-    return lambda: tf.constant(value)
-
-  def new_seed() -> tf.Tensor:
-    number = tf.random.uniform(variable.shape, maxval=2**31 - 1, dtype=tf.int64)
-    return tf.cast(number, variable.dtype)
-
-  return new_seed
+  if is_random:
+    return functools.partial(new_seed, variable)
+  value = variable.numpy()
+  return lambda: tf.constant(value)

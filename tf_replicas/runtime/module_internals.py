@@ -13,10 +13,8 @@ import tensorflow as tf
 from tensorflow.python.eager import wrap_function
 from tensorflow.python.ops import handle_data_util
 
+from tf_replicas.runtime import keras_internals
 from tf_replicas.runtime import resources
-
-# The end of the path of a `keras.random.SeedGenerator`'s state.
-_SEED = "seed_generator_state"
 
 
 class OwnVariable(NamedTuple):
@@ -96,7 +94,7 @@ def _of_layer(layer: Any) -> list[OwnVariable]:
 
 
 def _of_keras(variable: keras.Variable, *, trainable: bool) -> OwnVariable:
-  is_random = variable.path.endswith(_SEED)
+  is_random = keras_internals.is_seed(variable)
   return OwnVariable(variable.path, variable.value, trainable, is_random)
 
 

@@ -5,8 +5,12 @@ belong together are sent as one vector. A `Layout` knows the position and dtype
 of every field; no other code uses positions.
 """
 
+import itertools
 from collections.abc import Sequence
+from typing import Annotated
+from typing import cast
 from typing import Generic
+from typing import get_type_hints
 from typing import NamedTuple
 from typing import TypeVar
 
@@ -16,16 +20,14 @@ import tensorflow as tf
 R = TypeVar("R", bound=tuple)
 
 
-class Field(NamedTuple):
-  """One field of a record.
+# Types of fields: scalars, and the dtype with which they are unpacked.
+Int = Annotated[tf.Tensor | int, tf.int64]
+Float = Annotated[tf.Tensor | float, tf.float64]
 
-  Attributes:
-    dtype: The dtype of the unpacked field.
-    size: None for a scalar, else the length of a vector.
-  """
 
+class _Field(NamedTuple):
   dtype: tf.DType
-  size: int | None = None
+  size: int | None  # None for a scalar, else the length of a vector.
 
 
 class Layout(Generic[R]):
@@ -38,30 +40,21 @@ class Layout(Generic[R]):
     size: The length of the vector.
   """
 
-  def __init__(
-    self, record: type[R], dtype: tf.DType, **fields: tf.DType | Field
-  ):
+  def __init__(self, record: type[R], dtype: tf.DType, **sizes: int):
     """Initializes the layout.
 
     Args:
-      record: A `NamedTuple` class.
+      record: A `NamedTuple` class, each of whose fields is annotated with its
+        dtype, such as `Int` or `Annotated[tf.Tensor, tf.bool]`.
       dtype: The dtype of the vector.
-      **fields: The dtype of each field of `record`, in its order; a `Field` for
-        a vector.
-
-    Raises:
-      ValueError: If `fields` are not those of `record`.
+      **sizes: The lengths of the fields that are vectors.
     """
-    if tuple(fields) != record._fields:
-      raise ValueError(
-        f"`fields` must be {record._fields}, the fields of"
-        f" {record.__name__}. Received: {tuple(fields)}."
-      )
     self.dtype = dtype
     self._record = record
+    hints = get_type_hints(record, include_extras=True)
     self._fields = [
-      field if isinstance(field, Field) else Field(field)
-      for field in fields.values()
+      _Field(hint.__metadata__[0], sizes.get(name))
+      for name, hint in hints.items()
     ]
     self.size = sum(field.size or 1 for field in self._fields)
 
@@ -101,14 +94,24 @@ class Layout(Generic[R]):
     Returns:
       A record of tensors of the fields' dtypes.
     """
-    values, begin = [], 0
-    for field in self._fields:
-      value = vector[begin]
-      if field.size is not None:
-        value = vector[begin : begin + field.size]
-      values.append(tf.cast(value, field.dtype))
-      begin += field.size or 1
-    return self._record(*values)
+    values: list[tf.Tensor] = []
+    begin = 0
+    for size, run in itertools.groupby(field.size for field in self._fields):
+      count = len(list(run))
+      if size is None:  # One op for all scalars of the run.
+        end = begin + count
+        part = vector if count == self.size else vector[begin:end]
+        values += cast(list, tf.unstack(part, num=count))
+        begin = end
+        continue
+      for _ in range(count):
+        values.append(vector[begin : begin + size])
+        begin += size
+    fields: list = [
+      tf.cast(value, field.dtype)
+      for value, field in zip(values, self._fields, strict=True)
+    ]
+    return self._record(*fields)
 
   def unpack_rows(self, rows: np.ndarray) -> list[R]:
     """Unpacks the rows of an array.

@@ -49,58 +49,12 @@ def await_value(
   return value
 
 
-class WaitLogger:
-  """A thread that logs, every ten seconds, that a wait continues."""
-
-  def __init__(
-    self,
-    *,
-    every_secs: float = _LOG_EVERY_SECS,
-    log: Callable[[str], None] = print,
-  ):
-    """Starts the thread.
-
-    Args:
-      every_secs: Seconds between two messages of one wait.
-      log: Takes log messages.
-    """
-    self._every_secs = every_secs
-    self._log = log
-    self._wait: tuple[str, float] | None = None
-    self._stop = threading.Event()
-    self._thread = threading.Thread(target=self._watch, daemon=True)
-    self._thread.start()
-
-  @contextlib.contextmanager
-  def during(self, what: str) -> Iterator[None]:
-    """Context in which the wait described by `what` is logged."""
-    self._wait = (what, time.monotonic())
-    try:
-      yield
-    finally:
-      self._wait = None
-
-  def stop(self) -> None:
-    """Ends the thread."""
-    self._stop.set()
-    self._thread.join()
-
-  def _watch(self) -> None:
-    logged = time.monotonic()
-    while not self._stop.wait(min(self._every_secs, 1.0)):
-      now, wait = time.monotonic(), self._wait
-      if wait is None:
-        continue
-      what, since = wait
-      if now - max(logged, since) >= self._every_secs:
-        self._log(f"{what}: {now - since:.0f} s so far")
-        logged = now
-
-
 class RaisingThread:
   """A thread whose `join` raises the error that ended it."""
 
-  def __init__(self, run: Callable[[], None], *, on_error: Callable[[], None]):
+  def __init__(
+    self, run: Callable[[], None], *, on_error: Callable[[], object]
+  ):
     """Starts the thread.
 
     Args:
@@ -137,3 +91,83 @@ class RaisingThread:
     """
     self._thread.join(timeout_secs)
     self.raise_error()
+
+
+class PollingThread(RaisingThread):
+  """A thread that calls a function periodically; `join` raises its error."""
+
+  def __init__(
+    self,
+    poll: Callable[[], bool | None],
+    *,
+    period_secs: float,
+    at_stop: Callable[[], None] | None = None,
+    on_error: Callable[[], object] = bool,
+  ):
+    """Starts the thread.
+
+    Args:
+      poll: Called after each period. A true result ends the thread.
+      period_secs: Seconds to wait before each call.
+      at_stop: Called last, if a stop was requested.
+      on_error: Called after `poll` or `at_stop` has raised an error.
+    """
+    self._is_stopping = threading.Event()
+
+    def run():
+      while not self._is_stopping.wait(period_secs):
+        if poll():
+          return
+      if at_stop is not None:
+        at_stop()
+
+    super().__init__(run, on_error=on_error)
+
+  def request_stop(self) -> None:
+    """Makes the polling end soon, without waiting for its end."""
+    self._is_stopping.set()
+
+  def stop(self) -> None:
+    """Ends the polling, waits for its end, and raises its error, if any."""
+    self.request_stop()
+    self.join()
+
+
+class WaitLogger(PollingThread):
+  """A thread that logs, every ten seconds, that a wait continues."""
+
+  def __init__(
+    self,
+    *,
+    every_secs: float = _LOG_EVERY_SECS,
+    log: Callable[[str], None] = print,
+  ):
+    """Starts the thread.
+
+    Args:
+      every_secs: Seconds between two messages of one wait.
+      log: Takes log messages.
+    """
+    self._every_secs = every_secs
+    self._log = log
+    self._wait: tuple[str, float] | None = None
+    self._logged = time.monotonic()
+    super().__init__(self._watch, period_secs=min(every_secs, 1.0))
+
+  @contextlib.contextmanager
+  def during(self, what: str) -> Iterator[None]:
+    """Context in which the wait described by `what` is logged."""
+    self._wait = (what, time.monotonic())
+    try:
+      yield
+    finally:
+      self._wait = None
+
+  def _watch(self) -> None:
+    now, wait = time.monotonic(), self._wait
+    if wait is None:
+      return
+    what, since = wait
+    if now - max(self._logged, since) >= self._every_secs:
+      self._log(f"{what}: {now - since:.0f} s so far")
+      self._logged = now

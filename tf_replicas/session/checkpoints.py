@@ -378,6 +378,35 @@ def _saved_rows(path: str) -> dict[str, row_files.Entry]:
     ) from error
 
 
+def assign(
+  what: str,
+  variables: Mapping[str, tf.Variable],
+  values: Mapping[str, np.ndarray],
+) -> None:
+  """Assigns all variables of a model, converted to their dtypes.
+
+  Args:
+    what: Begins the error, such as "the checkpoint is of another model".
+    variables: The variables of the model.
+    values: A value for each variable.
+
+  Raises:
+    CheckpointError: If a value is missing, unknown, or of another shape; no
+      variable is changed then.
+  """
+  dtypes = {n: v.dtype.as_numpy_dtype for n, v in variables.items()}
+  arrays = {n: np.asarray(v, dtypes.get(n)) for n, v in values.items()}
+  check_same(what, arrays, variables)
+  for name, variable in variables.items():
+    variable.assign(arrays[name])
+
+
+def check_same(what: str, saved: Values, wanted: Values) -> None:
+  """Raises CheckpointError, which begins with `what`, if values differ."""
+  if faults := differences(saved, wanted):
+    raise CheckpointError(f"{what}: {some(faults.values(), '; ')}")
+
+
 def differences(
   saved: Mapping[str, Shaped], wanted: Mapping[str, Shaped]
 ) -> dict[str, str]:

@@ -43,10 +43,15 @@ class Console:
         dynamic_ncols=True,
       )
 
-  def move_bar(self, step: int, loss: float) -> None:
-    """Moves the bar, if it is open, to global step `step`; shows the loss."""
+  def move_bar(self, step: int, note: str) -> None:
+    """Moves the bar, if it is open.
+
+    Args:
+      step: The global step.
+      note: What to show behind the bar, such as "loss = 0.25".
+    """
     if self._bar is not None:
-      self._bar.set_postfix_str(f"loss = {loss:.2f}", refresh=False)
+      self._bar.set_postfix_str(note, refresh=False)
       self._bar.update(step - self._bar.n)
 
   def close_bar(self) -> None:

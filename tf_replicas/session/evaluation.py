@@ -55,21 +55,8 @@ def load_into_keras(
     CheckpointError: If a weight is missing, unknown, or of another shape; no
       weight is changed then.
   """
-  weights = {weight.path: weight for weight in model.weights}
-  arrays = {
-    path: np.asarray(value, weights[path].dtype if path in weights else None)
-    for path, value in values.items()
-  }
-  faults = checkpoints.differences(
-    arrays, {path: weight.value for path, weight in weights.items()}
-  )
-  if faults:
-    raise checkpoints.CheckpointError(
-      "the checkpoint is of another model: "
-      + checkpoints.some(faults.values(), "; ")
-    )
-  for path, weight in weights.items():
-    weight.assign(arrays[path])
+  weights = {weight.path: weight.value for weight in model.weights}
+  checkpoints.assign("the checkpoint is of another model", weights, values)
 
 
 def evaluate(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
+import math
 import os
+from collections.abc import Callable
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,13 +19,26 @@ from tf_replicas.session import console as console_lib
 class Summaries:
   """Writes summaries for TensorBoard."""
 
-  def __init__(self, directory: str | os.PathLike[str] | None):
-    """Opens an event file.
+  def __init__(
+    self,
+    directory: str | os.PathLike[str] | None,
+    *,
+    log: Callable[[str], None] = print,
+  ):
+    """Opens an event file, or says in one line that TensorBoard is missing.
 
     Args:
       directory: The directory of the file; None writes nothing.
+      log: Takes the line.
     """
     self._device = resources.this_device()
+    # `tf.summary.scalar` is a function of this package.
+    if directory is not None and not importlib.util.find_spec("tensorboard"):
+      log(
+        "No summaries are written, as the package tensorboard is not"
+        " installed: pip install tf-replicas[tensorboard]"
+      )
+      directory = None
     if directory is None:
       self._writer = tf.summary.create_noop_writer()
     else:
@@ -60,7 +76,8 @@ class Reporter:
 
   "Every N steps" means: whenever a multiple of N is reached or passed, and at
   the last step. Rates are means over the time since the previous line or
-  summary. A *batch* in the log line is all examples of one step.
+  summary. A *batch* in the log line is all examples of one step. The time left
+  is that of the remaining steps at the speed of the same line.
   """
 
   def __init__(
@@ -70,6 +87,7 @@ class Reporter:
     *,
     log_every_steps: int | None,
     summary_every_steps: int | None,
+    max_steps: int,
     now: float,
   ):
     """Initializes the reporter.
@@ -79,12 +97,14 @@ class Reporter:
       summaries: Writes the summaries.
       log_every_steps: Steps between log lines; None for none.
       summary_every_steps: Steps between summaries; None for none.
+      max_steps: The global step at which the run ends.
       now: Seconds since 1970; the first rates count from here.
     """
     self._console = console
     self._summaries = summaries
     self._log_every_steps = log_every_steps
     self._summary_every_steps = summary_every_steps
+    self._max_steps = max_steps
     self._log_window = _Window(now)
     self._summary_window = _Window(now)
     self._run = _Window(now)
@@ -118,7 +138,8 @@ class Reporter:
       global_step: The global step now.
       loss: The loss of the step.
       num_examples: The examples used since the previous call.
-      scalars: More numbers for the summaries, by name.
+      scalars: More numbers for the summaries, by name. `learning_rate` is in
+        the log lines too.
       now: Seconds since 1970.
       is_last: Whether this is the last step of the run.
       histograms: Values by name for histograms in the summaries.
@@ -127,10 +148,13 @@ class Reporter:
     metrics = metrics or {}
     # Smaller than `previous` after a restored checkpoint.
     self._count(max(global_step - previous, 0), num_examples)
-    self._console.move_bar(global_step, loss)
+    rate = scalars.get("learning_rate", math.nan)
+    rate_note = "" if math.isnan(rate) else f"learning rate {rate:.4g}"
+    notes = [f"loss = {loss:.2f}", rate_note]
+    self._console.move_bar(global_step, ", ".join(filter(None, notes)))
     steps = (previous, global_step)
     if is_due(*steps, self._log_every_steps, is_last=is_last):
-      self._log(global_step, loss, metrics, now)
+      self._log(global_step, loss, metrics, now, rate_note)
     if is_due(*steps, self._summary_every_steps, is_last=is_last):
       self._summarize(
         global_step, loss, {**metrics, **scalars}, histograms, now
@@ -155,16 +179,28 @@ class Reporter:
     self._summaries.close()
 
   def _log(
-    self, step: int, loss: float, metrics: Mapping[str, float], now: float
+    self,
+    step: int,
+    loss: float,
+    metrics: Mapping[str, float],
+    now: float,
+    rate_note: str,
   ) -> None:
     window, self._log_window = self._log_window, _Window(now)
     more = "".join(f", {name} = {x:.4g}" for name, x in metrics.items())
-    self._console.log(
+    secs = _ratio(window.secs(now), window.num_steps)
+    line = (
       f"{datetime.datetime.fromtimestamp(now)}: step {step}, "
       f"loss = {loss:.2f}{more} "
       f"({window.examples_per_sec(now):.1f} examples/sec; "
-      f"{_ratio(window.secs(now), window.num_steps):.3f} sec/batch)"
+      f"{secs:.3f} sec/batch)"
     )
+    if rate_note:
+      line += f"; {rate_note}"
+    if secs and step < self._max_steps:
+      left = duration(secs * (self._max_steps - step))
+      line += f"; {left} left to step {self._max_steps}"
+    self._console.log(line)
 
   def _summarize(
     self,
@@ -205,6 +241,11 @@ def is_due(
 def steps_until_due(step: int, every: int | None) -> float:
   """Returns how many steps after `step` a report is due; inf if never."""
   return float("inf") if every is None else every - step % every
+
+
+def duration(secs: float) -> str:
+  """Formats a number of seconds as hours, minutes and seconds: "0:01:30"."""
+  return str(datetime.timedelta(seconds=round(secs)))
 
 
 class _Window:

@@ -29,8 +29,8 @@ class StepResult(NamedTuple):
       not advance; otherwise a loss that is not finite ends training.
     num_examples: The examples, of the whole cluster, in the contributions
       applied since the last result.
-    scalars: More numbers by name for TensorBoard, such as `learning_rate` or
-      `contributions/worker_0/applied`.
+    scalars: More numbers by name for TensorBoard, such as
+      `contributions/worker_0/applied`. `learning_rate` is in the log too.
     histograms: Values by name for histograms in TensorBoard.
     metrics: Numbers by name for the log and TensorBoard, such as those of
       `Replica.metrics`: means over the contributions applied since the last
@@ -70,7 +70,6 @@ class Session:
     checkpoint_every_secs: float | None = 600.0,
     keep_checkpoints: int | None = 5,
     is_optional: Callable[[str], bool] | None = None,
-    progress_bar: bool | None = None,
     clock: Callable[[], float] = time.time,
   ):
     """Initializes the session, without reading or writing files.
@@ -91,7 +90,6 @@ class Session:
         all.
       is_optional: Maps a name in a checkpoint to whether it may be missing or
         different; see `checkpoints.restore`.
-      progress_bar: Whether to draw one; None: if stdout is a terminal.
       clock: Returns the time in seconds since 1970.
 
     Raises:
@@ -121,7 +119,7 @@ class Session:
     self._keep_checkpoints = keep_checkpoints
     self._is_optional = is_optional
     self._clock = clock
-    self._console = console.Console(has_bar=progress_bar if is_chief else False)
+    self._console = console.Console(has_bar=None if is_chief else False)
     self._start_step: int | None = None
     self._saved_at = 0.0
     self._saved_step: int | None = None
@@ -190,6 +188,8 @@ class Session:
     step = None if self._state is None else self._start_step
     reporter = self._open_reporter(now)
     with interrupts.deferred(wake) as make, contextlib.closing(reporter):
+      if step is not None and step < self._max_steps:
+        self._console.log(f"training from step {step} to {self._max_steps}")
       self._console.open_bar(step or 0, self._max_steps)
       try:
         step, now = self._loop(lambda: make(step_fn), step, reporter, now)
@@ -203,12 +203,15 @@ class Session:
 
   def _open_reporter(self, now: float) -> reports.Reporter:
     writes_summaries = self._is_writer and self._summary_every_steps is not None
-    summaries = reports.Summaries(self._train_dir if writes_summaries else None)
+    summaries = reports.Summaries(
+      self._train_dir if writes_summaries else None, log=self._console.log
+    )
     return reports.Reporter(
       self._console,
       summaries,
       log_every_steps=self._log_every_steps,
       summary_every_steps=self._summary_every_steps,
+      max_steps=self._max_steps,
       now=now,
     )
 

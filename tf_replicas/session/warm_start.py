@@ -75,15 +75,11 @@ def transfer(
     if name.startswith(_VARIABLES)
   ]
   kept = [name for name in paths if not is_new(name)]
-  faults = checkpoints.differences(
+  checkpoints.check_same(
+    f"checkpoint {path} is of another model",
     {name: saved[name] for name in kept if name in saved},
     {name: wanted[_VARIABLES + name] for name in kept},
   )
-  if faults:
-    raise checkpoints.CheckpointError(
-      f"checkpoint {path} is of another model:"
-      f" {checkpoints.some(faults.values(), '; ')}"
-    )
   state.load_state(
     {
       f"{kind}/{name}": saved[name]

@@ -53,7 +53,7 @@ def all_finite(
 def in_order(
   store: parameter_store.ParameterStore,
   pairs: Iterable[tuple[Gradient, tf.Variable | str]],
-) -> tuple[list[Gradient], list[Gradient]]:
+) -> list[Gradient]:
   """Sorts the contribution of one replica by the order of the store.
 
   Args:
@@ -63,9 +63,8 @@ def in_order(
       its path.
 
   Returns:
-    A list with one gradient per trainable variable, and a list with one
-    difference per statistic, in the order of `store.contributed`; None for
-    variables without a pair.
+    One gradient per trainable variable, then one difference per statistic, in
+    the order of `store.contributed`; None for variables without a pair.
 
   Raises:
     ValueError: If a variable is not in the store.
@@ -79,8 +78,7 @@ def in_order(
         f" Received: {path!r}."
       )
     by_path[path] = gradient
-  ordered, count = list(by_path.values()), len(store.trainable)
-  return ordered[:count], ordered[count:]
+  return list(by_path.values())
 
 
 def scaled(gradient: Gradient, factor: float | tf.Tensor) -> Gradient:

@@ -459,6 +459,7 @@ class InnerOptimizer:
     for variable in self.optimizer.variables:
       if isinstance(variable.value, resources.SharedVariable):
         if variable.value.path not in self._owner:
+          _check_scalar(self.optimizer, variable)
           self._common.append(variable)
       elif variable is not self.optimizer.iterations:
         self._copies.append(
@@ -679,18 +680,50 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
       "`optimizer` must not scale the loss itself; give `loss_scale` to the"
       f" wrapper. Received: {name}."
     )
-  for option, instead in (
-    ("global_clipnorm", "give `clip_mean_norm` to the wrapper"),
-    ("use_ema", "give `variable_averages` to the wrapper"),
-    ("gradient_accumulation_steps", "raise `replicas_to_aggregate`"),
-    ("loss_scale_factor", "give `loss_scale` to the wrapper"),
-  ):
-    value = getattr(optimizer, option, None)
-    if value:
+  check_options(
+    optimizer,
+    global_clipnorm="give `clip_mean_norm` to the wrapper",
+    gradient_accumulation_steps="raise `replicas_to_aggregate`",
+  )
+
+
+def check_options(
+  optimizer: keras.optimizers.Optimizer, **successors: str
+) -> None:
+  """Checks that an optimizer leaves to its rule what the rule does itself.
+
+  Args:
+    optimizer: The Keras optimizer.
+    **successors: Maps options that must not be used to what to do instead, in
+      addition to those that no rule supports.
+
+  Raises:
+    ValueError: If the optimizer uses such an option.
+  """
+  successors["use_ema"] = "give `variable_averages` to the wrapper"
+  successors["loss_scale_factor"] = "give `loss_scale` to the wrapper"
+  for option, instead in successors.items():
+    if value := getattr(optimizer, option, None):
       raise ValueError(
         f"`optimizer` must not use `{option}`; {instead}."
         f" Received: {option}={value}."
       )
+
+
+def _check_scalar(
+  optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> None:
+  """Raises ValueError if a state that is of no variable is not a scalar.
+
+  It is a slot then, as those of Adagrad and Ftrl before Keras 3.10, whose names
+  do not contain the names of their variables.
+  """
+  if variable.shape:
+    raise ValueError(
+      "`optimizer` must name its slots after their variables; a newer Keras may"
+      f" do so. Received: {type(optimizer).__name__} of Keras"
+      f" {keras.__version__}, with {variable.path}."
+    )
 
 
 def _check_velocities(optimizer: Optimizer) -> None:

@@ -188,11 +188,6 @@ def split(
   return tuple(shards)
 
 
-def byte_size_load_fn(spec: VariableSpec) -> int:
-  """Returns the bytes of a variable, as the function in TF1's contrib does."""
-  return spec.num_bytes
-
-
 class RoundRobin:
   """Places variable i on task i modulo `num_tasks`.
 
@@ -205,37 +200,6 @@ class RoundRobin:
 
   def __call__(self, specs: Sequence[VariableSpec]) -> Plan:
     return [split(s, [i % self._num_tasks]) for i, s in enumerate(specs)]
-
-
-class GreedyByBytes:
-  """Places each variable on the task with the least load so far.
-
-  TF1's `GreedyLoadBalancingStrategy` placed variables in the order of their
-  creation, which limits the balance. This policy places the variable with the
-  largest load first. Variables of equal load are placed in the order of the
-  specs, and of tasks with equal load the first is used. No task gets more than
-  the mean load plus the largest load of a variable.
-  """
-
-  def __init__(
-    self,
-    num_tasks: int,
-    load_fn: Callable[[VariableSpec], float] = byte_size_load_fn,
-  ):
-    """Creates the policy.
-
-    Args:
-      num_tasks: The number of PS tasks.
-      load_fn: Maps a variable to its load, such as its bytes with its slots.
-    """
-    _check_positive("num_tasks", num_tasks)
-    self._num_tasks = num_tasks
-    self._load_fn = load_fn
-
-  def __call__(self, specs: Sequence[VariableSpec]) -> Plan:
-    whole = [split(spec, [0]) for spec in specs]
-    loads = [[self._load_fn(spec)] for spec in specs]
-    return _place_greedily(whole, loads, self._num_tasks)
 
 
 class Partitioned:
@@ -293,6 +257,20 @@ class Partitioned:
     if len(spec.shape) > 2 or spec.shape[0] < pieces:
       axis = spec.shape.index(max(spec.shape))
     return split(spec, range(min(pieces, spec.shape[axis])), axis=axis)
+
+
+class GreedyByBytes(Partitioned):
+  """Places each whole variable on the task with the fewest bytes so far.
+
+  TF1's `GreedyLoadBalancingStrategy` placed variables in the order of their
+  creation, which limits the balance. This policy places the largest variable
+  first. Variables of equal size are placed in the order of the specs, and of
+  tasks with equally many bytes the first is used. No task gets more than the
+  mean plus the bytes of the largest variable.
+  """
+
+  def __init__(self, num_tasks: int):
+    super().__init__(num_tasks, num_shards=1)
 
 
 def policy_from(

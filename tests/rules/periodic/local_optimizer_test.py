@@ -6,6 +6,7 @@ import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests.support import optimizers as makers
 from tests.support import stores
 from tf_replicas.rules.periodic import local_steps
 
@@ -41,9 +42,9 @@ OPTIMIZERS = {
   "adadelta": lambda: optimizers.Adadelta(1.0),
   "adamax": lambda: optimizers.Adamax(0.1),
   "ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
-  "lamb": lambda: optimizers.Lamb(0.1),
+  "lamb": lambda: makers.make("Lamb", 0.1),
   "lion": lambda: optimizers.Lion(0.01),
-  "muon": lambda: optimizers.Muon(0.1),
+  "muon": lambda: makers.make("Muon", 0.1),
 }
 
 

@@ -106,7 +106,8 @@ def _exchange_answering(
     *([], knew) if sync_round.needs_centre else (knew, []), []
   )
   token = _token(0, tag)
-  return rule, Outcome(*sync_round.exchange(1, state, local, token))
+  period = sync_rounds.Period(1, state, local, token)
+  return rule, Outcome(*sync_round.exchange(period))
 
 
 def _token(step, tag=None):
@@ -161,7 +162,8 @@ class Centre:
     local = local_steps.Local(
       copy, [], totals, loss, tf.constant(NUM_EXAMPLES, tf.int64)
     )
-    return self.sync_round.exchange(replica, state, local, _token(step))
+    period = sync_rounds.Period(replica, state, local, _token(step))
+    return self.sync_round.exchange(period)
 
   def exchange(
     self, replica, copy=CENTRE, *, knew=CENTRE, totals=(), loss=0.5, step=0

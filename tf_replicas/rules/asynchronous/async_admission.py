@@ -66,22 +66,14 @@ class _Progress(NamedTuple):
     loss: The mean loss of the replica's batch.
   """
 
-  kind: tf.Tensor | int
-  replica: tf.Tensor | int = -1
-  step: tf.Tensor | int = -1
-  examples: tf.Tensor | int = 0
-  loss: tf.Tensor | float = 0.0
+  kind: records.Int
+  replica: records.Int = -1
+  step: records.Int = -1
+  examples: records.Int = 0
+  loss: records.Float = 0.0
 
 
-_LAYOUT = records.Layout(
-  _Progress,
-  tf.float64,
-  kind=tf.int64,
-  replica=tf.int64,
-  step=tf.int64,
-  examples=tf.int64,
-  loss=tf.float64,
-)
+_LAYOUT = records.Layout(_Progress, tf.float64)
 
 
 class AsyncAdmission:

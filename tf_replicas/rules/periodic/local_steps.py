@@ -10,6 +10,7 @@ period) and the flag that ends training (once per batch) are read from PS task
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import cast
 from typing import NamedTuple
 
 import keras
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
+from tf_replicas.runtime import keras_internals
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import resources
 from tf_replicas.store import gradient_math
@@ -50,17 +52,18 @@ class LocalOptimizer:
         f"`optimizer` must be a Keras optimizer. Received: {optimizer!r}."
       )
     _check(optimizer)
-    if not isinstance(optimizer._learning_rate, keras.Variable):
+    rate = keras_internals.learning_rate(optimizer)
+    if not isinstance(rate, keras.Variable):
       raise ValueError(
         "`optimizer` must have a number as its learning rate; the chief may"
-        f" change it. Received: {optimizer._learning_rate!r}."
+        f" change it. Received: {rate!r}."
       )
     self.optimizer = optimizer
 
   @property
   def learning_rate(self) -> float:
     """Learning rate of `optimizer` in this process; `apply` does not use it."""
-    return float(self.optimizer._learning_rate.numpy())
+    return float(self.optimizer.learning_rate)
 
   @learning_rate.setter
   def learning_rate(self, rate: float) -> None:
@@ -68,11 +71,7 @@ class LocalOptimizer:
 
   def copy(self) -> "LocalOptimizer":
     """Makes an optimizer with the same settings that shares no state."""
-    made = type(self.optimizer).from_config(self.optimizer.get_config())
-    name = "_exclude_from_weight_decay_pattern"  # Not in the configuration.
-    if hasattr(self.optimizer, name):
-      setattr(made, name, getattr(self.optimizer, name))
-    return LocalOptimizer(made)
+    return LocalOptimizer(keras_internals.copy_of(self.optimizer))
 
   def build(self, store: parameter_store.ParameterStore) -> None:
     """Builds the optimizer for the trainable variables of `store`.
@@ -97,7 +96,7 @@ class LocalOptimizer:
     self._state = [
       variable
       for variable in self.optimizer.variables
-      if variable is not self.optimizer._learning_rate
+      if variable is not keras_internals.learning_rate(self.optimizer)
     ]
     self._first = [variable.numpy() for variable in self._state]
 
@@ -137,7 +136,7 @@ class LocalOptimizer:
     if not pairs:
       return list(parameters), list(state)
     with patches.outside_strategy(), keras.StatelessScope() as scope:
-      scope.add_update((self.optimizer._learning_rate, rate))
+      scope.add_update((keras_internals.learning_rate(self.optimizer), rate))
       for update in zip(self._state, slots, strict=True):
         scope.add_update(update)
       self.optimizer.apply(*zip(*pairs, strict=True))
@@ -351,24 +350,14 @@ class LocalSteps:
     self, gradients: Sequence[parameter_store.Gradient]
   ) -> list[tf.Tensor | None]:
     """Makes gradients dense, removes the loss scale, and clips them."""
+    dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
     count = self._num_trainable
-    trained = [self._finish_one(gradient) for gradient in gradients[:count]]
-    moves = gradients[count:]  # Of statistics.
-    squares = [
-      gradient_math.sum_of_squares(g) for g in trained if g is not None
-    ]
-    if self._clip_norm is not None and squares:
-      factor = gradient_math.clip_factor(squares, self._clip_norm)
-      trained = [None if g is None else g * factor for g in trained]
-    moves = [None if m is None else tf.convert_to_tensor(m) for m in moves]
-    return [*trained, *moves]
-
-  def _finish_one(self, gradient: parameter_store.Gradient) -> tf.Tensor | None:
-    if gradient is None:
-      return None
+    trained, moves = dense[:count], dense[count:]  # Moves of statistics.
     if self._loss_scale is not None:
-      gradient = gradient_math.scaled(gradient, 1 / self._loss_scale)
-    return tf.convert_to_tensor(gradient)
+      trained = [gradient_math.scaled(g, 1 / self._loss_scale) for g in trained]
+    if self._clip_norm is not None:
+      trained = gradient_math.clipped(trained, [()] * count, self._clip_norm)
+    return [*cast(list[tf.Tensor | None], trained), *moves]
 
 
 def _add_batch(
@@ -429,11 +418,8 @@ def _constant(value: np.ndarray) -> tf.Tensor:
 
 # Optimizers that hold other optimizers, or (Keras 3.15) slots that take their
 # first value or their name from a variable.
-_NOT_ON_TENSORS = (
-  keras.optimizers.LossScaleOptimizer,
-  keras.optimizers.MultiOptimizer,
-  keras.optimizers.Adafactor,
-  keras.optimizers.ScheduleFreeAdamW,
+_NOT_ON_TENSORS = keras_internals.optimizer_classes(
+  "LossScaleOptimizer", "MultiOptimizer", "Adafactor", "ScheduleFreeAdamW"
 )
 
 
@@ -443,14 +429,6 @@ def _check(optimizer: keras.optimizers.Optimizer) -> None:
       "`optimizer` must be one that works on tensors alone."
       f" Received: {type(optimizer).__name__}."
     )
-  for option, instead in (
-    ("use_ema", "give `variable_averages` to the wrapper"),
-    ("gradient_accumulation_steps", "raise `period`"),
-    ("loss_scale_factor", "give `loss_scale` to the wrapper"),
-  ):
-    value = getattr(optimizer, option, None)
-    if value:
-      raise ValueError(
-        f"`optimizer` must not use `{option}`; {instead}."
-        f" Received: {option}={value}."
-      )
+  inner_optimizer.check_options(
+    optimizer, gradient_accumulation_steps="raise `period`"
+  )

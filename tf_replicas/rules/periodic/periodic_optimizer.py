@@ -123,21 +123,21 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     """
     number = len(self._store.contributed)
     cuts = number, number * (2 if self._sync_round.needs_centre else 1)
-    state = sync_rounds.State(
+    before = sync_rounds.State(
       state[: cuts[0]], state[cuts[0] : cuts[1]], state[cuts[1] :]
     )
     local = self._steps(
       compute,
-      state.parameters,
-      state.slots,
-      pull_back=self._sync_round.pull_back(state),
+      before.parameters,
+      before.slots,
+      pull_back=self._sync_round.pull_back(before),
       wants_totals=self._sync_round.needs_totals,
     )
     computed = step_token.never()
     if records_times:
       computed, local = step_token.clocked(local)
     token, parameters, centre = self._sync_round.exchange(
-      replica, state, local, token
+      sync_rounds.Period(replica, before, local, token)
     )
     state = [*parameters, *centre, *local.slots]
     return rule_base.ReplicaStep(token, state, computed)

@@ -48,6 +48,23 @@ class State(NamedTuple):
   slots: list[tf.Tensor]
 
 
+class Period(NamedTuple):
+  """A period of local steps of a replica, before the exchange that ends it.
+
+  Attributes:
+    replica: The index of the replica, in [0, total_num_replicas).
+    state: The replica's state before the period.
+    local: The result of the period.
+    token: The token of the last exchange, with the global step of the centre at
+      that time.
+  """
+
+  replica: int | tf.Tensor
+  state: State
+  local: local_steps.Local
+  token: step_token.StepToken
+
+
 class MoveToward:
   """An inner optimizer that moves the centre toward replicas' copies.
 
@@ -78,8 +95,24 @@ class SyncRound(abc.ABC):
   rule: rule_base.OptimizerRule
   needs_centre: bool = False
   needs_totals: bool = False
-  _moving_rate: float | None = None
-  _rho: float = 0.0
+
+  def __init__(
+    self,
+    rule: rule_base.OptimizerRule,
+    moving_rate: float | None = None,
+    rho: float = 0.0,
+  ):
+    """Stores the settings.
+
+    Args:
+      rule: The rule that updates the centre.
+      moving_rate: The fraction of its distance to the centre by which a copy
+        moves toward the centre. None: the copy is replaced by the centre.
+      rho: The factor of the attraction between exchanges; see `pull_back`.
+    """
+    self.rule = rule
+    self._moving_rate = moving_rate
+    self._rho = rho
 
   def build(self, store: parameter_store.ParameterStore) -> None:
     """Binds the kind to the variables; called after `rule.build`."""
@@ -104,21 +137,11 @@ class SyncRound(abc.ABC):
     return lambda parameter, i: self._rho * (parameter - state.centre[i])
 
   @abc.abstractmethod
-  def exchange(
-    self,
-    replica: int | tf.Tensor,
-    state: State,
-    local: local_steps.Local,
-    token: step_token.StepToken,
-  ) -> Exchanged:
+  def exchange(self, period: Period) -> Exchanged:
     """Makes one exchange after a period; inside a `tf.function`.
 
     Args:
-      replica: The index of the replica, in [0, total_num_replicas).
-      state: The replica's state before the period.
-      local: The result of the period.
-      token: The token of the last exchange, with the global step of the centre
-        at that time.
+      period: The period.
 
     Returns:
       The token of this exchange, the copy to continue from, and the centre if
@@ -126,68 +149,47 @@ class SyncRound(abc.ABC):
     """
 
   def _contribute(
-    self,
-    replica: int | tf.Tensor,
-    contribution: Sequence[tf.Tensor | None],
-    local: local_steps.Local,
-    token: step_token.StepToken,
+    self, contribution: Sequence[tf.Tensor | None], period: Period
   ) -> step_token.StepToken:
     """Hands `contribution` to the rule in place of gradients."""
     paths = [self._store.specs[i].path for i in self._store.contributed]
     return self.rule.apply_gradients(
       zip(contribution, paths, strict=True),
-      replica=replica,
-      local_step=token.global_step,
-      loss=local.loss,
-      num_examples=local.num_examples,
-      preadmitted_tag=token.preadmitted_tag,
+      replica=period.replica,
+      local_step=period.token.global_step,
+      loss=period.local.loss,
+      num_examples=period.local.num_examples,
+      preadmitted_tag=cast(tf.Tensor | None, period.token.preadmitted_tag),
     )
 
 
 class AverageAll(SyncRound):
   """All replicas exchange together; the centre moves by the mean distance."""
 
-  def __init__(
-    self,
-    rule: sync_replicas.SyncReplicasOptimizer,
-    moving_rate: float | None = None,
-    rho: float = 0.0,
-  ):
-    """Stores the settings.
+  rule: sync_replicas.SyncReplicasOptimizer  # Its optimizer: a `MoveToward`.
 
-    Args:
-      rule: The rule that updates the centre; its optimizer is a `MoveToward`.
-      moving_rate: The fraction of its distance to the centre by which a copy
-        moves toward the centre. None: the copy is replaced by the centre.
-      rho: The factor of the attraction between exchanges; see `pull_back`.
-    """
-    self.rule = rule
-    self.needs_centre = moving_rate is not None
-    self._moving_rate = moving_rate
-    self._rho = rho
+  @property
+  def needs_centre(self) -> bool:
+    """Whether copies are kept, and so have distances to the centre."""
+    return self._moving_rate is not None
 
-  def exchange(
-    self,
-    replica: int | tf.Tensor,
-    state: State,
-    local: local_steps.Local,
-    token: step_token.StepToken,
-  ) -> Exchanged:
+  def exchange(self, period: Period) -> Exchanged:
     """Hands over the distance of the centre from this replica's copy."""
+    state, parameters = period.state, period.local.parameters
     centre = state.centre if self.needs_centre else state.parameters
-    distances = _minus(centre, local.parameters)
+    distances = _minus(centre, parameters)
     # The inner optimizer does not apply statistics: multiply them here.
     count = len(self._store.trainable)
     rate = cast(MoveToward, self.rule.inner.optimizer).rate
     moves = [*distances[:count], *(rate * d for d in distances[count:])]
-    token = self._contribute(replica, moves, local, token)
+    token = self._contribute(moves, period)
     admitted = token.admitted
-    token, centre = self.rule.read_on(token, replica)
+    token, centre = self.rule.read_on(token, period.replica)
     if not self.needs_centre:
       return token, centre, []
     # A refused copy did not move the centre, so it is not moved either.
     rate = tf.where(admitted > 0, self._moving_rate, 0.0)
-    return token, _minus(local.parameters, distances, -rate), centre
+    return token, _minus(parameters, distances, -rate), centre
 
 
 class ElasticExchange:
@@ -309,23 +311,13 @@ class ElasticExchange:
 class ElasticRound(SyncRound):
   """Each replica exchanges with the centre on its own."""
 
-  def __init__(
-    self,
-    rule: async_replicas.AsyncReplicasOptimizer,
-    moving_rate: float,
-    rho: float,
-  ):
-    """Stores the settings.
+  rule: async_replicas.AsyncReplicasOptimizer  # Admits and counts exchanges.
+  _moving_rate: float
 
-    Args:
-      rule: Admits and counts exchanges; its optimizer is a `MoveToward`.
-      moving_rate: The fraction of their distance by which copy and centre move.
-      rho: See `AverageAll`.
-    """
-    self.rule = rule
-    self.needs_centre = rho > 0
-    self._moving_rate = moving_rate
-    self._rho = rho
+  @property
+  def needs_centre(self) -> bool:
+    """Whether local steps are attracted to the centre."""
+    return self._rho > 0
 
   def build(self, store: parameter_store.ParameterStore) -> None:
     """See `SyncRound.build`."""
@@ -334,22 +326,15 @@ class ElasticRound(SyncRound):
     self._exchange = ElasticExchange(store, self.rule.applier)
     self._device = store.device_of_task(0)
 
-  def exchange(
-    self,
-    replica: int | tf.Tensor,
-    state: State,
-    local: local_steps.Local,
-    token: step_token.StepToken,
-  ) -> Exchanged:
+  def exchange(self, period: Period) -> Exchanged:
     """Asks for admission, moves centre and copy, and counts the exchange."""
-    del state
-    parameters = local.parameters
+    local, parameters = period.local, period.local.parameters
     is_sound = tf.math.is_finite(local.loss)
     is_sound &= gradient_math.all_finite(parameters)
     replica, step, is_sound, loss, num_examples = resources.transfer_scalars(
       self._device,
-      replica,
-      token.global_step,
+      period.replica,
+      period.token.global_step,
       is_sound,
       local.loss,
       local.num_examples,
@@ -404,22 +389,11 @@ class AccumulatedGradients(SyncRound):
       rule: Applies the mean gradients to the centre.
       period: The number of gradients in each mean.
     """
-    self.rule = rule
+    super().__init__(rule)
     self._period = period
 
-  def signature(self) -> dict[str, object]:
-    """See `SyncRound.signature`."""
-    return {}
-
-  def exchange(
-    self,
-    replica: int | tf.Tensor,
-    state: State,
-    local: local_steps.Local,
-    token: step_token.StepToken,
-  ) -> Exchanged:
+  def exchange(self, period: Period) -> Exchanged:
     """Has the mean gradient applied, then reads the centre."""
-    del state
     count = len(self._store.trainable)
     # Statistics converge to a target; the moves of M replicas together would
     # overshoot it, so they are divided by M.
@@ -427,10 +401,10 @@ class AccumulatedGradients(SyncRound):
     parts = 1 if rule.has_chief_statistics else rule.total_num_replicas
     means = [
       None if total is None else total / (self._period if i < count else parts)
-      for i, total in enumerate(local.totals)
+      for i, total in enumerate(period.local.totals)
     ]
-    token = self._contribute(replica, means, local, token)
-    return *self.rule.read_on(token, replica), []
+    token = self._contribute(means, period)
+    return *self.rule.read_on(token, period.replica), []
 
 
 def _minus(

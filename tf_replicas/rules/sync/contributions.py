@@ -66,30 +66,21 @@ from tf_replicas.store import parameter_store
 class _Header(NamedTuple):
   """The int64 part of an inbox message; see `ledger.Message`."""
 
-  kind: tf.Tensor | int
-  replica: tf.Tensor | int
-  tag: tf.Tensor | int
-  step: tf.Tensor | int
+  kind: records.Int
+  replica: records.Int
+  tag: records.Int
+  step: records.Int
 
 
 class _Report(NamedTuple):
   """The float64 part of an inbox message; see `ledger.Message`."""
 
-  loss: tf.Tensor | float
-  examples: tf.Tensor | int
+  loss: records.Float
+  examples: records.Int
 
 
-_HEADER = records.Layout(
-  _Header,
-  tf.int64,
-  kind=tf.int64,
-  replica=tf.int64,
-  tag=tf.int64,
-  step=tf.int64,
-)
-_REPORT = records.Layout(
-  _Report, tf.float64, loss=tf.float64, examples=tf.int64
-)
+_HEADER = records.Layout(_Header, tf.int64)
+_REPORT = records.Layout(_Report, tf.float64)
 
 Kind = protocol.MessageType
 Status = protocol.Status

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import Annotated
 from typing import NamedTuple
 
 import numpy as np
@@ -39,14 +40,14 @@ class _StepReport(NamedTuple):
       update was made.
   """
 
-  kind: tf.Tensor | int
-  replica: tf.Tensor | int
-  step: tf.Tensor | int
-  examples: tf.Tensor | int
-  loss: tf.Tensor | float
-  began: tf.Tensor | float
-  ended: tf.Tensor | float
-  present: tf.Tensor | np.ndarray
+  kind: records.Int
+  replica: records.Int
+  step: records.Int
+  examples: records.Int
+  loss: records.Float
+  began: records.Float
+  ended: records.Float
+  present: Annotated[tf.Tensor | np.ndarray, tf.bool]
 
   @property
   def is_made(self) -> bool | tf.Tensor:
@@ -127,6 +128,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     has_chief_statistics: bool = False,
     loss_scale: float | None = None,
     wire_dtype: str | None = None,
+    use_locking: None = None,
     name: str = "sync_replicas",
   ):
     """Wraps `optimizer`.
@@ -142,10 +144,17 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         normalization) are updated from one replica: of those whose
         contributions are used, the one with the smallest index. If False, from
         the mean of all N contributions.
+      use_locking: Not supported: an argument of TF1's class. Must be None.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
     """
+    if use_locking is not None:
+      raise TypeError(
+        "`use_locking` of TF1's optimizer is gone: one synchronous update never"
+        " runs beside another; `AsyncReplicasOptimizer` has `use_locking`."
+        f" Received: {use_locking!r}."
+      )
     if total_num_replicas is None:
       total_num_replicas = replicas_to_aggregate
     rule_base.check_count("replicas_to_aggregate", replicas_to_aggregate)
@@ -187,18 +196,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       namespace=namespace,
     )
     count = len(store.contributed)
-    self._layout = records.Layout(
-      _StepReport,
-      tf.float64,
-      kind=tf.int64,
-      replica=tf.int64,
-      step=tf.int64,
-      examples=tf.int64,
-      loss=tf.float64,
-      began=tf.float64,
-      ended=tf.float64,
-      present=records.Field(tf.bool, count),
-    )
+    self._layout = records.Layout(_StepReport, tf.float64, present=count)
     self._client_device = tf.constant(0).device
     self._present = (True,) * count
     self._steps = functools.cache(self._trace)

@@ -1,0 +1,375 @@
+"""Runs tests with other versions of Python, TensorFlow and Keras.
+
+  python -m benchmarks.versions --python=3.10 --tensorflow=2.16 --keras=3.8
+  python -m benchmarks.versions --resolve
+
+The first command needs `uv` (`pip install uv`) and an interpreter of that
+version. It makes a virtual environment, installs the three and a wheel of this
+checkout, and runs the README's example from an empty directory, the tests of
+the tier `unit`, and one training on real processes. The second command finds
+the triples of versions whose requirements can be installed together. Both write
+`experiments/results/versions.json`, and from it the page `docs/versions.md`.
+Without flags, only the page is written.
+"""
+
+import concurrent.futures
+import datetime
+import itertools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence
+
+from absl import app
+from absl import flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("python", None, "Version or path of the interpreter")
+flags.DEFINE_string("tensorflow", None, "Version, such as 2.16")
+flags.DEFINE_string("keras", None, "Version, such as 3.8")
+flags.DEFINE_bool("resolve", False, "Find the triples that can be installed")
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = _ROOT / "experiments" / "results" / "versions.json"
+PAGE = _ROOT / "docs" / "versions.md"
+
+# What `--resolve` tries. A release candidate is named in full.
+_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+_TENSORFLOWS = ("2.16", "2.17", "2.18", "2.19", "2.20", "2.21", "2.22.0rc0")
+_KERAS = tuple(f"3.{minor}" for minor in range(8, 16))
+
+# One training on 1 parameter server and 2 workers.
+_CLUSTER_TESTS = ("tests/drivers/between_graph_test.py", "-k", "two_workers")
+# Packages of the extra `test` that are installed apart, or that no test needs.
+_LEFT_OUT = ("tensorflow", "keras", "tf-keras", "ruff", "basedpyright")
+_SECS = {"unit": 3600, "cluster": 900, "example": 400, "install": 1800}
+
+_INTRODUCTION = """# Versions
+
+The library uses private names of TensorFlow and Keras (in
+`tf_replicas/runtime`), so each new version may break it. The bounds in
+`pyproject.toml` are those of this page.
+
+`python -m benchmarks.versions --python=3.10 --tensorflow=2.16 --keras=3.8`
+makes an empty environment with these versions and a wheel of the checkout.
+There it runs the README's example on 1 parameter server and 2 workers, the
+tests of one training on real processes
+(`{cluster_tests}`), and all tests that
+start no process (`python -m pytest -m unit`). It stores the figures in
+`experiments/results/versions.json`, and writes this page from that file.
+`python -m benchmarks.versions --resolve` finds the triples of versions that can
+be installed together.
+
+With TensorFlow 2.16 and 2.17, the extra `tfds` also needs
+`pip install --no-deps "tensorflow-metadata<1.17"`: newer ones need a newer
+protobuf than they require. A test of what a version lacks is skipped.
+"""
+
+
+def _text(command: Sequence[object], secs: float, **options) -> str:
+  """Runs a command and returns its output; raises RuntimeError if it fails."""
+  result = subprocess.run(
+    list(map(str, command)),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=secs,
+    check=False,
+    **options,
+  )
+  if result.returncode:
+    raise RuntimeError(f"{command} failed:\n{result.stdout}")
+  return result.stdout
+
+
+def _requirement(package: str, version: str) -> str:
+  """Returns the requirement of a release, or of a minor version: `2.16.*`."""
+  suffix = ".*" if version.count(".") == 1 else ""
+  return f"{package}=={version}{suffix}"
+
+
+def _minor(version: str) -> str:
+  return ".".join(version.split(".")[:2])
+
+
+def resolve() -> list[list[str]]:
+  """Returns the triples (Python, TensorFlow, Keras) that can be installed."""
+
+  def can_be_installed(triple: tuple[str, str, str]) -> bool:
+    python, tensorflow, keras = triple
+    requirements = [
+      _requirement("tensorflow", tensorflow),
+      _requirement("keras", keras),
+    ]
+    result = subprocess.run(
+      ["uv", "pip", "compile", "--native-tls", "--quiet", "-"]
+      + ["--python-version", python, "--only-binary", ":all:"],
+      input="\n".join(requirements),
+      capture_output=True,
+      text=True,
+      timeout=_SECS["install"],
+      check=False,
+    )
+    if result.returncode and "No solution found" not in result.stderr:
+      raise RuntimeError(result.stderr)
+    return not result.returncode
+
+  triples = list(itertools.product(_PYTHONS, _TENSORFLOWS, _KERAS))
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    answers = list(pool.map(can_be_installed, triples))
+  return [
+    [python, _minor(tensorflow), keras]
+    for (python, tensorflow, keras), yes in zip(triples, answers, strict=True)
+    if yes
+  ]
+
+
+def _test_requirements() -> list[str]:
+  """Returns the requirements of the tests, without `_LEFT_OUT`."""
+  import tomllib
+
+  project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))
+  extras = project["project"]["optional-dependencies"]
+  found = [*project["project"]["dependencies"]]
+  for requirement in extras["test"]:
+    own = re.fullmatch(r"tf-replicas\[(.+)\]", requirement)
+    for extra in own.group(1).split(",") if own else ():
+      found += extras[extra]
+    if not own:
+      found.append(requirement)
+  return [r for r in found if re.split(r"[^\w-]", r)[0] not in _LEFT_OUT]
+
+
+def _install(
+  venv: pathlib.Path, python: str, tensorflow: str, keras: str
+) -> None:
+  """Makes the environment `venv` with these versions."""
+  versions = [
+    _requirement("tensorflow", tensorflow),
+    _requirement("keras", keras),
+  ]
+  secs = _SECS["install"]
+  _text(["uv", "venv", "--quiet", "--python", python, venv], secs)
+  install = ["uv", "pip", "install", "--native-tls", "--quiet"]
+  install += ["--python", venv / "bin" / "python"]
+  _text([*install, *versions, *_test_requirements()], secs)
+  # A release candidate has no tf-keras of its own; the one before will do.
+  major, minor = _minor(tensorflow).split(".")
+  tf_keras = f"tf-keras<{major}.{int(minor) + 1}"
+  _text([*install, "--no-deps", tf_keras], secs)
+  if int(_version_in(venv, "protobuf").split(".")[0]) < 5:
+    # Later ones need a newer protobuf than they require.
+    _text([*install, "--no-deps", "tensorflow-metadata<1.17"], secs)
+  # A release candidate installs keras-nightly, over the same files.
+  remove = ["uv", "pip", "uninstall", "--quiet", *install[-2:]]
+  _text([*remove, "keras-nightly"], secs)
+  _text([*install, "--no-deps", "--reinstall", versions[1]], secs)
+  _text([*install, "--no-deps", _ROOT], secs)
+
+
+def _version_in(venv: pathlib.Path, package: str) -> str:
+  """Returns the version of a package in an environment, or of Python."""
+  script = (
+    "import importlib.metadata as m, platform, sys\n"
+    "name = sys.argv[1]\n"
+    "print(platform.python_version() if name == 'python' else m.version(name))"
+  )
+  return _text([venv / "bin" / "python", "-c", script, package], 60).strip()
+
+
+def _tests(python: pathlib.Path, *arguments: str, secs: float) -> dict:
+  """Runs tests.
+
+  Args:
+    python: The interpreter.
+    *arguments: The arguments of pytest.
+    secs: The time limit in seconds.
+
+  Returns:
+    The numbers of tests by outcome, the seconds, and the names of the tests
+    that failed.
+  """
+  result = subprocess.run(
+    [python, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
+    + list(arguments),
+    cwd=_ROOT,
+    env=_environ(),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=secs,
+    check=False,
+  )
+  print(result.stdout[-20_000:], flush=True)
+  return outcome_of(result.stdout)
+
+
+def outcome_of(output: str) -> dict:
+  """Returns the counts, seconds and failures that pytest's output shows."""
+  (summary,) = output.strip().splitlines()[-1:] or [""]
+  counts = dict(
+    (kind.removesuffix("s"), int(count))
+    for count, kind in re.findall(
+      r"(\d+) (passed|failed|skipped|errors?)", summary
+    )
+  )
+  secs = re.search(r" in ([\d.]+)s", summary)
+  if not counts or not secs:
+    raise RuntimeError(f"pytest must end with counts. Received: {summary!r}.")
+  return {
+    "passed": counts.get("passed", 0),
+    "failed": counts.get("failed", 0) + counts.get("error", 0),
+    "skipped": counts.get("skipped", 0),
+    "seconds": round(float(secs.group(1))),
+    "failures": re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE),
+  }
+
+
+def _environ() -> dict[str, str]:
+  """Returns the environment without what would replace the installed wheel."""
+  return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+
+def run(python: str, tensorflow: str, keras: str) -> dict:
+  """Runs everything with a triple of versions, and returns its row."""
+  with tempfile.TemporaryDirectory() as directory:
+    venv = pathlib.Path(directory, "venv")
+    _install(venv, python, tensorflow, keras)
+    interpreter = venv / "bin" / "python"
+    row = {
+      name: _version_in(venv, name)
+      for name in ("python", "tensorflow", "keras")
+    }
+    print(row, flush=True)
+    row["date"] = datetime.date.today().isoformat()
+    start = time.monotonic()
+    example = subprocess.run(
+      [interpreter, _ROOT / ".ci" / "try_wheel.py"],
+      env=_environ(),
+      timeout=_SECS["example"],
+      check=False,
+    )
+    row["example"] = {
+      "passed": not example.returncode,
+      "seconds": round(time.monotonic() - start),
+    }
+    row["cluster"] = _tests(interpreter, *_CLUSTER_TESTS, secs=_SECS["cluster"])
+    row["unit"] = _tests(
+      *(interpreter, "-n", "2", "--dist", "loadfile", "-m", "unit"),
+      secs=_SECS["unit"],
+    )
+  return row
+
+
+def triple_of(row: dict) -> list[str]:
+  """Returns the triple of minor versions of a row."""
+  return [_minor(row[key]) for key in ("python", "tensorflow", "keras")]
+
+
+def page(results: dict) -> str:
+  """Returns the page that shows the results."""
+  return "\n".join(
+    [
+      _INTRODUCTION.format(cluster_tests=" ".join(_CLUSTER_TESTS)),
+      "## What was run\n",
+      *_run_table(results["runs"]),
+      "",
+      *_failures(results["runs"]),
+      "## All triples\n",
+      f"As of {results['resolved']['date']},"
+      f" {len(results['resolved']['triples'])} triples can be installed. A date"
+      " means: run, with the figures above. *Not run*: can be installed. –:"
+      " cannot be installed, by the requirements of TensorFlow or Keras, or"
+      " because there is no wheel. 2.22 stands for 2.22.0rc0.\n",
+      *_all_triples(results),
+      "",
+    ]
+  )
+
+
+def _run_table(rows: Iterable[dict]) -> list[str]:
+  lines = [
+    "| TensorFlow | Keras | Python | date | unit: passed, failed, skipped |"
+    " seconds | training | example |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    unit = row["unit"]
+    counts = [unit["passed"], unit["failed"], unit["skipped"]]
+    training = "passed" if not row["cluster"]["failed"] else "**failed**"
+    example = "passed" if row["example"]["passed"] else "**failed**"
+    cells = [row["tensorflow"], row["keras"], row["python"], row["date"]]
+    cells += [", ".join(map(str, counts)), str(unit["seconds"])]
+    lines.append(f"| {' | '.join([*cells, training, example])} |")
+  return lines
+
+
+def _failures(rows: Iterable[dict]) -> list[str]:
+  lines = []
+  for row in rows:
+    failed = [*row["unit"]["failures"], *row["cluster"]["failures"]]
+    if failed:
+      lines.append(
+        f"TensorFlow {row['tensorflow']}, Keras {row['keras']}:"
+        f" {row.get('remark', 'failed tests:')}"
+      )
+      lines += ["", *(f"- `{name}`" for name in failed), ""]
+  return lines
+
+
+def _all_triples(results: dict) -> list[str]:
+  dates = {tuple(triple_of(row)): row["date"] for row in results["runs"]}
+  known = {tuple(triple) for triple in results["resolved"]["triples"]}
+  lines = [
+    f"| Python | TensorFlow | {' | '.join(f'Keras {k}' for k in _KERAS)} |",
+    "|---" * (2 + len(_KERAS)) + "|",
+  ]
+  for python, tensorflow in itertools.product(_PYTHONS, _TENSORFLOWS):
+    triples = [(python, _minor(tensorflow), keras) for keras in _KERAS]
+    if known.isdisjoint(triples):
+      continue
+    cells = [
+      dates.get(triple, "not run" if triple in known else "–")
+      for triple in triples
+    ]
+    lines.append(f"| {python} | {_minor(tensorflow)} | {' | '.join(cells)} |")
+  return lines
+
+
+def _add(results: dict, row: dict) -> None:
+  """Adds a row, in the place of an earlier one of the same triple."""
+  others = [r for r in results["runs"] if triple_of(r) != triple_of(row)]
+  results["runs"] = sorted(
+    [*others, row],
+    key=lambda r: [
+      tuple(map(int, version.split("."))) for version in triple_of(r)[1:]
+    ],
+  )
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  versions = [FLAGS.python, FLAGS.tensorflow, FLAGS.keras]
+  if any(versions) and not all(versions):
+    sys.exit("--python, --tensorflow and --keras must be given together.")
+  row = run(*versions) if all(versions) else None
+  triples = resolve() if FLAGS.resolve else None
+  results = json.loads(RESULTS.read_text(encoding="utf-8"))
+  if triples is not None:
+    date = datetime.date.today().isoformat()
+    results["resolved"] = {"date": date, "triples": triples}
+  if row is not None:
+    _add(results, row)
+  text = json.dumps(results, indent=1, ensure_ascii=False)
+  RESULTS.write_text(text + "\n", encoding="utf-8")
+  PAGE.write_text(page(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+  app.run(main)

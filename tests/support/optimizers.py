@@ -1,0 +1,31 @@
+"""Makes optimizers of Keras, for tests that run with several versions of it."""
+
+import unittest
+
+import keras
+
+
+def make(name: str, *args, **kwargs) -> keras.optimizers.Optimizer:
+  """Makes an optimizer; skips the test if it is missing or not supported.
+
+  Args:
+    name: The name of a class of `keras.optimizers`.
+    *args: The arguments of the class.
+    **kwargs: The keyword arguments of the class.
+  """
+  require(name)
+  # Keras before 3.10; `InnerOptimizer` refuses them.
+  if name in ("Adagrad", "Ftrl") and not hasattr(
+    keras.optimizers.Optimizer, "add_optimizer_variables"
+  ):
+    raise unittest.SkipTest(
+      f"{name} of Keras {keras.__version__} has slots without their variables'"
+      " names"
+    )
+  return getattr(keras.optimizers, name)(*args, **kwargs)
+
+
+def require(name: str) -> None:
+  """Skips the test, or the module that calls this, without that optimizer."""
+  if not hasattr(keras.optimizers, name):
+    raise unittest.SkipTest(f"Keras {keras.__version__} has no {name}")

@@ -1,0 +1,112 @@
+"""Shows the progress of `fit`, with the learning rate and the time left."""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Mapping
+
+import keras
+
+from tf_replicas.session import reports
+
+# Seconds between two lines of an epoch.
+_LINE_SECS = 10.0
+
+
+class Progress(keras.callbacks.ProgbarLogger):
+  """Keras' progress bar, with the learning rate and the time left.
+
+  On a terminal and in a notebook it is a bar. Elsewhere, as under a launcher,
+  it is a line after the first batches, every ten seconds and after each epoch:
+  Keras' bar would fill the log with control characters.
+
+  Attributes:
+    async_safe: See `keras.callbacks.CallbackList`.
+  """
+
+  async_safe = True
+
+  def __init__(
+    self,
+    learning_rate_fn: Callable[[], float],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Initializes the callback.
+
+    Args:
+      learning_rate_fn: Returns the current learning rate; NaN if there is not
+        exactly one.
+      clock: Returns a time in seconds.
+    """
+    super().__init__()
+    self._learning_rate_fn = learning_rate_fn
+    self._clock = clock
+    self._has_lines = False
+    self._epoch = 0
+    self._first: tuple[float, int] | None = None
+    self._said_at = -math.inf
+
+  def set_params(self, params: Mapping[str, object]) -> None:
+    """See `keras.callbacks.Callback`."""
+    super().set_params(params)
+    if self.verbose == 1 and not _can_redraw():
+      # Of Keras, only the line after each epoch.
+      self.verbose, self._has_lines = 2, True
+
+  def on_epoch_begin(self, epoch: int, logs=None) -> None:
+    """Prints the number of the epoch, and the time left to the last one."""
+    self._epoch = epoch
+    epochs, self.epochs = self.epochs, 1  # Keras' own line has no time.
+    super().on_epoch_begin(epoch, logs)
+    self.epochs = epochs
+    if self.verbose and epochs > 1:
+      left = self._left(epoch * (self.target or 0))
+      print(f"Epoch {epoch + 1}/{epochs}{left}", flush=True)
+
+  def on_train_batch_end(self, batch: int, logs=None) -> None:
+    """Moves the bar, or prints a line if one is due."""
+    logs = self._with_rate(logs)
+    super().on_train_batch_end(batch, logs)
+    done = self._epoch * (self.target or 0) + batch + 1
+    now = self._clock()
+    if self._first is None:
+      self._first = (now, done)
+    is_end = batch + 1 == self.target  # Keras prints a line.
+    if self._has_lines and not is_end and now - self._said_at >= _LINE_SECS:
+      self._said_at = now
+      values = "".join(f" - {name}: {x:.4g}" for name, x in logs.items())
+      print(f"{batch + 1}/{self.target}{self._left(done)}{values}", flush=True)
+
+  def on_epoch_end(self, epoch: int, logs=None) -> None:
+    """Completes the bar, or prints the line of the epoch."""
+    super().on_epoch_end(epoch, self._with_rate(logs))
+
+  def _with_rate(self, logs: Mapping[str, float] | None) -> dict[str, float]:
+    logs = dict(logs or {})
+    rate = self._learning_rate_fn()
+    if not math.isnan(rate):
+      logs.setdefault("learning_rate", rate)
+    return logs
+
+  def _left(self, done: int) -> str:
+    """Formats the time left after `done` batches; empty if not known yet."""
+    if self._first is None or self.target is None:
+      return ""
+    since, before = self._first
+    if done <= before:
+      return ""
+    per_batch = (self._clock() - since) / (done - before)
+    left = per_batch * (self.epochs * self.target - done)
+    return f" - {reports.duration(left)} left"
+
+
+def _can_redraw() -> bool:
+  """Returns whether stdout shows control characters, by Keras' own criteria."""
+  return (
+    sys.stdout.isatty()
+    or "ipykernel" in sys.modules
+    or "PYCHARM_HOSTED" in os.environ
+  )

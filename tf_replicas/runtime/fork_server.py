@@ -1,0 +1,423 @@
+"""Starts Python programs by forking a process that has imported TensorFlow.
+
+Importing TensorFlow 2.21 takes about three seconds of processor time. A cluster
+on one machine spends them once per task, at the same time, on the same cores. A
+`ForkServer` is a process that imports TensorFlow once, and forks for each task;
+a task then begins within some milliseconds. TensorFlow allows this because an
+import starts none of its threads and touches no GPU.
+
+A forked program is a process like others, with its own session, environment,
+arguments and output. Only what a fresh process reads while it imports
+TensorFlow, such as `TF_ENABLE_ONEDNN_OPTS`, is the same in all programs of a
+server.
+
+This module does not import TensorFlow, except in the process of the server.
+"""
+
+import collections
+import contextlib
+import ctypes
+import fcntl
+import importlib
+import importlib.abc as abc
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import cast
+from typing import IO
+from typing import NamedTuple
+from typing import NoReturn
+
+from tf_replicas.runtime import processes
+
+_PR_SET_PDEATHSIG = 1
+_MAX_MESSAGE = 1 << 20
+_MAX_DESCRIPTORS = 16
+_COMMAND_LINE_SIZE = 4000
+# TensorFlow on a busy machine takes this long to import at most.
+_IMPORT_SECS = 300.0
+
+
+class _Program(NamedTuple):
+  """A program to run.
+
+  Attributes:
+    arguments: What follows the name of the interpreter: [script, *arguments],
+      ["-m", module, *arguments] or ["-c", code, *arguments].
+    environ: The environment.
+    directory: The working directory.
+    descriptors: The numbers that the inherited file descriptors have in the
+      process that asked for the program; the first is to be its output.
+  """
+
+  arguments: list[str]
+  environ: dict[str, str]
+  directory: str
+  descriptors: list[int]
+
+
+class ForkedProcess:
+  """A process of a `ForkServer`, with the interface of `subprocess.Popen`.
+
+  Attributes:
+    args: The command line.
+    pid: The process id.
+    stdout: The process's output, standard error included; a text stream.
+    returncode: The exit status, negative for a signal; None while it runs.
+  """
+
+  def __init__(self, args: Sequence[str], stdout: IO[str]):
+    self.args = args
+    self.stdout = stdout
+    self.pid = 0
+    self.returncode: int | None = None
+    self._has_begun = threading.Event()
+    self._has_ended = threading.Event()
+
+  def poll(self) -> int | None:
+    """Returns `returncode`."""
+    return self.returncode
+
+  def wait(self, timeout: float | None = None) -> int:
+    """Waits for the end of the process.
+
+    Args:
+      timeout: The longest time to wait, in seconds; None waits forever.
+
+    Returns:
+      The exit status.
+
+    Raises:
+      subprocess.TimeoutExpired: If the process still runs after `timeout`.
+    """
+    if not self._has_ended.wait(timeout):
+      raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+    assert self.returncode is not None
+    return self.returncode
+
+  def send_signal(self, sig: int) -> None:
+    """Sends a signal, unless the process has ended."""
+    if self.returncode is None:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(self.pid, sig)
+
+  def terminate(self) -> None:
+    """Sends SIGTERM."""
+    self.send_signal(signal.SIGTERM)
+
+  def kill(self) -> None:
+    """Sends SIGKILL."""
+    self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+  """Starts programs of this Python interpreter by forking; a context manager.
+
+  The server starts with the first program. It ends, and all its programs with
+  it, when the context is left or when this process ends in any way.
+  """
+
+  def __init__(self, environ: Mapping[str, str] | None = None):
+    """Prepares the server.
+
+    Args:
+      environ: The environment in which TensorFlow is imported; by default that
+        of this process.
+    """
+    self._environ = dict(os.environ if environ is None else environ)
+    self._lock = threading.Lock()
+    self._process: subprocess.Popen | None = None
+    self._connection: socket.socket
+    # Those that the server was asked for and has not started, in order.
+    self._asked: collections.deque[ForkedProcess] = collections.deque()
+
+  def __enter__(self) -> "ForkServer":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def popen(
+    self,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+  ) -> ForkedProcess | None:
+    """Starts a program.
+
+    Args:
+      command: The command line: perhaps `env` and settings of variables; this
+        interpreter, perhaps with the option `-u`; a script, `-m` and a module,
+        or `-c` and code; and arguments.
+      env: The environment.
+      pass_fds: File descriptors that the process inherits.
+
+    Returns:
+      The process, or None if `command` is not of this form.
+
+    Raises:
+      RuntimeError: If TensorFlow cannot be imported, or the server has ended.
+    """
+    arguments, settings = _parse(command)
+    if arguments is None:
+      return None
+    reading, writing = os.pipe()
+    process = ForkedProcess(
+      command, open(reading, encoding="utf-8", errors="replace")
+    )
+    try:
+      descriptors = [writing, *pass_fds]
+      program = _Program(
+        arguments, {**env, **settings}, os.getcwd(), descriptors
+      )
+      with self._lock:
+        self._start()
+        self._asked.append(process)
+        socket.send_fds(
+          self._connection, [json.dumps(program).encode()], descriptors
+        )
+    finally:
+      os.close(writing)
+    if not process._has_begun.wait(_IMPORT_SECS) or not process.pid:
+      raise RuntimeError(
+        f"the process that starts {' '.join(arguments[:2])} has ended"
+      )
+    return process
+
+  def _start(self) -> None:
+    """Starts the server, unless it runs."""
+    if self._process is not None:
+      return
+    self._connection, theirs = socket.socketpair(
+      socket.AF_UNIX, socket.SOCK_SEQPACKET
+    )
+    with theirs:
+      self._process = subprocess.Popen(
+        [
+          *(sys.executable, "-u", "-m", __name__, str(theirs.fileno())),
+          "-" * _COMMAND_LINE_SIZE,  # See `_show_command_line`.
+        ],
+        stdin=subprocess.DEVNULL,
+        env={
+          **self._environ,
+          "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+        },
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # Ctrl-C is for its user to handle.
+      )
+    threading.Thread(target=self._listen, daemon=True).start()
+
+  def _listen(self) -> None:
+    """Hears from the server which processes have begun and ended."""
+    running: dict[int, ForkedProcess] = {}
+    with contextlib.suppress(OSError):
+      while message := self._connection.recv(_MAX_MESSAGE):
+        pid, status = json.loads(message)
+        if status is None:
+          process = self._asked.popleft()
+          process.pid, running[pid] = pid, process
+          process._has_begun.set()
+        else:
+          process = running.pop(pid)
+          process.returncode = os.waitstatus_to_exitcode(status)
+          process._has_ended.set()
+    for process in running.values():  # The kernel ends them with the server.
+      process.returncode = -signal.SIGTERM
+      process._has_ended.set()
+    while self._asked:
+      self._asked.popleft()._has_begun.set()
+
+  def close(self) -> None:
+    """Ends the server and its programs."""
+    with self._lock:
+      if self._process is not None:
+        with contextlib.suppress(OSError):
+          self._connection.shutdown(socket.SHUT_RDWR)
+        self._process.wait()
+        self._connection.close()
+        self._process = None
+
+
+def _parse(command: Sequence[str]) -> tuple[list[str] | None, dict[str, str]]:
+  """Parses a command line.
+
+  Returns:
+    The arguments of this interpreter, or None if the command is not one of it;
+    and variables that `env` sets.
+  """
+  settings = {}
+  interpreter, *arguments = command
+  if interpreter == "env":
+    interpreter, *arguments = arguments
+    while "=" in interpreter:
+      name, _, settings[name] = interpreter.partition("=")
+      interpreter, *arguments = arguments
+  if interpreter != sys.executable:
+    return None, {}
+  if arguments and arguments[0] == "-u":
+    del arguments[0]
+  is_known = bool(arguments) and (
+    arguments[0] in ("-m", "-c") or not arguments[0].startswith("-")
+  )
+  return (arguments if is_known else None), settings
+
+
+# The server.
+
+
+def _serve(connection: socket.socket) -> _Program:
+  """Forks for every program that is asked for; returns in its process.
+
+  The process of the server ends when the connection is closed.
+  """
+  awake, wakeup = os.pipe()
+  os.set_blocking(wakeup, False)
+  signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+  signal.signal(signal.SIGCHLD, lambda *_: None)
+  selector = selectors.DefaultSelector()
+  selector.register(connection, selectors.EVENT_READ)
+  selector.register(awake, selectors.EVENT_READ)
+  while True:
+    ready = {key.fileobj for key, _ in selector.select()}
+    if awake in ready:
+      os.read(awake, 4096)
+      _report_ended(connection)
+    if connection not in ready:
+      continue
+    message, received, _, _ = socket.recv_fds(
+      connection, _MAX_MESSAGE, _MAX_DESCRIPTORS
+    )
+    if not message:  # Its user has ended.
+      os._exit(0)
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+      for descriptor in received:
+        os.close(descriptor)
+      connection.send(json.dumps([pid, None]).encode())
+      continue
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    selector.close()
+    for descriptor in (awake, wakeup):
+      os.close(descriptor)
+    connection.close()
+    program = _Program(*json.loads(message))
+    _become(program, received, server)
+    return program
+
+
+def _report_ended(connection: socket.socket) -> None:
+  """Tells which programs have ended."""
+  with contextlib.suppress(ChildProcessError):
+    while True:
+      pid, status = os.waitpid(-1, os.WNOHANG)
+      if not pid:
+        return
+      with contextlib.suppress(OSError):
+        connection.send(json.dumps([pid, status]).encode())
+
+
+def _become(program: _Program, received: list[int], server: int) -> None:
+  """Gives a forked process what belongs to its program."""
+  os.setsid()
+  if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != server:  # It ended before the call.
+      os._exit(1)
+    _show_command_line(program.arguments)
+  output, *inherited = received
+  for number in (1, 2):
+    os.dup2(output, number)
+  os.close(output)
+  _renumber(inherited, program.descriptors[1:])
+  os.environ.clear()
+  os.environ.update(program.environ)
+  os.chdir(program.directory)
+  # Fresh processes have different seeds.
+  random.seed()
+  if "numpy" in sys.modules:
+    importlib.import_module("numpy").random.seed()
+
+
+def _show_command_line(arguments: Sequence[str]) -> None:
+  """Overwrites the command line that `ps` shows, which is that of the server.
+
+  The server was started with an argument that leaves room for it.
+  """
+  text = b"".join(os.fsencode(a) + b"\0" for a in [sys.executable, *arguments])
+  stat = pathlib.Path("/proc/self/stat").read_text()
+  fields = stat.rpartition(")")[2].split()  # From the third field on.
+  begin, end = (int(fields[number - 3]) for number in (48, 49))
+  size = end - begin
+  ctypes.memmove(begin, text[: size - 1].ljust(size, b"\0"), size)
+
+
+def _renumber(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+  """Gives file descriptors the numbers that the program expects."""
+  above = 1 + max([*descriptors, *numbers, 2])
+  copies = [fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, above) for d in descriptors]
+  for descriptor in descriptors:
+    os.close(descriptor)
+  for copy, number in zip(copies, numbers, strict=True):
+    os.dup2(copy, number)
+    os.close(copy)
+
+
+def _run(arguments: Sequence[str]) -> None:
+  """Runs a script, a module or code as `python` would."""
+  name, *rest = arguments
+  main = types.ModuleType("__main__")
+  if name == "-m":
+    name, *rest = rest
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+      spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None:
+      sys.exit(f"{sys.executable}: No module named {name}")
+    main.__file__, main.__spec__ = spec.origin, spec
+    main.__package__ = spec.parent
+    code = cast(abc.InspectLoader, spec.loader).get_code(spec.name) or ""
+  elif name == "-c":
+    code, *rest = rest
+  else:
+    main.__file__ = name
+    sys.path[0] = str(pathlib.Path(name).resolve().parent)
+    code = compile(pathlib.Path(name).read_bytes(), name, "exec")
+  sys.argv[:] = [getattr(main, "__file__", name), *rest]
+  sys.modules["__main__"] = main
+  exec(code, main.__dict__)
+
+
+def _main() -> NoReturn:
+  """Runs the server, and then in each forked process its program."""
+  connection = socket.socket(fileno=int(sys.argv[1]))
+  if sys.platform == "linux":
+    _show_command_line(["-m", __spec__.name])
+  try:
+    with processes.importing_tensorflow():
+      import keras  # noqa: F401
+      import tensorflow  # noqa: F401
+  except BaseException:
+    traceback.print_exc()
+    os._exit(1)
+  program = _serve(connection)
+  _run(program.arguments)
+  sys.exit(0)
+
+
+if __name__ == "__main__":
+  _main()

@@ -1,0 +1,113 @@
+"""Hides messages of TensorFlow that need no action; real errors stay visible.
+
+TF_CPP_MIN_LOG_LEVEL is 2 by default here, so that TensorFlow prints errors
+only. Some of its errors are none; these are hidden too. If the user sets the
+variable to 0 or 1, nothing is hidden.
+
+This module does not import TensorFlow.
+"""
+
+import contextlib
+import ctypes
+import functools
+import glob
+import os
+import re
+import sys
+from collections.abc import Iterator
+
+_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+_ERRORS, _FATAL = 2, 3
+
+# Matches lines that TensorFlow 2.21 prints, behind the name of the task: at
+# every start, whatever its log level; and once per function of a lost task.
+_NOISE = re.compile(
+  r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
+  r"|To enable the following instructions"
+  r"|E0000 .*Failed to (register|remove) function remotely"
+  r"|Additional GRPC error information|:UNKNOWN:Error received from peer"
+  r"|This could happen if the remote target has been disconnected)"
+)
+_NO_GPU = re.compile(r"\[[^]]*\] E0000 .*failed call to cuInit")
+
+# The name of `absl::SetMinLogLevel` in TensorFlow 2.21. TensorFlow reads the
+# variable only when it is imported, and has no Python function for this.
+_SET_LEVEL = "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
+
+
+def environ() -> dict[str, str]:
+  """Returns the environment of a process in which remarks are hidden."""
+  return {_VARIABLE: str(_ERRORS), **os.environ}
+
+
+def hide() -> None:
+  """Hides remarks of TensorFlow below the level of errors, from now on.
+
+  What TensorFlow prints while it is imported is hidden only by
+  `processes.importing_tensorflow`.
+  """
+  os.environ.setdefault(_VARIABLE, str(_ERRORS))
+  if "tensorflow" in sys.modules and _is_hidden():
+    _set_level(_level())
+
+
+def is_noise(line: str) -> bool:
+  """Returns whether a line of a task's output is to be hidden.
+
+  Args:
+    line: A line with the name of the task in front: "[worker 0] …".
+  """
+  if not _is_hidden():
+    return False
+  return bool(_NOISE.match(line) or (not _has_gpu() and _NO_GPU.match(line)))
+
+
+@contextlib.contextmanager
+def hidden_errors() -> Iterator[None]:
+  """Context in which TensorFlow 2.21 prints no errors either, in any thread.
+
+  Python exceptions are not affected.
+  """
+  if not _is_hidden():
+    yield
+    return
+  _set_level(_FATAL)
+  try:
+    yield
+  finally:
+    _set_level(_level())
+
+
+@contextlib.contextmanager
+def hidden_lack_of_gpu() -> Iterator[None]:
+  """Context in which TensorFlow looks for GPUs.
+
+  On a machine without GPUs, TensorFlow 2.21 prints an error of CUDA.
+  """
+  with contextlib.nullcontext() if _has_gpu() else hidden_errors():
+    yield
+
+
+def _level() -> int:
+  """Returns the level of TF_CPP_MIN_LOG_LEVEL; 0 if it is not a number."""
+  value = os.environ.get(_VARIABLE, str(_ERRORS))
+  return int(value) if value.isdecimal() else 0
+
+
+def _is_hidden() -> bool:
+  return _level() >= _ERRORS
+
+
+@functools.cache
+def _has_gpu() -> bool:
+  """Returns whether this machine shows an NVIDIA GPU to this process."""
+  return bool(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _set_level(level: int) -> None:
+  """Sets TensorFlow's log level; does nothing with another release."""
+  import tensorflow as tf
+
+  path = os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2")
+  with contextlib.suppress(OSError, AttributeError):
+    getattr(ctypes.CDLL(path), _SET_LEVEL)(level)
