@@ -117,6 +117,19 @@ def test_resumes_under_another_rule(tmp_path, monkeypatch, capsys):
   assert _last_number(output) < 0.3
 
 
+def test_the_recommender_learns_what_can_be_known(tmp_path):
+  arguments = [
+    f"--train_dir={tmp_path}",
+    f"--export_dir={tmp_path}/exported",
+    "--epochs=2",
+  ]
+  output = _output("recommender/train.py", arguments=arguments)
+  best, reached = map(float, re.findall(r"AUC.*: ([\d.]+)$", output, re.M))
+  assert 0.85 < best < 0.95
+  assert 0.96 * best < reached < best
+  assert (tmp_path / "exported" / "saved_model.pb").exists()
+
+
 @pytest.mark.parametrize(
   "path", sorted(_EXAMPLES.glob("*.py")), ids=lambda path: path.name
 )

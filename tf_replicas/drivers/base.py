@@ -34,6 +34,7 @@ from tf_replicas.session import evaluation
 from tf_replicas.session import training
 from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
+from tf_replicas.store import tables
 
 
 class TrainedState(checkpoints.Checkpointable, Protocol):
@@ -305,6 +306,9 @@ class ParameterServerDriver(Driver):
     if options.timeline_dir is not None:
       self._recorder = timeline.Recorder(options.timeline_dir, timeline_file)
     namespace = resources.Namespace(options.namespace)
+    self._home = tables.Home(
+      namespace, spec.num_tasks("ps"), parameter_store.ps_device
+    )
     self._heartbeats = options.joined or heartbeats.Heartbeats(
       client,
       devices=devices,
@@ -313,7 +317,8 @@ class ParameterServerDriver(Driver):
       log=options.log,
     )
     with self._heartbeats.announce_failure(self.is_chief):
-      self.replica = build_replica(replica_fn)
+      with tables.home(self._home):
+        self.replica = build_replica(replica_fn)
       self.rule = rule_base.check_rule(rule_fn())
       rule_base.check_replicas(self.rule, self.replica_names)
       self.store = parameter_store.build(

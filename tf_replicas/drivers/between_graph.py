@@ -259,6 +259,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
 
   def close(self, error: BaseException | None = None) -> None:
     """See `Driver.close`."""
+    self._home.is_open = False
     if not self.is_chief:
       beats = self._heartbeats
       stays = self._options.joined is not None and error is None

@@ -149,6 +149,8 @@ class InGraph(driver_base.ParameterServerDriver):
 
   def _start_replicas(self) -> waiting.RaisingThread:
     self.store.state()
+    for tensor in self.store.row_tensors().values():
+      tensor.trace()
     self.rule.trace_ahead()
     self._heartbeats.trace_ahead()
     self._run_loop_fn = tf.function(self._run_loop, autograph=False)
@@ -219,6 +221,7 @@ class InGraph(driver_base.ParameterServerDriver):
 
   def close(self, error: BaseException | None = None) -> None:
     """Ends the training, and tells every task to end."""
+    self._home.is_open = False
     if isinstance(self._thread, waiting.PollingThread):
       self._thread.request_stop()
     # Closures that fail for a lost worker would be tried again for ever.

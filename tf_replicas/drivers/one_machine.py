@@ -18,6 +18,7 @@ The design is that of `cifar10_multi_gpu_train.py` in TF1's tutorial.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -32,6 +33,7 @@ from tf_replicas.session import training
 from tf_replicas.store import gradient_math
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
+from tf_replicas.store import tables
 
 _CPU = "/device:CPU:0"
 
@@ -85,7 +87,9 @@ class OneMachine(driver_base.Driver):
       ValueError: If the rule is for another number of contributions or needs
         parameter servers, or `namespace` is invalid.
     """
-    self.replica = replica_fn()
+    own = resources.new_namespace(namespace)
+    with tables.home(tables.Home(own, 1, lambda _: _CPU)):
+      self.replica = replica_fn()
     rule = rule_base.check_rule(optimizer_fn())
     places = rule.replicas_to_aggregate
     if places != 1:
@@ -94,9 +98,8 @@ class OneMachine(driver_base.Driver):
         " devices: together they are one replica, whose gradients are all used."
         f" Received: {places}."
       )
-    self.store = single_store(
-      self.replica.shared, _CPU, resources.new_namespace(namespace)
-    )
+    store: Any = single_store(self.replica.shared, _CPU, own)
+    self.store = store
     self._update = rule.in_lockstep(self.store)
     self._update.create([tf.identity(v) for v in self.replica.shared])
     self._step_fn: Callable[[], tf.Tensor] | None = None

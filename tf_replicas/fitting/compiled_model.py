@@ -37,6 +37,7 @@ from tf_replicas.store import inner_optimizer
 from tf_replicas.store import loss_scaling
 from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
+from tf_replicas.store import tables
 
 # Attributes of a model with a custom `train_step`: the metrics of `_means`, and
 # the names of the values that `train_step` returns.
@@ -883,11 +884,13 @@ def load(
 
   Args:
     model: A model with variables of the same paths as in the store.
-    state: The result of `ParameterStore.state`.
+    state: The result of `ParameterStore.state`. Tables are not in it, and are
+      not loaded.
     step: Number of updates made.
   """
   for variable in shared(model):
-    variable.assign(state[f"variables/{variable.path}"])
+    if tables.rows_of(variable) is None:
+      variable.assign(state[f"variables/{variable.path}"])
   names = dict.fromkeys(phase.name for phase in phases(model))
   for name in names:
     prefix = f"{name}." if len(phases(model)) > 1 else ""

@@ -211,6 +211,7 @@ def run(
     checkpoints.CheckpointError: If `train_dir` holds another model.
   """
   with join(replica_fn, optimizer_fn, **settings) as driver:
+    roles.check_tables_are_saved(driver, train_dir)
     driver.stop_at(max_steps)
     session = training.Session(
       train_dir,

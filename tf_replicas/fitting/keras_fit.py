@@ -129,7 +129,8 @@ def fit(
       Each has a copy of the model. None takes the GPUs that the cluster spec
       gives to this task.
     train_dir: Directory for checkpoints. If it has one, training resumes from
-      the newest, and `initial_epoch` is ignored. None writes nothing.
+      the newest, and `initial_epoch` is ignored. None writes nothing, and is
+      not allowed with tables (`Embedding`) on parameter servers.
     checkpoint_every_secs: Seconds between two checkpoints. One is also written
       at the end.
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
@@ -139,7 +140,8 @@ def fit(
       server or an in-graph worker), and with the chief's line about replicas.
 
   Returns:
-    The history. Its `model` has the trained weights and the optimizer's state.
+    The history. Its `model` has the trained weights and the optimizer's state,
+    but not the rows of tables (see `load_tables`).
     Its `contributions` maps each replica, such as "worker 1", to the
     `rules.results.Counts` of its contributions; empty without parameter
     servers.
@@ -259,6 +261,7 @@ def fit(
       count = contributions * max(1, len(part.devices))
       log(part.describe(rule, _part_size(x, batch_size, count)))
     arguments.make_directory(train_dir)
+    roles.check_tables_are_saved(driver, train_dir)
     validation_spec = data_module.check_validation(
       validation_data, validation_steps
     )

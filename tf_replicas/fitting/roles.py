@@ -36,6 +36,7 @@ from tf_replicas.rules import base as rule_base
 from tf_replicas.runtime import devices as runtime_devices
 from tf_replicas.runtime import noise
 from tf_replicas.runtime import processes
+from tf_replicas.store import tables
 
 MIRRORED = "mirrored"
 # Prefixes of names in a checkpoint that a run may lack, because it has another
@@ -465,6 +466,20 @@ def _serve(
       log=log,
     )
   processes.exit_now(0 if outcome == heartbeats.FINISHED else 1)
+
+
+def check_tables_are_saved(
+  driver: driver_base.Driver, train_dir: str | os.PathLike[str] | None
+) -> None:
+  """Raises ValueError if tables would be lost with the parameter servers."""
+  variables = driver.replica.variables
+  found = [r.path for r in map(tables.rows_of, variables) if r is not None]
+  if found and train_dir is None and driver.replica_names:
+    raise ValueError(
+      "`train_dir` must be given where the model has tables, whose rows exist"
+      " only on the parameter servers and end with the training. Received:"
+      f" None, and the table {found[0]!r}."
+    )
 
 
 def _only_serves(role: _Role, replication: str) -> bool:

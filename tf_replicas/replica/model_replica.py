@@ -27,6 +27,7 @@ from tf_replicas.store import loss_scaling
 from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
+from tf_replicas.store import tables
 
 Batch = model_parallel.Batch
 ScaleLoss = Callable[[tf.Tensor], tf.Tensor]
@@ -147,6 +148,13 @@ class Replica:
           f" Received: {', '.join(v.name for v in wrong)}."
         )
     has_stages = any(len(tower) > 1 for tower in self.towers())
+    found = [v for v in self.variables if tables.rows_of(v) is not None]
+    if self.layers is not None and found:
+      raise ValueError(
+        "`layers` must not be placed on several devices where a model has"
+        " tables (`tf_replicas.Embedding`). Received: the table"
+        f" {placement.path_of(found[0])!r}."
+      )
     if self.is_synchronized and has_stages:
       raise ValueError(
         "`is_synchronized` needs towers of one device each. Received: `layers`"
@@ -351,8 +359,12 @@ class Replica:
     """Computes the gradients of one micro-batch."""
     parameters, batch, scale_loss = inputs
     trained = parameters[: len(self.variables)]
+    pairs = zip(self.variables, trained, strict=True)
     if pipeline is None:
-      with tf.GradientTape(watch_accessed_variables=False) as tape:
+      with (
+        tf.GradientTape(watch_accessed_variables=False) as tape,
+        tables.placeholders(pairs),
+      ):
         tape.watch(trained)
         loss, moves = self._loss(parameters, batch)
         scaled = scale_loss(loss)

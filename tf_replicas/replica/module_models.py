@@ -24,6 +24,7 @@ from tf_replicas.runtime import patches
 from tf_replicas.session import checkpoints
 from tf_replicas.store import loss_scaling
 from tf_replicas.store import parameter_store
+from tf_replicas.store import tables
 
 Own = module_internals.OwnVariable
 # Gradients by position; loss; new values of the statistics; metrics.
@@ -57,6 +58,8 @@ class SharedTemplate:
     dtype = tf.as_dtype(own.variable.dtype)
     self.dtype = tf.float64 if dtype.is_integer else dtype
     self.trainable = own.trainable
+    if (rows := tables.rows_of(own.variable)) is not None:
+      self.table_rows = rows
 
   def __tf_tensor__(
     self, dtype: tf.DType | None = None, name: str | None = None
@@ -132,6 +135,8 @@ class _Tracer:
     with tf.device(None):
       traced = self._step.get_concrete_function(tf.TensorSpec([]), batch_spec)
     known = [own.variable for own in self._variables_fn()]
+    for rows in filter(None, map(tables.rows_of, list(known))):
+      known += rows.parts
     if foreign := module_internals.foreign_variables(traced, known):
       raise ValueError(
         "`loss_fn` must use only variables of the module, which are those that"
@@ -400,7 +405,9 @@ def load_into_module(module: Any, values: Mapping[str, np.ndarray]) -> None:
   own = {
     own.path: own.variable
     for own in module_internals.variables_of(module)
-    if not own.is_random and _is_number(own)
+    if not own.is_random
+    and _is_number(own)
+    and tables.rows_of(own.variable) is None
   }
   values = {n: v for n, v in values.items() if not loss_scaling.is_own(n)}
   checkpoints.assign("the values are of another module", own, values)

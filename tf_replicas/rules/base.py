@@ -578,7 +578,12 @@ class OptimizerRule(GradientRule):
 
     Args:
       store: Holds the variables to train.
+
+    Raises:
+      ValueError: If the rule does not support the tables in the store.
     """
+    if isinstance(self.inner, alternating_optimizer.AlternatingOptimizer):
+      check_no_tables(store, "several optimizers that take turns")
     self._store = store
     self.applier = applier.Applier(
       store,
@@ -590,8 +595,7 @@ class OptimizerRule(GradientRule):
 
   def assign_first(self, values: Sequence[tf.Tensor]) -> None:
     """Gives variables and moving averages their first values."""
-    for index, value in enumerate(values):
-      self._store.assign(index, value)
+    self._store.assign_first(values)
     self.applier.initialize(values)
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
@@ -777,6 +781,16 @@ def check_positive(name: str, value: float | None) -> None:
   """Raises ValueError unless `value` is positive or None."""
   if value is not None and not value > 0:
     raise ValueError(f"`{name}` must be positive. Received: {value}.")
+
+
+def check_no_tables(store: parameter_store.ParameterStore, what: str) -> None:
+  """Raises ValueError if `store` has tables, which `what` does not support."""
+  if store.table_paths:
+    raise ValueError(
+      f"{what} must not be used with tables (`tf_replicas.Embedding`), whose"
+      " rows exist only on the parameter servers; use `keras.layers.Embedding`,"
+      f" or another rule. Received: the tables {', '.join(store.table_paths)}."
+    )
 
 
 def check_rule(rule: object) -> UpdateRule:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
@@ -150,6 +151,20 @@ def make_paths_distinct(variables: Sequence[keras.Variable]) -> None:
       number += 1
       variable._path = f"{path}_{number}"
     seen.add(variable.path)
+
+
+def replace_value(variable: keras.Variable, value: np.ndarray) -> None:
+  """Gives a variable a value of another shape, and that shape.
+
+  Args:
+    variable: A variable of a built layer.
+    value: The value; of the variable's dtype.
+  """
+  first = tf.convert_to_tensor(value)
+  variable._value = tf.Variable(
+    first, trainable=variable.trainable, name=variable.name
+  )
+  variable._shape = value.shape
 
 
 @contextlib.contextmanager

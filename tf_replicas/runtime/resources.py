@@ -16,7 +16,9 @@ import itertools
 import re
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 from typing import Generic
 from typing import TypeVar
 
@@ -135,12 +137,16 @@ class Namespace:
     self,
     place: Callable[[str], tuple[str, str]],
     created: list[tf.Variable],
+    stays_there: Callable[[str], bool] = lambda name: False,
   ) -> Callable[..., tf.Variable]:
     """Makes a creator of shared variables for `tf.variable_creator_scope`.
 
     Args:
       place: Maps the requested name to (name in this namespace, device).
       created: Every new variable is appended to it.
+      stays_there: Returns whether a variable, of this name in the namespace, is
+        too large for this process. Its initial value, which a function must
+        give, is then computed on its device.
 
     Returns:
       The creator. It assigns a variable's initial value, unless some client has
@@ -149,7 +155,12 @@ class Namespace:
 
     def create(next_creator: object, **kwargs) -> tf.Variable:
       del next_creator
-      value = kwargs["initial_value"]
+      value: Any = kwargs["initial_value"]
+      name, device = place(kwargs.get("name") or "variable")
+      if callable(value) and stays_there(name):
+        variable = self._create_there(name, device, value, kwargs.get("dtype"))
+        created.append(variable)
+        return variable
       # An optimizer may give a tensor of the function that it is traced in.
       if tf.is_tensor(value) and tf.get_static_value(value) is not None:
         value = tf.get_static_value(value)
@@ -157,7 +168,6 @@ class Namespace:
         value = tf.convert_to_tensor(
           value() if callable(value) else value, dtype=kwargs.get("dtype")
         )
-      name, device = place(kwargs.get("name") or "variable")
       with tf.device(device):
         variable = self.variable(name, value.shape, value.dtype)
       with tf.init_scope():  # Optimizers may create slots inside a function.
@@ -167,6 +177,37 @@ class Namespace:
       return variable
 
     return create
+
+  def _create_there(
+    self,
+    name: str,
+    device: str,
+    value_fn: Callable[[], Any],
+    dtype: tf.DType | str | None,
+  ) -> Any:
+    """Creates a variable whose first value never leaves `device`."""
+
+    def value():
+      return tf.convert_to_tensor(value_fn(), dtype=dtype)
+
+    with tf.init_scope():
+      (spec,) = (
+        tf.function(value, autograph=False).get_concrete_function().outputs
+      )
+      with tf.device(device):
+        variable = self.variable(name, spec.shape, spec.dtype)
+      if not variable.is_initialized():
+        check_room({device: variable.num_bytes}, name)
+
+        @tf.function(autograph=False)
+        def assign() -> tf.Tensor:
+          with tf.device(device):
+            variable.assign(value(), read_value=False)
+          return tf.constant(True)
+
+        # A call of the function itself would warn of many traces.
+        assign.get_concrete_function()()
+    return variable
 
 
 DEFAULT_NAMESPACE = Namespace()
@@ -272,6 +313,29 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
       aggregation=tf.VariableAggregation.NONE,
     )
     self.path = name
+
+  @property
+  def num_bytes(self) -> int:
+    """Number of bytes of its value."""
+    return (self.shape.num_elements() or 0) * self.dtype.size
+
+  def gather(self, rows: tf.Tensor) -> tf.Tensor:
+    """Reads rows, on the device of the variable.
+
+    Gradient tapes and functions do not notice this read: the variable belongs
+    to no model of this process.
+
+    Args:
+      rows: int64 [n], the indices of the rows.
+
+    Returns:
+      The rows, of shape [n, *shape[1:]].
+    """
+    with tf.device(self.device):
+      found = tf.raw_ops.ResourceGather(
+        resource=self.handle, indices=rows, dtype=self.dtype
+      )
+      return tf.ensure_shape(found, [None, *self.shape.as_list()[1:]])
 
   def is_initialized(self, name: str | None = None) -> tf.Tensor:
     """Returns a bool scalar: whether some client has assigned a value."""
@@ -467,6 +531,47 @@ class Mutex:
         released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
     with tf.control_dependencies([released]):
       return tf.nest.map_structure(tf.identity, results)
+
+
+def check_room(needed: Mapping[str, int], what: str) -> None:
+  """Checks that large variables fit into the memory of their tasks.
+
+  On systems other than Linux nothing is checked.
+
+  Args:
+    needed: The number of bytes to be allocated, by device.
+    what: What needs them, for the error.
+
+  Raises:
+    ValueError: If a task has less memory available.
+  """
+  for device, num_bytes in needed.items():
+    free = _available_bytes(device)
+    if 0 <= free < num_bytes:
+      raise ValueError(
+        f"{what} needs {num_bytes / 2**30:.1f} GiB of memory on {device}, where"
+        f" {free / 2**30:.1f} GiB are available: use more parameter servers,"
+        " machines with more memory, or fewer rows."
+      )
+
+
+def _available_bytes(device: str) -> int:
+  """Returns the memory that the task of `device` may use; -1: not known."""
+
+  @tf.function(autograph=False)
+  def read() -> tf.Tensor:
+    with tf.device(device):
+      lines = tf.data.TextLineDataset("/proc/meminfo")
+      return lines.reduce(
+        tf.constant(""), lambda text, line: tf.strings.join([text, line, "\n"])
+      )
+
+  try:
+    text = bytes(remote_reader(read)().numpy()).decode()
+  except tf.errors.NotFoundError:
+    return -1
+  found = re.search(r"MemAvailable:\s*(\d+) kB", text)
+  return int(found[1]) * 1024 if found else -1
 
 
 def copy_here(tensor: tf.Tensor) -> tf.Tensor:

@@ -6,6 +6,10 @@ A checkpoint is a flat map from names to whole tensors, such as
 slots were created), `global_step` and `examples_seen`. It does not depend on
 the devices of the tensors, so a run with one kind of replication can resume
 from a checkpoint of another kind.
+
+Tensors of many rows, such as tables and their slots, are never whole in this
+process. They are written and read in blocks of rows, in files of their own:
+those of `model.ckpt-7` are `model.ckpt-7.tables.index` and `….data-….`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import os
 import re
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
+from typing import Any
 from typing import NamedTuple
 from typing import Protocol
 
@@ -26,8 +32,10 @@ import tensorflow as tf
 
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import resources
+from tf_replicas.runtime import row_files
 
 PREFIX = "model.ckpt"
+_TABLES = ".tables"
 FINISHED = "finished.json"
 # Prefix of the global steps at which an optimizer's slots were created.
 _BEGAN = "optimizer/began."
@@ -44,6 +52,8 @@ _READ_ERRORS = (tf.errors.OpError, LookupError, RuntimeError, ValueError)
 
 Array = tf.Tensor | tf.Variable | np.ndarray
 Values = Mapping[str, Array]
+# What has a shape and a dtype.
+Shaped = Any
 
 
 class CheckpointError(ValueError):
@@ -52,6 +62,25 @@ class CheckpointError(ValueError):
 
 class MissingCheckpointError(CheckpointError):
   """Files of a checkpoint are missing."""
+
+
+class RowTensor(Protocol):
+  """A tensor that is saved and restored in blocks of rows.
+
+  Attributes:
+    shape: Its shape.
+    dtype: Its dtype.
+  """
+
+  shape: tuple[int, ...]
+  dtype: tf.DType
+
+  def read(self, begin: int, end: int) -> np.ndarray:
+    """Returns the rows in [begin, end)."""
+    ...
+
+  def assign(self, begin: int, values: np.ndarray) -> None:
+    """Assigns the rows from `begin` on."""
 
 
 class Checkpointable(Protocol):
@@ -128,6 +157,7 @@ def save(
   values: Values,
   *,
   keep_checkpoints: int | None = 5,
+  row_tensors: Mapping[str, RowTensor] | None = None,
 ) -> str:
   """Writes `values` as `<train_dir>/model.ckpt-<global_step>`.
 
@@ -135,6 +165,7 @@ def save(
     train_dir: A directory; created if it does not exist.
     values: Tensors by name, on any devices; `global_step` is one of them.
     keep_checkpoints: The number of newest checkpoints to keep; None keeps all.
+    row_tensors: Tensors by name that are written in blocks of rows.
 
   Returns:
     The path of the checkpoint.
@@ -146,6 +177,10 @@ def save(
   with tf.device(None), tf.device(io_device):
     # Copies on this device, so that saving needs no other task.
     arrays = {name: np.asarray(value) for name, value in values.items()}
+    if row_tensors:
+      # First: without the index file of the rest, there is no checkpoint.
+      path = os.path.join(train_dir, f"{PREFIX}-{int(arrays['global_step'])}")
+      row_files.write(tables_of(path), _blocks(row_tensors))
     holders = {
       name: tf.Variable(array, trainable=False)
       for name, array in arrays.items()
@@ -157,10 +192,36 @@ def save(
       checkpoint_name=PREFIX,
     )
     with patches.waiting_for_nobody():
-      return manager.save(
+      saved = manager.save(
         checkpoint_number=int(arrays["global_step"]),
         options=tf.train.CheckpointOptions(experimental_io_device=io_device),
       )
+  _remove_tables_without_checkpoint(train_dir)
+  return saved
+
+
+def tables_of(path: str) -> str:
+  """Returns the path of the files of row tensors of the checkpoint `path`."""
+  return path + _TABLES
+
+
+def _blocks(
+  row_tensors: Mapping[str, RowTensor],
+) -> Iterator[row_files.Block]:
+  for name, tensor in row_tensors.items():
+    for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
+      values = tensor.read(begin, end)
+      yield row_files.Block(name, tensor.shape, begin, values)
+
+
+def _remove_tables_without_checkpoint(train_dir: str) -> None:
+  """Removes files of checkpoints that the manager has removed."""
+  pattern = os.path.join(glob.escape(train_dir), f"{PREFIX}-*{_TABLES}.*")
+  for name in glob.glob(pattern):
+    path = name[: name.rindex(_TABLES + ".")]
+    if not os.path.exists(path + ".index"):
+      with contextlib.suppress(FileNotFoundError):
+        os.remove(name)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -234,6 +295,7 @@ def restore(
   state: Checkpointable,
   *,
   is_optional: Callable[[str], bool] | None = None,
+  row_tensors: Mapping[str, RowTensor] | None = None,
 ) -> Restored:
   """Loads a checkpoint into `state`; changes nothing if it does not fit.
 
@@ -247,6 +309,7 @@ def restore(
     is_optional: Returns whether the tensor of this name may be missing or
       differ: for example a slot of another optimizer, or a moving average that
       the saved run did not have. None: every tensor must match.
+    row_tensors: Tensors of `state` by name that are read in blocks of rows.
 
   Returns:
     Which names were restored.
@@ -259,9 +322,12 @@ def restore(
   saved = read(path)
   wanted = state.state()
   differing = differences(saved, wanted)
+  row_tensors = row_tensors or {}
+  entries = _saved_rows(path)
+  differing_rows = differences(entries, row_tensors)
   faults = [
     text
-    for name, text in differing.items()
+    for name, text in (differing | differing_rows).items()
     if is_optional is None or not is_optional(name)
   ]
   if faults:
@@ -273,14 +339,43 @@ def restore(
   averages = _from_variables(saved, wanted, wanted.keys() - values)
   began = {n: saved["global_step"] for n in wanted if n.startswith(_BEGAN)}
   restored = began | values | averages
+  loaded = [name for name in row_tensors if name not in differing_rows]
+  for name in loaded:
+    tensor, entry = row_tensors[name], entries[name]
+    for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
+      rows = row_files.read(tables_of(path), name, entry, begin, end)
+      tensor.assign(begin, rows)
+  # Last, as this sets the global step.
   state.load_state(restored)
   return Restored(
     path,
     int(saved["global_step"]),
     from_variables=tuple(sorted(averages)),
-    fresh=tuple(sorted(wanted.keys() - restored)),
-    ignored=tuple(sorted(saved.keys() - values)),
+    fresh=tuple(
+      sorted((wanted.keys() - restored) | (row_tensors.keys() - set(loaded)))
+    ),
+    ignored=tuple(
+      sorted((saved.keys() - values) | (entries.keys() - set(loaded)))
+    ),
   )
+
+
+def _saved_rows(path: str) -> dict[str, row_files.Entry]:
+  """Returns the tensors of a checkpoint that are read in blocks of rows."""
+  prefix = tables_of(path)
+  if not os.path.exists(prefix + ".index"):
+    return {}
+  try:
+    if not is_complete(prefix):
+      raise MissingCheckpointError(f"checkpoint {prefix}: files are missing")
+    return row_files.shapes(prefix)
+  except _READ_ERRORS as error:
+    if isinstance(error, CheckpointError):
+      raise
+    reason = " ".join(str(error).split())
+    raise CheckpointError(
+      f"checkpoint {prefix} is damaged: {reason}"
+    ) from error
 
 
 def assign(
@@ -312,7 +407,9 @@ def check_same(what: str, saved: Values, wanted: Values) -> None:
     raise CheckpointError(f"{what}: {some(faults.values(), '; ')}")
 
 
-def differences(saved: Values, wanted: Values) -> dict[str, str]:
+def differences(
+  saved: Mapping[str, Shaped], wanted: Mapping[str, Shaped]
+) -> dict[str, str]:
   """Describes the differences between a checkpoint and a model.
 
   Args:
@@ -334,7 +431,7 @@ def differences(saved: Values, wanted: Values) -> dict[str, str]:
   return found
 
 
-def _difference(saved: Array, wanted: Array) -> str | None:
+def _difference(saved: Shaped, wanted: Shaped) -> str | None:
   """Describes how shape or dtype of two tensors differ; None if equal."""
   for what, old, new in (
     ("shape", list(saved.shape), list(wanted.shape)),

@@ -256,6 +256,7 @@ class Session:
     Returns:
       The global step afterwards.
     """
+    assert self._state is not None
     if live_step > 0:
       saved_step = int(checkpoints.read(path)["global_step"])
       if live_step >= saved_step:
@@ -265,7 +266,10 @@ class Session:
         )
         return live_step
     restored = checkpoints.restore(
-      path, self._state, is_optional=self._is_optional
+      path,
+      self._state,
+      is_optional=self._is_optional,
+      row_tensors=_row_tensors(self._state),
     )
     self._saved_step, self._saved_path = restored.global_step, path
     self._console.log(checkpoints.describe(restored))
@@ -330,6 +334,7 @@ class Session:
       self._train_dir,
       values,
       keep_checkpoints=self._keep_checkpoints,
+      row_tensors=_row_tensors(self._state),
     )
     self._saved_step = step
     self._console.log(f"saved {self._saved_path}")
@@ -360,6 +365,16 @@ class Session:
       ended = str(datetime.datetime.fromtimestamp(now))
       record = checkpoints.Finished(step, self._saved_path, ended)
       checkpoints.write_finished(self._train_dir, record)
+
+
+def _row_tensors(
+  state: checkpoints.Checkpointable,
+) -> Mapping[str, checkpoints.RowTensor]:
+  """Returns the tensors of `state` that are saved in blocks of rows, by name.
+
+  A state without such tensors need not have the method.
+  """
+  return getattr(state, "row_tensors", dict)()
 
 
 def _require_positive_or_none(**arguments: float | None) -> None:

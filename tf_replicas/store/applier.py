@@ -60,7 +60,7 @@ class Applier:
       clip_norm: The largest global norm of the means; None for no clipping.
 
     Raises:
-      ValueError: If a variable to average is not in the store.
+      ValueError: If a variable to average is not in the store, or is a table.
     """
     self._store = store
     self._inner = inner
@@ -71,6 +71,11 @@ class Applier:
     self._shadows: dict[int, list[tf.Variable]] = {}
     if variable_averages is not None:
       for index in _indices(store, to_average):
+        if store.specs[index].table is not None:
+          raise ValueError(
+            "`variables_to_average` must leave out tables, whose rows are not"
+            f" averaged. Received: {store.specs[index].path!r}."
+          )
         self._shadows[index] = store.create_like(index, "averages")
 
   def initialize(self, values: Sequence[tf.Tensor]) -> None:
@@ -176,10 +181,14 @@ class Applier:
       for (position, number), total in zip(shards, sums, strict=True):
         if not present[position]:
           continue
-        variable = self._store.variables(self._store.contributed[position])
-        variable = variable[number]
+        index = self._store.contributed[position]
+        variable = self._store.variables(index)[number]
         if isinstance(total, tf.IndexedSlices):
-          total = gradient_math.sum_rows(total, variable.shape)
+          total = gradient_math.sum_rows(
+            total,
+            variable.shape,
+            may_be_empty=self._store.specs[index].table is not None,
+          )
         else:
           total = tf.ensure_shape(total, variable.shape)
         if num_contributions > 1:

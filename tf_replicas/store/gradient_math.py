@@ -114,7 +114,9 @@ def clipped(
     The scaled gradients; each row of a `tf.IndexedSlices` occurs once.
   """
   gradients = [
-    sum_rows(g, tf.TensorShape(shape)) if isinstance(g, tf.IndexedSlices) else g
+    sum_rows(g, tf.TensorShape(shape), may_be_empty=True)
+    if isinstance(g, tf.IndexedSlices)
+    else g
     for g, shape in zip(gradients, shapes, strict=True)
   ]
   squares = [sum_of_squares(g) for g in gradients if g is not None]
@@ -145,23 +147,29 @@ def clip_factor(squares: Sequence[tf.Tensor], clip_norm: float) -> tf.Tensor:
 
 
 def sum_rows(
-  gradient: tf.IndexedSlices, shape: tf.TensorShape
+  gradient: tf.IndexedSlices,
+  shape: tf.TensorShape,
+  *,
+  may_be_empty: bool = False,
 ) -> tf.IndexedSlices:
   """Sums the rows of a gradient that have the same index.
 
   Args:
     gradient: The gradient.
     shape: The static shape of its variable.
+    may_be_empty: Whether the result may have no rows.
 
   Returns:
-    The gradient with each row once; one row of zeros if it had no rows.
+    The gradient with each row once; one row of zeros if it had no rows, unless
+    `may_be_empty`.
   """
   rows, where = tf.unique(gradient.indices)
   values = tf.math.unsorted_segment_sum(gradient.values, where, tf.size(rows))
   # Keras 3.15 fails for slices without rows, which a shard may get: "indices[0]
   # = 0 is not in [0, 0)". A row of zeros has the same effect.
-  num_missing = tf.cast(tf.size(rows) == 0, tf.int32)
-  rows = tf.pad(rows, [[0, num_missing]])
-  values = tf.pad(values, [[0, num_missing]] + [[0, 0]] * (len(shape) - 1))
+  if not may_be_empty:
+    num_missing = tf.cast(tf.size(rows) == 0, tf.int32)
+    rows = tf.pad(rows, [[0, num_missing]])
+    values = tf.pad(values, [[0, num_missing]] + [[0, 0]] * (len(shape) - 1))
   values = tf.ensure_shape(values, [None, *shape[1:]])
   return tf.IndexedSlices(values, rows, tf.constant(shape.as_list(), tf.int64))

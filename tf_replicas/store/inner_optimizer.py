@@ -6,6 +6,11 @@ optimizer, or any object with `apply(gradients, variables)` or
 the devices of their variables, under names by which every client finds them. It
 applies the optimizer to the variables of one PS task at a time, so that neither
 gradients nor slots are sent to other tasks.
+
+Of a table (`tables`) it updates only the rows that the gradient has: it reads
+these rows of the table and of its slots, applies the optimizer to them, and
+adds the differences. With an optimizer that changes rows without a gradient,
+such as Adam or momentum, this is *lazy*: such rows stay as they are.
 """
 
 import contextlib
@@ -249,8 +254,20 @@ class InnerOptimizer:
       for variable in store.variables(index)
       if self._paths is None or store.specs[index].path in self._paths
     }
+    # Paths of the shards of tables.
+    self._in_tables = {
+      variable.path
+      for index in store.trainable
+      for variable in store.variables(index)
+      if store.specs[index].table is not None
+    }
     if self._is_keras:
       _check_shards(self.optimizer, store)
+    elif store.table_paths:
+      raise ValueError(
+        "`optimizer` must be one of Keras 3 where there are tables"
+        f" ({', '.join(store.table_paths)}). Received: {self.optimizer!r}."
+      )
     if self._is_keras and not self._is_built:
       if self.optimizer.built:
         raise ValueError(
@@ -269,6 +286,14 @@ class InnerOptimizer:
             tf.zeros([]), name=f"velocity_rate.{self._kind}"
           )
     self._track()
+    # The slots of the shards of tables, by the path of the shard.
+    self._table_slots: dict[str, list[keras.Variable]] = {}
+    if self._in_tables:
+      own: Any = self.optimizer
+      for slot in own.variables:
+        _, shard = self._owner.get(getattr(slot.value, "path", ""), ("", ""))
+        if shard in self._in_tables:
+          self._table_slots.setdefault(shard, []).append(slot)
     self._copies: list[tuple[keras.Variable, _Copies]] = []
     # Scalars of the whole optimizer that updates change.
     self._common: list[keras.Variable] = []
@@ -377,7 +402,12 @@ class InnerOptimizer:
       scalar = self._prefix + scalar_name(name, self._names)
       return f"optimizer/{scalar}", device
 
-    creator = self._store.namespace.variable_creator(place, self._created)
+    def is_of_table(path: str) -> bool:
+      return self._owner.get(path, ("", ""))[1] in self._in_tables
+
+    creator = self._store.namespace.variable_creator(
+      place, self._created, is_of_table
+    )
     return tf.variable_creator_scope(creator)
 
   def learning_rate(self, step: int) -> float:
@@ -513,9 +543,28 @@ class InnerOptimizer:
           (variable, TensorVariable(variable.value.read_value()))
           for variable in self._common
         ]
-        for pair in cells:
+        rows: list[Any] = [
+          _RowUpdate(g, v, self._table_slots.get(v.path, []))
+          if v.path in self._in_tables
+          else None
+          for g, v in zip(gradients, variables, strict=True)
+        ]
+        row_slots = [pair for row in rows if row for pair in row.slots]
+        for pair in [*cells, *row_slots]:
           scope.add_update(pair)
-        self.optimizer.apply(gradients, variables)
+        self.optimizer.apply(
+          [
+            row.values if row else g
+            for row, g in zip(rows, gradients, strict=True)
+          ],
+          [
+            row.variable if row else v
+            for row, v in zip(rows, variables, strict=True)
+          ],
+        )
+      for row in rows:
+        if row is not None:
+          row.assign()
       return [(variable.value, cell.value) for variable, cell in cells]
 
   def _apply_copy(
@@ -567,6 +616,56 @@ class InnerOptimizer:
     """
     for variable, value in changed:
       variable.assign(value)
+
+
+class _RowUpdate:
+  """An update of some rows of a part of a table, and of its slots.
+
+  Attributes:
+    values: The gradient of these rows, [n, columns].
+    variable: Stands in for the part; holds the rows, [n, columns].
+    slots: The slots of the part, each with what holds its rows.
+  """
+
+  def __init__(
+    self,
+    gradient: Any,
+    part: Any,
+    slots: Sequence[keras.Variable],
+  ):
+    """Reads the rows.
+
+    Args:
+      gradient: A gradient with distinct indices.
+      part: The part of the table.
+      slots: The slots of `part`, of its shape.
+    """
+    self._indices = gradient.indices
+    self.values = gradient.values
+    self._first = part.gather(self._indices)
+    self.variable = TensorVariable(self._first, like=part)
+    self._part = part
+    self._slots = [(slot, slot.value) for slot in slots]
+    self._first_of_slots = [v.gather(self._indices) for _, v in self._slots]
+    self.slots = [
+      (slot, TensorVariable(rows))
+      for (slot, _), rows in zip(self._slots, self._first_of_slots, strict=True)
+    ]
+
+  def assign(self) -> None:
+    """Adds what the optimizer has changed.
+
+    It adds rather than assigns, so that updates by several replicas at the same
+    time lose no more than those of an ordinary variable.
+    """
+    changes = [(self._part, self._first, self.variable)]
+    for (_, variable), first, (_, cell) in zip(
+      self._slots, self._first_of_slots, self.slots, strict=True
+    ):
+      changes.append((variable, first, cell))
+    for variable, first, cell in changes:
+      change = tf.IndexedSlices(cell.value - first, self._indices)
+      variable.scatter_add(change)
 
 
 # Adafactor (Keras 3.15) names its factored moments like the variable, and
@@ -627,7 +726,7 @@ def _check_scalar(
   It is a slot then, as those of Adagrad and Ftrl before Keras 3.10, whose names
   do not contain the names of their variables.
   """
-  if variable.shape:
+  if len(variable.shape):  # The shape of a scalar is true.
     raise ValueError(
       "`optimizer` must name its slots after their variables; a newer Keras may"
       f" do so. Received: {type(optimizer).__name__} of Keras"
@@ -663,12 +762,19 @@ def _check_shards(
   reason = None
   if isinstance(optimizer, _NOT_BY_SHARD):
     reason = type(optimizer).__name__
+    if store.table_paths:
+      raise ValueError(
+        "`optimizer` must update every element by itself where there are tables"
+        f" ({', '.join(store.table_paths)}). Received: {reason}."
+      )
   elif optimizer.clipnorm:
     reason = f"clipnorm={optimizer.clipnorm}"
   for index in store.trainable:
     if reason and len(store.shards[index]) > 1:
+      instead = "use the placement 'greedy' or 'round_robin'"
+      if store.specs[index].table is not None:
+        instead = "for a table, give `clip_mean_norm` to the wrapper"
       raise ValueError(
         f"`optimizer` needs whole variables, but {store.specs[index].path!r} is"
-        " split into shards; use the placement 'greedy' or 'round_robin'."
-        f" Received: {reason}."
+        f" split into shards; {instead}. Received: {reason}."
       )

@@ -2,7 +2,8 @@
 
 Replicas never hold a remote or sharded variable. They *pull* the variables once
 per step as plain tensors, and split their gradients into shards before sending
-them. Slots and moving averages are placed next to their shard. Every shared
+them. Of a table, they read single rows (`tables`), and pull nothing. Slots and
+moving averages are placed next to their shard. Every shared
 object has a name. So all clients (the processes that train) that build a store
 from the same specs and plan use the same variables.
 """
@@ -11,6 +12,7 @@ import functools
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +21,7 @@ from tf_replicas import cluster
 from tf_replicas.runtime import packing
 from tf_replicas.runtime import resources
 from tf_replicas.store import placement
+from tf_replicas.store import tables
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 Value = tf.Tensor | np.ndarray | float
@@ -134,25 +137,33 @@ class ParameterStore:
     self.shards = [tuple(s) for s in shards]
     self.num_tasks = num_tasks
     self.device_of_task = device_of_task
-    # For each PS task the (position in `specs`, shard number) of its shards.
+    # For each PS task the (position in `specs`, shard number) of its shards,
+    # without those of tables.
     self._owners: list[list[tuple[int, int]]] = [[] for _ in range(num_tasks)]
     for index, pieces in enumerate(self.shards):
-      for number, shard in enumerate(pieces):
-        self._owners[shard.task].append((index, number))
+      if self.specs[index].table is None:
+        for number, shard in enumerate(pieces):
+          self._owners[shard.task].append((index, number))
     self._variables = [
       self._create(s, trainable=spec.trainable)
+      if spec.table is None
+      else spec.table.parts
       for spec, s in zip(self.specs, self.shards, strict=True)
     ]
     self._owner = {
-      self.shards[index][number].name: (index, number)
-      for owners in self._owners
-      for index, number in owners
+      shard.name: (index, number)
+      for index, pieces in enumerate(self.shards)
+      for number, shard in enumerate(pieces)
     }
+    # The slots of tables: maps names in checkpoints to (position in `specs`,
+    # one part per shard).
+    self._table_slots: dict[str, tuple[int, list[tf.Variable]]] = {}
     # Maps names in checkpoints to (position in `specs`, one part per shard).
     self._beside: dict[str, tuple[int, list[tf.Variable]]] = {}
     self.lock: resources.Mutex | None = None
     # Made by the next call of `state`; None after variables were added.
     self._state_reader: Callable[[], dict[str, tf.Tensor]] | None = None
+    self._row_tensors: dict[str, tables.RowTensor] | None = None
     with tf.device(device_of_task(0)):
       self.examples_seen = namespace.variable("examples_seen", [], "int64")
       self.global_step = namespace.variable("global_step", [], "int64")
@@ -227,13 +238,34 @@ class ParameterStore:
     """Returns a description that must be equal in all clients of a training.
 
     Returns:
-      [path, shape, dtype, tasks of the shards] for each variable, of types that
-      JSON can represent.
+      [path, shape, dtype, tasks of the shards] for each variable, and for a
+      table its partition, of types that JSON can represent.
     """
     return [
       [spec.path, list(spec.shape), spec.dtype, [s.task for s in shards]]
+      + ([spec.table.partition] if spec.table else [])
       for spec, shards in zip(self.specs, self.shards, strict=True)
     ]
+
+  @property
+  def table_paths(self) -> list[str]:
+    """Paths of the tables among the variables."""
+    return [spec.path for spec in self.specs if spec.table is not None]
+
+  def assign_first(self, values: Sequence[Value]) -> None:
+    """Assigns the first values; those of tables come from the PS tasks.
+
+    Args:
+      values: One initial value per variable; for a table, it is not used.
+
+    Raises:
+      ValueError: If a table does not fit into the memory of a PS task.
+    """
+    for index, (spec, value) in enumerate(zip(self.specs, values, strict=True)):
+      if spec.table is None:
+        self.assign(index, value)
+      else:
+        spec.table.initialize()
 
   def assign(self, index: int, value: Value) -> None:
     """Assigns a whole value to variable `index`, shard by shard."""
@@ -250,12 +282,23 @@ class ParameterStore:
     """Makes a function that reads only the variables at `indices`, in order."""
 
     def read():
-      return [
-        join([v.read_value() for v in self._variables[i]], self.shards[i])
-        for i in indices
-      ]
+      values = []
+      for i in indices:
+        value = self._placeholder(i)
+        if value is None:
+          parts = [v.read_value() for v in self._variables[i]]
+          value = join(parts, self.shards[i])
+        values.append(value)
+      return values
 
     return resources.remote_reader(read)
+
+  def _placeholder(self, index: int) -> tf.Tensor | None:
+    """Returns what is pulled of a table, an empty tensor; else None."""
+    spec = self.specs[index]
+    if spec.table is None:
+      return None
+    return tf.zeros([0, *spec.shape[1:]], spec.dtype)
 
   def _assign_parts(
     self, variables: Sequence[tf.Variable], index: int, value: Value
@@ -289,6 +332,9 @@ class ParameterStore:
     shards = self.shards[index]
     if gradient is None or len(shards) == 1:
       return [gradient] * len(shards)
+    table = self.specs[index].table
+    if table is not None:
+      return table.split(gradient)
     if not isinstance(gradient, tf.IndexedSlices):
       return self.split(index, tf.cast(gradient, self.specs[index].dtype))
     if shards[0].axis != 0:
@@ -410,7 +456,7 @@ class ParameterStore:
     read_shard: Callable[[int, int], tf.Tensor] | None = None,
     item: Callable[[int, int], packing.Item] | None = None,
   ) -> list[tf.Tensor]:
-    """Reads every variable as a whole tensor, each shard once.
+    """Reads every variable as a whole tensor, each shard once; no tables.
 
     Args:
       read_shard: Maps (position in `specs`, shard number) to the value of the
@@ -419,7 +465,8 @@ class ParameterStore:
         the shard in the transfer. None: those of the shard itself.
 
     Returns:
-      One tensor per variable, on the caller's device.
+      One tensor per variable, on the caller's device; for a table, an empty
+      one.
     """
     read_shard = read_shard or (lambda i, n: self._variables[i][n].read_value())
     parts = {}
@@ -430,10 +477,13 @@ class ParameterStore:
       # Drop control inputs: they would be copied to this device as well.
       with tf.control_dependencies(None):
         parts.update(zip(owners, parcel.unpack(packed), strict=True))
-    return [
-      join([parts[index, n] for n in range(len(shards))], shards)
-      for index, shards in enumerate(self.shards)
-    ]
+    values = []
+    for index, shards in enumerate(self.shards):
+      value = self._placeholder(index)
+      if value is None:
+        value = join([parts[index, n] for n in range(len(shards))], shards)
+      values.append(value)
+    return values
 
   def item(self, index: int, number: int) -> packing.Item:
     """Returns the shape and dtype of shard `number` of variable `index`."""
@@ -478,14 +528,16 @@ class ParameterStore:
       owner: The name of the shard to which the variable belongs; empty if it
         belongs to none.
     """
-    self._state_reader = None
+    self._state_reader = self._row_tensors = None
     if owner in self._owner:
       index, number = self._owner[owner]
       if tuple(variable.shape) == self.shards[index][number].shape:
         name = f"{kind}/{self.specs[index].path}"
         # Slots are created task by task, not in the order of the shards.
-        empty = index, [None] * len(self.shards[index])
-        self._beside.setdefault(name, empty)[1][number] = variable
+        empty: Any = index, [None] * len(self.shards[index])
+        is_table = self.specs[index].table is not None
+        group = self._table_slots if is_table else self._beside
+        group.setdefault(name, empty)[1][number] = variable
         return
     # Parts of other shapes than the shards' cannot be joined.
     self._others[variable.path] = variable
@@ -496,7 +548,7 @@ class ParameterStore:
     Returns:
       Whole tensors by name, independent of the placement: `variables/<path>`,
       `<kind>/<path>` for slots and averages of a variable, and `<name>` for
-      everything else.
+      everything else. Tables and their slots are left out: see `row_tensors`.
     """
     if self._state_reader is None:
       read = self._read_state
@@ -509,7 +561,8 @@ class ParameterStore:
   def _read_state(self) -> dict[str, tf.Tensor]:
     state = {"global_step": self.read_global_step()}
     for spec, value in zip(self.specs, self.read(), strict=True):
-      state[f"variables/{spec.path}"] = value
+      if spec.table is None:
+        state[f"variables/{spec.path}"] = value
     for name, (index, variables) in self._beside.items():
       parts = [v.read_value() for v in variables]
       state[name] = join(parts, self.shards[index])
@@ -517,13 +570,31 @@ class ParameterStore:
       state[name] = variable.read_value()
     return state
 
+  def row_tensors(self) -> dict[str, tables.RowTensor]:
+    """Returns tables and their slots by name, to be saved in blocks of rows.
+
+    The names are of the form `variables/<path>` and `<kind>/<path>`.
+    """
+    if self._row_tensors is None:
+      found = {
+        f"variables/{spec.path}": (index, self._variables[index])
+        for index, spec in enumerate(self.specs)
+        if spec.table is not None
+      } | self._table_slots
+      self._row_tensors = {
+        name: tables.RowTensor(table, variables)
+        for name, (index, variables) in found.items()
+        if (table := self.specs[index].table) is not None
+      }
+    return self._row_tensors
+
   def load_state(self, state: Mapping[str, np.ndarray]) -> None:
     """Assigns tensors to variables by the names that `state` returns.
 
     Variables whose names are missing in `state` are not changed.
     """
     for index, spec in enumerate(self.specs):
-      if f"variables/{spec.path}" in state:
+      if spec.table is None and f"variables/{spec.path}" in state:
         self.assign(index, state[f"variables/{spec.path}"])
     for name, (index, variables) in self._beside.items():
       if name in state:

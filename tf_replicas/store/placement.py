@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_replicas.store import tables
+
 # TF1's `min_max_variable_partitioner(min_slice_size=256 << 10)`.
 MIN_SHARD_BYTES = 256 << 10
 
@@ -32,12 +34,14 @@ class VariableSpec(NamedTuple):
     shape: The static shape of the variable.
     dtype: The name of the variable's dtype, such as `float32`.
     trainable: Whether gradients update the variable.
+    table: The rows of the table, if this is one; else None.
   """
 
   path: str
   shape: tuple[int, ...]
   dtype: str
   trainable: bool
+  table: tables.Rows | None = None
 
   @property
   def size(self) -> int:
@@ -115,16 +119,27 @@ def from_variables(variables: Sequence[tf.Variable]) -> list[VariableSpec]:
   """Describes Keras or TensorFlow variables.
 
   Args:
-    variables: The variables, identified by `path_of`.
+    variables: The variables, identified by `path_of`. Of a variable that
+      stands for a table, the table is described.
 
   Returns:
     One spec per variable.
 
   Raises:
-    ValueError: If two paths are the same, or a shape is not static.
+    ValueError: If two paths are the same, a shape is not static, or a table is
+      frozen.
   """
   specs = []
   for variable in variables:
+    if (rows := tables.rows_of(variable)) is not None:
+      if not variable.trainable:
+        raise ValueError(
+          f"the table {rows.path!r} must be trainable. Received: a frozen one."
+        )
+      specs.append(
+        VariableSpec(rows.path, rows.shape, rows.dtype.name, True, rows)
+      )
+      continue
     path, shape = path_of(variable), tf.TensorShape(variable.shape)
     if not shape.is_fully_defined():
       raise ValueError(
@@ -296,7 +311,7 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
 
   Args:
     specs: The variables.
-    policy: The policy.
+    policy: The policy. It does not place tables, which are on all tasks.
 
   Returns:
     The shards of each variable.
@@ -307,11 +322,12 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
       shards than `split` makes.
   """
   _check_distinct_paths("specs", specs)
-  shards = policy(specs)
-  if len(shards) != len(specs):
-    rule = f"`policy` must place all {len(specs)} variables."
+  others = [spec for spec in specs if spec.table is None]
+  shards = policy(others)
+  if len(shards) != len(others):
+    rule = f"`policy` must place all {len(others)} variables."
     raise ValueError(f"{rule} Received: {len(shards)}.")
-  for spec, pieces in zip(specs, shards, strict=True):
+  for spec, pieces in zip(others, shards, strict=True):
     tasks = [piece.task for piece in pieces]
     distinct = 0 < len(tasks) == len(set(tasks)) and min(tasks) >= 0
     if not distinct or pieces != split(spec, tasks, axis=pieces[0].axis):
@@ -319,7 +335,11 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
         "`policy` must return `split` pieces on distinct tasks for"
         f" {spec.path!r}. Received: {pieces}."
       )
-  return shards
+  placed = iter(shards)
+  return [
+    next(placed) if s.table is None else split(s, range(s.table.num_parts))
+    for s in specs
+  ]
 
 
 def bytes_per_task(shards: Plan, num_tasks: int) -> list[int]:

@@ -158,6 +158,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     """See `UpdateRule.build`."""
     if any(is_sparse or ()):
       self._check_sparse()
+    if self._snapshot_reads:
+      rule_base.check_no_tables(store, "`snapshot_reads`")
     namespace = namespace or store.namespace
     self.bind(store)
     self._device = store.device_of_task(0)

@@ -67,6 +67,7 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   ) -> None:
     """See `UpdateRule.build`; all contributions are dense."""
     del is_sparse
+    rule_base.check_no_tables(store, f"the update rule {self.name!r}")
     self._store = store
     self._steps.build(store, namespace or store.namespace)
     self._rule.build(store, namespace=namespace)

@@ -1,0 +1,178 @@
+"""One task of `benchmarks.embedding`.
+
+  python -m benchmarks.embedding_task KIND SPEC JOB INDEX ROWS
+
+KIND is `synchronous`, `asynchronous` or `strategy`. The chief prints "ready",
+then reads numbers of updates, makes them, and prints the seconds that each
+number took.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tf_replicas import cluster
+
+COLUMNS, BATCH, IDS = 32, 256, 10
+RATE = 0.1
+
+
+def dataset(rows: int, seed: int) -> tf.data.Dataset:
+  """Batches of ids, and of the numbers to predict."""
+
+  def batch(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    seeds = tf.stack([number, tf.constant(seed, tf.int64)])
+    ids = tf.random.stateless_uniform(
+      [BATCH, IDS], seeds, 0, rows, dtype=tf.int64
+    )
+    return ids, tf.random.stateless_normal([BATCH, 1], seeds)
+
+  batches = tf.data.Dataset.range(64).map(batch).cache()
+  return batches.repeat().prefetch(2)
+
+
+def loss_of(rows: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+  """The mean of the rows, a linear layer, and the squared error."""
+  outputs = tf.reduce_mean(rows, axis=1) @ kernel
+  return tf.reduce_mean(tf.square(outputs - labels))
+
+
+def serve_turns(make: Callable[[int], None]) -> None:
+  """Reads numbers of updates, and prints how long they took."""
+  print("ready", flush=True)
+  for line in sys.stdin:
+    start = time.perf_counter()
+    make(int(line))
+    print(time.perf_counter() - start, flush=True)
+
+
+def ours(kind: str, spec: cluster.ClusterSpec, task: cluster.Task, rows: int):
+  """Is a task of a between-graph training of ours."""
+  import keras
+
+  import tf_replicas
+
+  if task.job == "ps":
+    tf_replicas.serve(spec, task)
+    return
+  workers = len(spec.replicas)
+
+  def replica_fn():
+    table = tf_replicas.Table(rows, COLUMNS, name="table")
+    kernel = tf.Variable(tf.ones([COLUMNS, 1]), name="kernel")
+
+    def loss_fn(parameters, ids, labels):
+      return loss_of(tf_replicas.lookup(table, ids), parameters[1], labels)
+
+    def dataset_fn(num_shards, index, start):
+      del num_shards, start
+      return dataset(rows, index)
+
+    return tf_replicas.Replica([table.variable, kernel], loss_fn, dataset_fn)
+
+  def rule_fn():
+    optimizer = keras.optimizers.SGD(RATE)
+    if kind == "asynchronous":
+      return tf_replicas.AsyncReplicasOptimizer(optimizer, workers)
+    return tf_replicas.SyncReplicasOptimizer(optimizer, workers)
+
+  driver = tf_replicas.BetweenGraph(spec, task, replica_fn, rule_fn)
+  with driver:
+    if not driver.is_chief:
+      driver.run_replica()
+      return
+
+    def make(count: int) -> None:
+      step = driver.global_step
+      last = step + count
+      driver.stop_at(last)
+      while step < last:
+        step = driver.step(last - step).global_step
+
+    serve_turns(make)
+
+
+def serve_strategy(spec: cluster.ClusterSpec, task: cluster.Task) -> None:
+  """Is a server of `ParameterServerStrategy` until it is ended."""
+  server = tf.distribute.Server(
+    tf.train.ClusterSpec(spec.as_dict()),
+    job_name=task.job,
+    task_index=task.index,
+    protocol="grpc",
+  )
+  server.join()
+
+
+def strategy(spec: cluster.ClusterSpec, rows: int) -> None:
+  """Is the coordinator of `ParameterServerStrategy`, with a sharded variable.
+
+  Keras 3.15 cannot train a sharded variable (`tape.gradient` fails), so that
+  the update is by hand: plain gradient descent, as ours.
+  """
+  resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"
+  )
+  partitioners = tf.distribute.experimental.partitioners
+  scope = tf.distribute.ParameterServerStrategy(
+    resolver,
+    variable_partitioner=partitioners.MinSizePartitioner(
+      max_shards=spec.num_tasks("ps")
+    ),
+  )
+  coordinator = tf.distribute.coordinator.ClusterCoordinator(scope)
+  with scope.scope():
+    table = tf.Variable(
+      lambda: tf.random.stateless_uniform([rows, COLUMNS], [1, 2], -0.05, 0.05),
+      shape=[rows, COLUMNS],
+      dtype=tf.float32,
+    )
+    kernel = tf.Variable(tf.ones([COLUMNS, 1]))
+
+  @tf.function
+  def step(iterator):
+    def replica(ids, labels):
+      with tf.GradientTape() as tape:
+        found = tf.nn.embedding_lookup(table, ids)
+        loss = loss_of(found, tf.convert_to_tensor(kernel), labels)
+      parts = [*table.variables, kernel]
+      gradients = tape.gradient(loss, parts)
+      for variable, gradient in zip(parts, gradients, strict=True):
+        if isinstance(gradient, tf.IndexedSlices):
+          variable.scatter_sub(
+            tf.IndexedSlices(RATE * gradient.values, gradient.indices)
+          )
+        else:
+          variable.assign_sub(RATE * gradient)
+      return loss
+
+    return scope.run(replica, args=next(iterator))
+
+  iterators = iter(
+    coordinator.create_per_worker_dataset(lambda: dataset(rows, 0))
+  )
+
+  def make(count: int) -> None:
+    for _ in range(count):
+      coordinator.schedule(step, args=(iterators,))
+    coordinator.join()
+
+  serve_turns(make)
+
+
+def main(kind: str, document: str, job: str, index: str, rows: str) -> None:
+  """Is one task."""
+  spec = cluster.parse(json.loads(document))
+  task = cluster.Task(job, int(index))
+  if kind != "strategy":
+    ours(kind, spec, task, int(rows))
+  elif job == "chief":
+    strategy(spec, int(rows))
+  else:
+    serve_strategy(spec, task)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

@@ -1,0 +1,156 @@
+"""`fit` with tables on real clusters, against Keras in one process."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tests.support import trials
+from tests.tasks import tables_task
+from tf_replicas.replica import embeddings
+from tf_replicas.runtime import resources
+from tf_replicas.store import tables
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_TASK = _ROOT / "tests" / "tasks" / "tables_task.py"
+_SETTINGS = {"batch_size": 16, "rate": 0.2}
+
+
+def _launch(*flags: str, **arguments) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [
+      *(sys.executable, "-m", "tf_replicas.launch", *flags),
+      *(str(_TASK), json.dumps(arguments)),
+    ],
+    cwd=_ROOT,
+    env={**os.environ, "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    capture_output=True,
+    text=True,
+    timeout=trials.DEADLINE_SECS,
+    check=False,
+  )
+
+
+def _train(*flags: str, **arguments) -> dict:
+  """What the chief printed."""
+  result = _launch(*flags, **_SETTINGS, **arguments)
+  assert result.returncode == 0, result.stdout + result.stderr
+  (line,) = [s for s in result.stdout.splitlines() if " RESULT {" in s]
+  return json.loads(line.split(" RESULT ", 1)[1])
+
+
+def _first(count: int) -> np.ndarray:
+  """The first values of a table of `count` rows, whatever its parts are."""
+  home = tables.Home(resources.new_namespace(), 1, lambda _: "/device:CPU:0")
+  with tables.home(home):
+    table = embeddings.Table(
+      count, tables_task.COLUMNS, name="first", initializer=tables_task.FIRST
+    )
+  rows = tables.rows_of(table.variable)
+  rows.initialize()
+  return tables.RowTensor(rows, rows.parts).read(0, count)
+
+
+def _keras(optimizer: str, epochs: int) -> tuple[dict, list[np.ndarray]]:
+  """History and weights of Keras with ordinary embeddings."""
+  model = tables_task.build(
+    optimizer,
+    _SETTINGS["rate"],
+    keras.layers.Embedding,
+    tables_task.DenseGradients,
+  )
+  model.get_layer("user_rows").set_weights([_first(tables_task.ROWS)])
+  model.get_layer("word_rows").set_weights([_first(40)])
+  x, y = tables_task.data()
+  history = model.fit(
+    x,
+    y,
+    shuffle=False,
+    verbose=0,
+    epochs=epochs,
+    batch_size=_SETTINGS["batch_size"],
+  )
+  return history.history, model.get_weights()
+
+
+def _assert_equal(ours: dict, optimizer: str, epochs: int) -> None:
+  history, weights = _keras(optimizer, epochs)
+  found = ours["history"]["mae"]
+  np.testing.assert_allclose(found, history["mae"][-len(found) :], rtol=1e-4)
+  assert len(weights) == len(ours["weights"]) == 4
+  for one, other in zip(ours["weights"], weights, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_equals_keras_and_resumes_on_fewer_parameter_servers(tmp_path):
+  arguments = {"optimizer": "Adagrad", "train_dir": str(tmp_path)}
+  ours = _train("--workers=2", "--ps=2", epochs=1, **arguments)
+  _assert_equal(ours, "Adagrad", 1)
+  assert ours["counts"] == {"worker 0": [6, 0], "worker 1": [6, 0]}
+  assert "call `tf_replicas.load_tables(model, train_dir)`" in ours["refused"]
+  ours = _train("--workers=2", "--ps=1", epochs=2, **arguments)
+  _assert_equal(ours, "Adagrad", 2)
+
+
+@pytest.mark.parametrize(
+  ("flags", "replication"),
+  [
+    (["--workers=2", "--ps=2", "--chief"], "in_graph"),
+    pytest.param(
+      ["--workers=2", "--ps=3"], "between_graph", marks=pytest.mark.exhaustive
+    ),
+  ],
+)
+def test_sgd(tmp_path, flags, replication):
+  ours = _train(
+    *flags,
+    replication=replication,
+    optimizer="SGD",
+    partition="range",
+    train_dir=str(tmp_path),
+    epochs=1,
+  )
+  _assert_equal(ours, "SGD", 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("replication", ["in_graph", "between_graph"])
+def test_asynchronous(tmp_path, replication):
+  chief = ["--chief"] if replication == "in_graph" else []
+  ours = _train(
+    *("--workers=2", "--ps=2", *chief),
+    replication=replication,
+    optimizer="Adam",
+    rule={"asynchronous": []},
+    train_dir=str(tmp_path),
+    epochs=8,
+  )
+  losses = ours["history"]["loss"]
+  assert losses[-1] < 0.8 * losses[0]
+  assert sum(applied for applied, _ in ours["counts"].values()) == 48
+
+
+@pytest.mark.exhaustive
+def test_an_id_out_of_range_ends_in_one_line(tmp_path):
+  result = _launch(
+    *("--workers=2", "--ps=2"),
+    **_SETTINGS,
+    optimizer="SGD",
+    train_dir=str(tmp_path),
+    bad_id=1500,
+  )
+  assert result.returncode
+  lines = [s for s in result.stdout.splitlines() if "must be in [0, 1500)" in s]
+  assert lines and len(lines) <= 4, result.stdout + result.stderr
+
+
+@pytest.mark.exhaustive
+def test_needs_a_directory():
+  result = _launch("--workers=2", **_SETTINGS, optimizer="SGD", train_dir=None)
+  assert result.returncode
+  assert "`train_dir` must be given where the model has tables" in result.stdout

@@ -1,0 +1,139 @@
+"""A task of `fit` with tables: python tables_task.py ARGUMENTS
+
+ARGUMENTS is a JSON object: `optimizer` (a class of Keras), `rate`, `train_dir`,
+`rule` (settings of `Sync`; with `asynchronous`, of `Async`), `partition`, and
+arguments of `fit`. The chief prints one line of JSON.
+"""
+
+import json
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tf_replicas
+
+ROWS, COLUMNS, EXAMPLES = 1500, 4, 96
+FIRST = keras.initializers.RandomNormal(stddev=0.5, seed=11)
+
+
+def data():
+  """Ids of a few rows, of both kinds, and a number to predict."""
+  rng = np.random.default_rng(5)
+  users = rng.choice([0, 1, 2, 5, 1100, 1499], EXAMPLES)
+  words = rng.integers(0, 40, (EXAMPLES, 3))
+  y = rng.normal(size=(EXAMPLES, 1)).astype("float32")
+  return {"users": users, "words": words}, y
+
+
+class DenseGradients(keras.Model):
+  """A model whose gradients are dense.
+
+  Keras 3.15 does not sum rows of the same index before it squares them, so that
+  Adagrad with an ordinary embedding is not what it is with dense gradients.
+  """
+
+  def train_step(self, data):
+    """As Keras does it, with dense gradients."""
+    x, y = data
+    with tf.GradientTape() as tape:
+      y_pred = self(x, training=True)
+      loss = self.compute_loss(x=x, y=y, y_pred=y_pred, training=True)
+    gradients = tape.gradient(loss, self.trainable_variables)
+    dense = [tf.convert_to_tensor(g) for g in gradients]
+    self.optimizer.apply(dense, self.trainable_variables)
+    return self.compute_metrics(x, y, y_pred)
+
+
+def build(
+  optimizer: str,
+  rate: float,
+  embedding=tf_replicas.Embedding,
+  model_class=keras.Model,
+  **arguments,
+) -> keras.Model:
+  """A model with two tables, one of which is looked up twice."""
+  users = keras.Input([], dtype="int64", name="users")
+  words = keras.Input([3], dtype="int64", name="words")
+  shared = embedding(
+    ROWS, COLUMNS, embeddings_initializer=FIRST, name="user_rows", **arguments
+  )
+  other = embedding(40, COLUMNS, embeddings_initializer=FIRST, name="word_rows")
+  pooled = keras.layers.GlobalAveragePooling1D()
+  hidden = keras.layers.Concatenate()(
+    [shared(users), pooled(other(words)), pooled(shared(words))]
+  )
+  kernel = keras.initializers.GlorotUniform(seed=12)
+  out = keras.layers.Dense(1, kernel_initializer=kernel, name="out")(hidden)
+  model = model_class({"users": users, "words": words}, out)
+  kind = getattr(keras.optimizers, optimizer)
+  model.compile(kind(rate), "mse", metrics=["mae"])
+  return model
+
+
+class Evaluation(keras.callbacks.Callback):
+  """Looks rows up in the chief while the training runs."""
+
+  def __init__(self):
+    """Has predicted nothing."""
+    super().__init__()
+    self.predicted = None
+
+  def on_train_end(self, logs=None):
+    """Predicts with the rows on the parameter servers."""
+    x, _ = data()
+    self.predicted = self.model.predict(x, verbose=0)
+
+
+def main(arguments: dict) -> None:
+  """Trains, then reads the tables."""
+  optimizer, rate = arguments.pop("optimizer"), arguments.pop("rate")
+  partition = arguments.pop("partition", "modulo")
+  settings = arguments.pop("rule", {})
+  policies = settings.pop("asynchronous", None)
+  rule = (
+    tf_replicas.Sync(**settings)
+    if policies is None
+    else tf_replicas.Async(*policies, **settings)
+  )
+  x, y = data()
+  if bad := arguments.pop("bad_id", None):
+    x["users"][:] = bad
+  evaluation = Evaluation()
+  history = tf_replicas.fit(
+    lambda: build(optimizer, rate, partition=partition),
+    x,
+    y,
+    shuffle=False,
+    rule=rule,
+    callbacks=[evaluation],
+    verbose=0,
+    **arguments,
+  )
+  model = history.model
+  refused = ""
+  if history.contributions:
+    try:
+      model(x)
+    except RuntimeError as error:
+      refused = str(error)
+  tf_replicas.load_tables(model, arguments["train_dir"])
+  # The rows in the checkpoint are those that the chief looked up.
+  np.testing.assert_allclose(
+    model.predict(x, verbose=0), evaluation.predicted, rtol=1e-5, atol=1e-6
+  )
+  result = {
+    "history": history.history,
+    "weights": [np.asarray(w).tolist() for w in model.get_weights()],
+    "refused": refused,
+    "counts": {
+      name: [counts.applied, counts.refused]
+      for name, counts in history.contributions.items()
+    },
+  }
+  print("RESULT", json.dumps(result))
+
+
+if __name__ == "__main__":
+  main(json.loads(sys.argv[1]))

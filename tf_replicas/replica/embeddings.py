@@ -1,0 +1,293 @@
+"""Embeddings whose tables stay on the PS tasks, for Keras and for custom code.
+
+Where a driver builds the model, that is in `model_fn` or `replica_fn`, a table
+is created on the PS tasks, or beside the other variables if there are none. A
+replica looks up the rows that its batch needs (`store.tables`). Elsewhere, an
+`Embedding` is that of Keras, and a `Table` an ordinary variable.
+"""
+
+import os
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.runtime import keras_internals
+from tf_replicas.runtime import row_files
+from tf_replicas.session import checkpoints
+from tf_replicas.store import tables
+
+# Whole numbers up to this one are exact in float32.
+_EXACT_IN_FLOAT = 1 << 24
+# Rows are read in blocks of about so many bytes.
+_PREFIX = "variables/"
+
+
+@keras.saving.register_keras_serializable(package="tf_replicas")
+class Embedding(keras.layers.Embedding):
+  """A `keras.layers.Embedding` whose rows stay on the PS tasks.
+
+  With a sharded table, a replica fetches the rows of the ids in its batch, and
+  sends gradients of these rows only. The optimizer updates only these rows.
+  Under SGD without momentum and Adagrad, that equals the update of the whole
+  table. Under optimizers that also change rows without a gradient, such as
+  Adam, these rows stay as they are ("lazy" updates).
+
+  The layer's weight has the shape (0, output_dim): it stands for the table.
+  """
+
+  def __init__(
+    self,
+    input_dim: int,
+    output_dim: int,
+    *args,
+    partition: str = "modulo",
+    **kwargs,
+  ):
+    """Makes the layer.
+
+    Args:
+      input_dim: The number of rows.
+      output_dim: The number of columns.
+      *args: As in `keras.layers.Embedding`.
+      partition: `modulo` puts row r on PS task r modulo their number, so that
+        frequent ids that are neighbours are on different tasks; `range` puts
+        consecutive rows on a task.
+      **kwargs: As in `keras.layers.Embedding`.
+
+    Raises:
+      ValueError: If `partition` is not known, or where a driver builds the
+        model, if an argument needs the whole table: a regularizer, a
+        constraint, `weights`, `lora_rank` or quantization.
+    """
+    _check_partition(partition)
+    if tables.current_home() is not None and kwargs.get("weights") is not None:
+      raise ValueError(
+        "`weights` of `tf_replicas.Embedding` must be None where replicas build"
+        " the model, since the parameter servers compute the first rows."
+        " Received: an array."
+      )
+    super().__init__(input_dim, output_dim, *args, **kwargs)
+    self.partition = partition
+
+  def build(self, input_shape: Any = None) -> None:
+    """Creates the table, or the weight if no driver builds the model."""
+    home = tables.current_home()
+    if home is None or self.built:
+      super().build(input_shape)
+      return
+    for name, value in (
+      ("embeddings_regularizer", self.embeddings_regularizer),
+      ("embeddings_constraint", self.embeddings_constraint),
+      ("lora_rank", self.lora_rank),
+      ("quantization", self.quantization_mode),
+    ):
+      if value:
+        raise ValueError(
+          f"`{name}` must be None in `tf_replicas.Embedding`, as it needs the"
+          f" whole table. Received: {value!r:.80}, in the layer {self.name!r}."
+        )
+    self._embeddings = self.add_weight(
+      shape=(0, self.output_dim),
+      initializer="zeros",
+      name="embeddings",
+      trainable=True,
+    )
+    tables.attach(
+      self._embeddings,
+      self._embeddings.path,
+      (self.input_dim, self.output_dim),
+      self.embeddings_initializer,
+      self.partition,
+      home,
+    )
+    self.supports_jit = False  # XLA cannot fetch rows from other tasks.
+    self.built = True
+
+  def call(self, inputs: Any) -> Any:
+    """Looks up the rows of `inputs`, integers of any shape."""
+    if tables.rows_of(self._embeddings) is None:
+      return super().call(inputs)
+    if isinstance(inputs, tf.SparseTensor):
+      raise TypeError(
+        f"the ids of the layer {self.name!r} must be a dense or a ragged"
+        " tensor. Received: a sparse one."
+      )
+    # As in Keras, where a model without `dtype` for its input yields floats.
+    is_float = tf.as_dtype(inputs.dtype).is_floating
+    if is_float and self.input_dim <= _EXACT_IN_FLOAT:
+      inputs = tf.cast(inputs, tf.int32)
+    return tf.cast(tables.gather(self._embeddings, inputs), self.compute_dtype)
+
+  def get_config(self) -> dict[str, Any]:
+    """Returns the configuration, as of any layer."""
+    return {**super().get_config(), "partition": self.partition}
+
+
+class Table(tf.Module):
+  """A table of rows on the PS tasks, for custom code; see `lookup`.
+
+  To be made in `replica_fn`, and to be an attribute of the module that
+  `module_replica` gets. For `Replica`, `variable` is one of its `variables`.
+
+  Attributes:
+    variable: Stands for the table in `Replica.variables`.
+  """
+
+  def __init__(
+    self,
+    num_rows: int,
+    num_columns: int,
+    *,
+    name: str,
+    initializer: Any = "uniform",
+    dtype: str = "float32",
+    partition: str = "modulo",
+  ):
+    """Makes the table; without a driver, an ordinary variable.
+
+    Args:
+      num_rows: The number of rows.
+      num_columns: The number of columns.
+      name: The path of the table, in checkpoints too.
+      initializer: An initializer of Keras, or its name, that draws every row by
+        itself.
+      dtype: The dtype of the rows.
+      partition: See `Embedding`.
+
+    Raises:
+      ValueError: If an argument is invalid.
+    """
+    for what, value in (("num_rows", num_rows), ("num_columns", num_columns)):
+      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+          f"`{what}` must be a positive integer. Received: {value!r}."
+        )
+    _check_partition(partition)
+    super().__init__()
+    initializer = keras.initializers.get(initializer)
+    home = tables.current_home()
+    if home is None:
+      first = initializer((num_rows, num_columns), dtype)
+      self.variable = tf.Variable(first, name=name)
+      return
+    first = tf.zeros([0, num_columns], dtype)
+    self.variable = tf.Variable(first, name=name)
+    shape = num_rows, num_columns
+    tables.attach(self.variable, name, shape, initializer, partition, home)
+
+
+def lookup(
+  table: Table | Embedding | tf.Variable, ids: tf.Tensor | tf.RaggedTensor
+) -> tf.Tensor | tf.RaggedTensor:
+  """Looks up rows of a table in a loss function.
+
+  Each row is fetched once per call, from all PS tasks at the same time. Calls
+  that do not depend on each other travel at the same time, too.
+
+  Args:
+    table: A table, an embedding layer that is built, or `Table.variable`.
+    ids: Indices of rows: a tensor or ragged tensor of integers, of any shape.
+
+  Returns:
+    The rows, of shape [*ids.shape, columns].
+
+  Raises:
+    TypeError: If `ids` are not integers.
+    RuntimeError: If the rows were on parameter servers that have ended.
+    tf.errors.InvalidArgumentError: At run time, if an id is out of range.
+  """
+  if isinstance(table, Table):
+    table = table.variable
+  elif isinstance(table, keras.layers.Embedding):
+    table = table.embeddings
+  if not isinstance(ids, tf.RaggedTensor):
+    ids = tf.convert_to_tensor(ids)
+  return tables.gather(table, ids)
+
+
+def load_tables(
+  model: keras.Model, train_dir: str | os.PathLike[str] | None = None
+) -> None:
+  """Loads all rows of the tables of a model into this process.
+
+  To evaluate or export a model after training, where the memory suffices. The
+  layers are then like those of Keras.
+
+  Args:
+    model: A built model: one that was trained, or one that was built anew.
+    train_dir: The directory of the checkpoint, the newest of which is loaded.
+      None reads the rows where they are, while the training still runs or if it
+      ran in this process.
+
+  Raises:
+    CheckpointError: If there is no checkpoint, or a table is not in it.
+    RuntimeError: If `train_dir` is None and the parameter servers have ended.
+  """
+  prefix = None
+  if train_dir is not None:
+    path = checkpoints.latest(train_dir)
+    if path is None:
+      raise checkpoints.MissingCheckpointError(
+        f"`train_dir` must hold a checkpoint. Received: {train_dir}."
+      )
+    prefix = checkpoints.tables_of(path)
+  saved = {} if prefix is None else row_files.shapes(prefix)
+  for variable in model.variables:
+    rows = tables.rows_of(variable)
+    if rows is None and _PREFIX + variable.path not in saved:
+      continue
+    value = _whole(variable, rows, prefix, saved)
+    if rows is None:
+      variable.assign(value)
+    else:
+      keras_internals.replace_value(variable, value)
+      tables.detach(variable)
+  # Keras keeps these once traced, with lookups on the parameter servers.
+  model.test_function = model.predict_function = None
+
+
+def _whole(
+  variable: keras.Variable,
+  rows: tables.Rows | None,
+  prefix: str | None,
+  saved: dict[str, row_files.Entry],
+) -> np.ndarray:
+  """Reads a whole table, in blocks."""
+  path = variable.path if rows is None else rows.path
+  shape = tuple(variable.shape) if rows is None else rows.shape
+  tensor = None
+  if prefix is None and rows is not None:
+    if not rows.home.is_open:
+      raise RuntimeError(
+        f"`train_dir` must be given: the table {path!r} was on parameter"
+        " servers, which have ended. Received: None."
+      )
+    tensor = tables.RowTensor(rows, rows.parts)
+  elif prefix is not None:
+    entry = saved.get(_PREFIX + path)
+    if entry is None or entry.shape != shape:
+      found = "none" if entry is None else f"one of shape {entry.shape}"
+      raise checkpoints.CheckpointError(
+        f"the checkpoint {prefix} must have the table {path!r} of shape"
+        f" {shape}. Received: {found}."
+      )
+  dtype = tf.as_dtype(variable.dtype)
+  whole = np.empty(shape, dtype.as_numpy_dtype)
+  for begin, end in row_files.blocks(shape, dtype):
+    if tensor is not None:
+      whole[begin:end] = tensor.read(begin, end)
+    elif prefix is not None:
+      whole[begin:end] = row_files.read(
+        prefix, _PREFIX + path, saved[_PREFIX + path], begin, end
+      )
+  return whole
+
+
+def _check_partition(partition: str) -> None:
+  if partition not in tables.PARTITIONS:
+    raise ValueError(
+      f"`partition` must be one of {', '.join(tables.PARTITIONS)}. Received:"
+      f" {partition!r}."
+    )

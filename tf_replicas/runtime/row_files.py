@@ -1,0 +1,133 @@
+"""Writes and reads tensors of many rows in blocks, so that none is ever whole.
+
+The files are those of a TensorFlow checkpoint, with tensors in slices. A block
+that is read need not be one that was written.
+"""
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.runtime import resources
+
+_BLOCK_BYTES = 32 << 20
+
+
+class Entry(NamedTuple):
+  """A tensor in a file.
+
+  Attributes:
+    shape: Its whole shape.
+    dtype: Its dtype.
+  """
+
+  shape: tuple[int, ...]
+  dtype: tf.DType
+
+
+class Block(NamedTuple):
+  """Some rows of a tensor.
+
+  Attributes:
+    name: The name of the tensor.
+    shape: The whole shape of the tensor.
+    begin: The index of the first row.
+    values: The rows.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  begin: int
+  values: np.ndarray
+
+
+def blocks(shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
+  """Yields (begin, end) of the blocks of rows of a tensor, in order."""
+  row_bytes = max(1, math.prod(shape[1:]) * dtype.size)
+  count = max(1, _BLOCK_BYTES // row_bytes)
+  for begin in range(0, shape[0], count):
+    yield begin, min(begin + count, shape[0])
+
+
+def _slice(shape: Sequence[int], begin: int, end: int) -> str:
+  """Names rows of a tensor as TensorFlow's ops for checkpoints do."""
+  rest = ":".join(["-"] * (len(shape) - 1))
+  sizes = " ".join(map(str, shape))
+  return f"{sizes} {begin},{end - begin}" + (f":{rest}" if rest else "")
+
+
+def write(prefix: str, parts: Iterable[Block]) -> None:
+  """Writes tensors, block by block; the files appear when all are complete.
+
+  Args:
+    prefix: The path of the files without their extensions.
+    parts: The blocks; those of a tensor must cover all its rows once.
+  """
+  directory = os.path.dirname(prefix) or "."
+  folder = tempfile.mkdtemp(prefix=".rows-", dir=directory)
+  written = []
+  try:
+    with tf.device(None), tf.device(resources.this_device()):
+      for part in parts:
+        written.append(os.path.join(folder, str(len(written))))
+        end = part.begin + len(part.values)
+        tf.raw_ops.SaveV2(
+          prefix=written[-1],
+          tensor_names=[part.name],
+          shape_and_slices=[_slice(part.shape, part.begin, end)],
+          tensors=[part.values],
+        )
+      tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=written,
+        destination_prefix=prefix,
+        delete_old_dirs=False,
+      )
+  finally:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def shapes(prefix: str) -> dict[str, Entry]:
+  """Returns the tensors in the files of `prefix`, by name.
+
+  Raises:
+    tf.errors.OpError: If the files are missing or damaged.
+  """
+  reader = tf.train.load_checkpoint(prefix)
+  dtypes = reader.get_variable_to_dtype_map()
+  return {
+    name: Entry(tuple(shape), dtypes[name])
+    for name, shape in reader.get_variable_to_shape_map().items()
+  }
+
+
+def read(
+  prefix: str, name: str, entry: Entry, begin: int, end: int
+) -> np.ndarray:
+  """Reads the rows in [begin, end) of a tensor.
+
+  Args:
+    prefix: The path of the files without their extensions.
+    name: The name of the tensor.
+    entry: The tensor as `shapes` describes it.
+    begin: The first row.
+    end: The row after the last.
+
+  Raises:
+    tf.errors.OpError: If the files are missing or damaged.
+  """
+  with tf.device(None), tf.device(resources.this_device()):
+    (values,) = tf.raw_ops.RestoreV2(
+      prefix=prefix,
+      tensor_names=[name],
+      shape_and_slices=[_slice(entry.shape, begin, end)],
+      dtypes=[entry.dtype],
+    )
+    return values.numpy()

@@ -1,0 +1,576 @@
+"""Tables of rows that live on the PS tasks, and nowhere else.
+
+A *table* is a large matrix, such as that of an embedding, of which a batch
+needs few rows. Its rows are divided among all PS tasks, and each task computes
+the first values of its own rows. A replica fetches the rows that it needs
+(`lookup`), and sends their gradient as (ids, rows): a `tf.IndexedSlices`.
+
+In a model, a variable of shape [0, columns] stands for the table, its
+*placeholder*. It is pulled, and its gradient is contributed, as those of any
+other variable. But its value is empty, and its gradient has the ids and the
+rows of the lookups. Where a model is built without a home (see `home`), as for
+evaluation, the variable has all rows and is an ordinary one.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas.runtime import resources
+
+PARTITIONS = ("modulo", "range")
+# The first values of so many rows are drawn together.
+_BLOCK_ROWS = 1024
+# Keras' truncated normal distribution of standard deviation 1 before the cut
+# has this one afterwards.
+_TRUNCATED_STDDEV = 0.87962566103423978
+_ATTRIBUTE = "table_rows"
+
+
+class Home:
+  """Where the tables of one training live.
+
+  Attributes:
+    namespace: The namespace of the training.
+    num_tasks: The number of PS tasks.
+    device_of_task: Maps the index of a PS task to its device.
+    is_open: Whether the tasks still serve.
+  """
+
+  def __init__(
+    self,
+    namespace: resources.Namespace,
+    num_tasks: int,
+    device_of_task: Callable[[int], str],
+  ):
+    self.namespace = namespace
+    self.num_tasks = num_tasks
+    self.device_of_task = device_of_task
+    self.is_open = True
+    self.paths: set[str] = set()
+
+
+_home: contextvars.ContextVar[Home | None] = contextvars.ContextVar(
+  "home", default=None
+)
+# The tensors that stand for tables while a loss is computed, by path.
+_placeholders: contextvars.ContextVar[dict[str, tf.Tensor]] = (
+  contextvars.ContextVar("placeholders", default={})  # noqa: B039
+)
+
+
+def current_home() -> Home | None:
+  """Returns the home of new tables; None: they are ordinary variables."""
+  return _home.get()
+
+
+@contextlib.contextmanager
+def home(where: Home) -> Iterator[None]:
+  """Context in which models put their tables on the tasks of `where`."""
+  token = _home.set(where)
+  try:
+    yield
+  finally:
+    _home.reset(token)
+
+
+@contextlib.contextmanager
+def placeholders(
+  pairs: Iterable[tuple[Any, tf.Tensor]],
+) -> Iterator[None]:
+  """Context in which tensors stand for tables, and gradients flow to them.
+
+  Args:
+    pairs: (variable, tensor) pairs; variables that stand for no table are left
+      out.
+  """
+  found = {
+    rows.path: tensor
+    for variable, tensor in pairs
+    if (rows := rows_of(variable)) is not None
+  }
+  token = _placeholders.set(found)
+  try:
+    yield
+  finally:
+    _placeholders.reset(token)
+
+
+class _Draw(NamedTuple):
+  """How the first values of a table are drawn.
+
+  Attributes:
+    kind: `constant`, `uniform`, `normal` or `truncated`.
+    first: The constant, the smallest value, or the mean.
+    second: The upper bound, or the standard deviation.
+    seed: The seed of the random numbers.
+  """
+
+  kind: str
+  first: float
+  second: float = 0.0
+  seed: int = 0
+
+  def block(
+    self, number: tf.Tensor, columns: int, dtype: tf.DType
+  ) -> tf.Tensor:
+    """Returns the rows of a block: [_BLOCK_ROWS, columns]."""
+    shape = [_BLOCK_ROWS, columns]
+    seed = tf.stack([tf.constant(self.seed, tf.int64), number])
+    if self.kind == "uniform":
+      return tf.random.stateless_uniform(
+        shape, seed, self.first, self.second, dtype
+      )
+    draw = tf.random.stateless_normal
+    if self.kind == "truncated":
+      draw = tf.random.stateless_truncated_normal
+    return draw(shape, seed, self.first, self.second, dtype)
+
+
+def _draw(initializer: Any, shape: tuple[int, int], path: str) -> _Draw:
+  """Finds out how an initializer of Keras draws rows.
+
+  Raises:
+    ValueError: If it cannot be evaluated row by row.
+  """
+  kinds = keras.initializers
+
+  def is_a(kind) -> bool:
+    return isinstance(initializer, kind) and (
+      type(initializer).__call__ is kind.__call__
+    )
+
+  if is_a(kinds.Zeros):
+    return _Draw("constant", 0.0)
+  if is_a(kinds.Ones):
+    return _Draw("constant", 1.0)
+  if is_a(kinds.Constant) and np.ndim(initializer.value) == 0:
+    return _Draw("constant", float(initializer.value))
+  seed = getattr(initializer, "seed", None)
+  if isinstance(seed, int):
+    if is_a(kinds.RandomUniform):
+      return _Draw("uniform", initializer.minval, initializer.maxval, seed)
+    if is_a(kinds.RandomNormal):
+      return _Draw("normal", initializer.mean, initializer.stddev, seed)
+    if is_a(kinds.TruncatedNormal):
+      return _Draw("truncated", initializer.mean, initializer.stddev, seed)
+    if is_a(kinds.VarianceScaling):
+      fans = {"fan_in": shape[0], "fan_out": shape[1]}
+      fan = fans.get(initializer.mode, sum(shape) / 2)
+      scale = initializer.scale / max(1.0, fan)
+      if initializer.distribution == "uniform":
+        limit = (3.0 * scale) ** 0.5
+        return _Draw("uniform", -limit, limit, seed)
+      if initializer.distribution == "untruncated_normal":
+        return _Draw("normal", 0.0, scale**0.5, seed)
+      stddev = scale**0.5 / _TRUNCATED_STDDEV
+      return _Draw("truncated", 0.0, stddev, seed)
+  raise ValueError(
+    f"the initializer of the table {path!r} must be one of Keras that draws"
+    " every row by itself, with an integer seed or none: zeros, ones, a"
+    " constant, uniform, normal, truncated normal or variance scaling."
+    f" Received: {initializer!r:.200}."
+  )
+
+
+class Rows:
+  """The rows of a table on the PS tasks.
+
+  Row r is on part r modulo P, where P is the number of parts, or the parts are
+  consecutive ranges. There is one part per PS task, unless there are fewer
+  rows.
+
+  Attributes:
+    path: The path of the table, which identifies it.
+    shape: (rows, columns).
+    dtype: The dtype of the rows.
+    partition: `modulo` or `range`.
+    home: Where the parts are.
+  """
+
+  def __init__(
+    self,
+    path: str,
+    shape: tuple[int, int],
+    dtype: tf.DType | str,
+    initializer: Any,
+    partition: str,
+    home: Home,
+  ):
+    """Describes a table; creates nothing yet.
+
+    Raises:
+      ValueError: If the home has a table of this path, the initializer cannot
+        be evaluated row by row, or the dtype is not floating.
+    """
+    if path in home.paths:
+      raise ValueError(
+        "tables must have distinct paths: give their layers different names."
+        f" Received: {path!r} twice."
+      )
+    self.path = path
+    self.shape = shape
+    self.dtype = tf.as_dtype(dtype)
+    self.partition = partition
+    self.home = home
+    if not self.dtype.is_floating:
+      raise ValueError(
+        f"the table {path!r} must be of floating dtype. Received:"
+        f" {self.dtype.name}."
+      )
+    self._draw = _draw(initializer, shape, path)
+    home.paths.add(path)
+
+  @property
+  def num_parts(self) -> int:
+    """Number of parts."""
+    return min(self.home.num_tasks, self.shape[0])
+
+  @property
+  def sizes(self) -> list[int]:
+    """Number of rows of each part; they differ by at most 1."""
+    size, rest = divmod(self.shape[0], self.num_parts)
+    return [size + (number < rest) for number in range(self.num_parts)]
+
+  @functools.cached_property
+  def parts(self) -> list[tf.Variable]:
+    """The variables of the parts, made or attached to by this client.
+
+    Their names are those of the shards of an ordinary variable.
+    """
+    made: list[Any] = []
+    for number, size in enumerate(self.sizes):
+      part = f"/part_{number}" if self.num_parts > 1 else ""
+      with tf.device(self.home.device_of_task(number)):
+        made.append(
+          self.home.namespace.variable(
+            self.path + part, [size, self.shape[1]], self.dtype, trainable=True
+          )
+        )
+    return made
+
+  def place(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Finds rows.
+
+    Args:
+      ids: int64 [n], indices of rows of the table.
+
+    Returns:
+      The number of the part of each row, int32 [n]; and the index of the row
+      within the part, int64 [n].
+    """
+    ids = tf.cast(ids, tf.int64)
+    count = self.num_parts
+    if self.partition == "modulo":
+      return tf.cast(tf.math.floormod(ids, count), tf.int32), ids // count
+    size, rest = divmod(self.shape[0], count)
+    # The first `rest` parts have one row more than the others.
+    split = rest * (size + 1)
+    later = rest + (ids - split) // size
+    part = tf.where(ids < split, ids // (size + 1), later)
+    begin = part * size + tf.minimum(part, rest)
+    return tf.cast(part, tf.int32), ids - begin
+
+  def split(self, gradient: Any) -> list[Any]:
+    """Splits `tf.IndexedSlices` into one gradient per part.
+
+    The indices of each are those within the part.
+    """
+    numbers, rows = self.place(gradient.indices)
+    return [
+      tf.IndexedSlices(
+        tf.boolean_mask(gradient.values, numbers == number),
+        tf.boolean_mask(rows, numbers == number),
+        tf.constant([size, self.shape[1]], tf.int64),
+      )
+      for number, size in enumerate(self.sizes)
+    ]
+
+  def fetch(self, ids: tf.Tensor, parts: list[Any] | None = None) -> tf.Tensor:
+    """Reads rows from the PS tasks, from all of them at the same time.
+
+    Args:
+      ids: int64 [n], indices of rows; on the current device.
+      parts: Variables like `parts`, such as slots. None: the table itself.
+
+    Returns:
+      The rows, [n, columns], on the current device.
+    """
+    parts = list(self.parts) if parts is None else parts
+    numbers, rows = self.place(ids)
+    if len(parts) == 1:
+      return tf.identity(parts[0].gather(rows))
+    count = len(parts)
+    by_part = tf.dynamic_partition(rows, numbers, count)
+    places = tf.dynamic_partition(tf.range(tf.size(rows)), numbers, count)
+    found = [p.gather(own) for p, own in zip(parts, by_part, strict=True)]
+    return tf.dynamic_stitch(places, found)
+
+  def assign(
+    self,
+    ids: tf.Tensor,
+    values: tf.Tensor,
+    parts: list[Any] | None = None,
+  ) -> None:
+    """Assigns rows; to be used inside a `tf.function`.
+
+    Args:
+      ids: int64 [n], indices of distinct rows.
+      values: The rows, [n, columns].
+      parts: See `fetch`.
+    """
+    by_part = self.split(tf.IndexedSlices(values, ids))
+    for part, own in zip(parts or self.parts, by_part, strict=True):
+      with tf.device(part.device):
+        part.scatter_update(own)
+
+  def initialize(self) -> None:
+    """Gives all rows their first values, each on its own PS task.
+
+    The value of a row depends on the seed, the row, and the shape of the table.
+
+    Raises:
+      ValueError: If a part does not fit into the memory of its task.
+    """
+    parts: list[Any] = self.parts
+    room = {part.device: part.num_bytes for part in parts}
+    resources.check_room(room, f"the table {self.path!r}")
+
+    @tf.function(autograph=False)
+    def fill() -> tf.Tensor:
+      for number, part in enumerate(self.parts):
+        with tf.device(part.device):
+          self._fill(number, part)
+      return tf.constant(True)
+
+    # A call of the function itself would warn of many traces.
+    fill.get_concrete_function()()
+
+  def _fill(self, number: int, part: Any) -> None:
+    """Fills part `number`, block by block."""
+    draw, (size, columns) = self._draw, self.shape
+    first = draw.first if draw.kind == "constant" else 0.0
+    part.assign(tf.fill(part.shape, tf.cast(first, self.dtype)))
+    if draw.kind == "constant":
+      return
+    blocks = range(0, -(-size // _BLOCK_ROWS))
+    if self.partition == "range":
+      begin, count = sum(self.sizes[:number]), self.sizes[number]
+      last = (begin + count - 1) // _BLOCK_ROWS
+      blocks = range(begin // _BLOCK_ROWS, last + 1)
+
+    def one(block: tf.Tensor) -> list[tf.Tensor]:
+      ids = block * _BLOCK_ROWS + tf.range(_BLOCK_ROWS, dtype=tf.int64)
+      numbers, rows = self.place(ids)
+      is_own = (numbers == number) & (ids < size)
+      values = draw.block(block, columns, self.dtype)
+      part.scatter_update(
+        tf.IndexedSlices(
+          tf.boolean_mask(values, is_own), tf.boolean_mask(rows, is_own)
+        )
+      )
+      return [block + 1]
+
+    tf.while_loop(
+      lambda block: block < blocks.stop,
+      one,
+      [tf.constant(blocks.start, tf.int64)],
+      parallel_iterations=1,
+    )
+
+
+class RowTensor:
+  """A table, or a slot of a table, that is saved in blocks of rows.
+
+  Attributes:
+    shape: (rows, columns).
+    dtype: The dtype.
+  """
+
+  def __init__(self, rows: Rows, parts: list[Any]):
+    """Describes a tensor that is divided as `rows` is, into `parts`."""
+    self.shape = rows.shape
+    self.dtype = rows.dtype
+    self._rows = rows
+    self._parts = parts
+    self._here = resources.this_device()
+
+  @functools.cached_property
+  def _reader(self) -> Callable[..., tf.Tensor]:
+    @tf.function(autograph=False)
+    def read(begin: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
+      with tf.device(self._here):
+        return self._rows.fetch(tf.range(begin, end), self._parts)
+
+    return self._concrete(read)
+
+  @functools.cached_property
+  def _writer(self) -> Callable[..., tf.Tensor]:
+    @tf.function(autograph=False)
+    def write(begin: tf.Tensor, end: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+      with tf.device(self._here):
+        self._rows.assign(tf.range(begin, end), values, self._parts)
+        return tf.constant(True)
+
+    shape = [None, self.shape[1]]
+    return self._concrete(write, tf.TensorSpec(shape, self.dtype))
+
+  def _concrete(self, function: Any, *more: tf.TensorSpec) -> Any:
+    number = tf.TensorSpec([], tf.int64)
+    with tf.device(None):
+      return function.get_concrete_function(number, number, *more)
+
+  def trace(self) -> None:
+    """Traces `read`, for a client that must not trace later."""
+    _ = self._reader
+
+  def read(self, begin: int, end: int) -> np.ndarray:
+    """Reads the rows in [begin, end)."""
+    with tf.device(None):
+      limits = (tf.constant(n, tf.int64) for n in (begin, end))
+      return self._reader(*limits).numpy()
+
+  def assign(self, begin: int, values: np.ndarray) -> None:
+    """Assigns the rows from `begin` on."""
+    with tf.device(None):
+      end = tf.constant(begin + len(values), tf.int64)
+      rows = tf.constant(values, self.dtype)
+      self._writer(tf.constant(begin, tf.int64), end, rows)
+
+
+def attach(
+  variable: Any,
+  path: str,
+  shape: tuple[int, int],
+  initializer: Any,
+  partition: str,
+  where: Home,
+) -> None:
+  """Makes `variable`, of shape [0, columns], stand for a new table.
+
+  Args:
+    variable: A TensorFlow or Keras variable.
+    path: The path of the table.
+    shape: (rows, columns).
+    initializer: An initializer of Keras for the rows.
+    partition: `modulo` or `range`.
+    where: Where the table lives.
+
+  Raises:
+    ValueError: See `Rows`.
+  """
+  rows = Rows(path, shape, variable.dtype, initializer, partition, where)
+  setattr(variable, _ATTRIBUTE, rows)
+  if isinstance(variable, keras.Variable):
+    # By which `module_replica` finds the variables of a layer.
+    setattr(variable.value, _ATTRIBUTE, rows)
+
+
+def detach(variable: Any) -> None:
+  """Makes `variable` an ordinary variable again."""
+  setattr(variable, _ATTRIBUTE, None)
+
+
+def rows_of(variable: Any) -> Rows | None:
+  """Returns the rows of the table that `variable` stands for, if it does."""
+  return getattr(variable, _ATTRIBUTE, None)
+
+
+def check_ids(ids: tf.Tensor | tf.RaggedTensor, path: str) -> None:
+  """Raises TypeError unless `ids` are integers."""
+  if not tf.as_dtype(ids.dtype).is_integer:
+    raise TypeError(
+      f"the ids of rows of the table {path!r} must be integers. Received:"
+      f" {tf.as_dtype(ids.dtype).name}."
+    )
+
+
+def gather(
+  variable: Any, ids: tf.Tensor | tf.RaggedTensor
+) -> tf.Tensor | tf.RaggedTensor:
+  """Looks up rows of a table, or of an ordinary variable.
+
+  The rows of a table come from the PS tasks, each row once. Gradients flow to
+  the tensor that stands for the table.
+
+  Args:
+    variable: A variable that stands for a table, or has the rows itself.
+    ids: Indices of rows, of any shape and integer dtype.
+
+  Returns:
+    The rows, of shape [*ids.shape, columns].
+
+  Raises:
+    TypeError: If `ids` are not integers.
+    RuntimeError: If the PS tasks of the table have ended.
+    tf.errors.InvalidArgumentError: At run time, if an id is out of range.
+  """
+  rows = rows_of(variable)
+  path = getattr(variable, "name", "") if rows is None else rows.path
+  check_ids(ids, path)
+  if isinstance(ids, tf.RaggedTensor):
+    return ids.with_flat_values(gather(variable, ids.flat_values))
+  if rows is None:
+    return tf.gather(tf.convert_to_tensor(variable), ids)
+  if not rows.home.is_open:
+    raise RuntimeError(
+      f"the rows of the table {path!r} were on parameter servers, which have"
+      " ended: call `tf_replicas.load_tables(model, train_dir)` first."
+    )
+  placeholder = _placeholders.get().get(path)
+  if placeholder is None:
+    placeholder = tf.convert_to_tensor(variable)
+  flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
+  unique, places = tf.unique(flat)
+  # The rows must not be older than the placeholder, which was pulled before.
+  with tf.control_dependencies([placeholder, _in_range(unique, rows)]):
+    unique = resources.copy_here(unique)
+  fetched = _with_gradient(placeholder, rows.fetch(unique), unique)
+  found = tf.gather(fetched, places)
+  columns = rows.shape[1]
+  shape = tf.concat([tf.shape(ids), [columns]], axis=0)
+  return tf.ensure_shape(tf.reshape(found, shape), [*ids.shape, columns])
+
+
+def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
+  """Returns an op that fails if an id is out of range."""
+  count = rows.shape[0]
+  is_bad = (ids < 0) | (ids >= count)
+  message = f"the ids of rows of {rows.path} must be in [0, {count}). Received:"
+  bad = tf.boolean_mask(ids, is_bad)[:1]
+  checked = tf.debugging.Assert(~tf.reduce_any(is_bad), [message, bad])
+  return tf.constant(True) if checked is None else checked
+
+
+def _with_gradient(
+  placeholder: tf.Tensor, fetched: tf.Tensor, ids: tf.Tensor
+) -> tf.Tensor:
+  """Returns `fetched`; its gradient becomes one of `placeholder`.
+
+  Args:
+    placeholder: The tensor that stands for the table, [0, columns].
+    fetched: Rows of the table, [n, columns].
+    ids: Their indices, int64 [n].
+  """
+
+  @tf.custom_gradient
+  def fetch(placeholder, fetched) -> Any:
+    def gradient(upstream):
+      values = tf.convert_to_tensor(upstream)
+      values = tf.cast(values, placeholder.dtype)
+      shape = tf.constant([0, fetched.shape[1]], tf.int64)
+      return tf.IndexedSlices(values, ids, shape), None
+
+    return tf.identity(fetched), gradient
+
+  found: Any = fetch(placeholder, fetched)
+  return found
