@@ -619,7 +619,7 @@ def _check_scalar(
   It is a slot then, as those of Adagrad and Ftrl before Keras 3.10, whose names
   do not contain the names of their variables.
   """
-  if variable.shape:
+  if len(variable.shape):  # A `tf.TensorShape` without axes is true.
     raise ValueError(
       "`optimizer` must name its slots after their variables; a newer Keras may"
       f" do so. Received: {type(optimizer).__name__} of Keras"
