@@ -67,12 +67,11 @@ def evaluate(
     sources.DataError: If the data set cannot be read.
     ValueError: If a number is out of range.
   """
-  import tensorflow as tf
-
   from cifar10 import inputs
   from cifar10 import model as model_lib
   from cifar10 import sources
   from tf_replicas.session import evaluation
+  from tf_replicas.session import reports
 
   source = sources.find(config.dataset, config.data_dir)
   model = model_lib.build()
@@ -87,7 +86,7 @@ def evaluate(
   which = "" if eval_data == "test" else "_train"
   which += "" if num_views == 1 else f"_{num_views}_views"
   eval_dir = eval_dir or os.path.join(config.train_dir, f"eval{which}")
-  writer = tf.summary.create_file_writer(eval_dir)
+  summaries = reports.Summaries(eval_dir, log=_say)
   can_draw = confusion.can_draw()
   if not can_draw:
     _say("no picture of the confusion matrix: matplotlib is not installed")
@@ -101,13 +100,10 @@ def evaluate(
       f"{datetime.datetime.now()}: precision @ 1 ="
       f" {confusion.accuracy(matrix):.4f} [{matrix.sum()} examples{of_views}]"
     )
-    with writer.as_default(step=global_step):
-      for name, value in confusion.scalars(matrix).items():
-        tf.summary.scalar(name, value)
-      if can_draw:
-        picture = confusion.picture(matrix)[np.newaxis]
-        tf.summary.image("confusion_matrix", picture)
-    writer.flush()
+    pictures = {}
+    if can_draw:
+      pictures["confusion_matrix"] = confusion.picture(matrix)
+    summaries.write(global_step, confusion.scalars(matrix), images=pictures)
     return matrix
 
   return evaluation.evaluate(

@@ -76,11 +76,11 @@ def evaluate(
     sources.DataError: If the data set cannot be read.
     ValueError: If a number is out of range.
   """
-  import tensorflow as tf
 
   from inception_mini import model as model_lib
   from inception_mini import sources
   from tf_replicas.session import evaluation
+  from tf_replicas.session import reports
 
   source = sources.find(config.dataset, config.data_dir, subsets=(subset,))
   model = model_lib.of_config(
@@ -89,7 +89,7 @@ def evaluate(
   count = _counter(model, source, config, subset, batch_size)
   which = "" if subset == "validation" else f"_{subset}"
   eval_dir = eval_dir or os.path.join(config.train_dir, f"eval{which}")
-  writer = tf.summary.create_file_writer(eval_dir)
+  summaries = reports.Summaries(eval_dir)
 
   def measure(global_step, values):
     evaluation.load_into_keras(model, values)
@@ -99,10 +99,9 @@ def evaluate(
       f" recall @ {_K} = {result.recall:.4f} [{result.num_examples} examples]",
       flush=True,
     )
-    with writer.as_default(step=global_step):
-      tf.summary.scalar("precision @ 1", result.precision)
-      tf.summary.scalar(f"recall @ {_K}", result.recall)
-    writer.flush()
+    scalars = {"precision @ 1": result.precision}
+    scalars[f"recall @ {_K}"] = result.recall
+    summaries.write(global_step, scalars)
     return result
 
   return evaluation.evaluate(

@@ -32,24 +32,25 @@ class Summaries:
       log: Takes the line.
     """
     self._device = resources.this_device()
+    self._writer: tf.summary.SummaryWriter | None = None
+    if directory is None:
+      return
     # `tf.summary.scalar` is a function of this package.
-    if directory is not None and not importlib.util.find_spec("tensorboard"):
+    if not importlib.util.find_spec("tensorboard"):
       log(
         "No summaries are written, as the package tensorboard is not"
         " installed: pip install tf-replicas[tensorboard]"
       )
-      directory = None
-    if directory is None:
-      self._writer = tf.summary.create_noop_writer()
-    else:
-      with tf.device(None), tf.device(self._device):
-        self._writer = tf.summary.create_file_writer(os.fspath(directory))
+      return
+    with tf.device(None), tf.device(self._device):
+      self._writer = tf.summary.create_file_writer(os.fspath(directory))
 
   def write(
     self,
     step: int,
     scalars: Mapping[str, float],
     histograms: Mapping[str, np.ndarray] | None = None,
+    images: Mapping[str, np.ndarray] | None = None,
   ) -> None:
     """Writes the summaries of a step.
 
@@ -57,18 +58,24 @@ class Summaries:
       step: The global step.
       scalars: Numbers by name.
       histograms: Values by name, of any shape, for histograms.
+      images: Pictures by name, uint8 `[height, width, channels]`.
     """
+    if self._writer is None:
+      return
     with tf.device(None), tf.device(self._device):
       with self._writer.as_default(step=step):
         for name, value in scalars.items():
           tf.summary.scalar(name, value)
         for name, values in (histograms or {}).items():
           tf.summary.histogram(name, values)
+        for name, image in (images or {}).items():
+          tf.summary.image(name, image[np.newaxis])
       self._writer.flush()
 
   def close(self) -> None:
     """Closes the event file."""
-    self._writer.close()
+    if self._writer is not None:
+      self._writer.close()
 
 
 class Reporter:

@@ -726,7 +726,7 @@ def _check_scalar(
   It is a slot then, as those of Adagrad and Ftrl before Keras 3.10, whose names
   do not contain the names of their variables.
   """
-  if len(variable.shape):  # The shape of a scalar is true.
+  if len(variable.shape):  # A `tf.TensorShape` without axes is true.
     raise ValueError(
       "`optimizer` must name its slots after their variables; a newer Keras may"
       f" do so. Received: {type(optimizer).__name__} of Keras"

@@ -505,7 +505,9 @@ def _repeat(
 
   def call(count, _, end, rows):
     row, goes_on = body()
-    goes_on &= (count + 1 < max_calls) & (tf.timestamp() < end)
+    with tf.control_dependencies([row, end]):  # Not before the call ends.
+      now = tf.timestamp()
+    goes_on &= (count + 1 < max_calls) & (now < end)
     return count + 1, goes_on, end, rows.write(count, row)
 
   max_calls = tf.identity(max_calls)
