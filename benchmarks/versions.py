@@ -68,12 +68,12 @@ be installed together.
 
 With TensorFlow 2.16 and 2.17, the extra `tfds` also needs
 `pip install --no-deps "tensorflow-metadata<1.17"`: newer ones need a newer
-protobuf than they require. A test of what a version lacks should be skipped;
-those of `Muon` with Keras before 3.13 are not yet, and count as failures.
+protobuf than they require. A test of what a version lacks is skipped. The tests of
+`Muon` fail with Keras 3.10 and 3.12.
 
-The runs of 2026-11-24 up to TensorFlow 2.20 were of a commit that refused Nadam
-by mistake, so they all have failures with `nadam`. That is corrected; these rows
-were not run again.
+The runs of 2026-11-24 up to TensorFlow 2.20 were of a commit that refused
+Nadam by mistake, so they all have failures with `nadam`. That is corrected;
+these rows were not run again.
 """
 
 
