@@ -68,8 +68,8 @@ be installed together.
 
 With TensorFlow 2.16 and 2.17, the extra `tfds` also needs
 `pip install --no-deps "tensorflow-metadata<1.17"`: newer ones need a newer
-protobuf than they require. A test of what a version lacks is skipped. The tests of
-`Muon` fail with Keras 3.10 and 3.12.
+protobuf than they require. A test of what a version lacks is skipped.
+The tests of `Muon` fail with Keras 3.10 and 3.12.
 
 The runs of 2026-11-24 up to TensorFlow 2.20 were of a commit that refused
 Nadam by mistake, so they all have failures with `nadam`. That is corrected;
