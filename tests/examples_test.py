@@ -141,5 +141,6 @@ def test_every_program_is_listed():
   text = (_EXAMPLES / "README.md").read_text(encoding="utf-8")
   listed = re.findall(r"^\| \[`?([\w/.]+)`?\]\(\1\) \|", text, re.MULTILINE)
   programs = [*_EXAMPLES.glob("*.py"), *_EXAMPLES.glob("keras/*.py")]
+  programs.append(_EXAMPLES / "recommender" / "train.py")
   expected = [str(path.relative_to(_EXAMPLES)) for path in programs]
   assert sorted(listed) == sorted(expected)

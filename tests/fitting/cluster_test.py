@@ -403,7 +403,7 @@ def test_the_script_of_the_documentation_saves_once(tmp_path):
 def test_the_script_of_the_documentation_alone(tmp_path):
   """What TensorFlow prints at its import is beyond reach."""
   text = (_ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
-  (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+  block, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
   script = tmp_path / "train.py"
   begin = "import sys\nsys.stderr.write('imported\\n')\n"
   script.write_text(

@@ -161,12 +161,13 @@ def test_nothing_is_left_of_an_interrupted_process(tmp_path, sig):
 
 
 def test_leaving_the_block_ends_the_processes():
+  before = trials.descendants(os.getpid())
   with tf_replicas.LocalTraining(
     time.sleep, args=(300,), workers=1
   ) as training:
     with pytest.raises(TimeoutError, match="still ran after 0.1 s"):
       training.result(timeout_secs=0.1)
-  assert not trials.descendants(os.getpid())
+  assert trials.descendants(os.getpid()) == before
   with pytest.raises(tf_replicas.LocalTrainingError, match="ended before"):
     training.result()
   with pytest.raises(RuntimeError, match="runs once"):

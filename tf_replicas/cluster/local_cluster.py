@@ -89,7 +89,7 @@ class LocalCluster:
     self.stop()
 
   def start(self, *tasks: cluster.Task) -> None:
-    """Starts these tasks, or all of the spec, PS tasks first."""
+    """Starts these tasks, or all of this machine, PS tasks first."""
     if not tasks:
       tasks = tuple(
         sorted(self.spec.local_tasks(), key=lambda t: t.job != "ps")
