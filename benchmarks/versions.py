@@ -66,14 +66,23 @@ start no process (`python -m pytest -m unit`). It stores the figures in
 `python -m benchmarks.versions --resolve` finds the triples of versions that can
 be installed together.
 
-With TensorFlow 2.16 and 2.17, the extra `tfds` also needs
+With TensorFlow up to 2.19, the extra `tfds` also needs
 `pip install --no-deps "tensorflow-metadata<1.17"`: newer ones need a newer
 protobuf than they require. A test of what a version lacks is skipped.
-The tests of `Muon` fail with Keras 3.10 and 3.12.
 
-The runs of 2026-11-24 up to TensorFlow 2.20 were of a commit that refused
-Nadam by mistake, so they all have failures with `nadam`. That is corrected;
-these rows were not run again.
+The rows of 2026-11-24 were not run again after what they showed was corrected:
+
+- Up to TensorFlow 2.20, Nadam was refused by mistake (`nadam`, `mirrored_test`,
+  `keras_fit_test`). With the correction, the tests of Nadam in
+  `inner_optimizer_test` passed with TensorFlow 2.16 and Keras 3.8.
+- `RepeatTest` read the time too early. It passed there too.
+- Up to TensorFlow 2.19, `sources_test` needs the older tensorflow-metadata.
+  With it, these tests passed with TensorFlow 2.16; with 2.18 and 2.19 they were
+  not run again.
+- `Muon` of Keras 3.10 and 3.12 lacks arguments that `cifar10` needs. `cifar10`
+  now refuses it in one line, and its tests are skipped. The other tests of
+  `Muon` fail with these versions, and it was not examined why. With Keras 3.14
+  and 3.15 they pass.
 """
 
 
@@ -168,7 +177,7 @@ def _install(
   major, minor = _minor(tensorflow).split(".")
   tf_keras = f"tf-keras<{major}.{int(minor) + 1}"
   _text([*install, "--no-deps", tf_keras], secs)
-  if int(_version_in(venv, "protobuf").split(".")[0]) < 5:
+  if int(_version_in(venv, "protobuf").split(".")[0]) < 6:
     # Later ones need a newer protobuf than they require.
     _text([*install, "--no-deps", "tensorflow-metadata<1.17"], secs)
   # A release candidate installs keras-nightly, over the same files.

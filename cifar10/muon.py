@@ -5,7 +5,7 @@ import keras
 from tf_replicas.runtime import keras_internals
 
 
-class Muon(keras_internals.optimizer_class("Muon")):
+class Muon(keras_internals.optimizer_class("Muon", "rms_rate")):
   """Keras' Muon, which here also updates the kernels of convolutions.
 
   Keras' own Muon leaves all variables but matrices to Adam. Here, a kernel

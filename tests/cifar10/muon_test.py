@@ -11,7 +11,7 @@ from tests.support import stores
 from tf_replicas.store import inner_optimizer
 from tf_replicas.store import placement
 
-optimizers.require("Muon")
+optimizers.require("Muon", "rms_rate")
 
 from cifar10 import muon  # noqa: E402
 

@@ -145,7 +145,7 @@ def test_dry_run_starts_and_downloads_nothing(tmp_path):
 
 def test_an_interrupted_modern_run_ends_as_an_uninterrupted_one(tmp_path):
   """Weights, slots, averages: rate, crops and data go on where they were."""
-  optimizers.require("Muon")
+  optimizers.require("Muon", "rms_rate")
   # Of 128 examples the last 19 are cropped near the middle.
   modern = {"dataset": "synthetic", "batch_size": 16, "learning_rate": 0.05}
   modern["num_epochs"] = 0.00256

@@ -70,7 +70,7 @@ def test_the_rate_follows_the_examples():
 
 
 def test_modern_recipe_has_its_optimizer_and_its_loss():
-  optimizers.require("Muon")
+  optimizers.require("Muon", "rms_rate")
   from cifar10 import muon
 
   settings = config.from_recipe(

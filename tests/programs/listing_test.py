@@ -12,7 +12,7 @@ from tf_replicas import __main__
 _RUN = """
 import runpy, sys
 sys.modules["tensorflow"] = sys.modules["keras"] = None
-runpy.run_module(sys.argv[1], run_name="__main__")
+runpy.run_module(sys.argv.pop(), run_name="__main__")
 """
 
 

@@ -17,6 +17,9 @@ class KerasInternalsTest(absltest.TestCase):
   def test_a_class_that_keras_lacks_is_refused_when_used(self):
     sgd = keras_internals.optimizer_class("SGD")
     self.assertIs(sgd, keras.optimizers.SGD)
+    self.assertIs(keras_internals.optimizer_class("SGD", "momentum"), sgd)
+    with self.assertRaisesRegex(ValueError, "SGD needs a newer version"):
+      keras_internals.optimizer_class("SGD", "no_such_argument")
     with self.assertRaisesRegex(
       ValueError, "NoSuchOptimizer needs a newer version of Keras. Received: K"
     ):

@@ -1,5 +1,6 @@
 """Makes optimizers of Keras, for tests that run with several versions of it."""
 
+import inspect
 import unittest
 
 import keras
@@ -25,7 +26,15 @@ def make(name: str, *args, **kwargs) -> keras.optimizers.Optimizer:
   return getattr(keras.optimizers, name)(*args, **kwargs)
 
 
-def require(name: str) -> None:
-  """Skips the test, or the module that calls this, without that optimizer."""
-  if not hasattr(keras.optimizers, name):
-    raise unittest.SkipTest(f"Keras {keras.__version__} has no {name}")
+def require(name: str, *arguments: str) -> None:
+  """Skips the test, or the module that calls this, without that optimizer.
+
+  Args:
+    name: The name of a class of `keras.optimizers`.
+    *arguments: Names of arguments that its constructor must have.
+  """
+  found = getattr(keras.optimizers, name, None)
+  if not found or set(arguments) - set(inspect.signature(found).parameters):
+    raise unittest.SkipTest(
+      f"Keras {keras.__version__} has no {name}, or an older one"
+    )

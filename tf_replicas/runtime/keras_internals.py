@@ -6,6 +6,7 @@ lacks are left out, so that the library can be imported with an older Keras.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -39,17 +40,20 @@ def optimizer_classes(*names: str) -> tuple[type, ...]:
   return tuple(c for c in found if c is not None)
 
 
-def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
+def optimizer_class(
+  name: str, *arguments: str
+) -> type[keras.optimizers.Optimizer]:
   """Returns the class of `keras.optimizers` with this name.
 
   Args:
     name: The name of the class.
+    *arguments: Names of arguments that its constructor must have.
 
   Raises:
     ValueError: If the installed version of Keras has no such class.
   """
   found = optimizer_classes(name)
-  if not found:
+  if not found or set(arguments) - set(inspect.signature(found[0]).parameters):
     raise ValueError(
       f"the optimizer {name} needs a newer version of Keras. Received: Keras"
       f" {keras.__version__}."
