@@ -41,9 +41,9 @@ class Embedding(keras.layers.Embedding):
     self,
     input_dim: int,
     output_dim: int,
-    *args,
+    *args: Any,
     partition: str = "modulo",
-    **kwargs,
+    **kwargs: Any,
   ):
     """Makes the layer.
 
