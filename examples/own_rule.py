@@ -27,14 +27,10 @@ class SignSgd(tf_replicas.SyncReplicasOptimizer):
     return [*signs, *finished[count:]]
 
 
-def make(settings: update_options.UpdateSettings, num_replicas: int):
-  """Returns the function that wraps the rule around an optimizer."""
+def make(settings, num_replicas: int, optimizer, **common) -> SignSgd:
+  """Wraps the rule around an optimizer."""
   needed = update_options.replicas_to_aggregate(settings, num_replicas)
-
-  def new_rule(optimizer, **common):
-    return SignSgd(optimizer, needed, num_replicas, name="sign_sgd", **common)
-
-  return new_rule
+  return SignSgd(optimizer, needed, num_replicas, name="sign_sgd", **common)
 
 
 update_options.RULES["sign_sgd"] = update_options.Rule(

@@ -19,8 +19,6 @@ import json
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 from typing import NamedTuple
 
 import jsonschema
@@ -273,15 +271,7 @@ def test_modules_and_flags_are_checked():
   ids=lambda command: " ".join(command)[:40],
 )
 def test_short_commands_run(command):
-  result = subprocess.run(
-    [sys.executable, *command[1:]],
-    cwd=ROOT,
-    env=trials.ENVIRON,
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
-  )
+  result = trials.python(*command[1:])
   assert result.returncode == 0, result.stderr
   assert result.stdout
 

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 
 import keras
@@ -53,15 +52,8 @@ def test_the_first_steps(tmp_path):
   """One cluster for the steps 4 and 5, which ends sooner than there."""
   script = tmp_path / "train.py"
   script.write_text(block("example: train.py", "python"), encoding="utf-8")
-  alone = subprocess.run(
-    command("python train.py"),
-    cwd=tmp_path,
-    env=_ENVIRON,
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
-  )
+  _, *arguments = command("python train.py")
+  alone = trials.python(*arguments, cwd=tmp_path, environ=_ENVIRON)
   assert alone.returncode == 0, alone.stderr
   assert_shown("alone", alone.stdout + alone.stderr)
   assert accuracy(alone.stdout) > 0.9

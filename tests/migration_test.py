@@ -6,8 +6,6 @@ import os
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -91,15 +89,7 @@ def launch(script: str, directory: pathlib.Path) -> str:
   (directory / script).write_text(EXAMPLES[script], encoding="utf-8")
   pattern = rf"^python (-m tf_replicas\.launch .* {re.escape(script)})$"
   (command,) = re.findall(pattern, PAGE, re.MULTILINE)
-  result = subprocess.run(
-    [sys.executable, *shlex.split(command)],
-    cwd=directory,
-    env={**trials.ENVIRON, "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
-  )
+  result = trials.python(*shlex.split(command), cwd=directory)
   assert result.returncode == 0, result.stdout + result.stderr
   return result.stdout
 

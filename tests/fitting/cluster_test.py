@@ -1,11 +1,8 @@
 """`fit` on real clusters, by the launcher, against Keras in one process."""
 
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -25,18 +22,10 @@ _TASK = _ROOT / "tests" / "tasks" / "fit_task.py"
 
 def _launch(*flags: str, case: str, **arguments) -> tuple[dict, str]:
   """What the chief printed, and the whole output."""
-  result = subprocess.run(
-    [
-      *(sys.executable, "-m", "tf_replicas.launch"),
-      *("--preload", *flags),
-      *(str(_TASK), case, json.dumps(arguments)),
-    ],
-    cwd=_ROOT,
-    env={**os.environ, "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": ""},
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
+  result = trials.python(
+    *("-m", "tf_replicas.launch", "--preload", *flags),
+    *(str(_TASK), case, json.dumps(arguments)),
+    environ=trials.SPEAKING_ENVIRON,
   )
   output = result.stdout + result.stderr
   assert result.returncode == 0, output
@@ -189,14 +178,9 @@ def test_the_chief_waits_for_parameter_servers_in_vain():
   jobs = {"ps": ["ps.absent.test:2222"], "worker": [f"localhost:{port}"]}
   config = {"cluster": jobs, "task": {"type": "worker", "index": 0}}
   arguments = json.dumps({"start_timeout_secs": 1})
-  result = subprocess.run(
-    [sys.executable, str(_TASK), "momentum", arguments],
-    cwd=_ROOT,
-    env={**trials.ENVIRON, "TF_CONFIG": json.dumps(config)},
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
+  result = trials.python(
+    *(str(_TASK), "momentum", arguments),
+    environ={**trials.ENVIRON, "TF_CONFIG": json.dumps(config)},
   )
   assert result.returncode == 1
   assert result.stderr.rstrip().splitlines()[-1] == (
@@ -281,14 +265,8 @@ def test_a_series_with_failures(tmp_path):
   """A worker and then the chief are killed between two trainings."""
   script = tmp_path / "train.py"
   script.write_text(_SERIES, encoding="utf-8")
-  result = subprocess.run(
-    [sys.executable, "-m", "tf_replicas.launch", "--workers=2", script.name],
-    cwd=tmp_path,
-    env=trials.ENVIRON,
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
+  result = trials.python(
+    *("-m", "tf_replicas.launch", "--workers=2", script.name), cwd=tmp_path
   )
   output = result.stdout + result.stderr
   x = np.linspace(0.0, 1.0, 8, dtype="float32")[:, None]
@@ -319,14 +297,10 @@ def test_a_series_with_failures(tmp_path):
 
 def _run(directory, *arguments: str) -> str:
   """Runs the launcher in `directory`; what it printed."""
-  result = subprocess.run(
-    [sys.executable, "-m", "tf_replicas.launch", *arguments],
+  result = trials.python(
+    *("-m", "tf_replicas.launch", *arguments),
     cwd=directory,
-    env={**os.environ, "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": ""},
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
+    environ=trials.SPEAKING_ENVIRON,
   )
   assert result.returncode == 0, result.stdout + result.stderr
   return result.stdout
@@ -360,14 +334,8 @@ tf_replicas.fit(lambda: model, x, x)
 """,
     encoding="utf-8",
   )
-  result = subprocess.run(
-    [sys.executable, "-m", "tf_replicas.launch", "--workers=1", script.name],
-    cwd=tmp_path,
-    env=trials.ENVIRON,
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
+  result = trials.python(
+    *("-m", "tf_replicas.launch", "--workers=1", script.name), cwd=tmp_path
   )
   assert result.returncode == 1
   assert re.search(
@@ -412,15 +380,7 @@ def test_the_script_of_the_documentation_alone(tmp_path):
   )
   environ = dict(trials.ENVIRON)
   del environ["TF_CPP_MIN_LOG_LEVEL"], environ["CUDA_VISIBLE_DEVICES"]
-  result = subprocess.run(
-    [sys.executable, script.name],
-    cwd=tmp_path,
-    env=environ,
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
-  )
+  result = trials.python(script.name, cwd=tmp_path, environ=environ)
   assert result.returncode == 0, result.stderr
   assert result.stderr.partition("imported\n")[2] == ""
   assert "replication:" not in result.stdout

@@ -9,7 +9,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 
 import pytest
 
@@ -121,16 +120,8 @@ _IN_CI = ("mnist_convnet", "wgan_gp")
   ],
 )
 def test_learns_on_a_cluster(name, tmp_path):
-  command = [sys.executable, "-m", "tf_replicas.launch", "--ps=1"]
+  command = ["-m", "tf_replicas.launch", "--ps=1"]
   command += ["--preload", "--workers=2", str(_patched(name, tmp_path))]
-  result = subprocess.run(
-    command,
-    cwd=tmp_path,
-    env=trials.ENVIRON,
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
-  )
+  result = trials.python(*command, cwd=tmp_path)
   assert result.returncode == 0, result.stdout + result.stderr
   assert _GOALS[name](*_result(result.stdout)), result.stdout

@@ -1,10 +1,8 @@
 """`fit` with tables on real clusters, against Keras in one process."""
 
 import json
-import os
 import pathlib
 import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -22,17 +20,9 @@ _SETTINGS = {"batch_size": 16, "rate": 0.2}
 
 
 def _launch(*flags: str, **arguments) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [
-      *(sys.executable, "-m", "tf_replicas.launch", *flags),
-      *(str(_TASK), json.dumps(arguments)),
-    ],
-    cwd=_ROOT,
-    env={**os.environ, "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": ""},
-    capture_output=True,
-    text=True,
-    timeout=trials.DEADLINE_SECS,
-    check=False,
+  return trials.python(
+    *("-m", "tf_replicas.launch", *flags, str(_TASK), json.dumps(arguments)),
+    environ=trials.SPEAKING_ENVIRON,
   )
 
 

@@ -27,6 +27,12 @@ ENVIRON = {
   "PYTHONPATH": str(ROOT),
   "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+# The same, but TensorFlow may say all that it says to a user.
+SPEAKING_ENVIRON = {
+  **os.environ,
+  "CUDA_VISIBLE_DEVICES": "",
+  "PYTHONPATH": str(ROOT),
+}
 # Starts the tasks of all trials. It ends with this process.
 _fork_server = fork_server.ForkServer(ENVIRON)
 # Generous: the machine may be busy. No test waits that long if all is well.
@@ -71,6 +77,23 @@ def running(
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+def python(
+  *arguments: object,
+  cwd: str | os.PathLike = ROOT,
+  environ: Mapping[str, str] = ENVIRON,
+) -> subprocess.CompletedProcess:
+  """Runs this Python interpreter to its end; its output is text."""
+  return subprocess.run(
+    [sys.executable, *arguments],
+    cwd=cwd,
+    env=dict(environ),
+    capture_output=True,
+    text=True,
+    timeout=DEADLINE_SECS,
+    check=False,
+  )
 
 
 def read_until(words: str, process: subprocess.Popen) -> str:

@@ -196,7 +196,6 @@ class LocalCluster:
         for other in self.running():
           self._echo(f"[launcher] {other} is still running; stopping it")
         self.stop()
-        # The chief has the best error.
         # The chief's own error says more than what it caused elsewhere.
         of_chief = self.returncode(self.spec.chief) or 0
         code = of_chief if of_chief > 0 else code

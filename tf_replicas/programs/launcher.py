@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,26 +117,24 @@ def _launch(
   _say(run_options.describe_cluster(spec))
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, _interrupt)
-  environ = noise.environ()
-  with (
-    contextlib.closing(_Echo()) as echo,
-    fork_server.ForkServer(environ) as server,
-  ):
+  with contextlib.closing(_Echo()) as echo:
     return run_tasks(
       spec,
       lambda path, task: command(path, task, options.threads),
+      preloads=True,
       log_dir=os.path.join(options.train_dir, "logs"),
-      environ=environ,
       echo=echo,
       # A new process could not join the all-reduce of the others.
       max_restarts=0 if options.is_mirrored else 3,
-      popen=server.popen,
     )
 
 
 def run_tasks(
   spec: cluster.ClusterSpec,
   command: Callable[[str, cluster.Task], Sequence[str]],
+  *,
+  preloads: bool,
+  variables: Mapping[str, str] | None = None,
   **settings: Any,
 ) -> int:
   """Starts all tasks of this machine and waits until they end.
@@ -143,19 +142,26 @@ def run_tasks(
   Args:
     spec: The cluster, with its ports chosen.
     command: Maps (path of the cluster spec, task) to the task's command line.
+    preloads: Whether to import TensorFlow once for all tasks.
+    variables: Environment variables of the tasks, besides those of this
+      process.
     **settings: Further arguments of `LocalCluster`.
 
   Returns:
     The exit status: 0 if all tasks succeeded, else that of the first task that
     failed, or 128 + the signal that interrupted this process.
   """
-  with tempfile.TemporaryDirectory() as directory:
+  environ = {**noise.environ(), **(variables or {})}
+  with (
+    tempfile.TemporaryDirectory() as directory,
+    fork_server.ForkServer(environ) as server,
+  ):
     path = os.path.join(directory, "cluster.json")
     pathlib.Path(path).write_text(spec.to_json(), encoding="utf-8")
+    if preloads:
+      settings["popen"] = server.popen
     tasks = local_cluster.LocalCluster(
-      spec,
-      functools.partial(command, path),
-      **settings,
+      spec, functools.partial(command, path), environ=environ, **settings
     )
     with tasks:
       tasks.start()

@@ -15,8 +15,6 @@ from typing import NoReturn
 from tf_replicas import cluster
 from tf_replicas.cluster import environment
 from tf_replicas.programs import launcher
-from tf_replicas.runtime import fork_server
-from tf_replicas.runtime import noise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,30 +87,26 @@ def launch(argv: list[str]) -> int:
       f"{spec.where}`--timeline` needs a cluster with parameter servers."
       " Received: one without a `ps` task."
     )
-  environ = noise.environ()
+  variables = {}
   if options.timeline:
-    environ[environment.TIMELINE] = os.path.abspath(options.timeline)
-  settings = {}
-  with fork_server.ForkServer(environ) as server:
-    if options.preload:
-      settings["popen"] = server.popen
-    return launcher.run_tasks(
-      spec,
-      lambda path, task: [
-        "env",
-        f"{environment.CLUSTER_SPEC}={path}",
-        f"{environment.TASK}={task.job}:{task.index}",
-        sys.executable,
-        "-u",
-        options.script,
-        *options.arguments,
-      ],
-      log_dir=options.log_dir,
-      environ=environ,
-      echo=launcher.echo,
-      max_restarts=options.max_restarts,
-      **settings,
-    )
+    variables[environment.TIMELINE] = os.path.abspath(options.timeline)
+  return launcher.run_tasks(
+    spec,
+    lambda path, task: [
+      "env",
+      f"{environment.CLUSTER_SPEC}={path}",
+      f"{environment.TASK}={task.job}:{task.index}",
+      sys.executable,
+      "-u",
+      options.script,
+      *options.arguments,
+    ],
+    preloads=options.preload,
+    variables=variables,
+    log_dir=options.log_dir,
+    echo=launcher.echo,
+    max_restarts=options.max_restarts,
+  )
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
