@@ -28,6 +28,7 @@ import tempfile
 from absl import app
 from absl import flags
 
+from benchmarks import live_cluster
 from benchmarks import ratios
 from tf_replicas import cluster
 
@@ -45,7 +46,6 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _SECS = 300
 _BURST = 300  # Updates in a turn of the small model.
 _TURNS = 12  # Of each cluster of the small model in a round.
-_NUMBER = re.compile(r"[\d.]+(e-?\d+)?")
 
 
 def _run(root: pathlib.Path, *arguments: str) -> str:
@@ -95,67 +95,27 @@ def single_rounds(
   return found
 
 
-class SmallModel:
-  """The small model on a live cluster of 1 PS and 2 workers; a context."""
-
-  def __init__(self, root: pathlib.Path, replication: str):
-    """Starts the cluster with the library of the tree `root`."""
-    jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
-    spec = cluster.resolve_ports(cluster.parse(jobs))
-    tasks = [("ps", 0), ("worker", 1), ("worker", 0)]
-    if replication == "in_graph":
-      tasks.append(("chief", 0))
-    self._processes = [
-      subprocess.Popen(
-        [
-          sys.executable,
-          str(_ROOT / "benchmarks" / "paired_task.py"),
-          *(",".join(spec.addresses(j)) for j in ("ps", "worker")),
-          job,
-          str(index),
-          replication,
-        ],
-        env={
-          **os.environ,
-          "PYTHONPATH": str(root),
-          "CUDA_VISIBLE_DEVICES": "",
-          "TF_CPP_MIN_LOG_LEVEL": "2",
-        },
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-      )
+def small_model(
+  root: pathlib.Path, replication: str
+) -> live_cluster.LiveCluster:
+  """The small model on 1 PS and 2 workers, with the library of `root`."""
+  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
+  spec = cluster.resolve_ports(cluster.parse(jobs))
+  tasks = [("ps", 0), ("worker", 1), ("worker", 0)]
+  if replication == "in_graph":
+    tasks.append(("chief", 0))
+  return live_cluster.LiveCluster(
+    [
+      [
+        sys.executable,
+        str(_ROOT / "benchmarks" / "paired_task.py"),
+        *(",".join(spec.addresses(j)) for j in ("ps", "worker")),
+        *(job, str(index), replication),
+      ]
       for job, index in tasks
-    ]
-    self._chief = self._processes[-1]
-    self._read("ready")
-
-  def __enter__(self) -> "SmallModel":
-    return self
-
-  def __exit__(self, *exc_info: object) -> None:
-    try:
-      self._chief.stdin.close()
-      for process in self._processes:
-        process.wait(60)
-    finally:
-      for process in self._processes:
-        process.kill()
-        process.wait()
-
-  def _read(self, expected: str | None = None) -> str:
-    """The next line of the chief that is not a log line."""
-    for line in self._chief.stdout:
-      line = line.strip()
-      if line == expected or (expected is None and _NUMBER.fullmatch(line)):
-        return line
-    raise RuntimeError("the chief of the small model ended early")
-
-  def steps_per_sec(self, steps: int) -> float:
-    """Makes so many updates; returns their rate."""
-    print(steps, file=self._chief.stdin, flush=True)
-    return steps / float(self._read())
+    ],
+    root=root,
+  )
 
 
 def paired_rounds(
@@ -167,15 +127,15 @@ def paired_rounds(
     order = list(trees) if number % 2 else list(trees)[::-1]
     with contextlib.ExitStack() as stack:
       models = {
-        name: stack.enter_context(SmallModel(trees[name], replication))
+        name: stack.enter_context(small_model(trees[name], replication))
         for name in order
       }
       for model in models.values():
-        model.steps_per_sec(_BURST)  # A warm-up.
+        model.updates_per_sec(_BURST)  # A warm-up.
       turns: dict[str, list[float]] = {name: [] for name in trees}
       for turn in range(_TURNS):
         for name in order if turn % 2 else order[::-1]:
-          turns[name].append(models[name].steps_per_sec(_BURST))
+          turns[name].append(models[name].updates_per_sec(_BURST))
     found.append({n: statistics.harmonic_mean(r) for n, r in turns.items()})
     print(f"round {number}, small {replication}: {found[-1]}", flush=True)
   return found

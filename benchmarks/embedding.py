@@ -11,15 +11,15 @@ Printed are the updates per second, and the ratios within the rounds: geometric
 mean and 95% interval.
 """
 
+import contextlib
 import json
-import os
 import pathlib
-import subprocess
 import sys
 
 from absl import app
 from absl import flags
 
+from benchmarks import live_cluster
 from benchmarks import ratios
 from tf_replicas import cluster
 
@@ -31,87 +31,44 @@ flags.DEFINE_string("output", None, "Where to write the raw numbers, as JSON")
 
 _KINDS = ("asynchronous", "synchronous", "strategy")
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_END_SECS = 60
 
 
-class _Cluster:
-  """A live cluster of one kind; a context."""
-
-  def __init__(self, kind: str, rows: int):
-    jobs = {"ps": ["localhost:0"] * 2, "worker": ["localhost:0"] * 2}
-    self._is_strategy = kind == "strategy"
-    if self._is_strategy:
-      jobs["chief"] = ["localhost:0"]
-    spec = cluster.resolve_ports(cluster.parse(jobs))
-    tasks = [t for t in spec.tasks() if t != spec.chief] + [spec.chief]
-    self._processes = [
-      subprocess.Popen(
-        [
-          *(sys.executable, "-m", "benchmarks.embedding_task", kind),
-          *(spec.to_json(), task.job, str(task.index), str(rows)),
-        ],
-        cwd=_ROOT,
-        env={
-          **os.environ,
-          "PYTHONPATH": str(_ROOT),
-          "CUDA_VISIBLE_DEVICES": "",
-          "TF_CPP_MIN_LOG_LEVEL": "2",
-        },
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-      )
+def _cluster(kind: str, rows: int) -> live_cluster.LiveCluster:
+  """A live cluster of one kind: 2 PS and 2 workers."""
+  jobs = {"ps": ["localhost:0"] * 2, "worker": ["localhost:0"] * 2}
+  is_strategy = kind == "strategy"
+  if is_strategy:
+    jobs["chief"] = ["localhost:0"]
+  spec = cluster.resolve_ports(cluster.parse(jobs))
+  tasks = [t for t in spec.tasks() if t != spec.chief] + [spec.chief]
+  return live_cluster.LiveCluster(
+    [
+      [
+        *(sys.executable, "-m", "benchmarks.embedding_task", kind),
+        *(spec.to_json(), task.job, str(task.index), str(rows)),
+      ]
       for task in tasks
-    ]
-    self._chief = self._processes[-1]
-    self._read("ready")
-
-  def __enter__(self) -> "_Cluster":
-    return self
-
-  def __exit__(self, *exc_info: object) -> None:
-    try:
-      self._chief.stdin.close()
-      if not self._is_strategy:  # Its servers never end by themselves.
-        for process in self._processes:
-          process.wait(_END_SECS)
-    finally:
-      for process in self._processes:
-        process.kill()
-        process.wait()
-
-  def _read(self, expected: str = "") -> str:
-    """The next line that is `expected`, or a number."""
-    for line in self._chief.stdout:
-      line = line.strip()
-      if line == expected or (
-        not expected and line.replace(".", "", 1).isdigit()
-      ):
-        return line
-    raise RuntimeError("the chief ended early")
-
-  def rate(self, updates: int) -> float:
-    """Makes so many updates; returns how many were made per second."""
-    print(updates, file=self._chief.stdin, flush=True)
-    return updates / float(self._read())
+    ],
+    root=_ROOT,
+    cwd=_ROOT,
+    ends_by_itself=not is_strategy,  # Its servers never end by themselves.
+  )
 
 
 def main(argv: list[str]) -> None:
   del argv
   found: list[dict[str, float]] = []
-  clusters: dict[str, _Cluster] = {}
-  try:
+  with contextlib.ExitStack() as stack:
+    clusters = {}
     for kind in _KINDS:
-      clusters[kind] = _Cluster(kind, FLAGS.rows)
-      clusters[kind].rate(FLAGS.updates)  # A warm-up.
+      clusters[kind] = stack.enter_context(_cluster(kind, FLAGS.rows))
+      clusters[kind].updates_per_sec(FLAGS.updates)  # A warm-up.
     for number in range(FLAGS.rounds):
       order = _KINDS if number % 2 else _KINDS[::-1]
-      found.append({k: clusters[k].rate(FLAGS.updates) for k in order})
+      found.append(
+        {k: clusters[k].updates_per_sec(FLAGS.updates) for k in order}
+      )
       print(f"round {number}: {found[-1]}", flush=True)
-  finally:
-    for one in clusters.values():
-      one.__exit__(None, None, None)
   for first, second in (
     ("asynchronous", "strategy"),
     ("synchronous", "asynchronous"),

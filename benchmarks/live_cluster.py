@@ -1,0 +1,83 @@
+"""A cluster that stays alive, and makes updates when it is asked to."""
+
+import os
+import pathlib
+import re
+import subprocess
+from collections.abc import Sequence
+
+_NUMBER = re.compile(r"[\d.]+(e-?\d+)?")
+_END_SECS = 60
+
+
+class LiveCluster:
+  """The processes of a cluster, of which the last is the chief; a context.
+
+  The chief prints "ready" once it has trained for a step. Then, for each line
+  of its standard input, it makes so many updates, and prints how many seconds
+  they took. It ends the training when its input ends.
+  """
+
+  def __init__(
+    self,
+    commands: Sequence[Sequence[str]],
+    *,
+    root: pathlib.Path,
+    cwd: pathlib.Path | None = None,
+    ends_by_itself: bool = True,
+  ):
+    """Starts the processes, and waits until the chief is ready.
+
+    Args:
+      commands: The command line of each process.
+      root: The tree whose library they use.
+      cwd: Where they run; None: where this process runs.
+      ends_by_itself: Whether all processes end with the chief.
+    """
+    self._ends_by_itself = ends_by_itself
+    self._processes = [
+      subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={
+          **os.environ,
+          "PYTHONPATH": str(root),
+          "CUDA_VISIBLE_DEVICES": "",
+          "TF_CPP_MIN_LOG_LEVEL": "2",
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+      )
+      for command in commands
+    ]
+    self._chief = self._processes[-1]
+    self._read("ready")
+
+  def __enter__(self) -> "LiveCluster":
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    try:
+      self._chief.stdin.close()
+      if self._ends_by_itself:
+        for process in self._processes:
+          process.wait(_END_SECS)
+    finally:
+      for process in self._processes:
+        process.kill()
+        process.wait()
+
+  def _read(self, expected: str | None = None) -> str:
+    """The next line of the chief that is not a log line."""
+    for line in self._chief.stdout:
+      line = line.strip()
+      if line == expected or (expected is None and _NUMBER.fullmatch(line)):
+        return line
+    raise RuntimeError("the chief ended early")
+
+  def updates_per_sec(self, updates: int) -> float:
+    """Makes so many updates; returns their rate."""
+    print(updates, file=self._chief.stdin, flush=True)
+    return updates / float(self._read())
