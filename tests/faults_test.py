@@ -175,9 +175,11 @@ def test_a_restarted_worker_goes_on_where_the_training_is(
   report = _report_after_a_restart(
     start_trial, "killed_while_counting", replication
   )
-  # Each is the mean over the workers.
+  # Each is the mean over the workers. What the killed worker had delivered may
+  # be used after its successor has read where to begin. The successor then
+  # draws that one batch again.
   losses = [step["loss"] for step in report["steps"]]
-  assert losses == [0, 1, 2, 3, 4, 5]
+  assert losses in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 2.5, 3.5, 4.5])
 
 
 def test_a_worker_gives_up_its_chief_and_both_can_be_started_again(start_trial):
