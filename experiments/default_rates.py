@@ -147,8 +147,10 @@ def table(runs: Sequence[dict]) -> str:
       middle = found[len(found) // 2]
       precision = f"{found[0]:.3f}, {middle:.3f}, {found[-1]:.3f}"
     losses = [r["loss_max"] for r in same if r["loss_max"] is not None]
+    rates = [r["learning_rate"] for r in same if r["learning_rate"] is not None]
+    rate = max(rates, default=math.nan)
     lines.append(
-      f"| {workers} | {batch_size} | {rule} | {same[0]['learning_rate']:.4g} |"
+      f"| {workers} | {batch_size} | {rule} | {rate:.4g} |"
       f" {same[0]['updates']} | {same[0]['examples']} |"
       f" {', '.join(str(r['seed']) for r in same)} | {precision} |"
       f" {max(losses, default=math.nan):.2f} |"

@@ -137,6 +137,17 @@ class _Command(NamedTuple):
   rate: float
 
 
+def _strategy_of_one_process(
+  devices: Sequence[str],
+) -> tf.distribute.MirroredStrategy:
+  """Returns a strategy that mirrors variables on devices of this process."""
+  # Collectives between CPUs bind a process to one set of them (TensorFlow
+  # 2.21: "joining a group with size 3, but that group has size 2").
+  is_on_gpus = ":GPU:" in devices[0]
+  reduction = None if is_on_gpus else tf.distribute.ReductionToOneDevice()
+  return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
+
+
 class Mirrored(driver_base.Driver):
   """The driver of one process of a training with mirrored variables.
 
@@ -192,13 +203,7 @@ class Mirrored(driver_base.Driver):
         spec, task, devices, timeout_secs=start_timeout_secs, log=log
       )
     else:
-      # Collectives between CPUs bind a process to one set of them (TensorFlow
-      # 2.21: "joining a group with size 3, but that group has size 2").
-      is_on_gpus = ":GPU:" in devices[0]
-      reduction = None if is_on_gpus else tf.distribute.ReductionToOneDevice()
-      self._strategy = tf.distribute.MirroredStrategy(
-        devices, cross_device_ops=reduction
-      )
+      self._strategy = _strategy_of_one_process(devices)
     self._devices = self._strategy.extended.worker_devices
     self._num_replicas = self._strategy.num_replicas_in_sync
     # The number of this process's first replica.

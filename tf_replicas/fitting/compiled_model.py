@@ -647,20 +647,8 @@ def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
       " attribute of the model, such as `self.optimizer`. Received: no call of"
       " `apply`."
     )
-  known = {id(v) for v in model.trainable_variables}
   for call in calls:
-    for gradient, variable in call.pairs:
-      if id(variable) not in known:
-        raise ValueError(
-          "`train_step` must apply gradients to the model's trainable"
-          f" variables. Received: {getattr(variable, 'path', variable)!r}."
-        )
-      _check_gradient(gradient, variable)
-    if len({id(v) for _, v in call.pairs}) < len(call.pairs):
-      raise ValueError(
-        "`train_step` must give `apply` each variable once. Received:"
-        f" {', '.join(v.path for _, v in call.pairs)}."
-      )
+    _check_call(model, call)
   made = [
     alternating_optimizer.Phase(
       call.name, tuple(v.path for g, v in call.pairs if g is not None)
@@ -674,23 +662,62 @@ def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
       f" {', '.join(v.path for v in model.trainable_variables)}."
     )
   for name in dict.fromkeys(phase.name for phase in made):
-    optimizer = getattr(model, name)
-    if len(made) > 1:
-      _check_can_alternate(name, optimizer)
-    if not optimizer.built:
-      paths = set().union(*(p.paths for p in made if p.name == name))
-      optimizer.build(
-        [
-          v
-          for v in model.trainable_variables
-          if len(made) == 1 or v.path in paths
-        ]
-      )
+    _build_optimizer(model, name, made)
   model.__dict__[_PHASES] = made
   model.__dict__[_PHASE] = []
   if len(made) > 1:
     number = keras.Variable(0.0, trainable=False, name="phase")
     model.__dict__[_PHASE] = [number]
+
+
+def _check_call(model: keras.Model, call: _Call) -> None:
+  """Checks the gradients and variables that `train_step` gives to `apply`.
+
+  Raises:
+    ValueError: If a variable is not one of the model, or occurs twice, or if a
+      gradient does not fit its variable.
+  """
+  known = {id(v) for v in model.trainable_variables}
+  for gradient, variable in call.pairs:
+    if id(variable) not in known:
+      raise ValueError(
+        "`train_step` must apply gradients to the model's trainable"
+        f" variables. Received: {getattr(variable, 'path', variable)!r}."
+      )
+    _check_gradient(gradient, variable)
+  if len({id(v) for _, v in call.pairs}) < len(call.pairs):
+    raise ValueError(
+      "`train_step` must give `apply` each variable once. Received:"
+      f" {', '.join(v.path for _, v in call.pairs)}."
+    )
+
+
+def _build_optimizer(
+  model: keras.Model,
+  name: str,
+  all_phases: Sequence[alternating_optimizer.Phase],
+) -> None:
+  """Builds an optimizer of the model for the variables that it updates.
+
+  Args:
+    model: The model.
+    name: The attribute of the model that is the optimizer.
+    all_phases: The phases of `train_step`: its calls of `apply`, in order. An
+      optimizer that makes the only call is built for all trainable variables.
+
+  Raises:
+    ValueError: If there are several phases, and the optimizer has an option
+      that is not supported then.
+  """
+  optimizer = getattr(model, name)
+  is_alone = len(all_phases) == 1
+  if not is_alone:
+    _check_can_alternate(name, optimizer)
+  if not optimizer.built:
+    paths = set().union(*(p.paths for p in all_phases if p.name == name))
+    optimizer.build(
+      [v for v in model.trainable_variables if is_alone or v.path in paths]
+    )
 
 
 def _check_gradient(
@@ -808,10 +835,7 @@ def trace(
       loss = tf.zeros([])
       if is_last:
         loss = _loss(logs)
-        size = tf.shape(tf.nest.flatten(data)[0])[0]
-        for name, mean in _means(model).items():
-          value = logs[name] if isinstance(logs, dict) else logs
-          mean.update_state(value, sample_weight=size)
+        _update_means(model, logs, data)
         ends.extend(tf.convert_to_tensor(v.value) for v in changing)
     if vars(model)[_PHASE]:  # The last of the states.
       count = len(phases(model))
@@ -825,7 +849,25 @@ def trace(
       [n - z for n, z in zip(ends[len(states) :], zeros, strict=True)],
     )
 
-  specs = [tf.TensorSpec(v.shape, v.dtype) for v in [*trained, *states]]
+  return _traced(step, [*trained, *states], data_spec)
+
+
+def _traced(
+  step: Callable[..., tuple],
+  variables: Sequence[keras.Variable],
+  data_spec: tuple,
+) -> tf.types.experimental.ConcreteFunction:
+  """Traces the function of one phase of a `train_step`.
+
+  Args:
+    step: A function of (parameters, loss factor, data), as `trace` returns.
+    variables: The variables whose values are its parameters.
+    data_spec: See `build`.
+
+  Raises:
+    ValueError: If `step` reads a variable, not only its parameters.
+  """
+  specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
   concrete = tf.function(step, autograph=False).get_concrete_function(
     specs, tf.TensorSpec([]), data_spec
   )
@@ -836,6 +878,20 @@ def trace(
       f" Received: {', '.join(v.name for v in foreign)}."
     )
   return concrete
+
+
+def _update_means(model: keras.Model, logs: object, data: tuple) -> None:
+  """Counts what `train_step` returned in the metrics that average it.
+
+  Args:
+    model: The model.
+    logs: The result of `train_step`: a loss, or a dict of values by name.
+    data: The batch. Its first dimension is the weight of the values.
+  """
+  size = tf.shape(tf.nest.flatten(data)[0])[0]
+  for name, mean in _means(model).items():
+    value = logs[name] if isinstance(logs, dict) else logs
+    mean.update_state(value, sample_weight=size)
 
 
 def _gradients(

@@ -188,53 +188,13 @@ def fit(
     log=log,
     caller="fit",
   )
-  num_replicas = part.num_replicas
-  update_options.check(rule, num_replicas)
-  if rule.is_periodic:
-    raise cluster_module.ClusterError(
-      "`rule` must be made by `Sync` or `Async`: metrics are not defined for"
-      f" replicas that train copies of their own. Received: {rule}."
-    )
-  contributions = update_options.replicas_to_aggregate(rule, num_replicas)
+  contributions = _contributions_per_update(rule, part.num_replicas)
   if validation_split and validation_data is None:
     (x, y, sample_weight), validation_data = data_module.split_validation(
       x, y, sample_weight, validation_split
     )
-  data_module.check_python(x, can_run=part.runs_own_script)
-  if part.role is not None:
-    data_module.check_can_connect(x, "x")
-    if part.is_first:
-      data_module.check_can_connect(validation_data, "validation_data")
-    # In every task the same: a copy may shuffle otherwise.
-    is_sent = not part.is_first or not part.runs_own_script
-    if isinstance(x, tf.data.Dataset) and is_sent and not part.connects_late:
-      x = data_module.sendable(x)
-  data_fn = functools.partial(
-    data_module.make,
-    x,
-    y,
-    sample_weight=sample_weight,
-    class_weight=class_weight,
-    batch_size=batch_size,
-    steps_per_epoch=steps_per_epoch,
-    shuffle=shuffle,
-    seed=seed,
-    num_contributions=contributions,
-    num_epochs=epochs - initial_epoch,
-  )
-  task = _Task(
-    model_fn,
-    data_fn,
-    rule,
-    num_replicas,
-    contributions,
-    part.devices,
-  )
-  if not part.connects_late:
-    _ = task.data
-  sent = {
-    "model_fn": model_fn,
-    "x": x,
+  given = {
+    "x": _connectable(x, validation_data, part),
     "y": y,
     "sample_weight": sample_weight,
     "class_weight": class_weight,
@@ -242,14 +202,36 @@ def fit(
     "steps_per_epoch": steps_per_epoch,
     "shuffle": shuffle,
     "seed": seed,
-    "epochs": epochs,
-    "initial_epoch": initial_epoch,
-    "rule": rule,
-    "replication": replication,
-    "devices": devices,
-    "start_timeout_secs": start_timeout_secs,
   }
-  part.call_workers(fit, sent)
+  data_fn = functools.partial(
+    data_module.make,
+    **given,
+    num_contributions=contributions,
+    num_epochs=epochs - initial_epoch,
+  )
+  task = _Task(
+    model_fn,
+    data_fn,
+    rule,
+    part.num_replicas,
+    contributions,
+    part.devices,
+  )
+  if not part.connects_late:
+    _ = task.data
+  part.call_workers(
+    fit,
+    {
+      **given,
+      "model_fn": model_fn,
+      "epochs": epochs,
+      "initial_epoch": initial_epoch,
+      "rule": rule,
+      "replication": replication,
+      "devices": devices,
+      "start_timeout_secs": start_timeout_secs,
+    },
+  )
   driver = part.driver(task.replica, task.new_rule)
   task.driver = driver
   if not driver.is_chief:
@@ -262,11 +244,7 @@ def fit(
       log(part.describe(rule, _part_size(x, batch_size, count)))
     arguments.make_directory(train_dir)
     roles.check_tables_are_saved(driver, train_dir)
-    validation_spec = data_module.check_validation(
-      validation_data, validation_steps
-    )
-    if validation_spec is not None:
-      compiled_model.check_data(model, validation_spec, "validation_data: ")
+    _check_validation(model, validation_data, validation_steps)
     loop = _Loop(
       driver,
       model,
@@ -288,6 +266,66 @@ def fit(
     vars(history)["contributions"] = dict(counts)
   part.end()
   return history
+
+
+def _contributions_per_update(
+  rule: update_options.UpdateSettings, num_replicas: int
+) -> int:
+  """Returns how many replicas' gradients each update of a rule uses.
+
+  Args:
+    rule: The settings of the update rule.
+    num_replicas: Number of replicas of the cluster.
+
+  Raises:
+    cluster.ClusterError: If the rule does not go with the number of replicas,
+      or is one of replicas that train copies of their own.
+  """
+  update_options.check(rule, num_replicas)
+  if rule.is_periodic:
+    raise cluster_module.ClusterError(
+      "`rule` must be made by `Sync` or `Async`: metrics are not defined for"
+      f" replicas that train copies of their own. Received: {rule}."
+    )
+  return update_options.replicas_to_aggregate(rule, num_replicas)
+
+
+def _connectable(
+  x: data_module.Source, validation_data: object, part: roles.Part
+) -> data_module.Source:
+  """Returns the training data in a form that outlives joining the cluster.
+
+  Joining a cluster ends the TensorFlow runtime that made a data set. A data set
+  that this process sends to workers, or got from the chief, is serialized.
+
+  Args:
+    x: The training data.
+    validation_data: The validation data, which are only checked.
+    part: The part of this process in the cluster.
+
+  Raises:
+    TypeError, ValueError: If the data cannot be used after joining.
+  """
+  data_module.check_python(x, can_run=part.runs_own_script)
+  if part.role is None:
+    return x
+  data_module.check_can_connect(x, "x")
+  if part.is_first:
+    data_module.check_can_connect(validation_data, "validation_data")
+  # In every task the same: a copy may shuffle otherwise.
+  is_sent = not part.is_first or not part.runs_own_script
+  if isinstance(x, tf.data.Dataset) and is_sent and not part.connects_late:
+    return data_module.sendable(x)
+  return x
+
+
+def _check_validation(
+  model: keras.Model, validation_data: object, validation_steps: int | None
+) -> None:
+  """Checks that the validation data fit the model and the number of steps."""
+  spec = data_module.check_validation(validation_data, validation_steps)
+  if spec is not None:
+    compiled_model.check_data(model, spec, "validation_data: ")
 
 
 def _part_size(
@@ -453,7 +491,9 @@ class _Loop(keras.callbacks.Callback):
     self._epoch_end = -1
     self._target = 0
     self._has_warned = False
-    self._logs: dict[str, float] = {}
+    self._logs: dict[str, float] = {}  # Of this epoch; empty before a read.
+    # The newest values of the metrics that count any update.
+    self._newest = [np.asarray(v) for v in self._metrics]
     self._read_at = 0.0
     self._sees_batches = any(map(_sees_batches, callbacks))
     self._per_call = model.steps_per_execution
@@ -565,20 +605,25 @@ class _Loop(keras.callbacks.Callback):
       self._load_metrics()
     self._read_at = time.monotonic()
     self._session.save_if_due(previous, self._step)
-    # Asynchronous updates may all have been counted in the epoch before.
-    has_metrics = any(map(np.any, self._reported))
-    self._logs = compiled_model.results(self._trained) if has_metrics else {}
-    if not has_metrics and self._target == self._epoch_end:
-      self._warn_of_no_metrics()
+    # Asynchronous updates may all have been counted in the epoch before. Then
+    # the values of that epoch stand: callbacks expect metrics after each batch.
+    if any(map(np.any, self._reported)):
+      self._newest = self._reported
+    else:
+      if self._target == self._epoch_end:
+        self._warn_of_old_metrics()
+      for variable, value in zip(self._metrics, self._newest, strict=True):
+        variable.assign(value)
+    self._logs = compiled_model.results(self._trained)
     return self._logs
 
-  def _warn_of_no_metrics(self) -> None:
-    """Says once that an epoch logs nothing, as in Keras one without batches."""
+  def _warn_of_old_metrics(self) -> None:
+    """Warns once that an epoch logs the metrics of the epoch before."""
     if not self._has_warned:
       logging.warning(
-        "tf_replicas: epoch %d logs no metrics: its updates were made before"
-        " the metrics of the epoch before were read, and are counted there. The"
-        " epochs are too short for asynchronous updates",
+        "tf_replicas: epoch %d logs the metrics of the epoch before again: its"
+        " updates were made before those metrics were read, and are counted"
+        " there. The epochs are too short for asynchronous updates",
         self._epoch + 1,
       )
     self._has_warned = True

@@ -263,37 +263,15 @@ class InnerOptimizer:
     }
     if self._is_keras:
       _check_shards(self.optimizer, store)
+      self._build_keras(store.device_of_task(0))
     elif store.table_paths:
       raise ValueError(
         "`optimizer` must be one of Keras 3 where there are tables"
         f" ({', '.join(store.table_paths)}). Received: {self.optimizer!r}."
       )
-    if self._is_keras and not self._is_built:
-      if self.optimizer.built:
-        raise ValueError(
-          "`optimizer` must not be built yet: its slots are created on the"
-          f" parameter servers. Received: {self.optimizer!r}."
-        )
-      self._is_built = True
-      with self._creator_scope(store.device_of_task(0)):
-        self.optimizer.build(list(self._shards.values()))
-        if not keras_internals.has_schedule(self.optimizer):
-          self._began = tf.Variable(
-            tf.zeros([], tf.int64), name=f"began.{self._kind}"
-          )
-        if self._corrects_momentum:
-          self._velocity_rate = tf.Variable(
-            tf.zeros([]), name=f"velocity_rate.{self._kind}"
-          )
     self._track()
     # The slots of the shards of tables, by the path of the shard.
-    self._table_slots: dict[str, list[keras.Variable]] = {}
-    if self._in_tables:
-      own: Any = self.optimizer
-      for slot in own.variables:
-        _, shard = self._owner.get(getattr(slot.value, "path", ""), ("", ""))
-        if shard in self._in_tables:
-          self._table_slots.setdefault(shard, []).append(slot)
+    self._table_slots = self._find_table_slots()
     self._copies: list[tuple[keras.Variable, _Copies]] = []
     # Scalars of the whole optimizer that updates change.
     self._common: list[keras.Variable] = []
@@ -304,6 +282,46 @@ class InnerOptimizer:
     else:
       self._by_task = [self._copy(task) for task in range(store.num_tasks)]
       self._create_slots()
+
+  def _build_keras(self, device: str) -> None:
+    """Builds the Keras optimizer once, with its slots beside their variables.
+
+    Args:
+      device: The device of the scalars of the whole optimizer.
+
+    Raises:
+      ValueError: If the optimizer was built for other variables.
+    """
+    if self._is_built:
+      return
+    own: Any = self.optimizer
+    if own.built:
+      raise ValueError(
+        "`optimizer` must not be built yet: its slots are created on the"
+        f" parameter servers. Received: {own!r}."
+      )
+    self._is_built = True
+    with self._creator_scope(device):
+      own.build(list(self._shards.values()))
+      if not keras_internals.has_schedule(own):
+        self._began = tf.Variable(
+          tf.zeros([], tf.int64), name=f"began.{self._kind}"
+        )
+      if self._corrects_momentum:
+        self._velocity_rate = tf.Variable(
+          tf.zeros([]), name=f"velocity_rate.{self._kind}"
+        )
+
+  def _find_table_slots(self) -> dict[str, list[keras.Variable]]:
+    """Returns the slots of the shards of tables, by the path of the shard."""
+    found: dict[str, list[keras.Variable]] = {}
+    if self._in_tables:
+      own: Any = self.optimizer
+      for slot in own.variables:
+        _, shard = self._owner.get(getattr(slot.value, "path", ""), ("", ""))
+        if shard in self._in_tables:
+          found.setdefault(shard, []).append(slot)
+    return found
 
   def _copy(self, task: int) -> Any:
     """Copies an optimizer that is not of Keras 3, for one PS task.
