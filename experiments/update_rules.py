@@ -1,12 +1,14 @@
-"""What each update rule makes of the same photographs and one slow worker.
+"""Compares the update rules on one data set, with one slow worker.
 
   python -m experiments.update_rules --data_dir=DIR --output=DIR
 
-Trains the tutorial's network by every rule, each on a cluster of its own of 1
-PS and M workers on this machine, from as many examples, while the last worker
-is stopped for 4 of 5 moments (`slow_down`). Writes update_rules.json and the
-table update_rules.md: examples/sec between the first and the last log line,
-updates, staleness, what was refused, precision @ 1 of the averages.
+Trains the CIFAR-10 tutorial's network by every rule, with the same number of
+examples. Each training runs on a cluster of its own on this machine, of 1 PS
+(parameter server) and M workers. The last worker is stopped for 4/5 of the time
+(`slow_down`), so that it is 5 times slower. Writes update_rules.json and the
+table update_rules.md with: examples/sec between the first and the last log
+line, updates, staleness, refused gradients, and precision @ 1 of the averaged
+variables.
 """
 
 import datetime
@@ -34,12 +36,12 @@ _PRECISION = re.compile(r"precision @ 1 = ([\d.]+)")
 
 
 class Rule(NamedTuple):
-  """A rule of the table.
+  """An update rule with its settings; a row of the table.
 
   Attributes:
-    name: In the table.
-    flags: Of `cifar10.distributed_train`.
-    batches: In one update.
+    name: The name in the table.
+    flags: Flags of `cifar10.distributed_train`.
+    batches: The number of batches in one update.
   """
 
   name: str
@@ -48,7 +50,11 @@ class Rule(NamedTuple):
 
 
 def rules(workers: int) -> list[Rule]:
-  """The rules to compare on M workers."""
+  """Returns the update rules to compare.
+
+  Args:
+    workers: The number of workers, on which some settings depend.
+  """
   most = 2 * (workers - 1)
   return [
     Rule("sync", [], workers),
@@ -93,7 +99,12 @@ def rules(workers: int) -> list[Rule]:
 
 
 def measure(rule: Rule, workers: int, directory: str) -> dict:
-  """Trains by a rule and evaluates: a row of the table.
+  """Trains by a rule, evaluates, and returns a row of the table.
+
+  Args:
+    rule: The update rule.
+    workers: The number of workers, of which the last one is slow.
+    directory: An empty directory for the files of the training.
 
   Raises:
     RuntimeError: If a program failed, with what it printed.
@@ -145,7 +156,11 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
 
 
 def table(rows: Sequence[dict]) -> str:
-  """The rows as Markdown."""
+  """Formats the results of the rules as a Markdown table.
+
+  Args:
+    rows: Results as `measure` returns them.
+  """
   lines = [
     "| workers | rule | examples/sec | updates | staleness: mean, 95%, max |"
     " refused | applied of the slow one | precision @ 1 |",

@@ -16,7 +16,11 @@ _COMMANDS = {"launch": script_launcher.main, "kubernetes": manifests.main}
 
 
 def main() -> None:
-  """Runs the command that the first argument names; lists without one."""
+  """Runs the command that the first argument names, or lists all programs.
+
+  It lists the programs if the command line has no argument, and ends the
+  process with exit status 2 if the first argument names no command.
+  """
   if len(sys.argv) == 1:
     listing.print_programs(
       ["tf_replicas", "cifar10", "inception_mini", "experiments", "benchmarks"]

@@ -40,11 +40,11 @@ def by_autograph(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextlib.contextmanager
 def outside_strategy() -> Iterator[None]:
-  """Context without a `tf.distribute` strategy.
+  """Context in which no `tf.distribute` strategy is in effect.
 
   A `ClusterCoordinator` traces its closures in the cross-replica context of its
-  strategy. An optimizer of Keras 3.15 fails there, as it knows neither the
-  strategy nor its variables.
+  strategy. In that context, an optimizer of Keras 3.15 fails, as it knows
+  neither the strategy nor its variables.
   """
   graph = tf.compat.v1.get_default_graph()
   strategies = graph._distribution_strategy_stack
@@ -104,11 +104,12 @@ _saving = threading.local()
 
 @contextlib.contextmanager
 def waiting_for_nobody() -> Iterator[None]:
-  """Context in which a save, in this thread, does not wait for other tasks.
+  """Context in which this thread can save a checkpoint without other tasks.
 
   TensorFlow 2.21 ends every save by waiting for all pending remote ops. If a
-  task has died, it waits for ever. The library saves tensors of this process
-  only. `ParameterServerStrategy` disables this wait too, for the whole process.
+  task has died, TensorFlow waits for ever. The wait is not needed, as the
+  library saves tensors of this process only. (`ParameterServerStrategy`
+  disables the wait too, for the whole process.)
   """
 
   def wait() -> None:
@@ -126,9 +127,9 @@ def waiting_for_nobody() -> Iterator[None]:
 def disconnect() -> None:
   """Makes this process forget the other tasks of its cluster.
 
-  When the other tasks have ended, TensorFlow 2.21 still calls them for every
-  function that it makes, and the next function fails. Tensors, variables and
-  functions of this process stay usable.
+  It is called when the other tasks have ended. Otherwise TensorFlow 2.21 still
+  calls these tasks for every function that this process makes, and the next
+  function fails. Tensors, variables and functions of this process stay usable.
   """
   current = context.context()
   definition = None if current is None else current._server_def

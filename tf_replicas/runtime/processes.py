@@ -1,4 +1,4 @@
-"""Starts and ends a process, and shortens its error messages.
+"""Ends a process, imports TensorFlow quietly, and shortens error messages.
 
 This module does not import TensorFlow.
 """
@@ -100,13 +100,13 @@ _at_exit: list[Callable[[], object]] = []
 
 
 def at_exit(function: Callable[[], object]) -> None:
-  """Registers a function to call at the end of this process.
+  """Registers a function to call once at the end of this process.
 
-  `exit_now` calls it too. A process that a signal ends does not call it, nor
-  does a forked child.
+  `exit_now` calls the function too. A process that a signal ends does not call
+  it, nor does a forked child.
 
   Args:
-    function: The function. What it raises is printed.
+    function: The function. An exception that it raises is printed.
   """
   own, was_called = os.getpid(), False
 
@@ -123,9 +123,9 @@ def at_exit(function: Callable[[], object]) -> None:
 def exit_now(status: int) -> NoReturn:
   """Ends the process without the tear-down of TensorFlow 2.21.
 
-  The tear-down releases remote handles one by one. If their servers are gone,
-  it takes long, logs errors or, rarely, never ends. The functions of `at_exit`
-  are called before.
+  The tear-down releases remote handles one by one. If the servers of these
+  handles are gone, the tear-down takes long, logs errors or, rarely, never
+  ends. The functions that were registered by `at_exit` are called first.
 
   Args:
     status: The exit status.

@@ -1,4 +1,4 @@
-"""Waits with deadlines and log messages, and threads that report errors."""
+"""Polls and waits with log messages, in threads that report their errors."""
 
 import contextlib
 import threading
@@ -50,7 +50,7 @@ def await_value(
 
 
 class RaisingThread:
-  """A thread whose `join` raises the error that ended it."""
+  """Runs a function in a thread; `join` raises the error that ended it."""
 
   def __init__(
     self, run: Callable[[], None], *, on_error: Callable[[], object]
@@ -59,7 +59,8 @@ class RaisingThread:
 
     Args:
       run: The function that the thread calls.
-      on_error: Called if `run` raises, to wake the thread that will join.
+      on_error: Called in the thread if `run` raises an error, for example to
+        wake another thread that waits and will then call `join`.
     """
     self._error: BaseException | None = None
 
@@ -78,13 +79,13 @@ class RaisingThread:
     return self._thread.is_alive()
 
   def raise_error(self) -> None:
-    """Raises the error that `run` raised, if any. A second call does not."""
+    """Raises the error that ended the thread, if any, and only once."""
     if self._error is not None:
       error, self._error = self._error, None
       raise error
 
   def join(self, timeout_secs: float | None = None) -> None:
-    """Waits for the end of the thread, and raises the error of `run`, if any.
+    """Waits for the end of the thread, and raises its error, if any.
 
     An error is raised only once.
 
@@ -96,7 +97,7 @@ class RaisingThread:
 
 
 class PollingThread(RaisingThread):
-  """A thread that calls a function periodically; `join` raises its error."""
+  """Calls a function periodically in a thread; `join` raises its error."""
 
   def __init__(
     self,
@@ -126,17 +127,20 @@ class PollingThread(RaisingThread):
     super().__init__(run, on_error=on_error)
 
   def request_stop(self) -> None:
-    """Makes the polling end soon, without waiting for its end."""
+    """Makes the thread stop polling soon, without waiting for its end."""
     self._is_stopping.set()
 
   def stop(self) -> None:
-    """Ends the polling, waits for its end, and raises its error, if any."""
+    """Stops the polling, waits for the thread, and raises its error, if any."""
     self.request_stop()
     self.join()
 
 
 class WaitLogger(PollingThread):
-  """A thread that logs, every ten seconds, that a wait continues."""
+  """Logs, from a thread, that a wait in another thread still continues.
+
+  It logs one message every ten seconds by default.
+  """
 
   def __init__(
     self,
@@ -147,7 +151,7 @@ class WaitLogger(PollingThread):
     """Starts the thread.
 
     Args:
-      every_secs: Seconds between two messages of one wait.
+      every_secs: Seconds between two messages about one wait.
       log: Takes log messages.
     """
     self._every_secs = every_secs
@@ -158,7 +162,11 @@ class WaitLogger(PollingThread):
 
   @contextlib.contextmanager
   def during(self, what: str) -> Iterator[None]:
-    """Context in which the wait described by `what` is logged."""
+    """Context for a wait, about which messages are logged as long as it lasts.
+
+    Args:
+      what: Describes the wait at the start of each message.
+    """
     self._wait = (what, time.monotonic())
     try:
       yield

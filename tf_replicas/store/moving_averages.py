@@ -83,7 +83,10 @@ class MovingAverages:
     self.num_updates_aware = num_updates_aware
 
   def decay_at(self, global_step: int | tf.Tensor | tf.Variable) -> tf.Tensor:
-    """Returns the decay, float64, for the update that made `global_step`."""
+    """Returns the decay for the update that made the global step `global_step`.
+
+    It is a float64 scalar, and smaller in early steps if `num_updates_aware`.
+    """
     decay = tf.constant(self.decay, tf.float64)
     if self.num_updates_aware:
       decay = effective_decay(decay, global_step)
@@ -94,10 +97,10 @@ class MovingAverages:
     pairs: Iterable[tuple[tf.Variable, tf.Variable | tf.Tensor]],
     global_step: int | tf.Tensor | tf.Variable,
   ) -> None:
-    """Updates each shadow, on its device.
+    """Updates each shadow (the variable of a moving average) on its device.
 
     Only the decay is sent to a parameter server that holds both a shadow and
-    its variable. May be used inside a `tf.function`.
+    its variable. The method may be used inside a `tf.function`.
 
     Args:
       pairs: (shadow, variable) pairs.
