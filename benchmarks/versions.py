@@ -4,12 +4,12 @@
   python -m benchmarks.versions --resolve
 
 The first command needs `uv` (`pip install uv`) and an interpreter of that
-version. It makes a virtual environment, installs the three and a wheel of this
-checkout, and runs the README's example from an empty directory, the tests of
-the tier `unit`, and one training on real processes. The second command finds
-the triples of versions whose requirements can be installed together. Both write
-`experiments/results/versions.json`, and from it the page `docs/versions.md`.
-Without flags, only the page is written.
+version. It makes a virtual environment, and installs TensorFlow, Keras and a
+wheel of this checkout. Then it runs the README's example from an empty
+directory, the tests of the tier `unit`, and one training on real processes. The
+second command finds the triples of versions whose requirements can be installed
+together. Both write `experiments/results/versions.json`, and from it the page
+`docs/versions.md`. Without flags, only the page is written.
 """
 
 import concurrent.futures
@@ -87,7 +87,16 @@ The rows of 2026-11-24 were not run again after what they showed was corrected:
 
 
 def _text(command: Sequence[object], secs: float, **options) -> str:
-  """Runs a command and returns its output; raises RuntimeError if it fails."""
+  """Runs a command, and returns what it prints.
+
+  Args:
+    command: The command line.
+    secs: The time limit in seconds.
+    **options: More arguments of `subprocess.run`.
+
+  Raises:
+    RuntimeError: If the command fails, with what it printed.
+  """
   result = subprocess.run(
     list(map(str, command)),
     stdout=subprocess.PIPE,
@@ -119,7 +128,11 @@ def _minor(version: str) -> str:
 
 
 def resolve() -> list[list[str]]:
-  """Returns the triples (Python, TensorFlow, Keras) that can be installed."""
+  """Finds the triples of versions that can be installed together.
+
+  Returns:
+    The triples: minor versions of Python, TensorFlow and Keras.
+  """
 
   def can_be_installed(triple: tuple[str, str, str]) -> bool:
     python, tensorflow, keras = triple

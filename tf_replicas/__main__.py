@@ -3,7 +3,9 @@
   python -m tf_replicas
   python -m tf_replicas launch --ps=1 --workers=2 train.py
 
-The command `tf_replicas`, which the installation makes, does the same.
+The first command lists the programs of the library and of its examples, the
+second one runs one. The command `tf_replicas`, which the installation makes, is
+the same as `python -m tf_replicas`.
 """
 
 import sys

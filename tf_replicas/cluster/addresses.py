@@ -1,4 +1,4 @@
-"""Splits `host:port` addresses, tells local hosts, and finds free ports."""
+"""Splits `host:port` addresses, recognizes local hosts, finds free ports."""
 
 import ipaddress
 import re

@@ -56,20 +56,20 @@ class LocalCluster:
     """Prepares the cluster. Call `start` to start its tasks.
 
     Args:
-      spec: The cluster. No port may be 0 (see `resolve_ports`).
+      spec: The cluster. All ports must be chosen: none may be 0.
       command: Returns the command line of a task.
       log_dir: The directory of the tasks' logs, made if it is missing. None: no
         logs are kept.
       environ: The tasks' environment; by default that of this process.
       echo: Called with every line of output, prefixed with its task.
-      max_restarts: How often, over all workers, a worker that a signal killed
-        is started again.
+      max_restarts: How many restarts there may be, over all workers. A worker
+        is restarted if a signal killed it.
       inherited: Maps a task to a context manager that yields the file
         descriptors that the task inherits besides its output. The context is
         entered before `command` is called, and left once the task has started.
-      popen: Starts a process in another way than `subprocess.Popen`, such as
-        `fork_server.ForkServer.popen`, which documents the arguments. Returns
-        None where it cannot.
+      popen: Starts a process in another way than `subprocess.Popen`; returns
+        None if it cannot. An example, which also documents the arguments, is
+        `fork_server.ForkServer.popen`.
     """
     self.spec = spec
     self.log_dir = None if log_dir is None else pathlib.Path(log_dir)
@@ -157,7 +157,10 @@ class LocalCluster:
   def kill(
     self, task: cluster.Task, sig: signal.Signals = signal.SIGKILL
   ) -> None:
-    """Sends a signal to a task. After SIGKILL, waits for the task's end."""
+    """Sends a signal to the process of a task.
+
+    After SIGKILL, it waits until the process has ended.
+    """
     process = self._processes[task]
     process.send_signal(sig)
     if sig == signal.SIGKILL:

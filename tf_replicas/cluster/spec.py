@@ -226,7 +226,7 @@ class ClusterSpec:
     return json.dumps({"cluster": self.as_dict(), "task": this})
 
   def to_json(self) -> str:
-    """Returns a JSON document that describes an equal spec."""
+    """Returns this spec as a JSON document, which `loads` reads again."""
     devices = {key: {"gpus": list(gpus)} for key, gpus in self.devices.items()}
     variables = dataclasses.asdict(self.variables)
     if self.variables.on != "ps":
@@ -248,8 +248,8 @@ def load(path: str | os.PathLike[str]) -> ClusterSpec:
   """Reads the cluster spec in a file.
 
   Args:
-    path: The file, or the name of a spec of the package, such as
-      `local_1ps_2workers`. A file of this name takes precedence.
+    path: The path of a file, or the name of a spec that the package contains,
+      such as `local_1ps_2workers`. If there is a file of this name, it is read.
 
   Raises:
     ClusterError: If the file cannot be read or is not a valid cluster spec.

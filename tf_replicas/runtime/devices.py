@@ -30,14 +30,14 @@ def configure(
 ) -> None:
   """Selects the GPUs of this process, or emulates them.
 
-  Also enables soft placement, as some ops have no GPU kernel. Does nothing if
-  TensorFlow's devices are already initialized in the same way.
+  It also enables soft placement, as some ops have no GPU kernel. It does
+  nothing if TensorFlow's devices are already initialized in the same way.
 
   Args:
     gpus: The indices of the GPUs to use. None: all GPUs. Empty: no GPU, as for
       a parameter server, which then takes no GPU memory.
-    num_emulated: If positive, this number of CPU devices replaces `gpus`, which
-      need not exist then.
+    num_emulated: If positive, this number of CPU devices emulates the GPUs
+      `gpus`, which need not exist then.
     memory_growth: Whether to allocate GPU memory as needed, not all at once.
 
   Raises:

@@ -1,15 +1,15 @@
 """Starts Python programs by forking a process that has imported TensorFlow.
 
-Importing TensorFlow 2.21 takes about three seconds of processor time. A cluster
-on one machine spends them once per task, at the same time, on the same cores. A
-`ForkServer` is a process that imports TensorFlow once, and forks for each task;
-a task then begins within some milliseconds. TensorFlow allows this because an
-import starts none of its threads and touches no GPU.
+Importing TensorFlow 2.21 takes about three seconds of processor time. In a
+cluster on one machine, every task would spend this time, and all at once on the
+same cores. A `ForkServer` is a process that imports TensorFlow once, and forks
+for each task; a task then begins within some milliseconds. TensorFlow allows
+this because an import starts none of its threads and touches no GPU.
 
 A forked program is a process like others, with its own session, environment,
-arguments and output. Only what a fresh process reads while it imports
-TensorFlow, such as `TF_ENABLE_ONEDNN_OPTS`, is the same in all programs of a
-server.
+arguments and output. But environment variables that are read during the import
+of TensorFlow, such as `TF_ENABLE_ONEDNN_OPTS`, have the server's values in all
+of its programs.
 
 This module does not import TensorFlow, except in the process of the server.
 """

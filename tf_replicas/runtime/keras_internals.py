@@ -109,7 +109,7 @@ def velocities(
 
 
 def variable_id(variable: tf.Variable) -> int | str:
-  """Returns the key by which an optimizer finds the slots of `variable`."""
+  """Returns the key by which a Keras optimizer finds slots of `variable`."""
   return variable._unique_id
 
 
@@ -146,12 +146,12 @@ def names_from_the_start() -> Iterator[None]:
 
 
 def make_paths_distinct(variables: Sequence[keras.Variable]) -> None:
-  """Appends numbers to the paths of variables that have the same path.
+  """Appends numbers to the paths of variables that share their path.
 
-  For example, the variables of several metrics may have the same path.
+  For example, the variables of several metrics may have one path.
 
   Args:
-    variables: The variables, in an order that is the same in all tasks.
+    variables: The variables, which must be in the same order in all tasks.
   """
   taken, seen = {variable.path for variable in variables}, set()
   for variable in variables:

@@ -53,7 +53,7 @@ def variables_of(module: Any) -> list[OwnVariable]:
       or `tf_keras`.
 
   Returns:
-    The variables, each once, in an order that the attributes determine.
+    The variables, each of them once, in an order that the attributes determine.
   """
   if _is_layer(module):
     return _of_layer(module)

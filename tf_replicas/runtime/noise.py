@@ -45,9 +45,10 @@ def environ() -> dict[str, str]:
 
 
 def hide() -> None:
-  """Hides messages of TensorFlow below the level of errors, from now on.
+  """Hides TensorFlow's log messages below the level of errors from now on.
 
-  What TensorFlow prints while it is imported is hidden only by
+  Nothing is hidden if the user sets TF_CPP_MIN_LOG_LEVEL to 0 or 1. What
+  TensorFlow prints while it is imported is hidden only by
   `processes.importing_tensorflow`.
   """
   os.environ.setdefault(_VARIABLE, str(_ERRORS))
@@ -56,7 +57,9 @@ def hide() -> None:
 
 
 def is_noise(line: str) -> bool:
-  """Returns whether a line of a task's output is to be hidden.
+  """Returns whether a line of a task's output should not be shown to the user.
+
+  Such lines are messages of TensorFlow that need no action.
 
   Args:
     line: A line with the name of the task in front: "[worker 0] …".
@@ -109,7 +112,7 @@ def _is_hidden() -> bool:
 
 @functools.cache
 def _has_gpu() -> bool:
-  """Returns whether this machine shows an NVIDIA GPU to this process."""
+  """Returns whether this process can see an NVIDIA GPU of its machine."""
   return bool(glob.glob("/dev/nvidia[0-9]*"))
 
 

@@ -21,17 +21,18 @@ _default_autograph = tf.__internal__.autograph.control_status_ctx()
 
 
 def by_autograph(function: Callable[_P, _R]) -> Callable[_P, _R]:
-  """Converts a user's function by AutoGraph, while the library traces.
+  """Converts a user's function by AutoGraph, as `tf.function` does.
 
-  `tf.function(autograph=True)` converts every function that it reaches. To
-  convert the library's own functions is not needed, and would cost about a
-  second at every start. In eager execution nothing is converted.
+  The library traces its own functions without AutoGraph:
+  `tf.function(autograph=True)` would convert every function that it reaches,
+  which would cost about a second at every start. So functions of the user are
+  converted by this function.
 
   Args:
     function: The user's function.
 
   Returns:
-    The converted function; `function` itself in eager execution.
+    The converted function; in eager execution, `function` itself.
   """
   if tf.executing_eagerly():
     return function
@@ -62,11 +63,11 @@ def keep_cancellation_to_its_thread() -> None:
   """Keeps a `ClusterCoordinator` from cancelling functions of other threads.
 
   TensorFlow 2.21 stores the cancellation manager of a running closure in a
-  variable of the process. Functions that other threads call meanwhile use the
-  same manager, so that an error in one of these functions, such as a call to a
-  dead worker, cancels all closures. This function makes the variable
-  thread-local. Call it before the first closure is scheduled. Further calls
-  change nothing.
+  variable of the process. Functions that other threads call meanwhile use this
+  manager too. So an error in one of these functions, such as a call to a dead
+  worker, cancels all closures. This function makes the variable thread-local.
+  It must be called before the first closure is scheduled. Further calls change
+  nothing.
   """
   manager_context = cancellation.CancellationManagerContext
 

@@ -69,12 +69,13 @@ def shortened(message: str) -> str:
 
 @contextlib.contextmanager
 def importing_tensorflow() -> Iterator[None]:
-  """Context in which TensorFlow is imported silently, in 3/4 of the time.
+  """Context in which TensorFlow is imported silently, in 3/4 of the usual time.
 
-  TensorFlow 2.21 writes to stderr at import, at every log level. Half of the
-  saved time comes from disabling garbage collection, half from hiding
-  matplotlib, which Keras would import for its plotting functions. These
-  functions do not work in this process, but it can import matplotlib later.
+  TensorFlow 2.21 writes to stderr when it is imported, at every log level;
+  within the context, stderr is discarded. Half of the saved time comes from
+  disabling garbage collection, half from hiding matplotlib, which Keras would
+  import for its plotting functions. These functions do not work in this
+  process, but it can import matplotlib later.
   """
   sys.stderr.flush()
   saved = os.dup(2)

@@ -60,7 +60,7 @@ class Layout(Generic[R]):
     self.size = sum(field.size or 1 for field in self._fields)
 
   def pack(self, record: R) -> tf.Tensor:
-    """Packs all fields into one vector, on the current device.
+    """Packs all fields of a record into one vector, on the current device.
 
     Args:
       record: A record of tensors or numbers.

@@ -114,7 +114,8 @@ class Namespace:
       trainable: Whether gradient tapes watch the variable.
 
     Returns:
-      The variable, which has no value until some client assigns one.
+      The variable. It has no value until some client (a process that trains)
+      assigns one.
     """
     return SharedVariable(
       name=name,
@@ -404,10 +405,10 @@ class RemoteReader(Generic[_Tensors]):
   """
 
   def __init__(self, read: Callable[[], _Tensors]):
-    """Makes a `tf.function` of `read`, which is traced later.
+    """Stores the function `read`, which is traced at the first read.
 
     Args:
-      read: Returns tensors, in any structure.
+      read: Returns tensors, of other tasks too, in any structure.
     """
     here = this_device()
 
@@ -525,7 +526,10 @@ class Queue:
       return tf.raw_ops.QueueSizeV2(handle=self._handle)
 
   def close(self) -> None:
-    """Closes the queue, so that waiting dequeues of all clients fail."""
+    """Closes the queue, so that dequeues fail in all processes that wait.
+
+    A dequeue fails if the queue is closed and empty.
+    """
     with tf.device(self.device):
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
 

@@ -127,12 +127,12 @@ def shapes(prefix: str) -> dict[str, Entry]:
 def read(
   prefix: str, name: str, entry: Entry, begin: int, end: int
 ) -> np.ndarray:
-  """Reads the rows in [begin, end) of a tensor.
+  """Reads the rows from `begin` to `end`, exclusive, of a tensor in the files.
 
   Args:
     prefix: The path of the files without their extensions.
     name: The name of the tensor.
-    entry: The tensor as `shapes` describes it.
+    entry: The shape and dtype of the tensor, as `shapes` returns them.
     begin: The first row.
     end: The row after the last.
 

@@ -25,16 +25,18 @@ def await_value(
   Args:
     poll: Returns the value, or something false while there is none.
     timeout_secs: The time limit in seconds.
-    what: Describes the wait, such as "worker 1: waiting for the chief".
+    what: Describes the wait in log messages and in the error, such as "worker
+      1: waiting for the chief".
     log: Takes log messages.
     poll_secs: Seconds between two polls.
-    since: `time.monotonic()` at the start of the wait; None: now.
+    since: The value of `time.monotonic()` at the start of the wait; None: the
+      wait starts now.
 
   Returns:
     The value.
 
   Raises:
-    TimeoutError: After `timeout_secs`.
+    TimeoutError: If there is no value after `timeout_secs`.
   """
   logged = time.monotonic()
   start = logged if since is None else since
@@ -110,10 +112,13 @@ class PollingThread(RaisingThread):
     """Starts the thread.
 
     Args:
-      poll: Called after each period. A true result ends the thread.
+      poll: Called in the thread after each period. A true result ends the
+        thread.
       period_secs: Seconds to wait before each call.
-      at_stop: Called last, if a stop was requested.
-      on_error: Called after `poll` or `at_stop` has raised an error.
+      at_stop: Called in the thread at its end, if the end was requested by
+        `stop` or `request_stop`.
+      on_error: Called in the thread after `poll` or `at_stop` has raised an
+        error.
     """
     self._is_stopping = threading.Event()
 

@@ -264,12 +264,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def read_tensors(
   path: str | os.PathLike[str], name_of: Callable[[str], str | None]
 ) -> dict[str, np.ndarray]:
-  """Reads a checkpoint of any program that TensorFlow can read.
+  """Reads a checkpoint that any program has written with TensorFlow.
 
   Args:
     path: A checkpoint's path, without a file extension.
     name_of: Maps the key of a tensor in the file to its name in the result, or
-      to None, for a tensor to leave out.
+      to None if the tensor is to be left out.
 
   Returns:
     Arrays by name.
@@ -298,7 +298,7 @@ def read_tensors(
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-  """Returns whether all files of the checkpoint `path` exist."""
+  """Returns whether all files of the checkpoint at the path `path` exist."""
   path = os.fspath(path)
   data = glob.glob(glob.escape(path) + ".data-?????-of-?????")
   totals = {int(name.rpartition("-of-")[2]) for name in data}
@@ -314,16 +314,17 @@ def restore(
 ) -> Restored:
   """Loads a checkpoint into `state`; changes nothing if it does not fit.
 
-  A moving average that is missing in the checkpoint starts at the restored
-  value of its variable. If the slots of the optimizer are missing, they start
-  anew, and its bias correction counts updates from the restored global step.
+  If a moving average is missing in the checkpoint, it starts at the restored
+  value of its variable. If the slots of the optimizer (such as momentum) are
+  missing, they keep their initial values, and the optimizer's bias correction
+  counts updates from the restored global step.
 
   Args:
-    path: The checkpoint.
-    state: The object to load it into.
-    is_optional: Returns whether the tensor of this name may be missing or
-      differ: for example a slot of another optimizer, or a moving average that
-      the saved run did not have. None: every tensor must match.
+    path: The path of the checkpoint.
+    state: The object into which the checkpoint is loaded.
+    is_optional: Returns whether the tensor of a name may be missing or differ:
+      for example a slot of another optimizer, or a moving average that the
+      saved run did not have. None: every tensor must match.
     row_tensors: Tensors of `state` by name that are read in blocks of rows.
 
   Returns:

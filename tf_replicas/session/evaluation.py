@@ -1,4 +1,7 @@
-"""Evaluates checkpoints with their moving averages, once or continuously."""
+"""Evaluates checkpoints with their moving averages, once or continuously.
+
+Continuous evaluation waits for new checkpoints until training has finished.
+"""
 
 from __future__ import annotations
 

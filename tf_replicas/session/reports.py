@@ -52,7 +52,7 @@ class Summaries:
     histograms: Mapping[str, np.ndarray] | None = None,
     images: Mapping[str, np.ndarray] | None = None,
   ) -> None:
-    """Writes the summaries of a step.
+    """Writes the summaries of a step, if an event file is open.
 
     Args:
       step: The global step.
@@ -73,7 +73,7 @@ class Summaries:
       self._writer.flush()
 
   def close(self) -> None:
-    """Closes the event file."""
+    """Closes the event file, if one is open."""
     if self._writer is not None:
       self._writer.close()
 
@@ -97,15 +97,15 @@ class Reporter:
     max_steps: int,
     now: float,
   ):
-    """Initializes the reporter.
+    """Stores the settings; the time of the first rates begins now.
 
     Args:
-      console: Prints the lines.
+      console: Prints the log lines.
       summaries: Writes the summaries.
-      log_every_steps: Steps between log lines; None for none.
-      summary_every_steps: Steps between summaries; None for none.
+      log_every_steps: Steps between log lines; None for no log lines.
+      summary_every_steps: Steps between summaries; None for no summaries.
       max_steps: The global step at which the run ends.
-      now: Seconds since 1970; the first rates count from here.
+      now: The time in seconds since 1970.
     """
     self._console = console
     self._summaries = summaries
@@ -171,11 +171,11 @@ class Reporter:
       )
 
   def final_line(self, step: int, now: float) -> str:
-    """Formats the totals of the run as one line.
+    """Formats the totals of the run, such as its examples, as one line.
 
     Args:
       step: The last global step.
-      now: Seconds since 1970.
+      now: The time in seconds since 1970.
     """
     run = self._run
     return (

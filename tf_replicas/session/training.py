@@ -77,24 +77,26 @@ class Session:
     is_optional: Callable[[str], bool] | None = None,
     clock: Callable[[], float] = time.time,
   ):
-    """Initializes the session, without reading or writing files.
+    """Stores the settings of the session, without reading or writing files.
 
     Args:
-      train_dir: The directory of checkpoints, summaries and the finished
-        record; None writes nothing.
+      train_dir: The directory of checkpoints, of summaries, and of the record
+        that the run has finished. None: nothing is written.
       state: The state to save and restore; None if another task does that.
       max_steps: The global step at which training stops.
-      is_chief: Whether this task writes files. Other tasks print the same
-        lines, and restore `state` if they have one.
-      log_every_steps: Steps between log lines; None for none.
-      summary_every_steps: Steps between summaries; None for none.
-      checkpoint_every_steps: Steps between checkpoints; None: not by steps.
-      checkpoint_every_secs: Seconds between checkpoints; None: not by time. A
-        checkpoint is always written at the end.
+      is_chief: Whether this task writes files. Other tasks print log lines too,
+        and restore `state` if they have one.
+      log_every_steps: Steps between log lines; None for no log lines.
+      summary_every_steps: Steps between summaries; None for no summaries.
+      checkpoint_every_steps: Steps between checkpoints; None: checkpoints do
+        not depend on steps.
+      checkpoint_every_secs: Seconds between checkpoints; None: checkpoints do
+        not depend on time. A checkpoint is always written at the end.
       keep_checkpoints: The number of newest checkpoints to keep; None keeps
         all.
-      is_optional: Maps a name in a checkpoint to whether it may be missing or
-        different; see `checkpoints.restore`.
+      is_optional: Returns whether the tensor of a name may be missing in the
+        checkpoint or differ from it, when `state` is restored. None: every
+        tensor must match.
       clock: Returns the time in seconds since 1970.
 
     Raises:

@@ -1,11 +1,11 @@
 """Applies several optimizers that take turns, such as those of a GAN.
 
-Such a training consists of *rounds* of several updates, for example k updates
-of the discriminator, then one of the generator (Goodfellow et al. 2014,
-algorithm 1). Each update of a round is a *phase*, which has an optimizer and
-the variables that this optimizer updates. The global step determines the phase,
-on every replica. So every update is computed from the variables that the update
-before it has made.
+Training with such optimizers consists of *rounds* of several updates, for
+example k updates of the discriminator, then one of the generator (Goodfellow et
+al. 2014, algorithm 1). Each update of a round is a *phase*, which has an
+optimizer and the variables that this optimizer updates. The global step
+determines the phase, on every replica. So every update is computed from the
+variables that the update before has made.
 """
 
 from collections.abc import Collection

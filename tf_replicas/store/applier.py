@@ -90,7 +90,8 @@ class Applier:
     """Sets the moving averages to the initial values of their variables.
 
     Args:
-      values: One initial value per variable of the store.
+      values: One initial value per variable of the store; only those of
+        variables with a moving average are used.
     """
     for index, shadows in self._shadows.items():
       for shadow, part in zip(

@@ -1,16 +1,18 @@
 """Runs the user's optimizer on the PS tasks, next to the variables.
 
-An update rule holds the user's optimizer as its *inner optimizer*: a Keras 3
-optimizer, or any object with `apply(gradients, variables)` or
-`apply_gradients(pairs)`. An `InnerOptimizer` creates the optimizer's slots on
-the devices of their variables, under names by which every client finds them. It
-applies the optimizer to the variables of one PS task at a time, so that neither
-gradients nor slots are sent to other tasks.
+PS tasks are parameter servers. An update rule holds the user's optimizer as its
+*inner optimizer*: a Keras 3 optimizer, or any object with `apply(gradients,
+variables)` or `apply_gradients(pairs)`. An `InnerOptimizer` creates the
+optimizer's slots (values per variable, such as momentum) on the devices of
+their variables, under names by which every client (a process that trains) finds
+them. It applies the optimizer to the variables of one PS task at a time, so
+that neither gradients nor slots are sent to other tasks.
 
-Of a table (`tables`) it updates only the rows that the gradient has: it reads
-these rows of the table and of its slots, applies the optimizer to them, and
-adds the differences. With an optimizer that changes rows without a gradient,
-such as Adam or momentum, this is *lazy*: such rows stay as they are.
+Of a table, a large matrix (`tables`), it updates only the rows that the
+gradient has: it reads these rows of the table and of its slots, applies the
+optimizer to them, and adds the differences. With an optimizer that changes rows
+without a gradient, such as Adam or momentum, this is *lazy*: such rows stay as
+they are.
 """
 
 import contextlib

@@ -82,7 +82,7 @@ class LossScale:
   """
 
   def __init__(self, initial: float = 2.0**15, growth: int = 2000):
-    """Makes the variables.
+    """Makes the variables of the loss scale.
 
     Args:
       initial: The first scale.
@@ -171,7 +171,7 @@ class ScaledUpdate:
   """
 
   def __init__(self, store: parameter_store.ParameterStore):
-    """Finds the variables of the scale in `store`."""
+    """Finds the variables of the loss scale in `store`, if it has them."""
     index_of = {spec.path: i for i, spec in enumerate(store.specs)}
     self.exists = _PATHS.value in index_of
     if self.exists:

@@ -1,4 +1,7 @@
-"""Computes exponential moving averages of variables."""
+"""Computes exponential moving averages of variables.
+
+Evaluation may use them instead of the variables.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,16 @@ def moving_average_update(
 ) -> tf.Tensor:
   """Returns `decay * shadow + (1 - decay) * value`.
 
-  Computes `shadow - (1 - decay) * (shadow - value)`, so that a shadow that
-  equals its variable stays exactly equal.
+  It is computed as `shadow - (1 - decay) * (shadow - value)`, so that an
+  average that equals its variable stays exactly equal.
 
   Args:
     shadow: The average so far, of a floating dtype.
-    value: The new value, of the same shape and dtype.
+    value: The new value of the variable, of the shape and dtype of `shadow`.
     decay: The weight of the average so far, in [0, 1].
 
   Returns:
-    The new average, of the same shape and dtype.
+    The new average, of the shape and dtype of `shadow`.
   """
   shadow = tf.convert_to_tensor(shadow)
   rate = tf.cast(1.0 - _as_float64(decay), shadow.dtype)
@@ -48,14 +51,14 @@ def moving_average_update(
 
 
 class MovingAverages:
-  """Updates moving averages, kept in shadow variables.
+  """Updates moving averages of variables, kept in shadow variables.
 
-  After each call of `update`:
+  Each call of `update` computes
 
       shadow <- decay * shadow + (1 - decay) * variable
 
-  where `decay` starts low and rises to its final value, so that early
-  averages are not dominated by the initial weights (`effective_decay`).
+  where `decay` starts low and rises to its final value (`effective_decay`), so
+  that early averages are not dominated by the initial weights.
 
   The owner of the variables creates each shadow with the initial value of its
   variable, saves it as `averages/<path>`, and calls `update` once per step,

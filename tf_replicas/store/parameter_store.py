@@ -200,8 +200,10 @@ class ParameterStore:
   def contributed(self) -> list[int]:
     """Positions in `specs` of all variables, in the order of contributions.
 
-    The trainable variables come first, then the *statistics*: variables without
-    gradients, such as moving means of batch normalization.
+    A contribution is what a replica computed from one batch, one value per
+    variable. The trainable variables come first, with their gradients, then the
+    *statistics*: variables without gradients, such as moving means of batch
+    normalization.
     """
     others = [i for i, spec in enumerate(self.specs) if not spec.trainable]
     return self.trainable + others
@@ -241,8 +243,8 @@ class ParameterStore:
   def start(self) -> None:
     """Sets the global step and the number of examples seen to 0.
 
-    This marks the store as initialized, so that all other variables must have
-    their values before.
+    After this, other clients (processes that train) take the store as
+    initialized. So all other variables must have their values before.
     """
     self.load_state({"examples_seen": 0, "global_step": 0})
 
@@ -469,7 +471,7 @@ class ParameterStore:
       return step, self.read(item=self.wire_item)
 
   def read_global_step(self) -> tf.Tensor:
-    """Reads the global step, an int64 scalar, on PS task 0."""
+    """Reads the global step, an int64 scalar, from parameter server 0."""
     with tf.device(self.device_of_task(0)):
       return self.global_step.read_value()
 
@@ -640,9 +642,11 @@ class ParameterStore:
     return self._row_tensors
 
   def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-    """Assigns tensors to variables by the names that `state` returns.
+    """Assigns saved tensors to the variables of the store.
 
-    Variables whose names are missing in `state` are not changed.
+    Args:
+      state: Arrays by name, with names as in the result of the method `state`.
+        Variables whose names are missing are not changed.
     """
     for index, spec in enumerate(self.specs):
       if spec.table is None and f"variables/{spec.path}" in state:

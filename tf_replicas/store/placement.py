@@ -1,14 +1,15 @@
 """Decides which PS task holds which variable, or which shard of a variable.
 
-A policy is a function that maps the specs of all variables to the shards of
-each variable, in the order of the specs:
+PS tasks are parameter servers; a shard is a part of a variable. A policy is a
+function that maps the specs of all variables to the shards of each variable, in
+the order of the specs:
 
     specs = placement.from_variables(model.variables)
     shards = placement.plan(specs, placement.GreedyByBytes(num_tasks=2))
     print(placement.table(specs, shards, ["/job:ps/task:0", "/job:ps/task:1"]))
 
-A policy gets the whole list at once, so every process computes the same plan.
-A user's own policy must make its shards by `split`.
+A policy gets the whole list at once, so every process computes the same plan. A
+user's own policy must make its shards by `split`.
 """
 
 import collections
@@ -111,7 +112,7 @@ Policy = Callable[[Sequence[VariableSpec]], Plan]
 
 
 def path_of(variable: tf.Variable | str) -> str:
-  """Returns the path that identifies a variable.
+  """Returns the path that identifies a variable, such as `conv1/kernel`.
 
   Args:
     variable: A Keras variable, whose `path` is returned; a TensorFlow variable,
@@ -274,13 +275,13 @@ class Partitioned:
 
 
 class GreedyByBytes(Partitioned):
-  """Places each whole variable on the task with the fewest bytes so far.
+  """Places each whole variable on the PS task with the fewest bytes so far.
 
   TF1's `GreedyLoadBalancingStrategy` placed variables in the order of their
   creation, which limits the balance. This policy places the largest variable
-  first. Variables of equal size are placed in the order of the specs, and of
-  tasks with equally many bytes the first is used. No task gets more than the
-  mean plus the bytes of the largest variable.
+  first. Variables of equal size are placed in the order of the specs. If
+  several tasks have equally few bytes, the first of them is used. No task gets
+  more than the mean plus the bytes of the largest variable.
   """
 
   def __init__(self, num_tasks: int):
@@ -376,11 +377,14 @@ def balance(loads: Sequence[float]) -> float:
 def table(
   specs: Sequence[VariableSpec], shards: Plan, device_of_task: Sequence[str]
 ) -> str:
-  """Formats a plan as a table of all shards, all devices, and the total.
+  """Formats the placement of variables as a table of text.
+
+  The table lists all shards with their devices, the bytes of each device, and
+  the total.
 
   Args:
     specs: The variables.
-    shards: The shards of each variable; see `plan`.
+    shards: The shards of each variable, as `plan` returns them.
     device_of_task: The device of every task, in order. If there is one device,
       the lines for devices are left out, as they would repeat the total.
 
@@ -407,7 +411,7 @@ def table(
 
 
 def human_bytes(num_bytes: int) -> str:
-  """Formats a number of bytes, e.g. `512 B`, `18.8 KiB`, `4.1 MiB`."""
+  """Formats a number of bytes with a unit, such as `512 B` or `18.8 KiB`."""
   value, unit = num_bytes, "B"
   for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
     # Less than 1024, so that 1024.0 is never printed.
