@@ -39,7 +39,7 @@ def _cluster(kind: str, rows: int) -> live_cluster.LiveCluster:
 
   Args:
     kind: One of `_KINDS`: with which rule, or which library, it trains.
-    rows: The number of rows of the table.
+    rows: The number of rows of the large matrix that is trained.
   """
   jobs = {"ps": ["localhost:0"] * 2, "worker": ["localhost:0"] * 2}
   is_strategy = kind == "strategy"

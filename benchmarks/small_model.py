@@ -33,7 +33,12 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 
 
 def initial(number: int, shape: tuple[int, int]) -> np.ndarray:
-  """Returns the first value of the weight matrix `number`."""
+  """Returns the initial random value of the weight matrix with this number.
+
+  Args:
+    number: The number of the layer, which is the seed.
+    shape: The shape of the matrix.
+  """
   rng = np.random.default_rng(number)
   return rng.standard_normal(shape, np.float32) * 0.1
 

@@ -39,10 +39,11 @@ def define_flags() -> None:
 def measure(
   config: config_lib.Config, num_replicas: int
 ) -> Iterator[tuple[str, float, float]]:
-  """Compares several replicas with one, for each kind of batch statistics.
+  """Compares several replicas with one, for each kind of batch norm statistics.
 
-  The kinds are: statistics averaged over the replicas, statistics of the chief
-  alone, and moments that are synchronized.
+  Statistics are the moving means and variances. They are averaged over the
+  replicas, or are those of the chief alone, or the moments of a batch are
+  synchronized.
 
   Args:
     config: What is trained, without dropout. Its batch size is that of one
@@ -51,8 +52,9 @@ def measure(
       process.
 
   Yields:
-    The kind, the distance of the gradients, and the distance of the changes of
-    the moving statistics. Distances are shares of the length for one replica.
+    The kind of statistics, the distance of the gradients, and the distance of
+    the changes of the statistics. Distances are shares of the length for one
+    replica.
   """
   import tensorflow as tf
 

@@ -99,12 +99,15 @@ def rules(workers: int) -> list[Rule]:
 
 
 def measure(rule: Rule, workers: int, directory: str) -> dict:
-  """Trains by a rule, evaluates, and returns a row of the table.
+  """Trains by an update rule, evaluates, and returns the results.
 
   Args:
     rule: The update rule.
     workers: The number of workers, of which the last one is slow.
     directory: An empty directory for the files of the training.
+
+  Returns:
+    A row of the table of results, as a dictionary.
 
   Raises:
     RuntimeError: If a program failed, with what it printed.

@@ -66,8 +66,8 @@ def steps(
 
   Args:
     compute: The distribution of the seconds of one batch.
-    needed: N, the number of contributions that a step waits for.
-    total: N + b, the number of replicas.
+    needed: N, the number of gradients that a step waits for.
+    total: N + b, the number of replicas, of which b are backups.
     num_steps: The number of steps.
     seed: The seed of the compute times.
     secs_per_reader: The seconds for which one reader occupies the links of the

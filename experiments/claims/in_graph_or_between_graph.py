@@ -130,7 +130,10 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Draws start time, step rate and the client's processor time."""
+  """Draws start time, step rate and processor time of the process with updates.
+
+  This process, the client, is the one that has the updates made.
+  """
   figure, panels = claims.new_figure(9, 3.2, ncols=3)
   numbers = list(measurements[0][REPLICATIONS[0]])
   titles = (

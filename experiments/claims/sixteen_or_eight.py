@@ -86,15 +86,17 @@ def local_rate(**case) -> float:
 
 
 def needed(num_ps_of, *, gigabits: float, **case) -> int:
-  """Returns how many distributed devices are as fast as eight in one machine.
+  """Finds how many distributed devices are as fast as eight in one machine.
 
   Args:
-    num_ps_of: Maps the number of devices to that of PS tasks.
+    num_ps_of: Maps the number of devices to the number of PS tasks (parameter
+      servers).
     gigabits: The bandwidth of each link, in Gbit/s.
     **case: Arguments of `rate`: the model, the number of steps and the seed.
 
   Returns:
-    At most `MOST` + 1, which means that not even `MOST` devices are enough.
+    The least number of devices. `MOST` + 1 means that not even `MOST` devices
+    are enough.
   """
   goal = local_rate(**case)
 

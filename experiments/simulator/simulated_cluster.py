@@ -84,7 +84,7 @@ class Cluster:
     return self.ps_bandwidth * self.num_ps
 
   def draws(self, seed: int) -> compute_times.Draws:
-    """Returns the source of the compute times of all replicas.
+    """Returns the source of the random compute times of all replicas.
 
     Args:
       seed: The seed of the times.

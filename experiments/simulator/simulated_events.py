@@ -140,7 +140,7 @@ class Training:
     )
 
   def spend(self, replica: int) -> None:
-    """Adds the time of the replica's last batch to its compute time."""
+    """Adds the time of the replica's last batch to its total compute time."""
     self.result.compute_secs[replica] += self._computing[replica]
 
   def wait(self, replica: int, start: float, end: float) -> None:

@@ -122,10 +122,12 @@ class Rounds:
     self._forget_reads()
 
   def _advance(self, offers: "_Offers", end: float) -> None:
-    """Simulates reads, offers and refusals in the order of their times.
+    """Simulates reads, offers of gradients and refusals, ordered by time.
+
+    A replica offers its gradients when it has computed them.
 
     Args:
-      offers: The offers of gradients in this step, to which new ones are added.
+      offers: The offers in this step, to which new ones are added.
       end: Where the simulation stops. If it is infinite, it stops when the
         first N offers of the step are known.
     """
@@ -180,10 +182,9 @@ class Rounds:
 
 
 class _Offers:
-  """Collects the offers of gradients in one step.
+  """Collects the offers of one step: which replicas have gradients, and when.
 
-  Many offers are added as an array, and few singly. The first N offers are
-  those that the step uses.
+  Many offers are added as an array, and few singly. The step uses the first N.
 
   Attributes:
     bound: The time at which the last of the first N offers arrives, as far as
@@ -240,7 +241,7 @@ class _Offers:
       self.bound = max(self._last_first(), self._last_single())
 
   def first(self) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first N offers, in the order of their arrival.
+    """Returns the first N offers of gradients, in the order of their arrival.
 
     Returns:
       The arrival times, float64 [N], and the replicas, int64 [N].
@@ -250,11 +251,11 @@ class _Offers:
   def rest(
     self, *, since: float = -math.inf, before: float = math.inf
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the offers that are not among the first N.
+    """Returns the offers of gradients that are not among the first N.
 
     Args:
-      since: Earlier offers are left out.
-      before: Later offers are left out, and those at this time too.
+      since: Offers before this time are left out.
+      before: Offers at this time or later are left out.
 
     Returns:
       The arrival times and the replicas, in the order of arrival.

@@ -14,9 +14,9 @@ from tf_replicas.runtime import noise
 
 
 def find_gpus() -> list[tf.config.PhysicalDevice]:
-  """Returns the GPUs of this machine, and hides TensorFlow's error about none.
+  """Returns the GPUs of this machine, without an error message if it has none.
 
-  TensorFlow prints this error when it looks for GPUs on a machine without GPUs.
+  Without GPUs, TensorFlow itself prints an error when it looks for them.
   """
   with noise.hidden_lack_of_gpu():
     return tf.config.list_physical_devices("GPU")

@@ -137,7 +137,10 @@ class Namespace:
     return Queue(self.prefix + name, dtypes, self.container)
 
   def mutex(self, name: str) -> "Mutex":
-    """Creates, or finds, the lock `name` on the current device."""
+    """Creates, or finds, the lock `name` on the current device.
+
+    It is a lock of this namespace, which other processes find by its name.
+    """
     return Mutex(self.prefix + name, self.container)
 
   def variable_creator(
@@ -362,6 +365,8 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
   def is_initialized(self, name: str | None = None) -> tf.Tensor:
     """Returns a bool scalar: whether some client has assigned a value.
 
+    Clients are the processes that train and share the variable.
+
     Args:
       name: Not used; `tf.Variable` has this argument.
     """
@@ -456,7 +461,8 @@ def remote_reader(read: Callable[[], _Tensors]) -> RemoteReader[_Tensors]:
 def this_device() -> str:
   """Returns the full name of a CPU device of this process.
 
-  In a client of a cluster, `/device:CPU:0` may belong to another task.
+  In a process that uses devices of a whole cluster, the short name
+  `/device:CPU:0` may mean that of another task.
   """
   with tf.init_scope(), tf.device(None):
     return tf.constant(0).device

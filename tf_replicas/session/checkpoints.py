@@ -206,9 +206,10 @@ def save(
 
 
 def tables_of(path: str) -> str:
-  """Returns the path, without extension, of a checkpoint's files of tables.
+  """Returns the path, without extension, of the separate files of a checkpoint.
 
-  These files have the tensors that are written in blocks of rows.
+  These files have the tensors that are written in blocks of rows, such as large
+  embedding matrices.
 
   Args:
     path: The path of the checkpoint.
@@ -226,10 +227,14 @@ def _blocks(
 
 
 def _remove_tables_without_checkpoint(train_dir: str) -> None:
-  """Removes the files of tables whose checkpoint does not exist any more.
+  """Removes files that belong to checkpoints which do not exist any more.
 
-  TensorFlow's checkpoint manager removes old checkpoints, but does not know the
-  separate files of tensors that are written in blocks of rows.
+  They are the separate files of tensors that are written in blocks of rows.
+  TensorFlow's checkpoint manager removes old checkpoints, but does not know
+  these files.
+
+  Args:
+    train_dir: The directory of the checkpoints.
   """
   pattern = os.path.join(glob.escape(train_dir), f"{PREFIX}-*{_TABLES}.*")
   for name in glob.glob(pattern):

@@ -235,12 +235,13 @@ class Session:
 
     Args:
       step_fn: Makes a step, and returns its result.
-      step: The global step at the start; None if the first result tells it.
+      step: The global step at the start; None if only the first result tells
+        it.
       reporter: Reports the steps.
       now: The time at the start, in seconds since 1970.
 
     Returns:
-      The last global step, and the time at which it ended.
+      The last global step, and the time at which this step ended.
     """
     while step is None or step < self._max_steps:
       result = step_fn()

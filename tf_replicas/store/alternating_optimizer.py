@@ -5,7 +5,7 @@ example k updates of the discriminator, then one of the generator (Goodfellow et
 al. 2014, algorithm 1). Each update of a round is a *phase*, which has an
 optimizer and the variables that this optimizer updates. The global step
 determines the phase, on every replica. So every update is computed from the
-variables that the update before has made.
+variables as the previous update has left them.
 """
 
 from collections.abc import Collection

@@ -188,13 +188,16 @@ class Applier:
   ) -> list[Pair]:
     """Computes the mean gradient of every shard on one PS task.
 
+    A shard is a variable or a part of one; a PS task is a parameter server.
+
     Args:
       task: The index of the PS task.
       present: For each element of `store.contributed`, whether any replica has
         a gradient for it.
-      take_sums: Maps the index of a PS task to the sums over all contributions,
-        one per shard that the task holds.
-      num_contributions: The number by which the sums are divided.
+      take_sums: Maps the index of a PS task to the sums of the replicas'
+        gradients, one per shard that the task holds.
+      num_contributions: The number of gradients in a sum, by which it is
+        divided.
 
     Returns:
       (mean gradient, shard variable) pairs, without absent gradients.

@@ -145,7 +145,7 @@ class _Copies:
         )
 
   def refresh(self) -> list[tf.Variable]:
-    """Assigns the client's value to the copies if it has changed.
+    """Assigns the value of the scalar to its copies if it has changed.
 
     Returns:
       The copies that were assigned: all of them, or none.
@@ -660,9 +660,10 @@ class InnerOptimizer:
       self._began.assign_add(1)
 
   def commit(self, changed: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
-    """Assigns the new values of scalars that belong to the whole optimizer.
+    """Assigns new values to scalars that belong to the whole optimizer.
 
-    It is to be called once per step.
+    Only some optimizers, such as Nadam, change such scalars in an update. The
+    method is to be called once per step.
 
     Args:
       changed: The (variable, new value) pairs that `apply` has returned for one
@@ -713,8 +714,9 @@ class _RowUpdate:
   def assign(self) -> None:
     """Adds to the table and its slots what the optimizer changed in the rows.
 
-    It adds rather than assigns, so that updates by several replicas at the same
-    time lose no more than those of an ordinary variable.
+    A table is a matrix of which only these rows are updated. The method adds
+    rather than assigns, so that updates by several replicas at the same time
+    lose no more than those of an ordinary variable.
     """
     changes = [(self._part, self._first, self.variable)]
     for (_, variable), first, (_, cell) in zip(

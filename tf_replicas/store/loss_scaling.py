@@ -47,8 +47,8 @@ class _State(NamedTuple):
     good_updates: The number of updates since the last overflow or doubling.
     growth: The number of updates without overflow after which the scale is
       doubled; constant.
-    overflow: The flag of an overflow. The variable is always 0. A replica
-      contributes a change of 1 after an overflow.
+    overflow: A flag. The variable is always 0; a replica whose gradients
+      overflowed sends a change of 1 with its gradients.
     void: The number of updates that changed nothing because of an overflow.
   """
 

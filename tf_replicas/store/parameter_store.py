@@ -209,10 +209,11 @@ class ParameterStore:
     return self.trainable + others
 
   def contributed_shards(self, task: int) -> list[tuple[int, int]]:
-    """Lists the shards that the PS task `task` holds.
+    """Lists the shards (variables or parts of them) on the PS task `task`.
 
     Returns:
-      (position of the variable in `contributed`, shard number) pairs.
+      A pair for each shard: the position of its variable in `contributed`, the
+      list of all variables, and the number of the shard within the variable.
     """
     return [
       (position, number)
@@ -305,7 +306,8 @@ class ParameterStore:
       indices: The positions of these variables in `specs`.
 
     Returns:
-      A function without arguments that returns whole tensors, in this order.
+      A function without arguments that returns the value of each variable as a
+      whole tensor, in the order of `indices`.
     """
 
     def read():
@@ -623,10 +625,11 @@ class ParameterStore:
     return state
 
   def row_tensors(self) -> dict[str, tables.RowTensor]:
-    """Returns tables and their slots by name, to be saved in blocks of rows.
+    """Returns large tensors by name, to be saved in blocks of rows.
 
-    Tables are matrices that may be too large for this process. The names are of
-    the form `variables/<path>` and `<kind>/<path>`.
+    They are tables, matrices that may be too large for this process, and the
+    optimizer's slots for them. The names are of the form `variables/<path>` and
+    `<kind>/<path>`.
     """
     if self._row_tensors is None:
       found = {

@@ -128,7 +128,7 @@ def from_variables(variables: Sequence[tf.Variable]) -> list[VariableSpec]:
 
   Args:
     variables: The variables, identified by `path_of`. If a variable stands for
-      a table, the spec describes the table.
+      a table (a large matrix on the PS tasks), the spec describes the table.
 
   Returns:
     One spec per variable.

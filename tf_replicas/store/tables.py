@@ -74,7 +74,9 @@ _placeholders: contextvars.ContextVar[dict[str, tf.Tensor]] = (
 
 
 def current_home() -> Home | None:
-  """Returns the home (the PS tasks) of tables that are made now.
+  """Returns the home of tables that are made now: the PS tasks that hold them.
+
+  A table is a large matrix, such as that of an embedding.
 
   Returns:
     The home; None outside of the context `home`, where tables are ordinary
@@ -85,7 +87,11 @@ def current_home() -> Home | None:
 
 @contextlib.contextmanager
 def home(where: Home) -> Iterator[None]:
-  """Context in which models put their tables on the PS tasks of `where`."""
+  """Context in which models put their tables on the PS tasks of `where`.
+
+  A table is a large matrix, such as that of an embedding. Outside of this
+  context, a model's tables are ordinary variables.
+  """
   token = _home.set(where)
   try:
     yield
@@ -99,12 +105,13 @@ def placeholders(
 ) -> Iterator[None]:
   """Context in which given tensors stand for tables and get their gradients.
 
-  A lookup of rows, within the context, gives its gradient to the tensor that
-  stands for the table.
+  A table is a large matrix whose rows live on the PS tasks only. A lookup of
+  rows, within the context, gives its gradient to the tensor that stands for the
+  table.
 
   Args:
     pairs: (variable, tensor) pairs. The tensor takes the place of the table for
-      which the variable stands. Other variables are left out.
+      which the variable stands. Variables that stand for no table are ignored.
   """
   found = {
     rows.path: tensor
@@ -119,7 +126,7 @@ def placeholders(
 
 
 class _Draw(NamedTuple):
-  """Says how the first values of a table are drawn.
+  """Says how the first values of a table (a large matrix) are drawn.
 
   Attributes:
     kind: `constant`, `uniform`, `normal` or `truncated`.
@@ -157,6 +164,8 @@ class _Draw(NamedTuple):
 
 def _draw(initializer: Any, shape: tuple[int, int], path: str) -> _Draw:
   """Finds out how an initializer of Keras draws the rows of a table.
+
+  A table is a large matrix, of which every PS task draws only its own rows.
 
   Args:
     initializer: The initializer.
@@ -264,12 +273,15 @@ class Rows:
 
   @property
   def num_parts(self) -> int:
-    """Number of parts into which the rows of the table are divided."""
+    """Number of parts into which the rows are divided: one per PS task.
+
+    There are fewer parts if there are fewer rows than PS tasks.
+    """
     return min(self.home.num_tasks, self.shape[0])
 
   @property
   def sizes(self) -> list[int]:
-    """Number of rows of each part of the table.
+    """Number of rows of each part; every PS task holds one part of the table.
 
     The numbers differ by at most 1.
     """
@@ -296,7 +308,9 @@ class Rows:
     return made
 
   def place(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Finds out on which part of the table, and where there, rows are.
+    """Finds out which PS task holds each of some rows, and at which index.
+
+    Each PS task holds one part of the table's rows.
 
     Args:
       ids: int64 [n], indices of rows of the table.
@@ -318,13 +332,15 @@ class Rows:
     return tf.cast(part, tf.int32), ids - begin
 
   def split(self, gradient: Any) -> list[Any]:
-    """Splits a gradient of the table into one gradient per part of the table.
+    """Splits a gradient of the table by the PS tasks that hold the rows.
+
+    Each PS task holds one part of the table's rows.
 
     Args:
       gradient: A `tf.IndexedSlices` with indices of rows of the table.
 
     Returns:
-      `tf.IndexedSlices` with indices of rows within each part.
+      One `tf.IndexedSlices` per part, with indices of rows within the part.
     """
     numbers, rows = self.place(gradient.indices)
     return [
@@ -448,11 +464,11 @@ class RowTensor:
   """
 
   def __init__(self, rows: Rows, parts: list[Any]):
-    """Stores which variables hold the rows.
+    """Stores which variables on the PS tasks hold the rows.
 
     Args:
-      rows: The table.
-      parts: The variables of the table or of its slot, divided as the table is.
+      rows: The table (a large matrix), whose rows are divided among PS tasks.
+      parts: The variables of the table or of its slot, one per PS task.
     """
     self.shape = rows.shape
     self.dtype = rows.dtype
@@ -488,18 +504,18 @@ class RowTensor:
   def trace(self) -> None:
     """Traces the function that `read` calls, ahead of the first read.
 
-    It is for a client that must not trace a function later.
+    It is for a process that must not trace functions later.
     """
     _ = self._reader
 
   def read(self, begin: int, end: int) -> np.ndarray:
-    """Returns the rows from `begin` to `end`, exclusive."""
+    """Returns the rows from `begin` to `end`, exclusive, from the PS tasks."""
     with tf.device(None):
       limits = (tf.constant(n, tf.int64) for n in (begin, end))
       return self._reader(*limits).numpy()
 
   def assign(self, begin: int, values: np.ndarray) -> None:
-    """Assigns `values` to consecutive rows, from row `begin` on."""
+    """Assigns `values` to the rows from `begin` on, on the PS tasks."""
     with tf.device(None):
       end = tf.constant(begin + len(values), tf.int64)
       rows = tf.constant(values, self.dtype)
@@ -538,12 +554,18 @@ def attach(
 
 
 def detach(variable: Any) -> None:
-  """Makes `variable`, which stands for a table, an ordinary variable again."""
+  """Makes `variable`, which stands for a table, an ordinary variable again.
+
+  A table is a large matrix whose rows live on the PS tasks.
+  """
   setattr(variable, _ATTRIBUTE, None)
 
 
 def rows_of(variable: Any) -> Rows | None:
   """Returns the `Rows` of the table that a variable stands for.
+
+  A table is a large matrix whose rows live on the PS tasks. In a model, a
+  variable without rows stands for it.
 
   Returns:
     The rows on the PS tasks; None if the variable stands for no table.
@@ -617,7 +639,12 @@ def gather(
 
 
 def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
-  """Returns an op that fails if an id is not that of a row of the table."""
+  """Returns an op that fails if one of `ids` is not the index of a row.
+
+  Args:
+    ids: int64 [n], indices to look up in a table.
+    rows: The table, a large matrix whose rows live on the PS tasks.
+  """
   count = rows.shape[0]
   is_bad = (ids < 0) | (ids >= count)
   message = f"the ids of rows of {rows.path} must be in [0, {count}). Received:"
@@ -629,7 +656,10 @@ def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
 def _with_gradient(
   placeholder: tf.Tensor, fetched: tf.Tensor, ids: tf.Tensor
 ) -> tf.Tensor:
-  """Returns fetched rows, and gives their gradient to another tensor.
+  """Returns fetched rows of a table; another tensor gets their gradient.
+
+  A table is a large matrix whose rows live on the PS tasks. So a tensor of this
+  process has to stand for it in the computation of gradients.
 
   Args:
     placeholder: The tensor [0, columns] that stands for the table and gets the
