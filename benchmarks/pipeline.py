@@ -49,7 +49,7 @@ _MAX_DEVICES = 4
 
 
 class Row:
-  """A row of a table: one way to compute the gradient, and its measurements."""
+  """A row of the results: one way to compute gradients, and its rates."""
 
   def __init__(
     self,

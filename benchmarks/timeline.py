@@ -38,9 +38,9 @@ def rate(*more: str) -> float:
 
 
 def main(rounds: str = "3") -> None:
-  """Measures both rates in turn, and prints them and their ratio.
+  """Measures the examples/sec without and with `--timeline`, in turn.
 
-  The rates are those without and with `--timeline`.
+  It prints both rates and their ratio.
 
   Args:
     rounds: The number of rounds, as text.

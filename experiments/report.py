@@ -132,7 +132,7 @@ def load(
 def to_html(
   reports: Sequence[Mapping], missing: Sequence[str], directory: str
 ) -> str:
-  """Returns the page as HTML, with the pictures in it.
+  """Returns the page with all claims as HTML, with the pictures in it.
 
   Args:
     reports: The reports of the experiments.
@@ -234,7 +234,7 @@ def _bounds(finding: Mapping) -> str:
 
 
 def to_markdown(reports: Sequence[Mapping], missing: Sequence[str]) -> str:
-  """Returns the page as Markdown, with links to the pictures.
+  """Returns the page with all claims as Markdown, with links to the pictures.
 
   Args:
     reports: The reports of the experiments.
@@ -299,7 +299,7 @@ def run_all(directory: str, *, num_seeds: int, is_quick: bool) -> list[str]:
 
 
 def render(directory: str, failed: Sequence[str] = ()) -> list[str]:
-  """Writes the page as report.html and report.md.
+  """Writes the page with all claims, as report.html and report.md.
 
   Args:
     directory: The directory of the experiments' reports, and for the page.

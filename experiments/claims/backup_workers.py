@@ -175,7 +175,7 @@ def time_to_precision(step_secs: Sequence[float]) -> np.ndarray:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def each(value):
     return [float(value(m)) for m in measurements]

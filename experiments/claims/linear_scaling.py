@@ -55,11 +55,12 @@ def rates(way: str, num_replicas: int, num_updates: int, epochs: int) -> list:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Trains with one replica and with several, and measures the four remarks.
+  """Trains with one replica and with several; measures the remarks on scaling.
 
-  With `is_quick`, it trains for fewer epochs. The result has losses and
-  precisions for each learning rate and number of replicas, and the numbers of
-  the remarks.
+  These are four remarks of Goyal et al. 2017
+  (`experiments.support.scaling_remarks`). With `is_quick`, it trains for fewer
+  epochs. The result has losses and precisions for each learning rate and number
+  of replicas, and the numbers of the remarks.
   """
   epochs = EPOCHS_QUICK if is_quick else EPOCHS
   train, test = map(small_network.read, ("train", "test"))
@@ -102,7 +103,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   most = str(REPLICAS[-1])
 
   def each(value):

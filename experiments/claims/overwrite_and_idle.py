@@ -230,7 +230,7 @@ def staleness(measurement: dict, tasks: Sequence[str]) -> float:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def each(value):
     return [value(m) for m in measurements]

@@ -106,7 +106,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def each(setting, field):
     return [m[setting][field] for m in measurements]

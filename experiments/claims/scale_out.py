@@ -108,7 +108,7 @@ def synchronous_efficiency(count: int) -> float:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   most = measurements[0]["replicas"][-1]
 
   def last(kind, name, what):

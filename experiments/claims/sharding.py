@@ -124,7 +124,7 @@ def busiest(measurement: dict, num_ps: int, placement: str) -> float:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   # Every parameter to every worker, and every gradient back.
   must_be = 2 * WORKERS * traffic.PARAMETER_BYTES
   names = [n for n in measurements[0] if n != _ONE_PROCESS]

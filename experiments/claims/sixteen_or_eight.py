@@ -185,7 +185,7 @@ def _mxnet_epoch(case: dict) -> float:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   findings = [
     claims.Finding(
       f"{name}: devices that equal {LOCAL} in one machine ({MOST + 1}: not even"

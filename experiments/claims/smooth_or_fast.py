@@ -126,7 +126,7 @@ def rate(rows: Sequence[Sequence[float]]) -> float:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def ratios(what, workers, is_slow):
     names = [_name(rule, workers, is_slow) for rule in ("async", "sync")]
@@ -170,7 +170,7 @@ def _last_loss(rows) -> float:
 
 
 def draw(measurements: Sequence[dict]):
-  """Draws the losses of the first seed, over seconds and over examples."""
+  """Draws the losses of both rules, over seconds and over examples."""
   names = list(measurements[0])
   groups = [n.removeprefix("async, ") for n in names if n.startswith("async")]
   figure, panels = claims.new_figure(

@@ -116,7 +116,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def precisions(m, name):
     return [m[name][str(s)]["precision"] for s in STALENESS]

@@ -147,7 +147,7 @@ def expected_cost(measurement: dict) -> float:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   findings = [
     claims.Finding(
       "share of the step rate that the slow worker costs, with a backup",

@@ -61,7 +61,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   return [
     claims.Finding(
       "gradients handed over in a step: the fewest of all steps",
@@ -87,7 +87,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Draws what each task did in a few steps of the first run."""
+  """Draws what each task did in a few steps of the first measured training."""
   events = [recorded_run.Event(*e) for e in measurements[0]["events"]]
   return timeline.draw(events, *measurements[0]["window"])
 

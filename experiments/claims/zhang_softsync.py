@@ -125,7 +125,7 @@ def _summary(row: dict, n: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the numbers that the claim is about, with the claimed bounds."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def each(value, divides=True, n=None):
     """Returns, for each measurement, the largest value of its rows.

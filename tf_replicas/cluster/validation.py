@@ -40,7 +40,8 @@ class Parts(NamedTuple):
     jobs: Maps each job to a map from task index to "host:port".
     devices: Maps "job" or "job:index" to GPU numbers.
     variables: The section `variables`, with "on" filled in.
-    layers: Maps patterns of layer names to device numbers within a tower.
+    layers: Maps patterns of layer names to the number of a device within a
+      tower (a copy of the model on its devices).
     task: (job, index) of the process that the document is for, from TF_CONFIG;
       None if the document does not say it.
   """
