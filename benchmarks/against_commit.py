@@ -34,8 +34,15 @@ from benchmarks import ratios
 from tf_replicas import cluster
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("commit", None, "The other commit", required=True)
-flags.DEFINE_integer("rounds", 8, "How often each is measured", lower_bound=2)
+flags.DEFINE_string(
+  "commit", None, "The commit with which this tree is compared", required=True
+)
+flags.DEFINE_integer(
+  "rounds",
+  8,
+  "The number of rounds, in each of which all are measured",
+  lower_bound=2,
+)
 flags.DEFINE_list(
   "measures",
   ["between_graph", "in_graph", "small_between_graph", "small_in_graph"],

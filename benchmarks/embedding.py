@@ -25,9 +25,15 @@ from benchmarks import ratios
 from tf_replicas import cluster
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 10, "How many turns of each", lower_bound=2)
-flags.DEFINE_integer("updates", 100, "Updates in a turn", lower_bound=1)
-flags.DEFINE_integer("rows", 1_000_000, "Rows of the table", lower_bound=1)
+flags.DEFINE_integer(
+  "rounds", 10, "The number of turns of each cluster", lower_bound=2
+)
+flags.DEFINE_integer(
+  "updates", 100, "The number of updates in a turn", lower_bound=1
+)
+flags.DEFINE_integer(
+  "rows", 1_000_000, "The number of rows of the table", lower_bound=1
+)
 flags.DEFINE_string("output", None, "Where to write the raw numbers, as JSON")
 
 _KINDS = ("asynchronous", "synchronous", "strategy")

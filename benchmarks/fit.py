@@ -24,8 +24,12 @@ from absl import flags
 
 from benchmarks import ratios
 
-_ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds", lower_bound=2)
-_OUTPUT = flags.DEFINE_string("output", None, "For the raw numbers, as JSON")
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 60, "The number of rounds", lower_bound=2
+)
+_OUTPUT = flags.DEFINE_string(
+  "output", None, "The file for the raw numbers, as JSON"
+)
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 

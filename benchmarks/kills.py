@@ -34,12 +34,26 @@ from tf_replicas.cluster import local_cluster
 from tf_replicas.session import checkpoints
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 20, "How many trainings", lower_bound=1)
-flags.DEFINE_integer("kills", 3, "Kills before the end of each", lower_bound=1)
-flags.DEFINE_integer("seed", 0, "Of what is killed, and when")
-flags.DEFINE_float("deadline_secs", 120, "How long to wait for each")
+flags.DEFINE_integer("rounds", 20, "The number of trainings", lower_bound=1)
+flags.DEFINE_integer(
+  "kills",
+  3,
+  "The number of kills before the end of each training",
+  lower_bound=1,
+)
+flags.DEFINE_integer(
+  "seed", 0, "The seed that decides what is killed, and when"
+)
+flags.DEFINE_float(
+  "deadline_secs",
+  120,
+  "How many seconds a training may take to recover, or to end",
+)
 flags.DEFINE_enum(
-  "replication", "between_graph", ["between_graph", "in_graph"], "Which driver"
+  "replication",
+  "between_graph",
+  ["between_graph", "in_graph"],
+  "The driver of the training",
 )
 
 _CHIEF = cluster.Task("chief", 0)

@@ -28,12 +28,22 @@ from absl import flags
 from experiments.support import programs
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 3, "How often each is measured")
-flags.DEFINE_integer("batch_size", 128, "Images of a step, of all towers")
-flags.DEFINE_integer("towers", 2, "Logical devices")
-flags.DEFINE_integer("steps", 150, "Steps that are measured, after 30 others")
+flags.DEFINE_integer(
+  "rounds", 3, "The number of rounds, in each of which all are measured"
+)
+flags.DEFINE_integer(
+  "batch_size", 128, "The number of images in a step, over all towers"
+)
+flags.DEFINE_integer(
+  "towers", 2, "The number of towers, each on a logical device"
+)
+flags.DEFINE_integer(
+  "steps", 150, "The number of steps that are measured, after 30 others"
+)
 flags.DEFINE_string(
-  "row", None, "Measure this one here; for the program itself"
+  "row",
+  None,
+  "Measure only this row, in this process; the program itself uses this",
 )
 
 _WARM_UP_STEPS = 30

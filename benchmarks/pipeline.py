@@ -35,11 +35,21 @@ from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 5, "How often each is measured")
-flags.DEFINE_integer("steps", 4, "Steps of one measurement")
-flags.DEFINE_integer("batch_size", 128, "Images of a step")
-flags.DEFINE_string("layers", '{"conv1": 0, "conv2": 1}', "As in a spec")
-flags.DEFINE_list("micro_batches", ["1", "2", "4", "8"], "Parts of the batch")
+flags.DEFINE_integer(
+  "rounds", 5, "The number of rounds, in each of which all are measured"
+)
+flags.DEFINE_integer("steps", 4, "The number of steps in a measurement")
+flags.DEFINE_integer("batch_size", 128, "The number of images in a step")
+flags.DEFINE_string(
+  "layers",
+  '{"conv1": 0, "conv2": 1}',
+  "The section `layers` of a cluster spec, as JSON",
+)
+flags.DEFINE_list(
+  "micro_batches",
+  ["1", "2", "4", "8"],
+  "Numbers of parts into which a batch is divided",
+)
 
 # Of the second table; a part's backward pass takes twice its forward pass.
 _FIXED_EXAMPLES = 16

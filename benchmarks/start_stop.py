@@ -21,9 +21,13 @@ from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("times", 60, "How often")
-flags.DEFINE_integer("workers", 3, "How many attach at once")
-flags.DEFINE_string("replication", "between_graph", "Which driver")
+flags.DEFINE_integer("times", 60, "How often the cluster is started")
+flags.DEFINE_integer(
+  "workers", 3, "The number of workers, which attach at the same time"
+)
+flags.DEFINE_string(
+  "replication", "between_graph", "The driver of the training"
+)
 
 
 def start_once(directory: str) -> float:

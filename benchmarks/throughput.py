@@ -23,11 +23,15 @@ from absl import flags
 from experiments.support import programs
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 3, "How often each is measured")
-flags.DEFINE_integer("update_images", 128, "Images of one update")
-flags.DEFINE_integer("workers", 2, "Replicas")
+flags.DEFINE_integer(
+  "rounds", 3, "The number of rounds, in each of which all are measured"
+)
+flags.DEFINE_integer("update_images", 128, "The number of images in an update")
+flags.DEFINE_integer("workers", 2, "The number of workers")
 flags.DEFINE_enum("update", "sync", ["sync", "async"], "The update rule")
-flags.DEFINE_integer("steps", 200, "Updates that are measured, after 50 others")
+flags.DEFINE_integer(
+  "steps", 200, "The number of updates that are measured, after 50 others"
+)
 
 _WARM_UP_STEPS = 50
 _ONE = "a single process"

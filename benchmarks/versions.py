@@ -30,9 +30,13 @@ from absl import app
 from absl import flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("python", None, "Version or path of the interpreter")
-flags.DEFINE_string("tensorflow", None, "Version, such as 2.16")
-flags.DEFINE_string("keras", None, "Version, such as 3.8")
+flags.DEFINE_string(
+  "python", None, "The version or path of the Python interpreter"
+)
+flags.DEFINE_string(
+  "tensorflow", None, "The version of TensorFlow, such as 2.16"
+)
+flags.DEFINE_string("keras", None, "The version of Keras, such as 3.8")
 flags.DEFINE_bool("resolve", False, "Find the triples that can be installed")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]

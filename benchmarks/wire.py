@@ -20,13 +20,22 @@ from experiments.support import programs
 from experiments.support import traffic
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("ps", 1, "PS tasks")
-flags.DEFINE_integer("workers", 2, "Replicas")
-flags.DEFINE_integer("replicas_to_aggregate", None, "N; all workers")
-flags.DEFINE_enum(
-  "replication", "between_graph", ["between_graph", "in_graph"], "Driver"
+flags.DEFINE_integer("ps", 1, "The number of PS tasks (parameter servers)")
+flags.DEFINE_integer("workers", 2, "The number of workers")
+flags.DEFINE_integer(
+  "replicas_to_aggregate",
+  None,
+  "The number of gradients in an update; by default all workers'",
 )
-flags.DEFINE_integer("steps", 100, "Steps between the two readings")
+flags.DEFINE_enum(
+  "replication",
+  "between_graph",
+  ["between_graph", "in_graph"],
+  "The driver of the training",
+)
+flags.DEFINE_integer(
+  "steps", 100, "The number of steps between the two readings"
+)
 
 _WARM_UP_STEPS = 20
 

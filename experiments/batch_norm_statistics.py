@@ -29,11 +29,21 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
   """Defines the flags of this experiment; `--help` shows them."""
-  flags.DEFINE_string("data_dir", None, "Of TFRecords; the synthetic set")
-  command_line.define_count("num_replicas", 4, "N")
-  command_line.define_count("batch_size", 16, "B")
-  flags.DEFINE_float("width", 0.25, "Factor of all numbers of channels")
-  flags.DEFINE_float("depth", 0.25, "Factor of the numbers of blocks")
+  flags.DEFINE_string(
+    "data_dir",
+    None,
+    "The directory of the TFRecord files; by default the synthetic data set",
+  )
+  command_line.define_count("num_replicas", 4, "The number of replicas, N")
+  command_line.define_count(
+    "batch_size", 16, "The number of examples per replica, B"
+  )
+  flags.DEFINE_float(
+    "width", 0.25, "By what all numbers of channels are multiplied"
+  )
+  flags.DEFINE_float(
+    "depth", 0.25, "By what all numbers of blocks are multiplied"
+  )
 
 
 def measure(

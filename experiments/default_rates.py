@@ -229,13 +229,21 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("output", "/tmp/experiments", "Where the files go")
-  flags.DEFINE_list("workers", ["2", "4"], "How many workers, by turns")
-  flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Seeds, by turns")
-  flags.DEFINE_list("rules", [], "Names of rules; all if empty")
-  command_line.define_count("batch_size", 64, "Images of one batch")
-  command_line.define_count(
-    "steps", 300, "Synchronous updates of all workers with as many examples"
+  flags.DEFINE_string(
+    "output", "/tmp/experiments", "The directory for the files"
   )
-  flags.DEFINE_float("timeout_secs", 1800, "How long a training may take")
+  flags.DEFINE_list("workers", ["2", "4"], "Numbers of workers to measure")
+  flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Seeds to train with")
+  flags.DEFINE_list("rules", [], "Names of the rules to measure; if empty, all")
+  command_line.define_count(
+    "batch_size", 64, "The number of images in a batch of one worker"
+  )
+  command_line.define_count(
+    "steps",
+    300,
+    "The number of synchronous updates of all workers with as many examples",
+  )
+  flags.DEFINE_float(
+    "timeout_secs", 1800, "The time limit of a training, in seconds"
+  )
   command_line.start(main)

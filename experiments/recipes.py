@@ -29,10 +29,12 @@ TAG = "precision @ 1"
 
 def define_flags() -> None:
   """Defines the flags of this experiment; `--help` shows them."""
-  flags.DEFINE_list("runs", None, "NAME=TRAIN_DIR of each run", required=True)
-  flags.DEFINE_float("max_epochs", None, "Where the axis ends")
+  flags.DEFINE_list("runs", None, "NAME=TRAIN_DIR for each run", required=True)
+  flags.DEFINE_float("max_epochs", None, "The epoch at which the axis ends")
   flags.DEFINE_string(
-    "output", "experiments/results/recipes.png", "The picture; JSON beside it"
+    "output",
+    "experiments/results/recipes.png",
+    "The picture; its numbers go to a JSON file beside it",
   )
 
 

@@ -336,7 +336,15 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_boolean("quick", False, "Measure less, for a first look")
-  flags.DEFINE_integer("num_seeds", 1, "How often to measure", lower_bound=1)
-  flags.DEFINE_boolean("render_only", False, "Show what is in DIR, run nothing")
-  flags.DEFINE_string("output", "/tmp/experiments", "Where the files go")
+  flags.DEFINE_integer(
+    "num_seeds", 1, "How often each claim is measured", lower_bound=1
+  )
+  flags.DEFINE_boolean(
+    "render_only",
+    False,
+    "Make the page from the results in --output; measure nothing",
+  )
+  flags.DEFINE_string(
+    "output", "/tmp/experiments", "The directory for the files"
+  )
   command_line.start(main)

@@ -323,9 +323,20 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("run", None, "Train directory of a run with --timeline")
-  flags.DEFINE_string("output", None, "Where the files go; beside the record")
-  flags.DEFINE_integer("num_steps", 12, "Updates in the picture", lower_bound=1)
-  flags.DEFINE_integer("first_step", None, "The first of them", lower_bound=0)
+  flags.DEFINE_string(
+    "run", None, "The train directory of a run with --timeline"
+  )
+  flags.DEFINE_string(
+    "output", None, "The directory for the files; by default that of the record"
+  )
+  flags.DEFINE_integer(
+    "num_steps", 12, "The number of updates in the picture", lower_bound=1
+  )
+  flags.DEFINE_integer(
+    "first_step",
+    None,
+    "The first update in the picture; by default in the middle",
+    lower_bound=0,
+  )
   flags.mark_flag_as_required("run")
   command_line.start(lambda argv: _main())

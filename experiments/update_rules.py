@@ -221,12 +221,20 @@ def _write(rows: Sequence[dict]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("dataset", "cifar10", "cifar10, or synthetic")
-  flags.DEFINE_string("data_dir", None, "Where the data set lies")
-  flags.DEFINE_string("output", "/tmp/experiments", "Where the files go")
-  flags.DEFINE_list("workers", ["2", "4"], "How many workers, by turns")
-  flags.DEFINE_list("rules", [], "Names of rules; all if empty")
-  command_line.define_count("num_examples", 100_000, "Of each training")
-  command_line.define_count("batch_size", 64, "Images of one batch")
-  flags.DEFINE_float("slow_down", 5, "How much slower the last worker is")
+  flags.DEFINE_string(
+    "dataset", "cifar10", "The data set: cifar10 or synthetic"
+  )
+  flags.DEFINE_string("data_dir", None, "The directory of the data set")
+  flags.DEFINE_string(
+    "output", "/tmp/experiments", "The directory for the files"
+  )
+  flags.DEFINE_list("workers", ["2", "4"], "Numbers of workers to measure")
+  flags.DEFINE_list("rules", [], "Names of the rules to measure; if empty, all")
+  command_line.define_count(
+    "num_examples", 100_000, "The number of examples of each training"
+  )
+  command_line.define_count(
+    "batch_size", 64, "The number of images in a batch of one worker"
+  )
+  flags.DEFINE_float("slow_down", 5, "By what factor the last worker is slower")
   command_line.start(main)

@@ -252,8 +252,12 @@ def start(claim: Claim) -> NoReturn:
     claim: The claim and how it is measured.
   """
   flags.DEFINE_boolean("quick", False, "Measure less, for a first look")
-  flags.DEFINE_integer("num_seeds", 3, "How often to measure", lower_bound=1)
-  flags.DEFINE_string("output", "/tmp/experiments", "Where the files go")
+  flags.DEFINE_integer(
+    "num_seeds", 3, "How often each claim is measured", lower_bound=1
+  )
+  flags.DEFINE_string(
+    "output", "/tmp/experiments", "The directory for the files"
+  )
   command_line.start(lambda argv: _main(claim))
 
 
