@@ -155,7 +155,10 @@ class Round:
     latest = checkpoints.latest(self._train_dir)
     step = checkpoints.read(latest)["global_step"] if latest else 0
     if step < saved:
-      raise Failed(f"{name}: step {saved} was saved, the newest is {step}")
+      raise Failed(
+        f"{name}: step {saved} was saved, but the newest checkpoint is of step"
+        f" {step}"
+      )
     return f"{name} {secs:.1f} s"
 
   def _last_saved(self) -> int:
@@ -181,7 +184,7 @@ class Round:
     self._tasks.kill(_CHIEF, signal.SIGTERM)
     self._await(lambda: not self._running())
     if _INTERRUPTED not in self._log():
-      raise Failed("the chief was interrupted, and ended without words")
+      raise Failed("the chief was interrupted, and ended without a message")
 
   def _lose(self, ps: cluster.Task) -> None:
     self._tasks.kill(ps)
@@ -191,7 +194,7 @@ class Round:
       clients += self._spec.tasks("worker")
     for client in clients:
       if "error: " not in self._tasks.log(client):
-        raise Failed(f"{client} ended without words after {ps} was killed")
+        raise Failed(f"{client} ended without a message after {ps} was killed")
 
   def _await(self, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + FLAGS.deadline_secs

@@ -155,7 +155,7 @@ def main(rounds: int) -> None:
     print(f"{number:<6}" + "".join(f"{c:>34}" for c in cells), flush=True)
   for column, name in enumerate(names[1:], start=1):
     ratios = [row[0] / row[column] for row in times]
-    print(f"{name}, times the step rate of TF1's: {programs.spread(ratios)}")
+    print(f"step rate of {name} / of TF1: {programs.spread(ratios)}")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def main(argv: list[str]) -> None:
 
 def _compare(name: str, other: str, rounds: list[dict[str, float]]) -> None:
   ratios = [rates[name] / rates[other] for rates in rounds]
-  print(f"{name}, of {other}: {programs.spread(ratios)}")
+  print(f"{name} / {other}: {programs.spread(ratios)}")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def main(rounds: str = "3") -> None:
       f" {ratios[-1]:.3f}",
       flush=True,
     )
-  print(f"with a timeline, of without: {programs.spread(ratios)}")
+  print(f"rate with a timeline / without: {programs.spread(ratios)}")
 
 
 if __name__ == "__main__":

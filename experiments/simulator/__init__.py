@@ -103,7 +103,7 @@ def simulate(
       return simulated_rounds.Rounds(cluster, rule, seed).run(num_steps)
     if rule.restarts_late:
       raise ValueError(
-        "`restarts_late` is simulated without `records` and bounded `cores`."
+        "`restarts_late` must not be combined with `records` or `cores`."
         f" Received: {rule}."
       )
   training = simulated_events.Training(cluster, rule, seed, records=records)

@@ -60,7 +60,7 @@ def role(
   if not 0 < port <= 65536 - num_tasks:
     raise validation.mistake(
       BASE_PORT,
-      f"must leave {num_tasks} ports between it and 65535",
+      f"must be the first of {num_tasks} successive ports up to 65535",
       port,
     )
   hosts = _hosts(environ, num_tasks, rank)

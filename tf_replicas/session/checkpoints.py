@@ -521,11 +521,11 @@ def describe(restored: Restored) -> str:
   line = f"restored {restored.path}"
   if restored.from_variables:
     names = some(restored.from_variables)
-    line += f"; averages not in it, set to their variables: {names}"
+    line += f"; missing averages, which start at their variables: {names}"
   if restored.fresh:
     line += f"; initialized: {some(restored.fresh)}"
   if restored.ignored:
-    line += f"; in it, but not used: {some(restored.ignored)}"
+    line += f"; in the checkpoint, but not used: {some(restored.ignored)}"
   return line
 
 

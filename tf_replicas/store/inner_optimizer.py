@@ -746,11 +746,11 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
   if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
     raise ValueError(
       "`optimizer` must not scale the loss itself; give `loss_scale` to the"
-      f" wrapper. Received: {name}."
+      f" update rule. Received: {name}."
     )
   check_options(
     optimizer,
-    global_clipnorm="give `clip_mean_norm` to the wrapper",
+    global_clipnorm="give `clip_mean_norm` to the update rule",
     gradient_accumulation_steps="raise `replicas_to_aggregate`",
   )
 
@@ -769,8 +769,8 @@ def check_options(
   Raises:
     ValueError: If the optimizer uses such an option.
   """
-  successors["use_ema"] = "give `variable_averages` to the wrapper"
-  successors["loss_scale_factor"] = "give `loss_scale` to the wrapper"
+  successors["use_ema"] = "give `variable_averages` to the update rule"
+  successors["loss_scale_factor"] = "give `loss_scale` to the update rule"
   for option, instead in successors.items():
     if value := getattr(optimizer, option, None):
       raise ValueError(
@@ -848,7 +848,7 @@ def _check_shards(
     if reason and len(store.shards[index]) > 1:
       instead = "use the placement 'greedy' or 'round_robin'"
       if store.specs[index].table is not None:
-        instead = "for a table, give `clip_mean_norm` to the wrapper"
+        instead = "for a table, give `clip_mean_norm` to the update rule"
       raise ValueError(
         f"`optimizer` needs whole variables, but {store.specs[index].path!r} is"
         f" split into shards; {instead}. Received: {reason}."

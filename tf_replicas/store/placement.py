@@ -347,7 +347,7 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
     distinct = 0 < len(tasks) == len(set(tasks)) and min(tasks) >= 0
     if not distinct or pieces != split(spec, tasks, axis=pieces[0].axis):
       raise ValueError(
-        "`policy` must return `split` pieces on distinct tasks for"
+        "`policy` must return shards of `split` on distinct tasks for"
         f" {spec.path!r}. Received: {pieces}."
       )
   placed = iter(shards)
