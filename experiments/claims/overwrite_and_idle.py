@@ -76,11 +76,12 @@ def writes(events: Sequence[recorded_run.Event]) -> list[Write]:
 def paths(
   order: Sequence[tuple[str, int]], tasks: Sequence[str], rate: float
 ) -> list[np.ndarray]:
-  """Simulates the ball from a worker's read to the update that came of it.
+  """Simulates how late updates of some workers push a ball in a bowl.
 
-  For each update the ball starts anew at 1, when the worker reads. Then it is
-  pushed in the recorded order. Workers that had read before that have read 1
-  too.
+  The ball stands for a model with one weight, and the minimum is at 0. For each
+  update, the ball starts anew at 1, when the worker reads the variables. Then
+  it is pushed by all updates in the recorded order, until the worker's own.
+  Workers that had read before the start have read 1 too.
 
   Args:
     order: (task, staleness) of all updates, in their order.
@@ -103,15 +104,15 @@ def undone(rolled: Sequence[np.ndarray]) -> float:
   """Returns which share of the progress of other workers late updates undo.
 
   The progress of other workers is the distance by which the ball came closer to
-  the minimum between a worker's read and the moment before its update. The loss
-  is the distance by which that update moves the ball away again.
+  the minimum between a worker's read and the moment before its update. That
+  update undoes the distance by which it moves the ball away again.
 
   Args:
     rolled: Paths of the ball, as `paths` returns them.
 
   Returns:
-    The sum of the losses as a share of the sum of the progress; 0 without
-    progress.
+    The sum of the undone distances as a share of the sum of the progress; 0
+    without progress.
   """
   won = sum(path[0] - abs(path[-2]) for path in rolled)
   lost = sum(max(abs(path[-1]) - abs(path[-2]), 0.0) for path in rolled)

@@ -166,7 +166,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Draws efficiency, throughput, waiting and staleness over many replicas."""
+  """Draws efficiency, throughput, waiting and staleness over the replicas."""
   figure, axes = claims.new_figure(10.5, 8, nrows=2, ncols=2)
   with_links = "100 MB on 16 PS tasks with 10 Gbit/s each"
   for name, (colour, marker) in RULES.items():

@@ -4,12 +4,13 @@
     [--num_seeds=1] [--output=DIR]
 
 With n-softsync, an update is made of 30 / n gradients, so that gradients are
-about n updates late. It is the table of Zhang et al. 2015 on CIFAR-10, scaled
-down: their 30 learners with batches of 4, and a network of the same kind and
-size. But the pictures are the 16 x 16 ones of the synthetic data set, and there
-are some thousand gradients instead of nearly two million. The update rule is
-the library's; one thread plays all learners. `--quick` is n = 30 only, and ends
-before training with a rate divided by the staleness has caught up.
+about n updates late. The experiment is that of Zhang et al. 2015 with CIFAR-10,
+scaled down. It has their 30 learners with batches of 4, and a network of the
+same kind and size. But the pictures are the 16 x 16 ones of the synthetic data
+set, and there are some thousand gradients instead of nearly two million. The
+update rule is the library's; one thread plays all learners. `--quick` measures
+n = 30 only, and ends so early that training with a rate divided by the
+staleness is still behind.
 """
 
 from collections.abc import Sequence

@@ -66,7 +66,7 @@ class VariablesSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSpec:
-  """Describes a cluster; a checked spec that `load`, `parse` etc. return.
+  """Describes a cluster: a checked spec, which `load` and `parse` return.
 
   Attributes:
     jobs: Maps each job to a map from task index to "host:port". It never has an

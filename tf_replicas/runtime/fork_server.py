@@ -232,7 +232,8 @@ class ForkServer:
   def _listen(self) -> None:
     """Receives the server's messages about processes that began or ended.
 
-    Runs in a thread until the connection to the server is closed.
+    It runs in a thread until the connection to the server is closed, and sets
+    process ids and exit statuses of the `ForkedProcess`es.
     """
     running: dict[int, ForkedProcess] = {}
     with contextlib.suppress(OSError):

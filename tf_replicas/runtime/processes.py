@@ -56,8 +56,8 @@ def one_line_errors(
 def shortened(message: str) -> str:
   """Shortens an error message of TensorFlow to one line of 400 characters.
 
-  Removes the names of graph nodes and of stages of data sets, which do not help
-  a user and may come before the cause.
+  It removes the names of graph nodes and of stages of data sets, which do not
+  help a user and may come before the cause.
 
   Args:
     message: The message.

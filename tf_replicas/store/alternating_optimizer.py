@@ -121,7 +121,10 @@ class AlternatingOptimizer:
       member.refresh()
 
   def has_adjustable_rate(self) -> bool:
-    """Returns False, as `apply` does not support the argument `rate_factor`."""
+    """Returns False, as `apply` cannot change the learning rate of an update.
+
+    Its argument `rate_factor` must be None.
+    """
     return False
 
   def has_common_state(self) -> bool:

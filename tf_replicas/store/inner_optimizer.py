@@ -363,9 +363,10 @@ class InnerOptimizer:
   def _create_slots(self) -> None:
     """Makes an optimizer that is not of Keras 3 create its slots.
 
-    Such an optimizer creates slots when it is first applied to a variable. So
-    this method traces an update, but does not run it. The slots must exist
-    before a checkpoint is restored, or their saved values would be lost.
+    Slots are values per variable, such as momentum. Such an optimizer creates
+    them when it is first applied to a variable. So this method traces an
+    update, but does not run it. The slots must exist before a checkpoint is
+    restored, or their saved values would be lost.
     """
 
     @tf.function(autograph=False)
@@ -534,7 +535,11 @@ class InnerOptimizer:
       yield variable, value
 
   def has_adjustable_rate(self) -> bool:
-    """Returns whether `apply` may be called with a `rate_factor`."""
+    """Returns whether `apply` can multiply the learning rate by a factor.
+
+    That is so for an optimizer of Keras 3 whose rate is a number, not a
+    schedule.
+    """
     return self._is_keras and isinstance(
       keras_internals.learning_rate(self.optimizer), keras.Variable
     )
