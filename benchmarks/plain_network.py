@@ -14,14 +14,7 @@ from cifar10 import model as model_lib
 
 
 class Normalization(keras.layers.Layer):
-  """Layer for local response normalization by TensorFlow's own op.
-
-  Args:
-    gradient: A `tf.IndexedSlices` with indices of rows of the table.
-
-  Returns:
-    One `tf.IndexedSlices` per part, with indices of rows within the part.
-  """
+  """Layer for local response normalization by TensorFlow's own op."""
 
   def call(self, x):
     return tf.nn.local_response_normalization(

@@ -315,10 +315,10 @@ def _draw_turns(axis, run, title: str) -> None:
 
 
 def _draw_ball(axis, order) -> None:
-  """Draws the positions of the ball after a number of recorded updates.
+  """Draws the positions of the ball after each of some recorded updates.
 
-  The first one follows an update of the slow worker, after which this worker
-  reads the variables.
+  The first of these updates is the one that follows an update of the slow
+  worker, after which this worker reads the variables.
 
   Args:
     axis: The axes to draw on.

@@ -3,9 +3,10 @@
   python -m experiments.claims.stale_ball [--quick]
     [--num_seeds=3] [--output=DIR]
 
-The ball stands for a model with one weight x and the loss curvature * x * x /
-2. Only the learning rate times the curvature matters, which is called the rate
-in this module. All distances are shares of the start's distance to the minimum.
+The ball stands for a model with one weight x, whose loss is c * x * x / 2 with
+the curvature c. Only the learning rate times c matters. In this module, this
+product is called the rate. All distances are shares of the start's distance to
+the minimum.
 """
 
 from collections.abc import Sequence

@@ -174,7 +174,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Draws the updates per second of each setting as a bar."""
+  """Draws a bar for each setting: its updates per second."""
   figure, axes = claims.new_figure(7, 3)
   for row, name in enumerate(measurements[0]):
     rates = [m[name]["steps_per_sec"] for m in measurements]

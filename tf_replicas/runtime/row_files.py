@@ -1,8 +1,8 @@
-"""Writes and reads tensors of many rows in blocks, to save memory.
+"""Writes and reads tensors of many rows in blocks of rows.
 
-So no such tensor is ever whole in this process. The files are those of a
-TensorFlow checkpoint, with tensors in slices. A block that is read need not be
-one of the blocks that were written.
+So a tensor that is too large for this process is never whole in its memory. The
+files are those of a TensorFlow checkpoint, with tensors in slices. A block that
+is read need not be one of the blocks that were written.
 """
 
 import math

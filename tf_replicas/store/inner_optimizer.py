@@ -379,7 +379,10 @@ class InnerOptimizer:
     update.get_concrete_function()
 
   def _variables_on(self, task: int) -> list[tf.Variable]:
-    """Returns all trainable shards on a PS task, in the order of the store."""
+    """Returns the shards of all trainable variables that one PS task holds.
+
+    A shard is a variable or a part of one. The order is that of the store.
+    """
     assert self._store is not None
     return [
       self._store.variables(index)[number]
