@@ -77,10 +77,10 @@ def replica(make):
 def run(
   module: str, spec, replication: str = "between_graph", most_per_call: int = 1
 ) -> float:
-  """Runs one implementation on a cluster, and returns milliseconds per step.
+  """Trains the small model with one library, and returns milliseconds per step.
 
   Args:
-    module: The program of each task.
+    module: The program of each task, which uses TF1 or this library.
     spec: The cluster.
     replication: `between_graph` or `in_graph`.
     most_per_call: The largest number of updates per call.
@@ -118,12 +118,12 @@ def run(
 def measure(
   module: str, replication: str = "between_graph", most_per_call: int = 1
 ) -> float:
-  """Runs one implementation on a new cluster; returns milliseconds per step.
+  """Trains the small model on a new cluster; returns milliseconds per step.
 
   The cluster has one PS task, two workers and, in-graph, a chief.
 
   Args:
-    module: The program of each task.
+    module: The program of each task, which uses TF1 or this library.
     replication: `between_graph` or `in_graph`.
     most_per_call: The largest number of updates per call.
   """

@@ -71,9 +71,9 @@ class Lognormal:
 
 @dataclasses.dataclass(frozen=True)
 class Pareto:
-  """Distribution of `shift` + `scale` * X seconds, with a Pareto variable X.
+  """Distribution of `shift` + `scale` * X seconds, with a random number X.
 
-  That is, P(X > x) = x ** -`exponent` for x >= 1.
+  X has a Pareto distribution: P(X > x) = x ** -`exponent` for x >= 1.
   """
 
   shift: float

@@ -115,7 +115,8 @@ class AlternatingOptimizer:
   def refresh(self) -> None:
     """Copies scalars that have changed, such as learning rates, to PS tasks.
 
-    The client that sets the learning rates calls it before each update.
+    The client (training process) that sets the learning rates calls this method
+    before each update.
     """
     for member in self._members.values():
       member.refresh()

@@ -25,7 +25,14 @@ class _Store(Protocol):
   """Interface of the part of a `ParameterStore` that `Reader` uses."""
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """Makes a function that reads only the variables at `indices`, in order."""
+    """Makes a function that reads only some of the variables.
+
+    Args:
+      indices: The positions of these variables in the store.
+
+    Returns:
+      A function without arguments that returns the values, in this order.
+    """
     ...
 
 
