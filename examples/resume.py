@@ -17,14 +17,14 @@ import tf_replicas
 
 
 def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples; no example is used twice."""
+  """Makes endless random batches of 32 examples; no example is used twice."""
   seeds = tf.data.Dataset.counter(start // 32 + index, num_shards)
   x = seeds.map(lambda seed: tf.random.stateless_normal([32, 3], [seed, 0]))
   return x.map(lambda x: (x, tf.argmax(x, axis=1)))
 
 
 def replica_fn() -> tf_replicas.Replica:
-  """What each replica computes."""
+  """Makes a replica: the model, the loss and the data of one worker."""
   model = keras.Sequential(
     [
       keras.Input([3]),

@@ -21,14 +21,14 @@ _RED = (36.0, -18.0, -18.0)
 
 
 def read(subset: str, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  """Generates one shard, with the same images every time.
+  """Generates one shard (part of the data), with the same images every time.
 
-  All shards are drawn from one distribution with different seeds. In each, the
-  numbers of examples of two classes differ by at most 1.
+  All shards are drawn from one distribution with different seeds. In each
+  shard, the numbers of examples of two classes differ by at most 1.
 
   Args:
     subset: `train` or `validation`.
-    shard: Number of the shard, an int64 scalar.
+    shard: Index of the shard, an int64 scalar.
 
   Returns:
     Images, uint8 `[N, 40, 40, 3]`, and labels, int64 `[N]`.
