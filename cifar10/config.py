@@ -208,8 +208,7 @@ class Config:
       self.warmup_epochs,
       self.warmup_epochs <= self.num_epochs
       and _num_examples(self.warmup_epochs) < _num_examples(self.num_epochs),
-      f"in [0, {self.num_epochs}), the epochs of the run, by an example less"
-      " at least",
+      f"in [0, {self.num_epochs}), and at least one example less than the run",
     )
 
 

@@ -1,9 +1,10 @@
-r"""Trains CIFAR-10 with several towers on one machine, one on each GPU.
+r"""Trains CIFAR-10 on several GPUs of one machine.
 
   python -m cifar10.multi_gpu_train --num_gpus=2 --train_dir=/tmp/run
 
-A cluster spec instead of a number says which GPUs are used, and where the
-variables are:
+Each GPU has a copy of the network, a tower, which computes the gradients of a
+part of each batch. A cluster spec instead of a number says which GPUs are used,
+and where the variables are:
 
   python -m cifar10.multi_gpu_train --dataset=synthetic --emulate_gpus \
     --cluster_spec=cluster_specs/four_towers.json --train_dir=/tmp/run

@@ -1,9 +1,9 @@
 """Generates a small synthetic data set that a network can learn.
 
-The ten classes are stripes in one of five colors, vertical or horizontal. Color
-and direction survive cropping, mirroring and changes of brightness and
-contrast. Gray stripes in the other direction, a random tint and noise keep
-single pixels and mean colors from revealing the class.
+The ten classes of images are stripes in one of five colors, vertical or
+horizontal. Color and direction survive cropping, mirroring and changes of
+brightness and contrast. Gray stripes in the other direction, a random tint and
+noise keep single pixels and mean colors from revealing the class.
 """
 
 import math

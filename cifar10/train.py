@@ -1,6 +1,6 @@
 """Trains CIFAR-10 on one device: the first GPU, or the CPU if there is no GPU.
 
-  python -m cifar10.train --dataset=synthetic --train_dir=/tmp/run
+python -m cifar10.train --dataset=synthetic --train_dir=/tmp/run
 """
 
 from collections.abc import Sequence

@@ -65,8 +65,9 @@ def config(options: run_options.Options) -> config_lib.Config:
   if options.update.then_update and has_cycle:
     raise ValueError(
       f"`--then_update` with the recipe {FLAGS.recipe}, whose rate is 0 at the"
-      " end of the run, needs `--num_epochs` for that: updates of different"
-      f" rules have different numbers of examples. Received: {options.update}."
+      " end of the run, needs `--num_epochs`, which says when that is: updates"
+      " of different rules have different numbers of examples. Received:"
+      f" {options.update}."
     )
   del given["recipe"]
   if "learning_rate" not in given:
@@ -93,8 +94,8 @@ def _check_one_batch_size(options: run_options.Options) -> None:
   update = options.update
   if update.is_periodic or update.then_update:
     raise ValueError(
-      "`--scale_learning_rate` needs an `--update` with one gradient of a fixed"
-      f" number of batches in every update. Received: {update}."
+      "`--scale_learning_rate` needs an `--update` in which every update has"
+      f" the gradient of the same number of batches. Received: {update}."
     )
 
 

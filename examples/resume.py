@@ -1,11 +1,12 @@
-"""A run that resumes under another update rule, on another cluster.
+"""Resumes a training under another update rule, on another cluster.
 
     python examples/resume.py --train_dir=RUN --rule=sync --max_steps=100
     python -m tf_replicas.launch --ps=1 --workers=2 \\
         examples/resume.py --train_dir=RUN --rule=async --max_steps=200
 
-The second command goes on at step 100. Variables, averages and the state of
-Adam come from the checkpoint; only the rule is new.
+The first command trains for 100 steps. The second command continues at step
+100. Variables, moving averages and the state of Adam come from the checkpoint
+of the first; only the update rule is new.
 """
 
 import argparse

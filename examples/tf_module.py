@@ -12,7 +12,7 @@ import tf_replicas
 
 
 class Classifier(tf.Module):
-  """Two layers that tell which of three numbers is the largest."""
+  """A module of two layers that tells which of three numbers is the largest."""
 
   def __init__(self):
     """Makes the variables of both layers."""

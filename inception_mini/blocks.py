@@ -51,11 +51,11 @@ def stem_of(image_size: int) -> Stem:
 
   From 171 pixels on, the stem is the original's, which halves the grid three
   times without padding: 299 pixels give grids of 35, 17 and 8, and 171 give 19,
-  9 and 4. Below 171, everything is padded, and the stem halves the grid at most
-  three times, as often as leaves 16x16 or more: once from 32 pixels on (grids
-  of 16, 8 and 4), twice from 64, three times from 128. If the stem halves fewer
-  than three times, its first convolution does not halve; if it halves once, its
-  second pool is left out.
+  9 and 4. Below 171, everything is padded. The stem then halves the grid as
+  long as 16x16 or more remain, at most three times: once from 32 pixels on
+  (grids of 16, 8 and 4), twice from 64, three times from 128. If the stem
+  halves fewer than three times, its first convolution does not halve; if it
+  halves once, its second pool is left out.
   """
   if image_size >= MIN_VALID_SIZE:
     return Stem("valid", True, True, True)

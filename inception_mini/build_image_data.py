@@ -1,12 +1,12 @@
-r"""Makes shards of TFRecords out of folders of labeled JPEG or PNG files.
+r"""Makes TFRecord files (shards) from folders of labeled JPEG or PNG files.
 
   python -m inception_mini.build_image_data --train_directory=photos/train \
     --validation_directory=photos/test --output_directory=/tmp/photos \
     --train_shards=8 --validation_shards=2
 
-Each directory has one sub-folder per label. Started again after an
-interruption, the program continues where it was. Files that cannot be read are
-reported and left out.
+Each directory of images has one sub-folder per label. If the program is started
+again after an interruption, it continues where it was interrupted. Files that
+cannot be read are reported and left out.
 """
 
 import os
@@ -204,8 +204,8 @@ def _write_labels(directory: str, name: str, labels: list[str]) -> None:
 def _tell_ignored(subset: str, ignored: list[str]) -> None:
   if ignored:
     print(
-      f"{subset}: {len(ignored)} left out that are no JPEG or PNG file of a "
-      f"label, such as {ignored[0]}",
+      f"{subset}: left out {len(ignored)} paths that are no JPEG or PNG file "
+      f"of a label, such as {ignored[0]}",
       file=sys.stderr,
       flush=True,
     )

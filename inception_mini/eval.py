@@ -2,7 +2,7 @@
 
   python -m inception_mini.eval --train_dir=/tmp/run [--run_once]
 
-Without --run_once, every new checkpoint is measured until training has ended.
+Without `--run_once`, every new checkpoint is measured until training has ended.
 The moving averages are those of the weights and of batch normalization's means
 and variances.
 """

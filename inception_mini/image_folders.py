@@ -1,6 +1,6 @@
 """Finds labeled images in a directory with one sub-folder per label.
 
-TensorFlow is not imported.
+The module does not import TensorFlow.
 """
 
 import hashlib
@@ -38,12 +38,13 @@ class File(NamedTuple):
 
 
 class Found(NamedTuple):
-  """The images that were found in a directory.
+  """The image files that were found in a directory, and what was ignored.
 
   Attributes:
     files: Files with the name of a JPEG or PNG file, in a shuffled order that
       is always the same.
-    ignored: Paths of other files, and of sub-folders that are not a label.
+    ignored: Paths of other files, and of sub-folders that are not named like a
+      label.
   """
 
   files: list[File]
@@ -98,8 +99,9 @@ def check_labels(directory: str, labels: Sequence[str]) -> None:
   unknown = [label for label in labels_of(directory) if label not in labels]
   if unknown:
     raise FolderError(
-      f"{directory} must have no sub-folder but those of the training set, "
-      f"or `labels_file` say which count. Received: {unknown[0]!r}."
+      f"{directory} must have no other sub-folders than the training set, or "
+      "`labels_file` must say which sub-folders are labels. Received: "
+      f"{unknown[0]!r}."
     )
 
 

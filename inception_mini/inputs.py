@@ -201,13 +201,17 @@ class _Deal:
   def parts(self, epoch):
     """Chooses the shards (files), or parts of them, that the worker uses.
 
-    Of a part of a shard, the worker uses every n-th example, where the stride n
-    is the number of workers.
+    A shard is used by one worker, or every worker uses every n-th example of
+    it, where n is the number of workers.
+
+    Args:
+      epoch: The index of the epoch.
 
     Returns:
-      (indices of the shards, first examples, strides, offsets), each int64
-      `[parts]`. An offset is the index of the shard's first example in the
-      whole data set.
+      Four int64 tensors with an element per shard that the worker uses: the
+      index of the shard; the index of the first example to use in it; the
+      distance between two examples to use; and the index of the shard's first
+      example in the whole data set.
     """
     n, total = self._num_workers, len(self._lengths)
     whole = total // n * n

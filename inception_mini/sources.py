@@ -156,7 +156,10 @@ def _count(paths: list[str]) -> tuple[int, ...]:
   finally:
     patience.cancel()
   if not sum(lengths):
-    raise DataError(f"{paths[0]} and its like must hold examples.")
+    raise DataError(
+      f"At least one of the {len(paths)} files like {paths[0]} must hold "
+      "examples. Received: no examples."
+    )
   return lengths
 
 

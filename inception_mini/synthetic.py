@@ -47,10 +47,14 @@ def read(subset: str, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _texture(kind: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Returns textures `[N, 40, 40]` in [-1, 1], with periods of 4 to 8 pixels.
+  """Returns a random texture for each image, `[N, 40, 40]` in [-1, 1].
 
-  The five kinds are horizontal, vertical and diagonal stripes, checks, and no
-  texture.
+  The five kinds of textures are horizontal, vertical and diagonal stripes,
+  checks, and no texture. Periods are 4 to 8 pixels.
+
+  Args:
+    kind: The kind of texture of each image, integers `[N]` in [0, 4].
+    seed: `[2]` integers, the seed of phases and periods.
   """
   size = tf.shape(kind)[0]
   draws = tf.random.stateless_uniform([4, size, 1, 1], seed)

@@ -1,7 +1,10 @@
-r"""Trains an Inception on one machine: a device, or a tower on each of several.
+r"""Trains an Inception on one machine, on one device or on several.
 
   python -m inception_mini.train --recipe=mini --dataset=synthetic \
     --train_dir=/tmp/run [--num_gpus=N | --cluster_spec=FILE]
+
+With several devices, each has a copy of the network, a tower, which computes
+the gradients of a part of each batch.
 """
 
 from collections.abc import Sequence

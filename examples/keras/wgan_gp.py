@@ -140,7 +140,7 @@ class Monitor(keras.callbacks.Callback):
     self.distances = []
 
   def on_epoch_end(self, epoch, logs=None):
-    """Generates images, and compares their mean with that of real ones."""
+    """Records how far the mean of generated images is from the data's mean."""
     made = self.model.generator(
       keras.random.normal([128, NOISE_DIM], seed=epoch), training=False
     )

@@ -374,6 +374,8 @@ def after(
 ) -> Batch:
   """Delays a batch until given tensors are computed.
 
+  It limits how many parts of a batch are processed at the same time.
+
   Args:
     done: The tensors to wait for.
     batch: The batch.

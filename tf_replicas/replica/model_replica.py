@@ -132,7 +132,7 @@ class Replica:
   metrics: Sequence[str] = ()
 
   def __post_init__(self) -> None:
-    """Checks the attributes.
+    """Checks the attributes of the replica.
 
     Raises:
       TypeError: If an attribute is of a wrong type, or `dataset_fn` does not
@@ -164,7 +164,7 @@ class Replica:
     if self.is_synchronized and has_stages:
       raise ValueError(
         "`is_synchronized` needs towers of one device each. Received: `layers`"
-        f" on {self.layers.num_devices}."
+        f" on {self.layers.num_devices} devices."
       )
 
   def _check_types(self) -> None:

@@ -139,7 +139,11 @@ class UpdateRule(abc.ABC):
   # Life.
 
   def __getattr__(self, name: str) -> NoReturn:
-    """Raises an AttributeError, with a hint for methods of TF1's optimizers."""
+    """Raises an AttributeError for an attribute that does not exist.
+
+    For the name of a method of TF1's optimizers, the message says what replaces
+    the method.
+    """
     hint = _TF1_SUCCESSORS.get(name)
     raise AttributeError(
       f"{type(self).__name__!r} has no attribute {name!r}"
@@ -183,9 +187,10 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def start(self) -> None:
-    """Prepares the first update of this chief.
+    """Prepares the rule for the first update after this chief has started.
 
-    The chief calls it once, after all variables have their values.
+    For example, a rule drops what replicas sent to an earlier chief. The chief
+    calls it once, after all variables have their values.
     """
 
   @abc.abstractmethod
@@ -198,7 +203,7 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def signature(self) -> Mapping[str, object]:
-    """Returns the settings that must be equal in all clients of a training.
+    """Returns the settings that must be equal in the chief and all workers.
 
     Returns:
       The settings by name, of types that JSON can represent.
@@ -369,7 +374,10 @@ class GradientRule(UpdateRule):
 
   @abc.abstractmethod
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """Returns the scalar that a replica differentiates instead of `loss`."""
+    """Returns the scalar that a replica differentiates instead of `loss`.
+
+    For example, it is `loss` times a constant for float16 computation.
+    """
 
   @abc.abstractmethod
   def apply_gradients(
@@ -479,8 +487,14 @@ class GradientRule(UpdateRule):
   ) -> tuple[step_token.StepToken, tf.Tensor]:
     """Computes the gradients of one batch and hands them over.
 
-    `contribute` calls it with its own arguments, of which `state` is given as
-    `parameters`.
+    Called by `contribute`, inside a `tf.function`.
+
+    Args:
+      compute: Computes the gradients of the next batch.
+      replica: The index of this replica, in [0, total_num_replicas).
+      parameters: The parameters that the replica read last.
+      token: The `StepToken` that the replica received last.
+      records_times: Whether to record when the gradients were computed.
 
     Returns:
       The `StepToken` that `apply_gradients` returned; and the time at which the
@@ -742,11 +756,11 @@ class OptimizerRule(GradientRule):
     return self.finish_gradients(ordered)
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the inner optimizer's learning rate, from the next update on.
+    """Sets the learning rate that the optimizer uses from the next update on.
 
     Raises:
-      ValueError: If several optimizers take turns, or the inner optimizer's
-        rate cannot be changed.
+      ValueError: If several optimizers take turns, or the optimizer's rate
+        cannot be changed.
     """
     if isinstance(self.inner, alternating_optimizer.AlternatingOptimizer):
       raise ValueError(
@@ -805,13 +819,18 @@ class LockstepUpdate:
   def __init__(
     self, rule: OptimizerRule, store: parameter_store.ParameterStore
   ):
-    """Binds `rule` to `store`, whose variables are all on one task."""
+    """Prepares the updates of the variables in `store` by `rule`.
+
+    Args:
+      rule: The update rule, whose optimizer and settings are used.
+      store: Holds the variables, all on one task.
+    """
     self.rule = rule
     self._store = store
     rule.bind(store)
 
   def create(self, values: Sequence[tf.Tensor]) -> None:
-    """Assigns the initial values of the variables, and starts the global step.
+    """Assigns the initial values, and sets the global step to 0.
 
     Args:
       values: The initial value of each variable, in the order of the store.

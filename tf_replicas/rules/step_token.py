@@ -1,6 +1,8 @@
-"""Defines the token that lets a replica continue, and the times in it.
+"""Defines the token, the reply that lets a replica continue.
 
-`rules.protocol` explains contributions, tags and admission.
+A replica receives it for a contribution, its gradients for one update. The
+token contains the times at which the contribution reached each stage of the
+update. `rules.protocol` explains contributions, tags and admission.
 """
 
 from typing import Annotated

@@ -74,8 +74,9 @@ class SwitchingOptimizer(rule_base.GradientRule):
     all_needs = frozenset().union(*needs)
     if all_needs not in needs:
       raise ValueError(
-        "One of `rules` must read in the way that all of them need: reads"
-        " continue while the rule changes. Received rules that need:"
+        "One of `rules` must do what reads need under all of them, as replicas"
+        " go on reading while the rule changes. Received rules whose reads"
+        " need:"
         f" {', '.join(str(sorted(n)) for n in needs)}."
       )
     self.rules = list(rules)
@@ -133,14 +134,14 @@ class SwitchingOptimizer(rule_base.GradientRule):
         rule.suspend()
 
   def start(self) -> None:
-    """Prepares the first update of this chief by the rule in use.
+    """Prepares the rule in use for the first update after this chief's start.
 
     The chief calls it once, after all variables have their values.
     """
     self._rule.start()
 
   def signature(self) -> dict[str, object]:
-    """Returns the settings that must be equal in all clients of a training.
+    """Returns the settings that must be equal in the chief and all workers.
 
     Returns:
       The name of this rule and the settings of the combined rules, of types
@@ -299,7 +300,8 @@ class SwitchingOptimizer(rule_base.GradientRule):
   def trace_ahead(self) -> None:
     """Traces all functions that may have to be called while a task hangs.
 
-    Implements `UpdateRule.trace_ahead`, which gives the reason.
+    A client that traces a function waits for all tasks (TensorFlow 2.21), so
+    these functions could not be traced while a task hangs.
     """
     for rule in self.rules:
       rule.trace_ahead()
@@ -366,7 +368,7 @@ def _check(rules: Sequence[rule_base.OptimizerRule]) -> None:
       )
     if rule.replicas_to_aggregate > rule.total_num_replicas:
       raise ValueError(
-        "`rules` must want one contribution of a replica at a time."
-        f" Received: {rule.replicas_to_aggregate} of"
+        "Each of `rules` must take at most one contribution of a replica in an"
+        f" update. Received: {rule.replicas_to_aggregate} contributions of"
         f" {rule.total_num_replicas} replicas."
       )

@@ -155,7 +155,7 @@ class AsyncAdmission:
     self.pending.assign(0)
 
   def stop_at(self, step: int) -> None:
-    """Admits no update that would take the global step beyond `step`."""
+    """Lets replicas make no update that would go beyond global step `step`."""
     self._limit.assign(step)
     resources.flush_assignments([self._limit])
     for _ in range(self._num_replicas):
@@ -254,14 +254,17 @@ class AsyncAdmission:
   def end(self) -> None:
     """Refuses all gradients from now on, also those of waiting replicas.
 
-    The replicas are told that training has ended.
+    Replicas that offer gradients are told that training has ended.
     """
     with tf.device(self._device):
       with tf.control_dependencies([self._has_ended.assign(True)]):
         self._retry()
 
   def has_ended(self) -> bool:
-    """Returns whether `end` was called, and `resume` was not called since."""
+    """Returns whether replicas are told that training has ended.
+
+    This is so after `end`, until `resume` is called.
+    """
     return bool(self._has_ended.read_value())
 
   def resume(self) -> None:

@@ -102,19 +102,21 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     wire_dtype: str | None = None,
     name: str = "async_replicas",
   ):
-    """Wraps `optimizer`.
+    """Makes a rule for asynchronous updates by `optimizer`.
 
     Args:
-      optimizer: The inner optimizer. `OptimizerRule` documents the arguments
-        that are not listed here.
+      optimizer: The optimizer that applies the gradients. `OptimizerRule`
+        documents the arguments that are not listed here.
       total_num_replicas: M, the number of replicas.
       use_locking: Whether updates of one variable exclude each other.
       snapshot_reads: Whether updates, and reads of all variables, are atomic.
-      policies: What to do about stale gradients. All policies are combined.
-      gradients_per_update: c, the sets of gradients in one update.
-      refresh_every: K, the gradients that a replica computes per read.
-      has_chief_statistics: Whether only replica 0 changes statistics, such as
-        moving means of batch normalization.
+      policies: Decide what to do about gradients that were computed from old
+        variables. All policies are combined.
+      gradients_per_update: c, the number of sets of gradients in one update.
+      refresh_every: K, the number of gradients that a replica computes from one
+        read of the variables.
+      has_chief_statistics: Whether only replica 0 changes statistics (variables
+        without gradients, such as moving means of batch normalization).
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -220,7 +222,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         self.resume()
 
   def start(self) -> None:
-    """Does nothing, as replicas make the updates and the chief starts none."""
+    """Does nothing, as a new chief has nothing to prepare under this rule.
+
+    Replicas apply their gradients at once, so none waits for the chief.
+    """
 
   def _build_inner(self, *, is_chief: bool) -> None:
     """Builds the inner optimizer, the user's, unless that is done.
@@ -248,7 +253,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     self._is_inner_built = True
 
   def signature(self) -> dict[str, object]:
-    """Returns the settings that must be equal in all clients of a training.
+    """Returns the settings that must be equal in the chief and all workers.
 
     Returns:
       The settings by name, of types that JSON can represent.
@@ -430,7 +435,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   # The chief's half.
 
   def stop_at(self, step: int) -> None:
-    """Admits no update that would take the global step beyond `step`."""
+    """Lets replicas make no update that would go beyond global step `step`."""
     self.admission.stop_at(step)
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
@@ -502,7 +507,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   def trace_ahead(self) -> None:
     """Traces all functions that may have to be called while a task hangs.
 
-    Implements `UpdateRule.trace_ahead`, which gives the reason.
+    A client that traces a function waits for all tasks (TensorFlow 2.21), so
+    these functions could not be traced while a task hangs.
     """
     super().trace_ahead()
     self.end_replicas.get_concrete_function()

@@ -57,21 +57,25 @@ class OwnUpdate:
     snapshot_reads: bool,
     gradients_per_update: int,
   ):
-    """Creates the locks and copies on the PS tasks, or attaches to them.
+    """Creates locks and variables on the PS tasks, or attaches to them.
+
+    The variables are copies of what each replica read, if the policy needs
+    them, and the sums of gradients, if an update applies several sets.
 
     Args:
       store: Holds the variables.
       update: Applies gradients to the variables.
       num_replicas: The number of replicas.
-      policy: What to do about stale gradients.
-      use_locking: Whether only one replica at a time updates the variables of
-        a PS task.
+      policy: Decides what to do about stale gradients, those computed from old
+        variables.
+      use_locking: Whether only one replica at a time updates the variables of a
+        PS task.
       snapshot_reads: Whether each update, and each read of all variables, is
         atomic.
       gradients_per_update: The number of sets of gradients in an update. If it
         is more than 1, sets are summed under one lock for all PS tasks.
-        Checkpoints include an unfinished sum, which is lost if training
-        resumes with another number.
+        Checkpoints include an unfinished sum, which is lost if training resumes
+        with another number.
     """
     self._per_update = gradients_per_update
     self._store = store

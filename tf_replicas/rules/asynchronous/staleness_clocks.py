@@ -117,10 +117,10 @@ class Barrier:
       ]
 
   def initialize(self) -> None:
-    """Sets the clocks to 0, with no replica waiting, and closes the barrier.
+    """Closes the barrier, and forgets how often each replica came to it.
 
-    A replica's clock counts how often the replica came to the barrier. The
-    chief calls this method once, in a new training, or to undo `open`.
+    A closed barrier makes fast replicas wait for the slowest one. The chief
+    calls this method once, in a new training, or to undo `open`.
     """
     zeros = tf.zeros([self._num_replicas], tf.int64)
     self._is_open.assign(False)
@@ -201,10 +201,12 @@ class Barrier:
       )
 
   def declare_lost(self, replica: tf.Tensor) -> None:
-    """Makes the barrier ignore a replica until that replica comes again.
+    """Lets other replicas pass the barrier without waiting for a lost replica.
+
+    They wait for it again once it comes to the barrier again.
 
     Args:
-      replica: int64 scalar, the index of the replica.
+      replica: int64 scalar, the index of the lost replica.
     """
     with tf.device(self._device):
       self._arrive(
@@ -212,7 +214,7 @@ class Barrier:
       )
 
   def open(self) -> None:
-    """Lets all replicas pass the barrier from now on.
+    """Lets all replicas pass the barrier from now on, without waiting.
 
     To be used inside a `tf.function`.
     """
@@ -272,9 +274,10 @@ class StalenessClocks:
     self._barriers = [b for b in (self._after, self._before) if b is not None]
 
   def initialize(self) -> None:
-    """Closes all barriers, and forgets how often each replica came.
+    """Closes all barriers, and forgets how often each replica came to them.
 
-    The chief calls it once, in a new training, or to undo `open`.
+    At a barrier, fast replicas wait for the slowest one. The chief calls this
+    method once, in a new training, or to undo `open`.
     """
     for barrier in self._barriers:
       barrier.initialize()
@@ -332,17 +335,19 @@ class StalenessClocks:
     return self._after.enter(replica, clock)
 
   def is_waiting(self) -> tf.Tensor:
-    """Reads whether each of R replicas waits at a barrier, as bool [R]."""
+    """Reads whether each of R replicas waits for slower ones, as bool [R]."""
     is_waiting = tf.zeros([self._num_replicas], tf.bool)
     for barrier in self._barriers:
       is_waiting |= barrier.is_waiting()
     return is_waiting
 
   def declare_lost(self, replica: tf.Tensor) -> None:
-    """Makes all barriers ignore a replica until that replica comes again.
+    """Lets other replicas pass all barriers without waiting for a lost replica.
+
+    They wait for it again once it comes to a barrier again.
 
     Args:
-      replica: int64 scalar, the index of the replica.
+      replica: int64 scalar, the index of the lost replica.
     """
     for barrier in self._barriers:
       barrier.declare_lost(replica)
@@ -350,7 +355,8 @@ class StalenessClocks:
   def open(self) -> None:
     """Lets all replicas pass all barriers from now on.
 
-    To be used inside a `tf.function`.
+    At a barrier, fast replicas wait for the slowest one. To be used inside a
+    `tf.function`.
     """
     for barrier in self._barriers:
       barrier.open()

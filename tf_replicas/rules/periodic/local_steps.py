@@ -63,7 +63,10 @@ class LocalOptimizer:
 
   @property
   def learning_rate(self) -> float:
-    """Learning rate of `optimizer` in this process; `apply` does not use it."""
+    """Learning rate of the Keras optimizer in this process.
+
+    `apply` does not use it, but takes the rate as an argument.
+    """
     return float(self.optimizer.learning_rate)
 
   @learning_rate.setter
@@ -75,7 +78,7 @@ class LocalOptimizer:
     return LocalOptimizer(keras_internals.copy_of(self.optimizer))
 
   def build(self, store: parameter_store.ParameterStore) -> None:
-    """Builds the optimizer for the trainable variables of `store`.
+    """Builds the Keras optimizer for the trainable variables of `store`.
 
     Raises:
       ValueError: If the optimizer is built already.
@@ -237,7 +240,7 @@ class LocalSteps:
     """Builds the optimizer; creates two shared variables on PS task 0.
 
     These are the learning rate, and the flag that ends training. If another
-    client has created them in `namespace`, attaches to them.
+    process has created them in `namespace`, attaches to them.
 
     Args:
       store: The parameter store, which holds the shared variables.
@@ -261,11 +264,11 @@ class LocalSteps:
     return self._optimizer.learning_rate
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate, which `refresh` passes on to the replicas."""
+    """Sets the learning rate; a later call of `refresh` tells the replicas."""
     self._optimizer.learning_rate = rate
 
   def initialize(self) -> None:
-    """Sets the flag that ends training to False.
+    """Sets the flag that ends all local training, on PS task 0, to False.
 
     The chief calls it once, in a new training.
     """
@@ -480,7 +483,8 @@ _NOT_ON_TENSORS = keras_internals.optimizer_classes(
 def _check(optimizer: keras.optimizers.Optimizer) -> None:
   if isinstance(optimizer, _NOT_ON_TENSORS):
     raise ValueError(
-      "`optimizer` must be one that works on tensors alone."
+      "`optimizer` must be able to keep its state in tensors alone, as replicas"
+      " have no variables."
       f" Received: {type(optimizer).__name__}."
     )
   inner_optimizer.check_options(

@@ -26,7 +26,7 @@ class PeriodicOptimizer(rule_base.UpdateRule):
 
   The global step, and so `max_steps`, counts the updates of the centre, as with
   the optimizers of TF1. If all replicas exchange together, an update includes N
-  * `period` batches, else `period` batches. Checkpoints, averages and
+  times `period` batches, else `period` batches. Checkpoints, averages and
   evaluation use the centre. `examples_seen` counts the examples of all local
   steps that led to an update. The reported loss is the mean over these
   examples.
@@ -94,14 +94,15 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     self._rule.create(values, resumed=resumed)
 
   def start(self) -> None:
-    """Prepares the first update of this chief.
+    """Prepares the rule for the first update after this chief has started.
 
-    The chief calls it once, after all variables have their values.
+    Calls `start` of the rule that updates the shared variables. The chief calls
+    it once, after all variables have their values.
     """
     self._rule.start()
 
   def signature(self) -> dict[str, object]:
-    """Returns the settings that must be equal in all clients of a training.
+    """Returns the settings that must be equal in the chief and all workers.
 
     Returns:
       The settings by name, of types that JSON can represent.
@@ -220,7 +221,8 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   def trace_ahead(self) -> None:
     """Traces all functions that may have to be called while a task hangs.
 
-    Implements `UpdateRule.trace_ahead`, which gives the reason.
+    A client that traces a function waits for all tasks (TensorFlow 2.21), so
+    these functions could not be traced while a task hangs.
     """
     self._rule.trace_ahead()
 

@@ -149,7 +149,7 @@ class SyncRound(abc.ABC):
     self._store = store
 
   def signature(self) -> dict[str, object]:
-    """Returns the settings that must be equal in all clients of a training.
+    """Returns the settings that must be equal in the chief and all workers.
 
     Returns:
       The settings by name, of types that JSON can represent.

@@ -69,11 +69,12 @@ class UpdateInProgress:
         return tf.identity(step)
 
   def await_end(self) -> None:
-    """Waits up to 5 s for the update of an earlier chief to end.
+    """Waits up to 5 s for an update that an earlier chief began to end.
 
-    If the update was interrupted, sets the global step to `INCONSISTENT`, which
-    it remains until a checkpoint is restored. Gradients computed from these
-    variables are refused.
+    An update that has not ended by then counts as interrupted, and the
+    variables count as inconsistent. The global step is then set to
+    `INCONSISTENT` (-2), and keeps this value until a checkpoint is restored.
+    Gradients computed meanwhile are refused.
     """
     deadline = time.monotonic() + _GRACE_SECS
     while self._is_under_way() and time.monotonic() < deadline:

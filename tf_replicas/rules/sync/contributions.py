@@ -478,7 +478,8 @@ class Contributions:
   def release_all(self, step: tf.Tensor) -> None:
     """Ends the step, and lets the waiting replicas continue.
 
-    The record of the step's contributions is emptied for the next step.
+    The record of the gradients that the step has accepted is emptied for the
+    next step.
 
     Args:
       step: int64 scalar, the global step from which the replicas continue.
@@ -536,7 +537,7 @@ class Contributions:
     self._replies.send(tf.cast(verdict, tf.int64), tags, step_token.ENDED)
 
   def wake(self) -> None:
-    """Makes a waiting `collect` or `end_replicas` return."""
+    """Makes a call of `collect` or `end_replicas`, which waits, return."""
     with tf.device(self._device):
       self._send(Kind.WAKE, -1, step_token.microseconds(step_token.now()))
 

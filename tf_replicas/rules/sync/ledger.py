@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
   @property
   def is_taken(self) -> tf.Tensor:
-    """Whether a contribution was delivered for the place."""
+    """Whether a contribution (set of gradients) was delivered for the place."""
     return self.replica >= 0
 
 
@@ -353,17 +353,17 @@ def settle(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
   """Gives the free places of the step to waiting replicas.
 
   A place takes one of the N contributions (sets of gradients) that a step
-  averages. A contribution is identified by its replica and a tag. This is a
-  pure function.
+  averages. This is a pure function.
 
   Args:
     ledger: The recorded state of the step.
 
   Returns:
-    The new ledger, and for each of the R replicas the `protocol.Verdict` on the
-    tag that it had before, int64 [R]: ADMIT for a waiting replica that gets a
-    place; CONTINUE for a replica that has delivered and gets another place of
-    the same step (if there are more places than replicas); else NONE.
+    The new ledger; and int64 [R], for each of the R replicas the
+    `protocol.Verdict` that answers its last contribution: ADMIT for a waiting
+    replica that gets a place; CONTINUE for a replica that has delivered and
+    gets another place of the same step (if there are more places than
+    replicas); else NONE.
   """
   num_replicas = ledger.status.shape[0]
   num_places = ledger.accepted.shape[0]
@@ -430,19 +430,19 @@ def _set(
 
 
 def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
-  """Ends the step: counts the outcomes of contributions, and forgets them.
+  """Ends the step: counts which contributions were used, and empties the step.
 
-  A contribution is one replica's gradients for one update, identified by a tag.
-  This is a pure function.
+  A contribution is one replica's gradients for one update. This is a pure
+  function.
 
   Args:
     ledger: The recorded state of the step.
 
   Returns:
-    The ledger of the next step, and for each of the R replicas the
-    `protocol.Verdict` on the tag that it had before, int64 [R]: for a replica
-    that waits, RELEASE, or CONTINUE if a step averages at least one
-    contribution of every replica; for other replicas NONE.
+    The ledger of the next step; and int64 [R], for each of the R replicas the
+    `protocol.Verdict` that answers its last contribution: for a replica that
+    waits, RELEASE, or CONTINUE if a step averages at least one contribution of
+    every replica; for other replicas NONE.
   """
   num_replicas = ledger.status.shape[0]
   num_places = ledger.accepted.shape[0]

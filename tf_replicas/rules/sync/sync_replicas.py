@@ -134,20 +134,23 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     use_locking: None = None,
     name: str = "sync_replicas",
   ):
-    """Wraps `optimizer`.
+    """Makes a rule for synchronous updates by `optimizer`.
+
+    A contribution is one replica's gradients for one update. Statistics are
+    variables without gradients, such as moving means.
 
     Args:
-      optimizer: The inner optimizer. `OptimizerRule` documents the arguments
-        that are not listed here.
+      optimizer: The optimizer that applies the mean of the contributions.
+        `OptimizerRule` documents the arguments that are not listed here.
       replicas_to_aggregate: N, the number of contributions in one update.
       total_num_replicas: M, the number of replicas. None: N.
       clip_mean_norm: The largest global norm of the mean of N contributions. A
         larger mean is scaled down before it is applied. None: no limit.
-      has_chief_statistics: If True, statistics (such as those of batch
-        normalization) are updated from one replica: of those whose
-        contributions are used, the one with the smallest index. If False, from
-        the mean of all N contributions.
-      use_locking: Not supported: an argument of TF1's class. Must be None.
+      has_chief_statistics: If True, statistics are updated from one replica: of
+        those whose contributions are used, the one with the smallest index. If
+        False, from the mean of all N contributions.
+      use_locking: Must be None. TF1's class had this argument, which is not
+        supported.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -237,7 +240,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       self._contributions.begin_anew()
 
   def signature(self) -> dict[str, object]:
-    """Returns the settings that must be equal in all clients of a training.
+    """Returns the settings that must be equal in the chief and all workers.
 
     Returns:
       The settings by name, of types that JSON can represent.
@@ -328,7 +331,11 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   # The chief's half.
 
   def stop_at(self, step: int) -> None:
-    """Does nothing, as only `apply_updates` makes updates under this rule."""
+    """Does nothing, as only `apply_updates` makes updates under this rule.
+
+    Other rules, under which replicas make the updates, stop at global step
+    `step`.
+    """
     del step
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
@@ -502,7 +509,8 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   def trace_ahead(self) -> None:
     """Traces all functions that may have to be called while a task hangs.
 
-    Implements `UpdateRule.trace_ahead`, which gives the reason.
+    A client that traces a function waits for all tasks (TensorFlow 2.21), so
+    these functions could not be traced while a task hangs.
     """
     super().trace_ahead()
     self.end_replicas.get_concrete_function()
