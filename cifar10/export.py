@@ -29,7 +29,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """Defines the flags of this program, which `--help` shows."""
+  """Defines the command-line flags of this program, which exports a network."""
   flags.DEFINE_string("train_dir", "/tmp/cifar10_train", "The run to export")
   flags.DEFINE_string(
     "export_dir", None, "Directory for the SavedModel; new or empty"

@@ -35,7 +35,7 @@ _STEP = "global_step"
 
 
 def define_flags() -> None:
-  """Defines the flags of this program, which `--help` shows."""
+  """Defines the command-line flags of this program, as `--help` shows them."""
   flags.DEFINE_string(
     "checkpoint",
     None,

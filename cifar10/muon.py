@@ -1,4 +1,7 @@
-"""Implements the optimizer Muon for networks with convolutions."""
+"""Implements the optimizer Muon for networks with convolutions.
+
+Muon makes the update of a matrix nearly orthogonal (Jordan et al. 2024).
+"""
 
 import keras
 

@@ -1,4 +1,7 @@
-"""Defines the flags that say what is trained, for all training programs."""
+"""Defines the flags for the settings of a CIFAR-10 training.
+
+All training programs of the package have these flags.
+"""
 
 from absl import flags
 
@@ -21,7 +24,10 @@ _OF_RECIPES = (
 
 
 def define() -> None:
-  """Defines the flags of what is trained, which all training programs have."""
+  """Defines the flags for what is trained: data, network and optimizer.
+
+  All training programs of the package have these flags.
+  """
   group = config_lib.GROUP
   fields.define_flags(config_lib.Config, [group], unset=_OF_RECIPES)
   fields.define_flag(

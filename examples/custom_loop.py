@@ -2,10 +2,10 @@
 
 The roles are the chief, the workers and the parameter servers of a cluster.
 
-As a cluster:   python -m tf_replicas.launch --ps=1 --workers=2
-                  examples/custom_loop.py
+As a cluster: python -m tf_replicas.launch --ps=1 --workers=2
+examples/custom_loop.py
 
-Without a cluster, it needs another rule, `tf_replicas.Sync()`.
+Without a cluster, it needs another update rule, `tf_replicas.Sync()`.
 """
 
 import keras

@@ -32,7 +32,7 @@ class Gan(keras.Model):
     self.generator_optimizer = keras.optimizers.Adam(0.02, beta_1=0.5)
 
   def call(self, noise: tf.Tensor) -> tf.Tensor:
-    """Returns what the generator makes of random numbers."""
+    """Returns numbers that the generator makes from random noise."""
     return self.generator(noise)
 
   def train_step(self, real: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -56,7 +56,10 @@ class Gan(keras.Model):
 
 
 def model_fn() -> Gan:
-  """Makes a compiled GAN, whose attributes include its optimizers."""
+  """Makes a compiled GAN.
+
+  Its two optimizers are attributes, and not arguments of `compile`.
+  """
   model = Gan()
   model.compile()
   return model

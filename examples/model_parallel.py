@@ -54,7 +54,7 @@ def replica_fn() -> tf_replicas.Replica:
 
 
 def accuracy(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-  """Computes the fraction of right answers, for the log."""
+  """Computes the fraction of right answers in a batch, for the log."""
   hits = keras.metrics.sparse_categorical_accuracy(labels, outputs)
   return tf.reduce_mean(hits)
 

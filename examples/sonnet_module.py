@@ -24,13 +24,13 @@ class Classifier(snt.Module):
     self.output = snt.Linear(3)
 
   def __call__(self, x: tf.Tensor, *, is_training: bool) -> tf.Tensor:
-    """Returns three logits, one for each number being the largest."""
+    """Computes three logits, the largest for the largest number."""
     x = self.normalization(self.hidden(x), is_training=is_training)
     return self.output(tf.nn.relu(x))
 
 
 def loss_fn(module: Classifier, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-  """Computes the mean loss of a batch."""
+  """Computes the mean loss of a batch of inputs `x` and classes `y`."""
   logits = module(x, is_training=True)
   losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
   return tf.reduce_mean(losses)

@@ -22,7 +22,7 @@ class Classifier(tf.Module):
 
   @tf.function
   def __call__(self, x: tf.Tensor) -> tf.Tensor:
-    """Returns three logits, one for each number being the largest."""
+    """Computes three logits, the largest for the largest number."""
     return tf.nn.relu(x @ self.hidden) @ self.output
 
 

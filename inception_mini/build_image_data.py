@@ -25,7 +25,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """Defines the flags of this program, which `--help` shows."""
+  """Defines the command-line flags of this program, which builds TFRecords."""
   flags.DEFINE_string("train_directory", None, "Has a sub-folder per label")
   flags.DEFINE_string("validation_directory", None, "The same for validation")
   flags.DEFINE_string("output_directory", None, "Where the shards go")

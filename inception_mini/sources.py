@@ -66,12 +66,12 @@ class Source:
 
   @property
   def num_train(self) -> int:
-    """Number of training examples."""
+    """Number of training examples, in all shards (files) of the data set."""
     return sum(self.lengths[records.TRAIN])
 
   @property
   def num_validation(self) -> int:
-    """Number of validation examples."""
+    """Number of validation examples, in all shards (files) of the data set."""
     return sum(self.lengths[records.VALIDATION])
 
 

@@ -1,4 +1,7 @@
-"""Defines the flags that say what is trained, for all training programs."""
+"""Defines the flags for the settings of an Inception training.
+
+All training programs of the package have these flags.
+"""
 
 import dataclasses
 
@@ -14,7 +17,10 @@ _HAVE_DEFAULTS = {"train_dir", "seed", "recipe"}
 
 
 def define() -> None:
-  """Defines the flags of what is trained, which all training programs have."""
+  """Defines the flags for what is trained: data, network and optimizer.
+
+  All training programs of the package have these flags.
+  """
   group = config_lib.GROUP
   names = {field.name for field in dataclasses.fields(config_lib.Config)}
   fields.define_flags(config_lib.Config, [group], unset=names - _HAVE_DEFAULTS)

@@ -30,7 +30,7 @@ class Sampling(layers.Layer):
   """A layer that draws a code from the distribution of an encoder."""
 
   def __init__(self):
-    """Makes the generator of the seeds of random draws."""
+    """Makes the layer, which takes its random seeds from a generator."""
     super().__init__()
     self.seed_generator = keras.random.SeedGenerator(1337)
 
@@ -83,7 +83,7 @@ class VAE(keras.Model):
   """A variational autoencoder: an encoder, a decoder and their loss."""
 
   def __init__(self, encoder, decoder):
-    """Stores both networks, and makes the metrics."""
+    """Stores the encoder and the decoder, and makes the metrics."""
     super().__init__()
     self.encoder = encoder
     self.decoder = decoder

@@ -67,7 +67,7 @@ class WGAN(keras.Model):
   """
 
   def __init__(self, critic, generator, critic_steps=2, penalty_weight=10.0):
-    """Stores both networks, and the settings of the critic's training."""
+    """Stores critic and generator, and how the critic is trained."""
     super().__init__()
     self.critic = critic
     self.generator = generator
@@ -135,12 +135,15 @@ class Monitor(keras.callbacks.Callback):
   """A callback that records how far generated images are from real images."""
 
   def __init__(self):
-    """Makes an empty list of the distances."""
+    """Makes an empty list for the distances of all epochs."""
     super().__init__()
     self.distances = []
 
   def on_epoch_end(self, epoch, logs=None):
-    """Records how far the mean of generated images is from the data's mean."""
+    """Records how far the mean of generated images is from the data's mean.
+
+    Keras calls it after every epoch.
+    """
     made = self.model.generator(
       keras.random.normal([128, NOISE_DIM], seed=epoch), training=False
     )

@@ -282,7 +282,12 @@ class Pipeline:
     self._stages: list[tuple[int, list[tf.Tensor]]] = []
 
   def device_of(self, path: str) -> str:
-    """Returns the device of the layer that owns the variable with this path."""
+    """Returns the device of the layer that owns a variable.
+
+    Args:
+      path: The path of the variable. If no layer owns it, the device of the
+        last layer is returned.
+    """
     last = self.layers.layers[-1].device
     return self._devices[self.layers.num_of_path.get(path, last)]
 
@@ -388,6 +393,6 @@ def after(
 
 
 def _tensors(structure: object) -> list[tf.Tensor]:
-  """Returns all tensors within any `tf.nest` structure."""
+  """Returns all tensors within any `tf.nest` structure, as a flat list."""
   flat = tf.nest.flatten(structure, expand_composites=True)
   return [x for x in flat if tf.is_tensor(x)]

@@ -52,7 +52,11 @@ class SharedTemplate:
   """
 
   def __init__(self, own: Own):
-    """Describes the shared variable for `own`, a variable of a module."""
+    """Describes the shared variable for a variable of a module.
+
+    Args:
+      own: The variable of the module.
+    """
     self._own = own.variable
     self.path = self.name = own.path
     self.shape = own.variable.shape

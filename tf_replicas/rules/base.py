@@ -287,7 +287,10 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def counts(self) -> list[results.Counts]:
-    """Returns how many gradients of each replica were used and refused."""
+    """Returns how many gradients of each replica were used and refused.
+
+    One set of gradients counts as one.
+    """
 
   @abc.abstractmethod
   def status(self) -> results.StepStatus:
@@ -306,7 +309,10 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def interrupt(self) -> None:
-    """Makes `apply_updates`, waiting in another thread, raise `Interrupted`."""
+    """Ends the wait of `apply_updates`, which runs in another thread.
+
+    `apply_updates` then raises `Interrupted`.
+    """
 
   @abc.abstractmethod
   def release_replica(self, replica: int) -> None:
@@ -326,7 +332,11 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def close(self) -> None:
-    """Ends the training: waiting calls get `tf.errors.OutOfRangeError`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
 
   # One program that has all gradients of a step.
 
@@ -638,7 +648,7 @@ class OptimizerRule(GradientRule):
     self._loss_scale = loss_scale
 
   def check_built(self) -> None:
-    """Raises RuntimeError unless `build` was called."""
+    """Raises RuntimeError unless the rule was bound to a store by `build`."""
     if not self.is_built:
       raise RuntimeError(
         f"The update rule {self.name!r} is not built: call `build` with the"
@@ -884,7 +894,12 @@ class LockstepUpdate:
 
 
 def check_count(name: str, value: int) -> None:
-  """Raises TypeError or ValueError unless `value` is a positive integer."""
+  """Raises TypeError or ValueError unless `value` is a positive integer.
+
+  Args:
+    name: The name of the argument that is checked, for the message.
+    value: The value of the argument.
+  """
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(f"`{name}` must be an integer. Received: {value!r}.")
   if value < 1:
@@ -892,7 +907,12 @@ def check_count(name: str, value: int) -> None:
 
 
 def check_positive(name: str, value: float | None) -> None:
-  """Raises ValueError unless `value` is positive or None."""
+  """Raises ValueError unless `value` is positive or None.
+
+  Args:
+    name: The name of the argument that is checked, for the message.
+    value: The value of the argument.
+  """
   if value is not None and not value > 0:
     raise ValueError(f"`{name}` must be positive. Received: {value}.")
 

@@ -158,6 +158,9 @@ class ReplyQueues:
     return tf.where(is_anothers, void, reply.verdict), reply.step
 
   def close(self) -> None:
-    """Closes all queues, so that waiting replicas get `OutOfRangeError`."""
+    """Closes the queues from which replicas take the chief's replies.
+
+    Replicas that wait for a reply get `OutOfRangeError`.
+    """
     for queue in self._queues:
       queue.close()

@@ -307,7 +307,10 @@ class SwitchingOptimizer(rule_base.GradientRule):
       rule.trace_ahead()
 
   def interrupt(self) -> None:
-    """Makes `apply_updates`, waiting in another thread, raise `Interrupted`."""
+    """Ends the wait of `apply_updates`, which runs in another thread.
+
+    `apply_updates` then raises `Interrupted`.
+    """
     self._is_interrupted = True
     self._rule.interrupt()
 
@@ -338,7 +341,11 @@ class SwitchingOptimizer(rule_base.GradientRule):
       rule.release_replica(replica)
 
   def close(self) -> None:
-    """Ends the training: waiting calls get `tf.errors.OutOfRangeError`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
     for rule in self.rules:
       rule.close()
 

@@ -248,7 +248,7 @@ class AsyncAdmission:
     ]
 
   def is_lost(self) -> tf.Tensor:
-    """Reads whether each of the M replicas is lost, as bool [M]."""
+    """Reads whether each of the M replicas was declared lost, as bool [M]."""
     return self._state.read_value() == _LOST
 
   def end(self) -> None:
@@ -284,14 +284,20 @@ class AsyncAdmission:
     )
 
   def wake(self) -> None:
-    """Makes a `collect` that waits in another thread raise `Interrupted`."""
+    """Ends the wait of `collect`, which runs in another thread.
+
+    `collect` waits for reports of updates. It then raises `Interrupted`.
+    """
     try:
       self._send(protocol.MessageType.WAKE)
     except tf.errors.OpError:
       pass  # The queue was closed meanwhile, which ends the wait as well.
 
   def close(self) -> None:
-    """Closes the queues, so that calls that wait get `OutOfRangeError`."""
+    """Closes the queues of this object, so that no call waits any longer.
+
+    Calls of `collect` and `admit` that wait raise `OutOfRangeError`.
+    """
     self._progress.close()
     self._retries.close()
 
@@ -461,18 +467,18 @@ class AsyncAdmission:
     self._state.assign(states)
 
   def _retry(self) -> tf.Operation | None:
-    """Makes one of the replicas that wait in `admit` ask once more."""
+    """Makes one of the waiting replicas ask for admission once more."""
     return self._retries.enqueue([tf.constant(True)])
 
   def _is_this(self, replica: int | tf.Tensor) -> tf.Tensor:
     return tf.range(self._num_replicas, dtype=tf.int64) == replica
 
   def _send(self, kind: protocol.MessageType, *fields) -> tf.Operation | None:
-    """Sends a `_Progress` message to the chief.
+    """Sends a message about the progress of asynchronous updates to the chief.
 
     Args:
       kind: The type of the message.
-      *fields: The other fields of the message, in order.
+      *fields: The other fields of `_Progress`, in order.
     """
     with tf.device(self._device):
       message = _Progress(int(kind), *fields)

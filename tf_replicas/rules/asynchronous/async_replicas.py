@@ -492,7 +492,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     self.admission.declare_lost(replica)
 
   def interrupt(self) -> None:
-    """Makes `apply_updates`, waiting in another thread, raise `Interrupted`."""
+    """Ends the wait of `apply_updates`, which runs in another thread.
+
+    `apply_updates` then raises `Interrupted`.
+    """
     self.admission.wake()
 
   @tf.function(autograph=False)
@@ -546,6 +549,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     self.end_replicas()
 
   def close(self) -> None:
-    """Ends the training: waiting calls get `tf.errors.OutOfRangeError`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
     self._clocks.close()
     self.admission.close()

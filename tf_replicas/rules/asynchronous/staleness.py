@@ -105,9 +105,11 @@ def staleness_aware() -> Policy:
 def delay_compensated(variance: float) -> Policy:
   """Makes a policy that corrects stale gradients to first order.
 
-  To a gradient `g`, it adds `variance * g * g * (now - read)`, where `now` is
-  the variable's present value, and `read` the value that the replica read. This
-  is DC-ASGD with a constant factor (Zheng et al. 2017, section 4).
+  A stale gradient was computed from values of the variables that have changed
+  since. To a gradient `g`, the policy adds `variance * g * g * (now - read)`,
+  where `now` is the variable's present value, and `read` the value that the
+  replica read. This is DC-ASGD with a constant factor (Zheng et al. 2017,
+  section 4).
 
   Args:
     variance: The factor of the correction.

@@ -136,7 +136,7 @@ class Barrier:
       return self._state.clocks.read_value()
 
   def is_waiting(self) -> tf.Tensor:
-    """Reads whether each of R replicas waits at this barrier, as bool [R]."""
+    """Reads whether each of R replicas waits for slower ones, as bool [R]."""
     return self._state.waiting.read_value() != NOBODY
 
   def enter(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
@@ -224,7 +224,10 @@ class Barrier:
       self._arrive(nobody, nobody, nobody)
 
   def close(self) -> None:
-    """Closes the queues, so that replicas that wait get `OutOfRangeError`."""
+    """Closes the queues at which replicas wait for slower replicas.
+
+    Replicas that wait get `OutOfRangeError`.
+    """
     for queue in self._passes:
       queue.close()
 
@@ -362,6 +365,9 @@ class StalenessClocks:
       barrier.open()
 
   def close(self) -> None:
-    """Closes the queues, so that replicas that wait get `OutOfRangeError`."""
+    """Closes the queues at which replicas wait for slower replicas.
+
+    Replicas that wait get `OutOfRangeError`.
+    """
     for barrier in self._barriers:
       barrier.close()

@@ -74,7 +74,7 @@ class LocalOptimizer:
     self.optimizer.learning_rate = rate
 
   def copy(self) -> "LocalOptimizer":
-    """Makes a `LocalOptimizer` with the same settings that shares no state."""
+    """Makes a `LocalOptimizer` with equal settings and a state of its own."""
     return LocalOptimizer(keras_internals.copy_of(self.optimizer))
 
   def build(self, store: parameter_store.ParameterStore) -> None:
@@ -260,7 +260,10 @@ class LocalSteps:
 
   @property
   def learning_rate(self) -> float:
-    """Learning rate in this process, which may differ from that of replicas."""
+    """Learning rate that was set in this process.
+
+    Replicas use the rate that the chief wrote to PS task 0 by `refresh`.
+    """
     return self._optimizer.learning_rate
 
   def set_learning_rate(self, rate: float) -> None:
@@ -290,7 +293,10 @@ class LocalSteps:
     return rate
 
   def end(self) -> None:
-    """Makes every replica end its local training after the current batch."""
+    """Makes every replica end its local training after the current batch.
+
+    Replicas read a flag on PS task 0, which this sets, after every batch.
+    """
     self._has_ended.assign(True)
 
   # The replica's half.
@@ -362,7 +368,7 @@ class LocalSteps:
   def _step(
     self, progress: _Progress, gradients, rate, pull_back
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Makes one local step of a replica.
+    """Makes one local step: trains a replica's own copy on one batch.
 
     Args:
       progress: The state of the local training before the step.

@@ -227,7 +227,10 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     self._rule.trace_ahead()
 
   def interrupt(self) -> None:
-    """Makes `apply_updates`, waiting in another thread, raise `Interrupted`."""
+    """Ends the wait of `apply_updates`, which runs in another thread.
+
+    `apply_updates` then raises `Interrupted`.
+    """
     self._rule.interrupt()
 
   def end_replicas(self) -> None:
@@ -246,6 +249,10 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     self._rule.release_replica(replica)
 
   def close(self) -> None:
-    """Ends the training: waiting calls get `tf.errors.OutOfRangeError`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
     self._steps.end()
     self._rule.close()

@@ -537,7 +537,10 @@ class Contributions:
     self._replies.send(tf.cast(verdict, tf.int64), tags, step_token.ENDED)
 
   def wake(self) -> None:
-    """Makes a call of `collect` or `end_replicas`, which waits, return."""
+    """Ends the wait of `collect` or `end_replicas`, which then returns.
+
+    The call that waits runs in another thread or process.
+    """
     with tf.device(self._device):
       self._send(Kind.WAKE, -1, step_token.microseconds(step_token.now()))
 
@@ -552,7 +555,11 @@ class Contributions:
     self._send(Kind.LOST, replica, tag)
 
   def snapshot(self) -> ledger_lib.Ledger:
-    """Reads the ledger, the recorded state of the step, as NumPy arrays."""
+    """Reads the ledger, the variables that record the state of the step.
+
+    Returns:
+      The ledger, with NumPy arrays.
+    """
     return ledger_lib.Ledger(*[v.numpy() for v in self._snapshot()])
 
   def release_replica(self, replica: int) -> None:
@@ -564,6 +571,9 @@ class Contributions:
       self._end_one(replica, -step_token.microseconds(step_token.now()))
 
   def close(self) -> None:
-    """Closes the queues, so that waiting calls and later offers fail."""
+    """Closes the queues between the replicas and the chief.
+
+    Calls that wait, and later offers of gradients, fail.
+    """
     self._inbox.close()
     self._replies.close()

@@ -276,7 +276,11 @@ class _Layout(NamedTuple):
 
   @property
   def dtypes(self) -> list[tf.DType]:
-    """The dtype of each component of a queue's element, without its tag."""
+    """The dtypes of the tensors in a queue's element, without its tag.
+
+    An element of a queue contains one replica's gradients for a PS task. The
+    tag, which comes first, identifies them.
+    """
     items = self.parcel.items
     dtypes = [items[group[0]].dtype for group in self.parcel.groups]
     for item in self.rows:

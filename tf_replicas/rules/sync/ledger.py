@@ -391,7 +391,10 @@ def _count(condition: tf.Tensor) -> tf.Tensor:
 
 
 def _first(condition: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-  """Returns `condition`, but false after the first `limit` true elements."""
+  """Returns a copy of `condition` with at most `limit` true elements.
+
+  The first true elements stay true.
+  """
   return condition & (tf.cumsum(tf.cast(condition, tf.int64)) <= limit)
 
 
@@ -425,7 +428,7 @@ def _in_column(values: tf.Tensor, column: int | tf.Tensor) -> tf.Tensor:
 def _set(
   values: tf.Tensor, where: tf.Tensor, value: int | tf.Tensor
 ) -> tf.Tensor:
-  """Returns the int64 tensor `values`, with `value` where `where` is true."""
+  """Returns a copy of `values`, int64, with `value` where `where` is true."""
   return tf.where(where, tf.cast(value, tf.int64), values)
 
 

@@ -53,7 +53,7 @@ class _StepReport(NamedTuple):
 
   @property
   def is_made(self) -> bool | tf.Tensor:
-    """Whether the step's update of the variables was made."""
+    """Whether the step has updated the variables."""
     return self.ended != step_token.NEVER
 
 
@@ -497,9 +497,10 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self._contributions.declare_lost(replica, tag)
 
   def interrupt(self) -> None:
-    """Makes `apply_updates`, waiting in another thread, raise `Interrupted`.
+    """Ends the wait of `apply_updates`, which runs in another thread.
 
-    It also ends `end_replicas`.
+    `apply_updates` then raises `Interrupted`. A call of `end_replicas` that
+    waits returns, too.
     """
     try:
       self._contributions.wake()
@@ -518,7 +519,10 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
 
   @tf.function(autograph=False)
   def end_replicas(self) -> None:
-    """Tells replicas that training has ended, until `interrupt` is called."""
+    """Tells replicas that training has ended.
+
+    Does not return before `interrupt` is called.
+    """
     self._contributions.end_replicas()
 
   def suspend(self) -> None:
@@ -554,7 +558,11 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self._contributions.release_replica(replica)
 
   def close(self) -> None:
-    """Ends the training: waiting calls get `tf.errors.OutOfRangeError`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
     self._contributions.close()
 
 
