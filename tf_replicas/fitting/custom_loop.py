@@ -1,8 +1,8 @@
 """Trains a `Replica`, with any model and loss, on a cluster: `run` and `join`.
 
-Both find the role of this process in the cluster. `join` gives the chief a
-driver, the object that makes updates. `run` also contains the loop, which logs,
-writes checkpoints and stops.
+Both functions find out which task of the cluster this process is. `join` gives
+the chief a driver, the object that makes updates. `run` also contains the loop,
+which logs, writes checkpoints and stops.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Trained(NamedTuple):
   Attributes:
     global_step: Number of updates made, those of earlier runs included.
     loss: The loss of the last update; NaN if no update was left to make.
-    metrics: The metrics of the last update by name; see `Replica.metrics`.
+    metrics: The means of the replica's metrics in the last update, by name.
     values: The values of the variables by path. `load_into_keras` and
       `load_into_module` load them into a model.
     averages: The same as `values`, but with moving averages for the variables
@@ -164,7 +164,10 @@ def join(
 
 
 def _contribute(**given) -> NoReturn:
-  """Takes part in a later training, in a worker."""
+  """Makes a worker take part in a training after the first one of a script.
+
+  The chief sends the arguments, which are those of `join`.
+  """
   with join(**given):
     raise AssertionError("a worker trains inside `join`")
 
@@ -235,7 +238,7 @@ def run(
 
 
 class _Steps:
-  """A step function for `Session.run`, which makes one or several updates.
+  """A callable with which `Session.run` makes one or several updates.
 
   A call makes updates at most until the next log line or summary is due, or
   training ends.
@@ -263,7 +266,12 @@ class _Steps:
 
 
 def _is_optional(name: str) -> bool:
-  """Returns whether a run may resume from a checkpoint without this entry."""
+  """Returns whether training may resume from a checkpoint without an entry.
+
+  Args:
+    name: The name of the entry. The states of optimizers, averages, update
+      rules and metrics may be missing.
+  """
   return name.startswith(roles.OPTIONAL_STATE) or metric_sums.is_own(
     name.removeprefix("variables/")
   )
@@ -272,11 +280,16 @@ def _is_optional(name: str) -> bool:
 def _replica(
   replica_fn: Callable[[], model_replica.Replica], part: roles.Part
 ) -> model_replica.Replica:
-  """Builds the replica, and gives it the devices of `part` if it has none.
+  """Builds the replica, and gives it the devices of this task if it has none.
+
+  Args:
+    replica_fn: The user's function, which builds the replica.
+    part: The role of this process, with its devices.
 
   Raises:
-    TypeError: If the result is not a replica.
-    cluster.ClusterError: If the replica ignores the `layers` of the spec.
+    TypeError: If the result of `replica_fn` is not a replica.
+    cluster.ClusterError: If the cluster spec spreads layers over devices and
+      the replica does not.
   """
   replica = replica_fn()
   if not isinstance(replica, model_replica.Replica):
