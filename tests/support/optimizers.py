@@ -27,7 +27,7 @@ def make(name: str, *args, **kwargs) -> keras.optimizers.Optimizer:
 
 
 def require(name: str, *arguments: str) -> None:
-  """Skips the test, or the module that calls this, without that optimizer.
+  """Skips the calling test or module if Keras lacks an optimizer.
 
   Args:
     name: The name of a class of `keras.optimizers`.
