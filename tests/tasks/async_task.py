@@ -180,7 +180,8 @@ class Actor:
     """Keeps the global step and the variables that a step has read.
 
     Args:
-      token: What the update rule answered, with the global step.
+      token: The answer of the update rule to this replica, with the global
+        step.
     """
     self._step = tf.constant(token.global_step, tf.int64)
     self._parameters = self._runner.state[: len(self._store.contributed)]

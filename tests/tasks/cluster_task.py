@@ -673,10 +673,11 @@ def killed_chief(here: Here) -> None:
 
 
 def stands_still_early(here: Here) -> None:
-  """A scenario: the test stops worker 1 before its state was ever asked for.
+  """A scenario: the test freezes worker 1 early in the training.
 
-  The updates are asynchronous with bounded staleness; or synchronous at first,
-  and asynchronous after a switch.
+  No process has asked by then which workers are computing. The updates are
+  asynchronous with bounded staleness, or synchronous at first and asynchronous
+  after a switch.
   """
   was_told = here.directory / "that was told"
 

@@ -21,9 +21,9 @@ from tests.fitting import models
 
 
 class Calls(keras.callbacks.Callback):
-  """A Keras callback that notes its calls, and lowers the learning rate.
+  """A Keras callback that notes the epochs, and may set the learning rate.
 
-  It does so after the first epoch.
+  If there is an argument `rate`, it becomes the learning rate after each epoch.
   """
 
   def __init__(self):

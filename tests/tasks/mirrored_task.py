@@ -134,7 +134,10 @@ def unfit_chief(here):
 
 
 def differing(here):
-  """A scenario: a variable has another shape or name in worker 1."""
+  """A scenario: a variable of worker 1 has another shape than the chief's.
+
+  The driver must refuse this.
+  """
   task = here[1]
 
   def replica_fn():

@@ -126,10 +126,13 @@ class Driver(abc.ABC):
 
   @abc.abstractmethod
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate of all later updates, in the chief."""
+    """Sets the learning rate of all later updates. Called by the chief only."""
 
   def stop_at(self, step: int) -> None:
-    """Prevents updates beyond the global step `step`, in the chief."""
+    """Prevents updates beyond the global step `step`.
+
+    Only the chief calls this method.
+    """
     del step  # Where `step` alone makes updates, its caller decides.
 
   def counts(self) -> list[results.Counts]:
@@ -197,7 +200,7 @@ class Driver(abc.ABC):
 
   @abc.abstractmethod
   def close(self, error: BaseException | None = None) -> None:
-    """Takes this task out of the training. The chief ends it for all tasks.
+    """Takes this task out of the training. The chief ends the training for all.
 
     Args:
       error: The error that ended the training early, which every task is told;
@@ -211,7 +214,14 @@ class Driver(abc.ABC):
     self.close(error)
 
   def _check_role(self, *, needs_chief: bool) -> None:
-    """Raises RuntimeError unless `is_chief` is equal to `needs_chief`."""
+    """Raises RuntimeError unless the task may call the calling method.
+
+    `step` requires that the task is the chief, and `run_replica` that it is
+    not.
+
+    Args:
+      needs_chief: Whether the task must be the chief.
+    """
     if self.is_chief == needs_chief:
       return
     if needs_chief:
@@ -357,11 +367,14 @@ class ParameterServerDriver(Driver):
       self._attach()
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate of all later updates, in the chief."""
+    """Sets the learning rate of all later updates. Called by the chief only."""
     self.rule.set_learning_rate(rate)
 
   def stop_at(self, step: int) -> None:
-    """Prevents updates beyond the global step `step`, in the chief."""
+    """Prevents updates beyond the global step `step`.
+
+    Only the chief calls this method.
+    """
     self.rule.stop_at(step)
 
   def counts(self) -> list[results.Counts]:

@@ -77,10 +77,11 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     that build replica and rule are given instead of these objects.
 
     Args:
-      spec: The cluster. No port may be 0 (see `resolve_ports`).
+      spec: The cluster. No port may be 0: `cluster.resolve_ports` replaces such
+        ports.
       task: The task of this process, one of `spec.replicas`.
-      replica_fn: Builds the replica, the same one in every worker.
-      optimizer_fn: Builds the update rule, the same one in every worker.
+      replica_fn: Builds the replica, in the same way in every worker.
+      optimizer_fn: Builds the update rule, in the same way in every worker.
       start_timeout_secs: Seconds to wait for the PS tasks and the chief.
       lost_after_secs: After so many seconds without a heartbeat, a worker is
         lost: no step waits for it until it comes back.
@@ -291,7 +292,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return begin, run_asking, run_preadmitted
 
   def close(self, error: BaseException | None = None) -> None:
-    """Takes this task out of the training. The chief ends it for all tasks.
+    """Takes this task out of the training. The chief ends the training for all.
 
     Args:
       error: The error that ended the training early, which every task is told;

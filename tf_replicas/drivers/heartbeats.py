@@ -164,7 +164,7 @@ class _Link:
     """Tells the serving task, in a thread, whether this process rests.
 
     To rest is to wait for the next training of a series. All later heartbeats
-    say the same.
+    repeat this information.
 
     Args:
       rests: Whether this process rests.
@@ -176,7 +176,7 @@ class _Link:
     return waiting.RaisingThread(self._beat, on_error=lambda: None)
 
   def leave(self) -> waiting.RaisingThread:
-    """Stops the heartbeats, and tells the serving task that they stop.
+    """Stops the heartbeats. The last one says that this process leaves.
 
     Returns:
       The thread that tells the serving task so, which the caller has to join.
@@ -382,10 +382,10 @@ class Heartbeats:
     return int(self._first.number.numpy())
 
   def call(self) -> bytes:
-    """Returns what the chief calls in the present training of a series.
+    """Returns the function call that workers make in the present training.
 
-    These are bytes that `fitting.series` defines. They are b"" in the first
-    training.
+    The function and its arguments are pickled by `fitting.series`. In the first
+    training, which all tasks begin by themselves, the result is b"".
     """
     return self._first.call.numpy()
 
@@ -477,9 +477,10 @@ class Heartbeats:
     _await_answers([link.rest(False) for link in self._links])
 
   def leave(self) -> None:
-    """Stops the heartbeats, and tells the serving tasks that they stop.
+    """Stops this process's heartbeats. The last ones say that it has left.
 
-    A serving task is a parameter server or an in-graph worker.
+    The heartbeats go to the serving tasks: parameter servers and in-graph
+    workers.
     """
     _await_answers([link.leave() for link in self._links])
 

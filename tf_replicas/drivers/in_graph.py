@@ -100,7 +100,8 @@ class InGraph(driver_base.ParameterServerDriver):
     """Connects to all tasks, builds the model and creates the variables.
 
     Args:
-      spec: The cluster. No port may be 0 (see `resolve_ports`).
+      spec: The cluster. No port may be 0: `cluster.resolve_ports` replaces such
+        ports.
       task: The client's task. If `spec` has an address for it, the client uses
         that address.
       replica_fn: Builds the replica.
@@ -216,7 +217,7 @@ class InGraph(driver_base.ParameterServerDriver):
   def _dataset_fn(self) -> tf.data.Dataset:
     """Builds the data set of the worker that runs this function.
 
-    It is called again when the worker was restarted.
+    A worker that was restarted runs the function again.
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     start = self.examples_drawn()

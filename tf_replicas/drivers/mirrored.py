@@ -79,7 +79,7 @@ class MirroredStore:
     return f"{table}\nMirrored: a copy of all this on each of {number} replicas"
 
   def read_global_step(self) -> tf.Tensor:
-    """Returns the global step, an int64 scalar."""
+    """Returns the number of updates made so far, an int64 scalar."""
     return self._stores[0].read_global_step()
 
   def state(self) -> dict[str, tf.Tensor]:
@@ -480,7 +480,7 @@ class Mirrored(driver_base.Driver):
     return int(command.kind)
 
   def close(self, error: BaseException | None = None) -> None:
-    """Takes this process out of the training. The chief ends it for all.
+    """Takes this process out of the training, which the chief ends for all.
 
     Args:
       error: The error that ended the training early; None if there was none.

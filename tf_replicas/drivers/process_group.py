@@ -35,7 +35,8 @@ def connect(
   """Waits until all processes accept connections; returns their strategy.
 
   Args:
-    spec: The cluster. No port may be 0 (see `resolve_ports`).
+    spec: The cluster. No port may be 0: `cluster.resolve_ports` replaces such
+      ports.
     task: The task of this process.
     devices: The GPUs of this process, the same number in every process; or one
       CPU.
@@ -93,7 +94,7 @@ def _await_all(
 
 
 def local_number(strategy: tf.distribute.Strategy) -> int:
-  """Returns the number of the replica that runs this, within this process.
+  """Returns which of this process's replicas calls this: a number from 0 on.
 
   The function must be called inside `strategy.run`, which calls its argument
   once for each device of the process.

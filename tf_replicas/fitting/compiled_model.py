@@ -125,7 +125,10 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
 
 
 class _Recording:
-  """Replaces a model's optimizers and records their calls during tracing."""
+  """Replaces the optimizers of a model, and records their calls of `apply`.
+
+  This is used while `train_step` is traced.
+  """
 
   def __init__(self, model: keras.Model):
     """Makes an optimizer that records for each optimizer of the model.

@@ -41,8 +41,8 @@ class Trained(NamedTuple):
     metrics: The means of the replica's metrics in the last update, by name.
     values: The values of the variables by path. `load_into_keras` and
       `load_into_module` load them into a model.
-    averages: The same as `values`, but with moving averages for the variables
-      that have one; empty without `variable_averages`.
+    averages: The values of the variables by path, but moving averages for those
+      that have one. Empty without the argument `variable_averages` of `run`.
   """
 
   global_step: int

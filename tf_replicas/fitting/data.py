@@ -33,8 +33,8 @@ Source = tf.data.Dataset | InputFn | object
 class TrainingData:
   """The data of a training, cut into parts for the replicas.
 
-  A global batch has the examples of one update. A part of it has those of one
-  contribution, which a replica sends for the update.
+  A global batch has the examples of one update. It is cut into parts. From each
+  part, a replica computes one contribution to the update, such as a gradient.
 
   Attributes:
     steps_per_epoch: Number of global batches in an epoch.

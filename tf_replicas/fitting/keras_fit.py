@@ -481,7 +481,7 @@ class _Loop(keras.callbacks.Callback):
       **arguments: Further arguments of `keras.Model.fit`.
 
     Returns:
-      The history.
+      The `History` that `keras.Model.fit` returned.
     """
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
@@ -529,7 +529,11 @@ class _Loop(keras.callbacks.Callback):
       self._trained._initial_epoch = self._initial_epoch
 
   def on_epoch_begin(self, epoch, logs=None) -> None:
-    """Computes the steps at which this epoch and the training end."""
+    """Computes the global steps at which this epoch and the training end.
+
+    Keras calls this. The metrics begin anew, unless training resumes within the
+    epoch.
+    """
     # A checkpoint written within an epoch has the epoch's metrics so far.
     is_within = self._epoch_end < 0 and self._step % self._updates_per_epoch > 0
     is_within &= self._is_resumed
@@ -685,9 +689,9 @@ def _rates(model: keras.Model) -> list[float]:
 
 
 def _sees_batches(callback: keras.callbacks.Callback) -> bool:
-  """Returns whether a callback does something at single batches.
+  """Returns whether a callback acts at the beginning or the end of batches.
 
-  If none does, several batches are processed at once.
+  If no callback does, several batches are processed by one call.
   """
   if isinstance(
     callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore

@@ -72,7 +72,7 @@ class Progress(keras.callbacks.ProgbarLogger):
       print(f"Epoch {epoch + 1}/{epochs}{left}", flush=True)
 
   def on_train_batch_end(self, batch: int, logs=None) -> None:
-    """Moves the progress bar, or prints a line if ten seconds have passed."""
+    """Moves the progress bar, or prints a line every ten seconds instead."""
     logs = self._with_rate(logs)
     super().on_train_batch_end(batch, logs)
     done = self._epoch * (self.target or 0) + batch + 1

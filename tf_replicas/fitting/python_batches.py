@@ -58,9 +58,9 @@ class PythonBatches:
 
     Args:
       num_needed: The number of batches that an iterator, which has one pass
-        only, must yield. If it ends before, the next op that needs a batch
-        fails. Otherwise its last batch is repeated: replicas begin to compute a
-        gradient that no update needs any more.
+        only, must yield. If the iterator ends before that, the next op that
+        needs a batch fails. Otherwise its last batch is repeated: replicas
+        begin to compute a gradient that no update needs any more.
     """
     if isinstance(self._x, keras.utils.PyDataset):
       return self._passes(self._x)

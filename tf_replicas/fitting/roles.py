@@ -330,7 +330,7 @@ def take(
   log: Callable[[str], None],
   caller: str,
 ) -> Part:
-  """Finds this process's part in a training; serves and exits if a server.
+  """Finds this process's part in a training; a server stays inside and ends.
 
   Args:
     replication: "between_graph", "in_graph" or "mirrored".

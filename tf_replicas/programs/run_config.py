@@ -12,7 +12,9 @@ _RECORD = "config.json"
 
 
 class Settings(Protocol):
-  """A dataclass whose fields have defaults and can be written as JSON.
+  """The interface of the settings that this module writes and reads.
+
+  The settings are a dataclass. Its fields have defaults and values for JSON.
 
   Attributes:
     train_dir: The run's directory.

@@ -403,7 +403,8 @@ def choose_task(
     job_name: The job of this task. None takes the task of the environment; if
       there is none, this process starts all tasks.
     task_index: Index of this task in its job.
-    environ: The environment variables; see `cluster.environment.role`.
+    environ: The environment variables, in which `cluster.environment.role`
+      looks for the cluster and the task.
 
   Returns:
     The cluster spec, and the task or, if this process starts all tasks, None.

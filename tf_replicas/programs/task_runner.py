@@ -250,7 +250,7 @@ def _driver(
 
 
 def _timeline_dir(options: run_options.Options) -> str | None:
-  """Returns the directory of this task's timeline; None without one.
+  """Returns the directory of this task's timeline; None if none is recorded.
 
   A timeline is a file that records what each replica does when.
   """

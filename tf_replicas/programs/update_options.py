@@ -73,8 +73,8 @@ def _sync(settings: UpdateSettings, num_replicas: int, optimizer, **common):
 def _of_gradients(settings: UpdateSettings, common: dict) -> dict:
   """Returns the keyword arguments for a rule that applies gradients.
 
-  They are those in `common`, and the settings of clipping and momentum
-  correction.
+  They are the arguments in `common`, and what `settings` says about clipping
+  and momentum correction.
 
   Raises:
     ValueError: If both `clip_norm` and the optimizer limit the norm of the mean
