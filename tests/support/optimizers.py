@@ -7,7 +7,7 @@ import keras
 
 
 def make(name: str, *args, **kwargs) -> keras.optimizers.Optimizer:
-  """Makes an optimizer; skips the test if it is missing or not supported.
+  """Makes a Keras optimizer, or skips the test if Keras does not have it.
 
   Args:
     name: The name of a class of `keras.optimizers`.

@@ -191,9 +191,10 @@ class Actor:
     self._begin(self.pull)
 
   def apply_to_gate(self) -> None:
-    """Begins to apply gradients in a thread that must wait for replicas.
+    """Begins to apply gradients in a thread, which bounded staleness holds up.
 
-    Returns when the thread waits until the other replicas have come as far.
+    The thread has to wait until slower replicas have caught up. This method
+    returns once the thread waits.
     """
     self._begin(self.apply)
 
@@ -214,7 +215,7 @@ class Actor:
     self._await(lambda: first.numpy() != before, "waiting for half an update")
 
   def open_training(self) -> None:
-    """Lets one update change variable `b`, before which it is held up."""
+    """Lets one update that waits go on and change variable `b`."""
     self._let_go()
 
   def join(self) -> None:

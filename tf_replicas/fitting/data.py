@@ -114,8 +114,9 @@ def make(
     for name, value in given.items():
       if value is not None:
         raise ValueError(
-          f"`{name}` must not be given if `x` yields batches, which have"
-          f" all of it. Received: {arguments.short(value)}."
+          f"`{name}` must not be given if `x` yields batches: labels, weights"
+          " and size are those of the batches. Received:"
+          f" {arguments.short(value)}."
         )
   if isinstance(x, keras.utils.PyDataset | Iterator):
     return _from_python(

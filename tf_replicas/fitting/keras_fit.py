@@ -384,8 +384,8 @@ class _Task:
     if count > 1 and self.rule.all_rules != (update_options.SYNC,):
       raise ValueError(
         "`rule` must be made by `Sync` for a model whose `train_step` applies"
-        " gradients several times, each time to what the time before has made."
-        f" Received: {self.rule}, and {count} times."
+        " gradients several times, since each time needs the variables that the"
+        f" time before has changed. Received: {self.rule}, and {count} times."
       )
     optimizer, common = compiled_model.inner_optimizer_of(self.model)
     return make(optimizer, **common)
@@ -602,8 +602,8 @@ class _Loop(keras.callbacks.Callback):
     if not self._has_warned:
       logging.warning(
         "tf_replicas: epoch %d logs no metrics: its updates were made before"
-        " the metrics of the epoch before were read, and are counted there. The"
-        " epochs are too short for asynchronous updates",
+        " the metrics of the previous epoch were read, and are counted in that"
+        " epoch. Asynchronous updates need longer epochs",
         self._epoch + 1,
       )
     self._has_warned = True

@@ -97,7 +97,9 @@ class PythonBatches:
       spec.shape.is_compatible_with(array.shape)
       for spec, array in zip(specs, found, strict=True)
     ):
-      raise ValueError(f"{_RULE} {arguments.short(_shapes(arrays))}, later.")
+      raise ValueError(
+        f"{_RULE} {arguments.short(_shapes(arrays))}, in a later batch."
+      )
     found = [
       array if spec.dtype == tf.string else array.astype(spec.dtype.name)
       for spec, array in zip(specs, found, strict=True)
@@ -194,7 +196,9 @@ def _common_spec(batches: list[tuple]) -> tuple:
   first = batches[0]
   for other in batches[1:]:
     if _structure(other) != _structure(first):
-      raise ValueError(f"{_RULE} {arguments.short(_shapes(other))}, later.")
+      raise ValueError(
+        f"{_RULE} {arguments.short(_shapes(other))}, in a later batch."
+      )
 
   def common(*arrays: np.ndarray) -> tf.TensorSpec:
     if len({array.ndim for array in arrays}) > 1:

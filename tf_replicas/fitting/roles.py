@@ -112,8 +112,8 @@ def check_rule(rule: object) -> update_options.UpdateSettings:
     return Sync()
   if not isinstance(rule, update_options.UpdateSettings):
     raise TypeError(
-      "`rule` must be made by `tf_replicas.Sync` or `tf_replicas.Async`."
-      f" Received: {rule!r}."
+      "`rule` must be made by `tf_replicas.Sync`, `tf_replicas.Async` or, for"
+      f" `run` and `join`, `tf_replicas.Periodic`. Received: {rule!r}."
     )
   return rule
 
@@ -472,13 +472,13 @@ def _check_again(role: _Role, replication: str, caller: str) -> None:
   if own != (spec.as_dict(), task, replication):
     raise cluster_module.ClusterError(
       f"{spec.where}`cluster` and `replication` must be those of the first"
-      f" training of this process, {_series.replication!r}. Received: others,"
-      f" {replication!r}."
+      f" training of this process, {_series.replication!r}. Received: another"
+      f" cluster or replication, {replication!r}."
     )
   if not _series.may_train:
     raise RuntimeError(
-      f"`{caller}` cannot follow a training that failed, or goes on: the tasks"
-      " of the cluster end with it. Start all tasks again"
+      f"`{caller}` cannot follow a training that has failed or still runs, as"
+      " all tasks of the cluster end with that training: start them again"
     )
 
 

@@ -121,8 +121,8 @@ def _launch(
   if not spec.local_tasks():
     raise cluster.ClusterError(
       f"{spec.where}`cluster` must have a task at an address of this machine,"
-      " or `--job_name` and `--task_index` must say which this is. Received:"
-      f" {', '.join(spec.address(task) for task in spec.tasks())}."
+      " or `--job_name` and `--task_index` must say which task this process is."
+      f" Received: {', '.join(spec.address(task) for task in spec.tasks())}."
     )
   if options.is_in_graph and not spec.num_tasks("chief"):
     document = json.loads(spec.to_json())

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 
 
 def print_programs(packages: Iterable[str]) -> None:
-  """Prints the name and the docstring's first line of each program of packages.
+  """Prints the name and the summary of each program in some packages.
 
-  Packages that are not installed are skipped.
+  The summary is the first line of the docstring. Packages that are not
+  installed are skipped.
 
   Args:
     packages: Names of packages. A program is a module of these that can be run

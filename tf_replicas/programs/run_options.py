@@ -523,8 +523,8 @@ def _check_equal_towers(options: Options, where: str) -> None:
   if len({max(1, size) for size in sizes.values()}) > 1:
     numbers = ", ".join(f"{n} of {task}" for task, n in sizes.items())
     raise cluster.ClusterError(
-      f"{where}`devices` must name as many GPUs for every worker, so that all"
-      f" contributions weigh the same. Received: {numbers}."
+      f"{where}`devices` must name equally many GPUs for every worker, so that"
+      f" the gradients of all workers weigh the same. Received: {numbers}."
     )
 
 
@@ -562,8 +562,8 @@ def _check_mirrored(options: Options, where: str) -> None:
     )
   if spec.layers:
     raise cluster.ClusterError(
-      f"{where}`layers` needs towers of several devices; a replica of mirrored"
-      f" variables has one. Received: {', '.join(spec.layers)}."
+      f"{where}`layers` must be absent with mirrored variables, where every"
+      f" device has all layers. Received: {', '.join(spec.layers)}."
     )
   if len(spec.replicas) == 1:
     return

@@ -145,8 +145,9 @@ def train(
   """
   if options.dry_run or options.task is None and options.spec.is_distributed:
     raise cluster.ClusterError(
-      "`dry_run` must be False and `task` must be one of a cluster, to train in"
-      f" this process. Received: {options.dry_run} and {options.task}."
+      "to train in this process, `dry_run` must be False, and `task` must say"
+      " which task of a cluster this process is. Received:"
+      f" dry_run={options.dry_run}, task={options.task}."
     )
   tower_devices = _configure(options)
   one_line = functools.partial(_one_line_errors, options)
@@ -328,9 +329,9 @@ def _check_rate(
   # A new training may begin with 0, to warm up.
   if seen and rate_fn is not None and not rate_fn(seen):
     raise checkpoints.CheckpointError(
-      f"{options.train_dir}: after {seen} examples the schedule of the learning"
-      " rate must not be at its end, 0, as it is for a run of this length."
-      f" Received: {left} updates left to make."
+      f"{options.train_dir}: the schedule of the learning rate must not end"
+      f" before the training. Received: a rate of 0 after {seen} examples, with"
+      f" {left} updates left to make."
     )
 
 
