@@ -7,7 +7,7 @@ import keras
 
 
 def make(name: str, *args, **kwargs) -> keras.optimizers.Optimizer:
-  """Makes a Keras optimizer, or skips the test if Keras does not have it.
+  """Makes a Keras optimizer, or skips the test if Keras does not support it.
 
   Args:
     name: The name of a class of `keras.optimizers`.

@@ -23,8 +23,8 @@ class Progress(keras.callbacks.ProgbarLogger):
   Keras' bar would fill the log with control characters.
 
   Attributes:
-    async_safe: True, which tells Keras that it may call the callback before the
-      results of a batch are known.
+    async_safe: True, so that Keras may call the methods for batches in another
+      thread.
   """
 
   async_safe = True

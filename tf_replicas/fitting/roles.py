@@ -58,8 +58,8 @@ _was_mirrored = False
 def Sync(**settings: Any) -> update_options.UpdateSettings:
   """Makes the rule of synchronous updates.
 
-  An update applies the mean of the gradients of several replicas: by default
-  all of them, or the first `replicas_to_aggregate` to arrive.
+  An update applies the mean of several gradients: by default one of every
+  replica, or the first `replicas_to_aggregate` that arrive.
 
   Args:
     **settings: Fields of `UpdateSettings` that go with `--update=sync`, such as
@@ -89,7 +89,8 @@ def Async(*rules: str, **settings: Any) -> update_options.UpdateSettings:
 def Periodic(rule: str, **settings: Any) -> update_options.UpdateSettings:
   """Makes a rule by which each replica trains its own copy of the variables.
 
-  Every `period` batches, the copies are combined with the shared variables.
+  After every `period` batches, a replica sends its result to the shared
+  variables and reads these.
 
   Args:
     rule: "model_average", "elastic_average" or "accumulated_gradients".
