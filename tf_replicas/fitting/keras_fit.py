@@ -595,15 +595,12 @@ class _Loop(keras.callbacks.Callback):
     return self._logs
 
   def _warn_of_no_metrics(self) -> None:
-    """Warns, once in a training, that an epoch has no metrics.
-
-    This happens if asynchronous updates were all counted in the epoch before.
-    """
+    """Says once that an epoch logs nothing, as in Keras one without batches."""
     if not self._has_warned:
       logging.warning(
         "tf_replicas: epoch %d logs no metrics: its updates were made before"
-        " the metrics of the previous epoch were read, and are counted in that"
-        " epoch. Asynchronous updates need longer epochs",
+        " the metrics of the epoch before were read, and are counted there. The"
+        " epochs are too short for asynchronous updates",
         self._epoch + 1,
       )
     self._has_warned = True
