@@ -214,13 +214,12 @@ class Driver(abc.ABC):
     self.close(error)
 
   def _check_role(self, *, needs_chief: bool) -> None:
-    """Raises RuntimeError unless the task may call the calling method.
+    """Raises RuntimeError if a method is called in the wrong task.
 
-    `step` requires that the task is the chief, and `run_replica` that it is
-    not.
+    The chief must call `step`. The other tasks must call `run_replica`.
 
     Args:
-      needs_chief: Whether the task must be the chief.
+      needs_chief: Whether the method is for the chief.
     """
     if self.is_chief == needs_chief:
       return

@@ -64,6 +64,8 @@ class _Call(NamedTuple):
 class RecordingOptimizer(keras.optimizers.Optimizer):
   """An optimizer that records the gradients and changes no variable.
 
+  It stands in for an optimizer of the model while `train_step` is traced.
+
   Attributes:
     loss_factor: Factor by which the loss is multiplied before it is
       differentiated, a float32 scalar; None for no factor.

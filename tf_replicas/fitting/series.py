@@ -133,7 +133,7 @@ class Series:
   def may_train(self) -> bool:
     """Whether this process may begin another training.
 
-    It may unless a training failed or has not ended.
+    In the chief, this is False if the last training has failed or still runs.
     """
     return self.is_idle or self._is_answering
 

@@ -204,7 +204,7 @@ def _driver(
   workload: run_options.Workload,
   tower_devices: list[str],
 ) -> driver_base.Driver:
-  """Builds the driver, the object that runs the updates, that the options need.
+  """Builds the driver (the object that runs the updates) for the options.
 
   Args:
     options: How to run the training.

@@ -11,7 +11,7 @@ class DataError(Exception):
 
 
 class NotPreparedError(DataError):
-  """Raised if a data set has not been downloaded, and the caller forbids it."""
+  """Raised if a data set is not downloaded yet, and must not be downloaded."""
 
 
 def builder(
