@@ -1,4 +1,4 @@
-"""Connects a process that trains to its parameter servers, at most once."""
+"""Connects this process to parameter servers, at most once."""
 
 import socket
 import time

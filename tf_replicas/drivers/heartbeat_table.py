@@ -95,7 +95,7 @@ class HeartbeatTable:
     self.signature.assign("")
 
   def attach_again(self) -> "HeartbeatTable":
-    """Returns a new object for this table. Needed if its task was restarted."""
+    """Returns a new object for this table, whose task may have been restarted."""
     return HeartbeatTable(self.device, self._namespace)
 
   @tf.function(autograph=False)

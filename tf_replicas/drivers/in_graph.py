@@ -261,7 +261,7 @@ def connect_client(
   timeout_secs: float,
   log: Callable[[str], None] = print,
 ) -> list[str]:
-  """Connects this process, which drives all tasks, if it is not connected.
+  """Connects this process to all tasks that it drives, at the first call.
 
   Returns:
     The name of one device of each serving task: the PS tasks, then the workers.

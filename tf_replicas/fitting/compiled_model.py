@@ -133,7 +133,7 @@ class _Recording:
   """
 
   def __init__(self, model: keras.Model):
-    """Makes an optimizer that records for each optimizer of the model.
+    """Makes a recording optimizer for each optimizer of the model.
 
     Must be called outside of a `tf.function`, since optimizers have variables.
     """
@@ -485,8 +485,8 @@ def _statistics(model: keras.Model) -> list[keras.Variable]:
   """Lists the states that replicas share: variables without gradients.
 
   These are the non-trainable variables of floating dtype, such as moving means.
-  If `train_step` applies gradients several times, the last one holds the number
-  of the next time.
+  If `train_step` applies gradients several times, the last variable says which
+  of these times is next.
   """
   metrics = {id(v) for v in metric_variables(model)}
   states = [

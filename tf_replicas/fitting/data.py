@@ -556,6 +556,15 @@ def _piece(
 
   If there are more pieces than examples, a piece without an example gets one,
   with weight 0.
+
+  Args:
+    size: Number of examples in the batch.
+    piece: The number of the piece.
+    count: Number of pieces.
+
+  Returns:
+    (begin, end, weight). The piece has the examples from `begin` to `end`,
+    exclusive. The weight is its share of the batch times the number of pieces.
   """
   begin, end = size * piece // count, size * (piece + 1) // count
   share = tf.cast(end - begin, tf.float32) / tf.cast(size, tf.float32)

@@ -39,9 +39,10 @@ _LOG_SECS = 10.0
 
 
 class Contributed(Exception):
-  """Raised in a worker to end its part in a training that the chief called.
+  """Raised in a worker at the end of a training after its first one.
 
-  The worker then waits for the next training.
+  This ends the call of `fit` or `run` that the worker made because the chief
+  made it. The worker then waits for the next training.
   """
 
 
@@ -230,8 +231,8 @@ class Series:
     The worker takes part in all of them. After the last one, the process ends.
 
     Raises:
-      Contributed: If this method itself has begun the training that has ended.
-        The outer call then goes on to wait.
+      Contributed: If the training that has ended was one of the further
+        trainings. The call of this method that waited for it then waits again.
     """
     if self._is_answering:
       raise Contributed

@@ -153,7 +153,11 @@ def define_count(name: str, default: int | None, text: str) -> None:
 
 
 def given(*names: str) -> dict[str, object]:
-  """Returns the values of the flags `names` by name, if not None."""
+  """Returns the values of command-line flags by name.
+
+  Args:
+    *names: The names of the flags. Those whose value is None are left out.
+  """
   values = {name: FLAGS[name].value for name in names}
   return {name: value for name, value in values.items() if value is not None}
 

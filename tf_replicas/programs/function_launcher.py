@@ -40,7 +40,7 @@ _LINES = 20
 
 
 class LocalTrainingError(RuntimeError):
-  """Raised if a task of a `LocalTraining` failed or was ended early.
+  """Raised if a `LocalTraining` failed or was ended early.
 
   If a task failed, the message has its traceback or its last lines of output.
 

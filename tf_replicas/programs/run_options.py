@@ -52,7 +52,7 @@ RUN_TIME_ERRORS = (
 
 
 class OptimizerStep(NamedTuple):
-  """A kind of step that the optimizer makes, by which a rate is chosen.
+  """A kind of optimizer step, from which a learning rate is computed.
 
   Attributes:
     name: Name of the kind, such as "async updates".

@@ -392,8 +392,8 @@ class _Steps:
   def _max_updates(self) -> int:
     """Returns how many updates the driver may make in its next call.
 
-    They end where the learning rate changes, a log line, a summary or a
-    checkpoint is due, or the training ends.
+    The last of these updates is where the learning rate changes, a log line, a
+    summary or a checkpoint is due, or the training ends.
     """
     limits = [reports.steps_until_due(self._step, n) for n in self._stops]
     return updates_at_one_rate(
