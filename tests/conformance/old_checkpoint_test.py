@@ -1,8 +1,8 @@
 """Tests that training resumes from checkpoints that commit 0490651 wrote.
 
-Each test also trains the same model from the start. The values after three
-updates, when the checkpoint was saved, and after every later update must be
-equal to those of the resumed training.
+The checkpoints were saved after three updates. Each test also trains the same
+model from the start. At the last update, the state of the resumed training must
+be equal to that of the other training.
 """
 
 import pathlib

@@ -893,7 +893,7 @@ def killed_while_saving(here: Here) -> None:
 def killed_while_counting(here: Here) -> None:
   """A scenario: the test kills a worker after two updates and restarts it.
 
-  The losses are the numbers of the batches, so that they show which are used.
+  The losses are the numbers of the batches, and so show which batches are used.
   """
   driver = here.driver(counting_replica, lambda: constant_optimizer(here))
   _be_killed_between_steps(here, driver)

@@ -153,7 +153,7 @@ def differing(here):
 
 
 def missing(here):
-  """A scenario: the other process is not started."""
+  """A scenario: the other process of the training is never started."""
   _driver(here, start_timeout_secs=3)
 
 

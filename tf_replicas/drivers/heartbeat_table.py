@@ -95,7 +95,10 @@ class HeartbeatTable:
     self.signature.assign("")
 
   def attach_again(self) -> "HeartbeatTable":
-    """Returns a new object for this table, whose task may have been restarted."""
+    """Returns a new object for this table.
+
+    It is needed if the task that keeps the table was restarted.
+    """
     return HeartbeatTable(self.device, self._namespace)
 
   @tf.function(autograph=False)

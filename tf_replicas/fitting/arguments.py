@@ -120,7 +120,7 @@ def check(**given: object) -> None:
 
 
 def check_epochs(initial_epoch: int, epochs: int) -> None:
-  """Raises ValueError if `initial_epoch` leaves no epoch of `epochs` to train."""
+  """Raises ValueError if no epoch from `initial_epoch` to `epochs` is left."""
   if initial_epoch >= epochs:
     raise ValueError(
       f"`initial_epoch` must be less than `epochs`, {epochs}: nothing would be"
