@@ -1,8 +1,9 @@
-"""Between-graph replication: every worker is its own client and program.
+"""Implements between-graph replication: every worker runs a whole program.
 
-Each worker runs this driver. It connects to all parameter servers and to no
-other worker, builds the model, and attaches by name to the variables on the
-parameter servers, the *shared copy*.
+Each worker runs this driver, the object that makes its part of the training.
+The driver connects to all parameter servers and to no other worker, builds the
+model, and attaches by name to the variables on the parameter servers, the
+*shared copy*.
 
 1. The chief (a `chief` task, else worker 0) publishes its variables and update
    rule, and the others compare theirs. The chief creates the shared copy and

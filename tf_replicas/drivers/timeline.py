@@ -5,14 +5,15 @@ Each line is one activity: a JSON object with `start` and `end` in seconds since
 
     {"task": "worker:0", "step": 7, "kind": "compute", "start": …, "end": …}
 
-* `read`: from the token until all parameters have arrived.
-* `compute`: until the gradients are computed; with local steps the whole
-  period, and with several batches per step all of them.
-* `wait`: until the answer to an offer of gradients, until the replica is no
-  longer too far ahead of the others (bounded staleness), or until the token.
-* `hand_over`: until all bytes of the gradients are on the PS tasks.
-* `apply`: an update. An update of several contributions is in the timeline of
-  the task `chief`, an update of a single contribution in that of the replica.
+* `read`: a replica reads the parameters: from the token until all have arrived.
+* `compute`: the replica computes the gradients. If it processes several batches
+  before it sends anything, the activity includes all of them.
+* `wait`: the replica waits: for the answer to an offer of gradients, until it
+  is no longer too far ahead of the others (bounded staleness), or for the
+  token.
+* `hand_over`: the replica sends gradients: until all bytes are on the PS tasks.
+* `apply`: an update is made. An update from gradients of several replicas is in
+  the timeline of the task `chief`, any other in that of the replica.
 * `refused`: from the gradients until the answer that refuses them.
 
 `compute` and `read` are timed by the replica's clock, the other activities by
