@@ -827,24 +827,25 @@ def _as_keras_packs(data: tuple) -> object:
 def trace(
   model: keras.Model, data_spec: tuple, phase: int = 0
 ) -> tf.types.experimental.ConcreteFunction:
-  """Traces one phase of `model.train_step` as a function without variables.
+  """Traces one phase of `train_step` as a function without variables.
 
   Args:
     model: A model that `build` has built. Its metrics are reset; otherwise it
       is unchanged afterwards.
-    data_spec: See `build`.
-    phase: Number of the call of `apply` whose gradients the function returns.
-      Changes of states and metrics are those that `train_step` makes between
-      the previous call and this one; in the last phase, also those after this
-      call.
+    data_spec: The argument of `train_step` as nested `tf.TensorSpec`s: (x,),
+      (x, y) or (x, y, weights).
+    phase: Number of the phase: of the call of an optimizer's `apply` whose
+      gradients the function returns. Changes of states and metrics are those
+      that `train_step` makes between the previous call and this one; in the
+      last phase, also those after this call.
 
   Returns:
     A function of (parameters, loss factor, data). Parameters are tensors: the
-    values of the trainable variables, then of the states. The loss is
-    multiplied by the loss factor before it is differentiated. The function
-    returns a dict of gradients by the position of their variable, as a string;
-    the loss, a float32 scalar; the new values of the states; and the increments
-    of the variables of the metrics.
+    values of the trainable variables, then of the states (non-trainable
+    variables, such as moving means). The loss is multiplied by the loss factor
+    before it is differentiated. The function returns a dict of gradients by the
+    position of their variable, as a string; the loss, a float32 scalar; the new
+    values of the states; and the increments of the variables of the metrics.
 
   Raises:
     ValueError: If `train_step` reads variables that the model does not track.
@@ -872,10 +873,14 @@ def trace(
     ends: list[tf.Tensor] = []
 
     def after(number: int) -> None:
-      """Ends a phase, after the call number `number` of an optimizer.
+      """Notes that an optimizer was called, which ends a phase of `train_step`.
 
-      After an earlier phase, resets states and metrics to their first values.
-      After the phase that is traced, keeps their values as results.
+      After a phase before the one that is traced, resets states and metrics to
+      their first values. After the phase that is traced, keeps their values as
+      results.
+
+      Args:
+        number: The number of the call, from 0 on.
       """
       if number < phase:
         first = [*parameters[len(trained) :], *zeros]

@@ -85,8 +85,10 @@ def fit(
 
   A batch, for Keras, is one update, or several if the `train_step` of the model
   applies gradients several times. Its examples, the global batch, are divided
-  among the contributions of the update: `replicas_to_aggregate` under `Sync`;
-  one under `Async`, but replicas / n under "softsync".
+  among the contributions of the update, which are the gradients that replicas
+  send for it. Under `Sync` there are `replicas_to_aggregate` contributions.
+  Under `Async` there is one, but with "softsync" there are (number of replicas)
+  / n.
 
   Metrics count exactly the contributions that were applied. Callbacks run in
   the chief only. After an epoch, and after every batch if a callback looks at
@@ -99,7 +101,7 @@ def fit(
       called once per task, after this process has joined the cluster.
     x: Arrays; a `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator,
       such as a generator, of global batches; or a function of
-      `tf.distribute.InputContext`. See `data.make`.
+      `tf.distribute.InputContext` that returns the data set of one replica.
     y: The labels, if `x` consists of arrays.
     batch_size: Number of examples in a global batch, if `x` consists of arrays;
       default 32.
@@ -118,11 +120,12 @@ def fit(
     class_weight: As in `keras.Model.fit`.
     sample_weight: As in `keras.Model.fit`.
     initial_epoch: As in `keras.Model.fit`.
-    steps_per_epoch: Global batches in an epoch; see `data.make`.
+    steps_per_epoch: Number of global batches in an epoch; default: as many as
+      `x` has.
     rule: The update rule, made by `Sync` or `Async`; default `Sync()`.
-    replication: "between_graph": every worker is a client; "in_graph": the
-      chief, a separate task, drives all workers; "mirrored": every device has a
-      copy of the variables, and gradients are all-reduced.
+    replication: "between_graph": every worker runs the script and trains;
+      "in_graph": the chief, a separate task, drives all workers; "mirrored":
+      every device has a copy of the variables, and gradients are all-reduced.
     cluster: A cluster spec or the path of one. The environment then decides
       only the task. None takes the cluster of the environment.
     devices: The devices of this process that compute, such as "/device:GPU:0".
