@@ -1,10 +1,10 @@
 """Trains a compiled Keras model on a cluster, with Keras' own training loop.
 
 `keras.Model.fit` runs unchanged in the chief: epochs, callbacks, validation,
-and history are Keras'. Only its training function is replaced; its progress bar
-also shows the learning rate. The replacement makes updates with a driver, the
-object that runs updates on the cluster, and loads the results into the chief's
-model.
+and history are Keras'. Only its training function is replaced, and its progress
+bar also shows the learning rate. The replacement makes updates with a driver,
+the object that runs updates on the cluster, and loads the results into the
+chief's model.
 """
 
 import contextlib
@@ -85,8 +85,10 @@ def fit(
 
   A batch, for Keras, is one update, or several if the `train_step` of the model
   applies gradients several times. Its examples, the global batch, are divided
-  among the contributions of the update: `replicas_to_aggregate` under `Sync`;
-  one under `Async`, but replicas / n under "softsync".
+  among the contributions of the update, which are the gradients that replicas
+  send for it. Under `Sync` there are `replicas_to_aggregate` contributions.
+  Under `Async` there is one, but with "softsync" there are (number of replicas)
+  / n.
 
   Metrics count exactly the contributions that were applied. Callbacks run in
   the chief only. After an epoch, and after every batch if a callback looks at
@@ -99,7 +101,7 @@ def fit(
       called once per task, after this process has joined the cluster.
     x: Arrays; a `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator,
       such as a generator, of global batches; or a function of
-      `tf.distribute.InputContext`. See `data.make`.
+      `tf.distribute.InputContext` that returns the data set of one replica.
     y: The labels, if `x` consists of arrays.
     batch_size: Number of examples in a global batch, if `x` consists of arrays;
       default 32.
@@ -118,11 +120,12 @@ def fit(
     class_weight: As in `keras.Model.fit`.
     sample_weight: As in `keras.Model.fit`.
     initial_epoch: As in `keras.Model.fit`.
-    steps_per_epoch: Global batches in an epoch; see `data.make`.
+    steps_per_epoch: Number of global batches in an epoch; default: as many as
+      `x` has.
     rule: The update rule, made by `Sync` or `Async`; default `Sync()`.
-    replication: "between_graph": every worker is a client; "in_graph": the
-      chief, a separate task, drives all workers; "mirrored": every device has a
-      copy of the variables, and gradients are all-reduced.
+    replication: "between_graph": every worker runs the script and trains;
+      "in_graph": the chief, a separate task, drives all workers; "mirrored":
+      every device has a copy of the variables, and gradients are all-reduced.
     cluster: A cluster spec or the path of one. The environment then decides
       only the task. None takes the cluster of the environment.
     devices: The devices of this process that compute, such as "/device:GPU:0".
@@ -333,13 +336,16 @@ def _part_size(
 ) -> int | None:
   """Returns the number of examples in each part of a global batch.
 
+  A global batch has the examples of one update. Each copy of the model computes
+  the gradient of one part.
+
   Args:
-    x: The data.
+    x: The training data.
     batch_size: Number of examples in a global batch of arrays; None for 32.
     num_parts: Number of parts.
 
   Returns:
-    The number; None if it is not known, or not the same in all parts.
+    The number of examples; None if it is not known, or differs between parts.
   """
   if data_module.yields_batches(x):
     return None
@@ -349,17 +355,20 @@ def _part_size(
 
 @dataclasses.dataclass(eq=False)
 class _Task:
-  """Builds replica and update rule for the driver of this task.
+  """Builds the replica and the update rule of this task.
 
   Attributes:
     model_fn: Builds the model.
     data_fn: Makes the training data.
     rule: The update rule.
     num_replicas: Number of replicas.
-    num_contributions: Number of contributions in an update.
-    towers: Devices of the towers; none for the default device.
+    num_contributions: Number of contributions (what replicas send, such as
+      gradients) in an update.
+    towers: Devices of the towers, the copies of the model; empty for the
+      default device.
     model: The model; None until `replica` has been called.
-    driver: The driver; None until the caller sets it.
+    driver: The driver, the object that makes the updates; None until the caller
+      sets it.
   """
 
   model_fn: Callable[[], keras.Model]
@@ -373,11 +382,11 @@ class _Task:
 
   @functools.cached_property
   def data(self) -> data_module.TrainingData:
-    """The training data."""
+    """The training data, made at the first access."""
     return self.data_fn()
 
   def replica(self) -> compiled_model.CompiledReplica:
-    """Builds the model and makes its replica."""
+    """Builds the user's model, and makes the replica that trains it."""
     spec = self.data.spec
     with keras_internals.names_from_the_start():
       model = self.model = self.model_fn()
@@ -416,8 +425,8 @@ class _Task:
     if count > 1 and self.rule.all_rules != (update_options.SYNC,):
       raise ValueError(
         "`rule` must be made by `Sync` for a model whose `train_step` applies"
-        " gradients several times, each time to what the time before has made."
-        f" Received: {self.rule}, and {count} times."
+        " gradients several times, since each time needs the variables that the"
+        f" time before has changed. Received: {self.rule}, and {count} times."
       )
     optimizer, common = compiled_model.inner_optimizer_of(self.model)
     return make(optimizer, **common)
@@ -442,10 +451,11 @@ def _check_is_new(model: keras.Model) -> None:
 
 
 class _Loop(keras.callbacks.Callback):
-  """Runs `keras.Model.fit` with updates of a driver in place of Keras' own.
+  """Runs `keras.Model.fit` in the chief, but makes updates with a driver.
 
-  Keras calls `_train` once per batch, or per `steps_per_execution` batches. As
-  a callback, the object keeps track of epochs.
+  The driver is the object that makes updates on the cluster. Keras calls
+  `_train` once per batch, or per `steps_per_execution` batches. The object is
+  also a Keras callback, which learns where epochs begin.
   """
 
   def __init__(
@@ -506,7 +516,7 @@ class _Loop(keras.callbacks.Callback):
     self._rate = math.nan
 
   def run(self, *, batch_size: int | None, verbose: Any, **arguments):
-    """Calls `keras.Model.fit`, whose training function is `_train`.
+    """Calls `keras.Model.fit` with `_train` as the training function.
 
     Args:
       batch_size: The batch size of the validation; None for Keras' default.
@@ -514,7 +524,7 @@ class _Loop(keras.callbacks.Callback):
       **arguments: Further arguments of `keras.Model.fit`.
 
     Returns:
-      The history.
+      The `History` that `keras.Model.fit` returned.
     """
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
@@ -552,13 +562,21 @@ class _Loop(keras.callbacks.Callback):
   # Methods as a callback of Keras, called after all other callbacks.
 
   def on_train_begin(self, logs=None) -> None:
-    """Loads a resumed checkpoint again, in case Keras restored a backup."""
+    """Loads a resumed checkpoint into the model again.
+
+    Another callback, `keras.callbacks.BackupAndRestore`, may have changed the
+    model.
+    """
     if self._is_resumed:
       self._load()
       self._trained._initial_epoch = self._initial_epoch
 
   def on_epoch_begin(self, epoch, logs=None) -> None:
-    """Computes the steps at which this epoch and the training end."""
+    """Computes the global steps at which this epoch and the training end.
+
+    Keras calls this. The metrics begin anew, unless training resumes within the
+    epoch.
+    """
     # A checkpoint written within an epoch has the epoch's metrics so far.
     is_within = self._epoch_end < 0 and self._step % self._updates_per_epoch > 0
     is_within &= self._is_resumed
@@ -581,7 +599,14 @@ class _Loop(keras.callbacks.Callback):
   # Methods as the training function of Keras.
 
   def _train(self, iterator) -> dict[str, float]:
-    """Makes the next updates; returns the metrics of the epoch so far."""
+    """Makes the next updates, as the training function that Keras calls.
+
+    Args:
+      iterator: Ignored, since the replicas have the data.
+
+    Returns:
+      The metrics of the epoch so far, by name.
+    """
     del iterator  # Replicas have the data.
     self._send_changes()
     previous = self._step
@@ -629,7 +654,10 @@ class _Loop(keras.callbacks.Callback):
     self._has_warned = True
 
   def _load(self) -> None:
-    """Loads weights and optimizer state into the chief's model."""
+    """Loads weights, optimizer state and metrics into the chief's model.
+
+    They are read from the driver, the object that makes the updates.
+    """
     state = {k: np.asarray(v) for k, v in self._driver.store.state().items()}
     compiled_model.load(self._trained, state, int(state["global_step"]))
     self._loaded = [np.asarray(v) for v in self._weights]
@@ -641,17 +669,17 @@ class _Loop(keras.callbacks.Callback):
       variable.assign(value)
 
   def _clear_metrics(self) -> None:
-    """Subtracts the reported values from the metrics on the servers.
+    """Subtracts the metrics of the last epoch from those on the servers.
 
-    What asynchronous updates have added since the report counts for the next
-    epoch.
+    What asynchronous updates have added since the metrics were read counts for
+    the next epoch.
     """
     for index, value in enumerate(self._reported, start=len(self._weights)):
       self._driver.store.subtract(index, value)
     self._reported = []
 
   def _send_changes(self) -> None:
-    """Sends values that callbacks have assigned to the parameter servers."""
+    """Sends weights and rates that callbacks have changed to the servers."""
     rates = _rates(self._trained)
     if rates != self._rates:
       self._driver.set_learning_rate(rates[0])
@@ -667,9 +695,10 @@ class _Loop(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def _one_line_op_errors() -> Iterator[None]:
-  """Context that turns a failed op of model or data into a ValueError.
+  """Turns an error of an op inside this context into a ValueError of one line.
 
-  TensorFlow's message has up to 100 lines. It is kept in the exception's cause.
+  The op belongs to the user's model or data. TensorFlow's message has up to 100
+  lines, and is kept in the exception's cause.
   """
   try:
     yield
@@ -692,9 +721,9 @@ def _one_line_op_errors() -> Iterator[None]:
 
 
 def _rates(model: keras.Model) -> list[float]:
-  """Returns the learning rates of the optimizers that have no schedule.
+  """Returns the learning rates of the model's optimizers that have no schedule.
 
-  Only these can be set by a callback.
+  Only these rates can be set by a callback.
   """
   optimizers = compiled_model.optimizers(model)
   return [
@@ -705,7 +734,10 @@ def _rates(model: keras.Model) -> list[float]:
 
 
 def _sees_batches(callback: keras.callbacks.Callback) -> bool:
-  """Returns whether a callback acts at the beginning or end of batches."""
+  """Returns whether a callback acts at the beginning or the end of batches.
+
+  If no callback does, several batches are processed by one call.
+  """
   if isinstance(
     callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore
   ):
