@@ -946,12 +946,13 @@ def _traced(
   variables: Sequence[keras.Variable],
   data_spec: tuple,
 ) -> tf.types.experimental.ConcreteFunction:
-  """Traces the function of one phase of a `train_step`.
+  """Traces a function that `trace` has made of one phase of `train_step`.
 
   Args:
-    step: A function of (parameters, loss factor, data), as `trace` returns.
-    variables: The variables whose values are its parameters.
-    data_spec: See `build`.
+    step: A function of (parameters, loss factor, data).
+    variables: The variables whose values are the parameters.
+    data_spec: The data as nested `tf.TensorSpec`s: (x,), (x, y) or (x, y,
+      weights).
 
   Raises:
     ValueError: If `step` reads a variable, not only its parameters.
@@ -970,12 +971,12 @@ def _traced(
 
 
 def _update_means(model: keras.Model, logs: object, data: tuple) -> None:
-  """Counts what `train_step` returned in the metrics that average it.
+  """Adds the results of a custom `train_step` to the metrics that average them.
 
   Args:
     model: The model.
     logs: The result of `train_step`: a loss, or a dict of values by name.
-    data: The batch. Its first dimension is the weight of the values.
+    data: The batch. Each value counts as often as the batch has examples.
   """
   size = tf.shape(tf.nest.flatten(data)[0])[0]
   for name, mean in _means(model).items():

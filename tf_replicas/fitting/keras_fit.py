@@ -304,7 +304,7 @@ def _connectable(
   Args:
     x: The training data.
     validation_data: The validation data, which are only checked.
-    part: The part of this process in the cluster.
+    part: The part that this process has in the training.
 
   Raises:
     TypeError, ValueError: If the data cannot be used after joining.
@@ -325,7 +325,13 @@ def _connectable(
 def _check_validation(
   model: keras.Model, validation_data: object, validation_steps: int | None
 ) -> None:
-  """Checks that the validation data fit the model and the number of steps."""
+  """Checks that the validation data fit the model and the number of steps.
+
+  Args:
+    model: The compiled model.
+    validation_data: The argument `validation_data` of `fit`.
+    validation_steps: The argument `validation_steps` of `fit`.
+  """
   spec = data_module.check_validation(validation_data, validation_steps)
   if spec is not None:
     compiled_model.check_data(model, spec, "validation_data: ")
@@ -643,7 +649,11 @@ class _Loop(keras.callbacks.Callback):
     return self._logs
 
   def _warn_of_old_metrics(self) -> None:
-    """Warns once that an epoch logs the metrics of the epoch before."""
+    """Warns, once in a training, that an epoch logs older metrics again.
+
+    They are those of the epoch before, in which asynchronous updates of this
+    epoch were all counted.
+    """
     if not self._has_warned:
       logging.warning(
         "tf_replicas: epoch %d logs the metrics of the epoch before again: its"
