@@ -30,7 +30,7 @@ from tf_replicas.programs import update_options
 from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
-_RATE = re.compile(r"^learning rate ([\d.e-]+) \(.*staleness ([\d.]+);", re.M)
+_RATE = re.compile(r"learning rate ([\d.e-]+) \(.*expected staleness ([\d.]+);")
 _PRECISION = re.compile(r"precision @ 1 = ([\d.]+)")
 # What makes two runs the same one.
 _KEYS = ("rule", "workers", "batch_size", "steps", "seed")
