@@ -50,7 +50,7 @@ def draw(path: pathlib.Path) -> None:
       axes.text(-0.06, position, label, va="center", ha="right")
     for position, text in (
       (5.05, "Each update waits for all 3 workers"),
-      (2.05, "Each update takes the first 2 of 3: one is a backup"),
+      (2.05, "Each update takes the first 2 gradients of 3"),
     ):
       axes.text(0, position, text, va="center", weight="bold")
     axes.set(xlim=(0, 4), ylim=(-0.4, 5.4), xlabel="updates per second")
