@@ -107,9 +107,7 @@ class WatchTest(parameterized.TestCase):
     age, lines = silence
     self._watch(_state([Status.WAITING, status]), [1.0, age], now=30.0)
     self.assertTrue(self.logged.wait(20))
-    self.assertIn(
-      f"worker 1: {lines}; giving its place in step 3 to", self.lines[0]
-    )
+    self.assertIn(f"worker 1: {lines}; step 3 uses another", self.lines[0])
     self.assertEqual(self.optimizer.lost[0], (1, 10))
 
   def test_logs_a_lost_replica_once(self):
@@ -121,7 +119,7 @@ class WatchTest(parameterized.TestCase):
       lambda: len(self.optimizer.lost) > 2, timeout_secs=60, what="three looks"
     )
     watch.stop()
-    lost = [line for line in self.lines if "giving its place" in line]
+    lost = [line for line in self.lines if "uses another" in line]
     self.assertLen(lost, 1)
 
   @parameterized.parameters(Status.WAITING, Status.DELIVERED, Status.LOST)

@@ -472,9 +472,9 @@ class CallbacksTest(_Directories):
     self.assertEqual(seen[1:], [seen[0]] * 2)
     self.assertEqual(history["loss"], [seen[0]["loss"]] * 3)
     self.assertGreater(history["loss"][0], 0.1)
-    lines = [s for s in warned.output if "of the epoch before again" in s]
+    lines = [s for s in warned.output if "repeats the metrics" in s]
     self.assertLen(lines, 1)
-    self.assertIn("epoch 2 logs the metrics of the epoch before", lines[0])
+    self.assertIn("epoch 2 repeats the metrics of the epoch before", lines[0])
 
   def test_files(self):
     directory = self.directory()

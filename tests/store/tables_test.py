@@ -347,8 +347,8 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_allclose(slot, expected, rtol=1e-6)
 
   @parameterized.parameters(
-    (keras.optimizers.Lamb, {}, "every element by itself.*Lamb"),
-    (keras.optimizers.Muon, {}, "every element by itself.*Muon"),
+    (keras.optimizers.Lamb, {}, "each element of a variable.*Lamb"),
+    (keras.optimizers.Muon, {}, "each element of a variable.*Muon"),
     (keras.optimizers.Adafactor, {}, "Adafactor"),
     (keras.optimizers.SGD, {"clipnorm": 1.0}, "clip_mean_norm.*clipnorm=1.0"),
   )
