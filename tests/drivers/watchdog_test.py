@@ -67,7 +67,11 @@ class FakeOptimizer:
 
 
 class WatchTest(parameterized.TestCase):
-  """The clock is the test's; the thread looks once a real second."""
+  """The clock is the test's; the thread looks more often than otherwise."""
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(mock.patch.object(watchdog, "_POLL_SECS", 0.05))
 
   def _watch(self, state, ages, now, outcome=lambda: ""):
     self.optimizer = FakeOptimizer(state)
