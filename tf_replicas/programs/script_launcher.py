@@ -72,7 +72,8 @@ def launch(argv: list[str]) -> int:
   options = _parser().parse_args(argv)
   if not os.path.isfile(options.script):
     raise cluster.ClusterError(
-      f"the script must be a Python file. Received: {options.script}."
+      "the script must be a Python file that exists. Received:"
+      f" {options.script}."
     )
   spec = launcher.local_spec(
     options.cluster_spec or None,
