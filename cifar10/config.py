@@ -325,7 +325,10 @@ def centered_from(config: Config) -> int | None:
 
 
 def crop_sizes(config: Config) -> CropSizes | None:
-  """Returns the sizes of the crops that are cut out of images.
+  """Returns the side lengths of the square crops that are cut out of images.
+
+  The network takes squares of 24 x 24 pixels. Crops of other sizes are resized
+  to that.
 
   Returns:
     The sizes; None if all crops have 24 pixels, so that none is resized.

@@ -68,4 +68,7 @@ def model_fn() -> Gan:
 real = np.random.default_rng(0).normal(4.0, 0.5, [4096, 1]).astype("float32")
 history = tf_replicas.fit(model_fn, real, batch_size=64, epochs=8, verbose=2)
 made = history.model(tf.random.normal([1000, 2]))
-print("mean of the data: 4.0, of what is made:", float(tf.reduce_mean(made)))
+print(
+  "mean of the data: 4.0; mean of the generated samples:",
+  float(tf.reduce_mean(made)),
+)

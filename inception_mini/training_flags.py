@@ -69,6 +69,7 @@ def _check_synchronized(options: run_options.Options) -> None:
     reason = "in-graph workers have several towers"
   if reason:
     raise ValueError(
-      "`--batch_norm_statistics=synchronized` needs towers of one device,"
-      f" driven by their own process. Received: {reason}."
+      "`--batch_norm_statistics=synchronized` needs towers (copies of the"
+      " model) of one device each, in the worker's own process. Received:"
+      f" {reason}."
     )

@@ -141,12 +141,15 @@ class Training:
       [(good or {}).get(i, _ALWAYS) for i in range(count)], tf.int64
     )
     # All replicas share a trace: their number is a tensor.
-    self._begin = tf.function(lambda index: self._loop(index).begin())
+    self._begin = tf.function(
+      lambda index: self._loop(index).begin(), autograph=False
+    )
     self._offer, self._hand_over = (
       tf.function(
         lambda index, *carried, is_preadmitted=is_preadmitted: self._loop(
           index
-        ).run_one(is_preadmitted, *carried)
+        ).run_one(is_preadmitted, *carried),
+        autograph=False,
       )
       for is_preadmitted in (False, True)
     )

@@ -28,6 +28,15 @@ TIERS = {
 # `trials.DEADLINE_SECS` should strike first, as its error shows the logs.
 DEADLINE_SECS = {"unit": 300, "program": 600, "cluster": 900, "faults": 900}
 
+# About how long a test takes with two workers on two cores, with its share of
+# the fixtures, in seconds.
+_SECS = {"unit": 0.2, "program": 2.0, "cluster": 12.0, "faults": 20.0}
+# Those that take far longer. Beginnings of node ids.
+LONG_SECS = {
+  "tests/notebooks_test.py::test_what_a_slow": 90.0,
+  "tests/fitting/keras_fit_test.py": 1.0,
+}
+
 # Beginnings of node ids. The longest that fits counts.
 EXCEPTIONS = {
   # Their parameters are functions that they do not call, or in vain.
@@ -86,10 +95,10 @@ EXCEPTIONS = {
   "tests/drivers/mirrored_test.py::TestProcesses::test_a_killed": "faults",
 }
 
-# In the README's test command: one of each kind of use.
+# In the README's test command: one of each kind of use, with all tests of the
+# same cluster, which is started once.
 QUICK = (
-  "tests/async_oracle_test.py::test_real_processes",
-  "tests/cifar10/distributed_train_test.py::TestTraining::test_both_drivers",
+  "tests/async_oracle_test.py",
   "tests/drivers/between_graph_test.py::test_backup",
   "tests/drivers/between_graph_test.py::test_two_workers",
   "tests/drivers/in_graph_test.py::test_two_workers",
@@ -112,6 +121,14 @@ def of(item: pytest.Item) -> str:
   if told:
     return EXCEPTIONS[max(told, key=len)]
   return of_functions(_functions(item), item.cls)
+
+
+def secs(item: pytest.Item) -> float:
+  """About how long a test takes, in seconds."""
+  for name, found in LONG_SECS.items():
+    if item.nodeid.startswith(name):
+      return found
+  return _SECS[of(item)]
 
 
 def of_functions(functions: Iterable[object], cls: type | None) -> str:

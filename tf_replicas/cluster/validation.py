@@ -135,7 +135,9 @@ def check_jobs(jobs: object, prefix: str) -> dict[str, dict[int, str]]:
     job = canonical_job(name)
     if job in checked:
       raise mistake(
-        place, 'must not stand beside its synonym ("chief", "master")', value
+        place,
+        'must not be given together with its synonym ("chief", "master")',
+        value,
       )
     checked[job] = _check_addresses(value, place)
     for index, address in checked[job].items():
@@ -210,7 +212,7 @@ def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _check_no_repeated_key(value: object, place: str) -> None:
   if isinstance(value, _RepeatedKey):
-    raise mistake(place, "keys must not stand twice in one object", value.key)
+    raise mistake(place, "keys must not occur twice in one object", value.key)
   if isinstance(value, dict):
     for key, item in value.items():
       _check_no_repeated_key(item, join_place(place, key))
@@ -317,7 +319,9 @@ def _check_devices(
     place = join_place("devices", key)
     if name in checked:
       raise mistake(
-        place, 'must not stand beside its synonym ("chief", "master")', entry
+        place,
+        'must not be given together with its synonym ("chief", "master")',
+        entry,
       )
     _check_mapping(entry, place)
     _check_keys(entry, place, ("gpus",))

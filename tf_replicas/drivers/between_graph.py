@@ -240,7 +240,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         if last.global_step == step_token.ENDED or self._must_stop():
           return
         has_tag = last.preadmitted_tag != step_token.NO_TAG
-        run = run_preadmitted if has_tag else run_asking
+        run = run_asking
+        if has_tag:
+          assert run_preadmitted is not None, self.rule
+          run = run_preadmitted
         start = time.monotonic()
         count, token, *state = run(tf.constant(max_steps), token, *state)
         secs = (time.monotonic() - start) / max(int(count), 1)
@@ -254,7 +257,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         f"the data set of {self.task} has ended; it must be endless"
       ) from error
 
-  def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable]:
+  def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable | None]:
     """Traces the functions that make the steps of this task's replica.
 
     A step normally asks the chief for admission before it sends its gradients.
@@ -265,7 +268,9 @@ class BetweenGraph(driver_base.ParameterServerDriver):
 
     Returns:
       Three functions: `ReplicaLoop.begin`, and `ReplicaLoop.run_many` for steps
-      that ask for admission, and for steps that were admitted in advance.
+      that ask for admission, and for steps that were admitted in advance. The
+      last is None if the rule admits no step in advance: each of the last two
+      has the model's forward and backward pass.
     """
     loop = replica_loop.ReplicaLoop(
       self.rule,
@@ -286,10 +291,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     begin = trace(loop.begin)
     specs = [tf.TensorSpec([], tf.int32)]
     specs += [tf.TensorSpec(t.shape, t.dtype) for t in begin.outputs]
-    run_asking, run_preadmitted = (
-      trace(functools.partial(loop.run_many, is_preadmitted), *specs)
-      for is_preadmitted in (False, True)
-    )
+    run_asking = trace(functools.partial(loop.run_many, False), *specs)
+    run_preadmitted = None
+    if self.rule.preadmits:
+      run_preadmitted = trace(functools.partial(loop.run_many, True), *specs)
     return begin, run_asking, run_preadmitted
 
   def close(self, error: BaseException | None = None) -> None:

@@ -38,7 +38,14 @@ def was_used() -> bool:
 
 
 def remember(key: tuple[str, ...]) -> None:
-  """Records that this process has the connection described by `key`."""
+  """Records the cluster that this process is connected to.
+
+  TensorFlow connects a process only once. `is_connected` reads the record.
+
+  Args:
+    key: The kind of client, such as "in-graph client", then the addresses of
+      the tasks that it is connected to.
+  """
   _connections.append(key)
 
 

@@ -554,7 +554,7 @@ def run_all(
       stage()
     except tf.errors.OpError as error:
       message = processes.shortened(error.message)
-      log(f"part of the shutdown failed; the shutdown continues: {message}")
+      log(f"one step of the shutdown failed; the shutdown goes on: {message}")
       is_done = False
   return is_done
 

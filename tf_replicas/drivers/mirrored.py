@@ -355,7 +355,10 @@ class Mirrored(driver_base.Driver):
       update.rule.inner.refresh()
     waiting = contextlib.nullcontext()
     if self._group is not None:
-      waiting = self._group.log_wait("waiting for a step of all workers")
+      waiting = self._group.log_wait(
+        "waiting until all workers have made the step (a slow one delays all;"
+        " a dead one ends this wait with an error)"
+      )
     with waiting:
       result = one_machine.run_step(
         self._updates[0], self._step_fn, self._names
@@ -503,6 +506,7 @@ class Mirrored(driver_base.Driver):
       except (tf.errors.OpError, TimeoutError) as failure:
         message = processes.shortened(str(failure))
         self._log(
-          f"perhaps not all workers know that training ended: {message}"
+          "could not tell all workers that training ended; end their processes"
+          f" if they still run: {message}"
         )
     self._group.close()

@@ -121,8 +121,9 @@ class StepWatchdog(waiting.PollingThread):
         if self._lost.get(replica) != tag:
           self._lost[replica] = tag
           self._log(
-            f"{self._names[replica]}: {reason}; giving its place in step {step}"
-            " to another replica"
+            f"{self._names[replica]}: {reason}; step {step} uses another"
+            " replica's gradient instead. If the task is dead, restart it: it"
+            " joins again"
           )
         self._rule.declare_lost(replica, tag)
 

@@ -656,9 +656,10 @@ class _Loop(keras.callbacks.Callback):
     """
     if not self._has_warned:
       logging.warning(
-        "tf_replicas: epoch %d logs the metrics of the epoch before again: its"
-        " updates were made before those metrics were read, and are counted"
-        " there. The epochs are too short for asynchronous updates",
+        "tf_replicas: epoch %d repeats the metrics of the epoch before, in"
+        " which all its updates were counted: asynchronous updates run ahead."
+        " Training is not affected. For metrics of every epoch, make epochs"
+        " longer",
         self._epoch + 1,
       )
     self._has_warned = True

@@ -431,9 +431,9 @@ def _check_role(
     )
   if replication == "in_graph" and not spec.num_tasks("chief"):
     raise cluster_module.ClusterError(
-      f"{spec.where}in-graph replication needs a `chief` task, the only client:"
-      " add it to the cluster, or start with `tf_replicas.launch --chief`."
-      " Received: none."
+      f"{spec.where}in-graph replication needs a `chief` task, which drives"
+      " the workers: add it to the cluster, or start with `tf_replicas.launch"
+      " --chief`. Received: none."
     )
   if spec.layers and caller == "fit":
     raise cluster_module.ClusterError(
@@ -458,8 +458,8 @@ def _check_again(role: _Role, replication: str, caller: str) -> None:
   if _was_mirrored:
     raise RuntimeError(
       f"`{caller}` trains once per process on a cluster with mirrored"
-      " variables, as the other tasks end with it: start all tasks again to"
-      " train again"
+      " variables, because the other tasks end when a training ends: start all"
+      " tasks again to train again"
     )
   if _series is None:
     if connection.was_used():

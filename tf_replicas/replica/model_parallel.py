@@ -365,8 +365,8 @@ def parts(batch: Batch, count: int, name: str) -> list[Batch]:
   for x in tensors:
     if x.shape.rank and x.shape[0] is not None and x.shape[0] % count:
       raise ValueError(
-        f"`{name}` must divide the examples of a batch. Received: {count} for"
-        f" {x.shape[0]} examples."
+        f"`{name}` must divide the number of examples in a batch. Received:"
+        f" {count} for {x.shape[0]} examples."
       )
   splits = [tf.split(x, count) for x in tensors]
   return [

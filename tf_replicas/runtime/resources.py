@@ -615,6 +615,23 @@ def _available_bytes(device: str) -> int:
   Returns:
     The number of bytes; -1 if it is not known, as on systems without /proc.
   """
+  try:
+    text = bytes(_memory_reader(device, this_device())().numpy()).decode()
+  except tf.errors.NotFoundError:
+    return -1
+  found = re.search(r"MemAvailable:\s*(\d+) kB", text)
+  return int(found[1]) * 1024 if found else -1
+
+
+@functools.cache
+def _memory_reader(device: str, here: str) -> RemoteReader[tf.Tensor]:
+  """Makes a reader of /proc/meminfo; traced once for each device.
+
+  Args:
+    device: A device of the task.
+    here: `this_device()`, which changes when this process joins a cluster.
+  """
+  del here
 
   @tf.function(autograph=False)
   def read() -> tf.Tensor:
@@ -624,12 +641,7 @@ def _available_bytes(device: str) -> int:
         tf.constant(""), lambda text, line: tf.strings.join([text, line, "\n"])
       )
 
-  try:
-    text = bytes(remote_reader(read)().numpy()).decode()
-  except tf.errors.NotFoundError:
-    return -1
-  found = re.search(r"MemAvailable:\s*(\d+) kB", text)
-  return int(found[1]) * 1024 if found else -1
+  return remote_reader(read)
 
 
 def copy_here(tensor: tf.Tensor) -> tf.Tensor:

@@ -186,7 +186,10 @@ def evaluate_continuously(
       try:
         values = checkpoints.read(path)
       except checkpoints.MissingCheckpointError:
-        print(f"skipped {path}: deleted before it was read", flush=True)
+        print(
+          f"skipped {path}: the training deleted it before it was read",
+          flush=True,
+        )
       else:
         result = _evaluate(path, values, evaluate_fn)
       new_at = clock()

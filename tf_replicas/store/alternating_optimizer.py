@@ -53,9 +53,12 @@ def applies_before(
 
 
 class AlternatingOptimizer:
-  """Applies several optimizers that take turns, such as those of a GAN.
+  """Applies several optimizers, one in each update, in a fixed cycle.
 
-  It has the interface of an `InnerOptimizer`, in whose place it is used.
+  It is for a `train_step` that applies gradients several times, such as that of
+  a GAN: a *phase* is one of these calls, with its optimizer and the variables
+  that it updates. Update number u makes phase u modulo the number of phases.
+  The class has the methods of `InnerOptimizer`, which applies one optimizer.
   """
 
   def __init__(

@@ -865,7 +865,8 @@ def _check_shards(
     reason = type(optimizer).__name__
     if store.table_paths:
       raise ValueError(
-        "`optimizer` must update every element by itself where there are tables"
+        "`optimizer` must update each element of a variable independently of"
+        " the others where there are tables"
         f" ({', '.join(store.table_paths)}). Received: {reason}."
       )
   elif optimizer.clipnorm:

@@ -296,8 +296,10 @@ class ElasticExchange:
   ) -> list[tf.Tensor]:
     """Moves the centre toward a replica's copy, under a lock.
 
-    The centre is the shared variables. The caller moves the copy. To be used
-    inside a `tf.function`.
+    The centre is the shared variables. The trainable ones move by the fraction
+    of the distance that the constructor's `update` applies. `ElasticRound` then
+    moves the copy toward the returned centre. To be used inside a
+    `tf.function`.
 
     Args:
       parameters: The replica's copy, one tensor per element of the store's
