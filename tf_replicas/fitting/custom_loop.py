@@ -165,9 +165,14 @@ def join(
 
 
 def _contribute(**given) -> NoReturn:
-  """Makes a worker take part in a training after the first one of a script.
+  """Takes part, in a worker, in the second or a later training of a script.
 
-  The chief sends the arguments, which are those of `join`.
+  A worker calls it when the chief begins such a training. It ends with the
+  exception by which `Part.contribute` tells that the training has ended; the
+  worker then waits for the next one.
+
+  Args:
+    **given: The arguments of `join`, which the chief has sent.
   """
   with join(**given):
     raise AssertionError("a worker trains inside `join`")

@@ -56,11 +56,14 @@ class PythonBatches:
   def dataset(self, num_needed: int) -> tf.data.Dataset:
     """Returns a data set of one pass over the batches.
 
+    For a `PyDataset`, the data set ends with the pass. For an iterator, it then
+    repeats the last batch without end: replicas draw a batch too many, for a
+    gradient that no update needs any more.
+
     Args:
-      num_needed: The number of batches that an iterator, which has one pass
-        only, must yield. If the iterator ends before that, the next op that
-        needs a batch fails. Otherwise its last batch is repeated: replicas
-        begin to compute a gradient that no update needs any more.
+      num_needed: The number of batches that an iterator must yield. If it ends
+        before that, the op that needs the next batch fails. Not used for a
+        `PyDataset`.
     """
     if isinstance(self._x, keras.utils.PyDataset):
       return self._passes(self._x)

@@ -137,8 +137,9 @@ def define_flags(
   Args:
     settings_class: The dataclass, whose fields are made by `setting`.
     groups: The groups of `--help` whose flags are defined.
-    unset: The names of fields whose flags have the default None. Their help
-      texts say that the default is the recipe's.
+    unset: The names of fields whose flags have the default None, because a
+      recipe (published settings that the user chooses by a flag) gives it. The
+      function adds "default: the recipe's" to their help texts.
   """
   types_by_name = typing.get_type_hints(settings_class)
   for field in _settings(settings_class):

@@ -876,8 +876,9 @@ class LockstepUpdate:
 
     Args:
       sums: For each element of `store.contributed` (the trainable variables,
-        then the variables without gradients), the sum of the gradients of all
-        replicas, or None, which skips the variable.
+        then the variables without gradients, such as moving means), the sum of
+        the gradients, or of old less new values, of all replicas; or None,
+        which skips the variable.
       step: int64 scalar, the global step before the update.
       num_examples: Scalar, the number of examples used.
 

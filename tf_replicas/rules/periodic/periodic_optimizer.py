@@ -85,8 +85,13 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
     """Assigns all first values, or takes over an earlier chief's training.
 
-    Also passes the learning rate on to the replicas. Implements
-    `UpdateRule.create`, which documents the arguments.
+    Also passes the learning rate on to the replicas.
+
+    Args:
+      values: The first value of each variable of the store, in its order. Not
+        used if `resumed`.
+      resumed: Whether the variables on the parameter servers already have the
+        values of an earlier chief's training, which goes on.
     """
     if not resumed:
       self._steps.initialize()

@@ -216,9 +216,10 @@ class Contributions:
     Args:
       replica: The index of the replica, in [0, R); an int, or an int64 scalar
         if one traced function serves several replicas.
-      gradients: One per element of the store's `contributed` (the trainable
-        variables, then the variables without gradients), each of a whole
-        variable's shape, or None.
+      gradients: One per element of the store's `contributed`, each of a whole
+        variable's shape: the gradients of the trainable variables; then, for
+        each variable without gradients, such as a moving mean, its old value
+        minus its new value. None: the variable does not change.
       local_step: int64 scalar, the global step of the variables used.
       loss: Scalar, the mean loss of the batch.
       num_examples: Scalar, the number of examples in the batch.

@@ -99,9 +99,10 @@ class GradientQueues:
     """Packs one set of gradients for sending, on the device that computed it.
 
     Args:
-      gradients: One per element of the store's `contributed` (the trainable
-        variables, then the variables without gradients), each of a whole
-        variable's shape, or None.
+      gradients: One per element of the store's `contributed`, each of a whole
+        variable's shape: the gradients of the trainable variables; then, for
+        each variable without gradients, such as a moving mean, its old value
+        minus its new value. None: the variable does not change.
 
     Returns:
       For each PS task, the list of tensors to send there.
