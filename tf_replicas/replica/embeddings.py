@@ -43,6 +43,7 @@ class Embedding(keras.layers.Embedding):
     output_dim: int,
     *args: Any,
     partition: str = "modulo",
+    combiner: str | None = None,
     **kwargs: Any,
   ):
     """Makes the layer.
@@ -54,10 +55,15 @@ class Embedding(keras.layers.Embedding):
       partition: `modulo` puts row r on PS task r modulo their number, so that
         frequent ids that are neighbours are on different tasks; `range` puts
         consecutive rows on a task.
+      combiner: `sum`, `mean` or `sqrtn` (the sum over the root of the number of
+        ids) combines the rows of the ids along the last dimension; no ids yield
+        zeros. The ids may then be a `tf.SparseTensor` of 2 dimensions. None:
+        every id yields a row.
       **kwargs: As in `keras.layers.Embedding`.
 
     Raises:
-      ValueError: If `partition` is not known, or where a driver builds the
+      ValueError: If `partition` or `combiner` is not known, if there is a
+        combiner and `mask_zero`, or where a driver builds the
         model, if an argument needs the whole table: a regularizer, a
         constraint, `weights`, `lora_rank` or quantization.
     """
@@ -70,6 +76,13 @@ class Embedding(keras.layers.Embedding):
       )
     super().__init__(input_dim, output_dim, *args, **kwargs)
     self.partition = partition
+    self.combiner = combiner
+    tables.check_combiner(combiner)
+    if combiner is not None and self.mask_zero:
+      raise ValueError(
+        f"`mask_zero` must be False where rows are combined, in the layer"
+        f" {self.name!r}. Received: True, with combiner={combiner!r}."
+      )
 
   def build(self, input_shape: Any = None) -> None:
     """Creates the table, or the weight if no driver builds the model."""
@@ -107,22 +120,35 @@ class Embedding(keras.layers.Embedding):
 
   def call(self, inputs: Any) -> Any:
     """Looks up the rows of `inputs`, integers of any shape."""
-    if tables.rows_of(self._embeddings) is None:
+    if tables.rows_of(self._embeddings) is None and self.combiner is None:
       return super().call(inputs)
-    if isinstance(inputs, tf.SparseTensor):
-      raise TypeError(
-        f"the ids of the layer {self.name!r} must be a dense or a ragged"
-        " tensor. Received: a sparse one."
-      )
     # As in Keras, where a model without `dtype` for its input yields floats.
     is_float = tf.as_dtype(inputs.dtype).is_floating
     if is_float and self.input_dim <= _EXACT_IN_FLOAT:
       inputs = tf.cast(inputs, tf.int32)
-    return tf.cast(tables.gather(self._embeddings, inputs), self.compute_dtype)
+    table = self._embeddings
+    if tables.rows_of(table) is None:
+      table = self.embeddings
+    found = tables.gather(table, inputs, self.combiner)
+    return tf.cast(found, self.compute_dtype)
+
+  def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
+    """Returns the shape of the rows, or of what is combined."""
+    if self.combiner is not None:
+      input_shape = input_shape[:-1]
+    return (*input_shape, self.output_dim)
+
+  def compute_output_spec(self, inputs: Any) -> Any:
+    """Returns a symbolic tensor; see `compute_output_shape`."""
+    if self.combiner is None:
+      return super().compute_output_spec(inputs)
+    shape = self.compute_output_shape(inputs.shape)
+    return keras.KerasTensor(shape, dtype=self.compute_dtype)
 
   def get_config(self) -> dict[str, Any]:
     """Returns the configuration, as of any layer."""
-    return {**super().get_config(), "partition": self.partition}
+    own = {"partition": self.partition, "combiner": self.combiner}
+    return {**super().get_config(), **own}
 
 
 class Table(tf.Module):
@@ -179,7 +205,9 @@ class Table(tf.Module):
 
 
 def lookup(
-  table: Table | Embedding | tf.Variable, ids: tf.Tensor | tf.RaggedTensor
+  table: Table | Embedding | tf.Variable,
+  ids: tf.Tensor | tf.RaggedTensor | tf.SparseTensor,
+  combiner: str | None = None,
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows of a table in a loss function.
 
@@ -188,13 +216,19 @@ def lookup(
 
   Args:
     table: A table, an embedding layer that is built, or `Table.variable`.
-    ids: Indices of rows: a tensor or ragged tensor of integers, of any shape.
+    ids: Indices of rows: a tensor or ragged tensor of integers, of any shape;
+      with a combiner, also a sparse tensor of 2 dimensions.
+    combiner: `sum`, `mean` or `sqrtn` (the sum over the root of the number of
+      ids): combines the rows of the ids along the last dimension. No ids yield
+      zeros. None: every id yields a row.
 
   Returns:
-    The rows, of shape [*ids.shape, columns].
+    The rows, of shape [*ids.shape, columns]; with a combiner, [*ids.shape[:-1],
+    columns].
 
   Raises:
-    TypeError: If `ids` are not integers.
+    TypeError: If `ids` are not integers, or sparse without a combiner.
+    ValueError: If `combiner` is not known, or `ids` have no dimension for it.
     RuntimeError: If the rows were on parameter servers that have ended.
     tf.errors.InvalidArgumentError: At run time, if an id is out of range.
   """
@@ -202,9 +236,9 @@ def lookup(
     table = table.variable
   elif isinstance(table, keras.layers.Embedding):
     table = table.embeddings
-  if not isinstance(ids, tf.RaggedTensor):
+  if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
     ids = tf.convert_to_tensor(ids)
-  return tables.gather(table, ids)
+  return tables.gather(table, ids, combiner)
 
 
 def load_tables(
