@@ -300,7 +300,7 @@ class LayerTest(parameterized.TestCase):
       outputs = layer(inputs)
     self.assertEqual(outputs.shape, (None, COLUMNS))
     if is_table:
-      tables.rows_of(layer.embeddings).initialize()
+      tables.rows_of(layer.table).initialize()
     # Sparse tensors leave out what is not there, rather than 0.
     ids = tf.sparse.from_dense(tf.constant([[1, 2, 0], [0, 0, 0]]))
     found = keras.Model(inputs, outputs)(ids)
@@ -323,6 +323,20 @@ class LayerTest(parameterized.TestCase):
     with tables.home(home), self.assertRaisesRegex(ValueError, message):
       _model(**arguments)
 
+  def test_refuses_to_share_its_weight_with_a_layer(self):
+    home = tables.Home(
+      resources.new_namespace(), 1, lambda task: "/device:CPU:0"
+    )
+    with tables.home(home):
+      layer = embeddings.Embedding(ROWS, COLUMNS, name="words")
+      layer.build()
+    with self.assertRaisesRegex(
+      AttributeError, "`embeddings` of the layer 'words' must not be used"
+    ):
+      keras.ops.matmul(tf.ones([2, COLUMNS]), tf.transpose(layer.embeddings))
+    tables.rows_of(layer.table).initialize()
+    self.assertEqual(embeddings.lookup(layer, [1]).shape, [1, COLUMNS])
+
   @parameterized.parameters(0, 2.5, True)
   def test_refuses_rows(self, rows):
     with self.assertRaisesRegex(ValueError, "`num_rows` must be a positive"):
@@ -337,7 +351,7 @@ class LayerTest(parameterized.TestCase):
       small.build()
       large = embeddings.Embedding((1 << 24) + 1, 1)
       large.build()
-    tables.rows_of(small.embeddings).initialize()
+    tables.rows_of(small.table).initialize()
     self.assertEqual(small(tf.constant([[1.0]])).shape, [1, 1, COLUMNS])
     with self.assertRaisesRegex(TypeError, "must be integers. Received: float"):
       large(tf.constant([[1.0]]))

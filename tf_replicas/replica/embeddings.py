@@ -118,6 +118,29 @@ class Embedding(keras.layers.Embedding):
     self.supports_jit = False  # XLA cannot fetch rows from other tasks.
     self.built = True
 
+  @property
+  def embeddings(self) -> Any:
+    """The weight with all rows.
+
+    Raises:
+      AttributeError: If PS tasks have the rows, or the layer is not built.
+    """
+    if self.built and tables.rows_of(self._embeddings) is not None:
+      raise AttributeError(
+        f"`embeddings` of the layer {self.name!r} must not be used where"
+        " replicas build the model: the parameter servers have the rows. Call"
+        " `tf_replicas.lookup(layer, ids)`, or use `keras.layers.Embedding` if"
+        " another layer shares the weight."
+      )
+    return super().embeddings
+
+  @property
+  def table(self) -> Any:
+    """What `tables.gather` takes: what stands for the rows, or all rows."""
+    if self.built and tables.rows_of(self._embeddings) is not None:
+      return self._embeddings
+    return self.embeddings
+
   def call(self, inputs: Any) -> Any:
     """Looks up the rows of `inputs`, integers of any shape."""
     if tables.rows_of(self._embeddings) is None and self.combiner is None:
@@ -126,10 +149,7 @@ class Embedding(keras.layers.Embedding):
     is_float = tf.as_dtype(inputs.dtype).is_floating
     if is_float and self.input_dim <= _EXACT_IN_FLOAT:
       inputs = tf.cast(inputs, tf.int32)
-    table = self._embeddings
-    if tables.rows_of(table) is None:
-      table = self.embeddings
-    found = tables.gather(table, inputs, self.combiner)
+    found = tables.gather(self.table, inputs, self.combiner)
     return tf.cast(found, self.compute_dtype)
 
   def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
@@ -234,6 +254,8 @@ def lookup(
   """
   if isinstance(table, Table):
     table = table.variable
+  elif isinstance(table, Embedding):
+    table = table.table
   elif isinstance(table, keras.layers.Embedding):
     table = table.embeddings
   if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
