@@ -16,6 +16,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 _SHOWN = {".py": "python", ".patch": "diff", ".sbatch": "bash", "": "text"}
 _FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
+_PRE = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
+_CODE = re.compile(r"<code>[^<]*</code>")
+_FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*=?")
 
 # Path of each page in the site -> its path in the repository.
 _pages: dict[str, str] = {}
@@ -88,3 +91,14 @@ def on_page_markdown(markdown, page, **_):
     return posixpath.relpath(target, posixpath.dirname(uri) or ".")
 
   return _map_links(markdown, rewrite)
+
+
+def on_page_content(html, **_):
+  """Marks flags in code, which `site.css` keeps from breaking at hyphens."""
+
+  def mark(code: re.Match[str]) -> str:
+    return _FLAG.sub(r'<span class="flag">\g<0></span>', code.group())
+
+  parts = _PRE.split(html)
+  parts[::2] = [_CODE.sub(mark, part) for part in parts[::2]]
+  return "".join(parts)

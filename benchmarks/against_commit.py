@@ -1,18 +1,19 @@
-"""Speed of this tree against another commit of this repository.
+"""Compares the speed of this tree with that of another commit.
 
   python -m benchmarks.against_commit --commit=REV [--rounds=8] [--output=FILE]
 
 Both trees run the same programs in turn, in interleaved rounds, so that they
-meet the same noise. `between_graph` and `in_graph` are the CIFAR-10 binary on
-synthetic images (1 PS, 2 workers, examples/sec), started anew in each round.
-`small_between_graph` and `small_in_graph` are a small model of which ten
-updates are one call (steps/sec): a round starts one cluster of each tree, which
-take turns of a second; the round's rates are the means of its turns. (The speed
-of a cluster differs by some percent from start to start, so that turns of one
-pair of clusters are not independent.)
-The ratio within a round is what counts; printed are its geometric mean and the
-95% interval of that (Student's t, of the logarithms). The raw numbers go to
-`FILE` as JSON.
+meet the same noise. `between_graph` and `in_graph` measure the CIFAR-10 program
+on synthetic images (1 PS, that is, parameter server, and 2 workers;
+examples/sec), which is started anew in each round. `small_between_graph` and
+`small_in_graph` measure a small model of which ten updates are one call
+(steps/sec). A round of these starts one cluster of each tree, which take turns
+of a second. The rate of a tree in a round is the mean over its turns. (The
+speed of a cluster differs by some percent from start to start, so that turns of
+one pair of clusters are not independent.)
+The ratio within a round is what counts. The program prints the geometric mean
+of these ratios and its 95% interval (Student's t, of the logarithms). The raw
+numbers go to `FILE` as JSON.
 """
 
 import contextlib
@@ -33,8 +34,15 @@ from benchmarks import ratios
 from tf_replicas import cluster
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("commit", None, "The other commit", required=True)
-flags.DEFINE_integer("rounds", 8, "How often each is measured", lower_bound=2)
+flags.DEFINE_string(
+  "commit", None, "The commit with which this tree is compared", required=True
+)
+flags.DEFINE_integer(
+  "rounds",
+  8,
+  "The number of rounds, in each of which all are measured",
+  lower_bound=2,
+)
 flags.DEFINE_list(
   "measures",
   ["between_graph", "in_graph", "small_between_graph", "small_in_graph"],
@@ -49,7 +57,15 @@ _TURNS = 12  # Of each cluster of the small model in a round.
 
 
 def _run(root: pathlib.Path, *arguments: str) -> str:
-  """Runs Python in a tree; what it prints."""
+  """Runs Python with the library of a tree, and returns what it prints.
+
+  Args:
+    root: The root directory of the tree.
+    *arguments: The arguments of Python.
+
+  Raises:
+    RuntimeError: If Python fails, with what it printed.
+  """
   result = subprocess.run(
     [sys.executable, *arguments],
     cwd=root,
@@ -65,7 +81,14 @@ def _run(root: pathlib.Path, *arguments: str) -> str:
 
 
 def examples_per_sec(root: pathlib.Path, replication: str) -> float:
-  """Of the CIFAR-10 binary, by its log lines after the warm-up."""
+  """Returns the examples/sec of the CIFAR-10 program after the warm-up.
+
+  The rate is the mean of the last four log lines.
+
+  Args:
+    root: The root directory of the tree whose program runs.
+    replication: `between_graph` or `in_graph`.
+  """
   with tempfile.TemporaryDirectory() as directory:
     output = _run(
       root,
@@ -86,7 +109,16 @@ def examples_per_sec(root: pathlib.Path, replication: str) -> float:
 def single_rounds(
   trees: dict[str, pathlib.Path], replication: str, rounds: int
 ) -> list[dict[str, float]]:
-  """Examples/sec of the CIFAR-10 binary, started anew in each round."""
+  """Measures the CIFAR-10 program of each tree, started anew in each round.
+
+  Args:
+    trees: The root directories of the trees by name.
+    replication: `between_graph` or `in_graph`.
+    rounds: The number of rounds.
+
+  Returns:
+    The examples/sec of each tree, per round.
+  """
   found = []
   for number in range(rounds):
     order = list(trees) if number % 2 else list(trees)[::-1]
@@ -98,7 +130,12 @@ def single_rounds(
 def small_model(
   root: pathlib.Path, replication: str
 ) -> live_cluster.LiveCluster:
-  """The small model on 1 PS and 2 workers, with the library of `root`."""
+  """Starts a cluster of 1 PS and 2 workers that trains a small model.
+
+  Args:
+    root: The root directory of the tree whose library the cluster uses.
+    replication: `between_graph` or `in_graph`.
+  """
   jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
   spec = cluster.resolve_ports(cluster.parse(jobs))
   tasks = [("ps", 0), ("worker", 1), ("worker", 0)]
@@ -121,7 +158,16 @@ def small_model(
 def paired_rounds(
   trees: dict[str, pathlib.Path], replication: str, rounds: int
 ) -> list[dict[str, float]]:
-  """Steps/sec of the small model on live clusters that take turns."""
+  """Measures the small model on clusters, one per tree, that take turns.
+
+  Args:
+    trees: The root directories of the trees by name.
+    replication: `between_graph` or `in_graph`.
+    rounds: The number of rounds, each of which starts new clusters.
+
+  Returns:
+    The steps/sec of each tree, per round.
+  """
   found = []
   for number in range(rounds):
     order = list(trees) if number % 2 else list(trees)[::-1]

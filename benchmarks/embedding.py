@@ -1,14 +1,15 @@
-"""Updates per second of a large table: ours and `ParameterServerStrategy`.
+"""Compares updates of a large table with those of `ParameterServerStrategy`.
 
   python -m benchmarks.embedding [--rounds=10] [--updates=100] [--output=FILE]
 
-A table of 1,000,000 x 32 floats on 2 PS tasks, 2 workers, batches of 256
-examples of 10 ids, a linear layer, and plain gradient descent. One cluster of
-each kind stays alive, and they take turns: `synchronous` (every update
-averages 2 contributions, of 512 examples in all) and `asynchronous` are ours,
-between-graph; `strategy` has a sharded variable and `tf.nn.embedding_lookup`.
-Printed are the updates per second, and the ratios within the rounds: geometric
-mean and 95% interval.
+The table has 1,000,000 x 32 floats and is on 2 PS tasks (parameter servers). 2
+workers use batches of 256 examples of 10 ids, a linear layer, and plain
+gradient descent. One cluster of each kind stays alive, and they take turns.
+`synchronous` (every update averages the gradients of 2 workers, of 512 examples
+in all) and `asynchronous` use this library, between-graph. `strategy` uses
+TensorFlow's strategy, with a sharded variable and `tf.nn.embedding_lookup`.
+Prints the updates per second, and the ratios within the rounds: geometric mean
+and 95% interval.
 """
 
 import contextlib
@@ -24,9 +25,15 @@ from benchmarks import ratios
 from tf_replicas import cluster
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 10, "How many turns of each", lower_bound=2)
-flags.DEFINE_integer("updates", 100, "Updates in a turn", lower_bound=1)
-flags.DEFINE_integer("rows", 1_000_000, "Rows of the table", lower_bound=1)
+flags.DEFINE_integer(
+  "rounds", 10, "The number of turns of each cluster", lower_bound=2
+)
+flags.DEFINE_integer(
+  "updates", 100, "The number of updates in a turn", lower_bound=1
+)
+flags.DEFINE_integer(
+  "rows", 1_000_000, "The number of rows of the table", lower_bound=1
+)
 flags.DEFINE_string("output", None, "Where to write the raw numbers, as JSON")
 
 _KINDS = ("asynchronous", "synchronous", "strategy")
@@ -34,7 +41,12 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def _cluster(kind: str, rows: int) -> live_cluster.LiveCluster:
-  """A live cluster of one kind: 2 PS and 2 workers."""
+  """Starts a cluster of 2 PS tasks and 2 workers that makes updates when asked.
+
+  Args:
+    kind: One of `_KINDS`: with which rule, or which library, it trains.
+    rows: The number of rows of the large matrix that is trained.
+  """
   jobs = {"ps": ["localhost:0"] * 2, "worker": ["localhost:0"] * 2}
   is_strategy = kind == "strategy"
   if is_strategy:

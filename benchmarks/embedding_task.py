@@ -1,10 +1,10 @@
-"""One task of `benchmarks.embedding`.
+"""Runs one task of a cluster of `benchmarks.embedding`.
 
   python -m benchmarks.embedding_task KIND SPEC JOB INDEX ROWS
 
 KIND is `synchronous`, `asynchronous` or `strategy`. The chief prints "ready",
-then reads numbers of updates, makes them, and prints the seconds that each
-number took.
+then reads numbers of updates from its standard input. For each number, it makes
+so many updates, and prints the seconds that they took.
 """
 
 import json
@@ -21,7 +21,12 @@ RATE = 0.1
 
 
 def dataset(rows: int, seed: int) -> tf.data.Dataset:
-  """Batches of ids, and of the numbers to predict."""
+  """Makes random batches: ids of table rows, and the numbers to predict.
+
+  Args:
+    rows: The number of rows of the table.
+    seed: The seed of the random numbers.
+  """
 
   def batch(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     seeds = tf.stack([number, tf.constant(seed, tf.int64)])
@@ -35,13 +40,23 @@ def dataset(rows: int, seed: int) -> tf.data.Dataset:
 
 
 def loss_of(rows: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-  """The mean of the rows, a linear layer, and the squared error."""
+  """Computes the loss: mean of the rows, a linear layer, and squared error.
+
+  Args:
+    rows: The rows that were looked up, [batch, ids, columns].
+    kernel: The kernel of the linear layer.
+    labels: The numbers to predict, [batch, 1].
+  """
   outputs = tf.reduce_mean(rows, axis=1) @ kernel
   return tf.reduce_mean(tf.square(outputs - labels))
 
 
 def serve_turns(make: Callable[[int], None]) -> None:
-  """Reads numbers of updates, and prints how long they took."""
+  """Makes updates when asked by standard input, and prints the seconds needed.
+
+  Args:
+    make: Called with each number that a line has; makes so many updates.
+  """
   print("ready", flush=True)
   for line in sys.stdin:
     start = time.perf_counter()
@@ -50,7 +65,14 @@ def serve_turns(make: Callable[[int], None]) -> None:
 
 
 def ours(kind: str, spec: cluster.ClusterSpec, task: cluster.Task, rows: int):
-  """Is a task of a between-graph training of ours."""
+  """Runs this task of a between-graph training with this library.
+
+  Args:
+    kind: `synchronous` or `asynchronous`.
+    spec: The cluster.
+    task: The task of this process.
+    rows: The number of rows of the table.
+  """
   import keras
 
   import tf_replicas
@@ -96,7 +118,7 @@ def ours(kind: str, spec: cluster.ClusterSpec, task: cluster.Task, rows: int):
 
 
 def serve_strategy(spec: cluster.ClusterSpec, task: cluster.Task) -> None:
-  """Is a server of `ParameterServerStrategy` until it is ended."""
+  """Runs a server of `ParameterServerStrategy` until the process is ended."""
   server = tf.distribute.Server(
     tf.train.ClusterSpec(spec.as_dict()),
     job_name=task.job,
@@ -107,10 +129,14 @@ def serve_strategy(spec: cluster.ClusterSpec, task: cluster.Task) -> None:
 
 
 def strategy(spec: cluster.ClusterSpec, rows: int) -> None:
-  """Is the coordinator of `ParameterServerStrategy`, with a sharded variable.
+  """Runs the coordinator of `ParameterServerStrategy`, with a sharded variable.
 
-  Keras 3.15 cannot train a sharded variable (`tape.gradient` fails), so that
-  the update is by hand: plain gradient descent, as ours.
+  Keras 3.15 cannot train a sharded variable (`tape.gradient` fails). So the
+  update is written by hand: plain gradient descent, as with this library.
+
+  Args:
+    spec: The cluster.
+    rows: The number of rows of the table.
   """
   resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
     tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"
@@ -163,7 +189,15 @@ def strategy(spec: cluster.ClusterSpec, rows: int) -> None:
 
 
 def main(kind: str, document: str, job: str, index: str, rows: str) -> None:
-  """Is one task."""
+  """Runs the task that the command line describes.
+
+  Args:
+    kind: `synchronous`, `asynchronous` or `strategy`.
+    document: The cluster spec as JSON.
+    job: The job of the task.
+    index: The index of the task within the job.
+    rows: The number of rows of the table.
+  """
   spec = cluster.parse(json.loads(document))
   task = cluster.Task(job, int(index))
   if kind != "strategy":

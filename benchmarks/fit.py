@@ -1,13 +1,13 @@
-"""`tf_replicas.fit` against the loop of its driver, on 1 PS and 2 workers.
+"""Compares `tf_replicas.fit` with a plain loop of updates.
 
   python -m benchmarks.fit [--rounds=60] [--output=FILE]
 
-Both train the same compiled model with the same data: one by `fit` without
-callbacks that look at batches, the other by calling `driver.step` alone. Each
-has a cluster of its own that stays alive, and they take turns of one epoch. So
-a pair of epochs meets the same noise. Printed are the geometric mean of the
-ratios of their updates per second, without the first epoch, and its 95%
-interval. The raw numbers go to `FILE`.
+Both train the same compiled model with the same data, on 1 PS (parameter
+server) and 2 workers: one by `fit` without callbacks that look at batches, the
+other by calls of `driver.step` alone. Each has a cluster of its own that stays
+alive, and they take turns of one epoch. So a pair of epochs meets the same
+noise. Prints the geometric mean of the ratios of their updates per second,
+without the first epoch, and its 95% interval. The raw numbers go to `FILE`.
 """
 
 import contextlib
@@ -24,17 +24,26 @@ from absl import flags
 
 from benchmarks import ratios
 
-_ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds", lower_bound=2)
-_OUTPUT = flags.DEFINE_string("output", None, "For the raw numbers, as JSON")
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 60, "The number of rounds", lower_bound=2
+)
+_OUTPUT = flags.DEFINE_string(
+  "output", None, "The file for the raw numbers, as JSON"
+)
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 @contextlib.contextmanager
 def training(mode: str, epochs: int) -> Iterator[connection.Connection]:
-  """Starts a cluster; `mode` is "fit" or "loop". Gives the chief's connection.
+  """Context in which a cluster trains; it yields a connection to the chief.
 
-  Whatever is sent there lets the next epoch begin; the answer is its rate.
+  Anything sent by this connection lets the chief begin the next epoch. The
+  chief answers with the updates per second of the epoch.
+
+  Args:
+    mode: "fit" or "loop": how the cluster trains.
+    epochs: The number of epochs.
   """
   with connection.Listener(("localhost", 0)) as listener:
     process = subprocess.Popen(

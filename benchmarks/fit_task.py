@@ -1,7 +1,8 @@
-"""A task of `benchmarks.fit`: python fit_task.py fit|loop PORT EPOCHS
+"""Runs a task of `benchmarks.fit`: python fit_task.py fit|loop PORT EPOCHS
 
-The chief connects to the benchmark, which says before each epoch that it may
-begin, and receives the seconds that the epoch took.
+The chief connects to the benchmark, which listens on PORT. Before each epoch
+the benchmark tells the chief that the epoch may begin. After it, the chief
+tells the benchmark the updates per second.
 """
 
 import sys
@@ -19,7 +20,7 @@ _UPDATES, _BATCH = 400, 64  # Updates in an epoch, examples in an update.
 
 
 def model_fn() -> keras.Model:
-  """A small convolutional network for 32 x 32 images."""
+  """Builds and compiles a small convolutional network for 32 x 32 images."""
   layers = keras.layers
   model = keras.Sequential(
     [
@@ -36,27 +37,35 @@ def model_fn() -> keras.Model:
 
 
 class Turns(keras.callbacks.Callback):
-  """Waits for the benchmark before each epoch, and reports its time after."""
+  """Keras callback that waits for the benchmark before each epoch.
+
+  After the epoch, it sends the updates per second to the benchmark.
+  """
 
   def on_train_begin(self, logs=None):
-    """Connects to the benchmark."""
+    """Connects to the benchmark, which listens on a port of this machine."""
     del logs
     self._benchmark = connection.Client(("localhost", int(sys.argv[2])))
 
   def on_epoch_begin(self, epoch, logs=None):
-    """Waits for the turn."""
+    """Waits until the benchmark says that the epoch may begin."""
     del epoch, logs
     self._benchmark.recv()
     self._start = time.perf_counter()
 
   def on_epoch_end(self, epoch, logs=None):
-    """Reports the time."""
+    """Sends the updates per second of the epoch to the benchmark."""
     del epoch, logs
     self._benchmark.send(_UPDATES / (time.perf_counter() - self._start))
 
 
 def loop(self, **arguments) -> None:
-  """Takes the place of `fit`'s own loop: only makes updates."""
+  """Makes updates only, in the place of the training loop of `fit`.
+
+  Args:
+    self: The object whose method `run` this function replaces.
+    **arguments: The arguments of that method, which are not used.
+  """
   del arguments
   self._driver.stop_at(self._epochs * _UPDATES)
   turns, step = Turns(), 0

@@ -3,14 +3,15 @@
   python -m benchmarks.kills [--rounds=20] [--replication=in_graph] [--seed=1]
     [-- --update=async …]
 
-A round is a training of `cifar10.distributed_train` on 2 PS, a chief and 2
-workers. The chief and the workers are killed (SIGKILL) and started again, at
-random moments, also while the tasks start; then the chief is interrupted, or a
-PS task is killed. After each the training must go on, or every task must end by
-itself, the clients with words, within `--deadline_secs`; and the newest
-checkpoint must be whole, and not older than the last one that was announced. A
-round that fails ends the program, and leaves its directory, where the logs say
-what the tasks were doing.
+A round is a training by `cifar10.distributed_train` on 2 PS (parameter
+servers), a chief and 2 workers. The chief and the workers are killed (SIGKILL)
+and started again, at random moments, also while the tasks start. Then the chief
+is interrupted, or a PS task is killed. After a kill, the training must go on,
+or every task must end by itself, within `--deadline_secs`. After the last one,
+clients (chief and workers) must say why they end. The newest checkpoint must be
+complete, and not older than the last one that was announced. A round that fails
+ends the program and leaves its directory, where the logs say what the tasks
+were doing.
 """
 
 import contextlib
@@ -33,12 +34,26 @@ from tf_replicas.cluster import local_cluster
 from tf_replicas.session import checkpoints
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 20, "How many trainings", lower_bound=1)
-flags.DEFINE_integer("kills", 3, "Kills before the end of each", lower_bound=1)
-flags.DEFINE_integer("seed", 0, "Of what is killed, and when")
-flags.DEFINE_float("deadline_secs", 120, "How long to wait for each")
+flags.DEFINE_integer("rounds", 20, "The number of trainings", lower_bound=1)
+flags.DEFINE_integer(
+  "kills",
+  3,
+  "The number of kills before the end of each training",
+  lower_bound=1,
+)
+flags.DEFINE_integer(
+  "seed", 0, "The seed that decides what is killed, and when"
+)
+flags.DEFINE_float(
+  "deadline_secs",
+  120,
+  "How many seconds a training may take to recover, or to end",
+)
 flags.DEFINE_enum(
-  "replication", "between_graph", ["between_graph", "in_graph"], "Which driver"
+  "replication",
+  "between_graph",
+  ["between_graph", "in_graph"],
+  "The driver of the training",
 )
 
 _CHIEF = cluster.Task("chief", 0)
@@ -51,19 +66,19 @@ _LATEST_SECS, _LATEST_START_SECS = 1.5, 8.0
 
 
 class Failed(Exception):
-  """A training did not do what it should."""
+  """Reports that a training did not react to a kill as it should."""
 
 
 class Round:
-  """One training, from its start to its end."""
+  """Runs one training, from its start to its end, and kills tasks of it."""
 
   def __init__(self, directory: str, dice: random.Random, train_flags):
-    """Prepares.
+    """Prepares the cluster of the training, and starts nothing yet.
 
     Args:
-      directory: Of its own.
-      dice: Says what happens when.
-      train_flags: For the training, beside those that it needs.
+      directory: A directory for the files of this training only.
+      dice: The source of random numbers, which decides what happens when.
+      train_flags: More flags for the training program.
     """
     jobs = {"ps": 2, "worker": 2, "chief": 1}
     self._spec = cluster.resolve_ports(
@@ -91,10 +106,13 @@ class Round:
     )
 
   def run(self) -> list[str]:
-    """What was done, each with the seconds until all was well again.
+    """Runs the training, kills tasks, and checks what happens then.
+
+    Returns:
+      What was done, in order, each with the seconds until all was well again.
 
     Raises:
-      Failed: If it was not within the deadline.
+      Failed: If the training did not go on, or end as it should, in time.
     """
     done = []
     with self._tasks:
@@ -118,7 +136,10 @@ class Round:
     return self._tasks.log(_CHIEF)
 
   def _await_moment(self) -> None:
-    """A random one: while the tasks start, or after a step was logged."""
+    """Waits until a random moment, at which a task is to be killed.
+
+    It is while the tasks start, or soon after a step was logged.
+    """
     if self._log() or self._dice.random() < 0.5:
       seen = len(self._log())
       self._await(lambda: self._has_gone_on(seen) or self._has_given_up())
@@ -134,7 +155,10 @@ class Round:
     latest = checkpoints.latest(self._train_dir)
     step = checkpoints.read(latest)["global_step"] if latest else 0
     if step < saved:
-      raise Failed(f"{name}: step {saved} was saved, the newest is {step}")
+      raise Failed(
+        f"{name}: step {saved} was saved, but the newest checkpoint is of step"
+        f" {step}"
+      )
     return f"{name} {secs:.1f} s"
 
   def _last_saved(self) -> int:
@@ -160,7 +184,7 @@ class Round:
     self._tasks.kill(_CHIEF, signal.SIGTERM)
     self._await(lambda: not self._running())
     if _INTERRUPTED not in self._log():
-      raise Failed("the chief was interrupted, and ended without words")
+      raise Failed("the chief was interrupted, and ended without a message")
 
   def _lose(self, ps: cluster.Task) -> None:
     self._tasks.kill(ps)
@@ -170,7 +194,7 @@ class Round:
       clients += self._spec.tasks("worker")
     for client in clients:
       if "error: " not in self._tasks.log(client):
-        raise Failed(f"{client} ended without words after {ps} was killed")
+        raise Failed(f"{client} ended without a message after {ps} was killed")
 
   def _await(self, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + FLAGS.deadline_secs

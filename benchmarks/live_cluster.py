@@ -1,4 +1,4 @@
-"""A cluster that stays alive, and makes updates when it is asked to."""
+"""Runs a cluster that stays alive, and makes updates when it is asked to."""
 
 import os
 import pathlib
@@ -11,11 +11,12 @@ _END_SECS = 60
 
 
 class LiveCluster:
-  """The processes of a cluster, of which the last is the chief; a context.
+  """Runs the processes of a cluster, of which the last one is the chief.
 
-  The chief prints "ready" once it has trained for a step. Then, for each line
-  of its standard input, it makes so many updates, and prints how many seconds
-  they took. It ends the training when its input ends.
+  The chief prints "ready" once it has trained for a step. Then, for each number
+  in a line of its standard input, it makes so many updates, and prints how many
+  seconds they took. The chief ends the training when its input ends. A
+  `LiveCluster` is a context manager, which ends the processes.
   """
 
   def __init__(
@@ -30,9 +31,10 @@ class LiveCluster:
 
     Args:
       commands: The command line of each process.
-      root: The tree whose library they use.
-      cwd: Where they run; None: where this process runs.
-      ends_by_itself: Whether all processes end with the chief.
+      root: The root directory of the tree whose library the processes use.
+      cwd: The working directory of the processes. None: that of this process.
+      ends_by_itself: Whether all processes end with the chief. Otherwise they
+        are killed.
     """
     self._ends_by_itself = ends_by_itself
     self._processes = [
@@ -70,7 +72,14 @@ class LiveCluster:
         process.wait()
 
   def _read(self, expected: str | None = None) -> str:
-    """The next line of the chief that is not a log line."""
+    """Returns the next line of the chief that is not a log line.
+
+    Args:
+      expected: The line to wait for. None: the next line that is a number.
+
+    Raises:
+      RuntimeError: If the chief ends before it prints such a line.
+    """
     for line in self._chief.stdout:
       line = line.strip()
       if line == expected or (expected is None and _NUMBER.fullmatch(line)):
@@ -78,6 +87,6 @@ class LiveCluster:
     raise RuntimeError("the chief ended early")
 
   def updates_per_sec(self, updates: int) -> float:
-    """Makes so many updates; returns their rate."""
+    """Lets the cluster make `updates` updates, and returns their rate."""
     print(updates, file=self._chief.stdin, flush=True)
     return updates / float(self._read())

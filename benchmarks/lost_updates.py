@@ -1,10 +1,12 @@
-"""What asynchronous updates lose without locking: increments, counted.
+"""Counts the updates that asynchronous training without locks loses.
 
   python -m benchmarks.lost_updates [INCREMENTS]
 
-1 PS and 3 workers, each a process; every worker reads and applies a gradient
-of ones as often as told (1,000 times), as fast as it can. The variable, and
-the slots of the optimizer, tell how many of the updates they have seen.
+1 PS (parameter server) and 3 workers are a process each. Every worker reads the
+variable and applies a gradient of ones, INCREMENTS (1,000) times, as fast as it
+can. Two workers that change a value at the same time may lose a change. The
+final values of the variable, and of the slots of the optimizer, tell how many
+updates they have got.
 """
 
 import json
@@ -31,14 +33,15 @@ FIRST_STEP = 1 << 20
 
 
 def alone(name: str, updates: int) -> dict[str, np.ndarray]:
-  """What `updates` updates in a row make, by the name in checkpoints.
+  """Computes what updates by one replica alone make of variable and slots.
 
   Args:
-    name: One of `OPTIMIZERS`.
-    updates: How many.
+    name: The optimizer, one of `OPTIMIZERS`.
+    updates: The number of updates.
 
   Returns:
-    float32 [1 + updates] each: the value after every update.
+    For the variable and each slot, by its name in checkpoints, the value after
+    every update: float32 [1 + updates].
   """
   names = {
     "sgd": ["variables/v"],
@@ -68,17 +71,18 @@ def measure(
   increments: int = INCREMENTS,
   environ: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
-  """Trains on a fresh cluster.
+  """Trains on a new cluster, and returns how many updates were lost.
 
   Args:
-    name: One of `OPTIMIZERS`.
+    name: The optimizer, one of `OPTIMIZERS`.
     use_locking: Whether updates of one variable exclude each other.
-    increments: How many updates each worker makes.
-    environ: Of the processes; this one's if not given.
+    increments: The number of updates that each worker makes.
+    environ: The environment of the processes. None: that of this process.
 
   Returns:
-    The updates that did not arrive, by the name of the variable or slot: how
-    many less, made by one replica alone, lead to its value.
+    The number of lost updates for the variable and each slot, by name: the
+    number of all updates less the number of updates by which one replica alone
+    comes to its value.
   """
   with tempfile.TemporaryDirectory() as directory:
     programs.run_tasks(
@@ -97,7 +101,15 @@ def measure(
 
 
 def count(found: np.ndarray, values: np.ndarray) -> float:
-  """After how many updates the values were `found`; the mean over these."""
+  """Returns after how many updates by one replica the values are `found`.
+
+  The number is interpolated for each element; the result is the mean over all
+  elements.
+
+  Args:
+    found: The values of the elements of a variable.
+    values: The value after every update, by one replica alone.
+  """
   numbers = np.arange(len(values))
   return float(np.mean(np.interp(np.abs(found), np.abs(values), numbers)))
 

@@ -1,4 +1,7 @@
-"""One task of `benchmarks.lost_updates`, which starts it."""
+"""Runs one task of the cluster of `benchmarks.lost_updates`.
+
+That benchmark starts this program once per task.
+"""
 
 import functools
 import json
@@ -25,7 +28,10 @@ def _optimizer(name: str):
 
 
 def _replica():
-  """The sum of a variable that starts at 0."""
+  """Returns a replica whose loss is the sum of a variable that starts at 0.
+
+  So its gradient is always one.
+  """
   import tensorflow as tf
 
   from tf_replicas.replica import model_replica
@@ -38,7 +44,14 @@ def _replica():
 
 
 def _train(driver, index: int, increments: int, directory) -> None:
-  """This worker's share, when all are there."""
+  """Makes this worker's updates, once all workers are ready.
+
+  Args:
+    driver: The driver of the between-graph training.
+    index: The index of this worker.
+    increments: The number of updates of this worker.
+    directory: The directory where workers leave a file when they are ready.
+  """
   import tensorflow as tf
 
   from tf_replicas.drivers import replica_loop
@@ -76,7 +89,16 @@ def _await(condition, what: str) -> None:
 def run_client(
   spec, task, directory, name: str, use_locking: str, increments: str
 ) -> None:
-  """Trains; the chief leaves the final state in the directory."""
+  """Trains in this worker; the chief writes the final state to a file.
+
+  Args:
+    spec: The cluster.
+    task: The task of this process.
+    directory: The directory of the file, `state.json`.
+    name: The optimizer.
+    use_locking: "1" if updates of one variable exclude each other, else "0".
+    increments: The number of updates of each worker, as text.
+  """
   from tf_replicas.drivers import between_graph
   from tf_replicas.rules.asynchronous import async_replicas
 

@@ -1,9 +1,11 @@
-"""What local response normalization costs of a step of the tutorial's network.
+"""Measures which share of a step local response normalization takes.
 
   python -m benchmarks.normalization [ROUNDS]
 
-Gradients of one batch of 128 images in this process: with ours, with
-TensorFlow's and without any; in turn, so that all meet the same noise.
+The step is the computation of the gradients of the CIFAR-10 tutorial's network
+for a batch of 128 images, in this process. The network has this project's
+normalization, TensorFlow's, or none. The three take turns, so that all meet the
+same noise.
 """
 
 import statistics
@@ -26,7 +28,7 @@ class _Nothing(keras.layers.Layer):
 
 
 def gradient_step(model: keras.Model):
-  """A function that computes the network's gradients once."""
+  """Returns a function that computes the network's gradients for one batch."""
   paths = [v.path for v in model.trainable_variables]
   parameters = [tf.convert_to_tensor(v) for v in model.trainable_variables]
   images = tf.random.stateless_normal([BATCH, 24, 24, 3], [1, 2])

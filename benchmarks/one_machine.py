@@ -1,17 +1,18 @@
-"""Training the tutorial's network on one machine, against Keras and strategies.
+"""Compares training on one machine with Keras' `fit` and with strategies.
 
   python -m benchmarks.one_machine [--rounds=3] [--batch_size=128] [--towers=2]
 
-Every row is a process of its own with the same network, images and global
-batch, on synthetic images; rows take turns, and the ratio within a round is
-what counts. Towers and strategies run on logical CPU devices.
+The network is that of the CIFAR-10 tutorial. Every row of the result is a
+process of its own with equal network, synthetic images and global batch. Rows
+take turns, and the ratio within a round is what counts. Towers (copies of the
+model) and strategies run on logical CPU devices.
 
-Ours are the binaries as they are, with log lines, summaries and moving
-averages. `fit` has the moving averages of its optimizer and the TensorBoard
-callback; TensorFlow's own local response normalization; its `auto` compiles
-with XLA. The strategies train in a plain loop on our network with our
-normalization, without moving averages or summaries. The last row prepares
-batches and does nothing with them.
+The rows "one device" and "towers" are this project's programs as they are, with
+log lines, summaries and moving averages. `fit` has the moving averages of its
+optimizer, the TensorBoard callback, and TensorFlow's own local response
+normalization; `fit auto` compiles with XLA too. The strategies train in a plain
+loop on this project's network with its normalization, without moving averages
+or summaries. The last row prepares batches and does nothing with them.
 """
 
 import os
@@ -27,12 +28,22 @@ from absl import flags
 from experiments.support import programs
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 3, "How often each is measured")
-flags.DEFINE_integer("batch_size", 128, "Images of a step, of all towers")
-flags.DEFINE_integer("towers", 2, "Logical devices")
-flags.DEFINE_integer("steps", 150, "Steps that are measured, after 30 others")
+flags.DEFINE_integer(
+  "rounds", 3, "The number of rounds, in each of which all are measured"
+)
+flags.DEFINE_integer(
+  "batch_size", 128, "The number of images in a step, over all towers"
+)
+flags.DEFINE_integer(
+  "towers", 2, "The number of towers, each on a logical device"
+)
+flags.DEFINE_integer(
+  "steps", 150, "The number of steps that are measured, after 30 others"
+)
 flags.DEFINE_string(
-  "row", None, "Measure this one here; for the program itself"
+  "row",
+  None,
+  "Measure only this row, in this process; the program itself uses this",
 )
 
 _WARM_UP_STEPS = 30
@@ -49,7 +60,11 @@ _DECAY = 0.004
 
 
 def ours(num_towers: int) -> float:
-  """Examples/sec of the binary after the warm-up, from its own log lines."""
+  """Returns the examples/sec of this project's program after the warm-up.
+
+  Args:
+    num_towers: The number of towers, copies of the model on one device each.
+  """
   with tempfile.TemporaryDirectory() as train_dir:
     output = programs.output(
       "cifar10.multi_gpu_train",
@@ -65,7 +80,11 @@ def ours(num_towers: int) -> float:
 
 
 def fit(jit_compile: bool | str) -> float:
-  """Examples/sec of `keras.Model.fit`."""
+  """Returns the examples/sec of `keras.Model.fit`.
+
+  Args:
+    jit_compile: The argument of `compile`: whether XLA compiles the step.
+  """
   import keras
 
   from benchmarks import plain_network
@@ -104,7 +123,11 @@ def fit(jit_compile: bool | str) -> float:
 
 
 def strategy(name: str) -> float:
-  """Examples/sec of a loop around `strategy.run`."""
+  """Returns the examples/sec of a loop around `run` of a TensorFlow strategy.
+
+  Args:
+    name: `MirroredStrategy` or `CentralStorageStrategy`.
+  """
   import keras
   import tensorflow as tf
 
@@ -155,7 +178,7 @@ def strategy(name: str) -> float:
 
 
 def input_alone() -> float:
-  """Images/sec of the input pipeline, on one core."""
+  """Returns the images/sec that the input pipeline prepares on one core."""
   os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
   batches = iter(_dataset())
   for number in range(_WARM_UP_STEPS + FLAGS.steps):
@@ -174,7 +197,7 @@ def _dataset():
 
 
 def measure(row: str) -> float:
-  """Examples/sec of a row, in this process or one of its own."""
+  """Returns the examples/sec of a row of the result, in its own process."""
   if row == "one device":
     return ours(1)
   if row == "towers":

@@ -1,11 +1,11 @@
-"""One task of the small model, for `benchmarks.against_commit`.
+"""Runs one task of the small model for `benchmarks.against_commit`.
 
   python benchmarks/paired_task.py PS WORKERS JOB INDEX REPLICATION
 
-Runs with the library of the tree that PYTHONPATH names: that of this commit, or
-an earlier one. For every line of its standard input, the chief makes so many
-updates, ten per call, and prints how many seconds they took; it ends the
-training when its input ends.
+It uses the library of the tree that PYTHONPATH names: that of this commit, or
+of an earlier one. For every number in a line of its standard input, the chief
+makes so many updates, ten per call, and prints how many seconds they took. The
+chief ends the training when its input ends.
 """
 
 import pathlib
@@ -37,7 +37,13 @@ from tf_replicas import cluster
 
 
 def serve_rounds(driver) -> None:
-  """Makes as many updates as each line of standard input says."""
+  """Makes as many updates as each line of standard input says.
+
+  After each line, it prints the seconds that these updates took.
+
+  Args:
+    driver: The chief's driver of the training.
+  """
   driver.step(1)
   print("ready", flush=True)
   for line in sys.stdin:

@@ -1,18 +1,21 @@
-"""One model on one device, split over several, and pipelined.
+"""Compares a model on one device with one split over several and pipelined.
 
   python -m benchmarks.pipeline [--rounds=5] [--batch_size=128]
     [--layers='{"conv1": 0, "conv2": 1}'] [--micro_batches=1,2,4,8]
 
-Gradients in one process on logical CPU devices, in two tables. Rows take turns,
-so that all of them meet the same noise; the ratio to the first row counts.
+Computes gradients in one process on logical CPU devices, and prints two tables.
+Rows take turns, so that all of them meet the same noise; the ratio to the first
+row counts.
 
 1. The CIFAR-10 network on random images. An op has one thread. A logical CPU
-   device is no core: independent ops of one device, such as the two gradients
-   of a convolution, run side by side too. So it also says how many cores
-   computed, and for how much of a step ops of several devices ran at once.
-2. Devices of a fixed speed, each at one thing at a time like a GPU: they sleep.
-   It shows the schedule by itself, whatever else the machine does. K parts on D
-   devices can at most be K D / (K + D - 1) times as fast as one device.
+   device is not a core: independent ops of one device, such as the two
+   gradients of a convolution, run side by side too. So the table also says how
+   many cores computed, and for how much of a step ops of several devices ran at
+   once.
+2. Devices of a fixed speed, each of which does one thing at a time, like a GPU:
+   they sleep. This table shows the schedule alone, whatever else the machine
+   does. K parts of a batch on D devices can at most be K D / (K + D - 1) times
+   as fast as one device.
 """
 
 import json
@@ -32,11 +35,21 @@ from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 5, "How often each is measured")
-flags.DEFINE_integer("steps", 4, "Steps of one measurement")
-flags.DEFINE_integer("batch_size", 128, "Images of a step")
-flags.DEFINE_string("layers", '{"conv1": 0, "conv2": 1}', "As in a spec")
-flags.DEFINE_list("micro_batches", ["1", "2", "4", "8"], "Parts of the batch")
+flags.DEFINE_integer(
+  "rounds", 5, "The number of rounds, in each of which all are measured"
+)
+flags.DEFINE_integer("steps", 4, "The number of steps in a measurement")
+flags.DEFINE_integer("batch_size", 128, "The number of images in a step")
+flags.DEFINE_string(
+  "layers",
+  '{"conv1": 0, "conv2": 1}',
+  "The section `layers` of a cluster spec, as JSON",
+)
+flags.DEFINE_list(
+  "micro_batches",
+  ["1", "2", "4", "8"],
+  "Numbers of parts into which a batch is divided",
+)
 
 # Of the second table; a part's backward pass takes twice its forward pass.
 _FIXED_EXAMPLES = 16
@@ -46,7 +59,7 @@ _MAX_DEVICES = 4
 
 
 class Row:
-  """One way to compute the gradient, and what was measured of it."""
+  """A row of the results: one way to compute gradients, and its rates."""
 
   def __init__(
     self,
@@ -79,7 +92,7 @@ class Row:
     self.cores.append((time.process_time() - cpu_start) / secs)
 
   def measure_overlap(self) -> None:
-    """How much of a step ops of several devices run at once."""
+    """Measures for how much of a step ops of several devices run at once."""
     # A session tells when each op ran on which device.
     metadata = tf.compat.v1.RunMetadata()
     options = tf.compat.v1.RunOptions(
@@ -119,14 +132,20 @@ class Row:
     self.overlaps.append(several / (last - min(changes)[0]))
 
   def ratio(self, other: "Row") -> str:
-    """Of the rates, round by round."""
+    """Formats the ratio of this row's rates to those of another row.
+
+    It is the median over rounds, with the least and the largest ratio.
+    """
     ratios = [a / b for a, b in zip(self.rates, other.rates, strict=True)]
     middle = statistics.median(ratios)
     return f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 class FixedSpeed(keras.layers.Layer):
-  """Occupies a device for so long per example, and twice so on the way back."""
+  """Layer that occupies a device for a fixed time per example.
+
+  The backward pass takes twice as long as the forward pass.
+  """
 
   def __init__(self, device: threading.Lock, **kwargs):
     super().__init__(**kwargs)
@@ -157,7 +176,15 @@ class FixedSpeed(keras.layers.Layer):
 
 
 def cifar10_row(name: str, layers: dict[str, int], micro_batches: int) -> Row:
-  """Real computation; prints where the layers are."""
+  """Makes a row that really computes gradients of the CIFAR-10 network.
+
+  If the network is split but not pipelined, it prints where the layers are.
+
+  Args:
+    name: The name of the row.
+    layers: Maps patterns of layer names to device numbers.
+    micro_batches: The number of parts of the batch; 1: not pipelined.
+  """
   model = model_lib.build()
   paths = [v.path for v in model.trainable_variables]
 
@@ -175,7 +202,13 @@ def cifar10_row(name: str, layers: dict[str, int], micro_batches: int) -> Row:
 
 
 def fixed_speed_row(name: str, num_devices: int, micro_batches: int) -> Row:
-  """Emulated devices."""
+  """Makes a row with emulated devices of a fixed speed, which sleep.
+
+  Args:
+    name: The name of the row.
+    num_devices: The number of devices, with equally many layers on each.
+    micro_batches: The number of parts of the batch; 1: not pipelined.
+  """
   locks = [threading.Lock() for _ in range(num_devices)]
   x = inputs = keras.Input([1])
   for number, lock in enumerate(locks):

@@ -1,16 +1,16 @@
-"""What TensorFlow has for asynchronous training, plain, for comparison.
+"""Trains asynchronously with TensorFlow alone, for comparison.
 
   python -m benchmarks.plain_async SPEC BATCH_SIZE WARM_UP_STEPS STEPS
     [ours|once|threads]
 
-`tf.distribute.ParameterServerStrategy`, `ClusterCoordinator` and a Keras
-optimizer, used as TensorFlow's tutorial on parameter servers has it, on the
-CIFAR-10 network and synthetic images, prepared by our input pipeline. With
-`ours` local response normalization is ours, not TensorFlow's; with `once`,
-moreover, every variable is fetched by hand once a step and not wherever it is
-used; with `threads`, moreover, each server has as few threads of one op as the
-tasks of ours have, whose launcher deals the cores out. For
-`benchmarks.throughput`.
+It uses `tf.distribute.ParameterServerStrategy`, `ClusterCoordinator` and a
+Keras optimizer as TensorFlow's tutorial on parameter servers does. It trains
+the CIFAR-10 network on synthetic images, which this project's input pipeline
+prepares. With `ours`, local response normalization is this project's, not
+TensorFlow's. With `once`, moreover, every variable is fetched once a step, and
+not wherever it is used. With `threads`, moreover, each server has as few
+threads per op as the tasks of this project, whose launcher divides the cores
+among the tasks. `benchmarks.throughput` starts this program.
 """
 
 import json
@@ -34,7 +34,14 @@ from tf_replicas.programs import run_options
 def serve(
   spec: cluster.ClusterSpec, job: str, index: int, helps: str = ""
 ) -> None:
-  """Is a PS or a worker until it is ended."""
+  """Runs a TensorFlow server, as a PS or worker, until the process is ended.
+
+  Args:
+    spec: The cluster.
+    job: The job of this process.
+    index: The index of this process within the job.
+    helps: "threads" gives the server fewer threads per op.
+  """
   if helps == "threads":
     ours = run_options.Options(spec, train_dir=".")
     tf.config.threading.set_intra_op_parallelism_threads(ours.threads)
@@ -54,7 +61,15 @@ def coordinate(
   warm_up_steps: int,
   steps: int,
 ) -> None:
-  """Is the coordinator; prints examples/sec."""
+  """Trains as the coordinator of the cluster, and prints examples/sec.
+
+  Args:
+    spec: The cluster.
+    helps: "", `ours`, `once` or `threads`: what is improved; see the module.
+    batch_size: The number of examples of an update.
+    warm_up_steps: The number of updates before the measurement.
+    steps: The number of updates that are measured.
+  """
   resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
     tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"
   )
@@ -106,7 +121,13 @@ def coordinate(
 
 
 def main(path: str, *numbers: str) -> None:
-  """Starts the servers, and coordinates them."""
+  """Starts the servers of a cluster on this machine, and coordinates them.
+
+  Args:
+    path: The path of the cluster spec.
+    *numbers: Batch size, warm-up steps and steps; and optionally what is
+      improved.
+  """
   *sizes, helps = numbers if len(numbers) == 4 else (*numbers, "")
   spec = cluster.resolve_ports(cluster.load(path))
 

@@ -1,6 +1,6 @@
-"""The tutorial's network with another normalization than ours.
+"""Builds the CIFAR-10 tutorial's network without this project's normalization.
 
-For comparisons with what somebody has who uses TensorFlow and nothing of ours.
+It is for comparisons with programs that use TensorFlow alone.
 """
 
 import operator
@@ -14,7 +14,7 @@ from cifar10 import model as model_lib
 
 
 class Normalization(keras.layers.Layer):
-  """The network's normalization as TensorFlow computes it."""
+  """Layer for local response normalization by TensorFlow's own op."""
 
   def call(self, x):
     return tf.nn.local_response_normalization(
@@ -28,11 +28,12 @@ def build(
     "get_config"
   ),
 ) -> keras.Model:
-  """The network of `cifar10.model.build`.
+  """Builds the network of `cifar10.model.build` with another normalization.
 
   Args:
-    normalization: Takes the place of ours.
-    configure: Returns the settings of the layer that takes a layer's place.
+    normalization: The layer that replaces this project's normalization.
+    configure: Maps each other layer to the configuration of the layer that
+      replaces it.
   """
 
   def clone(layer):

@@ -1,4 +1,4 @@
-"""Ratios of rates measured in interleaved rounds."""
+"""Averages ratios of rates that were measured in interleaved rounds."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ _T |= {9: 2.26, 10: 2.23, 11: 2.20, 12: 2.18, 13: 2.16, 14: 2.14, 15: 2.13}
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-  """Geometric mean of ratios, and the 95% interval of it."""
+  """Returns the geometric mean of ratios, and the ends of its 95% interval."""
   logs = [math.log(ratio) for ratio in ratios]
   error = statistics.stdev(logs) / math.sqrt(len(logs))
   half = _T.get(len(logs) - 1, 2.1) * error

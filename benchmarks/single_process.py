@@ -1,8 +1,9 @@
-"""The same network in one process with all cores: a plain loop, for comparison.
+"""Trains the CIFAR-10 network in one process with all cores, for comparison.
 
-Started by `benchmarks.throughput`. What a careful user would write without this
-project: one `tf.function` per step with gradient, update and moving averages,
-on the same input pipeline and the same global batch.
+`benchmarks.throughput` starts this program. It is a plain loop, as a careful
+user would write it without this project: one `tf.function` per step with
+gradient, update and moving averages. It has the input pipeline and the global
+batch of the programs that it is compared with.
 """
 
 import sys

@@ -1,10 +1,12 @@
-"""Step rate of a small model: TF1's `SyncReplicasOptimizer` against ours.
+"""Compares the step rate of a small model with TF1's `SyncReplicasOptimizer`.
 
   python -m benchmarks.small_model [ROUNDS]
 
-Both on real processes of this machine, 1 PS and 2 workers, the same network,
-alternating; the ratio within one run is what counts. Ours make ten updates per
-call, as the binaries do between two lines of their logs, and then one per call.
+Both implementations, TF1's and this library's, train one network on real
+processes of this machine, 1 PS (parameter server) and 2 workers. They take
+turns; the ratio within one round is what counts. This library makes ten updates
+per call, as its programs do between two lines of their logs, and then one per
+call.
 """
 
 import re
@@ -22,7 +24,7 @@ PER_CALL = 10
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
-  """One batch of noise: float32 [16, 32] and int64 [16]."""
+  """Returns one batch of noise: float32 [16, 32] and int64 [16]."""
   rng = np.random.default_rng(0)
   return (
     rng.standard_normal((BATCH, SHAPES[0][0]), np.float32),
@@ -31,16 +33,21 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 
 
 def initial(number: int, shape: tuple[int, int]) -> np.ndarray:
-  """First value of a weight matrix."""
+  """Returns the initial random value of the weight matrix with this number.
+
+  Args:
+    number: The number of the layer, which is the seed.
+    shape: The shape of the matrix.
+  """
   rng = np.random.default_rng(number)
   return rng.standard_normal(shape, np.float32) * 0.1
 
 
 def replica(make):
-  """A replica of the network.
+  """Makes a replica that trains the small network.
 
   Args:
-    make: The class `Replica` of the library.
+    make: The class `Replica` of the library, possibly of another commit.
   """
   import tensorflow as tf
 
@@ -70,7 +77,14 @@ def replica(make):
 def run(
   module: str, spec, replication: str = "between_graph", most_per_call: int = 1
 ) -> float:
-  """Runs one implementation; milliseconds per step."""
+  """Trains the small model with one library, and returns milliseconds per step.
+
+  Args:
+    module: The program of each task, which uses TF1 or this library.
+    spec: The cluster.
+    replication: `between_graph` or `in_graph`.
+    most_per_call: The largest number of updates per call.
+  """
   from tf_replicas.cluster import local_cluster
 
   def command(task):
@@ -104,7 +118,15 @@ def run(
 def measure(
   module: str, replication: str = "between_graph", most_per_call: int = 1
 ) -> float:
-  """Starts a fresh cluster of one PS and two workers; milliseconds per step."""
+  """Trains the small model on a new cluster; returns milliseconds per step.
+
+  The cluster has one PS task, two workers and, in-graph, a chief.
+
+  Args:
+    module: The program of each task, which uses TF1 or this library.
+    replication: `between_graph` or `in_graph`.
+    most_per_call: The largest number of updates per call.
+  """
   from tf_replicas import cluster
 
   jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
@@ -133,7 +155,7 @@ def main(rounds: int) -> None:
     print(f"{number:<6}" + "".join(f"{c:>34}" for c in cells), flush=True)
   for column, name in enumerate(names[1:], start=1):
     ratios = [row[0] / row[column] for row in times]
-    print(f"{name}, times the step rate of TF1's: {programs.spread(ratios)}")
+    print(f"step rate of {name} / of TF1: {programs.spread(ratios)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""One task of ours on the small model; started by `benchmarks.small_model`."""
+"""Runs one task that trains the small model with this library.
+
+`benchmarks.small_model` starts this program once per task.
+"""
 
 import sys
 import time
@@ -11,7 +14,15 @@ from tf_replicas.drivers import server
 def run_client(
   spec, task, replication: str, most_per_call: int, steps: int
 ) -> None:
-  """Trains; the chief prints the milliseconds of a step."""
+  """Trains the small model; the chief prints the milliseconds of a step.
+
+  Args:
+    spec: The cluster.
+    task: The task of this process.
+    replication: `between_graph` or `in_graph`.
+    most_per_call: The largest number of updates per call.
+    steps: The number of updates that are measured.
+  """
   import keras
 
   from tf_replicas.drivers import between_graph

@@ -1,10 +1,11 @@
-"""Starts and ends a local cluster again and again.
+"""Starts and ends a local cluster again and again, and checks that it ends.
 
   python -m benchmarks.start_stop [--times=60] [--workers=3]
 
-1 PS and N workers that attach to it at once, five steps each time. Fails at the
-first start that does not end by itself with status 0 and without a process
-left; TensorFlow's own server crashed in about one of five such starts.
+The cluster has 1 PS (parameter server) and N workers that attach to it at once,
+and makes five steps each time. The program fails at the first cluster that does
+not end by itself with status 0 and without a process left. TensorFlow's own
+server crashed in about one of five such starts.
 """
 
 import os
@@ -20,13 +21,24 @@ from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("times", 60, "How often")
-flags.DEFINE_integer("workers", 3, "How many attach at once")
-flags.DEFINE_string("replication", "between_graph", "Which driver")
+flags.DEFINE_integer("times", 60, "How often the cluster is started")
+flags.DEFINE_integer(
+  "workers", 3, "The number of workers, which attach at the same time"
+)
+flags.DEFINE_string(
+  "replication", "between_graph", "The driver of the training"
+)
 
 
 def start_once(directory: str) -> float:
-  """One cluster from start to end; the seconds it took."""
+  """Runs one cluster from start to end, and returns the seconds it took.
+
+  Args:
+    directory: An empty directory for the files of the cluster.
+
+  Raises:
+    RuntimeError: If a task fails, or a process is left.
+  """
   jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * FLAGS.workers}
   if FLAGS.replication == "in_graph":
     jobs["chief"] = ["localhost:0"]

@@ -1,15 +1,17 @@
-"""Examples per second on this machine, against a single process.
+"""Compares the examples per second of a cluster with a single process.
 
   python -m benchmarks.throughput [--rounds=3] [--update_images=128]
     [--workers=2] [--update=async]
 
-1 PS and N workers of the CIFAR-10 binary on synthetic images, both drivers,
-beside one process with all cores and as many images in an update: a
-synchronous one has a part of them from each worker, an asynchronous one is of
-one worker. All in turn, so that they meet the same noise; the ratio within a
-round is what counts. With asynchronous updates TensorFlow's own come along: as
-its tutorial has them; with our local response normalization; with each variable
-fetched once a step too; and with as many threads in each process as ours.
+The cluster is 1 PS (parameter server) and N workers of the CIFAR-10 program on
+this machine, with synthetic images and both drivers. The single process has all
+cores, and equally many images in an update. A synchronous update takes a part
+of these images from each worker, an asynchronous one takes all from one worker.
+All take turns, so that they meet the same noise; the ratio within a round is
+what counts. With asynchronous updates, TensorFlow's own
+`ParameterServerStrategy` is measured too: as its tutorial has it; with this
+project's local response normalization; with each variable fetched once a step
+too; and with as many threads in each process as this project uses.
 """
 
 import re
@@ -21,25 +23,33 @@ from absl import flags
 from experiments.support import programs
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("rounds", 3, "How often each is measured")
-flags.DEFINE_integer("update_images", 128, "Images of one update")
-flags.DEFINE_integer("workers", 2, "Replicas")
+flags.DEFINE_integer(
+  "rounds", 3, "The number of rounds, in each of which all are measured"
+)
+flags.DEFINE_integer("update_images", 128, "The number of images in an update")
+flags.DEFINE_integer("workers", 2, "The number of workers")
 flags.DEFINE_enum("update", "sync", ["sync", "async"], "The update rule")
-flags.DEFINE_integer("steps", 200, "Updates that are measured, after 50 others")
+flags.DEFINE_integer(
+  "steps", 200, "The number of updates that are measured, after 50 others"
+)
 
 _WARM_UP_STEPS = 50
 _ONE = "a single process"
 
 
 def single_process() -> float:
-  """Examples/sec of the plain loop."""
+  """Returns the examples/sec of a plain training loop in one process."""
   sizes = [FLAGS.update_images, _WARM_UP_STEPS, FLAGS.steps]
   output = programs.output("benchmarks.single_process", *map(str, sizes))
   return float(re.search(r"examples_per_sec ([\d.]+)", output).group(1))
 
 
 def plain_async(*more: str) -> float:
-  """Examples/sec of TensorFlow's own strategy."""
+  """Returns the examples/sec of TensorFlow's own `ParameterServerStrategy`.
+
+  Args:
+    *more: `ours`, `once` or `threads`: what is improved in its program.
+  """
   with tempfile.TemporaryDirectory() as directory:
     output = programs.output(
       "benchmarks.plain_async",
@@ -51,7 +61,11 @@ def plain_async(*more: str) -> float:
 
 
 def cluster(replication: str) -> float:
-  """Examples/sec of the binary after the warm-up, from its own log line."""
+  """Returns the examples/sec of the CIFAR-10 program after the warm-up.
+
+  Args:
+    replication: `between_graph` or `in_graph`.
+  """
   batches = FLAGS.workers if FLAGS.update == "sync" else 1
   with tempfile.TemporaryDirectory() as directory:
     spec = programs.write_spec(directory, workers=FLAGS.workers)
@@ -101,7 +115,7 @@ def main(argv: list[str]) -> None:
 
 def _compare(name: str, other: str, rounds: list[dict[str, float]]) -> None:
   ratios = [rates[name] / rates[other] for rates in rounds]
-  print(f"{name}, of {other}: {programs.spread(ratios)}")
+  print(f"{name} / {other}: {programs.spread(ratios)}")
 
 
 if __name__ == "__main__":

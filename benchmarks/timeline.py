@@ -1,9 +1,10 @@
-"""What `--timeline` costs a training, of its examples per second.
+"""Measures what the flag `--timeline` costs a training, in examples per second.
 
   python -m benchmarks.timeline [ROUNDS]
 
-The CIFAR-10 binary on 1 PS and 2 workers of batch 64, with it and without it,
-in turn; the ratio within a round is what counts.
+The CIFAR-10 program runs on 1 PS (parameter server) and 2 workers with batches
+of 64, with the flag and without it in turn. The ratio within a round is what
+counts.
 """
 
 import sys
@@ -17,7 +18,11 @@ _STEPS = 250
 
 
 def rate(*more: str) -> float:
-  """Examples/sec of a training."""
+  """Returns the examples/sec of a training of the CIFAR-10 program.
+
+  Args:
+    *more: More flags of the program.
+  """
   with tempfile.TemporaryDirectory() as directory:
     output = programs.output(
       "cifar10.distributed_train",
@@ -33,7 +38,13 @@ def rate(*more: str) -> float:
 
 
 def main(rounds: str = "3") -> None:
-  """Prints both rates, and their ratio."""
+  """Measures the examples/sec without and with `--timeline`, in turn.
+
+  It prints both rates and their ratio.
+
+  Args:
+    rounds: The number of rounds, as text.
+  """
   ratios = []
   for number in range(int(rounds)):
     without, with_it = rate(), rate("--timeline")
@@ -43,7 +54,7 @@ def main(rounds: str = "3") -> None:
       f" {ratios[-1]:.3f}",
       flush=True,
     )
-  print(f"with a timeline, of without: {programs.spread(ratios)}")
+  print(f"rate with a timeline / without: {programs.spread(ratios)}")
 
 
 if __name__ == "__main__":

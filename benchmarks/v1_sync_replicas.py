@@ -1,7 +1,8 @@
-"""One task of TF1's `SyncReplicasOptimizer` on a small model, for comparison.
+"""Runs one task of TF1's `SyncReplicasOptimizer` on a small model.
 
-Started by `benchmarks.small_model`, one process per task, as TF1 programs were.
-With `num_tokens=0`, which makes the old class synchronous from the first step.
+`benchmarks.small_model` starts it for comparison, one process per task, as TF1
+programs were. With `num_tokens=0`, the old class is synchronous from the first
+step.
 """
 
 import sys
@@ -18,7 +19,13 @@ v1 = tf.compat.v1
 def run_worker(
   server: v1.train.Server, cluster: v1.train.ClusterSpec, index: int
 ) -> None:
-  """Trains; the chief prints the milliseconds of a step."""
+  """Trains the small model; the chief prints the milliseconds of a step.
+
+  Args:
+    server: The TensorFlow server of this process.
+    cluster: The cluster.
+    index: The index of this worker; worker 0 is the chief.
+  """
   num_workers = len(cluster.as_dict()["worker"])
   setter = v1.train.replica_device_setter(
     cluster=cluster, worker_device=f"/job:worker/task:{index}"

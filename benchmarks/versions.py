@@ -4,12 +4,12 @@
   python -m benchmarks.versions --resolve
 
 The first command needs `uv` (`pip install uv`) and an interpreter of that
-version. It makes a virtual environment, installs the three and a wheel of this
-checkout, and runs the README's example from an empty directory, the tests of
-the tier `unit`, and one training on real processes. The second command finds
-the triples of versions whose requirements can be installed together. Both write
-`experiments/results/versions.json`, and from it the page `docs/versions.md`.
-Without flags, only the page is written.
+version. It makes a virtual environment, and installs TensorFlow, Keras and a
+wheel of this checkout. Then it runs the README's example from an empty
+directory, the tests of the tier `unit`, and one training on real processes. The
+second command finds the triples of versions whose requirements can be installed
+together. Both write `experiments/results/versions.json`, and from it the page
+`docs/versions.md`. Without flags, only the page is written.
 """
 
 import concurrent.futures
@@ -30,9 +30,13 @@ from absl import app
 from absl import flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("python", None, "Version or path of the interpreter")
-flags.DEFINE_string("tensorflow", None, "Version, such as 2.16")
-flags.DEFINE_string("keras", None, "Version, such as 3.8")
+flags.DEFINE_string(
+  "python", None, "The version or path of the Python interpreter"
+)
+flags.DEFINE_string(
+  "tensorflow", None, "The version of TensorFlow, such as 2.16"
+)
+flags.DEFINE_string("keras", None, "The version of Keras, such as 3.8")
 flags.DEFINE_bool("resolve", False, "Find the triples that can be installed")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -87,7 +91,16 @@ The rows of 2026-11-24 were not run again after what they showed was corrected:
 
 
 def _text(command: Sequence[object], secs: float, **options) -> str:
-  """Runs a command and returns its output; raises RuntimeError if it fails."""
+  """Runs a command, and returns what it prints.
+
+  Args:
+    command: The command line.
+    secs: The time limit in seconds.
+    **options: More arguments of `subprocess.run`.
+
+  Raises:
+    RuntimeError: If the command fails, with what it printed.
+  """
   result = subprocess.run(
     list(map(str, command)),
     stdout=subprocess.PIPE,
@@ -103,7 +116,13 @@ def _text(command: Sequence[object], secs: float, **options) -> str:
 
 
 def _requirement(package: str, version: str) -> str:
-  """Returns the requirement of a release, or of a minor version: `2.16.*`."""
+  """Returns the requirement for a version of a package, in the form of pip.
+
+  Args:
+    package: The package.
+    version: A release, or a minor version such as "2.16", which stands for all
+      of its releases: `2.16.*`.
+  """
   suffix = ".*" if version.count(".") == 1 else ""
   return f"{package}=={version}{suffix}"
 
@@ -113,7 +132,11 @@ def _minor(version: str) -> str:
 
 
 def resolve() -> list[list[str]]:
-  """Returns the triples (Python, TensorFlow, Keras) that can be installed."""
+  """Finds the triples of versions that can be installed together.
+
+  Returns:
+    The triples: minor versions of Python, TensorFlow and Keras.
+  """
 
   def can_be_installed(triple: tuple[str, str, str]) -> bool:
     python, tensorflow, keras = triple
@@ -145,7 +168,10 @@ def resolve() -> list[list[str]]:
 
 
 def _test_requirements() -> list[str]:
-  """Returns the requirements of the tests, without `_LEFT_OUT`."""
+  """Returns the packages that the tests need, without those in `_LEFT_OUT`.
+
+  They are requirements in the form of pip, read from pyproject.toml.
+  """
   import tomllib
 
   project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))
@@ -163,7 +189,14 @@ def _test_requirements() -> list[str]:
 def _install(
   venv: pathlib.Path, python: str, tensorflow: str, keras: str
 ) -> None:
-  """Makes the environment `venv` with these versions."""
+  """Makes a virtual environment with some versions and this checkout's wheel.
+
+  Args:
+    venv: The directory of the environment.
+    python: The version or path of the Python interpreter.
+    tensorflow: The version of TensorFlow.
+    keras: The version of Keras.
+  """
   versions = [
     _requirement("tensorflow", tensorflow),
     _requirement("keras", keras),
@@ -188,7 +221,12 @@ def _install(
 
 
 def _version_in(venv: pathlib.Path, package: str) -> str:
-  """Returns the version of a package in an environment, or of Python."""
+  """Returns the installed version of a package in a virtual environment.
+
+  Args:
+    venv: The directory of the environment.
+    package: The package, or "python".
+  """
   script = (
     "import importlib.metadata as m, platform, sys\n"
     "name = sys.argv[1]\n"
@@ -198,7 +236,7 @@ def _version_in(venv: pathlib.Path, package: str) -> str:
 
 
 def _tests(python: pathlib.Path, *arguments: str, secs: float) -> dict:
-  """Runs tests.
+  """Runs tests by pytest, and returns what came out.
 
   Args:
     python: The interpreter.
@@ -225,7 +263,11 @@ def _tests(python: pathlib.Path, *arguments: str, secs: float) -> dict:
 
 
 def outcome_of(output: str) -> dict:
-  """Returns the counts, seconds and failures that pytest's output shows."""
+  """Reads the counts, the seconds and the failed tests from pytest's output.
+
+  Raises:
+    RuntimeError: If the output does not end with pytest's counts.
+  """
   (summary,) = output.strip().splitlines()[-1:] or [""]
   counts = dict(
     (kind.removesuffix("s"), int(count))
@@ -246,12 +288,25 @@ def outcome_of(output: str) -> dict:
 
 
 def _environ() -> dict[str, str]:
-  """Returns the environment without what would replace the installed wheel."""
+  """Returns this process's environment without PYTHONPATH.
+
+  PYTHONPATH could replace the installed wheel by the checkout.
+  """
   return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
 
 def run(python: str, tensorflow: str, keras: str) -> dict:
-  """Runs everything with a triple of versions, and returns its row."""
+  """Tests the library with a triple of versions, and returns the result.
+
+  Args:
+    python: The version or path of the Python interpreter.
+    tensorflow: The version of TensorFlow.
+    keras: The version of Keras.
+
+  Returns:
+    The exact versions, the date, and the outcomes of the README's example, of a
+    training on real processes and of the unit tests.
+  """
   with tempfile.TemporaryDirectory() as directory:
     venv = pathlib.Path(directory, "venv")
     _install(venv, python, tensorflow, keras)
@@ -282,12 +337,16 @@ def run(python: str, tensorflow: str, keras: str) -> dict:
 
 
 def triple_of(row: dict) -> list[str]:
-  """Returns the triple of minor versions of a row."""
+  """Returns the minor versions of Python, TensorFlow and Keras of a result."""
   return [_minor(row[key]) for key in ("python", "tensorflow", "keras")]
 
 
 def page(results: dict) -> str:
-  """Returns the page that shows the results."""
+  """Returns the text of the page `docs/versions.md` with all results.
+
+  Args:
+    results: The content of `experiments/results/versions.json`.
+  """
   return "\n".join(
     [
       _INTRODUCTION.format(cluster_tests=" ".join(_CLUSTER_TESTS)),
@@ -357,7 +416,14 @@ def _all_triples(results: dict) -> list[str]:
 
 
 def _add(results: dict, row: dict) -> None:
-  """Adds a row, in the place of an earlier one of the same triple."""
+  """Adds a result to all results, in the place of an earlier one of its triple.
+
+  A triple is the minor versions of Python, TensorFlow and Keras.
+
+  Args:
+    results: The content of `experiments/results/versions.json`.
+    row: The result, as `run` returns it.
+  """
   others = [r for r in results["runs"] if triple_of(r) != triple_of(row)]
   results["runs"] = sorted(
     [*others, row],

@@ -1,13 +1,14 @@
-"""Bytes per step on every connection, against what they must be.
+"""Measures the bytes per step on every connection of a cluster.
 
   python -m benchmarks.wire [--ps=1] [--workers=2] [--replicas_to_aggregate=N]
     [-- --wire_dtype=bfloat16 …]
 
-Runs the CIFAR-10 binary, with what follows `--`, and reads the byte counts of
-its TCP connections twice with `ss` (package iproute2), between two log lines.
-What they must be: every parameter out to every replica once per step, every
-gradient of an admitted replica in once, nothing else of that size; no
-connection between workers, and none of it through an in-graph client.
+Runs the CIFAR-10 program, with the flags that follow `--`, and reads the byte
+counts of its TCP connections twice with `ss` (package iproute2), between two
+log lines. The bytes should be: every parameter out to every replica once per
+step, every gradient of an admitted replica in once, and nothing else of that
+size; no connection between workers, and none of these bytes through an in-graph
+client.
 """
 
 import tempfile
@@ -19,13 +20,22 @@ from experiments.support import programs
 from experiments.support import traffic
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("ps", 1, "PS tasks")
-flags.DEFINE_integer("workers", 2, "Replicas")
-flags.DEFINE_integer("replicas_to_aggregate", None, "N; all workers")
-flags.DEFINE_enum(
-  "replication", "between_graph", ["between_graph", "in_graph"], "Driver"
+flags.DEFINE_integer("ps", 1, "The number of PS tasks (parameter servers)")
+flags.DEFINE_integer("workers", 2, "The number of workers")
+flags.DEFINE_integer(
+  "replicas_to_aggregate",
+  None,
+  "The number of gradients in an update; by default all workers'",
 )
-flags.DEFINE_integer("steps", 100, "Steps between the two readings")
+flags.DEFINE_enum(
+  "replication",
+  "between_graph",
+  ["between_graph", "in_graph"],
+  "The driver of the training",
+)
+flags.DEFINE_integer(
+  "steps", 100, "The number of steps between the two readings"
+)
 
 _WARM_UP_STEPS = 20
 

@@ -1,1 +1,1 @@
-"""The CIFAR-10 tutorial network and the binaries that train it."""
+"""Contains the CIFAR-10 tutorial's network, and programs that train it."""

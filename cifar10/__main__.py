@@ -1,4 +1,4 @@
-"""Lists the programs of this package: `python -m cifar10`."""
+"""Prints a list of this package's programs: `python -m cifar10`."""
 
 from tf_replicas.programs import listing
 

@@ -1,4 +1,4 @@
-"""Defines the settings of a training run, a frozen `Config`, and constants.
+"""Defines the settings of a CIFAR-10 training (`Config`), and constants.
 
 TensorFlow is not imported, so that a launcher can check its flags at once.
 """
@@ -77,11 +77,14 @@ _Count = TypeVar("_Count")
 
 
 class CropSizes(NamedTuple):
-  """Heights and widths, in pixels, of crops, which are then resized to 24.
+  """Sizes of the square crops that are cut out of images, in pixels.
+
+  Crops are then resized to 24 pixels, which the network sees.
 
   Attributes:
-    evaluation: Size of the middle crop, for evaluation.
-    smallest: Smallest size in training, which draws one for each image.
+    evaluation: Size of the crop from the middle of an image, in evaluation.
+    smallest: Smallest size in training, which draws a random size for each
+      image.
     largest: Largest size in training.
   """
 
@@ -92,10 +95,9 @@ class CropSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Everything a training run depends on, apart from the machines.
+  """The settings of a training run, apart from the machines that run it.
 
-  The defaults are those of the TF1 tutorial (`cifar10.py`,
-  `cifar10_train.py`).
+  The defaults are those of the TF1 tutorial (`cifar10.py`, `cifar10_train.py`).
 
   Raises:
     ValueError: If a setting is out of range.
@@ -206,13 +208,12 @@ class Config:
       self.warmup_epochs,
       self.warmup_epochs <= self.num_epochs
       and _num_examples(self.warmup_epochs) < _num_examples(self.num_epochs),
-      f"in [0, {self.num_epochs}), the epochs of the run, by an example less"
-      " at least",
+      f"in [0, {self.num_epochs}), and at least one example less than the run",
     )
 
 
 def from_recipe(recipe: str, **given) -> Config:
-  """Makes a `Config` from a recipe's settings.
+  """Makes a `Config` from a recipe, a named set of settings.
 
   Args:
     recipe: Key of `RECIPES`.
@@ -231,11 +232,14 @@ def default_rate(
   batch_size: int,
   is_scaled_later: bool = False,
 ) -> learning_rates.Default:
-  """Computes the default learning rate from recipe, batch, rule and replicas.
+  """Computes the learning rate for when none is given.
+
+  It depends on the recipe (a named set of settings), the batch size, the update
+  rule and the number of replicas.
 
   Args:
     recipe: Key of `RECIPES`.
-    options: How the training is run.
+    options: How the training is run, with the update rule and the replicas.
     batch_size: Number of images in the batch of one tower, a copy of the model.
     is_scaled_later: Whether `learning_rate_scale` will be the number of batches
       in an update.
@@ -258,7 +262,7 @@ def learning_rate(
   *,
   num_examples_per_epoch: int = NUM_EXAMPLES_PER_EPOCH_FOR_TRAIN,
 ) -> _Count:
-  """Computes the learning rate after `examples_seen` examples.
+  """Computes the learning rate at a point of the training.
 
   A schedule that counts examples instead of steps is right for any number of
   replicas (the tutorial's multi-GPU program once got that wrong). With the
@@ -295,7 +299,11 @@ def learning_rate(
 
 
 def num_examples(config: Config) -> int:
-  """Returns the number of examples in a whole run."""
+  """Returns the number of examples that a whole run uses.
+
+  Args:
+    config: The settings of the run.
+  """
   return _num_examples(config.num_epochs)
 
 
@@ -304,14 +312,27 @@ def _num_examples(epochs: float) -> int:
 
 
 def centered_from(config: Config) -> int | None:
-  """Returns the examples after which crops are near the middle, or None."""
+  """Returns when training crops begin to be near the middle of an image.
+
+  This is so in the last part of a run, `config.centered_share` of it.
+
+  Returns:
+    The number of examples used before; None if it never begins.
+  """
   if not config.centered_share:
     return None
   return round(num_examples(config) * (1.0 - config.centered_share))
 
 
 def crop_sizes(config: Config) -> CropSizes | None:
-  """Returns the sizes of crops; None if all are 24 and none is resized."""
+  """Returns the side lengths of the square crops that are cut out of images.
+
+  The network takes squares of 24 x 24 pixels. Crops of other sizes are resized
+  to that.
+
+  Returns:
+    The sizes; None if all crops have 24 pixels, so that none is resized.
+  """
   sizes = CropSizes(
     config.crop_size, config.min_crop_size, config.max_crop_size
   )
@@ -323,13 +344,17 @@ def fit(
 ) -> Config:
   """Makes a `Config` from a recipe, fitted to the length of the run.
 
+  A recipe is a named set of settings. The warm-up is the first part of the run,
+  in which the learning rate rises.
+
   The warm-up takes the same share of the run as in the recipe, and the schedule
   "one_cycle" ends with the run. A rate that is scaled up is always warmed up,
   for at most an eighth of the run.
 
   Args:
     recipe: Key of `RECIPES`.
-    given: Fields of `Config`, which are used unchanged.
+    given: Fields of `Config`, which override those of the recipe and are not
+      fitted.
     effective_batch: Number of examples in an update.
 
   Raises:

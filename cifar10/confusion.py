@@ -1,4 +1,4 @@
-"""Computes precision and recall from a confusion matrix, and shows the matrix.
+"""Computes precision and recall from a confusion matrix, and draws it.
 
 A confusion matrix has one row for each true class and one column for each
 predicted class: `[10, 10]` counts of images.
@@ -13,12 +13,19 @@ _DOTS_PER_INCH = 90
 
 
 def accuracy(matrix: np.ndarray) -> float:
-  """Returns the share of images that are classified right: precision @ 1."""
+  """Returns the share of images that are classified right (precision @ 1).
+
+  Args:
+    matrix: `[10, 10]` counts of images by true class and predicted class.
+  """
   return float(np.trace(matrix) / np.sum(matrix))
 
 
 def recall(matrix: np.ndarray) -> np.ndarray:
   """Returns, for the images of each class, the share classified right.
+
+  Args:
+    matrix: `[10, 10]` counts of images by true class and predicted class.
 
   Returns:
     `[10]` shares; NaN for a class without an image.
@@ -29,6 +36,9 @@ def recall(matrix: np.ndarray) -> np.ndarray:
 def precision(matrix: np.ndarray) -> np.ndarray:
   """Returns, for the images predicted as each class, the share of that class.
 
+  Args:
+    matrix: `[10, 10]` counts of images by true class and predicted class.
+
   Returns:
     `[10]` shares; NaN for a class that was never predicted.
   """
@@ -36,7 +46,13 @@ def precision(matrix: np.ndarray) -> np.ndarray:
 
 
 def scalars(matrix: np.ndarray) -> dict[str, float]:
-  """Returns scalars for TensorBoard by name; leaves out rates that are NaN."""
+  """Returns accuracy, precision and recall by their names in TensorBoard.
+
+  Precision and recall of a class are left out if they are NaN.
+
+  Args:
+    matrix: `[10, 10]` counts of images by true class and predicted class.
+  """
   values = {"precision @ 1": accuracy(matrix)}
   for name, rates in (
     ("precision", precision(matrix)),
@@ -49,7 +65,14 @@ def scalars(matrix: np.ndarray) -> dict[str, float]:
 
 
 def table(matrix: np.ndarray) -> str:
-  """Returns a table with images, recall and precision of each class."""
+  """Formats the number of images, recall and precision of each class.
+
+  Args:
+    matrix: `[10, 10]` counts of images by true class and predicted class.
+
+  Returns:
+    A table as text, one line per class.
+  """
   lines = [f"{'class':<12}{'images':>7}{'recall':>9}{'precision':>11}"]
   rows = zip(
     config.LABELS,
@@ -74,7 +97,10 @@ def can_draw() -> bool:
 
 
 def picture(matrix: np.ndarray) -> np.ndarray:
-  """Draws the matrix; the darker a cell, the larger its share of the row.
+  """Draws a confusion matrix; a darker cell has a larger share of its row.
+
+  Args:
+    matrix: `[10, 10]` counts of images by true class and predicted class.
 
   Returns:
     A uint8 image `[height, width, 3]`.

@@ -1,6 +1,7 @@
-"""Draws and applies the tutorial's random distortions, a batch at a time.
+"""Draws and applies the CIFAR-10 tutorial's random distortions of images.
 
-Crops may also have other sizes than 24, and are then resized to 24.
+All images of a batch are distorted at a time. Crops may also have other sizes
+than the tutorial's 24 pixels, and are then resized to 24.
 """
 
 from typing import NamedTuple
@@ -21,17 +22,20 @@ _EDGE = 3e-7
 
 
 class Distortions(NamedTuple):
-  """Random numbers that distort the images of a batch; each `[batch]`.
+  """Random numbers that distort the images of a batch.
+
+  Each field is a tensor `[batch]`.
 
   Attributes:
-    size: Height and width of the crop, float32; 24 if it is not resized.
+    size: Height and width of the crop in pixels, float32; 24 if the crop is not
+      resized.
     top: The row of the crop's upper left corner. Int32 in [0, 8], with 4 for
       the middle crop; float32 if crops are resized.
     left: The column of the crop's upper left corner, like `top`.
     flip: Whether the crop is mirrored left to right, bool.
-    brightness: Number added to every value; float32 in [-63, 63).
-    contrast: Factor of the distance to the channel's mean; float32 in [0.2,
-      1.8).
+    brightness: Number added to every value of the image; float32 in [-63, 63).
+    contrast: Factor of the distance of each value from the mean of its color
+      channel; float32 in [0.2, 1.8).
   """
 
   size: tf.Tensor
@@ -49,11 +53,11 @@ def draw(
   max_shift: int | tf.Tensor = MAX_SHIFT,
   sizes: tuple[float | tf.Tensor, float | tf.Tensor] | None = None,
 ) -> Distortions:
-  """Draws independent distortions for a number of images.
+  """Draws random numbers that distort each of a number of images.
 
   Args:
     seed: `[2]` integers, as for TensorFlow's stateless random ops.
-    num_images: The length of each result.
+    num_images: The number of images.
     max_shift: Largest distance, in pixels, between a crop and the middle crop
       in each direction; an int or a scalar tensor. Without `sizes`, in [0, 4].
       With `sizes`, also limited by the edges of the image.
@@ -89,16 +93,16 @@ def draw(
 def apply(
   images: tf.Tensor, distortions: Distortions, *, colors: bool = True
 ) -> tf.Tensor:
-  """Distorts a batch in the tutorial's order (`cifar10_input.py`).
+  """Distorts a batch of images in the tutorial's order (`cifar10_input.py`).
 
-  The order is crop, flip, brightness, contrast, standardization. Each does to
-  an image what the `tf.image` function of that name does. Standardization
-  cancels the change of brightness and most of the change of contrast; they are
-  kept because the tutorial has them.
+  The order is crop, flip, brightness, contrast, standardization. Each
+  distortion does to an image what the `tf.image` function of that name does.
+  Standardization cancels the change of brightness and most of the change of
+  contrast; they are kept because the tutorial has them.
 
   Args:
     images: Images, uint8 `[batch, 32, 32, 3]`.
-    distortions: The distortions of every image.
+    distortions: The random numbers that determine the distortions.
     colors: Whether brightness and contrast change.
 
   Returns:
@@ -117,11 +121,11 @@ def apply(
 
 
 def distort(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Distorts a batch at random: draws distortions and applies them.
+  """Distorts a batch of images at random, for training.
 
   Args:
     images: Images, uint8 `[batch, 32, 32, 3]`, with a static batch size.
-    seed: `[2]` integers; the same seed distorts in the same way.
+    seed: `[2]` integers; equal seeds give equal distortions.
 
   Returns:
     Distorted images, float32 `[batch, 24, 24, 3]`.
@@ -130,7 +134,7 @@ def distort(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 
 
 def center(images: tf.Tensor, size: float = config.IMAGE_SIZE) -> tf.Tensor:
-  """Cuts out the middle and standardizes it, for evaluation.
+  """Cuts out the middle of images and standardizes it, for evaluation.
 
   Args:
     images: Images, uint8 `[batch, 32, 32, 3]`.
@@ -155,12 +159,14 @@ def views(
 ) -> tf.Tensor:
   """Makes several views of the middle of each image, for evaluation.
 
+  A view is a crop, possibly mirrored.
+
   Args:
     images: Images, uint8 `[batch, 32, 32, 3]`.
     size: Height and width of the crop of the first view. With 6 views, there
       are also crops 2 pixels smaller and larger.
-    num_views: Number of views, one of `config.VIEWS`. The second half of
-      several views are mirror images of the first half.
+    num_views: Number of views, one of `config.VIEWS`. If there are several, the
+      second half are mirror images of the first half.
 
   Returns:
     Standardized crops, float32 `[num_views * batch, 24, 24, 3]`: the first view
@@ -183,7 +189,14 @@ def views(
 
 
 def _cut(images, top, left, flip) -> tf.Tensor:
-  """Cuts out crops of 24 and mirrors some of them."""
+  """Cuts out a 24x24 crop of each image, and mirrors some of the crops.
+
+  Args:
+    images: Images, uint8 `[batch, 32, 32, 3]`.
+    top: Row of each crop's upper left corner.
+    left: Column of each crop's upper left corner.
+    flip: Whether each crop is mirrored.
+  """
   offsets = tf.range(config.IMAGE_SIZE)
   rows = top[:, tf.newaxis] + offsets
   columns = left[:, tf.newaxis] + tf.where(
@@ -195,10 +208,17 @@ def _cut(images, top, left, flip) -> tf.Tensor:
 
 
 def _cut_and_resize(images, size, top, left, flip) -> tf.Tensor:
-  """Cuts out crops of any size, mirrors some, and resizes them to 24.
+  """Cuts out a crop of each image, mirrors some, and resizes all to 24x24.
 
   The interpolation is bilinear. The corner pixels of a result are those of the
   crop.
+
+  Args:
+    images: Images, uint8 `[batch, 32, 32, 3]`.
+    size: Height and width of each crop.
+    top: Row of each crop's upper left corner.
+    left: Column of each crop's upper left corner.
+    flip: Whether each crop is mirrored.
   """
   right = left + size - 1
   left, right = tf.where(flip, right, left), tf.where(flip, left, right)

@@ -1,12 +1,12 @@
 r"""Trains CIFAR-10 with several replicas on parameter servers.
 
-A whole cluster on this machine:
+This command runs a whole cluster on this machine:
 
   python -m cifar10.distributed_train --dataset=synthetic \
     --cluster_spec=cluster_specs/local_1ps_2workers.json --train_dir=/tmp/run
 
-One task of a cluster on several machines: the same command with --job_name and
---task_index, or with TF_CONFIG in the environment.
+If the cluster is on several machines, each task is started by the same command
+with --job_name and --task_index, or with TF_CONFIG in the environment.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,10 @@
   python -m cifar10.eval --train_dir=/tmp/cifar10_train [--run_once]
     [--views=6] [--eval_data=train_eval]
 
-Without --run_once, every new checkpoint is measured until training has ended.
-With --views, the probabilities are the mean over several views of an image.
+Without `--run_once`, every new checkpoint is measured until training has ended.
+With `--views`, the probabilities are the mean over several views (crops,
+possibly mirrored) of an image. With `--eval_data=train_eval`, training images
+are measured instead of test images.
 """
 
 import datetime
@@ -38,28 +40,30 @@ def evaluate(
   interval_secs: float = 10.0,
   timeout_secs: float | None = None,
 ) -> np.ndarray | None:
-  """Measures checkpoints in `config.train_dir`, in float32.
+  """Measures the checkpoints of a training on test images, in float32.
 
-  For each checkpoint, prints the precision @ 1 and writes it to TensorBoard,
-  with the precision and the recall of every class (see `confusion`) and a
-  picture of the confusion matrix.
+  The checkpoints are those in `config.train_dir`. For each, prints the
+  precision @ 1 (the share of images that are classified right) and writes it to
+  TensorBoard, with the precision and the recall of every class and a picture of
+  the confusion matrix.
 
   Args:
-    config: The settings of the run, with its directory and its data set.
+    config: The settings of the training, with its directory and its data set.
     eval_dir: Directory of the TensorBoard summaries. None takes `eval` in the
       run's directory, followed by `_train` for `train_eval` and by, for
       example, `_6_views` for 6 views.
     eval_data: `test`, or `train_eval` for the undistorted training images; the
       names are the tutorial's.
     run_once: Whether to measure the newest checkpoint only.
-    num_views: Number of views of an image over which the probabilities are
-      averaged, one of `config.VIEWS`. The tutorial has 1.
+    num_views: Number of views (crops, possibly mirrored) of an image over which
+      the probabilities are averaged, one of `config.VIEWS`. The tutorial has 1.
     batch_size: Number of images in a batch.
     interval_secs: Seconds between measurements.
     timeout_secs: The seconds to wait for a new checkpoint; None waits forever.
 
   Returns:
-    The last confusion matrix, or None if there was no checkpoint in time.
+    The confusion matrix of the last checkpoint, `[10, 10]` counts of images by
+    true and predicted class; None if there was no checkpoint in time.
 
   Raises:
     checkpoints.CheckpointError: If there is no checkpoint, or it is of another
@@ -116,7 +120,17 @@ def evaluate(
 
 
 def _counter(network, batches, num_views) -> Callable[[], np.ndarray]:
-  """Returns a function that computes the confusion matrix of all batches."""
+  """Makes a function that computes the confusion matrix of a network.
+
+  Args:
+    network: A network made by `model.build`.
+    batches: The batches of all images, with their labels.
+    num_views: Number of views (crops, possibly mirrored) of each image.
+
+  Returns:
+    A function without arguments, which returns `[10, 10]` counts of images by
+    true and predicted class.
+  """
   import tensorflow as tf
 
   from cifar10 import model as model_lib

@@ -3,10 +3,12 @@
   python -m cifar10.export --train_dir=/tmp/cifar10_train --export_dir=DIR
     [--views=6]
 
-The model takes raw uint8 images `[batch, 32, 32, 3]`, red first, and returns
-probabilities `[batch, 10]`. It includes cropping and standardization, and has
-the moving averages of the weights. `model.labels` is the path of a file with
-the names of the classes, one per line.
+The model takes raw uint8 images `[batch, 32, 32, 3]`, in the color order red,
+green, blue, and returns probabilities `[batch, 10]`. It includes cropping and
+standardization, and has the moving averages of the weights. `model.labels` is
+the path of a file with the names of the classes, one per line. With `--views`,
+the probabilities are the mean over several views (crops, possibly mirrored) of
+an image.
 """
 
 import os
@@ -27,7 +29,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """Defines the flags of this binary, which `--help` shows."""
+  """Defines the command-line flags of this program, which exports a network."""
   flags.DEFINE_string("train_dir", "/tmp/cifar10_train", "The run to export")
   flags.DEFINE_string(
     "export_dir", None, "Directory for the SavedModel; new or empty"
@@ -42,21 +44,21 @@ def define_flags() -> None:
 
 
 def export(train_dir: str, export_dir: str, *, num_views: int = 1) -> str:
-  """Exports the newest checkpoint of a run.
+  """Exports the newest checkpoint of a training as a SavedModel.
 
   Args:
-    train_dir: The run's directory.
-    export_dir: Directory of the SavedModel. It must be empty or not exist, and
-      is put in place only when it is complete.
-    num_views: Number of views of an image over which the probabilities are
-      averaged, one of `config.VIEWS`.
+    train_dir: The directory of the training.
+    export_dir: Directory of the SavedModel. It must be empty or not exist. The
+      model appears there only when it is complete.
+    num_views: Number of views (crops, possibly mirrored) of an image over which
+      the probabilities are averaged, one of `config.VIEWS`.
 
   Returns:
-    The path of the checkpoint.
+    The path of the checkpoint that was exported.
 
   Raises:
     FileExistsError: If `export_dir` is a file or is not empty.
-    ValueError: If the run's record of its settings is damaged.
+    ValueError: If the file with the settings of the training is damaged.
     checkpoints.CheckpointError: If there is no checkpoint, or it is of another
       model.
   """
@@ -103,7 +105,17 @@ def _save(
   labels_path: str,
   directory: str,
 ) -> None:
-  """Writes the SavedModel of the network with the given variables."""
+  """Writes a SavedModel of the network to a directory.
+
+  Args:
+    values: The values of the network's variables, by path.
+    crop_size: Height and width of the crop from the middle of an image.
+    num_views: Number of views (crops, possibly mirrored) of an image over which
+      the probabilities are averaged.
+    labels_path: Path of the file with the names of the classes, which is
+      written here and copied into the SavedModel.
+    directory: Directory of the SavedModel.
+  """
   import tensorflow as tf
 
   from cifar10 import distortions

@@ -5,7 +5,7 @@
 
 `cifar10_train.py` and `cifar10_multi_gpu_train.py` of the tutorial wrote such
 checkpoints, in the first or the second format of `tf.train.Saver`. The network
-is the same, so only the names of variables change.
+of this package is that of the tutorial, so only the names of variables change.
 """
 
 import os
@@ -35,7 +35,7 @@ _STEP = "global_step"
 
 
 def define_flags() -> None:
-  """Defines the flags of this binary, which `--help` shows."""
+  """Defines the command-line flags of this program, as `--help` shows them."""
   flags.DEFINE_string(
     "checkpoint",
     None,
@@ -54,7 +54,7 @@ def define_flags() -> None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-  """Reads a checkpoint of the tutorial's network.
+  """Reads a checkpoint of TF1's CIFAR-10 tutorial.
 
   Args:
     path: Path of the checkpoint, or a directory, of which the newest checkpoint
@@ -102,16 +102,31 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _known(key: str) -> str | None:
-  """Returns the key if its tensor is to be read; else None."""
+  """Selects the tensors of a TF1 checkpoint that are imported.
+
+  Args:
+    key: The name of a tensor in the checkpoint.
+
+  Returns:
+    `key` if the tensor is to be read, else None.
+  """
   is_known = key == _STEP or key.removesuffix(AVERAGE) in NAMES
   return key if is_known else None
 
 
 def _global_step(path: str, saved: np.ndarray | None) -> np.int64:
-  """Returns the global step in the checkpoint or, without it, in its name.
+  """Returns the global step of a TF1 checkpoint.
 
-  In the tutorial of 2015 the variable was not named; the program for several
-  GPUs stored it as float32.
+  It is taken from the checkpoint's file name if the checkpoint has no such
+  variable: in the tutorial of 2015 the variable was not named. The tutorial's
+  program for several GPUs stored it as float32.
+
+  Args:
+    path: Path of the checkpoint.
+    saved: The value in the checkpoint, or None.
+
+  Raises:
+    checkpoints.CheckpointError: If the file name has no step either.
   """
   from tf_replicas.session import checkpoints
 
@@ -129,12 +144,12 @@ def import_checkpoint(
   *,
   batch_size: int = config_lib.Config.batch_size,
 ) -> str:
-  """Writes a TF1 checkpoint as the first checkpoint of a run.
+  """Writes a checkpoint of TF1's tutorial as the first one of a new training.
 
   Args:
     checkpoint: Path of the TF1 checkpoint, or a directory, of which the newest
       checkpoint is taken.
-    train_dir: Directory of the run, which is made if it does not exist.
+    train_dir: Directory of the training, which is made if it does not exist.
     batch_size: Number of images in one update of the TF1 training.
 
   Returns:
@@ -142,8 +157,8 @@ def import_checkpoint(
 
   Raises:
     FileExistsError: If `train_dir` holds a checkpoint.
-    checkpoints.CheckpointError: If the TF1 checkpoint cannot be used; see
-      `read`.
+    checkpoints.CheckpointError: If the TF1 checkpoint is missing, damaged or of
+      another network.
   """
   from tf_replicas.session import checkpoints
 

@@ -1,4 +1,4 @@
-"""Makes batches for training and evaluation.
+"""Makes batches of images for training and evaluation.
 
 The data is not kept in a graph: a dataset reads its source when it is first
 iterated, on the machine that iterates it. Every batch is gathered from memory
@@ -44,12 +44,13 @@ def train_dataset(
   """Makes endless batches of distorted training images for one worker.
 
   All workers share one stream of examples: for each epoch, a different
-  permutation of the training set, one after another (Goyal et al. 2017,
-  remark 4). The stream is cut into global batches of `num_shards * batch_size`
-  examples. Worker k takes the k-th of `num_shards` equal slices of each. So
+  permutation of the training set, one after another (Goyal et al. 2017, remark
+  4). The stream is cut into global batches of `num_shards * batch_size`
+  examples. Worker k takes the k-th of `num_shards` equal slices of each global
+  batch. So
 
-  *   every example is in one worker's batch once per epoch, without a
-      remainder (a global batch may reach into the next epoch);
+  *   every example is in one worker's batch once per epoch, without a remainder
+      (a global batch may reach into the next epoch);
   *   n workers' batches put together are, image for image and distortions
       included, the batch of one worker with an n times larger batch.
 
@@ -58,19 +59,19 @@ def train_dataset(
     batch_size: Number of images in a batch of this worker.
     seed: Seed of order and distortions.
     num_shards: Number of workers.
-    shard_index: Number of this worker; may be a scalar tensor, as in the
-      dataset function of an in-graph worker.
+    shard_index: Index of this worker, from 0 on; may be a scalar tensor, as in
+      the dataset function of an in-graph worker.
     start_example: The position in the stream to begin at when a run is resumed:
       the number of examples that all workers have drawn so far. The dataset
       begins with the global batch of this example, so that workers never share
       an example, whenever they start. Skipping costs nothing.
     used_share: Share of a global batch that updates use; below 1 if some
-      workers are backups.
+      workers are backups, of which not all contribute to each update.
     distort_colors: Whether brightness and contrast change.
-    centered_from: Number of used examples after which global batches are
-      cropped near the middle, as in evaluation; None for never.
-    crop_sizes: Sizes of crops, which are then resized to 24. None: all crops
-      are of 24.
+    centered_from: Number of used examples after which images are cropped near
+      the middle, as in evaluation; None for never.
+    crop_sizes: Sizes of crops, which are then resized to 24 pixels. None: all
+      crops have 24 pixels.
 
   Returns:
     A dataset of float32 images `[batch_size, 24, 24, 3]` and int64 labels
@@ -127,7 +128,13 @@ def train_dataset(
 def _crops(
   sizes: config.CropSizes | None, is_centered: tf.Tensor | bool
 ) -> dict:
-  """Returns the arguments of `distortions.draw` that concern crops."""
+  """Returns the arguments of `distortions.draw` that concern crops.
+
+  Args:
+    sizes: The sizes of crops; None if all have 24 pixels.
+    is_centered: Whether crops are near the middle of images, as in the last
+      part of a training.
+  """
   if sizes is None:
     shift = tf.where(is_centered, CENTERED_MAX_SHIFT, distortions.MAX_SHIFT)
     return {"max_shift": shift}
@@ -153,14 +160,15 @@ def eval_batches(
   crop_size: float = config.IMAGE_SIZE,
   num_views: int = 1,
 ) -> tf.data.Dataset:
-  """Makes batches for evaluation, with every image in exactly one.
+  """Makes batches for evaluation, with every image in exactly one batch.
 
   Args:
     source: The data, which is read when the dataset is first iterated.
     batch_size: Number of images in a batch; the last batch may be smaller.
     split: `test`, or `train` to measure on the training set.
-    crop_size: Height and width of a crop, which is resized unless 24.
-    num_views: Number of views of an image, one of `config.VIEWS`.
+    crop_size: Height and width of a crop, which is resized to 24 pixels.
+    num_views: Number of views (crops, possibly mirrored) of an image, one of
+      `config.VIEWS`.
 
   Returns:
     A finite dataset of float32 images `[num_views * batch, 24, 24, 3]`, in the
@@ -192,11 +200,15 @@ def eval_batches(
 
 
 def _examples(source: sources.Source, split: str) -> tf.data.Dataset:
-  """Makes a dataset with one element: all images and labels of a split.
+  """Makes a dataset with one element: all images and labels of a data set.
 
-  They are an element, read when the dataset is iterated, and not captured
-  tensors: the runtime copies captured tensors into the dataset's graph as
-  constants each time it rewrites the graph (TF 2.21).
+  The images are read when the dataset is iterated. They are not tensors that
+  the dataset captures, since the runtime copies captured tensors into the
+  dataset's graph as constants each time it rewrites the graph (TF 2.21).
+
+  Args:
+    source: The data set.
+    split: `train` or `test`.
   """
 
   def read(_):
@@ -217,10 +229,19 @@ def _order(
   start_example: int | tf.Tensor,
   step: int,
 ) -> tf.data.Dataset:
-  """Makes a dataset with the indices of examples of each global batch.
+  """Makes a dataset with the indices of the examples of each global batch.
 
-  Elements are (number of examples used before, indices). `step` is the number
-  of examples of a global batch that updates use.
+  A global batch is the batches of all workers for one step.
+
+  Args:
+    num_examples: The number of training examples.
+    global_batch: The number of examples in a global batch.
+    seed: The seed of the order.
+    start_example: The number of examples drawn before, when a run is resumed.
+    step: The number of examples of a global batch that updates use.
+
+  Returns:
+    A dataset of (number of examples used before, indices `[global_batch]`).
   """
   number = tf.cast(start_example, tf.int64) // global_batch
   start = number * global_batch

@@ -2,8 +2,8 @@
 
 `tf.nn.local_response_normalization` takes a fifth to a third of the tutorial
 network's step on a CPU. The sums over neighboring channels equal a product with
-a banded matrix of ones. As long as there are few channels, the product takes
-more arithmetic but far less time.
+a banded matrix of ones. If there are few channels, the product takes more
+arithmetic than the op, but far less time.
 """
 
 import keras
@@ -31,22 +31,23 @@ def local_response_normalization(
       output = inputs / s^beta
 
   Values and gradients are those of `tf.nn.local_response_normalization`
-  (Krizhevsky et al. 2012, section 3.3), whose defaults it shares.
+  (Krizhevsky et al. 2012, section 3.3), whose default arguments this function
+  shares.
 
   Args:
     inputs: A floating-point tensor `[..., channels]` with a static number of
-      channels. For float16 and bfloat16, the computation is in float32.
-    depth_radius: Number `r` of channels on either side that count.
+      channels. Inputs in float16 or bfloat16 are computed in float32.
+    depth_radius: Number r of channels on either side that are summed.
     bias: The offset that keeps `s` away from zero.
-    alpha: Factor of the sum.
+    alpha: Factor of the sum of squares.
     beta: The exponent of `s`.
 
   Returns:
     A tensor of the shape and dtype of `inputs`.
 
   Raises:
-    ValueError: If `depth_radius` is negative or the number of channels is
-      not known.
+    ValueError: If `depth_radius` is negative or the number of channels is not
+      known.
   """
   if depth_radius < 0:
     raise ValueError(
@@ -82,10 +83,12 @@ def local_response_normalization(
 
 @keras.saving.register_keras_serializable(package="cifar10")
 class LocalResponseNormalization(keras.layers.Layer):
-  """A layer that computes `local_response_normalization`.
+  """A Keras layer that normalizes each value by its neighboring channels.
+
+  It calls `local_response_normalization`.
 
   Attributes:
-    options: The function's keyword arguments.
+    options: The keyword arguments for this function.
   """
 
   def __init__(
@@ -119,10 +122,12 @@ def _banded(
   alpha: float,
   beta: float,
 ) -> tf.Tensor:
-  """Computes the normalization of float32 or float64 `[..., channels]`.
+  """Computes the local response normalization by a banded matrix.
 
-  With S the symmetric band matrix, b = beta, s = bias + alpha S x^2 and
-  y = x s^-b, the gradient of sum(g y) with respect to x is
+  `inputs` is float32 or float64 `[..., channels]`.
+  `local_response_normalization` documents the other arguments. With S the
+  symmetric band matrix, b = beta, s = bias + alpha S x^2 and y = x s^-b, the
+  gradient of sum(g y) with respect to x is
 
       g s^-b - 2 alpha b x S (g y / s)
   """
@@ -155,7 +160,7 @@ def _banded(
 
 
 def _inverse_power(x: tf.Tensor, exponent: float) -> tf.Tensor:
-  """Computes x^-exponent, if possible by roots, which are much faster."""
+  """Computes x^-exponent, by roots where possible, which are much faster."""
   if exponent == 0.5:
     return tf.math.rsqrt(x)
   if exponent == 0.75:

@@ -1,4 +1,7 @@
-"""Builds the tutorial's network, and computes its loss from plain tensors."""
+"""Builds the CIFAR-10 tutorial's network, and computes its loss.
+
+The loss is a function of the values of the parameters, plain tensors.
+"""
 
 from collections.abc import Mapping
 
@@ -17,18 +20,19 @@ DECAYED = ("local3/kernel", "local4/kernel")
 def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
   """Builds the network of the TF1 tutorial (`cifar10.py: inference`).
 
-  It has two convolutions, two fully connected layers (called "local" there) and
-  a linear layer: 1,068,298 parameters. The first block pools and then
-  normalizes; the second normalizes and then pools.
+  The network has two convolutions, two fully connected layers (called "local"
+  in the tutorial) and a linear layer: 1,068,298 parameters. After the first
+  convolution, it pools and then normalizes; after the second, it normalizes and
+  then pools.
 
   Args:
-    seed: The same seed gives the same initial weights.
+    seed: The seed of the initial weights; equal seeds give equal weights.
     compute_dtype: `float32`, `bfloat16` or `float16`: the dtype to which the
       layers cast their inputs and parameters. The variables are float32.
 
   Returns:
-    A model from `[batch, 24, 24, 3]` images to `[batch, 10]` logits, which
-    are of `compute_dtype`.
+    A model from `[batch, 24, 24, 3]` images to `[batch, 10]` logits, which are
+    of `compute_dtype`.
   """
   size = config.IMAGE_SIZE
   dtype = compute_dtypes.policy(compute_dtype)
@@ -91,11 +95,15 @@ def build(*, seed: int = 0, compute_dtype: str = "float32") -> keras.Model:
 def probabilities(
   network: keras.Model, views: tf.Tensor, num_views: int = 1
 ) -> tf.Tensor:
-  """Computes the probability of each class, averaged over views of an image.
+  """Computes the probability of each class for images.
+
+  A view is a crop of an image, possibly mirrored. The probabilities are
+  averaged over all views of an image.
 
   Args:
     network: A network made by `build`.
-    views: `[num_views * batch, 24, 24, 3]`, as `distortions.views` returns
+    views: The views, `[num_views * batch, 24, 24, 3]`: the first view of every
+      image, then the next view of every image, as `distortions.views` returns
       them.
     num_views: Number of views of each image.
 
@@ -110,12 +118,13 @@ def probabilities(
 def loss(
   logits: tf.Tensor, labels: tf.Tensor, *, label_smoothing: float = 0.0
 ) -> tf.Tensor:
-  """Returns the mean cross-entropy, in float32.
+  """Computes the mean cross-entropy of a batch, in float32.
 
   Args:
-    logits: `[batch, 10]`, of any floating point type.
-    labels: `[batch]` integers in [0, 9].
-    label_smoothing: Share of the target that is spread over all classes.
+    logits: The network's outputs, `[batch, 10]`, of any floating point type.
+    labels: The true classes, `[batch]` integers in [0, 9].
+    label_smoothing: Share of the target probability that is spread over all
+      classes.
   """
   if label_smoothing:
     targets = tf.one_hot(labels, config.NUM_CLASSES)
@@ -136,14 +145,14 @@ def loss(
 def weight_decay(
   parameters: Mapping[str, tf.Tensor], *, factor: float = WEIGHT_DECAY
 ) -> tf.Tensor:
-  """Returns factor * 1/2 * sum of squares of the weights that decay.
+  """Computes the weight decay: factor * 1/2 * sum of squared weights.
 
   Only the kernels of `local3` and `local4` decay, as in the tutorial's code
   (its text says that all variables do).
 
   Args:
     parameters: Values of variables by path. Only those of `DECAYED` are read.
-    factor: The factor above.
+    factor: The factor of the sum.
   """
   return factor * tf.add_n(
     [tf.nn.l2_loss(tf.cast(parameters[path], tf.float32)) for path in DECAYED]
@@ -160,21 +169,22 @@ def total_loss(
   decay_factor: float = WEIGHT_DECAY,
   label_smoothing: float = 0.0,
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-  """Computes the loss from given parameter values.
+  """Computes the loss of a batch, with weight decay, for given parameters.
 
-  The network and the weight decay use the very same tensors, so parameters
-  that live on another machine are fetched once.
+  The network and the weight decay use the very same tensors, so parameters that
+  live on another machine are fetched once.
 
   Args:
     model: A network made by `build`. Its own trainable weights are not read.
     parameters: The values of all trainable variables by `variable.path`; watch
-      these to take gradients. Non-trainable variables may be included; the
-      others take their values from the model.
+      these to take gradients. Values of non-trainable variables may be
+      included; otherwise the model's own values are used.
     images: Distorted images, `[batch, 24, 24, 3]`.
-    labels: `[batch]` integers.
+    labels: The true classes, `[batch]` integers in [0, 9].
     training: The argument `training` of the layers.
-    decay_factor: Factor of the weight decay; see `weight_decay`.
-    label_smoothing: See `loss`.
+    decay_factor: Factor of the weight decay.
+    label_smoothing: Share of the target probability that is spread over all
+      classes.
 
   Returns:
     The scalar loss, and the new non-trainable values by path (none for this

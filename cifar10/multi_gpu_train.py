@@ -1,9 +1,10 @@
-r"""Trains CIFAR-10 with several towers on one machine, one on each GPU.
+r"""Trains CIFAR-10 on several GPUs of one machine.
 
   python -m cifar10.multi_gpu_train --num_gpus=2 --train_dir=/tmp/run
 
-A cluster spec instead of a number says which GPUs are used, and where the
-variables are:
+Each GPU has a copy of the network, a tower, which computes the gradients of a
+part of each batch. A cluster spec instead of a number says which GPUs are used,
+and where the variables are:
 
   python -m cifar10.multi_gpu_train --dataset=synthetic --emulate_gpus \
     --cluster_spec=cluster_specs/four_towers.json --train_dir=/tmp/run
@@ -26,16 +27,18 @@ def train(
   spec: cluster.ClusterSpec | None = None,
   **options: object,
 ) -> run_options.Outcome:
-  """Trains in this process, for a notebook or a test.
+  """Trains CIFAR-10 on the GPUs of one machine, in this process.
+
+  It serves notebooks and tests.
 
   Args:
-    config: What to train.
-    spec: The devices, and where the variables are, such as
+    config: The settings of the training.
+    spec: The devices, and the placement of variables, such as
       `run_options.one_machine_spec(2)` for two GPUs. None trains on one device.
     **options: Fields of `run_options.Options`, such as `emulate_gpus`.
 
   Returns:
-    The global step reached, and the last loss.
+    The global step reached, and the loss of the last update.
 
   Raises:
     ValueError: If an argument is out of range.

@@ -1,4 +1,7 @@
-"""Implements the optimizer Muon for networks with convolutions."""
+"""Implements the optimizer Muon for networks with convolutions.
+
+Muon makes the update of a matrix nearly orthogonal (Jordan et al. 2024).
+"""
 
 import keras
 
@@ -6,17 +9,17 @@ from tf_replicas.runtime import keras_internals
 
 
 class Muon(keras_internals.optimizer_class("Muon", "rms_rate")):
-  """Keras' Muon, which here also updates the kernels of convolutions.
+  """Keras' optimizer Muon, extended to the kernels of convolutions.
 
-  Keras' own Muon leaves all variables but matrices to Adam. Here, a kernel
-  `[height, width, in, out]` is treated as the matrix `[height * width * in,
-  out]` (Jordan et al. 2024). With its momentum m <- momentum * m + gradient, a
-  matrix W becomes
+  Muon makes the update of a matrix nearly orthogonal. Keras' own Muon leaves
+  all variables but matrices to Adam. Here, a kernel `[height, width, in, out]`
+  is treated as the matrix `[height * width * in, out]` (Jordan et al. 2024).
+  With its momentum m <- momentum * m + gradient, a matrix W becomes
 
       W <- (1 - rate * weight_decay) * W - rate * NS(gradient + momentum * m)
 
-  where NS, some Newton-Schulz steps, brings all singular values near 1, so
-  that `rate` bounds the change of the layer's output whatever its shape. Other
+  where NS, some Newton-Schulz steps, brings all singular values near 1, so that
+  `rate` bounds the change of the layer's output whatever its shape. Other
   variables, and those of `exclude_layers`, are left to Adam.
 
   An update needs a whole kernel. So a parameter store that cuts variables into
@@ -43,11 +46,13 @@ class Muon(keras_internals.optimizer_class("Muon", "rms_rate")):
   def zeropower_via_newtonschulz5(self, x, steps):
     """Brings the singular values of a matrix or kernel near 1.
 
+    Overrides a method that Keras' Muon calls for each update.
+
     A step replaces X by (a + b G + c G^2) X with G = X X^T. For a tall matrix,
     G = X^T X and the factor is on the right. All factors are polynomials of the
-    first G. So they are multiplied with each other and only once with X; for
-    2304 x 384 this takes a third of the time of multiplying each factor with X,
-    as Keras 3.15 does.
+    first G. So the factors are multiplied with each other, and only their
+    product with X; for 2304 x 384 this takes a third of the time of multiplying
+    each factor with X, as Keras 3.15 does.
 
     Args:
       x: A matrix or kernel: float32, of rank 2 or 4.

@@ -1,4 +1,4 @@
-"""Finds images: in record files, in TensorFlow Datasets, or synthetic ones."""
+"""Finds CIFAR-10 images in files, in TensorFlow Datasets, or synthetic ones."""
 
 import dataclasses
 import os
@@ -26,15 +26,15 @@ _IMAGE_SHAPE = (config.RECORD_SIZE, config.RECORD_SIZE, 3)
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """A training set and a test set.
+  """A training set and a test set of images, which are read when needed.
 
   Attributes:
     name: Name of the data set, as passed to `find`.
     num_train: Number of training examples.
     num_test: Number of test examples.
     read: Maps `train` or `test` to all images, uint8 `[N, 32, 32, 3]`, and
-      labels, int64 `[N]`, of that split. It uses TensorFlow ops only, so that
-      inside a graph the machine that runs the graph does the reading.
+      labels, int64 `[N]`, of that set. The function uses TensorFlow ops only,
+      so that inside a graph the machine that runs the graph does the reading.
   """
 
   name: str
@@ -46,11 +46,11 @@ class Source:
 def find(
   dataset: str, data_dir: str | None = None, *, download: bool = True
 ) -> Source:
-  """Finds a data set and checks it.
+  """Finds a data set of images by its name, and checks it.
 
   `cifar10` is read in the official binary layout if `data_dir`, or its
-  subdirectory `cifar-10-batches-bin`, holds any file of that layout. Everything
-  else but `synthetic` is left to TensorFlow Datasets.
+  subdirectory `cifar-10-batches-bin`, holds any file of that layout. All other
+  data sets except `synthetic` are left to TensorFlow Datasets.
 
   Args:
     dataset: `cifar10`, `synthetic`, or another TensorFlow data set with
@@ -59,11 +59,11 @@ def find(
     download: Whether TensorFlow Datasets may download a missing data set.
 
   Returns:
-    The source. Examples are read only when its `read` is called.
+    The data set. Examples are read only when its `read` is called.
 
   Raises:
-    DataError: If there is no such data set, it cannot be loaded, or a file
-      is invalid.
+    DataError: If there is no such data set, it cannot be loaded, or a file is
+      invalid.
   """
   if dataset == "synthetic":
     return Source(
@@ -80,10 +80,10 @@ def find(
 
 
 def decode_records(contents: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  """Decodes records of the official binary layout.
+  """Decodes records of CIFAR-10's official binary layout.
 
-  A record is a byte with the label and then 1024 bytes of red, 1024 of
-  green and 1024 of blue, each row by row.
+  A record is a byte with the label and then 1024 bytes of red, 1024 of green
+  and 1024 of blue, each row by row.
 
   Args:
     contents: The contents of a file: a scalar string of whole records.
@@ -118,7 +118,11 @@ def _record_files(name: str, paths: Sequence[str]) -> Source:
 
 
 def _check_records(path: str) -> None:
-  """Checks that a file has the right size and no label above 9."""
+  """Checks that a CIFAR-10 file has the right size and no label above 9.
+
+  Raises:
+    DataError: If that is not so.
+  """
   expected = RECORDS_PER_FILE * RECORD_BYTES
   if not os.path.exists(path):
     raise DataError(
@@ -170,7 +174,18 @@ def _tensorflow_dataset(
 
 
 def _check_features(name: str, info) -> None:
-  """Checks image shape, classes and splits of a data set before reading it."""
+  """Checks the features and splits of a data set before it is read.
+
+  Images must be 32x32x3, labels must have 10 classes, and there must be a
+  training and a test split.
+
+  Args:
+    name: The name of the data set.
+    info: Its description by TensorFlow Datasets.
+
+  Raises:
+    DataError: If that is not so.
+  """
   features = dict(info.features.items())
   image, label = features.get("image"), features.get("label")
   if image is None or image.shape != _IMAGE_SHAPE:

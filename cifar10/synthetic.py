@@ -1,9 +1,9 @@
 """Generates a small synthetic data set that a network can learn.
 
-The ten classes are stripes in one of five colors, vertical or horizontal. Color
-and direction survive cropping, mirroring and changes of brightness and
-contrast. Gray stripes in the other direction, a random tint and noise keep
-single pixels and mean colors from revealing the class.
+The ten classes of images are stripes in one of five colors, vertical or
+horizontal. Color and direction survive cropping, mirroring and changes of
+brightness and contrast. Gray stripes in the other direction, a random tint and
+noise keep single pixels and mean colors from revealing the class.
 """
 
 import math
@@ -29,10 +29,10 @@ _COLOURS = (
 
 
 def read(split: str) -> tuple[tf.Tensor, tf.Tensor]:
-  """Generates one split, with the same images every time.
+  """Generates the training or the test set, with the same images every time.
 
-  Both splits are drawn from one distribution with different seeds. In each, all
-  classes are equally frequent. The splits share no image.
+  Both sets are drawn from one distribution with different seeds. In each set,
+  all classes are equally frequent. The sets share no image.
 
   Args:
     split: `train` or `test`.
@@ -56,7 +56,10 @@ def read(split: str) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _wave(seed: tf.Tensor, size: int) -> tf.Tensor:
-  """Returns `[size, 32]` sines of random phase and periods of 4 to 8 pixels."""
+  """Returns random sine waves, `[size, 32]`, one wave per image.
+
+  Each has a random phase and height, and a period of 4 to 8 pixels.
+  """
   draws = tf.random.stateless_uniform([3, size, 1], seed)
   frequency = 2.0 * math.pi * (0.125 + 0.125 * draws[0])
   phase = 2.0 * math.pi * draws[1]

@@ -1,4 +1,4 @@
-"""Trains CIFAR-10 on one device: the first GPU, or the CPU without one.
+"""Trains CIFAR-10 on one device: the first GPU, or the CPU if there is no GPU.
 
 python -m cifar10.train --dataset=synthetic --train_dir=/tmp/run
 """
@@ -13,14 +13,16 @@ from tf_replicas.programs import run_options
 
 
 def train(config: config_lib.Config, **options: object) -> run_options.Outcome:
-  """Trains in this process, for a notebook or a test.
+  """Trains CIFAR-10 on one device, in this process.
+
+  It serves notebooks and tests.
 
   Args:
-    config: What to train.
+    config: The settings of the training.
     **options: Fields of `run_options.Options`, such as `log_every_steps`.
 
   Returns:
-    The global step reached, and the last loss.
+    The global step reached, and the loss of the last update.
 
   Raises:
     ValueError: If an argument is out of range.

@@ -1,4 +1,7 @@
-"""Defines the flags that say what is trained, for all training binaries."""
+"""Defines the flags for the settings of a CIFAR-10 training.
+
+All training programs of the package have these flags.
+"""
 
 from absl import flags
 
@@ -21,7 +24,10 @@ _OF_RECIPES = (
 
 
 def define() -> None:
-  """Defines the flags of every training binary."""
+  """Defines the flags for what is trained: data, network and optimizer.
+
+  All training programs of the package have these flags.
+  """
   group = config_lib.GROUP
   fields.define_flags(config_lib.Config, [group], unset=_OF_RECIPES)
   fields.define_flag(
@@ -34,18 +40,19 @@ def define() -> None:
 
 
 def config(options: run_options.Options) -> config_lib.Config:
-  """Makes the config of what to train from the flags.
+  """Makes the settings of a training (a `Config`) from the flags.
 
   Args:
-    options: How the training is run, which decides the number of examples in an
-      update.
+    options: How the training is run (devices, replicas, update rule). This
+      decides the number of examples in an update.
 
   Returns:
-    The config.
+    The settings.
 
   Raises:
     ValueError: If a flag is invalid, or flags contradict each other.
-    cluster.ClusterError: If the recipe does not fit where variables are placed.
+    cluster.ClusterError: If the recipe, a named set of settings, does not fit
+      the placement of variables.
   """
   given = fields.given(config_lib.Config)
   recipe = config_lib.from_recipe(FLAGS.recipe)
@@ -64,8 +71,9 @@ def config(options: run_options.Options) -> config_lib.Config:
   if options.update.then_update and has_cycle:
     raise ValueError(
       f"`--then_update` with the recipe {FLAGS.recipe}, whose rate is 0 at the"
-      " end of the run, needs `--num_epochs` for that: updates of different"
-      f" rules have different numbers of examples. Received: {options.update}."
+      " end of the run, needs `--num_epochs`, which says when that is: updates"
+      " of different rules have different numbers of examples. Received:"
+      f" {options.update}."
     )
   del given["recipe"]
   if "learning_rate" not in given:
@@ -82,19 +90,32 @@ def config(options: run_options.Options) -> config_lib.Config:
 
 
 def _check_one_batch_size(options: run_options.Options) -> None:
-  """Checks that all updates have gradients of the same number of batches."""
+  """Checks that every update has gradients of the same number of batches.
+
+  The learning rate can be scaled by this number only if it is constant.
+
+  Raises:
+    ValueError: If the update rule does not have this property.
+  """
   update = options.update
   if update.is_periodic or update.then_update:
     raise ValueError(
-      "`--scale_learning_rate` needs an `--update` with one gradient of a fixed"
-      f" number of batches in every update. Received: {update}."
+      "`--scale_learning_rate` needs an `--update` in which every update has"
+      f" the gradient of the same number of batches. Received: {update}."
     )
 
 
 def _check_momentum(
   options: run_options.Options, config: config_lib.Config
 ) -> None:
-  """Checks that `--momentum_correction` has velocities to correct."""
+  """Checks that `--momentum_correction` is used only with momentum.
+
+  The flag rescales the velocities of gradient descent with momentum when the
+  learning rate changes.
+
+  Raises:
+    ValueError: If the optimizer has no such velocities.
+  """
   has_velocities = config.optimizer == "sgd" and config.momentum
   if options.update.momentum_correction and not has_velocities:
     raise ValueError(
@@ -107,7 +128,13 @@ def _check_momentum(
 def _check_placement(
   options: run_options.Options, config: config_lib.Config
 ) -> None:
-  """Checks that Muon, which updates whole matrices, gets uncut variables."""
+  """Checks that the optimizer Muon is used only with uncut variables.
+
+  Muon updates whole matrices, so the parameter servers must not hold parts.
+
+  Raises:
+    cluster.ClusterError: If variables would be cut into parts.
+  """
   spec = options.spec
   is_cut = (
     spec.variables.on == "ps"

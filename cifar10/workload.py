@@ -1,4 +1,4 @@
-"""Makes the network, data and optimizer for the training binaries."""
+"""Makes what the CIFAR-10 programs train: network, data, optimizer."""
 
 import functools
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from tf_replicas.programs import update_options
 def train(
   config: config_lib.Config, options: run_options.Options
 ) -> run_options.Outcome:
-  """Trains in this process; see `task_runner.train`.
+  """Trains the CIFAR-10 network in this process, as `options` say.
 
   Args:
-    config: What to train.
+    config: The settings of what to train.
     options: How to run the training.
 
   Returns:
@@ -31,17 +31,20 @@ def train(
 def make(
   config: config_lib.Config, options: run_options.Options | None = None
 ) -> run_options.Workload:
-  """Makes the workload; downloads the data set, but not in a dry run.
+  """Makes the workload of a training: network, data and optimizer.
+
+  Downloads the data set if it is missing, but not in a dry run.
 
   Args:
-    config: What to train.
+    config: The settings of what to train.
     options: How to run the training; None trains on one device.
 
   Returns:
     The workload, for `task_runner.train`.
 
   Raises:
-    cluster.ClusterError: If batch size or length do not fit the options.
+    cluster.ClusterError: If the batch size or the length of the training does
+      not fit the options.
     sources.DataError: If the data set cannot be read.
   """
   from cifar10 import sources

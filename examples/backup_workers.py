@@ -1,7 +1,8 @@
-"""A slow worker, and what a backup worker saves: 4 of 4 gradients, then 3 of 4.
+"""Measures the time that a backup worker saves when one worker is slow.
 
-Worker 3 takes 0.2 s for each batch. The first updates need a gradient of every
-worker; then the rule changes, and an update takes the first three of four.
+Worker 3 takes 0.2 s for each batch. The first updates need a gradient of each
+of the 4 workers. Then the rule changes, and an update takes the gradients of
+the first 3 workers that have computed one.
 
 As a cluster:   python -m tf_replicas.launch --ps=1 --workers=4
                   examples/backup_workers.py
@@ -22,7 +23,7 @@ SLOW_WORKER, SECS, SWITCH_AT, STEPS = 3, 0.2, 12, 60
 
 
 def dataset_fn(num_shards, shard_index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples, which come slowly in one worker."""
+  """Makes endless random batches of 32 examples, slowly in worker 3."""
   del num_shards, start
 
   def batch(seed):
@@ -37,7 +38,7 @@ def dataset_fn(num_shards, shard_index, start) -> tf.data.Dataset:
 
 
 def replica_fn() -> tf_replicas.Replica:
-  """What each worker computes."""
+  """Makes a replica: the model, the loss and the data of one worker."""
   model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
   return tf_replicas.keras_replica(
     model, keras.losses.MeanSquaredError(), dataset_fn
@@ -45,7 +46,11 @@ def replica_fn() -> tf_replicas.Replica:
 
 
 def rule_fn() -> tf_replicas.SwitchingOptimizer:
-  """Averages 4 of 4 gradients, and from a step on 3 of 4."""
+  """Makes the update rule, which changes at a step of the training.
+
+  Updates average the gradients of all 4 workers before that step, and of the
+  first 3 of 4 workers afterwards.
+  """
   sgd = keras.optimizers.SGD(0.05)
   rules = [tf_replicas.SyncReplicasOptimizer(sgd, n, 4) for n in (4, 3)]
   condition = tf_replicas.switch_conditions.at_step(SWITCH_AT)

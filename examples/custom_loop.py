@@ -1,9 +1,11 @@
-"""A training loop of one's own: `tf_replicas.join` finds the role.
+"""Trains by a loop of one's own, in the role that `tf_replicas.join` finds.
 
-As a cluster:   python -m tf_replicas.launch --ps=1 --workers=2
-                  examples/custom_loop.py
+The roles are the chief, the workers and the parameter servers of a cluster.
 
-Alone, it needs another rule, `tf_replicas.Sync()`.
+As a cluster: python -m tf_replicas.launch --ps=1 --workers=2
+examples/custom_loop.py
+
+Without a cluster, it needs another update rule, `tf_replicas.Sync()`.
 """
 
 import keras
@@ -13,7 +15,7 @@ import tf_replicas
 
 
 def new_model() -> keras.Model:
-  """Layers that tell which of three numbers is the largest."""
+  """Makes a model that tells which of three numbers is the largest."""
   return keras.Sequential(
     [
       keras.Input([3]),
@@ -25,7 +27,7 @@ def new_model() -> keras.Model:
 
 
 def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples, other ones in each replica."""
+  """Makes endless random batches of 32 examples, different in each replica."""
   del num_shards, start
   seeds = tf.data.Dataset.random(seed=index)
   x = seeds.map(lambda seed: tf.random.stateless_normal([32, 3], [seed, 0]))
@@ -33,7 +35,7 @@ def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
 
 
 def replica_fn() -> tf_replicas.Replica:
-  """What each replica computes."""
+  """Makes a replica: the model, the loss and the data of one worker."""
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
   return tf_replicas.keras_replica(new_model(), loss, dataset_fn)
 

@@ -1,7 +1,10 @@
-"""A GAN: two models, two optimizers, and two steps of the critic for one.
+"""Trains a GAN: two models, two optimizers, and two critic steps for one.
 
-Alone: python examples/gan.py; as a cluster:
-python -m tf_replicas.launch --ps=1 --workers=2 examples/gan.py
+The generator makes one step while the critic makes two.
+
+Alone:          python examples/gan.py
+As a cluster:   python -m tf_replicas.launch --ps=1 --workers=2
+                  examples/gan.py
 """
 
 import keras
@@ -15,10 +18,13 @@ cross_entropy = keras.losses.BinaryCrossentropy(from_logits=True)
 
 
 class Gan(keras.Model):
-  """Learns to make numbers like those of the data."""
+  """Two networks, of which the generator learns to imitate the data.
+
+  The critic tells generated numbers from those of the data.
+  """
 
   def __init__(self):
-    """Makes both networks and their optimizers."""
+    """Makes the generator, the critic and an optimizer for each."""
     super().__init__()
     self.critic = keras.Sequential([dense(16, "relu"), dense(1)])
     self.generator = keras.Sequential([dense(1)])
@@ -26,11 +32,14 @@ class Gan(keras.Model):
     self.generator_optimizer = keras.optimizers.Adam(0.02, beta_1=0.5)
 
   def call(self, noise: tf.Tensor) -> tf.Tensor:
-    """What the generator makes of noise."""
+    """Returns numbers that the generator makes from random noise."""
     return self.generator(noise)
 
   def train_step(self, real: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Each `apply` is one update on the parameter servers."""
+    """Trains the critic twice on a batch, then the generator once.
+
+    Each call of `apply` is one update on the parameter servers.
+    """
     ones, shape = tf.ones_like(real), [tf.shape(real)[0], 2]
     for _ in range(2):
       made = self(tf.random.normal(shape))
@@ -47,7 +56,10 @@ class Gan(keras.Model):
 
 
 def model_fn() -> Gan:
-  """A compiled GAN; its optimizers are attributes."""
+  """Makes a compiled GAN.
+
+  Its two optimizers are attributes, and not arguments of `compile`.
+  """
   model = Gan()
   model.compile()
   return model
@@ -56,4 +68,7 @@ def model_fn() -> Gan:
 real = np.random.default_rng(0).normal(4.0, 0.5, [4096, 1]).astype("float32")
 history = tf_replicas.fit(model_fn, real, batch_size=64, epochs=8, verbose=2)
 made = history.model(tf.random.normal([1000, 2]))
-print("mean of the data: 4.0, of what is made:", float(tf.reduce_mean(made)))
+print(
+  "mean of the data: 4.0; mean of the generated samples:",
+  float(tf.reduce_mean(made)),
+)

@@ -1,10 +1,12 @@
-"""A compiled Keras model, trained by `tf_replicas.fit`.
+"""Trains a compiled Keras model by `tf_replicas.fit`.
 
 Alone:               python examples/keras_fit.py
 As a cluster:        python -m tf_replicas.launch --ps=1 --workers=2
                        examples/keras_fit.py
 With a backup:       python -m tf_replicas.launch --ps=1 --workers=3
                        examples/keras_fit.py --replicas_to_aggregate=2
+
+With a backup worker, an update takes the first 2 of 3 workers' gradients.
 """
 
 import argparse
@@ -16,7 +18,10 @@ import tf_replicas
 
 
 def model_fn() -> keras.Model:
-  """Two layers that tell which of three numbers is the largest."""
+  """Makes a compiled model of two layers.
+
+  It tells which of three numbers is the largest.
+  """
   model = keras.Sequential(
     [
       keras.Input([3]),

@@ -1,7 +1,7 @@
-"""One model on two devices: its first layers on one, the others on the next.
+"""Trains one model on two devices, each of which runs some of its layers.
 
-Each batch is cut into micro-batches, so that both devices work at a time. On a
-machine without two GPUs, two parts of the CPU take their place.
+Each batch is cut into micro-batches, so that both devices work at the same
+time. On a machine without two GPUs, two parts of the CPU take their place.
 
 Alone:          python examples/model_parallel.py
 As a cluster:   python -m tf_replicas.launch --ps=1 --workers=2
@@ -19,7 +19,7 @@ tf_replicas.devices.configure([0, 1], num_emulated=0 if has_gpus else 2)
 
 
 def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples, other ones in each replica."""
+  """Makes endless random batches of 32 examples, different in each replica."""
   del num_shards, start
   seeds = tf.data.Dataset.random(seed=index)
   x = seeds.map(lambda seed: tf.random.stateless_normal([32, 3], [seed, 0]))
@@ -27,7 +27,10 @@ def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
 
 
 def replica_fn() -> tf_replicas.Replica:
-  """A model whose layers have devices by their names."""
+  """Makes a replica whose model has its layers on two devices.
+
+  The names of the layers decide on which device each layer runs.
+  """
   dense = keras.layers.Dense
   model = keras.Sequential(
     [
@@ -51,7 +54,7 @@ def replica_fn() -> tf_replicas.Replica:
 
 
 def accuracy(labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-  """The fraction of right answers, for the log."""
+  """Computes the fraction of right answers in a batch, for the log."""
   hits = keras.metrics.sparse_categorical_accuracy(labels, outputs)
   return tf.reduce_mean(hits)
 

@@ -1,12 +1,14 @@
-"""A staleness policy of one's own: the older a gradient, the smaller its step.
+"""Trains with an own policy for stale gradients: older ones make smaller steps.
 
-The learning rate falls with the root of the staleness, and what is more than 9
-updates old is dropped. A policy is a few functions of the staleness.
+The staleness of a gradient is the number of updates made since its variables
+were read. The learning rate is divided by the square root of the staleness plus
+1, and gradients that are more than 9 updates old are dropped. A policy consists
+of a few functions of the staleness.
 
 As a cluster:   python -m tf_replicas.launch --ps=1 --workers=2
                   examples/own_policy.py
 
-Alone, there is nothing stale, and an asynchronous rule is refused.
+Without a cluster, no gradient is stale, and an asynchronous rule is refused.
 """
 
 import keras
@@ -27,7 +29,7 @@ update_options.RULES["by_root"] = update_options.RULES["async"]._replace(
 
 
 def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples, other ones in each replica."""
+  """Makes endless random batches of 32 examples, different in each replica."""
   del num_shards, start
   seeds = tf.data.Dataset.random(seed=index)
   x = seeds.map(lambda seed: tf.random.stateless_normal([32, 3], [seed, 0]))
@@ -35,7 +37,7 @@ def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
 
 
 def replica_fn() -> tf_replicas.Replica:
-  """What each replica computes."""
+  """Makes a replica: the model, the loss and the data of one worker."""
   model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
   return tf_replicas.keras_replica(
     model, keras.losses.MeanSquaredError(), dataset_fn

@@ -1,8 +1,9 @@
-"""An update rule of one's own: each replica votes on the sign of the gradient.
+"""Trains by an own update rule: replicas vote on the sign of the gradient.
 
-A replica sends the signs of its gradient, and an update is their mean, after
-signSGD (Bernstein et al. 2018). Clipping, backup workers and checkpoints are
-those of `SyncReplicasOptimizer`. For a rule from scratch, see CONTRIBUTING.md.
+A replica sends the signs of its gradient, and an update is the mean of these
+signs, after signSGD (Bernstein et al. 2018). Clipping, backup workers and
+checkpoints work as in `SyncReplicasOptimizer`, from which the rule is derived.
+CONTRIBUTING.md explains how to write a rule from scratch.
 
 Alone:          python examples/own_rule.py
 As a cluster:   python -m tf_replicas.launch --ps=1 --workers=3
@@ -17,10 +18,13 @@ from tf_replicas.programs import update_options
 
 
 class SignSgd(tf_replicas.SyncReplicasOptimizer):
-  """Averages the signs of N gradients."""
+  """An update rule that averages the signs of N replicas' gradients."""
 
   def finish_gradients(self, gradients):
-    """What a replica sends: signs, and statistics as they are."""
+    """Replaces gradients by their signs, before a replica sends them.
+
+    The entries of statistics (variables without gradients) are not changed.
+    """
     finished = super().finish_gradients(gradients)
     count = len(self._store.trainable)
     signs = [g if g is None else tf.sign(g) for g in finished[:count]]
@@ -28,7 +32,15 @@ class SignSgd(tf_replicas.SyncReplicasOptimizer):
 
 
 def make(settings, num_replicas: int, optimizer, **common) -> SignSgd:
-  """Wraps the rule around an optimizer."""
+  """Makes the update rule, for the table `update_options.RULES`.
+
+  Args:
+    settings: The settings of the rule, such as the number of gradients in an
+      update.
+    num_replicas: The number of replicas.
+    optimizer: The optimizer that applies the averaged signs.
+    **common: Arguments that all rules have.
+  """
   needed = update_options.replicas_to_aggregate(settings, num_replicas)
   return SignSgd(optimizer, needed, num_replicas, name="sign_sgd", **common)
 
@@ -39,7 +51,7 @@ update_options.RULES["sign_sgd"] = update_options.Rule(
 
 
 def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples, other ones in each replica."""
+  """Makes endless random batches of 32 examples, different in each replica."""
   del num_shards, start
   seeds = tf.data.Dataset.random(seed=index)
   x = seeds.map(lambda seed: tf.random.stateless_normal([32, 3], [seed, 0]))

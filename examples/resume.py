@@ -1,11 +1,12 @@
-"""A run that resumes under another update rule, on another cluster.
+"""Resumes a training under another update rule, on another cluster.
 
     python examples/resume.py --train_dir=RUN --rule=sync --max_steps=100
     python -m tf_replicas.launch --ps=1 --workers=2 \\
         examples/resume.py --train_dir=RUN --rule=async --max_steps=200
 
-The second command goes on at step 100. Variables, averages and the state of
-Adam come from the checkpoint; only the rule is new.
+The first command trains for 100 steps. The second command continues at step
+100. Variables, moving averages and the state of Adam come from the checkpoint
+of the first; only the update rule is new.
 """
 
 import argparse
@@ -17,14 +18,14 @@ import tf_replicas
 
 
 def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples; no example is used twice."""
+  """Makes endless random batches of 32 examples; no example is used twice."""
   seeds = tf.data.Dataset.counter(start // 32 + index, num_shards)
   x = seeds.map(lambda seed: tf.random.stateless_normal([32, 3], [seed, 0]))
   return x.map(lambda x: (x, tf.argmax(x, axis=1)))
 
 
 def replica_fn() -> tf_replicas.Replica:
-  """What each replica computes."""
+  """Makes a replica: the model, the loss and the data of one worker."""
   model = keras.Sequential(
     [
       keras.Input([3]),

@@ -1,4 +1,4 @@
-"""A Sonnet module with batch normalization, and Sonnet's optimizer.
+"""Trains a Sonnet module with batch normalization by Sonnet's optimizer.
 
 Needs `pip install dm-sonnet`.
 
@@ -14,30 +14,30 @@ import tf_replicas
 
 
 class Classifier(snt.Module):
-  """Tells which of three numbers is the largest."""
+  """A module that tells which of three numbers is the largest."""
 
   def __init__(self):
-    """Makes the parts; their variables come with the first batch."""
+    """Makes the layers, whose variables are made with the first batch."""
     super().__init__()
     self.hidden = snt.Linear(32)
     self.normalization = snt.BatchNorm(create_scale=True, create_offset=True)
     self.output = snt.Linear(3)
 
   def __call__(self, x: tf.Tensor, *, is_training: bool) -> tf.Tensor:
-    """The logits of the three positions."""
+    """Computes three logits, the largest for the largest number."""
     x = self.normalization(self.hidden(x), is_training=is_training)
     return self.output(tf.nn.relu(x))
 
 
 def loss_fn(module: Classifier, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-  """The mean loss of a batch."""
+  """Computes the mean loss of a batch of inputs `x` and classes `y`."""
   logits = module(x, is_training=True)
   losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
   return tf.reduce_mean(losses)
 
 
 def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples, other ones in each replica."""
+  """Makes endless random batches of 32 examples, different in each replica."""
   del num_shards, start
   seeds = tf.data.Dataset.random(seed=index)
   x = seeds.map(lambda seed: tf.random.stateless_normal([32, 3], [seed, 0]))

@@ -1,4 +1,4 @@
-"""A model and an optimizer of `tf_keras` (Keras 2), trained by `run`.
+"""Trains a model of `tf_keras` (Keras 2), with its optimizer, by `run`.
 
 Needs `pip install tf-keras`.
 
@@ -14,7 +14,7 @@ import tf_replicas
 
 
 def new_model() -> tf_keras.Model:
-  """Layers that tell which of three numbers is the largest."""
+  """Makes a model that tells which of three numbers is the largest."""
   return tf_keras.Sequential(
     [
       tf_keras.Input([3]),
@@ -26,7 +26,7 @@ def new_model() -> tf_keras.Model:
 
 
 def loss_fn(model: tf_keras.Model, x: tf.Tensor, y: tf.Tensor):
-  """The loss with that of regularizers, and the accuracy for the log."""
+  """Computes the loss, regularizers included, and the accuracy for the log."""
   outputs = model(x, training=True)
   losses = tf_keras.losses.sparse_categorical_crossentropy(y, outputs)
   hits = tf_keras.metrics.sparse_categorical_accuracy(y, outputs)
@@ -35,7 +35,7 @@ def loss_fn(model: tf_keras.Model, x: tf.Tensor, y: tf.Tensor):
 
 
 def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples, other ones in each replica."""
+  """Makes endless random batches of 32 examples, different in each replica."""
   del num_shards, start
   seeds = tf.data.Dataset.random(seed=index)
   x = seeds.map(lambda seed: tf.random.stateless_normal([32, 3], [seed, 0]))

@@ -1,4 +1,4 @@
-"""A `tf.Module` with a loss function of its own, trained by `tf_replicas.run`.
+"""Trains a `tf.Module` with a loss function of its own by `tf_replicas.run`.
 
 Alone:          python examples/tf_module.py
 As a cluster:   python -m tf_replicas.launch --ps=1 --workers=2
@@ -12,22 +12,22 @@ import tf_replicas
 
 
 class Classifier(tf.Module):
-  """Two layers that tell which of three numbers is the largest."""
+  """A module of two layers that tells which of three numbers is the largest."""
 
   def __init__(self):
-    """Makes the variables."""
+    """Makes the variables of both layers."""
     super().__init__()
     self.hidden = tf.Variable(tf.random.normal([3, 32], stddev=0.5))
     self.output = tf.Variable(tf.random.normal([32, 3], stddev=0.2))
 
   @tf.function
   def __call__(self, x: tf.Tensor) -> tf.Tensor:
-    """The logits of the three positions."""
+    """Computes three logits, the largest for the largest number."""
     return tf.nn.relu(x @ self.hidden) @ self.output
 
 
 def loss_fn(module: Classifier, x: tf.Tensor, y: tf.Tensor):
-  """The loss, and the accuracy for the log."""
+  """Computes the mean loss of a batch, and the accuracy for the log."""
   logits = module(x)
   losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
   is_right = tf.equal(tf.argmax(logits, axis=1), y)
@@ -36,7 +36,7 @@ def loss_fn(module: Classifier, x: tf.Tensor, y: tf.Tensor):
 
 
 def dataset_fn(num_shards, index, start) -> tf.data.Dataset:
-  """Endless batches of 32 examples, other ones in each replica."""
+  """Makes endless random batches of 32 examples, different in each replica."""
   del num_shards, start
   seeds = tf.data.Dataset.random(seed=index)
   x = seeds.map(lambda seed: tf.random.stateless_normal([32, 3], [seed, 0]))

@@ -1,12 +1,14 @@
-"""How far N replicas of B examples are from one of N * B, by batch norm.
+"""Compares N replicas of B examples with one of N * B, under batch norm.
 
-  python -m experiments.batch_norm_statistics [--data_dir=DIR] \
+  python -m experiments.batch_norm_statistics [--data_dir=DIR]
     [--num_replicas=4] [--batch_size=16]
 
-Claim: they are the same up to rounding where moments are synchronized, and
-otherwise not, since each replica normalizes by moments of its own. Prints the
-distance of one step's gradients, and of the way of the moving statistics, as a
-share of their length.
+Claim: gradients and moving statistics are the same up to rounding if the
+replicas synchronize the moments of batch normalization, and otherwise they
+differ, since each replica normalizes by the moments of its own examples. For
+one step, the program prints how far the gradients differ, and how far the
+changes of the moving statistics do; each difference is a share of the length of
+the vector for one replica.
 """
 
 import dataclasses
@@ -26,25 +28,43 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """The flags of this experiment; `--help` shows them."""
-  flags.DEFINE_string("data_dir", None, "Of TFRecords; the synthetic set")
-  command_line.define_count("num_replicas", 4, "N")
-  command_line.define_count("batch_size", 16, "B")
-  flags.DEFINE_float("width", 0.25, "Factor of all numbers of channels")
-  flags.DEFINE_float("depth", 0.25, "Factor of the numbers of blocks")
+  """Defines the flags of this experiment; `--help` shows them."""
+  flags.DEFINE_string(
+    "data_dir",
+    None,
+    "The directory of the TFRecord files; by default the synthetic data set",
+  )
+  command_line.define_count("num_replicas", 4, "The number of replicas, N")
+  command_line.define_count(
+    "batch_size", 16, "The number of examples per replica, B"
+  )
+  flags.DEFINE_float(
+    "width", 0.25, "By what all numbers of channels are multiplied"
+  )
+  flags.DEFINE_float(
+    "depth", 0.25, "By what all numbers of blocks are multiplied"
+  )
 
 
 def measure(
   config: config_lib.Config, num_replicas: int
 ) -> Iterator[tuple[str, float, float]]:
-  """Measures each kind of statistics.
+  """Compares several replicas with one, for each kind of batch norm statistics.
+
+  Statistics are the moving means and variances. They are averaged over the
+  replicas, or are those of the chief alone, or the moments of a batch are
+  synchronized.
 
   Args:
-    config: What is trained; of the batch of one replica, without dropout.
-    num_replicas: N; as many devices of this process compute.
+    config: What is trained, without dropout. Its batch size is that of one
+      replica.
+    num_replicas: N, the number of replicas. Each computes on one device of this
+      process.
 
   Yields:
-    The kind, the distance of the gradients and that of the statistics.
+    The kind of statistics, the distance of the gradients, and the distance of
+    the changes of the statistics. Distances are shares of the length for one
+    replica.
   """
   import tensorflow as tf
 

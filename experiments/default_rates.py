@@ -1,14 +1,14 @@
-"""Does any update rule diverge with default settings?
+"""Finds out whether any update rule diverges with default settings.
 
   python -m experiments.default_rates --output=DIR [--workers=2,4]
     [--seeds=0,1,2,3,4] [--rules=NAME,...] [--batch_size=64] [--steps=300]
 
-Trains the tutorial's network on the synthetic data set by every rule with 2 and
-4 workers, each run a cluster of its own on this machine, with no learning rate
-given, and evaluates it. All rules get as many examples as `--steps` synchronous
-updates of all workers. Writes default_rates.json and the table
-default_rates.md. Runs that the file has already are not repeated, so that the
-command may be stopped, and continued with more seeds.
+Trains the CIFAR-10 tutorial's network on the synthetic data set by every rule
+with 2 and 4 workers, and evaluates it. Each run is a cluster of its own on this
+machine, and no learning rate is given. All rules get as many examples as
+`--steps` synchronous updates of all workers. Writes default_rates.json and the
+table default_rates.md. Runs that are in the file already are not repeated, so
+that the command may be stopped, and continued with more seeds.
 """
 
 import collections
@@ -30,17 +30,17 @@ from tf_replicas.programs import update_options
 from tf_replicas.runtime import processes
 
 FLAGS = flags.FLAGS
-_RATE = re.compile(r"^learning rate ([\d.e-]+) \(.*staleness ([\d.]+);", re.M)
+_RATE = re.compile(r"learning rate ([\d.e-]+) \(.*expected staleness ([\d.]+);")
 _PRECISION = re.compile(r"precision @ 1 = ([\d.]+)")
 # What makes two runs the same one.
 _KEYS = ("rule", "workers", "batch_size", "steps", "seed")
 
 
 class Rule(NamedTuple):
-  """A rule of the table.
+  """An update rule with its settings; a row of the table.
 
   Attributes:
-    name: In the table, and for `--rules`.
+    name: The name in the table, and for the flag `--rules`.
     settings: Flags of `cifar10.distributed_train`, by name.
   """
 
@@ -49,7 +49,11 @@ class Rule(NamedTuple):
 
 
 def rules(workers: int) -> list[Rule]:
-  """Every rule, with the settings that it needs, for M workers."""
+  """Returns every update rule, with the settings that it needs.
+
+  Args:
+    workers: The number of workers, on which some settings depend.
+  """
   return [
     Rule("sync", {}),
     Rule("sync_backup", {"replicas_to_aggregate": workers - 1}),
@@ -71,7 +75,13 @@ def rules(workers: int) -> list[Rule]:
 
 
 def examples_of_update(rule: Rule, workers: int, batch_size: int) -> int:
-  """The examples in one update of a rule."""
+  """Returns the number of examples in one update of a rule.
+
+  Args:
+    rule: The update rule.
+    workers: The number of workers.
+    batch_size: The number of examples in a batch of one worker.
+  """
   given = {k: v for k, v in rule.settings.items() if k != "update"}
   names = (str(rule.settings.get("update", update_options.SYNC)),)
   settings = update_options.UpdateSettings(names, **given)
@@ -80,9 +90,16 @@ def examples_of_update(rule: Rule, workers: int, batch_size: int) -> int:
 
 
 def measure(rule: Rule, workers: int, seed: int, directory: str) -> dict:
-  """Trains by a rule and evaluates: an entry of the file.
+  """Trains by a rule, evaluates, and returns an entry of the result file.
 
-  A training that fails is an entry too, with the line that it ended with.
+  A training that fails gives an entry too, with its last line of output as
+  `error`.
+
+  Args:
+    rule: The update rule.
+    workers: The number of workers.
+    seed: The seed of the training.
+    directory: An empty directory for the files of the training.
   """
   batch_size = FLAGS.batch_size
   size = examples_of_update(rule, workers, batch_size)
@@ -131,7 +148,14 @@ def measure(rule: Rule, workers: int, seed: int, directory: str) -> dict:
 
 
 def table(runs: Sequence[dict]) -> str:
-  """The runs as Markdown, a line for each rule, batch and number of workers."""
+  """Formats the runs as a Markdown table.
+
+  A line summarizes the runs of one rule with one batch size and one number of
+  workers, which differ by their seeds.
+
+  Args:
+    runs: Entries of the result file, as `measure` returns them.
+  """
   lines = [
     "| workers | batch | rule | learning rate | updates | examples | seeds |"
     " precision @ 1: least, median, most | largest logged loss | diverged |",
@@ -147,8 +171,10 @@ def table(runs: Sequence[dict]) -> str:
       middle = found[len(found) // 2]
       precision = f"{found[0]:.3f}, {middle:.3f}, {found[-1]:.3f}"
     losses = [r["loss_max"] for r in same if r["loss_max"] is not None]
+    rates = [r["learning_rate"] for r in same if r["learning_rate"] is not None]
+    rate = max(rates, default=math.nan)
     lines.append(
-      f"| {workers} | {batch_size} | {rule} | {same[0]['learning_rate']:.4g} |"
+      f"| {workers} | {batch_size} | {rule} | {rate:.4g} |"
       f" {same[0]['updates']} | {same[0]['examples']} |"
       f" {', '.join(str(r['seed']) for r in same)} | {precision} |"
       f" {max(losses, default=math.nan):.2f} |"
@@ -205,13 +231,21 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("output", "/tmp/experiments", "Where the files go")
-  flags.DEFINE_list("workers", ["2", "4"], "How many workers, by turns")
-  flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Seeds, by turns")
-  flags.DEFINE_list("rules", [], "Names of rules; all if empty")
-  command_line.define_count("batch_size", 64, "Images of one batch")
-  command_line.define_count(
-    "steps", 300, "Synchronous updates of all workers with as many examples"
+  flags.DEFINE_string(
+    "output", "/tmp/experiments", "The directory for the files"
   )
-  flags.DEFINE_float("timeout_secs", 1800, "How long a training may take")
+  flags.DEFINE_list("workers", ["2", "4"], "Numbers of workers to measure")
+  flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Seeds to train with")
+  flags.DEFINE_list("rules", [], "Names of the rules to measure; if empty, all")
+  command_line.define_count(
+    "batch_size", 64, "The number of images in a batch of one worker"
+  )
+  command_line.define_count(
+    "steps",
+    300,
+    "The number of synchronous updates of all workers with as many examples",
+  )
+  flags.DEFINE_float(
+    "timeout_secs", 1800, "The time limit of a training, in seconds"
+  )
   command_line.start(main)

@@ -1,14 +1,15 @@
-"""Precision over epochs of several runs, on the same axes.
+"""Draws the precision over epochs of several trainings in one picture.
 
-  python -m experiments.recipes --runs=tutorial=DIR,modern=DIR \
+  python -m experiments.recipes --runs=tutorial=DIR,modern=DIR
     [--max_epochs=20] [--output=experiments/results/recipes.png]
 
-Claim (the TF1 tutorial's network, better trained): the same network reaches a
-precision in far fewer epochs than by the tutorial's recipe, which took 256
-epochs to 86% (docstring of `cifar10_train.py`).
+Claim (the TF1 tutorial's network, better trained): with a modern recipe, the
+network reaches a precision in far fewer epochs than by the tutorial's recipe,
+which took 256 epochs to 86% (docstring of `cifar10_train.py`).
 
-Reads what `cifar10.eval`, running beside each training on one device, wrote
-for TensorBoard; draws the picture and writes the numbers beside it.
+The program reads what `cifar10.eval`, running beside each training on one
+device, wrote for TensorBoard. It draws the picture and writes its numbers as
+JSON beside it.
 """
 
 import json
@@ -27,19 +28,27 @@ TAG = "precision @ 1"
 
 
 def define_flags() -> None:
-  """The flags of this experiment; `--help` shows them."""
-  flags.DEFINE_list("runs", None, "NAME=TRAIN_DIR of each run", required=True)
-  flags.DEFINE_float("max_epochs", None, "Where the axis ends")
+  """Defines the flags of this experiment; `--help` shows them."""
+  flags.DEFINE_list("runs", None, "NAME=TRAIN_DIR for each run", required=True)
+  flags.DEFINE_float("max_epochs", None, "The epoch at which the axis ends")
   flags.DEFINE_string(
-    "output", "experiments/results/recipes.png", "The picture; JSON beside it"
+    "output",
+    "experiments/results/recipes.png",
+    "The picture; its numbers go to a JSON file beside it",
   )
 
 
 def curve(train_dir: str) -> list[tuple[float, float]]:
-  """(epochs, precision @ 1) of every checkpoint that was measured.
+  """Returns the precision of every checkpoint of a run that was evaluated.
+
+  Args:
+    train_dir: The train directory of the run.
+
+  Returns:
+    (epochs, precision @ 1) pairs, by epochs.
 
   Raises:
-    ValueError: If none was.
+    ValueError: If no checkpoint was evaluated.
   """
   from tensorboard.backend.event_processing import event_accumulator
 
@@ -68,7 +77,13 @@ def _scalar(proto):
 
 
 def draw(curves: dict[str, list], path: str, max_epochs: float | None) -> None:
-  """Draws all curves into a PNG file."""
+  """Draws the precision over epochs of all runs into a PNG file.
+
+  Args:
+    curves: (epochs, precision) pairs by the name of the run.
+    path: The path of the file.
+    max_epochs: Where the axis of epochs ends; None: after the last point.
+  """
   import matplotlib
 
   matplotlib.use("Agg")

@@ -1,12 +1,13 @@
-"""All claims on one page: verdicts, numbers, pictures, how to repeat them.
+"""Collects all claims on one page: verdicts, numbers, pictures and commands.
 
   python -m experiments.report [--quick] [--num_seeds=1] [--output=DIR]
   python -m experiments.report --render_only --output=experiments/results
 
 Runs every experiment in a process of its own, which writes NAME.json and
-NAME.png into DIR, and then makes report.html, which needs no other file, and
-report.md, which shows the pictures beside it. An experiment that fails is named
-on the page; the others go on, and the exit status is 1.
+NAME.png into DIR. Then it makes report.html, which contains the pictures, and
+report.md, which refers to the picture files. With `--render_only` no experiment
+runs. The page names the experiments that have failed. A failure does not stop
+the other experiments, and the exit status is then 1.
 """
 
 import base64
@@ -94,14 +95,18 @@ code { font-size: .9em; }
 def load(
   directory: str, failed: Sequence[str] = ()
 ) -> tuple[list[dict], list[str]]:
-  """The reports of all experiments, and the names of those without one.
+  """Reads the reports of all experiments.
 
   Args:
-    directory: Where they are.
-    failed: Whose files are of an earlier run, and not to be shown.
+    directory: The directory of the reports, NAME.json and NAME.png.
+    failed: Names of experiments whose files are of an earlier run, and not to
+      be shown.
+
+  Returns:
+    The reports, and the names of the experiments without a report.
 
   Raises:
-    ValueError: If a file is not such a report.
+    ValueError: If a file is not the report of an experiment.
   """
   reports, missing = [], []
   for name in EXPERIMENTS:
@@ -127,7 +132,13 @@ def load(
 def to_html(
   reports: Sequence[Mapping], missing: Sequence[str], directory: str
 ) -> str:
-  """The page, with the pictures of `directory` in it."""
+  """Returns the page with all claims as HTML, with the pictures in it.
+
+  Args:
+    reports: The reports of the experiments.
+    missing: Names of experiments without a report, which the page mentions.
+    directory: The directory of the pictures.
+  """
   escape = html.escape
   rows = "".join(
     f'<tr><td><a href="#{r["name"]}">{escape(r["title"])}</a></td>'
@@ -223,7 +234,12 @@ def _bounds(finding: Mapping) -> str:
 
 
 def to_markdown(reports: Sequence[Mapping], missing: Sequence[str]) -> str:
-  """The same as Markdown, with links to the pictures."""
+  """Returns the page with all claims as Markdown, with links to the pictures.
+
+  Args:
+    reports: The reports of the experiments.
+    missing: Names of experiments without a report, which the page mentions.
+  """
   lines = [f"# {TITLE}", "", _summary(reports), ""]
   lines += ["| claim | verdict |", "|---|---|"]
   lines += [
@@ -260,7 +276,13 @@ def to_markdown(reports: Sequence[Mapping], missing: Sequence[str]) -> str:
 
 
 def run_all(directory: str, *, num_seeds: int, is_quick: bool) -> list[str]:
-  """Runs every experiment; returns the names of those that failed."""
+  """Runs every experiment as a process, and returns the names of failed ones.
+
+  Args:
+    directory: The directory for the reports of the experiments.
+    num_seeds: How often each experiment is measured.
+    is_quick: Whether the experiments measure less, for a first look.
+  """
   failed = []
   for name in EXPERIMENTS:
     command = [
@@ -277,7 +299,16 @@ def run_all(directory: str, *, num_seeds: int, is_quick: bool) -> list[str]:
 
 
 def render(directory: str, failed: Sequence[str] = ()) -> list[str]:
-  """Writes report.html and report.md; returns what is missing in them."""
+  """Writes the page with all claims, as report.html and report.md.
+
+  Args:
+    directory: The directory of the experiments' reports, and for the page.
+    failed: Names of experiments whose files are of an earlier run, and not to
+      be shown.
+
+  Returns:
+    The names of the experiments that have no result on the page.
+  """
   reports, missing = load(directory, failed)
   root = pathlib.Path(directory)
   page = to_html(reports, missing, directory)
@@ -305,7 +336,15 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_boolean("quick", False, "Measure less, for a first look")
-  flags.DEFINE_integer("num_seeds", 1, "How often to measure", lower_bound=1)
-  flags.DEFINE_boolean("render_only", False, "Show what is in DIR, run nothing")
-  flags.DEFINE_string("output", "/tmp/experiments", "Where the files go")
+  flags.DEFINE_integer(
+    "num_seeds", 1, "How often each claim is measured", lower_bound=1
+  )
+  flags.DEFINE_boolean(
+    "render_only",
+    False,
+    "Make the page from the results in --output; measure nothing",
+  )
+  flags.DEFINE_string(
+    "output", "/tmp/experiments", "The directory for the files"
+  )
   command_line.start(main)

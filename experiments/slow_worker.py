@@ -2,7 +2,7 @@
 
   python -m experiments.slow_worker
 
-Reads the stored result of the experiment `straggler`, and writes
+Reads the stored result of the experiment `straggler`, and writes the picture
 `docs/images/slow_worker.svg`.
 """
 
@@ -34,7 +34,11 @@ _SETTINGS = {
 
 
 def draw(path: pathlib.Path) -> None:
-  """Draws updates per second, and writes the SVG file `path`."""
+  """Draws the updates per second with and without a slow worker, as bars.
+
+  Args:
+    path: The SVG file to write.
+  """
   document = json.loads(RESULT.read_text(encoding="utf-8"))
   (measured,) = document["measurements"]
   with pyplot.rc_context(_SETTINGS):

@@ -1,14 +1,14 @@
-"""Who computed, waited, or worked for nothing: pictures of a recorded run.
+"""Shows which task of a recorded run computed, waited, or worked in vain.
 
   python -m cifar10.distributed_train --timeline --train_dir=RUN …
   python -m experiments.timeline --run=RUN [--output=DIR] [--num_steps=12]
     [--first_step=K]
 
 Writes timeline.json, a trace of the whole run for https://ui.perfetto.dev or
-chrome://tracing, and timeline.png, which shows a few steps of it, from the
-middle unless told otherwise; prints how each task spent its time. `--run` is a
-train directory or one with the files themselves (see
-`tf_replicas.drivers.timeline`).
+chrome://tracing, and timeline.png, a picture of a few steps. Without
+`--first_step`, these are steps from the middle of the run. Prints how each task
+spent its time. `--run` is a train directory, or a directory with the timeline
+files themselves (see `tf_replicas.drivers.timeline`).
 """
 
 import collections
@@ -51,12 +51,14 @@ _LABELS = {
 
 
 class Turn(NamedTuple):
-  """One computation of a replica, and what became of it.
+  """One computation of a gradient by a replica, and how it was used.
 
   Attributes:
-    compute: The event.
-    outcome: FRESH, STALE or REFUSED.
-    staleness: Updates between its read and its own; 0 unless STALE.
+    compute: The recorded event of the computation.
+    outcome: FRESH, STALE (applied, but computed from older variables) or
+      REFUSED (not applied).
+    staleness: The number of updates between the read of the variables and the
+      update with this gradient; 0 unless `outcome` is STALE.
   """
 
   compute: recorded_run.Event
@@ -65,10 +67,15 @@ class Turn(NamedTuple):
 
 
 def turns(events: Sequence[recorded_run.Event]) -> list[Turn]:
-  """What became of every computation; the last ones, if cut off, are left out.
+  """Finds out how the gradient of every computation was used.
+
+  The last computations are left out if the record ends before their use.
 
   Args:
-    events: Of the whole run, by their start.
+    events: The events of the whole run, ordered by their start.
+
+  Returns:
+    One `Turn` per computation, ordered by its start.
   """
   applied = np.sort([e.end for e in events if e.kind == "apply"])
   found = []
@@ -111,9 +118,13 @@ def _rank(task: str) -> tuple:
 
 
 def to_trace(events: Sequence[recorded_run.Event]) -> dict:
-  """The events in the Trace Event Format; microseconds since the first.
+  """Converts events to the Trace Event Format of Chrome and Perfetto.
 
-  Tasks are processes of the trace. What became of a computation is its name.
+  Times are in microseconds since the first event. Each task is a process of the
+  trace. The name of a computation says how its gradient was used.
+
+  Args:
+    events: The events of the whole run, ordered by their start.
   """
   begin = min(event.start for event in events)
   outcomes = {id(turn.compute): turn for turn in turns(events)}
@@ -154,15 +165,19 @@ def window(
   num_steps: int,
   first_step: int | None = None,
 ) -> tuple[float, float]:
-  """From when to when some updates were made, in seconds.
+  """Returns the times between which some consecutive updates were made.
 
   Args:
-    events: Of the whole run.
-    num_steps: How many updates.
-    first_step: The first of them; those in the middle if not given.
+    events: The events of the whole run.
+    num_steps: The number of updates.
+    first_step: The index of the first update. None: the updates are in the
+      middle of the run.
+
+  Returns:
+    The begin and the end, in seconds on the clock of the events.
 
   Raises:
-    ValueError: If no update was recorded, or not so late a one.
+    ValueError: If no update was recorded, or `first_step` is too large.
   """
   ends = np.sort([e.end for e in events if e.kind == "apply"])
   begin = min(event.start for event in events)
@@ -181,7 +196,16 @@ def window(
 
 
 def draw(events: Sequence[recorded_run.Event], begin: float, end: float):
-  """A Gantt chart from `begin` to `end`: a `matplotlib.figure.Figure`."""
+  """Draws what each task did in a part of a run, as a Gantt chart.
+
+  Args:
+    events: The events of the whole run, ordered by their start.
+    begin: The time at which the chart begins, in seconds.
+    end: The time at which the chart ends, in seconds.
+
+  Returns:
+    A `matplotlib.figure.Figure`.
+  """
   outcomes = {id(turn.compute): turn for turn in turns(events)}
   by_task = _by_task(events)
   figure, axes = claims.new_figure(11, 1.9 + 0.55 * len(by_task))
@@ -249,7 +273,11 @@ def draw(events: Sequence[recorded_run.Event], begin: float, end: float):
 
 
 def shares(events: Sequence[recorded_run.Event]) -> list[str]:
-  """How each task spent its time, a line each; for people."""
+  """Describes, in a line of text per task, how each task spent its time.
+
+  Args:
+    events: The events of the whole run, ordered by their start.
+  """
   spent = collections.defaultdict(collections.Counter)
   outcomes = collections.defaultdict(list)
   for turn in turns(events):
@@ -295,9 +323,20 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("run", None, "Train directory of a run with --timeline")
-  flags.DEFINE_string("output", None, "Where the files go; beside the record")
-  flags.DEFINE_integer("num_steps", 12, "Updates in the picture", lower_bound=1)
-  flags.DEFINE_integer("first_step", None, "The first of them", lower_bound=0)
+  flags.DEFINE_string(
+    "run", None, "The train directory of a run with --timeline"
+  )
+  flags.DEFINE_string(
+    "output", None, "The directory for the files; by default that of the record"
+  )
+  flags.DEFINE_integer(
+    "num_steps", 12, "The number of updates in the picture", lower_bound=1
+  )
+  flags.DEFINE_integer(
+    "first_step",
+    None,
+    "The first update in the picture; by default in the middle",
+    lower_bound=0,
+  )
   flags.mark_flag_as_required("run")
   command_line.start(lambda argv: _main())

@@ -1,12 +1,14 @@
-"""What each update rule makes of the same photographs and one slow worker.
+"""Compares the update rules on one data set, with one slow worker.
 
   python -m experiments.update_rules --data_dir=DIR --output=DIR
 
-Trains the tutorial's network by every rule, each on a cluster of its own of 1
-PS and M workers on this machine, from as many examples, while the last worker
-is stopped for 4 of 5 moments (`slow_down`). Writes update_rules.json and the
-table update_rules.md: examples/sec between the first and the last log line,
-updates, staleness, what was refused, precision @ 1 of the averages.
+Trains the CIFAR-10 tutorial's network by every rule, with the same number of
+examples. Each training runs on a cluster of its own on this machine, of 1 PS
+(parameter server) and M workers. The last worker is stopped for 4/5 of the time
+(`slow_down`), so that it is 5 times slower. Writes update_rules.json and the
+table update_rules.md with: examples/sec between the first and the last log
+line, updates, staleness, refused gradients, and precision @ 1 of the averaged
+variables.
 """
 
 import datetime
@@ -34,12 +36,12 @@ _PRECISION = re.compile(r"precision @ 1 = ([\d.]+)")
 
 
 class Rule(NamedTuple):
-  """A rule of the table.
+  """An update rule with its settings; a row of the table.
 
   Attributes:
-    name: In the table.
-    flags: Of `cifar10.distributed_train`.
-    batches: In one update.
+    name: The name in the table.
+    flags: Flags of `cifar10.distributed_train`.
+    batches: The number of batches in one update.
   """
 
   name: str
@@ -48,7 +50,11 @@ class Rule(NamedTuple):
 
 
 def rules(workers: int) -> list[Rule]:
-  """The rules to compare on M workers."""
+  """Returns the update rules to compare.
+
+  Args:
+    workers: The number of workers, on which some settings depend.
+  """
   most = 2 * (workers - 1)
   return [
     Rule("sync", [], workers),
@@ -93,7 +99,15 @@ def rules(workers: int) -> list[Rule]:
 
 
 def measure(rule: Rule, workers: int, directory: str) -> dict:
-  """Trains by a rule and evaluates: a row of the table.
+  """Trains by an update rule, evaluates, and returns the results.
+
+  Args:
+    rule: The update rule.
+    workers: The number of workers, of which the last one is slow.
+    directory: An empty directory for the files of the training.
+
+  Returns:
+    A row of the table of results, as a dictionary.
 
   Raises:
     RuntimeError: If a program failed, with what it printed.
@@ -145,7 +159,11 @@ def measure(rule: Rule, workers: int, directory: str) -> dict:
 
 
 def table(rows: Sequence[dict]) -> str:
-  """The rows as Markdown."""
+  """Formats the results of the rules as a Markdown table.
+
+  Args:
+    rows: Results as `measure` returns them.
+  """
   lines = [
     "| workers | rule | examples/sec | updates | staleness: mean, 95%, max |"
     " refused | applied of the slow one | precision @ 1 |",
@@ -203,12 +221,20 @@ def _write(rows: Sequence[dict]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("dataset", "cifar10", "cifar10, or synthetic")
-  flags.DEFINE_string("data_dir", None, "Where the data set lies")
-  flags.DEFINE_string("output", "/tmp/experiments", "Where the files go")
-  flags.DEFINE_list("workers", ["2", "4"], "How many workers, by turns")
-  flags.DEFINE_list("rules", [], "Names of rules; all if empty")
-  command_line.define_count("num_examples", 100_000, "Of each training")
-  command_line.define_count("batch_size", 64, "Images of one batch")
-  flags.DEFINE_float("slow_down", 5, "How much slower the last worker is")
+  flags.DEFINE_string(
+    "dataset", "cifar10", "The data set: cifar10 or synthetic"
+  )
+  flags.DEFINE_string("data_dir", None, "The directory of the data set")
+  flags.DEFINE_string(
+    "output", "/tmp/experiments", "The directory for the files"
+  )
+  flags.DEFINE_list("workers", ["2", "4"], "Numbers of workers to measure")
+  flags.DEFINE_list("rules", [], "Names of the rules to measure; if empty, all")
+  command_line.define_count(
+    "num_examples", 100_000, "The number of examples of each training"
+  )
+  command_line.define_count(
+    "batch_size", 64, "The number of images in a batch of one worker"
+  )
+  flags.DEFINE_float("slow_down", 5, "By what factor the last worker is slower")
   command_line.start(main)

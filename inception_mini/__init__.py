@@ -1,1 +1,1 @@
-"""A scaled Inception v3, its data, and the binaries that train it."""
+"""Contains a scaled Inception v3, its data, and programs that train it."""

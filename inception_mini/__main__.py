@@ -1,4 +1,4 @@
-"""Lists the programs of this package: `python -m inception_mini`."""
+"""Prints a list of this package's programs: `python -m inception_mini`."""
 
 from tf_replicas.programs import listing
 

@@ -1,9 +1,10 @@
 """Makes the parts of Inception v3: stem, blocks, grid reductions, heads.
 
-They follow Szegedy et al. 2015 (arXiv:1512.00567), section 6 and table 1, with
-the numbers of channels of the TF1 program (`inception_model.inception_v3`). All
-numbers of channels are multiplied by a factor, the width. Each convolution is
-followed by batch normalization without scale, and ReLU.
+The parts follow Szegedy et al. 2015 (arXiv:1512.00567), section 6 and table 1,
+with the numbers of channels of the TF1 program
+(`inception_model.inception_v3`). All numbers of channels are multiplied by a
+factor, the width. Each convolution is followed by batch normalization without
+scale, and ReLU.
 """
 
 from collections.abc import Iterator
@@ -24,12 +25,16 @@ _CHANNELS_STEP = 8
 class Stem(NamedTuple):
   """The form of the stem and the grid reductions for an image size.
 
+  The stem is the first layers of the network; a grid reduction is a later layer
+  that halves height and width of the features.
+
   Attributes:
     padding: The padding in the stem and both grid reductions: `valid` or
       `same`.
-    conv_halves: Whether the first convolution halves the grid.
-    pool1_halves: Whether there is a pool after the third convolution.
-    pool2_halves: Whether there is a pool after the fifth convolution.
+    conv_halves: Whether the first convolution halves the grid, the height and
+      width of the features.
+    pool1_halves: Whether a pool after the third convolution halves the grid.
+    pool2_halves: Whether a pool after the fifth convolution halves the grid.
   """
 
   padding: str
@@ -39,14 +44,18 @@ class Stem(NamedTuple):
 
 
 def stem_of(image_size: int) -> Stem:
-  """Chooses a stem that leaves small images a grid of 16x16 or more.
+  """Chooses the form of the first layers, the stem, for an image size.
+
+  The stem leaves small images a grid (height and width of the features) of
+  16x16 or more.
 
   From 171 pixels on, the stem is the original's, which halves the grid three
   times without padding: 299 pixels give grids of 35, 17 and 8, and 171 give 19,
-  9 and 4. Below 171, everything is padded, and the stem halves the grid at most
-  three times, as often as leaves 16x16 or more: once from 32 pixels on (grids
-  of 16, 8 and 4), twice from 64, three times from 128. With fewer than three,
-  the first convolution does not halve; with one, the second pool is left out.
+  9 and 4. Below 171, everything is padded. The stem then halves the grid as
+  long as 16x16 or more remain, at most three times: once from 32 pixels on
+  (grids of 16, 8 and 4), twice from 64, three times from 128. If the stem
+  halves fewer than three times, its first convolution does not halve; if it
+  halves once, its second pool is left out.
   """
   if image_size >= MIN_VALID_SIZE:
     return Stem("valid", True, True, True)
@@ -55,7 +64,7 @@ def stem_of(image_size: int) -> Stem:
 
 
 class Parts:
-  """Makes the parts of one network.
+  """Makes the parts of one Inception network, such as stem and blocks.
 
   Names of layers begin with the name of their part, so two calls must not use
   the same name.
@@ -74,7 +83,7 @@ class Parts:
     is_synchronized: bool = False,
     dtype: str = "float32",
   ):
-    """Prepares to make parts.
+    """Stores the settings that all parts of the network share.
 
     Args:
       seeds: Seeds for the initial values; one is taken for each kernel.
@@ -93,7 +102,10 @@ class Parts:
     self._is_synchronized = is_synchronized
 
   def channels(self, number: int) -> int:
-    """Scales a number of channels: to a multiple of 8, at least 8."""
+    """Multiplies a number of channels by the width of the network.
+
+    The result is rounded to a multiple of 8, and is at least 8.
+    """
     steps = int(number * self._width / _CHANNELS_STEP + 0.5)
     return max(1, steps) * _CHANNELS_STEP
 
@@ -110,7 +122,15 @@ class Parts:
   ):
     """Applies convolution, batch normalization and ReLU.
 
-    `channels` is before scaling by the width.
+    Args:
+      x: Features `[batch, height, width, channels]`.
+      channels: The number of output channels, which is multiplied by the width
+        of the network.
+      size: Height and width of the kernel.
+      name: The name with which the names of the layers begin.
+      strides: The stride of the convolution.
+      padding: `valid` or `same`.
+      stddev: The standard deviation of the initial kernel.
     """
     x = keras.layers.Conv2D(
       self.channels(channels),
@@ -133,13 +153,21 @@ class Parts:
     return keras.layers.ReLU(dtype=self.dtype, name=f"{name}_relu")(x)
 
   def normal(self, stddev: float) -> keras.initializers.Initializer:
-    """Returns a truncated normal initializer with the next seed."""
+    """Returns an initializer with a truncated normal distribution.
+
+    Each call uses the next seed of the network.
+    """
     return keras.initializers.TruncatedNormal(
       stddev=stddev, seed=next(self._seeds)
     )
 
   def stem(self, x, plan: Stem):
-    """Applies five convolutions and up to two pools, as `plan` says."""
+    """Applies the first layers: five convolutions and up to two pools.
+
+    Args:
+      x: Images `[batch, height, width, 3]`.
+      plan: Which of the layers exist and halve the height and width.
+    """
     padding = self._padding
     strides = 2 if plan.conv_halves else 1
     x = self.conv(x, 32, 3, "conv0", strides=strides, padding=padding)
@@ -154,7 +182,17 @@ class Parts:
     return x
 
   def block_a(self, x, name: str, pool_channels: int):
-    """Applies a block of the 35x35 grid: 1x1, 5x5, twice 3x3, and a pool."""
+    """Applies a block of the first kind, for the grid of 35x35.
+
+    A grid is height and width of the features in the original network. Four
+    branches are joined: a 1x1 convolution, a 5x5 convolution, two 3x3
+    convolutions, and a pool.
+
+    Args:
+      x: Features `[batch, height, width, channels]`.
+      name: The name with which the names of the layers begin.
+      pool_channels: The number of channels of the branch with the pool.
+    """
     one = self.conv(x, 64, 1, f"{name}_1x1")
     five = self.conv(x, 48, 1, f"{name}_5x5_0")
     five = self.conv(five, 64, 5, f"{name}_5x5_1")
@@ -166,7 +204,10 @@ class Parts:
     return self._join([one, five, three, pool], name)
 
   def reduction_a(self, x, name: str):
-    """Reduces the 35x35 to the 17x17 grid."""
+    """Reduces height and width of the features from 35x35 to 17x17.
+
+    These are the sizes in the original network.
+    """
     three = self.conv(
       x, 384, 3, f"{name}_3x3", strides=2, padding=self._padding
     )
@@ -178,7 +219,16 @@ class Parts:
     return self._join([three, double, self._max_pool(x, f"{name}_pool")], name)
 
   def block_b(self, x, name: str, inner: int):
-    """Applies a block of the 17x17 grid, with 7x7 split into 1x7 and 7x1."""
+    """Applies a block of the second kind, for the grid of 17x17.
+
+    A grid is height and width of the features in the original network. A 7x7
+    convolution is replaced by a 1x7 and a 7x1 convolution.
+
+    Args:
+      x: Features `[batch, height, width, channels]`.
+      name: The name with which the names of the layers begin.
+      inner: The number of channels between these convolutions.
+    """
     one = self.conv(x, 192, 1, f"{name}_1x1")
     seven = self.conv(x, inner, 1, f"{name}_7x7_0")
     seven = self.conv(seven, inner, (1, 7), f"{name}_7x7_1")
@@ -193,7 +243,10 @@ class Parts:
     return self._join([one, seven, double, pool], name)
 
   def reduction_b(self, x, name: str):
-    """Reduces the 17x17 to the 8x8 grid."""
+    """Reduces height and width of the features from 17x17 to 8x8.
+
+    These are the sizes in the original network.
+    """
     halve = dict(strides=2, padding=self._padding)
     three = self.conv(x, 192, 1, f"{name}_3x3_0")
     three = self.conv(three, 320, 3, f"{name}_3x3_1", **halve)
@@ -204,7 +257,11 @@ class Parts:
     return self._join([three, seven, self._max_pool(x, f"{name}_pool")], name)
 
   def block_c(self, x, name: str):
-    """Applies a block of the 8x8 grid, with 3x3 split into 1x3 beside 3x1."""
+    """Applies a block of the third kind, for the grid of 8x8.
+
+    A grid is height and width of the features in the original network. A 3x3
+    convolution is replaced by a 1x3 beside a 3x1 convolution.
+    """
     one = self.conv(x, 320, 1, f"{name}_1x1")
     three = self.conv(x, 384, 1, f"{name}_3x3_0")
     three = self._split(three, f"{name}_3x3")
@@ -216,10 +273,12 @@ class Parts:
     return self._join([one, three, double, pool], name)
 
   def auxiliary_features(self, x, name: str):
-    """Computes the features of the auxiliary head from the 17x17 grid.
+    """Computes the features of the auxiliary head, the second classifier.
 
-    The last kernel is as large as the pooled grid, 5x5 in the original. The
-    result is `[batch, channels]`.
+    `x` is the features of the blocks in the middle of the network, of height
+    and width 17x17 in the original. They are pooled. The last kernel is as
+    large as the pooled features, 5x5 in the original. The result is `[batch,
+    channels]`.
     """
     x = keras.layers.AveragePooling2D(
       5, 3, "valid", dtype=self.dtype, name=f"{name}_pool"

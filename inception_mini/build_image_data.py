@@ -1,12 +1,12 @@
-r"""Makes shards of TFRecords out of folders of labeled JPEG or PNG files.
+r"""Makes TFRecord files (shards) from folders of labeled JPEG or PNG files.
 
   python -m inception_mini.build_image_data --train_directory=photos/train \
     --validation_directory=photos/test --output_directory=/tmp/photos \
     --train_shards=8 --validation_shards=2
 
-Each directory has one sub-folder per label. Started again after an
-interruption, the program continues where it was. Files that cannot be read are
-reported and left out.
+Each directory of images has one sub-folder per label. If the program is started
+again after an interruption, it continues where it was interrupted. Files that
+cannot be read are reported and left out.
 """
 
 import os
@@ -25,7 +25,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """Defines the flags of this binary, which `--help` shows."""
+  """Defines the command-line flags of this program, which builds TFRecords."""
   flags.DEFINE_string("train_directory", None, "Has a sub-folder per label")
   flags.DEFINE_string("validation_directory", None, "The same for validation")
   flags.DEFINE_string("output_directory", None, "Where the shards go")
@@ -49,7 +49,9 @@ def build(
   num_threads: int | None = None,
   labels_file: str | None = None,
 ) -> dict:
-  """Builds the shards of each subset, and a file with the labels.
+  """Makes TFRecord files of folders of images, and a file with the labels.
+
+  A shard is one of the TFRecord files of a subset.
 
   Args:
     output_directory: Directory for the shards and the file with the labels.
@@ -61,7 +63,7 @@ def build(
       the sub-folders of the first directory, in alphabetical order.
 
   Returns:
-    A dict from each subset to its `shards.Summary`.
+    Maps each subset to the numbers of examples, files and shards.
 
   Raises:
     ValueError: If a number is out of range.
@@ -114,7 +116,11 @@ def build(
 
 
 class _Progress:
-  """Shows a bar on a terminal, else a line per shard; reports skipped files."""
+  """Shows the progress of writing shards (TFRecord files) to the user.
+
+  On a terminal, shows a bar; otherwise prints a line per finished shard. Also
+  reports files that were left out.
+  """
 
   def __init__(self, subset: str, num_files: int):
     self._bar = tqdm.tqdm(
@@ -133,17 +139,17 @@ class _Progress:
     self._bar.close()
 
   def move(self, number: int) -> None:
-    """Counts `number` images as processed."""
+    """Moves the progress bar on by `number` images that were processed."""
     if not self._bar.disable:
       with self._bar.get_lock():
         self._bar.update(number)
 
   def tell_skipped(self, path: str, reason: str) -> None:
-    """Reports a file that was left out."""
+    """Reports an image file that was left out, and the reason."""
     self._write(f"skipped {path}: {reason}", sys.stderr)
 
   def tell_shard(self, name: str, num_examples: int) -> None:
-    """Reports a finished shard, unless there is a bar."""
+    """Reports a finished shard (TFRecord file), unless there is a bar."""
     if self._bar.disable:
       self._write(f"{name}: {num_examples} images", sys.stdout)
 
@@ -163,7 +169,15 @@ def _check_shards(subset: str, num_shards: int, num_files: int) -> None:
 
 
 def _write_labels(directory: str, name: str, labels: list[str]) -> None:
-  """Writes the labels, one per line.
+  """Writes the file that lists the labels, one per line.
+
+  If the directory holds shards (TFRecord files) already, checks the existing
+  file instead.
+
+  Args:
+    directory: The output directory.
+    name: The name of the file.
+    labels: The labels, in order.
 
   Raises:
     shards.BuildError: If the directory holds shards of other labels.
@@ -190,8 +204,8 @@ def _write_labels(directory: str, name: str, labels: list[str]) -> None:
 def _tell_ignored(subset: str, ignored: list[str]) -> None:
   if ignored:
     print(
-      f"{subset}: {len(ignored)} left out that are no JPEG or PNG file of a "
-      f"label, such as {ignored[0]}",
+      f"{subset}: left out {len(ignored)} paths that are no JPEG or PNG file "
+      f"of a label, such as {ignored[0]}",
       file=sys.stderr,
       flush=True,
     )

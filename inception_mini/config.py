@@ -1,4 +1,4 @@
-"""Defines the settings of a training run, a frozen `Config`, and constants.
+"""Defines the settings of an Inception training (`Config`), and constants.
 
 TensorFlow is not imported, so that a launcher can check its flags at once.
 """
@@ -49,7 +49,7 @@ _Count = TypeVar("_Count")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Everything a training run depends on, apart from the machines.
+  """The settings of a training run, apart from the machines that run it.
 
   The defaults are those of the TF1 program (`inception_distributed_train`,
   `inception_model`, `image_processing`).
@@ -157,7 +157,7 @@ class Config:
 
 
 def from_recipe(recipe: str, **given) -> Config:
-  """Makes a `Config` from a recipe's settings.
+  """Makes a `Config` from a recipe, a named set of settings.
 
   Args:
     recipe: Key of `RECIPES`.
@@ -172,7 +172,10 @@ def from_recipe(recipe: str, **given) -> Config:
 def default_rate(
   recipe: str, options: run_options.Options, *, batch_size: int
 ) -> learning_rates.Default:
-  """Computes the default learning rate from recipe, rule and replicas.
+  """Computes the learning rate for when none is given.
+
+  It depends on the recipe (a named set of settings), the update rule and the
+  number of replicas.
 
   The rate does not depend on the batch size: RMSProp divides gradients by their
   own size, and with batches of half the recipe's size the same rate was best
@@ -180,7 +183,7 @@ def default_rate(
 
   Args:
     recipe: Key of `RECIPES`.
-    options: How the training is run.
+    options: How the training is run, with the update rule and the replicas.
     batch_size: Number of images in the batch of one tower, a copy of the model.
   """
   return learning_rates.default(
@@ -195,14 +198,16 @@ def default_rate(
 def learning_rate(
   config: Config, examples_seen: _Count, *, num_examples_per_epoch: int
 ) -> _Count:
-  """Computes the learning rate, which falls in steps, after some examples.
+  """Computes the learning rate at a point of the training.
 
-  The examples of all replicas are counted instead of steps. In the original,
-  dividing by `num_replicas_to_aggregate` served this purpose.
+  The rate falls in steps. The examples of all replicas are counted, instead of
+  updates, so that the rate does not depend on the number of replicas. In the
+  TF1 program, dividing by `num_replicas_to_aggregate` served this purpose.
 
       rate = initial * factor ^ floor(examples_seen / (epochs * per_epoch))
 
-  In the first `warmup_epochs`, the rate rises linearly from 0 to this value.
+  During the first `warmup_epochs`, this value is multiplied by a factor that
+  rises linearly from 0 to 1.
 
   Args:
     config: The settings, with `learning_rate`, `learning_rate_decay_factor`,

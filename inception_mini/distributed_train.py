@@ -1,13 +1,15 @@
-r"""Trains an Inception with several replicas, some of them perhaps as backup.
+r"""Trains an Inception with several replicas on parameter servers.
 
-A whole cluster on this machine:
+This command runs a whole cluster on this machine:
 
   python -m inception_mini.distributed_train --recipe=mini --data_dir=DIR \
     --cluster_spec=cluster_specs/local_2ps_3workers.json \
     --replicas_to_aggregate=2 --train_dir=/tmp/run
 
-One task of a cluster on several machines: the same command with --job_name and
---task_index, or with TF_CONFIG in the environment.
+It has a backup replica, as an update takes the gradients of the first 2 of 3
+replicas. If the cluster is on several machines, each task is started by the
+same command with --job_name and --task_index, or with TF_CONFIG in the
+environment.
 
 The program follows TF1's `inception_distributed_train`.
 """

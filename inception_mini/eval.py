@@ -2,7 +2,7 @@
 
   python -m inception_mini.eval --train_dir=/tmp/run [--run_once]
 
-Without --run_once, every new checkpoint is measured until training has ended.
+Without `--run_once`, every new checkpoint is measured until training has ended.
 The moving averages are those of the weights and of batch normalization's means
 and variances.
 """
@@ -28,12 +28,13 @@ _K = 5
 
 
 class Result(NamedTuple):
-  """The measures of one checkpoint.
+  """The results of measuring one checkpoint on images.
 
   Attributes:
-    precision: The fraction of images whose label is the most likely class.
+    precision: The fraction of images whose label is the most likely class
+      (precision @ 1).
     recall: The fraction of images whose label is among the five most likely
-      classes.
+      classes (recall @ 5).
     num_examples: Number of images.
   """
 
@@ -52,13 +53,16 @@ def evaluate(
   interval_secs: float = 10.0,
   timeout_secs: float | None = None,
 ) -> Result | None:
-  """Measures checkpoints in `config.train_dir`, in float32.
+  """Measures the checkpoints of a training on images, in float32.
 
-  For each checkpoint, prints the precision @ 1 and the recall @ 5 and writes
-  them to TensorBoard.
+  The checkpoints are those in `config.train_dir`. For each, prints the
+  precision @ 1 (the share of images whose label is the most likely class) and
+  the recall @ 5 (whose label is among the five most likely), and writes them to
+  TensorBoard.
 
   Args:
-    config: The settings of the run, with its directory, network and data set.
+    config: The settings of the training, with its directory, network and data
+      set.
     eval_dir: Directory of the TensorBoard summaries. None takes `eval` in the
       run's directory, or `eval_train` for the subset `train`.
     subset: The images to measure on: `validation` or `train`.
@@ -68,7 +72,7 @@ def evaluate(
     timeout_secs: The seconds to wait for a new checkpoint; None waits forever.
 
   Returns:
-    The last result, or None if there was no checkpoint in time.
+    The result of the last checkpoint; None if there was no checkpoint in time.
 
   Raises:
     checkpoints.CheckpointError: If there is no checkpoint, or it is of another
@@ -114,7 +118,15 @@ def evaluate(
 
 
 def _counter(model, source, config, subset, batch_size) -> Callable[[], Result]:
-  """Returns a function that measures the model on every image once."""
+  """Makes a function that measures a network on every image once.
+
+  Args:
+    model: The network.
+    source: The data set.
+    config: The settings of the training.
+    subset: `validation` or `train`.
+    batch_size: The number of images in a batch.
+  """
   import tensorflow as tf
 
   from inception_mini import inputs

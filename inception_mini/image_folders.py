@@ -1,6 +1,6 @@
 """Finds labeled images in a directory with one sub-folder per label.
 
-TensorFlow is not imported.
+The module does not import TensorFlow.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ _SHUFFLE_SEED = 2016
 
 
 class FolderError(Exception):
-  """Raised if folders cannot be used; the message gives the reason."""
+  """Raised if folders of images cannot be used; the message says why."""
 
 
 class File(NamedTuple):
-  """A labeled image file.
+  """An image file, whose label is the name of its folder.
 
   Attributes:
     path: Path of the file.
     label: Number of the label, from 1 on.
     text: Name of the label and of its sub-folder.
     state: Size in bytes, and time of the last modification in ns; None if the
-      file cannot be reached, such as a broken link.
+      file cannot be reached, as with a broken link.
   """
 
   path: str
@@ -38,12 +38,13 @@ class File(NamedTuple):
 
 
 class Found(NamedTuple):
-  """The images that were found in a directory.
+  """The image files that were found in a directory, and what was ignored.
 
   Attributes:
     files: Files with the name of a JPEG or PNG file, in a shuffled order that
       is always the same.
-    ignored: Paths of other files, and of sub-folders that are not a label.
+    ignored: Paths of other files, and of sub-folders that are not named like a
+      label.
   """
 
   files: list[File]
@@ -51,10 +52,13 @@ class Found(NamedTuple):
 
 
 def labels_of(directory: str) -> list[str]:
-  """Lists the names of sub-folders that are not hidden, in alphabetical order.
+  """Lists the labels, which are the names of a directory's sub-folders.
+
+  Hidden sub-folders are left out. The order is alphabetical.
 
   Raises:
-    FolderError: If there are none, or a name cannot be a line of a text file.
+    FolderError: If there are no labels, or a name cannot be a line of a text
+      file.
   """
   labels = sorted(
     entry.name
@@ -75,7 +79,10 @@ def labels_of(directory: str) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-  """Returns whether a file name is UTF-8, without Python's lone surrogates."""
+  """Returns whether a file name is UTF-8.
+
+  In a name that is not, Python puts lone surrogates, which cannot be encoded.
+  """
   try:
     name.encode()
   except UnicodeEncodeError:
@@ -84,21 +91,24 @@ def _is_text(name: str) -> bool:
 
 
 def check_labels(directory: str, labels: Sequence[str]) -> None:
-  """Checks that every sub-folder is one of the labels.
+  """Checks that every sub-folder of a directory is named like a label.
 
   Raises:
-    FolderError: If a sub-folder is not one of the labels.
+    FolderError: If the name of a sub-folder is not one of the labels.
   """
   unknown = [label for label in labels_of(directory) if label not in labels]
   if unknown:
     raise FolderError(
-      f"{directory} must have no sub-folder but those of the training set, "
-      f"or `labels_file` say which count. Received: {unknown[0]!r}."
+      f"{directory} must have no other sub-folders than the training set, or "
+      "`labels_file` must say which sub-folders are labels. Received: "
+      f"{unknown[0]!r}."
     )
 
 
 def find(directory: str, labels: Sequence[str]) -> Found:
-  """Finds the images below a directory, at any depth of a label's folder.
+  """Finds the images in the sub-folders of a directory, one per label.
+
+  Images may be at any depth of a label's sub-folder.
 
   Args:
     directory: The directory, with a sub-folder for each label.
@@ -134,7 +144,17 @@ def find(directory: str, labels: Sequence[str]) -> Found:
 
 
 def fingerprint(directory: str, files: Sequence[File]) -> str:
-  """Computes a digest of names, labels, sizes and modification times."""
+  """Computes a digest by which a changed set of image files is recognized.
+
+  It includes the names, labels, sizes and modification times of the files.
+
+  Args:
+    directory: The directory to which the names are relative.
+    files: The image files.
+
+  Returns:
+    A hexadecimal string.
+  """
   digest = hashlib.sha256()
   for file in files:
     name = os.path.relpath(file.path, directory)
@@ -163,7 +183,10 @@ def _scan(directory: str) -> list[os.DirEntry]:
 
 
 def _files_below(directory: str) -> list[str]:
-  """Lists the paths of all files that are not hidden, in alphabetical order."""
+  """Lists the paths of all files below a directory, in alphabetical order.
+
+  Hidden files and folders are left out.
+  """
   paths = []
   for entry in sorted(_scan(directory), key=lambda entry: entry.name):
     if entry.name.startswith("."):

@@ -1,9 +1,9 @@
 """Decodes, distorts and crops images for the network.
 
 This follows `image_processing.py` of the TF1 program, but with stateless random
-ops: the same seed distorts in the same way on every machine. The way of
-resizing and the order of color distortions are random for each image; in the
-TF1 program, they were fixed for each thread.
+ops: equal seeds give equal distortions on every machine. The way of resizing
+and the order of color distortions are random for each image; in the TF1
+program, they were fixed for each thread.
 """
 
 import tensorflow as tf
@@ -27,7 +27,14 @@ RESIZE_METHODS = (
 
 
 def decode(encoded: tf.Tensor) -> tf.Tensor:
-  """Decodes a JPEG or PNG file to uint8 `[height, width, 3]`."""
+  """Decodes an image file.
+
+  Args:
+    encoded: The bytes of a JPEG or PNG file, a scalar string.
+
+  Returns:
+    The image, uint8 `[height, width, 3]`.
+  """
   image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
   return tf.ensure_shape(image, [None, None, 3])
 
@@ -43,15 +50,16 @@ def distort(
 ) -> tf.Tensor:
   """Distorts an image at random for training.
 
-  The order is the original's: The image is cropped so that the crop covers at
-  least a tenth of one of the boxes, resized in one of four ways, flipped with
-  probability 1/2, and its colors are changed.
+  In this order, as in the TF1 program: the image is cropped so that the crop
+  covers at least a tenth of one of the boxes, resized in one of four ways,
+  mirrored with probability 1/2, and its colors are changed.
 
   Args:
     image: An image, uint8 `[height, width, 3]`.
-    boxes: Edges of objects, float32 `[N, 4]`; see `records.Stored`. With N = 0,
-      the whole image counts as a box.
-    seed: `[2]` integers.
+    boxes: Edges of N objects, float32 `[N, 4]`: top, left, bottom, right, as
+      shares of the image's height or width. With N = 0, the whole image counts
+      as a box.
+    seed: `[2]` integers, the seed of all random choices.
     image_size: Height and width of the result.
     min_crop_area: Smallest area of the crop, as a share of the image's.
     distort_color: Whether colors change.
@@ -86,7 +94,7 @@ def distort_colors(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 
   Args:
     image: An image, float32 `[height, width, 3]` in [0, 1].
-    seed: `[2]` integers.
+    seed: `[2]` integers, the seed of all random choices.
 
   Returns:
     An image of the same shape and dtype, in [0, 1].
@@ -114,7 +122,9 @@ def distort_colors(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 def center(
   image: tf.Tensor, *, image_size: int, central_fraction: float
 ) -> tf.Tensor:
-  """Cuts out the middle and resizes it bilinearly, for evaluation.
+  """Cuts out the middle of an image and resizes it, for evaluation.
+
+  The interpolation is bilinear.
 
   Args:
     image: An image, uint8 `[height, width, 3]`.
@@ -131,7 +141,17 @@ def center(
 
 
 def _crop_window(image, boxes, seed, min_crop_area):
-  """Draws a random crop; returns begin and size for `tf.slice`."""
+  """Draws a random crop of an image.
+
+  Args:
+    image: An image, `[height, width, 3]`.
+    boxes: Edges of objects, of one of which the crop must cover a tenth.
+    seed: `[2]` integers.
+    min_crop_area: Smallest area of the crop, as a share of the image's.
+
+  Returns:
+    The arguments `begin` and `size` of `tf.slice`.
+  """
   begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
     tf.shape(image),
     # The op refuses edges that rounding has put outside of the image.

@@ -1,10 +1,10 @@
-"""Makes batches for training and evaluation.
+"""Makes batches of images for training and evaluation.
 
-Files are read from beginning to end by as few workers as possible, for large
-data sets. Examples are shuffled and skipped before they are decoded. A dataset
-captures only file names and numbers, so its function may run on a remote
-worker. AutoGraph is not needed and is turned off, since it would make the start
-slow.
+Large data sets are in several files, each read from beginning to end by as few
+workers as possible. Examples are shuffled and skipped before they are decoded.
+A dataset captures only file names and numbers, so its function may run on a
+remote worker. AutoGraph is not needed and is turned off, since it would make
+the start slow.
 """
 
 import tensorflow as tf
@@ -36,33 +36,32 @@ def train_dataset(
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
-  In every epoch, the shards of the source are distributed among the n workers
-  anew, equally many to each. The shards that are left over (all of them, if
-  there are fewer shards than workers) are read by every worker, and each worker
-  uses every n-th example of them. So
+  In every epoch, the shards (files) of the data set are distributed among the n
+  workers anew, equally many to each. The shards that are left over (all of
+  them, if there are fewer shards than workers) are read by every worker, and
+  each worker uses every n-th example of them. So
 
-  *   every example is in one worker's stream once per epoch; a worker's
-      epochs follow each other without a gap, and a batch may reach into
-      the next;
-  *   an example is distorted in an epoch in the same way, whichever
-      worker reads it.
+  *   every example is in one worker's stream once per epoch; a worker's epochs
+      follow each other without a gap, and a batch may reach into the next;
+  *   an example is distorted in an epoch in the same way, whichever worker
+      reads it.
 
   Examples are drawn from a buffer of `settings.shuffle_examples` examples, as
   in the TF1 program. Which examples share a batch depends on the number of
   workers.
 
   Args:
-    source: The data, read when the dataset is iterated.
+    source: The data, which is read when the dataset is iterated.
     settings: The settings, with image size, distortions, seed and buffer size.
     batch_size: Number of images in a batch of this worker; None takes that of
       the settings.
     num_shards: Number n of workers.
-    shard_index: Number of this worker; may be a scalar tensor, as in the
-      dataset function of an in-graph worker.
+    shard_index: Index of this worker, from 0 on; may be a scalar tensor, as in
+      the dataset function of an in-graph worker.
     start_example: Number of examples that all workers have drawn so far, for a
       run that resumes from a checkpoint. Examples that are skipped inside an
       epoch are read but not decoded.
-    with_seeds: Whether to add random integers to each image, as seeds for
+    with_seeds: Whether to return random integers with each image, as seeds for
       dropout.
     parallel_images: Number of images decoded and distorted at a time.
 
@@ -135,10 +134,10 @@ def eval_batches(
   *,
   subset: str = records.VALIDATION,
 ) -> tf.data.Dataset:
-  """Makes batches for evaluation, with every image in exactly one.
+  """Makes batches for evaluation, with every image in exactly one batch.
 
   Args:
-    source: The data, read when the dataset is iterated.
+    source: The data, which is read when the dataset is iterated.
     settings: The settings, with image size and the share of the image to use.
     batch_size: Number of images in a batch; the last batch may be smaller.
     subset: `validation`, or `train` to measure on the training set.
@@ -185,6 +184,8 @@ def eval_batches(
 class _Deal:
   """Decides which examples of which shards a worker uses in each epoch.
 
+  A shard is one of the files of the data set.
+
   Attributes:
     distortion_seed: Seed of the distortions of images, `[2]`.
   """
@@ -198,12 +199,19 @@ class _Deal:
     )
 
   def parts(self, epoch):
-    """Computes the shards, or parts of shards, that the worker uses.
+    """Chooses the shards (files), or parts of them, that the worker uses.
+
+    A shard is used by one worker, or every worker uses every n-th example of
+    it, where n is the number of workers.
+
+    Args:
+      epoch: The index of the epoch.
 
     Returns:
-      (numbers of the shards, first examples, strides, offsets), each int64
-      `[parts]`. An offset is the number of the shard's first example in the
-      whole data set.
+      Four int64 tensors with an element per shard that the worker uses: the
+      index of the shard; the index of the first example to use in it; the
+      distance between two examples to use; and the index of the shard's first
+      example in the whole data set.
     """
     n, total = self._num_workers, len(self._lengths)
     whole = total // n * n
@@ -224,16 +232,30 @@ class _Deal:
     return shards, tf.concat([mine, shared], 0), strides, numbers
 
   def num_examples(self, epoch):
-    """Computes the number of examples of the worker in an epoch, int64."""
+    """Computes the number of examples that the worker uses in an epoch.
+
+    Args:
+      epoch: The index of the epoch.
+
+    Returns:
+      An int64 scalar.
+    """
     shards, first, strides, _ = self.parts(epoch)
     lengths = tf.gather(tf.constant(self._lengths, tf.int64), shards)
     return tf.reduce_sum((lengths - first + strides - 1) // strides)
 
   def epochs(self, start):
-    """Makes a dataset of (epoch, number of the worker's examples to skip).
+    """Makes a dataset of the epochs that a worker goes through.
 
-    It begins with the epoch that has the worker's example `start`. Earlier
-    epochs are skipped without reading.
+    It begins with the epoch that has the worker's example number `start`.
+    Earlier epochs are skipped without reading.
+
+    Args:
+      start: The number of examples that the worker has used before.
+
+    Returns:
+      A dataset of (index of the epoch, number of the worker's examples to skip
+      in this epoch).
     """
 
     def pass_over(left, epoch):
@@ -247,16 +269,23 @@ class _Deal:
     return epochs.map(lambda epoch, skipped, is_left: (epoch, skipped))
 
   def shuffle_seed(self, epoch):
-    """Returns the seed, int64, of the worker's shuffle buffer in an epoch."""
+    """Returns the seed of the worker's shuffle buffer in an epoch, an int64."""
     seed = tf.random.fold_in(self._buffer_seed, epoch)
     return tf.random.fold_in(seed, self._worker)[0]
 
 
 def _raw_examples(source, deal, start, buffer_size):
-  """Makes the worker's endless stream of raw examples, from `start` on.
+  """Makes the endless stream of a worker's examples, not yet decoded.
 
-  Elements are (epoch, number of the example in the data set, raw example). A
-  raw example is a tuple that `source.decode` decodes.
+  Args:
+    source: The data.
+    deal: Decides which examples the worker uses.
+    start: The number of examples that the worker has used before.
+    buffer_size: The number of examples in the shuffle buffer.
+
+  Returns:
+    A dataset of (epoch, index of the example in the data set, raw example). A
+    raw example is a tuple that `source.decode` decodes.
   """
 
   def epoch_of_examples(epoch, skipped):
@@ -279,9 +308,18 @@ def _raw_examples(source, deal, start, buffer_size):
 
 
 def _part_of_shard(source, subset, shard, first, stride, number):
-  """Makes a dataset of every `stride`-th raw example from `first` on.
+  """Makes a dataset of every `stride`-th example of a shard, not yet decoded.
 
-  Elements begin with the example's number in the data set.
+  Args:
+    source: The data.
+    subset: `train` or `validation`.
+    shard: The index of the shard, one of the files of the data set.
+    first: The index of the first example to use in the shard.
+    stride: The distance between two examples to use.
+    number: The index of the shard's first example in the whole data set.
+
+  Returns:
+    A dataset of (index of the example in the whole data set, raw example...).
   """
   examples = source.read(subset, shard).enumerate()
   examples = examples.filter(lambda i, raw: i % stride == first)
@@ -291,7 +329,15 @@ def _part_of_shard(source, subset, shard, first, stride, number):
 
 
 def _checked(label, num_classes):
-  """Returns the label; fails if it is out of range, unlike the loss."""
+  """Returns a label, after a check that it is in [0, num_classes).
+
+  A label out of this range raises an error when it is computed; the loss would
+  not report it.
+
+  Args:
+    label: The label, an integer scalar.
+    num_classes: The number of classes; None if unknown, for no check.
+  """
   if num_classes is None:
     return label
   is_one = (label >= 0) & (label < tf.cast(num_classes, label.dtype))

@@ -1,4 +1,7 @@
-"""Builds the network, and computes its loss from plain tensors."""
+"""Builds an Inception v3 of any size, and computes its loss.
+
+The loss is a function of the values of the parameters, plain tensors.
+"""
 
 from collections.abc import Mapping
 
@@ -42,11 +45,14 @@ def build(
   With the defaults and 1,001 classes, the network is that of the TF1 program
   (`inception_model.inception_v3`; Szegedy et al. 2015, arXiv:1512.00567).
 
-  `blocks.stem_of` describes how the stem depends on the image size. With depth
-  d, there are 3 d, 4 d and 2 d blocks of the three kinds, rounded, but at least
-  one: the last blocks of each kind in the original, the very last repeated if
-  there are more. Initial kernels are normal, truncated at two standard
-  deviations of 0.1, in the heads 0.01 and 0.001, as in the TF1 program.
+  `blocks.stem_of` describes how the stem, the first layers, depends on the
+  image size. With depth d, there are 3 d, 4 d and 2 d blocks of the three
+  kinds, rounded, but at least one of each kind. These are the last blocks of
+  each kind in the original; if there are more, its very last block is repeated.
+  Initial kernels have a normal distribution, truncated at two standard
+  deviations. The standard deviation is 0.1; but 0.01 for the logits and for the
+  last convolution of the auxiliary head, and 0.001 for the logits of that head,
+  as in the TF1 program.
 
   Args:
     num_classes: Number of logits.
@@ -57,10 +63,11 @@ def build(
     batch_norm_decay: Decay of the moving means and variances.
     is_synchronized: Whether a batch is normalized by the mean and variance over
       all replicas of the `tf.distribute` strategy that the model is called in.
-    has_auxiliary: Whether there is an auxiliary head.
+    has_auxiliary: Whether there is an auxiliary head, a second classifier
+      behind the middle blocks, which helps training.
     compute_dtype: `float32`, `bfloat16` or `float16`: the dtype to which the
       layers cast their inputs and parameters. The variables are float32.
-    seed: The same seed gives the same initial weights.
+    seed: The seed of the initial weights; equal seeds give equal weights.
 
   Returns:
     A model from float32 images `[batch, size, size, 3]` in [-1, 1] to a
@@ -111,10 +118,11 @@ def build(
 
 
 def num_classes(settings: config.Config, of_data: int | None) -> int:
-  """Returns the number of logits that a run's settings ask for.
+  """Returns the number of classes (logits) that a training needs.
 
   Args:
-    settings: The settings of the run. If its `num_classes` is set, it is used.
+    settings: The settings of the training. If `num_classes` is set there, it is
+      used.
     of_data: Number of classes of the data set; None if unknown.
 
   Raises:
@@ -133,14 +141,15 @@ def num_classes(settings: config.Config, of_data: int | None) -> int:
 def of_config(
   settings: config.Config, classes_of_data: int | None = None
 ) -> keras.Model:
-  """Builds the network that a run's settings ask for.
+  """Builds the network that the settings of a training describe.
 
   Args:
-    settings: The settings of the run.
+    settings: The settings of the training.
     classes_of_data: Number of classes of the data set; None if unknown.
 
   Raises:
-    ValueError: As for `num_classes`.
+    ValueError: If the number of classes is unknown, or smaller in the settings
+      than in the data set.
   """
   return build(
     num_classes(settings, classes_of_data),
@@ -157,16 +166,23 @@ def of_config(
 
 
 def is_statistic(path: str) -> bool:
-  """Returns whether the path is that of a moving mean or variance."""
+  """Returns whether a variable is a moving mean or variance.
+
+  Args:
+    path: The path of the variable in the network.
+  """
   return path.rpartition("/")[2] in _STATISTICS
 
 
 def is_head(path: str) -> bool:
   """Returns whether a variable is initialized anew when fine-tuning.
 
-  These are the variables of the logits and of the auxiliary head, as in
-  TF-Slim's recipes for fine-tuning. The kernels of the auxiliary head also
-  depend on the size of the images.
+  These are the variables of the logits and of the auxiliary head (the second
+  classifier), as in TF-Slim's recipes for fine-tuning. The kernels of the
+  auxiliary head also depend on the size of the images.
+
+  Args:
+    path: The path of the variable in the network.
   """
   layer = path.partition("/")[0]
   return layer == LOGITS or layer.startswith(_AUXILIARY)
@@ -178,14 +194,15 @@ def loss(
   *,
   label_smoothing: float = _DEFAULTS.label_smoothing,
 ) -> tf.Tensor:
-  """Returns the mean cross-entropy with smoothed labels, in float32.
+  """Computes the mean cross-entropy with smoothed labels, in float32.
 
   The target for the class of the label is 1 - s + s / classes, and for every
   other class s / classes (Szegedy et al. 2015, section 7).
 
   Args:
-    logits: `[batch, classes]`, of any floating point type.
-    labels: `[batch]` integers in [0, classes).
+    logits: The network's outputs, `[batch, classes]`, of any floating point
+      type.
+    labels: The true classes, `[batch]` integers in [0, classes).
     label_smoothing: Share s of the target that all classes divide equally.
   """
   logits = tf.cast(logits, tf.float32)
@@ -205,12 +222,12 @@ def weight_decay(
   *,
   factor: float = _DEFAULTS.weight_decay,
 ) -> tf.Tensor:
-  """Returns factor * 1/2 * sum of squares of all kernels.
+  """Computes the weight decay: factor * 1/2 * sum of squares of all kernels.
 
   Args:
     parameters: Values of variables by path. Only those whose path ends in
       `/kernel` decay.
-    factor: The factor above.
+    factor: The factor of the sum.
   """
   return factor * tf.add_n(
     [
@@ -233,30 +250,30 @@ def total_loss(
   auxiliary_weight: float = _DEFAULTS.auxiliary_weight,
   decay_factor: float = _DEFAULTS.weight_decay,
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-  """Computes the loss from given parameter values.
+  """Computes the loss of a batch, with weight decay, for given parameters.
 
-  The network and the weight decay use the very same tensors, so parameters
-  that live on another machine are fetched once.
+  The network and the weight decay use the very same tensors, so parameters that
+  live on another machine are fetched once.
 
   Args:
     model: A network made by `build`. Its own trainable weights are not read.
     parameters: The values of all trainable variables by `variable.path`; watch
-      these to take gradients. Non-trainable variables may be included; the
-      others take their values from the model.
+      these to take gradients. Values of non-trainable variables may be
+      included; otherwise the model's own values are used.
     images: Images in [-1, 1], `[batch, size, size, 3]`.
-    labels: `[batch]` integers.
+    labels: The true classes, `[batch]` integers.
     training: The argument `training` of the layers.
     dropout_seed: `[2]` integers, the seed of dropout. None takes the state of
       the dropout layer in the model, which changes only if the caller assigns
       the returned value to it.
-    label_smoothing: See `loss`.
-    auxiliary_weight: Factor of the auxiliary head's loss, if there is one.
-    decay_factor: Factor of the weight decay; see `weight_decay`.
+    label_smoothing: Share of the target that all classes divide equally.
+    auxiliary_weight: Factor of the loss of the auxiliary head (the second
+      classifier), if the network has one.
+    decay_factor: Factor of the weight decay.
 
   Returns:
     The scalar loss, and the new values of the non-trainable variables by path:
-    the moving means and variances (see `is_statistic`), and the state of
-    dropout.
+    the moving means and variances, and the state of dropout.
   """
   states = model.non_trainable_variables
 
@@ -283,14 +300,27 @@ def total_loss(
 
 
 def _seeds(seed: int):
-  """Yields random seeds, without end."""
+  """Yields an endless sequence of random seeds.
+
+  Args:
+    seed: Determines the sequence.
+  """
   generator = np.random.default_rng(seed)
   while True:
     yield int(generator.integers(2**31))
 
 
 def _last(originals: tuple, depth: float) -> tuple:
-  """Returns the settings of the blocks of one kind for a depth."""
+  """Chooses the blocks of one kind for a network of a given depth.
+
+  Args:
+    originals: The settings of the blocks of this kind in the original network.
+    depth: Factor of the number of blocks.
+
+  Returns:
+    The settings of the last blocks, at least one; the very last is repeated if
+    the network has more blocks than the original.
+  """
   number = max(1, int(len(originals) * depth + 0.5))
   return (
     originals[-number:]

@@ -1,9 +1,10 @@
 """Reads and writes TFRecords of labeled images, in the TF1 program's format.
 
-A shard has a name such as `train-00000-of-00128`. It holds `tf.train.Example`s
-with the feature keys of the TF1 program (`build_imagenet_data`,
-`image_processing`), so ImageNet files made for that program can be used. Labels
-start at 1; 0 is reserved for a background class.
+A shard is one of the files of a data set, with a name such as
+`train-00000-of-00128`. It holds `tf.train.Example`s with the feature keys of
+the TF1 program (`build_imagenet_data`, `image_processing`), so ImageNet files
+made for that program can be used. Labels start at 1; 0 is reserved for a
+background class.
 """
 
 import os
@@ -45,7 +46,9 @@ _AROUND_DATA = _BEFORE_DATA + 4
 
 
 class Stored(NamedTuple):
-  """The features of a record that training uses, with the image encoded.
+  """The features of a stored example that training uses.
+
+  The image is not decoded yet.
 
   Attributes:
     encoded: The bytes of a JPEG or PNG file, a scalar string.
@@ -60,12 +63,18 @@ class Stored(NamedTuple):
 
 
 def shard_name(subset: str, index: int, num_shards: int) -> str:
-  """Returns the file name of shard `index` of `num_shards`."""
+  """Returns the name of one of the files of a data set.
+
+  Args:
+    subset: `train` or `validation`.
+    index: The index of the file, from 0 on.
+    num_shards: The number of files.
+  """
   return f"{subset}-{index:05d}-of-{num_shards:05d}"
 
 
 def find_shards(data_dir: str, subset: str) -> list[str]:
-  """Lists the paths of all shards of a subset, in order.
+  """Lists the paths of all shards (TFRecord files) of a subset, in order.
 
   Args:
     data_dir: Directory of the shards.
@@ -102,7 +111,7 @@ def find_shards(data_dir: str, subset: str) -> list[str]:
 
 
 def count_records(path: str) -> int:
-  """Counts the records of a file; reads their lengths, but not their data.
+  """Counts the records of a TFRecord file, without reading their data.
 
   Raises:
     DataError: If the file cannot be read or ends inside a record.
@@ -130,7 +139,9 @@ def count_records(path: str) -> int:
 
 
 def read_labels(path: str) -> list[str]:
-  """Reads labels from a file with one label per line; the first is label 1.
+  """Reads the names of labels from a text file with one label per line.
+
+  The first line names label 1.
 
   Raises:
     DataError: If the file cannot be read, is empty or names a label twice.
@@ -160,7 +171,7 @@ def serialize(
   filename: str,
   boxes: Sequence[Sequence[float]] = (),
 ) -> bytes:
-  """Makes a record: a serialized `tf.train.Example`.
+  """Makes the record of an image: a serialized `tf.train.Example`.
 
   Args:
     encoded: The bytes of the image file.
@@ -170,7 +181,8 @@ def serialize(
     label: Number of the label, from 1 on.
     text: Name of the label.
     filename: Name of the image file, without directory.
-    boxes: Edges of objects; see `Stored`.
+    boxes: Edges of objects: top, left, bottom, right, as shares of the image's
+      height or width.
   """
 
   def integers(*values):
@@ -201,7 +213,11 @@ def serialize(
 
 
 def parse(serialized: tf.Tensor) -> Stored:
-  """Reads the features that training uses from a record, a scalar string."""
+  """Reads the features that training uses from a record.
+
+  Args:
+    serialized: The record, a scalar string with a `tf.train.Example`.
+  """
   features = {
     ENCODED: tf.io.FixedLenFeature([], tf.string),
     LABEL: tf.io.FixedLenFeature([], tf.int64),

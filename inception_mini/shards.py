@@ -1,9 +1,9 @@
-"""Writes shards of TFRecords in parallel, so that none is left incomplete.
+"""Writes TFRecord files (shards) in parallel, so that none is incomplete.
 
 A shard is written under a temporary name and renamed when it is finished. So a
 shard under its final name is complete, and an interrupted build continues where
-it was. A file beside the shards of a subset records which image files they are
-made of. A build from other image files is refused.
+it was. A file beside the shards of a subset records from which image files they
+are made. A build from other image files is refused.
 """
 
 import concurrent.futures
@@ -32,21 +32,26 @@ _SIGNATURES = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG"}
 
 
 class BuildError(Exception):
-  """Raised if shards cannot be written; the message is one line."""
+  """Raised if shards (TFRecord files) cannot be written.
+
+  The message is one line.
+  """
 
 
 class Interrupted(Exception):
-  """Raised if a build was interrupted; finished shards stay."""
+  """Raised if writing shards was interrupted; finished shards remain."""
 
 
 class Summary(NamedTuple):
-  """The numbers of examples, files and shards of a subset after a build.
+  """The numbers of examples, files and shards after a subset was written.
+
+  A shard is one of the TFRecord files of a subset.
 
   Attributes:
     num_examples: Number of examples in all shards.
     num_skipped: Number of image files that could not be read, in this build or
       an earlier one.
-    num_kept: Number of shards that were there already.
+    num_kept: Number of shards that existed already.
     num_written: Number of shards written in this build.
   """
 
@@ -68,18 +73,19 @@ def write(
   on_skip: Callable[[str, str], None] = lambda path, reason: None,
   on_shard: Callable[[str, int], None] = lambda name, number: None,
 ) -> Summary:
-  """Writes a subset's missing shards.
+  """Writes the shards (TFRecord files) of a subset that do not exist yet.
 
   Args:
     subset: `train` or `validation`.
     directory: Directory for the shards, which is made if needed.
     files: The image files, in the order in which they are divided among the
       shards.
-    fingerprint: A digest of `files`; it differs for other files.
+    fingerprint: A digest of `files`, by which a changed set of files is
+      recognized.
     num_shards: Number of shards of the subset.
     num_threads: Number of shards written at a time.
-    on_image: Called, from any thread, with a number of images that were
-      processed.
+    on_image: Called, from any thread, with the number of images that were
+      processed since the last call.
     on_skip: Called, from any thread, with the path of a file that was left out,
       and the reason.
     on_shard: Called, from any thread, with the name of a finished shard and its
@@ -126,16 +132,18 @@ def write(
 
 
 def are_in(directory: str) -> bool:
-  """Returns whether a directory holds a finished shard of any subset."""
+  """Returns whether a directory holds a finished shard (TFRecord file)."""
   return any(_SHARD.fullmatch(name) for name in os.listdir(directory))
 
 
 def encode(file: image_folders.File) -> bytes:
-  """Makes the record of an image file, which contains the unchanged bytes.
+  """Makes the TFRecord of an image file.
+
+  It contains the unchanged bytes of the file.
 
   Raises:
-    ValueError: If the file is not an image that can be decoded, or must not be
-      read; the message is the reason.
+    ValueError: If the file is not an image that can be decoded, or reading it
+      is not permitted; the message is the reason.
     OSError: If a file that was there when files were listed cannot be read now.
   """
   try:
@@ -166,7 +174,18 @@ def encode(file: image_folders.File) -> bytes:
 
 
 def _write_shard(path, files, stop, on_image, on_skip) -> int:
-  """Writes one shard and returns the number of examples in it."""
+  """Writes one shard (TFRecord file).
+
+  Args:
+    path: The path of the shard, which it gets when it is complete.
+    files: The image files.
+    stop: An event that interrupts the writing.
+    on_image: Called after each image, with the number 1.
+    on_skip: Called with the path of a file that is left out, and the reason.
+
+  Returns:
+    The number of examples in the shard.
+  """
   temporary = _TEMPORARY.format(path=path)
   count = 0
   with tf.io.TFRecordWriter(temporary) as writer:
@@ -189,7 +208,19 @@ def _write_shard(path, files, stop, on_image, on_skip) -> int:
 
 
 def _in_threads(function, jobs, num_threads, stop) -> None:
-  """Calls the function with each job in threads; an error ends all jobs."""
+  """Calls a function with each job, in several threads.
+
+  An error in a job, or Ctrl-C, ends all jobs.
+
+  Args:
+    function: Called with one job.
+    jobs: The jobs.
+    num_threads: The number of threads.
+    stop: An event that is set when the jobs must end.
+
+  Raises:
+    Interrupted: On Ctrl-C.
+  """
   pool = concurrent.futures.ThreadPoolExecutor(num_threads)
   try:
     futures = [pool.submit(function, job) for job in jobs]
@@ -203,10 +234,19 @@ def _in_threads(function, jobs, num_threads, stop) -> None:
 
 
 def _claim(subset, directory, fingerprint, num_shards, num_files) -> None:
-  """Checks that existing shards belong to this build, and records its plan.
+  """Checks that existing shards (TFRecord files) belong to this build.
+
+  Then records from which image files the shards are made, in a file.
+
+  Args:
+    subset: `train` or `validation`.
+    directory: Directory of the shards.
+    fingerprint: A digest of the image files.
+    num_shards: Number of shards of the subset.
+    num_files: Number of image files.
 
   Raises:
-    BuildError: If existing shards are of another build, or the recorded plan is
+    BuildError: If existing shards are of another build, or the recorded file is
       damaged.
   """
   path = os.path.join(directory, _PLAN.format(subset=subset))
@@ -249,7 +289,13 @@ def _remove_unfinished(subset: str, directory: str) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-  """Context that locks out a second build; the lock ends with the process."""
+  """Returns a context in which no other process may write to a directory.
+
+  The lock ends with the process at the latest.
+
+  Raises:
+    BuildError: If another process holds the lock.
+  """
   with open(os.path.join(directory, _LOCK), "w") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Finds examples: in TFRecords, in TensorFlow Datasets, or synthetic ones."""
+"""Finds labeled images: TFRecords, TensorFlow Datasets or synthetic images."""
 
 import concurrent.futures
 import dataclasses
@@ -24,12 +24,13 @@ _COUNTS_SILENTLY_SECS = 5.0
 
 
 class Example(NamedTuple):
-  """A decoded example.
+  """A labeled image, decoded.
 
   Attributes:
     image: The image, uint8 `[height, width, 3]`.
     label: The label, an int64 scalar.
-    boxes: Edges of N objects, float32 `[N, 4]`; see `records.Stored`.
+    boxes: Edges of N objects, float32 `[N, 4]`: top, left, bottom, right, as
+      shares of the image's height or width.
   """
 
   image: tf.Tensor
@@ -39,17 +40,21 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Labeled images in shards, for training and for validation.
+  """A data set of labeled images, for training and for validation.
+
+  The images are in shards (files), and are read when needed. A raw example is a
+  stored image that is not decoded yet.
 
   Attributes:
     name: Name of the data set, as passed to `find`.
     num_classes: Number of classes, including a background class if there is
       one. Labels are in [0, num_classes). None if the files do not say.
-    lengths: Maps each subset to the numbers of examples in its shards.
-    read: Maps a subset and the number of a shard (int64 scalar) to a data set
-      of raw examples, always in the same order. `read` and `decode` use
-      TensorFlow ops only, so that the machine that runs the graph does the
-      reading.
+    lengths: Maps each subset (`train`, `validation`) to the numbers of examples
+      in its shards.
+    read: Maps a subset and the index of a shard (int64 scalar) to a
+      `tf.data.Dataset` of raw examples, always in the same order. `read` and
+      `decode` use TensorFlow ops only, so that the machine that runs the graph
+      does the reading.
     decode: Maps the components of a raw example to an `Example`.
   """
 
@@ -61,12 +66,12 @@ class Source:
 
   @property
   def num_train(self) -> int:
-    """Number of training examples."""
+    """Number of training examples, in all shards (files) of the data set."""
     return sum(self.lengths[records.TRAIN])
 
   @property
   def num_validation(self) -> int:
-    """Number of validation examples."""
+    """Number of validation examples, in all shards (files) of the data set."""
     return sum(self.lengths[records.VALIDATION])
 
 
@@ -77,23 +82,23 @@ def find(
   subsets: tuple[str, ...] = (records.TRAIN, records.VALIDATION),
   download: bool = True,
 ) -> Source:
-  """Finds a data set and checks it.
+  """Finds a data set of labeled images by its name, and checks it.
 
   Args:
     dataset: `records`, `synthetic`, or a TensorFlow data set with features
       `image` and `label`. Of a TensorFlow data set, the split `validation` or,
       if there is none, `test` is used for validation.
-    data_dir: Directory to look in; for TensorFlow Datasets, None is its
-      default.
+    data_dir: Directory of the data, which `records` needs. None is the default
+      directory of TensorFlow Datasets.
     subsets: The subsets that must exist.
     download: Whether TensorFlow Datasets may download a missing data set.
 
   Returns:
-    The source. Examples are read only when its `read` is called.
+    The data set. Examples are read only when its `read` is called.
 
   Raises:
-    DataError: If there is no such data set, it cannot be loaded, or a file
-      is invalid.
+    DataError: If there is no such data set, it cannot be loaded, or a file is
+      invalid.
   """
   # Absolute, because a remote worker may run in another directory.
   data_dir = os.path.abspath(os.path.expanduser(data_dir)) if data_dir else None
@@ -151,7 +156,10 @@ def _count(paths: list[str]) -> tuple[int, ...]:
   finally:
     patience.cancel()
   if not sum(lengths):
-    raise DataError(f"{paths[0]} and its like must hold examples.")
+    raise DataError(
+      f"At least one of the {len(paths)} files like {paths[0]} must hold "
+      "examples. Received: no examples."
+    )
   return lengths
 
 
@@ -181,7 +189,14 @@ def _reader(
 
 
 def _unreadable(path: tf.Tensor) -> tf.Tensor:
-  """Makes an element that raises an error with the path when it is read."""
+  """Makes a tensor whose computation fails with an error that names a file.
+
+  It follows the records of a file, and is computed only if the file has fewer
+  records than expected.
+
+  Args:
+    path: The path of the file, a scalar string.
+  """
   message = "cannot be read to its end: a record is damaged or missing"
   with tf.control_dependencies([tf.debugging.Assert(False, [path, message])]):
     return tf.identity(path)
@@ -234,7 +249,15 @@ def _tensorflow_dataset(name, data_dir, subsets, download) -> Source:
 
 
 def _num_classes(name: str, info) -> int:
-  """Checks the features of a data set and returns its number of classes."""
+  """Checks the features of a data set, and returns its number of classes.
+
+  Args:
+    name: The name of the data set.
+    info: Its description by TensorFlow Datasets.
+
+  Raises:
+    DataError: If it has no images or no classes as labels.
+  """
   features = dict(info.features.items())
   image, label = features.get("image"), features.get("label")
   shape = getattr(image, "shape", None)

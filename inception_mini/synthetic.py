@@ -21,14 +21,14 @@ _RED = (36.0, -18.0, -18.0)
 
 
 def read(subset: str, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  """Generates one shard, with the same images every time.
+  """Generates one shard (part of the data), with the same images every time.
 
-  All shards are drawn from one distribution with different seeds. In each, the
-  numbers of examples of two classes differ by at most 1.
+  All shards are drawn from one distribution with different seeds. In each
+  shard, the numbers of examples of two classes differ by at most 1.
 
   Args:
     subset: `train` or `validation`.
-    shard: Number of the shard, an int64 scalar.
+    shard: Index of the shard, an int64 scalar.
 
   Returns:
     Images, uint8 `[N, 40, 40, 3]`, and labels, int64 `[N]`.
@@ -47,10 +47,14 @@ def read(subset: str, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _texture(kind: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Returns textures `[N, 40, 40]` in [-1, 1], with periods of 4 to 8 pixels.
+  """Returns a random texture for each image, `[N, 40, 40]` in [-1, 1].
 
-  The five kinds are horizontal, vertical and diagonal stripes, checks, and no
-  texture.
+  The five kinds of textures are horizontal, vertical and diagonal stripes,
+  checks, and no texture. Periods are 4 to 8 pixels.
+
+  Args:
+    kind: The kind of texture of each image, integers `[N]` in [0, 4].
+    seed: `[2]` integers, the seed of phases and periods.
   """
   size = tf.shape(kind)[0]
   draws = tf.random.stateless_uniform([4, size, 1, 1], seed)

@@ -1,7 +1,10 @@
-r"""Trains an Inception on one machine: a device, or a tower on each of several.
+r"""Trains an Inception on one machine, on one device or on several.
 
   python -m inception_mini.train --recipe=mini --dataset=synthetic \
     --train_dir=/tmp/run [--num_gpus=N | --cluster_spec=FILE]
+
+With several devices, each has a copy of the network, a tower, which computes
+the gradients of a part of each batch.
 """
 
 from collections.abc import Sequence
@@ -21,16 +24,18 @@ def train(
   spec: cluster.ClusterSpec | None = None,
   **options: object,
 ) -> run_options.Outcome:
-  """Trains in this process, for a notebook or a test.
+  """Trains an Inception on one machine, in this process.
+
+  It serves notebooks and tests.
 
   Args:
-    config: What to train.
-    spec: The devices, and where the variables are, such as
+    config: The settings of the training.
+    spec: The devices, and the placement of variables, such as
       `run_options.one_machine_spec(2)` for two GPUs. None trains on one device.
     **options: Fields of `run_options.Options`, such as `emulate_gpus`.
 
   Returns:
-    The global step reached, and the last loss.
+    The global step reached, and the loss of the last update.
 
   Raises:
     ValueError: If an argument is out of range.

@@ -1,4 +1,7 @@
-"""Defines the flags that say what is trained, for all training binaries."""
+"""Defines the flags for the settings of an Inception training.
+
+All training programs of the package have these flags.
+"""
 
 import dataclasses
 
@@ -14,7 +17,10 @@ _HAVE_DEFAULTS = {"train_dir", "seed", "recipe"}
 
 
 def define() -> None:
-  """Defines the flags of every training binary."""
+  """Defines the flags for what is trained: data, network and optimizer.
+
+  All training programs of the package have these flags.
+  """
   group = config_lib.GROUP
   names = {field.name for field in dataclasses.fields(config_lib.Config)}
   fields.define_flags(config_lib.Config, [group], unset=names - _HAVE_DEFAULTS)
@@ -24,13 +30,13 @@ def define() -> None:
 
 
 def config(options: run_options.Options) -> config_lib.Config:
-  """Makes the config of what to train from the flags.
+  """Makes the settings of a training (a `Config`) from the flags.
 
   Args:
-    options: How the training is run.
+    options: How the training is run (devices, replicas, update rule).
 
   Returns:
-    The config.
+    The settings.
 
   Raises:
     ValueError: If a flag is invalid, or flags contradict each other.
@@ -48,7 +54,14 @@ def config(options: run_options.Options) -> config_lib.Config:
 
 
 def _check_synchronized(options: run_options.Options) -> None:
-  """Checks that a replica has one-device towers in the process that traces."""
+  """Checks that batch normalization can be synchronized over devices.
+
+  Each copy of the model must be on one device, and all copies of a replica in
+  the process that traces the computation.
+
+  Raises:
+    ValueError: If that is not so.
+  """
   reason = None
   if options.devices_per_tower > 1:
     reason = "`layers` spreads a tower over several devices"
@@ -56,6 +69,7 @@ def _check_synchronized(options: run_options.Options) -> None:
     reason = "in-graph workers have several towers"
   if reason:
     raise ValueError(
-      "`--batch_norm_statistics=synchronized` needs towers of one device,"
-      f" driven by their own process. Received: {reason}."
+      "`--batch_norm_statistics=synchronized` needs towers (copies of the"
+      " model) of one device each, in the worker's own process. Received:"
+      f" {reason}."
     )

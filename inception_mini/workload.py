@@ -1,4 +1,4 @@
-"""Makes the network, data and optimizer for the training binaries."""
+"""Makes what the Inception programs train: network, data, optimizer."""
 
 import dataclasses
 import functools
@@ -15,10 +15,10 @@ from tf_replicas.programs import update_options
 def train(
   config: config_lib.Config, options: run_options.Options
 ) -> run_options.Outcome:
-  """Trains in this process; see `task_runner.train`.
+  """Trains an Inception network in this process, as `options` say.
 
   Args:
-    config: What to train.
+    config: The settings of what to train.
     options: How to run the training.
 
   Returns:
@@ -32,20 +32,24 @@ def train(
 def make(
   config: config_lib.Config, options: run_options.Options | None = None
 ) -> run_options.Workload:
-  """Makes the workload; downloads the data set, but not in a dry run.
+  """Makes the workload of a training: network, data and optimizer.
+
+  Downloads the data set if it is missing, but not in a dry run.
 
   Args:
-    config: What to train.
+    config: The settings of what to train.
     options: How to run the training; None trains on one device.
 
   Returns:
     The workload, for `task_runner.train`.
 
   Raises:
-    cluster.ClusterError: If the batch size does not fit the options.
+    cluster.ClusterError: If the batch size or the length of the training does
+      not fit the options.
     sources.DataError: If the data set cannot be read, has more classes than
-      `config` or an unknown number, or has fewer examples than replicas.
-    checkpoints.CheckpointError: If there is no model to fine-tune.
+      `config` or an unknown number of classes, or has fewer examples than there
+      are replicas.
+    checkpoints.CheckpointError: If the checkpoint to fine-tune does not exist.
   """
   from inception_mini import model
   from inception_mini import sources
@@ -97,7 +101,18 @@ def make(
 
 
 def _check_pretrained(pretrained: str, options: run_options.Options) -> None:
-  """Checks that there is a model to fine-tune, in the task that reads it."""
+  """Checks that the checkpoint to fine-tune exists.
+
+  Only the task that reads the checkpoint does so, as the other tasks may be on
+  machines that do not see it.
+
+  Args:
+    pretrained: Path of the checkpoint, or of a directory of checkpoints.
+    options: How the training is run.
+
+  Raises:
+    checkpoints.CheckpointError: If there is none.
+  """
   from tf_replicas.session import checkpoints
   from tf_replicas.session import warm_start
 
@@ -153,7 +168,17 @@ def _replica(
 
 
 def _loss_fn(config: config_lib.Config, model, statistics):
-  """Returns a function that computes loss and moving means and variances."""
+  """Makes the loss function of a replica.
+
+  Args:
+    config: The settings of the training.
+    model: The network.
+    statistics: The moving means and variances of the network.
+
+  Returns:
+    A function of the parameters and a batch, which returns the loss and the new
+    values of `statistics`.
+  """
   import tensorflow as tf
 
   from inception_mini import model as model_lib
@@ -196,7 +221,14 @@ def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
 
 
 def _start_from(pretrained: str, store) -> None:
-  """Restores all variables but those of the heads, and prints their names."""
+  """Restores variables from a checkpoint to fine-tune, and prints their names.
+
+  The variables of the heads (classifiers) are initialized anew.
+
+  Args:
+    pretrained: Path of the checkpoint, or of a directory of checkpoints.
+    store: Holds the variables of the training.
+  """
   from inception_mini import model as model_lib
   from tf_replicas.session import warm_start
 

@@ -1,5 +1,7 @@
 """Fixtures and settings of all tests."""
 
+import collections
+import gc
 import signal
 
 import pytest
@@ -16,6 +18,9 @@ def pytest_configure(config) -> None:
   And hears SIGINT, which a background job of a shell inherits as ignored.
   """
   signal.signal(signal.SIGINT, signal.default_int_handler)
+  if hasattr(config.option, "loadscopereorder"):
+    # By the number of tests; `pytest_collection_modifyitems` sorts by time.
+    config.option.loadscopereorder = False
   for tier, meaning in tiers.TIERS.items():
     config.addinivalue_line("markers", f"{tier}: {meaning} (set by itself)")
   config.addinivalue_line(
@@ -26,9 +31,12 @@ def pytest_configure(config) -> None:
   )
 
 
-@pytest.hookimpl(tryfirst=True)  # `-m` chooses by what is set here.
-def pytest_collection_modifyitems(config, items) -> None:
-  """Marks every test with its tier."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
+  """Marks every test with its tier; begins with the files that take longest.
+
+  So the last files that several workers begin are short, and end together.
+  """
   for item in items:
     tier = tiers.of(item)
     item.add_marker(tier)
@@ -36,6 +44,23 @@ def pytest_collection_modifyitems(config, items) -> None:
       item.add_marker("quick")
     if config.pluginmanager.hasplugin("timeout"):
       item.add_marker(pytest.mark.timeout(tiers.DEADLINE_SECS[tier]))
+  result = yield  # `-m` chooses by what was set.
+  if hasattr(config, "workerinput"):  # A worker of pytest-xdist.
+    secs = collections.Counter()
+    for item in items:
+      secs[item.path] += tiers.secs(item)
+    items.sort(key=lambda item: -secs[item.path])
+  return result
+
+
+def pytest_collection_finish():
+  """Spares the garbage collector what TensorFlow and the tests imported.
+
+  Its thresholds stay: a data set's iterator that is collected only when Python
+  ends may wait for ever for its threads (TensorFlow 2.21).
+  """
+  gc.collect()
+  gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,5 +1,7 @@
 """Batch normalization's statistics under every update rule, in one process."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -93,13 +95,17 @@ def _mirrored(number, *, rule=None, **options):
   )
 
 
+@functools.cache
+def _one_device():
+  return _trained(_one_machine())
+
+
 class EquivalenceTest(stores.TestCase):
   """N x B equals one x N * B, synchronized; how far off it is otherwise."""
 
   @parameterized.product(number=[2, 3], make=[_one_machine, _mirrored])
   def test_synchronized(self, number, make):
-    one = _trained(_one_machine())
-    self.new_cluster()
+    one = _one_device()
     many = _trained(make(number, is_synchronized=True))
     word_model.assert_close(many, one, rtol=1e-4, atol=1e-5)
     for name in STATISTICS:

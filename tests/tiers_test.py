@@ -108,7 +108,9 @@ def test_every_test_has_one_tier(request):
     assert len(marks & tiers.TIERS.keys()) == 1, item.nodeid
 
 
-@pytest.mark.parametrize("name", [*tiers.EXCEPTIONS, *tiers.QUICK])
+@pytest.mark.parametrize(
+  "name", [*tiers.EXCEPTIONS, *tiers.QUICK, *tiers.LONG_SECS]
+)
 def test_what_is_listed_exists(name):
   path, *parts = name.partition("[")[0].split("::")
   text = (ROOT / path).read_text(encoding="utf-8")

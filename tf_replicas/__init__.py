@@ -1,8 +1,9 @@
-"""Replicated training with TensorFlow, synchronous to asynchronous.
+"""Trains TensorFlow models by replicas, synchronously or asynchronously.
 
-This module holds the public names. Each is imported on first use, so that
-importing this package, or a part without TensorFlow (`cluster`), does not load
-TensorFlow.
+A replica is a copy of the training that computes gradients. This module holds
+the public names of the library. Each is imported on first use, so that
+importing this package, or its part `cluster`, which needs no TensorFlow, does
+not load TensorFlow.
 """
 
 import importlib

@@ -3,7 +3,9 @@
   python -m tf_replicas
   python -m tf_replicas launch --ps=1 --workers=2 train.py
 
-The command `tf_replicas`, which the installation makes, does the same.
+The first command lists the programs of the library and of its examples, the
+second one runs one. The command `tf_replicas`, which the installation makes, is
+the same as `python -m tf_replicas`.
 """
 
 import sys
@@ -16,7 +18,11 @@ _COMMANDS = {"launch": script_launcher.main, "kubernetes": manifests.main}
 
 
 def main() -> None:
-  """Runs the command that the first argument names; lists without one."""
+  """Runs the command that the first argument names, or lists all programs.
+
+  It lists the programs if the command line has no argument, and ends the
+  process with exit status 2 if the first argument names no command.
+  """
   if len(sys.argv) == 1:
     listing.print_programs(
       ["tf_replicas", "cifar10", "inception_mini", "experiments", "benchmarks"]

@@ -1,6 +1,7 @@
-"""A small convolutional network that reads digits.
+"""Trains a small convolutional network that recognizes shapes.
 
-Instead of MNIST: ten random shapes, moved about and under noise.
+It follows the Keras example for MNIST. Instead of digits, it has ten random
+shapes, moved about and under noise.
 """
 
 import keras
@@ -12,7 +13,11 @@ IMAGE_SHAPE = (28, 28, 1)
 
 
 def load_data(num_examples, seed):
-  """Images float32 [num_examples, 28, 28, 1], and one-hot classes."""
+  """Makes random images of ten shapes, and their classes.
+
+  Returns:
+    Images float32 [num_examples, 28, 28, 1], and one-hot classes.
+  """
   shapes = np.random.default_rng(0).random([NUM_CLASSES, 6, 6]) < 0.5
   shapes = np.kron(shapes, np.ones([4, 4]))
   rng = np.random.default_rng(seed)
@@ -28,7 +33,7 @@ def load_data(num_examples, seed):
 
 
 def build_model():
-  """Two convolutions and a classifier."""
+  """Makes a compiled network of two convolutions and a classifier."""
   model = keras.Sequential(
     [
       keras.Input(IMAGE_SHAPE),

@@ -1,7 +1,7 @@
-"""Structured data: numbers, integers and words, by preprocessing layers.
+"""Trains on a table of numbers, integers and words, by preprocessing layers.
 
-Instead of a table of patients: four columns that decide about the label, and
-one that does not.
+It follows the Keras example. Instead of data of patients, the table has four
+columns that decide about the label, and one that does not.
 """
 
 import keras
@@ -15,7 +15,11 @@ NUM_EXAMPLES = 1000
 
 
 def load_table(seed):
-  """Columns by their names, and labels 0 or 1."""
+  """Makes a random table.
+
+  Returns:
+    A dict of the columns by their names, and an array of labels 0 or 1.
+  """
   rng = np.random.default_rng(seed)
   table = {
     "age": rng.normal(54, 9, NUM_EXAMPLES).astype("float32"),
@@ -31,13 +35,16 @@ def load_table(seed):
 
 
 def batches(table, labels):
-  """A data set of batches of 64."""
+  """Makes a data set of batches of 64 rows of a table."""
   dataset = tf.data.Dataset.from_tensor_slices((table, labels))
   return dataset.shuffle(NUM_EXAMPLES, seed=3).batch(64)
 
 
 def build_model():
-  """Encodes the columns by what the training data have in them."""
+  """Makes a compiled model that encodes the columns and predicts the label.
+
+  The encoding of a column is adapted to its values in the training data.
+  """
   inputs, encoded = {}, []
   for name in NUMBERS:
     inputs[name] = keras.Input([1], name=name)

@@ -1,7 +1,8 @@
-"""Text classification with a transformer block.
+"""Trains a text classifier with a transformer block.
 
-Instead of film reviews: sentences of numbered words, some of them kind and some
-unkind. A sentence belongs to class 1 if it has more kind words than unkind.
+It follows the Keras example. Instead of film reviews, it has sentences of
+numbered words, some of them kind and some unkind. A sentence belongs to class 1
+if it has more kind words than unkind words.
 """
 
 import keras
@@ -14,7 +15,14 @@ KIND, UNKIND = 40, 80  # Words below 40 are kind, those from 40 to 79 unkind.
 
 
 def load_data(num_examples, seed):
-  """Words int32 [num_examples, LENGTH], and classes [num_examples]."""
+  """Makes random sentences of kind, unkind and other words.
+
+  Sentences with as many kind words as unkind words are left out.
+
+  Returns:
+    Numbers of words, int32 [at most num_examples, LENGTH], and the class of
+    each sentence.
+  """
   rng = np.random.default_rng(seed)
   words = rng.integers(0, VOCABULARY, [num_examples, LENGTH]).astype("int32")
   kind = (words < KIND).sum(axis=1)
@@ -24,10 +32,10 @@ def load_data(num_examples, seed):
 
 
 class TransformerBlock(layers.Layer):
-  """Attention and a small network, each with a residual connection."""
+  """A layer: attention and a small network, both with residual connections."""
 
   def __init__(self, embed_dim, num_heads, ff_dim, rate=0.1):
-    """Makes the layers."""
+    """Makes the layers of the block."""
     super().__init__()
     self.attention = layers.MultiHeadAttention(num_heads, embed_dim)
     self.network = keras.Sequential(
@@ -37,7 +45,11 @@ class TransformerBlock(layers.Layer):
     self.dropouts = [layers.Dropout(rate) for _ in range(2)]
 
   def call(self, inputs):
-    """Maps [batch, length, embed_dim] to the same shape."""
+    """Applies the block to tensors [batch, length, embed_dim].
+
+    Returns:
+      A tensor of the same shape as `inputs`.
+    """
     seen = self.dropouts[0](self.attention(inputs, inputs))
     hidden = self.norms[0](inputs + seen)
     thought = self.dropouts[1](self.network(hidden))
@@ -45,22 +57,25 @@ class TransformerBlock(layers.Layer):
 
 
 class TokenAndPositionEmbedding(layers.Layer):
-  """The sum of an embedding of the word and one of its position."""
+  """A layer that adds an embedding of each word and one of its position."""
 
   def __init__(self, length, vocabulary, embed_dim):
-    """Makes both embeddings."""
+    """Makes the embedding of words and the embedding of positions."""
     super().__init__()
     self.words = layers.Embedding(vocabulary, embed_dim)
     self.positions = layers.Embedding(length, embed_dim)
 
   def call(self, inputs):
-    """Maps [batch, length] to [batch, length, embed_dim]."""
+    """Maps words [batch, length] to vectors [batch, length, embed_dim]."""
     positions = keras.ops.arange(keras.ops.shape(inputs)[-1])
     return self.words(inputs) + self.positions(positions)
 
 
 def build_model():
-  """One transformer block, the mean over its outputs, and a classifier."""
+  """Makes a compiled classifier with one transformer block.
+
+  The classifier works on the mean of the block's outputs over the words.
+  """
   inputs = keras.Input([LENGTH], dtype="int32")
   hidden = TokenAndPositionEmbedding(LENGTH, VOCABULARY, 16)(inputs)
   hidden = TransformerBlock(embed_dim=16, num_heads=2, ff_dim=16)(hidden)

@@ -1,8 +1,8 @@
-"""Timeseries classification with convolutions and batch normalization.
+"""Trains a classifier of time series with convolutions.
 
-Instead of the noise of engines: waves of a random phase under noise. Those of
-class 1 are faster than those of class 0. Callbacks keep the best model, lower
-the learning rate, and stop early.
+It follows the Keras example. Instead of the noise of engines, it has waves of a
+random phase under noise. The waves of class 1 are faster than those of class 0.
+Callbacks keep the best model, lower the learning rate, and stop early.
 """
 
 import os
@@ -16,7 +16,11 @@ LENGTH = 64
 
 
 def load_data(num_examples, seed):
-  """Series float32 [num_examples, LENGTH, 1], and classes [num_examples]."""
+  """Makes random waves of two classes, under noise.
+
+  Returns:
+    Series float32 [num_examples, LENGTH, 1], and classes [num_examples].
+  """
   rng = np.random.default_rng(seed)
   classes = rng.integers(0, 2, num_examples)
   periods = np.where(classes, 9.0, 12.0)[:, np.newaxis]
@@ -27,7 +31,11 @@ def load_data(num_examples, seed):
 
 
 def build_model():
-  """Three convolutions, each normalized, and the mean over the time."""
+  """Makes a compiled classifier of time series.
+
+  It has three convolutions with batch normalization, whose outputs are averaged
+  over the time.
+  """
   inputs = keras.Input([LENGTH, 1])
   hidden = inputs
   for _ in range(3):

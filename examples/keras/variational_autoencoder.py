@@ -1,6 +1,7 @@
-"""A variational autoencoder: a model with a `train_step` of its own.
+"""Trains a variational autoencoder, a model with a `train_step` of its own.
 
-Instead of MNIST: bright discs at random places.
+It follows the Keras example. Instead of MNIST, the images are bright discs at
+random places.
 """
 
 import keras
@@ -14,7 +15,11 @@ LATENT_DIM = 2
 
 
 def load_data(num_examples, seed):
-  """Images float32 [num_examples, SIZE, SIZE, 1] from 0 to 1."""
+  """Makes random images of bright discs.
+
+  Returns:
+    Images float32 [num_examples, SIZE, SIZE, 1], with values from 0 to 1.
+  """
   rng = np.random.default_rng(seed)
   places = rng.uniform(5, SIZE - 5, [num_examples, 2, 1, 1])
   distance = np.hypot(*np.moveaxis(places - np.mgrid[:SIZE, :SIZE], 1, 0))
@@ -22,22 +27,32 @@ def load_data(num_examples, seed):
 
 
 class Sampling(layers.Layer):
-  """Draws a code from the distribution that the encoder describes."""
+  """A layer that draws a code from the distribution of an encoder."""
 
   def __init__(self):
-    """Makes the seed."""
+    """Makes the layer, which takes its random seeds from a generator."""
     super().__init__()
     self.seed_generator = keras.random.SeedGenerator(1337)
 
   def call(self, inputs):
-    """Maps mean and logarithm of the variance to a sample of their shape."""
+    """Draws a sample from a normal distribution.
+
+    Args:
+      inputs: The mean, and the logarithm of the variance, of one shape.
+
+    Returns:
+      A sample of this shape.
+    """
     mean, log_var = inputs
     noise = keras.random.normal(ops.shape(mean), seed=self.seed_generator)
     return mean + ops.exp(0.5 * log_var) * noise
 
 
 def build_encoder():
-  """Maps images to mean, logarithm of the variance, and a sample."""
+  """Makes the encoder, which maps images to random codes.
+
+  Its outputs are the mean, the logarithm of the variance, and a sample.
+  """
   inputs = keras.Input([SIZE, SIZE, 1])
   hidden = layers.Conv2D(8, 3, activation="relu", strides=2, padding="same")(
     inputs
@@ -50,7 +65,7 @@ def build_encoder():
 
 
 def build_decoder():
-  """Maps codes to images."""
+  """Makes the decoder, which maps codes to images."""
   return keras.Sequential(
     [
       keras.Input([LATENT_DIM]),
@@ -65,10 +80,10 @@ def build_decoder():
 
 
 class VAE(keras.Model):
-  """Encoder and decoder, and what is minimized."""
+  """A variational autoencoder: an encoder, a decoder and their loss."""
 
   def __init__(self, encoder, decoder):
-    """Keeps both, and makes the metrics."""
+    """Stores the encoder and the decoder, and makes the metrics."""
     super().__init__()
     self.encoder = encoder
     self.decoder = decoder
@@ -78,11 +93,11 @@ class VAE(keras.Model):
 
   @property
   def metrics(self):
-    """Those that an epoch begins with at zero."""
+    """The metrics that Keras sets to zero at the start of an epoch."""
     return [self.total_loss, self.reconstruction_loss, self.kl_loss]
 
   def train_step(self, data):
-    """Makes one update."""
+    """Makes one update of both networks from a batch of images."""
     with tf.GradientTape() as tape:
       mean, log_var, code = self.encoder(data)
       images = self.decoder(code)
@@ -106,7 +121,7 @@ class VAE(keras.Model):
 
 
 def build_model():
-  """The compiled autoencoder."""
+  """Makes a compiled variational autoencoder."""
   vae = VAE(build_encoder(), build_decoder())
   vae.compile(optimizer=keras.optimizers.Adam(0.005))
   return vae

@@ -1,7 +1,8 @@
-"""A Wasserstein GAN with a gradient penalty: two optimizers take turns.
+"""Trains a Wasserstein GAN with a gradient penalty, by two optimizers.
 
-Instead of Fashion-MNIST: bright discs at random places. The measure is how far
-the mean of generated images is from that of real ones.
+It follows the Keras example. Instead of Fashion-MNIST, the images are bright
+discs at random places. The measure of success is how far the mean of generated
+images is from that of real images.
 """
 
 import keras
@@ -15,7 +16,11 @@ NOISE_DIM = 8
 
 
 def load_data(num_examples, seed):
-  """Images float32 [num_examples, SIZE, SIZE, 1] from -1 to 1."""
+  """Makes random images of bright discs.
+
+  Returns:
+    Images float32 [num_examples, SIZE, SIZE, 1], with values from -1 to 1.
+  """
   rng = np.random.default_rng(seed)
   places = rng.uniform(4.5, SIZE - 5.5, [num_examples, 2, 1, 1])
   distance = np.hypot(*np.moveaxis(places - np.mgrid[:SIZE, :SIZE], 1, 0))
@@ -24,7 +29,10 @@ def load_data(num_examples, seed):
 
 
 def build_critic():
-  """Maps images to how real they look; unbounded numbers [batch, 1]."""
+  """Makes the critic, which maps images to scores of how real they look.
+
+  The scores are unbounded numbers [batch, 1].
+  """
   return keras.Sequential(
     [
       keras.Input([SIZE, SIZE, 1]),
@@ -37,7 +45,7 @@ def build_critic():
 
 
 def build_generator():
-  """Maps noise to images."""
+  """Makes the generator, which maps random noise to images."""
   return keras.Sequential(
     [
       keras.Input([NOISE_DIM]),
@@ -52,10 +60,14 @@ def build_generator():
 
 
 class WGAN(keras.Model):
-  """Several updates of the critic, then one of the generator."""
+  """A Wasserstein GAN: a critic, a generator and their training.
+
+  A step of training makes several updates of the critic, then one of the
+  generator.
+  """
 
   def __init__(self, critic, generator, critic_steps=2, penalty_weight=10.0):
-    """Keeps both networks."""
+    """Stores critic and generator, and how the critic is trained."""
     super().__init__()
     self.critic = critic
     self.generator = generator
@@ -64,13 +76,17 @@ class WGAN(keras.Model):
     self.seed_generator = keras.random.SeedGenerator(1)
 
   def compile(self, critic_optimizer, generator_optimizer):
-    """Keeps both optimizers."""
+    """Stores the optimizers of critic and generator."""
     super().compile()
     self.critic_optimizer = critic_optimizer
     self.generator_optimizer = generator_optimizer
 
   def gradient_penalty(self, real, fake):
-    """Keeps the critic's gradient near norm 1 between real and fake images."""
+    """Computes a term of the critic's loss.
+
+    The term keeps the norm of the critic's gradient near 1 at points between
+    real and fake images.
+    """
     share = keras.random.uniform(
       [ops.shape(real)[0], 1, 1, 1], seed=self.seed_generator
     )
@@ -83,14 +99,14 @@ class WGAN(keras.Model):
     return ops.mean(ops.square(norm - 1.0))
 
   def generate(self, batch_size):
-    """Images from random noise, as in training."""
+    """Generates images from random noise, with the generator as in training."""
     noise = keras.random.normal(
       [batch_size, NOISE_DIM], seed=self.seed_generator
     )
     return self.generator(noise, training=True)
 
   def train_step(self, real):
-    """Trains on a batch of real images."""
+    """Makes the updates of critic and generator for a batch of real images."""
     batch_size = ops.shape(real)[0]
     for _ in range(self.critic_steps):
       with tf.GradientTape() as tape:
@@ -116,15 +132,18 @@ class WGAN(keras.Model):
 
 
 class Monitor(keras.callbacks.Callback):
-  """Notes after every epoch how far generated images are from real ones."""
+  """A callback that records how far generated images are from real images."""
 
   def __init__(self):
-    """Has noted nothing."""
+    """Makes an empty list for the distances of all epochs."""
     super().__init__()
     self.distances = []
 
   def on_epoch_end(self, epoch, logs=None):
-    """Generates images, and compares their mean with that of real ones."""
+    """Records how far the mean of generated images is from the data's mean.
+
+    Keras calls it after every epoch.
+    """
     made = self.model.generator(
       keras.random.normal([128, NOISE_DIM], seed=epoch), training=False
     )
@@ -133,7 +152,7 @@ class Monitor(keras.callbacks.Callback):
 
 
 def build_model():
-  """The compiled GAN."""
+  """Makes a compiled Wasserstein GAN."""
   wgan = WGAN(build_critic(), build_generator())
   wgan.compile(
     critic_optimizer=keras.optimizers.Adam(0.002, beta_1=0.5, beta_2=0.9),

@@ -1,8 +1,9 @@
-"""A log of clicks with a planted signal, made from seeds.
+"""Makes a synthetic log of clicks, which a recommender can learn from.
 
 Every user and every item has a hidden vector. A user who is shown an item
-clicks with the probability sigmoid(dot product + offset). Users and items
-follow a Zipf distribution: few ids are frequent, most are rare.
+clicks with the probability sigmoid(factor * dot product of their vectors +
+offset). Users and items follow a Zipf distribution: few ids are frequent, most
+are rare.
 """
 
 from typing import NamedTuple
@@ -15,13 +16,14 @@ _OFFSET = -1.0
 
 
 class Log(NamedTuple):
-  """Impressions: a user, an item that was shown, and what came of it.
+  """A log of n impressions: cases in which a user was shown an item.
 
   Attributes:
-    users: int32 [n].
-    items: int32 [n].
-    clicks: float32 [n], 1 for a click.
-    probabilities: float32 [n], of a click, which only the generator knows.
+    users: int32 [n], the id of the user.
+    items: int32 [n], the id of the item.
+    clicks: float32 [n], 1 if the user clicked on the item, else 0.
+    probabilities: float32 [n], the true probability of a click, which a model
+      does not see.
   """
 
   users: np.ndarray
@@ -33,13 +35,16 @@ class Log(NamedTuple):
 def make(
   num_users: int, num_items: int, num_impressions: int, *, seed: int = 0
 ) -> Log:
-  """Makes a log; the hidden vectors do not depend on `seed`.
+  """Makes a random log of which users click on which items.
+
+  Every user and every item has a hidden vector; these determine the clicks.
 
   Args:
     num_users: The number of users.
     num_items: The number of items.
-    num_impressions: The number of impressions.
-    seed: Draws the impressions.
+    num_impressions: The number of impressions: cases in which a user was shown
+      an item.
+    seed: The seed of the impressions. The hidden vectors do not depend on it.
   """
   hidden = np.random.default_rng(1234)
   users_vectors = hidden.normal(size=(num_users, _COLUMNS))
@@ -60,14 +65,15 @@ def make(
 
 
 def auc(clicks: np.ndarray, scores: np.ndarray) -> float:
-  """Computes the area under the ROC curve.
+  """Computes the area under the ROC curve (AUC).
 
-  It is the probability that a click has a higher score than an impression
-  without a click.
+  The AUC is the probability that an example with a click has a higher score
+  than an example without a click.
 
   Args:
-    clicks: [n], 1 or 0.
-    scores: [n].
+    clicks: [n], 1 for a click, else 0.
+    scores: [n], the predicted probability of a click, or any number that
+      increases with it.
   """
   _, ranks, counts = np.unique(scores, return_inverse=True, return_counts=True)
   # The mean rank of equal scores, from 1.
@@ -79,7 +85,15 @@ def auc(clicks: np.ndarray, scores: np.ndarray) -> float:
 
 
 def _zipf(rng: np.random.Generator, count: int, size: int) -> np.ndarray:
-  """Draws ids in [0, count); id k is drawn 1 / (k + 1) as often as id 0."""
+  """Draws random ids with a Zipf distribution.
+
+  Id k in [0, count) is drawn 1 / (k + 1) times as often as id 0.
+
+  Args:
+    rng: The random generator.
+    count: The number of ids.
+    size: The number of draws.
+  """
   weights = 1.0 / np.arange(1, count + 1)
   total = np.cumsum(weights)
   found = np.searchsorted(total, rng.random(size) * total[-1])

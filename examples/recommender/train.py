@@ -1,11 +1,14 @@
-"""A two-tower recommender with tables on the parameter servers.
+"""Trains a two-tower recommender with tables on the parameter servers.
+
+One tower has a vector for each user, the other a vector for each item.
 
 Alone:         python examples/recommender/train.py --train_dir=DIR
 As a cluster:  python -m tf_replicas.launch --ps=2 --workers=2
                  examples/recommender/train.py --train_dir=DIR
 
-Trains on a synthetic log of clicks, evaluates the AUC beside that of the
-generator, which is the best possible one, and exports the model.
+The program trains on a synthetic log of clicks, and may export the model. It
+prints the AUC (area under the ROC curve) of the model, and the AUC of the true
+probabilities, which is the best possible.
 """
 
 import argparse
@@ -28,7 +31,11 @@ COLUMNS = 8
 
 
 def model_fn() -> keras.Model:
-  """A vector for the user and one for the item; their product is the score."""
+  """Makes a compiled model that predicts whether a user clicks on an item.
+
+  The model has a vector and a bias for each user and for each item. The score
+  is the dot product of both vectors plus both biases.
+  """
 
   def tower(name: str, count: int):
     ids = keras.Input([], dtype="int32", name=name)
@@ -50,7 +57,7 @@ def model_fn() -> keras.Model:
 
 
 def inputs(log: clicks.Log) -> dict[str, np.ndarray]:
-  """What the model takes of a log."""
+  """Returns the inputs of the model for the impressions in a log."""
   return {"user": log.users, "item": log.items}
 
 

@@ -1,11 +1,13 @@
-"""What backup replicas gain, and how many are best; simulated.
+"""Simulates what backup replicas gain, and how many of them are best.
 
   python -m experiments.claims.backup_workers [--quick]
     [--num_seeds=3] [--output=DIR]
 
-`N of N + b`: a step takes the first N contributions and lets b replicas be
-late. The *speed-up per replica* is t(0) / t(b) * N / (N + b), since the backups
-could have been put to other use.
+With N + b replicas, a synchronous step takes the first N contributions (sets of
+gradients) and does not wait for the other b replicas, the backups. The
+*speed-up per replica* is t(0) / t(b) * N / (N + b), where t(b) is the time of a
+step with b backups. The second factor is there because the backups could have
+been put to other use.
 """
 
 import math
@@ -58,16 +60,23 @@ def steps(
   secs_per_reader: float = 0.0,
   restarts_late: bool = False,
 ) -> np.ndarray:
-  """Seconds of each step: float64 [num_steps], after ten others.
+  """Simulates synchronous training, and returns the seconds of each step.
+
+  The first ten steps are left out.
 
   Args:
-    compute: Of one batch.
-    needed: N.
-    total: N + b.
-    num_steps: How many.
-    seed: Of the compute times.
-    secs_per_reader: For how long one reader occupies the PS tasks' links.
-    restarts_late: Whether late replicas leave their batch.
+    compute: The distribution of the seconds of one batch.
+    needed: N, the number of gradients that a step waits for.
+    total: N + b, the number of replicas, of which b are backups.
+    num_steps: The number of steps.
+    seed: The seed of the compute times.
+    secs_per_reader: The seconds for which one reader occupies the links of the
+      PS tasks (parameter servers).
+    restarts_late: Whether late replicas abandon their batch at the end of a
+      step.
+
+  Returns:
+    float64 [num_steps].
   """
   cluster = simulator.Cluster(
     total,
@@ -81,7 +90,11 @@ def steps(
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Step times for all numbers of backups."""
+  """Simulates step times for all numbers of backup replicas.
+
+  With `is_quick`, it simulates fewer steps. The result has step times, by
+  distribution and number of backups, for `find` and `draw`.
+  """
   num_steps = 250 if is_quick else 1000
 
   def means(compute, **rule):
@@ -133,20 +146,36 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def speedup(step_secs: Sequence[float]) -> np.ndarray:
-  """Per replica, for each of `BACKUPS`."""
+  """Computes the speed-up per replica for each of `BACKUPS`.
+
+  It is t(0) / t(b) * N / (N + b) for b backups.
+
+  Args:
+    step_secs: The seconds t(b) of a step, for each of `BACKUPS`.
+  """
   step_secs = np.array(step_secs)
   return step_secs[0] / step_secs * NEEDED / (NEEDED + np.array(BACKUPS))
 
 
 def time_to_precision(step_secs: Sequence[float]) -> np.ndarray:
-  """Of that with all replicas needed, for each of `NEEDED_OF_TOTAL`."""
+  """Computes the time to a certain precision, for each of `NEEDED_OF_TOTAL`.
+
+  Updates with fewer gradients are shorter, but more of them are needed.
+
+  Args:
+    step_secs: The seconds of a step, for each of `NEEDED_OF_TOTAL`.
+
+  Returns:
+    The times, as shares of the time if the gradients of all replicas are
+    needed.
+  """
   updates = np.array(NEEDED_OF_TOTAL, float) ** -UPDATES_EXPONENT
   times = np.array(step_secs) * updates
   return times / times[-1]
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def each(value):
     return [float(value(m)) for m in measurements]
@@ -222,13 +251,25 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def _kept(m: dict, name: str) -> float:
-  """Time saved by 5 backups, of that if late replicas left their batch."""
+  """Returns how much of the gain by order statistics 5 backups really bring.
+
+  Order statistics describe a training in which late replicas abandon their
+  batch; in a real one they finish it.
+
+  Args:
+    m: The result of `measure`.
+    name: The name of the distribution of compute times.
+
+  Returns:
+    The time saved per step, as a share of the time saved if late replicas
+    abandoned their batch.
+  """
   ours, promised = m["means"][name], m["order_statistics"][name]
   return (ours[0] - ours[5]) / (promised[0] - promised[5])
 
 
 def draw(measurements: Sequence[dict]):
-  """Step times and speed-ups like the published, and for all distributions."""
+  """Draws step times, speed-ups and times to a precision over the backups."""
   figure, axes = claims.new_figure(11, 8.4, nrows=2, ncols=2)
   _draw_published(axes[0, 0], axes[0, 1], measurements)
   _draw_speedups(axes[1, 0], measurements)
@@ -239,7 +280,7 @@ def draw(measurements: Sequence[dict]):
 
 
 def _median(curves: Sequence[Sequence[float]]) -> np.ndarray:
-  """Over seeds, point by point."""
+  """Returns the median of several curves, point by point."""
   return np.median(list(curves), axis=0)
 
 

@@ -1,11 +1,13 @@
-"""One client for all workers, or one in each: what does the number cost?
+"""Compares one client for all workers with one client in each worker.
 
   python -m experiments.claims.in_graph_or_between_graph [--quick]
     [--num_seeds=1] [--output=DIR]
 
-Trains the CIFAR-10 network synchronously on real clusters of 1 PS and 1, 2 and
-4 workers on this machine, in-graph and between-graph. Counts bytes (needs `ss`)
-and processor time of every process.
+A client is a process that builds graphs and runs them. In-graph there is one
+for all workers; between-graph each worker is one. Trains the CIFAR-10 network
+synchronously in both ways, on real clusters of 1 PS (parameter server) and 1, 2
+and 4 workers on this machine. Measures the bytes (needs `ss`) and the processor
+time of every process.
 """
 
 import tempfile
@@ -22,7 +24,15 @@ _WARM_UP_STEPS = 10
 
 
 def run(replication: str, workers: int, num_steps: int) -> dict:
-  """Trains on a cluster: rate, start, and the part of who makes the updates."""
+  """Trains on a cluster, and measures rate, start and the load of the client.
+
+  The client is the process that has the updates made.
+
+  Args:
+    replication: `in_graph` or `between_graph`.
+    workers: The number of workers.
+    num_steps: The number of steps that are measured.
+  """
   last = _WARM_UP_STEPS + num_steps
   with tempfile.TemporaryDirectory() as directory:
     spec = programs.write_spec(directory, workers=workers)
@@ -51,7 +61,12 @@ def run(replication: str, workers: int, num_steps: int) -> dict:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """{replication: {workers: what `run` returns}}; `is_quick`: 2 workers."""
+  """Trains in both ways with all numbers of workers.
+
+  With `is_quick`, it uses 2 workers only, and fewer steps. `seed` is not used.
+  The result is a map from replication to a map from the number of workers to
+  the result of `run`.
+  """
   del seed
   num_steps = 30 if is_quick else 100
   numbers = (2,) if is_quick else WORKERS
@@ -62,7 +77,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def values(replication, workers, field):
     return [m[replication][workers][field] for m in measurements]
@@ -115,7 +130,10 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Start, rate and the client's processor time over the number of workers."""
+  """Draws start time, step rate and processor time of the process with updates.
+
+  This process, the client, is the one that has the updates made.
+  """
   figure, panels = claims.new_figure(9, 3.2, ncols=3)
   numbers = list(measurements[0][REPLICATIONS[0]])
   titles = (

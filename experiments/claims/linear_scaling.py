@@ -1,10 +1,12 @@
-"""k replicas: k times the rate? And four mistakes that are easily made.
+"""Measures whether k replicas can use k times the learning rate.
 
   python -m experiments.claims.linear_scaling [--quick]
     [--num_seeds=3] [--output=DIR]
 
-k synchronous replicas with batches of 16 are computed as one with 16 k, which
-is the same (`tests/equivalence_test.py`).
+It also measures four mistakes that are easily made
+(`experiments.support.scaling_remarks`). k synchronous replicas with batches of
+16 are computed as one replica with a batch of 16 k, which is equivalent
+(`tests/equivalence_test.py`).
 """
 
 from collections.abc import Sequence
@@ -30,10 +32,15 @@ NUM_POINTS = 24
 
 
 def rates(way: str, num_replicas: int, num_updates: int, epochs: int) -> list:
-  """The learning rate of every update.
+  """Returns the learning rate of every update.
 
-  With warm-up it rises from that of one replica, by as much in each update of
-  the first epoch (Goyal et al. 2017, section 2.2).
+  Args:
+    way: One of `WAYS`: the rate of one replica; k times this rate; or a
+      warm-up, in which the rate rises linearly during the first epoch from that
+      of one replica to k times as much (Goyal et al. 2017, section 2.2).
+    num_replicas: k, the number of replicas.
+    num_updates: The number of updates in all epochs.
+    epochs: The number of epochs.
   """
   if way == WAYS[0]:
     return [RATE] * num_updates
@@ -48,7 +55,13 @@ def rates(way: str, num_replicas: int, num_updates: int, epochs: int) -> list:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Trains with one replica and with several, and looks at the remarks."""
+  """Trains with one replica and with several; measures the remarks on scaling.
+
+  These are four remarks of Goyal et al. 2017
+  (`experiments.support.scaling_remarks`). With `is_quick`, it trains for fewer
+  epochs. The result has losses and precisions for each learning rate and number
+  of replicas, and the numbers of the remarks.
+  """
   epochs = EPOCHS_QUICK if is_quick else EPOCHS
   train, test = map(small_network.read, ("train", "test"))
   model = small_network.build(seed)
@@ -90,7 +103,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   most = str(REPLICAS[-1])
 
   def each(value):
@@ -131,7 +144,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Precision over replicas, and losses of the first seed."""
+  """Draws the precision over the number of replicas, and losses over epochs."""
   figure, axes = claims.new_figure(10, 4.2, ncols=2)
   for number, way in enumerate(WAYS):
     values = np.array(

@@ -1,15 +1,17 @@
-"""One worker is slow: who waits for it, and what do its late writes undo?
+"""Measures who waits for a slow worker, and what its late updates undo.
 
   python -m experiments.claims.overwrite_and_idle [--quick]
     [--num_seeds=1] [--output=DIR]
 
-Trains a model with one weight on a real cluster of 1 PS and 3 workers, once
-synchronously and once asynchronously. A worker's batch takes a fixed time to
-come, one's five times as long as the others', so that they do not share the
-cores of this machine but each has a speed of its own. The timelines say who
-waited. They also say which worker read when and wrote when; in that order a
-ball is pushed down the bowl of `stale_ball`, which shows what a write does to
-the progress that the others made since its worker had looked.
+Trains a model with one weight on a real cluster of 1 PS (parameter server) and
+3 workers, once synchronously and once asynchronously. In each worker, a batch
+takes a fixed time to arrive, so that the speed of a worker does not depend on
+the cores that all of them share. For one worker this time is five times as long
+as for the others. The recorded timelines say who waited, and in which order
+workers read the variables and changed them. In this order, a ball is pushed
+down the bowl of `stale_ball`. That shows how much of the progress, which the
+other workers made since a worker had read the variables, the worker's update
+undoes.
 """
 
 import tempfile
@@ -37,12 +39,14 @@ _OF_FAST, _OF_SLOW, _WAITS = claims.COLOURS[4], claims.COLOURS[1], "#DDDDDD"
 
 
 class Write(NamedTuple):
-  """An update of the variables.
+  """A recorded update of the variables.
 
   Attributes:
-    task: Whose; the chief's if it is made of several gradients.
-    staleness: Updates between the read that it came of and itself.
-    time: When it was made, in seconds.
+    task: The worker whose gradient was applied; the chief if the update is made
+      of several gradients.
+    staleness: The number of updates between the read of the variables from
+      which the gradient was computed and this update.
+    time: The time of the update, in seconds.
   """
 
   task: str
@@ -51,11 +55,11 @@ class Write(NamedTuple):
 
 
 def writes(events: Sequence[recorded_run.Event]) -> list[Write]:
-  """All updates of a run, in order.
+  """Finds all updates of the variables in a recorded run, in their order.
 
   Args:
-    events: Of the whole run, by their start. The step of a batch is how many
-      updates its worker had read.
+    events: The events of the whole run, ordered by their start. The step of a
+      worker's batch is the number of updates before its read.
   """
   made, read = [], {}
   for event in events:
@@ -72,19 +76,22 @@ def writes(events: Sequence[recorded_run.Event]) -> list[Write]:
 def paths(
   order: Sequence[tuple[str, int]], tasks: Sequence[str], rate: float
 ) -> list[np.ndarray]:
-  """Where the ball was from a read to the write that came of it.
+  """Simulates how late updates of some workers push a ball in a bowl.
 
-  For each write the ball starts anew, at 1, when its worker reads, and is then
-  pushed in the recorded order; who had read before had read 1 too.
+  The ball stands for a model with one weight, and the minimum is at 0. For each
+  update, the ball starts anew at 1, when the worker reads the variables. Then
+  it is pushed by all updates in the recorded order, until the worker's own.
+  Workers that had read before the start have read 1 too.
 
   Args:
-    order: (task, staleness) of all updates.
-    tasks: Whose writes to look at.
-    rate: Learning rate times curvature.
+    order: (task, staleness) of all updates, in their order.
+    tasks: The workers whose updates are simulated.
+    rate: The learning rate times the curvature of the bowl.
 
   Returns:
-    float64 [staleness + 2] each: at the read, after each update of the others,
-    and after its own.
+    For each update of these workers, the positions of the ball, float64
+    [staleness + 2]: at the read, after each update of other workers, and after
+    the update itself.
   """
   return [
     stale_ball.roll(rate, [s for _, s in order[t - stale : t + 1]])
@@ -94,10 +101,18 @@ def paths(
 
 
 def undone(rolled: Sequence[np.ndarray]) -> float:
-  """Of what others won on these paths the share that the last pushes lost.
+  """Returns which share of the progress of other workers late updates undo.
 
-  Won is distance to the minimum, from the read to just before the write; lost
-  is that by which the write made it larger. 0 if nothing was won.
+  The progress of other workers is the distance by which the ball came closer to
+  the minimum between a worker's read and the moment before its update. That
+  update undoes the distance by which it moves the ball away again.
+
+  Args:
+    rolled: Paths of the ball, as `paths` returns them.
+
+  Returns:
+    The sum of the undone distances as a share of the sum of the progress; 0
+    without progress.
   """
   won = sum(path[0] - abs(path[-2]) for path in rolled)
   lost = sum(max(abs(path[-1]) - abs(path[-2]), 0.0) for path in rolled)
@@ -105,7 +120,11 @@ def undone(rolled: Sequence[np.ndarray]) -> float:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Both trainings."""
+  """Trains synchronously and asynchronously, and summarizes both runs.
+
+  With `is_quick`, it makes fewer updates. `seed` is not used. The result maps
+  `sync` and `async` to what `summary` returns for this run.
+  """
   del seed
   return {
     "sync": summary(_train("sync", 10 if is_quick else 40)),
@@ -114,7 +133,12 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def _train(update: str, num_steps: int) -> list[recorded_run.Event]:
-  """What was recorded of a run."""
+  """Trains on a real cluster, and returns the recorded events.
+
+  Args:
+    update: `sync` or `async`.
+    num_steps: The number of updates.
+  """
   with tempfile.TemporaryDirectory() as directory:
     programs.run_tasks(
       "experiments.claims.overwrite_and_idle_task",
@@ -129,15 +153,16 @@ def _train(update: str, num_steps: int) -> list[recorded_run.Event]:
 
 
 def summary(events: Sequence[recorded_run.Event]) -> dict:
-  """What is looked at of one training, from when all have computed once.
+  """Summarizes a recorded run, after all workers have computed once.
 
   Args:
-    events: Of the whole run, by their start.
+    events: The events of the whole run, ordered by their start.
 
   Returns:
-    By task the share of the time that it waited, and the seconds from one of
-    its updates to the next; (task, staleness) of all updates; and, of a few
-    seconds in the middle, waits and updates.
+    `waiting`: for each worker, the share of the time that it waited.
+    `turn_secs`: the mean seconds between two updates of a task. `order`: (task,
+    staleness) of all updates. `waits` and `updates`: those of a few seconds in
+    the middle of the run.
   """
   begin = max(
     min(e.end for e in events if e.kind == "compute" and e.task == task)
@@ -181,23 +206,32 @@ def _of_fast(by_task: dict[str, float]) -> float:
 
 
 def expected_waiting(measurement: dict) -> float:
-  """What share of a synchronous step the fast ones wait.
+  """Returns which share of a synchronous step the fast workers should wait.
 
-  A step takes as long as a turn of the slow one. How long turns take that
-  nobody waits for the asynchronous training says.
+  A synchronous step takes as long as a turn of the slow worker. How long a turn
+  of either kind of worker takes without waiting is known from the asynchronous
+  training.
+
+  Args:
+    measurement: The result of `measure`.
   """
   turn_secs = measurement["async"]["turn_secs"]
   return 1 - _of_fast(turn_secs) / turn_secs[SLOW]
 
 
 def staleness(measurement: dict, tasks: Sequence[str]) -> float:
-  """Of these workers' asynchronous updates, on average."""
+  """Returns the mean staleness of the asynchronous updates of some workers.
+
+  Args:
+    measurement: The result of `measure`.
+    tasks: The workers.
+  """
   order = measurement["async"]["order"]
   return float(np.mean([stale for task, stale in order if task in tasks]))
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def each(value):
     return [value(m) for m in measurements]
@@ -249,7 +283,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Who waits, above; where the ball is, and what is undone, below."""
+  """Draws who waits for the slow worker, and what its late updates undo."""
   figure, axes = claims.new_figure(10, 6.4, nrows=2, ncols=2)
   first = measurements[0]
   _draw_turns(axes[0, 0], first["sync"], "Synchronous: the fast ones wait")
@@ -281,7 +315,15 @@ def _draw_turns(axis, run, title: str) -> None:
 
 
 def _draw_ball(axis, order) -> None:
-  """From a write of the slow worker on, after which it reads."""
+  """Draws the positions of the ball after each of some recorded updates.
+
+  The first of these updates is the one that follows an update of the slow
+  worker, after which this worker reads the variables.
+
+  Args:
+    axis: The axes to draw on.
+    order: (task, staleness) of all updates, in their order.
+  """
   first = [task for task, _ in order].index(SLOW) + 1
   order = order[first : first + _SHOWN_UPDATES]
   path = stale_ball.roll(RATE, [stale for _, stale in order])

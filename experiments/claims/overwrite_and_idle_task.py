@@ -1,4 +1,7 @@
-"""One task of `experiments.claims.overwrite_and_idle`, which starts it."""
+"""Runs one task of the cluster of `experiments.claims.overwrite_and_idle`.
+
+That experiment starts this program once per task.
+"""
 
 import sys
 import time
@@ -8,7 +11,7 @@ from experiments.support import programs
 
 
 def _replica(secs: float):
-  """A model with one weight; each batch takes `secs` to come."""
+  """Returns a model with one weight, whose batches take `secs` to arrive."""
   import tensorflow as tf
 
   from tf_replicas.replica import model_replica
@@ -48,7 +51,15 @@ def _optimizer(update: str):
 
 
 def run_client(spec, task, directory, update: str, num_steps: str) -> None:
-  """Trains; the chief ends it after `num_steps` updates."""
+  """Trains in this worker; the chief ends it after `num_steps` updates.
+
+  Args:
+    spec: The cluster.
+    task: The task of this process.
+    directory: The directory for the timelines.
+    update: `sync` or `async`.
+    num_steps: The number of updates, as text.
+  """
   from tf_replicas.drivers import between_graph
 
   secs = overwrite_and_idle.TURN_SECS[f"{task.job}:{task.index}"]

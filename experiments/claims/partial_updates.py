@@ -1,12 +1,13 @@
-"""How often does an asynchronous reader see a half-applied update?
+"""Measures how often an asynchronous reader sees a half-applied update.
 
   python -m experiments.claims.partial_updates [--quick]
     [--num_seeds=1] [--output=DIR]
 
-On a real cluster of 2 PS and 2 workers one worker adds 1 to every element of
-every variable, again and again, and the other reads them all, both as fast as
-they can. What was read of one version is the same number everywhere; where it
-is not, the reader saw an update of which a part was made.
+On a real cluster of 2 PS (parameter servers) and 2 workers, one worker adds 1
+to every element of every variable, again and again. The other one reads all
+variables. Both do this as fast as they can. Between two updates, all elements
+have equal values. If a read gives different values, the reader has seen an
+update of which only a part was applied.
 """
 
 import json
@@ -45,17 +46,19 @@ _WHERE = {
 
 
 def torn(ranges: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-  """What share of the reads saw half of an update, and where.
+  """Returns which share of the reads saw a half-applied update, and where.
 
   Args:
-    ranges: [reads, variables, 2], the least and the largest element.
-    names: Of the variables, keys of `SIZES`.
+    ranges: [reads, variables, 2], the least and the largest element of each
+      variable in each read.
+    names: The names of the variables, keys of `SIZES`.
 
   Returns:
-    `anywhere`: not all elements of all variables were the same; `in_cut`: nor
-    were those of the variable that is cut in two; `in_whole`: nor those of one
-    of the others. `apart`: how many updates there were between the oldest and
-    the newest element, the most of all reads.
+    Shares of the reads. `anywhere`: the elements of all variables together
+    differed. `in_cut`: the elements of the variable that is cut in two
+    differed. `in_whole`: the elements of another variable differed. And
+    `apart`: the largest number of updates between the oldest and the newest
+    element of one read.
   """
   ranges = np.asarray(ranges)
   lows, highs = ranges[:, :, 0], ranges[:, :, 1]
@@ -71,7 +74,11 @@ def torn(ranges: np.ndarray, names: Sequence[str]) -> dict[str, float]:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Reads under every setting, one after the other, on one cluster."""
+  """Reads variables under each setting of the rule, in turn, on one cluster.
+
+  With `is_quick`, it makes fewer reads. `seed` is not used. The result has, for
+  each setting, the result of `torn`, and the reads and updates per second.
+  """
   del seed
   num_reads = 300 if is_quick else 2000
   document = {
@@ -99,7 +106,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def each(setting, field):
     return [m[setting][field] for m in measurements]
@@ -145,7 +152,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """The shares of torn reads, and how fast both workers were."""
+  """Draws how often reads saw half an update, and the speed of both workers."""
   figure, (shares, rates) = claims.new_figure(
     10, 3.8, ncols=2, width_ratios=[3, 2]
   )
@@ -166,7 +173,16 @@ def draw(measurements: Sequence[dict]):
 
 
 def _draw_bars(axis, settings, labels, scale=1.0) -> None:
-  """A group of bars for each setting, the median over seeds; dots: each."""
+  """Draws a group of bars for each setting of the rule.
+
+  A bar is the median over seeds; dots show the value of each seed.
+
+  Args:
+    axis: The axes to draw on.
+    settings: For each setting, its measurements, one per seed.
+    labels: Maps the field of a measurement to the label of its bar.
+    scale: A factor for all values.
+  """
   width = 0.8 / len(labels)
   for number, (field, label) in enumerate(labels.items()):
     for place, measurements in enumerate(settings):

@@ -1,4 +1,7 @@
-"""One task of `experiments.claims.partial_updates`, which starts it."""
+"""Runs one task of the cluster of `experiments.claims.partial_updates`.
+
+That experiment starts this program once per task.
+"""
 
 import json
 import os
@@ -25,7 +28,10 @@ def _rule(options):
 
 
 def _replica():
-  """Variables that start at 0; it is never asked for a gradient."""
+  """Returns a replica with variables that start at 0.
+
+  The replica is never asked for a gradient.
+  """
   import tensorflow as tf
 
   from tf_replicas.replica import model_replica
@@ -49,7 +55,14 @@ def _await(condition, what: str) -> None:
 
 
 def _write(store, rule, has_begun: pathlib.Path, has_ended) -> None:
-  """Adds 1 to everything until the reader has ended."""
+  """Adds 1 to all variables, again and again, until the reader has ended.
+
+  Args:
+    store: The parameter store with the variables.
+    rule: The update rule.
+    has_begun: A file that is created after the first update.
+    has_ended: Returns whether the reader has ended.
+  """
   import tensorflow as tf
 
   gradients = [(-tf.ones(spec.shape), spec.path) for spec in store.specs]
@@ -67,7 +80,16 @@ def _write(store, rule, has_begun: pathlib.Path, has_ended) -> None:
 
 
 def _read(store, rule, num_reads: int) -> dict[str, float]:
-  """Reads; `partial_updates.torn` of it, and both workers' rates."""
+  """Reads all variables again and again while the other worker updates them.
+
+  Args:
+    store: The parameter store with the variables.
+    rule: The update rule.
+    num_reads: The number of reads.
+
+  Returns:
+    The result of `partial_updates.torn`, and the reads and updates per second.
+  """
   import tensorflow as tf
 
   @tf.function
@@ -92,7 +114,16 @@ def _read(store, rule, num_reads: int) -> dict[str, float]:
 
 
 def run_client(spec, task, directory: pathlib.Path, num_reads: str) -> None:
-  """Writes or reads under every setting; the reader leaves its numbers."""
+  """Writes or reads in this worker, under every setting of the update rule.
+
+  The worker that reads leaves its numbers in a file per setting.
+
+  Args:
+    spec: The cluster.
+    task: The task of this process.
+    directory: The directory of these files.
+    num_reads: The number of reads per setting, as text.
+  """
   from tf_replicas.drivers import between_graph
 
   driver = between_graph.BetweenGraph(spec, task, _replica, lambda: _rule({}))

@@ -1,10 +1,11 @@
-"""From 10 to 10,000 replicas: what waiting and staleness cost; simulated.
+"""Simulates what waiting and staleness cost with 10 to 10,000 replicas.
 
   python -m experiments.claims.scale_out [--quick]
     [--num_seeds=3] [--output=DIR]
 
-A replica alone makes one contribution per second on average. Efficiency is the
-rate of applied contributions, of that many replicas without any waiting.
+A replica by itself makes one contribution (a set of gradients) per second on
+average. Efficiency is the rate of applied contributions, divided by the rate of
+equally many replicas that never wait.
 """
 
 import math
@@ -39,10 +40,18 @@ RULES = {
 def simulate(
   name: str, count: int, is_quick: bool, seed: int, links: dict
 ) -> dict:
-  """Efficiency, waiting and staleness of `count` replicas under a rule.
+  """Returns efficiency, waiting and staleness of a simulated training.
 
-  The beginning does not count, when all start together: the first tenth of
-  synchronous training, half of asynchronous training.
+  The beginning does not count, as all replicas start together: the first tenth
+  of synchronous training, the first half of asynchronous training.
+
+  Args:
+    name: The update rule, a key of `RULES`.
+    count: The number of replicas.
+    is_quick: Whether to simulate fewer steps.
+    seed: The seed of the compute times.
+    links: Arguments of `simulator.Cluster` that describe the links; empty for
+      links that take no time.
   """
   cluster = simulator.Cluster(count, COMPUTE, **links)
   num_steps = 200 if is_quick else 400
@@ -69,7 +78,12 @@ def simulate(
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """All rules and numbers of replicas, with links that are free and not."""
+  """Simulates all rules and numbers of replicas, with real and ideal links.
+
+  With `is_quick`, it simulates fewer steps and up to 1,000 replicas only. The
+  result has the numbers of replicas, and the results of `simulate`: `free` with
+  links that take no time, `links` with those of `LINKS`.
+  """
   counts = [n for n in REPLICAS if n <= 1000] if is_quick else REPLICAS
   return {
     "replicas": list(counts),
@@ -84,13 +98,17 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def synchronous_efficiency(count: int) -> float:
-  """By the expected maximum of exponential times."""
+  """Returns the efficiency of synchronous training by a formula.
+
+  The formula uses the expected maximum of `count` exponential times; links take
+  no time.
+  """
   harmonic = sum(1 / i for i in range(1, count + 1))
   return 1 / (SHIFT + MEAN * harmonic)
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   most = measurements[0]["replicas"][-1]
 
   def last(kind, name, what):
@@ -148,7 +166,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Efficiency, throughput, waiting and staleness over replicas."""
+  """Draws efficiency, throughput, waiting and staleness over the replicas."""
   figure, axes = claims.new_figure(10.5, 8, nrows=2, ncols=2)
   with_links = "100 MB on 16 PS tasks with 10 Gbit/s each"
   for name, (colour, marker) in RULES.items():
@@ -205,7 +223,18 @@ def draw(measurements: Sequence[dict]):
 
 
 def _plot(axis, measurements, kind, name, what, style) -> None:
-  """The median over seeds, with bars from the least to the largest."""
+  """Draws the median of a number over seeds, over the number of replicas.
+
+  Bars show the least and the largest value of all seeds.
+
+  Args:
+    axis: The axes to draw on.
+    measurements: Results of `measure`, one per seed.
+    kind: `free` or `links`, the kind of the links.
+    name: The update rule.
+    what: The name of the number, such as `efficiency`.
+    style: Arguments of the plot.
+  """
   values = np.array(
     [[point[what] for point in m[kind][name]] for m in measurements]
   )

@@ -1,12 +1,12 @@
-"""Variables on one parameter server or on several: who carries the traffic?
+"""Measures how several parameter servers (PS) share the traffic.
 
   python -m experiments.claims.sharding [--quick]
     [--num_seeds=1] [--output=DIR]
 
 Trains the CIFAR-10 network on real clusters of 1, 2 and 4 PS and 2 workers on
-this machine, with whole variables and with large ones cut (pieces of 64 KiB and
-more), and in one process that holds the variables on its own CPU. Counts the
-bytes of every connection (needs `ss`).
+this machine, once with whole variables, and once with large variables cut into
+pieces of 64 KiB or more. For comparison, it trains in one process that holds
+the variables on its own CPU. Counts the bytes of every connection (needs `ss`).
 """
 
 import tempfile
@@ -38,7 +38,14 @@ def _name(num_ps: int, placement: str) -> str:
 
 
 def run(num_ps: int, placement: str, num_steps: int) -> dict:
-  """Trains on a cluster; its step rate, and bytes per step of each PS."""
+  """Trains on a cluster, and returns step rate and bytes per step of each PS.
+
+  Args:
+    num_ps: The number of PS tasks (parameter servers).
+    placement: How the variables are placed on them: `greedy` (whole) or
+      `partitioned` (large ones are cut).
+    num_steps: The number of steps that are measured.
+  """
   last = _WARM_UP_STEPS + num_steps
   with tempfile.TemporaryDirectory() as directory:
     spec = programs.write_spec(
@@ -65,7 +72,14 @@ def run(num_ps: int, placement: str, num_steps: int) -> dict:
 
 
 def run_one_process(num_steps: int) -> float:
-  """Steps per second of as many examples, variables on the CPU of a process."""
+  """Returns the steps per second of a training in one process.
+
+  It uses as many examples per step as the clusters, and has the variables on
+  its CPU.
+
+  Args:
+    num_steps: The number of steps that are measured.
+  """
   with tempfile.TemporaryDirectory() as directory:
     output = programs.output(
       "cifar10.multi_gpu_train",
@@ -81,7 +95,11 @@ def run_one_process(num_steps: int) -> float:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """All settings; with `is_quick` those of 1 and 2 PS tasks."""
+  """Trains with all numbers of PS tasks and placements, and in one process.
+
+  With `is_quick`, it uses 1 and 2 PS tasks only, and fewer steps. `seed` is not
+  used. The result maps the name of each setting to the result of `run`.
+  """
   del seed
   num_steps = 30 if is_quick else 60
   settings = _QUICK_SETTINGS if is_quick else _SETTINGS
@@ -94,13 +112,19 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def busiest(measurement: dict, num_ps: int, placement: str) -> float:
-  """Bytes per step of the PS task that has most, of what one PS has."""
+  """Returns the traffic of the busiest PS task, as a share of a single one's.
+
+  Args:
+    measurement: The result of `measure`.
+    num_ps: The number of PS tasks.
+    placement: How the variables are placed on them.
+  """
   alone = measurement[_name(*_SETTINGS[0])]["ps_bytes"]
   return max(measurement[_name(num_ps, placement)]["ps_bytes"]) / alone[0]
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   # Every parameter to every worker, and every gradient back.
   must_be = 2 * WORKERS * traffic.PARAMETER_BYTES
   names = [n for n in measurements[0] if n != _ONE_PROCESS]
@@ -144,7 +168,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Bytes of each PS task, and the step rates."""
+  """Draws the bytes per step of each parameter server, and the step rates."""
   figure, (left, right) = claims.new_figure(9, 3.6, ncols=2, sharey=True)
   names = list(measurements[0])
   for row, name in enumerate(names):

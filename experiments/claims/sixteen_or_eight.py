@@ -1,12 +1,13 @@
-"""How many distributed devices equal eight in one machine; simulated.
+"""Simulates how many distributed devices are as fast as eight in one machine.
 
   python -m experiments.claims.sixteen_or_eight [--quick]
     [--num_seeds=3] [--output=DIR]
 
-Every device computes batches of the same size. In one machine eight towers read
-the variables from its memory and their mean is taken there; distributed, every
-device has a machine of its own and the variables are on parameter servers.
-Communication does not overlap with computing in either.
+Every device computes batches of one size. In one machine, eight towers (copies
+of the model on devices) read the variables from the machine's memory, where the
+mean of their gradients is computed. Distributed, every device has a machine of
+its own, and the variables are on parameter servers. In neither case does
+communication overlap with computing.
 """
 
 import math
@@ -50,17 +51,17 @@ def rate(
   num_steps: int,
   seed: int,
 ) -> float:
-  """Batches per second of `num_devices`, fully synchronous.
+  """Returns the batches per second of devices in synchronous training.
 
   Args:
-    num_devices: One replica each.
-    megabytes: Of the parameters; gradients are as large.
-    secs: Median compute time of a batch.
-    bandwidth: Of each device's and each PS task's link, bytes/s.
-    num_ps: PS tasks.
-    latency: Seconds.
-    num_steps: How many are simulated.
-    seed: Of the compute times.
+    num_devices: The number of devices, each of which is a replica.
+    megabytes: The size of the parameters in MB; gradients are as large.
+    secs: The median compute time of a batch, in seconds.
+    bandwidth: The bandwidth of each device's and each PS task's link, bytes/s.
+    num_ps: The number of PS tasks (parameter servers).
+    latency: The seconds that a message takes, one way.
+    num_steps: The number of steps that are simulated.
+    seed: The seed of the compute times.
   """
   cluster = simulator.Cluster(
     num_devices,
@@ -76,20 +77,26 @@ def rate(
 
 
 def local_rate(**case) -> float:
-  """Batches per second of eight towers in one machine."""
+  """Returns the batches per second of eight towers in one machine.
+
+  Args:
+    **case: Arguments of `rate`: the model, the number of steps and the seed.
+  """
   return rate(LOCAL, bandwidth=LOCAL_BANDWIDTH, num_ps=1, latency=1e-6, **case)
 
 
 def needed(num_ps_of, *, gigabits: float, **case) -> int:
-  """The smallest number of distributed devices that is as fast.
+  """Finds how many distributed devices are as fast as eight in one machine.
 
   Args:
-    num_ps_of: Called with the number of devices, returns that of PS tasks.
-    gigabits: Of each link, Gbit/s.
-    **case: As `rate` has it.
+    num_ps_of: Maps the number of devices to the number of PS tasks (parameter
+      servers).
+    gigabits: The bandwidth of each link, in Gbit/s.
+    **case: Arguments of `rate`: the model, the number of steps and the seed.
 
   Returns:
-    At most `MOST` + 1, which means that not even `MOST` are enough.
+    The least number of devices. `MOST` + 1 means that not even `MOST` devices
+    are enough.
   """
   goal = local_rate(**case)
 
@@ -119,7 +126,13 @@ SERVERS = {
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Break-even for the networks, and over bandwidth and model size."""
+  """Finds the devices needed for real networks and for a grid of cases.
+
+  The grid is over bandwidth and model size.
+
+  With `is_quick`, it simulates fewer cases and steps. The result has the
+  numbers of devices by case, for `find` and `draw`.
+  """
   case = {"num_steps": 20 if is_quick else 60, "seed": seed}
   bandwidths = BANDWIDTHS[::2] if is_quick else BANDWIDTHS
   sizes = MEGABYTES[::2] if is_quick else MEGABYTES
@@ -149,10 +162,14 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def _mxnet_epoch(case: dict) -> float:
-  """Seconds of an epoch of 50,000 images on 5 machines with 2 GPUs each.
+  """Simulates a published training; returns the seconds of one epoch.
 
-  Published: 6.9 s with 512 images per machine and 1 Gbit/s Ethernet, and 71 s
-  on one GPU with 256. A machine hands over one gradient for both GPUs.
+  The epoch has 50,000 images, on 5 machines with 2 GPUs each. Published: 6.9 s
+  with 512 images per machine and 1 Gbit/s Ethernet, and 71 s on one GPU with
+  256 images. A machine hands over one gradient for both GPUs.
+
+  Args:
+    case: Arguments of `rate`: the number of steps and the seed.
   """
   size, secs, _ = NETWORKS["small Inception, GTX 980"]
   batches = rate(
@@ -168,7 +185,7 @@ def _mxnet_epoch(case: dict) -> float:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   findings = [
     claims.Finding(
       f"{name}: devices that equal {LOCAL} in one machine ({MOST + 1}: not even"
@@ -200,7 +217,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """A map of the break-even for each way to place the PS tasks."""
+  """Draws maps of how many distributed devices equal eight in one machine."""
   figure, axes = claims.new_figure(11, 5.2, ncols=2)
   first = measurements[0]
   for axis, servers in zip(axes, SERVERS, strict=True):
@@ -239,7 +256,12 @@ def draw(measurements: Sequence[dict]):
 
 
 def _place_networks(axis, measurement: dict) -> None:
-  """Lines for how large real networks are."""
+  """Draws a line in the map for the model size of each real network.
+
+  Args:
+    axis: The axes with the map.
+    measurement: The result of `measure`.
+  """
   sizes = np.log(measurement["megabytes_per_sec"])
   for name, (size, secs, _) in NETWORKS.items():
     row = np.interp(np.log(size / secs), sizes, np.arange(len(sizes)))

@@ -1,13 +1,14 @@
-"""Synchronous training is smooth, asynchronous training is fast.
+"""Compares synchronous training (smooth) with asynchronous training (fast).
 
   python -m experiments.claims.smooth_or_fast [--quick]
     [--num_seeds=1] [--output=DIR]
 
-Trains the CIFAR-10 network (on the synthetic images) from as many examples on
-real clusters of 1 PS and 1, 2 and 4 workers on this machine, by both rules,
-with equal workers and with one that is slower (`slow_down`), and looks at the
-loss of every update, over examples and over seconds. A synchronous update of M
-gradients has M times the learning rate of an asynchronous one of one.
+Trains the CIFAR-10 network (on the synthetic images) by both rules on real
+clusters of 1 PS (parameter server) and 1, 2 and 4 workers on this machine,
+always with the same number of examples. The workers are equal, or one is slower
+(`slow_down`). Measures how the loss of the updates scatters, and the examples
+per second. A synchronous update, of M gradients, has M times the learning rate
+of an asynchronous update, of one gradient.
 """
 
 import statistics
@@ -28,14 +29,17 @@ _SMOOTHING = 9
 
 
 def run(rule: str, workers: int, is_slow: bool, examples: int, seed: int):
-  """Trains; [seconds since the first update, examples, loss] of every update.
+  """Trains on a cluster, and returns a row for every update.
 
   Args:
     rule: One of `RULES`.
-    workers: M.
+    workers: M, the number of workers.
     is_slow: Whether the last worker is slower than the others.
-    examples: How many to use.
-    seed: Of the training.
+    examples: The number of examples to use.
+    seed: The seed of the training.
+
+  Returns:
+    [seconds since the first update, examples so far, loss] of every update.
   """
   batches = workers if rule == "sync" else 1
   with tempfile.TemporaryDirectory() as directory:
@@ -74,7 +78,11 @@ def _name(rule: str, workers: int, is_slow: bool) -> str:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """The losses by setting; with `is_quick` of 2 equal workers."""
+  """Trains with both rules and all settings of the cluster.
+
+  With `is_quick`, it uses 2 equal workers only, and fewer examples. The result
+  maps the name of each setting to the result of `run`.
+  """
   examples = 6_400 if is_quick else 16_000
   settings = [("sync", 1, False)] + [
     (rule, workers, is_slow)
@@ -90,14 +98,13 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def roughness(rows: Sequence[Sequence[float]]) -> float:
-  """How far losses are from their running median, on average.
+  """Returns the mean distance of losses from their running median.
 
-  The fifth that is farthest is left out, as a loss may jump once in a while
-  where the learning rate is about as large as it may be.
+  The fifth of the losses that is farthest is left out, as a loss may jump once
+  in a while where the learning rate is about as large as it may be.
 
   Args:
-    rows: As `run` returns them; of the first half, where the loss hardly
-      falls, nothing counts.
+    rows: Rows as `run` returns them. Only the second half is used.
   """
   losses = [row[2] for row in rows[len(rows) // 2 :]]
   half = _SMOOTHING // 2
@@ -109,13 +116,17 @@ def roughness(rows: Sequence[Sequence[float]]) -> float:
 
 
 def rate(rows: Sequence[Sequence[float]]) -> float:
-  """Examples per second after the first tenth."""
+  """Returns the examples per second after the first tenth of a training.
+
+  Args:
+    rows: Rows as `run` returns them.
+  """
   begin, end = rows[len(rows) // 10], rows[-1]
   return (end[1] - begin[1]) / (end[0] - begin[0])
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def ratios(what, workers, is_slow):
     names = [_name(rule, workers, is_slow) for rule in ("async", "sync")]
@@ -159,7 +170,7 @@ def _last_loss(rows) -> float:
 
 
 def draw(measurements: Sequence[dict]):
-  """Losses of the first run, over examples and over seconds."""
+  """Draws the losses of both rules, over seconds and over examples."""
   names = list(measurements[0])
   groups = [n.removeprefix("async, ") for n in names if n.startswith("async")]
   figure, panels = claims.new_figure(

@@ -1,10 +1,12 @@
-"""A ball rolls down a bowl, pushed by gradients that are out of date.
+"""Simulates a ball that rolls down a bowl, pushed by outdated gradients.
 
   python -m experiments.claims.stale_ball [--quick]
     [--num_seeds=3] [--output=DIR]
 
-The loss is curvature * x * x / 2, so that only the learning rate times the
-curvature matters; it is called the rate here. All distances are of the start.
+The ball stands for a model with one weight x, whose loss is c * x * x / 2 with
+the curvature c. Only the learning rate times c matters. In this module, this
+product is called the rate. All distances are shares of the start's distance to
+the minimum.
 """
 
 from collections.abc import Sequence
@@ -24,13 +26,14 @@ NUM_UPDATES = 60
 
 
 def roll(rate: float, staleness: Sequence[int], *, divides=False) -> np.ndarray:
-  """Positions of the ball, with updates from older positions.
+  """Returns the positions of a ball that gradients of older positions push.
 
       x[t + 1] = x[t] - rate * x[t - staleness[t]]
 
   Args:
-    rate: Learning rate times curvature.
-    staleness: int [T], of each update; before the start the ball stood still.
+    rate: The learning rate times the curvature of the bowl.
+    staleness: int [T], the staleness of each update. Before the start, the ball
+      stood still.
     divides: Whether the rate of an update is divided by its staleness, if that
       is more than 1 (Zhang et al. 2015, section 3).
 
@@ -45,12 +48,20 @@ def roll(rate: float, staleness: Sequence[int], *, divides=False) -> np.ndarray:
 
 
 def overshoot(path: np.ndarray) -> float:
-  """How far the ball got past the minimum."""
+  """Returns how far the ball got past the minimum, which is at 0.
+
+  Args:
+    path: The positions of the ball.
+  """
   return max(0.0, -float(path.min()))
 
 
 def largest_stable_rate(staleness: int) -> float:
-  """By bisection: the highest rate at which the ball comes to rest."""
+  """Finds the largest rate at which the ball comes to rest, by bisection.
+
+  Args:
+    staleness: By how many updates each gradient is late.
+  """
   low, high = 0.0, 2.5
   for _ in range(30):
     middle = (low + high) / 2
@@ -66,12 +77,21 @@ def largest_stable_rate(staleness: int) -> float:
 
 
 def stable_rate_formula(staleness: int) -> float:
-  """2 sin(pi / (4 s + 2)) (Levin and May 1976)."""
+  """Returns the largest rate at which the ball comes to rest, by a formula.
+
+  For staleness s it is 2 sin(pi / (4 s + 2)) (Levin and May 1976).
+  """
   return float(2 * np.sin(np.pi / (4 * staleness + 2)))
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """All paths; chance decides only who writes when among many devices."""
+  """Simulates all paths of the ball.
+
+  Chance decides only in which order many devices push the ball.
+
+  With `is_quick`, it leaves out the largest number of devices. The result has
+  paths, stable rates and overshoots, for `find` and `draw`.
+  """
   devices = {}
   for count in DEVICES[:4] if is_quick else DEVICES:
     cluster = simulator.Cluster(count, compute_times.Exponential(1.0))
@@ -96,7 +116,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def each(value):
     return [value(m) for m in measurements]
@@ -165,7 +185,7 @@ def _divided_share(device: dict) -> float:
 
 
 def draw(measurements: Sequence[dict]):
-  """Four pictures: the two devices, paths, limits, many devices."""
+  """Draws paths of the ball, its stable rates and overshoots, in four plots."""
   figure, axes = claims.new_figure(10, 7.6, nrows=2, ncols=2)
   _draw_bowl(axes[0, 0], measurements[0])
   _draw_paths(axes[0, 1], measurements[0])

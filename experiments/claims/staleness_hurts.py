@@ -1,11 +1,12 @@
-"""Gradients of variables that are s updates old: how good is the network then?
+"""Measures how training suffers from gradients that are s updates late.
 
   python -m experiments.claims.staleness_hurts [--quick]
     [--num_seeds=3] [--output=DIR]
 
-Nothing but the staleness differs between trainings: the same initial weights,
-batches, rate and number of updates. One replica; the variables that it read are
-kept in a queue of s + 1 versions.
+A gradient of staleness s is computed from the variables of s updates before.
+The trainings differ only by the staleness: initial weights, batches, rate and
+number of updates are equal. There is one replica. The variables that it reads
+are kept in a queue of s + 1 versions.
 """
 
 import collections
@@ -33,13 +34,15 @@ NUM_POINTS = 25
 
 
 def schedule(staleness: int, num_updates: int, rises: bool) -> list[int]:
-  """How old the variables are that the gradient of each update is of.
+  """Returns how late the gradient of each update is, in updates.
+
+  It is the age of the variables from which the gradient is computed.
 
   Args:
-    staleness: How old at last, in updates; there is nothing older than the
-      first.
-    num_updates: Length of the result.
-    rises: Whether it rises over the first quarter of the updates.
+    staleness: The age in the end, in updates. There are no variables older than
+      the initial ones.
+    num_updates: The number of updates, and the length of the result.
+    rises: Whether the age rises over the first quarter of the updates.
   """
   rise = RISE_SHARE * num_updates if rises else 1
   return [
@@ -49,17 +52,18 @@ def schedule(staleness: int, num_updates: int, rises: bool) -> list[int]:
 
 
 def train(step, parameters, batches, ages: Sequence[int], rate: float) -> tuple:
-  """Trains with stale gradients.
+  """Trains a network with stale gradients.
 
   Args:
-    step: As `small_network.step_fn` returns it.
-    parameters: To begin with.
-    batches: The argument of `step` for each update.
-    ages: How many updates ago its gradient's parameters were read, for each.
+    step: A function as `small_network.step_fn` returns it.
+    parameters: The initial parameters.
+    batches: For each update, the indices of its examples.
+    ages: For each update, how many updates ago the parameters were read from
+      which its gradient is computed.
     rate: The learning rate.
 
   Returns:
-    The losses, and the parameters at last.
+    The losses of all updates, and the parameters at the end.
   """
   versions = collections.deque([parameters], maxlen=max(ages) + 1)
   velocities = [tf.zeros_like(p) for p in parameters]
@@ -75,7 +79,11 @@ def train(step, parameters, batches, ages: Sequence[int], rate: float) -> tuple:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Trains with every staleness, from the start and rising at first."""
+  """Trains with every staleness, from the start and rising at first.
+
+  With `is_quick`, it makes fewer updates. The result has losses and precision
+  of each training, for `find` and `draw`.
+  """
   num_updates = NUM_UPDATES_QUICK if is_quick else NUM_UPDATES
   train_set, test_set = map(small_network.read, ("train", "test"))
   model = small_network.build(seed)
@@ -108,7 +116,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def precisions(m, name):
     return [m[name][str(s)]["precision"] for s in STALENESS]
@@ -141,7 +149,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Precision over staleness, and the losses of the first seed."""
+  """Draws the precision over staleness, and the losses of the first seed."""
   figure, axes = claims.new_figure(12, 4.2, ncols=3)
   _draw_precision(axes[0], measurements)
   for axis, name in zip(axes[1:], WAYS.values(), strict=True):

@@ -1,16 +1,18 @@
-"""One worker is five times slower: what a backup replica is good for.
+"""Measures what a slow worker costs, with and without a backup replica.
 
   python -m experiments.claims.straggler [--quick]
     [--num_seeds=1] [--output=DIR]
 
-Trains inception_mini on a real cluster of 2 PS and 3 workers on this machine,
-with updates from all 3 and from the first 2, without and with a slow worker;
-`--quick` trains the network of cifar10, and from the first 2 alone.
+Trains inception_mini on a real cluster of 2 PS (parameter servers) and 3
+workers on this machine. An update waits for the gradients of all 3 workers, or
+of the first 2, so that one worker is a backup; each is measured with and
+without a worker that is five times slower. `--quick` trains the network of
+cifar10 instead, with the first 2 only.
 
-So that the others gain nothing from a slow worker, as they would from sharing
-its cores, every worker is a computer of a fixed speed: it is stopped and
-continued by turns (`slow_down`), for all but a share of the time that leaves
-the cores idle now and then.
+All workers share the cores of this machine. If one of them is slow, the others
+would become faster. To prevent this, every worker is stopped and continued in
+turn (`slow_down`), like a computer of a fixed speed. It is stopped for so much
+of the time that the cores are idle now and then.
 """
 
 import tempfile
@@ -43,13 +45,17 @@ _TUTORIAL = ("cifar10.distributed_train", "--batch_size=32")
 def run(
   aggregate: int, is_slow: bool, num_steps: int, program: Sequence[str]
 ) -> dict:
-  """Trains; updates per second after the first tenth, and who was busy.
+  """Trains on a cluster, and returns its speed and how busy the last worker is.
 
   Args:
-    aggregate: How many gradients make an update.
+    aggregate: The number of gradients in an update.
     is_slow: Whether the last worker is slower than the others.
-    num_steps: How many updates are made.
-    program: Which, and some of its flags.
+    num_steps: The number of updates.
+    program: The module of the training program, and some of its flags.
+
+  Returns:
+    `steps_per_sec`: updates per second after the first tenth. `busy`: the share
+    of the time that the last worker did not wait.
   """
   slow_downs = dict.fromkeys(range(WORKERS), USUAL)
   if is_slow:
@@ -84,14 +90,25 @@ def run(
 def busy_share(
   events: Sequence[recorded_run.Event], task: str, begin: float
 ) -> float:
-  """How much of its time from `begin` on a replica did not wait."""
+  """Returns the share of the time that a replica did not wait.
+
+  Args:
+    events: The recorded events of all tasks.
+    task: The task of the replica.
+    begin: Earlier events are ignored; in seconds.
+  """
   own = [e for e in events if e.task == task and e.start >= begin]
   waited = sum(e.end - e.start for e in own if e.kind in ("wait", "refused"))
   return 1 - waited / (max(e.end for e in own) - own[0].start)
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """All; with `is_quick` the CIFAR-10 network, with a backup."""
+  """Trains with and without a backup, and with and without a slow worker.
+
+  With `is_quick`, it trains the CIFAR-10 network instead, with a backup only.
+  `seed` is not used. The result maps the name of each setting to the result of
+  `run`.
+  """
   del seed
   how = (40, _TUTORIAL) if is_quick else (30, _INCEPTION)
   return {
@@ -102,7 +119,12 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def cost(measurement: dict, who: str) -> float:
-  """The share of its rate that a slow worker costs."""
+  """Returns which share of the step rate a slow worker costs.
+
+  Args:
+    measurement: The result of `measure`.
+    who: The workers that an update waits for, such as "all of 3".
+  """
   rates = [
     measurement[f"{who}, {others}"]["steps_per_sec"]
     for others in ("one slow", "equal")
@@ -111,16 +133,21 @@ def cost(measurement: dict, who: str) -> float:
 
 
 def expected_cost(measurement: dict) -> float:
-  """What it costs where all are waited for, by how busy it was before.
+  """Returns the share of the step rate that a slow worker should cost.
 
-  With t the time of a step, of which it is busy for b * t, a step takes
-  SLOWER * b * t with the slow worker, for which then the others wait.
+  It is for updates that wait for all workers. Let t be the time of a step in
+  which all workers are equal, and b the share of it in which a worker is busy.
+  With the slow worker, a step takes SLOWER * b * t, as all wait for this
+  worker.
+
+  Args:
+    measurement: The result of `measure`.
   """
   return 1 - 1 / (SLOWER * measurement["all of 3, equal"]["busy"])
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   findings = [
     claims.Finding(
       "share of the step rate that the slow worker costs, with a backup",
@@ -147,7 +174,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Updates per second, a bar each."""
+  """Draws a bar for each setting: its updates per second."""
   figure, axes = claims.new_figure(7, 3)
   for row, name in enumerate(measurements[0]):
     rates = [m[name]["steps_per_sec"] for m in measurements]

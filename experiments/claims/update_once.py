@@ -1,10 +1,11 @@
-"""Every worker calls `apply_gradients`: how often do the variables change?
+"""Counts how often variables change if every worker calls `apply_gradients`.
 
   python -m experiments.claims.update_once [--quick]
     [--num_seeds=1] [--output=DIR]
 
-Trains the CIFAR-10 network on a real cluster of 1 PS and 3 workers, and counts
-in the timelines that its tasks recorded.
+Trains the CIFAR-10 network synchronously on a real cluster of 1 PS (parameter
+server) and 3 workers. The counts come from the timelines that its tasks
+recorded.
 """
 
 import collections
@@ -22,7 +23,12 @@ _DRAWN = 5
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Trains, and returns what was recorded of all steps but the first."""
+  """Trains on a cluster, and counts gradients and updates in its timelines.
+
+  With `is_quick`, it makes fewer steps. The result has, for each step, the
+  number of gradients handed over and the number of updates, and the events of a
+  few steps, for the picture.
+  """
   num_steps = 20 if is_quick else 60
   with tempfile.TemporaryDirectory() as directory:
     spec = programs.write_spec(directory, workers=WORKERS)
@@ -55,7 +61,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   return [
     claims.Finding(
       "gradients handed over in a step: the fewest of all steps",
@@ -81,7 +87,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """A few steps of the first run."""
+  """Draws what each task did in a few steps of the first measured training."""
   events = [recorded_run.Event(*e) for e in measurements[0]["events"]]
   return timeline.draw(events, *measurements[0]["window"])
 

@@ -1,14 +1,14 @@
-"""Does the simulator know how fast a real cluster is?
+"""Compares step rates that the simulator predicts with those of real clusters.
 
   python -m experiments.claims.validation [--quick]
     [--num_seeds=1] [--output=DIR]
 
-Trains the CIFAR-10 network on real clusters of 1 PS and several workers on
-this machine, with `--timeline`. From each half of a record `recorded_run.fit`
-takes how long computing and reading took, and the simulator says how many steps
-a second come of that: who waits for whom, and for how long, is what it adds.
-Each half is compared with its own record, so that a machine that becomes slower
-or faster meanwhile does not count.
+Trains the CIFAR-10 network on real clusters of 1 PS (parameter server) and
+several workers on this machine, with `--timeline`. From each half of a record,
+`recorded_run.fit` finds how long computing and reading took. From that, the
+simulator predicts the steps per second: it adds who waits for whom, and for how
+long. Each prediction is compared with the half of the record on which it is
+based, so that a machine that becomes slower or faster meanwhile does no harm.
 """
 
 import statistics
@@ -29,12 +29,12 @@ MOST_ERROR = 0.1
 
 
 class Setting(NamedTuple):
-  """A configuration of the real cluster.
+  """A configuration of the real cluster and of the simulated one.
 
   Attributes:
-    workers: How many there are.
-    rule: What the simulator takes.
-    flags: The same for the binary.
+    workers: The number of workers.
+    rule: The update rule as the simulator takes it.
+    flags: Flags that give the training program this update rule.
   """
 
   workers: int
@@ -59,7 +59,13 @@ QUICK_SETTINGS = ("2 workers, sync", "2 workers, async")
 
 
 def record(setting: Setting, num_batches: int, seed: int) -> list:
-  """Trains, and returns the events of the record."""
+  """Trains on a real cluster, and returns the events of its timelines.
+
+  Args:
+    setting: The number of workers and the update rule.
+    num_batches: The number of batches whose gradients are applied.
+    seed: The seed of the training.
+  """
   per_update = 1
   if isinstance(setting.rule, simulator.Sync):
     per_update = setting.rule.replicas_to_aggregate or setting.workers
@@ -81,15 +87,15 @@ def record(setting: Setting, num_batches: int, seed: int) -> list:
 
 
 def compare(events: Sequence[recorded_run.Event], rule, seed: int) -> dict:
-  """Updates per second of both halves: measured, and simulated.
+  """Returns the updates per second of a recorded run: measured and predicted.
 
   Args:
-    events: Of the whole run.
-    rule: What the simulator takes.
-    seed: Of the simulations.
+    events: The events of the whole run.
+    rule: The update rule as the simulator takes it.
+    seed: The seed of the simulations.
 
   Returns:
-    `measured` and `predicted`, geometric means over the halves.
+    `measured` and `predicted`: geometric means over both halves of the run.
   """
   ends = np.sort([e.end for e in events if e.kind == "apply"])
   # The first tenth is the start: tracing, connecting.
@@ -110,7 +116,11 @@ def compare(events: Sequence[recorded_run.Event], rule, seed: int) -> dict:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Both rates of every setting; with `is_quick` of some."""
+  """Trains with every setting, and compares measured and predicted rates.
+
+  With `is_quick`, it uses some of the settings only, and fewer batches. The
+  result maps the name of each setting to the result of `compare`.
+  """
   num_batches = 200 if is_quick else 800
   return {
     name: compare(record(setting, num_batches, seed), setting.rule, seed)
@@ -120,7 +130,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
   return [
     claims.Finding(
       f"{name}: predicted of measured updates per second",
@@ -133,7 +143,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Predicted against measured."""
+  """Draws predicted over measured updates per second, a mark per training."""
   figure, axes = claims.new_figure(6.5, 5)
   most = 0.0
   for number, name in enumerate(measurements[0]):

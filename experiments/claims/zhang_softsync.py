@@ -1,13 +1,16 @@
-"""Thirty learners, each update of 30 / n gradients: who still learns?
+"""Repeats a published experiment with 30 learners and the n-softsync rule.
 
   python -m experiments.claims.zhang_softsync [--quick]
     [--num_seeds=1] [--output=DIR]
 
-The table of Zhang et al. 2015 on CIFAR-10, scaled down: their 30 learners with
-batches of 4 and a network of the same kind and size, but 16 x 16 pictures of
-the synthetic data set, and some thousand gradients instead of nearly two
-million. The update rule is the library's; one thread plays all the learners.
-`--quick` is n = 30 alone, and ends before rate / staleness has caught up.
+With n-softsync, an update is made of 30 / n gradients, so that gradients are
+about n updates late. The experiment is that of Zhang et al. 2015 with CIFAR-10,
+scaled down. It has their 30 learners with batches of 4, and a network of the
+same kind and size. But the pictures are the 16 x 16 ones of the synthetic data
+set, and there are some thousand gradients instead of nearly two million. The
+update rule is the library's; one thread plays all learners. `--quick` measures
+n = 30 only, and ends so early that training with a rate divided by the
+staleness is still behind.
 """
 
 from collections.abc import Sequence
@@ -42,11 +45,12 @@ NUM_POINTS = 30
 def new_rule(
   gradients_per_update: int, divides: bool
 ) -> async_replicas.AsyncReplicasOptimizer:
-  """n-softsync of 30 learners, with momentum.
+  """Makes the n-softsync rule for 30 learners, with momentum.
 
   Args:
-    gradients_per_update: 30 / n.
-    divides: Whether the rate of a gradient is divided by its staleness.
+    gradients_per_update: The number of gradients in an update, 30 / n.
+    divides: Whether the learning rate of a gradient is divided by its
+      staleness.
   """
   return async_replicas.AsyncReplicasOptimizer(
     keras.optimizers.SGD(RATE, momentum=small_network.MOMENTUM),
@@ -57,7 +61,13 @@ def new_rule(
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Trains synchronously, and by n-softsync with both rates."""
+  """Trains synchronously, and by n-softsync with a fixed and a divided rate.
+
+  The divided rate is the learning rate divided by the staleness of a gradient.
+
+  With `is_quick`, it uses n = 30 only, and fewer gradients. The result has
+  losses, precision and staleness of each training, for `find` and `draw`.
+  """
   num_turns = NUM_TURNS_QUICK if is_quick else NUM_TURNS
   train, test = (small_network.read(split) for split in ("train", "test"))
   model = small_network.build(seed)
@@ -99,7 +109,12 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def _summary(row: dict, n: int) -> dict:
-  """What the table says of the staleness."""
+  """Summarizes how stale the gradients of a training were.
+
+  Args:
+    row: The result of the training.
+    n: The number n of n-softsync.
+  """
   counts = row["staleness"]
   mean, most_of, largest = results.summary(counts)
   return {
@@ -111,10 +126,16 @@ def _summary(row: dict, n: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the claim says in numbers."""
+  """Returns the measured numbers of the claim, with the claimed bounds."""
 
   def each(value, divides=True, n=None):
-    """The largest `value(row, m)` of the rows of each measurement."""
+    """Returns, for each measurement, the largest value of its rows.
+
+    Args:
+      value: Called with a row and its measurement; returns a number.
+      divides: Whether to use rows whose rate is divided by the staleness.
+      n: Uses only rows with this n of n-softsync; None: all.
+    """
     return [
       max(
         value(row, m)
@@ -182,7 +203,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def draw(measurements: Sequence[dict]):
-  """Staleness above; losses and precision below."""
+  """Draws the staleness of gradients, and the losses and precisions reached."""
   figure, axes = claims.new_figure(9.2, 5.7, nrows=2, ncols=3)
   first = measurements[0]
   rows = [row for row in first["softsync"] if row["divides"]]

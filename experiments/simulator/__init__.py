@@ -1,54 +1,59 @@
-"""A simulator of replicated training: how long steps take, and who waits.
+"""Simulates replicated training: how long steps take, and who waits.
 
     cluster = simulator.Cluster(50, compute_times.Exponential(1.0))
     result = simulator.simulate(cluster, simulator.Sync(46), num_steps=1000)
     result.step_secs.mean(), result.late.sum()
 
-It goes where no machine here can go: 10,000 replicas make 1,000 synchronous
-steps in seconds. It simulates times and counts, not losses. A replica, over and
-over:
+The simulator handles clusters that are larger than any machine here: 10,000
+replicas make 1,000 synchronous steps in seconds. It simulates times and counts,
+not losses. A replica repeats these steps:
 
-1. Asks for the parameters; which step they belong to is decided when the
-   request is there. All who read at the same time share the PS tasks' outgoing
-   links evenly, and nobody is faster than its own link.
-2. Computes for a time drawn from a distribution.
-3. Hands its gradients over, if the rule wants them. The PS tasks' incoming
-   links take gradients in the order in which they come.
-4. Reads again when the rule says so.
+1. It asks for the parameters. Which global step they belong to is decided when
+   the request arrives. All replicas that read at the same time share the
+   outgoing links of the PS tasks (parameter servers) evenly, and no replica is
+   faster than its own link.
+2. It computes gradients, for a time drawn from a distribution.
+3. It hands its gradients over, if the rule wants them. The PS tasks' incoming
+   links transfer gradients in the order in which they arrive.
+4. It reads again when the rule lets it.
 
 Every message, and the first byte of everything longer, takes `latency`.
 
-Synchronous, N of M (`Sync`), with the library's admission: if N < M a replica
-that is ready asks first. It is told at once that its gradients are late if the
-step has ended since it read; the first N of a step are admitted; all others
-hear when the step ends that they were not needed. Refused gradients are never
-sent. The update takes `apply_secs` once N have arrived, then all who asked are
-released. A late replica first finishes its batch: what it lost it cannot make
-up, so steps take longer than the order statistics of one batch say, unless the
-rule says `restarts_late`.
+Synchronous training, N of M replicas (`Sync`), admits gradients as the library
+does. If N < M, a replica with finished gradients asks first. It is told at once
+that its gradients are late if the step has ended since it read the parameters.
+The first N replicas of a step are admitted. All others are told at the end of
+the step that their gradients were not needed. Refused gradients are never sent.
+The update takes `apply_secs` once N gradients have arrived. Then all replicas
+that asked are released. A late replica first finishes its batch, and cannot
+make up for the lost time. So steps take longer than the order statistics of one
+batch say, unless the rule says `restarts_late`.
 
-Asynchronous (`Async`): gradients are applied in the order in which they come,
-one update after the other; a replica reads again when its own was made. With
-`max_staleness`, or a `max_lead` of 0, it asks before it sends.
+Asynchronous training (`Async`): gradients are applied in the order in which
+they arrive, one update after the other. A replica reads again when its own
+update was made. With `max_staleness`, or a `max_lead` of 0, it asks before it
+sends gradients.
 
-Timelines. `simulate(…, records=True)` keeps what a recorder of a real run
-would: for each task events of a `kind` from `start` to `end`, in seconds on one
-clock, with the global `step` they belong to. In a file, one per task, each line
-is a JSON object:
+Timelines: `simulate(…, records=True)` keeps what a recorder of a real run
+would. For each task these are events of a `kind` from `start` to `end`, in
+seconds on one clock, with the global `step` they belong to. There is one file
+per task, in which each line is a JSON object:
 
     {"task": "worker:0", "step": 7, "kind": "compute", "start": 0.2, "end": 0.5}
 
 * `read`: from the request to the last byte of the parameters.
-* `compute`: until the gradients are there.
+* `compute`: from then until the gradients are computed.
 * `hand_over`: from the first byte sent to the acknowledgement of the last.
-* `wait`: for a verdict before the gradients are sent, and for the release.
-* `refused`: from having asked until the replica knows that its gradients are
-  not wanted; they were late or surplus.
-* `apply`: an update on the PS tasks, in the timeline of the chief for
-  synchronous ones (here the task `chief`), else of the replica.
+* `wait`: the wait for permission to send the gradients, and the wait for the
+  release.
+* `refused`: from the request for permission until the replica knows that its
+  gradients are not wanted, because they were late or surplus.
+* `apply`: an update on the PS tasks. For synchronous updates it is in the
+  timeline of the chief (here the task `chief`), otherwise in that of the
+  replica.
 
-`experiments.simulator.recorded_run` reads such files and finds the cluster that
-behaves like them.
+`experiments.simulator.recorded_run` reads such files, and finds the cluster
+that behaves like the recorded one.
 """
 
 import math
@@ -72,18 +77,18 @@ def simulate(
   seed: int = 0,
   records: bool = False,
 ) -> Result:
-  """Trains for `num_steps` updates.
+  """Simulates a training of `num_steps` updates.
 
   Args:
-    cluster: What is simulated.
-    rule: How updates come about.
-    num_steps: S, at least 1.
-    seed: Of the compute times. The k-th batch of a replica takes the same time
-      under every rule.
+    cluster: The cluster that is simulated.
+    rule: How updates are made of gradients.
+    num_steps: S, the number of updates, at least 1.
+    seed: The seed of the compute times. The k-th batch of a replica takes the
+      same time under every rule.
     records: Whether to keep all events; much slower for many replicas.
 
   Returns:
-    What happened until the last update.
+    Times and counts until the last update.
 
   Raises:
     ValueError: If an argument is out of range, or the rule and the cluster do
@@ -98,7 +103,7 @@ def simulate(
       return simulated_rounds.Rounds(cluster, rule, seed).run(num_steps)
     if rule.restarts_late:
       raise ValueError(
-        "`restarts_late` is simulated without `records` and bounded `cores`."
+        "`restarts_late` must not be combined with `records` or `cores`."
         f" Received: {rule}."
       )
   training = simulated_events.Training(cluster, rule, seed, records=records)

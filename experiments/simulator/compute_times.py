@@ -1,4 +1,4 @@
-"""How long one batch takes: distributions, and reproducible draws from them."""
+"""Draws how long the computation of one batch takes, from distributions."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,19 +8,23 @@ import numpy as np
 
 
 class Distribution(Protocol):
-  """Seconds that a replica computes for one batch."""
+  """Interface of a distribution of the seconds that one batch takes."""
 
   def sample(self, rng: np.random.Generator, shape: tuple[int, ...]):
-    """Independent draws: float64 of `shape`, seconds.
+    """Returns independent draws: float64 of `shape`, in seconds.
 
-    The first rows do not depend on how many follow, so that clusters of
-    different sizes can be compared on the same draws.
+    The first rows do not depend on how many rows follow, so that clusters of
+    different sizes can be compared with equal draws.
+
+    Args:
+      rng: The source of random numbers.
+      shape: The shape of the result.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-  """Always `secs`."""
+  """Distribution in which every batch takes `secs` seconds."""
 
   secs: float
 
@@ -31,7 +35,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Exponential:
-  """`shift` plus an exponential time of mean `mean`."""
+  """Distribution of `shift` plus exponential seconds of mean `mean`."""
 
   mean: float
   shift: float = 0.0
@@ -42,7 +46,7 @@ class Exponential:
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
-  """Normal, with what would be negative taken as zero."""
+  """Normal distribution of seconds, in which negative draws become zero."""
 
   mean: float
   deviation: float
@@ -53,7 +57,10 @@ class Normal:
 
 @dataclasses.dataclass(frozen=True)
 class Lognormal:
-  """Its logarithm is normal; the median is `median`."""
+  """Lognormal distribution of seconds, with the median `median`.
+
+  The logarithm of a draw has the standard deviation `sigma`.
+  """
 
   median: float
   sigma: float
@@ -64,7 +71,10 @@ class Lognormal:
 
 @dataclasses.dataclass(frozen=True)
 class Pareto:
-  """`shift` + `scale` * X, where P(X > x) = x ** -`exponent` for x >= 1."""
+  """Distribution of `shift` + `scale` * X seconds, with a random number X.
+
+  X has a Pareto distribution: P(X > x) = x ** -`exponent` for x >= 1.
+  """
 
   shift: float
   scale: float
@@ -76,7 +86,10 @@ class Pareto:
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-  """Mostly `usual`; a batch in `slow_fraction` of all cases is `slow`."""
+  """Mixture of two distributions: some batches are slow, all others usual.
+
+  A batch is slow with the probability `slow_fraction`.
+  """
 
   usual: Distribution
   slow: Distribution
@@ -93,7 +106,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class Empirical:
-  """Draws with replacement from what was measured."""
+  """Distribution that draws, with replacement, from measured seconds `secs`."""
 
   secs: tuple[float, ...]
 
@@ -102,10 +115,10 @@ class Empirical:
 
 
 class Draws:
-  """The compute times of M replicas, each a sequence of its own.
+  """Draws the compute times of M replicas, each from a sequence of its own.
 
-  The k-th batch of a replica takes the same time whatever the others do and in
-  whatever order the draws are asked for.
+  The k-th batch of a replica takes the same time, whatever the other replicas
+  do, and in whatever order the draws are made.
   """
 
   _BLOCK = 16
@@ -117,13 +130,14 @@ class Draws:
     seed: int,
     slowdown: Mapping[int, float] | None = None,
   ):
-    """Begins all sequences.
+    """Prepares the sequences of all replicas.
 
     Args:
-      distribution: Of one batch.
-      num_replicas: M.
-      seed: Of all sequences.
-      slowdown: By what the times of a replica are multiplied, if not by 1.
+      distribution: The distribution of the seconds that one batch takes.
+      num_replicas: M, the number of replicas.
+      seed: The seed of all sequences.
+      slowdown: Maps the index of a replica to the factor by which its times are
+        multiplied. The factor of all other replicas is 1.
     """
     self._distribution = distribution
     self._seed = seed
@@ -134,10 +148,10 @@ class Draws:
     self._blocks = {}
 
   def next(self, replicas: np.ndarray) -> np.ndarray:
-    """The next compute time of each of `replicas`, all different.
+    """Returns the next compute time of each of some replicas.
 
     Args:
-      replicas: int64 [n].
+      replicas: int64 [n], distinct indices of replicas.
 
     Returns:
       float64 [n], seconds.
@@ -154,7 +168,7 @@ class Draws:
     return times
 
   def next_of(self, replica: int) -> float:
-    """The next compute time of one replica, seconds."""
+    """Returns the next compute time of the replica `replica`, in seconds."""
     block, column = divmod(int(self._drawn[replica]), self._BLOCK)
     self._drawn[replica] += 1
     return float(self._block(block)[replica, column])

@@ -1,6 +1,7 @@
-"""Timelines of a run: read, written, and the cluster that behaves like them.
+"""Reads and writes timelines, and finds the cluster that behaves like a run.
 
-`experiments.simulator` says what is in them.
+A timeline is a record of what each task did from when to when; the docstring of
+`experiments.simulator` describes the files.
 """
 
 import collections
@@ -23,10 +24,14 @@ _BESIDES = ("read", "hand_over", "wait", "apply", "refused")
 
 
 def write(events: Iterable[Event], directory: str) -> None:
-  """Writes a file `TASK.jsonl` per task, in the order of the events.
+  """Writes a timeline file `TASK.jsonl` per task, in the order of the events.
+
+  Args:
+    events: The events of all tasks.
+    directory: The directory of the files; created if it does not exist.
 
   Raises:
-    FileExistsError: If one is there already.
+    FileExistsError: If one of the files exists already.
   """
   os.makedirs(directory, exist_ok=True)
   by_task = collections.defaultdict(list)
@@ -40,11 +45,19 @@ def write(events: Iterable[Event], directory: str) -> None:
 
 
 def read(directory: str) -> list[Event]:
-  """All events of all files `*.jsonl`, by their start.
+  """Reads the events of all timeline files, `*.jsonl`, of a directory.
+
+  The last line of a file may be incomplete if its task was killed. It is
+  ignored then.
+
+  Args:
+    directory: The directory of the files.
+
+  Returns:
+    The events of all tasks, ordered by their start.
 
   Raises:
-    ValueError: If there is no such file, or a line is not an event. The last
-      line of a file may be cut short, by a task that was killed.
+    ValueError: If there is no such file, or a complete line is not an event.
   """
   paths = sorted(glob.glob(os.path.join(glob.escape(directory), "*.jsonl")))
   if not paths:
@@ -85,13 +98,13 @@ def _parse(line: str, place: str) -> Event:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-  """A cluster that behaves like a recorded run.
+  """A cluster for the simulator that behaves like a recorded run.
 
   Attributes:
-    cluster: For `simulator.simulate`, with the recorded compute times.
-    read_error: How far recorded reads are from what the cluster needs for
-      them, of the latter; the median over all reads.
-    num_batches: How many batches the compute times are of.
+    cluster: The cluster, with the recorded compute times.
+    read_error: How far the recorded times of reads are from those of this
+      cluster: the median, over all reads, of the relative difference.
+    num_batches: The number of batches whose compute times were recorded.
   """
 
   cluster: simulated_cluster.Cluster
@@ -105,19 +118,21 @@ def fit(
   read_bytes: float,
   gradient_bytes: float | None = None,
 ) -> Fit:
-  """Finds the cluster that behaves like a run.
+  """Finds the cluster for the simulator that behaves like a recorded run.
 
-  What a replica does from one read to the next, but for reading, handing over,
-  waiting and applying, counts as computing: also what lies between the events.
-  The latency is the time from an update of the chief to the end of the waits
-  that it ends, or else half of the shortest refusal; without either, as in
-  asynchronous runs, it is taken as zero, and the bandwidth accounts for it. The
-  bandwidths are those that explain how long reads took beside how many others.
+  All time of a replica counts as computing, except for reading, handing
+  gradients over, waiting and applying. So the time between recorded events
+  counts too. The latency is the time from an update of the chief to the end of
+  the waits that it ends. Without such updates, it is half of the shortest
+  refusal. Without refusals, as in asynchronous runs, it is taken as zero, and
+  the bandwidth accounts for it. The bandwidths are those that best explain how
+  the time of a read depends on the number of reads at the same time.
 
   Args:
-    events: Of the run, or of a part of it.
-    read_bytes: What a replica reads per step.
-    gradient_bytes: What it hands over per contribution; as many if not given.
+    events: The events of the run, or of a part of it.
+    read_bytes: The bytes that a replica reads per step.
+    gradient_bytes: The bytes that a replica hands over per contribution; None:
+      `read_bytes`.
 
   Raises:
     ValueError: If no replica both reads and computes twice.
@@ -168,7 +183,15 @@ def _by_number(task: str) -> tuple:
 
 
 def _compute_secs(task: str, events: Sequence[Event]) -> np.ndarray:
-  """Seconds of each whole turn of a replica that went into its batch."""
+  """Returns the seconds that each batch of a replica took to compute.
+
+  It is the time from one read to the next, less the time of recorded reads,
+  transfers, waits and updates.
+
+  Args:
+    task: The task of the replica.
+    events: The events of all tasks.
+  """
   own = [event for event in events if event.task == task]
   starts = [event.start for event in own if event.kind == "read"]
   edges = np.array(starts)
@@ -183,7 +206,14 @@ def _compute_secs(task: str, events: Sequence[Event]) -> np.ndarray:
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-  """The same time, as spans that do not overlap."""
+  """Merges time spans that overlap.
+
+  Args:
+    spans: (start, end) pairs.
+
+  Returns:
+    Spans that cover the same time and do not overlap, ordered by their start.
+  """
   union = []
   for start, end in sorted(spans):
     if union and start < union[-1][1]:
@@ -215,11 +245,21 @@ def _shortest_per(groups: np.ndarray, values: np.ndarray) -> list[float]:
 def _bandwidths(
   reads: Sequence[Event], latency: float, amount: float
 ) -> tuple[float, float, float]:
-  """(of a replica's link, of the PS tasks' together, median relative error).
+  """Finds the bandwidths that explain how long recorded reads took.
 
-  With n readers at once each gets w * min(1, k / n), where w is the bandwidth
-  of its own link and k * w that of the PS tasks. For every k in question w
-  follows from each read; the k for which the reads agree best is taken.
+  If n replicas read at once, each of them gets w * min(1, k / n), where w is
+  the bandwidth of its own link and k * w that of all PS tasks together. For
+  every k in question, w follows from each read. The k for which the reads agree
+  best is chosen.
+
+  Args:
+    reads: The events of all reads.
+    latency: Seconds from a replica to a PS task or back.
+    amount: The bytes of each read.
+
+  Returns:
+    The bandwidth of a replica's link, the bandwidth of all PS tasks together,
+    both in bytes/s, and the median relative error of the reads.
   """
   starts = np.array([event.start for event in reads]) + latency
   ends = np.array([event.end for event in reads]) - latency

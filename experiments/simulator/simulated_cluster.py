@@ -1,4 +1,4 @@
-"""What is simulated and what comes out: a cluster, a rule, a result."""
+"""Defines the input and output of a simulation: cluster, rule and result."""
 
 import dataclasses
 import math
@@ -11,25 +11,30 @@ from experiments.simulator import compute_times
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-  """Replicas, parameter servers and what is between them.
+  """Describes a simulated cluster: replicas, parameter servers, and links.
 
-  The PS tasks hold equal shares of the parameters and behave alike, so that
-  they are one PS whose links are as wide as theirs together.
+  The PS tasks (parameter servers) hold equal shares of the parameters. So the
+  simulator treats them as one PS whose link has the bandwidth of all of them
+  together.
 
   Attributes:
-    num_replicas: M.
-    compute: Seconds of one batch on one replica.
-    slowdown: By what the compute times of a replica are multiplied; 1 if not
-      given.
-    num_ps: How many PS tasks share the parameters.
-    read_bytes: What a replica reads per step, from all PS tasks together.
-    gradient_bytes: What it hands over per contribution; as many if not given.
+    num_replicas: M, the number of replicas.
+    compute: The distribution of the seconds of one batch on one replica.
+    slowdown: Maps the index of a replica to the factor by which its compute
+      times are multiplied. The factor of all other replicas is 1.
+    num_ps: The number of PS tasks that share the parameters.
+    read_bytes: The bytes that a replica reads per step, from all PS tasks
+      together.
+    gradient_bytes: The bytes that a replica hands over per contribution; None:
+      `read_bytes`.
     latency: Seconds from a replica to a PS task or back, one way.
-    replica_bandwidth: Of a replica's link, bytes/s in either direction.
-    ps_bandwidth: Of one PS task's link, bytes/s in either direction.
-    apply_secs: Of one update on the PS tasks.
-    cores: How many batches can be computed at full speed at the same time,
-      for replicas that share a machine.
+    replica_bandwidth: The bandwidth of a replica's link, bytes/s in either
+      direction.
+    ps_bandwidth: The bandwidth of one PS task's link, bytes/s in either
+      direction.
+    apply_secs: The seconds of one update on the PS tasks.
+    cores: The number of batches that can be computed at full speed at the same
+      time, if the replicas share a machine.
   """
 
   num_replicas: int
@@ -69,17 +74,21 @@ class Cluster:
 
   @property
   def handed_over_bytes(self) -> float:
-    """Of one contribution."""
+    """Bytes that a replica hands over per contribution (set of gradients)."""
     given = self.gradient_bytes
     return self.read_bytes if given is None else given
 
   @property
   def total_bandwidth(self) -> float:
-    """Of all PS tasks together, bytes/s in either direction."""
+    """Bandwidth of all PS tasks together, bytes/s in either direction."""
     return self.ps_bandwidth * self.num_ps
 
   def draws(self, seed: int) -> compute_times.Draws:
-    """The compute times of all replicas."""
+    """Returns the source of the random compute times of all replicas.
+
+    Args:
+      seed: The seed of the times.
+    """
     return compute_times.Draws(
       self.compute, self.num_replicas, seed, self.slowdown
     )
@@ -87,14 +96,17 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
-  """An update is the mean of N contributions computed from its very step.
+  """Synchronous update rule: an update is the mean of N gradients of one step.
+
+  All of these gradients are computed from the variables that the update
+  changes.
 
   Attributes:
-    replicas_to_aggregate: N; all replicas if not given. Less than M: the others
-      are backup replicas (Chen et al. 2016, section 2.2).
-    restarts_late: Whether replicas leave the batch they compute when a step
-      ends, as in K-sync of Dutta et al. 2018, section 2. Not what a training
-      program can do easily, but what order statistics describe.
+    replicas_to_aggregate: N; None: all M replicas. If N is less than M, the
+      other replicas are backup replicas (Chen et al. 2016, section 2.2).
+    restarts_late: Whether a replica abandons the batch that it computes when a
+      step ends, as in K-sync of Dutta et al. 2018, section 2. A training
+      program cannot easily do this, but order statistics describe it.
   """
 
   replicas_to_aggregate: int | None = None
@@ -103,15 +115,15 @@ class Sync:
 
 @dataclasses.dataclass(frozen=True)
 class Async:
-  """An update is made as soon as there are gradients for it.
+  """Asynchronous update rule: gradients are applied as soon as they arrive.
 
   Attributes:
-    gradients_per_update: How many make one. With M / n of them this is
-      n-softsync (Zhang et al. 2015, section 3).
-    max_lead: How many batches a replica may be ahead of the slowest, which is
-      bounded staleness (Ho et al. 2013, section 2); any number if not given.
-    max_staleness: Gradients staler than that are dropped, unsent; none is if
-      not given.
+    gradients_per_update: The number of gradients in an update. M / n gradients,
+      with M replicas, give n-softsync (Zhang et al. 2015, section 3).
+    max_lead: By how many batches a replica may be ahead of the slowest one,
+      which is bounded staleness (Ho et al. 2013, section 2). None: no bound.
+    max_staleness: Gradients that are staler than this number of updates are
+      dropped, and not sent. None: no gradient is dropped.
   """
 
   gradients_per_update: int = 1
@@ -121,14 +133,14 @@ class Async:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """What a task did from `start` to `end`; a line of a timeline.
+  """What a task did from `start` to `end`; a line of a timeline file.
 
   Attributes:
-    task: Such as `worker:0`.
-    step: The global step that it belongs to, as far as the task knows.
-    kind: One of `KINDS`.
+    task: The task, such as `worker:0`.
+    step: The global step to which the event belongs, as far as the task knows.
+    kind: One of `KINDS`, such as `read` or `compute`.
     start: Seconds, on a clock that all tasks share.
-    end: Seconds.
+    end: Seconds, on this clock.
   """
 
   task: str
@@ -143,22 +155,24 @@ KINDS = ("read", "compute", "hand_over", "wait", "apply", "refused")
 
 @dataclasses.dataclass
 class Result:
-  """What happened until the last of S updates; M replicas, seconds.
+  """Result of a simulation of M replicas until the last of S updates.
+
+  A contribution is the gradients that a replica computed from one batch.
 
   Attributes:
-    step_ends: float64 [S], when each update was done.
-    applied: int64 [M], contributions that were used.
-    surplus: int64 [M], those in time that were not needed.
-    late: int64 [M], those refused or dropped because they were stale, or given
-      up unfinished.
-    staleness: int64 [A], updates between the read of an applied contribution
-      and its own, in the order of application.
-    compute_secs: float64 [M], spent on batches, in vain or not.
-    wait_secs: float64 [M], from having computed until released, less the time
-      in which gradients were handed over.
-    read_bytes: float64 [M], from the PS tasks to each replica.
-    sent_bytes: float64 [M], from each replica to the PS tasks.
-    events: What each task did; empty unless asked for.
+    step_ends: float64 [S], the time in seconds at which each update was done.
+    applied: int64 [M], the contributions of each replica that were used.
+    surplus: int64 [M], the contributions that were in time but not needed.
+    late: int64 [M], the contributions that were refused or dropped because they
+      were stale, or given up unfinished.
+    staleness: int64 [A], for each of the A applied contributions, in order, the
+      number of updates between the read of the variables and the update.
+    compute_secs: float64 [M], the seconds spent on batches, used or not.
+    wait_secs: float64 [M], the seconds between a computation and the release,
+      less the time in which gradients were handed over.
+    read_bytes: float64 [M], the bytes from the PS tasks to each replica.
+    sent_bytes: float64 [M], the bytes from each replica to the PS tasks.
+    events: What each task did; empty unless recorded.
   """
 
   step_ends: np.ndarray
@@ -174,21 +188,21 @@ class Result:
 
   @property
   def step_secs(self) -> np.ndarray:
-    """float64 [S], how long each step took."""
+    """Seconds that each step took: float64 [S] for S steps."""
     return np.diff(self.step_ends, prepend=0.0)
 
   @property
   def throughput(self) -> float:
-    """Applied contributions per second."""
+    """Number of contributions (sets of gradients) applied per second."""
     return float(self.applied.sum() / self.step_ends[-1])
 
   def ps_link_bytes(self, num_ps: int) -> tuple[float, float]:
-    """Bytes that left and reached each of `num_ps` PS tasks."""
+    """Returns the bytes that each of `num_ps` PS tasks sent, and received."""
     return self.read_bytes.sum() / num_ps, self.sent_bytes.sum() / num_ps
 
 
 def empty_result(num_replicas: int) -> Result:
-  """All zeros, to be counted up."""
+  """Returns a result whose counts are all zero, to begin a simulation with."""
   whole = {
     name: np.zeros([num_replicas], np.int64)
     for name in ("applied", "surplus", "late")

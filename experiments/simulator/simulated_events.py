@@ -1,7 +1,8 @@
-"""Any update rule, event by event.
+"""Simulates a training by any update rule, event by event.
 
-`Training` is what all rules share: a replica reads, computes and is ready;
-then the rule says what happens until the replica reads again.
+`Training` does what is common to all rules: a replica reads the variables,
+computes gradients, and is ready. Then the rule decides what happens until the
+replica reads again.
 """
 
 import functools
@@ -16,16 +17,16 @@ from experiments.simulator import simulated_links
 
 
 class Training:
-  """One simulated training; `run` makes its updates.
+  """Simulates one training event by event; `run` makes the updates.
 
   Attributes:
-    cluster: What is simulated.
-    result: Counts so far.
-    latency: Seconds, one way.
-    time: Now, in seconds.
-    step: Updates made so far.
-    tags: The step that each replica read last.
-    ready: When each replica had computed its last batch.
+    cluster: The cluster that is simulated.
+    result: The counts so far.
+    latency: The seconds that a message takes, one way.
+    time: The simulated time now, in seconds.
+    step: The number of updates made so far.
+    tags: For each replica, the global step of the variables that it read last.
+    ready: For each replica, the time at which its last batch was computed.
   """
 
   def __init__(
@@ -36,12 +37,12 @@ class Training:
     *,
     records: bool = False,
   ):
-    """At time 0 all replicas begin to read.
+    """Prepares the training; at time 0 all replicas begin to read.
 
     Args:
-      cluster: What is simulated.
-      rule: How updates come about; no `restarts_late`.
-      seed: Of the compute times.
+      cluster: The cluster that is simulated.
+      rule: How updates are made of gradients; without `restarts_late`.
+      seed: The seed of the compute times.
       records: Whether to keep all events.
     """
     self.cluster = cluster
@@ -72,7 +73,7 @@ class Training:
       self.release(replica, -self.latency)
 
   def run(self, num_steps: int) -> simulated_cluster.Result:
-    """Makes `num_steps` updates."""
+    """Simulates until `num_steps` updates are made, and returns the result."""
     while self.step < num_steps:
       self.time, _, act = heapq.heappop(self._queue)
       act()
@@ -81,32 +82,55 @@ class Training:
     return self.result
 
   def at(self, time: float, act: Callable[[], None]) -> None:
-    """Plans `act`; what is planned for one time is done in order."""
+    """Schedules a call of `act` at the simulated time `time`.
+
+    Calls that are scheduled for one time are made in the order of scheduling.
+    """
     self._number += 1
     heapq.heappush(self._queue, (time, self._number, act))
 
   def record(self, task, step, kind, start, end) -> None:
-    """Notes an event; `task` is a replica's number, or a name."""
+    """Appends an event to the result, if events are to be kept.
+
+    Args:
+      task: The index of a replica, or the name of another task.
+      step: The global step to which the event belongs.
+      kind: What the task did, such as "compute".
+      start: The begin in seconds.
+      end: The end in seconds.
+    """
     if self._records:
       name = task if isinstance(task, str) else f"worker:{task}"
       event = simulated_cluster.Event(name, step, kind, start, end)
       self.result.events.append(event)
 
   def release(self, replica: int, time: float) -> None:
-    """A message that leaves the PS at `time` lets a replica read again."""
+    """Lets a replica read the variables again.
+
+    The message to the replica leaves the PS (parameter server) at `time`.
+    """
     self._read_start[replica] = time + self.latency
     self.at(time + 2 * self.latency, functools.partial(self._read, replica))
 
   def hand_over(
     self, replica: int, start: float, act: Callable[[], None]
   ) -> None:
-    """Sends gradients from `start` on; `act` is called when they are there."""
+    """Simulates that a replica sends its gradients to the PS tasks.
+
+    Args:
+      replica: The index of the replica.
+      start: The time at which it begins to send.
+      act: Called at the time at which the gradients have arrived.
+    """
     self.at(
       start + self.latency, functools.partial(self._send, replica, start, act)
     )
 
   def refuse(self, replica: int) -> None:
-    """Counts gradients that are too late; the replica is told so."""
+    """Counts gradients that are too late, and the wait of their replica.
+
+    The replica is told now that its gradients are not wanted.
+    """
     self.result.late[replica] += 1
     self.spend(replica)
     end = self.time + self.latency
@@ -116,17 +140,24 @@ class Training:
     )
 
   def spend(self, replica: int) -> None:
-    """Counts the batch that a replica computed last."""
+    """Adds the time of the replica's last batch to its total compute time."""
     self.result.compute_secs[replica] += self._computing[replica]
 
   def wait(self, replica: int, start: float, end: float) -> None:
-    """Counts the time that a replica waited."""
+    """Counts and records that a replica waited from `start` to `end`."""
     if end > start:
       self.result.wait_secs[replica] += end - start
       self.record(replica, self.tags[replica], "wait", start, end)
 
   def update(self, task: int | str, start: float, staleness: list[int]) -> None:
-    """Makes one update, begun at `start`, of gradients of that staleness."""
+    """Counts and records an update, which ends now.
+
+    Args:
+      task: The task that makes the update.
+      start: The time at which the update began.
+      staleness: The staleness of each gradient in the update: the number of
+        updates since the variables were read.
+    """
     self.record(task, self.step, "apply", start, self.time)
     self.step += 1
     self._ends.append(self.time)
@@ -140,7 +171,11 @@ class Training:
     )
 
   def _begin(self, replica: int) -> None:
-    """The last byte has left the PS; `latency` later it computes."""
+    """Schedules the computation of a replica whose read has left the PS.
+
+    The last byte of the parameters arrives `latency` later. Then the replica
+    begins to compute.
+    """
     start = self.time + self.latency
     secs = self._draws.next_of(replica)
     self._computing[replica] = secs
@@ -169,7 +204,11 @@ class Training:
 
 
 class _Shared:
-  """A `FairShare` whose ends are events."""
+  """Connects a `FairShare`, such as a shared link, to the events of a training.
+
+  At the simulated time at which a user of the capacity has got its amount, a
+  function is called.
+  """
 
   def __init__(self, training: Training, share: simulated_links.FairShare):
     self._training = training
@@ -177,7 +216,12 @@ class _Shared:
     self._planned = math.inf
 
   def use(self, amount: float, act: Callable[[], None]) -> None:
-    """Calls `act` when `amount` was got."""
+    """Begins to use the shared capacity now.
+
+    Args:
+      amount: The amount needed, such as bytes.
+      act: Called at the time at which this amount was transferred.
+    """
     self._share.add(self._training.time, amount, act)
     self._plan()
 
@@ -199,7 +243,11 @@ class _Shared:
 
 
 class _SyncRule:
-  """Takes the first N contributions of a step, refuses the others."""
+  """Simulates the synchronous rule with N contributions per step.
+
+  It takes the first N contributions (sets of gradients) of a step, and refuses
+  all others.
+  """
 
   def __init__(self, training: Training, rule: simulated_cluster.Sync):
     self._training = training
@@ -263,7 +311,10 @@ class _SyncRule:
 
 
 class _AsyncRule:
-  """Applies what comes, within the bounds of the rule."""
+  """Simulates an asynchronous rule: gradients are applied as they arrive.
+
+  The rule may bound the staleness of gradients, or how far a replica is ahead.
+  """
 
   def __init__(self, training: Training, rule: simulated_cluster.Async):
     num_replicas = training.cluster.num_replicas
@@ -344,7 +395,11 @@ class _AsyncRule:
 
 
 class _Gate:
-  """Lets nobody pass who is too far ahead of the slowest."""
+  """Holds up replicas that are too far ahead of the slowest replica.
+
+  A replica comes to the gate once per batch. It may pass if it has come at most
+  `max_lead` times more often than the slowest one.
+  """
 
   def __init__(self, num_replicas: int, max_lead: float):
     self._max_lead = max_lead
@@ -355,7 +410,11 @@ class _Gate:
     self._waiting = []
 
   def pass_on(self, replica: int) -> list[int]:
-    """A replica comes; returns who may pass now."""
+    """Counts that a replica has come to the gate.
+
+    Returns:
+      The replicas, among those that wait at the gate, that may pass now.
+    """
     clock = self._clocks[replica]
     self._clocks[replica] = clock + 1
     self._counts[clock] -= 1

@@ -1,4 +1,4 @@
-"""What several replicas use at once: shared evenly, or one after the other."""
+"""Simulates capacities that replicas share: evenly, or one after the other."""
 
 import heapq
 import math
@@ -7,21 +7,23 @@ import numpy as np
 
 
 class FairShare:
-  """A capacity that all who use it at the moment share evenly.
+  """Simulates a capacity that all its current users share evenly.
 
-  Such as a PS task's outgoing link, from which many read at the same time; or
-  the cores of a machine. Each gets `min(limit, capacity / users)`. How much
-  each has got since it all began, were it there from the start, is the same
-  for all and grows with time; somebody who came when it was v and needs x is
-  done when it is v + x. So an arrival costs O(log users).
+  Such a capacity is a PS task's outgoing link, from which many replicas read at
+  the same time, or the cores of a machine. Each user gets `min(limit, capacity
+  / users)` per second.
+
+  The implementation keeps v, the amount that a user would have got if it had
+  been there since the start. A user that came when v was v0 and needs the
+  amount x is done when v is v0 + x. So an arrival costs O(log users).
   """
 
   def __init__(self, capacity: float, limit: float):
-    """Nobody uses it yet.
+    """Creates the capacity without users.
 
     Args:
-      capacity: Per second, of all together.
-      limit: Per second, of one.
+      capacity: The amount per second for all users together.
+      limit: The largest amount per second for one user.
     """
     self._capacity = capacity
     self._limit = limit
@@ -32,7 +34,14 @@ class FairShare:
     self._arrivals = 0
 
   def add(self, time: float, amount: float, who: object, users: int = 1):
-    """`users` arrive, each needs `amount`; `time` never decreases."""
+    """Adds users that arrive at `time` and need `amount` each.
+
+    Args:
+      time: The time in seconds; must not be less than in earlier calls.
+      amount: The amount that each user needs.
+      who: Any object; `pop` returns it when these users are done.
+      users: The number of users.
+    """
     self._advance(time)
     self._users += users
     self._arrivals += 1
@@ -40,14 +49,22 @@ class FairShare:
     heapq.heappush(self._waiting, entry)
 
   def next_end(self) -> float:
-    """When the next will be done if nobody else comes; infinity if none."""
+    """Returns when the next user is done, if no other user arrives before.
+
+    Returns:
+      The time in seconds; infinity if there are no users.
+    """
     if not self._waiting:
       return math.inf
     missing = self._waiting[0][0] - self._served
     return self._time + missing / self._rate() if missing > 0 else self._time
 
   def pop(self) -> object:
-    """Takes out who is done at `next_end`."""
+    """Removes the users that are done at the time `next_end`.
+
+    Returns:
+      The object that was given for them.
+    """
     end = self.next_end()
     served, _, users, who = heapq.heappop(self._waiting)
     self._time, self._served = end, max(served, self._served)
@@ -66,24 +83,30 @@ class FairShare:
 
 
 class InOrder:
-  """A link that takes one transfer after the other, as they come.
+  """Simulates a link that makes one transfer after the other, in order.
 
-  None is faster than its sender's own link, but that is not waited for.
+  No transfer is faster than the link of its sender, but such a slow transfer
+  does not hold up the next one.
   """
 
   def __init__(self, capacity: float, limit: float):
-    """Idle.
+    """Creates a link without transfers.
 
     Args:
-      capacity: Bytes/s of this link.
-      limit: Bytes/s of a sender's.
+      capacity: The bytes/s of this link.
+      limit: The bytes/s of the link of each sender.
     """
     self._capacity = capacity
     self._limit = limit
     self._free = 0.0
 
   def end(self, time: float, amount: float) -> float:
-    """When a transfer that begins at `time` has arrived."""
+    """Adds a transfer, and returns the time at which it has arrived.
+
+    Args:
+      time: The time in seconds at which the transfer begins.
+      amount: The number of bytes.
+    """
     self._free = max(time, self._free) + amount / self._capacity
     return max(self._free, time + amount / self._limit)
 
@@ -91,16 +114,18 @@ class InOrder:
 def ends_in_order(
   times: np.ndarray, amount: float, capacity: float, limit: float
 ) -> np.ndarray:
-  """As `InOrder.end` for transfers of one size on an idle link.
+  """Returns when transfers of equal size arrive over a link without others.
+
+  It computes for all transfers at once what `InOrder.end` computes for one.
 
   Args:
-    times: float64 [n], ascending.
-    amount: Bytes of each.
-    capacity: As for `InOrder`.
-    limit: As for `InOrder`.
+    times: float64 [n], ascending, the times at which the transfers begin.
+    amount: The bytes of each transfer.
+    capacity: The bytes/s of the link.
+    limit: The bytes/s of the link of each sender.
 
   Returns:
-    float64 [n].
+    float64 [n], the times at which the transfers have arrived.
   """
   # Of max(time[k], free[k - 1]) + secs: Lindley's recurrence, unrolled.
   secs = amount / capacity

@@ -1,7 +1,7 @@
-"""Synchronous steps of very many replicas, a step at a time.
+"""Simulates synchronous steps of very many replicas, a step at a time.
 
-All replicas that are released together are one array; only those that come
-late, and what happens on the link from which they read, are events.
+All replicas that are released together are handled as one array. Only late
+replicas, and reads on the shared link, are simulated event by event.
 """
 
 import bisect
@@ -15,7 +15,7 @@ from experiments.simulator import simulated_links
 
 
 class Rounds:
-  """A synchronous training; `run` makes its updates."""
+  """Simulates a synchronous training step by step; `run` makes the updates."""
 
   def __init__(
     self,
@@ -23,12 +23,13 @@ class Rounds:
     rule: simulated_cluster.Sync,
     seed: int,
   ):
-    """At time 0 all replicas begin to read.
+    """Prepares the training; at time 0 all replicas begin to read.
 
     Args:
-      cluster: Without a bound on its cores.
-      rule: At most as many contributions per update as there are replicas.
-      seed: Of the compute times.
+      cluster: The cluster, without a bound on its cores.
+      rule: The synchronous rule. It needs at most as many contributions (sets
+        of gradients) per update as there are replicas.
+      seed: The seed of the compute times.
     """
     self._cluster = cluster
     self._restarts = rule.restarts_late
@@ -45,7 +46,7 @@ class Rounds:
     self._request(cluster.latency, np.arange(cluster.num_replicas))
 
   def run(self, num_steps: int) -> simulated_cluster.Result:
-    """Makes `num_steps` updates."""
+    """Simulates `num_steps` updates, and returns the result."""
     ends = np.empty([num_steps])
     for step in range(num_steps):
       self._make_step()
@@ -106,7 +107,12 @@ class Rounds:
       result.compute_secs[replicas] += self._computing[replicas]
 
   def _give_up(self, times: np.ndarray, late: np.ndarray) -> None:
-    """Everybody begins anew; `late` would have offered at `times`."""
+    """Makes all replicas abandon their batches at the end of a step.
+
+    Args:
+      times: The times at which late replicas would have offered gradients.
+      late: The indices of these replicas.
+    """
     spent = self._computing[late] - (times - self._time)
     spent += 2 * self._cluster.latency
     self._result.compute_secs[late] += np.clip(spent, 0, self._computing[late])
@@ -116,7 +122,15 @@ class Rounds:
     self._forget_reads()
 
   def _advance(self, offers: "_Offers", end: float) -> None:
-    """Lets everything happen until `end`, or until the step has its offers."""
+    """Simulates reads, offers of gradients and refusals, ordered by time.
+
+    A replica offers its gradients when it has computed them.
+
+    Args:
+      offers: The offers in this step, to which new ones are added.
+      end: Where the simulation stops. If it is infinite, it stops when the
+        first N offers of the step are known.
+    """
     while True:
       offered = self._stale[0][0] if self._stale else math.inf
       asked = self._requests[0][0] if self._requests else math.inf
@@ -168,10 +182,13 @@ class Rounds:
 
 
 class _Offers:
-  """Offers of one step: many that came at once, and few that come singly.
+  """Collects the offers of one step: which replicas have gradients, and when.
+
+  Many offers are added as an array, and few singly. The step uses the first N.
 
   Attributes:
-    bound: When the last of the first N arrives, as far as is known.
+    bound: The time at which the last of the first N offers arrives, as far as
+      is known; infinity while there are fewer offers.
   """
 
   def __init__(self, places: int):
@@ -183,7 +200,12 @@ class _Offers:
     self._num_first, self._num_single = 0, 0
 
   def add(self, times: np.ndarray, replicas: np.ndarray) -> None:
-    """Adds offers in any order."""
+    """Adds many offers of gradients, in any order.
+
+    Args:
+      times: The times at which the offers arrive.
+      replicas: The indices of the replicas.
+    """
     times = np.concatenate([self._times, times])
     order = np.argsort(times, kind="stable")
     self._times = times[order]
@@ -195,7 +217,7 @@ class _Offers:
     self._find_bound()
 
   def add_one(self, time: float, replica: int) -> None:
-    """Adds an offer."""
+    """Adds one offer of gradients, which arrives at `time` from `replica`."""
     bisect.insort(self._single, (time, replica))
     if time >= self.bound:
       return
@@ -219,13 +241,25 @@ class _Offers:
       self.bound = max(self._last_first(), self._last_single())
 
   def first(self) -> tuple[np.ndarray, np.ndarray]:
-    """(arrivals, replicas) of the first N, in order: float64 and int64 [N]."""
+    """Returns the first N offers of gradients, in the order of their arrival.
+
+    Returns:
+      The arrival times, float64 [N], and the replicas, int64 [N].
+    """
     return self._merge(slice(self._num_first), slice(self._num_single))
 
   def rest(
     self, *, since: float = -math.inf, before: float = math.inf
   ) -> tuple[np.ndarray, np.ndarray]:
-    """As `first`, of those that are not among the first N."""
+    """Returns the offers of gradients that are not among the first N.
+
+    Args:
+      since: Offers before this time are left out.
+      before: Offers at this time or later are left out.
+
+    Returns:
+      The arrival times and the replicas, in the order of arrival.
+    """
     many = slice(
       max(self._num_first, int(np.searchsorted(self._times, since))),
       max(self._num_first, int(np.searchsorted(self._times, before))),

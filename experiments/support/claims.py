@@ -1,17 +1,17 @@
-"""What an experiment is: a claim, measurements of it, and a computed verdict.
+"""Defines an experiment: a claim, measurements of it, and a computed verdict.
 
 An experiment's module defines one `Claim` and ends in
 
     if __name__ == "__main__":
       claims.start(CLAIM)
 
-and is run by
+The command
 
     python -m experiments.claims.NAME [--quick] [--num_seeds=3] [--output=DIR]
 
-which writes NAME.json and NAME.png into DIR and prints the verdict. Whether a
-claim holds is decided by its `Finding`s alone: numbers, and the bounds that the
-claim sets them.
+runs it, writes NAME.json and NAME.png into DIR, and prints the verdict. Whether
+a claim holds is decided by its `Finding`s alone: numbers, and the bounds within
+which the claim says that they are.
 """
 
 import dataclasses
@@ -50,14 +50,14 @@ MARKERS = ("o", "s", "^", "D", "v", "x")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """A number that the claim is about, measured once per seed.
+  """A number that a claim is about, measured once per seed.
 
   Attributes:
-    what: The number, in words.
-    values: One per seed.
-    unit: Of the number; empty for a ratio or a count.
-    least: The claim holds where the value is at least that.
-    most: And at most that.
+    what: What the number is, in words.
+    values: The measured values, one per seed.
+    unit: The unit of the number; empty for a ratio or a count.
+    least: The smallest value for which the claim holds.
+    most: The largest value for which the claim holds.
   """
 
   what: str
@@ -68,13 +68,17 @@ class Finding:
 
   @property
   def verdict(self) -> str:
-    """HOLDS if it does for every seed, FAILS if for none, else UNCLEAR."""
+    """Verdict on the claim, as far as this number decides it.
+
+    It is HOLDS if the values of all seeds are within the bounds, FAILS if none
+    is, and UNCLEAR otherwise.
+    """
     inside = [self.least <= value <= self.most for value in self.values]
     return HOLDS if all(inside) else UNCLEAR if any(inside) else FAILS
 
   @property
   def value(self) -> str:
-    """The median over seeds, with the least and the largest, in words."""
+    """Text with the median, the least and the largest value over all seeds."""
     values = [float(value) for value in self.values]
     words = f"{statistics.median(values):.4g}{self.unit and f' {self.unit}'}"
     if len(values) > 1:
@@ -85,7 +89,7 @@ class Finding:
 
   @property
   def bounds(self) -> str:
-    """What is claimed, in words; empty if nothing is."""
+    """Bounds of the number according to the claim, as text; empty if none."""
     bounds = []
     if self.least > -math.inf:
       bounds.append(f"at least {self.least:.4g}")
@@ -102,18 +106,19 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-  """A claim and how to find out whether it holds.
+  """A claim about distributed training, and how to find out whether it holds.
 
   Attributes:
-    name: Of the experiment's module and files.
-    title: A few words.
-    claim: What is claimed, in a sentence.
-    source: Who claims it, and where.
-    explanation: What the picture shows, for somebody new to it.
-    measure: Called with (quick, seed), returns what JSON can hold. The seed is
-      the number of the repetition where chance is not ours to choose.
-    find: Called with the measurements of all seeds, returns the findings.
-    draw: Called with the measurements of all seeds, returns a
+    name: The name of the experiment's module and of its files.
+    title: The title of the experiment, a few words.
+    claim: The claim, as a sentence.
+    source: Who claims this, and where.
+    explanation: What the picture shows, for a reader to whom it is new.
+    measure: Called with (quick, seed); makes a measurement, and returns what
+      JSON can hold. Where the program does not control chance, the seed is just
+      the number of the repetition.
+    find: Called with the measurements of all seeds; returns the findings.
+    draw: Called with the measurements of all seeds; returns a
       `matplotlib.figure.Figure`.
   """
 
@@ -128,7 +133,15 @@ class Claim:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-  """Of the whole claim: every finding must hold."""
+  """Returns the verdict on a whole claim: it holds if every finding holds.
+
+  Args:
+    findings: The findings, each with a verdict of its own.
+
+  Returns:
+    FAILS if any finding has this verdict, else UNCLEAR if any has this one,
+    else HOLDS.
+  """
   verdicts = {finding.verdict for finding in findings}
   for worst in (FAILS, UNCLEAR):
     if worst in verdicts:
@@ -139,16 +152,16 @@ def verdict(findings: Sequence[Finding]) -> str:
 def run(
   claim: Claim, directory: str, *, num_seeds: int, is_quick: bool = False
 ) -> dict:
-  """Measures, judges, and writes NAME.json and NAME.png.
+  """Measures a claim, judges it, and writes NAME.json and NAME.png.
 
   Args:
-    claim: The experiment.
-    directory: Where the files go; created if it does not exist.
-    num_seeds: How often it is measured.
+    claim: The claim and how it is measured.
+    directory: The directory of the files; created if it does not exist.
+    num_seeds: How often the claim is measured.
     is_quick: Whether to measure less, for a first look.
 
   Returns:
-    What is in the JSON file.
+    The content of the JSON file.
   """
   start = time.monotonic()
   measurements = []
@@ -184,7 +197,7 @@ def run(
 
 
 def machine() -> str:
-  """The processor, how many of its cores we may use, the Python."""
+  """Describes this machine: its processor, usable cores and Python version."""
   name = platform.machine()
   if os.path.exists("/proc/cpuinfo"):
     with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -197,7 +210,10 @@ def machine() -> str:
 
 
 def require_matplotlib() -> None:
-  """Raises ValueError, which says what to do, if it is not installed."""
+  """Raises ValueError if matplotlib is not installed.
+
+  The message says how to install it.
+  """
   try:
     import matplotlib  # noqa: F401
   except ImportError:
@@ -207,7 +223,13 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, **more) -> tuple:
-  """`pyplot.subplots` without a display, sizes in inches."""
+  """Calls `pyplot.subplots` without a display, and returns its result.
+
+  Args:
+    width: The width of the figure in inches.
+    height: The height of the figure in inches.
+    **more: More arguments of `pyplot.subplots`, such as `ncols`.
+  """
   import matplotlib
 
   matplotlib.use("Agg")
@@ -218,16 +240,24 @@ def new_figure(width: float, height: float, **more) -> tuple:
 
 
 def _to_json(report: dict) -> str:
-  """A line for each field, and one for a list of numbers."""
+  """Formats a report as JSON, with one line per field or list of numbers."""
   text = json.dumps(report, indent=1, allow_nan=False)
   return _LIST_OF_NUMBERS.sub(lambda m: "".join(m[0].split()), text) + "\n"
 
 
 def start(claim: Claim) -> NoReturn:
-  """Runs an experiment as a program, by its flags."""
+  """Runs an experiment as a program: parses the flags, measures, and exits.
+
+  Args:
+    claim: The claim and how it is measured.
+  """
   flags.DEFINE_boolean("quick", False, "Measure less, for a first look")
-  flags.DEFINE_integer("num_seeds", 3, "How often to measure", lower_bound=1)
-  flags.DEFINE_string("output", "/tmp/experiments", "Where the files go")
+  flags.DEFINE_integer(
+    "num_seeds", 3, "How often each claim is measured", lower_bound=1
+  )
+  flags.DEFINE_string(
+    "output", "/tmp/experiments", "The directory for the files"
+  )
   command_line.start(lambda argv: _main(claim))
 
 

@@ -1,8 +1,9 @@
-"""One thread plays all replicas of an asynchronous rule, in a given order.
+"""Trains with many asynchronous replicas in one thread, in a given order.
 
-The rule is the library's, over one store in this process: how stale a gradient
-is, what it is multiplied by and when the variables change is left to it, and it
-counts. Only who is done when is not left to chance.
+The update rule is one of the library. It uses a parameter store in this
+process. The rule itself decides how stale a gradient is, by what it is
+multiplied, and when the variables change, and it counts all that. Only the
+order in which replicas finish is given, and not left to chance.
 """
 
 import heapq
@@ -30,15 +31,19 @@ def finishing_order(
   num_turns: int,
   seed: int,
 ) -> list[int]:
-  """Whose gradient is finished next, again and again.
+  """Returns which replica finishes the computation of a gradient, turn by turn.
 
-  All begin at once, and each begins anew as soon as it has finished.
+  All replicas begin at the same time, and each begins anew as soon as it has
+  finished.
 
   Args:
-    compute: How long a replica takes.
-    num_replicas: How many there are.
-    num_turns: Length of the result.
-    seed: Of the compute times.
+    compute: The distribution of the time that a gradient takes.
+    num_replicas: The number of replicas.
+    num_turns: The number of gradients, and the length of the result.
+    seed: The seed of the compute times.
+
+  Returns:
+    The indices of the replicas.
   """
   draws = compute_times.Draws(compute, num_replicas, seed)
   ends = [(draws.next_of(replica), replica) for replica in range(num_replicas)]
@@ -57,20 +62,23 @@ def play(
   order: Sequence[int],
   num_parts: int,
 ) -> tuple[list[float], list[tf.Tensor]]:
-  """Trains by `rule`.
+  """Trains by an asynchronous update rule, with replicas that take turns.
 
-  In its turn a replica computes a gradient with what it read last, hands it to
-  the rule, and reads anew. Training ends early if a number is not finite.
+  In its turn, a replica computes a gradient from the variables that it read
+  last, hands the gradient over to the rule, and reads the variables anew.
+  Training ends early if a loss or a gradient is not finite.
 
   Args:
-    rule: Not built yet; nobody may have to wait by it. Not all replicas need to
-      have a turn.
-    replica: What each computes. All take their batches from one data set.
-    order: Whose turn it is.
-    num_parts: In how many parts to tell of the training.
+    rule: The update rule, not built yet. It must be one by which no replica
+      waits for others. Some of its replicas may have no turn.
+    replica: The computation of each replica. All replicas take their batches
+      from one data set.
+    order: The index of the replica for each turn.
+    num_parts: The number of parts into which the turns are divided, for the
+      losses.
 
   Returns:
-    The mean loss of each part that was finished, and the parameters then.
+    The mean loss of each part that was finished, and the variables at the end.
   """
   specs = placement.from_variables(replica.variables)
   store = parameter_store.ParameterStore(

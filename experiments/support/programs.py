@@ -1,4 +1,4 @@
-"""Programs of this project, run by others of it."""
+"""Runs programs of this project, and reads what they print."""
 
 import contextlib
 import datetime
@@ -26,11 +26,15 @@ FINISHED = re.compile(r"finished at step (\d+): (\d+) examples")
 
 
 def output(module: str, *arguments: str) -> str:
-  """What a program printed to its standard output.
+  """Runs a program, and returns what it printed to its standard output.
+
+  Args:
+    module: The module of the program, for `python -m`.
+    *arguments: The arguments of the program.
 
   Raises:
-    RuntimeError: If it failed, with all that it printed.
-    subprocess.TimeoutExpired: If it takes longer than ten minutes.
+    RuntimeError: If the program failed, with all that it printed.
+    subprocess.TimeoutExpired: If the program takes longer than ten minutes.
   """
   result = subprocess.run(
     [sys.executable, "-m", module, *arguments],
@@ -47,7 +51,14 @@ def output(module: str, *arguments: str) -> str:
 def write_spec(
   directory: str, *, workers: int, ps: int = 1, placement: str = "greedy"
 ) -> str:
-  """Writes a cluster spec of this machine there; returns its path."""
+  """Writes the spec of a cluster on this machine, and returns its path.
+
+  Args:
+    directory: The directory for the file `spec.json`.
+    workers: The number of workers.
+    ps: The number of PS tasks (parameter servers).
+    placement: How variables are placed on the PS tasks, as in a cluster spec.
+  """
   spec = {
     "cluster": {
       "ps": ["localhost:0"] * ps,
@@ -67,7 +78,13 @@ def write_spec(
 
 
 class Logged(NamedTuple):
-  """A log line of a training."""
+  """What a log line of a training says.
+
+  Attributes:
+    when: The local time of the line.
+    step: The global step.
+    loss: The loss of this step.
+  """
 
   when: datetime.datetime
   step: int
@@ -75,7 +92,14 @@ class Logged(NamedTuple):
 
 
 def logged(output: str) -> list[Logged]:
-  """The log lines that a training printed."""
+  """Finds the log lines in what a training printed.
+
+  Args:
+    output: The text that the training printed.
+
+  Returns:
+    The content of each log line, in order.
+  """
   return [
     Logged(datetime.datetime.fromisoformat(when), int(step), float(loss))
     for when, step, loss in LOG_LINE.findall(output)
@@ -83,13 +107,20 @@ def logged(output: str) -> list[Logged]:
 
 
 def examples_per_sec(output: str) -> float:
-  """The rate of a training by its log lines but the first, of its start."""
+  """Returns the examples per second of a training, by its log lines.
+
+  It is the harmonic mean over all log lines but the first, which includes the
+  start.
+
+  Args:
+    output: The text that the training printed.
+  """
   rates = [float(rate) for rate in _RATE.findall(output)]
   return statistics.harmonic_mean(rates[1:])
 
 
 def spread(values: Sequence[float]) -> str:
-  """Median, least and largest of what was measured in several rounds."""
+  """Formats the median, least and largest of the values of several rounds."""
   return (
     f"{statistics.median(values):.2f} (median of {len(values)},"
     f" {min(values):.2f} to {max(values):.2f})"
@@ -105,19 +136,19 @@ def run_tasks(
   timeout_secs: float = 240.0,
   environ: Mapping[str, str] | None = None,
 ) -> None:
-  """Runs every task of a local cluster to its end.
+  """Runs all tasks of a cluster on this machine, and waits for their end.
 
   Args:
-    module: What each is, a program that calls `be_task`.
-    arguments: For it.
-    document: The cluster spec, as of a file.
-    directory: For the spec and the logs of the tasks.
-    timeout_secs: How long all of it may take.
-    environ: Of the processes; this one's if not given.
+    module: The program of each task, which calls `be_task`.
+    arguments: More arguments of the program.
+    document: The cluster spec, decoded from JSON.
+    directory: A directory for the spec and the logs of the tasks.
+    timeout_secs: The time limit for everything, in seconds.
+    environ: The environment of the processes. None: that of this process.
 
   Raises:
-    RuntimeError: If a task failed, with what all of them printed.
-    TimeoutError: If they take too long.
+    RuntimeError: If a task failed, with what all tasks printed.
+    TimeoutError: If the tasks take longer than `timeout_secs`.
   """
   from tf_replicas import cluster
   from tf_replicas.cluster import local_cluster
@@ -139,12 +170,15 @@ def run_tasks(
 
 
 def be_task(argv: Sequence[str], run_client: Callable[..., None]) -> NoReturn:
-  """What a program does that `run_tasks` starts.
+  """Makes this process a task of the cluster that `run_tasks` has started.
+
+  A PS task serves until the training ends. Any other task calls `run_client`.
+  Then the process exits.
 
   Args:
-    argv: Its arguments.
-    run_client: For all but PS tasks: called with the spec, the task, the
-      directory and the arguments given to `run_tasks`.
+    argv: The command-line arguments of this process.
+    run_client: Called with the cluster spec, the task, the directory and the
+      arguments that were given to `run_tasks`.
   """
   from tf_replicas import cluster
   from tf_replicas.drivers import server
@@ -161,7 +195,7 @@ def be_task(argv: Sequence[str], run_client: Callable[..., None]) -> NoReturn:
 
 
 def step_rate(lines: Sequence[Logged]) -> float:
-  """Steps per second from the first of these lines to the last."""
+  """Returns the steps per second from the first to the last of `lines`."""
   seconds = (lines[-1].when - lines[0].when).total_seconds()
   return (lines[-1].step - lines[0].step) / seconds
 
@@ -172,17 +206,18 @@ def train(
   slow_downs: Mapping[int, float],
   timeout_secs: float = 1800.0,
 ) -> str:
-  """What a training on a local cluster printed, with some workers slowed down.
+  """Trains on a local cluster with slow workers, and returns what was printed.
 
   Args:
-    module: Its program.
-    arguments: Its flags.
-    slow_downs: By worker how many times as long everything takes it, from the
-      first log line on.
-    timeout_secs: How long all of it may take.
+    module: The module of the training program.
+    arguments: The flags of the program.
+    slow_downs: Maps the index of a worker to the factor by which it is slowed
+      down, from the first log line on.
+    timeout_secs: The time limit for everything, in seconds.
 
   Raises:
-    RuntimeError: If it failed or took too long, with all that it printed.
+    RuntimeError: If the training failed or took too long, with all that it
+      printed.
     LookupError: If there is no such worker.
   """
   printed = []
@@ -205,7 +240,17 @@ def train(
 def started(
   module: str, arguments: Sequence[str], timeout_secs: float
 ) -> Iterator[subprocess.Popen]:
-  """A program of which all that it prints can be read; ended at a deadline."""
+  """Context in which a program runs; it yields the process.
+
+  All that the program prints can be read from the `stdout` of the process. The
+  process is ended if it runs longer than `timeout_secs`, or if the context is
+  left by an error.
+
+  Args:
+    module: The module of the program, for `python -m`.
+    arguments: The arguments of the program.
+    timeout_secs: The time limit in seconds.
+  """
   command = [sys.executable, "-m", module, *arguments]
   with subprocess.Popen(
     command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,7 +1,7 @@
-"""Four remarks on training with k replicas, each as a number.
+"""Measures four remarks on the step from one replica to k replicas.
 
-Goyal et al. 2017: what is easily done wrong, without any error message, when
-training goes from one replica to several (section 3 there).
+The remarks are those of Goyal et al. 2017, section 3. Each one names a mistake
+that is easily made, and that causes no error message.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,17 @@ from tf_replicas.store import placement
 
 
 def measure(model, parameters, pictures, seed: int) -> dict[str, dict]:
-  """The numbers of all remarks.
+  """Measures the numbers of all four remarks.
 
   Args:
-    model: As `small_network.build` returns it.
-    parameters: Where gradients are computed.
-    pictures: For which.
-    seed: Of the shuffle.
+    model: A network as `small_network.build` returns it.
+    parameters: The values of the network's parameters at which gradients are
+      computed.
+    pictures: The pictures for which gradients are computed.
+    seed: The seed of the shuffling of examples.
+
+  Returns:
+    The numbers of each remark, by the name of the remark.
   """
   return {
     "scaled_loss": scaled_loss(
@@ -41,7 +45,11 @@ def measure(model, parameters, pictures, seed: int) -> dict[str, dict]:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """What the remarks say in numbers."""
+  """Returns what the remarks claim, as findings: numbers with bounds.
+
+  Args:
+    measurements: Results of `measure`, one per seed.
+  """
 
   def each(remark, number):
     return [m[remark][number] for m in measurements]
@@ -97,18 +105,22 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 def scaled_loss(
   model, parameters, pictures, chosen: tf.Tensor, *, factor: float
 ) -> dict[str, float]:
-  """Remark 1: the loss times c, against the rate times c.
+  """Measures remark 1: scaling the loss is not scaling the learning rate.
+
+  An update with c times the loss is compared with one at c times the rate. They
+  are equal without weight decay, but not with it.
 
   Args:
-    model: As `small_network.build` returns it.
-    parameters: Where the gradient is computed.
-    pictures: All.
-    chosen: Indices of those of one batch.
-    factor: c.
+    model: A network as `small_network.build` returns it.
+    parameters: The values of its parameters at which the gradient is computed.
+    pictures: All pictures.
+    chosen: The indices of the pictures of one batch.
+    factor: The factor c.
 
   Returns:
-    How much the two updates differ: without weight decay, of their size; with
-    it, of (c - 1) rate decay |parameters|.
+    How much the two updates differ. `without_decay`: as a share of the length
+    of the update. `with_decay`: as a share of the length that follows from
+    theory, (c - 1) * rate * decay * |parameters|.
   """
   rate, decay = 0.01, 1e-3
 
@@ -134,14 +146,19 @@ def scaled_loss(
 
 
 def first_update_of_new_rate(factor: float) -> dict[str, float]:
-  """Remark 2: Keras' momentum holds the rate; what if that changes?
+  """Measures remark 2: Keras' momentum includes the learning rate.
+
+  After many equal gradients, the rate is multiplied by a factor. Then the first
+  update should be the new rate times the sum of gradients that momentum stands
+  for.
 
   Args:
-    factor: By what the rate is multiplied, after many equal gradients.
+    factor: The factor by which the rate is multiplied.
 
   Returns:
-    The first update after that, of the rate times the sum of gradients that
-    momentum stands for: as it is, and with `momentum_correction`.
+    The first update with the new rate, as a share of what it should be:
+    `plain`, by Keras' momentum as it is, and `corrected`, with
+    `momentum_correction`.
   """
   expected = -0.01 * factor / (1 - small_network.MOMENTUM)
   return {
@@ -151,7 +168,15 @@ def first_update_of_new_rate(factor: float) -> dict[str, float]:
 
 
 def _first_update(factor: float, *, is_corrected: bool) -> float:
-  """How the library's optimizer then moves a weight whose gradient is 1."""
+  """Returns the change of a weight in the first update with a new rate.
+
+  The weight is updated by the library's optimizer, with momentum, and its
+  gradient is always 1.
+
+  Args:
+    factor: The factor by which the rate is multiplied before that update.
+    is_corrected: Whether `momentum_correction` is used.
+  """
   specs = [placement.VariableSpec("weight", (), "float32", True)]
   store = parameter_store.ParameterStore(
     specs,
@@ -184,11 +209,20 @@ def _first_update(factor: float, *, is_corrected: bool) -> float:
 
 
 def replicas_of_whole_batch(model, parameters, pictures) -> dict[str, float]:
-  """Remark 3: gradients of 4 replicas with 16 pictures, against that of all 64.
+  """Measures remark 3: the mean of the replicas' gradients must be applied.
+
+  It compares the gradients of 4 replicas with 16 pictures each with the
+  gradient of all 64 pictures.
+
+  Args:
+    model: A network as `small_network.build` returns it.
+    parameters: The values of its parameters at which gradients are computed.
+    pictures: Pictures, of which the first 64 are used.
 
   Returns:
-    How far their mean is from it, of its size; and the size of their sum, of
-    its size.
+    `mean`: the distance between the mean of the 4 gradients and that of all
+    pictures. `sum`: the length of the sum of the 4 gradients. Both are shares
+    of the length of the gradient of all pictures.
   """
   whole = tf.range(64)
 
@@ -205,11 +239,16 @@ def replicas_of_whole_batch(model, parameters, pictures) -> dict[str, float]:
 
 
 def one_shuffle(seed: int) -> dict[str, int]:
-  """Remark 4: what the parts of 4 workers have in common, and lack.
+  """Measures remark 4: all workers must share one shuffling of the examples.
+
+  It counts what 4 workers read in an epoch of 240 examples by `cifar10.inputs`.
+
+  Args:
+    seed: The seed of the shuffling.
 
   Returns:
-    How many of an epoch's 240 examples come more than once, and how many not
-    at all, in what `cifar10.inputs` gives the workers.
+    `repeated`: the number of examples that are read more than once. `missing`:
+    the number of examples that are not read.
   """
   num_examples, num_workers, batch_size = 240, 4, 5
   size = config.RECORD_SIZE

@@ -1,4 +1,4 @@
-"""Makes a process slower than it is, as a busier or an older machine would."""
+"""Makes a process slower, as if it ran on a busier or an older machine."""
 
 import os
 import pathlib
@@ -12,17 +12,20 @@ PERIOD_SECS = 0.05
 
 
 class SlowDown:
-  """Stops and continues a process by turns, so that it gets 1 / factor.
+  """Slows a process down by stopping and continuing it in turn.
 
-  To be used as a context manager; in the end the process goes on as it was.
+  The process runs for 1 / `factor` of the time. A `SlowDown` is to be used as a
+  context manager. When the context is left, the process runs at full speed
+  again.
   """
 
   def __init__(self, pid: int, factor: float):
-    """Says which, and how much.
+    """Stores which process is to be slowed down, and by how much.
 
     Args:
-      pid: Of a process that we may signal.
-      factor: How many times as long everything takes; at least 1.
+      pid: The id of a process to which this user may send signals.
+      factor: By what the time of everything that the process does is
+        multiplied; at least 1.
 
     Raises:
       ValueError: If the factor is less than 1.
@@ -62,7 +65,14 @@ class SlowDown:
 
 
 def child(pid: int, words: Sequence[str]) -> int:
-  """The child process of `pid` whose command line has all of these words.
+  """Finds a child process by words of its command line.
+
+  Args:
+    pid: The id of the parent process.
+    words: Arguments that must all be in the child's command line.
+
+  Returns:
+    The id of the child process.
 
   Raises:
     LookupError: If there is no such child.

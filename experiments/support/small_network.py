@@ -1,10 +1,10 @@
-"""A small network, and pictures to train it on, for experiments with rules.
+"""Defines a small network, and pictures to train it on, for experiments.
 
-The network is that of Caffe's `cifar10_full` without normalisation: three
-convolutions of 5 x 5, each with a pooling layer, and a linear one. The pictures
-are those of the synthetic data set at half their size, 16 x 16, so that one
-core makes some hundred gradients of a few pictures per second; so there are
-81,898 parameters (89,578 with 32 x 32).
+The network is that of Caffe's `cifar10_full` without normalization: three
+convolutions of 5 x 5, each with a pooling layer, and a linear layer. The
+pictures are those of the synthetic data set at half their size, 16 x 16, so
+that one core computes some hundred gradients of a few pictures per second. With
+pictures of this size the network has 81,898 parameters (89,578 with 32 x 32).
 """
 
 import math
@@ -25,11 +25,11 @@ CHANCE = 1 / config.NUM_CLASSES
 
 
 class Pictures(NamedTuple):
-  """A part of the data set.
+  """Pictures of a part of the data set, with their classes.
 
   Attributes:
     images: float32 `[N, 16, 16, 3]`, each of mean 0 and variance 1.
-    labels: int64 `[N]`.
+    labels: int64 `[N]`, the classes.
   """
 
   images: tf.Tensor
@@ -37,17 +37,24 @@ class Pictures(NamedTuple):
 
 
 def read(split: str) -> Pictures:
-  """The pictures of `train` (5,000) or `test` (1,000)."""
+  """Reads the pictures of a part of the synthetic data set.
+
+  Args:
+    split: `train` (5,000 pictures) or `test` (1,000 pictures).
+  """
   images, labels = synthetic.read(split)
   half = tf.nn.avg_pool2d(tf.cast(images, tf.float32), 2, 2, "VALID")
   return Pictures(tf.image.per_image_standardization(half), labels)
 
 
 def build(seed: int) -> keras.Model:
-  """The network, from `[batch, 16, 16, 3]` pictures to `[batch, 10]` logits.
+  """Builds the network, which maps pictures to logits of 10 classes.
 
   Args:
     seed: Decides the initial weights.
+
+  Returns:
+    A model from `[batch, 16, 16, 3]` to `[batch, 10]`.
   """
   layers = keras.layers
   seeds = iter(np.random.SeedSequence(seed).generate_state(4))
@@ -80,7 +87,7 @@ def build(seed: int) -> keras.Model:
 
 
 def values(model: keras.Model) -> list[tf.Tensor]:
-  """The initial parameters."""
+  """Returns the values of the network's parameters as tensors."""
   return [tf.identity(v.value) for v in model.trainable_variables]
 
 
@@ -90,13 +97,14 @@ def loss(
   pictures: Pictures,
   chosen: tf.Tensor,
 ) -> tf.Tensor:
-  """The mean cross-entropy of some pictures.
+  """Computes the mean cross-entropy of some pictures.
 
   Args:
-    model: What `build` returned; its own variables are not read.
-    parameters: In the order of its trainable variables.
-    pictures: All.
-    chosen: Indices of those that count, int64 `[batch]`.
+    model: The network that `build` returned. Its own variables are not read.
+    parameters: The values of the parameters, in the order of the network's
+      trainable variables.
+    pictures: All pictures.
+    chosen: The indices of the pictures of the batch, int64 `[batch]`.
   """
   images, labels = (tf.gather(part, chosen) for part in pictures)
   logits, _ = model.stateless_call(parameters, [], images)
@@ -106,12 +114,17 @@ def loss(
 def evaluate(
   model: keras.Model, parameters: Sequence[tf.Tensor], pictures: Pictures
 ) -> dict[str, float | None]:
-  """How good these parameters are.
+  """Measures how well the network classifies pictures.
+
+  Args:
+    model: The network that `build` returned. Its own variables are not read.
+    parameters: The values of the parameters.
+    pictures: The pictures to classify.
 
   Returns:
-    `precision`, the share of pictures whose class has the largest logit, which
-    is about that of a guess if parameters are not finite; `loss`, the mean
-    cross-entropy, or None if that is not finite.
+    `precision`: the share of pictures whose class has the largest logit. If the
+    parameters are not finite, it is about that of a guess. `loss`: the mean
+    cross-entropy; None if it is not finite.
   """
   logits, _ = model.stateless_call(parameters, [], pictures.images)
   is_right = tf.argmax(logits, axis=1) == pictures.labels
@@ -128,19 +141,25 @@ def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
 
 
 def finite(value) -> float | None:
-  """The same for JSON: None if it is not finite."""
+  """Converts a number to a float for JSON; None if it is not finite."""
   return float(value) if math.isfinite(value) else None
 
 
 def batches(
   num_examples: int, batch_size: int, num_batches: int, seed: int
 ) -> np.ndarray:
-  """Indices of examples: one permutation per epoch, end to end.
+  """Draws the examples of each batch, in a new random order in every epoch.
 
-  Batches of another size are of the same sequence.
+  Batches of another size are made of the same sequence of examples.
+
+  Args:
+    num_examples: The number of examples in the data set.
+    batch_size: The number of examples in a batch.
+    num_batches: The number of batches.
+    seed: The seed of the random order.
 
   Returns:
-    int64 [num_batches, batch_size].
+    The indices of the examples, int64 [num_batches, batch_size].
   """
   count = num_batches * batch_size
   rng = np.random.default_rng(seed)
@@ -156,7 +175,18 @@ def gradients(
   pictures: Pictures,
   chosen: tf.Tensor,
 ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-  """What `loss` returns, and its gradient."""
+  """Computes the loss of some pictures, and its gradient.
+
+  Args:
+    model: The network that `build` returned. Its own variables are not read.
+    parameters: The values of the parameters, in the order of the network's
+      trainable variables.
+    pictures: All pictures.
+    chosen: The indices of the pictures of the batch, int64 `[batch]`.
+
+  Returns:
+    The mean cross-entropy, and its gradient for each parameter.
+  """
   with tf.GradientTape(watch_accessed_variables=False) as tape:
     tape.watch(parameters)
     value = loss(model, parameters, pictures, chosen)
@@ -164,12 +194,19 @@ def gradients(
 
 
 def step_fn(model: keras.Model, pictures: Pictures) -> Callable[..., tuple]:
-  """One update of gradient descent with momentum, on tensors.
+  """Makes a function for one update by gradient descent with momentum.
+
+  The function works on tensors. So the gradient may be computed from other
+  (older) parameters than those that it changes.
+
+  Args:
+    model: The network that `build` returned. Its own variables are not read.
+    pictures: All pictures.
 
   Returns:
-    A function of (parameters that the gradient is of, parameters to change,
-    their velocities, indices of pictures, learning rate) that returns the loss,
-    the parameters and the velocities after the update
+    A function of (parameters at which the gradient is computed, parameters to
+    change, their velocities, indices of pictures, learning rate) that returns
+    the loss, the parameters and the velocities after the update
 
         velocity <- 0.9 velocity - rate gradient
         parameter <- parameter + velocity
@@ -188,6 +225,10 @@ def step_fn(model: keras.Model, pictures: Pictures) -> Callable[..., tuple]:
 
 
 def thin(losses: Sequence[float], num_points: int) -> list[float | None]:
-  """Means of equal parts of a curve; None where one is not finite."""
+  """Reduces a curve to `num_points` means of equal parts.
+
+  Returns:
+    The means; None for a part whose mean is not finite.
+  """
   parts = np.array_split(np.asarray(losses), num_points)
   return [finite(part.mean()) for part in parts]

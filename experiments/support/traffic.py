@@ -1,6 +1,7 @@
-"""What the tasks of a local cluster send and compute, seen from outside.
+"""Measures what the tasks of a local cluster send and compute, from outside.
 
-Bytes are read with `ss` (package iproute2), processor time from /proc.
+The numbers of bytes are read with `ss` (package iproute2), the processor times
+from /proc.
 """
 
 import collections
@@ -22,13 +23,14 @@ _TIMEOUT_SECS = 600
 
 
 class Traffic(NamedTuple):
-  """What was seen of a training, between two of its steps.
+  """What was measured of a training between two of its steps.
 
   Attributes:
-    bytes_per_step: By (sending task, receiving task), such as "ps 0".
-    cpu_secs_per_step: Processor time by task.
-    steps_per_sec: Of the same steps.
-    start_secs: From the start of the program to the first log line.
+    bytes_per_step: Bytes by (sending task, receiving task). A task is named
+      like "ps 0".
+    cpu_secs_per_step: Seconds of processor time, by task.
+    steps_per_sec: Steps per second between the two steps.
+    start_secs: Seconds from the start of the program to its first log line.
   """
 
   bytes_per_step: dict[tuple[str, str], float]
@@ -37,12 +39,19 @@ class Traffic(NamedTuple):
   start_secs: float
 
   def of(self, task: str) -> float:
-    """Bytes per step that a task sends and receives."""
+    """Returns the bytes per step that a task sends and receives together."""
     return sum(n for pair, n in self.bytes_per_step.items() if task in pair)
 
 
 def tasks_of(launcher: int) -> dict[int, str]:
-  """By process id the tasks that a program started here, such as "ps 0"."""
+  """Finds the tasks that a launcher has started on this machine.
+
+  Args:
+    launcher: The process id of the launcher.
+
+  Returns:
+    The names of the tasks, such as "ps 0", by process id.
+  """
   children = f"/proc/{launcher}/task/{launcher}/children"
   names = {}
   for pid in pathlib.Path(children).read_text().split():
@@ -54,10 +63,14 @@ def tasks_of(launcher: int) -> dict[int, str]:
 
 
 def sent(tasks: dict[int, str]) -> dict[tuple[str, str], int]:
-  """Bytes sent so far, by (sending task, receiving task).
+  """Returns the bytes that tasks have sent so far, for each pair of tasks.
 
   Args:
-    tasks: Their names by process id; any other is called "outside".
+    tasks: The names of the tasks by process id. Any other process is called
+      "outside".
+
+  Returns:
+    Bytes by (sending task, receiving task).
   """
   output = subprocess.run(
     ["ss", "-tinpO"], capture_output=True, text=True, check=True
@@ -81,7 +94,11 @@ def sent(tasks: dict[int, str]) -> dict[tuple[str, str], int]:
 
 
 def cpu_secs(tasks: dict[int, str]) -> dict[str, float]:
-  """Processor time used so far, by task."""
+  """Returns the seconds of processor time that each task has used so far.
+
+  Args:
+    tasks: The names of the tasks by process id.
+  """
   used = {}
   for pid, task in tasks.items():
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
@@ -91,16 +108,18 @@ def cpu_secs(tasks: dict[int, str]) -> dict[str, float]:
 
 
 def measure(arguments: Sequence[str], *, first: int, last: int) -> Traffic:
-  """Trains the CIFAR-10 network, and looks twice.
+  """Trains the CIFAR-10 network, and measures traffic between two steps.
 
   Args:
-    arguments: Of `cifar10.distributed_train`; it is to log every step.
-    first, last: The steps between which it is measured; where a line tells of
-      several, the next ones.
+    arguments: Flags of `cifar10.distributed_train`. They must make it log every
+      step.
+    first: The step at which the measurement begins, or the next one that has a
+      log line of its own.
+    last: The step at which it ends, or the next one with a log line.
 
   Raises:
     RuntimeError: If training failed or took too long, with all that it printed.
-    FileNotFoundError: If there is no `ss`.
+    FileNotFoundError: If the program `ss` is not installed.
   """
   if shutil.which("ss") is None:
     raise FileNotFoundError("counting bytes needs `ss`: apt install iproute2")

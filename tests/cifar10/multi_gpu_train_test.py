@@ -150,7 +150,7 @@ def test_parts_of_a_batch_are_equal(tmp_path):
 
 def test_a_call_is_for_one_machine(tmp_path):
   spec = cluster.parse({"ps": ["a:1"], "worker": ["b:1"]})
-  with pytest.raises(ValueError, match="`task` must be one of a cluster"):
+  with pytest.raises(ValueError, match="`task` must say which task"):
     multi_gpu_train.train(config(tmp_path / "run"), spec)
 
 

@@ -91,7 +91,7 @@ def test_ranks_may_go_around_the_nodes():
       "TF_REPLICAS_NUM_PS: must leave at least one of the 5 processes",
     ),
     ({"TF_REPLICAS_NUM_PS": "-1"}, "must be a number. Received: '-1'"),
-    ({"TF_REPLICAS_BASE_PORT": "65532"}, "must leave 5 ports"),
+    ({"TF_REPLICAS_BASE_PORT": "65532"}, "must be the first of 5"),
     ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "must give the 3 nodes"),
     ({"SLURM_STEP_TASKS_PER_NODE": "2,2,2"}, "must give the 3 nodes"),
     ({"SLURM_STEP_NODELIST": "gpu[a-b]"}, "must be a host list"),

@@ -276,7 +276,7 @@ def test_load_names_the_file_and_the_place(tmp_path):
     ),
     (
       b'{"layers": {}, "layers": {}}',
-      "keys must not stand twice in one object. Received: 'layers'.",
+      "keys must not occur twice in one object. Received: 'layers'.",
     ),
     (b"[]", "must be a JSON object. Received: []."),
     (

@@ -211,7 +211,8 @@ def test_bad_address_in_a_jobs_map_is_placed_without_cluster():
     ),
     (
       {"chief": ["a:1"], "master": ["b:1"]},
-      'cluster.master: must not stand beside its synonym ("chief", "master"). '
+      "cluster.master: must not be given together with its synonym "
+      '("chief", "master"). '
       "Received: ['b:1'].",
     ),
     (
@@ -366,7 +367,8 @@ def test_devices_of_chief_and_its_synonym():
     "devices": {"chief": {"gpus": []}, "master": {"gpus": [1]}},
   }
   assert _message(document) == (
-    'devices.master: must not stand beside its synonym ("chief", "master"). '
+    "devices.master: must not be given together with its synonym "
+    '("chief", "master"). '
     "Received: {'gpus': [1]}."
   )
 
@@ -660,15 +662,15 @@ def test_long_values_are_cut():
     ),
     (
       '{"cluster": {}, "cluster": {}}',
-      "keys must not stand twice in one object. Received: 'cluster'.",
+      "keys must not occur twice in one object. Received: 'cluster'.",
     ),
     (
       '{"cluster": {"ps": ["a:1"], "worker": [], "ps": []}}',
-      "cluster: keys must not stand twice in one object. Received: 'ps'.",
+      "cluster: keys must not occur twice in one object. Received: 'ps'.",
     ),
     (
       '{"layers": {"a": [{"b": 1, "b": 2}]}}',
-      "layers.a[0]: keys must not stand twice in one object. Received: 'b'.",
+      "layers.a[0]: keys must not occur twice in one object. Received: 'b'.",
     ),
   ],
   ids=["empty", "syntax", "twice_at_top", "twice_in_cluster", "twice_in_list"],

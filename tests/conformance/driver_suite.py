@@ -1,9 +1,10 @@
-"""The tests that every driver must pass.
+"""The tests that every driver (the object that runs a training) must pass.
 
-A driver of one process is tested by a line in `registry.DRIVERS`, one of
-several by a line in `registry.CLUSTER_DRIVERS`. Both are asked the same
-questions by `ask_chief`; its answers are JSON, so that a task of a cluster can
-leave them for the test. The model and the data are those of `word_model`.
+A driver of one process is tested by a line in `registry.DRIVERS`, a driver of
+several by a line in `registry.CLUSTER_DRIVERS`. `ask_chief` uses either kind of
+driver in the same way, and notes what the driver does. Its answers are JSON, so
+that a task of a cluster can write them to a file for the test. The model and
+the data are those of `word_model`.
 """
 
 import dataclasses
@@ -32,29 +33,31 @@ MakeRule = Callable[[int], rule_base.UpdateRule]
 
 @dataclasses.dataclass(frozen=True)
 class DriverCase:
-  """A driver of one process.
+  """A driver of one process, for the tests that every driver must pass.
 
   Attributes:
-    make: Maps a function that builds the replica and one that maps the number
-      of replicas to a synchronous rule to a new driver.
-    num_replicas: How many replicas it has.
+    make: Maps a function that builds the replica, and a function that maps the
+      number of replicas to a synchronous rule, to a new driver.
+    num_replicas: The number of replicas of the driver.
   """
 
   make: Callable[[MakeReplica, MakeRule], driver_base.Driver]
   num_replicas: int = 1
 
   def driver(self) -> driver_base.Driver:
-    """A new driver of the small model."""
+    """Makes a new driver, which trains the small model of `word_model`."""
     return self.make(word_model.replica, rule)
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterCase:
-  """A driver of a cluster with one PS task and two workers.
+  """A driver of several processes, for the tests that every driver must pass.
+
+  The cluster has one PS task and two workers.
 
   Attributes:
-    replication: As `trials.Trial` has it.
-    has_chief: Whether there is a `chief` task, which the workers serve.
+    replication: The kind of replication: "between_graph" or "in_graph".
+    has_chief: Whether there is a `chief` task, which drives the workers.
   """
 
   replication: str
@@ -62,12 +65,16 @@ class ClusterCase:
 
 
 def rule(num_replicas: int) -> rule_base.UpdateRule:
-  """The synchronous rule of so many replicas."""
+  """Makes the synchronous update rule that the tests give to a driver.
+
+  Args:
+    num_replicas: Number of replicas.
+  """
   return word_model.rule(keras.optimizers.SGD(FIRST_RATE), num_replicas)
 
 
 def error_of(call: Callable[[], object]) -> str:
-  """What `call` raises, with its type."""
+  """Returns the type and the message of what `call` raises; "" if nothing."""
   try:
     call()
   except Exception as error:
@@ -76,14 +83,14 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def ask_chief(driver: driver_base.Driver, *, fails: bool = False) -> dict:
-  """What a chief's driver does, from its first step to its end.
+  """Trains with a chief's driver to the end, and notes what the driver does.
 
   Args:
     driver: A new driver.
-    fails: Whether an error ends the training.
+    fails: Whether to end the training by an error.
 
   Returns:
-    Answers by name, as JSON has them.
+    What the driver returned or raised, by name, as JSON-like values.
   """
   answers = {
     "is_driver": isinstance(driver, driver_base.Driver),
@@ -122,7 +129,12 @@ def ask_chief(driver: driver_base.Driver, *, fails: bool = False) -> dict:
 
 
 def _steps(driver: driver_base.Driver) -> list[list]:
-  """Each call's step, loss, examples and rate."""
+  """Makes all updates with a driver, and changes the learning rate on the way.
+
+  Returns:
+    For each call of `step`: the global step, the loss, the number of examples
+    and the learning rate.
+  """
   steps = []
   while driver.global_step < LAST:
     is_first = driver.global_step < TAKEN
@@ -144,13 +156,17 @@ def _as_json(values) -> dict:
 
 
 class DriverSuite(rule_suite.Interface):
-  """A mixin; a subclass says what was `asked` and how many replicas are."""
+  """A mixin class with the tests that every driver must pass.
+
+  A subclass defines `answers` (what `ask_chief` returned for the driver) and
+  `num_replicas`, the number of the driver's replicas.
+  """
 
   num_replicas: int
 
   @property
   def answers(self) -> dict:
-    """What `ask_chief` returned."""
+    """What `ask_chief` returned for the driver of this test class."""
     raise NotImplementedError
 
   def test_the_chief_does_not_run_a_replica(self):
@@ -200,7 +216,7 @@ class DriverSuite(rule_suite.Interface):
       self.assertIn(path, self.answers["table"])
 
   def test_equals_one_machine(self):
-    """Every driver makes the same updates of the same data."""
+    """Checks that a driver makes the same updates as `OneMachine`."""
     for name in ("values", "averages"):
       for path, expected in _expected()[name].items():
         np.testing.assert_allclose(
@@ -218,5 +234,5 @@ class DriverSuite(rule_suite.Interface):
 
 @functools.cache
 def _expected() -> dict:
-  """The answers of `OneMachine`."""
+  """Returns what `ask_chief` returns for the driver `OneMachine`."""
   return ask_chief(one_machine.OneMachine(word_model.replica, lambda: rule(1)))

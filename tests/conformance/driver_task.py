@@ -1,4 +1,7 @@
-"""One task of the clusters of `drivers_test`; see `cluster_task`."""
+"""Runs one task of the clusters that `drivers_test` starts.
+
+The arguments are those of `tests.tasks.cluster_task`.
+"""
 
 import sys
 
@@ -9,7 +12,13 @@ from tests.support import word_model  # isort: skip
 
 
 def answer(here: cluster_task.Here) -> None:
-  """Answers the questions of the suite, as the chief or as another client."""
+  """Plays the part of this task: uses its driver and reports what that does.
+
+  The chief reports the result of `ask_chief`. Another task runs a replica.
+
+  Args:
+    here: This task.
+  """
   driver = here.driver(
     word_model.replica, lambda: driver_suite.rule(here.num_replicas)
   )

@@ -1,4 +1,4 @@
-"""Every driver passes the same tests; see `driver_suite`."""
+"""Tests all drivers of the registry by the tests of `driver_suite`."""
 
 import pathlib
 
@@ -16,7 +16,10 @@ PROGRAM = pathlib.Path(driver_task.__file__)
 
 
 class InProcess(driver_suite.DriverSuite):
-  """A mixin for drivers of one process; a subclass says which `case`."""
+  """A mixin class with the tests of a driver of one process.
+
+  A subclass defines `case`, the driver to test.
+  """
 
   case: driver_suite.DriverCase
   _answers: dict | None = None
@@ -56,7 +59,10 @@ for _name, _case in registry.DRIVERS.items():
 
 
 class OnACluster(driver_suite.DriverSuite):
-  """A mixin for drivers of a cluster; a subclass says which `case`."""
+  """A mixin class with the tests of a driver of several processes.
+
+  A subclass defines `case`, the driver to test.
+  """
 
   case: driver_suite.ClusterCase
   fails = False
@@ -65,7 +71,7 @@ class OnACluster(driver_suite.DriverSuite):
 
   @pytest.fixture(autouse=True)
   def start_once(self, start_trial):
-    """One cluster for all tests of the class."""
+    """Runs one cluster to its end, for all tests of the class."""
     if type(self)._trial is not None:
       return
     trial = type(self)._trial = start_trial(

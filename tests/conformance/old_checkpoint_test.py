@@ -1,7 +1,8 @@
-"""Checkpoints that commit 0490651 wrote are restored, and trained on.
+"""Tests that training resumes from checkpoints that commit 0490651 wrote.
 
-The test trains the same model from the start, too: what was saved after three
-steps, and every step after it, must be the same.
+The checkpoints were saved after three updates. Each test also trains the same
+model from the start. At the last update, the state of the resumed training must
+be equal to that of the other training.
 """
 
 import pathlib
@@ -75,7 +76,14 @@ def _numpy(store):
 
 
 def _train_on_one_machine(path):
-  """What it restored if there is a path, and what it trained to."""
+  """Trains to the last step with `OneMachine`.
+
+  Args:
+    path: The checkpoint to resume from; None to train from the start.
+
+  Returns:
+    The restored state, None without a checkpoint; and the state at the end.
+  """
   driver = one_machine.OneMachine(_replica, _rule)
   restored = None
   if path is not None:
@@ -87,7 +95,14 @@ def _train_on_one_machine(path):
 
 
 def _train_on_two_tasks(path):
-  """As `_train_on_one_machine`, over a store on two tasks."""
+  """Resumes from a checkpoint and trains on, with variables on two PS tasks.
+
+  Args:
+    path: The checkpoint.
+
+  Returns:
+    The restored state, and the state at the end.
+  """
   rule, replica = _rule(), _replica()
   specs = placement.from_variables(replica.shared)
   store = stores.attach(specs, 2, stores.cut(2))

@@ -1,6 +1,6 @@
-"""Every update rule and every driver that the conformance suites test.
+"""Lists all update rules and all drivers that the conformance tests test.
 
-A new rule, or a new driver, is one line here.
+For a new rule or a new driver, one line has to be added.
 """
 
 import functools
@@ -61,7 +61,12 @@ def _two_replicas(make, optimizer, **options):
 
 
 def _switching(first, second):
-  """Changes from one rule to the other at global step 3."""
+  """Returns the case of a rule that switches to another rule at global step 3.
+
+  Args:
+    first: The case of the rule before the switch.
+    second: The case of the rule after the switch.
+  """
 
   def make(optimizer):
     return switching.SwitchingOptimizer(

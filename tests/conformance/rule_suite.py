@@ -1,8 +1,8 @@
 """The tests that every update rule must pass, in one process.
 
-A rule is tested by a line in `registry.RULES` and nothing else. Replicas are
-threads over one store; the test's own thread is the chief. Every wait has a
-deadline.
+An update rule decides when and how gradients change the variables. A rule is
+tested by adding one line to `registry.RULES`. Replicas are threads that share
+variables, and the test's own thread is the chief. Every wait has a deadline.
 """
 
 import dataclasses
@@ -38,16 +38,20 @@ _CLOSED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 
 @dataclasses.dataclass(frozen=True)
 class RuleCase:
-  """An update rule, and what the suite must know to count exactly.
+  """An update rule, for the tests that every update rule must pass.
+
+  A contribution is what a replica sends for one update, such as a gradient.
 
   Attributes:
     make: Maps a new Keras optimizer to a new rule.
-    per_update: How many contributions make one update.
-    batches: How many batches are in one contribution.
-    contributions: How many contributions one call of `contribute` may make.
-    drops: Whether a contribution of each replica may be dropped without a
-      count, as when another rule takes the place of one.
-    has_lockstep: Whether the rule can be one of `OneMachine` and `Mirrored`.
+    per_update: Number of contributions in one update.
+    batches: Number of batches in one contribution.
+    contributions: Largest number of contributions that one call of the rule's
+      `contribute` makes.
+    drops: Whether a contribution of each replica may be dropped without being
+      counted, as happens when another rule takes over.
+    has_lockstep: Whether the drivers `OneMachine` and `Mirrored` can use the
+      rule.
   """
 
   make: Callable[[keras.optimizers.Optimizer], rule_base.UpdateRule]
@@ -58,7 +62,7 @@ class RuleCase:
   has_lockstep: bool = False
 
   def rule(self) -> rule_base.UpdateRule:
-    """A new rule around a new optimizer."""
+    """Makes a new update rule around a new optimizer."""
     return self.make(keras.optimizers.SGD(FIRST_RATE))
 
 
@@ -75,7 +79,10 @@ def _variable() -> tf.Variable:
 
 
 class _Batches:
-  """The batches of one replica; after some of them all are NaN."""
+  """An iterator over the batches of one replica.
+
+  After a given number of batches, all further ones have the value NaN.
+  """
 
   def __init__(self, counts: tf.Variable, good: tf.Tensor, index: tf.Tensor):
     self._counts, self._good, self._index = counts, good, index
@@ -88,26 +95,30 @@ class _Batches:
 
 
 class Training:
-  """One client: a rule, its store, and replicas that it may start.
+  """A client (a process that trains) with its replicas, played by threads.
 
   Attributes:
-    rule: The rule.
-    store: Its store, on two tasks.
+    rule: The update rule.
+    store: The variables of the rule, on two PS tasks.
     updates: All updates that `run_to` and `run_on` made.
-    tokens: What each replica was told, in order.
+    tokens: For each replica, the tokens that it received, in order. A token is
+      the rule's answer to a contribution, such as a gradient.
   """
 
   def __init__(
     self, case: RuleCase, *, is_resumed=False, good=None, store=None, name=None
   ):
-    """Builds the rule; creates the training, or takes it over.
+    """Builds the update rule, and begins a new training or continues one.
 
     Args:
-      case: The rule.
-      is_resumed: Whether an earlier client made it.
-      good: Maps a replica to how many batches of it are finite.
-      store: The store; a new one of the test's namespace if not given.
-      name: Of the rule's own namespace, if it is not the store's.
+      case: The rule to build.
+      is_resumed: Whether another client (another `Training`) began the
+        training.
+      good: Maps the number of a replica to the number of its finite batches.
+        Other replicas have finite batches only.
+      store: The variables; None for those of the test's namespace.
+      name: Name of a namespace for the rule's own variables; None for that of
+        `store`.
     """
     self.rule = case.rule()
     self.store = store or attach()
@@ -130,12 +141,15 @@ class Training:
       [(good or {}).get(i, _ALWAYS) for i in range(count)], tf.int64
     )
     # All replicas share a trace: their number is a tensor.
-    self._begin = tf.function(lambda index: self._loop(index).begin())
+    self._begin = tf.function(
+      lambda index: self._loop(index).begin(), autograph=False
+    )
     self._offer, self._hand_over = (
       tf.function(
         lambda index, *carried, is_preadmitted=is_preadmitted: self._loop(
           index
-        ).run_one(is_preadmitted, *carried)
+        ).run_one(is_preadmitted, *carried),
+        autograph=False,
       )
       for is_preadmitted in (False, True)
     )
@@ -150,7 +164,11 @@ class Training:
     )
 
   def start(self, *which: int) -> None:
-    """Starts these replicas, or all."""
+    """Starts the threads of replicas, which then train.
+
+    Args:
+      *which: The numbers of the replicas; all replicas if none are given.
+    """
     for index in which or range(self.rule.total_num_replicas):
       thread = threading.Thread(
         target=self._contribute, args=(index,), daemon=True
@@ -177,13 +195,16 @@ class Training:
       self.rule.interrupt()
 
   def run_to(self, step: int) -> None:
-    """Makes updates up to global step `step`, which is the rule's limit."""
+    """Makes updates until the global step is `step`, and none after that."""
     self.rule.stop_at(step)
     while self.global_step() < step or self.last_step() < step:
       self.run_on()
 
   def run_on(self) -> None:
-    """Makes one call; raises what the rule raises, unless it was woken."""
+    """Calls `apply_updates` of the rule once, and keeps its results.
+
+    An error of a replica, or of the rule, is raised.
+    """
     deadline = threading.Timer(DEADLINE_SECS, self.rule.close)
     deadline.start()
     try:
@@ -194,16 +215,21 @@ class Training:
       deadline.cancel()
 
   def last_step(self) -> int:
-    """The global step after the last update that was returned."""
+    """Returns the global step after the last update that this client saw."""
     return self.updates[-1].global_step if self.updates else 0
 
   def raise_errors(self) -> None:
-    """Raises what a replica raised."""
+    """Raises the first error of a replica's thread, if there is any."""
     if self._errors:
       raise self._errors[0]
 
   def end(self, replicas: "Training") -> None:
-    """Ends the replicas of a client in order, as drivers do."""
+    """Ends replicas as a driver does at the end of a training.
+
+    Args:
+      replicas: The client (a `Training`) whose threads are the replicas. It may
+        be another than this one, which then has taken over the training.
+    """
     ending = background.Call(self.rule.end_replicas)
     replicas.join()
     while ending.is_alive():
@@ -212,41 +238,45 @@ class Training:
     ending.result()
 
   def join(self) -> None:
-    """Waits for the replicas' threads."""
+    """Waits until the threads of this client's replicas have ended."""
     for thread in self._threads:
       thread.join(DEADLINE_SECS)
     self.raise_errors()
     assert not any(t.is_alive() for t in self._threads), "a replica waits"
 
   def values(self) -> np.ndarray:
-    """The variable."""
+    """Returns the value of the model's only variable."""
     (value,) = stores.numpy(self.store.read())
     return value
 
   def global_step(self) -> int:
-    """The global step."""
+    """Returns the number of updates made so far."""
     return int(self.store.read_global_step())
 
 
 def attach():
-  """The store of the test's namespace, on two tasks."""
+  """Returns the parameter store of the test's namespace, on two PS tasks."""
   specs = [stores.spec(PATH, [NUM_ELEMENTS])]
   return stores.attach(specs, 2, stores.cut(2))
 
 
 class Life(NamedTuple):
-  """What was seen of one training, from its first to its last call.
+  """What a test observed in one training that a second client took over.
+
+  A client is a process that trains, played by a `Training`.
 
   Attributes:
     updates: All updates, of the first and of the second client.
-    tokens: What each replica was told.
-    began: `status` before the first contribution.
-    stopped: `status` when the last update was made.
-    counts: `counts` when all replicas had ended.
+    tokens: For each replica, the tokens that it received, in order. A token is
+      the rule's answer to a contribution, such as a gradient.
+    began: What `status` of the rule returned before the first contribution.
+    stopped: What `status` returned when the last update was made.
+    counts: What `counts` returned when all replicas had ended.
     resumed_at: The global step that the second client found.
     step: The global step when all replicas had ended.
-    examples: The count of examples then.
-    values: The variable then.
+    examples: The number of examples of all updates, when all replicas had
+      ended.
+    values: The value of the variable when all replicas had ended.
     neighbours: The global step, the counts and the values of a training in
       another namespace, and the counts of a rule in another namespace of the
       same store.
@@ -265,10 +295,18 @@ class Life(NamedTuple):
 
 
 def live(case: RuleCase, new_namespace: Callable[[], None]) -> Life:
-  """One training, beside two others that do nothing.
+  """Trains with an update rule, beside two other trainings that do nothing.
 
-  The first client trains to `TAKEN_OVER`. A second takes over from it, and
-  trains to `LAST`; the replicas remain the first client's.
+  A client is a process that trains, played by a `Training`. The first client
+  trains to the global step `TAKEN_OVER`. A second client takes over from it,
+  and trains to `LAST`. The replicas remain threads of the first client.
+
+  Args:
+    case: The update rule.
+    new_namespace: Begins another namespace of shared variables.
+
+  Returns:
+    What was observed.
   """
   neighbour = Training(case)
   new_namespace()
@@ -306,9 +344,10 @@ def live(case: RuleCase, new_namespace: Callable[[], None]) -> Life:
 
 
 def error_after_close(rule: rule_base.UpdateRule) -> Exception | None:
-  """What `apply_updates` raises after `close`.
+  """Returns the error that `apply_updates` raises after `close` of a rule.
 
-  What had happened before, updates and wake-ups, may be told first.
+  Updates and interrupts from before `close` may be reported first. None means
+  that there is no error in 100 calls.
   """
   rule.close()
   for _ in range(100):
@@ -322,10 +361,15 @@ def error_after_close(rule: rule_base.UpdateRule) -> Exception | None:
 
 
 class Interface:
-  """What holds for the members of rules and of drivers alike; a mixin."""
+  """A mixin class with checks of the methods of update rules and drivers."""
 
   def assert_implements(self, made: object, interface: type) -> None:
-    """`made` is one, and its class has every abstract member of it."""
+    """Checks that an object implements every abstract method of an interface.
+
+    Args:
+      made: The object.
+      interface: The abstract class, which must be a base of the object's class.
+    """
     self.assertIsInstance(made, interface)
     for name in sorted(interface.__abstractmethods__):
       self.assertIsNot(
@@ -333,26 +377,40 @@ class Interface:
       )
 
   def assert_hides_no_method(self, made: object) -> None:
-    """No attribute of the instance stands in front of a method."""
+    """Checks that no attribute of an object hides a method of its class.
+
+    Args:
+      made: The object.
+    """
     hidden = [n for n in vars(made) if callable(getattr(type(made), n, None))]
     self.assertEmpty(hidden)
 
 
 class RuleSuite(Interface):
-  """A mixin for a `stores.TestCase`; a subclass says which `case`."""
+  """A mixin class with the tests that every update rule must pass.
+
+  A subclass is a `stores.TestCase` and defines `case`, the rule to test.
+  """
 
   case: RuleCase
   _life: Life | None = None
 
   def training(self, **options) -> Training:
-    """A training that is closed when the test ends."""
+    """Makes a `Training` with the rule, which is closed when the test ends.
+
+    Args:
+      **options: Further arguments of `Training`.
+    """
     made = Training(self.case, **options)
     self.addCleanup(made.rule.close)
     return made
 
   @property
   def life(self) -> Life:
-    """The life that several tests look at; lived once."""
+    """What was observed in one training, which several tests share.
+
+    The training is run at the first access.
+    """
     if type(self)._life is None:
       type(self)._life = live(self.case, self.new_cluster)
     return self._life
@@ -399,7 +457,10 @@ class RuleSuite(Interface):
     self.assertEqual(steps[-1], LAST)
 
   def test_no_update_after_the_step_to_stop_at(self):
-    """The replicas had time to go beyond it until they were ended."""
+    """Checks that replicas make no update beyond the step to stop at.
+
+    They have time to do so until they are ended.
+    """
     self.assertEqual(self.life.resumed_at, TAKEN_OVER)
     self.assertEqual(self.life.step, LAST)
 

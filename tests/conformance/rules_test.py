@@ -1,4 +1,4 @@
-"""Every update rule passes the same tests; see `rule_suite`."""
+"""Tests all update rules of the registry by the tests of `rule_suite`."""
 
 import itertools
 

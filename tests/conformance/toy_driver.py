@@ -1,7 +1,7 @@
-"""A toy driver: one machine that takes every batch in two halves.
+"""A simple driver for tests: one process that takes every batch in two halves.
 
-Written by following CONTRIBUTING.md, to see what a new driver needs. A step
-computes the gradients of both halves, one after the other, from the same
+It was written by following CONTRIBUTING.md, to see what a new driver needs. A
+step computes the gradients of both halves, one after the other, from the same
 variables, and applies their mean.
 """
 
@@ -18,12 +18,17 @@ _CPU = "/device:CPU:0"
 
 
 class Halves(driver_base.Driver):
-  """The driver of one process that makes every step from two half batches."""
+  """A driver of one process that computes each batch as two halves."""
 
   is_chief = True
 
   def __init__(self, replica_fn, rule_fn):
-    """Builds the variables; arguments as in `driver_suite.DriverCase`."""
+    """Builds the replica, the update rule and the variables.
+
+    Args:
+      replica_fn: Builds the replica.
+      rule_fn: Maps the number of replicas to an update rule.
+    """
     self.replica = replica_fn()
     self.store = one_machine.single_store(
       self.replica.shared, _CPU, resources.new_namespace("halves")

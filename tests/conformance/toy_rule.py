@@ -1,9 +1,10 @@
-"""A toy update rule: every update is the sum of the last two gradients.
+"""A simple update rule for tests: an update is the sum of two gradients.
 
-Written by following CONTRIBUTING.md, to see what a new rule needs. A replica
-sends its whole set of gradients, dense, to one queue on PS task 0, and waits
-for its reply. The chief takes one message after the other, adds to it the
-gradients of the one before, and makes an update. Nothing is refused.
+It was written by following CONTRIBUTING.md, to see what a new rule needs. A
+replica sends all its gradients, as dense tensors, to one queue on PS task 0,
+and waits for a reply. The chief takes one message after the other, adds to its
+gradients those of the message before, and makes an update. No gradients are
+refused.
 """
 
 import tensorflow as tf
@@ -20,7 +21,7 @@ _REPLICAS = 2
 
 
 class SumOfTwo(rule_base.OptimizerRule):
-  """Applies each gradient together with the one before it."""
+  """An update rule that applies each gradient together with the one before."""
 
   total_num_replicas = _REPLICAS
 
@@ -133,7 +134,11 @@ class SumOfTwo(rule_base.OptimizerRule):
 
   @tf.function(autograph=False)
   def _next(self):
-    """Takes one message, and makes the update if it has gradients."""
+    """Takes one message of a replica, and makes an update if it has gradients.
+
+    Returns:
+      The header and the loss of the message, and the global step after it.
+    """
     with tf.device(self._device):
       header, loss, *gradients = self._inbox.dequeue()
       header = tf.ensure_shape(header, [4])
@@ -152,7 +157,7 @@ class SumOfTwo(rule_base.OptimizerRule):
     ]
 
     def take_sums(task):
-      """The shards of the sums that are on PS task `task`."""
+      """Returns the parts of the summed gradients that PS `task` applies."""
       return [
         self._store.split(self._store.contributed[position], sums[position])[
           number
@@ -217,7 +222,10 @@ class SumOfTwo(rule_base.OptimizerRule):
 
   @tf.function(autograph=False)
   def _answer_to_the_end(self):
-    """Answers `ENDED` to every replica that comes, until a wake-up."""
+    """Answers every replica that the training has ended, until interrupted.
+
+    `interrupt` puts the message that ends this loop into the queue.
+    """
 
     def answer(kind):
       del kind

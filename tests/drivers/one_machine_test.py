@@ -1,5 +1,6 @@
 """Tests for drivers.one_machine: towers in one program."""
 
+import functools
 import tempfile
 
 import keras
@@ -39,25 +40,29 @@ def _driver(
 _state = word_model.state_of
 
 
+@functools.cache
+def _trained(num_towers, rule):
+  """The steps of a training, and its state after them."""
+  options = {}
+  if rule == "all":
+    options = {
+      "clip_replica_norm": 0.4,
+      "clip_mean_norm": 0.3,
+      "loss_scale": 64.0,
+    }
+  optimizer = keras.optimizers.Adam(0.05) if options else None
+  driver = _driver(num_towers, optimizer, **options)
+  steps = [driver.step() for _ in range(NUM_STEPS)]
+  return steps, _state(driver)
+
+
 class EquivalenceTest(stores.TestCase):
   """N towers on N parts of a batch are one device on the whole of it."""
 
   @parameterized.product(num_towers=[1, 2, 3, 4], rule=["plain", "all"])
   def test_towers(self, num_towers, rule):
-    options = {}
-    if rule == "all":
-      options = {
-        "clip_replica_norm": 0.4,
-        "clip_mean_norm": 0.3,
-        "loss_scale": 64.0,
-      }
-    results = []
-    for number in (0, num_towers):
-      optimizer = keras.optimizers.Adam(0.05) if options else None
-      driver = _driver(number, optimizer, **options)
-      steps = [driver.step() for _ in range(NUM_STEPS)]
-      results.append((steps, _state(driver)))
-    (one, one_state), (many, many_state) = results
+    one, one_state = _trained(0, rule)
+    many, many_state = _trained(num_towers, rule)
     self.assertEqual([s.global_step for s in many], [1, 2, 3, 4, 5])
     self.assertEqual([s.num_examples for s in many], [BATCH] * NUM_STEPS)
     np.testing.assert_allclose(

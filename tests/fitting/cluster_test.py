@@ -390,7 +390,10 @@ def test_the_script_of_the_documentation_alone(tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "words"),
   [
-    (["absent.py"], "the script must be a Python file. Received: absent.py."),
+    (
+      ["absent.py"],
+      "the script must be a Python file that exists. Received: absent.py.",
+    ),
     (
       [
         "--timeline=x",

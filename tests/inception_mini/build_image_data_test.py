@@ -219,7 +219,7 @@ def test_other_files_are_left_out(photos, tmp_path, capsys):
   (photos / "cat" / "notes.txt").write_text("about")
   (photos / "cat" / ".hidden.jpg").write_text("thumbnail")
   assert build(photos, tmp_path / "out").num_examples == 21
-  assert "train: 2 left out" in capsys.readouterr().err
+  assert "train: left out 2 paths" in capsys.readouterr().err
 
 
 def test_images_may_lie_deeper(photos, tmp_path):

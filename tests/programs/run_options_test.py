@@ -147,7 +147,7 @@ class CheckTest(parameterized.TestCase):
       "variables": {"on": "mirrored"},
       "layers": {"conv*": 0, "local*": 1},
     }
-    self._refused("`layers` needs towers", _options, document)
+    self._refused("`layers` must be absent", _options, document)
 
   @parameterized.named_parameters(
     ("plain", {"rules": ("async",)}),

@@ -388,7 +388,7 @@ class SwitchingTest(stores.TestCase):
     (
       "several",
       lambda inner: [_async(inner), _sync(inner, 4, 2)],
-      "one contribution.*4 of 2",
+      "one contribution.*4 contributions of 2",
     ),
     (
       "ways_to_read",

@@ -233,7 +233,7 @@ def test_optional_names_start_afresh(tmp_path):
   )
   assert checkpoints.describe(restored) == (
     f"restored {path}; initialized: slots/w/k, slots/w/v; "
-    "in it, but not used: slots/w/k, slots/w/m"
+    "in the checkpoint, but not used: slots/w/k, slots/w/m"
   )
   np.testing.assert_array_equal(here.values["variables/w"], [1.0, 2.0])
   np.testing.assert_array_equal(here.values["slots/w/v"], [7.0])
@@ -248,7 +248,8 @@ def test_new_averages_start_at_the_restored_variables(tmp_path):
   )
   np.testing.assert_array_equal(here.values["averages/w"], [1.0, 2.0])
   assert checkpoints.describe(restored) == (
-    f"restored {path}; averages not in it, set to their variables: averages/w"
+    f"restored {path}; missing averages, which start at their variables:"
+    " averages/w"
   )
 
 

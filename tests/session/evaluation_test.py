@@ -205,7 +205,7 @@ def test_deleted_checkpoint_is_skipped(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(checkpoints, "latest", latest_then_deleted)
   assert follow(tmp_path, time) == (0.2, [(5.0, 2)])
   assert capsys.readouterr().out.splitlines() == [
-    f"skipped {path}: deleted before it was read",
+    f"skipped {path}: the training deleted it before it was read",
     f"evaluating {tmp_path}/model.ckpt-2",
   ]
 

@@ -352,7 +352,7 @@ class PlanTest(parameterized.TestCase):
     ("other_variable", lambda spec: placement.split(_spec("w", 4), [0])),
   )
   def test_refuses_a_policy_that_does_not_cover(self, place):
-    message = "`policy` must return `split` pieces .*'v'. Received: "
+    message = "`policy` must return shards of `split` .*'v'. Received: "
     with self.assertRaisesRegex(ValueError, message):
       placement.plan([_spec("v", 4)], lambda specs: [place(specs[0])])
 

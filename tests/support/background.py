@@ -1,4 +1,4 @@
-"""Calls that may wait, in threads that no test waits for too long."""
+"""Runs calls that may wait in threads, so that no test waits for too long."""
 
 import threading
 
@@ -11,7 +11,7 @@ WATCH_SECS = 0.2
 
 
 class Call:
-  """One call, in a daemon thread of its own."""
+  """Calls a function in a daemon thread of its own."""
 
   def __init__(self, function, *args):
     self._result = self._error = None
@@ -26,16 +26,21 @@ class Call:
     self._thread.start()
 
   def is_alive(self) -> bool:
-    """Whether it has not returned yet."""
+    """Returns whether the function has not returned yet."""
     return self._thread.is_alive()
 
   def waits(self) -> bool:
-    """Whether it has not returned, after a while."""
+    """Returns whether the function has not returned after 0.2 seconds."""
     self._thread.join(WATCH_SECS)
     return self._thread.is_alive()
 
   def result(self):
-    """What it returned, or raises what it raised."""
+    """Waits until the function returns, and returns its result.
+
+    Raises:
+      AssertionError: If the function has not returned after 100 seconds.
+      BaseException: What the function raised.
+    """
     self._thread.join(DEADLINE_SECS)
     if self._thread.is_alive():
       raise AssertionError("the call did not return")
@@ -45,7 +50,10 @@ class Call:
 
 
 def run_all(function, count: int) -> list:
-  """The results of `function(0)`, ..., `function(count - 1)`, all at once."""
+  """Returns the results of `function(0)`, ..., `function(count - 1)`.
+
+  All calls run at the same time, in threads.
+  """
   calls = [Call(function, number) for number in range(count)]
   return [call.result() for call in calls]
 
@@ -55,9 +63,10 @@ _idle = {}
 
 
 class TestCase(stores.TestCase):
-  """Tests of calls that wait, with clients that several tests use by turns.
+  """Base class of tests of calls that wait, which share their clients.
 
-  To trace what a client does takes most of the time.
+  A client is an object whose calls are tested. Tracing its functions takes most
+  of a test's time, so later tests use it again.
   """
 
   def setUp(self):
@@ -72,7 +81,15 @@ class TestCase(stores.TestCase):
     self.assertTrue(call.waits(), "it should have waited")
 
   def borrow(self, key, make):
-    """A client as new, not to be closed: from `make()`, or after `reset`."""
+    """Returns a client for one test, which must not close it.
+
+    A client is an object whose calls are tested.
+
+    Args:
+      key: Identifies equal clients.
+      make: Makes a client. An existing one, whose test has ended, is used
+        instead, after a call of its `reset`.
+    """
     client = _idle.pop(key, None)
     if client is None:
       client = make()

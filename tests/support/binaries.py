@@ -1,4 +1,4 @@
-"""What the tests of the CIFAR-10 binaries share."""
+"""Helpers that the tests of the CIFAR-10 binaries share."""
 
 import os
 import pathlib
@@ -27,12 +27,12 @@ TEST_FILES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 
 
 def command(module: str, *flags: str) -> list[str]:
-  """The command line of a binary."""
+  """Returns the command line of a binary, given as a module name and flags."""
   return [sys.executable, "-m", module, *flags]
 
 
 def environ() -> dict[str, str]:
-  """An environment without GPUs and without a cluster."""
+  """Returns environment variables that hide GPUs and name no cluster."""
   variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
   variables.pop("TF_CONFIG", None)
   return variables
@@ -41,7 +41,7 @@ def environ() -> dict[str, str]:
 def run(
   module: str, *flags: str, timeout: float = 300
 ) -> subprocess.CompletedProcess:
-  """Runs a binary to its end."""
+  """Runs a binary to its end, and returns its exit status and its output."""
   return subprocess.run(
     command(module, *flags),
     cwd=ROOT,
@@ -54,7 +54,7 @@ def run(
 
 
 def succeed(module: str, *flags: str, timeout: float = 300) -> str:
-  """Runs a binary, which ends well; returns what it printed."""
+  """Runs a binary that must end with status 0, and returns its stdout."""
   result = run(module, *flags, timeout=timeout)
   assert result.returncode == 0, result.stdout + result.stderr
   assert "Traceback" not in result.stderr
@@ -62,7 +62,14 @@ def succeed(module: str, *flags: str, timeout: float = 300) -> str:
 
 
 def refuse(module: str, words: str, *flags: str, status: int = 2) -> None:
-  """Runs a binary, which ends with one line of error and nothing else."""
+  """Runs a binary that must end with one line of error on stderr.
+
+  Args:
+    module: The module name of the binary.
+    words: Text that the line must contain.
+    *flags: The flags of the binary.
+    status: The exit status that the binary must have.
+  """
   result = run(module, *flags, timeout=300)
   assert result.returncode == status, result.stdout + result.stderr
   (error,) = result.stderr.splitlines()
@@ -71,7 +78,7 @@ def refuse(module: str, words: str, *flags: str, status: int = 2) -> None:
 
 
 def assert_tidy(output: str) -> None:
-  """Checks that no line is of TensorFlow, and that none is there twice."""
+  """Checks that `output` has no lines of TensorFlow and no line twice."""
   lines = [re.sub(r"^\[\w+ \d\] ", "", line) for line in output.splitlines()]
   assert not [line for line in lines if _OF_TENSORFLOW.search(line)], output
   told = [line for line in lines if line.strip(" -")]
@@ -79,12 +86,19 @@ def assert_tidy(output: str) -> None:
 
 
 def logged_steps(output: str) -> list[int]:
-  """The steps of all log lines."""
+  """Returns the global steps of all log lines in `output`."""
   return [int(step) for step, _ in LOG_LINE.findall(output)]
 
 
 def save_checkpoint(train_dir, *, seed: int, average_seed: int) -> str:
-  """Writes a checkpoint of two untrained networks: weights and averages."""
+  """Writes a checkpoint of an untrained network, and returns its path.
+
+  Args:
+    train_dir: Directory of the checkpoint.
+    seed: Seed of the weights.
+    average_seed: Seed of another network, whose weights are saved as the moving
+      averages.
+  """
   values = {"global_step": np.int64(7)}
   for prefix, number in (("variables", seed), ("averages", average_seed)):
     for weight in model.build(seed=number).weights:
@@ -93,7 +107,11 @@ def save_checkpoint(train_dir, *, seed: int, average_seed: int) -> str:
 
 
 def make_record_files(data_dir: pathlib.Path) -> None:
-  """Makes files of the official layout: grey noise, classes by turns."""
+  """Makes CIFAR-10 files in the layout of the official binary version.
+
+  The test images are random noise whose labels take turns. The training files
+  have the right size but hold zeros only.
+  """
   size, number = 3073, 10_000
   records = np.random.default_rng(0).integers(
     0, 256, [number, size], dtype=np.uint8

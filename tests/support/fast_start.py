@@ -1,4 +1,4 @@
-"""Imports TensorFlow as the binaries do; for the tests' own tasks."""
+"""Imports TensorFlow in the way of the training binaries, for test tasks."""
 
 from tf_replicas.runtime import processes
 

@@ -1,11 +1,11 @@
-"""A data set of TensorFlow Datasets that downloads nothing."""
+"""Defines a data set of TensorFlow Datasets that downloads nothing."""
 
 import numpy as np
 import tensorflow_datasets as tfds
 
 
 class Grey(tfds.core.GeneratorBasedBuilder):
-  """Three grey images, which TensorFlow encodes."""
+  """A data set of three grey images. TensorFlow ops encode them."""
 
   VERSION = tfds.core.Version("1.0.0")
 

@@ -7,7 +7,7 @@ import keras
 
 
 def make(name: str, *args, **kwargs) -> keras.optimizers.Optimizer:
-  """Makes an optimizer; skips the test if it is missing or not supported.
+  """Makes a Keras optimizer, or skips the test if Keras does not support it.
 
   Args:
     name: The name of a class of `keras.optimizers`.
@@ -27,7 +27,7 @@ def make(name: str, *args, **kwargs) -> keras.optimizers.Optimizer:
 
 
 def require(name: str, *arguments: str) -> None:
-  """Skips the test, or the module that calls this, without that optimizer.
+  """Skips the calling test or module if Keras lacks an optimizer.
 
   Args:
     name: The name of a class of `keras.optimizers`.

@@ -1,4 +1,4 @@
-"""One replica of a test, whose steps the test makes one by one."""
+"""Defines a replica whose steps a test makes one by one."""
 
 import functools
 
@@ -9,14 +9,25 @@ from tf_replicas.rules import step_token
 
 
 class Runner:
-  """A `ReplicaLoop` outside of any driver.
+  """Makes the steps of a replica one by one, without a driver.
+
+  A driver would make them in a loop. A *token* is the update rule's answer to
+  the gradients of a step.
 
   Attributes:
-    loop: The loop.
+    loop: The object that makes the steps.
   """
 
   def __init__(self, rule, store, replica, iterator, index):
-    """As the attributes of `ReplicaLoop`; `store` is that of the rule."""
+    """Prepares the functions that make the steps.
+
+    Args:
+      rule: The update rule.
+      store: The variables of the update rule.
+      replica: Computes the gradients.
+      iterator: The iterator over the replica's batches.
+      index: The number of the replica.
+    """
     self.loop = replica_loop.ReplicaLoop(
       rule,
       replica,
@@ -34,12 +45,21 @@ class Runner:
     )
 
   def begin(self) -> step_token.StepToken:
-    """Reads what the first step starts from."""
+    """Reads the parameters and whatever else the first step needs.
+
+    Returns:
+      The first token, which says at which global step the replica begins.
+    """
     self.carried = self._begin()
     return self.token
 
   def step(self) -> step_token.StepToken:
-    """Makes one step; the token after it, as Python numbers."""
+    """Computes and sends the gradients of one batch.
+
+    Returns:
+      The token that ends the step (the update rule's answer to the gradients),
+      as Python numbers.
+    """
     has_tag = self.token.preadmitted_tag != step_token.NO_TAG
     run = self._hand_over if has_tag else self._offer
     self.carried = run(*self.carried)
@@ -47,11 +67,17 @@ class Runner:
 
   @property
   def token(self) -> step_token.StepToken:
-    """The last token, as Python numbers."""
+    """The last token, which is the rule's answer to the last gradients.
+
+    Its values are Python numbers.
+    """
     (token,) = step_token.LAYOUT.unpack_rows(self.carried[0].numpy()[None])
     return token
 
   @property
   def state(self) -> list[tf.Tensor]:
-    """What the replica carries."""
+    """The tensors that the update rule carries from step to step.
+
+    The parameters are the first of them.
+    """
     return list(self.carried[1:])

@@ -1,4 +1,4 @@
-"""Slurm of one node on this machine, for tests: its daemons, and their end."""
+"""Runs Slurm with one node on this machine, for tests."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ _START_SECS = 30.0
 
 
 def missing() -> str:
-  """Why Slurm cannot run here; "" if it can."""
+  """Returns the reason why Slurm cannot run on this machine; "" if it can."""
   if os.geteuid():
     return "slurmd starts jobs as root only"
   absent = [name for name in _COMMANDS if not shutil.which(name, path=_path())]
@@ -35,12 +35,13 @@ def _path() -> str:
 
 @contextlib.contextmanager
 def running(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Slurm with a node of this machine; the path of its configuration.
+  """Runs Slurm, with this machine as its node, inside this context.
 
-  At the end it cancels the jobs, and stops the daemons.
+  The context yields the path of Slurm's configuration file. At its end, all
+  jobs are canceled and the daemons are stopped.
 
   Args:
-    directory: Where everything is that it writes.
+    directory: Directory of all files that Slurm writes.
   """
   key, munge = directory / "key", directory / "munge.socket"
   key.write_bytes(secrets.token_bytes(128))
@@ -120,7 +121,17 @@ def _configuration(directory: pathlib.Path, munge: pathlib.Path) -> str:
 
 
 def _await(condition, process: subprocess.Popen, directory: pathlib.Path):
-  """Waits for a condition that a daemon brings about."""
+  """Waits until a condition holds that a daemon of Slurm brings about.
+
+  Args:
+    condition: Returns whether the condition holds.
+    process: The daemon.
+    directory: Directory of the daemons' output.
+
+  Raises:
+    AssertionError: If the daemon ends, or the condition does not hold after 30
+      seconds. The message has the output of all daemons.
+  """
   deadline = time.monotonic() + _START_SECS
   while not condition():
     if process.poll() is not None or time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""Parameter stores inside the test's own process.
+"""Makes parameter stores (variables on PS tasks) inside the test's process.
 
-Logical CPU devices stand in for the PS tasks. Shared resources outlive a test,
-so every test gets a namespace of its own.
+Logical CPU devices stand in for the PS tasks. Shared variables outlive a test,
+so every test gets a namespace, a scope for their names, of its own.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ tf.config.set_logical_device_configuration(
 
 
 def device(task: int) -> str:
-  """What stands in for PS task `task`."""
+  """Returns the logical CPU device that stands in for PS task `task`."""
   return f"/device:CPU:{task}"
 
 
@@ -31,25 +31,42 @@ def spec(path, shape, *, dtype="float32", trainable=True):
 
 
 class TestCase(parameterized.TestCase):
-  """Every test has a namespace of its own; see `namespace`."""
+  """Base class of tests that use parameter stores in their own process.
+
+  Every test gets a new namespace, a scope for the names of shared variables,
+  which `namespace` returns.
+  """
 
   def setUp(self):
     super().setUp()
     self.new_cluster()
 
   def new_cluster(self):
-    """Takes a new namespace, as if all servers had just started."""
+    """Begins a new namespace, in which no shared variable exists yet.
+
+    For the test, this is as if all servers had just started.
+    """
     global _current
     _current = resources.new_namespace("test")
 
 
 def namespace() -> resources.Namespace:
-  """The namespace of the test, or of what follows its last `new_cluster`."""
+  """Returns the namespace (scope of shared variables' names) of the test.
+
+  After a call of `new_cluster`, this is the namespace that the call began.
+  """
   return _current
 
 
 def attach(specs, num_tasks=1, policy=None, wire_dtype=None):
-  """A store of these variables, without values; greedy unless told."""
+  """Returns a parameter store whose variables have no values yet.
+
+  Args:
+    specs: The names, shapes and dtypes of the variables.
+    num_tasks: Number of PS tasks, for which CPU devices stand in.
+    policy: Places variables on tasks; None for `GreedyByBytes`.
+    wire_dtype: Dtype in which parameters are sent; None for their own.
+  """
   if policy is None:
     policy = placement.GreedyByBytes(num_tasks)
   return parameter_store.ParameterStore(
@@ -63,7 +80,14 @@ def attach(specs, num_tasks=1, policy=None, wire_dtype=None):
 
 
 def create(values, num_tasks=1, policy=None):
-  """A store that holds `values`, arrays by path; all of them trainable."""
+  """Returns a parameter store whose variables have values.
+
+  Args:
+    values: The values, arrays by the paths of the variables. All variables are
+      trainable.
+    num_tasks: Number of PS tasks, for which CPU devices stand in.
+    policy: Places variables on tasks; None for `GreedyByBytes`.
+  """
   specs = [
     spec(path, np.shape(value), dtype=np.asarray(value).dtype.name)
     for path, value in values.items()
@@ -76,7 +100,10 @@ def create(values, num_tasks=1, policy=None):
 
 
 def cut(num_tasks):
-  """A policy that cuts whatever can be cut, one shard per task."""
+  """Returns a placement policy that cuts all variables into shards.
+
+  A variable gets one shard for each task, as far as its size allows.
+  """
   return placement.Partitioned(num_tasks, min_shard_bytes=1)
 
 

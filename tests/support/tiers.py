@@ -1,8 +1,9 @@
-"""Which tier a test belongs to, and the guard of those that start nothing.
+"""Finds the tier of a test, and keeps tests of the tier `unit` from processes.
 
-The tier follows from the code of a test: of its function and its parameters, of
-the fixtures that it uses, and of what these name in `tests`. Where that code
-does not say it, `EXCEPTIONS` does.
+A *tier* is a group of tests that start processes of the same kind, such as
+"unit" (none) or "cluster". The tier of a test follows from the code of its
+function, its parameters and its fixtures, and from the code in `tests` that
+these call. For tests whose code does not show it, `EXCEPTIONS` has the tier.
 """
 
 import ast
@@ -26,6 +27,15 @@ TIERS = {
 # A test that takes longer hangs. On a busy machine all of them are slow, and
 # `trials.DEADLINE_SECS` should strike first, as its error shows the logs.
 DEADLINE_SECS = {"unit": 300, "program": 600, "cluster": 900, "faults": 900}
+
+# About how long a test takes with two workers on two cores, with its share of
+# the fixtures, in seconds.
+_SECS = {"unit": 0.2, "program": 2.0, "cluster": 12.0, "faults": 20.0}
+# Those that take far longer. Beginnings of node ids.
+LONG_SECS = {
+  "tests/notebooks_test.py::test_what_a_slow": 90.0,
+  "tests/fitting/keras_fit_test.py": 1.0,
+}
 
 # Beginnings of node ids. The longest that fits counts.
 EXCEPTIONS = {
@@ -85,10 +95,10 @@ EXCEPTIONS = {
   "tests/drivers/mirrored_test.py::TestProcesses::test_a_killed": "faults",
 }
 
-# In the README's test command: one of each kind of use.
+# In the README's test command: one of each kind of use, with all tests of the
+# same cluster, which is started once.
 QUICK = (
-  "tests/async_oracle_test.py::test_real_processes",
-  "tests/cifar10/distributed_train_test.py::TestTraining::test_both_drivers",
+  "tests/async_oracle_test.py",
   "tests/drivers/between_graph_test.py::test_backup",
   "tests/drivers/between_graph_test.py::test_two_workers",
   "tests/drivers/in_graph_test.py::test_two_workers",
@@ -103,15 +113,32 @@ _ENDS = {"kill", "send_signal", "SIGKILL", "SIGSTOP", "SIGTERM"}
 
 
 def of(item: pytest.Item) -> str:
-  """The tier of a test."""
+  """Returns the tier of a test: a key of `TIERS`, such as "unit".
+
+  The tier says which kinds of processes the test starts.
+  """
   told = [name for name in EXCEPTIONS if item.nodeid.startswith(name)]
   if told:
     return EXCEPTIONS[max(told, key=len)]
   return of_functions(_functions(item), item.cls)
 
 
+def secs(item: pytest.Item) -> float:
+  """About how long a test takes, in seconds."""
+  for name, found in LONG_SECS.items():
+    if item.nodeid.startswith(name):
+      return found
+  return _SECS[of(item)]
+
+
 def of_functions(functions: Iterable[object], cls: type | None) -> str:
-  """The tier of a test that runs these functions; `cls` is their `self`."""
+  """Returns the tier of a test (a key of `TIERS`) from its functions.
+
+  Args:
+    functions: The functions that the test runs.
+    cls: The class of the test, to which their `self` belongs; None if there is
+      no class.
+  """
   facts = frozenset().union(*(_facts(each, cls) for each in functions))
   if "starts" not in facts:
     return "unit"
@@ -121,7 +148,7 @@ def of_functions(functions: Iterable[object], cls: type | None) -> str:
 
 
 def _functions(item: pytest.Item) -> Iterator[object]:
-  """Of the test, of its class and of its fixtures."""
+  """Yields the function of a test, its `setUp` methods and its fixtures."""
   yield item.function
   for name in ("setUp", "setUpClass"):
     if hasattr(item.cls, name):
@@ -132,7 +159,19 @@ def _functions(item: pytest.Item) -> Iterator[object]:
 
 @functools.cache
 def _facts(function: object, cls: type | None) -> frozenset[str]:
-  """What the code of `tests` that `function` reaches does."""
+  """Finds out from its source code what kinds of processes a function starts.
+
+  The code in `tests` that the function names is searched too.
+
+  Args:
+    function: The function.
+    cls: The class to which `self` in the function belongs; None if there is
+      none.
+
+  Returns:
+    Words among "starts" (a process), "cluster" (of processes) and "ends" (kills
+    or stops processes).
+  """
   facts, seen, left = set(), set(), [function]
   while left:
     code = _plain(left.pop())
@@ -158,7 +197,10 @@ def _facts(function: object, cls: type | None) -> frozenset[str]:
 
 
 def _plain(value: object) -> types.FunctionType | None:
-  """The function that a call of `value` runs, if it is one of `tests`."""
+  """Returns the Python function that runs when `value` is called.
+
+  None means that the function is not in `tests`, or that there is none.
+  """
   while isinstance(value, functools.partial):
     value = value.func
   if isinstance(value, type):
@@ -173,7 +215,7 @@ def _plain(value: object) -> types.FunctionType | None:
 
 @functools.cache
 def _definitions(path: str) -> dict[int, ast.AST]:
-  """The functions of a file by their first lines."""
+  """Returns the syntax tree of each function in a file, by its first line."""
   if not os.path.exists(path):  # Made while it ran, as by `dataclasses`.
     return {}
   with open(path, encoding="utf-8") as file:
@@ -188,7 +230,16 @@ def _definitions(path: str) -> dict[int, ast.AST]:
 def _named(
   node: ast.AST, names: dict, cls: type | None
 ) -> Iterator[tuple[str, object]]:
-  """The last name and the value of what the code refers to."""
+  """Yields all names that the code of a function refers to, with their values.
+
+  Args:
+    node: The syntax tree of the function.
+    names: The global variables of its module.
+    cls: The class to which `self` in the function belongs.
+
+  Yields:
+    (last part of a dotted name, its value or None).
+  """
   for part in ast.walk(node):
     if isinstance(part, ast.Name):
       yield part.id, names.get(part.id)
@@ -201,7 +252,7 @@ def _named(
 
 
 class ProcessStarted(AssertionError):
-  """A test of the tier `unit` starts a process."""
+  """Raised if a test of the tier `unit` starts a process, which it must not."""
 
 
 _SPAWN = "tests.spawn"
@@ -217,11 +268,12 @@ _EVENTS = {
 
 
 class Guard:
-  """Refuses to start a process while it is up.
+  """Raises `ProcessStarted` in code that starts a process, while it is active.
 
   Attributes:
-    is_up: Whether it refuses.
-    refused: What it refused, for those who hide its error.
+    is_up: Whether the guard is active.
+    refused: Descriptions of the refused starts, for code that catches the
+      error.
   """
 
   def __init__(self):

@@ -1,4 +1,4 @@
-"""Clusters of real processes, for tests."""
+"""Starts clusters of real processes for tests."""
 
 import contextlib
 import json
@@ -40,7 +40,14 @@ DEADLINE_SECS = 400.0
 
 
 def document(ps: int, workers: int, chief: int = 0, **variables) -> dict:
-  """A cluster spec of this machine, with settings of its `variables`."""
+  """Returns a cluster spec, as JSON-like dicts, of tasks on this machine.
+
+  Args:
+    ps: Number of parameter servers.
+    workers: Number of workers.
+    chief: Number of `chief` tasks, 0 or 1.
+    **variables: Settings in the section `variables` of the spec.
+  """
   jobs = {"ps": ps, "worker": workers, "chief": chief}
   return {
     "cluster": {job: ["localhost:0"] * n for job, n in jobs.items() if n},
@@ -52,13 +59,16 @@ def document(ps: int, workers: int, chief: int = 0, **variables) -> dict:
 def running(
   command: Sequence[object], *, environ: Mapping[str, str] = ENVIRON, **more
 ) -> Iterator[subprocess.Popen]:
-  """A program, and all that it prints; killed at the deadline, or at the end.
+  """Runs a program inside this context, which yields the process.
+
+  The program's output can be read from the process. The program is killed at
+  the end of the context, or after 400 seconds.
 
   Args:
-    command: Its command line.
-    environ: Its environment.
-    **more: Of `subprocess.Popen`; by default it runs in the root of the
-      repository, and `stderr` goes where `stdout` does.
+    command: The command line of the program.
+    environ: The environment variables of the program.
+    **more: Further arguments of `subprocess.Popen`. By default the program runs
+      in the root of the repository, and its stderr is part of its stdout.
   """
   more = {"stderr": subprocess.STDOUT, "cwd": ROOT, **more}
   process = subprocess.Popen(
@@ -84,7 +94,16 @@ def python(
   cwd: str | os.PathLike = ROOT,
   environ: Mapping[str, str] = ENVIRON,
 ) -> subprocess.CompletedProcess:
-  """Runs this Python interpreter to its end; its output is text."""
+  """Runs a new process of this Python interpreter to its end.
+
+  Args:
+    *arguments: The arguments of the interpreter, such as the path of a script.
+    cwd: The working directory.
+    environ: The environment variables.
+
+  Returns:
+    The exit status and the output, as text.
+  """
   return subprocess.run(
     [sys.executable, *arguments],
     cwd=cwd,
@@ -97,7 +116,11 @@ def python(
 
 
 def read_until(words: str, process: subprocess.Popen) -> str:
-  """What it prints, up to the first line with `words`."""
+  """Returns the output of a process up to the first line that has `words`.
+
+  Raises:
+    AssertionError: If the process ends before it prints such a line.
+  """
   output = []
   for line in process.stdout:
     output.append(line)
@@ -107,18 +130,22 @@ def read_until(words: str, process: subprocess.Popen) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-  """The processes that a process, all its threads and those have started."""
+  """Returns the ids of a process's children, of their children and so on."""
   threads = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
   children = [int(c) for path in threads for c in path.read_text().split()]
   return children + [d for child in children for d in descendants(child)]
 
 
 class Trial:
-  """A scenario of `cluster_task`, or `program`, on a cluster of its own.
+  """A cluster of real processes that plays a scenario for one test.
+
+  A scenario is a function of `cluster_task`, or of another program, which every
+  task calls. Test and tasks tell each other that something has happened by
+  marks, which are empty files.
 
   Attributes:
     spec: The cluster.
-    directory: Where the tasks leave marks and reports.
+    directory: The directory of the marks, and of the reports of the tasks.
     tasks: The running processes.
   """
 
@@ -159,19 +186,31 @@ class Trial:
     self._deadline = time.monotonic() + DEADLINE_SECS
 
   def mark(self, name: str) -> None:
-    """Tells the tasks that something happened."""
+    """Tells the tasks that something has happened, by an empty file.
+
+    Args:
+      name: What has happened: the name of the file.
+    """
     (self.directory / name).touch()
 
   def await_mark(self, name: str) -> None:
-    """Waits until a task, or the test, said that `name` happened."""
+    """Waits until a task, or the test, has said that something has happened.
+
+    Args:
+      name: What has to happen, as given to `mark`.
+    """
     self.await_that(lambda: (self.directory / name).exists(), name)
 
   def await_log(self, task: cluster.Task, words: str) -> None:
-    """Waits until `task` printed `words`."""
+    """Waits until `task` has printed text that contains `words`."""
     self.await_that(lambda: words in self.tasks.log(task), words)
 
   def await_end(self, *tasks: cluster.Task) -> None:
-    """Waits until these tasks, or all, have ended by themselves."""
+    """Waits until tasks have ended by themselves.
+
+    Args:
+      *tasks: The tasks; all tasks of the cluster if none are given.
+    """
     for task in tasks or self.spec.tasks():
       self.await_that(
         lambda task=task: self.tasks.returncode(task) is not None,
@@ -179,7 +218,7 @@ class Trial:
       )
 
   def ends_within(self, task: cluster.Task, secs: float) -> bool:
-    """Whether `task` ends by itself within `secs`."""
+    """Returns whether `task` ends by itself in the next `secs` seconds."""
     deadline = time.monotonic() + secs
     while self.tasks.returncode(task) is None:
       if time.monotonic() > deadline:
@@ -188,10 +227,15 @@ class Trial:
     return True
 
   def await_that(self, condition, what: str) -> None:
-    """Polls `condition`.
+    """Waits until a condition holds.
+
+    Args:
+      condition: Returns whether the condition holds.
+      what: What is waited for, for the error message.
 
     Raises:
-      TimeoutError: With all logs, at the deadline or once every task has ended.
+      TimeoutError: If the condition does not hold at the deadline of the trial,
+        or once every task has ended. The message has the output of all tasks.
     """
     while True:
       codes = [self.tasks.returncode(task) for task in self.spec.tasks()]
@@ -205,7 +249,7 @@ class Trial:
   def await_success(self) -> None:
     """Waits until every task has ended by itself, with status 0.
 
-    To leave is a matter of seconds once the training is over.
+    A task must end within 30 seconds after the end of the training.
     """
     self.await_that(
       lambda: (self.directory / "over").exists() or any(self.codes().values()),
@@ -217,24 +261,32 @@ class Trial:
     assert not any(self.codes().values()), self.all_logs()
 
   def codes(self) -> dict[str, int | None]:
-    """Exit status by task."""
+    """Returns the exit status of each task; None if the task still runs."""
     return {str(t): self.tasks.returncode(t) for t in self.spec.tasks()}
 
   def report(self, name: str = "chief") -> dict:
-    """What a task reported."""
+    """Returns what a task has reported to the test.
+
+    Args:
+      name: Name of the report, such as "chief".
+    """
     return json.loads((self.directory / f"{name}.json").read_text())
 
   def log(self, job: str, index: int = 0) -> str:
-    """What a task printed."""
+    """Returns what the task with this job and index has printed."""
     return self.tasks.log(cluster.Task(job, index))
 
   def kill(self, task: cluster.Task) -> None:
-    """Ends a task without a chance to say anything."""
+    """Ends the process of a task at once, by SIGKILL."""
     self.tasks.kill(task, signal.SIGKILL)
 
   @contextlib.contextmanager
   def replaced(self, task: cluster.Task) -> Iterator[subprocess.Popen]:
-    """A second process of `task`, at another port; the first is given."""
+    """Starts a second process of a task, while the first one still runs.
+
+    The second process listens at another port. The context yields the first
+    process, and ends it.
+    """
     first = self.tasks._processes[task]
     spec = json.loads(self.spec.to_json())
     spec["cluster"][task.job][task.index] = "localhost:0"
@@ -247,7 +299,7 @@ class Trial:
       first.wait()
 
   def all_logs(self) -> str:
-    """What all tasks printed, for failures."""
+    """Returns the output of all tasks, for messages about failures."""
     return "\n".join(
       f"--- {task} ({self.tasks.returncode(task)})\n{self.tasks.log(task)}"
       for task in self.spec.tasks()

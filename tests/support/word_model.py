@@ -1,6 +1,7 @@
 """A small model for the tests of drivers that need no parameter servers.
 
-One batch of the whole step depends on its number alone, and replicas share it.
+The batch of an update depends only on the number of the update. The replicas
+divide it among themselves.
 """
 
 import numpy as np
@@ -17,7 +18,11 @@ PATHS = ("table", "kernel", "bias", "unused")
 
 
 def variables(seed=3):
-  """A sparsely used table, two dense variables and one without a gradient."""
+  """Makes the variables of the model, with random values.
+
+  They are a table of which few rows are used, a matrix, a bias, and a variable
+  that has no gradient.
+  """
   rng = np.random.default_rng(seed)
 
   def normal(*shape):
@@ -32,7 +37,7 @@ def variables(seed=3):
 
 
 def loss_fn(parameters, words, labels):
-  """The mean over the words."""
+  """Computes the mean cross entropy over the words of a batch."""
   table, kernel, bias, _ = parameters
   logits = tf.tanh(tf.gather(table, words)) @ kernel + bias
   return tf.reduce_mean(
@@ -41,7 +46,13 @@ def loss_fn(parameters, words, labels):
 
 
 def dataset_fn(num_shards, shard_index, start_example):
-  """Each shard is its equal part of every batch."""
+  """Returns the data set of a replica: its equal part of every batch.
+
+  Args:
+    num_shards: Number of replicas.
+    shard_index: Number of this replica.
+    start_example: Number of examples that all replicas have drawn before.
+  """
   share = BATCH // num_shards
   begin = shard_index * share
 
@@ -57,15 +68,15 @@ def dataset_fn(num_shards, shard_index, start_example):
 
 
 def poisoned(what, *, step, shard):
-  """The functions of a model whose `what` is infinite once.
+  """Makes functions of a model whose loss or gradient is infinite once.
 
   Args:
-    what: "loss" or "gradient".
-    step: The global step at which.
-    shard: For which replica.
+    what: Which of them is infinite: "loss" or "gradient".
+    step: The global step at which this happens.
+    shard: The number of the replica to which this happens.
 
   Returns:
-    (loss_fn, dataset_fn).
+    (loss_fn, dataset_fn), as a `Replica` needs them.
   """
 
   def bad_dataset_fn(num_shards, shard_index, start_example):
@@ -90,28 +101,41 @@ def poisoned(what, *, step, shard):
 
 @tf.custom_gradient
 def _no_value(x, factor):
-  """0, whose derivative with respect to `x` is `factor` everywhere."""
+  """Returns 0, but its derivative with respect to `x` is `factor`."""
   return tf.zeros([]), lambda up: (up * factor * tf.ones_like(x), None)
 
 
 def replica(devices=(), *, loss_fn=loss_fn, dataset_fn=dataset_fn, seed=3):
-  """The model as a replica."""
+  """Makes the replica of the small model.
+
+  Args:
+    devices: The devices that compute, each with a copy of the model.
+    loss_fn: The loss function.
+    dataset_fn: Makes the data set.
+    seed: Seed of the variables' initial values.
+  """
   return model_replica.Replica(variables(seed), loss_fn, dataset_fn, devices)
 
 
 def rule(optimizer, num_replicas=1, **options):
-  """A synchronous rule with moving averages."""
+  """Makes a rule of synchronous updates, with averages of the variables.
+
+  Args:
+    optimizer: The Keras optimizer.
+    num_replicas: Number of replicas, whose gradients are all used.
+    **options: Further arguments of `SyncReplicasOptimizer`.
+  """
   options.setdefault("variable_averages", moving_averages.MovingAverages(0.9))
   return sync_replicas.SyncReplicasOptimizer(optimizer, num_replicas, **options)
 
 
 def state_of(driver):
-  """What a checkpoint of the driver would hold."""
+  """Returns the arrays, by name, that a checkpoint of the driver would hold."""
   return {k: np.asarray(v) for k, v in driver.store.state().items()}
 
 
 def assert_close(ours, theirs, *, rtol=1e-5, atol=1e-6):
-  """Compares two states name by name."""
+  """Checks that two dicts of arrays have the same names and close values."""
   assert sorted(ours) == sorted(theirs), (sorted(ours), sorted(theirs))
   for name, value in theirs.items():
     np.testing.assert_allclose(

@@ -1,6 +1,6 @@
-"""One process of a test of asynchronous rules: acts when the script says so.
+"""Runs one process of a test of asynchronous updates, whose steps are scripted.
 
-Started as `cluster_task` is; the scenario is `follow_scripts`.
+The arguments are those of `cluster_task`, with the scenario `follow_scripts`.
 """
 
 import sys
@@ -32,7 +32,10 @@ _HELD = "b"
 
 
 class Held:
-  """Plain descent that worker 0 is held up in before it changes `b`."""
+  """Gradient descent, except that worker 0 waits before it changes `b`.
+
+  Each call of `Actor.open_training` lets one such change happen.
+  """
 
   def __init__(self, namespace: resources.Namespace, rate: float, worker: int):
     self._namespace = namespace
@@ -67,7 +70,7 @@ def _optimizer(
 
 
 class Actor:
-  """A replica that does what it is told, with what it read last."""
+  """A replica that reads variables and applies gradients by a script."""
 
   def __init__(self, here: cluster_task.Here, name: str, rule: dict):
     # A namespace takes no underscore.
@@ -123,7 +126,10 @@ class Actor:
     self._thread: waiting_lib.RaisingThread | None = None
 
   def _replica(self, options: dict) -> model_replica.Replica:
-    """The loss is slope / 2 * (value - target) ** 2, summed over values."""
+    """Makes the replica. Its loss sums slope / 2 * (value - target) ** 2.
+
+    The sum is over the variables. Each has a slope and a target in `options`.
+    """
     slopes = options["slopes"][self._index]
     targets = options["targets"][self._index]
 
@@ -143,7 +149,15 @@ class Actor:
     )
 
   def act(self, action: str) -> dict:
-    """Does it; what came of it, and the state after it."""
+    """Calls the method `action`, and returns what is known after it.
+
+    Args:
+      action: Name of a method of this class, such as "pull".
+
+    Returns:
+      The variables and counters on the parameter servers, and what this replica
+      read last: the global step and the variables.
+    """
     getattr(self, action)()
     return {
       "state": cluster_task.as_lists(self._store.state()),
@@ -151,28 +165,37 @@ class Actor:
     }
 
   def pull(self) -> None:
-    """Reads."""
+    """Reads the global step and the variables from the parameter servers."""
     self._note(self._runner.begin())
 
   def apply(self) -> None:
-    """Applies a gradient of what was read last."""
+    """Applies a gradient, computed from the values that were read last."""
     self._apply(self._step, self._parameters).numpy()
 
   def step(self) -> None:
-    """What the drivers do again and again."""
+    """Makes one whole step: computes and applies gradients, and reads again."""
     self._note(self._runner.step())
 
   def _note(self, token) -> None:
-    """Notes what the replica carries."""
+    """Keeps the global step and the variables that a step has read.
+
+    Args:
+      token: The answer of the update rule to this replica, with the global
+        step.
+    """
     self._step = tf.constant(token.global_step, tf.int64)
     self._parameters = self._runner.state[: len(self._store.contributed)]
 
   def begin_pull(self) -> None:
-    """Reads in a thread."""
+    """Begins to read the variables in a thread, which `join` joins."""
     self._begin(self.pull)
 
   def apply_to_gate(self) -> None:
-    """Applies in a thread, until it waits for others."""
+    """Begins to apply gradients in a thread, which bounded staleness holds up.
+
+    The thread has to wait until slower replicas have caught up. This method
+    returns once the thread waits.
+    """
     self._begin(self.apply)
 
     def waits():
@@ -182,18 +205,21 @@ class Actor:
     self._await(waits, "waiting to see this replica wait")
 
   def apply_half(self) -> None:
-    """Applies in a thread, until only `b` is left."""
+    """Begins to apply gradients in a thread, which is held up before `b`.
+
+    Returns when the first variable has changed.
+    """
     (first,) = self._store.variables(0)
     before = first.numpy()
     self._begin(self.apply)
     self._await(lambda: first.numpy() != before, "waiting for half an update")
 
   def open_training(self) -> None:
-    """Lets one update change `b`."""
+    """Lets one update that waits go on and change variable `b`."""
     self._let_go()
 
   def join(self) -> None:
-    """Waits until what was begun is done."""
+    """Waits until the thread that another action has begun has ended."""
     self._thread.join()
 
   def _begin(self, run) -> None:
@@ -205,7 +231,14 @@ class Actor:
     )
 
   def overtaken(self, times: int) -> list[int]:
-    """Of `times` assignments, which a function called next did not see."""
+    """Checks that a read sees the values that were assigned before it.
+
+    Args:
+      times: How often to assign new values and read them.
+
+    Returns:
+      The numbers of the assignments that the next read did not see.
+    """
     inner, store = self._optimizer.inner, self._store
     (rates,) = [copies.variables for _, copies in inner._copies]
 
@@ -228,12 +261,23 @@ class Actor:
     return lost
 
   def counts(self) -> list[list]:
-    """By replica: applied, and dropped, by staleness."""
+    """Returns how old the gradients of each replica were, in updates.
+
+    Returns:
+      For each replica, two lists: the numbers of applied gradients, and of
+      refused gradients, by their age.
+    """
     return [[c.staleness, c.late] for c in self._optimizer.counts()]
 
 
 def follow_scripts(here: cluster_task.Here) -> None:
-  """Each rule's script; a mark says whose turn it is."""
+  """Follows the script of each rule, as one of the workers.
+
+  A script is a list of (worker, action). Each worker waits for its turn.
+
+  Args:
+    here: This task, and the scripts.
+  """
   spec, index = here.spec, here.task.index
   members = heartbeats.Heartbeats(
     index,

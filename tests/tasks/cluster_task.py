@@ -1,9 +1,10 @@
-"""One task of a test's cluster: runs a scenario of this file, by its name.
+"""Runs one task of a test's cluster, which plays a scenario.
 
   python cluster_task.py SCENARIO ARGUMENTS JOB INDEX
 
-ARGUMENTS is a JSON document, see `conftest.Trial`, which starts it. Tasks and
-test tell each other that something happened by marks: files in a directory.
+SCENARIO is the name of a function of this file. ARGUMENTS is a JSON document
+that `tests.support.trials.Trial`, which starts the tasks, makes. Tasks and test
+tell each other that something happened by marks, which are empty files.
 """
 
 import faulthandler
@@ -52,7 +53,7 @@ POISON = 1000.0
 
 
 class Here:
-  """This task, and what its scenario needs of the outer world."""
+  """The task of this process, its cluster, and the options of its scenario."""
 
   def __init__(self, arguments: dict, job: str, index: int):
     self.spec = cluster.parse(arguments["spec"])
@@ -63,27 +64,36 @@ class Here:
 
   @property
   def serves(self) -> bool:
-    """Whether this task only serves."""
+    """Whether this task is a parameter server or an in-graph worker."""
     return self.task.job == "ps" or (
       self.is_in_graph and self.task.job == "worker"
     )
 
   @property
   def num_replicas(self) -> int:
-    """How many tasks compute gradients."""
+    """Number of tasks that compute gradients."""
     if self.is_in_graph:
       return self.spec.num_tasks("worker")
     return len(self.spec.replicas)
 
   def serve(self) -> None:
-    """Serves to the end; exits with the error if training failed."""
+    """Serves as a parameter server or in-graph worker until training ends.
+
+    If training failed, exits with the error.
+    """
     namespaces = self.options.get("namespaces", [""])
     outcome = server.serve(self.spec, self.task, namespaces=namespaces)
     if outcome != heartbeats.FINISHED:
       sys.exit(f"training ended with: {outcome}")
 
   def driver(self, replica_fn, optimizer_fn, namespace=""):
-    """A driver of this cluster."""
+    """Makes the driver, the object that runs this task's part of a training.
+
+    Args:
+      replica_fn: Builds the replica.
+      optimizer_fn: Builds the update rule.
+      namespace: The name of the training.
+    """
     driver = (
       in_graph.InGraph if self.is_in_graph else between_graph.BetweenGraph
     )
@@ -98,11 +108,19 @@ class Here:
     )
 
   def mark(self, name: str) -> None:
-    """Says that `name` happened."""
+    """Tells test and tasks that something has happened, by an empty file.
+
+    Args:
+      name: What has happened: the name of the file.
+    """
     (self.directory / name).touch()
 
   def await_mark(self, name: str) -> None:
-    """Waits until `name` happened."""
+    """Waits until a task, or the test, has said that something has happened.
+
+    Args:
+      name: What has to happen, as given to `mark`.
+    """
     waiting.await_value(
       (self.directory / name).exists,
       timeout_secs=MARK_TIMEOUT_SECS,
@@ -111,20 +129,34 @@ class Here:
     )
 
   def report(self, values: dict, name: str = "chief") -> None:
-    """Leaves `values` for the test."""
+    """Writes values to a file of JSON, for the test to read.
+
+    Args:
+      values: The values by name.
+      name: Name of the report.
+    """
     (self.directory / f"{name}.json").write_text(json.dumps(values))
 
   def count(self, name: str) -> int:
-    """How often this was called with `name`, in all incarnations."""
+    """Returns how often `count` was called before with the same name.
+
+    Calls of earlier processes of the task, which were killed, are included.
+    """
     number = len(list(self.directory.glob(f"{name}_*")))
     self.mark(f"{name}_{number}")
     return number
 
 
 def train(here: Here, driver, run_chief) -> None:
-  """Plays this client's part: `run_chief` on the chief, else contributes.
+  """Plays this task's part in a training, and then leaves the training.
 
-  What the chief returns is reported, with the counts and the final state.
+  The chief calls `run_chief`, and reports its result with the counts and the
+  state at the end. Other tasks contribute gradients.
+
+  Args:
+    here: This task.
+    driver: The driver of this task.
+    run_chief: Makes the updates, and returns values to report.
   """
   try:
     if driver.is_chief:
@@ -145,19 +177,19 @@ def train(here: Here, driver, run_chief) -> None:
 
 
 def as_lists(tensors: dict) -> dict:
-  """Tensors by name, as JSON has them."""
+  """Returns tensors by name as nested lists, which JSON can represent."""
   return {name: np.asarray(t).tolist() for name, t in tensors.items()}
 
 
 class Recorder:
-  """Steps of the chief and what they led to."""
+  """Makes updates in the chief, and records the state after each."""
 
   def __init__(self, driver):
     self._driver = driver
     self.steps: list[dict] = []
 
   def step(self, times: int = 1) -> None:
-    """Makes steps."""
+    """Makes `times` updates, and records the results and all variables."""
     for _ in range(times):
       result = self._driver.step()
       self.steps.append(
@@ -171,18 +203,28 @@ class Recorder:
       )
 
   def _sizes(self) -> list[list[int]]:
-    """Elements of every gradient queue: by PS task, then by replica."""
+    """Returns the number of elements in each queue of gradients.
+
+    Each PS task has one queue for each replica.
+
+    Returns:
+      A list for each PS task, with a number for each replica.
+    """
     queues = self._driver.rule._contributions._gradients._queues
     return [[int(queue.size()) for queue in row] for row in queues]
 
 
 def inbox_size(driver) -> int:
-  """How many messages wait for the chief."""
+  """Returns how many messages of replicas wait for the chief."""
   return int(driver.rule._contributions._inbox.size())
 
 
 def await_offers(driver, number: int) -> None:
-  """Waits until `number` replicas have offered and nobody was answered."""
+  """Waits until `number` replicas have offered gradients to the chief.
+
+  A replica offers its gradients before it sends them. The chief must not have
+  answered any of these offers.
+  """
   waiting.await_value(
     lambda: inbox_size(driver) == number,
     timeout_secs=MARK_TIMEOUT_SECS,
@@ -196,15 +238,18 @@ def await_offers(driver, number: int) -> None:
 
 
 def constant_replica(here: Here, gate=None, is_poisonous=False):
-  """Worker w's gradients: 0.1 + 0.2 w for v0, 0.9 + 0.2 w for v1, and
+  """Makes a replica whose gradients do not depend on the variables.
 
-  0.1 + 0.2 w for row w of v2. Nobody has one for `nobody`; where every worker
-  has a program of its own, only worker 1 has one for `only_1`: 0.7.
+  The gradient of worker w is 0.1 + 0.2 w for `v0` and for row w of `v2`, and
+  0.9 + 0.2 w for `v1`. No worker has a gradient for `nobody`. Where every
+  worker has a program of its own, only worker 1 has a gradient for `only_1`:
+  0.7.
 
   Args:
     here: This task.
-    gate: Called with the number of each batch before it is there.
-    is_poisonous: Whether all gradients are `POISON` instead.
+    gate: Called with the number of each batch before the batch can be read.
+    is_poisonous: Whether all gradients are `POISON` instead, which must never
+      be applied.
   """
   is_worker_1 = not here.is_in_graph and here.task == cluster.Task("worker", 1)
 
@@ -248,7 +293,10 @@ def constant_replica(here: Here, gate=None, is_poisonous=False):
 
 
 def constant_optimizer(here: Here):
-  """Plain gradient descent; how many to aggregate is an option."""
+  """Makes a rule of synchronous updates, with gradient descent.
+
+  The scenario's options say how many gradients make an update.
+  """
   replicas = here.num_replicas
   return sync_replicas.SyncReplicasOptimizer(
     keras.optimizers.SGD(LEARNING_RATE),
@@ -259,14 +307,22 @@ def constant_optimizer(here: Here):
 
 
 def constant_driver(here: Here, gate=None):
-  """The driver of constant gradients."""
+  """Makes a driver of synchronous updates whose gradients are constant.
+
+  Args:
+    here: This task.
+    gate: Called with the number of each batch before the batch can be read.
+  """
   return here.driver(
     lambda: constant_replica(here, gate), lambda: constant_optimizer(here)
   )
 
 
 def constant_gradients(here: Here) -> None:
-  """Steps with constant gradients, each recorded, until all had a part."""
+  """A scenario: updates with constant gradients, each of which is recorded.
+
+  It goes on until gradients of every replica have been applied.
+  """
   driver = constant_driver(here)
 
   def run_chief():
@@ -280,9 +336,9 @@ def constant_gradients(here: Here) -> None:
 
 
 def two_trainings(here: Here) -> None:
-  """Two trainings on one cluster, one by one or at once.
+  """A scenario: two trainings on one cluster, one after the other or at once.
 
-  The options name each with its learning rate and number of steps.
+  The scenario's options give the learning rate and the number of steps of each.
   """
   trainings = here.options["trainings"]
 
@@ -342,13 +398,20 @@ def _error_of(call) -> str:
 
 
 def built_too_early(here: Here) -> None:
-  """The model is made before the driver connects."""
+  """A scenario: the model is built before the driver connects to the cluster.
+
+  This must fail.
+  """
   replica = constant_replica(here)
   here.driver(lambda: replica, lambda: constant_optimizer(here))
 
 
 class Scripted:
-  """A replica that acts when its script says so."""
+  """A replica that reads variables and sends gradients when a script says so.
+
+  A replica *offers* its gradients to the chief, and sends them if the chief
+  *admits* them to the next update. A *tag* is a number that identifies them.
+  """
 
   def __init__(self, here: Here, driver):
     self._driver = driver
@@ -402,23 +465,40 @@ class Scripted:
     ]
 
   def pull(self):
-    """Global step and variables, read now."""
+    """Reads the global step and the variables, and returns them."""
     step, values = self._pull()
     return tf.constant(step.numpy()), [tf.constant(v.numpy()) for v in values]
 
   def offer(self, step, values) -> list:
-    """Offers and waits; (whether admitted, the step to go on from)."""
+    """Offers gradients to the chief, sends them if admitted, and waits.
+
+    Args:
+      step: The global step of the variables.
+      values: The variables from which the gradients are computed.
+
+    Returns:
+      [whether the chief admitted the gradients, the global step to go on from].
+    """
     admitted, new_step = self._offer(step, values)
     return [bool(admitted), int(new_step)]
 
   def be_admitted(self) -> tf.Tensor:
-    """Offers, and returns the tag once it was admitted."""
+    """Offers gradients to the chief, which admits them, but does not send them.
+
+    Returns:
+      The tag, a number that identifies the gradients.
+    """
     tag, verdict = self._ask()
     assert int(verdict) == protocol.Verdict.ADMIT
     return tf.constant(tag.numpy())
 
   def put(self, tag, *, ps_tasks: int) -> None:
-    """Sends gradients to the first `ps_tasks` PS tasks, and no word of it."""
+    """Sends gradients to some PS tasks, without a message to the chief.
+
+    Args:
+      tag: The number that identifies the gradients.
+      ps_tasks: The number of PS tasks that get their part of the gradients.
+    """
     gradients = self._contributions._gradients
     for task in range(ps_tasks, len(gradients._layouts)):
       gradients._layouts[task] = gradients._layouts[task]._replace(num_shards=0)
@@ -427,15 +507,17 @@ class Scripted:
 
 
 def die() -> None:
-  """Ends this process at once."""
+  """Kills this process at once."""
   os.kill(os.getpid(), signal.SIGKILL)
 
 
 def backup_in_order(here: Here) -> None:
-  """Two of three, in an order that the script forces.
+  """A scenario: updates of two of three workers' gradients, in a forced order.
 
-  Worker 1 is late by one in step 2, too many in step 3, in time in step 4, and
-  then held up for twelve steps; worker 2 is too many in step 4.
+  Gradients are late if they come from variables of an earlier step, and surplus
+  if an update already has two others. Worker 1 is late by one in step 2,
+  surplus in step 3, in time in step 4, and then held up for twelve steps.
+  Worker 2 is surplus in step 4.
   """
   worker = here.task.index
 
@@ -494,7 +576,10 @@ def backup_in_order(here: Here) -> None:
 
 
 def killed_after_delivery(here: Here) -> None:
-  """The test kills worker 1 when it has delivered and waits for the others."""
+  """A scenario: the test kills worker 1 after it has sent its gradients.
+
+  The worker is then waiting for the gradients of the others.
+  """
 
   def gate(number):
     if here.task.index == 2 and number == 2:
@@ -527,7 +612,10 @@ def killed_after_delivery(here: Here) -> None:
 
 
 def counting_replica():
-  """Its loss is the number of its global batch; with one example each."""
+  """Makes a replica whose loss is the number of the update's batch.
+
+  Each replica's batch has one example.
+  """
 
   def dataset_fn(num_shards, index, start):
     del index
@@ -543,13 +631,18 @@ def counting_replica():
 
 
 def killed_between_steps(here: Here) -> None:
-  """The test kills a worker after two steps and starts it again."""
+  """A scenario: the test kills a worker after two updates and restarts it."""
   driver = constant_driver(here)
   _be_killed_between_steps(here, driver)
 
 
 def asynchronous_driver(here: Here, gate=None):
-  """The driver of constant gradients, each applied by itself."""
+  """Makes a driver of asynchronous updates whose gradients are constant.
+
+  Args:
+    here: This task.
+    gate: Called with the number of each batch before the batch can be read.
+  """
   return here.driver(
     lambda: constant_replica(here, gate),
     lambda: async_replicas.AsyncReplicasOptimizer(
@@ -559,7 +652,10 @@ def asynchronous_driver(here: Here, gate=None):
 
 
 def killed_chief(here: Here) -> None:
-  """The test kills an asynchronous chief; its successor goes on to step 6."""
+  """A scenario: the test kills the chief of asynchronous updates at step 3.
+
+  The restarted chief goes on to step 6.
+  """
   driver = asynchronous_driver(here)
 
   def run_chief():
@@ -577,7 +673,12 @@ def killed_chief(here: Here) -> None:
 
 
 def stands_still_early(here: Here) -> None:
-  """The test stops worker 1 before anybody asked who is under way."""
+  """A scenario: the test freezes worker 1 early in the training.
+
+  No process has asked by then which workers are computing. The updates are
+  asynchronous with bounded staleness, or synchronous at first and asynchronous
+  after a switch.
+  """
   was_told = here.directory / "that was told"
 
   def optimizer_fn():
@@ -613,13 +714,19 @@ def stands_still_early(here: Here) -> None:
 
 
 def replaced(here: Here) -> None:
-  """The test starts a task once more; the first process then has to end."""
+  """A scenario: the test starts a second process of a task.
+
+  The first process of the task then has to end. Updates are synchronous.
+  """
   gate = None if here.is_in_graph else _take_a_moment
   _be_replaced(here, constant_driver(here, gate))
 
 
 def replaced_asynchronous(here: Here) -> None:
-  """The same with updates that nobody waits for."""
+  """A scenario: the test starts a second process of a task.
+
+  The first process of the task then has to end. Updates are asynchronous.
+  """
   _be_replaced(here, asynchronous_driver(here, _take_a_moment))
 
 
@@ -648,7 +755,7 @@ def _be_replaced(here: Here, driver) -> None:
 
 
 def chief_cannot_begin(here: Here) -> None:
-  """It is about to say what it trains."""
+  """A scenario: the chief fails before it publishes its variables."""
 
   def new_optimizer():
     if here.task == here.spec.chief:
@@ -659,7 +766,10 @@ def chief_cannot_begin(here: Here) -> None:
 
 
 class Sleepy:
-  """Plain descent that sleeps in the middle of an update if it is told to."""
+  """An optimizer that can be told to sleep in the middle of an update.
+
+  It makes plain gradient descent. It sleeps if the variable `is_tired` is True.
+  """
 
   def __init__(self):
     with tf.device("/job:ps/task:0"):
@@ -668,7 +778,7 @@ class Sleepy:
       )
 
   def __deepcopy__(self, memo):
-    """Each PS task has a copy of its optimizer; all share the variable."""
+    """Returns this object, so that all PS tasks share its variable."""
     return self
 
   def apply(self, gradients, variables):
@@ -689,7 +799,7 @@ class Sleepy:
 
 
 def killed_while_updating(here: Here) -> None:
-  """The test kills the chief when half of the third update is made."""
+  """A scenario: the test kills the chief in the middle of the third update."""
   made = []
 
   def new_optimizer():
@@ -736,7 +846,10 @@ def killed_while_updating(here: Here) -> None:
 
 
 class StateOfStep2:
-  """A driver's state, held back after step 2 until the test has acted."""
+  """Passes on the variables of a driver, but holds up the reading at step 2.
+
+  The test uses the time to kill the parameter server.
+  """
 
   def __init__(self, here: Here, store):
     self._here = here
@@ -744,7 +857,10 @@ class StateOfStep2:
     self.load_state = store.load_state
 
   def state(self) -> dict[str, np.ndarray]:
-    """Reads everything from the parameter servers."""
+    """Reads all variables from the parameter servers, and waits at step 2.
+
+    The wait ends when the test has killed the parameter server.
+    """
     state = {name: np.asarray(v) for name, v in self._store.state().items()}
     if state["global_step"] == 2:
       self._here.mark("step 2 is read")
@@ -753,7 +869,10 @@ class StateOfStep2:
 
 
 def killed_while_saving(here: Here) -> None:
-  """The test kills the parameter server when all is read that is saved."""
+  """A scenario: the test kills the parameter server during a checkpoint.
+
+  All values have been read by then, and the checkpoint is not written yet.
+  """
   driver = here.driver(
     lambda: constant_replica(here), lambda: constant_optimizer(here)
   )
@@ -772,7 +891,10 @@ def killed_while_saving(here: Here) -> None:
 
 
 def killed_while_counting(here: Here) -> None:
-  """The same; every batch has a number."""
+  """A scenario: the test kills a worker after two updates and restarts it.
+
+  The losses are the numbers of the batches, and so show which batches are used.
+  """
   driver = here.driver(counting_replica, lambda: constant_optimizer(here))
   _be_killed_between_steps(here, driver)
 
@@ -792,9 +914,12 @@ def _be_killed_between_steps(here: Here, driver) -> None:
 
 
 def _await_sign(device: str) -> None:
-  """Waits until the task that serves there now has heard of its client.
+  """Waits until a restarted in-graph worker has received a heartbeat.
 
-  One that has not ends the training after some minutes.
+  A worker without a heartbeat would end after some minutes, with an error.
+
+  Args:
+    device: The device of the worker.
   """
   table = heartbeat_table.HeartbeatTable(device)
   waiting.await_value(
@@ -805,7 +930,10 @@ def _await_sign(device: str) -> None:
 
 
 def killed_after_admission(here: Here) -> None:
-  """Worker 2 dies admitted and stays dead; two of three are needed."""
+  """A scenario: worker 2 dies when it may send its gradients, and stays dead.
+
+  An update needs the gradients of two of three workers.
+  """
   driver = constant_driver(here)
 
   def run_chief():
@@ -821,10 +949,10 @@ def killed_after_admission(here: Here) -> None:
 
 
 def killed_while_handing_over(here: Here) -> None:
-  """Worker 1 dies at three places of a contribution, and is restarted.
+  """A scenario: worker 1 dies three times while it sends its gradients.
 
-  First when it was admitted, then with its gradients on one of two PS tasks,
-  then with all of them delivered but nobody told.
+  It dies before it sends them, then when one of two PS tasks has them, then
+  when both have them and the chief does not know. It is restarted each time.
   """
   is_worker_1 = here.task == cluster.Task("worker", 1)
   incarnation = here.count("incarnation") if is_worker_1 else 0
@@ -849,7 +977,7 @@ def killed_while_handing_over(here: Here) -> None:
 
 
 def not_a_number(here: Here) -> None:
-  """The third batch of worker 1 makes its loss and its gradient NaN."""
+  """A scenario: the third batch of worker 1 makes loss and gradient NaN."""
 
   def replica_fn():
     def loss_fn(parameters, x):
@@ -880,7 +1008,10 @@ def not_a_number(here: Here) -> None:
 
 
 def other_versions(here: Here) -> None:
-  """Workers 1 and 2 say that they have other versions of TensorFlow."""
+  """A scenario: workers pretend to have other versions of TensorFlow.
+
+  The scenario's options say which workers, and which versions.
+  """
   version = here.options["versions"].get(str(here.task))
   if version:
     tf.__version__ = version
@@ -896,7 +1027,11 @@ def other_versions(here: Here) -> None:
 
 
 def other_variables(here: Here) -> None:
-  """Workers 1, 2 and 3 differ from the chief: in shape, name and order."""
+  """A scenario: three workers' variables differ from the chief's.
+
+  They differ in a shape in worker 1, a name in worker 2 and the order in worker
+  3.
+  """
 
   def replica_fn():
     worker = here.task.index
@@ -938,7 +1073,12 @@ CLASSES = 5
 
 
 def equivalence_data(steps: int, replicas: int):
-  """Words [steps, replicas, BATCH, …] and labels [steps, replicas, BATCH]."""
+  """Makes random data for a test that several replicas train as one would.
+
+  Returns:
+    Words [steps, replicas, BATCH, WORDS_PER_EXAMPLE], and labels [steps,
+    replicas, BATCH].
+  """
   rng = np.random.default_rng(0)
   shape = (steps, replicas, BATCH)
   # Few words, so that replicas touch the same rows of the table.
@@ -947,7 +1087,13 @@ def equivalence_data(steps: int, replicas: int):
 
 
 def equivalence_model() -> tuple[list, object]:
-  """(variables, loss as a function of them and a batch); always the same."""
+  """Makes a small model for a test that several replicas train as one would.
+
+  Its initial values are always equal.
+
+  Returns:
+    The variables, and a function that maps variables and batch to the loss.
+  """
   keras.utils.set_random_seed(7)
   model = keras.Sequential(
     [
@@ -971,14 +1117,17 @@ def equivalence_model() -> tuple[list, object]:
 
 
 def equivalence_optimizer(name: str):
-  """The inner optimizer called `name`."""
+  """Makes the Keras optimizer with the given name: "momentum", or else Adam."""
   if name == "momentum":
     return keras.optimizers.SGD(0.1, momentum=0.9)
   return keras.optimizers.Adam(0.01)
 
 
 def equivalence(here: Here) -> None:
-  """Trains the small model on its share of the data."""
+  """A scenario: each worker trains the small model on its share of the data.
+
+  The test compares the result with that of one replica on all data.
+  """
   steps = here.options["steps"]
   replicas = here.spec.num_tasks("worker")
 
@@ -1034,9 +1183,10 @@ PERIODIC_DATA = ((0.5, -1.0, 2.0, 0.25, 1.5), (-0.25, 4.0, 1.0, -3.0, 0.75))
 
 
 def periodic(here: Here) -> None:
-  """Steps of the kind of periodic averaging that the options name.
+  """A scenario: replicas train copies of the variables, and exchange them.
 
-  The loss of an example x is the sum of (v - x)^2 / 2 over three numbers v.
+  The options name the kind of periodic averaging. The loss of an example x is
+  the sum of (v - x)^2 / 2 over three numbers v.
   """
 
   def replica_fn():
@@ -1070,7 +1220,13 @@ def periodic(here: Here) -> None:
 
 
 def main(argv: list[str], scenarios: Mapping[str, object]) -> None:
-  """Runs one task; its scenario is one of these functions, by name."""
+  """Runs one task of a test's cluster, and ends the process.
+
+  Args:
+    argv: The scenario's name, the arguments as JSON, the job and the index.
+    scenarios: Functions by name. A task that does not only serve calls the one
+      named by the scenario.
+  """
   # A test that gives up ends the tasks, and wants to know where they were.
   faulthandler.register(signal.SIGTERM, chain=True)
   scenario, arguments, job, index = argv

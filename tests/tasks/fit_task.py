@@ -1,12 +1,12 @@
-"""A task of `fit` on a cluster: python fit_task.py CASE ARGUMENTS
+"""Trains a model with `fit`, as one task: python fit_task.py CASE ARGUMENTS
 
 CASE is a key of `CASES`, `KINDS` or `PARTS` of `tests.fitting.models`.
 ARGUMENTS is a JSON object: `rule` (settings of `Sync`; with `policies`, of
 `Async`) and arguments of `fit`. The chief prints one line of JSON.
 
-With `then`, a list of [CASE, how], the chief trains again, on each of these
-cases: with a "data set" of `tf.data`, or to "go on" with the weights of the
-training before.
+With the argument `then`, a list of [CASE, how], the chief then trains on each
+of these cases. `how` is "data set", to train on a `tf.data.Dataset`, or "go
+on", to begin with the weights of the training before.
 """
 
 import json
@@ -21,16 +21,19 @@ from tests.fitting import models
 
 
 class Calls(keras.callbacks.Callback):
-  """Notes which hooks ran; lowers the rate after the first epoch."""
+  """A Keras callback that notes the epochs, and may set the learning rate.
+
+  If there is an argument `rate`, it becomes the learning rate after each epoch.
+  """
 
   def __init__(self):
-    """Has seen nothing."""
+    """Initializes the callback, which has seen no epoch yet."""
     super().__init__()
     self.seen = []
     self.examples = []
 
   def on_epoch_end(self, epoch, logs=None):
-    """Notes the epoch and the examples of its loss; assigns the rate."""
+    """Notes the epoch and the number of its examples, and sets the rate."""
     self.seen.append(epoch)
     _, count = self.model.metrics[0].variables
     self.examples.append(float(count))
@@ -45,7 +48,14 @@ THEN = ARGUMENTS.pop("then", [])
 
 
 def train_again(name: str, how: str, last: keras.Model) -> keras.Model:
-  """Trains on another case, after `last` was trained."""
+  """Trains another model after a first training, and returns it.
+
+  Args:
+    name: Name of the case, which defines model and data.
+    how: "data set": train on a `tf.data.Dataset`; "go on": begin with the
+      weights of `last`.
+    last: The model that was trained before.
+  """
   case, weights = ALL[name], last.get_weights()
 
   def model_fn():
@@ -67,7 +77,7 @@ def train_again(name: str, how: str, last: keras.Model) -> keras.Model:
 
 
 def main() -> None:
-  """Trains, then saves, evaluates and predicts with the trained model."""
+  """Trains a model, evaluates it, predicts with it and prints the results."""
   settings = ARGUMENTS.get("rule", {})
   policies = settings.pop("policies", None)
   if policies is None:

@@ -1,4 +1,4 @@
-"""A training program for the launcher's test, as a user would write one.
+"""Trains a small model, as a user's program would, for the launcher's tests.
 
 python launcher_task.py SPEC DIRECTORY MAX_STEPS [dry_run] [emulate_gpus]
   [JOB INDEX]

@@ -1,8 +1,9 @@
-"""One process of a test's mirrored training: runs a scenario of this file.
+"""Runs one process of a test of mirrored variables, which plays a scenario.
 
   python mirrored_task.py SCENARIO SPEC DIRECTORY INDEX
 
-SPEC is a cluster-spec JSON; in the directory the chief leaves its report.
+SCENARIO is the name of a function of this file. SPEC is the path of a
+cluster-spec JSON. The chief writes its report into the directory.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ SEEDS = (3, 4)
 
 
 def sgd():
-  """The inner optimizer; its rate is set before every step."""
+  """Makes the Keras optimizer. Its learning rate is set before every step."""
   return keras.optimizers.SGD(0.5, momentum=0.9)
 
 
@@ -48,7 +49,15 @@ def _driver(here, replica_fn=None, **options):
 
 
 def _train(here, driver, steps=NUM_STEPS):
-  """The chief steps and reports; the others follow it."""
+  """Trains for some updates, and writes losses and variables to files.
+
+  The chief makes the updates. The other processes follow it.
+
+  Args:
+    here: The cluster, the task of this process, and the directory of the files.
+    driver: The driver of this process.
+    steps: Number of updates.
+  """
   directory = here[-1]
   try:
     if not driver.is_chief:
@@ -71,7 +80,7 @@ def _train(here, driver, steps=NUM_STEPS):
 
 
 def resume(here):
-  """Goes on from the checkpoint that only the chief reads."""
+  """A scenario: training resumes from a checkpoint that the chief reads."""
   driver = _driver(here)
   if driver.is_chief:
     path = checkpoints.latest(str(here[-1]))
@@ -80,12 +89,18 @@ def resume(here):
 
 
 def fresh(here):
-  """The processes' own initial values differ; the chief's count."""
+  """A scenario: training begins with the chief's initial values.
+
+  The models of the other processes have other initial values.
+  """
   _train(here, _driver(here))
 
 
 def not_finite(here):
-  """Worker 1's gradient is not, in the third step; nobody applies it."""
+  """A scenario: worker 1's gradient is infinite in the third step.
+
+  No process may apply this gradient.
+  """
   loss_fn, dataset_fn = word_model.poisoned("gradient", step=2, shard=1)
   driver = _driver(
     here, lambda: word_model.replica(loss_fn=loss_fn, dataset_fn=dataset_fn)
@@ -100,7 +115,7 @@ def not_finite(here):
 
 
 def failing_chief(here):
-  """Something goes wrong in the chief alone."""
+  """A scenario: the chief ends the training with an error after a step."""
   driver = _driver(here)
   if not driver.is_chief:
     driver.run_replica()
@@ -110,7 +125,7 @@ def failing_chief(here):
 
 
 def unfit_chief(here):
-  """Something goes wrong in the chief before the first step."""
+  """A scenario: the chief ends the training with an error before a step."""
   driver = _driver(here)
   if not driver.is_chief:
     driver.run_replica()
@@ -119,7 +134,10 @@ def unfit_chief(here):
 
 
 def differing(here):
-  """The processes train different things."""
+  """A scenario: a variable of worker 1 has another shape than the chief's.
+
+  The driver must refuse this.
+  """
   task = here[1]
 
   def replica_fn():
@@ -135,22 +153,22 @@ def differing(here):
 
 
 def missing(here):
-  """The other process never comes."""
+  """A scenario: the other process of the training is never started."""
   _driver(here, start_timeout_secs=3)
 
 
 def killed(here):
-  """Worker 1 dies between two steps."""
+  """A scenario: worker 1 is killed between two steps."""
   _die(here, mortal=1)
 
 
 def killed_chief(here):
-  """Worker 0 dies between two steps."""
+  """A scenario: worker 0, the chief, is killed between two steps."""
   _die(here, mortal=0)
 
 
 def stopped(here):
-  """Worker 1 stands still between two steps, without dying."""
+  """A scenario: worker 1 is stopped, but not killed, between two steps."""
   _die(here, mortal=1, by=signal.SIGSTOP)
 
 

@@ -1,4 +1,4 @@
-"""Prepares a data set of its own, then chooses its devices; for a test.
+"""Prepares a data set, and then configures TensorFlow's devices, for a test.
 
 python prepared_task.py DATA_DIR
 """

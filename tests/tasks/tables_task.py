@@ -1,7 +1,8 @@
-"""A task of `fit` with tables: python tables_task.py ARGUMENTS
+"""Trains a model with tables by `fit`: python tables_task.py ARGUMENTS
 
-ARGUMENTS is a JSON object: `optimizer` (a class of Keras), `rate`, `train_dir`,
-`rule` (settings of `Sync`; with `asynchronous`, of `Async`), `partition`, and
+A table is an `Embedding` whose rows are on the parameter servers. ARGUMENTS is
+a JSON object: `optimizer` (a class of Keras), `rate`, `train_dir`, `rule`
+(settings of `Sync`; with `asynchronous`, of `Async`), `partition`, and
 arguments of `fit`. The chief prints one line of JSON.
 """
 
@@ -19,7 +20,7 @@ FIRST = keras.initializers.RandomNormal(stddev=0.5, seed=11)
 
 
 def data():
-  """Ids of a few rows, of both kinds, and a number to predict."""
+  """Makes ids of a few rows of both tables, and numbers to predict."""
   rng = np.random.default_rng(5)
   users = rng.choice([0, 1, 2, 5, 1100, 1499], EXAMPLES)
   words = rng.integers(0, 40, (EXAMPLES, 3))
@@ -28,14 +29,14 @@ def data():
 
 
 class DenseGradients(keras.Model):
-  """A model whose gradients are dense.
+  """A Keras model that makes all its gradients dense.
 
   Keras 3.15 does not sum rows of the same index before it squares them, so that
   Adagrad with an ordinary embedding is not what it is with dense gradients.
   """
 
   def train_step(self, data):
-    """As Keras does it, with dense gradients."""
+    """Makes one update as Keras does, but with dense gradients."""
     x, y = data
     with tf.GradientTape() as tape:
       y_pred = self(x, training=True)
@@ -53,7 +54,15 @@ def build(
   model_class=keras.Model,
   **arguments,
 ) -> keras.Model:
-  """A model with two tables, one of which is looked up twice."""
+  """Builds a model with two embedding tables, one of which is used twice.
+
+  Args:
+    optimizer: Name of the class of the Keras optimizer.
+    rate: The learning rate.
+    embedding: Class of the embedding layers.
+    model_class: Class of the model.
+    **arguments: Further arguments of the first embedding layer.
+  """
   users = keras.Input([], dtype="int64", name="users")
   words = keras.Input([3], dtype="int64", name="words")
   shared = embedding(
@@ -73,21 +82,24 @@ def build(
 
 
 class Evaluation(keras.callbacks.Callback):
-  """Looks rows up in the chief while the training runs."""
+  """A Keras callback that predicts in the chief before the training ends.
+
+  The rows of the tables are then still on the parameter servers.
+  """
 
   def __init__(self):
-    """Has predicted nothing."""
+    """Initializes the callback, which has made no prediction yet."""
     super().__init__()
     self.predicted = None
 
   def on_train_end(self, logs=None):
-    """Predicts with the rows on the parameter servers."""
+    """Predicts with table rows that are looked up on the parameter servers."""
     x, _ = data()
     self.predicted = self.model.predict(x, verbose=0)
 
 
 def main(arguments: dict) -> None:
-  """Trains, then reads the tables."""
+  """Trains a model with tables, loads the tables and prints the results."""
   optimizer, rate = arguments.pop("optimizer"), arguments.pop("rate")
   partition = arguments.pop("partition", "modulo")
   settings = arguments.pop("rule", {})

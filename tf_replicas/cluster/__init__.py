@@ -1,6 +1,8 @@
-"""The tasks of a cluster: spec, validation, addresses, local processes.
+"""Describes, checks and starts the tasks (processes) of a cluster.
 
-Nothing in this package imports TensorFlow.
+The package reads cluster specs and `TF_CONFIG`, checks them, finds free ports,
+and runs the tasks of a cluster on this machine. Nothing in it imports
+TensorFlow.
 """
 
 from tf_replicas.cluster.spec import check_port_free

@@ -1,4 +1,4 @@
-"""Splits `host:port` addresses, tells local hosts, and finds free ports."""
+"""Splits `host:port` addresses, recognizes local hosts, finds free ports."""
 
 import ipaddress
 import re
@@ -13,9 +13,14 @@ _ADDRESS = re.compile(
 
 
 def split(address: object) -> tuple[str, int] | None:
-  """Returns host (without brackets) and port, or None if `RULE` is broken.
+  """Splits an address "host:port" into the host and the port.
 
-  An IPv6 host stands in brackets: "[::1]:2222".
+  Args:
+    address: The address. An IPv6 host stands in brackets: "[::1]:2222".
+
+  Returns:
+    The host, without brackets, and the port; None if `address` is not a string
+    of this form with a port in [0, 65535].
   """
   match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
   if match is None or int(match["port"]) > 65535:
@@ -26,15 +31,16 @@ def split(address: object) -> tuple[str, int] | None:
 
 
 def with_port(address: str, port: int) -> str:
-  """Returns `address` with `port` instead of its own port."""
+  """Returns the address "host:port" with `port` in the place of its port."""
   return f"{address.rpartition(':')[0]}:{port}"
 
 
 def canonical_host(host: str) -> str:
-  """Returns `host` in lower case, or "localhost" for a loopback address.
+  """Returns `host` in a form in which equal hosts have equal names.
 
-  A TensorFlow server listens on all interfaces, so that 127.0.0.1:2222 and
-  127.0.0.2:2222 are the same port to it.
+  The name is in lower case, and "localhost" for every loopback address. A
+  TensorFlow server listens on all interfaces. So to a server, 127.0.0.1:2222
+  and 127.0.0.2:2222 are the same port.
   """
   ip = _ip(host)
   return "localhost" if ip and ip.is_loopback else host.lower()
@@ -43,9 +49,9 @@ def canonical_host(host: str) -> str:
 def is_local(host: str) -> bool:
   """Returns whether `host` is this machine.
 
-  True for loopback addresses, for IP addresses of this machine's interfaces
-  and for its own name, short or full. Other names are not looked up: without
-  a network that would hang.
+  The result is True for loopback addresses, for IP addresses of this machine's
+  interfaces, and for the machine's own name, short or full. Other names are not
+  looked up, since a look-up would hang on a machine without a network.
   """
   host = canonical_host(host)
   if host == "localhost":
@@ -60,7 +66,13 @@ def is_local(host: str) -> bool:
 
 
 def bound_socket(port: int) -> socket.socket:
-  """Binds a socket to `port` (0: any free port) as a TensorFlow server does.
+  """Binds a new TCP socket to `port`, as a TensorFlow server does.
+
+  Args:
+    port: The port. 0: the operating system chooses any free port.
+
+  Returns:
+    The socket, which occupies the port until it is closed.
 
   Raises:
     OSError: If the port is in use or this user may not use it.
@@ -78,7 +90,7 @@ def bound_socket(port: int) -> socket.socket:
 
 
 def free_ports(number: int, *, taken: set[int]) -> list[int]:
-  """Returns `number` distinct free ports of this machine, outside `taken`."""
+  """Returns `number` distinct free ports of this machine, none in `taken`."""
   ports: list[int] = []
   held: list[socket.socket] = []  # Kept open, or a port might come up twice.
   try:
@@ -101,7 +113,10 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _can_bind(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-  """Returns whether a socket can be bound to `ip`, as to a local interface."""
+  """Returns whether `ip` is the address of an interface of this machine.
+
+  It tries to bind a socket to `ip`, which only works for such an address.
+  """
   family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
   try:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

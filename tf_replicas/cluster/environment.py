@@ -1,13 +1,14 @@
 """Reads the cluster, and the task of this process, from its environment.
 
 `python -m tf_replicas.launch` sets `TF_REPLICAS_CLUSTER_SPEC` (the path of a
-cluster spec, ports chosen, or the spec itself, as JSON) and `TF_REPLICAS_TASK`
-(such as `worker:1`). Other platforms set `TF_CONFIG`, and Slurm its own
-variables. The first of these that is set counts; `TF_CONFIG={}` stands for a
-process that is alone.
+cluster spec in which all ports are chosen, or the spec itself, as JSON) and
+`TF_REPLICAS_TASK` (such as `worker:1`). Other platforms set `TF_CONFIG`, and
+Slurm its own variables. Of these three sources, the first that is set counts.
+`TF_CONFIG={}` means that the process belongs to no cluster.
 
 `TF_REPLICAS_TIMELINE` is the directory in which all tasks record their
-timelines; if it is not set, there are none.
+timelines: what each task did from when to when. If the variable is not set, no
+timelines are recorded.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,8 @@ def role(
     environ: The environment variables.
 
   Returns:
-    The cluster and the task; None if this process is alone.
+    The cluster and the task; None if no variable says that this process belongs
+    to a cluster.
 
   Raises:
     ClusterError: If an environment variable is malformed, or if only one of

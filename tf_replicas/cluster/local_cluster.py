@@ -2,7 +2,7 @@
 
 The module does for one machine what a cluster manager does for many: every task
 is a process with its own log file. All processes end when the training ends,
-when one of them fails, or when their parent process ends in any way.
+when one of them fails, or when their parent process ends for any reason.
 """
 
 import contextlib
@@ -29,11 +29,13 @@ _GRACE_SECS = 5.0
 
 
 class LocalCluster:
-  """The processes of a cluster, by task.
+  """Starts, watches and ends the processes of a cluster on this machine.
+
+  As a context manager, it ends all processes when the context is left.
 
   Attributes:
     spec: The cluster.
-    log_dir: The directory of the tasks' output, in files `<job>_<index>.log`;
+    log_dir: The directory of the tasks' output, in files `<job>_<index>.log`.
       None: no logs are kept.
   """
 
@@ -54,20 +56,20 @@ class LocalCluster:
     """Prepares the cluster. Call `start` to start its tasks.
 
     Args:
-      spec: The cluster. No port may be 0 (see `resolve_ports`).
+      spec: The cluster. All ports must be chosen: none may be 0.
       command: Returns the command line of a task.
       log_dir: The directory of the tasks' logs, made if it is missing. None: no
         logs are kept.
       environ: The tasks' environment; by default that of this process.
       echo: Called with every line of output, prefixed with its task.
-      max_restarts: How often, over all workers, a worker that a signal killed
-        is started again.
+      max_restarts: How many restarts there may be, over all workers. A worker
+        is restarted if a signal killed it.
       inherited: Maps a task to a context manager that yields the file
         descriptors that the task inherits besides its output. The context is
         entered before `command` is called, and left once the task has started.
-      popen: Starts a process in another way than `subprocess.Popen`, such as
-        `fork_server.ForkServer.popen`, which documents the arguments. Returns
-        None where it cannot.
+      popen: Starts a process in another way than `subprocess.Popen`; returns
+        None if it cannot. An example, which also documents the arguments, is
+        `fork_server.ForkServer.popen`.
     """
     self.spec = spec
     self.log_dir = None if log_dir is None else pathlib.Path(log_dir)
@@ -89,7 +91,10 @@ class LocalCluster:
     self.stop()
 
   def start(self, *tasks: cluster.Task) -> None:
-    """Starts these tasks, or all of this machine, PS tasks first."""
+    """Starts the given tasks, or all tasks on this machine if none is given.
+
+    When all tasks are started, the parameter servers are started first.
+    """
     if not tasks:
       tasks = tuple(
         sorted(self.spec.local_tasks(), key=lambda t: t.job != "ps")
@@ -138,35 +143,41 @@ class LocalCluster:
     return self.log_path(task).read_text(encoding="utf-8")
 
   def pid(self, task: cluster.Task) -> int:
-    """Returns the process id of a task's latest process."""
+    """Returns the id of the process that was last started for a task."""
     return self._processes[task].pid
 
   def returncode(self, task: cluster.Task) -> int | None:
-    """Returns a task's exit status; None if it runs or was not started."""
+    """Returns a task's exit status; None if it runs or was never started.
+
+    A task that a signal has killed has the negative number of the signal.
+    """
     process = self._processes.get(task)
     return None if process is None else process.poll()
 
   def kill(
     self, task: cluster.Task, sig: signal.Signals = signal.SIGKILL
   ) -> None:
-    """Sends a signal to a task. After SIGKILL, waits for the task's end."""
+    """Sends a signal to the process of a task.
+
+    After SIGKILL, it waits until the process has ended.
+    """
     process = self._processes[task]
     process.send_signal(sig)
     if sig == signal.SIGKILL:
       process.wait()
 
   def running(self) -> list[cluster.Task]:
-    """Returns the tasks that were started and have not ended."""
+    """Returns the tasks that were started and whose process has not ended."""
     return [t for t, p in self._processes.items() if p.poll() is None]
 
   def poll(self) -> tuple[cluster.Task, int] | None:
-    """Restarts workers that a signal killed, at most `max_restarts` in all.
+    """Restarts workers that a signal killed, `max_restarts` times at most.
 
-    The chief and the PS tasks are not restarted.
+    The chief and the parameter servers are not restarted.
 
     Returns:
-      A task that has failed for good, and its status as of `returncode`; None
-      if none has.
+      A task that has failed and was not restarted, with its exit status as
+      `returncode` returns it; None if there is no such task.
     """
     for task, process in list(self._processes.items()):
       code = process.poll()
@@ -175,14 +186,17 @@ class LocalCluster:
     return None
 
   def wait(self, timeout_secs: float | None = None) -> int:
-    """Waits until all tasks have ended. If a task fails, ends the others.
+    """Waits until all tasks have ended. If a task fails, ends all others.
 
     Returns:
-      0 if all tasks ended well, else the status of the first that did not: its
-      exit status, or 128 + the signal that killed it.
+      0 if all tasks ended well. Otherwise the exit status of the chief if that
+      is positive, since the chief's own error says the most; else the status of
+      the task that failed first. A task that a signal killed has the status 128
+      + the number of the signal.
 
     Raises:
-      TimeoutError: If tasks still run after `timeout_secs`; these are stopped.
+      TimeoutError: If tasks still run after `timeout_secs` seconds. All tasks
+        are stopped then.
     """
     deadline = None
     if timeout_secs is not None:
@@ -219,9 +233,13 @@ class LocalCluster:
   def _restart(self, task: cluster.Task, code: int) -> bool:
     """Restarts a task that has failed, if it is a worker that a signal killed.
 
+    Args:
+      task: The task.
+      code: The exit status of the task, negative if a signal killed it.
+
     Returns:
-      Whether the task was restarted. False for the chief, for PS tasks, and
-      after `max_restarts` restarts.
+      Whether the task was restarted. The chief and parameter servers are not
+      restarted, nor is any task after `max_restarts` restarts.
     """
     is_replaceable = task.job == "worker" and task != self.spec.chief
     if code > 0 or not is_replaceable or not self._restarts_left:
@@ -232,11 +250,11 @@ class LocalCluster:
     return True
 
   def stop(self, grace_secs: float = _GRACE_SECS) -> None:
-    """Ends all running tasks: by SIGTERM, after `grace_secs` by SIGKILL.
+    """Ends all running tasks: by SIGTERM, and after `grace_secs` by SIGKILL.
 
-    The chief is ended first, and has twice the time: it may save the variables
-    of the PS tasks. If it ends without an error, it tells the other tasks to
-    end too.
+    The chief is ended first and has twice as much time, since it may first save
+    the variables of the parameter servers. If the chief ends without an error,
+    it tells the other tasks to end too.
     """
     chief = self._processes.get(self.spec.chief)
     if chief is not None and chief.poll() is None:
@@ -251,7 +269,7 @@ class LocalCluster:
 
 
 def _end(processes: Iterable[subprocess.Popen], grace_secs: float) -> None:
-  """Ends processes: by SIGTERM, after `grace_secs` by SIGKILL."""
+  """Ends processes by SIGTERM, or after `grace_secs` seconds by SIGKILL."""
   running = [p for p in processes if p.poll() is None]
   for process in running:
     process.terminate()
@@ -265,12 +283,15 @@ def _end(processes: Iterable[subprocess.Popen], grace_secs: float) -> None:
 
 
 def describe(code: int) -> str:
-  """Describes an exit status of `subprocess` in words."""
+  """Describes an exit status of `subprocess`, other than 0, in words."""
   if code < 0:
     return f"was killed by {signal.Signals(-code).name}"
   return f"failed with exit status {code}"
 
 
 def _die_with_parent() -> None:
-  """Makes the kernel end this process when its parent ends (Linux)."""
+  """Makes Linux send this process SIGTERM when its parent process ends.
+
+  It is called in a new process before the program of the task starts.
+  """
   ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,13 +1,14 @@
-"""The cluster of a Slurm job step, and the task of this process in it.
+"""Finds the cluster of a Slurm job step, and the task of this process in it.
 
-`srun` numbers the processes of a step. The first `TF_REPLICAS_NUM_PS` of them
-(default 1) are the parameter servers, the others the workers, of which the
-first is the chief. Without parameter servers, the variables are mirrored.
+`srun` numbers the processes of a step; the number of a process is its rank. The
+first `TF_REPLICAS_NUM_PS` processes (default 1) are the parameter servers. All
+others are workers, and the first worker is the chief. Without parameter
+servers, the variables are mirrored: every worker holds all of them.
 
 Process r listens on the port P + r of its node, where P is
 `TF_REPLICAS_BASE_PORT`. By default P follows from the number of the job, so
-that 200 successive jobs may share a node: it is 12000 + 100 * (job % 200).
-These ports are below those that Linux gives to outgoing connections.
+that 200 successive jobs may share a node: P is 12000 + 100 * (job % 200). These
+ports are below those that Linux gives to outgoing connections.
 """
 
 import re
@@ -33,12 +34,13 @@ def role(
     environ: The environment variables.
 
   Returns:
-    The cluster and the task; None if this is no process of a step with several
-    processes.
+    The cluster and the task; None if this process does not belong to a Slurm
+    step of several processes.
 
   Raises:
     ClusterError: If a variable is missing or malformed, if there would be no
-      worker, or if Slurm distributes the processes in an unknown order.
+      worker, or if Slurm distributes the processes over the nodes in an unknown
+      order.
   """
   num_tasks = _number(environ, _NUM_TASKS, 1)
   if num_tasks == 1:
@@ -58,7 +60,7 @@ def role(
   if not 0 < port <= 65536 - num_tasks:
     raise validation.mistake(
       BASE_PORT,
-      f"must leave {num_tasks} ports between it and 65535",
+      f"must be the first of {num_tasks} successive ports up to 65535",
       port,
     )
   hosts = _hosts(environ, num_tasks, rank)
@@ -81,10 +83,10 @@ def role(
 def host_names(text: str) -> list[str]:
   """Returns the names in a host list, like `scontrol show hostnames`.
 
-  That program often is missing in a container of a job.
+  The program `scontrol` is often missing in a container of a job.
 
   Args:
-    text: Such as "login,node[01-03,07]".
+    text: A host list of Slurm, such as "login,node[01-03,07]".
 
   Returns:
     The names, such as ["login", "node01", "node02", "node03", "node07"].
@@ -97,9 +99,9 @@ def host_names(text: str) -> list[str]:
 
 
 def _expand(pattern: str) -> list[str]:
-  """Expands the brackets of a host pattern, such as "node[01-03,07]".
+  """Returns the host names that a pattern such as "node[01-03,07]" stands for.
 
-  Outside of brackets the pattern has no commas.
+  Outside of brackets the pattern must have no commas.
   """
   match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", pattern)
   if match is None:
@@ -115,7 +117,18 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _hosts(environ: Mapping[str, str], num_tasks: int, rank: int) -> list[str]:
-  """Returns the host of each process of the step, by rank."""
+  """Returns the host name of every process of a Slurm step, ordered by rank.
+
+  Args:
+    environ: The environment variables.
+    num_tasks: The number of processes of the step.
+    rank: The rank (number within the step) of this process, whose node is known
+      and is compared with the result.
+
+  Raises:
+    ClusterError: If a variable of Slurm is missing or malformed, or if the
+      processes are distributed over the nodes in an unknown order.
+  """
   name = "SLURM_STEP_NODELIST"
   text = _text(environ, name)
   try:
@@ -151,7 +164,10 @@ def _hosts(environ: Mapping[str, str], num_tasks: int, rank: int) -> list[str]:
 
 
 def _gpus_per_task(environ: Mapping[str, str]) -> int:
-  """Returns the number of GPUs that `--gpus-per-task` gives to each process."""
+  """Returns the number of GPUs that Slurm gives to each process.
+
+  It is what the option `--gpus-per-task` says, or 0 without this option.
+  """
   name = "SLURM_GPUS_PER_TASK"
   value = environ.get(name, "").rpartition(":")[2]  # After the kind of GPU.
   return _number({name: value}, name, 0)

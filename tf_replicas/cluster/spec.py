@@ -1,4 +1,4 @@
-"""The cluster spec: which tasks there are, where they run, on what devices.
+"""Defines the cluster spec: the tasks, their addresses and their devices.
 
 A cluster spec is a JSON document with up to four sections:
 
@@ -12,9 +12,9 @@ A cluster spec is a JSON document with up to four sections:
 The map under "cluster" alone is a valid document too, and so is a whole
 TF_CONFIG. A document without a cluster describes one process, which is called
 worker 0 (`"devices": {"worker": {"gpus": [0, 1]}}`). Port 0 stands for a free
-port, chosen by `resolve_ports` when the whole cluster is started on one
-machine. `tf_replicas.cluster.validation` has the rules. This module does not
-import TensorFlow, so that a launcher starts at once.
+port, which `resolve_ports` chooses when the whole cluster is started on one
+machine. The rules for documents are in `tf_replicas.cluster.validation`. This
+module does not import TensorFlow, so that a launcher starts at once.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ ClusterError = validation.ClusterError
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Task:
-  """One process of the cluster: the `index`-th of its `job`."""
+  """Names one process of the cluster: the task `index` of the job `job`."""
 
   job: str
   index: int
@@ -42,15 +42,20 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class VariablesSpec:
-  """Where the variables live.
+  """Says where the variables of the model live: the section `variables`.
 
   Attributes:
-    on: "cpu" (one copy beside the towers), "ps" or "mirrored".
-    placement: How variables are dealt to several ps tasks: "round_robin",
-      "greedy" (by bytes) or "partitioned".
-    min_shard_bytes: No shard of a partitioned variable is smaller.
-    num_shards: Shards of a partitioned variable; None leaves the number to
-      `min_shard_bytes` and the number of ps tasks.
+    on: "ps" (on the parameter servers), "mirrored" (every replica has a copy of
+      its own, and all copies stay equal), or "cpu" (one copy in the CPU memory
+      of the process, beside the towers, which are the copies of the model on
+      its devices).
+    placement: How variables are distributed over several parameter servers:
+      "round_robin", "greedy" (by bytes) or "partitioned" (large variables are
+      split into shards).
+    min_shard_bytes: The smallest mean size, in bytes, of the shards of a
+      partitioned variable.
+    num_shards: The largest number of shards of a partitioned variable; None:
+      the number of parameter servers.
   """
 
   on: str = "cpu"
@@ -61,15 +66,19 @@ class VariablesSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSpec:
-  """A valid cluster spec, as made by `load`, `parse` and `from_tf_config`.
+  """Describes a cluster: a checked spec, which `load` and `parse` return.
 
   Attributes:
-    jobs: Job -> task index -> "host:port". Never has an evaluator, which runs
-      no server; empty if the spec describes one process.
-    devices: "job" or "job:index" -> GPU numbers; see `gpus`.
+    jobs: Maps each job to a map from task index to "host:port". It never has an
+      evaluator, which runs no server. It is empty if the spec describes one
+      process.
+    devices: Maps "job" or "job:index" to the numbers of the GPUs that the tasks
+      may use; see `gpus`.
     variables: Where the variables live.
-    layers: Layer-name pattern -> device number within a tower.
-    source: What messages call the document: file name, "TF_CONFIG" or "".
+    layers: Maps a pattern of layer names to the number of a device within a
+      tower (a copy of the model on its devices).
+    source: What error messages call the document: a file name, "TF_CONFIG", or
+      "" if it has no name.
   """
 
   jobs: Mapping[str, Mapping[int, str]]
@@ -82,12 +91,12 @@ class ClusterSpec:
 
   @property
   def is_distributed(self) -> bool:
-    """Whether there is a cluster. False for the spec of a single process."""
+    """Whether the spec describes a cluster, and not a single process."""
     return bool(self.jobs)
 
   @property
   def chief(self) -> Task:
-    """The task that initializes, saves and summarizes.
+    """Task that initializes variables, and writes checkpoints and summaries.
 
     In a sparse spec, where a task sees only itself and the ps tasks, the chief
     may be a worker 0 that `tasks` does not list.
@@ -99,11 +108,18 @@ class ClusterSpec:
 
   @property
   def replicas(self) -> tuple[Task, ...]:
-    """The tasks that train in between-graph mode, the chief first if any."""
+    """Tasks that train in between-graph mode, the chief first if there is one.
+
+    In this mode, every worker is a client that builds and runs its own graph.
+    """
     return self.tasks("chief") + self.tasks("worker")
 
   def tasks(self, job: str | None = None) -> tuple[Task, ...]:
-    """Returns the tasks (of `job`), in the document's order, then by index."""
+    """Returns the tasks of `job`, or of all jobs if `job` is None.
+
+    Jobs are in the order of the document, and tasks of a job in that of
+    indices.
+    """
     jobs = self.jobs or {"worker": {0: ""}}
     return tuple(
       Task(name, index)
@@ -113,24 +129,31 @@ class ClusterSpec:
     )
 
   def num_tasks(self, job: str) -> int:
-    """Returns how many tasks `job` has, 0 if there is no such job."""
+    """Returns the number of tasks of `job`, or 0 if there is no such job."""
     return len(self.tasks(job))
 
   def address(self, task: Task) -> str:
-    """Returns the "host:port" of `task`; `ClusterError` if it has none."""
+    """Returns the address "host:port" of `task`.
+
+    Raises:
+      ClusterError: If the cluster has no such task.
+    """
     try:
       return self.jobs[task.job][task.index]
     except KeyError:
       raise _no_such_task(self, task) from None
 
   def addresses(self, job: str) -> list[str]:
-    """Returns the addresses of `job` in task order, [] without such a job."""
+    """Returns the addresses of the tasks of `job`; [] if it has no tasks."""
     return list(self.jobs.get(job, {}).values())
 
   def gpus(self, task: Task) -> tuple[int, ...] | None:
-    """Returns the GPUs that `task` may use; None if the spec does not say.
+    """Returns the numbers of the GPUs that `task` may use.
 
-    The entry of a task overrides that of its job. A ps task uses none.
+    The entry of a task overrides the entry of its job. A ps task uses no GPU.
+
+    Returns:
+      The numbers; None if the spec does not say which GPUs the task may use.
     """
     default = () if task.job == "ps" else None
     by_job = self.devices.get(task.job, default)
@@ -138,11 +161,14 @@ class ClusterSpec:
 
   @property
   def where(self) -> str:
-    """Prefix of messages about the spec: its source, if that is known."""
+    """Prefix of error messages about this spec, such as "spec.json: ".
+
+    It is empty if the source of the document is not known.
+    """
     return f"{self.source}: " if self.source else ""
 
   def local_tasks(self) -> tuple[Task, ...]:
-    """Returns the tasks on this machine, as `addresses.is_local` finds."""
+    """Returns the tasks whose host is this machine, by `addresses.is_local`."""
     if not self.is_distributed:
       return self.tasks()
     return tuple(
@@ -152,7 +178,14 @@ class ClusterSpec:
     )
 
   def with_addresses(self, changed: Mapping[Task, str]) -> "ClusterSpec":
-    """Returns a copy in which the tasks in `changed` have other addresses."""
+    """Returns a copy of the spec in which some tasks have other addresses.
+
+    Args:
+      changed: Maps tasks of the cluster to their new addresses "host:port".
+
+    Raises:
+      ClusterError: If there is no such task, or an address is not valid.
+    """
     jobs = {job: dict(tasks) for job, tasks in self.jobs.items()}
     for task, address in changed.items():
       self.address(task)
@@ -167,8 +200,8 @@ class ClusterSpec:
     """Returns the jobs in the form that `tf.train.ClusterSpec` takes.
 
     Returns:
-      Job -> list of addresses; job -> {index: address} for a job of which the
-      document names only some tasks.
+      A map from each job to the list of its addresses, or to a map from index
+      to address if the document names only some tasks of the job.
     """
     return {
       job: list(ts.values()) if list(ts) == [*range(len(ts))] else dict(ts)
@@ -176,10 +209,16 @@ class ClusterSpec:
     }
 
   def tf_config(self, task: Task) -> str:
-    """Returns the TF_CONFIG for the process of `task`, or of an evaluator.
+    """Returns the value of TF_CONFIG for the process of a task.
 
-    It holds what TensorFlow knows, `cluster` and `task`; devices, variables
-    and layers are not in it.
+    It contains only what TensorFlow knows, `cluster` and `task`. Devices,
+    variables and layers are left out.
+
+    Args:
+      task: A task of the cluster, or an evaluator.
+
+    Raises:
+      ClusterError: If `task` is neither.
     """
     if task.job != "evaluator" and task not in self.tasks():
       raise _no_such_task(self, task)
@@ -187,7 +226,7 @@ class ClusterSpec:
     return json.dumps({"cluster": self.as_dict(), "task": this})
 
   def to_json(self) -> str:
-    """Returns a JSON document that describes an equal spec."""
+    """Returns this spec as a JSON document, which `loads` reads again."""
     devices = {key: {"gpus": list(gpus)} for key, gpus in self.devices.items()}
     variables = dataclasses.asdict(self.variables)
     if self.variables.on != "ps":
@@ -209,8 +248,8 @@ def load(path: str | os.PathLike[str]) -> ClusterSpec:
   """Reads the cluster spec in a file.
 
   Args:
-    path: The file, or the name of a spec of the package, such as
-      `local_1ps_2workers`. A file of this name takes precedence.
+    path: The path of a file, or the name of a spec that the package contains,
+      such as `local_1ps_2workers`. If there is a file of this name, it is read.
 
   Raises:
     ClusterError: If the file cannot be read or is not a valid cluster spec.
@@ -240,20 +279,21 @@ def loads(text: str, source: str = "") -> ClusterSpec:
     source: Put in front of error messages, for instance a file name.
 
   Raises:
-    ClusterError: If it is not a valid cluster spec.
+    ClusterError: If `text` is not a valid cluster spec.
   """
   return _parse_text(text, source)[0]
 
 
 def parse(document: Mapping[str, object], source: str = "") -> ClusterSpec:
-  """Checks a decoded document and makes the `ClusterSpec` it describes.
+  """Checks a document decoded from JSON, and makes a `ClusterSpec` of it.
 
   Args:
     document: A cluster spec, a map from job to addresses, or a TF_CONFIG.
     source: Put in front of error messages, for instance a file name.
 
   Raises:
-    ClusterError: At the first mistake; names its place, the rule, the value.
+    ClusterError: If the document is not valid. The message names the place of
+      the first mistake, the rule and the value.
   """
   return _parse(document, source)[0]
 
@@ -261,17 +301,21 @@ def parse(document: Mapping[str, object], source: str = "") -> ClusterSpec:
 def from_tf_config(
   environ: Mapping[str, str],
 ) -> tuple[ClusterSpec, Task] | None:
-  """Reads the cluster and this process's task from TF_CONFIG in `environ`.
+  """Reads the cluster, and the task of this process, from TF_CONFIG.
 
-  The evaluator is a task but never part of the cluster; `master` becomes
-  `chief`; what platforms add (`environment`, `rpc_layer`, ...) is accepted.
+  An evaluator is a task but never part of the cluster. The job `master` is
+  renamed to `chief`. Keys that platforms add (`environment`, `rpc_layer`, ...)
+  are accepted.
+
+  Args:
+    environ: The environment variables.
 
   Returns:
     The cluster and the task. None for a single process: if TF_CONFIG is unset
     or empty, or has neither a cluster nor an evaluator.
 
   Raises:
-    ClusterError: If TF_CONFIG is no valid document.
+    ClusterError: If TF_CONFIG is not a valid document, or has no task.
   """
   source = "TF_CONFIG"
   text = environ.get(source, "").strip()
@@ -292,16 +336,17 @@ def from_tf_config(
 def task_from_flags(
   spec: ClusterSpec, job_name: str, task_index: int | None = None
 ) -> Task:
-  """Returns the task of this process, as its flags name it.
+  """Returns the task of this process, which its flags name.
 
   Args:
     spec: The cluster.
     job_name: A job of the cluster, or "evaluator".
-    task_index: May be None if the job has only one task.
+    task_index: The index of the task within the job. It may be None if the job
+      has only one task.
 
   Raises:
-    ClusterError: If there is no such task, or if one of several tasks has
-      port 0: other processes could not find it.
+    ClusterError: If there is no such task, or if one of several tasks has port
+      0, since other processes could not find that task.
   """
   job = validation.canonical_job(job_name)
   if job == "evaluator":  # It stands in no spec.
@@ -328,13 +373,14 @@ def task_from_flags(
 
 
 def resolve_ports(spec: ClusterSpec) -> ClusterSpec:
-  """Replaces every port 0 by a free port of this machine.
+  """Returns a copy of the spec with a free port in the place of each port 0.
 
-  The ports are distinct, and none is the port of another local task. Another
-  program may still take one before its task binds it; see `check_port_free`.
+  The ports are free on this machine and distinct, and none is the port of
+  another local task. Another program may still take a port before the task of
+  this port binds it; see `check_port_free`.
 
   Raises:
-    ClusterError: If a port 0 is on another machine.
+    ClusterError: If a task on another machine has port 0.
   """
   unresolved = _tasks_with_port_0(spec)
   local_tasks = spec.local_tasks() if unresolved else ()
@@ -357,9 +403,12 @@ def resolve_ports(spec: ClusterSpec) -> ClusterSpec:
 
 
 def check_port_free(address: str) -> None:
-  """Makes sure that a server can be started on the port of `address`.
+  """Checks that a server can be started on the port of `address`.
 
   TensorFlow itself only says "Could not start gRPC server" (seen with 2.21).
+
+  Args:
+    address: The address "host:port" of a task on this machine.
 
   Raises:
     ClusterError: If the port is in use or this user may not use it.
@@ -412,9 +461,15 @@ def _no_such_task(spec: ClusterSpec, task: Task) -> ClusterError:
 
 
 def _check_ports_chosen(spec: ClusterSpec, task: Task) -> None:
-  """Raises ClusterError for port 0 if tasks are started one by one.
+  """Raises ClusterError if a cluster of several tasks has port 0.
 
-  Other tasks would not know which port a task with port 0 has chosen.
+  It is called by tasks that are started one by one. A task that chose a free
+  port for itself could not be found by the other tasks.
+
+  Args:
+    spec: The cluster.
+    task: The task of this process. Nothing is checked for an evaluator, which
+      does not talk to the other tasks.
   """
   if len(spec.tasks()) > 1 and task.job != "evaluator":
     for unknown in _tasks_with_port_0(spec):

@@ -1,9 +1,10 @@
-"""The rules of a cluster-spec document; each mistake is one `ClusterError`.
+"""Checks a cluster-spec document; each mistake is one `ClusterError`.
 
-Every function takes a part of the document (and its place, where that varies)
-and returns it in one plain form: jobs as `{job: {index: address}}`, `master`
-called `chief`, GPU lists as tuples. `tf_replicas.cluster` builds its objects
-from that and puts the name of the file in front of the messages.
+Every function takes a part of the document, and the place of this part, such as
+`cluster.worker`, if it may stand at several places. It returns the part in one
+plain form: jobs as `{job: {index: address}}`, with `master` renamed to `chief`,
+and GPU lists as tuples. `tf_replicas.cluster.spec` builds its objects from
+that, and puts the name of the file in front of the messages.
 """
 
 import difflib
@@ -26,11 +27,24 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 class ClusterError(ValueError):
-  """A mistake in a cluster spec; one line with place, rule and value."""
+  """Reports a mistake in a cluster spec or in the description of a task.
+
+  The message is one line with the place, the rule and the value received.
+  """
 
 
 class Parts(NamedTuple):
-  """A document that has passed every check, in plain form."""
+  """Holds the parts of a document that has passed every check, in plain form.
+
+  Attributes:
+    jobs: Maps each job to a map from task index to "host:port".
+    devices: Maps "job" or "job:index" to GPU numbers.
+    variables: The section `variables`, with "on" filled in.
+    layers: Maps patterns of layer names to the number of a device within a
+      tower (a copy of the model on its devices).
+    task: (job, index) of the process that the document is for, from TF_CONFIG;
+      None if the document does not say it.
+  """
 
   jobs: dict[str, dict[int, str]]
   devices: dict[str, tuple[int, ...]]
@@ -40,13 +54,21 @@ class Parts(NamedTuple):
 
 
 class _RepeatedKey(dict):
-  """A decoded JSON object in which the key `key` occurs twice."""
+  """Stands for a decoded JSON object in which one key occurs twice.
+
+  Attributes:
+    key: The key.
+  """
 
   key: str
 
 
 def decode(text: str) -> object:
-  """Decodes the JSON `text`, in which no object may have a key twice."""
+  """Decodes the JSON `text`.
+
+  Raises:
+    ClusterError: If `text` is not valid JSON, or an object has a key twice.
+  """
   try:
     document = json.loads(text, object_pairs_hook=_object_of_pairs)
     _check_no_repeated_key(document, "")
@@ -63,7 +85,11 @@ def decode(text: str) -> object:
 
 
 def check(document: object) -> Parts:
-  """Checks a whole document; raises `ClusterError` at its first mistake."""
+  """Checks a whole document, and returns its parts in plain form.
+
+  Raises:
+    ClusterError: At the first mistake of the document.
+  """
   _check_mapping(document, "")
   if _is_jobs_map(document):
     document, prefix = {"cluster": document}, ""
@@ -83,10 +109,22 @@ def check(document: object) -> Parts:
 
 
 def check_jobs(jobs: object, prefix: str) -> dict[str, dict[int, str]]:
-  """Checks the jobs map at place `prefix`; returns it without the evaluator.
+  """Checks the map from jobs to addresses, and returns it in plain form.
 
-  An evaluator runs no TensorFlow server. In a cluster spec it would make
-  `ParameterServerStrategy` wait for one for ever (seen with TF 2.21).
+  An evaluator is checked, but left out of the result: it runs no TensorFlow
+  server, and `ParameterServerStrategy` would wait for such a server for ever
+  (seen with TensorFlow 2.21).
+
+  Args:
+    jobs: Maps each job to a list of addresses, or to a map from index to
+      address.
+    prefix: The place of `jobs` in the document, for error messages.
+
+  Returns:
+    A map from each job to a map from task index to "host:port".
+
+  Raises:
+    ClusterError: If a job or an address is not valid or occurs twice.
   """
   _check_mapping(jobs, prefix)
   _check_keys(jobs, prefix, JOBS)
@@ -97,7 +135,9 @@ def check_jobs(jobs: object, prefix: str) -> dict[str, dict[int, str]]:
     job = canonical_job(name)
     if job in checked:
       raise mistake(
-        place, 'must not stand beside its synonym ("chief", "master")', value
+        place,
+        'must not be given together with its synonym ("chief", "master")',
+        value,
       )
     checked[job] = _check_addresses(value, place)
     for index, address in checked[job].items():
@@ -121,7 +161,13 @@ def check_jobs(jobs: object, prefix: str) -> dict[str, dict[int, str]]:
 
 
 def mistake(place: str, rule: str, received: object) -> ClusterError:
-  """Returns the error for `received` at `place`, which breaks `rule`."""
+  """Returns the `ClusterError` that says which value breaks which rule.
+
+  Args:
+    place: The place of the value in the document; "" leaves it out.
+    rule: What the value must be, such as "must be a string".
+    received: The value, of which at most 120 characters are shown.
+  """
   shown = repr(received)
   if len(shown) > 120:
     shown = shown[:117] + "..."
@@ -131,17 +177,25 @@ def mistake(place: str, rule: str, received: object) -> ClusterError:
 
 
 def canonical_job(job: str) -> str:
-  """Returns `job`, but "chief" for "master", TF1's name of the chief."""
+  """Returns the name of a job, with "chief" for "master", its name in TF1."""
   return "chief" if job == "master" else job
 
 
 def quoted(names: Iterable[str]) -> str:
-  """Joins names, each in quotes as in the document: `"a", "b"`."""
+  """Joins names for an error message, each in double quotes: `"a", "b"`."""
   return ", ".join(f'"{name}"' for name in names)
 
 
 def join_place(prefix: str, key: str) -> str:
-  """Returns `prefix.key`, or `prefix["key"]` if `key` is not a plain word."""
+  """Returns the place of a key in the document, for error messages.
+
+  Args:
+    prefix: The place of the object that has the key.
+    key: The key.
+
+  Returns:
+    `prefix.key`, or `prefix["key"]` if `key` is not a plain word.
+  """
   if not re.fullmatch(r"\w+(:[0-9]+)?", key, re.ASCII):
     return f"{prefix}[{json.dumps(key)}]"  # Escaped: one line.
   return f"{prefix}.{key}" if prefix else key
@@ -158,7 +212,7 @@ def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _check_no_repeated_key(value: object, place: str) -> None:
   if isinstance(value, _RepeatedKey):
-    raise mistake(place, "keys must not stand twice in one object", value.key)
+    raise mistake(place, "keys must not occur twice in one object", value.key)
   if isinstance(value, dict):
     for key, item in value.items():
       _check_no_repeated_key(item, join_place(place, key))
@@ -201,7 +255,11 @@ def _check_keys(
 ) -> None:
   """Raises ClusterError for a key that is neither in `known` nor in `also`.
 
-  The message lists `known` only.
+  Args:
+    mapping: The object whose keys are checked.
+    place: The place of `mapping` in the document, for the message.
+    known: The keys that the message lists as allowed.
+    also: More keys that are allowed, which the message does not list.
   """
   for key in mapping:
     if key not in known + also:
@@ -218,7 +276,12 @@ def _is_int(value: object, *, minimum: int = 0) -> bool:
 
 
 def _check_addresses(value: object, place: str) -> dict[int, str]:
-  """Returns a job's tasks, from a list or a sparse `{"1": address}` map."""
+  """Checks the addresses of a job, and returns them by task index.
+
+  Args:
+    value: A list of addresses, or a sparse map such as `{"1": address}`.
+    place: The place of `value` in the document, for error messages.
+  """
   if isinstance(value, Mapping):
     items = [
       (_sparse_index(key, place), address) for key, address in value.items()
@@ -256,7 +319,9 @@ def _check_devices(
     place = join_place("devices", key)
     if name in checked:
       raise mistake(
-        place, 'must not stand beside its synonym ("chief", "master")', entry
+        place,
+        'must not be given together with its synonym ("chief", "master")',
+        entry,
       )
     _check_mapping(entry, place)
     _check_keys(entry, place, ("gpus",))
@@ -273,7 +338,15 @@ def _check_devices(
 def _check_device_key(
   key: object, jobs: Mapping[str, Mapping[int, str]]
 ) -> str:
-  """Returns "job" or "job:index" if there is such a job or task."""
+  """Checks a key of the section `devices`, and returns it in plain form.
+
+  Args:
+    key: The key, "job" or "job:index".
+    jobs: The checked jobs, one of which the key must name.
+
+  Returns:
+    The key, with "chief" for "master".
+  """
   # A spec without a cluster has one process, which is called worker 0.
   jobs = jobs or {"worker": {0: ""}}
   if isinstance(key, str):
@@ -307,9 +380,14 @@ def _check_gpus(gpus: object, place: str) -> tuple[int, ...]:
 def _check_gpu_sharing(
   devices: Mapping[str, tuple[int, ...]], jobs: Mapping[str, Mapping[int, str]]
 ) -> None:
-  """Raises ClusterError if two tasks of a host get one GPU from job entries.
+  """Raises ClusterError if the entry of a job gives one GPU to two tasks.
 
-  Entries for single tasks, such as "worker:1", may share a GPU.
+  That happens if several tasks of the job are on one host. Entries for single
+  tasks, such as "worker:1", may share a GPU.
+
+  Args:
+    devices: The checked section `devices`.
+    jobs: The checked jobs.
   """
   users: dict[tuple[str, int], str] = {}  # (host, GPU) -> task
   for job, tasks in jobs.items():
@@ -333,9 +411,14 @@ def _check_gpu_sharing(
 def _check_variables(
   variables: object, *, num_ps: int
 ) -> dict[str, str | int | None]:
-  """Checks the section `variables`; returns it with "on" filled in.
+  """Checks the section `variables`, and returns it with "on" filled in.
 
-  Without "on", variables are on "ps" if the cluster has PS tasks, else "cpu".
+  Without "on", the variables are on "ps" if the cluster has parameter servers,
+  and on "cpu" otherwise.
+
+  Args:
+    variables: The section.
+    num_ps: The number of parameter servers of the cluster.
   """
   _check_mapping(variables, "variables")
   _check_keys(
@@ -394,7 +477,11 @@ def _check_layers(layers: object) -> dict[str, int]:
 def _check_task(
   document: Mapping, jobs: Mapping[str, Mapping[int, str]]
 ) -> tuple[str, int] | None:
-  """Returns TF_CONFIG's `task` as (job, index); None if there is none."""
+  """Checks the entry `task` of TF_CONFIG, and returns it as (job, index).
+
+  Returns:
+    The task, with "chief" for "master"; None if there is no such entry.
+  """
   if "task" not in document:
     return None
   task = document["task"]

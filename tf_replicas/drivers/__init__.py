@@ -1,1 +1,1 @@
-"""Which process runs what: the drivers, serving tasks, heartbeats."""
+"""Decides which process runs what, and detects tasks that are lost."""

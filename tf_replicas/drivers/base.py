@@ -38,7 +38,9 @@ from tf_replicas.store import tables
 
 
 class TrainedState(checkpoints.Checkpointable, Protocol):
-  """The interface of the trained variables, the same for all drivers.
+  """The interface of the object that holds the trained variables.
+
+  All drivers (the objects that run a training) have such an object.
 
   Attributes:
     examples_seen: int64 scalar variable: the number of examples in all updates.
@@ -56,26 +58,33 @@ class TrainedState(checkpoints.Checkpointable, Protocol):
     """Assigns `value` to the variable `Replica.shared[index]`."""
 
   def subtract(self, index: int, value: parameter_store.Value) -> None:
-    """Subtracts `value` from the variable `Replica.shared[index]`, in place."""
+    """Subtracts `value` in place from the variable `Replica.shared[index]`."""
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """Returns a function that reads the variables at `indices`, in order."""
+    """Returns a function that reads some variables.
+
+    Args:
+      indices: The positions of the variables in `Replica.shared`. The function
+        returns their values in this order.
+    """
     ...
 
 
 class Driver(abc.ABC):
-  """Builds the model and the shared state, and runs this task's part.
+  """The interface of an object that runs one task's part of a training.
 
-  Leaving the `with` statement calls `close`. If an error ends the block, all
-  tasks are told at once; they need not wait for this task's heartbeats to stop.
+  It builds the model and the shared variables. Leaving the `with` statement
+  calls `close`. If an error ends the block, all tasks are told at once, so that
+  they need not wait for this task's heartbeats to stop.
 
   Attributes:
     is_chief: Whether this task is the chief. The chief calls `step` and saves
       checkpoints. All other tasks call `run_replica`.
     replica: The model replica that this task computes gradients with.
     store: The trained variables, and the other state that a `Session` saves.
-    replica_names: The names of the replicas, in the order of `counts`. Empty
-      if the driver does not count contributions.
+    replica_names: The names of the replicas, in the order of `counts`. Empty if
+      the driver does not count contributions, which are what the replicas send
+      for the updates.
   """
 
   is_chief: bool
@@ -103,7 +112,9 @@ class Driver(abc.ABC):
 
   @abc.abstractmethod
   def run_replica(self) -> int:
-    """Contributes gradients until training ends, in all tasks but the chief.
+    """Runs a replica, which contributes gradients, until training ends.
+
+    All tasks except the chief call this.
 
     Returns:
       The global step when training ended.
@@ -115,23 +126,33 @@ class Driver(abc.ABC):
 
   @abc.abstractmethod
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate from the next update on, in the chief."""
+    """Sets the learning rate of all later updates. Called by the chief only."""
 
   def stop_at(self, step: int) -> None:
-    """Prevents updates beyond the global step `step`, in the chief."""
+    """Prevents updates beyond the global step `step`.
+
+    Only the chief calls this method.
+    """
     del step  # Where `step` alone makes updates, its caller decides.
 
   def counts(self) -> list[results.Counts]:
-    """Returns how the contributions of each of `replica_names` were used."""
+    """Returns how the contributions of each replica were used.
+
+    A contribution is what a replica sends for one update, such as a gradient.
+    The list has one entry for each of `replica_names`.
+    """
     return []
 
   def interrupt(self) -> None:
-    """Wakes `step` in another thread, so that it checks whether to stop."""
+    """Wakes a thread that waits in `step`, to check whether to stop."""
     return  # Where no step waits for others.
 
   @property
   def accepted_fraction(self) -> float:
-    """Fraction of all contributions that updates use, if replicas are alike."""
+    """Fraction of all replicas' gradients that updates use.
+
+    It is computed for replicas that are equally fast.
+    """
     return 1.0
 
   @property
@@ -140,23 +161,26 @@ class Driver(abc.ABC):
     return int(self.store.read_global_step())
 
   def examples_drawn(self) -> tf.Tensor:
-    """Estimates how many examples all replicas have drawn: an int64 scalar.
+    """Estimates how many examples all replicas have drawn from the data.
 
-    Includes the examples of refused contributions, assuming that all replicas
-    are equally fast. A resumed training draws its first examples from there.
+    A resumed training starts to draw examples at this position. The examples of
+    refused gradients are included, assuming that all replicas are equally fast.
+
+    Returns:
+      The number of examples, an int64 scalar.
     """
     used = tf.cast(self.store.examples_seen.read_value(), tf.float64)
     return tf.cast(tf.round(used / self.accepted_fraction), tf.int64)
 
   def values(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
-    """Reads the trained variables. The model's own variables do not change.
+    """Reads the trained variables, and leaves the model's own variables alone.
 
     Args:
       averaged: Whether to take, for each variable that has a moving average,
         that average.
 
     Returns:
-      The values by `variable.path`, as `load_into_keras` takes them.
+      The values by `variable.path`, in the form that `load_into_keras` expects.
     """
     state = {name: np.asarray(v) for name, v in self.store.state().items()}
     if not averaged:
@@ -166,14 +190,17 @@ class Driver(abc.ABC):
 
   @functools.cached_property
   def _metrics(self) -> metric_sums.Reader:
-    """Reader of the metrics, made before the first update to count it too."""
+    """The object that reads the means of the model's metrics.
+
+    It is made before the first update, so that it counts that update too.
+    """
     return metric_sums.Reader(
       self.store, self.replica.shared, self.replica.metrics
     )
 
   @abc.abstractmethod
   def close(self, error: BaseException | None = None) -> None:
-    """Leaves the training. The chief first ends the training for all tasks.
+    """Takes this task out of the training. The chief ends the training for all.
 
     Args:
       error: The error that ended the training early, which every task is told;
@@ -187,7 +214,13 @@ class Driver(abc.ABC):
     self.close(error)
 
   def _check_role(self, *, needs_chief: bool) -> None:
-    """Raises RuntimeError unless `is_chief` is equal to `needs_chief`."""
+    """Raises RuntimeError if a method is called in the wrong task.
+
+    The chief must call `step`. The other tasks must call `run_replica`.
+
+    Args:
+      needs_chief: Whether the method is for the chief.
+    """
     if self.is_chief == needs_chief:
       return
     if needs_chief:
@@ -205,13 +238,14 @@ class Options(NamedTuple):
   Attributes:
     start_timeout_secs: Seconds to wait for PS tasks, workers and chief.
     lost_after_secs: Seconds without a heartbeat after which a worker is lost,
-      so that a step uses a contribution of another replica instead.
-    timeline_dir: The directory to record the timelines in (see `timeline`);
-      None: no timelines.
-    namespace: The name of the training.
-    joined: The heartbeats of this process, if the training is one of a series
-      that it has joined. At the end of the training, this client then stays in
-      the series, unless there was an error. None: the driver joins and leaves.
+      so that a step uses the gradients of another replica instead.
+    timeline_dir: The directory for timelines, the files that record what each
+      replica does when. None: no timelines.
+    namespace: The name of the training, which is part of the names of all
+      shared variables.
+    joined: The heartbeats of this process, if it takes part in a series of
+      trainings. After a training without an error, the process then stays in
+      the series. None: the driver makes heartbeats for this training only.
     log: Receives each line of the log.
   """
 
@@ -226,7 +260,7 @@ class Options(NamedTuple):
 def build_replica(
   replica_fn: Callable[[], model_replica.Replica],
 ) -> model_replica.Replica:
-  """Builds the replica of a process that is connected to a cluster.
+  """Builds the model replica of a process that is connected to a cluster.
 
   Raises:
     ValueError: If the model was built before the process was connected.
@@ -272,17 +306,18 @@ class ParameterServerDriver(Driver):
     timeline_file: str,
     options: Options,
   ):
-    """Builds replica and rule, and attaches to the objects on the PS tasks.
+    """Builds model and update rule, and attaches to the variables on the PS.
 
     The process must be connected to the cluster already.
 
     Args:
       spec: The cluster.
       task: The task of this process.
-      replica_fn: Builds the replica.
+      replica_fn: Builds the replica, which holds the model and the data.
       rule_fn: Builds the update rule.
       replicas: The tasks that contribute gradients.
-      client: The number of this client in the heartbeat tables.
+      client: The number of this process in the heartbeat tables, by which the
+        tasks know which processes are alive.
       devices: One device of each serving task (parameter server or in-graph
         worker). The first one is that of PS task 0.
       timeline_file: The name of the timeline file, without directory and
@@ -331,30 +366,47 @@ class ParameterServerDriver(Driver):
       self._attach()
 
   def set_learning_rate(self, rate: float) -> None:
-    """See `Driver.set_learning_rate`."""
+    """Sets the learning rate of all later updates. Called by the chief only."""
     self.rule.set_learning_rate(rate)
 
   def stop_at(self, step: int) -> None:
-    """See `Driver.stop_at`."""
+    """Prevents updates beyond the global step `step`.
+
+    Only the chief calls this method.
+    """
     self.rule.stop_at(step)
 
   def counts(self) -> list[results.Counts]:
-    """See `Driver.counts`."""
+    """Returns, for each replica, how the gradients that it sent were used."""
     return self.rule.counts()
 
   def interrupt(self) -> None:
-    """See `Driver.interrupt`."""
+    """Wakes a thread that waits in `step`, to check whether to stop."""
     self.rule.interrupt()
 
   @property
   def accepted_fraction(self) -> float:
-    """See `Driver.accepted_fraction`."""
+    """Fraction of all replicas' gradients that updates use."""
     return self.rule.accepted_fraction
 
   def step(self, max_updates: int = 1) -> training.StepResult:
-    """Makes updates; see `Driver.step`.
+    """Waits for or makes one update or several, in the chief.
 
-    Also raises the error of the chief's own replica, if that has failed.
+    The first call starts the replicas. If the chief's own replica has failed,
+    its error is raised too.
+
+    Args:
+      max_updates: The largest number of updates to make.
+
+    Returns:
+      The global step, the loss of the last update, and the number of examples
+      of all these updates.
+
+    Raises:
+      NonFiniteGradientError: If a loss or a gradient is not finite.
+      RuntimeError: If this task is not the chief, if another process runs as
+        the same task, if training was ended elsewhere, or if a data set has
+        ended.
     """
     self._check_role(needs_chief=True)
     metrics = self._metrics
@@ -375,13 +427,13 @@ class ParameterServerDriver(Driver):
     )
 
   def _agree(self) -> None:
-    """Compares this task's variables and update rule with the chief's.
+    """Checks that this task has the chief's variables and update rule.
 
-    The chief publishes its variables and rule for the other tasks. This is done
-    before any variable is created on the PS tasks.
+    The chief publishes its variables and its rule for the other tasks to
+    compare. This is done before any variable is created on the PS tasks.
 
     Raises:
-      RuntimeError: If they differ, or the chief failed.
+      RuntimeError: If variables or rule differ, or the chief failed.
       TimeoutError: If the chief does not publish them in time.
     """
     rule, variables = self.rule.signature(), self.store.signature()
@@ -409,14 +461,21 @@ class ParameterServerDriver(Driver):
       raise RuntimeError(message)
 
   def _attach(self) -> None:
-    """Attaches to the objects on the PS tasks. The chief initializes them."""
+    """Attaches to the variables and queues on the PS tasks by their names.
+
+    The chief also gives them their first values, or resumes an earlier
+    training.
+    """
     self.rule.build(self.store, is_sparse=model_replica.sparsity(self.replica))
     if self.is_chief:
       values = [tf.identity(v) for v in self.replica.shared]
       rule_base.create_or_resume(self.rule, self.store, values)
 
   def _start(self) -> None:
-    """Starts the update rule, the watchdog thread and the replicas."""
+    """Starts the update rule, the replicas, and the thread that reports waits.
+
+    `step` calls this once, in the chief.
+    """
     if self.global_step < 0:
       raise RuntimeError(
         "the chief was killed in the middle of an update and there is no"
@@ -438,22 +497,25 @@ class ParameterServerDriver(Driver):
   def _ages(self) -> list[float]:
     """Returns the seconds since each replica's last heartbeat.
 
-    -1 and 0 have the meaning that `StepWatchdog` documents.
+    -1 means that no heartbeat has come yet, 0 that the replica has left.
     """
 
   @abc.abstractmethod
   def _start_replicas(self) -> waiting.RaisingThread:
-    """Lets the replicas begin, in the chief.
+    """Lets the replicas begin. Only the chief calls this.
 
     Returns:
-      The thread that runs or watches the replicas. If it fails, it must
-      interrupt the rule.
+      The thread that runs or watches the replicas. If the thread fails, it must
+      call `interrupt` of the update rule, so that no step waits for ever.
     """
 
   def _next_updates(self, max_updates: int) -> list[results.Update]:
     """Waits for the next updates, and returns them.
 
-    Continues after an interrupt that has no reason to stop.
+    If `interrupt` wakes the wait and there is no reason to stop, waits on.
+
+    Args:
+      max_updates: The largest number of updates.
     """
     while True:
       try:

@@ -1,21 +1,24 @@
-"""Between-graph replication: every worker is its own client and program.
+"""Implements between-graph replication: every worker runs a whole program.
 
-Each worker runs this driver. It connects to all parameter servers and to no
-other worker, builds the model, and attaches by name to the variables on the
-parameter servers, the *shared copy*.
+Each worker runs this driver, the object that makes its part of the training.
+The driver connects to all parameter servers and to no other worker, builds the
+model, and attaches by name to the variables on the parameter servers, the
+*shared copy*.
 
 1. The chief (a `chief` task, else worker 0) publishes its variables and update
    rule, and the others compare theirs. The chief creates the shared copy and
    restores a checkpoint if there is one. Meanwhile the others wait.
-2. Every worker runs a `ReplicaLoop`, several steps per `tf.function` call. On
-   the chief that loop has a thread of its own.
-3. The chief's main thread makes the updates (`step`), one call per step.
-4. At the end the chief announces how training ended, and answers each worker
-   with a token whose global step is `step_token.ENDED`. The workers leave. Then
-   the chief closes the queues and tells the PS tasks to end.
+2. Every worker runs a `ReplicaLoop`, which computes and sends gradients,
+   several steps per `tf.function` call. On the chief that loop has a thread of
+   its own.
+3. The chief's main thread makes the updates, one call of `step` for each.
+4. At the end the chief announces how training ended, and answers each worker's
+   last gradients with a *token* (the answer that lets a replica continue) whose
+   global step is `step_token.ENDED`. The workers leave. Then the chief closes
+   the queues and tells the PS tasks to end.
 
-Parameters, slots, averages, queues and counters live on the PS tasks; the
-model, its data and the inner optimizer's code in each worker.
+Parameters, optimizer slots, averages, queues and counters live on the PS tasks.
+The model, its data and the optimizer's code live in each worker.
 """
 
 import functools
@@ -46,11 +49,13 @@ _ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 
 
 class BetweenGraph(driver_base.ParameterServerDriver):
-  """The driver of one worker in between-graph replication.
+  """The driver that runs one worker's part of a between-graph training.
 
-  Several trainings may run in one process and on one cluster, each with a
-  driver and a namespace of its own. `server.serve` must be given all of these
-  namespaces.
+  In between-graph replication every worker has a process with its own model and
+  attaches to the variables on the parameter servers. Several trainings may run
+  in one process and on one cluster, each with a driver and a namespace (a
+  prefix of the variables' names) of its own. `server.serve` must be given all
+  of these namespaces.
   """
 
   def __init__(
@@ -67,25 +72,28 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     joined: heartbeats.Heartbeats | None = None,
     log: Callable[[str], None] = print,
   ):
-    """Connects, builds the replica and attaches to the shared copy.
+    """Connects to the cluster, builds the model and attaches to the variables.
 
     The model must not be built before the process is connected, so functions
     that build replica and rule are given instead of these objects.
 
     Args:
-      spec: The cluster. No port may be 0 (see `resolve_ports`).
+      spec: The cluster. No port may be 0: `cluster.resolve_ports` replaces such
+        ports.
       task: The task of this process, one of `spec.replicas`.
-      replica_fn: Builds the replica, the same one in every worker.
-      optimizer_fn: Builds the update rule, the same one in every worker.
+      replica_fn: Builds the replica, in the same way in every worker.
+      optimizer_fn: Builds the update rule, in the same way in every worker.
       start_timeout_secs: Seconds to wait for the PS tasks and the chief.
       lost_after_secs: After so many seconds without a heartbeat, a worker is
         lost: no step waits for it until it comes back.
-      timeline_dir: The directory to record the timeline of this task in (see
-        `timeline`); None: no timeline.
+      timeline_dir: The directory for the timeline, a file that records what
+        this task does when. None: no timeline.
       namespace: The name of the training, the same in every worker, and one of
         the names that the PS tasks serve. Trainings of different names share
         nothing.
-      joined: See `Options`. `namespace` may then be any name.
+      joined: The heartbeats of this process, if it takes part in a series of
+        trainings, as `driver_base.Options` documents; None otherwise. In a
+        series, `namespace` may be any name.
       log: Receives each line of the log.
 
     Raises:
@@ -134,7 +142,17 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return waiting.RaisingThread(self._run_loop, on_error=self.rule.interrupt)
 
   def run_replica(self) -> int:
-    """See `Driver.run_replica`."""
+    """Contributes gradients until training ends, in a worker that is no chief.
+
+    Waits first until the chief has initialized or restored the variables.
+
+    Returns:
+      The global step when training ended.
+
+    Raises:
+      RuntimeError: If this task is the chief, if training ended with an error,
+        or if the chief is lost.
+    """
     self._check_role(needs_chief=False)
     waiting.await_value(
       lambda: self._heartbeats.is_open() or self._heartbeats.outcome(),
@@ -160,11 +178,14 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self._final_step(outcome)
 
   def _final_step(self, outcome: str) -> int:
-    """Returns the last global step, or raises the failure of the training.
+    """Returns the last global step, or raises the error of the training.
 
     Args:
-      outcome: How training ended, as from `Heartbeats.outcome`; "" if the chief
-        was lost.
+      outcome: How training ended: `heartbeats.FINISHED` or an error in one
+        line; "" if the chief was lost.
+
+    Raises:
+      RuntimeError: If training ended with an error, or the chief was lost.
     """
     if not outcome:
       secs = _CHIEF_PATIENCE * self._options.lost_after_secs
@@ -177,7 +198,11 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self.global_step
 
   def _await_outcome(self) -> str:
-    """Waits until the chief announces how training ended, and returns that."""
+    """Waits until the chief announces how training ended, and returns that.
+
+    The result is `heartbeats.FINISHED`, an error in one line, or "" if the
+    chief was lost.
+    """
     waiting.await_value(
       lambda: self._heartbeats.outcome() or self._has_given_up,
       timeout_secs=10,
@@ -187,7 +212,11 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self._heartbeats.outcome()
 
   def _must_stop(self) -> bool:
-    """Returns whether the chief is lost, or this process was replaced."""
+    """Returns whether this worker must stop before the training ends.
+
+    That is so if the chief is lost, or if another process runs as the same task
+    and has replaced this one.
+    """
     return self._has_given_up or self._heartbeats.is_replaced
 
   def _give_up(self) -> None:
@@ -195,7 +224,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     self.rule.release_replica(self._index)
 
   def _run_loop(self) -> None:
-    """Runs this task's replica: contributes until training ends."""
+    """Computes and sends the gradients of this task until training ends."""
     start = int(self.examples_drawn())
     dataset = self.replica.dataset_fn(
       len(self.replica_names), self._index, start
@@ -211,7 +240,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         if last.global_step == step_token.ENDED or self._must_stop():
           return
         has_tag = last.preadmitted_tag != step_token.NO_TAG
-        run = run_preadmitted if has_tag else run_asking
+        run = run_asking
+        if has_tag:
+          assert run_preadmitted is not None, self.rule
+          run = run_preadmitted
         start = time.monotonic()
         count, token, *state = run(tf.constant(max_steps), token, *state)
         secs = (time.monotonic() - start) / max(int(count), 1)
@@ -225,12 +257,20 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         f"the data set of {self.task} has ended; it must be endless"
       ) from error
 
-  def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable]:
+  def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable | None]:
     """Traces the functions that make the steps of this task's replica.
+
+    A step normally asks the chief for admission before it sends its gradients.
+    The answer to the step before it may have admitted the gradients in advance.
+
+    Args:
+      iterator: The iterator over this task's batches.
 
     Returns:
       Three functions: `ReplicaLoop.begin`, and `ReplicaLoop.run_many` for steps
-      that ask for admission, and for steps that were admitted in advance.
+      that ask for admission, and for steps that were admitted in advance. The
+      last is None if the rule admits no step in advance: each of the last two
+      has the model's forward and backward pass.
     """
     loop = replica_loop.ReplicaLoop(
       self.rule,
@@ -251,14 +291,19 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     begin = trace(loop.begin)
     specs = [tf.TensorSpec([], tf.int32)]
     specs += [tf.TensorSpec(t.shape, t.dtype) for t in begin.outputs]
-    run_asking, run_preadmitted = (
-      trace(functools.partial(loop.run_many, is_preadmitted), *specs)
-      for is_preadmitted in (False, True)
-    )
+    run_asking = trace(functools.partial(loop.run_many, False), *specs)
+    run_preadmitted = None
+    if self.rule.preadmits:
+      run_preadmitted = trace(functools.partial(loop.run_many, True), *specs)
     return begin, run_asking, run_preadmitted
 
   def close(self, error: BaseException | None = None) -> None:
-    """See `Driver.close`."""
+    """Takes this task out of the training. The chief ends the training for all.
+
+    Args:
+      error: The error that ended the training early, which every task is told;
+        None if there was none.
+    """
     self._home.is_open = False
     if not self.is_chief:
       beats = self._heartbeats

@@ -1,4 +1,4 @@
-"""Connects a client to its parameter servers, once per process."""
+"""Connects this process to parameter servers, at most once."""
 
 import socket
 import time
@@ -15,13 +15,13 @@ _connections: list[tuple[str, ...]] = []
 
 
 def is_connected(key: tuple[str, ...]) -> bool:
-  """Returns whether this process has the connection that `key` describes.
+  """Returns whether this process has the connection described by `key`.
 
   TensorFlow has one connection per process. A second connection would reset
   TensorFlow's context, and with it all tensors and functions (seen in 2.21).
 
   Raises:
-    RuntimeError: If this process has another connection.
+    RuntimeError: If this process has a connection with another key.
   """
   if _connections and key not in _connections:
     raise RuntimeError(
@@ -38,12 +38,19 @@ def was_used() -> bool:
 
 
 def remember(key: tuple[str, ...]) -> None:
-  """Records `key` as the connection of this process, for `is_connected`."""
+  """Records the cluster that this process is connected to.
+
+  TensorFlow connects a process only once. `is_connected` reads the record.
+
+  Args:
+    key: The kind of client, such as "in-graph client", then the addresses of
+      the tasks that it is connected to.
+  """
   _connections.append(key)
 
 
 def disconnect() -> None:
-  """Ends the connection of this process, after the servers were told to end.
+  """Ends this process's connection. The servers must have been told to end.
 
   This process cannot connect again, but may go on using TensorFlow by itself.
   """
@@ -58,10 +65,10 @@ def connect_client(
   timeout_secs: float,
   log: Callable[[str], None] = print,
 ) -> list[str]:
-  """Makes this process a client of all PS tasks, unless it is one already.
+  """Connects this process to all PS tasks, unless it is connected already.
 
   The cluster that TensorFlow is given holds only the PS tasks and this process.
-  With the other workers in it, every client would wait for these.
+  If it held the other workers, every worker would wait for all others.
 
   Returns:
     The name of one device of each PS task, in the order of the tasks.
@@ -96,7 +103,8 @@ def await_servers(
   """Waits until every task of `job` accepts connections at its address.
 
   Raises:
-    TimeoutError: If a task does not do so in time. Names the first such task.
+    TimeoutError: If a task does not accept connections in time. The message
+      names the first such task.
   """
   since = time.monotonic()
   for task in spec.tasks(job):

@@ -1,6 +1,8 @@
-"""Keeps, on a serving task, the heartbeats it received and the outcome.
+"""Defines the table of heartbeats that a serving task keeps for a training.
 
-The docstring of `heartbeats` explains the terms.
+A serving task is a parameter server or an in-graph worker. The table records
+which processes are alive, and how training ended. The docstring of
+`drivers.heartbeats` explains its use.
 """
 
 import functools
@@ -20,7 +22,11 @@ RESTS = -2.0
 
 
 class HeartbeatTable:
-  """The heartbeat table of one training, or of a series, on one serving task.
+  """The table of heartbeats of one training, in variables of a serving task.
+
+  A serving task is a parameter server or an in-graph worker. A client is a
+  process that trains: a worker or the chief. A series of trainings, which
+  follow each other, has one table. A client *rests* between two of them.
 
   Attributes:
     device: The device of the serving task.
@@ -46,12 +52,15 @@ class HeartbeatTable:
     device: str,
     namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
   ):
-    """Attaches to the table, which the serving task initializes.
+    """Attaches to the variables of the table on a serving task.
+
+    The serving task (a parameter server or an in-graph worker) initializes
+    them.
 
     Args:
       device: The device of the serving task.
       namespace: The namespace of the training, the same in the serving task and
-        in all clients.
+        in all processes that train.
     """
     self.device = device
     self._namespace = namespace
@@ -68,7 +77,11 @@ class HeartbeatTable:
       self.call = names.variable("call", [], tf.string)
 
   def initialize(self, num_clients: int) -> None:
-    """Initializes an empty table, in the serving task when that starts."""
+    """Makes the table empty, at the start of the task that keeps it.
+
+    Args:
+      num_clients: Number of processes that train, whose heartbeats are kept.
+    """
     self.beats.assign(tf.fill([num_clients], tf.cast(-1.0, tf.float64)))
     self.processes.assign(
       tf.fill([num_clients], tf.cast(_NO_PROCESS, tf.int64))
@@ -82,7 +95,10 @@ class HeartbeatTable:
     self.signature.assign("")
 
   def attach_again(self) -> "HeartbeatTable":
-    """Returns a new object for the table, after the serving task restarted."""
+    """Returns a new object for this table.
+
+    It is needed if the task that keeps the table was restarted.
+    """
     return HeartbeatTable(self.device, self._namespace)
 
   @tf.function(autograph=False)
@@ -113,18 +129,18 @@ class HeartbeatTable:
     joins: bool = False,
     rests: bool = False,
   ) -> bool:
-    """Records a heartbeat, or that the client has left.
+    """Records a heartbeat of a client, or that the client has left.
 
     Args:
-      client: The client's number.
+      client: The number of the client, a process that trains.
       process: The number that identifies the client's process.
       is_here: Whether the client takes part; False when it leaves.
       joins: Whether `process` replaces any other process of that client.
-      rests: Whether the client, which is here, waits for the next training.
+      rests: Whether the client waits for the next training of a series.
 
     Returns:
-      Whether `process` is the client's current one. If not, nothing was
-      recorded.
+      Whether `process` is the client's current process. If another process has
+      replaced it, nothing was recorded.
     """
     numbers = tf.constant(client), tf.constant(process, tf.int64)
     sign = (-1.0 if rests else 1.0) if is_here else _LEFT
@@ -132,13 +148,18 @@ class HeartbeatTable:
     return bool(self._beat(*numbers, sign, tf.constant(joins)))
 
   def dismiss(self, outcome: str) -> None:
-    """Tells the serving task that training ended, and how."""
+    """Tells the task that keeps this table to end.
+
+    Args:
+      outcome: How training ended: `heartbeats.FINISHED`, or an error in one
+        line.
+    """
     self.outcome.assign(outcome)
     self.dismissed.assign(True)
     resources.flush_assignments([self.dismissed])
 
   def is_ready(self) -> bool:
-    """Returns whether the serving task has initialized the whole table."""
+    """Returns whether the task that keeps this table has initialized it."""
     return bool(self.signature.is_initialized())
 
   @functools.cached_property
@@ -154,10 +175,11 @@ class HeartbeatTable:
     return resources.remote_reader(ages)
 
   def ages(self) -> list[float]:
-    """Returns the seconds since each client's last heartbeat.
+    """Returns the seconds since the last heartbeat of each client.
 
-    -1 means no heartbeat yet, 0 means that the client has left. Less than
-    `RESTS`: the client rests, and its last heartbeat was `RESTS - age` seconds
-    ago.
+    A client is a process that trains. -1 means no heartbeat yet, and 0 that the
+    client has left. An age below `RESTS` (-2) means that the client rests,
+    which is to wait for the next training of a series. Its last heartbeat was
+    `RESTS - age` seconds ago.
     """
     return self._ages().numpy().tolist()

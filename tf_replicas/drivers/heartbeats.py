@@ -1,14 +1,14 @@
-"""Heartbeats: which clients are alive, and how training ended.
+"""Sends heartbeats, which show who is alive, and tells how training ended.
 
-A *client* is a task with a driver: a worker or the chief. Every *serving task*
-(each PS; in-graph each worker as well) has a *heartbeat table* for each
-training: when each client's last heartbeat arrived, by the serving task's own
-clock, which process sent it, and how training ended. The table also holds the
-serving task's versions of TensorFlow, Keras and this library: a client with
-incompatible versions does not join. The table of PS task 0 also holds the
-chief's variables and update rule, with which the other clients compare theirs.
-A client sends heartbeats in one thread per serving task, so that a task which
-hangs delays no other.
+A *client* is a task that trains: a worker or the chief. A *serving task* is a
+parameter server or, in in-graph replication, a worker. Every serving task has a
+*heartbeat table* for each training: when each client's last heartbeat arrived,
+by the serving task's own clock, which process sent it, and how training ended.
+The table also holds the serving task's versions of TensorFlow, Keras and this
+library: a client with incompatible versions does not join. The table of PS task
+0 also holds the chief's variables and update rule, with which the other clients
+compare theirs. A client sends heartbeats in one thread per serving task, so
+that a task which hangs delays no other.
 
 A process that joins replaces an earlier process of the same client. If the
 earlier process still lives (it was stopped, its machine was cut off, or the
@@ -51,11 +51,14 @@ _ANSWER_SECS = 10.0
 
 
 class _Link:
-  """Sends heartbeats to one serving task.
+  """Sends the heartbeats of this process to one serving task, in a thread.
+
+  A serving task is a parameter server or an in-graph worker.
 
   Attributes:
-    has_joined: Whether the task has received a heartbeat.
-    failure: Why the last heartbeat did not reach the task; "" if it did.
+    has_joined: Whether the serving task has received a heartbeat.
+    failure: Why the last heartbeat did not reach the serving task; "" if it
+      did.
   """
 
   def __init__(
@@ -67,11 +70,12 @@ class _Link:
     arbitrates: bool,
     log: Callable[[str], None],
   ):
-    """Starts to send heartbeats.
+    """Starts to send heartbeats to one serving task.
 
     Args:
-      table: The heartbeat table of the serving task.
-      client: The number of this client.
+      table: The heartbeat table of the serving task, which is a parameter
+        server or an in-graph worker.
+      client: The number of this client, a task that trains.
       process: The number that identifies this process.
       arbitrates: Whether the serving task decides which of two processes of a
         client is the current one. Only PS task 0 does so.
@@ -94,10 +98,12 @@ class _Link:
     )
 
   def await_join(self, timeout_secs: float, log: Callable[[str], None]) -> None:
-    """Waits for the first heartbeat to reach the task.
+    """Waits until the first heartbeat has reached the serving task.
+
+    The serving task is a parameter server or an in-graph worker.
 
     Args:
-      timeout_secs: How long to wait.
+      timeout_secs: How long to wait, in seconds.
       log: Receives each line of the log.
 
     Raises:
@@ -140,13 +146,14 @@ class _Link:
           self._table = table
 
   def silence(self) -> float:
-    """Returns the seconds since the task last answered."""
+    """Returns the seconds since the serving task last answered a heartbeat."""
     return time.monotonic() - self._answered
 
   def was_replaced(self) -> bool:
-    """Returns whether another process replaced this one.
+    """Returns whether another process of the same task has replaced this one.
 
-    If the serving task's last answer may be out of date, asks the task again.
+    If the last answer of the serving task (a parameter server or in-graph
+    worker) may be out of date, asks the serving task again.
     """
     is_old = self.silence() > 2 * BEAT_SECS
     if is_old and not self._is_leaving:
@@ -154,26 +161,36 @@ class _Link:
     return self._was_replaced
 
   def rest(self, rests: bool) -> waiting.RaisingThread:
-    """Tells the task whether this client rests, now and in each heartbeat.
+    """Tells the serving task, in a thread, whether this process rests.
+
+    To rest is to wait for the next training of a series. All later heartbeats
+    repeat this information.
+
+    Args:
+      rests: Whether this process rests.
 
     Returns:
-      The thread that tells the task so, to be joined.
+      The thread, which the caller has to join.
     """
     self._rests = rests
     return waiting.RaisingThread(self._beat, on_error=lambda: None)
 
   def leave(self) -> waiting.RaisingThread:
-    """Stops the heartbeats, and tells the task that this client has left.
+    """Stops the heartbeats. The last one says that this process leaves.
 
     Returns:
-      The thread that tells the task so, to be joined.
+      The thread that tells the serving task so, which the caller has to join.
     """
     self._is_leaving = True
     self._thread.request_stop()
     return self._thread
 
   def dismiss(self, outcome: str) -> None:
-    """Tells the task how training ended, even if it was restarted just now."""
+    """Tells the serving task to end, even if it has just been restarted.
+
+    Args:
+      outcome: How training ended: `FINISHED`, or an error in one line.
+    """
     try:
       self._table.dismiss(outcome)
     except tf.errors.OpError:
@@ -183,7 +200,10 @@ class _Link:
 
 
 class Heartbeats:
-  """Sends a client's heartbeats, and reads the heartbeat tables.
+  """Sends the heartbeats of this process, and reads those of the others.
+
+  The heartbeats go to every serving task (parameter server or in-graph worker),
+  which keeps them in a table. A client is a task that trains.
 
   Attributes:
     client: This client's number.
@@ -198,19 +218,21 @@ class Heartbeats:
     namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
     log: Callable[[str], None] = print,
   ):
-    """Attaches to the tables of all serving tasks and starts the heartbeats.
+    """Attaches to the heartbeat tables and starts to send heartbeats.
 
     Args:
-      client: This client's number, from 0 on.
-      devices: One device of each serving task. The first one is that of PS
-        task 0.
+      client: The number of this client (a task that trains), from 0 on.
+      devices: One device of each serving task, which is a parameter server or
+        an in-graph worker. The first device is that of PS task 0.
       timeout_secs: Seconds to wait for each table, and for the first heartbeat
         to arrive at each serving task.
-      namespace: The namespace of the training; see `server.serve`.
+      namespace: The namespace of the training, one of those given to
+        `server.serve`.
       log: Receives each line of the log.
 
     Raises:
-      RuntimeError: If a serving task has incompatible versions; see `versions`.
+      RuntimeError: If a serving task has an incompatible version of TensorFlow,
+        Keras or this library.
       TimeoutError: If a serving task has no table for the namespace, or does
         not receive a heartbeat, for example because it cannot yet resolve the
         host name of this task.
@@ -256,36 +278,44 @@ class Heartbeats:
 
   @property
   def is_replaced(self) -> bool:
-    """Whether another process has replaced this one."""
+    """Whether another process of the same task has replaced this one."""
     return self._links[0].was_replaced()
 
   def raise_if_replaced(self) -> None:
-    """Raises `RuntimeError` if another process has replaced this one."""
+    """Raises RuntimeError if another process of the task replaced this one."""
     if self.is_replaced:
       raise RuntimeError(_REPLACED)
 
   def silences(self) -> list[float]:
-    """Returns the seconds since each serving task last answered this client."""
+    """Returns the seconds since each serving task last answered this process.
+
+    The serving tasks are the parameter servers, then any in-graph workers.
+    """
     return [link.silence() for link in self._links]
 
   def ages(self) -> list[float]:
-    """Returns the seconds since each client's last heartbeat.
+    """Returns the seconds since the last heartbeat of each client.
 
-    -1 means no heartbeat yet, 0 that the client has left, and less than -1 that
-    it rests; see `HeartbeatTable.ages`.
+    A client is a task that trains. -1 means no heartbeat yet, and 0 that the
+    client has left. An age below -2 means that the client waits for the next
+    training of a series, and that its last heartbeat was -2 - age seconds ago.
     """
     return self._first.ages()
 
   def trace_ahead(self) -> None:
-    """Traces the functions of `ages` and `outcome`, while no task hangs yet.
+    """Traces the functions of `ages` and `outcome` before the first update.
 
-    Point 6 of the docstring of `in_graph` has the reason.
+    In in-graph replication, tracing calls every task, and would hang the
+    process if one of the tasks hangs.
     """
     self.ages()
     self.outcome()
 
   def here(self) -> list[int]:
-    """Returns the numbers of the other clients that are alive."""
+    """Returns the numbers of the other tasks that train and are alive.
+
+    Tasks that wait for the next training of a series are left out.
+    """
     return [
       client
       for client, age in enumerate(self.ages())
@@ -293,7 +323,11 @@ class Heartbeats:
     ]
 
   def _resting(self) -> list[int]:
-    """Returns the numbers of the clients that rest and are alive."""
+    """Returns the numbers of the clients that rest and are alive.
+
+    A client is a task that trains. To rest is to wait for the next training of
+    a series.
+    """
     rests = heartbeat_table.RESTS
     return [
       client
@@ -302,23 +336,31 @@ class Heartbeats:
     ]
 
   def publish(self, signature: Mapping) -> None:
-    """Publishes the chief's variables and update rule, in JSON's types."""
+    """Publishes the chief's variables and update rule for the other tasks.
+
+    Args:
+      signature: The description of variables and update rule, of types that
+        JSON can represent.
+    """
     self._first.signature.assign(json.dumps(signature))
 
   def published(self) -> dict | None:
-    """Returns what the chief has published; None if there is nothing yet."""
+    """Returns the description of the chief's variables and update rule.
+
+    None means that the chief has not published it yet.
+    """
     text = self._first.signature.numpy().decode()
     return json.loads(text) if text else None
 
   def open_training(self) -> None:
-    """Lets the other clients begin, in the chief.
+    """Lets the other tasks begin to train. Only the chief calls this.
 
-    To be called once all variables have their values.
+    All variables must have their values.
     """
     self._first.is_open.assign(True)
 
   def is_open(self) -> bool:
-    """Returns whether the chief has let the other clients begin."""
+    """Returns whether the chief has let the other tasks begin to train."""
     return bool(self._first.is_open.numpy())
 
   def outcome(self) -> str:
@@ -333,18 +375,26 @@ class Heartbeats:
     return self._first.outcome.numpy().decode()
 
   def number(self) -> int:
-    """Returns the number of the present training; `OVER` after the last."""
+    """Returns the number, from 1 on, of the present training of a series.
+
+    The number is `OVER` (0) once the series has ended.
+    """
     return int(self._first.number.numpy())
 
   def call(self) -> bytes:
-    """Returns what the chief calls in the present training."""
+    """Returns the function call that workers make in the present training.
+
+    The function and its arguments are pickled by `fitting.series`. In the first
+    training, which all tasks begin by themselves, the result is b"".
+    """
     return self._first.call.numpy()
 
   def begin_next(self, call: bytes) -> None:
-    """Begins the next training of a series, in the chief.
+    """Begins the next training of a series. Only the chief calls this.
 
     Args:
-      call: What the resting clients find by `call`.
+      call: The bytes that the other tasks, which wait for the next training,
+        then get from the method `call`.
     """
     table = self._first
     number = self.number() + 1
@@ -355,7 +405,7 @@ class Heartbeats:
     self._assign(table.number, number)  # Last: others wait for it.
 
   def end_series(self, outcome: str) -> None:
-    """Tells the resting clients to leave.
+    """Ends a series of trainings. Tasks that wait for the next one leave.
 
     Args:
       outcome: How the series ended: `FINISHED`, or an error in one line.
@@ -365,7 +415,7 @@ class Heartbeats:
     self._assign(self._first.number, OVER)
 
   def raise_if_ended(self) -> None:
-    """Raises `RuntimeError` with how training ended, if it has ended."""
+    """Raises `RuntimeError` if training has ended. The message says how."""
     outcome = self.outcome()
     if outcome:
       raise RuntimeError(outcome)
@@ -376,13 +426,17 @@ class Heartbeats:
       self.raise_if_ended()
 
   def end(self, outcome: str) -> None:
-    """Announces how training ended, unless that was announced before."""
+    """Announces how training ended, unless it was announced before.
+
+    Args:
+      outcome: `FINISHED`, or an error in one line.
+    """
     self._outcome_if_lost = outcome
     if not self.outcome():
       self._assign(self._first.outcome, outcome)
 
   def _assign(self, variable: resources.SharedVariable, value: object) -> None:
-    """Assigns a value that functions of all clients see from now on."""
+    """Assigns a value to a shared variable, for all later reads of any task."""
     variable.assign(value)
     resources.flush_assignments([variable])
 
@@ -390,8 +444,13 @@ class Heartbeats:
   def announce_failure(self, is_chief: bool) -> Iterator[None]:
     """Returns a context that tells all tasks if the chief fails inside it.
 
-    For the code that builds a training. The failure of a restarted chief is not
-    announced, as the other tasks then wait for the next restart.
+    The context is for the code that builds a training. The failure of a
+    restarted chief is not announced, as the other tasks then wait for the next
+    restart.
+
+    Args:
+      is_chief: Whether this process is the chief. Other failures are not
+        announced.
     """
     try:
       yield
@@ -404,21 +463,34 @@ class Heartbeats:
       raise
 
   def rest(self) -> None:
-    """Tells the serving tasks that this client waits for the next training."""
+    """Tells the serving tasks that this process waits for the next training.
+
+    A serving task is a parameter server or an in-graph worker.
+    """
     _await_answers([link.rest(True) for link in self._links])
 
   def resume(self) -> None:
-    """Tells the serving tasks that this client takes part again."""
+    """Tells the serving tasks that this process no longer waits for a training.
+
+    A serving task is a parameter server or an in-graph worker.
+    """
     _await_answers([link.rest(False) for link in self._links])
 
   def leave(self) -> None:
-    """Tells the serving tasks that this client has left."""
+    """Stops this process's heartbeats. The last ones say that it has left.
+
+    The heartbeats go to the serving tasks: parameter servers and in-graph
+    workers.
+    """
     _await_answers([link.leave() for link in self._links])
 
   def shut_down_servers(
     self, *, timeout_secs: float, clock: Callable[[], float] = time.monotonic
   ) -> list[int]:
     """Tells the serving tasks to end, as the last call in the chief.
+
+    A serving task is a parameter server or an in-graph worker. A client is a
+    task that trains.
 
     Args:
       timeout_secs: Seconds to wait until the other clients have left.
@@ -454,7 +526,11 @@ def _task_name(device: str) -> str:
 
 
 def _await_answers(threads: Sequence[waiting.RaisingThread]) -> None:
-  """Joins threads that call serving tasks, at most `_ANSWER_SECS` in all."""
+  """Joins threads that call serving tasks, for at most ten seconds in all.
+
+  A serving task is a parameter server or an in-graph worker. A task that hangs
+  gives no answer.
+  """
   deadline = time.monotonic() + _ANSWER_SECS
   for thread in threads:
     thread.join(max(deadline - time.monotonic(), 0.0))
@@ -463,10 +539,14 @@ def _await_answers(threads: Sequence[waiting.RaisingThread]) -> None:
 def run_all(
   stages: Iterable[Callable[[], object]], *, log: Callable[[str], None]
 ) -> bool:
-  """Runs all stages of a shutdown, even if one of them fails in TensorFlow.
+  """Calls functions that shut a training down, even if one fails in TensorFlow.
+
+  Args:
+    stages: The functions, in order.
+    log: Receives each line of the log.
 
   Returns:
-    Whether no stage raised `tf.errors.OpError`.
+    Whether no function raised `tf.errors.OpError`.
   """
   is_done = True
   for stage in stages:
@@ -474,13 +554,20 @@ def run_all(
       stage()
     except tf.errors.OpError as error:
       message = processes.shortened(error.message)
-      log(f"part of the shutdown failed; the shutdown continues: {message}")
+      log(f"one step of the shutdown failed; the shutdown goes on: {message}")
       is_done = False
   return is_done
 
 
 def outcome_of(error: BaseException | None) -> str:
-  """Returns how training ended: `FINISHED`, or `error` in one line."""
+  """Returns how training ended, as a string that is announced to all tasks.
+
+  Args:
+    error: The error that ended the training; None if there was none.
+
+  Returns:
+    `FINISHED`, or the message of `error` in one line.
+  """
   if error is None:
     return FINISHED
   return " ".join(str(error).split()) or type(error).__name__
@@ -489,12 +576,15 @@ def outcome_of(error: BaseException | None) -> str:
 def differences(
   ours: Sequence[Sequence], theirs: Sequence[Sequence], limit: int = 3
 ) -> list[str]:
-  """Describes the differences of two lists of variables, in their order.
+  """Describes how a task's variables differ from those of the chief.
 
   Args:
     ours: A row (name, …) for each variable of this task.
     theirs: A row for each variable of the chief.
     limit: How many differences to describe. Further ones are only counted.
+
+  Returns:
+    One phrase for each difference; empty if the lists are equal.
   """
   found = []
   for number in range(max(len(ours), len(theirs))):

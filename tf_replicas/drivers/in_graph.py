@@ -1,21 +1,23 @@
-"""In-graph replication: one client drives every worker.
+"""Implements in-graph replication, where one client drives every worker.
 
 The client builds the model once and schedules the replicas' steps on worker
 servers through `tf.distribute.coordinator.ClusterCoordinator`. The client makes
 the updates itself, and computes no gradients.
 
 1. The client connects to all PS and worker tasks through
-   `tf.distribute.ParameterServerStrategy`, and creates the shared copy.
-2. It schedules one closure per worker, a `ReplicaLoop`. Worker w runs it as
-   replica w: it pulls the parameters from the PS tasks, computes on its own
-   share of the data, and hands its gradients to the PS tasks. None of these
+   `tf.distribute.ParameterServerStrategy`, and creates the variables on the PS
+   tasks.
+2. The client schedules one closure per worker, a `ReplicaLoop`. Worker w runs
+   it as replica w: it pulls the parameters from the PS tasks, computes on its
+   own share of the data, and hands its gradients to the PS tasks. None of these
    bytes pass through the client.
-3. The client makes the updates (`step`), one call per step.
+3. The client makes the updates, one call of `step` for each.
 4. The coordinator detects that a worker died, uses the worker again when it is
    restarted at the same address, and runs the closure again. A closure may thus
-   run several times. If it ended after it had offered its gradients and before
-   it sent them, the offer is void.
-5. At the end the client answers every replica with a token whose global step is
+   run several times. If it ended after it had announced its gradients to the
+   client and before it sent them, the announcement is ignored.
+5. At the end the client answers every replica's last gradients with a *token*
+   (the answer that lets a replica continue) whose global step is
    `step_token.ENDED`, which ends the closures. Then it closes the queues and
    tells the PS and worker tasks to end.
 6. Whenever the client traces a function, or deletes one, TensorFlow 2.21 calls
@@ -23,8 +25,8 @@ the updates itself, and computes no gradients.
    task that hangs would freeze the client. So the client traces all its
    functions before its first update.
 
-Objects live where they do in `between_graph`, except that the model's code and
-the inner optimizer exist only in the client, and the data sets on the workers.
+Variables and queues live on the PS tasks. The model's code and the optimizer
+exist only in the client, and the data sets on the workers.
 """
 
 import contextlib
@@ -53,7 +55,7 @@ _POLL_SECS = 0.2
 
 @dataclasses.dataclass
 class _Workers:
-  """The workers of the cluster, and how this process uses them.
+  """The workers of the cluster that this process, the client, drives.
 
   Attributes:
     coordinator: Runs closures on the workers.
@@ -69,14 +71,14 @@ _workers: dict[tuple[str, ...], _Workers] = {}
 
 
 class InGraph(driver_base.ParameterServerDriver):
-  """The driver of the client in in-graph replication.
+  """The driver of the client, the process that drives all in-graph workers.
 
   A worker runs one training at a time. A second driver may be made in the same
   process, for the same cluster and with another namespace, once the first one
   was closed without an error.
 
   Attributes:
-    is_chief: True; the client makes the updates.
+    is_chief: True, since the client makes the updates.
   """
 
   is_chief = True
@@ -95,22 +97,25 @@ class InGraph(driver_base.ParameterServerDriver):
     joined: heartbeats.Heartbeats | None = None,
     log: Callable[[str], None] = print,
   ):
-    """Connects, builds the replica and creates the shared copy.
+    """Connects to all tasks, builds the model and creates the variables.
 
     Args:
-      spec: The cluster. No port may be 0 (see `resolve_ports`).
+      spec: The cluster. No port may be 0: `cluster.resolve_ports` replaces such
+        ports.
       task: The client's task. If `spec` has an address for it, the client uses
         that address.
       replica_fn: Builds the replica.
       optimizer_fn: Builds the update rule.
       start_timeout_secs: Seconds to wait for the PS and worker tasks.
       lost_after_secs: Seconds without an answer after which a worker is lost,
-        so that a step uses a contribution of another replica instead.
-      timeline_dir: The directory in which the client and every worker record
-        their timelines, each on its own machine; None: no timelines.
+        so that a step uses the gradients of another replica instead.
+      timeline_dir: The directory in which the client and every worker, each on
+        its own machine, record what they do when; None: no such files.
       namespace: The name of the training, one of those that the PS and worker
         tasks serve.
-      joined: See `Options`. `namespace` may then be any name.
+      joined: The heartbeats of this process, if it takes part in a series of
+        trainings, as `driver_base.Options` documents; None otherwise. In a
+        series, `namespace` may be any name.
       log: Receives each line of the log.
 
     Raises:
@@ -144,7 +149,10 @@ class InGraph(driver_base.ParameterServerDriver):
     self._workers.are_busy = True
 
   def run_replica(self) -> int:
-    """Raises RuntimeError: the client is the chief, and workers only serve."""
+    """Raises RuntimeError, since this process is the chief.
+
+    The workers have no driver. They only serve.
+    """
     self._check_role(needs_chief=False)
 
   def _start_replicas(self) -> waiting.RaisingThread:
@@ -167,17 +175,18 @@ class InGraph(driver_base.ParameterServerDriver):
     )
 
   def _run_loop(self, iterator) -> tf.Tensor:
-    """Runs a worker's replica: contributes until training ends.
+    """Computes and sends gradients on one worker until training ends.
 
     The loop is in the graph, so that a worker need not ask the client between
-    two steps. The first step asks for admission, and so does every step whose
-    last token did not admit the next contribution in advance.
+    two steps. A step asks the client for admission before it sends its
+    gradients, except if the answer to the step before it has admitted them in
+    advance.
 
     Args:
       iterator: The iterator over the worker's batches.
 
     Returns:
-      The last token, packed.
+      The last token (the update rule's answer to the gradients), as one tensor.
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     loop = replica_loop.ReplicaLoop(
@@ -208,7 +217,7 @@ class InGraph(driver_base.ParameterServerDriver):
   def _dataset_fn(self) -> tf.data.Dataset:
     """Builds the data set of the worker that runs this function.
 
-    Runs again when the worker was restarted.
+    A worker that was restarted runs the function again.
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     start = self.examples_drawn()
@@ -220,7 +229,14 @@ class InGraph(driver_base.ParameterServerDriver):
     return [max(silence, 1e-3) for silence in silences]
 
   def close(self, error: BaseException | None = None) -> None:
-    """Ends the training, and tells every task to end."""
+    """Ends the training for all tasks.
+
+    The tasks are also told to end, except between two trainings of a series.
+
+    Args:
+      error: The error that ended the training early, which every task is told;
+        None if there was none.
+    """
     self._home.is_open = False
     if isinstance(self._thread, waiting.PollingThread):
       self._thread.request_stop()
@@ -245,7 +261,7 @@ def connect_client(
   timeout_secs: float,
   log: Callable[[str], None] = print,
 ) -> list[str]:
-  """Makes this process the client of all tasks, unless it is that already.
+  """Connects this process to all tasks that it drives, at the first call.
 
   Returns:
     The name of one device of each serving task: the PS tasks, then the workers.
@@ -269,7 +285,15 @@ def _serving_devices(spec: cluster.ClusterSpec) -> list[str]:
 def _connect(
   spec: cluster.ClusterSpec, timeout_secs: float, log: Callable[[str], None]
 ) -> _Workers:
-  """Returns the workers of `spec`. The first call connects to all its tasks."""
+  """Returns the workers of `spec` for a new driver.
+
+  The first call connects this process to all parameter servers and workers.
+
+  Raises:
+    TimeoutError: If a task does not answer in time.
+    RuntimeError: If another driver uses the workers, or if this process is
+      connected to another cluster.
+  """
   addresses = [spec.address(t) for j in ("ps", "worker") for t in spec.tasks(j)]
   key = ("in-graph client", *addresses)
   if not connection.is_connected(key):
@@ -295,7 +319,11 @@ def _connect(
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
-  """Shortens the coordinator's log of a lost task, which is pages long."""
+  """Shortens TensorFlow's log message about a lost task, which is pages long.
+
+  This is a filter for a logger: it changes `record` and returns True, to keep
+  it.
+  """
   if record.filename == "cluster_coordinator.py":
     record.msg, record.args = processes.shortened(record.getMessage()), ()
   return True

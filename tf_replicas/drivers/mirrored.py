@@ -1,4 +1,4 @@
-"""Mirrored variables: a copy on every device, gradients all-reduced.
+"""Implements mirrored variables: every device has a copy of all of them.
 
 In one process the engine is `tf.distribute.MirroredStrategy`, with a process
 per worker `tf.distribute.MultiWorkerMirroredStrategy`. Every device is one
@@ -10,14 +10,15 @@ replica. A step:
 2. Each device computes the gradient of its own batch from its own copy.
 3. The gradients, the losses and the flags of values that are not finite are
    summed over all devices (all-reduce).
-4. Each device applies the mean gradient to its own copy (`LockstepUpdate`). As
-   all devices do the same, the copies stay equal.
+4. Each device applies the mean gradient to its own copy. As all devices do the
+   same, the copies stay equal.
 
 Before the first step every process takes over the chief's variables, which may
 have come from a checkpoint. At the end the chief broadcasts another command.
 
-Each device has a `ParameterStore` of one task, with variables, slots, averages
-and global step. A checkpoint holds the copy of the chief's first device.
+Each device has a `ParameterStore` of one task, with variables, optimizer slots,
+moving averages and global step. A checkpoint holds the copy of the chief's
+first device.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ _STEP, _STATE, _FINISHED, _FAILED = 1, 2, 3, 4
 
 
 class MirroredStore:
-  """Combines the stores of this process's devices, whose values are equal.
+  """Reads and assigns the copies of the variables on a process's devices.
 
   Attributes:
     examples_seen: int64 scalar variable: the number of examples in all updates.
@@ -61,7 +62,7 @@ class MirroredStore:
   def __init__(
     self, stores: Sequence[parameter_store.ParameterStore], num_replicas: int
   ):
-    """Combines the stores.
+    """Combines the copies of the variables on this process's devices.
 
     Args:
       stores: One store per device of this process.
@@ -78,38 +79,48 @@ class MirroredStore:
     return f"{table}\nMirrored: a copy of all this on each of {number} replicas"
 
   def read_global_step(self) -> tf.Tensor:
-    """Returns the global step, an int64 scalar."""
+    """Returns the number of updates made so far, an int64 scalar."""
     return self._stores[0].read_global_step()
 
   def state(self) -> dict[str, tf.Tensor]:
-    """Returns the state of one copy; see `ParameterStore.state`."""
+    """Returns the values of one device's copy by name, for a checkpoint."""
     return self._stores[0].state()
 
   def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-    """Assigns a state, as `state` returns it, to every copy."""
+    """Assigns values by name, as `state` returns them, on every device."""
     self.is_changed = True
     for store in self._stores:
       store.load_state(state)
 
   def assign(self, index: int, value: parameter_store.Value) -> None:
-    """Assigns to a variable in every copy; see `ParameterStore.assign`."""
+    """Assigns `value` to variable `Replica.shared[index]` on every device."""
     self.is_changed = True
     for store in self._stores:
       store.assign(index, value)
 
   def subtract(self, index: int, value: parameter_store.Value) -> None:
-    """Subtracts from a variable of every copy, as `ParameterStore.subtract`."""
+    """Subtracts `value` in place from a variable on every device.
+
+    Args:
+      index: The position of the variable in `Replica.shared`.
+      value: The value to subtract.
+    """
     self.is_changed = True
     for store in self._stores:
       store.subtract(index, value)
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """Returns a reader of one copy; see `ParameterStore.reader`."""
+    """Returns a function that reads some variables from one device's copy.
+
+    Args:
+      indices: The positions of the variables in `Replica.shared`. The function
+        returns their values in this order.
+    """
     return self._stores[0].reader(indices)
 
 
 class _DeviceReport(NamedTuple):
-  """The report of one device on a step, to be summed over all devices.
+  """What one device reports about a step, to be summed over all devices.
 
   Attributes:
     loss: The mean loss of the device's batch.
@@ -124,7 +135,7 @@ class _DeviceReport(NamedTuple):
 
 
 class _Command(NamedTuple):
-  """The chief's command to the other processes.
+  """A command that the chief sends to the other processes.
 
   Attributes:
     kind: `_STEP`, `_STATE`, `_FINISHED` or `_FAILED`. The other processes give
@@ -137,8 +148,22 @@ class _Command(NamedTuple):
   rate: float
 
 
+def _strategy_of_one_process(
+  devices: Sequence[str],
+) -> tf.distribute.MirroredStrategy:
+  """Returns a strategy that mirrors variables on devices of this process."""
+  # Collectives between CPUs bind a process to one set of them (TensorFlow
+  # 2.21: "joining a group with size 3, but that group has size 2").
+  is_on_gpus = ":GPU:" in devices[0]
+  reduction = None if is_on_gpus else tf.distribute.ReductionToOneDevice()
+  return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
+
+
 class Mirrored(driver_base.Driver):
-  """The driver of one process of a training with mirrored variables.
+  """The driver that runs one process's part of a mirrored training.
+
+  Every device of every process has a copy of the variables, and all make the
+  same updates.
 
   Attributes:
     store: The copies of the variables on this process's devices.
@@ -158,7 +183,7 @@ class Mirrored(driver_base.Driver):
     namespace: str = "",
     log: Callable[[str], None] = print,
   ):
-    """Connects to the other processes, if any, and creates the copies.
+    """Connects to any other processes, and creates copies of the variables.
 
     Args:
       replica_fn: Builds the replica of one device, without `devices`.
@@ -178,8 +203,8 @@ class Mirrored(driver_base.Driver):
       cluster.ClusterError: If the port of `task` is in use.
       TimeoutError: If another process does not come in time.
       RuntimeError: If another process has other variables, another update rule
-        or incompatible versions, or if TensorFlow was already in use in this
-        process, one of several.
+        or incompatible versions, or if there are several processes and
+        TensorFlow was already in use in this one.
       ValueError: If the replica has `devices`, the rule is for another number
         of replicas or needs parameter servers, or `namespace` is invalid.
     """
@@ -192,13 +217,7 @@ class Mirrored(driver_base.Driver):
         spec, task, devices, timeout_secs=start_timeout_secs, log=log
       )
     else:
-      # Collectives between CPUs bind a process to one set of them (TensorFlow
-      # 2.21: "joining a group with size 3, but that group has size 2").
-      is_on_gpus = ":GPU:" in devices[0]
-      reduction = None if is_on_gpus else tf.distribute.ReductionToOneDevice()
-      self._strategy = tf.distribute.MirroredStrategy(
-        devices, cross_device_ops=reduction
-      )
+      self._strategy = _strategy_of_one_process(devices)
     self._devices = self._strategy.extended.worker_devices
     self._num_replicas = self._strategy.num_replicas_in_sync
     # The number of this process's first replica.
@@ -237,7 +256,16 @@ class Mirrored(driver_base.Driver):
       )
 
   def _create(self, optimizer_fn, namespace: resources.Namespace) -> None:
-    """Creates the copies, with the initial values of this process's model."""
+    """Creates the copies of the variables on this process's devices.
+
+    Args:
+      optimizer_fn: Maps the number of devices in all processes to an update
+        rule.
+      namespace: Begins the names of the variables.
+
+    Raises:
+      ValueError: If the update rule does not use the gradients of all devices.
+    """
     values = [tf.identity(v) for v in self.replica.shared]
     self._stores, self._updates = [], []
     for device in self._devices:
@@ -260,18 +288,27 @@ class Mirrored(driver_base.Driver):
     )
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the rate in every process; see `Driver.set_learning_rate`."""
+    """Sets the learning rate of all later updates, in the chief.
+
+    The other processes receive the rate with the chief's next command.
+    """
     self._learning_rate = rate
     for update in self._updates:
       update.rule.set_learning_rate(rate)
 
   def step(self, max_updates: int = 1) -> training.StepResult:
-    """Makes one update; see `Driver.step`.
+    """Makes one update of the variables in all processes.
+
+    Args:
+      max_updates: Ignored: the number of updates is always 1.
+
+    Returns:
+      The global step, the loss, and the number of examples of the update.
 
     Raises:
       NonFiniteGradientError: In every process, if a loss or a gradient of any
-        device is not finite. Nothing was changed then.
-      RuntimeError: If the data set has ended.
+        device is not finite. No variable was changed then.
+      RuntimeError: If this task is not the chief, or the data set has ended.
       tf.errors.OpError: If another process is lost.
     """
     self._check_role(needs_chief=True)
@@ -289,7 +326,15 @@ class Mirrored(driver_base.Driver):
     return result._replace(metrics=metrics.means())
 
   def run_replica(self) -> int:
-    """Makes the steps that the chief commands; see `Driver.run_replica`."""
+    """Makes the updates that the chief commands, until training ends.
+
+    Returns:
+      The global step when training ended.
+
+    Raises:
+      RuntimeError: If this task is the chief, or if training ended with an
+        error.
+    """
     self._check_role(needs_chief=False)
     while (kind := self._broadcast(0)) in (_STEP, _STATE):
       if kind == _STATE:
@@ -310,7 +355,10 @@ class Mirrored(driver_base.Driver):
       update.rule.inner.refresh()
     waiting = contextlib.nullcontext()
     if self._group is not None:
-      waiting = self._group.log_wait("waiting for a step of all workers")
+      waiting = self._group.log_wait(
+        "waiting until all workers have made the step (a slow one delays all;"
+        " a dead one ends this wait with an error)"
+      )
     with waiting:
       result = one_machine.run_step(
         self._updates[0], self._step_fn, self._names
@@ -319,7 +367,10 @@ class Mirrored(driver_base.Driver):
     return result
 
   def _start(self) -> None:
-    """Takes over the chief's variables, opens the data and traces the step."""
+    """Prepares the first step of this process.
+
+    Takes over the chief's variables, opens the data sets and traces the step.
+    """
     if self._group is not None:
       self._share_state()
     start = int(self.store.examples_seen.read_value())
@@ -334,13 +385,17 @@ class Mirrored(driver_base.Driver):
     ).get_concrete_function()
 
   def _share_state(self) -> None:
-    """Copies the chief's variables to every process."""
+    """Copies the chief's variables to the devices of every process."""
     assert self._group is not None
     self.store.load_state(self._group.broadcast(self.store.state()))
     self.store.is_changed = False
 
   def _step(self) -> tf.Tensor:
-    """Makes the whole step, and returns a packed `one_machine.StepReport`."""
+    """Makes a whole update: computes, sums and applies the gradients.
+
+    Returns:
+      A `one_machine.StepReport`, packed into one vector.
+    """
     step = self.store.read_global_step()
     sums, report = self._strategy.run(self._replica_step)
     local = self._strategy.experimental_local_results
@@ -360,9 +415,11 @@ class Mirrored(driver_base.Driver):
   def _replica_step(self):
     """Computes one device's gradients, and sums them over all devices.
 
+    The device reports its loss and number of examples in a `_DeviceReport`.
+
     Returns:
-      The sums of the gradients that are not None, and the sum of the packed
-      `_DeviceReport`s.
+      The sums of the gradients that are not None, and the sum of the reports,
+      each packed into one vector.
     """
     number = process_group.local_number(self._strategy)
     store, update = self._stores[number], self._updates[number]
@@ -392,7 +449,17 @@ class Mirrored(driver_base.Driver):
     return sums, report
 
   def _apply(self, step, sums, examples) -> tf.Tensor:
-    """Updates the copy of every device; returns a tensor True after that."""
+    """Applies the mean gradients to the copy of the variables on every device.
+
+    Args:
+      step: The global step before the update.
+      sums: For each gradient that is not None, its sum over all devices, once
+        for each device of this process.
+      examples: The number of examples of all devices.
+
+    Returns:
+      A tensor that is True once all copies are updated.
+    """
     steps = []
     for number, update in enumerate(self._updates):
       mine = iter([total[number] for total in sums])
@@ -402,7 +469,7 @@ class Mirrored(driver_base.Driver):
     return control_flow.done(*steps)
 
   def _broadcast(self, kind: int) -> int:
-    """Sends a command, in the chief, or receives it, in the other processes.
+    """Sends a command to the other processes, or receives the chief's command.
 
     Args:
       kind: The kind of the command in the chief; 0 in the other processes.
@@ -421,7 +488,12 @@ class Mirrored(driver_base.Driver):
     return int(command.kind)
 
   def close(self, error: BaseException | None = None) -> None:
-    """See `Driver.close`."""
+    """Takes this process out of the training, which the chief ends for all.
+
+    Args:
+      error: The error that ended the training early; None if there was none.
+        The other processes learn only whether there was an error.
+    """
     if self._group is None:
       return
     # In the middle of a step the others would not receive it; they fail when
@@ -434,6 +506,7 @@ class Mirrored(driver_base.Driver):
       except (tf.errors.OpError, TimeoutError) as failure:
         message = processes.shortened(str(failure))
         self._log(
-          f"perhaps not all workers know that training ended: {message}"
+          "could not tell all workers that training ended; end their processes"
+          f" if they still run: {message}"
         )
     self._group.close()

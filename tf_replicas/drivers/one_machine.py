@@ -7,8 +7,9 @@ one function of this process, and there are no servers:
 2. On each device a tower computes the gradients of its part of the batch. The
    CPU computes their mean (`model_replica.Replica.gradients`).
 3. Unless a loss or a gradient is not finite, the CPU runs the inner optimizer,
-   adds 1 to the global step and updates the averages (`LockstepUpdate`).
-4. The function returns one vector, a packed `StepReport`.
+   adds 1 to the global step and updates the moving averages of the variables
+   (`LockstepUpdate`).
+4. The function returns a `StepReport`, packed into one vector.
 
 Variables, slots and averages are on the CPU, in a `ParameterStore` of one task,
 so that checkpoints are like those of the other drivers.
@@ -60,7 +61,7 @@ REPORT = records.Layout(StepReport, tf.float64)
 
 
 class OneMachine(driver_base.Driver):
-  """The driver of one process with its variables on the CPU.
+  """The driver for training in one process, with the variables on the CPU.
 
   Attributes:
     is_chief: True, as there is no other task.
@@ -78,7 +79,8 @@ class OneMachine(driver_base.Driver):
     """Builds the replica, and the variables on the CPU.
 
     Args:
-      replica_fn: Builds the replica, whose `devices` are those of the towers.
+      replica_fn: Builds the replica. Its `devices` are those of the towers, the
+        copies of the model.
       optimizer_fn: Builds the update rule, for a single replica.
       namespace: The name of the training. Every driver of a process has
         variables of its own, even if two have the same namespace.
@@ -105,7 +107,7 @@ class OneMachine(driver_base.Driver):
     self._step_fn: Callable[[], tf.Tensor] | None = None
 
   def set_learning_rate(self, rate: float) -> None:
-    """See `Driver.set_learning_rate`."""
+    """Sets the learning rate of all later updates."""
     self._update.rule.set_learning_rate(rate)
 
   def run_replica(self) -> int:
@@ -113,11 +115,17 @@ class OneMachine(driver_base.Driver):
     self._check_role(needs_chief=False)
 
   def step(self, max_updates: int = 1) -> training.StepResult:
-    """Makes one update; see `Driver.step`.
+    """Makes one update of the variables.
+
+    Args:
+      max_updates: Ignored: the number of updates is always 1.
+
+    Returns:
+      The global step, the loss, and the number of examples of the update.
 
     Raises:
-      NonFiniteGradientError: If the loss or a gradient is not finite. Nothing
-        was changed then.
+      NonFiniteGradientError: If the loss or a gradient is not finite. No
+        variable was changed then.
       RuntimeError: If the data set has ended.
     """
     del max_updates
@@ -136,7 +144,11 @@ class OneMachine(driver_base.Driver):
     return result._replace(metrics=metrics.means())
 
   def _step(self) -> tf.Tensor:
-    """Makes the whole step, and returns a packed `StepReport`."""
+    """Reads the variables, computes the gradients and applies them.
+
+    Returns:
+      A `StepReport`, packed into one vector.
+    """
     with tf.device(_CPU):
       step, values = self.store.pull()
       batch = next(self._iterator)
@@ -163,7 +175,7 @@ class OneMachine(driver_base.Driver):
         )
 
   def close(self, error: BaseException | None = None) -> None:
-    """Does nothing, as no other task waits."""
+    """Does nothing, as no other task waits for the end of the training."""
     del error
 
 
@@ -192,7 +204,13 @@ def single_store(
 
 
 def describe(variables: Sequence[tf.Variable], device: str) -> str:
-  """Returns the placement table of a `single_store`, without making one."""
+  """Returns a table of variables, all on one device, without creating them.
+
+  Args:
+    variables: Keras or TensorFlow variables with the paths, shapes and dtypes
+      of the table.
+    device: The name of the device.
+  """
   specs = placement.from_variables(variables)
   plan = placement.plan(specs, placement.GreedyByBytes(1))
   return placement.table(specs, plan, [device])
@@ -203,12 +221,12 @@ def run_step(
   step_fn: Callable[[], tf.Tensor],
   names: Sequence[str],
 ) -> training.StepResult:
-  """Calls the function of a whole step, and turns its report into a result.
+  """Calls the function that makes a whole step, and returns the result.
 
   Args:
-    update: The update that the step makes.
-    step_fn: Makes the step, and returns a packed `StepReport`.
-    names: The replicas' names, for errors.
+    update: The object that applies the gradients in the step.
+    step_fn: Makes the step, and returns a `StepReport`, packed into one vector.
+    names: The replicas' names, for error messages.
 
   Raises:
     NonFiniteGradientError: If a replica's loss or gradient is not finite.

@@ -1,4 +1,4 @@
-"""Connects the processes of mirrored training.
+"""Connects the processes of a training in which each has all variables.
 
 The engine is `tf.distribute.MultiWorkerMirroredStrategy`. There is no server:
 whatever the processes tell each other, commands as well as gradients, goes
@@ -32,10 +32,11 @@ def connect(
   timeout_secs: float,
   log: Callable[[str], None] = print,
 ) -> tf.distribute.Strategy:
-  """Waits until all processes listen, and returns their common strategy.
+  """Waits until all processes accept connections; returns their strategy.
 
   Args:
-    spec: The cluster. No port may be 0 (see `resolve_ports`).
+    spec: The cluster. No port may be 0: `cluster.resolve_ports` replaces such
+      ports.
     task: The task of this process.
     devices: The GPUs of this process, the same number in every process; or one
       CPU.
@@ -45,8 +46,8 @@ def connect(
   Raises:
     cluster.ClusterError: If the port of `task` is in use.
     RuntimeError: If TensorFlow is already initialized.
-    TimeoutError: If a process does not listen in time. Names the first such
-      process.
+    TimeoutError: If a process does not listen in time. The message names the
+      first such process.
   """
   _await_all(spec, task, timeout_secs, log)
   on_gpus = any(":GPU:" in device for device in devices)
@@ -75,10 +76,14 @@ def _await_all(
   timeout_secs: float,
   log: Callable[[str], None],
 ) -> None:
-  """Makes this process listen, and waits until all of them do.
+  """Lets this process accept connections, and waits until all others do so too.
 
   The strategy's constructor would wait too, but without a line in the log,
   without a deadline, and without reacting to signals (TensorFlow 2.21).
+
+  Raises:
+    cluster.ClusterError: If the port of `task` is in use.
+    TimeoutError: If a process does not accept connections in time.
   """
   address = spec.address(task)
   cluster.check_port_free(address)
@@ -89,9 +94,10 @@ def _await_all(
 
 
 def local_number(strategy: tf.distribute.Strategy) -> int:
-  """Returns the number of the running replica among those of this process.
+  """Returns which of this process's replicas calls this: a number from 0 on.
 
-  To be called inside `strategy.run`.
+  The function must be called inside `strategy.run`, which calls its argument
+  once for each device of the process.
   """
   context = tf.distribute.get_replica_context()
   number = tf.get_static_value(context.replica_id_in_sync_group)
@@ -102,11 +108,12 @@ def all_reduce(
   values: Sequence[tf.Tensor | tf.IndexedSlices],
   options: tf.distribute.experimental.CommunicationOptions | None = None,
 ) -> list[tf.Tensor | tf.IndexedSlices]:
-  """Returns the sum of each value over all replicas.
+  """Returns the sum of each of `values` over all replicas.
 
-  To be called inside `strategy.run`. `IndexedSlices` are concatenated. Values
-  of one dtype travel together. A call with several dtypes would fail if there
-  are `IndexedSlices` among the values (TensorFlow 2.21).
+  The function must be called inside `strategy.run`. `IndexedSlices` are
+  concatenated. Values of one dtype are summed by one operation. A call with
+  several dtypes would fail if there are `IndexedSlices` among the values
+  (TensorFlow 2.21).
   """
   context = tf.distribute.get_replica_context()
   # A tensor from outside the function has no device, which the strategy needs.
@@ -126,7 +133,7 @@ def all_reduce(
 
 
 class ProcessGroup:
-  """Makes collective operations.
+  """Sums, compares and broadcasts values among the processes of a training.
 
   All processes must make the same calls in the same order.
   """
@@ -139,7 +146,7 @@ class ProcessGroup:
     is_chief: bool,
     log: Callable[[str], None] = print,
   ):
-    """Joins the group.
+    """Joins the processes of a training.
 
     Args:
       strategy: The result of `connect`.
@@ -181,7 +188,7 @@ class ProcessGroup:
     return [self._strategy.experimental_local_results(r)[0] for r in results]
 
   def agree(self, what: object, *, timeout_secs: float) -> None:
-    """Waits for all processes, and checks that `what` is the same in all.
+    """Waits for all processes, and checks that `what` is equal in all of them.
 
     Args:
       what: A description of the training, of types that JSON can represent.
@@ -217,9 +224,14 @@ class ProcessGroup:
       )
 
   def broadcast(self, state: Mapping[str, tf.Tensor]) -> dict[str, np.ndarray]:
-    """Returns the chief's `state`, in every process.
+    """Sends the tensors of the chief to all other processes.
 
-    Names, shapes and dtypes of `state` must be the same in every process.
+    Args:
+      state: Tensors by name. Names, shapes and dtypes must be the same in every
+        process. Only the chief's values matter.
+
+    Returns:
+      The chief's values by name, in every process.
     """
     names, values = zip(*sorted(state.items()), strict=True)
     # Not every device sums integers.
@@ -237,8 +249,8 @@ class ProcessGroup:
   def await_leave(self) -> None:
     """Waits until the other processes have closed their server ports.
 
-    The chief calls it before it ends, as the other processes need it until
-    then.
+    The chief calls this before it ends, as the other processes need the chief
+    until they have closed their ports.
 
     Raises:
       TimeoutError: If a process still listens after ten seconds.
@@ -251,5 +263,5 @@ class ProcessGroup:
     )
 
   def close(self) -> None:
-    """Ends the thread that logs for `log_wait`."""
+    """Ends the thread that logs long waits for the other processes."""
     self._wait_logger.stop()

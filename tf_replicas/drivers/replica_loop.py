@@ -1,4 +1,4 @@
-"""The loop of one replica: compute, hand over, wait, read.
+"""Defines the loop in which a replica computes gradients and sends them.
 
 One call makes many steps, since a call of a function that spans several tasks
 costs milliseconds (TensorFlow 2.21).
@@ -17,12 +17,14 @@ from tf_replicas.rules import step_token
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaLoop:
-  """Makes the steps of one replica. Methods are called inside a `tf.function`.
+  """Makes the steps of one replica, inside a `tf.function`.
 
-  Each step takes and returns one list of tensors, [token, *state]. The token is
-  the rule's answer to the last contribution, a `StepToken`, packed into one
-  tensor since few tensors should cross from task to task. The state is what the
-  update rule carries from step to step, such as the parameters.
+  In a step, the replica computes gradients, sends them, waits for the answer
+  and reads the variables. Each step takes and returns one list of tensors,
+  [token, *state]. The token is the update rule's answer to the last gradients,
+  a `StepToken`, packed into one tensor since few tensors should cross from task
+  to task. The state is what the update rule carries from step to step, such as
+  the parameters.
 
   Attributes:
     rule: The update rule.
@@ -32,7 +34,8 @@ class ReplicaLoop:
     ps_device: The device of PS task 0, where tokens are packed.
     device: The device where this replica computes; None: where the function
       runs.
-    recorder: Writes the timeline; None: there is no timeline.
+    recorder: Writes the timeline, a file of what the replica does when; None:
+      there is no timeline.
     name: The replica's name in the timeline; a string or a string tensor.
   """
 
@@ -46,20 +49,27 @@ class ReplicaLoop:
   name: str | tf.Tensor = ""
 
   def begin(self) -> list[tf.Tensor]:
-    """Returns [token, *state] for the first step."""
+    """Makes the input of the first step.
+
+    Returns:
+      [token, *state]: the first token, which is the update rule's answer that
+      lets a replica continue, and the state of the update rule, such as the
+      parameters.
+    """
     begun = self.rule.begin(self.index)
     return [self._pack(begun.token), *begun.state]
 
   def run_one(
     self, is_preadmitted: bool, token: tf.Tensor, *state: tf.Tensor
   ) -> list[tf.Tensor]:
-    """Runs one step.
+    """Computes and sends the gradients of one batch, and waits for the answer.
 
     Args:
-      is_preadmitted: Whether `token` admits the contribution in advance, so
-        that it is sent without an offer.
-      token: The packed token of the last step.
-      *state: The state of the update rule.
+      is_preadmitted: Whether `token` admits the gradients in advance, so that
+        they are sent without asking for admission.
+      token: The last token, which is the update rule's answer to the gradients
+        of the step before, packed into one tensor.
+      *state: The state of the update rule, such as the parameters.
 
     Returns:
       [token, *state] after the step.
@@ -92,17 +102,19 @@ class ReplicaLoop:
     token: tf.Tensor,
     *state: tf.Tensor,
   ) -> list[tf.Tensor]:
-    """Runs steps of one kind: admitted in advance, or not.
+    """Runs several steps, as long as they are of one kind.
 
-    Stops before a step of the other kind, at the end of the training, and after
-    `max_steps`.
+    A step is either admitted in advance, so that it sends its gradients without
+    asking, or not. The loop stops before a step of the other kind, at the end
+    of the training, and after `max_steps`.
 
     Args:
-      is_preadmitted: Whether to run steps that their last token admits in
-        advance. Must be true of `token` as well.
+      is_preadmitted: Whether to run steps that were admitted in advance. Must
+        be true of `token` as well.
       max_steps: int32 scalar, the largest number of steps.
-      token: The packed token of the last step.
-      *state: The state of the update rule.
+      token: The last token, which is the update rule's answer to the gradients
+        of the step before, packed into one tensor.
+      *state: The state of the update rule, such as the parameters.
 
     Returns:
       [number of steps as an int32 scalar, token, *state].

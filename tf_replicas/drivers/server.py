@@ -1,9 +1,9 @@
-"""Runs a serving task: a parameter server, or an in-graph worker.
+"""Runs a parameter server, or a worker that another process drives.
 
-The task is its own first client: a bare `tf.distribute.Server` can crash when
-several clients attach to it for the first time at once (in TensorFlow 2.21
-`EagerServiceImpl::CreateContext` replaces the collective executor manager while
-no context exists yet).
+The task connects to its own server before any other task does: a bare
+`tf.distribute.Server` can crash when several processes connect to it for the
+first time at once (in TensorFlow 2.21 `EagerServiceImpl::CreateContext`
+replaces the collective executor manager while no context exists yet).
 """
 
 import time
@@ -21,7 +21,7 @@ ORPHAN_TIMEOUT_SECS = 300.0
 
 
 def connect_server(spec: cluster.ClusterSpec, task: cluster.Task) -> str:
-  """Starts the server of `task`, this process, and returns its CPU device.
+  """Starts this process's server as `task`, and returns its CPU's name.
 
   Raises:
     cluster.ClusterError: If the port of `task` is in use.
@@ -54,10 +54,11 @@ def serve(
   Args:
     spec: The cluster.
     task: The task of this process.
-    num_clients: The number of clients that take part in a training; by default
-      the number of chief and worker tasks. Needed if `spec` leaves out some of
-      these tasks.
-    orphan_timeout_secs: Seconds to serve without a heartbeat of any client.
+    num_clients: The number of clients (tasks that train) of a training; by
+      default the number of chief and worker tasks. Needed if `spec` leaves out
+      some of these tasks.
+    orphan_timeout_secs: Seconds without a heartbeat of any client after which
+      to give up.
     namespaces: The names of the trainings to serve: the `namespace` of each
       driver.
     log: Receives each line of the log.

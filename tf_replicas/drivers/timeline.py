@@ -5,14 +5,15 @@ Each line is one activity: a JSON object with `start` and `end` in seconds since
 
     {"task": "worker:0", "step": 7, "kind": "compute", "start": …, "end": …}
 
-* `read`: from the token until all parameters have arrived.
-* `compute`: until the gradients are computed; with local steps the whole
-  period, and with several batches per step all of them.
-* `wait`: until the answer to an offer of gradients, until the replica is no
-  longer too far ahead of the others (bounded staleness), or until the token.
-* `hand_over`: until all bytes of the gradients are on the PS tasks.
-* `apply`: an update. An update of several contributions is in the timeline of
-  the task `chief`, an update of a single contribution in that of the replica.
+* `read`: a replica reads the parameters: from the token until all have arrived.
+* `compute`: the replica computes the gradients. If it processes several batches
+  before it sends anything, the activity includes all of them.
+* `wait`: the replica waits: for the answer to an offer of gradients, until it
+  is no longer too far ahead of the others (bounded staleness), or for the
+  token.
+* `hand_over`: the replica sends gradients: until all bytes are on the PS tasks.
+* `apply`: an update is made. An update from gradients of several replicas is in
+  the timeline of the task `chief`, any other in that of the replica.
 * `refused`: from the gradients until the answer that refuses them.
 
 `compute` and `read` are timed by the replica's clock, the other activities by
@@ -35,7 +36,7 @@ _STEP = ("compute", "wait", "hand_over", "apply", "wait", "refused", "read")
 
 
 class Recorder:
-  """Writes the timelines of one process.
+  """Writes the timelines of one process: what each replica does when.
 
   The lines of a step are appended at once, so that several processes may share
   a file, and a process that is killed leaves whole lines.
@@ -64,14 +65,15 @@ class Recorder:
     token: step_token.StepToken,
     state: Sequence[tf.Tensor],
   ) -> None:
-    """Records one step of a replica; to be used inside a `tf.function`.
+    """Records what a replica did in one step, inside a `tf.function`.
 
     Args:
       task: The name of the replica; a string or a string tensor.
       step: int64 scalar, the global step that was contributed to.
       began: float64 scalar, seconds since 1970: the computation began.
       computed: float64 scalar, seconds since 1970: the gradients were computed.
-      token: The token after the step.
+      token: The token that ended the step: the update rule's answer to the
+        gradients, with the times of what happened to them.
       state: The state of the update rule after the step. The step ends when
         these tensors have arrived.
     """
@@ -113,11 +115,11 @@ class Recorder:
     tf.print(text, output_stream=self._stream)
 
   def record_update(self, step: int, began: float, ended: float) -> None:
-    """Records an update of several contributions.
+    """Records one update that was made of several replicas' gradients.
 
     Args:
       step: The global step before the update.
-      began: Seconds since 1970: the last contribution had arrived.
+      began: Seconds since 1970: the last gradients had arrived.
       ended: Seconds since 1970: the update was made.
     """
     ended = max(began, ended)  # Clocks can be set.
@@ -128,17 +130,20 @@ class Recorder:
 
 
 def directory_of(train_dir: str) -> str:
-  """Returns the directory of a training's timelines."""
+  """Returns the directory of a training's timelines, within `train_dir`.
+
+  Timelines are files that record what each replica did when.
+  """
   return os.path.join(train_dir, "timeline")
 
 
 def prepare(directory: str) -> None:
-  """Makes `directory` on this machine, if it is missing."""
+  """Makes the directory for timelines on this machine, if it is missing."""
   os.makedirs(directory, exist_ok=True)
 
 
 def _seconds(microseconds: tf.Tensor) -> tf.Tensor:
-  """Formats times as decimal numbers of seconds."""
+  """Formats whole numbers of microseconds as decimal numbers of seconds."""
   whole = tf.strings.as_string(microseconds // 1_000_000)
   rest = tf.strings.as_string(microseconds % 1_000_000, width=6, fill="0")
   return tf.strings.join([whole, ".", rest])

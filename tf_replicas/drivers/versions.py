@@ -1,4 +1,4 @@
-"""Compares the versions of the tasks of a training.
+"""Compares the versions of software in the tasks of a training.
 
 Tasks exchange functions, and tensors whose order the library fixes. So
 TensorFlow and Keras must be of the same minor release, and the library of the
@@ -31,7 +31,7 @@ def here() -> dict[str, str]:
 
 
 def required(versions: Mapping[str, str]) -> dict[str, str]:
-  """Returns the parts of versions that must be the same in all tasks.
+  """Returns the parts of version numbers that must be equal in all tasks.
 
   Args:
     versions: Versions by name, such as the result of `here`.
@@ -53,7 +53,8 @@ def compare(
     log: Receives the differences that do no harm.
 
   Raises:
-    RuntimeError: If the versions are not compatible. Names all that differ.
+    RuntimeError: If the versions are not compatible. The message names all that
+      differ.
   """
   ours = here()
   differences = ", ".join(

@@ -2,8 +2,8 @@
 
 No wait is silent: every ten seconds without an update the log names the
 replicas that delay the step, and why. A replica without heartbeats for too long
-is declared lost, so that another replica may take its place in the step, and
-nothing waits for it.
+is declared lost, so that nothing waits for it, and another replica's gradients
+may be used in its place.
 """
 
 import time
@@ -29,7 +29,7 @@ _OWES = (protocol.Status.ADMITTED, protocol.Status.COMPUTING)
 
 
 class StepWatchdog(waiting.PollingThread):
-  """Watches the steps of one training from the chief, in a thread."""
+  """A thread of the chief that logs long waits and declares replicas lost."""
 
   def __init__(
     self,
@@ -43,7 +43,7 @@ class StepWatchdog(waiting.PollingThread):
     log: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Starts the thread.
+    """Starts the thread that watches the replicas.
 
     Args:
       rule: The update rule.
@@ -72,11 +72,16 @@ class StepWatchdog(waiting.PollingThread):
     super().__init__(self._poll, period_secs=_POLL_SECS)
 
   def progress(self) -> None:
-    """Restarts the measurement of the wait. To be called after each update."""
+    """Restarts the measurement of the wait for an update, after each update."""
     self._since = self._logged = self._clock()
 
   def _poll(self) -> bool:
-    """Checks once, and returns whether the watch is over."""
+    """Checks for a long wait, lost replicas and the end of the training.
+
+    Returns:
+      Whether the thread must stop, as the training has ended or a PS task
+      fails.
+    """
     try:
       if self._outcome():
         self._rule.interrupt()
@@ -116,17 +121,18 @@ class StepWatchdog(waiting.PollingThread):
         if self._lost.get(replica) != tag:
           self._lost[replica] = tag
           self._log(
-            f"{self._names[replica]}: {reason}; giving its place in step {step}"
-            " to another replica"
+            f"{self._names[replica]}: {reason}; step {step} uses another"
+            " replica's gradient instead. If the task is dead, restart it: it"
+            " joins again"
           )
         self._rule.declare_lost(replica, tag)
 
 
 class ChiefWatchdog(waiting.PollingThread):
-  """Watches the chief from a worker, in a thread.
+  """A thread of a worker that watches whether the chief is alive.
 
   A worker that waits for the chief's next update cannot tell a slow chief from
-  a dead one. The watchdog logs which of the two it is, and ends the wait if the
+  a dead one. The thread logs that the chief is silent, and ends the wait if the
   chief is not restarted.
   """
 
@@ -139,7 +145,7 @@ class ChiefWatchdog(waiting.PollingThread):
     lost_after_secs: float,
     log: Callable[[str], None] = print,
   ):
-    """Starts the thread.
+    """Starts the thread that watches the chief.
 
     Args:
       age: Returns the seconds since the chief's last heartbeat, or 0 once the
@@ -159,7 +165,11 @@ class ChiefWatchdog(waiting.PollingThread):
     super().__init__(self._poll, period_secs=_POLL_SECS)
 
   def _poll(self) -> bool:
-    """Checks once, and returns whether the watch is over."""
+    """Checks once whether the chief is silent or lost.
+
+    Returns:
+      Whether the thread must stop, as the heartbeats cannot be read any more.
+    """
     try:
       age = self._age()
       if age > self._lost_after_secs:
@@ -185,13 +195,15 @@ def describe(
   ages: Sequence[float],
   names: Sequence[str],
 ) -> str:
-  """Describes, in one line, what a step waits for.
+  """Describes in one line how long the chief has waited for an update, and why.
 
   Args:
     step: The global step.
     waited_secs: Seconds since the last update.
-    status: How far the step has come.
-    ages: What the `ages` of `StepWatchdog` returned.
+    status: The state of each replica, and how many of the gradients that the
+      update needs have arrived.
+    ages: Seconds since each replica's last heartbeat; -1: no heartbeat yet, 0:
+      the replica has left.
     names: The replicas' names.
   """
   replicas = []
@@ -221,11 +233,12 @@ def end_training(
   stays: bool = False,
   log: Callable[[str], None] = print,
 ) -> None:
-  """Ends the training for all tasks. To be called by the chief.
+  """Ends the training for all tasks. The chief calls this.
 
   Announces how training ended, waits until the replicas have stopped, closes
-  the rule's queues, and tells the serving tasks to end. If another process has
-  replaced this chief, only stops the heartbeats of this one.
+  the rule's queues, and tells the serving tasks (parameter servers and in-graph
+  workers) to end. If another process has replaced this chief, only stops the
+  heartbeats of this one.
 
   Args:
     heartbeats: The chief's heartbeats.
@@ -269,7 +282,7 @@ def _end_replicas(
   timeout_secs: float,
   log: Callable[[str], None],
 ) -> None:
-  """Tells every replica to stop after its batch; waits until all have stopped.
+  """Tells every replica to stop after its batch, and waits for that.
 
   Closing the queues would stop the replicas too, but by an error, after which a
   process's next call may fail as well (TensorFlow 2.21: "this error cancels all

@@ -1,1 +1,1 @@
-"""Training that finds its role: `fit` for Keras models, `run` for others."""
+"""Trains on a cluster or alone: `fit` for Keras models, `run` for any model."""

@@ -17,13 +17,13 @@ from tf_replicas.runtime import signatures
 
 
 class _Rule(NamedTuple):
-  """The rule for one argument.
+  """A rule that one argument of `fit` must obey.
 
   Attributes:
-    text: What the argument must be, for the error.
-    kind: Its type.
-    holds: Whether a value of this type is valid.
-    is_optional: Whether it may be None.
+    text: What the argument must be, for the error message.
+    kind: The type of the argument.
+    holds: Returns whether a value of this type is valid.
+    is_optional: Whether the argument may be None.
   """
 
   text: str
@@ -99,11 +99,11 @@ _RULES = {
 
 
 def check(**given: object) -> None:
-  """Checks arguments of `fit` by their names.
+  """Checks some arguments of `fit`, given by their names.
 
   Args:
-    **given: The arguments. Those that are not in `_RULES` have checks of their
-      own.
+    **given: The arguments. Each must be in `_RULES`; the other arguments of
+      `fit` have functions of their own.
 
   Raises:
     TypeError: If an argument has a wrong type.
@@ -120,7 +120,7 @@ def check(**given: object) -> None:
 
 
 def check_epochs(initial_epoch: int, epochs: int) -> None:
-  """Raises ValueError if no epoch is left to train."""
+  """Raises ValueError if no epoch from `initial_epoch` to `epochs` is left."""
   if initial_epoch >= epochs:
     raise ValueError(
       f"`initial_epoch` must be less than `epochs`, {epochs}: nothing would be"
@@ -157,10 +157,10 @@ def check_devices(devices: object, *, is_alone: bool) -> None:
   """Checks the argument `devices` of `fit`.
 
   Args:
-    devices: See `fit`.
+    devices: The names of the devices that compute, or None.
     is_alone: Whether this process has no cluster. Then the devices must exist.
       On a cluster this is not checked, as TensorFlow must not look for devices
-      before it is connected.
+      before it has connected to the cluster.
 
   Raises:
     TypeError: If `devices` is not a list of strings.
@@ -204,7 +204,12 @@ def _check_device(device: str, is_alone: bool) -> None:
 
 
 def _matches(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
-  """Returns whether `spec` agrees with every field that `wanted` has."""
+  """Returns whether a device is one of those that a device name asks for.
+
+  Args:
+    wanted: The name given by the user, in which parts may be missing.
+    spec: The full name of a device of this process.
+  """
   names = ("job", "replica", "task", "device_type", "device_index")
   pairs = [(getattr(wanted, name), getattr(spec, name)) for name in names]
   return all(want is None or want == has for want, has in pairs)
@@ -235,7 +240,13 @@ def check_builder(
 
 
 def check_function(name: str, function: Callable, num_arguments: int) -> None:
-  """Raises TypeError unless `function` can be called with so many arguments."""
+  """Raises TypeError unless a function accepts a given number of arguments.
+
+  Args:
+    name: Name of the argument of `fit` that is the function, for the message.
+    function: The function.
+    num_arguments: The number of positional arguments.
+  """
   signatures.check_call(
     function,
     *[None] * num_arguments,

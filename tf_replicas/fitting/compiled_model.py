@@ -5,10 +5,12 @@ tracing, two things are replaced: the variables of the model by local ones that
 hold the parameters of the step, and its optimizers by ones that record the
 gradients instead of applying them.
 
-A *phase* is one application of gradients in a `train_step`. The *states* of a
-model are its non-trainable variables of floating dtype, such as moving means. A
-*part* is the share of one contribution in a global batch, the examples of an
-update. A *tower* is a copy of the model on its device.
+A `train_step` may apply gradients several times, as for a generator and a
+discriminator. Each time is a *phase*, and becomes a separate update. The
+*states* of a model are its non-trainable variables of floating dtype, such as
+moving means. A *contribution* is what a replica sends for one update. The
+*global batch* has the examples of an update, and a *part* of it is the share of
+one contribution. A *tower* is a copy of the model on its device.
 """
 
 import contextlib
@@ -48,7 +50,7 @@ _PHASES, _PHASE = "_tf_replicas_phases", "_tf_replicas_phase"
 
 
 class _Call(NamedTuple):
-  """A recorded call of an optimizer's `apply`.
+  """A recorded call of `apply`, with which an optimizer applies gradients.
 
   Attributes:
     name: Name of the model's attribute that holds the optimizer.
@@ -62,6 +64,8 @@ class _Call(NamedTuple):
 class RecordingOptimizer(keras.optimizers.Optimizer):
   """An optimizer that records the gradients and changes no variable.
 
+  It stands in for an optimizer of the model while `train_step` is traced.
+
   Attributes:
     loss_factor: Factor by which the loss is multiplied before it is
       differentiated, a float32 scalar; None for no factor.
@@ -74,7 +78,13 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
       [list[tuple[parameter_store.Gradient, keras.Variable]]], None
     ],
   ):
-    """Replaces `optimizer`; calls `record` with the pairs of each `apply`."""
+    """Prepares an optimizer that stands in for another one during tracing.
+
+    Args:
+      optimizer: The optimizer to replace.
+      record: Called with the pairs (gradient, variable) of each call of
+        `apply`.
+    """
     super().__init__(learning_rate=0.0, name="recording")
     self._real = optimizer
     self._record = record
@@ -85,7 +95,16 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
     grads: Sequence[parameter_store.Gradient],
     trainable_variables: Sequence[keras.Variable] | None = None,
   ) -> None:
-    """Records gradients, as `keras.optimizers.Optimizer.apply` takes them."""
+    """Records gradients and their variables instead of applying the gradients.
+
+    Args:
+      grads: The gradients.
+      trainable_variables: One variable for each gradient; None for the
+        variables of the replaced optimizer.
+
+    Raises:
+      ValueError: If the numbers of gradients and variables differ.
+    """
     if trainable_variables is None:
       trainable_variables = self._real.variables
     grads, variables = list(grads), list(trainable_variables)
@@ -97,17 +116,27 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
     self._record(list(zip(grads, variables, strict=True)))
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """Multiplies the loss by `loss_factor`; the replica divides gradients."""
+    """Returns the loss multiplied by `loss_factor`, if there is a factor.
+
+    `train_step` calls this before it computes the gradients. The replica
+    divides the gradients by the factor.
+    """
     if self.loss_factor is None:
       return loss
     return loss * tf.cast(self.loss_factor, loss.dtype)
 
 
 class _Recording:
-  """Replaces a model's optimizers and records their calls during tracing."""
+  """Replaces the optimizers of a model, and records their calls of `apply`.
+
+  This is used while `train_step` is traced.
+  """
 
   def __init__(self, model: keras.Model):
-    """Makes the recording optimizers; must be outside of a `tf.function`."""
+    """Makes a recording optimizer for each optimizer of the model.
+
+    Must be called outside of a `tf.function`, since optimizers have variables.
+    """
     self._model = model
     self._calls: list[_Call] = []
     self._after: Callable[[int], None] = lambda number: None
@@ -134,10 +163,13 @@ class _Recording:
     loss_factor: tf.Tensor | None = None,
     after: Callable[[int], None] = lambda number: None,
   ) -> Iterator[list[_Call]]:
-    """Context that yields the list of calls of the model's optimizers.
+    """Replaces the model's optimizers inside this context, and records calls.
+
+    The context yields the list of the recorded calls of `apply`.
 
     Args:
-      loss_factor: See `RecordingOptimizer`.
+      loss_factor: Factor by which the loss is multiplied before it is
+        differentiated, a float32 scalar; None for no factor.
       after: Called after each call of `apply`, with its number from 0 on.
     """
     self._calls, self._after = [], after
@@ -153,9 +185,9 @@ class CompiledReplica(model_replica.Replica):
   """A replica that runs the `train_step` of a compiled model.
 
   If `train_step` applies gradients several times, each time is a phase and
-  becomes a separate update. A contribution of a replica belongs to one phase:
-  the replica runs the section of `train_step` that leads to the gradients of
-  this phase.
+  becomes a separate update. A contribution (what a replica sends for one
+  update) belongs to one phase: the replica runs the section of `train_step`
+  that leads to the gradients of this phase.
 
   Batches are (data,) or (data, weights). `data` is the argument of
   `train_step`. `weights`, float32 [batch], has the weight of this part of a
@@ -164,11 +196,13 @@ class CompiledReplica(model_replica.Replica):
 
   Attributes:
     steps: One function per phase. Each maps (parameters, loss factor, data) to
-      (gradients, loss, new values of the states, increments of the metrics);
-      see `trace`.
+      (gradients, loss, new values of the states, increments of the metrics),
+      and is made by `trace`. The states are variables without gradients, such
+      as moving means.
     num_metrics: Number of variables of metrics, which are the last of
       `statistics`.
-    num_parts: Number of parts of an update: contributions times towers.
+    num_parts: Number of parts into which the examples of an update are cut:
+      contributions times towers, the copies of the model in a replica.
   """
 
   steps: Sequence[tf.types.experimental.ConcreteFunction]
@@ -178,7 +212,14 @@ class CompiledReplica(model_replica.Replica):
   def _pieces(
     self, batch: model_replica.Batch, count: int
   ) -> Sequence[model_replica.Batch]:
-    """Cuts a batch into pieces that may differ in size."""
+    """Cuts a batch into one piece for each copy of the model.
+
+    The pieces may differ in size.
+
+    Args:
+      batch: (data,) or (data, weights), as the class documents it.
+      count: Number of pieces.
+    """
     return data_module.pieces(cast(tuple, batch), count)
 
   def _part(
@@ -186,7 +227,17 @@ class CompiledReplica(model_replica.Replica):
     pipeline: model_parallel.Pipeline | None,
     inputs: model_replica.Inputs,
   ) -> model_replica.Gradients:
-    """Computes the gradients of one batch; see `Replica`."""
+    """Computes the gradients of one batch on one device.
+
+    Args:
+      pipeline: Not used, since layers are not spread over devices.
+      inputs: The parameters, the batch, and the function that scales the loss.
+
+    Returns:
+      The gradients of the trainable variables. They are followed by the changes
+      of states (old minus new value) and metrics, which are sent as gradients
+      are.
+    """
     del pipeline
     parameters, batch, scale_loss = inputs
     data, *weights = cast(tuple, batch)
@@ -222,10 +273,11 @@ class CompiledReplica(model_replica.Replica):
 
 
 def _number_of(phase: tf.Tensor, count: int) -> tf.Tensor:
-  """Rounds the number of the phase to an int32 scalar in [0, count).
+  """Rounds the number of a phase to an int32 scalar in [0, count).
 
-  Replicas share the number as a float variable. Averaging contributions may
-  make it inexact.
+  A phase is one of the `count` times that a `train_step` applies gradients.
+  Replicas share the number as a float variable, of which averages may be taken.
+  So it may be inexact.
   """
   return tf.math.floormod(tf.cast(tf.round(phase), tf.int32), count)
 
@@ -237,21 +289,24 @@ def replica(
   num_contributions: int,
   devices: Sequence[str] = (),
 ) -> CompiledReplica:
-  """Makes the replica of a model.
+  """Makes the replica that runs the `train_step` of a model.
 
   Args:
     model: A model that `build` has built.
-    dataset_fn: See `Replica.dataset_fn`. `CompiledReplica` describes the
-      batches.
-    num_contributions: Number of contributions in one update.
-    devices: The devices of the towers; see `Replica.devices`.
+    dataset_fn: Makes the data set of a replica, as for `Replica.dataset_fn`.
+      `CompiledReplica` describes the batches.
+    num_contributions: Number of contributions in one update. A contribution is
+      what a replica sends for one update, such as a gradient.
+    devices: The devices that compute, each with a copy of the model; empty for
+      the default device.
 
   Returns:
     The replica. Its `variables` are the trainable variables of the model. Its
-    `statistics` are the states of the model, then the variables of its metrics.
+    `statistics` are the states of the model (variables without gradients, such
+    as moving means), then the variables of its metrics.
 
   Raises:
-    ValueError: If `train_step` does something that cannot be replicated; the
+    ValueError: If `train_step` does something that cannot be replicated. The
       message says what.
   """
   data_spec = dataset_fn(1, 0, 0).element_spec[0]
@@ -274,7 +329,11 @@ def replica(
 def _loss_scale(
   optimizer: keras.optimizers.Optimizer,
 ) -> loss_scaling.LossScale | None:
-  """Returns how a `LossScaleOptimizer` scales the loss; else None."""
+  """Returns how an optimizer scales the loss; None if it does not.
+
+  Args:
+    optimizer: An optimizer. Only a `LossScaleOptimizer` scales the loss.
+  """
   if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
     return loss_scaling.LossScale(
       optimizer.initial_scale, optimizer.dynamic_growth_steps
@@ -283,9 +342,12 @@ def _loss_scale(
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-  """Lists the optimizers that `train_step` uses.
+  """Lists the optimizers that the `train_step` of a model uses.
 
-  Of a `LossScaleOptimizer`, returns the inner optimizer.
+  A `LossScaleOptimizer` is replaced by its inner optimizer.
+
+  Args:
+    model: A model that `build` has built.
   """
   found = [
     getattr(model, name)
@@ -300,13 +362,17 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 class _KerasAverages(moving_averages.MovingAverages):
-  """Moving averages that are computed as with Keras' option `use_ema`.
+  """Moving averages that are equal to those of Keras' option `use_ema`.
 
   They begin with the values after the first update.
   """
 
   def decay_at(self, global_step) -> tf.Tensor:
-    """Returns 0 for the first update; see `MovingAverages.decay_at`."""
+    """Returns the decay of the averages in an update; 0 in the first update.
+
+    Args:
+      global_step: The number of updates, this one included.
+    """
     decay = super().decay_at(global_step)
     return tf.where(tf.equal(global_step, 1), tf.zeros_like(decay), decay)
 
@@ -326,9 +392,9 @@ def inner_optimizer_of(
     model: A model that `build` has built.
 
   Returns:
-    A copy of the model's optimizer that is not built, or an optimizer that
-    lets copies take turns if there are several phases; and keyword arguments of
-    `OptimizerRule`.
+    An optimizer and keyword arguments of `OptimizerRule`. The optimizer is a
+    copy of the model's that is not built. If `train_step` applies gradients
+    several times, it contains such copies, which take turns.
 
   Raises:
     ValueError: If the optimizer has an option that is not supported.
@@ -373,7 +439,10 @@ def inner_optimizer_of(
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-  """Lists the variables of the model's metrics and of the `_means` of its logs.
+  """Lists the variables of the model's metrics, which replicas share.
+
+  This includes the metrics that average the values which a custom `train_step`
+  returns.
 
   Raises:
     ValueError: If a variable is not of floating dtype.
@@ -393,8 +462,9 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
 def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
   """Returns the metrics that average what a custom `train_step` returns.
 
-  There is one for each scalar that no metric of the model computes. Keras would
-  show the values of the last batch. `fit` shows the mean over the examples.
+  There is one metric for each returned scalar that no metric of the model
+  computes. Keras would show the scalars of the last batch. `fit` shows their
+  mean over the examples of the epoch.
 
   Returns:
     The metrics by name.
@@ -403,7 +473,7 @@ def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
 
 
 def results(model: keras.Model) -> dict[str, float]:
-  """Returns the logs for Keras: the results of the metrics by name."""
+  """Returns the results of the model's metrics by name, as Keras logs them."""
   logs = {k: v for k, v in model.get_metrics_result().items()}
   logs |= {name: mean.result() for name, mean in _means(model).items()}
   names = vars(model).get(_LOGGED, logs)
@@ -412,9 +482,11 @@ def results(model: keras.Model) -> dict[str, float]:
 
 
 def _statistics(model: keras.Model) -> list[keras.Variable]:
-  """Lists the states that replicas share, such as moving means.
+  """Lists the states that replicas share: variables without gradients.
 
-  With several phases, the number of the phase is the last.
+  These are the non-trainable variables of floating dtype, such as moving means.
+  If `train_step` applies gradients several times, the last variable says which
+  of these times is next.
   """
   metrics = {id(v) for v in metric_variables(model)}
   states = [
@@ -426,14 +498,16 @@ def _statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def phases(model: keras.Model) -> list[alternating_optimizer.Phase]:
-  """Lists the phases of `train_step`, in order.
+  """Lists the phases of a model's `train_step`, in order.
+
+  A phase is one call of an optimizer's `apply`, which becomes an update.
 
   Args:
     model: A model that `build` has built.
 
   Returns:
-    One phase per call of `apply`. Its `name` is the attribute of the model that
-    holds the optimizer.
+    The phases. The `name` of each is the attribute of the model that holds the
+    optimizer.
   """
   return vars(model)[_PHASES]
 
@@ -525,7 +599,7 @@ def check_data(model: keras.Model, data_spec: tuple, where: str = "") -> None:
 
 
 def _fits(model: keras.Model, given: tf.TensorShape) -> bool:
-  """Returns whether a model with one input accepts a tensor of a shape.
+  """Returns whether a model with one input accepts a tensor of shape `given`.
 
   Keras (3.15) adds or drops a last axis of size 1. A `Sequential` model checks
   only the rank; its first layer may check some axes.
@@ -550,12 +624,17 @@ def _fits(model: keras.Model, given: tf.TensorShape) -> bool:
 
 
 def _build(model: keras.Model, data_spec: tuple) -> None:
-  """Makes all variables, and finds out what `train_step` returns.
+  """Makes all variables of a model, and finds out what `train_step` returns.
 
   For this, `train_step` is traced, which builds what it calls, but not run.
 
+  Args:
+    model: A compiled model.
+    data_spec: (x,), (x, y) or (x, y, weights) as nested `tf.TensorSpec`s.
+
   Raises:
-    ValueError: If `train_step` does not return a dict of scalars.
+    ValueError: If the model has no trainable weights, or `train_step` does not
+      return a dict of scalars or applies gradients in an unsupported way.
   """
   found, made = {}, []
   recording = _Recording(model)
@@ -603,7 +682,7 @@ def _build(model: keras.Model, data_spec: tuple) -> None:
 
 @contextlib.contextmanager
 def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
-  """Context that adds the names of the metrics that are updated to `names`.
+  """Adds the names of all metrics that are updated inside a context to `names`.
 
   A custom `train_step` may return a value under the name of a metric that it
   does not update, such as "loss", the name of Keras' mean of the losses.
@@ -631,11 +710,12 @@ def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
 
 
 def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
-  """Stores the phases in the model, and builds the model's optimizers.
+  """Stores in the model how it applies gradients, and builds its optimizers.
 
   Args:
     model: The model.
-    calls: The calls of `apply` that `train_step` makes, in order.
+    calls: The calls of `apply` that `train_step` makes, in order. Each is a
+      phase, which becomes a separate update.
 
   Raises:
     ValueError: If `train_step` applies no gradients, or applies them in a way
@@ -647,20 +727,8 @@ def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
       " attribute of the model, such as `self.optimizer`. Received: no call of"
       " `apply`."
     )
-  known = {id(v) for v in model.trainable_variables}
   for call in calls:
-    for gradient, variable in call.pairs:
-      if id(variable) not in known:
-        raise ValueError(
-          "`train_step` must apply gradients to the model's trainable"
-          f" variables. Received: {getattr(variable, 'path', variable)!r}."
-        )
-      _check_gradient(gradient, variable)
-    if len({id(v) for _, v in call.pairs}) < len(call.pairs):
-      raise ValueError(
-        "`train_step` must give `apply` each variable once. Received:"
-        f" {', '.join(v.path for _, v in call.pairs)}."
-      )
+    _check_call(model, call)
   made = [
     alternating_optimizer.Phase(
       call.name, tuple(v.path for g, v in call.pairs if g is not None)
@@ -674,18 +742,7 @@ def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
       f" {', '.join(v.path for v in model.trainable_variables)}."
     )
   for name in dict.fromkeys(phase.name for phase in made):
-    optimizer = getattr(model, name)
-    if len(made) > 1:
-      _check_can_alternate(name, optimizer)
-    if not optimizer.built:
-      paths = set().union(*(p.paths for p in made if p.name == name))
-      optimizer.build(
-        [
-          v
-          for v in model.trainable_variables
-          if len(made) == 1 or v.path in paths
-        ]
-      )
+    _build_optimizer(model, name, made)
   model.__dict__[_PHASES] = made
   model.__dict__[_PHASE] = []
   if len(made) > 1:
@@ -693,10 +750,63 @@ def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
     model.__dict__[_PHASE] = [number]
 
 
+def _check_call(model: keras.Model, call: _Call) -> None:
+  """Checks the gradients and variables that `train_step` gives to `apply`.
+
+  Raises:
+    ValueError: If a variable is not one of the model, or occurs twice, or if a
+      gradient does not fit its variable.
+  """
+  known = {id(v) for v in model.trainable_variables}
+  for gradient, variable in call.pairs:
+    if id(variable) not in known:
+      raise ValueError(
+        "`train_step` must apply gradients to the model's trainable"
+        f" variables. Received: {getattr(variable, 'path', variable)!r}."
+      )
+    _check_gradient(gradient, variable)
+  if len({id(v) for _, v in call.pairs}) < len(call.pairs):
+    raise ValueError(
+      "`train_step` must give `apply` each variable once. Received:"
+      f" {', '.join(v.path for _, v in call.pairs)}."
+    )
+
+
+def _build_optimizer(
+  model: keras.Model,
+  name: str,
+  all_phases: Sequence[alternating_optimizer.Phase],
+) -> None:
+  """Builds an optimizer of the model for the variables that it updates.
+
+  Args:
+    model: The model.
+    name: The attribute of the model that is the optimizer.
+    all_phases: The phases of `train_step`: its calls of `apply`, in order. An
+      optimizer that makes the only call is built for all trainable variables.
+
+  Raises:
+    ValueError: If there are several phases, and the optimizer has an option
+      that is not supported then.
+  """
+  optimizer = getattr(model, name)
+  is_alone = len(all_phases) == 1
+  if not is_alone:
+    _check_can_alternate(name, optimizer)
+  if not optimizer.built:
+    paths = set().union(*(p.paths for p in all_phases if p.name == name))
+    optimizer.build(
+      [v for v in model.trainable_variables if is_alone or v.path in paths]
+    )
+
+
 def _check_gradient(
   gradient: parameter_store.Gradient, variable: keras.Variable
 ) -> None:
-  """Raises ValueError for a gradient that does not fit its variable."""
+  """Raises ValueError if a gradient does not fit its variable.
+
+  It must have the shape of the variable and a floating dtype, or be None.
+  """
   if gradient is None:
     return
   shape = getattr(gradient, "shape", None)
@@ -732,9 +842,10 @@ def _check_can_alternate(
 
 
 def _as_keras_packs(data: tuple) -> object:
-  """Returns `data` as Keras passes it to `train_step`.
+  """Returns data in the form that Keras passes to `train_step`.
 
-  (x,) becomes x, unless x is a tuple or a list. Other tuples are not changed.
+  The tuple (x,) becomes x, unless x is a tuple or a list. Other tuples are not
+  changed.
   """
   is_alone = len(data) == 1 and not isinstance(data[0], tuple | list)
   return data[0] if is_alone else data
@@ -743,24 +854,25 @@ def _as_keras_packs(data: tuple) -> object:
 def trace(
   model: keras.Model, data_spec: tuple, phase: int = 0
 ) -> tf.types.experimental.ConcreteFunction:
-  """Traces one phase of `model.train_step` as a function without variables.
+  """Traces one phase of `train_step` as a function without variables.
 
   Args:
     model: A model that `build` has built. Its metrics are reset; otherwise it
       is unchanged afterwards.
-    data_spec: See `build`.
-    phase: Number of the call of `apply` whose gradients the function returns.
-      Changes of states and metrics are those that `train_step` makes between
-      the previous call and this one; in the last phase, also those after this
-      call.
+    data_spec: The argument of `train_step` as nested `tf.TensorSpec`s: (x,),
+      (x, y) or (x, y, weights).
+    phase: Number of the phase: of the call of an optimizer's `apply` whose
+      gradients the function returns. Changes of states and metrics are those
+      that `train_step` makes between the previous call and this one; in the
+      last phase, also those after this call.
 
   Returns:
     A function of (parameters, loss factor, data). Parameters are tensors: the
-    values of the trainable variables, then of the states. The loss is
-    multiplied by the loss factor before it is differentiated. The function
-    returns a dict of gradients by the position of their variable, as a string;
-    the loss, a float32 scalar; the new values of the states; and the increments
-    of the variables of the metrics.
+    values of the trainable variables, then of the states (non-trainable
+    variables, such as moving means). The loss is multiplied by the loss factor
+    before it is differentiated. The function returns a dict of gradients by the
+    position of their variable, as a string; the loss, a float32 scalar; the new
+    values of the states; and the increments of the variables of the metrics.
 
   Raises:
     ValueError: If `train_step` reads variables that the model does not track.
@@ -788,10 +900,14 @@ def trace(
     ends: list[tf.Tensor] = []
 
     def after(number: int) -> None:
-      """Ends a phase, after the call number `number` of an optimizer.
+      """Notes that an optimizer was called, which ends a phase of `train_step`.
 
-      After an earlier phase, resets states and metrics to their first values.
-      After the phase that is traced, keeps their values as results.
+      After a phase before the one that is traced, resets states and metrics to
+      their first values. After the phase that is traced, keeps their values as
+      results.
+
+      Args:
+        number: The number of the call, from 0 on.
       """
       if number < phase:
         first = [*parameters[len(trained) :], *zeros]
@@ -808,10 +924,7 @@ def trace(
       loss = tf.zeros([])
       if is_last:
         loss = _loss(logs)
-        size = tf.shape(tf.nest.flatten(data)[0])[0]
-        for name, mean in _means(model).items():
-          value = logs[name] if isinstance(logs, dict) else logs
-          mean.update_state(value, sample_weight=size)
+        _update_means(model, logs, data)
         ends.extend(tf.convert_to_tensor(v.value) for v in changing)
     if vars(model)[_PHASE]:  # The last of the states.
       count = len(phases(model))
@@ -825,7 +938,26 @@ def trace(
       [n - z for n, z in zip(ends[len(states) :], zeros, strict=True)],
     )
 
-  specs = [tf.TensorSpec(v.shape, v.dtype) for v in [*trained, *states]]
+  return _traced(step, [*trained, *states], data_spec)
+
+
+def _traced(
+  step: Callable[..., tuple],
+  variables: Sequence[keras.Variable],
+  data_spec: tuple,
+) -> tf.types.experimental.ConcreteFunction:
+  """Traces a function that `trace` has made of one phase of `train_step`.
+
+  Args:
+    step: A function of (parameters, loss factor, data).
+    variables: The variables whose values are the parameters.
+    data_spec: The data as nested `tf.TensorSpec`s: (x,), (x, y) or (x, y,
+      weights).
+
+  Raises:
+    ValueError: If `step` reads a variable, not only its parameters.
+  """
+  specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
   concrete = tf.function(step, autograph=False).get_concrete_function(
     specs, tf.TensorSpec([]), data_spec
   )
@@ -838,14 +970,33 @@ def trace(
   return concrete
 
 
+def _update_means(model: keras.Model, logs: object, data: tuple) -> None:
+  """Adds the results of a custom `train_step` to the metrics that average them.
+
+  Args:
+    model: The model.
+    logs: The result of `train_step`: a loss, or a dict of values by name.
+    data: The batch. Each value counts as often as the batch has examples.
+  """
+  size = tf.shape(tf.nest.flatten(data)[0])[0]
+  for name, mean in _means(model).items():
+    value = logs[name] if isinstance(logs, dict) else logs
+    mean.update_state(value, sample_weight=size)
+
+
 def _gradients(
   model: keras.Model, calls: Sequence[_Call], phase: int
 ) -> dict[str, parameter_store.Gradient]:
-  """Returns the gradients of a phase, by their variables.
+  """Returns the gradients of one phase of a traced `train_step`.
 
-  With several phases, variables that only other phases update get gradients of
-  zero, which are not applied. So all phases return gradients of the same
-  variables.
+  A phase is one call of an optimizer's `apply`. If there are several, variables
+  that only other phases update get gradients of zero, which are not applied. So
+  all phases return gradients of the same variables.
+
+  Args:
+    model: The model.
+    calls: The recorded calls of `apply`.
+    phase: The number of the phase.
 
   Returns:
     The gradients by the variable's position in `model.trainable_variables`, as
@@ -871,7 +1022,12 @@ def _gradients(
 
 
 def _loss(logs: object) -> tf.Tensor:
-  """Returns the loss in the logs that `train_step` returned; 0 without one."""
+  """Returns the loss among the results of `train_step`, a float32 scalar.
+
+  Args:
+    logs: What `train_step` returned: a dict, or the loss alone. Without an
+      entry "loss", the result is 0.
+  """
   loss = logs.get("loss", 0.0) if isinstance(logs, dict) else logs
   loss = tf.cast(tf.convert_to_tensor(loss), tf.float32)
   return tf.reduce_mean(loss)
@@ -880,12 +1036,12 @@ def _loss(logs: object) -> tf.Tensor:
 def load(
   model: keras.Model, state: Mapping[str, np.ndarray | tf.Tensor], step: int
 ) -> None:
-  """Loads variables and optimizer state of a parameter store into the model.
+  """Loads the trained variables and optimizer state into the user's model.
 
   Args:
     model: A model with variables of the same paths as in the store.
-    state: The result of `ParameterStore.state`. Tables are not in it, and are
-      not loaded.
+    state: The result of `ParameterStore.state`. Tables (variables whose rows
+      are sent singly) are not in it, and are not loaded.
     step: Number of updates made.
   """
   for variable in shared(model):
@@ -904,7 +1060,7 @@ def _load_optimizer(
   prefix: str,
   updates: int,
 ) -> None:
-  """Loads into an optimizer the state that `InnerOptimizer` has saved.
+  """Loads state from the parameter servers into an optimizer of the model.
 
   Args:
     optimizer: A built Keras optimizer.
@@ -938,7 +1094,11 @@ def _load_optimizer(
 
 
 def shared(model: keras.Model) -> list[keras.Variable]:
-  """Lists the variables that replicas share: trained, states, metrics."""
+  """Lists the variables of a model that replicas share.
+
+  These are the trainable variables, then the other variables of floating dtype,
+  then the variables of metrics.
+  """
   return [
     *model.trainable_variables,
     *_statistics(model),

@@ -1,8 +1,8 @@
 """Trains a `Replica`, with any model and loss, on a cluster: `run` and `join`.
 
-Both find the role of this process in the cluster. `join` gives the chief a
-driver, the object that makes updates. `run` also contains the loop, which logs,
-writes checkpoints and stops.
+Both functions find out which task of the cluster this process is. `join` gives
+the chief a driver, the object that makes updates. `run` also contains the loop,
+which logs, writes checkpoints and stops.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ class Trained(NamedTuple):
   Attributes:
     global_step: Number of updates made, those of earlier runs included.
     loss: The loss of the last update; NaN if no update was left to make.
-    metrics: The metrics of the last update by name; see `Replica.metrics`.
+    metrics: The means of the replica's metrics in the last update, by name.
     values: The values of the variables by path. `load_into_keras` and
       `load_into_module` load them into a model.
-    averages: The same as `values`, but with moving averages for the variables
-      that have one; empty without `variable_averages`.
+    averages: The values of the variables by path, but moving averages for those
+      that have one. Empty without the argument `variable_averages` of `run`.
   """
 
   global_step: int
@@ -67,14 +67,15 @@ def join(
   start_timeout_secs: float = 120.0,
   log: Callable[[str], None] = print,
 ) -> Iterator[driver_base.Driver]:
-  """Context that gives the chief a driver; the other tasks end inside it.
+  """Gives the chief a driver, as a context; other tasks end inside of it.
 
-  The role of this process comes from environment variables (see
-  `cluster.environment.role`). Without a role, this process trains alone. In a
-  parameter server or a worker other than the chief, entering the context serves
-  or computes until the chief ends, and then ends the process. So the block, and
-  what follows it, run in the chief only. The end of the block ends the
-  training. Another one may follow, as with `fit`.
+  The driver is the object that makes updates. The role of this process comes
+  from environment variables (see `cluster.environment.role`). Without a role,
+  this process trains alone. In a parameter server or a worker other than the
+  chief, entering the context serves or computes until the chief ends, and then
+  ends the process. So the block, and what follows it, run in the chief only.
+  The end of the block ends the training. The chief may then begin another
+  training, in which the other tasks take part again.
 
   Args:
     replica_fn: Builds the replica, in the same way in all tasks. It is called
@@ -86,13 +87,13 @@ def join(
       `Sync()`.
     variable_averages: The moving averages to keep of the variables; None for
       no averages.
-    clip_replica_norm: Largest global norm of each replica's gradient; see
-      `OptimizerRule`.
-    clip_mean_norm: Largest global norm of the mean gradient of an update; see
-      `OptimizerRule`.
-    replication: "between_graph": every worker is a client; "in_graph": the
-      chief, a separate task, drives all workers; "mirrored": every device has a
-      copy of the variables, and gradients are all-reduced.
+    clip_replica_norm: Largest global norm of each replica's gradient, which is
+      scaled down to it; None for any norm.
+    clip_mean_norm: Largest global norm of the mean gradient of an update, which
+      is scaled down to it; None for any norm.
+    replication: "between_graph": every worker runs the script and trains;
+      "in_graph": the chief, a separate task, drives all workers; "mirrored":
+      every device has a copy of the variables, and gradients are all-reduced.
     cluster: A cluster spec or the path of one. The environment then decides
       only the task. None takes the cluster of the environment.
     devices: The devices of this process that compute. Each has a tower, a copy
@@ -108,7 +109,7 @@ def join(
 
   Raises:
     cluster.ClusterError: If cluster, task and rule do not go together.
-    TypeError, ValueError: If an argument or the replica is not supported; the
+    TypeError, ValueError: If an argument or the replica is not supported. The
       message says what is expected.
     RuntimeError: If the training before failed, or another task has ended, or
       has other versions of TensorFlow, Keras or this library.
@@ -164,7 +165,10 @@ def join(
 
 
 def _contribute(**given) -> NoReturn:
-  """Takes part in a later training, in a worker."""
+  """Makes a worker take part in a training after the first one of a script.
+
+  The chief sends the arguments, which are those of `join`.
+  """
   with join(**given):
     raise AssertionError("a worker trains inside `join`")
 
@@ -185,11 +189,12 @@ def run(
   The chief logs, and writes checkpoints and summaries for TensorBoard. A
   parameter server or another worker serves or computes inside this call until
   the chief ends. So what follows in the script runs in the chief only. Another
-  call trains again, as with `fit`.
+  call trains again, with all tasks.
 
   Args:
-    replica_fn: See `join`.
-    optimizer_fn: See `join`.
+    replica_fn: Builds the replica, in the same way in all tasks.
+    optimizer_fn: Makes the optimizer that the parameter servers apply, as
+      documented in `join`.
     max_steps: Number of updates to make, those of earlier runs included.
     train_dir: Directory for checkpoints and summaries. If it has a checkpoint,
       training resumes from it. None writes nothing.
@@ -206,7 +211,8 @@ def run(
     TypeError, ValueError: If an argument or the replica is not supported.
     FloatingPointError: If a gradient or a loss is not finite.
     KeyboardInterrupt: If interrupted. A checkpoint is written first.
-    RuntimeError: If another task ended the training; see also `join`.
+    RuntimeError: If another task ended the training, or in the cases that
+      `join` lists.
     TimeoutError: If another task does not start in time.
     checkpoints.CheckpointError: If `train_dir` holds another model.
   """
@@ -235,7 +241,7 @@ def run(
 
 
 class _Steps:
-  """A step function for `Session.run`, which makes one or several updates.
+  """A callable with which `Session.run` makes one or several updates.
 
   A call makes updates at most until the next log line or summary is due, or
   training ends.
@@ -263,7 +269,12 @@ class _Steps:
 
 
 def _is_optional(name: str) -> bool:
-  """Returns whether a run may resume from a checkpoint without this entry."""
+  """Returns whether training may resume from a checkpoint without an entry.
+
+  Args:
+    name: The name of the entry. The states of optimizers, averages, update
+      rules and metrics may be missing.
+  """
   return name.startswith(roles.OPTIONAL_STATE) or metric_sums.is_own(
     name.removeprefix("variables/")
   )
@@ -272,11 +283,16 @@ def _is_optional(name: str) -> bool:
 def _replica(
   replica_fn: Callable[[], model_replica.Replica], part: roles.Part
 ) -> model_replica.Replica:
-  """Builds the replica, and gives it the devices of `part` if it has none.
+  """Builds the replica, and gives it the devices of this task if it has none.
+
+  Args:
+    replica_fn: The user's function, which builds the replica.
+    part: The role of this process, with its devices.
 
   Raises:
-    TypeError: If the result is not a replica.
-    cluster.ClusterError: If the replica ignores the `layers` of the spec.
+    TypeError: If the result of `replica_fn` is not a replica.
+    cluster.ClusterError: If the cluster spec spreads layers over devices and
+      the replica does not.
   """
   replica = replica_fn()
   if not isinstance(replica, model_replica.Replica):

@@ -1,10 +1,11 @@
 """Makes the training data of `fit`: parts of global batches for each replica.
 
 A *global batch* has the examples of one update. It is cut into as many *parts*
-as the update has contributions, such as gradients of replicas. The parts of all
-epochs form one endless stream. Of M replicas, replica r takes the parts r,
-r + M, r + 2M and so on. So N replicas whose N contributions make an update
-train on the same examples as one process with the same global batches.
+as the update has *contributions*, which are what replicas send for it, such as
+gradients. The parts of all epochs form one endless stream. Of M replicas,
+replica r takes the parts r, r + M, r + 2M and so on. So N replicas whose N
+contributions make an update train on the same examples as one process with the
+same global batches.
 """
 
 import dataclasses
@@ -30,14 +31,17 @@ Source = tf.data.Dataset | InputFn | object
 
 @dataclasses.dataclass(frozen=True)
 class TrainingData:
-  """The data of a training.
+  """The data of a training, cut into parts for the replicas.
+
+  A global batch has the examples of one update. It is cut into parts. From each
+  part, a replica computes one contribution to the update, such as a gradient.
 
   Attributes:
     steps_per_epoch: Number of global batches in an epoch.
     part_fn: Maps (num_shards, shard_index, first_update, updates_per_batch) to
       an endless data set of the parts of replica `shard_index` of `num_shards`
       replicas, from update `first_update` on. An element is (data,) or (data,
-      weights); see `CompiledReplica`. `data` is (x,), (x, y) or (x, y,
+      weights), as `CompiledReplica` documents. `data` is (x,), (x, y) or (x, y,
       sample_weight). Each batch is used for `updates_per_batch` updates.
   """
 
@@ -48,7 +52,10 @@ class TrainingData:
 
   @property
   def spec(self) -> tuple:
-    """The `data` of an element, as nested `tf.TensorSpec`s."""
+    """The shapes and dtypes of the examples, as nested `tf.TensorSpec`s.
+
+    The structure is (x,), (x, y) or (x, y, sample_weight).
+    """
     return cast(tuple, self.part_fn(1, 0, 0, 1).element_spec)[0]
 
 
@@ -83,14 +90,15 @@ def make(
       batches. After the last batch, the first follows.
     shuffle: Whether to shuffle arrays anew in every pass over them.
     seed: Seed of the shuffling; the same in all tasks.
-    num_contributions: Number of contributions in one update.
+    num_contributions: Number of contributions (what replicas send, such as
+      gradients) in one update.
     num_epochs: Number of epochs, for which an iterator must have batches.
 
   Returns:
     The training data.
 
   Raises:
-    TypeError: If `x` is of another kind.
+    TypeError: If `x` is of none of these kinds.
     ValueError: If an argument is out of range, or the number of updates in an
       epoch is not known.
   """
@@ -106,8 +114,9 @@ def make(
     for name, value in given.items():
       if value is not None:
         raise ValueError(
-          f"`{name}` must not be given if `x` yields batches, which have"
-          f" all of it. Received: {arguments.short(value)}."
+          f"`{name}` must not be given if `x` yields batches: labels, weights"
+          " and size are those of the batches. Received:"
+          f" {arguments.short(value)}."
         )
   if isinstance(x, keras.utils.PyDataset | Iterator):
     return _from_python(
@@ -136,7 +145,7 @@ def make(
 
 
 def yields_batches(x: Source) -> bool:
-  """Returns whether `x` yields batches, and does not consist of arrays."""
+  """Returns whether the training data `x` yields batches; False for arrays."""
   kinds = tf.data.Dataset | datasets.Sendable | keras.utils.PyDataset | Iterator
   return callable(x) or isinstance(x, kinds)
 
@@ -147,14 +156,15 @@ def split_validation(
   """Takes the last examples of arrays for validation, as Keras does.
 
   Args:
-    x: See `make`; arrays only.
-    y: See `make`.
-    sample_weight: See `make`.
+    x: The inputs: arrays in any nested structure, with the examples along axis
+      0.
+    y: The labels, as arrays; None for no labels.
+    sample_weight: The weights of the examples, as arrays; None for no weights.
     share: Share of the examples to take, in (0, 1).
 
   Returns:
-    (x, y, sample_weight) for training, and (x, y, sample_weight) for
-    validation. An argument of None stays None.
+    Two tuples (x, y, sample_weight): for training, and for validation. Where an
+    argument is None, the tuples have None.
 
   Raises:
     TypeError: If `x` does not consist of arrays.
@@ -221,7 +231,18 @@ def validation(given: object) -> object:
 
 
 def _arrays(x: object, y: object, sample_weight: object) -> tuple:
-  """Returns (x,), (x, y) or (x, y, weights) as nested arrays of one length."""
+  """Returns (x,), (x, y) or (x, y, weights) as nested arrays of one length.
+
+  Args:
+    x: The inputs, in any nested structure of arrays.
+    y: The labels; None to leave them out.
+    sample_weight: The weights of the examples; None to leave them out.
+
+  Raises:
+    TypeError: If something is not an array.
+    ValueError: If there are no examples, if arrays differ in length or are not
+      of numbers or strings, or if there are weights without labels.
+  """
   given = [x]
   if sample_weight is not None and y is None:
     raise ValueError("`sample_weight` needs `y`. Received: no `y`.")
@@ -347,10 +368,11 @@ def _from_dataset(
 
 
 def sendable(x: tf.data.Dataset) -> datasets.Sendable:
-  """Prepares `x` for replicas that do not make it themselves.
+  """Makes an object that sends the data set `x` to the tasks of the replicas.
 
   Raises:
-    TypeError: If it cannot be sent to the tasks of the replicas.
+    TypeError: If the data set cannot be sent, since it needs Python code or
+      objects of this process.
   """
   try:
     return datasets.Sendable(datasets.to_bytes(x), x.element_spec)
@@ -381,10 +403,11 @@ def _from_sendable(
 
 
 def check_python(x: object, *, can_run: bool) -> None:
-  """Checks that the tasks that need batches of Python code can run it.
+  """Checks that the replicas can run Python code that yields batches.
 
   Args:
-    x: See `make`.
+    x: The training data: arrays, a data set, a function, or Python code (an
+      iterator or a `keras.utils.PyDataset`).
     can_run: Whether each replica has a process of its own, which runs the
       user's script.
 
@@ -430,10 +453,12 @@ def _from_python(
 
 
 def _size(tensor: tf.Tensor) -> tf.Tensor:
-  """Returns the size of `tensor` along axis 0 as an int64 scalar.
+  """Returns the number of examples in a batch, as an int64 scalar.
 
-  This is the number of examples in a batch. At run time, the op raises
-  InvalidArgumentError if it is 0.
+  At run time, the op raises InvalidArgumentError if there are none.
+
+  Args:
+    tensor: A tensor of the batch, with the examples along axis 0.
   """
   size = tf.shape(tensor, tf.int64)[0]
   rule = tf.debugging.assert_positive(
@@ -498,7 +523,9 @@ def _known_length(dataset: tf.data.Dataset) -> int:
 
 
 def pieces(batch: tuple, count: int) -> Sequence[model_parallel.Batch]:
-  """Cuts a part of a batch into one piece per tower.
+  """Cuts a part of a batch into one piece for each tower of a replica.
+
+  A tower is a copy of the model on its device.
 
   Args:
     batch: (data,) or (data, weights), an element of `TrainingData.part_fn`.
@@ -525,11 +552,19 @@ def pieces(batch: tuple, count: int) -> Sequence[model_parallel.Batch]:
 def _piece(
   size: tf.Tensor, piece: tf.Tensor, count: int
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-  """Returns (begin, end, weight) of a piece of a batch.
+  """Computes which examples of a batch are in one of several pieces.
 
-  The piece has the examples from `begin` to `end`, exclusive. The weight is its
-  share of the batch times the number of pieces. If there are more pieces than
-  examples, a piece without an example gets one, with weight 0.
+  If there are more pieces than examples, a piece without an example gets one,
+  with weight 0.
+
+  Args:
+    size: Number of examples in the batch.
+    piece: The number of the piece.
+    count: Number of pieces.
+
+  Returns:
+    (begin, end, weight). The piece has the examples from `begin` to `end`,
+    exclusive. The weight is its share of the batch times the number of pieces.
   """
   begin, end = size * piece // count, size * (piece + 1) // count
   share = tf.cast(end - begin, tf.float32) / tf.cast(size, tf.float32)
@@ -540,7 +575,8 @@ def _piece(
 def _as_tuple(spec: object) -> tuple:
   """Returns `spec` if it is a tuple, else a tuple with only `spec`.
 
-  These are the arguments that `Dataset.map` passes to a function.
+  `spec` describes the elements of a data set. `Dataset.map` passes the parts of
+  such a tuple to a function as its arguments.
   """
   return spec if isinstance(spec, tuple) else (spec,)
 
@@ -548,7 +584,13 @@ def _as_tuple(spec: object) -> tuple:
 def _check_specs(
   specs: tuple, class_weight: Mapping[int, float] | None, name: str = "x"
 ) -> None:
-  """Checks the element spec of the data `x`, as nested `tf.TypeSpec`s.
+  """Checks that data can be used for training, by its shapes and dtypes.
+
+  Args:
+    specs: The elements of the data, as nested `tf.TypeSpec`s.
+    class_weight: The weights of classes, which need labels that are numbers;
+      None for no weights.
+    name: The name of the data in error messages.
 
   Raises:
     TypeError: If an element has other components than dense or ragged tensors.
@@ -660,7 +702,12 @@ def _is_number(spec: tf.TensorSpec | tf.RaggedTensorSpec) -> bool:
 
 
 def _weighted(data: tuple, class_weight: Mapping[int, float] | None) -> tuple:
-  """Multiplies the weights of the examples in `data` by their class weights."""
+  """Returns a batch whose examples are weighted by their classes.
+
+  Args:
+    data: (x,), (x, y) or (x, y, weights). Existing weights are multiplied.
+    class_weight: Maps class numbers to weights; None leaves `data` unchanged.
+  """
   if class_weight is None:
     return data
   classes = data[1]

@@ -1,10 +1,10 @@
 """Trains a compiled Keras model on a cluster, with Keras' own training loop.
 
 `keras.Model.fit` runs unchanged in the chief: epochs, callbacks, validation,
-and history are Keras'. Only its training function is replaced; its progress bar
-also shows the learning rate. The replacement makes updates with a driver, the
-object that runs updates on the cluster, and loads the results into the chief's
-model.
+and history are Keras'. Only its training function is replaced, and its progress
+bar also shows the learning rate. The replacement makes updates with a driver,
+the object that runs updates on the cluster, and loads the results into the
+chief's model.
 """
 
 import contextlib
@@ -85,8 +85,10 @@ def fit(
 
   A batch, for Keras, is one update, or several if the `train_step` of the model
   applies gradients several times. Its examples, the global batch, are divided
-  among the contributions of the update: `replicas_to_aggregate` under `Sync`;
-  one under `Async`, but replicas / n under "softsync".
+  among the contributions of the update, which are the gradients that replicas
+  send for it. Under `Sync` there are `replicas_to_aggregate` contributions.
+  Under `Async` there is one, but with "softsync" there are (number of replicas)
+  / n.
 
   Metrics count exactly the contributions that were applied. Callbacks run in
   the chief only. After an epoch, and after every batch if a callback looks at
@@ -99,7 +101,7 @@ def fit(
       called once per task, after this process has joined the cluster.
     x: Arrays; a `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator,
       such as a generator, of global batches; or a function of
-      `tf.distribute.InputContext`. See `data.make`.
+      `tf.distribute.InputContext` that returns the data set of one replica.
     y: The labels, if `x` consists of arrays.
     batch_size: Number of examples in a global batch, if `x` consists of arrays;
       default 32.
@@ -118,11 +120,12 @@ def fit(
     class_weight: As in `keras.Model.fit`.
     sample_weight: As in `keras.Model.fit`.
     initial_epoch: As in `keras.Model.fit`.
-    steps_per_epoch: Global batches in an epoch; see `data.make`.
+    steps_per_epoch: Number of global batches in an epoch; default: as many as
+      `x` has.
     rule: The update rule, made by `Sync` or `Async`; default `Sync()`.
-    replication: "between_graph": every worker is a client; "in_graph": the
-      chief, a separate task, drives all workers; "mirrored": every device has a
-      copy of the variables, and gradients are all-reduced.
+    replication: "between_graph": every worker runs the script and trains;
+      "in_graph": the chief, a separate task, drives all workers; "mirrored":
+      every device has a copy of the variables, and gradients are all-reduced.
     cluster: A cluster spec or the path of one. The environment then decides
       only the task. None takes the cluster of the environment.
     devices: The devices of this process that compute, such as "/device:GPU:0".
@@ -188,53 +191,13 @@ def fit(
     log=log,
     caller="fit",
   )
-  num_replicas = part.num_replicas
-  update_options.check(rule, num_replicas)
-  if rule.is_periodic:
-    raise cluster_module.ClusterError(
-      "`rule` must be made by `Sync` or `Async`: metrics are not defined for"
-      f" replicas that train copies of their own. Received: {rule}."
-    )
-  contributions = update_options.replicas_to_aggregate(rule, num_replicas)
+  contributions = _contributions_per_update(rule, part.num_replicas)
   if validation_split and validation_data is None:
     (x, y, sample_weight), validation_data = data_module.split_validation(
       x, y, sample_weight, validation_split
     )
-  data_module.check_python(x, can_run=part.runs_own_script)
-  if part.role is not None:
-    data_module.check_can_connect(x, "x")
-    if part.is_first:
-      data_module.check_can_connect(validation_data, "validation_data")
-    # In every task the same: a copy may shuffle otherwise.
-    is_sent = not part.is_first or not part.runs_own_script
-    if isinstance(x, tf.data.Dataset) and is_sent and not part.connects_late:
-      x = data_module.sendable(x)
-  data_fn = functools.partial(
-    data_module.make,
-    x,
-    y,
-    sample_weight=sample_weight,
-    class_weight=class_weight,
-    batch_size=batch_size,
-    steps_per_epoch=steps_per_epoch,
-    shuffle=shuffle,
-    seed=seed,
-    num_contributions=contributions,
-    num_epochs=epochs - initial_epoch,
-  )
-  task = _Task(
-    model_fn,
-    data_fn,
-    rule,
-    num_replicas,
-    contributions,
-    part.devices,
-  )
-  if not part.connects_late:
-    _ = task.data
-  sent = {
-    "model_fn": model_fn,
-    "x": x,
+  given = {
+    "x": _connectable(x, validation_data, part),
     "y": y,
     "sample_weight": sample_weight,
     "class_weight": class_weight,
@@ -242,14 +205,36 @@ def fit(
     "steps_per_epoch": steps_per_epoch,
     "shuffle": shuffle,
     "seed": seed,
-    "epochs": epochs,
-    "initial_epoch": initial_epoch,
-    "rule": rule,
-    "replication": replication,
-    "devices": devices,
-    "start_timeout_secs": start_timeout_secs,
   }
-  part.call_workers(fit, sent)
+  data_fn = functools.partial(
+    data_module.make,
+    **given,
+    num_contributions=contributions,
+    num_epochs=epochs - initial_epoch,
+  )
+  task = _Task(
+    model_fn,
+    data_fn,
+    rule,
+    part.num_replicas,
+    contributions,
+    part.devices,
+  )
+  if not part.connects_late:
+    _ = task.data
+  part.call_workers(
+    fit,
+    {
+      **given,
+      "model_fn": model_fn,
+      "epochs": epochs,
+      "initial_epoch": initial_epoch,
+      "rule": rule,
+      "replication": replication,
+      "devices": devices,
+      "start_timeout_secs": start_timeout_secs,
+    },
+  )
   driver = part.driver(task.replica, task.new_rule)
   task.driver = driver
   if not driver.is_chief:
@@ -262,11 +247,7 @@ def fit(
       log(part.describe(rule, _part_size(x, batch_size, count)))
     arguments.make_directory(train_dir)
     roles.check_tables_are_saved(driver, train_dir)
-    validation_spec = data_module.check_validation(
-      validation_data, validation_steps
-    )
-    if validation_spec is not None:
-      compiled_model.check_data(model, validation_spec, "validation_data: ")
+    _check_validation(model, validation_data, validation_steps)
     loop = _Loop(
       driver,
       model,
@@ -290,18 +271,87 @@ def fit(
   return history
 
 
+def _contributions_per_update(
+  rule: update_options.UpdateSettings, num_replicas: int
+) -> int:
+  """Returns how many replicas' gradients each update of a rule uses.
+
+  Args:
+    rule: The settings of the update rule.
+    num_replicas: Number of replicas of the cluster.
+
+  Raises:
+    cluster.ClusterError: If the rule does not go with the number of replicas,
+      or is one of replicas that train copies of their own.
+  """
+  update_options.check(rule, num_replicas)
+  if rule.is_periodic:
+    raise cluster_module.ClusterError(
+      "`rule` must be made by `Sync` or `Async`: metrics are not defined for"
+      f" replicas that train copies of their own. Received: {rule}."
+    )
+  return update_options.replicas_to_aggregate(rule, num_replicas)
+
+
+def _connectable(
+  x: data_module.Source, validation_data: object, part: roles.Part
+) -> data_module.Source:
+  """Returns the training data in a form that outlives joining the cluster.
+
+  Joining a cluster ends the TensorFlow runtime that made a data set. A data set
+  that this process sends to workers, or got from the chief, is serialized.
+
+  Args:
+    x: The training data.
+    validation_data: The validation data, which are only checked.
+    part: The part that this process has in the training.
+
+  Raises:
+    TypeError, ValueError: If the data cannot be used after joining.
+  """
+  data_module.check_python(x, can_run=part.runs_own_script)
+  if part.role is None:
+    return x
+  data_module.check_can_connect(x, "x")
+  if part.is_first:
+    data_module.check_can_connect(validation_data, "validation_data")
+  # In every task the same: a copy may shuffle otherwise.
+  is_sent = not part.is_first or not part.runs_own_script
+  if isinstance(x, tf.data.Dataset) and is_sent and not part.connects_late:
+    return data_module.sendable(x)
+  return x
+
+
+def _check_validation(
+  model: keras.Model, validation_data: object, validation_steps: int | None
+) -> None:
+  """Checks that the validation data fit the model and the number of steps.
+
+  Args:
+    model: The compiled model.
+    validation_data: The argument `validation_data` of `fit`.
+    validation_steps: The argument `validation_steps` of `fit`.
+  """
+  spec = data_module.check_validation(validation_data, validation_steps)
+  if spec is not None:
+    compiled_model.check_data(model, spec, "validation_data: ")
+
+
 def _part_size(
   x: data_module.Source, batch_size: int | None, num_parts: int
 ) -> int | None:
   """Returns the number of examples in each part of a global batch.
 
+  A global batch has the examples of one update. Each copy of the model computes
+  the gradient of one part.
+
   Args:
-    x: The data.
+    x: The training data.
     batch_size: Number of examples in a global batch of arrays; None for 32.
     num_parts: Number of parts.
 
   Returns:
-    The number; None if it is not known, or not the same in all parts.
+    The number of examples; None if it is not known, or differs between parts.
   """
   if data_module.yields_batches(x):
     return None
@@ -311,17 +361,20 @@ def _part_size(
 
 @dataclasses.dataclass(eq=False)
 class _Task:
-  """Builds replica and update rule for the driver of this task.
+  """Builds the replica and the update rule of this task.
 
   Attributes:
     model_fn: Builds the model.
     data_fn: Makes the training data.
     rule: The update rule.
     num_replicas: Number of replicas.
-    num_contributions: Number of contributions in an update.
-    towers: Devices of the towers; none for the default device.
+    num_contributions: Number of contributions (what replicas send, such as
+      gradients) in an update.
+    towers: Devices of the towers, the copies of the model; empty for the
+      default device.
     model: The model; None until `replica` has been called.
-    driver: The driver; None until the caller sets it.
+    driver: The driver, the object that makes the updates; None until the caller
+      sets it.
   """
 
   model_fn: Callable[[], keras.Model]
@@ -335,11 +388,11 @@ class _Task:
 
   @functools.cached_property
   def data(self) -> data_module.TrainingData:
-    """The training data."""
+    """The training data, made at the first access."""
     return self.data_fn()
 
   def replica(self) -> compiled_model.CompiledReplica:
-    """Builds the model and makes its replica."""
+    """Builds the user's model, and makes the replica that trains it."""
     spec = self.data.spec
     with keras_internals.names_from_the_start():
       model = self.model = self.model_fn()
@@ -378,8 +431,8 @@ class _Task:
     if count > 1 and self.rule.all_rules != (update_options.SYNC,):
       raise ValueError(
         "`rule` must be made by `Sync` for a model whose `train_step` applies"
-        " gradients several times, each time to what the time before has made."
-        f" Received: {self.rule}, and {count} times."
+        " gradients several times, since each time needs the variables that the"
+        f" time before has changed. Received: {self.rule}, and {count} times."
       )
     optimizer, common = compiled_model.inner_optimizer_of(self.model)
     return make(optimizer, **common)
@@ -404,10 +457,11 @@ def _check_is_new(model: keras.Model) -> None:
 
 
 class _Loop(keras.callbacks.Callback):
-  """Runs `keras.Model.fit` with updates of a driver in place of Keras' own.
+  """Runs `keras.Model.fit` in the chief, but makes updates with a driver.
 
-  Keras calls `_train` once per batch, or per `steps_per_execution` batches. As
-  a callback, the object keeps track of epochs.
+  The driver is the object that makes updates on the cluster. Keras calls
+  `_train` once per batch, or per `steps_per_execution` batches. The object is
+  also a Keras callback, which learns where epochs begin.
   """
 
   def __init__(
@@ -453,7 +507,9 @@ class _Loop(keras.callbacks.Callback):
     self._epoch_end = -1
     self._target = 0
     self._has_warned = False
-    self._logs: dict[str, float] = {}
+    self._logs: dict[str, float] = {}  # Of this epoch; empty before a read.
+    # The newest values of the metrics that count any update.
+    self._newest = [np.asarray(v) for v in self._metrics]
     self._read_at = 0.0
     self._sees_batches = any(map(_sees_batches, callbacks))
     self._per_call = model.steps_per_execution
@@ -466,7 +522,7 @@ class _Loop(keras.callbacks.Callback):
     self._rate = math.nan
 
   def run(self, *, batch_size: int | None, verbose: Any, **arguments):
-    """Calls `keras.Model.fit`, whose training function is `_train`.
+    """Calls `keras.Model.fit` with `_train` as the training function.
 
     Args:
       batch_size: The batch size of the validation; None for Keras' default.
@@ -474,7 +530,7 @@ class _Loop(keras.callbacks.Callback):
       **arguments: Further arguments of `keras.Model.fit`.
 
     Returns:
-      The history.
+      The `History` that `keras.Model.fit` returned.
     """
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
@@ -512,13 +568,21 @@ class _Loop(keras.callbacks.Callback):
   # Methods as a callback of Keras, called after all other callbacks.
 
   def on_train_begin(self, logs=None) -> None:
-    """Loads a resumed checkpoint again, in case Keras restored a backup."""
+    """Loads a resumed checkpoint into the model again.
+
+    Another callback, `keras.callbacks.BackupAndRestore`, may have changed the
+    model.
+    """
     if self._is_resumed:
       self._load()
       self._trained._initial_epoch = self._initial_epoch
 
   def on_epoch_begin(self, epoch, logs=None) -> None:
-    """Computes the steps at which this epoch and the training end."""
+    """Computes the global steps at which this epoch and the training end.
+
+    Keras calls this. The metrics begin anew, unless training resumes within the
+    epoch.
+    """
     # A checkpoint written within an epoch has the epoch's metrics so far.
     is_within = self._epoch_end < 0 and self._step % self._updates_per_epoch > 0
     is_within &= self._is_resumed
@@ -541,7 +605,14 @@ class _Loop(keras.callbacks.Callback):
   # Methods as the training function of Keras.
 
   def _train(self, iterator) -> dict[str, float]:
-    """Makes the next updates; returns the metrics of the epoch so far."""
+    """Makes the next updates, as the training function that Keras calls.
+
+    Args:
+      iterator: Ignored, since the replicas have the data.
+
+    Returns:
+      The metrics of the epoch so far, by name.
+    """
     del iterator  # Replicas have the data.
     self._send_changes()
     previous = self._step
@@ -565,26 +636,38 @@ class _Loop(keras.callbacks.Callback):
       self._load_metrics()
     self._read_at = time.monotonic()
     self._session.save_if_due(previous, self._step)
-    # Asynchronous updates may all have been counted in the epoch before.
-    has_metrics = any(map(np.any, self._reported))
-    self._logs = compiled_model.results(self._trained) if has_metrics else {}
-    if not has_metrics and self._target == self._epoch_end:
-      self._warn_of_no_metrics()
+    # Asynchronous updates may all have been counted in the epoch before. Then
+    # the values of that epoch stand: callbacks expect metrics after each batch.
+    if any(map(np.any, self._reported)):
+      self._newest = self._reported
+    else:
+      if self._target == self._epoch_end:
+        self._warn_of_old_metrics()
+      for variable, value in zip(self._metrics, self._newest, strict=True):
+        variable.assign(value)
+    self._logs = compiled_model.results(self._trained)
     return self._logs
 
-  def _warn_of_no_metrics(self) -> None:
-    """Says once that an epoch logs nothing, as in Keras one without batches."""
+  def _warn_of_old_metrics(self) -> None:
+    """Warns, once in a training, that an epoch logs older metrics again.
+
+    They are those of the epoch before, in which asynchronous updates of this
+    epoch were all counted.
+    """
     if not self._has_warned:
       logging.warning(
-        "tf_replicas: epoch %d logs no metrics: its updates were made before"
-        " the metrics of the epoch before were read, and are counted there. The"
-        " epochs are too short for asynchronous updates",
+        "tf_replicas: epoch %d repeats the metrics of the epoch before, in"
+        " which all its updates were counted: asynchronous updates run ahead."
+        " Training is not affected. For metrics of every epoch, make epochs longer",
         self._epoch + 1,
       )
     self._has_warned = True
 
   def _load(self) -> None:
-    """Loads weights and optimizer state into the chief's model."""
+    """Loads weights, optimizer state and metrics into the chief's model.
+
+    They are read from the driver, the object that makes the updates.
+    """
     state = {k: np.asarray(v) for k, v in self._driver.store.state().items()}
     compiled_model.load(self._trained, state, int(state["global_step"]))
     self._loaded = [np.asarray(v) for v in self._weights]
@@ -596,17 +679,17 @@ class _Loop(keras.callbacks.Callback):
       variable.assign(value)
 
   def _clear_metrics(self) -> None:
-    """Subtracts the reported values from the metrics on the servers.
+    """Subtracts the metrics of the last epoch from those on the servers.
 
-    What asynchronous updates have added since the report counts for the next
-    epoch.
+    What asynchronous updates have added since the metrics were read counts for
+    the next epoch.
     """
     for index, value in enumerate(self._reported, start=len(self._weights)):
       self._driver.store.subtract(index, value)
     self._reported = []
 
   def _send_changes(self) -> None:
-    """Sends values that callbacks have assigned to the parameter servers."""
+    """Sends weights and rates that callbacks have changed to the servers."""
     rates = _rates(self._trained)
     if rates != self._rates:
       self._driver.set_learning_rate(rates[0])
@@ -622,9 +705,10 @@ class _Loop(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def _one_line_op_errors() -> Iterator[None]:
-  """Context that turns a failed op of model or data into a ValueError.
+  """Turns an error of an op inside this context into a ValueError of one line.
 
-  TensorFlow's message has up to 100 lines. It is kept in the exception's cause.
+  The op belongs to the user's model or data. TensorFlow's message has up to 100
+  lines, and is kept in the exception's cause.
   """
   try:
     yield
@@ -647,9 +731,9 @@ def _one_line_op_errors() -> Iterator[None]:
 
 
 def _rates(model: keras.Model) -> list[float]:
-  """Returns the learning rates of the optimizers that have no schedule.
+  """Returns the learning rates of the model's optimizers that have no schedule.
 
-  Only these can be set by a callback.
+  Only these rates can be set by a callback.
   """
   optimizers = compiled_model.optimizers(model)
   return [
@@ -660,7 +744,10 @@ def _rates(model: keras.Model) -> list[float]:
 
 
 def _sees_batches(callback: keras.callbacks.Callback) -> bool:
-  """Returns whether a callback acts at the beginning or end of batches."""
+  """Returns whether a callback acts at the beginning or the end of batches.
+
+  If no callback does, several batches are processed by one call.
+  """
   if isinstance(
     callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore
   ):

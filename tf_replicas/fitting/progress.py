@@ -23,7 +23,8 @@ class Progress(keras.callbacks.ProgbarLogger):
   Keras' bar would fill the log with control characters.
 
   Attributes:
-    async_safe: See `keras.callbacks.CallbackList`.
+    async_safe: True, so that Keras may call the methods for batches in another
+      thread.
   """
 
   async_safe = True
@@ -50,7 +51,11 @@ class Progress(keras.callbacks.ProgbarLogger):
     self._said_at = -math.inf
 
   def set_params(self, params: Mapping[str, object]) -> None:
-    """See `keras.callbacks.Callback`."""
+    """Receives the arguments of `keras.Model.fit`, and chooses a bar or lines.
+
+    Args:
+      params: The numbers of epochs and of steps, and `verbose`.
+    """
     super().set_params(params)
     if self.verbose == 1 and not _can_redraw():
       # Of Keras, only the line after each epoch.
@@ -67,7 +72,7 @@ class Progress(keras.callbacks.ProgbarLogger):
       print(f"Epoch {epoch + 1}/{epochs}{left}", flush=True)
 
   def on_train_batch_end(self, batch: int, logs=None) -> None:
-    """Moves the bar, or prints a line if one is due."""
+    """Moves the progress bar, or prints a line every ten seconds instead."""
     logs = self._with_rate(logs)
     super().on_train_batch_end(batch, logs)
     done = self._epoch * (self.target or 0) + batch + 1
@@ -81,7 +86,7 @@ class Progress(keras.callbacks.ProgbarLogger):
       print(f"{batch + 1}/{self.target}{self._left(done)}{values}", flush=True)
 
   def on_epoch_end(self, epoch: int, logs=None) -> None:
-    """Completes the bar, or prints the line of the epoch."""
+    """Completes the progress bar, or prints the last line of the epoch."""
     super().on_epoch_end(epoch, self._with_rate(logs))
 
   def _with_rate(self, logs: Mapping[str, float] | None) -> dict[str, float]:
@@ -92,7 +97,10 @@ class Progress(keras.callbacks.ProgbarLogger):
     return logs
 
   def _left(self, done: int) -> str:
-    """Formats the time left after `done` batches; empty if not known yet."""
+    """Returns the time left as text, after `done` batches of the training.
+
+    The text is empty if the time is not known yet.
+    """
     if self._first is None or self.target is None:
       return ""
     since, before = self._first
@@ -104,7 +112,10 @@ class Progress(keras.callbacks.ProgbarLogger):
 
 
 def _can_redraw() -> bool:
-  """Returns whether stdout shows control characters, by Keras' own criteria."""
+  """Returns whether the output can show a bar that is redrawn in place.
+
+  The criteria are those of Keras, such as whether stdout is a terminal.
+  """
   return (
     sys.stdout.isatty()
     or "ipykernel" in sys.modules

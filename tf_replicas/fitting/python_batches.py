@@ -1,6 +1,7 @@
-"""Makes data sets of batches that Python code yields, in the same process.
+"""Makes data sets of batches that the user's Python code yields.
 
-The code is an iterator, such as a generator, or a `keras.utils.PyDataset`.
+The code is an iterator, such as a generator, or a `keras.utils.PyDataset`. It
+runs in the process that trains.
 """
 
 import itertools
@@ -21,7 +22,7 @@ _RULE = (
 
 
 class PythonBatches:
-  """Batches that Python code yields.
+  """The batches of an iterator or a `keras.utils.PyDataset`.
 
   Attributes:
     spec: (x,), (x, y) or (x, y, weights) as nested `tf.TensorSpec`s.
@@ -30,7 +31,10 @@ class PythonBatches:
   """
 
   def __init__(self, x: keras.utils.PyDataset | Iterator):
-    """Reads the first batches.
+    """Reads the first batches, to find out their shapes and dtypes.
+
+    Args:
+      x: The `keras.utils.PyDataset` or the iterator.
 
     Raises:
       TypeError: If a batch is not a tuple, or does not consist of arrays.
@@ -50,11 +54,13 @@ class PythonBatches:
     self.spec = _common_spec([_arrays(batch) for batch in first])
 
   def dataset(self, num_needed: int) -> tf.data.Dataset:
-    """Returns the data set of one pass.
+    """Returns a data set of one pass over the batches.
 
-    An iterator has one pass only. If it ends before `num_needed` batches, the
-    next op that needs a batch fails. After these, the last batch is repeated:
-    replicas begin to compute a gradient that no update needs any more.
+    Args:
+      num_needed: The number of batches that an iterator, which has one pass
+        only, must yield. If the iterator ends before that, the next op that
+        needs a batch fails. Otherwise its last batch is repeated: replicas
+        begin to compute a gradient that no update needs any more.
     """
     if isinstance(self._x, keras.utils.PyDataset):
       return self._passes(self._x)
@@ -76,7 +82,13 @@ class PythonBatches:
     )
 
   def _checked(self, batch: object) -> tuple:
-    """Returns a batch as arrays of the dtypes of `spec`."""
+    """Returns a batch as arrays with the dtypes of the first batches.
+
+    Raises:
+      TypeError: If the batch is not a tuple, or does not consist of arrays.
+      ValueError: If the batch has another structure or other shapes than the
+        first batches.
+    """
     arrays = _arrays(batch)
     specs = tf.nest.flatten(self.spec)
     is_same = _structure(arrays) == _structure(self.spec)
@@ -85,7 +97,9 @@ class PythonBatches:
       spec.shape.is_compatible_with(array.shape)
       for spec, array in zip(specs, found, strict=True)
     ):
-      raise ValueError(f"{_RULE} {arguments.short(_shapes(arrays))}, later.")
+      raise ValueError(
+        f"{_RULE} {arguments.short(_shapes(arrays))}, in a later batch."
+      )
     found = [
       array if spec.dtype == tf.string else array.astype(spec.dtype.name)
       for spec, array in zip(specs, found, strict=True)
@@ -93,7 +107,11 @@ class PythonBatches:
     return tf.nest.pack_sequence_as(self.spec, found)
 
   def _passes(self, x: keras.utils.PyDataset) -> tf.data.Dataset:
-    """Returns the next pass over `x`, each time that it is iterated over."""
+    """Returns a data set of the batches of a `keras.utils.PyDataset`.
+
+    Each iteration over the data set makes a new pass over `x`, and tells `x`
+    where an epoch begins and ends.
+    """
     specs = tf.nest.flatten(self.spec)
     number = itertools.count()
 
@@ -124,7 +142,14 @@ class PythonBatches:
 
 
 def _arrays(batch: object) -> tuple:
-  """Returns a batch as nested arrays; leaves out None at its end."""
+  """Returns a batch, as the user's code yields it, as a tuple of nested arrays.
+
+  The tuple is (x,), (x, y) or (x, y, weights). Values of None at the end are
+  left out.
+
+  Raises:
+    TypeError: If the batch is not such a tuple, or has something but arrays.
+  """
   if isinstance(batch, list | np.ndarray):  # As Keras allows.
     batch = tuple(batch) if isinstance(batch, list) else (batch,)
   if not isinstance(batch, tuple) or not 1 <= len(batch) <= 3:
@@ -155,11 +180,25 @@ def _shapes(arrays: object) -> object:
 
 
 def _common_spec(batches: list[tuple]) -> tuple:
-  """Returns the spec that fits all batches; axis 0 is never fixed."""
+  """Returns the shapes and dtypes that fit all given batches.
+
+  Axis 0 and axes whose sizes differ have no fixed size.
+
+  Args:
+    batches: Batches as tuples of nested arrays.
+
+  Returns:
+    Nested `tf.TensorSpec`s.
+
+  Raises:
+    ValueError: If the batches differ in structure or in the ranks of arrays.
+  """
   first = batches[0]
   for other in batches[1:]:
     if _structure(other) != _structure(first):
-      raise ValueError(f"{_RULE} {arguments.short(_shapes(other))}, later.")
+      raise ValueError(
+        f"{_RULE} {arguments.short(_shapes(other))}, in a later batch."
+      )
 
   def common(*arrays: np.ndarray) -> tf.TensorSpec:
     if len({array.ndim for array in arrays}) > 1:

@@ -1,9 +1,10 @@
-"""Finds the role of this process in a training from environment variables.
+"""Finds out which part this process has in a training.
 
-`fit` and `join` begin with `take`. A task that only serves (a parameter server
-or an in-graph worker) serves inside `take`, which then ends its process. To the
-other tasks, `take` returns a `Part`, which makes their driver: the object that
-runs the updates.
+Environment variables say which task of a cluster the process is. `fit` and
+`join` begin with `take`. A task that only serves (a parameter server or an
+in-graph worker) serves inside `take`, which then ends its process. To the other
+tasks, `take` returns a `Part`, which makes their driver: the object that runs
+the updates.
 """
 
 import dataclasses
@@ -57,8 +58,8 @@ _was_mirrored = False
 def Sync(**settings: Any) -> update_options.UpdateSettings:
   """Makes the rule of synchronous updates.
 
-  With `replicas_to_aggregate` below the number of replicas, the others are
-  backups.
+  An update applies the mean of several gradients: by default one of every
+  replica, or the first `replicas_to_aggregate` that arrive.
 
   Args:
     **settings: Fields of `UpdateSettings` that go with `--update=sync`, such as
@@ -86,9 +87,10 @@ def Async(*rules: str, **settings: Any) -> update_options.UpdateSettings:
 
 
 def Periodic(rule: str, **settings: Any) -> update_options.UpdateSettings:
-  """Makes a rule with which each replica trains a copy of the variables.
+  """Makes a rule by which each replica trains its own copy of the variables.
 
-  The copies are exchanged periodically.
+  After every `period` batches, a replica sends its result to the shared
+  variables and reads these.
 
   Args:
     rule: "model_average", "elastic_average" or "accumulated_gradients".
@@ -102,7 +104,7 @@ def Periodic(rule: str, **settings: Any) -> update_options.UpdateSettings:
 
 
 def check_rule(rule: object) -> update_options.UpdateSettings:
-  """Returns the argument `rule`, or `Sync()` for None.
+  """Returns the argument `rule` of `fit` or `run`, or `Sync()` for None.
 
   Raises:
     TypeError: If `rule` is not an update rule.
@@ -111,15 +113,17 @@ def check_rule(rule: object) -> update_options.UpdateSettings:
     return Sync()
   if not isinstance(rule, update_options.UpdateSettings):
     raise TypeError(
-      "`rule` must be made by `tf_replicas.Sync` or `tf_replicas.Async`."
-      f" Received: {rule!r}."
+      "`rule` must be made by `tf_replicas.Sync`, `tf_replicas.Async` or, for"
+      f" `run` and `join`, `tf_replicas.Periodic`. Received: {rule!r}."
     )
   return rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """The role of a process that trains, and does not only serve other tasks.
+  """The part that a process which trains has in its cluster.
+
+  Processes that only serve other tasks have none.
 
   Attributes:
     role: The cluster and this process's task; None without a cluster.
@@ -148,22 +152,27 @@ class Part:
 
   @property
   def devices(self) -> Sequence[str]:
-    """The attribute `devices` of this process's replica."""
+    """The devices of this process's replica, each with a copy of the model.
+
+    Empty for the default device. With mirrored variables the list is empty too,
+    as each device has a replica of its own.
+    """
     return () if self.replication == MIRRORED else self.towers
 
   @property
   def is_replicated(self) -> bool:
-    """Whether several processes or several towers train."""
+    """Whether several processes, or several copies of the model, train."""
     return self.role is not None or len(self.towers) > 1
 
   def describe(
     self, rule: update_options.UpdateSettings, batch_size: int | None = None
   ) -> str:
-    """Says how many replicas there are, in one line; see `describe_updates`.
+    """Returns one line about replicas, copies of the model, and updates.
 
     Args:
       rule: The update rule.
-      batch_size: Number of examples in one tower's batch; None leaves it out.
+      batch_size: Number of examples in the batch of one tower, a copy of the
+        model; None leaves it out.
     """
     return run_options.describe_updates(
       self.replication,
@@ -175,12 +184,12 @@ class Part:
 
   @property
   def connects_late(self) -> bool:
-    """Whether no op may run before the driver has joined the cluster."""
+    """Whether no op may run before this process has joined the cluster."""
     return self.role is not None and self.replication == MIRRORED
 
   @property
   def is_first(self) -> bool:
-    """Whether this process has not joined a cluster before."""
+    """Whether this process has not yet trained on a cluster."""
     return _series is None
 
   @property
@@ -200,28 +209,36 @@ class Part:
   def call_workers(
     self, function: Callable[..., object], given: Mapping[str, object]
   ) -> None:
-    """Begins a later training on the cluster, in the chief.
+    """Begins a training after the first one on the cluster, in the chief.
 
-    Does nothing in a first training, which begins in all tasks, nor in a
-    worker.
+    Does nothing in the first training, which begins in all tasks by their
+    scripts, nor in a worker.
 
     Args:
-      function: What each worker that is a client is to call.
+      function: The function that each worker has to call, unless it only
+        serves.
       given: The keyword arguments of `function`, without `cluster`.
 
     Raises:
       ImportError: If cloudpickle is needed, but not installed.
-      TypeError, ValueError: If an argument cannot be sent. Names it.
+      TypeError, ValueError: If an argument cannot be sent. The message names
+        it.
       RuntimeError: If a task of the cluster has ended.
     """
     if _series is not None and _series.is_idle:
       _series.begin_next(self.caller, function, given)
 
   def contribute(self, driver: driver_base.Driver) -> NoReturn:
-    """Computes gradients in this and later trainings, then ends the process.
+    """Computes gradients in this training and those after it, in a worker.
+
+    After the last training of the chief's script, ends the process.
+
+    Args:
+      driver: The driver, the object that runs this task's part of the training.
 
     Raises:
-      series.Contributed: At the end of a training that the chief called.
+      series.Contributed: At the end of a training that the chief called, so
+        that the worker waits for the next one.
     """
     with processes.one_line_errors(
       (), (OSError, RuntimeError, tf.errors.OpError)
@@ -233,7 +250,7 @@ class Part:
     processes.exit_now(0)
 
   def end(self) -> None:
-    """Notes that a training has ended without an error, in the chief."""
+    """Notes that a training has ended well, so that another one may follow."""
     if _series is not None:
       _series.end_training()
 
@@ -242,7 +259,7 @@ class Part:
     replica_fn: Callable[[], model_replica.Replica],
     rule_fn: Callable[[], rule_base.UpdateRule],
   ) -> driver_base.Driver:
-    """Makes the driver of this process.
+    """Makes the driver of this process, the object that makes the updates.
 
     If that fails in a worker other than the chief, the process ends with an
     error of one line.
@@ -278,7 +295,14 @@ class Part:
     replica_fn: Callable[[], model_replica.Replica],
     rule_fn: Callable[[], rule_base.UpdateRule],
   ) -> driver_base.Driver:
-    """Makes a driver with parameter servers for the series' next training."""
+    """Makes the driver of the next training on parameter servers.
+
+    The trainings of one script are a series, which the first one begins.
+
+    Args:
+      replica_fn: Builds the replica.
+      rule_fn: Builds the update rule.
+    """
     global _series
     assert self.role is not None
     if _series is None:
@@ -307,7 +331,7 @@ def take(
   log: Callable[[str], None],
   caller: str,
 ) -> Part:
-  """Finds the role of this process; serves and exits if it only serves.
+  """Finds this process's part in a training; a server stays inside and ends.
 
   Args:
     replication: "between_graph", "in_graph" or "mirrored".
@@ -321,7 +345,8 @@ def take(
     caller: Name of the calling function, for error messages.
 
   Returns:
-    The role, in a task that does not only serve.
+    The part in the training. A task that only serves (a parameter server or an
+    in-graph worker) ends inside this function.
 
   Raises:
     cluster.ClusterError: If cluster, task and replication do not go together.
@@ -342,7 +367,7 @@ def take(
 
 
 def check_replication(replication: str) -> None:
-  """Raises ValueError unless there is a driver of this name."""
+  """Raises ValueError unless the argument `replication` is a known kind."""
   if replication not in tuple(_DRIVERS):  # It may not be hashable.
     raise ValueError(
       f"`replication` must be one of {', '.join(_DRIVERS)}. Received:"
@@ -353,7 +378,16 @@ def check_replication(replication: str) -> None:
 def _role(
   cluster: cluster_module.ClusterSpec | str | None,
 ) -> _Role | None:
-  """Returns the cluster and this process's task; None without a cluster."""
+  """Returns the cluster and this process's task; None without a cluster.
+
+  Args:
+    cluster: The user's cluster spec or the path of one; None for the cluster of
+      the environment variables.
+
+  Raises:
+    cluster.ClusterError: If the cluster is invalid, or the task is not known.
+    TypeError: If `cluster` is of another type.
+  """
   role = environment.role(os.environ)
   if cluster is None:
     return role
@@ -397,8 +431,8 @@ def _check_role(
     )
   if replication == "in_graph" and not spec.num_tasks("chief"):
     raise cluster_module.ClusterError(
-      f"{spec.where}in-graph replication needs a `chief` task, the only client:"
-      " add it to the cluster, or start with `tf_replicas.launch --chief`."
+      f"{spec.where}in-graph replication needs a `chief` task, which drives"
+      " the workers: add it to the cluster, or start with `tf_replicas.launch --chief`."
       " Received: none."
     )
   if spec.layers and caller == "fit":
@@ -414,17 +448,18 @@ def _check_role(
 
 
 def _check_again(role: _Role, replication: str, caller: str) -> None:
-  """Checks that another training may follow those of this process.
+  """Checks that this process may train again, after earlier trainings.
 
   Raises:
     cluster.ClusterError: If the training is on another cluster.
-    RuntimeError: If the other tasks have ended with the training before.
+    RuntimeError: If the other tasks have ended with the training before, or
+      this process is connected by another driver.
   """
   if _was_mirrored:
     raise RuntimeError(
       f"`{caller}` trains once per process on a cluster with mirrored"
-      " variables, as the other tasks end with it: start all tasks again to"
-      " train again"
+      " variables, because the other tasks end when a training ends: start all"
+      " tasks again to train again"
     )
   if _series is None:
     if connection.was_used():
@@ -438,13 +473,13 @@ def _check_again(role: _Role, replication: str, caller: str) -> None:
   if own != (spec.as_dict(), task, replication):
     raise cluster_module.ClusterError(
       f"{spec.where}`cluster` and `replication` must be those of the first"
-      f" training of this process, {_series.replication!r}. Received: others,"
-      f" {replication!r}."
+      f" training of this process, {_series.replication!r}. Received: another"
+      f" cluster or replication, {replication!r}."
     )
   if not _series.may_train:
     raise RuntimeError(
-      f"`{caller}` cannot follow a training that failed, or goes on: the tasks"
-      " of the cluster end with it. Start all tasks again"
+      f"`{caller}` cannot follow a training that has failed or still runs, as"
+      " all tasks of the cluster end with that training: start them again"
     )
 
 
@@ -455,7 +490,10 @@ def _serve(
   start_timeout_secs: float,
   log: Callable[[str], None],
 ) -> NoReturn:
-  """Serves until the training ends, and then ends the process."""
+  """Serves as a parameter server or in-graph worker, and ends the process.
+
+  The exit status is 0 if training ended without an error, else 1.
+  """
   outcome = None
   with processes.one_line_errors((ValueError,), (OSError, RuntimeError)):
     outcome = server.serve(
@@ -471,7 +509,11 @@ def _serve(
 def check_tables_are_saved(
   driver: driver_base.Driver, train_dir: str | os.PathLike[str] | None
 ) -> None:
-  """Raises ValueError if tables would be lost with the parameter servers."""
+  """Raises ValueError if the model's tables would be lost after the training.
+
+  Tables are variables whose rows exist only on the parameter servers, and are
+  saved in checkpoints. So they need `train_dir`.
+  """
   variables = driver.replica.variables
   found = [r.path for r in map(tables.rows_of, variables) if r is not None]
   if found and train_dir is None and driver.replica_names:
@@ -493,7 +535,8 @@ def _towers(
 ) -> list[str]:
   """Chooses the GPUs of this process and returns the devices that compute.
 
-  With in-graph replication, these are the devices of each worker.
+  Each has a copy of the model. With in-graph replication, these are the devices
+  of each worker.
 
   Raises:
     cluster.ClusterError: If a GPU of the spec does not exist.

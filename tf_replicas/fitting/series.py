@@ -1,11 +1,12 @@
 """Keeps the tasks of a cluster for further trainings of the chief's script.
 
 The script of the chief may train several times on one cluster. These trainings
-are a *series*, numbered from 1 on; the number is the name of the training's
-namespace. The first training begins in all tasks, as all run the script. Those
-that follow begin in the chief only: it publishes what it calls, and a worker,
-which rests in between, calls the same with the same arguments. In-graph workers
-are servers, and need not be told.
+are a *series*, numbered from 1 on. The number is the name of the training's
+namespace, which keeps its variables apart. The first training begins in all
+tasks, as all run the script. Those that follow begin in the chief only. The
+chief publishes which function it calls, and a worker, which waits between two
+trainings, calls the same function with the same arguments. In-graph workers are
+servers, and need not be told.
 
 The published call is pickled by cloudpickle. It goes through a variable of PS
 task 0, as heartbeats do.
@@ -38,11 +39,15 @@ _LOG_SECS = 10.0
 
 
 class Contributed(Exception):
-  """Raised in a worker at the end of a training that the chief called."""
+  """Raised in a worker at the end of a training after its first one.
+
+  This ends the call of `fit` or `run` that the worker made because the chief
+  made it. The worker then waits for the next training.
+  """
 
 
 class Series:
-  """The series of trainings that this process takes part in.
+  """The trainings of one script on one cluster, as this process sees them.
 
   Attributes:
     spec: The cluster.
@@ -51,8 +56,8 @@ class Series:
     number: The number of the present training, or of the last one.
     beats: The heartbeats of this process.
     is_idle: Whether this process waits for the next training.
-    timeout_secs: Seconds without a heartbeat after which a resting worker gives
-      up the chief.
+    timeout_secs: Seconds without a heartbeat after which a worker that waits
+      for the next training gives up the chief.
   """
 
   def __init__(
@@ -63,19 +68,21 @@ class Series:
     *,
     timeout_secs: float,
   ):
-    """Connects this process to the cluster, and joins; `start` must follow.
+    """Connects this process to the cluster. `start` must be called next.
 
     Args:
       spec: The cluster.
-      task: The task of this process: the chief, or a worker that is a client.
+      task: The task of this process: the chief, or a worker that does not only
+        serve.
       replication: "between_graph" or "in_graph".
-      timeout_secs: Seconds to wait for the serving tasks; and see the
-        attribute.
+      timeout_secs: Seconds to wait for the tasks that serve (parameter servers
+        and in-graph workers). Also the value of the attribute.
 
     Raises:
       cluster.ClusterError: If the port of `task` is in use.
       TimeoutError: If a serving task does not answer in time.
-      RuntimeError: If a serving task has other versions.
+      RuntimeError: If a serving task has other versions of TensorFlow, Keras or
+        this library.
     """
     self.spec = spec
     self.task = task
@@ -95,7 +102,10 @@ class Series:
     self.number = 1
 
   def start(self) -> None:
-    """Goes on to the present training; ends a process that has none to make.
+    """Finds out which training of the series this process has to begin with.
+
+    Returns in the first training. A worker that was started again later waits
+    for the next training, takes part in all that follow and ends.
 
     Raises:
       RuntimeError: If this process is a chief that was started again after the
@@ -122,16 +132,21 @@ class Series:
 
   @property
   def may_train(self) -> bool:
-    """Whether a training may follow those before, which had no error."""
+    """Whether this process may begin another training.
+
+    In the chief, this is False if the last training has failed or still runs.
+    """
     return self.is_idle or self._is_answering
 
   @property
   def namespace(self) -> str:
-    """The name of the namespace of the present training."""
+    """The name of the present training's namespace, which is its number."""
     return str(self.number)
 
   def _refuse_to_go_on(self) -> NoReturn:
-    """Ends all tasks: a new process of the chief has not what the old one had.
+    """Ends all tasks, in a chief that was started again after a training.
+
+    The new process does not have the results of the trainings before.
 
     Raises:
       RuntimeError: Always.
@@ -158,17 +173,18 @@ class Series:
     function: Callable[..., object],
     given: Mapping[str, object],
   ) -> None:
-    """Begins the next training, in the chief.
+    """Begins the next training of the series, in the chief.
 
     Args:
       caller: Name of the function that the user has called.
-      function: What the workers are to call.
-      given: The arguments of `function`. Only workers get them; `cluster` is
-        added.
+      function: The function that the workers have to call.
+      given: The keyword arguments of `function`, which are sent to the workers
+        with the argument `cluster`.
 
     Raises:
       ImportError: If cloudpickle is needed, but not installed.
-      TypeError, ValueError: If an argument cannot be sent. Names it.
+      TypeError, ValueError: If an argument cannot be sent. The message names
+        it.
       RuntimeError: If the tasks have ended.
     """
     call = b""
@@ -193,21 +209,30 @@ class Series:
     return self.spec.addresses("ps") + (workers if is_in_graph else [])
 
   def end_training(self) -> None:
-    """Notes that a training has ended without an error, in the chief."""
+    """Notes that a training has ended without an error, in the chief.
+
+    The chief then may begin another one.
+    """
     self.is_idle = True
 
   def _close(self) -> None:
-    """Ends the series, at the end of the chief's process."""
+    """Ends the series for all tasks, at the end of the chief's process.
+
+    Does nothing after a training that failed, whose tasks have ended.
+    """
     if self.is_idle:
       self.is_idle = False
       self._end_all(heartbeats.FINISHED)
       connection.disconnect()
 
   def answer_calls(self) -> NoReturn:
-    """Goes on after a training, in a worker; ends the process after the last.
+    """Waits for further trainings after one has ended, in a worker.
+
+    The worker takes part in all of them. After the last one, the process ends.
 
     Raises:
-      Contributed: If the training was called by `answer_calls`.
+      Contributed: If the training that has ended was one of the further
+        trainings. The call of this method that waited for it then waits again.
     """
     if self._is_answering:
       raise Contributed
@@ -232,7 +257,10 @@ class Series:
         raise
 
   def _next_call(self) -> Callable[[], object] | None:
-    """Waits for the next training; returns None when the series is over.
+    """Waits until the chief begins the next training, in a worker.
+
+    Returns:
+      The function that this worker has to call; None if the series is over.
 
     Raises:
       RuntimeError: If the chief was lost, or a task has ended the series.
@@ -287,7 +315,12 @@ class Series:
 def _pickled(
   caller: str, function: Callable[..., object], given: Mapping[str, object]
 ) -> bytes:
-  """Pickles a call.
+  """Pickles a function and its arguments, for the workers to call it.
+
+  Args:
+    caller: Name of the function that the user has called, for errors.
+    function: The function.
+    given: The keyword arguments of `function`.
 
   Raises:
     ImportError: If cloudpickle is not installed.
@@ -333,7 +366,12 @@ _INSTEAD = {
 def _culprit(
   dumps: Callable[[object], bytes], given: Mapping[str, object]
 ) -> str:
-  """Returns the name of the first argument that cannot be pickled."""
+  """Returns the name of the first argument that cannot be pickled.
+
+  Args:
+    dumps: Pickles a value, or raises an exception.
+    given: The arguments by name.
+  """
   for name, value in given.items():
     try:
       dumps(value)
@@ -343,7 +381,10 @@ def _culprit(
 
 
 def _reduce(value: object) -> object:
-  """Pickles a `tf.data.Dataset` by its graph."""
+  """Pickles a `tf.data.Dataset` as its graph, for cloudpickle.
+
+  For any other value, returns `NotImplemented`.
+  """
   if isinstance(value, tf.data.Dataset):
     graph = datasets.to_bytes(value)
     return datasets.from_bytes, (graph, value.element_spec)

@@ -1,1 +1,1 @@
-"""What all training binaries share: options, tasks, launcher, flags."""
+"""Contains the code that all training programs share."""

@@ -71,7 +71,7 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationOptions:
-  """The settings of an evaluation, for any model."""
+  """Holds the command-line settings of a program that evaluates checkpoints."""
 
   eval_dir: str | None = _flag(
     None, "Directory of TensorBoard files; default: within --train_dir"
@@ -96,7 +96,10 @@ def define_one_device_flags() -> None:
 
 
 def define_towers_flags() -> None:
-  """Defines the flags of a binary that trains several copies of the model."""
+  """Defines the flags of a binary that trains several copies of a model.
+
+  All copies are on one machine, normally one on each GPU.
+  """
   define_one_device_flags()
   _define_device_flags()
   fields.define_flag(
@@ -139,24 +142,37 @@ def define_evaluation_flags(train_dir: str, *, batch_size: int) -> None:
 
 
 def define_count(name: str, default: int | None, text: str) -> None:
-  """Defines a flag that is an integer of 1 or more."""
+  """Defines the command-line flag `name`, an integer of at least 1.
+
+  Args:
+    name: Name of the flag, without dashes.
+    default: Default value of the flag.
+    text: Help text of the flag.
+  """
   flags.DEFINE_integer(name, default, text, lower_bound=1)
 
 
 def given(*names: str) -> dict[str, object]:
-  """Maps the names of flags to their values; leaves out unset flags."""
+  """Returns the values of command-line flags by name.
+
+  Args:
+    *names: The names of the flags. Those whose value is None are left out.
+  """
   values = {name: FLAGS[name].value for name in names}
   return {name: value for name, value in values.items() if value is not None}
 
 
 def start(main: Callable[[Sequence[str]], None]) -> NoReturn:
-  """Parses the flags and calls `main`; prints errors in flags as one line."""
+  """Parses the command-line flags and calls `main` with the other arguments.
+
+  If a flag is invalid, prints the error as one line and ends the process.
+  """
   noise.hide()
   app.run(main, flags_parser=_parse)
 
 
 def one_device_options() -> run_options.Options:
-  """Makes the options for training on one device from the flags."""
+  """Makes the options for training on one device from command-line flags."""
   return _options(run_options.one_machine_spec(0))
 
 
@@ -164,7 +180,8 @@ def towers_options(cluster_module: str) -> run_options.Options:
   """Makes the options for training several copies of the model from the flags.
 
   Args:
-    cluster_module: The binary for cluster specs with several tasks.
+    cluster_module: Name of the program that trains on a cluster, which the
+      error message recommends if the cluster spec has several tasks.
 
   Raises:
     cluster.ClusterError: If the flags contradict each other, or the cluster
@@ -174,10 +191,13 @@ def towers_options(cluster_module: str) -> run_options.Options:
 
 
 def cluster_options() -> run_options.Options:
-  """Makes the options for training on a cluster from the flags and TF_CONFIG.
+  """Makes the options for training on a cluster from flags and environment.
+
+  The environment variables are those of `cluster.environment`, such as
+  TF_CONFIG.
 
   Raises:
-    cluster.ClusterError: If the flags or TF_CONFIG are invalid.
+    cluster.ClusterError: If the flags or the environment variables are invalid.
   """
   spec, task = run_options.choose_task(
     FLAGS.cluster_spec, FLAGS.job_name, FLAGS.task_index, dict(os.environ)
@@ -231,8 +251,8 @@ def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
   Without `--run_once`, first waits for the training to begin.
 
   Args:
-    evaluate_fn: Evaluates as the flags say; returns None if no checkpoint came
-      in time.
+    evaluate_fn: Evaluates checkpoints as the flags say. Returns None if no
+      checkpoint came in time.
 
   Returns:
     What `evaluate_fn` returned.
@@ -335,7 +355,10 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _help() -> str:
-  """Returns the docstring of the binary and all its flags, by group."""
+  """Returns the text of `--help`: the program's docstring and all its flags.
+
+  The flags are listed by group.
+  """
   lines = [inspect.getdoc(sys.modules["__main__"]) or ""]
   for group, members in FLAGS.flags_by_module_dict().items():
     if group.partition(".")[0] == "absl":
@@ -360,7 +383,16 @@ def _command(
   task: cluster.Task,
   threads: int,
 ) -> list[str]:
-  """Returns the command line of one task; its flags override the user's."""
+  """Returns the command line that starts one task of a training.
+
+  Args:
+    module: The module name of the training program.
+    arguments: The user's arguments. The flags that say which task the process
+      is follow them, and so override them.
+    path: Path of the cluster spec.
+    task: The task to start.
+    threads: Number of threads that one op may use.
+  """
   return [
     sys.executable,
     "-m",
@@ -376,12 +408,13 @@ def _command(
 def await_run(
   train_dir: str | os.PathLike[str], *, timeout_secs: float | None = None
 ) -> bool:
-  """Waits until training has recorded its settings, and prints that it waits.
+  """Waits until a training has recorded its settings, and prints that it waits.
 
-  The network and the data set of the run are not known before.
+  Evaluation programs call this, because they read the network and the data set
+  of a run from those settings.
 
   Args:
-    train_dir: Directory of the training; need not exist yet.
+    train_dir: Directory of the training, which need not exist yet.
     timeout_secs: The longest time to wait, in seconds; None waits forever.
 
   Returns:

@@ -1,6 +1,6 @@
 """Defines the dtypes that a network may compute in.
 
-Variables and losses are float32 with each of them.
+Variables and losses are float32, whichever of these dtypes is chosen.
 """
 
 FLOAT32 = "float32"
@@ -18,5 +18,9 @@ def policy(name: str) -> str:
 
 
 def loss_scale(name: str) -> float | None:
-  """Returns the factor for scaling the loss; None for no loss scaling."""
+  """Returns the factor by which to scale the loss if layers compute in `name`.
+
+  Only "float16" needs a factor, since small gradients would become 0. For other
+  dtypes the result is None.
+  """
   return FLOAT16_LOSS_SCALE if name == FLOAT16 else None

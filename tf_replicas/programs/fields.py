@@ -39,7 +39,7 @@ _DEFINE = {
 
 
 class Dataclass(typing.Protocol):
-  """An instance of any dataclass."""
+  """The type of any dataclass instance, for annotations."""
 
   __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field]]
 
@@ -72,19 +72,21 @@ def setting(
 
 
 def flag_name(field: dataclasses.Field) -> str:
-  """Returns the name of a setting's flag, without dashes."""
+  """Returns the name, without dashes, of the flag of a dataclass field."""
   return field.metadata["flag"] or field.name
 
 
 def validate(instance: Dataclass, error: type[ValueError] = ValueError) -> None:
-  """Checks every setting against the valid values that its field declares.
+  """Checks the values of a settings dataclass against the valid ones.
 
   Args:
-    instance: The dataclass instance. A value of None is always valid.
-    error: The type of the exception.
+    instance: The dataclass instance. Its fields are made by `setting`, which
+      declares the valid values. None is always valid.
+    error: The type of the exception to raise.
 
   Raises:
-    ValueError: If a setting is out of range; of the type `error`.
+    ValueError: If a setting has an invalid value. The exception is of the type
+      `error`.
   """
   for field in _settings(type(instance)):
     value = getattr(instance, field.name)
@@ -111,7 +113,15 @@ def require(
   rule: str,
   error: type[ValueError] = ValueError,
 ) -> None:
-  """Raises `error`, naming setting, rule and value, unless `holds` is true."""
+  """Raises an exception of the type `error` unless `holds` is true.
+
+  Args:
+    name: Name of the setting, for the message.
+    value: Value of the setting, for the message.
+    holds: Whether the value is valid.
+    rule: What the value must be, for the message, such as "in [0, 1)".
+    error: The type of the exception.
+  """
   if not holds:
     raise error(f"`{name}` must be {rule}. Received: {value!r}.")
 
@@ -122,12 +132,13 @@ def define_flags(
   *,
   unset: Collection[str] = (),
 ) -> None:
-  """Defines the flags of a dataclass's settings in some groups.
+  """Defines command-line flags for the fields of a settings dataclass.
 
   Args:
-    settings_class: The dataclass.
-    groups: The groups whose flags are defined.
-    unset: The names of fields whose flags have the default None.
+    settings_class: The dataclass, whose fields are made by `setting`.
+    groups: The groups of `--help` whose flags are defined.
+    unset: The names of fields whose flags have the default None. Their help
+      texts say that the default is the recipe's.
   """
   types_by_name = typing.get_type_hints(settings_class)
   for field in _settings(settings_class):
@@ -154,7 +165,7 @@ def define_flag(
   group: str,
   choices: Collection[str] | None = None,
 ) -> None:
-  """Defines a flag in a group of `--help`.
+  """Defines one command-line flag, which `--help` lists in a group.
 
   Args:
     name: The flag's name, without dashes.
@@ -174,7 +185,11 @@ def define_flag(
 
 
 def given(settings_class: type) -> dict[str, typing.Any]:
-  """Maps field names to the values of their flags; leaves out unset flags."""
+  """Returns the values of the command-line flags of a settings dataclass.
+
+  The keys of the dict are the names of the dataclass's fields. Flags that are
+  None or not defined are left out.
+  """
   values = {}
   for field in _settings(settings_class):
     name = flag_name(field)
@@ -190,7 +205,10 @@ def _settings(settings_class: type) -> list[dataclasses.Field]:
 
 
 def _flag_type(annotation: object) -> type:
-  """Reduces `int | None` to `int`, and `tuple[str, ...]` to `tuple`."""
+  """Returns the type of a flag for the type annotation of a dataclass field.
+
+  The annotation `int | None` gives `int`, and `tuple[str, ...]` gives `tuple`.
+  """
   if isinstance(annotation, types.UnionType):
     annotation = typing.get_args(annotation)[0]
   return typing.get_origin(annotation) or annotation

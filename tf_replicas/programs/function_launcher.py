@@ -1,4 +1,4 @@
-"""Starts the same function as every task of a cluster on this machine.
+"""Starts one function as all tasks of a cluster on this machine.
 
 This is for notebooks, and for scripts that compare trainings. The library
 starts and ends the processes. The caller receives what the function returns or
@@ -40,7 +40,9 @@ _LINES = 20
 
 
 class LocalTrainingError(RuntimeError):
-  """Raised if a task of a `LocalTraining` failed; shows the task's traceback.
+  """Raised if a `LocalTraining` failed or was ended early.
+
+  If a task failed, the message has its traceback or its last lines of output.
 
   Attributes:
     task: The first task that failed; None if the training was ended early.
@@ -65,9 +67,9 @@ class LocalTraining:
 
   Each task is a process that finds its role in environment variables, as under
   `python -m tf_replicas.launch`. Each process receives the function, pickled by
-  cloudpickle, over a pipe, so the function may be defined in a notebook. It
-  runs in every task; in parameter servers and workers, `fit` ends the process.
-  The result is what the function returns in the chief.
+  cloudpickle, over a pipe, so the function may be defined in a notebook. The
+  function runs in every task. In parameter servers and workers, `fit` ends the
+  process. The result is what the function returns in the chief.
 
   All processes end at the end of the `with` block, or when this process ends,
   even if it is killed. No file is written.
@@ -86,7 +88,7 @@ class LocalTraining:
     max_restarts: int = 3,
     log: Callable[[str], None] = print,
   ):
-    """Prepares the training; entering the context starts the processes.
+    """Prepares the training; the `with` statement starts its processes.
 
     Args:
       function: The function that each task calls. Functions and classes of the
@@ -97,19 +99,21 @@ class LocalTraining:
       ps: Number of parameter servers.
       workers: Number of workers. Without a `chief` task, the first worker is
         the chief.
-      chief: Whether there is a separate task for the chief; in-graph
-        replication needs one.
+      chief: Whether there is a separate task for the chief, which makes the
+        updates. In-graph replication, where the chief drives all workers, needs
+        one.
       cluster: A cluster spec or the path of one, instead of `ps`, `workers` and
         `chief`.
       max_restarts: How often a worker that a signal killed is started again.
-      log: Called, in other threads, with each line that a task prints; the name
-        of the task is in front.
+      log: Called, in other threads, with each line that a task prints, preceded
+        by the name of the task.
 
     Raises:
       ImportError: If cloudpickle is not installed.
       TypeError: If `function` is not callable, or if `function` or its
         arguments cannot be pickled.
-      cluster.ClusterError: If the cluster is invalid, or not on this machine.
+      cluster.ClusterError: If the cluster is invalid, or not all its tasks are
+        on this machine.
     """
     if not callable(function):
       raise TypeError(
@@ -157,7 +161,7 @@ class LocalTraining:
     self._supervisor = threading.Thread(target=self._supervise, daemon=True)
 
   def __enter__(self) -> "LocalTraining":
-    """Starts the processes.
+    """Starts the processes of all tasks, and returns this object.
 
     Raises:
       RuntimeError: If this `LocalTraining` was started before.
@@ -177,7 +181,11 @@ class LocalTraining:
     self.close()
 
   def close(self) -> None:
-    """Ends all processes that still run; a chief in `fit` saves first."""
+    """Ends all processes of the training that still run.
+
+    If the chief is inside `tf_replicas.fit`, and `fit` writes checkpoints, it
+    saves one first.
+    """
     self._closing.set()
     if self._supervisor.ident is not None:
       self._ended.wait()
@@ -228,7 +236,10 @@ class LocalTraining:
       )
 
   def _supervise(self) -> None:
-    """Starts the tasks, waits for the end of the training, and ends them."""
+    """Starts the tasks, waits for the end of the training, and ends the tasks.
+
+    This is the function of a thread. Errors are kept for `result` to raise.
+    """
     try:
       with self._fork_server, self._tasks:
         self._tasks.start()
@@ -245,7 +256,14 @@ class LocalTraining:
     self._reports.put(None)
 
   def _await_end(self) -> tuple[cluster_module.Task, int] | None:
-    """Waits for the end; returns a failed task and its status, or None."""
+    """Waits until the training ends, a task fails or `close` is called.
+
+    When a task has failed or the chief has ended, the other tasks get 15
+    seconds to end too.
+
+    Returns:
+      The first task that failed and its exit status; None if no task failed.
+    """
     failure, deadline = None, math.inf
     while not self._closing.wait(_POLL_SECS) and time.monotonic() < deadline:
       if failure is None:
@@ -260,7 +278,7 @@ class LocalTraining:
   def _unexplained(
     self, failure: tuple[cluster_module.Task, int] | None
   ) -> LocalTrainingError:
-    """Returns an error for a training that ended without a result or an error.
+    """Returns an error for a training that left neither a result nor an error.
 
     Args:
       failure: A task whose process failed, and its exit status. None if the
@@ -288,10 +306,11 @@ class LocalTraining:
 
   @contextlib.contextmanager
   def _pipe(self, task: cluster_module.Task) -> Iterator[Sequence[int]]:
-    """Context that yields the file descriptor of a pipe to a task, in a list.
+    """Opens a pipe to the process of a task, as a context manager.
 
-    The task's process is started inside the context and inherits the
-    descriptor. Then a thread listens at the other end of the pipe.
+    The context yields a list with one file descriptor. The task's process is
+    started inside the context and inherits this descriptor. After the context,
+    a thread listens at the other end of the pipe.
     """
     ours, theirs = multiprocessing.Pipe()
     self._pipes[task] = theirs.fileno()
@@ -304,7 +323,14 @@ class LocalTraining:
     self._listeners.append(listener)
 
   def _listen(self, task: cluster_module.Task, connection: Any) -> None:
-    """Sends the job to a process, and handles its messages until it ends."""
+    """Sends the job to a task's process and handles the process's messages.
+
+    This is the function of a thread. It returns when the process has ended.
+
+    Args:
+      task: The task of the process.
+      connection: This process's end of the pipe to the task's process.
+    """
     with connection, contextlib.suppress(EOFError, OSError):
       connection.send_bytes(self._job)
       while True:
@@ -341,7 +367,11 @@ def _pickled(
 
 
 def _sources_without_a_file() -> dict[str, tuple]:
-  """Returns the source text of a notebook's cells, as IPython registers it."""
+  """Returns the source text of a notebook's cells, as IPython registers it.
+
+  The tasks need this text for tracebacks. The result maps invented file names
+  to entries of `linecache.cache`.
+  """
   return {
     name: entry
     for name, entry in linecache.cache.items()

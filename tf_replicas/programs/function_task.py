@@ -31,10 +31,10 @@ _ORPHAN_SECS = 10.0
 
 
 class Job(NamedTuple):
-  """What a task is to run.
+  """The work that a process of a `LocalTraining` receives over its pipe.
 
   Attributes:
-    call: (function, args, kwargs), pickled by cloudpickle.
+    call: The tuple (function, args, kwargs), pickled by cloudpickle.
     sources: Source text of code that is in no file, such as a notebook's, as
       entries of `linecache.cache`. Tracebacks show it.
   """
@@ -47,7 +47,7 @@ class Message(NamedTuple):
   """A message from a task to the process that started the training.
 
   Attributes:
-    kind: REPORT, RETURNED or RAISED. Only the chief sends the first two.
+    kind: REPORT, RETURNED or RAISED. Only the chief sends REPORT and RETURNED.
     content: For REPORT and RETURNED, the value, pickled by cloudpickle; for
       RAISED, the traceback as text.
   """
@@ -57,7 +57,10 @@ class Message(NamedTuple):
 
 
 class _Channel:
-  """The task's end of the pipe."""
+  """Sends a task's messages to the process that started the training.
+
+  The messages go through a pipe.
+  """
 
   def __init__(
     self, connection: multiprocessing.connection.Connection, *, is_chief: bool
@@ -67,19 +70,28 @@ class _Channel:
     self._lock = threading.Lock()
 
   def send_value(self, kind: str, value: object) -> None:
-    """Sends a value if this task is the chief."""
+    """Pickles and sends a value if this task is the chief; else does nothing.
+
+    Args:
+      kind: The kind of the message: REPORT or RETURNED.
+      value: The value to send.
+    """
     if self._is_chief:
       import cloudpickle
 
       self.send(Message(kind, cloudpickle.dumps(value)))
 
   def send(self, message: Message) -> None:
-    """Sends a message."""
+    """Sends a message to the process that started the training."""
     with self._lock:
       self._connection.send_bytes(pickle.dumps(tuple(message)))
 
   def end_with_parent(self) -> None:
-    """Waits until the parent has ended; then ends this process."""
+    """Ends this process after the end of the process that started it.
+
+    Between the two ends there are ten seconds, in which a chief may save a
+    checkpoint. This is the function of a thread.
+    """
     try:
       self._connection.recv_bytes()
     except (EOFError, OSError):
@@ -110,7 +122,10 @@ def report(metrics: object) -> None:
 
 
 def main() -> NoReturn:
-  """Receives a job, runs it, and ends the process, with 1 if it raised."""
+  """Receives a job over the inherited pipe, runs it, and ends the process.
+
+  The exit status is 0, or 1 if the job's function raised an exception.
+  """
   global _channel
   descriptor = int(sys.argv[-1])
   os.set_inheritable(descriptor, False)

@@ -1,4 +1,4 @@
-"""Runs one task in this process, or starts all tasks of this machine."""
+"""Runs one task of a training in this process, or starts all local tasks."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,11 @@ def run(
   *,
   command: Callable[[str, cluster.Task, int], Sequence[str]],
 ) -> int:
-  """Runs this process until training ends.
+  """Runs this process's part of a training until the training ends.
+
+  The process runs the task `options.task`. If that is None and the cluster has
+  several tasks, the process starts all tasks of this machine. In a dry run, it
+  only prints a description of the training.
 
   Args:
     options: How to run the training.
@@ -44,7 +48,7 @@ def run(
       of threads of one op) to the command line that starts that task.
 
   Returns:
-    The exit status.
+    The exit status of this process.
   """
   if options.dry_run:
     return _describe(options, workload)
@@ -68,7 +72,13 @@ def run(
 def _describe(
   options: run_options.Options, workload: run_options.Workload
 ) -> int:
-  """Prints the cluster, the effective batch size and where variables are."""
+  """Prints the cluster, the batch size of an update, and where variables are.
+
+  This is all that a dry run does.
+
+  Returns:
+    The exit status 0.
+  """
   from tf_replicas.drivers import one_machine
   from tf_replicas.runtime import devices
   from tf_replicas.store import parameter_store
@@ -97,13 +107,22 @@ def _launch(
   workload: run_options.Workload,
   command: Callable[[str, cluster.Task, int], Sequence[str]],
 ) -> int:
-  """Starts every task of this machine and waits until they end."""
+  """Starts every task of this machine and waits until all of them end.
+
+  Args:
+    options: How to run the training.
+    workload: Not used, since each task makes its own.
+    command: Makes the command line of a task, as documented in `run`.
+
+  Returns:
+    The exit status that `run_tasks` returns.
+  """
   spec = options.spec
   if not spec.local_tasks():
     raise cluster.ClusterError(
       f"{spec.where}`cluster` must have a task at an address of this machine,"
-      " or `--job_name` and `--task_index` must say which this is. Received:"
-      f" {', '.join(spec.address(task) for task in spec.tasks())}."
+      " or `--job_name` and `--task_index` must say which task this process is."
+      f" Received: {', '.join(spec.address(task) for task in spec.tasks())}."
     )
   if options.is_in_graph and not spec.num_tasks("chief"):
     document = json.loads(spec.to_json())
@@ -188,14 +207,17 @@ def local_spec(
     ps: Number of parameter servers.
     workers: Number of workers.
     chief: Whether to add a task for the chief.
-    needs_all: Whether every task must be on this machine, not only one.
-    prefix: Stands before the names of `ps` and `workers` in errors.
+    needs_all: Whether every task of the cluster must be on this machine.
+      Otherwise one such task is enough.
+    prefix: Text before the names `ps` and `workers` in error messages, such as
+      "--" for flags.
 
   Returns:
     The cluster spec.
 
   Raises:
-    cluster.ClusterError: If a number is less than 1, or `given` is invalid.
+    cluster.ClusterError: If `ps` or `workers` is less than 1, or `given` is
+      invalid or has too few tasks on this machine.
   """
   if given is None:
     for name, value in (("ps", ps), ("workers", workers)):
@@ -226,32 +248,36 @@ def local_spec(
 
 
 def _interrupt(signum, frame):
-  """Makes SIGTERM end the tasks as Ctrl-C does."""
+  """Handles the signal SIGTERM by raising KeyboardInterrupt, as Ctrl-C does."""
   raise KeyboardInterrupt("SIGTERM")
 
 
 def _status(interrupt: KeyboardInterrupt) -> int:
-  """Returns the exit status of a process that was interrupted."""
+  """Returns the exit status of a process that was interrupted.
+
+  The status is 128 plus the number of the signal, SIGTERM or SIGINT (Ctrl-C).
+  """
   is_sigterm = interrupt.args == ("SIGTERM",)
   return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
 
 
 def echo(line: str) -> None:
-  """Prints a line of a task, unless it is noise of TensorFlow."""
+  """Prints a line of a task's output, except routine lines of TensorFlow."""
   if not noise.is_noise(line):
     _say(line)
 
 
 class _Echo:
-  """Prints the tasks' lines, and a progress bar on a terminal."""
+  """Prints the output lines of all tasks, and a progress bar on a terminal."""
 
   def __init__(self):
     self._console = console.Console()
 
   def __call__(self, line: str) -> None:
-    """Prints a line, unless it is noise, and moves the progress bar.
+    """Prints a line of a task's output, and moves the progress bar.
 
-    The tasks' log files keep the noise.
+    Routine lines of TensorFlow are not printed. The log files of the tasks keep
+    them.
     """
     if noise.is_noise(line):
       return
@@ -263,7 +289,7 @@ class _Echo:
       self._console.move_bar(int(step), ", ".join(filter(None, notes)))
 
   def close(self) -> None:
-    """Ends the progress bar, which stays visible."""
+    """Ends the progress bar. Its last state stays visible on the terminal."""
     self._console.close_bar()
 
 

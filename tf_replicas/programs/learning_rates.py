@@ -1,9 +1,10 @@
 """Computes the default learning rate from update rule, batch and replicas.
 
-A recipe's learning rate is for synchronous updates with the recipe's own batch
-size. With smaller batches, or with stale gradients (of variables that have
-changed since), gradient descent may diverge at that rate. So the default of
-`--learning_rate` depends on how training is run. A given rate is not changed.
+A recipe (the settings with which a model is known to train well) has a learning
+rate for synchronous updates with its own batch size. With smaller batches, or
+with stale gradients (of variables that have changed since), gradient descent
+may diverge at that rate. So the default of `--learning_rate` depends on how
+training is run. A given rate is not changed.
 """
 
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from tf_replicas.programs import update_options
 class Default(NamedTuple):
   """A default learning rate, and what it was computed from.
 
+  A recipe is a set of settings with which a model is known to train well.
+
   Attributes:
     rate: The default learning rate.
     recipe: Name of the recipe.
@@ -22,7 +25,8 @@ class Default(NamedTuple):
     recipe_batch: Number of examples in an update that `recipe_rate` is for;
       None if it is for any number.
     batch: Number of examples in the gradient of a step.
-    staleness: See `update_options.expected_staleness`.
+    staleness: Expected age of a gradient in updates: the number of updates
+      between reading the variables and applying the gradient.
     step: The kind of step, such as "async updates".
   """
 
@@ -87,7 +91,8 @@ def default(
 
   Args:
     options: How the training is run.
-    recipe: Name of the recipe.
+    recipe: Name of the recipe, the settings with which the model is known to
+      train well.
     rate: The learning rate of the recipe.
     recipe_batch: Number of examples in an update that `rate` is for; None for
       any number.
@@ -122,7 +127,7 @@ def describe(default: Default, rate: float) -> str:
   """Returns a line that says which learning rate a run has, and why.
 
   Args:
-    default: The default learning rate.
+    default: The default learning rate, and what it was computed from.
     rate: The learning rate that is used.
   """
   line = f"learning rate {rate:.4g}"
@@ -147,7 +152,7 @@ def advice(
   """Returns a line that says what to change after a training has diverged.
 
   Args:
-    default: The default learning rate.
+    default: The default learning rate, and what it was computed from.
     rate: The learning rate that was used.
     update: The update rule and the limits of gradient norms that were used.
     *others: Other changes to suggest, such as "a longer --warmup_epochs".

@@ -1,7 +1,7 @@
 """Lists programs by name, with the first lines of their docstrings.
 
 The source files are parsed instead of imported, since many programs import
-TensorFlow.
+TensorFlow, which takes seconds.
 """
 
 import ast
@@ -11,11 +11,14 @@ from collections.abc import Iterable
 
 
 def print_programs(packages: Iterable[str]) -> None:
-  """Prints the programs of some packages; skips packages not installed.
+  """Prints the name and the summary of each program in some packages.
+
+  The summary is the first line of the docstring. Packages that are not
+  installed are skipped.
 
   Args:
-    packages: Names of packages. Each of their modules that can be run as
-      `__main__` is a program.
+    packages: Names of packages. A program is a module of these that can be run
+      as `__main__`. Modules named `__main__` or `*_task` are left out.
   """
   summaries = {}
   for package in packages:

@@ -3,8 +3,8 @@
   python -m tf_replicas.kubernetes --cluster_spec=FILE --image=IMAGE \\
       --name=NAME -- python train.py [arguments] | kubectl apply -f -
 
-The cluster spec says how many tasks there are, and their GPUs; its addresses
-are replaced. The manifests are:
+The cluster spec says how many tasks there are, and their GPUs. Its addresses
+are replaced by host names inside Kubernetes. The manifests are:
 
 * a ConfigMap with the cluster spec that the tasks read;
 * a headless Service, which gives task 1 of `worker` the host name
@@ -71,13 +71,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def manifests(argv: Sequence[str]) -> list[dict]:
-  """Makes the manifests of a training.
+  """Makes the Kubernetes manifests of a training.
 
   Args:
     argv: The command line, without the name of the program.
 
   Returns:
-    A ConfigMap, a Service and a Job for each task, as JSON-like dicts.
+    One ConfigMap, one Service, and one Job for each task, as JSON-like dicts.
 
   Raises:
     cluster.ClusterError: If the command line or the cluster spec is invalid.
@@ -112,7 +112,14 @@ def manifests(argv: Sequence[str]) -> list[dict]:
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-  """Parses the options, and the command that follows `--`."""
+  """Parses the command line of `python -m tf_replicas.kubernetes`.
+
+  Returns:
+    The options, and the command after `--`, which every task runs.
+
+  Raises:
+    cluster.ClusterError: If the command is missing or an option is invalid.
+  """
   argv = list(argv)
   end = argv.index("--") if "--" in argv else len(argv)
   options, command = _parser().parse_args(argv[:end]), argv[end + 1 :]
@@ -144,7 +151,12 @@ def _load(path: str) -> cluster.ClusterSpec:
 
 
 def _check_name(name: str, tasks: Iterable[cluster.Task]) -> None:
-  """Raises ClusterError for a name that cannot be part of host names."""
+  """Checks the name of a training, which begins the host names of its tasks.
+
+  Raises:
+    cluster.ClusterError: If `name` cannot be part of a host name, or a host
+      name would be too long.
+  """
   longest = max((_host(name, task) for task in tasks), key=len)
   pattern = "[a-z]([-a-z0-9]*[a-z0-9])?"
   if not re.fullmatch(pattern, name) or len(longest) > _MAX_LENGTH:
@@ -159,7 +171,11 @@ def _check_name(name: str, tasks: Iterable[cluster.Task]) -> None:
 def _in_cluster(
   spec: cluster.ClusterSpec, options: argparse.Namespace
 ) -> cluster.ClusterSpec:
-  """Replaces addresses by host names of pods, and counts GPUs from 0."""
+  """Returns the cluster spec that the tasks read inside Kubernetes.
+
+  Its addresses are host names of pods. The GPUs of each task are numbered from
+  0, as a container sees only its own.
+  """
   name = options.name
   addresses = {
     task: f"{_host(name, task)}.{name}:{options.port}" for task in spec.tasks()
@@ -188,7 +204,7 @@ def _job(
   command: list[str],
   options: argparse.Namespace,
 ) -> dict:
-  """Makes the Job of one task."""
+  """Makes the manifest of the Kubernetes Job that runs one task."""
   host = _host(options.name, task)
   labels = {**_labels(options), "app.kubernetes.io/component": task.job}
   return {
@@ -271,7 +287,7 @@ class _Dumper(yaml.SafeDumper):
   """A YAML dumper that writes multi-line strings as blocks, and no aliases."""
 
   def ignore_aliases(self, data) -> bool:
-    """Returns True: repeated `data` is written again instead of an alias."""
+    """Returns True, so that repeated `data` is written in full every time."""
     return True
 
 
@@ -284,7 +300,9 @@ _Dumper.add_representer(str, _represent)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-  """Prints the manifests and exits, with status 2 for invalid arguments.
+  """Prints the Kubernetes manifests as YAML and ends the process.
+
+  The exit status is 0, or 2 if the arguments are invalid.
 
   Args:
     argv: The command line without the name of the program; None for that of

@@ -11,12 +11,20 @@ Reducer = Callable[[object], object]
 def dumps(
   value: object, needs: str, *, reduce: Reducer = lambda value: NotImplemented
 ) -> bytes:
-  """Pickles a value; functions of the main module are pickled by value.
+  """Pickles a value with cloudpickle.
+
+  Functions and classes of the main module are pickled with their code. Those of
+  other modules are pickled as names to import.
 
   Args:
-    value: The value. `pickle.loads` makes it again.
-    needs: What the value is pickled for, such as "`LocalTraining` needs".
-    reduce: Pickles objects that cannot pickle themselves.
+    value: The value.
+    needs: Beginning of the error message if cloudpickle is missing, such as
+      "`LocalTraining` needs".
+    reduce: Called with each object. Returns what the object's `__reduce__`
+      would return, or `NotImplemented` to pickle the object as usual.
+
+  Returns:
+    Bytes from which `pickle.loads` makes the value again.
 
   Raises:
     ImportError: If cloudpickle is not installed.
@@ -56,7 +64,7 @@ def dumps(
 def code_of_file(
   constructor: Callable[..., types.CodeType], arguments: tuple, name: str
 ) -> types.CodeType:
-  """Unpickles a code object and restores its file name.
+  """Makes a code object with a given file name, while a function is unpickled.
 
   Args:
     constructor: Makes the code object.

@@ -12,7 +12,9 @@ _RECORD = "config.json"
 
 
 class Settings(Protocol):
-  """A dataclass whose fields have defaults and can be written as JSON.
+  """The interface of the settings that this module writes and reads.
+
+  The settings are a dataclass. Its fields have defaults and values for JSON.
 
   Attributes:
     train_dir: The run's directory.
@@ -27,7 +29,7 @@ _Settings = TypeVar("_Settings", bound=Settings)
 
 
 def record(settings: Settings) -> None:
-  """Writes the settings into the run's directory, for `of_run` to read.
+  """Writes the settings of a run into its directory, where `of_run` reads them.
 
   If settings were recorded there before, prints which have changed: a flag
   forgotten when a run is resumed would otherwise go unnoticed.
@@ -48,14 +50,18 @@ def record(settings: Settings) -> None:
 
 
 def is_recorded(train_dir: str) -> bool:
-  """Returns whether settings are recorded in the directory `train_dir`."""
+  """Returns whether a run has recorded its settings in `train_dir`."""
   return os.path.exists(os.path.join(train_dir, _RECORD))
 
 
 def _print_changes(path: str, values: dict[str, object]) -> None:
-  """Prints the settings that differ from the record at `path`.
+  """Prints which settings of a resumed run differ from the recorded ones.
 
   Changes of `train_dir` and `max_steps` are not printed.
+
+  Args:
+    path: The file with the recorded settings, which may be missing.
+    values: The new settings by name.
   """
   try:
     with open(path, encoding="utf-8") as file:

@@ -52,12 +52,13 @@ RUN_TIME_ERRORS = (
 
 
 class OptimizerStep(NamedTuple):
-  """A kind of step that an optimizer makes.
+  """A kind of optimizer step, from which a learning rate is computed.
 
   Attributes:
     name: Name of the kind, such as "async updates".
     num_examples: Number of examples in the gradient of a step.
-    staleness: See `update_options.expected_staleness`.
+    staleness: Expected age of the gradient in updates: the number of updates
+      between reading the variables and applying the gradient.
   """
 
   name: str
@@ -67,7 +68,7 @@ class OptimizerStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """The options of how a training is run, for any model.
+  """The options of how a training is run, whatever the model.
 
   The help texts of the other fields describe them.
 
@@ -79,7 +80,8 @@ class Options:
     update: The update rule and its settings.
 
   Raises:
-    cluster.ClusterError: If such a training cannot run; gives the reason.
+    cluster.ClusterError: If no training can run with these options. The message
+      gives the reason.
   """
 
   spec: cluster.ClusterSpec
@@ -132,12 +134,12 @@ class Options:
 
   @property
   def is_in_graph(self) -> bool:
-    """Whether one client drives all workers of a cluster."""
+    """Whether one client process drives all workers (in-graph replication)."""
     return self.spec.is_distributed and self.replication == IN_GRAPH
 
   @property
   def is_mirrored(self) -> bool:
-    """Whether every device has a copy of the variables."""
+    """Whether the variables are mirrored: every device has a copy of them."""
     return self.spec.variables.on == "mirrored"
 
   @property
@@ -161,12 +163,15 @@ class Options:
 
   @property
   def devices_per_tower(self) -> int:
-    """Number of devices over which the spec's `layers` spreads a tower."""
+    """Number of devices over which the layers of a tower are spread.
+
+    A tower is one copy of the model. The cluster spec's `layers` spreads it.
+    """
     return 1 + max(self.spec.layers.values(), default=0)
 
   @property
   def num_towers(self) -> int:
-    """Number of towers of all replicas."""
+    """Number of towers (copies of the model) of all replicas together."""
     gpus = [len(self.spec.gpus(r) or ()) for r in self.replicas]
     return sum(max(1, n // self.devices_per_tower) for n in gpus)
 
@@ -194,14 +199,19 @@ class Options:
 
   @property
   def replicas_to_aggregate(self) -> int:
-    """Number of contributions in one update."""
+    """Number of contributions in one update.
+
+    A contribution is what one replica sends for one update, such as a gradient.
+    """
     return update_options.replicas_to_aggregate(self.update, len(self.replicas))
 
   @property
   def used_share(self) -> float:
     """Fraction of the contributions that updates use.
 
-    It is below 1 if synchronous updates have backup replicas.
+    A contribution is what one replica sends for one update, such as a gradient.
+    The fraction is below 1 if synchronous updates have backup replicas, that is
+    if an update waits for fewer contributions than there are replicas.
     """
     if not self.update.waits_for_several:
       return 1.0
@@ -211,7 +221,8 @@ class Options:
     """Computes the number of examples in one update.
 
     Args:
-      batch_size: Number of examples in one tower's batch.
+      batch_size: Number of examples in the batch of one tower, a copy of the
+        model.
 
     Returns:
       The number of examples.
@@ -225,12 +236,14 @@ class Options:
     """Lists the kinds of optimizer steps that use the learning rate.
 
     Args:
-      batch_size: Number of examples in one tower's batch.
+      batch_size: Number of examples in the batch of one tower, a copy of the
+        model.
 
     Returns:
       The kinds of steps: one for each update rule of the training. With several
-      replicas, "accumulated_gradients" has two: it applies each gradient to the
-      replica's copy, and the mean of accumulated gradients to the variables.
+      replicas, the rule "accumulated_gradients" has two: it applies each
+      gradient to the replica's own copy of the variables, and the mean of
+      accumulated gradients to the shared variables.
     """
     number = len(self.replicas)
     if self.spec.variables.on != "ps":
@@ -254,7 +267,8 @@ class Options:
   def threads(self) -> int:
     """Number of threads that one op may use: `intra_op_threads` if given.
 
-    Else the cores are divided among the replicas on this machine.
+    If it is not given, the cores are divided among the replicas on this
+    machine.
     """
     if self.intra_op_threads:
       return self.intra_op_threads
@@ -264,10 +278,14 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """What is trained, as functions: TensorFlow must join the cluster first.
+  """Describes what is trained, by functions that build it.
+
+  A function is called once TensorFlow has connected to the cluster, since
+  models built before that cannot be used. A tower is a copy of the model.
 
   Attributes:
-    replica_fn: Maps the devices of the towers to the replica.
+    replica_fn: Maps the devices of the towers to the replica, which holds the
+      model and the data.
     optimizer_fn: Makes the update rule around this workload's optimizer. Its
       argument is the result of `update_options.rule_fn`.
     learning_rate_fn: Maps the number of examples seen to the learning rate of
@@ -316,7 +334,7 @@ class Outcome(NamedTuple):
 
   Attributes:
     global_step: The global step reached.
-    loss: The loss of the last update; None if this task made none.
+    loss: The loss of the last update; None if this task made no update.
   """
 
   global_step: int
@@ -326,16 +344,17 @@ class Outcome(NamedTuple):
 def check_length(
   options: Options, batch_size: int, max_steps: int | None
 ) -> None:
-  """Checks that batch size and number of updates fit the options.
+  """Checks that the batch size and the length of a training fit its options.
 
   Args:
     options: How the training is run.
-    batch_size: Number of examples in one tower's batch.
+    batch_size: Number of examples in the batch of one tower, a copy of the
+      model.
     max_steps: Number of updates to make; None if the length of the training is
       given as a number of examples.
 
   Raises:
-    cluster.ClusterError: If they do not fit; gives the reason.
+    cluster.ClusterError: If they do not fit. The message gives the reason.
   """
   if batch_size % options.micro_batches:
     raise cluster.ClusterError(
@@ -350,14 +369,14 @@ def check_length(
 
 
 def one_machine_spec(num_gpus: int) -> cluster.ClusterSpec:
-  """Makes the spec of one process, with one tower on each of its GPUs.
+  """Makes the cluster spec of one process, with a model on each of its GPUs.
 
   Args:
-    num_gpus: Number of GPUs. Both 0 and 1 give one tower: on the first GPU, or
-      on the CPU if the machine has no GPU.
+    num_gpus: Number of GPUs. Both 0 and 1 give one copy of the model: on the
+      first GPU, or on the CPU if the machine has no GPU.
 
   Returns:
-    The spec.
+    The cluster spec.
 
   Raises:
     cluster.ClusterError: If `num_gpus` is negative.
@@ -384,7 +403,8 @@ def choose_task(
     job_name: The job of this task. None takes the task of the environment; if
       there is none, this process starts all tasks.
     task_index: Index of this task in its job.
-    environ: The environment variables; see `cluster.environment.role`.
+    environ: The environment variables, in which `cluster.environment.role`
+      looks for the cluster and the task.
 
   Returns:
     The cluster spec, and the task or, if this process starts all tasks, None.
@@ -441,7 +461,16 @@ def _check(options: Options) -> None:
 
 
 def _check_in_graph(options: Options, where: str) -> None:
-  """Checks that there are workers to drive, and a chief without GPUs."""
+  """Checks the cluster of a training in which one client drives all workers.
+
+  Args:
+    options: The options to check.
+    where: Beginning of the error messages: the source of the cluster spec.
+
+  Raises:
+    cluster.ClusterError: If there are no workers, the tasks are started one by
+      one without a `chief` task for the client, or the chief has GPUs.
+  """
   spec = options.spec
   if not spec.num_tasks("worker"):
     raise cluster.ClusterError(
@@ -463,7 +492,16 @@ def _check_in_graph(options: Options, where: str) -> None:
 
 
 def _check_layers(options: Options, where: str) -> None:
-  """Checks that each tower has as many GPUs as its layers are spread over."""
+  """Checks that each replica's GPUs suffice for models whose layers are spread.
+
+  Args:
+    options: The options to check.
+    where: Beginning of the error messages: the source of the cluster spec.
+
+  Raises:
+    cluster.ClusterError: If a model is spread over N devices, and the number of
+      a replica's GPUs is not a multiple of N.
+  """
   needed = options.devices_per_tower
   for replica in options.replicas:
     gpus = options.spec.gpus(replica) or ()
@@ -478,14 +516,15 @@ def _check_layers(options: Options, where: str) -> None:
 def _check_equal_towers(options: Options, where: str) -> None:
   """Raises ClusterError unless every worker has the same number of GPUs.
 
-  Otherwise contributions would be means of different numbers of examples.
+  Otherwise the gradients that the workers send would be means of different
+  numbers of examples.
   """
   sizes = {str(t): len(options.spec.gpus(t) or ()) for t in options.replicas}
   if len({max(1, size) for size in sizes.values()}) > 1:
     numbers = ", ".join(f"{n} of {task}" for task, n in sizes.items())
     raise cluster.ClusterError(
-      f"{where}`devices` must name as many GPUs for every worker, so that all"
-      f" contributions weigh the same. Received: {numbers}."
+      f"{where}`devices` must name equally many GPUs for every worker, so that"
+      f" the gradients of all workers weigh the same. Received: {numbers}."
     )
 
 
@@ -523,8 +562,8 @@ def _check_mirrored(options: Options, where: str) -> None:
     )
   if spec.layers:
     raise cluster.ClusterError(
-      f"{where}`layers` needs towers of several devices; a replica of mirrored"
-      f" variables has one. Received: {', '.join(spec.layers)}."
+      f"{where}`layers` must be absent with mirrored variables, where every"
+      f" device has all layers. Received: {', '.join(spec.layers)}."
     )
   if len(spec.replicas) == 1:
     return
@@ -550,7 +589,10 @@ def describe_updates(
   num_towers: int,
   batch_size: int | None,
 ) -> str:
-  """Says how many replicas and towers there are, and what makes an update.
+  """Returns a line about the numbers of replicas and towers, and the updates.
+
+  A tower is a copy of the model. A contribution is what one replica sends for
+  one update, such as a gradient.
 
   Args:
     replication: Kind of replication, such as "between_graph".
@@ -575,7 +617,7 @@ def describe_updates(
 
 
 def describe(options: Options, workload: Workload) -> str:
-  """Describes replicas, batch size and learning rate.
+  """Describes a training's replicas, batch size and learning rate for the log.
 
   Args:
     options: How the training is run.
@@ -589,7 +631,7 @@ def describe(options: Options, workload: Workload) -> str:
 
 
 def _describe_replicas(options: Options, workload: Workload) -> str:
-  """Returns the line about replicas and batches, below that of the cluster."""
+  """Returns a log line about replicas, batches, and examples per update."""
   number = options.num_towers
   effective = f"effective batch {options.effective_batch(workload.batch_size)}"
   if options.is_mirrored or not options.spec.is_distributed:

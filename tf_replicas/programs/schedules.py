@@ -12,7 +12,12 @@ _Count = TypeVar("_Count")
 
 
 def num_examples(epochs: float, per_epoch: int) -> int:
-  """Returns the number of examples in `epochs` epochs of `per_epoch` each."""
+  """Returns the number of examples in `epochs` epochs.
+
+  Args:
+    epochs: Number of epochs, possibly a fraction.
+    per_epoch: Number of examples in one epoch.
+  """
   return round(epochs * per_epoch)
 
 
@@ -37,10 +42,16 @@ def share(examples: _Count, length: int) -> _Count:
 
 
 def staircase(examples: _Count, factor: float, length: int) -> _Count:
-  """Returns `factor` ** k with k = floor(examples / length).
+  """Returns a factor of the learning rate that decays in equal intervals.
 
-  This is the decay of `tf.compat.v1.train.exponential_decay(staircase=True)`,
-  but by examples instead of steps.
+  The result is `factor` ** k with k = floor(examples / length). This is the
+  decay of `tf.compat.v1.train.exponential_decay(staircase=True)`, but by
+  examples instead of steps.
+
+  Args:
+    examples: Number of examples seen so far: an int or an integer tensor.
+    factor: The factor of one interval.
+    length: Number of examples in one interval.
   """
   return factor ** ((examples / max(1, length)) // 1)
 

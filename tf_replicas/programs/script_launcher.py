@@ -2,9 +2,9 @@
 
   python -m tf_replicas.launch --ps=1 --workers=2 train.py [arguments]
 
-The script calls `tf_replicas.fit`, which finds the role of its task in
-environment variables. Each line of output has the name of its task in front.
-Ctrl-C ends all tasks.
+The script calls `tf_replicas.fit`, which finds out from environment variables
+which task its process is. Each line of output has the name of its task in
+front. Ctrl-C ends all tasks.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def launch(argv: list[str]) -> int:
-  """Starts the tasks and waits until they end.
+  """Starts a script as all tasks of a cluster, and waits until they end.
 
   Args:
     argv: The command line, without the name of the program.
@@ -72,7 +72,8 @@ def launch(argv: list[str]) -> int:
   options = _parser().parse_args(argv)
   if not os.path.isfile(options.script):
     raise cluster.ClusterError(
-      f"the script must be a Python file. Received: {options.script}."
+      "the script must be a Python file that exists. Received:"
+      f" {options.script}."
     )
   spec = launcher.local_spec(
     options.cluster_spec or None,
@@ -110,7 +111,9 @@ def launch(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-  """Runs `launch` and exits with its status; 2 for invalid arguments.
+  """Starts a script as all tasks of a cluster, and ends the process after them.
+
+  The exit status is that of `launch`, or 2 if the arguments are invalid.
 
   Args:
     argv: The command line without the name of the program; None for that of

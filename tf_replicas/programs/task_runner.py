@@ -1,4 +1,4 @@
-"""Runs one task: a server, or a client that trains.
+"""Runs one task of a training: a server, or a client that trains.
 
 Programs, tests and notebooks call `train`, which returns and does not end the
 process.
@@ -53,7 +53,11 @@ def _say(line: str) -> None:
 
 
 def _configure(options: run_options.Options) -> list[str]:
-  """Chooses devices and threads; returns the devices of the towers.
+  """Configures the devices and threads that TensorFlow uses in this task.
+
+  Returns:
+    The devices of this task's towers (copies of the model), for example GPUs.
+    Without GPUs, the list is empty.
 
   Raises:
     cluster.ClusterError: If a GPU that the cluster spec names does not exist.
@@ -78,11 +82,12 @@ def _configure(options: run_options.Options) -> list[str]:
 
 
 def _gpus(options: run_options.Options) -> tuple[int, ...]:
-  """Returns the GPUs that the spec gives to this task, if it gives any.
+  """Returns the numbers of the GPUs that this task uses.
 
-  So tasks of one host share a GPU only if the spec gives it to both. A process
-  without a cluster takes the first GPU if the spec names no other, and none if
-  the machine has no GPU, so that it runs on every machine.
+  In a cluster these are the GPUs that the spec gives to the task, so tasks of
+  one host share a GPU only if the spec gives it to both. A process without a
+  cluster takes the first GPU if the spec names no other, and no GPU if the
+  machine has none, so that it runs on every machine.
   """
   spec = options.spec
   gpus = spec.gpus(options.task or spec.chief)
@@ -97,7 +102,7 @@ def serve(options: run_options.Options) -> int:
   """Serves as a parameter server or an in-graph worker until training ends.
 
   Returns:
-    The exit status: 0 if training ended well.
+    The exit status: 0 if training ended without an error, else 1.
   """
   _configure(options)
   if options.timeline and options.is_in_graph:
@@ -140,8 +145,9 @@ def train(
   """
   if options.dry_run or options.task is None and options.spec.is_distributed:
     raise cluster.ClusterError(
-      "`dry_run` must be False and `task` must be one of a cluster, to train in"
-      f" this process. Received: {options.dry_run} and {options.task}."
+      "to train in this process, `dry_run` must be False, and `task` must say"
+      " which task of a cluster this process is. Received:"
+      f" dry_run={options.dry_run}, task={options.task}."
     )
   tower_devices = _configure(options)
   one_line = functools.partial(_one_line_errors, options)
@@ -155,7 +161,7 @@ def train(
 
 @contextlib.contextmanager
 def _one_line_errors(options: run_options.Options) -> Iterator[None]:
-  """Context that turns errors of TensorFlow into one-line `RuntimeError`s."""
+  """Turns TensorFlow's errors in a context into one-line `RuntimeError`s."""
   try:
     yield
   except tf.errors.OpError as error:
@@ -164,7 +170,11 @@ def _one_line_errors(options: run_options.Options) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _advising(workload: run_options.Workload) -> Iterator[None]:
-  """Context that adds the advice on divergence to a FloatingPointError."""
+  """Adds advice to the error of a training that diverges inside this context.
+
+  The error is a FloatingPointError, since a loss or a gradient is not finite.
+  The advice is `workload.divergence_advice`, such as a lower learning rate.
+  """
   try:
     yield
   except FloatingPointError as error:
@@ -174,7 +184,11 @@ def _advising(workload: run_options.Workload) -> Iterator[None]:
 
 
 def _one_line(error: tf.errors.OpError, options: run_options.Options) -> str:
-  """Shortens an error of TensorFlow to one line that names this task."""
+  """Returns an error of TensorFlow as one line, which names this task.
+
+  The line says whether the task itself failed or another task cannot be
+  reached.
+  """
   where = f" in {options.task}" if options.spec.is_distributed else ""
   what = f"TensorFlow failed{where}"
   # A restarted task that lacks a resource raises `NotFoundError`, as does a
@@ -190,7 +204,13 @@ def _driver(
   workload: run_options.Workload,
   tower_devices: list[str],
 ) -> driver_base.Driver:
-  """Builds the driver, the object that runs the updates, for the options."""
+  """Builds the driver (the object that runs the updates) for the options.
+
+  Args:
+    options: How to run the training.
+    workload: What to train.
+    tower_devices: The devices of this task's towers, the copies of the model.
+  """
   if options.is_mirrored:
     return mirrored.Mirrored(
       functools.partial(workload.replica_fn, []),
@@ -231,7 +251,10 @@ def _driver(
 
 
 def _timeline_dir(options: run_options.Options) -> str | None:
-  """Returns the directory of this task's timeline; None without `timeline`."""
+  """Returns the directory of this task's timeline; None if none is recorded.
+
+  A timeline is a file that records what each replica does when.
+  """
   if not options.timeline:
     return None
   return timeline.directory_of(options.train_dir)
@@ -242,7 +265,19 @@ def _drive(
   options: run_options.Options,
   workload: run_options.Workload,
 ) -> run_options.Outcome:
-  """Trains as the chief: restores or initializes, then steps until the end."""
+  """Trains as the chief, the task that drives updates and saves checkpoints.
+
+  Restores the newest checkpoint, or initializes the variables if there is none.
+  Then makes updates until the last step.
+
+  Args:
+    driver: The object that runs the updates.
+    options: How to run the training.
+    workload: What to train.
+
+  Returns:
+    The global step and the loss of the last update.
+  """
   _say(driver.store.table())
   layers = driver.replica.layers
   if layers is not None and layers.num_devices > 1:
@@ -285,15 +320,18 @@ def _check_rate(
   workload: run_options.Workload,
   left: int,
 ) -> None:
-  """Raises CheckpointError if a resumed training has the learning rate 0."""
+  """Raises CheckpointError if a resumed training has the learning rate 0.
+
+  This happens if the learning-rate schedule is for a shorter training.
+  """
   seen = int(store.examples_seen.read_value())
   rate_fn = workload.learning_rate_fn
   # A new training may begin with 0, to warm up.
   if seen and rate_fn is not None and not rate_fn(seen):
     raise checkpoints.CheckpointError(
-      f"{options.train_dir}: after {seen} examples the schedule of the learning"
-      " rate must not be at its end, 0, as it is for a run of this length."
-      f" Received: {left} updates left to make."
+      f"{options.train_dir}: the schedule of the learning rate must not end"
+      f" before the training. Received: a rate of 0 after {seen} examples, with"
+      f" {left} updates left to make."
     )
 
 
@@ -304,8 +342,9 @@ def _max_steps(
 ) -> int:
   """Computes the global step at which training stops.
 
-  If that is given as a number of examples, it depends on the step and the
-  examples so far: those of the checkpoint, if it is ahead of the store.
+  If the length of the training is given as a number of examples, the result
+  depends on the step and the examples so far. Both are read from the newest
+  checkpoint if it is ahead of `store`, the variables on the parameter servers.
   """
   step = int(store.read_global_step())
   seen = int(store.examples_seen.read_value())
@@ -318,10 +357,11 @@ def _max_steps(
 
 
 class _Steps:
-  """Function for `Session.run`: sets the learning rate and makes updates.
+  """A callable with which `Session.run` makes updates.
 
-  When a summary is due, the result also has the contribution counts of the
-  replicas.
+  Each call sets the learning rate, makes one or several updates and returns
+  their result. When a summary is due, the result also says how many
+  contributions (such as gradients) of each replica were used.
 
   Attributes:
     loss: The loss of the last update; None before the first.
@@ -350,7 +390,11 @@ class _Steps:
     self._examples_seen = int(driver.store.examples_seen.read_value())
 
   def _max_updates(self) -> int:
-    """Returns the number of updates until the rate changes or output is due."""
+    """Returns how many updates the driver may make in its next call.
+
+    The last of these updates is where the learning rate changes, a log line, a
+    summary or a checkpoint is due, or the training ends.
+    """
     limits = [reports.steps_until_due(self._step, n) for n in self._stops]
     return updates_at_one_rate(
       self._learning_rate_fn,
@@ -372,7 +416,11 @@ class _Steps:
     return self._with_counts(result)
 
   def _with_counts(self, result: training.StepResult) -> training.StepResult:
-    """Adds scalars and histograms of replicas and variables for TensorBoard."""
+    """Returns the result of a step with more scalars and histograms.
+
+    TensorBoard shows them: how many contributions (such as gradients) of each
+    replica were used, how old they were and, if asked for, the variables.
+    """
     scalars, histograms = dict(result.scalars), {}
     counts = self._driver.counts()
     for name, count in zip(self._driver.replica_names, counts, strict=True):
@@ -408,7 +456,7 @@ def updates_at_one_rate(
     limit: Largest number to return.
 
   Returns:
-    The number of updates, at least 1.
+    The number of updates, at least 1 and at most `limit`.
   """
   if learning_rate_fn is None:
     return limit
@@ -429,15 +477,15 @@ def _spread_out(counts: Sequence[int], limit: int = 1000) -> np.ndarray:
 
 
 def report(counts: list[results.Counts], names: list[str]) -> list[str]:
-  """Describes what happened to the contributions of every replica.
+  """Describes what happened to the contributions (gradients) of every replica.
 
   Args:
     counts: The counts of contributions, one entry per replica.
     names: The names of the replicas, in the same order.
 
   Returns:
-    One line per replica: contributions applied and refused, and their
-    staleness.
+    One line per replica: how many of its contributions were applied and
+    refused, and their staleness, which is their age in updates.
   """
   lines = []
   for name, count in zip(names, counts, strict=True):

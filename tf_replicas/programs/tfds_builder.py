@@ -7,29 +7,29 @@ import urllib.request
 
 
 class DataError(Exception):
-  """Raised if data cannot be used; the message gives the reason in one line."""
+  """Raised if data cannot be used. The message gives the reason in one line."""
 
 
 class NotPreparedError(DataError):
-  """Raised if a data set is not prepared and must not be downloaded."""
+  """Raised if a data set is not downloaded yet, and must not be downloaded."""
 
 
 def builder(
   name: str, data_dir: str | None, *, download: bool, others: str, advice: str
 ):
-  """Returns a TensorFlow Datasets builder of a data set that is prepared.
+  """Returns the TensorFlow Datasets builder of a prepared data set.
 
   Args:
     name: Name of the data set.
     data_dir: Directory to look in; None is the default of TensorFlow Datasets.
     download: Whether to download and prepare the data set if it is missing.
-    others: The names of data sets that the program provides itself; for error
+    others: The names of data sets that the program provides itself, for error
       messages.
-    advice: What else the user can do; the end of an error message.
+    advice: What else the user can do, as the end of an error message.
 
   Raises:
     DataError: If there is no such data set, or it cannot be loaded.
-    NotPreparedError: If the data set only has to be downloaded.
+    NotPreparedError: If the data set is missing and `download` is False.
   """
   place = "its default directory" if data_dir is None else f"`{data_dir}`"
   try:
@@ -82,9 +82,15 @@ def _prepare(name: str, data_dir: str | None) -> None:
 
 
 def _require_server(found) -> None:
-  """Raises DataError if the server of the data cannot be reached.
+  """Checks that the server with the files of a data set can be reached.
 
   Otherwise the downloader would retry for minutes.
+
+  Args:
+    found: The TensorFlow Datasets builder of the data set.
+
+  Raises:
+    DataError: If the server cannot be reached.
   """
   for url in list(found.url_infos or ())[:1]:
     request = urllib.request.Request(url, method="HEAD")
@@ -97,6 +103,9 @@ def _require_server(found) -> None:
 
 
 def _one_line(error: Exception) -> str:
-  """Returns the first line of a message, without a final period."""
+  """Returns the first line of an error's message, without a final period.
+
+  At most 300 characters are returned.
+  """
   lines = str(error).strip().splitlines() or [type(error).__name__]
   return lines[0].strip()[:300].rstrip(".")

@@ -38,12 +38,14 @@ class Rule(NamedTuple):
   Attributes:
     make: Maps (settings, number of replicas, optimizer, keyword arguments) to
       the update rule.
-    policy: Maps the settings to the staleness policy that the rule adds to
-      asynchronous updates; None if it adds none.
+    policy: Maps the settings to the staleness policy (the treatment of old
+      gradients) that the rule adds to asynchronous updates; None if it adds
+      none.
     is_combinable: Whether the rule may be combined with other combinable rules.
-    waits_for_several: Whether an update waits for `replicas_to_aggregate`
-      contributions.
-    is_switchable: Whether training may switch to or from this rule.
+    waits_for_several: Whether an update waits for contributions (such as
+      gradients) of several replicas, `replicas_to_aggregate` in all.
+    is_switchable: Whether training may switch to or from this rule after some
+      updates.
     period: Default number of local steps between two exchanges, as in TF1's
       contrib; None if replicas do not train copies of their own.
   """
@@ -69,13 +71,14 @@ def _sync(settings: UpdateSettings, num_replicas: int, optimizer, **common):
 
 
 def _of_gradients(settings: UpdateSettings, common: dict) -> dict:
-  """Adds settings of clipping and momentum correction to `common`.
+  """Returns the keyword arguments for a rule that applies gradients.
 
-  Returns:
-    Keyword arguments of a rule that applies gradients.
+  They are the arguments in `common`, and what `settings` says about clipping
+  and momentum correction.
 
   Raises:
-    ValueError: If both `clip_norm` and the optimizer limit the mean's norm.
+    ValueError: If both `clip_norm` and the optimizer limit the norm of the mean
+      gradient.
   """
   keywords = {"clip_replica_norm": settings.clip_replica_norm, **common}
   if settings.momentum_correction:
@@ -130,14 +133,17 @@ def _periodic(settings: UpdateSettings, num_replicas: int, optimizer, **common):
 
 
 def _policy(name: str, *arguments: str):
-  """Returns a function that makes a policy of the `staleness` module.
+  """Returns a function that makes a staleness policy from the settings.
+
+  A staleness policy says how asynchronous updates treat old gradients.
 
   Args:
-    name: The name of the function in that module, such as "drop_stale".
-    *arguments: The fields of `UpdateSettings` to pass to the function.
+    name: The name of a function of the `staleness` module that makes the
+      policy, such as "drop_stale".
+    *arguments: The fields of `UpdateSettings` to pass to that function.
 
   Returns:
-    Maps the settings to the policy.
+    A function that maps an `UpdateSettings` to the policy.
   """
 
   def make(settings: UpdateSettings) -> staleness.Policy:
@@ -185,14 +191,26 @@ _SWITCHABLE = _names(lambda rule: rule.is_switchable)
 
 
 def _setting(default, help, within=None, *, of=None, is_needed=False, **more):
-  """Returns a field for a setting of the rules in `of`; None for all rules."""
+  """Returns a dataclass field for a setting of update rules.
+
+  Args:
+    default: The default value.
+    help: The help text of the flag.
+    within: The interval of valid numbers, such as "[0, 1)"; None for any.
+    of: The names of the rules that have this setting; None for all rules.
+    is_needed: Whether these rules need a value other than None.
+    **more: Further arguments of `fields.setting`.
+  """
   more = {"of": of, "is_needed": is_needed, "group": GROUP, **more}
   return fields.setting(default, help, within, **more)
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-  """The update rule and its settings, which `check` checks."""
+  """The chosen update rule or rules, and their settings.
+
+  The function `check` checks whether the settings are valid together.
+  """
 
   rules: tuple[str, ...] = _setting(
     (SYNC,),
@@ -308,27 +326,38 @@ class UpdateSettings:
 
   @property
   def all_rules(self) -> tuple[str, ...]:
-    """The names of the rules before and after the switch, if there is one."""
+    """The names of all update rules: before and after a switch, if any."""
     return self.rules + self.then_update
 
   @property
   def waits_for_several(self) -> bool:
-    """Whether an update waits for contributions of several replicas."""
+    """Whether an update waits for contributions of several replicas.
+
+    A contribution is what one replica sends for one update, such as a gradient.
+    """
     return any(RULES[name].waits_for_several for name in self.rules)
 
   @property
   def is_periodic(self) -> bool:
-    """Whether replicas train copies of their own."""
+    """Whether each replica trains its own copy of the variables.
+
+    The copies are exchanged only after several steps.
+    """
     return any(RULES[name].period for name in self.rules)
 
   @property
   def local_steps(self) -> int:
-    """Number of batches in one contribution."""
+    """Number of batches that a replica trains on for one contribution.
+
+    A contribution is what one replica sends for one update.
+    """
     return self.period or RULES[self.rules[0]].period or 1
 
 
 def replicas_to_aggregate(settings: UpdateSettings, num_replicas: int) -> int:
   """Computes the number of contributions in one update.
+
+  A contribution is what one replica sends for one update, such as a gradient.
 
   Args:
     settings: The update rule. If training switches rules, the first one counts.
@@ -346,7 +375,8 @@ def needs_parameter_servers(settings: UpdateSettings) -> bool:
   """Returns whether the settings can only be used with parameter servers.
 
   Args:
-    settings: The settings. Here, `replicas_to_aggregate` is ignored.
+    settings: The settings. Two kinds are ignored: `replicas_to_aggregate`, and
+      those about gradients, such as clipping.
   """
   return any(
     getattr(settings, field.name) != field.default
@@ -357,9 +387,10 @@ def needs_parameter_servers(settings: UpdateSettings) -> bool:
 
 
 def phases(settings: UpdateSettings) -> list[UpdateSettings]:
-  """Returns the settings before and after the switch of the update rule.
+  """Returns the settings of each phase of the training, in their order.
 
-  Without a switch, the list has one entry.
+  A training that switches from one update rule to another has two phases. Any
+  other training has one.
   """
   return [
     dataclasses.replace(settings, rules=rules, then_update=())
@@ -407,7 +438,7 @@ def check(settings: UpdateSettings, num_replicas: int) -> None:
     num_replicas: Number of replicas.
 
   Raises:
-    cluster.ClusterError: If they are not; gives the reason.
+    cluster.ClusterError: If they are not. The message gives the reason.
   """
   _check_rules("update", settings.rules)
   fields.validate(settings, cluster.ClusterError)
@@ -438,7 +469,12 @@ def _check_rules(flag: str, names: tuple[str, ...]) -> None:
 
 
 def _check_used(settings: UpdateSettings, field: dataclasses.Field) -> None:
-  """Checks that a setting is given if a rule needs it, and used if given."""
+  """Checks whether one setting suits the chosen update rules.
+
+  Raises:
+    cluster.ClusterError: If a rule needs the setting and it is not given, or it
+      is given and no rule uses it.
+  """
   rules = field.metadata["of"]
   if rules is None:
     return
@@ -456,7 +492,13 @@ def _check_used(settings: UpdateSettings, field: dataclasses.Field) -> None:
 
 
 def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
-  """Checks that a switch has one condition, and goes between suitable rules."""
+  """Checks the settings of a switch from one update rule to another.
+
+  Raises:
+    cluster.ClusterError: If a switch has no condition or several, if there is a
+      condition without a switch, or if training cannot switch between the
+      rules.
+  """
   conditions = ("switch_at_step", "switch_when_refused", "switch_when_slow")
   values = {name: getattr(settings, name) for name in conditions}
   given = [f"--{k}={v}" for k, v in values.items() if v is not None]
@@ -493,7 +535,14 @@ def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
 def _check_switch_condition(
   settings: UpdateSettings, num_replicas: int
 ) -> None:
-  """Checks that the condition of a switch can occur under the first rule."""
+  """Checks that the condition for leaving the first update rule can occur.
+
+  For example, a rule that refuses no gradients never reaches the share of
+  refused gradients at which to switch.
+
+  Raises:
+    cluster.ClusterError: If the condition cannot occur.
+  """
   is_sync = settings.rules == (SYNC,)
   has_backups = is_sync and (
     replicas_to_aggregate(settings, num_replicas) < num_replicas
@@ -523,8 +572,8 @@ def rule_fn(settings: UpdateSettings, num_replicas: int) -> RuleFn:
 
   Returns:
     A function of a Keras optimizer and keyword arguments of
-    `rules.base.UpdateRule`. The rule that it returns contains both rules if
-    training switches between two.
+    `rules.base.UpdateRule`. It returns the update rule, which contains two
+    rules if training switches between them.
   """
   if not settings.then_update:
     rule = RULES[settings.rules[0]]

@@ -1,1 +1,1 @@
-"""Model replicas and their towers, which compute gradients."""
+"""Contains model replicas, which compute gradients on one or more devices."""

@@ -1,9 +1,10 @@
 """Embeddings whose tables stay on the PS tasks, for Keras and for custom code.
 
-Where a driver builds the model, that is in `model_fn` or `replica_fn`, a table
-is created on the PS tasks, or beside the other variables if there are none. A
-replica looks up the rows that its batch needs (`store.tables`). Elsewhere, an
-`Embedding` is that of Keras, and a `Table` an ordinary variable.
+A table is a variable of which a replica looks up only the rows that its batch
+needs (`store.tables`). A driver builds the model in `model_fn` or `replica_fn`.
+There, a table is created on the PS tasks, or beside the other variables if
+there are no PS tasks. Outside of these functions, an `Embedding` works as
+`keras.layers.Embedding` does, and a `Table` is an ordinary variable.
 """
 
 import os
@@ -28,7 +29,7 @@ _PREFIX = "variables/"
 class Embedding(keras.layers.Embedding):
   """A `keras.layers.Embedding` whose rows stay on the PS tasks.
 
-  With a sharded table, a replica fetches the rows of the ids in its batch, and
+  The rows form a table. A replica fetches the rows of the ids in its batch, and
   sends gradients of these rows only. The optimizer updates only these rows.
   Under SGD without momentum and Adagrad, that equals the update of the whole
   table. Under optimizers that also change rows without a gradient, such as
@@ -46,15 +47,15 @@ class Embedding(keras.layers.Embedding):
     combiner: str | None = None,
     **kwargs: Any,
   ):
-    """Makes the layer.
+    """Makes the layer, without its table of rows.
 
     Args:
       input_dim: The number of rows.
       output_dim: The number of columns.
       *args: As in `keras.layers.Embedding`.
-      partition: `modulo` puts row r on PS task r modulo their number, so that
-        frequent ids that are neighbours are on different tasks; `range` puts
-        consecutive rows on a task.
+      partition: How the rows are divided among N PS tasks. `modulo` puts row r
+        on PS task r modulo N, so that frequent ids that are neighbours are on
+        different tasks; `range` puts consecutive rows on a task.
       combiner: `sum`, `mean` or `sqrtn` (the sum over the root of the number of
         ids) combines the rows of the ids along the last dimension; no ids yield
         zeros. The ids may then be a `tf.SparseTensor` of 2 dimensions. None:
@@ -62,10 +63,10 @@ class Embedding(keras.layers.Embedding):
       **kwargs: As in `keras.layers.Embedding`.
 
     Raises:
-      ValueError: If `partition` or `combiner` is not known, if there is a
-        combiner and `mask_zero`, or where a driver builds the
-        model, if an argument needs the whole table: a regularizer, a
-        constraint, `weights`, `lora_rank` or quantization.
+      ValueError: If `partition` or `combiner` is not known; if there is a
+        combiner and `mask_zero`; or, where a driver builds the model, if
+        `weights` are given. `build` refuses other arguments that need
+        the whole table.
     """
     _check_partition(partition)
     if tables.current_home() is not None and kwargs.get("weights") is not None:
@@ -85,7 +86,15 @@ class Embedding(keras.layers.Embedding):
       )
 
   def build(self, input_shape: Any = None) -> None:
-    """Creates the table, or the weight if no driver builds the model."""
+    """Creates the table of rows on the PS tasks.
+
+    If no driver builds the model, creates the weight of
+    `keras.layers.Embedding`.
+
+    Raises:
+      ValueError: If an argument of the layer needs the whole table: a
+        regularizer, a constraint, `lora_rank` or quantization.
+    """
     home = tables.current_home()
     if home is None or self.built:
       super().build(input_shape)
@@ -142,7 +151,16 @@ class Embedding(keras.layers.Embedding):
     return self.embeddings
 
   def call(self, inputs: Any) -> Any:
-    """Looks up the rows of `inputs`, integers of any shape."""
+    """Looks up the rows for ids.
+
+    Args:
+      inputs: The ids, a dense or ragged tensor of integers, of any shape;
+        with a combiner, also a sparse tensor of 2 dimensions.
+
+    Returns:
+      The rows, of shape [*inputs.shape, output_dim]; with a combiner,
+      [*inputs.shape[:-1], output_dim].
+    """
     if tables.rows_of(self._embeddings) is None and self.combiner is None:
       return super().call(inputs)
     # As in Keras, where a model without `dtype` for its input yields floats.
@@ -166,16 +184,18 @@ class Embedding(keras.layers.Embedding):
     return keras.KerasTensor(shape, dtype=self.compute_dtype)
 
   def get_config(self) -> dict[str, Any]:
-    """Returns the configuration, as of any layer."""
+    """Returns the arguments with which Keras can make the layer again."""
     own = {"partition": self.partition, "combiner": self.combiner}
     return {**super().get_config(), **own}
 
 
 class Table(tf.Module):
-  """A table of rows on the PS tasks, for custom code; see `lookup`.
+  """A table of rows on the PS tasks, for custom code.
 
-  To be made in `replica_fn`, and to be an attribute of the module that
-  `module_replica` gets. For `Replica`, `variable` is one of its `variables`.
+  A replica fetches only the rows that its batch needs, by `lookup`. A table is
+  made in `replica_fn`. It must be an attribute of the module that is given to
+  `module_replica`; or its `variable` must be one of the `variables` of a
+  `Replica`.
 
   Attributes:
     variable: Stands for the table in `Replica.variables`.
@@ -191,16 +211,17 @@ class Table(tf.Module):
     dtype: str = "float32",
     partition: str = "modulo",
   ):
-    """Makes the table; without a driver, an ordinary variable.
+    """Makes the table; if no driver builds the model, an ordinary variable.
 
     Args:
       num_rows: The number of rows.
       num_columns: The number of columns.
-      name: The path of the table, in checkpoints too.
+      name: The path of the table, which is also its name in checkpoints.
       initializer: An initializer of Keras, or its name, that draws every row by
         itself.
       dtype: The dtype of the rows.
-      partition: See `Embedding`.
+      partition: How the rows are divided among N PS tasks. `modulo` puts row r
+        on PS task r modulo N; `range` puts consecutive rows on a task.
 
     Raises:
       ValueError: If an argument is invalid.
@@ -229,13 +250,13 @@ def lookup(
   ids: tf.Tensor | tf.RaggedTensor | tf.SparseTensor,
   combiner: str | None = None,
 ) -> tf.Tensor | tf.RaggedTensor:
-  """Looks up rows of a table in a loss function.
+  """Looks up rows of a table on the PS tasks, in a loss function.
 
-  Each row is fetched once per call, from all PS tasks at the same time. Calls
-  that do not depend on each other travel at the same time, too.
+  A call fetches each row once, from all PS tasks at the same time. Calls that
+  do not depend on each other run at the same time, too.
 
   Args:
-    table: A table, an embedding layer that is built, or `Table.variable`.
+    table: A `Table`, its `variable`, or an embedding layer that is built.
     ids: Indices of rows: a tensor or ragged tensor of integers, of any shape;
       with a combiner, also a sparse tensor of 2 dimensions.
     combiner: `sum`, `mean` or `sqrtn` (the sum over the root of the number of
@@ -266,16 +287,17 @@ def lookup(
 def load_tables(
   model: keras.Model, train_dir: str | os.PathLike[str] | None = None
 ) -> None:
-  """Loads all rows of the tables of a model into this process.
+  """Loads all rows of a model's embedding tables into this process.
 
-  To evaluate or export a model after training, where the memory suffices. The
-  layers are then like those of Keras.
+  During training, the rows of an `Embedding` are on the PS tasks. This serves
+  to evaluate or export a model after training, if the memory suffices. The
+  layers are then like `keras.layers.Embedding`.
 
   Args:
     model: A built model: one that was trained, or one that was built anew.
-    train_dir: The directory of the checkpoint, the newest of which is loaded.
-      None reads the rows where they are, while the training still runs or if it
-      ran in this process.
+    train_dir: The directory of the training, whose newest checkpoint is read.
+      None reads the rows from the PS tasks, while the training still runs or if
+      it ran in this process.
 
   Raises:
     CheckpointError: If there is no checkpoint, or a table is not in it.
@@ -310,7 +332,22 @@ def _whole(
   prefix: str | None,
   saved: dict[str, row_files.Entry],
 ) -> np.ndarray:
-  """Reads a whole table, in blocks."""
+  """Reads all rows of an embedding table, block by block.
+
+  Args:
+    variable: The weight of the layer.
+    rows: The table on the PS tasks; None if the weight holds all rows.
+    prefix: The path of the checkpoint's table files to read. None reads the
+      rows from the PS tasks.
+    saved: The shapes of the tables in the files, by name.
+
+  Returns:
+    An array of shape (number of rows, number of columns).
+
+  Raises:
+    CheckpointError: If the checkpoint has no such table.
+    RuntimeError: If the rows were on PS tasks that have ended.
+  """
   path = variable.path if rows is None else rows.path
   shape = tuple(variable.shape) if rows is None else rows.shape
   tensor = None

@@ -1,4 +1,4 @@
-"""Makes a replica of a Keras 3 model, with its states and its regularizers."""
+"""Makes a replica of a Keras 3 model, with its states and regularizers."""
 
 import inspect
 from collections.abc import Callable
@@ -28,24 +28,29 @@ def keras_replica(
 
   The loss is `loss(labels, outputs)` plus the losses of the model's
   regularizers. States of floating dtype, such as the moving mean and variance
-  of batch normalization, become statistics of the replica: an update moves
-  them to the mean over the contributions. Weights of frozen layers are shared
-  in the same way, and stay constant. Random layers draw new numbers for every
-  gradient. The model is called with `training=True` if its `call` has such an
-  argument, as `fit` does.
+  of batch normalization, become statistics of the replica: an update moves them
+  to the mean over the replicas that contribute to it. Weights of frozen layers
+  are shared as statistics too, and stay constant. Random layers draw new
+  numbers for every gradient. The model is called with `training=True` if its
+  `call` has such an argument, as `fit` does.
 
   Args:
-    model: A built Keras 3 model. Its own weights do not change; see
-      `Driver.values`.
+    model: A built Keras 3 model. Its own weights do not change; `Driver.values`
+      returns the trained values.
     loss: Maps (labels, outputs) to a scalar, the mean over the batch; for
       example a `keras.losses.Loss`.
-    dataset_fn: See `Replica.dataset_fn`; its batches are (inputs, labels).
-    devices: See `Replica.devices`.
-    layers: See `Replica.layers`.
-    micro_batches: See `Replica.micro_batches`.
-    is_synchronized: See `Replica.is_synchronized`.
-    metrics: Functions of (labels, outputs) by name, for the log: each returns
-      a scalar, a mean over the batch. See `StepResult.metrics`.
+    dataset_fn: Maps (num_shards, shard_index, start_example) to an endless data
+      set of batches (inputs, labels); `Replica` documents the arguments.
+    devices: The devices among which each batch is divided, or which the layers
+      are spread over; empty for the default device.
+    layers: Maps the layers to several devices; the result of `place_layers`.
+      None: all layers run on one device.
+    micro_batches: The number of equal parts in which a device processes its
+      batch.
+    is_synchronized: Whether the devices run in lockstep, which
+      `keras.layers.BatchNormalization(synchronized=True)` needs.
+    metrics: Functions of (labels, outputs) by name, for the log: each returns a
+      scalar, a mean over the batch.
 
   Returns:
     The replica.
@@ -123,6 +128,13 @@ def _is_statistic(state: keras.Variable) -> bool:
 
 
 def _initial(state: keras.Variable) -> tf.Tensor:
-  """Returns a new random state for a seed generator, else the present value."""
+  """Returns the value that a state has when a model is called.
+
+  Args:
+    state: A variable of the model that replicas do not share.
+
+  Returns:
+    A new random state for a seed generator, else the variable's present value.
+  """
   is_seed = keras_internals.is_seed(state)
   return keras_internals.new_seed(state) if is_seed else state.value

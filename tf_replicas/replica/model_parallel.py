@@ -59,11 +59,12 @@ _entered: contextvars.ContextVar["Pipeline | None"] = contextvars.ContextVar(
 
 
 class Layer(NamedTuple):
-  """A layer and its device.
+  """A layer of a model, and the device on which it runs.
 
   Attributes:
     name: The layer's Keras name.
-    device: The index of the layer's device within a tower.
+    device: The index of the layer's device within a tower, the devices of one
+      copy of the model.
     weights: The layer's weights, trainable or not.
   """
 
@@ -73,7 +74,10 @@ class Layer(NamedTuple):
 
 
 class LayerPlacement:
-  """The device of every layer of a model; see `place_layers`.
+  """The assignment of a model's layers to the devices of a tower.
+
+  A tower is one copy of the model's computation. `place_layers` makes this
+  object.
 
   Attributes:
     layers: All layers, in the model's order.
@@ -89,6 +93,8 @@ class LayerPlacement:
   def towers(self, devices: Sequence[str]) -> list[tuple[str, ...]]:
     """Groups N x D devices into N towers of D consecutive devices.
 
+    A tower is one copy of the model's computation. D is `num_devices`.
+
     Args:
       devices: The devices of all towers.
 
@@ -96,8 +102,8 @@ class LayerPlacement:
       The devices of each tower; empty if there are no devices.
 
     Raises:
-      ValueError: If their number is not a multiple of D, or if there are none
-        and the model is spread over several devices.
+      ValueError: If the number of devices is not a multiple of D, or if there
+        are none and the model is spread over several devices.
     """
     size = self.num_devices
     if len(devices) % size or (size > 1 and not devices):
@@ -108,10 +114,10 @@ class LayerPlacement:
     return [tuple(devices[i : i + size]) for i in range(0, len(devices), size)]
 
   def table(self, devices: Sequence[str]) -> str:
-    """Formats the placement as a table: every layer, every device.
+    """Formats a table of all layers with their devices and sizes.
 
     Args:
-      devices: The devices of all towers; see `towers`.
+      devices: The devices of all towers (copies of the model), in order.
 
     Returns:
       Lines of text, without a final newline.
@@ -140,7 +146,7 @@ class LayerPlacement:
 def assign(
   layer_names: Sequence[str], layers: Mapping[str, int]
 ) -> dict[str, int]:
-  """Maps layers to the devices of a tower.
+  """Maps the layers of a model to devices, by patterns for their names.
 
   The first matching pattern decides, in the order of `layers`. A layer that
   matches no pattern gets the device of the layer before it; layers before the
@@ -148,7 +154,8 @@ def assign(
 
   Args:
     layer_names: The names, in the model's order.
-    layers: Maps shell patterns (`conv*`) to device indices within a tower.
+    layers: Maps shell patterns (`conv*`) to device indices within a tower, one
+      copy of the model.
 
   Returns:
     The device index of every layer name.
@@ -187,17 +194,21 @@ def assign(
 def place_layers(
   model: keras.Model, layers: Mapping[str, int]
 ) -> LayerPlacement:
-  """Makes the layers of a model run on the devices of a tower.
+  """Makes the layers of a model run on several devices.
+
+  A tower is one copy of the model's computation, on its device or devices.
 
   The model may have any topology if its `call` calls the layers in
-  `model.layers`; a nested model counts as one layer, inputs do not count.
-  Outside of a `Pipeline` the model works as before. Computations outside of
-  all layers, such as the loss, run on the last layer's device.
+  `model.layers`; a nested model counts as one layer, and inputs do not count.
+  The devices apply where a replica computes gradients; elsewhere the model
+  works as before. Computations outside of all layers, such as the loss, run on
+  the last layer's device.
 
   Args:
     model: A built Keras model; the `call` of its layers is replaced.
-    layers: Maps patterns to device indices within a tower; see `assign`. Empty
-      for one device.
+    layers: Maps shell patterns for names of layers (`conv*`) to device indices
+      within a tower. The first matching pattern decides. A layer that matches
+      no pattern gets the device of the layer before it. Empty for one device.
 
   Returns:
     The device of every layer.
@@ -246,14 +257,22 @@ def _placed(
 
 
 class Pipeline:
-  """Builds the graph of one tower, part by part."""
+  """Builds the graph of a model whose layers are on several devices.
+
+  A batch is split into parts, so that the devices work on different parts at
+  the same time.
+  """
 
   def __init__(self, layers: LayerPlacement, devices: Sequence[str]):
-    """Initializes the pipeline. Enter `part` for each part of a batch.
+    """Initializes the pipeline.
+
+    To build the graph, the caller enters the context `part` for each part of a
+    batch, and calls the model there.
 
     Args:
-      layers: The placement of the model.
-      devices: The `layers.num_devices` devices of the tower.
+      layers: The device of each layer of the model.
+      devices: The `layers.num_devices` devices of the tower, one copy of the
+        model.
     """
     self.layers = layers
     self._devices = tuple(devices)
@@ -263,13 +282,21 @@ class Pipeline:
     self._stages: list[tuple[int, list[tf.Tensor]]] = []
 
   def device_of(self, path: str) -> str:
-    """Returns the device of the layer that owns the variable with this path."""
+    """Returns the device of the layer that owns a variable.
+
+    Args:
+      path: The path of the variable. If no layer owns it, the device of the
+        last layer is returned.
+    """
     last = self.layers.layers[-1].device
     return self._devices[self.layers.num_of_path.get(path, last)]
 
   @contextlib.contextmanager
   def part(self) -> Iterator[None]:
-    """Context in which the model is called with the next part."""
+    """Returns a context in which the model is called with the next part.
+
+    The parts are those of one batch, in order.
+    """
     self._before, self._stages = self._stages, []
     token = _entered.set(self)
     try:
@@ -279,12 +306,13 @@ class Pipeline:
       _entered.reset(token)
 
   def run(self, number: int, call: Callable[[], _Outputs]) -> _Outputs:
-    """Runs a layer on a device of the tower, for the present part of the batch.
+    """Runs a layer on its device, for the present part of the batch.
 
-    The layer waits until the previous part has passed the same stage.
+    A stage is a run of consecutive layers on one device. The layer waits until
+    the previous part of the batch has passed the stage of this layer.
 
     Args:
-      number: Index of the device within the tower.
+      number: Index of the device within the tower, one copy of the model.
       call: Calls the layer.
 
     Returns:
@@ -302,7 +330,9 @@ class Pipeline:
 
 
 def parts_under_way(num_devices: int) -> int:
-  """Returns how many parts a tower may process at the same time.
+  """Returns how many parts of a batch a tower may process at the same time.
+
+  A tower is one copy of a model, whose layers are on D devices.
 
   D parts would keep D devices busy only if no device ever waited. With 8 parts
   and emulated devices of fixed speed, 3 devices were 2.0 times as fast as one
@@ -335,8 +365,8 @@ def parts(batch: Batch, count: int, name: str) -> list[Batch]:
   for x in tensors:
     if x.shape.rank and x.shape[0] is not None and x.shape[0] % count:
       raise ValueError(
-        f"`{name}` must divide the examples of a batch. Received: {count} for"
-        f" {x.shape[0]} examples."
+        f"`{name}` must divide the number of examples in a batch. Received:"
+        f" {count} for {x.shape[0]} examples."
       )
   splits = [tf.split(x, count) for x in tensors]
   return [
@@ -347,20 +377,22 @@ def parts(batch: Batch, count: int, name: str) -> list[Batch]:
 def after(
   done: Sequence[tf.Tensor | tf.IndexedSlices | None], batch: Batch
 ) -> Batch:
-  """Delays a batch until tensors are computed.
+  """Delays a batch until given tensors are computed.
+
+  It limits how many parts of a batch are processed at the same time.
 
   Args:
     done: The tensors to wait for.
     batch: The batch.
 
   Returns:
-    A copy of `batch`.
+    A copy of `batch`, which is available only after the tensors.
   """
   with tf.control_dependencies(_tensors(done)):
     return tf.nest.map_structure(tf.identity, batch)
 
 
 def _tensors(structure: object) -> list[tf.Tensor]:
-  """Returns all tensors within any `tf.nest` structure."""
+  """Returns all tensors within any `tf.nest` structure, as a flat list."""
   flat = tf.nest.flatten(structure, expand_composites=True)
   return [x for x in flat if tf.is_tensor(x)]

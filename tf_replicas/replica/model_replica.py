@@ -2,11 +2,12 @@
 
 A replica is a list of variables, a loss as a function of parameters and a
 batch, and a data set. Model code never mentions a device: the driver decides
-where a replica runs, the update rule what becomes of its gradients.
+where a replica runs, and the update rule decides what becomes of its gradients.
 
-A replica may have several towers, one per device (in-graph replication), or
-may spread the layers of a tower over several devices (`model_parallel`), or
-both: N x D devices are N towers of D devices each.
+A tower is one copy of the model's computation. A replica may have several
+towers, one per device (in-graph replication), or may spread the layers of a
+tower over several devices (`model_parallel`), or both: N x D devices are N
+towers of D devices each.
 """
 
 import dataclasses
@@ -40,14 +41,15 @@ Loss = (
 
 
 class Gradients(NamedTuple):
-  """The gradients of one batch.
+  """The gradients of one batch, with its loss and its number of examples.
 
   Attributes:
-    gradients: One per trainable variable; dense, `tf.IndexedSlices` or None.
-      Then one per other variable in `Replica.shared`: its old value minus its
-      new value.
-    loss: float32 scalar, mean over the examples.
-    num_examples: int64 scalar.
+    gradients: One per trainable variable: a dense tensor, `tf.IndexedSlices` or
+      None. Then one tensor per other variable in `Replica.shared` (variables
+      without gradients, such as moving means): its old value minus its new
+      value.
+    loss: float32 scalar, the mean loss over the examples.
+    num_examples: int64 scalar, the number of examples.
   """
 
   gradients: list[parameter_store.Gradient]
@@ -56,12 +58,13 @@ class Gradients(NamedTuple):
 
 
 class Inputs(NamedTuple):
-  """The inputs of the computation of gradients, for a batch or a part of it.
+  """The inputs from which gradients are computed for a batch, or a part of it.
 
   Attributes:
-    parameters: One tensor per variable in `Replica.shared`.
+    parameters: One tensor per variable in `Replica.shared`, the variables that
+      replicas share.
     batch: The examples.
-    scale_loss: Applied to the loss before it is differentiated.
+    scale_loss: A function that is applied to the loss before differentiation.
   """
 
   parameters: Sequence[tf.Tensor]
@@ -71,7 +74,10 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-  """The computation of one replica.
+  """The computation of one replica: variables, loss and data.
+
+  A tower is one copy of the model's computation, on its device or devices. A
+  replica has one tower or several, among which it divides each batch.
 
   Attributes:
     variables: The trainable variables of the model, with their initial values;
@@ -80,38 +86,38 @@ class Replica:
     loss_fn: Maps (parameters, *batch) to a scalar, the mean loss over the
       batch. Parameters are tensors in the order of `shared`; the loss must be
       computed from them and not from the model's own variables. With
-      statistics it returns (loss, new values of the statistics), with `metrics`
-      also a dict of them at the end: (loss, {"accuracy": accuracy}). AutoGraph
-      converts it unless it is marked by
+      `statistics` it returns (loss, new values of the statistics); with
+      `metrics`, a dict of metrics follows: (loss, {"accuracy": accuracy}).
+      AutoGraph converts it unless it is marked by
       `tf.autograph.experimental.do_not_convert`.
-    dataset_fn: Maps (num_shards, shard_index, start_example) to an endless
-      data set of batches: tensors with the examples along axis 0, in any
-      `tf.nest` structure. `loss_fn` takes the elements of a tuple as separate
-      arguments, and any other structure, such as a dict, as one argument.
-      `start_example` is about how many examples all replicas have drawn so
-      far. It and `shard_index` are ints, or int64 scalars where the driver
-      calls the function on a remote worker. Several towers share a batch.
+    dataset_fn: Maps (num_shards, shard_index, start_example) to an endless data
+      set of batches: tensors with the examples along axis 0, in any `tf.nest`
+      structure. `loss_fn` takes the elements of a tuple as separate arguments,
+      and any other structure, such as a dict, as one argument. `start_example`
+      is about how many examples all replicas have drawn so far. `start_example`
+      and `shard_index` are ints, or int64 scalars where the driver calls the
+      function on a remote worker. Several towers share a batch.
     devices: The devices of the towers; empty for the default device. With
       `layers` on D devices, the first D are those of the first tower, and so
       on.
     layers: Maps the layers of the model to the devices of a tower. Gradients
       are then computed inside a `tf.function`.
     micro_batches: The number of equal parts in which a tower processes its
-      batch. With one device per tower they are processed one after another,
-      so that memory for activations is that of one part. Layers that compute
-      over the batch, such as batch normalization, see one part at a time.
-    statistics: Variables without gradients that a batch updates, such as
-      moving means and variances. A replica contributes the mean over its
-      towers.
+      batch. With one device per tower they are processed one after another, so
+      that memory for activations is that of one part. Layers that compute over
+      the batch, such as batch normalization, see one part at a time.
+    statistics: Variables without gradients that a batch updates, such as moving
+      means and variances. A replica contributes the mean over its towers.
     is_synchronized: Whether the towers run in lockstep, so that
       `tf.distribute.ReplicaContext.all_reduce` reduces over all of them.
       `keras.layers.BatchNormalization(synchronized=True)` needs this to
-      normalize by the moments of the whole batch. It needs towers of one
+      normalize by the moments of the whole batch. Lockstep needs towers of one
       device each, in the process that traces. Each all-reduce makes tracing
       slower.
-    loss_scale: Scales the loss dynamically, for computation in float16.
+    loss_scale: Scales the loss dynamically, for computation in float16. None:
+      no scale.
     metrics: Names of the scalars that `loss_fn` returns besides the loss, each
-      a mean over the batch, for the log. See `StepResult.metrics`.
+      a mean over the batch, for the log.
   """
 
   variables: Sequence[tf.Variable]
@@ -126,7 +132,7 @@ class Replica:
   metrics: Sequence[str] = ()
 
   def __post_init__(self) -> None:
-    """Checks the attributes.
+    """Checks the attributes of the replica.
 
     Raises:
       TypeError: If an attribute is of a wrong type, or `dataset_fn` does not
@@ -158,7 +164,7 @@ class Replica:
     if self.is_synchronized and has_stages:
       raise ValueError(
         "`is_synchronized` needs towers of one device each. Received: `layers`"
-        f" on {self.layers.num_devices}."
+        f" on {self.layers.num_devices} devices."
       )
 
   def _check_types(self) -> None:
@@ -198,10 +204,10 @@ class Replica:
 
   @property
   def shared(self) -> list[tf.Variable]:
-    """All variables that replicas share.
+    """All variables that replicas share by the parameter servers.
 
-    `variables`, then `statistics`, then the sums of `metrics` and those of
-    `loss_scale`.
+    They are `variables`, then `statistics`, then the sums of `metrics`, then
+    the state of `loss_scale`.
     """
     own = self.loss_scale.variables if self.loss_scale else ()
     return [*self.variables, *self.statistics, *self._metric_sums, *own]
@@ -211,7 +217,10 @@ class Replica:
     return [metric_sums.variable(self.metrics)] if self.metrics else []
 
   def towers(self) -> list[tuple[str, ...]]:
-    """Returns the devices of each tower; empty if there are no devices."""
+    """Returns the devices of each tower, one copy of the model's computation.
+
+    The list is empty if the replica has no devices.
+    """
     if self.layers is None:
       return [(device,) for device in self.devices]
     return self.layers.towers(self.devices)
@@ -225,17 +234,19 @@ class Replica:
   ) -> Gradients:
     """Computes the gradients of one batch.
 
-    With N towers they are the mean over N equal parts of the batch. A warning
-    names, once, the variables that have no gradient.
+    With N towers (copies of the model on different devices), the gradients are
+    the mean over N equal parts of the batch. The first call warns of variables
+    that have no gradient.
 
     Args:
-      parameters: One tensor per variable in `shared`.
+      parameters: One tensor per variable in `shared`, the variables that
+        replicas share.
       batch: Tensors whose first dimension is divisible by the number of towers
         times `micro_batches`.
-      scale_loss: Applied to the loss before it is differentiated.
+      scale_loss: A function that is applied to the loss before differentiation.
 
     Returns:
-      Gradients of the scaled loss, and the loss without the scale.
+      The gradients of the scaled loss, and the loss without the scale.
 
     Raises:
       TypeError: If `loss_fn` does not take such a batch.
@@ -253,7 +264,14 @@ class Replica:
   def _scaled_gradients(
     self, inputs: Inputs, loss_scale: loss_scaling.LossScale
   ) -> Gradients:
-    """Computes the gradients of a loss that is scaled dynamically."""
+    """Computes gradients with dynamic loss scaling, for float16.
+
+    Args:
+      inputs: The parameters, the batch and the function that scales the loss.
+        The last parameters are the state of `loss_scale`.
+      loss_scale: Finds the factor of the loss, and removes it from the
+        gradients.
+    """
     count = len(inputs.parameters) - len(loss_scale.variables)
     parameters, state = inputs.parameters[:count], inputs.parameters[count:]
 
@@ -282,7 +300,7 @@ class Replica:
     return average_towers(results)
 
   def _pieces(self, batch: Batch, count: int) -> Sequence[Batch]:
-    """Cuts a batch into one piece per tower."""
+    """Cuts a batch into one piece per tower (copy of the model on a device)."""
     return model_parallel.parts(batch, count, "devices")
 
   def _check_gradients(
@@ -310,7 +328,8 @@ class Replica:
   def _in_lockstep(self, inputs: Sequence[Inputs]) -> Gradients:
     """Computes the mean gradients of all towers, which run in lockstep.
 
-    A `tf.distribute.MirroredStrategy` traces each tower in a thread of its own,
+    A tower is one copy of the model on its device. A
+    `tf.distribute.MirroredStrategy` traces each tower in a thread of its own,
     so that ops of several towers, such as all-reduce, can be matched.
 
     Args:
@@ -330,7 +349,15 @@ class Replica:
     return average_towers([results[i] for i in range(len(inputs))])
 
   def _tower(self, devices: Sequence[str], inputs: Inputs) -> Gradients:
-    """Computes the gradients of one tower: the mean over its micro-batches."""
+    """Computes the gradients of one tower, a copy of the model.
+
+    They are the mean over the micro-batches, equal parts of the tower's batch.
+
+    Args:
+      devices: The devices of the tower; several if its layers are spread.
+      inputs: The parameters, the tower's batch, and the function that scales
+        the loss.
+    """
     parameters = inputs.parameters
     pipeline, homes = None, [""] * len(parameters)
     if len(devices) > 1:
@@ -356,7 +383,14 @@ class Replica:
   def _part(
     self, pipeline: model_parallel.Pipeline | None, inputs: Inputs
   ) -> Gradients:
-    """Computes the gradients of one micro-batch."""
+    """Computes the gradients of one micro-batch, an equal part of a batch.
+
+    Args:
+      pipeline: Places the layers of the model on several devices; None if the
+        model is on one device.
+      inputs: The parameters, the micro-batch, and the function that scales the
+        loss.
+    """
     parameters, batch, scale_loss = inputs
     trained = parameters[: len(self.variables)]
     pairs = zip(self.variables, trained, strict=True)
@@ -383,7 +417,12 @@ class Replica:
   def _loss(
     self, parameters: Sequence[tf.Tensor], batch: Batch
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Computes the loss, and old minus new value of each other variable."""
+    """Computes the loss of a batch, and the changes of other shared variables.
+
+    Returns:
+      The loss; and, for each shared variable without gradients (statistics,
+      then sums of metrics), its old value minus its new value.
+    """
     arguments = batch if isinstance(batch, tuple) else (batch,)
     self._check_arguments(arguments)
     loss_fn = patches.by_autograph(self.loss_fn)
@@ -416,19 +455,27 @@ class Replica:
     return loss, [*(o - n for o, n in zip(old, new, strict=True)), *sums]
 
   def metric_moves(self, found: Metrics) -> list[tf.Tensor]:
-    """Returns what a batch contributes to the sums of the metrics.
+    """Returns what a batch adds to the shared variable that sums metrics.
 
     Args:
       found: The metrics of the batch, which `loss_fn` returned.
 
     Returns:
-      The result of `metric_sums.move`, in a list, which is empty without
-      metrics.
+      A list of one tensor, the variable's old value minus its new value; an
+      empty list if the replica has no metrics.
     """
     return [metric_sums.move(self.metrics, found)] if self.metrics else []
 
   def _split_metrics(self, result: Any) -> tuple[Any, Metrics]:
-    """Splits what `loss_fn` returned into the metrics and the rest."""
+    """Splits the result of `loss_fn` into the metrics and the rest.
+
+    Returns:
+      The result without the metrics, and the metrics.
+
+    Raises:
+      ValueError: If the metrics are missing, have other names, or are no
+        scalars.
+    """
     found = result[-1] if isinstance(result, tuple) else None
     if not isinstance(found, Mapping) or set(found) != set(self.metrics):
       raise ValueError(
@@ -450,7 +497,7 @@ class Replica:
 
 
 def check_metrics(metrics: Metrics) -> None:
-  """Raises ValueError unless all are scalars."""
+  """Raises ValueError unless all metrics of a loss function are scalars."""
   for name, value in metrics.items():
     if tf.convert_to_tensor(value).shape.rank != 0:
       raise ValueError(
@@ -463,7 +510,7 @@ def num_examples(batch: Batch) -> tf.Tensor:
   """Returns the size of the batch's first tensor along axis 0, as int64 scalar.
 
   Raises:
-    ValueError: If the batch does not begin with such a tensor.
+    ValueError: If the batch does not begin with a tensor that has an axis 0.
   """
   first = (tf.nest.flatten(batch) or [None])[0]
   if isinstance(first, tf.RaggedTensor):
@@ -484,17 +531,19 @@ def _warn_once(message: str) -> None:
 
 
 def average_towers(towers: Sequence[Gradients]) -> Gradients:
-  """Averages the gradients of towers that had equally many examples.
+  """Averages the gradients of several towers, or of several micro-batches.
 
-  Does the same as `average_gradients` of TF1's `cifar10_multi_gpu_train`. Each
-  mean is computed on the device of its first gradient.
+  A tower is one copy of the model on its device. All must have had equally many
+  examples. `average_gradients` of TF1's `cifar10_multi_gpu_train` had this
+  purpose. Each mean is computed on the device of its first gradient.
 
   Args:
-    towers: One or more; their lists of gradients have the same order.
+    towers: The gradients of each tower, whose lists have the same order.
 
   Returns:
-    The mean of gradients and loss, and the sum of the examples. A gradient
-    that is None in all towers stays None; None in some counts as zero.
+    The mean of gradients and loss, and the sum of the numbers of examples. A
+    gradient that is None in all towers stays None; a gradient that is None in
+    some towers counts as zero there.
   """
   scale = 1.0 / len(towers)
   gradients = [
@@ -544,13 +593,16 @@ def check_dataset(dataset: object) -> tf.data.Dataset:
 
 
 def sparsity(replica: Replica) -> list[bool]:
-  """Finds out which gradients are `tf.IndexedSlices`, by tracing the replica.
+  """Finds out which of a replica's gradients are `tf.IndexedSlices`.
+
+  Traces the computation of the gradients for that.
 
   Args:
-    replica: The replica.
+    replica: The replica whose gradients are examined.
 
   Returns:
-    One bool per variable in `replica.shared`.
+    One bool per variable in `replica.shared`, the variables that replicas
+    share.
   """
   batch = check_dataset(replica.dataset_fn(1, 0, 0)).element_spec
   parameters = [

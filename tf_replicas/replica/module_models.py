@@ -1,9 +1,9 @@
-"""Makes replicas of modules, by loss functions that call them as usual.
+"""Makes replicas of modules, from loss functions that call them as usual.
 
 A module reads and assigns variables of its own. `module_replica` traces the
-loss function and its gradients once, with these variables; wherever a replica
-computes, variables that last for one execution take their place. So methods
-that are decorated by `tf.function` work, too.
+loss function and its gradients once, with these variables. Wherever a replica
+computes, variables that last for one execution take the place of the module's.
+So methods that are decorated by `tf.function` work, too.
 """
 
 import dataclasses
@@ -37,21 +37,26 @@ _Result = tuple[
 
 
 class SharedTemplate:
-  """A template of a module's variable: the path, shape and dtype to share.
+  """Describes the variable on the parameter servers for a module's variable.
 
-  Counters are shared as float64, which holds them exactly up to 2**53: the
-  update rules average what replicas contribute.
+  It has the path, shape and dtype of the shared variable, and converts to a
+  tensor with the first value. Counters are shared as float64, which holds them
+  exactly up to 2**53: the update rules average what replicas contribute.
 
   Attributes:
-    path: See `OwnVariable`.
+    path: The path of the variable in the module.
     name: Equal to `path`.
     shape: The variable's shape.
-    dtype: The dtype of the shared copy.
+    dtype: The dtype of the shared variable.
     trainable: Whether gradients update the variable.
   """
 
   def __init__(self, own: Own):
-    """Describes `own`."""
+    """Describes the shared variable for a variable of a module.
+
+    Args:
+      own: The variable of the module.
+    """
     self._own = own.variable
     self.path = self.name = own.path
     self.shape = own.variable.shape
@@ -69,10 +74,11 @@ class SharedTemplate:
 
 
 class _Tracer:
-  """Traces a loss function and its gradients.
+  """Traces a module's loss function and its gradients to a TensorFlow function.
 
   Attributes:
-    metrics: The names of the metrics that it returns.
+    metrics: The names of the metrics that the loss function returns; empty
+      before it is traced.
   """
 
   def __init__(
@@ -84,8 +90,8 @@ class _Tracer:
 
     Args:
       loss_fn: Maps a batch to the loss, or to (loss, metrics).
-      variables_fn: Returns the variables, including those that the loss
-        function makes when it is first called.
+      variables_fn: Returns the variables of the module, including those that
+        the loss function makes when it is first called.
     """
     self.metrics: tuple[str, ...] = ()
     self._loss_fn = loss_fn
@@ -95,17 +101,21 @@ class _Tracer:
 
   @property
   def trained(self) -> list[Own]:
-    """The variables that gradients update."""
+    """The module's variables that gradients update."""
     return [own for own in self._variables_fn() if own.trainable]
 
   @property
   def statistics(self) -> list[Own]:
-    """Numbers without gradients: averages, counters, frozen weights."""
+    """The module's numbers without gradients, which replicas share.
+
+    These are averages, counters and frozen weights. Updates move them to the
+    mean over the replicas.
+    """
     return [own for own in self._variables_fn() if _is_statistic(own)]
 
   @property
   def others(self) -> list[Own]:
-    """The variables without gradients that replicas do not share.
+    """The module's variables without gradients that replicas do not share.
 
     These are states of random generators, and variables of types that have no
     mean.
@@ -114,11 +124,15 @@ class _Tracer:
     return [own for own in rest if not _is_statistic(own)]
 
   def concrete(self, batch_spec: Any) -> tf.types.experimental.ConcreteFunction:
-    """Returns the traced function of (loss factor, batch).
+    """Traces the computation of gradients for batches of a given shape.
 
     Args:
       batch_spec: The shapes and dtypes of the batch. A function is traced once
         per spec.
+
+    Returns:
+      A function of (factor, batch), which multiplies the loss by the factor
+      before it computes the gradients.
 
     Raises:
       ValueError: If the loss is not a scalar, depends on no trainable variable,
@@ -180,7 +194,14 @@ def _is_number(own: Own) -> bool:
 
 
 def _split(result: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-  """Splits what a loss function returned into the loss and the metrics."""
+  """Splits the result of a loss function into the loss and the metrics.
+
+  Returns:
+    The loss, and a dict of metrics, which may be empty.
+
+  Raises:
+    ValueError: If the loss or a metric is not a scalar.
+  """
   metrics: Mapping[str, tf.Tensor] = {}
   if isinstance(result, tuple) and len(result) == 2:
     result, metrics = result
@@ -201,12 +222,15 @@ def _split(result: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModuleReplica(model_replica.Replica):
-  """A replica that calls a traced function with other variables.
+  """A replica of a module, which computes gradients by a traced function.
+
+  The function was traced with the variables of the module, and is called with
+  the values of the shared variables in their place.
 
   Attributes:
     tracer: Traces the function.
-    others: Variables that are not shared, each with a function that returns its
-      first value in an execution.
+    others: The module's variables that replicas do not share, each with a
+      function that returns its first value in an execution.
   """
 
   tracer: _Tracer
@@ -217,7 +241,13 @@ class ModuleReplica(model_replica.Replica):
     pipeline: model_parallel.Pipeline | None,
     inputs: model_replica.Inputs,
   ) -> model_replica.Gradients:
-    """Computes the gradients of one micro-batch; see `Replica`."""
+    """Computes the gradients of one micro-batch, an equal part of a batch.
+
+    Args:
+      pipeline: Not used.
+      inputs: The values of the shared variables, the micro-batch, and a
+        function that scales the loss.
+    """
     del pipeline
     parameters, batch, scale_loss = inputs
     tracer = self.tracer
@@ -252,27 +282,31 @@ def module_replica(
   micro_batches: int = 1,
   loss_scale: loss_scaling.LossScale | None = None,
 ) -> ModuleReplica:
-  """Makes a replica of a module, by a loss function that calls it as usual.
+  """Makes a replica of a module from a loss function that calls the module.
 
   Gradients update the module's trainable variables. Its other numbers, such as
   averages and counters of batch normalization, become statistics of the
-  replica: an update moves them to the mean over the contributions. Generators
-  (`tf.random.Generator`) draw new numbers for every gradient. The variables of
-  the module do not change; see `load_into_module`.
+  replica: an update moves them to the mean over the replicas that contribute to
+  it. Generators (`tf.random.Generator`) draw new numbers for every gradient.
+  The variables of the module do not change; `load_into_module` assigns the
+  trained values.
 
   Args:
-    module: A `tf.Module`, such as one of Sonnet; or a layer or model of
+    module: A `tf.Module`, such as a module of Sonnet; or a layer or model of
       `tf_keras` or Keras 3. Its variables are those that its attributes hold,
-      also in lists, dicts and modules. If it makes variables when it is first
-      called, they are made for the batches of `dataset_fn`.
+      also in lists, dicts and modules. If the module makes variables when it is
+      first called, they are made for the batches of `dataset_fn`.
     loss_fn: Maps (module, *batch) to a scalar, the mean loss over the batch; or
-      to (loss, metrics), where metrics is a dict of scalars for the log. See
-      `StepResult.metrics`. It may use no variables outside `module`. AutoGraph
-      converts it.
-    dataset_fn: See `Replica.dataset_fn`.
-    devices: See `Replica.devices`.
-    micro_batches: See `Replica.micro_batches`.
-    loss_scale: See `Replica.loss_scale`.
+      to (loss, metrics), where metrics is a dict of scalars for the log. The
+      function may use no variables outside `module`. AutoGraph converts it.
+    dataset_fn: Maps (num_shards, shard_index, start_example) to an endless data
+      set of batches; `Replica` documents the arguments.
+    devices: The devices among which each batch is divided; empty for the
+      default device.
+    micro_batches: The number of equal parts in which a device processes its
+      batch, one after another, to save memory.
+    loss_scale: Scales the loss dynamically, for computation in float16. None:
+      no scale.
 
   Returns:
     The replica.
@@ -313,17 +347,22 @@ def model_fn_replica(
   """Makes a replica of a model function in the style of TF1.
 
   Args:
-    model_fn: Maps the elements of a batch, such as (features, labels), to the
-      loss as `loss_fn` of `module_replica`. It makes its variables by
+    model_fn: Maps the elements of a batch, such as (features, labels), to a
+      scalar, the mean loss over the batch; or to (loss, metrics), where metrics
+      is a dict of scalars for the log. The function makes its variables by
       `tf.compat.v1.get_variable` or `tf.compat.v1.layers` (which needs
       `tf-keras`, and `TF_USE_LEGACY_KERAS=1` in the environment). Assignments
-      that it makes are run, whether it adds them to the collection `UPDATE_OPS`
-      or not. Losses of regularizers are part of the loss if it adds them, as by
-      `tf.compat.v1.losses.get_regularization_loss`.
-    dataset_fn: See `Replica.dataset_fn`.
-    devices: See `Replica.devices`.
-    micro_batches: See `Replica.micro_batches`.
-    loss_scale: See `Replica.loss_scale`.
+      that the function makes are run, whether it adds them to the collection
+      `UPDATE_OPS` or not. Losses of regularizers are part of the loss if the
+      function adds them, as by `tf.compat.v1.losses.get_regularization_loss`.
+    dataset_fn: Maps (num_shards, shard_index, start_example) to an endless data
+      set of batches; `Replica` documents the arguments.
+    devices: The devices among which each batch is divided; empty for the
+      default device.
+    micro_batches: The number of equal parts in which a device processes its
+      batch, one after another, to save memory.
+    loss_scale: Scales the loss dynamically, for computation in float16. None:
+      no scale.
 
   Returns:
     The replica. The paths of its variables are their names in TF1.
@@ -384,7 +423,15 @@ def _replica(
 
 
 def _part_spec(spec: tf.TypeSpec, parts: int) -> tf.TypeSpec:
-  """Returns the spec of one of `parts` equal parts of a batch."""
+  """Returns the shape and dtype of one of `parts` equal parts of a batch.
+
+  Args:
+    spec: The spec of a tensor of the whole batch.
+    parts: The number of parts along the first dimension.
+
+  Returns:
+    The spec of the tensor's part; `spec` if it has no such dimension.
+  """
   if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
     return spec
   size = spec.shape[0]
@@ -392,11 +439,13 @@ def _part_spec(spec: tf.TypeSpec, parts: int) -> tf.TypeSpec:
 
 
 def load_into_module(module: Any, values: Mapping[str, np.ndarray]) -> None:
-  """Assigns the variables of a module that were trained.
+  """Assigns trained values to the variables of a module.
 
   Args:
-    module: A module like that of `module_replica`, with all its variables.
-    values: Arrays by path, as from `run` or `Driver.values`.
+    module: A module like the argument of `module_replica`, with all its
+      variables.
+    values: Arrays by the paths of the variables, as `run` or `Driver.values`
+      returns them.
 
   Raises:
     CheckpointError: If a value is missing, unknown, or of another shape; no

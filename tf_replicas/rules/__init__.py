@@ -1,1 +1,1 @@
-"""When gradients reach the variables: the update rules."""
+"""Contains update rules, which decide when gradients reach the variables."""

@@ -1,4 +1,4 @@
-"""The interface of an update rule.
+"""Defines the interface of an update rule.
 
 An *update rule* decides when and how gradients reach the variables. It does not
 depend on the driver, the object that runs the training. The driver calls its
@@ -11,9 +11,9 @@ methods in this order, on the chief (C), on every replica (R), or on both:
     … ── end_replicas ── close                                              (C)
 
 * `build` creates the shared objects (variables, queues) on the parameter
-  servers, or attaches to existing ones of the same names.
-* `create` gives them their first values, or takes them over from an earlier
-  chief. Then a checkpoint may be restored, and `start` follows.
+  servers, or attaches to existing objects of the same names.
+* `create` gives these objects their first values, or takes them over from an
+  earlier chief. Then a checkpoint may be restored, and `start` follows.
 * A replica calls `begin` once and then `contribute` for every step. From one
   call to the next it carries its *state*: a list of tensors, such as the
   parameters. The rule decides what the list contains.
@@ -94,8 +94,9 @@ class ReplicaStep(NamedTuple):
   """The result of one step of a replica.
 
   Attributes:
-    token: The rule's reply. Its `global_step` is the global step of the
-      variables in `state`, or `step_token.ENDED`.
+    token: The update rule's reply to the replica. Its `global_step` is the
+      global step at which the variables in `state` were read, or
+      `step_token.ENDED` (-1) if training has ended.
     state: The tensors that the replica carries to its next step.
     computed: float64 scalar, the time at which the last gradients of the step
       were computed, in seconds since 1970; `step_token.NEVER` unless times are
@@ -110,18 +111,22 @@ class ReplicaStep(NamedTuple):
 class UpdateRule(abc.ABC):
   """Decides when and how gradients reach the variables.
 
-  The module's docstring describes the order of the calls.
+  This is the interface of all update rules. A driver, the object that runs the
+  training, calls the methods in the order that the module's docstring
+  describes. Replicas contribute: they hand over gradients, the loss and the
+  number of examples.
 
   Attributes:
-    name: The name of the rule, also in summaries.
+    name: The name of the rule, which also appears in summaries.
     total_num_replicas: The number of replicas that contribute.
     replicas_to_aggregate: The number of contributions in one update.
     accepted_fraction: The fraction of all contributions that updates use if all
       replicas are equally fast.
-    wire_dtype: The dtype to which float32 parameters and gradients are cast
-      while they are sent; None casts nothing.
-    preadmits: Whether a `StepToken` may admit the replica's next contribution,
-      so that the replica need not offer it.
+    wire_dtype: The dtype to which trainable float32 variables and their
+      gradients are cast while they are sent; None casts nothing.
+    preadmits: Whether a `StepToken`, the reply to a contribution, may accept
+      the replica's next contribution in advance, so that the replica need not
+      ask before it sends the gradients.
   """
 
   name: str
@@ -134,7 +139,11 @@ class UpdateRule(abc.ABC):
   # Life.
 
   def __getattr__(self, name: str) -> NoReturn:
-    """Raises an AttributeError, with a hint for methods of TF1's optimizers."""
+    """Raises an AttributeError for an attribute that does not exist.
+
+    For the name of a method of TF1's optimizers, the message says what replaces
+    the method.
+    """
     hint = _TF1_SUCCESSORS.get(name)
     raise AttributeError(
       f"{type(self).__name__!r} has no attribute {name!r}"
@@ -149,14 +158,15 @@ class UpdateRule(abc.ABC):
     is_sparse: Sequence[bool] | None = None,
     namespace: resources.Namespace | None = None,
   ) -> None:
-    """Attaches to the shared objects on the PS tasks, or creates them.
+    """Attaches to the rule's shared objects on the PS tasks, or creates them.
 
     Args:
       store: Holds the variables, which need no values yet.
-      is_sparse: For each element of `store.contributed`, whether its gradients
+      is_sparse: For each element of `store.contributed` (the trainable
+        variables, then the variables without gradients), whether its gradients
         are `tf.IndexedSlices`. None: all are dense.
-      namespace: The namespace of the rule's own objects (queues, counts). None:
-        the namespace of `store`.
+      namespace: The scope of the names of the rule's own shared objects
+        (queues, counts). None: the namespace of `store`.
 
     Raises:
       ValueError: If the rule does not support such variables or gradients.
@@ -166,19 +176,21 @@ class UpdateRule(abc.ABC):
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
     """Assigns all first values, or takes over an earlier chief's objects.
 
-    Only the chief calls it.
+    Only the chief calls it, after `build`.
 
     Args:
-      values: The initial value of each variable, in the store's order.
-      resumed: Whether an earlier chief has initialized the store. Its values
-        are then kept.
+      values: The initial value of each variable, in the order of the parameter
+        store.
+      resumed: Whether an earlier chief has initialized the parameter store. The
+        values in the store are then kept.
     """
 
   @abc.abstractmethod
   def start(self) -> None:
-    """Prepares the first update of this chief.
+    """Prepares the rule for the first update after this chief has started.
 
-    The chief calls it once, after all variables have their values.
+    For example, a rule drops what replicas sent to an earlier chief. The chief
+    calls it once, after all variables have their values.
     """
 
   @abc.abstractmethod
@@ -191,7 +203,7 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def signature(self) -> Mapping[str, object]:
-    """Returns the settings that must be equal in all clients of a training.
+    """Returns the settings that must be equal in the chief and all workers.
 
     Returns:
       The settings by name, of types that JSON can represent.
@@ -203,11 +215,14 @@ class UpdateRule(abc.ABC):
   def begin(self, replica: int | tf.Tensor) -> ReplicaStep:
     """Reads the state with which a replica starts.
 
+    To be used inside a `tf.function`.
+
     Args:
       replica: The index of this replica, in [0, total_num_replicas).
 
     Returns:
-      The state, and a token with the global step at which it was read.
+      The state, a list of tensors such as the parameters; and a `StepToken`
+      with the global step at which they were read.
     """
 
   @abc.abstractmethod
@@ -220,15 +235,18 @@ class UpdateRule(abc.ABC):
     token: step_token.StepToken,
     records_times: bool = False,
   ) -> ReplicaStep:
-    """Makes one step of a replica: computes, hands over, waits and reads.
+    """Makes one step of a replica: computes gradients and hands them over.
+
+    Then waits until the replica may continue, and reads the variables for its
+    next step. To be used inside a `tf.function`.
 
     Args:
       compute: Computes the gradients of the next batch.
       replica: The index of this replica, in [0, total_num_replicas).
       state: The state that `begin` or the last `contribute` returned.
-      token: The token that `begin` or the last `contribute` returned.
-      records_times: Whether to record when the gradients were computed. They
-        are then sent only after the clock was read.
+      token: The `StepToken` that `begin` or the last `contribute` returned.
+      records_times: Whether to record when the gradients were computed. The
+        gradients are then sent only after the clock was read.
 
     Raises:
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
@@ -239,14 +257,17 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Waits for updates, or makes them.
+    """Waits for updates of the variables, or makes them.
+
+    Only the chief calls it. Some rules make the updates in this method; under
+    other rules the replicas make them, and this method reports them.
 
     Args:
-      max_updates: The largest number of updates to make. A rule may make one
-        only.
+      max_updates: The largest number of updates to make. A rule may make only
+        one update per call.
 
     Returns:
-      At least one update.
+      A report of each update, at least one.
 
     Raises:
       NonFiniteGradientError: If a replica computed a value that is not finite.
@@ -256,17 +277,20 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate, from the next update on."""
+    """Sets the learning rate that is used from the next update on."""
 
   @abc.abstractmethod
   def stop_at(self, step: int) -> None:
-    """Makes no update beyond global step `step`."""
+    """Makes the rule stop updating the variables at global step `step`."""
 
   # For the driver that watches and ends the training.
 
   @abc.abstractmethod
   def counts(self) -> list[results.Counts]:
-    """Returns how many contributions of each replica were used or refused."""
+    """Returns how many gradients of each replica were used and refused.
+
+    One set of gradients counts as one.
+    """
 
   @abc.abstractmethod
   def status(self) -> results.StepStatus:
@@ -278,40 +302,54 @@ class UpdateRule(abc.ABC):
 
     Args:
       replica: The index of the replica.
-      tag: The tag of the replica's last contribution, as `status` returned it.
+      tag: The tag, which identifies the replica's last contribution (its
+        gradients for one update), as `status` returned it. A synchronous rule
+        ignores the call if the replica has contributed since.
     """
 
   @abc.abstractmethod
   def interrupt(self) -> None:
-    """Makes `apply_updates`, waiting in another thread, raise `Interrupted`."""
+    """Ends the wait of `apply_updates`, which runs in another thread.
+
+    `apply_updates` then raises `Interrupted`.
+    """
 
   @abc.abstractmethod
   def release_replica(self, replica: int) -> None:
     """Ends the wait of `replica`, which runs in this process.
 
-    Called when the chief, which would answer the replica, is lost.
+    Called when the chief, which would answer the replica, is lost. The replica
+    is told that training has ended.
     """
 
   @abc.abstractmethod
   def end_replicas(self) -> None:
     """Tells replicas that training has ended.
 
-    May keep on answering replicas, and not return before `interrupt` is called.
+    A rule may keep on answering replicas in this call, and not return before
+    `interrupt` is called.
     """
 
   @abc.abstractmethod
   def close(self) -> None:
-    """Ends the training: waiting calls get `tf.errors.OutOfRangeError`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
 
   # One program that has all gradients of a step.
 
   def in_lockstep(
     self, store: parameter_store.ParameterStore
   ) -> "LockstepUpdate":
-    """Returns this rule's update for one program that computes all gradients.
+    """Adapts this rule to a program that computes all replicas' gradients.
 
     Args:
       store: Holds the variables, all on one task.
+
+    Returns:
+      An object that makes updates with the settings of this rule.
 
     Raises:
       ValueError: If the rule needs parameter servers.
@@ -328,14 +366,16 @@ class UpdateRule(abc.ABC):
 class GradientRule(UpdateRule):
   """A rule whose replicas hand over the gradient of one batch at a time.
 
-  A replica's state consists of the parameters, one tensor per element of
-  `store.contributed`. Subclasses may add tensors to it.
+  From step to step, a replica carries a state. The state consists of the
+  parameters, one tensor per element of `store.contributed` (the trainable
+  variables, then the variables without gradients). Subclasses may add tensors
+  to the state.
 
   Attributes:
     read_needs: The names of what `pull` does besides reading the variables,
-      such as `snapshot_reads`; empty if it only reads.
-    refresh_every: The number of steps that a replica makes between two reads
-      of the variables.
+      such as `snapshot_reads`; empty if `pull` only reads.
+    refresh_every: The number of steps that a replica makes between two reads of
+      the variables.
   """
 
   refresh_every: int = 1
@@ -344,7 +384,10 @@ class GradientRule(UpdateRule):
 
   @abc.abstractmethod
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """Returns the scalar that a replica differentiates instead of `loss`."""
+    """Returns the scalar that a replica differentiates instead of `loss`.
+
+    For example, it is `loss` times a constant for float16 computation.
+    """
 
   @abc.abstractmethod
   def apply_gradients(
@@ -363,17 +406,20 @@ class GradientRule(UpdateRule):
 
     Args:
       grads_and_vars: (gradient, variable) pairs. A gradient has the variable's
-        shape and is dense, `tf.IndexedSlices` or None. A variable may be given
-        by its path. Variables left out have no gradient. For a statistic, such
-        as a moving mean, old minus new value takes the gradient's place.
+        shape and is a dense tensor, `tf.IndexedSlices` or None. A variable may
+        be given by its path. Variables left out have no gradient. For a
+        statistic (a variable without gradients, such as a moving mean), the old
+        value minus the new value takes the gradient's place.
       replica: The index of this replica, in [0, total_num_replicas).
       local_step: int64 scalar, the global step of the variables from which the
         gradients were computed.
-      loss: Scalar, the mean loss over these examples, for the chief's reports.
+      loss: Scalar, the mean loss over the examples of the batch, for the
+        chief's reports.
       num_examples: Scalar, the number of examples over which the gradients are
         the mean.
       preadmitted_tag: int64 scalar, the `preadmitted_tag` of the last
-        `StepToken`, or None.
+        `StepToken`: the tag under which the rule has accepted these gradients
+        in advance. None: the rule is asked first.
 
     Returns:
       A token that says whether the gradients were used, and from which global
@@ -386,13 +432,13 @@ class GradientRule(UpdateRule):
     """
 
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Reads the variables; to be used inside a `tf.function`.
+    """Reads the variables for a replica; to be used inside a `tf.function`.
 
     Args:
       replica: The index of the replica that reads, in [0, total_num_replicas).
 
     Returns:
-      The int64 global step, and one tensor per variable of the store.
+      The int64 global step, and one tensor per variable of the parameter store.
     """
     del replica
     return self._store.pull()
@@ -400,13 +446,24 @@ class GradientRule(UpdateRule):
   def pull_contributed(
     self, replica: int | tf.Tensor
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Reads as `pull` does; returns the tensors ordered as `contributed`."""
+    """Reads the variables that replicas contribute to, for a replica.
+
+    Args:
+      replica: The index of the replica that reads, in [0, total_num_replicas).
+
+    Returns:
+      The int64 global step; and one tensor per element of `store.contributed`:
+      the trainable variables, then the variables without gradients.
+    """
     step, values = self.pull(replica)
     return step, [values[i] for i in self._store.contributed]
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> ReplicaStep:
-    """See `UpdateRule.begin`."""
+    """Reads the parameters with which a replica starts.
+
+    Implements `UpdateRule.begin`, which documents the argument and the result.
+    """
     step, parameters = self.pull_contributed(replica)
     return ReplicaStep(step_token.first(step), parameters, step_token.never())
 
@@ -420,7 +477,11 @@ class GradientRule(UpdateRule):
     token: step_token.StepToken,
     records_times: bool = False,
   ) -> ReplicaStep:
-    """See `UpdateRule.contribute`."""
+    """Computes and hands over the gradients of a batch, then reads parameters.
+
+    Implements `UpdateRule.contribute`, which documents the arguments and the
+    result.
+    """
     token, computed = self.contribute_batch(
       compute, replica, state, token, records_times
     )
@@ -436,9 +497,19 @@ class GradientRule(UpdateRule):
   ) -> tuple[step_token.StepToken, tf.Tensor]:
     """Computes the gradients of one batch and hands them over.
 
+    Called by `contribute`, inside a `tf.function`.
+
+    Args:
+      compute: Computes the gradients of the next batch.
+      replica: The index of this replica, in [0, total_num_replicas).
+      parameters: The parameters that the replica read last.
+      token: The `StepToken` that the replica received last.
+      records_times: Whether to record when the gradients were computed.
+
     Returns:
-      The token that `apply_gradients` returned, and the time at which the
-      gradients were computed (see `ReplicaStep.computed`).
+      The `StepToken` that `apply_gradients` returned; and the time at which the
+      gradients were computed, float64 seconds since 1970, or `step_token.NEVER`
+      unless `records_times`.
     """
     result = compute(parameters, self.scale_loss)
     gradients, computed = result.gradients, step_token.never()
@@ -458,11 +529,16 @@ class GradientRule(UpdateRule):
   def read_on(
     self, token: step_token.StepToken, replica: int | tf.Tensor
   ) -> tuple[step_token.StepToken, list[tf.Tensor]]:
-    """Reads the parameters for the next step, once `token` has arrived.
+    """Reads the parameters for a replica's next step, once `token` has arrived.
+
+    Args:
+      token: The rule's reply to the replica's gradients.
+      replica: The index of the replica.
 
     Returns:
-      The token, and one parameter per element of `store.contributed`. The
-      token's global step is the one at which the parameters were read, or
+      A copy of the token, and one parameter per element of `store.contributed`
+      (the trainable variables, then the variables without gradients). The
+      global step of the copy is the step at which the parameters were read, or
       remains `step_token.ENDED`.
     """
     with tf.control_dependencies([token.global_step]):
@@ -474,8 +550,10 @@ class GradientRule(UpdateRule):
   ) -> step_token.StepToken:
     """Returns `token` with global step `step`, unless training has ended.
 
-    A replica whose gradients were refused may continue while an update is being
-    made. It then reads variables of a later step than its token names.
+    `token` is the rule's reply to a replica, and `step` the global step at
+    which the replica then read the variables. A replica whose gradients were
+    refused may continue while an update is being made. It then reads variables
+    of a later step than its token names.
     """
     with tf.device(self._store.device_of_task(0)):
       ended = token.global_step < 0
@@ -485,14 +563,16 @@ class GradientRule(UpdateRule):
 
 
 class OptimizerRule(GradientRule):
-  """A rule that updates variables with an *inner optimizer*, the user's.
+  """A rule that updates variables with the user's optimizer (`inner`).
 
   Attributes:
     inner: The inner optimizer, applied on the PS tasks.
-    applier: Applies gradients to the variables; set by `bind`.
+    applier: Applies gradients to the variables by the inner optimizer; set by
+      `bind`.
     variable_averages: Updates the moving averages; None if there are none.
-    has_chief_statistics: Whether statistics are updated from one replica alone,
-      rather than from the mean over replicas.
+    has_chief_statistics: Whether statistics (variables without gradients, such
+      as moving means) are updated from one replica alone, rather than from the
+      mean over replicas.
     is_built: Whether `build` was called.
   """
 
@@ -512,7 +592,7 @@ class OptimizerRule(GradientRule):
     wire_dtype: str | None = None,
     name: str,
   ):
-    """Wraps `optimizer`.
+    """Makes an update rule that applies gradients by `optimizer`.
 
     Args:
       optimizer: The inner optimizer: a Keras 3 optimizer, or any object with
@@ -524,13 +604,15 @@ class OptimizerRule(GradientRule):
         clipped before they are sent. None: no clipping.
       clip_mean_norm: The global norm to which the gradients that an update
         applies are clipped. None: no clipping.
-      momentum_correction: See `InnerOptimizer`.
-      has_chief_statistics: Whether statistics are updated from one replica
-        alone.
+      momentum_correction: Whether velocities are rescaled when the learning
+        rate changes, as `InnerOptimizer` describes.
+      has_chief_statistics: Whether statistics (variables without gradients,
+        such as moving means) are updated from one replica alone.
       loss_scale: A constant by which `scale_loss` multiplies the loss and
         `apply_gradients` divides the gradients, for float16 computation.
-      wire_dtype: `float16` or `bfloat16`; see `ParameterStore`.
-      name: The name of the rule, also in summaries.
+      wire_dtype: `float16` or `bfloat16`, to which trainable float32 variables
+        and their gradients are cast while they are sent. None casts nothing.
+      name: The name of the rule, which also appears in summaries.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -566,7 +648,7 @@ class OptimizerRule(GradientRule):
     self._loss_scale = loss_scale
 
   def check_built(self) -> None:
-    """Raises RuntimeError unless `build` was called."""
+    """Raises RuntimeError unless the rule was bound to a store by `build`."""
     if not self.is_built:
       raise RuntimeError(
         f"The update rule {self.name!r} is not built: call `build` with the"
@@ -574,13 +656,17 @@ class OptimizerRule(GradientRule):
       )
 
   def bind(self, store: parameter_store.ParameterStore) -> None:
-    """Stores `store`, and creates `applier` with the moving averages.
+    """Binds the rule to the variables of `store`, and creates `applier`.
+
+    The `applier` applies gradients by the inner optimizer, and updates the
+    moving averages of variables.
 
     Args:
       store: Holds the variables to train.
 
     Raises:
-      ValueError: If the rule does not support the tables in the store.
+      ValueError: If the rule does not support the tables
+        (`tf_replicas.Embedding`) in the store.
     """
     if isinstance(self.inner, alternating_optimizer.AlternatingOptimizer):
       check_no_tables(store, "several optimizers that take turns")
@@ -594,23 +680,30 @@ class OptimizerRule(GradientRule):
     )
 
   def assign_first(self, values: Sequence[tf.Tensor]) -> None:
-    """Gives variables and moving averages their first values."""
+    """Gives variables and moving averages their first values.
+
+    Args:
+      values: The initial value of each variable, in the order of the store.
+    """
     self._store.assign_first(values)
     self.applier.initialize(values)
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """Returns `loss`, multiplied by `loss_scale` if that is given."""
+    """Multiplies `loss` by the rule's `loss_scale`, unless that is None."""
     return loss if self._loss_scale is None else loss * self._loss_scale
 
   def finish_gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
     """Prepares one replica's gradients for sending.
 
     Args:
-      gradients: One per element of `store.contributed`, of the scaled loss.
+      gradients: The gradients of the scaled loss, one per element of
+        `store.contributed` (the trainable variables, then the statistics, which
+        have no gradients).
 
     Returns:
       The gradients divided by `loss_scale`, then clipped to the global norm
-      `clip_replica_norm`. Entries of statistics are not changed.
+      `clip_replica_norm`. The entries of statistics (old minus new value) are
+      not changed.
     """
     count = len(self._store.trainable)
     gradients, moves = list(gradients[:count]), list(gradients[count:])
@@ -627,16 +720,19 @@ class OptimizerRule(GradientRule):
   def weigh_statistics(
     self, gradients: Sequence[Gradient], weight: int | tf.Tensor
   ) -> list[Gradient]:
-    """Multiplies entries of statistics by `weight` if `has_chief_statistics`.
+    """Weighs statistics so that only one replica's count in a mean over N.
 
-    Otherwise returns `gradients` unchanged. The loss scale and the sums of
-    metrics are never multiplied, as they need all replicas.
+    Statistics are variables without gradients, such as moving means. If
+    `has_chief_statistics`, their entries are multiplied by `weight`, except
+    those of the loss scale and of the sums of metrics, which need all replicas.
+    Otherwise `gradients` are returned unchanged.
 
     Args:
-      gradients: One per element of `store.contributed`.
+      gradients: One replica's contribution, one entry per element of
+        `store.contributed` (the trainable variables, then the statistics).
       weight: N, the number of contributions in an update, for the replica that
-        updates the statistics; 0 for all others. The mean over N contributions
-        is then that replica's entry.
+        updates the statistics; 0 for all other replicas. The mean over N
+        contributions is then the entry of that replica.
     """
     if not self.has_chief_statistics:
       return list(gradients)
@@ -653,10 +749,15 @@ class OptimizerRule(GradientRule):
   def in_order(
     self, grads_and_vars: Iterable[tuple[Gradient, tf.Variable | str]]
   ) -> list[Gradient]:
-    """Sorts gradients by `store.contributed`, and prepares them for sending.
+    """Sorts a replica's gradients by variable, and prepares them for sending.
 
     Args:
-      grads_and_vars: See `apply_gradients`.
+      grads_and_vars: (gradient, variable) pairs, as for `apply_gradients`.
+
+    Returns:
+      The result of `finish_gradients`: one gradient per element of
+      `store.contributed` (the trainable variables, then the variables without
+      gradients).
 
     Raises:
       ValueError: If a variable is not in the store.
@@ -665,11 +766,11 @@ class OptimizerRule(GradientRule):
     return self.finish_gradients(ordered)
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the inner optimizer's learning rate, from the next update on.
+    """Sets the learning rate that the optimizer uses from the next update on.
 
     Raises:
-      ValueError: If several optimizers take turns, or the inner optimizer's
-        rate cannot be changed.
+      ValueError: If several optimizers take turns, or the optimizer's rate
+        cannot be changed.
     """
     if isinstance(self.inner, alternating_optimizer.AlternatingOptimizer):
       raise ValueError(
@@ -679,15 +780,22 @@ class OptimizerRule(GradientRule):
     self.inner.set_learning_rate(rate)
 
   def trace_ahead(self) -> None:
-    """See `UpdateRule.trace_ahead`."""
+    """Traces the functions that `counts` and `status` call.
+
+    A client that traces a function waits for all tasks, so these functions
+    could not be traced while a task hangs.
+    """
     self.counts()
     self.status()
 
   def suspend(self) -> results.Update | None:
-    """Stops taking contributions until `resume`; releases waiting replicas.
+    """Refuses all gradients until `resume`, and lets waiting replicas continue.
+
+    `SwitchingOptimizer` calls it when it changes to another rule.
 
     Returns:
-      The updates that `apply_updates` has not returned yet, as one; or None.
+      One report that combines all updates that `apply_updates` has not returned
+      yet; None if there are none.
 
     Raises:
       ValueError: If the rule cannot be suspended.
@@ -698,7 +806,9 @@ class OptimizerRule(GradientRule):
     )
 
   def resume(self) -> None:
-    """Takes contributions again after `suspend`.
+    """Takes gradients of replicas again after `suspend`.
+
+    `SwitchingOptimizer` calls it when it changes to this rule.
 
     Raises:
       ValueError: If the rule cannot be suspended.
@@ -710,22 +820,31 @@ class OptimizerRule(GradientRule):
 
 
 class LockstepUpdate:
-  """Makes the updates of a program that computes all gradients of a step.
+  """Makes the updates of one program that computes all gradients of a step.
 
   Attributes:
-    rule: The update rule whose settings are used.
+    rule: The update rule, whose optimizer and settings are used.
   """
 
   def __init__(
     self, rule: OptimizerRule, store: parameter_store.ParameterStore
   ):
-    """Binds `rule` to `store`, whose variables are all on one task."""
+    """Prepares the updates of the variables in `store` by `rule`.
+
+    Args:
+      rule: The update rule, whose optimizer and settings are used.
+      store: Holds the variables, all on one task.
+    """
     self.rule = rule
     self._store = store
     rule.bind(store)
 
   def create(self, values: Sequence[tf.Tensor]) -> None:
-    """Assigns the initial values, one per variable, in the store's order."""
+    """Assigns the initial values, and sets the global step to 0.
+
+    Args:
+      values: The initial value of each variable, in the order of the store.
+    """
     self.rule.assign_first(values)
     self.rule.inner.build(self._store, is_chief=True)
     self._store.start()
@@ -735,10 +854,12 @@ class LockstepUpdate:
   ) -> list[Gradient]:
     """Prepares one replica's gradients for the sum over all replicas.
 
-    See `OptimizerRule.finish_gradients` and `OptimizerRule.weigh_statistics`.
+    The gradients are divided by the loss scale and clipped, as the rule
+    demands.
 
     Args:
-      gradients: One per element of `store.contributed`.
+      gradients: One per element of `store.contributed` (the trainable
+        variables, then the statistics, which have no gradients).
       replica: The index of the replica. With `has_chief_statistics`, only
         replica 0 updates the statistics.
     """
@@ -749,17 +870,20 @@ class LockstepUpdate:
   def apply(
     self, sums: Sequence[Gradient], step: tf.Tensor, num_examples: tf.Tensor
   ) -> tf.Tensor:
-    """Makes the update and advances the step; inside a `tf.function`.
+    """Updates the variables from sums of gradients; inside a `tf.function`.
+
+    Also increases the global step by 1.
 
     Args:
-      sums: For each element of `store.contributed`, the sum of the gradients of
-        all replicas, or None, which skips the variable.
+      sums: For each element of `store.contributed` (the trainable variables,
+        then the variables without gradients), the sum of the gradients of all
+        replicas, or None, which skips the variable.
       step: int64 scalar, the global step before the update.
       num_examples: Scalar, the number of examples used.
 
     Returns:
-      int64 scalar, the global step after the update; a control dependency on
-      it waits for the whole update.
+      int64 scalar, the global step after the update; a control dependency on it
+      waits for the whole update.
     """
     present = [total is not None for total in sums]
     updated = self.rule.applier(
@@ -770,7 +894,12 @@ class LockstepUpdate:
 
 
 def check_count(name: str, value: int) -> None:
-  """Raises TypeError or ValueError unless `value` is a positive integer."""
+  """Raises TypeError or ValueError unless `value` is a positive integer.
+
+  Args:
+    name: The name of the argument that is checked, for the message.
+    value: The value of the argument.
+  """
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(f"`{name}` must be an integer. Received: {value!r}.")
   if value < 1:
@@ -778,13 +907,26 @@ def check_count(name: str, value: int) -> None:
 
 
 def check_positive(name: str, value: float | None) -> None:
-  """Raises ValueError unless `value` is positive or None."""
+  """Raises ValueError unless `value` is positive or None.
+
+  Args:
+    name: The name of the argument that is checked, for the message.
+    value: The value of the argument.
+  """
   if value is not None and not value > 0:
     raise ValueError(f"`{name}` must be positive. Received: {value}.")
 
 
 def check_no_tables(store: parameter_store.ParameterStore, what: str) -> None:
-  """Raises ValueError if `store` has tables, which `what` does not support."""
+  """Raises ValueError if `store` has tables, which `what` does not support.
+
+  A table is the variable of a `tf_replicas.Embedding`, whose rows stay on the
+  parameter servers.
+
+  Args:
+    store: The parameter store.
+    what: The rule or option that does not support tables, for the message.
+  """
   if store.table_paths:
     raise ValueError(
       f"{what} must not be used with tables (`tf_replicas.Embedding`), whose"
@@ -811,6 +953,10 @@ def check_rule(rule: object) -> UpdateRule:
 def check_replicas(rule: UpdateRule, names: Sequence[str]) -> None:
   """Checks that `rule.total_num_replicas` is the number of replicas.
 
+  Args:
+    rule: The update rule.
+    names: The names of all replicas.
+
   Raises:
     ValueError: If the numbers differ. The rule would wait for replicas that do
       not exist, or leave some out.
@@ -827,7 +973,7 @@ def create_or_resume(
   store: parameter_store.ParameterStore,
   values: Sequence[tf.Tensor],
 ) -> None:
-  """Creates a training, or takes over the training of an earlier chief.
+  """Initializes a new training, or takes over an earlier chief's training.
 
   Only the chief calls it.
 

@@ -13,11 +13,13 @@ MAX_LATE = 10
 
 
 class MessageType(enum.IntEnum):
-  """The type of a message to the chief.
+  """The type of a message in the chief's inbox, a queue on PS task 0.
 
-  OFFER asks for a place in the step. DELIVERED reports that the gradients have
-  arrived. NONFINITE reports that the loss or a gradient is not finite. LOST
-  reports that a replica is lost. WAKE ends the chief's wait for messages.
+  A contribution is one replica's gradients for one update. OFFER asks the chief
+  to admit a contribution to the step. DELIVERED reports that all gradients of a
+  contribution have arrived. NONFINITE reports that a loss or a gradient is not
+  finite. LOST reports that a replica is lost. WAKE makes the chief stop waiting
+  for messages.
   """
 
   OFFER = 0
@@ -30,10 +32,11 @@ class MessageType(enum.IntEnum):
 class Status(enum.IntEnum):
   """The state of one replica, as the chief last recorded it.
 
-  COMPUTING: the replica has no open contribution. WAITING: its contribution has
-  no place yet. ADMITTED: its contribution has a place, and the gradients are
-  awaited. DELIVERED: the gradients have arrived. LOST: the chief does not wait
-  for the replica.
+  A contribution is one replica's gradients for one update. COMPUTING: the
+  replica has no unanswered contribution. WAITING: the replica has offered a
+  contribution that the step has not admitted yet. ADMITTED: the step has
+  admitted the contribution, and its gradients are awaited. DELIVERED: the
+  gradients have arrived. LOST: the chief does not wait for the replica.
   """
 
   COMPUTING = 0
@@ -46,12 +49,14 @@ class Status(enum.IntEnum):
 class Verdict(enum.IntEnum):
   """The chief's reply to a contribution that a replica has offered.
 
-  ADMIT: the contribution has a place; send its gradients. RELEASE: continue
-  with the next step. CONTINUE: as RELEASE, and the replica's next contribution,
-  whose tag is this one's plus 1, has a place already. This saves the offer
-  where every step needs every replica. VOID: as RELEASE, but the contribution
-  was not used: the replica has offered a newer one, was declared lost, or has a
-  new chief. NONE: no reply.
+  A contribution is one replica's gradients for one update, identified by an
+  integer tag. ADMIT: the step takes the contribution, so the replica must send
+  its gradients. RELEASE: the replica continues with the next step. CONTINUE: as
+  RELEASE, but the replica's next contribution, whose tag is this one's plus 1,
+  is admitted already. This saves the offer where every step needs every
+  replica. VOID: as RELEASE, but the contribution was not used, because the
+  replica has offered a newer one, was declared lost, or has a new chief. NONE:
+  there is no reply.
   """
 
   NONE = -1

@@ -1,7 +1,8 @@
 """Sends the chief's replies to waiting replicas.
 
-PS task 0 holds one queue of replies per replica. `rules.protocol` defines tags
-and verdicts.
+PS task 0 holds one queue of replies per replica. A reply tells a replica what
+became of its contribution (its gradients for one update). `rules.protocol`
+defines tags, which identify contributions, and verdicts, the kinds of replies.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,15 @@ from tf_replicas.store import parameter_store
 
 
 class Reply(NamedTuple):
-  """One reply to a replica. All fields are int64 scalars.
+  """The chief's reply to a replica that has offered gradients for an update.
+
+  All fields are int64 scalars.
 
   Attributes:
-    tag: The tag of the contribution that is answered. A negative tag -t answers
-      all contributions with tags up to t.
-    verdict: A `protocol.Verdict`.
+    tag: The tag, an integer that identifies the set of gradients that is
+      answered. A negative tag -t answers all sets of the replica with tags up
+      to t.
+    verdict: A `protocol.Verdict`, which says what the replica is to do.
     step: The global step to continue from.
   """
 
@@ -44,9 +48,11 @@ def take_own(
 ) -> tuple[tf.Tensor, tf.Tensor]:
   """Takes the element for `tag` off a replica's queue; waits until it is there.
 
-  Elements for earlier tags are dropped. An element for a later tag is meant for
-  another process that now runs as this replica, so it is put back. To be used
-  inside a `tf.function`.
+  A tag is an integer that identifies one contribution (gradients for one
+  update) of a replica; later contributions have larger tags. Elements for
+  earlier tags are dropped. An element for a later tag is meant for another
+  process that now runs as this replica, so it is put back. To be used inside a
+  `tf.function`.
 
   Args:
     queues: One queue per replica.
@@ -55,8 +61,8 @@ def take_own(
     tag_of: Maps an element to its tag. A tag -t stands for all tags up to t.
 
   Returns:
-    The element for `tag` or a later tag, and a bool scalar: whether it was put
-    back.
+    The element for `tag` or a later tag; and a bool scalar, whether the element
+    was put back.
   """
 
   def dequeue(*_):
@@ -78,7 +84,11 @@ def take_own(
 
 
 class ReplyQueues:
-  """Sends and receives replies, through one queue of `Reply` per replica."""
+  """Sends and receives the chief's replies, by one queue per replica.
+
+  The queues are on PS task 0. A reply tells a replica what became of its
+  contribution (its gradients for one update).
+  """
 
   def __init__(
     self,
@@ -86,20 +96,29 @@ class ReplyQueues:
     num_replicas: int,
     namespace: resources.Namespace,
   ):
-    """Creates one queue per replica on PS task 0, or attaches to them."""
+    """Creates one queue per replica on PS task 0, or attaches to the queues.
+
+    Args:
+      store: The parameter store, which knows the device of PS task 0.
+      num_replicas: The number of replicas.
+      namespace: The scope of the queues' names on the parameter servers.
+    """
     with tf.device(store.device_of_task(0)):
       self._queues = [
         namespace.queue(f"replies/{r}", [tf.int64]) for r in range(num_replicas)
       ]
 
   def send(self, verdict: tf.Tensor, tag: tf.Tensor, step: tf.Tensor) -> None:
-    """Replies to every replica that has a verdict; runs on PS task 0.
+    """Replies to every replica for which `verdict` is not negative.
+
+    To be used on PS task 0. A tag is an integer that identifies a contribution
+    (gradients for one update) of a replica.
 
     Args:
       verdict: int64 [R], a `protocol.Verdict` for each of the R replicas. A
-        replica with a negative one gets no reply.
-      tag: int64 [R], the tag of the contribution that is answered. A tag -t
-        answers all tags up to t.
+        replica with a negative verdict gets no reply.
+      tag: int64 [R], the tag of the contribution that is answered, for each
+        replica. A tag -t answers all tags up to t.
       step: int64 scalar, the global step to continue from.
     """
     for r, queue in enumerate(self._queues):
@@ -113,17 +132,21 @@ class ReplyQueues:
   def wait(
     self, replica: int | tf.Tensor, tag: tf.Tensor
   ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Waits for the reply to `tag`; drops replies to earlier tags.
+    """Waits for the chief's reply to one contribution of a replica.
 
-    A reply to a later tag is meant for another process that now runs as this
-    replica. It is put back, and the verdict for this process is VOID.
+    A contribution is one replica's gradients for one update; its tag, an
+    integer, identifies it. Replies to earlier tags are dropped. A reply to a
+    later tag is meant for another process that now runs as this replica. It is
+    put back, and the verdict for this process is VOID: its contribution was not
+    used.
 
     Args:
       replica: The index of the replica that waits.
-      tag: int64 scalar, the tag of its contribution.
+      tag: int64 scalar, the tag of the contribution.
 
     Returns:
-      The verdict and the global step to continue from, int64 scalars.
+      The `protocol.Verdict` and the global step to continue from, int64
+      scalars.
     """
 
     def tag_of(element):
@@ -135,6 +158,9 @@ class ReplyQueues:
     return tf.where(is_anothers, void, reply.verdict), reply.step
 
   def close(self) -> None:
-    """Closes all queues: waiting replicas get `OutOfRangeError`."""
+    """Closes the queues from which replicas take the chief's replies.
+
+    Replicas that wait for a reply get `OutOfRangeError`.
+    """
     for queue in self._queues:
       queue.close()

@@ -1,6 +1,7 @@
 """Defines the results and errors that every update rule reports to the chief.
 
-`rules.base` explains contributions, `rules.protocol` tags and admission.
+A contribution is what a replica hands over for one update: gradients, the loss
+and the number of examples. `rules.protocol` explains tags and admission.
 """
 
 import itertools
@@ -13,11 +14,12 @@ from tf_replicas.rules import protocol
 
 
 class NonFiniteGradientError(FloatingPointError):
-  """A replica computed a gradient or a loss that is not finite.
+  """Raised if a replica computed a gradient or a loss that is not finite.
 
   Attributes:
     replica: The index of the replica.
-    global_step: The global step of the variables that the replica used.
+    global_step: The global step of the variables from which the replica
+      computed the gradient and the loss.
   """
 
   def __init__(self, replica: int, global_step: int, name: str = ""):
@@ -30,20 +32,22 @@ class NonFiniteGradientError(FloatingPointError):
 
 
 class Interrupted(Exception):
-  """`apply_updates` was interrupted before it made an update."""
+  """Raised by `apply_updates` if it was interrupted before any update."""
 
 
 class Update(NamedTuple):
-  """One update of the variables.
+  """A report of one update of the variables.
 
   Attributes:
     global_step: The global step after the update.
-    loss: The mean loss of the contributions to the update.
+    loss: The mean loss of the contributions (replicas' gradients) to the
+      update.
     num_examples: The number of examples in the contributions.
     learning_rate: The learning rate used; NaN if it is not known.
-    began: When all contributions had arrived, in seconds since 1970; 0 from
-      asynchronous rules.
-    ended: When the update was complete, in seconds since 1970; 0 as `began`.
+    began: When all contributions had arrived, in seconds since 1970.
+      Asynchronous rules report 0.
+    ended: When the update was complete, in seconds since 1970. Asynchronous
+      rules report 0.
   """
 
   global_step: int
@@ -55,13 +59,15 @@ class Update(NamedTuple):
 
 
 class ReplicaStatus(NamedTuple):
-  """The state of one replica.
+  """The state of one replica, as the chief knows it.
 
   Attributes:
     status: The replica's state, as the chief last recorded it.
-    tag: The tag of the replica's last contribution; -1 if it has offered none.
-      A tag is the time of the offer in microseconds since 1970 or, without an
-      offer, the tag before it plus 1.
+    tag: The tag, an integer that identifies the replica's last contribution
+      (its gradients for one update); -1 if it has made none. A tag is the time
+      at which the contribution was offered, in microseconds since 1970. For a
+      contribution that was admitted in advance, without an offer, it is the
+      previous tag plus 1.
   """
 
   status: protocol.Status
@@ -69,11 +75,13 @@ class ReplicaStatus(NamedTuple):
 
 
 class StepStatus(NamedTuple):
-  """The progress of the present step.
+  """The progress of the next update.
+
+  A contribution is one replica's gradients for one update.
 
   Attributes:
     received: The number of contributions that were delivered.
-    needed: The number of contributions that the step needs.
+    needed: The number of contributions that the update needs.
     replicas: The state of each replica.
   """
 
@@ -83,14 +91,19 @@ class StepStatus(NamedTuple):
 
 
 class Counts(NamedTuple):
-  """The outcomes of the contributions of one replica since the start.
+  """The outcomes of one replica's contributions since the start of training.
+
+  A contribution is one replica's gradients for one update, which averages N of
+  them.
 
   Attributes:
     applied: The number of contributions used in an update.
-    surplus: The number refused because N others came first, or because the
-      replica was declared lost after admission, before it had delivered.
-    late: `late[k - 1]` is the number refused because their variables were k
-      steps old; the last element also counts older ones.
+    surplus: The number of contributions refused because N others came first, or
+      because the replica was declared lost after a contribution had been
+      accepted and before its gradients had arrived.
+    late: `late[k - 1]` is the number of contributions refused because they were
+      computed from variables k steps old; the last element also counts older
+      ones.
     staleness: `staleness[k]` is the number of applied contributions whose
       variables were k updates old. Empty for rules that apply no stale
       gradients. The last element may count older ones too.
@@ -106,12 +119,17 @@ class Counts(NamedTuple):
 
   @property
   def refused(self) -> int:
-    """Number of contributions that were not used."""
+    """Number of contributions (sets of gradients) that were not used."""
     return self.surplus + sum(self.late)
 
 
 def total(counts: Sequence[Counts]) -> Counts:
-  """Adds up the counts that several rules have for one replica."""
+  """Adds up the counts that several update rules have for one replica.
+
+  Args:
+    counts: For each rule, the outcomes of the replica's contributions (its
+      gradients for one update each).
+  """
 
   def add_up(field):
     columns = itertools.zip_longest(
@@ -129,7 +147,11 @@ def total(counts: Sequence[Counts]) -> Counts:
 
 
 def summary(staleness: Sequence[int]) -> tuple[float, int, int]:
-  """Summarizes `Counts.staleness`.
+  """Computes mean, 95th percentile and maximum of a staleness histogram.
+
+  Args:
+    staleness: `Counts.staleness`: element k is the number of gradients that
+      were k updates old when they were applied.
 
   Returns:
     The mean staleness, the 95th percentile, and the maximum.

@@ -1,6 +1,8 @@
-"""Defines the token that lets a replica continue, and the times in it.
+"""Defines the token, the reply that lets a replica continue.
 
-`rules.protocol` explains contributions, tags and admission.
+A replica receives it for a contribution, its gradients for one update. The
+token contains the times at which the contribution reached each stage of the
+update. `rules.protocol` explains contributions, tags and admission.
 """
 
 from typing import Annotated
@@ -23,17 +25,19 @@ _NUM_TIMES = 4
 
 
 class Times(NamedTuple):
-  """The times at which a contribution reached each stage.
+  """The times at which a contribution reached each stage of an update.
 
-  All fields are float64 scalars in seconds since 1970, by the clock of PS task
-  0, or `NEVER` for a stage that was not reached. They are sent as int64
-  microseconds.
+  A contribution is one replica's gradients for one update. All fields are
+  float64 scalars in seconds since 1970, by the clock of PS task 0, or `NEVER`
+  (0.0) for a stage that was not reached. They are sent as int64 microseconds.
 
   Attributes:
-    admitted: When the contribution was admitted, if the replica had to ask.
+    admitted: When the update rule accepted the contribution, if the replica had
+      to ask before it sent the gradients.
     delivered: When all gradients of the contribution were on the PS tasks.
-    applied: When the contribution was applied, if the replica did so itself.
-    released: When the replica could continue.
+    applied: When the gradients were applied to the variables, if the replica
+      itself applied them.
+    released: When the replica was allowed to continue with its next step.
   """
 
   admitted: tf.Tensor | float
@@ -45,15 +49,18 @@ class Times(NamedTuple):
 class StepToken(NamedTuple):
   """The reply that a replica receives to a contribution.
 
-  The successor of the tokens of TF1's `SyncReplicasOptimizer`. All fields are
-  int64 scalars, except `times`.
+  A contribution is one replica's gradients for one update; an integer tag
+  identifies it. The token takes the place of the integer tokens of TF1's
+  `SyncReplicasOptimizer`. All fields are int64 scalars, except `times`.
 
   Attributes:
     admitted: 1 if the contribution was used, else 0.
-    global_step: The global step to continue from, or `ENDED`.
+    global_step: The global step to continue from, or `ENDED` (-1) if training
+      has ended.
     preadmitted_tag: The tag under which the replica's next contribution is
-      already admitted, or `NO_TAG`. None, instead of a tensor, if it is known
-      while tracing that there is no such tag.
+      accepted in advance, so that the replica need not ask, or `NO_TAG` (-1).
+      None, instead of a tensor, if it is known while tracing that there is no
+      such tag.
     times: The fields of `Times`, as one int64 [4] tensor in microseconds.
   """
 
@@ -67,13 +74,17 @@ LAYOUT = records.Layout(StepToken, tf.int64, times=_NUM_TIMES)
 
 
 def first(step: tf.Tensor) -> StepToken:
-  """Returns a replica's first token, after it read the variables of `step`."""
+  """Returns the token with which a replica begins its first step.
+
+  Args:
+    step: int64 scalar, the global step at which the replica read the variables.
+  """
   no_tag = tf.constant(NO_TAG, tf.int64)
   return StepToken(0, step, no_tag, pack_times())
 
 
 def never() -> tf.Tensor:
-  """Returns `NEVER` as a float64 scalar."""
+  """Returns `NEVER`, the time of what did not happen, as a float64 scalar."""
   return tf.constant(NEVER, tf.float64)
 
 
@@ -106,7 +117,10 @@ def clocked(values: T) -> tuple[tf.Tensor, T]:
 
 
 def microseconds(secs: tf.Tensor) -> tf.Tensor:
-  """Converts seconds to int64 microseconds, to be sent with other int64."""
+  """Converts float64 seconds to int64 microseconds.
+
+  So times can be packed into one tensor with other int64 values.
+  """
   return tf.cast(tf.round(secs * 1e6), tf.int64)
 
 
@@ -116,10 +130,18 @@ def pack_times(
   applied: tf.Tensor | float = NEVER,
   released: tf.Tensor | float = NEVER,
 ) -> tf.Tensor:
-  """Packs the fields of `Times`, in seconds, into an int64 [4] tensor.
+  """Packs the times of a contribution into an int64 [4] tensor.
+
+  A contribution is one replica's gradients for one update.
+
+  Args:
+    admitted: When the contribution was accepted, in seconds since 1970.
+    delivered: When its gradients had arrived, in seconds since 1970.
+    applied: When its gradients were applied, in seconds since 1970.
+    released: When its replica could continue, in seconds since 1970.
 
   Returns:
-    The times in microseconds.
+    The times in microseconds, in the order of the arguments.
   """
   times = Times(admitted, delivered, applied, released)
   return microseconds(

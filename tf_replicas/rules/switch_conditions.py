@@ -1,6 +1,7 @@
 """Defines when a `SwitchingOptimizer` changes its update rule.
 
-Each condition uses the first rule, and from some time on the second.
+Each condition decides between two rules: it starts with the first rule, and
+changes to the second rule once.
 """
 
 import collections
@@ -15,13 +16,14 @@ from tf_replicas.rules import results
 
 
 class Progress(NamedTuple):
-  """The progress of a training, from which the next rule is chosen.
+  """The progress of a training, from which the next update rule is chosen.
 
   Attributes:
     global_step: The number of updates so far.
     rule: The index of the rule in use, in [0, number of rules).
-    counts: Returns, for each replica, the outcomes of its contributions under
-      the rule in use since the start of training. Reads them from PS task 0.
+    counts: A function that returns, for each replica, how many of its
+      contributions (sets of gradients) the rule in use has used or refused
+      since the start of training. It reads the numbers from PS task 0.
   """
 
   global_step: int
@@ -30,13 +32,14 @@ class Progress(NamedTuple):
 
 
 class Choice(NamedTuple):
-  """The choice of a rule for the next updates.
+  """The choice of an update rule for the next updates.
 
   Attributes:
     rule: The index of the rule, in [0, number of rules).
     until: The global step at which to choose again; no update is made beyond
-      it before that. None: choose again at every call of `apply_updates`, for
-      which asynchronous updates do not wait.
+      this step before the next choice. None: choose again at every call of
+      `SwitchingOptimizer.apply_updates`; asynchronous updates go on between the
+      calls.
   """
 
   rule: int
@@ -44,7 +47,15 @@ class Choice(NamedTuple):
 
 
 def at_step(step: int) -> Callable[[Progress], Choice]:
-  """Returns a condition: the second rule is used from global step `step` on."""
+  """Makes a condition that changes to the second rule at a global step.
+
+  Args:
+    step: The global step from which on the second rule is used.
+
+  Returns:
+    A function for the argument `choose` of `SwitchingOptimizer`: it maps the
+    progress of the training to a `Choice`.
+  """
 
   def choose(progress: Progress) -> Choice:
     if progress.global_step < step:
@@ -57,16 +68,20 @@ def at_step(step: int) -> Callable[[Progress], Choice]:
 def when_refused(
   share: float, least: int = 100
 ) -> Callable[[Progress], Choice]:
-  """Returns a condition: switch once a replica is refused too often.
+  """Makes a condition that changes the rule once a replica is refused often.
 
-  The contributions of a slow replica may always be too late or too stale. The
-  condition is checked every `least` steps.
+  The contributions (sets of gradients) of a slow replica may always be too late
+  or too stale. The condition is checked every `least` steps.
 
   Args:
-    share: The largest fraction of a replica's contributions that may be
-      refused before the switch.
+    share: The largest fraction of a replica's contributions that may be refused
+      before the change to the second rule.
     least: The number of contributions that a replica must have made before it
-      can cause the switch.
+      can cause the change; also the number of steps between two checks.
+
+  Returns:
+    A function for the argument `choose` of `SwitchingOptimizer`: it maps the
+    progress of the training to a `Choice`.
   """
 
   def is_refused(count: results.Counts) -> bool:
@@ -77,16 +92,21 @@ def when_refused(
 
 
 def when_slow(share: float, least: int = 100) -> Callable[[Progress], Choice]:
-  """Returns a condition: switch once updates wait too long for one replica.
+  """Makes a condition that changes the rule once updates wait for one replica.
 
-  For synchronous updates that need every replica. Every `least` steps, the
-  condition checks the interval since the last check. The first interval, in
-  which the replicas start one by one, is not checked.
+  It is meant for a first rule whose synchronous updates need every replica.
+  Every `least` steps, the condition checks the interval since the last check.
+  The first interval, in which the replicas start one by one, is not checked.
 
   Args:
     share: The largest fraction of an interval for which updates may wait for
-      one replica alone (`results.Counts.straggler_wait_secs`).
+      one replica alone (`results.Counts.straggler_wait_secs`) before the change
+      to the second rule.
     least: The number of steps between two checks.
+
+  Returns:
+    A function for the argument `choose` of `SwitchingOptimizer`: it maps the
+    progress of the training to a `Choice`.
   """
   checks = collections.deque(maxlen=3)
 
@@ -104,7 +124,17 @@ def when_slow(share: float, least: int = 100) -> Callable[[Progress], Choice]:
 def _every(
   least: int, is_due: Callable[[Sequence[results.Counts]], bool]
 ) -> Callable[[Progress], Choice]:
-  """Returns a condition: switch once `is_due`, checked every `least` steps."""
+  """Makes a condition that asks `is_due` every `least` steps.
+
+  Args:
+    least: The number of steps between two calls of `is_due`.
+    is_due: Maps the counts of all replicas (how many of their contributions
+      were used or refused) to whether to change to the second rule.
+
+  Returns:
+    A function for the argument `choose` of `SwitchingOptimizer`: it maps the
+    progress of the training to a `Choice`.
+  """
 
   def choose(progress: Progress) -> Choice:
     step, rule = progress.global_step, progress.rule

@@ -1,6 +1,6 @@
 """Changes the update rule of a training while it runs.
 
-`SwitchingOptimizer` documents how.
+`SwitchingOptimizer` documents how the change is made.
 """
 
 from collections.abc import Callable
@@ -33,16 +33,17 @@ class SwitchingOptimizer(rule_base.GradientRule):
   3. It waits until no update of the old rule is in progress.
 
   A synchronous update that the change interrupts is given up, and its
-  contributions are dropped, at most one per replica. A contribution that the
-  old rule's last `StepToken` admitted in advance is dropped too. All rules
-  share variables, slots, averages, the global step, the count of examples, and
-  the checkpoint.
+  contributions (sets of gradients) are dropped, at most one per replica. A
+  contribution that the old rule's last `StepToken` (its reply to a replica)
+  admitted in advance is dropped too. All rules share variables, slots,
+  averages, the global step, the count of examples, and the checkpoint.
 
   Attributes:
-    rules: The rules, by index.
+    rules: The rules that are combined, by index.
     inner: The inner optimizer, shared by all rules.
     total_num_replicas: M, the number of replicas, backups included.
-    wire_dtype: The dtype in which float32 parameters and gradients are sent.
+    wire_dtype: The dtype in which trainable float32 variables and their
+      gradients are sent; None: their own.
   """
 
   def __init__(
@@ -52,13 +53,13 @@ class SwitchingOptimizer(rule_base.GradientRule):
     *,
     name: str = "switching",
   ):
-    """Combines `rules`.
+    """Combines several update rules to one.
 
     Args:
       rules: The rules. All must wrap the same optimizer object and have the
         same number M of replicas.
       choose: Maps the progress of the training to the rule for the next
-        updates; see `switch_conditions`.
+        updates. `switch_conditions` makes such functions.
       name: The name of the combined rule.
 
     Raises:
@@ -73,8 +74,9 @@ class SwitchingOptimizer(rule_base.GradientRule):
     all_needs = frozenset().union(*needs)
     if all_needs not in needs:
       raise ValueError(
-        "One of `rules` must read in the way that all of them need: reads"
-        " continue while the rule changes. Received rules that need:"
+        "One of `rules` must do what reads need under all of them, as replicas"
+        " go on reading while the rule changes. Received rules whose reads"
+        " need:"
         f" {', '.join(str(sorted(n)) for n in needs)}."
       )
     self.rules = list(rules)
@@ -101,7 +103,11 @@ class SwitchingOptimizer(rule_base.GradientRule):
     is_sparse: Sequence[bool] | None = None,
     namespace: resources.Namespace | None = None,
   ) -> None:
-    """See `UpdateRule.build`."""
+    """Creates the shared objects of all rules, or attaches to them.
+
+    These are on the PS tasks, and include a flag that holds the index of the
+    rule in use. Implements `UpdateRule.build`, which documents the arguments.
+    """
     self._store = store
     self._device = store.device_of_task(0)
     namespace = namespace or store.namespace
@@ -113,7 +119,11 @@ class SwitchingOptimizer(rule_base.GradientRule):
       self._has_ended = namespace.variable("rules/ended", [], tf.bool)
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """See `UpdateRule.create`."""
+    """Assigns all first values, or takes over an earlier chief's training.
+
+    In the second case, the rule that was in use remains in use. Implements
+    `UpdateRule.create`, which documents the arguments.
+    """
     if not resumed:
       self._in_use.assign(0)
     self._has_ended.assign(False)
@@ -124,28 +134,42 @@ class SwitchingOptimizer(rule_base.GradientRule):
         rule.suspend()
 
   def start(self) -> None:
-    """See `UpdateRule.start`."""
+    """Prepares the rule in use for the first update after this chief's start.
+
+    The chief calls it once, after all variables have their values.
+    """
     self._rule.start()
 
   def signature(self) -> dict[str, object]:
-    """See `UpdateRule.signature`."""
+    """Returns the settings that must be equal in the chief and all workers.
+
+    Returns:
+      The name of this rule and the settings of the combined rules, of types
+      that JSON can represent.
+    """
     rules = [rule.signature() for rule in self.rules]
     return {"name": self.name, "rules": rules}
 
   # The replica's half.
 
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Reads the variables so that every rule can use them.
+    """Reads the variables in a way that suits all of the combined rules.
 
-    Uses the `pull` of the rule whose `read_needs` include those of all other
-    rules. See `GradientRule.pull`.
+    A rule may need more than a read, such as a consistent snapshot
+    (`read_needs`). This uses the `pull` of the rule whose needs include those
+    of all other rules. Implements `GradientRule.pull`, which documents the
+    argument and the result.
     """
     if self._reader is not None:
       return self._reader.pull(replica)
     return self._store.pull()
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """See `GradientRule.scale_loss`."""
+    """Returns the scalar that a replica differentiates instead of `loss`.
+
+    It is `loss` times the constant `loss_scale` of the first rule, if that is
+    given.
+    """
     return self.rules[0].scale_loss(loss)
 
   @tf.autograph.experimental.do_not_convert
@@ -159,10 +183,11 @@ class SwitchingOptimizer(rule_base.GradientRule):
     num_examples: tf.Tensor | int = 0,
     preadmitted_tag: tf.Tensor | None = None,
   ) -> step_token.StepToken:
-    """Hands gradients to the rule in use; see `GradientRule.apply_gradients`.
+    """Hands a replica's gradients to the rule in use, and waits for its reply.
 
     If the chief changes the rule meanwhile, the gradients may not be used, as
-    the token's `admitted` says.
+    `admitted` of the returned token says. Implements
+    `GradientRule.apply_gradients`, which documents the arguments.
     """
     pairs = list(grads_and_vars)
 
@@ -191,18 +216,22 @@ class SwitchingOptimizer(rule_base.GradientRule):
   # The chief's half.
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the inner Keras optimizer's rate, from the next update on."""
+    """Sets the learning rate of the optimizer that all rules share.
+
+    The rate is used from the next update on.
+    """
     self._rule.set_learning_rate(rate)
 
   def stop_at(self, step: int) -> None:
-    """Makes no update after global step `step`."""
+    """Makes the rule stop updating the variables at global step `step`."""
     self._last_step = step
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Changes to the rule that `choose` returns; then makes an update with it.
+    """Changes to the rule that `choose` returns, then makes an update with it.
 
-    If asynchronous updates of the old rule were not returned before the change,
-    returns these, as one, and makes no update.
+    If the old rule has made asynchronous updates that this method has not
+    returned yet, returns one report that combines them, and makes no update.
+    Implements `UpdateRule.apply_updates`, which documents the errors.
     """
     del max_updates
     step = int(self._store.read_global_step())
@@ -226,11 +255,14 @@ class SwitchingOptimizer(rule_base.GradientRule):
       raise
 
   def _change_to(self, number: int) -> results.Update | None:
-    """Changes to rule `number`.
+    """Changes the rule in use.
+
+    Args:
+      number: The index of the new rule.
 
     Returns:
-      The updates of the old rule that were not returned before, as one; or
-      None.
+      One report that combines all updates of the old rule that `apply_updates`
+      has not returned yet; None if there are none.
     """
     self.rules[number].resume()
     self._in_use.assign(number)
@@ -244,56 +276,85 @@ class SwitchingOptimizer(rule_base.GradientRule):
   # For the driver that watches and ends the training.
 
   def counts(self) -> list[results.Counts]:
-    """Returns the counts of each replica, summed over all rules."""
+    """Returns how many gradients of each replica were used and refused.
+
+    The numbers are summed over all rules.
+    """
     by_rule = [rule.counts() for rule in self.rules]
     return [results.total(counts) for counts in zip(*by_rule, strict=True)]
 
   def status(self) -> results.StepStatus:
-    """Returns the status of the rule in use; see `UpdateRule.status`."""
+    """Returns the progress of the next update and the state of each replica.
+
+    The rule in use determines both.
+    """
     return self._rule.status()
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Tells the rule in use that `replica` is lost."""
+    """Makes the rule in use stop waiting for `replica`.
+
+    Implements `UpdateRule.declare_lost`, which documents the arguments.
+    """
     self._rule.declare_lost(replica, tag)
 
   def trace_ahead(self) -> None:
-    """See `UpdateRule.trace_ahead`."""
+    """Traces all functions that may have to be called while a task hangs.
+
+    A client that traces a function waits for all tasks (TensorFlow 2.21), so
+    these functions could not be traced while a task hangs.
+    """
     for rule in self.rules:
       rule.trace_ahead()
 
   def interrupt(self) -> None:
-    """See `UpdateRule.interrupt`."""
+    """Ends the wait of `apply_updates`, which runs in another thread.
+
+    `apply_updates` then raises `Interrupted`.
+    """
     self._is_interrupted = True
     self._rule.interrupt()
 
   def end_replicas(self) -> None:
-    """Ends the replicas by the rule in use; see `UpdateRule.end_replicas`."""
+    """Tells replicas, by the rule in use, that training has ended.
+
+    May keep on answering replicas, and not return before `interrupt` is called.
+    """
     self._end()
     self._rule.end_replicas()
 
   def _end(self) -> None:
-    """Marks the training as ended.
+    """Marks the training as ended, in a variable on PS task 0.
 
-    A replica that a rule releases afterwards ends. Without the mark, it would
-    take the release for a change of the rule, and continue.
+    A replica that a rule tells to end looks at the mark. Without the mark, the
+    replica would take the message for a change of the rule, and continue.
     """
     self._has_ended.assign(True)
     resources.flush_assignments([self._has_ended])
 
   def release_replica(self, replica: int) -> None:
-    """See `UpdateRule.release_replica`."""
+    """Tells `replica`, which runs in this process, that training has ended.
+
+    Called when the chief, which would answer the replica, is lost.
+    """
     self._end()
     for rule in self.rules:
       rule.release_replica(replica)
 
   def close(self) -> None:
-    """See `UpdateRule.close`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
     for rule in self.rules:
       rule.close()
 
 
 def _check(rules: Sequence[rule_base.OptimizerRule]) -> None:
-  """Raises ValueError unless replicas can train under each of `rules`."""
+  """Raises ValueError unless the rules can be combined.
+
+  A replica must be able to train under each rule, with the same optimizer.
+  """
   first = rules[0]
   for rule in rules:
     for field in ("total_num_replicas", "wire_dtype"):
@@ -314,7 +375,7 @@ def _check(rules: Sequence[rule_base.OptimizerRule]) -> None:
       )
     if rule.replicas_to_aggregate > rule.total_num_replicas:
       raise ValueError(
-        "`rules` must want one contribution of a replica at a time."
-        f" Received: {rule.replicas_to_aggregate} of"
+        "Each of `rules` must take at most one contribution of a replica in an"
+        f" update. Received: {rule.replicas_to_aggregate} contributions of"
         f" {rule.total_num_replicas} replicas."
       )

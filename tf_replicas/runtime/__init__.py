@@ -1,1 +1,4 @@
-"""Access to TensorFlow: shared resources, devices, workarounds, waiting."""
+"""Gives access to TensorFlow: shared resources, devices, workarounds, waits.
+
+Only this package uses private names of TensorFlow and Keras.
+"""

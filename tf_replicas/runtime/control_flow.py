@@ -1,4 +1,4 @@
-"""Conditions and order in a TensorFlow graph."""
+"""Makes operations of a TensorFlow graph conditional, or puts them in order."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,7 @@ import tensorflow as tf
 def done(*results: tf.Operation | tf.Tensor | None) -> tf.Tensor:
   """Returns a scalar tensor, True, that is computed after `results`.
 
-  Branches of `tf.cond` must return tensors. This makes a tensor of any
-  operations.
+  It turns operations into a tensor, which branches of `tf.cond` must return.
 
   Args:
     *results: Tensors and operations to wait for, in any structure. None, which
@@ -21,10 +20,10 @@ def done(*results: tf.Operation | tf.Tensor | None) -> tf.Tensor:
 
 
 def run_if(condition: bool | tf.Tensor, fn: Callable[[], object]) -> tf.Tensor:
-  """Runs the operations of `fn` in the graph only if `condition` is true.
+  """Runs the operations that `fn` builds, but only if `condition` is true.
 
   Args:
-    condition: bool scalar.
+    condition: A bool scalar, which may be a tensor of the graph.
     fn: Builds operations, and returns those to wait for, or None.
 
   Returns:
@@ -35,7 +34,7 @@ def run_if(condition: bool | tf.Tensor, fn: Callable[[], object]) -> tf.Tensor:
 
 
 def current_graph() -> tf.Graph:
-  """Returns the graph of the innermost function or branch that is traced."""
+  """Returns the graph of the innermost function or branch being traced."""
   return tf.compat.v1.get_default_graph()
 
 

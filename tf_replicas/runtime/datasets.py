@@ -1,6 +1,6 @@
 """Finds the resources of a `tf.data.Dataset`, and turns it into bytes.
 
-It uses private names of TensorFlow 2.21.
+The module uses private names of TensorFlow 2.21.
 """
 
 import dataclasses
@@ -12,13 +12,14 @@ from tf_replicas.runtime import processes
 
 
 def resources_of(dataset: tf.data.Dataset) -> list[str]:
-  """Returns the devices of tables and variables that `dataset` uses.
+  """Returns the devices of the lookup tables and variables of a data set.
 
   Args:
     dataset: A data set made outside of functions.
 
   Returns:
-    One device string per use of a table or variable by a function.
+    One device string for each use of a lookup table or variable by a function
+    of the data set, such as the function of a `map`.
   """
   return [
     tensor.device
@@ -31,10 +32,10 @@ def resources_of(dataset: tf.data.Dataset) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Sendable:
-  """A data set that other processes can make again.
+  """Holds a data set in a form from which other processes can make it again.
 
   Attributes:
-    graph: The result of `to_bytes`.
+    graph: The data set as bytes, as `to_bytes` returns it.
     spec: The `element_spec` of the data set.
   """
 
@@ -43,16 +44,18 @@ class Sendable:
 
 
 def to_bytes(dataset: tf.data.Dataset) -> bytes:
-  """Returns the graph of a data set, with the tensors that it uses.
+  """Serializes the graph of a data set, with the tensors that it contains.
 
   Args:
     dataset: A data set made outside of functions.
 
   Returns:
-    The graph, for `from_bytes` in another process.
+    The graph as bytes, from which `from_bytes` makes the data set again in
+    another process.
 
   Raises:
-    TypeError: If the data set calls Python code, or uses a table or a variable.
+    TypeError: If the data set calls Python code, or uses a lookup table or a
+      variable.
   """
   if used := resources_of(dataset):
     raise TypeError(
@@ -81,10 +84,10 @@ def to_bytes(dataset: tf.data.Dataset) -> bytes:
 
 
 def from_bytes(graph: bytes | tf.Tensor, spec: object) -> tf.data.Dataset:
-  """Returns the data set of a graph.
+  """Makes the data set again that `to_bytes` has serialized.
 
   Args:
-    graph: The result of `to_bytes`, maybe as a string tensor.
+    graph: The result of `to_bytes`, or a string tensor that contains it.
     spec: The `element_spec` of the data set.
   """
   variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)

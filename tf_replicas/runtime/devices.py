@@ -1,8 +1,9 @@
 """Sets up the devices of this process, and names the devices of its towers.
 
-Every process calls `configure` before its first tensor or variable, which
-initializes TensorFlow's devices. Logical CPU devices can emulate GPUs, so that
-a cluster of machines with GPUs can be tested on one machine without GPUs.
+A tower is a copy of the model's computation on one device. Every process calls
+`configure` before its first tensor or variable, which initializes TensorFlow's
+devices. Logical CPU devices can emulate GPUs, so that a cluster of machines
+with GPUs can be tested on one machine without GPUs.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from tf_replicas.runtime import noise
 
 
 def find_gpus() -> list[tf.config.PhysicalDevice]:
-  """Returns the GPUs of this machine.
+  """Returns the GPUs of this machine, without an error message if it has none.
 
-  Hides the error that TensorFlow prints on a machine without GPUs.
+  Without GPUs, TensorFlow itself prints an error when it looks for them.
   """
   with noise.hidden_lack_of_gpu():
     return tf.config.list_physical_devices("GPU")
@@ -29,14 +30,14 @@ def configure(
 ) -> None:
   """Selects the GPUs of this process, or emulates them.
 
-  Also enables soft placement, as some ops have no GPU kernel. Does nothing if
-  TensorFlow's devices are already initialized in the same way.
+  It also enables soft placement, as some ops have no GPU kernel. It does
+  nothing if TensorFlow's devices are already initialized in the same way.
 
   Args:
     gpus: The indices of the GPUs to use. None: all GPUs. Empty: no GPU, as for
       a parameter server, which then takes no GPU memory.
-    num_emulated: If positive, this number of CPU devices replaces `gpus`, which
-      need not exist then.
+    num_emulated: If positive, this number of CPU devices emulates the GPUs
+      `gpus`, which need not exist then.
     memory_growth: Whether to allocate GPU memory as needed, not all at once.
 
   Raises:
@@ -82,19 +83,20 @@ def tower_devices(
 ) -> list[str]:
   """Returns the device of each tower of a task.
 
-  A tower is a copy of the model's computation on one device.
-  TensorFlow numbers the visible GPUs of a process from 0, in the machine's
-  order: the towers on GPUs 5 and 2 run on `GPU:1` and `GPU:0`.
+  A tower is a copy of the model's computation on one device. TensorFlow numbers
+  the GPUs that a process uses from 0, in the machine's order: the towers on the
+  machine's GPUs 5 and 2 run on the devices `GPU:1` and `GPU:0`.
 
   Args:
-    gpus: The GPUs of the task; see `configure`. There is one tower per GPU, or
-      one tower on the CPU if there are none.
+    gpus: The numbers of the task's GPUs on its machine. There is one tower per
+      GPU, or one tower on the CPU if the task has no GPUs.
     emulate: Whether CPU devices emulate the GPUs.
     job: The job of the task; None without a cluster.
     task: The index of the task within the job.
 
   Returns:
-    Device strings such as `/job:worker/task:1/device:GPU:0`.
+    Device strings such as `/job:worker/task:1/device:GPU:0`, in the order of
+    `gpus`.
   """
   kind = "GPU" if gpus and not emulate else "CPU"
   host = "" if job is None else f"/job:{job}/task:{task}"

@@ -1,15 +1,15 @@
 """Starts Python programs by forking a process that has imported TensorFlow.
 
-Importing TensorFlow 2.21 takes about three seconds of processor time. A cluster
-on one machine spends them once per task, at the same time, on the same cores. A
-`ForkServer` is a process that imports TensorFlow once, and forks for each task;
-a task then begins within some milliseconds. TensorFlow allows this because an
-import starts none of its threads and touches no GPU.
+Importing TensorFlow 2.21 takes about three seconds of processor time. In a
+cluster on one machine, every task would spend this time, and all at once on the
+same cores. A `ForkServer` is a process that imports TensorFlow once, and forks
+for each task; a task then begins within some milliseconds. TensorFlow allows
+this because an import starts none of its threads and touches no GPU.
 
 A forked program is a process like others, with its own session, environment,
-arguments and output. Only what a fresh process reads while it imports
-TensorFlow, such as `TF_ENABLE_ONEDNN_OPTS`, is the same in all programs of a
-server.
+arguments and output. But environment variables that are read during the import
+of TensorFlow, such as `TF_ENABLE_ONEDNN_OPTS`, have the server's values in all
+of its programs.
 
 This module does not import TensorFlow, except in the process of the server.
 """
@@ -51,15 +51,16 @@ _IMPORT_SECS = 300.0
 
 
 class _Program(NamedTuple):
-  """A program to run.
+  """Describes a program that a `ForkServer` is asked to run.
 
   Attributes:
-    arguments: What follows the name of the interpreter: [script, *arguments],
-      ["-m", module, *arguments] or ["-c", code, *arguments].
-    environ: The environment.
-    directory: The working directory.
-    descriptors: The numbers that the inherited file descriptors have in the
-      process that asked for the program; the first is to be its output.
+    arguments: What follows the name of the interpreter in a command line:
+      [script, *arguments], ["-m", module, *arguments] or ["-c", code,
+      *arguments].
+    environ: The environment variables of the program.
+    directory: The working directory of the program.
+    descriptors: The numbers of the inherited file descriptors in the process
+      that asked for the program. The first one is to be the program's output.
   """
 
   arguments: list[str]
@@ -69,13 +70,16 @@ class _Program(NamedTuple):
 
 
 class ForkedProcess:
-  """A process of a `ForkServer`, with the interface of `subprocess.Popen`.
+  """Represents a process that a `ForkServer` has started.
+
+  It has the part of the interface of `subprocess.Popen` that launchers use.
 
   Attributes:
     args: The command line.
     pid: The process id.
     stdout: The process's output, standard error included; a text stream.
-    returncode: The exit status, negative for a signal; None while it runs.
+    returncode: The exit status, negative for a signal; None while the process
+      runs.
   """
 
   def __init__(self, args: Sequence[str], stdout: IO[str]):
@@ -87,7 +91,10 @@ class ForkedProcess:
     self._has_ended = threading.Event()
 
   def poll(self) -> int | None:
-    """Returns `returncode`."""
+    """Returns the exit status of the process, or None while it runs.
+
+    The status is negative if a signal ended the process.
+    """
     return self.returncode
 
   def wait(self, timeout: float | None = None) -> int:
@@ -97,7 +104,7 @@ class ForkedProcess:
       timeout: The longest time to wait, in seconds; None waits forever.
 
     Returns:
-      The exit status.
+      The exit status, negative if a signal ended the process.
 
     Raises:
       subprocess.TimeoutExpired: If the process still runs after `timeout`.
@@ -108,29 +115,31 @@ class ForkedProcess:
     return self.returncode
 
   def send_signal(self, sig: int) -> None:
-    """Sends a signal, unless the process has ended."""
+    """Sends the signal `sig` to the process, unless it has ended."""
     if self.returncode is None:
       with contextlib.suppress(ProcessLookupError):
         os.kill(self.pid, sig)
 
   def terminate(self) -> None:
-    """Sends SIGTERM."""
+    """Sends SIGTERM to the process, unless it has ended."""
     self.send_signal(signal.SIGTERM)
 
   def kill(self) -> None:
-    """Sends SIGKILL."""
+    """Sends SIGKILL to the process, unless it has ended."""
     self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
-  """Starts programs of this Python interpreter by forking; a context manager.
+  """Starts Python programs by forking a process that has imported TensorFlow.
 
-  The server starts with the first program. It ends, and all its programs with
-  it, when the context is left or when this process ends in any way.
+  So a program need not import TensorFlow itself, which takes seconds. An object
+  of this class is a context manager. It starts the forked process, the server,
+  with the first program. The server ends, and all its programs with it, when
+  the context is left or when this process ends for any reason.
   """
 
   def __init__(self, environ: Mapping[str, str] | None = None):
-    """Prepares the server.
+    """Stores the environment; the server starts with the first program.
 
     Args:
       environ: The environment in which TensorFlow is imported; by default that
@@ -156,12 +165,12 @@ class ForkServer:
     env: Mapping[str, str],
     pass_fds: Sequence[int] = (),
   ) -> ForkedProcess | None:
-    """Starts a program.
+    """Starts a program of this Python interpreter.
 
     Args:
-      command: The command line: perhaps `env` and settings of variables; this
-        interpreter, perhaps with the option `-u`; a script, `-m` and a module,
-        or `-c` and code; and arguments.
+      command: The command line, which consists of: `env` and settings of
+        variables (optional), this interpreter, its option `-u` (optional), a
+        script or `-m` and a module or `-c` and code, and arguments.
       env: The environment.
       pass_fds: File descriptors that the process inherits.
 
@@ -198,7 +207,7 @@ class ForkServer:
     return process
 
   def _start(self) -> None:
-    """Starts the server, unless it runs."""
+    """Starts the server, and a thread that listens to it, unless they run."""
     if self._process is not None:
       return
     self._connection, theirs = socket.socketpair(
@@ -223,7 +232,8 @@ class ForkServer:
   def _listen(self) -> None:
     """Receives the server's messages about processes that began or ended.
 
-    Runs in a thread until the connection to the server is closed.
+    It runs in a thread until the connection to the server is closed, and sets
+    process ids and exit statuses of the `ForkedProcess`es.
     """
     running: dict[int, ForkedProcess] = {}
     with contextlib.suppress(OSError):
@@ -244,7 +254,7 @@ class ForkServer:
       self._asked.popleft()._has_begun.set()
 
   def close(self) -> None:
-    """Ends the server and its programs."""
+    """Ends the server process and, with it, all programs that it started."""
     with self._lock:
       if self._process is not None:
         with contextlib.suppress(OSError):
@@ -255,11 +265,15 @@ class ForkServer:
 
 
 def _parse(command: Sequence[str]) -> tuple[list[str] | None, dict[str, str]]:
-  """Parses a command line.
+  """Splits a command line into the arguments of this interpreter and settings.
+
+  Args:
+    command: A command line as `ForkServer.popen` takes it.
 
   Returns:
-    The arguments of this interpreter, or None if the command is not one of it;
-    and variables that `env` sets.
+    The arguments that follow the interpreter, or None if the command does not
+    run this interpreter in a known form; and the variables that a leading `env`
+    sets.
   """
   settings = {}
   interpreter, *arguments = command
@@ -284,8 +298,12 @@ def _parse(command: Sequence[str]) -> tuple[list[str] | None, dict[str, str]]:
 def _serve(connection: socket.socket) -> _Program:
   """Forks a process for every program that `ForkServer.popen` requests.
 
-  Returns only in the forked processes. The server itself ends when the
-  connection is closed.
+  This is the loop of the server process. It returns only in the forked
+  processes. The server itself ends when the connection is closed.
+
+  Args:
+    connection: The socket by which the server is asked for programs, and
+      reports which processes have begun and ended.
 
   Returns:
     The program that the forked process is to run.
@@ -328,7 +346,11 @@ def _serve(connection: socket.socket) -> _Program:
 
 
 def _report_ended(connection: socket.socket) -> None:
-  """Sends process id and exit status of each program that has ended."""
+  """Reports all programs that have ended since the last call of this function.
+
+  The server sends their process ids and exit statuses over `connection` to the
+  process that started it.
+  """
   with contextlib.suppress(ChildProcessError):
     while True:
       pid, status = os.waitpid(-1, os.WNOHANG)
@@ -339,7 +361,18 @@ def _report_ended(connection: socket.socket) -> None:
 
 
 def _become(program: _Program, received: list[int], server: int) -> None:
-  """Gives a forked process the output, environment, etc. of its program."""
+  """Prepares a forked process to run its program.
+
+  The process gets a session of its own, and the output, environment, file
+  descriptors and working directory of the program. It ends when the server
+  ends.
+
+  Args:
+    program: The program.
+    received: The file descriptors as the server received them: the output, then
+      those that the program inherits.
+    server: The process id of the server.
+  """
   os.setsid()
   if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -361,9 +394,10 @@ def _become(program: _Program, received: list[int], server: int) -> None:
 
 
 def _show_command_line(arguments: Sequence[str]) -> None:
-  """Overwrites the command line that `ps` shows, which is that of the server.
+  """Makes the tool `ps` show this interpreter and `arguments` for this process.
 
-  The server was started with an argument that leaves room for it.
+  It overwrites the command line of the process in memory. The server was
+  started with a long unused argument, which leaves room for that.
   """
   text = b"".join(os.fsencode(a) + b"\0" for a in [sys.executable, *arguments])
   stat = pathlib.Path("/proc/self/stat").read_text()
@@ -374,7 +408,12 @@ def _show_command_line(arguments: Sequence[str]) -> None:
 
 
 def _renumber(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-  """Gives file descriptors the numbers that the program expects."""
+  """Gives file descriptors the numbers that the program expects.
+
+  Args:
+    descriptors: The file descriptors, which are closed under these numbers.
+    numbers: The new number of each.
+  """
   above = 1 + max([*descriptors, *numbers, 2])
   copies = [fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, above) for d in descriptors]
   for descriptor in descriptors:
@@ -385,7 +424,12 @@ def _renumber(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _run(arguments: Sequence[str]) -> None:
-  """Runs a script, a module or code as `python` would."""
+  """Runs a script, a module or code in this process, as `python` would.
+
+  Args:
+    arguments: [script, *arguments], ["-m", module, *arguments] or ["-c", code,
+      *arguments].
+  """
   name, *rest = arguments
   main = types.ModuleType("__main__")
   if name == "-m":
@@ -410,7 +454,11 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def _main() -> NoReturn:
-  """Runs the server; in a forked process, runs the program and exits."""
+  """Imports TensorFlow and runs the server; a forked process runs its program.
+
+  `ForkServer` runs this module with the number of the socket's file descriptor
+  as its argument.
+  """
   connection = socket.socket(fileno=int(sys.argv[1]))
   if sys.platform == "linux":
     _show_command_line(["-m", __spec__.name])

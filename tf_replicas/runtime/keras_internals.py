@@ -30,11 +30,11 @@ _EXCLUDED = "_exclude_from_weight_decay_pattern"
 
 
 def optimizer_classes(*names: str) -> tuple[type, ...]:
-  """Returns the classes of `keras.optimizers` with these names, if they exist.
+  """Returns those classes of `keras.optimizers` with these names that exist.
 
   Args:
     *names: Names of classes. For example, Keras 3.8 has no `Muon`, and Keras
-      3.12 no `MultiOptimizer`.
+      3.12 has no `MultiOptimizer`.
   """
   found = [getattr(keras.optimizers, name, None) for name in names]
   return tuple(c for c in found if c is not None)
@@ -47,10 +47,11 @@ def optimizer_class(
 
   Args:
     name: The name of the class.
-    *arguments: Names of arguments that its constructor must have.
+    *arguments: Names of arguments that the constructor of the class must have.
 
   Raises:
-    ValueError: If the installed version of Keras has no such class.
+    ValueError: If the installed version of Keras has no such class, or its
+      constructor lacks one of the arguments.
   """
   found = optimizer_classes(name)
   if not found or set(arguments) - set(inspect.signature(found[0]).parameters):
@@ -64,20 +65,21 @@ def optimizer_class(
 def learning_rate(optimizer: keras.optimizers.Optimizer) -> Rate:
   """Returns the learning rate in the form in which the optimizer stores it.
 
-  `optimizer.learning_rate` would evaluate a schedule, at `iterations`.
+  The property `optimizer.learning_rate` would instead return the number that a
+  schedule gives at `optimizer.iterations`.
 
   Args:
     optimizer: A Keras optimizer.
 
   Returns:
-    The variable, the schedule, or the function without arguments that gives the
+    A variable, a schedule, or a function without arguments that returns the
     rate.
   """
   return optimizer._learning_rate
 
 
 def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
-  """Returns whether the learning rate follows a Keras schedule."""
+  """Returns whether the optimizer's learning rate is a Keras schedule."""
   return isinstance(
     learning_rate(optimizer),
     keras.optimizers.schedules.LearningRateSchedule,
@@ -87,14 +89,17 @@ def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
 def velocities(
   optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-  """Returns the slots that hold sums of gradients times the learning rate.
+  """Returns the optimizer's slots that include the learning rate.
+
+  Such a slot, a velocity, is a sum of gradients that were multiplied by the
+  rate.
 
   Args:
     optimizer: A built Keras optimizer.
 
   Returns:
-    The momentum slots of SGD and RMSprop, one per variable. Empty without
-    momentum, and for other optimizers.
+    The momentum slots of SGD and RMSprop, one per variable. The list is empty
+    for these optimizers without momentum, and for all other optimizers.
   """
   if isinstance(optimizer, keras.optimizers.SGD):
     return list(optimizer.momentums)
@@ -104,14 +109,14 @@ def velocities(
 
 
 def variable_id(variable: tf.Variable) -> int | str:
-  """Returns the key by which an optimizer finds the slots of `variable`."""
+  """Returns the key by which a Keras optimizer finds slots of `variable`."""
   return variable._unique_id
 
 
 def copy_of(
   optimizer: keras.optimizers.Optimizer, **changes
 ) -> keras.optimizers.Optimizer:
-  """Returns an optimizer of the same configuration, which is not built.
+  """Returns a new optimizer, not built, with the configuration of `optimizer`.
 
   Args:
     optimizer: The optimizer to copy.
@@ -125,11 +130,11 @@ def copy_of(
 
 @contextlib.contextmanager
 def names_from_the_start() -> Iterator[None]:
-  """Context in which layers without a name get the same names every time.
+  """Context in which layers without a name get equal names every time.
 
   Keras numbers such layers per process (`dense_7`). If a process built other
   models before, the layers would have other names than in a checkpoint, or in
-  another task.
+  another task. Within the context, the numbers begin anew.
   """
   key = "object_name_uids"
   own = global_state.get_global_attribute(key)
@@ -141,12 +146,12 @@ def names_from_the_start() -> Iterator[None]:
 
 
 def make_paths_distinct(variables: Sequence[keras.Variable]) -> None:
-  """Appends numbers to the paths of variables that have the same path.
+  """Appends numbers to the paths of variables that share their path.
 
-  For example, the variables of several metrics may have the same path.
+  For example, the variables of several metrics may have one path.
 
   Args:
-    variables: The variables, in an order that is the same in all tasks.
+    variables: The variables, which must be in the same order in all tasks.
   """
   taken, seen = {variable.path for variable in variables}, set()
   for variable in variables:
@@ -158,11 +163,13 @@ def make_paths_distinct(variables: Sequence[keras.Variable]) -> None:
 
 
 def replace_value(variable: keras.Variable, value: np.ndarray) -> None:
-  """Gives a variable a value of another shape, and that shape.
+  """Replaces the value of a variable by one that may have another shape.
+
+  The shape of the variable becomes that of the new value.
 
   Args:
     variable: A variable of a built layer.
-    value: The value; of the variable's dtype.
+    value: The new value, of the variable's dtype.
   """
   first = tf.convert_to_tensor(value)
   variable._value = tf.Variable(
@@ -175,11 +182,16 @@ def replace_value(variable: keras.Variable, value: np.ndarray) -> None:
 def local_values(
   variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]
 ) -> Iterator[None]:
-  """Context in which local variables with `values` replace `variables`.
+  """Context in which temporary variables take the place of Keras variables.
 
-  To be used while a function is traced, by one thread at a time. Reads,
-  assignments and gradient tapes treat the local variables like those that they
-  replace. The local variables live as long as one execution of the function.
+  It is to be used while a function is traced, by one thread at a time. Reads,
+  assignments and gradient tapes treat the temporary variables like the
+  variables that they replace. The temporary variables live as long as one
+  execution of the function.
+
+  Args:
+    variables: The variables to replace.
+    values: The first value of each temporary variable.
   """
   own = [variable._value for variable in variables]
   try:
@@ -200,9 +212,12 @@ def optimizers_of(
   model: keras.Model,
   optimizers: Mapping[str, keras.optimizers.Optimizer],
 ) -> Iterator[None]:
-  """Context in which attributes of `model` are replaced by `optimizers`.
+  """Context in which a model has other optimizers in some of its attributes.
 
-  The keys of `optimizers` are the names of the attributes.
+  Args:
+    model: The model.
+    optimizers: Maps the name of each attribute to the optimizer that the
+      attribute holds within the context.
   """
   own = {name: vars(model)[name] for name in optimizers}
   model.__dict__.update(optimizers)
@@ -213,12 +228,16 @@ def optimizers_of(
 
 
 def is_seed(variable: keras.Variable) -> bool:
-  """Returns whether a variable is the state of a seed generator."""
+  """Returns whether a variable is the state of a Keras seed generator."""
   return variable.path.endswith("seed_generator_state")
 
 
 def new_seed(variable: keras.Variable | tf.Variable) -> tf.Tensor:
-  """Returns a new random value for the state of a random generator."""
+  """Returns a random value of the shape and dtype of a generator's state.
+
+  Args:
+    variable: The state of a random generator, which is not changed.
+  """
   shape: Any = variable.shape
   number = tf.random.uniform(shape, maxval=2**31 - 1, dtype=tf.int64)
   return tf.cast(number, variable.dtype)
@@ -231,7 +250,7 @@ def first_value(
 
   Args:
     variable: A variable that is not trained.
-    is_random: Whether it is the state of a random generator.
+    is_random: Whether `variable` is the state of a random generator.
 
   Returns:
     A function without arguments, for use in a `tf.function`. It returns a new

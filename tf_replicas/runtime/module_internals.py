@@ -1,6 +1,7 @@
 """Finds the variables of modules (`tf.Module`), and calls traced functions.
 
-The module uses private names of TensorFlow 2.21.
+The module uses private names of TensorFlow 2.21. A Keras layer counts as a
+module too.
 """
 
 from collections.abc import Callable
@@ -18,15 +19,15 @@ from tf_replicas.runtime import resources
 
 
 class OwnVariable(NamedTuple):
-  """A variable of a module.
+  """Describes a variable of a module (a `tf.Module` or a Keras layer).
 
   Attributes:
     path: A name that is the same in every task: the path of the attribute that
-      holds the variable, such as `layers/0/w`. In a Keras layer it ends with
-      the variable's own name or path.
+      holds the variable, such as `layers/0/w`. For a variable of a Keras layer,
+      the path ends with the variable's own name or path.
     variable: The variable.
-    trainable: Whether gradients update it.
-    is_random: Whether it is the state of a random generator.
+    trainable: Whether gradients update the variable.
+    is_random: Whether the variable is the state of a random generator.
   """
 
   path: str
@@ -36,7 +37,11 @@ class OwnVariable(NamedTuple):
 
 
 def is_module(value: object) -> bool:
-  """Returns whether `variables_of` takes `value`."""
+  """Returns whether `variables_of` can find the variables of `value`.
+
+  That is so for a `tf.Module`, and for a layer or model of Keras 3 or
+  `tf_keras`.
+  """
   return isinstance(value, tf.Module) or _is_layer(value)
 
 
@@ -48,7 +53,7 @@ def variables_of(module: Any) -> list[OwnVariable]:
       or `tf_keras`.
 
   Returns:
-    The variables, each once, in an order that the attributes determine.
+    The variables, each of them once, in an order that the attributes determine.
   """
   if _is_layer(module):
     return _of_layer(module)
@@ -106,7 +111,7 @@ def foreign_variables(
 
   Args:
     function: A traced function, a `ConcreteFunction`.
-    known: The variables to leave out.
+    known: The variables to leave out of the result.
   """
   ids = {id(v.handle) for v in known}
   names = {id(v.handle): v.name for v in function.variables}
@@ -120,7 +125,10 @@ def foreign_variables(
 
 
 def _is_of_variable(handle: tf.Tensor) -> bool:
-  """Returns whether a resource is a variable, and not a table, for example."""
+  """Returns whether a resource handle refers to a variable.
+
+  It may also refer to a lookup table, for example.
+  """
   data = handle_data_util.get_handle_data(handle)
   return data is not None and data.is_set
 
@@ -132,18 +140,19 @@ def call_with_values(
 ) -> Any:
   """Calls a function with temporary variables in the place of its own.
 
-  To be used inside a `tf.function`. The temporary variables last for one
-  execution. The function's own variables are neither read nor assigned.
+  It is to be used inside a `tf.function`. The temporary variables last for one
+  execution of that function. The variables that they replace are neither read
+  nor assigned.
 
   Args:
     function: A traced function, a `ConcreteFunction`.
-    arguments: The arguments: tensors, in the structure that the function was
+    arguments: The arguments: tensors, in the structure that `function` was
       traced with.
     values: The variables to replace, each with the first value of the temporary
       variable.
 
   Returns:
-    What the function returns.
+    What `function` returns.
   """
   used = {id(capture) for capture in function.captured_inputs}
   handles = {
@@ -165,12 +174,13 @@ def with_v1_variables(
   """Makes a model function in the style of TF1 reuse its variables.
 
   Args:
-    model_fn: Makes its variables by `tf.compat.v1.get_variable`.
+    model_fn: A function that makes its variables by
+      `tf.compat.v1.get_variable`.
 
   Returns:
-    Two functions. The first calls `model_fn`, inside a `tf.function`: its first
-    call makes the variables, and later calls use the same ones. The second
-    returns the variables made so far.
+    Two functions. The first one calls `model_fn`, inside a `tf.function`: its
+    first call makes the variables, and later calls use the variables of the
+    first. The second one returns the variables made so far.
   """
   # What `tf.compat.v1.wrap_function` uses. That itself runs no assignments in
   # order, and prunes those that no result depends on.

@@ -1,10 +1,10 @@
 """Hides messages of TensorFlow that need no action; real errors stay visible.
 
-TF_CPP_MIN_LOG_LEVEL is 2 by default here, so that TensorFlow prints errors
-only. Some of its errors are none; these are hidden too. If the user sets the
-variable to 0 or 1, nothing is hidden.
+This library sets TF_CPP_MIN_LOG_LEVEL to 2 by default, so that TensorFlow
+prints errors only. Some of these messages report no real error, and are hidden
+too. If the user sets the variable to 0 or 1, nothing is hidden.
 
-This module does not import TensorFlow.
+This module does not import TensorFlow when it is imported.
 """
 
 import contextlib
@@ -36,17 +36,19 @@ _SET_LEVEL = "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
 
 
 def environ() -> dict[str, str]:
-  """Returns this process's environment with TF_CPP_MIN_LOG_LEVEL set.
+  """Returns a copy of this process's environment with TF_CPP_MIN_LOG_LEVEL.
 
-  If the variable is not set, it becomes 2: TensorFlow prints errors only.
+  If the variable is not set, it is 2 in the copy: TensorFlow prints errors
+  only.
   """
   return {_VARIABLE: str(_ERRORS), **os.environ}
 
 
 def hide() -> None:
-  """Hides messages of TensorFlow below the level of errors, from now on.
+  """Hides TensorFlow's log messages below the level of errors from now on.
 
-  What TensorFlow prints while it is imported is hidden only by
+  Nothing is hidden if the user sets TF_CPP_MIN_LOG_LEVEL to 0 or 1. What
+  TensorFlow prints while it is imported is hidden only by
   `processes.importing_tensorflow`.
   """
   os.environ.setdefault(_VARIABLE, str(_ERRORS))
@@ -55,7 +57,9 @@ def hide() -> None:
 
 
 def is_noise(line: str) -> bool:
-  """Returns whether a line of a task's output is to be hidden.
+  """Returns whether a line of a task's output should not be shown to the user.
+
+  Such lines are messages of TensorFlow that need no action.
 
   Args:
     line: A line with the name of the task in front: "[worker 0] …".
@@ -67,9 +71,10 @@ def is_noise(line: str) -> bool:
 
 @contextlib.contextmanager
 def hidden_errors() -> Iterator[None]:
-  """Context in which TensorFlow 2.21 prints no errors either, in any thread.
+  """Context in which TensorFlow logs only fatal errors, in any thread.
 
-  Python exceptions are not affected.
+  It needs TensorFlow 2.21. Python exceptions are not affected. If the user sets
+  TF_CPP_MIN_LOG_LEVEL to 0 or 1, nothing is hidden.
   """
   if not _is_hidden():
     yield
@@ -83,16 +88,20 @@ def hidden_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hidden_lack_of_gpu() -> Iterator[None]:
-  """Context that hides errors of TensorFlow on a machine without GPUs.
+  """Context that hides TensorFlow's log messages on a machine without GPUs.
 
-  There TensorFlow 2.21 prints an error of CUDA when it looks for GPUs.
+  On such a machine, TensorFlow 2.21 prints an error of CUDA when it looks for
+  GPUs. On a machine with GPUs, nothing is hidden.
   """
   with contextlib.nullcontext() if _has_gpu() else hidden_errors():
     yield
 
 
 def _level() -> int:
-  """Returns the level of TF_CPP_MIN_LOG_LEVEL; 0 if it is not a number."""
+  """Returns the value of TF_CPP_MIN_LOG_LEVEL: 2 if it is not set.
+
+  It is taken as 0 if it is not a number.
+  """
   value = os.environ.get(_VARIABLE, str(_ERRORS))
   return int(value) if value.isdecimal() else 0
 
@@ -103,12 +112,18 @@ def _is_hidden() -> bool:
 
 @functools.cache
 def _has_gpu() -> bool:
-  """Returns whether this machine shows an NVIDIA GPU to this process."""
+  """Returns whether this process can see an NVIDIA GPU of its machine."""
   return bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _set_level(level: int) -> None:
-  """Sets TensorFlow's log level; does nothing with another release."""
+  """Sets TensorFlow's log level, by a private function of TensorFlow 2.21.
+
+  With a release that lacks this function, nothing happens.
+
+  Args:
+    level: The lowest level that is printed: 2 for errors, 3 for fatal errors.
+  """
   import tensorflow as tf
 
   path = os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2")

@@ -1,8 +1,8 @@
 """Packs small tensors into one, for transfers between tasks.
 
 Every tensor sent to another task is a remote procedure call, which costs as
-much as copying some hundred KiB. So small tensors of one dtype are concatenated
-by the sender, and split by the receiver.
+much as copying some hundred KiB. So the sender concatenates small tensors of
+one dtype, and the receiver splits them.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ SMALL_BYTES = 64 << 10
 
 
 class Item(NamedTuple):
-  """A tensor to transfer.
+  """Describes a tensor to transfer to another task.
 
   Attributes:
-    shape: Its static shape.
-    dtype: Its dtype during the transfer.
+    shape: The static shape of the tensor.
+    dtype: The dtype in which the tensor is transferred.
   """
 
   shape: tuple[int, ...]
@@ -26,19 +26,19 @@ class Item(NamedTuple):
 
   @property
   def size(self) -> int:
-    """Number of elements."""
+    """Number of elements of the tensor."""
     return tf.TensorShape(self.shape).num_elements()
 
 
 def groups(items: Sequence[Item]) -> list[list[int]]:
-  """Decides which tensors are packed together.
+  """Decides which tensors are packed together for a transfer.
 
   Args:
     items: The tensors.
 
   Returns:
-    Lists of positions in `items`. Every position is in one list. A tensor of
-    more than `SMALL_BYTES` has a list of its own.
+    Lists of positions in `items`, one list per group. Every position is in one
+    list. A tensor of more than `SMALL_BYTES` is a group by itself.
   """
   together: dict[tf.DType, list[int]] = {}
   alone = []
@@ -57,7 +57,8 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     tensors: One or more tensors of the same dtype.
 
   Returns:
-    A vector, or for a single tensor a copy in its own shape.
+    A vector with the elements of all tensors; for a single tensor, a copy in
+    the tensor's own shape.
   """
   if len(tensors) == 1:
     return tf.identity(tensors[0])
@@ -65,14 +66,16 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unpack(packed: tf.Tensor, items: Sequence[Item]) -> list[tf.Tensor]:
-  """Undoes `pack`, on the current device.
+  """Splits a packed tensor into the tensors that `pack` has concatenated.
+
+  The ops are placed on the current device.
 
   Args:
     packed: The result of `pack`.
     items: The tensors that were packed, for their shapes.
 
   Returns:
-    The tensors of the group.
+    The tensors.
   """
   if len(items) == 1:
     return [tf.ensure_shape(packed, items[0].shape)]
@@ -180,12 +183,13 @@ def _from_bytes(part: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
 class Parcel:
   """Transfers a list of tensors from one device to another.
 
-  `pack`, on the sender, casts and concatenates the tensors. `unpack`, on the
-  receiver, splits them and casts them back.
+  `pack`, on the sender's device, casts the tensors and concatenates small ones.
+  `unpack`, on the receiver's device, splits them and casts them back.
 
   Attributes:
     items: The shape of each tensor, and its dtype during the transfer.
-    groups: For each packed tensor, the positions of its tensors.
+    groups: For each packed tensor, the positions in `items` of the tensors that
+      it consists of.
   """
 
   def __init__(
@@ -194,12 +198,12 @@ class Parcel:
     dtypes: Sequence[tf.DType],
     kinds: Sequence[bool] | None = None,
   ):
-    """Groups the tensors.
+    """Decides which of the tensors are packed together.
 
     Args:
       items: The shape of each tensor, and its dtype during the transfer.
       dtypes: The dtype of each tensor after the transfer.
-      kinds: A bool for each tensor. Only tensors of the same kind are packed
+      kinds: A bool for each tensor. Only tensors with the same bool are packed
         together. None: all tensors are of the same kind.
     """
     self.items = list(items)
@@ -213,11 +217,11 @@ class Parcel:
     ]
 
   def pack(self, tensors: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
-    """Packs tensors, on the current device.
+    """Packs tensors for the transfer, on the current device.
 
     Args:
-      tensors: One per element of `items`. None becomes zeros, and a group of
-        only None becomes a scalar zero.
+      tensors: One per element of `items`. A tensor that is None is sent as
+        zeros, and a group whose tensors are all None as a scalar zero.
 
     Returns:
       One tensor per group.
@@ -239,16 +243,16 @@ class Parcel:
   def unpack(
     self, packed: Sequence[tf.Tensor], *, has_scalars: bool = False
   ) -> list[tf.Tensor]:
-    """Undoes `pack`, on the current device.
+    """Splits what `pack` has packed into single tensors, on the current device.
 
     Args:
       packed: The result of `pack`.
-      has_scalars: Whether a group may be a scalar zero, as all of its tensors
-        were None. In a group of one tensor, the result is that scalar; in a
-        larger group, zeros of each tensor's shape.
+      has_scalars: Whether a group may be a scalar zero, because all of its
+        tensors were None. The result for such a group is that scalar if the
+        group has one tensor; otherwise it is zeros of each tensor's shape.
 
     Returns:
-      One tensor per element of `items`.
+      One tensor per element of `items`, of the dtype after the transfer.
     """
     tensors: list[tf.Tensor] = [None] * len(self.items)
     for group, together in zip(self.groups, packed, strict=True):

@@ -21,17 +21,18 @@ _default_autograph = tf.__internal__.autograph.control_status_ctx()
 
 
 def by_autograph(function: Callable[_P, _R]) -> Callable[_P, _R]:
-  """Converts a user's function by AutoGraph, while the library traces.
+  """Converts a user's function by AutoGraph, as `tf.function` does.
 
-  `tf.function(autograph=True)` converts every function that it reaches. To
-  convert the library's own functions is not needed, and would cost about a
-  second at every start. In eager execution nothing is converted.
+  The library traces its own functions without AutoGraph:
+  `tf.function(autograph=True)` would convert every function that it reaches,
+  which would cost about a second at every start. So functions of the user are
+  converted by this function.
 
   Args:
     function: The user's function.
 
   Returns:
-    The converted function; `function` itself in eager execution.
+    The converted function; in eager execution, `function` itself.
   """
   if tf.executing_eagerly():
     return function
@@ -40,11 +41,11 @@ def by_autograph(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextlib.contextmanager
 def outside_strategy() -> Iterator[None]:
-  """Context without a `tf.distribute` strategy.
+  """Context in which no `tf.distribute` strategy is in effect.
 
   A `ClusterCoordinator` traces its closures in the cross-replica context of its
-  strategy. An optimizer of Keras 3.15 fails there, as it knows neither the
-  strategy nor its variables.
+  strategy. In that context, an optimizer of Keras 3.15 fails, as it knows
+  neither the strategy nor its variables.
   """
   graph = tf.compat.v1.get_default_graph()
   strategies = graph._distribution_strategy_stack
@@ -62,11 +63,11 @@ def keep_cancellation_to_its_thread() -> None:
   """Keeps a `ClusterCoordinator` from cancelling functions of other threads.
 
   TensorFlow 2.21 stores the cancellation manager of a running closure in a
-  variable of the process. Functions that other threads call meanwhile use the
-  same manager, so that an error in one of these functions, such as a call to a
-  dead worker, cancels all closures. This function makes the variable
-  thread-local. Call it before the first closure is scheduled. Further calls
-  change nothing.
+  variable of the process. Functions that other threads call meanwhile use this
+  manager too. So an error in one of these functions, such as a call to a dead
+  worker, cancels all closures. This function makes the variable thread-local.
+  It must be called before the first closure is scheduled. Further calls change
+  nothing.
   """
   manager_context = cancellation.CancellationManagerContext
 
@@ -104,11 +105,12 @@ _saving = threading.local()
 
 @contextlib.contextmanager
 def waiting_for_nobody() -> Iterator[None]:
-  """Context in which a save, in this thread, does not wait for other tasks.
+  """Context in which this thread can save a checkpoint without other tasks.
 
   TensorFlow 2.21 ends every save by waiting for all pending remote ops. If a
-  task has died, it waits for ever. The library saves tensors of this process
-  only. `ParameterServerStrategy` disables this wait too, for the whole process.
+  task has died, TensorFlow waits for ever. The wait is not needed, as the
+  library saves tensors of this process only. (`ParameterServerStrategy`
+  disables the wait too, for the whole process.)
   """
 
   def wait() -> None:
@@ -126,9 +128,9 @@ def waiting_for_nobody() -> Iterator[None]:
 def disconnect() -> None:
   """Makes this process forget the other tasks of its cluster.
 
-  When the other tasks have ended, TensorFlow 2.21 still calls them for every
-  function that it makes, and the next function fails. Tensors, variables and
-  functions of this process stay usable.
+  It is called when the other tasks have ended. Otherwise TensorFlow 2.21 still
+  calls these tasks for every function that this process makes, and the next
+  function fails. Tensors, variables and functions of this process stay usable.
   """
   current = context.context()
   definition = None if current is None else current._server_def

@@ -1,4 +1,4 @@
-"""Starts and ends a process, and shortens its error messages.
+"""Ends a process, imports TensorFlow quietly, and shortens error messages.
 
 This module does not import TensorFlow.
 """
@@ -56,8 +56,8 @@ def one_line_errors(
 def shortened(message: str) -> str:
   """Shortens an error message of TensorFlow to one line of 400 characters.
 
-  Removes the names of graph nodes and of stages of data sets, which do not help
-  a user and may come before the cause.
+  It removes the names of graph nodes and of stages of data sets, which do not
+  help a user and may come before the cause.
 
   Args:
     message: The message.
@@ -69,12 +69,13 @@ def shortened(message: str) -> str:
 
 @contextlib.contextmanager
 def importing_tensorflow() -> Iterator[None]:
-  """Context in which TensorFlow is imported silently, in 3/4 of the time.
+  """Context in which TensorFlow is imported silently, in 3/4 of the usual time.
 
-  TensorFlow 2.21 writes to stderr at import, at every log level. Half of the
-  saved time comes from disabling garbage collection, half from hiding
-  matplotlib, which Keras would import for its plotting functions. These
-  functions do not work in this process, but it can import matplotlib later.
+  TensorFlow 2.21 writes to stderr when it is imported, at every log level;
+  within the context, stderr is discarded. Half of the saved time comes from
+  disabling garbage collection, half from hiding matplotlib, which Keras would
+  import for its plotting functions. These functions do not work in this
+  process, but it can import matplotlib later.
   """
   sys.stderr.flush()
   saved = os.dup(2)
@@ -100,13 +101,13 @@ _at_exit: list[Callable[[], object]] = []
 
 
 def at_exit(function: Callable[[], object]) -> None:
-  """Registers a function to call at the end of this process.
+  """Registers a function to call once at the end of this process.
 
-  `exit_now` calls it too. A process that a signal ends does not call it, nor
-  does a forked child.
+  `exit_now` calls the function too. A process that a signal ends does not call
+  it, nor does a forked child.
 
   Args:
-    function: The function. What it raises is printed.
+    function: The function. An exception that it raises is printed.
   """
   own, was_called = os.getpid(), False
 
@@ -123,9 +124,9 @@ def at_exit(function: Callable[[], object]) -> None:
 def exit_now(status: int) -> NoReturn:
   """Ends the process without the tear-down of TensorFlow 2.21.
 
-  The tear-down releases remote handles one by one. If their servers are gone,
-  it takes long, logs errors or, rarely, never ends. The functions of `at_exit`
-  are called before.
+  The tear-down releases remote handles one by one. If the servers of these
+  handles are gone, the tear-down takes long, logs errors or, rarely, never
+  ends. The functions that were registered by `at_exit` are called first.
 
   Args:
     status: The exit status.

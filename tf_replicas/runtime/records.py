@@ -2,7 +2,7 @@
 
 Every tensor sent to another task is a remote procedure call, so scalars that
 belong together are sent as one vector. A `Layout` knows the position and dtype
-of every field; no other code uses positions.
+of every field in the vector. No other code uses these positions.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class _Field(NamedTuple):
 
 
 class Layout(Generic[R]):
-  """The positions of a record's fields in a vector.
+  """Packs a record (a `NamedTuple` of tensors) into a vector, and unpacks it.
 
   Attributes:
     dtype: The dtype of the vector. It must represent the values of all fields
@@ -41,13 +41,14 @@ class Layout(Generic[R]):
   """
 
   def __init__(self, record: type[R], dtype: tf.DType, **sizes: int):
-    """Initializes the layout.
+    """Decides where each field of a record is in the vector.
 
     Args:
       record: A `NamedTuple` class, each of whose fields is annotated with its
         dtype, such as `Int` or `Annotated[tf.Tensor, tf.bool]`.
       dtype: The dtype of the vector.
-      **sizes: The lengths of the fields that are vectors.
+      **sizes: The lengths of the fields that are vectors. All other fields are
+        scalars.
     """
     self.dtype = dtype
     self._record = record
@@ -59,7 +60,7 @@ class Layout(Generic[R]):
     self.size = sum(field.size or 1 for field in self._fields)
 
   def pack(self, record: R) -> tf.Tensor:
-    """Packs all fields into one vector, on the current device.
+    """Packs all fields of a record into one vector, on the current device.
 
     Args:
       record: A record of tensors or numbers.
@@ -86,7 +87,7 @@ class Layout(Generic[R]):
     return parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
 
   def unpack(self, vector: tf.Tensor) -> R:
-    """Undoes `pack`.
+    """Splits a vector that `pack` has made into the fields of a record.
 
     Args:
       vector: A tensor of `dtype` and shape [size].
@@ -114,13 +115,13 @@ class Layout(Generic[R]):
     return self._record(*fields)
 
   def unpack_rows(self, rows: np.ndarray) -> list[R]:
-    """Unpacks the rows of an array.
+    """Splits each row of an array into the fields of a record.
 
     Args:
-      rows: An array of shape [n, size].
+      rows: An array of shape [n, size], whose rows are packed records.
 
     Returns:
-      n records of Python numbers, and of arrays for vectors.
+      n records. A scalar field is a Python number, a vector field an array.
     """
     return [self._unpack_row(row) for row in rows]
 

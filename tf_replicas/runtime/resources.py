@@ -1,10 +1,10 @@
-"""Variables, queues and locks on parameter servers, shared by clients by name.
+"""Makes variables, queues and locks that processes share by their names.
 
-TensorFlow 2 gives every eager variable and queue an anonymous name, so that no
-other client can find it. A resource with an explicit `shared_name` is kept by
-the resource manager of its device, where every client finds it (seen in
-TensorFlow 2.21). Only this package uses `tf.raw_ops` and private names of
-TensorFlow.
+The objects live on parameter servers. TensorFlow 2 gives every eager variable
+and queue an anonymous name, so that no other client (a process that trains) can
+find it. The resource manager of a device keeps a resource with an explicit
+`shared_name`, and every client finds it there (seen in TensorFlow 2.21). Only
+the package `runtime` uses `tf.raw_ops` and private names of TensorFlow.
 
 A name identifies one object per device and `Namespace`. Code outside this
 package creates shared resources only by the methods of a namespace.
@@ -36,12 +36,13 @@ _VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.\-/]*")
 
 @dataclasses.dataclass(frozen=True)
 class Namespace:
-  """The scope of the names of shared resources.
+  """Scope of the names of shared resources: variables, queues and locks.
 
-  Clients with equal namespaces share resources of the same name. Resources of
-  different namespaces are separate, even on the same device. A restarted
-  training uses a new generation, which cannot reach what earlier generations
-  left behind: variables, queues with elements, waiting dequeues, held locks.
+  Clients (processes that train) with equal namespaces share resources of equal
+  names. Resources of different namespaces are separate, even on one device. A
+  restarted training uses a new generation, which cannot reach what earlier
+  generations left behind: variables, queues with elements, waiting dequeues,
+  held locks.
 
   Each pair of name and generation is one resource container of TensorFlow; name
   "" with generation 0 is the default container. Checkpoints do not depend on
@@ -50,8 +51,8 @@ class Namespace:
   Attributes:
     name: The name of the training: an ASCII letter or digit, followed by
       letters, digits, dots, hyphens and slashes; or empty.
-    generation: Counts the restarts of the training, from 0.
-    prefix: Prefix of all names within the container; see `child`.
+    generation: The number of restarts of the training so far.
+    prefix: Prefix of all names within the container, which `child` extends.
   """
 
   name: str = ""
@@ -59,10 +60,10 @@ class Namespace:
   prefix: str = ""
 
   def __post_init__(self):
-    """Checks name and generation.
+    """Checks the name and the generation of the namespace.
 
     Raises:
-      ValueError: If name or generation is not valid.
+      ValueError: If the name or the generation is not valid.
     """
     if self.name and not _VALID_NAME.fullmatch(self.name):
       raise ValueError(
@@ -81,7 +82,8 @@ class Namespace:
   def container(self) -> str:
     """Name of the TensorFlow resource container: `<name>/<generation>`.
 
-    It is "" for the default container, and begins with "." if `name` is empty.
+    It is "" for the default container, and begins with "." if `name` is empty
+    and `generation` is not 0.
     """
     if not self.name and not self.generation:
       return ""
@@ -89,7 +91,11 @@ class Namespace:
     return f"{self.name or '.'}/{self.generation}"
 
   def child(self, prefix: str) -> "Namespace":
-    """Returns a namespace of this container with `prefix/` before its names."""
+    """Returns a namespace that puts `prefix/` in front of its names.
+
+    The prefix of this namespace, if any, comes first. Both namespaces use one
+    resource container of TensorFlow.
+    """
     return dataclasses.replace(self, prefix=f"{self.prefix}{prefix}/")
 
   def variable(
@@ -108,7 +114,8 @@ class Namespace:
       trainable: Whether gradient tapes watch the variable.
 
     Returns:
-      The variable, which has no value until some client assigns one.
+      The variable. It has no value until some client (a process that trains)
+      assigns one.
     """
     return SharedVariable(
       name=name,
@@ -123,14 +130,17 @@ class Namespace:
     """Creates, or finds, the queue `name` on the current device.
 
     Args:
-      name: Its name.
-      dtypes: The dtypes of the components of an element; shapes may differ
-        between elements.
+      name: The name of the queue in this namespace.
+      dtypes: The dtypes of the components of an element. The shapes of
+        components may differ between elements.
     """
     return Queue(self.prefix + name, dtypes, self.container)
 
   def mutex(self, name: str) -> "Mutex":
-    """Creates, or finds, the lock `name` on the current device."""
+    """Creates, or finds, the lock `name` on the current device.
+
+    It is a lock of this namespace, which other processes find by its name.
+    """
     return Mutex(self.prefix + name, self.container)
 
   def variable_creator(
@@ -143,14 +153,14 @@ class Namespace:
 
     Args:
       place: Maps the requested name to (name in this namespace, device).
-      created: Every new variable is appended to it.
-      stays_there: Returns whether a variable, of this name in the namespace, is
-        too large for this process. Its initial value, which a function must
-        give, is then computed on its device.
+      created: A list to which every new variable is appended.
+      stays_there: Returns whether the variable of this name in the namespace is
+        too large for this process. Its initial value, which must be given by a
+        function, is then computed on its device.
 
     Returns:
-      The creator. It assigns a variable's initial value, unless some client has
-      already assigned a value.
+      The creator. It assigns a variable's initial value, unless some client (a
+      process that trains) has already assigned a value.
     """
 
     def create(next_creator: object, **kwargs) -> tf.Variable:
@@ -185,7 +195,20 @@ class Namespace:
     value_fn: Callable[[], Any],
     dtype: tf.DType | str | None,
   ) -> Any:
-    """Creates a variable whose first value never leaves `device`."""
+    """Creates a variable, and computes its first value on its own device.
+
+    So a variable that is too large for this process never leaves `device`. If
+    some client has already assigned a value, the value is kept.
+
+    Args:
+      name: The variable's name in this namespace.
+      device: The device of the variable.
+      value_fn: Returns the first value; called in a function on `device`.
+      dtype: The dtype of the variable; None: that of the value.
+
+    Raises:
+      ValueError: If the variable does not fit into the memory of its task.
+    """
 
     def value():
       return tf.convert_to_tensor(value_fn(), dtype=dtype)
@@ -217,7 +240,7 @@ _incarnations = itertools.count()
 def new_namespace(name: str = "") -> Namespace:
   """Makes a new namespace, for a training within this process.
 
-  Other clients cannot find its resources.
+  No other process can find the resources of this namespace.
 
   Args:
     name: The name of the training; need not be unique.
@@ -235,13 +258,14 @@ _ANONYMOUS = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
 
 
 class LocalVariable(resource_variable_ops.BaseResourceVariable):
-  """A variable of the current device that lives as long as one execution.
+  """Variable of the current device that lives as long as one execution.
 
-  To be made inside a `tf.function`; every execution has its own.
+  It is to be made inside a `tf.function`. Every execution of this function has
+  a variable of its own.
   """
 
   def __init__(self, value: tf.Tensor, *, name: str, trainable: bool):
-    """Makes the variable, with a first value."""
+    """Makes the variable, with `value` as its first value."""
     data = handle_data_util.create_handle_data(value.shape, value.dtype)
     new = tf.raw_ops.VarHandleOp(
       shape=value.shape, dtype=value.dtype, shared_name=_ANONYMOUS
@@ -267,15 +291,16 @@ class LocalVariable(resource_variable_ops.BaseResourceVariable):
 
 
 class SharedVariable(resource_variable_ops.BaseResourceVariable):
-  """A variable of the current device, shared by all clients by its name.
+  """Variable of the current device that all clients share by its name.
 
-  The constructor creates the resource or attaches to it. The resource has no
-  value until some client assigns one, and outlives its clients. Otherwise it is
-  a `tf.Variable`: optimizers, `tf.function` and reads work as usual. It is made
+  Clients are the processes that train. The constructor creates the resource or
+  attaches to it. The resource has no value until some client assigns one, and
+  outlives its clients. Apart from that, a `SharedVariable` behaves like a
+  `tf.Variable`: optimizers, `tf.function` and reads work as usual. It is made
   by `Namespace.variable`.
 
   Attributes:
-    path: Its name in the namespace; Keras reads this attribute.
+    path: The variable's name in the namespace; Keras reads this attribute.
   """
 
   # The metaclass of TensorFlow 2.21 takes positional arguments as those of
@@ -316,14 +341,14 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
   @property
   def num_bytes(self) -> int:
-    """Number of bytes of its value."""
+    """Number of bytes of the variable's value."""
     return (self.shape.num_elements() or 0) * self.dtype.size
 
   def gather(self, rows: tf.Tensor) -> tf.Tensor:
-    """Reads rows, on the device of the variable.
+    """Reads some rows of the variable, on the variable's device.
 
-    Gradient tapes and functions do not notice this read: the variable belongs
-    to no model of this process.
+    Gradient tapes do not record this read, and functions do not capture the
+    variable by it, since the variable belongs to no model of this process.
 
     Args:
       rows: int64 [n], the indices of the rows.
@@ -338,15 +363,22 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
       return tf.ensure_shape(found, [None, *self.shape.as_list()[1:]])
 
   def is_initialized(self, name: str | None = None) -> tf.Tensor:
-    """Returns a bool scalar: whether some client has assigned a value."""
+    """Returns a bool scalar: whether some client has assigned a value.
+
+    Clients are the processes that train and share the variable.
+
+    Args:
+      name: Not used; `tf.Variable` has this argument.
+    """
     return tf.raw_ops.VarIsInitializedOp(resource=self.handle)
 
   def read_value(self) -> tf.Tensor:
-    """Returns the value. An eager read copies it to this process.
+    """Returns the value of the variable, which an eager read copies.
 
-    In TensorFlow 2.21 the second eager read from a dead task hangs in the copy
-    to this process, while a function fails at once. So eager reads call a
-    function.
+    An eager read copies the value to this process. In TensorFlow 2.21 the
+    second eager read from a dead task hangs in the copy to this process, while
+    the call of a function fails at once. So an eager read of a variable on
+    another task calls a function.
     """
     if tf.inside_function() or not self._is_remote:
       return super().read_value()
@@ -370,17 +402,18 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
 
 class RemoteReader(Generic[_Tensors]):
-  """Reads remote tensors and copies them to this process.
+  """Reads tensors of other tasks, and copies them to this process.
 
-  It fails at once if a task that it needs has died; see `SharedVariable`. It
-  may miss eager assignments; see `flush_assignments`.
+  A read fails at once if a task that it needs has died, whereas eager reads may
+  hang in TensorFlow 2.21. A read may miss eager assignments that were made just
+  before, unless `flush_assignments` is called.
   """
 
   def __init__(self, read: Callable[[], _Tensors]):
-    """Makes a `tf.function` of `read`, which is traced later.
+    """Stores the function `read`, which is traced at the first read.
 
     Args:
-      read: Returns tensors, in any structure.
+      read: Returns tensors, of other tasks too, in any structure.
     """
     here = this_device()
 
@@ -393,7 +426,11 @@ class RemoteReader(Generic[_Tensors]):
     self._fetch = fetch
 
   def trace(self) -> Callable[[], _Tensors]:
-    """Traces the function, unless it is traced already, and returns it."""
+    """Traces the function that reads, unless it is traced already.
+
+    Returns:
+      The traced function.
+    """
     with tf.device(None):
       return self._traced
 
@@ -402,36 +439,45 @@ class RemoteReader(Generic[_Tensors]):
     return self._fetch.get_concrete_function()
 
   def __call__(self) -> _Tensors:
-    """Reads the tensors."""
+    """Reads the tensors, and returns copies of them in this process."""
     traced = self.trace()
     with tf.device(None):
       return traced()
 
 
 def remote_reader(read: Callable[[], _Tensors]) -> RemoteReader[_Tensors]:
-  """Makes a `RemoteReader` of the tensors that `read` returns."""
+  """Makes a reader that copies the tensors of `read` to this process.
+
+  Args:
+    read: Returns tensors, of other tasks too, in any structure.
+
+  Returns:
+    A function without arguments that returns the copies. It fails at once if a
+    task that it needs has died.
+  """
   return RemoteReader(read)
 
 
 def this_device() -> str:
   """Returns the full name of a CPU device of this process.
 
-  In a client of a cluster, `/device:CPU:0` may belong to another task.
+  In a process that uses devices of a whole cluster, the short name
+  `/device:CPU:0` may mean that of another task.
   """
   with tf.init_scope(), tf.device(None):
     return tf.constant(0).device
 
 
 class Queue:
-  """A FIFO queue of the current device, shared by all clients by its name.
+  """FIFO queue of the current device that all clients share by its name.
 
-  It is made by `Namespace.queue`. All methods may be used inside a
-  `tf.function`. `dequeue`, which blocks, may be used only inside: an eager op
-  that blocks on a remote task also blocks the eager ops of all other clients on
-  that task.
+  Clients are the processes that train. A queue is made by `Namespace.queue`.
+  All methods may be used inside a `tf.function`. `dequeue`, which blocks, may
+  be used only inside: an eager op that blocks on a remote task also blocks the
+  eager ops of all other clients on that task.
 
   Attributes:
-    device: Its device.
+    device: The device of the queue.
   """
 
   def __init__(self, name: str, dtypes: Sequence[tf.DType], container: str):
@@ -447,13 +493,14 @@ class Queue:
     self.device = self._handle.device
 
   def enqueue(self, components: Sequence[tf.Tensor]) -> tf.Operation | None:
-    """Appends one element.
+    """Appends one element to the queue.
 
     Args:
       components: One tensor per dtype of the queue.
 
     Returns:
-      The op, inside a `tf.function`.
+      The op that appends the element, if called inside a `tf.function`; else
+      None.
 
     Raises:
       tf.errors.CancelledError: At run time, if the queue is closed.
@@ -464,7 +511,7 @@ class Queue:
       )
 
   def dequeue(self) -> list[tf.Tensor]:
-    """Waits for one element, and removes it.
+    """Waits until the queue has an element, removes it, and returns it.
 
     Returns:
       One tensor per dtype of the queue.
@@ -480,24 +527,28 @@ class Queue:
       )
 
   def size(self) -> tf.Tensor:
-    """Returns the number of elements, an int32 scalar."""
+    """Returns the number of elements in the queue, an int32 scalar."""
     with tf.device(self.device):
       return tf.raw_ops.QueueSizeV2(handle=self._handle)
 
   def close(self) -> None:
-    """Closes the queue, so that waiting dequeues of all clients fail."""
+    """Closes the queue, so that dequeues fail in all processes that wait.
+
+    A dequeue fails if the queue is closed and empty.
+    """
     with tf.device(self.device):
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
 
 
 class Mutex:
-  """A lock of the current device, shared by all clients by its name.
+  """Lock of the current device that all clients share by its name.
 
-  It is made by `Namespace.mutex`, and used inside a `tf.function`. If a call of
-  the function ends early, as when its client dies, its locks are released.
+  Clients are the processes that train. A lock is made by `Namespace.mutex`, and
+  used inside a `tf.function`. If a call of the function ends early, as when its
+  client dies, the locks that the call holds are released.
 
   Attributes:
-    device: Its device.
+    device: The device of the lock.
   """
 
   def __init__(self, name: str, container: str):
@@ -510,7 +561,7 @@ class Mutex:
     body: Callable[[], _Tensors],
     after: Sequence[tf.Tensor] = (),
   ) -> _Tensors:
-    """Runs `body()` while it holds the lock.
+    """Runs the operations that `body` creates while the lock is held.
 
     Args:
       body: Creates ops, and returns tensors in any structure. The lock is
@@ -540,7 +591,7 @@ def check_room(needed: Mapping[str, int], what: str) -> None:
 
   Args:
     needed: The number of bytes to be allocated, by device.
-    what: What needs them, for the error.
+    what: What needs the memory, for the error message.
 
   Raises:
     ValueError: If a task has less memory available.
@@ -556,7 +607,31 @@ def check_room(needed: Mapping[str, int], what: str) -> None:
 
 
 def _available_bytes(device: str) -> int:
-  """Returns the memory that the task of `device` may use; -1: not known."""
+  """Returns how many bytes of memory are free on the machine of a device.
+
+  Args:
+    device: A device, which may belong to another task.
+
+  Returns:
+    The number of bytes; -1 if it is not known, as on systems without /proc.
+  """
+  try:
+    text = bytes(_memory_reader(device, this_device())().numpy()).decode()
+  except tf.errors.NotFoundError:
+    return -1
+  found = re.search(r"MemAvailable:\s*(\d+) kB", text)
+  return int(found[1]) * 1024 if found else -1
+
+
+@functools.cache
+def _memory_reader(device: str, here: str) -> RemoteReader[tf.Tensor]:
+  """Makes a reader of /proc/meminfo; traced once for each device.
+
+  Args:
+    device: A device of the task.
+    here: `this_device()`, which changes when this process joins a cluster.
+  """
+  del here
 
   @tf.function(autograph=False)
   def read() -> tf.Tensor:
@@ -566,19 +641,15 @@ def _available_bytes(device: str) -> int:
         tf.constant(""), lambda text, line: tf.strings.join([text, line, "\n"])
       )
 
-  try:
-    text = bytes(remote_reader(read)().numpy()).decode()
-  except tf.errors.NotFoundError:
-    return -1
-  found = re.search(r"MemAvailable:\s*(\d+) kB", text)
-  return int(found[1]) * 1024 if found else -1
+  return remote_reader(read)
 
 
 def copy_here(tensor: tf.Tensor) -> tf.Tensor:
   """Copies a tensor to the current device, before any other op uses it.
 
-  TensorFlow 2.21 sends the inputs of a conditional once per branch, taken or
-  not, from the device of the input, and optimizes an identity away.
+  The copy saves transfers: TensorFlow 2.21 sends the inputs of a conditional
+  once per branch, taken or not, from the device of the input. An identity op
+  would not help, as TensorFlow optimizes it away.
 
   Args:
     tensor: The tensor, on any device.
@@ -597,7 +668,8 @@ def transfer_scalars(
       numbers, which are not sent.
 
   Returns:
-    Tensors of the same dtypes, and the same Python numbers.
+    The scalars in the same order: tensors of the same dtypes on `device`, and
+    the Python numbers as they are.
   """
   tensors = [x for x in scalars if tf.is_tensor(x)]
   if not tensors:
@@ -615,16 +687,18 @@ def switch(
   choices: Sequence[_Choice],
   use: Callable[[_Choice], _Tensors],
 ) -> _Tensors:
-  """Runs `use(choices[index])`, where the index may be a tensor.
+  """Applies a function to one of several objects, which an index chooses.
+
+  The index may be a tensor, which decides at run time.
 
   Args:
     index: An int, or an integer scalar.
     choices: Any objects, such as the queues of the replicas.
-    use: Creates ops, and returns tensors of the same structure and dtypes for
-      each choice.
+    use: Creates ops for one object, and returns tensors. Structure and dtypes
+      of the tensors must be equal for all objects.
 
   Returns:
-    The tensors of the choice.
+    The tensors for `choices[index]`.
   """
   if isinstance(index, int):
     return use(choices[index])
@@ -635,7 +709,7 @@ def switch(
 def clear(namespace: Namespace, address: str) -> None:
   """Deletes the resources of a namespace on a task, and so frees its memory.
 
-  No client may use them any more.
+  No client (a process that trains) may use these resources any more.
 
   Args:
     namespace: A namespace with a name.
@@ -653,9 +727,9 @@ def flush_assignments(
 ) -> None:
   """Waits until functions can see the eager assignments of this client.
 
-  TensorFlow 2.21 sends eager ops to a remote task by a separate stream, which
-  the next function call of the same client may overtake (seen in 3 to 80 of 100
-  calls on a busy machine).
+  A client is a process that trains. TensorFlow 2.21 sends eager ops to a remote
+  task by a separate stream, which the next function call of this client may
+  overtake (seen in 3 to 80 of 100 calls on a busy machine).
 
   Args:
     variables: Variables on the devices concerned; one per device is enough.

@@ -1,7 +1,8 @@
-"""Writes and reads tensors of many rows in blocks, so that none is ever whole.
+"""Writes and reads tensors of many rows in blocks of rows.
 
-The files are those of a TensorFlow checkpoint, with tensors in slices. A block
-that is read need not be one that was written.
+So a tensor that is too large for this process is never whole in its memory. The
+files are those of a TensorFlow checkpoint, with tensors in slices. A block that
+is read need not be one of the blocks that were written.
 """
 
 import math
@@ -22,11 +23,11 @@ _BLOCK_BYTES = 32 << 20
 
 
 class Entry(NamedTuple):
-  """A tensor in a file.
+  """Describes a tensor in a file.
 
   Attributes:
-    shape: Its whole shape.
-    dtype: Its dtype.
+    shape: The shape of the whole tensor.
+    dtype: The dtype of the tensor.
   """
 
   shape: tuple[int, ...]
@@ -34,11 +35,11 @@ class Entry(NamedTuple):
 
 
 class Block(NamedTuple):
-  """Some rows of a tensor.
+  """Holds some consecutive rows of a tensor, to be written to a file.
 
   Attributes:
     name: The name of the tensor.
-    shape: The whole shape of the tensor.
+    shape: The shape of the whole tensor.
     begin: The index of the first row.
     values: The rows.
   """
@@ -50,7 +51,10 @@ class Block(NamedTuple):
 
 
 def blocks(shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
-  """Yields (begin, end) of the blocks of rows of a tensor, in order."""
+  """Yields (begin, end) of the blocks into which a tensor's rows are divided.
+
+  The blocks are in order, and of at most 32 MiB, or one row if that is larger.
+  """
   row_bytes = max(1, math.prod(shape[1:]) * dtype.size)
   count = max(1, _BLOCK_BYTES // row_bytes)
   for begin in range(0, shape[0], count):
@@ -58,7 +62,16 @@ def blocks(shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
 
 
 def _slice(shape: Sequence[int], begin: int, end: int) -> str:
-  """Names rows of a tensor as TensorFlow's ops for checkpoints do."""
+  """Returns the text by which TensorFlow's checkpoint ops name a tensor's rows.
+
+  Args:
+    shape: The shape of the whole tensor.
+    begin: The first row.
+    end: The row after the last.
+
+  Returns:
+    Text such as "10 4 0,5:-": rows 0 to 4 of a tensor of shape [10, 4].
+  """
   rest = ":".join(["-"] * (len(shape) - 1))
   sizes = " ".join(map(str, shape))
   return f"{sizes} {begin},{end - begin}" + (f":{rest}" if rest else "")
@@ -69,7 +82,7 @@ def write(prefix: str, parts: Iterable[Block]) -> None:
 
   Args:
     prefix: The path of the files without their extensions.
-    parts: The blocks; those of a tensor must cover all its rows once.
+    parts: The blocks. The blocks of a tensor must cover each of its rows once.
   """
   directory = os.path.dirname(prefix) or "."
   folder = tempfile.mkdtemp(prefix=".rows-", dir=directory)
@@ -95,7 +108,10 @@ def write(prefix: str, parts: Iterable[Block]) -> None:
 
 
 def shapes(prefix: str) -> dict[str, Entry]:
-  """Returns the tensors in the files of `prefix`, by name.
+  """Returns the shape and dtype of each tensor in the files, by its name.
+
+  Args:
+    prefix: The path of the files without their extensions.
 
   Raises:
     tf.errors.OpError: If the files are missing or damaged.
@@ -111,12 +127,12 @@ def shapes(prefix: str) -> dict[str, Entry]:
 def read(
   prefix: str, name: str, entry: Entry, begin: int, end: int
 ) -> np.ndarray:
-  """Reads the rows in [begin, end) of a tensor.
+  """Reads the rows from `begin` to `end`, exclusive, of a tensor in the files.
 
   Args:
     prefix: The path of the files without their extensions.
     name: The name of the tensor.
-    entry: The tensor as `shapes` describes it.
+    entry: The shape and dtype of the tensor, as `shapes` returns them.
     begin: The first row.
     end: The row after the last.
 

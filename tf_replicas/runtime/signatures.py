@@ -1,4 +1,4 @@
-"""Checks how functions of the user can be called."""
+"""Checks whether functions that the user passes can be called as needed."""
 
 import inspect
 from collections.abc import Callable
@@ -8,12 +8,12 @@ def check_call(function: Callable, *arguments: object, rule: str) -> None:
   """Checks that a function can be called with these positional arguments.
 
   Args:
-    function: The function; one that is written in C is not checked.
-    *arguments: The arguments; only their number counts.
-    rule: What the function must be or take; the error begins with it.
+    function: The function. A function that is written in C is not checked.
+    *arguments: The arguments, of which only the number counts.
+    rule: What the function must be or take; the error message begins with it.
 
   Raises:
-    TypeError: If the function cannot be called so.
+    TypeError: If the function cannot be called with so many arguments.
   """
   try:
     signature = inspect.signature(function)

@@ -1,4 +1,4 @@
-"""Waits with deadlines and log messages, and threads that report errors."""
+"""Polls and waits with log messages, in threads that report their errors."""
 
 import contextlib
 import threading
@@ -25,16 +25,18 @@ def await_value(
   Args:
     poll: Returns the value, or something false while there is none.
     timeout_secs: The time limit in seconds.
-    what: Describes the wait, such as "worker 1: waiting for the chief".
+    what: Describes the wait in log messages and in the error, such as "worker
+      1: waiting for the chief".
     log: Takes log messages.
     poll_secs: Seconds between two polls.
-    since: `time.monotonic()` at the start of the wait; None: now.
+    since: The value of `time.monotonic()` at the start of the wait; None: the
+      wait starts now.
 
   Returns:
     The value.
 
   Raises:
-    TimeoutError: After `timeout_secs`.
+    TimeoutError: If there is no value after `timeout_secs`.
   """
   logged = time.monotonic()
   start = logged if since is None else since
@@ -50,7 +52,7 @@ def await_value(
 
 
 class RaisingThread:
-  """A thread whose `join` raises the error that ended it."""
+  """Runs a function in a thread; `join` raises the error that ended it."""
 
   def __init__(
     self, run: Callable[[], None], *, on_error: Callable[[], object]
@@ -59,7 +61,8 @@ class RaisingThread:
 
     Args:
       run: The function that the thread calls.
-      on_error: Called if `run` raises, to wake the thread that will join.
+      on_error: Called in the thread if `run` raises an error, for example to
+        wake another thread that waits and will then call `join`.
     """
     self._error: BaseException | None = None
 
@@ -78,13 +81,13 @@ class RaisingThread:
     return self._thread.is_alive()
 
   def raise_error(self) -> None:
-    """Raises the error that `run` raised, if any. A second call does not."""
+    """Raises the error that ended the thread, if any, and only once."""
     if self._error is not None:
       error, self._error = self._error, None
       raise error
 
   def join(self, timeout_secs: float | None = None) -> None:
-    """Waits for the end of the thread, and raises the error of `run`, if any.
+    """Waits for the end of the thread, and raises its error, if any.
 
     An error is raised only once.
 
@@ -96,7 +99,7 @@ class RaisingThread:
 
 
 class PollingThread(RaisingThread):
-  """A thread that calls a function periodically; `join` raises its error."""
+  """Calls a function periodically in a thread; `join` raises its error."""
 
   def __init__(
     self,
@@ -109,10 +112,13 @@ class PollingThread(RaisingThread):
     """Starts the thread.
 
     Args:
-      poll: Called after each period. A true result ends the thread.
+      poll: Called in the thread after each period. A true result ends the
+        thread.
       period_secs: Seconds to wait before each call.
-      at_stop: Called last, if a stop was requested.
-      on_error: Called after `poll` or `at_stop` has raised an error.
+      at_stop: Called in the thread at its end, if the end was requested by
+        `stop` or `request_stop`.
+      on_error: Called in the thread after `poll` or `at_stop` has raised an
+        error.
     """
     self._is_stopping = threading.Event()
 
@@ -126,17 +132,20 @@ class PollingThread(RaisingThread):
     super().__init__(run, on_error=on_error)
 
   def request_stop(self) -> None:
-    """Makes the polling end soon, without waiting for its end."""
+    """Makes the thread stop polling soon, without waiting for its end."""
     self._is_stopping.set()
 
   def stop(self) -> None:
-    """Ends the polling, waits for its end, and raises its error, if any."""
+    """Stops the polling, waits for the thread, and raises its error, if any."""
     self.request_stop()
     self.join()
 
 
 class WaitLogger(PollingThread):
-  """A thread that logs, every ten seconds, that a wait continues."""
+  """Logs, from a thread, that a wait in another thread still continues.
+
+  It logs one message every ten seconds by default.
+  """
 
   def __init__(
     self,
@@ -147,7 +156,7 @@ class WaitLogger(PollingThread):
     """Starts the thread.
 
     Args:
-      every_secs: Seconds between two messages of one wait.
+      every_secs: Seconds between two messages about one wait.
       log: Takes log messages.
     """
     self._every_secs = every_secs
@@ -158,7 +167,11 @@ class WaitLogger(PollingThread):
 
   @contextlib.contextmanager
   def during(self, what: str) -> Iterator[None]:
-    """Context in which the wait described by `what` is logged."""
+    """Context for a wait, about which messages are logged as long as it lasts.
+
+    Args:
+      what: Describes the wait at the start of each message.
+    """
     self._wait = (what, time.monotonic())
     try:
       yield

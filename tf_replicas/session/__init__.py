@@ -1,1 +1,1 @@
-"""The training loop: logs, checkpoints, evaluation, warm starts."""
+"""Runs trainings: the loop, log lines, checkpoints, evaluation, warm starts."""

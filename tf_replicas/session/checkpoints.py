@@ -1,15 +1,17 @@
-"""The files of a train directory: checkpoints, and the record of its end.
+"""Writes and reads the files of a train directory.
 
-A checkpoint is a flat map from names to whole tensors, such as
-`variables/conv1/kernel`, `slots/sgd/momentum/conv1/kernel`,
-`averages/conv1/kernel`, `optimizer/began.sgd` (the global step at which these
-slots were created), `global_step` and `examples_seen`. It does not depend on
-the devices of the tensors, so a run with one kind of replication can resume
-from a checkpoint of another kind.
+They are checkpoints, and the record that a run has finished. A checkpoint is a
+flat map from names to whole tensors, such as `variables/conv1/kernel`,
+`slots/sgd/momentum/conv1/kernel`, `averages/conv1/kernel`,
+`optimizer/began.sgd` (the global step at which these slots were created),
+`global_step` and `examples_seen`. A checkpoint does not depend on the devices
+of the tensors, so a run with one kind of replication can resume from a
+checkpoint of another kind.
 
-Tensors of many rows, such as tables and their slots, are never whole in this
-process. They are written and read in blocks of rows, in files of their own:
-those of `model.ckpt-7` are `model.ckpt-7.tables.index` and `….data-….`.
+Tensors of many rows, such as tables (large embedding matrices) and their slots,
+are never whole in this process. They are written and read in blocks of rows, in
+separate files: those of the checkpoint `model.ckpt-7` are
+`model.ckpt-7.tables.index` and `model.ckpt-7.tables.data-….`.
 """
 
 from __future__ import annotations
@@ -57,57 +59,58 @@ Shaped = Any
 
 
 class CheckpointError(ValueError):
-  """A checkpoint is missing, damaged, or of another model."""
+  """Reports a checkpoint that is missing, damaged, or of another model."""
 
 
 class MissingCheckpointError(CheckpointError):
-  """Files of a checkpoint are missing."""
+  """Reports that a checkpoint, or some of its files, do not exist."""
 
 
 class RowTensor(Protocol):
-  """A tensor that is saved and restored in blocks of rows.
+  """Interface of a tensor that is saved and restored in blocks of rows.
 
   Attributes:
-    shape: Its shape.
-    dtype: Its dtype.
+    shape: The shape of the whole tensor.
+    dtype: The dtype of the tensor.
   """
 
   shape: tuple[int, ...]
   dtype: tf.DType
 
   def read(self, begin: int, end: int) -> np.ndarray:
-    """Returns the rows in [begin, end)."""
+    """Returns the rows of the tensor from `begin` to `end`, exclusive."""
     ...
 
   def assign(self, begin: int, values: np.ndarray) -> None:
-    """Assigns the rows from `begin` on."""
+    """Assigns `values` to the rows of the tensor from row `begin` on."""
 
 
 class Checkpointable(Protocol):
-  """An object with tensors by name, which can be saved and restored."""
+  """Interface of an object whose named tensors can be saved and restored."""
 
   def state(self) -> Values:
-    """Returns the tensors to save by name; `global_step` is one of them."""
+    """Returns the tensors to save, by name. One name must be `global_step`."""
 
   def load_state(self, values: Mapping[str, np.ndarray]) -> None:
-    """Assigns `values`.
+    """Assigns saved values to the tensors.
 
     Args:
-      values: Arrays by name, with the shapes and dtypes of `state()`. Names
-        that are optional for the caller of `restore` may be missing; their
-        tensors must then keep their initial values.
+      values: Arrays by name, with the shapes and dtypes of `state()`. If the
+        caller of `restore` has declared a name optional, it may be missing. The
+        tensor of this name must then keep its initial value.
     """
 
 
 class Restored(NamedTuple):
-  """The result of `restore`.
+  """Says what `restore` has loaded from a checkpoint.
 
   Attributes:
     path: The path of the checkpoint.
-    global_step: Its global step.
-    from_variables: Names of averages that were missing, and start at the
-      restored variable.
-    fresh: Other names that were missing, and keep their initial value.
+    global_step: The global step of the checkpoint.
+    from_variables: Names of moving averages that were missing in the
+      checkpoint. They start at the restored values of their variables.
+    fresh: Names of other tensors that were missing in the checkpoint. They keep
+      their initial values.
     ignored: Names in the checkpoint that the model does not have.
   """
 
@@ -119,12 +122,12 @@ class Restored(NamedTuple):
 
 
 class Finished(NamedTuple):
-  """The record of a run that reached its last step.
+  """Records that a run has reached its last step.
 
   Attributes:
-    global_step: The last step.
-    checkpoint: Path of the last checkpoint, None if none was written.
-    datetime: The local time at its end: `2026-01-31 12:00:00.123456`.
+    global_step: The last global step.
+    checkpoint: The path of the last checkpoint; None if none was written.
+    datetime: The local time at the end: `2026-01-31 12:00:00.123456`.
   """
 
   global_step: int
@@ -133,11 +136,13 @@ class Finished(NamedTuple):
 
 
 def latest(train_dir: str | os.PathLike[str]) -> str | None:
-  """Returns the path of the newest checkpoint, None if there is none.
+  """Returns the path of the newest checkpoint; None if there is none.
 
-  The index file `checkpoint` names it. Its files may be missing; reading it
-  then fails, so that a run does not start again from step 0. Without an index
-  file (copied by hand, say) it is the checkpoint with the largest step.
+  It is the checkpoint that TensorFlow's index file `checkpoint` names. The
+  files of this checkpoint may be missing. An attempt to read it then fails, so
+  that a run does not start again from step 0. Without an index file (if the
+  directory was copied by hand, for example) it is the checkpoint with the
+  largest step.
 
   Args:
     train_dir: The directory; need not exist.
@@ -159,13 +164,13 @@ def save(
   keep_checkpoints: int | None = 5,
   row_tensors: Mapping[str, RowTensor] | None = None,
 ) -> str:
-  """Writes `values` as `<train_dir>/model.ckpt-<global_step>`.
+  """Writes the tensors `values` as `<train_dir>/model.ckpt-<global_step>`.
 
   Args:
     train_dir: A directory; created if it does not exist.
-    values: Tensors by name, on any devices; `global_step` is one of them.
+    values: Tensors by name, on any devices. One name must be `global_step`.
     keep_checkpoints: The number of newest checkpoints to keep; None keeps all.
-    row_tensors: Tensors by name that are written in blocks of rows.
+    row_tensors: More tensors by name, which are written in blocks of rows.
 
   Returns:
     The path of the checkpoint.
@@ -201,7 +206,14 @@ def save(
 
 
 def tables_of(path: str) -> str:
-  """Returns the path of the files of row tensors of the checkpoint `path`."""
+  """Returns the path, without extension, of the separate files of a checkpoint.
+
+  These files have the tensors that are written in blocks of rows, such as large
+  embedding matrices.
+
+  Args:
+    path: The path of the checkpoint.
+  """
   return path + _TABLES
 
 
@@ -215,7 +227,15 @@ def _blocks(
 
 
 def _remove_tables_without_checkpoint(train_dir: str) -> None:
-  """Removes files of checkpoints that the manager has removed."""
+  """Removes files that belong to checkpoints which do not exist any more.
+
+  They are the separate files of tensors that are written in blocks of rows.
+  TensorFlow's checkpoint manager removes old checkpoints, but does not know
+  these files.
+
+  Args:
+    train_dir: The directory of the checkpoints.
+  """
   pattern = os.path.join(glob.escape(train_dir), f"{PREFIX}-*{_TABLES}.*")
   for name in glob.glob(pattern):
     path = name[: name.rindex(_TABLES + ".")]
@@ -225,13 +245,13 @@ def _remove_tables_without_checkpoint(train_dir: str) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-  """Reads a checkpoint without knowing the model.
+  """Reads all tensors of a checkpoint, without knowing the model.
 
   Args:
     path: A checkpoint's path, without a file extension.
 
   Returns:
-    Every array by name.
+    Arrays by name, without the tensors that are saved in blocks of rows.
 
   Raises:
     MissingCheckpointError: If files are missing, or deleted during the read.
@@ -249,12 +269,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def read_tensors(
   path: str | os.PathLike[str], name_of: Callable[[str], str | None]
 ) -> dict[str, np.ndarray]:
-  """Reads a checkpoint of any program that TensorFlow can read.
+  """Reads a checkpoint that any program has written with TensorFlow.
 
   Args:
     path: A checkpoint's path, without a file extension.
     name_of: Maps the key of a tensor in the file to its name in the result, or
-      to None, for a tensor to leave out.
+      to None if the tensor is to be left out.
 
   Returns:
     Arrays by name.
@@ -283,7 +303,7 @@ def read_tensors(
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-  """Returns whether all files of the checkpoint `path` exist."""
+  """Returns whether all files of the checkpoint at the path `path` exist."""
   path = os.fspath(path)
   data = glob.glob(glob.escape(path) + ".data-?????-of-?????")
   totals = {int(name.rpartition("-of-")[2]) for name in data}
@@ -299,16 +319,17 @@ def restore(
 ) -> Restored:
   """Loads a checkpoint into `state`; changes nothing if it does not fit.
 
-  A moving average that is missing in the checkpoint starts at the restored
-  value of its variable. If the slots of the optimizer are missing, they start
-  anew, and its bias correction counts updates from the restored global step.
+  If a moving average is missing in the checkpoint, it starts at the restored
+  value of its variable. If the slots of the optimizer (such as momentum) are
+  missing, they keep their initial values, and the optimizer's bias correction
+  counts updates from the restored global step.
 
   Args:
-    path: The checkpoint.
-    state: The object to load it into.
-    is_optional: Returns whether the tensor of this name may be missing or
-      differ: for example a slot of another optimizer, or a moving average that
-      the saved run did not have. None: every tensor must match.
+    path: The path of the checkpoint.
+    state: The object into which the checkpoint is loaded.
+    is_optional: Returns whether the tensor of a name may be missing or differ:
+      for example a slot of another optimizer, or a moving average that the
+      saved run did not have. None: every tensor must match.
     row_tensors: Tensors of `state` by name that are read in blocks of rows.
 
   Returns:
@@ -361,7 +382,18 @@ def restore(
 
 
 def _saved_rows(path: str) -> dict[str, row_files.Entry]:
-  """Returns the tensors of a checkpoint that are read in blocks of rows."""
+  """Returns the tensors of a checkpoint that were saved in blocks of rows.
+
+  Args:
+    path: The path of the checkpoint.
+
+  Returns:
+    The shape and dtype of each tensor, by name; empty if the checkpoint has no
+    such tensors.
+
+  Raises:
+    CheckpointError: If the files of these tensors are incomplete or damaged.
+  """
   prefix = tables_of(path)
   if not os.path.exists(prefix + ".index"):
     return {}
@@ -383,15 +415,16 @@ def assign(
   variables: Mapping[str, tf.Variable],
   values: Mapping[str, np.ndarray],
 ) -> None:
-  """Assigns all variables of a model, converted to their dtypes.
+  """Assigns values to all variables of a model, cast to the variables' dtypes.
 
   Args:
-    what: Begins the error, such as "the checkpoint is of another model".
-    variables: The variables of the model.
-    values: A value for each variable.
+    what: Begins the error message, such as "the checkpoint is of another
+      model".
+    variables: The variables of the model, by name.
+    values: A value for each variable, by name.
 
   Raises:
-    CheckpointError: If a value is missing, unknown, or of another shape; no
+    CheckpointError: If a value is missing, unknown, or of another shape. No
       variable is changed then.
   """
   dtypes = {n: v.dtype.as_numpy_dtype for n, v in variables.items()}
@@ -402,7 +435,16 @@ def assign(
 
 
 def check_same(what: str, saved: Values, wanted: Values) -> None:
-  """Raises CheckpointError, which begins with `what`, if values differ."""
+  """Checks that two maps have the same names, with equal shapes and dtypes.
+
+  Args:
+    what: Begins the error message.
+    saved: The tensors of a checkpoint, by name.
+    wanted: The tensors of a model, by name.
+
+  Raises:
+    CheckpointError: If they differ.
+  """
   if faults := differences(saved, wanted):
     raise CheckpointError(f"{what}: {some(faults.values(), '; ')}")
 
@@ -432,7 +474,15 @@ def differences(
 
 
 def _difference(saved: Shaped, wanted: Shaped) -> str | None:
-  """Describes how shape or dtype of two tensors differ; None if equal."""
+  """Describes how shape or dtype of two tensors differ.
+
+  Args:
+    saved: The tensor in the checkpoint.
+    wanted: The tensor in the model.
+
+  Returns:
+    The description; None if shapes and dtypes are equal.
+  """
   for what, old, new in (
     ("shape", list(saved.shape), list(wanted.shape)),
     ("dtype", tf.as_dtype(saved.dtype).name, tf.as_dtype(wanted.dtype).name),
@@ -445,11 +495,17 @@ def _difference(saved: Shaped, wanted: Shaped) -> str | None:
 def _from_variables(
   saved: Values, wanted: Values, missing: Iterable[str]
 ) -> dict[str, Array]:
-  """Finds saved variables from whose values missing averages can start.
+  """Finds the saved variables at whose values missing averages can start.
+
+  Args:
+    saved: The tensors of the checkpoint, by name.
+    wanted: The tensors of the model, by name.
+    missing: The names of the model's tensors that the checkpoint lacks.
 
   Returns:
-    The saved variable by the name of the missing average. Averages are left out
-    if their variable is not saved, or has another shape or dtype.
+    The value of the variable for each missing moving average, by the name of
+    the average. Averages are left out if their variable is not saved, or has
+    another shape or dtype.
   """
   found = {}
   for name in missing:
@@ -461,20 +517,27 @@ def _from_variables(
 
 
 def describe(restored: Restored) -> str:
-  """Formats the result of `restore` as one line."""
+  """Formats the result of `restore` as one line for the log."""
   line = f"restored {restored.path}"
   if restored.from_variables:
     names = some(restored.from_variables)
-    line += f"; averages not in it, set to their variables: {names}"
+    line += f"; missing averages, which start at their variables: {names}"
   if restored.fresh:
     line += f"; initialized: {some(restored.fresh)}"
   if restored.ignored:
-    line += f"; in it, but not used: {some(restored.ignored)}"
+    line += f"; in the checkpoint, but not used: {some(restored.ignored)}"
   return line
 
 
 def first_non_finite(values: Values) -> str | None:
-  """Returns the first name under `variables/` with a NaN or an infinity."""
+  """Returns the name of the first variable that has a NaN or an infinity.
+
+  Args:
+    values: Tensors by name. Only names under `variables/` are checked.
+
+  Returns:
+    The name; None if all of these values are finite.
+  """
   for name, value in values.items():
     if name.startswith("variables/") and tf.as_dtype(value.dtype).is_floating:
       if not np.isfinite(np.asarray(value)).all():
@@ -483,14 +546,17 @@ def first_non_finite(values: Values) -> str | None:
 
 
 def some(items: Iterable[str], separator: str = ", ") -> str:
-  """Joins the first four items, and says how many more there are."""
+  """Joins the first four items as text, and says how many more there are."""
   items = list(items)
   more = f"{separator}and {len(items) - 4} more" if len(items) > 4 else ""
   return separator.join(items[:4]) + more
 
 
 def write_finished(train_dir: str | os.PathLike[str], record: Finished) -> None:
-  """Writes, atomically, the record that ends continuous evaluation."""
+  """Writes the record that a run has finished, as `finished.json`, atomically.
+
+  Continuous evaluation ends when it finds this file.
+  """
   train_dir = os.fspath(train_dir)
   os.makedirs(train_dir, exist_ok=True)
   if record.checkpoint is not None:
@@ -504,13 +570,13 @@ def write_finished(train_dir: str | os.PathLike[str], record: Finished) -> None:
 
 
 def read_finished(train_dir: str | os.PathLike[str]) -> Finished | None:
-  """Returns the record of a finished run, None if there is none.
+  """Returns the record of a finished run; None if there is none.
 
   Args:
-    train_dir: The directory; need not exist.
+    train_dir: The train directory; need not exist.
 
   Raises:
-    CheckpointError: If the file is damaged.
+    CheckpointError: If the file of the record is damaged.
   """
   path = os.path.join(os.fspath(train_dir), FINISHED)
   try:
@@ -530,7 +596,10 @@ def read_finished(train_dir: str | os.PathLike[str]) -> Finished | None:
 
 
 def remove_finished(train_dir: str | os.PathLike[str]) -> None:
-  """Removes the record, if there is one, because training continues."""
+  """Removes the record that a run has finished, if there is one.
+
+  It is called when the training goes on.
+  """
   with contextlib.suppress(FileNotFoundError):
     os.remove(os.path.join(os.fspath(train_dir), FINISHED))
 
@@ -538,7 +607,12 @@ def remove_finished(train_dir: str | os.PathLike[str]) -> None:
 def _name_of(key: str) -> str | None:
   """Converts a key in a checkpoint file to the name of the saved tensor.
 
-  Returns None if `save` does not write such keys.
+  Args:
+    key: The key, as TensorFlow's checkpoint reader gives it.
+
+  Returns:
+    The name, such as `variables/conv1/kernel`; None if the key is not of the
+    kind that `save` writes.
   """
   stored = _STORED_NAME.fullmatch(key)
   if stored is None:

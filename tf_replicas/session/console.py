@@ -8,19 +8,20 @@ import tqdm
 
 
 class Console:
-  """Prints log lines, and a progress bar below them."""
+  """Prints log lines and, if it is wanted, a progress bar below them."""
 
   def __init__(self, *, has_bar: bool | None = None):
-    """Initializes the console.
+    """Prepares the console; `open_bar` draws the progress bar.
 
     Args:
-      has_bar: Whether there is a progress bar; None: if stdout is a terminal.
+      has_bar: Whether there is a progress bar. None: there is one if stdout is
+        a terminal.
     """
     self._has_bar = sys.stdout.isatty() if has_bar is None else has_bar
     self._bar: tqdm.tqdm | None = None
 
   def log(self, line: str) -> None:
-    """Prints a line above the bar, and flushes stdout."""
+    """Prints a line, above the progress bar if it is open; flushes stdout."""
     if self._bar is None:
       print(line, flush=True)
     else:
@@ -28,11 +29,11 @@ class Console:
       sys.stdout.flush()
 
   def open_bar(self, step: int, max_steps: int) -> None:
-    """Draws the bar, if this console has one.
+    """Draws the progress bar, if this console is to have one.
 
     Args:
       step: The global step at the start.
-      max_steps: The global step of a full bar.
+      max_steps: The global step at which the bar is full.
     """
     if self._has_bar:
       self._bar = tqdm.tqdm(
@@ -44,18 +45,18 @@ class Console:
       )
 
   def move_bar(self, step: int, note: str) -> None:
-    """Moves the bar, if it is open.
+    """Moves the progress bar to a global step, if the bar is open.
 
     Args:
       step: The global step.
-      note: What to show behind the bar, such as "loss = 0.25".
+      note: The text to show behind the bar, such as "loss = 0.25".
     """
     if self._bar is not None:
       self._bar.set_postfix_str(note, refresh=False)
       self._bar.update(step - self._bar.n)
 
   def close_bar(self) -> None:
-    """Closes the bar; later lines are printed below it."""
+    """Closes the progress bar; later lines are printed below it."""
     if self._bar is not None:
       self._bar.close()
       self._bar = None

@@ -1,4 +1,7 @@
-"""Evaluates checkpoints with their moving averages, once or continuously."""
+"""Evaluates checkpoints with their moving averages, once or continuously.
+
+Continuous evaluation waits for new checkpoints until training has finished.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,16 @@ _POLL_SECS = 1.0
 def averaged_variables(
   values: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
-  """Picks the variables to evaluate with from a checkpoint.
+  """Picks from a checkpoint the variables to evaluate a model with.
 
   Args:
-    values: What `checkpoints.read` returns.
+    values: The tensors of a checkpoint by name, as `checkpoints.read` returns
+      them.
 
   Returns:
-    Arrays by variable path: `averages/<path>` if the checkpoint has it, else
-    `variables/<path>`, as for the statistics of batch normalization, or for
-    all variables of a run without averages.
+    Arrays by variable path. For each variable, it is the moving average,
+    `averages/<path>`, if the checkpoint has one, and the variable itself,
+    `variables/<path>`, otherwise. A run may have no averages at all.
   """
   prefix = "variables/"
   paths = [n.removeprefix(prefix) for n in values if n.startswith(prefix)]
@@ -45,15 +49,15 @@ def averaged_variables(
 def load_into_keras(
   model: keras.Model, values: Mapping[str, np.ndarray]
 ) -> None:
-  """Assigns every weight of a built Keras model.
+  """Assigns values to all weights of a built Keras model.
 
   Args:
-    model: The model; its weights are identified by `variable.path`.
+    model: The model. Its weights are identified by `variable.path`.
     values: Arrays by path, of the weights' shapes.
 
   Raises:
-    CheckpointError: If a weight is missing, unknown, or of another shape; no
-      weight is changed then.
+    CheckpointError: If the value of a weight is missing, unknown, or of another
+      shape. No weight is changed then.
   """
   weights = {weight.path: weight.value for weight in model.weights}
   checkpoints.assign("the checkpoint is of another model", weights, values)
@@ -67,14 +71,17 @@ def evaluate(
   interval_secs: float = 60.0,
   timeout_secs: float | None = None,
 ) -> Result | None:
-  """Calls `evaluate_once` or `evaluate_continuously`.
+  """Evaluates the newest checkpoint once, or new ones until training ends.
 
   Args:
     train_dir: The train directory.
-    evaluate_fn: Called with the global step and the variables by path.
+    evaluate_fn: Called with the global step and the variables by path. Moving
+      averages take the place of variables that have them.
     run_once: Whether to evaluate only the newest checkpoint, once.
-    interval_secs: See `evaluate_continuously`.
-    timeout_secs: See `evaluate_continuously`.
+    interval_secs: The least time, in seconds, between the starts of two
+      evaluations. Not used with `run_once`.
+    timeout_secs: Returns after so many seconds without a new checkpoint; None
+      waits until training has finished. Not used with `run_once`.
 
   Returns:
     The last result of `evaluate_fn`; None if it was never called.
@@ -99,7 +106,7 @@ def newest_checkpoint(train_dir: str | os.PathLike[str]) -> str:
     train_dir: The train directory of the run.
 
   Raises:
-    MissingCheckpointError: If there is none.
+    MissingCheckpointError: If the directory has no checkpoint.
   """
   path = checkpoints.latest(train_dir)
   if path is None:
@@ -116,7 +123,8 @@ def evaluate_once(
 
   Args:
     train_dir: The train directory.
-    evaluate_fn: Called with the global step and the variables by path.
+    evaluate_fn: Called with the global step and the variables by path. Moving
+      averages take the place of variables that have them.
 
   Returns:
     The result of `evaluate_fn`.
@@ -139,12 +147,14 @@ def evaluate_continuously(
 ) -> Result | None:
   """Evaluates new checkpoints until training has finished.
 
-  Every evaluation uses the newest checkpoint, so earlier ones may be skipped.
-  The last checkpoint of a finished run is always evaluated, without waiting.
+  Every evaluation uses the newest checkpoint, so earlier checkpoints may be
+  skipped. The last checkpoint of a finished run is always evaluated, without
+  waiting for `interval_secs`.
 
   Args:
     train_dir: The train directory; need not exist yet.
-    evaluate_fn: Called with the global step and the variables by path.
+    evaluate_fn: Called with the global step and the variables by path. Moving
+      averages take the place of variables that have them.
     interval_secs: The least time, in seconds, between the starts of two
       evaluations.
     timeout_secs: Returns after so many seconds without a new checkpoint; None
@@ -156,7 +166,7 @@ def evaluate_continuously(
     The last result of `evaluate_fn`; None if it was never called.
 
   Raises:
-    CheckpointError: If a checkpoint is damaged, or `finished.json` is.
+    CheckpointError: If a checkpoint or `finished.json` is damaged.
     ValueError: If an argument is out of range.
   """
   _check_secs(interval_secs, timeout_secs)
@@ -176,7 +186,10 @@ def evaluate_continuously(
       try:
         values = checkpoints.read(path)
       except checkpoints.MissingCheckpointError:
-        print(f"skipped {path}: deleted before it was read", flush=True)
+        print(
+          f"skipped {path}: the training deleted it before it was read",
+          flush=True,
+        )
       else:
         result = _evaluate(path, values, evaluate_fn)
       new_at = clock()

@@ -31,14 +31,16 @@ def deferred(
 ) -> Iterator[Callable[[Callable[[], T]], T]]:
   """Delays interrupts until the end of a step, for a second at most.
 
-  A second interrupt is not delayed; neither is any if the program has its own
-  handler of SIGALRM. SIGTERM raises KeyboardInterrupt too, unless the program
-  has its own handler. Outside of the main thread nothing changes.
+  An interrupt is Ctrl-C or SIGTERM; both raise KeyboardInterrupt. A second
+  interrupt is not delayed. No interrupt is delayed if the program has its own
+  handler of SIGALRM. If the program has its own handler of SIGINT or SIGTERM,
+  that signal is left to this handler. Outside of the main thread nothing
+  changes.
 
   Args:
-    wake: Makes a step that waits in TensorFlow return to Python for a moment;
-      called in another thread. Without it an interrupt does not reach such a
-      step.
+    wake: Makes a step that waits in TensorFlow return to Python for a moment.
+      It is called in another thread. Without it an interrupt does not reach
+      such a step.
 
   Yields:
     A function that calls a given step function, returns its result, and raises
@@ -96,11 +98,15 @@ def deferred(
 def _waking(
   wake: Callable[[], None], in_step: threading.Event
 ) -> Iterator[None]:
-  """Calls `wake` when a signal arrives during a step.
+  """Context in which `wake` is called when a signal arrives during a step.
 
   Python calls signal handlers in the main thread between two bytecodes, so not
-  before a call into TensorFlow returns. The wake-up socket receives the number
-  of the signal at once.
+  before a call into TensorFlow returns. The wake-up socket of Python receives
+  the number of a signal at once, and a thread of this context reads it.
+
+  Args:
+    wake: Makes the step return to Python.
+    in_step: Is set while a step runs.
   """
   receiver, sender = socket.socketpair()
   sender.setblocking(False)

@@ -17,7 +17,7 @@ from tf_replicas.session import console as console_lib
 
 
 class Summaries:
-  """Writes summaries for TensorBoard."""
+  """Writes summaries of a training to an event file for TensorBoard."""
 
   def __init__(
     self,
@@ -25,11 +25,11 @@ class Summaries:
     *,
     log: Callable[[str], None] = print,
   ):
-    """Opens an event file, or says in one line that TensorBoard is missing.
+    """Opens an event file, or logs that the package tensorboard is missing.
 
     Args:
       directory: The directory of the file; None writes nothing.
-      log: Takes the line.
+      log: Takes the log line.
     """
     self._device = resources.this_device()
     self._writer: tf.summary.SummaryWriter | None = None
@@ -52,7 +52,7 @@ class Summaries:
     histograms: Mapping[str, np.ndarray] | None = None,
     images: Mapping[str, np.ndarray] | None = None,
   ) -> None:
-    """Writes the summaries of a step.
+    """Writes the summaries of a step, if an event file is open.
 
     Args:
       step: The global step.
@@ -73,7 +73,7 @@ class Summaries:
       self._writer.flush()
 
   def close(self) -> None:
-    """Closes the event file."""
+    """Closes the event file, if one is open."""
     if self._writer is not None:
       self._writer.close()
 
@@ -82,9 +82,9 @@ class Reporter:
   """Reports step, loss and speed of a run, on a console and in summaries.
 
   "Every N steps" means: whenever a multiple of N is reached or passed, and at
-  the last step. Rates are means over the time since the previous line or
-  summary. A *batch* in the log line is all examples of one step. The time left
-  is that of the remaining steps at the speed of the same line.
+  the last step. Rates are means over the time since the previous log line or
+  summary. A *batch* in the log line means all examples of one step. The time
+  left is that of the remaining steps at the speed that the log line shows.
   """
 
   def __init__(
@@ -97,15 +97,15 @@ class Reporter:
     max_steps: int,
     now: float,
   ):
-    """Initializes the reporter.
+    """Stores the settings; the time of the first rates begins now.
 
     Args:
-      console: Prints the lines.
+      console: Prints the log lines.
       summaries: Writes the summaries.
-      log_every_steps: Steps between log lines; None for none.
-      summary_every_steps: Steps between summaries; None for none.
+      log_every_steps: Steps between log lines; None for no log lines.
+      summary_every_steps: Steps between summaries; None for no summaries.
       max_steps: The global step at which the run ends.
-      now: Seconds since 1970; the first rates count from here.
+      now: The time in seconds since 1970.
     """
     self._console = console
     self._summaries = summaries
@@ -117,7 +117,10 @@ class Reporter:
     self._run = _Window(now)
 
   def add_examples(self, num_examples: int) -> None:
-    """Counts examples of a result that did not advance the step."""
+    """Counts the examples of a result that did not advance the global step.
+
+    For example, the gradient of these examples was dropped.
+    """
     self._count(0, num_examples)
 
   def _count(self, num_steps: int, num_examples: int) -> None:
@@ -141,13 +144,13 @@ class Reporter:
     """Counts an advance of the global step, and reports if a report is due.
 
     Args:
-      previous: The global step of the previous call.
+      previous: The global step before the advance.
       global_step: The global step now.
       loss: The loss of the step.
-      num_examples: The examples used since the previous call.
-      scalars: More numbers for the summaries, by name. `learning_rate` is in
-        the log lines too.
-      now: Seconds since 1970.
+      num_examples: The number of examples used since the previous call.
+      scalars: More numbers for the summaries, by name. The number
+        `learning_rate` is in the log lines too.
+      now: The time in seconds since 1970.
       is_last: Whether this is the last step of the run.
       histograms: Values by name for histograms in the summaries.
       metrics: More numbers for log lines and summaries, by name.
@@ -168,11 +171,11 @@ class Reporter:
       )
 
   def final_line(self, step: int, now: float) -> str:
-    """Formats the totals of the run as one line.
+    """Formats the totals of the run, such as its examples, as one line.
 
     Args:
       step: The last global step.
-      now: Seconds since 1970.
+      now: The time in seconds since 1970.
     """
     run = self._run
     return (
@@ -181,7 +184,7 @@ class Reporter:
     )
 
   def close(self) -> None:
-    """Closes the bar and the event file."""
+    """Closes the progress bar and the event file."""
     self._console.close_bar()
     self._summaries.close()
 
@@ -229,12 +232,12 @@ class Reporter:
 def is_due(
   previous: int, step: int, every: int | None, *, is_last: bool = False
 ) -> bool:
-  """Returns whether a report is due.
+  """Returns whether a report is due that is made every so many steps.
 
   Args:
     previous: The global step of the previous call.
     step: The global step now.
-    every: Steps between reports; None for none.
+    every: Steps between reports; None for no reports.
     is_last: Whether this is the last step of the run.
 
   Returns:
@@ -246,7 +249,13 @@ def is_due(
 
 
 def steps_until_due(step: int, every: int | None) -> float:
-  """Returns how many steps after `step` a report is due; inf if never."""
+  """Returns in how many steps after `step` the next report is due.
+
+  Args:
+    step: The global step now.
+    every: Steps between reports. None: there are no reports, and the result is
+      infinity.
+  """
   return float("inf") if every is None else every - step % every
 
 
@@ -256,9 +265,9 @@ def duration(secs: float) -> str:
 
 
 class _Window:
-  """Counts steps and examples since the time `start`, to compute rates.
+  """Counts steps and examples since a start time, to compute rates.
 
-  Times are in seconds since 1970.
+  All times are in seconds since 1970.
   """
 
   def __init__(self, start: float):
@@ -274,5 +283,5 @@ class _Window:
 
 
 def _ratio(amount: float, per: float) -> float:
-  """Returns `amount / per`; 0 if `per` is 0."""
+  """Returns `amount / per`, or 0 if `per` is not positive."""
   return amount / per if per > 0 else 0.0

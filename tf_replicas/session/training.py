@@ -1,4 +1,4 @@
-"""Runs a step function: logs, writes summaries, saves and stops."""
+"""Runs a training: calls its step function, and logs, saves and stops."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ from tf_replicas.session import reports
 class StepResult(NamedTuple):
   """The result of one call of a step function.
 
+  A contribution, below, is the gradients that one replica computed from one
+  batch, with the loss of the batch.
+
   Attributes:
     global_step: The global step now.
-    loss: Mean over the applied contributions. Ignored if the global step did
-      not advance; otherwise a loss that is not finite ends training.
-    num_examples: The examples, of the whole cluster, in the contributions
-      applied since the last result.
+    loss: The mean loss over the applied contributions. The session ignores it
+      if the global step did not advance; otherwise a loss that is not finite
+      ends training.
+    num_examples: The number of examples, of the whole cluster, in the
+      contributions applied since the last result.
     scalars: More numbers by name for TensorBoard, such as
-      `contributions/worker_0/applied`. `learning_rate` is in the log too.
+      `contributions/worker_0/applied`. The number `learning_rate` is in the log
+      too.
     histograms: Values by name for histograms in TensorBoard.
     metrics: Numbers by name for the log and TensorBoard, such as those of
-      `Replica.metrics`: means over the contributions applied since the last
-      result.
+      `Replica.metrics`. They are means over the contributions applied since the
+      last result.
   """
 
   global_step: int
@@ -46,15 +51,15 @@ class StepResult(NamedTuple):
 
 
 class Session:
-  """Calls a step function until `max_steps`, and records the run.
+  """Calls a step function until `max_steps`, and logs and saves the run.
 
-  The session decides *when* to log, write summaries, save and stop; the program
+  The session decides *when* to log, write summaries, save and stop. The program
   decides *what* a step is. "Every N steps" means: whenever a multiple of N is
   reached or passed, as the global step may advance by more than one.
 
   If `train_dir` holds a checkpoint, the run resumes from it. The session
-  deletes nothing there but checkpoints beyond `keep_checkpoints`, and the
-  finished record of an earlier run.
+  deletes nothing in this directory but checkpoints beyond `keep_checkpoints`,
+  and the record that an earlier run has finished.
   """
 
   def __init__(
@@ -72,24 +77,26 @@ class Session:
     is_optional: Callable[[str], bool] | None = None,
     clock: Callable[[], float] = time.time,
   ):
-    """Initializes the session, without reading or writing files.
+    """Stores the settings of the session, without reading or writing files.
 
     Args:
-      train_dir: The directory of checkpoints, summaries and the finished
-        record; None writes nothing.
+      train_dir: The directory of checkpoints, of summaries, and of the record
+        that the run has finished. None: nothing is written.
       state: The state to save and restore; None if another task does that.
       max_steps: The global step at which training stops.
-      is_chief: Whether this task writes files. Other tasks print the same
-        lines, and restore `state` if they have one.
-      log_every_steps: Steps between log lines; None for none.
-      summary_every_steps: Steps between summaries; None for none.
-      checkpoint_every_steps: Steps between checkpoints; None: not by steps.
-      checkpoint_every_secs: Seconds between checkpoints; None: not by time. A
-        checkpoint is always written at the end.
+      is_chief: Whether this task writes files. Other tasks print log lines too,
+        and restore `state` if they have one.
+      log_every_steps: Steps between log lines; None for no log lines.
+      summary_every_steps: Steps between summaries; None for no summaries.
+      checkpoint_every_steps: Steps between checkpoints; None: checkpoints do
+        not depend on steps.
+      checkpoint_every_secs: Seconds between checkpoints; None: checkpoints do
+        not depend on time. A checkpoint is always written at the end.
       keep_checkpoints: The number of newest checkpoints to keep; None keeps
         all.
-      is_optional: Maps a name in a checkpoint to whether it may be missing or
-        different; see `checkpoints.restore`.
+      is_optional: Returns whether the tensor of a name may be missing in the
+        checkpoint or differ from it, when `state` is restored. None: every
+        tensor must match.
       clock: Returns the time in seconds since 1970.
 
     Raises:
@@ -128,14 +135,15 @@ class Session:
   def restore_or_initialize(self) -> int:
     """Restores the newest checkpoint, if the state is behind it.
 
-    Parameter servers that outlived their chief may hold a newer state, which
-    replicas may still update; it is kept.
+    The state may be ahead of the checkpoint if parameter servers outlived their
+    chief, since replicas may go on to update their variables. Such a state is
+    kept.
 
     Returns:
       The global step to start from; 0 without a `state`.
 
     Raises:
-      CheckpointError: If the checkpoint is damaged or of another model; state
+      CheckpointError: If the checkpoint is damaged or of another model. State
         and directory are unchanged then.
     """
     step = 0
@@ -159,26 +167,27 @@ class Session:
   ) -> int:
     """Calls `step_fn` until the global step reaches `max_steps`.
 
-    A "step" here is one update of the variables, not one batch: with three
-    workers and `replicas_to_aggregate=2`, two or three batches make one step.
-    Writes a checkpoint and the finished record at the end; on Ctrl-C or
-    SIGTERM a checkpoint, if possible. Interrupts wait for the end of the step,
-    for a second at most.
+    A "step" in this class is one update of the variables, not one batch: with
+    three workers and `replicas_to_aggregate=2`, two or three batches make one
+    step. At the end, a checkpoint is written, and the record that the run has
+    finished. On Ctrl-C or SIGTERM, a checkpoint is written if possible.
+    Interrupts wait for the end of the step, for a second at most.
 
     Args:
       step_fn: Advances training and returns the result. It may return without
         advancing the global step, as for a dropped gradient.
       report: Returns lines to print at the end.
       wake: Makes a `step_fn` that waits in TensorFlow return to Python for a
-        moment, so that interrupts are handled; called in another thread.
+        moment, so that interrupts are handled. It is called in another thread.
 
     Returns:
       The last global step.
 
     Raises:
-      FloatingPointError: If a loss or, before a save, a variable is not
-        finite. That state is not saved.
-      CheckpointError: See `restore_or_initialize`, if that was not called.
+      FloatingPointError: If a loss or, before a save, a variable is not finite.
+        That state is not saved.
+      CheckpointError: If the checkpoint to resume from is damaged or of another
+        model, unless `restore_or_initialize` was called before.
       KeyboardInterrupt: On Ctrl-C or SIGTERM.
     """
     if self._start_step is None:
@@ -222,10 +231,17 @@ class Session:
     reporter: reports.Reporter,
     now: float,
   ) -> tuple[int, float]:
-    """Calls `step_fn` until `max_steps`; reports and saves when due.
+    """Calls `step_fn` until `max_steps`, and reports and saves when it is due.
+
+    Args:
+      step_fn: Makes a step, and returns its result.
+      step: The global step at the start; None if only the first result tells
+        it.
+      reporter: Reports the steps.
+      now: The time at the start, in seconds since 1970.
 
     Returns:
-      The last global step, and the time at which it ended.
+      The last global step, and the time at which this step ended.
     """
     while step is None or step < self._max_steps:
       result = step_fn()
@@ -251,10 +267,11 @@ class Session:
 
     Args:
       path: The path of the checkpoint.
-      live_step: The global step of the state, from which training would go on.
+      live_step: The global step of the state. If it is 0, the state is always
+        restored.
 
     Returns:
-      The global step afterwards.
+      The global step of the state afterwards.
     """
     assert self._state is not None
     if live_step > 0:
@@ -278,10 +295,10 @@ class Session:
   def save_if_due(self, previous: int, step: int) -> None:
     """Writes a checkpoint if one is due, by steps or by time.
 
-    For programs with a loop of their own, which do not call `run`.
+    It is for programs with a loop of their own, which do not call `run`.
 
     Args:
-      previous: The global step when this was called last.
+      previous: The global step at the last call of this method.
       step: The global step now.
 
     Raises:
@@ -297,7 +314,7 @@ class Session:
   def finish(self, step: int) -> None:
     """Writes the last checkpoint, and the record that the run has finished.
 
-    For programs with a loop of their own, which do not call `run`.
+    It is for programs with a loop of their own, which do not call `run`.
 
     Args:
       step: The last global step.
@@ -309,14 +326,17 @@ class Session:
     self._write_finished(step, self._clock())
 
   def save(self, step: int | None = None) -> None:
-    """Writes a checkpoint of the state, unless there is one of its step.
+    """Writes a checkpoint of the state, unless its global step was saved.
+
+    Only the chief's session writes. Without a `state` or a `train_dir` nothing
+    is written.
 
     Args:
-      step: The global step, if known. If that step was saved already, the state
-        need not be read.
+      step: The global step, if the caller knows it. If this step was saved
+        already, the state need not be read.
 
     Raises:
-      FloatingPointError: If a variable is not finite; nothing is written then.
+      FloatingPointError: If a variable is not finite. Nothing is written then.
     """
     if not self._is_writer or self._state is None:
       return
@@ -372,7 +392,8 @@ def _row_tensors(
 ) -> Mapping[str, checkpoints.RowTensor]:
   """Returns the tensors of `state` that are saved in blocks of rows, by name.
 
-  A state without such tensors need not have the method.
+  They are what the method `row_tensors` of `state` returns. A state without
+  such tensors need not have this method.
   """
   return getattr(state, "row_tensors", dict)()
 

@@ -1,4 +1,4 @@
-"""Starts a training from the variables of a trained model."""
+"""Starts a training with the variables of a model that is already trained."""
 
 import os
 from collections.abc import Callable
@@ -11,11 +11,11 @@ _VARIABLES = "variables/"
 
 
 class Transferred(NamedTuple):
-  """The result of `transfer`.
+  """Says which variables `transfer` has assigned.
 
   Attributes:
-    path: The path of the checkpoint.
-    restored: Paths of the variables that have its values.
+    path: The path of the checkpoint of the trained model.
+    restored: Paths of the variables that have values from the checkpoint.
     fresh: Paths of the variables that keep their initial value.
   """
 
@@ -28,10 +28,12 @@ def find(path: str) -> str:
   """Returns the path of a complete checkpoint.
 
   Args:
-    path: A checkpoint, or a train directory for its newest checkpoint.
+    path: The path of a checkpoint, or a train directory, which stands for its
+      newest checkpoint.
 
   Raises:
-    MissingCheckpointError: If there is none, or files of it are missing.
+    MissingCheckpointError: If there is no such checkpoint, or files of it are
+      missing.
   """
   if os.path.isdir(path):
     path = evaluation.newest_checkpoint(path)
@@ -49,22 +51,25 @@ def transfer(
 ) -> Transferred:
   """Assigns the variables of a trained model to those of a new training.
 
-  It takes the moving averages of the trained model where it has some. New
-  averages start at the same values. Slots, global step and everything else in
-  the checkpoint are ignored.
+  Where the trained model has moving averages, they are used instead of its
+  variables. The averages of the new training start at the values of its
+  variables. Slots, global step and everything else in the checkpoint are
+  ignored.
 
   Args:
-    path: A checkpoint, or a train directory for its newest checkpoint.
+    path: The path of a checkpoint, or a train directory, which stands for its
+      newest checkpoint.
     state: The state of the new training.
-    is_new: Maps the path of a variable to whether it keeps its initial value,
-      such as the last layer of a model with another number of classes.
+    is_new: Maps the path of a variable to whether the variable keeps its
+      initial value, such as those of the last layer of a model with another
+      number of classes.
 
   Returns:
     Which variables were assigned.
 
   Raises:
-    CheckpointError: If there is no checkpoint, or a variable that is not new
-      is missing there or has another shape or dtype. Nothing is assigned then.
+    CheckpointError: If there is no checkpoint, or a variable that is not new is
+      missing there or has another shape or dtype. Nothing is assigned then.
   """
   path = find(path)
   saved = evaluation.averaged_variables(checkpoints.read(path))

@@ -1,1 +1,1 @@
-"""Variables on parameter servers, and the optimizers that update them."""
+"""Keeps variables on parameter servers, and updates them by optimizers."""

@@ -1,11 +1,11 @@
 """Applies several optimizers that take turns, such as those of a GAN.
 
-Such a training consists of *rounds* of several updates, for example k updates
-of the discriminator, then one of the generator (Goodfellow et al. 2014,
-algorithm 1). Each update of a round is a *phase*, which has an optimizer and
-the variables that this optimizer updates. The global step determines the phase,
-on every replica. So every update is computed from the variables that the update
-before it has made.
+Training with such optimizers consists of *rounds* of several updates, for
+example k updates of the discriminator, then one of the generator (Goodfellow et
+al. 2014, algorithm 1). Each update of a round is a *phase*, which has an
+optimizer and the variables that this optimizer updates. The global step
+determines the phase, on every replica. So every update is computed from the
+variables as the previous update has left them.
 """
 
 from collections.abc import Collection
@@ -20,11 +20,11 @@ from tf_replicas.store import parameter_store
 
 
 class Phase(NamedTuple):
-  """One update of a round.
+  """One update of a round, which is a fixed series of updates.
 
   Attributes:
     name: The name of the optimizer that makes the update.
-    paths: The paths of the variables that are updated.
+    paths: The paths of the variables that the optimizer updates.
   """
 
   name: str
@@ -37,7 +37,7 @@ def applies_before(
   """Counts the updates that an optimizer makes before a global step.
 
   Args:
-    phases: The phases of a round, in order.
+    phases: The phases (updates) of a round, in order. Rounds are repeated.
     name: The name of the optimizer.
     step: Scalar, the global step.
 
@@ -53,9 +53,12 @@ def applies_before(
 
 
 class AlternatingOptimizer:
-  """Several optimizers that take turns.
+  """Applies several optimizers, one in each update, in a fixed cycle.
 
-  Has the interface of an `InnerOptimizer`, in whose place it is used.
+  It is for a `train_step` that applies gradients several times, such as that of
+  a GAN: a *phase* is one of these calls, with its optimizer and the variables
+  that it updates. Update number u makes phase u modulo the number of phases.
+  The class has the methods of `InnerOptimizer`, which applies one optimizer.
   """
 
   def __init__(
@@ -63,11 +66,11 @@ class AlternatingOptimizer:
     optimizers: Mapping[str, inner_optimizer.Optimizer],
     phases: Sequence[Phase],
   ):
-    """Wraps `optimizers`.
+    """Wraps the optimizers that take turns.
 
     Args:
       optimizers: The optimizers by name. None of them may be built yet.
-      phases: The phases of a round, at least one for each optimizer.
+      phases: The phases (updates) of a round, at least one for each optimizer.
     """
     self.optimizer = dict(optimizers)
     self._phases = list(phases)
@@ -81,11 +84,17 @@ class AlternatingOptimizer:
   def build(
     self, store: parameter_store.ParameterStore, *, is_chief: bool = True
   ) -> None:
-    """Creates the slots of all optimizers; see `InnerOptimizer.build`.
+    """Creates the slots of all optimizers, each on the device of its variable.
+
+    A slot is a value that an optimizer keeps per variable, such as momentum.
+
+    Args:
+      store: Holds the variables.
+      is_chief: Whether this client (training process) sets the learning rates.
 
     Raises:
       ValueError: If `InnerOptimizer.build` raises it, or if an optimizer has a
-        state that belongs to no variable.
+        state that belongs to no single variable.
     """
     self._store = store
     for name, member in self._members.items():
@@ -98,22 +107,35 @@ class AlternatingOptimizer:
         )
 
   def learning_rate(self, step: int) -> float:
-    """Returns the rate of the optimizer that makes the update after `step`."""
+    """Returns the learning rate of the update that follows global step `step`.
+
+    It is that of the optimizer whose turn this update is.
+    """
     name = self._phases[step % len(self._phases)].name
     count = applies_before(self._phases, name, step)
     return self._members[name].learning_rate(int(count))
 
   def refresh(self) -> None:
-    """See `InnerOptimizer.refresh`."""
+    """Copies scalars that have changed, such as learning rates, to PS tasks.
+
+    The client (training process) that sets the learning rates calls this method
+    before each update.
+    """
     for member in self._members.values():
       member.refresh()
 
   def has_adjustable_rate(self) -> bool:
-    """Returns False: `apply` takes no `rate_factor`."""
+    """Returns False, as `apply` cannot change the learning rate of an update.
+
+    Its argument `rate_factor` must be None.
+    """
     return False
 
   def has_common_state(self) -> bool:
-    """Returns False: updates change no scalars of a whole optimizer."""
+    """Returns False, since all optimizer state belongs to single variables.
+
+    `build` refuses optimizers with other state.
+    """
     return False
 
   def apply(
@@ -124,9 +146,20 @@ class AlternatingOptimizer:
     step: tf.Tensor,
     rate_factor: tf.Tensor | None = None,
   ) -> list[tuple[tf.Variable, tf.Tensor]]:
-    """Applies the gradients of the variables that the phase of `step` updates.
+    """Applies, on one PS task, the gradients that the update at `step` uses.
 
-    Skips other variables. See `InnerOptimizer.apply`.
+    The global step determines whose turn it is: which optimizer is applied, and
+    to which variables. Other variables do not change.
+
+    Args:
+      task: The PS task on which the ops are placed.
+      gradients: One per variable, dense or `tf.IndexedSlices`, not None.
+      variables: Shards of the store's trainable variables.
+      step: int64 scalar, the global step before this update.
+      rate_factor: Must be None.
+
+    Returns:
+      An empty list: nothing is left for `commit` to assign.
     """
     assert rate_factor is None
     owners = {
@@ -162,11 +195,15 @@ class AlternatingOptimizer:
   def skip(self) -> None:
     """Raises NotImplementedError, as no update can be skipped.
 
-    The global step determines which optimizer makes the update. See
-    `InnerOptimizer.skip`.
+    An update is to be skipped if a scaled loss overflowed. The global step,
+    which determines the optimizer whose turn it is, counts such an update too,
+    so a turn would be lost.
     """
     raise NotImplementedError
 
   def commit(self, changed: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
-    """Does nothing: `apply` leaves nothing to assign."""
+    """Does nothing, since `apply` assigns all new values itself.
+
+    The method belongs to the interface of an `InnerOptimizer`.
+    """
     del changed

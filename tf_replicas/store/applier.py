@@ -1,15 +1,17 @@
-"""Applies the mean of N contributions on the PS tasks.
+"""Applies the mean of N contributions on the PS tasks (parameter servers).
 
 A *contribution* is the set of gradients that one replica computed from one
 batch. On every PS task, an `Applier` computes the mean gradients, clips them by
-their global norm, applies the inner optimizer, and updates the statistics and
-the moving averages. If a contribution overflowed (`loss_scaling`), it changes
-none of these. Synchronous and asynchronous rules use it.
+their global norm, applies the user's optimizer (the *inner optimizer*), and
+updates the statistics and the moving averages. If a contribution overflowed
+(`loss_scaling`), it changes none of these. Both synchronous and asynchronous
+rules use an `Applier`.
 
 A *statistic* is a variable without a gradient, such as the moving mean or
-variance of batch normalization. A replica contributes d = old - new instead of
-a gradient. The update subtracts the mean of d over the contributions, so that
-the statistic becomes the mean of the replicas' new values.
+variance of batch normalization. Instead of a gradient, a replica contributes d
+= old - new for a statistic. The update subtracts the mean of d over the
+contributions, so that the statistic becomes the mean of the replicas' new
+values.
 """
 
 import functools
@@ -35,7 +37,11 @@ Pair = tuple[parameter_store.Gradient, tf.Variable]
 
 
 class Applier:
-  """Makes one update from the summed contributions of a step."""
+  """Makes updates of all variables on the PS tasks (parameter servers).
+
+  An update is made from the sum of several contributions; a contribution is the
+  gradients that one replica computed from one batch.
+  """
 
   def __init__(
     self,
@@ -49,19 +55,21 @@ class Applier:
     to_average: Iterable[tf.Variable | str] | None = None,
     clip_norm: float | None,
   ):
-    """Initializes the applier; creates the moving averages.
+    """Stores the parts of an update, and creates the moving averages.
 
     Args:
       store: Holds the variables.
-      inner: The inner optimizer, which is built for `store` before the first
-        update.
+      inner: The user's optimizer, which must be built for `store` before the
+        first update.
       variable_averages: Updates the moving averages; None for no averages.
-      to_average: The variables to average, or their paths. None: all but the
-        sums of `metric_sums`.
-      clip_norm: The largest global norm of the means; None for no clipping.
+      to_average: The variables to average, or their paths. None: all variables
+        but the sums of metrics (`metric_sums`).
+      clip_norm: The largest global norm of the mean gradients; None for no
+        clipping.
 
     Raises:
-      ValueError: If a variable to average is not in the store, or is a table.
+      ValueError: If a variable to average is not in the store, or is a table (a
+        matrix whose rows are read one by one).
     """
     self._store = store
     self._inner = inner
@@ -83,7 +91,8 @@ class Applier:
     """Sets the moving averages to the initial values of their variables.
 
     Args:
-      values: One initial value per variable of the store.
+      values: One initial value per variable of the store; only those of
+        variables with a moving average are used.
     """
     for index, shadows in self._shadows.items():
       for shadow, part in zip(
@@ -102,21 +111,25 @@ class Applier:
     transform: Callable[[Sequence[Pair]], list[Pair]] | None = None,
     rate_factor: tf.Tensor | None = None,
   ) -> tf.Tensor:
-    """Makes one update; to be used inside a `tf.function`.
+    """Makes one update of all variables; to be used inside a `tf.function`.
+
+    A contribution, below, is the gradients that one replica computed from one
+    batch. Statistics are variables without gradients, for which contributions
+    have differences (old minus new value).
 
     Args:
       present: For each element of `store.contributed`, whether any replica has
         a gradient for it. Variables without gradients are skipped.
       step: int64 scalar, the global step before the update.
       take_sums: Maps the index of a PS task to the sums over all contributions,
-        one per element of `store.contributed_shards(task)`. Called on the
+        one per element of `store.contributed_shards(task)`. It is called on the
         device of that task.
-      num_contributions: The number by which sums are divided.
+      num_contributions: The number of contributions, by which sums are divided.
       locks: One lock per PS task, held while the variables of that task change.
         None: no locks.
       transform: Maps the (mean gradient, trainable variable) pairs of a PS task
-        to the pairs to apply. Called on the device of that task, with its lock
-        held.
+        to the pairs to apply. It is called on the device of that task, with the
+        task's lock held.
       rate_factor: Scalar that multiplies the learning rate of this update.
 
     Returns:
@@ -181,7 +194,22 @@ class Applier:
     take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
     num_contributions: int,
   ) -> list[Pair]:
-    """Computes the (mean gradient, shard variable) pairs of one PS task."""
+    """Computes the mean gradient of every shard on one PS task.
+
+    A shard is a variable or a part of one; a PS task is a parameter server.
+
+    Args:
+      task: The index of the PS task.
+      present: For each element of `store.contributed`, whether any replica has
+        a gradient for it.
+      take_sums: Maps the index of a PS task to the sums of the replicas'
+        gradients, one per shard that the task holds.
+      num_contributions: The number of gradients in a sum, by which it is
+        divided.
+
+    Returns:
+      (mean gradient, shard variable) pairs, without absent gradients.
+    """
     shards = self._store.contributed_shards(task)
     pairs = []
     with tf.device(self._store.device_of_task(task)):
@@ -207,7 +235,13 @@ class Applier:
   def _clip(self, means: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
     """Clips the mean gradients of all PS tasks to the global norm `clip_norm`.
 
-    PS tasks send each other only sums of squares, not gradients.
+    The PS tasks send each other only sums of squares, not gradients.
+
+    Args:
+      means: For each PS task, its (mean gradient, shard variable) pairs.
+
+    Returns:
+      Pairs with the clipped gradients, in the order of `means`.
     """
     if not any(means):
       return [list(pairs) for pairs in means]
@@ -244,7 +278,16 @@ def _indices(
   store: parameter_store.ParameterStore,
   variables: Iterable[tf.Variable | str] | None,
 ) -> list[int]:
-  """Returns the positions in the store of the variables to average."""
+  """Returns the positions in the store of the variables to average.
+
+  Args:
+    store: Holds the variables.
+    variables: The variables to average, or their paths. None: all variables but
+      the sums of metrics.
+
+  Raises:
+    ValueError: If a variable is not in the store.
+  """
   if variables is None:
     specs = enumerate(store.specs)
     return [i for i, spec in specs if not metric_sums.is_own(spec.path)]
@@ -264,11 +307,12 @@ def _indices(
 def _as_unit(build: Callable[[], None]) -> tf.Tensor:
   """Runs the ops that `build` creates inside a `tf.function` of their own.
 
-  Optimizers return no tensor on which other ops could depend. But the call of a
-  `tf.function` ends only when all of its stateful ops have ended.
+  So other ops can wait for them. Optimizers return no tensor on which other ops
+  could depend, but the call of a `tf.function` ends only when all of its
+  stateful ops have ended.
 
   Returns:
-    True, computed after all of these ops.
+    The tensor True, which is computed after all of these ops.
   """
 
   @tf.function(autograph=False)

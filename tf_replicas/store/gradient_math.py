@@ -1,4 +1,4 @@
-"""Computes with gradients: dense tensors, `tf.IndexedSlices`, or None."""
+"""Computes with gradients that are dense, `tf.IndexedSlices` or None."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ def all_finite(
 ) -> tf.Tensor:
   """Checks that all gradients are finite, after the cast to `wire_dtype`.
 
-  If the sum of squares is finite, all numbers are, which is cheap to check.
-  Large finite numbers may overflow the sum. So if the sum is not finite, every
-  number is checked.
+  A finite sum of squares proves that all numbers are finite, and is cheap to
+  compute. But large finite numbers may overflow the sum. So if the sum is not
+  finite, every number is checked.
 
   Args:
     gradients: The gradients.
@@ -27,7 +27,7 @@ def all_finite(
       None: no cast.
 
   Returns:
-    A bool scalar, whether all are finite.
+    A bool scalar, whether all gradients are finite.
   """
   tensors = [
     g.values if isinstance(g, tf.IndexedSlices) else g
@@ -54,13 +54,15 @@ def in_order(
   store: parameter_store.ParameterStore,
   pairs: Iterable[tuple[Gradient, tf.Variable | str]],
 ) -> list[Gradient]:
-  """Sorts the contribution of one replica by the order of the store.
+  """Sorts what one replica contributes into the order that the store defines.
+
+  A replica contributes a gradient for a trainable variable, and old minus new
+  value for a statistic, which is a variable without gradients.
 
   Args:
     store: Holds the variables.
-    pairs: (gradient, variable) pairs. For a statistic, a variable without
-      gradients, (old value - new value, variable). A variable may be given by
-      its path.
+    pairs: (gradient, variable) pairs, and (old value - new value, statistic)
+      pairs. A variable may be given by its path.
 
   Returns:
     One gradient per trainable variable, then one difference per statistic, in
@@ -84,8 +86,8 @@ def in_order(
 def scaled(gradient: Gradient, factor: float | tf.Tensor) -> Gradient:
   """Multiplies a gradient by the scalar `factor`.
 
-  The result is dense, `tf.IndexedSlices` or None as `gradient` is, with the
-  same dtype.
+  The result has the form (dense, `tf.IndexedSlices` or None) and the dtype of
+  `gradient`.
   """
   if gradient is None:
     return None
@@ -102,8 +104,9 @@ def clipped(
 ) -> list[Gradient]:
   """Scales gradients down if their global norm exceeds `clip_norm`.
 
-  Unlike `tf.clip_by_global_norm`, it first sums rows of `tf.IndexedSlices` that
-  have the same index. Otherwise the norm would be wrong.
+  Unlike `tf.clip_by_global_norm`, the function first sums rows of a
+  `tf.IndexedSlices` that have the same index. Otherwise the norm would be
+  wrong.
 
   Args:
     gradients: Gradients of whole variables, or None.
@@ -111,7 +114,7 @@ def clipped(
     clip_norm: The largest global norm.
 
   Returns:
-    The scaled gradients; each row of a `tf.IndexedSlices` occurs once.
+    The scaled gradients. In a `tf.IndexedSlices`, each row occurs once.
   """
   gradients = [
     sum_rows(g, tf.TensorShape(shape), may_be_empty=True)
@@ -127,7 +130,10 @@ def clipped(
 
 
 def sum_of_squares(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-  """Computes the sum of squares as a float64 scalar: float32 might overflow."""
+  """Computes the sum of squares of a gradient as a float64 scalar.
+
+  In float32 the sum might overflow.
+  """
   values = getattr(gradient, "values", gradient)
   return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
 
@@ -136,11 +142,11 @@ def clip_factor(squares: Sequence[tf.Tensor], clip_norm: float) -> tf.Tensor:
   """Computes the factor that limits the global norm of gradients.
 
   Args:
-    squares: The sum of squares of each gradient, float64 scalars.
+    squares: The sum of squares of each gradient, as float64 scalars.
     clip_norm: The largest global norm.
 
   Returns:
-    A float32 scalar, at most 1.
+    A float32 scalar, at most 1, by which the gradients are to be multiplied.
   """
   norm = tf.sqrt(tf.add_n(squares))
   return tf.cast(clip_norm / tf.maximum(norm, clip_norm), tf.float32)
@@ -152,16 +158,16 @@ def sum_rows(
   *,
   may_be_empty: bool = False,
 ) -> tf.IndexedSlices:
-  """Sums the rows of a gradient that have the same index.
+  """Sums the rows of a sparse gradient that have the same index.
 
   Args:
     gradient: The gradient.
-    shape: The static shape of its variable.
+    shape: The static shape of the gradient's variable.
     may_be_empty: Whether the result may have no rows.
 
   Returns:
-    The gradient with each row once; one row of zeros if it had no rows, unless
-    `may_be_empty`.
+    The gradient with each row once. If `gradient` has no rows, the result has
+    one row of zeros, unless `may_be_empty`.
   """
   rows, where = tf.unique(gradient.indices)
   values = tf.math.unsorted_segment_sum(gradient.values, where, tf.size(rows))

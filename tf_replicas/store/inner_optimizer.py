@@ -1,16 +1,18 @@
 """Runs the user's optimizer on the PS tasks, next to the variables.
 
-An update rule holds the user's optimizer as its *inner optimizer*: a Keras 3
-optimizer, or any object with `apply(gradients, variables)` or
-`apply_gradients(pairs)`. An `InnerOptimizer` creates the optimizer's slots on
-the devices of their variables, under names by which every client finds them. It
-applies the optimizer to the variables of one PS task at a time, so that neither
-gradients nor slots are sent to other tasks.
+PS tasks are parameter servers. An update rule holds the user's optimizer as its
+*inner optimizer*: a Keras 3 optimizer, or any object with `apply(gradients,
+variables)` or `apply_gradients(pairs)`. An `InnerOptimizer` creates the
+optimizer's slots (values per variable, such as momentum) on the devices of
+their variables, under names by which every client (a process that trains) finds
+them. It applies the optimizer to the variables of one PS task at a time, so
+that neither gradients nor slots are sent to other tasks.
 
-Of a table (`tables`) it updates only the rows that the gradient has: it reads
-these rows of the table and of its slots, applies the optimizer to them, and
-adds the differences. With an optimizer that changes rows without a gradient,
-such as Adam or momentum, this is *lazy*: such rows stay as they are.
+Of a table, a large matrix (`tables`), it updates only the rows that the
+gradient has: it reads these rows of the table and of its slots, applies the
+optimizer to them, and adds the differences. With an optimizer that changes rows
+without a gradient, such as Adam or momentum, this is *lazy*: such rows stay as
+they are.
 """
 
 import contextlib
@@ -38,19 +40,20 @@ from tf_replicas.store import parameter_store
 class TensorVariable:
   """Stands in for a variable while an optimizer is applied to tensors.
 
-  Keras 3.15 assigns Nadam's `_u_product`, and on TensorFlow every variable,
-  through the variable's `value`. In a `keras.StatelessScope`, `value` would be
-  a tensor, which cannot be assigned.
+  It has the attributes and methods of a variable that Keras 3.15 uses. Keras
+  assigns Nadam's `_u_product`, and on TensorFlow every variable, through the
+  variable's `value`. In a `keras.StatelessScope`, `value` would be a tensor,
+  which cannot be assigned.
   """
 
   def __init__(self, value: tf.Tensor, like: tf.Variable | None = None):
-    """Holds `value`.
+    """Makes a stand-in with the first value `value`.
 
     Args:
       value: The initial value.
-      like: If this stands in for a trained variable, the variable for which the
-        optimizer has created slots. Its name, path and id are taken over, by
-        which the optimizer finds these slots.
+      like: If the object stands in for a trained variable, the variable for
+        which the optimizer has created slots. The object takes over the
+        variable's name, path and id, by which the optimizer finds these slots.
     """
     self.value = value
     self.dtype = value.dtype
@@ -60,15 +63,15 @@ class TensorVariable:
       self._unique_id = keras_internals.variable_id(like)
 
   def assign(self, value: tf.Tensor) -> None:
-    """Replaces the value; casts to the dtype of the initial value."""
+    """Replaces the value by `value`, cast to the dtype of the initial value."""
     self.value = tf.cast(value, self.dtype)
 
   def assign_add(self, value: tf.Tensor) -> None:
-    """Adds to the value."""
+    """Replaces the held tensor by the sum of it and `value`."""
     self.assign(self.value + value)
 
   def assign_sub(self, value: tf.Tensor) -> None:
-    """Subtracts from the value."""
+    """Replaces the held tensor by the difference of it and `value`."""
     self.assign(self.value - value)
 
   def __mul__(self, other: tf.Tensor) -> tf.Tensor:
@@ -82,25 +85,31 @@ class TensorVariable:
 
 @runtime_checkable
 class ApplyOptimizer(Protocol):
-  """An optimizer with the interface of Keras 3 or Sonnet."""
+  """Interface of an optimizer with `apply`, as Keras 3 and Sonnet define it."""
 
   def apply(
     self,
     gradients: Sequence[parameter_store.Gradient],
     variables: Sequence[tf.Variable],
   ) -> object:
-    """Applies one gradient to each of `variables`; the result is not used."""
+    """Applies one gradient to each of `variables`.
+
+    The result is not used.
+    """
 
 
 @runtime_checkable
 class ApplyGradientsOptimizer(Protocol):
-  """An optimizer with the interface of TF1 or `tf_keras`."""
+  """Interface of an optimizer with `apply_gradients`, as TF1 and `tf_keras`."""
 
   def apply_gradients(
     self,
     grads_and_vars: Iterable[tuple[parameter_store.Gradient, tf.Variable]],
   ) -> object:
-    """Applies (gradient, variable) pairs; the result is not used."""
+    """Applies (gradient, variable) pairs.
+
+    The result is not used.
+    """
 
 
 Optimizer = (
@@ -109,10 +118,11 @@ Optimizer = (
 
 
 class _Copies:
-  """Copies, one per PS task, of a scalar that the client sets, such as a rate.
+  """Keeps a copy, on every PS task, of a scalar that the client sets.
 
-  Fetching the scalar from the client would delay each update by about a
-  millisecond.
+  An example is the learning rate, which the client (the training process) sets.
+  If updates on the PS tasks (parameter servers) fetched the scalar from the
+  client, each would take about a millisecond longer.
   """
 
   def __init__(
@@ -135,10 +145,10 @@ class _Copies:
         )
 
   def refresh(self) -> list[tf.Variable]:
-    """Assigns the value to the copies if it has changed.
+    """Assigns the value of the scalar to its copies if it has changed.
 
     Returns:
-      The variables that it assigned.
+      The copies that were assigned: all of them, or none.
     """
     value = self._variable.numpy()
     if value == self._copied:
@@ -150,14 +160,16 @@ class _Copies:
 
 
 def scalar_name(name: str, seen: dict[str, int]) -> str:
-  """Returns the name in checkpoints of a scalar of a whole optimizer.
+  """Returns the name under which checkpoints store a scalar of an optimizer.
 
-  Keras numbers variables without a name per process: `variable_7`. This
-  function numbers them per optimizer, in the order of their creation.
+  Such a scalar belongs to the whole optimizer, not to one variable. Keras
+  numbers variables without a name per process: `variable_7`. This function
+  numbers them per optimizer, in the order of their creation.
 
   Args:
-    name: The name that Keras gave the variable.
-    seen: Maps each name to how often it has occurred. The call changes it.
+    name: The name that Keras gave the scalar.
+    seen: Maps each name to how often it has occurred before. The call counts
+      this name too.
   """
   name = re.sub(r"^variable_\d+$", "variable", name)
   count = seen[name] = seen.get(name, -1) + 1
@@ -165,7 +177,11 @@ def scalar_name(name: str, seen: dict[str, int]) -> str:
 
 
 class InnerOptimizer:
-  """An optimizer of all or some of the trainable variables of a store."""
+  """Applies the user's optimizer to variables on the PS tasks.
+
+  PS tasks are parameter servers. The optimizer updates all or some of the
+  trainable variables of a `ParameterStore`.
+  """
 
   def __init__(
     self,
@@ -175,16 +191,16 @@ class InnerOptimizer:
     paths: Collection[str] | None = None,
     momentum_correction: bool = False,
   ):
-    """Wraps `optimizer`.
+    """Wraps the user's optimizer.
 
     Keras' SGD and RMSprop with momentum m keep a velocity that includes the
     learning rate: v <- m v + rate * gradient. After a change of the rate, the
-    velocity would be dominated by the old rate for about 1 / (1 - m) updates.
-    With `momentum_correction`, velocities are multiplied by (new rate / old
-    rate) at the change. This equals keeping u <- m u + gradient, and v = rate *
-    u (Goyal et al. 2017, section 3, remark 2). A new rate of 0 sets velocities
-    to 0. Updates that asynchronous replicas make at that moment may still use
-    the old rate.
+    old rate would dominate the velocity for about 1 / (1 - m) updates. With
+    `momentum_correction`, velocities are multiplied by (new rate / old rate) at
+    the change. This equals keeping u <- m u + gradient, and v = rate * u (Goyal
+    et al. 2017, section 3, remark 2). A new rate of 0 sets velocities to 0.
+    Updates that asynchronous replicas make at that moment may still use the old
+    rate.
 
     Args:
       optimizer: The optimizer. A Keras optimizer must not be built yet.
@@ -195,8 +211,8 @@ class InnerOptimizer:
 
     Raises:
       TypeError: If `optimizer` has neither `apply` nor `apply_gradients`.
-      ValueError: If it is a Keras optimizer with an option that is not
-        supported, or if it has no velocities to correct.
+      ValueError: If `optimizer` is a Keras optimizer with an option that is not
+        supported, or if momentum is to be corrected and it has no velocities.
     """
     if momentum_correction:
       _check_velocities(optimizer)
@@ -229,16 +245,19 @@ class InnerOptimizer:
   def build(
     self, store: parameter_store.ParameterStore, *, is_chief: bool = True
   ) -> None:
-    """Creates the slots, each on the device of its variable.
+    """Creates the optimizer's slots, each on the device of its variable.
+
+    A slot is a value that the optimizer keeps per variable, such as momentum.
 
     Args:
       store: Holds the variables.
-      is_chief: Whether this client sets the learning rate. The other clients
-        build after it, and use its rate.
+      is_chief: Whether this client (training process) sets the learning rate.
+        The other clients must build after the chief, and use its rate.
 
     Raises:
       ValueError: If the optimizer needs whole variables and the store splits
-        one into shards, or if it was built for other variables.
+        one into shards, if it is not one of Keras 3 and the store has tables,
+        or if it was already built outside of this class.
     """
     if store is self._store:
       return  # Built by another rule with the same optimizer.
@@ -263,37 +282,15 @@ class InnerOptimizer:
     }
     if self._is_keras:
       _check_shards(self.optimizer, store)
+      self._build_keras(store.device_of_task(0))
     elif store.table_paths:
       raise ValueError(
         "`optimizer` must be one of Keras 3 where there are tables"
         f" ({', '.join(store.table_paths)}). Received: {self.optimizer!r}."
       )
-    if self._is_keras and not self._is_built:
-      if self.optimizer.built:
-        raise ValueError(
-          "`optimizer` must not be built yet: its slots are created on the"
-          f" parameter servers. Received: {self.optimizer!r}."
-        )
-      self._is_built = True
-      with self._creator_scope(store.device_of_task(0)):
-        self.optimizer.build(list(self._shards.values()))
-        if not keras_internals.has_schedule(self.optimizer):
-          self._began = tf.Variable(
-            tf.zeros([], tf.int64), name=f"began.{self._kind}"
-          )
-        if self._corrects_momentum:
-          self._velocity_rate = tf.Variable(
-            tf.zeros([]), name=f"velocity_rate.{self._kind}"
-          )
     self._track()
     # The slots of the shards of tables, by the path of the shard.
-    self._table_slots: dict[str, list[keras.Variable]] = {}
-    if self._in_tables:
-      own: Any = self.optimizer
-      for slot in own.variables:
-        _, shard = self._owner.get(getattr(slot.value, "path", ""), ("", ""))
-        if shard in self._in_tables:
-          self._table_slots.setdefault(shard, []).append(slot)
+    self._table_slots = self._find_table_slots()
     self._copies: list[tuple[keras.Variable, _Copies]] = []
     # Scalars of the whole optimizer that updates change.
     self._common: list[keras.Variable] = []
@@ -305,12 +302,56 @@ class InnerOptimizer:
       self._by_task = [self._copy(task) for task in range(store.num_tasks)]
       self._create_slots()
 
-  def _copy(self, task: int) -> Any:
-    """Copies an optimizer that is not of Keras 3, for one PS task.
+  def _build_keras(self, device: str) -> None:
+    """Builds the Keras optimizer once, with its slots beside their variables.
 
-    Such optimizers count their updates by calls, and some expect the same list
-    of variables in each call, so each task has its own copy. Variables that an
-    optimizer has from the start, such as counters, are shared by all clients.
+    Args:
+      device: The device of the scalars of the whole optimizer.
+
+    Raises:
+      ValueError: If the optimizer was built for other variables.
+    """
+    if self._is_built:
+      return
+    own: Any = self.optimizer
+    if own.built:
+      raise ValueError(
+        "`optimizer` must not be built yet: its slots are created on the"
+        f" parameter servers. Received: {own!r}."
+      )
+    self._is_built = True
+    with self._creator_scope(device):
+      own.build(list(self._shards.values()))
+      if not keras_internals.has_schedule(own):
+        self._began = tf.Variable(
+          tf.zeros([], tf.int64), name=f"began.{self._kind}"
+        )
+      if self._corrects_momentum:
+        self._velocity_rate = tf.Variable(
+          tf.zeros([]), name=f"velocity_rate.{self._kind}"
+        )
+
+  def _find_table_slots(self) -> dict[str, list[keras.Variable]]:
+    """Returns the slots of the shards of tables, by the path of the shard."""
+    found: dict[str, list[keras.Variable]] = {}
+    if self._in_tables:
+      own: Any = self.optimizer
+      for slot in own.variables:
+        _, shard = self._owner.get(getattr(slot.value, "path", ""), ("", ""))
+        if shard in self._in_tables:
+          found.setdefault(shard, []).append(slot)
+    return found
+
+  def _copy(self, task: int) -> Any:
+    """Makes the copy of an optimizer that one PS task uses.
+
+    It is for optimizers that are not of Keras 3. They count their updates by
+    calls, and some expect the same list of variables in each call, so each task
+    has a copy of its own. Variables that an optimizer has from the start, such
+    as counters, are shared by all clients (training processes).
+
+    Args:
+      task: The index of the PS task.
     """
     assert self._store is not None
     own: Any = self.optimizer
@@ -329,7 +370,7 @@ class InnerOptimizer:
       return copy.deepcopy(own, copies)
 
   def _track(self) -> None:
-    """Adds newly created slots to the checkpoints."""
+    """Adds the slots created since the last call to the store's checkpoints."""
     created = self._created[self._num_tracked :]
     with tf.init_scope():  # The caller may be tracing an update.
       resources.flush_assignments(created)
@@ -338,11 +379,12 @@ class InnerOptimizer:
     self._num_tracked = len(self._created)
 
   def _create_slots(self) -> None:
-    """Makes an optimizer that is not of Keras create its slots.
+    """Makes an optimizer that is not of Keras 3 create its slots.
 
-    Such an optimizer creates them when it is first applied to a variable. So
-    this method traces an update, and does not run it. The slots must exist
-    before a checkpoint is restored, or their saved values are lost.
+    Slots are values per variable, such as momentum. Such an optimizer creates
+    them when it is first applied to a variable. So this method traces an
+    update, but does not run it. The slots must exist before a checkpoint is
+    restored, or their saved values would be lost.
     """
 
     @tf.function(autograph=False)
@@ -355,7 +397,10 @@ class InnerOptimizer:
     update.get_concrete_function()
 
   def _variables_on(self, task: int) -> list[tf.Variable]:
-    """Returns the trainable shards of a PS task, in the order of the store."""
+    """Returns the shards of all trainable variables that one PS task holds.
+
+    A shard is a variable or a part of one. The order is that of the store.
+    """
     assert self._store is not None
     return [
       self._store.variables(index)[number]
@@ -369,10 +414,14 @@ class InnerOptimizer:
   ) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which new variables are shared by all clients.
 
-    A slot is recognized by its name, and placed next to its variable. Keras
-    names a slot `<path of its variable, with _ for />_<slot>`; other optimizers
-    make the path a part of the name. All other variables, such as scalars of
-    the whole optimizer, are placed on `device`.
+    A slot (a value that an optimizer keeps per variable) is recognized by its
+    name, and placed next to its variable. Keras names a slot `<path of its
+    variable, with _ for />_<slot>`; other optimizers make the path a part of
+    the name.
+
+    Args:
+      device: The device of all other new variables, such as scalars of the
+        whole optimizer.
     """
 
     def place_slot(slot: str, variable: tf.Variable) -> tuple[str, str]:
@@ -411,7 +460,10 @@ class InnerOptimizer:
     return tf.variable_creator_scope(creator)
 
   def learning_rate(self, step: int) -> float:
-    """Returns the learning rate at global step `step`; NaN if not known."""
+    """Returns the learning rate at global step `step`; NaN if it is not known.
+
+    It is known for optimizers of Keras 3.
+    """
     if not self._is_keras:
       return float("nan")
     rate = keras_internals.learning_rate(self.optimizer)
@@ -420,22 +472,23 @@ class InnerOptimizer:
     return float(rate() if callable(rate) else rate)
 
   def refresh(self) -> None:
-    """Copies changed scalars, such as the learning rate, to the PS tasks.
+    """Copies scalars that have changed, such as the learning rate, to PS tasks.
 
-    The client that sets the learning rate calls it before each update.
+    The client (training process) that sets the learning rate calls this method
+    before each update.
     """
     changed = self._correct_momentum()
     changed += [v for _, copies in self._copies for v in copies.refresh()]
     resources.flush_assignments(changed)
 
   def _correct_momentum(self) -> list[tf.Variable]:
-    """Corrects the velocities if the learning rate has changed.
+    """Multiplies the velocities by new / old rate if the learning rate changed.
 
-    The rate that the velocities include is read at every call, since a restored
-    checkpoint may have changed it.
+    The rate that the velocities include is a variable, which is read at every
+    call, since a restored checkpoint may have changed it.
 
     Returns:
-      The variables that it assigned.
+      The variables that were assigned.
     """
     if self._velocity_rate is None:
       return []
@@ -456,8 +509,9 @@ class InnerOptimizer:
   def _sort_scalars(self) -> None:
     """Sorts the scalars of the whole optimizer by what changes them.
 
-    Updates change shared variables (Nadam has one). The client sets all others,
-    such as the learning rate, and makes copies of them on the PS tasks.
+    Updates change scalars that are shared variables, such as that of Nadam. The
+    client (training process) sets all other scalars, such as the learning rate.
+    Of these, this method makes copies on the PS tasks.
     """
     assert self._store is not None
     for variable in self.optimizer.variables:
@@ -473,13 +527,21 @@ class InnerOptimizer:
   def _scalar_values(
     self, task: int, step: tf.Tensor, rate_factor: tf.Tensor | None
   ) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
-    """Yields (Keras variable, its value in this update) for scalars.
+    """Yields the values that scalars of the optimizer have in this update.
 
-    These are `iterations` and the scalars that the client sets. Keras'
-    `iterations` would lose increments to races (3.15 assigns `iterations + 1`).
-    It is replaced by the global step if the learning rate is a schedule, else
-    by the number of updates since the slots were created, which bias correction
-    needs.
+    The scalars are `iterations` and those that the client sets, such as the
+    learning rate. Keras' own `iterations` would lose increments to races (Keras
+    3.15 assigns `iterations + 1`). Its value in an update is the global step if
+    the learning rate is a schedule, else the number of updates since the slots
+    were created, which bias correction needs.
+
+    Args:
+      task: The PS task on which the update is made.
+      step: int64 scalar, the global step before the update.
+      rate_factor: Scalar that multiplies the learning rate, or None.
+
+    Yields:
+      (Keras variable, its value in this update) pairs.
     """
     if self._began is not None:
       with tf.device(self._store.device_of_task(0)):
@@ -494,13 +556,20 @@ class InnerOptimizer:
       yield variable, value
 
   def has_adjustable_rate(self) -> bool:
-    """Returns whether `apply` takes a `rate_factor`."""
+    """Returns whether `apply` can multiply the learning rate by a factor.
+
+    That is so for an optimizer of Keras 3 whose rate is a number, not a
+    schedule.
+    """
     return self._is_keras and isinstance(
       keras_internals.learning_rate(self.optimizer), keras.Variable
     )
 
   def has_common_state(self) -> bool:
-    """Returns whether updates change scalars of the whole optimizer (Nadam)."""
+    """Returns whether updates change scalars of the whole optimizer.
+
+    Nadam has such a scalar; most optimizers keep all state per variable.
+    """
     return bool(self._common)
 
   def apply(
@@ -511,19 +580,19 @@ class InnerOptimizer:
     step: tf.Tensor,
     rate_factor: tf.Tensor | None = None,
   ) -> list[tuple[tf.Variable, tf.Tensor]]:
-    """Applies gradients to variables on PS task `task`.
+    """Applies gradients to variables on the PS task (parameter server) `task`.
 
     Args:
       task: The PS task on which the ops are placed.
       gradients: One per variable, dense or `tf.IndexedSlices`, not None.
       variables: Shards of the store's trainable variables.
       step: int64 scalar, the global step before this update.
-      rate_factor: Scalar that multiplies the learning rate of this update; None
-        unless `has_adjustable_rate()`.
+      rate_factor: Scalar that multiplies the learning rate of this update. It
+        must be None unless `has_adjustable_rate()`.
 
     Returns:
       A (variable, new value) pair for each scalar of the whole optimizer that
-      the update changes. `commit` assigns these.
+      the update changes. `commit` assigns these values.
     """
     if not variables:
       return []
@@ -573,7 +642,13 @@ class InnerOptimizer:
     gradients: Sequence[parameter_store.Gradient],
     variables: Sequence[tf.Variable],
   ) -> None:
-    """Applies a PS task's copy of an optimizer that is not of Keras 3."""
+    """Applies the copy that a PS task has of an optimizer not of Keras 3.
+
+    Args:
+      task: The index of the PS task.
+      gradients: One per variable.
+      variables: Shards of the store's trainable variables.
+    """
     optimizer = self._by_task[task]
     if not isinstance(optimizer, ApplyOptimizer):
       optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
@@ -586,7 +661,7 @@ class InnerOptimizer:
     optimizer.apply(gradients, variables)
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate, from the next update on.
+    """Sets the learning rate of the next and all later updates.
 
     Raises:
       ValueError: If the optimizer's rate cannot be changed during training.
@@ -602,29 +677,39 @@ class InnerOptimizer:
   def skip(self) -> None:
     """Excludes an update that was not made from the count of updates.
 
-    The count is the global step minus the step at which the slots were created,
-    so this adds 1 to the latter. To be used inside a `tf.function`.
+    The count, which Keras' bias correction uses, is the global step minus the
+    step at which the slots were created. The global step counts the update all
+    the same, so this method adds 1 to the latter. It is to be used inside a
+    `tf.function`.
     """
     if self._began is not None:
       self._began.assign_add(1)
 
   def commit(self, changed: Sequence[tuple[tf.Variable, tf.Tensor]]) -> None:
-    """Assigns new values of scalars; to be called once per step.
+    """Assigns new values to scalars that belong to the whole optimizer.
+
+    Only some optimizers, such as Nadam, change such scalars in an update. The
+    method is to be called once per step.
 
     Args:
-      changed: The result of `apply` on one PS task.
+      changed: The (variable, new value) pairs that `apply` has returned for one
+        PS task.
     """
     for variable, value in changed:
       variable.assign(value)
 
 
 class _RowUpdate:
-  """An update of some rows of a part of a table, and of its slots.
+  """Updates some rows of a part of a table, and the rows of its slots.
+
+  A table is a large matrix whose rows are divided among the PS tasks; each task
+  holds one part of it.
 
   Attributes:
     values: The gradient of these rows, [n, columns].
-    variable: Stands in for the part; holds the rows, [n, columns].
-    slots: The slots of the part, each with what holds its rows.
+    variable: Stands in for the part while the optimizer is applied; holds only
+      these rows, [n, columns].
+    slots: (slot of the part, stand-in that holds these rows of the slot) pairs.
   """
 
   def __init__(
@@ -633,12 +718,12 @@ class _RowUpdate:
     part: Any,
     slots: Sequence[keras.Variable],
   ):
-    """Reads the rows.
+    """Reads the rows, of the part and of its slots, that the gradient has.
 
     Args:
-      gradient: A gradient with distinct indices.
-      part: The part of the table.
-      slots: The slots of `part`, of its shape.
+      gradient: A `tf.IndexedSlices` with distinct indices.
+      part: The variable of the part of the table.
+      slots: The optimizer's slots of `part`, which have its shape.
     """
     self._indices = gradient.indices
     self.values = gradient.values
@@ -653,10 +738,11 @@ class _RowUpdate:
     ]
 
   def assign(self) -> None:
-    """Adds what the optimizer has changed.
+    """Adds to the table and its slots what the optimizer changed in the rows.
 
-    It adds rather than assigns, so that updates by several replicas at the same
-    time lose no more than those of an ordinary variable.
+    A table is a matrix of which only these rows are updated. The method adds
+    rather than assigns, so that updates by several replicas at the same time
+    lose no more than those of an ordinary variable.
     """
     changes = [(self._part, self._first, self.variable)]
     for (_, variable), first, (_, cell) in zip(
@@ -676,7 +762,7 @@ _NOT_BY_SHARD = keras_internals.optimizer_classes("Lamb", "Muon")
 
 
 def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
-  """Raises ValueError if the optimizer, or an option of it, is unsupported."""
+  """Raises ValueError if a Keras optimizer, or its option, is not supported."""
   name = type(optimizer).__name__
   if isinstance(optimizer, _NOT_BY_TASK):
     raise ValueError(
@@ -686,11 +772,11 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
   if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
     raise ValueError(
       "`optimizer` must not scale the loss itself; give `loss_scale` to the"
-      f" wrapper. Received: {name}."
+      f" update rule. Received: {name}."
     )
   check_options(
     optimizer,
-    global_clipnorm="give `clip_mean_norm` to the wrapper",
+    global_clipnorm="give `clip_mean_norm` to the update rule",
     gradient_accumulation_steps="raise `replicas_to_aggregate`",
   )
 
@@ -702,14 +788,15 @@ def check_options(
 
   Args:
     optimizer: The Keras optimizer.
-    **successors: Maps further options that must not be used, besides `use_ema`
-      and `loss_scale_factor`, to what to do instead, for the error.
+    **successors: Options that must not be used, besides `use_ema` and
+      `loss_scale_factor`. The value of each is what to do instead, for the
+      error message.
 
   Raises:
     ValueError: If the optimizer uses such an option.
   """
-  successors["use_ema"] = "give `variable_averages` to the wrapper"
-  successors["loss_scale_factor"] = "give `loss_scale` to the wrapper"
+  successors["use_ema"] = "give `variable_averages` to the update rule"
+  successors["loss_scale_factor"] = "give `loss_scale` to the update rule"
   for option, instead in successors.items():
     if value := getattr(optimizer, option, None):
       raise ValueError(
@@ -721,10 +808,14 @@ def check_options(
 def _check_scalar(
   optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> None:
-  """Raises ValueError if a state that is of no variable is not a scalar.
+  """Checks that a variable which seems to be no slot is a scalar.
 
-  It is a slot then, as those of Adagrad and Ftrl before Keras 3.10, whose names
-  do not contain the names of their variables.
+  If it is not a scalar, it is a slot that was not recognized, as its name does
+  not contain the name of its variable. Adagrad and Ftrl have such slots before
+  Keras 3.10.
+
+  Raises:
+    ValueError: If `variable` is not a scalar.
   """
   if len(variable.shape):  # A `tf.TensorShape` without axes is true.
     raise ValueError(
@@ -735,9 +826,13 @@ def _check_scalar(
 
 
 def _check_velocities(optimizer: Optimizer) -> None:
-  """Raises ValueError unless `optimizer` has velocities to correct.
+  """Checks that the optimizer has velocities whose momentum can be corrected.
 
-  They must include the learning rate, which must be a number.
+  Velocities are slots that sum up gradients. They must include the learning
+  rate, and this rate must be a number, not a schedule.
+
+  Raises:
+    ValueError: If `optimizer` has no such velocities.
   """
   is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
   kinds = keras.optimizers.SGD, keras.optimizers.RMSprop
@@ -758,13 +853,20 @@ def _check_velocities(optimizer: Optimizer) -> None:
 def _check_shards(
   optimizer: keras.optimizers.Optimizer, store: parameter_store.ParameterStore
 ) -> None:
-  """Raises ValueError if `optimizer` needs whole variables that are split."""
+  """Checks that no variable is split that the optimizer needs as a whole.
+
+  Raises:
+    ValueError: If the optimizer computes with whole variables, as for norms,
+      and the store splits one into shards; or if it is Lamb or Muon, and the
+      store has tables.
+  """
   reason = None
   if isinstance(optimizer, _NOT_BY_SHARD):
     reason = type(optimizer).__name__
     if store.table_paths:
       raise ValueError(
-        "`optimizer` must update every element by itself where there are tables"
+        "`optimizer` must update each element of a variable independently of"
+        " the others where there are tables"
         f" ({', '.join(store.table_paths)}). Received: {reason}."
       )
   elif optimizer.clipnorm:
@@ -773,7 +875,7 @@ def _check_shards(
     if reason and len(store.shards[index]) > 1:
       instead = "use the placement 'greedy' or 'round_robin'"
       if store.specs[index].table is not None:
-        instead = "for a table, give `clip_mean_norm` to the wrapper"
+        instead = "for a table, give `clip_mean_norm` to the update rule"
       raise ValueError(
         f"`optimizer` needs whole variables, but {store.specs[index].path!r} is"
         f" split into shards; {instead}. Received: {reason}."

@@ -40,14 +40,16 @@ _PREFIX = "loss_scale/"
 
 
 class _State(NamedTuple):
-  """The variables of the scale; or their paths, values or changes.
+  """Holds the variables of the loss scale, or their paths, values or changes.
 
   Attributes:
     value: The scale.
-    good_updates: Number of updates since the last overflow or doubling.
-    growth: Number of good updates after which the scale is doubled; constant.
-    overflow: The flag; always 0. A replica contributes 1 after an overflow.
-    void: Number of void updates.
+    good_updates: The number of updates since the last overflow or doubling.
+    growth: The number of updates without overflow after which the scale is
+      doubled; constant.
+    overflow: A flag. The variable is always 0; a replica whose gradients
+      overflowed sends a change of 1 with its gradients.
+    void: The number of updates that changed nothing because of an overflow.
   """
 
   value: Any
@@ -61,19 +63,26 @@ _PATHS = _State(*(_PREFIX + name for name in _State._fields))
 
 
 def state(values: Mapping[str, np.ndarray | tf.Tensor]) -> _State:
-  """Finds the scale and its counters in a result of `ParameterStore.state`."""
+  """Returns the loss scale and its counters as numbers.
+
+  Args:
+    values: The tensors that `ParameterStore.state` returns, by name.
+  """
   return _State(*(float(values[f"variables/{path}"]) for path in _PATHS))
 
 
 class LossScale:
-  """Dynamic loss scaling in a replica, for `Replica.loss_scale`.
+  """Scales the loss of a replica dynamically; given as `Replica.loss_scale`.
 
   Attributes:
-    variables: float32 scalars; see `_State`.
+    variables: float32 scalars: the scale; the number of updates since the last
+      overflow or doubling; the number of updates after which the scale is
+      doubled; a flag of an overflow; and the number of updates that an overflow
+      made void.
   """
 
   def __init__(self, initial: float = 2.0**15, growth: int = 2000):
-    """Makes the variables.
+    """Makes the variables of the loss scale.
 
     Args:
       initial: The first scale.
@@ -99,19 +108,20 @@ class LossScale:
     loss: tf.Tensor,
     state: Sequence[tf.Tensor],
   ) -> tuple[list[parameter_store.Gradient], tf.Tensor]:
-    """Computes what a replica contributes after a batch.
+    """Computes what a replica contributes to the update after a batch.
 
     Args:
       gradients: `num_trained` gradients of the scaled loss, then the moves (old
-        minus new values) of statistics.
+        minus new values) of statistics, which are variables without gradients.
       num_trained: The number of trained variables.
       loss: float32 scalar, the loss, not scaled.
       state: The values of `variables`.
 
     Returns:
       A list of the unscaled gradients, the moves of the statistics and the
-      moves of `variables`; and the loss. After an overflow, the list is 0
-      except for the flag, and a loss that is not finite is replaced by 0.
+      moves of `variables`; and the loss. After an overflow, all numbers in the
+      list are 0 except for the flag of the overflow, and a loss that is not
+      finite is replaced by 0.
     """
     scale = _State(*state).value
     found = [
@@ -132,7 +142,7 @@ class LossScale:
 def _where(
   is_kept: tf.Tensor, gradient: parameter_store.Gradient
 ) -> parameter_store.Gradient:
-  """Returns `gradient` if `is_kept`, else zeros of its shape and dtype.
+  """Returns `gradient` if `is_kept` is true, else zeros of its shape and dtype.
 
   The result is dense, `tf.IndexedSlices` or None, as `gradient` is.
   """
@@ -146,19 +156,22 @@ def _where(
 
 
 def is_own(path: str) -> bool:
-  """Returns whether `path` is the path of one of `LossScale.variables`."""
+  """Returns whether a variable of this path belongs to the loss scaling."""
   return path.startswith(_PREFIX)
 
 
 class ScaledUpdate:
-  """Makes updates, and adjusts the loss scale in each.
+  """Makes updates of the variables, and adjusts the loss scale in each of them.
 
-  If a replica's gradients overflowed, an update changes nothing but the scale
-  and its counters.
+  If a replica's gradients overflowed, an update changes only the scale and its
+  counters.
+
+  Attributes:
+    exists: Whether the store has the variables of a loss scale.
   """
 
   def __init__(self, store: parameter_store.ParameterStore):
-    """Finds the variables of the scale in `store`."""
+    """Finds the variables of the loss scale in `store`, if it has them."""
     index_of = {spec.path: i for i, spec in enumerate(store.specs)}
     self.exists = _PATHS.value in index_of
     if self.exists:
@@ -166,15 +179,18 @@ class ScaledUpdate:
       self._state = _State(*found)
 
   def split(self, moves: Sequence[Move]) -> tuple[list[Move], list[tf.Tensor]]:
-    """Separates the moves of the scale's variables from all other moves.
+    """Separates the moves of the loss scale's variables from all other moves.
+
+    A move is old minus new value of a statistic (a variable without gradients),
+    as the mean over the contributions of the replicas.
 
     Args:
       moves: The (move, variable) pairs of the statistics on one PS task.
 
     Returns:
       The pairs of all other statistics; and a list with one bool scalar,
-      whether there was an overflow, or an empty list if the flag is on another
-      task.
+      whether there was an overflow. The list is empty if the flag of an
+      overflow is on another PS task.
     """
     others = [p for p in moves if not is_own(placement.path_of(p[1]))]
     flags = [m for m, v in moves if v is self._state.overflow]
@@ -186,12 +202,15 @@ class ScaledUpdate:
     apply: Callable[[], None],
     skip: Callable[[], None],
   ) -> None:
-    """Calls `apply`, or `skip` after an overflow; then adjusts the scale.
+    """Calls `apply`, or `skip` if there was an overflow, and adjusts the scale.
+
+    The scale is halved after an overflow, and doubled after a number of updates
+    without overflow.
 
     Args:
       overflow: Bool scalar, whether there was an overflow.
       apply: Makes the update.
-      skip: Called in place of `apply` for a void update.
+      skip: Called in place of `apply` after an overflow.
     """
 
     def void() -> tf.Tensor:

@@ -2,10 +2,10 @@
 
 A replica contributes the scalars of its batch together with its gradients. They
 are sent as the change of a *statistic*, a variable without gradients. So the
-update rules need no code for them, and refused contributions do not count. The
-variable is never reset: it holds, for each name, the sum of the scalars since
-the training began, and their number. The chief reports the mean over what was
-added between two reads.
+update rules need no code for metrics, and contributions that a rule refuses do
+not count. The variable is never reset. It holds, for each name, the sum of the
+scalars since the training began, and their number. The chief reports the mean
+over what was added between two reads.
 """
 
 from collections.abc import Callable
@@ -22,38 +22,51 @@ _PATH = "metrics/sums"
 
 
 class _Store(Protocol):
-  """The interface of a store that `Reader` uses."""
+  """Interface of the part of a `ParameterStore` that `Reader` uses."""
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """See `ParameterStore.reader`."""
+    """Makes a function that reads only some of the variables.
+
+    Args:
+      indices: The positions of these variables in the store.
+
+    Returns:
+      A function without arguments that returns the values, in this order.
+    """
     ...
 
 
 def is_own(path: str) -> bool:
-  """Returns whether `path` is the path of the variable of the sums."""
+  """Returns whether `path` is that of the variable with the sums of metrics."""
   return path == _PATH
 
 
 def variable(names: Sequence[str]) -> tf.Variable:
-  """Makes the variable of the sums, float64 [2, number of names].
+  """Makes the variable that holds the sums of metrics and their counts.
 
-  The first row has the sums, the second the counts. The dtype is float64, as
-  large sums are subtracted from each other.
+  Args:
+    names: The names of the metrics.
+
+  Returns:
+    A variable, float64 [2, number of names]. The first row has the sums, the
+    second one the counts. The dtype is float64, as large sums are subtracted
+    from each other.
   """
   zeros = tf.zeros([2, len(names)], tf.float64)
   return tf.Variable(zeros, trainable=False, name=_PATH)
 
 
 def move(names: Sequence[str], values: Mapping[str, tf.Tensor]) -> tf.Tensor:
-  """Computes what a replica contributes to the sums.
+  """Computes what a replica contributes to the sums of metrics after a batch.
 
   Args:
-    names: The names of the scalars.
+    names: The names of the metrics.
     values: A scalar per name. A scalar that is not finite is left out.
 
   Returns:
-    Old minus new value, as for every statistic: the negative of the scalars and
-    of their counts, float64 [2, number of names].
+    Old minus new value of the variable of the sums, as for every statistic (a
+    variable without gradients): the negative of the scalars and of their
+    counts, float64 [2, number of names].
   """
   scalars = tf.stack([tf.cast(values[name], tf.float64) for name in names])
   is_finite = tf.math.is_finite(scalars)
@@ -63,7 +76,7 @@ def move(names: Sequence[str], values: Mapping[str, tf.Tensor]) -> tf.Tensor:
 
 
 class Reader:
-  """Reads the means over the contributions applied since the last read."""
+  """Reads the means of metrics over the batches applied since the last read."""
 
   def __init__(
     self,
@@ -71,13 +84,13 @@ class Reader:
     variables: Sequence[tf.Variable],
     names: Sequence[str],
   ):
-    """Reads the sums so far, from which the first means are counted.
+    """Reads the sums of metrics so far, from which the first means are counted.
 
     Args:
       store: Holds the sums.
       variables: Variables with the paths of the store's variables, in the
         store's order.
-      names: The names of the scalars.
+      names: The names of the metrics; if empty, nothing is ever read.
     """
     self._names = names
     if names:
@@ -86,9 +99,9 @@ class Reader:
       self._previous = np.asarray(self._read()[0])
 
   def means(self) -> dict[str, float]:
-    """Returns the mean of each scalar since the last call, by name.
+    """Returns the mean of each metric since the last call, by name.
 
-    Names without values in applied contributions are left out.
+    Names without a value in the batches applied since then are left out.
     """
     if not self._names:
       return {}

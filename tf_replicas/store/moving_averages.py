@@ -1,4 +1,7 @@
-"""Computes exponential moving averages of variables."""
+"""Computes exponential moving averages of variables.
+
+Evaluation may use them instead of the variables.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,16 @@ def moving_average_update(
 ) -> tf.Tensor:
   """Returns `decay * shadow + (1 - decay) * value`.
 
-  Computes `shadow - (1 - decay) * (shadow - value)`, so that a shadow that
-  equals its variable stays exactly equal.
+  It is computed as `shadow - (1 - decay) * (shadow - value)`, so that an
+  average that equals its variable stays exactly equal.
 
   Args:
     shadow: The average so far, of a floating dtype.
-    value: The new value, of the same shape and dtype.
+    value: The new value of the variable, of the shape and dtype of `shadow`.
     decay: The weight of the average so far, in [0, 1].
 
   Returns:
-    The new average, of the same shape and dtype.
+    The new average, of the shape and dtype of `shadow`.
   """
   shadow = tf.convert_to_tensor(shadow)
   rate = tf.cast(1.0 - _as_float64(decay), shadow.dtype)
@@ -48,14 +51,14 @@ def moving_average_update(
 
 
 class MovingAverages:
-  """Updates moving averages, kept in shadow variables.
+  """Updates moving averages of variables, kept in shadow variables.
 
-  After each call of `update`:
+  Each call of `update` computes
 
       shadow <- decay * shadow + (1 - decay) * variable
 
-  where `decay` starts low and rises to its final value, so that early
-  averages are not dominated by the initial weights (`effective_decay`).
+  where `decay` starts low and rises to its final value (`effective_decay`), so
+  that early averages are not dominated by the initial weights.
 
   The owner of the variables creates each shadow with the initial value of its
   variable, saves it as `averages/<path>`, and calls `update` once per step,
@@ -83,7 +86,10 @@ class MovingAverages:
     self.num_updates_aware = num_updates_aware
 
   def decay_at(self, global_step: int | tf.Tensor | tf.Variable) -> tf.Tensor:
-    """Returns the decay, float64, for the update that made `global_step`."""
+    """Returns the decay for the update that made the global step `global_step`.
+
+    It is a float64 scalar, and smaller in early steps if `num_updates_aware`.
+    """
     decay = tf.constant(self.decay, tf.float64)
     if self.num_updates_aware:
       decay = effective_decay(decay, global_step)
@@ -94,10 +100,10 @@ class MovingAverages:
     pairs: Iterable[tuple[tf.Variable, tf.Variable | tf.Tensor]],
     global_step: int | tf.Tensor | tf.Variable,
   ) -> None:
-    """Updates each shadow, on its device.
+    """Updates each shadow (the variable of a moving average) on its device.
 
     Only the decay is sent to a parameter server that holds both a shadow and
-    its variable. May be used inside a `tf.function`.
+    its variable. The method may be used inside a `tf.function`.
 
     Args:
       pairs: (shadow, variable) pairs.

@@ -1,11 +1,12 @@
 """Stores the variables of a model as shards on the PS tasks.
 
+PS tasks are parameter servers, and a shard is a variable or a part of one.
 Replicas never hold a remote or sharded variable. They *pull* the variables once
 per step as plain tensors, and split their gradients into shards before sending
-them. Of a table, they read single rows (`tables`), and pull nothing. Slots and
-moving averages are placed next to their shard. Every shared
-object has a name. So all clients (the processes that train) that build a store
-from the same specs and plan use the same variables.
+them. Tables (large matrices) are not pulled: replicas read single rows of them
+(`tables`). Slots and moving averages are placed next to their shard. Every
+shared object has a name. So all clients (the processes that train) that build a
+store from the same specs and plan use the same variables.
 """
 
 import functools
@@ -44,12 +45,14 @@ def build(
   Args:
     spec: The cluster: its PS tasks and the placement of variables.
     variables: Keras or TensorFlow variables. The store gets variables of the
-      same paths, shapes and dtypes. Their values are not used.
-    wire_dtype: See `ParameterStore`.
-    namespace: See `ParameterStore`.
+      same paths, shapes and dtypes. The values of `variables` are not used.
+    wire_dtype: `float16` or `bfloat16`: the dtype in which trainable float32
+      variables and their gradients are sent. None: float32.
+    namespace: The scope of the names of shared resources.
 
   Returns:
-    The store. Its variables have no values unless some client assigned them.
+    The store. Its variables have no values unless some client (a process that
+    trains) has assigned them.
   """
   specs = placement.from_variables(variables)
   return ParameterStore(
@@ -67,11 +70,11 @@ def describe(
   """Formats the placement of variables in the store that `build` would make.
 
   Args:
-    spec: See `build`.
-    variables: See `build`.
+    spec: The cluster: its PS tasks and the placement of variables.
+    variables: Keras or TensorFlow variables.
 
   Returns:
-    Lines of text, without a final newline.
+    A table as lines of text, without a final newline.
   """
   specs = placement.from_variables(variables)
   devices = [ps_device(task) for task in range(spec.num_tasks("ps"))]
@@ -91,11 +94,11 @@ def _plan(
 
 
 class ParameterStore:
-  """The variables of a training on the parameter servers.
+  """Holds the variables of a training on the parameter servers (PS tasks).
 
   Attributes:
     specs: The description of each variable, in the model's order.
-    shards: The `placement.Shard`s of each variable, in order.
+    shards: The `placement.Shard`s (parts) of each variable, in order.
     num_tasks: The number of PS tasks.
     device_of_task: Maps the index of a PS task to its device.
     global_step: int64 scalar on PS task 0: the number of updates so far.
@@ -118,6 +121,8 @@ class ParameterStore:
     namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
   ):
     """Creates the variables, or attaches to those of another client.
+
+    Clients are the processes that train. All of them build equal stores.
 
     Args:
       specs: The description of each variable, in the order that all methods
@@ -195,14 +200,21 @@ class ParameterStore:
   def contributed(self) -> list[int]:
     """Positions in `specs` of all variables, in the order of contributions.
 
-    The trainable variables come first, then the *statistics*: variables without
-    gradients, such as moving means of batch normalization.
+    A contribution is what a replica computed from one batch, one value per
+    variable. The trainable variables come first, with their gradients, then the
+    *statistics*: variables without gradients, such as moving means of batch
+    normalization.
     """
     others = [i for i, spec in enumerate(self.specs) if not spec.trainable]
     return self.trainable + others
 
   def contributed_shards(self, task: int) -> list[tuple[int, int]]:
-    """Lists the (position in `contributed`, shard number) pairs on `task`."""
+    """Lists the shards (variables or parts of them) on the PS task `task`.
+
+    Returns:
+      A pair for each shard: the position of its variable in `contributed`, the
+      list of all variables, and the number of the shard within the variable.
+    """
     return [
       (position, number)
       for position, index in enumerate(self.contributed)
@@ -211,35 +223,41 @@ class ParameterStore:
     ]
 
   def variables(self, index: int) -> list[tf.Variable]:
-    """Returns the shard variables of `specs[index]`, in order."""
+    """Returns the variables of the shards of `specs[index]`, in order."""
     return self._variables[index]
 
   def table(self) -> str:
-    """Formats the placement of the variables; see `placement.table`."""
+    """Formats the placement of the variables as a table of text.
+
+    It lists all shards with their sizes and devices, and the total size.
+    """
     devices = [self.device_of_task(t) for t in range(self.num_tasks)]
     return placement.table(self.specs, self.shards, devices)
 
   def is_initialized(self) -> bool:
     """Returns whether a chief has assigned values to all variables.
 
-    The chief assigns the global step last, so only that is checked.
+    The chief assigns the global step last, so only the global step is checked.
     """
     return bool(self.global_step.is_initialized())
 
   def start(self) -> None:
     """Sets the global step and the number of examples seen to 0.
 
-    This marks the store as initialized, so that all other variables must have
-    their values before.
+    After this, other clients (processes that train) take the store as
+    initialized. So all other variables must have their values before.
     """
     self.load_state({"examples_seen": 0, "global_step": 0})
 
   def signature(self) -> list[list[str | list[int]]]:
     """Returns a description that must be equal in all clients of a training.
 
+    Clients, the processes that train, compare it to find out whether they have
+    built the same store.
+
     Returns:
-      [path, shape, dtype, tasks of the shards] for each variable, and for a
-      table its partition, of types that JSON can represent.
+      [path, shape, dtype, PS tasks of the shards] for each variable, and for a
+      table also its partition, of types that JSON can represent.
     """
     return [
       [spec.path, list(spec.shape), spec.dtype, [s.task for s in shards]]
@@ -249,14 +267,17 @@ class ParameterStore:
 
   @property
   def table_paths(self) -> list[str]:
-    """Paths of the tables among the variables."""
+    """Paths of those variables that are tables (matrices read row by row)."""
     return [spec.path for spec in self.specs if spec.table is not None]
 
   def assign_first(self, values: Sequence[Value]) -> None:
-    """Assigns the first values; those of tables come from the PS tasks.
+    """Assigns the first values of all variables.
+
+    Tables, large matrices whose rows are divided among the PS tasks, get values
+    that the PS tasks compute themselves.
 
     Args:
-      values: One initial value per variable; for a table, it is not used.
+      values: One initial value per variable. The value for a table is not used.
 
     Raises:
       ValueError: If a table does not fit into the memory of a PS task.
@@ -268,18 +289,26 @@ class ParameterStore:
         spec.table.initialize()
 
   def assign(self, index: int, value: Value) -> None:
-    """Assigns a whole value to variable `index`, shard by shard."""
+    """Assigns `value` to the variable `specs[index]`, shard by shard."""
     self._assign_parts(self._variables[index], index, value)
 
   def subtract(self, index: int, value: Value) -> None:
-    """Subtracts a whole value from variable `index`, shard by shard."""
+    """Subtracts `value` from the variable `specs[index]`, shard by shard."""
     parts = self.split(index, value)
     for variable, part in zip(self._variables[index], parts, strict=True):
       variable.assign_sub(part)
     resources.flush_assignments(self._variables[index])
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """Makes a function that reads only the variables at `indices`, in order."""
+    """Makes a function that reads only some of the variables.
+
+    Args:
+      indices: The positions of these variables in `specs`.
+
+    Returns:
+      A function without arguments that returns the value of each variable as a
+      whole tensor, in the order of `indices`.
+    """
 
     def read():
       values = []
@@ -294,7 +323,16 @@ class ParameterStore:
     return resources.remote_reader(read)
 
   def _placeholder(self, index: int) -> tf.Tensor | None:
-    """Returns what is pulled of a table, an empty tensor; else None."""
+    """Returns the tensor without rows that replicas pull in place of a table.
+
+    A table is a matrix that is too large to be pulled.
+
+    Args:
+      index: The position of a variable in `specs`.
+
+    Returns:
+      The tensor; None if the variable is not a table.
+    """
     spec = self.specs[index]
     if spec.table is None:
       return None
@@ -307,7 +345,7 @@ class ParameterStore:
       variable.assign(part)
 
   def split(self, index: int, value: Value) -> list[tf.Tensor]:
-    """Splits a value of variable `index` into one tensor per shard."""
+    """Splits a value of variable `specs[index]` into one tensor per shard."""
     shards = self.shards[index]
     value = tf.convert_to_tensor(value, dtype=self.specs[index].dtype)
     if len(shards) == 1:
@@ -318,7 +356,7 @@ class ParameterStore:
     """Splits a gradient of variable `index` into one gradient per shard.
 
     Args:
-      index: Position in `specs`.
+      index: The position of the variable in `specs`.
       gradient: A gradient of the variable's shape, or None. `tf.IndexedSlices`
         need shards along axis 0, as they consist of rows.
 
@@ -327,7 +365,8 @@ class ParameterStore:
       `tf.IndexedSlices` with indices relative to the shard, or None.
 
     Raises:
-      ValueError: If `tf.IndexedSlices` belong to shards along another axis.
+      ValueError: If `gradient` is a `tf.IndexedSlices` and the variable is
+        split along another axis.
     """
     shards = self.shards[index]
     if gradient is None or len(shards) == 1:
@@ -359,10 +398,11 @@ class ParameterStore:
   def split_by_task(
     self, gradients: Sequence[Gradient]
   ) -> list[list[Gradient]]:
-    """Splits gradients of whole variables into gradients of shards by task.
+    """Splits gradients of whole variables into gradients of shards, by PS task.
 
     Args:
-      gradients: One per element of `contributed`; see `split_gradient`.
+      gradients: One per element of `contributed`: dense, `tf.IndexedSlices` or
+        None.
 
     Returns:
       For each PS task, one gradient per element of `contributed_shards(task)`.
@@ -383,13 +423,17 @@ class ParameterStore:
     *,
     is_narrowed: bool = True,
   ) -> packing.Parcel:
-    """Makes the `Parcel` that transfers contributions to a PS task.
+    """Makes the `Parcel` that packs contributions for transfer to a PS task.
+
+    A contribution is what a replica computed from one batch: gradients of
+    trainable variables, and changes of variables without gradients.
 
     Args:
       task: The index of the PS task.
-      positions: Positions in `contributed_shards(task)`. None: all.
-      is_narrowed: Whether trainable float32 variables are cast to `wire_dtype`
-        for the transfer.
+      positions: The positions in `contributed_shards(task)` of the shards to
+        transfer. None: all shards of the task.
+      is_narrowed: Whether gradients of trainable float32 variables are cast to
+        `wire_dtype` for the transfer.
     """
     shards = self.contributed_shards(task)
     if positions is not None:
@@ -429,19 +473,19 @@ class ParameterStore:
       return step, self.read(item=self.wire_item)
 
   def read_global_step(self) -> tf.Tensor:
-    """Reads the global step, an int64 scalar, on PS task 0."""
+    """Reads the global step, an int64 scalar, from parameter server 0."""
     with tf.device(self.device_of_task(0)):
       return self.global_step.read_value()
 
   def advance(self, step: tf.Tensor, num_examples: tf.Tensor) -> tf.Tensor:
-    """Sets the global step to `step` + 1, and counts the examples.
+    """Sets the global step to `step` + 1, and counts the examples of an update.
 
     Args:
       step: int64 scalar, the global step before the update.
       num_examples: Scalar, the number of examples in the update.
 
     Returns:
-      The new global step; a control dependency on it waits until the global
+      The new global step. A control dependency on it waits until the global
       step and the count of examples are assigned.
     """
     with tf.device(self.device_of_task(0)):
@@ -456,17 +500,18 @@ class ParameterStore:
     read_shard: Callable[[int, int], tf.Tensor] | None = None,
     item: Callable[[int, int], packing.Item] | None = None,
   ) -> list[tf.Tensor]:
-    """Reads every variable as a whole tensor, each shard once; no tables.
+    """Reads every variable but tables as a whole tensor, each shard once.
 
     Args:
       read_shard: Maps (position in `specs`, shard number) to the value of the
-        shard. Called on the shard's device. None reads the variable.
+        shard. It is called on the shard's device. None reads the variable.
       item: Maps (position in `specs`, shard number) to the shape and dtype of
-        the shard in the transfer. None: those of the shard itself.
+        the shard in the transfer. None: the shape and dtype of the shard
+        itself.
 
     Returns:
-      One tensor per variable, on the caller's device; for a table, an empty
-      one.
+      One tensor per variable, on the caller's device. For a table (a matrix
+      whose rows are read singly), it is a tensor without rows.
     """
     read_shard = read_shard or (lambda i, n: self._variables[i][n].read_value())
     parts = {}
@@ -486,15 +531,20 @@ class ParameterStore:
     return values
 
   def item(self, index: int, number: int) -> packing.Item:
-    """Returns the shape and dtype of shard `number` of variable `index`."""
+    """Returns shape and dtype of shard `number` of variable `specs[index]`."""
     shard = self.shards[index][number]
     return packing.Item(shard.shape, tf.as_dtype(shard.dtype))
 
   def wire_item(self, index: int, number: int) -> packing.Item:
-    """Returns the shape and dtype of a shard, or its gradient, in transfers.
+    """Returns the shape and dtype that a shard has in transfers.
 
-    Only trainable variables are cast to `wire_dtype`. Statistics are not, as
-    they may be counts.
+    A gradient of the shard is transferred in this dtype too. Trainable float32
+    variables are cast to `wire_dtype`, if that is given. Statistics (variables
+    without gradients) are not cast, as they may be counts.
+
+    Args:
+      index: The position of the variable in `specs`.
+      number: The number of the shard.
     """
     item = self.item(index, number)
     is_narrowed = self.wire_dtype is not None and item.dtype == tf.float32
@@ -502,15 +552,18 @@ class ParameterStore:
     return item._replace(dtype=self.wire_dtype) if is_narrowed else item
 
   def create_like(self, index: int, kind: str) -> list[tf.Variable]:
-    """Creates variables like the shards of `index`, on the same tasks.
+    """Creates variables like the shards of variable `index`, on the same tasks.
+
+    Moving averages are made by this method, for example.
 
     Args:
-      index: Position in `specs`.
+      index: The position of the variable in `specs`.
       kind: The first part of the names of the new variables, such as
         `averages`. Checkpoints save them as `<kind>/<path>`.
 
     Returns:
-      One variable per shard, without a value unless some client assigned one.
+      One variable per shard, without a value unless some client (a process that
+      trains) has assigned one.
     """
     made = self._create(self.shards[index], prefix=f"{kind}/")
     self._state_reader = None
@@ -523,10 +576,10 @@ class ParameterStore:
     """Adds a variable that was created elsewhere to the checkpoints.
 
     Args:
-      variable: The variable, such as a slot.
+      variable: The variable, such as a slot of an optimizer.
       kind: The first part of the variable's name, such as `slots/sgd/momentum`.
       owner: The name of the shard to which the variable belongs; empty if it
-        belongs to none.
+        belongs to no shard.
     """
     self._state_reader = self._row_tensors = None
     if owner in self._owner:
@@ -543,12 +596,13 @@ class ParameterStore:
     self._others[variable.path] = variable
 
   def state(self) -> dict[str, tf.Tensor]:
-    """Reads all values for a checkpoint; see `session.checkpoints`.
+    """Reads the values of all variables for a checkpoint.
 
     Returns:
       Whole tensors by name, independent of the placement: `variables/<path>`,
       `<kind>/<path>` for slots and averages of a variable, and `<name>` for
-      everything else. Tables and their slots are left out: see `row_tensors`.
+      everything else. Tables (large matrices) and their slots are left out:
+      `row_tensors` has them.
     """
     if self._state_reader is None:
       read = self._read_state
@@ -571,9 +625,11 @@ class ParameterStore:
     return state
 
   def row_tensors(self) -> dict[str, tables.RowTensor]:
-    """Returns tables and their slots by name, to be saved in blocks of rows.
+    """Returns large tensors by name, to be saved in blocks of rows.
 
-    The names are of the form `variables/<path>` and `<kind>/<path>`.
+    They are tables, matrices that may be too large for this process, and the
+    optimizer's slots for them. The names are of the form `variables/<path>` and
+    `<kind>/<path>`.
     """
     if self._row_tensors is None:
       found = {
@@ -589,9 +645,11 @@ class ParameterStore:
     return self._row_tensors
 
   def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-    """Assigns tensors to variables by the names that `state` returns.
+    """Assigns saved tensors to the variables of the store.
 
-    Variables whose names are missing in `state` are not changed.
+    Args:
+      state: Arrays by name, with names as in the result of the method `state`.
+        Variables whose names are missing are not changed.
     """
     for index, spec in enumerate(self.specs):
       if spec.table is None and f"variables/{spec.path}" in state:
@@ -612,5 +670,10 @@ class ParameterStore:
 def join(
   parts: Sequence[tf.Tensor], shards: Sequence[placement.Shard]
 ) -> tf.Tensor:
-  """Joins the parts of a variable, one per shard, into a whole tensor."""
+  """Joins the parts of a variable, one per shard, into a whole tensor.
+
+  Args:
+    parts: The values of the shards, in order.
+    shards: The shards, whose axis is that along which the variable was split.
+  """
   return parts[0] if len(parts) == 1 else tf.concat(parts, shards[0].axis)

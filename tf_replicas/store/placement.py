@@ -1,14 +1,15 @@
 """Decides which PS task holds which variable, or which shard of a variable.
 
-A policy is a function that maps the specs of all variables to the shards of
-each variable, in the order of the specs:
+PS tasks are parameter servers; a shard is a part of a variable. A policy is a
+function that maps the specs of all variables to the shards of each variable, in
+the order of the specs:
 
     specs = placement.from_variables(model.variables)
     shards = placement.plan(specs, placement.GreedyByBytes(num_tasks=2))
     print(placement.table(specs, shards, ["/job:ps/task:0", "/job:ps/task:1"]))
 
-A policy gets the whole list at once, so every process computes the same plan.
-A user's own policy must make its shards by `split`.
+A policy gets the whole list at once, so every process computes the same plan. A
+user's own policy must make its shards by `split`.
 """
 
 import collections
@@ -27,14 +28,15 @@ MIN_SHARD_BYTES = 256 << 10
 
 
 class VariableSpec(NamedTuple):
-  """Describes a variable.
+  """Describes a variable of the model.
 
   Attributes:
     path: The name that identifies the variable, such as `conv1/kernel`.
     shape: The static shape of the variable.
     dtype: The name of the variable's dtype, such as `float32`.
     trainable: Whether gradients update the variable.
-    table: The rows of the table, if this is one; else None.
+    table: If the variable stands for a table (a large matrix whose rows live on
+      the PS tasks only), the rows of the table; else None.
   """
 
   path: str
@@ -45,23 +47,23 @@ class VariableSpec(NamedTuple):
 
   @property
   def size(self) -> int:
-    """Number of elements."""
+    """Number of elements of the variable."""
     return math.prod(self.shape)
 
   @property
   def num_bytes(self) -> int:
-    """Number of bytes."""
+    """Number of bytes of the variable's value."""
     return self.size * tf.as_dtype(self.dtype).size
 
 
 class Shard(NamedTuple):
-  """A contiguous part of a variable, or a whole variable, on one task.
+  """A contiguous part of a variable, or a whole variable, on one PS task.
 
   Attributes:
     path: The path of the variable.
     index: The index of this shard among the shards of the variable.
     num_shards: The number of shards of the variable.
-    task: The index of the PS task that holds the shard.
+    task: The index of the PS task (parameter server) that holds the shard.
     axis: The axis along which the variable is split; 0 for a whole variable.
     begin: The first index along `axis`.
     size: The number of indices along `axis`; 1 for a scalar.
@@ -81,18 +83,24 @@ class Shard(NamedTuple):
 
   @property
   def name(self) -> str:
-    """Path of the variable, with `/part_<index>` if it has several shards."""
+    """Name of the shard: the path of the variable if there is one shard only.
+
+    Otherwise it is `<path>/part_<index>`.
+    """
     part = "" if self.num_shards == 1 else f"/part_{self.index}"
     return self.path + part
 
   @property
   def num_bytes(self) -> int:
-    """Number of bytes."""
+    """Number of bytes of the shard's value."""
     return math.prod(self.shape) * tf.as_dtype(self.dtype).size
 
   @property
   def slices(self) -> tuple[slice, ...]:
-    """Slices that select the shard: `value[shard.slices]` of a whole value."""
+    """Slices that select the shard from the variable's whole value.
+
+    They are to be used as `value[shard.slices]`.
+    """
     if not self.shape:
       return ()
     rows = slice(self.begin, self.begin + self.size)
@@ -104,7 +112,7 @@ Policy = Callable[[Sequence[VariableSpec]], Plan]
 
 
 def path_of(variable: tf.Variable | str) -> str:
-  """Returns the path that identifies a variable.
+  """Returns the path that identifies a variable, such as `conv1/kernel`.
 
   Args:
     variable: A Keras variable, whose `path` is returned; a TensorFlow variable,
@@ -116,18 +124,18 @@ def path_of(variable: tf.Variable | str) -> str:
 
 
 def from_variables(variables: Sequence[tf.Variable]) -> list[VariableSpec]:
-  """Describes Keras or TensorFlow variables.
+  """Describes Keras or TensorFlow variables by one `VariableSpec` each.
 
   Args:
-    variables: The variables, identified by `path_of`. Of a variable that
-      stands for a table, the table is described.
+    variables: The variables, identified by `path_of`. If a variable stands for
+      a table (a large matrix on the PS tasks), the spec describes the table.
 
   Returns:
     One spec per variable.
 
   Raises:
     ValueError: If two paths are the same, a shape is not static, or a table is
-      frozen.
+      frozen (not trainable).
   """
   specs = []
   for variable in variables:
@@ -154,14 +162,15 @@ def from_variables(variables: Sequence[tf.Variable]) -> list[VariableSpec]:
 def split(
   spec: VariableSpec, tasks: Sequence[int], *, axis: int = 0
 ) -> tuple[Shard, ...]:
-  """Splits a variable into one shard per task, in order along the axis.
+  """Splits a variable into one shard per task, in order along an axis.
 
-  The sizes differ by at most 1; larger shards come first, as in TensorFlow's
+  The sizes differ by at most 1. Larger shards come first, as in TensorFlow's
   partitioners: 10 rows are split into 3, 3, 2, 2.
 
   Args:
     spec: The variable.
-    tasks: The task of each shard; with a single task the variable is whole.
+    tasks: The index of the PS task of each shard. With a single task the
+      variable is whole.
     axis: The axis to split; not used for a whole variable.
 
   Returns:
@@ -189,9 +198,10 @@ def split(
 
 
 class RoundRobin:
-  """Places variable i on task i modulo `num_tasks`.
+  """Places whole variables on the PS tasks in turn.
 
-  TF1's `replica_device_setter` and TF2's `ParameterServerStrategy` do the same.
+  Variable i is placed on task i modulo `num_tasks`, as by TF1's
+  `replica_device_setter` and TF2's `ParameterServerStrategy`.
   """
 
   def __init__(self, num_tasks: int):
@@ -203,17 +213,18 @@ class RoundRobin:
 
 
 class Partitioned:
-  """Splits large variables into shards, and places the shards by bytes.
+  """Splits large variables into shards, and balances the bytes of the PS tasks.
 
   A variable of B bytes gets `B // min_shard_bytes` shards, at least one and at
-  most `num_shards`. They are placed on the tasks with the least load, at most
-  one per task. Variables with the largest shards are placed first.
+  most `num_shards`. They are placed on the tasks that hold the fewest bytes so
+  far, at most one shard per task. Variables with the largest shards are placed
+  first.
 
   Vectors and matrices are split along axis 0. The gradient of an embedding
-  table consists of rows, so a task then gets only the rows of its shard.
+  matrix consists of rows, so a task then gets only the rows of its shard.
   Variables of a higher rank (such as kernels), or with fewer rows than shards,
-  are split along the longest axis, which makes shards of similar size: along
-  axis 0, a 5x5 kernel would be split into 3 + 2 rows.
+  are split along the longest axis, which makes shards of similar size. (Along
+  axis 0, a 5x5 kernel would be split into 3 + 2 rows.)
   """
 
   def __init__(
@@ -222,7 +233,7 @@ class Partitioned:
     min_shard_bytes: int = MIN_SHARD_BYTES,
     num_shards: int | None = None,
   ):
-    """Creates the policy.
+    """Creates the placement policy.
 
     Args:
       num_tasks: The number of PS tasks.
@@ -249,9 +260,10 @@ class Partitioned:
     return _place_greedily(cuts, loads, self._num_tasks)
 
   def _cut(self, spec: VariableSpec) -> tuple[Shard, ...]:
-    """Decides the number of shards of a variable and the axis, and splits it.
+    """Splits a variable into as many shards as the policy allows.
 
-    The shards are on tasks 0, 1, …; `_place_greedily` chooses their tasks.
+    The shards are on tasks 0, 1, …; `_place_greedily` chooses their tasks
+    later.
     """
     pieces = min(self._max_shards, spec.num_bytes // self._min_shard_bytes)
     if pieces < 2 or not spec.shape:
@@ -263,13 +275,13 @@ class Partitioned:
 
 
 class GreedyByBytes(Partitioned):
-  """Places each whole variable on the task with the fewest bytes so far.
+  """Places each whole variable on the PS task with the fewest bytes so far.
 
   TF1's `GreedyLoadBalancingStrategy` placed variables in the order of their
   creation, which limits the balance. This policy places the largest variable
-  first. Variables of equal size are placed in the order of the specs, and of
-  tasks with equally many bytes the first is used. No task gets more than the
-  mean plus the bytes of the largest variable.
+  first. Variables of equal size are placed in the order of the specs. If
+  several tasks have equally few bytes, the first of them is used. No task gets
+  more than the mean plus the bytes of the largest variable.
   """
 
   def __init__(self, num_tasks: int):
@@ -288,8 +300,10 @@ def policy_from(
   Args:
     name: `round_robin`, `greedy` or `partitioned`.
     num_tasks: The number of PS tasks.
-    min_shard_bytes: See `Partitioned`; not used by the other policies.
-    num_shards: See `Partitioned`; not used by the other policies.
+    min_shard_bytes: The smallest mean size, in bytes, of a variable's shards.
+      Only `partitioned` uses it.
+    num_shards: The largest number of shards of a variable; None: `num_tasks`.
+      Only `partitioned` uses it.
 
   Raises:
     ValueError: If there is no such policy, or a number is out of range.
@@ -311,7 +325,8 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
 
   Args:
     specs: The variables.
-    policy: The policy. It does not place tables, which are on all tasks.
+    policy: Returns the shards of each variable. It is not asked about tables
+      (large matrices whose rows are divided among all PS tasks).
 
   Returns:
     The shards of each variable.
@@ -332,7 +347,7 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
     distinct = 0 < len(tasks) == len(set(tasks)) and min(tasks) >= 0
     if not distinct or pieces != split(spec, tasks, axis=pieces[0].axis):
       raise ValueError(
-        "`policy` must return `split` pieces on distinct tasks for"
+        "`policy` must return shards of `split` on distinct tasks for"
         f" {spec.path!r}. Received: {pieces}."
       )
   placed = iter(shards)
@@ -343,7 +358,7 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
 
 
 def bytes_per_task(shards: Plan, num_tasks: int) -> list[int]:
-  """Adds up the bytes of the shards on each of `num_tasks` tasks."""
+  """Adds up the bytes of the shards on each of the `num_tasks` PS tasks."""
   loads = [0] * num_tasks
   for shard in itertools.chain(*shards):
     loads[shard.task] += shard.num_bytes
@@ -351,18 +366,25 @@ def bytes_per_task(shards: Plan, num_tasks: int) -> list[int]:
 
 
 def balance(loads: Sequence[float]) -> float:
-  """Computes the largest load divided by the mean load; 1 is optimal."""
+  """Computes the largest load divided by the mean load; 1 is the best value.
+
+  Args:
+    loads: The load of each task, such as its bytes.
+  """
   return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 def table(
   specs: Sequence[VariableSpec], shards: Plan, device_of_task: Sequence[str]
 ) -> str:
-  """Formats a plan as a table of all shards, all devices, and the total.
+  """Formats the placement of variables as a table of text.
+
+  The table lists all shards with their devices, the bytes of each device, and
+  the total.
 
   Args:
     specs: The variables.
-    shards: The shards of each variable; see `plan`.
+    shards: The shards of each variable, as `plan` returns them.
     device_of_task: The device of every task, in order. If there is one device,
       the lines for devices are left out, as they would repeat the total.
 
@@ -389,7 +411,7 @@ def table(
 
 
 def human_bytes(num_bytes: int) -> str:
-  """Formats a number of bytes, e.g. `512 B`, `18.8 KiB`, `4.1 MiB`."""
+  """Formats a number of bytes with a unit, such as `512 B` or `18.8 KiB`."""
   value, unit = num_bytes, "B"
   for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
     # Less than 1024, so that 1024.0 is never printed.
@@ -406,6 +428,14 @@ def _place_greedily(
 
   A task gets a shard only while it has the least load, so the loads of two
   tasks never differ by more than the largest shard.
+
+  Args:
+    cuts: The shards of each variable, whose tasks are to be chosen.
+    loads: The load of each of these shards, such as its bytes.
+    num_tasks: The number of PS tasks.
+
+  Returns:
+    The shards with the chosen tasks.
   """
   total = [0] * num_tasks
   placed = list(cuts)

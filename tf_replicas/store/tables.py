@@ -1,15 +1,17 @@
-"""Tables of rows that live on the PS tasks, and nowhere else.
+"""Keeps tables, large matrices, whose rows live on the PS tasks only.
 
 A *table* is a large matrix, such as that of an embedding, of which a batch
-needs few rows. Its rows are divided among all PS tasks, and each task computes
-the first values of its own rows. A replica fetches the rows that it needs
-(`lookup`), and sends their gradient as (ids, rows): a `tf.IndexedSlices`.
+needs few rows. Its rows are divided among all PS tasks (parameter servers), and
+each task computes the first values of its own rows. A replica fetches the rows
+that it needs (`lookup`), and sends their gradient as (ids, rows): a
+`tf.IndexedSlices`.
 
-In a model, a variable of shape [0, columns] stands for the table, its
-*placeholder*. It is pulled, and its gradient is contributed, as those of any
-other variable. But its value is empty, and its gradient has the ids and the
-rows of the lookups. Where a model is built without a home (see `home`), as for
-evaluation, the variable has all rows and is an ordinary one.
+In a model, a variable of shape [0, columns] stands for the table: its
+*placeholder*. Replicas pull the placeholder, and contribute a gradient for it,
+as for any other variable. But its value is empty, and its gradient has the ids
+and the rows of the lookups. A *home* says which PS tasks hold the tables of a
+training. Where a model is built without a home, as for evaluation, the variable
+has all rows and is an ordinary one.
 """
 
 import contextlib
@@ -47,13 +49,16 @@ Ids = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
 
 class Home:
-  """Where the tables of one training live.
+  """Says where the tables of one training live.
+
+  A table is a large matrix whose rows are divided among the PS tasks.
 
   Attributes:
     namespace: The namespace of the training.
     num_tasks: The number of PS tasks.
     device_of_task: Maps the index of a PS task to its device.
     is_open: Whether the tasks still serve.
+    paths: The paths of the tables that were made in this home.
   """
 
   def __init__(
@@ -79,13 +84,24 @@ _placeholders: contextvars.ContextVar[dict[str, tf.Tensor]] = (
 
 
 def current_home() -> Home | None:
-  """Returns the home of new tables; None: they are ordinary variables."""
+  """Returns the home of tables that are made now: the PS tasks that hold them.
+
+  A table is a large matrix, such as that of an embedding.
+
+  Returns:
+    The home; None outside of the context `home`, where tables are ordinary
+    variables.
+  """
   return _home.get()
 
 
 @contextlib.contextmanager
 def home(where: Home) -> Iterator[None]:
-  """Context in which models put their tables on the tasks of `where`."""
+  """Context in which models put their tables on the PS tasks of `where`.
+
+  A table is a large matrix, such as that of an embedding. Outside of this
+  context, a model's tables are ordinary variables.
+  """
   token = _home.set(where)
   try:
     yield
@@ -97,11 +113,15 @@ def home(where: Home) -> Iterator[None]:
 def placeholders(
   pairs: Iterable[tuple[Any, tf.Tensor]],
 ) -> Iterator[None]:
-  """Context in which tensors stand for tables, and gradients flow to them.
+  """Context in which given tensors stand for tables and get their gradients.
+
+  A table is a large matrix whose rows live on the PS tasks only. A lookup of
+  rows, within the context, gives its gradient to the tensor that stands for the
+  table.
 
   Args:
-    pairs: (variable, tensor) pairs; variables that stand for no table are left
-      out.
+    pairs: (variable, tensor) pairs. The tensor takes the place of the table for
+      which the variable stands. Variables that stand for no table are ignored.
   """
   found = {
     rows.path: tensor
@@ -116,12 +136,12 @@ def placeholders(
 
 
 class _Draw(NamedTuple):
-  """How the first values of a table are drawn.
+  """Says how the first values of a table (a large matrix) are drawn.
 
   Attributes:
     kind: `constant`, `uniform`, `normal` or `truncated`.
-    first: The constant, the smallest value, or the mean.
-    second: The upper bound, or the standard deviation.
+    first: The constant, the smallest value (`uniform`), or the mean.
+    second: The upper bound (`uniform`), or the standard deviation.
     seed: The seed of the random numbers.
   """
 
@@ -133,7 +153,13 @@ class _Draw(NamedTuple):
   def block(
     self, number: tf.Tensor, columns: int, dtype: tf.DType
   ) -> tf.Tensor:
-    """Returns the rows of a block: [_BLOCK_ROWS, columns]."""
+    """Draws the first values of a block of rows: [_BLOCK_ROWS, columns].
+
+    Args:
+      number: int64 scalar, the number of the block, which is part of the seed.
+      columns: The number of columns of the table.
+      dtype: The dtype of the rows.
+    """
     shape = [_BLOCK_ROWS, columns]
     seed = tf.stack([tf.constant(self.seed, tf.int64), number])
     if self.kind == "uniform":
@@ -147,10 +173,17 @@ class _Draw(NamedTuple):
 
 
 def _draw(initializer: Any, shape: tuple[int, int], path: str) -> _Draw:
-  """Finds out how an initializer of Keras draws rows.
+  """Finds out how an initializer of Keras draws the rows of a table.
+
+  A table is a large matrix, of which every PS task draws only its own rows.
+
+  Args:
+    initializer: The initializer.
+    shape: The (rows, columns) of the table.
+    path: The path of the table, for the error message.
 
   Raises:
-    ValueError: If it cannot be evaluated row by row.
+    ValueError: If the initializer cannot be evaluated row by row.
   """
   kinds = keras.initializers
 
@@ -193,18 +226,18 @@ def _draw(initializer: Any, shape: tuple[int, int], path: str) -> _Draw:
 
 
 class Rows:
-  """The rows of a table on the PS tasks.
+  """Describes a table, and reads and assigns its rows on the PS tasks.
 
-  Row r is on part r modulo P, where P is the number of parts, or the parts are
-  consecutive ranges. There is one part per PS task, unless there are fewer
-  rows.
+  A table is a large matrix, whose rows are divided into parts. There is one
+  part per PS task, unless there are fewer rows. Row r is on part r modulo P,
+  where P is the number of parts, or the parts are consecutive ranges of rows.
 
   Attributes:
     path: The path of the table, which identifies it.
     shape: (rows, columns).
     dtype: The dtype of the rows.
-    partition: `modulo` or `range`.
-    home: Where the parts are.
+    partition: How rows are divided: `modulo` or `range`.
+    home: The PS tasks that hold the parts.
   """
 
   def __init__(
@@ -216,7 +249,15 @@ class Rows:
     partition: str,
     home: Home,
   ):
-    """Describes a table; creates nothing yet.
+    """Stores the description of a table, and creates nothing yet.
+
+    Args:
+      path: The path of the table.
+      shape: (rows, columns).
+      dtype: The dtype of the rows.
+      initializer: An initializer of Keras for the rows.
+      partition: How rows are divided among the PS tasks: `modulo` or `range`.
+      home: The PS tasks that hold the table.
 
     Raises:
       ValueError: If the home has a table of this path, the initializer cannot
@@ -242,20 +283,28 @@ class Rows:
 
   @property
   def num_parts(self) -> int:
-    """Number of parts."""
+    """Number of parts into which the rows are divided: one per PS task.
+
+    There are fewer parts if there are fewer rows than PS tasks.
+    """
     return min(self.home.num_tasks, self.shape[0])
 
   @property
   def sizes(self) -> list[int]:
-    """Number of rows of each part; they differ by at most 1."""
+    """Number of rows of each part; every PS task holds one part of the table.
+
+    The numbers differ by at most 1.
+    """
     size, rest = divmod(self.shape[0], self.num_parts)
     return [size + (number < rest) for number in range(self.num_parts)]
 
   @functools.cached_property
   def parts(self) -> list[tf.Variable]:
-    """The variables of the parts, made or attached to by this client.
+    """Variables of the parts of the table, one per PS task.
 
-    Their names are those of the shards of an ordinary variable.
+    They are made at the first use, or found if another client (a process that
+    trains) has made them. Their names are those of the shards of an ordinary
+    variable.
     """
     made: list[Any] = []
     for number, size in enumerate(self.sizes):
@@ -269,7 +318,9 @@ class Rows:
     return made
 
   def place(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Finds rows.
+    """Finds out which PS task holds each of some rows, and at which index.
+
+    Each PS task holds one part of the table's rows.
 
     Args:
       ids: int64 [n], indices of rows of the table.
@@ -291,9 +342,15 @@ class Rows:
     return tf.cast(part, tf.int32), ids - begin
 
   def split(self, gradient: Any) -> list[Any]:
-    """Splits `tf.IndexedSlices` into one gradient per part.
+    """Splits a gradient of the table by the PS tasks that hold the rows.
 
-    The indices of each are those within the part.
+    Each PS task holds one part of the table's rows.
+
+    Args:
+      gradient: A `tf.IndexedSlices` with indices of rows of the table.
+
+    Returns:
+      One `tf.IndexedSlices` per part, with indices of rows within the part.
     """
     numbers, rows = self.place(gradient.indices)
     count = self.num_parts
@@ -311,8 +368,9 @@ class Rows:
     """Reads rows from the PS tasks, from all of them at the same time.
 
     Args:
-      ids: int64 [n], indices of rows; on the current device.
-      parts: Variables like `parts`, such as slots. None: the table itself.
+      ids: int64 [n], indices of rows, on the current device.
+      parts: The variables to read, one per part of the table, such as those of
+        a slot. None: the variables of the table itself.
 
     Returns:
       The rows, [n, columns], on the current device.
@@ -333,12 +391,13 @@ class Rows:
     values: tf.Tensor,
     parts: list[Any] | None = None,
   ) -> None:
-    """Assigns rows; to be used inside a `tf.function`.
+    """Assigns rows on the PS tasks; to be used inside a `tf.function`.
 
     Args:
       ids: int64 [n], indices of distinct rows.
-      values: The rows, [n, columns].
-      parts: See `fetch`.
+      values: The new values of these rows, [n, columns].
+      parts: The variables to change, one per part of the table, such as those
+        of a slot. None: the variables of the table itself.
     """
     by_part = self.split(tf.IndexedSlices(values, ids))
     for part, own in zip(parts or self.parts, by_part, strict=True):
@@ -346,12 +405,12 @@ class Rows:
         part.scatter_update(own)
 
   def initialize(self) -> None:
-    """Gives all rows their first values, each on its own PS task.
+    """Gives all rows their first values, which the PS tasks compute themselves.
 
     The value of a row depends on the seed, the row, and the shape of the table.
 
     Raises:
-      ValueError: If a part does not fit into the memory of its task.
+      ValueError: If a part does not fit into the memory of its PS task.
     """
     parts: list[Any] = self.parts
     room = {part.device: part.num_bytes for part in parts}
@@ -368,7 +427,12 @@ class Rows:
     fill.get_concrete_function()()
 
   def _fill(self, number: int, part: Any) -> None:
-    """Fills part `number`, block by block."""
+    """Gives the rows of one part their first values, block by block.
+
+    Args:
+      number: The number of the part.
+      part: The variable of the part.
+    """
     draw, (size, columns) = self._draw, self.shape
     first = draw.first if draw.kind == "constant" else 0.0
     part.assign(tf.fill(part.shape, tf.cast(first, self.dtype)))
@@ -401,15 +465,23 @@ class Rows:
 
 
 class RowTensor:
-  """A table, or a slot of a table, that is saved in blocks of rows.
+  """Reads and assigns a table, or a slot of a table, in blocks of rows.
+
+  Checkpoints are saved and restored by it, since the whole tensor may be too
+  large for this process.
 
   Attributes:
     shape: (rows, columns).
-    dtype: The dtype.
+    dtype: The dtype of the rows.
   """
 
   def __init__(self, rows: Rows, parts: list[Any]):
-    """Describes a tensor that is divided as `rows` is, into `parts`."""
+    """Stores which variables on the PS tasks hold the rows.
+
+    Args:
+      rows: The table (a large matrix), whose rows are divided among PS tasks.
+      parts: The variables of the table or of its slot, one per PS task.
+    """
     self.shape = rows.shape
     self.dtype = rows.dtype
     self._rows = rows
@@ -442,17 +514,20 @@ class RowTensor:
       return function.get_concrete_function(number, number, *more)
 
   def trace(self) -> None:
-    """Traces `read`, for a client that must not trace later."""
+    """Traces the function that `read` calls, ahead of the first read.
+
+    It is for a process that must not trace functions later.
+    """
     _ = self._reader
 
   def read(self, begin: int, end: int) -> np.ndarray:
-    """Reads the rows in [begin, end)."""
+    """Returns the rows from `begin` to `end`, exclusive, from the PS tasks."""
     with tf.device(None):
       limits = (tf.constant(n, tf.int64) for n in (begin, end))
       return self._reader(*limits).numpy()
 
   def assign(self, begin: int, values: np.ndarray) -> None:
-    """Assigns the rows from `begin` on."""
+    """Assigns `values` to the rows from `begin` on, on the PS tasks."""
     with tf.device(None):
       end = tf.constant(begin + len(values), tf.int64)
       rows = tf.constant(values, self.dtype)
@@ -469,16 +544,19 @@ def attach(
 ) -> None:
   """Makes `variable`, of shape [0, columns], stand for a new table.
 
+  A table is a large matrix whose rows live on the PS tasks only.
+
   Args:
     variable: A TensorFlow or Keras variable.
     path: The path of the table.
     shape: (rows, columns).
     initializer: An initializer of Keras for the rows.
-    partition: `modulo` or `range`.
-    where: Where the table lives.
+    partition: How rows are divided among the PS tasks: `modulo` or `range`.
+    where: The PS tasks that hold the table.
 
   Raises:
-    ValueError: See `Rows`.
+    ValueError: If `where` has a table of this path, the initializer cannot be
+      evaluated row by row, or the dtype of `variable` is not floating.
   """
   rows = Rows(path, shape, variable.dtype, initializer, partition, where)
   setattr(variable, _ATTRIBUTE, rows)
@@ -488,12 +566,22 @@ def attach(
 
 
 def detach(variable: Any) -> None:
-  """Makes `variable` an ordinary variable again."""
+  """Makes `variable`, which stands for a table, an ordinary variable again.
+
+  A table is a large matrix whose rows live on the PS tasks.
+  """
   setattr(variable, _ATTRIBUTE, None)
 
 
 def rows_of(variable: Any) -> Rows | None:
-  """Returns the rows of the table that `variable` stands for, if it does."""
+  """Returns the `Rows` of the table that a variable stands for.
+
+  A table is a large matrix whose rows live on the PS tasks. In a model, a
+  variable without rows stands for it.
+
+  Returns:
+    The rows on the PS tasks; None if the variable stands for no table.
+  """
   return getattr(variable, _ATTRIBUTE, None)
 
 
@@ -507,7 +595,15 @@ def check_combiner(combiner: str | None) -> None:
 
 
 def check_ids(ids: Ids, path: str) -> None:
-  """Raises TypeError unless `ids` are integers."""
+  """Checks that the ids of the rows to look up are integers.
+
+  Args:
+    ids: The ids.
+    path: The path of the table, for the error message.
+
+  Raises:
+    TypeError: If `ids` are not integers.
+  """
   if not tf.as_dtype(ids.dtype).is_integer:
     raise TypeError(
       f"the ids of rows of the table {path!r} must be integers. Received:"
@@ -520,8 +616,9 @@ def gather(
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows of a table, or of an ordinary variable.
 
-  The rows of a table come from the PS tasks, each row once. Gradients flow to
-  the tensor that stands for the table.
+  A table is a large matrix whose rows live on the PS tasks. Its rows are
+  fetched from there, each row once. Gradients flow to the tensor that stands
+  for the table in the model.
 
   Args:
     variable: A variable that stands for a table, or has the rows itself.
@@ -607,7 +704,12 @@ def _combined(
 
 
 def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
-  """Returns an op that fails if an id is out of range."""
+  """Returns an op that fails if one of `ids` is not the index of a row.
+
+  Args:
+    ids: int64 [n], indices to look up in a table.
+    rows: The table, a large matrix whose rows live on the PS tasks.
+  """
   count = rows.shape[0]
   low, high = tf.reduce_min(ids), tf.reduce_max(ids)
   message = f"the ids of rows of {rows.path} must be in [0, {count}). Received:"
@@ -618,12 +720,16 @@ def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
 def _with_gradient(
   placeholder: tf.Tensor, fetched: tf.Tensor, ids: tf.Tensor
 ) -> tf.Tensor:
-  """Returns `fetched`; its gradient becomes one of `placeholder`.
+  """Returns fetched rows of a table; another tensor gets their gradient.
+
+  A table is a large matrix whose rows live on the PS tasks. So a tensor of this
+  process has to stand for it in the computation of gradients.
 
   Args:
-    placeholder: The tensor that stands for the table, [0, columns].
+    placeholder: The tensor [0, columns] that stands for the table and gets the
+      gradient, as a `tf.IndexedSlices` with `ids`.
     fetched: Rows of the table, [n, columns].
-    ids: Their indices, int64 [n].
+    ids: The indices of these rows, int64 [n].
   """
 
   @tf.custom_gradient

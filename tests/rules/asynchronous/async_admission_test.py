@@ -1,5 +1,6 @@
 """Tests for rules.asynchronous.async_admission, without gradients to apply."""
 
+import functools
 import threading
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from tests.support import stores
 from tf_replicas.rules import results as results_lib
 from tf_replicas.rules.asynchronous import async_admission
 from tf_replicas.runtime import waiting as waiting_lib
+
+# As the drivers trace.
+_graph = functools.partial(tf.function, autograph=False)
 
 
 def _attach(store, num_replicas, admits, per_update):
@@ -52,10 +56,10 @@ class Client:
     self.applications = _attach(self.store, num_replicas, admits, per_update)
     if is_chief:
       self.applications.initialize()
-    self._admit = tf.function(self.applications.admit)
-    self._finish = tf.function(self.applications.finish)
-    self._declare_lost = tf.function(self.applications.declare_lost)
-    self._end = tf.function(self.applications.end)
+    self._admit = _graph(self.applications.admit)
+    self._finish = _graph(self.applications.finish)
+    self._declare_lost = _graph(self.applications.declare_lost)
+    self._end = _graph(self.applications.end)
 
   def admit(self, replica, local_step=0, is_sound=True):
     answer = self._admit(_int(replica), _int(local_step), tf.constant(is_sound))

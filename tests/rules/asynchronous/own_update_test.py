@@ -83,7 +83,7 @@ class Client:
     if is_chief:
       self.store.start()
     self._apply = tf.function(self._apply_one, autograph=False)
-    self._pull = tf.function(self.update.pull)
+    self._pull = tf.function(self.update.pull, autograph=False)
 
   def _apply_one(self, replica, version, staleness, gradients):
     def finish(is_update):
@@ -283,7 +283,7 @@ class SendTest(TestCase):
   def test_they_arrive_on_the_task_of_their_variable(self, task):
     client = Client()
 
-    @tf.function
+    @tf.function(autograph=False)
     def send(gradients):
       parts = client.update.send(client.update.pack(gradients))
       self.assertNotEmpty(parts[task])

@@ -1,5 +1,7 @@
 """Tests for rules.asynchronous.staleness_clocks: which replica waits."""
 
+import functools
+
 import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -9,6 +11,8 @@ from tests.support import stores
 from tf_replicas.rules.asynchronous import staleness_clocks
 from tf_replicas.runtime import waiting
 
+# As the drivers trace.
+_graph = functools.partial(tf.function, autograph=False)
 _CLOSED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 
 
@@ -25,11 +29,11 @@ class Client:
     self.gates = _attach(num_replicas, max_lead)
     if is_chief:
       self.gates.initialize()
-    self._next_clock = tf.function(self.gates.next_clock)
-    self._before = tf.function(self.gates.before)
-    self._after = tf.function(self.gates.after)
-    self._declare_lost = tf.function(self.gates.declare_lost)
-    self._open = tf.function(self.gates.open)
+    self._next_clock = _graph(self.gates.next_clock)
+    self._before = _graph(self.gates.before)
+    self._after = _graph(self.gates.after)
+    self._declare_lost = _graph(self.gates.declare_lost)
+    self._open = _graph(self.gates.open)
 
   def reset(self):
     self.gates.initialize()

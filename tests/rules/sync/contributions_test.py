@@ -918,7 +918,9 @@ class SumsTest(stores.TestCase):
 
   def _take(self, queues, replicas, task=0):
     accepted = tf.constant([(r, 7) for r in replicas], tf.int64)
-    take = tf.function(lambda: queues.take_sums(task, accepted))
+    take = tf.function(
+      lambda: queues.take_sums(task, accepted), autograph=False
+    )
     return [total.numpy().tolist() for total in take()]
 
   @parameterized.named_parameters(

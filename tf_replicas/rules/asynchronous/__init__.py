@@ -1,1 +1,1 @@
-"""Asynchronous updates, with or without a bound on staleness."""
+"""Contains the rule for asynchronous updates, and staleness policies."""

@@ -1,9 +1,9 @@
-"""Admits asynchronous updates, and counts them exactly.
+"""Decides which gradients asynchronous updates apply, and counts them.
 
 The state of `AsyncReplicasOptimizer` lives on PS task 0: variables that are
 changed under one lock; a queue of messages that tell the chief of every update;
-and a queue at which replicas wait that ask for admission while the last allowed
-update (see `stop_at`) is in progress.
+and a queue at which replicas wait that ask for admission once the last update
+that `stop_at` allows has begun.
 """
 
 import functools
@@ -32,7 +32,9 @@ _NO_LIMIT = 1 << 60
 
 
 class Admission(NamedTuple):
-  """The decision on one set of gradients; scalars on PS task 0.
+  """The decision whether one set of gradients is applied to the variables.
+
+  The fields are scalars on PS task 0.
 
   Attributes:
     admitted: bool, whether the gradients are to be applied.
@@ -42,8 +44,8 @@ class Admission(NamedTuple):
       its variables.
     has_ended: bool, whether training has ended.
     must_wait: bool, whether the replica must wait and ask again, because the
-      last allowed update is in progress. These gradients can be admitted only
-      if the replica that makes that update is lost.
+      last allowed update has begun. These gradients can be admitted only if the
+      limit is raised, or the replica that makes this update is lost.
   """
 
   admitted: tf.Tensor
@@ -54,14 +56,14 @@ class Admission(NamedTuple):
 
 
 class _Progress(NamedTuple):
-  """One message to the chief.
+  """One message to the chief about the progress of asynchronous updates.
 
   Attributes:
     kind: A `protocol.MessageType`: DELIVERED if gradients were applied,
       NONFINITE if a value was not finite, or WAKE.
     replica: The index of the sender; -1 for WAKE.
-    step: For DELIVERED the global step afterwards; for NONFINITE the global
-      step of the variables that the replica used.
+    step: For DELIVERED the global step after the gradients were applied; for
+      NONFINITE the global step of the variables that the replica used.
     examples: The number of examples in the replica's batch.
     loss: The mean loss of the replica's batch.
   """
@@ -77,11 +79,14 @@ _LAYOUT = records.Layout(_Progress, tf.float64)
 
 
 class AsyncAdmission:
-  """Admits and counts the gradients of M replicas.
+  """Decides whether replicas' gradients are applied, and counts them.
+
+  The staleness of gradients is the number of updates made since the replica
+  read the variables.
 
   Attributes:
     applied: int64 [M, 1 + MAX_STALENESS] variable: the number of sets of
-      gradients applied, by replica and staleness.
+      gradients applied, by replica (of M) and staleness.
     dropped: int64 [M, 1 + protocol.MAX_LATE] variable: the number of sets
       dropped as too stale, by replica and staleness.
     pending: int64 scalar variable: the number of sets summed so far for the
@@ -96,16 +101,18 @@ class AsyncAdmission:
     gradients_per_update: int = 1,
     namespace: resources.Namespace | None = None,
   ):
-    """Creates the objects on PS task 0, or attaches to them.
+    """Creates the counts, lock and queues on PS task 0, or attaches to them.
 
     Args:
       store: Holds the global step.
       num_replicas: M, the number of replicas.
-      admits: Maps the staleness, an int64 scalar, to whether gradients are
-        applied. None: all gradients are applied.
+      admits: Maps the staleness (the number of updates made since the replica
+        read the variables, an int64 scalar) to whether gradients are applied.
+        None: all gradients are applied.
       gradients_per_update: The number of sets of gradients in an update.
-      namespace: The namespace of all objects except `pending`, which is in the
-        namespace of `store`, as the sums are. None: the namespace of `store`.
+      namespace: The scope of the names of all objects except `pending`, which
+        is in the namespace of `store`, as the sums of gradients are. None: the
+        namespace of `store`.
     """
     namespace = namespace or store.namespace
     self._store = store
@@ -137,7 +144,7 @@ class AsyncAdmission:
       store.track(self.pending)
 
   def initialize(self) -> None:
-    """Sets all counts to 0, and admits all replicas, without a last step.
+    """Sets all counts to 0, marks no replica as lost, and sets no last step.
 
     The chief calls it once, in a new training.
     """
@@ -148,17 +155,18 @@ class AsyncAdmission:
     self.pending.assign(0)
 
   def stop_at(self, step: int) -> None:
-    """Admits no update beyond global step `step`."""
+    """Lets replicas make no update that would go beyond global step `step`."""
     self._limit.assign(step)
     resources.flush_assignments([self._limit])
     for _ in range(self._num_replicas):
       self._retry()
 
   def admit(self, replica, local_step, is_sound) -> Admission:
-    """Decides whether one set of gradients is applied.
+    """Decides whether one replica's gradients are applied to the variables.
 
-    To be used inside a `tf.function`. Waits while the last update that
-    `stop_at` allows is in progress.
+    To be used inside a `tf.function`. Once the last update that `stop_at`
+    allows has begun, waits until this limit is raised, training ends, or the
+    replica that makes this update is lost.
 
     Args:
       replica: Scalar, the index of the replica that asks.
@@ -168,7 +176,7 @@ class AsyncAdmission:
         not, they are not admitted, and the chief is told.
 
     Returns:
-      An `Admission`, the decision.
+      The decision, with the staleness of the gradients.
     """
 
     def ask():
@@ -210,7 +218,11 @@ class AsyncAdmission:
       return tf.identity(step)
 
   def declare_lost(self, replica: tf.Tensor) -> None:
-    """Marks `replica` as lost until it asks for admission again."""
+    """Marks a replica as lost until it asks again to apply gradients.
+
+    Args:
+      replica: Scalar, the index of the replica.
+    """
 
     def close():
       self._set_state(self._is_this(replica), tf.constant(_LOST))
@@ -220,9 +232,9 @@ class AsyncAdmission:
       self._lock.hold(close)
 
   def counts(self) -> list[results.Counts]:
-    """Returns the counts of each replica.
+    """Returns how many sets of gradients of each replica were used or dropped.
 
-    `late` counts the sets of gradients that were dropped as too stale.
+    `Counts.late` counts the sets that were dropped as too stale.
     """
     rows = zip(self.applied.numpy(), self.dropped.numpy(), strict=True)
     return [
@@ -236,24 +248,27 @@ class AsyncAdmission:
     ]
 
   def is_lost(self) -> tf.Tensor:
-    """Reads whether each replica is lost, as bool [M]."""
+    """Reads whether each of the M replicas was declared lost, as bool [M]."""
     return self._state.read_value() == _LOST
 
   def end(self) -> None:
     """Refuses all gradients from now on, also those of waiting replicas.
 
-    The replicas are told that training has ended.
+    Replicas that offer gradients are told that training has ended.
     """
     with tf.device(self._device):
       with tf.control_dependencies([self._has_ended.assign(True)]):
         self._retry()
 
   def has_ended(self) -> bool:
-    """Returns whether `end` was called, and `resume` was not called since."""
+    """Returns whether replicas are told that training has ended.
+
+    This is so after `end`, until `resume` is called.
+    """
     return bool(self._has_ended.read_value())
 
   def resume(self) -> None:
-    """Admits gradients again after `end`."""
+    """Lets replicas apply gradients again after `end`."""
     self._has_ended.assign(False)
 
   def await_idleness(self) -> None:
@@ -269,30 +284,36 @@ class AsyncAdmission:
     )
 
   def wake(self) -> None:
-    """Makes a waiting `collect` return."""
+    """Ends the wait of `collect`, which runs in another thread.
+
+    `collect` waits for reports of updates. It then raises `Interrupted`.
+    """
     try:
       self._send(protocol.MessageType.WAKE)
     except tf.errors.OpError:
       pass  # The queue was closed meanwhile, which ends the wait as well.
 
   def close(self) -> None:
-    """Closes the queues: `collect` and `admit` get `OutOfRangeError`."""
+    """Closes the queues of this object, so that no call waits any longer.
+
+    Calls of `collect` and `admit` that wait raise `OutOfRangeError`.
+    """
     self._progress.close()
     self._retries.close()
 
   def collect(self, rate: Callable[[int], float]) -> results.Update:
-    """Waits for an update; combines all updates since the last call into one.
+    """Waits for an update, and reports all updates since the last call as one.
 
     Args:
-      rate: Maps a global step to the learning rate at that step. The combined
-        update has the rate of the last update.
+      rate: Maps a global step to the learning rate at that step. The report has
+        the rate of the last update.
 
     Returns:
-      The combined update. Its loss is the mean over all sets of gradients.
+      The report. Its loss is the mean over all sets of gradients.
 
     Raises:
       NonFiniteGradientError: If a replica computed a value that is not finite.
-      Interrupted: If `wake` was called, once all earlier updates are returned.
+      Interrupted: If `wake` was called, once all earlier updates are reported.
       tf.errors.OutOfRangeError: After `close`.
     """
     update = None if self._was_woken else self._take(rate)
@@ -302,11 +323,25 @@ class AsyncAdmission:
     return update
 
   def collect_rest(self, rate: Callable[[int], float]) -> results.Update | None:
-    """Does the same as `collect`, but returns None if there is no update."""
+    """Reports all updates since the last call of `collect` as one.
+
+    Unlike `collect`, it does not wait for an update.
+
+    Args:
+      rate: Maps a global step to the learning rate at that step. The report has
+        the rate of the last update.
+
+    Returns:
+      The report, or None if there was no update.
+    """
     return self._take(rate) if int(self._size()) else None
 
   def trace_ahead(self) -> None:
-    """Traces functions for use while a task hangs; see `UpdateRule`."""
+    """Traces the functions that `collect` and `collect_rest` call.
+
+    A client that traces a function waits for all tasks, so the functions could
+    not be traced while a task hangs.
+    """
     self._listen.trace()
     self._size.trace()
 
@@ -315,10 +350,13 @@ class AsyncAdmission:
     return resources.remote_reader(self._progress.size)
 
   def _take(self, rate: Callable[[int], float]) -> results.Update | None:
-    """Waits for messages, and combines the updates that they report into one.
+    """Waits for messages to the chief, and reports their updates as one.
+
+    Args:
+      rate: Maps a global step to the learning rate at that step.
 
     Returns:
-      The combined update; None if no message reports an update.
+      The report; None if no message reports an update.
 
     Raises:
       NonFiniteGradientError: If a replica computed a value that is not finite.
@@ -343,10 +381,10 @@ class AsyncAdmission:
 
   @functools.cached_property
   def _listen(self) -> Callable[[], tf.Tensor]:
-    """The function that waits for messages to the chief, and takes all of them.
+    """Function that waits for messages to the chief, and takes all of them.
 
-    It waits for at least one message. It returns packed `_Progress` rows, one
-    per message.
+    The function waits for at least one message. It returns packed `_Progress`
+    rows, one per message.
     """
 
     def dequeue(rows):
@@ -366,7 +404,10 @@ class AsyncAdmission:
     return resources.remote_reader(listen)
 
   def _admit(self, replica, local_step, is_sound) -> Admission:
-    """Decides under the lock; see `admit`."""
+    """Decides whether one replica's gradients are applied; called under a lock.
+
+    `admit` documents the arguments and the result.
+    """
     this = self._is_this(replica)
     # A restarted replica may still be marked as applying: leave it out here. In
     # the decisions on other replicas it counts.
@@ -398,7 +439,13 @@ class AsyncAdmission:
   def _finish(
     self, replica, staleness, loss, num_examples, is_update
   ) -> list[tf.Tensor]:
-    """Counts under the lock; see `finish`."""
+    """Counts one set of gradients that was applied, and tells the chief.
+
+    Called under a lock. `finish` documents the arguments.
+
+    Returns:
+      A list of one int64 scalar, the global step afterwards.
+    """
     self._set_state(self._is_this(replica), tf.constant(_IDLE))
     _count(self.applied, replica, staleness)
     num_examples = tf.cast(num_examples, tf.int64)
@@ -420,21 +467,26 @@ class AsyncAdmission:
     self._state.assign(states)
 
   def _retry(self) -> tf.Operation | None:
-    """Makes one of the replicas that wait in `admit` ask again."""
+    """Makes one of the waiting replicas ask for admission once more."""
     return self._retries.enqueue([tf.constant(True)])
 
   def _is_this(self, replica: int | tf.Tensor) -> tf.Tensor:
     return tf.range(self._num_replicas, dtype=tf.int64) == replica
 
   def _send(self, kind: protocol.MessageType, *fields) -> tf.Operation | None:
-    """Sends a message to the chief; `fields` follow `_Progress.kind`."""
+    """Sends a message about the progress of asynchronous updates to the chief.
+
+    Args:
+      kind: The type of the message.
+      *fields: The other fields of `_Progress`, in order.
+    """
     with tf.device(self._device):
       message = _Progress(int(kind), *fields)
       return self._progress.enqueue([_LAYOUT.pack(message)])
 
 
 def _count(table: tf.Variable, row: int | tf.Tensor, column: tf.Tensor) -> None:
-  """Adds 1 to an element of `table`.
+  """Adds 1 to an element of `table`, a variable that holds counts.
 
   Args:
     table: int64 [rows, columns].

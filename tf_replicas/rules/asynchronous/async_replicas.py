@@ -43,7 +43,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
      gradients.
   3. Ask for admission, under a lock on PS task 0. The staleness is the number
      of updates finished or in progress, minus the step that was pulled.
-     Policies admit or refuse the whole set, before its gradients are sent. No
+     Policies admit or refuse the whole set of gradients, before it is sent. No
      update is admitted beyond the step given to `stop_at`.
   4. Send the gradients. On each PS task, apply the inner optimizer to the
      shards there, then update their averages. With `use_locking` only one
@@ -77,8 +77,9 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   Attributes:
     total_num_replicas: M, the number of replicas that apply gradients.
     refresh_every: K, the number of gradients that a replica computes per read.
-    policy: All policies, combined into one.
-    admission: Admits and counts gradients; set by `build`.
+    policy: All policies for stale gradients, combined into one.
+    admission: Decides which gradients are applied, and counts them; set by
+      `build`.
   """
 
   def __init__(
@@ -101,19 +102,21 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     wire_dtype: str | None = None,
     name: str = "async_replicas",
   ):
-    """Wraps `optimizer`.
+    """Makes a rule for asynchronous updates by `optimizer`.
 
     Args:
-      optimizer: The inner optimizer. `OptimizerRule` documents the arguments
-        that are not listed here.
+      optimizer: The optimizer that applies the gradients. `OptimizerRule`
+        documents the arguments that are not listed here.
       total_num_replicas: M, the number of replicas.
       use_locking: Whether updates of one variable exclude each other.
       snapshot_reads: Whether updates, and reads of all variables, are atomic.
-      policies: What to do about stale gradients. All policies are combined.
-      gradients_per_update: c, the sets of gradients in one update.
-      refresh_every: K, the gradients that a replica computes per read.
-      has_chief_statistics: Whether only replica 0 changes statistics, such as
-        moving means of batch normalization.
+      policies: Decide what to do about gradients that were computed from old
+        variables. All policies are combined.
+      gradients_per_update: c, the number of sets of gradients in one update.
+      refresh_every: K, the number of gradients that a replica computes from one
+        read of the variables.
+      has_chief_statistics: Whether only replica 0 changes statistics (variables
+        without gradients, such as moving means of batch normalization).
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -143,7 +146,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
   @property
   def read_needs(self) -> frozenset[str]:
-    """Names of what `pull` does besides reading every variable."""
+    """Names of what `pull` does besides reading the variables.
+
+    `snapshot_reads` stands for a read that no update interrupts, and `copies`
+    for keeping copies of what each replica read.
+    """
     needs = {"snapshot_reads": self._snapshot_reads}
     needs["copies"] = self.policy.compensate is not None
     return frozenset(name for name, is_needed in needs.items() if is_needed)
@@ -155,7 +162,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     is_sparse: Sequence[bool] | None = None,
     namespace: resources.Namespace | None = None,
   ) -> None:
-    """See `UpdateRule.build`."""
+    """Creates the rule's shared objects on the PS tasks, or attaches to them.
+
+    Implements `UpdateRule.build`, which documents the arguments.
+    """
     if any(is_sparse or ()):
       self._check_sparse()
     if self._snapshot_reads:
@@ -193,7 +203,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       )
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """See `UpdateRule.create`."""
+    """Assigns all first values, or takes over an earlier chief's training.
+
+    Implements `UpdateRule.create`, which documents the arguments.
+    """
     if not resumed:
       self.admission.initialize()
       self._own_update.initialize()
@@ -209,12 +222,18 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         self.resume()
 
   def start(self) -> None:
-    """Does nothing: there are no unfinished contributions to clear."""
+    """Does nothing, as a new chief has nothing to prepare under this rule.
+
+    Replicas apply their gradients at once, so none waits for the chief.
+    """
 
   def _build_inner(self, *, is_chief: bool) -> None:
-    """Builds the inner optimizer, unless it is built.
+    """Builds the inner optimizer, the user's, unless that is done.
 
     The chief must do so before other clients, which use its learning rate.
+
+    Args:
+      is_chief: Whether this process is the chief.
     """
     if self._is_inner_built:
       return
@@ -234,7 +253,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     self._is_inner_built = True
 
   def signature(self) -> dict[str, object]:
-    """See `UpdateRule.signature`."""
+    """Returns the settings that must be equal in the chief and all workers.
+
+    Returns:
+      The settings by name, of types that JSON can represent.
+    """
     return {
       "name": self.name,
       "total_num_replicas": self.total_num_replicas,
@@ -250,17 +273,19 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   # The replica's half.
 
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Reads the variables; see `GradientRule.pull`.
+    """Reads the variables for a replica; to be used inside a `tf.function`.
 
-    If the policy compensates gradients, the PS tasks keep a copy of the values
-    that the replica read.
+    If the policy compensates stale gradients, the PS tasks keep a copy of the
+    values that the replica read. Implements `GradientRule.pull`, which
+    documents the argument and the result.
     """
     return self._own_update.pull(replica)
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
-    """See `UpdateRule.begin`.
+    """Reads the parameters with which a replica starts.
 
+    Implements `UpdateRule.begin`, which documents the argument and the result.
     With `refresh_every` > 1, the last tensor of the state counts the steps
     since the last read.
     """
@@ -279,10 +304,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     token: step_token.StepToken,
     records_times: bool = False,
   ) -> rule_base.ReplicaStep:
-    """Makes one step of a replica; see `UpdateRule.contribute`.
+    """Makes one step of a replica: computes gradients and has them applied.
 
     The step ends with a read of the variables only if `refresh_every` gradients
-    were computed since the last read, or the gradients were refused.
+    were computed since the last read, or the gradients were refused. Implements
+    `UpdateRule.contribute`, which documents the arguments and the result.
     """
     if self.refresh_every == 1:
       return super().contribute(
@@ -317,7 +343,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     num_examples: tf.Tensor | int = 0,
     preadmitted_tag: tf.Tensor | None = None,
   ) -> step_token.StepToken:
-    """Applies one set of gradients; see `GradientRule.apply_gradients`."""
+    """Applies one replica's gradients to the variables, if they are admitted.
+
+    Waits where a policy demands it. Implements `GradientRule.apply_gradients`,
+    which documents the arguments.
+    """
     del preadmitted_tag
     self.check_built()
     self._build_inner(is_chief=False)
@@ -364,10 +394,12 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     """Sends and applies the gradients, if they are admitted.
 
     Args:
-      gradients: One per element of `store.contributed`.
+      gradients: One per element of `store.contributed` (the trainable
+        variables, then the variables without gradients).
       replica: The index of the replica that computed the gradients.
       admission: The decision on the gradients.
-      finish: See `OwnUpdate.__call__`.
+      finish: Counts the gradients, and returns the new global step. It is
+        called with whether they completed an update.
 
     Returns:
       The global step to continue from, or `step_token.ENDED`; and, in seconds
@@ -403,13 +435,14 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   # The chief's half.
 
   def stop_at(self, step: int) -> None:
-    """Admits no update that would take the global step beyond `step`."""
+    """Lets replicas make no update that would go beyond global step `step`."""
     self.admission.stop_at(step)
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Waits for an update; combines all updates since the last call into one.
+    """Waits for an update, and reports all updates since the last call as one.
 
-    See `UpdateRule.apply_updates`.
+    The replicas make the updates. Implements `UpdateRule.apply_updates`, which
+    documents the errors.
     """
     del max_updates
     self.check_built()
@@ -419,11 +452,17 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   # For the driver that watches and ends the training.
 
   def counts(self) -> list[results.Counts]:
-    """See `UpdateRule.counts`; `late` counts gradients dropped as too stale."""
+    """Returns how many sets of gradients of each replica were used or dropped.
+
+    `Counts.late` counts the sets that were dropped as too stale.
+    """
     return self.admission.counts()
 
   def status(self) -> results.StepStatus:
-    """Returns which replicas wait or are lost; see `UpdateRule.status`."""
+    """Returns for each replica whether it waits for slower ones or is lost.
+
+    The other fields of the result are constant.
+    """
     status = np.full(self.total_num_replicas, protocol.Status.COMPUTING)
     status[self._clocks.is_waiting().numpy()] = protocol.Status.WAITING
     status[self.admission.is_lost().numpy()] = protocol.Status.LOST
@@ -436,9 +475,13 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     )
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Lets the other replicas continue without waiting for `replica`.
+    """Lets the other replicas continue without waiting for a lost replica.
 
     They wait for it again once it takes part again, after a restart.
+
+    Args:
+      replica: The index of the lost replica.
+      tag: Not used.
     """
     del tag
     self._lose(replica)
@@ -449,45 +492,67 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     self.admission.declare_lost(replica)
 
   def interrupt(self) -> None:
-    """See `UpdateRule.interrupt`."""
+    """Ends the wait of `apply_updates`, which runs in another thread.
+
+    `apply_updates` then raises `Interrupted`.
+    """
     self.admission.wake()
 
   @tf.function(autograph=False)
   def end_replicas(self) -> None:
     """Refuses gradients from now on, which tells replicas that training ended.
 
-    Replicas that wait for slower ones may continue, and are told so as well.
+    Replicas that wait for slower replicas stop waiting, and are told as well.
     """
     self.admission.end()
     self._clocks.open()
 
   def trace_ahead(self) -> None:
-    """See `UpdateRule.trace_ahead`."""
+    """Traces all functions that may have to be called while a task hangs.
+
+    A client that traces a function waits for all tasks (TensorFlow 2.21), so
+    these functions could not be traced while a task hangs.
+    """
     super().trace_ahead()
     self.end_replicas.get_concrete_function()
     self.admission.trace_ahead()
     self._lose.get_concrete_function()
 
   def suspend(self) -> results.Update | None:
-    """See `OptimizerRule.suspend`."""
+    """Refuses all gradients, and waits until none is being applied.
+
+    `SwitchingOptimizer` calls it when it changes to another rule.
+
+    Returns:
+      One report that combines all updates that `apply_updates` has not returned
+      yet; None if there are none.
+    """
     self.end_replicas()
     self.admission.await_idleness()
     return self.admission.collect_rest(self.inner.learning_rate)
 
   def resume(self) -> None:
-    """See `OptimizerRule.resume`."""
+    """Takes gradients of replicas again after `suspend`.
+
+    `SwitchingOptimizer` calls it when it changes to this rule.
+    """
     self._clocks.initialize()
     self.admission.resume()
 
   def release_replica(self, replica: int) -> None:
     """Tells all replicas, not only `replica`, that training has ended.
 
-    They all have the chief that was lost. See `UpdateRule.release_replica`.
+    Called in the process of `replica` when the chief, which all replicas share,
+    is lost.
     """
     del replica
     self.end_replicas()
 
   def close(self) -> None:
-    """See `UpdateRule.close`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
     self._clocks.close()
     self.admission.close()

@@ -1,8 +1,9 @@
 """Applies the gradients of one replica to the variables on the PS tasks.
 
-The replica's program sends the gradients there, compensates them for staleness,
-and applies them, optionally under locks, or sums several sets first. `pull` is
-the matching read.
+Asynchronous rules use it. The replica's program sends the gradients to the PS
+tasks, compensates them for staleness (updates made since the replica read the
+variables), and applies them, optionally under locks, or sums several sets
+first. `OwnUpdate.pull` reads the variables in a way that suits these updates.
 """
 
 import functools
@@ -23,7 +24,9 @@ from tf_replicas.store import parameter_store
 
 
 class _TaskGradients(NamedTuple):
-  """One set of gradients for one PS task, ready to be sent.
+  """One replica's gradients for one PS task, ready to be sent.
+
+  A shard is a part of a variable, or all of it, on the task.
 
   Attributes:
     parcel: Packs and unpacks the dense gradients.
@@ -40,7 +43,10 @@ class _TaskGradients(NamedTuple):
 
 
 class OwnUpdate:
-  """Reads and updates the variables for replicas that do not wait."""
+  """Reads and updates the variables for replicas of an asynchronous rule.
+
+  Each replica applies its own gradients, without waiting for other replicas.
+  """
 
   def __init__(
     self,
@@ -53,21 +59,25 @@ class OwnUpdate:
     snapshot_reads: bool,
     gradients_per_update: int,
   ):
-    """Creates the locks and copies on the PS tasks, or attaches to them.
+    """Creates locks and variables on the PS tasks, or attaches to them.
+
+    The variables are copies of what each replica read, if the policy needs
+    them, and the sums of gradients, if an update applies several sets.
 
     Args:
       store: Holds the variables.
       update: Applies gradients to the variables.
       num_replicas: The number of replicas.
-      policy: What to do about stale gradients.
-      use_locking: Whether only one replica at a time updates the variables of
-        a PS task.
+      policy: Decides what to do about stale gradients, those computed from old
+        variables.
+      use_locking: Whether only one replica at a time updates the variables of a
+        PS task.
       snapshot_reads: Whether each update, and each read of all variables, is
         atomic.
       gradients_per_update: The number of sets of gradients in an update. If it
         is more than 1, sets are summed under one lock for all PS tasks.
-        Checkpoints include an unfinished sum, which is lost if training
-        resumes with another number.
+        Checkpoints include an unfinished sum, which is lost if training resumes
+        with another number.
     """
     self._per_update = gradients_per_update
     self._store = store
@@ -94,7 +104,10 @@ class OwnUpdate:
         self._sums[index] = store.create_like(index, kind)
 
   def initialize(self) -> None:
-    """Sets the sums to 0. The chief calls it once, in a new training."""
+    """Sets the sums of gradients for the next update to 0.
+
+    The chief calls it once, in a new training.
+    """
     for sums in self._sums.values():
       for total in sums:
         total.assign(tf.zeros(total.shape, total.dtype))
@@ -102,8 +115,9 @@ class OwnUpdate:
   def _make_copies(self) -> None:
     """Creates variables for the values that each replica read last.
 
-    They are next to the trainable variables, one per replica and shard. Only a
-    policy that compensates gradients needs them.
+    They are beside the trainable variables on the PS tasks, one per replica and
+    shard (part of a variable). Only a policy that compensates stale gradients
+    needs them.
     """
     self._copies: dict[tuple[int, int], list[tf.Variable]] = {}
     for index in self._store.trainable if self._policy.compensate else ():
@@ -118,7 +132,10 @@ class OwnUpdate:
 
   @tf.autograph.experimental.do_not_convert
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Reads the variables; to be used inside a `tf.function`.
+    """Reads the variables for a replica; to be used inside a `tf.function`.
+
+    If stale gradients are compensated, also keeps a copy of the values on the
+    PS tasks.
 
     Args:
       replica: The index of the replica that reads, in [0, total_num_replicas).
@@ -158,7 +175,7 @@ class OwnUpdate:
     pending: tf.Variable,
     finish: Callable[[tf.Tensor | bool], tf.Tensor],
   ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Applies the gradients that were sent, or adds them to the sums.
+    """Applies one replica's gradients, or adds them to sums for an update.
 
     To be used inside a `tf.function`.
 
@@ -166,12 +183,12 @@ class OwnUpdate:
       replica: The index of the replica that computed the gradients.
       parts: The gradients on the PS tasks, the result of `send`.
       version: int64 scalar, the number of updates before this one.
-      staleness: int64 scalar, the number of updates since the variables were
-        read.
+      staleness: int64 scalar, the number of updates since the replica read the
+        variables.
       pending: int64 scalar variable, the number of sets of gradients in the
-        sums; `finish` changes it.
-      finish: Counts this set of gradients. Called once, with True if the set
-        completed an update, else False; either may be a tensor.
+        sums; `finish` changes this number.
+      finish: Counts this set of gradients. It is called once, with a bool or a
+        bool tensor: whether the set completed an update.
 
     Returns:
       The result of `finish`; and two times, in float64 seconds since 1970: when
@@ -220,7 +237,16 @@ class OwnUpdate:
       return step, arrived_at, step_token.now(step)
 
   def _present(self, parts) -> list[bool]:
-    """Finds out which elements of the store's `contributed` have a gradient."""
+    """Finds out for which variables a replica has gradients.
+
+    Args:
+      parts: For each PS task, one gradient or None per shard (part of a
+        variable).
+
+    Returns:
+      One bool per element of the store's `contributed` (the trainable
+      variables, then the variables without gradients).
+    """
     present = [False] * len(self._store.contributed)
     for task, gradients in enumerate(parts):
       shards = self._store.contributed_shards(task)
@@ -229,7 +255,18 @@ class OwnUpdate:
     return present
 
   def _add(self, replica, parts, factor) -> tf.Tensor:
-    """Adds one set of gradients to the sums."""
+    """Adds one replica's gradients to the sums for the next update.
+
+    Args:
+      replica: The index of the replica.
+      parts: For each PS task, one gradient or None per shard (part of a
+        variable).
+      factor: Scalar by which gradients of trainable variables are multiplied;
+        or None.
+
+    Returns:
+      A tensor; a control dependency on it waits until the gradients are added.
+    """
 
     @tf.function(autograph=False)
     def add():
@@ -256,9 +293,19 @@ class OwnUpdate:
   def _apply_sums(self, present, version) -> tf.Tensor:
     """Applies the means of the summed gradients, and resets the sums.
 
-    A set may lack a gradient that an earlier set had. So all variables are
-    updated for which any set traced in this process had a gradient. The sums of
-    other variables are kept.
+    A set of gradients may lack a gradient that an earlier set had. So all
+    variables are updated for which any set traced in this process had a
+    gradient. The sums of other variables are kept.
+
+    Args:
+      present: For each element of the store's `contributed` (the trainable
+        variables, then the variables without gradients), whether the present
+        set has a gradient.
+      version: int64 scalar, the number of updates before this one.
+
+    Returns:
+      The result of the `Applier`, on which control dependencies wait for the
+      update.
     """
     self._has_sum = [
       a or b for a, b in zip(self._has_sum, present, strict=True)
@@ -279,7 +326,17 @@ class OwnUpdate:
     return self._update(present, version, take, self._per_update)
 
   def _compensated(self, replica, owner, gradient) -> tf.Tensor:
-    """Compensates the gradient of a shard by the policy."""
+    """Compensates a stale gradient of a shard, as the policy says.
+
+    A shard is a part of a variable, or all of it, on a PS task. The policy gets
+    the shard's present value and the value that the replica read.
+
+    Args:
+      replica: The index of the replica that computed the gradient.
+      owner: The position of the variable in the store, and the number of the
+        shard.
+      gradient: The gradient of the shard.
+    """
     index, number = owner
     read = resources.switch(
       replica, self._copies[owner], lambda copy: copy.read_value()
@@ -290,7 +347,15 @@ class OwnUpdate:
   def _compensate_all(
     self, replica: int | tf.Tensor, pairs: Sequence[applier.Pair]
   ) -> list[applier.Pair]:
-    """Compensates all (gradient, variable) pairs of one PS task."""
+    """Compensates all stale gradients of one PS task, as the policy says.
+
+    Args:
+      replica: The index of the replica that computed the gradients.
+      pairs: (gradient, variable) pairs.
+
+    Returns:
+      The pairs, with the compensated gradients.
+    """
     if self._policy.compensate is None:
       return list(pairs)
     owners = {
@@ -305,10 +370,11 @@ class OwnUpdate:
   def pack(
     self, gradients: Sequence[parameter_store.Gradient]
   ) -> list[_TaskGradients]:
-    """Packs one set of gradients; to be used inside a `tf.function`.
+    """Packs a replica's gradients for sending; inside a `tf.function`.
 
     Args:
-      gradients: One per element of the store's `contributed`, each of a whole
+      gradients: One per element of the store's `contributed` (the trainable
+        variables, then the variables without gradients), each of a whole
         variable's shape, or None.
 
     Returns:
@@ -337,7 +403,10 @@ class OwnUpdate:
   def send(
     self, by_task: Sequence[_TaskGradients]
   ) -> list[list[parameter_store.Gradient]]:
-    """Sends packed gradients; to be used inside a `tf.function`.
+    """Sends packed gradients to the PS tasks; inside a `tf.function`.
+
+    Args:
+      by_task: The result of `pack`.
 
     Returns:
       For each PS task the gradients of its `contributed_shards`, on that task.

@@ -13,7 +13,10 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """What an asynchronous rule does about stale gradients.
+  """A policy for stale gradients in asynchronous updates.
+
+  The staleness of a gradient is the number of updates made after its variables
+  were read and before the gradient is applied.
 
   All functions are optional. For example, this policy divides the learning rate
   by the square root of the staleness plus 1:
@@ -23,7 +26,7 @@ class Policy:
   Attributes:
     name: The name of the policy, equal in all programs of a training.
     admits: Maps the staleness, an int64 scalar, to a bool scalar: whether the
-      gradients are applied. Refused sets of gradients are dropped as a whole,
+      gradients are applied. A refused set of gradients is dropped as a whole,
       and counted.
     rate_factor: Maps the staleness, a float32 scalar, to a scalar by which the
       learning rate is multiplied.
@@ -49,10 +52,14 @@ class Policy:
 
 
 def drop_stale(max_staleness: int) -> Policy:
-  """Drops gradients whose staleness exceeds `max_staleness`.
+  """Makes a policy that drops gradients that are too stale.
 
-  `DropStaleGradientOptimizer` of TF1's contrib did the same. Here, the decision
-  is exact even if several replicas ask at once.
+  The staleness of a gradient is the number of updates made after its variables
+  were read. `DropStaleGradientOptimizer` of TF1's contrib did the same. Here,
+  the decision is exact even if several replicas ask at once.
+
+  Args:
+    max_staleness: The largest staleness with which gradients are applied.
 
   Raises:
     ValueError: If `max_staleness` is negative.
@@ -67,23 +74,28 @@ def drop_stale(max_staleness: int) -> Policy:
 
 
 def bounded_staleness(max_lead: int) -> Policy:
-  """Makes a replica wait while it is more than `max_lead` updates ahead.
+  """Makes a policy by which fast replicas wait for the slowest one.
 
-  The lead is counted from the slowest replica. A replica waits before it reads
-  the variables. This is the stale-synchronous parameter server (Ho et al. 2013,
-  section 2): a read includes all updates of every replica, except at most the
-  last `max_lead` of each. If `max_lead` is 0, all replicas read the same, and
-  all apply their gradients before any of them reads again. This is a
-  synchronous step, applied as M updates for M replicas. Without this policy no
-  replica waits.
+  A replica waits before it reads the variables while it is more than `max_lead`
+  updates ahead of the slowest replica. This is the stale-synchronous parameter
+  server (Ho et al. 2013, section 2): a read includes all updates of every
+  replica, except at most the last `max_lead` of each. If `max_lead` is 0, all
+  replicas read the same values, and all apply their gradients before any of
+  them reads again. This is a synchronous step, applied as M updates for M
+  replicas. Without this policy no replica waits.
+
+  Args:
+    max_lead: The largest number of updates by which a replica may be ahead.
   """
   return Policy(f"bounded_staleness({max_lead})", max_lead=max_lead)
 
 
 def staleness_aware() -> Policy:
-  """Divides the learning rate by the staleness, if that is more than 1.
+  """Makes a policy that divides the learning rate by the staleness.
 
-  After Zhang et al. 2015, "Staleness-aware async-SGD", section 3.
+  The staleness of a gradient is the number of updates made after its variables
+  were read. The rate is not changed if the staleness is 0 or 1. After Zhang et
+  al. 2015, "Staleness-aware async-SGD", section 3.
   """
   return Policy(
     "staleness_aware", rate_factor=lambda s: 1.0 / tf.maximum(s, 1.0)
@@ -91,12 +103,18 @@ def staleness_aware() -> Policy:
 
 
 def delay_compensated(variance: float) -> Policy:
-  """Adds `variance * g * g * (now - read)` to a gradient `g`.
+  """Makes a policy that corrects stale gradients to first order.
 
-  `now` is the variable's present value, and `read` the value that the replica
-  read. This is DC-ASGD with a constant factor (Zheng et al. 2017, section 4).
-  `DelayCompensatedGradientDescentOptimizer` of TF1's contrib calls the factor
-  `variance_parameter`.
+  A stale gradient was computed from values of the variables that have changed
+  since. To a gradient `g`, the policy adds `variance * g * g * (now - read)`,
+  where `now` is the variable's present value, and `read` the value that the
+  replica read. This is DC-ASGD with a constant factor (Zheng et al. 2017,
+  section 4).
+
+  Args:
+    variance: The factor of the correction.
+      `DelayCompensatedGradientDescentOptimizer` of TF1's contrib calls it
+      `variance_parameter`.
   """
   return Policy(
     f"delay_compensated({variance})",
@@ -105,7 +123,7 @@ def delay_compensated(variance: float) -> Policy:
 
 
 def combine(policies: Sequence[Policy]) -> Policy:
-  """Combines policies into one.
+  """Combines policies for stale gradients into one.
 
   Gradients are applied if all policies admit them. Rate factors are multiplied,
   compensations are made in the order of `policies`, and the smallest `max_lead`

@@ -23,11 +23,13 @@ LOST = 1 << 60
 
 
 class State(NamedTuple):
-  """The state of a barrier for R replicas; int64 [R] each.
+  """The state of a barrier at which R replicas may wait; int64 [R] each.
 
   Attributes:
-    clocks: How often each replica came to the barrier, or `LOST`.
-    waiting: The tag under which each replica waits there, or `NOBODY`.
+    clocks: How often each replica came to the barrier; `LOST` for a lost
+      replica, for which no other waits.
+    waiting: The tag under which each replica waits at the barrier (the time of
+      its arrival in microseconds), or `NOBODY` (-1) if it does not wait.
   """
 
   clocks: tf.Tensor
@@ -42,15 +44,18 @@ def arrive(
   max_lead: int,
   is_open: tf.Tensor | bool = False,
 ) -> tuple[State, tf.Tensor]:
-  """Sets the clock of `replica`, and finds the replicas that may pass.
+  """Records that a replica came to a barrier, and finds who may pass.
+
+  A replica may pass if it has come at most `max_lead` times more often than the
+  slowest replica. This is a pure function.
 
   Args:
-    state: The state before the call.
+    state: The state of the barrier before the call.
     replica: int64 scalar, the index of the replica; `NOBODY` changes no clock.
     clock: int64 scalar, how often the replica came, this time included, or
-      `LOST`.
-    tag: int64 scalar, the tag under which the replica waits; `NOBODY` if it
-      does not wait.
+      `LOST` if no other replica shall wait for it.
+    tag: int64 scalar, the tag under which the replica waits (the time of its
+      arrival in microseconds); `NOBODY` if it does not wait.
     max_lead: The largest difference to the slowest replica's clock with which a
       replica may pass.
     is_open: bool scalar, whether all replicas may pass.
@@ -74,7 +79,8 @@ class Barrier:
   """A barrier that a replica passes if it is not too far ahead of others.
 
   The *clock* of a replica counts how often the replica came to the barrier. A
-  replica passes if its clock is at most `max_lead` above the smallest clock.
+  replica passes if its clock is at most `max_lead` above the smallest clock of
+  all replicas that are not lost.
   """
 
   def __init__(
@@ -85,13 +91,15 @@ class Barrier:
     max_lead: int,
     device: str,
   ):
-    """Creates the objects on `device`, or attaches to them.
+    """Creates the barrier's variables, lock and queues, or attaches to them.
 
     Args:
-      namespace: A namespace of shared names, used by this barrier alone.
+      namespace: The scope of the names of these objects, used by this barrier
+        alone.
       num_replicas: R, the number of replicas.
-      max_lead: See `arrive`.
-      device: The device of PS task 0.
+      max_lead: By how much more often than the slowest replica a replica may
+        pass.
+      device: The device of PS task 0, which holds the objects.
     """
     self._max_lead = max_lead
     self._device = device
@@ -109,9 +117,10 @@ class Barrier:
       ]
 
   def initialize(self) -> None:
-    """Sets all clocks to 0, with no replica waiting, and closes the barrier.
+    """Closes the barrier, and forgets how often each replica came to it.
 
-    The chief calls it once, in a new training. It undoes `open`.
+    A closed barrier makes fast replicas wait for the slowest one. The chief
+    calls this method once, in a new training, or to undo `open`.
     """
     zeros = tf.zeros([self._num_replicas], tf.int64)
     self._is_open.assign(False)
@@ -119,29 +128,33 @@ class Barrier:
     self._state.waiting.assign(zeros + NOBODY)
 
   def clocks(self) -> tf.Tensor:
-    """Reads how often each replica came, or `LOST`, as int64 [R]."""
+    """Reads how often each of R replicas came to the barrier, as int64 [R].
+
+    It is `LOST` for a lost replica.
+    """
     with tf.device(self._device):
       return self._state.clocks.read_value()
 
   def is_waiting(self) -> tf.Tensor:
-    """Reads whether each replica waits at this barrier, as bool [R]."""
+    """Reads whether each of R replicas waits for slower ones, as bool [R]."""
     return self._state.waiting.read_value() != NOBODY
 
   def enter(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
-    """Comes to the barrier for the `clock`th time and waits until it may pass.
+    """Makes a replica wait at the barrier until it may pass.
 
     To be used inside a `tf.function`.
 
     Args:
-      replica: The index of the replica.
-      clock: int64 scalar, the result of `StalenessClocks.next_clock`.
+      replica: The index of the replica that comes to the barrier.
+      clock: int64 scalar, how often the replica came to the barrier, this time
+        included.
 
     Returns:
       A tensor; a control dependency on it waits until the replica may pass.
 
     Raises:
-      tf.errors.OutOfRangeError, tf.errors.CancelledError: After `close`, at
-        run time.
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: After `close`, at run
+        time.
     """
     with tf.device(self._device):
       tag = step_token.microseconds(step_token.now())
@@ -154,7 +167,14 @@ class Barrier:
         return tf.identity(tag)
 
   def _arrive(self, replica, clock, tag) -> list[tf.Tensor]:
-    """Applies `arrive` under the lock; returns [`tag`] when that is done."""
+    """Records that a replica came, and lets the replicas pass that may.
+
+    Changes the shared state of the barrier by the function `arrive`, under the
+    lock of the barrier.
+
+    Returns:
+      A list of one tensor, `tag`, which is available when the state is changed.
+    """
 
     def change():
       state = State(*[v.read_value() for v in self._state])
@@ -181,21 +201,33 @@ class Barrier:
       )
 
   def declare_lost(self, replica: tf.Tensor) -> None:
-    """Makes the barrier ignore `replica` until that replica comes again."""
+    """Lets other replicas pass the barrier without waiting for a lost replica.
+
+    They wait for it again once it comes to the barrier again.
+
+    Args:
+      replica: int64 scalar, the index of the lost replica.
+    """
     with tf.device(self._device):
       self._arrive(
         replica, tf.constant(LOST, tf.int64), tf.constant(NOBODY, tf.int64)
       )
 
   def open(self) -> None:
-    """Lets all replicas pass from now on; inside a `tf.function`."""
+    """Lets all replicas pass the barrier from now on, without waiting.
+
+    To be used inside a `tf.function`.
+    """
     with tf.device(self._device):
       self._is_open.assign(True)
       nobody = tf.constant(NOBODY, tf.int64)
       self._arrive(nobody, nobody, nobody)
 
   def close(self) -> None:
-    """Closes the queues: waiting replicas get `OutOfRangeError`."""
+    """Closes the queues at which replicas wait for slower replicas.
+
+    Replicas that wait get `OutOfRangeError`.
+    """
     for queue in self._passes:
       queue.close()
 
@@ -203,12 +235,13 @@ class Barrier:
 class StalenessClocks:
   """The barriers of an asynchronous step, which bound the staleness.
 
-  After its update a replica waits until no other replica is more than
-  `max_lead` updates behind it. So its next read includes all updates of every
-  replica, except at most the last `max_lead` of each (Ho et al. 2013, section
-  2). If `max_lead` is 0, a replica also waits before its update until all
-  replicas have computed their gradients, so that no replica's read includes an
-  update of the same step.
+  The staleness of a gradient is the number of updates made after its variables
+  were read. After its update a replica waits until no other replica is more
+  than `max_lead` updates behind it. So its next read includes all updates of
+  every replica, except at most the last `max_lead` of each (Ho et al. 2013,
+  section 2). If `max_lead` is 0, a replica also waits before its update until
+  all replicas have computed their gradients, so that no replica's read includes
+  an update of the same step.
   """
 
   def __init__(
@@ -219,14 +252,14 @@ class StalenessClocks:
     max_lead: int | None,
     device: str,
   ):
-    """Creates the objects on `device`, or attaches to them.
+    """Creates the barriers that bound the staleness, or attaches to them.
 
     Args:
-      namespace: The namespace of the names of the shared objects.
+      namespace: The scope of the names of the barriers' shared objects.
       num_replicas: R, the number of replicas.
       max_lead: The largest number of updates by which a replica may be ahead of
         the slowest one. None: no limit, and no barrier.
-      device: The device of PS task 0.
+      device: The device of PS task 0, which holds the shared objects.
     """
     self._device = device
     self._num_replicas = num_replicas
@@ -244,18 +277,25 @@ class StalenessClocks:
     self._barriers = [b for b in (self._after, self._before) if b is not None]
 
   def initialize(self) -> None:
-    """Initializes all barriers; see `Barrier.initialize`.
+    """Closes all barriers, and forgets how often each replica came to them.
 
-    The chief calls it once, in a new training.
+    At a barrier, fast replicas wait for the slowest one. The chief calls this
+    method once, in a new training, or to undo `open`.
     """
     for barrier in self._barriers:
       barrier.initialize()
 
   def next_clock(self, replica: int | tf.Tensor) -> tf.Tensor:
-    """Returns the clock of `replica`, this step included: an int64 scalar.
+    """Returns how many steps a replica has made, this step included.
 
     To be used inside a `tf.function`. A lost replica that comes back continues
-    from the clock of the slowest replica.
+    from the number of the slowest replica.
+
+    Args:
+      replica: The index of the replica.
+
+    Returns:
+      int64 scalar, the `clock` for `before` and `after`.
     """
     with tf.device(self._device):
       if self._after is None:
@@ -266,35 +306,68 @@ class StalenessClocks:
       return tf.gather(clock, replica) + 1
 
   def before(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
-    """Passes the barrier before the update; see `Barrier.enter`."""
+    """Makes a replica wait before its update, if `max_lead` is 0.
+
+    It waits until all replicas have computed their gradients.
+
+    Args:
+      replica: The index of the replica.
+      clock: The result of `next_clock`.
+
+    Returns:
+      A tensor; a control dependency on it waits until the replica may go on.
+    """
     if self._before is None:
       return clock
     return self._before.enter(replica, clock)
 
   def after(self, replica: int | tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
-    """Passes the barrier after the update; see `Barrier.enter`."""
+    """Makes a replica wait after its update, unless `max_lead` is None.
+
+    It waits until no replica is more than `max_lead` updates behind it.
+
+    Args:
+      replica: The index of the replica.
+      clock: The result of `next_clock`.
+
+    Returns:
+      A tensor; a control dependency on it waits until the replica may go on.
+    """
     if self._after is None:
       return clock
     return self._after.enter(replica, clock)
 
   def is_waiting(self) -> tf.Tensor:
-    """Reads whether each replica waits at a barrier, as bool [R]."""
+    """Reads whether each of R replicas waits for slower ones, as bool [R]."""
     is_waiting = tf.zeros([self._num_replicas], tf.bool)
     for barrier in self._barriers:
       is_waiting |= barrier.is_waiting()
     return is_waiting
 
   def declare_lost(self, replica: tf.Tensor) -> None:
-    """Makes all barriers ignore `replica` until that replica comes again."""
+    """Lets other replicas pass all barriers without waiting for a lost replica.
+
+    They wait for it again once it comes to a barrier again.
+
+    Args:
+      replica: int64 scalar, the index of the lost replica.
+    """
     for barrier in self._barriers:
       barrier.declare_lost(replica)
 
   def open(self) -> None:
-    """Lets all replicas pass from now on; inside a `tf.function`."""
+    """Lets all replicas pass all barriers from now on.
+
+    At a barrier, fast replicas wait for the slowest one. To be used inside a
+    `tf.function`.
+    """
     for barrier in self._barriers:
       barrier.open()
 
   def close(self) -> None:
-    """Closes the queues: waiting replicas get `OutOfRangeError`."""
+    """Closes the queues at which replicas wait for slower replicas.
+
+    Replicas that wait get `OutOfRangeError`.
+    """
     for barrier in self._barriers:
       barrier.close()

@@ -1,11 +1,11 @@
 """Makes local steps: a replica trains its own copy on several batches.
 
-Replicas make local steps between two exchanges with the shared variables; see
-`periodic_averaging`. The copy of the variables, and the slots of the optimizer,
-are tensors that a replica carries from batch to batch, since a worker of the
-in-graph driver has no variables of its own. Only the learning rate (once per
-period) and the flag that ends training (once per batch) are read from PS task
-0.
+A replica makes local steps between two exchanges with the shared variables, as
+`periodic_averaging` explains. The copy of the variables, and the slots of the
+optimizer, are tensors that a replica carries from batch to batch, since a
+worker of the in-graph driver has no variables of its own. Only the learning
+rate (once per period, which is the local steps between two exchanges) and the
+flag that ends training (once per batch) are read from PS task 0.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,15 @@ class LocalOptimizer:
   """Applies a Keras optimizer as a function of tensors, without variables.
 
   A call takes the optimizer's state as tensors, and returns the new state.
-  Keras' `stateless_apply` does the same, but not with TensorFlow (Keras 3.15).
+  `stateless_apply` of a Keras optimizer has this purpose too, but it does not
+  work with TensorFlow (Keras 3.15).
 
   Attributes:
     optimizer: The Keras optimizer.
   """
 
   def __init__(self, optimizer: keras.optimizers.Optimizer):
-    """Wraps `optimizer`, which must not be built yet.
+    """Wraps `optimizer`, a Keras optimizer that is not built yet.
 
     Raises:
       TypeError: If `optimizer` is not a Keras optimizer.
@@ -62,7 +63,10 @@ class LocalOptimizer:
 
   @property
   def learning_rate(self) -> float:
-    """Learning rate of `optimizer` in this process; `apply` does not use it."""
+    """Learning rate of the Keras optimizer in this process.
+
+    `apply` does not use it, but takes the rate as an argument.
+    """
     return float(self.optimizer.learning_rate)
 
   @learning_rate.setter
@@ -70,11 +74,11 @@ class LocalOptimizer:
     self.optimizer.learning_rate = rate
 
   def copy(self) -> "LocalOptimizer":
-    """Makes an optimizer with the same settings that shares no state."""
+    """Makes a `LocalOptimizer` with equal settings and a state of its own."""
     return LocalOptimizer(keras_internals.copy_of(self.optimizer))
 
   def build(self, store: parameter_store.ParameterStore) -> None:
-    """Builds the optimizer for the trainable variables of `store`.
+    """Builds the Keras optimizer for the trainable variables of `store`.
 
     Raises:
       ValueError: If the optimizer is built already.
@@ -101,7 +105,10 @@ class LocalOptimizer:
     self._first = [variable.numpy() for variable in self._state]
 
   def new_state(self) -> list[tf.Tensor]:
-    """Returns the slots and the step count before the first step."""
+    """Returns the optimizer's state before the first step, as tensors.
+
+    The state consists of the slots and the step count.
+    """
     return [_constant(value) for value in self._first]
 
   def apply(
@@ -116,8 +123,8 @@ class LocalOptimizer:
     Args:
       gradients: One dense gradient per parameter; None leaves the parameter
         unchanged.
-      parameters: One tensor per trainable variable of the store.
-      state: The state that `new_state` or the last call returned.
+      parameters: One tensor per trainable variable of the parameter store.
+      state: The optimizer's state that `new_state` or the last call returned.
       rate: Scalar, the learning rate.
 
     Returns:
@@ -145,12 +152,15 @@ class LocalOptimizer:
 
 
 class Local(NamedTuple):
-  """The result of a *period*, the local steps between two exchanges.
+  """The result of a *period*, a replica's local steps between two exchanges.
+
+  A replica trains its own copy of the variables in a period, and then exchanges
+  it with the shared variables.
 
   Attributes:
     parameters: The replica's copy after the period, one tensor per element of
       the store's `contributed`: the trainable variables, then *statistics*
-      (such as moving means).
+      (variables without gradients, such as moving means).
     slots: The local optimizer's state after the period.
     totals: For each parameter the sum of its gradients, or None if it has none;
       for a statistic, its old minus its new value. Empty if not requested.
@@ -167,7 +177,13 @@ class Local(NamedTuple):
 
 
 class _Progress(NamedTuple):
-  """The state of a period between two batches; see `Local`."""
+  """The state of a replica's local training between two batches of a period.
+
+  A period is the local steps between two exchanges with the shared variables.
+  `count` is the number of steps so far, and `may_go_on` says whether to make
+  another. `Local` documents the other fields; here `loss` is a sum over
+  examples.
+  """
 
   parameters: list[tf.Tensor]
   slots: list[tf.Tensor]
@@ -179,10 +195,11 @@ class _Progress(NamedTuple):
 
 
 class LocalSteps:
-  """Makes the local steps of the replicas of one training.
+  """Trains a replica's own copy of the variables for a number of batches.
 
   Attributes:
-    period: The number of local steps, one per batch, between two exchanges.
+    period: The number of local steps, one per batch, between two exchanges with
+      the shared variables.
   """
 
   def __init__(
@@ -192,14 +209,16 @@ class LocalSteps:
     loss_scale: float | None = None,
     clip_norm: float | None = None,
   ):
-    """Stores the settings.
+    """Stores the settings of a replica's local training.
 
     Args:
-      optimizer: Applied in each local step.
-      period: The number of local steps between two exchanges.
+      optimizer: The optimizer that makes each local step.
+      period: The number of local steps between two exchanges with the shared
+        variables.
       loss_scale: A constant by which the loss is multiplied and the gradients
-        are divided, for float16 computation.
+        are divided, for float16 computation. None: no scale.
       clip_norm: The global norm to which the gradients of a step are clipped.
+        None: no clipping.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -220,8 +239,12 @@ class LocalSteps:
   ) -> None:
     """Builds the optimizer; creates two shared variables on PS task 0.
 
-    They are the learning rate, and the flag that ends training. If another
-    client has created them in `namespace`, attaches to them.
+    These are the learning rate, and the flag that ends training. If another
+    process has created them in `namespace`, attaches to them.
+
+    Args:
+      store: The parameter store, which holds the shared variables.
+      namespace: The scope of the names of the two variables.
     """
     self._optimizer.build(store)
     self._num_trainable = len(store.trainable)
@@ -230,31 +253,38 @@ class LocalSteps:
       self._has_ended = namespace.variable("local/ended", [], tf.bool)
 
   def new_slots(self) -> list[tf.Tensor]:
-    """Returns the local optimizer's state before the first step."""
+    """Returns the local optimizer's state before the first step, as tensors."""
     return self._optimizer.new_state()
 
   # The chief's half.
 
   @property
   def learning_rate(self) -> float:
-    """Learning rate in this process."""
+    """Learning rate that was set in this process.
+
+    Replicas use the rate that the chief wrote to PS task 0 by `refresh`.
+    """
     return self._optimizer.learning_rate
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate, which `refresh` passes on to the replicas."""
+    """Sets the learning rate; a later call of `refresh` tells the replicas."""
     self._optimizer.learning_rate = rate
 
   def initialize(self) -> None:
-    """Sets the flag that ends training to False.
+    """Sets the flag that ends all local training, on PS task 0, to False.
 
     The chief calls it once, in a new training.
     """
     self._has_ended.assign(False)
 
   def refresh(self) -> float:
-    """Writes the learning rate to PS task 0 if it has changed; returns it.
+    """Writes the learning rate to PS task 0 if it has changed.
 
-    Replicas read it from there at the beginning of a period.
+    Replicas read it from there at the beginning of a period (the local steps
+    between two exchanges).
+
+    Returns:
+      The learning rate.
     """
     rate = self.learning_rate
     if rate != self._told:
@@ -263,7 +293,10 @@ class LocalSteps:
     return rate
 
   def end(self) -> None:
-    """Makes every replica end its period after the current batch."""
+    """Makes every replica end its local training after the current batch.
+
+    Replicas read a flag on PS task 0, which this sets, after every batch.
+    """
     self._has_ended.assign(True)
 
   # The replica's half.
@@ -280,21 +313,23 @@ class LocalSteps:
     pull_back: Callable[[tf.Tensor, int], tf.Tensor] | None = None,
     wants_totals: bool = False,
   ) -> Local:
-    """Trains on the batches of one period; inside a `tf.function`.
+    """Trains a replica's copy for one period; inside a `tf.function`.
 
-    The period ends early after a batch whose loss or gradient is not finite,
-    and when training has ended.
+    A period is `period` local steps, one per batch. It ends early after a batch
+    whose loss or gradient is not finite, and when training has ended.
 
     Args:
       compute: Computes the gradients of the next batch.
-      parameters: One tensor per element of the store's `contributed`.
-      slots: The slots that `new_slots` or the last period returned.
+      parameters: The replica's copy, one tensor per element of the store's
+        `contributed` (the trainable variables, then the variables without
+        gradients).
+      slots: The optimizer's state that `new_slots` or the last call returned.
       pull_back: Maps a trainable parameter and its position to a term that is
-        added to its gradient.
+        added to its gradient. None: nothing is added.
       wants_totals: Whether to sum the gradients, for `Local.totals`.
 
     Returns:
-      The result of the period.
+      The new copy and state, the loss and the number of examples.
     """
     rate = tf.identity(self._rate.read_value())
     has_gradient: list[bool] = []
@@ -333,7 +368,19 @@ class LocalSteps:
   def _step(
     self, progress: _Progress, gradients, rate, pull_back
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Makes one local step; returns the parameters and the slots after it."""
+    """Makes one local step: trains a replica's own copy on one batch.
+
+    Args:
+      progress: The state of the local training before the step.
+      gradients: The gradient of each parameter, or None; for a statistic (a
+        variable without gradients), its old minus its new value.
+      rate: Scalar, the learning rate.
+      pull_back: Maps a trainable parameter and its position to a term that is
+        added to its gradient; or None.
+
+    Returns:
+      The parameters and the optimizer's state after the step.
+    """
     count = self._num_trainable
     trained, statistics = (
       progress.parameters[:count],
@@ -359,7 +406,10 @@ class LocalSteps:
   def _finish(
     self, gradients: Sequence[parameter_store.Gradient]
   ) -> list[tf.Tensor | None]:
-    """Makes gradients dense, removes the loss scale, and clips them."""
+    """Makes gradients dense, removes the loss scale, and clips them.
+
+    The entries of statistics (variables without gradients) are only made dense.
+    """
     dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
     count = self._num_trainable
     trained, moves = dense[:count], dense[count:]  # Moves of statistics.
@@ -377,12 +427,12 @@ def _add_batch(
   gradients: Sequence[tf.Tensor | None],
   has_ended: tf.Tensor,
 ) -> _Progress:
-  """Returns the state of the period after a batch.
+  """Returns the state of a replica's local training after one more batch.
 
   Args:
     progress: The state before the batch.
     stepped: The parameters and the slots after the batch.
-    result: The result of the batch.
+    result: The gradients, the loss and the number of examples of the batch.
     gradients: The gradients as they were applied.
     has_ended: bool scalar, whether training has ended.
   """
@@ -408,14 +458,17 @@ def _add_batch(
 
 
 def _value(slot: tf.Tensor | inner_optimizer.TensorVariable) -> tf.Tensor:
-  """Returns a slot's value; a slot that Keras assigned is a tensor already."""
+  """Returns the tensor that a slot of the optimizer holds.
+
+  A slot that Keras has assigned in a step is a tensor already.
+  """
   return (
     slot.value if isinstance(slot, inner_optimizer.TensorVariable) else slot
   )
 
 
 def _constant(value: np.ndarray) -> tf.Tensor:
-  """Converts `value` to a tensor.
+  """Converts a NumPy array to a tensor.
 
   If all elements are equal, uses `tf.fill`, so that the graph need not hold
   them.
@@ -436,7 +489,8 @@ _NOT_ON_TENSORS = keras_internals.optimizer_classes(
 def _check(optimizer: keras.optimizers.Optimizer) -> None:
   if isinstance(optimizer, _NOT_ON_TENSORS):
     raise ValueError(
-      "`optimizer` must be one that works on tensors alone."
+      "`optimizer` must be able to keep its state in tensors alone, as replicas"
+      " have no variables."
       f" Received: {type(optimizer).__name__}."
     )
   inner_optimizer.check_options(

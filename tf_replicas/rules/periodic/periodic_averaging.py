@@ -1,12 +1,13 @@
 """Makes update rules by which replicas train own copies, and exchange them.
 
 `model_average` (local SGD with model averaging), `elastic_average` and
-`accumulated_gradients` (accumulated gradient normalization) make a
-`PeriodicOptimizer` each. They are the successors of `ModelAverageOptimizer`,
+`accumulated_gradients` (accumulated gradient normalization) each make a
+`PeriodicOptimizer`. They are the successors of `ModelAverageOptimizer`,
 `ElasticAverageOptimizer` and `AGNOptimizer` of TF1's contrib.
 
 The shared variables on the PS tasks are the *centre*. The centre and every copy
-include statistics, such as moving means of batch normalization. A replica:
+include statistics (variables without gradients, such as moving means of batch
+normalization). A replica:
 
 1. Begins with a copy of the centre, on its own device.
 2. Makes `period` local steps. Each computes the gradient of a batch and makes
@@ -52,28 +53,33 @@ def model_average(
   loss_scale: float | None = None,
   clip_replica_norm: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
-  """Makes a rule for model averaging: the centre becomes the mean of N copies.
+  """Makes an update rule for model averaging, also called local SGD.
 
-  Once N replicas have handed over their copies (local SGD), the centre becomes
-  the mean of these copies, and all replicas continue from the centre. A copy
-  that was trained from an older centre is refused as a whole, and so are copies
-  beyond the first N. Their replicas continue from the centre as well. Lost
-  replicas are treated as by `SyncReplicasOptimizer`.
+  Each replica trains its own copy of the variables. Once N replicas have handed
+  over their copies, the centre (the shared variables) becomes the mean of these
+  copies, and all replicas continue from the centre. A copy that was trained
+  from an older centre is refused as a whole, and so are copies beyond the first
+  N. Their replicas continue from the centre as well. Lost replicas are treated
+  as by `SyncReplicasOptimizer`.
 
   With plain gradient descent and a period of 1 this is synchronous gradient
   descent. TF1's `ModelAverageOptimizer` called the period `interval_steps`.
 
   Args:
-    optimizer: Makes the local steps. A Keras optimizer that is not built yet,
-      whose learning rate is a number.
+    optimizer: Makes the local steps, in which a replica trains its copy. A
+      Keras optimizer that is not built yet, whose learning rate is a number.
     replicas_to_aggregate: N, the number of copies in one mean.
     total_num_replicas: M, the number of replicas that train, at least N. None:
       N.
     period: The number of local steps between two exchanges.
     variable_averages: Keeps moving averages of the centre.
-    variables_to_average: See `OptimizerRule`.
-    has_chief_statistics: See `SyncReplicasOptimizer`.
-    loss_scale: See `OptimizerRule`.
+    variables_to_average: The variables of which moving averages are kept, or
+      their paths. None: all.
+    has_chief_statistics: Whether statistics (variables without gradients, such
+      as moving means) are updated from one replica alone: of those whose copies
+      are used, the one with the smallest index.
+    loss_scale: A constant by which the loss is multiplied and the gradients are
+      divided, for float16 computation. None: no scale.
     clip_replica_norm: The global norm to which the gradients of each local step
       are clipped.
 
@@ -120,10 +126,12 @@ def elastic_average(
   loss_scale: float | None = None,
   clip_replica_norm: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
-  """Makes a rule for elastic averaging: copies and centre attract each other.
+  """Makes an update rule for elastic averaging.
 
-  A replica never replaces its copy by the centre. An exchange computes, with
-  a = `moving_rate` and difference = copy - centre,
+  Each replica trains its own copy of the variables. At times, the copy and the
+  centre (the shared variables) move toward each other; a replica never replaces
+  its copy by the centre. An exchange computes, with a = `moving_rate` and
+  difference = copy - centre,
 
       copy   <- copy   - a * difference
       centre <- centre + a * difference
@@ -140,19 +148,25 @@ def elastic_average(
   `rho`, are those of `ElasticAverageOptimizer` of TF1's contrib.
 
   Args:
-    optimizer: See `model_average`.
+    optimizer: Makes the local steps, in which a replica trains its copy. A
+      Keras optimizer that is not built yet, whose learning rate is a number.
     total_num_replicas: M, the number of replicas that train. A synchronous
       exchange waits for all of them.
     period: The number of local steps between two exchanges.
-    moving_rate: a, in (0, 1]. None: 0.9 / `period` / M.
-    rho: The factor above, at least 0. None: `moving_rate` / the optimizer's
-      learning rate.
+    moving_rate: a, the fraction of the difference by which an exchange moves
+      the copy and the centre, in (0, 1]. None: 0.9 / `period` / M.
+    rho: The factor of the term that is added to local gradients, at least 0.
+      None: `moving_rate` / the optimizer's learning rate.
     synchronous: Whether all replicas exchange together.
-    variable_averages: See `model_average`.
-    variables_to_average: See `OptimizerRule`.
-    has_chief_statistics: Whether statistics are updated from replica 0 alone.
-    loss_scale: See `OptimizerRule`.
-    clip_replica_norm: See `model_average`.
+    variable_averages: Keeps moving averages of the centre.
+    variables_to_average: The variables of which moving averages are kept, or
+      their paths. None: all.
+    has_chief_statistics: Whether statistics (variables without gradients, such
+      as moving means) are updated from replica 0 alone.
+    loss_scale: A constant by which the loss is multiplied and the gradients are
+      divided, for float16 computation. None: no scale.
+    clip_replica_norm: The global norm to which the gradients of each local step
+      are clipped. None: no clipping.
 
   Returns:
     The update rule.
@@ -217,13 +231,14 @@ def accumulated_gradients(
   loss_scale: float | None = None,
   clip_replica_norm: float | None = None,
 ) -> periodic_optimizer.PeriodicOptimizer:
-  """Makes a rule for accumulated gradient normalization.
+  """Makes an update rule for accumulated gradient normalization.
 
-  After `period` local steps of a replica, an optimizer with the same settings
-  applies the mean of the local gradients to the centre, without waiting for
-  other replicas. The replica continues from the centre, which other replicas
-  may have changed. Of the change of a statistic in the copy, the fraction 1 / M
-  is applied to the centre.
+  Each replica trains its own copy of the variables. After `period` local steps,
+  a second optimizer with the same settings applies the mean of the replica's
+  gradients to the centre (the shared variables), without waiting for other
+  replicas. The replica continues from the centre, which other replicas may have
+  changed. Of the change of a statistic (a variable without gradients, such as a
+  moving mean) in the copy, the fraction 1 / M is applied to the centre.
 
   See Hermans et al. 2017, "Accumulated gradient normalization", section 3.
 
@@ -234,13 +249,17 @@ def accumulated_gradients(
       number.
     total_num_replicas: M, the number of replicas that train.
     period: The number of local steps between two exchanges.
-    use_locking: Whether updates of one variable exclude each other.
-    variable_averages: See `model_average`.
-    variables_to_average: See `OptimizerRule`.
+    use_locking: Whether updates of one variable of the centre exclude each
+      other.
+    variable_averages: Keeps moving averages of the centre.
+    variables_to_average: The variables of which moving averages are kept, or
+      their paths. None: all.
     has_chief_statistics: Whether statistics are updated from replica 0 alone,
       by the whole change.
-    loss_scale: See `OptimizerRule`.
-    clip_replica_norm: See `model_average`.
+    loss_scale: A constant by which the loss is multiplied and the gradients are
+      divided, for float16 computation. None: no scale.
+    clip_replica_norm: The global norm to which the gradients of each local step
+      are clipped. None: no clipping.
 
   Returns:
     The update rule.

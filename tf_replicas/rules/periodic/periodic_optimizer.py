@@ -1,7 +1,8 @@
 """Defines the update rule of replicas that train own copies.
 
-`periodic_averaging` makes such a rule for each kind of exchange. It explains
-local steps, periods, exchanges and the centre (the shared variables).
+A replica trains its copy of the variables for a period, and then exchanges with
+the *centre*, the shared variables. `periodic_averaging` makes such a rule for
+each kind of exchange, and explains the terms.
 """
 
 from collections.abc import Sequence
@@ -18,22 +19,25 @@ from tf_replicas.store import parameter_store
 
 
 class PeriodicOptimizer(rule_base.UpdateRule):
-  """An update rule whose replicas exchange every `period` batches.
+  """An update rule whose replicas train own copies of the variables.
+
+  A replica makes one local step on its copy for each batch. After `period`
+  batches it exchanges with the *centre*, the shared variables.
 
   The global step, and so `max_steps`, counts the updates of the centre, as with
-  the optimizers of TF1. If all replicas exchange together, an update includes
-  N * `period` batches, else `period` batches. Checkpoints, averages and
+  the optimizers of TF1. If all replicas exchange together, an update includes N
+  times `period` batches, else `period` batches. Checkpoints, averages and
   evaluation use the centre. `examples_seen` counts the examples of all local
   steps that led to an update. The reported loss is the mean over these
   examples.
 
-  Local steps use the chief's learning rate at the beginning of the period. A
-  gradient or a loss that is not finite ends the period and the training, and
-  does not change the centre.
+  Local steps use the learning rate that the chief had at the beginning of the
+  period. A gradient or a loss that is not finite ends the period and the
+  training, and does not change the centre.
 
   Attributes:
     wire_dtype: None: tensors are sent in their own dtype, once per period.
-    period: The number of local steps between two exchanges.
+    period: The number of local steps of a replica between two exchanges.
     name: The name of the kind of exchange.
   """
 
@@ -42,11 +46,12 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   def __init__(
     self, steps: local_steps.LocalSteps, sync_round: sync_rounds.SyncRound
   ):
-    """Combines local steps with a kind of exchange.
+    """Combines the local training of replicas with a kind of exchange.
 
     Args:
-      steps: Makes the local steps of a replica.
-      sync_round: Makes the exchange after each period.
+      steps: Makes the local steps of a replica, which train its own copy.
+      sync_round: Makes the exchange between a replica's copy and the shared
+        variables after each period of local steps.
     """
     self._steps = steps
     self._sync_round = sync_round
@@ -65,7 +70,11 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     is_sparse: Sequence[bool] | None = None,
     namespace: resources.Namespace | None = None,
   ) -> None:
-    """See `UpdateRule.build`; all contributions are dense."""
+    """Creates the rule's shared objects on the PS tasks, or attaches to them.
+
+    Implements `UpdateRule.build`, which documents the arguments. `is_sparse` is
+    not used, as replicas hand over dense tensors only.
+    """
     del is_sparse
     rule_base.check_no_tables(store, f"the update rule {self.name!r}")
     self._store = store
@@ -74,18 +83,30 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     self._sync_round.build(store)
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """See `UpdateRule.create`."""
+    """Assigns all first values, or takes over an earlier chief's training.
+
+    Also passes the learning rate on to the replicas. Implements
+    `UpdateRule.create`, which documents the arguments.
+    """
     if not resumed:
       self._steps.initialize()
     self._steps.refresh()
     self._rule.create(values, resumed=resumed)
 
   def start(self) -> None:
-    """See `UpdateRule.start`."""
+    """Prepares the rule for the first update after this chief has started.
+
+    Calls `start` of the rule that updates the shared variables. The chief calls
+    it once, after all variables have their values.
+    """
     self._rule.start()
 
   def signature(self) -> dict[str, object]:
-    """See `UpdateRule.signature`."""
+    """Returns the settings that must be equal in the chief and all workers.
+
+    Returns:
+      The settings by name, of types that JSON can represent.
+    """
     return {
       "period": self.period,
       **self._sync_round.signature(),
@@ -96,7 +117,12 @@ class PeriodicOptimizer(rule_base.UpdateRule):
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
-    """Reads the centre as the replica's copy; see `UpdateRule.begin`."""
+    """Reads the shared variables, the *centre*, as the replica's first copy.
+
+    Implements `UpdateRule.begin`, which documents the argument. The state in
+    the result consists of the copy, of the centre if the kind of exchange needs
+    it, and of the state of the local optimizer.
+    """
     step, parameters = self._rule.pull_contributed(replica)
     centre = parameters if self._sync_round.needs_centre else []
     return rule_base.ReplicaStep(
@@ -115,11 +141,13 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     token: step_token.StepToken,
     records_times: bool = False,
   ) -> rule_base.ReplicaStep:
-    """Makes one period of local steps, and the exchange after it.
+    """Makes one period of local steps of a replica, and the exchange after it.
 
-    See `UpdateRule.contribute`. The global step of the tokens is the step of
-    the centre when the replica last read it. `admitted` says whether the
-    exchange updated the centre.
+    In a period, the replica trains its own copy of the variables on `period`
+    batches. Then it exchanges with the *centre*, the shared variables.
+    Implements `UpdateRule.contribute`, which documents the arguments. The
+    global step of the tokens is the step of the centre when the replica last
+    read it. `admitted` says whether the exchange updated the centre.
     """
     number = len(self._store.contributed)
     cuts = number, number * (2 if self._sync_round.needs_centre else 1)
@@ -145,19 +173,23 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   # The chief's half.
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate of each replica, from its next period on."""
+    """Sets the learning rate that each replica uses from its next period on.
+
+    A period is the local steps between two exchanges.
+    """
     self._steps.set_learning_rate(rate)
     if self._rule.inner.has_adjustable_rate():
       self._rule.set_learning_rate(rate)
 
   def stop_at(self, step: int) -> None:
-    """See `UpdateRule.stop_at`."""
+    """Makes no update of the shared variables beyond global step `step`."""
     self._rule.stop_at(step)
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Waits for an update of the centre; see `UpdateRule.apply_updates`.
+    """Waits for an update of the *centre*, the shared variables, or makes it.
 
-    The reported learning rate is that of the local steps.
+    Implements `UpdateRule.apply_updates`, which documents the errors. The
+    reported learning rate is that of the replicas' local steps.
     """
     del max_updates
     rate = self._steps.refresh()
@@ -168,35 +200,59 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   # of the rule that updates the centre.
 
   def counts(self) -> list[results.Counts]:
-    """Returns how many periods were used; see `UpdateRule.counts`."""
+    """Returns how many periods of each replica were used or refused.
+
+    A period is the local steps of a replica between two exchanges with the
+    shared variables.
+    """
     return self._rule.counts()
 
   def status(self) -> results.StepStatus:
-    """See `UpdateRule.status`."""
+    """Returns the progress of the next update and the state of each replica."""
     return self._rule.status()
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """See `UpdateRule.declare_lost`."""
+    """Stops waiting for `replica` until it takes part in an exchange again.
+
+    Implements `UpdateRule.declare_lost`, which documents the arguments.
+    """
     self._rule.declare_lost(replica, tag)
 
   def trace_ahead(self) -> None:
-    """See `UpdateRule.trace_ahead`."""
+    """Traces all functions that may have to be called while a task hangs.
+
+    A client that traces a function waits for all tasks (TensorFlow 2.21), so
+    these functions could not be traced while a task hangs.
+    """
     self._rule.trace_ahead()
 
   def interrupt(self) -> None:
-    """See `UpdateRule.interrupt`."""
+    """Ends the wait of `apply_updates`, which runs in another thread.
+
+    `apply_updates` then raises `Interrupted`.
+    """
     self._rule.interrupt()
 
   def end_replicas(self) -> None:
-    """Ends replicas, also in the middle of a period."""
+    """Tells replicas that training has ended, also between two local steps.
+
+    May keep on answering replicas, and not return before `interrupt` is called.
+    """
     self._steps.end()
     self._rule.end_replicas()
 
   def release_replica(self, replica: int) -> None:
-    """See `UpdateRule.release_replica`."""
+    """Tells `replica`, which runs in this process, that training has ended.
+
+    Called when the chief, which would answer the replica, is lost.
+    """
     self._rule.release_replica(replica)
 
   def close(self) -> None:
-    """See `UpdateRule.close`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
     self._steps.end()
     self._rule.close()

@@ -1,9 +1,10 @@
-"""Defines the kinds of exchange between a replica's copy and the centre.
+"""Defines the kinds of exchange of replicas that train own copies.
 
-The *centre* is the shared variables on the PS tasks. Each kind of exchange
-holds an update rule for the centre. The kind determines what a replica hands
-over after a period of local steps, and from which copy the replica continues.
-`periodic_averaging` documents the purpose of each kind.
+An exchange is between a replica's copy of the variables and the *centre*, the
+shared variables on the PS tasks. Each kind of exchange holds an update rule for
+the centre. The kind determines what a replica hands over after a period of
+local steps, and from which copy the replica continues. `periodic_averaging`
+documents the purpose of each kind.
 """
 
 import abc
@@ -33,14 +34,18 @@ PullBack = Callable[[tf.Tensor, int], tf.Tensor]
 
 
 class State(NamedTuple):
-  """The state that a replica carries from exchange to exchange.
+  """The tensors that a replica carries from exchange to exchange.
+
+  An exchange is between the replica's own copy of the variables and the centre,
+  the shared variables.
 
   Attributes:
     parameters: The replica's copy, one tensor per element of the store's
-      `contributed`: the trainable variables, then the statistics.
-    centre: The centre after the replica's last exchange, as many tensors; empty
-      if the kind of exchange does not need it.
-    slots: The state of the local optimizer.
+      `contributed`: the trainable variables, then the variables without
+      gradients.
+    centre: The centre after the replica's last exchange, as many tensors as
+      `parameters`; empty if the kind of exchange does not need the centre.
+    slots: The state of the optimizer that trains the copy.
   """
 
   parameters: list[tf.Tensor]
@@ -49,14 +54,18 @@ class State(NamedTuple):
 
 
 class Period(NamedTuple):
-  """A period of local steps of a replica, before the exchange that ends it.
+  """A replica's period of local steps, before the exchange that ends it.
+
+  In a period, the replica trains its own copy of the variables. The exchange is
+  with the centre, the shared variables.
 
   Attributes:
     replica: The index of the replica, in [0, total_num_replicas).
     state: The replica's state before the period.
-    local: The result of the period.
-    token: The token of the last exchange, with the global step of the centre at
-      that time.
+    local: The replica's copy and optimizer state after the period, and the
+      loss.
+    token: The `StepToken` of the last exchange, with the global step of the
+      centre at that time.
   """
 
   replica: int | tf.Tensor
@@ -66,10 +75,14 @@ class Period(NamedTuple):
 
 
 class MoveToward:
-  """An inner optimizer that moves the centre toward replicas' copies.
+  """An optimizer that moves the centre, the shared variables, toward copies.
 
-  In place of a gradient it takes the distance centre - copy, or the mean
-  distance over several copies, and subtracts `rate` times that from the centre.
+  A copy is the variables as trained by one replica. In place of a gradient the
+  optimizer takes the distance centre - copy, or the mean distance over several
+  copies, and subtracts `rate` times that from the centre.
+
+  Attributes:
+    rate: The fraction of the distance by which the centre moves.
   """
 
   def __init__(self, rate: float):
@@ -78,13 +91,23 @@ class MoveToward:
   def apply(
     self, distances: Sequence[tf.Tensor], variables: Sequence[tf.Variable]
   ) -> None:
-    """Subtracts `rate` times its distance from each variable."""
+    """Moves variables by a fraction of their distances from replicas' copies.
+
+    Args:
+      distances: For each variable, its value minus that of a replica's copy, or
+        the mean of this difference over several copies.
+      variables: The variables, from each of which `rate` times its distance is
+        subtracted.
+    """
     for distance, variable in zip(distances, variables, strict=True):
       variable.assign_sub(self.rate * distance)
 
 
 class SyncRound(abc.ABC):
-  """One kind of exchange between replicas and the centre.
+  """One kind of exchange between replicas' copies and the centre.
+
+  The centre is the shared variables. A replica trains its own copy of them for
+  a period of local steps, and then makes an exchange.
 
   Attributes:
     rule: The update rule of the centre.
@@ -102,35 +125,49 @@ class SyncRound(abc.ABC):
     moving_rate: float | None = None,
     rho: float = 0.0,
   ):
-    """Stores the settings.
+    """Stores the settings of a kind of exchange.
+
+    An exchange is between a replica's own copy of the variables and the centre,
+    the shared variables.
 
     Args:
       rule: The rule that updates the centre.
       moving_rate: The fraction of its distance to the centre by which a copy
         moves toward the centre. None: the copy is replaced by the centre.
-      rho: The factor of the attraction between exchanges; see `pull_back`.
+      rho: The factor of the copy's distance from the centre that is added to
+        local gradients between exchanges.
     """
     self.rule = rule
     self._moving_rate = moving_rate
     self._rho = rho
 
   def build(self, store: parameter_store.ParameterStore) -> None:
-    """Binds the kind to the variables; called after `rule.build`."""
+    """Stores `store`, which holds the centre (the shared variables).
+
+    To be called after `rule.build`.
+    """
     self._store = store
 
   def signature(self) -> dict[str, object]:
-    """Returns the settings that must be equal in all clients, for JSON."""
+    """Returns the settings that must be equal in the chief and all workers.
+
+    Returns:
+      The settings by name, of types that JSON can represent.
+    """
     return {"moving_rate": self._moving_rate, "rho": self._rho}
 
   def pull_back(self, state: State) -> PullBack | None:
-    """Makes a function that attracts a copy to the centre in local steps.
+    """Makes a function that attracts a replica's copy to the centre.
+
+    The centre is the shared variables. In its local steps, the replica adds the
+    result of the function to its gradients.
 
     Args:
-      state: The replica's state before the period.
+      state: The replica's state before the local steps.
 
     Returns:
-      Maps a parameter and its position to the gradient of rho / 2 times the
-      squared distance to the centre; None if rho is 0.
+      A function that maps a parameter and its position to the gradient of rho /
+      2 times the squared distance to the centre; None if rho is 0.
     """
     if not self._rho:
       return None
@@ -138,20 +175,34 @@ class SyncRound(abc.ABC):
 
   @abc.abstractmethod
   def exchange(self, period: Period) -> Exchanged:
-    """Makes one exchange after a period; inside a `tf.function`.
+    """Makes one exchange between a replica's copy and the centre.
+
+    The centre is the shared variables. To be used inside a `tf.function`.
 
     Args:
-      period: The period.
+      period: The replica's local steps that precede the exchange.
 
     Returns:
-      The token of this exchange, the copy to continue from, and the centre if
-      `needs_centre`, else an empty list.
+      The `StepToken` of this exchange, which says whether the centre was
+      updated; the copy to continue from; and the centre if `needs_centre`, else
+      an empty list.
     """
 
   def _contribute(
     self, contribution: Sequence[tf.Tensor | None], period: Period
   ) -> step_token.StepToken:
-    """Hands `contribution` to the rule in place of gradients."""
+    """Hands tensors to the rule that updates the centre, in place of gradients.
+
+    The centre is the shared variables.
+
+    Args:
+      contribution: One tensor per element of the store's `contributed` (the
+        trainable variables, then the variables without gradients), or None.
+      period: The replica's local steps before the exchange.
+
+    Returns:
+      The rule's reply, which says whether the tensors were used.
+    """
     paths = [self._store.specs[i].path for i in self._store.contributed]
     return self.rule.apply_gradients(
       zip(contribution, paths, strict=True),
@@ -164,7 +215,11 @@ class SyncRound(abc.ABC):
 
 
 class AverageAll(SyncRound):
-  """All replicas exchange together; the centre moves by the mean distance."""
+  """A kind of exchange in which all replicas take part together.
+
+  Each replica trains its own copy of the variables. The update moves the centre
+  (the shared variables) by a multiple of its mean distance from the copies.
+  """
 
   rule: sync_replicas.SyncReplicasOptimizer  # Its optimizer: a `MoveToward`.
 
@@ -172,12 +227,18 @@ class AverageAll(SyncRound):
   def needs_centre(self) -> bool:
     """Whether replicas keep their copies, and move them toward the centre.
 
-    Otherwise the centre replaces the copies.
+    The centre is the shared variables. If False, the centre replaces the
+    copies.
     """
     return self._moving_rate is not None
 
   def exchange(self, period: Period) -> Exchanged:
-    """Hands over the distance of the centre from this replica's copy."""
+    """Hands over the distance of the centre from this replica's copy.
+
+    The centre is the shared variables. Then either moves the copy by a fraction
+    of this distance, or replaces the copy by the new centre. Implements
+    `SyncRound.exchange`, which documents the argument and the result.
+    """
     state, parameters = period.state, period.local.parameters
     centre = state.centre if self.needs_centre else state.parameters
     distances = _minus(centre, parameters)
@@ -196,7 +257,10 @@ class AverageAll(SyncRound):
 
 
 class ElasticExchange:
-  """Makes the exchanges of `ElasticRound` on the PS tasks, one by one.
+  """Moves the centre toward replicas' copies, one copy at a time.
+
+  The centre is the shared variables on the PS tasks, and each replica trains
+  its own copy of them.
 
   The replica's copy is sent to the PS tasks. There, under one lock, the centre
   moves toward the copy by a fraction of their distance. The centre before that
@@ -209,10 +273,10 @@ class ElasticExchange:
     store: parameter_store.ParameterStore,
     update: applier.Applier,
   ):
-    """Creates the lock on PS task 0, or attaches to it.
+    """Creates the lock of all exchanges on PS task 0, or attaches to it.
 
     Args:
-      store: Holds the centre.
+      store: Holds the centre, the shared variables.
       update: Moves the centre by a fraction of its distances from a copy.
     """
     self._store = store
@@ -230,16 +294,19 @@ class ElasticExchange:
     version: tf.Tensor,
     statistics_rate: float | tf.Tensor,
   ) -> list[tf.Tensor]:
-    """Moves the centre toward a replica's copy, under the lock.
+    """Moves the centre toward a replica's copy, under a lock.
 
-    The caller moves the copy. To be used inside a `tf.function`.
+    The centre is the shared variables. The trainable ones move by the fraction
+    of the distance that the constructor's `update` applies. `ElasticRound` then
+    moves the copy toward the returned centre. To be used inside a
+    `tf.function`.
 
     Args:
       parameters: The replica's copy, one tensor per element of the store's
-        `contributed`.
+        `contributed` (the trainable variables, then the statistics).
       version: int64 scalar, the number of exchanges before this one.
-      statistics_rate: Scalar, the `moving_rate` of statistics, such as the
-        moving means of batch normalization.
+      statistics_rate: Scalar, the fraction of the distance by which statistics
+        (variables without gradients, such as moving means) move.
 
     Returns:
       The centre just before the exchange, one tensor per element of
@@ -266,7 +333,11 @@ class ElasticExchange:
     return self._join(self._lock.hold(exchange, after=sum(sent, [])))
 
   def _send(self, parameters) -> list[list[tf.Tensor]]:
-    """Sends the shards of the replica's copy to their PS tasks."""
+    """Sends the shards (parts of variables) of a replica's copy to PS tasks.
+
+    Returns:
+      For each PS task, the shards that it holds, on that task.
+    """
     sent = []
     split = self._store.split_by_task(parameters)
     for task, parcel in enumerate(self._parcels):
@@ -276,7 +347,11 @@ class ElasticExchange:
     return sent
 
   def _read(self) -> list[list[tf.Tensor]]:
-    """Reads the shards of the centre, on each PS task its own."""
+    """Reads the shards of the shared variables on each PS task.
+
+    Returns:
+      For each PS task, the shards (parts of variables) that it holds.
+    """
     values = []
     for task in range(self._store.num_tasks):
       with tf.device(self._store.device_of_task(task)):
@@ -289,7 +364,14 @@ class ElasticExchange:
     return values
 
   def _pack(self, values: list[list[tf.Tensor]]) -> list[tf.Tensor]:
-    """Packs the shards of each PS task into groups, on that task."""
+    """Packs tensors on each PS task into fewer tensors, which are sent faster.
+
+    Args:
+      values: For each PS task, one tensor per shard (part of a variable).
+
+    Returns:
+      The packed tensors of all tasks, in order.
+    """
     packed = []
     for task, parcel in enumerate(self._parcels):
       with tf.device(self._store.device_of_task(task)):
@@ -297,7 +379,16 @@ class ElasticExchange:
     return packed
 
   def _join(self, packed: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Joins packed groups to whole variables, on the replica's device."""
+    """Joins packed shards to whole variables, on the replica's device.
+
+    Args:
+      packed: The result of `_pack`: the shards (parts of variables) of all PS
+        tasks, packed into fewer tensors.
+
+    Returns:
+      One tensor per element of the store's `contributed` (the trainable
+      variables, then the variables without gradients).
+    """
     groups, values = iter(packed), {}
     for task, parcel in enumerate(self._parcels):
       parts = parcel.unpack([next(groups) for _ in parcel.groups])
@@ -312,25 +403,42 @@ class ElasticExchange:
 
 
 class ElasticRound(SyncRound):
-  """Each replica exchanges with the centre on its own."""
+  """A kind of exchange that each replica makes on its own.
+
+  The replica's copy of the variables and the centre (the shared variables) move
+  toward each other. No replica waits for others.
+  """
 
   rule: async_replicas.AsyncReplicasOptimizer  # Admits and counts exchanges.
   _moving_rate: float
 
   @property
   def needs_centre(self) -> bool:
-    """Whether local steps are attracted to the centre."""
+    """Whether local steps attract a replica's copy to the shared variables.
+
+    A replica's state then includes the shared variables, the *centre*.
+    """
     return self._rho > 0
 
   def build(self, store: parameter_store.ParameterStore) -> None:
-    """See `SyncRound.build`."""
+    """Binds the kind of exchange to the shared variables in `store`.
+
+    Creates the lock of all exchanges, or attaches to it. To be called after
+    `rule.build`.
+    """
     super().build(store)
     self.rule.inner.build(store, is_chief=False)
     self._exchange = ElasticExchange(store, self.rule.applier)
     self._device = store.device_of_task(0)
 
   def exchange(self, period: Period) -> Exchanged:
-    """Asks for admission, moves centre and copy, and counts the exchange."""
+    """Moves the centre and the replica's copy toward each other.
+
+    The centre is the shared variables. The replica first asks the rule for
+    admission, which is refused if a value is not finite or training has ended.
+    Implements `SyncRound.exchange`, which documents the argument and the
+    result.
+    """
     local, parameters = period.local, period.local.parameters
     is_sound = tf.math.is_finite(local.loss)
     is_sound &= gradient_math.all_finite(parameters)
@@ -378,25 +486,31 @@ class ElasticRound(SyncRound):
 
 
 class AccumulatedGradients(SyncRound):
-  """Each replica hands over its mean gradient, and continues from the centre.
+  """A kind of exchange in which a replica hands over its mean gradient.
 
-  No replica waits for others.
+  The mean is over the local steps since the last exchange. It is applied to the
+  centre, the shared variables, from which the replica continues. No replica
+  waits for others.
   """
 
   needs_totals = True
 
   def __init__(self, rule: async_replicas.AsyncReplicasOptimizer, period: int):
-    """Stores the settings.
+    """Stores the settings of a kind of exchange.
 
     Args:
-      rule: Applies the mean gradients to the centre.
+      rule: Applies replicas' mean gradients to the shared variables.
       period: The number of gradients in each mean.
     """
     super().__init__(rule)
     self._period = period
 
   def exchange(self, period: Period) -> Exchanged:
-    """Has the mean gradient applied, then reads the centre."""
+    """Applies the replica's mean gradient to the centre, then reads the centre.
+
+    The centre is the shared variables. Implements `SyncRound.exchange`, which
+    documents the argument and the result.
+    """
     count = len(self._store.trainable)
     # Statistics converge to a target; the moves of M replicas together would
     # overshoot it, so they are divided by M.
@@ -415,7 +529,7 @@ def _minus(
   theirs: Sequence[tf.Tensor],
   factor: float | tf.Tensor = 1.0,
 ) -> list[tf.Tensor]:
-  """Computes ours - factor * theirs, tensor by tensor."""
+  """Computes ours - factor * theirs for each pair of tensors of two lists."""
   return [
     a - tf.cast(factor, b.dtype) * b for a, b in zip(ours, theirs, strict=True)
   ]

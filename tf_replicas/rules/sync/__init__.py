@@ -1,1 +1,1 @@
-"""Synchronous updates from exactly N contributions."""
+"""Contains the rule for synchronous updates from N sets of gradients."""

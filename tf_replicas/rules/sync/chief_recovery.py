@@ -21,27 +21,42 @@ _GRACE_SECS = 5.0
 
 
 class UpdateInProgress:
-  """Records, on PS task 0, the global step from which the last update began.
+  """Finds out whether an update is in progress, or was interrupted.
 
-  The global step advances when an update is complete. So while the global step
-  equals the recorded *mark*, an update is in progress, or was interrupted. All
-  rules of a training share the mark, since they update the same variables.
+  A variable on PS task 0, the *mark*, records the global step from which the
+  last update began. The global step advances when an update is complete. So
+  while the global step equals the mark, an update is in progress, or was
+  interrupted. All rules of a training share the mark, since they update the
+  same variables.
   """
 
   def __init__(self, store: parameter_store.ParameterStore):
-    """Creates the mark, or attaches to it."""
+    """Creates the mark on PS task 0, or attaches to it.
+
+    The mark is a variable that holds the global step from which the last update
+    began.
+
+    Args:
+      store: Holds the variables and the global step.
+    """
     self._store = store
     self._device = store.device_of_task(0)
     with tf.device(self._device):
       self._begun = store.namespace.variable("begun", [], tf.int64)
 
   def clear(self) -> None:
-    """Sets the mark to -1: no update is in progress."""
+    """Sets the mark to -1, which says that no update is in progress.
+
+    The mark holds the global step from which the last update began.
+    """
     self._begun.assign(-1)
     resources.flush_assignments([self._begun])
 
   def begin(self, step: tf.Tensor) -> tf.Tensor:
     """Sets the mark as an update begins; to be used inside a `tf.function`.
+
+    The mark, a variable on PS task 0, holds the global step from which the last
+    update began.
 
     Args:
       step: int64 scalar, the global step before the update.
@@ -54,11 +69,12 @@ class UpdateInProgress:
         return tf.identity(step)
 
   def await_end(self) -> None:
-    """Waits up to 5 s for the update of an earlier chief to end.
+    """Waits up to 5 s for an update that an earlier chief began to end.
 
-    If the update was interrupted, sets the global step to `INCONSISTENT`, which
-    it remains until a checkpoint is restored. Gradients computed from these
-    variables are refused.
+    An update that has not ended by then counts as interrupted, and the
+    variables count as inconsistent. The global step is then set to
+    `INCONSISTENT` (-2), and keeps this value until a checkpoint is restored.
+    Gradients computed meanwhile are refused.
     """
     deadline = time.monotonic() + _GRACE_SECS
     while self._is_under_way() and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Brings whole sets of gradients from the replicas to the update.
+"""Brings whole sets of gradients from the replicas to a synchronous update.
 
 A *contribution* is what one replica computed from one batch: all gradients, the
 loss, the number of examples. It is admitted or refused as a whole, before its
@@ -64,7 +64,10 @@ from tf_replicas.store import parameter_store
 
 
 class _Header(NamedTuple):
-  """The int64 part of an inbox message; see `ledger.Message`."""
+  """The int64 fields of a message in the chief's inbox.
+
+  `ledger.Message` documents the fields.
+  """
 
   kind: records.Int
   replica: records.Int
@@ -73,7 +76,10 @@ class _Header(NamedTuple):
 
 
 class _Report(NamedTuple):
-  """The float64 part of an inbox message; see `ledger.Message`."""
+  """The float64 fields of a message in the chief's inbox.
+
+  `ledger.Message` documents the fields.
+  """
 
   loss: records.Float
   examples: records.Int
@@ -90,6 +96,10 @@ Verdict = protocol.Verdict
 class Contributions:
   """Exchanges contributions and replies between the replicas and the chief.
 
+  A contribution is what one replica computed from one batch: all gradients, the
+  loss and the number of examples. Replicas and chief communicate by queues and
+  variables on the PS tasks.
+
   Attributes:
     num_replicas: R, the number of replicas that offer contributions.
     replicas_to_aggregate: N, the number of contributions in a step.
@@ -105,15 +115,22 @@ class Contributions:
     has_chief_statistics: bool = False,
     namespace: resources.Namespace | None = None,
   ):
-    """Creates the objects on the PS tasks, or attaches to them.
+    """Creates the queues and the ledger on the PS tasks, or attaches to them.
+
+    The ledger is a set of variables that record the state of the step. A
+    contribution is one replica's gradients for one update.
 
     Args:
-      store: The variables that the gradients belong to.
+      store: Holds the variables that the gradients belong to.
       num_replicas: R, the number of replicas.
       replicas_to_aggregate: N, the number of contributions in a step.
-      is_sparse, has_chief_statistics: See `GradientQueues`.
-      namespace: The namespace of the queues and the ledger. None: the namespace
-        of `store`.
+      is_sparse: For each element of `store.contributed` (the trainable
+        variables, then the statistics, which have no gradients), whether its
+        gradients are `tf.IndexedSlices`.
+      has_chief_statistics: Whether statistics are updated from the accepted
+        replica with the smallest index alone.
+      namespace: The scope of the names of the queues and of the ledger. None:
+        the namespace of `store`.
     """
     namespace = namespace or store.namespace
     self.num_replicas = num_replicas
@@ -145,13 +162,15 @@ class Contributions:
     self._snapshot = resources.remote_reader(self._read)
 
   def initialize(self, *, keep_counts: bool = False) -> None:
-    """Empties the ledger, which voids all earlier offers and deliveries.
+    """Empties the ledger, so that no earlier contribution is used any more.
 
-    Called by the chief. From now on only the `collect` of this object takes
-    messages.
+    The ledger is a set of variables that record the state of the step and of
+    each replica. The chief calls this method. From now on only the `collect` of
+    this object takes messages off the chief's inbox.
 
     Args:
-      keep_counts: Whether to keep the counts since the start.
+      keep_counts: Whether to keep the counts of contributions since the start
+        of training.
     """
     empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
     if keep_counts:
@@ -165,7 +184,9 @@ class Contributions:
   def begin_anew(self) -> None:
     """Drops all contributions so far, and releases the waiting replicas.
 
-    Their reply is VOID: the contribution was not used. Counts are kept.
+    A contribution is one replica's gradients for one update. The replicas get
+    the reply VOID: the contribution was not used. The counts of contributions
+    since the start of training are kept.
     """
     self.initialize(keep_counts=True)
     with tf.device(self._device):
@@ -187,24 +208,27 @@ class Contributions:
     num_examples: tf.Tensor,
     preadmitted_tag: tf.Tensor | None = None,
   ) -> step_token.StepToken:
-    """Offers one contribution, sends it if admitted, and waits for release.
+    """Offers a replica's gradients for one update, and sends them if admitted.
 
-    To be used inside a `tf.function`.
+    Then waits until the chief lets the replica continue. To be used inside a
+    `tf.function`.
 
     Args:
       replica: The index of the replica, in [0, R); an int, or an int64 scalar
         if one traced function serves several replicas.
-      gradients: One per element of the store's `contributed`, each of a whole
+      gradients: One per element of the store's `contributed` (the trainable
+        variables, then the variables without gradients), each of a whole
         variable's shape, or None.
       local_step: int64 scalar, the global step of the variables used.
       loss: Scalar, the mean loss of the batch.
       num_examples: Scalar, the number of examples in the batch.
       preadmitted_tag: int64 scalar, the `preadmitted_tag` of the last token,
-        which must not be `NO_TAG`: the contribution is sent without an offer.
-        None: it is offered first.
+        which must not be `NO_TAG`: the chief has admitted these gradients in
+        advance, so they are sent without an offer. None: they are offered
+        first.
 
     Returns:
-      A token that says whether the contribution was used, and from which global
+      A token that says whether the gradients were used, and from which global
       step to continue.
 
     Raises:
@@ -255,7 +279,14 @@ class Contributions:
     is_sound,
     admitted_at=step_token.NEVER,
   ) -> step_token.StepToken:
-    """Sends the contribution admitted under `tag`, and waits for release."""
+    """Sends gradients that the chief has admitted, and waits for its reply.
+
+    The tag, an int64, identifies the gradients among those of the replica.
+
+    Returns:
+      A token that says whether the gradients were used, and from which global
+      step to continue.
+    """
     arrived = self._gradients.put(replica, tag, packed)
     with tf.device(self._device), tf.control_dependencies(arrived):
       kind = tf.where(is_sound, int(Kind.DELIVERED), int(Kind.NONFINITE))
@@ -277,7 +308,12 @@ class Contributions:
   def _send(
     self, kind, replica, tag, *, step=0, report=(0.0, 0), present=False
   ) -> tf.Operation | None:
-    """Puts a message into the inbox; packs its fields on PS task 0."""
+    """Packs a message on PS task 0, and puts it into the chief's inbox.
+
+    `ledger.Message` documents the fields of a message. `report` is the loss and
+    the number of examples. `present` says for each variable whether the replica
+    has a gradient for it.
+    """
     with tf.device(self._device):
       header = _HEADER.pack(_Header(kind, replica, tag, step))
       report = _REPORT.pack(_Report(*report))
@@ -290,9 +326,11 @@ class Contributions:
   def collect(self) -> ledger_lib.Collected:
     """Answers the replicas until the step has its N contributions.
 
-    To be used inside a `tf.function`. Returns early when a replica reports a
-    value that is not finite, when `wake` is called, or when another chief has
-    begun. Even then, every message taken so far has been entered in the ledger.
+    A contribution is one replica's gradients for one update. To be used inside
+    a `tf.function`. Returns early when a replica reports a value that is not
+    finite, when `wake` is called, or when another chief has begun. Even then,
+    every message taken so far has been entered in the ledger, the variables
+    that record the state of the step.
 
     Raises:
       tf.errors.OutOfRangeError: At run time, after `close`.
@@ -320,10 +358,11 @@ class Contributions:
         )
 
   def _take_one(self, step) -> tuple[tf.Tensor, tf.Tensor]:
-    """Takes one message off the inbox and handles it.
+    """Takes one message off the chief's inbox and handles it.
 
     Returns:
-      A message type, OFFER unless `collect` must stop; and the sender.
+      A `protocol.MessageType`, which is OFFER unless `collect` must stop; and
+      the index of the replica that sent the message.
     """
     woken = tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
     return self._take(
@@ -331,10 +370,19 @@ class Contributions:
     )
 
   def _take(self, number, serve, otherwise):
-    """Takes the next message off the inbox, and returns the result of `serve`.
+    """Takes the next message off the chief's inbox, and calls `serve` with it.
 
-    If another call than `number` takes the messages by now, puts the message
-    back and returns `otherwise`.
+    Only the call whose number is in the shared variable `taker` may take
+    messages; a call of a killed chief may still run on the PS task.
+
+    Args:
+      number: The number of this call.
+      serve: Handles the message.
+      otherwise: What to return if another call may take the messages by now.
+        The message is then put back.
+
+    Returns:
+      The result of `serve`, or `otherwise`.
     """
     header, report, present = self._inbox.dequeue()
 
@@ -355,7 +403,20 @@ class Contributions:
   def _serve(
     self, header: _Header, report: tf.Tensor, present: tf.Tensor, step
   ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Enters one message in the ledger, and sends the replies it causes."""
+    """Enters one message in the ledger, and sends the replies it causes.
+
+    The ledger is a set of variables that record the state of the step.
+
+    Args:
+      header: The int64 fields of the message.
+      report: The float64 fields of the message, packed.
+      present: For each variable, whether the replica has a gradient for it.
+      step: int64 scalar, the current global step.
+
+    Returns:
+      A `protocol.MessageType`, which is OFFER unless `collect` must stop; and
+      the index of the replica that sent the message.
+    """
     batch = _REPORT.unpack(tf.ensure_shape(report, [_REPORT.size]))
     message = ledger_lib.Message(
       *header, batch.examples, batch.loss, step_token.now(batch.loss)
@@ -399,20 +460,26 @@ class Contributions:
       variable.assign(value)
 
   def take_sums(self, task: int) -> list[parameter_store.Gradient]:
-    """Takes the accepted gradients off the queues of a PS task; sums them.
+    """Sums the gradients that the step has accepted for one PS task.
 
-    To be called once per step, inside a `tf.function`.
-    `GradientQueues.take_sums` describes the result.
+    They are taken off the queues on the task. To be called once per step and
+    task, inside a `tf.function`.
 
     Args:
       task: The index of the PS task.
+
+    Returns:
+      One sum per shard on the task, as `GradientQueues.take_sums` describes.
     """
     with tf.device(self._device):
       accepted = self._ledger.accepted.read_value()
     return self._gradients.take_sums(task, accepted)
 
   def release_all(self, step: tf.Tensor) -> None:
-    """Ends the step: empties its places, and releases the waiting replicas.
+    """Ends the step, and lets the waiting replicas continue.
+
+    The record of the gradients that the step has accepted is emptied for the
+    next step.
 
     Args:
       step: int64 scalar, the global step from which the replicas continue.
@@ -427,7 +494,7 @@ class Contributions:
   def end_replicas(self) -> None:
     """Tells every replica that training has ended, until `wake` is called.
 
-    Replies to waiting replicas and to later offers have the step
+    Replies to waiting replicas and to later offers of gradients have the step
     `step_token.ENDED`. To be used inside a `tf.function`. If a call of an
     earlier chief still runs on the PS task, that call puts the next message
     back and ends.
@@ -454,27 +521,49 @@ class Contributions:
       )
 
   def _end_one(self, replica: int | tf.Tensor, tag: tf.Tensor) -> None:
-    """Releases `replica`, or none if -1, with step `step_token.ENDED`."""
+    """Tells one replica that training has ended.
+
+    The reply has the step `step_token.ENDED`.
+
+    Args:
+      replica: The index of the replica; -1 tells no replica.
+      tag: The tag that identifies the contribution (the replica's gradients for
+        one update) to which this is the reply. A tag -t stands for all tags up
+        to t.
+    """
     is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica
     verdict = tf.where(is_this, int(Verdict.RELEASE), int(Verdict.NONE))
     tags = tf.fill([self.num_replicas], tag)
     self._replies.send(tf.cast(verdict, tf.int64), tags, step_token.ENDED)
 
   def wake(self) -> None:
-    """Makes a waiting `collect` or `end_replicas` return."""
+    """Ends the wait of `collect` or `end_replicas`, which then returns.
+
+    The call that waits runs in another thread or process.
+    """
     with tf.device(self._device):
       self._send(Kind.WAKE, -1, step_token.microseconds(step_token.now()))
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Reports to the inbox that `replica`, whose last tag is `tag`, is lost."""
+    """Reports to the chief's inbox that a replica is lost.
+
+    Args:
+      replica: The index of the replica.
+      tag: The tag of the replica's last contribution (its gradients for one
+        update). The report has no effect if the replica has made a newer one.
+    """
     self._send(Kind.LOST, replica, tag)
 
   def snapshot(self) -> ledger_lib.Ledger:
-    """Reads the ledger, as NumPy arrays."""
+    """Reads the ledger, the variables that record the state of the step.
+
+    Returns:
+      The ledger, with NumPy arrays.
+    """
     return ledger_lib.Ledger(*[v.numpy() for v in self._snapshot()])
 
   def release_replica(self, replica: int) -> None:
-    """Tells `replica`, if it waits, that training has ended.
+    """Tells `replica` that training has ended, if the replica waits.
 
     The reply has the step `step_token.ENDED`.
     """
@@ -482,6 +571,9 @@ class Contributions:
       self._end_one(replica, -step_token.microseconds(step_token.now()))
 
   def close(self) -> None:
-    """Closes the queues: waiting calls and later offers fail."""
+    """Closes the queues between the replicas and the chief.
+
+    Calls that wait, and later offers of gradients, fail.
+    """
     self._inbox.close()
     self._replies.close()

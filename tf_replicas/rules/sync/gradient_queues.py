@@ -1,10 +1,11 @@
 """Sends gradients to the PS tasks: one queue per replica on every task.
 
-An element of a queue holds the tag of one contribution and those of its
+A contribution is what one replica computed from one batch, and a tag identifies
+it. An element of a queue holds the tag of one contribution and those of its
 gradients that belong to variables of the PS task. An element arrives whole or
 not at all, and can be dropped by its tag. The elements of a step are summed in
 the order of the replicas, so that the sum does not depend on the order of
-arrival. `contributions` explains contributions, tags and admission.
+arrival.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,10 @@ Gradient = parameter_store.Gradient
 
 
 class GradientQueues:
-  """Sends and sums gradients by the queues `gradients/<replica>`."""
+  """Sends replicas' gradients to the PS tasks, and sums them there.
+
+  On every PS task, each replica has a queue, `gradients/<replica>`.
+  """
 
   def __init__(
     self,
@@ -34,17 +38,19 @@ class GradientQueues:
     has_chief_statistics: bool = False,
     namespace: resources.Namespace | None = None,
   ):
-    """Creates the queues, or attaches to them.
+    """Creates one queue per replica on every PS task, or attaches to them.
 
     Args:
-      store: The variables that the gradients belong to.
+      store: Holds the variables that the gradients belong to.
       num_replicas: The number of replicas.
-      is_sparse: For each element of `store.contributed`, whether its gradients
-        are `tf.IndexedSlices`.
+      is_sparse: For each element of `store.contributed` (the trainable
+        variables, then the statistics, which have no gradients), whether its
+        gradients are `tf.IndexedSlices`.
       has_chief_statistics: Whether statistics are updated from the first
-        contribution of the accepted replica with the smallest index alone,
-        rather than from the mean of all accepted contributions.
-      namespace: The namespace of the queues. None: the namespace of `store`.
+        contribution (set of gradients) of the accepted replica with the
+        smallest index alone, rather than from the mean of all accepted
+        contributions.
+      namespace: The scope of the queues' names. None: the namespace of `store`.
     """
     namespace = namespace or store.namespace
     self._store = store
@@ -90,11 +96,12 @@ class GradientQueues:
     )
 
   def pack(self, gradients: Sequence[Gradient]) -> list[packing.Bundle]:
-    """Packs one set of gradients for sending, where it was computed.
+    """Packs one set of gradients for sending, on the device that computed it.
 
     Args:
-      gradients: One per element of the store's `contributed`, each of a whole
-        variable's shape.
+      gradients: One per element of the store's `contributed` (the trainable
+        variables, then the variables without gradients), each of a whole
+        variable's shape, or None.
 
     Returns:
       For each PS task, the tensors to send there.
@@ -119,7 +126,7 @@ class GradientQueues:
 
     Args:
       replica: The index of the sender; a Python int or an int64 scalar.
-      tag: int64 scalar, the contribution's tag.
+      tag: int64 scalar, which identifies the set among those of the replica.
       packed: The result of `pack`.
 
     Returns:
@@ -151,16 +158,18 @@ class GradientQueues:
         )
 
   def take_sums(self, task: int, accepted: tf.Tensor) -> list[Gradient]:
-    """Takes the accepted contributions off the queues of `task`; sums them.
+    """Sums the accepted gradients of one step on a PS task.
 
-    Drops the elements of earlier contributions that were not accepted. With
-    `has_chief_statistics`, the sum of a statistic is N times its entry in the
-    first contribution of the accepted replica with the smallest index.
+    They are taken off the replicas' queues on that task. Gradients of earlier
+    steps that were not accepted are dropped. With `has_chief_statistics`, the
+    sum of a statistic (a variable without gradients, such as a moving mean) is
+    N times its entry in the first contribution of the accepted replica with the
+    smallest index.
 
     Args:
       task: The index of the PS task.
-      accepted: `Ledger.accepted`, int64 [N, 2]; the gradients of all these
-        contributions must have arrived.
+      accepted: int64 [N, 2], the replicas and the tags of the N accepted
+        contributions (sets of gradients), all of which must have arrived.
 
     Returns:
       One sum for each element of the store's `contributed_shards(task)`. For a
@@ -177,10 +186,20 @@ class GradientQueues:
       return layout.from_wire(sums)
 
   def _add_taken(self, task, replica, accepted, sums) -> list[tf.Tensor]:
-    """Takes the accepted contributions of `replica` off its queue on `task`.
+    """Adds the accepted contributions of one replica to sums on a PS task.
+
+    A contribution is one replica's gradients for one update, here those of the
+    variables on the task. It is an element of the replica's queue.
+
+    Args:
+      task: The index of the PS task.
+      replica: The index of the replica.
+      accepted: int64 [N, 2], the replicas and the tags of the N accepted
+        contributions.
+      sums: One tensor per component of an element of the queue.
 
     Returns:
-      `sums` plus these contributions: one tensor per component of an element.
+      `sums` plus the accepted contributions of `replica`.
     """
     queue = self._queues[task][replica]
     places = ledger.places(accepted)
@@ -189,7 +208,12 @@ class GradientQueues:
     comes_first = tf.reduce_all(places.replica >= replica)
 
     def weigh(parts, taken):
-      """Multiplies statistics by N in the first contribution, else by 0."""
+      """Weighs the statistics (variables without gradients) of a contribution.
+
+      With `has_chief_statistics`, they are multiplied by N in the first
+      contribution of the accepted replica with the smallest index, and by 0 in
+      all others.
+      """
       if not self._has_chief_statistics:
         return parts
       is_first = comes_first & (taken == 0)
@@ -222,18 +246,21 @@ class GradientQueues:
 
 
 class _Layout(NamedTuple):
-  """The layout of the gradients of one PS task in an element of a queue.
+  """The layout of one replica's gradients in an element of a queue.
 
-  The dense gradients come first, packed by a `packing.Parcel` into groups. The
-  values and the indices of each sparse gradient follow.
+  The gradients are those of the variables on one PS task. The dense gradients
+  come first, packed by a `packing.Parcel` into groups. The values and the
+  indices of each sparse gradient follow.
 
   Attributes:
-    num_shards: The number of gradients, one per shard on the task.
-    dense: The positions of the dense gradients.
+    num_shards: The number of gradients, one per shard (part of a variable) on
+      the task.
+    dense: The positions of the dense gradients among all gradients of the task.
     parcel: Packs the dense gradients.
     dtypes_of_sums: For each group of `parcel`, the dtype in which it is summed.
-    is_statistic: For each group of `parcel`, whether it consists of statistics.
-    sparse: The positions of the sparse gradients.
+    is_statistic: For each group of `parcel`, whether it consists of statistics
+      (variables without gradients, such as moving means).
+    sparse: The positions of the sparse gradients among all gradients.
     rows: For each sparse gradient, the shape of its variable, and the dtype in
       which its rows are sent.
     dtypes_of_rows: For each sparse gradient, the dtype in which it is summed.
@@ -250,7 +277,11 @@ class _Layout(NamedTuple):
 
   @property
   def dtypes(self) -> list[tf.DType]:
-    """The dtype of each component of an element."""
+    """The dtypes of the tensors in a queue's element, without its tag.
+
+    An element of a queue contains one replica's gradients for a PS task. The
+    tag, which comes first, identifies them.
+    """
     items = self.parcel.items
     dtypes = [items[group[0]].dtype for group in self.parcel.groups]
     for item in self.rows:
@@ -258,24 +289,31 @@ class _Layout(NamedTuple):
     return dtypes
 
   def adders(self) -> list[Callable]:
-    """Returns the function that adds each component of an element to its sum.
+    """Returns the functions that add a queue's element to the sums.
 
-    Dense components are added; rows of sparse gradients are appended.
+    Each component of an element has its function, which maps (sum, component)
+    to the new sum. Dense gradients are added; rows of sparse gradients are
+    appended.
     """
     num_groups = len(self.parcel.groups)
     return [_add] * num_groups + [_append] * (2 * len(self.sparse))
 
   def zeros(self) -> list[tf.Tensor]:
-    """Returns empty sums: scalars, which add to any shape, or no rows."""
+    """Returns the sums of no gradients, one per component of an element.
+
+    For dense gradients they are scalars, which can be added to any shape; for
+    sparse gradients, they are tensors without rows.
+    """
     zeros = [tf.zeros([], dtype) for dtype in self.dtypes_of_sums]
     for item, dtype in zip(self.rows, self.dtypes_of_rows, strict=True):
       zeros += _no_rows(item.shape, dtype)
     return zeros
 
   def to_wire(self, gradients: Sequence[Gradient]) -> list[tf.Tensor]:
-    """Packs one gradient per shard into the components of an element.
+    """Packs one gradient per shard into the components of a queue's element.
 
-    None is sent as zeros or, for a sparse gradient, as no rows.
+    A shard is a part of a variable, or all of it, on the PS task. A gradient
+    that is None is sent as zeros or, if it is sparse, as no rows.
     """
     components = self.parcel.pack([gradients[i] for i in self.dense])
     for i, item in zip(self.sparse, self.rows, strict=True):
@@ -287,10 +325,15 @@ class _Layout(NamedTuple):
     return components
 
   def from_wire(self, sums: Sequence[tf.Tensor]) -> list[Gradient]:
-    """Unpacks the sums of the components into one gradient per shard.
+    """Unpacks sums of queues' elements into one gradient per shard.
 
-    A dense variable for which no replica had a gradient gets zeros if it shares
-    a group with others, and a scalar zero if it is alone in its group.
+    A shard is a part of a variable, or all of it, on the PS task. A dense
+    variable for which no replica had a gradient gets zeros if it shares a
+    packed group with other variables, and a scalar zero if it is alone in its
+    group.
+
+    Args:
+      sums: One tensor per component of an element.
     """
     gradients: list[Gradient] = [None] * self.num_shards
     num_groups = len(self.parcel.groups)

@@ -1,11 +1,12 @@
-"""Computes the state of a synchronous step from messages, by pure functions.
+"""Computes the state of a synchronous step from replicas' messages.
 
-The *ledger* records the state of every replica and which contributions the step
-has accepted. `contributions`, which explains the protocol, keeps it in
-variables on PS task 0. Three pure functions of tensors compute the next ledger:
-`record` enters one message of a replica, `settle` gives the free places of the
-step to waiting replicas, and `finish` ends the step. This module uses neither
-queues nor devices.
+The *ledger* records the state of every replica and which contributions (sets of
+gradients) the step has accepted. `contributions`, which explains the protocol,
+keeps it in variables on PS task 0. Three pure functions of tensors compute the
+next ledger: `record` enters one message of a replica, `settle` gives the free
+places of the step (one for each contribution that it averages) to waiting
+replicas, and `finish` ends the step. This module uses neither queues nor
+devices.
 """
 
 import enum
@@ -20,12 +21,15 @@ from tf_replicas.rules import step_token
 
 
 class Column(enum.IntEnum):
-  """The columns of `Ledger.counts`.
+  """The columns of `Ledger.counts`, which counts contributions by outcome.
 
-  APPLIED counts contributions used in an update. SURPLUS counts those refused
-  because N others came first, or lost after admission. From `LATE` on, column
-  `LATE - 1 + k` counts the offers that were k steps late. The last column
-  counts offers that were `protocol.MAX_LATE` or more steps late.
+  A contribution is one replica's gradients for one update, which averages N of
+  them. APPLIED counts contributions used in an update. SURPLUS counts those
+  refused because N others came first, and those whose replica was lost after
+  they had been admitted. From `LATE` on, column `LATE - 1 + k` counts the
+  contributions that were refused because they were computed from variables k
+  steps old. The last column counts those `protocol.MAX_LATE` or more steps
+  late.
   """
 
   APPLIED = 0
@@ -37,14 +41,16 @@ NUM_COLUMNS = Column.LATE + protocol.MAX_LATE
 
 
 class Place(NamedTuple):
-  """One place of a step: the fields of a row of `Ledger.accepted`.
+  """One place of a step, which takes one of the N contributions it averages.
 
-  `places` returns a `Place` whose fields have the values of all rows.
+  A contribution is one replica's gradients for one update. The fields are those
+  of a row of `Ledger.accepted`. `places` returns a `Place` whose fields have
+  the values of all rows.
 
   Attributes:
-    replica: The replica whose contribution was delivered for the place; -1 if
-      the place is open.
-    tag: The tag of that contribution; -1 if the place is open.
+    replica: The index of the replica whose contribution was delivered for the
+      place; -1 if the place is open.
+    tag: The tag that identifies this contribution; -1 if the place is open.
   """
 
   replica: tf.Tensor
@@ -52,17 +58,31 @@ class Place(NamedTuple):
 
   @property
   def is_taken(self) -> tf.Tensor:
-    """Whether a contribution was delivered for the place."""
+    """Whether a contribution (set of gradients) was delivered for the place."""
     return self.replica >= 0
 
 
 def places(accepted: tf.Tensor) -> Place:
-  """Splits `Ledger.accepted` into its columns, int64 [N] each."""
+  """Splits `Ledger.accepted`, which has a row per place, into its columns.
+
+  A place takes one of the N contributions (sets of gradients) that a step
+  averages.
+
+  Args:
+    accepted: int64 [N, 2].
+
+  Returns:
+    A `Place` whose fields are int64 [N].
+  """
   return Place(accepted[:, 0], accepted[:, 1])
 
 
 class Ledger(NamedTuple):
-  """The state of a step with R replicas and N places; int64 unless noted.
+  """The state of a synchronous step, as the chief records it.
+
+  A contribution is one replica's gradients for one update, identified by an
+  integer tag. A step averages N contributions of R replicas. Tensors are int64
+  unless noted.
 
   Attributes:
     status: [R], the `protocol.Status` of each replica.
@@ -72,8 +92,8 @@ class Ledger(NamedTuple):
     loss: float64 scalar, the sum of the losses of the accepted contributions.
     delivered_at: float64 scalar, when the last accepted contribution arrived,
       in seconds since 1970; `step_token.NEVER` if none has.
-    counts: [R, NUM_COLUMNS], the number of contributions by outcome; see
-      `Column`. Contributions lost after admission count as surplus.
+    counts: [R, NUM_COLUMNS], the number of contributions of each replica by
+      outcome; `Column` lists the outcomes.
     held_up: float64 [R], the seconds for which steps waited for each replica
       alone.
   """
@@ -89,12 +109,15 @@ class Ledger(NamedTuple):
 
 
 class Message(NamedTuple):
-  """One inbox message: int64 scalars, except loss and time (float64).
+  """One message in the chief's inbox, a queue on PS task 0.
+
+  All fields are int64 scalars, except `loss` and `time`, which are float64.
 
   Attributes:
     kind: A `protocol.MessageType`.
     replica: The index of the replica that the message is about; -1 for WAKE.
-    tag: The tag of that replica's contribution.
+    tag: The tag that identifies the contribution (that replica's gradients for
+      one update).
     step: The global step of the variables that the replica used.
     examples: The number of examples in the replica's batch.
     loss: The mean loss of the replica's batch.
@@ -111,12 +134,15 @@ class Message(NamedTuple):
 
 
 class Replies(NamedTuple):
-  """The replies that one message causes: int64 [R] each.
+  """The replies that one message to the chief causes; int64 [R] each.
+
+  A contribution is one of the R replicas' gradients for one update.
 
   Attributes:
-    verdict: The `protocol.Verdict` for the last offer of each replica, or NONE.
-    flush: For each replica, the tag of a void contribution for whose reply some
-      process still waits, so that a VOID reply must be sent; or -1.
+    verdict: The `protocol.Verdict` for the last contribution of each replica,
+      or NONE.
+    flush: For each replica, the tag of a void (unused) contribution for whose
+      reply some process still waits, so that a VOID reply must be sent; or -1.
   """
 
   verdict: tf.Tensor
@@ -124,17 +150,22 @@ class Replies(NamedTuple):
 
 
 class Collected(NamedTuple):
-  """The result of `Contributions.collect`; tensors on PS task 0.
+  """The contributions that the chief has collected for a step.
+
+  A contribution is one replica's gradients for one update.
+  `Contributions.collect` returns this. All fields are scalars on PS task 0,
+  except `present`.
 
   Attributes:
-    kind: int64, DELIVERED when the step is complete, else the kind of the
-      message that ended the wait early (NONFINITE, WAKE).
-    replica: int64, the replica of the last message.
+    kind: int64, a `protocol.MessageType`: DELIVERED when the step is complete,
+      else the type of the message that ended the wait early (NONFINITE, WAKE).
+    replica: int64, the index of the replica that sent the last message.
     step: int64, the global step of the contributions.
     examples: int64, the number of examples in the contributions.
     loss: float64, the mean loss of the contributions.
-    present: bool [V], for each of the V elements of `store.contributed`,
-      whether any replica has a gradient for it.
+    present: bool [V], for each of the V elements of `store.contributed` (the
+      trainable variables, then the variables without gradients), whether any
+      replica has a gradient for it.
   """
 
   kind: tf.Tensor
@@ -146,7 +177,18 @@ class Collected(NamedTuple):
 
 
 def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
-  """Returns an empty ledger: all replicas compute, all places are open."""
+  """Returns the ledger, the recorded state of a step, before any message.
+
+  All replicas are computing, and the step has no contribution yet.
+
+  Args:
+    num_replicas: R, the number of replicas.
+    replicas_to_aggregate: N, the number of contributions (sets of gradients)
+      that a step averages.
+
+  Returns:
+    A ledger of NumPy arrays.
+  """
   return Ledger(
     status=np.full([num_replicas], protocol.Status.COMPUTING, np.int64),
     tag=np.full([num_replicas], -1, np.int64),
@@ -160,11 +202,15 @@ def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
 
 
 class _Event(NamedTuple):
-  """The meaning of one message; bool [R], true at most for its replica.
+  """The meaning of one message to the chief, for each of R replicas.
+
+  All fields are bool [R], and true at most for the replica that the message is
+  about. A contribution is one replica's gradients for one update.
 
   Attributes:
     is_offer: The replica offers a contribution.
-    is_late: The replica offers one from variables of an earlier step.
+    is_late: The replica offers a contribution computed from variables of an
+      earlier step.
     is_delivered: An admitted contribution of the replica has arrived.
     is_void: A contribution has arrived that is not the replica's last one.
     is_lost: The replica is lost, and was not waiting for a reply.
@@ -180,11 +226,13 @@ class _Event(NamedTuple):
 def record(
   ledger: Ledger, message: Message, step: tf.Tensor
 ) -> tuple[Ledger, Replies]:
-  """Enters one message in the ledger. A pure function.
+  """Enters one message in the ledger, the recorded state of a step.
+
+  This is a pure function.
 
   Args:
     ledger: The ledger before the message.
-    message: A message from the inbox.
+    message: A message from the chief's inbox.
     step: int64 scalar, the current global step.
 
   Returns:
@@ -222,7 +270,13 @@ def record(
 
 
 def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
-  """Finds out what `message` means, given the ledger before it."""
+  """Finds out what a message to the chief means.
+
+  Args:
+    ledger: The recorded state of the step before the message.
+    message: The message.
+    is_late: bool scalar, whether the replica used variables of an earlier step.
+  """
   replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
   this = replicas == message.replica
   is_last = ledger.tag == message.tag
@@ -242,7 +296,20 @@ def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
 def _accept(
   ledger: Ledger, message: Message, is_delivered: tf.Tensor
 ) -> Ledger:
-  """Puts a delivered contribution in the first open place of the step."""
+  """Records a delivered contribution in the first open place of the step.
+
+  A contribution is one replica's gradients for one update, and a place takes
+  one of the N contributions that a step averages.
+
+  Args:
+    ledger: The recorded state of the step before the delivery.
+    message: The message that reports the delivery.
+    is_delivered: bool [R], true for the replica whose contribution has arrived;
+      nothing changes if all are false.
+
+  Returns:
+    The ledger after the delivery.
+  """
   num_places = ledger.accepted.shape[0]
   has_delivered = tf.reduce_any(is_delivered)
   place = _count(places(ledger.accepted).is_taken)
@@ -269,9 +336,13 @@ def _accept(
 
 
 def is_waiting(ledger: Ledger) -> tf.Tensor:
-  """Returns, as bool [R], whether each replica waits for the chief.
+  """Returns, as bool [R], whether each of R replicas waits for the chief.
 
-  A replica waits for a place in the step, or after its delivery for release.
+  A replica waits until the step admits its gradients, and after they were
+  delivered until the chief lets it continue.
+
+  Args:
+    ledger: The recorded state of the step.
   """
   return (ledger.status == protocol.Status.WAITING) | (
     ledger.status == protocol.Status.DELIVERED
@@ -279,13 +350,20 @@ def is_waiting(ledger: Ledger) -> tf.Tensor:
 
 
 def settle(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
-  """Gives the free places of the step to waiting replicas. A pure function.
+  """Gives the free places of the step to waiting replicas.
+
+  A place takes one of the N contributions (sets of gradients) that a step
+  averages. This is a pure function.
+
+  Args:
+    ledger: The recorded state of the step.
 
   Returns:
-    The new ledger, and for each replica the `protocol.Verdict` on the tag that
-    it had before, int64 [R]: ADMIT for a waiting replica that gets a place;
-    CONTINUE for one that has delivered and gets another place of the same step
-    (if there are more places than replicas); else NONE.
+    The new ledger; and int64 [R], for each of the R replicas the
+    `protocol.Verdict` that answers its last contribution: ADMIT for a waiting
+    replica that gets a place; CONTINUE for a replica that has delivered and
+    gets another place of the same step (if there are more places than
+    replicas); else NONE.
   """
   num_replicas = ledger.status.shape[0]
   num_places = ledger.accepted.shape[0]
@@ -313,12 +391,21 @@ def _count(condition: tf.Tensor) -> tf.Tensor:
 
 
 def _first(condition: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-  """Returns `condition`, but false after the first `limit` true elements."""
+  """Returns a copy of `condition` with at most `limit` true elements.
+
+  The first true elements stay true.
+  """
   return condition & (tf.cumsum(tf.cast(condition, tf.int64)) <= limit)
 
 
 def _num_accepted(ledger: Ledger) -> tf.Tensor:
-  """Counts the places of the step that each replica has, as int64 [R]."""
+  """Counts the accepted contributions of each replica, as int64 [R].
+
+  A contribution is one replica's gradients for one update.
+
+  Args:
+    ledger: The recorded state of the step.
+  """
   replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
   owners = places(ledger.accepted).replica
   is_owner = owners[:, None] == replicas[None, :]
@@ -326,7 +413,14 @@ def _num_accepted(ledger: Ledger) -> tf.Tensor:
 
 
 def _in_column(values: tf.Tensor, column: int | tf.Tensor) -> tf.Tensor:
-  """Makes a zero int64 [R, NUM_COLUMNS] tensor with `values` in one column."""
+  """Makes an int64 [R, NUM_COLUMNS] tensor that is zero but for one column.
+
+  It is added to `Ledger.counts`, which has a row per replica.
+
+  Args:
+    values: [R], the values in the column.
+    column: The index of the column.
+  """
   is_column = tf.one_hot(column, NUM_COLUMNS, dtype=tf.int64)
   return tf.cast(values, tf.int64)[:, None] * is_column
 
@@ -334,17 +428,24 @@ def _in_column(values: tf.Tensor, column: int | tf.Tensor) -> tf.Tensor:
 def _set(
   values: tf.Tensor, where: tf.Tensor, value: int | tf.Tensor
 ) -> tf.Tensor:
-  """Returns int64 `values`, replaced by `value` where `where` is true."""
+  """Returns a copy of `values`, int64, with `value` where `where` is true."""
   return tf.where(where, tf.cast(value, tf.int64), values)
 
 
 def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
-  """Ends the step: counts the outcomes, empties the places. A pure function.
+  """Ends the step: counts which contributions were used, and empties the step.
+
+  A contribution is one replica's gradients for one update. This is a pure
+  function.
+
+  Args:
+    ledger: The recorded state of the step.
 
   Returns:
-    The new ledger, and for each replica the `protocol.Verdict` on the tag that
-    it had before, int64 [R]: for a replica that waits, RELEASE, or CONTINUE if
-    a step has a place for every replica; for the others NONE.
+    The ledger of the next step; and int64 [R], for each of the R replicas the
+    `protocol.Verdict` that answers its last contribution: for a replica that
+    waits, RELEASE, or CONTINUE if a step averages at least one contribution of
+    every replica; for other replicas NONE.
   """
   num_replicas = ledger.status.shape[0]
   num_places = ledger.accepted.shape[0]
@@ -374,7 +475,11 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
 
 
 def step_status(state: Ledger) -> results.StepStatus:
-  """Returns the progress of the step, from a ledger of NumPy arrays."""
+  """Reports the progress of a step from its ledger.
+
+  Args:
+    state: The recorded state of the step, as NumPy arrays.
+  """
   rows = zip(state.status.tolist(), state.tag.tolist(), strict=True)
   return results.StepStatus(
     received=int(places(state.accepted).is_taken.sum()),
@@ -387,7 +492,12 @@ def step_status(state: Ledger) -> results.StepStatus:
 
 
 def counts_from_ledger(state: Ledger) -> list[results.Counts]:
-  """Returns the counts of each replica, from a ledger of NumPy arrays."""
+  """Returns how many sets of gradients of each replica were used or refused.
+
+  Args:
+    state: The recorded state of a step, as NumPy arrays, with the counts since
+      the start of training.
+  """
   rows = zip(state.counts.tolist(), state.held_up.tolist(), strict=True)
   return [
     results.Counts(applied, surplus, tuple(late), straggler_wait_secs=secs)

@@ -1,7 +1,8 @@
-"""Makes synchronous updates from exactly N gradients, with backup replicas.
+"""Makes synchronous updates from exactly N sets of gradients.
 
 `SyncReplicasOptimizer` is the successor of TF1's
-`tf.train.SyncReplicasOptimizer`, and documents the protocol.
+`tf.train.SyncReplicasOptimizer`, and documents the protocol, which includes
+backup replicas.
 """
 
 import functools
@@ -34,7 +35,8 @@ class _StepReport(NamedTuple):
   """The report of one step that the PS tasks return to the chief.
 
   Attributes:
-    kind, replica, step, examples, loss, present: See `ledger.Collected`.
+    kind, replica, step, examples, loss, present: As in `ledger.Collected`,
+      which describes the gradients that the step has collected.
     began: When the update began, in seconds since 1970.
     ended: When the update was complete, in seconds since 1970; `NEVER` if no
       update was made.
@@ -51,7 +53,7 @@ class _StepReport(NamedTuple):
 
   @property
   def is_made(self) -> bool | tf.Tensor:
-    """Whether the update was made."""
+    """Whether the step has updated the variables."""
     return self.ended != step_token.NEVER
 
 
@@ -68,7 +70,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   * M > N: there are M - N *backup replicas*. A step takes the first N
     contributions and does not wait for the slowest replicas (Chen et al. 2016,
     section 2.2).
-  * M < N: replicas contribute several batches each to one step.
+  * M < N: one replica contributes several batches to the same step.
 
   A replica calls `apply_gradients`, which offers gradients and waits. The chief
   calls `apply_updates`, which makes the updates.
@@ -77,8 +79,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
 
   * on each PS task: the shards of the variables, their slots and averages, and
     one queue of gradient sets per replica;
-  * on PS task 0: the global step, the inbox, the ledger of contributions,
-    and one queue of replies per replica (see `rules.sync.contributions`).
+  * on PS task 0: the global step, the inbox (a queue of messages to the chief),
+    the ledger (the record of the step's contributions), and one queue of
+    replies per replica. `rules.sync.contributions` describes them.
 
   A step of a replica:
 
@@ -131,20 +134,23 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     use_locking: None = None,
     name: str = "sync_replicas",
   ):
-    """Wraps `optimizer`.
+    """Makes a rule for synchronous updates by `optimizer`.
+
+    A contribution is one replica's gradients for one update. Statistics are
+    variables without gradients, such as moving means.
 
     Args:
-      optimizer: The inner optimizer. `OptimizerRule` documents the arguments
-        that are not listed here.
+      optimizer: The optimizer that applies the mean of the contributions.
+        `OptimizerRule` documents the arguments that are not listed here.
       replicas_to_aggregate: N, the number of contributions in one update.
       total_num_replicas: M, the number of replicas. None: N.
       clip_mean_norm: The largest global norm of the mean of N contributions. A
         larger mean is scaled down before it is applied. None: no limit.
-      has_chief_statistics: If True, statistics (such as those of batch
-        normalization) are updated from one replica: of those whose
-        contributions are used, the one with the smallest index. If False, from
-        the mean of all N contributions.
-      use_locking: Not supported: an argument of TF1's class. Must be None.
+      has_chief_statistics: If True, statistics are updated from one replica: of
+        those whose contributions are used, the one with the smallest index. If
+        False, from the mean of all N contributions.
+      use_locking: Must be None. TF1's class had this argument, which is not
+        supported.
 
     Raises:
       TypeError, ValueError: If an argument is invalid.
@@ -185,7 +191,10 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     is_sparse: Sequence[bool] | None = None,
     namespace: resources.Namespace | None = None,
   ) -> None:
-    """See `UpdateRule.build`."""
+    """Creates the rule's shared objects on the PS tasks, or attaches to them.
+
+    Implements `UpdateRule.build`, which documents the arguments.
+    """
     self.bind(store)
     self._contributions = contributions.Contributions(
       store,
@@ -206,7 +215,11 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self.is_built = True
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """See `UpdateRule.create`."""
+    """Assigns all first values, or takes over an earlier chief's training.
+
+    In the second case, waits for an update of the earlier chief to end.
+    Implements `UpdateRule.create`, which documents the arguments.
+    """
     if resumed:
       # An earlier chief's `apply_updates` may live on at the PS; this ends it.
       self.interrupt()
@@ -219,12 +232,19 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self.inner.build(self._store, is_chief=True)
 
   def start(self) -> None:
-    """Voids all contributions made under an earlier chief, if there was one."""
+    """Drops all gradients that replicas offered to an earlier chief, if any.
+
+    The chief calls it once, after all variables have their values.
+    """
     if self._is_successor:
       self._contributions.begin_anew()
 
   def signature(self) -> dict[str, object]:
-    """See `UpdateRule.signature`."""
+    """Returns the settings that must be equal in the chief and all workers.
+
+    Returns:
+      The settings by name, of types that JSON can represent.
+    """
     return {
       "name": self.name,
       "replicas_to_aggregate": self.replicas_to_aggregate,
@@ -236,7 +256,14 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   def in_lockstep(
     self, store: parameter_store.ParameterStore
   ) -> rule_base.LockstepUpdate:
-    """See `UpdateRule.in_lockstep`."""
+    """Adapts this rule to a program that computes all replicas' gradients.
+
+    Args:
+      store: Holds the variables, all on one task.
+
+    Returns:
+      An object that makes updates with the settings of this rule.
+    """
     return rule_base.LockstepUpdate(self, store)
 
   # The replica's half.
@@ -252,7 +279,11 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     num_examples: tf.Tensor | int = 0,
     preadmitted_tag: tf.Tensor | None = None,
   ) -> step_token.StepToken:
-    """Offers one set of gradients; see `GradientRule.apply_gradients`."""
+    """Offers a replica's gradients to the chief, and waits for its reply.
+
+    The gradients are sent only if the chief admits them to the step. Implements
+    `GradientRule.apply_gradients`, which documents the arguments.
+    """
     self.check_built()
     return self._contributions.offer(
       replica,
@@ -271,10 +302,13 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     token: step_token.StepToken,
     records_times: bool,
   ) -> tuple[step_token.StepToken, tf.Tensor]:
-    """Contributes one batch, or several if a step needs more than one.
+    """Computes gradients of one batch, or of several, and hands them over.
 
-    That is so with fewer replicas than contributions: the replica goes on with
-    the same parameters while its token admits another contribution to the step.
+    A replica contributes several batches to one step only if there are fewer
+    replicas than contributions in an update. Then the replica goes on with the
+    same parameters while its token, the reply to the last gradients, admits
+    another contribution to the step. `GradientRule.contribute_batch` documents
+    the result.
     """
 
     def one_batch(token):
@@ -297,11 +331,17 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   # The chief's half.
 
   def stop_at(self, step: int) -> None:
-    """Does nothing: no update is made unless `apply_updates` is called."""
+    """Does nothing, as only `apply_updates` makes updates under this rule.
+
+    Other rules, under which replicas make the updates, stop at global step
+    `step`.
+    """
     del step
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
     """Makes updates in one call, all with the present learning rate.
+
+    Waits until replicas have contributed the gradients of each update.
 
     Args:
       max_updates: The largest number of updates. No update is begun later than
@@ -309,7 +349,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         the milliseconds between two calls, which slow down small models.
 
     Returns:
-      The updates, in order.
+      Reports of the updates, in order.
 
     Raises:
       NonFiniteGradientError: If a replica computed a value that is not finite.
@@ -348,7 +388,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     """Traces a function that makes up to a given number of updates.
 
     Args:
-      present: See `_step`.
+      present: For each element of `store.contributed` (the trainable variables,
+        then the variables without gradients), whether some replica is assumed
+        to have a gradient for it.
 
     Returns:
       A function of the largest number of updates, an int32 scalar. It returns a
@@ -370,14 +412,15 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     return tf.function(steps, autograph=False).get_concrete_function(spec)
 
   def _step(self, present: tuple[bool, ...]) -> _StepReport:
-    """Collects the contributions of a step, on PS task 0; makes its update.
+    """Collects the replicas' gradients for a step, and makes its update.
 
     Args:
-      present: For each element of `store.contributed`, whether some replica is
-        assumed to have a gradient for it. If that is wrong, no update is made.
+      present: For each element of `store.contributed` (the trainable variables,
+        then the variables without gradients), whether some replica is assumed
+        to have a gradient for it. If that is wrong, no update is made.
 
     Returns:
-      The report of the step; tensors.
+      The report of the step, whose fields are tensors.
     """
     collected = self._contributions.collect()
     may_update = collected.kind == int(protocol.MessageType.DELIVERED)
@@ -405,6 +448,12 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   ) -> tf.Tensor:
     """Makes the update, advances the global step, releases the replicas.
 
+    Args:
+      present: For each element of `store.contributed` (the trainable variables,
+        then the variables without gradients), whether some replica has a
+        gradient for it.
+      collected: What the replicas have contributed to the step.
+
     Returns:
       float64 scalar, the time at which the update was complete, in seconds
       since 1970.
@@ -426,47 +475,72 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   # For the driver that watches and ends the training.
 
   def counts(self) -> list[results.Counts]:
-    """See `UpdateRule.counts`."""
+    """Returns how many gradients of each replica were used and refused."""
     return ledger.counts_from_ledger(self._contributions.snapshot())
 
   def status(self) -> results.StepStatus:
-    """See `UpdateRule.status`."""
+    """Returns the progress of the next update and the state of each replica."""
     return ledger.step_status(self._contributions.snapshot())
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Declares `replica` lost, which frees its place in the step.
+    """Stops waiting for `replica` until it offers gradients again.
 
-    Another waiting replica then gets the place. See `UpdateRule.declare_lost`.
+    If the step has admitted gradients of the replica that have not arrived,
+    another waiting replica may contribute in its place.
+
+    Args:
+      replica: The index of the replica.
+      tag: The tag that identifies the replica's last contribution (its
+        gradients for one update), as `status` returned it. Nothing changes if
+        the replica has made a newer one.
     """
     self._contributions.declare_lost(replica, tag)
 
   def interrupt(self) -> None:
-    """See `UpdateRule.interrupt`."""
+    """Ends the wait of `apply_updates`, which runs in another thread.
+
+    `apply_updates` then raises `Interrupted`. A call of `end_replicas` that
+    waits returns, too.
+    """
     try:
       self._contributions.wake()
     except tf.errors.OpError:
       pass  # The inbox was closed meanwhile, which ends the wait as well.
 
   def trace_ahead(self) -> None:
-    """See `UpdateRule.trace_ahead`."""
+    """Traces all functions that may have to be called while a task hangs.
+
+    A client that traces a function waits for all tasks (TensorFlow 2.21), so
+    these functions could not be traced while a task hangs.
+    """
     super().trace_ahead()
     self.end_replicas.get_concrete_function()
     self._steps(self._present)
 
   @tf.function(autograph=False)
   def end_replicas(self) -> None:
-    """Answers replicas, until `interrupt`, that training has ended."""
+    """Tells replicas that training has ended.
+
+    Does not return before `interrupt` is called.
+    """
     self._contributions.end_replicas()
 
   def suspend(self) -> None:
-    """Starts a thread that releases replicas; see `OptimizerRule.suspend`.
+    """Starts a thread that lets replicas continue without an update.
 
-    Returns None, as `apply_updates` has returned all updates.
+    `SwitchingOptimizer` calls it when it changes to another rule. The thread
+    ends in `resume`.
+
+    Returns:
+      None, as `apply_updates` has returned all updates.
     """
     self._answering = waiting.RaisingThread(self.end_replicas, on_error=bool)
 
   def resume(self) -> None:
-    """See `OptimizerRule.resume`."""
+    """Takes gradients of replicas again after `suspend`.
+
+    `SwitchingOptimizer` calls it when it changes to this rule.
+    """
     for replica, (status, tag) in enumerate(self.status().replicas):
       # The replica may still deliver a contribution admitted before `suspend`.
       if status == protocol.Status.ADMITTED:
@@ -477,11 +551,18 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self._contributions.initialize(keep_counts=True)
 
   def release_replica(self, replica: int) -> None:
-    """See `UpdateRule.release_replica`."""
+    """Tells `replica`, which runs in this process, that training has ended.
+
+    Called when the chief, which would answer the replica, is lost.
+    """
     self._contributions.release_replica(replica)
 
   def close(self) -> None:
-    """See `UpdateRule.close`."""
+    """Ends the training, so that no call waits any longer.
+
+    Calls of the chief and of replicas that wait for each other raise
+    `tf.errors.OutOfRangeError`.
+    """
     self._contributions.close()
 
 
@@ -494,7 +575,8 @@ def _repeat(
   """Calls `body` repeatedly in the graph, all on the current device.
 
   Args:
-    body: Returns a row, float64 [width], and whether to call it again.
+    body: Returns a row, float64 [width], and a bool scalar, whether to call
+      `body` again.
     max_calls: int32 scalar, the largest number of calls. `body` is called at
       least once.
     secs: The time in seconds after which `body` is not called again.
