@@ -658,7 +658,8 @@ class _Loop(keras.callbacks.Callback):
       logging.warning(
         "tf_replicas: epoch %d repeats the metrics of the epoch before, in"
         " which all its updates were counted: asynchronous updates run ahead."
-        " Training is not affected. For metrics of every epoch, make epochs longer",
+        " Training is not affected. For metrics of every epoch, make epochs"
+        " longer",
         self._epoch + 1,
       )
     self._has_warned = True

@@ -432,8 +432,8 @@ def _check_role(
   if replication == "in_graph" and not spec.num_tasks("chief"):
     raise cluster_module.ClusterError(
       f"{spec.where}in-graph replication needs a `chief` task, which drives"
-      " the workers: add it to the cluster, or start with `tf_replicas.launch --chief`."
-      " Received: none."
+      " the workers: add it to the cluster, or start with `tf_replicas.launch"
+      " --chief`. Received: none."
     )
   if spec.layers and caller == "fit":
     raise cluster_module.ClusterError(

@@ -122,14 +122,15 @@ def when_slow(share: float, least: int = 100) -> Callable[[Progress], Choice]:
 
 
 def _every(
-  least: int, is_due: Callable[[Sequence[results.Counts]], bool]
+  period: int, is_due: Callable[[Sequence[results.Counts]], bool]
 ) -> Callable[[Progress], Choice]:
-  """Makes a condition that asks `is_due` every `least` steps.
+  """Makes a condition that calls `is_due` at every multiple of `period` steps.
 
   Args:
-    least: The number of steps between two calls of `is_due`.
-    is_due: Maps the counts of all replicas (how many of their contributions
-      were used or refused) to whether to change to the second rule.
+    period: The number of global steps between two calls of `is_due`.
+    is_due: Maps the counts of all replicas since the start of the training (how
+      many of their contributions were used or refused) to whether to change to
+      the second rule.
 
   Returns:
     A function for the argument `choose` of `SwitchingOptimizer`: it maps the
@@ -138,8 +139,8 @@ def _every(
 
   def choose(progress: Progress) -> Choice:
     step, rule = progress.global_step, progress.rule
-    if rule == 0 and step % least == 0:
+    if rule == 0 and step % period == 0:
       rule = int(is_due(progress.counts()))
-    return Choice(rule, until=None if rule else step - step % least + least)
+    return Choice(rule, until=None if rule else step - step % period + period)
 
   return choose

@@ -279,7 +279,8 @@ class Session:
       if live_step >= saved_step:
         self._saved_step, self._saved_path = saved_step, path
         self._console.log(
-          f"kept the state at step {live_step}: {path} is not newer"
+          f"kept the state at step {live_step} that is in use: the checkpoint"
+          f" {path} is not newer"
         )
         return live_step
     restored = checkpoints.restore(
