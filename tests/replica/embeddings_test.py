@@ -1,5 +1,6 @@
 """Tests for replica.embeddings: the layer, and tables for custom code."""
 
+import contextlib
 import tempfile
 
 import keras
@@ -278,10 +279,32 @@ class LayerTest(parameterized.TestCase):
       losses.append([model.train_on_batch(*_data(i)) for i in range(3)])
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
-  def test_is_saved_with_its_partition(self):
-    layer = embeddings.Embedding(ROWS, COLUMNS, partition="range")
+  def test_is_saved_with_its_arguments(self):
+    layer = embeddings.Embedding(
+      ROWS, COLUMNS, partition="range", combiner="sum"
+    )
     copied = keras.layers.deserialize(keras.layers.serialize(layer))
     self.assertEqual(copied.partition, "range")
+    self.assertEqual(copied.combiner, "sum")
+
+  @parameterized.parameters(False, True)
+  def test_combines_sparse_ids(self, is_table):
+    home = tables.Home(
+      resources.new_namespace(), 1, lambda task: "/device:CPU:0"
+    )
+    inputs = keras.Input((3,), dtype="int32", sparse=True)
+    with tables.home(home) if is_table else contextlib.nullcontext():
+      layer = embeddings.Embedding(
+        ROWS, COLUMNS, combiner="mean", embeddings_initializer="ones"
+      )
+      outputs = layer(inputs)
+    self.assertEqual(outputs.shape, (None, COLUMNS))
+    if is_table:
+      tables.rows_of(layer.table).initialize()
+    # Sparse tensors leave out what is not there, rather than 0.
+    ids = tf.sparse.from_dense(tf.constant([[1, 2, 0], [0, 0, 0]]))
+    found = keras.Model(inputs, outputs)(ids)
+    np.testing.assert_array_equal(found, [[1.0] * COLUMNS, [0.0] * COLUMNS])
 
   @parameterized.parameters(
     ({"embeddings_regularizer": "l2"}, "`embeddings_regularizer` must be None"),
@@ -289,6 +312,8 @@ class LayerTest(parameterized.TestCase):
     ({"lora_rank": 2}, "`lora_rank` must be None"),
     ({"weights": np.zeros((ROWS, COLUMNS))}, "`weights` of .* must be None"),
     ({"embeddings_initializer": "orthogonal"}, "draws every row by itself"),
+    ({"combiner": "max"}, "`combiner` must be one of sum, mean, sqrtn"),
+    ({"combiner": "sum", "mask_zero": True}, "`mask_zero` must be False"),
     ({"partition": "hash"}, "`partition` must be one of modulo, range"),
   )
   def test_refuses(self, arguments, message):
@@ -297,6 +322,20 @@ class LayerTest(parameterized.TestCase):
     )
     with tables.home(home), self.assertRaisesRegex(ValueError, message):
       _model(**arguments)
+
+  def test_refuses_to_share_its_weight_with_a_layer(self):
+    home = tables.Home(
+      resources.new_namespace(), 1, lambda task: "/device:CPU:0"
+    )
+    with tables.home(home):
+      layer = embeddings.Embedding(ROWS, COLUMNS, name="words")
+      layer.build()
+    with self.assertRaisesRegex(
+      AttributeError, "`embeddings` of the layer 'words' must not be used"
+    ):
+      keras.ops.matmul(tf.ones([2, COLUMNS]), tf.transpose(layer.embeddings))
+    tables.rows_of(layer.table).initialize()
+    self.assertEqual(embeddings.lookup(layer, [1]).shape, [1, COLUMNS])
 
   @parameterized.parameters(0, 2.5, True)
   def test_refuses_rows(self, rows):
@@ -312,7 +351,7 @@ class LayerTest(parameterized.TestCase):
       small.build()
       large = embeddings.Embedding((1 << 24) + 1, 1)
       large.build()
-    tables.rows_of(small.embeddings).initialize()
+    tables.rows_of(small.table).initialize()
     self.assertEqual(small(tf.constant([[1.0]])).shape, [1, 1, COLUMNS])
     with self.assertRaisesRegex(TypeError, "must be integers. Received: float"):
       large(tf.constant([[1.0]]))

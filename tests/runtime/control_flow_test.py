@@ -36,6 +36,23 @@ class RunIfTest(parameterized.TestCase):
     self.assertEqual(int(total), 1)
 
 
+class RequireTest(parameterized.TestCase):
+  @parameterized.parameters(False, True)
+  def test_names_what_is_wrong(self, is_eager):
+    def run(value):
+      checked = control_flow.require(value > 0, "must be positive:", value)
+      with tf.control_dependencies([checked]):
+        return tf.identity(value)
+
+    if not is_eager:
+      run = tf.function(run, autograph=False)
+    self.assertEqual(int(run(tf.constant(3))), 3)
+    with self.assertRaisesRegex(
+      tf.errors.InvalidArgumentError, r"must be positive:.*-7"
+    ):
+      run(tf.constant(-7))
+
+
 class DoneTest(absltest.TestCase):
   def test_comes_after_operations_tensors_and_none(self):
     log = []

@@ -79,5 +79,57 @@ class PackTest(parameterized.TestCase):
       packing.unpack(tf.zeros([3]), [_item(2)])
 
 
+class BundleTest(parameterized.TestCase):
+  def _there_and_back(self, values, shapes):
+    """What arrives, and how many tensors were sent."""
+    sent = []
+
+    @tf.function(
+      input_signature=[
+        tf.TensorSpec(shape, value.dtype)
+        for value, shape in zip(values, shapes, strict=True)
+      ]
+    )
+    def run(*tensors):
+      bundle = packing.bundle(tensors)
+      sent.append(len(bundle.packed))
+      return bundle.unpack(bundle.packed)
+
+    return run(*map(tf.constant, values)), sent[0]
+
+  @parameterized.parameters(0, 1, 7)
+  def test_rows_and_what_is_small_are_one_tensor(self, count):
+    rng = np.random.default_rng(count)
+    values = [
+      rng.normal(size=[5]).astype("float32"),
+      rng.normal(size=[count, 3]).astype("float32"),
+      rng.integers(0, 1 << 40, [count]),
+      rng.normal(size=[LARGEST_SMALL + 1]).astype("float32"),
+      rng.normal(size=[count, 1, 2]).astype("float16"),
+      np.float64(3.5),
+      rng.integers(-9, 9, [count]).astype("int8"),
+    ]
+    shapes = [
+      *([5], [None, 3], [None], [LARGEST_SMALL + 1], [None, 1, 2], []),
+      [None],
+    ]
+    found, num_sent = self._there_and_back(values, shapes)
+    self.assertEqual(num_sent, 2)
+    for value, result in zip(values, found, strict=True):
+      self.assertEqual(result.dtype, value.dtype)
+      np.testing.assert_array_equal(result, value)
+
+  def test_without_rows_every_tensor_is_sent_by_itself(self):
+    values = [np.float32([1, 2]), np.int64([3])]
+    found, num_sent = self._there_and_back(values, [[2], [1]])
+    self.assertEqual(num_sent, 2)
+    np.testing.assert_array_equal(found[1], [3])
+
+  def test_keeps_every_bit(self):
+    bits = np.uint32([0x7FC00001, 0xFFA00000, 0x80000000])  # NaN, NaN, -0.
+    (found,), _ = self._there_and_back([bits.view("float32")], [[None]])
+    np.testing.assert_array_equal(found.numpy().view("uint32"), bits)
+
+
 if __name__ == "__main__":
   absltest.main()

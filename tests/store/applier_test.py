@@ -166,6 +166,32 @@ class MeanUpdateTest(stores.TestCase):
       state["variables/bias"], [-1.0 if step == 0 else -4.0] * 2
     )
 
+  def test_all_tasks_see_the_same_scalar_of_the_optimizer(self):
+    """Nadam's product of momenta advances once per update, not per task."""
+    store = stores.create(VALUES, NUM_TASKS, stores.cut(NUM_TASKS))
+    inner = inner_optimizer.InnerOptimizer(optimizers.make("Nadam", 0.1))
+    inner.build(store)
+    update = applier.Applier(
+      store, inner, variable_averages=None, clip_norm=None
+    )
+    reference = optimizers.make("Nadam", 0.1)
+    expected = [tf.Variable(v) for v in VALUES.values()]
+    reference.build(expected)
+    for step in range(3):
+      sums = [tf.fill(v.shape, 2.0 + step + i) for i, v in enumerate(expected)]
+      take_sums, now = _take(store, sums), tf.constant(step, tf.int64)
+      tf.function(
+        lambda take=take_sums, now=now: update([True] * 3, now, take, 2),
+        autograph=False,
+      )()
+      reference.apply([total / 2 for total in sums], expected)
+    state = store.state()
+    for path, value in zip(VALUES, expected, strict=True):
+      # The shards of either task: they are rows of the variable.
+      np.testing.assert_allclose(
+        state[f"variables/{path}"], value.numpy(), rtol=1e-6, atol=1e-6
+      )
+
 
 class ClippedTest(absltest.TestCase):
   def test_a_row_that_occurs_twice_counts_once(self):

@@ -192,6 +192,63 @@ class LookupTest(parameterized.TestCase):
     self.assertEqual(found.row_lengths().numpy().tolist(), [1, 0, 2])
     np.testing.assert_array_equal(found.flat_values, _all(rows)[1:4])
 
+  @parameterized.product(
+    combiner=["sum", "mean", "sqrtn"],
+    kind=["ragged", "sparse", "dense", "nested"],
+    is_table=[True, False],
+  )
+  def test_combines(self, combiner, kind, is_table):
+    variable = _variable()
+    rows = tables.rows_of(variable)
+    rows.initialize()
+    values = _all(rows)
+    if not is_table:
+      variable = tf.Variable(values)
+    bags = [[4, 7], [4, 2000], [2, 2]]
+    if kind != "dense":
+      bags = [[4, 7, 4], [], [2000]]
+    ids = tf.ragged.constant(bags, dtype=tf.int64)
+    if kind == "dense":
+      ids = ids.to_tensor()
+    elif kind == "sparse":
+      ids = ids.to_sparse()
+    elif kind == "nested":
+      ids = tf.RaggedTensor.from_row_lengths(ids, [1, 0, 2])
+    with tf.GradientTape() as tape:
+      found = tables.gather(variable, ids, combiner)
+      if kind == "nested":
+        self.assertEqual(found.row_lengths().numpy().tolist(), [1, 0, 2])
+        found = found.flat_values
+      weights = tf.constant([[1.0], [10.0], [100.0]])
+      loss = tf.reduce_sum(found * weights)
+    expected, slopes = np.zeros([3, 3]), np.zeros(SHAPE)
+    for number, bag in enumerate(bags):
+      divisor = {"sum": 1, "mean": len(bag), "sqrtn": len(bag) ** 0.5}[combiner]
+      for i in bag:
+        expected[number] += values[i] / divisor
+        slopes[i] += 10.0**number / divisor
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    gradient = tape.gradient(loss, variable)
+    total = np.zeros(SHAPE)
+    np.add.at(total, gradient.indices.numpy(), gradient.values.numpy())
+    np.testing.assert_allclose(total, slopes, rtol=1e-5)
+
+  @parameterized.parameters(
+    (tf.constant([1]), "max", ValueError, "one of sum, mean, sqrtn, or None"),
+    (tf.constant(1), "sum", ValueError, "a dense tensor of at least 1"),
+    (tf.ones([1]), "sum", TypeError, "must be integers"),
+    (tf.sparse.eye(2), None, TypeError, "where the ids .* are sparse"),
+    (
+      tf.sparse.expand_dims(tf.sparse.eye(2), 0),
+      "sum",
+      ValueError,
+      "a sparse tensor of 2 dimensions",
+    ),
+  )
+  def test_refuses_to_combine(self, ids, combiner, kind, message):
+    with self.assertRaisesRegex(kind, message):
+      tables.gather(_variable(), ids, combiner)
+
   def test_no_ids(self):
     variable = _variable()
     tables.rows_of(variable).initialize()

@@ -44,6 +44,7 @@ class Embedding(keras.layers.Embedding):
     output_dim: int,
     *args: Any,
     partition: str = "modulo",
+    combiner: str | None = None,
     **kwargs: Any,
   ):
     """Makes the layer, without its table of rows.
@@ -55,11 +56,16 @@ class Embedding(keras.layers.Embedding):
       partition: How the rows are divided among N PS tasks. `modulo` puts row r
         on PS task r modulo N, so that frequent ids that are neighbours are on
         different tasks; `range` puts consecutive rows on a task.
+      combiner: `sum`, `mean` or `sqrtn` (the sum over the root of the number of
+        ids) combines the rows of the ids along the last dimension; no ids yield
+        zeros. The ids may then be a `tf.SparseTensor` of 2 dimensions. None:
+        every id yields a row.
       **kwargs: As in `keras.layers.Embedding`.
 
     Raises:
-      ValueError: If `partition` is not known; or, where a driver builds the
-        model, if `weights` are given. `build` refuses other arguments that need
+      ValueError: If `partition` or `combiner` is not known; if there is a
+        combiner and `mask_zero`; or, where a driver builds the model, if
+        `weights` are given. `build` refuses other arguments that need
         the whole table.
     """
     _check_partition(partition)
@@ -71,6 +77,13 @@ class Embedding(keras.layers.Embedding):
       )
     super().__init__(input_dim, output_dim, *args, **kwargs)
     self.partition = partition
+    self.combiner = combiner
+    tables.check_combiner(combiner)
+    if combiner is not None and self.mask_zero:
+      raise ValueError(
+        f"`mask_zero` must be False where rows are combined, in the layer"
+        f" {self.name!r}. Received: True, with combiner={combiner!r}."
+      )
 
   def build(self, input_shape: Any = None) -> None:
     """Creates the table of rows on the PS tasks.
@@ -114,31 +127,66 @@ class Embedding(keras.layers.Embedding):
     self.supports_jit = False  # XLA cannot fetch rows from other tasks.
     self.built = True
 
+  @property
+  def embeddings(self) -> Any:
+    """The weight with all rows.
+
+    Raises:
+      AttributeError: If PS tasks have the rows, or the layer is not built.
+    """
+    if self.built and tables.rows_of(self._embeddings) is not None:
+      raise AttributeError(
+        f"`embeddings` of the layer {self.name!r} must not be used where"
+        " replicas build the model: the parameter servers have the rows. Call"
+        " `tf_replicas.lookup(layer, ids)`, or use `keras.layers.Embedding` if"
+        " another layer shares the weight."
+      )
+    return super().embeddings
+
+  @property
+  def table(self) -> Any:
+    """What `tables.gather` takes: what stands for the rows, or all rows."""
+    if self.built and tables.rows_of(self._embeddings) is not None:
+      return self._embeddings
+    return self.embeddings
+
   def call(self, inputs: Any) -> Any:
     """Looks up the rows for ids.
 
     Args:
-      inputs: The ids, a dense or ragged tensor of integers, of any shape.
+      inputs: The ids, a dense or ragged tensor of integers, of any shape;
+        with a combiner, also a sparse tensor of 2 dimensions.
 
     Returns:
-      The rows, of shape [*inputs.shape, output_dim].
+      The rows, of shape [*inputs.shape, output_dim]; with a combiner,
+      [*inputs.shape[:-1], output_dim].
     """
-    if tables.rows_of(self._embeddings) is None:
+    if tables.rows_of(self._embeddings) is None and self.combiner is None:
       return super().call(inputs)
-    if isinstance(inputs, tf.SparseTensor):
-      raise TypeError(
-        f"the ids of the layer {self.name!r} must be a dense or a ragged"
-        " tensor. Received: a sparse one."
-      )
     # As in Keras, where a model without `dtype` for its input yields floats.
     is_float = tf.as_dtype(inputs.dtype).is_floating
     if is_float and self.input_dim <= _EXACT_IN_FLOAT:
       inputs = tf.cast(inputs, tf.int32)
-    return tf.cast(tables.gather(self._embeddings, inputs), self.compute_dtype)
+    found = tables.gather(self.table, inputs, self.combiner)
+    return tf.cast(found, self.compute_dtype)
+
+  def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
+    """Returns the shape of the rows, or of what is combined."""
+    if self.combiner is not None:
+      input_shape = input_shape[:-1]
+    return (*input_shape, self.output_dim)
+
+  def compute_output_spec(self, inputs: Any) -> Any:
+    """Returns a symbolic tensor; see `compute_output_shape`."""
+    if self.combiner is None:
+      return super().compute_output_spec(inputs)
+    shape = self.compute_output_shape(inputs.shape)
+    return keras.KerasTensor(shape, dtype=self.compute_dtype)
 
   def get_config(self) -> dict[str, Any]:
     """Returns the arguments with which Keras can make the layer again."""
-    return {**super().get_config(), "partition": self.partition}
+    own = {"partition": self.partition, "combiner": self.combiner}
+    return {**super().get_config(), **own}
 
 
 class Table(tf.Module):
@@ -198,7 +246,9 @@ class Table(tf.Module):
 
 
 def lookup(
-  table: Table | Embedding | tf.Variable, ids: tf.Tensor | tf.RaggedTensor
+  table: Table | Embedding | tf.Variable,
+  ids: tf.Tensor | tf.RaggedTensor | tf.SparseTensor,
+  combiner: str | None = None,
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows of a table on the PS tasks, in a loss function.
 
@@ -207,23 +257,31 @@ def lookup(
 
   Args:
     table: A `Table`, its `variable`, or an embedding layer that is built.
-    ids: Indices of rows: a tensor or ragged tensor of integers, of any shape.
+    ids: Indices of rows: a tensor or ragged tensor of integers, of any shape;
+      with a combiner, also a sparse tensor of 2 dimensions.
+    combiner: `sum`, `mean` or `sqrtn` (the sum over the root of the number of
+      ids): combines the rows of the ids along the last dimension. No ids yield
+      zeros. None: every id yields a row.
 
   Returns:
-    The rows, of shape [*ids.shape, columns].
+    The rows, of shape [*ids.shape, columns]; with a combiner, [*ids.shape[:-1],
+    columns].
 
   Raises:
-    TypeError: If `ids` are not integers.
+    TypeError: If `ids` are not integers, or sparse without a combiner.
+    ValueError: If `combiner` is not known, or `ids` have no dimension for it.
     RuntimeError: If the rows were on parameter servers that have ended.
     tf.errors.InvalidArgumentError: At run time, if an id is out of range.
   """
   if isinstance(table, Table):
     table = table.variable
+  elif isinstance(table, Embedding):
+    table = table.table
   elif isinstance(table, keras.layers.Embedding):
     table = table.embeddings
-  if not isinstance(ids, tf.RaggedTensor):
+  if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
     ids = tf.convert_to_tensor(ids)
-  return tables.gather(table, ids)
+  return tables.gather(table, ids, combiner)
 
 
 def load_tables(

@@ -36,3 +36,25 @@ def run_if(condition: bool | tf.Tensor, fn: Callable[[], object]) -> tf.Tensor:
 def current_graph() -> tf.Graph:
   """Returns the graph of the innermost function or branch being traced."""
   return tf.compat.v1.get_default_graph()
+
+
+def require(
+  condition: tf.Tensor, message: str, value: tf.Tensor
+) -> tf.Operation | tf.Tensor:
+  """Fails unless a condition holds.
+
+  `tf.debugging.Assert` does so by a conditional, of some twenty ops.
+
+  Args:
+    condition: bool scalar.
+    message: What is wrong.
+    value: The value that is wrong; follows the message.
+
+  Returns:
+    What to depend on, to wait for the check.
+
+  Raises:
+    tf.errors.InvalidArgumentError: At run time, if the condition is False.
+  """
+  checked = tf.raw_ops.Assert(condition=condition, data=[message, value])
+  return tf.constant(True) if checked is None else checked

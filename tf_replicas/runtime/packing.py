@@ -86,6 +86,100 @@ def unpack(packed: tf.Tensor, items: Sequence[Item]) -> list[tf.Tensor]:
   ]
 
 
+class Bundle(NamedTuple):
+  """A list of tensors as it is sent; see `bundle`.
+
+  Attributes:
+    packed: The tensors to send; if any travel together, their bytes come first.
+    specs: The shape and dtype of each tensor of the list.
+    together: The positions of the tensors that travel together.
+  """
+
+  packed: list[tf.Tensor]
+  specs: list[tf.TensorSpec]
+  together: list[int]
+
+  def unpack(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Undoes `bundle`, on the current device.
+
+    Args:
+      sent: Copies of `packed` on this device.
+
+    Returns:
+      The tensors of the list.
+    """
+    if not self.together:
+      return list(sent)
+    tensors: dict[int, tf.Tensor] = {}
+    joined, *alone = sent
+    count = len(self.together)
+    num_bytes = _from_bytes(
+      joined[: count * tf.int64.size], tf.TensorSpec([count], tf.int64)
+    )
+    parts = tf.split(joined[count * tf.int64.size :], num_bytes, num=count)
+    for i, part in zip(self.together, parts, strict=True):
+      tensors[i] = _from_bytes(part, self.specs[i])
+    rest = iter(alone)
+    return [
+      tensors[i] if i in tensors else next(rest) for i in range(len(self.specs))
+    ]
+
+
+def bundle(tensors: Sequence[tf.Tensor]) -> Bundle:
+  """Joins tensors to be sent, on the current device, if some have rows.
+
+  A tensor with *rows* has a first dimension that is known only at run time. If
+  there is one, all of these and all small tensors become one vector of bytes;
+  if not, every tensor is sent by itself.
+
+  Args:
+    tensors: Tensors of any dtypes whose elements have a size.
+
+  Returns:
+    The tensors to send.
+  """
+  specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+  has_rows = [_has_rows(spec) for spec in specs]
+  together = [
+    i
+    for i, spec in enumerate(specs)
+    if any(has_rows) and (has_rows[i] or _is_small(spec))
+  ]
+  packed = [t for i, t in enumerate(tensors) if i not in together]
+  if together:
+    parts = [_to_bytes(tensors[i]) for i in together]
+    num_bytes = tf.stack([tf.size(part, tf.int64) for part in parts])
+    packed.insert(0, tf.concat([_to_bytes(num_bytes), *parts], axis=0))
+  return Bundle(packed, specs, together)
+
+
+def _has_rows(spec: tf.TensorSpec) -> bool:
+  """Returns whether only the first dimension is not known."""
+  shape = spec.shape
+  if not shape.rank or shape[0] is not None:
+    return False
+  return shape[1:].is_fully_defined()
+
+
+def _is_small(spec: tf.TensorSpec) -> bool:
+  size = spec.shape.num_elements()
+  return size is not None and size * spec.dtype.size <= SMALL_BYTES
+
+
+def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
+  """Returns the bytes of a tensor, uint8 [n]."""
+  return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+
+
+def _from_bytes(part: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+  """Undoes `_to_bytes` for a tensor like `spec`."""
+  shape = [-1 if n is None else n for n in spec.shape]
+  if spec.dtype.size > 1:
+    shape.append(spec.dtype.size)
+  tensor = tf.bitcast(tf.reshape(part, shape), spec.dtype)
+  return tf.ensure_shape(tensor, spec.shape)
+
+
 class Parcel:
   """Transfers a list of tensors from one device to another.
 

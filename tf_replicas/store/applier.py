@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -148,28 +149,35 @@ class Applier:
           overflows += found
     if self._clip_norm is not None:
       means = self._clip(means)
-    first = next((task for task in tasks if means[task]), 0)
 
-    def apply_on(task: int) -> list[tf.Tensor]:
+    def apply_on(task: int) -> list[tuple[tf.Variable, tf.Tensor]]:
       pairs = means[task] if transform is None else transform(means[task])
       changed = self._inner.apply(
         task, [g for g, _ in pairs], [v for _, v in pairs], step, rate_factor
       )
-      if task == first:
-        self._inner.commit(changed)
       for mean, variable in moves[task]:
         variable.assign_sub(mean)
       self._update_averages(task, step + 1)
+      return changed
+
+    def apply_locked(task: int) -> list[tf.Tensor]:
+      # Rules with locks refuse optimizers that change scalars (Nadam).
+      assert not apply_on(task)
       return [tf.constant(True)]
 
     def apply_on_all_tasks() -> None:
+      changed: list[tuple[tf.Variable, tf.Tensor]] = []
       for task, pairs in enumerate(means):
         if locks is None:
-          apply_on(task)
+          found = apply_on(task)
+          changed = changed or found
           continue
         with tf.device(self._store.device_of_task(task)):
-          arrived = [getattr(g, "values", g) for g, _ in pairs]
-          locks[task].hold(functools.partial(apply_on, task), after=arrived)
+          arrived: list[Any] = [getattr(g, "values", g) for g, _ in pairs]
+          body = functools.partial(apply_locked, task)
+          locks[task].hold(body, after=arrived)
+      # Only now: every task must have read the scalars of before the update.
+      self._inner.commit(changed)
 
     if not overflows:
       return _as_unit(apply_on_all_tasks)

@@ -27,15 +27,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import resources
 
 PARTITIONS = ("modulo", "range")
+# How the rows of one bag of ids are combined; a bag without ids yields zeros.
+_COMBINERS = {
+  "sum": tf.math.unsorted_segment_sum,
+  "mean": tf.math.unsorted_segment_mean,
+  "sqrtn": tf.math.unsorted_segment_sqrt_n,
+}
+COMBINERS = tuple(_COMBINERS)
 # The first values of so many rows are drawn together.
 _BLOCK_ROWS = 1024
 # Keras' truncated normal distribution of standard deviation 1 before the cut
 # has this one afterwards.
 _TRUNCATED_STDDEV = 0.87962566103423978
 _ATTRIBUTE = "table_rows"
+
+Ids = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
 
 class Home:
@@ -343,13 +353,15 @@ class Rows:
       One `tf.IndexedSlices` per part, with indices of rows within the part.
     """
     numbers, rows = self.place(gradient.indices)
+    count = self.num_parts
+    values = tf.dynamic_partition(gradient.values, numbers, count)
     return [
       tf.IndexedSlices(
-        tf.boolean_mask(gradient.values, numbers == number),
-        tf.boolean_mask(rows, numbers == number),
-        tf.constant([size, self.shape[1]], tf.int64),
+        values[number], own, tf.constant([size, self.shape[1]], tf.int64)
       )
-      for number, size in enumerate(self.sizes)
+      for number, (size, own) in enumerate(
+        zip(self.sizes, tf.dynamic_partition(rows, numbers, count), strict=True)
+      )
     ]
 
   def fetch(self, ids: tf.Tensor, parts: list[Any] | None = None) -> tf.Tensor:
@@ -573,7 +585,16 @@ def rows_of(variable: Any) -> Rows | None:
   return getattr(variable, _ATTRIBUTE, None)
 
 
-def check_ids(ids: tf.Tensor | tf.RaggedTensor, path: str) -> None:
+def check_combiner(combiner: str | None) -> None:
+  """Raises ValueError unless `combiner` is None or one of `COMBINERS`."""
+  if combiner is not None and combiner not in COMBINERS:
+    raise ValueError(
+      f"`combiner` must be one of {', '.join(COMBINERS)}, or None. Received:"
+      f" {combiner!r}."
+    )
+
+
+def check_ids(ids: Ids, path: str) -> None:
   """Checks that the ids of the rows to look up are integers.
 
   Args:
@@ -591,7 +612,7 @@ def check_ids(ids: tf.Tensor | tf.RaggedTensor, path: str) -> None:
 
 
 def gather(
-  variable: Any, ids: tf.Tensor | tf.RaggedTensor
+  variable: Any, ids: Ids, combiner: str | None = None
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows of a table, or of an ordinary variable.
 
@@ -602,15 +623,22 @@ def gather(
   Args:
     variable: A variable that stands for a table, or has the rows itself.
     ids: Indices of rows, of any shape and integer dtype.
+    combiner: One of `COMBINERS`; combines the rows of the ids along the last
+      dimension. None: every id yields a row.
 
   Returns:
-    The rows, of shape [*ids.shape, columns].
+    The rows, of shape [*ids.shape, columns]; with a combiner, [*ids.shape[:-1],
+    columns].
 
   Raises:
-    TypeError: If `ids` are not integers.
+    TypeError: If `ids` are not integers, or sparse without a combiner.
+    ValueError: If `combiner` is not known, or `ids` have no dimension for it.
     RuntimeError: If the PS tasks of the table have ended.
     tf.errors.InvalidArgumentError: At run time, if an id is out of range.
   """
+  check_combiner(combiner)
+  if combiner is not None or isinstance(ids, tf.SparseTensor):
+    return _combined(variable, ids, combiner)
   rows = rows_of(variable)
   path = getattr(variable, "name", "") if rows is None else rows.path
   check_ids(ids, path)
@@ -638,6 +666,43 @@ def gather(
   return tf.ensure_shape(tf.reshape(found, shape), [*ids.shape, columns])
 
 
+def _combined(
+  variable: Any, ids: Ids, combiner: str | None
+) -> tf.Tensor | tf.RaggedTensor:
+  """Looks up rows, and combines those of each bag of ids; see `gather`."""
+  rows = rows_of(variable)
+  path = getattr(variable, "name", "") if rows is None else rows.path
+  if combiner is None:
+    raise TypeError(
+      f"`combiner` must be one of {', '.join(COMBINERS)} where the ids of rows"
+      f" of the table {path!r} are sparse. Received: None."
+    )
+  combine = _COMBINERS[combiner]
+  if isinstance(ids, tf.RaggedTensor) and ids.ragged_rank > 1:
+    inner = _combined(variable, ids.values, combiner)
+    return ids.with_values(inner)
+  if isinstance(ids, tf.RaggedTensor) and ids.flat_values.shape.rank == 1:
+    found = gather(variable, ids.flat_values)
+    return combine(found, ids.value_rowids(), ids.nrows())
+  if isinstance(ids, tf.SparseTensor) and ids.shape.rank == 2:
+    found = gather(variable, ids.values)
+    return combine(found, ids.indices[:, 0], ids.dense_shape[0])
+  if not isinstance(ids, tf.Tensor) or not ids.shape.rank:
+    raise ValueError(
+      f"the ids of rows of the table {path!r} must be a sparse tensor of 2"
+      " dimensions, a ragged tensor without inner dimensions, or a dense tensor"
+      f" of at least 1, where `combiner` is {combiner!r}. Received:"
+      f" {ids!r:.200}."
+    )
+  found = gather(variable, tf.reshape(ids, [-1]))
+  outer, size = tf.shape(ids)[:-1], tf.shape(ids)[-1]
+  count = tf.reduce_prod(outer)
+  total = combine(found, tf.repeat(tf.range(count), size), count)
+  shape: list[Any] = [outer, [found.shape[-1]]]
+  total = tf.reshape(total, tf.concat(shape, axis=0))
+  return tf.ensure_shape(total, [*ids.shape[:-1], found.shape[-1]])
+
+
 def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
   """Returns an op that fails if one of `ids` is not the index of a row.
 
@@ -646,11 +711,10 @@ def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
     rows: The table, a large matrix whose rows live on the PS tasks.
   """
   count = rows.shape[0]
-  is_bad = (ids < 0) | (ids >= count)
+  low, high = tf.reduce_min(ids), tf.reduce_max(ids)
   message = f"the ids of rows of {rows.path} must be in [0, {count}). Received:"
-  bad = tf.boolean_mask(ids, is_bad)[:1]
-  checked = tf.debugging.Assert(~tf.reduce_any(is_bad), [message, bad])
-  return tf.constant(True) if checked is None else checked
+  is_fine = (low >= 0) & (high < count) | (tf.size(ids) == 0)
+  return control_flow.require(is_fine, message, tf.where(low < 0, low, high))
 
 
 def _with_gradient(

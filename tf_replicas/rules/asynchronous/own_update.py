@@ -9,6 +9,7 @@ first. `OwnUpdate.pull` reads the variables in a way that suits these updates.
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -30,14 +31,15 @@ class _TaskGradients(NamedTuple):
   Attributes:
     parcel: Packs and unpacks the dense gradients.
     dense: The positions of the dense gradients among the task's shards.
-    packed: The dense gradients, packed.
-    others: For each shard of the task, its sparse gradient, or None.
+    sparse: The positions of the sparse gradients.
+    bundle: The packed dense gradients, then the values and the indices of each
+      sparse gradient.
   """
 
   parcel: packing.Parcel
   dense: list[int]
-  packed: list[tf.Tensor]
-  others: list[tf.IndexedSlices | None]
+  sparse: list[int]
+  bundle: packing.Bundle
 
 
 class OwnUpdate:
@@ -380,12 +382,22 @@ class OwnUpdate:
       the current device.
     """
     by_task = []
-    for task, parts in enumerate(self._store.split_by_task(gradients)):
+    split: list[list[Any]] = self._store.split_by_task(gradients)
+    for task, parts in enumerate(split):
       dense = [i for i, g in enumerate(parts) if isinstance(g, tf.Tensor)]
       parcel = self._store.parcel(task, dense)
-      packed = parcel.pack([parts[i] for i in dense])
-      others = [None if isinstance(g, tf.Tensor) else g for g in parts]
-      by_task.append(_TaskGradients(parcel, dense, packed, others))
+      tensors = parcel.pack([parts[i] for i in dense])
+      sparse = [
+        i for i, g in enumerate(parts) if isinstance(g, tf.IndexedSlices)
+      ]
+      for i in sparse:
+        item = self._store.wire_item(*self._owner(task, i))
+        tensors += [
+          tf.cast(parts[i].values, item.dtype),
+          tf.cast(parts[i].indices, tf.int64),
+        ]
+      bundle = packing.bundle(tensors)
+      by_task.append(_TaskGradients(parcel, dense, sparse, bundle))
     return by_task
 
   def send(
@@ -400,42 +412,31 @@ class OwnUpdate:
       For each PS task the gradients of its `contributed_shards`, on that task.
     """
     arrived = []
-    for task, (parcel, dense, packed, others) in enumerate(by_task):
+    for task, (parcel, dense, sparse, bundle) in enumerate(by_task):
       shards = self._store.contributed_shards(task)
-      parts = [
-        None if rows is None else self._send_rows(task, shard, rows)
-        for shard, rows in zip(shards, others, strict=True)
-      ]
+      parts: list[parameter_store.Gradient] = [None] * len(shards)
       with tf.device(self._store.device_of_task(task)):
-        tensors = parcel.unpack([tf.identity(p) for p in packed])
-      for i, tensor in zip(dense, tensors, strict=True):
-        parts[i] = tensor
+        tensors = bundle.unpack([tf.identity(p) for p in bundle.packed])
+        count = len(parcel.groups)
+        unpacked = parcel.unpack(tensors[:count])
+        for i, tensor in zip(dense, unpacked, strict=True):
+          parts[i] = tensor
+        rows = iter(tensors[count:])
+        for i, values, indices in zip(sparse, rows, rows, strict=True):
+          item = self._store.item(*self._owner(task, i))
+          parts[i] = tf.IndexedSlices(
+            # With no cast, a conditional would take the rows from the replica.
+            resources.copy_here(tf.cast(values, item.dtype)),
+            resources.copy_here(indices),
+            tf.constant(item.shape, tf.int64),
+          )
       arrived.append(parts)
     return arrived
 
-  def _send_rows(
-    self, task: int, shard: tuple[int, int], rows: tf.IndexedSlices
-  ) -> tf.IndexedSlices:
-    """Sends a sparse gradient to its PS task.
-
-    Its values are cast to the store's `wire_dtype` for the transfer, if that is
-    given.
-
-    Args:
-      task: The index of the PS task.
-      shard: The position of the variable in the store's `contributed`, and the
-        number of the shard (part of the variable).
-      rows: The gradient.
-
-    Returns:
-      The gradient on the PS task, in the dtype of its variable.
-    """
-    owner = self._store.contributed[shard[0]], shard[1]
-    sent = tf.cast(rows.values, self._store.wire_item(*owner).dtype)
-    with tf.device(self._store.device_of_task(task)):
-      values = tf.cast(tf.identity(sent), self._store.item(*owner).dtype)
-      indices = tf.identity(rows.indices)
-      return tf.IndexedSlices(values, indices, rows.dense_shape)
+  def _owner(self, task: int, i: int) -> tuple[int, int]:
+    """Returns (position in `specs`, shard number) of shard `i` of a task."""
+    position, number = self._store.contributed_shards(task)[i]
+    return self._store.contributed[position], number
 
 
 def _values(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:

@@ -95,7 +95,7 @@ class GradientQueues:
       dtypes_of_rows=[self._store.item(*owners[i]).dtype for i in sparse],
     )
 
-  def pack(self, gradients: Sequence[Gradient]) -> list[list[tf.Tensor]]:
+  def pack(self, gradients: Sequence[Gradient]) -> list[packing.Bundle]:
     """Packs one set of gradients for sending, on the device that computed it.
 
     Args:
@@ -105,7 +105,7 @@ class GradientQueues:
         minus its new value. None: the variable does not change.
 
     Returns:
-      For each PS task, the list of tensors to send there.
+      For each PS task, the tensors to send there.
 
     Raises:
       ValueError: If a gradient is dense where `is_sparse` is True.
@@ -113,7 +113,7 @@ class GradientQueues:
     self._check_sparse(gradients)
     by_task = self._store.split_by_task(gradients)
     return [
-      layout.to_wire(parts)
+      packing.bundle(layout.to_wire(parts))
       for layout, parts in zip(self._layouts, by_task, strict=True)
     ]
 
@@ -121,7 +121,7 @@ class GradientQueues:
     self,
     replica: int | tf.Tensor,
     tag: tf.Tensor,
-    packed: Sequence[Sequence[tf.Tensor]],
+    packed: Sequence[packing.Bundle],
   ) -> list[tf.Tensor]:
     """Sends one set of gradients to the PS tasks.
 
@@ -135,11 +135,12 @@ class GradientQueues:
       arrived; one per PS task that holds variables.
     """
     arrived = []
-    for task, components in enumerate(packed):
+    for task, bundle in enumerate(packed):
       if not self._layouts[task].num_shards:
         continue
       with tf.device(self._store.device_of_task(task)):
-        components = [resources.copy_here(c) for c in (tag, *components)]
+        sent = [resources.copy_here(c) for c in (tag, *bundle.packed)]
+        components = [sent[0], *bundle.unpack(sent[1:])]
 
         def enqueue(queue, components=components):
           return control_flow.done(queue.enqueue(components))
