@@ -46,7 +46,9 @@ def _first(count: int) -> np.ndarray:
   return tables.RowTensor(rows, rows.parts).read(0, count)
 
 
-def _keras(optimizer: str, epochs: int) -> tuple[dict, list[np.ndarray]]:
+def _keras(
+  optimizer: str, epochs: int, first_of_words: np.ndarray
+) -> tuple[dict, list[np.ndarray]]:
   """History and weights of Keras with ordinary embeddings."""
   model = tables_task.build(
     optimizer,
@@ -55,7 +57,7 @@ def _keras(optimizer: str, epochs: int) -> tuple[dict, list[np.ndarray]]:
     tables_task.DenseGradients,
   )
   model.get_layer("user_rows").set_weights([_first(tables_task.ROWS)])
-  model.get_layer("word_rows").set_weights([_first(40)])
+  model.get_layer("word_rows").set_weights([first_of_words])
   x, y = tables_task.data()
   history = model.fit(
     x,
@@ -68,8 +70,12 @@ def _keras(optimizer: str, epochs: int) -> tuple[dict, list[np.ndarray]]:
   return history.history, model.get_weights()
 
 
-def _assert_equal(ours: dict, optimizer: str, epochs: int) -> None:
-  history, weights = _keras(optimizer, epochs)
+def _assert_equal(
+  ours: dict, optimizer: str, epochs: int, first_of_words=None
+) -> None:
+  if first_of_words is None:
+    first_of_words = _first(40)
+  history, weights = _keras(optimizer, epochs, np.asarray(first_of_words))
   found = ours["history"]["mae"]
   np.testing.assert_allclose(found, history["mae"][-len(found) :], rtol=1e-4)
   assert len(weights) == len(ours["weights"]) == 4
@@ -106,6 +112,22 @@ def test_sgd(tmp_path, flags, replication):
     epochs=1,
   )
   _assert_equal(ours, "SGD", 1)
+
+
+def test_large_embeddings_of_keras_become_tables(tmp_path):
+  """The smaller one, of 40 rows, is trained as any other variable."""
+  ours = _train(
+    *("--workers=2", "--ps=2"),
+    optimizer="SGD",
+    min_table_bytes=tables_task.ROWS * tables_task.COLUMNS * 4,
+    train_dir=str(tmp_path),
+    epochs=1,
+  )
+  names = [p.name for p in tmp_path.iterdir() if "rows" in p.name]
+  assert names, list(tmp_path.iterdir())
+  assert "call `tf_replicas.load_tables(model, train_dir)`" in ours["refused"]
+  assert not [m for m in ours["layers"] if m.startswith("tf_replicas")]
+  _assert_equal(ours, "SGD", 1, first_of_words=tables_task.FIRST([40, 4]))
 
 
 @pytest.mark.exhaustive

@@ -55,6 +55,13 @@ def _model(embedding=embeddings.Embedding, **arguments):
   return keras.Model(inputs, dense(hidden))
 
 
+def _home():
+  """A context in which the only PS task is this process."""
+  return tables.home(
+    tables.Home(resources.new_namespace(), 1, lambda task: "/device:CPU:0")
+  )
+
+
 def _keras_replica():
   return keras_models.keras_replica(
     _model(), keras.losses.MeanSquaredError(), dataset_fn
@@ -341,6 +348,67 @@ class LayerTest(parameterized.TestCase):
   def test_refuses_rows(self, rows):
     with self.assertRaisesRegex(ValueError, "`num_rows` must be a positive"):
       embeddings.Table(rows, 2, name="a")
+
+  def test_large_layers_of_keras_are_replaced(self):
+    size = ROWS * COLUMNS * 4
+    plain = keras.layers.Embedding
+    for min_bytes, is_replaced in ((size, True), (size + 1, False)):
+      with _home(), embeddings.replacing(min_bytes):
+        layer = _model(plain).get_layer("words")
+      self.assertEqual(isinstance(layer, embeddings.Embedding), is_replaced)
+      self.assertEqual(
+        tables.rows_of(layer.weights[0]) is not None, is_replaced
+      )
+    with embeddings.replacing(size):  # No driver builds the model.
+      layer = _model(plain).get_layer("words")
+    self.assertIs(type(layer), plain)
+    self.assertIs(type(_model(plain).get_layer("words")), plain)
+
+  def test_a_replaced_layer_trains(self):
+    def replica_fn():
+      with embeddings.replacing(1):
+        model = _model(keras.layers.Embedding)
+      loss = keras.losses.MeanSquaredError()
+      return keras_models.keras_replica(model, loss, dataset_fn)
+
+    driver = _driver(replica_fn)
+    first = _table(driver)
+    for _ in range(3):
+      driver.step()
+    expected = _reference(first, keras.optimizers.SGD(0.5), 3)
+    np.testing.assert_allclose(_table(driver), expected, rtol=1e-5, atol=1e-6)
+
+  @parameterized.parameters(
+    (
+      {"weights": np.zeros((ROWS, COLUMNS))},
+      "`set_weights` must not be called",
+    ),
+    ({"embeddings_regularizer": "l2"}, "`embeddings_regularizer` must be None"),
+    ({"embeddings_constraint": "max_norm"}, "`embeddings_constraint` must be"),
+    ({"lora_rank": 2}, "`lora_rank` must be None"),
+    ({"dtype": "int8_from_float32"}, "`quantization` must be None"),
+  )
+  def test_refuses_in_a_layer_that_is_replaced(self, arguments, message):
+    with (
+      self.assertRaisesRegex(
+        ValueError, f"{message}.* an embedding of at least `min_table_bytes`"
+      ),
+      _home(),
+      embeddings.replacing(1),
+    ):
+      _model(keras.layers.Embedding, **arguments)
+
+  def test_refuses_to_load_a_layer_that_is_replaced(self):
+    path = self.create_tempfile("model.keras").full_path
+    _model(keras.layers.Embedding).save(path)
+    with (
+      self.assertRaisesRegex(
+        ValueError, "no weights must be loaded .* 'words'"
+      ),
+      _home(),
+      embeddings.replacing(1),
+    ):
+      keras.saving.load_model(path)
 
   def test_floats_as_ids(self):
     home = tables.Home(

@@ -3,7 +3,8 @@
 A table is an `Embedding` whose rows are on the parameter servers. ARGUMENTS is
 a JSON object: `optimizer` (a class of Keras), `rate`, `train_dir`, `rule`
 (settings of `Sync`; with `asynchronous`, of `Async`), `partition`, and
-arguments of `fit`. The chief prints one line of JSON.
+arguments of `fit`. With `min_table_bytes`, the layers are those of Keras, and
+`fit` makes a table of the larger one. The chief prints one line of JSON.
 """
 
 import json
@@ -101,7 +102,9 @@ class Evaluation(keras.callbacks.Callback):
 def main(arguments: dict) -> None:
   """Trains a model with tables, loads the tables and prints the results."""
   optimizer, rate = arguments.pop("optimizer"), arguments.pop("rate")
-  partition = arguments.pop("partition", "modulo")
+  layer = {"partition": arguments.pop("partition", "modulo")}
+  if "min_table_bytes" in arguments:
+    layer = {"embedding": keras.layers.Embedding}
   settings = arguments.pop("rule", {})
   policies = settings.pop("asynchronous", None)
   rule = (
@@ -114,7 +117,7 @@ def main(arguments: dict) -> None:
     x["users"][:] = bad
   evaluation = Evaluation()
   history = tf_replicas.fit(
-    lambda: build(optimizer, rate, partition=partition),
+    lambda: build(optimizer, rate, **layer),
     x,
     y,
     shuffle=False,
@@ -136,6 +139,7 @@ def main(arguments: dict) -> None:
     model.predict(x, verbose=0), evaluation.predicted, rtol=1e-5, atol=1e-6
   )
   result = {
+    "layers": [type(layer).__module__ for layer in model.layers],
     "history": history.history,
     "weights": [np.asarray(w).tolist() for w in model.get_weights()],
     "refused": refused,

@@ -73,6 +73,7 @@ _RULES = {
     "an integer of at least 0", numbers.Integral, lambda n: n >= 0
   ),
   "log": _Rule("a function", Callable),
+  "min_table_bytes": _COUNT._replace(is_optional=True),
   "seed": _Rule(
     "an integer of 64 bits", numbers.Integral, lambda n: abs(int(n)) < 2**63
   ),

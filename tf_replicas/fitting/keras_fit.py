@@ -33,6 +33,7 @@ from tf_replicas.fitting import data as data_module
 from tf_replicas.fitting import progress
 from tf_replicas.fitting import roles
 from tf_replicas.programs import update_options
+from tf_replicas.replica import embeddings
 from tf_replicas.runtime import keras_internals
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
@@ -69,6 +70,7 @@ def fit(
   devices: Sequence[str] | None = None,
   train_dir: str | os.PathLike[str] | None = None,
   checkpoint_every_secs: float = 600.0,
+  min_table_bytes: int | None = embeddings.MIN_TABLE_BYTES,
   start_timeout_secs: float = 120.0,
   seed: int = 0,
   log: Callable[[str], None] = print,
@@ -136,6 +138,10 @@ def fit(
       not allowed with tables (`Embedding`) on parameter servers.
     checkpoint_every_secs: Seconds between two checkpoints. One is also written
       at the end.
+    min_table_bytes: With parameter servers, a `keras.layers.Embedding` whose
+      weight has at least so many bytes is treated as a `tf_replicas.Embedding`:
+      its rows stay on the parameter servers. It must have been made in
+      `model_fn`. None: no layer is treated so.
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
       other at the start.
     seed: Seed of the shuffling.
@@ -173,6 +179,7 @@ def fit(
     validation_batch_size=validation_batch_size,
     validation_freq=validation_freq,
     checkpoint_every_secs=checkpoint_every_secs,
+    min_table_bytes=min_table_bytes,
     start_timeout_secs=start_timeout_secs,
     train_dir=train_dir,
     log=log,
@@ -219,6 +226,7 @@ def fit(
     part.num_replicas,
     contributions,
     part.devices,
+    min_table_bytes if part.role is not None else None,
   )
   if not part.connects_late:
     _ = task.data
@@ -232,6 +240,7 @@ def fit(
       "rule": rule,
       "replication": replication,
       "devices": devices,
+      "min_table_bytes": min_table_bytes,
       "start_timeout_secs": start_timeout_secs,
     },
   )
@@ -372,6 +381,8 @@ class _Task:
       gradients) in an update.
     towers: Devices of the towers, the copies of the model; empty for the
       default device.
+    min_table_bytes: The size of a weight, in bytes, from which an embedding
+      layer becomes a table on the parameter servers; None for no tables.
     model: The model; None until `replica` has been called.
     driver: The driver, the object that makes the updates; None until the caller
       sets it.
@@ -383,6 +394,7 @@ class _Task:
   num_replicas: int
   num_contributions: int
   towers: Sequence[str]
+  min_table_bytes: int | None
   model: keras.Model | None = None
   driver: driver_base.Driver | None = None
 
@@ -394,10 +406,11 @@ class _Task:
   def replica(self) -> compiled_model.CompiledReplica:
     """Builds the user's model, and makes the replica that trains it."""
     spec = self.data.spec
-    with keras_internals.names_from_the_start():
-      model = self.model = self.model_fn()
-    _check_is_new(model)
-    compiled_model.build(model, spec)
+    with embeddings.replacing(self.min_table_bytes):
+      with keras_internals.names_from_the_start():
+        model = self.model = self.model_fn()
+      _check_is_new(model)
+      compiled_model.build(model, spec)
     return compiled_model.replica(
       model,
       self._dataset,

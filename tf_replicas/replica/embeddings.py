@@ -7,7 +7,9 @@ there are no PS tasks. Outside of these functions, an `Embedding` works as
 `keras.layers.Embedding` does, and a `Table` is an ordinary variable.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -21,7 +23,8 @@ from tf_replicas.store import tables
 
 # Whole numbers up to this one are exact in float32.
 _EXACT_IN_FLOAT = 1 << 24
-# Rows are read in blocks of about so many bytes.
+# `fit` makes tables of embeddings of at least so many bytes.
+MIN_TABLE_BYTES = 1 << 26
 _PREFIX = "variables/"
 
 
@@ -78,6 +81,7 @@ class Embedding(keras.layers.Embedding):
     super().__init__(input_dim, output_dim, *args, **kwargs)
     self.partition = partition
     self.combiner = combiner
+    self._was_of_keras = False
     tables.check_combiner(combiner)
     if combiner is not None and self.mask_zero:
       raise ValueError(
@@ -107,7 +111,7 @@ class Embedding(keras.layers.Embedding):
     ):
       if value:
         raise ValueError(
-          f"`{name}` must be None in `tf_replicas.Embedding`, as it needs the"
+          f"`{name}` must be None in {self._kind}, as it needs the"
           f" whole table. Received: {value!r:.80}, in the layer {self.name!r}."
         )
     self._embeddings = self.add_weight(
@@ -128,6 +132,40 @@ class Embedding(keras.layers.Embedding):
     self.built = True
 
   @property
+  def _kind(self) -> str:
+    """What the layer is, for error messages."""
+    if self._was_of_keras:
+      return "an embedding of at least `min_table_bytes`"
+    return "`tf_replicas.Embedding`"
+
+  def set_weights(self, weights: Any) -> None:
+    """Sets all rows, as in `keras.layers.Layer`.
+
+    Raises:
+      ValueError: If PS tasks have the rows.
+    """
+    self._check_has_rows("`set_weights` must not be called")
+    super().set_weights(weights)
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads all rows from a Keras file, as in `keras.layers.Layer`.
+
+    Raises:
+      ValueError: If PS tasks have the rows.
+    """
+    self._check_has_rows("no weights must be loaded from a file")
+    super().load_own_variables(store)
+
+  def _check_has_rows(self, rule: str) -> None:
+    """Raises a ValueError that begins with `rule` if PS tasks have the rows."""
+    if self.built and tables.rows_of(self._embeddings) is not None:
+      raise ValueError(
+        f"{rule} for {self._kind} where replicas build the model, since the"
+        " parameter servers compute the first rows. Received: weights for the"
+        f" layer {self.name!r}."
+      )
+
+  @property
   def embeddings(self) -> Any:
     """The weight with all rows.
 
@@ -138,8 +176,9 @@ class Embedding(keras.layers.Embedding):
       raise AttributeError(
         f"`embeddings` of the layer {self.name!r} must not be used where"
         " replicas build the model: the parameter servers have the rows. Call"
-        " `tf_replicas.lookup(layer, ids)`, or use `keras.layers.Embedding` if"
-        " another layer shares the weight."
+        " `tf_replicas.lookup(layer, ids)`; or, if another layer shares the"
+        " weight, use `keras.layers.Embedding`, and `fit` with"
+        " `min_table_bytes=None`."
       )
     return super().embeddings
 
@@ -187,6 +226,43 @@ class Embedding(keras.layers.Embedding):
     """Returns the arguments with which Keras can make the layer again."""
     own = {"partition": self.partition, "combiner": self.combiner}
     return {**super().get_config(), **own}
+
+
+@contextlib.contextmanager
+def replacing(min_bytes: int | None) -> Iterator[None]:
+  """Context in which large embedding layers of Keras become `Embedding`s.
+
+  A `keras.layers.Embedding` that is made within the context changes its class
+  when it is built, if its weight would have at least `min_bytes` bytes, and if
+  a driver builds the model. Its rows then stay on the PS tasks. Layers of
+  subclasses do not change.
+
+  Args:
+    min_bytes: The number of bytes; None changes no layer.
+  """
+  of_keras = keras.layers.Embedding
+  build = of_keras.build
+
+  def build_or_replace(layer: Any, input_shape: Any = None) -> None:
+    size = tf.as_dtype(layer.variable_dtype).size
+    is_large = layer.input_dim * layer.output_dim * size >= (min_bytes or 0)
+    is_of_keras = type(layer) is of_keras and not layer.built
+    if not is_large or not is_of_keras or tables.current_home() is None:
+      build(layer, input_shape)
+      return
+    object.__setattr__(layer, "__class__", Embedding)
+    layer.partition, layer.combiner = tables.PARTITIONS[0], None
+    layer._was_of_keras = True
+    Embedding.build(layer, input_shape)
+
+  if min_bytes is None:
+    yield
+    return
+  of_keras.build = build_or_replace
+  try:
+    yield
+  finally:
+    of_keras.build = build
 
 
 class Table(tf.Module):
@@ -291,7 +367,8 @@ def load_tables(
 
   During training, the rows of an `Embedding` are on the PS tasks. This serves
   to evaluate or export a model after training, if the memory suffices. The
-  layers are then like `keras.layers.Embedding`.
+  layers are then like `keras.layers.Embedding`; those that `fit` has replaced
+  are such layers again.
 
   Args:
     model: A built model: one that was trained, or one that was built anew.
@@ -322,6 +399,9 @@ def load_tables(
     else:
       keras_internals.replace_value(variable, value)
       tables.detach(variable)
+  for layer in model._flatten_layers():
+    if isinstance(layer, Embedding) and layer._was_of_keras:
+      object.__setattr__(layer, "__class__", keras.layers.Embedding)
   # Keras keeps these once traced, with lookups on the parameter servers.
   model.test_function = model.predict_function = None
 
