@@ -240,7 +240,7 @@ def replacing(min_bytes: int | None) -> Iterator[None]:
   Args:
     min_bytes: The number of bytes; None changes no layer.
   """
-  of_keras = keras.layers.Embedding
+  of_keras: Any = keras.layers.Embedding
   build = of_keras.build
 
   def build_or_replace(layer: Any, input_shape: Any = None) -> None:
