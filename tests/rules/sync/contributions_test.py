@@ -912,9 +912,11 @@ class SumsTest(stores.TestCase):
     )
 
   def _put(self, queues, replica, *values):
-    packed = queues.pack([tf.fill([2], v) for v in values])
-    put = tf.function(queues.put, autograph=False)
-    put(replica, tf.constant(7, tf.int64), packed)
+    def put():
+      packed = queues.pack([tf.fill([2], v) for v in values])
+      queues.put(replica, tf.constant(7, tf.int64), packed)
+
+    tf.function(put, autograph=False)()
 
   def _take(self, queues, replicas, task=0):
     accepted = tf.constant([(r, 7) for r in replicas], tf.int64)
