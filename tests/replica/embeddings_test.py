@@ -399,16 +399,17 @@ class LayerTest(parameterized.TestCase):
       _model(keras.layers.Embedding, **arguments)
 
   def test_refuses_to_load_a_layer_that_is_replaced(self):
-    path = self.create_tempfile("model.keras").full_path
-    _model(keras.layers.Embedding).save(path)
-    with (
-      self.assertRaisesRegex(
-        ValueError, "no weights must be loaded .* 'words'"
-      ),
-      _home(),
-      embeddings.replacing(1),
-    ):
-      keras.saving.load_model(path)
+    with tempfile.TemporaryDirectory() as directory:
+      path = f"{directory}/model.keras"
+      _model(keras.layers.Embedding).save(path)
+      with (
+        self.assertRaisesRegex(
+          ValueError, "no weights must be loaded .* 'words'"
+        ),
+        _home(),
+        embeddings.replacing(1),
+      ):
+        keras.saving.load_model(path)
 
   def test_floats_as_ids(self):
     home = tables.Home(
