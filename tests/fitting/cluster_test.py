@@ -169,8 +169,8 @@ def test_asynchronous_updates_count_their_metrics():
   # A rate of 0 from the second epoch on, of which at most the updates under
   # way at its start escape.
   assert ours["slots"][1] == 0.0
-  # Updates cross the ends of epochs, and each is counted once. An epoch that has
-  # none left to count repeats the metrics of the epoch before.
+  # Updates cross the ends of epochs, and each is counted once. An epoch that
+  # has none left to count repeats the metrics of the epoch before.
   counted = ours["examples"]
   assert 3 * models.NUM_EXAMPLES in (sum(counted), sum(dict.fromkeys(counted)))
 

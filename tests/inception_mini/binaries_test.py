@@ -214,7 +214,7 @@ def test_a_missing_model_to_fine_tune_is_refused_before_training(tmp_path):
     ("`num_classes` must be at least 10", ["--num_classes=3"]),
     ("is gone: use --pretrained_model_checkpoint_path", ["--fine_tune"]),
     (
-      "`--batch_norm_statistics=synchronized` needs towers (copies of the model)",
+      "`--batch_norm_statistics=synchronized` needs towers (copies of",
       [
         "--batch_norm_statistics=synchronized",
         "--cluster_spec=cluster_specs/two_stages.json",
