@@ -55,10 +55,12 @@ def _model(embedding=embeddings.Embedding, **arguments):
   return keras.Model(inputs, dense(hidden))
 
 
-def _home():
-  """A context in which the only PS task is this process."""
+def _home(num_tasks=1):
+  """A context in which this process is all PS tasks."""
   return tables.home(
-    tables.Home(resources.new_namespace(), 1, lambda task: "/device:CPU:0")
+    tables.Home(
+      resources.new_namespace(), num_tasks, lambda task: "/device:CPU:0"
+    )
   )
 
 
@@ -296,11 +298,8 @@ class LayerTest(parameterized.TestCase):
 
   @parameterized.parameters(False, True)
   def test_combines_sparse_ids(self, is_table):
-    home = tables.Home(
-      resources.new_namespace(), 1, lambda task: "/device:CPU:0"
-    )
     inputs = keras.Input((3,), dtype="int32", sparse=True)
-    with tables.home(home) if is_table else contextlib.nullcontext():
+    with _home() if is_table else contextlib.nullcontext():
       layer = embeddings.Embedding(
         ROWS, COLUMNS, combiner="mean", embeddings_initializer="ones"
       )
@@ -324,17 +323,11 @@ class LayerTest(parameterized.TestCase):
     ({"partition": "hash"}, "`partition` must be one of modulo, range"),
   )
   def test_refuses(self, arguments, message):
-    home = tables.Home(
-      resources.new_namespace(), 2, lambda task: "/device:CPU:0"
-    )
-    with tables.home(home), self.assertRaisesRegex(ValueError, message):
+    with _home(num_tasks=2), self.assertRaisesRegex(ValueError, message):
       _model(**arguments)
 
   def test_refuses_to_share_its_weight_with_a_layer(self):
-    home = tables.Home(
-      resources.new_namespace(), 1, lambda task: "/device:CPU:0"
-    )
-    with tables.home(home):
+    with _home():
       layer = embeddings.Embedding(ROWS, COLUMNS, name="words")
       layer.build()
     with self.assertRaisesRegex(
@@ -412,10 +405,7 @@ class LayerTest(parameterized.TestCase):
         keras.saving.load_model(path)
 
   def test_floats_as_ids(self):
-    home = tables.Home(
-      resources.new_namespace(), 1, lambda task: "/device:CPU:0"
-    )
-    with tables.home(home):
+    with _home():
       small = embeddings.Embedding(ROWS, COLUMNS)
       small.build()
       large = embeddings.Embedding((1 << 24) + 1, 1)

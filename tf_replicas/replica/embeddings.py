@@ -132,6 +132,11 @@ class Embedding(keras.layers.Embedding):
     self.built = True
 
   @property
+  def _is_on_ps(self) -> bool:
+    """Whether PS tasks have the rows, so that the layer's weight is empty."""
+    return self.built and tables.rows_of(self._embeddings) is not None
+
+  @property
   def _kind(self) -> str:
     """What the layer is, for error messages."""
     if self._was_of_keras:
@@ -158,7 +163,7 @@ class Embedding(keras.layers.Embedding):
 
   def _check_has_rows(self, rule: str) -> None:
     """Raises a ValueError that begins with `rule` if PS tasks have the rows."""
-    if self.built and tables.rows_of(self._embeddings) is not None:
+    if self._is_on_ps:
       raise ValueError(
         f"{rule} for {self._kind} where replicas build the model, since the"
         " parameter servers compute the first rows. Received: weights for the"
@@ -172,7 +177,7 @@ class Embedding(keras.layers.Embedding):
     Raises:
       AttributeError: If PS tasks have the rows, or the layer is not built.
     """
-    if self.built and tables.rows_of(self._embeddings) is not None:
+    if self._is_on_ps:
       raise AttributeError(
         f"`embeddings` of the layer {self.name!r} must not be used where"
         " replicas build the model: the parameter servers have the rows. Call"
@@ -185,7 +190,7 @@ class Embedding(keras.layers.Embedding):
   @property
   def table(self) -> Any:
     """What `tables.gather` takes: what stands for the rows, or all rows."""
-    if self.built and tables.rows_of(self._embeddings) is not None:
+    if self._is_on_ps:
       return self._embeddings
     return self.embeddings
 

@@ -585,6 +585,12 @@ def rows_of(variable: Any) -> Rows | None:
   return getattr(variable, _ATTRIBUTE, None)
 
 
+def _path_of(variable: Any) -> str:
+  """Returns the path of a table, or of a variable that has the rows itself."""
+  rows = rows_of(variable)
+  return getattr(variable, "name", "") if rows is None else rows.path
+
+
 def check_combiner(combiner: str | None) -> None:
   """Raises ValueError unless `combiner` is None or one of `COMBINERS`."""
   if combiner is not None and combiner not in COMBINERS:
@@ -640,7 +646,7 @@ def gather(
   if combiner is not None or isinstance(ids, tf.SparseTensor):
     return _combined(variable, ids, combiner)
   rows = rows_of(variable)
-  path = getattr(variable, "name", "") if rows is None else rows.path
+  path = _path_of(variable)
   check_ids(ids, path)
   if isinstance(ids, tf.RaggedTensor):
     return ids.with_flat_values(gather(variable, ids.flat_values))
@@ -670,8 +676,7 @@ def _combined(
   variable: Any, ids: Ids, combiner: str | None
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows, and combines those of each bag of ids; see `gather`."""
-  rows = rows_of(variable)
-  path = getattr(variable, "name", "") if rows is None else rows.path
+  path = _path_of(variable)
   if combiner is None:
     raise TypeError(
       f"`combiner` must be one of {', '.join(COMBINERS)} where the ids of rows"
