@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import jsonschema
 import pytest
+import tensorflow as tf  # noqa: F401  # Its first import starts `uname`.
 
 import tf_replicas
 from tests.support import trials
