@@ -268,6 +268,77 @@ def test_what_was_read_is_saved_though_the_parameter_server_died(
   assert saved["global_step"] == 2
 
 
+def _lose_ps(start_trial, replication, index, **options):
+  """A parameter server is killed after step 6; step 4 was saved."""
+  chief = int(replication == "in_graph")
+  trial = start_trial(
+    "parameter_server_lost",
+    trials.document(2, 2, chief=chief),
+    replication=replication,
+    **options,
+  )
+  trial.await_mark("step 6 is made")
+  ps = cluster.Task("ps", index)
+  trial.kill(ps)
+  trial.mark("it is dead")
+  return trial, ps
+
+
+@pytest.mark.parametrize(
+  ("replication", "index", "is_async"),
+  [
+    ("between_graph", 1, False),
+    ("between_graph", 0, True),
+    ("in_graph", 1, True),
+    ("in_graph", 0, False),
+  ],
+)
+def test_training_goes_on_after_the_loss_of_a_parameter_server(
+  start_trial, replication, index, is_async
+):
+  trial, ps = _lose_ps(
+    start_trial,
+    replication,
+    index,
+    is_async=is_async,
+    recovery_timeout_secs=100,
+  )
+  chief = trial.spec.chief if replication == "between_graph" else _CHIEF
+  trial.await_log(chief, f"{ps} was lost at step 6")
+  trial.tasks.start(ps)
+  trial.await_success()
+  report = trial.report()
+  assert report["global_step"] == 12
+  ((lost, step, resumed, _),) = report["recoveries"]
+  assert (lost, step, resumed) == ([str(ps)], 6, 4)
+  assert "so 2 updates were made again" in trial.tasks.log(chief)
+  steps = report["steps"]
+  if not is_async:
+    assert steps == [*range(1, 7), *range(5, 13)]
+  # Each worker's updates can be counted in its own row.
+  rows = np.array(report["state"]["variables/v2"])[:2, 0]
+  updates = (np.array([3, 4]) - rows) / (RATE * np.array([0.1, 0.3]))
+  share = 1 if is_async else 2  # Each update has half of both gradients.
+  np.testing.assert_allclose(updates.sum(), 12, rtol=1e-4)
+  np.testing.assert_allclose(
+    report["state"]["variables/v0"],
+    -RATE * (0.1 * updates[0] + 0.3 * updates[1]),
+    rtol=1e-4,
+  )
+  assert report["state"]["examples_seen"] == 12 * share
+
+
+def test_a_parameter_server_that_does_not_come_back_ends_training(start_trial):
+  trial, _ = _lose_ps(
+    start_trial, "between_graph", 1, is_async=False, recovery_timeout_secs=2
+  )
+  for index in (0, 1):
+    assert trial.ends_within(_worker(index), 60), trial.all_logs()
+    last = trial.log("worker", index).rstrip().splitlines()[-1]
+    assert "waiting for ps 1 at" in last
+    assert "gave up after 2 s" in last
+
+
 def test_backup_takes_the_place_of_a_worker_that_died_admitted(start_trial):
   trial = start_trial(
     "killed_after_admission",

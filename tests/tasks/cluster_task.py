@@ -104,6 +104,7 @@ class Here:
       optimizer_fn,
       start_timeout_secs=self.options.get("start_timeout_secs", 60),
       lost_after_secs=self.options.get("lost_after_secs", 20),
+      recovery_timeout_secs=self.options.get("recovery_timeout_secs", 0),
       namespace=namespace,
     )
 
@@ -886,6 +887,40 @@ def killed_while_saving(here: Here) -> None:
     )
     session.run(driver.step)
     return {}
+
+  train(here, driver, run_chief)
+
+
+def parameter_server_lost(here: Here) -> None:
+  """A scenario: the test kills a parameter server after step 6 of 12.
+
+  There is a checkpoint of step 4.
+  """
+  is_async = here.options["is_async"]
+  driver = (asynchronous_driver if is_async else constant_driver)(here)
+  steps = []
+
+  def step():
+    result = driver.step()
+    steps.append(result.global_step)
+    if result.global_step == 6 and not driver.recoveries():
+      here.mark("step 6 is made")
+      here.await_mark("it is dead")
+    return result
+
+  def run():
+    driver.stop_at(12)
+    session = training.Session(
+      here.directory / "train",
+      state=driver.store,
+      max_steps=12,
+      checkpoint_every_steps=4,
+    )
+    session.run(step)
+
+  def run_chief():
+    driver.recovering(run)
+    return {"steps": steps, "recoveries": driver.recoveries()}
 
   train(here, driver, run_chief)
 

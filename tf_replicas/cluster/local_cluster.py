@@ -62,8 +62,9 @@ class LocalCluster:
         logs are kept.
       environ: The tasks' environment; by default that of this process.
       echo: Called with every line of output, prefixed with its task.
-      max_restarts: How many restarts there may be, over all workers. A worker
-        is restarted if a signal killed it.
+      max_restarts: How many restarts there may be, over all tasks. A worker or
+        a parameter server is restarted if a signal killed it, and any task that
+        a time limit of its own ended (SIGALRM).
       inherited: Maps a task to a context manager that yields the file
         descriptors that the task inherits besides its output. The context is
         entered before `command` is called, and left once the task has started.
@@ -171,9 +172,9 @@ class LocalCluster:
     return [t for t, p in self._processes.items() if p.poll() is None]
 
   def poll(self) -> tuple[cluster.Task, int] | None:
-    """Restarts workers that a signal killed, `max_restarts` times at most.
+    """Restarts tasks that a signal killed, `max_restarts` times at most.
 
-    The chief and the parameter servers are not restarted.
+    The chief is restarted only if its own time limit killed it.
 
     Returns:
       A task that has failed and was not restarted, with its exit status as
@@ -231,17 +232,18 @@ class LocalCluster:
       time.sleep(0.05)
 
   def _restart(self, task: cluster.Task, code: int) -> bool:
-    """Restarts a task that has failed, if it is a worker that a signal killed.
+    """Restarts a task that has failed, if a signal killed it.
 
     Args:
       task: The task.
       code: The exit status of the task, negative if a signal killed it.
 
     Returns:
-      Whether the task was restarted. The chief and parameter servers are not
-      restarted, nor is any task after `max_restarts` restarts.
+      Whether the task was restarted. The chief is restarted only if its own
+      time limit (SIGALRM) killed it, as it hung in TensorFlow. No task is
+      restarted after `max_restarts` restarts.
     """
-    is_replaceable = task.job == "worker" and task != self.spec.chief
+    is_replaceable = task != self.spec.chief or code == -signal.SIGALRM
     if code > 0 or not is_replaceable or not self._restarts_left:
       return False
     self._restarts_left -= 1

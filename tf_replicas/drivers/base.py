@@ -11,22 +11,28 @@ replica and the update rule, and runs the part of its own process:
 """
 
 import abc
+import contextlib
 import functools
+import time
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import NamedTuple
 from typing import Protocol
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from tf_replicas import cluster
+from tf_replicas.drivers import connection
 from tf_replicas.drivers import heartbeats
 from tf_replicas.drivers import timeline
 from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import results
+from tf_replicas.runtime import patches
+from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
 from tf_replicas.session import checkpoints
@@ -35,6 +41,12 @@ from tf_replicas.session import training
 from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
 from tf_replicas.store import tables
+
+_R = TypeVar("_R")
+# Seconds that the calls of a training may take to end after its parameter
+# servers were lost.
+_END_SECS = 30.0
+_RETRY_SECS = 0.5
 
 
 class TrainedState(checkpoints.Checkpointable, Protocol):
@@ -85,12 +97,14 @@ class Driver(abc.ABC):
     replica_names: The names of the replicas, in the order of `counts`. Empty if
       the driver does not count contributions, which are what the replicas send
       for the updates.
+    recovers: Whether training may go on after the loss of a parameter server.
   """
 
   is_chief: bool
   replica: model_replica.Replica
   store: TrainedState
   replica_names: Sequence[str] = ()
+  recovers: bool = False
 
   @abc.abstractmethod
   def step(self, max_updates: int = 1) -> training.StepResult:
@@ -146,6 +160,49 @@ class Driver(abc.ABC):
   def interrupt(self) -> None:
     """Wakes a thread that waits in `step`, to check whether to stop."""
     return  # Where no step waits for others.
+
+  def recover(self, error: tf.errors.OpError) -> bool:
+    """Waits for the restart of a lost parameter server, and attaches again.
+
+    The chief calls it after `step`, or a call of `store`, has raised an error.
+    Afterwards `store` and the update rule are new objects, and the variables
+    have their first values: restore a checkpoint, then go on with `step`.
+
+    Args:
+      error: The error.
+
+    Returns:
+      Whether the training can go on. False: no parameter server was lost, or
+      the driver does not recover, so the error should be raised.
+
+    Raises:
+      TimeoutError: If the parameter server does not come back in time.
+      RuntimeError: If training was ended elsewhere.
+    """
+    del error  # Without parameter servers, there is nothing to recover.
+    return False
+
+  def recovering(self, train: Callable[[], _R]) -> _R:
+    """Calls a function, and again after each recovery of a parameter server.
+
+    The chief calls this.
+
+    Args:
+      train: Restores the newest checkpoint and makes the updates that are left.
+
+    Returns:
+      The result of `train`.
+    """
+    while True:
+      try:
+        return train()
+      except tf.errors.OpError as error:
+        if not self.recover(error):
+          raise
+
+  def recoveries(self) -> list["Recovery"]:
+    """Returns the losses of parameter servers that this task recovered from."""
+    return []
 
   @property
   def accepted_fraction(self) -> float:
@@ -232,6 +289,35 @@ class Driver(abc.ABC):
     )
 
 
+class Recovery(NamedTuple):
+  """The loss of a parameter server, and the recovery from it.
+
+  Attributes:
+    lost: The names of the lost tasks.
+    step: The last global step before the loss that the chief knew.
+    resumed: The global step of the checkpoint from which training resumed.
+    secs: Seconds from the loss to the first step after it.
+  """
+
+  lost: Sequence[str]
+  step: int
+  resumed: int
+  secs: float
+
+  @property
+  def repeated(self) -> int:
+    """The number of updates that were made again."""
+    return max(self.step - self.resumed, 0)
+
+  def __str__(self) -> str:
+    """Describes the recovery in one line."""
+    return (
+      f"recovered from the loss of {', '.join(self.lost)} at step {self.step}"
+      f" in {self.secs:.1f} s: resumed at step {self.resumed}, so"
+      f" {self.repeated} updates were made again"
+    )
+
+
 class Options(NamedTuple):
   """The options that the caller of a driver with parameter servers chooses.
 
@@ -247,6 +333,8 @@ class Options(NamedTuple):
       trainings. After a training without an error, the process then stays in
       the series. None: the driver makes heartbeats for this training only.
     log: Receives each line of the log.
+    recovery_timeout_secs: Seconds to wait for the restart of a parameter server
+      that was lost. 0: the loss ends the training.
   """
 
   start_timeout_secs: float
@@ -255,6 +343,7 @@ class Options(NamedTuple):
   namespace: str
   joined: heartbeats.Heartbeats | None
   log: Callable[[str], None]
+  recovery_timeout_secs: float = 0.0
 
 
 def build_replica(
@@ -332,6 +421,14 @@ class ParameterServerDriver(Driver):
         rule is for another number of replicas, or the namespace is invalid.
     """
     self.task = task
+    self.recovers = options.recovery_timeout_secs > 0
+    self._spec = spec
+    self._rule_fn = rule_fn
+    self._recoveries: list[Recovery] = []
+    # What was lost, when, if training has not resumed since.
+    self._loss: tuple[Sequence[str], float] | None = None
+    self._last_step = 0
+    self._end_step: int | None = None
     self.replica_names = [str(replica) for replica in replicas]
     self._options = options
     self._log = options.log
@@ -340,30 +437,46 @@ class ParameterServerDriver(Driver):
     self._recorder: timeline.Recorder | None = None
     if options.timeline_dir is not None:
       self._recorder = timeline.Recorder(options.timeline_dir, timeline_file)
-    namespace = resources.Namespace(options.namespace)
-    self._home = tables.Home(
-      namespace, spec.num_tasks("ps"), parameter_store.ps_device
-    )
     self._heartbeats = options.joined or heartbeats.Heartbeats(
       client,
       devices=devices,
       timeout_secs=options.start_timeout_secs,
-      namespace=namespace,
+      namespace=resources.Namespace(options.namespace),
       log=options.log,
+    )
+    self._home = tables.Home(
+      self._namespace(), spec.num_tasks("ps"), parameter_store.ps_device
     )
     with self._heartbeats.announce_failure(self.is_chief):
       with tables.home(self._home):
         self.replica = build_replica(replica_fn)
-      self.rule = rule_base.check_rule(rule_fn())
-      rule_base.check_replicas(self.rule, self.replica_names)
-      self.store = parameter_store.build(
-        spec,
-        self.replica.shared,
-        wire_dtype=self.rule.wire_dtype,
-        namespace=namespace,
-      )
-      self._agree()
-      self._attach()
+      self._build()
+
+  def _namespace(self) -> resources.Namespace:
+    """Returns the namespace of the present generation of the training."""
+    return resources.Namespace(
+      self._options.namespace, self._heartbeats.generation
+    )
+
+  def _build(self) -> None:
+    """Builds rule and store, and attaches to the variables on the PS tasks.
+
+    Raises:
+      TimeoutError: If the chief does not answer in time.
+      RuntimeError: If this program builds other variables, or another update
+        rule, than the chief.
+      ValueError: If the rule is for another number of replicas.
+    """
+    self.rule = rule_base.check_rule(self._rule_fn())
+    rule_base.check_replicas(self.rule, self.replica_names)
+    self.store = parameter_store.build(
+      self._spec,
+      self.replica.shared,
+      wire_dtype=self.rule.wire_dtype,
+      namespace=self._home.namespace,
+    )
+    self._agree()
+    self._attach()
 
   def set_learning_rate(self, rate: float) -> None:
     """Sets the learning rate of all later updates. Called by the chief only."""
@@ -374,6 +487,7 @@ class ParameterServerDriver(Driver):
 
     Only the chief calls this method.
     """
+    self._end_step = step
     self.rule.stop_at(step)
 
   def counts(self) -> list[results.Counts]:
@@ -388,6 +502,115 @@ class ParameterServerDriver(Driver):
   def accepted_fraction(self) -> float:
     """Fraction of all replicas' gradients that updates use."""
     return self.rule.accepted_fraction
+
+  def recoveries(self) -> list[Recovery]:
+    """Returns the losses of parameter servers that this task recovered from."""
+    return [*self._recoveries]
+
+  def recover(self, error: tf.errors.OpError) -> bool:
+    """Waits for the restart of a lost parameter server, and attaches again."""
+    if not self.recovers:
+      return False
+    lost = self._heartbeats.find_lost()
+    if not lost and not isinstance(error, tf.errors.UnavailableError):
+      return False
+    if self._home.paths and not self.replica.can_move_tables:
+      self._log(
+        f"{', '.join(lost)}: lost. `fit` cannot recover a model with tables"
+      )
+      return False
+    since = time.monotonic()
+    timeout_secs = self._options.recovery_timeout_secs
+    what = ", ".join(lost) or "the connection to a parameter server"
+    self._log(
+      f"{self.task}: {what} was lost at step {self._last_step}; waiting for its"
+      f" restart for at most {timeout_secs:.0f} s"
+      f" ({processes.shortened(error.message)})"
+    )
+    if self._loss is None:
+      self._loss = lost, since
+    # Longer than any time limit in it: this ends what hangs in TensorFlow.
+    with processes.killed_after(2 * timeout_secs + 2 * _END_SECS):
+      self._abandon()
+      self._reattach(since, what)
+    return True
+
+  def _abandon(self) -> None:
+    """Ends the calls of this process that belong to the lost generation.
+
+    Raises:
+      RuntimeError: If a call does not end.
+    """
+    stages = [] if self._watchdog is None else [self._watchdog.stop]
+    if self.is_chief:
+      stages.append(self.rule.close)
+    heartbeats.run_all(stages, log=lambda line: None)
+    self._watchdog = None
+    if self._thread is not None:
+      with contextlib.suppress(Exception):  # It fails as the main thread did.
+        self._thread.join(_END_SECS)
+      if self._thread.is_alive():
+        raise RuntimeError(
+          f"{self.task} cannot recover: a call to a lost parameter server did"
+          f" not end within {_END_SECS:.0f} s"
+        )
+      self._thread = None
+
+  def _reattach(self, since: float, what: str) -> None:
+    """Connects to restarted parameter servers, and builds all anew.
+
+    Args:
+      since: The time of the loss, by `time.monotonic`.
+      what: What was lost, for log messages.
+
+    Raises:
+      TimeoutError: If a parameter server, or the chief, does not come back.
+    """
+    timeout_secs = self._options.recovery_timeout_secs
+    deadline = since + timeout_secs
+    old = self._home.namespace
+    while True:
+      connection.await_servers(
+        self._spec,
+        "ps",
+        timeout_secs=timeout_secs,
+        since=since,
+        log=self._log,
+      )
+      try:
+        self._reconnect()
+        left = max(deadline - time.monotonic(), 1.0)
+        self._heartbeats.attach_again(left)
+        namespace = self._namespace()
+        if self.is_chief and namespace != old:
+          self._clear(old)
+        self._home.move(namespace)
+        vars(self).pop("_metrics", None)
+        self._build()
+        if self.is_chief and self._end_step is not None:
+          self.rule.stop_at(self._end_step)
+        return
+      except tf.errors.OpError as error:
+        if time.monotonic() > deadline:
+          raise TimeoutError(
+            f"waiting for the restart of {what}: gave up after"
+            f" {timeout_secs:.0f} s ({processes.shortened(error.message)})"
+          ) from None
+        time.sleep(_RETRY_SECS)
+
+  def _reconnect(self) -> None:
+    """Connects this process to parameter servers that were restarted.
+
+    Raises:
+      tf.errors.OpError: If a task cannot be reached.
+    """
+    patches.reconnect()
+
+  def _clear(self, namespace: resources.Namespace) -> None:
+    """Frees what the parameter servers hold of an earlier generation."""
+    for address in self._spec.addresses("ps"):
+      with contextlib.suppress(tf.errors.OpError):
+        resources.clear(namespace, address)
 
   def step(self, max_updates: int = 1) -> training.StepResult:
     """Waits for or makes one update or several, in the chief.
@@ -418,6 +641,7 @@ class ParameterServerDriver(Driver):
     # A process that was replaced must not save what it read.
     self._heartbeats.raise_if_replaced()
     self._watchdog.progress()
+    self._last_step = made[-1].global_step
     return training.StepResult(
       made[-1].global_step,
       made[-1].loss,
@@ -437,12 +661,28 @@ class ParameterServerDriver(Driver):
       TimeoutError: If the chief does not publish them in time.
     """
     rule, variables = self.rule.signature(), self.store.signature()
+    generation = self._heartbeats.generation
+    signature = {
+      "rule": rule,
+      "variables": variables,
+      "generation": generation,
+    }
+
+    def published() -> dict | None:
+      found = self._heartbeats.published()
+      is_present = found is not None and found["generation"] == generation
+      return found if is_present else None
+
     if self.is_chief:
-      self._heartbeats.publish({"rule": rule, "variables": variables})
+      if not published():  # It may be that of an earlier generation.
+        self._heartbeats.close_training()
+      self._heartbeats.publish(signature)
       return
     theirs = waiting.await_value(
-      lambda: self._heartbeats.published() or self._heartbeats.outcome(),
-      timeout_secs=self._options.start_timeout_secs,
+      lambda: published() or self._heartbeats.outcome(),
+      timeout_secs=max(
+        self._options.start_timeout_secs, self._options.recovery_timeout_secs
+      ),
       what=f"{self.task} waits for the chief to publish its variables",
       log=self._log,
     )
@@ -476,17 +716,25 @@ class ParameterServerDriver(Driver):
 
     `step` calls this once, in the chief.
     """
-    if self.global_step < 0:
+    step = self.global_step
+    if step < 0:
       raise RuntimeError(
         "the chief was killed in the middle of an update and there is no"
         " checkpoint to restore: restart the parameter servers"
       )
+    if self._loss is not None:
+      lost, since = self._loss
+      secs = time.monotonic() - since
+      recovery = Recovery(lost, self._last_step, step, secs)
+      self._recoveries.append(recovery)
+      self._log(str(recovery))
+      self._loss = None
     self.rule.start()
     self._watchdog = watchdog.StepWatchdog(
       self.rule,
       lambda: self.global_step,
       self._ages,
-      self._heartbeats.outcome,
+      lambda: self._heartbeats.outcome() or ", ".join(self._heartbeats.lost()),
       self.replica_names,
       lost_after_secs=self._options.lost_after_secs,
       log=self._log,
@@ -524,6 +772,9 @@ class ParameterServerDriver(Driver):
       except results.Interrupted:
         self._thread.raise_error()
         self._heartbeats.raise_if_ended()
+        if lost := self._heartbeats.lost():
+          message = f"{', '.join(lost)} cannot be reached"
+          raise tf.errors.UnavailableError(None, None, message) from None
       except results.NonFiniteGradientError as error:
         name = self.replica_names[error.replica]
         raise results.NonFiniteGradientError(

@@ -70,6 +70,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     timeline_dir: str | None = None,
     namespace: str = "",
     joined: heartbeats.Heartbeats | None = None,
+    recovery_timeout_secs: float = 0.0,
     log: Callable[[str], None] = print,
   ):
     """Connects to the cluster, builds the model and attaches to the variables.
@@ -94,6 +95,9 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       joined: The heartbeats of this process, if it takes part in a series of
         trainings, as `driver_base.Options` documents; None otherwise. In a
         series, `namespace` may be any name.
+      recovery_timeout_secs: Seconds to wait for the restart of a parameter
+        server that was lost, before training ends with an error. Then the chief
+        has to restore a checkpoint: see `recover`. 0: the loss ends training.
       log: Receives each line of the log.
 
     Raises:
@@ -131,6 +135,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         namespace,
         joined,
         log,
+        recovery_timeout_secs,
       ),
     )
 
@@ -154,9 +159,15 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         or if the chief is lost.
     """
     self._check_role(needs_chief=False)
+    return self.recovering(self._contribute)
+
+  def _contribute(self) -> int:
+    """Contributes gradients until training ends; `run_replica` documents it."""
     waiting.await_value(
       lambda: self._heartbeats.is_open() or self._heartbeats.outcome(),
-      timeout_secs=self._options.start_timeout_secs,
+      timeout_secs=max(
+        self._options.start_timeout_secs, self._options.recovery_timeout_secs
+      ),
       what=f"{self.task} waits for the chief to initialize or restore",
       log=self._log,
     )
@@ -251,7 +262,9 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     except _ENDED as error:
       if self._must_stop() or self._heartbeats.outcome():
         return  # The queues were closed.
-      if isinstance(error, tf.errors.CancelledError):
+      # The chief may have closed the queues as a parameter server was lost.
+      is_closed = isinstance(error, tf.errors.CancelledError)
+      if is_closed or self._heartbeats.find_lost():
         raise
       raise RuntimeError(
         f"the data set of {self.task} has ended; it must be endless"

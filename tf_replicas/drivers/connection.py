@@ -98,15 +98,24 @@ def await_servers(
   job: str,
   *,
   timeout_secs: float,
+  since: float | None = None,
   log: Callable[[str], None] = print,
 ) -> None:
   """Waits until every task of `job` accepts connections at its address.
+
+  Args:
+    spec: The cluster.
+    job: The job of the tasks.
+    timeout_secs: The time limit in seconds.
+    since: The value of `time.monotonic()` at the start of the wait; None: the
+      wait starts now.
+    log: Receives each line of the log.
 
   Raises:
     TimeoutError: If a task does not accept connections in time. The message
       names the first such task.
   """
-  since = time.monotonic()
+  since = time.monotonic() if since is None else since
   for task in spec.tasks(job):
     address = spec.address(task)
     waiting.await_value(

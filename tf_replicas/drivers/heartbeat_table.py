@@ -7,6 +7,7 @@ which processes are alive, and how training ended. The docstring of
 
 import functools
 import json
+import secrets
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -45,6 +46,8 @@ class HeartbeatTable:
       the series is over.
     call: What the chief calls in the present training: bytes that
       `fitting.series` defines; b"" in the first training.
+    incarnation: A random number that identifies the process of the serving
+      task.
   """
 
   def __init__(
@@ -75,6 +78,7 @@ class HeartbeatTable:
       self.signature = names.variable("signature", [], tf.string)
       self.number = names.variable("number", [], tf.int64)
       self.call = names.variable("call", [], tf.string)
+      self.incarnation = names.variable("incarnation", [], tf.int64)
 
   def initialize(self, num_clients: int) -> None:
     """Makes the table empty, at the start of the task that keeps it.
@@ -92,6 +96,7 @@ class HeartbeatTable:
     self.versions.assign(json.dumps(versions.here()))
     self.call.assign(b"")
     self.number.assign(1)
+    self.incarnation.assign(secrets.randbelow(1 << 62) + 1)
     self.signature.assign("")
 
   def attach_again(self) -> "HeartbeatTable":

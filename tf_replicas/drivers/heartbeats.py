@@ -18,6 +18,12 @@ replaced, and ends as if it had died, without telling other tasks anything.
 The trainings of a *series* follow each other in one table. Between two of them,
 the chief goes on as in a training, and the other clients *rest*: they wait for
 the chief to begin the next training or to end the series.
+
+A parameter server that was restarted has an empty table, with another
+*incarnation* number. The clients then attach to all tables again. From the
+incarnations of all parameter servers, each client computes the *generation* of
+the training's variables. So clients agree on the generation without messages,
+and never reach variables of an earlier one.
 """
 
 import contextlib
@@ -59,6 +65,7 @@ class _Link:
     has_joined: Whether the serving task has received a heartbeat.
     failure: Why the last heartbeat did not reach the serving task; "" if it
       did.
+    was_restarted: Whether another process serves at the task's address.
   """
 
   def __init__(
@@ -86,8 +93,9 @@ class _Link:
     self._process = process
     self._arbitrates = arbitrates
     self.has_joined = self._was_replaced = self._is_leaving = False
-    self._rests = False
+    self._rests = self._is_stopped = False
     self.failure = ""
+    self.was_restarted = False
     # A task that hangs raises no error: its clients wait.
     self._wait_logger = waiting.WaitLogger(log=log)
     self._what = f"waiting for an answer of {_task_name(table.device)}"
@@ -124,7 +132,8 @@ class _Link:
       self._send(is_here)
 
   def _say_goodbye(self) -> None:
-    self._beat(False)
+    if not self._is_stopped:
+      self._beat(False)
     self._wait_logger.stop()
 
   def _send(self, is_here: bool) -> None:
@@ -144,6 +153,7 @@ class _Link:
         table = self._table.attach_again()
         if table.is_ready():
           self._table = table
+          self.was_restarted = self.has_joined
 
   def silence(self) -> float:
     """Returns the seconds since the serving task last answered a heartbeat."""
@@ -174,6 +184,14 @@ class _Link:
     """
     self._rests = rests
     return waiting.RaisingThread(self._beat, on_error=lambda: None)
+
+  def stop(self) -> None:
+    """Stops the heartbeats, and says nothing to the serving task.
+
+    Does not wait for a heartbeat that is under way.
+    """
+    self._is_stopped = True
+    self._thread.request_stop()
 
   def leave(self) -> waiting.RaisingThread:
     """Stops the heartbeats. The last one says that this process leaves.
@@ -241,7 +259,7 @@ class Heartbeats:
     self.client = client
     self._log = log
     self._outcome_if_lost = "PS task 0 was lost"
-    process = secrets.randbelow(1 << 62) + 1
+    self._process = secrets.randbelow(1 << 62) + 1
     tables = [heartbeat_table.HeartbeatTable(d, namespace) for d in devices]
     for table in tables:
       of_training = f" of training {namespace.name!r}" if namespace.name else ""
@@ -264,17 +282,105 @@ class Heartbeats:
           f" {client + 1}, as this client has the number {client}. Received:"
           f" {num_clients}, by {_task_name(table.device)}."
         )
+    self._number, self._call = 1, b""
+    self._link(tables, timeout_secs)
+
+  def _link(
+    self, tables: list[heartbeat_table.HeartbeatTable], timeout_secs: float
+  ) -> None:
+    """Starts to send heartbeats to the tasks that keep the tables.
+
+    Args:
+      tables: A table of each serving task. The first is that of PS task 0.
+      timeout_secs: Seconds to wait for the first heartbeat to arrive.
+
+    Raises:
+      TimeoutError: If a task does not receive a heartbeat in time.
+    """
+    self._tables = tables
+    self._incarnations = [
+      int(table.incarnation.read_value())
+      for table in tables
+      if tf.DeviceSpec.from_string(table.device).job in (None, "ps")
+    ]
     self._first = tables[0]
     self._links = [
-      _Link(table, client, process, arbitrates=table is self._first, log=log)
+      _Link(
+        table,
+        self.client,
+        self._process,
+        arbitrates=table is self._first,
+        log=self._log,
+      )
       for table in tables
     ]
     try:
       for link in self._links:
-        link.await_join(timeout_secs, log)
+        link.await_join(timeout_secs, self._log)
     except TimeoutError:
       self.leave()
       raise
+
+  @property
+  def generation(self) -> int:
+    """The generation of the training's variables on the parameter servers.
+
+    Clients with equal generations are attached to the same processes. It
+    changes when a parameter server is restarted and this process attaches
+    again.
+    """
+    return sum(self._incarnations)
+
+  def attach_again(self, timeout_secs: float) -> None:
+    """Attaches to all tables anew, after a serving task was restarted.
+
+    The process must be connected to the new process of that task.
+
+    Args:
+      timeout_secs: Seconds to wait for the first heartbeat to arrive.
+
+    Raises:
+      tf.errors.OpError: If a task does not answer, or has no table yet.
+      TimeoutError: If a task does not receive a heartbeat in time.
+    """
+    tables = [table.attach_again() for table in self._tables]
+    for table in tables:
+      if not table.is_ready():
+        message = f"{_task_name(table.device)} has no heartbeat table yet"
+        raise tf.errors.UnavailableError(None, None, message)
+    for link in self._links:
+      link.stop()
+    self._link(tables, timeout_secs)
+
+  def lost(self) -> list[str]:
+    """Returns the names of the parameter servers that heartbeats do not reach.
+
+    A parameter server that was restarted is one of them, until this process
+    attaches again. A task that hangs is not.
+    """
+    return [
+      _task_name(table.device)
+      for table, link, _ in zip(
+        self._tables, self._links, self._incarnations, strict=False
+      )
+      if link.has_joined and (link.failure or link.was_restarted)
+    ]
+
+  def find_lost(self) -> list[str]:
+    """Asks all parameter servers; returns the names of those that are lost.
+
+    A parameter server is lost if it does not answer, or was restarted. The
+    answer of a task that hangs is waited for.
+    """
+    found = []
+    for table, known in zip(self._tables, self._incarnations, strict=False):
+      try:
+        is_lost = int(table.incarnation.read_value()) != known
+      except tf.errors.OpError:
+        is_lost = True
+      if is_lost:
+        found.append(_task_name(table.device))
+    return found
 
   @property
   def is_replaced(self) -> bool:
@@ -342,7 +448,12 @@ class Heartbeats:
       signature: The description of variables and update rule, of types that
         JSON can represent.
     """
-    self._first.signature.assign(json.dumps(signature))
+    table = self._first
+    if self.number() != self._number:  # PS task 0 was restarted.
+      table.call.assign(self._call)
+      table.number.assign(self._number)
+    table.signature.assign(json.dumps(signature))
+    resources.flush_assignments([table.signature])
 
   def published(self) -> dict | None:
     """Returns the description of the chief's variables and update rule.
@@ -358,6 +469,15 @@ class Heartbeats:
     All variables must have their values.
     """
     self._first.is_open.assign(True)
+
+  def close_training(self) -> None:
+    """Makes the other tasks wait for `open_training`. Only the chief calls it.
+
+    It is needed where a parameter server has kept the table of a training whose
+    other parameter servers were lost.
+    """
+    self._first.is_open.assign(False)
+    resources.flush_assignments([self._first.is_open])
 
   def is_open(self) -> bool:
     """Returns whether the chief has let the other tasks begin to train."""
@@ -398,6 +518,7 @@ class Heartbeats:
     """
     table = self._first
     number = self.number() + 1
+    self._number, self._call = number, call
     table.call.assign(call)
     table.signature.assign("")
     table.is_open.assign(False)

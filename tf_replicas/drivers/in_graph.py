@@ -95,6 +95,7 @@ class InGraph(driver_base.ParameterServerDriver):
     timeline_dir: str | None = None,
     namespace: str = "",
     joined: heartbeats.Heartbeats | None = None,
+    recovery_timeout_secs: float = 0.0,
     log: Callable[[str], None] = print,
   ):
     """Connects to all tasks, builds the model and creates the variables.
@@ -116,6 +117,9 @@ class InGraph(driver_base.ParameterServerDriver):
       joined: The heartbeats of this process, if it takes part in a series of
         trainings, as `driver_base.Options` documents; None otherwise. In a
         series, `namespace` may be any name.
+      recovery_timeout_secs: Seconds to wait for the restart of a parameter
+        server that was lost, before training ends with an error. Then the chief
+        has to restore a checkpoint: see `recover`. 0: the loss ends training.
       log: Receives each line of the log.
 
     Raises:
@@ -144,6 +148,7 @@ class InGraph(driver_base.ParameterServerDriver):
         namespace,
         joined,
         log,
+        recovery_timeout_secs,
       ),
     )
     self._workers.are_busy = True
@@ -222,6 +227,26 @@ class InGraph(driver_base.ParameterServerDriver):
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     start = self.examples_drawn()
     return self.replica.dataset_fn(len(self._tasks), index(), start)
+
+  def _abandon(self) -> None:
+    """Ends the closures of the lost generation, and forgets the coordinator.
+
+    A coordinator that has met the loss of a parameter server runs no closure
+    any more (TensorFlow 2.21).
+    """
+    if isinstance(self._thread, waiting.PollingThread):
+      self._thread.request_stop()
+    super()._abandon()
+    patches.end_coordinator(self._coordinator)
+
+  def _reconnect(self) -> None:
+    connection.await_servers(
+      self._spec, "worker", timeout_secs=self._options.recovery_timeout_secs
+    )
+    super()._reconnect()
+    self._coordinator = self._workers.coordinator = patches.new_coordinator(
+      self._coordinator
+    )
 
   def _ages(self) -> list[float]:
     """Returns the seconds since each worker last answered."""

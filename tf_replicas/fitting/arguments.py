@@ -74,6 +74,9 @@ _RULES = {
   ),
   "log": _Rule("a function", Callable),
   "min_table_bytes": _COUNT._replace(is_optional=True),
+  "recovery_timeout_secs": _Rule(
+    "a number of seconds, of at least 0", numbers.Real, lambda n: n >= 0
+  ),
   "seed": _Rule(
     "an integer of 64 bits", numbers.Integral, lambda n: abs(int(n)) < 2**63
   ),

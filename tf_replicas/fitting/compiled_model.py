@@ -201,9 +201,12 @@ class CompiledReplica(model_replica.Replica):
       as moving means.
     num_metrics: Number of variables of metrics, which are the last of
       `statistics`.
+    can_move_tables: False, as the functions of `steps` are traced once.
     num_parts: Number of parts into which the examples of an update are cut:
       contributions times towers, the copies of the model in a replica.
   """
+
+  can_move_tables = False
 
   steps: Sequence[tf.types.experimental.ConcreteFunction]
   num_metrics: int

@@ -65,6 +65,7 @@ def join(
   cluster: cluster_module.ClusterSpec | str | None = None,
   devices: Sequence[str] | None = None,
   start_timeout_secs: float = 120.0,
+  recovery_timeout_secs: float = 0.0,
   log: Callable[[str], None] = print,
 ) -> Iterator[driver_base.Driver]:
   """Gives the chief a driver, as a context; other tasks end inside of it.
@@ -101,6 +102,9 @@ def join(
       task.
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
       other at the start.
+    recovery_timeout_secs: Seconds to wait for the restart of a parameter server
+      that was lost. The block must then make its updates in a function that
+      `driver.recovering` calls. 0: the loss ends training.
     log: Called with each line of the log of a task that serves (a parameter
       server or an in-graph worker), and with the chief's line about replicas.
 
@@ -131,6 +135,7 @@ def join(
     cluster=cluster,
     devices=devices,
     start_timeout_secs=start_timeout_secs,
+    recovery_timeout_secs=recovery_timeout_secs,
     log=log,
     caller="run",
   )
@@ -149,6 +154,7 @@ def join(
     "replication": replication,
     "devices": devices,
     "start_timeout_secs": start_timeout_secs,
+    "recovery_timeout_secs": recovery_timeout_secs,
   }
   part.call_workers(_contribute, {**sent, **common})
   driver = part.driver(
@@ -187,6 +193,7 @@ def run(
   log_every_steps: int | None = 10,
   summary_every_steps: int | None = 100,
   checkpoint_every_secs: float | None = 600.0,
+  recovery_timeout_secs: float = 600.0,
   **settings: Any,
 ) -> Trained:
   """Trains a replica on a cluster, or alone; returns in the chief only.
@@ -207,6 +214,9 @@ def run(
     summary_every_steps: Updates between two summaries; None for no summaries.
     checkpoint_every_secs: Seconds between two checkpoints; None for no
       checkpoints in between. One is always written at the end.
+    recovery_timeout_secs: Seconds to wait for the restart of a parameter server
+      that was lost. Training then resumes from the newest checkpoint of
+      `train_dir`; without one, from the beginning. 0: the loss ends training.
     **settings: Keyword arguments of `join`, such as `rule`.
 
   Returns:
@@ -221,28 +231,37 @@ def run(
     TimeoutError: If another task does not start in time.
     checkpoints.CheckpointError: If `train_dir` holds another model.
   """
+  settings["recovery_timeout_secs"] = recovery_timeout_secs
   with join(replica_fn, optimizer_fn, **settings) as driver:
     roles.check_tables_are_saved(driver, train_dir)
-    driver.stop_at(max_steps)
-    session = training.Session(
-      train_dir,
-      state=driver.store,
-      max_steps=max_steps,
-      log_every_steps=log_every_steps,
-      summary_every_steps=summary_every_steps,
-      checkpoint_every_secs=checkpoint_every_secs,
-      is_optional=_is_optional,
-    )
-    steps = _Steps(
-      driver,
-      session.restore_or_initialize(),
-      [max_steps, log_every_steps, summary_every_steps],
-    )
-    step = session.run(steps, wake=driver.interrupt)
-    averages = {}
-    if settings.get("variable_averages") is not None:
-      averages = driver.values(averaged=True)
-    return Trained(step, steps.loss, steps.metrics, driver.values(), averages)
+
+    def train() -> Trained:
+      driver.stop_at(max_steps)
+      session = training.Session(
+        train_dir,
+        state=driver.store,
+        max_steps=max_steps,
+        log_every_steps=log_every_steps,
+        summary_every_steps=summary_every_steps,
+        checkpoint_every_secs=checkpoint_every_secs,
+        is_optional=_is_optional,
+      )
+      steps = _Steps(
+        driver,
+        session.restore_or_initialize(),
+        [max_steps, log_every_steps, summary_every_steps],
+      )
+      step = session.run(
+        steps,
+        report=lambda: map(str, driver.recoveries()),
+        wake=driver.interrupt,
+      )
+      averages = {}
+      if settings.get("variable_averages") is not None:
+        averages = driver.values(averaged=True)
+      return Trained(step, steps.loss, steps.metrics, driver.values(), averages)
+
+    return driver.recovering(train)
 
 
 class _Steps:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import TypeVar
 
 import keras
 import numpy as np
@@ -38,6 +39,7 @@ from tf_replicas.runtime import keras_internals
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
 
+_R = TypeVar("_R")
 # About how many calls of the training function make an epoch, unless a callback
 # looks at every batch.
 _CALLS_PER_EPOCH = 100
@@ -72,6 +74,7 @@ def fit(
   checkpoint_every_secs: float = 600.0,
   min_table_bytes: int | None = embeddings.MIN_TABLE_BYTES,
   start_timeout_secs: float = 120.0,
+  recovery_timeout_secs: float = 600.0,
   seed: int = 0,
   log: Callable[[str], None] = print,
 ) -> keras.callbacks.History:
@@ -144,6 +147,10 @@ def fit(
       `model_fn`. None: no layer is treated so.
     start_timeout_secs: The seconds that the tasks of a cluster wait for each
       other at the start.
+    recovery_timeout_secs: Seconds to wait for the restart of a parameter server
+      that was lost. Training then resumes from the newest checkpoint of
+      `train_dir`, in the same calls of callbacks. 0, or no `train_dir`: the
+      loss ends training.
     seed: Seed of the shuffling.
     log: Called with each line of the log of a task that serves (a parameter
       server or an in-graph worker), and with the chief's line about replicas.
@@ -181,6 +188,7 @@ def fit(
     checkpoint_every_secs=checkpoint_every_secs,
     min_table_bytes=min_table_bytes,
     start_timeout_secs=start_timeout_secs,
+    recovery_timeout_secs=recovery_timeout_secs,
     train_dir=train_dir,
     log=log,
   )
@@ -195,6 +203,7 @@ def fit(
     cluster=cluster,
     devices=devices,
     start_timeout_secs=start_timeout_secs,
+    recovery_timeout_secs=recovery_timeout_secs if train_dir else 0.0,
     log=log,
     caller="fit",
   )
@@ -242,6 +251,8 @@ def fit(
       "devices": devices,
       "min_table_bytes": min_table_bytes,
       "start_timeout_secs": start_timeout_secs,
+      "recovery_timeout_secs": recovery_timeout_secs,
+      "train_dir": train_dir,
     },
   )
   driver = part.driver(task.replica, task.new_rule)
@@ -500,18 +511,18 @@ class _Loop(keras.callbacks.Callback):
     self._metrics = compiled_model.metric_variables(model)
     count = len(self._metrics)
     self._weights = compiled_model.shared(model)[:-count]
-    self._read_metrics = driver.store.reader(
-      range(len(self._weights), len(self._weights) + count)
-    )
     optional = {f"variables/{v.path}" for v in self._metrics}
-    self._session = training.Session(
+    self._new_session = functools.partial(
+      training.Session,
       train_dir,
-      state=driver.store,
       max_steps=epochs * updates,
       checkpoint_every_secs=checkpoint_every_secs,
       is_optional=lambda n: n.startswith(roles.OPTIONAL_STATE) or n in optional,
     )
-    self._step = self._session.restore_or_initialize()
+    self._restore()
+    if driver.recovers:
+      # The model, which gets trained weights, does not keep its first ones.
+      self._session.save(self._step)
     self._is_resumed = self._step > 0
     self._initial_epoch = initial_epoch
     if self._is_resumed:
@@ -575,8 +586,68 @@ class _Loop(keras.callbacks.Callback):
       finally:
         model.steps_per_execution = own
         model.train_function = None
-    self._session.finish(self._step)
+      self._recovering(self._finish)
     return history
+
+  def _finish(self) -> None:
+    while self._step < self._target:
+      self._make_updates(self._target)
+    self._session.finish(self._step)
+
+  def _restore(self) -> None:
+    """Restores the newest checkpoint, if there is one, into the store."""
+    first = len(self._weights)
+    self._read_metrics = self._driver.store.reader(
+      range(first, first + len(self._metrics))
+    )
+    self._session = self._new_session(state=self._driver.store)
+    self._step = self._session.restore_or_initialize()
+
+  def _recovering(self, function: Callable[[], _R]) -> _R:
+    """Calls a function, and again after each loss of a parameter server.
+
+    Before it calls the function again, it makes the updates of earlier epochs
+    that were lost. Callbacks do not see them a second time.
+
+    Args:
+      function: Uses the driver.
+
+    Returns:
+      The result of `function`.
+    """
+    is_lost = False
+
+    def attempt() -> _R:
+      nonlocal is_lost
+      if is_lost:
+        self._resume()
+      is_lost = True
+      return function()
+
+    with _one_line_op_errors():
+      return self._driver.recovering(attempt)
+
+  def _resume(self) -> None:
+    """Restores the newest checkpoint, and goes on to the start of the epoch."""
+    self._restore()
+    if self._rates:
+      self._driver.set_learning_rate(self._rates[0])
+    self._logs = {}
+    begin = self._epoch_end - self._updates_per_epoch
+    if self._step > begin:
+      return
+    while self._step < begin:
+      self._make_updates(begin)
+    self._load_metrics()
+    self._clear_metrics()
+
+  def _make_updates(self, last: int) -> None:
+    """Makes updates, at most up to the global step `last`."""
+    step_fn = functools.partial(self._driver.step, last - self._step)
+    result = self._make_step(step_fn)
+    self._step = result.global_step
+    if self._per_batch == 1:  # Otherwise each optimizer has its own.
+      self._rate = result.scalars.get("learning_rate", math.nan)
 
   # Methods as a callback of Keras, called after all other callbacks.
 
@@ -607,13 +678,16 @@ class _Loop(keras.callbacks.Callback):
       self._epoch_end = self._step + self._updates_per_epoch
     self._epoch = epoch
     epochs_left = self._epochs - epoch - 1
-    self._driver.stop_at(
-      self._epoch_end + epochs_left * self._updates_per_epoch
-    )
+    end = self._epoch_end + epochs_left * self._updates_per_epoch
     self._target = self._epoch_end - self._updates_per_epoch
     self._logs = {}
-    if not is_within:
-      self._clear_metrics()
+
+    def begin() -> None:
+      self._driver.stop_at(end)
+      if not is_within:
+        self._clear_metrics()
+
+    self._recovering(begin)
 
   # Methods as the training function of Keras.
 
@@ -627,20 +701,19 @@ class _Loop(keras.callbacks.Callback):
       The metrics of the epoch so far, by name.
     """
     del iterator  # Replicas have the data.
-    self._send_changes()
-    previous = self._step
     self._target += self._per_call * self._per_batch
     self._target = min(self._target, self._epoch_end)
+    return self._recovering(self._reach_target)
+
+  def _reach_target(self) -> dict[str, float]:
+    """Makes updates up to the target; returns the metrics of the epoch."""
+    self._send_changes()
+    previous = self._step
     # If no callback looks at batches, this call may already make the updates of
     # later calls.
     last = self._target if self._sees_batches else self._epoch_end
     while self._step < self._target:
-      step_fn = functools.partial(self._driver.step, last - self._step)
-      with _one_line_op_errors():
-        result = self._make_step(step_fn)
-      self._step = result.global_step
-      if self._per_batch == 1:  # Otherwise each optimizer has its own.
-        self._rate = result.scalars.get("learning_rate", math.nan)
+      self._make_updates(last)
     if self._sees_batches or self._target == self._epoch_end:
       self._load()
     elif self._logs and time.monotonic() - self._read_at < _READ_SECS:

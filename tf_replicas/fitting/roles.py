@@ -133,6 +133,8 @@ class Part:
       Empty for the default device.
     start_timeout_secs: The seconds that the tasks wait for each other at the
       start.
+    recovery_timeout_secs: Seconds to wait for the restart of a parameter server
+      that was lost; 0: the loss ends training.
     caller: Name of the function that the user has called.
   """
 
@@ -140,6 +142,7 @@ class Part:
   replication: str
   towers: Sequence[str]
   start_timeout_secs: float
+  recovery_timeout_secs: float = 0.0
   caller: str = "fit"
 
   @property
@@ -319,6 +322,7 @@ class Part:
       timeline_dir=os.environ.get(environment.TIMELINE) or None,
       namespace=_series.namespace,
       joined=_series.beats,
+      recovery_timeout_secs=self.recovery_timeout_secs,
     )
 
 
@@ -328,6 +332,7 @@ def take(
   cluster: cluster_module.ClusterSpec | str | None,
   devices: Sequence[str] | None,
   start_timeout_secs: float,
+  recovery_timeout_secs: float,
   log: Callable[[str], None],
   caller: str,
 ) -> Part:
@@ -341,6 +346,8 @@ def take(
       the cluster spec gives to this task.
     start_timeout_secs: The seconds that the tasks wait for each other at the
       start.
+    recovery_timeout_secs: Seconds to wait for the restart of a parameter server
+      that was lost; 0: the loss ends training.
     log: Called with each line of the log of a task that only serves.
     caller: Name of the calling function, for error messages.
 
@@ -363,7 +370,14 @@ def take(
   towers = _towers(role, replication, devices)
   if role is not None and _only_serves(role, replication):
     _serve(*role, replication, start_timeout_secs, log)
-  return Part(role, replication, towers, start_timeout_secs, caller)
+  return Part(
+    role,
+    replication,
+    towers,
+    start_timeout_secs,
+    recovery_timeout_secs,
+    caller,
+  )
 
 
 def check_replication(replication: str) -> None:

@@ -193,7 +193,9 @@ class Series:
     try:
       self.beats.raise_if_ended_early()
       for address in self._serving_addresses():
-        resources.clear(resources.Namespace(self.namespace), address)
+        resources.clear(
+          resources.Namespace(self.namespace, self.beats.generation), address
+        )
       self.beats.begin_next(call)
     except tf.errors.OpError as error:
       raise RuntimeError(

@@ -127,6 +127,13 @@ class Options:
     " the step goes to another; mirrored variables ignore it",
     "[2, inf)",
   )
+  recovery_timeout_secs: float = _cluster(
+    600.0,
+    "Seconds to wait for the restart of a parameter server that was lost;"
+    " training then resumes from the newest checkpoint; 0: the loss ends"
+    " training; mirrored variables ignore it",
+    "[0, inf)",
+  )
 
   def __post_init__(self):
     fields.validate(self, cluster.ClusterError)

@@ -155,7 +155,10 @@ def train(
     with one_line():  # The driver sends the line to all tasks.
       if driver.is_chief:
         with _advising(workload):
-          return _drive(driver, options, workload)
+          _say_what(driver, options, workload)
+          return driver.recovering(
+            functools.partial(_drive, driver, options, workload)
+          )
       return run_options.Outcome(driver.run_replica(), None)
 
 
@@ -246,6 +249,7 @@ def _driver(
     start_timeout_secs=options.start_timeout_secs,
     lost_after_secs=options.lost_after_secs,
     timeline_dir=_timeline_dir(options),
+    recovery_timeout_secs=options.recovery_timeout_secs,
     log=_say,
   )
 
@@ -258,6 +262,19 @@ def _timeline_dir(options: run_options.Options) -> str | None:
   if not options.timeline:
     return None
   return timeline.directory_of(options.train_dir)
+
+
+def _say_what(
+  driver: driver_base.Driver,
+  options: run_options.Options,
+  workload: run_options.Workload,
+) -> None:
+  """Prints where the variables are, and what is trained how."""
+  _say(driver.store.table())
+  layers = driver.replica.layers
+  if layers is not None and layers.num_devices > 1:
+    _say(layers.table(driver.replica.devices))
+  _say(run_options.describe(options, workload))
 
 
 def _drive(
@@ -278,11 +295,6 @@ def _drive(
   Returns:
     The global step and the loss of the last update.
   """
-  _say(driver.store.table())
-  layers = driver.replica.layers
-  if layers is not None and layers.num_devices > 1:
-    _say(layers.table(driver.replica.devices))
-  _say(run_options.describe(options, workload))
   max_steps = _max_steps(driver.store, options, workload)
   driver.stop_at(max_steps)
   session = training.Session(
@@ -308,7 +320,10 @@ def _drive(
   steps = _Steps(driver, workload, options, max_steps)
   step = session.run(
     steps,
-    report=lambda: report(driver.counts(), driver.replica_names),
+    report=lambda: [
+      *report(driver.counts(), driver.replica_names),
+      *map(str, driver.recoveries()),
+    ],
     wake=driver.interrupt,
   )
   return run_options.Outcome(step, steps.loss)
@@ -476,7 +491,7 @@ def _spread_out(counts: Sequence[int], limit: int = 1000) -> np.ndarray:
   return np.repeat(np.arange(len(counts)), np.ceil(counts * share).astype(int))
 
 
-def report(counts: list[results.Counts], names: list[str]) -> list[str]:
+def report(counts: Sequence[results.Counts], names: Sequence[str]) -> list[str]:
   """Describes what happened to the contributions (gradients) of every replica.
 
   Args:

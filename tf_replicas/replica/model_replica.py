@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import ClassVar
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -118,7 +119,11 @@ class Replica:
       no scale.
     metrics: Names of the scalars that `loss_fn` returns besides the loss, each
       a mean over the batch, for the log.
+    can_move_tables: Whether the computation finds the rows of its tables after
+      the PS tasks were restarted, when it is traced again.
   """
+
+  can_move_tables: ClassVar[bool] = True
 
   variables: Sequence[tf.Variable]
   loss_fn: Callable[..., Loss]

@@ -99,6 +99,28 @@ def end_executors_quietly() -> None:
   executor.Executor.__del__ = end
 
 
+def end_coordinator(
+  coordinator: tf.distribute.coordinator.ClusterCoordinator,
+) -> None:
+  """Cancels the closures of a coordinator, and ends its threads."""
+  coordinator._cluster.stop()
+
+
+def new_coordinator(
+  old: tf.distribute.coordinator.ClusterCoordinator,
+) -> tf.distribute.coordinator.ClusterCoordinator:
+  """Makes a coordinator that replaces an old one, for the same strategy.
+
+  TensorFlow 2.21 keeps one coordinator per strategy.
+
+  Args:
+    old: A coordinator that `end_coordinator` has ended.
+  """
+  strategy = old.strategy
+  strategy._cluster_coordinator = None
+  return tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+
 _async_wait = context.async_wait
 _saving = threading.local()
 
@@ -123,6 +145,22 @@ def waiting_for_nobody() -> Iterator[None]:
     yield
   finally:
     _saving.is_on = False
+
+
+def reconnect() -> None:
+  """Connects this process to the tasks of its cluster that were restarted.
+
+  The connections to other tasks stay, and so do tensors, variables and
+  functions of this process (seen in TensorFlow 2.21). What the restarted tasks
+  held is gone. If a task does not answer, the call hangs and holds Python's
+  lock.
+
+  Raises:
+    tf.errors.OpError: If a task cannot be reached.
+  """
+  current = context.context()
+  assert current is not None
+  current.update_server_def(current._server_def)
 
 
 def disconnect() -> None:

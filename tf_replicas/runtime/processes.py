@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -95,6 +96,23 @@ def importing_tensorflow() -> Iterator[None]:
       gc.enable()
     os.dup2(saved, 2)
     os.close(saved)
+
+
+@contextlib.contextmanager
+def killed_after(secs: float) -> Iterator[None]:
+  """Context that ends within a time limit, or the process is killed.
+
+  The system sends SIGALRM, which no thread of this process can delay:
+  TensorFlow 2.21 may wait for a task that hangs, and hold Python's lock.
+
+  Args:
+    secs: The time limit in seconds.
+  """
+  signal.alarm(int(secs) + 1)
+  try:
+    yield
+  finally:
+    signal.alarm(0)
 
 
 _at_exit: list[Callable[[], object]] = []

@@ -72,6 +72,33 @@ class Home:
     self.device_of_task = device_of_task
     self.is_open = True
     self.paths: set[str] = set()
+    self._made: list[Rows] = []
+
+  def add(self, rows: "Rows") -> None:
+    """Records a table of this home.
+
+    Raises:
+      ValueError: If the home has a table of this path.
+    """
+    if rows.path in self.paths:
+      raise ValueError(
+        "tables must have distinct paths: give their layers different names."
+        f" Received: {rows.path!r} twice."
+      )
+    self.paths.add(rows.path)
+    self._made.append(rows)
+
+  def move(self, namespace: resources.Namespace) -> None:
+    """Makes all tables of this home use the variables of another namespace.
+
+    Functions that were traced before keep the old variables.
+
+    Args:
+      namespace: The new namespace.
+    """
+    self.namespace = namespace
+    for rows in self._made:
+      vars(rows).pop("parts", None)
 
 
 _home: contextvars.ContextVar[Home | None] = contextvars.ContextVar(
@@ -263,11 +290,6 @@ class Rows:
       ValueError: If the home has a table of this path, the initializer cannot
         be evaluated row by row, or the dtype is not floating.
     """
-    if path in home.paths:
-      raise ValueError(
-        "tables must have distinct paths: give their layers different names."
-        f" Received: {path!r} twice."
-      )
     self.path = path
     self.shape = shape
     self.dtype = tf.as_dtype(dtype)
@@ -279,7 +301,7 @@ class Rows:
         f" {self.dtype.name}."
       )
     self._draw = _draw(initializer, shape, path)
-    home.paths.add(path)
+    home.add(self)
 
   @property
   def num_parts(self) -> int:
