@@ -97,6 +97,7 @@ class Round:
         f"--replication={FLAGS.replication}",
         *["--dataset=synthetic", "--batch_size=16", "--max_steps=1000000"],
         *["--checkpoint_every_steps=5", "--start_timeout_secs=60"],
+        "--recovery_timeout_secs=0",  # The death of a PS is the end.
         *train_flags,
         *[f"--job_name={task.job}", f"--task_index={task.index}"],
       ]

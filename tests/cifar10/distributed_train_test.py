@@ -275,6 +275,33 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
     assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
+def _kill_ps_at_step_10(flags):
+  """Returns the status, the output and the processes of the training."""
+  with trials.running(
+    binaries.command(MODULE, *flags), environ=binaries.environ()
+  ) as process:
+    output = trials.read_until("step 10,", process)
+    tasks = trials.descendants(process.pid)
+    (ps,) = (
+      task
+      for task in tasks
+      if b"--job_name=ps" in pathlib.Path(f"/proc/{task}/cmdline").read_bytes()
+    )
+    os.kill(ps, signal.SIGKILL)
+    rest, _ = process.communicate(timeout=120)
+  return process.returncode, output + rest, tasks
+
+
+def test_the_launcher_restarts_a_parameter_server(tmp_path):
+  flags = train_flags(tmp_path, "--max_steps=60", "--checkpoint_every_steps=5")
+  status, output, _ = _kill_ps_at_step_10(flags)
+  assert status == 0, output
+  assert "ps 0 was killed by SIGKILL; restarting it" in output
+  assert output.count("recovered from the loss of ps 0 at step") == 2
+  assert "Traceback" not in output
+  assert checkpoints.read_finished(tmp_path).global_step == 60
+
+
 @pytest.mark.parametrize(
   ("replication", "clients"),
   [("between_graph", ["worker 0", "worker 1"]), ("in_graph", ["chief 0"])],
@@ -288,22 +315,10 @@ def test_the_death_of_a_parameter_server_ends_the_training(
     f"--replication={replication}",
     "--max_steps=100000",
     "--checkpoint_every_steps=5",
+    "--recovery_timeout_secs=0",
   )
-  with trials.running(
-    binaries.command(MODULE, *flags), environ=binaries.environ()
-  ) as process:
-    output = trials.read_until("step 10,", process)
-    tasks = trials.descendants(process.pid)
-    (ps,) = (
-      task
-      for task in tasks
-      if b"--job_name=ps" in pathlib.Path(f"/proc/{task}/cmdline").read_bytes()
-    )
-    os.kill(ps, signal.SIGKILL)
-    rest, _ = process.communicate(timeout=120)
-  output += rest
-  assert process.returncode not in (0, None), output
-  assert "ps 0 was killed by SIGKILL; ending the others" in output
+  status, output, tasks = _kill_ps_at_step_10(flags)
+  assert status not in (0, None), output
   assert "Traceback" not in output
   for task in clients:
     assert re.search(rf"\[{task}\] error: .+", output), output
