@@ -310,22 +310,33 @@ def test_training_goes_on_after_the_loss_of_a_parameter_server(
   report = trial.report()
   assert report["global_step"] == 12
   ((lost, step, resumed, _),) = report["recoveries"]
-  assert (lost, step, resumed) == ([str(ps)], 6, 4)
-  assert "so 2 updates were made again" in trial.tasks.log(chief)
+  assert (lost, step) == ([str(ps)], 6)
+  # The others may go on while an asynchronous chief saves.
+  assert resumed in ((4, 5, 6) if is_async else (4,))
+  again = f"so {6 - resumed} updates were made again"
+  assert again in trial.tasks.log(chief)
   steps = report["steps"]
   if not is_async:
     assert steps == [*range(1, 7), *range(5, 13)]
-  # Each worker's updates can be counted in its own row.
-  rows = np.array(report["state"]["variables/v2"])[:2, 0]
-  updates = (np.array([3, 4]) - rows) / (RATE * np.array([0.1, 0.3]))
-  share = 1 if is_async else 2  # Each update has half of both gradients.
-  np.testing.assert_allclose(updates.sum(), 12, rtol=1e-4)
+  # Each worker's updates since the checkpoint can be counted in its own row. (An
+  # asynchronous checkpoint may hold a part of updates that were under way.)
+  saved = checkpoints.read(trial.directory / f"train/model.ckpt-{resumed}")
+  change = {
+    name: np.array(report["state"][name]) - saved[name]
+    for name in ("variables/v0", "variables/v2", "examples_seen")
+  }
+  gradients = np.array([0.1, 0.3])
+  updates = -change["variables/v2"][:2, 0] / (RATE * gradients)
+  np.testing.assert_allclose(updates.sum(), 12 - resumed, rtol=1e-4)
   np.testing.assert_allclose(
-    report["state"]["variables/v0"],
-    -RATE * (0.1 * updates[0] + 0.3 * updates[1]),
-    rtol=1e-4,
+    change["variables/v0"], -RATE * gradients @ updates, rtol=1e-4
   )
-  assert report["state"]["examples_seen"] == 12 * share
+  share = 1 if is_async else 2  # How many gradients an update has.
+  assert change["examples_seen"] == (12 - resumed) * share
+  if not is_async:
+    np.testing.assert_allclose(
+      report["state"]["variables/v0"], -RATE * 0.2 * 12, rtol=1e-5
+    )
 
 
 def test_a_parameter_server_that_does_not_come_back_ends_training(start_trial):

@@ -143,7 +143,12 @@ class LocalClusterTest(parameterized.TestCase):
     self.assertEqual(tasks.wait(DEADLINE_SECS), 128 + 9)
     self.assertIn("was killed by SIGKILL", "\n".join(self.lines))
 
-  def test_a_killed_worker_is_started_again(self):
+  @parameterized.named_parameters(
+    ("a_worker", WORKER, signal.SIGKILL),
+    ("a_ps", PS, signal.SIGKILL),
+    ("the_chief_after_its_time_limit", CHIEF, signal.SIGALRM),
+  )
+  def test_a_killed_task_is_started_again(self, task, sig):
     mark = self._tempdir() / "mark"
     second_time = textwrap.dedent(f"""
       import pathlib, time
@@ -155,17 +160,17 @@ class LocalClusterTest(parameterized.TestCase):
         print("here", flush=True)
         time.sleep(300)
     """)
-    tasks = self._cluster({WORKER: second_time}, max_restarts=1)
-    tasks.start(WORKER)
-    self._await_here(tasks, WORKER)
-    pid = tasks.pid(WORKER)
-    tasks.kill(WORKER)
+    tasks = self._cluster({task: second_time}, max_restarts=1)
+    tasks.start(task)
+    self._await_here(tasks, task)
+    pid = tasks.pid(task)
+    tasks.kill(task, sig)
     self.assertEqual(tasks.wait(DEADLINE_SECS), 0)
-    self.assertNotEqual(tasks.pid(WORKER), pid)
-    self.assertEqual(tasks.log(WORKER), "here\nagain\n")
+    self.assertNotEqual(tasks.pid(task), pid)
+    self.assertEqual(tasks.log(task), "here\nagain\n")
 
   @parameterized.named_parameters(
-    ("the_chief", CHIEF, 1), ("a_ps", PS, 1), ("too_often", WORKER, 0)
+    ("the_chief", CHIEF, 1), ("too_often", WORKER, 0)
   )
   def test_is_not_started_again(self, task, max_restarts):
     tasks = self._cluster(default=WAIT, max_restarts=max_restarts)

@@ -101,6 +101,32 @@ class HeartbeatsTest(stores.TestCase):
     self.assertEqual(chief.ages()[1], 0)
     self.assertGreater(other.ages()[0], 0)
 
+  def test_a_restarted_server_begins_another_generation(self):
+    chief, other = self._clients(2)
+    first = chief.generation
+    self.assertEqual((other.generation, chief.find_lost()), (first, []))
+    _table(stores.device(1)).initialize(2)
+    for client in (chief, other):
+      self.assertEqual(client.find_lost(), ["/device:CPU:1"])
+      client.attach_again(10)
+      self.assertEqual(client.find_lost(), [])
+    self.assertNotEqual(chief.generation, first)
+    self.assertEqual(chief.generation, other.generation)
+    self.assertGreater(min(_table(stores.device(1)).ages()), 0)
+
+  def test_what_the_first_server_has_lost_is_published_again(self):
+    chief, other = self._clients(2)
+    chief.publish({"rule": 1})
+    chief.begin_next(b"a call")
+    _table(stores.device(0)).initialize(2)
+    chief.attach_again(10)
+    chief.publish({"rule": 2})
+    other.attach_again(10)
+    self.assertEqual(
+      (other.number(), other.call(), other.published()),
+      (2, b"a call", {"rule": 2}),
+    )
+
   def test_a_process_that_joins_replaces_an_earlier_one(self):
     with mock.patch.object(heartbeats, "BEAT_SECS", 0.05):
       chief, first = self._clients(2)

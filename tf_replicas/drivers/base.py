@@ -512,7 +512,9 @@ class ParameterServerDriver(Driver):
     if not self.recovers:
       return False
     lost = self._heartbeats.find_lost()
-    if not lost and not isinstance(error, tf.errors.UnavailableError):
+    # Else the connection may have been interrupted.
+    is_cut = isinstance(error, tf.errors.UnavailableError)
+    if not lost and not (is_cut and "/job:ps" in error.message):
       return False
     if self._home.paths and not self.replica.can_move_tables:
       self._log(
@@ -522,9 +524,10 @@ class ParameterServerDriver(Driver):
     since = time.monotonic()
     timeout_secs = self._options.recovery_timeout_secs
     what = ", ".join(lost) or "the connection to a parameter server"
+    when = f" at step {self._last_step}" if self.is_chief else ""
     self._log(
-      f"{self.task}: {what} was lost at step {self._last_step}; waiting for its"
-      f" restart for at most {timeout_secs:.0f} s"
+      f"{self.task}: {what} was lost{when}; waiting for its restart for at most"
+      f" {timeout_secs:.0f} s"
       f" ({processes.shortened(error.message)})"
     )
     if self._loss is None:
@@ -729,6 +732,7 @@ class ParameterServerDriver(Driver):
       self._recoveries.append(recovery)
       self._log(str(recovery))
       self._loss = None
+    self._last_step = step
     self.rule.start()
     self._watchdog = watchdog.StepWatchdog(
       self.rule,

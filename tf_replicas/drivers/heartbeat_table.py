@@ -168,6 +168,14 @@ class HeartbeatTable:
     return bool(self.signature.is_initialized())
 
   @functools.cached_property
+  def _incarnation(self) -> Callable[[], tf.Tensor]:
+    return resources.remote_reader(self.incarnation.read_value)
+
+  def read_incarnation(self) -> int:
+    """Returns the number that identifies the process of the serving task."""
+    return int(self._incarnation())
+
+  @functools.cached_property
   def _ages(self) -> Callable[[], tf.Tensor]:
     def ages():
       with tf.device(self.device):

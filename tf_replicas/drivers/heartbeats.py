@@ -299,7 +299,7 @@ class Heartbeats:
     """
     self._tables = tables
     self._incarnations = [
-      int(table.incarnation.read_value())
+      table.read_incarnation()
       for table in tables
       if tf.DeviceSpec.from_string(table.device).job in (None, "ps")
     ]
@@ -375,7 +375,7 @@ class Heartbeats:
     found = []
     for table, known in zip(self._tables, self._incarnations, strict=False):
       try:
-        is_lost = int(table.incarnation.read_value()) != known
+        is_lost = table.read_incarnation() != known
       except tf.errors.OpError:
         is_lost = True
       if is_lost:
