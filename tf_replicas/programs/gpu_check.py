@@ -21,7 +21,8 @@ def options_for(options: run_options.Options) -> run_options.Options:
   If this process starts all tasks, they are on this machine, and every replica
   gets a GPU if the spec gives none to any task. With mirrored variables, CPU
   devices stand in for the GPUs, as TensorFlow cannot mirror on devices that do
-  not exist; it supports one such device for each of several processes.
+  not exist; it supports one such device for each of several processes. A CPU
+  device also stands in for the GPU of a PS task.
 
   Args:
     options: The options of the training to check.
@@ -56,8 +57,10 @@ def report(options: run_options.Options) -> str:
   """
 
   def is_gpu(device: str) -> bool:
-    # Mirrored: CPU 0 may be a replica's device or the host of all.
-    return (":CPU:" if options.is_mirrored else ":GPU:") in device
+    if options.is_mirrored:  # CPU 0 may be a replica's device or the host.
+      return ":CPU:" in device
+    stands_in = "/job:ps" in device and device.endswith(":CPU:1")
+    return stands_in or ":GPU:" in device
 
   found = gpu_kernels.scan(is_gpu)
   lines = [

@@ -66,9 +66,13 @@ def _configure(options: run_options.Options) -> list[str]:
   """
   task = options.task
   gpus = _gpus(options)
-  is_named_only = options.check_gpu and not options.emulate_gpus
-  num_emulated = len(gpus) if options.emulate_gpus else 0
-  if num_emulated and task is not None and task.job == "ps":
+  is_ps = task is not None and task.job == "ps"
+  # The check names GPUs that need not exist, but variables need a device.
+  is_named_only = options.check_gpu and not (options.emulate_gpus or is_ps)
+  num_emulated = 0
+  if options.emulate_gpus or (options.check_gpu and is_ps):
+    num_emulated = len(gpus)
+  if num_emulated and is_ps:
     num_emulated += 1  # Its CPU is in use too: see `devices.gpu_of_task`.
   try:
     devices.configure(() if is_named_only else gpus, num_emulated=num_emulated)
