@@ -67,6 +67,8 @@ EXCEPTIONS = {
   "tests/examples_test.py::test_resumes": "cluster",
   # They start no process, but train.
   "tests/examples_test.py::test_an_own_rule": "program",
+  # They read many damaged files.
+  "tests/fuzz_test.py": "program",
   # They start no process, but train by every rule.
   "tests/conformance/rules_test.py": "program",
   # It starts no process, but trains six programs.
