@@ -1,5 +1,6 @@
 """The kinds of inputs that are damaged, and how each is read."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -87,7 +88,7 @@ def _damaged_json(draw, documents: list[object]) -> str:
         draw(_JSON)
       )
     else:
-      owner[key] = draw(_JSON)
+      owner[key] = copy.deepcopy(draw(_JSON))
   text = json.dumps(document)
   if draw(st.integers(0, 3)):
     return text
