@@ -7,6 +7,7 @@ import pytest
 
 from tests.support import trials
 from tf_replicas import cluster
+from tf_replicas.drivers import cluster_status
 from tf_replicas.session import checkpoints
 
 # The learning rate of `cluster_task.constant_gradients`.
@@ -44,6 +45,28 @@ def _report_after_a_restart(start_trial, scenario, replication):
   return trial.report()
 
 
+def _assert_seen_from_outside(trial):
+  """Three updates are made, and worker 1 has died."""
+  reader = cluster_status.ClusterReader(trial.spec)
+  status = reader.read()
+  reader.close()
+  assert (status.state, status.global_step) == ("running", 3)
+  assert status.rule["replicas_to_aggregate"] == status.needed == 3
+  assert status.parameter_bytes == 7 * 4
+  assert [task.error for task in status.serving] == ["", ""]
+  assert all(task.memory_bytes > 1 << 20 for task in status.serving)
+  assert sum(task.queued_gradients for task in status.serving) == 4
+  assert [c.presence for c in status.clients] == ["alive", "silent", "alive"]
+  assert [r.applied for r in status.replicas] == [3, 3, 3]
+  assert status.waits == (
+    "update 4 has 2 of 3 contributions; worker 0 and worker 2 wait for worker 1"
+    " (lost)",
+  )
+  (fault,) = status.faults
+  assert "worker 1: no heartbeat for" in fault
+  assert "declared lost" in fault
+
+
 def test_training_waits_for_the_restart_of_a_worker(start_trial):
   trial = start_trial(
     "killed_after_delivery", trials.document(2, 3), lost_after_secs=3
@@ -54,6 +77,7 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
   trial.await_log(_worker(0), "worker 1: no heartbeat for")
   trial.await_log(_worker(0), "step 3: waiting for")
   assert not (trial.directory / "over").exists()
+  _assert_seen_from_outside(trial)
   trial.tasks.start(_worker(1))
   trial.await_success()
   report = trial.report()
@@ -123,9 +147,14 @@ def test_a_parameter_server_that_stands_still_is_told_of(start_trial):
   trial.mark("worker 1 is dead")
   for worker in (0, 1):
     trial.await_log(_worker(worker), "waiting for an answer of ps 0: 1")
+  reader = cluster_status.ClusterReader(trial.spec, timeout_secs=0.5)
+  status = reader.read()
+  assert [task.error for task in status.serving] == ["no answer for 0.5 s"]
+  assert "ps 0 at localhost:" in status.faults[0]
   trial.tasks.kill(ps, signal.SIGCONT)
   trial.await_success()
   _assert_steps(trial.report(), 6, (0.1 + 0.3) / 2)
+  assert reader.read().serving[0].error  # It has ended.
 
 
 def _come_back(start_trial, scenario, job, replication):
