@@ -1,5 +1,6 @@
 """Tests of what becomes of a training when something dies or goes wrong."""
 
+import pathlib
 import signal
 
 import numpy as np
@@ -67,6 +68,23 @@ def _assert_seen_from_outside(trial):
   assert "declared lost" in fault
 
 
+def _assert_warned_of_open_ports(trial):
+  """The spec says localhost, and the servers listen everywhere."""
+  for address in trial.spec.addresses("ps"):
+    port = f":{int(address.rpartition(':')[2]):04X}"
+    rows = [
+      line.split()
+      for name in ("tcp", "tcp6")
+      for line in pathlib.Path("/proc/net", name).read_text().splitlines()
+    ]
+    listening = [row[1] for row in rows if row[3] == "0A"]  # Its state.
+    (host,) = {
+      local.partition(":")[0] for local in listening if local.endswith(port)
+    }
+    assert not int(host, 16)
+  assert trial.all_logs().count("without authentication") == 1
+
+
 def test_training_waits_for_the_restart_of_a_worker(start_trial):
   trial = start_trial(
     "killed_after_delivery", trials.document(2, 3), lost_after_secs=3
@@ -78,6 +96,7 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
   trial.await_log(_worker(0), "step 3: waiting for")
   assert not (trial.directory / "over").exists()
   _assert_seen_from_outside(trial)
+  _assert_warned_of_open_ports(trial)
   trial.tasks.start(_worker(1))
   trial.await_success()
   report = trial.report()
@@ -85,6 +104,7 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
   # What was delivered before the death counts.
   assert [applied for applied, _, _ in report["counts"]] == [6, 6, 6]
   log = trial.log("worker", 0)
+  assert trials.SECRET not in trial.all_logs()
   assert "2 of 3 contributions received" in log
   assert "worker 1: lost" in log
 
