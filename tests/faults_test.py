@@ -177,6 +177,31 @@ def test_a_parameter_server_that_stands_still_is_told_of(start_trial):
   assert reader.read().serving[0].error  # It has ended.
 
 
+def test_steps_go_on_without_a_worker_that_exceeds_their_deadline(start_trial):
+  trial = start_trial(
+    "killed_between_steps",
+    trials.document(1, 2),
+    step_timeout_secs=2,
+    min_contributions=1,
+    lost_after_secs=60,
+  )
+  trial.await_mark("step 2 is made")
+  trial.tasks.kill(_worker(1), signal.SIGSTOP)
+  trial.mark("worker 1 is dead")
+  trial.await_log(_worker(0), "missing: worker 1. Updates go on without")
+  trial.tasks.kill(_worker(1), signal.SIGCONT)
+  trial.await_success()
+  steps = trial.report()["steps"]
+  values = [step["state"]["variables/v0"] for step in steps]
+  # Both workers, or worker 0 alone. The frozen one may have sent a gradient.
+  changes = np.diff([0.0, *values]) / -RATE
+  kinds = [0.1 if abs(change - 0.1) < 1e-4 else 0.2 for change in changes]
+  np.testing.assert_allclose(changes, kinds, rtol=1e-4)
+  assert kinds[:2] == [0.2, 0.2]
+  assert 0.1 in kinds[2:]
+  assert len(steps) == 6
+
+
 def _come_back(start_trial, scenario, job, replication):
   """A task that stood still goes on beside its successor, and ends."""
   trial = start_trial(

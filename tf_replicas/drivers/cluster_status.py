@@ -127,6 +127,7 @@ class Replica:
     mean_staleness: The mean age, in updates, of the applied contributions.
     max_staleness: The largest age.
     waited_secs: Seconds for which updates waited for this replica alone.
+    missed: The number of updates that were made without it after a timeout.
   """
 
   task: str
@@ -136,6 +137,7 @@ class Replica:
   mean_staleness: float
   max_staleness: int
   waited_secs: float
+  missed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -589,6 +591,7 @@ def _replica(
     mean_staleness=mean,
     max_staleness=largest,
     waited_secs=counts.straggler_wait_secs,
+    missed=counts.missed,
   )
 
 
@@ -726,6 +729,14 @@ def _faults(
       "the chief was killed in the middle of an update; the variables wait for"
       " a checkpoint to be restored"
     )
+  for name, replica in zip(
+    names, status.replicas if status else (), strict=False
+  ):
+    if replica.status == protocol.Status.SKIPPED and not outcome:
+      yield (
+        f"{name} exceeded the deadline of a step; updates go on without it"
+        " until it contributes again"
+      )
   lost = [
     name
     for name, replica in zip(

@@ -28,8 +28,9 @@ class Column(enum.IntEnum):
   refused because N others came first, and those whose replica was lost after
   they had been admitted. From `LATE` on, column `LATE - 1 + k` counts the
   contributions that were refused because they were computed from variables k
-  steps old. The last column counts those `protocol.MAX_LATE` or more steps
-  late.
+  steps old; column `LATE - 1 + protocol.MAX_LATE` counts older ones too. The
+  last column, `MISSED`, counts the updates that were made from fewer
+  contributions than usual, without the replica.
   """
 
   APPLIED = 0
@@ -37,7 +38,8 @@ class Column(enum.IntEnum):
   LATE = 2
 
 
-NUM_COLUMNS = Column.LATE + protocol.MAX_LATE
+MISSED = Column.LATE + protocol.MAX_LATE
+NUM_COLUMNS = MISSED + 1
 
 
 class Place(NamedTuple):
@@ -162,6 +164,7 @@ class Collected(NamedTuple):
     replica: int64, the index of the replica that sent the last message.
     step: int64, the global step of the contributions.
     examples: int64, the number of examples in the contributions.
+    count: The number of contributions: an int, or float64.
     loss: float64, the mean loss of the contributions.
     present: bool [V], for each of the V elements of `store.contributed` (the
       trainable variables, then the variables without gradients), whether any
@@ -172,6 +175,7 @@ class Collected(NamedTuple):
   replica: tf.Tensor
   step: tf.Tensor
   examples: tf.Tensor
+  count: int | tf.Tensor
   loss: tf.Tensor
   present: tf.Tensor
 
@@ -205,7 +209,7 @@ class _Event(NamedTuple):
   """The meaning of one message to the chief, for each of R replicas.
 
   All fields are bool [R], and true at most for the replica that the message is
-  about. A contribution is one replica's gradients for one update.
+  about, unless noted. A contribution is one replica's gradients for one update.
 
   Attributes:
     is_offer: The replica offers a contribution.
@@ -214,6 +218,8 @@ class _Event(NamedTuple):
     is_delivered: An admitted contribution of the replica has arrived.
     is_void: A contribution has arrived that is not the replica's last one.
     is_lost: The replica is lost, and was not waiting for a reply.
+    is_skipped: The step has exceeded its deadline, and the replica was not
+      waiting for a reply. It may be true for several replicas.
   """
 
   is_offer: tf.Tensor
@@ -221,6 +227,7 @@ class _Event(NamedTuple):
   is_delivered: tf.Tensor
   is_void: tf.Tensor
   is_lost: tf.Tensor
+  is_skipped: tf.Tensor
 
 
 def record(
@@ -240,14 +247,15 @@ def record(
     result from `settle` and `finish`.
   """
   steps_late = tf.maximum(step - message.step, 0)
-  event = _interpret(ledger, message, steps_late > 0)
+  event = _interpret(ledger, message, step)
   was_admitted = ledger.status == protocol.Status.ADMITTED
   # A lost replica that delivers later is rejected.
-  gave_up_place = event.is_lost & was_admitted
+  gave_up_place = (event.is_lost | event.is_skipped) & was_admitted
 
   status = _set(ledger.status, event.is_offer, protocol.Status.WAITING)
   status = _set(status, event.is_late, protocol.Status.COMPUTING)
   status = _set(status, event.is_lost, protocol.Status.LOST)
+  status = _set(status, event.is_skipped, protocol.Status.SKIPPED)
   status = _set(status, event.is_delivered, protocol.Status.DELIVERED)
   late_column = Column.LATE - 1 + tf.minimum(steps_late, protocol.MAX_LATE)
   recorded = _accept(ledger, message, event.is_delivered)._replace(
@@ -259,7 +267,7 @@ def record(
   )
 
   is_open = ledger.status >= protocol.Status.WAITING
-  is_open &= ledger.status != protocol.Status.LOST
+  is_open &= ledger.status < protocol.Status.LOST
   none = tf.fill(ledger.status.shape, tf.cast(protocol.Verdict.NONE, tf.int64))
   flush = _set(none, event.is_void, message.tag)
   flush = tf.where(
@@ -269,13 +277,13 @@ def record(
   return recorded, Replies(verdict, flush)
 
 
-def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
+def _interpret(ledger: Ledger, message: Message, step: tf.Tensor) -> _Event:
   """Finds out what a message to the chief means.
 
   Args:
     ledger: The recorded state of the step before the message.
     message: The message.
-    is_late: bool scalar, whether the replica used variables of an earlier step.
+    step: int64 scalar, the current global step.
   """
   replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
   this = replicas == message.replica
@@ -286,10 +294,14 @@ def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
   is_loss = this & (message.kind == protocol.MessageType.LOST)
   return _Event(
     is_offer=is_offer,
-    is_late=is_offer & is_late,
+    is_late=is_offer & (message.step < step),
     is_delivered=is_delivery & is_last & was_admitted,
     is_void=is_delivery & ~is_last,
     is_lost=is_loss & is_last & ~is_waiting(ledger),
+    # A report of an earlier step comes too late.
+    is_skipped=tf.logical_not(is_waiting(ledger))
+    & (message.kind == protocol.MessageType.EXPIRED)
+    & (message.step == step),
   )
 
 
@@ -333,6 +345,29 @@ def _accept(
     held_up=ledger.held_up
     + tf.where(was_awaited, waited, tf.zeros([], tf.float64)),
   )
+
+
+def is_complete(ledger: Ledger, min_contributions: int) -> tf.Tensor:
+  """Returns, as a bool scalar, whether the step has its contributions.
+
+  A contribution is one replica's gradients for one update. A step of N
+  contributions of R replicas needs N. If N is at most R, it needs no more than
+  there are replicas that are not skipped, but at least `min_contributions`.
+
+  Args:
+    ledger: The recorded state of the step.
+    min_contributions: The smallest number of contributions of an update, at
+      most N. If it is N, no replica is skipped.
+  """
+  num_places = int(ledger.accepted.shape[0] or 0)
+  num_replicas = int(ledger.status.shape[0] or 0)
+  is_taken = places(ledger.accepted).is_taken
+  if min_contributions == num_places or num_places > num_replicas:
+    return tf.reduce_all(is_taken)
+  status = tf.convert_to_tensor(ledger.status)
+  here = _count(status != protocol.Status.SKIPPED)
+  needed = tf.clip_by_value(here, min_contributions, num_places)
+  return _count(is_taken) >= needed
 
 
 def is_waiting(ledger: Ledger) -> tf.Tensor:
@@ -451,6 +486,8 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
   num_places = ledger.accepted.shape[0]
   waits = is_waiting(ledger)
   is_surplus = ledger.status == protocol.Status.WAITING
+  is_short = ~tf.reduce_all(places(ledger.accepted).is_taken)
+  is_missed = (ledger.status == protocol.Status.SKIPPED) & is_short
   status, verdict = protocol.Status.COMPUTING, protocol.Verdict.RELEASE
   tag = ledger.tag
   if num_places >= num_replicas:
@@ -467,7 +504,8 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
       delivered_at=tf.constant(step_token.NEVER, tf.float64),
       counts=ledger.counts
       + _in_column(_num_accepted(ledger), Column.APPLIED)
-      + _in_column(is_surplus, Column.SURPLUS),
+      + _in_column(is_surplus, Column.SURPLUS)
+      + _in_column(is_missed, MISSED),
       held_up=ledger.held_up,
     ),
     _set(none, waits, verdict),
@@ -500,6 +538,8 @@ def counts_from_ledger(state: Ledger) -> list[results.Counts]:
   """
   rows = zip(state.counts.tolist(), state.held_up.tolist(), strict=True)
   return [
-    results.Counts(applied, surplus, tuple(late), straggler_wait_secs=secs)
-    for (applied, surplus, *late), secs in rows
+    results.Counts(
+      applied, surplus, tuple(late), straggler_wait_secs=secs, missed=missed
+    )
+    for (applied, surplus, *late, missed), secs in rows
   ]
