@@ -20,12 +20,14 @@ MAX_LATE = protocol.MAX_LATE
 
 
 @functools.cache
-def _functions():
+def _functions(can_expire):
   """Traced once per number of replicas and places: eager ops are slow."""
+  record = functools.partial(ledger.record, can_expire=can_expire)
+  finish = functools.partial(ledger.finish, can_expire=can_expire)
   return (
-    tf.function(ledger.record, autograph=False),
+    tf.function(record, autograph=False),
     tf.function(ledger.settle, autograph=False),
-    tf.function(ledger.finish, autograph=False),
+    tf.function(finish, autograph=False),
   )
 
 
@@ -46,8 +48,8 @@ class Desk:
     replies: (replica, tag, verdict) of every reply, in order.
   """
 
-  def __init__(self, num_replicas, num_places, step=0):
-    self.record, self.settle, self.end = _functions()
+  def __init__(self, num_replicas, num_places, step=0, *, can_expire=False):
+    self.record, self.settle, self.end = _functions(can_expire)
     self.state = ledger.Ledger(
       *map(tf.constant, ledger.new_ledger(num_replicas, num_places))
     )
@@ -449,7 +451,7 @@ class DeadlineTest(parameterized.TestCase):
     return desk.say(protocol.MessageType.EXPIRED, -1, step=step)
 
   def test_a_step_goes_on_with_what_has_arrived(self):
-    desk = Desk(3, 3)
+    desk = Desk(3, 3, can_expire=True)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10, examples=4, loss=1.0)
@@ -472,7 +474,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertEqual(desk.counts[1][:2], [0, 1])  # Refused: one surplus.
 
   def test_a_step_waits_for_a_replica_that_came_back(self):
-    desk = Desk(2, 2)
+    desk = Desk(2, 2, can_expire=True)
     desk.offer(0, 10)
     desk.offer(1, 10)
     desk.deliver(0, 10)
@@ -487,7 +489,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertEqual([row[ledger.MISSED] for row in desk.counts], [0, 1])
 
   def test_later_steps_need_the_minimum(self):
-    desk = Desk(3, 3)
+    desk = Desk(3, 3, can_expire=True)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10)
@@ -504,7 +506,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertTrue(self._is_complete(desk, 2))
 
   def test_the_deadline_of_an_earlier_step(self):
-    desk = Desk(2, 2, step=5)
+    desk = Desk(2, 2, step=5, can_expire=True)
     desk.offer(0, 10)
     desk.offer(1, 10)
     desk.deliver(0, 10)
@@ -513,7 +515,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertFalse(self._is_complete(desk, 1))
 
   def test_a_backup_replica_takes_the_place(self):
-    desk = Desk(3, 2)
+    desk = Desk(3, 2, can_expire=True)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10)
@@ -523,7 +525,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertTrue(self._is_complete(desk, 1))
 
   def test_others_contribute_more_batches(self):
-    desk = Desk(2, 3)
+    desk = Desk(2, 3, can_expire=True)
     desk.offer(0, 10)
     desk.offer(1, 10)
     desk.deliver(0, 10)

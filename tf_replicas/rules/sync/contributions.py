@@ -141,6 +141,7 @@ class Contributions:
     self.num_replicas = num_replicas
     self.replicas_to_aggregate = replicas_to_aggregate
     self.min_contributions = min_contributions or replicas_to_aggregate
+    self._can_expire = self.min_contributions < replicas_to_aggregate
     self._store = store
     self._device = store.device_of_task(0)
     empty = ledger_lib.new_ledger(num_replicas, replicas_to_aggregate)
@@ -358,7 +359,7 @@ class Contributions:
       with tf.control_dependencies([kind]):
         loss = self._ledger.loss.read_value()
         count = self.replicas_to_aggregate
-        if self.min_contributions < count:
+        if self._can_expire:
           taken = ledger_lib.places(self._ledger.accepted.read_value()).is_taken
           # A step that was interrupted may have none.
           count = tf.math.count_nonzero(taken, dtype=tf.float64)
@@ -438,7 +439,9 @@ class Contributions:
       *header, batch.examples, batch.loss, step_token.now(batch.loss)
     )
     before = self._read()
-    noted, replies = ledger_lib.record(before, message, step)
+    noted, replies = ledger_lib.record(
+      before, message, step, can_expire=self._can_expire
+    )
     ledger, settled = ledger_lib.settle(noted)
     self._write(ledger)
     is_used = tf.reduce_any(
@@ -502,7 +505,7 @@ class Contributions:
     """
     with tf.device(self._device):
       before = self._read()
-      ledger, verdict = ledger_lib.finish(before)
+      ledger, verdict = ledger_lib.finish(before, can_expire=self._can_expire)
       self._write(ledger)
       self._present.assign(tf.zeros(self._present.shape, tf.bool))
       self._replies.send(verdict, before.tag, step)

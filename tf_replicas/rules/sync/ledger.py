@@ -209,7 +209,7 @@ class _Event(NamedTuple):
   """The meaning of one message to the chief, for each of R replicas.
 
   All fields are bool [R], and true at most for the replica that the message is
-  about, unless noted. A contribution is one replica's gradients for one update.
+  about. A contribution is one replica's gradients for one update.
 
   Attributes:
     is_offer: The replica offers a contribution.
@@ -218,8 +218,6 @@ class _Event(NamedTuple):
     is_delivered: An admitted contribution of the replica has arrived.
     is_void: A contribution has arrived that is not the replica's last one.
     is_lost: The replica is lost, and was not waiting for a reply.
-    is_skipped: The step has exceeded its deadline, and the replica was not
-      waiting for a reply. It may be true for several replicas.
   """
 
   is_offer: tf.Tensor
@@ -227,11 +225,14 @@ class _Event(NamedTuple):
   is_delivered: tf.Tensor
   is_void: tf.Tensor
   is_lost: tf.Tensor
-  is_skipped: tf.Tensor
 
 
 def record(
-  ledger: Ledger, message: Message, step: tf.Tensor
+  ledger: Ledger,
+  message: Message,
+  step: tf.Tensor,
+  *,
+  can_expire: bool = False,
 ) -> tuple[Ledger, Replies]:
   """Enters one message in the ledger, the recorded state of a step.
 
@@ -241,22 +242,30 @@ def record(
     ledger: The ledger before the message.
     message: A message from the chief's inbox.
     step: int64 scalar, the current global step.
+    can_expire: Whether a message may be EXPIRED: steps have a deadline, and may
+      then have fewer contributions.
 
   Returns:
     The ledger after the message, and the replies to send now. All other replies
     result from `settle` and `finish`.
   """
   steps_late = tf.maximum(step - message.step, 0)
-  event = _interpret(ledger, message, step)
+  event = _interpret(ledger, message, steps_late > 0)
   was_admitted = ledger.status == protocol.Status.ADMITTED
   # A lost replica that delivers later is rejected.
-  gave_up_place = (event.is_lost | event.is_skipped) & was_admitted
+  gave_up_place = event.is_lost & was_admitted
 
   status = _set(ledger.status, event.is_offer, protocol.Status.WAITING)
   status = _set(status, event.is_late, protocol.Status.COMPUTING)
   status = _set(status, event.is_lost, protocol.Status.LOST)
-  status = _set(status, event.is_skipped, protocol.Status.SKIPPED)
   status = _set(status, event.is_delivered, protocol.Status.DELIVERED)
+  if can_expire:
+    # A report of an earlier step comes too late.
+    is_skipped = tf.logical_not(is_waiting(ledger))
+    is_skipped &= message.kind == protocol.MessageType.EXPIRED
+    is_skipped &= message.step == step
+    status = _set(status, is_skipped, protocol.Status.SKIPPED)
+    gave_up_place |= is_skipped & was_admitted
   late_column = Column.LATE - 1 + tf.minimum(steps_late, protocol.MAX_LATE)
   recorded = _accept(ledger, message, event.is_delivered)._replace(
     status=status,
@@ -277,13 +286,13 @@ def record(
   return recorded, Replies(verdict, flush)
 
 
-def _interpret(ledger: Ledger, message: Message, step: tf.Tensor) -> _Event:
+def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
   """Finds out what a message to the chief means.
 
   Args:
     ledger: The recorded state of the step before the message.
     message: The message.
-    step: int64 scalar, the current global step.
+    is_late: bool scalar, whether the replica used variables of an earlier step.
   """
   replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
   this = replicas == message.replica
@@ -294,14 +303,10 @@ def _interpret(ledger: Ledger, message: Message, step: tf.Tensor) -> _Event:
   is_loss = this & (message.kind == protocol.MessageType.LOST)
   return _Event(
     is_offer=is_offer,
-    is_late=is_offer & (message.step < step),
+    is_late=is_offer & is_late,
     is_delivered=is_delivery & is_last & was_admitted,
     is_void=is_delivery & ~is_last,
     is_lost=is_loss & is_last & ~is_waiting(ledger),
-    # A report of an earlier step comes too late.
-    is_skipped=tf.logical_not(is_waiting(ledger))
-    & (message.kind == protocol.MessageType.EXPIRED)
-    & (message.step == step),
   )
 
 
@@ -467,7 +472,9 @@ def _set(
   return tf.where(where, tf.cast(value, tf.int64), values)
 
 
-def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
+def finish(
+  ledger: Ledger, *, can_expire: bool = False
+) -> tuple[Ledger, tf.Tensor]:
   """Ends the step: counts which contributions were used, and empties the step.
 
   A contribution is one replica's gradients for one update. This is a pure
@@ -475,6 +482,7 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
 
   Args:
     ledger: The recorded state of the step.
+    can_expire: Whether the step may have fewer contributions, as `record` says.
 
   Returns:
     The ledger of the next step; and int64 [R], for each of the R replicas the
@@ -486,8 +494,12 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
   num_places = ledger.accepted.shape[0]
   waits = is_waiting(ledger)
   is_surplus = ledger.status == protocol.Status.WAITING
-  is_short = ~tf.reduce_all(places(ledger.accepted).is_taken)
-  is_missed = (ledger.status == protocol.Status.SKIPPED) & is_short
+  counts = _in_column(_num_accepted(ledger), Column.APPLIED)
+  counts += _in_column(is_surplus, Column.SURPLUS)
+  if can_expire:
+    is_missed = ledger.status == protocol.Status.SKIPPED
+    is_missed &= ~tf.reduce_all(places(ledger.accepted).is_taken)
+    counts += _in_column(is_missed, MISSED)
   status, verdict = protocol.Status.COMPUTING, protocol.Verdict.RELEASE
   tag = ledger.tag
   if num_places >= num_replicas:
@@ -502,10 +514,7 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
       examples=tf.zeros_like(ledger.examples),
       loss=tf.zeros_like(ledger.loss),
       delivered_at=tf.constant(step_token.NEVER, tf.float64),
-      counts=ledger.counts
-      + _in_column(_num_accepted(ledger), Column.APPLIED)
-      + _in_column(is_surplus, Column.SURPLUS)
-      + _in_column(is_missed, MISSED),
+      counts=ledger.counts + counts,
       held_up=ledger.held_up,
     ),
     _set(none, waits, verdict),
