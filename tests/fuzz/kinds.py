@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import random
 import shutil
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -12,24 +13,15 @@ from typing import Any
 from unittest import mock
 
 from absl import flags
-from hypothesis import strategies as st
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # Values that are wrong, or surprising, in most places of a JSON document.
-_JSON = st.sampled_from(
-  [None, True, 0, -1, 1.5, 10**30, float("nan"), "", "x", "a:1", "\u0000", "é"]
-  + [[], {}, [[]], [None], {"": 0}, {"0": "a:1"}, ["a:1", "a:1"], [{}] * 3]
+_JSON = (
+  *(None, True, 0, -1, 1.5, 10**30, float("nan"), "", "x", "a:1", "\u0000"),
+  *([], {}, [[]], [None], {"": 0}, {"0": "a:1"}, ["a:1", "a:1"], [{}] * 3),
 )
-_EDITS = st.lists(
-  st.tuples(
-    st.sampled_from(["flip", "cut", "insert", "repeat", "end"]),
-    st.floats(0.0, 1.0, exclude_max=True),
-    st.binary(min_size=1, max_size=8),
-  ),
-  min_size=1,
-  max_size=3,
-)
+_JSON_KEYS = ("", "x", "worker:7", "0", "on")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,62 +29,51 @@ class Kind:
   """A kind of input.
 
   Attributes:
-    cases: Draws a damaged input.
+    draw: Makes a damaged input from random numbers.
     read: Reads a damaged input.
     documented: The types of errors that `read` may raise.
   """
 
-  cases: st.SearchStrategy
+  draw: Callable[[random.Random], Any]
   read: Callable[[Any], object]
   documented: tuple[type[BaseException], ...]
 
 
-def damaged(content: bytes) -> st.SearchStrategy[bytes]:
-  """Draws damaged copies of a file's content."""
-  return st.builds(_edited, st.just(content), _EDITS)
-
-
-def damaged_text(text: str) -> st.SearchStrategy[str]:
-  """Draws damaged copies of a text."""
-  content = damaged(text.encode("utf-8", "surrogateescape"))
-  return content.map(lambda each: each.decode("utf-8", "surrogateescape"))
-
-
-def _edited(content: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
-  for what, where, extra in edits:
-    at = int(where * len(content))
-    if what == "flip":
-      content = content[:at] + extra + content[at + len(extra) :]
-    elif what == "cut":
-      content = content[:at] + content[at + len(extra) :]
-    elif what == "insert":
-      content = content[:at] + extra + content[at:]
-    elif what == "repeat":
-      content = content[: at + 64] + content[at:]
-    else:
-      content = content[:at]
+def damaged(content: bytes, rng: random.Random) -> bytes:
+  """Damages the content of a file in one to three places."""
+  for _ in range(rng.randint(1, 3)):
+    at = rng.randrange(len(content) + 1)
+    extra = rng.randbytes(rng.randint(1, 8))
+    content = rng.choice(
+      (
+        content[:at] + extra + content[at + len(extra) :],  # Other bytes.
+        content[:at] + content[at + len(extra) :],  # Fewer.
+        content[:at] + extra + content[at:],  # More.
+        content[: at + 64] + content[at:],  # Some twice.
+        content[:at],  # Not to the end.
+      )
+    )
   return content
 
 
-@st.composite
-def _damaged_json(draw, documents: list[object]) -> str:
-  """Draws a JSON text with values, keys or characters that are wrong."""
-  document = json.loads(json.dumps(draw(st.sampled_from(documents))))
-  for _ in range(draw(st.integers(0, 2))):
+def _damaged_text(text: str, rng: random.Random) -> str:
+  content = damaged(text.encode("utf-8", "surrogateescape"), rng)
+  return content.decode("utf-8", "surrogateescape")
+
+
+def _damaged_json(documents: list[object], rng: random.Random) -> str:
+  """Makes a JSON text with values, keys or characters that are wrong."""
+  document = copy.deepcopy(rng.choice(documents))
+  for _ in range(rng.randint(0, 2)):
     places = list(_places(document))
     if not places:
       break
-    owner, key = draw(st.sampled_from(places))
-    if isinstance(owner, dict) and draw(st.booleans()):
-      owner[draw(st.sampled_from(["", "x", "worker:7", "0", "on", key]))] = (
-        draw(_JSON)
-      )
-    else:
-      owner[key] = copy.deepcopy(draw(_JSON))
+    owner, key = rng.choice(places)
+    if isinstance(owner, dict) and rng.random() < 0.5:
+      key = rng.choice(_JSON_KEYS)
+    owner[key] = copy.deepcopy(rng.choice(_JSON))
   text = json.dumps(document)
-  if draw(st.integers(0, 3)):
-    return text
-  return draw(damaged_text(text))
+  return text if rng.random() < 0.7 else _damaged_text(text, rng)
 
 
 def _places(document: object) -> Iterator[tuple[Any, Any]]:
@@ -120,7 +101,9 @@ def _cluster_spec(folder: pathlib.Path) -> Kind:
     cluster.resolve_ports(cluster.load(str(path)))
 
   good = [json.loads(each.read_text(encoding="utf-8")) for each in paths]
-  return Kind(_damaged_json(good), read, (cluster.ClusterError,))
+  return Kind(
+    lambda rng: _damaged_json(good, rng), read, (cluster.ClusterError,)
+  )
 
 
 def _environment(folder: pathlib.Path) -> Kind:
@@ -147,21 +130,20 @@ def _environment(folder: pathlib.Path) -> Kind:
     "TF_REPLICAS_TASK": "worker:1",
   }
 
-  @st.composite
-  def variables(draw):
-    kind = draw(st.sampled_from(["TF_CONFIG", "slurm", "own"]))
+  def draw(rng):
+    kind = rng.choice(["TF_CONFIG", "slurm", "own"])
     if kind == "TF_CONFIG":
-      return {kind: draw(_damaged_json([config]))}
-    found = dict(slurm if kind == "slurm" else own)
-    for _ in range(draw(st.integers(1, 2))):
-      name = draw(st.sampled_from(sorted(found)))
-      found[name] = draw(damaged_text(found[name]))
-      if draw(st.integers(0, 9)) == 0:
-        del found[name]
-        break
-    return found
+      return {kind: _damaged_json([config], rng)}
+    variables = dict(slurm if kind == "slurm" else own)
+    for _ in range(rng.randint(1, 2)):
+      name = rng.choice(list(variables))
+      if rng.random() < 0.1:
+        del variables[name]
+      else:
+        variables[name] = _damaged_text(variables[name], rng)
+    return variables
 
-  return Kind(variables(), environment.role, (cluster.ClusterError,))
+  return Kind(draw, environment.role, (cluster.ClusterError,))
 
 
 def _flags(folder: pathlib.Path) -> Kind:
@@ -178,14 +160,15 @@ def _flags(folder: pathlib.Path) -> Kind:
     if not module.startswith("absl")
     for name in (flag.name for flag in some)
   ]
-  words = st.one_of(
-    st.sampled_from(["", "0", "-1", "1", "2.5", "nan", "inf", "1e400", "None"]),
-    st.sampled_from(["async", "sync", "true", "x", "a,b", "/", "9" * 40, "é"]),
-    st.text(max_size=6),
-  )
-  texts = st.lists(
-    st.builds("--{}={}".format, st.sampled_from(own), words), max_size=4
-  )
+  words = ("", "0", "-1", "1", "2.5", "nan", "inf", "1e400", "None", "async")
+  words += ("sync", "true", "x", "a,b", "/", "9" * 40, "é", "--", "=1")
+
+  def draw(rng):
+    return [
+      f"--{rng.choice(own)}={rng.choice(words)}"
+      for _ in range(rng.randint(0, 4))
+    ]
+
   first = ["program", f"--train_dir={folder}", "--cluster_spec=two_hosts"]
   first += ["--job_name=worker", "--task_index=0"]
 
@@ -195,7 +178,7 @@ def _flags(folder: pathlib.Path) -> Kind:
     values([*first, *arguments])
     training_flags.config(command_line.cluster_options())
 
-  return Kind(texts, read, (flags.Error, ValueError))
+  return Kind(draw, read, (flags.Error, ValueError))
 
 
 def _cifar10(folder: pathlib.Path) -> Kind:
@@ -221,14 +204,12 @@ def _cifar10(folder: pathlib.Path) -> Kind:
     finally:
       path.write_bytes(good)
 
-  cases = st.tuples(
-    st.sampled_from(names),
-    st.one_of(
-      damaged(good),
-      st.binary(min_size=1, max_size=1).map(lambda b: b + good[1:]),
-    ),
-  )
-  return Kind(cases, read, (sources.DataError,))
+  def draw(rng):
+    if rng.random() < 0.3:  # Only a label.
+      return rng.choice(names), rng.randbytes(1) + good[1:]
+    return rng.choice(names), damaged(good, rng)
+
+  return Kind(draw, read, (sources.DataError,))
 
 
 def _tfrecords(folder: pathlib.Path) -> Kind:
@@ -275,11 +256,11 @@ def _tfrecords(folder: pathlib.Path) -> Kind:
     for raw in source.read("train", tf.constant(0, tf.int64)):
       source.decode(raw)
 
-  cases = st.one_of(
-    st.tuples(st.just(False), damaged(good)),
-    st.tuples(st.just(True), damaged(serialized)),
-  )
-  return Kind(cases, read, (sources.DataError, tf.errors.OpError))
+  def draw(rng):
+    is_whole = rng.random() < 0.5
+    return is_whole, damaged(serialized if is_whole else good, rng)
+
+  return Kind(draw, read, (sources.DataError, tf.errors.OpError))
 
 
 def _checkpoint_files(folder: pathlib.Path, save, read, documented) -> Kind:
@@ -296,12 +277,11 @@ def _checkpoint_files(folder: pathlib.Path, save, read, documented) -> Kind:
   name = pathlib.Path(save(str(good))).name
   contents = {path.name: path.read_bytes() for path in good.iterdir()}
 
-  @st.composite
-  def cases(draw):
-    changed = draw(st.sampled_from(sorted(contents)))
-    if draw(st.integers(0, 19)) == 0:
+  def draw(rng):
+    changed = rng.choice(sorted(contents))
+    if rng.random() < 0.05:
       return changed, None
-    return changed, draw(damaged(contents[changed]))
+    return changed, damaged(contents[changed], rng)
 
   def read_case(case):
     changed, content = case
@@ -313,7 +293,7 @@ def _checkpoint_files(folder: pathlib.Path, save, read, documented) -> Kind:
       (bad / changed).write_bytes(content)
     read(str(bad / name))
 
-  return Kind(cases(), read_case, documented)
+  return Kind(draw, read_case, documented)
 
 
 def _checkpoint(folder: pathlib.Path) -> Kind:
@@ -420,12 +400,11 @@ def _timeline(folder: pathlib.Path) -> Kind:
   fields = recorded_run._FIELDS
   good = [{name: line.get(name, 0) for name in fields} for line in lines]
 
-  @st.composite
-  def cases(draw):
+  def draw(rng):
     texts = [json.dumps(line) for line in good]
-    for _ in range(draw(st.integers(1, 3))):
-      at = draw(st.integers(0, len(texts) - 1))
-      texts[at] = draw(_damaged_json([good[at]]))
+    for _ in range(rng.randint(1, 3)):
+      at = rng.randrange(len(texts))
+      texts[at] = _damaged_json([good[at]], rng)
     return "\n".join(texts) + "\n"
 
   def read(text):
@@ -436,7 +415,7 @@ def _timeline(folder: pathlib.Path) -> Kind:
     timeline.shares(events)
     recorded_run.fit(events, read_bytes=100.0)
 
-  return Kind(cases(), read, (ValueError,))
+  return Kind(draw, read, (ValueError,))
 
 
 # Makes a kind, given a directory for its files.
