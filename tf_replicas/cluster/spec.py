@@ -273,7 +273,8 @@ def load(path: str | os.PathLike[str]) -> ClusterSpec:
   except (OSError, ValueError) as error:  # ValueError: not UTF-8.
     reason = getattr(error, "strerror", None) or error
     rule = f"must be a readable text file ({reason})"
-    raise ClusterError(f"{source}: {rule}") from None
+    name = source if source.isprintable() else repr(source)
+    raise ClusterError(f"{name}: {rule}") from None
   return loads(text, source)
 
 
