@@ -34,7 +34,7 @@ STARTS_WITHOUT_TENSORFLOW = (
   "runtime.noise",
   "runtime.processes",
 )
-IMPORTS_TENSORFLOW = {"programs.task_runner"}
+IMPORTS_TENSORFLOW = {"programs.gpu_check", "programs.task_runner"}
 # They start processes, are started by people, or read TensorFlow's log level.
 READS_ENVIRONMENT = (
   "programs",

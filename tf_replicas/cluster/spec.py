@@ -47,9 +47,9 @@ class VariablesSpec:
 
   Attributes:
     on: "ps" (on the parameter servers), "mirrored" (every replica has a copy of
-      its own, and all copies stay equal), or "cpu" (one copy in the CPU memory
-      of the process, beside the towers, which are the copies of the model on
-      its devices).
+      its own, and all copies stay equal), "cpu" (one copy in the CPU memory of
+      the process, beside the towers, which are the copies of the model on its
+      devices), or "gpu" (one copy on the GPU of the process's first tower).
     placement: How variables are distributed over several parameter servers:
       "round_robin", "greedy" (by bytes) or "partitioned" (large variables are
       split into shards).
@@ -154,7 +154,8 @@ class ClusterSpec:
   def gpus(self, task: Task) -> tuple[int, ...] | None:
     """Returns the numbers of the GPUs that `task` may use.
 
-    The entry of a task overrides the entry of its job. A ps task uses no GPU.
+    The entry of a task overrides the entry of its job. A ps task uses a GPU
+    only if the spec says so, and then keeps its variables on it.
 
     Returns:
       The numbers; None if the spec does not say which GPUs the task may use.

@@ -22,7 +22,7 @@ SECTIONS = ("cluster", "devices", "variables", "layers")
 TF_CONFIG_KEYS = ("task", "rpc_layer", "environment", "session_master", "job")
 # Accepts addresses in public networks.
 ALLOW_PUBLIC = "allow_public_addresses"
-VARIABLES_ON = ("cpu", "ps", "mirrored")
+VARIABLES_ON = ("cpu", "gpu", "ps", "mirrored")
 PLACEMENTS = ("round_robin", "greedy", "partitioned")
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
@@ -342,8 +342,8 @@ def _check_devices(
     if "gpus" not in entry:
       raise mistake(place, 'must have the key "gpus"', entry)
     checked[name] = _check_gpus(entry["gpus"], f"{place}.gpus")
-    if name.partition(":")[0] == "ps" and checked[name]:
-      rule = "must be [], as a ps task keeps its variables on its CPU"
+    if name.partition(":")[0] == "ps" and len(checked[name]) > 1:
+      rule = "must have at most one GPU, which holds the ps task's variables"
       raise mistake(f"{place}.gpus", rule, entry["gpus"])
   _check_gpu_sharing(checked, jobs)
   return checked

@@ -540,6 +540,33 @@ class Queue:
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
 
 
+class QueueArray:
+  """Several queues of one task, one of which is chosen at run time.
+
+  The number of ops does not depend on the number of queues, as it does if
+  `switch` chooses the queue.
+  """
+
+  def __init__(self, queues: Sequence[Queue]):
+    """Stores the handles of the queues in one tensor, on their task.
+
+    Args:
+      queues: The queues, at least one, with elements of the same dtypes.
+    """
+    self.device = queues[0].device
+    with tf.init_scope(), tf.device(self.device):
+      self._handles = tf.raw_ops.Pack(values=[q._handle for q in queues])
+
+  def enqueue(
+    self, index: tf.Tensor, components: Sequence[tf.Tensor]
+  ) -> tf.Operation | None:
+    """Appends one element to the queue `index`, as `Queue.enqueue` does."""
+    with tf.device(self.device):
+      return tf.raw_ops.QueueEnqueueV2(
+        handle=tf.gather(self._handles, index), components=list(components)
+      )
+
+
 class Mutex:
   """Lock of the current device that all clients share by its name.
 

@@ -216,6 +216,7 @@ class Applier:
     pairs = []
     with tf.device(self._store.device_of_task(task)):
       sums = take_sums(task)
+    with tf.device(self._store.device_of_variables(task)):
       for (position, number), total in zip(shards, sums, strict=True):
         if not present[position]:
           continue
@@ -249,13 +250,13 @@ class Applier:
       return [list(pairs) for pairs in means]
     squares = []
     for task, pairs in enumerate(means):
-      with tf.device(self._store.device_of_task(task)):
+      with tf.device(self._store.device_of_variables(task)):
         squares += [gradient_math.sum_of_squares(g) for g, _ in pairs]
     with tf.device(self._store.device_of_task(0)):
       factor = gradient_math.clip_factor(squares, self._clip_norm)
     clipped = []
     for task, pairs in enumerate(means):
-      with tf.device(self._store.device_of_task(task)):
+      with tf.device(self._store.device_of_variables(task)):
         clipped.append([(gradient_math.scaled(g, factor), v) for g, v in pairs])
     return clipped
 
@@ -272,7 +273,7 @@ class Applier:
       if shard.task == task
     ]
     if pairs:
-      with tf.device(self._store.device_of_task(task)):
+      with tf.device(self._store.device_of_variables(task)):
         self._variable_averages.update(pairs, step)
 
 

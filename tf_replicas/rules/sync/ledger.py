@@ -270,9 +270,16 @@ def record(
   recorded = _accept(ledger, message, event.is_delivered)._replace(
     status=status,
     tag=_set(ledger.tag, event.is_offer, message.tag),
-    counts=ledger.counts
-    + _in_column(event.is_late, late_column)
-    + _in_column(gave_up_place, Column.SURPLUS),
+    # Few messages change the counts, which are by far the largest part.
+    counts=tf.cond(
+      tf.reduce_any(event.is_late | gave_up_place),
+      lambda: (
+        ledger.counts
+        + _in_column(event.is_late, late_column)
+        + _in_column(gave_up_place, Column.SURPLUS)
+      ),
+      lambda: ledger.counts,
+    ),
   )
 
   is_open = ledger.status >= protocol.Status.WAITING
@@ -446,10 +453,10 @@ def _num_accepted(ledger: Ledger) -> tf.Tensor:
   Args:
     ledger: The recorded state of the step.
   """
-  replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
-  owners = places(ledger.accepted).replica
-  is_owner = owners[:, None] == replicas[None, :]
-  return tf.reduce_sum(tf.cast(is_owner, tf.int64), axis=0)
+  owners = places(ledger.accepted).replica  # Open places, -1, are left out.
+  return tf.math.unsorted_segment_sum(
+    tf.ones_like(owners), owners, ledger.status.shape[0]
+  )
 
 
 def _in_column(values: tf.Tensor, column: int | tf.Tensor) -> tf.Tensor:
