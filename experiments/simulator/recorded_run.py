@@ -81,6 +81,8 @@ def _parse(line: str, place: str) -> Event:
     event = dataclasses.replace(
       event, start=float(event.start), end=float(event.end)
     )
+    if type(event.task) is not str or type(event.step) is not int:
+      raise TypeError
   except (KeyError, TypeError, ValueError):
     raise ValueError(f"{words}. Received: {line.strip()[:80]!r}.") from None
   if event.kind not in simulated_cluster.KINDS:

@@ -100,6 +100,7 @@ def test_has_the_parsers_choices():
   assert set(document) == {
     *validation.SECTIONS,
     *validation.TF_CONFIG_KEYS,
+    validation.ALLOW_PUBLIC,
   }
   jobs = definitions["jobs"]["properties"]
   assert set(jobs) == set(validation.JOBS)

@@ -122,6 +122,13 @@ def define_cluster_flags() -> None:
     ("task_index", int, "This task's index in its job"),
   ):
     fields.define_flag(name, kind, None, text, group=run_options.CLUSTER)
+  fields.define_flag(
+    "allow_public_addresses",
+    bool,
+    False,
+    "Accept addresses in public networks, where everyone can use the tasks",
+    group=run_options.CLUSTER,
+  )
   fields.define_flags(run_options.Options, [run_options.CLUSTER])
   fields.define_flags(update_options.UpdateSettings, [update_options.GROUP])
 
@@ -204,6 +211,8 @@ def cluster_options() -> run_options.Options:
   spec, task = run_options.choose_task(
     FLAGS.cluster_spec, FLAGS.job_name, FLAGS.task_index, dict(os.environ)
   )
+  if FLAGS.allow_public_addresses:
+    spec = dataclasses.replace(spec, allow_public_addresses=True)
   return _options(spec, task=task)
 
 

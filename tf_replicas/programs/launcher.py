@@ -183,6 +183,9 @@ def run_tasks(
     tempfile.TemporaryDirectory() as directory,
     fork_server.ForkServer(environ) as server,
   ):
+    if settings.get("log_dir") is not None:  # Kept for `tf_replicas.status`.
+      directory = os.fspath(settings["log_dir"])
+      os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "cluster.json")
     pathlib.Path(path).write_text(spec.to_json(), encoding="utf-8")
     if preloads:

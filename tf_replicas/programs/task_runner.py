@@ -445,6 +445,8 @@ class _Steps:
       scalars[f"{prefix}/applied"] = count.applied
       scalars[f"{prefix}/surplus"] = count.surplus
       scalars[f"{prefix}/straggler_wait_secs"] = count.straggler_wait_secs
+      if count.missed:
+        scalars[f"{prefix}/missed"] = count.missed
       for k, late in enumerate(count.late, start=1):
         if late:
           scalars[f"{prefix}/late_by_{k}"] = late
@@ -519,6 +521,8 @@ def report(counts: list[results.Counts], names: list[str]) -> list[str]:
         f"; staleness {mean:.2f} on average, 95% at most {percentile_95},"
         f" all at most {largest}"
       )
+    if count.missed:
+      line += f"; {count.missed} updates made without it, after a timeout"
     if count.straggler_wait_secs:
       line += f"; updates waited {count.straggler_wait_secs:.1f} s for it alone"
     lines.append(line)

@@ -663,12 +663,22 @@ def _memory_reader(device: str, here: str) -> RemoteReader[tf.Tensor]:
   @tf.function(autograph=False)
   def read() -> tf.Tensor:
     with tf.device(device):
-      lines = tf.data.TextLineDataset("/proc/meminfo")
-      return lines.reduce(
-        tf.constant(""), lambda text, line: tf.strings.join([text, line, "\n"])
-      )
+      return read_text("/proc/meminfo")
 
   return remote_reader(read)
+
+
+def read_text(path: str) -> tf.Tensor:
+  """Reads a text file of the current device's machine, as a string scalar.
+
+  Unlike `tf.io.read_file`, it also reads files of /proc, whose size is 0.
+
+  Args:
+    path: The path of the file.
+  """
+  return tf.data.TextLineDataset(path).reduce(
+    tf.constant(""), lambda text, line: tf.strings.join([text, line, "\n"])
+  )
 
 
 def copy_here(tensor: tf.Tensor) -> tf.Tensor:

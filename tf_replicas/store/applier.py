@@ -105,7 +105,7 @@ class Applier:
     present: Sequence[bool],
     step: tf.Tensor,
     take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
-    num_contributions: int,
+    num_contributions: int | tf.Tensor,
     *,
     locks: Sequence[resources.Mutex] | None = None,
     transform: Callable[[Sequence[Pair]], list[Pair]] | None = None,
@@ -124,7 +124,8 @@ class Applier:
       take_sums: Maps the index of a PS task to the sums over all contributions,
         one per element of `store.contributed_shards(task)`. It is called on the
         device of that task.
-      num_contributions: The number of contributions, by which sums are divided.
+      num_contributions: The number of contributions, by which sums are divided;
+        an int, or a float scalar.
       locks: One lock per PS task, held while the variables of that task change.
         None: no locks.
       transform: Maps the (mean gradient, trainable variable) pairs of a PS task
@@ -193,7 +194,7 @@ class Applier:
     task: int,
     present: Sequence[bool],
     take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
-    num_contributions: int,
+    num_contributions: int | tf.Tensor,
   ) -> list[Pair]:
     """Computes the mean gradient of every shard on one PS task.
 
@@ -229,7 +230,7 @@ class Applier:
           )
         else:
           total = tf.ensure_shape(total, variable.shape)
-        if num_contributions > 1:
+        if tf.is_tensor(num_contributions) or num_contributions > 1:
           total = gradient_math.scaled(total, 1 / num_contributions)
         pairs.append((total, variable))
     return pairs
