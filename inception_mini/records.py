@@ -15,7 +15,6 @@ from typing import BinaryIO
 from typing import NamedTuple
 
 import tensorflow as tf
-from google.protobuf import message as protobuf_message
 
 from tf_replicas.programs import tfds_builder
 
@@ -119,7 +118,7 @@ def count_records(path: str) -> int:
 
   Raises:
     DataError: If the file cannot be read or ends inside a record, or if its
-      first record is not a `tf.train.Example`.
+      first record is not a `tf.train.Example` of an image with a label.
   """
   try:
     size = os.path.getsize(path)
@@ -146,7 +145,7 @@ def count_records(path: str) -> int:
 
 
 def _check_example(file: BinaryIO, length: int, path: str) -> None:
-  """Checks that the first record of a file is a `tf.train.Example`.
+  """Checks that the first record of a file is an example of an image.
 
   Args:
     file: The file, at its ninth byte.
@@ -160,11 +159,12 @@ def _check_example(file: BinaryIO, length: int, path: str) -> None:
     return  # The caller finds that the file ends inside the record.
   file.seek(_BEFORE_DATA)
   try:
-    tf.train.Example.FromString(file.read(length))
-  except protobuf_message.DecodeError:
+    parse(file.read(length))
+  except (tf.errors.InvalidArgumentError, UnicodeDecodeError):
+    # The second is what becomes of TensorFlow's message if it cites the record.
     raise DataError(
-      f"{path} must hold `tf.train.Example`s. Received: another message in its"
-      " first record."
+      f"{path} must hold `tf.train.Example`s with {ENCODED} and {LABEL}."
+      " Received: another first record."
     ) from None
 
 
@@ -242,11 +242,14 @@ def serialize(
   return tf.train.Example(features=features).SerializeToString()
 
 
-def parse(serialized: tf.Tensor) -> Stored:
+def parse(serialized: tf.Tensor | bytes) -> Stored:
   """Reads the features that training uses from a record.
 
   Args:
     serialized: The record, a scalar string with a `tf.train.Example`.
+
+  Raises:
+    tf.errors.InvalidArgumentError: If it is not, or has no image or label.
   """
   features = {
     ENCODED: tf.io.FixedLenFeature([], tf.string),

@@ -149,6 +149,11 @@ def fit(
     )
   medians = {task: float(np.median(own)) for task, own in secs.items()}
   usual = min(medians.values())
+  if not 0 < usual < np.inf:
+    raise ValueError(
+      "The timeline must have replicas that compute for a finite time above 0."
+      f" Received: {usual} s."
+    )
   factors = [medians[task] / usual for task in secs]
   pooled = np.concatenate(
     [own / factor for own, factor in zip(secs.values(), factors, strict=True)]

@@ -50,8 +50,15 @@ _STORED_NAME = re.compile(r"state/([^/]+)/\.ATTRIBUTES/VARIABLE_VALUE")
 _ESCAPED = re.compile(r"\.([.S])")
 
 # Errors of TF 2.21 for damaged files; for a truncated data file its checkpoint
-# reader raises IndexError, a LookupError.
-_READ_ERRORS = (tf.errors.OpError, LookupError, RuntimeError, ValueError)
+# reader raises IndexError, a LookupError, and MemoryError for a size in an
+# index that is far too large.
+_READ_ERRORS = (
+  tf.errors.OpError,
+  LookupError,
+  MemoryError,
+  RuntimeError,
+  ValueError,
+)
 
 Array = tf.Tensor | tf.Variable | np.ndarray
 Values = Mapping[str, Array]
