@@ -50,11 +50,17 @@ EXPERIMENTS = (
 TITLE = "Synchronous and asynchronous training: what was claimed, what we found"
 _FIELDS = ("title", "claim", "source", "explanation", "verdict", "findings")
 # Not by colour alone.
-_SIGNS = {claims.HOLDS: "✓", claims.FAILS: "✗", claims.UNCLEAR: "≈"}
+_SIGNS = {
+  claims.HOLDS: "✓",
+  claims.FAILS: "✗",
+  claims.UNCLEAR: "≈",
+  claims.ILLUSTRATION: "◦",
+}
 _CLASSES = {
   claims.HOLDS: "holds",
   claims.FAILS: "fails",
   claims.UNCLEAR: "open",
+  claims.ILLUSTRATION: "open",
 }
 _STYLE = """
 body { font: 17px/1.5 Georgia, serif; color: #111; background: #fff;
@@ -167,6 +173,7 @@ def _summary(reports: Sequence[Mapping]) -> str:
     (claims.HOLDS, "hold"),
     (claims.FAILS, "do not hold"),
     (claims.UNCLEAR, "are unclear"),
+    (claims.ILLUSTRATION, "only illustrate how something works"),
   ):
     number = sum(report["verdict"] == kind for report in reports)
     if number:
@@ -176,9 +183,10 @@ def _summary(reports: Sequence[Mapping]) -> str:
     words += "Made with --quick, which measures too little for some of them. "
   return (
     f"{words if count else ''}A claim holds if each of its numbers is within"
-    " what it says, for every seed. Numbers are medians over seeds, with the"
-    " least and the largest. The page was made on"
-    f" {datetime.date.today().isoformat()}."
+    " the bounds that the claim sets, for every seed. Numbers are medians over"
+    " the seeds, with the smallest and the largest value in parentheses. An"
+    " illustration has no verdict, because its numbers follow from how it is"
+    f" built. The page was made on {datetime.date.today().isoformat()}."
   )
 
 
@@ -218,10 +226,11 @@ def _sentence(words: str) -> str:
 
 def _how(report: Mapping, code: str) -> str:
   command = code.format(report["command"])
-  return (
-    f"{command}; {report['date']}; {report['machine']}; took"
-    f" {report['seconds']} s"
-  )
+  words = f"{command}; {report['date']}; {report['machine']}"
+  if "commit" in report:
+    load = report["load_average"][0]
+    words += f"; commit {report['commit']}; load at the start {load}"
+  return f"{words}; took {report['seconds']} s"
 
 
 def _value(finding: Mapping) -> str:

@@ -11,7 +11,8 @@ The command
 
 runs it, writes NAME.json and NAME.png into DIR, and prints the verdict. Whether
 a claim holds is decided by its `Finding`s alone: numbers, and the bounds within
-which the claim says that they are.
+which the claim says that they are. A claim whose numbers follow from how its
+experiment is built has no verdict: it is an illustration.
 """
 
 import dataclasses
@@ -19,9 +20,11 @@ import datetime
 import json
 import math
 import os
+import pathlib
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +41,7 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
 HOLDS, FAILS, UNCLEAR = "holds", "does not hold", "unclear"
+ILLUSTRATION = "illustration, no verdict"
 
 # In JSON with indentation; the line break is never one of a string.
 _LIST_OF_NUMBERS = re.compile(r"\[\n[-+.\deE,\s]*\]")
@@ -120,6 +124,8 @@ class Claim:
     find: Called with the measurements of all seeds; returns the findings.
     draw: Called with the measurements of all seeds; returns a
       `matplotlib.figure.Figure`.
+    is_illustration: Whether the numbers follow from how the experiment is
+      built. Then they show how something works, and judge nothing.
   """
 
   name: str
@@ -130,6 +136,7 @@ class Claim:
   measure: Callable[[bool, int], dict]
   find: Callable[[Sequence[dict]], Sequence[Finding]]
   draw: Callable[[Sequence[dict]], object]
+  is_illustration: bool = False
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -150,7 +157,12 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def run(
-  claim: Claim, directory: str, *, num_seeds: int, is_quick: bool = False
+  claim: Claim,
+  directory: str,
+  *,
+  num_seeds: int,
+  is_quick: bool = False,
+  revision: str = "unknown",
 ) -> dict:
   """Measures a claim, judges it, and writes NAME.json and NAME.png.
 
@@ -159,11 +171,18 @@ def run(
     directory: The directory of the files; created if it does not exist.
     num_seeds: How often the claim is measured.
     is_quick: Whether to measure less, for a first look.
+    revision: The commit of this program, for the JSON file.
 
   Returns:
     The content of the JSON file.
   """
   start = time.monotonic()
+  made_with = {
+    "commit": revision,
+    "machine": machine(),
+    "date": datetime.date.today().isoformat(),
+    "load_average": [round(load, 1) for load in os.getloadavg()],
+  }
   measurements = []
   for seed in range(num_seeds):
     measurements.append(claim.measure(is_quick, seed))
@@ -174,7 +193,7 @@ def run(
     "claim": claim.claim,
     "source": claim.source,
     "explanation": claim.explanation,
-    "verdict": verdict(findings),
+    "verdict": ILLUSTRATION if claim.is_illustration else verdict(findings),
     "findings": [
       {"words": str(f), "verdict": f.verdict, **_numbers(f)} for f in findings
     ],
@@ -182,8 +201,7 @@ def run(
       [f"python -m experiments.claims.{claim.name}", f"--num_seeds={num_seeds}"]
       + ["--quick"] * is_quick
     ),
-    "machine": machine(),
-    "date": datetime.date.today().isoformat(),
+    **made_with,
     "seconds": round(time.monotonic() - start, 1),
     "measurements": measurements,
   }
@@ -194,6 +212,24 @@ def run(
   figure = claim.draw(measurements)
   figure.savefig(path + ".png", dpi=110)
   return report
+
+
+def commit() -> str:
+  """Returns the commit of this tree, with a + if tracked files were changed.
+
+  Returns:
+    The first digits of the commit's hash; "unknown" without git.
+  """
+  try:
+    return subprocess.run(
+      ["git", "describe", "--always", "--exclude=*", "--dirty=+"],
+      cwd=pathlib.Path(__file__).parent,
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout.strip()
+  except (OSError, subprocess.CalledProcessError):
+    return "unknown"
 
 
 def machine() -> str:
@@ -267,15 +303,21 @@ def _main(claim: Claim) -> None:
     os.makedirs(FLAGS.output, exist_ok=True)
   with processes.one_line_errors(usage=(), run_time=(OSError,)):
     report = run(
-      claim, FLAGS.output, num_seeds=FLAGS.num_seeds, is_quick=FLAGS.quick
+      claim,
+      FLAGS.output,
+      num_seeds=FLAGS.num_seeds,
+      is_quick=FLAGS.quick,
+      revision=commit(),
     )
   print(f"{claim.title}. Claim: {claim.claim} ({claim.source})")
   for finding in report["findings"]:
     print(f"- {finding['words']}")
-  print(
-    f"The claim {report['verdict']}"
-    f" ({report['seconds']} s; {FLAGS.output}/{claim.name}.png)"
+  outcome = (
+    "This is an illustration"
+    if claim.is_illustration
+    else f"The claim {report['verdict']}"
   )
+  print(f"{outcome} ({report['seconds']} s; {FLAGS.output}/{claim.name}.png)")
   sys.stdout.flush()
 
 

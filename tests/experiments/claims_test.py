@@ -73,6 +73,19 @@ class ClaimTest(parameterized.TestCase):
     expected = claims.FAILS if module is sixteen_or_eight else claims.HOLDS
     self.assertEqual(written["verdict"], expected)
 
+  def test_an_illustration_has_no_verdict(self):
+    claim = dataclasses.replace(
+      stale_ball.CLAIM,
+      measure=lambda is_quick, seed: {},
+      find=lambda measurements: [claims.Finding("x", [0.0], least=1.0)],
+      draw=lambda measurements: claims.new_figure(1, 1)[0],
+      is_illustration=True,
+    )
+    with tempfile.TemporaryDirectory() as directory:
+      report = claims.run(claim, directory, num_seeds=1, revision="abc")
+    self.assertEqual(report["verdict"], claims.ILLUSTRATION)
+    self.assertEqual(report["commit"], "abc")
+
   def test_numbers_are_written_in_one_line(self):
     measured = {"rows": [[1, 2.5], [-3e-9, 4]], "words": ["in [0, 1]", "[\n1]"]}
     claim = dataclasses.replace(

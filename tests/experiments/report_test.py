@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 from unittest import mock
 
+import tensorflow as tf  # noqa: F401  # Its first import starts `uname`.
 from absl.testing import absltest
 
 from experiments import report
