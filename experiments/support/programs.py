@@ -226,7 +226,7 @@ def train(
     with contextlib.ExitStack() as slowed:
       for worker, factor in slow_downs.items():
         words = ["--job_name=worker", f"--task_index={worker}"]
-        pid = slow_down.child(process.pid, words)
+        pid = slow_down.descendant(process.pid, words)
         slowed.enter_context(slow_down.SlowDown(pid, factor))
       _read_until(FINISHED, process, printed)
     printed += process.stdout
