@@ -38,6 +38,7 @@ EXPERIMENTS = (
   "linear_scaling",
   "straggler",
   "backup_workers",
+  "backup_curves",
   "scale_out",
   "staleness_hurts",
   "zhang_softsync",

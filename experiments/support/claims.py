@@ -9,7 +9,8 @@ The command
 
     python -m experiments.claims.NAME [--quick] [--num_seeds=3] [--output=DIR]
 
-runs it, writes NAME.json and NAME.png into DIR, and prints the verdict. Whether
+runs it, writes NAME.json and NAME.png into DIR, and prints the verdict. With
+`--judge_only`, it judges the measurements in DIR/NAME.json again. Whether
 a claim holds is decided by its `Finding`s alone: numbers, and the bounds within
 which the claim says that they are. A claim whose numbers follow from how its
 experiment is built has no verdict: it is an illustration.
@@ -186,6 +187,61 @@ def run(
   measurements = []
   for seed in range(num_seeds):
     measurements.append(claim.measure(is_quick, seed))
+  command = [
+    f"python -m experiments.claims.{claim.name}",
+    f"--num_seeds={num_seeds}",
+  ]
+  return _write(
+    claim,
+    directory,
+    {
+      "command": " ".join(command + ["--quick"] * is_quick),
+      **made_with,
+      "seconds": round(time.monotonic() - start, 1),
+      "measurements": measurements,
+    },
+  )
+
+
+def judge(claim: Claim, directory: str) -> dict:
+  """Judges a stored measurement again, and writes its files anew.
+
+  It measures nothing. Texts, findings, verdict and picture are those of the
+  present program; date, machine and commit remain those of the measurement.
+
+  Args:
+    claim: The claim.
+    directory: The directory of NAME.json.
+
+  Returns:
+    The content of the JSON file.
+  """
+  path = pathlib.Path(directory, f"{claim.name}.json")
+  stored = json.loads(path.read_text(encoding="utf-8"))
+  kept = (
+    "command",
+    "commit",
+    "machine",
+    "date",
+    "load_average",
+    "seconds",
+    "measurements",
+  )
+  return _write(claim, directory, {k: stored[k] for k in kept if k in stored})
+
+
+def _write(claim: Claim, directory: str, measured: dict) -> dict:
+  """Judges measurements, and writes NAME.json and NAME.png.
+
+  Args:
+    claim: The claim.
+    directory: The directory of the files; created if it does not exist.
+    measured: The fields of the report that say what was measured, and how.
+
+  Returns:
+    The content of the JSON file.
+  """
+  measurements = measured["measurements"]
   findings = claim.find(measurements)
   report = {
     "name": claim.name,
@@ -197,13 +253,7 @@ def run(
     "findings": [
       {"words": str(f), "verdict": f.verdict, **_numbers(f)} for f in findings
     ],
-    "command": " ".join(
-      [f"python -m experiments.claims.{claim.name}", f"--num_seeds={num_seeds}"]
-      + ["--quick"] * is_quick
-    ),
-    **made_with,
-    "seconds": round(time.monotonic() - start, 1),
-    "measurements": measurements,
+    **measured,
   }
   os.makedirs(directory, exist_ok=True)
   path = os.path.join(directory, claim.name)
@@ -291,6 +341,11 @@ def start(claim: Claim) -> NoReturn:
   flags.DEFINE_integer(
     "num_seeds", 3, "How often each claim is measured", lower_bound=1
   )
+  flags.DEFINE_boolean(
+    "judge_only",
+    False,
+    "Judge the measurements in --output again; measure nothing",
+  )
   flags.DEFINE_string(
     "output", "/tmp/experiments", "The directory for the files"
   )
@@ -302,13 +357,16 @@ def _main(claim: Claim) -> None:
     require_matplotlib()
     os.makedirs(FLAGS.output, exist_ok=True)
   with processes.one_line_errors(usage=(), run_time=(OSError,)):
-    report = run(
-      claim,
-      FLAGS.output,
-      num_seeds=FLAGS.num_seeds,
-      is_quick=FLAGS.quick,
-      revision=commit(),
-    )
+    if FLAGS.judge_only:
+      report = judge(claim, FLAGS.output)
+    else:
+      report = run(
+        claim,
+        FLAGS.output,
+        num_seeds=FLAGS.num_seeds,
+        is_quick=FLAGS.quick,
+        revision=commit(),
+      )
   print(f"{claim.title}. Claim: {claim.claim} ({claim.source})")
   for finding in report["findings"]:
     print(f"- {finding['words']}")

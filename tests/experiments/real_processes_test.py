@@ -5,6 +5,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from experiments import simulator
+from experiments.claims import backup_workers
 from experiments.claims import in_graph_or_between_graph
 from experiments.claims import sharding
 from experiments.claims import smooth_or_fast
@@ -12,6 +13,7 @@ from experiments.claims import straggler
 from experiments.claims import update_once
 from experiments.claims import validation
 from experiments.simulator import compute_times
+from experiments.simulator import recorded_run
 from experiments.support import claims
 from experiments.support import programs
 from experiments.support import traffic
@@ -83,45 +85,66 @@ class UpdateOnceTest(parameterized.TestCase):
     self.assertEqual(claims.verdict(findings), expected)
 
 
-class ValidationTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (simulator.Sync(),), (simulator.Sync(3),), (simulator.Async(),)
-  )
-  def test_each_half_is_like_its_record(self, rule):
-    run = simulator.simulate(_cluster(), rule, 400, records=True)
-    rates = validation.compare(run.events, rule, 0)
-    self.assertAlmostEqual(rates["predicted"] / rates["measured"], 1, delta=0.1)
+class ValidationTest(absltest.TestCase):
+  def test_predicts_more_workers(self):
+    run = simulator.simulate(_cluster(4), simulator.Sync(), 200, records=True)
+    found = recorded_run.fit(run.events, read_bytes=4e6).cluster
+    other = simulator.simulate(_cluster(8), simulator.Sync(), 1000, seed=1)
+    setting = validation.Setting(8, simulator.Sync())
+    self.assertAlmostEqual(
+      validation.predict(found, setting, 2) * other.step_secs[100:].mean(),
+      1,
+      delta=0.1,
+    )
 
-  def test_a_machine_that_slows_down_does_not_count(self):
-    run = simulator.simulate(_cluster(), simulator.Sync(), 200, records=True)
-    middle = max(e.end for e in run.events) / 2
-    slow = [
-      type(e)(
-        e.task,
-        e.step,
-        e.kind,
-        max(e.start, 3 * e.start - 2 * middle),
-        max(e.end, 3 * e.end - 2 * middle),
-      )
-      for e in run.events
+  def test_the_fitted_training_is_not_judged(self):
+    row = dict(measured=1.0, predicted=1.5)
+    findings = validation.find([{validation.FITTED: row}])
+    self.assertEqual(claims.verdict(findings), claims.HOLDS)
+    findings = validation.find([{validation.FITTED: row, "other": row}])
+    self.assertEqual(claims.verdict(findings), claims.FAILS)
+
+  def test_step_rate(self):
+    events = [
+      simulator.Event("chief", n, "apply", n / 4, n / 4 + 0.1)
+      for n in range(20)
     ]
-    rates = validation.compare(slow, simulator.Sync(), 0)
-    self.assertAlmostEqual(rates["predicted"] / rates["measured"], 1, delta=0.1)
-
-  def test_another_rule_is_not_predicted(self):
-    run = simulator.simulate(_cluster(), simulator.Sync(), 200, records=True)
-    rates = validation.compare(run.events, simulator.Async(), 0)
-    self.assertGreater(rates["predicted"] / rates["measured"], 2)
+    self.assertAlmostEqual(validation.step_rate(events), 4.0)
 
 
-def _cluster():
+class BackupWorkersTest(absltest.TestCase):
+  def _measured(self, *secs):
+    return {
+      "straggler_secs": [0.1, 0.1, 0.1, 0.5],
+      "steps": {
+        str(b): dict(measured=s, simulated=s)
+        for b, s in zip((0, 2), secs, strict=True)
+      },
+    }
+
+  def test_verdict(self):
+    for secs, expected in (
+      ((1.0, 0.5), claims.HOLDS),
+      # Shorter, but by less than the share of the machines.
+      ((1.0, 0.9), claims.FAILS),
+      ((1.0, 1.1), claims.FAILS),
+    ):
+      findings = backup_workers.find([self._measured(*secs)])
+      self.assertEqual(claims.verdict(findings), expected)
+
+  def test_speedup_counts_the_backups(self):
+    speedups = backup_workers.speedups(self._measured(1.0, 0.5), "measured")
+    self.assertEqual(speedups, {0: 1.0, 2: 2 * 6 / 8})
+
+
+def _cluster(num_replicas):
   return simulator.Cluster(
-    4,
+    num_replicas,
     compute_times.Lognormal(0.2, 0.2),
     read_bytes=4e6,
     latency=0.004,
     replica_bandwidth=2e8,
-    ps_bandwidth=1e9,
+    ps_bandwidth=4e8,
     apply_secs=0.01,
   )
 

@@ -57,5 +57,5 @@ def test_bad_factor():
 
 
 def test_no_such_child():
-  with pytest.raises(LookupError, match="no child with --never"):
+  with pytest.raises(LookupError, match="the arguments --never"):
     slow_down.descendant(os.getpid(), ["--never"])
