@@ -73,15 +73,38 @@ class StragglerTest(parameterized.TestCase):
     self.assertLen(axes.patches, 4)
 
 
+def _watched(values, num_updates, *, applied=None):
+  return dict(
+    num_updates=num_updates,
+    applied=applied or [num_updates] * 3,
+    num_reads=100 * num_updates,
+    mixed=0,
+    values=values,
+    secs=list(range(len(values))),
+  )
+
+
 class UpdateOnceTest(parameterized.TestCase):
   @parameterized.parameters(
-    ([3, 3], [1, 1], claims.HOLDS),
-    ([3, 3], [1, 3], claims.FAILS),
-    ([3, 3], [0, 1], claims.FAILS),
-    ([3, 2], [1, 1], claims.FAILS),
+    ([0, -111, -222], None, claims.HOLDS),
+    # A gradient was applied by itself.
+    ([0, -1, -111, -222], None, claims.FAILS),
+    # A gradient is missing.
+    ([0, -111, -221], None, claims.FAILS),
+    # The variable changed more often than there were updates.
+    ([0, -111, -222, -333], None, claims.FAILS),
+    # A worker contributed once only.
+    ([0, -111, -222], [2, 2, 1], claims.FAILS),
   )
-  def test_verdict(self, hand_overs, counts, expected):
-    findings = update_once.find([dict(hand_overs=hand_overs, updates=counts)])
+  def test_verdict(self, values, applied, expected):
+    findings = update_once.find(
+      [
+        {
+          "sync": _watched(values, 2, applied=applied),
+          "async": _watched([0, -1, -101, -111], 3),
+        }
+      ]
+    )
     self.assertEqual(claims.verdict(findings), expected)
 
 
