@@ -38,9 +38,9 @@ def measure(is_quick: bool, seed: int) -> dict:
 
   With `is_quick`, it makes fewer steps. `seed` is not used. The result maps
   `sync` and `async` to: `num_updates`; `applied`, the number of gradients of
-  each worker; `num_reads`, from the first update on; `mixed`, the number of reads that found unequal
-  elements; `values`, each value that was found, as often as the variable
-  changed; `secs`, when it was found first.
+  each worker; `num_reads`, from the first update on; `mixed`, the number of
+  reads that found unequal elements; `values`, each value that was found, as
+  often as the variable changed; `secs`, when it was found first.
   """
   del seed
   num_steps = 50 if is_quick else 200

@@ -99,11 +99,23 @@ def _simulated(slowdown):
     latency=0.001,
   )
   return {
-    name: overwrite_and_idle.summary(_events(cluster, rule, num_steps))
-    for name, rule, num_steps in (
-      ("sync", simulator.Sync(), 40),
-      ("async", simulator.Async(), 440),
-    )
+    "writes": _written(),
+    **{
+      name: overwrite_and_idle.summary(_events(cluster, rule, num_steps))
+      for name, rule, num_steps in (
+        ("sync", simulator.Sync(), 40),
+        ("async", simulator.Async(), 440),
+      )
+    },
+  }
+
+
+def _written(**changed):
+  """What is left of 100 writes in each way."""
+  left = dict.fromkeys(overwrite_and_idle.WAYS, 100.0)
+  left |= {overwrite_and_idle.LITERAL: 30.0, **changed}
+  return {
+    way: {"writes": [45, 45, 10], "value": value} for way, value in left.items()
   }
 
 
@@ -182,6 +194,18 @@ class OverwriteAndIdleTest(parameterized.TestCase):
     findings = overwrite_and_idle.find([_simulated(slowdown)])
     self.assertEqual(claims.verdict(findings), expected)
 
+  @parameterized.parameters(
+    # The literal write loses nothing.
+    ({overwrite_and_idle.LITERAL: 100.0},),
+    # The library loses one write.
+    ({"add": 99.0},),
+    ({"add, snapshot_reads": 99.0},),
+  )
+  def test_verdict_on_writes(self, changed):
+    m = {**_simulated(5.0), "writes": _written(**changed)}
+    findings = overwrite_and_idle.find([m])
+    self.assertEqual(claims.verdict(findings), claims.FAILS)
+
   def test_asynchronous_workers_that_wait(self):
     m = _simulated(5.0)
     waits = {**m["async"], "waiting": m["sync"]["waiting"]}
@@ -190,9 +214,10 @@ class OverwriteAndIdleTest(parameterized.TestCase):
 
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):
-    sync, asynchronous, ball, undone = overwrite_and_idle.draw(
+    sync, asynchronous, lost, _, ball, undone = overwrite_and_idle.draw(
       [_simulated(5.0)]
     ).axes
+    self.assertLen(lost.patches, len(overwrite_and_idle.WAYS))
     grey = {axis: self._num_grey(axis) for axis in (sync, asynchronous)}
     self.assertGreater(grey[sync], 4)
     self.assertEqual(grey[asynchronous], 0)
