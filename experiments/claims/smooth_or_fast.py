@@ -29,7 +29,7 @@ BATCH_SIZE = 16
 RATE = 0.005
 RULES = ("sync", "async")
 _WORKERS = (2, 4)
-# Of each point that is compared: two synchronous updates of four workers.
+# In a point of the curves, at least: two synchronous updates of four workers.
 POINT_EXAMPLES = 128
 EXAMPLES = 9_600
 # Where only the speed matters.
@@ -49,8 +49,7 @@ def run(rule: str, workers: int, is_slow: bool, examples: int, seed: int):
   Returns:
     [seconds since the first row, examples so far, mean loss of the updates
     since the row before]. A synchronous training has a row per update. An
-    asynchronous one has a row for all updates since the chief looked last,
-    mostly one or two.
+    asynchronous one has a row for all updates since the chief looked last.
   """
   batches = workers if rule == "sync" else 1
   with tempfile.TemporaryDirectory() as directory:
@@ -108,46 +107,53 @@ def measure(is_quick: bool, seed: int) -> dict:
   }
 
 
-def points(rows: Sequence[Sequence[float]]) -> np.ndarray:
-  """Returns mean losses over equal numbers of examples.
-
-  A row's loss counts for all examples since the row before. If they belong to
-  two points, each of them gets its share.
+def points(rows: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+  """Merges rows until each point has at least `POINT_EXAMPLES` examples.
 
   Args:
-    rows: Rows as `run` returns them.
+    rows: Rows as `run` returns them. A row's loss is the mean over all examples
+      since the row before.
 
   Returns:
-    float64 [n], the mean loss of each `POINT_EXAMPLES` examples, in order.
+    (mean loss, number of examples) of each point, in order. If a row has more
+    examples, its point has more, too.
   """
-  _, ends, losses = np.transpose(np.array(rows, dtype=float))
-  starts = np.concatenate([[0.0], ends[:-1]])
-  sums = np.concatenate([[0.0], np.cumsum(losses * (ends - starts))])
-  edges = np.arange(0, ends[-1] + 1, POINT_EXAMPLES)
-  at_edges = np.interp(edges, np.concatenate([[0.0], ends]), sums)
-  return np.diff(at_edges) / POINT_EXAMPLES
+  found, before, total = [], 0.0, 0.0
+  begin = 0.0
+  for _, end, loss in rows:
+    total += loss * (end - before)
+    before = end
+    if end - begin >= POINT_EXAMPLES:
+      found.append((total / (end - begin), end - begin))
+      begin, total = end, 0.0
+  return found
 
 
-def scatter(losses: np.ndarray) -> float:
-  """Returns the standard deviation of losses around their trend.
+def scatter(losses: Sequence[tuple[float, float]]) -> float:
+  """Returns the standard deviation of the mean loss of `POINT_EXAMPLES`.
 
-  It is computed from the differences of neighbors, all of them, jumps too. Only
-  the second half is used, where the trend is flat.
+  It is computed from the differences of neighbors, all of them, jumps too. The
+  trend changes little from one point to the next. The variance of a mean is
+  taken to be inversely proportional to its number of examples, so that points
+  with more examples do not count as smoother.
 
   Args:
-    losses: float64 [n].
+    losses: (mean loss, number of examples) of each point. Only the second half
+      is used.
   """
-  differences = np.diff(losses[len(losses) // 2 :])
-  return float(np.sqrt(np.mean(differences**2) / 2))
+  means, examples = np.transpose(losses[len(losses) // 2 :])
+  shares = POINT_EXAMPLES / examples
+  squares = np.diff(means) ** 2 / (shares[:-1] + shares[1:])
+  return float(np.sqrt(np.mean(squares)))
 
 
-def update_losses(rows: Sequence[Sequence[float]]) -> np.ndarray:
-  """Returns the loss of each row: float64 [n].
+def rows_alone(rows: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+  """Returns a point for each row, as if all had `POINT_EXAMPLES` examples.
 
   Args:
     rows: Rows as `run` returns them.
   """
-  return np.array([row[2] for row in rows])
+  return [(row[2], POINT_EXAMPLES) for row in rows]
 
 
 def rate(rows: Sequence[Sequence[float]]) -> float:
@@ -172,16 +178,16 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     if _name("sync", workers, False) in measurements[0]:
       findings += [
         claims.Finding(
-          "scatter of the loss, asynchronous divided by synchronous, points of"
-          f" {POINT_EXAMPLES} examples each, {workers} equal workers",
+          "scatter of the mean loss of"
+          f" {POINT_EXAMPLES} examples, asynchronous divided by synchronous,"
+          f" {workers} equal workers",
           ratios(lambda rows: scatter(points(rows)), workers, False),
           least=1.15,
         ),
         claims.Finding(
-          "the same without making the numbers of examples equal, where"
-          " averaging alone gives about"
-          f" √{workers} = {workers**0.5:.2f}",
-          ratios(lambda rows: scatter(update_losses(rows)), workers, False),
+          "the same with a point per log line, whatever its number of examples"
+          f" (averaging alone can give up to √{workers} = {workers**0.5:.2f})",
+          ratios(lambda rows: scatter(rows_alone(rows)), workers, False),
         ),
         claims.Finding(
           "loss of the last tenth of the examples, asynchronous divided by"
@@ -207,8 +213,9 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def _last_loss(rows) -> float:
-  losses = points(rows)
-  return float(np.mean(losses[-(len(losses) // 10) :]))
+  means, examples = np.transpose(points(rows))
+  is_last = np.cumsum(examples) > 0.9 * examples.sum()
+  return float(np.average(means[is_last], weights=examples[is_last]))
 
 
 def draw(measurements: Sequence[dict]):
@@ -222,10 +229,12 @@ def draw(measurements: Sequence[dict]):
       RULES, claims.COLOURS, ("--", "-"), strict=False
     ):
       look = {"color": colour, "linestyle": style}
-      losses = points(measurements[0][_name(rule, number, False)])
+      means, examples = np.transpose(
+        points(measurements[0][_name(rule, number, False)])
+      )
       left.plot(
-        POINT_EXAMPLES * np.arange(1, len(losses) + 1),
-        losses,
+        np.cumsum(examples),
+        means,
         label=rule,
         linewidth=0.9,
         **look,
@@ -261,13 +270,15 @@ CLAIM = claims.Claim(
   source="Chen et al. 2016, section 2; Abadi et al. 2016, section 4.4",
   explanation=(
     "The left plots show the loss of the CIFAR-10 network, for equal workers."
-    f" Every point of the curves is the mean loss of {POINT_EXAMPLES} examples."
-    " This matters: a synchronous update of 4 workers uses 4 batches and an"
-    " asynchronous update uses one, so the mean loss of a synchronous update"
-    " scatters half as much even if the variables are the same. The right plots"
-    " show how long the examples took. With equal workers, both rules take"
-    " about as long. With one slow worker, synchronous training takes longer,"
-    " because every update waits for this worker."
+    f" Every point is the mean loss of {POINT_EXAMPLES} examples, or of a few"
+    " more. This matters: a synchronous update of 4 workers uses 4 batches and"
+    " an asynchronous update uses one, so the mean loss of a synchronous update"
+    " scatters half as much even if the variables are the same. The scatter in"
+    " the table is computed from the differences between neighboring points,"
+    f" and scaled to {POINT_EXAMPLES} examples. The right plots show how long"
+    " the examples took. With one slow worker, synchronous training takes"
+    " longer, because every update waits for this worker. Other programs used"
+    " the two cores meanwhile, so the speeds differ much from seed to seed."
   ),
   measure=measure,
   find=find,

@@ -205,25 +205,32 @@ class SmoothOrFastTest(parameterized.TestCase):
     self.assertEqual(claims.verdict(findings), claims.FAILS)
     self.assertFalse([f for f in findings if "slower" in f.what])
 
-  def test_each_point_has_as_many_examples(self):
-    rows = [[0.0, 64, 1.0], [1.0, 96, 2.0], [2.0, 160, 4.0], [3.0, 256, 6.0]]
-    np.testing.assert_allclose(
+  def test_points_are_whole_rows(self):
+    rows = [[0.0, 64, 1.0], [1.0, 96, 2.0], [2.0, 160, 4.0], [3.0, 320, 6.0]]
+    self.assertEqual(
       smooth_or_fast.points(rows),
-      [(64 * 1 + 32 * 2 + 32 * 4) / 128, (32 * 4 + 96 * 6) / 128],
+      [((64 * 1 + 32 * 2 + 64 * 4) / 160, 160), (6.0, 160)],
     )
+
+  def _scatter(self, means, examples=smooth_or_fast.POINT_EXAMPLES):
+    return smooth_or_fast.scatter([(mean, examples) for mean in means])
 
   def test_scatter_is_not_of_the_trend(self):
     line = np.linspace(2, 1, 1000)
-    self.assertLess(smooth_or_fast.scatter(line), 0.001)
+    self.assertLess(self._scatter(line), 0.001)
     noise = 0.3 * np.random.default_rng(0).standard_normal(1000)
-    self.assertAlmostEqual(
-      smooth_or_fast.scatter(line + noise), 0.3, delta=0.03
-    )
+    self.assertAlmostEqual(self._scatter(line + noise), 0.3, delta=0.03)
+
+  def test_larger_points_are_not_smoother(self):
+    noise = np.random.default_rng(0).standard_normal(1000)
+    one = self._scatter(noise)
+    four = self._scatter(noise / 2, 4 * smooth_or_fast.POINT_EXAMPLES)
+    self.assertAlmostEqual(four / one, 1.0)
 
   def test_jumps_count(self):
     calm = np.zeros(100)
     calm[::10] = 1.0
-    self.assertGreater(smooth_or_fast.scatter(calm), 0.25)
+    self.assertGreater(self._scatter(calm), 0.25)
 
   def test_rate(self):
     self.assertAlmostEqual(smooth_or_fast.rate(_losses(0.1, 0.5)), 32)
