@@ -46,6 +46,7 @@ EXPERIMENTS = (
   "sharding",
   "sixteen_or_eight",
   "in_graph_or_between_graph",
+  "one_node_feeds",
   "validation",
 )
 TITLE = "Synchronous and asynchronous training: what was claimed, what we found"

@@ -7,6 +7,7 @@ from absl.testing import parameterized
 from experiments import simulator
 from experiments.claims import backup_workers
 from experiments.claims import in_graph_or_between_graph
+from experiments.claims import one_node_feeds
 from experiments.claims import sharding
 from experiments.claims import smooth_or_fast
 from experiments.claims import straggler
@@ -333,6 +334,27 @@ class InGraphOrBetweenGraphTest(parameterized.TestCase):
   def test_draws(self):
     panels = in_graph_or_between_graph.draw([_clients()]).axes
     self.assertLen(panels, 3)
+
+
+class OneNodeFeedsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({}, claims.HOLDS),
+    # It is as fast.
+    ({"rate": 10.0}, claims.FAILS),
+    # The client does not send the batches.
+    ({"fed": 1000}, claims.FAILS),
+    # The client sends data that the workers have made.
+    ({"own": 4 * one_node_feeds.BATCH_BYTES}, claims.FAILS),
+  )
+  def test_verdict(self, changed, expected):
+    how = {"rate": 5.0, "fed": 4 * one_node_feeds.BATCH_BYTES, "own": 1000}
+    how |= changed
+    found = {
+      "client": dict(steps_per_sec=how["rate"], client_bytes=how["fed"]),
+      "workers": dict(steps_per_sec=10.0, client_bytes=how["own"]),
+    }
+    findings = one_node_feeds.find([{"4": found}])
+    self.assertEqual(claims.verdict(findings), expected)
 
 
 if __name__ == "__main__":
