@@ -203,7 +203,7 @@ def run(
   )
 
 
-def judge(claim: Claim, directory: str) -> dict:
+def judge(claim: Claim, directory: str, revision: str = "unknown") -> dict:
   """Judges a stored measurement again, and writes its files anew.
 
   It measures nothing. Texts, findings, verdict and picture are those of the
@@ -212,6 +212,7 @@ def judge(claim: Claim, directory: str) -> dict:
   Args:
     claim: The claim.
     directory: The directory of NAME.json.
+    revision: The commit of this program.
 
   Returns:
     The content of the JSON file.
@@ -227,7 +228,8 @@ def judge(claim: Claim, directory: str) -> dict:
     "seconds",
     "measurements",
   )
-  return _write(claim, directory, {k: stored[k] for k in kept if k in stored})
+  measured = {k: stored[k] for k in kept if k in stored}
+  return _write(claim, directory, {**measured, "judged_with": revision})
 
 
 def _write(claim: Claim, directory: str, measured: dict) -> dict:
@@ -358,7 +360,7 @@ def _main(claim: Claim) -> None:
     os.makedirs(FLAGS.output, exist_ok=True)
   with processes.one_line_errors(usage=(), run_time=(OSError,)):
     if FLAGS.judge_only:
-      report = judge(claim, FLAGS.output)
+      report = judge(claim, FLAGS.output, commit())
     else:
       report = run(
         claim,
