@@ -153,7 +153,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
   findings = [
     claims.Finding(
-      "mean staleness of n-softsync: its relative difference from n; the worst n",
+      "relative difference of the mean staleness of n-softsync from n, at most",
       each(off),
       most=0.1,
     ),
