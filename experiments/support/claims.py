@@ -269,19 +269,29 @@ def _write(claim: Claim, directory: str, measured: dict) -> dict:
 def commit() -> str:
   """Returns the commit of this tree, with a + if tracked files were changed.
 
+  Stored results do not count as changes.
+
   Returns:
     The first digits of the commit's hash; "unknown" without git.
   """
-  try:
+
+  def git(*arguments: str) -> str:
     return subprocess.run(
-      ["git", "describe", "--always", "--exclude=*", "--dirty=+"],
-      cwd=pathlib.Path(__file__).parent,
+      ["git", *arguments],
+      cwd=pathlib.Path(__file__).parents[2],
       capture_output=True,
       text=True,
       check=True,
     ).stdout.strip()
+
+  try:
+    head = git("rev-parse", "--short", "HEAD")
+    changed = git(
+      "diff", "--name-only", "HEAD", "--", ".", ":!experiments/results"
+    )
   except (OSError, subprocess.CalledProcessError):
     return "unknown"
+  return head + "+" * bool(changed)
 
 
 def machine() -> str:
