@@ -16,7 +16,6 @@ were measured, scaled to a median of 0.25 s (`timed_training`). The simulator
 is fitted to the training without backups, and predicts those with backups.
 """
 
-import dataclasses
 import tempfile
 from collections.abc import Sequence
 
@@ -94,7 +93,7 @@ def measure(is_quick: bool, seed: int) -> dict:
     if cluster is None:
       cluster = validation.fit(events)
     simulated = simulator.simulate(
-      dataclasses.replace(cluster, num_replicas=total, slowdown={}),
+      validation.like(cluster, total),
       simulator.Sync(NEEDED),
       _SIMULATED_STEPS,
       seed=seed,

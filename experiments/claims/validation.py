@@ -15,6 +15,7 @@ worker has the speed of a machine of its own.
 """
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -115,6 +116,27 @@ def fit(events: Sequence[recorded_run.Event]) -> simulator.Cluster:
   ).cluster
 
 
+def like(cluster: simulator.Cluster, workers: int) -> simulator.Cluster:
+  """Returns a cluster of another size with workers of the same kind.
+
+  All workers are equal there, with the mean speed of the given workers: what
+  differed in a short record was chance.
+
+  Args:
+    cluster: The result of `fit`.
+    workers: The number of workers.
+  """
+  factors = [cluster.slowdown[n] for n in range(cluster.num_replicas)]
+  mean = statistics.geometric_mean(factors)
+  secs = np.array(cluster.compute.secs) * mean
+  return dataclasses.replace(
+    cluster,
+    num_replicas=workers,
+    compute=compute_times.Empirical(tuple(secs.tolist())),
+    slowdown={},
+  )
+
+
 def predict(cluster: simulator.Cluster, setting: Setting, seed: int) -> float:
   """Predicts the updates per second of another training on such machines.
 
@@ -123,10 +145,7 @@ def predict(cluster: simulator.Cluster, setting: Setting, seed: int) -> float:
     setting: The number of workers and the update rule of the other training.
     seed: The seed of the simulation.
   """
-  # All workers are of one kind; what differed in the record was chance.
-  other = dataclasses.replace(
-    cluster, num_replicas=setting.workers, slowdown={}
-  )
+  other = like(cluster, setting.workers)
   result = simulator.simulate(other, setting.rule, _SIMULATED_STEPS, seed=seed)
   return float(1 / result.step_secs[100:].mean())
 
