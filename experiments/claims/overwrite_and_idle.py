@@ -352,8 +352,8 @@ def draw(measurements: Sequence[dict]):
   """Draws who waits for the slow worker, and what its late updates undo."""
   figure, axes = claims.new_figure(10, 9.4, nrows=3, ncols=2)
   first = measurements[0]
-  _draw_turns(axes[0, 0], first["sync"], "Synchronous: the fast ones wait")
-  _draw_turns(axes[0, 1], first["async"], "Asynchronous: nobody waits")
+  _draw_turns(axes[0, 0], first["sync"], "Synchronous: the fast workers wait")
+  _draw_turns(axes[0, 1], first["async"], "Asynchronous: no worker waits")
   _draw_lost(axes[1, 0], measurements)
   axes[1, 1].axis("off")
   _draw_ball(axes[2, 0], first["async"]["order"])
@@ -414,11 +414,11 @@ def _draw_ball(axis, order) -> None:
     path[late],
     "s",
     color=_OF_SLOW,
-    label="after one of the slow worker",
+    label="after an update of the slow worker",
   )
   axis.axhline(0.0, color="black", linewidth=0.8)
   axis.set_xlabel("asynchronous updates, in the recorded order")
-  axis.set_ylabel("position (of the start)")
+  axis.set_ylabel("position (1: the start)")
   axis.set_title(f"The ball, pushed in that order, rate {RATE}")
   axis.legend(frameon=False, fontsize=9)
   axis.grid(alpha=0.3)
@@ -427,7 +427,7 @@ def _draw_ball(axis, order) -> None:
 def _draw_undone(axis, measurements) -> None:
   for tasks, label, colour, marker in (
     ([SLOW], "the slow worker", _OF_SLOW, "s"),
-    (FAST, "a fast one", _OF_FAST, "o"),
+    (FAST, "a fast worker", _OF_FAST, "o"),
   ):
     shares = np.array(
       [
@@ -447,7 +447,7 @@ def _draw_undone(axis, measurements) -> None:
     )
   axis.set_ylim(bottom=-1)
   axis.set_xlabel("learning rate × curvature")
-  axis.set_ylabel("undone, of what others won (%)")
+  axis.set_ylabel("undone of the progress of others (%)")
   axis.set_title("What a write undoes")
   axis.legend(frameon=False, fontsize=9)
   axis.grid(alpha=0.3)
