@@ -138,7 +138,7 @@ def run_tasks(
   *,
   document: Mapping[str, object],
   directory: str,
-  timeout_secs: float = 240.0,
+  timeout_secs: float = 600.0,
   environ: Mapping[str, str] | None = None,
 ) -> None:
   """Runs all tasks of a cluster on this machine, and waits for their end.
