@@ -155,7 +155,7 @@ def to_html(
   )
   sections = "".join(_section(report, directory) for report in reports)
   failed = "".join(
-    f"<p><strong>{escape(name)}</strong> did not finish: no result.</p>"
+    f"<p><strong>{escape(name)}</strong> has no result.</p>"
     for name in missing
   )
   return (
@@ -258,7 +258,7 @@ def to_markdown(reports: Sequence[Mapping], missing: Sequence[str]) -> str:
     for r in reports
   ]
   lines += [""]
-  lines += [f"**{name}** did not finish: no result.\n" for name in missing]
+  lines += [f"**{name}** has no result.\n" for name in missing]
   for report in reports:
     lines += [
       f'<a id="{report["name"]}"></a>',

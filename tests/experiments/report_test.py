@@ -137,8 +137,8 @@ class ReportTest(absltest.TestCase):
     self.assertEqual(missing, expected)
     self.assertIn("1 claim: 1 hold. ", page.words)
     for name in expected:
-      self.assertIn(f"{name} did not finish", page.words)
-      self.assertIn(f"**{name}** did not finish", text)
+      self.assertIn(f"{name} has no result", page.words)
+      self.assertIn(f"**{name}** has no result", text)
 
   def test_another_file(self):
     self._write({"name": "one"})
