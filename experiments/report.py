@@ -155,8 +155,7 @@ def to_html(
   )
   sections = "".join(_section(report, directory) for report in reports)
   failed = "".join(
-    f"<p><strong>{escape(name)}</strong> has no result.</p>"
-    for name in missing
+    f"<p><strong>{escape(name)}</strong> has no result.</p>" for name in missing
   )
   return (
     '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
