@@ -67,6 +67,7 @@ class Racer:
     rate: float,
     seed: int,
     limit: float,
+    absence=None,
   ) -> dict:
     """Trains until the precision is reached, and returns what that took.
 
@@ -77,6 +78,7 @@ class Racer:
       rate: The learning rate.
       seed: Decides weights, batches and compute times.
       limit: The virtual time at which the training is given up.
+      absence: An `event_clock.Absence`; None: that of the kind of workers.
 
     Returns:
       `seconds`: the virtual time; None if the precision was not reached.
@@ -92,20 +94,11 @@ class Racer:
       self._task.values(seed),
       self._lib.batches(workers, seed),
       kind.times(workers, seed),
-      kind.absence(workers),
+      absence or kind.absence(workers),
     )
-    outcome, row = None, []
+    outcome = None
     try:
-      for now in range(1, int(limit) + 1):
-        training.advance(now)
-        point = training.point()
-        if self._task.precision(point.values) < self._lib.PRECISION:
-          row = []
-          continue
-        row.append(point)
-        if len(row) == IN_A_ROW:
-          outcome = row[0]
-          break
+      outcome = self._first_of(self._points(int(limit)))
     except results.NonFiniteGradientError:
       self.close()  # Its state cannot be used again.
       return {"seed": seed, "seconds": None, "diverged": True}
@@ -119,6 +112,58 @@ class Racer:
     run["refused"] = round(total.refused / made, 4)
     training.finish()
     return run
+
+  def _points(self, limit: int):
+    """Yields the state of the training at every second of virtual time."""
+    for now in range(1, limit + 1):
+      self._training.advance(now)
+      yield self._training.point()
+
+  def _first_of(self, points: Iterable):
+    """Returns the first of `IN_A_ROW` points that all reach the precision.
+
+    Args:
+      points: `event_clock.Point`s, in the order of time.
+
+    Returns:
+      The point; None if there is none.
+    """
+    row = []
+    for point in points:
+      if self._task.precision(point.values) < self._lib.PRECISION:
+        row = []
+        continue
+      row.append(point)
+      if len(row) == IN_A_ROW:
+        return row[0]
+    return None
+
+  def judge(self, path: os.PathLike) -> dict:
+    """Finds when a real run has reached the precision.
+
+    Args:
+      path: The file that `race_real_task` has written.
+
+    Returns:
+      `seconds`, `updates` and `examples`; `seconds` is None if the precision
+      was not reached.
+    """
+    from experiments.support import event_clock
+
+    with np.load(path) as file:
+      rows = file["rows"]
+      values = [file[f"value_{i}"] for i in range(len(file.files) - 1)]
+    found = self._first_of(
+      event_clock.Point(float(t), int(updates), int(examples), list(at))
+      for (t, updates, examples), *at in zip(rows, *values, strict=True)
+    )
+    if found is None:
+      return {"seconds": None}
+    return {
+      "seconds": round(found.time, 2),
+      "updates": found.updates,
+      "examples": found.examples,
+    }
 
   def _get(self, contestant, workers):
     from experiments.support import event_clock
@@ -323,12 +368,14 @@ def _either(names: Sequence[str]) -> str:
 # Table and picture.
 
 
-def table(cells: dict[tuple, dict]) -> str:
+def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
   """Formats verdict, rule of thumb and all cells as Markdown.
 
   Args:
     cells: The cells by (rule, condition, workers).
+    real: Runs on real processes, as `race_real.measure` returns them.
   """
+  from experiments.support import race_real
   from experiments.support import race_task
 
   findings = find(cells)
@@ -367,6 +414,8 @@ def table(cells: dict[tuple, dict]) -> str:
         if cell:
           base = cells.get((SYNC, condition, workers))
           lines.append(_row(cell, base))
+  if real:
+    lines += ["", "## On real processes", "", *race_real.table(real)]
   return "\n".join(lines) + "\n"
 
 
@@ -485,31 +534,85 @@ def write(path: str, cells: dict[tuple, dict]) -> None:
   os.replace(path + ".new", path)
 
 
+def _keys() -> list[tuple[str, str, int]]:
+  """Returns the chosen cells, those of the most important rules first."""
+  from experiments.support import race_task
+
+  names = [c.name for c in race_task.contestants(4)]
+  if FLAGS.rules:
+    names = [name for name in names if name in FLAGS.rules.split(";")]
+  groups = [name for name in names if name in _MAIN], names
+  keys = [
+    (name, condition, int(workers))
+    for group in groups
+    for workers in FLAGS.workers
+    for name in group
+    for condition in FLAGS.conditions or race_task.conditions()
+  ]
+  return list(dict.fromkeys(keys))
+
+
 def _race(path: str) -> None:
   """Measures all chosen cells that are not in the file yet."""
   import tensorflow as tf
 
-  from experiments.support import race_task
-
   tf.config.threading.set_intra_op_parallelism_threads(1)
   tf.config.threading.set_inter_op_parallelism_threads(1)
   commit()  # The files may change while this runs.
+  seeds = SEEDS_SHORT if FLAGS.short else SEEDS
+  racer = Racer()
+  for key in _keys():
+    cells = read(path)
+    if key not in cells:
+      cells[key] = measure(racer, *key, seeds)
+      write(path, cells)
+      print(_row(cells[key], cells.get((SYNC, *key[1:]))), flush=True)
+  racer.close()
+
+
+def _read_real(path: str) -> list[dict]:
+  try:
+    with open(path + "_real.json", encoding="utf-8") as file:
+      return json.load(file)["runs"]
+  except FileNotFoundError:
+    return []
+
+
+def _repeat(path: str) -> None:
+  """Repeats sync, backup and async on real processes, and stores the results.
+
+  Runs that are in the file are not repeated.
+  """
+  from experiments.support import race_real
+  from experiments.support import race_task
+
   racer = Racer()
   for workers in map(int, FLAGS.workers):
-    for contestant in race_task.contestants(workers):
-      for condition in race_task.conditions():
-        key = contestant.name, condition, workers
-        if FLAGS.rules and contestant.name not in FLAGS.rules.split(";"):
+    for rule in FLAGS.rules.split(";") if FLAGS.rules else _MAIN:
+      for condition in FLAGS.conditions or race_task.conditions():
+        runs = _read_real(path)
+        if (rule, condition, workers) in [
+          tuple(run[key] for key in _KEYS) for run in runs
+        ]:
           continue
-        if FLAGS.conditions and condition not in FLAGS.conditions:
+        cell = read(path + ".json").get((rule, condition, workers))
+        if not cell or not cell["runs"] or not cell["runs"][0]["seconds"]:
           continue
-        cells = read(path)
-        if key in cells:
-          continue
-        seeds = SEEDS_SHORT if FLAGS.short else SEEDS
-        cells[key] = measure(racer, *key, seeds)
-        write(path, cells)
-        print(_row(cells[key], cells.get((SYNC, *key[1:]))), flush=True)
+        run = race_real.measure(
+          race_real.Cell(
+            rule=rule,
+            condition=condition,
+            workers=workers,
+            rate=cell["rate"],
+            seed=cell["runs"][0]["seed"],
+            limit=race_real.limit(cell["runs"][0]["seconds"]),
+          ),
+          racer,
+        )
+        print(race_real.table([run])[-1], flush=True)
+        text = ",\n".join(json.dumps(r) for r in [*runs, run])
+        with open(path + "_real.json", "w", encoding="utf-8") as file:
+          file.write(f'{{"runs": [\n{text}\n]}}\n')
   racer.close()
 
 
@@ -526,15 +629,12 @@ def main(argv: Sequence[str]) -> None:
       FLAGS.rules = ";".join(_MAIN)
       path += "_short"
     if FLAGS.real:
-      from experiments.support import race_real
-
-      race_real.repeat(read(path + ".json"), FLAGS.output)
-      return
-    if not FLAGS.draw:
+      _repeat(path)
+    elif not FLAGS.draw:
       _race(path + ".json")
     cells = read(path + ".json")
     with open(path + ".md", "w", encoding="utf-8") as file:
-      file.write(text := table(cells))
+      file.write(text := table(cells, _read_real(path)))
     draw(cells).savefig(path + ".png", dpi=110)
     print(text)
 

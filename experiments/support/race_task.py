@@ -232,14 +232,15 @@ class Task:
     replica: Computes gradients of batches of indices of pictures.
   """
 
-  def __init__(self, dataset_fn: Callable | None = None):
+  def __init__(self, dataset_fn: Callable | None = None, seed: int = 0):
     """Reads the pictures, and builds the network.
 
     Args:
       dataset_fn: Makes the data set of indices; None where it is not needed.
+      seed: Decides the initial weights of the network's own variables.
     """
     train, self._test = map(small_network.read, ("train", "test"))
-    self.model = build(0)
+    self.model = build(seed)
     self.replica = model_replica.Replica(
       self.model.trainable_variables,
       lambda parameters, chosen: small_network.loss(
