@@ -16,6 +16,9 @@ import pathlib
 import tempfile
 import time
 
+import numpy as np
+
+from experiments.simulator import recorded_run
 from experiments.support import claims
 from experiments.support import event_clock
 from experiments.support import programs
@@ -24,6 +27,7 @@ UNIT_SECS = 0.1
 # A real run goes on for so many times the virtual time to the precision.
 _LONGER = 1.6
 _TIMEOUT_SECS = 400.0
+_MEASURED_WORKERS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +128,47 @@ def measure(cell: Cell, racer) -> dict:
     "date": datetime.date.today().isoformat(),
     "machine": claims.machine(),
     "load": os.getloadavg()[0],
+  }
+
+
+def measure_times() -> dict:
+  """Measures how long batches take where workers compete for the cores.
+
+  Trains the network of `cifar10` with 4 asynchronous workers on this machine.
+  If it has fewer cores, some batches take much longer than others.
+
+  Returns:
+    The content of race_compute_times.json; `secs` are the times.
+  """
+  with tempfile.TemporaryDirectory() as directory:
+    spec = programs.write_spec(directory, workers=_MEASURED_WORKERS)
+    programs.output(
+      "cifar10.distributed_train",
+      "--dataset=synthetic",
+      f"--cluster_spec={spec}",
+      f"--train_dir={directory}/run",
+      "--update=async",
+      "--batch_size=16",
+      "--max_steps=1200",
+      "--log_every_steps=400",
+      "--timeline",
+    )
+    events = recorded_run.read(f"{directory}/run/timeline")
+  ends = [event.end for event in events if event.kind == "compute"]
+  start = float(np.quantile(ends, 0.1))  # In the first tenth workers join.
+  fit = recorded_run.fit(
+    [event for event in events if event.start >= start], read_bytes=1.0
+  )
+  secs = np.asarray(fit.cluster.compute.secs)  # pyright: ignore
+  return {
+    "what": (
+      f"Seconds that a batch of each of {_MEASURED_WORKERS} asynchronous"
+      " workers on this machine took. The median is the same for all workers."
+    ),
+    "command": "python -m experiments.race --measure",
+    "date": datetime.date.today().isoformat(),
+    "machine": claims.machine(),
+    "secs": [round(float(value), 4) for value in secs],
   }
 
 
