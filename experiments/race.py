@@ -27,6 +27,7 @@ import functools
 import json
 import math
 import os
+import pathlib
 import subprocess
 import time
 from collections.abc import Iterable
@@ -238,16 +239,26 @@ def measure(
 
 @functools.cache
 def commit() -> str:
-  """Returns the commit of the working tree; `+` if files differ from it."""
-  words = ["git", "describe", "--always", "--dirty=+", "--abbrev=7"]
-  result = subprocess.run(
-    words,
-    cwd=os.path.dirname(__file__),
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  return result.stdout.strip() or "unknown"
+  """Returns the commit of this code; with `+` if Python files differ from it.
+
+  Returns:
+    Seven digits; `unknown` outside of a repository.
+  """
+
+  def git(*words):
+    return subprocess.run(
+      ["git", *words],
+      cwd=pathlib.Path(__file__).parents[1],
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+
+  found = git("rev-parse", "--short=7", "HEAD").stdout.strip()
+  if not found:
+    return "unknown"
+  differs = git("diff", "--quiet", "HEAD", "--", "*.py").returncode
+  return found + ("+" if differs else "")
 
 
 # What the numbers say.
