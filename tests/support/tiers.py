@@ -67,8 +67,9 @@ EXCEPTIONS = {
   "tests/examples_test.py::test_resumes": "cluster",
   # They start no process, but train.
   "tests/examples_test.py::test_an_own_rule": "program",
-  # They start no process, but train by every rule.
+  # They start no process, but train by every rule, or by many.
   "tests/conformance/rules_test.py": "program",
+  "tests/experiments/race_test.py::EventClockTest": "program",
   # It starts no process, but trains six programs.
   "tests/fitting/examples_test.py::test_learns_with_keras": "program",
   "tests/fitting/examples_test.py::test_learns_on_a_cluster": "cluster",
