@@ -508,7 +508,9 @@ def draw(cells: dict[tuple, dict]):
   axes[0].set_yticks(range(len(names)), names)
   axes[0].invert_yaxis()
   if cells:
-    axes[0].legend(fontsize=8, loc="lower left")
+    figure.legend(
+      *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3
+    )
   figure.suptitle(
     f"Time to a precision of {race_task.PRECISION}, with 95% intervals"
     f" (left of the line: faster than sync)"
