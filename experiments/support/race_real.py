@@ -26,7 +26,7 @@ from experiments.support import programs
 UNIT_SECS = 0.1
 # A real run goes on for so many times the virtual time to the precision.
 _LONGER = 1.6
-_TIMEOUT_SECS = 400.0
+_TIMEOUT_SECS = 600.0
 _MEASURED_WORKERS = 4
 
 

@@ -31,7 +31,7 @@ PRECISION = 0.8
 # An exchange with the parameter server.
 EXCHANGE_SECS = 0.1
 # A training that has not reached the precision by then is given up.
-MAX_SECS = 400
+MAX_SECS = 1000
 RATES = (0.03, 0.06, 0.12, 0.24)
 SEARCH_SEED = 100
 SWITCH_AT = 20
