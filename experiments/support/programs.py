@@ -140,6 +140,7 @@ def run_tasks(
   directory: str,
   timeout_secs: float = 600.0,
   environ: Mapping[str, str] | None = None,
+  while_running: Callable[..., None] | None = None,
 ) -> None:
   """Runs all tasks of a cluster on this machine, and waits for their end.
 
@@ -150,6 +151,8 @@ def run_tasks(
     directory: A directory for the spec and the logs of the tasks.
     timeout_secs: The time limit for everything, in seconds.
     environ: The environment of the processes. None: that of this process.
+    while_running: Called with the `LocalCluster` after its start, for example
+      to kill a task and start it again. None: nothing is called.
 
   Raises:
     RuntimeError: If a task failed, with what all tasks printed.
@@ -170,6 +173,8 @@ def run_tasks(
     spec, command, log_dir=directory, environ=environ
   ) as tasks:
     tasks.start()
+    if while_running is not None:
+      while_running(tasks)
     if tasks.wait(timeout_secs=timeout_secs):
       raise RuntimeError("\n".join(tasks.log(t) for t in spec.tasks()))
 

@@ -69,8 +69,9 @@ EXCEPTIONS = {
   "tests/examples_test.py::test_an_own_rule": "program",
   # They read many damaged files.
   "tests/fuzz_test.py": "program",
-  # They start no process, but train by every rule.
+  # They start no process, but train by every rule, or by many.
   "tests/conformance/rules_test.py": "program",
+  "tests/experiments/race_test.py::EventClockTest": "program",
   # It starts no process, but trains six programs.
   "tests/fitting/examples_test.py::test_learns_with_keras": "program",
   "tests/fitting/examples_test.py::test_learns_on_a_cluster": "cluster",
