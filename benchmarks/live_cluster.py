@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 _NUMBER = re.compile(r"[\d.]+(e-?\d+)?")
 _END_SECS = 60
+_TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 
 class LiveCluster:
@@ -85,6 +86,15 @@ class LiveCluster:
       if line == expected or (expected is None and _NUMBER.fullmatch(line)):
         return line
     raise RuntimeError("the chief ended early")
+
+  def cpu_secs(self) -> list[float]:
+    """Returns the processor time that each process has used, in seconds."""
+    found = []
+    for process in self._processes:
+      stat = pathlib.Path("/proc", str(process.pid), "stat").read_text()
+      user, system = stat.rpartition(")")[2].split()[11:13]
+      found.append((int(user) + int(system)) / _TICKS_PER_SEC)
+    return found
 
   def updates_per_sec(self, updates: int) -> float:
     """Lets the cluster make `updates` updates, and returns their rate."""

@@ -260,8 +260,13 @@ class LookupTest(parameterized.TestCase):
     variable = _variable()
     tables.rows_of(variable).initialize()
     message = r"the ids of rows of table must be in \[0, 2500\). Received:"
-    with self.assertRaisesRegex(tf.errors.InvalidArgumentError, message):
-      tables.gather(variable, tf.constant([0, bad]))
+    with self.assertRaisesRegex(
+      tf.errors.InvalidArgumentError, message
+    ) as caught:
+      tf.function(tables.gather)(variable, tf.constant([0, bad]))
+    line = f"the ids of rows of table must be in [0, 2500). Received: {bad}"
+    self.assertEqual(tables.bad_ids(caught.exception), line)
+    self.assertEqual(tables.bad_ids(tf.errors.OpError(None, None, "", 1)), "")
 
   def test_refuses_ids_that_are_no_integers(self):
     message = "'table' must be integers. Received: float32"

@@ -694,9 +694,40 @@ def copy_here(tensor: tf.Tensor) -> tf.Tensor:
   return tf.raw_ops.Snapshot(input=tensor)
 
 
-def transfer_scalars(
-  device: str, *scalars: tf.Tensor | float
-) -> list[tf.Tensor | float]:
+class Scalars:
+  """Scalars that are sent to another task as one vector.
+
+  Attributes:
+    vector: float64 [n], the scalars that are tensors, on the device where they
+      were joined. Python numbers are not sent.
+  """
+
+  def __init__(self, *scalars: tf.Tensor | float):
+    """Joins the scalars, on the current device.
+
+    Args:
+      *scalars: Tensors of any dtype, with integers below 2**53, or Python
+        numbers. At least one is a tensor.
+    """
+    self._scalars = scalars
+    tensors = [tf.cast(x, tf.float64) for x in scalars if tf.is_tensor(x)]
+    self.vector = tf.stack(tensors)
+
+  def split(self, vector: tf.Tensor | None) -> list[Any]:
+    """Splits a copy of `vector`, on the current device.
+
+    Returns:
+      The scalars in their order: tensors of the same dtypes, and the Python
+      numbers as they are.
+    """
+    landed = iter(tf.unstack(vector))
+    return [
+      tf.cast(next(landed), x.dtype) if tf.is_tensor(x) else x
+      for x in self._scalars
+    ]
+
+
+def transfer_scalars(device: str, *scalars: tf.Tensor | float) -> list[Any]:
   """Copies scalars to `device` as one tensor, which needs one remote call.
 
   Args:
@@ -708,15 +739,11 @@ def transfer_scalars(
     The scalars in the same order: tensors of the same dtypes on `device`, and
     the Python numbers as they are.
   """
-  tensors = [x for x in scalars if tf.is_tensor(x)]
-  if not tensors:
+  if not any(tf.is_tensor(x) for x in scalars):
     return list(scalars)
-  packed = tf.stack([tf.cast(x, tf.float64) for x in tensors])
+  joined = Scalars(*scalars)
   with tf.device(device):
-    landed = iter(tf.unstack(copy_here(packed)))
-    return [
-      tf.cast(next(landed), x.dtype) if tf.is_tensor(x) else x for x in scalars
-    ]
+    return joined.split(copy_here(joined.vector))
 
 
 def switch(

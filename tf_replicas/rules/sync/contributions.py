@@ -245,13 +245,16 @@ class Contributions:
     """
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_math.all_finite(gradients, self._store.wire_dtype)
-    packed = self._gradients.pack(gradients)
     present = [g is not None for g in gradients]
     if preadmitted_tag is not None:
-      *report, is_sound, replica, tag = resources.transfer_scalars(
-        self._device, loss, num_examples, is_sound, replica, preadmitted_tag
+      scalars = resources.Scalars(
+        replica, preadmitted_tag, is_sound, loss, num_examples
       )
-      return self._hand_over(replica, tag, packed, present, report, is_sound)
+      packed = self._gradients.pack(gradients, scalars)
+      arrived, landed = self._gradients.put_with_scalars(packed, scalars)
+      replica, tag, is_sound, *report = landed
+      return self._report(replica, tag, arrived, present, report, is_sound)
+    packed = self._gradients.pack(gradients)
     *report, is_sound, replica, local_step = resources.transfer_scalars(
       self._device, loss, num_examples, is_sound, replica, local_step
     )
@@ -266,8 +269,14 @@ class Contributions:
         admitted = tf.equal(verdict, int(Verdict.ADMIT))
       return tf.cond(
         admitted,
-        lambda: self._hand_over(
-          replica, tag, packed, present, report, True, answered
+        lambda: self._report(
+          replica,
+          tag,
+          self._gradients.put(replica, tag, packed),
+          present,
+          report,
+          True,
+          answered,
         ),
         lambda: step_token.StepToken(
           tf.constant(0, tf.int64),
@@ -277,25 +286,25 @@ class Contributions:
         ),
       )
 
-  def _hand_over(
+  def _report(
     self,
     replica,
     tag,
-    packed,
+    arrived,
     present,
     report,
     is_sound,
-    admitted_at=step_token.NEVER,
+    admitted_at: tf.Tensor | float = step_token.NEVER,
   ) -> step_token.StepToken:
-    """Sends gradients that the chief has admitted, and waits for its reply.
+    """Reports to the chief that gradients arrived, and waits for its reply.
 
-    The tag, an int64, identifies the gradients among those of the replica.
+    The tag, an int64, identifies the gradients among those of the replica. Once
+    the tensors `arrived` are computed, the gradients are on the PS tasks.
 
     Returns:
       A token that says whether the gradients were used, and from which global
       step to continue.
     """
-    arrived = self._gradients.put(replica, tag, packed)
     with tf.device(self._device), tf.control_dependencies(arrived):
       kind = tf.where(is_sound, int(Kind.DELIVERED), int(Kind.NONFINITE))
       delivered = self._send(kind, replica, tag, report=report, present=present)
