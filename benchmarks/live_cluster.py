@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import subprocess
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 _NUMBER = re.compile(r"[\d.]+(e-?\d+)?")
@@ -27,6 +28,7 @@ class LiveCluster:
     root: pathlib.Path,
     cwd: pathlib.Path | None = None,
     ends_by_itself: bool = True,
+    environ: Mapping[str, str] | None = None,
   ):
     """Starts the processes, and waits until the chief is ready.
 
@@ -36,6 +38,7 @@ class LiveCluster:
       cwd: The working directory of the processes. None: that of this process.
       ends_by_itself: Whether all processes end with the chief. Otherwise they
         are killed.
+      environ: More environment variables of the processes.
     """
     self._ends_by_itself = ends_by_itself
     self._processes = [
@@ -47,6 +50,7 @@ class LiveCluster:
           "PYTHONPATH": str(root),
           "CUDA_VISIBLE_DEVICES": "",
           "TF_CPP_MIN_LOG_LEVEL": "2",
+          **(environ or {}),
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
