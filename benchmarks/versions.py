@@ -37,6 +37,12 @@ flags.DEFINE_string(
   "tensorflow", None, "The version of TensorFlow, such as 2.16"
 )
 flags.DEFINE_string("keras", None, "The version of Keras, such as 3.8")
+flags.DEFINE_string(
+  "environment",
+  None,
+  "The directory of the virtual environment: it is made if it does not exist,"
+  " and kept. Without this flag, it is a temporary one",
+)
 flags.DEFINE_bool("resolve", False, "Find the triples that can be installed")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -189,7 +195,7 @@ def _test_requirements() -> list[str]:
 def _install(
   venv: pathlib.Path, python: str, tensorflow: str, keras: str
 ) -> None:
-  """Makes a virtual environment with some versions and this checkout's wheel.
+  """Makes a virtual environment with some versions and what the tests need.
 
   Args:
     venv: The directory of the environment.
@@ -217,7 +223,6 @@ def _install(
   remove = ["uv", "pip", "uninstall", "--quiet", *install[-2:]]
   _text([*remove, "keras-nightly"], secs)
   _text([*install, "--no-deps", "--reinstall", versions[1]], secs)
-  _text([*install, "--no-deps", _ROOT], secs)
 
 
 def _version_in(venv: pathlib.Path, package: str) -> str:
@@ -295,44 +300,52 @@ def _environ() -> dict[str, str]:
   return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
 
-def run(python: str, tensorflow: str, keras: str) -> dict:
+def run(python: str, tensorflow: str, keras: str, venv: pathlib.Path) -> dict:
   """Tests the library with a triple of versions, and returns the result.
 
   Args:
     python: The version or path of the Python interpreter.
     tensorflow: The version of TensorFlow.
     keras: The version of Keras.
+    venv: The directory of the virtual environment. If it does not exist, it is
+      made.
 
   Returns:
-    The exact versions, the date, and the outcomes of the README's example, of a
-    training on real processes and of the unit tests.
+    The exact versions, the commit, the date, and the outcomes of the README's
+    example, of a training on real processes and of the unit tests.
   """
-  with tempfile.TemporaryDirectory() as directory:
-    venv = pathlib.Path(directory, "venv")
+  if not venv.exists():
     _install(venv, python, tensorflow, keras)
-    interpreter = venv / "bin" / "python"
-    row = {
-      name: _version_in(venv, name)
-      for name in ("python", "tensorflow", "keras")
-    }
-    print(row, flush=True)
-    row["date"] = datetime.date.today().isoformat()
-    start = time.monotonic()
-    example = subprocess.run(
-      [interpreter, _ROOT / ".ci" / "try_wheel.py"],
-      env=_environ(),
-      timeout=_SECS["example"],
-      check=False,
-    )
-    row["example"] = {
-      "passed": not example.returncode,
-      "seconds": round(time.monotonic() - start),
-    }
-    row["cluster"] = _tests(interpreter, *_CLUSTER_TESTS, secs=_SECS["cluster"])
-    row["unit"] = _tests(
-      *(interpreter, "-n", "2", "--dist", "loadfile", "-m", "unit"),
-      secs=_SECS["unit"],
-    )
+  interpreter = venv / "bin" / "python"
+  _text(
+    ["uv", "pip", "install", "--native-tls", "--quiet", "--no-deps"]
+    + ["--reinstall", "--python", interpreter, _ROOT],
+    _SECS["install"],
+  )
+  row = {
+    name: _version_in(venv, name) for name in ("python", "tensorflow", "keras")
+  }
+  row["commit"] = _text(
+    ["git", "-C", _ROOT, "describe", "--always", "--dirty"], 60
+  ).strip()
+  print(row, flush=True)
+  row["date"] = datetime.date.today().isoformat()
+  start = time.monotonic()
+  example = subprocess.run(
+    [interpreter, _ROOT / ".ci" / "try_wheel.py"],
+    env=_environ(),
+    timeout=_SECS["example"],
+    check=False,
+  )
+  row["example"] = {
+    "passed": not example.returncode,
+    "seconds": round(time.monotonic() - start),
+  }
+  row["cluster"] = _tests(interpreter, *_CLUSTER_TESTS, secs=_SECS["cluster"])
+  row["unit"] = _tests(
+    *(interpreter, "-n", "2", "--dist", "loadfile", "-m", "unit"),
+    secs=_SECS["unit"],
+  )
   return row
 
 
@@ -438,7 +451,11 @@ def main(argv: Sequence[str]) -> None:
   versions = [FLAGS.python, FLAGS.tensorflow, FLAGS.keras]
   if any(versions) and not all(versions):
     sys.exit("--python, --tensorflow and --keras must be given together.")
-  row = run(*versions) if all(versions) else None
+  row = None
+  if all(versions):
+    with tempfile.TemporaryDirectory() as directory:
+      venv = FLAGS.environment or os.path.join(directory, "venv")
+      row = run(*versions, venv=pathlib.Path(venv).absolute())
   triples = resolve() if FLAGS.resolve else None
   results = json.loads(RESULTS.read_text(encoding="utf-8"))
   if triples is not None:
