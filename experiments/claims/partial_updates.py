@@ -192,7 +192,7 @@ def _draw_bars(axis, settings, labels, scale=1.0) -> None:
         x,
         np.median(values),
         width,
-        color=claims.COLOURS[number],
+        color=claims.COLORS[number],
         hatch=("", "//", "..")[number],
         edgecolor="white",
         label=label if place == 0 else None,

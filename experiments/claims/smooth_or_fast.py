@@ -192,7 +192,7 @@ def draw(measurements: Sequence[dict]):
         axes.plot(
           [r[column] for r in rows],
           [r[2] for r in rows],
-          color=claims.COLOURS[1 - number],
+          color=claims.COLORS[1 - number],
           linewidth=0.9,
           linestyle=("-", "--")[number],
           label=rule,
