@@ -127,17 +127,22 @@ def single_rounds(
   return found
 
 
+def new_spec() -> cluster.ClusterSpec:
+  """Makes the spec of a cluster of 1 PS and 2 workers, at free ports."""
+  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
+  return cluster.resolve_ports(cluster.parse(jobs))
+
+
 def small_model(
-  root: pathlib.Path, replication: str
+  root: pathlib.Path, replication: str, spec: cluster.ClusterSpec
 ) -> live_cluster.LiveCluster:
   """Starts a cluster of 1 PS and 2 workers that trains a small model.
 
   Args:
     root: The root directory of the tree whose library the cluster uses.
     replication: `between_graph` or `in_graph`.
+    spec: The cluster.
   """
-  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
-  spec = cluster.resolve_ports(cluster.parse(jobs))
   tasks = [("ps", 0), ("worker", 1), ("worker", 0)]
   if replication == "in_graph":
     tasks.append(("chief", 0))
@@ -173,7 +178,9 @@ def paired_rounds(
     order = list(trees) if number % 2 else list(trees)[::-1]
     with contextlib.ExitStack() as stack:
       models = {
-        name: stack.enter_context(small_model(trees[name], replication))
+        name: stack.enter_context(
+          small_model(trees[name], replication, new_spec())
+        )
         for name in order
       }
       for model in models.values():

@@ -407,6 +407,8 @@ class ParameterServerDriver(Driver):
       RuntimeError: If this task is not the chief, if another process runs as
         the same task, if training was ended elsewhere, or if a data set has
         ended.
+      TimeoutError: If a step exceeded the deadline of the update rule, with too
+        few contributions to go on.
     """
     self._check_role(needs_chief=True)
     metrics = self._metrics
@@ -414,6 +416,8 @@ class ParameterServerDriver(Driver):
       self._start()
     self._thread.raise_error()
     self._heartbeats.raise_if_replaced()
+    assert self._watchdog is not None
+    self._watchdog.begin()
     made = self._next_updates(max_updates)
     # A process that was replaced must not save what it read.
     self._heartbeats.raise_if_replaced()
@@ -489,6 +493,7 @@ class ParameterServerDriver(Driver):
       self._heartbeats.outcome,
       self.replica_names,
       lost_after_secs=self._options.lost_after_secs,
+      start_timeout_secs=self._options.start_timeout_secs,
       log=self._log,
     )
     self._thread = self._start_replicas()
@@ -524,6 +529,8 @@ class ParameterServerDriver(Driver):
       except results.Interrupted:
         self._thread.raise_error()
         self._heartbeats.raise_if_ended()
+        if self._watchdog is not None:
+          self._watchdog.raise_if_expired()
       except results.NonFiniteGradientError as error:
         name = self.replica_names[error.replica]
         raise results.NonFiniteGradientError(

@@ -540,6 +540,33 @@ class Queue:
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
 
 
+class QueueArray:
+  """Several queues of one task, one of which is chosen at run time.
+
+  The number of ops does not depend on the number of queues, as it does if
+  `switch` chooses the queue.
+  """
+
+  def __init__(self, queues: Sequence[Queue]):
+    """Stores the handles of the queues in one tensor, on their task.
+
+    Args:
+      queues: The queues, at least one, with elements of the same dtypes.
+    """
+    self.device = queues[0].device
+    with tf.init_scope(), tf.device(self.device):
+      self._handles = tf.raw_ops.Pack(values=[q._handle for q in queues])
+
+  def enqueue(
+    self, index: tf.Tensor, components: Sequence[tf.Tensor]
+  ) -> tf.Operation | None:
+    """Appends one element to the queue `index`, as `Queue.enqueue` does."""
+    with tf.device(self.device):
+      return tf.raw_ops.QueueEnqueueV2(
+        handle=tf.gather(self._handles, index), components=list(components)
+      )
+
+
 class Mutex:
   """Lock of the current device that all clients share by its name.
 
@@ -636,12 +663,22 @@ def _memory_reader(device: str, here: str) -> RemoteReader[tf.Tensor]:
   @tf.function(autograph=False)
   def read() -> tf.Tensor:
     with tf.device(device):
-      lines = tf.data.TextLineDataset("/proc/meminfo")
-      return lines.reduce(
-        tf.constant(""), lambda text, line: tf.strings.join([text, line, "\n"])
-      )
+      return read_text("/proc/meminfo")
 
   return remote_reader(read)
+
+
+def read_text(path: str) -> tf.Tensor:
+  """Reads a text file of the current device's machine, as a string scalar.
+
+  Unlike `tf.io.read_file`, it also reads files of /proc, whose size is 0.
+
+  Args:
+    path: The path of the file.
+  """
+  return tf.data.TextLineDataset(path).reduce(
+    tf.constant(""), lambda text, line: tf.strings.join([text, line, "\n"])
+  )
 
 
 def copy_here(tensor: tf.Tensor) -> tf.Tensor:

@@ -22,7 +22,7 @@ from tf_replicas.rules.sync import gradient_queues
 from tf_replicas.rules.sync import ledger
 from tf_replicas.runtime import resources
 
-COMPUTING, WAITING, ADMITTED, DELIVERED, LOST = map(int, protocol.Status)
+COMPUTING, WAITING, ADMITTED, DELIVERED, LOST, _ = map(int, protocol.Status)
 KIND = protocol.MessageType
 ENDED = step_token.ENDED
 NAN, INF = float("nan"), float("inf")

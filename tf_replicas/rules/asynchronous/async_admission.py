@@ -23,7 +23,7 @@ from tf_replicas.store import parameter_store
 
 # The state of a replica: it applies no gradients at present, is applying
 # gradients, or is lost.
-_IDLE, _OPEN, _LOST = 0, 1, -1
+IDLE, OPEN, LOST = 0, 1, -1
 # A replica that fails is declared lost much sooner.
 _PATIENCE_SECS = 600.0
 # Gradients of at least this staleness are counted together.
@@ -225,7 +225,7 @@ class AsyncAdmission:
     """
 
     def close():
-      self._set_state(self._is_this(replica), tf.constant(_LOST))
+      self._set_state(self._is_this(replica), tf.constant(LOST))
       return [control_flow.done(self._retry())]
 
     with tf.device(self._device):
@@ -236,20 +236,11 @@ class AsyncAdmission:
 
     `Counts.late` counts the sets that were dropped as too stale.
     """
-    rows = zip(self.applied.numpy(), self.dropped.numpy(), strict=True)
-    return [
-      results.Counts(
-        applied=int(applied.sum()),
-        surplus=0,
-        late=tuple(map(int, dropped[1:])),
-        staleness=tuple(map(int, np.trim_zeros(applied, "b"))),
-      )
-      for applied, dropped in rows
-    ]
+    return counts_of(self.applied.numpy(), self.dropped.numpy())
 
   def is_lost(self) -> tf.Tensor:
     """Reads whether each of the M replicas was declared lost, as bool [M]."""
-    return self._state.read_value() == _LOST
+    return self._state.read_value() == LOST
 
   def end(self) -> None:
     """Refuses all gradients from now on, also those of waiting replicas.
@@ -278,7 +269,7 @@ class AsyncAdmission:
       TimeoutError: After 600 s.
     """
     waiting.await_value(
-      lambda: not tf.reduce_any(self._state.read_value() == _OPEN),
+      lambda: not tf.reduce_any(self._state.read_value() == OPEN),
       timeout_secs=_PATIENCE_SECS,
       what="waiting for the last asynchronous update",
     )
@@ -412,7 +403,7 @@ class AsyncAdmission:
     # A restarted replica may still be marked as applying: leave it out here. In
     # the decisions on other replicas it counts.
     state = self._state.read_value()
-    is_open = ~this & (state == _OPEN)
+    is_open = ~this & (state == OPEN)
     ahead = self.pending.read_value() + tf.math.count_nonzero(is_open)
     step = self._store.read_global_step()
     version = step + ahead // self._per_update
@@ -424,7 +415,7 @@ class AsyncAdmission:
       is_fresh = self._admits(staleness)
     is_good = is_fresh & is_sound & ~ended
     admitted = is_good & has_room
-    self._set_state(this, tf.where(admitted, _OPEN, _IDLE))
+    self._set_state(this, tf.where(admitted, OPEN, IDLE))
     row = tf.cast(replica, tf.int64)
     row = tf.where(is_sound & ~ended & ~is_fresh, row, -tf.ones_like(row))
     _count(self.dropped, row, staleness)
@@ -446,7 +437,7 @@ class AsyncAdmission:
     Returns:
       A list of one int64 scalar, the global step afterwards.
     """
-    self._set_state(self._is_this(replica), tf.constant(_IDLE))
+    self._set_state(self._is_this(replica), tf.constant(IDLE))
     _count(self.applied, replica, staleness)
     num_examples = tf.cast(num_examples, tf.int64)
     self._store.examples_seen.assign_add(num_examples)
@@ -483,6 +474,24 @@ class AsyncAdmission:
     with tf.device(self._device):
       message = _Progress(int(kind), *fields)
       return self._progress.enqueue([_LAYOUT.pack(message)])
+
+
+def counts_of(applied: np.ndarray, dropped: np.ndarray) -> list[results.Counts]:
+  """Returns how many sets of gradients of each replica were used or dropped.
+
+  Args:
+    applied: The value of `AsyncAdmission.applied`.
+    dropped: The value of `AsyncAdmission.dropped`.
+  """
+  return [
+    results.Counts(
+      applied=int(row.sum()),
+      surplus=0,
+      late=tuple(map(int, late[1:])),
+      staleness=tuple(map(int, np.trim_zeros(row, "b"))),
+    )
+    for row, late in zip(applied, dropped, strict=True)
+  ]
 
 
 def _count(table: tf.Variable, row: int | tf.Tensor, column: tf.Tensor) -> None:

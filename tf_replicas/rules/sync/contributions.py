@@ -103,6 +103,8 @@ class Contributions:
   Attributes:
     num_replicas: R, the number of replicas that offer contributions.
     replicas_to_aggregate: N, the number of contributions in a step.
+    min_contributions: The smallest number of contributions in a step that has
+      exceeded its deadline.
   """
 
   def __init__(
@@ -112,6 +114,7 @@ class Contributions:
     num_replicas: int,
     replicas_to_aggregate: int,
     is_sparse: Sequence[bool],
+    min_contributions: int | None = None,
     has_chief_statistics: bool = False,
     namespace: resources.Namespace | None = None,
   ):
@@ -127,6 +130,8 @@ class Contributions:
       is_sparse: For each element of `store.contributed` (the trainable
         variables, then the statistics, which have no gradients), whether its
         gradients are `tf.IndexedSlices`.
+      min_contributions: The smallest number of contributions in a step that
+        has exceeded its deadline. None: N, so that no step has fewer.
       has_chief_statistics: Whether statistics are updated from the accepted
         replica with the smallest index alone.
       namespace: The scope of the names of the queues and of the ledger. None:
@@ -135,6 +140,8 @@ class Contributions:
     namespace = namespace or store.namespace
     self.num_replicas = num_replicas
     self.replicas_to_aggregate = replicas_to_aggregate
+    self.min_contributions = min_contributions or replicas_to_aggregate
+    self._can_expire = self.min_contributions < replicas_to_aggregate
     self._store = store
     self._device = store.device_of_task(0)
     empty = ledger_lib.new_ledger(num_replicas, replicas_to_aggregate)
@@ -338,7 +345,9 @@ class Contributions:
     """
     with tf.device(self._device):
       step = self._store.read_global_step()
-      done = self._is_complete(self._ledger.accepted.read_value())
+      done = self._is_complete(
+        self._ledger._replace(accepted=self._ledger.accepted.read_value())
+      )
       kind = tf.where(done, int(Kind.DELIVERED), int(Kind.OFFER))
       is_mine = tf.equal(self._taker.read_value(), self._number)
       kind = tf.where(is_mine, kind, int(Kind.WAKE))
@@ -349,12 +358,19 @@ class Contributions:
       )
       with tf.control_dependencies([kind]):
         loss = self._ledger.loss.read_value()
+        count = self.replicas_to_aggregate
+        if self._can_expire:
+          taken = ledger_lib.places(self._ledger.accepted.read_value()).is_taken
+          # A step that was interrupted may have none.
+          count = tf.math.count_nonzero(taken, dtype=tf.float64)
+          count = tf.maximum(count, 1.0)
         return ledger_lib.Collected(
           kind=kind,
           replica=replica,
           step=step,
           examples=self._ledger.examples.read_value(),
-          loss=loss / self.replicas_to_aggregate,
+          count=count,
+          loss=loss / count,
           present=self._present.read_value(),
         )
 
@@ -423,7 +439,9 @@ class Contributions:
       *header, batch.examples, batch.loss, step_token.now(batch.loss)
     )
     before = self._read()
-    noted, replies = ledger_lib.record(before, message, step)
+    noted, replies = ledger_lib.record(
+      before, message, step, can_expire=self._can_expire
+    )
     ledger, settled = ledger_lib.settle(noted)
     self._write(ledger)
     is_used = tf.reduce_any(
@@ -444,14 +462,14 @@ class Contributions:
     # Most messages cause no reply; then the branches per replica do not run.
     has_reply = tf.reduce_any(tf.maximum(verdict, replies.flush) >= 0)
     control_flow.run_if(has_reply | is_nonfinite, reply)
-    is_complete = self._is_complete(ledger.accepted)
+    is_complete = self._is_complete(ledger)
     kind = tf.where(is_complete, int(Kind.DELIVERED), int(Kind.OFFER))
     is_urgent = is_nonfinite | (message.kind == Kind.WAKE)
     kind = tf.where(is_urgent, message.kind, tf.cast(kind, tf.int64))
     return kind, message.replica
 
-  def _is_complete(self, accepted) -> tf.Tensor:
-    return tf.reduce_all(ledger_lib.places(accepted).is_taken)
+  def _is_complete(self, ledger: ledger_lib.Ledger) -> tf.Tensor:
+    return ledger_lib.is_complete(ledger, self.min_contributions)
 
   def _read(self) -> ledger_lib.Ledger:
     return ledger_lib.Ledger(*[v.read_value() for v in self._ledger])
@@ -487,7 +505,7 @@ class Contributions:
     """
     with tf.device(self._device):
       before = self._read()
-      ledger, verdict = ledger_lib.finish(before)
+      ledger, verdict = ledger_lib.finish(before, can_expire=self._can_expire)
       self._write(ledger)
       self._present.assign(tf.zeros(self._present.shape, tf.bool))
       self._replies.send(verdict, before.tag, step)
@@ -544,6 +562,17 @@ class Contributions:
     """
     with tf.device(self._device):
       self._send(Kind.WAKE, -1, step_token.microseconds(step_token.now()))
+
+  def expire(self, step: int) -> None:
+    """Reports to the chief's inbox that a step has exceeded its deadline.
+
+    The step then goes on without the replicas from which no contribution (set
+    of gradients) has come, if it has at least `min_contributions`.
+
+    Args:
+      step: The global step. The report has no effect on later steps.
+    """
+    self._send(Kind.EXPIRED, -1, -1, step=step)
 
   def declare_lost(self, replica: int, tag: int) -> None:
     """Reports to the chief's inbox that a replica is lost.

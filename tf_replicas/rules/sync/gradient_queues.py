@@ -169,8 +169,9 @@ class GradientQueues:
 
     Args:
       task: The index of the PS task.
-      accepted: int64 [N, 2], the replicas and the tags of the N accepted
-        contributions (sets of gradients), all of which must have arrived.
+      accepted: int64 [N, 2], the replicas and the tags of at most N accepted
+        contributions (sets of gradients), all of which must have arrived. The
+        rows of missing contributions are -1.
 
     Returns:
       One sum for each element of the store's `contributed_shards(task)`. For a
@@ -206,7 +207,10 @@ class GradientQueues:
     places = ledger.places(accepted)
     tags = tf.boolean_mask(places.tag, places.replica == replica)
     add = self._layouts[task].adders()
-    comes_first = tf.reduce_all(places.replica >= replica)
+    comes_first = tf.reduce_all(
+      (places.replica >= replica) | (places.replica < 0)
+    )
+    count = tf.math.count_nonzero(places.is_taken, dtype=tf.int32)
 
     def weigh(parts, taken):
       """Weighs the statistics (variables without gradients) of a contribution.
@@ -218,7 +222,7 @@ class GradientQueues:
       if not self._has_chief_statistics:
         return parts
       is_first = comes_first & (taken == 0)
-      weight = tf.where(is_first, tf.shape(accepted)[0], 0)
+      weight = tf.where(is_first, count, 0)
       kinds = self._layouts[task].is_statistic
       few = zip(parts, kinds, strict=False)
       weighed = [p * tf.cast(weight, p.dtype) if k else p for p, k in few]
