@@ -19,8 +19,9 @@ _LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 _PRE = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
 _CODE = re.compile(r"<code>[^<]*</code>")
 _FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*=?")
-# Where a long name in code may be broken: behind a dot, a slash or a bracket,
-# but not before the suffix of a file.
+# Names in code that are so long that they may be broken, and where: behind a
+# dot, a slash or a bracket, but not before the suffix of a file.
+_LONG = re.compile(r"[^\s<>]{28,}")
 _BREAK = re.compile(r"(?<=\w[./(\[=])(?=\w)(?!(?:ipynb|json|md|png|py)\b)")
 
 # Path of each page in the site -> its path in the repository.
@@ -104,7 +105,7 @@ def on_page_content(html, **_):
   """
 
   def mark(code: re.Match[str]) -> str:
-    text = _BREAK.sub("<wbr>", code.group())
+    text = _LONG.sub(lambda m: _BREAK.sub("<wbr>", m.group()), code.group())
     return _FLAG.sub(r'<span class="flag">\g<0></span>', text)
 
   parts = _PRE.split(html)
