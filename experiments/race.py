@@ -491,7 +491,7 @@ def draw(cells: dict[tuple, dict]):
           middle,
           row + 0.22 * (number - 1),
           xerr=[[middle - low], [high - middle]],
-          color=claims.COLOURS[number],
+          color=claims.COLORS[number],
           marker=claims.MARKERS[number],
           markersize=5,
           capsize=2,

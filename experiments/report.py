@@ -51,7 +51,7 @@ EXPERIMENTS = (
 )
 TITLE = "Synchronous and asynchronous training: what was claimed, what we found"
 _FIELDS = ("title", "claim", "source", "explanation", "verdict", "findings")
-# Not by colour alone.
+# Not by color alone.
 _SIGNS = {
   claims.HOLDS: "✓",
   claims.FAILS: "✗",

@@ -273,12 +273,12 @@ def _median(curves: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def _draw_published(left, right, measurements) -> None:
-  for name, label, colour, marker in (
+  for name, label, color, marker in (
     ("published", "the PS tasks' links are shared", 1, "o"),
     ("free_links", "links cost nothing", 0, "s"),
   ):
     style = {
-      "color": claims.COLOURS[colour],
+      "color": claims.COLORS[color],
       "marker": marker,
       "label": label,
     }
@@ -298,15 +298,15 @@ def _draw_published(left, right, measurements) -> None:
 
 
 def _draw_speedups(axis, measurements) -> None:
-  for name, colour, marker in zip(
-    COMPUTE, claims.COLOURS, claims.MARKERS, strict=False
+  for name, color, marker in zip(
+    COMPUTE, claims.COLORS, claims.MARKERS, strict=False
   ):
     for kind, style in (
       ("means", {"marker": marker, "label": name}),
       ("order_statistics", {"linestyle": ":"}),
     ):
       curve = _median(speedup(m[kind][name]) for m in measurements)
-      axis.plot(BACKUPS, curve, color=colour, **style)
+      axis.plot(BACKUPS, curve, color=color, **style)
   axis.plot([], [], color="grey", linestyle=":", label="late ones begin anew")
   axis.set_xlabel("backup replicas")
   axis.set_ylabel("speed-up per replica")
@@ -316,13 +316,13 @@ def _draw_speedups(axis, measurements) -> None:
 
 
 def _draw_precision(axis, measurements) -> None:
-  for name, colour, marker in zip(
-    measurements[0]["of_total"], claims.COLOURS, claims.MARKERS, strict=False
+  for name, color, marker in zip(
+    measurements[0]["of_total"], claims.COLORS, claims.MARKERS, strict=False
   ):
     curve = _median(
       time_to_precision(m["of_total"][name]) for m in measurements
     )
-    axis.plot(NEEDED_OF_TOTAL, curve, color=colour, marker=marker, label=name)
+    axis.plot(NEEDED_OF_TOTAL, curve, color=color, marker=marker, label=name)
   axis.axvline(96, color="black", linewidth=0.8, linestyle="--")
   axis.text(95.8, 0.1, "published best: 96", ha="right", fontsize=8)
   axis.set_xlabel(f"replicas to wait for, of {TOTAL}")

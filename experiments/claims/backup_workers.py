@@ -177,7 +177,7 @@ def draw(measurements: Sequence[dict]):
   """Draws the measured times of batches, step times, and speed-ups."""
   figure, (left, middle, right) = claims.new_figure(12, 3.6, ncols=3)
   secs = np.array(measurements[0]["straggler_secs"])
-  left.hist(secs / np.median(secs), bins=60, color=claims.COLOURS[4])
+  left.hist(secs / np.median(secs), bins=60, color=claims.COLORS[4])
   left.set_xlabel("time of a batch (of the median)")
   left.set_ylabel("batches")
   left.set_title("Measured batches")
@@ -193,7 +193,7 @@ def draw(measurements: Sequence[dict]):
         backups,
         center,
         yerr=[center - rows.min(0), rows.max(0) - center],
-        color=claims.COLOURS[number],
+        color=claims.COLORS[number],
         marker=claims.MARKERS[number],
         linestyle=("-", "--")[number],
         capsize=4,

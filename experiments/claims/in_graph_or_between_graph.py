@@ -148,7 +148,7 @@ def draw(measurements: Sequence[dict]):
         [int(n) for n in numbers],
         [sum(column) / len(column) for column in zip(*rows, strict=True)],
         marker=claims.MARKERS[number],
-        color=claims.COLOURS[number],
+        color=claims.COLORS[number],
         label=replication.replace("_", "-"),
       )
     axes.set_xticks([int(n) for n in numbers])

@@ -144,7 +144,7 @@ def draw(measurements: Sequence[dict]):
     )
     middle = np.median(values, axis=0)
     style = {
-      "color": claims.COLOURS[number],
+      "color": claims.COLORS[number],
       "marker": claims.MARKERS[number],
       "linestyle": ("-", "--", "-.")[number],
       "label": way,

@@ -101,8 +101,8 @@ def draw(measurements: Sequence[dict]):
   """Draws the bytes that the client sends, and the step rate, over workers."""
   figure, (left, right) = claims.new_figure(9, 3.4, ncols=2)
   numbers = list(measurements[0])
-  for place, colour, marker in zip(
-    PLACES, claims.COLOURS, claims.MARKERS, strict=False
+  for place, color, marker in zip(
+    PLACES, claims.COLORS, claims.MARKERS, strict=False
   ):
     for axes, field, scale in (
       (left, "client_bytes", 1e-6),
@@ -115,7 +115,7 @@ def draw(measurements: Sequence[dict]):
         [int(n) for n in numbers],
         [sum(column) / len(column) for column in zip(*rows, strict=True)],
         marker=marker,
-        color=colour,
+        color=color,
         label=f"data made in the {place}",
       )
   left.set_ylabel("MB per step that the client sends")

@@ -55,7 +55,7 @@ RATES = (0.05, 0.1, 0.2, RATE, 0.4, 0.5)
 # In the picture.
 _SHOWN_SECS = 4.0
 _SHOWN_UPDATES = 50
-_OF_FAST, _OF_SLOW, _WAITS = claims.COLOURS[4], claims.COLOURS[1], "#DDDDDD"
+_OF_FAST, _OF_SLOW, _WAITS = claims.COLORS[4], claims.COLORS[1], "#DDDDDD"
 
 
 class Write(NamedTuple):
@@ -364,7 +364,7 @@ def draw(measurements: Sequence[dict]):
 def _draw_lost(axis, measurements) -> None:
   shares = np.array([[lost(m, way) for way in WAYS] for m in measurements])
   axis.barh(
-    range(len(WAYS)), 100 * np.median(shares, axis=0), color=claims.COLOURS[1]
+    range(len(WAYS)), 100 * np.median(shares, axis=0), color=claims.COLORS[1]
   )
   axis.set_yticks(range(len(WAYS)), WAYS)
   axis.invert_yaxis()
@@ -375,8 +375,8 @@ def _draw_lost(axis, measurements) -> None:
 
 def _draw_turns(axis, run, title: str) -> None:
   for row, task in enumerate(TURN_SECS):
-    colour = _OF_SLOW if task == SLOW else _OF_FAST
-    axis.barh(row, _SHOWN_SECS, height=0.7, color=colour)
+    color = _OF_SLOW if task == SLOW else _OF_FAST
+    axis.barh(row, _SHOWN_SECS, height=0.7, color=color)
     for _, start, end in (w for w in run["waits"] if w[0] == task):
       axis.barh(row, end - start, left=start, height=0.72, color=_WAITS)
     before = 0.0
@@ -425,7 +425,7 @@ def _draw_ball(axis, order) -> None:
 
 
 def _draw_undone(axis, measurements) -> None:
-  for tasks, label, colour, marker in (
+  for tasks, label, color, marker in (
     ([SLOW], "the slow worker", _OF_SLOW, "s"),
     (FAST, "a fast worker", _OF_FAST, "o"),
   ):
@@ -440,7 +440,7 @@ def _draw_undone(axis, measurements) -> None:
       RATES,
       100 * middle,
       yerr=100 * np.array([middle - shares.min(0), shares.max(0) - middle]),
-      color=colour,
+      color=color,
       marker=marker,
       capsize=4,
       label=label,

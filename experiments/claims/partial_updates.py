@@ -298,7 +298,7 @@ def draw(measurements: Sequence[dict]):
     for m in measurements
   ]
   large.barh(
-    range(len(ways)), np.median(torn_shares, axis=0), color=claims.COLOURS[1]
+    range(len(ways)), np.median(torn_shares, axis=0), color=claims.COLORS[1]
   )
   large.set_yticks(range(len(ways)), ways, fontsize=8)
   large.invert_yaxis()
@@ -327,7 +327,7 @@ def _draw_bars(axis, settings, labels, scale=1.0) -> None:
         x,
         np.median(values),
         width,
-        color=claims.COLOURS[number],
+        color=claims.COLORS[number],
         hatch=("", "//", "..")[number],
         edgecolor="white",
         label=label if place == 0 else None,

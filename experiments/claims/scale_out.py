@@ -159,18 +159,18 @@ def draw(measurements: Sequence[dict]):
   """Draws efficiency, throughput, waiting and staleness over the replicas."""
   figure, axes = claims.new_figure(10.5, 8, nrows=2, ncols=2)
   with_links = "100 MB on 16 PS tasks with 10 Gbit/s each"
-  for name, (colour, marker) in RULES.items():
-    style = {"color": claims.COLOURS[colour], "marker": marker, "label": name}
+  for name, (color, marker) in RULES.items():
+    style = {"color": claims.COLORS[color], "marker": marker, "label": name}
     _plot(axes[0, 0], measurements, "free", name, "efficiency", style)
     _plot(axes[0, 1], measurements, "links", name, "throughput", style)
     _plot(axes[1, 0], measurements, "free", name, "waiting", style)
   for kind, label, style in (
-    ("free", "links cost nothing", {"color": claims.COLOURS[0], "marker": "o"}),
+    ("free", "links cost nothing", {"color": claims.COLORS[0], "marker": "o"}),
     (
       "links",
       with_links,
       {
-        "color": claims.COLOURS[1],
+        "color": claims.COLORS[1],
         "marker": "s",
         "markersize": 11,
         "markerfacecolor": "none",

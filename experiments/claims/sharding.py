@@ -181,7 +181,7 @@ def draw(measurements: Sequence[dict]):
         width,
         left=begin,
         height=0.6,
-        color=claims.COLOURS[task],
+        color=claims.COLORS[task],
         edgecolor="white",
         label=f"PS {task}" if name == names[-2] else None,
       )

@@ -225,10 +225,10 @@ def draw(measurements: Sequence[dict]):
     9, 2.8 * len(workers), nrows=len(workers), ncols=2, squeeze=False
   )
   for (left, right), number in zip(panels, workers, strict=True):
-    for rule, colour, style in zip(
-      RULES, claims.COLOURS, ("--", "-"), strict=False
+    for rule, color, style in zip(
+      RULES, claims.COLORS, ("--", "-"), strict=False
     ):
-      look = {"color": colour, "linestyle": style}
+      look = {"color": color, "linestyle": style}
       means, examples = np.transpose(
         points(measurements[0][_name(rule, number, False)])
       )

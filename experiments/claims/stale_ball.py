@@ -200,16 +200,16 @@ def draw(measurements: Sequence[dict]):
 def _draw_bowl(axis, m) -> None:
   x = np.linspace(-0.8, 1.15, 200)
   axis.plot(x, x * x / 2, color="grey")
-  for name, label, colour, marker, height in (
+  for name, label, color, marker, height in (
     ("synchronous", "synchronous: the mean (drawn higher)", 2, "s", 0.13),
     ("stale_pair", "asynchronous: both write", 1, "o", 0.0),
   ):
     path = np.array(m[name])
-    colour = claims.COLOURS[colour]
+    color = claims.COLORS[color]
     axis.plot(
       path,
       path * path / 2 + height,
-      color=colour,
+      color=color,
       marker=marker,
       markersize=9,
       linestyle="--",
@@ -222,7 +222,7 @@ def _draw_bowl(axis, m) -> None:
         textcoords="offset points",
         xytext=(0, 11),
         ha="center",
-        color=colour,
+        color=color,
       )
   axis.axvline(0.0, color="black", linewidth=0.8)
   axis.set_ylim(-0.05, 0.85)
@@ -234,13 +234,13 @@ def _draw_bowl(axis, m) -> None:
 
 def _draw_paths(axis, m) -> None:
   shown = ("0", "1", "2", "4", "6")
-  for stale, colour, style in zip(
+  for stale, color, style in zip(
     shown,
-    claims.COLOURS,
+    claims.COLORS,
     ("-", "--", "-.", ":", (0, (5, 1, 1, 1))),
     strict=False,
   ):
-    axis.plot(m["paths"][stale], color=colour, linestyle=style, label=stale)
+    axis.plot(m["paths"][stale], color=color, linestyle=style, label=stale)
   axis.axhline(0.0, color="black", linewidth=0.8)
   axis.set_xlim(0, 40)
   axis.set_ylim(-2.2, 2.2)
@@ -263,11 +263,11 @@ def _draw_limits(axis, m) -> None:
     list(m["stable"].values()),
     linestyle="",
     marker="o",
-    color=claims.COLOURS[0],
+    color=claims.COLORS[0],
     label="found",
   )
-  axis.axhline(RATE, color=claims.COLOURS[1], linestyle=":")
-  axis.text(5.2, RATE + 0.03, f"rate {RATE}, as above", color=claims.COLOURS[1])
+  axis.axhline(RATE, color=claims.COLORS[1], linestyle=":")
+  axis.text(5.2, RATE + 0.03, f"rate {RATE}, as above", color=claims.COLORS[1])
   axis.set_ylim(0, 2.1)
   axis.set_xlabel("staleness s (updates)")
   axis.set_ylabel("learning rate × curvature")
@@ -277,7 +277,7 @@ def _draw_limits(axis, m) -> None:
 
 def _draw_devices(axis, measurements) -> None:
   counts = [int(count) for count in measurements[0]["devices"]]
-  for name, label, colour, marker in (
+  for name, label, color, marker in (
     ("fixed", "fixed rate", 1, "o"),
     ("divided", "rate / staleness", 0, "s"),
   ):
@@ -289,7 +289,7 @@ def _draw_devices(axis, measurements) -> None:
       counts,
       middle,
       yerr=[middle - values.min(0), values.max(0) - middle],
-      color=claims.COLOURS[colour],
+      color=claims.COLORS[color],
       marker=marker,
       capsize=4,
       label=label,

@@ -177,7 +177,7 @@ def _draw_precision(axis, measurements) -> None:
       STALENESS,
       middle,
       yerr=[middle - values.min(0), values.max(0) - middle],
-      color=claims.COLOURS[1 - number],
+      color=claims.COLORS[1 - number],
       marker=claims.MARKERS[number],
       linestyle=("-", "--")[number],
       capsize=4,
@@ -194,13 +194,13 @@ def _draw_precision(axis, measurements) -> None:
 
 def _draw_losses(axis, m, name) -> None:
   points = m["num_updates"] * np.arange(1, NUM_POINTS + 1) / NUM_POINTS
-  for staleness, colour, marker in zip(
-    STALENESS, claims.COLOURS, claims.MARKERS, strict=True
+  for staleness, color, marker in zip(
+    STALENESS, claims.COLORS, claims.MARKERS, strict=True
   ):
     axis.plot(
       points,
       np.array(m[name][str(staleness)]["losses"], dtype=float),
-      color=colour,
+      color=color,
       marker=marker,
       markersize=4,
       markevery=3,

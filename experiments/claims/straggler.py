@@ -178,8 +178,8 @@ def draw(measurements: Sequence[dict]):
   figure, axes = claims.new_figure(7, 3)
   for row, name in enumerate(measurements[0]):
     rates = [m[name]["steps_per_sec"] for m in measurements]
-    colour = claims.COLOURS[1] if "slow" in name else claims.COLOURS[0]
-    axes.barh(row, sum(rates) / len(rates), color=colour, height=0.6)
+    color = claims.COLORS[1] if "slow" in name else claims.COLORS[0]
+    axes.barh(row, sum(rates) / len(rates), color=color, height=0.6)
     axes.plot(rates, [row] * len(rates), "k.", markersize=4)
   axes.set_yticks(range(len(measurements[0])), measurements[0])
   axes.invert_yaxis()

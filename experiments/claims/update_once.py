@@ -148,7 +148,7 @@ def draw(measurements: Sequence[dict]):
       1000 * (secs - secs[0]),
       values - values[0],
       where="post",
-      color=claims.COLOURS[0],
+      color=claims.COLORS[0],
     )
     axes.set_xlabel("milliseconds")
     axes.set_ylabel("value of the variable (change)")

@@ -206,7 +206,7 @@ def draw(measurements: Sequence[dict]):
       x,
       y,
       claims.MARKERS[number % len(claims.MARKERS)],
-      color=claims.COLOURS[number % len(claims.COLOURS)],
+      color=claims.COLORS[number % len(claims.COLORS)],
       fillstyle="full" if number < len(claims.MARKERS) else "none",
       label=f"{name} (fitted)" if name == FITTED else name,
     )

@@ -223,11 +223,11 @@ def _draw_staleness(axis, row) -> None:
   counts = np.array(row["staleness"])
   n = row["n"]
   axis.bar(
-    np.arange(len(counts)), counts / counts.sum(), color=claims.COLOURS[0]
+    np.arange(len(counts)), counts / counts.sum(), color=claims.COLORS[0]
   )
-  axis.axvline(n, color=claims.COLOURS[1], linestyle="--", label=f"n = {n}")
+  axis.axvline(n, color=claims.COLORS[1], linestyle="--", label=f"n = {n}")
   axis.axvline(
-    2 * n, color=claims.COLOURS[2], linestyle=":", label=f"2 n = {2 * n}"
+    2 * n, color=claims.COLORS[2], linestyle=":", label=f"2 n = {2 * n}"
   )
   axis.set_xlim(-1, 2 * n + 1)
   axis.set_xlabel("staleness (updates)")
@@ -244,15 +244,15 @@ def _draw_losses(axis, m, *, divides) -> None:
     if row["divides"] == divides
   ]
   points = m["num_examples"] / 1000 * np.arange(1, NUM_POINTS + 1) / NUM_POINTS
-  colours = [claims.COLOURS[-1], *claims.COLOURS]
-  for (name, row), colour, marker in zip(
-    curves, colours, claims.MARKERS, strict=False
+  colors = [claims.COLORS[-1], *claims.COLORS]
+  for (name, row), color, marker in zip(
+    curves, colors, claims.MARKERS, strict=False
   ):
     losses = row["losses"]
     axis.plot(
       points[: len(losses)],
       losses,
-      color=colour,
+      color=color,
       marker=marker,
       markersize=4,
       markevery=3,
@@ -277,7 +277,7 @@ def _draw_losses(axis, m, *, divides) -> None:
 
 def _draw_precision(axis, measurements) -> None:
   numbers = sorted({row["n"] for row in measurements[0]["softsync"]})
-  for divides, name, colour, hatch, shift in (
+  for divides, name, color, hatch, shift in (
     (False, "fixed rate", 1, "//", -0.2),
     (True, "rate / staleness", 0, "", 0.2),
   ):
@@ -293,7 +293,7 @@ def _draw_precision(axis, measurements) -> None:
       middle,
       0.4,
       yerr=[middle - values.min(0), values.max(0) - middle],
-      color=claims.COLOURS[colour],
+      color=claims.COLORS[color],
       hatch=hatch,
       edgecolor="white",
       ecolor="black",

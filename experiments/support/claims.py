@@ -47,9 +47,9 @@ ILLUSTRATION = "illustration, no verdict"
 # In JSON with indentation; the line break is never one of a string.
 _LIST_OF_NUMBERS = re.compile(r"\[\n[-+.\deE,\s]*\]")
 
-# Told apart by the colour-blind as well (Okabe and Ito 2008); use the line
+# Told apart by the color-blind as well (Okabe and Ito 2008); use the line
 # styles or markers too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "x")
 
 

@@ -17,7 +17,7 @@ NUM_BATCHES, BATCH = 50, 3
 
 
 def _training(name, workers, **options):
-  """A training of two weights that are pulled towards numbers of a batch."""
+  """A training of two weights that are pulled toward numbers of a batch."""
   contestant = race_task.contestant(name, workers)
   replica = model_replica.Replica(
     variables=[tf.Variable([1.0, 2.0], name="weights")],

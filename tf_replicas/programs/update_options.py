@@ -275,7 +275,7 @@ class UpdateSettings:
   )
   moving_rate: float | None = _setting(
     None,
-    "Share of the distance that a local copy and the center move towards each"
+    "Share of the distance that a local copy and the center move toward each"
     " other in an exchange; default: 0.9 / period / replicas",
     "(0, 1]",
     of=("elastic_average",),

@@ -785,7 +785,7 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
 def check_options(
   optimizer: keras.optimizers.Optimizer, **successors: str
 ) -> None:
-  """Checks that an optimizer uses no option that the update rule replaces.
+  """Checks that an optimizer works, and uses no option of the update rule.
 
   Args:
     optimizer: The Keras optimizer.
@@ -794,8 +794,10 @@ def check_options(
       error message.
 
   Raises:
-    ValueError: If the optimizer uses such an option.
+    ValueError: If the optimizer uses such an option, or does not work with the
+      installed version of Keras.
   """
+  keras_internals.check_works(optimizer)
   successors["use_ema"] = "give `variable_averages` to the update rule"
   successors["loss_scale_factor"] = "give `loss_scale` to the update rule"
   for option, instead in successors.items():

@@ -239,7 +239,7 @@ _options = {"disable_meta_optimizer": False}
 
 
 def setUpModule():
-  """To optimise the functions takes longer than to run them."""
+  """To optimize the functions takes longer than to run them."""
   _options.update(tf.config.optimizer.get_experimental_options())
   off = {"disable_meta_optimizer": True}
   tf.config.optimizer.set_experimental_options({**_options, **off})
