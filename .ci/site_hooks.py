@@ -19,6 +19,10 @@ _LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 _PRE = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
 _CODE = re.compile(r"<code>[^<]*</code>")
 _FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*=?")
+# Names in code that are so long that they may be broken, and where: behind a
+# dot, a slash or a bracket, but not before the suffix of a file.
+_LONG = re.compile(r"[^\s<>]{28,}")
+_BREAK = re.compile(r"(?<=\w[./(\[=])(?=\w)(?!(?:ipynb|json|md|png|py)\b)")
 
 # Path of each page in the site -> its path in the repository.
 _pages: dict[str, str] = {}
@@ -94,10 +98,15 @@ def on_page_markdown(markdown, page, **_):
 
 
 def on_page_content(html, **_):
-  """Marks flags in code, which `site.css` keeps from breaking at hyphens."""
+  """Says where code in a text may be broken at the end of a line.
+
+  A flag is not broken at its hyphens (`site.css`). A long name such as
+  `tf.distribute.Strategy` may be broken behind each dot.
+  """
 
   def mark(code: re.Match[str]) -> str:
-    return _FLAG.sub(r'<span class="flag">\g<0></span>', code.group())
+    text = _LONG.sub(lambda m: _BREAK.sub("<wbr>", m.group()), code.group())
+    return _FLAG.sub(r'<span class="flag">\g<0></span>', text)
 
   parts = _PRE.split(html)
   parts[::2] = [_CODE.sub(mark, part) for part in parts[::2]]

@@ -29,6 +29,7 @@ import tempfile
 from absl import app
 from absl import flags
 
+from benchmarks import commits
 from benchmarks import live_cluster
 from benchmarks import ratios
 from tf_replicas import cluster
@@ -50,7 +51,6 @@ flags.DEFINE_list(
 )
 flags.DEFINE_string("output", None, "Where to write the raw numbers, as JSON")
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _SECS = 300
 _BURST = 300  # Updates in a turn of the small model.
 _TURNS = 12  # Of each cluster of the small model in a round.
@@ -127,17 +127,22 @@ def single_rounds(
   return found
 
 
+def new_spec() -> cluster.ClusterSpec:
+  """Makes the spec of a cluster of 1 PS and 2 workers, at free ports."""
+  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
+  return cluster.resolve_ports(cluster.parse(jobs))
+
+
 def small_model(
-  root: pathlib.Path, replication: str
+  root: pathlib.Path, replication: str, spec: cluster.ClusterSpec
 ) -> live_cluster.LiveCluster:
   """Starts a cluster of 1 PS and 2 workers that trains a small model.
 
   Args:
     root: The root directory of the tree whose library the cluster uses.
     replication: `between_graph` or `in_graph`.
+    spec: The cluster.
   """
-  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
-  spec = cluster.resolve_ports(cluster.parse(jobs))
   tasks = [("ps", 0), ("worker", 1), ("worker", 0)]
   if replication == "in_graph":
     tasks.append(("chief", 0))
@@ -145,7 +150,7 @@ def small_model(
     [
       [
         sys.executable,
-        str(_ROOT / "benchmarks" / "paired_task.py"),
+        str(commits.ROOT / "benchmarks" / "paired_task.py"),
         *(",".join(spec.addresses(j)) for j in ("ps", "worker")),
         *(job, str(index), replication),
       ]
@@ -173,7 +178,9 @@ def paired_rounds(
     order = list(trees) if number % 2 else list(trees)[::-1]
     with contextlib.ExitStack() as stack:
       models = {
-        name: stack.enter_context(small_model(trees[name], replication))
+        name: stack.enter_context(
+          small_model(trees[name], replication, new_spec())
+        )
         for name in order
       }
       for model in models.values():
@@ -190,33 +197,25 @@ def paired_rounds(
 def main(argv: list[str]) -> None:
   del argv
   raw: dict[str, list[dict[str, float]]] = {}
-  with tempfile.TemporaryDirectory() as directory:
-    other = pathlib.Path(directory, "tree")
-    git = ["git", "-C", str(_ROOT), "worktree"]
-    subprocess.run(
-      [*git, "add", "--quiet", "--detach", other, FLAGS.commit], check=True
-    )
-    try:
-      trees = {"this": _ROOT, "other": other}
-      for name in FLAGS.measures:
-        if name.startswith("small_"):
-          raw[name] = paired_rounds(
-            trees,
-            name.removeprefix("small_"),
-            FLAGS.rounds,
-          )
-        else:
-          raw[name] = single_rounds(trees, name, FLAGS.rounds)
-        mean, low, high = ratios.interval(
-          [rates["this"] / rates["other"] for rates in raw[name]]
+  with commits.checked_out(FLAGS.commit) as other:
+    trees = {"this": commits.ROOT, "other": other}
+    for name in FLAGS.measures:
+      if name.startswith("small_"):
+        raw[name] = paired_rounds(
+          trees,
+          name.removeprefix("small_"),
+          FLAGS.rounds,
         )
-        print(
-          f"{name}: {mean:.3f} (95%: {low:.3f} to {high:.3f}), {len(raw[name])}"
-          " rounds",
-          flush=True,
-        )
-    finally:
-      subprocess.run([*git, "remove", "--force", other], check=True)
+      else:
+        raw[name] = single_rounds(trees, name, FLAGS.rounds)
+      mean, low, high = ratios.interval(
+        [rates["this"] / rates["other"] for rates in raw[name]]
+      )
+      print(
+        f"{name}: {mean:.3f} (95%: {low:.3f} to {high:.3f}), {len(raw[name])}"
+        " rounds",
+        flush=True,
+      )
   if FLAGS.output:
     document = {"commit": FLAGS.commit, "rounds": raw}
     pathlib.Path(FLAGS.output).write_text(json.dumps(document, indent=2))

@@ -4,10 +4,12 @@ import os
 import pathlib
 import re
 import subprocess
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 _NUMBER = re.compile(r"[\d.]+(e-?\d+)?")
 _END_SECS = 60
+_TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 
 class LiveCluster:
@@ -26,6 +28,7 @@ class LiveCluster:
     root: pathlib.Path,
     cwd: pathlib.Path | None = None,
     ends_by_itself: bool = True,
+    environ: Mapping[str, str] | None = None,
   ):
     """Starts the processes, and waits until the chief is ready.
 
@@ -35,6 +38,7 @@ class LiveCluster:
       cwd: The working directory of the processes. None: that of this process.
       ends_by_itself: Whether all processes end with the chief. Otherwise they
         are killed.
+      environ: More environment variables of the processes.
     """
     self._ends_by_itself = ends_by_itself
     self._processes = [
@@ -46,6 +50,7 @@ class LiveCluster:
           "PYTHONPATH": str(root),
           "CUDA_VISIBLE_DEVICES": "",
           "TF_CPP_MIN_LOG_LEVEL": "2",
+          **(environ or {}),
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -85,6 +90,15 @@ class LiveCluster:
       if line == expected or (expected is None and _NUMBER.fullmatch(line)):
         return line
     raise RuntimeError("the chief ended early")
+
+  def cpu_secs(self) -> list[float]:
+    """Returns the processor time that each process has used, in seconds."""
+    found = []
+    for process in self._processes:
+      stat = pathlib.Path("/proc", str(process.pid), "stat").read_text()
+      user, system = stat.rpartition(")")[2].split()[11:13]
+      found.append((int(user) + int(system)) / _TICKS_PER_SEC)
+    return found
 
   def updates_per_sec(self, updates: int) -> float:
     """Lets the cluster make `updates` updates, and returns their rate."""

@@ -37,6 +37,15 @@ flags.DEFINE_string(
   "tensorflow", None, "The version of TensorFlow, such as 2.16"
 )
 flags.DEFINE_string("keras", None, "The version of Keras, such as 3.8")
+flags.DEFINE_string(
+  "environment",
+  None,
+  "The directory of the virtual environment: it is made if it does not exist,"
+  " and kept. Without this flag, it is a temporary one",
+)
+flags.DEFINE_bool(
+  "quick", False, "Run only the tests that a new version is likely to break"
+)
 flags.DEFINE_bool("resolve", False, "Find the triples that can be installed")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -50,6 +59,26 @@ _KERAS = tuple(f"3.{minor}" for minor in range(8, 16))
 
 # One training on 1 parameter server and 2 workers.
 _CLUSTER_TESTS = ("tests/drivers/between_graph_test.py", "-k", "two_workers")
+# All tests that start no process, and those of them that use most of the
+# private names: with optimizers, variables, Keras models and data sets.
+_UNIT_TESTS = ("-m", "unit")
+_QUICK_TESTS = (
+  *_UNIT_TESTS,
+  "tests/cifar10/muon_test.py",
+  "tests/cifar10/sources_test.py",
+  "tests/cifar10/train_test.py",
+  "tests/cifar10/workload_test.py",
+  "tests/drivers/mirrored_test.py",
+  "tests/drivers/one_machine_test.py",
+  "tests/fitting",
+  "tests/inception_mini/sources_test.py",
+  "tests/replica/embeddings_test.py",
+  "tests/replica/keras_models_test.py",
+  "tests/rules/periodic/local_optimizer_test.py",
+  "tests/rules/sync/sync_replicas_test.py",
+  "tests/runtime",
+  "tests/store",
+)
 # Packages of the extra `test` that are installed apart, or that no test needs.
 _LEFT_OUT = ("tensorflow", "keras", "tf-keras", "ruff", "basedpyright")
 _SECS = {"unit": 3600, "cluster": 900, "example": 400, "install": 1800}
@@ -189,7 +218,7 @@ def _test_requirements() -> list[str]:
 def _install(
   venv: pathlib.Path, python: str, tensorflow: str, keras: str
 ) -> None:
-  """Makes a virtual environment with some versions and this checkout's wheel.
+  """Makes a virtual environment with some versions and what the tests need.
 
   Args:
     venv: The directory of the environment.
@@ -217,7 +246,6 @@ def _install(
   remove = ["uv", "pip", "uninstall", "--quiet", *install[-2:]]
   _text([*remove, "keras-nightly"], secs)
   _text([*install, "--no-deps", "--reinstall", versions[1]], secs)
-  _text([*install, "--no-deps", _ROOT], secs)
 
 
 def _version_in(venv: pathlib.Path, package: str) -> str:
@@ -295,44 +323,63 @@ def _environ() -> dict[str, str]:
   return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
 
-def run(python: str, tensorflow: str, keras: str) -> dict:
+def run(
+  python: str,
+  tensorflow: str,
+  keras: str,
+  *,
+  venv: pathlib.Path,
+  quick: bool = False,
+) -> dict:
   """Tests the library with a triple of versions, and returns the result.
 
   Args:
     python: The version or path of the Python interpreter.
     tensorflow: The version of TensorFlow.
     keras: The version of Keras.
+    venv: The directory of the virtual environment. If it does not exist, it is
+      made.
+    quick: Whether to run only those unit tests that a new version is likely to
+      break.
 
   Returns:
-    The exact versions, the date, and the outcomes of the README's example, of a
-    training on real processes and of the unit tests.
+    The exact versions, the commit, the date, and the outcomes of the README's
+    example, of a training on real processes and of the unit tests.
   """
-  with tempfile.TemporaryDirectory() as directory:
-    venv = pathlib.Path(directory, "venv")
+  if not venv.exists():
     _install(venv, python, tensorflow, keras)
-    interpreter = venv / "bin" / "python"
-    row = {
-      name: _version_in(venv, name)
-      for name in ("python", "tensorflow", "keras")
-    }
-    print(row, flush=True)
-    row["date"] = datetime.date.today().isoformat()
-    start = time.monotonic()
-    example = subprocess.run(
-      [interpreter, _ROOT / ".ci" / "try_wheel.py"],
-      env=_environ(),
-      timeout=_SECS["example"],
-      check=False,
-    )
-    row["example"] = {
-      "passed": not example.returncode,
-      "seconds": round(time.monotonic() - start),
-    }
-    row["cluster"] = _tests(interpreter, *_CLUSTER_TESTS, secs=_SECS["cluster"])
-    row["unit"] = _tests(
-      *(interpreter, "-n", "2", "--dist", "loadfile", "-m", "unit"),
-      secs=_SECS["unit"],
-    )
+  interpreter = venv / "bin" / "python"
+  _text(
+    ["uv", "pip", "install", "--native-tls", "--quiet", "--no-deps"]
+    + ["--reinstall", "--python", interpreter, _ROOT],
+    _SECS["install"],
+  )
+  row = {
+    name: _version_in(venv, name) for name in ("python", "tensorflow", "keras")
+  }
+  row["commit"] = _text(
+    ["git", "-C", _ROOT, "describe", "--always", "--dirty"], 60
+  ).strip()
+  print(row, flush=True)
+  row["date"] = datetime.date.today().isoformat()
+  start = time.monotonic()
+  example = subprocess.run(
+    [interpreter, _ROOT / ".ci" / "try_wheel.py"],
+    env=_environ(),
+    timeout=_SECS["example"],
+    check=False,
+  )
+  row["example"] = {
+    "passed": not example.returncode,
+    "seconds": round(time.monotonic() - start),
+  }
+  row["cluster"] = _tests(interpreter, *_CLUSTER_TESTS, secs=_SECS["cluster"])
+  row["unit"] = _tests(
+    *(interpreter, "-n", "2", "--dist", "loadfile"),
+    *(_QUICK_TESTS if quick else _UNIT_TESTS),
+    secs=_SECS["unit"],
+  )
+  row["scope"] = "quick" if quick else "unit"
   return row
 
 
@@ -368,17 +415,17 @@ def page(results: dict) -> str:
 
 def _run_table(rows: Iterable[dict]) -> list[str]:
   lines = [
-    "| TensorFlow | Keras | Python | date | unit: passed, failed, skipped |"
-    " seconds | training | example |",
-    "|---|---|---|---|---|---|---|---|",
+    "| TensorFlow | Keras | Python | date | commit | tests | passed | failed |"
+    " skipped | seconds | training | example |",
+    "|---" * 12 + "|",
   ]
   for row in rows:
-    unit = row["unit"]
-    counts = [unit["passed"], unit["failed"], unit["skipped"]]
+    tests = row["unit"]
+    counts = [tests[key] for key in ("passed", "failed", "skipped", "seconds")]
     training = "passed" if not row["cluster"]["failed"] else "**failed**"
     example = "passed" if row["example"]["passed"] else "**failed**"
     cells = [row["tensorflow"], row["keras"], row["python"], row["date"]]
-    cells += [", ".join(map(str, counts)), str(unit["seconds"])]
+    cells += [f"`{row['commit']}`", row["scope"], *map(str, counts)]
     lines.append(f"| {' | '.join([*cells, training, example])} |")
   return lines
 
@@ -389,10 +436,11 @@ def _failures(rows: Iterable[dict]) -> list[str]:
     failed = [*row["unit"]["failures"], *row["cluster"]["failures"]]
     if failed:
       lines.append(
-        f"TensorFlow {row['tensorflow']}, Keras {row['keras']}:"
-        f" {row.get('remark', 'failed tests:')}"
+        f"TensorFlow {row['tensorflow']}, Keras {row['keras']}, {row['date']}:"
+        f" {row.get('remark', 'failed tests:')}\n"
       )
-      lines += ["", *(f"- `{name}`" for name in failed), ""]
+      if "remark" not in row:
+        lines += [*(f"- `{name}`" for name in failed), ""]
   return lines
 
 
@@ -416,15 +464,20 @@ def _all_triples(results: dict) -> list[str]:
 
 
 def _add(results: dict, row: dict) -> None:
-  """Adds a result to all results, in the place of an earlier one of its triple.
+  """Adds a result to all results, in the place of an earlier one of its kind.
 
-  A triple is the minor versions of Python, TensorFlow and Keras.
+  Results of the same kind have the same minor versions of Python, TensorFlow
+  and Keras, and are of the same tests.
 
   Args:
     results: The content of `experiments/results/versions.json`.
     row: The result, as `run` returns it.
   """
-  others = [r for r in results["runs"] if triple_of(r) != triple_of(row)]
+  others = [
+    r
+    for r in results["runs"]
+    if (triple_of(r), r["scope"]) != (triple_of(row), row["scope"])
+  ]
   results["runs"] = sorted(
     [*others, row],
     key=lambda r: [
@@ -438,7 +491,12 @@ def main(argv: Sequence[str]) -> None:
   versions = [FLAGS.python, FLAGS.tensorflow, FLAGS.keras]
   if any(versions) and not all(versions):
     sys.exit("--python, --tensorflow and --keras must be given together.")
-  row = run(*versions) if all(versions) else None
+  row = None
+  if all(versions):
+    with tempfile.TemporaryDirectory() as directory:
+      venv = FLAGS.environment or os.path.join(directory, "venv")
+      venv = pathlib.Path(venv).absolute()
+      row = run(*versions, venv=venv, quick=FLAGS.quick)
   triples = resolve() if FLAGS.resolve else None
   results = json.loads(RESULTS.read_text(encoding="utf-8"))
   if triples is not None:

@@ -137,19 +137,19 @@ def _banded(
     tf.ones([channels, channels], inputs.dtype), radius, radius
   )
 
-  def sum_neighbours(x):
+  def sum_neighbors(x):
     # One matrix product and not one per leading index.
     flat = tf.matmul(tf.reshape(x, [-1, channels]), band)
     return tf.reshape(flat, tf.shape(x))
 
   @tf.custom_gradient
   def normalize(x):
-    s = bias + sum_neighbours(tf.square(x))
+    s = bias + sum_neighbors(tf.square(x))
     scale = _inverse_power(s, beta)
     y = x * scale
 
     def gradient(upstream):
-      through_s = sum_neighbours(upstream * y / s)
+      through_s = sum_neighbors(upstream * y / s)
       return upstream * scale - (2.0 * beta) * x * through_s
 
     return y, gradient

@@ -19,7 +19,7 @@ _SIZES = {"train": NUM_TRAIN, "test": NUM_TEST}
 _SEEDS = {"train": (2016, 1), "test": (2016, 2)}
 # Five of the six diagonals of an icosahedron: lines in color space, each 63
 # degrees from every other, as far apart as possible.
-_COLOURS = (
+_COLORS = (
   (0.0, 0.53, 0.85),
   (0.0, 0.53, -0.85),
   (0.53, 0.85, 0.0),
@@ -43,12 +43,12 @@ def read(split: str) -> tuple[tf.Tensor, tf.Tensor]:
   size = _SIZES[split]
   labels = tf.range(size, dtype=tf.int64) % config.NUM_CLASSES
   seeds = tf.unstack(tf.random.split(tf.constant(_SEEDS[split]), 5))
-  colour = tf.gather(tf.constant(_COLOURS), labels % len(_COLOURS))
-  coloured = _wave(seeds[0], size)[:, :, tf.newaxis] * colour[:, tf.newaxis]
+  color = tf.gather(tf.constant(_COLORS), labels % len(_COLORS))
+  colored = _wave(seeds[0], size)[:, :, tf.newaxis] * color[:, tf.newaxis]
   grey = tf.tile(0.4 * _wave(seeds[1], size)[:, :, tf.newaxis], [1, 1, 3])
-  lies = (labels >= len(_COLOURS))[:, tf.newaxis, tf.newaxis]
-  down = tf.where(lies, coloured, grey)
-  across = tf.where(lies, grey, coloured)
+  lies = (labels >= len(_COLORS))[:, tf.newaxis, tf.newaxis]
+  down = tf.where(lies, colored, grey)
+  across = tf.where(lies, grey, colored)
   tint = tf.random.stateless_uniform([size, 1, 1, 3], seeds[2], 88.0, 168.0)
   clean = tint + 40.0 * (down[:, :, tf.newaxis] + across[:, tf.newaxis])
   noisy = clean + _noise(seeds[3], tf.shape(clean))

@@ -38,6 +38,7 @@ EXPERIMENTS = (
   "linear_scaling",
   "straggler",
   "backup_workers",
+  "backup_curves",
   "scale_out",
   "staleness_hurts",
   "zhang_softsync",
@@ -45,16 +46,23 @@ EXPERIMENTS = (
   "sharding",
   "sixteen_or_eight",
   "in_graph_or_between_graph",
+  "one_node_feeds",
   "validation",
 )
 TITLE = "Synchronous and asynchronous training: what was claimed, what we found"
 _FIELDS = ("title", "claim", "source", "explanation", "verdict", "findings")
-# Not by colour alone.
-_SIGNS = {claims.HOLDS: "✓", claims.FAILS: "✗", claims.UNCLEAR: "≈"}
+# Not by color alone.
+_SIGNS = {
+  claims.HOLDS: "✓",
+  claims.FAILS: "✗",
+  claims.UNCLEAR: "≈",
+  claims.ILLUSTRATION: "◦",
+}
 _CLASSES = {
   claims.HOLDS: "holds",
   claims.FAILS: "fails",
   claims.UNCLEAR: "open",
+  claims.ILLUSTRATION: "open",
 }
 _STYLE = """
 body { font: 17px/1.5 Georgia, serif; color: #111; background: #fff;
@@ -147,8 +155,7 @@ def to_html(
   )
   sections = "".join(_section(report, directory) for report in reports)
   failed = "".join(
-    f"<p><strong>{escape(name)}</strong> did not finish: no result.</p>"
-    for name in missing
+    f"<p><strong>{escape(name)}</strong> has no result.</p>" for name in missing
   )
   return (
     '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -167,6 +174,7 @@ def _summary(reports: Sequence[Mapping]) -> str:
     (claims.HOLDS, "hold"),
     (claims.FAILS, "do not hold"),
     (claims.UNCLEAR, "are unclear"),
+    (claims.ILLUSTRATION, "only illustrate how something works"),
   ):
     number = sum(report["verdict"] == kind for report in reports)
     if number:
@@ -176,9 +184,10 @@ def _summary(reports: Sequence[Mapping]) -> str:
     words += "Made with --quick, which measures too little for some of them. "
   return (
     f"{words if count else ''}A claim holds if each of its numbers is within"
-    " what it says, for every seed. Numbers are medians over seeds, with the"
-    " least and the largest. The page was made on"
-    f" {datetime.date.today().isoformat()}."
+    " the bounds that the claim sets, for every seed. Numbers are medians over"
+    " the seeds, with the smallest and the largest value in parentheses. An"
+    " illustration has no verdict, because its numbers follow from how it is"
+    f" built. The page was made on {datetime.date.today().isoformat()}."
   )
 
 
@@ -218,10 +227,11 @@ def _sentence(words: str) -> str:
 
 def _how(report: Mapping, code: str) -> str:
   command = code.format(report["command"])
-  return (
-    f"{command}; {report['date']}; {report['machine']}; took"
-    f" {report['seconds']} s"
-  )
+  words = f"{command}; {report['date']}; {report['machine']}"
+  if "commit" in report:
+    load = report["load_average"][0]
+    words += f"; commit {report['commit']}; load at the start {load}"
+  return f"{words}; took {report['seconds']} s"
 
 
 def _value(finding: Mapping) -> str:
@@ -247,7 +257,7 @@ def to_markdown(reports: Sequence[Mapping], missing: Sequence[str]) -> str:
     for r in reports
   ]
   lines += [""]
-  lines += [f"**{name}** did not finish: no result.\n" for name in missing]
+  lines += [f"**{name}** has no result.\n" for name in missing]
   for report in reports:
     lines += [
       f'<a id="{report["name"]}"></a>',

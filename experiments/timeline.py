@@ -29,14 +29,14 @@ FLAGS = flags.FLAGS
 FRESH, STALE, REFUSED = "fresh", "stale", "refused"
 # The chief of a synchronous run; it has no turns.
 _CHIEF = "chief"
-_COLOURS = {
-  "read": claims.COLOURS[4],
-  FRESH: claims.COLOURS[0],
-  STALE: claims.COLOURS[3],
-  REFUSED: claims.COLOURS[1],
-  "hand_over": claims.COLOURS[2],
+_COLORS = {
+  "read": claims.COLORS[4],
+  FRESH: claims.COLORS[0],
+  STALE: claims.COLORS[3],
+  REFUSED: claims.COLORS[1],
+  "hand_over": claims.COLORS[2],
   "wait": "#DDDDDD",
-  "apply": claims.COLOURS[5],
+  "apply": claims.COLORS[5],
 }
 _HATCHES = {REFUSED: "////", STALE: "...."}
 _LABELS = {
@@ -226,9 +226,9 @@ def draw(events: Sequence[recorded_run.Event], begin: float, end: float):
         (right - left) * 1e3,
         left=(left - begin) * 1e3,
         height=0.45 if kind == "wait" else 0.8,
-        color=_COLOURS[kind],
+        color=_COLORS[kind],
         hatch=_HATCHES.get(kind),
-        edgecolor="white" if kind in _HATCHES else _COLOURS[kind],
+        edgecolor="white" if kind in _HATCHES else _COLORS[kind],
         linewidth=0.3,
       )
       if label and (right - left) > 0.02 * (end - begin):
@@ -255,9 +255,9 @@ def draw(events: Sequence[recorded_run.Event], begin: float, end: float):
   axes.legend(
     handles=[
       patches.Patch(
-        facecolor=_COLOURS[kind],
+        facecolor=_COLORS[kind],
         hatch=_HATCHES.get(kind),
-        edgecolor="white" if kind in _HATCHES else _COLOURS[kind],
+        edgecolor="white" if kind in _HATCHES else _COLORS[kind],
         label=words,
       )
       for kind, words in _LABELS.items()

@@ -11,6 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Sequence
+from typing import BinaryIO
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -111,10 +112,13 @@ def find_shards(data_dir: str, subset: str) -> list[str]:
 
 
 def count_records(path: str) -> int:
-  """Counts the records of a TFRecord file, without reading their data.
+  """Counts the records of a TFRecord file, and checks what the first one is.
+
+  It does not read the data of the other records.
 
   Raises:
-    DataError: If the file cannot be read or ends inside a record.
+    DataError: If the file cannot be read or ends inside a record, or if its
+      first record is not a `tf.train.Example` of an image with a label.
   """
   try:
     size = os.path.getsize(path)
@@ -126,6 +130,8 @@ def count_records(path: str) -> int:
         length = file.read(_LENGTH.size)
         if len(length) < _LENGTH.size:
           break
+        if not count:
+          _check_example(file, _LENGTH.unpack(length)[0], path)
         position += _AROUND_DATA + _LENGTH.unpack(length)[0]
         count += 1
   except OSError as error:
@@ -136,6 +142,30 @@ def count_records(path: str) -> int:
       f"record {count}."
     )
   return count
+
+
+def _check_example(file: BinaryIO, length: int, path: str) -> None:
+  """Checks that the first record of a file is an example of an image.
+
+  Args:
+    file: The file, at its ninth byte.
+    length: The number of bytes of the record, as the file says.
+    path: The path of the file.
+
+  Raises:
+    DataError: If that is not so.
+  """
+  if length > os.path.getsize(path):
+    return  # The caller finds that the file ends inside the record.
+  file.seek(_BEFORE_DATA)
+  try:
+    parse(file.read(length))
+  except (tf.errors.InvalidArgumentError, UnicodeDecodeError):
+    # The second is what becomes of TensorFlow's message if it cites the record.
+    raise DataError(
+      f"{path} must hold `tf.train.Example`s with {ENCODED} and {LABEL}."
+      " Received: another first record."
+    ) from None
 
 
 def read_labels(path: str) -> list[str]:
@@ -212,11 +242,14 @@ def serialize(
   return tf.train.Example(features=features).SerializeToString()
 
 
-def parse(serialized: tf.Tensor) -> Stored:
+def parse(serialized: tf.Tensor | bytes) -> Stored:
   """Reads the features that training uses from a record.
 
   Args:
     serialized: The record, a scalar string with a `tf.train.Example`.
+
+  Raises:
+    tf.errors.InvalidArgumentError: If it is not, or has no image or label.
   """
   features = {
     ENCODED: tf.io.FixedLenFeature([], tf.string),

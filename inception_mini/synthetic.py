@@ -38,9 +38,9 @@ def read(subset: str, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   seed = tf.random.fold_in(tf.constant(_SEEDS[subset]), shard)
   seeds = tf.unstack(tf.random.split(seed, 4), num=4)
   sign = tf.where(labels < _NUM_TEXTURES, 1.0, -1.0)
-  colour = sign[:, tf.newaxis] * tf.constant(_RED)
+  color = sign[:, tf.newaxis] * tf.constant(_RED)
   light = tf.random.stateless_uniform([size, 1, 1, 1], seeds[0], 96.0, 160.0)
-  clean = light + colour[:, tf.newaxis, tf.newaxis]
+  clean = light + color[:, tf.newaxis, tf.newaxis]
   clean += 50.0 * _texture(labels % _NUM_TEXTURES, seeds[1])[..., tf.newaxis]
   noise = tf.random.stateless_uniform(tf.shape(clean), seeds[2], -30.0, 30.0)
   return tf.cast(tf.clip_by_value(clean + noise, 0.0, 255.0), tf.uint8), labels

@@ -1,5 +1,6 @@
 """Tests of what becomes of a training when something dies or goes wrong."""
 
+import pathlib
 import signal
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from tests.support import trials
 from tf_replicas import cluster
+from tf_replicas.drivers import cluster_status
 from tf_replicas.session import checkpoints
 
 # The learning rate of `cluster_task.constant_gradients`.
@@ -44,6 +46,45 @@ def _report_after_a_restart(start_trial, scenario, replication):
   return trial.report()
 
 
+def _assert_seen_from_outside(trial):
+  """Three updates are made, and worker 1 has died."""
+  reader = cluster_status.ClusterReader(trial.spec)
+  status = reader.read()
+  reader.close()
+  assert (status.state, status.global_step) == ("running", 3)
+  assert status.rule["replicas_to_aggregate"] == status.needed == 3
+  assert status.parameter_bytes == 7 * 4
+  assert [task.error for task in status.serving] == ["", ""]
+  assert all(task.memory_bytes > 1 << 20 for task in status.serving)
+  assert sum(task.queued_gradients for task in status.serving) == 4
+  assert [c.presence for c in status.clients] == ["alive", "silent", "alive"]
+  assert [r.applied for r in status.replicas] == [3, 3, 3]
+  assert status.waits == (
+    "update 4 has 2 of 3 contributions; worker 0 and worker 2 wait for worker 1"
+    " (lost)",
+  )
+  (fault,) = status.faults
+  assert "worker 1: no heartbeat for" in fault
+  assert "declared lost" in fault
+
+
+def _assert_warned_of_open_ports(trial):
+  """The spec says localhost, and the servers listen everywhere."""
+  for address in trial.spec.addresses("ps"):
+    port = f":{int(address.rpartition(':')[2]):04X}"
+    rows = [
+      line.split()
+      for name in ("tcp", "tcp6")
+      for line in pathlib.Path("/proc/net", name).read_text().splitlines()
+    ]
+    listening = [row[1] for row in rows if row[3] == "0A"]  # Its state.
+    (host,) = {
+      local.partition(":")[0] for local in listening if local.endswith(port)
+    }
+    assert not int(host, 16)
+  assert trial.all_logs().count("without authentication") == 1
+
+
 def test_training_waits_for_the_restart_of_a_worker(start_trial):
   trial = start_trial(
     "killed_after_delivery", trials.document(2, 3), lost_after_secs=3
@@ -54,6 +95,8 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
   trial.await_log(_worker(0), "worker 1: no heartbeat for")
   trial.await_log(_worker(0), "step 3: waiting for")
   assert not (trial.directory / "over").exists()
+  _assert_seen_from_outside(trial)
+  _assert_warned_of_open_ports(trial)
   trial.tasks.start(_worker(1))
   trial.await_success()
   report = trial.report()
@@ -61,6 +104,7 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
   # What was delivered before the death counts.
   assert [applied for applied, _, _ in report["counts"]] == [6, 6, 6]
   log = trial.log("worker", 0)
+  assert trials.SECRET not in trial.all_logs()
   assert "2 of 3 contributions received" in log
   assert "worker 1: lost" in log
 
@@ -123,9 +167,39 @@ def test_a_parameter_server_that_stands_still_is_told_of(start_trial):
   trial.mark("worker 1 is dead")
   for worker in (0, 1):
     trial.await_log(_worker(worker), "waiting for an answer of ps 0: 1")
+  reader = cluster_status.ClusterReader(trial.spec, timeout_secs=0.5)
+  status = reader.read()
+  assert [task.error for task in status.serving] == ["no answer for 0.5 s"]
+  assert "ps 0 at localhost:" in status.faults[0]
   trial.tasks.kill(ps, signal.SIGCONT)
   trial.await_success()
   _assert_steps(trial.report(), 6, (0.1 + 0.3) / 2)
+  assert reader.read().serving[0].error  # It has ended.
+
+
+def test_steps_go_on_without_a_worker_that_exceeds_their_deadline(start_trial):
+  trial = start_trial(
+    "killed_between_steps",
+    trials.document(1, 2),
+    step_timeout_secs=2,
+    min_contributions=1,
+    lost_after_secs=60,
+  )
+  trial.await_mark("step 2 is made")
+  trial.tasks.kill(_worker(1), signal.SIGSTOP)
+  trial.mark("worker 1 is dead")
+  trial.await_log(_worker(0), "missing: worker 1. Updates go on without")
+  trial.tasks.kill(_worker(1), signal.SIGCONT)
+  trial.await_success()
+  steps = trial.report()["steps"]
+  values = [step["state"]["variables/v0"] for step in steps]
+  # Both workers, or worker 0 alone. The frozen one may have sent a gradient.
+  changes = np.diff([0.0, *values]) / -RATE
+  kinds = [0.1 if abs(change - 0.1) < 1e-4 else 0.2 for change in changes]
+  np.testing.assert_allclose(changes, kinds, rtol=1e-4)
+  assert kinds[:2] == [0.2, 0.2]
+  assert 0.1 in kinds[2:]
+  assert len(steps) == 6
 
 
 def _come_back(start_trial, scenario, job, replication):
@@ -311,22 +385,27 @@ def test_training_goes_on_after_the_loss_of_a_parameter_server(
   assert report["global_step"] == 12
   ((lost, step, resumed, _),) = report["recoveries"]
   assert (lost, step) == ([str(ps)], 6)
-  # The others may go on while an asynchronous chief saves.
-  assert resumed in ((4, 5, 6) if is_async else (4,))
+  # Six asynchronous updates may be reported together, before the first save;
+  # and replicas may go on while an asynchronous chief saves.
+  assert resumed in ((0, 4, 5, 6) if is_async else (4,))
   again = f"so {6 - resumed} updates were made again"
   assert again in trial.tasks.log(chief)
   steps = report["steps"]
   if not is_async:
     assert steps == [*range(1, 7), *range(5, 13)]
-  # Each worker's updates since the checkpoint can be counted in its own row. (An
-  # asynchronous checkpoint may hold a part of updates that were under way.)
-  saved = checkpoints.read(trial.directory / f"train/model.ckpt-{resumed}")
+  # Each worker's updates since the checkpoint can be counted in its own row. An
+  # asynchronous checkpoint may hold a part of updates that were under way.
+  saved = {"variables/v0": 0.0, "examples_seen": 0}
+  saved["variables/v2"] = np.array([[3.0], [4.0]])
+  if resumed:
+    saved = checkpoints.read(trial.directory / f"train/model.ckpt-{resumed}")
   change = {
     name: np.array(report["state"][name]) - saved[name]
-    for name in ("variables/v0", "variables/v2", "examples_seen")
+    for name in ("variables/v0", "examples_seen")
   }
+  rows = np.array(report["state"]["variables/v2"])[:2, 0]
   gradients = np.array([0.1, 0.3])
-  updates = -change["variables/v2"][:2, 0] / (RATE * gradients)
+  updates = (saved["variables/v2"][:2, 0] - rows) / (RATE * gradients)
   np.testing.assert_allclose(updates.sum(), 12 - resumed, rtol=1e-4)
   np.testing.assert_allclose(
     change["variables/v0"], -RATE * gradients @ updates, rtol=1e-4

@@ -34,7 +34,7 @@ STARTS_WITHOUT_TENSORFLOW = (
   "runtime.noise",
   "runtime.processes",
 )
-IMPORTS_TENSORFLOW = {"programs.task_runner"}
+IMPORTS_TENSORFLOW = {"programs.gpu_check", "programs.task_runner"}
 # They start processes, are started by people, or read TensorFlow's log level.
 READS_ENVIRONMENT = (
   "programs",
@@ -45,8 +45,12 @@ READS_ENVIRONMENT = (
 )
 USES_PRIVATE_TENSORFLOW = ("runtime",)
 HAS_FLAGS = ("programs",)
-# Their arguments end where those of another script begin.
-PARSES_A_COMMAND_LINE = ("programs.manifests", "programs.script_launcher")
+# Commands of the library, of which two end where those of a script begin.
+PARSES_A_COMMAND_LINE = (
+  "programs.manifests",
+  "programs.script_launcher",
+  "programs.status_report",
+)
 
 
 def _modules(package):
@@ -129,7 +133,8 @@ def _is_in(module, packages):
 PATHS = {
   _name(path): path
   for path in sorted((ROOT / LIBRARY).glob("**/*.py"))
-  if _name(path) and path.stem not in ("__main__", "launch", "kubernetes")
+  if _name(path)
+  and path.stem not in ("__main__", "launch", "kubernetes", "status")
 }
 NAMES = [name for name, path in PATHS.items() if path.stem != "__init__"]
 

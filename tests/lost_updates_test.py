@@ -7,7 +7,9 @@ from tests.support import trials
 
 
 # What rounding makes of the inverse of Adam's 300 updates is below 0.01.
-@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize(
+  "name", ["adam", pytest.param("momentum", marks=pytest.mark.exhaustive)]
+)
 def test_locking_loses_nothing(name):
   lost = lost_updates.measure(
     name, use_locking=True, increments=100, environ=trials.ENVIRON

@@ -13,8 +13,13 @@ import sys
 from tf_replicas.programs import listing
 from tf_replicas.programs import manifests
 from tf_replicas.programs import script_launcher
+from tf_replicas.programs import status_report
 
-_COMMANDS = {"launch": script_launcher.main, "kubernetes": manifests.main}
+_COMMANDS = {
+  "launch": script_launcher.main,
+  "kubernetes": manifests.main,
+  "status": status_report.main,
+}
 
 
 def main() -> None:

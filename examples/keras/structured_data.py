@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 NUMBERS = ("age", "pressure")
-WORDS = ("thal", "colour")
+WORDS = ("thal", "color")
 NUM_EXAMPLES = 1000
 
 
@@ -26,7 +26,7 @@ def load_table(seed):
     "pressure": rng.normal(131, 17, NUM_EXAMPLES).astype("float32"),
     "vessels": rng.integers(0, 4, NUM_EXAMPLES),
     "thal": rng.choice(["fixed", "normal", "reversible"], NUM_EXAMPLES),
-    "colour": rng.choice(["red", "green"], NUM_EXAMPLES),
+    "color": rng.choice(["red", "green"], NUM_EXAMPLES),
   }
   risk = (table["age"] - 54) / 9 + (table["pressure"] - 131) / 17
   risk += table["vessels"] - 1.5 + 2.0 * (table["thal"] == "reversible")
@@ -84,7 +84,7 @@ history = model.fit(
 )
 
 patient = {"age": 70.0, "pressure": 160.0, "vessels": 3}
-patient |= {"thal": "reversible", "colour": "green"}
+patient |= {"thal": "reversible", "color": "green"}
 patient = {k: tf.convert_to_tensor([[v]]) for k, v in patient.items()}
 print(f"risk: {float(model.predict(patient, verbose=0)[0, 0]):.3f}")
 print(f"validation accuracy: {history.history['val_accuracy'][-1]:.3f}")

@@ -89,8 +89,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   most = numbers[-1]
   findings = [
     claims.Finding(
-      f"bytes per step through the in-graph client with {most} workers, of the"
-      " parameters",
+      f"bytes per step through the in-graph client with {most} workers, divided"
+      " by those of the parameters",
       [
         n / traffic.PARAMETER_BYTES
         for n in values("in_graph", most, "client_bytes")
@@ -98,8 +98,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       most=0.02,
     ),
     claims.Finding(
-      f"processor time per step of the in-graph client with {most} workers, of"
-      " all processes'",
+      f"processor time per step of the in-graph client with {most} workers,"
+      " divided by that of all processes",
       ratios(
         values("in_graph", most, "client_cpu_secs"),
         values("in_graph", most, "cpu_secs"),
@@ -110,7 +110,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   for workers in numbers:
     findings.append(
       claims.Finding(
-        f"step rate in-graph of that between-graph, {workers} workers",
+        f"step rate in-graph, divided by that between-graph, {workers} workers",
         ratios(
           values("in_graph", workers, "steps_per_sec"),
           values("between_graph", workers, "steps_per_sec"),
@@ -148,7 +148,7 @@ def draw(measurements: Sequence[dict]):
         [int(n) for n in numbers],
         [sum(column) / len(column) for column in zip(*rows, strict=True)],
         marker=claims.MARKERS[number],
-        color=claims.COLOURS[number],
+        color=claims.COLORS[number],
         label=replication.replace("_", "-"),
       )
     axes.set_xticks([int(n) for n in numbers])
@@ -163,18 +163,19 @@ CLAIM = claims.Claim(
   name="in_graph_or_between_graph",
   title="One client, or one per worker",
   claim=(
-    "an in-graph client that only schedules carries no parameters, costs little"
-    " with every worker, and is no slower than a client in each worker"
+    "an in-graph client carries no parameters, costs little processor time"
+    " for each worker, and is no slower than a client in each worker"
   ),
   source='TF1 "Distributed TensorFlow" how-to: in-graph, between-graph',
   explanation=(
-    "In-graph, one client builds the computation of all workers and starts it;"
-    " between-graph, every worker builds and starts its own, and the first also"
-    " makes the updates. In TF1 everything that one client knew went through"
-    " it. Here the workers read and write the parameter servers themselves, so"
-    " the client has next to nothing to do in a step; between-graph the process"
-    " that makes updates computes gradients as well. All processes share the"
-    " cores of this machine, which is why more workers make slower steps."
+    "In in-graph replication, one client builds the computation of all"
+    " workers and starts it. In between-graph replication, every worker builds"
+    " and starts its own, and the first worker also makes the updates. Here,"
+    " workers read and write the variables on the parameter servers themselves"
+    " in both cases, so that the in-graph client has little to do in a step."
+    " In between-graph replication, the process that makes the updates"
+    " computes gradients as well. All processes share the cores of this"
+    " machine, so steps are slower with more workers."
   ),
   measure=measure,
   find=find,

@@ -1,19 +1,28 @@
-"""Measures who waits for a slow worker, and what its late updates undo.
+"""Measures who waits for a slow worker, and what its late writes overwrite.
 
   python -m experiments.claims.overwrite_and_idle [--quick]
-    [--num_seeds=1] [--output=DIR]
+    [--num_seeds=2] [--output=DIR]
 
-Trains a model with one weight on a real cluster of 1 PS (parameter server) and
-3 workers, once synchronously and once asynchronously. In each worker, a batch
+A real cluster of 1 PS (parameter server) and 3 workers. In each worker, a batch
 takes a fixed time to arrive, so that the speed of a worker does not depend on
 the cores that all of them share. For one worker this time is five times as long
-as for the others. The recorded timelines say who waited, and in which order
-workers read the variables and changed them. In this order, a ball is pushed
-down the bowl of `stale_ball`. That shows how much of the progress, which the
-other workers made since a worker had read the variables, the worker's update
-undoes.
+as for the others.
+
+First, the cluster trains, once synchronously and once asynchronously, and the
+recorded timelines say who waited, and how stale gradients were.
+
+Then every worker reads a variable, waits for its time, and adds 1, again and
+again. They do so in four ways: as a literal write, which assigns what was read
+plus 1, and by the asynchronous rule of the library, without options, with
+`use_locking` and with `snapshot_reads`. If no write is lost, the variable ends
+at the number of writes.
+
+The late updates of the recorded asynchronous training also push the ball of
+`stale_ball`. That computation is shown and not judged.
 """
 
+import json
+import pathlib
 import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,17 +34,28 @@ from experiments.claims import straggler
 from experiments.simulator import recorded_run
 from experiments.support import claims
 from experiments.support import programs
+from experiments.support import timed_training
 
 FAST = ("worker:0", "worker:1")
 SLOW = "worker:2"
 # Seconds that a batch takes.
 TURN_SECS = {FAST[0]: 0.1, FAST[1]: 0.1, SLOW: 0.5}
 RATE = stale_ball.RATE
+# How a worker writes -> the options of the asynchronous rule; None: it assigns
+# what it has read plus 1. LITERAL_FAST is without the slow worker.
+LITERAL, LITERAL_FAST = "assign", "assign, without the slow worker"
+WAYS = {
+  LITERAL: None,
+  LITERAL_FAST: None,
+  "add": {},
+  "add, use_locking": {"use_locking": True},
+  "add, snapshot_reads": {"snapshot_reads": True},
+}
 RATES = (0.05, 0.1, 0.2, RATE, 0.4, 0.5)
 # In the picture.
 _SHOWN_SECS = 4.0
 _SHOWN_UPDATES = 50
-_OF_FAST, _OF_SLOW, _WAITS = claims.COLOURS[4], claims.COLOURS[1], "#DDDDDD"
+_OF_FAST, _OF_SLOW, _WAITS = claims.COLORS[4], claims.COLORS[1], "#DDDDDD"
 
 
 class Write(NamedTuple):
@@ -120,15 +140,17 @@ def undone(rolled: Sequence[np.ndarray]) -> float:
 
 
 def measure(is_quick: bool, seed: int) -> dict:
-  """Trains synchronously and asynchronously, and summarizes both runs.
+  """Trains and writes in all ways, and summarizes what was recorded.
 
   With `is_quick`, it makes fewer updates. `seed` is not used. The result maps
-  `sync` and `async` to what `summary` returns for this run.
+  `sync` and `async` to what `summary` returns for this run, and `writes` to
+  what `_write` returns.
   """
   del seed
   return {
     "sync": summary(_train("sync", 10 if is_quick else 40)),
     "async": summary(_train("async", 100 if is_quick else 450)),
+    "writes": _write(4.0 if is_quick else 10.0),
   }
 
 
@@ -139,17 +161,44 @@ def _train(update: str, num_steps: int) -> list[recorded_run.Event]:
     update: `sync` or `async`.
     num_steps: The number of updates.
   """
+  return timed_training.train(
+    [[secs] for secs in TURN_SECS.values()], num_steps, update=update
+  )
+
+
+def _write(secs: float) -> dict[str, dict]:
+  """Lets the workers add 1 to a variable in all ways, on one cluster.
+
+  Args:
+    secs: For how long they do so in each way.
+
+  Returns:
+    For each of `WAYS`, `writes`, the number of writes of each worker, and
+    `value`, the value of the variable afterwards.
+  """
   with tempfile.TemporaryDirectory() as directory:
     programs.run_tasks(
       "experiments.claims.overwrite_and_idle_task",
-      [update, num_steps],
+      [secs],
       document={
         "ps": ["localhost:0"],
         "worker": ["localhost:0"] * len(TURN_SECS),
       },
       directory=directory,
     )
-    return recorded_run.read(f"{directory}/timeline")
+    text = pathlib.Path(directory, "written.json").read_text(encoding="utf-8")
+  return json.loads(text)
+
+
+def lost(measurement: dict, way: str) -> float:
+  """Returns the share of all writes that the variable does not contain.
+
+  Args:
+    measurement: The result of `measure`.
+    way: How the workers wrote, one of `WAYS`.
+  """
+  found = measurement["writes"][way]
+  return 1 - found["value"] / sum(found["writes"])
 
 
 def summary(events: Sequence[recorded_run.Event]) -> dict:
@@ -249,8 +298,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       least=0.5,
     ),
     claims.Finding(
-      "less what that should be, by how long a turn takes either when nobody"
-      " waits",
+      "this share minus the one that follows from the turns of the workers",
       each(lambda m: _of_fast(m["sync"]["waiting"]) - expected_waiting(m)),
       least=-0.1,
       most=0.1,
@@ -261,42 +309,74 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       most=0.1,
     ),
     claims.Finding(
-      "asynchronous: staleness of the slow worker's gradients, on average",
+      "asynchronous: mean staleness of the slow worker's gradients",
       each(lambda m: staleness(m, [SLOW])),
       "updates",
       least=4.0,
     ),
     claims.Finding(
-      "of the fast ones'",
+      "asynchronous: mean staleness of the fast workers' gradients",
       each(lambda m: staleness(m, FAST)),
       "updates",
       most=2.0,
     ),
     claims.Finding(
-      "of what the others won between its read and its write, the share that a"
-      f" write of the slow worker undoes, at rate {RATE}",
-      undone_by([SLOW]),
+      "share of the writes that are lost if a worker assigns what it has read"
+      " plus its step (the literal write)",
+      each(lambda m: lost(m, LITERAL)),
       least=0.1,
     ),
-    claims.Finding("a write of a fast one", undone_by(FAST), most=0.05),
+    claims.Finding(
+      "the same with the two fast workers alone",
+      each(lambda m: lost(m, LITERAL_FAST)),
+    ),
+    *(
+      claims.Finding(
+        f"share of the writes that are lost by the library's rule ({way})",
+        each(lambda m, way=way: lost(m, way)),
+        most=0.0,
+      )
+      for way, options in WAYS.items()
+      if options is not None
+    ),
+    claims.Finding(
+      "computed for one weight: what a late addition of the slow worker undoes"
+      f" of the others' progress since its read, at rate {RATE}",
+      undone_by([SLOW]),
+    ),
+    claims.Finding("the same for a fast worker", undone_by(FAST)),
   ]
 
 
 def draw(measurements: Sequence[dict]):
   """Draws who waits for the slow worker, and what its late updates undo."""
-  figure, axes = claims.new_figure(10, 6.4, nrows=2, ncols=2)
+  figure, axes = claims.new_figure(10, 9.4, nrows=3, ncols=2)
   first = measurements[0]
-  _draw_turns(axes[0, 0], first["sync"], "Synchronous: the fast ones wait")
-  _draw_turns(axes[0, 1], first["async"], "Asynchronous: nobody waits")
-  _draw_ball(axes[1, 0], first["async"]["order"])
-  _draw_undone(axes[1, 1], measurements)
+  _draw_turns(axes[0, 0], first["sync"], "Synchronous: the fast workers wait")
+  _draw_turns(axes[0, 1], first["async"], "Asynchronous: no worker waits")
+  _draw_lost(axes[1, 0], measurements)
+  axes[1, 1].axis("off")
+  _draw_ball(axes[2, 0], first["async"]["order"])
+  _draw_undone(axes[2, 1], measurements)
   return figure
+
+
+def _draw_lost(axis, measurements) -> None:
+  shares = np.array([[lost(m, way) for way in WAYS] for m in measurements])
+  axis.barh(
+    range(len(WAYS)), 100 * np.median(shares, axis=0), color=claims.COLORS[1]
+  )
+  axis.set_yticks(range(len(WAYS)), WAYS)
+  axis.invert_yaxis()
+  axis.set_xlim(0, 100)
+  axis.set_xlabel("writes that are lost (%)")
+  axis.set_title("Lost writes")
 
 
 def _draw_turns(axis, run, title: str) -> None:
   for row, task in enumerate(TURN_SECS):
-    colour = _OF_SLOW if task == SLOW else _OF_FAST
-    axis.barh(row, _SHOWN_SECS, height=0.7, color=colour)
+    color = _OF_SLOW if task == SLOW else _OF_FAST
+    axis.barh(row, _SHOWN_SECS, height=0.7, color=color)
     for _, start, end in (w for w in run["waits"] if w[0] == task):
       axis.barh(row, end - start, left=start, height=0.72, color=_WAITS)
     before = 0.0
@@ -334,20 +414,20 @@ def _draw_ball(axis, order) -> None:
     path[late],
     "s",
     color=_OF_SLOW,
-    label="after one of the slow worker",
+    label="after an update of the slow worker",
   )
   axis.axhline(0.0, color="black", linewidth=0.8)
   axis.set_xlabel("asynchronous updates, in the recorded order")
-  axis.set_ylabel("position (of the start)")
+  axis.set_ylabel("position (1: the start)")
   axis.set_title(f"The ball, pushed in that order, rate {RATE}")
   axis.legend(frameon=False, fontsize=9)
   axis.grid(alpha=0.3)
 
 
 def _draw_undone(axis, measurements) -> None:
-  for tasks, label, colour, marker in (
+  for tasks, label, color, marker in (
     ([SLOW], "the slow worker", _OF_SLOW, "s"),
-    (FAST, "a fast one", _OF_FAST, "o"),
+    (FAST, "a fast worker", _OF_FAST, "o"),
   ):
     shares = np.array(
       [
@@ -360,14 +440,14 @@ def _draw_undone(axis, measurements) -> None:
       RATES,
       100 * middle,
       yerr=100 * np.array([middle - shares.min(0), shares.max(0) - middle]),
-      color=colour,
+      color=color,
       marker=marker,
       capsize=4,
       label=label,
     )
   axis.set_ylim(bottom=-1)
   axis.set_xlabel("learning rate × curvature")
-  axis.set_ylabel("undone, of what others won (%)")
+  axis.set_ylabel("undone of the progress of others (%)")
   axis.set_title("What a write undoes")
   axis.legend(frameon=False, fontsize=9)
   axis.grid(alpha=0.3)
@@ -378,27 +458,30 @@ CLAIM = claims.Claim(
   title="Waiting for a slow worker, or overwritten by it",
   claim=(
     "if one of three workers is 5 times slower, the others wait for most of"
-    " every synchronous step; asynchronously nobody waits, but what the slow"
-    " one writes is several updates late, and undoes part of what the others"
-    " won meanwhile"
+    " every synchronous step; asynchronously they do not wait, but the slow"
+    " worker's gradients are several updates old. If workers wrote back what"
+    " they had read plus their step, late writes would overwrite the work of"
+    " others. The library adds, and loses no write."
   ),
   source="beginners' explanations of distributed training",
   explanation=(
-    "Three workers improve one model. Two need a tenth of a second for a"
-    " gradient, the third five times as long. Above on the left they train"
-    " synchronously: a black line is an update, which needs a gradient of all"
-    " three, and the fast ones wait (grey) for the slow one, four fifths of"
-    " their time. Above on the right they train asynchronously: each writes as"
-    " soon as it is done, and reads again. Nobody waits. But while the slow"
-    " worker computes, the model moves on; the number on its bar says by how"
-    " many updates. What that does, a ball in a bowl shows (a model with one"
-    " weight; 0 is the best value), pushed in the very order that was recorded."
-    " The fast workers bring it down in a few pushes. Then comes the push of"
-    " the slow one, who still says what was right where the ball lay long ago,"
-    " and takes it past the minimum. Below on the right: of the way that the"
-    " others won since its worker looked, how much a write undoes. With small"
-    " steps the others have not arrived when it comes, and it does no harm; the"
-    " larger the steps, the more it undoes."
+    "Two workers need a tenth of a second for a gradient, the third needs five"
+    " times as long. At the top left they train synchronously: a black line is"
+    " an update, which needs a gradient of each of them, and the fast workers"
+    " wait (grey) for most of the time. At the top right they train"
+    " asynchronously and do not wait. While the slow worker computes, the"
+    " others change the variables; the number on its bar is the number of these"
+    " updates. The middle row answers whether the late write overwrites them."
+    " Every worker adds 1 again and again; if no write is lost, the variable"
+    " ends at the number of writes. If a worker literally assigns what it has"
+    " read plus 1, most writes are lost, and not only because of the slow"
+    " worker. The asynchronous rule adds the step to the present value, and"
+    " loses none, with and without its options. The last row is computed and"
+    " not judged. A late step is added, but it was computed for an old"
+    " position. The ball (a model with one weight, with its minimum at 0) is"
+    " pushed in the recorded order of reads and updates. With large steps, the"
+    " slow worker pushes it past the minimum, and undoes a part of what the"
+    " others have gained."
   ),
   measure=measure,
   find=find,

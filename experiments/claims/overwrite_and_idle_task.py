@@ -3,78 +3,158 @@
 That experiment starts this program once per task.
 """
 
+import json
+import os
+import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 from experiments.claims import overwrite_and_idle
 from experiments.support import programs
 
 
-def _replica(secs: float):
-  """Returns a model with one weight, whose batches take `secs` to arrive."""
-  import tensorflow as tf
-
-  from tf_replicas.replica import model_replica
-
-  def batches():
-    while True:
-      time.sleep(secs)
-      yield ([1.0],)
-
-  def dataset_fn(*_):
-    signature = (tf.TensorSpec([1], tf.float32),)
-    dataset = tf.data.Dataset.from_generator(
-      batches, output_signature=signature
-    )
-    options = tf.data.Options()
-    # Else the next batch comes while the worker waits for an update.
-    options.experimental_optimization.inject_prefetch = False
-    return dataset.with_options(options)
-
-  return model_replica.Replica(
-    [tf.Variable(1.0, name="x")],
-    lambda parameters, batch: tf.square(parameters[0]) / 2 * batch[0],
-    dataset_fn,
-  )
-
-
-def _optimizer(update: str):
+def _rule(options):
   import keras
 
   import tf_replicas
 
-  sgd = keras.optimizers.SGD(overwrite_and_idle.RATE)
+  return tf_replicas.AsyncReplicasOptimizer(
+    keras.optimizers.SGD(1.0), len(overwrite_and_idle.TURN_SECS), **options
+  )
+
+
+def _replica():
+  """Returns a replica with one variable, whose gradient is never asked for."""
+  import tensorflow as tf
+
+  from tf_replicas.replica import model_replica
+
+  return model_replica.Replica(
+    [tf.Variable(0.0, name="x")],
+    lambda parameters, batch: parameters[0] * batch[0],
+    lambda *_: tf.data.Dataset.from_tensors((tf.ones([1]),)).repeat(),
+  )
+
+
+def _turn(store, rule, replica: int, secs: float) -> Callable[[], None]:
+  """Makes a function that reads the variable, waits, and adds 1.
+
+  Args:
+    store: The parameter store with the variable.
+    rule: The asynchronous rule that adds; None to assign what was read plus 1.
+    replica: The index of this worker.
+    secs: How long it waits.
+  """
+  import tensorflow as tf
+
+  (variable,) = store.variables(0)
+  path = store.specs[0].path
+
+  if rule is None:
+
+    @tf.function(autograph=False)
+    def read():
+      return tf.constant(0, tf.int64), [variable.read_value()]
+
+    @tf.function(autograph=False)
+    def write(step, value):
+      variable.assign(value + 1.0)
+      return step
+
+  else:
+
+    @tf.function(autograph=False)
+    def read():
+      return rule.pull_contributed(replica)
+
+    @tf.function(autograph=False)
+    def write(step, value):
+      del value
+      return rule.apply_gradients(
+        [(tf.constant(-1.0), path)], replica=replica, local_step=step
+      ).global_step
+
+  def turn() -> None:
+    step, (value,) = read()
+    value.numpy()
+    time.sleep(secs)
+    write(step, value).numpy()
+
+  return turn
+
+
+def _await(condition: Callable[[], bool], what: str) -> None:
+  from tf_replicas.runtime import waiting
+
+  waiting.await_value(
+    condition, timeout_secs=120, what=f"waiting for {what}", poll_secs=0.01
+  )
+
+
+def _barrier(directory: pathlib.Path, name: str, index: int) -> None:
+  """Waits until all workers have come to the same place.
+
+  Args:
+    directory: A directory for a file of each worker.
+    name: The name of the place.
+    index: The index of this worker.
+  """
   count = len(overwrite_and_idle.TURN_SECS)
-  if update == "sync":
-    return tf_replicas.SyncReplicasOptimizer(sgd, count)
-  return tf_replicas.AsyncReplicasOptimizer(sgd, count)
+  directory.joinpath(f"{name}.{index}").touch()
+  _await(
+    lambda: len(list(directory.glob(f"{name}.*"))) == count,
+    f"the other workers, {name}",
+  )
 
 
-def run_client(spec, task, directory, update: str, num_steps: str) -> None:
-  """Trains in this worker; the chief ends it after `num_steps` updates.
+def run_client(spec, task, directory: pathlib.Path, secs: str) -> None:
+  """Adds 1 to the variable in all ways; the chief stores how it ended.
 
   Args:
     spec: The cluster.
     task: The task of this process.
-    directory: The directory for the timelines.
-    update: `sync` or `async`.
-    num_steps: The number of updates, as text.
+    directory: The directory of the file `written.json`.
+    secs: For how long to do so in each way, as text.
   """
   from tf_replicas.drivers import between_graph
 
-  secs = overwrite_and_idle.TURN_SECS[f"{task.job}:{task.index}"]
-  driver = between_graph.BetweenGraph(
-    spec,
-    task,
-    lambda: _replica(secs),
-    lambda: _optimizer(update),
-    timeline_dir=str(directory / "timeline"),
-  )
+  driver = between_graph.BetweenGraph(spec, task, _replica, lambda: _rule({}))
+  _await(driver.store.is_initialized, "the variable")
+  turn_secs = list(overwrite_and_idle.TURN_SECS.values())
+  is_slow = f"{task.job}:{task.index}" == overwrite_and_idle.SLOW
+  found = {}
+  for number, (way, options) in enumerate(overwrite_and_idle.WAYS.items()):
+    rule = None
+    if options is not None:
+      rule = _rule(options)
+      rule.build(driver.store)
+    turn = _turn(driver.store, rule, task.index, turn_secs[task.index])
+    takes_part = way != overwrite_and_idle.LITERAL_FAST or not is_slow
+    if takes_part:
+      turn()  # Traces the functions.
+    _barrier(directory, f"{number}-traced", task.index)
+    if driver.is_chief:
+      driver.store.assign(0, 0.0)
+    _barrier(directory, f"{number}-begin", task.index)
+    count, end = 0, time.monotonic() + float(secs)
+    while takes_part and time.monotonic() < end:
+      turn()
+      count += 1
+    part = directory / f"{number}.{task.index}.part"
+    part.write_text(str(count), encoding="utf-8")
+    os.replace(part, directory / f"{number}-count.{task.index}")
+    _barrier(directory, f"{number}-end", task.index)
+    found[way] = {
+      "writes": [
+        int((directory / f"{number}-count.{index}").read_text())
+        for index in range(len(turn_secs))
+      ],
+      "value": float(driver.store.read()[0]),
+    }
+    _barrier(directory, f"{number}-read", task.index)
   if driver.is_chief:
-    while driver.step().global_step < int(num_steps):
-      pass
-  else:
-    driver.run_replica()
+    (directory / "written.json").write_text(json.dumps(found))
   driver.close()
 
 

@@ -1,16 +1,26 @@
-"""Measures how often an asynchronous reader sees a half-applied update.
+"""Measures how often a reader sees a half-applied update.
 
   python -m experiments.claims.partial_updates [--quick]
-    [--num_seeds=1] [--output=DIR]
+    [--num_seeds=2] [--output=DIR]
 
 On a real cluster of 2 PS (parameter servers) and 2 workers, one worker adds 1
 to every element of every variable, again and again. The other one reads all
 variables. Both do this as fast as they can. Between two updates, all elements
 have equal values. If a read gives different values, the reader has seen an
 update of which only a part was applied.
+
+Then a single variable of 64 MiB is on one PS task with 8 threads for an
+operation. Two workers add to all of its elements at the same time, and a loop
+on the PS task reads it. They add by the library's asynchronous rule, with dense
+gradients and with sparse ones that have all rows. The same is done in one
+process with a variable of TF1, two threads that run TF1's training operation,
+and one that reads. TF1's documentation warns of these: without `use_locking`,
+"a subset of the elements in a variable may have been updated".
 """
 
 import json
+import math
+import os
 import pathlib
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +48,23 @@ SIZES = {
 # The least share of the reads that counts as seen.
 LEAST_SHARE = 0.001
 _PS = 2
+# Rows and columns: 64 MiB on one task.
+LARGE = (1 << 20, 16)
+# With --quick.
+LARGE_QUICK = (1 << 16, 16)
+NUM_WRITERS = 2
+_PS_THREADS = 8
+# How the library's rule adds to the large variable: whether the gradients are
+# sparse, and the options of the rule. Dense ones come first, since TensorFlow
+# treats a variable in another way after the first sparse update.
+WAYS = {
+  "dense": (False, {}),
+  "dense, use_locking": (False, {"use_locking": True}),
+  "sparse": (True, {}),
+  "sparse, use_locking": (True, {"use_locking": True}),
+  "sparse, snapshot_reads": (True, {"snapshot_reads": True}),
+}
+TF1_WAYS = {"TF1": False, "TF1, use_locking": True}
 _WHERE = {
   "anywhere": "of the whole model",
   "in_cut": "of a variable cut in two",
@@ -78,6 +105,7 @@ def measure(is_quick: bool, seed: int) -> dict:
 
   With `is_quick`, it makes fewer reads. `seed` is not used. The result has, for
   each setting, the result of `torn`, and the reads and updates per second.
+  `large` is the result of `_measure_large`.
   """
   del seed
   num_reads = 300 if is_quick else 2000
@@ -99,10 +127,56 @@ def measure(is_quick: bool, seed: int) -> dict:
       document=document,
       directory=directory,
     )
-    return {
+    found = {
       name: json.loads(pathlib.Path(directory, f"{name}.json").read_text())
       for name in SETTINGS
     }
+  return {**found, "large": _measure_large(is_quick)}
+
+
+def _measure_large(is_quick: bool) -> dict[str, dict]:
+  """Reads a large variable while several workers add to it, in all ways.
+
+  Args:
+    is_quick: Whether the variable is smaller, and the time shorter.
+
+  Returns:
+    For each of `WAYS` and `TF1_WAYS`: `num_reads`; `torn`, the number of reads
+    with unequal elements; `changed`, the number of reads that differ from the
+    one before; `updates_per_sec`.
+  """
+  shape, secs = (LARGE_QUICK, 5.0) if is_quick else (LARGE, 20.0)
+  with tempfile.TemporaryDirectory() as directory:
+    programs.run_tasks(
+      "experiments.claims.torn_elements_task",
+      [*shape, secs],
+      document={
+        "ps": ["localhost:0"],
+        "worker": ["localhost:0"] * (NUM_WRITERS + 1),
+      },
+      directory=directory,
+      environ={
+        **os.environ,
+        "TF_NUM_INTRAOP_THREADS": str(_PS_THREADS),
+        "TF_NUM_INTEROP_THREADS": str(_PS_THREADS),
+      },
+    )
+    text = pathlib.Path(directory, "found.json").read_text(encoding="utf-8")
+  return json.loads(text)
+
+
+def upper_bound(count: int, num_reads: int) -> float:
+  """Returns the share of reads that `count` is consistent with, at most.
+
+  It is the upper end of the one-sided 95% confidence interval of a share of
+  which 0 of `num_reads` were seen (the "rule of three"). If any were seen, it
+  is their share.
+
+  Args:
+    count: How many reads were torn.
+    num_reads: The number of reads.
+  """
+  return count / num_reads if count else 1 - 0.05 ** (1 / num_reads)
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
@@ -114,9 +188,55 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   def per_sec(setting, field):
     return [m[setting][field] / m["neither"][field] for m in measurements]
 
+  def share(way):
+    return [
+      m["large"][way]["torn"] / m["large"][way]["num_reads"]
+      for m in measurements
+    ]
+
+  whole = [
+    way
+    for way, (is_sparse, options) in WAYS.items()
+    if not is_sparse or "snapshot_reads" in options
+  ]
+  large = [
+    claims.Finding(
+      "64 MiB on one task, two writers: share of the reads with unequal"
+      " elements, TF1's variable without `use_locking`",
+      share("TF1"),
+      least=LEAST_SHARE,
+    ),
+    claims.Finding("the same with `use_locking`", share("TF1, use_locking")),
+    *(
+      claims.Finding(
+        f"the same by the library, {way} gradients",
+        share(way),
+        most=0 if way in whole else math.inf,
+      )
+      for way in WAYS
+    ),
+    *(
+      claims.Finding(
+        f"{way}: reads that found another value than the read before",
+        [float(m["large"][way]["changed"]) for m in measurements],
+        least=10,
+      )
+      for way in WAYS
+    ),
+    *(
+      claims.Finding(
+        f"{way}: largest share of torn reads that agrees with this (95%)",
+        [
+          upper_bound(m["large"][way]["torn"], m["large"][way]["num_reads"])
+          for m in measurements
+        ],
+      )
+      for way in whole
+    ),
+  ]
   return [
     claims.Finding(
-      "share of the reads that see half of an update, with neither option",
+      "share of the reads that see half of an update, without options",
       each("neither", "anywhere"),
       least=LEAST_SHARE,
     ),
@@ -131,30 +251,33 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       most=0.0,
     ),
     claims.Finding(
-      "share of the reads that see half of an update of a variable that lives"
-      " on one task, the most of all three",
+      "share of the reads that see half of an update of a variable on one task,"
+      " the most of all three settings",
       [max(m[name]["in_whole"] for name in SETTINGS) for m in measurements],
       most=0.0,
     ),
     claims.Finding(
-      "updates between the oldest and the newest element of one read, at most",
+      "most updates between the oldest and the newest element of one read",
       each("neither", "apart"),
     ),
     claims.Finding(
-      "reads per second with `snapshot_reads`, of those with neither",
+      "reads per second with `snapshot_reads`, divided by those without"
+      " options",
       per_sec("snapshot_reads", "reads_per_sec"),
     ),
     claims.Finding(
-      "updates per second with `snapshot_reads`, of those with neither",
+      "updates per second with `snapshot_reads`, divided by those without"
+      " options",
       per_sec("snapshot_reads", "updates_per_sec"),
     ),
+    *large,
   ]
 
 
 def draw(measurements: Sequence[dict]):
   """Draws how often reads saw half an update, and the speed of both workers."""
-  figure, (shares, rates) = claims.new_figure(
-    10, 3.8, ncols=2, width_ratios=[3, 2]
+  figure, (shares, rates, large) = claims.new_figure(
+    13, 3.8, ncols=3, width_ratios=[3, 2, 2]
   )
   _draw_bars(
     shares,
@@ -169,6 +292,18 @@ def draw(measurements: Sequence[dict]):
     {"reads_per_sec": "reads", "updates_per_sec": "updates"},
   )
   rates.set_ylabel("per second")
+  ways = [*TF1_WAYS, *WAYS]
+  torn_shares = [
+    [100 * m["large"][w]["torn"] / m["large"][w]["num_reads"] for w in ways]
+    for m in measurements
+  ]
+  large.barh(
+    range(len(ways)), np.median(torn_shares, axis=0), color=claims.COLORS[1]
+  )
+  large.set_yticks(range(len(ways)), ways, fontsize=8)
+  large.invert_yaxis()
+  large.set_xlabel("reads with unequal elements (%)")
+  large.set_title("one variable of 64 MiB, two writers", fontsize=9)
   return figure
 
 
@@ -192,7 +327,7 @@ def _draw_bars(axis, settings, labels, scale=1.0) -> None:
         x,
         np.median(values),
         width,
-        color=claims.COLOURS[number],
+        color=claims.COLORS[number],
         hatch=("", "//", "..")[number],
         edgecolor="white",
         label=label if place == 0 else None,
@@ -217,23 +352,31 @@ CLAIM = claims.Claim(
   name="partial_updates",
   title="Half-applied updates, seen by a reader",
   claim=(
-    "an asynchronous replica may read a model to which half of an update was"
-    " applied, with `use_locking` as without, for that keeps updates from each"
-    " other and not from reads; a variable that lives on one task is whole in"
-    " any case; with `snapshot_reads` the whole model is"
+    "an asynchronous replica may read a model of which only a part has got an"
+    " update, with `use_locking` too, because this option does not stop reads."
+    " With `snapshot_reads`, it reads whole updates only. TF1's warning, that a"
+    " subset of the elements of one variable may have been updated, is true of"
+    " TF1's variables. In this library, a variable on one task is never half"
+    " updated by dense gradients"
   ),
   source="the documentation of `use_locking` in TF1, and our own",
   explanation=(
-    "One process adds 1 to every number of a model, over and over; another"
-    " reads the whole model, over and over. Whoever reads between two updates"
-    " gets the same number everywhere. Whoever reads while an update is being"
-    " made gets, say, 41 here and 42 there: half of the model is older than the"
-    " other half. The bars on the left say how often that happens: anywhere in"
-    " the model, within the one variable whose two halves live on different"
-    " parameter servers, and within a variable that lives on one. A lock that"
-    " only updates take, as `use_locking` has it, changes nothing for the"
-    " reader. With `snapshot_reads` reads and updates take the same lock, and"
-    " the bars on the right say what waiting for each other costs."
+    "Some processes add 1 to every number of a model, again and again. Another"
+    " process reads the model, again and again. A read between two updates"
+    " finds the same number everywhere. A read during an update finds, for"
+    " example, 41 in one place and 42 in another. The bars on the left show how"
+    " often this happens: anywhere in the model, in the variable whose two"
+    " halves are on different parameter servers, and in a variable on one"
+    " parameter server. With `use_locking`, updates exclude each other, but not"
+    " reads. With `snapshot_reads`, reads and updates take the same lock; the"
+    " middle shows what this costs. On the right, two workers add to one"
+    " variable of 64 MiB at the same time. A variable of TF1 is changed in"
+    " place while others read it. The library's variables are locked during a"
+    " dense update, so that a read waits, and no read with unequal elements was"
+    " seen. The table says how rare such reads must be at least. A sparse"
+    " update (of rows) does not exclude reads of the same variable, with or"
+    " without `use_locking`, so that the warning is true of it; only"
+    " `snapshot_reads` helps."
   ),
   measure=measure,
   find=find,

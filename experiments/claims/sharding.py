@@ -130,7 +130,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   names = [n for n in measurements[0] if n != _ONE_PROCESS]
   findings = [
     claims.Finding(
-      f"bytes per step of all PS tasks, of what they must be: {name}",
+      f"bytes per step of all PS tasks, divided by what must be sent: {name}",
       [sum(m[name]["ps_bytes"]) / must_be for m in measurements],
       least=0.98,
       most=1.05,
@@ -142,8 +142,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       continue
     findings += [
       claims.Finding(
-        f"the busiest of {num_ps} PS tasks has of the bytes of a single one:"
-        " large variables cut",
+        f"bytes of the busiest of {num_ps} PS tasks, divided by those of a"
+        " single one: large variables cut",
         [busiest(m, num_ps, "partitioned") for m in measurements],
         most=1.1 / num_ps,
       ),
@@ -156,7 +156,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   single = names[0]
   findings += [
     claims.Finding(
-      f"steps per second, of those with {single}, on this machine: {name}",
+      f"steps per second, divided by those with {single}: {name}",
       [
         m[name]["steps_per_sec"] / m[single]["steps_per_sec"]
         for m in measurements
@@ -181,7 +181,7 @@ def draw(measurements: Sequence[dict]):
         width,
         left=begin,
         height=0.6,
-        color=claims.COLOURS[task],
+        color=claims.COLORS[task],
         edgecolor="white",
         label=f"PS {task}" if name == names[-2] else None,
       )
@@ -202,18 +202,18 @@ CLAIM = claims.Claim(
   name="sharding",
   title="Several parameter servers share the traffic, if variables are cut",
   claim=(
-    "k parameter servers carry 1/k of the traffic each where large variables"
-    " are cut into pieces; with whole variables, the largest one's server"
-    " carries all of that"
+    "if large variables are cut into pieces, each of k parameter servers"
+    " carries 1/k of the traffic; if variables are whole, the server of the"
+    " largest variable carries all of its traffic"
   ),
   source="Dean et al. 2012, section 4.1; TF1 `fixed_size_partitioner`",
   explanation=(
-    "Left: what each parameter server sends and receives in a step of two"
-    " workers, counted on its connections. Every parameter goes out to every"
-    " worker, and every gradient comes in. Most of this network is one matrix,"
-    " so that without cutting it more servers are of little use. Right: the"
-    " step rate here, where all servers share two cores and no link is slow;"
-    " in one process nothing travels."
+    "The left plot shows what each parameter server sends and receives in a"
+    " step of two workers, counted on its connections. Every parameter is sent"
+    " to every worker, and every worker sends its gradient. Most of this"
+    " network is one matrix, so if it is not cut, more servers help little."
+    " The right plot shows the step rate on this machine, where all servers"
+    " share two cores and no link is slow. In one process, nothing is sent."
   ),
   measure=measure,
   find=find,

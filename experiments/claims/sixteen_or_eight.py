@@ -208,8 +208,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   ]
   findings.append(
     claims.Finding(
-      "MXNet on 10 GTX 980: epoch, of the published 6.9 s (which overlaps"
-      " communication and computing)",
+      "MXNet on 10 GTX 980: simulated epoch, divided by the published 6.9 s"
+      " (MXNet overlaps communication and computing)",
       [m["mxnet_epoch"] / 6.9 for m in measurements],
     )
   )
@@ -289,15 +289,17 @@ CLAIM = claims.Claim(
     " GPUs and distributed tensorflow'; hardware and network not stated"
   ),
   explanation=(
-    "Distributed devices send parameters and gradients over a network, which is"
-    " slower than the memory of one machine. How much that costs depends on how"
-    " many bytes there are for each second of computing, on the bandwidth, and"
-    " on how many parameter servers share the traffic. With a single one,"
-    " traffic grows with the devices while its link does not, and no number of"
-    " devices may be enough; with one beside every device the links grow along."
-    " So the number in the claim is a property of a model and a network, not of"
-    " distributed training. Fewer than eight are enough where the network is"
-    " faster than the 10 GB/s that the eight are assumed to share."
+    "The numbers are simulated, with compute times of 2016 from publications."
+    " Distributed devices send parameters and gradients over a network, which"
+    " is slower than the memory of one machine. How much this costs depends"
+    " on the number of bytes per second of computing, on the bandwidth, and on"
+    " the number of parameter servers that share the traffic. With one"
+    " parameter server, the traffic grows with the number of devices and its"
+    " link does not, so that no number of devices may be enough. With one"
+    " beside every device, there are more links, too. So the number in the"
+    " claim describes a model and a network, not distributed training as such."
+    " Fewer than eight devices are enough if the network is faster than the"
+    " 10 GB/s that the eight in one machine are assumed to share."
   ),
   measure=measure,
   find=find,

@@ -1,19 +1,24 @@
 """Compares synchronous training (smooth) with asynchronous training (fast).
 
   python -m experiments.claims.smooth_or_fast [--quick]
-    [--num_seeds=1] [--output=DIR]
+    [--num_seeds=3] [--output=DIR]
 
 Trains the CIFAR-10 network (on the synthetic images) by both rules on real
-clusters of 1 PS (parameter server) and 1, 2 and 4 workers on this machine,
-always with the same number of examples. The workers are equal, or one is slower
-(`slow_down`). Measures how the loss of the updates scatters, and the examples
-per second. A synchronous update, of M gradients, has M times the learning rate
-of an asynchronous update, of one gradient.
+clusters of 1 PS (parameter server) and 2 and 4 workers on this machine, always
+with the same number of examples. The workers are equal, or one is slower
+(`slow_down`). A synchronous update, of M gradients, has M times the learning
+rate of an asynchronous update, of one gradient.
+
+Measures the examples per second, and how the loss scatters. The mean loss of
+many batches scatters less than that of one batch, whatever the rule is. So the
+rules are compared by points that are all means over the same number of
+examples, and no point is left out.
 """
 
-import statistics
 import tempfile
 from collections.abc import Sequence
+
+import numpy as np
 
 from experiments.support import claims
 from experiments.support import programs
@@ -24,12 +29,15 @@ BATCH_SIZE = 16
 RATE = 0.005
 RULES = ("sync", "async")
 _WORKERS = (2, 4)
-# Of how many losses the trend is the median.
-_SMOOTHING = 9
+# In a point of the curves, at least: two synchronous updates of four workers.
+POINT_EXAMPLES = 128
+EXAMPLES = 9_600
+# Where only the speed matters.
+SLOW_EXAMPLES = 2_400
 
 
 def run(rule: str, workers: int, is_slow: bool, examples: int, seed: int):
-  """Trains on a cluster, and returns a row for every update.
+  """Trains on a cluster, and returns a row for every log line.
 
   Args:
     rule: One of `RULES`.
@@ -39,7 +47,9 @@ def run(rule: str, workers: int, is_slow: bool, examples: int, seed: int):
     seed: The seed of the training.
 
   Returns:
-    [seconds since the first update, examples so far, loss] of every update.
+    [seconds since the first row, examples so far, mean loss of the updates
+    since the row before]. A synchronous training has a row per update. An
+    asynchronous one has a row for all updates since the chief looked last.
   """
   batches = workers if rule == "sync" else 1
   with tempfile.TemporaryDirectory() as directory:
@@ -73,8 +83,7 @@ def run(rule: str, workers: int, is_slow: bool, examples: int, seed: int):
 
 
 def _name(rule: str, workers: int, is_slow: bool) -> str:
-  others = "" if workers == 1 else ", one slow" if is_slow else ", equal"
-  return f"{rule}, {workers} worker{'s' * (workers > 1)}{others}"
+  return f"{rule}, {workers} workers, {'one slow' if is_slow else 'equal'}"
 
 
 def measure(is_quick: bool, seed: int) -> dict:
@@ -83,36 +92,68 @@ def measure(is_quick: bool, seed: int) -> dict:
   With `is_quick`, it uses 2 equal workers only, and fewer examples. The result
   maps the name of each setting to the result of `run`.
   """
-  examples = 6_400 if is_quick else 16_000
-  settings = [("sync", 1, False)] + [
-    (rule, workers, is_slow)
+  return {
+    _name(rule, workers, is_slow): run(
+      rule,
+      workers,
+      is_slow,
+      SLOW_EXAMPLES if is_slow else EXAMPLES // (2 if is_quick else 1),
+      seed,
+    )
     for workers in _WORKERS
     for is_slow in (False, True)
     for rule in RULES
-  ]
-  return {
-    _name(*setting): run(*setting, examples, seed)
-    for setting in settings
-    if not is_quick or setting[1:] == (_WORKERS[0], False)
+    if not is_quick or (workers, is_slow) == (_WORKERS[0], False)
   }
 
 
-def roughness(rows: Sequence[Sequence[float]]) -> float:
-  """Returns the mean distance of losses from their running median.
-
-  The fifth of the losses that is farthest is left out, as a loss may jump once
-  in a while where the learning rate is about as large as it may be.
+def points(rows: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+  """Merges rows until each point has at least `POINT_EXAMPLES` examples.
 
   Args:
-    rows: Rows as `run` returns them. Only the second half is used.
+    rows: Rows as `run` returns them. A row's loss is the mean over all examples
+      since the row before.
+
+  Returns:
+    (mean loss, number of examples) of each point, in order. If a row has more
+    examples, its point has more, too.
   """
-  losses = [row[2] for row in rows[len(rows) // 2 :]]
-  half = _SMOOTHING // 2
-  distances = sorted(
-    abs(losses[i] - statistics.median(losses[i - half : i + half + 1]))
-    for i in range(half, len(losses) - half)
-  )
-  return statistics.fmean(distances[: len(distances) * 4 // 5])
+  found, before, total = [], 0.0, 0.0
+  begin = 0.0
+  for _, end, loss in rows:
+    total += loss * (end - before)
+    before = end
+    if end - begin >= POINT_EXAMPLES:
+      found.append((total / (end - begin), end - begin))
+      begin, total = end, 0.0
+  return found
+
+
+def scatter(losses: Sequence[tuple[float, float]]) -> float:
+  """Returns the standard deviation of the mean loss of `POINT_EXAMPLES`.
+
+  It is computed from the differences of neighbors, all of them, jumps too. The
+  trend changes little from one point to the next. The variance of a mean is
+  taken to be inversely proportional to its number of examples, so that points
+  with more examples do not count as smoother.
+
+  Args:
+    losses: (mean loss, number of examples) of each point. Only the second half
+      is used.
+  """
+  means, examples = np.transpose(losses[len(losses) // 2 :])
+  shares = POINT_EXAMPLES / examples
+  squares = np.diff(means) ** 2 / (shares[:-1] + shares[1:])
+  return float(np.sqrt(np.mean(squares)))
+
+
+def rows_alone(rows: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+  """Returns a point for each row, as if all had `POINT_EXAMPLES` examples.
+
+  Args:
+    rows: Rows as `run` returns them.
+  """
+  return [(row[2], POINT_EXAMPLES) for row in rows]
 
 
 def rate(rows: Sequence[Sequence[float]]) -> float:
@@ -137,19 +178,24 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     if _name("sync", workers, False) in measurements[0]:
       findings += [
         claims.Finding(
-          f"how the loss of an update scatters, asynchronous of synchronous,"
-          f" {workers} equal workers (√{workers} ="
-          f" {workers**0.5:.2f} if gradients were of the same variables)",
-          ratios(roughness, workers, False),
+          "scatter of the mean loss of"
+          f" {POINT_EXAMPLES} examples, asynchronous divided by synchronous,"
+          f" {workers} equal workers",
+          ratios(lambda rows: scatter(points(rows)), workers, False),
           least=1.15,
         ),
         claims.Finding(
-          "the last losses (median of a tenth), asynchronous of synchronous,"
-          f" {workers} equal workers",
+          "the same with a point per log line, whatever its number of examples"
+          f" (averaging alone can give up to √{workers} = {workers**0.5:.2f})",
+          ratios(lambda rows: scatter(rows_alone(rows)), workers, False),
+        ),
+        claims.Finding(
+          "loss of the last tenth of the examples, asynchronous divided by"
+          f" synchronous, {workers} equal workers",
           ratios(_last_loss, workers, False),
         ),
         claims.Finding(
-          "examples per second, asynchronous of synchronous,"
+          "examples per second, asynchronous divided by synchronous,"
           f" {workers} equal workers",
           ratios(rate, workers, False),
         ),
@@ -157,7 +203,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     if _name("sync", workers, True) in measurements[0]:
       findings.append(
         claims.Finding(
-          f"the same, {workers} workers of which one is 5 times slower",
+          "examples per second, asynchronous divided by synchronous,"
+          f" {workers} workers, one of them {SLOWER:.0f} times slower",
           ratios(rate, workers, True),
           least=1.3,
         )
@@ -166,41 +213,49 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 
 def _last_loss(rows) -> float:
-  return statistics.median(row[2] for row in rows[-len(rows) // 10 :])
+  means, examples = np.transpose(points(rows))
+  is_last = np.cumsum(examples) > 0.9 * examples.sum()
+  return float(np.average(means[is_last], weights=examples[is_last]))
 
 
 def draw(measurements: Sequence[dict]):
-  """Draws the losses of both rules, over seconds and over examples."""
-  names = list(measurements[0])
-  groups = [n.removeprefix("async, ") for n in names if n.startswith("async")]
+  """Draws losses over examples, and the time that the examples took."""
+  workers = [n for n in _WORKERS if _name("sync", n, False) in measurements[0]]
   figure, panels = claims.new_figure(
-    9, 2.4 * len(groups), nrows=len(groups), ncols=2, squeeze=False
+    9, 2.8 * len(workers), nrows=len(workers), ncols=2, squeeze=False
   )
-  for row, group in enumerate(groups):
-    for column, unit in enumerate(("seconds", "examples")):
-      axes = panels[row][column]
-      alone = measurements[0].get(_name("sync", 1, False), ())
-      axes.plot(
-        [r[column] for r in alone],
-        [r[2] for r in alone],
-        color="#BBBBBB",
-        linewidth=0.9,
-        label="1 worker" if alone else None,
+  for (left, right), number in zip(panels, workers, strict=True):
+    for rule, color, style in zip(
+      RULES, claims.COLORS, ("--", "-"), strict=False
+    ):
+      look = {"color": color, "linestyle": style}
+      means, examples = np.transpose(
+        points(measurements[0][_name(rule, number, False)])
       )
-      for number, rule in enumerate(reversed(RULES)):
-        rows = measurements[0][f"{rule}, {group}"]
-        axes.plot(
-          [r[column] for r in rows],
-          [r[2] for r in rows],
-          color=claims.COLOURS[1 - number],
-          linewidth=0.9,
-          linestyle=("-", "--")[number],
-          label=rule,
-        )
+      left.plot(
+        np.cumsum(examples),
+        means,
+        label=rule,
+        linewidth=0.9,
+        **look,
+      )
+      for is_slow, width in ((False, 0.9), (True, 2.0)):
+        rows = measurements[0].get(_name(rule, number, is_slow), ())
+        if rows:
+          right.plot(
+            [row[1] for row in rows if row[1] <= SLOW_EXAMPLES],
+            [row[0] for row in rows if row[1] <= SLOW_EXAMPLES],
+            label=f"{rule}, {'one slow' if is_slow else 'equal'}",
+            linewidth=width,
+            **look,
+          )
+    left.set_title(f"{number} equal workers", fontsize="small")
+    left.set_ylabel(f"mean loss of {POINT_EXAMPLES} examples")
+    right.set_title(f"{number} workers", fontsize="small")
+    right.set_ylabel("seconds")
+    for axes in (left, right):
+      axes.set_xlabel("examples")
       axes.locator_params(axis="x", nbins=6)
-      axes.set_xlabel(unit)
-      axes.set_ylabel("loss of an update")
-      axes.set_title(group, fontsize="small")
       axes.legend(fontsize="small")
   return figure
 
@@ -209,20 +264,21 @@ CLAIM = claims.Claim(
   name="smooth_or_fast",
   title="Synchronous is smooth, asynchronous is fast",
   claim=(
-    "the loss of synchronous updates scatters less, for each is the mean of all"
-    " workers; asynchronous training does not wait for a slow worker and uses"
-    " more examples per second"
+    "the loss of synchronous training scatters less; asynchronous training does"
+    " not wait for a slow worker, and uses more examples per second"
   ),
   source="Chen et al. 2016, section 2; Abadi et al. 2016, section 4.4",
   explanation=(
-    "Every point is one update of the CIFAR-10 network. Left over seconds,"
-    " right over the examples used. With equal workers both need about as long."
-    " With one slow worker the synchronous curve (blue, dashed) is stretched"
-    " over seconds, since all wait for it; the asynchronous one (orange) hardly"
-    " is. Over examples the synchronous curve is smoother: an update is"
-    " the mean of all workers' batches, at as many times the learning rate."
-    " One worker alone is drawn in grey. The jumps, of both, are the rate's,"
-    " which is about as large as it may be; the scatter leaves them out."
+    "The left plots show the loss of the CIFAR-10 network, for equal workers."
+    f" Every point is the mean loss of {POINT_EXAMPLES} examples, or of a few"
+    " more. This matters: a synchronous update of 4 workers uses 4 batches and"
+    " an asynchronous update uses one, so the mean loss of a synchronous update"
+    " scatters half as much even if the variables are the same. The scatter in"
+    " the table is computed from the differences between neighboring points,"
+    f" and scaled to {POINT_EXAMPLES} examples. The right plots show how long"
+    " the examples took. With one slow worker, synchronous training takes"
+    " longer, because every update waits for this worker. Other programs used"
+    " the two cores meanwhile, so the speeds differ much from seed to seed."
   ),
   measure=measure,
   find=find,

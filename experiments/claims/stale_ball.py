@@ -135,14 +135,14 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   last = list(measurements[0]["devices"])[-1]
   return [
     claims.Finding(
-      "past the minimum after both of two devices wrote what they read at t0",
+      "way past the minimum after two devices have applied steps from t0",
       each(lambda m: overshoot(np.array(m["stale_pair"]))),
       "of the start",
       least=0.01,
     ),
     claims.Finding(
-      "past the minimum when their mean is written, or one reads after the"
-      " other",
+      "way past the minimum if their mean is applied, or if one device reads"
+      " after the step of the other",
       each(
         lambda m: max(
           overshoot(np.array(m[name])) for name in ("synchronous", "in_turn")
@@ -152,27 +152,28 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       most=0.0,
     ),
     claims.Finding(
-      f"least growth of the overshoot from one staleness to the next, of"
+      f"smallest growth of the way past the minimum between neighbors of the"
+      f" stalenesses"
       f" {', '.join(map(str, STALENESS))}",
       each(growth),
       "of the start",
       least=1e-6,
     ),
     claims.Finding(
-      "largest rate at which the ball comes to rest, of 2 sin(pi / (4 s + 2));"
-      " the worst of all s",
+      "largest rate at which the ball comes to rest, divided by"
+      " 2 sin(pi / (4 s + 2)); the worst of all s",
       each(worst_ratio),
       least=0.999,
       most=1.001,
     ),
     claims.Finding(
-      f"{last} devices without order: overshoot at a fixed rate",
+      f"{last} devices in random order: way past the minimum at a fixed rate",
       most_devices("fixed"),
       "of the start",
       least=0.5,
     ),
     claims.Finding(
-      f"{last} devices without order: overshoot at rate / staleness",
+      f"{last} devices in random order: the same at rate / staleness",
       each(lambda m: _divided_share(list(m["devices"].values())[-1])),
       "of that",
       most=0.5,
@@ -199,16 +200,16 @@ def draw(measurements: Sequence[dict]):
 def _draw_bowl(axis, m) -> None:
   x = np.linspace(-0.8, 1.15, 200)
   axis.plot(x, x * x / 2, color="grey")
-  for name, label, colour, marker, height in (
+  for name, label, color, marker, height in (
     ("synchronous", "synchronous: the mean (drawn higher)", 2, "s", 0.13),
     ("stale_pair", "asynchronous: both write", 1, "o", 0.0),
   ):
     path = np.array(m[name])
-    colour = claims.COLOURS[colour]
+    color = claims.COLORS[color]
     axis.plot(
       path,
       path * path / 2 + height,
-      color=colour,
+      color=color,
       marker=marker,
       markersize=9,
       linestyle="--",
@@ -221,7 +222,7 @@ def _draw_bowl(axis, m) -> None:
         textcoords="offset points",
         xytext=(0, 11),
         ha="center",
-        color=colour,
+        color=color,
       )
   axis.axvline(0.0, color="black", linewidth=0.8)
   axis.set_ylim(-0.05, 0.85)
@@ -233,13 +234,13 @@ def _draw_bowl(axis, m) -> None:
 
 def _draw_paths(axis, m) -> None:
   shown = ("0", "1", "2", "4", "6")
-  for stale, colour, style in zip(
+  for stale, color, style in zip(
     shown,
-    claims.COLOURS,
+    claims.COLORS,
     ("-", "--", "-.", ":", (0, (5, 1, 1, 1))),
     strict=False,
   ):
-    axis.plot(m["paths"][stale], color=colour, linestyle=style, label=stale)
+    axis.plot(m["paths"][stale], color=color, linestyle=style, label=stale)
   axis.axhline(0.0, color="black", linewidth=0.8)
   axis.set_xlim(0, 40)
   axis.set_ylim(-2.2, 2.2)
@@ -262,11 +263,11 @@ def _draw_limits(axis, m) -> None:
     list(m["stable"].values()),
     linestyle="",
     marker="o",
-    color=claims.COLOURS[0],
+    color=claims.COLORS[0],
     label="found",
   )
-  axis.axhline(RATE, color=claims.COLOURS[1], linestyle=":")
-  axis.text(5.2, RATE + 0.03, f"rate {RATE}, as above", color=claims.COLOURS[1])
+  axis.axhline(RATE, color=claims.COLORS[1], linestyle=":")
+  axis.text(5.2, RATE + 0.03, f"rate {RATE}, as above", color=claims.COLORS[1])
   axis.set_ylim(0, 2.1)
   axis.set_xlabel("staleness s (updates)")
   axis.set_ylabel("learning rate × curvature")
@@ -276,7 +277,7 @@ def _draw_limits(axis, m) -> None:
 
 def _draw_devices(axis, measurements) -> None:
   counts = [int(count) for count in measurements[0]["devices"]]
-  for name, label, colour, marker in (
+  for name, label, color, marker in (
     ("fixed", "fixed rate", 1, "o"),
     ("divided", "rate / staleness", 0, "s"),
   ):
@@ -288,7 +289,7 @@ def _draw_devices(axis, measurements) -> None:
       counts,
       middle,
       yerr=[middle - values.min(0), values.max(0) - middle],
-      color=claims.COLOURS[colour],
+      color=claims.COLORS[color],
       marker=marker,
       capsize=4,
       label=label,
@@ -307,9 +308,9 @@ CLAIM = claims.Claim(
   name="stale_ball",
   title="The stale ball",
   claim=(
-    "Gradients that were computed from old variables push past the minimum,"
-    " farther the staler they are; a learning rate divided by the staleness"
-    " at least halves that."
+    "gradients that were computed from old variables push past the minimum,"
+    " and farther if they are older; a learning rate divided by the staleness"
+    " at least halves this distance"
   ),
   source=(
     "beginners' explanations of asynchronous training; limits: Levin and May"
@@ -317,12 +318,15 @@ CLAIM = claims.Claim(
   ),
   explanation=(
     "A ball in a bowl stands for a model with one weight, and the bottom for"
-    " the best value. A gradient says how steep the bowl is where it was"
-    " computed. Two devices both look at t0 and both say: go three quarters of"
-    " the way. Taken together (their mean) that is right. One after the other"
-    " it is one and a half ways: the second push was right at t0, but the ball"
-    " is no longer there. The more updates happen between looking and pushing,"
-    " the farther the ball swings, until it never comes to rest."
+    " the best value. A gradient says how steep the bowl is at the place where"
+    " it was computed. Two devices read the weight at the time t0, and both"
+    " compute a step of three quarters of the way to the bottom. If the mean"
+    " of both steps is applied, the ball comes close to the bottom. If both"
+    " are applied one after the other, the ball goes one and a half ways,"
+    " because the second step was computed for a place where the ball is not"
+    " any more. The more updates there are between the read of a device and"
+    " its step, the farther the ball swings. With too many, it never comes to"
+    " rest."
   ),
   measure=measure,
   find=find,

@@ -158,13 +158,13 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   if "all of 3, equal" in measurements[0]:
     findings += [
       claims.Finding(
-        "the same without a backup",
+        "share of the step rate that the slow worker costs, without a backup",
         [cost(m, "all of 3") for m in measurements],
         least=0.5,
       ),
       claims.Finding(
-        "less what that should be, by how busy the worker was when it was as"
-        " fast as the others",
+        "the last share minus the one that follows from how busy the worker was"
+        " when it was as fast as the others",
         [cost(m, "all of 3") - expected_cost(m) for m in measurements],
         least=-0.1,
         most=0.1,
@@ -178,8 +178,8 @@ def draw(measurements: Sequence[dict]):
   figure, axes = claims.new_figure(7, 3)
   for row, name in enumerate(measurements[0]):
     rates = [m[name]["steps_per_sec"] for m in measurements]
-    colour = claims.COLOURS[1] if "slow" in name else claims.COLOURS[0]
-    axes.barh(row, sum(rates) / len(rates), color=colour, height=0.6)
+    color = claims.COLORS[1] if "slow" in name else claims.COLORS[0]
+    axes.barh(row, sum(rates) / len(rates), color=color, height=0.6)
     axes.plot(rates, [row] * len(rates), "k.", markersize=4)
   axes.set_yticks(range(len(measurements[0])), measurements[0])
   axes.invert_yaxis()
@@ -191,15 +191,16 @@ CLAIM = claims.Claim(
   name="straggler",
   title="One slow worker, with and without a backup",
   claim=(
-    "with one backup replica a worker that is 5 times slower costs less than"
-    " 15% of the step rate; without, everybody waits for it"
+    "with one backup replica, a worker that is 5 times slower costs less than"
+    " 15% of the step rate; without a backup, every step waits for it"
   ),
   source="Chen et al. 2016, section 3",
   explanation=(
     "Each bar is a training of inception_mini on 2 parameter servers and 3"
-    " workers, all real processes. Where an update needs all 3 gradients, it"
-    " comes as late as the slowest; where the first 2 do, the slow worker's"
-    " are refused, and nobody notices."
+    " workers, all real processes. If an update needs the gradients of all 3"
+    " workers, it takes as long as the slowest worker. If it needs the first"
+    " 2, the gradients of the slow worker come too late. They are refused, and"
+    " no other worker waits for them."
   ),
   measure=measure,
   find=find,

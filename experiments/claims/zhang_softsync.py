@@ -153,7 +153,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
   findings = [
     claims.Finding(
-      "mean staleness of n-softsync: how far from n, of n; the worst n",
+      "relative difference of the mean staleness of n-softsync from n, at most",
       each(off),
       most=0.1,
     ),
@@ -223,11 +223,11 @@ def _draw_staleness(axis, row) -> None:
   counts = np.array(row["staleness"])
   n = row["n"]
   axis.bar(
-    np.arange(len(counts)), counts / counts.sum(), color=claims.COLOURS[0]
+    np.arange(len(counts)), counts / counts.sum(), color=claims.COLORS[0]
   )
-  axis.axvline(n, color=claims.COLOURS[1], linestyle="--", label=f"n = {n}")
+  axis.axvline(n, color=claims.COLORS[1], linestyle="--", label=f"n = {n}")
   axis.axvline(
-    2 * n, color=claims.COLOURS[2], linestyle=":", label=f"2 n = {2 * n}"
+    2 * n, color=claims.COLORS[2], linestyle=":", label=f"2 n = {2 * n}"
   )
   axis.set_xlim(-1, 2 * n + 1)
   axis.set_xlabel("staleness (updates)")
@@ -244,15 +244,15 @@ def _draw_losses(axis, m, *, divides) -> None:
     if row["divides"] == divides
   ]
   points = m["num_examples"] / 1000 * np.arange(1, NUM_POINTS + 1) / NUM_POINTS
-  colours = [claims.COLOURS[-1], *claims.COLOURS]
-  for (name, row), colour, marker in zip(
-    curves, colours, claims.MARKERS, strict=False
+  colors = [claims.COLORS[-1], *claims.COLORS]
+  for (name, row), color, marker in zip(
+    curves, colors, claims.MARKERS, strict=False
   ):
     losses = row["losses"]
     axis.plot(
       points[: len(losses)],
       losses,
-      color=colour,
+      color=color,
       marker=marker,
       markersize=4,
       markevery=3,
@@ -277,7 +277,7 @@ def _draw_losses(axis, m, *, divides) -> None:
 
 def _draw_precision(axis, measurements) -> None:
   numbers = sorted({row["n"] for row in measurements[0]["softsync"]})
-  for divides, name, colour, hatch, shift in (
+  for divides, name, color, hatch, shift in (
     (False, "fixed rate", 1, "//", -0.2),
     (True, "rate / staleness", 0, "", 0.2),
   ):
@@ -293,7 +293,7 @@ def _draw_precision(axis, measurements) -> None:
       middle,
       0.4,
       yerr=[middle - values.min(0), values.max(0) - middle],
-      color=claims.COLOURS[colour],
+      color=claims.COLORS[color],
       hatch=hatch,
       edgecolor="white",
       ecolor="black",
@@ -315,27 +315,29 @@ CLAIM = claims.Claim(
   name="zhang_softsync",
   title="Thirty learners: the rate must fall with the staleness",
   claim=(
-    "With 30 learners and an update of every 30 / n gradients, gradients are n"
-    " updates old on average and almost never more than 2 n. At a fixed rate"
-    " training fails for n = 15 and 30; at rate / staleness it gets, for every"
-    " n, about as far as synchronous training."
+    "With 30 learners and an update for each 30 / n gradients, gradients are"
+    " n updates old on average, and hardly ever more than 2 n. At a fixed"
+    " rate, training fails for n = 15 and 30. If the rate is divided by the"
+    " staleness, training gets about as far as synchronous training for every"
+    " n."
   ),
   source="Zhang et al. 2015, Staleness-aware async-SGD, CIFAR-10",
   explanation=(
-    "Thirty learners compute all the time, and nobody waits. With n = 1 the"
-    " variables change once thirty gradients have come, as in synchronous"
-    " training; with n = 30 they change with every gradient, which then is of"
-    " variables from before the last 29 changes. Thirty times as many updates"
-    " of the same size, all of them out of date, are too much. Dividing each"
-    " by how far it is out of date makes up for both. Scaled down: the network"
-    f" is Caffe's with 16 x 16 pictures, the data set the synthetic one, and"
-    f" training ends after {NUM_TURNS * BATCH_SIZE:,} examples. One thread"
-    " plays all learners in an order that follows from compute times whose"
-    " deviation is 10%; reading, staleness, rates and updates are the library's"
-    " real rule. At the chosen rate 1-softsync learns in so short a time;"
-    " at three times that synchronous training was as good, and even 1-softsync"
-    " failed. 30 synchronous replicas with 4 pictures are computed as one"
-    " with 120."
+    "Thirty learners compute all the time, and none of them waits. With n ="
+    " 1, the variables change when thirty gradients have arrived, as in"
+    " synchronous training. With n = 30, they change with every gradient,"
+    " which was computed from the variables before the last 29 changes. Then"
+    " there are thirty times as many updates of the same size, all from old"
+    " variables, which is too much. Dividing each update by its staleness"
+    " compensates for both. The experiment is smaller than the original: a"
+    " network like that of Caffe with pictures of 16 x 16 pixels, the"
+    f" synthetic data set, and {NUM_TURNS * BATCH_SIZE:,} examples. One thread"
+    " plays all learners, in an order that follows from compute times with a"
+    " standard deviation of 10%. Reads, staleness, rates and updates are those"
+    " of the library's rule. At the chosen rate, 1-softsync learns in this"
+    " short time. At three times this rate, synchronous training was as good,"
+    " but even 1-softsync failed. 30 synchronous replicas with 4 pictures each"
+    " are computed as one replica with 120 pictures."
   ),
   measure=measure,
   find=find,

@@ -81,6 +81,8 @@ def _parse(line: str, place: str) -> Event:
     event = dataclasses.replace(
       event, start=float(event.start), end=float(event.end)
     )
+    if type(event.task) is not str or type(event.step) is not int:
+      raise TypeError
   except (KeyError, TypeError, ValueError):
     raise ValueError(f"{words}. Received: {line.strip()[:80]!r}.") from None
   if event.kind not in simulated_cluster.KINDS:
@@ -147,6 +149,11 @@ def fit(
     )
   medians = {task: float(np.median(own)) for task, own in secs.items()}
   usual = min(medians.values())
+  if not 0 < usual < np.inf:
+    raise ValueError(
+      "The timeline must have replicas that compute for a finite time above 0."
+      f" Received: {usual} s."
+    )
   factors = [medians[task] / usual for task in secs]
   pooled = np.concatenate(
     [own / factor for own, factor in zip(secs.values(), factors, strict=True)]

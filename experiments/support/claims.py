@@ -9,9 +9,11 @@ The command
 
     python -m experiments.claims.NAME [--quick] [--num_seeds=3] [--output=DIR]
 
-runs it, writes NAME.json and NAME.png into DIR, and prints the verdict. Whether
+runs it, writes NAME.json and NAME.png into DIR, and prints the verdict. With
+`--judge_only`, it judges the measurements in DIR/NAME.json again. Whether
 a claim holds is decided by its `Finding`s alone: numbers, and the bounds within
-which the claim says that they are.
+which the claim says that they are. A claim whose numbers follow from how its
+experiment is built has no verdict: it is an illustration.
 """
 
 import dataclasses
@@ -19,9 +21,11 @@ import datetime
 import json
 import math
 import os
+import pathlib
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -38,13 +42,14 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 
 HOLDS, FAILS, UNCLEAR = "holds", "does not hold", "unclear"
+ILLUSTRATION = "illustration, no verdict"
 
 # In JSON with indentation; the line break is never one of a string.
 _LIST_OF_NUMBERS = re.compile(r"\[\n[-+.\deE,\s]*\]")
 
-# Told apart by the colour-blind as well (Okabe and Ito 2008); use the line
+# Told apart by the color-blind as well (Okabe and Ito 2008); use the line
 # styles or markers too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "x")
 
 
@@ -120,6 +125,8 @@ class Claim:
     find: Called with the measurements of all seeds; returns the findings.
     draw: Called with the measurements of all seeds; returns a
       `matplotlib.figure.Figure`.
+    is_illustration: Whether the numbers follow from how the experiment is
+      built. Then they show how something works, and judge nothing.
   """
 
   name: str
@@ -130,6 +137,7 @@ class Claim:
   measure: Callable[[bool, int], dict]
   find: Callable[[Sequence[dict]], Sequence[Finding]]
   draw: Callable[[Sequence[dict]], object]
+  is_illustration: bool = False
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -150,7 +158,12 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def run(
-  claim: Claim, directory: str, *, num_seeds: int, is_quick: bool = False
+  claim: Claim,
+  directory: str,
+  *,
+  num_seeds: int,
+  is_quick: bool = False,
+  revision: str = "unknown",
 ) -> dict:
   """Measures a claim, judges it, and writes NAME.json and NAME.png.
 
@@ -159,14 +172,78 @@ def run(
     directory: The directory of the files; created if it does not exist.
     num_seeds: How often the claim is measured.
     is_quick: Whether to measure less, for a first look.
+    revision: The commit of this program, for the JSON file.
 
   Returns:
     The content of the JSON file.
   """
   start = time.monotonic()
+  made_with = {
+    "commit": revision,
+    "machine": machine(),
+    "date": datetime.date.today().isoformat(),
+    "load_average": [round(load, 1) for load in os.getloadavg()],
+  }
   measurements = []
   for seed in range(num_seeds):
     measurements.append(claim.measure(is_quick, seed))
+  command = [
+    f"python -m experiments.claims.{claim.name}",
+    f"--num_seeds={num_seeds}",
+  ]
+  return _write(
+    claim,
+    directory,
+    {
+      "command": " ".join(command + ["--quick"] * is_quick),
+      **made_with,
+      "seconds": round(time.monotonic() - start, 1),
+      "measurements": measurements,
+    },
+  )
+
+
+def judge(claim: Claim, directory: str, revision: str = "unknown") -> dict:
+  """Judges a stored measurement again, and writes its files anew.
+
+  It measures nothing. Texts, findings, verdict and picture are those of the
+  present program; date, machine and commit remain those of the measurement.
+
+  Args:
+    claim: The claim.
+    directory: The directory of NAME.json.
+    revision: The commit of this program.
+
+  Returns:
+    The content of the JSON file.
+  """
+  path = pathlib.Path(directory, f"{claim.name}.json")
+  stored = json.loads(path.read_text(encoding="utf-8"))
+  kept = (
+    "command",
+    "commit",
+    "machine",
+    "date",
+    "load_average",
+    "seconds",
+    "measurements",
+  )
+  measured = {k: stored[k] for k in kept if k in stored}
+  return _write(claim, directory, {**measured, "judged_with": revision})
+
+
+def _write(claim: Claim, directory: str, measured: dict) -> dict:
+  """Judges measurements, and writes NAME.json and NAME.png.
+
+  Args:
+    claim: The claim.
+    directory: The directory of the files; created if it does not exist.
+    measured: The fields of the report that say what was measured, and how.
+
+  Returns:
+    The content of the JSON file.
+  """
+  measurements = measured["measurements"]
   findings = claim.find(measurements)
   report = {
     "name": claim.name,
@@ -174,18 +251,11 @@ def run(
     "claim": claim.claim,
     "source": claim.source,
     "explanation": claim.explanation,
-    "verdict": verdict(findings),
+    "verdict": ILLUSTRATION if claim.is_illustration else verdict(findings),
     "findings": [
       {"words": str(f), "verdict": f.verdict, **_numbers(f)} for f in findings
     ],
-    "command": " ".join(
-      [f"python -m experiments.claims.{claim.name}", f"--num_seeds={num_seeds}"]
-      + ["--quick"] * is_quick
-    ),
-    "machine": machine(),
-    "date": datetime.date.today().isoformat(),
-    "seconds": round(time.monotonic() - start, 1),
-    "measurements": measurements,
+    **measured,
   }
   os.makedirs(directory, exist_ok=True)
   path = os.path.join(directory, claim.name)
@@ -194,6 +264,34 @@ def run(
   figure = claim.draw(measurements)
   figure.savefig(path + ".png", dpi=110)
   return report
+
+
+def commit() -> str:
+  """Returns the commit of this tree, with a + if tracked files were changed.
+
+  Stored results do not count as changes.
+
+  Returns:
+    The first digits of the commit's hash; "unknown" without git.
+  """
+
+  def git(*arguments: str) -> str:
+    return subprocess.run(
+      ["git", *arguments],
+      cwd=pathlib.Path(__file__).parents[2],
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout.strip()
+
+  try:
+    head = git("rev-parse", "--short", "HEAD")
+    changed = git(
+      "diff", "--name-only", "HEAD", "--", ".", ":!experiments/results"
+    )
+  except (OSError, subprocess.CalledProcessError):
+    return "unknown"
+  return head + "+" * bool(changed)
 
 
 def machine() -> str:
@@ -255,6 +353,11 @@ def start(claim: Claim) -> NoReturn:
   flags.DEFINE_integer(
     "num_seeds", 3, "How often each claim is measured", lower_bound=1
   )
+  flags.DEFINE_boolean(
+    "judge_only",
+    False,
+    "Judge the measurements in --output again; measure nothing",
+  )
   flags.DEFINE_string(
     "output", "/tmp/experiments", "The directory for the files"
   )
@@ -266,16 +369,25 @@ def _main(claim: Claim) -> None:
     require_matplotlib()
     os.makedirs(FLAGS.output, exist_ok=True)
   with processes.one_line_errors(usage=(), run_time=(OSError,)):
-    report = run(
-      claim, FLAGS.output, num_seeds=FLAGS.num_seeds, is_quick=FLAGS.quick
-    )
+    if FLAGS.judge_only:
+      report = judge(claim, FLAGS.output, commit())
+    else:
+      report = run(
+        claim,
+        FLAGS.output,
+        num_seeds=FLAGS.num_seeds,
+        is_quick=FLAGS.quick,
+        revision=commit(),
+      )
   print(f"{claim.title}. Claim: {claim.claim} ({claim.source})")
   for finding in report["findings"]:
     print(f"- {finding['words']}")
-  print(
-    f"The claim {report['verdict']}"
-    f" ({report['seconds']} s; {FLAGS.output}/{claim.name}.png)"
+  outcome = (
+    "This is an illustration"
+    if claim.is_illustration
+    else f"The claim {report['verdict']}"
   )
+  print(f"{outcome} ({report['seconds']} s; {FLAGS.output}/{claim.name}.png)")
   sys.stdout.flush()
 
 

@@ -6,7 +6,9 @@ multiplied, and when the variables change, and it counts all that. Only the
 order in which replicas finish is given, and not left to chance.
 """
 
+import collections
 import heapq
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,6 +63,7 @@ def play(
   replica: model_replica.Replica,
   order: Sequence[int],
   num_parts: int,
+  joins: Mapping[int, int] | None = None,
 ) -> tuple[list[float], list[tf.Tensor]]:
   """Trains by an asynchronous update rule, with replicas that take turns.
 
@@ -76,6 +79,8 @@ def play(
     order: The index of the replica for each turn.
     num_parts: The number of parts into which the turns are divided, for the
       losses.
+    joins: For a replica that joins later, the turn before which it reads the
+      variables for the first time. The others read them at the start.
 
   Returns:
     The mean loss of each part that was finished, and the variables at the end.
@@ -107,12 +112,17 @@ def play(
     return loop(index).run_one(False, *carried)
 
   indices = {index: tf.constant(index, tf.int64) for index in set(order)}
-  states = {index: begin(tensor) for index, tensor in indices.items()}
-  losses = []
+  joining = collections.defaultdict(list)
+  for index in indices:
+    joining[(joins or {}).get(index, 0)].append(index)
+  states, turn, losses = {}, 0, []
   try:
     for part in np.array_split(order, num_parts):
       for index in part.tolist():
+        for new in joining[turn]:
+          states[new] = begin(indices[new])
         states[index] = run_one(indices[index], *states[index])
+        turn += 1
       losses.append(rule.apply_updates()[0].loss)
   except results.NonFiniteGradientError:
     pass

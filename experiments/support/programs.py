@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from experiments.support import slow_down
 
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 _RATE = re.compile(r"\(([\d.]+) examples/sec;")
 # What a training prints: (when, step, loss), and in the end (step, examples).
 LOG_LINE = re.compile(r"([-\d]+ [:.\d]+): step (\d+), loss = ([\d.]+) \(")
@@ -28,20 +29,24 @@ FINISHED = re.compile(r"finished at step (\d+): (\d+) examples")
 def output(module: str, *arguments: str) -> str:
   """Runs a program, and returns what it printed to its standard output.
 
+  The program, and those that it starts, can import the packages of this tree.
+
   Args:
     module: The module of the program, for `python -m`.
     *arguments: The arguments of the program.
 
   Raises:
     RuntimeError: If the program failed, with all that it printed.
-    subprocess.TimeoutExpired: If the program takes longer than ten minutes.
+    subprocess.TimeoutExpired: If the program takes longer than 15 minutes.
   """
+  paths = filter(None, [os.environ.get("PYTHONPATH")])
   result = subprocess.run(
     [sys.executable, "-m", module, *arguments],
     capture_output=True,
     text=True,
     check=False,
-    timeout=600,
+    timeout=900,
+    env={**os.environ, "PYTHONPATH": os.pathsep.join([_ROOT, *paths])},
   )
   if result.returncode:
     raise RuntimeError(f"{module} failed:\n{result.stdout}{result.stderr}")
@@ -133,8 +138,9 @@ def run_tasks(
   *,
   document: Mapping[str, object],
   directory: str,
-  timeout_secs: float = 240.0,
+  timeout_secs: float = 600.0,
   environ: Mapping[str, str] | None = None,
+  while_running: Callable[..., None] | None = None,
 ) -> None:
   """Runs all tasks of a cluster on this machine, and waits for their end.
 
@@ -145,6 +151,8 @@ def run_tasks(
     directory: A directory for the spec and the logs of the tasks.
     timeout_secs: The time limit for everything, in seconds.
     environ: The environment of the processes. None: that of this process.
+    while_running: Called with the `LocalCluster` after its start, for example
+      to kill a task and start it again. None: nothing is called.
 
   Raises:
     RuntimeError: If a task failed, with what all tasks printed.
@@ -165,6 +173,8 @@ def run_tasks(
     spec, command, log_dir=directory, environ=environ
   ) as tasks:
     tasks.start()
+    if while_running is not None:
+      while_running(tasks)
     if tasks.wait(timeout_secs=timeout_secs):
       raise RuntimeError("\n".join(tasks.log(t) for t in spec.tasks()))
 
@@ -226,7 +236,7 @@ def train(
     with contextlib.ExitStack() as slowed:
       for worker, factor in slow_downs.items():
         words = ["--job_name=worker", f"--task_index={worker}"]
-        pid = slow_down.child(process.pid, words)
+        pid = slow_down.descendant(process.pid, words)
         slowed.enter_context(slow_down.SlowDown(pid, factor))
       _read_until(FINISHED, process, printed)
     printed += process.stdout

@@ -64,22 +64,45 @@ class SlowDown:
       pass  # It has ended.
 
 
-def child(pid: int, words: Sequence[str]) -> int:
-  """Finds a child process by words of its command line.
+def descendants(pid: int) -> dict[int, list[str]]:
+  """Finds the children of a process, their children, and so on.
 
   Args:
-    pid: The id of the parent process.
-    words: Arguments that must all be in the child's command line.
+    pid: The id of the process.
 
   Returns:
-    The id of the child process.
+    The command line of each descendant, as a list of arguments, by process id.
+    A process that has just ended may be missing.
+  """
+  found = {}
+  for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+    for number in map(int, path.read_text().split()):
+      try:
+        command = pathlib.Path(f"/proc/{number}/cmdline").read_bytes()
+        found[number] = command.decode().split("\0")
+        found |= descendants(number)
+      except FileNotFoundError:
+        pass  # It has ended.
+  return found
+
+
+def descendant(pid: int, words: Sequence[str]) -> int:
+  """Finds a descendant of a process by words of its command line.
+
+  Args:
+    pid: The id of the process.
+    words: Arguments that must all be in the descendant's command line.
+
+  Returns:
+    The id of the descendant.
 
   Raises:
-    LookupError: If there is no such child.
+    LookupError: If there is no such descendant.
   """
-  children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
-  for number in children.split():
-    command = pathlib.Path(f"/proc/{number}/cmdline").read_bytes()
-    if set(words) <= set(command.decode().split("\0")):
-      return int(number)
-  raise LookupError(f"process {pid} has no child with {' '.join(words)}")
+  for number, command in descendants(pid).items():
+    if set(words) <= set(command):
+      return number
+  raise LookupError(
+    f"no process that process {pid} has started has the arguments"
+    f" {' '.join(words)}"
+  )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.support import programs
+from experiments.support import slow_down
 
 PARAMETER_BYTES = 4 * 1_068_298
 _TIMEOUT_SECS = 600
@@ -52,13 +53,11 @@ def tasks_of(launcher: int) -> dict[int, str]:
   Returns:
     The names of the tasks, such as "ps 0", by process id.
   """
-  children = f"/proc/{launcher}/task/{launcher}/children"
   names = {}
-  for pid in pathlib.Path(children).read_text().split():
-    arguments = pathlib.Path(f"/proc/{pid}/cmdline").read_text()
-    job = re.search(r"--job_name=(\w+)", arguments).group(1)
-    index = re.search(r"--task_index=(\d+)", arguments).group(1)
-    names[int(pid)] = f"{job} {index}"
+  for pid, arguments in slow_down.descendants(launcher).items():
+    flags = dict(a.split("=", 1) for a in arguments if "=" in a)
+    if "--job_name" in flags:
+      names[pid] = f"{flags['--job_name']} {flags['--task_index']}"
   return names
 
 

@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from cifar10 import sources
 
-COLOURS = ((255, 10, 0), (20, 30, 40), (7, 0, 199))
+COLORS = ((255, 10, 0), (20, 30, 40), (7, 0, 199))
 LABELS = (9, 3, 0)
 
 
-def record(label, colour):
-  return bytes([label]) + b"".join(bytes([c] * 1024) for c in colour)
+def record(label, color):
+  return bytes([label]) + b"".join(bytes([c] * 1024) for c in color)
 
 
 def write_layout(directory):
@@ -33,14 +33,14 @@ def overwrite(path, offset, contents):
     file.write(contents)
 
 
-def test_decodes_labels_and_colour_planes():
-  contents = b"".join(map(record, LABELS, COLOURS))
+def test_decodes_labels_and_color_planes():
+  contents = b"".join(map(record, LABELS, COLORS))
   images, labels = sources.decode_records(tf.constant(contents))
   assert images.dtype == tf.uint8
   assert images.shape == [3, 32, 32, 3]
   np.testing.assert_array_equal(labels, LABELS)
-  for image, colour in zip(images.numpy(), COLOURS, strict=True):
-    np.testing.assert_array_equal(image, np.full([32, 32, 3], colour))
+  for image, color in zip(images.numpy(), COLORS, strict=True):
+    np.testing.assert_array_equal(image, np.full([32, 32, 3], color))
 
 
 def test_decodes_planes_row_by_row():
@@ -53,20 +53,20 @@ def test_decodes_planes_row_by_row():
 def test_reads_the_binary_layout(tmp_path, below):
   directory = tmp_path / below
   write_layout(directory)
-  overwrite(directory / "data_batch_1.bin", 0, record(9, COLOURS[0]))
-  overwrite(directory / "data_batch_5.bin", 9_999 * 3073, record(3, COLOURS[1]))
-  overwrite(directory / "test_batch.bin", 3073, record(8, COLOURS[2]))
+  overwrite(directory / "data_batch_1.bin", 0, record(9, COLORS[0]))
+  overwrite(directory / "data_batch_5.bin", 9_999 * 3073, record(3, COLORS[1]))
+  overwrite(directory / "test_batch.bin", 3073, record(8, COLORS[2]))
   source = sources.find("cifar10", str(tmp_path))
   assert (source.num_train, source.num_test) == (50_000, 10_000)
   images, labels = source.read("train")
   assert images.shape == [50_000, 32, 32, 3]
   assert (labels[0], labels[-1]) == (9, 3)
   assert np.count_nonzero(labels) == 2
-  np.testing.assert_array_equal(images[-1, 0, 0], COLOURS[1])
+  np.testing.assert_array_equal(images[-1, 0, 0], COLORS[1])
   images, labels = source.read("test")
   assert images.shape == [10_000, 32, 32, 3]
   assert labels[1] == 8
-  np.testing.assert_array_equal(images[1, 31, 31], COLOURS[2])
+  np.testing.assert_array_equal(images[1, 31, 31], COLORS[2])
 
 
 @pytest.mark.parametrize("size", [0, 30_729_999, 30_733_073])

@@ -27,12 +27,12 @@ def accuracy(features, splits):
   return np.mean(guesses == splits["test"][1])
 
 
-def mean_colours(images):
+def mean_colors(images):
   return np.mean(images, axis=(1, 2))
 
 
-def colour_edges(images):
-  """How each pair of colours changes together, down and across."""
+def color_edges(images):
+  """How each pair of colors changes together, down and across."""
   crops = distortions.center(images).numpy()
   down = crops[:, 3:] - crops[:, :-3]
   across = crops[:, :, 3:] - crops[:, :, :-3]
@@ -68,6 +68,6 @@ def test_train_and_test_share_no_image(splits):
   assert not any(i.tobytes() in seen for i in splits["test"][0].numpy())
 
 
-def test_classes_can_be_learned_but_not_from_mean_colours(splits):
-  assert accuracy(colour_edges, splits) > 0.9
-  assert accuracy(mean_colours, splits) < 0.2
+def test_classes_can_be_learned_but_not_from_mean_colors(splits):
+  assert accuracy(color_edges, splits) > 0.9
+  assert accuracy(mean_colors, splits) < 0.2

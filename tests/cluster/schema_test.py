@@ -100,6 +100,7 @@ def test_has_the_parsers_choices():
   assert set(document) == {
     *validation.SECTIONS,
     *validation.TF_CONFIG_KEYS,
+    validation.ALLOW_PUBLIC,
   }
   jobs = definitions["jobs"]["properties"]
   assert set(jobs) == set(validation.JOBS)
@@ -135,7 +136,23 @@ _GOOD_ADDRESSES = strategies.builds(
   strategies.integers(1, 65535),
 )
 _JSON = strategies.sampled_from(
-  [None, True, False, 0, 1, -1, 2, 1.0, 1.5, "", "x", "ps", "cpu", "mirrored"]
+  [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    1.0,
+    1.5,
+    "",
+    "x",
+    "ps",
+    "cpu",
+    "gpu",
+    "mirrored",
+  ]
   + ["partitioned", "a:1", [], {}, [0], [0, 0], ["a:1"], {"0": "a:1"}]
   + [{"gpus": []}, {"gpus": [0, 1]}, {"gpus": [1.0]}, {"on": "ps"}]
 )
@@ -181,7 +198,7 @@ def _documents(draw) -> dict:
   names = [name for name in jobs if name != "evaluator"] or ["worker"]
   if draw(strategies.booleans()):
     document["devices"] = {
-      name: {"gpus": [] if name == "ps" else draw(numbers)}
+      name: {"gpus": draw(numbers)[: 1 if name.startswith("ps") else 3]}
       for name in draw(
         strategies.lists(
           strategies.sampled_from([*names, *(f"{n}:0" for n in names)])
@@ -198,7 +215,9 @@ def _documents(draw) -> dict:
       if placement == "partitioned":
         variables["num_shards"] = draw(strategies.sampled_from([1, 2, None]))
     else:
-      variables["on"] = draw(strategies.sampled_from(["cpu", "mirrored"]))
+      variables["on"] = draw(
+        strategies.sampled_from(["cpu", "gpu", "mirrored"])
+      )
   if draw(strategies.booleans()):
     document["layers"] = draw(
       strategies.dictionaries(

@@ -412,11 +412,14 @@ def test_gpu_of_one_host_given_to_two_jobs():
 
 @pytest.mark.parametrize("key", ["ps", "ps:1"])
 def test_gpus_of_a_parameter_server(key):
-  document = {"cluster": PS_AND_WORKERS, "devices": {key: {"gpus": [0]}}}
+  document = {"cluster": PS_AND_WORKERS, "devices": {key: {"gpus": [0, 1]}}}
   assert _message(document) == (
-    f"devices.{key}.gpus: must be [], as a ps task keeps its variables on its "
-    "CPU. Received: [0]."
+    f"devices.{key}.gpus: must have at most one GPU, which holds the ps task's"
+    " variables. Received: [0, 1]."
   )
+  if key == "ps:1":
+    document["devices"] = {key: {"gpus": [3]}}
+    assert validation.check(document).devices == {key: (3,)}
 
 
 @pytest.mark.parametrize(
@@ -451,14 +454,14 @@ def test_accepted_gpus(workers, devices):
     ),
     (
       WORKERS,
-      {"on": "gpu"},
-      'variables.on: must be one of "cpu", "ps", "mirrored". '
-      "Received: 'gpu'.",
+      {"on": "tpu"},
+      'variables.on: must be one of "cpu", "gpu", "ps", "mirrored". '
+      "Received: 'tpu'.",
     ),
     (
       WORKERS,
       {"on": ["cpu"]},
-      'variables.on: must be one of "cpu", "ps", "mirrored". '
+      'variables.on: must be one of "cpu", "gpu", "ps", "mirrored". '
       "Received: ['cpu'].",
     ),
     (

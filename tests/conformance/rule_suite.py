@@ -277,7 +277,7 @@ class Life(NamedTuple):
     examples: The number of examples of all updates, when all replicas had
       ended.
     values: The value of the variable when all replicas had ended.
-    neighbours: The global step, the counts and the values of a training in
+    neighbors: The global step, the counts and the values of a training in
       another namespace, and the counts of a rule in another namespace of the
       same store.
   """
@@ -291,7 +291,7 @@ class Life(NamedTuple):
   step: int
   examples: int
   values: np.ndarray
-  neighbours: tuple[int, list[results.Counts], np.ndarray, list[results.Counts]]
+  neighbors: tuple[int, list[results.Counts], np.ndarray, list[results.Counts]]
 
 
 def live(case: RuleCase, new_namespace: Callable[[], None]) -> Life:
@@ -308,7 +308,7 @@ def live(case: RuleCase, new_namespace: Callable[[], None]) -> Life:
   Returns:
     What was observed.
   """
-  neighbour = Training(case)
+  neighbor = Training(case)
   new_namespace()
   first = Training(case)
   sibling = Training(case, store=attach(), name="sibling")
@@ -317,9 +317,9 @@ def live(case: RuleCase, new_namespace: Callable[[], None]) -> Life:
   first.start()
   first.run_to(TAKEN_OVER)
   # The others end; that must not be noticed here.
-  seen = neighbour.global_step(), neighbour.rule.counts(), neighbour.values()
+  seen = neighbor.global_step(), neighbor.rule.counts(), neighbor.values()
   seen = *seen, sibling.rule.counts()
-  neighbour.rule.close()
+  neighbor.rule.close()
   sibling.rule.close()
   second = Training(case, is_resumed=True)
   resumed_at = second.global_step()
@@ -337,7 +337,7 @@ def live(case: RuleCase, new_namespace: Callable[[], None]) -> Life:
     step=second.global_step(),
     examples=int(second.store.examples_seen),
     values=second.values(),
-    neighbours=seen,
+    neighbors=seen,
   )
   second.rule.close()
   return life
@@ -522,7 +522,7 @@ class RuleSuite(Interface):
     self.assertTrue((self.life.values < 1.0).all())
 
   def test_other_namespaces_do_not_meet_it(self):
-    step, counts, values, siblings = self.life.neighbours
+    step, counts, values, siblings = self.life.neighbors
     self.assertEqual(step, 0)
     np.testing.assert_array_equal(values, np.ones(NUM_ELEMENTS))
     for count in (*counts, *siblings):

@@ -4,7 +4,9 @@ from unittest import mock
 
 from absl.testing import absltest
 
+from tf_replicas import cluster
 from tf_replicas.drivers import connection
+from tf_replicas.drivers import server
 
 
 class RememberedConnectionTest(absltest.TestCase):
@@ -22,6 +24,33 @@ class RememberedConnectionTest(absltest.TestCase):
     connection.remember(("client", "worker 0", "host:1", "host:2"))
     with self.assertRaisesRegex(RuntimeError, "connected to another cluster"):
       connection.is_connected(("client", "worker 0", "host:1", "host:3"))
+
+
+class PublicAddressTest(absltest.TestCase):
+  """A refused task neither listens nor waits."""
+
+  SPEC = cluster.parse(
+    {"cluster": {"ps": ["8.8.8.8:1"], "worker": ["10.0.0.1:2"]}}
+  )
+
+  def test_clients_refuse_a_parameter_server(self):
+    with self.assertRaisesRegex(cluster.ClusterError, r"cluster\.ps\[0\]"):
+      connection.await_servers(self.SPEC, "ps", timeout_secs=0)
+
+  def test_a_parameter_server_refuses_its_own_address(self):
+    with self.assertRaisesRegex(cluster.ClusterError, r"8\.8\.8\.8:1"):
+      server.serve(self.SPEC, cluster.Task("ps", 0))
+
+  def test_names_that_resolve_later(self):
+    spec = cluster.parse(
+      {"cluster": {"ps": ["later:1"], "worker": ["10.0.0.1:2"]}}
+    )
+    found = [(0, 0, 0, "", ("8.8.8.8", 1))]
+    looked_up = mock.Mock(side_effect=[OSError("not yet"), found])
+    self.enter_context(mock.patch("socket.getaddrinfo", looked_up))
+    self.enter_context(mock.patch.object(connection, "listens", lambda _: True))
+    with self.assertRaisesRegex(cluster.ClusterError, "later:1, which is 8."):
+      connection.await_servers(spec, "ps", timeout_secs=1)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,19 @@ def _replica(num_towers=0, **functions):
 
 
 def _driver(
-  num_towers=0, optimizer=None, *, replica=None, namespace="", **options
+  num_towers=0,
+  optimizer=None,
+  *,
+  replica=None,
+  namespace="",
+  device_of_variables=one_machine.CPU,
+  **options,
 ):
   optimizer = optimizer or keras.optimizers.SGD(0.5, momentum=0.9)
   return one_machine.OneMachine(
     lambda: replica or _replica(num_towers),
     lambda: word_model.rule(optimizer, **options),
+    device_of_variables=device_of_variables,
     namespace=namespace,
   )
 
@@ -41,7 +48,7 @@ _state = word_model.state_of
 
 
 @functools.cache
-def _trained(num_towers, rule):
+def _trained(num_towers, rule, device_of_variables=one_machine.CPU):
   """The steps of a training, and its state after them."""
   options = {}
   if rule == "all":
@@ -51,7 +58,9 @@ def _trained(num_towers, rule):
       "loss_scale": 64.0,
     }
   optimizer = keras.optimizers.Adam(0.05) if options else None
-  driver = _driver(num_towers, optimizer, **options)
+  driver = _driver(
+    num_towers, optimizer, device_of_variables=device_of_variables, **options
+  )
   steps = [driver.step() for _ in range(NUM_STEPS)]
   return steps, _state(driver)
 
@@ -114,6 +123,31 @@ class EquivalenceTest(stores.TestCase):
       self.assertEndsWith(variable.device, "CPU:0")
     for variable in driver._update.rule.inner.optimizer.variables:
       self.assertEndsWith(variable.value.device, "CPU:0")
+
+
+class VariablesOnAnotherDeviceTest(stores.TestCase):
+  """A second CPU device stands in for the GPU that holds the variables."""
+
+  @parameterized.product(num_towers=[1, 2], rule=["plain", "all"])
+  def test_trains_like_variables_on_the_cpu(self, num_towers, rule):
+    one, one_state = _trained(0, rule)
+    steps, state = _trained(num_towers, rule, stores.device(1))
+    np.testing.assert_allclose(
+      [s.loss for s in steps], [s.loss for s in one], rtol=1e-5
+    )
+    word_model.assert_close(state, one_state)
+
+  def test_updates_are_computed_where_the_variables_are(self):
+    driver = _driver(2, device_of_variables=stores.device(1))
+    driver.step()
+    beside = [
+      *(variables for variables in driver.store._variables),
+      *(made for _, made in driver.store._beside.values()),
+    ]
+    for variable in sum(beside, []):
+      self.assertEndsWith(variable.device, "CPU:1", variable.path)
+    self.assertEndsWith(driver.store.global_step.device, "CPU:0")
+    self.assertIn("CPU:1", driver.store.table())
 
 
 class UpdateTest(stores.TestCase):

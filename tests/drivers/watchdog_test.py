@@ -56,6 +56,10 @@ class FakeOptimizer:
   def __init__(self, state):
     self.state = state
     self.lost = []
+    self.expired = []
+    self.interrupts = 0
+    self.step_timeout_secs = None
+    self.min_contributions = 1
     self.was_read = threading.Event()
 
   def status(self):
@@ -65,6 +69,12 @@ class FakeOptimizer:
   def declare_lost(self, replica, tag):
     self.lost.append((replica, tag))
 
+  def expire(self, step):
+    self.expired.append(step)
+
+  def interrupt(self):
+    self.interrupts += 1
+
 
 class WatchTest(parameterized.TestCase):
   """The clock is the test's; the thread looks more often than otherwise."""
@@ -73,7 +83,7 @@ class WatchTest(parameterized.TestCase):
     super().setUp()
     self.enter_context(mock.patch.object(watchdog, "_POLL_SECS", 0.05))
 
-  def _watch(self, state, ages, now, outcome=lambda: ""):
+  def _watch(self, state, ages, now, outcome=lambda: "", **more):
     self.optimizer = FakeOptimizer(state)
     self.lines = []
     self.logged = threading.Event()
@@ -91,7 +101,7 @@ class WatchTest(parameterized.TestCase):
       NAMES,
       lost_after_secs=20.0,
       log=log,
-      clock=lambda: next(times, now),
+      **{"clock": lambda: next(times, now), **more},
     )
     self.addCleanup(watch.stop)
     return watch
@@ -102,6 +112,53 @@ class WatchTest(parameterized.TestCase):
     self.assertTrue(self.logged.wait(20))
     self.assertIn("step 3: waiting for 15 s", self.lines[0])
     self.assertEqual(self.optimizer.lost, [])
+
+  def _watch_deadline(self, least, *, is_awaited=True, **more):
+    """The step waits for the second replica for 15 s; the deadline is 12 s."""
+    state = _state([Status.DELIVERED, Status.ADMITTED], received=1)
+    times = [0.0]
+    watch = self._watch(
+      state, [1.0, 1.0], now=0.0, clock=lambda: times[0], **more
+    )
+    self.optimizer.step_timeout_secs = 12.0
+    self.optimizer.min_contributions = least
+    if is_awaited:
+      watch.begin()
+    times[0] = 15.0
+    return watch
+
+  def test_a_step_goes_on_after_its_deadline(self):
+    watch = self._watch_deadline(1)
+    waiting.await_value(
+      lambda: self.optimizer.expired, timeout_secs=60, what="the deadline"
+    )
+    watch.stop()
+    self.assertEqual(self.optimizer.expired, [3])  # Once.
+    (line,) = [line for line in self.lines if "step_timeout_secs" in line]
+    self.assertIn("step 3: 1 of 2 contributions after 15 s", line)
+    self.assertIn("missing: worker 1. Updates go on", line)
+    watch.raise_if_expired()
+
+  def test_a_training_ends_if_too_few_have_contributed(self):
+    watch = self._watch_deadline(2)
+    waiting.await_value(
+      lambda: self.optimizer.interrupts, timeout_secs=60, what="the deadline"
+    )
+    self.assertEqual(self.optimizer.expired, [])
+    with self.assertRaisesRegex(TimeoutError, "`min_contributions` needs 2"):
+      watch.raise_if_expired()
+
+  @parameterized.parameters(
+    (False, 0.0),  # The chief saves a checkpoint, for example.
+    (True, 60.0),  # Tasks may still start.
+  )
+  def test_a_deadline_does_not_count(self, is_awaited, start_timeout_secs):
+    watch = self._watch_deadline(
+      1, is_awaited=is_awaited, start_timeout_secs=start_timeout_secs
+    )
+    self.assertTrue(self.logged.wait(20))
+    watch.stop()
+    self.assertEqual(self.optimizer.expired, [])
 
   @parameterized.product(
     status=[Status.ADMITTED, Status.COMPUTING],

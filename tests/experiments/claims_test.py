@@ -14,7 +14,7 @@ import pytest
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from experiments.claims import backup_workers
+from experiments.claims import backup_curves
 from experiments.claims import scale_out
 from experiments.claims import sixteen_or_eight
 from experiments.claims import stale_ball
@@ -72,6 +72,40 @@ class ClaimTest(parameterized.TestCase):
     self.assertEqual(written, json.loads(json.dumps(report)))
     expected = claims.FAILS if module is sixteen_or_eight else claims.HOLDS
     self.assertEqual(written["verdict"], expected)
+
+  def test_an_illustration_has_no_verdict(self):
+    claim = dataclasses.replace(
+      stale_ball.CLAIM,
+      measure=lambda is_quick, seed: {},
+      find=lambda measurements: [claims.Finding("x", [0.0], least=1.0)],
+      draw=lambda measurements: claims.new_figure(1, 1)[0],
+      is_illustration=True,
+    )
+    with tempfile.TemporaryDirectory() as directory:
+      report = claims.run(claim, directory, num_seeds=1, revision="abc")
+    self.assertEqual(report["verdict"], claims.ILLUSTRATION)
+    self.assertEqual(report["commit"], "abc")
+
+  def test_judges_stored_measurements_again(self):
+    claim = dataclasses.replace(
+      stale_ball.CLAIM,
+      measure=lambda is_quick, seed: {"x": 1.0},
+      find=lambda ms: [claims.Finding("x", [m["x"] for m in ms], most=2.0)],
+      draw=lambda measurements: claims.new_figure(1, 1)[0],
+    )
+    with tempfile.TemporaryDirectory() as directory:
+      before = claims.run(claim, directory, num_seeds=2, revision="abc")
+      stricter = dataclasses.replace(
+        claim,
+        title="Another title",
+        find=lambda ms: [claims.Finding("x", [m["x"] for m in ms], most=0.5)],
+      )
+      after = claims.judge(stricter, directory)
+    self.assertEqual(before["verdict"], claims.HOLDS)
+    self.assertEqual(after["verdict"], claims.FAILS)
+    self.assertEqual(after["title"], "Another title")
+    for field in ("commit", "date", "seconds", "measurements", "command"):
+      self.assertEqual(after[field], before[field])
 
   def test_numbers_are_written_in_one_line(self):
     measured = {"rows": [[1, 2.5], [-3e-9, 4]], "words": ["in [0, 1]", "[\n1]"]}
@@ -143,12 +177,12 @@ class StaleBallTest(absltest.TestCase):
       self.assertGreater(np.abs(above[-50:]).max(), 1e3)
 
 
-class BackupWorkersTest(absltest.TestCase):
-  def test_the_numbers_decide(self):
-    """If backups changed nothing the claim would not hold."""
-    flat = [1.0] * len(backup_workers.BACKUPS)
-    of_total = [1.0] * len(backup_workers.NEEDED_OF_TOTAL)
-    names = list(backup_workers.COMPUTE)
+class BackupCurvesTest(absltest.TestCase):
+  def test_the_numbers_are_of_the_curves(self):
+    """If backups change nothing, all gains are zero."""
+    flat = [1.0] * len(backup_curves.BACKUPS)
+    of_total = [1.0] * len(backup_curves.NEEDED_OF_TOTAL)
+    names = list(backup_curves.COMPUTE)
     slower = [2.0, *flat[1:]]
     measurement = {
       "published": flat,
@@ -157,9 +191,7 @@ class BackupWorkersTest(absltest.TestCase):
       "order_statistics": dict.fromkeys(names, slower),
       "of_total": dict.fromkeys(names, of_total),
     }
-    findings = backup_workers.find([measurement])
-    self.assertEqual(claims.verdict(findings), claims.FAILS)
-    for finding in findings:
+    for finding in backup_curves.find([measurement]):
       if "promise" in finding.what:
         self.assertEqual(finding.values, [0.0])
       if "for the same precision" in finding.what:
@@ -167,18 +199,18 @@ class BackupWorkersTest(absltest.TestCase):
 
   def test_time_to_precision(self):
     """If all steps are equal, fewer gradients per update only take longer."""
-    times = backup_workers.time_to_precision(
-      [1.0] * len(backup_workers.NEEDED_OF_TOTAL)
+    times = backup_curves.time_to_precision(
+      [1.0] * len(backup_curves.NEEDED_OF_TOTAL)
     )
     self.assertEqual(times[-1], 1.0)
     self.assertTrue(np.all(np.diff(times) < 0))
     # As published: 76.2 thousand updates with 100, 137.5 with 50.
-    exponent = backup_workers.UPDATES_EXPONENT
+    exponent = backup_curves.UPDATES_EXPONENT
     self.assertAlmostEqual(76.2 * 2**exponent, 137.5)
 
   def test_speedup_is_paid_for(self):
-    steps = [1.0] * len(backup_workers.BACKUPS)
-    speedup = backup_workers.speedup(steps)
+    steps = [1.0] * len(backup_curves.BACKUPS)
+    speedup = backup_curves.speedup(steps)
     self.assertEqual(speedup[0], 1.0)
     self.assertAlmostEqual(speedup[-1], 50 / 60)
 

@@ -5,13 +5,16 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from experiments import simulator
+from experiments.claims import backup_workers
 from experiments.claims import in_graph_or_between_graph
+from experiments.claims import one_node_feeds
 from experiments.claims import sharding
 from experiments.claims import smooth_or_fast
 from experiments.claims import straggler
 from experiments.claims import update_once
 from experiments.claims import validation
 from experiments.simulator import compute_times
+from experiments.simulator import recorded_run
 from experiments.support import claims
 from experiments.support import programs
 from experiments.support import traffic
@@ -71,57 +74,101 @@ class StragglerTest(parameterized.TestCase):
     self.assertLen(axes.patches, 4)
 
 
+def _watched(values, num_updates, *, applied=None):
+  return dict(
+    num_updates=num_updates,
+    applied=applied or [num_updates] * 3,
+    num_reads=100 * num_updates,
+    mixed=0,
+    values=values,
+    secs=list(range(len(values))),
+  )
+
+
 class UpdateOnceTest(parameterized.TestCase):
   @parameterized.parameters(
-    ([3, 3], [1, 1], claims.HOLDS),
-    ([3, 3], [1, 3], claims.FAILS),
-    ([3, 3], [0, 1], claims.FAILS),
-    ([3, 2], [1, 1], claims.FAILS),
+    ([0, -111, -222], None, claims.HOLDS),
+    # A gradient was applied by itself.
+    ([0, -1, -111, -222], None, claims.FAILS),
+    # A gradient is missing.
+    ([0, -111, -221], None, claims.FAILS),
+    # The variable changed more often than there were updates.
+    ([0, -111, -222, -333], None, claims.FAILS),
+    # A worker contributed once only.
+    ([0, -111, -222], [2, 2, 1], claims.FAILS),
   )
-  def test_verdict(self, hand_overs, counts, expected):
-    findings = update_once.find([dict(hand_overs=hand_overs, updates=counts)])
+  def test_verdict(self, values, applied, expected):
+    findings = update_once.find(
+      [
+        {
+          "sync": _watched(values, 2, applied=applied),
+          "async": _watched([0, -1, -101, -111], 3),
+        }
+      ]
+    )
     self.assertEqual(claims.verdict(findings), expected)
 
 
-class ValidationTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (simulator.Sync(),), (simulator.Sync(3),), (simulator.Async(),)
-  )
-  def test_each_half_is_like_its_record(self, rule):
-    run = simulator.simulate(_cluster(), rule, 400, records=True)
-    rates = validation.compare(run.events, rule, 0)
-    self.assertAlmostEqual(rates["predicted"] / rates["measured"], 1, delta=0.1)
+class ValidationTest(absltest.TestCase):
+  def test_predicts_more_workers(self):
+    run = simulator.simulate(_cluster(4), simulator.Sync(), 200, records=True)
+    found = recorded_run.fit(run.events, read_bytes=4e6).cluster
+    other = simulator.simulate(_cluster(8), simulator.Sync(), 1000, seed=1)
+    setting = validation.Setting(8, simulator.Sync())
+    self.assertAlmostEqual(
+      validation.predict(found, setting, 2) * other.step_secs[100:].mean(),
+      1,
+      delta=0.1,
+    )
 
-  def test_a_machine_that_slows_down_does_not_count(self):
-    run = simulator.simulate(_cluster(), simulator.Sync(), 200, records=True)
-    middle = max(e.end for e in run.events) / 2
-    slow = [
-      type(e)(
-        e.task,
-        e.step,
-        e.kind,
-        max(e.start, 3 * e.start - 2 * middle),
-        max(e.end, 3 * e.end - 2 * middle),
-      )
-      for e in run.events
+  def test_the_fitted_training_is_not_judged(self):
+    row = dict(measured=1.0, predicted=1.5)
+    findings = validation.find([{validation.FITTED: row}])
+    self.assertEqual(claims.verdict(findings), claims.HOLDS)
+    findings = validation.find([{validation.FITTED: row, "other": row}])
+    self.assertEqual(claims.verdict(findings), claims.FAILS)
+
+  def test_step_rate(self):
+    events = [
+      simulator.Event("chief", n, "apply", n / 4, n / 4 + 0.1)
+      for n in range(20)
     ]
-    rates = validation.compare(slow, simulator.Sync(), 0)
-    self.assertAlmostEqual(rates["predicted"] / rates["measured"], 1, delta=0.1)
-
-  def test_another_rule_is_not_predicted(self):
-    run = simulator.simulate(_cluster(), simulator.Sync(), 200, records=True)
-    rates = validation.compare(run.events, simulator.Async(), 0)
-    self.assertGreater(rates["predicted"] / rates["measured"], 2)
+    self.assertAlmostEqual(validation.step_rate(events), 4.0)
 
 
-def _cluster():
+class BackupWorkersTest(absltest.TestCase):
+  def _measured(self, *secs):
+    return {
+      "straggler_secs": [0.1, 0.1, 0.1, 0.5],
+      "steps": {
+        str(b): dict(measured=s, simulated=s)
+        for b, s in zip((0, 2), secs, strict=True)
+      },
+    }
+
+  def test_verdict(self):
+    for secs, expected in (
+      ((1.0, 0.5), claims.HOLDS),
+      # Shorter, but by less than the share of the machines.
+      ((1.0, 0.9), claims.FAILS),
+      ((1.0, 1.1), claims.FAILS),
+    ):
+      findings = backup_workers.find([self._measured(*secs)])
+      self.assertEqual(claims.verdict(findings), expected)
+
+  def test_speedup_counts_the_backups(self):
+    speedups = backup_workers.speedups(self._measured(1.0, 0.5), "measured")
+    self.assertEqual(speedups, {0: 1.0, 2: 2 * 6 / 8})
+
+
+def _cluster(num_replicas):
   return simulator.Cluster(
-    4,
+    num_replicas,
     compute_times.Lognormal(0.2, 0.2),
     read_bytes=4e6,
     latency=0.004,
     replica_bandwidth=2e8,
-    ps_bandwidth=1e9,
+    ps_bandwidth=4e8,
     apply_secs=0.01,
   )
 
@@ -132,21 +179,23 @@ class TrainTest(absltest.TestCase):
       programs.train("cifar10.distributed_train", ["--no_such_flag"], {})
 
 
-def _losses(scatter, secs, rows=400):
-  """Losses of updates that scatter around a falling line, all alike."""
-  noise = np.random.default_rng(0).standard_normal(rows)
+def _losses(deviation, secs, *, batches=1, seed=0):
+  """Losses of updates of `batches` batches of 16, around a flat line."""
+  rows = 3200 // batches
+  noise = np.random.default_rng(seed).standard_normal(rows)
+  size = deviation / batches**0.5
   return [
-    [i * secs, 32 * (i + 1), 2 - i / 800 + scatter * float(noise[i])]
+    [i * secs, 16 * batches * (i + 1), 2 + size * float(noise[i])]
     for i in range(rows)
   ]
 
 
 def _curves(rough, slow_secs):
   return {
-    "sync, 2 workers, equal": _losses(0.1, 1.0),
-    "async, 2 workers, equal": _losses(rough, 1.0),
-    "sync, 2 workers, one slow": _losses(0.1, slow_secs),
-    "async, 2 workers, one slow": _losses(rough, 1.0),
+    "sync, 2 workers, equal": _losses(0.1, 1.0, batches=2),
+    "async, 2 workers, equal": _losses(rough, 0.5, seed=1),
+    "sync, 2 workers, one slow": _losses(0.1, slow_secs, batches=2),
+    "async, 2 workers, one slow": _losses(rough, 0.5, seed=1),
   }
 
 
@@ -157,29 +206,43 @@ class SmoothOrFastTest(parameterized.TestCase):
     self.assertEqual(claims.verdict(findings), claims.FAILS)
     self.assertFalse([f for f in findings if "slower" in f.what])
 
-  def test_roughness_is_of_the_scatter_and_not_of_the_trend(self):
-    self.assertAlmostEqual(smooth_or_fast.roughness(_losses(0, 1)), 0, places=6)
-    # 0.56 deviations is the mean of the smaller four fifths of distances to
-    # the line; that one loss in nine is the running median makes it less.
-    rough = smooth_or_fast.roughness(_losses(0.9, 1))
-    self.assertAlmostEqual(rough / 0.9, 0.46, delta=0.1)
+  def test_points_are_whole_rows(self):
+    rows = [[0.0, 64, 1.0], [1.0, 96, 2.0], [2.0, 160, 4.0], [3.0, 320, 6.0]]
+    self.assertEqual(
+      smooth_or_fast.points(rows),
+      [((64 * 1 + 32 * 2 + 64 * 4) / 160, 160), (6.0, 160)],
+    )
 
-  def test_roughness_is_not_of_a_few_jumps(self):
-    rows = _losses(0.1, 1)
-    calm = smooth_or_fast.roughness(rows)
-    for row in rows[200::10]:
-      row[2] += 5
-    self.assertAlmostEqual(smooth_or_fast.roughness(rows) / calm, 1, delta=0.3)
+  def _scatter(self, means, examples=smooth_or_fast.POINT_EXAMPLES):
+    return smooth_or_fast.scatter([(mean, examples) for mean in means])
+
+  def test_scatter_is_not_of_the_trend(self):
+    line = np.linspace(2, 1, 1000)
+    self.assertLess(self._scatter(line), 0.001)
+    noise = 0.3 * np.random.default_rng(0).standard_normal(1000)
+    self.assertAlmostEqual(self._scatter(line + noise), 0.3, delta=0.03)
+
+  def test_larger_points_are_not_smoother(self):
+    noise = np.random.default_rng(0).standard_normal(1000)
+    one = self._scatter(noise)
+    four = self._scatter(noise / 2, 4 * smooth_or_fast.POINT_EXAMPLES)
+    self.assertAlmostEqual(four / one, 1.0)
+
+  def test_jumps_count(self):
+    calm = np.zeros(100)
+    calm[::10] = 1.0
+    self.assertGreater(self._scatter(calm), 0.25)
 
   def test_rate(self):
-    self.assertAlmostEqual(smooth_or_fast.rate(_losses(0.1, 0.5)), 64)
+    self.assertAlmostEqual(smooth_or_fast.rate(_losses(0.1, 0.5)), 32)
 
   @parameterized.parameters(
-    (0.14, 2.0, claims.HOLDS),
-    # As rough as the other.
+    # Twice as rough, and faster.
+    (0.2, 2.0, claims.HOLDS),
+    # As rough as the other, although an update has half the batches.
     (0.1, 2.0, claims.FAILS),
     # As fast as the other.
-    (0.14, 1.0, claims.FAILS),
+    (0.2, 1.0, claims.FAILS),
   )
   def test_verdict(self, rough, slow_secs, expected):
     findings = smooth_or_fast.find([_curves(rough, slow_secs)])
@@ -188,9 +251,7 @@ class SmoothOrFastTest(parameterized.TestCase):
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):
     panels = smooth_or_fast.draw([_curves(0.14, 2.0)]).axes
-    self.assertEqual(
-      [axes.get_xlabel() for axes in panels], ["seconds", "examples"] * 2
-    )
+    self.assertEqual([axes.get_xlabel() for axes in panels], ["examples"] * 2)
 
 
 def _shared(*, cut=0.5, in_total=1.0):
@@ -273,6 +334,27 @@ class InGraphOrBetweenGraphTest(parameterized.TestCase):
   def test_draws(self):
     panels = in_graph_or_between_graph.draw([_clients()]).axes
     self.assertLen(panels, 3)
+
+
+class OneNodeFeedsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({}, claims.HOLDS),
+    # It is as fast.
+    ({"rate": 10.0}, claims.FAILS),
+    # The client does not send the batches.
+    ({"fed": 1000}, claims.FAILS),
+    # The client sends data that the workers have made.
+    ({"own": 4 * one_node_feeds.BATCH_BYTES}, claims.FAILS),
+  )
+  def test_verdict(self, changed, expected):
+    how = {"rate": 5.0, "fed": 4 * one_node_feeds.BATCH_BYTES, "own": 1000}
+    how |= changed
+    found = {
+      "client": dict(steps_per_sec=how["rate"], client_bytes=how["fed"]),
+      "workers": dict(steps_per_sec=10.0, client_bytes=how["own"]),
+    }
+    findings = one_node_feeds.find([{"4": found}])
+    self.assertEqual(claims.verdict(findings), expected)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 from unittest import mock
 
+import tensorflow as tf  # noqa: F401  # Its first import starts `uname`.
 from absl.testing import absltest
 
 from experiments import report
@@ -136,8 +137,8 @@ class ReportTest(absltest.TestCase):
     self.assertEqual(missing, expected)
     self.assertIn("1 claim: 1 hold. ", page.words)
     for name in expected:
-      self.assertIn(f"{name} did not finish", page.words)
-      self.assertIn(f"**{name}** did not finish", text)
+      self.assertIn(f"{name} has no result", page.words)
+      self.assertIn(f"**{name}** has no result", text)
 
   def test_another_file(self):
     self._write({"name": "one"})

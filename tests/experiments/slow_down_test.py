@@ -30,7 +30,7 @@ def test_gets_its_share_and_goes_on_as_it_was():
   ) as process:
     try:
       process.stdout.readline()
-      pid = slow_down.child(os.getpid(), ["this-one"])
+      pid = slow_down.descendant(os.getpid(), ["this-one"])
       assert pid == process.pid
       start = time.monotonic()
       with slow_down.SlowDown(pid, 5):
@@ -57,5 +57,5 @@ def test_bad_factor():
 
 
 def test_no_such_child():
-  with pytest.raises(LookupError, match="no child with --never"):
-    slow_down.child(os.getpid(), ["--never"])
+  with pytest.raises(LookupError, match="the arguments --never"):
+    slow_down.descendant(os.getpid(), ["--never"])

@@ -2,6 +2,7 @@
 
 import functools
 
+import tensorflow as tf  # noqa: F401  # Its first import starts `uname`.
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -18,11 +19,25 @@ except ImportError:
   matplotlib = None
 
 
-def _seen(neither, use_locking, snapshot_reads, in_whole=0.0):
+def _large(torn_by_tf=0.1, torn_by_rule=0.0):
+  shares = dict.fromkeys(partial_updates.WAYS, torn_by_rule)
+  shares |= dict.fromkeys(partial_updates.TF1_WAYS, torn_by_tf)
+  return {
+    way: {
+      "num_reads": 1000,
+      "torn": round(1000 * share),
+      "changed": 500,
+      "updates_per_sec": 20.0,
+    }
+    for way, share in shares.items()
+  }
+
+
+def _seen(neither, use_locking, snapshot_reads, in_whole=0.0, large=None):
   shares = dict(
     neither=neither, use_locking=use_locking, snapshot_reads=snapshot_reads
   )
-  return {
+  settings = {
     name: {
       "anywhere": share,
       "in_cut": share / 2,
@@ -33,6 +48,7 @@ def _seen(neither, use_locking, snapshot_reads, in_whole=0.0):
     }
     for name, share in shares.items()
   }
+  return {**settings, "large": large or _large()}
 
 
 class PartialUpdatesTest(parameterized.TestCase):
@@ -81,12 +97,29 @@ class PartialUpdatesTest(parameterized.TestCase):
     )
     self.assertEqual(claims.verdict(findings), expected)
 
+  @parameterized.parameters(
+    # The library's rule was torn.
+    ((0.1, 0.001), claims.FAILS),
+    # Not even TF1's variable was torn: that shows nothing about the library.
+    ((0.0, 0.0), claims.FAILS),
+  )
+  def test_verdict_on_large_variables(self, torn, expected):
+    findings = partial_updates.find([_seen(0.2, 0.2, 0.0, large=_large(*torn))])
+    self.assertEqual(claims.verdict(findings), expected)
+
+  def test_bound_on_what_was_never_seen(self):
+    self.assertAlmostEqual(
+      partial_updates.upper_bound(0, 1000), 0.003, places=4
+    )
+
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):
-    shares, rates = partial_updates.draw([_seen(0.2, 0.1, 0.0)]).axes
+    shares, rates, large = partial_updates.draw([_seen(0.2, 0.1, 0.0)]).axes
     heights = sorted(bar.get_height() for bar in shares.patches)
     self.assertEqual(heights, [0.0] * 5 + [5.0, 10.0, 10.0, 20.0])
     self.assertLen(rates.patches, 6)
+    ways = [*partial_updates.TF1_WAYS, *partial_updates.WAYS]
+    self.assertLen(large.patches, len(ways))
 
 
 @functools.cache
@@ -99,11 +132,23 @@ def _simulated(slowdown):
     latency=0.001,
   )
   return {
-    name: overwrite_and_idle.summary(_events(cluster, rule, num_steps))
-    for name, rule, num_steps in (
-      ("sync", simulator.Sync(), 40),
-      ("async", simulator.Async(), 440),
-    )
+    "writes": _written(),
+    **{
+      name: overwrite_and_idle.summary(_events(cluster, rule, num_steps))
+      for name, rule, num_steps in (
+        ("sync", simulator.Sync(), 40),
+        ("async", simulator.Async(), 440),
+      )
+    },
+  }
+
+
+def _written(**changed):
+  """What is left of 100 writes in each way."""
+  left = dict.fromkeys(overwrite_and_idle.WAYS, 100.0)
+  left |= {overwrite_and_idle.LITERAL: 30.0, **changed}
+  return {
+    way: {"writes": [45, 45, 10], "value": value} for way, value in left.items()
   }
 
 
@@ -182,6 +227,18 @@ class OverwriteAndIdleTest(parameterized.TestCase):
     findings = overwrite_and_idle.find([_simulated(slowdown)])
     self.assertEqual(claims.verdict(findings), expected)
 
+  @parameterized.parameters(
+    # The literal write loses nothing.
+    ({overwrite_and_idle.LITERAL: 100.0},),
+    # The library loses one write.
+    ({"add": 99.0},),
+    ({"add, snapshot_reads": 99.0},),
+  )
+  def test_verdict_on_writes(self, changed):
+    m = {**_simulated(5.0), "writes": _written(**changed)}
+    findings = overwrite_and_idle.find([m])
+    self.assertEqual(claims.verdict(findings), claims.FAILS)
+
   def test_asynchronous_workers_that_wait(self):
     m = _simulated(5.0)
     waits = {**m["async"], "waiting": m["sync"]["waiting"]}
@@ -190,9 +247,10 @@ class OverwriteAndIdleTest(parameterized.TestCase):
 
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):
-    sync, asynchronous, ball, undone = overwrite_and_idle.draw(
+    sync, asynchronous, lost, _, ball, undone = overwrite_and_idle.draw(
       [_simulated(5.0)]
     ).axes
+    self.assertLen(lost.patches, len(overwrite_and_idle.WAYS))
     grey = {axis: self._num_grey(axis) for axis in (sync, asynchronous)}
     self.assertGreater(grey[sync], 4)
     self.assertEqual(grey[asynchronous], 0)

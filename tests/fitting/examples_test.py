@@ -108,8 +108,8 @@ def test_learns_with_keras(name):
   assert _GOALS[name](*_result(output.getvalue())), output.getvalue()
 
 
-# The one with one loss, and the one with a `train_step` that applies often.
-_IN_CI = ("mnist_convnet", "wgan_gp")
+# The others take long, and learn as well in one process.
+_IN_CI = ("mnist_convnet",)
 
 
 @pytest.mark.parametrize(

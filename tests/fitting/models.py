@@ -8,6 +8,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+from tests.support import optimizers
+
 NUM_EXAMPLES = 44
 
 
@@ -453,7 +455,7 @@ KINDS = {
 
 CASES = {
   "adversaries": Case(adversaries, {"x": _numbers(4)}),
-  "adagrad": _dense(lambda: keras.optimizers.Adagrad(0.1)),
+  "adagrad": _dense(lambda: optimizers.make("Adagrad", 0.1)),
   "attention": _attention(),
   "averaged": _dense(
     lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)

@@ -363,7 +363,7 @@ def test_threads_are_counted(photos, tmp_path):
 
 
 @pytest.mark.parametrize("make", [False, True])
-def test_without_labelled_folders_nothing_is_made(tmp_path, make):
+def test_without_labeled_folders_nothing_is_made(tmp_path, make):
   if make:
     (tmp_path / "in").mkdir()
   with pytest.raises(image_folders.FolderError, match="must "):

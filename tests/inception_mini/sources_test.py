@@ -195,7 +195,7 @@ class TestSynthetic:
     raw = source.read("train", tf.constant(7, tf.int64))
     assert sum(1 for _ in raw) == source.lengths["train"][7]
 
-  def test_colour_and_texture_tell_the_class(self):
+  def test_color_and_texture_tell_the_class(self):
     """A linear look at the two of them is nearly always right."""
     images, labels = synthetic.read("train", tf.constant(0, tf.int64))
     images, labels = images.numpy().astype(np.float32), labels.numpy()

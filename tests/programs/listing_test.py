@@ -21,7 +21,7 @@ runpy.run_module(sys.argv.pop(), run_name="__main__")
   [
     ("cifar10", ["train", "multi_gpu_train", "distributed_train", "eval"]),
     ("inception_mini", ["train", "distributed_train", "build_image_data"]),
-    ("tf_replicas", ["launch", "kubernetes"]),
+    ("tf_replicas", ["launch", "kubernetes", "status"]),
   ],
 )
 def test_lists_programs(package, names):
@@ -57,8 +57,8 @@ def test_the_command_runs_the_programs_of_the_library(monkeypatch, capsys):
   assert "Prints the manifests" in capsys.readouterr().out
   assert _command(monkeypatch, "lunch") == 2
   assert capsys.readouterr().err == (
-    "error: the command must be one of launch, kubernetes; without one, the"
-    " programs are listed. Received: lunch.\n"
+    "error: the command must be one of launch, kubernetes, status; without one,"
+    " the programs are listed. Received: lunch.\n"
   )
 
 

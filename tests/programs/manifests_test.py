@@ -53,7 +53,7 @@ ALL_FLAGS = (
 )
 def test_the_schemas_allow_them(capsys, spec, flags, version):
   documents = _print(capsys, *flags, spec=spec)
-  assert len(documents) > 4
+  assert len(documents) > 5
   for document in documents:
     kubernetes_validate.validate(document, version, strict=True)
 
@@ -85,8 +85,17 @@ def test_each_task_finds_its_role(capsys, tmp_path):
 
 def test_pods_have_the_names_of_the_spec(capsys):
   documents = _print(capsys)
-  config, service, *jobs = documents
+  config, service, policy, *jobs = documents
   assert service["spec"]["clusterIP"] == "None"
+  # Its labels, which all pods have and no other training has.
+  selector = {"podSelector": {"matchLabels": service["spec"]["selector"]}}
+  assert policy["spec"] == {
+    **selector,
+    "policyTypes": ["Ingress"],
+    "ingress": [
+      {"from": [selector], "ports": [{"protocol": "TCP", "port": 2222}]}
+    ],
+  }
   names = set()
   for job in jobs:
     template = job["spec"]["template"]

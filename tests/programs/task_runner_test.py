@@ -59,3 +59,16 @@ def test_a_divergence_says_what_to_change():
   with pytest.raises(results.NonFiniteGradientError, match=words):
     with task_runner._advising(workload):
       raise results.NonFiniteGradientError(1, 17, "worker:1")
+
+
+def test_the_report_has_updates_without_a_replica():
+  counts = [
+    results.Counts(5, 0, (0, 0)),
+    results.Counts(3, 1, (0, 0), straggler_wait_secs=2.0, missed=2),
+  ]
+  first, second = task_runner.report(counts, ["worker 0", "worker 1"])
+  assert first.endswith("5 contributions applied, 0 refused (0 surplus)")
+  assert second.endswith(
+    "3 contributions applied, 1 refused (1 surplus); 2 updates made without it,"
+    " after a timeout; updates waited 2.0 s for it alone"
+  )

@@ -1,6 +1,7 @@
 """Tests of `programs.update_options`; see `run_options_test` for its checks."""
 
 import dataclasses
+import re
 
 import keras
 import pytest
@@ -91,6 +92,49 @@ def test_what_is_not_of_gradients_needs_parameter_servers():
   settings = update_options.UpdateSettings(clip_norm=1.0)
   assert not update_options.needs_parameter_servers(settings)
   settings = dataclasses.replace(settings, wire_dtype="bfloat16")
+  assert update_options.needs_parameter_servers(settings)
+
+
+@pytest.mark.parametrize(
+  "given, words",
+  [
+    ({"min_contributions": 2}, "`--min_contributions` needs `--step_timeout_"),
+    (
+      {"min_contributions": 5, "step_timeout_secs": 9.0},
+      "`--min_contributions` must be at most the number of gradients in an"
+      " update, 4. Received: 5.",
+    ),
+    (
+      {
+        "min_contributions": 3,
+        "step_timeout_secs": 9.0,
+        "replicas_to_aggregate": 2,
+      },
+      "in an update, 2. Received: 3.",
+    ),
+    (
+      {
+        "step_timeout_secs": 9.0,
+        "then_update": ("async",),
+        "switch_at_step": 5,
+      },
+      "`--step_timeout_secs` must not be given with `--then_update`",
+    ),
+  ],
+)
+def test_refuses_deadlines(given, words):
+  settings = update_options.UpdateSettings(**given)
+  with pytest.raises(cluster.ClusterError, match=re.escape(words)):
+    update_options.check(settings, 4)
+
+
+def test_a_deadline_reaches_the_rule():
+  settings = update_options.UpdateSettings(
+    step_timeout_secs=9.0, min_contributions=3
+  )
+  update_options.check(settings, 4)
+  rule = update_options.rule_fn(settings, 4)(keras.optimizers.SGD(0.1))
+  assert (rule.step_timeout_secs, rule.min_contributions) == (9.0, 3)
   assert update_options.needs_parameter_servers(settings)
 
 

@@ -1,5 +1,7 @@
 """Tests for rules.reply_queues."""
 
+from unittest import mock
+
 import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -221,6 +223,28 @@ class RepliesTest(stores.TestCase):
     for call in [*calls, self._start(1, 2)]:
       with self.assertRaises(tf.errors.OutOfRangeError):
         call.result()
+
+
+class ManyRepliesTest(RepliesTest):
+  """The same, sent as to more replicas than there are branches for."""
+
+  def setUp(self):
+    patched = mock.patch.object(replies_lib, "_MOST_BRANCHES", NUM_REPLICAS - 1)
+    self.enter_context(patched)
+    super().setUp()
+
+  def test_replies_to_one_replica_keep_their_order(self):
+    @tf.function(autograph=False)
+    def send_twice():
+      for verdict in (VOID, ADMIT):
+        verdicts = tf.constant([NONE, verdict, NONE], tf.int64)
+        tags = tf.fill([NUM_REPLICAS], tf.constant(4, tf.int64))
+        self.chief.send(verdicts, tags, tf.constant(3, tf.int64))
+
+    for _ in range(10):
+      send_twice()
+      told = [self._told(self._start(1, 4))[0] for _ in range(2)]
+      self.assertEqual(told, [VOID, ADMIT])
 
 
 if __name__ == "__main__":

@@ -31,23 +31,28 @@ class CountsTest(absltest.TestCase):
     state = state._replace(counts=rows, held_up=np.array([0.5, 0.25]))
     first, second = ledger.counts_from_ledger(state)
     self.assertEqual((first.applied, first.surplus), (0, 1))
-    self.assertEqual(first.late, tuple(range(2, columns)))
+    self.assertEqual(first.late, tuple(range(2, columns - 1)))
+    self.assertEqual(first.missed, columns - 1)
     self.assertEqual(first.straggler_wait_secs, 0.5)
     self.assertEqual((second.applied, second.surplus), (columns, columns + 1))
-    self.assertEqual(second.late, tuple(range(columns + 2, 2 * columns)))
+    self.assertEqual(second.late, tuple(range(columns + 2, 2 * columns - 1)))
     self.assertEqual(second.straggler_wait_secs, 0.25)
     self.assertEqual(second.staleness, ())
 
   def test_totals_are_sums_of_each_field(self):
     sum_of_both = results.total(
       [
-        results.Counts(1, 10, (1, 2), straggler_wait_secs=0.5),
-        results.Counts(2, 20, (4, 5, 6), (7, 8), straggler_wait_secs=0.25),
+        results.Counts(1, 10, (1, 2), straggler_wait_secs=0.5, missed=2),
+        results.Counts(
+          2, 20, (4, 5, 6), (7, 8), straggler_wait_secs=0.25, missed=1
+        ),
       ]
     )
     self.assertEqual(
       sum_of_both,
-      results.Counts(3, 30, (5, 7, 6), (7, 8), straggler_wait_secs=0.75),
+      results.Counts(
+        3, 30, (5, 7, 6), (7, 8), straggler_wait_secs=0.75, missed=3
+      ),
     )
 
   def test_the_total_of_one_is_itself(self):

@@ -391,6 +391,14 @@ class SwitchingTest(stores.TestCase):
       "one contribution.*4 contributions of 2",
     ),
     (
+      "deadline",
+      lambda inner: [
+        _async(inner),
+        sync_replicas.SyncReplicasOptimizer(inner, 2, step_timeout_secs=9),
+      ],
+      "no `step_timeout_secs`. Received: 9",
+    ),
+    (
       "ways_to_read",
       lambda inner: [
         _async(inner, policies=[staleness.delay_compensated(0.04)]),

@@ -21,7 +21,7 @@ FAKE_GPUS = [
 def _run(program):
   """Runs a program in a process of its own, without GPUs; returns its output.
 
-  TensorFlow's devices are initialised once per process.
+  TensorFlow's devices are initialized once per process.
   """
   environ = dict(os.environ)
   environ["CUDA_VISIBLE_DEVICES"] = "-1"
@@ -121,7 +121,7 @@ class ConfigureProcessTest(absltest.TestCase):
       devices.configure([])
       print([d.name for d in tf.config.list_logical_devices()])
       print(tf.config.get_soft_device_placement())
-      # Initialised by now, but as asked.
+      # Initialized by now, but as asked.
       devices.configure([])
       devices.configure(None, num_emulated=1)
       try:

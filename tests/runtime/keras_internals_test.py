@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 from absl.testing import absltest
 
+from tests.support import optimizers
 from tf_replicas.runtime import keras_internals
 
 
@@ -24,6 +25,13 @@ class KerasInternalsTest(absltest.TestCase):
       ValueError, "NoSuchOptimizer needs a newer version of Keras. Received: K"
     ):
       keras_internals.optimizer_class("NoSuchOptimizer")
+
+  def test_a_muon_that_fails_with_tensorflow_is_refused(self):
+    optimizers.require("Muon")
+    muon = keras.optimizers.Muon(0.1)
+    vars(muon).pop("rms_rate", None)  # As of Keras 3.10 to 3.12.
+    with self.assertRaisesRegex(ValueError, "Muon needs Keras 3.13 or newer"):
+      keras_internals.check_works(muon)
 
   def test_a_rate_is_a_variable_or_a_schedule(self):
     optimizer = keras.optimizers.SGD(0.5)

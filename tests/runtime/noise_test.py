@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import tensorflow  # noqa: F401  Its import starts a process, so not in a test.
 
 from tf_replicas.runtime import noise
 
@@ -55,3 +56,8 @@ def test_a_gpu_that_fails_is_no_noise(monkeypatch):
   monkeypatch.setenv(_VARIABLE, "2")
   monkeypatch.setattr(noise, "_has_gpu", lambda: True)
   assert not noise.is_noise(_CUDA)
+
+
+def test_the_level_of_tensorflow_is_set():
+  function = noise._set_min_log_level()
+  assert function is not None  # Every release that is supported has it.

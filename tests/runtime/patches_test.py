@@ -26,20 +26,20 @@ class CancellationTest(stores.TestCase):
         try:
           ends[name] = int(run()[0])
         except tf.errors.CancelledError:
-          ends[name] = "cancelled"
+          ends[name] = "canceled"
 
       thread = threading.Thread(target=run_to_the_end, daemon=True)
       thread.start()
       time.sleep(0.3)  # Until it waits.
       return thread
 
-    cancelled = start("closure", manager.get_cancelable_function(wait))
+    canceled = start("closure", manager.get_cancelable_function(wait))
     other = start("other", wait)
     manager.start_cancel()
-    cancelled.join(timeout=10)
+    canceled.join(timeout=10)
     queue.enqueue([tf.constant(5)])
     other.join(timeout=10)
-    self.assertEqual(ends, {"closure": "cancelled", "other": 5})
+    self.assertEqual(ends, {"closure": "canceled", "other": 5})
 
 
 class WaitingForNobodyTest(absltest.TestCase):

@@ -14,7 +14,9 @@ def make(name: str, *args, **kwargs) -> keras.optimizers.Optimizer:
     *args: The arguments of the class.
     **kwargs: The keyword arguments of the class.
   """
-  require(name)
+  # Without this argument, Muon fails with TensorFlow; `InnerOptimizer` refuses
+  # it.
+  require(name, *(["rms_rate"] if name == "Muon" else []))
   # Keras before 3.10; `InnerOptimizer` refuses them.
   if name in ("Adagrad", "Ftrl") and not hasattr(
     keras.optimizers.Optimizer, "add_optimizer_variables"

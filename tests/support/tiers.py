@@ -67,8 +67,11 @@ EXCEPTIONS = {
   "tests/examples_test.py::test_resumes": "cluster",
   # They start no process, but train.
   "tests/examples_test.py::test_an_own_rule": "program",
-  # They start no process, but train by every rule.
+  # They read many damaged files.
+  "tests/fuzz_test.py": "program",
+  # They start no process, but train by every rule, or by many.
   "tests/conformance/rules_test.py": "program",
+  "tests/experiments/race_test.py::EventClockTest": "program",
   # It starts no process, but trains six programs.
   "tests/fitting/examples_test.py::test_learns_with_keras": "program",
   "tests/fitting/examples_test.py::test_learns_on_a_cluster": "cluster",
@@ -87,6 +90,15 @@ EXCEPTIONS = {
   "tests/fitting/properties_test.py::PropertiesTest": "program",
   "tests/replica/properties_test.py::PropertiesTest::test_trains": "program",
   "tests/rules/switching_test.py::SwitchingTest": "program",
+  # They start no process, but train many models, let many threads compete, or
+  # repeat random sequences.
+  "tests/fitting/keras_fit_test.py": "program",
+  "tests/rules/asynchronous/async_replicas_test.py::ConcurrentTest": "program",
+  "tests/rules/periodic/periodic_averaging_test.py::StatisticsTest": "program",
+  "tests/rules/periodic/periodic_averaging_test.py::EveryKindTest": "program",
+  "tests/rules/sync/ledger_test.py::RandomSequencesTest": "program",
+  "tests/replica/model_parallel_test.py::Cifar10Test": "program",
+  "tests/replica/model_parallel_test.py::TopologyTest": "program",
   # By scenarios in which a process dies or fails.
   "tests/faults_test.py": "faults",
   "tests/drivers/mirrored_test.py::TestProcesses::test_all_refuse": "faults",

@@ -21,8 +21,11 @@ from tf_replicas.runtime import fork_server
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "tasks" / "cluster_task.py"
 
+# In the environment of every task; must occur in no output.
+SECRET = "a-secret-of-the-environment"
 ENVIRON = {
   **os.environ,
+  "TRIAL_TOKEN": SECRET,
   "CUDA_VISIBLE_DEVICES": "",
   "PYTHONPATH": str(ROOT),
   "TF_CPP_MIN_LOG_LEVEL": "3",

@@ -303,6 +303,8 @@ def constant_optimizer(here: Here):
     keras.optimizers.SGD(LEARNING_RATE),
     here.options.get("aggregate", replicas),
     here.options.get("total", replicas),
+    step_timeout_secs=here.options.get("step_timeout_secs"),
+    min_contributions=here.options.get("min_contributions"),
     variable_averages=moving_averages.MovingAverages(0.9),
   )
 

@@ -5,6 +5,7 @@ and runs the tasks of a cluster on this machine. Nothing in it imports
 TensorFlow.
 """
 
+from tf_replicas.cluster.exposure import check_private
 from tf_replicas.cluster.spec import check_port_free
 from tf_replicas.cluster.spec import ClusterError
 from tf_replicas.cluster.spec import ClusterSpec
@@ -22,6 +23,7 @@ __all__ = [
   "Task",
   "VariablesSpec",
   "check_port_free",
+  "check_private",
   "from_tf_config",
   "load",
   "parse",

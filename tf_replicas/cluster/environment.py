@@ -6,11 +6,14 @@ cluster spec in which all ports are chosen, or the spec itself, as JSON) and
 Slurm its own variables. Of these three sources, the first that is set counts.
 `TF_CONFIG={}` means that the process belongs to no cluster.
 
+`TF_REPLICAS_ALLOW_PUBLIC_ADDRESSES=1` accepts addresses in public networks.
+
 `TF_REPLICAS_TIMELINE` is the directory in which all tasks record their
 timelines: what each task did from when to when. If the variable is not set, no
 timelines are recorded.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 from tf_replicas.cluster import slurm
@@ -19,6 +22,7 @@ from tf_replicas.cluster import spec as cluster_spec
 CLUSTER_SPEC = "TF_REPLICAS_CLUSTER_SPEC"
 TASK = "TF_REPLICAS_TASK"
 TIMELINE = "TF_REPLICAS_TIMELINE"
+ALLOW_PUBLIC = "TF_REPLICAS_ALLOW_PUBLIC_ADDRESSES"
 
 
 def role(
@@ -37,6 +41,16 @@ def role(
     ClusterError: If an environment variable is malformed, or if only one of
       `TF_REPLICAS_CLUSTER_SPEC` and `TF_REPLICAS_TASK` is set.
   """
+  found = _role(environ)
+  if found is None or environ.get(ALLOW_PUBLIC) != "1":
+    return found
+  spec, task = found
+  return dataclasses.replace(spec, allow_public_addresses=True), task
+
+
+def _role(
+  environ: Mapping[str, str],
+) -> tuple[cluster_spec.ClusterSpec, cluster_spec.Task] | None:
   given = [name for name in (CLUSTER_SPEC, TASK) if environ.get(name)]
   if not given:
     if environ.get("TF_CONFIG", "").strip():

@@ -9,12 +9,13 @@ A cluster spec is a JSON document with up to four sections:
       "layers":    {"conv*": 0, "local*": 1}
     }
 
-The map under "cluster" alone is a valid document too, and so is a whole
-TF_CONFIG. A document without a cluster describes one process, which is called
-worker 0 (`"devices": {"worker": {"gpus": [0, 1]}}`). Port 0 stands for a free
-port, which `resolve_ports` chooses when the whole cluster is started on one
-machine. The rules for documents are in `tf_replicas.cluster.validation`. This
-module does not import TensorFlow, so that a launcher starts at once.
+One more key, `"allow_public_addresses": true`, accepts addresses in public
+networks. The map under "cluster" alone is a valid document too, and so is a
+whole TF_CONFIG. A document without a cluster describes one process, which is
+called worker 0 (`"devices": {"worker": {"gpus": [0, 1]}}`). Port 0 stands for a
+free port, which `resolve_ports` chooses when the whole cluster is started on
+one machine. The rules for documents are in `tf_replicas.cluster.validation`.
+This module does not import TensorFlow, so that a launcher starts at once.
 """
 
 import dataclasses
@@ -46,9 +47,9 @@ class VariablesSpec:
 
   Attributes:
     on: "ps" (on the parameter servers), "mirrored" (every replica has a copy of
-      its own, and all copies stay equal), or "cpu" (one copy in the CPU memory
-      of the process, beside the towers, which are the copies of the model on
-      its devices).
+      its own, and all copies stay equal), "cpu" (one copy in the CPU memory of
+      the process, beside the towers, which are the copies of the model on its
+      devices), or "gpu" (one copy on the GPU of the process's first tower).
     placement: How variables are distributed over several parameter servers:
       "round_robin", "greedy" (by bytes) or "partitioned" (large variables are
       split into shards).
@@ -77,6 +78,8 @@ class ClusterSpec:
     variables: Where the variables live.
     layers: Maps a pattern of layer names to the number of a device within a
       tower (a copy of the model on its devices).
+    allow_public_addresses: Whether addresses in public networks are accepted;
+      see `exposure.check_private`.
     source: What error messages call the document: a file name, "TF_CONFIG", or
       "" if it has no name.
   """
@@ -87,6 +90,7 @@ class ClusterSpec:
   )
   variables: VariablesSpec = VariablesSpec()
   layers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  allow_public_addresses: bool = False
   source: str = dataclasses.field(default="", compare=False)
 
   @property
@@ -150,7 +154,8 @@ class ClusterSpec:
   def gpus(self, task: Task) -> tuple[int, ...] | None:
     """Returns the numbers of the GPUs that `task` may use.
 
-    The entry of a task overrides the entry of its job. A ps task uses no GPU.
+    The entry of a task overrides the entry of its job. A ps task uses a GPU
+    only if the spec says so, and then keeps its variables on it.
 
     Returns:
       The numbers; None if the spec does not say which GPUs the task may use.
@@ -237,6 +242,8 @@ class ClusterSpec:
       "variables": variables,
       "layers": dict(self.layers),
     }
+    if self.allow_public_addresses:
+      document[validation.ALLOW_PUBLIC] = True
     return json.dumps(document, indent=2)
 
 
@@ -267,7 +274,8 @@ def load(path: str | os.PathLike[str]) -> ClusterSpec:
   except (OSError, ValueError) as error:  # ValueError: not UTF-8.
     reason = getattr(error, "strerror", None) or error
     rule = f"must be a readable text file ({reason})"
-    raise ClusterError(f"{source}: {rule}") from None
+    name = source if source.isprintable() else repr(source)
+    raise ClusterError(f"{name}: {rule}") from None
   return loads(text, source)
 
 
@@ -434,6 +442,7 @@ def _parse(document: object, source: str) -> tuple[ClusterSpec, Task | None]:
     devices=parts.devices,
     layers=parts.layers,
     variables=VariablesSpec(**parts.variables),
+    allow_public_addresses=parts.allow_public_addresses,
     source=source,
   )
   return spec, parts.task and Task(*parts.task)

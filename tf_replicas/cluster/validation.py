@@ -20,7 +20,9 @@ JOBS = ("chief", "master", "worker", "ps", "evaluator")
 SECTIONS = ("cluster", "devices", "variables", "layers")
 # What else TensorFlow and the platforms that launch it put into TF_CONFIG.
 TF_CONFIG_KEYS = ("task", "rpc_layer", "environment", "session_master", "job")
-VARIABLES_ON = ("cpu", "ps", "mirrored")
+# Accepts addresses in public networks.
+ALLOW_PUBLIC = "allow_public_addresses"
+VARIABLES_ON = ("cpu", "gpu", "ps", "mirrored")
 PLACEMENTS = ("round_robin", "greedy", "partitioned")
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
@@ -44,6 +46,7 @@ class Parts(NamedTuple):
       tower (a copy of the model on its devices).
     task: (job, index) of the process that the document is for, from TF_CONFIG;
       None if the document does not say it.
+    allow_public_addresses: Whether the document accepts public addresses.
   """
 
   jobs: dict[str, dict[int, str]]
@@ -51,6 +54,7 @@ class Parts(NamedTuple):
   variables: dict[str, str | int | None]
   layers: dict[str, int]
   task: tuple[str, int] | None
+  allow_public_addresses: bool
 
 
 class _RepeatedKey(dict):
@@ -105,6 +109,7 @@ def check(document: object) -> Parts:
     ),
     layers=_check_layers(document.get("layers", {})),
     task=_check_task(document, jobs),
+    allow_public_addresses=_check_allow_public(document),
   )
 
 
@@ -223,7 +228,7 @@ def _check_no_repeated_key(value: object, place: str) -> None:
 
 def _is_jobs_map(document: Mapping) -> bool:
   keys = set(document)
-  others = SECTIONS + TF_CONFIG_KEYS
+  others = (*SECTIONS, *TF_CONFIG_KEYS, ALLOW_PUBLIC)
   return not keys.isdisjoint(JOBS) and keys.isdisjoint(others)
 
 
@@ -235,10 +240,19 @@ def _check_top_level(document: Mapping) -> None:
         'must be inside "cluster", because there are other top-level keys',
         value,
       )
-  _check_keys(document, "", SECTIONS, also=TF_CONFIG_KEYS + JOBS)
+  also = (*TF_CONFIG_KEYS, *JOBS, ALLOW_PUBLIC)
+  _check_keys(document, "", SECTIONS, also=also)
   for key in ("rpc_layer", "environment", "session_master"):
     if not isinstance(document.get(key, ""), str):
       raise mistake(key, "must be a string", document[key])
+
+
+def _check_allow_public(document: object) -> bool:
+  is_mapping = isinstance(document, Mapping)
+  value = document.get(ALLOW_PUBLIC, False) if is_mapping else False
+  if not isinstance(value, bool):
+    raise mistake(ALLOW_PUBLIC, "must be true or false", value)
+  return value
 
 
 def _check_mapping(value: object, place: str) -> None:
@@ -328,8 +342,8 @@ def _check_devices(
     if "gpus" not in entry:
       raise mistake(place, 'must have the key "gpus"', entry)
     checked[name] = _check_gpus(entry["gpus"], f"{place}.gpus")
-    if name.partition(":")[0] == "ps" and checked[name]:
-      rule = "must be [], as a ps task keeps its variables on its CPU"
+    if name.partition(":")[0] == "ps" and len(checked[name]) > 1:
+      rule = "must have at most one GPU, which holds the ps task's variables"
       raise mistake(f"{place}.gpus", rule, entry["gpus"])
   _check_gpu_sharing(checked, jobs)
   return checked

@@ -633,6 +633,8 @@ class ParameterServerDriver(Driver):
       RuntimeError: If this task is not the chief, if another process runs as
         the same task, if training was ended elsewhere, or if a data set has
         ended.
+      TimeoutError: If a step exceeded the deadline of the update rule, with too
+        few contributions to go on.
     """
     self._check_role(needs_chief=True)
     metrics = self._metrics
@@ -640,6 +642,8 @@ class ParameterServerDriver(Driver):
       self._start()
     self._thread.raise_error()
     self._heartbeats.raise_if_replaced()
+    assert self._watchdog is not None
+    self._watchdog.begin()
     made = self._next_updates(max_updates)
     # A process that was replaced must not save what it read.
     self._heartbeats.raise_if_replaced()
@@ -741,6 +745,7 @@ class ParameterServerDriver(Driver):
       lambda: self._heartbeats.outcome() or ", ".join(self._heartbeats.lost()),
       self.replica_names,
       lost_after_secs=self._options.lost_after_secs,
+      start_timeout_secs=self._options.start_timeout_secs,
       log=self._log,
     )
     self._thread = self._start_replicas()
@@ -776,6 +781,8 @@ class ParameterServerDriver(Driver):
       except results.Interrupted:
         self._thread.raise_error()
         self._heartbeats.raise_if_ended()
+        if self._watchdog is not None:
+          self._watchdog.raise_if_expired()
         if lost := self._heartbeats.lost():
           message = f"{', '.join(lost)} cannot be reached"
           raise tf.errors.UnavailableError(None, None, message) from None

@@ -37,6 +37,7 @@ from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
 from tf_replicas.runtime import waiting
+from tf_replicas.store import tables
 
 # The chief is lost after this many times `lost_after_secs`.
 _CHIEF_PATIENCE = 10
@@ -259,6 +260,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         count, token, *state = run(tf.constant(max_steps), token, *state)
         secs = (time.monotonic() - start) / max(int(count), 1)
         max_steps = max(1, min(_MAX_STEPS, int(_CALL_SECS / secs)))
+    except tf.errors.InvalidArgumentError as error:
+      if line := tables.bad_ids(error):
+        raise RuntimeError(f"{line}, in a batch of {self.task}") from None
+      raise
     except _ENDED as error:
       if self._must_stop() or self._heartbeats.outcome():
         return  # The queues were closed.

@@ -74,7 +74,8 @@ def connect_client(
     The name of one device of each PS task, in the order of the tasks.
 
   Raises:
-    cluster.ClusterError: If the port of `task` is in use.
+    cluster.ClusterError: If the port of `task` is in use, or a task has a
+      public address.
     TimeoutError: If a PS task does not answer in time.
     RuntimeError: If this process is connected to another cluster.
   """
@@ -82,6 +83,7 @@ def connect_client(
   servers = spec.addresses("ps")
   key = ("client", str(task), address, *servers)
   if not is_connected(key):
+    cluster.check_private(spec, [task])
     cluster.check_port_free(address)
     await_servers(spec, "ps", timeout_secs=timeout_secs, log=log)
     tf.config.experimental_connect_to_cluster(
@@ -112,9 +114,11 @@ def await_servers(
     log: Receives each line of the log.
 
   Raises:
+    cluster.ClusterError: If a task has a public address.
     TimeoutError: If a task does not accept connections in time. The message
       names the first such task.
   """
+  cluster.check_private(spec, spec.tasks(job))
   since = time.monotonic() if since is None else since
   for task in spec.tasks(job):
     address = spec.address(task)
@@ -126,6 +130,8 @@ def await_servers(
       log=log,
       poll_secs=0.1,
     )
+  # Some names may not have been known before.
+  cluster.check_private(spec, spec.tasks(job))
 
 
 def listens(address: str) -> bool:

@@ -1,20 +1,21 @@
-"""Trains in one process, with the variables on its CPU.
+"""Trains in one process, with the variables on its CPU or on a GPU.
 
 A *tower* is a copy of the model's computation on one device. The whole step is
 one function of this process, and there are no servers:
 
-1. The CPU reads the parameters, once.
-2. On each device a tower computes the gradients of its part of the batch. The
-   CPU computes their mean (`model_replica.Replica.gradients`).
-3. Unless a loss or a gradient is not finite, the CPU runs the inner optimizer,
-   adds 1 to the global step and updates the moving averages of the variables
-   (`LockstepUpdate`).
+1. The device of the variables reads the parameters, once.
+2. On each device a tower computes the gradients of its part of the batch
+   (`model_replica.Replica.gradients`), and their mean is computed.
+3. Unless a loss or a gradient is not finite, the device of the variables runs
+   the inner optimizer, adds 1 to the global step and updates the moving
+   averages of the variables (`LockstepUpdate`).
 4. The function returns a `StepReport`, packed into one vector.
 
-Variables, slots and averages are on the CPU, in a `ParameterStore` of one task,
-so that checkpoints are like those of the other drivers.
-
-The design is that of `cifar10_multi_gpu_train.py` in TF1's tutorial.
+Variables, slots and averages are on one device, in a `ParameterStore` of one
+task, so that checkpoints are like those of the other drivers. The device is the
+CPU, as in `cifar10_multi_gpu_train.py` of TF1's tutorial, or the first tower's
+GPU, as with `--local_parameter_device=gpu` of TF1's benchmarks. The GPU saves
+copies between CPU and GPU, and needs the memory.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
 from tf_replicas.store import tables
 
-_CPU = "/device:CPU:0"
+CPU = "/device:CPU:0"
 
 
 class StepReport(NamedTuple):
@@ -61,7 +62,7 @@ REPORT = records.Layout(StepReport, tf.float64)
 
 
 class OneMachine(driver_base.Driver):
-  """The driver for training in one process, with the variables on the CPU.
+  """The driver for training in one process, with one copy of the variables.
 
   Attributes:
     is_chief: True, as there is no other task.
@@ -74,14 +75,17 @@ class OneMachine(driver_base.Driver):
     replica_fn: Callable[[], model_replica.Replica],
     optimizer_fn: Callable[[], rule_base.UpdateRule],
     *,
+    device_of_variables: str = CPU,
     namespace: str = "",
   ):
-    """Builds the replica, and the variables on the CPU.
+    """Builds the replica and the variables.
 
     Args:
       replica_fn: Builds the replica. Its `devices` are those of the towers, the
         copies of the model.
       optimizer_fn: Builds the update rule, for a single replica.
+      device_of_variables: The device of the variables, where the updates are
+        computed: the CPU, or the device of a tower.
       namespace: The name of the training. Every driver of a process has
         variables of its own, even if two have the same namespace.
 
@@ -90,7 +94,7 @@ class OneMachine(driver_base.Driver):
         parameter servers, or `namespace` is invalid.
     """
     own = resources.new_namespace(namespace)
-    with tables.home(tables.Home(own, 1, lambda _: _CPU)):
+    with tables.home(tables.Home(own, 1, lambda _: CPU)):
       self.replica = replica_fn()
     rule = rule_base.check_rule(optimizer_fn())
     places = rule.replicas_to_aggregate
@@ -100,8 +104,11 @@ class OneMachine(driver_base.Driver):
         " devices: together they are one replica, whose gradients are all used."
         f" Received: {places}."
       )
-    store: Any = single_store(self.replica.shared, _CPU, own)
+    store: Any = single_store(
+      self.replica.shared, CPU, own, device_of_variables
+    )
     self.store = store
+    self._home = device_of_variables
     self._update = rule.in_lockstep(self.store)
     self._update.create([tf.identity(v) for v in self.replica.shared])
     self._step_fn: Callable[[], tf.Tensor] | None = None
@@ -149,17 +156,17 @@ class OneMachine(driver_base.Driver):
     Returns:
       A `StepReport`, packed into one vector.
     """
-    with tf.device(_CPU):
-      step, values = self.store.pull()
+    with tf.device(CPU):
       batch = next(self._iterator)
+    with tf.device(self._home):
+      step, values = self.store.pull()
     parameters = [values[i] for i in self.store.contributed]
-    # The mean over several towers is computed on the CPU; without `devices`
-    # TensorFlow places the only tower.
-    with tf.device(_CPU if self.replica.devices else None):
+    # Without `devices`, TensorFlow places the only tower.
+    with tf.device(self._home if self.replica.devices else None):
       result = self.replica.gradients(
         parameters, batch, self._update.rule.scale_loss
       )
-    with tf.device(_CPU):
+    with tf.device(self._home):
       gradients = self._update.finish_gradients(result.gradients)
       is_sound = tf.math.is_finite(result.loss)
       is_sound &= gradient_math.all_finite(gradients)
@@ -170,9 +177,9 @@ class OneMachine(driver_base.Driver):
       new_step = tf.cond(is_sound, update, lambda: step)
       with tf.control_dependencies([new_step]):
         bad = tf.where(is_sound, -1, 0)
-        return REPORT.pack(
-          StepReport(bad, step, result.num_examples, result.loss)
-        )
+        report = StepReport(bad, step, result.num_examples, result.loss)
+      with tf.device(CPU):
+        return REPORT.pack(report)
 
   def close(self, error: BaseException | None = None) -> None:
     """Does nothing, as no other task waits for the end of the training."""
@@ -183,15 +190,17 @@ def single_store(
   variables: Sequence[tf.Variable],
   device: str,
   namespace: resources.Namespace,
+  device_of_variables: str | None = None,
 ) -> parameter_store.ParameterStore:
-  """Returns a parameter store of one task, on `device` of this process.
+  """Returns a parameter store of one task, on devices of this process.
 
   Args:
     variables: Keras or TensorFlow variables, a template: the store copies their
       paths, shapes and dtypes, but not their values.
-    device: The device of the store's variables.
+    device: The device of the store's counters.
     namespace: The namespace of the store. Stores with the same namespace share
       their variables.
+    device_of_variables: The device of its variables; None: `device`.
   """
   specs = placement.from_variables(variables)
   return parameter_store.ParameterStore(
@@ -199,6 +208,7 @@ def single_store(
     placement.plan(specs, placement.GreedyByBytes(1)),
     num_tasks=1,
     device_of_task=lambda _: device,
+    device_of_variables=lambda _: device_of_variables or device,
     namespace=namespace,
   )
 

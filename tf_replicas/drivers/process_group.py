@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tf_replicas import cluster
 from tf_replicas.cluster import addresses
+from tf_replicas.cluster import exposure
 from tf_replicas.drivers import connection
 from tf_replicas.drivers import versions
 from tf_replicas.runtime import waiting
@@ -86,7 +87,10 @@ def _await_all(
     TimeoutError: If a process does not accept connections in time.
   """
   address = spec.address(task)
+  cluster.check_private(spec, [task])
   cluster.check_port_free(address)
+  if task == spec.chief:
+    log(exposure.warning(task))
   with addresses.bound_socket(addresses.split(address)[1]) as listener:
     listener.listen()
     for job in ("chief", "worker"):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_replicas import cluster
+from tf_replicas.cluster import exposure
 from tf_replicas.drivers import heartbeat_table
 from tf_replicas.drivers import heartbeats
 from tf_replicas.runtime import resources
@@ -24,9 +25,11 @@ def connect_server(spec: cluster.ClusterSpec, task: cluster.Task) -> str:
   """Starts this process's server as `task`, and returns its CPU's name.
 
   Raises:
-    cluster.ClusterError: If the port of `task` is in use.
+    cluster.ClusterError: If the port of `task` is in use, or its address is
+      public.
   """
   address = spec.address(task)
+  cluster.check_private(spec, [task])
   cluster.check_port_free(address)
   tf.config.experimental_connect_to_cluster(
     tf.train.ClusterSpec({task.job: {task.index: address}}),
@@ -68,7 +71,7 @@ def serve(
     trainings, the first error if there is one.
 
   Raises:
-    cluster.ClusterError: If the port is in use.
+    cluster.ClusterError: If the port is in use, or the address is public.
     TimeoutError: If no client sent a heartbeat for `orphan_timeout_secs`.
     ValueError: If there are no `namespaces`, or one is invalid.
   """
@@ -80,6 +83,8 @@ def serve(
   for table in tables:
     table.initialize(num_clients or len(spec.replicas))
   log(f"{task} serves at {spec.address(task)}")
+  if task == spec.tasks("ps")[0]:  # Once in a cluster.
+    log(exposure.warning(task))
   heard = time.monotonic()
   while not all(bool(table.dismissed.numpy()) for table in tables):
     ages = [age for table in tables for age in table.ages()]

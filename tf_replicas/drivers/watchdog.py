@@ -3,7 +3,8 @@
 No wait is silent: every ten seconds without an update the log names the
 replicas that delay the step, and why. A replica without heartbeats for too long
 is declared lost, so that nothing waits for it, and another replica's gradients
-may be used in its place.
+may be used in its place. If the update rule has a deadline for its steps, a
+step that exceeds it goes on with fewer gradients, or the training ends.
 """
 
 import time
@@ -40,6 +41,7 @@ class StepWatchdog(waiting.PollingThread):
     names: Sequence[str],
     *,
     lost_after_secs: float,
+    start_timeout_secs: float = 0.0,
     log: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -55,6 +57,8 @@ class StepWatchdog(waiting.PollingThread):
       names: The replicas' names.
       lost_after_secs: Seconds without a heartbeat after which a replica is
         lost.
+      start_timeout_secs: The first step has at least so many seconds, whatever
+        the deadline of the rule.
       log: Receives each line of the log.
       clock: Returns the time in seconds.
     """
@@ -69,11 +73,30 @@ class StepWatchdog(waiting.PollingThread):
     self._since = self._logged = self._checked = clock()
     # The tag with which each lost replica was logged.
     self._lost: dict[int, int] = {}
+    self._is_awaited = False
+    self._least_secs = start_timeout_secs
+    self._expired_step: int | None = None
+    self._expiry: TimeoutError | None = None
     super().__init__(self._poll, period_secs=_POLL_SECS)
 
+  def begin(self) -> None:
+    """Begins the wait for an update, for which the rule's deadline counts."""
+    self._since = self._clock()
+    self._is_awaited = True
+
   def progress(self) -> None:
-    """Restarts the measurement of the wait for an update, after each update."""
+    """Restarts the measurement of the wait for an update, after each update.
+
+    The deadline of a step does not count before the next call of `begin`.
+    """
+    self._is_awaited = False
+    self._least_secs = 0.0
     self._since = self._logged = self._clock()
+
+  def raise_if_expired(self) -> None:
+    """Raises TimeoutError if a step exceeded its deadline, to end training."""
+    if self._expiry is not None:
+      raise self._expiry
 
   def _poll(self) -> bool:
     """Checks for a long wait, lost replicas and the end of the training.
@@ -94,7 +117,13 @@ class StepWatchdog(waiting.PollingThread):
     # A lost replica must not count as computing, even while steps are made.
     is_due = now - self._checked >= self._lost_after_secs
     is_long = waited >= min(_LOG_EVERY_SECS, self._lost_after_secs)
-    if not (is_long or is_due):
+    timeout_secs = self._rule.step_timeout_secs
+    is_expired = (
+      timeout_secs is not None
+      and self._is_awaited
+      and waited >= max(timeout_secs, self._least_secs)
+    )
+    if not (is_long or is_due or is_expired):
       return False
     self._checked = now
     try:
@@ -102,6 +131,8 @@ class StepWatchdog(waiting.PollingThread):
       status = self._rule.status()
       ages = self._ages()
       self._declare_lost(step, status, ages)
+      if is_expired and self._expired_step != step:
+        self._expire(step, waited, status)
     except tf.errors.OpError:
       return True  # The main thread meets the same failure.
     if now - self._logged >= _LOG_EVERY_SECS:
@@ -126,6 +157,40 @@ class StepWatchdog(waiting.PollingThread):
             " joins again"
           )
         self._rule.declare_lost(replica, tag)
+
+  def _expire(
+    self, step: int, waited_secs: float, status: results.StepStatus
+  ) -> None:
+    """Ends a step that has exceeded its deadline, or the training.
+
+    Args:
+      step: The global step.
+      waited_secs: Seconds since the wait for the update began.
+      status: The state of each replica.
+    """
+    missing = [
+      name
+      for name, (doing, _) in zip(self._names, status.replicas, strict=True)
+      if doing not in (protocol.Status.WAITING, protocol.Status.DELIVERED)
+    ]
+    least = self._rule.min_contributions
+    found = (
+      f"step {step}: {status.received} of {status.needed} contributions after"
+      f" {waited_secs:.0f} s, more than `step_timeout_secs`; missing:"
+      f" {', '.join(missing) or 'none'}"
+    )
+    if status.received >= least:
+      self._expired_step = step
+      self._rule.expire(step)
+      self._log(
+        f"{found}. Updates go on without these replicas until they contribute"
+        " again"
+      )
+      return
+    self._expiry = TimeoutError(
+      f"{found}. `min_contributions` needs {least}, so the training ends"
+    )
+    self._rule.interrupt()
 
 
 class ChiefWatchdog(waiting.PollingThread):

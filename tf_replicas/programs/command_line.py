@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import inspect
 import os
+import shutil
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -120,6 +122,13 @@ def define_cluster_flags() -> None:
     ("task_index", int, "This task's index in its job"),
   ):
     fields.define_flag(name, kind, None, text, group=run_options.CLUSTER)
+  fields.define_flag(
+    "allow_public_addresses",
+    bool,
+    False,
+    "Accept addresses in public networks, where everyone can use the tasks",
+    group=run_options.CLUSTER,
+  )
   fields.define_flags(run_options.Options, [run_options.CLUSTER])
   fields.define_flags(update_options.UpdateSettings, [update_options.GROUP])
 
@@ -202,6 +211,8 @@ def cluster_options() -> run_options.Options:
   spec, task = run_options.choose_task(
     FLAGS.cluster_spec, FLAGS.job_name, FLAGS.task_index, dict(os.environ)
   )
+  if FLAGS.allow_public_addresses:
+    spec = dataclasses.replace(spec, allow_public_addresses=True)
   return _options(spec, task=task)
 
 
@@ -221,8 +232,12 @@ def train(
       the data is there. Called only in tasks that need it; may import
       TensorFlow.
   """
-  with processes.one_line_errors(usage=(ValueError,)):
+  with processes.one_line_errors(
+    usage=(ValueError,), run_time=run_options.RUN_TIME_ERRORS
+  ):
     options = options_fn()
+    if options.check_gpu:
+      options = _for_gpu_check(options)
     config = config_fn(options)
   with processes.importing_tensorflow():
     from tf_replicas.session import checkpoints
@@ -243,6 +258,19 @@ def train(
       command=functools.partial(_command, module, sys.argv[1:]),
     )
   processes.exit_now(status)
+
+
+def _for_gpu_check(options: run_options.Options) -> run_options.Options:
+  """Returns the options of a training of one update, in a new directory."""
+  with processes.importing_tensorflow():
+    from tf_replicas.programs import gpu_check
+
+  FLAGS.train_dir = tempfile.mkdtemp()
+  processes.at_exit(
+    functools.partial(shutil.rmtree, FLAGS.train_dir, ignore_errors=True)
+  )
+  options = dataclasses.replace(options, train_dir=FLAGS.train_dir)
+  return gpu_check.options_for(options)
 
 
 def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:

@@ -95,7 +95,15 @@ def _describe(
   if options.spec.variables.on == "ps":
     _say(parameter_store.describe(options.spec, replica.shared))
   else:
-    device = "every replica" if options.is_mirrored else "/device:CPU:0"
+    gpus = devices.tower_devices(
+      options.spec.gpus(options.spec.chief) or (), emulate=options.emulate_gpus
+    )
+    where = {
+      "cpu": one_machine.CPU,
+      "gpu": gpus[0],
+      "mirrored": "every replica",
+    }
+    device = where[options.spec.variables.on]
     _say(one_machine.describe(replica.shared, device))
   if tower_devices:
     _say(replica.layers.table(tower_devices))
@@ -175,6 +183,9 @@ def run_tasks(
     tempfile.TemporaryDirectory() as directory,
     fork_server.ForkServer(environ) as server,
   ):
+    if settings.get("log_dir") is not None:  # Kept for `tf_replicas.status`.
+      directory = os.fspath(settings["log_dir"])
+      os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "cluster.json")
     pathlib.Path(path).write_text(spec.to_json(), encoding="utf-8")
     if preloads:

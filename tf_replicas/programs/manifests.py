@@ -9,6 +9,7 @@ are replaced by host names inside Kubernetes. The manifests are:
 * a ConfigMap with the cluster spec that the tasks read;
 * a headless Service, which gives task 1 of `worker` the host name
   `NAME-worker-1.NAME`;
+* a NetworkPolicy, by which only tasks of the training reach its tasks;
 * a Job for each task, so that tasks may have different resources and a failed
   task is started again under the same name.
 
@@ -77,7 +78,8 @@ def manifests(argv: Sequence[str]) -> list[dict]:
     argv: The command line, without the name of the program.
 
   Returns:
-    One ConfigMap, one Service, and one Job for each task, as JSON-like dicts.
+    One ConfigMap, one Service, one NetworkPolicy, and one Job for each task, as
+    JSON-like dicts.
 
   Raises:
     cluster.ClusterError: If the command line or the cluster spec is invalid.
@@ -105,6 +107,21 @@ def manifests(argv: Sequence[str]) -> list[dict]:
         "publishNotReadyAddresses": True,
         "selector": labels,
         "ports": [{"name": "grpc", "port": options.port}],
+      },
+    },
+    {
+      "apiVersion": "networking.k8s.io/v1",
+      "kind": "NetworkPolicy",
+      "metadata": {"name": options.name, "labels": labels},
+      "spec": {
+        "podSelector": {"matchLabels": labels},
+        "policyTypes": ["Ingress"],
+        "ingress": [
+          {
+            "from": [{"podSelector": {"matchLabels": labels}}],
+            "ports": [{"protocol": "TCP", "port": options.port}],
+          }
+        ],
       },
     },
     *[_job(task, spec, tasks[task], options) for task in tasks],

@@ -107,6 +107,10 @@ class Options:
     fields.COUNT,
   )
   dry_run: bool = _run(False, "Check and describe only, start nothing")
+  check_gpu: bool = _run(
+    False,
+    "Make one update on the CPU, and name the ops that have no GPU kernel",
+  )
   emulate_gpus: bool = fields.setting(
     False, "Use logical CPU devices in place of GPUs", group=DEVICES
   )
@@ -451,10 +455,15 @@ def _check(options: Options) -> None:
       f"`--train_dir` must be a directory. Received: {options.train_dir}, a"
       " file."
     )
-  if spec.is_distributed and spec.variables.on == "cpu":
+  if spec.is_distributed and spec.variables.on in ("cpu", "gpu"):
     raise cluster.ClusterError(
       f"{where}`variables.on` must be 'ps' or 'mirrored' for a cluster; 'cpu'"
-      " is for one process. Received: 'cpu'."
+      f" and 'gpu' are for one process. Received: '{spec.variables.on}'."
+    )
+  if spec.variables.on == "gpu" and not spec.gpus(spec.chief):
+    raise cluster.ClusterError(
+      f"{where}`variables.on` must not be 'gpu' unless `devices` gives the"
+      " process a GPU. Received: 'gpu'."
     )
   if options.is_in_graph:
     _check_in_graph(options, where)
@@ -644,7 +653,7 @@ def _describe_replicas(options: Options, workload: Workload) -> str:
   if options.is_mirrored or not options.spec.is_distributed:
     on, name = ("mirrored", "replica")
     if not options.is_mirrored:
-      on, name = ("on cpu", "tower")
+      on, name = (f"on {options.spec.variables.on}", "tower")
     where = "one process"
     if options.spec.is_distributed:
       where = f"replication: {options.replication}"

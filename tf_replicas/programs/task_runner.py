@@ -5,6 +5,7 @@ process.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from tf_replicas.drivers import mirrored
 from tf_replicas.drivers import one_machine
 from tf_replicas.drivers import server
 from tf_replicas.drivers import timeline
+from tf_replicas.programs import gpu_check
 from tf_replicas.programs import run_options
 from tf_replicas.programs import update_options
 from tf_replicas.rules import results
@@ -64,10 +66,16 @@ def _configure(options: run_options.Options) -> list[str]:
   """
   task = options.task
   gpus = _gpus(options)
+  is_ps = task is not None and task.job == "ps"
+  # The check names GPUs that need not exist, but variables need a device.
+  is_named_only = options.check_gpu and not (options.emulate_gpus or is_ps)
+  num_emulated = 0
+  if options.emulate_gpus or (options.check_gpu and is_ps):
+    num_emulated = len(gpus)
+  if num_emulated and is_ps:
+    num_emulated += 1  # Its CPU is in use too: see `devices.gpu_of_task`.
   try:
-    devices.configure(
-      gpus, num_emulated=len(gpus) if options.emulate_gpus else 0
-    )
+    devices.configure(() if is_named_only else gpus, num_emulated=num_emulated)
   except ValueError as error:
     raise cluster.ClusterError(str(error)) from None
   if options.threads != os.cpu_count():  # TensorFlow's default.
@@ -91,7 +99,7 @@ def _gpus(options: run_options.Options) -> tuple[int, ...]:
   """
   spec = options.spec
   gpus = spec.gpus(options.task or spec.chief)
-  if spec.is_distributed or options.emulate_gpus:
+  if spec.is_distributed or options.emulate_gpus or options.check_gpu:
     return gpus or ()
   if gpus not in (None, (0,)):
     return gpus
@@ -155,6 +163,8 @@ def train(
     with one_line():  # The driver sends the line to all tasks.
       if driver.is_chief:
         with _advising(workload):
+          if options.check_gpu:
+            workload = dataclasses.replace(workload, max_steps=1)
           _say_what(driver, options, workload)
           return driver.recovering(
             functools.partial(_drive, driver, options, workload)
@@ -240,7 +250,12 @@ def _driver(
       tower_devices = devices.tower_devices(gpus, emulate=options.emulate_gpus)
   replica_fn = functools.partial(workload.replica_fn, tower_devices)
   if not options.spec.is_distributed:
-    return one_machine.OneMachine(replica_fn, optimizer_fn)
+    where = one_machine.CPU
+    if options.spec.variables.on == "gpu":
+      where = tower_devices[0]
+    return one_machine.OneMachine(
+      replica_fn, optimizer_fn, device_of_variables=where
+    )
   return driver_class(
     options.spec,
     options.task,
@@ -326,6 +341,8 @@ def _drive(
     ],
     wake=driver.interrupt,
   )
+  if options.check_gpu:
+    _say(gpu_check.report(options))
   return run_options.Outcome(step, steps.loss)
 
 
@@ -443,6 +460,8 @@ class _Steps:
       scalars[f"{prefix}/applied"] = count.applied
       scalars[f"{prefix}/surplus"] = count.surplus
       scalars[f"{prefix}/straggler_wait_secs"] = count.straggler_wait_secs
+      if count.missed:
+        scalars[f"{prefix}/missed"] = count.missed
       for k, late in enumerate(count.late, start=1):
         if late:
           scalars[f"{prefix}/late_by_{k}"] = late
@@ -517,6 +536,8 @@ def report(counts: Sequence[results.Counts], names: Sequence[str]) -> list[str]:
         f"; staleness {mean:.2f} on average, 95% at most {percentile_95},"
         f" all at most {largest}"
       )
+    if count.missed:
+      line += f"; {count.missed} updates made without it, after a timeout"
     if count.straggler_wait_secs:
       line += f"; updates waited {count.straggler_wait_secs:.1f} s for it alone"
     lines.append(line)

@@ -66,6 +66,8 @@ def _sync(settings: UpdateSettings, num_replicas: int, optimizer, **common):
     replicas_to_aggregate(settings, num_replicas),
     num_replicas,
     wire_dtype=settings.wire_dtype,
+    step_timeout_secs=settings.step_timeout_secs,
+    min_contributions=settings.min_contributions,
     **_of_gradients(settings, common),
   )
 
@@ -224,6 +226,20 @@ class UpdateSettings:
     fields.COUNT,
     of=_SYNCHRONIZING,
   )
+  step_timeout_secs: float | None = _setting(
+    None,
+    "Seconds that a step waits for its gradients; then it goes on with at least"
+    " --min_contributions of them, or training ends; default: no limit",
+    "(0, inf)",
+    of=(SYNC,),
+  )
+  min_contributions: int | None = _setting(
+    None,
+    "Smallest number of gradients in an update after --step_timeout_secs;"
+    " default: all, so that training ends",
+    fields.COUNT,
+    of=(SYNC,),
+  )
   use_locking: bool = _setting(
     False, "Updates of one variable exclude each other", of=_ASYNCHRONOUS
   )
@@ -259,7 +275,7 @@ class UpdateSettings:
   )
   moving_rate: float | None = _setting(
     None,
-    "Share of the distance that a local copy and the center move towards each"
+    "Share of the distance that a local copy and the center move toward each"
     " other in an exchange; default: 0.9 / period / replicas",
     "(0, 1]",
     of=("elastic_average",),
@@ -452,6 +468,17 @@ def check(settings: UpdateSettings, num_replicas: int) -> None:
       "`--replicas_to_aggregate` must be at most the number of replicas,"
       f" {num_replicas}, for --update={settings}. Received: {number}."
     )
+  least = settings.min_contributions
+  if least is not None and settings.step_timeout_secs is None:
+    raise cluster.ClusterError(
+      f"`--min_contributions` needs `--step_timeout_secs`. Received: {least}."
+    )
+  most = number or num_replicas
+  if least is not None and least > most:
+    raise cluster.ClusterError(
+      "`--min_contributions` must be at most the number of gradients in an"
+      f" update, {most}. Received: {least}."
+    )
   if num_replicas % (settings.softsync_n or 1):
     raise cluster.ClusterError(
       f"`--softsync_n` must divide the number of replicas, {num_replicas}."
@@ -511,6 +538,11 @@ def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
     )
   if not settings.then_update:
     return
+  if settings.step_timeout_secs is not None:
+    raise cluster.ClusterError(
+      "`--step_timeout_secs` must not be given with `--then_update`. Received:"
+      f" {settings.step_timeout_secs}."
+    )
   _check_rules("then_update", settings.then_update)
   if not set(settings.all_rules) <= set(_SWITCHABLE):
     raise cluster.ClusterError(

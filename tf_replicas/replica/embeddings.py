@@ -57,7 +57,7 @@ class Embedding(keras.layers.Embedding):
       output_dim: The number of columns.
       *args: As in `keras.layers.Embedding`.
       partition: How the rows are divided among N PS tasks. `modulo` puts row r
-        on PS task r modulo N, so that frequent ids that are neighbours are on
+        on PS task r modulo N, so that frequent ids that are neighbors are on
         different tasks; `range` puts consecutive rows on a task.
       combiner: `sum`, `mean` or `sqrtn` (the sum over the root of the number of
         ids) combines the rows of the ids along the last dimension; no ids yield

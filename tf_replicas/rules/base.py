@@ -124,6 +124,9 @@ class UpdateRule(abc.ABC):
       replicas are equally fast.
     wire_dtype: The dtype to which trainable float32 variables and their
       gradients are cast while they are sent; None casts nothing.
+    step_timeout_secs: Seconds after which an update is made from fewer
+      contributions, or the training ends; None: updates wait for all.
+    min_contributions: The smallest number of contributions of such an update.
     preadmits: Whether a `StepToken`, the reply to a contribution, may accept
       the replica's next contribution in advance, so that the replica need not
       ask before it sends the gradients.
@@ -134,6 +137,8 @@ class UpdateRule(abc.ABC):
   replicas_to_aggregate: int = 1
   accepted_fraction: float = 1.0
   wire_dtype: str | None = None
+  step_timeout_secs: float | None = None
+  min_contributions: int = 1
   preadmits: bool = False
 
   # Life.
@@ -306,6 +311,17 @@ class UpdateRule(abc.ABC):
         gradients for one update), as `status` returned it. A synchronous rule
         ignores the call if the replica has contributed since.
     """
+
+  def expire(self, step: int) -> None:
+    """Makes an update from the contributions that have arrived.
+
+    Called if the rule has a `step_timeout_secs` that was exceeded, and
+    `min_contributions` have arrived.
+
+    Args:
+      step: The global step. The call has no effect on later steps.
+    """
+    del step
 
   @abc.abstractmethod
   def interrupt(self) -> None:

@@ -19,7 +19,7 @@ class MessageType(enum.IntEnum):
   to admit a contribution to the step. DELIVERED reports that all gradients of a
   contribution have arrived. NONFINITE reports that a loss or a gradient is not
   finite. LOST reports that a replica is lost. WAKE makes the chief stop waiting
-  for messages.
+  for messages. EXPIRED reports that the step has exceeded its deadline.
   """
 
   OFFER = 0
@@ -27,6 +27,7 @@ class MessageType(enum.IntEnum):
   NONFINITE = 2
   LOST = 3
   WAKE = 4
+  EXPIRED = 5
 
 
 class Status(enum.IntEnum):
@@ -37,6 +38,8 @@ class Status(enum.IntEnum):
   contribution that the step has not admitted yet. ADMITTED: the step has
   admitted the contribution, and its gradients are awaited. DELIVERED: the
   gradients have arrived. LOST: the chief does not wait for the replica.
+  SKIPPED: a step exceeded its deadline because of the replica; steps need one
+  contribution less until the replica offers one again.
   """
 
   COMPUTING = 0
@@ -44,6 +47,7 @@ class Status(enum.IntEnum):
   ADMITTED = 2
   DELIVERED = 3
   LOST = 4
+  SKIPPED = 5
 
 
 class Verdict(enum.IntEnum):

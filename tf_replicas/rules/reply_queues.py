@@ -38,6 +38,8 @@ class Reply(NamedTuple):
 
 
 LAYOUT = records.Layout(Reply, tf.int64)
+# With more replicas, replies are sent in a loop and not in branches.
+_MOST_BRANCHES = 16
 
 
 def take_own(
@@ -107,6 +109,7 @@ class ReplyQueues:
       self._queues = [
         namespace.queue(f"replies/{r}", [tf.int64]) for r in range(num_replicas)
       ]
+    self._array = resources.QueueArray(self._queues)
 
   def send(self, verdict: tf.Tensor, tag: tf.Tensor, step: tf.Tensor) -> None:
     """Replies to every replica for which `verdict` is not negative.
@@ -121,6 +124,9 @@ class ReplyQueues:
         replica. A tag -t answers all tags up to t.
       step: int64 scalar, the global step to continue from.
     """
+    if len(self._queues) > _MOST_BRANCHES:
+      self._send_in_turn(verdict, tag, step)
+      return
     for r, queue in enumerate(self._queues):
       control_flow.run_if(
         verdict[r] >= 0,
@@ -128,6 +134,22 @@ class ReplyQueues:
           [LAYOUT.pack(Reply(tag[r], verdict[r], step))]
         ),
       )
+
+  def _send_in_turn(self, verdict, tag, step) -> None:
+    """Sends replies as `send` does, in a loop over those that there are.
+
+    With R branches, each of up to R messages per step would evaluate all of
+    them, and tracing them would take 30 ms per branch.
+    """
+    replicas = tf.where(verdict >= 0)[:, 0]
+
+    def send_one(i):
+      r = replicas[i]
+      reply = LAYOUT.pack(Reply(tag[r], verdict[r], step))
+      with tf.control_dependencies([self._array.enqueue(r, [reply])]):
+        return [i + 1]
+
+    tf.while_loop(lambda i: i < tf.size(replicas), send_one, [tf.constant(0)])
 
   def wait(
     self, replica: int | tf.Tensor, tag: tf.Tensor

@@ -109,6 +109,8 @@ class Counts(NamedTuple):
       gradients. The last element may count older ones too.
     straggler_wait_secs: The seconds for which updates waited for this replica
       alone.
+    missed: The number of updates that were made from fewer contributions than
+      usual, without this replica, because a step exceeded its deadline.
   """
 
   applied: int
@@ -116,6 +118,7 @@ class Counts(NamedTuple):
   late: tuple[int, ...]
   staleness: tuple[int, ...] = ()
   straggler_wait_secs: float = 0.0
+  missed: int = 0
 
   @property
   def refused(self) -> int:
@@ -143,6 +146,7 @@ def total(counts: Sequence[Counts]) -> Counts:
     late=add_up("late"),
     staleness=add_up("staleness"),
     straggler_wait_secs=sum(c.straggler_wait_secs for c in counts),
+    missed=sum(c.missed for c in counts),
   )
 
 

@@ -373,6 +373,11 @@ def _check(rules: Sequence[rule_base.OptimizerRule]) -> None:
         "`rules` must have a `refresh_every` of 1. Received:"
         f" {rule.refresh_every}."
       )
+    if rule.step_timeout_secs is not None:
+      raise ValueError(
+        "`rules` must have no `step_timeout_secs`. Received:"
+        f" {rule.step_timeout_secs}."
+      )
     if rule.replicas_to_aggregate > rule.total_num_replicas:
       raise ValueError(
         "Each of `rules` must take at most one contribution of a replica in an"

@@ -104,6 +104,19 @@ def tower_devices(
   return [f"{host}/device:{kind}:{number}" for number in numbers]
 
 
+def gpu_of_task(job: str, task: int) -> str:
+  """Returns the name of the first GPU of a task, or of its stand-in, a CPU.
+
+  A task that emulates a GPU beside its CPU has a second CPU device. This
+  process finds that out if it is connected to the task.
+  """
+  host = tf.DeviceSpec(job=job, replica=0, task=task)
+  second = host.replace(device_type="CPU", device_index=1).to_string()
+  if any(d.name == second for d in tf.config.list_logical_devices("CPU")):
+    return f"/job:{job}/task:{task}/device:CPU:1"
+  return f"/job:{job}/task:{task}/device:GPU:0"
+
+
 def _check_gpus(gpus: Sequence[int], num_existing: int) -> None:
   if len(set(gpus)) < len(gpus):
     raise ValueError(f"`gpus` must be distinct. Received: {list(gpus)}.")

@@ -62,6 +62,24 @@ def optimizer_class(
   return found[0]
 
 
+def check_works(optimizer: keras.optimizers.Optimizer) -> None:
+  """Checks that Keras' own code of an optimizer works with TensorFlow.
+
+  `Muon` of Keras 3.10 to 3.12 does not: it reads an attribute that the
+  variables of TensorFlow do not have. These versions lack `rms_rate`.
+
+  Raises:
+    ValueError: If the optimizer fails with TensorFlow.
+  """
+  muons = optimizer_classes("Muon")
+  if isinstance(optimizer, muons) and not hasattr(optimizer, "rms_rate"):
+    raise ValueError(
+      "the optimizer Muon needs Keras 3.13 or newer, because that of older"
+      " versions fails with TensorFlow. Received: Keras"
+      f" {keras.__version__}."
+    )
+
+
 def learning_rate(optimizer: keras.optimizers.Optimizer) -> Rate:
   """Returns the learning rate in the form in which the optimizer stores it.
 

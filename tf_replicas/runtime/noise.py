@@ -14,6 +14,7 @@ import glob
 import os
 import re
 import sys
+from collections.abc import Callable
 from collections.abc import Iterator
 
 _VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
@@ -29,10 +30,6 @@ _NOISE = re.compile(
   r"|This could happen if the remote target has been disconnected)"
 )
 _NO_GPU = re.compile(r"\[[^]]*\] E0000 .*failed call to cuInit")
-
-# The name of `absl::SetMinLogLevel` in TensorFlow 2.21. TensorFlow reads the
-# variable only when it is imported, and has no Python function for this.
-_SET_LEVEL = "_ZN4absl12lts_2025081414SetMinLogLevelENS0_18LogSeverityAtLeastE"
 
 
 def environ() -> dict[str, str]:
@@ -73,8 +70,9 @@ def is_noise(line: str) -> bool:
 def hidden_errors() -> Iterator[None]:
   """Context in which TensorFlow logs only fatal errors, in any thread.
 
-  It needs TensorFlow 2.21. Python exceptions are not affected. If the user sets
-  TF_CPP_MIN_LOG_LEVEL to 0 or 1, nothing is hidden.
+  It needs a TensorFlow that logs by Abseil (see `_set_min_log_level`); with an
+  older one, nothing is hidden. Python exceptions are not affected. If the user
+  sets TF_CPP_MIN_LOG_LEVEL to 0 or 1, nothing is hidden.
   """
   if not _is_hidden():
     yield
@@ -117,15 +115,45 @@ def _has_gpu() -> bool:
 
 
 def _set_level(level: int) -> None:
-  """Sets TensorFlow's log level, by a private function of TensorFlow 2.21.
+  """Sets TensorFlow's log level.
 
-  With a release that lacks this function, nothing happens.
+  TensorFlow reads TF_CPP_MIN_LOG_LEVEL only when it is imported, and has no
+  Python function for this. With a release that lacks the C++ function, nothing
+  happens.
 
   Args:
     level: The lowest level that is printed: 2 for errors, 3 for fatal errors.
   """
+  function = _set_min_log_level()
+  if function is not None:
+    function(level)
+
+
+@functools.cache
+def _set_min_log_level() -> Callable[[int], object] | None:
+  """Returns the C++ function `absl::SetMinLogLevel` of TensorFlow's libraries.
+
+  Its mangled name contains the release of Abseil, which TensorFlow's header
+  files say: `lts_20250814` in TensorFlow 2.21.
+
+  Returns:
+    The function. None if this release of TensorFlow has no such function, or no
+    header files.
+  """
   import tensorflow as tf
 
-  path = os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2")
-  with contextlib.suppress(OSError, AttributeError):
-    getattr(ctypes.CDLL(path), _SET_LEVEL)(level)
+  options = os.path.join(tf.sysconfig.get_include(), "absl/base/options.h")
+  library = os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2")
+  try:
+    with open(options, encoding="utf-8") as header:
+      release = re.search(
+        r"^#define ABSL_OPTION_INLINE_NAMESPACE_NAME (\w+)$",
+        header.read(),
+        re.MULTILINE,
+      )
+    if release is None:
+      return None
+    name = f"absl{len(release[1])}{release[1]}14SetMinLogLevel"
+    return ctypes.CDLL(library)[f"_ZN4{name}ENS0_18LogSeverityAtLeastE"]
+  except (OSError, AttributeError):
+    return None

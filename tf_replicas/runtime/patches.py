@@ -56,7 +56,7 @@ def outside_strategy() -> Iterator[None]:
     graph._distribution_strategy_stack = strategies
 
 
-_cancelled_by = threading.local()
+_canceled_by = threading.local()
 
 
 def keep_cancellation_to_its_thread() -> None:
@@ -72,13 +72,13 @@ def keep_cancellation_to_its_thread() -> None:
   manager_context = cancellation.CancellationManagerContext
 
   def enter(self: cancellation.CancellationManagerContext) -> None:
-    _cancelled_by.manager = self._cancellation_manager
+    _canceled_by.manager = self._cancellation_manager
 
   def leave(self: cancellation.CancellationManagerContext, *_: object) -> None:
-    _cancelled_by.manager = None
+    _canceled_by.manager = None
 
   manager_context.__enter__, manager_context.__exit__ = enter, leave
-  cancellation.context = lambda: getattr(_cancelled_by, "manager", None)
+  cancellation.context = lambda: getattr(_canceled_by, "manager", None)
 
 
 _end_executor = executor.Executor.__del__

@@ -540,6 +540,33 @@ class Queue:
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
 
 
+class QueueArray:
+  """Several queues of one task, one of which is chosen at run time.
+
+  The number of ops does not depend on the number of queues, as it does if
+  `switch` chooses the queue.
+  """
+
+  def __init__(self, queues: Sequence[Queue]):
+    """Stores the handles of the queues in one tensor, on their task.
+
+    Args:
+      queues: The queues, at least one, with elements of the same dtypes.
+    """
+    self.device = queues[0].device
+    with tf.init_scope(), tf.device(self.device):
+      self._handles = tf.raw_ops.Pack(values=[q._handle for q in queues])
+
+  def enqueue(
+    self, index: tf.Tensor, components: Sequence[tf.Tensor]
+  ) -> tf.Operation | None:
+    """Appends one element to the queue `index`, as `Queue.enqueue` does."""
+    with tf.device(self.device):
+      return tf.raw_ops.QueueEnqueueV2(
+        handle=tf.gather(self._handles, index), components=list(components)
+      )
+
+
 class Mutex:
   """Lock of the current device that all clients share by its name.
 
@@ -636,12 +663,22 @@ def _memory_reader(device: str, here: str) -> RemoteReader[tf.Tensor]:
   @tf.function(autograph=False)
   def read() -> tf.Tensor:
     with tf.device(device):
-      lines = tf.data.TextLineDataset("/proc/meminfo")
-      return lines.reduce(
-        tf.constant(""), lambda text, line: tf.strings.join([text, line, "\n"])
-      )
+      return read_text("/proc/meminfo")
 
   return remote_reader(read)
+
+
+def read_text(path: str) -> tf.Tensor:
+  """Reads a text file of the current device's machine, as a string scalar.
+
+  Unlike `tf.io.read_file`, it also reads files of /proc, whose size is 0.
+
+  Args:
+    path: The path of the file.
+  """
+  return tf.data.TextLineDataset(path).reduce(
+    tf.constant(""), lambda text, line: tf.strings.join([text, line, "\n"])
+  )
 
 
 def copy_here(tensor: tf.Tensor) -> tf.Tensor:
@@ -657,9 +694,40 @@ def copy_here(tensor: tf.Tensor) -> tf.Tensor:
   return tf.raw_ops.Snapshot(input=tensor)
 
 
-def transfer_scalars(
-  device: str, *scalars: tf.Tensor | float
-) -> list[tf.Tensor | float]:
+class Scalars:
+  """Scalars that are sent to another task as one vector.
+
+  Attributes:
+    vector: float64 [n], the scalars that are tensors, on the device where they
+      were joined. Python numbers are not sent.
+  """
+
+  def __init__(self, *scalars: tf.Tensor | float):
+    """Joins the scalars, on the current device.
+
+    Args:
+      *scalars: Tensors of any dtype, with integers below 2**53, or Python
+        numbers. At least one is a tensor.
+    """
+    self._scalars = scalars
+    tensors = [tf.cast(x, tf.float64) for x in scalars if tf.is_tensor(x)]
+    self.vector = tf.stack(tensors)
+
+  def split(self, vector: tf.Tensor | None) -> list[Any]:
+    """Splits a copy of `vector`, on the current device.
+
+    Returns:
+      The scalars in their order: tensors of the same dtypes, and the Python
+      numbers as they are.
+    """
+    landed = iter(tf.unstack(vector))
+    return [
+      tf.cast(next(landed), x.dtype) if tf.is_tensor(x) else x
+      for x in self._scalars
+    ]
+
+
+def transfer_scalars(device: str, *scalars: tf.Tensor | float) -> list[Any]:
   """Copies scalars to `device` as one tensor, which needs one remote call.
 
   Args:
@@ -671,15 +739,11 @@ def transfer_scalars(
     The scalars in the same order: tensors of the same dtypes on `device`, and
     the Python numbers as they are.
   """
-  tensors = [x for x in scalars if tf.is_tensor(x)]
-  if not tensors:
+  if not any(tf.is_tensor(x) for x in scalars):
     return list(scalars)
-  packed = tf.stack([tf.cast(x, tf.float64) for x in tensors])
+  joined = Scalars(*scalars)
   with tf.device(device):
-    landed = iter(tf.unstack(copy_here(packed)))
-    return [
-      tf.cast(next(landed), x.dtype) if tf.is_tensor(x) else x for x in scalars
-    ]
+    return joined.split(copy_here(joined.vector))
 
 
 def switch(

@@ -31,6 +31,7 @@ from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import resources
@@ -49,8 +50,15 @@ _STORED_NAME = re.compile(r"state/([^/]+)/\.ATTRIBUTES/VARIABLE_VALUE")
 _ESCAPED = re.compile(r"\.([.S])")
 
 # Errors of TF 2.21 for damaged files; for a truncated data file its checkpoint
-# reader raises IndexError, a LookupError.
-_READ_ERRORS = (tf.errors.OpError, LookupError, RuntimeError, ValueError)
+# reader raises IndexError, a LookupError, and MemoryError for a size in an
+# index that is far too large.
+_READ_ERRORS = (
+  tf.errors.OpError,
+  LookupError,
+  MemoryError,
+  RuntimeError,
+  ValueError,
+)
 
 Array = tf.Tensor | tf.Variable | np.ndarray
 Values = Mapping[str, Array]
@@ -148,7 +156,14 @@ def latest(train_dir: str | os.PathLike[str]) -> str | None:
     train_dir: The directory; need not exist.
   """
   train_dir = os.fspath(train_dir)
-  index = tf.train.get_checkpoint_state(train_dir)
+  try:
+    index = tf.train.get_checkpoint_state(train_dir)
+  except ValueError:  # Of other damage TensorFlow logs a warning.
+    logging.warning(
+      "%s is damaged and ignored; the checkpoint with the largest step is used",
+      os.path.join(train_dir, "checkpoint"),
+    )
+    index = None
   if index is not None and index.model_checkpoint_path:
     return index.model_checkpoint_path
   pattern = re.compile(re.escape(PREFIX) + r"-(\d+)\.index")
@@ -319,6 +334,9 @@ def restore(
 ) -> Restored:
   """Loads a checkpoint into `state`; changes nothing if it does not fit.
 
+  If tensors that are read in blocks of rows fit, but their file is damaged,
+  some of their rows may have been assigned when the error is raised.
+
   If a moving average is missing in the checkpoint, it starts at the restored
   value of its variable. If the slots of the optimizer (such as momentum) are
   missing, they keep their initial values, and the optimizer's bias correction
@@ -364,7 +382,8 @@ def restore(
   for name in loaded:
     tensor, entry = row_tensors[name], entries[name]
     for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
-      rows = row_files.read(tables_of(path), name, entry, begin, end)
+      with _naming_damage(tables_of(path)):
+        rows = row_files.read(tables_of(path), name, entry, begin, end)
       tensor.assign(begin, rows)
   # Last, as this sets the global step.
   state.load_state(restored)
@@ -397,17 +416,26 @@ def _saved_rows(path: str) -> dict[str, row_files.Entry]:
   prefix = tables_of(path)
   if not os.path.exists(prefix + ".index"):
     return {}
-  try:
+  with _naming_damage(prefix):
     if not is_complete(prefix):
       raise MissingCheckpointError(f"checkpoint {prefix}: files are missing")
     return row_files.shapes(prefix)
+
+
+@contextlib.contextmanager
+def _naming_damage(path: str) -> Iterator[None]:
+  """Context in which errors of reading become a `CheckpointError`.
+
+  Args:
+    path: The path of the checkpoint, which the message names.
+  """
+  try:
+    yield
+  except CheckpointError:
+    raise
   except _READ_ERRORS as error:
-    if isinstance(error, CheckpointError):
-      raise
     reason = " ".join(str(error).split())
-    raise CheckpointError(
-      f"checkpoint {prefix} is damaged: {reason}"
-    ) from error
+    raise CheckpointError(f"checkpoint {path} is damaged: {reason}") from error
 
 
 def assign(

@@ -105,7 +105,7 @@ class Applier:
     present: Sequence[bool],
     step: tf.Tensor,
     take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
-    num_contributions: int,
+    num_contributions: int | tf.Tensor,
     *,
     locks: Sequence[resources.Mutex] | None = None,
     transform: Callable[[Sequence[Pair]], list[Pair]] | None = None,
@@ -124,7 +124,8 @@ class Applier:
       take_sums: Maps the index of a PS task to the sums over all contributions,
         one per element of `store.contributed_shards(task)`. It is called on the
         device of that task.
-      num_contributions: The number of contributions, by which sums are divided.
+      num_contributions: The number of contributions, by which sums are divided;
+        an int, or a float scalar.
       locks: One lock per PS task, held while the variables of that task change.
         None: no locks.
       transform: Maps the (mean gradient, trainable variable) pairs of a PS task
@@ -193,7 +194,7 @@ class Applier:
     task: int,
     present: Sequence[bool],
     take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
-    num_contributions: int,
+    num_contributions: int | tf.Tensor,
   ) -> list[Pair]:
     """Computes the mean gradient of every shard on one PS task.
 
@@ -215,6 +216,7 @@ class Applier:
     pairs = []
     with tf.device(self._store.device_of_task(task)):
       sums = take_sums(task)
+    with tf.device(self._store.device_of_variables(task)):
       for (position, number), total in zip(shards, sums, strict=True):
         if not present[position]:
           continue
@@ -228,7 +230,7 @@ class Applier:
           )
         else:
           total = tf.ensure_shape(total, variable.shape)
-        if num_contributions > 1:
+        if tf.is_tensor(num_contributions) or num_contributions > 1:
           total = gradient_math.scaled(total, 1 / num_contributions)
         pairs.append((total, variable))
     return pairs
@@ -248,13 +250,13 @@ class Applier:
       return [list(pairs) for pairs in means]
     squares = []
     for task, pairs in enumerate(means):
-      with tf.device(self._store.device_of_task(task)):
+      with tf.device(self._store.device_of_variables(task)):
         squares += [gradient_math.sum_of_squares(g) for g, _ in pairs]
     with tf.device(self._store.device_of_task(0)):
       factor = gradient_math.clip_factor(squares, self._clip_norm)
     clipped = []
     for task, pairs in enumerate(means):
-      with tf.device(self._store.device_of_task(task)):
+      with tf.device(self._store.device_of_variables(task)):
         clipped.append([(gradient_math.scaled(g, factor), v) for g, v in pairs])
     return clipped
 
@@ -271,7 +273,7 @@ class Applier:
       if shard.task == task
     ]
     if pairs:
-      with tf.device(self._store.device_of_task(task)):
+      with tf.device(self._store.device_of_variables(task)):
         self._variable_averages.update(pairs, step)
 
 

@@ -135,7 +135,7 @@ class _Copies:
     self._variable = variable
     self._copied: float | None = None
     for task in range(store.num_tasks):
-      with tf.device(store.device_of_task(task)):
+      with tf.device(store.device_of_variables(task)):
         self.variables.append(
           store.namespace.variable(
             f"optimizer/{prefix}{variable.name}",
@@ -356,7 +356,7 @@ class InnerOptimizer:
     assert self._store is not None
     own: Any = self.optimizer
     kind: Any = type(own)
-    with self._creator_scope(self._store.device_of_task(task)):
+    with self._creator_scope(self._store.device_of_variables(task)):
       if hasattr(kind, "from_config") and hasattr(kind, "get_config"):
         return kind.from_config(own.get_config())
       if not isinstance(own, tf.Module):
@@ -596,7 +596,8 @@ class InnerOptimizer:
     """
     if not variables:
       return []
-    device = self._store.device_of_task(task)
+    assert self._store is not None
+    device = self._store.device_of_variables(task)
     with tf.device(device):
       if not self._is_keras:
         with self._creator_scope(device), patches.outside_strategy():
@@ -784,7 +785,7 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
 def check_options(
   optimizer: keras.optimizers.Optimizer, **successors: str
 ) -> None:
-  """Checks that an optimizer uses no option that the update rule replaces.
+  """Checks that an optimizer works, and uses no option of the update rule.
 
   Args:
     optimizer: The Keras optimizer.
@@ -793,8 +794,10 @@ def check_options(
       error message.
 
   Raises:
-    ValueError: If the optimizer uses such an option.
+    ValueError: If the optimizer uses such an option, or does not work with the
+      installed version of Keras.
   """
+  keras_internals.check_works(optimizer)
   successors["use_ema"] = "give `variable_averages` to the update rule"
   successors["loss_scale_factor"] = "give `loss_scale` to the update rule"
   for option, instead in successors.items():

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas import cluster
+from tf_replicas.runtime import devices
 from tf_replicas.runtime import packing
 from tf_replicas.runtime import resources
 from tf_replicas.store import placement
@@ -31,6 +32,16 @@ Value = tf.Tensor | np.ndarray | float
 def ps_device(task: int) -> str:
   """Returns the name of the CPU device of parameter-server task `task`."""
   return f"/job:ps/task:{task}/device:CPU:0"
+
+
+def variable_device(spec: cluster.ClusterSpec, task: int) -> str:
+  """Returns the name of the device that holds the variables of a PS task.
+
+  It is the task's GPU if `spec` gives it one, and else its CPU.
+  """
+  if not spec.gpus(cluster.Task("ps", task)):
+    return ps_device(task)
+  return devices.gpu_of_task("ps", task)
 
 
 def build(
@@ -59,6 +70,7 @@ def build(
     specs,
     _plan(spec, specs),
     num_tasks=spec.num_tasks("ps"),
+    device_of_variables=functools.partial(variable_device, spec),
     wire_dtype=wire_dtype,
     namespace=namespace,
   )
@@ -77,8 +89,10 @@ def describe(
     A table as lines of text, without a final newline.
   """
   specs = placement.from_variables(variables)
-  devices = [ps_device(task) for task in range(spec.num_tasks("ps"))]
-  return placement.table(specs, _plan(spec, specs), devices)
+  tasks = range(spec.num_tasks("ps"))
+  return placement.table(
+    specs, _plan(spec, specs), [variable_device(spec, task) for task in tasks]
+  )
 
 
 def _plan(
@@ -100,7 +114,11 @@ class ParameterStore:
     specs: The description of each variable, in the model's order.
     shards: The `placement.Shard`s (parts) of each variable, in order.
     num_tasks: The number of PS tasks.
-    device_of_task: Maps the index of a PS task to its device.
+    device_of_task: Maps the index of a PS task to its CPU, where queues, locks
+      and counters are.
+    device_of_variables: Maps the index of a PS task to the device that holds
+      the variables of the task and computes their updates: its CPU or a GPU.
+      Tables are always on the CPU.
     global_step: int64 scalar on PS task 0: the number of updates so far.
     examples_seen: int64 scalar on PS task 0: the number of examples in these
       updates.
@@ -117,6 +135,7 @@ class ParameterStore:
     *,
     num_tasks: int,
     device_of_task: Callable[[int], str] = ps_device,
+    device_of_variables: Callable[[int], str] | None = None,
     wire_dtype: str | None = None,
     namespace: resources.Namespace = resources.DEFAULT_NAMESPACE,
   ):
@@ -129,7 +148,9 @@ class ParameterStore:
         use.
       shards: The result of `placement.plan`.
       num_tasks: The number of PS tasks, including tasks without shards.
-      device_of_task: Maps the index of a PS task to its device.
+      device_of_task: Maps the index of a PS task to its CPU.
+      device_of_variables: Maps the index of a PS task to the device of its
+        variables, such as a GPU; None: the same as `device_of_task`.
       wire_dtype: `float16` or `bfloat16`: the dtype in which trainable float32
         variables are pulled and their gradients sent. Variables, sums and
         checkpoints keep their own dtype. None casts nothing.
@@ -142,6 +163,7 @@ class ParameterStore:
     self.shards = [tuple(s) for s in shards]
     self.num_tasks = num_tasks
     self.device_of_task = device_of_task
+    self.device_of_variables = device_of_variables or device_of_task
     # For each PS task the (position in `specs`, shard number) of its shards,
     # without those of tables.
     self._owners: list[list[tuple[int, int]]] = [[] for _ in range(num_tasks)]
@@ -183,7 +205,7 @@ class ParameterStore:
   ) -> list[tf.Variable]:
     variables = []
     for shard in shards:
-      with tf.device(self.device_of_task(shard.task)):
+      with tf.device(self.device_of_variables(shard.task)):
         variables.append(
           self.namespace.variable(
             prefix + shard.name, shard.shape, shard.dtype, trainable
@@ -231,8 +253,10 @@ class ParameterStore:
 
     It lists all shards with their sizes and devices, and the total size.
     """
-    devices = [self.device_of_task(t) for t in range(self.num_tasks)]
-    return placement.table(self.specs, self.shards, devices)
+    tasks = range(self.num_tasks)
+    return placement.table(
+      self.specs, self.shards, [self.device_of_variables(t) for t in tasks]
+    )
 
   def is_initialized(self) -> bool:
     """Returns whether a chief has assigned values to all variables.
@@ -517,7 +541,7 @@ class ParameterStore:
     parts = {}
     for task, owners in enumerate(self._owners):
       parcel = self._parcel(owners, item or self.item)
-      with tf.device(self.device_of_task(task)):
+      with tf.device(self.device_of_variables(task)):
         packed = parcel.pack([read_shard(*owner) for owner in owners])
       # Drop control inputs: they would be copied to this device as well.
       with tf.control_dependencies(None):

@@ -17,6 +17,7 @@ has all rows and is an ordinary one.
 import contextlib
 import contextvars
 import functools
+import re
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -44,6 +45,10 @@ _BLOCK_ROWS = 1024
 # has this one afterwards.
 _TRUNCATED_STDDEV = 0.87962566103423978
 _ATTRIBUTE = "table_rows"
+# What `_in_range` raises, within TensorFlow's message.
+_BAD_IDS = re.compile(
+  r"(the ids of rows of .* must be in \[0, \d+\)\. Received:)\]? \[?(-?\d+)"
+)
 
 Ids = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
@@ -742,6 +747,20 @@ def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
   message = f"the ids of rows of {rows.path} must be in [0, {count}). Received:"
   is_fine = (low >= 0) & (high < count) | (tf.size(ids) == 0)
   return control_flow.require(is_fine, message, tf.where(low < 0, low, high))
+
+
+def bad_ids(error: tf.errors.OpError) -> str:
+  """Returns in one line what was wrong if a lookup found an id out of range.
+
+  Args:
+    error: What the step of a replica raised, with a message of many lines.
+
+  Returns:
+    The table, the valid ids and an id that was received; "" if the error is
+    another one.
+  """
+  found = _BAD_IDS.search(error.message)
+  return f"{found[1]} {found[2]}" if found else ""
 
 
 def _with_gradient(

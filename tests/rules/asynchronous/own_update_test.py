@@ -92,7 +92,7 @@ class Client:
       self.store.global_step.assign_add(one)
       return tf.stack([one, self.store.global_step.read_value()])
 
-    parts = self.update.send(self.update.pack(gradients))
+    parts, _ = self.update.send(self.update.pack(gradients))
     return self.update(replica, parts, version, staleness, self.pending, finish)
 
   def apply(self, gradients, replica=0, version=0, staleness=0):
@@ -194,7 +194,7 @@ class SendTest(TestCase):
 
     @tf.function(autograph=False)
     def send():
-      arrived = client.update.send(client.update.pack(gradients))
+      arrived, _ = client.update.send(client.update.pack(gradients))
       return [[plain(part) for part in parts] for parts in arrived]
 
     return send()
@@ -285,7 +285,7 @@ class SendTest(TestCase):
 
     @tf.function(autograph=False)
     def send(gradients):
-      parts = client.update.send(client.update.pack(gradients))
+      parts, _ = client.update.send(client.update.pack(gradients))
       self.assertNotEmpty(parts[task])
       for part in parts[task]:
         self.assertEndsWith(part.device.upper(), stores.device(task).upper())

@@ -86,7 +86,8 @@ class RowMessagesTest(stores.TestCase):
     for task in (0, 1):
       for ends in ((_WORKER, task), (task, _WORKER)):
         self.assertEqual(three[ends] - one[ends], 2, (one, three))
-    # The ids and the gradients.
+    # The ids and the gradients; with these, the loss and other scalars.
+    self.assertEqual(one[_WORKER, 0], 2)
     self.assertEqual(one[_WORKER, 1], 2)
     # The rows; whether an update is admitted is no matter of the replica.
     self.assertEqual(one[1, _WORKER], 1)

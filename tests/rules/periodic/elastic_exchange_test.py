@@ -22,7 +22,7 @@ RATE = 0.25
 
 class ElasticExchangeTest(stores.TestCase):
   def _store(self):
-    """The centre, and the update of one client of it."""
+    """The center, and the update of one client of it."""
     store = stores.create(VALUES, 2, stores.cut(2))
     inner = inner_optimizer.InnerOptimizer(sync_rounds.MoveToward(RATE))
     inner.build(store)
@@ -31,7 +31,7 @@ class ElasticExchangeTest(stores.TestCase):
     )
     return store, update
 
-  def test_centre_moves_and_was_what_comes_back(self):
+  def test_center_moves_and_was_what_comes_back(self):
     store, update = self._store()
     exchange = tf.function(
       sync_rounds.ElasticExchange(store, update), autograph=False
@@ -88,10 +88,10 @@ class ElasticExchangeTest(stores.TestCase):
     results.sort(key=lambda result: abs(result[1] - VALUES["row"]).max())
     (first, told), (second, told_later) = results
     np.testing.assert_array_equal(told, VALUES["row"])
-    centre = told + RATE * (first - told)
-    np.testing.assert_allclose(told_later, centre, rtol=1e-6)
-    centre = centre + RATE * (second - centre)
-    np.testing.assert_allclose(store.read()[1], centre, rtol=1e-6)
+    center = told + RATE * (first - told)
+    np.testing.assert_allclose(told_later, center, rtol=1e-6)
+    center = center + RATE * (second - center)
+    np.testing.assert_allclose(store.read()[1], center, rtol=1e-6)
 
 
 if __name__ == "__main__":

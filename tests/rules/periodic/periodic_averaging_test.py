@@ -48,7 +48,7 @@ class Walk:
   """A replica's copy in plain Python: gradient descent with momentum."""
 
   def __init__(self, data, *, rate=RATE, momentum=0.0, rho=0.0):
-    self.values = self.centre = START
+    self.values = self.center = START
     self.data, self.rate, self.momentum, self.rho = data, rate, momentum, rho
     self.velocity = np.zeros(3)
 
@@ -58,7 +58,7 @@ class Walk:
     for x in self.data[:count]:
       losses.append(loss_of(self.values, x))
       gradients.append(gradient(self.values, x))
-      force = self.rho * (self.values - self.centre)
+      force = self.rho * (self.values - self.center)
       self.velocity = self.momentum * self.velocity
       self.velocity = self.velocity - self.rate * (gradients[-1] + force)
       self.values = self.values + self.velocity
@@ -130,7 +130,7 @@ class Training:
     """The replica's own values."""
     return _flat(self.runners[replica].state[: len(VALUES)])
 
-  def centre(self):
+  def center(self):
     return _flat(self.stores[0].read())
 
   def meet_together(self, replicas=(), updates=1):
@@ -228,14 +228,14 @@ class StatisticsTest(stores.TestCase):
       ),
       2,
     )
-    centre, copies = 10.0, [10.0, 10.0]
+    center, copies = 10.0, [10.0, 10.0]
     for replica, begin in ((1, 0), (0, 0), (1, 2)):
       copy = self._moved(copies[replica], DATA[replica][begin : begin + 2])
-      copies[replica] = copy + 0.25 * (centre - copy)
+      copies[replica] = copy + 0.25 * (center - copy)
       if replica == 0 or not has_chief_statistics:
-        centre += 0.25 * (copy - centre)
+        center += 0.25 * (copy - center)
       training.meet(replica)
-      self.assertAlmostEqual(self._moving(training), centre, places=5)
+      self.assertAlmostEqual(self._moving(training), center, places=5)
 
   def test_elastic_average_together(self):
     training = self._train(
@@ -244,19 +244,19 @@ class StatisticsTest(stores.TestCase):
       ),
       2,
     )
-    centre, copies = 10.0, [10.0, 10.0]
+    center, copies = 10.0, [10.0, 10.0]
     for begin in (0, 2):
       training.meet_together()
       copies = [
         self._moved(copy, data[begin : begin + 2])
         for copy, data in zip(copies, DATA, strict=False)
       ]
-      distances = [copy - centre for copy in copies]
+      distances = [copy - center for copy in copies]
       copies = [
         copy - 0.25 * d for copy, d in zip(copies, distances, strict=True)
       ]
-      centre += 0.25 * sum(distances)
-      self.assertAlmostEqual(self._moving(training), centre, places=5)
+      center += 0.25 * sum(distances)
+      self.assertAlmostEqual(self._moving(training), center, places=5)
 
   @parameterized.parameters((False, [0.5, 0.5]), (True, [1.0, 0.0]))
   def test_accumulated_gradients(self, has_chief_statistics, shares):
@@ -298,7 +298,7 @@ class ModelAverageTest(stores.TestCase):
       self.assertEqual(update.num_examples, 6)
       self.assertAlmostEqual(update.loss, np.mean(losses), places=4)
       self.assertAlmostEqual(update.learning_rate, RATE)
-      _close(training.centre(), mean)
+      _close(training.center(), mean)
       _close(training.copy(0), mean)
       _close(training.copy(1), mean)
     self.assertEqual(int(training.stores[1].examples_seen), 18)
@@ -315,7 +315,7 @@ class ModelAverageTest(stores.TestCase):
       training.begin()
       for _ in range(4):
         training.meet_together()
-      values.append(training.centre())
+      values.append(training.center())
     _close(values[0], values[1])
 
   def test_one_replica_is_plain_descent(self):
@@ -333,9 +333,9 @@ class ModelAverageTest(stores.TestCase):
     for x in DATA[0]:
       grads = [variables[0] - x, 2 * (variables[1] + x)]
       optimizer.apply(list(map(tf.convert_to_tensor, grads)), variables)
-    _close(training.centre(), _flat(variables))
+    _close(training.center(), _flat(variables))
 
-  def test_copy_of_an_older_centre_is_refused_whole(self):
+  def test_copy_of_an_older_center_is_refused_whole(self):
     training = Training(
       lambda: periodic_averaging.model_average(SGD(RATE), 1, 2, period=2), 2
     )
@@ -349,16 +349,16 @@ class ModelAverageTest(stores.TestCase):
     training.meet_together([0])
     walk.period(2)
     self.assertFalse(late.join()[1][0])
-    _close(training.centre(), walk.values)
+    _close(training.center(), walk.values)
     counts = training.chief.counts()
     self.assertEqual((counts[1].applied, counts[1].refused), (0, 1))
     self.assertEqual(int(training.stores[0].examples_seen), 4)
-    # It goes on from the centre.
+    # It goes on from the center.
     training.begin(1)
     walk.data = DATA[1][2:]
     walk.period(2)
     training.meet_together([1])
-    _close(training.centre(), walk.values)
+    _close(training.center(), walk.values)
 
 
 class ElasticAverageTest(stores.TestCase):
@@ -375,16 +375,16 @@ class ElasticAverageTest(stores.TestCase):
     training = Training(self._rule(rho=rho), 2)
     walks = [Walk(DATA[r], momentum=MOMENTUM, rho=rho) for r in range(2)]
     training.begin()
-    centre = START
+    center = START
     for step, r in enumerate([0, 1, 1, 0, 1], start=1):
       walk = walks[r]
       walk.period(2)
-      away = walk.values - centre
+      away = walk.values - center
       walk.values = walk.values - self.ALPHA * away
-      centre = centre + self.ALPHA * away
-      walk.centre = centre
+      center = center + self.ALPHA * away
+      walk.center = center
       self.assertEqual(training.meet(r), (True, step))
-      _close(training.centre(), centre)
+      _close(training.center(), center)
       _close(training.copy(r), walk.values)
     staleness = [count.staleness for count in training.chief.counts()]
     self.assertEqual(staleness, [(1, 0, 1), (1, 2)])
@@ -395,24 +395,24 @@ class ElasticAverageTest(stores.TestCase):
     training = Training(self._rule(synchronous=True), 2)
     walks = [Walk(DATA[r], momentum=MOMENTUM, rho=self.RHO) for r in range(2)]
     training.begin()
-    centre = START
+    center = START
     for step in (1, 2, 3):
       aways = []
       for walk in walks:
         walk.period(2)
-        aways.append(walk.values - centre)
+        aways.append(walk.values - center)
         walk.values = walk.values - self.ALPHA * aways[-1]
-      centre = centre + self.ALPHA * (aways[0] + aways[1])
+      center = center + self.ALPHA * (aways[0] + aways[1])
       update, releases = training.meet_together()
       self.assertEqual(releases, {0: (True, step), 1: (True, step)})
       self.assertEqual(update.num_examples, 4)
-      _close(training.centre(), centre)
+      _close(training.center(), center)
       for r, walk in enumerate(walks):
-        walk.centre = centre
+        walk.center = center
         _close(training.copy(r), walk.values)
 
   def test_exchanges_are_of_one_piece(self):
-    """With a = 1 copy and centre change places, whole or not at all."""
+    """With a = 1 copy and center change places, whole or not at all."""
     replicas, times = 3, 40
 
     def make_rule():
@@ -429,7 +429,7 @@ class ElasticAverageTest(stores.TestCase):
     Threads(
       lambda r: [training.meet(r) for _ in range(times - 1)], range(replicas)
     ).join()
-    found = [training.centre(), *map(training.copy, range(replicas))]
+    found = [training.center(), *map(training.copy, range(replicas))]
     self.assertCountEqual(
       [tuple(values) for values in found],
       [tuple(START + r) for r in range(replicas + 1)],
@@ -458,14 +458,14 @@ class AccumulatedGradientsTest(stores.TestCase):
     )
     walks = [Walk(DATA[r], momentum=MOMENTUM) for r in range(2)]
     training.begin()
-    centre, velocity = START, np.zeros(3)
+    center, velocity = START, np.zeros(3)
     for step, r in enumerate([0, 1, 1, 0], start=1):
       gradients, losses = walks[r].period(3)
       velocity = MOMENTUM * velocity - RATE * np.mean(gradients, axis=0)
-      walks[r].values = centre = centre + velocity
+      walks[r].values = center = center + velocity
       self.assertEqual(training.meet(r), (True, step))
-      _close(training.centre(), centre)
-      _close(training.copy(r), centre)
+      _close(training.center(), center)
+      _close(training.copy(r), center)
       update = training.chief.apply_updates()[0]
       self.assertEqual(update.num_examples, 3)
       self.assertAlmostEqual(update.loss, np.mean(losses), places=4)
@@ -484,7 +484,7 @@ class AccumulatedGradientsTest(stores.TestCase):
     )
     training.begin()
     training.meet(0)
-    self.assertEqual(training.centre()[-1], 5.0)
+    self.assertEqual(training.center()[-1], 5.0)
     self.assertEqual(float(training.runners[0].state[2][0]), 5.0)
 
   def test_sparse_gradients_and_a_scaled_loss(self):
@@ -530,14 +530,14 @@ KINDS = {
 
 @parameterized.named_parameters(KINDS.items())
 class EveryKindTest(stores.TestCase):
-  def test_not_finite_never_reaches_the_centre(self, kind):
+  def test_not_finite_never_reaches_the_center(self, kind):
     training = Training(kind, 1, data=[[1.0, 2.0, float("nan"), 1.0, 2.0, 3.0]])
     training.begin()
     meeting = Threads(training.meet, [0])
     with self.assertRaises(results.NonFiniteGradientError) as caught:
       training.chief.apply_updates()[0]
     self.assertEqual(caught.exception.replica, 0)
-    _close(training.centre(), START)
+    _close(training.center(), START)
     self.assertFalse(meeting.join()[0][0])
 
   def test_ends_in_the_midst_of_a_period(self, kind):
@@ -548,9 +548,9 @@ class EveryKindTest(stores.TestCase):
     self.assertEqual(training.meet(0), (False, -1))
     training.chief.interrupt()
     meeting.join()
-    _close(training.centre(), START)
+    _close(training.center(), START)
 
-  def test_averages_and_checkpoints_are_of_the_centre(self, kind):
+  def test_averages_and_checkpoints_are_of_the_center(self, kind):
     def make_rule():
       return kind(
         variable_averages=moving_averages.MovingAverages(
@@ -564,20 +564,20 @@ class EveryKindTest(stores.TestCase):
     state = {k: np.asarray(v) for k, v in training.stores[0].state().items()}
     self.assertEqual(int(state["global_step"]), 1)
     self.assertEqual(int(state["examples_seen"]), 3)
-    _close(state["averages/b"], 0.75 * 3.0 + 0.25 * training.centre()[2])
+    _close(state["averages/b"], 0.75 * 3.0 + 0.25 * training.center()[2])
     self.new_cluster()
     resumed = Training(make_rule, 1)
     resumed.stores[0].load_state(state)
     resumed.begin()
-    _close(resumed.copy(0), training.centre())
+    _close(resumed.copy(0), training.center())
     # The rate is the chief's from the next period on. At rate 0 an elastic
-    # replica still moves, but only as far as the centre comes to meet it.
+    # replica still moves, but only as far as the center comes to meet it.
     resumed.chief.set_learning_rate(0.0)
     update, _ = resumed.meet_together()
     self.assertEqual((update.global_step, update.learning_rate), (2, 0.0))
-    before = resumed.copy(0) + resumed.centre()
+    before = resumed.copy(0) + resumed.center()
     resumed.meet_together()
-    _close(resumed.copy(0) + resumed.centre(), before)
+    _close(resumed.copy(0) + resumed.center(), before)
 
 
 class RefusalTest(stores.TestCase):

@@ -24,12 +24,12 @@ def _start(start_trial, replication, kind):
 
 def _mean_of_walks():
   """The losses and the last values of model averaging, in plain Python."""
-  centre, losses = np.array([1.0, 2.0, 3.0]), []
+  center, losses = np.array([1.0, 2.0, 3.0]), []
   velocities = [np.zeros(3)] * WORKERS
   for step in range(STEPS):
     copies, loss = [], []
     for worker, data in enumerate(cluster_task.PERIODIC_DATA):
-      values, velocity = centre, velocities[worker]
+      values, velocity = center, velocities[worker]
       for number in range(cluster_task.PERIOD):
         x = data[(step * cluster_task.PERIOD + number) % len(data)]
         loss.append(((values - x) ** 2).sum() / 2)
@@ -38,18 +38,18 @@ def _mean_of_walks():
         values = values + velocity
       velocities[worker] = velocity
       copies.append(values)
-    centre = np.mean(copies, axis=0)
+    center = np.mean(copies, axis=0)
     losses.append(np.mean(loss))
-  return losses, centre
+  return losses, center
 
 
 @pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
 def test_model_average_by_hand(start_trial, replication):
   report = _start(start_trial, replication, "model_average")
-  losses, centre = _mean_of_walks()
+  losses, center = _mean_of_walks()
   state = report["state"]
-  np.testing.assert_allclose(state["variables/a"], centre[:2], rtol=1e-5)
-  np.testing.assert_allclose(state["variables/b"], centre[2], rtol=1e-5)
+  np.testing.assert_allclose(state["variables/a"], center[:2], rtol=1e-5)
+  np.testing.assert_allclose(state["variables/b"], center[2], rtol=1e-5)
   batches = WORKERS * cluster_task.PERIOD
   for number, (step, loss, examples) in enumerate(report["steps"]):
     assert (step, examples) == (number + 1, batches)

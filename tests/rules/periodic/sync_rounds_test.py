@@ -1,6 +1,6 @@
 """Tests for rules.periodic.sync_rounds.
 
-The centre is `a`, two numbers on two PS tasks, and the statistic `moving`. What
+The center is `a`, two numbers on two PS tasks, and the statistic `moving`. What
 a period led to is given, so that only the exchange is tested. What is
 expected is worked out by hand.
 """
@@ -26,7 +26,7 @@ from tf_replicas.store import inner_optimizer
 
 SGD = keras.optimizers.SGD
 NAN, INF = float("nan"), float("inf")
-CENTRE = [10.0, 20.0, 100.0]  # The last is the statistic.
+CENTER = [10.0, 20.0, 100.0]  # The last is the statistic.
 NUM_EXAMPLES = 3  # Of a period.
 SECS = 60.0  # No test waits that long if all is well.
 SPECS = [stores.spec("a", [2]), stores.spec("moving", [], trainable=False)]
@@ -62,7 +62,7 @@ class Answers(rule_base.GradientRule):
   """A rule for `Together` that makes no update, and notes what it got.
 
   Attributes:
-    said: In centre of gradients, by path.
+    said: In center of gradients, by path.
     heard: All else, by name.
   """
 
@@ -88,22 +88,22 @@ class Answers(rule_base.GradientRule):
 
 
 def _exchange_answering(
-  answer, *, rate=1.0, moving_rate=None, centre_now=CENTRE, tag=None
+  answer, *, rate=1.0, moving_rate=None, center_now=CENTER, tag=None
 ):
-  """Replica 1 has a copy of step 0; the centre is at step 6."""
+  """Replica 1 has a copy of step 0; the center is at step 6."""
   store = stores.attach(SPECS)
   rule = Answers(store, sync_rounds.MoveToward(rate), answer)
   sync_round = sync_rounds.AverageAll(rule, moving_rate)
-  for index, value in enumerate(_tensors(centre_now)):
+  for index, value in enumerate(_tensors(center_now)):
     store.assign(index, value)
   store.load_state({"global_step": 6})
   sync_round.build(store)
-  knew = _tensors(CENTRE)
+  knew = _tensors(CENTER)
   local = local_steps.Local(
     _tensors([14.0, 12.0, 104.0]), [], [], tf.constant(0.25), tf.constant(3)
   )
   state = sync_rounds.State(
-    *([], knew) if sync_round.needs_centre else (knew, []), []
+    *([], knew) if sync_round.needs_center else (knew, []), []
   )
   token = _token(0, tag)
   period = sync_rounds.Period(1, state, local, token)
@@ -133,14 +133,14 @@ def _close(actual, expected):
 class Outcome:
   """What an exchange returned."""
 
-  def __init__(self, token, copy, centre):
+  def __init__(self, token, copy, center):
     self.verdict = bool(token.admitted), int(token.global_step)
     self.tag = int(token.preadmitted_tag)
     self.copy = _flat(copy)
-    self.centre = _flat(centre) if centre else None
+    self.center = _flat(center) if center else None
 
 
-class Centre:
+class Center:
   """A store and a rule; the test is the chief."""
 
   def __init__(self, test, sync_round):
@@ -148,16 +148,16 @@ class Centre:
     self.store = stores.attach(SPECS, 2, stores.cut(2))
     self.rule.build(self.store)
     sync_round.build(self.store)
-    rule_base.create_or_resume(self.rule, self.store, _tensors(CENTRE))
+    rule_base.create_or_resume(self.rule, self.store, _tensors(CENTER))
     test.addCleanup(self.rule.close)
     deadline = threading.Timer(SECS, self.rule.interrupt)
     deadline.start()
     test.addCleanup(deadline.cancel)
     self._exchange = tf.function(self._build_exchange, autograph=False)
 
-  def _build_exchange(self, replica, centre, copy, totals, loss, step):
+  def _build_exchange(self, replica, center, copy, totals, loss, step):
     state = sync_rounds.State(
-      centre, centre if self.sync_round.needs_centre else [], []
+      center, center if self.sync_round.needs_center else [], []
     )
     local = local_steps.Local(
       copy, [], totals, loss, tf.constant(NUM_EXAMPLES, tf.int64)
@@ -166,9 +166,9 @@ class Centre:
     return self.sync_round.exchange(period)
 
   def exchange(
-    self, replica, copy=CENTRE, *, knew=CENTRE, totals=(), loss=0.5, step=0
+    self, replica, copy=CENTER, *, knew=CENTER, totals=(), loss=0.5, step=0
   ):
-    """`replica` exchanges its copy; `knew` is the centre as it knows it."""
+    """`replica` exchanges its copy; `knew` is the center as it knows it."""
     return Outcome(
       *self._exchange(
         tf.constant(replica, tf.int64),
@@ -197,7 +197,7 @@ class Centre:
       assert not thread.is_alive(), "it waits forever"
     return update, outcomes
 
-  def centre(self):
+  def center(self):
     return _flat(self.store.read())
 
   def step(self):
@@ -206,7 +206,7 @@ class Centre:
 
 class MoveTest(absltest.TestCase):
   def test_goes_towards_the_copy_as_far_as_the_rate_says(self):
-    """A distance is the centre less the copy."""
+    """A distance is the center less the copy."""
     one, two = tf.Variable([10.0, 20.0]), tf.Variable(5.0)
     distances = [tf.constant([-4.0, 8.0]), tf.constant(1.0)]
     sync_rounds.MoveToward(0.25).apply(distances, [one, two])
@@ -215,31 +215,31 @@ class MoveTest(absltest.TestCase):
 
 
 class ModelAverageTest(stores.TestCase):
-  def test_the_centre_and_all_copies_become_the_mean(self):
-    shared = Centre(self, _together(2))
+  def test_the_center_and_all_copies_become_the_mean(self):
+    shared = Center(self, _together(2))
     update, outcomes = shared.exchange_together(
       {0: [14.0, 20.0, 104.0], 1: [8.0, 0.0, 100.0]}
     )
     mean = [11.0, 10.0, 102.0]
-    _close(shared.centre(), mean)
+    _close(shared.center(), mean)
     for replica in range(2):
       _close(outcomes[replica].copy, mean)
       self.assertEqual(outcomes[replica].verdict, (True, 1))
-      self.assertIsNone(outcomes[replica].centre)
+      self.assertIsNone(outcomes[replica].center)
     self.assertEqual(update.num_examples, 2 * NUM_EXAMPLES)
     self.assertEqual(update.loss, 0.5)
     self.assertEqual(int(shared.store.examples_seen), 2 * NUM_EXAMPLES)
 
   def test_the_mean_is_over_the_replicas_that_took_part(self):
-    shared = Centre(self, _together(2, 3))
+    shared = Center(self, _together(2, 3))
     shared.exchange_together({0: [14.0, 20.0, 104.0], 2: [8.0, 0.0, 100.0]})
-    knew = shared.centre()
+    knew = shared.center()
     _close(knew, [11.0, 10.0, 102.0])
     # Afterwards the mean is that of the new copies.
     _, outcomes = shared.exchange_together(
       {0: [1.0, 2.0, 3.0], 2: [3.0, 4.0, 5.0]}, knew=knew, step=1
     )
-    _close(shared.centre(), [2.0, 3.0, 4.0])
+    _close(shared.center(), [2.0, 3.0, 4.0])
     self.assertEqual(outcomes[2].verdict, (True, 2))
 
 
@@ -248,7 +248,7 @@ class TogetherTest(stores.TestCase):
 
   NOW = [7.0, 8.0, 9.0]
 
-  def test_hands_over_how_far_the_centre_is_from_the_copy(self):
+  def test_hands_over_how_far_the_center_is_from_the_copy(self):
     """Statistics times the rate; the inner optimizer multiplies the rest."""
     for moving_rate in (None, 0.25):
       rule, _ = _exchange_answering(
@@ -264,25 +264,25 @@ class TogetherTest(stores.TestCase):
       self.assertEqual(rule.heard["preadmitted_tag"], "a tag")
 
   @parameterized.parameters(0, 1)
-  def test_an_averaged_copy_becomes_the_centre_even_if_refused(self, admitted):
-    _, outcome = _exchange_answering((admitted, 5, -1), centre_now=self.NOW)
+  def test_an_averaged_copy_becomes_the_center_even_if_refused(self, admitted):
+    _, outcome = _exchange_answering((admitted, 5, -1), center_now=self.NOW)
     _close(outcome.copy, self.NOW)
     self.assertEqual(outcome.verdict, (bool(admitted), 6))
 
-  def test_an_elastic_copy_moves_from_where_the_centre_was(self):
+  def test_an_elastic_copy_moves_from_where_the_center_was(self):
     _, outcome = _exchange_answering(
-      (1, 6, 77), moving_rate=0.25, centre_now=self.NOW
+      (1, 6, 77), moving_rate=0.25, center_now=self.NOW
     )
     _close(outcome.copy, [13.0, 14.0, 103.0])
-    _close(outcome.centre, self.NOW)
+    _close(outcome.center, self.NOW)
     self.assertEqual((outcome.verdict, outcome.tag), ((True, 6), 77))
 
   def test_an_elastic_copy_that_was_refused_is_not_moved(self):
     _, outcome = _exchange_answering(
-      (0, 5, -1), moving_rate=0.25, centre_now=self.NOW
+      (0, 5, -1), moving_rate=0.25, center_now=self.NOW
     )
     _close(outcome.copy, [14.0, 12.0, 104.0])
-    _close(outcome.centre, self.NOW)
+    _close(outcome.center, self.NOW)
     self.assertEqual(outcome.verdict, (False, 6))
 
   @parameterized.parameters(None, 0.25)
@@ -294,35 +294,35 @@ class TogetherTest(stores.TestCase):
 
 
 class ElasticTogetherTest(stores.TestCase):
-  def test_copies_move_a_quarter_and_the_centre_by_the_sum(self):
-    shared = Centre(self, _together(2, moving_rate=0.25))
+  def test_copies_move_a_quarter_and_the_center_by_the_sum(self):
+    shared = Center(self, _together(2, moving_rate=0.25))
     _, outcomes = shared.exchange_together(
       {0: [14.0, 20.0, 104.0], 1: [8.0, 0.0, 108.0]}
     )
     # Differences: 4, 0, 4 and -2, -20, 8.
-    centre = [10.5, 15.0, 103.0]
-    _close(shared.centre(), centre)
+    center = [10.5, 15.0, 103.0]
+    _close(shared.center(), center)
     _close(outcomes[0].copy, [13.0, 20.0, 103.0])
     _close(outcomes[1].copy, [8.5, 5.0, 106.0])
     for replica in range(2):
       self.assertEqual(outcomes[replica].verdict, (True, 1))
-      _close(outcomes[replica].centre, centre)
+      _close(outcomes[replica].center, center)
 
 
 class ElasticAloneTest(stores.TestCase):
   def test_one_after_the_other(self):
-    shared = Centre(self, _alone(2))
+    shared = Center(self, _alone(2))
     first = shared.exchange(0, [14.0, 20.0, 104.0])
-    _close(shared.centre(), [11.0, 20.0, 101.0])
+    _close(shared.center(), [11.0, 20.0, 101.0])
     _close(first.copy, [13.0, 20.0, 103.0])
-    _close(first.centre, [11.0, 20.0, 101.0])
+    _close(first.center, [11.0, 20.0, 101.0])
     self.assertEqual(first.verdict, (True, 1))
     self.assertEqual(first.tag, -1)  # Not admitted in advance.
-    # From the centre as it is now, not as the replica knew it.
+    # From the center as it is now, not as the replica knew it.
     second = shared.exchange(1, [7.0, 0.0, 97.0])
-    _close(shared.centre(), [10.0, 15.0, 100.0])
+    _close(shared.center(), [10.0, 15.0, 100.0])
     _close(second.copy, [8.0, 5.0, 98.0])
-    _close(second.centre, [10.0, 15.0, 100.0])
+    _close(second.center, [10.0, 15.0, 100.0])
     self.assertEqual(second.verdict, (True, 2))
     self.assertEqual(int(shared.store.examples_seen), 2 * NUM_EXAMPLES)
     counts = shared.rule.counts()
@@ -331,26 +331,26 @@ class ElasticAloneTest(stores.TestCase):
       shared.rule.apply_updates()[0].num_examples, 2 * NUM_EXAMPLES
     )
 
-  def test_the_centre_is_carried_only_where_a_force_needs_it(self):
-    for rho, needs_centre in ((0.0, False), (0.5, True)):
+  def test_the_center_is_carried_only_where_a_force_needs_it(self):
+    for rho, needs_center in ((0.0, False), (0.5, True)):
       self.new_cluster()
-      shared = Centre(self, _alone(1, rho=rho))
-      self.assertEqual(shared.sync_round.needs_centre, needs_centre)
+      shared = Center(self, _alone(1, rho=rho))
+      self.assertEqual(shared.sync_round.needs_center, needs_center)
       outcome = shared.exchange(0, [14.0, 20.0, 104.0])
-      self.assertEqual(outcome.centre is not None, needs_centre)
+      self.assertEqual(outcome.center is not None, needs_center)
       _close(outcome.copy, [13.0, 20.0, 103.0])
 
   def test_statistics_may_follow_replica_0_alone(self):
-    shared = Centre(self, _alone(2, has_chief_statistics=True))
+    shared = Center(self, _alone(2, has_chief_statistics=True))
     other = shared.exchange(1, [10.0, 20.0, 104.0])
-    _close(shared.centre(), CENTRE)
-    # The copy moves towards the centre nevertheless.
+    _close(shared.center(), CENTER)
+    # The copy moves toward the center nevertheless.
     _close(other.copy, [10.0, 20.0, 103.0])
     shared.exchange(0, [10.0, 20.0, 104.0], step=1)
-    _close(shared.centre(), [10.0, 20.0, 101.0])
+    _close(shared.center(), [10.0, 20.0, 101.0])
 
-  def test_what_is_not_finite_does_not_reach_the_centre(self):
-    shared = Centre(self, _alone(2))
+  def test_what_is_not_finite_does_not_reach_the_center(self):
+    shared = Center(self, _alone(2))
     for copy, loss in (
       ([14.0, 20.0, 104.0], NAN),
       ([14.0, 20.0, 104.0], -INF),
@@ -359,7 +359,7 @@ class ElasticAloneTest(stores.TestCase):
     ):
       with self.subTest(copy=copy, loss=loss):
         outcome = shared.exchange(1, copy, loss=loss)
-        _close(shared.centre(), CENTRE)
+        _close(shared.center(), CENTER)
         if np.isfinite(copy).all():
           _close(outcome.copy, copy)
         self.assertEqual(outcome.verdict, (False, 0))
@@ -369,12 +369,12 @@ class ElasticAloneTest(stores.TestCase):
         self.assertEqual(caught.exception.replica, 1)
 
   def test_after_the_end_nothing_moves(self):
-    shared = Centre(self, _alone(1))
+    shared = Center(self, _alone(1))
     shared.rule.end_replicas()
     outcome = shared.exchange(0, [14.0, 20.0, 104.0])
     self.assertEqual(outcome.verdict, (False, step_token.ENDED))
     _close(outcome.copy, [14.0, 20.0, 104.0])
-    _close(shared.centre(), CENTRE)
+    _close(shared.center(), CENTER)
     self.assertEqual(shared.step(), 0)
     self.assertEqual(shared.rule.counts()[0].applied, 0)
 
@@ -382,23 +382,23 @@ class ElasticAloneTest(stores.TestCase):
 class AccumulatedTest(stores.TestCase):
   def test_the_mean_gradient_is_applied_once(self):
     """Rate 0.5, a period of 4: an eighth of the sum."""
-    shared = Centre(self, _accumulated(2))
+    shared = Center(self, _accumulated(2))
     totals = _tensors([16.0, -8.0, 6.0])
     outcome = shared.exchange(0, [1.0, 2.0, 3.0], totals=totals)
     # The statistic goes half of its way, for there are two replicas.
-    centre = [8.0, 21.0, 97.0]
-    _close(shared.centre(), centre)
+    center = [8.0, 21.0, 97.0]
+    _close(shared.center(), center)
     self.assertEqual(outcome.verdict, (True, 1))
-    _close(outcome.copy, centre)
-    self.assertIsNone(outcome.centre)
+    _close(outcome.copy, center)
+    self.assertIsNone(outcome.center)
     self.assertEqual(shared.step(), 1)
     self.assertEqual(int(shared.store.examples_seen), NUM_EXAMPLES)
     self.assertEqual([c.applied for c in shared.rule.counts()], [1, 0])
     shared.exchange(0, totals=totals, step=1)
-    _close(shared.centre(), [6.0, 22.0, 94.0])
+    _close(shared.center(), [6.0, 22.0, 94.0])
 
-  def test_goes_on_from_what_others_made_of_the_centre(self):
-    shared = Centre(self, _accumulated(2))
+  def test_goes_on_from_what_others_made_of_the_center(self):
+    shared = Center(self, _accumulated(2))
     shared.exchange(0, totals=_tensors([16.0, 0.0, 0.0]))
     outcome = shared.exchange(1, totals=_tensors([0.0, 16.0, 0.0]))
     _close(outcome.copy, [8.0, 18.0, 100.0])
@@ -406,29 +406,29 @@ class AccumulatedTest(stores.TestCase):
     # It was of step 0, one update ago.
     self.assertEqual(shared.rule.counts()[1].staleness, (0, 1))
 
-  def test_the_optimizer_of_the_centre_keeps_its_slots(self):
+  def test_the_optimizer_of_the_center_keeps_its_slots(self):
     """By 2, then by half of that and 2."""
-    shared = Centre(self, _accumulated(1, optimizer=SGD(0.5, momentum=0.5)))
+    shared = Center(self, _accumulated(1, optimizer=SGD(0.5, momentum=0.5)))
     for step, expected in enumerate([8.0, 5.0]):
       shared.exchange(0, totals=_tensors([16.0, 0.0, 0.0]), step=step)
-      _close(shared.centre()[0], expected)
+      _close(shared.center()[0], expected)
 
   def test_a_variable_without_gradient_is_left_alone(self):
     """Weight decay would move it."""
-    shared = Centre(self, _accumulated(1, optimizer=SGD(0.5, weight_decay=0.1)))
+    shared = Center(self, _accumulated(1, optimizer=SGD(0.5, weight_decay=0.1)))
     outcome = shared.exchange(0, totals=[None, tf.constant(5.0)])
-    _close(shared.centre(), [10.0, 20.0, 95.0])
+    _close(shared.center(), [10.0, 20.0, 95.0])
     self.assertEqual(outcome.verdict, (True, 1))
 
   def test_statistics_may_follow_replica_0_alone(self):
-    shared = Centre(self, _accumulated(2, has_chief_statistics=True))
+    shared = Center(self, _accumulated(2, has_chief_statistics=True))
     shared.exchange(1, totals=_tensors([0.0, 0.0, 6.0]))
-    _close(shared.centre(), CENTRE)
+    _close(shared.center(), CENTER)
     shared.exchange(0, totals=_tensors([0.0, 0.0, 6.0]), step=1)
-    _close(shared.centre(), [10.0, 20.0, 94.0])
+    _close(shared.center(), [10.0, 20.0, 94.0])
 
-  def test_what_is_not_finite_does_not_reach_the_centre(self):
-    shared = Centre(self, _accumulated(2))
+  def test_what_is_not_finite_does_not_reach_the_center(self):
+    shared = Center(self, _accumulated(2))
     for totals, loss in (
       ([1.0, 1.0, 1.0], NAN),
       ([1.0, NAN, 1.0], 0.5),
@@ -437,17 +437,17 @@ class AccumulatedTest(stores.TestCase):
       with self.subTest(totals=totals, loss=loss):
         outcome = shared.exchange(1, totals=_tensors(totals), loss=loss)
         self.assertEqual(outcome.verdict, (False, 0))
-        _close(shared.centre(), CENTRE)
+        _close(shared.center(), CENTER)
         with self.assertRaises(results.NonFiniteGradientError) as caught:
           shared.rule.apply_updates()[0]
         self.assertEqual(caught.exception.replica, 1)
 
   def test_after_the_end_nothing_moves(self):
-    shared = Centre(self, _accumulated(1))
+    shared = Center(self, _accumulated(1))
     shared.rule.end_replicas()
     outcome = shared.exchange(0, totals=_tensors([16.0, 16.0, 16.0]))
     self.assertEqual(outcome.verdict, (False, step_token.ENDED))
-    _close(shared.centre(), CENTRE)
+    _close(shared.center(), CENTER)
     self.assertEqual(shared.step(), 0)
 
 
@@ -456,13 +456,13 @@ class PullBackTest(stores.TestCase):
     ("together", lambda rho: _together(2, moving_rate=0.25, rho=rho)),
     ("alone", lambda rho: _alone(2, rho=rho)),
   )
-  def test_a_copy_descends_towards_the_centre_that_it_knows(self, make):
+  def test_a_copy_descends_towards_the_center_that_it_knows(self, make):
     sync_round = make(0.5)
     state = sync_rounds.State(
       [tf.constant(0.0)] * 2, [tf.constant(10.0), tf.constant(20.0)], []
     )
     pull_back = sync_round.pull_back(state)
-    # Gradients: what is above the centre goes down, what is below goes up.
+    # Gradients: what is above the center goes down, what is below goes up.
     self.assertEqual(float(pull_back(tf.constant(14.0), 0)), 2.0)
     self.assertEqual(float(pull_back(tf.constant(14.0), 1)), -3.0)
 
@@ -484,9 +484,9 @@ class KindTest(stores.TestCase):
     ("alone", lambda: _alone(2), True, False),
     ("accumulated", lambda: _accumulated(2), False, True),
   )
-  def test_what_a_kind_needs(self, make, needs_centre, needs_totals):
+  def test_what_a_kind_needs(self, make, needs_center, needs_totals):
     sync_round = make()
-    self.assertEqual(sync_round.needs_centre, needs_centre)
+    self.assertEqual(sync_round.needs_center, needs_center)
     self.assertEqual(sync_round.needs_totals, needs_totals)
 
   @parameterized.named_parameters(

@@ -22,7 +22,7 @@ from tf_replicas.rules.sync import gradient_queues
 from tf_replicas.rules.sync import ledger
 from tf_replicas.runtime import resources
 
-COMPUTING, WAITING, ADMITTED, DELIVERED, LOST = map(int, protocol.Status)
+COMPUTING, WAITING, ADMITTED, DELIVERED, LOST, _ = map(int, protocol.Status)
 KIND = protocol.MessageType
 ENDED = step_token.ENDED
 NAN, INF = float("nan"), float("inf")
@@ -239,7 +239,7 @@ _options = {"disable_meta_optimizer": False}
 
 
 def setUpModule():
-  """To optimise the functions takes longer than to run them."""
+  """To optimize the functions takes longer than to run them."""
   _options.update(tf.config.optimizer.get_experimental_options())
   off = {"disable_meta_optimizer": True}
   tf.config.optimizer.set_experimental_options({**_options, **off})

@@ -8,7 +8,10 @@ from absl.testing import parameterized
 from tests.support import stores
 from tf_replicas.rules.sync import gradient_queues
 from tf_replicas.runtime import packing
+from tf_replicas.runtime import resources
 from tf_replicas.store import gradient_math
+from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
 
 SHAPES = {"table": (5, 2), "kernel": (2, 4), "bias": (4,), "scale": ()}
 IS_SPARSE = [True, False, False, False]
@@ -196,6 +199,31 @@ class GradientQueuesTest(stores.TestCase):
       put(tf.constant(replica, tf.int64))
     totals = self._take(queues, [(0, 1), (1, 1), (2, 1)])
     np.testing.assert_array_equal(totals[2], [12] * 4)
+
+  @parameterized.parameters(0, 1)
+  def test_scalars_are_sent_with_the_gradients(self, task):
+    """PS task 0 gets them, too, if it has no shard."""
+    self.store = parameter_store.ParameterStore(
+      [stores.spec("kernel", (2, 4))],
+      [[placement.Shard("kernel", 0, 1, task, 0, 0, 2, (2, 4), "float32")]],
+      num_tasks=2,
+      device_of_task=stores.device,
+      namespace=stores.namespace(),
+    )
+    queues = gradient_queues.GradientQueues(self.store, 2, [False])
+
+    @tf.function(autograph=False)
+    def put():
+      tag = tf.constant(7, tf.int64)
+      scalars = resources.Scalars(1, tag, tf.constant(False), tf.constant(0.5))
+      packed = queues.pack([tf.ones([2, 4])], scalars)
+      arrived, landed = queues.put_with_scalars(packed, scalars)
+      with tf.control_dependencies(arrived):
+        return [tf.identity(scalar) for scalar in landed]
+
+    self.assertEqual([x.numpy() for x in put()], [1, 7, False, 0.5])
+    (total,) = self._take(queues, [(1, 7)])
+    np.testing.assert_array_equal(total, np.ones([2, 4]))
 
   def test_two_clients_share_the_queues(self):
     ours = self._queues()

@@ -13,19 +13,21 @@ from hypothesis import strategies as st
 from tf_replicas.rules import protocol
 from tf_replicas.rules.sync import ledger
 
-COMPUTING, WAITING, ADMITTED, DELIVERED, LOST = protocol.Status
+COMPUTING, WAITING, ADMITTED, DELIVERED, LOST, SKIPPED = protocol.Status
 NONE, ADMIT, RELEASE, CONTINUE, VOID = protocol.Verdict
 OFFER = protocol.MessageType.OFFER
 MAX_LATE = protocol.MAX_LATE
 
 
 @functools.cache
-def _functions():
+def _functions(can_expire):
   """Traced once per number of replicas and places: eager ops are slow."""
+  record = functools.partial(ledger.record, can_expire=can_expire)
+  finish = functools.partial(ledger.finish, can_expire=can_expire)
   return (
-    tf.function(ledger.record, autograph=False),
+    tf.function(record, autograph=False),
     tf.function(ledger.settle, autograph=False),
-    tf.function(ledger.finish, autograph=False),
+    tf.function(finish, autograph=False),
   )
 
 
@@ -46,8 +48,8 @@ class Desk:
     replies: (replica, tag, verdict) of every reply, in order.
   """
 
-  def __init__(self, num_replicas, num_places, step=0):
-    self.record, self.settle, self.end = _functions()
+  def __init__(self, num_replicas, num_places, step=0, *, can_expire=False):
+    self.record, self.settle, self.end = _functions(can_expire)
     self.state = ledger.Ledger(
       *map(tf.constant, ledger.new_ledger(num_replicas, num_places))
     )
@@ -109,7 +111,7 @@ class Desk:
 
 def _counts(applied=0, surplus=0, **late):
   """A row of counts; `late_3=1`: one that was three steps late."""
-  row = [applied, surplus] + [0] * MAX_LATE
+  row = [applied, surplus] + [0] * MAX_LATE + [0]  # None was missed.
   for name, count in late.items():
     row[1 + int(name.removeprefix("late_"))] = count
   return row
@@ -436,6 +438,102 @@ class MorePlacesTest(absltest.TestCase):
     self.assertEqual(desk.lose(2, 20), [(2, 20, VOID)])
     self.assertEqual(desk.offer(2, 30), [(2, 30, ADMIT)])
     self.assertEqual(desk.status, [ADMITTED, LOST, ADMITTED])
+
+
+class DeadlineTest(parameterized.TestCase):
+  """Steps that exceed their deadline."""
+
+  def _is_complete(self, desk, least):
+    return bool(ledger.is_complete(desk.state, least))
+
+  def _expire(self, desk, step=None):
+    step = desk.step if step is None else step
+    return desk.say(protocol.MessageType.EXPIRED, -1, step=step)
+
+  def test_a_step_goes_on_with_what_has_arrived(self):
+    desk = Desk(3, 3, can_expire=True)
+    for replica in range(3):
+      desk.offer(replica, 10)
+    desk.deliver(0, 10, examples=4, loss=1.0)
+    desk.deliver(2, 10, examples=4, loss=2.0)
+    self.assertFalse(self._is_complete(desk, 2))
+    self.assertEqual(self._expire(desk), [(1, 10, VOID)])
+    self.assertTrue(self._is_complete(desk, 2))
+    self.assertEqual(desk.accepted, [(0, 10), (2, 10)])
+    desk.finish()
+    self.assertEqual(desk.status, [ADMITTED, SKIPPED, ADMITTED])
+    missed = [row[ledger.MISSED] for row in desk.counts]
+    self.assertEqual(missed, [0, 1, 0])
+    # The gradient comes too late. The next step does not wait for the replica.
+    self.assertEqual(desk.deliver(1, 10), [])
+    desk.deliver(0, 11)
+    desk.deliver(2, 11)
+    self.assertTrue(self._is_complete(desk, 2))
+    desk.finish()
+    self.assertEqual([row[ledger.MISSED] for row in desk.counts], [0, 2, 0])
+    self.assertEqual(desk.counts[1][:2], [0, 1])  # Refused: one surplus.
+
+  def test_a_step_waits_for_a_replica_that_came_back(self):
+    desk = Desk(2, 2, can_expire=True)
+    desk.offer(0, 10)
+    desk.offer(1, 10)
+    desk.deliver(0, 10)
+    self._expire(desk)
+    desk.finish()
+    self.assertEqual(desk.offer(1, 20), [(1, 20, ADMIT)])
+    desk.deliver(0, 11)
+    self.assertFalse(self._is_complete(desk, 1))
+    desk.deliver(1, 20)
+    self.assertTrue(self._is_complete(desk, 1))
+    desk.finish()
+    self.assertEqual([row[ledger.MISSED] for row in desk.counts], [0, 1])
+
+  def test_later_steps_need_the_minimum(self):
+    desk = Desk(3, 3, can_expire=True)
+    for replica in range(3):
+      desk.offer(replica, 10)
+    desk.deliver(0, 10)
+    desk.deliver(1, 10)
+    self._expire(desk)
+    desk.finish()
+    self.assertFalse(self._is_complete(desk, 2))
+    desk.deliver(0, 11)
+    self.assertFalse(self._is_complete(desk, 2))
+    self._expire(desk)  # Too few: replica 1 is skipped, and yet needed.
+    self.assertFalse(self._is_complete(desk, 2))
+    desk.offer(1, 20)
+    desk.deliver(1, 20)
+    self.assertTrue(self._is_complete(desk, 2))
+
+  def test_the_deadline_of_an_earlier_step(self):
+    desk = Desk(2, 2, step=5, can_expire=True)
+    desk.offer(0, 10)
+    desk.offer(1, 10)
+    desk.deliver(0, 10)
+    self.assertEqual(self._expire(desk, step=4), [])
+    self.assertEqual(desk.status, [DELIVERED, ADMITTED])
+    self.assertFalse(self._is_complete(desk, 1))
+
+  def test_a_backup_replica_takes_the_place(self):
+    desk = Desk(3, 2, can_expire=True)
+    for replica in range(3):
+      desk.offer(replica, 10)
+    desk.deliver(0, 10)
+    self.assertEqual(self._expire(desk), [(1, 10, VOID), (2, 10, ADMIT)])
+    self.assertFalse(self._is_complete(desk, 1))  # Its gradient is on its way.
+    desk.deliver(2, 10)
+    self.assertTrue(self._is_complete(desk, 1))
+
+  def test_others_contribute_more_batches(self):
+    desk = Desk(2, 3, can_expire=True)
+    desk.offer(0, 10)
+    desk.offer(1, 10)
+    desk.deliver(0, 10)
+    desk.deliver(0, 11)
+    self.assertEqual(self._expire(desk), [(1, 10, VOID), (0, 11, CONTINUE)])
+    self.assertFalse(self._is_complete(desk, 2))
+    desk.deliver(0, 12)
+    self.assertTrue(self._is_complete(desk, 2))
 
 
 @dataclasses.dataclass

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from tests.support import background
 from tests.support import stores
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import results
@@ -145,6 +146,86 @@ def _constant(*gradients):
     return [tf.fill([2], tf.constant(value))], tf.abs(value), 10 * (replica + 1)
 
   return compute
+
+
+class DeadlineTest(stores.TestCase):
+  """The update of a step that has exceeded its deadline."""
+
+  def _train(self, **more):
+    """Replica 1 computes nothing until the test lets it go on."""
+    gate = threading.Event()
+    self.addCleanup(gate.set)
+
+    def wait(number):
+      if number >= 1:
+        gate.wait(60)
+      return number
+
+    def compute(replica, step, parameters, number):
+      del step, parameters
+      value = tf.constant(float(replica + 1))
+      if replica == 1:
+        number = tf.py_function(wait, [number], tf.int32)
+        with tf.control_dependencies([number]):
+          value = tf.identity(value)
+      return [tf.fill([2], value)], value, 10
+
+    optimizer = sync_replicas.SyncReplicasOptimizer(
+      SGD(1.0), 3, step_timeout_secs=60, **more
+    )
+    training = Training(optimizer, compute, values=ONE, is_sparse=[False])
+    training.start()
+    self.addCleanup(training.stop)
+    return training, gate
+
+  def _expire(self, training, received):
+    waiting.await_value(
+      lambda: training.optimizer.status().received == received,
+      timeout_secs=60,
+      what="the other contributions",
+      poll_secs=0.01,
+    )
+    training.optimizer.expire(int(training.store.read_global_step()))
+
+  def test_the_mean_is_over_those_that_came(self):
+    training, gate = self._train(min_contributions=2)
+    (first,) = training.steps(1)
+    self.assertEqual((first.loss, first.num_examples), (2.0, 30))
+    late = background.Call(lambda: training.steps(1)[0])
+    self._expire(training, 2)
+    update = late.result()
+    self.assertEqual((update.loss, update.num_examples), (2.0, 20))
+    # No update waits for replica 1 any more.
+    self.assertEqual(training.steps(1)[0].num_examples, 20)
+    np.testing.assert_allclose(training.values()["w"], [-6.0, -6.0])
+    counts = training.optimizer.counts()
+    self.assertEqual([c.missed for c in counts], [0, 2, 0])
+    self.assertEqual([c.applied for c in counts], [3, 1, 3])
+    # It comes back, and updates are made from three contributions again.
+    gate.set()
+    waiting.await_value(
+      lambda: training.steps(1)[0].num_examples == 30,
+      timeout_secs=60,
+      what="the third contribution",
+    )
+    self.assertEqual(training.optimizer.counts()[1].applied, 2)
+
+  def test_one_is_not_enough_if_two_are_needed(self):
+    for settings in ({}, {"min_contributions": 3}):
+      optimizer = sync_replicas.SyncReplicasOptimizer(
+        SGD(1.0), 3, step_timeout_secs=1.0, **settings
+      )
+      self.assertEqual(optimizer.min_contributions, 3)
+
+  def test_refuses(self):
+    for settings, words in (
+      ({"min_contributions": 2}, "needs `step_timeout_secs`"),
+      ({"min_contributions": 4, "step_timeout_secs": 1}, "must be at most"),
+      ({"min_contributions": 0, "step_timeout_secs": 1}, "at least 1"),
+      ({"step_timeout_secs": 0}, "must be positive"),
+    ):
+      with self.assertRaisesRegex(ValueError, words):
+        sync_replicas.SyncReplicasOptimizer(SGD(1.0), 3, **settings)
 
 
 class ConstructorTest(stores.TestCase):

@@ -7,7 +7,9 @@ that `stop_at` allows has begun.
 """
 
 import functools
+import time
 from collections.abc import Callable
+from typing import Any
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +25,15 @@ from tf_replicas.store import parameter_store
 
 # The state of a replica: it applies no gradients at present, is applying
 # gradients, or is lost.
-_IDLE, _OPEN, _LOST = 0, 1, -1
+IDLE, OPEN, LOST = 0, 1, -1
 # A replica that fails is declared lost much sooner.
 _PATIENCE_SECS = 600.0
 # Gradients of at least this staleness are counted together.
 MAX_STALENESS = 255
 _NO_LIMIT = 1 << 60
+# The chief reports updates together that are made within this time. Reading
+# each of them alone costs it, and PS task 0, as much as a small model's step.
+_REPORT_SECS = 0.03
 
 
 class Admission(NamedTuple):
@@ -120,6 +125,7 @@ class AsyncAdmission:
     self._num_replicas = num_replicas
     self._admits = admits
     self._was_woken = False
+    self._next_report = 0.0
     self._device = store.device_of_task(0)
     with tf.device(self._device):
       self._lock = namespace.mutex("async/lock")
@@ -191,13 +197,24 @@ class AsyncAdmission:
         return ask()
 
     with tf.device(self._device):
-      decision = tf.while_loop(
-        lambda *fields: Admission(*fields).must_wait, ask_again, ask()
+      first = Admission(*ask())
+      # A loop costs many ops even if its body never runs: enter it rarely.
+      decision = tf.cond(
+        first.must_wait,
+        lambda: tf.while_loop(
+          lambda *fields: Admission(*fields).must_wait, ask_again, list(first)
+        ),
+        lambda: [tf.identity(field) for field in first],
       )
       return Admission(*decision)
 
   def finish(
-    self, replica, staleness, loss, num_examples, is_update=True
+    self,
+    replica,
+    staleness,
+    loss,
+    num_examples,
+    is_update: tf.Tensor | bool = True,
   ) -> tf.Tensor:
     """Counts one set of gradients that was applied, and tells the chief.
 
@@ -225,7 +242,7 @@ class AsyncAdmission:
     """
 
     def close():
-      self._set_state(self._is_this(replica), tf.constant(_LOST))
+      self._set_state(replica, LOST)
       return [control_flow.done(self._retry())]
 
     with tf.device(self._device):
@@ -236,20 +253,11 @@ class AsyncAdmission:
 
     `Counts.late` counts the sets that were dropped as too stale.
     """
-    rows = zip(self.applied.numpy(), self.dropped.numpy(), strict=True)
-    return [
-      results.Counts(
-        applied=int(applied.sum()),
-        surplus=0,
-        late=tuple(map(int, dropped[1:])),
-        staleness=tuple(map(int, np.trim_zeros(applied, "b"))),
-      )
-      for applied, dropped in rows
-    ]
+    return counts_of(self.applied.numpy(), self.dropped.numpy())
 
   def is_lost(self) -> tf.Tensor:
     """Reads whether each of the M replicas was declared lost, as bool [M]."""
-    return self._state.read_value() == _LOST
+    return self._state.read_value() == LOST
 
   def end(self) -> None:
     """Refuses all gradients from now on, also those of waiting replicas.
@@ -278,7 +286,7 @@ class AsyncAdmission:
       TimeoutError: After 600 s.
     """
     waiting.await_value(
-      lambda: not tf.reduce_any(self._state.read_value() == _OPEN),
+      lambda: not tf.reduce_any(self._state.read_value() == OPEN),
       timeout_secs=_PATIENCE_SECS,
       what="waiting for the last asynchronous update",
     )
@@ -304,6 +312,8 @@ class AsyncAdmission:
   def collect(self, rate: Callable[[int], float]) -> results.Update:
     """Waits for an update, and reports all updates since the last call as one.
 
+    It returns at most once per `_REPORT_SECS`.
+
     Args:
       rate: Maps a global step to the learning rate at that step. The report has
         the rate of the last update.
@@ -316,7 +326,9 @@ class AsyncAdmission:
       Interrupted: If `wake` was called, once all earlier updates are reported.
       tf.errors.OutOfRangeError: After `close`.
     """
+    time.sleep(max(0.0, self._next_report - time.monotonic()))
     update = None if self._was_woken else self._take(rate)
+    self._next_report = time.monotonic() + _REPORT_SECS
     if update is None:
       self._was_woken = False
       raise results.Interrupted("interrupted")
@@ -408,32 +420,41 @@ class AsyncAdmission:
 
     `admit` documents the arguments and the result.
     """
-    this = self._is_this(replica)
     # A restarted replica may still be marked as applying: leave it out here. In
     # the decisions on other replicas it counts.
-    state = self._state.read_value()
-    is_open = ~this & (state == _OPEN)
-    ahead = self.pending.read_value() + tf.math.count_nonzero(is_open)
+    others = tf.range(self._num_replicas, dtype=tf.int64) != tf.cast(
+      replica, tf.int64
+    )
+    is_open = others & (self._state.read_value() == OPEN)
+    ahead = tf.math.count_nonzero(is_open)
     step = self._store.read_global_step()
-    version = step + ahead // self._per_update
+    if self._per_update == 1:
+      version = step + ahead
+    else:
+      ahead += self.pending.read_value()
+      version = step + ahead // self._per_update
     staleness = tf.maximum(version - local_step, 0)
     ended = self._has_ended.read_value()
     has_room = version < self._limit.read_value()
-    is_fresh = tf.constant(True)
+    is_good = is_sound & tf.logical_not(ended)
     if self._admits is not None:
       is_fresh = self._admits(staleness)
-    is_good = is_fresh & is_sound & ~ended
+      is_stale = is_good & tf.logical_not(is_fresh)
+      _count(self.dropped, replica, staleness, is_stale)
+      is_good &= is_fresh
     admitted = is_good & has_room
-    self._set_state(this, tf.where(admitted, _OPEN, _IDLE))
-    row = tf.cast(replica, tf.int64)
-    row = tf.where(is_sound & ~ended & ~is_fresh, row, -tf.ones_like(row))
-    _count(self.dropped, row, staleness)
-    # Let the next waiting replica ask again, so that it ends too.
-    control_flow.run_if(ended, self._retry)
-    control_flow.run_if(
-      ~is_sound,
-      lambda: self._send(protocol.MessageType.NONFINITE, replica, local_step),
-    )
+    self._set_state(replica, tf.where(admitted, OPEN, IDLE))
+
+    def tell():
+      # Let the next waiting replica ask again, so that it ends too.
+      has_retried = control_flow.run_if(ended, self._retry)
+      has_told = control_flow.run_if(
+        ~is_sound,
+        lambda: self._send(protocol.MessageType.NONFINITE, replica, local_step),
+      )
+      return [has_retried, has_told]
+
+    control_flow.run_if(ended | ~is_sound, tell)
     return Admission(admitted, version, staleness, ended, is_good & ~has_room)
 
   def _finish(
@@ -446,7 +467,7 @@ class AsyncAdmission:
     Returns:
       A list of one int64 scalar, the global step afterwards.
     """
-    self._set_state(self._is_this(replica), tf.constant(_IDLE))
+    self._set_state(replica, IDLE)
     _count(self.applied, replica, staleness)
     num_examples = tf.cast(num_examples, tf.int64)
     self._store.examples_seen.assign_add(num_examples)
@@ -461,17 +482,17 @@ class AsyncAdmission:
     with tf.control_dependencies([sent]):
       return [tf.identity(step)]
 
-  def _set_state(self, this: tf.Tensor, state: tf.Tensor) -> None:
-    states = self._state.read_value()
-    states = tf.where(this, tf.cast(state, tf.int64), states)
-    self._state.assign(states)
+  def _set_state(
+    self, replica: int | tf.Tensor, state: int | tf.Tensor
+  ) -> None:
+    """Sets the state of one replica: `IDLE`, `OPEN` or `LOST`."""
+    self._state.scatter_update(
+      tf.IndexedSlices(tf.cast(state, tf.int64), tf.cast(replica, tf.int64))
+    )
 
   def _retry(self) -> tf.Operation | None:
     """Makes one of the waiting replicas ask for admission once more."""
     return self._retries.enqueue([tf.constant(True)])
-
-  def _is_this(self, replica: int | tf.Tensor) -> tf.Tensor:
-    return tf.range(self._num_replicas, dtype=tf.int64) == replica
 
   def _send(self, kind: protocol.MessageType, *fields) -> tf.Operation | None:
     """Sends a message about the progress of asynchronous updates to the chief.
@@ -485,15 +506,38 @@ class AsyncAdmission:
       return self._progress.enqueue([_LAYOUT.pack(message)])
 
 
-def _count(table: tf.Variable, row: int | tf.Tensor, column: tf.Tensor) -> None:
+def counts_of(applied: np.ndarray, dropped: np.ndarray) -> list[results.Counts]:
+  """Returns how many sets of gradients of each replica were used or dropped.
+
+  Args:
+    applied: The value of `AsyncAdmission.applied`.
+    dropped: The value of `AsyncAdmission.dropped`.
+  """
+  return [
+    results.Counts(
+      applied=int(row.sum()),
+      surplus=0,
+      late=tuple(map(int, late[1:])),
+      staleness=tuple(map(int, np.trim_zeros(row, "b"))),
+    )
+    for row, late in zip(applied, dropped, strict=True)
+  ]
+
+
+def _count(
+  table: Any,
+  row: int | tf.Tensor,
+  column: tf.Tensor,
+  condition: bool | tf.Tensor = True,
+) -> None:
   """Adds 1 to an element of `table`, a variable that holds counts.
 
   Args:
     table: int64 [rows, columns].
-    row: Scalar, the row; -1 adds nothing.
+    row: Scalar, the row.
     column: int64 scalar, the column; a larger number means the last one.
+    condition: bool scalar; False adds nothing.
   """
-  rows, columns = table.shape
-  row = tf.one_hot(row, rows, dtype=tf.int64)
-  column = tf.one_hot(tf.minimum(column, columns - 1), columns, dtype=tf.int64)
-  table.assign_add(row[:, None] * column[None, :])
+  column = tf.minimum(column, table.shape[1] - 1)
+  place = tf.stack([tf.cast(row, tf.int64), column])
+  table.scatter_nd_add([place], [tf.cast(condition, tf.int64)])

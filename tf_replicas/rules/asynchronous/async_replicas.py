@@ -5,10 +5,10 @@ staleness are also counted exactly. `AsyncReplicasOptimizer` documents the
 protocol.
 """
 
-import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -356,22 +356,34 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     gradients = self.weigh_statistics(gradients, weight)
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_math.all_finite(gradients, self.wire_dtype)
-    replica, local_step, is_sound, loss, num_examples = (
-      resources.transfer_scalars(
-        self._device, replica, local_step, is_sound, loss, num_examples
-      )
-    )
+    scalars = replica, local_step, is_sound, loss, num_examples
+    parts = None
+    landed: Sequence[Any]
+    if self.policy.admits is None and self.policy.max_lead != 0:
+      # No policy can refuse: send the gradients without waiting for an answer.
+      joined = resources.Scalars(*scalars)
+      parcels = self._own_update.pack(gradients, joined)
+      parts, vector = self._own_update.send(parcels)
+      with tf.device(self._device):
+        landed = joined.split(vector)
+    else:
+      parcels = self._own_update.pack(gradients)
+      landed = resources.transfer_scalars(self._device, *scalars)
+    replica, local_step, is_sound, loss, num_examples = landed
     # Wait for the gradient before any clock or lock.
     with tf.control_dependencies([is_sound]):
       clock = self._clocks.next_clock(replica)
       passed = self._clocks.before(replica, clock)
     with tf.control_dependencies([passed]):
       admission = self.admission.admit(replica, local_step, is_sound)
-    finish = functools.partial(
-      self.admission.finish, replica, admission.staleness, loss, num_examples
-    )
+
+    def finish(is_update: tf.Tensor | bool) -> tf.Tensor:
+      return self.admission.finish(
+        replica, admission.staleness, loss, num_examples, is_update
+      )
+
     step, *times = self._apply_if_admitted(
-      gradients, replica, admission, finish
+      parcels, parts, replica, admission, finish
     )
     with tf.device(self._device):
       with tf.control_dependencies([step]):
@@ -386,7 +398,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
   def _apply_if_admitted(
     self,
-    gradients: Sequence[rule_base.Gradient],
+    parcels: Sequence[own_update.TaskGradients],
+    parts: list[list[rule_base.Gradient]] | None,
     replica: int | tf.Tensor,
     admission: async_admission.Admission,
     finish: Callable[[tf.Tensor | bool], tf.Tensor],
@@ -394,8 +407,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     """Sends and applies the gradients, if they are admitted.
 
     Args:
-      gradients: One per element of `store.contributed` (the trainable
-        variables, then the variables without gradients).
+      parcels: The packed gradients, by PS task.
+      parts: The gradients on the PS tasks, if they were sent already.
       replica: The index of the replica that computed the gradients.
       admission: The decision on the gradients.
       finish: Counts the gradients, and returns the new global step. It is
@@ -405,15 +418,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       The global step to continue from, or `step_token.ENDED`; and, in seconds
       since 1970, when the gradients were admitted, delivered and applied.
     """
-    parcels, parts = self._own_update.pack(gradients), None
-    if self.policy.admits is None and self.policy.max_lead != 0:
-      # No policy can refuse: send the gradients without waiting for an answer.
-      parts = self._own_update.send(parcels)
 
     def apply():
       return self._own_update(
         replica,
-        parts or self._own_update.send(parcels),
+        parts or self._own_update.send(parcels)[0],
         admission.version,
         admission.staleness,
         self.admission.pending,

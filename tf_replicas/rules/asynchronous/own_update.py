@@ -23,7 +23,7 @@ from tf_replicas.store import applier
 from tf_replicas.store import parameter_store
 
 
-class _TaskGradients(NamedTuple):
+class TaskGradients(NamedTuple):
   """One replica's gradients for one PS task, ready to be sent.
 
   A shard is a part of a variable, or all of it, on the task.
@@ -33,7 +33,7 @@ class _TaskGradients(NamedTuple):
     dense: The positions of the dense gradients among the task's shards.
     sparse: The positions of the sparse gradients.
     bundle: The packed dense gradients, then the values and the indices of each
-      sparse gradient.
+      sparse gradient; for PS task 0 then the scalars, if some are sent along.
   """
 
   parcel: packing.Parcel
@@ -181,7 +181,7 @@ class OwnUpdate:
 
     Args:
       replica: The index of the replica that computed the gradients.
-      parts: The gradients on the PS tasks, the result of `send`.
+      parts: The gradients on the PS tasks, as `send` returns them.
       version: int64 scalar, the number of updates before this one.
       staleness: int64 scalar, the number of updates since the replica read the
         variables.
@@ -368,14 +368,18 @@ class OwnUpdate:
     ]
 
   def pack(
-    self, gradients: Sequence[parameter_store.Gradient]
-  ) -> list[_TaskGradients]:
+    self,
+    gradients: Sequence[parameter_store.Gradient],
+    scalars: resources.Scalars | None = None,
+  ) -> list[TaskGradients]:
     """Packs a replica's gradients for sending; inside a `tf.function`.
 
     Args:
       gradients: One per element of the store's `contributed` (the trainable
         variables, then the variables without gradients), each of a whole
         variable's shape, or None.
+      scalars: Scalars that are sent to PS task 0 along with the gradients,
+        which saves a message. None: there are none.
 
     Returns:
       For each PS task, the packed gradients to send there. They are still on
@@ -396,22 +400,26 @@ class OwnUpdate:
           tf.cast(parts[i].values, item.dtype),
           tf.cast(parts[i].indices, tf.int64),
         ]
+      if scalars is not None and task == 0:
+        tensors.append(scalars.vector)
       bundle = packing.bundle(tensors)
-      by_task.append(_TaskGradients(parcel, dense, sparse, bundle))
+      by_task.append(TaskGradients(parcel, dense, sparse, bundle))
     return by_task
 
   def send(
-    self, by_task: Sequence[_TaskGradients]
-  ) -> list[list[parameter_store.Gradient]]:
+    self, by_task: Sequence[TaskGradients]
+  ) -> tuple[list[list[parameter_store.Gradient]], tf.Tensor | None]:
     """Sends packed gradients to the PS tasks; inside a `tf.function`.
 
     Args:
       by_task: The result of `pack`.
 
     Returns:
-      For each PS task the gradients of its `contributed_shards`, on that task.
+      For each PS task the gradients of its `contributed_shards`, on that task;
+      and the vector of the scalars that `pack` got, on PS task 0, or None.
     """
     arrived = []
+    vector = None
     for task, (parcel, dense, sparse, bundle) in enumerate(by_task):
       shards = self._store.contributed_shards(task)
       parts: list[parameter_store.Gradient] = [None] * len(shards)
@@ -421,7 +429,10 @@ class OwnUpdate:
         unpacked = parcel.unpack(tensors[:count])
         for i, tensor in zip(dense, unpacked, strict=True):
           parts[i] = tensor
-        rows = iter(tensors[count:])
+        rest = tensors[count:]
+        if len(rest) > 2 * len(sparse):
+          vector = resources.copy_here(rest.pop())
+        rows = iter(rest)
         for i, values, indices in zip(sparse, rows, rows, strict=True):
           item = self._store.item(*self._owner(task, i))
           parts[i] = tf.IndexedSlices(
@@ -431,7 +442,7 @@ class OwnUpdate:
             tf.constant(item.shape, tf.int64),
           )
       arrived.append(parts)
-    return arrived
+    return arrived, vector
 
   def _owner(self, task: int, i: int) -> tuple[int, int]:
     """Returns (position in `specs`, shard number) of shard `i` of a task."""

@@ -5,22 +5,22 @@
 `PeriodicOptimizer`. They are the successors of `ModelAverageOptimizer`,
 `ElasticAverageOptimizer` and `AGNOptimizer` of TF1's contrib.
 
-The shared variables on the PS tasks are the *centre*. The centre and every copy
+The shared variables on the PS tasks are the *center*. The center and every copy
 include statistics (variables without gradients, such as moving means of batch
 normalization). A replica:
 
-1. Begins with a copy of the centre, on its own device.
+1. Begins with a copy of the center, on its own device.
 2. Makes `period` local steps. Each computes the gradient of a batch and makes
    one step of a Keras optimizer on the copy. The slots and the step count of
    this optimizer belong to the replica, and are kept across exchanges.
-3. Exchanges with the centre, and returns to 2. An exchange contributes to one
-   update of the centre; `sync_rounds` defines the kinds of exchange.
+3. Exchanges with the center, and returns to 2. An exchange contributes to one
+   update of the center; `sync_rounds` defines the kinds of exchange.
 
-The centre, its moving averages, queues, counters, the learning rate and the
+The center, its moving averages, queues, counters, the learning rate and the
 flag that ends training live on the PS tasks, as for the rule that updates the
-centre (`SyncReplicasOptimizer` or `AsyncReplicasOptimizer`). The copy and its
+center (`SyncReplicasOptimizer` or `AsyncReplicasOptimizer`). The copy and its
 slots are tensors that a replica carries from step to step. No checkpoint
-includes them. A restarted replica begins with the centre and with new slots.
+includes them. A restarted replica begins with the center and with new slots.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ from tf_replicas.rules.periodic import sync_rounds
 from tf_replicas.rules.sync import sync_replicas
 from tf_replicas.store import moving_averages
 
-# A copy and the centre go BETA / period / M of the way to each other, as in
+# A copy and the center go BETA / period / M of the way to each other, as in
 # TF1's `ElasticAverageOptimizer`; in Zhang et al. 2015, section 5, BETA / M.
 BETA = 0.9
 
@@ -56,10 +56,10 @@ def model_average(
   """Makes an update rule for model averaging, also called local SGD.
 
   Each replica trains its own copy of the variables. Once N replicas have handed
-  over their copies, the centre (the shared variables) becomes the mean of these
-  copies, and all replicas continue from the centre. A copy that was trained
-  from an older centre is refused as a whole, and so are copies beyond the first
-  N. Their replicas continue from the centre as well. Lost replicas are treated
+  over their copies, the center (the shared variables) becomes the mean of these
+  copies, and all replicas continue from the center. A copy that was trained
+  from an older center is refused as a whole, and so are copies beyond the first
+  N. Their replicas continue from the center as well. Lost replicas are treated
   as by `SyncReplicasOptimizer`.
 
   With plain gradient descent and a period of 1 this is synchronous gradient
@@ -72,7 +72,7 @@ def model_average(
     total_num_replicas: M, the number of replicas that train, at least N. None:
       N.
     period: The number of local steps between two exchanges.
-    variable_averages: Keeps moving averages of the centre.
+    variable_averages: Keeps moving averages of the center.
     variables_to_average: The variables of which moving averages are kept, or
       their paths. None: all.
     has_chief_statistics: Whether statistics (variables without gradients, such
@@ -129,19 +129,19 @@ def elastic_average(
   """Makes an update rule for elastic averaging.
 
   Each replica trains its own copy of the variables. At times, the copy and the
-  centre (the shared variables) move toward each other; a replica never replaces
-  its copy by the centre. An exchange computes, with a = `moving_rate` and
-  difference = copy - centre,
+  center (the shared variables) move toward each other; a replica never replaces
+  its copy by the center. An exchange computes, with a = `moving_rate` and
+  difference = copy - center,
 
       copy   <- copy   - a * difference
-      centre <- centre + a * difference
+      center <- center + a * difference
 
   as one atomic operation per replica. If `synchronous`, all replicas exchange
-  together: each copy moves by a times its own difference from the same centre,
-  and the centre by a times the sum of all differences. Between exchanges, each
+  together: each copy moves by a times its own difference from the same center,
+  and the center by a times the sum of all differences. Between exchanges, each
   local gradient is increased by
 
-      rho * (copy - centre after the last exchange of this replica)
+      rho * (copy - center after the last exchange of this replica)
 
   See Zhang et al. 2015, "Deep learning with elastic averaging SGD", section 3,
   and Algorithm 1 if `synchronous` is False. The defaults, and the term with
@@ -154,11 +154,11 @@ def elastic_average(
       exchange waits for all of them.
     period: The number of local steps between two exchanges.
     moving_rate: a, the fraction of the difference by which an exchange moves
-      the copy and the centre, in (0, 1]. None: 0.9 / `period` / M.
+      the copy and the center, in (0, 1]. None: 0.9 / `period` / M.
     rho: The factor of the term that is added to local gradients, at least 0.
       None: `moving_rate` / the optimizer's learning rate.
     synchronous: Whether all replicas exchange together.
-    variable_averages: Keeps moving averages of the centre.
+    variable_averages: Keeps moving averages of the center.
     variables_to_average: The variables of which moving averages are kept, or
       their paths. None: all.
     has_chief_statistics: Whether statistics (variables without gradients, such
@@ -235,23 +235,23 @@ def accumulated_gradients(
 
   Each replica trains its own copy of the variables. After `period` local steps,
   a second optimizer with the same settings applies the mean of the replica's
-  gradients to the centre (the shared variables), without waiting for other
-  replicas. The replica continues from the centre, which other replicas may have
+  gradients to the center (the shared variables), without waiting for other
+  replicas. The replica continues from the center, which other replicas may have
   changed. Of the change of a statistic (a variable without gradients, such as a
-  moving mean) in the copy, the fraction 1 / M is applied to the centre.
+  moving mean) in the copy, the fraction 1 / M is applied to the center.
 
   See Hermans et al. 2017, "Accumulated gradient normalization", section 3.
 
   Args:
-    optimizer: Applied to the centre, with slots on the PS tasks. A copy of it,
+    optimizer: Applied to the center, with slots on the PS tasks. A copy of it,
       made from its configuration and with slots of its own, makes the local
       steps. A Keras optimizer that is not built yet, whose learning rate is a
       number.
     total_num_replicas: M, the number of replicas that train.
     period: The number of local steps between two exchanges.
-    use_locking: Whether updates of one variable of the centre exclude each
+    use_locking: Whether updates of one variable of the center exclude each
       other.
-    variable_averages: Keeps moving averages of the centre.
+    variable_averages: Keeps moving averages of the center.
     variables_to_average: The variables of which moving averages are kept, or
       their paths. None: all.
     has_chief_statistics: Whether statistics are updated from replica 0 alone,

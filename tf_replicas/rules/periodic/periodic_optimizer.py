@@ -1,7 +1,7 @@
 """Defines the update rule of replicas that train own copies.
 
 A replica trains its copy of the variables for a period, and then exchanges with
-the *centre*, the shared variables. `periodic_averaging` makes such a rule for
+the *center*, the shared variables. `periodic_averaging` makes such a rule for
 each kind of exchange, and explains the terms.
 """
 
@@ -22,18 +22,18 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   """An update rule whose replicas train own copies of the variables.
 
   A replica makes one local step on its copy for each batch. After `period`
-  batches it exchanges with the *centre*, the shared variables.
+  batches it exchanges with the *center*, the shared variables.
 
-  The global step, and so `max_steps`, counts the updates of the centre, as with
+  The global step, and so `max_steps`, counts the updates of the center, as with
   the optimizers of TF1. If all replicas exchange together, an update includes N
   times `period` batches, else `period` batches. Checkpoints, averages and
-  evaluation use the centre. `examples_seen` counts the examples of all local
+  evaluation use the center. `examples_seen` counts the examples of all local
   steps that led to an update. The reported loss is the mean over these
   examples.
 
   Local steps use the learning rate that the chief had at the beginning of the
   period. A gradient or a loss that is not finite ends the period and the
-  training, and does not change the centre.
+  training, and does not change the center.
 
   Attributes:
     wire_dtype: None: tensors are sent in their own dtype, once per period.
@@ -122,17 +122,17 @@ class PeriodicOptimizer(rule_base.UpdateRule):
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
-    """Reads the shared variables, the *centre*, as the replica's first copy.
+    """Reads the shared variables, the *center*, as the replica's first copy.
 
     Implements `UpdateRule.begin`, which documents the argument. The state in
-    the result consists of the copy, of the centre if the kind of exchange needs
+    the result consists of the copy, of the center if the kind of exchange needs
     it, and of the state of the local optimizer.
     """
     step, parameters = self._rule.pull_contributed(replica)
-    centre = parameters if self._sync_round.needs_centre else []
+    center = parameters if self._sync_round.needs_center else []
     return rule_base.ReplicaStep(
       step_token.first(step),
-      [*parameters, *centre, *self._steps.new_slots()],
+      [*parameters, *center, *self._steps.new_slots()],
       step_token.never(),
     )
 
@@ -149,13 +149,13 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     """Makes one period of local steps of a replica, and the exchange after it.
 
     In a period, the replica trains its own copy of the variables on `period`
-    batches. Then it exchanges with the *centre*, the shared variables.
+    batches. Then it exchanges with the *center*, the shared variables.
     Implements `UpdateRule.contribute`, which documents the arguments. The
-    global step of the tokens is the step of the centre when the replica last
-    read it. `admitted` says whether the exchange updated the centre.
+    global step of the tokens is the step of the center when the replica last
+    read it. `admitted` says whether the exchange updated the center.
     """
     number = len(self._store.contributed)
-    cuts = number, number * (2 if self._sync_round.needs_centre else 1)
+    cuts = number, number * (2 if self._sync_round.needs_center else 1)
     before = sync_rounds.State(
       state[: cuts[0]], state[cuts[0] : cuts[1]], state[cuts[1] :]
     )
@@ -169,10 +169,10 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     computed = step_token.never()
     if records_times:
       computed, local = step_token.clocked(local)
-    token, parameters, centre = self._sync_round.exchange(
+    token, parameters, center = self._sync_round.exchange(
       sync_rounds.Period(replica, before, local, token)
     )
-    state = [*parameters, *centre, *local.slots]
+    state = [*parameters, *center, *local.slots]
     return rule_base.ReplicaStep(token, state, computed)
 
   # The chief's half.
@@ -191,7 +191,7 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     self._rule.stop_at(step)
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Waits for an update of the *centre*, the shared variables, or makes it.
+    """Waits for an update of the *center*, the shared variables, or makes it.
 
     Implements `UpdateRule.apply_updates`, which documents the errors. The
     reported learning rate is that of the replicas' local steps.
@@ -202,7 +202,7 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     return [update._replace(learning_rate=rate) for update in updates]
 
   # For the driver that watches and ends the training: these methods call those
-  # of the rule that updates the centre.
+  # of the rule that updates the center.
 
   def counts(self) -> list[results.Counts]:
     """Returns how many periods of each replica were used or refused.

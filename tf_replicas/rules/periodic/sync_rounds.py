@@ -1,8 +1,8 @@
 """Defines the kinds of exchange of replicas that train own copies.
 
-An exchange is between a replica's copy of the variables and the *centre*, the
+An exchange is between a replica's copy of the variables and the *center*, the
 shared variables on the PS tasks. Each kind of exchange holds an update rule for
-the centre. The kind determines what a replica hands over after a period of
+the center. The kind determines what a replica hands over after a period of
 local steps, and from which copy the replica continues. `periodic_averaging`
 documents the purpose of each kind.
 """
@@ -26,7 +26,7 @@ from tf_replicas.store import gradient_math
 from tf_replicas.store import parameter_store
 
 # The result of `exchange`: a token that says whether the period was used, and
-# the global step to continue from; the replica's copy; and the centre if the
+# the global step to continue from; the replica's copy; and the center if the
 # kind needs it, else an empty list.
 Exchanged = tuple[step_token.StepToken, list[tf.Tensor], list[tf.Tensor]]
 # Maps a parameter and its position to a term that is added to its gradient.
@@ -36,20 +36,20 @@ PullBack = Callable[[tf.Tensor, int], tf.Tensor]
 class State(NamedTuple):
   """The tensors that a replica carries from exchange to exchange.
 
-  An exchange is between the replica's own copy of the variables and the centre,
+  An exchange is between the replica's own copy of the variables and the center,
   the shared variables.
 
   Attributes:
     parameters: The replica's copy, one tensor per element of the store's
       `contributed`: the trainable variables, then the variables without
       gradients.
-    centre: The centre after the replica's last exchange, as many tensors as
-      `parameters`; empty if the kind of exchange does not need the centre.
+    center: The center after the replica's last exchange, as many tensors as
+      `parameters`; empty if the kind of exchange does not need the center.
     slots: The state of the optimizer that trains the copy.
   """
 
   parameters: list[tf.Tensor]
-  centre: list[tf.Tensor]
+  center: list[tf.Tensor]
   slots: list[tf.Tensor]
 
 
@@ -57,7 +57,7 @@ class Period(NamedTuple):
   """A replica's period of local steps, before the exchange that ends it.
 
   In a period, the replica trains its own copy of the variables. The exchange is
-  with the centre, the shared variables.
+  with the center, the shared variables.
 
   Attributes:
     replica: The index of the replica, in [0, total_num_replicas).
@@ -65,7 +65,7 @@ class Period(NamedTuple):
     local: The replica's copy and optimizer state after the period, and the
       loss.
     token: The `StepToken` of the last exchange, with the global step of the
-      centre at that time.
+      center at that time.
   """
 
   replica: int | tf.Tensor
@@ -75,14 +75,14 @@ class Period(NamedTuple):
 
 
 class MoveToward:
-  """An optimizer that moves the centre, the shared variables, toward copies.
+  """An optimizer that moves the center, the shared variables, toward copies.
 
   A copy is the variables as trained by one replica. In place of a gradient the
-  optimizer takes the distance centre - copy, or the mean distance over several
-  copies, and subtracts `rate` times that from the centre.
+  optimizer takes the distance center - copy, or the mean distance over several
+  copies, and subtracts `rate` times that from the center.
 
   Attributes:
-    rate: The fraction of the distance by which the centre moves.
+    rate: The fraction of the distance by which the center moves.
   """
 
   def __init__(self, rate: float):
@@ -104,19 +104,19 @@ class MoveToward:
 
 
 class SyncRound(abc.ABC):
-  """One kind of exchange between replicas' copies and the centre.
+  """One kind of exchange between replicas' copies and the center.
 
-  The centre is the shared variables. A replica trains its own copy of them for
+  The center is the shared variables. A replica trains its own copy of them for
   a period of local steps, and then makes an exchange.
 
   Attributes:
-    rule: The update rule of the centre.
-    needs_centre: Whether a replica's state includes the centre.
+    rule: The update rule of the center.
+    needs_center: Whether a replica's state includes the center.
     needs_totals: Whether `exchange` needs the sums of local gradients.
   """
 
   rule: rule_base.OptimizerRule
-  needs_centre: bool = False
+  needs_center: bool = False
   needs_totals: bool = False
 
   def __init__(
@@ -127,14 +127,14 @@ class SyncRound(abc.ABC):
   ):
     """Stores the settings of a kind of exchange.
 
-    An exchange is between a replica's own copy of the variables and the centre,
+    An exchange is between a replica's own copy of the variables and the center,
     the shared variables.
 
     Args:
-      rule: The rule that updates the centre.
-      moving_rate: The fraction of its distance to the centre by which a copy
-        moves toward the centre. None: the copy is replaced by the centre.
-      rho: The factor of the copy's distance from the centre that is added to
+      rule: The rule that updates the center.
+      moving_rate: The fraction of its distance to the center by which a copy
+        moves toward the center. None: the copy is replaced by the center.
+      rho: The factor of the copy's distance from the center that is added to
         local gradients between exchanges.
     """
     self.rule = rule
@@ -142,7 +142,7 @@ class SyncRound(abc.ABC):
     self._rho = rho
 
   def build(self, store: parameter_store.ParameterStore) -> None:
-    """Stores `store`, which holds the centre (the shared variables).
+    """Stores `store`, which holds the center (the shared variables).
 
     To be called after `rule.build`.
     """
@@ -157,9 +157,9 @@ class SyncRound(abc.ABC):
     return {"moving_rate": self._moving_rate, "rho": self._rho}
 
   def pull_back(self, state: State) -> PullBack | None:
-    """Makes a function that attracts a replica's copy to the centre.
+    """Makes a function that attracts a replica's copy to the center.
 
-    The centre is the shared variables. In its local steps, the replica adds the
+    The center is the shared variables. In its local steps, the replica adds the
     result of the function to its gradients.
 
     Args:
@@ -167,33 +167,33 @@ class SyncRound(abc.ABC):
 
     Returns:
       A function that maps a parameter and its position to the gradient of rho /
-      2 times the squared distance to the centre; None if rho is 0.
+      2 times the squared distance to the center; None if rho is 0.
     """
     if not self._rho:
       return None
-    return lambda parameter, i: self._rho * (parameter - state.centre[i])
+    return lambda parameter, i: self._rho * (parameter - state.center[i])
 
   @abc.abstractmethod
   def exchange(self, period: Period) -> Exchanged:
-    """Makes one exchange between a replica's copy and the centre.
+    """Makes one exchange between a replica's copy and the center.
 
-    The centre is the shared variables. To be used inside a `tf.function`.
+    The center is the shared variables. To be used inside a `tf.function`.
 
     Args:
       period: The replica's local steps that precede the exchange.
 
     Returns:
-      The `StepToken` of this exchange, which says whether the centre was
-      updated; the copy to continue from; and the centre if `needs_centre`, else
+      The `StepToken` of this exchange, which says whether the center was
+      updated; the copy to continue from; and the center if `needs_center`, else
       an empty list.
     """
 
   def _contribute(
     self, contribution: Sequence[tf.Tensor | None], period: Period
   ) -> step_token.StepToken:
-    """Hands tensors to the rule that updates the centre, in place of gradients.
+    """Hands tensors to the rule that updates the center, in place of gradients.
 
-    The centre is the shared variables.
+    The center is the shared variables.
 
     Args:
       contribution: One tensor per element of the store's `contributed` (the
@@ -217,55 +217,55 @@ class SyncRound(abc.ABC):
 class AverageAll(SyncRound):
   """A kind of exchange in which all replicas take part together.
 
-  Each replica trains its own copy of the variables. The update moves the centre
+  Each replica trains its own copy of the variables. The update moves the center
   (the shared variables) by a multiple of its mean distance from the copies.
   """
 
   rule: sync_replicas.SyncReplicasOptimizer  # Its optimizer: a `MoveToward`.
 
   @property
-  def needs_centre(self) -> bool:
-    """Whether replicas keep their copies, and move them toward the centre.
+  def needs_center(self) -> bool:
+    """Whether replicas keep their copies, and move them toward the center.
 
-    The centre is the shared variables. If False, the centre replaces the
+    The center is the shared variables. If False, the center replaces the
     copies.
     """
     return self._moving_rate is not None
 
   def exchange(self, period: Period) -> Exchanged:
-    """Hands over the distance of the centre from this replica's copy.
+    """Hands over the distance of the center from this replica's copy.
 
-    The centre is the shared variables. Then either moves the copy by a fraction
-    of this distance, or replaces the copy by the new centre. Implements
+    The center is the shared variables. Then either moves the copy by a fraction
+    of this distance, or replaces the copy by the new center. Implements
     `SyncRound.exchange`, which documents the argument and the result.
     """
     state, parameters = period.state, period.local.parameters
-    centre = state.centre if self.needs_centre else state.parameters
-    distances = _minus(centre, parameters)
+    center = state.center if self.needs_center else state.parameters
+    distances = _minus(center, parameters)
     # The inner optimizer does not apply statistics: multiply them here.
     count = len(self._store.trainable)
     rate = cast(MoveToward, self.rule.inner.optimizer).rate
     moves = [*distances[:count], *(rate * d for d in distances[count:])]
     token = self._contribute(moves, period)
     admitted = token.admitted
-    token, centre = self.rule.read_on(token, period.replica)
-    if not self.needs_centre:
-      return token, centre, []
-    # A refused copy did not move the centre, so it is not moved either.
+    token, center = self.rule.read_on(token, period.replica)
+    if not self.needs_center:
+      return token, center, []
+    # A refused copy did not move the center, so it is not moved either.
     rate = tf.where(admitted > 0, self._moving_rate, 0.0)
-    return token, _minus(parameters, distances, -rate), centre
+    return token, _minus(parameters, distances, -rate), center
 
 
 class ElasticExchange:
-  """Moves the centre toward replicas' copies, one copy at a time.
+  """Moves the center toward replicas' copies, one copy at a time.
 
-  The centre is the shared variables on the PS tasks, and each replica trains
+  The center is the shared variables on the PS tasks, and each replica trains
   its own copy of them.
 
-  The replica's copy is sent to the PS tasks. There, under one lock, the centre
-  moves toward the copy by a fraction of their distance. The centre before that
+  The replica's copy is sent to the PS tasks. There, under one lock, the center
+  moves toward the copy by a fraction of their distance. The center before that
   move is sent back. `ElasticRound` then moves the replica's copy toward the
-  centre by the same fraction.
+  center by the same fraction.
   """
 
   def __init__(
@@ -276,8 +276,8 @@ class ElasticExchange:
     """Creates the lock of all exchanges on PS task 0, or attaches to it.
 
     Args:
-      store: Holds the centre, the shared variables.
-      update: Moves the centre by a fraction of its distances from a copy.
+      store: Holds the center, the shared variables.
+      update: Moves the center by a fraction of its distances from a copy.
     """
     self._store = store
     self._update = update
@@ -294,11 +294,11 @@ class ElasticExchange:
     version: tf.Tensor,
     statistics_rate: float | tf.Tensor,
   ) -> list[tf.Tensor]:
-    """Moves the centre toward a replica's copy, under a lock.
+    """Moves the center toward a replica's copy, under a lock.
 
-    The centre is the shared variables. The trainable ones move by the fraction
+    The center is the shared variables. The trainable ones move by the fraction
     of the distance that the constructor's `update` applies. `ElasticRound` then
-    moves the copy toward the returned centre. To be used inside a
+    moves the copy toward the returned center. To be used inside a
     `tf.function`.
 
     Args:
@@ -309,7 +309,7 @@ class ElasticExchange:
         (variables without gradients, such as moving means) move.
 
     Returns:
-      The centre just before the exchange, one tensor per element of
+      The center just before the exchange, one tensor per element of
       `contributed`.
     """
     sent = self._send(parameters)
@@ -405,7 +405,7 @@ class ElasticExchange:
 class ElasticRound(SyncRound):
   """A kind of exchange that each replica makes on its own.
 
-  The replica's copy of the variables and the centre (the shared variables) move
+  The replica's copy of the variables and the center (the shared variables) move
   toward each other. No replica waits for others.
   """
 
@@ -413,10 +413,10 @@ class ElasticRound(SyncRound):
   _moving_rate: float
 
   @property
-  def needs_centre(self) -> bool:
+  def needs_center(self) -> bool:
     """Whether local steps attract a replica's copy to the shared variables.
 
-    A replica's state then includes the shared variables, the *centre*.
+    A replica's state then includes the shared variables, the *center*.
     """
     return self._rho > 0
 
@@ -432,9 +432,9 @@ class ElasticRound(SyncRound):
     self._device = store.device_of_task(0)
 
   def exchange(self, period: Period) -> Exchanged:
-    """Moves the centre and the replica's copy toward each other.
+    """Moves the center and the replica's copy toward each other.
 
-    The centre is the shared variables. The replica first asks the rule for
+    The center is the shared variables. The replica first asks the rule for
     admission, which is refused if a value is not finite or training has ended.
     Implements `SyncRound.exchange`, which documents the argument and the
     result.
@@ -457,39 +457,39 @@ class ElasticRound(SyncRound):
     if self.rule.has_chief_statistics:
       statistics_rate *= tf.cast(replica == 0, tf.float32)
 
-    def with_centre():
-      centre = self._exchange(parameters, admission.version, statistics_rate)
-      with tf.control_dependencies(centre):
+    def with_center():
+      center = self._exchange(parameters, admission.version, statistics_rate)
+      with tf.control_dependencies(center):
         now = self.rule.admission.finish(
           replica, admission.staleness, loss, num_examples
         )
-      return [now, *centre]
+      return [now, *center]
 
     def stay():
       ended = tf.constant(step_token.ENDED, tf.int64)
       now = tf.where(admission.has_ended, ended, admission.version)
       return [now, *map(tf.identity, parameters)]
 
-    now, *centre = tf.cond(admission.admitted, with_centre, stay)
+    now, *center = tf.cond(admission.admitted, with_center, stay)
     token = step_token.StepToken(
       tf.cast(admission.admitted, tf.int64),
       now,
       tf.constant(step_token.NO_TAG, tf.int64),
       step_token.pack_times(asked, *[step_token.now(now)] * 3),
     )
-    # Copy and centre move by the same fraction of their distance.
-    distances = _minus(centre, parameters)
+    # Copy and center move by the same fraction of their distance.
+    distances = _minus(center, parameters)
     parameters = _minus(parameters, distances, -self._moving_rate)
-    if not self.needs_centre:
+    if not self.needs_center:
       return token, parameters, []
-    return token, parameters, _minus(centre, distances, self._moving_rate)
+    return token, parameters, _minus(center, distances, self._moving_rate)
 
 
 class AccumulatedGradients(SyncRound):
   """A kind of exchange in which a replica hands over its mean gradient.
 
   The mean is over the local steps since the last exchange. It is applied to the
-  centre, the shared variables, from which the replica continues. No replica
+  center, the shared variables, from which the replica continues. No replica
   waits for others.
   """
 
@@ -506,9 +506,9 @@ class AccumulatedGradients(SyncRound):
     self._period = period
 
   def exchange(self, period: Period) -> Exchanged:
-    """Applies the replica's mean gradient to the centre, then reads the centre.
+    """Applies the replica's mean gradient to the center, then reads the center.
 
-    The centre is the shared variables. Implements `SyncRound.exchange`, which
+    The center is the shared variables. Implements `SyncRound.exchange`, which
     documents the argument and the result.
     """
     count = len(self._store.trainable)

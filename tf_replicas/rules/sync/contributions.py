@@ -103,6 +103,8 @@ class Contributions:
   Attributes:
     num_replicas: R, the number of replicas that offer contributions.
     replicas_to_aggregate: N, the number of contributions in a step.
+    min_contributions: The smallest number of contributions in a step that has
+      exceeded its deadline.
   """
 
   def __init__(
@@ -112,6 +114,7 @@ class Contributions:
     num_replicas: int,
     replicas_to_aggregate: int,
     is_sparse: Sequence[bool],
+    min_contributions: int | None = None,
     has_chief_statistics: bool = False,
     namespace: resources.Namespace | None = None,
   ):
@@ -127,6 +130,8 @@ class Contributions:
       is_sparse: For each element of `store.contributed` (the trainable
         variables, then the statistics, which have no gradients), whether its
         gradients are `tf.IndexedSlices`.
+      min_contributions: The smallest number of contributions in a step that
+        has exceeded its deadline. None: N, so that no step has fewer.
       has_chief_statistics: Whether statistics are updated from the accepted
         replica with the smallest index alone.
       namespace: The scope of the names of the queues and of the ledger. None:
@@ -135,6 +140,8 @@ class Contributions:
     namespace = namespace or store.namespace
     self.num_replicas = num_replicas
     self.replicas_to_aggregate = replicas_to_aggregate
+    self.min_contributions = min_contributions or replicas_to_aggregate
+    self._can_expire = self.min_contributions < replicas_to_aggregate
     self._store = store
     self._device = store.device_of_task(0)
     empty = ledger_lib.new_ledger(num_replicas, replicas_to_aggregate)
@@ -238,13 +245,16 @@ class Contributions:
     """
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_math.all_finite(gradients, self._store.wire_dtype)
-    packed = self._gradients.pack(gradients)
     present = [g is not None for g in gradients]
     if preadmitted_tag is not None:
-      *report, is_sound, replica, tag = resources.transfer_scalars(
-        self._device, loss, num_examples, is_sound, replica, preadmitted_tag
+      scalars = resources.Scalars(
+        replica, preadmitted_tag, is_sound, loss, num_examples
       )
-      return self._hand_over(replica, tag, packed, present, report, is_sound)
+      packed = self._gradients.pack(gradients, scalars)
+      arrived, landed = self._gradients.put_with_scalars(packed, scalars)
+      replica, tag, is_sound, *report = landed
+      return self._report(replica, tag, arrived, present, report, is_sound)
+    packed = self._gradients.pack(gradients)
     *report, is_sound, replica, local_step = resources.transfer_scalars(
       self._device, loss, num_examples, is_sound, replica, local_step
     )
@@ -259,8 +269,14 @@ class Contributions:
         admitted = tf.equal(verdict, int(Verdict.ADMIT))
       return tf.cond(
         admitted,
-        lambda: self._hand_over(
-          replica, tag, packed, present, report, True, answered
+        lambda: self._report(
+          replica,
+          tag,
+          self._gradients.put(replica, tag, packed),
+          present,
+          report,
+          True,
+          answered,
         ),
         lambda: step_token.StepToken(
           tf.constant(0, tf.int64),
@@ -270,25 +286,25 @@ class Contributions:
         ),
       )
 
-  def _hand_over(
+  def _report(
     self,
     replica,
     tag,
-    packed,
+    arrived,
     present,
     report,
     is_sound,
-    admitted_at=step_token.NEVER,
+    admitted_at: tf.Tensor | float = step_token.NEVER,
   ) -> step_token.StepToken:
-    """Sends gradients that the chief has admitted, and waits for its reply.
+    """Reports to the chief that gradients arrived, and waits for its reply.
 
-    The tag, an int64, identifies the gradients among those of the replica.
+    The tag, an int64, identifies the gradients among those of the replica. Once
+    the tensors `arrived` are computed, the gradients are on the PS tasks.
 
     Returns:
       A token that says whether the gradients were used, and from which global
       step to continue.
     """
-    arrived = self._gradients.put(replica, tag, packed)
     with tf.device(self._device), tf.control_dependencies(arrived):
       kind = tf.where(is_sound, int(Kind.DELIVERED), int(Kind.NONFINITE))
       delivered = self._send(kind, replica, tag, report=report, present=present)
@@ -338,7 +354,9 @@ class Contributions:
     """
     with tf.device(self._device):
       step = self._store.read_global_step()
-      done = self._is_complete(self._ledger.accepted.read_value())
+      done = self._is_complete(
+        self._ledger._replace(accepted=self._ledger.accepted.read_value())
+      )
       kind = tf.where(done, int(Kind.DELIVERED), int(Kind.OFFER))
       is_mine = tf.equal(self._taker.read_value(), self._number)
       kind = tf.where(is_mine, kind, int(Kind.WAKE))
@@ -349,12 +367,19 @@ class Contributions:
       )
       with tf.control_dependencies([kind]):
         loss = self._ledger.loss.read_value()
+        count = self.replicas_to_aggregate
+        if self._can_expire:
+          taken = ledger_lib.places(self._ledger.accepted.read_value()).is_taken
+          # A step that was interrupted may have none.
+          count = tf.math.count_nonzero(taken, dtype=tf.float64)
+          count = tf.maximum(count, 1.0)
         return ledger_lib.Collected(
           kind=kind,
           replica=replica,
           step=step,
           examples=self._ledger.examples.read_value(),
-          loss=loss / self.replicas_to_aggregate,
+          count=count,
+          loss=loss / count,
           present=self._present.read_value(),
         )
 
@@ -423,7 +448,9 @@ class Contributions:
       *header, batch.examples, batch.loss, step_token.now(batch.loss)
     )
     before = self._read()
-    noted, replies = ledger_lib.record(before, message, step)
+    noted, replies = ledger_lib.record(
+      before, message, step, can_expire=self._can_expire
+    )
     ledger, settled = ledger_lib.settle(noted)
     self._write(ledger)
     is_used = tf.reduce_any(
@@ -444,14 +471,14 @@ class Contributions:
     # Most messages cause no reply; then the branches per replica do not run.
     has_reply = tf.reduce_any(tf.maximum(verdict, replies.flush) >= 0)
     control_flow.run_if(has_reply | is_nonfinite, reply)
-    is_complete = self._is_complete(ledger.accepted)
+    is_complete = self._is_complete(ledger)
     kind = tf.where(is_complete, int(Kind.DELIVERED), int(Kind.OFFER))
     is_urgent = is_nonfinite | (message.kind == Kind.WAKE)
     kind = tf.where(is_urgent, message.kind, tf.cast(kind, tf.int64))
     return kind, message.replica
 
-  def _is_complete(self, accepted) -> tf.Tensor:
-    return tf.reduce_all(ledger_lib.places(accepted).is_taken)
+  def _is_complete(self, ledger: ledger_lib.Ledger) -> tf.Tensor:
+    return ledger_lib.is_complete(ledger, self.min_contributions)
 
   def _read(self) -> ledger_lib.Ledger:
     return ledger_lib.Ledger(*[v.read_value() for v in self._ledger])
@@ -487,7 +514,7 @@ class Contributions:
     """
     with tf.device(self._device):
       before = self._read()
-      ledger, verdict = ledger_lib.finish(before)
+      ledger, verdict = ledger_lib.finish(before, can_expire=self._can_expire)
       self._write(ledger)
       self._present.assign(tf.zeros(self._present.shape, tf.bool))
       self._replies.send(verdict, before.tag, step)
@@ -544,6 +571,17 @@ class Contributions:
     """
     with tf.device(self._device):
       self._send(Kind.WAKE, -1, step_token.microseconds(step_token.now()))
+
+  def expire(self, step: int) -> None:
+    """Reports to the chief's inbox that a step has exceeded its deadline.
+
+    The step then goes on without the replicas from which no contribution (set
+    of gradients) has come, if it has at least `min_contributions`.
+
+    Args:
+      step: The global step. The report has no effect on later steps.
+    """
+    self._send(Kind.EXPIRED, -1, -1, step=step)
 
   def declare_lost(self, replica: int, tag: int) -> None:
     """Reports to the chief's inbox that a replica is lost.

@@ -10,6 +10,7 @@ arrival.
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -95,7 +96,11 @@ class GradientQueues:
       dtypes_of_rows=[self._store.item(*owners[i]).dtype for i in sparse],
     )
 
-  def pack(self, gradients: Sequence[Gradient]) -> list[packing.Bundle]:
+  def pack(
+    self,
+    gradients: Sequence[Gradient],
+    scalars: resources.Scalars | None = None,
+  ) -> list[packing.Bundle]:
     """Packs one set of gradients for sending, on the device that computed it.
 
     Args:
@@ -103,6 +108,8 @@ class GradientQueues:
         variable's shape: the gradients of the trainable variables; then, for
         each variable without gradients, such as a moving mean, its old value
         minus its new value. None: the variable does not change.
+      scalars: Scalars that are sent to every PS task along with the gradients,
+        which saves messages. None: there are none.
 
     Returns:
       For each PS task, the tensors to send there.
@@ -112,8 +119,9 @@ class GradientQueues:
     """
     self._check_sparse(gradients)
     by_task = self._store.split_by_task(gradients)
+    more = [] if scalars is None else [scalars.vector]
     return [
-      packing.bundle(layout.to_wire(parts))
+      packing.bundle([*layout.to_wire(parts), *more])
       for layout, parts in zip(self._layouts, by_task, strict=True)
     ]
 
@@ -148,6 +156,38 @@ class GradientQueues:
         arrived.append(resources.switch(replica, self._queues[task], enqueue))
     return arrived
 
+  def put_with_scalars(
+    self, packed: Sequence[packing.Bundle], scalars: resources.Scalars
+  ) -> tuple[list[tf.Tensor], list[Any]]:
+    """Sends one set of gradients, and scalars, to the PS tasks.
+
+    Args:
+      packed: The result of `pack`, which got these `scalars`.
+      scalars: The first two are the index of the sender, and the tag, which
+        identifies the set among those of the replica.
+
+    Returns:
+      Tensors on which to wait until the gradients have arrived, as `put`
+      returns them; and the scalars on PS task 0.
+    """
+    arrived, first = [], []
+    for task, bundle in enumerate(packed):
+      if task and not self._layouts[task].num_shards:
+        continue
+      with tf.device(self._store.device_of_task(task)):
+        sent = [resources.copy_here(c) for c in bundle.packed]
+        *components, vector = bundle.unpack(sent)
+        replica, tag, *rest = scalars.split(vector)
+        first = first or [replica, tag, *rest]
+        if not self._layouts[task].num_shards:
+          continue
+
+        def enqueue(queue, element=(tag, *components)):
+          return control_flow.done(queue.enqueue(element))
+
+        arrived.append(resources.switch(replica, self._queues[task], enqueue))
+    return arrived, first
+
   def _check_sparse(self, gradients: Sequence[Gradient]) -> None:
     for index, gradient, is_sparse in zip(
       self._store.contributed, gradients, self._is_sparse, strict=True
@@ -169,8 +209,9 @@ class GradientQueues:
 
     Args:
       task: The index of the PS task.
-      accepted: int64 [N, 2], the replicas and the tags of the N accepted
-        contributions (sets of gradients), all of which must have arrived.
+      accepted: int64 [N, 2], the replicas and the tags of at most N accepted
+        contributions (sets of gradients), all of which must have arrived. The
+        rows of missing contributions are -1.
 
     Returns:
       One sum for each element of the store's `contributed_shards(task)`. For a
@@ -206,7 +247,10 @@ class GradientQueues:
     places = ledger.places(accepted)
     tags = tf.boolean_mask(places.tag, places.replica == replica)
     add = self._layouts[task].adders()
-    comes_first = tf.reduce_all(places.replica >= replica)
+    comes_first = tf.reduce_all(
+      (places.replica >= replica) | (places.replica < 0)
+    )
+    count = tf.math.count_nonzero(places.is_taken, dtype=tf.int32)
 
     def weigh(parts, taken):
       """Weighs the statistics (variables without gradients) of a contribution.
@@ -218,7 +262,7 @@ class GradientQueues:
       if not self._has_chief_statistics:
         return parts
       is_first = comes_first & (taken == 0)
-      weight = tf.where(is_first, tf.shape(accepted)[0], 0)
+      weight = tf.where(is_first, count, 0)
       kinds = self._layouts[task].is_statistic
       few = zip(parts, kinds, strict=False)
       weighed = [p * tf.cast(weight, p.dtype) if k else p for p, k in few]

@@ -28,8 +28,9 @@ class Column(enum.IntEnum):
   refused because N others came first, and those whose replica was lost after
   they had been admitted. From `LATE` on, column `LATE - 1 + k` counts the
   contributions that were refused because they were computed from variables k
-  steps old. The last column counts those `protocol.MAX_LATE` or more steps
-  late.
+  steps old; column `LATE - 1 + protocol.MAX_LATE` counts older ones too. The
+  last column, `MISSED`, counts the updates that were made from fewer
+  contributions than usual, without the replica.
   """
 
   APPLIED = 0
@@ -37,7 +38,8 @@ class Column(enum.IntEnum):
   LATE = 2
 
 
-NUM_COLUMNS = Column.LATE + protocol.MAX_LATE
+MISSED = Column.LATE + protocol.MAX_LATE
+NUM_COLUMNS = MISSED + 1
 
 
 class Place(NamedTuple):
@@ -162,6 +164,7 @@ class Collected(NamedTuple):
     replica: int64, the index of the replica that sent the last message.
     step: int64, the global step of the contributions.
     examples: int64, the number of examples in the contributions.
+    count: The number of contributions: an int, or float64.
     loss: float64, the mean loss of the contributions.
     present: bool [V], for each of the V elements of `store.contributed` (the
       trainable variables, then the variables without gradients), whether any
@@ -172,6 +175,7 @@ class Collected(NamedTuple):
   replica: tf.Tensor
   step: tf.Tensor
   examples: tf.Tensor
+  count: int | tf.Tensor
   loss: tf.Tensor
   present: tf.Tensor
 
@@ -224,7 +228,11 @@ class _Event(NamedTuple):
 
 
 def record(
-  ledger: Ledger, message: Message, step: tf.Tensor
+  ledger: Ledger,
+  message: Message,
+  step: tf.Tensor,
+  *,
+  can_expire: bool = False,
 ) -> tuple[Ledger, Replies]:
   """Enters one message in the ledger, the recorded state of a step.
 
@@ -234,6 +242,8 @@ def record(
     ledger: The ledger before the message.
     message: A message from the chief's inbox.
     step: int64 scalar, the current global step.
+    can_expire: Whether a message may be EXPIRED: steps have a deadline, and may
+      then have fewer contributions.
 
   Returns:
     The ledger after the message, and the replies to send now. All other replies
@@ -249,17 +259,31 @@ def record(
   status = _set(status, event.is_late, protocol.Status.COMPUTING)
   status = _set(status, event.is_lost, protocol.Status.LOST)
   status = _set(status, event.is_delivered, protocol.Status.DELIVERED)
+  if can_expire:
+    # A report of an earlier step comes too late.
+    is_skipped = tf.logical_not(is_waiting(ledger))
+    is_skipped &= message.kind == protocol.MessageType.EXPIRED
+    is_skipped &= message.step == step
+    status = _set(status, is_skipped, protocol.Status.SKIPPED)
+    gave_up_place |= is_skipped & was_admitted
   late_column = Column.LATE - 1 + tf.minimum(steps_late, protocol.MAX_LATE)
   recorded = _accept(ledger, message, event.is_delivered)._replace(
     status=status,
     tag=_set(ledger.tag, event.is_offer, message.tag),
-    counts=ledger.counts
-    + _in_column(event.is_late, late_column)
-    + _in_column(gave_up_place, Column.SURPLUS),
+    # Few messages change the counts, which are by far the largest part.
+    counts=tf.cond(
+      tf.reduce_any(event.is_late | gave_up_place),
+      lambda: (
+        ledger.counts
+        + _in_column(event.is_late, late_column)
+        + _in_column(gave_up_place, Column.SURPLUS)
+      ),
+      lambda: ledger.counts,
+    ),
   )
 
   is_open = ledger.status >= protocol.Status.WAITING
-  is_open &= ledger.status != protocol.Status.LOST
+  is_open &= ledger.status < protocol.Status.LOST
   none = tf.fill(ledger.status.shape, tf.cast(protocol.Verdict.NONE, tf.int64))
   flush = _set(none, event.is_void, message.tag)
   flush = tf.where(
@@ -335,6 +359,29 @@ def _accept(
   )
 
 
+def is_complete(ledger: Ledger, min_contributions: int) -> tf.Tensor:
+  """Returns, as a bool scalar, whether the step has its contributions.
+
+  A contribution is one replica's gradients for one update. A step of N
+  contributions of R replicas needs N. If N is at most R, it needs no more than
+  there are replicas that are not skipped, but at least `min_contributions`.
+
+  Args:
+    ledger: The recorded state of the step.
+    min_contributions: The smallest number of contributions of an update, at
+      most N. If it is N, no replica is skipped.
+  """
+  num_places = int(ledger.accepted.shape[0] or 0)
+  num_replicas = int(ledger.status.shape[0] or 0)
+  is_taken = places(ledger.accepted).is_taken
+  if min_contributions == num_places or num_places > num_replicas:
+    return tf.reduce_all(is_taken)
+  status = tf.convert_to_tensor(ledger.status)
+  here = _count(status != protocol.Status.SKIPPED)
+  needed = tf.clip_by_value(here, min_contributions, num_places)
+  return _count(is_taken) >= needed
+
+
 def is_waiting(ledger: Ledger) -> tf.Tensor:
   """Returns, as bool [R], whether each of R replicas waits for the chief.
 
@@ -406,10 +453,10 @@ def _num_accepted(ledger: Ledger) -> tf.Tensor:
   Args:
     ledger: The recorded state of the step.
   """
-  replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
-  owners = places(ledger.accepted).replica
-  is_owner = owners[:, None] == replicas[None, :]
-  return tf.reduce_sum(tf.cast(is_owner, tf.int64), axis=0)
+  owners = places(ledger.accepted).replica  # Open places, -1, are left out.
+  return tf.math.unsorted_segment_sum(
+    tf.ones_like(owners), owners, ledger.status.shape[0]
+  )
 
 
 def _in_column(values: tf.Tensor, column: int | tf.Tensor) -> tf.Tensor:
@@ -432,7 +479,9 @@ def _set(
   return tf.where(where, tf.cast(value, tf.int64), values)
 
 
-def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
+def finish(
+  ledger: Ledger, *, can_expire: bool = False
+) -> tuple[Ledger, tf.Tensor]:
   """Ends the step: counts which contributions were used, and empties the step.
 
   A contribution is one replica's gradients for one update. This is a pure
@@ -440,6 +489,7 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
 
   Args:
     ledger: The recorded state of the step.
+    can_expire: Whether the step may have fewer contributions, as `record` says.
 
   Returns:
     The ledger of the next step; and int64 [R], for each of the R replicas the
@@ -451,6 +501,12 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
   num_places = ledger.accepted.shape[0]
   waits = is_waiting(ledger)
   is_surplus = ledger.status == protocol.Status.WAITING
+  counts = _in_column(_num_accepted(ledger), Column.APPLIED)
+  counts += _in_column(is_surplus, Column.SURPLUS)
+  if can_expire:
+    is_missed = ledger.status == protocol.Status.SKIPPED
+    is_missed &= ~tf.reduce_all(places(ledger.accepted).is_taken)
+    counts += _in_column(is_missed, MISSED)
   status, verdict = protocol.Status.COMPUTING, protocol.Verdict.RELEASE
   tag = ledger.tag
   if num_places >= num_replicas:
@@ -465,9 +521,7 @@ def finish(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
       examples=tf.zeros_like(ledger.examples),
       loss=tf.zeros_like(ledger.loss),
       delivered_at=tf.constant(step_token.NEVER, tf.float64),
-      counts=ledger.counts
-      + _in_column(_num_accepted(ledger), Column.APPLIED)
-      + _in_column(is_surplus, Column.SURPLUS),
+      counts=ledger.counts + counts,
       held_up=ledger.held_up,
     ),
     _set(none, waits, verdict),
@@ -500,6 +554,8 @@ def counts_from_ledger(state: Ledger) -> list[results.Counts]:
   """
   rows = zip(state.counts.tolist(), state.held_up.tolist(), strict=True)
   return [
-    results.Counts(applied, surplus, tuple(late), straggler_wait_secs=secs)
-    for (applied, surplus, *late), secs in rows
+    results.Counts(
+      applied, surplus, tuple(late), straggler_wait_secs=secs, missed=missed
+    )
+    for (applied, surplus, *late, missed), secs in rows
   ]

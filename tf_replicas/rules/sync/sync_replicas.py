@@ -72,6 +72,14 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     section 2.2).
   * M < N: one replica contributes several batches to the same step.
 
+  With `step_timeout_secs`, a step that waits longer goes on from fewer than N
+  contributions, if it has `min_contributions`; the mean is over those. Replicas
+  from which none came are *skipped*: until they offer gradients again, steps do
+  not wait for them, but for `min_contributions` at least. Contributions that
+  come too late are refused. So such an update is not the one that N replicas
+  would have made; `Counts.missed` counts them. If fewer than
+  `min_contributions` have come, the training ends with an error.
+
   A replica calls `apply_gradients`, which offers gradients and waits. The chief
   calls `apply_updates`, which makes the updates.
 
@@ -115,6 +123,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   Attributes:
     replicas_to_aggregate: N, the number of contributions in one update.
     total_num_replicas: M, the number of replicas that contribute.
+    step_timeout_secs: Seconds after which a step goes on from fewer than N
+      contributions; None: it waits for all.
+    min_contributions: The smallest number of contributions in such a step.
   """
 
   def __init__(
@@ -125,6 +136,8 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     *,
     variable_averages: moving_averages.MovingAverages | None = None,
     variables_to_average: Iterable[tf.Variable | str] | None = None,
+    step_timeout_secs: float | None = None,
+    min_contributions: int | None = None,
     clip_replica_norm: float | None = None,
     clip_mean_norm: float | None = None,
     momentum_correction: bool = False,
@@ -144,6 +157,12 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         `OptimizerRule` documents the arguments that are not listed here.
       replicas_to_aggregate: N, the number of contributions in one update.
       total_num_replicas: M, the number of replicas. None: N.
+      step_timeout_secs: Seconds that a step waits for its contributions. Then
+        it goes on from those that have come, or, if they are fewer than
+        `min_contributions`, the training ends with an error. None: no limit.
+        The driver measures the time.
+      min_contributions: The smallest number of contributions in a step that has
+        exceeded `step_timeout_secs`. None: N, so that the training ends.
       clip_mean_norm: The largest global norm of the mean of N contributions. A
         larger mean is scaled down before it is applied. None: no limit.
       has_chief_statistics: If True, statistics are updated from one replica: of
@@ -179,6 +198,25 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     )
     self.replicas_to_aggregate = replicas_to_aggregate
     self.total_num_replicas = total_num_replicas
+    if min_contributions is None:
+      min_contributions = replicas_to_aggregate
+    rule_base.check_count("min_contributions", min_contributions)
+    if min_contributions > replicas_to_aggregate:
+      raise ValueError(
+        "`min_contributions` must be at most `replicas_to_aggregate`,"
+        f" {replicas_to_aggregate}. Received: {min_contributions}."
+      )
+    if step_timeout_secs is not None and not step_timeout_secs > 0:
+      raise ValueError(
+        f"`step_timeout_secs` must be positive. Received: {step_timeout_secs}."
+      )
+    if step_timeout_secs is None and min_contributions < replicas_to_aggregate:
+      raise ValueError(
+        "`min_contributions` needs `step_timeout_secs`. Received:"
+        f" {min_contributions} and None."
+      )
+    self.step_timeout_secs = step_timeout_secs
+    self.min_contributions = min_contributions
     self.accepted_fraction = min(
       1.0, replicas_to_aggregate / total_num_replicas
     )
@@ -200,6 +238,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       store,
       num_replicas=self.total_num_replicas,
       replicas_to_aggregate=self.replicas_to_aggregate,
+      min_contributions=self.min_contributions,
       is_sparse=is_sparse or [False] * len(store.contributed),
       has_chief_statistics=self.has_chief_statistics,
       namespace=namespace,
@@ -251,6 +290,8 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       "total_num_replicas": self.total_num_replicas,
       "has_chief_statistics": self.has_chief_statistics,
       "wire_dtype": self.wire_dtype,
+      "step_timeout_secs": self.step_timeout_secs,
+      "min_contributions": self.min_contributions,
     }
 
   def in_lockstep(
@@ -463,7 +504,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         present,
         collected.step,
         self._contributions.take_sums,
-        self.replicas_to_aggregate,
+        collected.count,
       )
     with tf.control_dependencies([updated]):
       step = self._store.advance(collected.step, collected.examples)
@@ -495,6 +536,17 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         the replica has made a newer one.
     """
     self._contributions.declare_lost(replica, tag)
+
+  def expire(self, step: int) -> None:
+    """Makes an update from the contributions (sets of gradients) that came.
+
+    There must be at least `min_contributions` of them. Replicas from which none
+    came are not waited for until they offer gradients again.
+
+    Args:
+      step: The global step. The call has no effect on later steps.
+    """
+    self._contributions.expire(step)
 
   def interrupt(self) -> None:
     """Ends the wait of `apply_updates`, which runs in another thread.

@@ -1,0 +1,471 @@
+"""Measures training over a network of limited bandwidth, against its peers.
+
+  python -m benchmarks.bandwidth [--models=cifar10,inception_mini]
+    [--rates=1000,200,50] [--rounds=3] [--kinds=…] [--commit=REV]
+    [--output=FILE]
+
+1 PS (parameter server) and 2 workers are on hosts of their own: network
+namespaces of this machine, each with a link of limited rate (`tc … tbf`).
+Needs root, and the packages iproute2 and util-linux. In a round, a cluster of
+each kind is started in turn, and measured at every rate; the ratio within a
+round is what counts. `benchmarks.bandwidth_task` says what trains. With
+`--commit`, the library of another commit takes part too.
+
+An update of the synchronous kinds has a batch of each worker, and an update of
+the asynchronous kinds has a batch of one worker; compared are the images per
+second. Each process has one thread per op, as if each worker had a core of its
+own.
+
+For each kind of ours, the time of a step (a batch of each worker) is compared
+with the larger of *computing*, the time in which two processes compute the
+gradients at the same time, and *transferring*: the bytes of the parameters and
+gradients of all replicas, divided by the rate of the link of the PS task.
+"""
+
+import concurrent.futures
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import pathlib
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+from absl import app
+from absl import flags
+
+from benchmarks import live_cluster
+from tf_replicas import cluster
+from tf_replicas.cluster import private_network
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list(
+  "models",
+  ["cifar10", "inception_mini"],
+  "The networks that are trained;"
+  " `cifar10:1` is `cifar10` with 1 image per worker",
+)
+flags.DEFINE_list("rates", ["1000", "200", "50"], "The links' rates in Mbit/s")
+flags.DEFINE_list(
+  "kinds", None, "What trains, by the names in `KINDS`; by default, everything"
+)
+flags.DEFINE_integer(
+  "rounds", 3, "The number of rounds, in each of which all are measured"
+)
+flags.DEFINE_float(
+  "turn_secs", 5.0, "About how long a turn takes, in seconds", lower_bound=0.1
+)
+flags.DEFINE_string("commit", None, "Another commit that takes part")
+flags.DEFINE_string("output", None, "Where to write the raw numbers, as JSON")
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_HOSTS = ("ps", "worker0", "worker1", "client")
+_WORKERS = 2
+# A cluster has a port on each host, and another for PS tasks.
+_FIRST_PORT, _PORTS = 3000, 1000
+COMPUTING = "computing alone"
+
+
+class Kind(NamedTuple):
+  """One kind of training that is measured.
+
+  Attributes:
+    kind: The first argument of `benchmarks.bandwidth_task`.
+    is_async: Whether an update has the batch of one worker.
+    is_of_commit: Whether the library is that of the other commit.
+    is_ours: Whether it is this library at all.
+    is_beside: Whether there are 2 PS tasks with half of the parameters each,
+      beside the workers on their hosts, instead of 1 PS task on its own host.
+  """
+
+  kind: str
+  is_async: bool = False
+  is_of_commit: bool = False
+  is_ours: bool = True
+  is_beside: bool = False
+
+
+KINDS: dict[str, Kind] = {
+  "between-graph": Kind("between_graph,sync,float32"),
+  "between-graph bfloat16": Kind("between_graph,sync,bfloat16"),
+  "in-graph": Kind("in_graph,sync,float32"),
+  "in-graph bfloat16": Kind("in_graph,sync,bfloat16"),
+  "between-graph commit": Kind("between_graph,sync,float32", is_of_commit=True),
+  "in-graph commit": Kind("in_graph,sync,float32", is_of_commit=True),
+  "between-graph bfloat16 commit": Kind(
+    "between_graph,sync,bfloat16", is_of_commit=True
+  ),
+  "between-graph PS beside": Kind("between_graph,sync,float32", is_beside=True),
+  "between-graph PS beside bfloat16": Kind(
+    "between_graph,sync,bfloat16", is_beside=True
+  ),
+  "TF1 SyncReplicasOptimizer": Kind("tf1", is_ours=False),
+  "MultiWorkerMirroredStrategy": Kind("mirrored", is_ours=False),
+  "async between-graph": Kind("between_graph,async,float32", is_async=True),
+  "async between-graph bfloat16": Kind(
+    "between_graph,async,bfloat16", is_async=True
+  ),
+  "async in-graph": Kind("in_graph,async,float32", is_async=True),
+  "async in-graph bfloat16": Kind("in_graph,async,bfloat16", is_async=True),
+  "ParameterServerStrategy": Kind("strategy", is_async=True, is_ours=False),
+}
+
+
+# Of computing alone, which has a batch of each worker in a step, too.
+_NO_KIND = Kind("computing", is_ours=False)
+
+
+def _start(
+  network: private_network.PrivateNetwork,
+  kind: Kind,
+  model: str,
+  port: int,
+  root: pathlib.Path,
+) -> live_cluster.LiveCluster:
+  """Starts a cluster of 1 PS and 2 workers on the hosts of a network."""
+  has_client = kind.kind.startswith("in_graph") or kind.kind == "strategy"
+  workers = [f"worker{i}" for i in range(_WORKERS)]
+  jobs = {"worker": workers}
+  if kind.kind != "mirrored":
+    jobs["ps"] = workers if kind.is_beside else ["ps"]
+  if has_client:
+    jobs["chief"] = ["client"]
+  addresses = {
+    job: [
+      f"{network.address(host)}:{port + _PORTS * (job == 'ps')}"
+      for host in hosts
+    ]
+    for job, hosts in jobs.items()
+  }
+  spec = cluster.parse(
+    {
+      "cluster": addresses,
+      "variables": {"on": "ps", "placement": "partitioned"},
+    }
+    if kind.is_beside
+    else addresses
+  )
+  chief = cluster.Task("chief" if has_client else "worker", 0)
+  tasks = [task for task in spec.tasks() if task != chief] + [chief]
+  return live_cluster.LiveCluster(
+    [
+      network.command(
+        jobs[task.job][task.index],
+        [
+          *(sys.executable, str(_ROOT / "benchmarks" / "bandwidth_task.py")),
+          *(kind.kind, model, spec.to_json(), task.job, str(task.index)),
+        ],
+      )
+      for task in tasks
+    ],
+    root=root,
+    cwd=root,
+    ends_by_itself="," in kind.kind,  # Peers never end by themselves.
+    environ=_ENVIRON,
+  )
+
+
+_ENVIRON = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class _Computing:
+  """As many processes as workers, which compute at the same time."""
+
+  def __init__(self, model: str, stack: contextlib.ExitStack):
+    self._each = [
+      stack.enter_context(
+        live_cluster.LiveCluster(
+          [
+            [
+              *(sys.executable, str(_ROOT / "benchmarks/bandwidth_task.py")),
+              *("computing", model, '{"worker": ["localhost:1"]}'),
+              *("worker", "0"),
+            ]
+          ],
+          root=_ROOT,
+          cwd=_ROOT,
+          environ=_ENVIRON,
+        )
+      )
+      for _ in range(_WORKERS)
+    ]
+
+  def updates_per_sec(self, updates: int) -> float:
+    """Returns how many gradients per second the slowest process computes."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      rates = pool.map(lambda c: c.updates_per_sec(updates), self._each)
+      return min(rates)
+
+
+@contextlib.contextmanager
+def _tree(commit: str | None) -> Iterator[pathlib.Path | None]:
+  """Context that yields the root of a tree of a commit, if one is given."""
+  if commit is None:
+    yield None
+    return
+  with tempfile.TemporaryDirectory() as directory:
+    tree = pathlib.Path(directory, "tree")
+    git = ["git", "-C", str(_ROOT), "worktree"]
+    subprocess.run(
+      [*git, "add", "--quiet", "--detach", str(tree), commit], check=True
+    )
+    try:
+      yield tree
+    finally:
+      subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+
+
+class Network(NamedTuple):
+  """What has to be known of a network.
+
+  Attributes:
+    parameters: The number of its parameters.
+    batch: The number of images in the batch of a worker.
+  """
+
+  parameters: int
+  batch: int
+
+
+def describe(model: str) -> Network:
+  """Builds a network in another process, and describes it."""
+  program = (
+    "import bandwidth_task; network = bandwidth_task.build({model!r});"
+    " print(sum(v.shape.num_elements() for v in network.variables),"
+    " len(network.labels))"
+  )
+  result = subprocess.run(
+    [sys.executable, "-c", program.format(model=model)],
+    cwd=_ROOT,
+    env={
+      **os.environ,
+      "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "benchmarks")]),
+      "CUDA_VISIBLE_DEVICES": "",
+    },
+    stdout=subprocess.PIPE,
+    text=True,
+    check=True,
+  )
+  return Network(*map(int, result.stdout.split()[-2:]))
+
+
+def transferring_secs(kind: Kind, network: Network, mbit_per_sec: int) -> float:
+  """Returns how long the link of the PS task needs for the bytes of a step.
+
+  These are the parameters for all replicas, and the gradients of all replicas,
+  sent one after the other. (A link may also send and receive at once.)
+  """
+  size = 2 if kind.kind.endswith("bfloat16") else 4
+  count = 2 * _WORKERS * network.parameters * size
+  return count * 8 / (mbit_per_sec * 1e6)
+
+
+def _turn(
+  hosts: private_network.PrivateNetwork,
+  trained: live_cluster.LiveCluster | _Computing,
+  kind: Kind,
+  network: Network,
+  mbit_per_sec: int,
+) -> dict[str, float]:
+  """Lets a cluster train, for about the time of a turn.
+
+  Returns:
+    `images_per_sec`; and the megabytes per step (a batch of each worker) that
+    the PS task, or else worker 0, sends and receives.
+  """
+  secs = max(transferring_secs(kind, network, mbit_per_sec), 0.2)
+  batches = 1 if kind.is_async else _WORKERS
+  steps = max(3, round(FLAGS.turn_secs / secs))
+  updates = steps * _WORKERS // batches
+  host = "worker0" if kind.kind == "mirrored" or kind.is_beside else "ps"
+  before = hosts.traffic(host)
+  rate = trained.updates_per_sec(updates)
+  after = hosts.traffic(host)
+  # The turn makes one update more, which it does not time.
+  measured = (updates + 1) * batches / _WORKERS
+  return {
+    "images_per_sec": rate * batches * network.batch,
+    "sent_mb": (after.sent - before.sent) / measured / 1e6,
+    "received_mb": (after.received - before.received) / measured / 1e6,
+  }
+
+
+def measure(
+  model: str,
+  network: Network,
+  kinds: Mapping[str, Kind],
+  rates: Sequence[int],
+  tree: pathlib.Path | None,
+) -> Iterator[dict[str, dict[str, dict[str, float]]]]:
+  """Measures all kinds with one network, in rounds.
+
+  Yields:
+    For each round, the result of `_turn` by name of the kind and by rate.
+  """
+  ports = itertools.count(_FIRST_PORT)
+  with private_network.PrivateNetwork(_HOSTS) as hosts:
+    for number in range(FLAGS.rounds):
+      names = [COMPUTING, *kinds]
+      turns: dict[str, dict[str, dict[str, float]]] = {}
+      for name in names if number % 2 else names[::-1]:
+        kind = kinds.get(name, _NO_KIND)
+        for host in hosts.hosts:
+          hosts.limit(host, None)
+        with contextlib.ExitStack() as stack:
+          trained: live_cluster.LiveCluster | _Computing
+          if name == COMPUTING:
+            trained = _Computing(model, stack)
+          else:
+            root = tree if kind.is_of_commit and tree else _ROOT
+            trained = stack.enter_context(
+              _start(hosts, kind, model, next(ports), root)
+            )
+          turns[name] = {}
+          for rate in rates:
+            for host in hosts.hosts:
+              hosts.limit(host, rate)
+            turn = _turn(hosts, trained, kind, network, rate)
+            turns[name][str(rate)] = turn
+        print(
+          f"{model}, round {number}: {name}, images/s at Mbit/s: "
+          + ", ".join(
+            f"{turn['images_per_sec']:.1f} at {rate}"
+            for rate, turn in turns[name].items()
+          ),
+          flush=True,
+        )
+      yield turns
+
+
+def report(
+  model: str,
+  network: Network,
+  kinds: Mapping[str, Kind],
+  found: Sequence[Mapping[str, Mapping[str, Mapping[str, float]]]],
+) -> None:
+  """Prints a table for each rate, and what the ratios are.
+
+  Args:
+    model: The name of the network.
+    network: The network.
+    kinds: What was measured, by name.
+    found: What `measure` yielded.
+  """
+  for rate in found[0][COMPUTING]:
+    rounds = [{n: t[rate] for n, t in turns.items()} for turns in found]
+    print(f"\n{model}, {network.parameters} parameters, {rate} Mbit/s")
+    print(
+      f"{'':32}{'images/s':>10}{'ms/step':>9}{'computing':>11}"
+      f"{'transferring':>14}{'step / larger':>24}{'MB out':>8}{'MB in':>8}"
+    )
+    images = _WORKERS * network.batch
+    computing = [
+      images / turns[COMPUTING]["images_per_sec"] for turns in rounds
+    ]
+    for name, kind in kinds.items():
+      speeds = [turns[name]["images_per_sec"] for turns in rounds]
+      transferring = transferring_secs(kind, network, int(rate))
+      shares = [
+        images / speed / max(alone, transferring)
+        for speed, alone in zip(speeds, computing, strict=True)
+      ]
+      print(
+        f"{name:32}{statistics.median(speeds):10.1f}"
+        f"{images / statistics.median(speeds) * 1e3:9.0f}"
+        f"{statistics.median(computing) * 1e3:11.0f}{transferring * 1e3:14.0f}"
+        f"{_spread(shares):>24}"
+        f"{statistics.median(t[name]['sent_mb'] for t in rounds):8.1f}"
+        f"{statistics.median(t[name]['received_mb'] for t in rounds):8.1f}"
+      )
+    for name, kind in kinds.items():
+      for peer, other in kinds.items():
+        is_peer = other.is_of_commit or not other.is_ours
+        if kind.is_ours and not kind.is_of_commit and is_peer:
+          if kind.is_async == other.is_async:
+            ratios = [
+              t[name]["images_per_sec"] / t[peer]["images_per_sec"]
+              for t in rounds
+            ]
+            print(f"{name} / {peer}: {_spread(ratios)}")
+
+
+def _spread(values: Sequence[float]) -> str:
+  """Formats the median, the smallest and the largest value."""
+  return (
+    f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+  )
+
+
+def _machine() -> dict[str, object]:
+  """Describes this machine, the versions and the commit, for JSON."""
+  import importlib.metadata
+
+  processor = platform.processor()
+  for line in pathlib.Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+    if line.startswith("model name"):
+      processor = line.partition(": ")[2]
+      break
+  commit = subprocess.run(
+    ["git", "-C", str(_ROOT), "rev-parse", "HEAD"],
+    stdout=subprocess.PIPE,
+    text=True,
+    check=True,
+  )
+  return {
+    "processor": processor,
+    "cores": os.cpu_count(),
+    "kernel": platform.release(),
+    "python": platform.python_version(),
+    "tensorflow": importlib.metadata.version("tensorflow"),
+    "commit": commit.stdout.strip(),
+    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(
+      "T", "seconds"
+    ),
+  }
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  reason = private_network.obstacle()
+  if reason:
+    sys.exit(reason)
+  # So that the clusters and the network are removed.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  kinds = {
+    name: kind
+    for name, kind in KINDS.items()
+    if (FLAGS.kinds is None or name in FLAGS.kinds)
+    and (FLAGS.commit or not kind.is_of_commit)
+  }
+  rates = [int(rate) for rate in FLAGS.rates]
+  document: dict[str, Any] = {
+    "machine": _machine(),
+    "command": sys.argv,
+    "other_commit": FLAGS.commit,
+    "networks": {},
+  }
+  with _tree(FLAGS.commit) as tree:
+    for model in FLAGS.models:
+      network = describe(model)
+      rounds = []
+      for turns in measure(model, network, kinds, rates, tree):
+        rounds.append(turns)
+        document["networks"][model] = {**network._asdict(), "rounds": rounds}
+        if FLAGS.output:
+          text = json.dumps(document, indent=2)
+          pathlib.Path(FLAGS.output).write_text(text + "\n")
+      report(model, network, kinds, rounds)
+
+
+if __name__ == "__main__":
+  app.run(main)

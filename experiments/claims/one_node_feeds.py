@@ -1,0 +1,157 @@
+"""Measures what it costs if one node hands out the data to all workers.
+
+  python -m experiments.claims.one_node_feeds [--quick]
+    [--num_seeds=2] [--output=DIR]
+
+TF1's in-graph examples read the data in the client and fed them to the workers.
+Here one client drives 1, 2 and 4 workers, each a process of its own, by one
+graph (a `tf.function`). A worker computes the gradient of a convolution for a
+batch. The batches are made either in the client or in each worker: the graphs
+differ only in the device of these operations. Measures the bytes that the
+client sends (needs `ss`), and the steps per second. Both are measured in turns
+on the same processes.
+"""
+
+import json
+import pathlib
+import tempfile
+from collections.abc import Sequence
+
+from experiments.support import claims
+from experiments.support import programs
+
+WORKERS = (1, 2, 4)
+PLACES = ("client", "workers")
+BATCH_SHAPE = (64, 32, 32, 3)
+# float32.
+BATCH_BYTES = 4 * 64 * 32 * 32 * 3
+
+
+def measure(is_quick: bool, seed: int) -> dict:
+  """Makes steps with the data of the client and with those of the workers.
+
+  With `is_quick`, it uses 2 workers only, and a shorter time. `seed` is not
+  used. The result maps the number of workers to `steps_per_sec` and
+  `client_bytes`, the bytes that the client sends per step, for each of
+  `PLACES`.
+  """
+  del seed
+  found = {}
+  for workers in (2,) if is_quick else WORKERS:
+    with tempfile.TemporaryDirectory() as directory:
+      programs.run_tasks(
+        "experiments.claims.one_node_feeds_task",
+        [2.0 if is_quick else 8.0],
+        document={
+          "ps": ["localhost:0"] * workers,
+          "worker": ["localhost:0"],
+        },
+        directory=directory,
+      )
+      path = pathlib.Path(directory, "found.json")
+      found[str(workers)] = json.loads(path.read_text(encoding="utf-8"))
+  return found
+
+
+def find(measurements: Sequence[dict]) -> list[claims.Finding]:
+  """Returns the measured numbers of the claim, with the claimed bounds."""
+  numbers = list(measurements[0])
+  most = numbers[-1]
+
+  def sent(workers, place):
+    return [
+      m[workers][place]["client_bytes"] / (int(workers) * BATCH_BYTES)
+      for m in measurements
+    ]
+
+  def relative_rate(workers):
+    return [
+      m[workers]["client"]["steps_per_sec"]
+      / m[workers]["workers"]["steps_per_sec"]
+      for m in measurements
+    ]
+
+  findings = []
+  for workers in numbers:
+    plural = f"{workers} worker{'s' * (workers != '1')}"
+    findings += [
+      claims.Finding(
+        f"{plural}, data made in the client: bytes that it sends per step,"
+        " divided by those of all batches",
+        sent(workers, "client"),
+        least=0.95,
+        most=1.1,
+      ),
+      claims.Finding(
+        f"{plural}, data made in the workers: the same",
+        sent(workers, "workers"),
+        most=0.02,
+      ),
+      claims.Finding(
+        f"{plural}: steps per second with data from the client, divided by"
+        " those with data from the workers",
+        relative_rate(workers),
+        **({"most": 0.9} if workers == most else {}),
+      ),
+    ]
+  return findings
+
+
+def draw(measurements: Sequence[dict]):
+  """Draws the bytes that the client sends, and the step rate, over workers."""
+  figure, (left, right) = claims.new_figure(9, 3.4, ncols=2)
+  numbers = list(measurements[0])
+  for place, color, marker in zip(
+    PLACES, claims.COLORS, claims.MARKERS, strict=False
+  ):
+    for axes, field, scale in (
+      (left, "client_bytes", 1e-6),
+      (right, "steps_per_sec", 1.0),
+    ):
+      rows = [
+        [m[n][place][field] * scale for n in numbers] for m in measurements
+      ]
+      axes.plot(
+        [int(n) for n in numbers],
+        [sum(column) / len(column) for column in zip(*rows, strict=True)],
+        marker=marker,
+        color=color,
+        label=f"data made in the {place}",
+      )
+  left.set_ylabel("MB per step that the client sends")
+  right.set_ylabel("steps per second")
+  for axes in (left, right):
+    axes.set_xticks([int(n) for n in numbers])
+    axes.set_xlabel("workers")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+  return figure
+
+
+CLAIM = claims.Claim(
+  name="one_node_feeds",
+  title="In-graph: the data are handed out by one node",
+  claim=(
+    "if one client hands out the data, it sends every batch of every worker,"
+    " and training with several workers is slower than with data that the"
+    " workers make themselves"
+  ),
+  source="a common objection to in-graph replication in TF1",
+  explanation=(
+    "One client drives all workers by one graph. In one kind of run, the"
+    " batches are made in the client and sent to the workers, as in TF1's"
+    " examples with `feed_dict`. In the other, the same operations run on the"
+    " workers, as with this library's in-graph driver, whose workers read their"
+    " own data. The left plot shows the bytes that the client sends per step,"
+    " the right plot the speed. All processes share the cores of one machine"
+    " and no link is slow, so the speed does not show what a slow network would"
+    " cost."
+  ),
+  measure=measure,
+  find=find,
+  draw=draw,
+)
+
+if __name__ == "__main__":
+  claims.start(CLAIM)

@@ -1,0 +1,226 @@
+"""Maps every measured number of README and docs to the data it comes from.
+
+  python -m experiments.numbers [--list]
+
+A block (a paragraph, a list or a table) with measured numbers has a comment
+before it that says where they come from, one of
+
+    <!-- measured: results/straggler.json -->
+    <!-- not stored: DATE; REASON -->
+    <!-- not measured: REASON -->
+
+The first names files in `experiments/` with the stored measurements, separated
+by commas. Each file must say when it was made; else the comment must, after a
+semicolon. Each number of the block must be in these files, rounded as it is
+written, or be its difference from 1, as a share or as a percentage. Settings,
+goals and numbers that are computed in another way follow after "also:". The
+second comment admits that the block has the date and the command of a
+measurement whose output was not stored. The third says why the numbers are no
+measurements, but settings or theory. A comment whose text ends in "(section)"
+holds for all blocks up to the next heading that have no comment.
+
+The program prints numbers without such a comment or without data, and fails if
+there are any. With `--list`, it prints all numbers with their sources.
+"""
+
+import json
+import math
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/**/*.md", "experiments/README.md")
+_KINDS = ("measured", "not stored", "not measured")
+_MARK = re.compile(rf"<!-- ({'|'.join(_KINDS)}): (.*?) -->", re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+# A test of `benchmarks.versions` compares this page with its data.
+_GENERATED = ("docs/versions.md",)
+# What has numbers, but none that were measured.
+_CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+", re.DOTALL)
+_NAMED = re.compile(
+  r"\b(?:TensorFlow|TF|Keras|Python|Slurm|Kubernetes|Apache|version|seed)\s"
+  r"\d[\d.]*(?:(?:,| to| and| or) \d+\.[\d.]+)*|95%(?= interval)"
+)
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_UNITS = (
+  r"%|percent|points|times|s\b|ms\b|seconds?\b|minutes?\b|hours?\b|[kMG]i?B\b"
+  r"|bytes\b|examples/sec|steps/sec|updates/sec|per second"
+)
+_NUMBER = re.compile(
+  rf"(?<![\w.,-])(\d[\d,]*\.\d+|\d[\d,]*(?=[ \u00a0-]?(?:{_UNITS})))(?!\.\d)"
+)
+
+
+class Number(NamedTuple):
+  """A number in a page that looks like a measurement.
+
+  Attributes:
+    page: The path of the page in the repository.
+    line: Its line.
+    text: The number as written.
+    is_percent: Whether it is a percentage.
+    kind: One of `measured`, `not stored`, `not measured`; empty without a
+      comment.
+    source: The rest of the comment.
+  """
+
+  page: str
+  line: int
+  text: str
+  is_percent: bool
+  kind: str
+  source: str
+
+  def __str__(self) -> str:
+    return f"{self.page}:{self.line}: {self.text}"
+
+
+def _blank(text: str, pattern: re.Pattern) -> str:
+  """Replaces all matches by spaces, and keeps the line breaks."""
+  return pattern.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
+
+
+def numbers(page: str, text: str) -> Iterator[Number]:
+  """Finds the numbers of a page that look like measurements.
+
+  Args:
+    page: The path of the page in the repository.
+    text: Its content.
+
+  Yields:
+    The numbers, with the comment that belongs to their block.
+  """
+  text = _blank(text, re.compile(r"```.*?```", re.DOTALL))
+  line, section, pending = 1, None, None
+  for block in re.split(r"(\n\s*\n)", text):
+    mark = _MARK.search(block)
+    if re.match(r"\s*#", block):
+      section = None
+    if mark and mark[2].endswith("(section)"):
+      section = mark
+    elif mark:
+      pending = mark
+    plain = block
+    for pattern in (_COMMENT, _CODE, _NAMED, _DATE):
+      plain = _blank(plain, pattern)
+    own = pending or section
+    kind, source = (own[1], own[2]) if own else ("", "")
+    for match in _NUMBER.finditer(plain):
+      yield Number(
+        page,
+        line + plain.count("\n", 0, match.start()),
+        match[1],
+        plain[match.end() :].startswith("%"),
+        kind,
+        re.sub(r"\s+", " ", source),
+      )
+    if plain.strip():
+      pending = None
+    line += block.count("\n")
+
+
+def leaves(data: object) -> Iterator[float]:
+  """Yields all numbers in decoded JSON.
+
+  Args:
+    data: Decoded JSON.
+  """
+  if isinstance(data, dict):
+    for value in data.values():
+      yield from leaves(value)
+  elif isinstance(data, list):
+    own = [x for x in data if isinstance(x, (int, float))]
+    if own:
+      yield sorted(own)[len(own) // 2]  # The median is what is quoted.
+    for value in data:
+      yield from leaves(value)
+  elif isinstance(data, (int, float)) and not isinstance(data, bool):
+    yield float(data)
+
+
+def is_in(number: Number, values: Sequence[float]) -> bool:
+  """Returns whether a number of a page is one of the stored values.
+
+  Args:
+    number: The number.
+    values: The stored values.
+  """
+  text = number.text.replace(",", "")
+  written = float(text)
+  digits = len(text.partition(".")[2])
+  scale = 100 if number.is_percent else 1
+  half = 0.501 * 10**-digits
+  return any(
+    abs(other * scale - written) <= half
+    for value in values
+    if math.isfinite(value)
+    for other in (value, -value, 1 - value, value - 1)
+  )
+
+
+def problem(number: Number) -> str:
+  """Returns what is wrong with the source of a number; empty if nothing is.
+
+  Args:
+    number: The number.
+  """
+  if not number.kind:
+    return "has no source"
+  if number.kind == "not measured":
+    return ""
+  source = number.source.removesuffix("(section)").strip()
+  if number.kind == "not stored":
+    return "" if _DATE.search(source) else "has no date in its comment"
+  names, _, more = source.partition(";")
+  values = []
+  for name in names.split(","):
+    path = ROOT / "experiments" / name.strip()
+    if not path.exists():
+      return f"is said to be in {name.strip()}, which does not exist"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    has_own = isinstance(data, dict) and "date" in data
+    if not (has_own or _DATE.search(more)):
+      return f"has no date: neither {name.strip()} nor its comment has one"
+    values += leaves(data)
+  also = re.findall(r"[\d.,]*\d", more.partition("also:")[2])
+  if is_in(number, values) or number.text in also:
+    return ""
+  return f"is not in {names}"
+
+
+def of_pages() -> list[Number]:
+  """Returns the numbers of all pages."""
+  return [
+    number
+    for pattern in PAGES
+    for path in sorted(ROOT.glob(pattern))
+    if str(path.relative_to(ROOT)) not in _GENERATED
+    for number in numbers(
+      str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+    )
+  ]
+
+
+def main() -> int:
+  found = of_pages()
+  wrong = [(n, problem(n)) for n in found if problem(n)]
+  if "--list" in sys.argv[1:]:
+    for number in found:
+      print(f"{number} <- {number.kind}: {number.source}")
+  for number, what in wrong:
+    print(f"{number} {what}", file=sys.stderr)
+  kinds = {kind: sum(n.kind == kind for n in found) for kind in _KINDS}
+  print(
+    f"{len(found)} numbers: "
+    + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    + f", {len(wrong)} wrong"
+  )
+  return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

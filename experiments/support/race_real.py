@@ -1,0 +1,215 @@
+"""Repeats cells of the race on clusters of real processes.
+
+A batch takes its virtual time, times 0.1 s: the worker sleeps for so long and
+then computes the gradient, which takes about 1 ms. So the cores of this machine
+are mostly idle, and workers do not slow each other down. Rule, batches, weights
+and compute times are those of the virtual run. Reads and writes take the time
+that they take. A worker that dies is killed by SIGKILL, and is started again;
+the virtual run to compare with gets the time at which it was back.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import tempfile
+import time
+
+import numpy as np
+
+from experiments.simulator import recorded_run
+from experiments.support import claims
+from experiments.support import event_clock
+from experiments.support import programs
+
+UNIT_SECS = 0.1
+# A real run goes on for so many times the virtual time to the precision.
+_LONGER = 1.6
+_TIMEOUT_SECS = 600.0
+_MEASURED_WORKERS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """A run of the race.
+
+  Attributes:
+    rule: The name of the update rule.
+    condition: The name of the kind of workers.
+    workers: The number of workers.
+    rate: The learning rate.
+    seed: Decides weights, batches and compute times.
+    limit: The virtual time at which the run ends.
+  """
+
+  rule: str
+  condition: str
+  workers: int
+  rate: float
+  seed: int
+  limit: float
+
+  def to_json(self) -> str:
+    """Returns the cell as JSON."""
+    return json.dumps(dataclasses.asdict(self))
+
+  @classmethod
+  def from_json(cls, text: str) -> "Cell":
+    """Reads what `to_json` has returned."""
+    return cls(**json.loads(text))
+
+
+def measure(cell: Cell, racer) -> dict:
+  """Runs a cell on real processes, and again in virtual time.
+
+  Args:
+    cell: The cell.
+    racer: A `race.Racer`, for the virtual run.
+
+  Returns:
+    The fields of the cell; and `real` and `virtual`, the times to the
+    precision, None if it was not reached.
+
+  Raises:
+    RuntimeError, TimeoutError: If a process failed, or took too long.
+  """
+  from experiments.support import race_task
+
+  absence = race_task.conditions()[cell.condition].absence(cell.workers)
+  with tempfile.TemporaryDirectory() as name:
+    directory = pathlib.Path(name)
+
+    def kill_last(tasks) -> None:
+      if absence is None:
+        return
+      begin = float(_await(directory / "start"))
+      task = tasks.spec.tasks("worker")[absence.replica]
+      time.sleep(max(begin + absence.start * UNIT_SECS - time.time(), 0.0))
+      tasks.kill(task)
+      tasks.start(task)
+
+    programs.run_tasks(
+      "experiments.support.race_real_task",
+      [cell.to_json()],
+      document={
+        "ps": ["localhost:0"],
+        "worker": ["localhost:0"] * cell.workers,
+      },
+      directory=name,
+      timeout_secs=_TIMEOUT_SECS,
+      while_running=kill_last,
+    )
+    if absence is not None:
+      begin, back = (
+        float((directory / name).read_text()) for name in ("start", "returned")
+      )
+      absence = event_clock.Absence(
+        absence.replica,
+        absence.start,
+        (back - begin) / UNIT_SECS,
+        absence.noticed_after,
+      )
+    real = racer.judge(directory / "points.npz")
+  virtual = racer.run(
+    race_task.contestant(cell.rule, cell.workers),
+    cell.workers,
+    cell.condition,
+    rate=cell.rate,
+    seed=cell.seed,
+    limit=race_task.MAX_SECS,
+    absence=absence,
+  )
+  return {
+    **dataclasses.asdict(cell),
+    "absence": absence and [absence.start, absence.end],
+    "real": real,
+    "virtual": virtual,
+    "date": datetime.date.today().isoformat(),
+    "machine": claims.machine(),
+    "load": os.getloadavg()[0],
+  }
+
+
+def measure_times() -> dict:
+  """Measures how long batches take where workers compete for the cores.
+
+  Trains the network of `cifar10` with 4 asynchronous workers on this machine.
+  If it has fewer cores, some batches take much longer than others.
+
+  Returns:
+    The content of race_compute_times.json; `secs` are the times.
+  """
+  with tempfile.TemporaryDirectory() as directory:
+    spec = programs.write_spec(directory, workers=_MEASURED_WORKERS)
+    programs.output(
+      "cifar10.distributed_train",
+      "--dataset=synthetic",
+      f"--cluster_spec={spec}",
+      f"--train_dir={directory}/run",
+      "--update=async",
+      "--batch_size=16",
+      "--max_steps=1200",
+      "--log_every_steps=400",
+      "--timeline",
+    )
+    events = recorded_run.read(f"{directory}/run/timeline")
+  ends = [event.end for event in events if event.kind == "compute"]
+  start = float(np.quantile(ends, 0.1))  # In the first tenth workers join.
+  fit = recorded_run.fit(
+    [event for event in events if event.start >= start], read_bytes=1.0
+  )
+  secs = np.asarray(fit.cluster.compute.secs)  # pyright: ignore
+  return {
+    "what": (
+      f"Seconds that a batch of each of {_MEASURED_WORKERS} asynchronous"
+      " workers on this machine took. The median is the same for all workers."
+    ),
+    "command": "python -m experiments.race --measure",
+    "date": datetime.date.today().isoformat(),
+    "machine": claims.machine(),
+    "secs": [round(float(value), 4) for value in secs],
+  }
+
+
+def _await(path: pathlib.Path) -> str:
+  """Waits until a file has content, and returns it."""
+  end = time.monotonic() + _TIMEOUT_SECS
+  while not path.exists() or not (text := path.read_text()):
+    if time.monotonic() > end:
+      raise TimeoutError(f"{path.name} did not appear")
+    time.sleep(0.01)
+  return text
+
+
+def limit(seconds: float) -> float:
+  """Returns how long a real run goes on, given its virtual time."""
+  return _LONGER * seconds + 10
+
+
+def table(rows: list[dict]) -> list[str]:
+  """Returns the lines of a Markdown table of real and virtual times.
+
+  Args:
+    rows: Results of `measure`.
+  """
+  lines = [
+    "| workers | rule | rate | real seconds | virtual | real / virtual |"
+    " updates: real, virtual | load |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for row in rows:
+    real, virtual = row["real"], row["virtual"]
+    both = real["seconds"] and virtual["seconds"]
+    ratio = f"{real['seconds'] / virtual['seconds']:.2f}" if both else ""
+    lines.append(
+      f"| {row['workers']}, {row['condition']} | {row['rule']} | {row['rate']}"
+      f" | {_secs(real)} | {_secs(virtual)} | {ratio} |"
+      f" {real.get('updates', '')}, {virtual.get('updates', '')} |"
+      f" {row['load']:.1f} |"
+    )
+  return lines
+
+
+def _secs(run: dict) -> str:
+  return "not reached" if run["seconds"] is None else f"{run['seconds']:.0f}"

@@ -1,0 +1,147 @@
+"""Trains on real processes whose batches take times that are given in advance.
+
+Every task is a process, and parameters and gradients really travel between
+them. Only the computation of a gradient is replaced: a worker sleeps until its
+batch arrives. So a worker is as fast as a machine of its own, although all of
+them share the cores of this machine, and stragglers can be repeated.
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from experiments.simulator import recorded_run
+from experiments.support import programs
+
+_TIMES = "times.json"
+
+
+def train(
+  times: Sequence[Sequence[float]],
+  num_steps: int,
+  *,
+  update: str = "sync",
+  replicas_to_aggregate: int | None = None,
+  num_elements: int = 1,
+) -> list[recorded_run.Event]:
+  """Trains on a cluster of 1 PS task and several workers.
+
+  Args:
+    times: For each worker, the seconds until each of its batches arrives, in
+      order. When they are used up, they are repeated.
+    num_steps: The number of updates.
+    update: The update rule, `sync` or `async`.
+    replicas_to_aggregate: The number of gradients in a synchronous update; the
+      other workers are backups. None: those of all workers.
+    num_elements: The number of parameters, float32.
+
+  Returns:
+    The events of the timelines of all tasks, ordered by their start.
+  """
+  with tempfile.TemporaryDirectory() as directory:
+    path = pathlib.Path(directory, _TIMES)
+    path.write_text(json.dumps([list(own) for own in times]), encoding="utf-8")
+    programs.run_tasks(
+      "experiments.support.timed_training",
+      [update, num_steps, replicas_to_aggregate or len(times), num_elements],
+      document={
+        "ps": ["localhost:0"],
+        "worker": ["localhost:0"] * len(times),
+      },
+      directory=directory,
+      timeout_secs=600,
+    )
+    return recorded_run.read(f"{directory}/timeline")
+
+
+def _replica(times: Sequence[float], num_elements: int):
+  """Returns a model whose batches arrive after the given times.
+
+  Args:
+    times: The seconds until each batch arrives.
+    num_elements: The number of parameters.
+  """
+  import tensorflow as tf
+
+  from tf_replicas.replica import model_replica
+
+  def batches():
+    while True:
+      for secs in times:
+        time.sleep(secs)
+        yield ([1.0],)
+
+  def dataset_fn(*_):
+    signature = (tf.TensorSpec([1], tf.float32),)
+    dataset = tf.data.Dataset.from_generator(
+      batches, output_signature=signature
+    )
+    options = tf.data.Options()
+    # Else the next batch comes while the worker waits for an update.
+    options.experimental_optimization.inject_prefetch = False
+    return dataset.with_options(options)
+
+  return model_replica.Replica(
+    [tf.Variable(tf.zeros([num_elements]), name="x")],
+    lambda parameters, batch: tf.reduce_sum(parameters[0]) * batch[0],
+    dataset_fn,
+  )
+
+
+def _rule(update: str, replicas_to_aggregate: int, num_replicas: int):
+  import keras
+
+  import tf_replicas
+
+  sgd = keras.optimizers.SGD(0.1)
+  if update == "sync":
+    return tf_replicas.SyncReplicasOptimizer(
+      sgd, replicas_to_aggregate, num_replicas
+    )
+  return tf_replicas.AsyncReplicasOptimizer(sgd, num_replicas)
+
+
+def run_client(
+  spec,
+  task,
+  directory: pathlib.Path,
+  update: str,
+  num_steps: str,
+  replicas_to_aggregate: str,
+  num_elements: str,
+) -> None:
+  """Trains in this worker; the chief ends it after `num_steps` updates.
+
+  Args:
+    spec: The cluster.
+    task: The task of this process.
+    directory: The directory for the timelines.
+    update: `sync` or `async`.
+    num_steps: The number of updates, as text.
+    replicas_to_aggregate: The number of gradients in a synchronous update, as
+      text.
+    num_elements: The number of parameters, as text.
+  """
+  from tf_replicas.drivers import between_graph
+
+  times = json.loads((directory / _TIMES).read_text(encoding="utf-8"))
+  driver = between_graph.BetweenGraph(
+    spec,
+    task,
+    lambda: _replica(times[task.index], int(num_elements)),
+    lambda: _rule(update, int(replicas_to_aggregate), len(times)),
+    timeline_dir=str(directory / "timeline"),
+  )
+  if driver.is_chief:
+    while driver.step().global_step < int(num_steps):
+      pass
+  else:
+    driver.run_replica()
+  driver.close()
+
+
+if __name__ == "__main__":
+  programs.be_task(sys.argv[1:], run_client)

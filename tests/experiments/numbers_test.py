@@ -1,0 +1,72 @@
+"""Tests for experiments.numbers: every measured number has its data."""
+
+from absl.testing import absltest
+
+from experiments import numbers
+
+_STORED = "<!-- measured: results/straggler.json{} -->\n\n"
+
+
+def _of(text):
+  return list(numbers.numbers("page.md", text))
+
+
+def _problems(text):
+  return [problem for n in _of(text) if (problem := numbers.problem(n))]
+
+
+class PagesTest(absltest.TestCase):
+  def test_every_measured_number_has_its_data(self):
+    wrong = [(str(n), numbers.problem(n)) for n in numbers.of_pages()]
+    self.assertEmpty([pair for pair in wrong if pair[1]])
+
+
+class NumbersTest(absltest.TestCase):
+  def test_what_looks_like_a_measurement(self):
+    text = (
+      "With TensorFlow 2.21 and `0.5` on 2026-01-02, 3 workers take 0.81 of the"
+      " time, 5% more,\nor 12 s; [0.7](x_1.5.md); 95% interval\n"
+    )
+    found = _of(text)
+    self.assertEqual([n.text for n in found], ["0.81", "5", "12", "0.7"])
+    self.assertEqual([n.line for n in found], [1, 1, 2, 2])
+    self.assertEqual([n.is_percent for n in found], [False, True, False, False])
+
+  def test_needs_a_source(self):
+    self.assertEqual(_problems("It takes 3 s.\n"), ["has no source"])
+    self.assertEmpty(
+      _problems("<!-- not measured: a limit -->\n\nAfter 3 s.\n")
+    )
+
+  def test_a_comment_is_for_one_block(self):
+    text = "<!-- not measured: a limit -->\n\nAfter 3 s.\n\nAfter 4 s.\n"
+    self.assertLen(_problems(text), 1)
+
+  def test_a_section_ends_at_the_next_heading(self):
+    text = (
+      "# A\n\n<!-- not measured: x (section) -->\n\n1.5\n\n2.5\n\n# B\n\n3.5\n"
+    )
+    self.assertLen(_problems(text), 1)
+
+  def test_data_must_hold_the_number(self):
+    (report,) = [numbers.ROOT / "experiments" / "results" / "straggler.json"]
+    self.assertTrue(report.exists())
+    self.assertEmpty(_problems(_STORED.format("") + "It costs 67%.\n"))
+    self.assertEqual(
+      _problems(_STORED.format("") + "It costs 12.3456%.\n"),
+      ["is not in results/straggler.json"],
+    )
+    also = _STORED.format("; also: 12.3456")
+    self.assertEmpty(_problems(also + "It costs 12.3456%.\n"))
+
+  def test_data_must_exist_and_have_a_date(self):
+    (what,) = _problems("<!-- measured: results/none.json -->\n\n0.5\n")
+    self.assertIn("does not exist", what)
+    (what,) = _problems("<!-- measured: results/fit.json -->\n\n0.5\n")
+    self.assertIn("has no date", what)
+    (what,) = _problems("<!-- not stored: by hand -->\n\n0.5\n")
+    self.assertIn("has no date", what)
+
+
+if __name__ == "__main__":
+  absltest.main()

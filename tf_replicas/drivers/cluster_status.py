@@ -1,0 +1,804 @@
+"""Finds out from outside what a training on parameter servers does.
+
+The heartbeat tables and the records of the update rule are shared variables of
+the serving tasks: the parameter servers and, in in-graph replication, the
+workers. `ClusterReader` reads them by their names. The training does not notice
+the reader, and a task that hangs delays it by a time limit only.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_replicas import cluster
+from tf_replicas.drivers import heartbeat_table
+from tf_replicas.drivers import heartbeats
+from tf_replicas.rules import protocol
+from tf_replicas.rules import results
+from tf_replicas.rules.asynchronous import async_admission
+from tf_replicas.rules.sync import chief_recovery
+from tf_replicas.rules.sync import ledger as ledger_lib
+from tf_replicas.runtime import observation
+from tf_replicas.runtime import processes
+from tf_replicas.runtime import resources
+from tf_replicas.runtime import waiting
+
+# The names of shared variables, with their dtypes.
+_TABLE = {
+  "beats": tf.float64,
+  "outcome": tf.string,
+  "is_open": tf.bool,
+  "signature": tf.string,
+  "number": tf.int64,
+}
+_PROGRESS = {
+  "global_step": tf.int64,
+  "examples_seen": tf.int64,
+  "begun": tf.int64,
+}
+_LEDGER = {
+  f"ledger/{name}": tf.as_dtype(np.asarray(value).dtype)
+  for name, value in ledger_lib.new_ledger(1, 1)._asdict().items()
+}
+_ASYNC = {f"async/{name}": tf.int64 for name in ("state", "applied", "dropped")}
+_GATES = {
+  f"gates/{gate}/{name}": tf.int64
+  for gate in ("before", "after")
+  for name in ("clocks", "waiting")
+}
+_RULE = {**_LEDGER, **_ASYNC, **_GATES}
+# A rule that switches has two rules, with these prefixes of their names.
+_PREFIXES = ("", "rule0/", "rule1/")
+_PROC = ("/proc/self/status", "/proc/self/net/dev")
+
+# The presence of a client.
+_ABSENT, _ALIVE, _SILENT, _RESTS, _LEFT = (
+  "not here yet",
+  "alive",
+  "silent",
+  "rests",
+  "has left",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingTask:
+  """What is known of a parameter server or an in-graph worker.
+
+  Attributes:
+    task: The name of the task, such as "ps 0".
+    address: Its address, "host:port".
+    error: Why it gave no answer; "" if it answered.
+    memory_bytes: The resident memory of its process; -1 if not known.
+    received_bytes: What its machine (in a container: this container) has
+      received from the network, loopback included; -1 if not known.
+    sent_bytes: The same, for what it has sent.
+    queued_gradients: The number of sets of gradients that wait in its queues.
+  """
+
+  task: str
+  address: str
+  error: str = ""
+  memory_bytes: int = -1
+  received_bytes: int = -1
+  sent_bytes: int = -1
+  queued_gradients: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Client:
+  """What is known of a process that trains: the chief, or a worker.
+
+  Attributes:
+    task: The name of the task, such as "worker 1".
+    address: Its address, "host:port".
+    is_chief: Whether it is the chief.
+    presence: "not here yet", "alive", "silent", "rests" (it waits for the next
+      training of a series) or "has left".
+    heartbeat_secs: Seconds since its last heartbeat; None if it sends none.
+  """
+
+  task: str
+  address: str
+  is_chief: bool
+  presence: str
+  heartbeat_secs: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+  """What the update rule has recorded of one replica.
+
+  Attributes:
+    task: The name of the task that computes its gradients.
+    doing: A `protocol.Status` in lower case, such as "computing".
+    applied: The number of contributions that updates have used.
+    refused: The number of contributions that were not used.
+    mean_staleness: The mean age, in updates, of the applied contributions.
+    max_staleness: The largest age.
+    waited_secs: Seconds for which updates waited for this replica alone.
+    missed: The number of updates that were made without it after a timeout.
+  """
+
+  task: str
+  doing: str
+  applied: int
+  refused: int
+  mean_staleness: float
+  max_staleness: int
+  waited_secs: float
+  missed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+  """The state of a training, as its serving tasks have recorded it.
+
+  Attributes:
+    time: The time, in seconds since 1970.
+    state: "starting", "running" or "ended".
+    outcome: How training ended: "finished" or an error; "" before the end.
+    number: The number of the training in its series, from 1 on.
+    rule: The update rule and its settings, by name.
+    global_step: The number of updates so far; -1 if not known.
+    examples_seen: The number of examples in these updates; -1 if not known.
+    steps_per_sec, examples_per_sec: The rates since the last reading; None in
+      the first one.
+    parameter_bytes: The size of all variables of the model.
+    received, needed: How many contributions the next update has, and how many
+      it needs; 0 of 0 for rules whose updates wait for nobody.
+    serving: The parameter servers and in-graph workers.
+    clients: The processes that train.
+    replicas: The records of the replicas.
+    queues: The number of elements in each queue of PS task 0, by name.
+    waits: Which task waits for which, one sentence each.
+    faults: What is wrong and what is done about it, one sentence each.
+  """
+
+  time: float
+  state: str
+  outcome: str = ""
+  number: int = 1
+  rule: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  global_step: int = -1
+  examples_seen: int = -1
+  steps_per_sec: float | None = None
+  examples_per_sec: float | None = None
+  parameter_bytes: int = 0
+  received: int = 0
+  needed: int = 0
+  serving: Sequence[ServingTask] = ()
+  clients: Sequence[Client] = ()
+  replicas: Sequence[Replica] = ()
+  queues: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  waits: Sequence[str] = ()
+  faults: Sequence[str] = ()
+
+
+@dataclasses.dataclass
+class _Answer:
+  """What one serving task has answered.
+
+  Attributes:
+    error: Why there is no answer; "" if there is one.
+    time: The clock of the task.
+    table: The values of its heartbeat table.
+    files: The texts of the files `_PROC`.
+    queued: The number of sets of gradients in its queues.
+  """
+
+  error: str = "no answer"
+  time: float = 0.0
+  table: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  files: list[str] = dataclasses.field(default_factory=list)
+  queued: int = 0
+
+
+class ClusterReader:
+  """Reads the state of a training again and again."""
+
+  def __init__(
+    self,
+    spec: cluster.ClusterSpec,
+    *,
+    timeout_secs: float = 3.0,
+    namespace: str = "",
+  ):
+    """Does not connect yet.
+
+    Args:
+      spec: The cluster. No port may be 0.
+      timeout_secs: Seconds after which a serving task counts as not answering.
+      namespace: The name of the training, as given to the driver; "" for all
+        programs.
+
+    Raises:
+      cluster.ClusterError: If the cluster has no parameter servers, or a port
+        is 0.
+      ValueError: If `namespace` is invalid.
+    """
+    if not spec.num_tasks("ps"):
+      raise cluster.ClusterError(
+        f"{spec.where}`cluster` must have parameter servers, which record the"
+        f" state of the training. Received jobs: {', '.join(spec.jobs)}."
+      )
+    for task in spec.tasks():
+      if spec.address(task).endswith(":0"):
+        raise cluster.ClusterError(
+          f"{spec.where}`cluster` must have the ports that the tasks use, not"
+          " port 0; a launcher writes them to cluster.json in the directory of"
+          f" its logs. Received: {spec.address(task)} for {task}."
+        )
+    self._spec = spec
+    self._timeout_secs = timeout_secs
+    self._namespace = resources.Namespace(namespace)
+    self._last: Status | None = None
+    self._readers: dict[cluster.Task, observation.TaskReader] = {}
+    # Calls that a task has not answered in time.
+    self._pending: dict[cluster.Task, waiting.RaisingThread] = {}
+
+  def _ask(
+    self,
+    tasks: Iterable[cluster.Task],
+    ask: Callable[[cluster.Task, observation.TaskReader], None],
+  ) -> dict[cluster.Task, str]:
+    """Calls `ask` for each task at the same time, with a time limit.
+
+    Returns:
+      For each task why it gave no answer; "" if it answered.
+    """
+    errors = {}
+    for task in tasks:
+      pending = self._pending.get(task)
+      if pending is not None and pending.is_alive():
+        errors[task] = self._silence
+        continue
+      errors[task] = ""
+      if task not in self._readers:
+        self._readers[task] = observation.TaskReader(
+          task.job,
+          task.index,
+          self._spec.address(task),
+          timeout_secs=self._timeout_secs,
+        )
+      self._pending[task] = waiting.RaisingThread(
+        lambda task=task: ask(task, self._readers[task]), on_error=bool
+      )
+    for task in [task for task, error in errors.items() if not error]:
+      thread = self._pending[task]
+      try:
+        # A call may have several parts, each with the time limit.
+        thread.join(2 * self._timeout_secs)
+        errors[task] = self._silence if thread.is_alive() else ""
+      except tf.errors.DeadlineExceededError:
+        errors[task] = self._silence
+      except tf.errors.OpError as error:
+        errors[task] = processes.shortened(error.message)
+    return errors
+
+  @property
+  def _silence(self) -> str:
+    return f"no answer for {self._timeout_secs:g} s"
+
+  def read(self) -> Status:
+    """Returns the present state of the training.
+
+    A task that does not answer is among `Status.faults`.
+    """
+    answers: dict[cluster.Task, _Answer] = {}
+
+    def ask(task, reader):
+      answer = _Answer()
+      answer.time = reader.time()
+      answer.table = reader.variables(
+        self._namespace.child("heartbeats"), _TABLE
+      )
+      with contextlib.suppress(tf.errors.NotFoundError):  # Not on Linux.
+        answer.files = reader.files(_PROC)
+      answers[task] = answer
+
+    def ask_all(tasks):
+      for task, error in self._ask(tasks, ask).items():
+        answer = answers.setdefault(task, _Answer())
+        answer.error = error
+
+    ask_all(self._spec.tasks("ps"))
+    first = self._spec.tasks("ps")[0]
+    known = answers[first]
+    if known.error:  # The other tasks know the heartbeats, too.
+      known = next((a for a in answers.values() if not a.error), known)
+    is_in_graph = _is_in_graph(self._spec, known.table.get("beats"))
+    if is_in_graph:
+      ask_all(self._spec.tasks("worker"))
+    training: dict[str, Any] = {}
+    queues: dict[str, int] = {}
+    if not answers[first].error:
+      self._read_training(answers, training, queues)
+    status = summarize(
+      self._spec,
+      {task: _serving_task(self._spec, task, a) for task, a in answers.items()},
+      known.table if not known.error else {},
+      training,
+      queues,
+      now=known.time,
+      is_in_graph=is_in_graph,
+    )
+    status = _with_rates(status, self._last)
+    if status.global_step >= 0:
+      self._last = status
+    return status
+
+  def _read_training(
+    self,
+    answers: Mapping[cluster.Task, _Answer],
+    training: dict[str, Any],
+    queues: dict[str, int],
+  ) -> None:
+    """Reads the records of the training, and the lengths of its queues.
+
+    Args:
+      answers: The answers of the serving tasks; the lengths of the gradient
+        queues are added.
+      training: Receives the values of shared variables of PS task 0, by name.
+      queues: Receives the lengths of the queues of PS task 0, by name.
+    """
+    first, *_ = servers = self._spec.tasks("ps")
+    table = answers[first].table
+    # The chief publishes it, and the generation of the variables with it.
+    published = np.asarray(table.get("signature", b"")).item()
+    generation = json.loads(published)["generation"] if published else 0
+    names = [dataclasses.replace(self._namespace, generation=generation)]
+    # The trainings of a series have their numbers as names.
+    number = int(table.get("number", 1))
+    if not self._namespace.name:
+      names.append(resources.Namespace(str(number), generation))
+    wanted = {**_PROGRESS, "rules/in_use": tf.int64}
+    wanted |= {p + n: dtype for p in _PREFIXES for n, dtype in _RULE.items()}
+    found: list[resources.Namespace] = []
+
+    def ask_first(_, reader):
+      for namespace in names:
+        values = reader.variables(namespace, wanted)
+        if "global_step" in values:
+          training.update(values)
+          found.append(namespace)
+          queues.update(
+            zip(
+              paths := _queue_names(values),
+              reader.queue_sizes(namespace, paths),
+              strict=True,
+            )
+          )
+          return
+
+    error = self._ask([first], ask_first)[first]
+    if error:
+      # A series deletes a training's variables before it begins the next.
+      queues.clear()
+    if not found:
+      return
+    paths = [
+      f"{prefix}gradients/{replica}"
+      for prefix in _PREFIXES
+      if f"{prefix}ledger/status" in training
+      for replica in range(len(training[f"{prefix}ledger/status"]))
+    ]
+
+    def ask_queues(task, reader):
+      answers[task].queued = sum(reader.queue_sizes(found[0], paths))
+
+    for task, error in self._ask(
+      [t for t in servers if not answers[t].error], ask_queues
+    ).items():
+      if error == self._silence:
+        answers[task].error = error
+
+  def close(self) -> None:
+    """Ends the sessions of the tasks that answer."""
+
+    def close(_, reader):
+      reader.close()
+
+    idle = [t for t, thread in self._pending.items() if not thread.is_alive()]
+    self._ask(idle, close)
+
+
+def _queue_names(values: Mapping[str, np.ndarray]) -> list[str]:
+  """Returns the names of the queues that the present rules have on PS task 0.
+
+  Args:
+    values: The shared variables of the rules, by name.
+  """
+  names = []
+  for prefix in _PREFIXES:
+    if f"{prefix}ledger/status" in values:
+      names.append(f"{prefix}inbox")
+      names += [
+        f"{prefix}replies/{replica}"
+        for replica in range(len(values[f"{prefix}ledger/status"]))
+      ]
+    if f"{prefix}async/state" in values:
+      names += [f"{prefix}async/progress", f"{prefix}async/retries"]
+  return names
+
+
+def _is_in_graph(spec: cluster.ClusterSpec, beats: np.ndarray | None) -> bool:
+  """Returns whether one client drives all workers.
+
+  Args:
+    spec: The cluster.
+    beats: The heartbeats of the clients; None if they are not known.
+  """
+  return beats is not None and len(beats) == 1 < len(spec.replicas)
+
+
+def _serving_task(
+  spec: cluster.ClusterSpec, task: cluster.Task, answer: _Answer
+) -> ServingTask:
+  address = spec.address(task)
+  if answer.error:
+    return ServingTask(str(task), address, answer.error)
+  memory, received, sent = -1, -1, -1
+  if answer.files:
+    memory = _memory(answer.files[0])
+    received, sent = _traffic(answer.files[1])
+  return ServingTask(
+    str(task), address, "", memory, received, sent, answer.queued
+  )
+
+
+def _memory(status: str) -> int:
+  """Returns the resident memory in bytes, from the text of /proc/self/status.
+
+  -1 means that the text does not say it.
+  """
+  found = re.search(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)
+  return int(found[1]) * 1024 if found else -1
+
+
+def _traffic(devices: str) -> tuple[int, int]:
+  """Returns the bytes received and sent, from the text of /proc/self/net/dev.
+
+  The interfaces are added up.
+  """
+  rows = [line.partition(":")[2].split() for line in devices.splitlines()]
+  rows = [row for row in rows if len(row) > 8 and row[0].isdecimal()]
+  return sum(int(row[0]) for row in rows), sum(int(row[8]) for row in rows)
+
+
+def summarize(
+  spec: cluster.ClusterSpec,
+  serving: Mapping[cluster.Task, ServingTask],
+  table: Mapping[str, Any],
+  training: Mapping[str, Any],
+  queues: Mapping[str, int],
+  *,
+  now: float,
+  is_in_graph: bool = False,
+) -> Status:
+  """Makes a `Status` of the values of shared variables. A pure function.
+
+  Args:
+    spec: The cluster.
+    serving: The serving tasks: parameter servers and in-graph workers.
+    table: The values of the heartbeat table, by name; empty if no task
+      answered.
+    training: The values of other variables of PS task 0, by name; empty if it
+      did not answer, or has none yet.
+    queues: The lengths of the queues of PS task 0, by name.
+    now: The time of the clock by which the heartbeats were recorded.
+    is_in_graph: Whether one client drives all workers.
+  """
+  trains = spec.replicas if not is_in_graph else (spec.chief,)
+  beats = table.get("beats", np.full(len(trains), -1.0))
+  clients = [
+    _client(spec, task, float(beat), now)
+    for task, beat in zip(trains, beats, strict=False)
+  ]
+  workers = spec.tasks("worker") if is_in_graph else spec.replicas
+  names = [str(task) for task in workers]
+  published = _text(table.get("signature", b""))
+  signature = json.loads(published) if published else {}
+  outcome = _text(table.get("outcome", b""))
+  state = "starting"
+  if outcome:
+    state = "ended"
+  elif bool(table.get("is_open", False)) or is_in_graph and signature:
+    state = "running"
+  step = int(training.get("global_step", -1))
+  status, counts = _records(training)
+  faults = list(_faults(serving, clients, status, names, step, outcome))
+  waits = []
+  if not outcome:
+    waits = list(_waits(training, clients, status, names, step, state))
+  return Status(
+    time=now,
+    state=state,
+    outcome=outcome,
+    number=int(table.get("number", 1)),
+    rule=signature.get("rule", {}),
+    global_step=step,
+    examples_seen=int(training.get("examples_seen", -1)),
+    parameter_bytes=sum(
+      math.prod(shape) * tf.as_dtype(dtype).size
+      for _, shape, dtype, *_ in signature.get("variables", ())
+    ),
+    received=status.received if status else 0,
+    needed=status.needed if status else 0,
+    serving=tuple(serving.values()),
+    clients=tuple(clients),
+    replicas=tuple(
+      _replica(*record)
+      for record in zip(names, status.replicas, counts, strict=False)
+    )
+    if status
+    else (),
+    queues=_added_up(queues),
+    waits=tuple(waits),
+    faults=tuple(faults),
+  )
+
+
+def _text(value: Any) -> str:
+  """Returns the text of a string scalar: a NumPy array, or bytes."""
+  value = value.item() if isinstance(value, np.ndarray) else value
+  return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _client(
+  spec: cluster.ClusterSpec, task: cluster.Task, beat: float, now: float
+) -> Client:
+  """Makes the record of a client from its last heartbeat.
+
+  Args:
+    spec: The cluster.
+    task: The task of the client.
+    beat: An element of `HeartbeatTable.beats`.
+    now: The time of the same clock.
+  """
+  age: float | None = None
+  if beat == 0:
+    presence = _LEFT
+  elif beat == -1:
+    presence = _ABSENT
+  else:
+    age = max(0.0, now - abs(beat))
+    presence = _ALIVE if age < heartbeats.ALIVE_SECS else _SILENT
+    if presence == _ALIVE and beat < heartbeat_table.RESTS:
+      presence = _RESTS
+  return Client(
+    str(task), spec.address(task), task == spec.chief, presence, age
+  )
+
+
+def _replica(
+  name: str, status: results.ReplicaStatus, counts: results.Counts
+) -> Replica:
+  mean, largest = 0.0, 0
+  if any(counts.staleness):
+    mean, _, largest = results.summary(counts.staleness)
+  return Replica(
+    task=name,
+    doing=status.status.name.lower(),
+    applied=counts.applied,
+    refused=counts.refused,
+    mean_staleness=mean,
+    max_staleness=largest,
+    waited_secs=counts.straggler_wait_secs,
+    missed=counts.missed,
+  )
+
+
+def _records(
+  training: Mapping[str, Any],
+) -> tuple[results.StepStatus | None, list[results.Counts]]:
+  """Returns the progress of the step, and the counts of each replica.
+
+  If training switches between two rules, the progress is that of the rule in
+  use, and the counts are those of both.
+
+  Args:
+    training: The values of the rules' variables, by name.
+  """
+  found = []
+  for prefix in _PREFIXES:
+    values = {
+      name.removeprefix(prefix): value
+      for name, value in training.items()
+      if name.startswith(prefix)
+    }
+    if "ledger/status" in values and values.keys() >= _LEDGER.keys():
+      state = ledger_lib.Ledger(*[values[name] for name in _LEDGER])
+      found.append(
+        (ledger_lib.step_status(state), ledger_lib.counts_from_ledger(state))
+      )
+    elif values.keys() >= _ASYNC.keys():
+      counts = async_admission.counts_of(
+        values["async/applied"], values["async/dropped"]
+      )
+      found.append((_async_status(values), counts))
+  if not found:
+    return None, []
+  in_use = int(training.get("rules/in_use", 0))
+  statuses, counts = zip(*found, strict=True)
+  totals = [results.total(each) for each in zip(*counts, strict=True)]
+  return statuses[min(in_use, len(statuses) - 1)], totals
+
+
+def _async_status(values: Mapping[str, Any]) -> results.StepStatus:
+  kinds = {
+    async_admission.OPEN: protocol.Status.ADMITTED,
+    async_admission.LOST: protocol.Status.LOST,
+  }
+  status = [
+    kinds.get(int(state), protocol.Status.COMPUTING)
+    for state in values["async/state"]
+  ]
+  for gate in ("before", "after"):
+    for replica, tag in enumerate(values.get(f"gates/{gate}/waiting", ())):
+      if tag >= 0 and status[replica] == protocol.Status.COMPUTING:
+        status[replica] = protocol.Status.WAITING
+  return results.StepStatus(
+    0, 0, [results.ReplicaStatus(each, -1) for each in status]
+  )
+
+
+def _waits(
+  training: Mapping[str, Any],
+  clients: Sequence[Client],
+  status: results.StepStatus | None,
+  names: Sequence[str],
+  step: int,
+  state: str,
+) -> Iterable[str]:
+  """Yields which task waits for which, one sentence each.
+
+  Args:
+    training: The values of variables of PS task 0, by name.
+    clients: The processes that train.
+    status: The progress of the next update; None if it is not known.
+    names: The names of the replicas.
+    step: The global step; -1 if it is not known.
+    state: "starting", "running" or "ended".
+  """
+  absent = [c.task for c in clients if c.presence == _ABSENT]
+  if absent:
+    yield f"the training waits for {_listed(absent)} to start"
+  if state == "starting" and not absent:
+    yield "the workers wait for the chief to prepare the variables"
+  if status is None:
+    return
+  waiting = protocol.Status.WAITING, protocol.Status.DELIVERED
+  doing = [
+    (name, replica.status)
+    for name, replica in zip(names, status.replicas, strict=False)
+  ]
+  wait = [name for name, what in doing if what in waiting]
+  others = [
+    f"{name} ({what.name.lower()})"
+    for name, what in doing
+    if what not in waiting
+  ]
+  who = f"{_listed(wait)} {'waits' if len(wait) == 1 else 'wait'}"
+  if step >= 0 and int(training.get("begun", -1)) == step:
+    yield f"the parameter servers apply update {step + 1}"
+  elif status.needed:
+    yield (
+      f"update {step + 1} has {status.received} of {status.needed}"
+      " contributions"
+      + (f"; {who} for {_listed(others)}" if wait and others else "")
+    )
+  elif wait and others:
+    yield f"{who} for {_listed(others)}"
+
+
+def _faults(
+  serving: Mapping[cluster.Task, ServingTask],
+  clients: Sequence[Client],
+  status: results.StepStatus | None,
+  names: Sequence[str],
+  step: int,
+  outcome: str,
+) -> Iterable[str]:
+  """Yields what is wrong and what is done about it, one sentence each.
+
+  Args:
+    serving: The serving tasks: parameter servers and in-graph workers.
+    clients: The processes that train.
+    status: The progress of the next update; None if it is not known.
+    names: The names of the replicas.
+    step: The global step; -1 if it is not known.
+    outcome: How training ended; "" while it goes on.
+  """
+  for task in serving.values():
+    if task.error:
+      yield (
+        f"{task.task} at {task.address}: {task.error}. It is down, stopped or"
+        " unreachable; all tasks that need it wait, or end with an error"
+      )
+  if outcome and outcome != heartbeats.FINISHED:
+    yield f"the training has ended with: {outcome}"
+  if step == chief_recovery.INCONSISTENT:
+    yield (
+      "the chief was killed in the middle of an update; the variables wait for"
+      " a checkpoint to be restored"
+    )
+  for name, replica in zip(
+    names, status.replicas if status else (), strict=False
+  ):
+    if replica.status == protocol.Status.SKIPPED and not outcome:
+      yield (
+        f"{name} exceeded the deadline of a step; updates go on without it"
+        " until it contributes again"
+      )
+  lost = [
+    name
+    for name, replica in zip(
+      names, status.replicas if status else (), strict=False
+    )
+    if replica.status == protocol.Status.LOST
+  ]
+  for client in clients:
+    if client.presence == _SILENT and not outcome:
+      what = f"{client.task}: no heartbeat for {client.heartbeat_secs:.0f} s"
+      if client.is_chief:
+        yield f"{what}; the workers wait for the chief, and give up later"
+      elif client.task in lost:
+        yield (
+          f"{what}; it was declared lost: another replica takes its place, or"
+          " updates wait for its restart"
+        )
+      else:
+        yield f"{what}; it will be declared lost if it stays silent"
+  named = {client.task for client in clients if client.presence == _SILENT}
+  for name in lost:
+    if name not in named and not outcome:
+      yield f"{name} was declared lost; it joins again when it is restarted"
+
+
+def _listed(names: Sequence[str]) -> str:
+  """Joins names: "a, b and c"."""
+  *first, last = names or [""]
+  return f"{', '.join(first)} and {last}" if first else last
+
+
+def _added_up(queues: Mapping[str, int]) -> dict[str, int]:
+  """Adds up the lengths of the queues of all replicas.
+
+  Args:
+    queues: Lengths by name. "replies/0" and "replies/1" become "replies".
+  """
+  sums: dict[str, int] = {}
+  for name, size in queues.items():
+    name = re.sub(r"/\d+$", "", name)
+    sums[name] = sums.get(name, 0) + size
+  return sums
+
+
+def _with_rates(status: Status, last: Status | None) -> Status:
+  """Adds the rates since the last reading of the same training.
+
+  Args:
+    status: The present state.
+    last: The state before; None if there is none.
+  """
+  if last is None or status.number != last.number or status.global_step < 0:
+    return status
+  secs = status.time - last.time
+  if secs <= 0 or status.global_step < last.global_step:
+    return status
+  return dataclasses.replace(
+    status,
+    steps_per_sec=(status.global_step - last.global_step) / secs,
+    examples_per_sec=(status.examples_seen - last.examples_seen) / secs,
+  )
