@@ -468,7 +468,7 @@ def _row(cell: dict, base: dict | None) -> str:
 
 
 def draw(cells: dict[tuple, dict]):
-  """Draws for each kind of workers the times of all rules relative to sync.
+  """Draws for each kind of workers the times of the rules relative to sync.
 
   Args:
     cells: The cells by (rule, condition, workers).
@@ -476,8 +476,9 @@ def draw(cells: dict[tuple, dict]):
   from experiments.support import race_task
 
   kinds = list(race_task.conditions())
-  figure, axes = claims.new_figure(12, 5.2, ncols=len(kinds), sharey=True)
-  names = [c.name for c in race_task.contestants(4)]
+  figure, axes = claims.new_figure(12, 4.2, ncols=len(kinds), sharey=True)
+  measured = {rule for rule, _, _ in cells}
+  names = [c.name for c in race_task.contestants(4) if c.name in measured]
   for axis, condition in zip(axes, kinds, strict=True):
     for number, workers in enumerate((2, 4, 8)):
       for row, name in enumerate(names):
@@ -501,7 +502,7 @@ def draw(cells: dict[tuple, dict]):
     axis.axvline(1.0, color="grey", linewidth=1)
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks := (0.25, 0.5, 1, 2), map(str, ticks))
-    axis.set_xlim(0.2, 3.2)
+    axis.set_xlim(0.17, 3.2)
     axis.set_title(condition)
     axis.set_xlabel("seconds / those of sync")
     axis.grid(alpha=0.3)
