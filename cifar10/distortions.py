@@ -106,7 +106,7 @@ def apply(
     colors: Whether brightness and contrast change.
 
   Returns:
-    Distorted images, float32 `[batch, 24, 24, 3]`.
+    Distorted, standardized images, float32 `[batch, 24, 24, 3]`.
   """
   size, *place = distortions[:4]
   if distortions.top.dtype.is_integer:
@@ -121,14 +121,16 @@ def apply(
 
 
 def distort(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Distorts a batch of images at random, for training.
+  """Distorts images at random and standardizes them, for training.
+
+  Each image is distorted differently.
 
   Args:
     images: Images, uint8 `[batch, 32, 32, 3]`, with a static batch size.
     seed: `[2]` integers; equal seeds give equal distortions.
 
   Returns:
-    Distorted images, float32 `[batch, 24, 24, 3]`.
+    Distorted, standardized images, float32 `[batch, 24, 24, 3]`.
   """
   return apply(images, draw(seed, images.shape[0]))
 

@@ -55,7 +55,8 @@ def make(
   try:
     sources.find(config.dataset, config.data_dir, download=not options.dry_run)
   except sources.NotPreparedError:
-    print(f"{config.dataset} is not there yet; training will download it")
+    place = config.data_dir or "the default directory of TensorFlow Datasets"
+    print(f"{config.dataset} is not in {place} yet; training will download it")
   rate = config.learning_rate
   default = config_lib.default_rate(
     config.recipe,

@@ -169,7 +169,8 @@ def test_waits_for_a_run_and_takes_its_settings(train_dir, tmp_path):
     environ=binaries.environ(),
     stderr=subprocess.DEVNULL,
   ) as process:
-    assert process.stdout.readline() == f"waiting for a training in {run}\n"
+    line = process.stdout.readline()
+    assert line == f"waiting for a training to begin in {run}\n"
     assert not run.exists()
     settings = config.Config(
       dataset="synthetic", train_dir=str(run), crop_size=29.0

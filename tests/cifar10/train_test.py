@@ -138,7 +138,8 @@ def test_a_call_raises_what_a_binary_prints(tmp_path):
 def test_dry_run_starts_and_downloads_nothing(tmp_path):
   more = ["--dataset=cifar10", f"--data_dir={tmp_path}", "--dry_run"]
   output = binaries.succeed(MODULE, *flags(tmp_path / "run", *more))
-  assert "cifar10 is not there yet; training will download it" in output
+  missing = f"cifar10 is not in {tmp_path} yet; training will download it"
+  assert missing in output
   assert "1,068,298 parameters" in output
   assert not list(tmp_path.iterdir())
 

@@ -976,6 +976,9 @@ def _traced(
 def _update_means(model: keras.Model, logs: object, data: tuple) -> None:
   """Adds the results of a custom `train_step` to the metrics that average them.
 
+  These are not the model's own metrics. `_means` has one metric for each
+  returned scalar that no metric of the model computes.
+
   Args:
     model: The model.
     logs: The result of `train_step`: a loss, or a dict of values by name.

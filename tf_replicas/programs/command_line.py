@@ -461,7 +461,7 @@ def await_run(
     if time.monotonic() >= deadline:
       return False
     if not has_printed:
-      print(f"waiting for a training in {train_dir}", flush=True)
+      print(f"waiting for a training to begin in {train_dir}", flush=True)
       has_printed = True
     time.sleep(1.0)
   return True

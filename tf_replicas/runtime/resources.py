@@ -560,7 +560,20 @@ class QueueArray:
   def enqueue(
     self, index: tf.Tensor, components: Sequence[tf.Tensor]
   ) -> tf.Operation | None:
-    """Appends one element to the queue `index`, as `Queue.enqueue` does."""
+    """Appends one element to one of the queues.
+
+    Args:
+      index: Integer scalar, the position of the queue among those given to the
+        constructor.
+      components: One tensor per dtype of the queue.
+
+    Returns:
+      The op that appends the element, if called inside a `tf.function`; else
+      None.
+
+    Raises:
+      tf.errors.CancelledError: At run time, if the queue is closed.
+    """
     with tf.device(self.device):
       return tf.raw_ops.QueueEnqueueV2(
         handle=tf.gather(self._handles, index), components=list(components)

@@ -176,8 +176,9 @@ class Contributions:
     this object takes messages off the chief's inbox.
 
     Args:
-      keep_counts: Whether to keep the counts of contributions since the start
-        of training.
+      keep_counts: Whether to keep what was counted since the start of training:
+        the contributions of each replica by outcome, and the seconds for which
+        steps waited for that replica alone.
     """
     empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
     if keep_counts:
