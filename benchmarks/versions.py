@@ -94,28 +94,24 @@ makes an empty environment with these versions and a wheel of the checkout.
 There it runs the README's example on 1 parameter server and 2 workers, the
 tests of one training on real processes
 (`{cluster_tests}`), and all tests that
-start no process (`python -m pytest -m unit`). It stores the figures in
-`experiments/results/versions.json`, and writes this page from that file.
-`python -m benchmarks.versions --resolve` finds the triples of versions that can
-be installed together.
+start no process (`python -m pytest -m unit`). With `--quick`, it runs only
+the unit tests of the modules that use most of the private names. It stores the
+figures in `experiments/results/versions.json`, and writes this page from that
+file. `python -m benchmarks.versions --resolve` finds the triples of versions
+that can be installed together.
 
-With TensorFlow up to 2.19, the extra `tfds` also needs
-`pip install --no-deps "tensorflow-metadata<1.17"`: newer ones need a newer
-protobuf than they require. A test of what a version lacks is skipped.
+## What older versions lack
 
-The rows of 2026-11-24 were not run again after what they showed was corrected:
+- `Muon` of Keras 3.10 to 3.12 fails with TensorFlow, in Keras' own `fit` too,
+  because it reads an attribute that TensorFlow's variables do not have. The
+  library refuses it in one line. Keras 3.8 and 3.9 have no `Muon`.
+- `Adagrad` and `Ftrl` of Keras 3.8 and 3.9 do not say which slot belongs to
+  which variable. The library refuses them in one line.
+- With TensorFlow up to 2.19, the extra `tfds` also needs
+  `pip install --no-deps "tensorflow-metadata<1.17"`: newer ones need a newer
+  protobuf than they require.
 
-- Up to TensorFlow 2.20, Nadam was refused by mistake (`nadam`, `mirrored_test`,
-  `keras_fit_test`). With the correction, the tests of Nadam in
-  `inner_optimizer_test` passed with TensorFlow 2.16 and Keras 3.8.
-- `RepeatTest` read the time too early. It passed there too.
-- Up to TensorFlow 2.19, `sources_test` needs the older tensorflow-metadata.
-  With it, these tests passed with TensorFlow 2.16; with 2.18 and 2.19 they were
-  not run again.
-- `Muon` of Keras 3.10 and 3.12 lacks arguments that `cifar10` needs. `cifar10`
-  now refuses it in one line, and its tests are skipped. The other tests of
-  `Muon` fail with these versions, and it was not examined why. With Keras 3.14
-  and 3.15 they pass.
+Tests of what a version lacks are skipped.
 """
 
 
@@ -398,6 +394,8 @@ def page(results: dict) -> str:
     [
       _INTRODUCTION.format(cluster_tests=" ".join(_CLUSTER_TESTS)),
       "## What was run\n",
+      "*unit*: all unit tests; *quick*: those of `--quick`. The seconds depend"
+      " on what else the machine did.\n",
       *_run_table(results["runs"]),
       "",
       *_failures(results["runs"]),

@@ -40,6 +40,21 @@ def test_the_users_level_wins(monkeypatch):
     (_LOST, True),
     ("[chief 0] I0000 00:00:1 7 port.cc:153] oneDNN custom operations", True),
     ("[worker 0] WARNING: All log messages before absl::InitializeLog()", True),
+    # As of TensorFlow 2.19.
+    (
+      "[ps 0] 2026-11-25 03:41:10.1: E a/cuda.cc:5] failed call to cuInit",
+      True,
+    ),
+    ("[ps 0] 2026-11-25 03:41:10.1: I a/b.cc:463] Started server", True),
+    (
+      "[ps 0] E0000 00:00:1 7 x.cc:1] Unable to register cuDNN factory: a",
+      True,
+    ),
+    (
+      "[ps 0] W0000 00:00:1 7 x.cc:1] computation placer already registered",
+      True,
+    ),
+    ("[ps 0] 2026-11-25 03:41:10.1: E a/ops.cc:5] INVALID_ARGUMENT", False),
     ("[worker 0] E0000 00:00:1 7 ops.cc:1] INVALID_ARGUMENT: bad shape", False),
     ("[worker 0] error: ps 0 at a:1 does not answer", False),
     ("[launcher] worker 1 was killed by SIGKILL; restarting it", False),
@@ -60,4 +75,4 @@ def test_a_gpu_that_fails_is_no_noise(monkeypatch):
 
 def test_the_level_of_tensorflow_is_set():
   function = noise._set_min_log_level()
-  assert function is not None  # Every release that is supported has it.
+  assert function is not None  # TensorFlow 2.16 to 2.22 have it.

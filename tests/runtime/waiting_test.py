@@ -60,6 +60,25 @@ class TestWords:
     assert not logs
 
 
+def test_a_function_runs_where_no_thread_can_be_started(monkeypatch):
+  """Python 3.12.1 starts none in functions of `atexit`."""
+
+  def start(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+  def fail():
+    raise ValueError("failed")
+
+  monkeypatch.setattr(threading.Thread, "start", start)
+  ends = []
+  waiting.RaisingThread(lambda: ends.append(1), on_error=bool).join()
+  assert ends == [1]
+  with pytest.raises(ValueError, match="failed"):
+    waiting.RaisingThread(fail, on_error=bool).join(1.0)
+  with pytest.raises(RuntimeError, match="shutdown"):
+    waiting.PollingThread(fail, period_secs=0.1)
+
+
 class PollingThreadTest(absltest.TestCase):
   def test_polls_until_it_is_stopped(self):
     calls, has_called, ends = [], threading.Event(), []

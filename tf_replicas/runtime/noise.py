@@ -20,16 +20,25 @@ from collections.abc import Iterator
 _VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
 _ERRORS, _FATAL = 2, 3
 
-# Matches lines that TensorFlow 2.21 prints, behind the name of the task: at
-# every start, whatever its log level; and once per function of a lost task.
+# The beginnings of errors, warnings and other messages; the first form of each
+# is that of TensorFlow up to 2.20.
+_DATE = r"\d{4}-\d\d-\d\d [\d:.]+: "
+_ERROR = rf"({_DATE}E |E0000 )"
+_WARNING = rf"({_DATE}W |W0000 )"
+_INFO = rf"({_DATE}I |I0000 )"
+
+# Matches lines that TensorFlow prints, behind the name of the task: at every
+# start, whatever its log level; and once per function of a lost task.
 _NOISE = re.compile(
-  r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog|I0000 "
-  r"|To enable the following instructions"
-  r"|E0000 .*Failed to (register|remove) function remotely"
+  r"\[[^]]*\] (WARNING: All log messages before absl::InitializeLog"
+  rf"|{_INFO}|To enable the following instructions"
+  rf"|{_ERROR}.*Failed to (register|remove) function remotely"
+  rf"|{_ERROR}.*Unable to register cu\w+ factory"
+  rf"|{_WARNING}.*computation placer already registered"
   r"|Additional GRPC error information|:UNKNOWN:Error received from peer"
   r"|This could happen if the remote target has been disconnected)"
 )
-_NO_GPU = re.compile(r"\[[^]]*\] E0000 .*failed call to cuInit")
+_NO_GPU = re.compile(rf"\[[^]]*\] {_ERROR}.*failed call to cuInit")
 
 
 def environ() -> dict[str, str]:
@@ -70,9 +79,10 @@ def is_noise(line: str) -> bool:
 def hidden_errors() -> Iterator[None]:
   """Context in which TensorFlow logs only fatal errors, in any thread.
 
-  It needs a TensorFlow that logs by Abseil (see `_set_min_log_level`); with an
-  older one, nothing is hidden. Python exceptions are not affected. If the user
-  sets TF_CPP_MIN_LOG_LEVEL to 0 or 1, nothing is hidden.
+  It needs TensorFlow 2.21 or later. Older ones have a log level of their own,
+  which they read only once; with them, nothing is hidden. Python exceptions are
+  not affected. If the user sets TF_CPP_MIN_LOG_LEVEL to 0 or 1, nothing is
+  hidden.
   """
   if not _is_hidden():
     yield
@@ -88,7 +98,7 @@ def hidden_errors() -> Iterator[None]:
 def hidden_lack_of_gpu() -> Iterator[None]:
   """Context that hides TensorFlow's log messages on a machine without GPUs.
 
-  On such a machine, TensorFlow 2.21 prints an error of CUDA when it looks for
+  On such a machine, TensorFlow prints an error of CUDA when it looks for
   GPUs. On a machine with GPUs, nothing is hidden.
   """
   with contextlib.nullcontext() if _has_gpu() else hidden_errors():
@@ -118,8 +128,8 @@ def _set_level(level: int) -> None:
   """Sets TensorFlow's log level.
 
   TensorFlow reads TF_CPP_MIN_LOG_LEVEL only when it is imported, and has no
-  Python function for this. With a release that lacks the C++ function, nothing
-  happens.
+  Python function for this. TensorFlow up to 2.20 does not use the level that
+  is set here. With a release that lacks the C++ function, nothing happens.
 
   Args:
     level: The lowest level that is printed: 2 for errors, 3 for fatal errors.

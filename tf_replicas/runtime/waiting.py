@@ -52,7 +52,14 @@ def await_value(
 
 
 class RaisingThread:
-  """Runs a function in a thread; `join` raises the error that ended it."""
+  """Runs a function in a thread; `join` raises the error that ended it.
+
+  Python 3.12.0 and 3.12.1 start no thread in functions of `atexit`. There, the
+  constructor calls the function itself.
+  """
+
+  # Whether the function ends by itself.
+  _ends = True
 
   def __init__(
     self, run: Callable[[], None], *, on_error: Callable[[], object]
@@ -74,7 +81,12 @@ class RaisingThread:
         on_error()
 
     self._thread = threading.Thread(target=guarded, daemon=True)
-    self._thread.start()
+    try:
+      self._thread.start()
+    except RuntimeError as error:
+      if "at interpreter shutdown" not in str(error) or not self._ends:
+        raise
+      guarded()
 
   def is_alive(self) -> bool:
     """Returns whether the thread is running."""
@@ -94,12 +106,15 @@ class RaisingThread:
     Args:
       timeout_secs: The longest wait in seconds; None for no limit.
     """
-    self._thread.join(timeout_secs)
+    if self._thread.ident is not None:
+      self._thread.join(timeout_secs)
     self.raise_error()
 
 
 class PollingThread(RaisingThread):
   """Calls a function periodically in a thread; `join` raises its error."""
+
+  _ends = False
 
   def __init__(
     self,
