@@ -112,9 +112,11 @@ class TestTraining:
     assert "Total: 10 variables, 1,068,298 parameters, 4.1 MiB" in first.stdout
 
   def test_each_task_has_a_log_of_its_own(self, trained):
+    """Beside the spec with the ports, for `tf_replicas.status`."""
     train_dir, _, _ = trained
     names = {path.name for path in (train_dir / "logs").iterdir()}
     expected = {"ps_0.log", "worker_0.log", "worker_1.log", "chief_0.log"}
+    expected.add("cluster.json")
     assert names == expected
 
   def test_eval_counts_each_image_once(self, trained):
