@@ -345,20 +345,20 @@ CLAIM = claims.Claim(
   ),
   explanation=(
     "These curves are simulated, and their stragglers are assumed. They show"
-    " how backups work, and prove nothing: whoever assumes slow batches finds"
-    " that backups help. The experiment with real processes is above. A"
-    " synchronous step takes as long as its slowest replica. With backup"
+    " how backups work, but prove nothing, because backups always help if slow"
+    " batches are assumed. The experiment `backup_workers` uses real processes."
+    " A synchronous step takes as long as its slowest replica. With backup"
     " replicas, a step takes the first N gradients and does not wait for the"
     " rest. If one batch in fifty takes five times as long, nearly every step"
     " of 50 replicas is slow, and a few backups remove most of that. The dotted"
     " curves assume that a late replica begins a new batch at once. A real one"
     " first finishes its batch, and gains less. Backups are not free, because"
     " they read the parameters like all other replicas. For the upper row, the"
-    " stragglers and the speed of the links were chosen so that the published"
-    " step time and speed-up come out. So the row shows one possible"
-    " explanation of the published curve. With these choices, waiting for 96 of"
-    " 100 replicas is best at the bottom right, as published; this number was"
-    " not used for the choice."
+    " stragglers and the speed of the links were chosen so that the simulation"
+    " gives the published step time and speed-up. So the row shows one possible"
+    " explanation of the published curve. In the plot at the bottom right, with"
+    " the same choices, waiting for 96 of 100 replicas is best, as published."
+    " This number was not used for the choice."
   ),
   measure=measure,
   find=find,

@@ -223,11 +223,11 @@ CLAIM = claims.Claim(
     f" workers, a step takes the first {NEEDED} sets of gradients and does not"
     " wait for the rest. The left plot shows how long batches took on 4"
     " asynchronous workers on this machine. The other plots show real"
-    f" processes, {NEEDED} workers and up to {BACKUPS[-1]} backups, whose"
-    " batches take times drawn from these. The right plot counts the backups as"
-    " a cost: above 1, the backups are worth more than their share of the"
-    " machines. The simulator was fitted to the real training without backups;"
-    " its other points are predictions."
+    f" processes, {NEEDED} workers and up to {BACKUPS[-1]} backups. The times"
+    " of their batches are drawn from those in the left plot. The right plot"
+    " counts the backups as a cost: above 1, the backups are worth more than"
+    " their share of the machines. The simulator was fitted to the real"
+    " training without backups; its other points are predictions."
   ),
   measure=measure,
   find=find,

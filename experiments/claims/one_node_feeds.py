@@ -133,20 +133,20 @@ CLAIM = claims.Claim(
   name="one_node_feeds",
   title="In-graph: the data are handed out by one node",
   claim=(
-    "if one client hands out the data, it sends every batch of every worker,"
-    " and training with several workers is slower than with data that the"
-    " workers make themselves"
+    "if one client sends the data to the workers, it sends every batch of every"
+    " worker, and training with several workers is slower than with data that"
+    " the workers make themselves"
   ),
   source="a common objection to in-graph replication in TF1",
   explanation=(
     "One client drives all workers by one graph. In one kind of run, the"
     " batches are made in the client and sent to the workers, as in TF1's"
-    " examples with `feed_dict`. In the other, the same operations run on the"
-    " workers, as with this library's in-graph driver, whose workers read their"
-    " own data. The left plot shows the bytes that the client sends per step,"
-    " the right plot the speed. All processes share the cores of one machine"
-    " and no link is slow, so the speed does not show what a slow network would"
-    " cost."
+    " examples with `feed_dict`. In the other kind, the same operations run on"
+    " the workers. This library's in-graph driver works in this way: the"
+    " workers read their own data. The left plot shows the bytes that the"
+    " client sends per step, the right plot the speed. All processes share the"
+    " cores of one machine and no link is slow, so the speed does not show what"
+    " a slow network would cost."
   ),
   measure=measure,
   find=find,

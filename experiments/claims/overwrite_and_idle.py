@@ -340,8 +340,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       if options is not None
     ),
     claims.Finding(
-      "computed for one weight: what a late addition of the slow worker undoes"
-      f" of the others' progress since its read, at rate {RATE}",
+      "computed for one weight: the share of the others' progress since its"
+      f" read that a late step of the slow worker undoes, at rate {RATE}",
       undone_by([SLOW]),
     ),
     claims.Finding("the same for a fast worker", undone_by(FAST)),
@@ -468,20 +468,21 @@ CLAIM = claims.Claim(
     "Two workers need a tenth of a second for a gradient, the third needs five"
     " times as long. At the top left they train synchronously: a black line is"
     " an update, which needs a gradient of each of them, and the fast workers"
-    " wait (grey) for most of the time. At the top right they train"
+    " wait (gray) for most of the time. At the top right they train"
     " asynchronously and do not wait. While the slow worker computes, the"
     " others change the variables; the number on its bar is the number of these"
-    " updates. The middle row answers whether the late write overwrites them."
-    " Every worker adds 1 again and again; if no write is lost, the variable"
-    " ends at the number of writes. If a worker literally assigns what it has"
-    " read plus 1, most writes are lost, and not only because of the slow"
-    " worker. The asynchronous rule adds the step to the present value, and"
-    " loses none, with and without its options. The last row is computed and"
-    " not judged. A late step is added, but it was computed for an old"
-    " position. The ball (a model with one weight, with its minimum at 0) is"
-    " pushed in the recorded order of reads and updates. With large steps, the"
-    " slow worker pushes it past the minimum, and undoes a part of what the"
-    " others have gained."
+    " updates. The middle row shows whether a late write overwrites these"
+    " updates. Every worker adds 1 repeatedly. If no write is lost, the last"
+    " value of the variable is the number of writes. If a worker literally"
+    " assigns what it has read plus 1, most writes are lost, and not only"
+    " because of the slow worker. The asynchronous rule adds the step to the"
+    " present value, and loses none, with and without its options. The last row"
+    " is computed, and does not count for the verdict. It shows a ball, which"
+    " stands for a model with one weight and the minimum at 0. Steps push the"
+    " ball in the recorded order of reads and updates. A late step is added,"
+    " although it was computed for an old position. With large steps, the slow"
+    " worker pushes it past the minimum, and undoes a part of the progress of"
+    " the others."
   ),
   measure=measure,
   find=find,

@@ -209,7 +209,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     claims.Finding("the same with `use_locking`", share("TF1, use_locking")),
     *(
       claims.Finding(
-        f"the same by the library, {way} gradients",
+        f"the same by the library's rule ({way})",
         share(way),
         most=0 if way in whole else math.inf,
       )
@@ -225,7 +225,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     ),
     *(
       claims.Finding(
-        f"{way}: largest share of torn reads that agrees with this (95%)",
+        f"{way}: upper limit of the share of reads with unequal elements"
+        " (95% confidence)",
         [
           upper_bound(m["large"][way]["torn"], m["large"][way]["num_reads"])
           for m in measurements
@@ -352,31 +353,31 @@ CLAIM = claims.Claim(
   name="partial_updates",
   title="Half-applied updates, seen by a reader",
   claim=(
-    "an asynchronous replica may read a model of which only a part has got an"
-    " update, with `use_locking` too, because this option does not stop reads."
-    " With `snapshot_reads`, it reads whole updates only. TF1's warning, that a"
-    " subset of the elements of one variable may have been updated, is true of"
-    " TF1's variables. In this library, a variable on one task is never half"
-    " updated by dense gradients"
+    "an asynchronous replica may read a model of which only a part has been"
+    " updated, even with `use_locking`, because this option does not stop"
+    " reads. With `snapshot_reads`, it sees every update as a whole or not at"
+    " all. TF1's warning, that a subset of the elements of one variable may"
+    " have been updated, is true of TF1's variables. In this library, a"
+    " variable on one task is never half updated by dense gradients"
   ),
   source="the documentation of `use_locking` in TF1, and our own",
   explanation=(
-    "Some processes add 1 to every number of a model, again and again. Another"
-    " process reads the model, again and again. A read between two updates"
-    " finds the same number everywhere. A read during an update finds, for"
-    " example, 41 in one place and 42 in another. The bars on the left show how"
-    " often this happens: anywhere in the model, in the variable whose two"
-    " halves are on different parameter servers, and in a variable on one"
-    " parameter server. With `use_locking`, updates exclude each other, but not"
-    " reads. With `snapshot_reads`, reads and updates take the same lock; the"
-    " middle shows what this costs. On the right, two workers add to one"
-    " variable of 64 MiB at the same time. A variable of TF1 is changed in"
-    " place while others read it. The library's variables are locked during a"
-    " dense update, so that a read waits, and no read with unequal elements was"
-    " seen. The table says how rare such reads must be at least. A sparse"
-    " update (of rows) does not exclude reads of the same variable, with or"
-    " without `use_locking`, so that the warning is true of it; only"
-    " `snapshot_reads` helps."
+    "Some processes repeatedly add 1 to every number of a model. Another"
+    " process repeatedly reads the model. A read between two updates finds the"
+    " same number everywhere. A read during an update finds, for example, 41 in"
+    " one place and 42 in another. The bars on the left show how often this"
+    " happens: anywhere in the model, in the variable whose two halves are on"
+    " different parameter servers, and in a variable on one parameter server."
+    " With `use_locking`, updates exclude each other, but not reads. With"
+    " `snapshot_reads`, reads and updates take the same lock; the middle shows"
+    " what this costs. On the right, two workers add to one variable of 64 MiB"
+    " at the same time. A variable of TF1 is changed in place while others read"
+    " it. The library's variables are locked during a dense update, so that a"
+    " read waits, and no read with unequal elements was seen. The table gives"
+    " an upper limit of their share (95% confidence). A sparse update (of rows)"
+    " does not exclude reads of the same variable, with or without"
+    " `use_locking`, so the warning is true for it. Only `snapshot_reads`"
+    " helps."
   ),
   measure=measure,
   find=find,

@@ -188,8 +188,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   """Returns the measured numbers of the claim, with the claimed bounds."""
   findings = [
     claims.Finding(
-      f"{name}: devices that equal {LOCAL} in one machine ({MOST + 1}: not even"
-      f" {MOST})",
+      f"{name}: devices that equal {LOCAL} in one machine ({MOST + 1}: even"
+      f" {MOST} are not enough)",
       [m["networks"][name] for m in measurements],
       least=CLAIMED + 1,
     )
@@ -291,15 +291,15 @@ CLAIM = claims.Claim(
   explanation=(
     "The numbers are simulated, with compute times of 2016 from publications."
     " Distributed devices send parameters and gradients over a network, which"
-    " is slower than the memory of one machine. How much this costs depends"
-    " on the number of bytes per second of computing, on the bandwidth, and on"
-    " the number of parameter servers that share the traffic. With one"
-    " parameter server, the traffic grows with the number of devices and its"
-    " link does not, so that no number of devices may be enough. With one"
-    " beside every device, there are more links, too. So the number in the"
+    " is slower than the memory of one machine. How much this costs depends on"
+    " the number of bytes per second of computing, on the bandwidth, and on the"
+    " number of parameter servers that share the traffic. With one parameter"
+    " server, the traffic grows with the number of devices and its link does"
+    " not, so that no number of devices may be enough. With a parameter server"
+    " beside every device, the number of links grows too. So the number in the"
     " claim describes a model and a network, not distributed training as such."
-    " Fewer than eight devices are enough if the network is faster than the"
-    " 10 GB/s that the eight in one machine are assumed to share."
+    " Fewer than eight devices are enough if the network is faster than the 10"
+    " GB/s that the eight in one machine are assumed to share."
   ),
   measure=measure,
   find=find,

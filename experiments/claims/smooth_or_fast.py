@@ -265,7 +265,7 @@ CLAIM = claims.Claim(
   title="Synchronous is smooth, asynchronous is fast",
   claim=(
     "the loss of synchronous training scatters less; asynchronous training does"
-    " not wait for a slow worker, and uses more examples per second"
+    " not wait for a slow worker, and processes more examples per second"
   ),
   source="Chen et al. 2016, section 2; Abadi et al. 2016, section 4.4",
   explanation=(

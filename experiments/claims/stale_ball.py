@@ -320,13 +320,13 @@ CLAIM = claims.Claim(
     "A ball in a bowl stands for a model with one weight, and the bottom for"
     " the best value. A gradient says how steep the bowl is at the place where"
     " it was computed. Two devices read the weight at the time t0, and both"
-    " compute a step of three quarters of the way to the bottom. If the mean"
-    " of both steps is applied, the ball comes close to the bottom. If both"
-    " are applied one after the other, the ball goes one and a half ways,"
-    " because the second step was computed for a place where the ball is not"
-    " any more. The more updates there are between the read of a device and"
-    " its step, the farther the ball swings. With too many, it never comes to"
-    " rest."
+    " compute a step of three quarters of the way to the bottom. If the mean of"
+    " both steps is applied, the ball comes close to the bottom. If both are"
+    " applied one after the other, the ball goes one and a half times the way"
+    " to the bottom, because the second step was computed for a place that the"
+    " ball has left. The more updates there are between the read of a device"
+    " and its step, the farther the ball swings. With too many, it never comes"
+    " to rest."
   ),
   measure=measure,
   find=find,

@@ -241,12 +241,13 @@ CLAIM = claims.Claim(
   explanation=(
     "Each mark is a training of real processes: how many updates per second it"
     " made, and how many the simulator predicted. The simulator knows one"
-    " training only, with 2 synchronous workers. It was fitted to the recorded"
-    " times of computing, reading and updating of that training, which is not"
-    " judged. All other trainings were not used for the fit. Each worker waits"
-    " for a drawn time instead of computing, so that it has the speed of a"
-    " machine of its own; 4 MB of parameters and gradients travel between real"
-    " processes, which share the cores of one machine."
+    " training only, with 2 synchronous workers. It was fitted to the times"
+    " that this training needed for computing, reading and updating. This"
+    " training does not count for the verdict. The other trainings were not"
+    " used for the fit. Each worker waits for a drawn time instead of"
+    " computing, so that it has the speed of a machine of its own; 4 MB of"
+    " parameters and gradients travel between real processes, which share the"
+    " cores of one machine."
   ),
   measure=measure,
   find=find,

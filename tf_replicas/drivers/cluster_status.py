@@ -66,7 +66,7 @@ _ABSENT, _ALIVE, _SILENT, _RESTS, _LEFT = (
   "not here yet",
   "alive",
   "silent",
-  "rests",
+  "waits for the next training",
   "has left",
 )
 
@@ -103,8 +103,8 @@ class Client:
     task: The name of the task, such as "worker 1".
     address: Its address, "host:port".
     is_chief: Whether it is the chief.
-    presence: "not here yet", "alive", "silent", "rests" (it waits for the next
-      training of a series) or "has left".
+    presence: "not here yet", "alive", "silent", "waits for the next training"
+      (of a series) or "has left".
     heartbeat_secs: Seconds since its last heartbeat; None if it sends none.
   """
 
@@ -205,7 +205,7 @@ class _Answer:
 
 
 class ClusterReader:
-  """Reads the state of a training again and again."""
+  """Reads the state of a training repeatedly."""
 
   def __init__(
     self,

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     " the ports writes cluster.json to the directory of its logs",
   )
   for name, text in (
-    ("watch", "print again and again"),
+    ("watch", "repeat the reading until Ctrl-C or the end of the training"),
     ("json", "print one JSON document per reading, in one line"),
   ):
     parser.add_argument(f"--{name}", action="store_true", help=text)
