@@ -74,7 +74,7 @@ def fit(
   checkpoint_every_secs: float = 600.0,
   min_table_bytes: int | None = embeddings.MIN_TABLE_BYTES,
   start_timeout_secs: float = 120.0,
-  recovery_timeout_secs: float = 600.0,
+  recovery_timeout_secs: float = 0.0,
   seed: int = 0,
   log: Callable[[str], None] = print,
 ) -> keras.callbacks.History:
