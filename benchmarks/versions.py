@@ -107,6 +107,9 @@ that can be installed together.
   library refuses it in one line. Keras 3.8 and 3.9 have no `Muon`.
 - `Adagrad` and `Ftrl` of Keras 3.8 and 3.9 do not say which slot belongs to
   which variable. The library refuses them in one line.
+- Python 3.12.0 and 3.12.1 start no thread at the end of a process. There, the
+  chief ends the parameter servers one after another, and waits for one that
+  hangs.
 - With TensorFlow up to 2.19, the extra `tfds` also needs
   `pip install --no-deps "tensorflow-metadata<1.17"`: newer ones need a newer
   protobuf than they require.
@@ -395,7 +398,8 @@ def page(results: dict) -> str:
       _INTRODUCTION.format(cluster_tests=" ".join(_CLUSTER_TESTS)),
       "## What was run\n",
       "*unit*: all unit tests; *quick*: those of `--quick`. The seconds depend"
-      " on what else the machine did.\n",
+      " on what else the machine did. `experiments/results/versions.json` names"
+      " the tests that failed. Early runs did not record their commit.\n",
       *_run_table(results["runs"]),
       "",
       *_failures(results["runs"]),
@@ -423,7 +427,7 @@ def _run_table(rows: Iterable[dict]) -> list[str]:
     training = "passed" if not row["cluster"]["failed"] else "**failed**"
     example = "passed" if row["example"]["passed"] else "**failed**"
     cells = [row["tensorflow"], row["keras"], row["python"], row["date"]]
-    cells += [f"`{row['commit']}`", row["scope"], *map(str, counts)]
+    cells += [row["commit"], row["scope"], *map(str, counts)]
     lines.append(f"| {' | '.join([*cells, training, example])} |")
   return lines
 
