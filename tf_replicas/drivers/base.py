@@ -538,6 +538,15 @@ class ParameterServerDriver(Driver):
       self._reattach(since, what)
     return True
 
+  def _unreachable(self) -> str:
+    """Names the parameter servers that heartbeats do not reach.
+
+    Returns:
+      The names; "" if there are none, or if the driver does not recover from
+      their loss. Then the calls that need them fail.
+    """
+    return ", ".join(self._heartbeats.lost()) if self.recovers else ""
+
   def _abandon(self) -> None:
     """Ends the calls of this process that belong to the lost generation.
 
@@ -742,7 +751,7 @@ class ParameterServerDriver(Driver):
       self.rule,
       lambda: self.global_step,
       self._ages,
-      lambda: self._heartbeats.outcome() or ", ".join(self._heartbeats.lost()),
+      lambda: self._heartbeats.outcome() or self._unreachable(),
       self.replica_names,
       lost_after_secs=self._options.lost_after_secs,
       start_timeout_secs=self._options.start_timeout_secs,
@@ -783,8 +792,8 @@ class ParameterServerDriver(Driver):
         self._heartbeats.raise_if_ended()
         if self._watchdog is not None:
           self._watchdog.raise_if_expired()
-        if lost := self._heartbeats.lost():
-          message = f"{', '.join(lost)} cannot be reached"
+        if lost := self._unreachable():
+          message = f"{lost} cannot be reached"
           raise tf.errors.UnavailableError(None, None, message) from None
       except results.NonFiniteGradientError as error:
         name = self.replica_names[error.replica]
