@@ -25,6 +25,7 @@ gradients of all replicas, divided by the rate of the link of the PS task.
 import concurrent.futures
 import contextlib
 import datetime
+import importlib.metadata
 import itertools
 import json
 import os
@@ -34,7 +35,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -44,7 +44,9 @@ from typing import NamedTuple
 from absl import app
 from absl import flags
 
+from benchmarks import commits
 from benchmarks import live_cluster
+from experiments.support import claims
 from tf_replicas import cluster
 from tf_replicas.cluster import private_network
 
@@ -205,24 +207,6 @@ class _Computing:
     with concurrent.futures.ThreadPoolExecutor() as pool:
       rates = pool.map(lambda c: c.updates_per_sec(updates), self._each)
       return min(rates)
-
-
-@contextlib.contextmanager
-def _tree(commit: str | None) -> Iterator[pathlib.Path | None]:
-  """Context that yields the root of a tree of a commit, if one is given."""
-  if commit is None:
-    yield None
-    return
-  with tempfile.TemporaryDirectory() as directory:
-    tree = pathlib.Path(directory, "tree")
-    git = ["git", "-C", str(_ROOT), "worktree"]
-    subprocess.run(
-      [*git, "add", "--quiet", "--detach", str(tree), commit], check=True
-    )
-    try:
-      yield tree
-    finally:
-      subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
 class Network(NamedTuple):
@@ -406,28 +390,13 @@ def _spread(values: Sequence[float]) -> str:
   )
 
 
-def _machine() -> dict[str, object]:
-  """Describes this machine, the versions and the commit, for JSON."""
-  import importlib.metadata
-
-  processor = platform.processor()
-  for line in pathlib.Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-    if line.startswith("model name"):
-      processor = line.partition(": ")[2]
-      break
-  commit = subprocess.run(
-    ["git", "-C", str(_ROOT), "rev-parse", "HEAD"],
-    stdout=subprocess.PIPE,
-    text=True,
-    check=True,
-  )
+def _circumstances() -> dict[str, object]:
+  """Describes this machine, the versions, the commit and the time, for JSON."""
   return {
-    "processor": processor,
-    "cores": os.cpu_count(),
+    "machine": claims.machine(),
     "kernel": platform.release(),
-    "python": platform.python_version(),
     "tensorflow": importlib.metadata.version("tensorflow"),
-    "commit": commit.stdout.strip(),
+    "commit": claims.commit(),
     "date": datetime.datetime.now(datetime.timezone.utc).isoformat(
       "T", "seconds"
     ),
@@ -449,12 +418,15 @@ def main(argv: list[str]) -> None:
   }
   rates = [int(rate) for rate in FLAGS.rates]
   document: dict[str, Any] = {
-    "machine": _machine(),
+    **_circumstances(),
     "command": sys.argv,
     "other_commit": FLAGS.commit,
     "networks": {},
   }
-  with _tree(FLAGS.commit) as tree:
+  with contextlib.ExitStack() as stack:
+    tree = None
+    if FLAGS.commit:
+      tree = stack.enter_context(commits.checked_out(FLAGS.commit))
     for model in FLAGS.models:
       network = describe(model)
       rounds = []

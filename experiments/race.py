@@ -27,8 +27,6 @@ import functools
 import json
 import math
 import os
-import pathlib
-import subprocess
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -230,35 +228,15 @@ def measure(
     "rate": best,
     "search": sorted(search, key=lambda s: s["rate"]),
     "runs": runs,
-    "commit": commit(),
+    "commit": _commit(),
     "date": datetime.date.today().isoformat(),
     "machine": claims.machine(),
     "took_secs": round(time.monotonic() - began, 1),
   }
 
 
-@functools.cache
-def commit() -> str:
-  """Returns the commit of this code; with `+` if Python files differ from it.
-
-  Returns:
-    Seven digits; `unknown` outside of a repository.
-  """
-
-  def git(*words):
-    return subprocess.run(
-      ["git", *words],
-      cwd=pathlib.Path(__file__).parents[1],
-      capture_output=True,
-      text=True,
-      check=False,
-    )
-
-  found = git("rev-parse", "--short=7", "HEAD").stdout.strip()
-  if not found:
-    return "unknown"
-  differs = git("diff", "--quiet", "HEAD", "--", "*.py").returncode
-  return found + ("+" if differs else "")
+# Once, at the start: the files may change while the race goes on.
+_commit = functools.cache(claims.commit)
 
 
 # What the numbers say.
@@ -587,7 +565,7 @@ def _race(path: str) -> None:
 
   tf.config.threading.set_intra_op_parallelism_threads(1)
   tf.config.threading.set_inter_op_parallelism_threads(1)
-  commit()  # The files may change while this runs.
+  _commit()
   seeds = SEEDS_SHORT if FLAGS.short else SEEDS
   racer = Racer()
   for key in _keys():

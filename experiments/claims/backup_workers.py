@@ -16,7 +16,6 @@ were measured, scaled to a median of 0.25 s (`timed_training`). The simulator
 is fitted to the training without backups, and predicts those with backups.
 """
 
-import tempfile
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +23,6 @@ import numpy as np
 from experiments import simulator
 from experiments.claims import validation
 from experiments.simulator import compute_times
-from experiments.simulator import recorded_run
 from experiments.support import claims
 from experiments.support import programs
 from experiments.support import timed_training
@@ -47,21 +45,12 @@ def straggler_secs(num_batches: int, seed: int) -> list[float]:
   Returns:
     The seconds of each batch, without the first fifth of the training.
   """
-  with tempfile.TemporaryDirectory() as directory:
-    spec = programs.write_spec(directory, workers=_MEASURED_WORKERS)
-    programs.output(
-      "cifar10.distributed_train",
-      "--dataset=synthetic",
-      f"--cluster_spec={spec}",
-      f"--train_dir={directory}/run",
-      "--update=async",
-      "--batch_size=16",
-      "--learning_rate=0.005",
-      f"--max_steps={num_batches}",
-      f"--seed={seed}",
-      "--timeline",
-    )
-    events = recorded_run.read(f"{directory}/run/timeline")
+  events = programs.record_async(
+    _MEASURED_WORKERS,
+    "--learning_rate=0.005",
+    f"--max_steps={num_batches}",
+    f"--seed={seed}",
+  )
   computed = [e.end - e.start for e in events if e.kind == "compute"]
   return computed[len(computed) // 5 :]
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from experiments.claims import overwrite_and_idle
 from experiments.support import programs
 
+_NUM_WORKERS = len(overwrite_and_idle.TURN_SECS)
+
 
 def _rule(options):
   import keras
@@ -20,7 +22,7 @@ def _rule(options):
   import tf_replicas
 
   return tf_replicas.AsyncReplicasOptimizer(
-    keras.optimizers.SGD(1.0), len(overwrite_and_idle.TURN_SECS), **options
+    keras.optimizers.SGD(1.0), _NUM_WORKERS, **options
   )
 
 
@@ -84,30 +86,6 @@ def _turn(store, rule, replica: int, secs: float) -> Callable[[], None]:
   return turn
 
 
-def _await(condition: Callable[[], bool], what: str) -> None:
-  from tf_replicas.runtime import waiting
-
-  waiting.await_value(
-    condition, timeout_secs=120, what=f"waiting for {what}", poll_secs=0.01
-  )
-
-
-def _barrier(directory: pathlib.Path, name: str, index: int) -> None:
-  """Waits until all workers have come to the same place.
-
-  Args:
-    directory: A directory for a file of each worker.
-    name: The name of the place.
-    index: The index of this worker.
-  """
-  count = len(overwrite_and_idle.TURN_SECS)
-  directory.joinpath(f"{name}.{index}").touch()
-  _await(
-    lambda: len(list(directory.glob(f"{name}.*"))) == count,
-    f"the other workers, {name}",
-  )
-
-
 def run_client(spec, task, directory: pathlib.Path, secs: str) -> None:
   """Adds 1 to the variable in all ways; the chief stores how it ended.
 
@@ -120,7 +98,7 @@ def run_client(spec, task, directory: pathlib.Path, secs: str) -> None:
   from tf_replicas.drivers import between_graph
 
   driver = between_graph.BetweenGraph(spec, task, _replica, lambda: _rule({}))
-  _await(driver.store.is_initialized, "the variable")
+  programs.await_condition(driver.store.is_initialized, "the variable")
   turn_secs = list(overwrite_and_idle.TURN_SECS.values())
   is_slow = f"{task.job}:{task.index}" == overwrite_and_idle.SLOW
   found = {}
@@ -133,10 +111,10 @@ def run_client(spec, task, directory: pathlib.Path, secs: str) -> None:
     takes_part = way != overwrite_and_idle.LITERAL_FAST or not is_slow
     if takes_part:
       turn()  # Traces the functions.
-    _barrier(directory, f"{number}-traced", task.index)
+    programs.barrier(directory, f"{number}-traced", task.index, _NUM_WORKERS)
     if driver.is_chief:
       driver.store.assign(0, 0.0)
-    _barrier(directory, f"{number}-begin", task.index)
+    programs.barrier(directory, f"{number}-begin", task.index, _NUM_WORKERS)
     count, end = 0, time.monotonic() + float(secs)
     while takes_part and time.monotonic() < end:
       turn()
@@ -144,7 +122,7 @@ def run_client(spec, task, directory: pathlib.Path, secs: str) -> None:
     part = directory / f"{number}.{task.index}.part"
     part.write_text(str(count), encoding="utf-8")
     os.replace(part, directory / f"{number}-count.{task.index}")
-    _barrier(directory, f"{number}-end", task.index)
+    programs.barrier(directory, f"{number}-end", task.index, _NUM_WORKERS)
     found[way] = {
       "writes": [
         int((directory / f"{number}-count.{index}").read_text())
@@ -152,7 +130,7 @@ def run_client(spec, task, directory: pathlib.Path, secs: str) -> None:
       ],
       "value": float(driver.store.read()[0]),
     }
-    _barrier(directory, f"{number}-read", task.index)
+    programs.barrier(directory, f"{number}-read", task.index, _NUM_WORKERS)
   if driver.is_chief:
     (directory / "written.json").write_text(json.dumps(found))
   driver.close()

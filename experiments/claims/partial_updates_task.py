@@ -46,14 +46,6 @@ def _replica():
   )
 
 
-def _await(condition, what: str) -> None:
-  from tf_replicas.runtime import waiting
-
-  waiting.await_value(
-    condition, timeout_secs=120, what=f"waiting for {what}", poll_secs=0.01
-  )
-
-
 def _write(store, rule, has_begun: pathlib.Path, has_ended) -> None:
   """Adds 1 to all variables, again and again, until the reader has ended.
 
@@ -127,7 +119,7 @@ def run_client(spec, task, directory: pathlib.Path, num_reads: str) -> None:
   from tf_replicas.drivers import between_graph
 
   driver = between_graph.BetweenGraph(spec, task, _replica, lambda: _rule({}))
-  _await(driver.store.is_initialized, "the variables")
+  programs.await_condition(driver.store.is_initialized, "the variables")
   for name, options in partial_updates.SETTINGS.items():
     # Their variables, locks and counts are one and the same.
     rule = _rule(options)
@@ -136,7 +128,7 @@ def run_client(spec, task, directory: pathlib.Path, num_reads: str) -> None:
     if task.index == _WRITER:
       _write(driver.store, rule, has_begun, numbers.exists)
     else:
-      _await(has_begun.exists, "the first update")
+      programs.await_condition(has_begun.exists, "the first update")
       found = json.dumps(_read(driver.store, rule, int(num_reads)))
       unfinished = numbers.with_suffix(".part")
       unfinished.write_text(found, encoding="utf-8")

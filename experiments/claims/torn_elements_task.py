@@ -183,29 +183,6 @@ def _summary(rows: Sequence[Sequence[float]], updates_per_sec: float) -> dict:
   }
 
 
-def _await(condition: Callable[[], bool], what: str) -> None:
-  from tf_replicas.runtime import waiting
-
-  waiting.await_value(
-    condition, timeout_secs=120, what=f"waiting for {what}", poll_secs=0.01
-  )
-
-
-def _barrier(directory: pathlib.Path, name: str, index: int) -> None:
-  """Waits until all workers have come to the same place.
-
-  Args:
-    directory: A directory for a file of each worker.
-    name: The name of the place.
-    index: The index of this worker.
-  """
-  directory.joinpath(f"{name}.{index}").touch()
-  _await(
-    lambda: len(list(directory.glob(f"{name}.*"))) == _NUM_REPLICAS,
-    f"the other workers, {name}",
-  )
-
-
 def run_client(
   spec, task, directory: pathlib.Path, rows: str, columns: str, secs: str
 ) -> None:
@@ -225,7 +202,7 @@ def run_client(
   driver = between_graph.BetweenGraph(
     spec, task, lambda: _replica(shape), lambda: _rule({})
   )
-  _await(driver.store.is_initialized, "the variable")
+  programs.await_condition(driver.store.is_initialized, "the variable")
   found = {}
   for number, (way, how) in enumerate(partial_updates.WAYS.items()):
     is_sparse, options = how
@@ -237,7 +214,7 @@ def run_client(
     else:
       work = _adder(driver.store, rule, task.index, is_sparse)
     work()  # Traces the function.
-    _barrier(directory, f"{number}-begin", task.index)
+    programs.barrier(directory, f"{number}-begin", task.index, _NUM_REPLICAS)
     count, ranges, end = 0, [], time.monotonic() + duration
     while time.monotonic() < end:
       result = work()
@@ -247,7 +224,7 @@ def run_client(
     part = directory / f"{number}.{task.index}.part"
     part.write_text(str(count), encoding="utf-8")
     os.replace(part, directory / f"{number}-count.{task.index}")
-    _barrier(directory, f"{number}-end", task.index)
+    programs.barrier(directory, f"{number}-end", task.index, _NUM_REPLICAS)
     if is_reader:
       updates = sum(
         int((directory / f"{number}-count.{index}").read_text())
@@ -258,7 +235,7 @@ def run_client(
     for way, use_locking in partial_updates.TF1_WAYS.items():
       found[way] = _tf1(shape, duration, use_locking)
     (directory / "found.json").write_text(json.dumps(found))
-  _barrier(directory, "written", task.index)
+  programs.barrier(directory, "written", task.index, _NUM_REPLICAS)
   driver.close()
 
 

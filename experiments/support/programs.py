@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from typing import NoReturn
 
+from experiments.simulator import recorded_run
 from experiments.support import slow_down
 
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
@@ -202,6 +204,67 @@ def be_task(argv: Sequence[str], run_client: Callable[..., None]) -> NoReturn:
   else:
     run_client(spec, task, pathlib.Path(path).parent, *arguments)
   processes.exit_now(0)
+
+
+def await_condition(condition: Callable[[], object], what: str) -> None:
+  """Waits, in a task, until something is true.
+
+  Args:
+    condition: Returns whether it is true.
+    what: What is waited for, for the log and the error.
+
+  Raises:
+    TimeoutError: If it is not true within two minutes.
+  """
+  from tf_replicas.runtime import waiting
+
+  waiting.await_value(
+    condition, timeout_secs=120, what=f"waiting for {what}", poll_secs=0.01
+  )
+
+
+def barrier(directory: pathlib.Path, name: str, index: int, count: int) -> None:
+  """Waits, in a worker, until all workers have come to the same place.
+
+  Args:
+    directory: A directory for a file of each worker.
+    name: The name of the place.
+    index: The index of this worker.
+    count: The number of workers.
+
+  Raises:
+    TimeoutError: If a worker does not come within two minutes.
+  """
+  directory.joinpath(f"{name}.{index}").touch()
+  await_condition(
+    lambda: len(list(directory.glob(f"{name}.*"))) == count,
+    f"the other workers, {name}",
+  )
+
+
+def record_async(workers: int, *arguments: str) -> list[recorded_run.Event]:
+  """Trains the network of `cifar10` asynchronously, and records the timeline.
+
+  Args:
+    workers: The number of workers.
+    *arguments: More flags of `cifar10.distributed_train`.
+
+  Returns:
+    The events of all tasks, ordered by their start.
+  """
+  with tempfile.TemporaryDirectory() as directory:
+    spec = write_spec(directory, workers=workers)
+    output(
+      "cifar10.distributed_train",
+      "--dataset=synthetic",
+      f"--cluster_spec={spec}",
+      f"--train_dir={directory}/run",
+      "--update=async",
+      "--batch_size=16",
+      *arguments,
+      "--timeline",
+    )
+    return recorded_run.read(f"{directory}/run/timeline")
 
 
 def step_rate(lines: Sequence[Logged]) -> float:

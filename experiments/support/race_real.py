@@ -140,20 +140,9 @@ def measure_times() -> dict:
   Returns:
     The content of race_compute_times.json; `secs` are the times.
   """
-  with tempfile.TemporaryDirectory() as directory:
-    spec = programs.write_spec(directory, workers=_MEASURED_WORKERS)
-    programs.output(
-      "cifar10.distributed_train",
-      "--dataset=synthetic",
-      f"--cluster_spec={spec}",
-      f"--train_dir={directory}/run",
-      "--update=async",
-      "--batch_size=16",
-      "--max_steps=1200",
-      "--log_every_steps=400",
-      "--timeline",
-    )
-    events = recorded_run.read(f"{directory}/run/timeline")
+  events = programs.record_async(
+    _MEASURED_WORKERS, "--max_steps=1200", "--log_every_steps=400"
+  )
   ends = [event.end for event in events if event.kind == "compute"]
   start = float(np.quantile(ends, 0.1))  # In the first tenth workers join.
   fit = recorded_run.fit(
