@@ -12,6 +12,7 @@ GPUs can tell which ops this will happen to.
 """
 
 import collections
+import contextlib
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -142,12 +143,14 @@ def _fallbacks(nodes) -> list[Fallback]:
 def _library() -> dict[str, Any]:
   """Returns the `FunctionDef` of each traced function, by name."""
   here: Any = context.context()
-  names = (tf.compat.as_str(name) for name in here.list_function_names())
-  return {
-    name: here.get_function_def(name)
-    for name in sorted(names)
-    if not name.startswith(_EAGER)
-  }
+  library = {}
+  for name in sorted(map(tf.compat.as_str, here.list_function_names())):
+    if name.startswith(_EAGER):
+      continue
+    # The garbage collector may delete a function after its name was listed.
+    with contextlib.suppress(tf.errors.NotFoundError):
+      library[name] = here.get_function_def(name)
+  return library
 
 
 def _functions_of(node, library) -> Iterator[str]:
