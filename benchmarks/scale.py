@@ -72,10 +72,11 @@ def run_cluster(num_ps: int, num_workers: int) -> dict:
     raise RuntimeError(
       f"status {status}: " + "\n".join(log[-2000:] for log in logs.values())
     )
-  reports = {
-    str(task): scale_task.Report(**json.loads(log.splitlines()[-1]))
-    for task, log in logs.items()
-  }
+  reports = {}
+  for task, log in logs.items():
+    # TensorFlow may log after the report of the task.
+    (line,) = (line for line in log.splitlines() if line.startswith("{"))
+    reports[str(task)] = scale_task.Report(**json.loads(line))
   chief = reports[str(spec.chief)]
   steps = scale_task.WARM_UP_STEPS + STEPS
   counted = (chief.global_step, chief.examples, chief.applied)
@@ -89,8 +90,8 @@ def run_cluster(num_ps: int, num_workers: int) -> dict:
   cpu = {}
   for name, report in reports.items():
     times, secs = zip(*report.samples, strict=True)
-    began, ended = np.interp(chief.window, times, secs)
-    cpu[name] = float(ended - began) / STEPS
+    first, last = np.interp(chief.window, times, secs)
+    cpu[name] = float(last - first) / STEPS
   workers = [cpu[f"worker {i}"] for i in range(1, num_workers)]
   return {
     "ps": num_ps,
