@@ -155,6 +155,21 @@ def test_a_link_has_its_rate_in_both_directions(net):
   assert _send(net, count) < min(at_the_worker, at_the_ps)
 
 
+def test_a_busy_link_may_become_slower(net):
+  count = 8_000_000
+  try:
+    net.limit("ps", 1000)
+    source = _source(net, count)
+    # A packet of 64 KiB that waits is larger than the burst of 20 Mbit/s.
+    for rate in (1000, 20) * 5:
+      time.sleep(0.01)
+      net.limit("ps", rate)
+    output, _ = source.communicate(timeout=DEADLINE_SECS)
+  finally:
+    net.limit("ps", None)
+  assert int(output.split()[1]) == count
+
+
 def test_counts_traffic(net):
   before = net.traffic("worker")
   _send(net, 100_000)

@@ -183,7 +183,8 @@ class PrivateNetwork:
   def limit(self, host: str, mbit_per_sec: float | None) -> None:
     """Changes the rate of the link of a host, in both directions.
 
-    Processes that use the link go on.
+    Processes that use the link go on. Packets that wait for the link are lost,
+    and TCP sends them again.
 
     Args:
       host: The name of the host.
@@ -194,16 +195,18 @@ class PrivateNetwork:
       PrivateNetworkError: If the kernel has no token bucket filter (`sch_tbf`).
     """
     for namespace, device in ((host, _UPLINK), (None, self._port(host))):
+      # It fails if there is no limit yet, and then there is nothing to remove.
+      # A filter must not only be changed: a packet that waits in it and is
+      # larger than the new burst would block it for ever.
+      self._run(namespace, "tc", f"qdisc del dev {device} root", check=False)
       if mbit_per_sec is None:
-        # Fails if there is no limit, and then there is nothing to do.
-        self._run(namespace, "tc", f"qdisc del dev {device} root", check=False)
         continue
       bits = mbit_per_sec * 1e6
       burst = max(_MIN_BURST_BYTES, int(bits / 8 * _BURST_SECS))
       self._run(
         namespace,
         "tc",
-        f"qdisc replace dev {device} root tbf rate {bits:.0f}bit burst {burst}"
+        f"qdisc add dev {device} root tbf rate {bits:.0f}bit burst {burst}"
         f" latency {_QUEUE_MILLISECS}ms",
       )
 
