@@ -443,26 +443,31 @@ class Rows:
     room = {part.device: part.num_bytes for part in parts}
     resources.check_room(room, f"the table {self.path!r}")
 
-    @tf.function(autograph=False)
-    def fill() -> tf.Tensor:
+    # An argument: TensorFlow would keep the tensor that it makes of a constant,
+    # and the variable, which shares its memory, would copy it when it changes.
+    @tf.function(
+      autograph=False, input_signature=[tf.TensorSpec([], self.dtype)]
+    )
+    def fill(first: tf.Tensor) -> tf.Tensor:
       for number, part in enumerate(self.parts):
         with tf.device(part.device):
-          self._fill(number, part)
+          self._fill(number, part, first)
       return tf.constant(True)
 
+    first = self._draw.first if self._draw.kind == "constant" else 0.0
     # A call of the function itself would warn of many traces.
-    fill.get_concrete_function()()
+    fill.get_concrete_function()(tf.constant(first, self.dtype))
 
-  def _fill(self, number: int, part: Any) -> None:
+  def _fill(self, number: int, part: Any, first: tf.Tensor) -> None:
     """Gives the rows of one part their first values, block by block.
 
     Args:
       number: The number of the part.
       part: The variable of the part.
+      first: The value of all elements before rows are drawn, a scalar.
     """
     draw, (size, columns) = self._draw, self.shape
-    first = draw.first if draw.kind == "constant" else 0.0
-    part.assign(tf.fill(part.shape, tf.cast(first, self.dtype)))
+    part.assign(tf.fill(part.shape, first))
     if draw.kind == "constant":
       return
     blocks = range(0, -(-size // _BLOCK_ROWS))
