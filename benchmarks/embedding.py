@@ -47,7 +47,7 @@ _KINDS = ("asynchronous", "synchronous", "strategy")
 _AT_COMMIT = " at the commit"
 
 
-class _Cluster(live_cluster.LiveCluster):
+class Cluster(live_cluster.LiveCluster):
   """Runs a cluster of 2 PS tasks and 2 workers that makes updates when asked.
 
   Attributes:
@@ -90,7 +90,7 @@ def _commands(kind: str, rows: int) -> tuple[list[str], list[list[str]]]:
   ]
 
 
-def _turn(live: _Cluster, updates: int) -> tuple[float, dict[str, float]]:
+def _turn(live: Cluster, updates: int) -> tuple[float, dict[str, float]]:
   """Lets a cluster make updates.
 
   Returns:
@@ -137,7 +137,7 @@ def main(argv: list[str]) -> None:
         trees[kind + _AT_COMMIT] = kind, tree
     clusters = {}
     for name, (kind, root) in trees.items():
-      live = _Cluster(kind, FLAGS.rows, root)
+      live = Cluster(kind, FLAGS.rows, root)
       clusters[name] = stack.enter_context(live)
       live.updates_per_sec(FLAGS.updates)  # A warm-up.
     for number in range(FLAGS.rounds):

@@ -91,6 +91,11 @@ class LiveCluster:
         return line
     raise RuntimeError("the chief ended early")
 
+  @property
+  def pids(self) -> list[int]:
+    """The process ids of the processes, in the order of their commands."""
+    return [process.pid for process in self._processes]
+
   def cpu_secs(self) -> list[float]:
     """Returns the processor time that each process has used, in seconds."""
     found = []

@@ -1,4 +1,4 @@
-"""Tests for store.table_paths: rows on several tasks."""
+"""Tests for store.tables: rows on several tasks."""
 
 import contextlib
 
@@ -233,6 +233,42 @@ class LookupTest(parameterized.TestCase):
     total = np.zeros(SHAPE)
     np.add.at(total, gradient.indices.numpy(), gradient.values.numpy())
     np.testing.assert_allclose(total, slopes, rtol=1e-5)
+
+  @parameterized.product(
+    combiner=["sum", "mean", "sqrtn"], kind=["ragged", "sparse", "dense"]
+  )
+  def test_combines_with_weights_as_tensorflow_does(self, combiner, kind):
+    variable = _variable()
+    rows = tables.rows_of(variable)
+    rows.initialize()
+    ids = tf.ragged.constant([[4, 7], [], [2000]], dtype=tf.int64)
+    weights = tf.ragged.constant([[0.5, 2.0], [], [3.0]])
+    if kind == "dense":
+      ids = tf.constant([[4, 7], [4, 4], [2000, 1]])
+      weights = tf.constant([[0.5, 2.0], [1.0, 0.0], [3.0, -1.0]])
+    sparse = [
+      tf.RaggedTensor.from_tensor(t).to_sparse()
+      if kind == "dense"
+      else t.to_sparse()
+      for t in (ids, weights)
+    ]
+    if kind == "sparse":
+      ids, weights = sparse
+    found = tables.gather(variable, ids, combiner, weights)
+    expected = tf.nn.embedding_lookup_sparse(
+      tf.constant(_all(rows)), *sparse, combiner=combiner
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+  @parameterized.parameters(
+    (None, tf.ones([1, 2]), "must be None without a `combiner`"),
+    ("sum", tf.ones([2]), "must have the structure and shape of the ids"),
+    ("sum", tf.sparse.eye(1, 2), "must have the structure and shape"),
+  )
+  def test_refuses_weights(self, combiner, weights, message):
+    ids = tf.constant([[1, 2]])
+    with self.assertRaisesRegex(ValueError, message):
+      tables.gather(_variable(), ids, combiner, weights)
 
   @parameterized.parameters(
     (tf.constant([1]), "max", ValueError, "one of sum, mean, sqrtn, or None"),

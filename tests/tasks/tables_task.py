@@ -147,6 +147,7 @@ def main(arguments: dict) -> None:
       name: [counts.applied, counts.refused]
       for name, counts in history.contributions.items()
     },
+    "row_updates": history.row_updates,
   }
   print("RESULT", json.dumps(result))
 

@@ -157,6 +157,17 @@ class Driver(abc.ABC):
     """
     return []
 
+  def row_updates(self) -> dict[str, int]:
+    """Returns the load of each PS task (parameter server) by tables.
+
+    A table is a matrix whose rows live on the PS tasks. The chief calls this.
+
+    Returns:
+      Maps each PS task, such as "ps 0", to the number of rows of tables that
+      updates changed there; a row counts once per update. Empty without tables.
+    """
+    return {}  # Where there are no PS tasks.
+
   def interrupt(self) -> None:
     """Wakes a thread that waits in `step`, to check whether to stop."""
     return  # Where no step waits for others.
@@ -493,6 +504,11 @@ class ParameterServerDriver(Driver):
   def counts(self) -> list[results.Counts]:
     """Returns, for each replica, how the gradients that it sent were used."""
     return self.rule.counts()
+
+  def row_updates(self) -> dict[str, int]:
+    """Returns how many rows of tables updates changed on each PS task."""
+    counts = enumerate(self.store.row_updates())
+    return {f"ps {task}": count for task, count in counts}
 
   def interrupt(self) -> None:
     """Wakes a thread that waits in `step`, to check whether to stop."""

@@ -160,7 +160,9 @@ def fit(
     but not the rows of tables (see `load_tables`).
     Its `contributions` maps each replica, such as "worker 1", to the
     `rules.results.Counts` of its contributions; empty without parameter
-    servers.
+    servers. Its `row_updates` maps each parameter server, such as "ps 0", to
+    the number of rows of tables that updates changed there; empty without
+    tables.
 
   Raises:
     cluster.ClusterError: If cluster, task and rule do not go together.
@@ -287,8 +289,22 @@ def fit(
     )
     counts = zip(driver.replica_names, driver.counts(), strict=True)
     vars(history)["contributions"] = dict(counts)
+    vars(history)["row_updates"] = rows = driver.row_updates()
+    if verbose and sum(rows.values()):
+      log(_describe_load(rows))
   part.end()
   return history
+
+
+def _describe_load(rows: Mapping[str, int]) -> str:
+  """Says in one line how the updates of tables' rows were divided.
+
+  Args:
+    rows: Maps each parameter server to the number of rows that were updated.
+  """
+  total = sum(rows.values())
+  shares = ", ".join(f"{n / total:.1%} on {task}" for task, n in rows.items())
+  return f"{total} rows of tables were updated: {shares}"
 
 
 def _contributions_per_update(

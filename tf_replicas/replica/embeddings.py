@@ -330,6 +330,7 @@ def lookup(
   table: Table | Embedding | tf.Variable,
   ids: tf.Tensor | tf.RaggedTensor | tf.SparseTensor,
   combiner: str | None = None,
+  weights: tf.Tensor | tf.RaggedTensor | tf.SparseTensor | None = None,
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows of a table on the PS tasks, in a loss function.
 
@@ -343,6 +344,11 @@ def lookup(
     combiner: `sum`, `mean` or `sqrtn` (the sum over the root of the number of
       ids): combines the rows of the ids along the last dimension. No ids yield
       zeros. None: every id yields a row.
+    weights: With a combiner, the weight of each id: numbers, with the same
+      structure and shape as `ids`. `sum` then is the sum of w r over the rows
+      r and weights w of a bag, `mean` divides it by the sum of w, and `sqrtn`
+      by the root of the sum of w^2, as `tf.nn.embedding_lookup_sparse` does.
+      None: all weights are 1.
 
   Returns:
     The rows, of shape [*ids.shape, columns]; with a combiner, [*ids.shape[:-1],
@@ -350,7 +356,8 @@ def lookup(
 
   Raises:
     TypeError: If `ids` are not integers, or sparse without a combiner.
-    ValueError: If `combiner` is not known, or `ids` have no dimension for it.
+    ValueError: If `combiner` is not known, `ids` have no dimension for it, or
+      `weights` do not go with `ids` and `combiner`.
     RuntimeError: If the rows were on parameter servers that have ended.
     tf.errors.InvalidArgumentError: At run time, if an id is out of range.
   """
@@ -362,7 +369,11 @@ def lookup(
     table = table.embeddings
   if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
     ids = tf.convert_to_tensor(ids)
-  return tables.gather(table, ids, combiner)
+  if weights is not None and not isinstance(
+    weights, tf.RaggedTensor | tf.SparseTensor
+  ):
+    weights = tf.convert_to_tensor(weights)
+  return tables.gather(table, ids, combiner, weights)
 
 
 def load_tables(

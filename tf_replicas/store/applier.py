@@ -223,11 +223,12 @@ class Applier:
         index = self._store.contributed[position]
         variable = self._store.variables(index)[number]
         if isinstance(total, tf.IndexedSlices):
+          is_table = self._store.specs[index].table is not None
           total = gradient_math.sum_rows(
-            total,
-            variable.shape,
-            may_be_empty=self._store.specs[index].table is not None,
+            total, variable.shape, may_be_empty=is_table
           )
+          if is_table:
+            self._store.count_rows(task, total.indices)
         else:
           total = tf.ensure_shape(total, variable.shape)
         if tf.is_tensor(num_contributions) or num_contributions > 1:

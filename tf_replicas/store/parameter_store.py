@@ -195,6 +195,12 @@ class ParameterStore:
       self.examples_seen = namespace.variable("examples_seen", [], "int64")
       self.global_step = namespace.variable("global_step", [], "int64")
     self._others: dict[str, tf.Variable] = {"examples_seen": self.examples_seen}
+    # One int64 scalar per PS task: the number of rows of tables in its updates.
+    self._row_updates: list[tf.Variable] = []
+    for task in range(num_tasks) if self.table_paths else ():
+      with tf.device(device_of_task(task)):
+        name = f"row_updates/{task}"
+        self._row_updates.append(namespace.variable(name, [], "int64"))
 
   def _create(
     self,
@@ -271,6 +277,9 @@ class ParameterStore:
     After this, other clients (processes that train) take the store as
     initialized. So all other variables must have their values before.
     """
+    for count in self._row_updates:
+      count.assign(0)
+    resources.flush_assignments(self._row_updates)
     self.load_state({"examples_seen": 0, "global_step": 0})
 
   def signature(self) -> list[list[str | list[int]]]:
@@ -500,6 +509,28 @@ class ParameterStore:
     """Reads the global step, an int64 scalar, from parameter server 0."""
     with tf.device(self.device_of_task(0)):
       return self.global_step.read_value()
+
+  def count_rows(self, task: int, ids: tf.Tensor) -> None:
+    """Counts rows of a table that an update changes on a PS task.
+
+    Args:
+      task: The index of the PS task, on whose device this is called.
+      ids: The indices of the rows, of any integer dtype: [n].
+    """
+    self._row_updates[task].assign_add(tf.size(ids, tf.int64))
+
+  def row_updates(self) -> list[int]:
+    """Returns how many rows of tables the updates changed on each PS task.
+
+    A row counts once per update that changes it, since the first task of this
+    training started. The list is empty if there are no tables.
+    """
+    if not self._row_updates:
+      return []
+    read = resources.remote_reader(
+      lambda: [count.read_value() for count in self._row_updates]
+    )
+    return [int(count) for count in read()]
 
   def advance(self, step: tf.Tensor, num_examples: tf.Tensor) -> tf.Tensor:
     """Sets the global step to `step` + 1, and counts the examples of an update.

@@ -443,26 +443,31 @@ class Rows:
     room = {part.device: part.num_bytes for part in parts}
     resources.check_room(room, f"the table {self.path!r}")
 
-    @tf.function(autograph=False)
-    def fill() -> tf.Tensor:
+    # An argument: TensorFlow would keep the tensor that it makes of a constant,
+    # and the variable, which shares its memory, would copy it when it changes.
+    @tf.function(
+      autograph=False, input_signature=[tf.TensorSpec([], self.dtype)]
+    )
+    def fill(first: tf.Tensor) -> tf.Tensor:
       for number, part in enumerate(self.parts):
         with tf.device(part.device):
-          self._fill(number, part)
+          self._fill(number, part, first)
       return tf.constant(True)
 
+    first = self._draw.first if self._draw.kind == "constant" else 0.0
     # A call of the function itself would warn of many traces.
-    fill.get_concrete_function()()
+    fill.get_concrete_function()(tf.constant(first, self.dtype))
 
-  def _fill(self, number: int, part: Any) -> None:
+  def _fill(self, number: int, part: Any, first: tf.Tensor) -> None:
     """Gives the rows of one part their first values, block by block.
 
     Args:
       number: The number of the part.
       part: The variable of the part.
+      first: The value of all elements before rows are drawn, a scalar.
     """
     draw, (size, columns) = self._draw, self.shape
-    first = draw.first if draw.kind == "constant" else 0.0
-    part.assign(tf.fill(part.shape, tf.cast(first, self.dtype)))
+    part.assign(tf.fill(part.shape, first))
     if draw.kind == "constant":
       return
     blocks = range(0, -(-size // _BLOCK_ROWS))
@@ -645,7 +650,10 @@ def check_ids(ids: Ids, path: str) -> None:
 
 
 def gather(
-  variable: Any, ids: Ids, combiner: str | None = None
+  variable: Any,
+  ids: Ids,
+  combiner: str | None = None,
+  weights: Ids | None = None,
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows of a table, or of an ordinary variable.
 
@@ -658,6 +666,8 @@ def gather(
     ids: Indices of rows, of any shape and integer dtype.
     combiner: One of `COMBINERS`; combines the rows of the ids along the last
       dimension. None: every id yields a row.
+    weights: With a combiner, the weight of each id: numbers, with the same
+      structure and shape as `ids`. None: all weights are 1.
 
   Returns:
     The rows, of shape [*ids.shape, columns]; with a combiner, [*ids.shape[:-1],
@@ -665,15 +675,18 @@ def gather(
 
   Raises:
     TypeError: If `ids` are not integers, or sparse without a combiner.
-    ValueError: If `combiner` is not known, or `ids` have no dimension for it.
+    ValueError: If `combiner` is not known, `ids` have no dimension for it, or
+      `weights` do not go with `ids` and `combiner`.
     RuntimeError: If the PS tasks of the table have ended.
     tf.errors.InvalidArgumentError: At run time, if an id is out of range.
   """
   check_combiner(combiner)
-  if combiner is not None or isinstance(ids, tf.SparseTensor):
-    return _combined(variable, ids, combiner)
-  rows = rows_of(variable)
   path = _path_of(variable)
+  if weights is not None:
+    _check_weights(weights, ids, combiner, path)
+  if combiner is not None or isinstance(ids, tf.SparseTensor):
+    return _combined(variable, ids, combiner, weights)
+  rows = rows_of(variable)
   check_ids(ids, path)
   if isinstance(ids, tf.RaggedTensor):
     return ids.with_flat_values(gather(variable, ids.flat_values))
@@ -699,8 +712,35 @@ def gather(
   return tf.ensure_shape(tf.reshape(found, shape), [*ids.shape, columns])
 
 
+def _check_weights(
+  weights: Ids, ids: Ids, combiner: str | None, path: str
+) -> None:
+  """Raises ValueError unless the weights of ids go with ids and combiner.
+
+  Args:
+    weights: The weights.
+    ids: The ids of the rows to look up.
+    combiner: How the rows are combined; None: they are not.
+    path: The path of the table, for the error message.
+  """
+  if combiner is None:
+    raise ValueError(
+      f"`weights` of ids of the table {path!r} must be None without a"
+      f" `combiner`. Received: {weights!r:.200}."
+    )
+  same_kind = all(
+    isinstance(weights, kind) == isinstance(ids, kind)
+    for kind in (tf.RaggedTensor, tf.SparseTensor)
+  )
+  if not same_kind or not weights.shape.is_compatible_with(ids.shape):
+    raise ValueError(
+      f"`weights` of ids of the table {path!r} must have the structure and"
+      f" shape of the ids, {ids!r:.200}. Received: {weights!r:.200}."
+    )
+
+
 def _combined(
-  variable: Any, ids: Ids, combiner: str | None
+  variable: Any, ids: Ids, combiner: str | None, weights: Ids | None
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows, and combines those of each bag of ids; see `gather`."""
   path = _path_of(variable)
@@ -709,16 +749,20 @@ def _combined(
       f"`combiner` must be one of {', '.join(COMBINERS)} where the ids of rows"
       f" of the table {path!r} are sparse. Received: None."
     )
-  combine = _COMBINERS[combiner]
   if isinstance(ids, tf.RaggedTensor) and ids.ragged_rank > 1:
-    inner = _combined(variable, ids.values, combiner)
+    of_values = None if weights is None else weights.values
+    inner = _combined(variable, ids.values, combiner, of_values)
     return ids.with_values(inner)
   if isinstance(ids, tf.RaggedTensor) and ids.flat_values.shape.rank == 1:
     found = gather(variable, ids.flat_values)
-    return combine(found, ids.value_rowids(), ids.nrows())
+    factors = None if weights is None else weights.flat_values
+    bags = ids.value_rowids()
+    return _combine(found, bags, ids.nrows(), combiner, factors)
   if isinstance(ids, tf.SparseTensor) and ids.shape.rank == 2:
     found = gather(variable, ids.values)
-    return combine(found, ids.indices[:, 0], ids.dense_shape[0])
+    factors = None if weights is None else weights.values
+    bags = ids.indices[:, 0]
+    return _combine(found, bags, ids.dense_shape[0], combiner, factors)
   if not isinstance(ids, tf.Tensor) or not ids.shape.rank:
     raise ValueError(
       f"the ids of rows of the table {path!r} must be a sparse tensor of 2"
@@ -727,12 +771,46 @@ def _combined(
       f" {ids!r:.200}."
     )
   found = gather(variable, tf.reshape(ids, [-1]))
+  factors = None if weights is None else tf.reshape(weights, [-1])
   outer, size = tf.shape(ids)[:-1], tf.shape(ids)[-1]
   count = tf.reduce_prod(outer)
-  total = combine(found, tf.repeat(tf.range(count), size), count)
+  bags = tf.repeat(tf.range(count), size)
+  total = _combine(found, bags, count, combiner, factors)
   shape: list[Any] = [outer, [found.shape[-1]]]
   total = tf.reshape(total, tf.concat(shape, axis=0))
   return tf.ensure_shape(total, [*ids.shape[:-1], found.shape[-1]])
+
+
+def _combine(
+  found: tf.Tensor,
+  bags: tf.Tensor,
+  count: tf.Tensor,
+  combiner: str,
+  weights: tf.Tensor | None,
+) -> tf.Tensor:
+  """Combines the rows of each bag, as `tf.nn.embedding_lookup_sparse` does.
+
+  Args:
+    found: The rows, [n, columns].
+    bags: The number of the bag of each row, [n].
+    count: The number of bags.
+    combiner: One of `COMBINERS`.
+    weights: The weight of each row, [n]; None: all weights are 1.
+
+  Returns:
+    One row per bag, [count, columns]; zeros for a bag without rows.
+  """
+  if weights is None:
+    return _COMBINERS[combiner](found, bags, count)
+  weights = tf.cast(weights, found.dtype)[:, tf.newaxis]
+  add = tf.math.unsorted_segment_sum
+  total = add(found * weights, bags, count)
+  if combiner == "sum":
+    return total
+  if combiner == "mean":
+    return tf.math.divide_no_nan(total, add(weights, bags, count))
+  norm = tf.sqrt(add(tf.square(weights), bags, count))
+  return tf.math.divide_no_nan(total, norm)
 
 
 def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
