@@ -42,6 +42,7 @@ EXPERIMENTS = (
   "scale_out",
   "staleness_hurts",
   "zhang_softsync",
+  "dutta_error_time",
   "update_once",
   "sharding",
   "sixteen_or_eight",

@@ -11,16 +11,20 @@ import json
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from experiments.simulator import compute_times
 from experiments.simulator import simulated_cluster
+from experiments.simulator import simulated_links
 
 Event = simulated_cluster.Event
 _FIELDS = [field.name for field in dataclasses.fields(Event)]
 # What a replica does besides computing.
 _BESIDES = ("read", "hand_over", "wait", "apply", "refused")
+# Bandwidths explain the reads equally well if their errors differ by this.
+_ALIKE = 1.05
 
 
 def write(events: Iterable[Event], directory: str) -> None:
@@ -107,11 +111,17 @@ class Fit:
     read_error: How far the recorded times of reads are from those of this
       cluster: the median, over all reads, of the relative difference.
     num_batches: The number of batches whose compute times were recorded.
+    carried_bandwidth: The bytes/s that the PS tasks sent when most replicas
+      read at the same time. If the PS tasks were never the bottleneck,
+      `cluster.ps_bandwidth` is infinite, and the true one is at least this. A
+      prediction for more readers than the run had then ignores the PS tasks'
+      links, unless `fit` is told their bandwidth.
   """
 
   cluster: simulated_cluster.Cluster
   read_error: float
   num_batches: int
+  carried_bandwidth: float
 
 
 def fit(
@@ -119,6 +129,7 @@ def fit(
   *,
   read_bytes: float,
   gradient_bytes: float | None = None,
+  ps_bandwidth: float = np.inf,
 ) -> Fit:
   """Finds the cluster for the simulator that behaves like a recorded run.
 
@@ -128,13 +139,19 @@ def fit(
   the waits that it ends. Without such updates, it is half of the shortest
   refusal. Without refusals, as in asynchronous runs, it is taken as zero, and
   the bandwidth accounts for it. The bandwidths are those that best explain how
-  the time of a read depends on the number of reads at the same time.
+  the time of a read depends on the number of reads at the same time. If every
+  read was beside equally many others, as in synchronous runs, the times of
+  hand-overs decide: a replica that sends alone is as slow as its own link. If
+  the PS tasks did not slow anything down, their bandwidth is unknown, and
+  `ps_bandwidth` is taken.
 
   Args:
     events: The events of the run, or of a part of it.
     read_bytes: The bytes that a replica reads per step.
     gradient_bytes: The bytes that a replica hands over per contribution; None:
       `read_bytes`.
+    ps_bandwidth: The bandwidth of the links of all PS tasks together, in
+      bytes/s, if it is known. It is used if the run does not show it.
 
   Raises:
     ValueError: If no replica both reads and computes twice.
@@ -160,8 +177,13 @@ def fit(
   )
   reads = [event for event in events if event.kind == "read"]
   latency = _latency(events)
-  replica_bandwidth, ps_bandwidth, error = _bandwidths(
-    reads, latency, read_bytes
+  sent_bytes = read_bytes if gradient_bytes is None else gradient_bytes
+  found = _bandwidths(
+    reads,
+    [event for event in events if event.kind == "hand_over"],
+    latency,
+    read_bytes,
+    sent_bytes,
   )
   updates = [e.end - e.start for e in events if e.kind == "apply"]
   cluster = simulated_cluster.Cluster(
@@ -171,11 +193,16 @@ def fit(
     read_bytes=read_bytes,
     gradient_bytes=gradient_bytes,
     latency=latency,
-    replica_bandwidth=replica_bandwidth,
-    ps_bandwidth=ps_bandwidth,
+    replica_bandwidth=found.replica,
+    ps_bandwidth=min(found.ps, max(ps_bandwidth, found.carried)),
     apply_secs=float(np.mean(updates)) if updates else 0.0,
   )
-  return Fit(cluster, read_error=error, num_batches=len(pooled))
+  return Fit(
+    cluster,
+    read_error=found.error,
+    num_batches=len(pooled),
+    carried_bandwidth=found.carried,
+  )
 
 
 def _tasks_that(kind: str, events: Sequence[Event]) -> list[str]:
@@ -249,30 +276,49 @@ def _shortest_per(groups: np.ndarray, values: np.ndarray) -> list[float]:
   return [float(values[groups == group].min()) for group in np.unique(groups)]
 
 
+class _Bandwidths(NamedTuple):
+  """The bandwidths that explain a run, in bytes/s.
+
+  Attributes:
+    replica: That of a replica's link.
+    ps: That of all PS tasks together; infinity if they limited nothing.
+    carried: What the PS tasks sent when most replicas read at once.
+    error: The median relative error of the reads.
+  """
+
+  replica: float
+  ps: float
+  carried: float
+  error: float
+
+
 def _bandwidths(
-  reads: Sequence[Event], latency: float, amount: float
-) -> tuple[float, float, float]:
-  """Finds the bandwidths that explain how long recorded reads took.
+  reads: Sequence[Event],
+  hand_overs: Sequence[Event],
+  latency: float,
+  read_bytes: float,
+  sent_bytes: float,
+) -> _Bandwidths:
+  """Finds the bandwidths that explain how long recorded transfers took.
 
   If n replicas read at once, each of them gets w * min(1, k / n), where w is
   the bandwidth of its own link and k * w that of all PS tasks together. For
-  every k in question, w follows from each read. The k for which the reads agree
-  best is chosen.
+  every k in question, w follows from each read. Chosen is the k for which the
+  reads agree best. Of those that explain the reads almost as well, it is the
+  one that explains the hand-overs best, and otherwise the largest.
 
   Args:
     reads: The events of all reads.
+    hand_overs: The events of all hand-overs.
     latency: Seconds from a replica to a PS task or back.
-    amount: The bytes of each read.
-
-  Returns:
-    The bandwidth of a replica's link, the bandwidth of all PS tasks together,
-    both in bytes/s, and the median relative error of the reads.
+    read_bytes: The bytes of each read.
+    sent_bytes: The bytes of each hand-over.
   """
   starts = np.array([event.start for event in reads]) + latency
   ends = np.array([event.end for event in reads]) - latency
   ends = np.maximum(ends, starts)
-  if not amount or not np.any(ends > starts):
-    return np.inf, np.inf, 0.0
+  if not read_bytes or not np.any(ends > starts):
+    return _Bandwidths(np.inf, np.inf, np.inf, 0.0)
   edges = np.unique(np.concatenate([starts, ends]))
   lengths = np.diff(edges)
   users = np.searchsorted(np.sort(starts), edges[:-1], side="right")
@@ -281,14 +327,52 @@ def _bandwidths(
   last = np.searchsorted(edges, ends)
   kept = last > first
   most = int(users.max())
-  best = None
-  for ratio in np.unique(np.geomspace(1, max(most, 1), 60)):
+  # (spread, k, w, error); the PS tasks limit no read if k is at least `most`.
+  tried = []
+  for ratio in [*np.unique(np.geomspace(1, max(most, 1), 60))[:-1], np.inf]:
     share = lengths * np.minimum(1.0, ratio / np.maximum(users, 1))
     total = np.concatenate([[0.0], np.cumsum(share)])
     own = (total[last] - total[first])[kept]
-    rate = amount / float(np.median(own))
-    error = float(np.median(np.abs(own * rate / amount - 1.0)))
-    spread = float(np.mean(np.abs(own * rate / amount - 1.0)))
-    if best is None or spread < best[0] * (1 - 1e-9):
-      best = (spread, rate, ratio * rate, error)
-  return best[1:]
+    rate = read_bytes / float(np.median(own))
+    errors = np.abs(own * rate / read_bytes - 1.0)
+    tried.append((float(errors.mean()), ratio, rate, float(np.median(errors))))
+  enough = min(spread for spread, *_ in tried) * _ALIKE + 1e-9
+  _, ratio, rate, error = min(
+    (row for row in tried if not row[0] > enough),
+    key=lambda row: (
+      round(_sending_error(hand_overs, latency, sent_bytes, row[2], row[1]), 6),
+      -row[1],
+    ),
+  )
+  return _Bandwidths(rate, ratio * rate, min(ratio, most) * rate, error)
+
+
+def _sending_error(
+  hand_overs: Sequence[Event],
+  latency: float,
+  amount: float,
+  bandwidth: float,
+  ratio: float,
+) -> float:
+  """Returns how far bandwidths are from explaining the hand-overs.
+
+  Args:
+    hand_overs: The events of all hand-overs.
+    latency: Seconds from a replica to a PS task or back.
+    amount: The bytes of each hand-over.
+    bandwidth: That of a replica's link, in bytes/s.
+    ratio: The bandwidth of all PS tasks, as a multiple of `bandwidth`.
+
+  Returns:
+    The mean relative error of their times; 0 without hand-overs.
+  """
+  if not hand_overs or not amount:
+    return 0.0
+  sent = sorted(hand_overs, key=lambda event: event.start)
+  starts = np.array([event.start for event in sent]) + latency
+  took = np.array([event.end for event in sent]) - latency - starts
+  took = np.maximum(took, 1e-9)
+  ends = simulated_links.ends_in_order(
+    starts, amount, ratio * bandwidth, bandwidth
+  )
+  return float(np.mean(np.minimum(np.abs((ends - starts) / took - 1.0), 1.0)))

@@ -1,5 +1,6 @@
 """Tests for recorded runs: what was simulated is found again."""
 
+import dataclasses
 import pathlib
 import tempfile
 
@@ -92,6 +93,59 @@ class RoundTripTest(parameterized.TestCase):
     found = recorded_run.fit(events, read_bytes=1.0).cluster
     np.testing.assert_allclose(found.compute.secs, 2 - 0.25 - 0.4 - 0.4)
     self.assertAlmostEqual(found.replica_bandwidth, 4.0)
+
+
+class OtherSizesTest(parameterized.TestCase):
+  """What 2 replicas show predicts clusters of other sizes."""
+
+  def _ratio(self, true, workers, rule=None, **known):
+    """Returns predicted / true updates per second with `workers` replicas."""
+    run = simulator.simulate(true, simulator.Sync(), 200, records=True)
+    found = recorded_run.fit(run.events, read_bytes=1e7, **known).cluster
+    compute = compute_times.Empirical(found.compute.secs)
+    rates = []
+    for cluster in (true, dataclasses.replace(found, compute=compute)):
+      other = dataclasses.replace(cluster, num_replicas=workers, slowdown={})
+      result = simulator.simulate(other, rule or simulator.Sync(), 100, seed=9)
+      rates.append(1 / result.step_secs.mean())
+    return rates[1] / rates[0]
+
+  def _cluster(self, replica_bandwidth, ps_bandwidth):
+    return simulator.Cluster(
+      2,
+      compute_times.Lognormal(1.0, 0.2),
+      read_bytes=1e7,
+      latency=0.001,
+      replica_bandwidth=replica_bandwidth,
+      ps_bandwidth=ps_bandwidth,
+      apply_secs=0.01,
+    )
+
+  @parameterized.product(
+    workers=(2, 4, 16, 64),
+    links=((5e7, 1e10), (1e9, 5e7), (5e7, 7e7)),
+  )
+  def test_synchronous(self, workers, links):
+    self.assertAlmostEqual(
+      self._ratio(self._cluster(*links), workers), 1.0, delta=0.1
+    )
+
+  @parameterized.parameters(simulator.Async(), simulator.Sync(6))
+  def test_another_rule(self, rule):
+    true = self._cluster(1e9, 5e7)
+    self.assertAlmostEqual(self._ratio(true, 8, rule), 1.0, delta=0.1)
+
+  def test_what_two_replicas_cannot_show_must_be_told(self):
+    # 64 links carry more than the PS, and 2 do not.
+    true = self._cluster(5e7, 1e9)
+    self.assertAlmostEqual(self._ratio(true, 16), 1.0, delta=0.1)
+    self.assertGreater(self._ratio(true, 64), 1.2)
+    told = self._ratio(true, 64, ps_bandwidth=1e9)
+    self.assertAlmostEqual(told, 1.0, delta=0.1)
+    run = simulator.simulate(true, simulator.Sync(), 50, records=True)
+    fit = recorded_run.fit(run.events, read_bytes=1e7)
+    self.assertEqual(fit.cluster.ps_bandwidth, np.inf)
+    self.assertAlmostEqual(fit.carried_bandwidth / 1e8, 1.0, delta=0.01)
 
 
 class MistakeTest(parameterized.TestCase):

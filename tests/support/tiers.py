@@ -72,6 +72,7 @@ EXCEPTIONS = {
   # They start no process, but train by every rule, or by many.
   "tests/conformance/rules_test.py": "program",
   "tests/experiments/race_test.py::EventClockTest": "program",
+  "tests/experiments/papers_test.py::MeasureTest": "program",
   # It starts no process, but trains six programs.
   "tests/fitting/examples_test.py::test_learns_with_keras": "program",
   "tests/fitting/examples_test.py::test_learns_on_a_cluster": "cluster",
