@@ -732,13 +732,22 @@ class ParameterServerDriver(Driver):
       self._heartbeats.leave()
       raise RuntimeError(message)
 
+  @functools.cached_property
+  def _is_sparse(self) -> list[bool]:
+    """Which of the replica's gradients are sparse; see `rules.base`.
+
+    It is found out once: a data set may read the global step, which is not
+    there yet when the driver attaches again.
+    """
+    return model_replica.sparsity(self.replica)
+
   def _attach(self) -> None:
     """Attaches to the variables and queues on the PS tasks by their names.
 
     The chief also gives them their first values, or resumes an earlier
     training.
     """
-    self.rule.build(self.store, is_sparse=model_replica.sparsity(self.replica))
+    self.rule.build(self.store, is_sparse=self._is_sparse)
     if self.is_chief:
       values = [tf.identity(v) for v in self.replica.shared]
       rule_base.create_or_resume(self.rule, self.store, values)

@@ -1,0 +1,48 @@
+"""`fit` goes on after a parameter server was killed and restarted."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.support import trials
+
+_TASK = pathlib.Path(__file__).parents[1] / "tasks" / "recovery_task.py"
+
+
+def _train(directory, flags, **arguments) -> tuple[dict, str]:
+  """What the chief printed, and the output of all tasks."""
+  directory.mkdir()
+  arguments = {"directory": str(directory), **arguments}
+  result = trials.python(
+    *("-m", "tf_replicas.launch", "--ps=2", "--workers=2", *flags),
+    *(str(_TASK), json.dumps(arguments)),
+    environ=trials.SPEAKING_ENVIRON,
+  )
+  assert result.returncode == 0, result.stdout + result.stderr
+  (line,) = [s for s in result.stdout.splitlines() if " RESULT {" in s]
+  return json.loads(line.split(" RESULT ", 1)[1]), result.stdout
+
+
+@pytest.mark.parametrize(
+  ("flags", "replication"),
+  [
+    ([], "between_graph"),
+    pytest.param(["--chief"], "in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
+def test_ends_like_an_undisturbed_training(tmp_path, flags, replication):
+  killed, output = _train(
+    tmp_path / "killed", flags, kill=True, replication=replication
+  )
+  assert "recovered from the loss of ps 0 at step" in output
+  undisturbed, output = _train(
+    tmp_path / "undisturbed", flags, kill=False, replication=replication
+  )
+  assert "recovered" not in output
+  assert killed["history"].keys() == undisturbed["history"].keys()
+  for name, values in undisturbed["history"].items():
+    np.testing.assert_allclose(killed["history"][name], values, rtol=1e-5)
+  for one, other in zip(killed["weights"], undisturbed["weights"], strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
