@@ -35,6 +35,7 @@ from tf_replicas.drivers import replica_loop
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import protocol
+from tf_replicas.rules import results
 from tf_replicas.rules import step_token
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
@@ -108,18 +109,28 @@ class _Chief:
 
   def __init__(self, rule: rule_base.UpdateRule):
     self._rule = rule
+    self._is_ending = False
     self.error: BaseException | None = None
     self._thread = waiting.RaisingThread(self._run, on_error=bool)
 
   def _run(self) -> None:
     try:
       while True:
-        self._rule.apply_updates()
+        self._update()
     except BaseException as error:  # `Training` raises it in its own thread.
       self.error = error
 
+  def _update(self) -> None:
+    try:
+      self._rule.apply_updates()
+    except results.Interrupted:
+      # An interrupt of the training before may arrive late.
+      if self._is_ending:
+        raise
+
   def end(self) -> None:
     """Interrupts the chief, and waits for its end."""
+    self._is_ending = True
     while self._thread.is_alive():
       self._rule.interrupt()
       self._thread.join(0.1)

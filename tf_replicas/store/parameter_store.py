@@ -196,7 +196,7 @@ class ParameterStore:
       self.global_step = namespace.variable("global_step", [], "int64")
     self._others: dict[str, tf.Variable] = {"examples_seen": self.examples_seen}
     # One int64 scalar per PS task: the number of rows of tables in its updates.
-    self._row_updates: list[tf.Variable] = []
+    self._row_updates: list[resources.SharedVariable] = []
     for task in range(num_tasks) if self.table_paths else ():
       with tf.device(device_of_task(task)):
         name = f"row_updates/{task}"

@@ -686,10 +686,16 @@ def gather(
     _check_weights(weights, ids, combiner, path)
   if combiner is not None or isinstance(ids, tf.SparseTensor):
     return _combined(variable, ids, combiner, weights)
-  rows = rows_of(variable)
   check_ids(ids, path)
   if isinstance(ids, tf.RaggedTensor):
-    return ids.with_flat_values(gather(variable, ids.flat_values))
+    return ids.with_flat_values(_gather(variable, ids.flat_values))
+  return _gather(variable, ids)
+
+
+def _gather(variable: Any, ids: tf.Tensor) -> tf.Tensor:
+  """Looks up rows by a dense tensor of integers; see `gather`."""
+  path = _path_of(variable)
+  rows = rows_of(variable)
   if rows is None:
     return tf.gather(tf.convert_to_tensor(variable), ids)
   if not rows.home.is_open:
@@ -740,10 +746,11 @@ def _check_weights(
 
 
 def _combined(
-  variable: Any, ids: Ids, combiner: str | None, weights: Ids | None
+  variable: Any, ids: Ids, combiner: str | None, weights: Any
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows, and combines those of each bag of ids; see `gather`."""
   path = _path_of(variable)
+  check_ids(ids, path)
   if combiner is None:
     raise TypeError(
       f"`combiner` must be one of {', '.join(COMBINERS)} where the ids of rows"
@@ -754,12 +761,12 @@ def _combined(
     inner = _combined(variable, ids.values, combiner, of_values)
     return ids.with_values(inner)
   if isinstance(ids, tf.RaggedTensor) and ids.flat_values.shape.rank == 1:
-    found = gather(variable, ids.flat_values)
+    found = _gather(variable, ids.flat_values)
     factors = None if weights is None else weights.flat_values
     bags = ids.value_rowids()
     return _combine(found, bags, ids.nrows(), combiner, factors)
   if isinstance(ids, tf.SparseTensor) and ids.shape.rank == 2:
-    found = gather(variable, ids.values)
+    found = _gather(variable, ids.values)
     factors = None if weights is None else weights.values
     bags = ids.indices[:, 0]
     return _combine(found, bags, ids.dense_shape[0], combiner, factors)
@@ -770,7 +777,7 @@ def _combined(
       f" of at least 1, where `combiner` is {combiner!r}. Received:"
       f" {ids!r:.200}."
     )
-  found = gather(variable, tf.reshape(ids, [-1]))
+  found = _gather(variable, tf.reshape(ids, [-1]))
   factors = None if weights is None else tf.reshape(weights, [-1])
   outer, size = tf.shape(ids)[:-1], tf.shape(ids)[-1]
   count = tf.reduce_prod(outer)
