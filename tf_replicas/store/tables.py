@@ -686,7 +686,6 @@ def gather(
     _check_weights(weights, ids, combiner, path)
   if combiner is not None or isinstance(ids, tf.SparseTensor):
     return _combined(variable, ids, combiner, weights)
-  check_ids(ids, path)
   if isinstance(ids, tf.RaggedTensor):
     return ids.with_flat_values(_gather(variable, ids.flat_values))
   return _gather(variable, ids)
@@ -695,6 +694,7 @@ def gather(
 def _gather(variable: Any, ids: tf.Tensor) -> tf.Tensor:
   """Looks up rows by a dense tensor of integers; see `gather`."""
   path = _path_of(variable)
+  check_ids(ids, path)
   rows = rows_of(variable)
   if rows is None:
     return tf.gather(tf.convert_to_tensor(variable), ids)
@@ -750,7 +750,6 @@ def _combined(
 ) -> tf.Tensor | tf.RaggedTensor:
   """Looks up rows, and combines those of each bag of ids; see `gather`."""
   path = _path_of(variable)
-  check_ids(ids, path)
   if combiner is None:
     raise TypeError(
       f"`combiner` must be one of {', '.join(COMBINERS)} where the ids of rows"
