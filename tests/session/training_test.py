@@ -199,6 +199,42 @@ def test_resume(tmp_path, capsys):
   )
 
 
+def test_a_damaged_checkpoint_gives_way_to_the_next_older(tmp_path, caplog):
+  """The newest has a flipped bit, and a file of the next one is missing."""
+  toy = Toy()
+  toy.session(tmp_path, max_steps=4, checkpoint_every_steps=1).run(toy.advance)
+  data = tmp_path / "model.ckpt-4.data-00000-of-00001"
+  content = bytearray(data.read_bytes())
+  content[content.index(toy.weights.tobytes())] ^= 1
+  data.write_bytes(content)
+  os.remove(tmp_path / "model.ckpt-3.data-00000-of-00001")
+  toy = Toy()
+  session = toy.session(tmp_path, max_steps=6, checkpoint_every_steps=1)
+  assert session.restore_or_initialize() == 2
+  np.testing.assert_array_equal(toy.weights, [2.0, 2.0])
+  damaged, missing = [record.getMessage() for record in caplog.records]
+  assert damaged.startswith(f"checkpoint {tmp_path}/model.ckpt-4 is damaged: ")
+  assert damaged.endswith(
+    f"; the older checkpoint {tmp_path}/model.ckpt-3 is tried"
+  )
+  assert missing.startswith(f"checkpoint {tmp_path}/model.ckpt-3: files are")
+  assert session.run(toy.advance) == 6
+  assert checkpoints.read(checkpoints.latest(tmp_path))["global_step"] == 6
+  assert checkpoints.read(tmp_path / "model.ckpt-4")["global_step"] == 4
+
+
+def test_without_a_checkpoint_that_can_be_read_nothing_begins(tmp_path):
+  toy = Toy()
+  toy.session(tmp_path, max_steps=2, checkpoint_every_steps=1).run(toy.advance)
+  for step in (1, 2):
+    os.truncate(tmp_path / f"model.ckpt-{step}.index", 20)
+  session = Toy().session(tmp_path, max_steps=4)
+  with pytest.raises(
+    checkpoints.UnreadableCheckpointError, match="model.ckpt-2 is damaged"
+  ):
+    session.restore_or_initialize()
+
+
 def test_run_restores_by_itself(tmp_path):
   for max_steps in [4, 6]:
     toy = Toy()

@@ -380,10 +380,9 @@ def _max_steps(
   """
   step = int(store.read_global_step())
   seen = int(store.examples_seen.read_value())
-  path = checkpoints.latest(options.train_dir)
-  if path and workload.max_steps is None:
-    saved = checkpoints.read(path)
-    if saved["global_step"] > step:
+  if workload.max_steps is None:
+    saved = checkpoints.read_newest(options.train_dir, checkpoints.read)
+    if saved is not None and saved["global_step"] > step:
       step, seen = int(saved["global_step"]), int(saved["examples_seen"])
   return workload.last_step(options, step=step, seen=seen)
 

@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
 from typing import Protocol
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -64,13 +65,18 @@ Array = tf.Tensor | tf.Variable | np.ndarray
 Values = Mapping[str, Array]
 # What has a shape and a dtype.
 Shaped = Any
+_Result = TypeVar("_Result")
 
 
 class CheckpointError(ValueError):
   """Reports a checkpoint that is missing, damaged, or of another model."""
 
 
-class MissingCheckpointError(CheckpointError):
+class UnreadableCheckpointError(CheckpointError):
+  """Reports a checkpoint that is missing or damaged."""
+
+
+class MissingCheckpointError(UnreadableCheckpointError):
   """Reports that a checkpoint, or some of its files, do not exist."""
 
 
@@ -166,10 +172,57 @@ def latest(train_dir: str | os.PathLike[str]) -> str | None:
     index = None
   if index is not None and index.model_checkpoint_path:
     return index.model_checkpoint_path
+  steps = _steps(train_dir)
+  return os.path.join(train_dir, f"{PREFIX}-{steps[0]}") if steps else None
+
+
+def _steps(train_dir: str) -> list[int]:
+  """Returns the global steps of all checkpoints in a directory, newest first.
+
+  The newest are those with the largest step. Checkpoints without an index file
+  (`model.ckpt-7.index`) are left out.
+  """
   pattern = re.compile(re.escape(PREFIX) + r"-(\d+)\.index")
   names = os.listdir(train_dir) if os.path.isdir(train_dir) else []
   steps = [int(m[1]) for m in map(pattern.fullmatch, names) if m]
-  return os.path.join(train_dir, f"{PREFIX}-{max(steps)}") if steps else None
+  return sorted(steps, reverse=True)
+
+
+def read_newest(
+  train_dir: str | os.PathLike[str], read_fn: Callable[[str], _Result]
+) -> _Result | None:
+  """Reads the newest checkpoint, or the next older one if it is damaged.
+
+  A checkpoint that cannot be read is logged, with the one that is tried next.
+
+  Args:
+    train_dir: The directory of the checkpoints; need not exist.
+    read_fn: Reads the checkpoint at a path. It raises
+      `UnreadableCheckpointError` if the checkpoint is missing or damaged.
+
+  Returns:
+    The result of `read_fn`; None if there is no checkpoint.
+
+  Raises:
+    UnreadableCheckpointError: If no checkpoint can be read. It is the error of
+      the newest one.
+  """
+  train_dir = os.fspath(train_dir)
+  newest = latest(train_dir)
+  if newest is None:
+    return None
+  step = newest.rpartition("-")[2]
+  older = [s for s in _steps(train_dir) if step.isdigit() and s < int(step)]
+  paths = [newest, *(os.path.join(train_dir, f"{PREFIX}-{s}") for s in older)]
+  errors = []
+  for path in paths:
+    if errors:
+      logging.error("%s; the older checkpoint %s is tried", errors[-1], path)
+    try:
+      return read_fn(path)
+    except UnreadableCheckpointError as error:
+      errors.append(error)
+  raise errors[0]
 
 
 def save(
@@ -270,7 +323,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
   Raises:
     MissingCheckpointError: If files are missing, or deleted during the read.
-    CheckpointError: If a file is damaged, or another program wrote it.
+    UnreadableCheckpointError: If a file is damaged.
+    CheckpointError: If another program wrote it.
   """
   values = read_tensors(path, _name_of)
   if "global_step" not in values:
@@ -296,7 +350,7 @@ def read_tensors(
 
   Raises:
     MissingCheckpointError: If files are missing, or deleted during the read.
-    CheckpointError: If a file is damaged.
+    UnreadableCheckpointError: If a file is damaged.
   """
   path = os.fspath(path)
   try:
@@ -314,7 +368,9 @@ def read_tensors(
         f"checkpoint {path}: files are missing"
       ) from error
     reason = " ".join(str(error).split())
-    raise CheckpointError(f"checkpoint {path} is damaged: {reason}") from error
+    raise UnreadableCheckpointError(
+      f"checkpoint {path} is damaged: {reason}"
+    ) from error
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
@@ -354,8 +410,8 @@ def restore(
     Which names were restored.
 
   Raises:
-    CheckpointError: If the checkpoint cannot be read, or names, shapes or
-      dtypes differ.
+    UnreadableCheckpointError: If the checkpoint is missing or damaged.
+    CheckpointError: If names, shapes or dtypes differ.
   """
   path = os.fspath(path)
   saved = read(path)
@@ -411,7 +467,7 @@ def _saved_rows(path: str) -> dict[str, row_files.Entry]:
     such tensors.
 
   Raises:
-    CheckpointError: If the files of these tensors are incomplete or damaged.
+    UnreadableCheckpointError: If these files are incomplete or damaged.
   """
   prefix = tables_of(path)
   if not os.path.exists(prefix + ".index"):
@@ -424,7 +480,7 @@ def _saved_rows(path: str) -> dict[str, row_files.Entry]:
 
 @contextlib.contextmanager
 def _naming_damage(path: str) -> Iterator[None]:
-  """Context in which errors of reading become a `CheckpointError`.
+  """Context in which errors of reading become `UnreadableCheckpointError`s.
 
   Args:
     path: The path of the checkpoint, which the message names.
@@ -435,7 +491,9 @@ def _naming_damage(path: str) -> Iterator[None]:
     raise
   except _READ_ERRORS as error:
     reason = " ".join(str(error).split())
-    raise CheckpointError(f"checkpoint {path} is damaged: {reason}") from error
+    raise UnreadableCheckpointError(
+      f"checkpoint {path} is damaged: {reason}"
+    ) from error
 
 
 def assign(

@@ -137,21 +137,23 @@ class Session:
 
     The state may be ahead of the checkpoint if parameter servers outlived their
     chief, since replicas may go on to update their variables. Such a state is
-    kept.
+    kept. If the checkpoint is damaged, the next older one is restored.
 
     Returns:
       The global step to start from; 0 without a `state`.
 
     Raises:
-      CheckpointError: If the checkpoint is damaged or of another model. State
-        and directory are unchanged then.
+      CheckpointError: If the checkpoint is of another model, or no checkpoint
+        can be read. State and directory are unchanged then.
     """
     step = 0
     if self._state is not None:
-      step = int(self._state.state()["global_step"])
-      path = self._train_dir and checkpoints.latest(self._train_dir)
-      if path:
-        step = self._restore(path, step)
+      live_step = step = int(self._state.state()["global_step"])
+      if self._train_dir is not None:
+        restored = checkpoints.read_newest(
+          self._train_dir, lambda path: self._restore(path, live_step)
+        )
+        step = live_step if restored is None else restored
     if self._is_writer and step < self._max_steps:
       checkpoints.remove_finished(self._train_dir)
     self._start_step = step
@@ -186,8 +188,8 @@ class Session:
     Raises:
       FloatingPointError: If a loss or, before a save, a variable is not finite.
         That state is not saved.
-      CheckpointError: If the checkpoint to resume from is damaged or of another
-        model, unless `restore_or_initialize` was called before.
+      CheckpointError: If the checkpoint to resume from is of another model, or
+        none can be read, unless `restore_or_initialize` was called before.
       KeyboardInterrupt: On Ctrl-C or SIGTERM.
     """
     if self._start_step is None:
