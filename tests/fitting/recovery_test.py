@@ -1,4 +1,4 @@
-"""`fit` goes on after a parameter server was killed and restarted."""
+"""`fit` and `run` go on after a parameter server was killed and restarted."""
 
 import json
 import pathlib
@@ -11,13 +11,15 @@ from tests.support import trials
 _TASK = pathlib.Path(__file__).parents[1] / "tasks" / "recovery_task.py"
 
 
-def _train(directory, flags, **arguments) -> tuple[dict, str]:
+def _train(directory, function, flags, **arguments) -> tuple[dict, str]:
   """What the chief printed, and the output of all tasks."""
   directory.mkdir()
   arguments = {"directory": str(directory), **arguments}
+  if function == "fit_table":
+    function, arguments["has_table"] = "fit", True
   result = trials.python(
     *("-m", "tf_replicas.launch", "--ps=2", "--workers=2", *flags),
-    *(str(_TASK), json.dumps(arguments)),
+    *(str(_TASK), function, json.dumps(arguments)),
     environ=trials.SPEAKING_ENVIRON,
   )
   assert result.returncode == 0, result.stdout + result.stderr
@@ -26,19 +28,31 @@ def _train(directory, flags, **arguments) -> tuple[dict, str]:
 
 
 @pytest.mark.parametrize(
-  ("flags", "replication"),
+  ("function", "flags", "replication"),
   [
-    ([], "between_graph"),
-    pytest.param(["--chief"], "in_graph", marks=pytest.mark.exhaustive),
+    pytest.param("fit", [], "between_graph", marks=pytest.mark.exhaustive),
+    ("fit_table", [], "between_graph"),
+    ("run", ["--chief"], "in_graph"),
+    pytest.param("fit", ["--chief"], "in_graph", marks=pytest.mark.exhaustive),
+    pytest.param(
+      "fit_table", ["--chief"], "in_graph", marks=pytest.mark.exhaustive
+    ),
+    pytest.param("run", [], "between_graph", marks=pytest.mark.exhaustive),
   ],
 )
-def test_ends_like_an_undisturbed_training(tmp_path, flags, replication):
+def test_ends_like_an_undisturbed_training(
+  tmp_path, function, flags, replication
+):
   killed, output = _train(
-    tmp_path / "killed", flags, kill=True, replication=replication
+    tmp_path / "killed", function, flags, kill=True, replication=replication
   )
   assert "recovered from the loss of ps 0 at step" in output
   undisturbed, output = _train(
-    tmp_path / "undisturbed", flags, kill=False, replication=replication
+    tmp_path / "undisturbed",
+    function,
+    flags,
+    kill=False,
+    replication=replication,
   )
   assert "recovered" not in output
   assert killed["history"].keys() == undisturbed["history"].keys()

@@ -1,7 +1,7 @@
-"""Trains by `fit`, and kills a parameter server: recovery_task.py ARGUMENTS
+"""Trains, and kills a parameter server: recovery_task.py fit|run ARGUMENTS
 
 ARGUMENTS is a JSON object: `directory`, whether to `kill`, and arguments of
-`fit`. The chief prints one line of JSON.
+`fit` or `run`. The chief prints one line of JSON.
 """
 
 import json
@@ -9,9 +9,12 @@ import os
 import pathlib
 import signal
 import sys
+import threading
+import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tf_replicas
 from tf_replicas.cluster import environment
@@ -46,37 +49,99 @@ def model_fn() -> keras.Model:
   return model
 
 
-def main(directory: str, kill: bool, **arguments) -> None:
-  """Trains as the task of the environment."""
-  path = pathlib.Path(directory)
+def table_model_fn() -> keras.Model:
+  """Builds a model with a table, whose rows are on the parameter servers."""
+  keras.utils.set_random_seed(1)
+  table = tf_replicas.Embedding(1000, 4, embeddings_initializer="ones")
+  layers = [keras.Input([8], dtype="int32"), table, keras.layers.Flatten()]
+  model = keras.Sequential([*layers, keras.layers.Dense(1)])
+  optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+  model.compile(optimizer, "mse", metrics=["mae"])
+  return model
+
+
+def is_victim(path: pathlib.Path) -> bool:
+  """Returns whether this process is the first one of parameter server 0."""
   role = environment.role(os.environ)
   assert role is not None
-  first_start = not (path / "train").exists()
-  if role[1].job == "ps" and role[1].index == 0 and kill and first_start:
+  is_first = not (path / "train").exists()
+  return role[1].job == "ps" and role[1].index == 0 and is_first
+
+
+def fit(directory: str, kill: bool, has_table=False, **arguments) -> dict:
+  """Trains by `fit` as the task of the environment."""
+  path = pathlib.Path(directory)
+  if kill and is_victim(path):
     (path / "ps_0.pid").write_text(str(os.getpid()))
   rng = np.random.default_rng(0)
   x = rng.normal(size=[UPDATES_PER_EPOCH * BATCH, 8]).astype(np.float32)
   y = x.sum(axis=1, keepdims=True)
+  if has_table:
+    x = np.abs(x * 300).astype(np.int32) % 1000
   history = tf_replicas.fit(
-    model_fn,
+    table_model_fn if has_table else model_fn,
     x,
     y,
     batch_size=BATCH,
     epochs=EPOCHS,
     shuffle=False,
     verbose=0,
+    validation_data=(x[:BATCH], y[:BATCH]),
     callbacks=[Kill(path)],
     train_dir=str(path / "train"),
     checkpoint_every_secs=1.0,
-    recovery_timeout_secs=60.0,
     **arguments,
   )
-  result = {
+  return {
     "history": history.history,
-    "weights": [np.asarray(w).tolist() for w in history.model.get_weights()],
+    "weights": [
+      np.asarray(w).tolist() for w in history.model.layers[-1].get_weights()
+    ],
   }
-  print("RESULT", json.dumps(result))
+
+
+class Line(tf.Module):
+  """The linear function to learn."""
+
+  def __init__(self):
+    """Starts at 0."""
+    super().__init__()
+    self.slope = tf.Variable(tf.zeros([8]))
+
+
+def _die_after_a_checkpoint(train_dir: pathlib.Path) -> None:
+  while not list(train_dir.glob("*.index")):
+    time.sleep(0.05)
+  time.sleep(0.3)
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(directory: str, kill: bool, **arguments) -> dict:
+  """Trains by `run` as the task of the environment."""
+  path = pathlib.Path(directory)
+  if kill and is_victim(path):
+    threading.Thread(
+      target=_die_after_a_checkpoint, args=[path / "train"], daemon=True
+    ).start()
+  target = tf.range(1.0, 9.0)
+  trained = tf_replicas.run(
+    lambda: tf_replicas.module_replica(
+      Line(),
+      lambda line, x: tf.reduce_mean((line.slope * x - target * x) ** 2),
+      lambda *_: tf.data.Dataset.from_tensors(tf.ones([4, 8])).repeat(),
+    ),
+    lambda: keras.optimizers.SGD(1e-3, momentum=0.9),
+    max_steps=1500,
+    train_dir=str(path / "train"),
+    checkpoint_every_secs=0.5,
+    **arguments,
+  )
+  return {
+    "history": {"step": [trained.global_step], "loss": [trained.loss]},
+    "weights": [trained.values["slope"].tolist()],
+  }
 
 
 if __name__ == "__main__":
-  main(**json.loads(sys.argv[1]))
+  trained = {"fit": fit, "run": run}[sys.argv[1]](**json.loads(sys.argv[2]))
+  print("RESULT", json.dumps(trained))

@@ -532,11 +532,6 @@ class ParameterServerDriver(Driver):
     is_cut = isinstance(error, tf.errors.UnavailableError)
     if not lost and not (is_cut and "/job:ps" in error.message):
       return False
-    if self._home.paths and not self.replica.can_move_tables:
-      self._log(
-        f"{', '.join(lost)}: lost. `fit` cannot recover a model with tables"
-      )
-      return False
     since = time.monotonic()
     timeout_secs = self._options.recovery_timeout_secs
     what = ", ".join(lost) or "the connection to a parameter server"
@@ -613,6 +608,8 @@ class ParameterServerDriver(Driver):
         if self.is_chief and namespace != old:
           self._clear(old)
         self._home.move(namespace)
+        if self._home.paths:
+          self.replica.trace_again()
         vars(self).pop("_metrics", None)
         self._build()
         if self.is_chief and self._end_step is not None:

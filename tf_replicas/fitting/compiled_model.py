@@ -201,16 +201,19 @@ class CompiledReplica(model_replica.Replica):
       as moving means.
     num_metrics: Number of variables of metrics, which are the last of
       `statistics`.
-    can_move_tables: False, as the functions of `steps` are traced once.
+    trace_steps: Traces `steps` anew.
     num_parts: Number of parts into which the examples of an update are cut:
       contributions times towers, the copies of the model in a replica.
   """
 
-  can_move_tables = False
-
-  steps: Sequence[tf.types.experimental.ConcreteFunction]
+  steps: list[tf.types.experimental.ConcreteFunction]
+  trace_steps: Callable[[], list[tf.types.experimental.ConcreteFunction]]
   num_metrics: int
   num_parts: int
+
+  def trace_again(self) -> None:
+    """Traces the phases of `train_step` again; see `Replica.trace_again`."""
+    self.steps[:] = self.trace_steps()
 
   def _pieces(
     self, batch: model_replica.Batch, count: int
@@ -314,15 +317,18 @@ def replica(
   """
   data_spec = dataset_fn(1, 0, 0).element_spec[0]
   metrics = metric_variables(model)
+
+  def trace_steps() -> list[tf.types.experimental.ConcreteFunction]:
+    return [trace(model, data_spec, n) for n in range(len(phases(model)))]
+
   return CompiledReplica(
     variables=model.trainable_variables,
     loss_fn=model.train_step,
     dataset_fn=dataset_fn,
     devices=devices,
     statistics=[*_statistics(model), *metrics],
-    steps=[
-      trace(model, data_spec, number) for number in range(len(phases(model)))
-    ],
+    steps=trace_steps(),
+    trace_steps=trace_steps,
     loss_scale=_loss_scale(getattr(model, phases(model)[0].name)),
     num_metrics=len(metrics),
     num_parts=num_contributions * max(1, len(devices)),

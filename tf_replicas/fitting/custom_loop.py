@@ -193,7 +193,7 @@ def run(
   log_every_steps: int | None = 10,
   summary_every_steps: int | None = 100,
   checkpoint_every_secs: float | None = 600.0,
-  recovery_timeout_secs: float = 0.0,
+  recovery_timeout_secs: float = 600.0,
   **settings: Any,
 ) -> Trained:
   """Trains a replica on a cluster, or alone; returns in the chief only.

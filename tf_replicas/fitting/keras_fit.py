@@ -74,7 +74,7 @@ def fit(
   checkpoint_every_secs: float = 600.0,
   min_table_bytes: int | None = embeddings.MIN_TABLE_BYTES,
   start_timeout_secs: float = 120.0,
-  recovery_timeout_secs: float = 0.0,
+  recovery_timeout_secs: float = 600.0,
   seed: int = 0,
   log: Callable[[str], None] = print,
 ) -> keras.callbacks.History:
@@ -646,6 +646,8 @@ class _Loop(keras.callbacks.Callback):
   def _resume(self) -> None:
     """Restores the newest checkpoint, and goes on to the start of the epoch."""
     self._restore()
+    # Keras traces these again. They do not find the rows of tables any more.
+    self._trained.test_function = self._trained.predict_function = None
     if self._rates:
       self._driver.set_learning_rate(self._rates[0])
     self._logs = {}

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
-from typing import ClassVar
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -119,11 +118,7 @@ class Replica:
       no scale.
     metrics: Names of the scalars that `loss_fn` returns besides the loss, each
       a mean over the batch, for the log.
-    can_move_tables: Whether the computation finds the rows of its tables after
-      the PS tasks were restarted, when it is traced again.
   """
-
-  can_move_tables: ClassVar[bool] = True
 
   variables: Sequence[tf.Variable]
   loss_fn: Callable[..., Loss]
@@ -171,6 +166,13 @@ class Replica:
         "`is_synchronized` needs towers of one device each. Received: `layers`"
         f" on {self.layers.num_devices} devices."
       )
+
+  def trace_again(self) -> None:
+    """Traces again what was traced when the replica was made.
+
+    It is called after the tables moved to other variables, which functions that
+    were traced before do not find.
+    """
 
   def _check_types(self) -> None:
     for name in ("variables", "statistics"):
