@@ -83,16 +83,20 @@ def guard(request):
 
 @pytest.fixture(scope="module")
 def start_trial(tmp_path_factory):
-  """Starts a scenario on a cluster; ends it with the test module at last."""
+  """Starts a scenario on a cluster; ends it with the test module at last.
+
+  Tasks in `absent` are not started.
+  """
   started = []
 
-  def start(scenario, document, **options):
+  def start(scenario, document, absent=(), **options):
     trial = trials.Trial(
       scenario, document, tmp_path_factory.mktemp(scenario), **options
     )
     started.append(trial)
     # Also tasks at addresses that do not seem to be of this machine.
-    trial.tasks.start(*sorted(trial.spec.tasks(), key=lambda t: t.job != "ps"))
+    tasks = [task for task in trial.spec.tasks() if task not in absent]
+    trial.tasks.start(*sorted(tasks, key=lambda t: t.job != "ps"))
     return trial
 
   yield start

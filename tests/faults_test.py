@@ -202,6 +202,34 @@ def test_steps_go_on_without_a_worker_that_exceeds_their_deadline(start_trial):
   assert len(steps) == 6
 
 
+def test_workers_come_and_go(start_trial):
+  """Worker 2 comes late, and worker 1 dies and is restarted."""
+  trial = start_trial(
+    "come_and_go",
+    trials.document(1, 3),
+    absent=[_worker(2)],
+    min_contributions=1,
+    lost_after_secs=2,
+  )
+  trial.await_mark("moment 0")
+  trial.tasks.start(_worker(2))
+  trial.await_mark("moment 1")
+  trial.kill(_worker(1))
+  trial.await_mark("moment 2")
+  trial.tasks.start(_worker(1))
+  trial.await_success()
+  steps, counts, values = zip(*trial.report()["steps"], strict=True)
+  assert [*steps] == [*range(1, len(steps) + 1)]
+  # The means of the gradients of some workers, by their number.
+  means = {1: [0.1, 0.3, 0.5], 2: [0.2, 0.3, 0.4], 3: [0.3]}
+  for count, change in zip(counts, np.diff([0.0, *values]), strict=True):
+    assert min(abs(-change / RATE - mean) for mean in means[count]) < 1e-3
+  log = trial.log("worker", 0)
+  assert "worker 2: no heartbeat yet; from step 0 on, updates do not" in log
+  assert "worker 1: no heartbeat for" in log
+  assert "worker 2: takes part again at step" in log
+
+
 def _come_back(start_trial, scenario, job, replication):
   """A task that stood still goes on beside its successor, and ends."""
   trial = start_trial(

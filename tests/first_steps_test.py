@@ -30,7 +30,8 @@ def command(beginning: str) -> list[str]:
 
 def without_numbers(line: str) -> tuple[str, str]:
   """The task of a line, and its text with 0 for each number."""
-  task, text = re.fullmatch(r"(\[.*?\])? ?(.*)", line.rstrip()).groups()
+  line = line.rstrip().replace("us/step", "ms/step")
+  task, text = re.fullmatch(r"(\[.*?\])? ?(.*)", line).groups()
   return task or "", re.sub(r"\d+(\.\d+)?(e-\d+)?", "0", text)
 
 

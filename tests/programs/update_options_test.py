@@ -98,7 +98,14 @@ def test_what_is_not_of_gradients_needs_parameter_servers():
 @pytest.mark.parametrize(
   "given, words",
   [
-    ({"min_contributions": 2}, "`--min_contributions` needs `--step_timeout_"),
+    (
+      {
+        "min_contributions": 2,
+        "then_update": ("async",),
+        "switch_at_step": 5,
+      },
+      "`--min_contributions` must not be given with `--then_update`",
+    ),
     (
       {"min_contributions": 5, "step_timeout_secs": 9.0},
       "`--min_contributions` must be at most the number of gradients in an"

@@ -639,6 +639,29 @@ def killed_between_steps(here: Here) -> None:
   _be_killed_between_steps(here, driver)
 
 
+def come_and_go(here: Here) -> None:
+  """A scenario: workers join, die and come back while updates are made.
+
+  The chief marks when updates have the number of contributions of the workers
+  that are there.
+  """
+  driver = constant_driver(here)
+
+  def run_chief():
+    steps = []
+    for moment, count in enumerate([2, 3, 2, 3]):
+      done = 0
+      while done < 3:  # Three such updates after each other.
+        result = driver.step()
+        value = float(driver.values()["v0"])
+        steps.append((result.global_step, result.num_examples, value))
+        done = done + 1 if result.num_examples == count else 0
+      here.mark(f"moment {moment}")
+    return {"steps": steps}
+
+  train(here, driver, run_chief)
+
+
 def asynchronous_driver(here: Here, gate=None):
   """Makes a driver of asynchronous updates whose gradients are constant.
 

@@ -70,7 +70,7 @@ class StepWatchdog(waiting.PollingThread):
     self._lost_after_secs = lost_after_secs
     self._log = log
     self._clock = clock
-    self._since = self._logged = self._checked = clock()
+    self._since = self._logged = self._checked = self._began = clock()
     # The tag with which each lost replica was logged.
     self._lost: dict[int, int] = {}
     self._is_awaited = False
@@ -143,20 +143,30 @@ class StepWatchdog(waiting.PollingThread):
   def _declare_lost(
     self, step: int, status: results.StepStatus, ages: Sequence[float]
   ) -> None:
+    least = self._rule.min_contributions
+    can_skip = least is not None and least < status.needed
+    # Those that may come later need not be there at the start.
+    is_late = can_skip and self._clock() - self._began >= self._lost_after_secs
     for replica, ((doing, tag), age) in enumerate(
       zip(status.replicas, ages, strict=True)
     ):
-      is_lost = age == 0 or age > self._lost_after_secs
+      name = self._names[replica]
+      is_lost = age == 0 or age > self._lost_after_secs or (is_late and age < 0)
       if is_lost and doing in _OWES:
-        reason = "left the training" if age == 0 else _silence(age)
         if self._lost.get(replica) != tag:
           self._lost[replica] = tag
+          follows = f"step {step} uses another replica's gradient instead"
+          if can_skip:
+            follows = f"from step {step} on, updates do not wait for it"
           self._log(
-            f"{self._names[replica]}: {reason}; step {step} uses another"
-            " replica's gradient instead. If the task is dead, restart it: it"
-            " joins again"
+            f"{name}: {_absence(age)}; {follows}. If the task is dead, restart"
+            " it: it joins again"
           )
         self._rule.declare_lost(replica, tag)
+      elif can_skip and not is_lost and replica in self._lost:
+        if doing not in (protocol.Status.LOST, protocol.Status.SKIPPED):
+          del self._lost[replica]
+          self._log(f"{name}: takes part again at step {step}")
 
   def _expire(
     self, step: int, waited_secs: float, status: results.StepStatus
@@ -173,7 +183,7 @@ class StepWatchdog(waiting.PollingThread):
       for name, (doing, _) in zip(self._names, status.replicas, strict=True)
       if doing not in (protocol.Status.WAITING, protocol.Status.DELIVERED)
     ]
-    least = self._rule.min_contributions
+    least = self._rule.min_contributions or status.needed
     found = (
       f"step {step}: {status.received} of {status.needed} contributions after"
       f" {waited_secs:.0f} s, more than `step_timeout_secs`; missing:"
@@ -273,9 +283,7 @@ def describe(
   """
   replicas = []
   for name, (doing, _), age in zip(names, status.replicas, ages, strict=True):
-    heard = f"last heartbeat {age:.0f} s ago"
-    if age <= 0:
-      heard = "no heartbeat yet" if age < 0 else "left the training"
+    heard = f"last heartbeat {age:.0f} s ago" if age > 0 else _absence(age)
     replicas.append(f"{name}: {doing.name.lower()}, {heard}")
   return (
     f"step {step}: waiting for {waited_secs:.0f} s, {status.received} of"
@@ -285,6 +293,13 @@ def describe(
 
 def _silence(age: float) -> str:
   return f"no heartbeat for {age:.0f} s"
+
+
+def _absence(age: float) -> str:
+  """Describes a replica by the seconds since its last heartbeat."""
+  if age > 0:
+    return _silence(age)
+  return "no heartbeat yet" if age < 0 else "left the training"
 
 
 def end_training(

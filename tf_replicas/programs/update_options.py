@@ -235,8 +235,8 @@ class UpdateSettings:
   )
   min_contributions: int | None = _setting(
     None,
-    "Smallest number of gradients in an update after --step_timeout_secs;"
-    " default: all, so that training ends",
+    "Smallest number of gradients in an update; updates then do not wait for"
+    " replicas that are lost or have not come yet; default: all gradients",
     fields.COUNT,
     of=(SYNC,),
   )
@@ -469,10 +469,6 @@ def check(settings: UpdateSettings, num_replicas: int) -> None:
       f" {num_replicas}, for --update={settings}. Received: {number}."
     )
   least = settings.min_contributions
-  if least is not None and settings.step_timeout_secs is None:
-    raise cluster.ClusterError(
-      f"`--min_contributions` needs `--step_timeout_secs`. Received: {least}."
-    )
   most = number or num_replicas
   if least is not None and least > most:
     raise cluster.ClusterError(
@@ -538,11 +534,11 @@ def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
     )
   if not settings.then_update:
     return
-  if settings.step_timeout_secs is not None:
-    raise cluster.ClusterError(
-      "`--step_timeout_secs` must not be given with `--then_update`. Received:"
-      f" {settings.step_timeout_secs}."
-    )
+  for name in ("step_timeout_secs", "min_contributions"):
+    if (value := getattr(settings, name)) is not None:
+      raise cluster.ClusterError(
+        f"`--{name}` must not be given with `--then_update`. Received: {value}."
+      )
   _check_rules("then_update", settings.then_update)
   if not set(settings.all_rules) <= set(_SWITCHABLE):
     raise cluster.ClusterError(

@@ -126,7 +126,9 @@ class UpdateRule(abc.ABC):
       gradients are cast while they are sent; None casts nothing.
     step_timeout_secs: Seconds after which an update is made from fewer
       contributions, or the training ends; None: updates wait for all.
-    min_contributions: The smallest number of contributions of such an update.
+    min_contributions: The smallest number of contributions of such an update,
+      and of updates that do not wait for lost replicas; None: updates always
+      have `replicas_to_aggregate`.
     preadmits: Whether a `StepToken`, the reply to a contribution, may accept
       the replica's next contribution in advance, so that the replica need not
       ask before it sends the gradients.
@@ -138,7 +140,7 @@ class UpdateRule(abc.ABC):
   accepted_fraction: float = 1.0
   wire_dtype: str | None = None
   step_timeout_secs: float | None = None
-  min_contributions: int = 1
+  min_contributions: int | None = None
   preadmits: bool = False
 
   # Life.

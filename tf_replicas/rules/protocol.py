@@ -37,9 +37,10 @@ class Status(enum.IntEnum):
   replica has no unanswered contribution. WAITING: the replica has offered a
   contribution that the step has not admitted yet. ADMITTED: the step has
   admitted the contribution, and its gradients are awaited. DELIVERED: the
-  gradients have arrived. LOST: the chief does not wait for the replica.
-  SKIPPED: a step exceeded its deadline because of the replica; steps need one
-  contribution less until the replica offers one again.
+  gradients have arrived. LOST: the replica is lost, and another one may take
+  its place in the step. SKIPPED: the replica is lost, or a step exceeded its
+  deadline because of it; steps need one contribution less until the replica
+  offers one again.
   """
 
   COMPUTING = 0

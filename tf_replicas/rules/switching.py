@@ -378,6 +378,12 @@ def _check(rules: Sequence[rule_base.OptimizerRule]) -> None:
         "`rules` must have no `step_timeout_secs`. Received:"
         f" {rule.step_timeout_secs}."
       )
+    if rule.min_contributions not in (None, rule.replicas_to_aggregate):
+      raise ValueError(
+        "Each of `rules` must have as many `min_contributions` as"
+        f" `replicas_to_aggregate`, {rule.replicas_to_aggregate}. Received:"
+        f" {rule.min_contributions}."
+      )
     if rule.replicas_to_aggregate > rule.total_num_replicas:
       raise ValueError(
         "Each of `rules` must take at most one contribution of a replica in an"

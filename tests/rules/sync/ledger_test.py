@@ -20,10 +20,10 @@ MAX_LATE = protocol.MAX_LATE
 
 
 @functools.cache
-def _functions(can_expire):
+def _functions(can_skip):
   """Traced once per number of replicas and places: eager ops are slow."""
-  record = functools.partial(ledger.record, can_expire=can_expire)
-  finish = functools.partial(ledger.finish, can_expire=can_expire)
+  record = functools.partial(ledger.record, can_skip=can_skip)
+  finish = functools.partial(ledger.finish, can_skip=can_skip)
   return (
     tf.function(record, autograph=False),
     tf.function(ledger.settle, autograph=False),
@@ -48,8 +48,8 @@ class Desk:
     replies: (replica, tag, verdict) of every reply, in order.
   """
 
-  def __init__(self, num_replicas, num_places, step=0, *, can_expire=False):
-    self.record, self.settle, self.end = _functions(can_expire)
+  def __init__(self, num_replicas, num_places, step=0, *, can_skip=False):
+    self.record, self.settle, self.end = _functions(can_skip)
     self.state = ledger.Ledger(
       *map(tf.constant, ledger.new_ledger(num_replicas, num_places))
     )
@@ -451,7 +451,7 @@ class DeadlineTest(parameterized.TestCase):
     return desk.say(protocol.MessageType.EXPIRED, -1, step=step)
 
   def test_a_step_goes_on_with_what_has_arrived(self):
-    desk = Desk(3, 3, can_expire=True)
+    desk = Desk(3, 3, can_skip=True)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10, examples=4, loss=1.0)
@@ -474,7 +474,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertEqual(desk.counts[1][:2], [0, 1])  # Refused: one surplus.
 
   def test_a_step_waits_for_a_replica_that_came_back(self):
-    desk = Desk(2, 2, can_expire=True)
+    desk = Desk(2, 2, can_skip=True)
     desk.offer(0, 10)
     desk.offer(1, 10)
     desk.deliver(0, 10)
@@ -489,7 +489,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertEqual([row[ledger.MISSED] for row in desk.counts], [0, 1])
 
   def test_later_steps_need_the_minimum(self):
-    desk = Desk(3, 3, can_expire=True)
+    desk = Desk(3, 3, can_skip=True)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10)
@@ -506,7 +506,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertTrue(self._is_complete(desk, 2))
 
   def test_the_deadline_of_an_earlier_step(self):
-    desk = Desk(2, 2, step=5, can_expire=True)
+    desk = Desk(2, 2, step=5, can_skip=True)
     desk.offer(0, 10)
     desk.offer(1, 10)
     desk.deliver(0, 10)
@@ -514,8 +514,26 @@ class DeadlineTest(parameterized.TestCase):
     self.assertEqual(desk.status, [DELIVERED, ADMITTED])
     self.assertFalse(self._is_complete(desk, 1))
 
+  def test_a_lost_replica_is_not_waited_for(self):
+    desk = Desk(3, 3, can_skip=True)
+    for replica in range(3):
+      desk.offer(replica, 10)
+    desk.deliver(0, 10)
+    self.assertEqual(desk.lose(1, 10), [(1, 10, VOID)])
+    self.assertFalse(self._is_complete(desk, 1))
+    desk.deliver(2, 10)
+    self.assertTrue(self._is_complete(desk, 1))
+    self.assertFalse(self._is_complete(desk, 3))
+    desk.finish()
+    self.assertEqual(desk.status, [ADMITTED, SKIPPED, ADMITTED])
+    # Its successor takes part from its first offer on.
+    self.assertEqual(desk.offer(1, 20), [(1, 20, ADMIT)])
+    desk.deliver(0, 11)
+    desk.deliver(2, 11)
+    self.assertFalse(self._is_complete(desk, 1))
+
   def test_a_backup_replica_takes_the_place(self):
-    desk = Desk(3, 2, can_expire=True)
+    desk = Desk(3, 2, can_skip=True)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10)
@@ -525,7 +543,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertTrue(self._is_complete(desk, 1))
 
   def test_others_contribute_more_batches(self):
-    desk = Desk(2, 3, can_expire=True)
+    desk = Desk(2, 3, can_skip=True)
     desk.offer(0, 10)
     desk.offer(1, 10)
     desk.deliver(0, 10)

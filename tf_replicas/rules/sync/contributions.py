@@ -103,8 +103,8 @@ class Contributions:
   Attributes:
     num_replicas: R, the number of replicas that offer contributions.
     replicas_to_aggregate: N, the number of contributions in a step.
-    min_contributions: The smallest number of contributions in a step that has
-      exceeded its deadline.
+    min_contributions: The smallest number of contributions in a step from
+      which some replicas are missing.
   """
 
   def __init__(
@@ -130,8 +130,9 @@ class Contributions:
       is_sparse: For each element of `store.contributed` (the trainable
         variables, then the statistics, which have no gradients), whether its
         gradients are `tf.IndexedSlices`.
-      min_contributions: The smallest number of contributions in a step that
-        has exceeded its deadline. None: N, so that no step has fewer.
+      min_contributions: The smallest number of contributions in a step if
+        replicas are lost or exceed its deadline. None: N, so that no step has
+        fewer.
       has_chief_statistics: Whether statistics are updated from the accepted
         replica with the smallest index alone.
       namespace: The scope of the names of the queues and of the ledger. None:
@@ -141,7 +142,7 @@ class Contributions:
     self.num_replicas = num_replicas
     self.replicas_to_aggregate = replicas_to_aggregate
     self.min_contributions = min_contributions or replicas_to_aggregate
-    self._can_expire = self.min_contributions < replicas_to_aggregate
+    self._can_skip = self.min_contributions < replicas_to_aggregate
     self._store = store
     self._device = store.device_of_task(0)
     empty = ledger_lib.new_ledger(num_replicas, replicas_to_aggregate)
@@ -369,7 +370,7 @@ class Contributions:
       with tf.control_dependencies([kind]):
         loss = self._ledger.loss.read_value()
         count = self.replicas_to_aggregate
-        if self._can_expire:
+        if self._can_skip:
           taken = ledger_lib.places(self._ledger.accepted.read_value()).is_taken
           # A step that was interrupted may have none.
           count = tf.math.count_nonzero(taken, dtype=tf.float64)
@@ -450,7 +451,7 @@ class Contributions:
     )
     before = self._read()
     noted, replies = ledger_lib.record(
-      before, message, step, can_expire=self._can_expire
+      before, message, step, can_skip=self._can_skip
     )
     ledger, settled = ledger_lib.settle(noted)
     self._write(ledger)
@@ -515,7 +516,7 @@ class Contributions:
     """
     with tf.device(self._device):
       before = self._read()
-      ledger, verdict = ledger_lib.finish(before, can_expire=self._can_expire)
+      ledger, verdict = ledger_lib.finish(before, can_skip=self._can_skip)
       self._write(ledger)
       self._present.assign(tf.zeros(self._present.shape, tf.bool))
       self._replies.send(verdict, before.tag, step)

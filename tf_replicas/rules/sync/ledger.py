@@ -232,7 +232,7 @@ def record(
   message: Message,
   step: tf.Tensor,
   *,
-  can_expire: bool = False,
+  can_skip: bool = False,
 ) -> tuple[Ledger, Replies]:
   """Enters one message in the ledger, the recorded state of a step.
 
@@ -242,8 +242,8 @@ def record(
     ledger: The ledger before the message.
     message: A message from the chief's inbox.
     step: int64 scalar, the current global step.
-    can_expire: Whether a message may be EXPIRED: steps have a deadline, and may
-      then have fewer contributions.
+    can_skip: Whether a step may have fewer contributions: none of replicas
+      that are lost or from which none came before the deadline (EXPIRED).
 
   Returns:
     The ledger after the message, and the replies to send now. All other replies
@@ -257,9 +257,10 @@ def record(
 
   status = _set(ledger.status, event.is_offer, protocol.Status.WAITING)
   status = _set(status, event.is_late, protocol.Status.COMPUTING)
-  status = _set(status, event.is_lost, protocol.Status.LOST)
+  gone = protocol.Status.SKIPPED if can_skip else protocol.Status.LOST
+  status = _set(status, event.is_lost, gone)
   status = _set(status, event.is_delivered, protocol.Status.DELIVERED)
-  if can_expire:
+  if can_skip:
     # A report of an earlier step comes too late.
     is_skipped = tf.logical_not(is_waiting(ledger))
     is_skipped &= message.kind == protocol.MessageType.EXPIRED
@@ -480,7 +481,7 @@ def _set(
 
 
 def finish(
-  ledger: Ledger, *, can_expire: bool = False
+  ledger: Ledger, *, can_skip: bool = False
 ) -> tuple[Ledger, tf.Tensor]:
   """Ends the step: counts which contributions were used, and empties the step.
 
@@ -489,7 +490,7 @@ def finish(
 
   Args:
     ledger: The recorded state of the step.
-    can_expire: Whether the step may have fewer contributions, as `record` says.
+    can_skip: Whether the step may have fewer contributions, as `record` says.
 
   Returns:
     The ledger of the next step; and int64 [R], for each of the R replicas the
@@ -503,7 +504,7 @@ def finish(
   is_surplus = ledger.status == protocol.Status.WAITING
   counts = _in_column(_num_accepted(ledger), Column.APPLIED)
   counts += _in_column(is_surplus, Column.SURPLUS)
-  if can_expire:
+  if can_skip:
     is_missed = ledger.status == protocol.Status.SKIPPED
     is_missed &= ~tf.reduce_all(places(ledger.accepted).is_taken)
     counts += _in_column(is_missed, MISSED)

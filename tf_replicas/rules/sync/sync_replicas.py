@@ -72,13 +72,13 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     section 2.2).
   * M < N: one replica contributes several batches to the same step.
 
-  With `step_timeout_secs`, a step that waits longer goes on from fewer than N
-  contributions, if it has `min_contributions`; the mean is over those. Replicas
-  from which none came are *skipped*: until they offer gradients again, steps do
-  not wait for them, but for `min_contributions` at least. Contributions that
-  come too late are refused. So such an update is not the one that N replicas
-  would have made; `Counts.missed` counts them. If fewer than
-  `min_contributions` have come, the training ends with an error.
+  With `min_contributions` < N, replicas may come and go. A lost replica, or one
+  that has not come yet, is *skipped*: until it offers gradients, steps do not
+  wait for it, but for `min_contributions` at least. The mean is over those that
+  came. With `step_timeout_secs` too, replicas from which none came in this time
+  are skipped, and their late contributions are refused. Such an update is not
+  the one that N replicas would have made; `Counts.missed` counts them. If fewer
+  than `min_contributions` have come in time, the training ends with an error.
 
   A replica calls `apply_gradients`, which offers gradients and waits. The chief
   calls `apply_updates`, which makes the updates.
@@ -124,8 +124,8 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     replicas_to_aggregate: N, the number of contributions in one update.
     total_num_replicas: M, the number of replicas that contribute.
     step_timeout_secs: Seconds after which a step goes on from fewer than N
-      contributions; None: it waits for all.
-    min_contributions: The smallest number of contributions in such a step.
+      contributions; None: it waits for all replicas that are not lost.
+    min_contributions: The smallest number of contributions in a step.
   """
 
   def __init__(
@@ -161,8 +161,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         it goes on from those that have come, or, if they are fewer than
         `min_contributions`, the training ends with an error. None: no limit.
         The driver measures the time.
-      min_contributions: The smallest number of contributions in a step that has
-        exceeded `step_timeout_secs`. None: N, so that the training ends.
+      min_contributions: The smallest number of contributions in an update if
+        replicas are lost, have not come yet, or exceed `step_timeout_secs`.
+        None: N.
       clip_mean_norm: The largest global norm of the mean of N contributions. A
         larger mean is scaled down before it is applied. None: no limit.
       has_chief_statistics: If True, statistics are updated from one replica: of
@@ -209,11 +210,6 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     if step_timeout_secs is not None and not step_timeout_secs > 0:
       raise ValueError(
         f"`step_timeout_secs` must be positive. Received: {step_timeout_secs}."
-      )
-    if step_timeout_secs is None and min_contributions < replicas_to_aggregate:
-      raise ValueError(
-        "`min_contributions` needs `step_timeout_secs`. Received:"
-        f" {min_contributions} and None."
       )
     self.step_timeout_secs = step_timeout_secs
     self.min_contributions = min_contributions
