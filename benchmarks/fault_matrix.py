@@ -96,10 +96,10 @@ _RULES = {
     60,
     lambda n: n - 1,
   ),
-  "async": Rule(lambda n: ["--update=async"], 150, lambda n: 1),
+  "async": Rule(lambda n: ["--update=async"], 300, lambda n: 1),
   "bounded_staleness": Rule(
     lambda n: ["--update=bounded_staleness", "--max_staleness=2"],
-    150,
+    300,
     lambda n: 1,
   ),
   "periodic": Rule(
@@ -192,7 +192,7 @@ class Training:
         "--log_every_steps=1",
         f"--checkpoint_every_steps={self.max_steps // 6}",
         f"--lost_after_secs={_LOST_AFTER_SECS}",
-        *["--start_timeout_secs=100", "--recovery_timeout_secs=100"],
+        *["--start_timeout_secs=40", "--recovery_timeout_secs=40"],
         *rule.arguments(self.num_replicas),
         *[f"--job_name={task.job}", f"--task_index={task.index}"],
       ]

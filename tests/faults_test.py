@@ -94,6 +94,9 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
   trial.mark("worker 1 is dead")
   trial.await_log(_worker(0), "worker 1: no heartbeat for")
   trial.await_log(_worker(0), "step 3: waiting for")
+  for task in (_worker(0), cluster.Task("ps", 0)):
+    trial.tasks.kill(task, signal.SIGUSR1)
+    trial.await_log(task, "Current thread 0x")
   assert not (trial.directory / "over").exists()
   _assert_seen_from_outside(trial)
   _assert_warned_of_open_ports(trial)

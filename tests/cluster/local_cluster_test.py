@@ -199,6 +199,15 @@ class LocalClusterTest(parameterized.TestCase):
     self.assertNotIn("worker 0", str(raised.exception))
     self.assertFalse(any(map(_is_running, pids)))
 
+  def test_tasks_that_outlive_the_chief_are_stopped(self):
+    """A worker that was cut off while training ended may wait for long."""
+    tasks = self._cluster({WORKER: WAIT})
+    tasks.start()
+    with mock.patch.object(local_cluster, "_AFTER_CHIEF_SECS", 1.0):
+      self.assertEqual(tasks.wait(DEADLINE_SECS), 0)
+    self.assertIn("stopping what still runs: worker 1", self.lines[-1])
+    self.assertFalse(_is_running(tasks.pid(WORKER)))
+
   def test_stop_leaves_nothing_behind(self):
     tasks = self._cluster({PS: DEFIANT}, default=WAIT)
     tasks.start()

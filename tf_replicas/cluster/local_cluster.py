@@ -26,6 +26,8 @@ _PR_SET_PDEATHSIG = 1
 # The time for other tasks to report their own errors after one has failed.
 _LAST_ERRORS_SECS = 15.0
 _GRACE_SECS = 5.0
+# The time for other tasks to end after the chief has ended the training.
+_AFTER_CHIEF_SECS = 60.0
 
 
 class LocalCluster:
@@ -189,6 +191,8 @@ class LocalCluster:
   def wait(self, timeout_secs: float | None = None) -> int:
     """Waits until all tasks have ended. If a task fails, ends all others.
 
+    Tasks that still run a minute after the chief has ended well are stopped.
+
     Returns:
       0 if all tasks ended well. Otherwise the exit status of the chief if that
       is positive, since the chief's own error says the most; else the status of
@@ -202,7 +206,18 @@ class LocalCluster:
     deadline = None
     if timeout_secs is not None:
       deadline = time.monotonic() + timeout_secs
+    finished = None  # When the chief was seen to have ended well.
     while True:
+      now = time.monotonic()
+      if finished is None and self.returncode(self.spec.chief) == 0:
+        finished = now
+      if finished is not None and now > finished + _AFTER_CHIEF_SECS:
+        running = ", ".join(map(str, self.running()))
+        self._echo(
+          f"[launcher] the chief has ended; stopping what still runs: {running}"
+        )
+        self.stop()
+        return 0
       failure = self.poll()
       if failure is not None:
         task, code = failure

@@ -431,6 +431,7 @@ class ParameterServerDriver(Driver):
       ValueError: If the model was built before the process was connected, the
         rule is for another number of replicas, or the namespace is invalid.
     """
+    processes.print_stacks_on_request()
     self.task = task
     self.recovers = options.recovery_timeout_secs > 0
     self._spec = spec

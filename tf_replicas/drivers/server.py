@@ -16,6 +16,7 @@ from tf_replicas import cluster
 from tf_replicas.cluster import exposure
 from tf_replicas.drivers import heartbeat_table
 from tf_replicas.drivers import heartbeats
+from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
 
 ORPHAN_TIMEOUT_SECS = 300.0
@@ -78,6 +79,7 @@ def serve(
   names = [resources.Namespace(name) for name in namespaces]
   if not names:
     raise ValueError("`namespaces` must name the trainings. Received: none.")
+  processes.print_stacks_on_request()
   device = connect_server(spec, task)
   tables = [heartbeat_table.HeartbeatTable(device, name) for name in names]
   for table in tables:

@@ -5,6 +5,7 @@ This module does not import TensorFlow.
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import os
 import re
@@ -52,6 +53,19 @@ def one_line_errors(
     return
   print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
   exit_now(status)
+
+
+def print_stacks_on_request() -> None:
+  """Makes the signal SIGUSR1 print the Python stacks of all threads.
+
+  They are printed to the standard error, even if the process hangs in
+  TensorFlow. Nothing changes if the program has its own handler of SIGUSR1.
+  """
+  output = sys.__stderr__
+  if output is None or signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+    return
+  with contextlib.suppress(OSError, ValueError):  # It is no file.
+    faulthandler.register(signal.SIGUSR1, file=output)
 
 
 def shortened(message: str) -> str:
