@@ -1,7 +1,8 @@
 r"""Injects faults into real trainings: driver × rule × role × fault × moment.
 
   python -m benchmarks.fault_matrix --output=experiments/results \
-    [--cells=pairs] [--rounds=1] [--only=in_graph/sync/ps/kill/save]
+    [--cells=pairs|all|network] [--rounds=1] \
+    [--only=in_graph/sync/ps/kill/save]
 
 A cell is a combination of one value of each factor. A run of a cell is a
 training by `cifar10.distributed_train` of some seconds, on 2 PS (parameter
@@ -14,12 +15,16 @@ survives if
 - its last checkpoint has exactly the examples of that many updates,
 - the weights are those of an undisturbed training, if the rule is `sync`, which
   needs every replica, and
-- every process ends by itself.
+- every process ends by itself. Only a server (a parameter server or an in-graph
+  worker) that was started when the training ended is stopped: it would wait for
+  five minutes.
 
 `--cells=pairs` runs few cells, in which every two values of different factors
-meet at least once; `--cells=all` runs all. The command goes on where it was
-interrupted: cells that `faults.json` in `--output` has often enough are left
-out. It also writes the table `faults.md`.
+meet at least once; `--cells=all` runs all. `--cells=network` runs cells with
+faults of the network, every task on a host of its own: a partition that heals,
+one that does not, and a slow link. It needs root. The command goes on where it
+was interrupted: cells that `faults.json` in `--output` has often enough are
+left out. It also writes the table `faults.md`.
 """
 
 import collections
@@ -51,12 +56,15 @@ from experiments.support import claims
 from experiments.support import programs
 from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
+from tf_replicas.cluster import private_network
 from tf_replicas.runtime import fork_server
 from tf_replicas.session import checkpoints
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("output", None, "The directory of the results")
-flags.DEFINE_enum("cells", "pairs", ["pairs", "all"], "The cells to run")
+flags.DEFINE_enum(
+  "cells", "pairs", ["pairs", "all", "network"], "The cells to run"
+)
 flags.DEFINE_list("only", [], "Cells to run instead, by name")
 flags.DEFINE_integer("rounds", 1, "Runs of each cell, in all", lower_bound=1)
 flags.DEFINE_integer("seed", 1, "Decides the exact moments of the faults")
@@ -67,12 +75,17 @@ _LOST_AFTER_SECS = 3
 # Beyond the deadline after which a silent worker is lost.
 _STOPPED_SECS = 2.0 * _LOST_AFTER_SECS
 _KILLED_SECS = 2.0  # How long a killed task is away.
+_CUT_SECS = 10.0  # How long a host is cut off from all others.
+# A slow link, in Mbit/s, and how long it is slow.
+_SLOW_MBIT, _SLOW_SECS = 1.0, 20.0
+_PORT = 7000
+_LATE_SECS = 5.0  # A server that was started later may not find its training.
 _LEAVE_SECS = 10.0  # How long a task may take to leave after SIGTERM.
 _END_SECS = 90.0  # How long processes may take to end after the training.
 _DEADLINE_SECS = 300.0  # Of the training.
 _MAX_STARTS = 10  # Of each task.
 _CHIEF = cluster.Task("chief", 0)
-_NUM_WORKERS = 2
+_JOBS = {"ps": 2, "worker": 2, "chief": 1}
 
 
 class Rule(NamedTuple):
@@ -115,6 +128,18 @@ _FACTORS = {
 }
 
 
+# Faults of the network, and the roles and moments with which they are run.
+_NETWORK = [
+  ("worker", "cut", "step"),
+  ("worker", "cut", "start"),
+  ("worker", "cut_for_good", "step"),
+  ("worker", "slow", "step"),
+  ("ps", "cut", "step"),
+  ("ps", "cut", "save"),
+  ("ps", "slow", "step"),
+]
+
+
 class Cell(NamedTuple):
   """A combination of one value of each factor."""
 
@@ -135,6 +160,17 @@ class Failed(Exception):
 def all_cells() -> list[Cell]:
   """Returns all combinations of the factors' values."""
   return [Cell(*values) for values in itertools.product(*_FACTORS.values())]
+
+
+def network_cells() -> list[Cell]:
+  """Returns the cells with faults of the network."""
+  cells = []
+  for driver, rule in itertools.product(_FACTORS["driver"], _RULES):
+    for role, fault, moment in _NETWORK:
+      # Else updates need the worker that is gone.
+      if fault != "cut_for_good" or rule in ("backup", "async"):
+        cells.append(Cell(driver, rule, role, fault, moment))
+  return cells
 
 
 def covering_cells() -> list[Cell]:
@@ -165,24 +201,42 @@ class Training:
   """
 
   def __init__(
-    self, cell: Cell, directory: str, server: fork_server.ForkServer
+    self,
+    cell: Cell,
+    directory: str,
+    server: fork_server.ForkServer,
+    network: private_network.PrivateNetwork | None = None,
   ):
+    """Prepares a training, and starts nothing yet.
+
+    Args:
+      cell: The cell that the training belongs to.
+      directory: A directory for its files only.
+      server: Starts processes.
+      network: A network with a host for each task. None: all tasks are on this
+        machine.
+    """
     self._cell = cell
+    self._network = network
     self._directory = pathlib.Path(directory)
     self.train_dir = self._directory / "train"
     rule = _RULES[cell.rule]
     self.max_steps = rule.max_steps
-    jobs = {"ps": 2, "worker": _NUM_WORKERS, "chief": 1}
-    self._spec = cluster.resolve_ports(
-      cluster.parse({job: ["localhost:0"] * n for job, n in jobs.items()})
-    )
-    self.num_replicas = _NUM_WORKERS + (cell.driver == "between_graph")
+    addresses = {
+      job: [
+        f"{network.address(f'{job}{i}')}:{_PORT}" if network else "localhost:0"
+        for i in range(count)
+      ]
+      for job, count in _JOBS.items()
+    }
+    self._spec = cluster.resolve_ports(cluster.parse(addresses))
+    self.num_replicas = _JOBS["worker"] + (cell.driver == "between_graph")
     self.examples = self.max_steps * _BATCH_SIZE
     self.examples *= rule.batches(self.num_replicas)
     self._elsewhere: cluster.Task | None = None
 
     def command(task: cluster.Task) -> list[str]:
-      return [
+      command = [
         *[sys.executable, "-m", "cifar10.distributed_train"],
         f"--cluster_spec={self._spec_path(task)}",
         f"--train_dir={self.train_dir}",
@@ -196,14 +250,17 @@ class Training:
         *rule.arguments(self.num_replicas),
         *[f"--job_name={task.job}", f"--task_index={task.index}"],
       ]
+      return network.command(_host(task), command) if network else command
 
     self._tasks = local_cluster.LocalCluster(
       self._spec,
       command,
       log_dir=self._directory,
       environ={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-      popen=server.popen,
+      # A process of the server cannot enter a host of the network.
+      **({} if network else {"popen": server.popen}),
     )
+    self._started: dict[cluster.Task, float] = {}  # By `time.time`.
     self._starts: collections.Counter[cluster.Task] = collections.Counter()
     self.restarts: collections.Counter[str] = collections.Counter()
     # Older processes of tasks that were started a second time.
@@ -244,6 +301,7 @@ class Training:
         if fault is not None:
           fault(self)
         self.await_that(self.has_finished, "the end of the training")
+        self._stop_late_servers()
         self._deadline = time.monotonic() + _END_SECS
         self.await_that(lambda: not self._running(), "the end of all tasks")
       finally:
@@ -256,11 +314,25 @@ class Training:
       self._starts[task] += 1
       if self._starts[task] > _MAX_STARTS:
         raise Failed(f"{task} ended {_MAX_STARTS} times: {self._last(task)}")
+      self._started[task] = time.time()
       self._tasks.start(task)
 
   def _last(self, task: cluster.Task) -> str:
     lines = self._tasks.log(task).splitlines()
     return lines[-1] if lines else "no output"
+
+  def _stop_late_servers(self) -> None:
+    """Stops servers that were started when the training ended."""
+    path = self.train_dir / checkpoints.FINISHED
+    late = path.stat().st_mtime - _LATE_SECS
+    for task in self._tasks.running():
+      if self._is_server(task) and self._started[task] > late:
+        if self._starts[task] > 1:
+          self._tasks.kill(task)
+
+  def _is_server(self, task: cluster.Task) -> bool:
+    is_driven = self._cell.driver == "in_graph" and task.job == "worker"
+    return task.job == "ps" or is_driven
 
   def _check(self) -> None:
     finished = checkpoints.read_finished(self.train_dir)
@@ -347,13 +419,13 @@ class Training:
       they were asked to leave; else 0.
     """
     live = [t for t in tasks if self._tasks.returncode(t) is None]
+    if self._network is not None:
+      self._disturb(self._network, fault, _host(tasks[0]))
+      return 0.0
     if fault == "double":
       for task in live:
         self._doubled[task] = self._tasks._processes[task]
-        is_reached = task.job == "ps" or (
-          task.job == "worker" and self._cell.driver == "in_graph"
-        )
-        self._elsewhere = None if is_reached else task
+        self._elsewhere = None if self._is_server(task) else task
         self._start(task)
       return 0.0
     if fault == "stop":
@@ -377,6 +449,20 @@ class Training:
       self._start(*live)
     return secs if fault == "term" else 0.0
 
+  def _disturb(
+    self, network: private_network.PrivateNetwork, fault: str, host: str
+  ) -> None:
+    """Injects a fault of the network, and undoes it unless it is for good."""
+    if fault == "slow":
+      network.limit(host, _SLOW_MBIT)
+      self._pause(_SLOW_SECS)
+      network.limit(host, None)
+      return
+    network.cut(host)
+    if fault == "cut":
+      self._pause(_CUT_SECS)
+      network.mend(host)
+
   def _await_exit(self, tasks: Sequence[cluster.Task]) -> None:
     deadline = time.monotonic() + _LEAVE_SECS
     while any(self._tasks.returncode(task) is None for task in tasks):
@@ -390,6 +476,10 @@ class Training:
     while time.monotonic() < until:
       self._start_again()
       time.sleep(0.05)
+
+
+def _host(task: cluster.Task) -> str:
+  return f"{task.job}{task.index}"
 
 
 def _await_moment(training: Training, moment: str, dice: random.Random) -> None:
@@ -428,7 +518,12 @@ def run(
 ) -> dict[str, Any]:
   """Runs a cell once, and returns what happened."""
   directory = tempfile.mkdtemp(prefix="faults")
-  training = Training(cell, directory, server)
+  stack = contextlib.ExitStack()
+  network = None
+  if cell in network_cells():
+    hosts = [f"{job}{i}" for job in _JOBS for i in range(_JOBS[job])]
+    network = stack.enter_context(private_network.PrivateNetwork(hosts))
+  training = Training(cell, directory, server, network)
   result: dict[str, Any] = {"survived": True, "reason": "", "leave_secs": 0.0}
   at = {"step": 0, "time": 0.0}
 
@@ -450,7 +545,8 @@ def run(
 
   since = time.monotonic()
   try:
-    training.run(fault)
+    with stack:
+      training.run(fault)
     if undisturbed is not None:
       result["difference"] = _difference(
         training.last_checkpoint(), undisturbed
@@ -521,6 +617,13 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
   return "\n".join(lines)
 
 
+_CELLS = {
+  "pairs": covering_cells,
+  "all": all_cells,
+  "network": network_cells,
+}
+
+
 def _read(path: pathlib.Path) -> dict[str, Any]:
   if path.exists():
     return json.loads(path.read_text(encoding="utf-8"))
@@ -543,14 +646,17 @@ def main(argv: list[str]) -> None:
     sys.exit(f"unknown argument: {argv[1]}")
   if FLAGS.only:
     cells = [Cell(*name.split("/")) for name in FLAGS.only]
-    unknown = [str(cell) for cell in cells if cell not in all_cells()]
+    known = {*all_cells(), *network_cells()}
+    unknown = [str(cell) for cell in cells if cell not in known]
     if unknown:
       sys.exit(f"--only: no such cell: {', '.join(unknown)}")
   else:
-    cells = all_cells() if FLAGS.cells == "all" else covering_cells()
+    cells = _CELLS[FLAGS.cells]()
   directory = pathlib.Path(FLAGS.output)
   document = _read(directory / "faults.json")
   environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+  if set(cells) & set(network_cells()) and private_network.obstacle():
+    sys.exit(private_network.obstacle())
   failures = 0
   with contextlib.ExitStack() as stack:
     server = stack.enter_context(fork_server.ForkServer(environ))

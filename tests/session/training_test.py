@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tf_replicas.runtime import processes
 from tf_replicas.session import checkpoints
 from tf_replicas.session import training
 
@@ -413,6 +414,41 @@ def test_interrupt_of_a_step_that_does_not_end(tmp_path, times):
     toy.session(tmp_path, max_steps=20).run(step_fn)
   assert time.monotonic() - start < 30
   assert checkpoint_steps(tmp_path) == [3]
+
+
+def test_an_interrupt_outlives_a_step_that_fails(tmp_path, capsys):
+  """The parameter servers get the signal too, and end first."""
+  toy = Toy()
+
+  def step_fn():
+    if toy.step == 3:
+      interrupt_with_sigterm()
+      raise OSError("a parameter server has ended")
+    return toy.advance()
+
+  with pytest.raises(KeyboardInterrupt):
+    toy.session(tmp_path, max_steps=20).run(step_fn)
+  assert "interrupted; last checkpoint: " in capsys.readouterr().out
+  assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_an_interrupt_during_a_recovery(tmp_path):
+  """It is not delayed, and the time limit of the recovery stays in force."""
+  toy = Toy()
+
+  def step_fn():
+    with processes.killed_after(60):
+      assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+      interrupt_with_sigterm()
+      time.sleep(30)
+    return toy.advance()
+
+  start = time.monotonic()
+  with pytest.raises(KeyboardInterrupt):
+    toy.session(tmp_path, max_steps=20).run(step_fn)
+  assert time.monotonic() - start < 20
+  assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+  assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_interrupt_is_raised_even_if_saving_fails(tmp_path, capsys):

@@ -122,11 +122,17 @@ def killed_after(secs: float) -> Iterator[None]:
   Args:
     secs: The time limit in seconds.
   """
+  handler = None
+  if threading.current_thread() is threading.main_thread():
+    # A handler in Python would not run then.
+    handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
   signal.alarm(int(secs) + 1)
   try:
     yield
   finally:
     signal.alarm(0)
+    if handler is not None:
+      signal.signal(signal.SIGALRM, handler)
 
 
 _at_exit: list[Callable[[], object]] = []

@@ -44,7 +44,8 @@ def deferred(
 
   Yields:
     A function that calls a given step function, returns its result, and raises
-    KeyboardInterrupt if there was an interrupt meanwhile.
+    KeyboardInterrupt if there was an interrupt meanwhile, also if the step
+    function fails.
   """
   usual = {
     signal.SIGINT: signal.default_int_handler,
@@ -62,7 +63,8 @@ def deferred(
     del frame
     check()
     pending.append(["SIGTERM"] if signum == signal.SIGTERM else [])
-    if signal.SIGALRM in ours:
+    # Another handler: see `processes.killed_after`.
+    if signal.getsignal(signal.SIGALRM) is check:
       signal.setitimer(signal.ITIMER_REAL, _STEP_SECS)
     else:
       check()
@@ -71,6 +73,9 @@ def deferred(
     in_step.set()
     try:
       result = step()
+    except Exception:
+      check()
+      raise
     finally:
       in_step.clear()
     check()
