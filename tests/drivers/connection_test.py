@@ -1,7 +1,9 @@
 """Tests for drivers.connection; connections are in between_graph_test."""
 
+import socket
 from unittest import mock
 
+import tensorflow as tf
 from absl.testing import absltest
 
 from tf_replicas import cluster
@@ -24,6 +26,26 @@ class RememberedConnectionTest(absltest.TestCase):
     connection.remember(("client", "worker 0", "host:1", "host:2"))
     with self.assertRaisesRegex(RuntimeError, "connected to another cluster"):
       connection.is_connected(("client", "worker 0", "host:1", "host:3"))
+
+
+class ListensTest(absltest.TestCase):
+  def test_a_server_of_tensorflow_answers(self):
+    started = tf.distribute.Server.create_local_server()
+    address = started.target.removeprefix("grpc://")
+    self.assertTrue(connection.listens(address))
+
+  def test_a_process_that_stands_still_does_not(self):
+    """The system accepts the connection for it."""
+    self.enter_context(mock.patch.object(connection, "_ANSWER_SECS", 0.2))
+    with socket.create_server(("localhost", 0)) as listener:
+      address = f"localhost:{listener.getsockname()[1]}"
+      self.assertFalse(connection.listens(address))
+      spec = cluster.parse(
+        {"cluster": {"ps": [address], "worker": ["localhost:1"]}}
+      )
+      with self.assertRaisesRegex(TimeoutError, f"ps 0 at {address}: gave up"):
+        connection.await_servers(spec, "ps", timeout_secs=0)
+    self.assertFalse(connection.listens(address))  # Nobody is there.
 
 
 class PublicAddressTest(absltest.TestCase):

@@ -11,6 +11,11 @@ from tf_replicas.runtime import patches
 from tf_replicas.runtime import waiting
 from tf_replicas.store import parameter_store
 
+# What a client of HTTP/2 sends first: a text, and an empty SETTINGS frame.
+_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS
+_ANSWER_SECS = 2.0
+
 _connections: list[tuple[str, ...]] = []
 
 
@@ -103,7 +108,7 @@ def await_servers(
   since: float | None = None,
   log: Callable[[str], None] = print,
 ) -> None:
-  """Waits until every task of `job` accepts connections at its address.
+  """Waits until the server of every task of `job` answers at its address.
 
   Args:
     spec: The cluster.
@@ -115,8 +120,8 @@ def await_servers(
 
   Raises:
     cluster.ClusterError: If a task has a public address.
-    TimeoutError: If a task does not accept connections in time. The message
-      names the first such task.
+    TimeoutError: If a task does not answer in time. The message names the first
+      such task.
   """
   cluster.check_private(spec, spec.tasks(job))
   since = time.monotonic() if since is None else since
@@ -135,10 +140,18 @@ def await_servers(
 
 
 def listens(address: str) -> bool:
-  """Returns whether a process accepts connections at `address` "host:port"."""
+  """Returns whether a gRPC server answers at `address`, "host:port".
+
+  The system accepts connections for a process that is stopped or about to end.
+  TensorFlow 2.21 would wait for such a process without a time limit. So the
+  server must answer the connection preface of HTTP/2 (RFC 9113, section 3.4).
+  """
   host, _, port = address.rpartition(":")
   try:
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
-      return True
+    with socket.create_connection(
+      (host.strip("[]"), int(port)), timeout=_ANSWER_SECS
+    ) as probe:
+      probe.sendall(_PREFACE)
+      return bool(probe.recv(1))
   except OSError:
     return False
