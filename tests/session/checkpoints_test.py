@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import pathlib
+import resource
 
 import numpy as np
 import pytest
@@ -137,6 +138,23 @@ def test_damaged_checkpoint_is_named(tmp_path, damage):
   assert str(info.value).startswith(f"checkpoint {path} is damaged: ")
   assert "\n" not in str(info.value)
   assert not isinstance(info.value, checkpoints.MissingCheckpointError)
+
+
+def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path):
+  """Files may not grow beyond a limit, as on a disk that is full."""
+  (path,) = save_steps(tmp_path, [1])
+  before = contents(tmp_path)
+  large = FakeState(variables__v=np.ones(1 << 20)).state()
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+  try:
+    with pytest.raises(tf.errors.OpError):
+      checkpoints.save(tmp_path, large)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert contents(tmp_path) == before
+  assert checkpoints.latest(tmp_path) == path
+  assert checkpoints.read(path)["global_step"] == 1
 
 
 @pytest.mark.parametrize("damage", [remove_data, remove_index])

@@ -21,6 +21,7 @@ import glob
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -242,6 +243,10 @@ def save(
 
   Returns:
     The path of the checkpoint.
+
+  Raises:
+    tf.errors.OpError: If it cannot be written, for example as the disk is full.
+      Earlier checkpoints stay, and the files of this one are removed.
   """
   train_dir = os.fspath(train_dir)
   os.makedirs(train_dir, exist_ok=True)
@@ -250,9 +255,9 @@ def save(
   with tf.device(None), tf.device(io_device):
     # Copies on this device, so that saving needs no other task.
     arrays = {name: np.asarray(value) for name, value in values.items()}
+    path = os.path.join(train_dir, f"{PREFIX}-{int(arrays['global_step'])}")
     if row_tensors:
       # First: without the index file of the rest, there is no checkpoint.
-      path = os.path.join(train_dir, f"{PREFIX}-{int(arrays['global_step'])}")
       row_files.write(tables_of(path), _blocks(row_tensors))
     holders = {
       name: tf.Variable(array, trainable=False)
@@ -264,11 +269,15 @@ def save(
       max_to_keep=keep_checkpoints,
       checkpoint_name=PREFIX,
     )
-    with patches.waiting_for_nobody():
-      saved = manager.save(
-        checkpoint_number=int(arrays["global_step"]),
-        options=tf.train.CheckpointOptions(experimental_io_device=io_device),
-      )
+    try:
+      with patches.waiting_for_nobody():
+        saved = manager.save(
+          checkpoint_number=int(arrays["global_step"]),
+          options=tf.train.CheckpointOptions(experimental_io_device=io_device),
+        )
+    except BaseException:  # Its parts would take up the room of the disk.
+      shutil.rmtree(path + "_temp", ignore_errors=True)
+      raise
   _remove_tables_without_checkpoint(train_dir)
   return saved
 
