@@ -80,7 +80,14 @@ def make(
     divergence_advice=learning_rates.advice(
       default, rate, options.update, *others
     ),
+    summary_fn=functools.partial(_summary_fn, config),
   )
+
+
+def _summary_fn(config: config_lib.Config):
+  from cifar10 import tutorial_summaries
+
+  return tutorial_summaries.make(config)
 
 
 def _replica(

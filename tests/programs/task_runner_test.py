@@ -69,6 +69,6 @@ def test_the_report_has_updates_without_a_replica():
   first, second = task_runner.report(counts, ["worker 0", "worker 1"])
   assert first.endswith("5 contributions applied, 0 refused (0 surplus)")
   assert second.endswith(
-    "3 contributions applied, 1 refused (1 surplus); 2 updates made without it,"
-    " after a timeout; updates waited 2.0 s for it alone"
+    "3 contributions applied, 1 refused (1 surplus); 2 updates made without it;"
+    " updates waited 2.0 s for it alone"
   )

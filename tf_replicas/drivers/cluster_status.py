@@ -127,7 +127,7 @@ class Replica:
     mean_staleness: The mean age, in updates, of the applied contributions.
     max_staleness: The largest age.
     waited_secs: Seconds for which updates waited for this replica alone.
-    missed: The number of updates that were made without it after a timeout.
+    missed: The number of updates that were made without it.
   """
 
   task: str

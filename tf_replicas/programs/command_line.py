@@ -45,7 +45,6 @@ _SUCCESSORS = {
   "fine_tune": "use --pretrained_model_checkpoint_path",
   "initial_learning_rate": "use --learning_rate",
   "input_queue_memory_factor": "use --shuffle_examples of inception_mini",
-  "log_device_placement": "--dry_run prints where the variables are",
   "num_examples": "evaluation counts every image once; training has"
   " --max_steps and --num_epochs",
   "num_gpus": "use --num_gpus of cifar10.multi_gpu_train or"

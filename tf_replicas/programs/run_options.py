@@ -15,6 +15,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from tf_replicas.programs import update_options
 
 if TYPE_CHECKING:
   import keras
+  import numpy as np
 
   from tf_replicas.replica import model_parallel
   from tf_replicas.replica import model_replica
@@ -93,7 +95,11 @@ class Options:
   )
   log_every_steps: int = _run(10, "Steps between log lines", fields.COUNT)
   summary_every_steps: int = _run(100, "Steps between summaries", fields.COUNT)
-  histograms: bool = _run(False, "Also write histograms of the variables")
+  histograms: bool = _run(
+    False,
+    "Also write histograms of variables and, of CIFAR-10, activations,"
+    " gradients, losses apart and images",
+  )
   checkpoint_every_steps: int | None = _run(
     None, "Steps between checkpoints; default: by time alone", fields.COUNT
   )
@@ -107,6 +113,9 @@ class Options:
     fields.COUNT,
   )
   dry_run: bool = _run(False, "Check and describe only, start nothing")
+  log_device_placement: bool = _run(
+    False, "Log the device of each operation, as TensorFlow says it"
+  )
   check_gpu: bool = _run(
     False,
     "Make one update on the CPU, and name the ops that have no GPU kernel",
@@ -310,6 +319,9 @@ class Workload:
       to give the variables other initial values; None keeps those of the model.
     rate_note: A line that says which learning rate is used, and why.
     divergence_advice: A line that says what to change after a divergence.
+    summary_fn: Called by the chief before the first update, if histograms are
+      asked for. It returns a function that maps the values of the trainable
+      variables, by path, to further summaries. None: there are none.
   """
 
   replica_fn: Callable[[Sequence[str]], model_replica.Replica]
@@ -322,6 +334,7 @@ class Workload:
   initialize: Callable[[checkpoints.Checkpointable], None] | None = None
   rate_note: str = ""
   divergence_advice: str = ""
+  summary_fn: Callable[[], Callable[[Mapping], Summary]] | None = None
 
   def last_step(self, options: Options, *, step: int = 0, seen: int = 0) -> int:
     """Computes the global step to stop at.
@@ -338,6 +351,20 @@ class Workload:
       return self.max_steps
     left = max(0, self.max_examples - seen)
     return step + math.ceil(left / options.effective_batch(self.batch_size))
+
+
+class Summary(NamedTuple):
+  """What a workload adds to a summary for TensorBoard.
+
+  Attributes:
+    scalars: Numbers by name.
+    histograms: Values by name, of any shape.
+    images: Pictures by name, uint8 `[height, width, channels]`.
+  """
+
+  scalars: dict[str, float]
+  histograms: dict[str, np.ndarray]
+  images: dict[str, np.ndarray]
 
 
 class Outcome(NamedTuple):

@@ -212,7 +212,7 @@ def _contributions(replica: "cluster_status.Replica") -> str:
       f" at most {replica.max_staleness}"
     )
   if replica.missed:
-    text += f", {replica.missed} updates made without it after a timeout"
+    text += f", {replica.missed} updates made without it"
   if replica.waited_secs >= 0.05:
     text += f"; updates waited {replica.waited_secs:.1f} s for it alone"
   return text

@@ -78,6 +78,8 @@ def _configure(options: run_options.Options) -> list[str]:
     devices.configure(() if is_named_only else gpus, num_emulated=num_emulated)
   except ValueError as error:
     raise cluster.ClusterError(str(error)) from None
+  if options.log_device_placement:
+    tf.debugging.set_log_device_placement(True)
   if options.threads != os.cpu_count():  # TensorFlow's default.
     tf.config.threading.set_intra_op_parallelism_threads(options.threads)
   if len(gpus) < 1:
@@ -418,6 +420,9 @@ class _Steps:
     self._max_steps = max_steps
     self._batch = options.effective_batch(workload.batch_size)
     self._has_histograms = options.histograms
+    self._summarize = None
+    if options.histograms and workload.summary_fn is not None:
+      self._summarize = workload.summary_fn()
     self._examples_seen = int(driver.store.examples_seen.read_value())
 
   def _max_updates(self) -> int:
@@ -466,11 +471,25 @@ class _Steps:
           scalars[f"{prefix}/late_by_{k}"] = late
       if count.staleness:
         histograms[f"{prefix}/staleness"] = _spread_out(count.staleness)
-    if self._has_histograms:
-      for name, value in self._driver.store.state().items():
-        if name.startswith("variables/"):
-          histograms[name] = np.asarray(value)
-    return result._replace(scalars=scalars, histograms=histograms)
+    if not self._has_histograms:
+      return result._replace(scalars=scalars, histograms=histograms)
+    values = {
+      name: np.asarray(value)
+      for name, value in self._driver.store.state().items()
+      if name.startswith("variables/")
+    }
+    histograms |= values
+    images = {}
+    if self._summarize is not None:
+      more = self._summarize(
+        {name.partition("/")[2]: value for name, value in values.items()}
+      )
+      scalars |= more.scalars
+      histograms |= more.histograms
+      images = more.images
+    return result._replace(
+      scalars=scalars, histograms=histograms, images=images
+    )
 
 
 def updates_at_one_rate(
@@ -536,7 +555,7 @@ def report(counts: Sequence[results.Counts], names: Sequence[str]) -> list[str]:
         f" all at most {largest}"
       )
     if count.missed:
-      line += f"; {count.missed} updates made without it, after a timeout"
+      line += f"; {count.missed} updates made without it"
     if count.straggler_wait_secs:
       line += f"; updates waited {count.straggler_wait_secs:.1f} s for it alone"
     lines.append(line)

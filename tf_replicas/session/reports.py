@@ -139,6 +139,7 @@ class Reporter:
     now: float,
     is_last: bool,
     histograms: Mapping[str, np.ndarray] | None = None,
+    images: Mapping[str, np.ndarray] | None = None,
     metrics: Mapping[str, float] | None = None,
   ) -> None:
     """Counts an advance of the global step, and reports if a report is due.
@@ -153,6 +154,7 @@ class Reporter:
       now: The time in seconds since 1970.
       is_last: Whether this is the last step of the run.
       histograms: Values by name for histograms in the summaries.
+      images: Pictures by name for the summaries.
       metrics: More numbers for log lines and summaries, by name.
     """
     metrics = metrics or {}
@@ -166,9 +168,8 @@ class Reporter:
     if is_due(*steps, self._log_every_steps, is_last=is_last):
       self._log(global_step, loss, metrics, now, rate_note)
     if is_due(*steps, self._summary_every_steps, is_last=is_last):
-      self._summarize(
-        global_step, loss, {**metrics, **scalars}, histograms, now
-      )
+      numbers = {**metrics, **scalars}
+      self._summarize(global_step, loss, numbers, histograms, images, now)
 
   def final_line(self, step: int, now: float) -> str:
     """Formats the totals of the run, such as its examples, as one line.
@@ -218,6 +219,7 @@ class Reporter:
     loss: float,
     scalars: Mapping[str, float],
     histograms: Mapping[str, np.ndarray] | None,
+    images: Mapping[str, np.ndarray] | None,
     now: float,
   ) -> None:
     window, self._summary_window = self._summary_window, _Window(now)
@@ -226,7 +228,7 @@ class Reporter:
       "examples_per_sec": window.examples_per_sec(now),
       "steps_per_sec": _ratio(window.num_steps, window.secs(now)),
     }
-    self._summaries.write(step, {**rates, **scalars}, histograms)
+    self._summaries.write(step, {**rates, **scalars}, histograms, images)
 
 
 def is_due(

@@ -37,6 +37,7 @@ class StepResult(NamedTuple):
       `contributions/worker_0/applied`. The number `learning_rate` is in the log
       too.
     histograms: Values by name for histograms in TensorBoard.
+    images: Pictures by name for TensorBoard, uint8 `[height, width, channels]`.
     metrics: Numbers by name for the log and TensorBoard, such as those of
       `Replica.metrics`. They are means over the contributions applied since the
       last result.
@@ -47,6 +48,7 @@ class StepResult(NamedTuple):
   num_examples: int
   scalars: Mapping[str, float] = {}
   histograms: Mapping[str, np.ndarray] = {}
+  images: Mapping[str, np.ndarray] = {}
   metrics: Mapping[str, float] = {}
 
 
