@@ -31,3 +31,60 @@ def test_a_step_that_waits_in_tensorflow_is_interrupted(signum):
   assert time.monotonic() - start < 15
   assert info.value.args == (("SIGTERM",) if signum == signal.SIGTERM else ())
   assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_waits_for_the_end(signum):
+  before = signal.getsignal(signum)
+  done = []
+  with pytest.raises(KeyboardInterrupt) as info:
+    with interrupts.postponed():
+      os.kill(os.getpid(), signum)
+      done.append("after the first")
+  assert info.value.args == (("SIGTERM",) if signum == signal.SIGTERM else ())
+  with pytest.raises(KeyboardInterrupt):
+    with interrupts.postponed():
+      os.kill(os.getpid(), signum)
+      done.append("after another first")
+      os.kill(os.getpid(), signal.SIGINT)
+      done.append("after the second")
+  assert done == ["after the first", "after another first"]
+  assert signal.getsignal(signum) is before
+
+
+def test_what_is_not_interrupted_goes_on():
+  with interrupts.postponed():
+    pass
+  with pytest.raises(ValueError):
+    with interrupts.postponed():
+      raise ValueError
+
+
+def test_sigterm_raises_before_and_after_a_session_too():
+  """A session delays it; what comes before and after does not."""
+  with interrupts.sigterm_raises():
+    ours = signal.getsignal(signal.SIGTERM)
+    with interrupts.deferred() as make:
+      with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        make(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert signal.getsignal(signal.SIGTERM) is ours
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+      os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+      with interrupts.postponed():
+        os.kill(os.getpid(), signal.SIGTERM)
+  assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+  "context", [interrupts.sigterm_raises, interrupts.postponed]
+)
+def test_the_handlers_of_a_program_stay(context):
+  received = []
+  before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+  try:
+    with context():
+      os.kill(os.getpid(), signal.SIGTERM)
+      assert received == [1]
+  finally:
+    signal.signal(signal.SIGTERM, before)

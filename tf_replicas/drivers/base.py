@@ -37,6 +37,7 @@ from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
 from tf_replicas.session import checkpoints
 from tf_replicas.session import evaluation
+from tf_replicas.session import interrupts
 from tf_replicas.session import training
 from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
@@ -279,7 +280,12 @@ class Driver(abc.ABC):
     return self
 
   def __exit__(self, kind, error, traceback) -> None:
-    self.close(error)
+    # Without the end of the chief, other tasks would wait for it.
+    postponed = (
+      interrupts.postponed if self.is_chief else contextlib.nullcontext
+    )
+    with postponed():
+      self.close(error)
 
   def _check_role(self, *, needs_chief: bool) -> None:
     """Raises RuntimeError if a method is called in the wrong task.

@@ -31,6 +31,7 @@ from tf_replicas.rules import results
 from tf_replicas.runtime import devices
 from tf_replicas.runtime import processes
 from tf_replicas.session import checkpoints
+from tf_replicas.session import interrupts
 from tf_replicas.session import reports
 from tf_replicas.session import training
 from tf_replicas.store import parameter_store
@@ -164,7 +165,7 @@ def train(
   with one_line(), _driver(options, workload, tower_devices) as driver:
     with one_line():  # The driver sends the line to all tasks.
       if driver.is_chief:
-        with _advising(workload):
+        with interrupts.sigterm_raises(), _advising(workload):
           if options.check_gpu:
             workload = dataclasses.replace(workload, max_steps=1)
           _say_what(driver, options, workload)

@@ -1,4 +1,4 @@
-"""Delivers Ctrl-C and SIGTERM between two training steps.
+"""Delivers Ctrl-C and SIGTERM between two training steps, or after an end.
 
 Raising an exception inside a Python callback of TensorFlow 2.21 can crash it,
 so an interrupt waits until the step ends. A step may wait for other tasks for
@@ -25,6 +25,72 @@ _STEP_SECS = 1.0
 _HANDLER_SECS = 0.2
 
 
+def _raise(signum: int, frame: types.FrameType | None) -> None:
+  raise KeyboardInterrupt("SIGTERM")
+
+
+# Handlers that are not the program's own, by signal.
+_USUAL = {
+  signal.SIGINT: (signal.default_int_handler,),
+  signal.SIGTERM: (signal.SIG_DFL, _raise),
+  signal.SIGALRM: (signal.SIG_DFL,),
+}
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+  """Context in which SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
+
+  So what has been begun is ended in order. Nothing changes if the program has
+  its own handler of SIGTERM, or outside of the main thread.
+  """
+  is_usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+  if not is_usual or not _is_main_thread():
+    yield
+    return
+  signal.signal(signal.SIGTERM, _raise)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def postponed() -> Iterator[None]:
+  """Delays the first interrupt until the end of the context.
+
+  An interrupt is Ctrl-C or SIGTERM; both raise KeyboardInterrupt. A second one
+  is not delayed. If the program has its own handler of a signal, that signal is
+  left to this handler. Outside of the main thread nothing changes.
+  """
+  if not _is_main_thread():
+    yield
+    return
+  pending: list[list[str]] = []
+
+  def interrupt(signum: int, frame: types.FrameType | None) -> None:
+    del frame
+    pending.append(["SIGTERM"] if signum == signal.SIGTERM else [])
+    if len(pending) > 1:
+      raise KeyboardInterrupt(*pending.pop())
+
+  before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+  ours = [n for n, handler in before.items() if handler in _USUAL[n]]
+  for signum in ours:
+    signal.signal(signum, interrupt)
+  try:
+    yield
+  finally:
+    for signum in ours:
+      signal.signal(signum, before[signum])
+  if pending:
+    raise KeyboardInterrupt(*pending[0])
+
+
+def _is_main_thread() -> bool:
+  return threading.current_thread() is threading.main_thread()
+
+
 @contextlib.contextmanager
 def deferred(
   wake: Callable[[], None] | None = None,
@@ -47,11 +113,6 @@ def deferred(
     KeyboardInterrupt if there was an interrupt meanwhile, also if the step
     function fails.
   """
-  usual = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGALRM: signal.SIG_DFL,
-  }
   pending: list[list[str]] = []  # The arguments of a KeyboardInterrupt.
   in_step = threading.Event()
 
@@ -81,10 +142,11 @@ def deferred(
     check()
     return result
 
-  if threading.current_thread() is not threading.main_thread():
+  if not _is_main_thread():
     yield make
     return
-  ours = [n for n, handler in usual.items() if signal.getsignal(n) is handler]
+  before = {n: signal.getsignal(n) for n in _USUAL}
+  ours = [n for n, handler in before.items() if handler in _USUAL[n]]
   for signum in ours:
     is_alarm = signum == signal.SIGALRM
     signal.signal(signum, check if is_alarm else interrupt)
@@ -96,7 +158,7 @@ def deferred(
     if signal.SIGALRM in ours:
       signal.setitimer(signal.ITIMER_REAL, 0)
     for signum in ours:
-      signal.signal(signum, usual[signum])
+      signal.signal(signum, before[signum])
 
 
 @contextlib.contextmanager
