@@ -344,6 +344,27 @@ def test_each_message_is_explained():
     assert not following.startswith("#"), following
 
 
+@functools.cache
+def _functions(path: str) -> frozenset[str]:
+  """The names of the functions and methods of a file."""
+  tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+  nodes = ast.walk(tree)
+  return frozenset(n.name for n in nodes if isinstance(n, ast.FunctionDef))
+
+
+def test_each_test_that_a_page_names_exists():
+  named = {
+    match.groups()
+    for page in PAGES
+    for match in re.finditer(
+      r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8")
+    )
+  }
+  assert named
+  for path, name in sorted(named):
+    assert name in _functions(path), f"{path} has no {name}"
+
+
 @pytest.mark.parametrize(
   "path", PAGES, ids=lambda path: str(path.relative_to(ROOT))
 )
