@@ -43,7 +43,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -521,8 +520,7 @@ def run(
   stack = contextlib.ExitStack()
   network = None
   if cell in network_cells():
-    hosts = [f"{job}{i}" for job in _JOBS for i in range(_JOBS[job])]
-    network = stack.enter_context(private_network.PrivateNetwork(hosts))
+    network = stack.enter_context(_network_of_tasks())
   training = Training(cell, directory, server, network)
   result: dict[str, Any] = {"survived": True, "reason": "", "leave_secs": 0.0}
   at = {"step": 0, "time": 0.0}
@@ -581,16 +579,23 @@ def _difference(
   )
 
 
-@contextlib.contextmanager
 def _undisturbed(
-  driver: str, server: fork_server.ForkServer
-) -> Iterator[dict[str, np.ndarray]]:
-  """Yields the last checkpoint of a synchronous training without faults."""
-  with tempfile.TemporaryDirectory(prefix="faults") as directory:
-    cell = Cell(driver, "sync", "worker", "none", "none")
-    training = Training(cell, directory, server)
+  driver: str, server: fork_server.ForkServer, *, has_network: bool
+) -> dict[str, np.ndarray]:
+  """Returns the last checkpoint of a synchronous training without faults."""
+  cell = Cell(driver, "sync", "worker", "none", "none")
+  with (
+    tempfile.TemporaryDirectory(prefix="faults") as directory,
+    _network_of_tasks() if has_network else contextlib.nullcontext() as network,
+  ):
+    training = Training(cell, directory, server, network)
     training.run(None)
-    yield training.last_checkpoint()
+    return training.last_checkpoint()
+
+
+def _network_of_tasks() -> private_network.PrivateNetwork:
+  hosts = [f"{job}{i}" for job in _JOBS for i in range(_JOBS[job])]
+  return private_network.PrivateNetwork(hosts)
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -660,18 +665,20 @@ def main(argv: list[str]) -> None:
   failures = 0
   with contextlib.ExitStack() as stack:
     server = stack.enter_context(fork_server.ForkServer(environ))
-    undisturbed: dict[str, dict[str, np.ndarray]] = {}
+    # The numbers of threads differ, and so the order of additions.
+    undisturbed: dict[tuple[str, bool], dict[str, np.ndarray]] = {}
     for number in range(FLAGS.rounds):
       for cell in cells:
         runs = document["cells"].setdefault(str(cell), [])
         if len(runs) > number:
           continue
-        if cell.rule == "sync" and cell.driver not in undisturbed:
-          undisturbed[cell.driver] = stack.enter_context(
-            _undisturbed(cell.driver, server)
+        kind = cell.driver, cell in network_cells()
+        if cell.rule == "sync" and kind not in undisturbed:
+          undisturbed[kind] = _undisturbed(
+            cell.driver, server, has_network=kind[1]
           )
         dice = random.Random(f"{FLAGS.seed} {cell} {number}")
-        reference = undisturbed[cell.driver] if cell.rule == "sync" else None
+        reference = undisturbed[kind] if cell.rule == "sync" else None
         result = run(cell, dice, server, reference)
         result |= {
           "commit": claims.commit(),

@@ -180,6 +180,20 @@ def test_a_parameter_server_that_stands_still_is_told_of(start_trial):
   assert reader.read().serving[0].error  # It has ended.
 
 
+def test_a_parameter_server_that_never_answers_ends_its_clients(start_trial):
+  """It is connected, so nothing fails; the clients wait in TensorFlow."""
+  trial = start_trial(
+    "killed_between_steps", trials.document(1, 2), recovery_timeout_secs=4
+  )
+  trial.await_mark("step 2 is made")
+  trial.tasks.kill(cluster.Task("ps", 0), signal.SIGSTOP)
+  for index in (0, 1):
+    assert trial.ends_within(_worker(index), 60), trial.all_logs()
+    assert trial.tasks.returncode(_worker(index)) == 1
+    message = "error: waiting for an answer of ps 0: gave up after 4 s"
+    assert message in trial.log("worker", index)
+
+
 def test_steps_go_on_without_a_worker_that_exceeds_their_deadline(start_trial):
   trial = start_trial(
     "killed_between_steps",

@@ -462,6 +462,8 @@ class ParameterServerDriver(Driver):
       namespace=resources.Namespace(options.namespace),
       log=options.log,
     )
+    if self.recovers:
+      self._heartbeats.answer_timeout_secs = options.recovery_timeout_secs
     self._home = tables.Home(
       self._namespace(), spec.num_tasks("ps"), parameter_store.ps_device
     )

@@ -29,7 +29,10 @@ and never reach variables of an earlier one.
 import contextlib
 import functools
 import json
+import math
+import os
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -76,6 +79,7 @@ class _Link:
     *,
     arbitrates: bool,
     log: Callable[[str], None],
+    limit_secs: Callable[[], float],
   ):
     """Starts to send heartbeats to one serving task.
 
@@ -87,6 +91,8 @@ class _Link:
       arbitrates: Whether the serving task decides which of two processes of a
         client is the current one. Only PS task 0 does so.
       log: Receives each line of the log.
+      limit_secs: Returns the seconds after which a serving task that does not
+        answer ends this process.
     """
     self._table = table
     self._client = client
@@ -97,7 +103,9 @@ class _Link:
     self.failure = ""
     self.was_restarted = False
     # A task that hangs raises no error: its clients wait.
-    self._wait_logger = waiting.WaitLogger(log=log)
+    self._wait_logger = waiting.WaitLogger(
+      log=log, limit_secs=limit_secs, on_limit=_end_process
+    )
     self._what = f"waiting for an answer of {_task_name(table.device)}"
     self._answered = time.monotonic()
     self._beat()
@@ -217,6 +225,20 @@ class _Link:
         self._table.attach_again().dismiss(outcome)
 
 
+def _is_ps(table: heartbeat_table.HeartbeatTable) -> bool:
+  return tf.DeviceSpec.from_string(table.device).job in (None, "ps")
+
+
+def _no_limit() -> float:
+  return math.inf
+
+
+def _end_process(message: str) -> None:
+  """Ends this process at once, whose threads may wait in TensorFlow."""
+  print(f"error: {message}", file=sys.stderr, flush=True)
+  os._exit(1)
+
+
 class Heartbeats:
   """Sends the heartbeats of this process, and reads those of the others.
 
@@ -225,6 +247,9 @@ class Heartbeats:
 
   Attributes:
     client: This client's number.
+    answer_timeout_secs: Seconds after which a parameter server that does not
+      answer, though the connection is not broken, ends this process with an
+      error; infinite at first.
   """
 
   def __init__(
@@ -257,6 +282,7 @@ class Heartbeats:
       ValueError: If a serving task expects fewer clients.
     """
     self.client = client
+    self.answer_timeout_secs = math.inf
     self._log = log
     self._outcome_if_lost = "PS task 0 was lost"
     self._process = secrets.randbelow(1 << 62) + 1
@@ -299,9 +325,7 @@ class Heartbeats:
     """
     self._tables = tables
     self._incarnations = [
-      table.read_incarnation()
-      for table in tables
-      if tf.DeviceSpec.from_string(table.device).job in (None, "ps")
+      table.read_incarnation() for table in tables if _is_ps(table)
     ]
     self._first = tables[0]
     self._links = [
@@ -311,6 +335,9 @@ class Heartbeats:
         self._process,
         arbitrates=table is self._first,
         log=self._log,
+        limit_secs=(
+          (lambda: self.answer_timeout_secs) if _is_ps(table) else _no_limit
+        ),
       )
       for table in tables
     ]

@@ -1,6 +1,7 @@
 """Polls and waits with log messages, in threads that report their errors."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -167,15 +168,21 @@ class WaitLogger(PollingThread):
     *,
     every_secs: float = _LOG_EVERY_SECS,
     log: Callable[[str], None] = print,
+    limit_secs: Callable[[], float] = lambda: math.inf,
+    on_limit: Callable[[str], None] = print,
   ):
     """Starts the thread.
 
     Args:
       every_secs: Seconds between two messages about one wait.
       log: Takes log messages.
+      limit_secs: Returns the largest number of seconds that a wait may last.
+      on_limit: Called with a message when a wait has lasted longer.
     """
     self._every_secs = every_secs
     self._log = log
+    self._limit_secs = limit_secs
+    self._on_limit = on_limit
     self._wait: tuple[str, float] | None = None
     self._logged = time.monotonic()
     super().__init__(self._watch, period_secs=min(every_secs, 1.0))
@@ -198,6 +205,9 @@ class WaitLogger(PollingThread):
     if wait is None:
       return
     what, since = wait
+    limit_secs = self._limit_secs()
+    if now - since > limit_secs:
+      self._on_limit(f"{what}: gave up after {limit_secs:.0f} s")
     if now - max(self._logged, since) >= self._every_secs:
       self._log(f"{what}: {now - since:.0f} s so far")
       self._logged = now
