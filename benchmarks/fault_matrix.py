@@ -358,11 +358,15 @@ class Training:
     """Returns whether the training has reached its last step."""
     return (self.train_dir / checkpoints.FINISHED).exists()
 
-  def steps(self) -> list[int]:
-    """Returns the global steps in the chief's log, in its order."""
+  def logged(self) -> list[programs.Logged]:
+    """Returns what the log lines of the chief say, in their order."""
     path = self._tasks.log_path(_CHIEF)
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [int(step) for _, step, _ in programs.LOG_LINE.findall(text)]
+    return programs.logged(text)
+
+  def steps(self) -> list[int]:
+    """Returns the global steps in the chief's log, in its order."""
+    return [line.step for line in self.logged()]
 
   def is_saving(self) -> bool:
     """Returns whether files of an incomplete checkpoint exist."""
@@ -524,23 +528,16 @@ def run(
     network = stack.enter_context(_network_of_tasks())
   training = Training(cell, directory, server, network)
   result: dict[str, Any] = {"survived": True, "reason": "", "leave_secs": 0.0}
-  at = {"step": 0, "time": 0.0}
+  at = {"step": 0, "wall": time.time()}
 
   def fault(training: Training) -> None:
     _await_moment(training, cell.moment, dice)
     at["step"] = max(training.steps(), default=0)
-    at["time"] = time.monotonic()
+    at["wall"] = time.time()
     result["missed"] = training.has_finished()
     tasks = training.tasks_of(cell.role, dice)
     result["tasks"] = list(map(str, tasks))
     result["leave_secs"] = round(training.inject(cell.fault, tasks), 2)
-    training.await_that(
-      lambda: (
-        max(training.steps(), default=0) > at["step"] or training.has_finished()
-      ),
-      f"a step after {at['step']}",
-    )
-    result["recovery_secs"] = round(time.monotonic() - at["time"], 2)
 
   since = time.monotonic()
   try:
@@ -554,7 +551,16 @@ def run(
         raise Failed(f"the weights differ by {result['difference']:.2g}")
   except (Failed, checkpoints.CheckpointError) as failure:
     result |= {"survived": False, "reason": str(failure), "logs": directory}
-  steps = training.steps()
+  logged = training.logged()
+  steps = [line.step for line in logged]
+  if result["survived"]:
+    later = [
+      line.when.timestamp() - at["wall"]
+      for line in logged
+      if line.step > at["step"] and line.when.timestamp() > at["wall"]
+    ]
+    # None: the training had made all steps.
+    result["recovery_secs"] = round(later[0], 2) if later else None
   result |= {
     "step": at["step"],
     "steps_again": sum(
@@ -615,7 +621,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
   ]
   for name in sorted(results):
     runs = results[name]
-    secs = [r["recovery_secs"] for r in runs if "recovery_secs" in r]
+    secs = [s for r in runs if (s := r.get("recovery_secs")) is not None]
     ended = sorted({task for r in runs for task in r["restarts"]})
     columns = [
       *re.sub("_", " ", name).split("/"),
