@@ -28,24 +28,25 @@ class RememberedConnectionTest(absltest.TestCase):
       connection.is_connected(("client", "worker 0", "host:1", "host:3"))
 
 
-class ListensTest(absltest.TestCase):
+class AnswersTest(absltest.TestCase):
   def test_a_server_of_tensorflow_answers(self):
     started = tf.distribute.Server.create_local_server()
     address = started.target.removeprefix("grpc://")
-    self.assertTrue(connection.listens(address))
+    self.assertTrue(connection.answers(address))
 
   def test_a_process_that_stands_still_does_not(self):
     """The system accepts the connection for it."""
     self.enter_context(mock.patch.object(connection, "_ANSWER_SECS", 0.2))
     with socket.create_server(("localhost", 0)) as listener:
       address = f"localhost:{listener.getsockname()[1]}"
-      self.assertFalse(connection.listens(address))
+      self.assertFalse(connection.answers(address))
+      self.assertTrue(connection.listens(address))
       spec = cluster.parse(
         {"cluster": {"ps": [address], "worker": ["localhost:1"]}}
       )
       with self.assertRaisesRegex(TimeoutError, f"ps 0 at {address}: gave up"):
         connection.await_servers(spec, "ps", timeout_secs=0)
-    self.assertFalse(connection.listens(address))  # Nobody is there.
+    self.assertFalse(connection.listens(address))
 
 
 class PublicAddressTest(absltest.TestCase):
@@ -70,7 +71,7 @@ class PublicAddressTest(absltest.TestCase):
     found = [(0, 0, 0, "", ("8.8.8.8", 1))]
     looked_up = mock.Mock(side_effect=[OSError("not yet"), found])
     self.enter_context(mock.patch("socket.getaddrinfo", looked_up))
-    self.enter_context(mock.patch.object(connection, "listens", lambda _: True))
+    self.enter_context(mock.patch.object(connection, "answers", lambda _: True))
     with self.assertRaisesRegex(cluster.ClusterError, "later:1, which is 8."):
       connection.await_servers(spec, "ps", timeout_secs=1)
 

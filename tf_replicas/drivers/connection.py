@@ -107,6 +107,7 @@ def await_servers(
   timeout_secs: float,
   since: float | None = None,
   log: Callable[[str], None] = print,
+  is_there: Callable[[str], bool] | None = None,
 ) -> None:
   """Waits until the server of every task of `job` answers at its address.
 
@@ -117,6 +118,7 @@ def await_servers(
     since: The value of `time.monotonic()` at the start of the wait; None: the
       wait starts now.
     log: Receives each line of the log.
+    is_there: Returns whether a task is at an address; by default `answers`.
 
   Raises:
     cluster.ClusterError: If a task has a public address.
@@ -128,7 +130,7 @@ def await_servers(
   for task in spec.tasks(job):
     address = spec.address(task)
     waiting.await_value(
-      lambda address=address: listens(address),
+      lambda address=address: (is_there or answers)(address),
       timeout_secs=timeout_secs,
       since=since,
       what=f"waiting for {task} at {address}",
@@ -140,18 +142,32 @@ def await_servers(
 
 
 def listens(address: str) -> bool:
+  """Returns whether a process accepts connections at `address` "host:port"."""
+  return _probe(address, lambda _: True)
+
+
+def answers(address: str) -> bool:
   """Returns whether a gRPC server answers at `address`, "host:port".
 
   The system accepts connections for a process that is stopped or about to end.
   TensorFlow 2.21 would wait for such a process without a time limit. So the
   server must answer the connection preface of HTTP/2 (RFC 9113, section 3.4).
   """
+
+  def is_answered(probe: socket.socket) -> bool:
+    probe.sendall(_PREFACE)
+    return bool(probe.recv(1))
+
+  return _probe(address, is_answered)
+
+
+def _probe(address: str, check: Callable[[socket.socket], bool]) -> bool:
+  """Returns the result of `check` with a connection; False if there is none."""
   host, _, port = address.rpartition(":")
   try:
     with socket.create_connection(
       (host.strip("[]"), int(port)), timeout=_ANSWER_SECS
     ) as probe:
-      probe.sendall(_PREFACE)
-      return bool(probe.recv(1))
+      return check(probe)
   except OSError:
     return False

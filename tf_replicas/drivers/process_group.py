@@ -94,7 +94,13 @@ def _await_all(
   with addresses.bound_socket(addresses.split(address)[1]) as listener:
     listener.listen()
     for job in ("chief", "worker"):
-      connection.await_servers(spec, job, timeout_secs=timeout_secs, log=log)
+      connection.await_servers(
+        spec,
+        job,
+        timeout_secs=timeout_secs,
+        log=log,
+        is_there=connection.listens,
+      )
 
 
 def local_number(strategy: tf.distribute.Strategy) -> int:
