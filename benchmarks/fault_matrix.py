@@ -279,7 +279,8 @@ class Training:
     if task == self._elsewhere:
       document = json.loads(spec.to_json())
       document["cluster"][task.job][task.index] = "localhost:0"
-      spec, name = cluster.resolve_ports(cluster.parse(document)), "second.json"
+      spec = cluster.resolve_ports(cluster.parse(document))
+      name = f"second_{_host(task)}.json"
     path = self._directory / name
     path.write_text(spec.to_json())
     return path
