@@ -123,7 +123,8 @@ def apply(
 def distort(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
   """Distorts images at random and standardizes them, for training.
 
-  Each image is distorted differently.
+  Each image gets its own random crop, mirroring, brightness and contrast. Then
+  it is standardized to mean 0 and standard deviation 1.
 
   Args:
     images: Images, uint8 `[batch, 32, 32, 3]`, with a static batch size.

@@ -289,9 +289,13 @@ def _remove_unfinished(subset: str, directory: str) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-  """Returns a context in which no other process may write to a directory.
+  """Returns a context in which no other build may write to a directory.
 
-  The lock ends with the process at the latest.
+  Builds lock a file in the directory. The lock ends with the context, and at
+  the latest with the process.
+
+  Args:
+    directory: The directory to which shards are written.
 
   Raises:
     BuildError: If another process holds the lock.

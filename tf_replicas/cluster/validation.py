@@ -29,9 +29,11 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 class ClusterError(ValueError):
-  """Reports a mistake in a cluster spec or in the description of a task.
+  """Reports a mistake in how a training is described.
 
-  The message is one line with the place, the rule and the value received.
+  The mistake may be in a cluster spec, in the description of a task, or in the
+  options of a program, such as its update rule. The message is one line with
+  the place or the option, the rule that is broken and the value received.
   """
 
 
@@ -90,6 +92,9 @@ def decode(text: str) -> object:
 
 def check(document: object) -> Parts:
   """Checks a whole document, and returns its parts in plain form.
+
+  Args:
+    document: The decoded JSON of a cluster spec or of TF_CONFIG.
 
   Raises:
     ClusterError: At the first mistake of the document.
@@ -295,6 +300,10 @@ def _check_addresses(value: object, place: str) -> dict[int, str]:
   Args:
     value: A list of addresses, or a sparse map such as `{"1": address}`.
     place: The place of `value` in the document, for error messages.
+
+  Raises:
+    ClusterError: If there is no address, one is not valid, or an index is not
+      valid or occurs twice.
   """
   if isinstance(value, Mapping):
     items = [
@@ -356,10 +365,14 @@ def _check_device_key(
 
   Args:
     key: The key, "job" or "job:index".
-    jobs: The checked jobs, one of which the key must name.
+    jobs: The checked jobs. The key must name one of them, one of their tasks,
+      or an evaluator. If there are none, the key must name worker 0.
 
   Returns:
     The key, with "chief" for "master".
+
+  Raises:
+    ClusterError: If the key does not.
   """
   # A spec without a cluster has one process, which is called worker 0.
   jobs = jobs or {"worker": {0: ""}}
@@ -433,6 +446,9 @@ def _check_variables(
   Args:
     variables: The section.
     num_ps: The number of parameter servers of the cluster.
+
+  Raises:
+    ClusterError: If an entry is not valid, or does not suit the cluster.
   """
   _check_mapping(variables, "variables")
   _check_keys(
@@ -493,8 +509,17 @@ def _check_task(
 ) -> tuple[str, int] | None:
   """Checks the entry `task` of TF_CONFIG, and returns it as (job, index).
 
+  Args:
+    document: The whole document. Its entry `task` has the keys "type", the job,
+      and "index".
+    jobs: The checked jobs, which must include the task unless it is an
+      evaluator. If there are none, every task is accepted.
+
   Returns:
     The task, with "chief" for "master"; None if there is no such entry.
+
+  Raises:
+    ClusterError: If the entry is not valid, or not a task of `jobs`.
   """
   if "task" not in document:
     return None

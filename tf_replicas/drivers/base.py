@@ -159,13 +159,14 @@ class Driver(abc.ABC):
     return []
 
   def row_updates(self) -> dict[str, int]:
-    """Returns the load of each PS task (parameter server) by tables.
+    """Returns how many rows of tables the updates have changed on each PS task.
 
-    A table is a matrix whose rows live on the PS tasks. The chief calls this.
+    A table is a matrix whose rows live on the PS tasks (parameter servers). The
+    chief calls this.
 
     Returns:
-      Maps each PS task, such as "ps 0", to the number of rows of tables that
-      updates changed there; a row counts once per update. Empty without tables.
+      Maps each PS task, such as "ps 0", to the number of rows. A row counts
+      once per update that changes it. The map is empty without tables.
     """
     return {}  # Where there are no PS tasks.
 
@@ -213,7 +214,10 @@ class Driver(abc.ABC):
           raise
 
   def recoveries(self) -> list["Recovery"]:
-    """Returns the losses of parameter servers that this task recovered from."""
+    """Returns the losses of parameter servers from which this task recovered.
+
+    There is one entry per loss, in the order of the losses.
+    """
     return []
 
   @property
@@ -511,11 +515,24 @@ class ParameterServerDriver(Driver):
     self.rule.stop_at(step)
 
   def counts(self) -> list[results.Counts]:
-    """Returns, for each replica, how the gradients that it sent were used."""
+    """Returns how the contributions of each replica were used.
+
+    A contribution is what a replica sends for one update, such as a gradient.
+    The list has one entry for each of `replica_names`.
+    """
     return self.rule.counts()
 
   def row_updates(self) -> dict[str, int]:
-    """Returns how many rows of tables updates changed on each PS task."""
+    """Returns how many rows of tables the updates have changed on each PS task.
+
+    A table is a matrix whose rows live on the PS tasks (parameter servers). The
+    chief calls this.
+
+    Returns:
+      Maps each PS task, such as "ps 0", to the number of rows, since the first
+      task of this training started. A row counts once per update that changes
+      it. The map is empty without tables.
+    """
     counts = enumerate(self.store.row_updates())
     return {f"ps {task}": count for task, count in counts}
 
@@ -525,15 +542,38 @@ class ParameterServerDriver(Driver):
 
   @property
   def accepted_fraction(self) -> float:
-    """Fraction of all replicas' gradients that updates use."""
+    """Fraction of all replicas' gradients that updates use.
+
+    It is computed for replicas that are equally fast.
+    """
     return self.rule.accepted_fraction
 
   def recoveries(self) -> list[Recovery]:
-    """Returns the losses of parameter servers that this task recovered from."""
+    """Returns the losses of parameter servers from which this task recovered.
+
+    There is one entry per loss, in the order of the losses.
+    """
     return [*self._recoveries]
 
   def recover(self, error: tf.errors.OpError) -> bool:
-    """Waits for the restart of a lost parameter server, and attaches again."""
+    """Waits for the restart of a lost parameter server, and attaches again.
+
+    It is called after a call that needs the parameter servers has raised an
+    error. Afterwards `store` and `rule` are new objects, and the variables have
+    their first values: the chief must restore a checkpoint.
+
+    Args:
+      error: The error.
+
+    Returns:
+      Whether the training can go on. False: no parameter server was lost, or
+      `recovers` is False, so the error should be raised.
+
+    Raises:
+      TimeoutError: If the parameter server does not come back in time.
+      RuntimeError: If training was ended elsewhere, or if a call of this
+        process that belongs to the lost variables does not end.
+    """
     if not self.recovers:
       return False
     lost = self._heartbeats.find_lost()
@@ -689,13 +729,16 @@ class ParameterServerDriver(Driver):
     )
 
   def _agree(self) -> None:
-    """Checks that this task has the chief's variables and update rule.
+    """Makes sure that this task has the chief's variables and update rule.
 
-    The chief publishes its variables and its rule for the other tasks to
-    compare. This is done before any variable is created on the PS tasks.
+    The chief publishes descriptions of its variables and of its update rule.
+    Any other task waits for them, and compares its own. If they differ, it ends
+    the training for all tasks. This is done before any variable is created on
+    the PS tasks.
 
     Raises:
-      RuntimeError: If variables or rule differ, or the chief failed.
+      RuntimeError: In a task that is not the chief, if variables or rule
+        differ, or the chief failed.
       TimeoutError: If the chief does not publish them in time.
     """
     rule, variables = self.rule.signature(), self.store.signature()

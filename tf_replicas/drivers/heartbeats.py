@@ -380,10 +380,14 @@ class Heartbeats:
     self._link(tables, timeout_secs)
 
   def lost(self) -> list[str]:
-    """Returns the names of the parameter servers that heartbeats do not reach.
+    """Returns the parameter servers that no heartbeat of this process reaches.
 
     A parameter server that was restarted is one of them, until this process
-    attaches again. A task that hangs is not.
+    attaches again. A task that hangs is not. The method sends nothing: it
+    reports what the last heartbeats have shown.
+
+    Returns:
+      The names of the tasks, such as "ps 0".
     """
     return [
       _task_name(table.device)
@@ -394,10 +398,14 @@ class Heartbeats:
     ]
 
   def find_lost(self) -> list[str]:
-    """Asks all parameter servers; returns the names of those that are lost.
+    """Calls every parameter server, and returns those that are lost.
 
-    A parameter server is lost if it does not answer, or was restarted. The
-    answer of a task that hangs is waited for.
+    A parameter server is lost if the call fails, or if another process answers,
+    because the task was restarted. A task that hangs is not lost: the method
+    waits for its answer, without a time limit.
+
+    Returns:
+      The names of the tasks, such as "ps 0".
     """
     found = []
     for table, known in zip(self._tables, self._incarnations, strict=False):

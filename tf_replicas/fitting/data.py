@@ -52,9 +52,11 @@ class TrainingData:
 
   @property
   def spec(self) -> tuple:
-    """The shapes and dtypes of the examples, as nested `tf.TensorSpec`s.
+    """The shapes and dtypes of a part, as nested `tf.TypeSpec`s.
 
-    The structure is (x,), (x, y) or (x, y, sample_weight).
+    Axis 0 of each tensor has the examples of the part. Its size is None unless
+    all parts are equally large. The structure is (x,), (x, y) or (x, y,
+    sample_weight).
     """
     return cast(tuple, self.part_fn(1, 0, 0, 1).element_spec)[0]
 

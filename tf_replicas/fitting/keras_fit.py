@@ -446,12 +446,18 @@ class _Task:
     )
 
   def _dataset(self, num_shards, index, start) -> tf.data.Dataset:
-    """Returns the data of one replica, from the current update on.
+    """Makes the endless data set of one replica, from the current update on.
+
+    The current update is the driver's global step; 0 while there is no driver.
 
     Args:
       num_shards: The number of replicas.
       index: The index of the replica.
       start: The number of examples drawn so far; not used.
+
+    Returns:
+      The parts of global batches that this replica trains on, each (data,) or
+      (data, weights); see `TrainingData.part_fn`.
     """
     # A number of examples does not tell the update: an epoch may end with a
     # smaller batch.
@@ -464,7 +470,15 @@ class _Task:
     return self.data.part_fn(num_shards, index, step, count)
 
   def new_rule(self):
-    """Makes the update rule around a copy of the model's optimizer."""
+    """Makes the update rule around a copy of the model's optimizer.
+
+    Returns:
+      The rule, not yet built.
+
+    Raises:
+      ValueError: If the model's `train_step` applies gradients several times,
+        and the rule is not synchronous.
+    """
     assert self.model is not None
     make = update_options.rule_fn(self.rule, self.num_replicas)
     count = len(compiled_model.phases(self.model))

@@ -97,9 +97,17 @@ class Progress(keras.callbacks.ProgbarLogger):
     return logs
 
   def _left(self, done: int) -> str:
-    """Returns the time left as text, after `done` batches of the training.
+    """Estimates the time left to the end of the last epoch.
 
-    The text is empty if the time is not known yet.
+    The estimate assumes that the remaining batches take as long, on average, as
+    those since the first batch of this process.
+
+    Args:
+      done: The number of batches done, in all epochs together.
+
+    Returns:
+      A text such as " - 0:01:30 left"; "" before the second batch, or if the
+      number of batches in an epoch is not known.
     """
     if self._first is None or self.target is None:
       return ""

@@ -383,9 +383,19 @@ def _culprit(
 
 
 def _reduce(value: object) -> object:
-  """Pickles a `tf.data.Dataset` as its graph, for cloudpickle.
+  """Tells cloudpickle how to pickle a `tf.data.Dataset`: as its graph.
 
-  For any other value, returns `NotImplemented`.
+  Args:
+    value: The object to pickle.
+
+  Returns:
+    For a data set, (function, arguments): calling the function with the
+    arguments makes the data set again. For any other value, `NotImplemented`;
+    cloudpickle then pickles the value in its own way.
+
+  Raises:
+    TypeError: If the data set calls Python code, or uses a lookup table or a
+      variable.
   """
   if isinstance(value, tf.data.Dataset):
     graph = datasets.to_bytes(value)

@@ -72,7 +72,17 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationOptions:
-  """Holds the command-line settings of a program that evaluates checkpoints."""
+  """Holds the command-line settings of a program that evaluates checkpoints.
+
+  Attributes:
+    eval_dir: The directory of TensorBoard files. None: a directory within the
+      one that holds the checkpoints.
+    run_once: Whether to evaluate the newest checkpoint only, and then end.
+      Otherwise, the program evaluates checkpoints as training saves them.
+    interval_secs: Seconds between two evaluations.
+    timeout_secs: Seconds without a new checkpoint after which the program ends.
+      None: it never ends.
+  """
 
   eval_dir: str | None = _flag(
     None, "Directory of TensorBoard files; default: within --train_dir"

@@ -499,7 +499,7 @@ def updates_at_one_rate(
   batch: int,
   limit: int,
 ) -> int:
-  """Counts the next updates that have the same learning rate.
+  """Counts the updates from the next one on that have the same learning rate.
 
   Args:
     learning_rate_fn: Maps the number of examples seen to a learning rate; None

@@ -416,14 +416,20 @@ def phases(settings: UpdateSettings) -> list[UpdateSettings]:
 
 
 def expected_staleness(settings: UpdateSettings, num_replicas: int) -> float:
-  """Estimates how many updates old a gradient is, with equally fast replicas.
+  """Estimates the staleness of gradients, with equally fast replicas.
 
-  The age is the number of updates between the read of the variables that a
-  gradient is computed from and the update that applies the gradient. If M
-  replicas do not wait for each other, the age is M - 1 (Lian et al. 2015).
-  With n-softsync it is at most n (Zhang et al. 2015, section 3). A replica that
-  reads the variables only every K steps adds M * (K - 1) / 2 on average.
-  Bounded staleness changes nothing if replicas are equally fast.
+  The staleness of a gradient is the number of updates between the read of the
+  variables that it is computed from and the update that applies it. M replicas
+  that do not wait for each other have a staleness of M - 1 (Lian et al. 2015).
+  Options of asynchronous updates change this number:
+
+  * n-softsync, where an update applies the mean of M / n gradients: it is at
+    most n (Zhang et al. 2015, section 3).
+  * A replica reads the variables only every K steps (`refresh_every`): it grows
+    by M * (K - 1) / 2 on average.
+  * Gradients staler than `max_staleness` are dropped: it is at most that.
+  * Bounded staleness, where fast replicas wait for slow ones: no change, as the
+    replicas are equally fast.
 
   Args:
     settings: The update rule. If training switches rules, the first one counts.

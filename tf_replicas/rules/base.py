@@ -228,8 +228,8 @@ class UpdateRule(abc.ABC):
       replica: The index of this replica, in [0, total_num_replicas).
 
     Returns:
-      The state, a list of tensors such as the parameters; and a `StepToken`
-      with the global step at which they were read.
+      A `ReplicaStep` with the state, a list of tensors such as the parameters,
+      and a `StepToken` with the global step at which they were read.
     """
 
   @abc.abstractmethod
@@ -254,6 +254,10 @@ class UpdateRule(abc.ABC):
       token: The `StepToken` that `begin` or the last `contribute` returned.
       records_times: Whether to record when the gradients were computed. The
         gradients are then sent only after the clock was read.
+
+    Returns:
+      A `ReplicaStep` with the rule's reply to the gradients, and the state for
+      the next step.
 
     Raises:
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
@@ -480,7 +484,16 @@ class GradientRule(UpdateRule):
   def begin(self, replica: int | tf.Tensor) -> ReplicaStep:
     """Reads the parameters with which a replica starts.
 
-    Implements `UpdateRule.begin`, which documents the argument and the result.
+    To be used inside a `tf.function`. Implements `UpdateRule.begin`.
+
+    Args:
+      replica: The index of this replica, in [0, total_num_replicas).
+
+    Returns:
+      A `ReplicaStep` with the parameters, one tensor per element of
+      `store.contributed` (the trainable variables, then the variables without
+      gradients), and a `StepToken` with the global step at which they were
+      read.
     """
     step, parameters = self.pull_contributed(replica)
     return ReplicaStep(step_token.first(step), parameters, step_token.never())
@@ -497,8 +510,25 @@ class GradientRule(UpdateRule):
   ) -> ReplicaStep:
     """Computes and hands over the gradients of a batch, then reads parameters.
 
-    Implements `UpdateRule.contribute`, which documents the arguments and the
-    result.
+    Waits for the rule's reply before it reads. To be used inside a
+    `tf.function`. Implements `UpdateRule.contribute`.
+
+    Args:
+      compute: Computes the gradients of the next batch.
+      replica: The index of this replica, in [0, total_num_replicas).
+      state: The state that `begin` or the last `contribute` returned.
+      token: The `StepToken` that `begin` or the last `contribute` returned.
+      records_times: Whether to record when the gradients were computed. The
+        gradients are then sent only after the clock was read.
+
+    Returns:
+      A `ReplicaStep` with the rule's reply to the gradients, and the parameters
+      for the next step. The global step of the reply is the step at which these
+      were read, or `step_token.ENDED` (-1) if training has ended.
+
+    Raises:
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
+        training has ended.
     """
     token, computed = self.contribute_batch(
       compute, replica, state, token, records_times

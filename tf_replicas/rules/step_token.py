@@ -76,6 +76,9 @@ LAYOUT = records.Layout(StepToken, tf.int64, times=_NUM_TIMES)
 def first(step: tf.Tensor) -> StepToken:
   """Returns the token with which a replica begins its first step.
 
+  The replica has contributed nothing yet. So the token has only a global step:
+  `admitted` is 0, the tag is `NO_TAG`, and all times are `NEVER`.
+
   Args:
     step: int64 scalar, the global step at which the replica read the variables.
   """
@@ -89,7 +92,10 @@ def never() -> tf.Tensor:
 
 
 def now(*after: tf.Tensor) -> tf.Tensor:
-  """Reads the clock once the tensors `after` are computed.
+  """Reads the clock of the current device once some tensors are computed.
+
+  Args:
+    *after: The tensors to wait for.
 
   Returns:
     Seconds since 1970, a float64 scalar.
@@ -102,11 +108,11 @@ def clocked(values: T) -> tuple[tf.Tensor, T]:
   """Reads the clock once all tensors of a structure are computed.
 
   Args:
-    values: The structure; its leaves may be None.
+    values: The structure; its leaves are tensors or None.
 
   Returns:
-    The time, as `now` returns it, and copies of the tensors. Ops that use the
-    copies run after the clock was read.
+    The time, in seconds since 1970, a float64 scalar; and a copy of the
+    structure. Ops that use the copied tensors run after the clock was read.
   """
   there = [value for value in tf.nest.flatten(values) if value is not None]
   time = now(*there)

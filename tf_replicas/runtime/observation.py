@@ -24,7 +24,7 @@ class TaskReader:
   def __init__(
     self, job: str, index: int, address: str, *, timeout_secs: float
   ):
-    """Does not connect yet; each method connects if needed.
+    """Stores which task to read. Each method connects to it if needed.
 
     Args:
       job: The job of the task, such as "ps".

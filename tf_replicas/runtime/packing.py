@@ -33,12 +33,15 @@ class Item(NamedTuple):
 def groups(items: Sequence[Item]) -> list[list[int]]:
   """Decides which tensors are packed together for a transfer.
 
+  Tensors of at most `SMALL_BYTES` (64 KiB) form one group per dtype. A larger
+  tensor is a group by itself.
+
   Args:
     items: The tensors.
 
   Returns:
-    Lists of positions in `items`, one list per group. Every position is in one
-    list. A tensor of more than `SMALL_BYTES` is a group by itself.
+    One list per group, with the positions of its tensors in `items`. Every
+    position is in one list.
   """
   together: dict[tf.DType, list[int]] = {}
   alone = []
@@ -87,7 +90,10 @@ def unpack(packed: tf.Tensor, items: Sequence[Item]) -> list[tf.Tensor]:
 
 
 class Bundle(NamedTuple):
-  """A list of tensors as it is sent; see `bundle`.
+  """A list of tensors, packed to be sent to another device.
+
+  `bundle` makes it. If the first dimension of some tensor is known only at run
+  time, such tensors and small ones travel together, as one vector of bytes.
 
   Attributes:
     packed: The tensors to send; if any travel together, their bytes come first.
@@ -181,10 +187,11 @@ def _from_bytes(part: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
 
 
 class Parcel:
-  """Transfers a list of tensors from one device to another.
+  """Packs a list of tensors for a transfer to another device, and unpacks it.
 
-  `pack`, on the sender's device, casts the tensors and concatenates small ones.
-  `unpack`, on the receiver's device, splits them and casts them back.
+  `pack`, called on the sender's device, casts the tensors and concatenates
+  small ones. `unpack`, called on the receiver's device, splits them and casts
+  them back. The list always has the same shapes and dtypes.
 
   Attributes:
     items: The shape of each tensor, and its dtype during the transfer.

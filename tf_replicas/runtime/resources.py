@@ -532,9 +532,10 @@ class Queue:
       return tf.raw_ops.QueueSizeV2(handle=self._handle)
 
   def close(self) -> None:
-    """Closes the queue, so that dequeues fail in all processes that wait.
+    """Closes the queue for all processes.
 
-    A dequeue fails if the queue is closed and empty.
+    From now on, `enqueue` fails. `dequeue` takes the elements that are left,
+    and then fails, also where it waits already.
     """
     with tf.device(self.device):
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)

@@ -80,10 +80,13 @@ class Home:
     self._made: list[Rows] = []
 
   def add(self, rows: "Rows") -> None:
-    """Records a table of this home.
+    """Records a table, so that `move` finds it and no other table has its path.
+
+    Args:
+      rows: The description of the table. It has the table's path.
 
     Raises:
-      ValueError: If the home has a table of this path.
+      ValueError: If the home already has a table of this path.
     """
     if rows.path in self.paths:
       raise ValueError(
@@ -281,19 +284,24 @@ class Rows:
     partition: str,
     home: Home,
   ):
-    """Stores the description of a table, and creates nothing yet.
+    """Stores the description of a table, and records the table in its home.
+
+    Creates no variables: `parts` makes them at its first use.
 
     Args:
-      path: The path of the table.
+      path: The path of the table, which identifies it.
       shape: (rows, columns).
-      dtype: The dtype of the rows.
-      initializer: An initializer of Keras for the rows.
+      dtype: The dtype of the rows, a floating dtype.
+      initializer: A Keras initializer for the first values of the rows. Each PS
+        task draws its own rows only. So it must be zeros, ones, a constant, or
+        a random distribution (uniform, normal, truncated normal or variance
+        scaling) with an integer seed or none.
       partition: How rows are divided among the PS tasks: `modulo` or `range`.
-      home: The PS tasks that hold the table.
+      home: Says which PS tasks hold the table.
 
     Raises:
-      ValueError: If the home has a table of this path, the initializer cannot
-        be evaluated row by row, or the dtype is not floating.
+      ValueError: If the home already has a table of this path, the initializer
+        is another one, or the dtype is not floating.
     """
     self.path = path
     self.shape = shape

@@ -393,10 +393,12 @@ class AsyncAdmission:
 
   @functools.cached_property
   def _listen(self) -> Callable[[], tf.Tensor]:
-    """Function that waits for messages to the chief, and takes all of them.
+    """A function that waits for at least one message to the chief.
 
-    The function waits for at least one message. It returns packed `_Progress`
-    rows, one per message.
+    It takes all messages that are there. It returns them as float64 [n, fields]
+    on this process: row i has the fields of message i, a `_Progress` (the
+    report of an update, of a value that is not finite, or a wake-up). It raises
+    `tf.errors.OutOfRangeError` after `close`.
     """
 
     def dequeue(rows):
@@ -418,7 +420,16 @@ class AsyncAdmission:
   def _admit(self, replica, local_step, is_sound) -> Admission:
     """Decides whether one replica's gradients are applied; called under a lock.
 
-    `admit` documents the arguments and the result.
+    Unlike `admit`, it does not wait: `must_wait` of the result may be True.
+
+    Args:
+      replica: Scalar, the index of the replica that asks.
+      local_step: int64 scalar, the global step of the variables that the
+        replica used.
+      is_sound: bool scalar, whether the gradients and the loss are finite.
+
+    Returns:
+      The decision, with the staleness of the gradients.
     """
     # A restarted replica may still be marked as applying: leave it out here. In
     # the decisions on other replicas it counts.
@@ -462,7 +473,14 @@ class AsyncAdmission:
   ) -> list[tf.Tensor]:
     """Counts one set of gradients that was applied, and tells the chief.
 
-    Called under a lock. `finish` documents the arguments.
+    Called under a lock.
+
+    Args:
+      replica: Scalar, the index of the replica that computed the gradients.
+      staleness: int64 scalar, the staleness of the gradients in updates.
+      loss: Scalar, the mean loss of the replica's batch.
+      num_examples: Scalar, the number of examples in the batch.
+      is_update: bool scalar, whether this set completed an update.
 
     Returns:
       A list of one int64 scalar, the global step afterwards.

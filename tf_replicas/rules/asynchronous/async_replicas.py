@@ -164,7 +164,22 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   ) -> None:
     """Creates the rule's shared objects on the PS tasks, or attaches to them.
 
-    Implements `UpdateRule.build`, which documents the arguments.
+    The objects are variables, queues and locks. If another process has created
+    objects of these names, this process uses the same ones. They have no values
+    before `create`. Implements `UpdateRule.build`.
+
+    Args:
+      store: Holds the variables, which need no values yet.
+      is_sparse: For each element of `store.contributed` (the trainable
+        variables, then the variables without gradients), whether its gradients
+        are `tf.IndexedSlices`. None: all are dense.
+      namespace: The scope of the names of the rule's own shared objects. None:
+        the namespace of `store`.
+
+    Raises:
+      ValueError: If gradients are sparse, and a policy compensates stale
+        gradients or `gradients_per_update` is not 1; or if the model has tables
+        (matrices whose rows live on the PS tasks) and `snapshot_reads` is True.
     """
     if any(is_sparse or ()):
       self._check_sparse()
@@ -205,7 +220,13 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
     """Assigns all first values, or takes over an earlier chief's training.
 
-    Implements `UpdateRule.create`, which documents the arguments.
+    Only the chief calls it, after `build`. Implements `UpdateRule.create`.
+
+    Args:
+      values: The initial value of each variable, in the order of the parameter
+        store.
+      resumed: Whether an earlier chief has initialized the parameter store. The
+        values in the store are then kept.
     """
     if not resumed:
       self.admission.initialize()
@@ -276,8 +297,13 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     """Reads the variables for a replica; to be used inside a `tf.function`.
 
     If the policy compensates stale gradients, the PS tasks keep a copy of the
-    values that the replica read. Implements `GradientRule.pull`, which
-    documents the argument and the result.
+    values that the replica read. Implements `GradientRule.pull`.
+
+    Args:
+      replica: The index of the replica that reads, in [0, total_num_replicas).
+
+    Returns:
+      The int64 global step, and one tensor per variable of the parameter store.
     """
     return self._own_update.pull(replica)
 
@@ -285,9 +311,17 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
     """Reads the parameters with which a replica starts.
 
-    Implements `UpdateRule.begin`, which documents the argument and the result.
-    With `refresh_every` > 1, the last tensor of the state counts the steps
-    since the last read.
+    To be used inside a `tf.function`. Implements `UpdateRule.begin`.
+
+    Args:
+      replica: The index of this replica, in [0, total_num_replicas).
+
+    Returns:
+      A `ReplicaStep` with the state, and a `StepToken` with the global step at
+      which the parameters were read. The state is one tensor per element of
+      `store.contributed` (the trainable variables, then the variables without
+      gradients). With `refresh_every` > 1, an int64 scalar follows: the number
+      of steps since the last read.
     """
     begun = super().begin(replica)
     if self.refresh_every > 1:
@@ -307,8 +341,25 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     """Makes one step of a replica: computes gradients and has them applied.
 
     The step ends with a read of the variables only if `refresh_every` gradients
-    were computed since the last read, or the gradients were refused. Implements
-    `UpdateRule.contribute`, which documents the arguments and the result.
+    were computed since the last read, or the gradients were refused. To be used
+    inside a `tf.function`. Implements `UpdateRule.contribute`.
+
+    Args:
+      compute: Computes the gradients of the next batch.
+      replica: The index of this replica, in [0, total_num_replicas).
+      state: The state that `begin` or the last `contribute` returned.
+      token: The `StepToken` that `begin` or the last `contribute` returned.
+      records_times: Whether to record when the gradients were computed. The
+        gradients are then sent only after the clock was read.
+
+    Returns:
+      A `ReplicaStep` with the token, and the state for the next step. The
+      global step of the token is the step at which the variables were last
+      read, or `step_token.ENDED` (-1) if training has ended.
+
+    Raises:
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
+        training has ended.
     """
     if self.refresh_every == 1:
       return super().contribute(
@@ -345,8 +396,31 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   ) -> step_token.StepToken:
     """Applies one replica's gradients to the variables, if they are admitted.
 
-    Waits where a policy demands it. Implements `GradientRule.apply_gradients`,
-    which documents the arguments.
+    Waits where a policy demands it. To be used inside a `tf.function`.
+    Implements `GradientRule.apply_gradients`.
+
+    Args:
+      grads_and_vars: (gradient, variable) pairs. A gradient has the variable's
+        shape and is a dense tensor, `tf.IndexedSlices` or None. A variable may
+        be given by its path. For a statistic (a variable without gradients),
+        the old value minus the new value takes the gradient's place.
+      replica: The index of this replica, in [0, total_num_replicas).
+      local_step: int64 scalar, the global step of the variables from which the
+        gradients were computed.
+      loss: Scalar, the mean loss over the examples of the batch, for the
+        chief's reports.
+      num_examples: Scalar, the number of examples over which the gradients are
+        the mean.
+      preadmitted_tag: Not used, as no gradients are admitted in advance.
+
+    Returns:
+      A token that says whether the gradients were used, and from which global
+      step to continue.
+
+    Raises:
+      ValueError: If a variable is not in the store.
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
+        training has ended.
     """
     del preadmitted_tag
     self.check_built()
@@ -450,8 +524,19 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
     """Waits for an update, and reports all updates since the last call as one.
 
-    The replicas make the updates. Implements `UpdateRule.apply_updates`, which
-    documents the errors.
+    The replicas make the updates. Only the chief calls this method. Implements
+    `UpdateRule.apply_updates`.
+
+    Args:
+      max_updates: Not used.
+
+    Returns:
+      A list of one report.
+
+    Raises:
+      NonFiniteGradientError: If a replica computed a value that is not finite.
+      Interrupted: If `interrupt` was called.
+      tf.errors.OutOfRangeError: After `close`.
     """
     del max_updates
     self.check_built()

@@ -63,9 +63,9 @@ class LocalOptimizer:
 
   @property
   def learning_rate(self) -> float:
-    """Learning rate of the Keras optimizer in this process.
+    """The learning rate that is stored in the Keras optimizer; can be set.
 
-    `apply` does not use it, but takes the rate as an argument.
+    It has no effect on `apply`, which takes the rate to use as an argument.
     """
     return float(self.optimizer.learning_rate)
 
@@ -260,9 +260,10 @@ class LocalSteps:
 
   @property
   def learning_rate(self) -> float:
-    """Learning rate that was set in this process.
+    """The learning rate that is stored in this process.
 
-    Replicas use the rate that the chief wrote to PS task 0 by `refresh`.
+    Only that of the chief is used: `refresh` writes it to PS task 0, where the
+    replicas read it.
     """
     return self._optimizer.learning_rate
 

@@ -120,8 +120,9 @@ class Contributions:
   ):
     """Creates the queues and the ledger on the PS tasks, or attaches to them.
 
-    The ledger is a set of variables that record the state of the step. A
-    contribution is one replica's gradients for one update.
+    The ledger is a set of variables that record the state of the step. If
+    another process has created objects of these names, this process uses the
+    same ones.
 
     Args:
       store: Holds the variables that the gradients belong to.
