@@ -156,6 +156,7 @@ def time_ledger(
   from tf_replicas.rules import protocol
   from tf_replicas.rules.sync import contributions
   from tf_replicas.rules.sync import ledger
+  from tf_replicas.rules.sync import quorum
   from tf_replicas.runtime import resources
   from tf_replicas.store import parameter_store
   from tf_replicas.store import placement
@@ -174,7 +175,7 @@ def time_ledger(
   side = contributions.Contributions(
     store,
     num_replicas=num_replicas,
-    replicas_to_aggregate=num_places,
+    quorum=quorum.Quorum(num_places, num_places),
     is_sparse=[False],
   )
   side.initialize()

@@ -166,3 +166,42 @@ def test_a_setting_is_refused_by_rules_that_ignore_it(field):
     settings = update_options.UpdateSettings((name,), **settings)
     with pytest.raises(cluster.ClusterError, match=f"`--{field.name}` is for "):
       update_options.check(settings, 4)
+
+
+@pytest.mark.parametrize(
+  "value, expected",
+  [("3", 3), (3, 3), ("all", 4), ("all-1", 3), ("90%", 4), ("50%", 2)],
+)
+def test_a_number_or_a_share_of_the_replicas(value, expected):
+  settings = update_options.UpdateSettings(replicas_to_aggregate=value)
+  update_options.check(settings, 4)
+  assert update_options.replicas_to_aggregate(settings, 4) == expected
+
+
+@pytest.mark.parametrize(
+  "value, words",
+  [
+    (0, "must be a number of at least 1, `all`, `all-K` or `P%`. Received: 0."),
+    (
+      "most",
+      "must be a number of at least 1, `all`, `all-K` or `P%`. Received",
+    ),
+    ("all-4", "must leave 1 to 4 of 4 replicas. Received: 'all-4'."),
+    ("101%", "must leave 1 to 4 of 4 replicas. Received: '101%'."),
+  ],
+)
+def test_refuses_numbers_and_shares(value, words):
+  settings = update_options.UpdateSettings(replicas_to_aggregate=value)
+  message = re.escape(f"`--replicas_to_aggregate` {words}")
+  with pytest.raises(cluster.ClusterError, match=message):
+    update_options.check(settings, 4)
+
+
+@pytest.mark.parametrize("least", [None, 4])
+def test_a_rate_that_follows_needs_smaller_updates(least):
+  settings = update_options.UpdateSettings(
+    scale_rate=True, min_contributions=least
+  )
+  words = "`--scale_rate` needs `--min_contributions` below"
+  with pytest.raises(cluster.ClusterError, match=words):
+    update_options.check(settings, 4)

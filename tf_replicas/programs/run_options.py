@@ -581,18 +581,18 @@ def _check_all_take_part(options: Options, where: str) -> None:
       f"{where}`--timeline` needs variables on parameter servers. Received:"
       f" variables on {options.spec.variables.on}."
     )
-  given, number = options.update.replicas_to_aggregate, len(options.replicas)
+  number = len(options.replicas)
   if update_options.needs_parameter_servers(options.update):
     raise cluster.ClusterError(
       f"{where}`--update`, `--wire_dtype` and their settings need variables on"
       " parameter servers. Received: variables on"
       f" {options.spec.variables.on}."
     )
-  if given not in (None, number):
+  if options.replicas_to_aggregate != number:
     raise cluster.ClusterError(
       f"{where}`--replicas_to_aggregate` needs variables on parameter servers;"
       f" without them, every update uses every replica, {number} in all."
-      f" Received: {given}."
+      f" Received: {options.update.replicas_to_aggregate}."
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tf_replicas import cluster
 from tf_replicas.programs import fields
+from tf_replicas.rules.sync import quorum
 
 if TYPE_CHECKING:
   from tf_replicas.rules import base as rule_base
@@ -61,13 +62,15 @@ class Rule(NamedTuple):
 def _sync(settings: UpdateSettings, num_replicas: int, optimizer, **common):
   from tf_replicas.rules.sync import sync_replicas
 
+  wanted = settings.replicas_to_aggregate
   return sync_replicas.SyncReplicasOptimizer(
     optimizer,
-    replicas_to_aggregate(settings, num_replicas),
+    num_replicas if wanted is None else wanted,
     num_replicas,
     wire_dtype=settings.wire_dtype,
     step_timeout_secs=settings.step_timeout_secs,
     min_contributions=settings.min_contributions,
+    scale_rate=settings.scale_rate,
     **_of_gradients(settings, common),
   )
 
@@ -220,10 +223,10 @@ class UpdateSettings:
     " combined by commas",
     flag="update",
   )
-  replicas_to_aggregate: int | None = _setting(
+  replicas_to_aggregate: str | int | None = _setting(
     None,
-    "Gradients averaged in one update; default: one of every replica",
-    fields.COUNT,
+    "Gradients averaged in one update: a number, `all`, `all-K` (all replicas"
+    " but K) or `P%` of the replicas; default: one of every replica",
     of=_SYNCHRONIZING,
   )
   step_timeout_secs: float | None = _setting(
@@ -238,6 +241,12 @@ class UpdateSettings:
     "Smallest number of gradients in an update; updates then do not wait for"
     " replicas that are lost or have not come yet; default: all gradients",
     fields.COUNT,
+    of=(SYNC,),
+  )
+  scale_rate: bool = _setting(
+    False,
+    "Multiply the learning rate by (number of gradients /"
+    " --replicas_to_aggregate) in updates that have fewer",
     of=(SYNC,),
   )
   use_locking: bool = _setting(
@@ -336,6 +345,11 @@ class UpdateSettings:
     group=GRADIENTS,
   )
 
+  def __post_init__(self) -> None:
+    number = self.replicas_to_aggregate
+    if isinstance(number, str) and number.isdecimal():  # Of a flag.
+      object.__setattr__(self, "replicas_to_aggregate", int(number))
+
   def __str__(self) -> str:
     rules = [self.rules, self.then_update]
     return ", then ".join(",".join(names) for names in rules if names)
@@ -381,10 +395,21 @@ def replicas_to_aggregate(settings: UpdateSettings, num_replicas: int) -> int:
 
   Returns:
     The number of contributions.
+
+  Raises:
+    cluster.ClusterError: If `replicas_to_aggregate` is no valid number or share
+      of `num_replicas`.
   """
   if not settings.waits_for_several:
     return num_replicas // (settings.softsync_n or num_replicas)
-  return settings.replicas_to_aggregate or num_replicas
+  value = settings.replicas_to_aggregate
+  if value is None:
+    return num_replicas
+  try:
+    return quorum.parse(value, num_replicas).most
+  except ValueError as error:
+    message = f"`--replicas_to_aggregate` {error}"
+    raise cluster.ClusterError(message) from None
 
 
 def needs_parameter_servers(settings: UpdateSettings) -> bool:
@@ -467,19 +492,23 @@ def check(settings: UpdateSettings, num_replicas: int) -> None:
   _check_switch(settings, num_replicas)
   for field in dataclasses.fields(settings):
     _check_used(settings, field)
-  number = settings.replicas_to_aggregate or 0
+  most = replicas_to_aggregate(settings, num_replicas)
   # Otherwise a replica brings several gradients of the same variables.
-  if number > num_replicas and settings.all_rules != (SYNC,):
+  if most > num_replicas and settings.all_rules != (SYNC,):
     raise cluster.ClusterError(
       "`--replicas_to_aggregate` must be at most the number of replicas,"
-      f" {num_replicas}, for --update={settings}. Received: {number}."
+      f" {num_replicas}, for --update={settings}. Received: {most}."
     )
   least = settings.min_contributions
-  most = number or num_replicas
   if least is not None and least > most:
     raise cluster.ClusterError(
       "`--min_contributions` must be at most the number of gradients in an"
       f" update, {most}. Received: {least}."
+    )
+  if settings.scale_rate and (least is None or least == most):
+    raise cluster.ClusterError(
+      "`--scale_rate` needs `--min_contributions` below the number of gradients"
+      f" in an update, {most}. Received: {least}."
     )
   if num_replicas % (settings.softsync_n or 1):
     raise cluster.ClusterError(
@@ -540,8 +569,8 @@ def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
     )
   if not settings.then_update:
     return
-  for name in ("step_timeout_secs", "min_contributions"):
-    if (value := getattr(settings, name)) is not None:
+  for name in ("step_timeout_secs", "min_contributions", "scale_rate"):
+    if value := getattr(settings, name):
       raise cluster.ClusterError(
         f"`--{name}` must not be given with `--then_update`. Received: {value}."
       )

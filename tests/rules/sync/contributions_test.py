@@ -20,6 +20,7 @@ from tf_replicas.rules.sync import chief_recovery
 from tf_replicas.rules.sync import contributions
 from tf_replicas.rules.sync import gradient_queues
 from tf_replicas.rules.sync import ledger
+from tf_replicas.rules.sync import quorum
 from tf_replicas.runtime import resources
 
 COMPUTING, WAITING, ADMITTED, DELIVERED, LOST, _ = map(int, protocol.Status)
@@ -41,7 +42,7 @@ def _attach(store, num_replicas, num_places):
   return contributions.Contributions(
     store,
     num_replicas=num_replicas,
-    replicas_to_aggregate=num_places,
+    quorum=quorum.Quorum(num_places, num_places),
     is_sparse=[False, False],
   )
 

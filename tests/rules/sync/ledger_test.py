@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tf_replicas.rules import protocol
 from tf_replicas.rules.sync import ledger
+from tf_replicas.rules.sync import quorum
 
 COMPUTING, WAITING, ADMITTED, DELIVERED, LOST, SKIPPED = protocol.Status
 NONE, ADMIT, RELEASE, CONTINUE, VOID = protocol.Verdict
@@ -20,13 +21,14 @@ MAX_LATE = protocol.MAX_LATE
 
 
 @functools.cache
-def _functions(can_skip):
+def _functions(needed):
   """Traced once per number of replicas and places: eager ops are slow."""
-  record = functools.partial(ledger.record, can_skip=can_skip)
-  finish = functools.partial(ledger.finish, can_skip=can_skip)
+  record = functools.partial(ledger.record, can_skip=needed.can_shrink)
+  settle = functools.partial(ledger.settle, quorum=needed)
+  finish = functools.partial(ledger.finish, can_skip=needed.can_shrink)
   return (
     tf.function(record, autograph=False),
-    tf.function(ledger.settle, autograph=False),
+    tf.function(settle, autograph=False),
     tf.function(finish, autograph=False),
   )
 
@@ -48,10 +50,11 @@ class Desk:
     replies: (replica, tag, verdict) of every reply, in order.
   """
 
-  def __init__(self, num_replicas, num_places, step=0, *, can_skip=False):
-    self.record, self.settle, self.end = _functions(can_skip)
+  def __init__(self, num_replicas, num_places, step=0, *, least=None):
+    self.quorum = quorum.parse(num_places, num_replicas, least)
+    self.record, self.settle, self.end = _functions(self.quorum)
     self.state = ledger.Ledger(
-      *map(tf.constant, ledger.new_ledger(num_replicas, num_places))
+      *map(tf.constant, ledger.new_ledger(num_replicas, self.quorum.most))
     )
     self.step = step
     self.replies = []
@@ -444,14 +447,15 @@ class DeadlineTest(parameterized.TestCase):
   """Steps that exceed their deadline."""
 
   def _is_complete(self, desk, least):
-    return bool(ledger.is_complete(desk.state, least))
+    needed = desk.quorum._replace(least=least)
+    return bool(ledger.is_complete(desk.state, needed))
 
   def _expire(self, desk, step=None):
     step = desk.step if step is None else step
     return desk.say(protocol.MessageType.EXPIRED, -1, step=step)
 
   def test_a_step_goes_on_with_what_has_arrived(self):
-    desk = Desk(3, 3, can_skip=True)
+    desk = Desk(3, 3, least=1)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10, examples=4, loss=1.0)
@@ -474,7 +478,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertEqual(desk.counts[1][:2], [0, 1])  # Refused: one surplus.
 
   def test_a_step_waits_for_a_replica_that_came_back(self):
-    desk = Desk(2, 2, can_skip=True)
+    desk = Desk(2, 2, least=1)
     desk.offer(0, 10)
     desk.offer(1, 10)
     desk.deliver(0, 10)
@@ -489,7 +493,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertEqual([row[ledger.MISSED] for row in desk.counts], [0, 1])
 
   def test_later_steps_need_the_minimum(self):
-    desk = Desk(3, 3, can_skip=True)
+    desk = Desk(3, 3, least=1)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10)
@@ -506,7 +510,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertTrue(self._is_complete(desk, 2))
 
   def test_the_deadline_of_an_earlier_step(self):
-    desk = Desk(2, 2, step=5, can_skip=True)
+    desk = Desk(2, 2, step=5, least=1)
     desk.offer(0, 10)
     desk.offer(1, 10)
     desk.deliver(0, 10)
@@ -515,7 +519,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertFalse(self._is_complete(desk, 1))
 
   def test_a_lost_replica_is_not_waited_for(self):
-    desk = Desk(3, 3, can_skip=True)
+    desk = Desk(3, 3, least=1)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10)
@@ -533,7 +537,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertFalse(self._is_complete(desk, 1))
 
   def test_a_backup_replica_takes_the_place(self):
-    desk = Desk(3, 2, can_skip=True)
+    desk = Desk(3, 2, least=1)
     for replica in range(3):
       desk.offer(replica, 10)
     desk.deliver(0, 10)
@@ -543,7 +547,7 @@ class DeadlineTest(parameterized.TestCase):
     self.assertTrue(self._is_complete(desk, 1))
 
   def test_others_contribute_more_batches(self):
-    desk = Desk(2, 3, can_skip=True)
+    desk = Desk(2, 3, least=1)
     desk.offer(0, 10)
     desk.offer(1, 10)
     desk.deliver(0, 10)
@@ -552,6 +556,97 @@ class DeadlineTest(parameterized.TestCase):
     self.assertFalse(self._is_complete(desk, 2))
     desk.deliver(0, 12)
     self.assertTrue(self._is_complete(desk, 2))
+
+
+class ShareTest(absltest.TestCase):
+  """Steps that need a share of the replicas that take part."""
+
+  def _step(self, desk, replicas):
+    """All of `replicas` offer and deliver; returns whose gradients counted."""
+    for replica in replicas:
+      desk.offer(replica, 100 * (desk.step + 1))
+    while not ledger.is_complete(desk.state, desk.quorum):
+      status = desk.status
+      self.assertIn(ADMITTED, status)  # Else the step would wait for ever.
+      replica = status.index(ADMITTED)
+      desk.deliver(replica, int(desk.state.tag[replica]))
+    owners = [replica for replica, _ in desk.accepted]
+    desk.finish()
+    return owners
+
+  def test_all_but_one(self):
+    desk = Desk(4, "all-1", least=1)
+    self.assertEqual(self._step(desk, [0, 1, 2, 3]), [0, 1, 2])
+    desk.lose(3, int(desk.state.tag[3]))
+    self.assertEqual(self._step(desk, [2, 1, 0]), [1, 2])
+    desk.lose(2, int(desk.state.tag[2]))
+    self.assertEqual(self._step(desk, [0, 1]), [0])
+    # They come back.
+    self.assertEqual(self._step(desk, [3, 2, 1]), [1, 2, 3])
+
+  def test_a_percentage_is_rounded_up(self):
+    desk = Desk(5, "60%", least=2)
+    self.assertEqual(self._step(desk, range(5)), [0, 1, 2])
+    desk.lose(4, int(desk.state.tag[4]))
+    self.assertEqual(self._step(desk, range(4)), [0, 1, 2])
+    desk.lose(3, int(desk.state.tag[3]))
+    self.assertEqual(self._step(desk, range(3)), [0, 1])
+    desk.lose(2, int(desk.state.tag[2]))
+    desk.lose(1, int(desk.state.tag[1]))
+    desk.offer(0, 900)
+    desk.deliver(0, 900)
+    self.assertFalse(ledger.is_complete(desk.state, desk.quorum))
+
+  def test_an_admitted_contribution_is_waited_for(self):
+    desk = Desk(4, "all-1", least=1)
+    for replica in range(4):
+      desk.offer(replica, 10)
+    desk.deliver(0, 10)
+    desk.deliver(1, 10)
+    # Two of three replicas would do now, but that of replica 2 is on its way.
+    desk.lose(3, 10)
+    self.assertEqual(desk.status[2:], [ADMITTED, WAITING])
+    desk = Desk(4, "all-1", least=1)
+    for replica in range(3):
+      desk.offer(replica, 10)
+    desk.lose(3, -1)
+    desk.deliver(0, 10)
+    desk.deliver(1, 10)
+    self.assertFalse(ledger.is_complete(desk.state, desk.quorum))
+    desk.deliver(2, 10)
+    self.assertTrue(ledger.is_complete(desk.state, desk.quorum))
+
+  @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+  @hypothesis.given(
+    st.sampled_from([(4, "all-1"), (5, "60%"), (3, "all"), (4, "50%")]),
+    st.lists(
+      st.tuples(st.sampled_from("oooddddl"), st.integers(0, 4)), max_size=40
+    ),
+  )
+  def test_every_step_is_of_distinct_fresh_contributions(self, shape, actions):
+    num_replicas, share = shape
+    desk = Desk(num_replicas, share, least=1)
+    offered = {}
+    for number, (action, replica) in enumerate(actions):
+      replica %= num_replicas
+      tag = int(desk.state.tag[replica])
+      if action == "o":
+        offered[replica, 1000 * (number + 1)] = desk.step
+        desk.offer(replica, 1000 * (number + 1))
+      elif action == "d":
+        desk.deliver(replica, tag)
+      else:
+        desk.lose(replica, tag)
+      for owner, accepted in desk.accepted:
+        if accepted % 1000 == 0:  # Not one that was admitted by CONTINUE.
+          self.assertEqual(offered[owner, accepted], desk.step)
+      if ledger.is_complete(desk.state, desk.quorum):
+        owners = [owner for owner, _ in desk.accepted]
+        self.assertLen(set(owners), len(owners))
+        here = num_replicas - desk.status.count(SKIPPED)
+        self.assertGreaterEqual(len(owners), max(desk.quorum.of(here), 1))
+        desk.finish()
+        self.assertEqual(desk.accepted, [])
 
 
 @dataclasses.dataclass

@@ -210,6 +210,18 @@ class DeadlineTest(stores.TestCase):
     )
     self.assertEqual(training.optimizer.counts()[1].applied, 2)
 
+  def test_the_learning_rate_follows_if_asked(self):
+    training, gate = self._train(min_contributions=2, scale_rate=True)
+    training.steps(1)
+    before = training.values()["w"]
+    late = background.Call(lambda: training.steps(1)[0])
+    self._expire(training, 2)
+    late.result()
+    # Two of three contributions, and so two thirds of the rate.
+    change = training.values()["w"] - before
+    gate.set()
+    np.testing.assert_allclose(change, [-2.0 * 2 / 3] * 2, rtol=1e-6)
+
   def test_one_is_not_enough_if_two_are_needed(self):
     for settings in ({}, {"min_contributions": 3}):
       optimizer = sync_replicas.SyncReplicasOptimizer(
@@ -222,6 +234,7 @@ class DeadlineTest(stores.TestCase):
       ({"min_contributions": 4, "step_timeout_secs": 1}, "must be at most"),
       ({"min_contributions": 0, "step_timeout_secs": 1}, "at least 1"),
       ({"step_timeout_secs": 0}, "must be positive"),
+      ({"scale_rate": True}, "`scale_rate` needs `min_contributions` below"),
     ):
       with self.assertRaisesRegex(ValueError, words):
         sync_replicas.SyncReplicasOptimizer(SGD(1.0), 3, **settings)

@@ -56,6 +56,7 @@ from tf_replicas.rules import reply_queues as replies_lib
 from tf_replicas.rules import step_token
 from tf_replicas.rules.sync import gradient_queues
 from tf_replicas.rules.sync import ledger as ledger_lib
+from tf_replicas.rules.sync import quorum as quorum_lib
 from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import records
 from tf_replicas.runtime import resources
@@ -102,9 +103,7 @@ class Contributions:
 
   Attributes:
     num_replicas: R, the number of replicas that offer contributions.
-    replicas_to_aggregate: N, the number of contributions in a step.
-    min_contributions: The smallest number of contributions in a step from
-      which some replicas are missing.
+    quorum: How many contributions a step needs, of how many replicas.
   """
 
   def __init__(
@@ -112,9 +111,8 @@ class Contributions:
     store: parameter_store.ParameterStore,
     *,
     num_replicas: int,
-    replicas_to_aggregate: int,
+    quorum: quorum_lib.Quorum,
     is_sparse: Sequence[bool],
-    min_contributions: int | None = None,
     has_chief_statistics: bool = False,
     namespace: resources.Namespace | None = None,
   ):
@@ -127,13 +125,10 @@ class Contributions:
     Args:
       store: Holds the variables that the gradients belong to.
       num_replicas: R, the number of replicas.
-      replicas_to_aggregate: N, the number of contributions in a step.
+      quorum: How many contributions a step needs, of how many replicas.
       is_sparse: For each element of `store.contributed` (the trainable
         variables, then the statistics, which have no gradients), whether its
         gradients are `tf.IndexedSlices`.
-      min_contributions: The smallest number of contributions in a step if
-        replicas are lost or exceed its deadline. None: N, so that no step has
-        fewer.
       has_chief_statistics: Whether statistics are updated from the accepted
         replica with the smallest index alone.
       namespace: The scope of the names of the queues and of the ledger. None:
@@ -141,12 +136,11 @@ class Contributions:
     """
     namespace = namespace or store.namespace
     self.num_replicas = num_replicas
-    self.replicas_to_aggregate = replicas_to_aggregate
-    self.min_contributions = min_contributions or replicas_to_aggregate
-    self._can_skip = self.min_contributions < replicas_to_aggregate
+    self.quorum = quorum
+    self._can_skip = quorum.can_shrink
     self._store = store
     self._device = store.device_of_task(0)
-    empty = ledger_lib.new_ledger(num_replicas, replicas_to_aggregate)
+    empty = ledger_lib.new_ledger(num_replicas, quorum.most)
     with tf.device(self._device):
       self._inbox = namespace.queue("inbox", [tf.int64, tf.float64, tf.bool])
       self._ledger = ledger_lib.Ledger._make(
@@ -182,7 +176,7 @@ class Contributions:
         the contributions of each replica by outcome, and the seconds for which
         steps waited for that replica alone.
     """
-    empty = ledger_lib.new_ledger(self.num_replicas, self.replicas_to_aggregate)
+    empty = ledger_lib.new_ledger(self.num_replicas, self.quorum.most)
     if keep_counts:
       old = self._snapshot()
       empty = empty._replace(counts=old.counts, held_up=old.held_up)
@@ -370,7 +364,7 @@ class Contributions:
       )
       with tf.control_dependencies([kind]):
         loss = self._ledger.loss.read_value()
-        count = self.replicas_to_aggregate
+        count = self.quorum.most
         if self._can_skip:
           taken = ledger_lib.places(self._ledger.accepted.read_value()).is_taken
           # A step that was interrupted may have none.
@@ -454,7 +448,7 @@ class Contributions:
     noted, replies = ledger_lib.record(
       before, message, step, can_skip=self._can_skip
     )
-    ledger, settled = ledger_lib.settle(noted)
+    ledger, settled = ledger_lib.settle(noted, self.quorum)
     self._write(ledger)
     is_used = tf.reduce_any(
       noted.accepted != before.accepted
@@ -481,7 +475,7 @@ class Contributions:
     return kind, message.replica
 
   def _is_complete(self, ledger: ledger_lib.Ledger) -> tf.Tensor:
-    return ledger_lib.is_complete(ledger, self.min_contributions)
+    return ledger_lib.is_complete(ledger, self.quorum)
 
   def _read(self) -> ledger_lib.Ledger:
     return ledger_lib.Ledger(*[v.read_value() for v in self._ledger])

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tf_replicas.rules import protocol
 from tf_replicas.rules import results
 from tf_replicas.rules import step_token
+from tf_replicas.rules.sync import quorum as quorum_lib
 
 
 class Column(enum.IntEnum):
@@ -360,27 +361,46 @@ def _accept(
   )
 
 
-def is_complete(ledger: Ledger, min_contributions: int) -> tf.Tensor:
-  """Returns, as a bool scalar, whether the step has its contributions.
+def num_needed(ledger: Ledger, quorum: quorum_lib.Quorum) -> int | tf.Tensor:
+  """Computes how many contributions the step needs.
 
   A contribution is one replica's gradients for one update. A step of N
-  contributions of R replicas needs N. If N is at most R, it needs no more than
-  there are replicas that are not skipped, but at least `min_contributions`.
+  contributions of R replicas needs N, or fewer if `quorum` allows it, N is at
+  most R, and some replicas are skipped: then the share of the other replicas
+  that `quorum` names.
 
   Args:
     ledger: The recorded state of the step.
-    min_contributions: The smallest number of contributions of an update, at
-      most N. If it is N, no replica is skipped.
+    quorum: How many contributions the step needs, of how many replicas.
+
+  Returns:
+    An int, or an int64 scalar.
   """
   num_places = int(ledger.accepted.shape[0] or 0)
   num_replicas = int(ledger.status.shape[0] or 0)
-  is_taken = places(ledger.accepted).is_taken
-  if min_contributions == num_places or num_places > num_replicas:
-    return tf.reduce_all(is_taken)
+  if not quorum.can_shrink or num_places > num_replicas:
+    return num_places
   status = tf.convert_to_tensor(ledger.status)
   here = _count(status != protocol.Status.SKIPPED)
-  needed = tf.clip_by_value(here, min_contributions, num_places)
-  return _count(is_taken) >= needed
+  return tf.clip_by_value(quorum.of(here), quorum.least, num_places)
+
+
+def is_complete(ledger: Ledger, quorum: quorum_lib.Quorum) -> tf.Tensor:
+  """Returns, as a bool scalar, whether the step has its contributions.
+
+  A contribution is one replica's gradients for one update. An admitted one that
+  has not arrived is waited for.
+
+  Args:
+    ledger: The recorded state of the step.
+    quorum: How many contributions the step needs, of how many replicas.
+  """
+  count = _count(places(ledger.accepted).is_taken)
+  is_enough = count >= num_needed(ledger, quorum)
+  if not quorum.can_shrink:
+    return is_enough
+  # The share may have shrunk after the admission.
+  return is_enough & ~tf.reduce_any(ledger.status == protocol.Status.ADMITTED)
 
 
 def is_waiting(ledger: Ledger) -> tf.Tensor:
@@ -397,7 +417,9 @@ def is_waiting(ledger: Ledger) -> tf.Tensor:
   )
 
 
-def settle(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
+def settle(
+  ledger: Ledger, quorum: quorum_lib.Quorum
+) -> tuple[Ledger, tf.Tensor]:
   """Gives the free places of the step to waiting replicas.
 
   A place takes one of the N contributions (sets of gradients) that a step
@@ -405,6 +427,7 @@ def settle(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
 
   Args:
     ledger: The recorded state of the step.
+    quorum: How many contributions the step needs, of how many replicas.
 
   Returns:
     The new ledger; and int64 [R], for each of the R replicas the
@@ -418,7 +441,7 @@ def settle(ledger: Ledger) -> tuple[Ledger, tf.Tensor]:
   waiting = ledger.status == protocol.Status.WAITING
   if num_places <= num_replicas:  # Each replica at most once.
     waiting &= _num_accepted(ledger) == 0
-  free = num_places - _count(places(ledger.accepted).is_taken)
+  free = num_needed(ledger, quorum) - _count(places(ledger.accepted).is_taken)
   free -= _count(ledger.status == protocol.Status.ADMITTED)
   admit = _first(waiting, free)
   again = tf.zeros_like(admit)

@@ -22,6 +22,7 @@ from tf_replicas.rules import step_token
 from tf_replicas.rules.sync import chief_recovery
 from tf_replicas.rules.sync import contributions
 from tf_replicas.rules.sync import ledger
+from tf_replicas.rules.sync import quorum as quorum_lib
 from tf_replicas.runtime import records
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
@@ -72,9 +73,12 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     section 2.2).
   * M < N: one replica contributes several batches to the same step.
 
+  N may also be given as a share of the M replicas: "all", "all-1" or "90%".
+
   With `min_contributions` < N, replicas may come and go. A lost replica, or one
   that has not come yet, is *skipped*: until it offers gradients, steps do not
-  wait for it, but for `min_contributions` at least. The mean is over those that
+  wait for it, but for `min_contributions` at least. If N is a share, it is then
+  a share of the replicas that are not skipped. The mean is over those that
   came. With `step_timeout_secs` too, replicas from which none came in this time
   are skipped, and their late contributions are refused. Such an update is not
   the one that N replicas would have made; `Counts.missed` counts them. If fewer
@@ -126,18 +130,21 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     step_timeout_secs: Seconds after which a step goes on from fewer than N
       contributions; None: it waits for all replicas that are not lost.
     min_contributions: The smallest number of contributions in a step.
+    quorum: The same numbers, and the share that N was given as.
+    scale_rate: Whether smaller updates have a smaller learning rate.
   """
 
   def __init__(
     self,
     optimizer: rule_base.Optimizer,
-    replicas_to_aggregate: int,
+    replicas_to_aggregate: int | str,
     total_num_replicas: int | None = None,
     *,
     variable_averages: moving_averages.MovingAverages | None = None,
     variables_to_average: Iterable[tf.Variable | str] | None = None,
     step_timeout_secs: float | None = None,
     min_contributions: int | None = None,
+    scale_rate: bool = False,
     clip_replica_norm: float | None = None,
     clip_mean_norm: float | None = None,
     momentum_correction: bool = False,
@@ -155,7 +162,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     Args:
       optimizer: The optimizer that applies the mean of the contributions.
         `OptimizerRule` documents the arguments that are not listed here.
-      replicas_to_aggregate: N, the number of contributions in one update.
+      replicas_to_aggregate: N, the number of contributions in one update; or
+        "all", "all-K" (all replicas but K) or "P%" (P percent of the replicas,
+        rounded up), of those that are not skipped.
       total_num_replicas: M, the number of replicas. None: N.
       step_timeout_secs: Seconds that a step waits for its contributions. Then
         it goes on from those that have come, or, if they are fewer than
@@ -164,6 +173,8 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       min_contributions: The smallest number of contributions in an update if
         replicas are lost, have not come yet, or exceed `step_timeout_secs`.
         None: N.
+      scale_rate: Whether an update from fewer than N contributions multiplies
+        the learning rate by the number of its contributions / N.
       clip_mean_norm: The largest global norm of the mean of N contributions. A
         larger mean is scaled down before it is applied. None: no limit.
       has_chief_statistics: If True, statistics are updated from one replica: of
@@ -182,9 +193,21 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         f" Received: {use_locking!r}."
       )
     if total_num_replicas is None:
+      if isinstance(replicas_to_aggregate, str):
+        raise ValueError(
+          "`total_num_replicas` must be given if `replicas_to_aggregate` is a"
+          f" share. Received: {replicas_to_aggregate!r}."
+        )
       total_num_replicas = replicas_to_aggregate
-    rule_base.check_count("replicas_to_aggregate", replicas_to_aggregate)
     rule_base.check_count("total_num_replicas", total_num_replicas)
+    if min_contributions is not None:
+      rule_base.check_count("min_contributions", min_contributions)
+    try:
+      self.quorum = quorum_lib.parse(
+        replicas_to_aggregate, total_num_replicas, min_contributions
+      )
+    except ValueError as error:
+      raise ValueError(f"`replicas_to_aggregate` {error}") from None
     super().__init__(
       optimizer,
       variable_averages=variable_averages,
@@ -197,26 +220,29 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       wire_dtype=wire_dtype,
       name=name,
     )
-    self.replicas_to_aggregate = replicas_to_aggregate
+    self.replicas_to_aggregate = self.quorum.most
     self.total_num_replicas = total_num_replicas
-    if min_contributions is None:
-      min_contributions = replicas_to_aggregate
-    rule_base.check_count("min_contributions", min_contributions)
-    if min_contributions > replicas_to_aggregate:
+    self.min_contributions = self.quorum.least
+    if self.min_contributions > self.replicas_to_aggregate:
       raise ValueError(
         "`min_contributions` must be at most `replicas_to_aggregate`,"
-        f" {replicas_to_aggregate}. Received: {min_contributions}."
+        f" {self.replicas_to_aggregate}. Received: {min_contributions}."
       )
+    if scale_rate and not self.quorum.can_shrink:
+      raise ValueError(
+        "`scale_rate` needs `min_contributions` below `replicas_to_aggregate`,"
+        f" {self.replicas_to_aggregate}. Received: {min_contributions}."
+      )
+    self.scale_rate = scale_rate
     if step_timeout_secs is not None and not step_timeout_secs > 0:
       raise ValueError(
         f"`step_timeout_secs` must be positive. Received: {step_timeout_secs}."
       )
     self.step_timeout_secs = step_timeout_secs
-    self.min_contributions = min_contributions
     self.accepted_fraction = min(
-      1.0, replicas_to_aggregate / total_num_replicas
+      1.0, self.replicas_to_aggregate / total_num_replicas
     )
-    self.preadmits = replicas_to_aggregate >= total_num_replicas
+    self.preadmits = self.replicas_to_aggregate >= total_num_replicas
 
   def build(
     self,
@@ -233,8 +259,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self._contributions = contributions.Contributions(
       store,
       num_replicas=self.total_num_replicas,
-      replicas_to_aggregate=self.replicas_to_aggregate,
-      min_contributions=self.min_contributions,
+      quorum=self.quorum,
       is_sparse=is_sparse or [False] * len(store.contributed),
       has_chief_statistics=self.has_chief_statistics,
       namespace=namespace,
@@ -265,6 +290,11 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       self._mark.clear()
       self.assign_first(values)
     self.inner.build(self._store, is_chief=True)
+    if self.scale_rate and not self.inner.has_adjustable_rate():
+      raise ValueError(
+        "`scale_rate` needs a Keras optimizer whose learning rate is a number."
+        f" Received: {self.inner.optimizer!r}."
+      )
 
   def start(self) -> None:
     """Drops all gradients that replicas offered to an earlier chief, if any.
@@ -288,6 +318,8 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       "wire_dtype": self.wire_dtype,
       "step_timeout_secs": self.step_timeout_secs,
       "min_contributions": self.min_contributions,
+      "share": [self.quorum.percent, self.quorum.less],
+      "scale_rate": self.scale_rate,
     }
 
   def in_lockstep(
@@ -495,12 +527,16 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       float64 scalar, the time at which the update was complete, in seconds
       since 1970.
     """
+    factor = None
+    if self.scale_rate:
+      factor = tf.cast(collected.count, tf.float64) / self.replicas_to_aggregate
     with tf.control_dependencies([self._mark.begin(collected.step)]):
       updated = self.applier(
         present,
         collected.step,
         self._contributions.take_sums,
         collected.count,
+        rate_factor=factor,
       )
     with tf.control_dependencies([updated]):
       step = self._store.advance(collected.step, collected.examples)
