@@ -40,6 +40,7 @@ def train_dataset(
   distort_colors: bool = True,
   centered_from: int | None = None,
   crop_sizes: config.CropSizes | None = None,
+  numbers: tf.data.Dataset | None = None,
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
@@ -72,6 +73,10 @@ def train_dataset(
       the middle, as in evaluation; None for never.
     crop_sizes: Sizes of crops, which are then resized to 24 pixels. None: all
       crops have 24 pixels.
+    numbers: The numbers, int64 scalars, of the batches to make: batch k of the
+      stream, cut into batches of `batch_size` examples. The shard and
+      `start_example` then have no meaning, and must have their defaults. None:
+      this worker's slices of all global batches.
 
   Returns:
     A dataset of float32 images `[batch_size, 24, 24, 3]` and int64 labels
@@ -96,6 +101,16 @@ def train_dataset(
   def mine(values):
     return tf.ensure_shape(values[first : first + batch_size], [batch_size])
 
+  used = max(1, round(global_batch * used_share))
+  if numbers is None:
+    order = _order(
+      source.num_train, global_batch, order_seed, start_example, used
+    )
+  else:
+    order = _leased_order(
+      numbers, source.num_train, batch_size, order_seed, used
+    )
+
   def batches(images, labels):
     def batch(position, indices):
       step_seed = tf.random.fold_in(distortion_seed, position)
@@ -111,10 +126,6 @@ def train_dataset(
       )
       return distorted, tf.gather(labels, chosen)
 
-    used = max(1, round(global_batch * used_share))
-    order = _order(
-      source.num_train, global_batch, order_seed, start_example, used
-    )
     return order.map(
       batch, num_parallel_calls=PARALLEL_BATCHES, deterministic=True
     ).prefetch(PREFETCHED_BATCHES)
@@ -222,6 +233,48 @@ def _examples(source: sources.Source, split: str) -> tf.data.Dataset:
   return tf.data.Dataset.from_tensors(0).map(read)
 
 
+def _leased_order(
+  numbers: tf.data.Dataset,
+  num_examples: int,
+  batch_size: int,
+  seed: tf.Tensor,
+  step: int,
+) -> tf.data.Dataset:
+  """Makes a dataset with the indices of the examples of numbered batches.
+
+  Args:
+    numbers: The numbers of the batches, int64 scalars.
+    num_examples: The number of training examples.
+    batch_size: The number of examples in a batch.
+    seed: The seed of the order, which is that of `_order`.
+    step: The number of examples of a batch that updates use.
+
+  Returns:
+    A dataset of (number of examples used before, indices `[batch_size]`).
+  """
+  num_epochs = -(-batch_size // num_examples) + 1  # That a batch may touch.
+
+  def one(number):
+    start = number * batch_size
+    epochs = [
+      _permutation(num_examples, seed, start // num_examples + i)
+      for i in range(num_epochs)
+    ]
+    begin = start % num_examples
+    return number * step, tf.concat(epochs, 0)[begin : begin + batch_size]
+
+  return numbers.map(one)
+
+
+def _permutation(
+  num_examples: int, seed: tf.Tensor, epoch: tf.Tensor
+) -> tf.Tensor:
+  """Returns the order of all examples in an epoch, int32 [num_examples]."""
+  return tf.random.experimental.stateless_shuffle(
+    tf.range(num_examples), tf.random.fold_in(seed, epoch)
+  )
+
+
 def _order(
   num_examples: int,
   global_batch: int,
@@ -248,9 +301,7 @@ def _order(
   first_epoch = start // num_examples
 
   def permutation(epoch):
-    order = tf.random.experimental.stateless_shuffle(
-      tf.range(num_examples), tf.random.fold_in(seed, epoch)
-    )
+    order = _permutation(num_examples, seed, epoch)
     skipped = tf.where(epoch == first_epoch, start % num_examples, 0)
     return order[skipped:]
 

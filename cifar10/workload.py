@@ -120,18 +120,26 @@ def _replica(
     )
     return loss
 
+  batch_size = config.batch_size * num_towers
+  make = functools.partial(
+    inputs.train_dataset,
+    batch_size=batch_size,
+    seed=config.seed,
+    used_share=options.used_share,
+    distort_colors=config.distort_colors,
+    centered_from=config_lib.centered_from(config),
+    crop_sizes=config_lib.crop_sizes(config),
+  )
+
+  def source():
+    return sources.find(config.dataset, config.data_dir)
+
   def dataset_fn(num_shards, shard_index, start_example):
-    return inputs.train_dataset(
-      sources.find(config.dataset, config.data_dir),
-      batch_size=config.batch_size * num_towers,
-      seed=config.seed,
+    return make(
+      source(),
       num_shards=num_shards,
       shard_index=shard_index,
       start_example=start_example,
-      used_share=options.used_share,
-      distort_colors=config.distort_colors,
-      centered_from=config_lib.centered_from(config),
-      crop_sizes=config_lib.crop_sizes(config),
     )
 
   return tf_replicas.Replica(
@@ -141,6 +149,10 @@ def _replica(
     devices,
     layers=placed,
     micro_batches=options.micro_batches,
+    leased=tf_replicas.LeasedData(
+      lambda numbers: make(source(), numbers=numbers),
+      lambda _, examples: examples // batch_size,
+    ),
   )
 
 

@@ -244,7 +244,7 @@ def test_workers_come_and_go(start_trial):
   log = trial.log("worker", 0)
   assert "worker 2: no heartbeat yet; from step 0 on, updates do not" in log
   assert "worker 1: no heartbeat for" in log
-  assert "worker 2: takes part again at step" in log
+  assert "worker 2: takes part from step" in log
 
 
 def _come_back(start_trial, scenario, job, replication):

@@ -18,6 +18,7 @@ _MODULE_OF = {
   "ClusterSpec": "cluster",
   "Embedding": "replica.embeddings",
   "InGraph": "drivers.in_graph",
+  "LeasedData": "replica.model_replica",
   "LocalCluster": "cluster.local_cluster",
   "LocalTraining": "programs.function_launcher",
   "LocalTrainingError": "programs.function_launcher",

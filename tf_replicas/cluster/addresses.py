@@ -65,6 +65,32 @@ def is_local(host: str) -> bool:
   )
 
 
+def host_toward(address: str) -> str:
+  """Returns the host by which the task at `address` can reach this machine.
+
+  Args:
+    address: The address "host:port" of the task.
+
+  Returns:
+    "localhost" if the task is on this machine; else the IP address of the
+    interface from which packets to the task leave, or this machine's name if
+    the host of `address` is not known.
+  """
+  host, port = split(address) or ("", 0)
+  if is_local(host):
+    return "localhost"
+  try:
+    family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
+      0
+    ]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+      probe.connect(target)  # Sends nothing.
+      own = probe.getsockname()[0]
+  except OSError:
+    return socket.gethostname()
+  return f"[{own}]" if ":" in own else own
+
+
 def bound_socket(port: int) -> socket.socket:
   """Binds a new TCP socket to `port`, as a TensorFlow server does.
 

@@ -8,6 +8,9 @@ Slurm its own variables. Of these three sources, the first that is set counts.
 
 `TF_REPLICAS_ALLOW_PUBLIC_ADDRESSES=1` accepts addresses in public networks.
 
+`TF_REPLICAS_MAX_WORKERS` is the largest number of workers, if others than those
+of the cluster may join the training. It must be the same for all tasks.
+
 `TF_REPLICAS_TIMELINE` is the directory in which all tasks record their
 timelines: what each task did from when to when. If the variable is not set, no
 timelines are recorded.
@@ -22,6 +25,7 @@ from tf_replicas.cluster import spec as cluster_spec
 CLUSTER_SPEC = "TF_REPLICAS_CLUSTER_SPEC"
 TASK = "TF_REPLICAS_TASK"
 TIMELINE = "TF_REPLICAS_TIMELINE"
+MAX_WORKERS = "TF_REPLICAS_MAX_WORKERS"
 ALLOW_PUBLIC = "TF_REPLICAS_ALLOW_PUBLIC_ADDRESSES"
 
 
@@ -41,15 +45,25 @@ def role(
     ClusterError: If an environment variable is malformed, or if only one of
       `TF_REPLICAS_CLUSTER_SPEC` and `TF_REPLICAS_TASK` is set.
   """
-  found = _role(environ)
-  if found is None or environ.get(ALLOW_PUBLIC) != "1":
-    return found
+  max_workers = environ.get(MAX_WORKERS) or None
+  if max_workers is not None and not max_workers.isdecimal():
+    raise cluster_spec.ClusterError(
+      f"`{MAX_WORKERS}` must be a number of workers. Received: {max_workers!r}."
+    )
+  limit = None if max_workers is None else int(max_workers)
+  found = _role(environ, limit)
+  if found is None:
+    return None
   spec, task = found
-  return dataclasses.replace(spec, allow_public_addresses=True), task
+  spec = spec.admit(limit).with_joined(task)
+  if environ.get(ALLOW_PUBLIC) == "1":
+    spec = dataclasses.replace(spec, allow_public_addresses=True)
+  return spec, task
 
 
 def _role(
   environ: Mapping[str, str],
+  max_workers: int | None,
 ) -> tuple[cluster_spec.ClusterSpec, cluster_spec.Task] | None:
   given = [name for name in (CLUSTER_SPEC, TASK) if environ.get(name)]
   if not given:
@@ -72,4 +86,5 @@ def _role(
     spec = cluster_spec.loads(text, CLUSTER_SPEC)
   else:
     spec = cluster_spec.load(text)
+  spec = spec.admit(max_workers)
   return spec, cluster_spec.task_from_flags(spec, job, int(index))

@@ -80,6 +80,9 @@ class ClusterSpec:
       tower (a copy of the model on its devices).
     allow_public_addresses: Whether addresses in public networks are accepted;
       see `exposure.check_private`.
+    max_workers: The number of workers that may train at the same time, for a
+      training that workers may join which the spec does not list; see `admit`.
+      0: no others may join. It is not part of the document.
     source: What error messages call the document: a file name, "TF_CONFIG", or
       "" if it has no name.
   """
@@ -91,6 +94,7 @@ class ClusterSpec:
   variables: VariablesSpec = VariablesSpec()
   layers: Mapping[str, int] = dataclasses.field(default_factory=dict)
   allow_public_addresses: bool = False
+  max_workers: int = 0
   source: str = dataclasses.field(default="", compare=False)
 
   @property
@@ -115,8 +119,17 @@ class ClusterSpec:
     """Tasks that train in between-graph mode, the chief first if there is one.
 
     In this mode, every worker is a client that builds and runs its own graph.
+    Workers that may join are among them.
     """
-    return self.tasks("chief") + self.tasks("worker")
+    workers = sorted((*self.tasks("worker"), *self.joining))
+    return (*self.tasks("chief"), *workers)
+
+  @property
+  def joining(self) -> tuple[Task, ...]:
+    """Workers that may join the training, but that the spec does not list."""
+    listed = self.jobs.get("worker", {})
+    numbers = (i for i in range(self.max_workers) if i not in listed)
+    return tuple(Task("worker", i) for i in numbers)
 
   def tasks(self, job: str | None = None) -> tuple[Task, ...]:
     """Returns the tasks of `job`, or of all jobs if `job` is None.
@@ -199,6 +212,50 @@ class ClusterSpec:
       jobs = validation.check_jobs(jobs, "cluster")
     except ClusterError as error:
       raise _with_source(error, self.source) from None
+    return dataclasses.replace(self, jobs=jobs)
+
+  def admit(self, max_workers: int | None) -> "ClusterSpec":
+    """Returns a copy for a training that other workers may join.
+
+    Args:
+      max_workers: The largest number of workers, the same in all tasks. None
+        returns the spec unchanged.
+
+    Raises:
+      ClusterError: If the spec has no parameter servers, or lists more workers.
+    """
+    if max_workers is None:
+      return self
+    if not self.num_tasks("ps"):
+      raise _mistake(
+        self,
+        "`max_workers` needs variables on parameter servers, which workers can"
+        " join at any time",
+        max_workers,
+      )
+    least = self.num_tasks("worker")
+    if not isinstance(max_workers, int) or max_workers < max(least, 1):
+      rule = (
+        f"`max_workers` must be at least the {least} workers of the cluster"
+      )
+      raise _mistake(self, rule, max_workers)
+    return dataclasses.replace(self, max_workers=max_workers)
+
+  def with_joined(self, task: Task) -> "ClusterSpec":
+    """Returns a copy that lists `task`, which is this process, if it joins.
+
+    Its address is a free port of this machine, at the host by which parameter
+    servers can reach it.
+
+    Args:
+      task: The task of this process.
+    """
+    if task not in self.joining:
+      return self
+    host = addresses.host_toward(self.addresses("ps")[0])
+    (port,) = addresses.free_ports(1, taken=set())
+    workers = {**self.jobs.get("worker", {}), task.index: f"{host}:{port}"}
+    jobs = {**self.jobs, "worker": dict(sorted(workers.items()))}
     return dataclasses.replace(self, jobs=jobs)
 
   def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
@@ -361,7 +418,8 @@ def task_from_flags(
     if task_index is not None and task_index < 0:
       raise _mistake(spec, "`task_index` must be >= 0", task_index)
     return Task(job, task_index or 0)
-  indices = [task.index for task in spec.tasks(job)]
+  tasks = (*spec.tasks(job), *spec.joining)
+  indices = [task.index for task in tasks if task.job == job]
   if not indices:
     jobs = dict.fromkeys(task.job for task in spec.tasks())
     rule = f"`job_name` must be one of {validation.quoted(jobs)}"

@@ -26,6 +26,7 @@ import tensorflow as tf
 from tf_replicas import cluster
 from tf_replicas.drivers import connection
 from tf_replicas.drivers import heartbeats
+from tf_replicas.drivers import leases
 from tf_replicas.drivers import timeline
 from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
@@ -797,6 +798,11 @@ class ParameterServerDriver(Driver):
     training.
     """
     self.rule.build(self.store, is_sparse=self._is_sparse)
+    self._leases = None
+    if self._spec.max_workers and self.replica.leased is not None:
+      self._leases = leases.Leases(
+        self._home.namespace, self.store.device_of_task(0)
+      )
     if self.is_chief:
       values = [tf.identity(v) for v in self.replica.shared]
       rule_base.create_or_resume(self.rule, self.store, values)
@@ -821,6 +827,9 @@ class ParameterServerDriver(Driver):
       self._loss = None
     self._last_step = step
     self.rule.start()
+    if self._leases is not None and self.replica.leased is not None:
+      examples = int(self.store.examples_seen.read_value())
+      self._leases.begin(self.replica.leased.num_before(step, examples))
     self._watchdog = watchdog.StepWatchdog(
       self.rule,
       lambda: self.global_step,
@@ -828,6 +837,7 @@ class ParameterServerDriver(Driver):
       lambda: self._heartbeats.outcome() or self._unreachable(),
       self.replica_names,
       lost_after_secs=self._options.lost_after_secs,
+      joining={self.replica_names.index(str(t)) for t in self._spec.joining},
       start_timeout_secs=self._options.start_timeout_secs,
       log=self._log,
     )

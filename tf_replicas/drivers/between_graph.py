@@ -237,10 +237,13 @@ class BetweenGraph(driver_base.ParameterServerDriver):
 
   def _run_loop(self) -> None:
     """Computes and sends the gradients of this task until training ends."""
-    start = int(self.examples_drawn())
-    dataset = self.replica.dataset_fn(
-      len(self.replica_names), self._index, start
-    )
+    if self._leases is not None and self.replica.leased is not None:
+      dataset = self.replica.leased.dataset_fn(self._leases.numbers())
+    else:
+      start = int(self.examples_drawn())
+      dataset = self.replica.dataset_fn(
+        len(self.replica_names), self._index, start
+      )
     iterator = iter(dataset)
 
     begin, run_asking, run_preadmitted = self._step_fns(iterator)

@@ -9,6 +9,7 @@ step that exceeds it goes on with fewer gradients, or the training ends.
 
 import time
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -41,6 +42,7 @@ class StepWatchdog(waiting.PollingThread):
     names: Sequence[str],
     *,
     lost_after_secs: float,
+    joining: Collection[int] = (),
     start_timeout_secs: float = 0.0,
     log: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
@@ -57,6 +59,7 @@ class StepWatchdog(waiting.PollingThread):
       names: The replicas' names.
       lost_after_secs: Seconds without a heartbeat after which a replica is
         lost.
+      joining: The indices of the replicas that need not come at all.
       start_timeout_secs: The first step has at least so many seconds, whatever
         the deadline of the rule.
       log: Receives each line of the log.
@@ -68,6 +71,7 @@ class StepWatchdog(waiting.PollingThread):
     self._outcome = outcome
     self._names = list(names)
     self._lost_after_secs = lost_after_secs
+    self._joining = joining
     self._log = log
     self._clock = clock
     self._since = self._logged = self._checked = self._began = clock()
@@ -145,16 +149,21 @@ class StepWatchdog(waiting.PollingThread):
   ) -> None:
     least = self._rule.min_contributions
     can_skip = least is not None and least < status.needed
-    # Those that may come later need not be there at the start.
-    is_late = can_skip and self._clock() - self._began >= self._lost_after_secs
+    is_started = self._clock() - self._began >= self._lost_after_secs
     for replica, ((doing, tag), age) in enumerate(
       zip(status.replicas, ages, strict=True)
     ):
       name = self._names[replica]
-      is_lost = age == 0 or age > self._lost_after_secs or (is_late and age < 0)
+      may_join = replica in self._joining
+      may_be_late = can_skip or may_join
+      # Those of the cluster spec have some time to start.
+      is_absent = age < 0 and (may_join or (can_skip and is_started))
+      is_lost = age == 0 or age > self._lost_after_secs or is_absent
       if is_lost and doing in _OWES:
-        if self._lost.get(replica) != tag:
-          self._lost[replica] = tag
+        is_expected = age >= 0 or not may_join
+        is_known = self._lost.get(replica) == tag
+        self._lost[replica] = tag
+        if is_expected and not is_known:
           follows = f"step {step} uses another replica's gradient instead"
           if can_skip:
             follows = f"from step {step} on, updates do not wait for it"
@@ -163,10 +172,10 @@ class StepWatchdog(waiting.PollingThread):
             " it: it joins again"
           )
         self._rule.declare_lost(replica, tag)
-      elif can_skip and not is_lost and replica in self._lost:
+      elif may_be_late and not is_lost and replica in self._lost:
         if doing not in (protocol.Status.LOST, protocol.Status.SKIPPED):
           del self._lost[replica]
-          self._log(f"{name}: takes part again at step {step}")
+          self._log(f"{name}: takes part from step {step} on")
 
   def _expire(
     self, step: int, waited_secs: float, status: results.StepStatus

@@ -294,6 +294,7 @@ def replica(
   *,
   num_contributions: int,
   devices: Sequence[str] = (),
+  leased: model_replica.LeasedData | None = None,
 ) -> CompiledReplica:
   """Makes the replica that runs the `train_step` of a model.
 
@@ -305,6 +306,7 @@ def replica(
       what a replica sends for one update, such as a gradient.
     devices: The devices that compute, each with a copy of the model; empty for
       the default device.
+    leased: The same data by numbers, as for `Replica.leased`.
 
   Returns:
     The replica. Its `variables` are the trainable variables of the model. Its
@@ -332,6 +334,7 @@ def replica(
     loss_scale=_loss_scale(getattr(model, phases(model)[0].name)),
     num_metrics=len(metrics),
     num_parts=num_contributions * max(1, len(devices)),
+    leased=leased,
   )
 
 

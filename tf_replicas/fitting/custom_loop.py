@@ -140,6 +140,7 @@ def join(
     caller="run",
   )
   update_options.check(rule, part.num_replicas)
+  part.check_joining(rule)
   new_rule = update_options.rule_fn(rule, part.num_replicas)
   common = {
     "variable_averages": variable_averages,

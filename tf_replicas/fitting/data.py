@@ -27,6 +27,9 @@ from tf_replicas.runtime import datasets
 
 InputFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 Source = tf.data.Dataset | InputFn | object
+# The number of parts that a replica which leases them takes before it needs
+# them. They are lost if it is killed.
+_LEASED_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +46,15 @@ class TrainingData:
       replicas, from update `first_update` on. An element is (data,) or (data,
       weights), as `CompiledReplica` documents. `data` is (x,), (x, y) or (x, y,
       sample_weight). Each batch is used for `updates_per_batch` updates.
+    leased_fn: Maps (numbers of parts, updates_per_batch) to the data set of
+      these parts. None if the data cannot be read by number.
   """
 
   steps_per_epoch: int
   part_fn: Callable[
     [int, int | tf.Tensor, int | tf.Tensor, int], tf.data.Dataset
   ]
+  leased_fn: Callable[[tf.data.Dataset, int], tf.data.Dataset] | None = None
 
   @property
   def spec(self) -> tuple:
@@ -293,6 +299,27 @@ def _from_arrays(
   batches = math.ceil(length / batch_size)
   is_even = batch_size % num_contributions == 0 and not length % batch_size
 
+  def order_of(number_of_pass):
+    order = tf.range(length, dtype=tf.int64)
+    if shuffle:
+      order = tf.random.experimental.stateless_shuffle(
+        order, seed=tf.stack([tf.constant(seed, tf.int64), number_of_pass])
+      )
+    return order
+
+  def part(order, number, updates_per_batch):
+    update, piece = number // num_contributions, number % num_contributions
+    begin = update // updates_per_batch * batch_size
+    chosen = order[begin : begin + batch_size]
+    begin, end, weight = _piece(
+      tf.size(chosen, tf.int64), piece, num_contributions
+    )
+    chosen = chosen[begin:end]
+    if is_even:
+      chosen = tf.ensure_shape(chosen, [batch_size // num_contributions])
+    data = tf.nest.map_structure(lambda a: tf.gather(a, chosen), arrays)
+    return _with_weights(_weighted(data, class_weight), weight, is_even)
+
   def part_fn(num_shards, index, first_update, updates_per_batch):
     first = tf.cast(first_update, tf.int64) * num_contributions
     index, num_shards = tf.cast(index, tf.int64), tf.cast(num_shards, tf.int64)
@@ -301,35 +328,29 @@ def _from_arrays(
     per_pass = tf.constant(per_pass, tf.int64)
 
     def parts_of_pass(number_of_pass):
-      order = tf.range(length, dtype=tf.int64)
-      if shuffle:
-        order = tf.random.experimental.stateless_shuffle(
-          order, seed=tf.stack([tf.constant(seed, tf.int64), number_of_pass])
-        )
+      order = order_of(number_of_pass)
       begin = tf.maximum(number_of_pass * per_pass, first)
       begin += (index - begin) % num_shards
       numbers = tf.data.Dataset.range(
         begin, (number_of_pass + 1) * per_pass, num_shards
       )
-      return numbers.map(lambda number: part(order, number % per_pass))
-
-    def part(order, number):
-      update, piece = number // num_contributions, number % num_contributions
-      begin = update // updates_per_batch * batch_size
-      chosen = order[begin : begin + batch_size]
-      begin, end, weight = _piece(
-        tf.size(chosen, tf.int64), piece, num_contributions
+      return numbers.map(
+        lambda number: part(order, number % per_pass, updates_per_batch)
       )
-      chosen = chosen[begin:end]
-      if is_even:
-        chosen = tf.ensure_shape(chosen, [batch_size // num_contributions])
-      data = tf.nest.map_structure(lambda a: tf.gather(a, chosen), arrays)
-      return _with_weights(_weighted(data, class_weight), weight, is_even)
 
     passes = tf.data.Dataset.range(first // per_pass, tf.int64.max)
     return passes.flat_map(parts_of_pass).prefetch(tf.data.AUTOTUNE)
 
-  return TrainingData(steps_per_epoch or batches, part_fn)
+  def leased_fn(numbers, updates_per_batch):
+    per_pass = batches * num_contributions * updates_per_batch
+    parts = numbers.map(
+      lambda number: part(
+        order_of(number // per_pass), number % per_pass, updates_per_batch
+      )
+    )
+    return parts.prefetch(_LEASED_AHEAD)
+
+  return TrainingData(steps_per_epoch or batches, part_fn, leased_fn)
 
 
 def _from_dataset(

@@ -35,6 +35,7 @@ from tf_replicas.fitting import progress
 from tf_replicas.fitting import roles
 from tf_replicas.programs import update_options
 from tf_replicas.replica import embeddings
+from tf_replicas.replica import model_replica
 from tf_replicas.runtime import keras_internals
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
@@ -210,6 +211,7 @@ def fit(
     caller="fit",
   )
   contributions = _contributions_per_update(rule, part.num_replicas)
+  part.check_joining(rule)
   if validation_split and validation_data is None:
     (x, y, sample_weight), validation_data = data_module.split_validation(
       x, y, sample_weight, validation_split
@@ -443,6 +445,20 @@ class _Task:
       self._dataset,
       num_contributions=self.num_contributions,
       devices=self.towers,
+      leased=self._leased,
+    )
+
+  @property
+  def _leased(self) -> model_replica.LeasedData | None:
+    """The parts of all global batches by their numbers, if `data` allows it."""
+    leased_fn = self.data.leased_fn
+    if leased_fn is None:
+      return None
+    assert self.model is not None
+    count = len(compiled_model.phases(self.model))
+    return model_replica.LeasedData(
+      lambda numbers: leased_fn(numbers, count),
+      lambda step, _: step * self.num_contributions,
     )
 
   def _dataset(self, num_shards, index, start) -> tf.data.Dataset:

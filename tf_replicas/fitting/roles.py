@@ -209,6 +209,28 @@ class Part:
     is_in_graph = self.replication == "in_graph"
     return spec.tasks("worker") if is_in_graph else spec.replicas
 
+  def check_joining(self, rule: update_options.UpdateSettings) -> None:
+    """Checks that other workers can join, if the environment says they may.
+
+    Args:
+      rule: The update rule.
+
+    Raises:
+      cluster.ClusterError: If TensorFlow cannot add workers, or updates need
+        some that may never join.
+    """
+    if self.role is None or not self.role[0].max_workers:
+      return
+    spec, _ = self.role
+    if self.replication != "between_graph":
+      raise cluster_module.ClusterError(
+        f'`{environment.MAX_WORKERS}` needs `replication="between_graph"`: no'
+        f" worker can join otherwise. Received: {spec.max_workers}, and"
+        f" {self.replication!r}."
+      )
+    listed = self.num_replicas - len(spec.joining)
+    update_options.check_joining(rule, listed, self.num_replicas)
+
   def call_workers(
     self, function: Callable[..., object], given: Mapping[str, object]
   ) -> None:
@@ -420,7 +442,10 @@ def _role(
       " `python -m tf_replicas.launch` or `srun`, or set TF_CONFIG. Received:"
       " none of them."
     )
-  return None if role is None else (spec, role[1])
+  if role is None:
+    return None
+  _, task = role
+  return spec.admit(role[0].max_workers or None).with_joined(task), task
 
 
 def _check_role(

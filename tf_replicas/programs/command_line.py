@@ -218,7 +218,11 @@ def cluster_options() -> run_options.Options:
     cluster.ClusterError: If the flags or the environment variables are invalid.
   """
   spec, task = run_options.choose_task(
-    FLAGS.cluster_spec, FLAGS.job_name, FLAGS.task_index, dict(os.environ)
+    FLAGS.cluster_spec,
+    FLAGS.job_name,
+    FLAGS.task_index,
+    dict(os.environ),
+    FLAGS.max_workers,
   )
   if FLAGS.allow_public_addresses:
     spec = dataclasses.replace(spec, allow_public_addresses=True)

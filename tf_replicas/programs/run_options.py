@@ -131,6 +131,12 @@ class Options:
   timeline: bool = _cluster(
     False, "Record what every replica does when, in its train directory"
   )
+  max_workers: int | None = _cluster(
+    None,
+    "Largest number of workers, if others than those of the cluster spec may"
+    " join; the same for all tasks; default: no others",
+    fields.COUNT,
+  )
   start_timeout_secs: float = _cluster(
     120.0, "Seconds that tasks wait for each other at the start", "[0, inf)"
   )
@@ -432,6 +438,7 @@ def choose_task(
   job_name: str | None,
   task_index: int | None,
   environ: dict[str, str],
+  max_workers: int | None = None,
 ) -> tuple[cluster.ClusterSpec, cluster.Task | None]:
   """Finds the cluster, and the task that this process is, from flags.
 
@@ -443,6 +450,8 @@ def choose_task(
     task_index: Index of this task in its job.
     environ: The environment variables, in which `cluster.environment.role`
       looks for the cluster and the task.
+    max_workers: The largest number of workers, if others than those of the
+      cluster spec may join the training.
 
   Returns:
     The cluster spec, and the task or, if this process starts all tasks, None.
@@ -457,15 +466,18 @@ def choose_task(
       " or `srun` has started several processes. Received: None."
     )
   spec = found[0] if cluster_spec is None else cluster.load(cluster_spec)
+  spec = spec.admit(max_workers)
   if job_name is not None:
-    return spec, cluster.task_from_flags(spec, job_name, task_index)
+    task = cluster.task_from_flags(spec, job_name, task_index)
+    return spec.with_joined(task), task
   if task_index is not None:
     raise cluster.ClusterError(
       f"`--task_index` needs `--job_name`. Received: {task_index}."
     )
   if found is None:
     return spec, None
-  return spec, cluster.task_from_flags(spec, found[1].job, found[1].index)
+  task = cluster.task_from_flags(spec, found[1].job, found[1].index)
+  return spec.with_joined(task), task
 
 
 def _check(options: Options) -> None:
@@ -495,6 +507,8 @@ def _check(options: Options) -> None:
   if options.is_in_graph:
     _check_in_graph(options, where)
   update_options.check(options.update, len(options.replicas))
+  if spec.max_workers:
+    _check_joining(options, where)
   _check_layers(options, where)
   _check_equal_towers(options, where)
   if spec.variables.on != "ps":
@@ -569,6 +583,24 @@ def _check_equal_towers(options: Options, where: str) -> None:
       f"{where}`devices` must name equally many GPUs for every worker, so that"
       f" the gradients of all workers weigh the same. Received: {numbers}."
     )
+
+
+def _check_joining(options: Options, where: str) -> None:
+  """Raises ClusterError if no other workers could join the training.
+
+  That is so in-graph, with mirrored variables, or if updates wait for more
+  workers than the spec lists.
+  """
+  if options.is_in_graph or options.is_mirrored:
+    kind = "in_graph" if options.is_in_graph else "mirrored variables"
+    raise cluster.ClusterError(
+      f"{where}`--max_workers` needs `--replication=between_graph` and"
+      " variables on parameter servers: TensorFlow cannot add workers to"
+      f" {kind}."
+      f" Received: {options.spec.max_workers}."
+    )
+  listed = len(options.replicas) - len(options.spec.joining)
+  update_options.check_joining(options.update, listed, len(options.replicas))
 
 
 def _check_all_take_part(options: Options, where: str) -> None:

@@ -28,6 +28,12 @@ def _parser() -> argparse.ArgumentParser:
     ("max_restarts", 3, "how often a worker that was killed is started again"),
   ):
     parser.add_argument(f"--{name}", type=int, default=default, help=text)
+  parser.add_argument(
+    "--max_workers",
+    type=int,
+    help="largest number of workers, if others may join while the script runs;"
+    " default: no others",
+  )
   for name, text in (
     (
       "cluster_spec",
@@ -88,7 +94,10 @@ def launch(argv: list[str]) -> int:
       f"{spec.where}`--timeline` needs a cluster with parameter servers."
       " Received: one without a `ps` task."
     )
+  spec.admit(options.max_workers)  # Only checked here.
   variables = {}
+  if options.max_workers is not None:
+    variables[environment.MAX_WORKERS] = str(options.max_workers)
   if options.timeline:
     variables[environment.TIMELINE] = os.path.abspath(options.timeline)
   return launcher.run_tasks(

@@ -517,6 +517,31 @@ def check(settings: UpdateSettings, num_replicas: int) -> None:
     )
 
 
+def check_joining(
+  settings: UpdateSettings, num_listed: int, num_replicas: int
+) -> None:
+  """Checks that updates do not need replicas that may never join.
+
+  Args:
+    settings: The settings.
+    num_listed: Number of replicas that the cluster spec lists.
+    num_replicas: Number of replicas with all that may join.
+
+  Raises:
+    cluster.ClusterError: If the updates need some of those that may join.
+  """
+  needed = replicas_to_aggregate(settings, num_replicas)
+  if settings.min_contributions is not None:
+    needed = settings.min_contributions
+  if needed > num_listed and settings.waits_for_several:
+    raise cluster.ClusterError(
+      f"`--max_workers` needs updates of at most {num_listed} gradients, one of"
+      " each replica of the cluster spec, since others may never join: set"
+      " `--min_contributions` (of sync), or `--replicas_to_aggregate`."
+      f" Received: updates of {needed}."
+    )
+
+
 def _check_rules(flag: str, names: tuple[str, ...]) -> None:
   is_one = len(names) == 1 and names[0] in RULES
   if not is_one and (not names or not set(names) <= set(_COMBINABLE)):

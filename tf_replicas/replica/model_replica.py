@@ -72,6 +72,20 @@ class Inputs(NamedTuple):
   scale_loss: ScaleLoss
 
 
+class LeasedData(NamedTuple):
+  """Training data whose batches are numbered, so that replicas can lease them.
+
+  Attributes:
+    dataset_fn: Maps an endless data set of batch numbers (int64 scalars) to the
+      data set of these batches, in the form that `Replica.dataset_fn` yields.
+    num_before: Maps (global step, number of examples in all updates so far) to
+      the number of batches that the updates so far have used.
+  """
+
+  dataset_fn: Callable[[tf.data.Dataset], tf.data.Dataset]
+  num_before: Callable[[int, int], int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Replica:
   """The computation of one replica: variables, loss and data.
@@ -118,6 +132,9 @@ class Replica:
       no scale.
     metrics: Names of the scalars that `loss_fn` returns besides the loss, each
       a mean over the batch, for the log.
+    leased: The same data in numbered batches, which replicas take one after
+      another in a training that other workers may join (`--max_workers`). None:
+      each replica has a fixed part of the data, by `dataset_fn`.
   """
 
   variables: Sequence[tf.Variable]
@@ -130,6 +147,7 @@ class Replica:
   is_synchronized: bool = False
   loss_scale: loss_scaling.LossScale | None = None
   metrics: Sequence[str] = ()
+  leased: LeasedData | None = None
 
   def __post_init__(self) -> None:
     """Checks the attributes of the replica.
