@@ -67,17 +67,19 @@ class Verdict(enum.IntEnum):
   """The chief's reply to a contribution that a replica has offered.
 
   A contribution is one replica's gradients for one update; an integer tag
-  identifies it.
+  identifies it. The reply comes with a global step, `step_token.ENDED` if
+  training has ended.
 
   Attributes:
     NONE: There is no reply.
     ADMIT: The step takes the contribution. The replica must send its gradients.
-    RELEASE: The replica must go on to its next step. If its gradients have
-      arrived, they were used; if it was still waiting for admission, the
-      contribution was refused.
-    CONTINUE: As RELEASE, after the gradients were used. The replica's next
-      contribution is already admitted, under this tag plus 1, so that the
-      replica need not offer it.
+    RELEASE: The replica must go on to its next step, or stop if training has
+      ended. If training goes on, gradients that had arrived were used, and a
+      contribution that was still waiting for admission was refused.
+    CONTINUE: As RELEASE, but the replica's next contribution is already
+      admitted, under this tag plus 1, so that the replica need not offer it. If
+      a step takes several contributions of a replica, the next one may be for
+      the same step.
     VOID: The replica must go on to its next step, and the contribution was not
       used: a newer offer of the same replica replaced it, the replica was
       declared lost, or a new chief has begun.

@@ -20,16 +20,18 @@ from tf_replicas.store import parameter_store
 
 
 class Reply(NamedTuple):
-  """The chief's reply to a replica that has offered gradients for an update.
+  """The chief's reply to one contribution of a replica.
 
-  All fields are int64 scalars.
+  A contribution is one replica's gradients for one update. All fields are int64
+  scalars.
 
   Attributes:
-    tag: The tag, an integer that identifies the set of gradients that is
-      answered. A negative tag -t answers all sets of the replica with tags up
-      to t.
-    verdict: A `protocol.Verdict`, which says what the replica is to do.
-    step: The global step to continue from.
+    tag: The tag, a positive integer that identifies the contribution. A
+      negative number -t makes this the reply to all contributions of the
+      replica whose tag is at most t.
+    verdict: A `protocol.Verdict`, which says what the replica must do.
+    step: The global step from which the replica continues; `step_token.ENDED`
+      (-1) if training has ended.
   """
 
   tag: Annotated[tf.Tensor, tf.int64]

@@ -102,8 +102,8 @@ class Counts(NamedTuple):
   Attributes:
     applied: The number of contributions used in an update.
     surplus: The number of contributions that were refused for another reason
-      than their age: N others came first, or the replica was declared lost
-      before its gradients had arrived.
+      than their age: N others came first, or the replica was declared lost or
+      exceeded a deadline before its gradients had arrived.
     late: `late[k - 1]` is the number of contributions that were refused because
       their variables were k steps old. The last element also counts older ones.
     staleness: `staleness[k]` is the number of used contributions whose
@@ -160,12 +160,10 @@ def summary(staleness: Sequence[int]) -> tuple[float, int, int]:
 
   Args:
     staleness: `Counts.staleness`: element k is the number of gradients that
-      were k updates old when they were applied. At least one element is
-      positive.
+      were k updates old when they were applied. The last element is not 0.
 
   Returns:
-    The mean staleness, the 95th percentile, and the largest staleness that the
-    histogram has an element for, all in updates.
+    The mean, the 95th percentile and the maximum of the staleness, in updates.
   """
   counts = np.asarray(staleness)
   mean = float(np.average(np.arange(len(counts)), weights=counts))

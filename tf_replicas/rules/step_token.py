@@ -21,7 +21,7 @@ T = TypeVar("T")
 ENDED = -1
 # `preadmitted_tag` where the next contribution is not admitted in advance.
 NO_TAG = -1
-# The time of what did not happen.
+# The time of a stage that was not reached.
 NEVER = 0.0
 _NUM_TIMES = 4
 

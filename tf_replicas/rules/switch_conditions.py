@@ -35,12 +35,13 @@ class Progress(NamedTuple):
 class Choice(NamedTuple):
   """The choice of an update rule for the next updates.
 
+  `SwitchingOptimizer.apply_updates` asks for a choice at each call.
+
   Attributes:
     rule: The index of the rule, in [0, number of rules).
-    until: The global step at which to choose again; no update is made beyond
-      this step before the next choice. None: choose again at every call of
-      `SwitchingOptimizer.apply_updates`; asynchronous updates go on between the
-      calls.
+    until: A global step at which updates stop until the next choice is made.
+      None: updates do not stop; asynchronous rules make updates while the next
+      choice is made.
   """
 
   rule: int

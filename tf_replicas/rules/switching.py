@@ -230,7 +230,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
     self._last_step = step
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Changes to the rule that `choose` returns, and returns its next update.
+    """Changes the rule if `choose` says so, and returns the next update.
 
     If the old rule has made asynchronous updates that were not returned yet,
     this call returns them instead, combined in one report. `max_updates` is

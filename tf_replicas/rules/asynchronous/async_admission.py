@@ -328,9 +328,10 @@ class AsyncAdmission:
     self._retries.close()
 
   def collect(self, rate: Callable[[int], float]) -> results.Update:
-    """Waits for an update, and reports all updates since the last call as one.
+    """Waits for an update, and returns one report of all unreported updates.
 
-    It returns at most once per `_REPORT_SECS`.
+    It waits at least until 30 ms after its last return, because each report
+    costs time in the chief and in PS task 0.
 
     Args:
       rate: Maps a global step to the learning rate at that step. The report has
@@ -340,8 +341,10 @@ class AsyncAdmission:
       The report. Its loss is the mean over all sets of gradients.
 
     Raises:
-      NonFiniteGradientError: If a replica computed a value that is not finite.
-      Interrupted: If `wake` was called, once all earlier updates are reported.
+      NonFiniteGradientError: If a replica computed a gradient or a loss that is
+        not finite.
+      Interrupted: If `wake` was called, and all updates made before are
+        reported.
       tf.errors.OutOfRangeError: After `close`.
     """
     time.sleep(max(0.0, self._next_report - time.monotonic()))
@@ -353,7 +356,7 @@ class AsyncAdmission:
     return update
 
   def collect_rest(self, rate: Callable[[int], float]) -> results.Update | None:
-    """Returns one report of all updates not yet reported, without waiting.
+    """Returns one report of all unreported updates, without waiting for any.
 
     Args:
       rate: Maps a global step to the learning rate at that step. The report has
@@ -525,7 +528,13 @@ class AsyncAdmission:
   def _set_state(
     self, replica: int | tf.Tensor, state: int | tf.Tensor
   ) -> None:
-    """Sets the state of one replica: `IDLE`, `OPEN` or `LOST`."""
+    """Sets the state of one replica.
+
+    Args:
+      replica: The index of the replica.
+      state: `OPEN` if the replica is applying gradients, `IDLE` if not, `LOST`
+        if it is lost.
+    """
     self._state.scatter_update(
       tf.IndexedSlices(tf.cast(state, tf.int64), tf.cast(replica, tf.int64))
     )

@@ -47,8 +47,8 @@ def arrive(
 ) -> tuple[State, tf.Tensor]:
   """Records that a replica has come to a barrier, and finds who may pass.
 
-  A replica may pass if it has come at most `max_lead` times more often than the
-  slowest replica. This is a pure function.
+  The clock of a replica counts how often it has come. A replica may pass if its
+  clock is at most `max_lead` above the smallest clock. This is a pure function.
 
   Args:
     state: The state of the barrier before the call.
@@ -57,8 +57,8 @@ def arrive(
       `LOST` makes the other replicas no longer wait for it.
     tag: int64 scalar, the tag under which the replica waits (its time of
       arrival in microseconds); `NOBODY` if it does not wait.
-    max_lead: The largest difference to the slowest replica's clock with which a
-      replica may pass.
+    max_lead: The largest difference to the smallest clock with which a replica
+      may pass.
     is_open: bool scalar, whether all replicas may pass.
 
   Returns:
