@@ -1,8 +1,9 @@
 """Defines the interface of an update rule.
 
 An *update rule* decides when and how gradients reach the variables. It does not
-depend on the driver, the object that runs the training. The driver calls its
-methods in this order, on the chief (C), on every replica (R), or on both:
+depend on the *driver*, the object that runs the training. The driver calls the
+methods of the rule in this order, in the chief (C), in every replica (R), or in
+both (CR):
 
     build ── create ── start ─┬─ begin ── contribute ── contribute ── …     (R)
       CR        C        C    │
@@ -20,11 +21,11 @@ methods in this order, on the chief (C), on every replica (R), or on both:
 * The chief calls `apply_updates`, which waits for updates or makes them.
 * Another thread may call `interrupt`, `status`, `counts`, `declare_lost`.
 
-A *contribution* is what a replica hands over at once: gradients, the loss and
-the number of examples. A *statistic* is a variable without gradients, such as a
-moving mean of batch normalization. Its entry among the gradients is its old
-minus its new value. `store.contributed` lists the trainable variables, then the
-statistics. `rules.protocol` defines tags and admission.
+A *contribution* is what a replica hands over for one update: gradients, the
+loss and the number of examples. A *statistic* is a variable without gradients,
+such as a moving mean of batch normalization. Its entry among the gradients is
+its old minus its new value. `store.contributed` lists the trainable variables,
+then the statistics. `rules.protocol` defines tags and admission.
 
 `UpdateRule` is the interface. `GradientRule` implements the replica's methods
 for rules whose replicas hand over the gradient of one batch at a time.
@@ -94,13 +95,14 @@ class ReplicaStep(NamedTuple):
   """The result of one step of a replica.
 
   Attributes:
-    token: The update rule's reply to the replica. Its `global_step` is the
-      global step at which the variables in `state` were read, or
+    token: The update rule's reply to the replica's gradients. Its `global_step`
+      is the global step at which the variables in `state` were read, or
       `step_token.ENDED` (-1) if training has ended.
-    state: The tensors that the replica carries to its next step.
+    state: The tensors that the replica needs for its next step, such as the
+      parameters.
     computed: float64 scalar, the time at which the last gradients of the step
-      were computed, in seconds since 1970; `step_token.NEVER` unless times are
-      recorded.
+      were computed, in seconds since 1970; `step_token.NEVER` (0.0) if times
+      are not recorded.
   """
 
   token: step_token.StepToken
@@ -112,9 +114,9 @@ class UpdateRule(abc.ABC):
   """Decides when and how gradients reach the variables.
 
   This is the interface of all update rules. A driver, the object that runs the
-  training, calls the methods in the order that the module's docstring
-  describes. Replicas contribute: they hand over gradients, the loss and the
-  number of examples.
+  training, calls the methods in the order that the module's docstring shows. A
+  contribution is what a replica hands over for one update: gradients, the loss
+  and the number of examples.
 
   Attributes:
     name: The name of the rule, which also appears in summaries.
@@ -123,15 +125,17 @@ class UpdateRule(abc.ABC):
     accepted_fraction: The fraction of all contributions that updates use if all
       replicas are equally fast.
     wire_dtype: The dtype to which trainable float32 variables and their
-      gradients are cast while they are sent; None casts nothing.
-    step_timeout_secs: Seconds after which an update is made from fewer
-      contributions, or the training ends; None: updates wait for all.
-    min_contributions: The smallest number of contributions of such an update,
-      and of updates that do not wait for lost replicas; None: updates always
-      have `replicas_to_aggregate`.
+      gradients are cast while they are sent. None: they are not cast.
+    step_timeout_secs: The time in seconds that an update waits for its
+      contributions. Then it is made from those that have come; if they are
+      fewer than `min_contributions`, the training ends with an error. None:
+      there is no such limit.
+    min_contributions: The smallest number of contributions in an update if
+      replicas are lost or exceed `step_timeout_secs`. None: updates always have
+      `replicas_to_aggregate` contributions.
     preadmits: Whether a `StepToken`, the reply to a contribution, may accept
-      the replica's next contribution in advance, so that the replica need not
-      ask before it sends the gradients.
+      the replica's next contribution in advance, so that the replica sends its
+      gradients without asking.
   """
 
   name: str
@@ -146,10 +150,10 @@ class UpdateRule(abc.ABC):
   # Life.
 
   def __getattr__(self, name: str) -> NoReturn:
-    """Raises an AttributeError for an attribute that does not exist.
+    """Raises AttributeError; Python calls it if an attribute does not exist.
 
-    For the name of a method of TF1's optimizers, the message says what replaces
-    the method.
+    If `name` is a method of TF1's optimizers, the message says what to use
+    instead.
     """
     hint = _TF1_SUCCESSORS.get(name)
     raise AttributeError(
@@ -165,7 +169,9 @@ class UpdateRule(abc.ABC):
     is_sparse: Sequence[bool] | None = None,
     namespace: resources.Namespace | None = None,
   ) -> None:
-    """Attaches to the rule's shared objects on the PS tasks, or creates them.
+    """Creates the rule's shared objects on the PS tasks.
+
+    If another process has created objects of these names, uses those.
 
     Args:
       store: Holds the variables, which need no values yet.
@@ -181,20 +187,20 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """Assigns all first values, or takes over an earlier chief's objects.
+    """Initializes the shared objects, or takes over those of an earlier chief.
 
     Only the chief calls it, after `build`.
 
     Args:
       values: The initial value of each variable, in the order of the parameter
-        store.
-      resumed: Whether an earlier chief has initialized the parameter store. The
-        values in the store are then kept.
+        store. Not used if `resumed`.
+      resumed: Whether to take over: True if an earlier chief has initialized
+        the parameter store. Its variables then keep their values.
     """
 
   @abc.abstractmethod
   def start(self) -> None:
-    """Prepares the rule for the first update after this chief has started.
+    """Prepares the rule for the first update of this chief.
 
     For example, a rule drops what replicas sent to an earlier chief. The chief
     calls it once, after all variables have their values.
@@ -204,8 +210,8 @@ class UpdateRule(abc.ABC):
   def trace_ahead(self) -> None:
     """Traces all functions that may have to be called while a task hangs.
 
-    An in-graph client that traces a function waits for all tasks (TensorFlow
-    2.21), so these functions could not be traced while a task hangs.
+    They could not be traced then: an in-graph client that traces a function
+    waits for all tasks (TensorFlow 2.21).
     """
 
   @abc.abstractmethod
@@ -220,7 +226,7 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def begin(self, replica: int | tf.Tensor) -> ReplicaStep:
-    """Reads the state with which a replica starts.
+    """Reads the variables for a replica's first step.
 
     To be used inside a `tf.function`.
 
@@ -228,8 +234,9 @@ class UpdateRule(abc.ABC):
       replica: The index of this replica, in [0, total_num_replicas).
 
     Returns:
-      A `ReplicaStep` with the state, a list of tensors such as the parameters,
-      and a `StepToken` with the global step at which they were read.
+      A `ReplicaStep` with the state for the first step, a list of tensors such
+      as the parameters, and a `StepToken` with the global step at which they
+      were read.
     """
 
   @abc.abstractmethod
@@ -248,7 +255,7 @@ class UpdateRule(abc.ABC):
     next step. To be used inside a `tf.function`.
 
     Args:
-      compute: Computes the gradients of the next batch.
+      compute: Computes the gradients of the next batch from the parameters.
       replica: The index of this replica, in [0, total_num_replicas).
       state: The state that `begin` or the last `contribute` returned.
       token: The `StepToken` that `begin` or the last `contribute` returned.
@@ -270,18 +277,20 @@ class UpdateRule(abc.ABC):
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
     """Waits for updates of the variables, or makes them.
 
-    Only the chief calls it. Some rules make the updates in this method; under
-    other rules the replicas make them, and this method reports them.
+    Only the chief calls it. Under synchronous rules, this method makes the
+    updates. Under asynchronous rules the replicas make them, and this method
+    reports them.
 
     Args:
       max_updates: The largest number of updates to make. A rule may make only
-        one update per call.
+        one update per call, whatever the number.
 
     Returns:
-      A report of each update, at least one.
+      A list of at least one report. A report may combine several updates.
 
     Raises:
-      NonFiniteGradientError: If a replica computed a value that is not finite.
+      NonFiniteGradientError: If a replica computed a gradient or a loss that is
+        not finite.
       Interrupted: If `interrupt` was called.
       tf.errors.OutOfRangeError: After `close`.
     """
@@ -292,37 +301,49 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def stop_at(self, step: int) -> None:
-    """Makes the rule stop updating the variables at global step `step`."""
+    """Makes no more updates of the variables once the global step is `step`."""
 
   # For the driver that watches and ends the training.
 
   @abc.abstractmethod
   def counts(self) -> list[results.Counts]:
-    """Returns how many gradients of each replica were used and refused.
+    """Returns how many contributions of each replica were used and refused.
 
-    One set of gradients counts as one.
+    A contribution is one replica's gradients for one update. The numbers are
+    for the whole training so far.
+
+    Returns:
+      One `results.Counts` per replica.
     """
 
   @abc.abstractmethod
   def status(self) -> results.StepStatus:
-    """Returns the progress of the next update and the state of each replica."""
+    """Returns the progress of the next update and the state of each replica.
+
+    The progress is the number of contributions (sets of gradients) that have
+    arrived and that are needed.
+    """
 
   @abc.abstractmethod
   def declare_lost(self, replica: int, tag: int) -> None:
     """Stops waiting for `replica` until it contributes again.
 
+    A contribution is one replica's gradients for one update; an integer tag
+    identifies it.
+
     Args:
       replica: The index of the replica.
-      tag: The tag, which identifies the replica's last contribution (its
-        gradients for one update), as `status` returned it. A synchronous rule
-        ignores the call if the replica has contributed since.
+      tag: The tag of the replica's last contribution, as `status` returned it.
+        A synchronous rule ignores the call if the replica has made a newer one.
     """
 
   def expire(self, step: int) -> None:
     """Makes an update from the contributions that have arrived.
 
-    Called if the rule has a `step_timeout_secs` that was exceeded, and
-    `min_contributions` have arrived.
+    A contribution is one replica's gradients for one update. The driver calls
+    this method when an update has waited for `step_timeout_secs`, and at least
+    `min_contributions` have arrived. It does nothing under rules without
+    `step_timeout_secs`.
 
     Args:
       step: The global step. The call has no effect on later steps.
@@ -338,18 +359,18 @@ class UpdateRule(abc.ABC):
 
   @abc.abstractmethod
   def release_replica(self, replica: int) -> None:
-    """Ends the wait of `replica`, which runs in this process.
+    """Tells `replica`, which runs in this process, that training has ended.
 
-    Called when the chief, which would answer the replica, is lost. The replica
-    is told that training has ended.
+    The replica then stops waiting. The driver calls this method when the chief,
+    which would answer the replica, is lost.
     """
 
   @abc.abstractmethod
   def end_replicas(self) -> None:
     """Tells replicas that training has ended.
 
-    A rule may keep on answering replicas in this call, and not return before
-    `interrupt` is called.
+    Under some rules, the call goes on answering replicas until `interrupt` is
+    called in another thread.
     """
 
   @abc.abstractmethod
@@ -365,13 +386,17 @@ class UpdateRule(abc.ABC):
   def in_lockstep(
     self, store: parameter_store.ParameterStore
   ) -> "LockstepUpdate":
-    """Adapts this rule to a program that computes all replicas' gradients.
+    """Adapts this rule to one program that computes all replicas' gradients.
+
+    Such a program needs no parameter servers: it sums the gradients of the
+    replicas itself, and all updates are synchronous.
 
     Args:
       store: Holds the variables, all on one task.
 
     Returns:
-      An object that makes updates with the settings of this rule.
+      An object that makes updates with the optimizer and the settings of this
+      rule.
 
     Raises:
       ValueError: If the rule needs parameter servers.
@@ -388,14 +413,13 @@ class UpdateRule(abc.ABC):
 class GradientRule(UpdateRule):
   """A rule whose replicas hand over the gradient of one batch at a time.
 
-  From step to step, a replica carries a state. The state consists of the
-  parameters, one tensor per element of `store.contributed` (the trainable
-  variables, then the variables without gradients). Subclasses may add tensors
-  to the state.
+  From step to step, a replica carries a state: the parameters, one tensor per
+  element of `store.contributed` (the trainable variables, then the variables
+  without gradients). Subclasses may add tensors to the state.
 
   Attributes:
-    read_needs: The names of what `pull` does besides reading the variables,
-      such as `snapshot_reads`; empty if `pull` only reads.
+    read_needs: What `pull` must do besides reading the variables, as names such
+      as `snapshot_reads`. Empty: `pull` only reads.
     refresh_every: The number of steps that a replica makes between two reads of
       the variables.
   """
@@ -422,7 +446,7 @@ class GradientRule(UpdateRule):
     num_examples: tf.Tensor | int = 0,
     preadmitted_tag: tf.Tensor | None = None,
   ) -> step_token.StepToken:
-    """Hands over the gradients of a replica; waits until it may continue.
+    """Hands over the gradients of a replica, and waits until it may continue.
 
     To be used inside a `tf.function`.
 
@@ -437,15 +461,16 @@ class GradientRule(UpdateRule):
         gradients were computed.
       loss: Scalar, the mean loss over the examples of the batch, for the
         chief's reports.
-      num_examples: Scalar, the number of examples over which the gradients are
-        the mean.
+      num_examples: Scalar, the number of examples in the batch. Gradients and
+        loss are means over them.
       preadmitted_tag: int64 scalar, the `preadmitted_tag` of the last
-        `StepToken`: the tag under which the rule has accepted these gradients
-        in advance. None: the rule is asked first.
+        `StepToken`, if that token has accepted these gradients in advance. They
+        are then sent without asking. None: the rule decides first whether it
+        accepts them.
 
     Returns:
       A token that says whether the gradients were used, and from which global
-      step to continue.
+      step the replica continues.
 
     Raises:
       ValueError: If a variable is not in the store.
@@ -468,7 +493,9 @@ class GradientRule(UpdateRule):
   def pull_contributed(
     self, replica: int | tf.Tensor
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Reads the variables that replicas contribute to, for a replica.
+    """Reads the variables to which replicas contribute, for a replica.
+
+    To be used inside a `tf.function`.
 
     Args:
       replica: The index of the replica that reads, in [0, total_num_replicas).
@@ -482,7 +509,7 @@ class GradientRule(UpdateRule):
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> ReplicaStep:
-    """Reads the parameters with which a replica starts.
+    """Reads the parameters for a replica's first step.
 
     To be used inside a `tf.function`. Implements `UpdateRule.begin`.
 
@@ -514,7 +541,7 @@ class GradientRule(UpdateRule):
     `tf.function`. Implements `UpdateRule.contribute`.
 
     Args:
-      compute: Computes the gradients of the next batch.
+      compute: Computes the gradients of the next batch from the parameters.
       replica: The index of this replica, in [0, total_num_replicas).
       state: The state that `begin` or the last `contribute` returned.
       token: The `StepToken` that `begin` or the last `contribute` returned.
@@ -524,7 +551,7 @@ class GradientRule(UpdateRule):
     Returns:
       A `ReplicaStep` with the rule's reply to the gradients, and the parameters
       for the next step. The global step of the reply is the step at which these
-      were read, or `step_token.ENDED` (-1) if training has ended.
+      parameters were read, or `step_token.ENDED` (-1) if training has ended.
 
     Raises:
       tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
@@ -548,7 +575,7 @@ class GradientRule(UpdateRule):
     Called by `contribute`, inside a `tf.function`.
 
     Args:
-      compute: Computes the gradients of the next batch.
+      compute: Computes the gradients of the next batch from the parameters.
       replica: The index of this replica, in [0, total_num_replicas).
       parameters: The parameters that the replica read last.
       token: The `StepToken` that the replica received last.
@@ -556,8 +583,8 @@ class GradientRule(UpdateRule):
 
     Returns:
       The `StepToken` that `apply_gradients` returned; and the time at which the
-      gradients were computed, float64 seconds since 1970, or `step_token.NEVER`
-      unless `records_times`.
+      gradients were computed, a float64 scalar in seconds since 1970, or
+      `step_token.NEVER` (0.0) if `records_times` is False.
     """
     result = compute(parameters, self.scale_loss)
     gradients, computed = result.gradients, step_token.never()
@@ -584,10 +611,10 @@ class GradientRule(UpdateRule):
       replica: The index of the replica.
 
     Returns:
-      A copy of the token, and one parameter per element of `store.contributed`
-      (the trainable variables, then the variables without gradients). The
-      global step of the copy is the step at which the parameters were read, or
-      remains `step_token.ENDED`.
+      A token, and one parameter per element of `store.contributed` (the
+      trainable variables, then the variables without gradients). The token is a
+      copy of `token` with the global step at which the parameters were read; if
+      training has ended, it keeps the global step `step_token.ENDED`.
     """
     with tf.control_dependencies([token.global_step]):
       now, parameters = self.pull_contributed(replica)
@@ -596,12 +623,17 @@ class GradientRule(UpdateRule):
   def at_step(
     self, token: step_token.StepToken, step: tf.Tensor
   ) -> step_token.StepToken:
-    """Returns `token` with global step `step`, unless training has ended.
+    """Returns `token` with another global step, unless training has ended.
 
-    `token` is the rule's reply to a replica, and `step` the global step at
-    which the replica then read the variables. A replica whose gradients were
-    refused may continue while an update is being made. It then reads variables
-    of a later step than its token names.
+    A replica whose gradients were refused may read the variables while an
+    update is being made. It then reads variables of a later step than its token
+    names, so the token must be corrected.
+
+    Args:
+      token: The rule's reply to a replica. If it says that training has ended,
+        its global step is kept.
+      step: int64 scalar, the global step at which the replica read the
+        variables after the reply.
     """
     with tf.device(self._store.device_of_task(0)):
       ended = token.global_step < 0
@@ -611,16 +643,17 @@ class GradientRule(UpdateRule):
 
 
 class OptimizerRule(GradientRule):
-  """A rule that updates variables with the user's optimizer (`inner`).
+  """A rule that updates variables with the user's optimizer.
 
   Attributes:
-    inner: The inner optimizer, applied on the PS tasks.
+    inner: The user's optimizer, wrapped so that it updates variables on PS
+      tasks.
     applier: Applies gradients to the variables by the inner optimizer; set by
       `bind`.
-    variable_averages: Updates the moving averages; None if there are none.
+    variable_averages: Keeps moving averages of variables. None: there are none.
     has_chief_statistics: Whether statistics (variables without gradients, such
-      as moving means) are updated from one replica alone, rather than from the
-      mean over replicas.
+      as moving means) are updated from one replica alone. If False, they are
+      updated from the mean over the replicas.
     is_built: Whether `build` was called.
   """
 
@@ -643,10 +676,10 @@ class OptimizerRule(GradientRule):
     """Makes an update rule that applies gradients by `optimizer`.
 
     Args:
-      optimizer: The inner optimizer: a Keras 3 optimizer, or any object with
-        `apply(gradients, variables)` or `apply_gradients(pairs)`.
-      variable_averages: Keeps moving averages of variables, updated before the
-        replicas continue.
+      optimizer: The optimizer of the user: a Keras 3 optimizer, or any object
+        with `apply(gradients, variables)` or `apply_gradients(pairs)`.
+      variable_averages: Keeps moving averages of variables. They are updated
+        before the replicas continue. None: there are none.
       variables_to_average: The variables to average, or their paths. None: all.
       clip_replica_norm: The global norm to which each replica's gradients are
         clipped before they are sent. None: no clipping.
@@ -657,9 +690,11 @@ class OptimizerRule(GradientRule):
       has_chief_statistics: Whether statistics (variables without gradients,
         such as moving means) are updated from one replica alone.
       loss_scale: A constant by which `scale_loss` multiplies the loss and
-        `apply_gradients` divides the gradients, for float16 computation.
-      wire_dtype: `float16` or `bfloat16`, to which trainable float32 variables
-        and their gradients are cast while they are sent. None casts nothing.
+        `apply_gradients` divides the gradients, for float16 computation. None:
+        no scale.
+      wire_dtype: `float16` or `bfloat16`: the dtype to which trainable float32
+        variables and their gradients are cast while they are sent. None: they
+        are not cast.
       name: The name of the rule, which also appears in summaries.
 
     Raises:
@@ -696,7 +731,7 @@ class OptimizerRule(GradientRule):
     self._loss_scale = loss_scale
 
   def check_built(self) -> None:
-    """Raises RuntimeError unless the rule was bound to a store by `build`."""
+    """Raises RuntimeError unless `build` was called."""
     if not self.is_built:
       raise RuntimeError(
         f"The update rule {self.name!r} is not built: call `build` with the"
@@ -704,7 +739,7 @@ class OptimizerRule(GradientRule):
       )
 
   def bind(self, store: parameter_store.ParameterStore) -> None:
-    """Binds the rule to the variables of `store`, and creates `applier`.
+    """Stores `store`, and creates `applier` for its variables.
 
     The `applier` applies gradients by the inner optimizer, and updates the
     moving averages of variables.
@@ -713,8 +748,8 @@ class OptimizerRule(GradientRule):
       store: Holds the variables to train.
 
     Raises:
-      ValueError: If the rule does not support the tables
-        (`tf_replicas.Embedding`) in the store.
+      ValueError: If the store has tables (`tf_replicas.Embedding`), and several
+        optimizers take turns, which does not work with tables.
     """
     if isinstance(self.inner, alternating_optimizer.AlternatingOptimizer):
       check_no_tables(store, "several optimizers that take turns")
@@ -768,19 +803,24 @@ class OptimizerRule(GradientRule):
   def weigh_statistics(
     self, gradients: Sequence[Gradient], weight: int | tf.Tensor
   ) -> list[Gradient]:
-    """Weighs statistics so that only one replica's count in a mean over N.
+    """Makes the mean of statistics over N contributions that of one replica.
 
-    Statistics are variables without gradients, such as moving means. If
-    `has_chief_statistics`, their entries are multiplied by `weight`, except
-    those of the loss scale and of the sums of metrics, which need all replicas.
-    Otherwise `gradients` are returned unchanged.
+    Statistics are variables without gradients, such as moving means. With
+    `has_chief_statistics`, this multiplies their entries by N in the
+    contribution of one replica, and by 0 in all others. The mean over N
+    contributions is then the entry of that replica. The loss scale and the sums
+    of metrics are also variables without gradients, but need all replicas:
+    their entries are not changed.
 
     Args:
       gradients: One replica's contribution, one entry per element of
         `store.contributed` (the trainable variables, then the statistics).
-      weight: N, the number of contributions in an update, for the replica that
-        updates the statistics; 0 for all other replicas. The mean over N
-        contributions is then the entry of that replica.
+      weight: The factor: N for the replica that updates the statistics, 0 for
+        all other replicas.
+
+    Returns:
+      The contribution with the factor applied; `gradients` unchanged if
+      `has_chief_statistics` is False.
     """
     if not self.has_chief_statistics:
       return list(gradients)
@@ -817,7 +857,7 @@ class OptimizerRule(GradientRule):
     """Sets the learning rate that the optimizer uses from the next update on.
 
     Raises:
-      ValueError: If several optimizers take turns, or the optimizer's rate
+      ValueError: If several optimizers take turns, or if the optimizer's rate
         cannot be changed.
     """
     if isinstance(self.inner, alternating_optimizer.AlternatingOptimizer):
@@ -830,8 +870,8 @@ class OptimizerRule(GradientRule):
   def trace_ahead(self) -> None:
     """Traces the functions that `counts` and `status` call.
 
-    A client that traces a function waits for all tasks, so these functions
-    could not be traced while a task hangs.
+    They could not be traced later, while a task hangs: a client that traces a
+    function waits for all tasks.
     """
     self.counts()
     self.status()
@@ -839,7 +879,9 @@ class OptimizerRule(GradientRule):
   def suspend(self) -> results.Update | None:
     """Refuses all gradients until `resume`, and lets waiting replicas continue.
 
-    `SwitchingOptimizer` calls it when it changes to another rule.
+    `SwitchingOptimizer` calls it when it changes to another rule. This
+    implementation only raises ValueError; a rule that can be suspended
+    overrides it.
 
     Returns:
       One report that combines all updates that `apply_updates` has not returned
@@ -856,7 +898,9 @@ class OptimizerRule(GradientRule):
   def resume(self) -> None:
     """Takes gradients of replicas again after `suspend`.
 
-    `SwitchingOptimizer` calls it when it changes to this rule.
+    `SwitchingOptimizer` calls it when it changes to this rule. This
+    implementation only raises ValueError; a rule that can be suspended
+    overrides it.
 
     Raises:
       ValueError: If the rule cannot be suspended.
@@ -868,7 +912,9 @@ class OptimizerRule(GradientRule):
 
 
 class LockstepUpdate:
-  """Makes the updates of one program that computes all gradients of a step.
+  """Makes the updates for one program that computes all replicas' gradients.
+
+  The training then needs no parameter servers, and all updates are synchronous.
 
   Attributes:
     rule: The update rule, whose optimizer and settings are used.
@@ -902,14 +948,15 @@ class LockstepUpdate:
   ) -> list[Gradient]:
     """Prepares one replica's gradients for the sum over all replicas.
 
-    The gradients are divided by the loss scale and clipped, as the rule
-    demands.
-
     Args:
       gradients: One per element of `store.contributed` (the trainable
         variables, then the statistics, which have no gradients).
       replica: The index of the replica. With `has_chief_statistics`, only
         replica 0 updates the statistics.
+
+    Returns:
+      The gradients, divided by the loss scale and clipped, if the rule does so;
+      and the entries of the statistics.
     """
     weight = 0 if replica else self.rule.replicas_to_aggregate
     gradients = self.rule.finish_gradients(gradients)
@@ -923,10 +970,10 @@ class LockstepUpdate:
     Also increases the global step by 1.
 
     Args:
-      sums: For each element of `store.contributed` (the trainable variables,
-        then the variables without gradients, such as moving means), the sum of
-        the gradients, or of old less new values, of all replicas; or None,
-        which skips the variable.
+      sums: For each element of `store.contributed`, the sum over all replicas:
+        for a trainable variable of its gradients; for a variable without
+        gradients, such as a moving mean, of old minus new values. None skips
+        the variable.
       step: int64 scalar, the global step before the update.
       num_examples: Scalar, the number of examples used.
 
@@ -967,7 +1014,7 @@ def check_positive(name: str, value: float | None) -> None:
 
 
 def check_no_tables(store: parameter_store.ParameterStore, what: str) -> None:
-  """Raises ValueError if `store` has tables, which `what` does not support.
+  """Raises ValueError if `store` has tables.
 
   A table is the variable of a `tf_replicas.Embedding`, whose rows stay on the
   parameter servers.
@@ -985,10 +1032,16 @@ def check_no_tables(store: parameter_store.ParameterStore, what: str) -> None:
 
 
 def check_rule(rule: object) -> UpdateRule:
-  """Returns `rule`, the result of a user's function, if it is an update rule.
+  """Checks that a user's function has returned an update rule.
+
+  Args:
+    rule: What the function has returned.
+
+  Returns:
+    `rule`.
 
   Raises:
-    TypeError: If `rule` is something else.
+    TypeError: If `rule` is not an `UpdateRule`.
   """
   if not isinstance(rule, UpdateRule):
     raise TypeError(
@@ -1002,13 +1055,15 @@ def check_rule(rule: object) -> UpdateRule:
 def check_replicas(rule: UpdateRule, names: Sequence[str]) -> None:
   """Checks that `rule.total_num_replicas` is the number of replicas.
 
+  Otherwise the rule would wait for replicas that do not exist, or leave some
+  out.
+
   Args:
     rule: The update rule.
     names: The names of all replicas.
 
   Raises:
-    ValueError: If the numbers differ. The rule would wait for replicas that do
-      not exist, or leave some out.
+    ValueError: If the numbers differ.
   """
   if rule.total_num_replicas != len(names):
     raise ValueError(
@@ -1024,12 +1079,14 @@ def create_or_resume(
 ) -> None:
   """Initializes a new training, or takes over an earlier chief's training.
 
-  Only the chief calls it.
+  It takes over if the variables of `store` are initialized already. Only the
+  chief calls it.
 
   Args:
     rule: The update rule, built for `store`.
     store: Holds the variables.
-    values: The initial value of each variable, in the store's order.
+    values: The initial value of each variable, in the store's order; used for a
+      new training only.
   """
   is_resumed = store.is_initialized()
   rule.create(values, resumed=is_resumed)

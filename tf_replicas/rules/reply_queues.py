@@ -20,16 +20,18 @@ from tf_replicas.store import parameter_store
 
 
 class Reply(NamedTuple):
-  """The chief's reply to a replica that has offered gradients for an update.
+  """The chief's reply to one contribution of a replica.
 
-  All fields are int64 scalars.
+  A contribution is one replica's gradients for one update. All fields are int64
+  scalars.
 
   Attributes:
-    tag: The tag, an integer that identifies the set of gradients that is
-      answered. A negative tag -t answers all sets of the replica with tags up
-      to t.
-    verdict: A `protocol.Verdict`, which says what the replica is to do.
-    step: The global step to continue from.
+    tag: The tag, a positive integer that identifies the contribution. A
+      negative number -t makes this the reply to all contributions of the
+      replica whose tag is at most t.
+    verdict: A `protocol.Verdict`, which says what the replica must do.
+    step: The global step from which the replica continues; `step_token.ENDED`
+      (-1) if training has ended.
   """
 
   tag: Annotated[tf.Tensor, tf.int64]
@@ -48,23 +50,25 @@ def take_own(
   tag: tf.Tensor,
   tag_of: Callable[[tf.Tensor], tf.Tensor],
 ) -> tuple[tf.Tensor, tf.Tensor]:
-  """Takes the element for `tag` off a replica's queue; waits until it is there.
+  """Waits until a replica's queue has an element for `tag`, and takes it.
 
-  A tag is an integer that identifies one contribution (gradients for one
-  update) of a replica; later contributions have larger tags. Elements for
-  earlier tags are dropped. An element for a later tag is meant for another
-  process that now runs as this replica, so it is put back. To be used inside a
-  `tf.function`.
+  A tag is a positive integer that identifies one wait of a replica, for example
+  for the reply to one contribution (gradients for one update); later waits have
+  larger tags. Elements for earlier tags are dropped. An element for a later tag
+  means that another process now runs as this replica. That process needs the
+  element, so it is put back. To be used inside a `tf.function`.
 
   Args:
     queues: One queue per replica.
     replica: The index of the replica whose queue is read.
-    tag: int64 scalar, the tag of the contribution to wait for.
-    tag_of: Maps an element to its tag. A tag -t stands for all tags up to t.
+    tag: int64 scalar, the tag of this wait.
+    tag_of: Maps an element to its tag. A negative result -t stands for all tags
+      up to t.
 
   Returns:
-    The element for `tag` or a later tag; and a bool scalar, whether the element
-    was put back.
+    A pair. The first is the element that was found, for `tag` or a later tag.
+    The second is a bool scalar: True if it was for a later tag and so was put
+    back.
   """
 
   def dequeue(*_):
@@ -98,7 +102,9 @@ class ReplyQueues:
     num_replicas: int,
     namespace: resources.Namespace,
   ):
-    """Creates one queue per replica on PS task 0, or attaches to the queues.
+    """Creates one queue per replica on PS task 0.
+
+    If another process has created queues of these names, uses those.
 
     Args:
       store: The parameter store, which knows the device of PS task 0.
@@ -112,17 +118,18 @@ class ReplyQueues:
     self._array = resources.QueueArray(self._queues)
 
   def send(self, verdict: tf.Tensor, tag: tf.Tensor, step: tf.Tensor) -> None:
-    """Replies to every replica for which `verdict` is not negative.
+    """Sends a reply to each replica for which `verdict` is not negative.
 
-    To be used on PS task 0. A tag is an integer that identifies a contribution
-    (gradients for one update) of a replica.
+    To be used on PS task 0. A tag is a positive integer that identifies a
+    contribution (gradients for one update) of a replica.
 
     Args:
       verdict: int64 [R], a `protocol.Verdict` for each of the R replicas. A
         replica with a negative verdict gets no reply.
-      tag: int64 [R], the tag of the contribution that is answered, for each
-        replica. A tag -t answers all tags up to t.
-      step: int64 scalar, the global step to continue from.
+      tag: int64 [R], for each replica the tag of the contribution to which this
+        is the reply. A negative number -t makes it the reply to all tags up to
+        t.
+      step: int64 scalar, the global step from which the replicas continue.
     """
     if len(self._queues) > _MOST_BRANCHES:
       self._send_in_turn(verdict, tag, step)
@@ -136,10 +143,11 @@ class ReplyQueues:
       )
 
   def _send_in_turn(self, verdict, tag, step) -> None:
-    """Sends replies as `send` does, in a loop over those that there are.
+    """Sends the same replies as `send`, by a `tf.while_loop` over receivers.
 
-    With R branches, each of up to R messages per step would evaluate all of
-    them, and tracing them would take 30 ms per branch.
+    `send` has a `tf.cond` per replica instead. With many replicas that is slow:
+    every conditional is evaluated for each message to the chief, and tracing
+    one takes 30 ms.
     """
     replicas = tf.where(verdict >= 0)[:, 0]
 
@@ -156,19 +164,22 @@ class ReplyQueues:
   ) -> tuple[tf.Tensor, tf.Tensor]:
     """Waits for the chief's reply to one contribution of a replica.
 
-    A contribution is one replica's gradients for one update; its tag, an
-    integer, identifies it. Replies to earlier tags are dropped. A reply to a
-    later tag is meant for another process that now runs as this replica. It is
-    put back, and the verdict for this process is VOID: its contribution was not
-    used.
+    A contribution is one replica's gradients for one update; its tag, a
+    positive integer, identifies it. Replies to earlier tags are dropped. A
+    reply to a later tag means that another process now runs as this replica.
+    The reply is then put back for that process, and the result is VOID: the
+    contribution was not used.
 
     Args:
       replica: The index of the replica that waits.
       tag: int64 scalar, the tag of the contribution.
 
     Returns:
-      The `protocol.Verdict` and the global step to continue from, int64
-      scalars.
+      The `protocol.Verdict`, and the global step from which the replica
+      continues, int64 scalars.
+
+    Raises:
+      tf.errors.OutOfRangeError: At run time, after `close`.
     """
 
     def tag_of(element):
@@ -180,9 +191,9 @@ class ReplyQueues:
     return tf.where(is_anothers, void, reply.verdict), reply.step
 
   def close(self) -> None:
-    """Closes the queues from which replicas take the chief's replies.
+    """Closes the queues, so that no replica waits for a reply any longer.
 
-    Replicas that wait for a reply get `OutOfRangeError`.
+    Waiting calls of `wait` raise `tf.errors.OutOfRangeError`.
     """
     for queue in self._queues:
       queue.close()

@@ -1,7 +1,7 @@
 """Defines the results and errors that every update rule reports to the chief.
 
-A contribution is what a replica hands over for one update: gradients, the loss
-and the number of examples. `rules.protocol` explains tags and admission.
+A contribution is what one replica hands over for one update: gradients, the
+loss and the number of examples. `rules.protocol` explains tags and admission.
 """
 
 import itertools
@@ -32,17 +32,21 @@ class NonFiniteGradientError(FloatingPointError):
 
 
 class Interrupted(Exception):
-  """Raised by `apply_updates` if it was interrupted before any update."""
+  """Raised by `UpdateRule.apply_updates` if `interrupt` ended its wait.
+
+  It was then waiting for an update, and has made or reported none.
+  """
 
 
 class Update(NamedTuple):
-  """A report of one update of the variables.
+  """A report of one update of the variables, or of several combined.
+
+  A contribution is one replica's gradients for one update.
 
   Attributes:
     global_step: The global step after the update.
-    loss: The mean loss of the contributions (replicas' gradients) to the
-      update.
-    num_examples: The number of examples in the contributions.
+    loss: The mean loss of the contributions that the update used.
+    num_examples: The number of examples in these contributions together.
     learning_rate: The learning rate used; NaN if it is not known.
     began: When all contributions had arrived, in seconds since 1970.
       Asynchronous rules report 0.
@@ -59,15 +63,14 @@ class Update(NamedTuple):
 
 
 class ReplicaStatus(NamedTuple):
-  """The state of one replica, as the chief knows it.
+  """The state of one replica, as the chief last recorded it.
 
   Attributes:
-    status: The replica's state, as the chief last recorded it.
+    status: Whether the replica computes, waits, has delivered, or is lost.
     tag: The tag, an integer that identifies the replica's last contribution
-      (its gradients for one update); -1 if it has made none. A tag is the time
-      at which the contribution was offered, in microseconds since 1970. For a
-      contribution that was admitted in advance, without an offer, it is the
-      previous tag plus 1.
+      (its gradients for one update); -1 if there was none. It is the time of
+      the offer in microseconds since 1970. A contribution that was admitted in
+      advance is not offered; it has the tag of the contribution before, plus 1.
   """
 
   status: protocol.Status
@@ -80,9 +83,9 @@ class StepStatus(NamedTuple):
   A contribution is one replica's gradients for one update.
 
   Attributes:
-    received: The number of contributions that were delivered.
+    received: The number of contributions that have arrived for the update.
     needed: The number of contributions that the update needs.
-    replicas: The state of each replica.
+    replicas: The state of each replica, by replica index.
   """
 
   received: int
@@ -93,24 +96,23 @@ class StepStatus(NamedTuple):
 class Counts(NamedTuple):
   """The outcomes of one replica's contributions since the start of training.
 
-  A contribution is one replica's gradients for one update, which averages N of
-  them.
+  A contribution is one replica's gradients for one update. A synchronous update
+  averages N contributions; an asynchronous update uses one.
 
   Attributes:
     applied: The number of contributions used in an update.
-    surplus: The number of contributions refused because N others came first, or
-      because the replica was declared lost after a contribution had been
-      accepted and before its gradients had arrived.
-    late: `late[k - 1]` is the number of contributions refused because they were
-      computed from variables k steps old; the last element also counts older
-      ones.
-    staleness: `staleness[k]` is the number of applied contributions whose
-      variables were k updates old. Empty for rules that apply no stale
-      gradients. The last element may count older ones too.
-    straggler_wait_secs: The seconds for which updates waited for this replica
-      alone.
-    missed: The number of updates that were made from fewer contributions than
-      usual, without this replica, because a step exceeded its deadline.
+    surplus: The number of contributions that were refused for another reason
+      than their age: N others came first, or the replica was declared lost or
+      exceeded a deadline before its gradients had arrived.
+    late: `late[k - 1]` is the number of contributions that were refused because
+      their variables were k steps old. The last element also counts older ones.
+    staleness: `staleness[k]` is the number of used contributions whose
+      variables were k updates old. The last element may also count older ones.
+      Empty for synchronous rules.
+    straggler_wait_secs: The total time in seconds for which updates had all
+      contributions but this replica's.
+    missed: The number of updates that were made without this replica, from
+      fewer than N contributions.
   """
 
   applied: int
@@ -122,16 +124,19 @@ class Counts(NamedTuple):
 
   @property
   def refused(self) -> int:
-    """Number of contributions (sets of gradients) that were not used."""
+    """The number of contributions (sets of gradients) that were not used."""
     return self.surplus + sum(self.late)
 
 
 def total(counts: Sequence[Counts]) -> Counts:
-  """Adds up the counts that several update rules have for one replica.
+  """Adds up the counts of one replica under several update rules.
 
   Args:
-    counts: For each rule, the outcomes of the replica's contributions (its
-      gradients for one update each).
+    counts: One element for each rule: the outcomes of the replica's
+      contributions (its gradients for one update each) under that rule.
+
+  Returns:
+    The sum of each field. `late` and `staleness` are added element by element.
   """
 
   def add_up(field):
@@ -155,10 +160,10 @@ def summary(staleness: Sequence[int]) -> tuple[float, int, int]:
 
   Args:
     staleness: `Counts.staleness`: element k is the number of gradients that
-      were k updates old when they were applied.
+      were k updates old when they were applied. The last element is not 0.
 
   Returns:
-    The mean staleness, the 95th percentile, and the maximum.
+    The mean, the 95th percentile and the maximum of the staleness, in updates.
   """
   counts = np.asarray(staleness)
   mean = float(np.average(np.arange(len(counts)), weights=counts))

@@ -1,8 +1,10 @@
-"""Defines the token, the reply that lets a replica continue.
+"""Defines the token, the reply to a replica's gradients.
 
-A replica receives it for a contribution, its gradients for one update. The
-token contains the times at which the contribution reached each stage of the
-update. `rules.protocol` explains contributions, tags and admission.
+A replica receives a token in reply to each contribution (its gradients for one
+update). The token says whether the contribution was used and from which global
+step the replica continues. It also contains the times at which the contribution
+reached each stage of the update. `rules.protocol` explains contributions, tags
+and admission.
 """
 
 from typing import Annotated
@@ -19,7 +21,7 @@ T = TypeVar("T")
 ENDED = -1
 # `preadmitted_tag` where the next contribution is not admitted in advance.
 NO_TAG = -1
-# The time of what did not happen.
+# The time of a stage that was not reached.
 NEVER = 0.0
 _NUM_TIMES = 4
 
@@ -28,15 +30,16 @@ class Times(NamedTuple):
   """The times at which a contribution reached each stage of an update.
 
   A contribution is one replica's gradients for one update. All fields are
-  float64 scalars in seconds since 1970, by the clock of PS task 0, or `NEVER`
-  (0.0) for a stage that was not reached. They are sent as int64 microseconds.
+  float64 scalars in seconds since 1970, by the clock of PS task 0. A field is
+  `NEVER` (0.0) if the stage was not reached. `StepToken.times` holds the same
+  times as int64 microseconds.
 
   Attributes:
-    admitted: When the update rule accepted the contribution, if the replica had
-      to ask before it sent the gradients.
+    admitted: When the update rule accepted the contribution. `NEVER` if the
+      replica sent the gradients without asking first.
     delivered: When all gradients of the contribution were on the PS tasks.
-    applied: When the gradients were applied to the variables, if the replica
-      itself applied them.
+    applied: When the gradients were applied to the variables. `NEVER` if the
+      chief applied them, not the replica itself.
     released: When the replica was allowed to continue with its next step.
   """
 
@@ -55,12 +58,12 @@ class StepToken(NamedTuple):
 
   Attributes:
     admitted: 1 if the contribution was used, else 0.
-    global_step: The global step to continue from, or `ENDED` (-1) if training
-      has ended.
-    preadmitted_tag: The tag under which the replica's next contribution is
-      accepted in advance, so that the replica need not ask, or `NO_TAG` (-1).
-      None, instead of a tensor, if it is known while tracing that there is no
-      such tag.
+    global_step: The global step from which the replica continues, or `ENDED`
+      (-1) if training has ended.
+    preadmitted_tag: The tag of the replica's next contribution if the chief has
+      accepted it in advance, so that the replica need not ask; `NO_TAG` (-1) if
+      it has not. None, instead of a tensor, has the same meaning as `NO_TAG`,
+      but is known while a function is traced.
     times: The fields of `Times`, as one int64 [4] tensor in microseconds.
   """
 
@@ -74,25 +77,26 @@ LAYOUT = records.Layout(StepToken, tf.int64, times=_NUM_TIMES)
 
 
 def first(step: tf.Tensor) -> StepToken:
-  """Returns the token with which a replica begins its first step.
+  """Returns the token that a replica has before its first contribution.
 
-  The replica has contributed nothing yet. So the token has only a global step:
-  `admitted` is 0, the tag is `NO_TAG`, and all times are `NEVER`.
+  As nothing was contributed yet, `admitted` is 0, `preadmitted_tag` is
+  `NO_TAG`, and all times are `NEVER`.
 
   Args:
     step: int64 scalar, the global step at which the replica read the variables.
+      It becomes the token's `global_step`.
   """
   no_tag = tf.constant(NO_TAG, tf.int64)
   return StepToken(0, step, no_tag, pack_times())
 
 
 def never() -> tf.Tensor:
-  """Returns `NEVER`, the time of what did not happen, as a float64 scalar."""
+  """Returns `NEVER` as a float64 scalar: the time of a stage not reached."""
   return tf.constant(NEVER, tf.float64)
 
 
 def now(*after: tf.Tensor) -> tf.Tensor:
-  """Reads the clock of the current device once some tensors are computed.
+  """Reads the clock of the current device after some tensors are computed.
 
   Args:
     *after: The tensors to wait for.
@@ -105,14 +109,15 @@ def now(*after: tf.Tensor) -> tf.Tensor:
 
 
 def clocked(values: T) -> tuple[tf.Tensor, T]:
-  """Reads the clock once all tensors of a structure are computed.
+  """Reads the clock after all tensors of a structure are computed.
 
   Args:
-    values: The structure; its leaves are tensors or None.
+    values: A nested structure whose leaves are tensors or None.
 
   Returns:
-    The time, in seconds since 1970, a float64 scalar; and a copy of the
-    structure. Ops that use the copied tensors run after the clock was read.
+    The time in seconds since 1970, a float64 scalar; and a copy of the
+    structure. Ops that use the tensors of the copy run after the clock was
+    read.
   """
   there = [value for value in tf.nest.flatten(values) if value is not None]
   time = now(*there)
@@ -125,7 +130,7 @@ def clocked(values: T) -> tuple[tf.Tensor, T]:
 def microseconds(secs: tf.Tensor) -> tf.Tensor:
   """Converts float64 seconds to int64 microseconds.
 
-  So times can be packed into one tensor with other int64 values.
+  Times can then be packed into one tensor with other int64 values.
   """
   return tf.cast(tf.round(secs * 1e6), tf.int64)
 
@@ -138,13 +143,14 @@ def pack_times(
 ) -> tf.Tensor:
   """Packs the times of a contribution into an int64 [4] tensor.
 
-  A contribution is one replica's gradients for one update.
+  A contribution is one replica's gradients for one update. The arguments are in
+  seconds since 1970; `NEVER` means that the stage was not reached.
 
   Args:
-    admitted: When the contribution was accepted, in seconds since 1970.
-    delivered: When its gradients had arrived, in seconds since 1970.
-    applied: When its gradients were applied, in seconds since 1970.
-    released: When its replica could continue, in seconds since 1970.
+    admitted: When the contribution was accepted.
+    delivered: When all its gradients were on the PS tasks.
+    applied: When its gradients were applied to the variables.
+    released: When its replica was allowed to continue.
 
   Returns:
     The times in microseconds, in the order of the arguments.

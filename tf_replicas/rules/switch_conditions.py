@@ -1,7 +1,7 @@
 """Defines when a `SwitchingOptimizer` changes its update rule.
 
-Each condition decides between two rules: it starts with the first rule, and
-changes to the second rule once.
+A condition is a function that decides between two rules. It starts with the
+first rule, and changes to the second rule once.
 """
 
 import collections
@@ -21,9 +21,10 @@ class Progress(NamedTuple):
   Attributes:
     global_step: The number of updates so far.
     rule: The index of the rule in use, in [0, number of rules).
-    counts: A function that returns, for each replica, how many of its
-      contributions (sets of gradients) the rule in use has used or refused
-      since the start of training. It reads the numbers from PS task 0.
+    counts: A function without arguments. It returns one `results.Counts` for
+      each replica: how many of its contributions (its gradients for one update
+      each) the rule in use has used or refused since the start of training.
+      Each call reads the numbers from PS task 0.
   """
 
   global_step: int
@@ -34,12 +35,13 @@ class Progress(NamedTuple):
 class Choice(NamedTuple):
   """The choice of an update rule for the next updates.
 
+  `SwitchingOptimizer.apply_updates` asks for a choice at each call.
+
   Attributes:
     rule: The index of the rule, in [0, number of rules).
-    until: The global step at which to choose again; no update is made beyond
-      this step before the next choice. None: choose again at every call of
-      `SwitchingOptimizer.apply_updates`; asynchronous updates go on between the
-      calls.
+    until: A global step at which updates stop until the next choice is made.
+      None: updates do not stop; asynchronous rules make updates while the next
+      choice is made.
   """
 
   rule: int
@@ -50,10 +52,10 @@ def at_step(step: int) -> Callable[[Progress], Choice]:
   """Makes a condition that changes to the second rule at a global step.
 
   Args:
-    step: The global step from which on the second rule is used.
+    step: The number of updates that the first rule makes.
 
   Returns:
-    A function for the argument `choose` of `SwitchingOptimizer`: it maps the
+    A function for the argument `choose` of `SwitchingOptimizer`. It maps the
     progress of the training to a `Choice`.
   """
 
@@ -68,19 +70,20 @@ def at_step(step: int) -> Callable[[Progress], Choice]:
 def when_refused(
   share: float, least: int = 100
 ) -> Callable[[Progress], Choice]:
-  """Makes a condition that changes the rule once a replica is refused often.
+  """Makes a condition that changes the rule if a replica is refused too often.
 
-  The contributions (sets of gradients) of a slow replica may always be too late
-  or too stale. The condition is checked every `least` steps.
+  If a replica is slow, all its contributions (its gradients for one update
+  each) may come too late. The condition changes to the second rule as soon as
+  it finds one such replica.
 
   Args:
-    share: The largest fraction of a replica's contributions that may be refused
-      before the change to the second rule.
-    least: The number of contributions that a replica must have made before it
-      can cause the change; also the number of steps between two checks.
+    share: The largest acceptable fraction of a replica's contributions that are
+      refused, in [0, 1].
+    least: The number of contributions below which a replica is not judged; also
+      the number of global steps between two checks.
 
   Returns:
-    A function for the argument `choose` of `SwitchingOptimizer`: it maps the
+    A function for the argument `choose` of `SwitchingOptimizer`. It maps the
     progress of the training to a `Choice`.
   """
 
@@ -92,20 +95,21 @@ def when_refused(
 
 
 def when_slow(share: float, least: int = 100) -> Callable[[Progress], Choice]:
-  """Makes a condition that changes the rule once updates wait for one replica.
+  """Makes a condition that changes the rule if updates wait for one replica.
 
   It is meant for a first rule whose synchronous updates need every replica.
-  Every `least` steps, the condition checks the interval since the last check.
-  The first interval, in which the replicas start one by one, is not checked.
+  Every `least` steps, the condition finds how long updates have waited for each
+  replica alone since the last check (`results.Counts.straggler_wait_secs`). The
+  time before the second check is ignored, because the replicas start one by
+  one.
 
   Args:
-    share: The largest fraction of an interval for which updates may wait for
-      one replica alone (`results.Counts.straggler_wait_secs`) before the change
-      to the second rule.
-    least: The number of steps between two checks.
+    share: The largest acceptable fraction of the time between two checks for
+      which updates wait for one replica, in [0, 1].
+    least: The number of global steps between two checks.
 
   Returns:
-    A function for the argument `choose` of `SwitchingOptimizer`: it maps the
+    A function for the argument `choose` of `SwitchingOptimizer`. It maps the
     progress of the training to a `Choice`.
   """
   checks = collections.deque(maxlen=3)
@@ -128,12 +132,12 @@ def _every(
 
   Args:
     period: The number of global steps between two calls of `is_due`.
-    is_due: Maps the counts of all replicas since the start of the training (how
-      many of their contributions were used or refused) to whether to change to
-      the second rule.
+    is_due: Says whether to change to the second rule. Its argument is one
+      `results.Counts` for each replica: how many of its contributions were used
+      or refused since the start of training.
 
   Returns:
-    A function for the argument `choose` of `SwitchingOptimizer`: it maps the
+    A function for the argument `choose` of `SwitchingOptimizer`. It maps the
     progress of the training to a `Choice`.
   """
 

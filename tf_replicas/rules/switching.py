@@ -20,30 +20,32 @@ from tf_replicas.store import parameter_store
 class SwitchingOptimizer(rule_base.GradientRule):
   """An update rule that uses one of several rules, and can change to another.
 
-  A flag variable on PS task 0 holds the index of the rule in use. When a
-  replica has computed its gradients, it reads the flag and hands the gradients
-  to that rule. The chief changes the rule between one update and the next:
+  A variable on PS task 0 holds the index of the rule in use. When a replica has
+  computed its gradients, it reads this index and hands the gradients to that
+  rule. The chief changes the rule between one update and the next:
 
-  1. It sets the flag: replicas that finish computing from now on use the new
+  1. It sets the index. Replicas that finish computing from now on use the new
      rule.
-  2. It suspends the old rule: replicas that wait in the old rule are released
-     without an update, and read the variables again. Replicas that read the
-     flag just before the change may enter the old rule late. A thread of the
-     chief keeps releasing these.
+  2. It suspends the old rule. Replicas that wait in the old rule are released
+     without an update, and read the variables again. A replica that read the
+     index just before the change may enter the old rule late; a suspended
+     synchronous rule keeps on releasing such replicas.
   3. It waits until no update of the old rule is in progress.
 
-  A synchronous update that the change interrupts is given up, and its
-  contributions (sets of gradients) are dropped, at most one per replica. A
-  contribution that the old rule's last `StepToken` (its reply to a replica)
-  admitted in advance is dropped too. All rules share variables, slots,
-  averages, the global step, the count of examples, and the checkpoint.
+  If the change interrupts a synchronous update, this update is not made, and at
+  most one contribution (set of gradients) of each replica is dropped. So is a
+  contribution that the old rule has admitted in advance. All rules share
+  variables, slots, moving averages, the global step, the count of examples, and
+  the checkpoint.
 
   Attributes:
     rules: The rules that are combined, by index.
     inner: The inner optimizer, shared by all rules.
-    total_num_replicas: M, the number of replicas, backups included.
+    total_num_replicas: M, the number of replicas, including backup replicas.
+    preadmits: Whether any of the rules may accept a replica's next contribution
+      in advance.
     wire_dtype: The dtype in which trainable float32 variables and their
-      gradients are sent; None: their own.
+      gradients are sent. None: their dtype is not changed.
   """
 
   def __init__(
@@ -53,11 +55,11 @@ class SwitchingOptimizer(rule_base.GradientRule):
     *,
     name: str = "switching",
   ):
-    """Combines several update rules to one.
+    """Combines several update rules into one.
 
     Args:
-      rules: The rules. All must wrap the same optimizer object and have the
-        same number M of replicas.
+      rules: The rules; training starts with the first. All must wrap the same
+        optimizer object and have the same number M of replicas.
       choose: Maps the progress of the training to the rule for the next
         updates. `switch_conditions` makes such functions.
       name: The name of the combined rule.
@@ -103,10 +105,10 @@ class SwitchingOptimizer(rule_base.GradientRule):
     is_sparse: Sequence[bool] | None = None,
     namespace: resources.Namespace | None = None,
   ) -> None:
-    """Creates the shared objects of all rules, or attaches to them.
+    """Creates the shared objects of all rules on the PS tasks, or finds them.
 
-    These are on the PS tasks, and include a flag that holds the index of the
-    rule in use. Implements `UpdateRule.build`, which documents the arguments.
+    One more object is a variable that holds the index of the rule in use.
+    Implements `UpdateRule.build`, which documents the arguments.
     """
     self._store = store
     self._device = store.device_of_task(0)
@@ -119,10 +121,11 @@ class SwitchingOptimizer(rule_base.GradientRule):
       self._has_ended = namespace.variable("rules/ended", [], tf.bool)
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """Assigns all first values, or takes over an earlier chief's training.
+    """Initializes the shared objects, or takes over those of an earlier chief.
 
-    In the second case, the rule that was in use remains in use. Implements
-    `UpdateRule.create`, which documents the arguments.
+    A new training starts with the first rule; one that is taken over keeps its
+    rule. The other rules are suspended. Implements `UpdateRule.create`, which
+    documents the arguments.
     """
     if not resumed:
       self._in_use.assign(0)
@@ -134,9 +137,9 @@ class SwitchingOptimizer(rule_base.GradientRule):
         rule.suspend()
 
   def start(self) -> None:
-    """Prepares the rule in use for the first update after this chief's start.
+    """Calls `start` of the rule in use, which prepares it for its first update.
 
-    The chief calls it once, after all variables have their values.
+    The chief calls this method once, after all variables have their values.
     """
     self._rule.start()
 
@@ -155,9 +158,9 @@ class SwitchingOptimizer(rule_base.GradientRule):
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Reads the variables in a way that suits all of the combined rules.
 
-    A rule may need more than a read, such as a consistent snapshot
-    (`read_needs`). This uses the `pull` of the rule whose needs include those
-    of all other rules. Implements `GradientRule.pull`, which documents the
+    Some rules need more than a plain read, for example a read that no update
+    interrupts (`read_needs`). One of the rules meets the needs of all, and this
+    method calls its `pull`. Implements `GradientRule.pull`, which documents the
     argument and the result.
     """
     if self._reader is not None:
@@ -167,8 +170,8 @@ class SwitchingOptimizer(rule_base.GradientRule):
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
     """Returns the scalar that a replica differentiates instead of `loss`.
 
-    It is `loss` times the constant `loss_scale` of the first rule, if that is
-    given.
+    It is `loss` times the constant `loss_scale` of the first rule, or `loss`
+    itself if that is None.
     """
     return self.rules[0].scale_loss(loss)
 
@@ -185,8 +188,8 @@ class SwitchingOptimizer(rule_base.GradientRule):
   ) -> step_token.StepToken:
     """Hands a replica's gradients to the rule in use, and waits for its reply.
 
-    If the chief changes the rule meanwhile, the gradients may not be used, as
-    `admitted` of the returned token says. Implements
+    If the chief changes the rule meanwhile, the gradients may be dropped;
+    `admitted` of the returned token is then 0. Implements
     `GradientRule.apply_gradients`, which documents the arguments.
     """
     pairs = list(grads_and_vars)
@@ -223,15 +226,18 @@ class SwitchingOptimizer(rule_base.GradientRule):
     self._rule.set_learning_rate(rate)
 
   def stop_at(self, step: int) -> None:
-    """Makes the rule stop updating the variables at global step `step`."""
+    """Makes the training stop updating the variables at global step `step`."""
     self._last_step = step
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Changes to the rule that `choose` returns, then makes an update with it.
+    """Changes the rule if `choose` says so, and returns the next update.
 
-    If the old rule has made asynchronous updates that this method has not
-    returned yet, returns one report that combines them, and makes no update.
-    Implements `UpdateRule.apply_updates`, which documents the errors.
+    If the old rule has made asynchronous updates that were not returned yet,
+    this call returns them instead, combined in one report. `max_updates` is
+    ignored. Implements `UpdateRule.apply_updates`, which documents the errors.
+
+    Returns:
+      A list of one report.
     """
     del max_updates
     step = int(self._store.read_global_step())
@@ -276,32 +282,37 @@ class SwitchingOptimizer(rule_base.GradientRule):
   # For the driver that watches and ends the training.
 
   def counts(self) -> list[results.Counts]:
-    """Returns how many gradients of each replica were used and refused.
+    """Returns how many contributions of each replica were used and refused.
 
-    The numbers are summed over all rules.
+    A contribution is one replica's gradients for one update.
+
+    Returns:
+      One `results.Counts` per replica, summed over all rules.
     """
     by_rule = [rule.counts() for rule in self.rules]
     return [results.total(counts) for counts in zip(*by_rule, strict=True)]
 
   def status(self) -> results.StepStatus:
-    """Returns the progress of the next update and the state of each replica.
+    """Returns `status` of the rule in use.
 
-    The rule in use determines both.
+    That is the number of contributions that have arrived for the next update,
+    and the state of each replica.
     """
     return self._rule.status()
 
   def declare_lost(self, replica: int, tag: int) -> None:
     """Makes the rule in use stop waiting for `replica`.
 
-    Implements `UpdateRule.declare_lost`, which documents the arguments.
+    This holds until the replica contributes again. Implements
+    `UpdateRule.declare_lost`, which documents the arguments.
     """
     self._rule.declare_lost(replica, tag)
 
   def trace_ahead(self) -> None:
     """Traces all functions that may have to be called while a task hangs.
 
-    A client that traces a function waits for all tasks (TensorFlow 2.21), so
-    these functions could not be traced while a task hangs.
+    They could not be traced then: a client that traces a function waits for all
+    tasks (TensorFlow 2.21).
     """
     for rule in self.rules:
       rule.trace_ahead()
@@ -315,18 +326,20 @@ class SwitchingOptimizer(rule_base.GradientRule):
     self._rule.interrupt()
 
   def end_replicas(self) -> None:
-    """Tells replicas, by the rule in use, that training has ended.
+    """Makes the rule in use tell replicas that training has ended.
 
-    May keep on answering replicas, and not return before `interrupt` is called.
+    Under some rules the call goes on answering replicas until `interrupt` is
+    called.
     """
     self._end()
     self._rule.end_replicas()
 
   def _end(self) -> None:
-    """Marks the training as ended, in a variable on PS task 0.
+    """Records in a variable on PS task 0 that training has ended.
 
-    A replica that a rule tells to end looks at the mark. Without the mark, the
-    replica would take the message for a change of the rule, and continue.
+    A rule tells replicas to end both when training ends and when the rule is
+    suspended. A replica reads this variable to find out which it is. Without
+    the record, it would continue with the new rule.
     """
     self._has_ended.assign(True)
     resources.flush_assignments([self._has_ended])
@@ -353,7 +366,8 @@ class SwitchingOptimizer(rule_base.GradientRule):
 def _check(rules: Sequence[rule_base.OptimizerRule]) -> None:
   """Raises ValueError unless the rules can be combined.
 
-  A replica must be able to train under each rule, with the same optimizer.
+  They need the same optimizer object, number of replicas and `wire_dtype`. They
+  must not use options such as `refresh_every` or `step_timeout_secs`.
   """
   first = rules[0]
   for rule in rules:

@@ -1,9 +1,10 @@
 """Decides which gradients asynchronous updates apply, and counts them.
 
-The state of `AsyncReplicasOptimizer` lives on PS task 0: variables that are
-changed under one lock; a queue of messages that tell the chief of every update;
-and a queue at which replicas wait that ask for admission once the last update
-that `stop_at` allows has begun.
+The state of `AsyncReplicasOptimizer` is on PS task 0. It consists of variables
+that are changed under one lock, and two queues. One queue brings the chief a
+message about every update. At the other queue, a replica waits if the updates
+already begun reach the limit of `stop_at`: one of them may still fail, and the
+replica may then make an update after all.
 """
 
 import functools
@@ -42,15 +43,16 @@ class Admission(NamedTuple):
   The fields are scalars on PS task 0.
 
   Attributes:
-    admitted: bool, whether the gradients are to be applied.
+    admitted: bool, whether the gradients are applied.
     version: int64, the number of updates before this one, finished or in
       progress.
     staleness: int64, the number of these updates made after the replica read
       its variables.
     has_ended: bool, whether training has ended.
-    must_wait: bool, whether the replica must wait and ask again, because the
-      last allowed update has begun. These gradients can be admitted only if the
-      limit is raised, or the replica that makes this update is lost.
+    must_wait: bool, whether the replica must wait and then ask again, because
+      `version` has reached the limit of `stop_at`. The gradients can still be
+      admitted if this limit is raised, or if a replica is lost while it makes
+      an update.
   """
 
   admitted: tf.Tensor
@@ -65,10 +67,11 @@ class _Progress(NamedTuple):
 
   Attributes:
     kind: A `protocol.MessageType`: DELIVERED if gradients were applied,
-      NONFINITE if a value was not finite, or WAKE.
+      NONFINITE if a gradient or a loss was not finite, or WAKE, which ends the
+      chief's wait for messages.
     replica: The index of the sender; -1 for WAKE.
-    step: For DELIVERED the global step after the gradients were applied; for
-      NONFINITE the global step of the variables that the replica used.
+    step: For DELIVERED, the global step after the gradients were applied. For
+      NONFINITE, the global step of the variables that the replica used.
     examples: The number of examples in the replica's batch.
     loss: The mean loss of the replica's batch.
   """
@@ -87,15 +90,16 @@ class AsyncAdmission:
   """Decides whether replicas' gradients are applied, and counts them.
 
   The staleness of gradients is the number of updates made since the replica
-  read the variables.
+  read the variables. All variables are on PS task 0.
 
   Attributes:
     applied: int64 [M, 1 + MAX_STALENESS] variable: the number of sets of
-      gradients applied, by replica (of M) and staleness.
-    dropped: int64 [M, 1 + protocol.MAX_LATE] variable: the number of sets
-      dropped as too stale, by replica and staleness.
-    pending: int64 scalar variable: the number of sets summed so far for the
-      next update, if an update is the mean of several.
+      gradients that were applied, by replica (of M) and staleness.
+    dropped: int64 [M, 1 + protocol.MAX_LATE] variable: the number of sets of
+      gradients that were dropped as too stale, by replica and staleness.
+    pending: int64 scalar variable: the number of sets of gradients that were
+      summed so far for the next update, if an update is the mean of several
+      sets.
   """
 
   def __init__(
@@ -106,14 +110,16 @@ class AsyncAdmission:
     gradients_per_update: int = 1,
     namespace: resources.Namespace | None = None,
   ):
-    """Creates the counts, lock and queues on PS task 0, or attaches to them.
+    """Creates the variables, lock and queues on PS task 0.
+
+    If another process has created objects of these names, uses those.
 
     Args:
       store: Holds the global step.
       num_replicas: M, the number of replicas.
       admits: Maps the staleness (the number of updates made since the replica
-        read the variables, an int64 scalar) to whether gradients are applied.
-        None: all gradients are applied.
+        read the variables, an int64 scalar) to a bool scalar: whether gradients
+        are applied. None: all gradients are applied.
       gradients_per_update: The number of sets of gradients in an update.
       namespace: The scope of the names of all objects except `pending`, which
         is in the namespace of `store`, as the sums of gradients are. None: the
@@ -150,7 +156,7 @@ class AsyncAdmission:
       store.track(self.pending)
 
   def initialize(self) -> None:
-    """Sets all counts to 0, marks no replica as lost, and sets no last step.
+    """Resets the state: all counts are 0, no replica is lost, no limit is set.
 
     The chief calls it once, in a new training.
     """
@@ -161,7 +167,10 @@ class AsyncAdmission:
     self.pending.assign(0)
 
   def stop_at(self, step: int) -> None:
-    """Lets replicas make no update that would go beyond global step `step`."""
+    """Sets the global step that no update may exceed.
+
+    Replicas that wait because of the old limit ask again.
+    """
     self._limit.assign(step)
     resources.flush_assignments([self._limit])
     for _ in range(self._num_replicas):
@@ -170,9 +179,9 @@ class AsyncAdmission:
   def admit(self, replica, local_step, is_sound) -> Admission:
     """Decides whether one replica's gradients are applied to the variables.
 
-    To be used inside a `tf.function`. Once the last update that `stop_at`
-    allows has begun, waits until this limit is raised, training ends, or the
-    replica that makes this update is lost.
+    If the updates already begun reach the limit of `stop_at`, waits until the
+    limit is raised, training ends, or a replica is lost whose update had begun.
+    To be used inside a `tf.function`.
 
     Args:
       replica: Scalar, the index of the replica that asks.
@@ -183,6 +192,10 @@ class AsyncAdmission:
 
     Returns:
       The decision, with the staleness of the gradients.
+
+    Raises:
+      tf.errors.OutOfRangeError: At run time, if it waits when `close` is
+        called.
     """
 
     def ask():
@@ -218,6 +231,8 @@ class AsyncAdmission:
   ) -> tf.Tensor:
     """Counts one set of gradients that was applied, and tells the chief.
 
+    Also increases the global step by 1 if the set completed an update.
+
     Args:
       replica: Scalar, the index of the replica that computed the gradients.
       staleness: int64 scalar, the `staleness` that `admit` returned.
@@ -226,7 +241,7 @@ class AsyncAdmission:
       is_update: bool scalar, whether this set completed an update.
 
     Returns:
-      int64 scalar, the global step afterwards.
+      int64 scalar, the global step after this.
     """
     with tf.device(self._device):
       (step,) = self._lock.hold(
@@ -236,6 +251,9 @@ class AsyncAdmission:
 
   def declare_lost(self, replica: tf.Tensor) -> None:
     """Marks a replica as lost until it asks again to apply gradients.
+
+    An update that the replica has begun and not finished is no longer expected.
+    So a replica that waits at the limit of `stop_at` asks again.
 
     Args:
       replica: Scalar, the index of the replica.
@@ -251,7 +269,9 @@ class AsyncAdmission:
   def counts(self) -> list[results.Counts]:
     """Returns how many sets of gradients of each replica were used or dropped.
 
-    `Counts.late` counts the sets that were dropped as too stale.
+    Returns:
+      One `results.Counts` per replica. Its `late` counts the sets that were
+      dropped as too stale.
     """
     return counts_of(self.applied.numpy(), self.dropped.numpy())
 
@@ -260,27 +280,24 @@ class AsyncAdmission:
     return self._state.read_value() == LOST
 
   def end(self) -> None:
-    """Refuses all gradients from now on, also those of waiting replicas.
+    """Refuses all gradients from now on, also those of replicas that wait.
 
-    Replicas that offer gradients are told that training has ended.
+    Replicas whose gradients are refused are told that training has ended.
     """
     with tf.device(self._device):
       with tf.control_dependencies([self._has_ended.assign(True)]):
         self._retry()
 
   def has_ended(self) -> bool:
-    """Returns whether replicas are told that training has ended.
-
-    This is so after `end`, until `resume` is called.
-    """
+    """Returns whether `end` was called and not yet undone by `resume`."""
     return bool(self._has_ended.read_value())
 
   def resume(self) -> None:
-    """Lets replicas apply gradients again after `end`."""
+    """Lets gradients be applied again after `end`."""
     self._has_ended.assign(False)
 
   def await_idleness(self) -> None:
-    """Waits until no replica, except lost ones, is applying gradients.
+    """Waits until no replica is applying gradients; lost replicas do not count.
 
     Raises:
       TimeoutError: After 600 s.
@@ -294,7 +311,8 @@ class AsyncAdmission:
   def wake(self) -> None:
     """Ends the wait of `collect`, which runs in another thread.
 
-    `collect` waits for reports of updates. It then raises `Interrupted`.
+    `collect` then raises `Interrupted`, as soon as it has reported all updates
+    that were made before.
     """
     try:
       self._send(protocol.MessageType.WAKE)
@@ -304,15 +322,16 @@ class AsyncAdmission:
   def close(self) -> None:
     """Closes the queues of this object, so that no call waits any longer.
 
-    Calls of `collect` and `admit` that wait raise `OutOfRangeError`.
+    Calls of `collect` and `admit` that wait raise `tf.errors.OutOfRangeError`.
     """
     self._progress.close()
     self._retries.close()
 
   def collect(self, rate: Callable[[int], float]) -> results.Update:
-    """Waits for an update, and reports all updates since the last call as one.
+    """Waits for an update, and returns one report of all unreported updates.
 
-    It returns at most once per `_REPORT_SECS`.
+    It waits at least until 30 ms after its last return, because each report
+    costs time in the chief and in PS task 0.
 
     Args:
       rate: Maps a global step to the learning rate at that step. The report has
@@ -322,8 +341,10 @@ class AsyncAdmission:
       The report. Its loss is the mean over all sets of gradients.
 
     Raises:
-      NonFiniteGradientError: If a replica computed a value that is not finite.
-      Interrupted: If `wake` was called, once all earlier updates are reported.
+      NonFiniteGradientError: If a replica computed a gradient or a loss that is
+        not finite.
+      Interrupted: If `wake` was called, and all updates made before are
+        reported.
       tf.errors.OutOfRangeError: After `close`.
     """
     time.sleep(max(0.0, self._next_report - time.monotonic()))
@@ -335,24 +356,26 @@ class AsyncAdmission:
     return update
 
   def collect_rest(self, rate: Callable[[int], float]) -> results.Update | None:
-    """Reports all updates since the last call of `collect` as one.
-
-    Unlike `collect`, it does not wait for an update.
+    """Returns one report of all unreported updates, without waiting for any.
 
     Args:
       rate: Maps a global step to the learning rate at that step. The report has
         the rate of the last update.
 
     Returns:
-      The report, or None if there was no update.
+      The report; None if there is no update to report.
+
+    Raises:
+      NonFiniteGradientError: If a replica computed a gradient or a loss that is
+        not finite.
     """
     return self._take(rate) if int(self._size()) else None
 
   def trace_ahead(self) -> None:
     """Traces the functions that `collect` and `collect_rest` call.
 
-    A client that traces a function waits for all tasks, so the functions could
-    not be traced while a task hangs.
+    They could not be traced later, while a task hangs: a client that traces a
+    function waits for all tasks.
     """
     self._listen.trace()
     self._size.trace()
@@ -362,16 +385,17 @@ class AsyncAdmission:
     return resources.remote_reader(self._progress.size)
 
   def _take(self, rate: Callable[[int], float]) -> results.Update | None:
-    """Waits for messages to the chief, and reports their updates as one.
+    """Waits for messages to the chief, and takes all that there are.
 
     Args:
       rate: Maps a global step to the learning rate at that step.
 
     Returns:
-      The report; None if no message reports an update.
+      One report of all updates in the messages; None if they contain none.
 
     Raises:
-      NonFiniteGradientError: If a replica computed a value that is not finite.
+      NonFiniteGradientError: If a replica computed a gradient or a loss that is
+        not finite.
     """
     kinds = protocol.MessageType
     messages = _LAYOUT.unpack_rows(self._listen().numpy())
@@ -393,12 +417,12 @@ class AsyncAdmission:
 
   @functools.cached_property
   def _listen(self) -> Callable[[], tf.Tensor]:
-    """A function that waits for at least one message to the chief.
+    """A function that waits for messages to the chief, and takes all there are.
 
-    It takes all messages that are there. It returns them as float64 [n, fields]
-    on this process: row i has the fields of message i, a `_Progress` (the
-    report of an update, of a value that is not finite, or a wake-up). It raises
-    `tf.errors.OutOfRangeError` after `close`.
+    It returns them on this process, as a float64 tensor of shape [number of
+    messages, number of fields]. Row i has the fields of the `_Progress` of
+    message i. There is at least one row. It raises `tf.errors.OutOfRangeError`
+    after `close`.
     """
 
     def dequeue(rows):
@@ -420,7 +444,8 @@ class AsyncAdmission:
   def _admit(self, replica, local_step, is_sound) -> Admission:
     """Decides whether one replica's gradients are applied; called under a lock.
 
-    Unlike `admit`, it does not wait: `must_wait` of the result may be True.
+    Unlike `admit`, it does not wait, but may return a decision with
+    `must_wait`.
 
     Args:
       replica: Scalar, the index of the replica that asks.
@@ -473,7 +498,7 @@ class AsyncAdmission:
   ) -> list[tf.Tensor]:
     """Counts one set of gradients that was applied, and tells the chief.
 
-    Called under a lock.
+    Does the work of `finish`, under the lock.
 
     Args:
       replica: Scalar, the index of the replica that computed the gradients.
@@ -483,7 +508,7 @@ class AsyncAdmission:
       is_update: bool scalar, whether this set completed an update.
 
     Returns:
-      A list of one int64 scalar, the global step afterwards.
+      A list of one int64 scalar, the global step after this.
     """
     self._set_state(replica, IDLE)
     _count(self.applied, replica, staleness)
@@ -503,13 +528,22 @@ class AsyncAdmission:
   def _set_state(
     self, replica: int | tf.Tensor, state: int | tf.Tensor
   ) -> None:
-    """Sets the state of one replica: `IDLE`, `OPEN` or `LOST`."""
+    """Sets the state of one replica.
+
+    Args:
+      replica: The index of the replica.
+      state: `OPEN` if the replica is applying gradients, `IDLE` if not, `LOST`
+        if it is lost.
+    """
     self._state.scatter_update(
       tf.IndexedSlices(tf.cast(state, tf.int64), tf.cast(replica, tf.int64))
     )
 
   def _retry(self) -> tf.Operation | None:
-    """Makes one of the waiting replicas ask for admission once more."""
+    """Makes one of the replicas that wait in `admit` ask for admission again.
+
+    `admit` waits if the updates already begun reach the limit of `stop_at`.
+    """
     return self._retries.enqueue([tf.constant(True)])
 
   def _send(self, kind: protocol.MessageType, *fields) -> tf.Operation | None:
@@ -525,11 +559,14 @@ class AsyncAdmission:
 
 
 def counts_of(applied: np.ndarray, dropped: np.ndarray) -> list[results.Counts]:
-  """Returns how many sets of gradients of each replica were used or dropped.
+  """Computes how many sets of gradients of each replica were used or dropped.
 
   Args:
     applied: The value of `AsyncAdmission.applied`.
     dropped: The value of `AsyncAdmission.dropped`.
+
+  Returns:
+    One `results.Counts` per replica.
   """
   return [
     results.Counts(
@@ -551,9 +588,10 @@ def _count(
   """Adds 1 to an element of `table`, a variable that holds counts.
 
   Args:
-    table: int64 [rows, columns].
+    table: int64 [rows, columns] variable.
     row: Scalar, the row.
-    column: int64 scalar, the column; a larger number means the last one.
+    column: int64 scalar, the column. If it is too large, the last column is
+      used.
     condition: bool scalar; False adds nothing.
   """
   column = tf.minimum(column, table.shape[1] - 1)

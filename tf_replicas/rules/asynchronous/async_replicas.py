@@ -1,4 +1,4 @@
-"""Makes asynchronous updates: each replica applies its own gradient at once.
+"""Makes asynchronous updates: each replica applies its own gradients at once.
 
 TF1 trained in this way without `SyncReplicasOptimizer`. Here, updates and their
 staleness are also counted exactly. `AsyncReplicasOptimizer` documents the
@@ -36,24 +36,25 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   since this replica read them; the *staleness* of the gradients is the number
   of these updates. The global step counts all updates, exactly.
 
-  A step of a replica, whose program runs steps 3 to 6 on the PS tasks:
+  The replica's program runs one step as follows; parts 3 to 6 run on the PS
+  tasks. `max_lead` is that of the `bounded_staleness` policy, if it is used.
 
   1. Pull the global step and then the parameters (`pull`); compute gradients.
-  2. If `max_lead` is 0, wait until all replicas have computed as many
-     gradients.
+  2. If `max_lead` is 0, wait until all replicas have computed the gradients of
+     this step.
   3. Ask for admission, under a lock on PS task 0. The staleness is the number
      of updates finished or in progress, minus the step that was pulled.
      Policies admit or refuse the whole set of gradients, before it is sent. No
      update is admitted beyond the step given to `stop_at`.
   4. Send the gradients. On each PS task, apply the inner optimizer to the
-     shards there, then update their averages. With `use_locking` only one
-     replica at a time does so on a PS task.
-  5. Under the lock of step 3, increase the global step by 1, count the
+     shards there, then update their moving averages. With `use_locking` only
+     one replica at a time does so on a PS task.
+  5. Under the lock of part 3, increase the global step by 1, count the
      gradients, and tell the chief.
   6. If `max_lead` is given, wait until no replica is more than `max_lead`
      updates behind.
 
-  With `gradients_per_update` = c > 1, step 4 adds the gradients to sums beside
+  With `gradients_per_update` = c > 1, part 4 adds the gradients to sums beside
   the variables, and every c-th set of gradients causes an update with the mean
   of c sets. M / c is the n of n-softsync (Zhang et al. 2015, section 2).
   Policies then scale and compensate each gradient as it is added.
@@ -109,7 +110,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         documents the arguments that are not listed here.
       total_num_replicas: M, the number of replicas.
       use_locking: Whether updates of one variable exclude each other.
-      snapshot_reads: Whether updates, and reads of all variables, are atomic.
+      snapshot_reads: Whether each update, and each read of all variables, is
+        atomic.
       policies: Decide what to do about gradients that were computed from old
         variables. All policies are combined.
       gradients_per_update: c, the number of sets of gradients in one update.
@@ -146,10 +148,10 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
   @property
   def read_needs(self) -> frozenset[str]:
-    """Names of what `pull` does besides reading the variables.
+    """What `pull` must do besides reading the variables, as a set of names.
 
-    `snapshot_reads` stands for a read that no update interrupts, and `copies`
-    for keeping copies of what each replica read.
+    `snapshot_reads`: no update may interrupt the read. `copies`: the PS tasks
+    keep a copy of the values that each replica read.
     """
     needs = {"snapshot_reads": self._snapshot_reads}
     needs["copies"] = self.policy.compensate is not None
@@ -162,11 +164,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     is_sparse: Sequence[bool] | None = None,
     namespace: resources.Namespace | None = None,
   ) -> None:
-    """Creates the rule's shared objects on the PS tasks, or attaches to them.
+    """Creates the rule's shared objects on the PS tasks.
 
     The objects are variables, queues and locks. If another process has created
-    objects of these names, this process uses the same ones. They have no values
-    before `create`. Implements `UpdateRule.build`.
+    objects of these names, uses those. New variables have no values before
+    `create`. Implements `UpdateRule.build`.
 
     Args:
       store: Holds the variables, which need no values yet.
@@ -218,15 +220,15 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       )
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """Assigns all first values, or takes over an earlier chief's training.
+    """Initializes the shared objects, or takes over those of an earlier chief.
 
     Only the chief calls it, after `build`. Implements `UpdateRule.create`.
 
     Args:
       values: The initial value of each variable, in the order of the parameter
-        store.
-      resumed: Whether an earlier chief has initialized the parameter store. The
-        values in the store are then kept.
+        store. Not used if `resumed`.
+      resumed: Whether to take over: True if an earlier chief has initialized
+        the parameter store. Its variables then keep their values.
     """
     if not resumed:
       self.admission.initialize()
@@ -243,18 +245,22 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         self.resume()
 
   def start(self) -> None:
-    """Does nothing, as a new chief has nothing to prepare under this rule.
+    """Does nothing, because under this rule a new chief has nothing to prepare.
 
     Replicas apply their gradients at once, so none waits for the chief.
     """
 
   def _build_inner(self, *, is_chief: bool) -> None:
-    """Builds the inner optimizer, the user's, unless that is done.
+    """Builds the user's optimizer (`inner`), unless it is built already.
 
     The chief must do so before other clients, which use its learning rate.
 
     Args:
       is_chief: Whether this process is the chief.
+
+    Raises:
+      ValueError: If the policies or asynchronous updates do not work with this
+        optimizer.
     """
     if self._is_inner_built:
       return
@@ -309,7 +315,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
-    """Reads the parameters with which a replica starts.
+    """Reads the parameters for a replica's first step.
 
     To be used inside a `tf.function`. Implements `UpdateRule.begin`.
 
@@ -345,7 +351,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     inside a `tf.function`. Implements `UpdateRule.contribute`.
 
     Args:
-      compute: Computes the gradients of the next batch.
+      compute: Computes the gradients of the next batch from the parameters.
       replica: The index of this replica, in [0, total_num_replicas).
       state: The state that `begin` or the last `contribute` returned.
       token: The `StepToken` that `begin` or the last `contribute` returned.
@@ -409,13 +415,13 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         gradients were computed.
       loss: Scalar, the mean loss over the examples of the batch, for the
         chief's reports.
-      num_examples: Scalar, the number of examples over which the gradients are
-        the mean.
+      num_examples: Scalar, the number of examples in the batch. Gradients and
+        loss are means over them.
       preadmitted_tag: Not used, as no gradients are admitted in advance.
 
     Returns:
       A token that says whether the gradients were used, and from which global
-      step to continue.
+      step the replica continues.
 
     Raises:
       ValueError: If a variable is not in the store.
@@ -482,15 +488,19 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
     Args:
       parcels: The packed gradients, by PS task.
-      parts: The gradients on the PS tasks, if they were sent already.
+      parts: The gradients on the PS tasks if they were sent already; None if
+        they must be sent.
       replica: The index of the replica that computed the gradients.
       admission: The decision on the gradients.
       finish: Counts the gradients, and returns the new global step. It is
-        called with whether they completed an update.
+        called with a bool: whether they completed an update.
 
     Returns:
-      The global step to continue from, or `step_token.ENDED`; and, in seconds
-      since 1970, when the gradients were admitted, delivered and applied.
+      The global step from which the replica continues, or `step_token.ENDED`
+      (-1); and three times in seconds since 1970: when the gradients were
+      admitted or refused (`NEVER` if they were sent without asking), when they
+      were delivered, and when they were applied (both `NEVER` if they were
+      refused).
     """
 
     def apply():
@@ -518,11 +528,11 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   # The chief's half.
 
   def stop_at(self, step: int) -> None:
-    """Lets replicas make no update that would go beyond global step `step`."""
+    """Makes no more updates of the variables once the global step is `step`."""
     self.admission.stop_at(step)
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Waits for an update, and reports all updates since the last call as one.
+    """Waits for an update, and returns one report of all unreported updates.
 
     The replicas make the updates. Only the chief calls this method. Implements
     `UpdateRule.apply_updates`.
@@ -534,7 +544,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
       A list of one report.
 
     Raises:
-      NonFiniteGradientError: If a replica computed a value that is not finite.
+      NonFiniteGradientError: If a replica computed a gradient or a loss that is
+        not finite.
       Interrupted: If `interrupt` was called.
       tf.errors.OutOfRangeError: After `close`.
     """
@@ -548,14 +559,17 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   def counts(self) -> list[results.Counts]:
     """Returns how many sets of gradients of each replica were used or dropped.
 
-    `Counts.late` counts the sets that were dropped as too stale.
+    Returns:
+      One `results.Counts` per replica. Its `late` counts the sets that were
+      dropped as too stale.
     """
     return self.admission.counts()
 
   def status(self) -> results.StepStatus:
-    """Returns for each replica whether it waits for slower ones or is lost.
+    """Returns whether each replica computes, waits for slower ones, or is lost.
 
-    The other fields of the result are constant.
+    The other fields of the result have no meaning under this rule: `received`
+    is 0, `needed` is 1, and all tags are -1.
     """
     status = np.full(self.total_num_replicas, protocol.Status.COMPUTING)
     status[self._clocks.is_waiting().numpy()] = protocol.Status.WAITING
@@ -571,7 +585,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   def declare_lost(self, replica: int, tag: int) -> None:
     """Lets the other replicas continue without waiting for a lost replica.
 
-    They wait for it again once it takes part again, after a restart.
+    They wait for it again once it has come back, after a restart.
 
     Args:
       replica: The index of the lost replica.
@@ -604,8 +618,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   def trace_ahead(self) -> None:
     """Traces all functions that may have to be called while a task hangs.
 
-    A client that traces a function waits for all tasks (TensorFlow 2.21), so
-    these functions could not be traced while a task hangs.
+    They could not be traced then: a client that traces a function waits for all
+    tasks (TensorFlow 2.21).
     """
     super().trace_ahead()
     self.end_replicas.get_concrete_function()
@@ -613,13 +627,16 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     self._lose.get_concrete_function()
 
   def suspend(self) -> results.Update | None:
-    """Refuses all gradients, and waits until none is being applied.
+    """Refuses all gradients, and waits until none are being applied.
 
     `SwitchingOptimizer` calls it when it changes to another rule.
 
     Returns:
       One report that combines all updates that `apply_updates` has not returned
       yet; None if there are none.
+
+    Raises:
+      TimeoutError: If gradients are still being applied after 600 s.
     """
     self.end_replicas()
     self.admission.await_idleness()
@@ -636,8 +653,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
   def release_replica(self, replica: int) -> None:
     """Tells all replicas, not only `replica`, that training has ended.
 
-    Called in the process of `replica` when the chief, which all replicas share,
-    is lost.
+    The driver calls this method in the process of `replica` when the chief is
+    lost. The training then ends for all replicas.
     """
     del replica
     self.end_replicas()

@@ -1,9 +1,10 @@
 """Applies the gradients of one replica to the variables on the PS tasks.
 
-Asynchronous rules use it. The replica's program sends the gradients to the PS
-tasks, compensates them for staleness (updates made since the replica read the
-variables), and applies them, optionally under locks, or sums several sets
-first. `OwnUpdate.pull` reads the variables in a way that suits these updates.
+Asynchronous rules use it. Each replica's program sends the gradients to the PS
+tasks and corrects them for staleness (updates made since the replica read the
+variables), if a policy demands that. It then applies them, optionally under
+locks, or adds them to sums until there are enough sets for an update.
+`OwnUpdate.pull` reads the variables in a way that suits these updates.
 """
 
 import functools
@@ -26,14 +27,16 @@ from tf_replicas.store import parameter_store
 class TaskGradients(NamedTuple):
   """One replica's gradients for one PS task, ready to be sent.
 
-  A shard is a part of a variable, or all of it, on the task.
+  A shard is a part of a variable, or all of it, on the task. A position is an
+  index in the list of the task's shards.
 
   Attributes:
     parcel: Packs and unpacks the dense gradients.
-    dense: The positions of the dense gradients among the task's shards.
-    sparse: The positions of the sparse gradients.
-    bundle: The packed dense gradients, then the values and the indices of each
-      sparse gradient; for PS task 0 then the scalars, if some are sent along.
+    dense: The positions of the shards with dense gradients.
+    sparse: The positions of the shards with sparse gradients.
+    bundle: The packed tensors: the dense gradients, then the values and the
+      indices of each sparse gradient; for PS task 0 then the scalars, if some
+      are sent with the gradients.
   """
 
   parcel: packing.Parcel
@@ -59,9 +62,10 @@ class OwnUpdate:
     snapshot_reads: bool,
     gradients_per_update: int,
   ):
-    """Creates locks and variables on the PS tasks, or attaches to them.
+    """Creates locks and variables on the PS tasks.
 
-    The variables are copies of what each replica read, if the policy needs
+    If another process has created objects of these names, uses those. The
+    variables hold the values that each replica read last, if the policy needs
     them, and the sums of gradients, if an update applies several sets.
 
     Args:
@@ -115,9 +119,8 @@ class OwnUpdate:
   def _make_copies(self) -> None:
     """Creates variables for the values that each replica read last.
 
-    They are beside the trainable variables on the PS tasks, one per replica and
-    shard (part of a variable). Only a policy that compensates stale gradients
-    needs them.
+    They exist only if the policy corrects stale gradients. There is one per
+    replica and shard (part of a trainable variable), on the shard's PS task.
     """
     self._copies: dict[tuple[int, int], list[tf.Variable]] = {}
     for index in self._store.trainable if self._policy.compensate else ():
@@ -134,8 +137,8 @@ class OwnUpdate:
   def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Reads the variables for a replica; to be used inside a `tf.function`.
 
-    If stale gradients are compensated, also keeps a copy of the values on the
-    PS tasks.
+    If the policy corrects stale gradients, a copy of the values that the
+    replica reads is also kept on the PS tasks.
 
     Args:
       replica: The index of the replica that reads, in [0, total_num_replicas).
@@ -175,7 +178,7 @@ class OwnUpdate:
     pending: tf.Variable,
     finish: Callable[[tf.Tensor | bool], tf.Tensor],
   ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Applies one replica's gradients, or adds them to sums for an update.
+    """Applies one replica's gradients, or adds them to the sums for an update.
 
     To be used inside a `tf.function`.
 
@@ -186,7 +189,7 @@ class OwnUpdate:
       staleness: int64 scalar, the number of updates since the replica read the
         variables.
       pending: int64 scalar variable, the number of sets of gradients in the
-        sums; `finish` changes this number.
+        sums. `finish` changes it.
       finish: Counts this set of gradients. It is called once, with a bool or a
         bool tensor: whether the set completed an update.
 
@@ -245,7 +248,8 @@ class OwnUpdate:
 
     Returns:
       One bool per element of the store's `contributed` (the trainable
-      variables, then the variables without gradients).
+      variables, then the variables without gradients): whether any of its
+      shards has a gradient.
     """
     present = [False] * len(self._store.contributed)
     for task, gradients in enumerate(parts):
@@ -291,20 +295,20 @@ class OwnUpdate:
     self._sums[index][number].assign_add(gradient)
 
   def _apply_sums(self, present, version) -> tf.Tensor:
-    """Applies the means of the summed gradients, and resets the sums.
+    """Applies the means of the summed gradients, and sets the sums to 0.
 
-    A set of gradients may lack a gradient that an earlier set had. So all
-    variables are updated for which any set traced in this process had a
-    gradient. The sums of other variables are kept.
+    The sets of gradients that were summed may have gradients for different
+    variables. So every variable is updated for which any set that was traced in
+    this process had a gradient. The sums of other variables are kept.
 
     Args:
       present: For each element of the store's `contributed` (the trainable
-        variables, then the variables without gradients), whether the present
-        set has a gradient.
+        variables, then the variables without gradients), whether the last set
+        has a gradient.
       version: int64 scalar, the number of updates before this one.
 
     Returns:
-      The result of the `Applier`, on which control dependencies wait for the
+      The result of the `Applier`. A control dependency on it waits for the
       update.
     """
     self._has_sum = [
@@ -326,7 +330,7 @@ class OwnUpdate:
     return self._update(present, version, take, self._per_update)
 
   def _compensated(self, replica, owner, gradient) -> tf.Tensor:
-    """Compensates a stale gradient of a shard, as the policy says.
+    """Corrects a stale gradient of a shard by the policy's `compensate`.
 
     A shard is a part of a variable, or all of it, on a PS task. The policy gets
     the shard's present value and the value that the replica read.
@@ -347,14 +351,14 @@ class OwnUpdate:
   def _compensate_all(
     self, replica: int | tf.Tensor, pairs: Sequence[applier.Pair]
   ) -> list[applier.Pair]:
-    """Compensates all stale gradients of one PS task, as the policy says.
+    """Corrects all stale gradients of one PS task, if the policy does so.
 
     Args:
       replica: The index of the replica that computed the gradients.
       pairs: (gradient, variable) pairs.
 
     Returns:
-      The pairs, with the compensated gradients.
+      The pairs with the corrected gradients, or unchanged.
     """
     if self._policy.compensate is None:
       return list(pairs)
@@ -415,8 +419,9 @@ class OwnUpdate:
       by_task: The result of `pack`.
 
     Returns:
-      For each PS task the gradients of its `contributed_shards`, on that task;
-      and the vector of the scalars that `pack` got, on PS task 0, or None.
+      For each PS task, one gradient or None per shard (part of a variable) that
+      replicas contribute to, on that task; and the vector of the scalars that
+      `pack` got, on PS task 0. The vector is None if there were no scalars.
     """
     arrived = []
     vector = None
@@ -445,7 +450,12 @@ class OwnUpdate:
     return arrived, vector
 
   def _owner(self, task: int, i: int) -> tuple[int, int]:
-    """Returns (position in `specs`, shard number) of shard `i` of a task."""
+    """Returns (variable's position in `store.specs`, number of the shard).
+
+    Args:
+      task: The index of the PS task.
+      i: The position among the shards of this task that replicas contribute to.
+    """
     position, number = self._store.contributed_shards(task)[i]
     return self._store.contributed[position], number
 

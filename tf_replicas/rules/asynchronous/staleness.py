@@ -16,10 +16,9 @@ class Policy:
   """A policy for stale gradients in asynchronous updates.
 
   The staleness of a gradient is the number of updates made after its variables
-  were read and before the gradient is applied.
-
-  All functions are optional. For example, this policy divides the learning rate
-  by the square root of the staleness plus 1:
+  were read and before the gradient is applied. Each of the functions is
+  optional. For example, this policy divides the learning rate by the square
+  root of the staleness plus 1:
 
       Policy("root", rate_factor=lambda s: tf.math.rsqrt(s + 1.0))
 
@@ -27,13 +26,15 @@ class Policy:
     name: The name of the policy, equal in all programs of a training.
     admits: Maps the staleness, an int64 scalar, to a bool scalar: whether the
       gradients are applied. A refused set of gradients is dropped as a whole,
-      and counted.
+      and counted. None: all gradients are applied.
     rate_factor: Maps the staleness, a float32 scalar, to a scalar by which the
-      learning rate is multiplied.
-    compensate: Maps (gradient, variable now, variable when the replica read
-      it), dense tensors of one shape, to the gradient to apply.
+      learning rate is multiplied. None: the rate is not changed.
+    compensate: Maps (gradient, the variable's present value, its value when the
+      replica read it), dense tensors of one shape, to the gradient to apply.
+      None: the gradient is not changed.
     max_lead: The largest number of updates by which a replica may be ahead of
       the slowest one. A replica that is further ahead waits before it reads.
+      None: no replica waits.
   """
 
   name: str
@@ -55,8 +56,9 @@ def drop_stale(max_staleness: int) -> Policy:
   """Makes a policy that drops gradients that are too stale.
 
   The staleness of a gradient is the number of updates made after its variables
-  were read. `DropStaleGradientOptimizer` of TF1's contrib did the same. Here,
-  the decision is exact even if several replicas ask at once.
+  were read and before the gradient is applied. The policy does what
+  `DropStaleGradientOptimizer` of TF1's contrib did. Here, the staleness is
+  exact even if several replicas apply gradients at the same time.
 
   Args:
     max_staleness: The largest staleness with which gradients are applied.
@@ -76,26 +78,32 @@ def drop_stale(max_staleness: int) -> Policy:
 def bounded_staleness(max_lead: int) -> Policy:
   """Makes a policy by which fast replicas wait for the slowest one.
 
-  A replica waits before it reads the variables while it is more than `max_lead`
-  updates ahead of the slowest replica. This is the stale-synchronous parameter
+  A replica that is more than `max_lead` updates ahead of the slowest replica
+  waits before it reads the variables. This is the stale-synchronous parameter
   server (Ho et al. 2013, section 2): a read includes all updates of every
-  replica, except at most the last `max_lead` of each. If `max_lead` is 0, all
-  replicas read the same values, and all apply their gradients before any of
-  them reads again. This is a synchronous step, applied as M updates for M
-  replicas. Without this policy no replica waits.
+  replica, except at most the last `max_lead` of each. Without this policy no
+  replica waits.
+
+  If `max_lead` is 0, all replicas read the same values, and all apply their
+  gradients before any of them reads again. These are synchronous steps, in each
+  of which M replicas make M updates.
 
   Args:
-    max_lead: The largest number of updates by which a replica may be ahead.
+    max_lead: The largest number of updates by which a replica may be ahead, at
+      least 0.
+
+  Raises:
+    ValueError: If `max_lead` is negative.
   """
   return Policy(f"bounded_staleness({max_lead})", max_lead=max_lead)
 
 
 def staleness_aware() -> Policy:
-  """Makes a policy that divides the learning rate by the staleness.
+  """Makes a policy that divides the learning rate by the staleness, if above 1.
 
   The staleness of a gradient is the number of updates made after its variables
-  were read. The rate is not changed if the staleness is 0 or 1. After Zhang et
-  al. 2015, "Staleness-aware async-SGD", section 3.
+  were read and before the gradient is applied. After Zhang et al. 2015,
+  "Staleness-aware async-SGD", section 3.
   """
   return Policy(
     "staleness_aware", rate_factor=lambda s: 1.0 / tf.maximum(s, 1.0)
@@ -125,9 +133,13 @@ def delay_compensated(variance: float) -> Policy:
 def combine(policies: Sequence[Policy]) -> Policy:
   """Combines policies for stale gradients into one.
 
-  Gradients are applied if all policies admit them. Rate factors are multiplied,
-  compensations are made in the order of `policies`, and the smallest `max_lead`
-  is used.
+  Args:
+    policies: The policies. If there are none, the result changes nothing.
+
+  Returns:
+    A policy that applies gradients if all policies admit them. It multiplies
+    the learning rate by all rate factors, makes the compensations in the order
+    of `policies`, and has the smallest `max_lead`.
   """
   admits = [p.admits for p in policies if p.admits]
   factors = [p.rate_factor for p in policies if p.rate_factor]

@@ -1,10 +1,11 @@
-"""Provides barriers that no replica passes far ahead of the slowest one.
+"""Provides barriers at which fast replicas wait for the slowest one.
 
-All objects live on PS task 0. For each replica a barrier has a *clock*, which
-counts how often the replica came to the barrier; the *tag* under which it waits
-there, the time of its arrival in microseconds; and a queue into which this tag
-is put when it may pass. One pure function of tensors, `arrive`, computes the
-next state. A lock protects the state.
+All objects are on PS task 0. For each replica, a barrier has three of them: the
+*clock*, which counts how often the replica has come to the barrier; the *tag*
+under which the replica waits there, its time of arrival in microseconds; and a
+queue into which this tag is put when the replica may pass. The function
+`arrive` computes the next state; it is a pure function of tensors. A lock
+protects the state.
 """
 
 from typing import NamedTuple
@@ -26,10 +27,10 @@ class State(NamedTuple):
   """The state of a barrier at which R replicas may wait; int64 [R] each.
 
   Attributes:
-    clocks: How often each replica came to the barrier; `LOST` for a lost
+    clocks: How often each replica has come to the barrier; `LOST` for a lost
       replica, for which no other waits.
-    waiting: The tag under which each replica waits at the barrier (the time of
-      its arrival in microseconds), or `NOBODY` (-1) if it does not wait.
+    waiting: The tag under which each replica waits at the barrier (its time of
+      arrival in microseconds); `NOBODY` (-1) if the replica does not wait.
   """
 
   clocks: tf.Tensor
@@ -44,25 +45,25 @@ def arrive(
   max_lead: int,
   is_open: tf.Tensor | bool = False,
 ) -> tuple[State, tf.Tensor]:
-  """Records that a replica came to a barrier, and finds who may pass.
+  """Records that a replica has come to a barrier, and finds who may pass.
 
-  A replica may pass if it has come at most `max_lead` times more often than the
-  slowest replica. This is a pure function.
+  The clock of a replica counts how often it has come. A replica may pass if its
+  clock is at most `max_lead` above the smallest clock. This is a pure function.
 
   Args:
     state: The state of the barrier before the call.
     replica: int64 scalar, the index of the replica; `NOBODY` changes no clock.
-    clock: int64 scalar, how often the replica came, this time included, or
-      `LOST` if no other replica shall wait for it.
-    tag: int64 scalar, the tag under which the replica waits (the time of its
+    clock: int64 scalar, how often the replica has come, including this time;
+      `LOST` makes the other replicas no longer wait for it.
+    tag: int64 scalar, the tag under which the replica waits (its time of
       arrival in microseconds); `NOBODY` if it does not wait.
-    max_lead: The largest difference to the slowest replica's clock with which a
-      replica may pass.
+    max_lead: The largest difference to the smallest clock with which a replica
+      may pass.
     is_open: bool scalar, whether all replicas may pass.
 
   Returns:
-    The new state; and int64 [R], for each replica that may pass now the tag
-    under which it waited, and `NOBODY` for the others.
+    The new state; and int64 [R], which has the tag of each replica that may
+    pass now, and `NOBODY` for each other replica.
   """
   num_replicas = state.clocks.shape[0]
   this = tf.range(num_replicas, dtype=tf.int64) == replica
@@ -76,11 +77,11 @@ def arrive(
 
 
 class Barrier:
-  """A barrier that a replica passes if it is not too far ahead of others.
+  """A barrier at which a replica waits if it is too far ahead of others.
 
-  The *clock* of a replica counts how often the replica came to the barrier. A
-  replica passes if its clock is at most `max_lead` above the smallest clock of
-  all replicas that are not lost.
+  The *clock* of a replica counts how often the replica has come to the barrier.
+  A replica passes if its clock is at most `max_lead` above the smallest clock
+  of all replicas that are not lost.
   """
 
   def __init__(
@@ -91,14 +92,16 @@ class Barrier:
     max_lead: int,
     device: str,
   ):
-    """Creates the barrier's variables, lock and queues, or attaches to them.
+    """Creates the barrier's variables, lock and queues.
+
+    If another process has created objects of these names, uses those.
 
     Args:
       namespace: The scope of the names of these objects, used by this barrier
         alone.
       num_replicas: R, the number of replicas.
-      max_lead: By how much more often than the slowest replica a replica may
-        pass.
+      max_lead: The largest difference to the smallest clock with which a
+        replica may pass.
       device: The device of PS task 0, which holds the objects.
     """
     self._max_lead = max_lead
@@ -117,10 +120,9 @@ class Barrier:
       ]
 
   def initialize(self) -> None:
-    """Closes the barrier, and forgets how often each replica came to it.
+    """Resets the barrier: all clocks are 0, and fast replicas wait at it.
 
-    A closed barrier makes fast replicas wait for the slowest one. The chief
-    calls this method once, in a new training, or to undo `open`.
+    The chief calls it in a new training, or to undo `open`.
     """
     zeros = tf.zeros([self._num_replicas], tf.int64)
     self._is_open.assign(False)
@@ -128,7 +130,7 @@ class Barrier:
     self._state.waiting.assign(zeros + NOBODY)
 
   def clocks(self) -> tf.Tensor:
-    """Reads how often each of R replicas came to the barrier, as int64 [R].
+    """Reads how often each of R replicas has come to the barrier, as int64 [R].
 
     It is `LOST` for a lost replica.
     """
@@ -146,8 +148,8 @@ class Barrier:
 
     Args:
       replica: The index of the replica that comes to the barrier.
-      clock: int64 scalar, how often the replica came to the barrier, this time
-        included.
+      clock: int64 scalar, how often the replica has come to the barrier,
+        including this time.
 
     Returns:
       A tensor; a control dependency on it waits until the replica may pass.
@@ -167,10 +169,10 @@ class Barrier:
         return tf.identity(tag)
 
   def _arrive(self, replica, clock, tag) -> list[tf.Tensor]:
-    """Records that a replica came, and lets the replicas pass that may.
+    """Records that a replica has come, and lets all replicas pass that now may.
 
-    Changes the shared state of the barrier by the function `arrive`, under the
-    lock of the barrier.
+    Computes the new state of the barrier by the function `arrive`, which
+    documents the arguments, and writes it, under the lock of the barrier.
 
     Returns:
       A list of one tensor, `tag`, which is available when the state is changed.
@@ -203,7 +205,7 @@ class Barrier:
   def declare_lost(self, replica: tf.Tensor) -> None:
     """Lets other replicas pass the barrier without waiting for a lost replica.
 
-    They wait for it again once it comes to the barrier again.
+    They wait for it again after it has come back to the barrier.
 
     Args:
       replica: int64 scalar, the index of the lost replica.
@@ -226,7 +228,7 @@ class Barrier:
   def close(self) -> None:
     """Closes the queues at which replicas wait for slower replicas.
 
-    Replicas that wait get `OutOfRangeError`.
+    Waiting calls of `enter` raise `tf.errors.OutOfRangeError`.
     """
     for queue in self._passes:
       queue.close()
@@ -236,12 +238,12 @@ class StalenessClocks:
   """The barriers of an asynchronous step, which bound the staleness.
 
   The staleness of a gradient is the number of updates made after its variables
-  were read. After its update a replica waits until no other replica is more
+  were read. After its update, a replica waits until no other replica is more
   than `max_lead` updates behind it. So its next read includes all updates of
   every replica, except at most the last `max_lead` of each (Ho et al. 2013,
-  section 2). If `max_lead` is 0, a replica also waits before its update until
-  all replicas have computed their gradients, so that no replica's read includes
-  an update of the same step.
+  section 2). If `max_lead` is 0, a replica also waits before its update, until
+  all replicas have computed their gradients. So all replicas compute them from
+  the same values.
   """
 
   def __init__(
@@ -252,13 +254,15 @@ class StalenessClocks:
     max_lead: int | None,
     device: str,
   ):
-    """Creates the barriers that bound the staleness, or attaches to them.
+    """Creates the barriers that bound the staleness.
+
+    If another process has created shared objects of these names, uses those.
 
     Args:
       namespace: The scope of the names of the barriers' shared objects.
       num_replicas: R, the number of replicas.
       max_lead: The largest number of updates by which a replica may be ahead of
-        the slowest one. None: no limit, and no barrier.
+        the slowest one. None: there is no limit and no barrier.
       device: The device of PS task 0, which holds the shared objects.
     """
     self._device = device
@@ -277,25 +281,26 @@ class StalenessClocks:
     self._barriers = [b for b in (self._after, self._before) if b is not None]
 
   def initialize(self) -> None:
-    """Closes all barriers, and forgets how often each replica came to them.
+    """Resets all barriers, at which fast replicas wait for the slowest one.
 
-    At a barrier, fast replicas wait for the slowest one. The chief calls this
-    method once, in a new training, or to undo `open`.
+    Each replica has then made 0 steps. The chief calls it in a new training, or
+    to undo `open`.
     """
     for barrier in self._barriers:
       barrier.initialize()
 
   def next_clock(self, replica: int | tf.Tensor) -> tf.Tensor:
-    """Returns how many steps a replica has made, this step included.
+    """Returns how many steps a replica has made, including this one.
 
-    To be used inside a `tf.function`. A lost replica that comes back continues
-    from the number of the slowest replica.
+    A lost replica that comes back continues from the number of the slowest
+    replica. To be used inside a `tf.function`.
 
     Args:
       replica: The index of the replica.
 
     Returns:
-      int64 scalar, the `clock` for `before` and `after`.
+      int64 scalar, the `clock` for `before` and `after`; 0 if there is no
+      barrier.
     """
     with tf.device(self._device):
       if self._after is None:
@@ -347,7 +352,7 @@ class StalenessClocks:
   def declare_lost(self, replica: tf.Tensor) -> None:
     """Lets other replicas pass all barriers without waiting for a lost replica.
 
-    They wait for it again once it comes to a barrier again.
+    They wait for it again after it has come back to a barrier.
 
     Args:
       replica: int64 scalar, the index of the lost replica.
@@ -356,10 +361,9 @@ class StalenessClocks:
       barrier.declare_lost(replica)
 
   def open(self) -> None:
-    """Lets all replicas pass all barriers from now on.
+    """Lets all replicas pass all barriers from now on, without waiting.
 
-    At a barrier, fast replicas wait for the slowest one. To be used inside a
-    `tf.function`.
+    To be used inside a `tf.function`.
     """
     for barrier in self._barriers:
       barrier.open()
@@ -367,7 +371,7 @@ class StalenessClocks:
   def close(self) -> None:
     """Closes the queues at which replicas wait for slower replicas.
 
-    Replicas that wait get `OutOfRangeError`.
+    Calls of `before` and `after` that wait raise `tf.errors.OutOfRangeError`.
     """
     for barrier in self._barriers:
       barrier.close()

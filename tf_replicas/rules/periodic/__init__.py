@@ -1,5 +1,6 @@
-"""Contains rules by which replicas train own copies and exchange at times.
+"""Contains update rules by which replicas train their own copies.
 
-An exchange averages the models, moves copies and shared variables toward each
-other (elastic averaging), or applies accumulated gradients.
+After a number of batches, a replica exchanges values with the shared variables:
+it averages models, moves its copy and the shared variables toward each other
+(elastic averaging), or hands over accumulated gradients.
 """

@@ -1,11 +1,11 @@
-"""Makes local steps: a replica trains its own copy on several batches.
+"""Makes local steps: a replica trains its own copy of the variables.
 
 A replica makes local steps between two exchanges with the shared variables, as
-`periodic_averaging` explains. The copy of the variables, and the slots of the
-optimizer, are tensors that a replica carries from batch to batch, since a
-worker of the in-graph driver has no variables of its own. Only the learning
-rate (once per period, which is the local steps between two exchanges) and the
-flag that ends training (once per batch) are read from PS task 0.
+`periodic_averaging` explains; these steps are a *period*. The copy of the
+variables, and the slots of the optimizer, are tensors that a replica carries
+from batch to batch, since a worker of the in-graph driver has no variables of
+its own. Only two things are read from PS task 0: the learning rate, once per
+period, and the flag that ends training, once per batch.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,10 @@ class LocalOptimizer:
     self.optimizer.learning_rate = rate
 
   def copy(self) -> "LocalOptimizer":
-    """Makes a `LocalOptimizer` with equal settings and a state of its own."""
+    """Makes a `LocalOptimizer` with equal settings and its own Keras optimizer.
+
+    The new Keras optimizer is not built yet.
+    """
     return LocalOptimizer(keras_internals.copy_of(self.optimizer))
 
   def build(self, store: parameter_store.ParameterStore) -> None:
@@ -107,7 +110,8 @@ class LocalOptimizer:
   def new_state(self) -> list[tf.Tensor]:
     """Returns the optimizer's state before the first step, as tensors.
 
-    The state consists of the slots and the step count.
+    The state consists of the slots and the step count, but not the learning
+    rate.
     """
     return [_constant(value) for value in self._first]
 
@@ -124,7 +128,8 @@ class LocalOptimizer:
       gradients: One dense gradient per parameter; None leaves the parameter
         unchanged.
       parameters: One tensor per trainable variable of the parameter store.
-      state: The optimizer's state that `new_state` or the last call returned.
+      state: The optimizer's state that `new_state` or the last `apply`
+        returned.
       rate: Scalar, the learning rate.
 
     Returns:
@@ -154,16 +159,17 @@ class LocalOptimizer:
 class Local(NamedTuple):
   """The result of a *period*, a replica's local steps between two exchanges.
 
-  A replica trains its own copy of the variables in a period, and then exchanges
-  it with the shared variables.
+  In a period, a replica trains its own copy of the variables. Then it exchanges
+  values with the shared variables.
 
   Attributes:
     parameters: The replica's copy after the period, one tensor per element of
       the store's `contributed`: the trainable variables, then *statistics*
       (variables without gradients, such as moving means).
     slots: The local optimizer's state after the period.
-    totals: For each parameter the sum of its gradients, or None if it has none;
-      for a statistic, its old minus its new value. Empty if not requested.
+    totals: One sum over the batches of the period for each parameter: of its
+      gradients, or of old minus new values for a statistic. None for a
+      parameter that has no gradients. An empty list if sums were not requested.
     loss: float64 scalar, the mean loss over all examples; NaN if a loss or a
       gradient was not finite.
     num_examples: int64 scalar, the number of examples.
@@ -180,9 +186,12 @@ class _Progress(NamedTuple):
   """The state of a replica's local training between two batches of a period.
 
   A period is the local steps between two exchanges with the shared variables.
-  `count` is the number of steps so far, and `may_go_on` says whether to make
-  another. `Local` documents the other fields; here `loss` is a sum over
-  examples.
+  `Local` documents the fields that are not listed here.
+
+  Attributes:
+    loss: float64 scalar, the sum of the losses of all examples so far.
+    count: int32 scalar, the number of steps so far in this period.
+    may_go_on: bool scalar, whether another step may follow.
   """
 
   parameters: list[tf.Tensor]
@@ -260,7 +269,7 @@ class LocalSteps:
 
   @property
   def learning_rate(self) -> float:
-    """The learning rate that is stored in this process.
+    """The learning rate that is stored in this process, a float.
 
     Only that of the chief is used: `refresh` writes it to PS task 0, where the
     replicas read it.
@@ -268,11 +277,14 @@ class LocalSteps:
     return self._optimizer.learning_rate
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate; a later call of `refresh` tells the replicas."""
+    """Sets the learning rate in this process.
+
+    A later call of `refresh` sends it to the replicas.
+    """
     self._optimizer.learning_rate = rate
 
   def initialize(self) -> None:
-    """Sets the flag that ends all local training, on PS task 0, to False.
+    """Sets the flag on PS task 0 that ends all local training to False.
 
     The chief calls it once, in a new training.
     """
@@ -294,9 +306,9 @@ class LocalSteps:
     return rate
 
   def end(self) -> None:
-    """Makes every replica end its local training after the current batch.
+    """Makes every replica end its local training after the present batch.
 
-    Replicas read a flag on PS task 0, which this sets, after every batch.
+    Sets a flag on PS task 0, which replicas read after every batch.
     """
     self._has_ended.assign(True)
 
@@ -320,17 +332,18 @@ class LocalSteps:
     whose loss or gradient is not finite, and when training has ended.
 
     Args:
-      compute: Computes the gradients of the next batch.
+      compute: Computes the gradients of the next batch from the parameters.
       parameters: The replica's copy, one tensor per element of the store's
         `contributed` (the trainable variables, then the variables without
         gradients).
       slots: The optimizer's state that `new_slots` or the last call returned.
-      pull_back: Maps a trainable parameter and its position to a term that is
-        added to its gradient. None: nothing is added.
+      pull_back: Maps a trainable parameter and its position in `parameters` to
+        a term that is added to its gradient. None: nothing is added.
       wants_totals: Whether to sum the gradients, for `Local.totals`.
 
     Returns:
-      The new copy and state, the loss and the number of examples.
+      The replica's copy and the optimizer's state after the period, with the
+      loss and the number of examples.
     """
     rate = tf.identity(self._rate.read_value())
     has_gradient: list[bool] = []
@@ -369,7 +382,7 @@ class LocalSteps:
   def _step(
     self, progress: _Progress, gradients, rate, pull_back
   ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Makes one local step: trains a replica's own copy on one batch.
+    """Makes one local step: trains a replica's copy on one batch.
 
     Args:
       progress: The state of the local training before the step.

@@ -1,4 +1,4 @@
-"""Makes update rules by which replicas train own copies, and exchange them.
+"""Makes update rules by which replicas train their own copies of the variables.
 
 `model_average` (local SGD with model averaging), `elastic_average` and
 `accumulated_gradients` (accumulated gradient normalization) each make a
@@ -11,13 +11,13 @@ normalization). A replica:
 
 1. Begins with a copy of the center, on its own device.
 2. Makes `period` local steps. Each computes the gradient of a batch and makes
-   one step of a Keras optimizer on the copy. The slots and the step count of
-   this optimizer belong to the replica, and are kept across exchanges.
-3. Exchanges with the center, and returns to 2. An exchange contributes to one
-   update of the center; `sync_rounds` defines the kinds of exchange.
+   one step of a Keras optimizer on the copy. Each replica has its own slots and
+   step count of this optimizer, and keeps them across exchanges.
+3. Exchanges values with the center, and returns to 2. An exchange contributes
+   to one update of the center; `sync_rounds` defines the kinds of exchange.
 
 The center, its moving averages, queues, counters, the learning rate and the
-flag that ends training live on the PS tasks, as for the rule that updates the
+flag that ends training are on the PS tasks, as for the rule that updates the
 center (`SyncReplicasOptimizer` or `AsyncReplicasOptimizer`). The copy and its
 slots are tensors that a replica carries from step to step. No checkpoint
 includes them. A restarted replica begins with the center and with new slots.
@@ -57,10 +57,10 @@ def model_average(
 
   Each replica trains its own copy of the variables. Once N replicas have handed
   over their copies, the center (the shared variables) becomes the mean of these
-  copies, and all replicas continue from the center. A copy that was trained
-  from an older center is refused as a whole, and so are copies beyond the first
-  N. Their replicas continue from the center as well. Lost replicas are treated
-  as by `SyncReplicasOptimizer`.
+  copies, and all replicas continue from the center. A copy is refused as a
+  whole if it was trained from an older center, or if N others came first. Its
+  replica continues from the center as well. Lost replicas are treated as by
+  `SyncReplicasOptimizer`.
 
   With plain gradient descent and a period of 1 this is synchronous gradient
   descent. TF1's `ModelAverageOptimizer` called the period `interval_steps`.
@@ -72,7 +72,8 @@ def model_average(
     total_num_replicas: M, the number of replicas that train, at least N. None:
       N.
     period: The number of local steps between two exchanges.
-    variable_averages: Keeps moving averages of the center.
+    variable_averages: Keeps moving averages of the center. None: there are
+      none.
     variables_to_average: The variables of which moving averages are kept, or
       their paths. None: all.
     has_chief_statistics: Whether statistics (variables without gradients, such
@@ -81,7 +82,7 @@ def model_average(
     loss_scale: A constant by which the loss is multiplied and the gradients are
       divided, for float16 computation. None: no scale.
     clip_replica_norm: The global norm to which the gradients of each local step
-      are clipped.
+      are clipped. None: no clipping.
 
   Returns:
     The update rule.
@@ -128,10 +129,10 @@ def elastic_average(
 ) -> periodic_optimizer.PeriodicOptimizer:
   """Makes an update rule for elastic averaging.
 
-  Each replica trains its own copy of the variables. At times, the copy and the
-  center (the shared variables) move toward each other; a replica never replaces
-  its copy by the center. An exchange computes, with a = `moving_rate` and
-  difference = copy - center,
+  Each replica trains its own copy of the variables. After each `period`, the
+  copy and the center (the shared variables) move toward each other; a replica
+  never replaces its copy by the center. An exchange computes, with a =
+  `moving_rate` and difference = copy - center,
 
       copy   <- copy   - a * difference
       center <- center + a * difference
@@ -158,7 +159,8 @@ def elastic_average(
     rho: The factor of the term that is added to local gradients, at least 0.
       None: `moving_rate` / the optimizer's learning rate.
     synchronous: Whether all replicas exchange together.
-    variable_averages: Keeps moving averages of the center.
+    variable_averages: Keeps moving averages of the center. None: there are
+      none.
     variables_to_average: The variables of which moving averages are kept, or
       their paths. None: all.
     has_chief_statistics: Whether statistics (variables without gradients, such
@@ -234,28 +236,29 @@ def accumulated_gradients(
   """Makes an update rule for accumulated gradient normalization.
 
   Each replica trains its own copy of the variables. After `period` local steps,
-  a second optimizer with the same settings applies the mean of the replica's
-  gradients to the center (the shared variables), without waiting for other
-  replicas. The replica continues from the center, which other replicas may have
-  changed. Of the change of a statistic (a variable without gradients, such as a
-  moving mean) in the copy, the fraction 1 / M is applied to the center.
+  `optimizer` applies the mean of the replica's gradients to the center (the
+  shared variables), without waiting for other replicas. The replica continues
+  from the center, which other replicas may have changed. A statistic (a
+  variable without gradients, such as a moving mean) of the center changes by 1
+  / M of the change in the copy.
 
   See Hermans et al. 2017, "Accumulated gradient normalization", section 3.
 
   Args:
-    optimizer: Applied to the center, with slots on the PS tasks. A copy of it,
-      made from its configuration and with slots of its own, makes the local
-      steps. A Keras optimizer that is not built yet, whose learning rate is a
-      number.
+    optimizer: Applied to the center, with slots on the PS tasks. The local
+      steps use a second optimizer, made from the configuration of this one,
+      with its own slots. A Keras optimizer that is not built yet, whose
+      learning rate is a number.
     total_num_replicas: M, the number of replicas that train.
     period: The number of local steps between two exchanges.
     use_locking: Whether updates of one variable of the center exclude each
       other.
-    variable_averages: Keeps moving averages of the center.
+    variable_averages: Keeps moving averages of the center. None: there are
+      none.
     variables_to_average: The variables of which moving averages are kept, or
       their paths. None: all.
     has_chief_statistics: Whether statistics are updated from replica 0 alone,
-      by the whole change.
+      and by its whole change instead of 1 / M of it.
     loss_scale: A constant by which the loss is multiplied and the gradients are
       divided, for float16 computation. None: no scale.
     clip_replica_norm: The global norm to which the gradients of each local step

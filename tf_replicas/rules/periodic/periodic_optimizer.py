@@ -1,8 +1,8 @@
-"""Defines the update rule of replicas that train own copies.
+"""Defines the update rule of replicas that train their own copies.
 
-A replica trains its copy of the variables for a period, and then exchanges with
-the *center*, the shared variables. `periodic_averaging` makes such a rule for
-each kind of exchange, and explains the terms.
+A replica trains its copy of the variables for a period, and then exchanges
+values with the *center*, the shared variables. `periodic_averaging` makes such
+a rule for each kind of exchange, and explains the terms.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from tf_replicas.store import parameter_store
 
 
 class PeriodicOptimizer(rule_base.UpdateRule):
-  """An update rule whose replicas train own copies of the variables.
+  """An update rule whose replicas train their own copies of the variables.
 
   A replica makes one local step on its copy for each batch. After `period`
-  batches it exchanges with the *center*, the shared variables.
+  batches it exchanges values with the *center*, the shared variables.
 
   The global step, and so `max_steps`, counts the updates of the center, as with
-  the optimizers of TF1. If all replicas exchange together, an update includes N
-  times `period` batches, else `period` batches. Checkpoints, averages and
-  evaluation use the center. `examples_seen` counts the examples of all local
-  steps that led to an update. The reported loss is the mean over these
-  examples.
+  the optimizers of TF1. If N replicas exchange together, an update includes N
+  times `period` batches; if each replica exchanges alone, `period` batches.
+  Checkpoints, moving averages and evaluation use the center. `examples_seen`
+  counts the examples of all local steps that led to an update. The reported
+  loss is the mean over these examples.
 
   Local steps use the learning rate that the chief had at the beginning of the
   period. A gradient or a loss that is not finite ends the period and the
@@ -49,7 +49,8 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     """Combines the local training of replicas with a kind of exchange.
 
     Args:
-      steps: Makes the local steps of a replica, which train its own copy.
+      steps: Makes the local steps of a replica, which train its own copy of the
+        variables.
       sync_round: Makes the exchange between a replica's copy and the shared
         variables after each period of local steps.
     """
@@ -72,8 +73,9 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   ) -> None:
     """Creates the rule's shared objects on the PS tasks, or attaches to them.
 
-    Implements `UpdateRule.build`, which documents the arguments. `is_sparse` is
-    not used, as replicas hand over dense tensors only.
+    Implements `UpdateRule.build`, which documents the arguments and the error.
+    `is_sparse` is not used, as replicas hand over dense tensors only. Tables
+    (`tf_replicas.Embedding`) are not supported.
     """
     del is_sparse
     rule_base.check_no_tables(store, f"the update rule {self.name!r}")
@@ -83,15 +85,15 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     self._sync_round.build(store)
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """Assigns all first values, or takes over an earlier chief's training.
+    """Initializes the shared objects, or takes over those of an earlier chief.
 
-    Also passes the learning rate on to the replicas.
+    Also sends the learning rate to PS task 0, where the replicas read it.
 
     Args:
-      values: The first value of each variable of the store, in its order. Not
-        used if `resumed`.
-      resumed: Whether the variables on the parameter servers already have the
-        values of an earlier chief's training, which goes on.
+      values: The initial value of each variable, in the order of the parameter
+        store. Not used if `resumed`.
+      resumed: Whether to take over: True if an earlier chief has initialized
+        the parameter store. Its variables then keep their values.
     """
     if not resumed:
       self._steps.initialize()
@@ -99,10 +101,10 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     self._rule.create(values, resumed=resumed)
 
   def start(self) -> None:
-    """Prepares the rule for the first update after this chief has started.
+    """Calls `start` of the rule that updates the shared variables.
 
-    Calls `start` of the rule that updates the shared variables. The chief calls
-    it once, after all variables have their values.
+    This prepares it for the first update of this chief. The chief calls this
+    method once, after all variables have their values.
     """
     self._rule.start()
 
@@ -122,11 +124,11 @@ class PeriodicOptimizer(rule_base.UpdateRule):
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
-    """Reads the shared variables, the *center*, as the replica's first copy.
+    """Reads the *center*, the shared variables, as the replica's first copy.
 
     Implements `UpdateRule.begin`, which documents the argument. The state in
-    the result consists of the copy, of the center if the kind of exchange needs
-    it, and of the state of the local optimizer.
+    the result consists of the copy, then the center again if the kind of
+    exchange needs it, then the state of the local optimizer.
     """
     step, parameters = self._rule.pull_contributed(replica)
     center = parameters if self._sync_round.needs_center else []
@@ -149,10 +151,11 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     """Makes one period of local steps of a replica, and the exchange after it.
 
     In a period, the replica trains its own copy of the variables on `period`
-    batches. Then it exchanges with the *center*, the shared variables.
+    batches. Then it exchanges values with the *center*, the shared variables.
     Implements `UpdateRule.contribute`, which documents the arguments. The
-    global step of the tokens is the step of the center when the replica last
-    read it. `admitted` says whether the exchange updated the center.
+    `global_step` of the returned token is the step of the center when the
+    replica last read it. `admitted` says whether the exchange updated the
+    center.
     """
     number = len(self._store.contributed)
     cuts = number, number * (2 if self._sync_round.needs_center else 1)
@@ -180,21 +183,29 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   def set_learning_rate(self, rate: float) -> None:
     """Sets the learning rate that each replica uses from its next period on.
 
-    A period is the local steps between two exchanges.
+    A period is a replica's local steps between two exchanges with the shared
+    variables.
     """
     self._steps.set_learning_rate(rate)
     if self._rule.inner.has_adjustable_rate():
       self._rule.set_learning_rate(rate)
 
   def stop_at(self, step: int) -> None:
-    """Makes no update of the shared variables beyond global step `step`."""
+    """Makes no more updates of the shared variables once `step` is reached.
+
+    Args:
+      step: A global step, which counts these updates.
+    """
     self._rule.stop_at(step)
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
     """Waits for an update of the *center*, the shared variables, or makes it.
 
-    Implements `UpdateRule.apply_updates`, which documents the errors. The
-    reported learning rate is that of the replicas' local steps.
+    Implements `UpdateRule.apply_updates`, which documents the errors.
+    `max_updates` is ignored.
+
+    Returns:
+      A list of one report, with the learning rate of the replicas' local steps.
     """
     del max_updates
     rate = self._steps.refresh()
@@ -205,15 +216,21 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   # of the rule that updates the center.
 
   def counts(self) -> list[results.Counts]:
-    """Returns how many periods of each replica were used or refused.
+    """Returns how many periods of each replica were used and refused.
 
-    A period is the local steps of a replica between two exchanges with the
-    shared variables.
+    A period is a replica's local steps between two exchanges with the shared
+    variables.
+
+    Returns:
+      One `results.Counts` per replica.
     """
     return self._rule.counts()
 
   def status(self) -> results.StepStatus:
-    """Returns the progress of the next update and the state of each replica."""
+    """Returns the progress of the next update and the state of each replica.
+
+    This is the `status` of the rule that updates the shared variables.
+    """
     return self._rule.status()
 
   def declare_lost(self, replica: int, tag: int) -> None:
@@ -226,8 +243,8 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   def trace_ahead(self) -> None:
     """Traces all functions that may have to be called while a task hangs.
 
-    A client that traces a function waits for all tasks (TensorFlow 2.21), so
-    these functions could not be traced while a task hangs.
+    They could not be traced then: a client that traces a function waits for all
+    tasks (TensorFlow 2.21).
     """
     self._rule.trace_ahead()
 
@@ -239,9 +256,10 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     self._rule.interrupt()
 
   def end_replicas(self) -> None:
-    """Tells replicas that training has ended, also between two local steps.
+    """Tells replicas that training has ended, which ends local training, too.
 
-    May keep on answering replicas, and not return before `interrupt` is called.
+    A replica ends its period after the present batch. Under some rules the call
+    goes on answering replicas until `interrupt` is called.
     """
     self._steps.end()
     self._rule.end_replicas()

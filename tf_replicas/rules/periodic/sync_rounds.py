@@ -1,8 +1,8 @@
-"""Defines the kinds of exchange of replicas that train own copies.
+"""Defines the kinds of exchange of replicas that train their own copies.
 
 An exchange is between a replica's copy of the variables and the *center*, the
-shared variables on the PS tasks. Each kind of exchange holds an update rule for
-the center. The kind determines what a replica hands over after a period of
+shared variables on the PS tasks. Each kind of exchange has an update rule for
+the center. The kind determines what a replica hands over after a *period* of
 local steps, and from which copy the replica continues. `periodic_averaging`
 documents the purpose of each kind.
 """
@@ -44,7 +44,7 @@ class State(NamedTuple):
       `contributed`: the trainable variables, then the variables without
       gradients.
     center: The center after the replica's last exchange, as many tensors as
-      `parameters`; empty if the kind of exchange does not need the center.
+      `parameters`; empty if the kind of exchange does not need it.
     slots: The state of the optimizer that trains the copy.
   """
 
@@ -54,7 +54,7 @@ class State(NamedTuple):
 
 
 class Period(NamedTuple):
-  """A replica's period of local steps, before the exchange that ends it.
+  """A replica's period of local steps, before the exchange that follows it.
 
   In a period, the replica trains its own copy of the variables. The exchange is
   with the center, the shared variables.
@@ -62,10 +62,10 @@ class Period(NamedTuple):
   Attributes:
     replica: The index of the replica, in [0, total_num_replicas).
     state: The replica's state before the period.
-    local: The replica's copy and optimizer state after the period, and the
-      loss.
-    token: The `StepToken` of the last exchange, with the global step of the
-      center at that time.
+    local: The replica's copy and optimizer state after the period, with the
+      loss and the number of examples.
+    token: The `StepToken` of the exchange before the period. Its global step is
+      that of the center at that time.
   """
 
   replica: int | tf.Tensor
@@ -75,14 +75,16 @@ class Period(NamedTuple):
 
 
 class MoveToward:
-  """An optimizer that moves the center, the shared variables, toward copies.
+  """An optimizer that moves the center (the shared variables) toward copies.
 
-  A copy is the variables as trained by one replica. In place of a gradient the
-  optimizer takes the distance center - copy, or the mean distance over several
-  copies, and subtracts `rate` times that from the center.
+  A copy is the variables as one replica has trained them. In place of
+  gradients, the optimizer takes distances: the value of the center minus that
+  of a copy, or the mean of this difference over several copies. It subtracts
+  `rate` times the distance from the center.
 
   Attributes:
-    rate: The fraction of the distance by which the center moves.
+    rate: The factor of the distance. With 1, the center becomes the copy, or
+      the mean of the copies.
   """
 
   def __init__(self, rate: float):
@@ -91,13 +93,12 @@ class MoveToward:
   def apply(
     self, distances: Sequence[tf.Tensor], variables: Sequence[tf.Variable]
   ) -> None:
-    """Moves variables by a fraction of their distances from replicas' copies.
+    """Subtracts `rate` times its distance from each variable.
 
     Args:
       distances: For each variable, its value minus that of a replica's copy, or
         the mean of this difference over several copies.
-      variables: The variables, from each of which `rate` times its distance is
-        subtracted.
+      variables: The variables to change.
     """
     for distance, variable in zip(distances, variables, strict=True):
       variable.assign_sub(self.rate * distance)
@@ -111,7 +112,8 @@ class SyncRound(abc.ABC):
 
   Attributes:
     rule: The update rule of the center.
-    needs_center: Whether a replica's state includes the center.
+    needs_center: Whether a replica keeps the values of the center from one
+      exchange to the next, in `State.center`.
     needs_totals: Whether `exchange` needs the sums of local gradients.
   """
 
@@ -132,10 +134,11 @@ class SyncRound(abc.ABC):
 
     Args:
       rule: The rule that updates the center.
-      moving_rate: The fraction of its distance to the center by which a copy
-        moves toward the center. None: the copy is replaced by the center.
-      rho: The factor of the copy's distance from the center that is added to
-        local gradients between exchanges.
+      moving_rate: The fraction of its distance to the center by which an
+        exchange moves a copy toward the center. None: the copy is replaced by
+        the center.
+      rho: A factor. Before each local step, `rho` times (copy - center) is
+        added to the gradient, which attracts the copy to the center.
     """
     self.rule = rule
     self._moving_rate = moving_rate
@@ -157,7 +160,7 @@ class SyncRound(abc.ABC):
     return {"moving_rate": self._moving_rate, "rho": self._rho}
 
   def pull_back(self, state: State) -> PullBack | None:
-    """Makes a function that attracts a replica's copy to the center.
+    """Returns a function whose results attract a replica's copy to the center.
 
     The center is the shared variables. In its local steps, the replica adds the
     result of the function to its gradients.
@@ -166,8 +169,9 @@ class SyncRound(abc.ABC):
       state: The replica's state before the local steps.
 
     Returns:
-      A function that maps a parameter and its position to the gradient of rho /
-      2 times the squared distance to the center; None if rho is 0.
+      A function that maps a parameter and its position to rho * (parameter -
+      center), the gradient of rho / 2 times their squared distance; None if rho
+      is 0.
     """
     if not self._rho:
       return None
@@ -180,18 +184,18 @@ class SyncRound(abc.ABC):
     The center is the shared variables. To be used inside a `tf.function`.
 
     Args:
-      period: The replica's local steps that precede the exchange.
+      period: The replica's local steps before the exchange.
 
     Returns:
       The `StepToken` of this exchange, which says whether the center was
-      updated; the copy to continue from; and the center if `needs_center`, else
-      an empty list.
+      updated; the copy from which the replica continues; and the center if
+      `needs_center`, else an empty list.
     """
 
   def _contribute(
     self, contribution: Sequence[tf.Tensor | None], period: Period
   ) -> step_token.StepToken:
-    """Hands tensors to the rule that updates the center, in place of gradients.
+    """Gives tensors in place of gradients to the rule that updates the center.
 
     The center is the shared variables.
 
@@ -215,28 +219,30 @@ class SyncRound(abc.ABC):
 
 
 class AverageAll(SyncRound):
-  """A kind of exchange in which all replicas take part together.
+  """A kind of exchange in which the replicas take part together.
 
-  Each replica trains its own copy of the variables. The update moves the center
-  (the shared variables) by a multiple of its mean distance from the copies.
+  Each replica trains its own copy of the variables. One update moves the center
+  (the shared variables) toward the mean of the copies, by a fixed fraction of
+  their distance.
   """
 
   rule: sync_replicas.SyncReplicasOptimizer  # Its optimizer: a `MoveToward`.
 
   @property
   def needs_center(self) -> bool:
-    """Whether replicas keep their copies, and move them toward the center.
+    """Whether a replica keeps its copy, and so needs the center in its state.
 
-    The center is the shared variables. If False, the center replaces the
-    copies.
+    The center is the shared variables. True: an exchange moves the copy toward
+    the center. False: the center replaces the copy.
     """
     return self._moving_rate is not None
 
   def exchange(self, period: Period) -> Exchanged:
-    """Hands over the distance of the center from this replica's copy.
+    """Makes one exchange, in which the replica waits for the other replicas.
 
-    The center is the shared variables. Then either moves the copy by a fraction
-    of this distance, or replaces the copy by the new center. Implements
+    The replica hands over the distance of the center (the shared variables)
+    from its copy. If `needs_center`, the copy then moves by a fraction of this
+    distance, unless it was refused; else the new center replaces it. Implements
     `SyncRound.exchange`, which documents the argument and the result.
     """
     state, parameters = period.state, period.local.parameters
@@ -259,13 +265,13 @@ class AverageAll(SyncRound):
 class ElasticExchange:
   """Moves the center toward replicas' copies, one copy at a time.
 
-  The center is the shared variables on the PS tasks, and each replica trains
-  its own copy of them.
+  The center is the shared variables on the PS tasks. Each replica trains its
+  own copy of them.
 
   The replica's copy is sent to the PS tasks. There, under one lock, the center
-  moves toward the copy by a fraction of their distance. The center before that
-  move is sent back. `ElasticRound` then moves the replica's copy toward the
-  center by the same fraction.
+  moves toward the copy by a fraction of their distance. The values that the
+  center had before are sent back. `ElasticRound` then moves the replica's copy
+  toward these by the same fraction.
   """
 
   def __init__(
@@ -277,7 +283,7 @@ class ElasticExchange:
 
     Args:
       store: Holds the center, the shared variables.
-      update: Moves the center by a fraction of its distances from a copy.
+      update: Moves the center by a fraction of its distance from a copy.
     """
     self._store = store
     self._update = update
@@ -296,10 +302,9 @@ class ElasticExchange:
   ) -> list[tf.Tensor]:
     """Moves the center toward a replica's copy, under a lock.
 
-    The center is the shared variables. The trainable ones move by the fraction
-    of the distance that the constructor's `update` applies. `ElasticRound` then
-    moves the copy toward the returned center. To be used inside a
-    `tf.function`.
+    The center is the shared variables. The constructor's `update` determines by
+    which fraction of the distance the trainable variables move. To be used
+    inside a `tf.function`.
 
     Args:
       parameters: The replica's copy, one tensor per element of the store's
@@ -309,7 +314,7 @@ class ElasticExchange:
         (variables without gradients, such as moving means) move.
 
     Returns:
-      The center just before the exchange, one tensor per element of
+      The values of the center just before the move, one tensor per element of
       `contributed`.
     """
     sent = self._send(parameters)
@@ -403,7 +408,7 @@ class ElasticExchange:
 
 
 class ElasticRound(SyncRound):
-  """A kind of exchange that each replica makes on its own.
+  """A kind of exchange that each replica makes alone.
 
   The replica's copy of the variables and the center (the shared variables) move
   toward each other. No replica waits for others.
@@ -414,17 +419,18 @@ class ElasticRound(SyncRound):
 
   @property
   def needs_center(self) -> bool:
-    """Whether local steps attract a replica's copy to the shared variables.
+    """Whether `rho` is positive, so that local steps need the center.
 
-    A replica's state then includes the shared variables, the *center*.
+    The center is the shared variables. Local steps then attract the replica's
+    copy to the values that the center had after the last exchange.
     """
     return self._rho > 0
 
   def build(self, store: parameter_store.ParameterStore) -> None:
-    """Binds the kind of exchange to the shared variables in `store`.
+    """Prepares exchanges with the shared variables in `store`.
 
-    Creates the lock of all exchanges, or attaches to it. To be called after
-    `rule.build`.
+    Creates the lock of all exchanges on PS task 0, or attaches to it. To be
+    called after `rule.build`.
     """
     super().build(store)
     self.rule.inner.build(store, is_chief=False)
@@ -435,9 +441,9 @@ class ElasticRound(SyncRound):
     """Moves the center and the replica's copy toward each other.
 
     The center is the shared variables. The replica first asks the rule for
-    admission, which is refused if a value is not finite or training has ended.
-    Implements `SyncRound.exchange`, which documents the argument and the
-    result.
+    admission. The rule refuses if a value is not finite or training has ended;
+    then neither the center nor the copy moves. Implements `SyncRound.exchange`,
+    which documents the argument and the result.
     """
     local, parameters = period.local, period.local.parameters
     is_sound = tf.math.is_finite(local.loss)
@@ -489,18 +495,18 @@ class AccumulatedGradients(SyncRound):
   """A kind of exchange in which a replica hands over its mean gradient.
 
   The mean is over the local steps since the last exchange. It is applied to the
-  center, the shared variables, from which the replica continues. No replica
-  waits for others.
+  center (the shared variables), from which the replica then continues. No
+  replica waits for others.
   """
 
   needs_totals = True
 
   def __init__(self, rule: async_replicas.AsyncReplicasOptimizer, period: int):
-    """Stores the settings of a kind of exchange.
+    """Stores the settings of this kind of exchange.
 
     Args:
       rule: Applies replicas' mean gradients to the shared variables.
-      period: The number of gradients in each mean.
+      period: The number of local gradients in each mean.
     """
     super().__init__(rule)
     self._period = period

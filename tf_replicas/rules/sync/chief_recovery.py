@@ -2,8 +2,8 @@
 
 A synchronous update is one function call on the PS tasks. If the chief that
 made the call is killed, the update may still finish there, or stop in the
-middle (TensorFlow 2.21; both were seen). A restarted chief distinguishes these
-cases by `UpdateInProgress`.
+middle (TensorFlow 2.21; both were seen). A restarted chief finds out by
+`UpdateInProgress` which of the two happened.
 """
 
 import time
@@ -23,18 +23,17 @@ _GRACE_SECS = 5.0
 class UpdateInProgress:
   """Finds out whether an update is in progress, or was interrupted.
 
-  A variable on PS task 0, the *mark*, records the global step from which the
-  last update began. The global step advances when an update is complete. So
-  while the global step equals the mark, an update is in progress, or was
-  interrupted. All rules of a training share the mark, since they update the
-  same variables.
+  A variable on PS task 0, the *mark*, holds the global step from which the last
+  update began. The global step increases when an update is complete. So while
+  the global step equals the mark, an update is in progress, or was interrupted.
+  All rules of a training share the mark, since they update the same variables.
   """
 
   def __init__(self, store: parameter_store.ParameterStore):
-    """Creates the mark on PS task 0, or attaches to it.
+    """Creates the mark, or finds the mark that an earlier chief has created.
 
-    The mark is a variable that holds the global step from which the last update
-    began.
+    The mark is a variable on PS task 0 that holds the global step from which
+    the last update began.
 
     Args:
       store: Holds the variables and the global step.
@@ -53,28 +52,27 @@ class UpdateInProgress:
     resources.flush_assignments([self._begun])
 
   def begin(self, step: tf.Tensor) -> tf.Tensor:
-    """Sets the mark as an update begins; to be used inside a `tf.function`.
+    """Records that an update begins; to be used inside a `tf.function`.
 
-    The mark, a variable on PS task 0, holds the global step from which the last
-    update began.
+    Writes the global step to the mark, a variable on PS task 0.
 
     Args:
       step: int64 scalar, the global step before the update.
 
     Returns:
-      `step`; a control dependency on it waits until the mark is set.
+      `step`; a control dependency on it waits until the mark is written.
     """
     with tf.device(self._device):
       with tf.control_dependencies([self._begun.assign(step)]):
         return tf.identity(step)
 
   def await_end(self) -> None:
-    """Waits up to 5 s for an update that an earlier chief began to end.
+    """Waits up to 5 s until no update of an earlier chief is in progress.
 
-    An update that has not ended by then counts as interrupted, and the
-    variables count as inconsistent. The global step is then set to
-    `INCONSISTENT` (-2), and keeps this value until a checkpoint is restored.
-    Gradients computed meanwhile are refused.
+    If one still is, it counts as interrupted, and the variables count as
+    inconsistent. The global step is then set to `INCONSISTENT` (-2) until a
+    checkpoint is restored. Gradients that replicas compute meanwhile are
+    refused.
     """
     deadline = time.monotonic() + _GRACE_SECS
     while self._is_under_way() and time.monotonic() < deadline:

@@ -1,11 +1,10 @@
 """Sends gradients to the PS tasks: one queue per replica on every task.
 
-A contribution is what one replica computed from one batch, and a tag identifies
-it. An element of a queue holds the tag of one contribution and those of its
-gradients that belong to variables of the PS task. An element arrives whole or
-not at all, and can be dropped by its tag. The elements of a step are summed in
-the order of the replicas, so that the sum does not depend on the order of
-arrival.
+A contribution is one replica's gradients for one update, and a tag identifies
+it. One element of a queue has the tag of a contribution, and its gradients of
+the variables on that PS task. An element arrives whole or not at all, and can
+be dropped by its tag. The elements of a step are summed in the order of the
+replicas, so that the sum does not depend on the order of arrival.
 """
 
 from collections.abc import Callable
@@ -39,7 +38,9 @@ class GradientQueues:
     has_chief_statistics: bool = False,
     namespace: resources.Namespace | None = None,
   ):
-    """Creates one queue per replica on every PS task, or attaches to them.
+    """Creates one queue per replica on every PS task.
+
+    If another process has created queues of these names, uses those.
 
     Args:
       store: Holds the variables that the gradients belong to.
@@ -47,10 +48,10 @@ class GradientQueues:
       is_sparse: For each element of `store.contributed` (the trainable
         variables, then the statistics, which have no gradients), whether its
         gradients are `tf.IndexedSlices`.
-      has_chief_statistics: Whether statistics are updated from the first
-        contribution (set of gradients) of the accepted replica with the
-        smallest index alone, rather than from the mean of all accepted
-        contributions.
+      has_chief_statistics: If True, statistics are updated from one replica
+        alone: of those with accepted contributions, the one with the smallest
+        index; its first contribution is used. If False, from the mean of all
+        accepted contributions.
       namespace: The scope of the queues' names. None: the namespace of `store`.
     """
     namespace = namespace or store.namespace
@@ -108,8 +109,8 @@ class GradientQueues:
         variable's shape: the gradients of the trainable variables; then, for
         each variable without gradients, such as a moving mean, its old value
         minus its new value. None: the variable does not change.
-      scalars: Scalars that are sent to every PS task along with the gradients,
-        which saves messages. None: there are none.
+      scalars: Scalars that are sent to every PS task with the gradients, which
+        saves messages. None: there are none.
 
     Returns:
       For each PS task, the tensors to send there.
@@ -134,13 +135,14 @@ class GradientQueues:
     """Sends one set of gradients to the PS tasks.
 
     Args:
-      replica: The index of the sender; a Python int or an int64 scalar.
+      replica: The index of the replica that sends; a Python int or an int64
+        scalar.
       tag: int64 scalar, which identifies the set among those of the replica.
       packed: The result of `pack`.
 
     Returns:
-      Tensors, on which control dependencies wait until the gradients have
-      arrived; one per PS task that holds variables.
+      One tensor for each PS task that holds variables. Control dependencies on
+      them wait until the gradients have arrived.
     """
     arrived = []
     for task, bundle in enumerate(packed):
@@ -162,13 +164,14 @@ class GradientQueues:
     """Sends one set of gradients, and scalars, to the PS tasks.
 
     Args:
-      packed: The result of `pack`, which got these `scalars`.
-      scalars: The first two are the index of the sender, and the tag, which
-        identifies the set among those of the replica.
+      packed: The result of `pack`, which got the same `scalars`.
+      scalars: The first is the index of the replica that sends. The second is
+        the tag, which identifies the set among those of the replica.
 
     Returns:
-      Tensors on which to wait until the gradients have arrived, as `put`
-      returns them; and the scalars on PS task 0.
+      One tensor for each PS task that holds variables, as `put` returns them:
+      control dependencies on them wait until the gradients have arrived. And
+      the scalars, on PS task 0.
     """
     arrived, first = [], []
     for task, bundle in enumerate(packed):
@@ -201,22 +204,22 @@ class GradientQueues:
   def take_sums(self, task: int, accepted: tf.Tensor) -> list[Gradient]:
     """Sums the accepted gradients of one step on a PS task.
 
-    They are taken off the replicas' queues on that task. Gradients of earlier
-    steps that were not accepted are dropped. With `has_chief_statistics`, the
-    sum of a statistic (a variable without gradients, such as a moving mean) is
-    N times its entry in the first contribution of the accepted replica with the
-    smallest index.
+    They are taken off the replicas' queues on that task. Gradients that come
+    before them in a queue were not accepted, and are dropped. With
+    `has_chief_statistics`, only one replica determines a statistic (a variable
+    without gradients, such as a moving mean). So that the mean of N
+    contributions is the entry of that replica, the sum is N times this entry.
 
     Args:
       task: The index of the PS task.
-      accepted: int64 [N, 2], the replicas and the tags of at most N accepted
-        contributions (sets of gradients), all of which must have arrived. The
-        rows of missing contributions are -1.
+      accepted: int64 [N, 2], a row (replica, tag) for each accepted
+        contribution (set of gradients). All of these must have arrived. If
+        there are fewer than N, the other rows are -1.
 
     Returns:
-      One sum for each element of the store's `contributed_shards(task)`. For a
-      dense variable for which no replica had a gradient, it is zeros or a
-      scalar zero.
+      One sum for each element of the store's `contributed_shards(task)`, the
+      parts of variables on the task. For a dense variable for which no replica
+      had a gradient, it is zeros or a scalar zero.
     """
     layout = self._layouts[task]
     if not layout.num_shards:
@@ -230,15 +233,16 @@ class GradientQueues:
   def _add_taken(self, task, replica, accepted, sums) -> list[tf.Tensor]:
     """Adds the accepted contributions of one replica to sums on a PS task.
 
-    A contribution is one replica's gradients for one update, here those of the
-    variables on the task. It is an element of the replica's queue.
+    A contribution is one replica's gradients for one update, here only those of
+    the variables on the task. It is one element of the replica's queue on the
+    task.
 
     Args:
       task: The index of the PS task.
       replica: The index of the replica.
-      accepted: int64 [N, 2], the replicas and the tags of the N accepted
-        contributions.
-      sums: One tensor per component of an element of the queue.
+      accepted: int64 [N, 2], a row (replica, tag) for each accepted
+        contribution; -1 in rows that are not used.
+      sums: One tensor per component of an element of the queue, except the tag.
 
     Returns:
       `sums` plus the accepted contributions of `replica`.
@@ -253,11 +257,11 @@ class GradientQueues:
     count = tf.math.count_nonzero(places.is_taken, dtype=tf.int32)
 
     def weigh(parts, taken):
-      """Weighs the statistics (variables without gradients) of a contribution.
+      """Makes the sum of a statistic N times the entry of one replica.
 
-      With `has_chief_statistics`, they are multiplied by N in the first
-      contribution of the accepted replica with the smallest index, and by 0 in
-      all others.
+      Statistics are variables without gradients. With `has_chief_statistics`,
+      they are multiplied by N in the first contribution of the accepted replica
+      with the smallest index, and by 0 in all others.
       """
       if not self._has_chief_statistics:
         return parts
@@ -295,17 +299,17 @@ class _Layout(NamedTuple):
 
   The gradients are those of the variables on one PS task. The dense gradients
   come first, packed by a `packing.Parcel` into groups. The values and the
-  indices of each sparse gradient follow.
+  indices of each sparse gradient follow. A position is an index in the list of
+  the task's shards (parts of variables).
 
   Attributes:
-    num_shards: The number of gradients, one per shard (part of a variable) on
-      the task.
-    dense: The positions of the dense gradients among all gradients of the task.
+    num_shards: The number of shards on the task; each has one gradient.
+    dense: The positions of the shards with dense gradients.
     parcel: Packs the dense gradients.
     dtypes_of_sums: For each group of `parcel`, the dtype in which it is summed.
     is_statistic: For each group of `parcel`, whether it consists of statistics
       (variables without gradients, such as moving means).
-    sparse: The positions of the sparse gradients among all gradients.
+    sparse: The positions of the shards with sparse gradients.
     rows: For each sparse gradient, the shape of its variable, and the dtype in
       which its rows are sent.
     dtypes_of_rows: For each sparse gradient, the dtype in which it is summed.
@@ -322,10 +326,10 @@ class _Layout(NamedTuple):
 
   @property
   def dtypes(self) -> list[tf.DType]:
-    """The dtypes of the tensors in a queue's element, without its tag.
+    """The dtypes of the tensors in an element of a queue, except its tag.
 
-    An element of a queue contains one replica's gradients for a PS task. The
-    tag, which comes first, identifies them.
+    An element has one replica's gradients for a PS task. The tag, which
+    identifies them, is its first tensor.
     """
     items = self.parcel.items
     dtypes = [items[group[0]].dtype for group in self.parcel.groups]
@@ -334,9 +338,9 @@ class _Layout(NamedTuple):
     return dtypes
 
   def adders(self) -> list[Callable]:
-    """Returns the functions that add a queue's element to the sums.
+    """Returns the functions that add an element of a queue to the sums.
 
-    Each component of an element has its function, which maps (sum, component)
+    There is one function per component of an element. It maps (sum, component)
     to the new sum. Dense gradients are added; rows of sparse gradients are
     appended.
     """
@@ -344,10 +348,10 @@ class _Layout(NamedTuple):
     return [_add] * num_groups + [_append] * (2 * len(self.sparse))
 
   def zeros(self) -> list[tf.Tensor]:
-    """Returns the sums of no gradients, one per component of an element.
+    """Returns the initial sums, one per component of an element of a queue.
 
-    For dense gradients they are scalars, which can be added to any shape; for
-    sparse gradients, they are tensors without rows.
+    For dense gradients they are scalar zeros, which can be added to any shape.
+    For sparse gradients they are tensors without rows.
     """
     zeros = [tf.zeros([], dtype) for dtype in self.dtypes_of_sums]
     for item, dtype in zip(self.rows, self.dtypes_of_rows, strict=True):
@@ -370,12 +374,11 @@ class _Layout(NamedTuple):
     return components
 
   def from_wire(self, sums: Sequence[tf.Tensor]) -> list[Gradient]:
-    """Unpacks sums of queues' elements into one gradient per shard.
+    """Unpacks sums of elements of queues into one gradient per shard.
 
-    A shard is a part of a variable, or all of it, on the PS task. A dense
-    variable for which no replica had a gradient gets zeros if it shares a
-    packed group with other variables, and a scalar zero if it is alone in its
-    group.
+    A shard is a part of a variable, or all of it, on the PS task. If no replica
+    had a gradient for a dense variable, its result is zeros, or a scalar zero
+    if the variable is alone in its group.
 
     Args:
       sums: One tensor per component of an element.
