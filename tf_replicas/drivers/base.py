@@ -255,7 +255,8 @@ class Driver(abc.ABC):
     """The fraction of all computed gradients that updates use, in (0, 1].
 
     The others are refused, for example because an update had enough gradients.
-    It is not measured. It is the fraction for equally fast replicas.
+    The fraction is not measured. It follows from the settings of the update
+    rule, if all replicas are equally fast.
     """
     return 1.0
 
@@ -382,15 +383,16 @@ class Options(NamedTuple):
   Attributes:
     start_timeout_secs: Seconds to wait for other tasks (PS tasks, workers, the
       chief) to start.
-    lost_after_secs: Seconds without a heartbeat after which a worker is lost,
-      so that a step uses the gradients of another replica instead.
+    lost_after_secs: Seconds without a heartbeat after which a worker counts as
+      lost. Then a step uses the gradients of another replica in its place.
     timeline_dir: The directory for timelines, the files that record what each
       replica does when. None: no timelines.
     namespace: The name of the training, which is part of the names of all
       shared variables.
     joined: The heartbeats of this process, if it takes part in a series of
-      trainings. After a training without an error, the process then stays in
-      the series. None: the driver makes heartbeats for this training only.
+      trainings (several trainings, one after the other, on one cluster). After
+      a training without an error, the tasks then stay for the next one. None:
+      the driver sends heartbeats for this training only.
     log: Receives each line of the log.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
       that was lost. 0: the loss ends the training.
@@ -599,7 +601,8 @@ class ParameterServerDriver(Driver):
     """The fraction of all computed gradients that updates use, in (0, 1].
 
     The others are refused, for example because an update had enough gradients.
-    It is not measured. It is the fraction for equally fast replicas.
+    The fraction is not measured. It follows from the settings of the update
+    rule, if all replicas are equally fast.
     """
     return self.rule.accepted_fraction
 
@@ -754,7 +757,8 @@ class ParameterServerDriver(Driver):
     """Makes one update or several. Only the chief calls this method.
 
     If the replicas make the updates themselves, as with asynchronous rules, it
-    waits for these updates. The first call starts the replicas.
+    waits for these updates. The first call starts the replicas. If the chief's
+    own replica has failed, its error is raised.
 
     Args:
       max_updates: The largest number of updates.
@@ -768,8 +772,7 @@ class ParameterServerDriver(Driver):
       NonFiniteGradientError: If a loss or a gradient is not finite.
       RuntimeError: If this task is not the chief, if another process runs as
         the same task, if another task ended the training, or if a data set has
-        ended. An error of any other kind is raised if it ended the replica of
-        the chief.
+        ended.
       TimeoutError: If an update had too few contributions at the deadline that
         the update rule sets (`step_timeout_secs`).
       tf.errors.UnavailableError: If a parameter server was lost.
@@ -852,9 +855,9 @@ class ParameterServerDriver(Driver):
   def _is_sparse(self) -> list[bool]:
     """For each variable of `Replica.shared`, whether its gradient is sparse.
 
-    Sparse gradients are `tf.IndexedSlices`. The property is cached, since it
-    may not be computable later: that needs the data set, which may read the
-    global step, and after the loss of a parameter server there is none yet.
+    Sparse gradients are `tf.IndexedSlices`. The property is computed once and
+    kept. After the loss of a parameter server, it could not be computed: the
+    data set may read the global step, which has no value then.
     """
     return model_replica.sparsity(self.replica)
 

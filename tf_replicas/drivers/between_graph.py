@@ -91,12 +91,11 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         as lost: no step waits for it until it is restarted.
       timeline_dir: The directory for the timeline, a file that records what
         this task does when. None: no timeline.
-      namespace: The name of the training, the same in every worker, and one of
-        the names that the PS tasks serve. Trainings of different names share
-        nothing.
+      namespace: The name of the training, the same in every worker. Trainings
+        of different names share nothing. It must be one of the names that the
+        PS tasks serve; with `joined`, it may be any name.
       joined: The heartbeats of this process, if it takes part in a series of
-        trainings, as `driver_base.Options` documents; None otherwise. In a
-        series, `namespace` may be any name.
+        trainings, as `driver_base.Options` documents; None otherwise.
       recovery_timeout_secs: Seconds to wait for the restart of a parameter
         server that was lost. If it is not restarted in time, training ends with
         an error. If it is, the chief has to restore a checkpoint: see

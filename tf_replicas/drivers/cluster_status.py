@@ -132,9 +132,10 @@ class Replica:
       "computing".
     applied: The number of its contributions that updates have used.
     refused: The number of its contributions that were refused.
-    mean_staleness: The mean staleness of the applied contributions, which is
-      how many updates old their variables were.
-    max_staleness: The largest staleness.
+    mean_staleness: The mean staleness of the applied contributions. It is the
+      number of updates between reading the variables and applying the
+      gradients.
+    max_staleness: The largest staleness of these contributions.
     waited_secs: Seconds for which updates waited for this replica alone.
     missed: The number of updates that were made without it, because a step
       exceeded its deadline.

@@ -127,7 +127,8 @@ def await_servers(
   Args:
     spec: The cluster.
     job: The job of the tasks.
-    timeout_secs: Seconds to wait for each task, counted from `since`.
+    timeout_secs: The time limit in seconds for all tasks together, counted from
+      `since`.
     since: A value of `time.monotonic()`. None: now.
     log: Receives each line of the log.
     is_there: A function that takes an address, and returns whether the server

@@ -111,15 +111,15 @@ class InGraph(driver_base.ParameterServerDriver):
       replica_fn: Builds the replica.
       optimizer_fn: Builds the update rule.
       start_timeout_secs: Seconds to wait for the PS and worker tasks.
-      lost_after_secs: Seconds without an answer after which a worker is lost,
-        so that a step uses the gradients of another replica instead.
-      timeline_dir: The directory in which the client and every worker, each on
-        its own machine, record what they do when; None: no such files.
-      namespace: The name of the training, one of those that the PS and worker
-        tasks serve.
+      lost_after_secs: Seconds without an answer after which a worker counts as
+        lost. Then a step uses the gradients of another replica in its place.
+      timeline_dir: The directory for timelines, the files that record what each
+        replica does when. The client and every worker write them, each on its
+        machine. None: no timelines.
+      namespace: The name of the training. It must be one of the names that the
+        PS and worker tasks serve; with `joined`, it may be any name.
       joined: The heartbeats of this process, if it takes part in a series of
-        trainings, as `driver_base.Options` documents; None otherwise. In a
-        series, `namespace` may be any name.
+        trainings, as `driver_base.Options` documents; None otherwise.
       recovery_timeout_secs: Seconds to wait for the restart of a parameter
         server that was lost. If it is not restarted in time, training ends with
         an error. If it is, the client has to restore a checkpoint: see

@@ -53,13 +53,14 @@ class StepWatchdog(waiting.PollingThread):
       ages: Returns the seconds since the last heartbeat of each replica. -1:
         there was no heartbeat yet. 0: the replica has left, which counts as
         lost.
-      outcome: Returns why the training must stop, or "" while it goes on. Then
-        the thread interrupts the wait for an update, and ends.
+      outcome: Returns why the training must stop, or "" while it goes on. When
+        it returns a reason, the thread interrupts the wait for an update, and
+        ends.
       names: The replicas' names.
       lost_after_secs: Seconds without a heartbeat after which a replica is
         declared lost.
-      start_timeout_secs: The smallest deadline of the first step, in seconds.
-        It counts if the rule has a smaller deadline.
+      start_timeout_secs: The deadline of the first step in seconds, if the
+        deadline of the update rule is smaller.
       log: Receives each line of the log.
       clock: Returns the time in seconds.
     """
@@ -237,8 +238,8 @@ class ChiefWatchdog(waiting.PollingThread):
     Args:
       age: Returns the seconds since the chief's last heartbeat, or 0 once the
         chief has left.
-      on_lost: Called repeatedly from when the chief is lost; it has to end the
-        waits of this worker.
+      on_lost: Called when the chief is lost, and then again every second. It
+        has to end the waits of this worker.
       log_after_secs: Seconds without a heartbeat after which to log that.
       lost_after_secs: Seconds without a heartbeat after which the chief counts
         as lost.

@@ -220,7 +220,11 @@ class CompiledReplica(model_replica.Replica):
   num_parts: int
 
   def trace_again(self) -> None:
-    """Traces the phases of `train_step` again; see `Replica.trace_again`."""
+    """Traces all phases of `train_step` again.
+
+    It is needed after parameter servers were restarted, if the model has tables
+    (matrices whose rows live there). The traces contain the names of tables.
+    """
     self.steps[:] = self.trace_steps()
 
   def _pieces(
@@ -595,7 +599,7 @@ def check_data(model: keras.Model, data_spec: tuple, where: str = "") -> None:
     where: The beginning of error messages, which says which data is meant.
 
   Raises:
-    ValueError: If data and model do not go together.
+    ValueError: If the data does not fit the model.
   """
   if type(model).train_step is not keras.Model.train_step:
     return
@@ -951,7 +955,8 @@ def trace(
       At the end of an earlier phase than `phase`, it resets states and metrics
       to the values at the beginning of `train_step`, so that the changes of
       earlier phases do not count. At the end of `phase`, it reads the values of
-      states and metrics, which the traced function returns.
+      states and metrics, which the traced function returns. (If `phase` is the
+      last one, they are read at the end of `train_step`.)
 
       Args:
         number: The index of the phase that ends.

@@ -846,7 +846,7 @@ class _Loop(keras.callbacks.Callback):
     self._reported = []
 
   def _send_changes(self) -> None:
-    """Sends weights and learning rates that callbacks have changed."""
+    """Gives weights and learning rates that callbacks changed to the driver."""
     rates = _rates(self._trained)
     if rates != self._rates:
       self._driver.set_learning_rate(rates[0])

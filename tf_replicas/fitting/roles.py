@@ -63,7 +63,8 @@ def Sync(**settings: Any) -> update_options.UpdateSettings:
   """Makes the rule of synchronous updates.
 
   An update applies the mean of `replicas_to_aggregate` gradients, by default
-  one of every replica. With fewer, it applies those that arrive first.
+  one of every replica. If this number is smaller than the number of replicas,
+  the update applies the gradients that arrive first.
 
   Args:
     **settings: Fields of `UpdateSettings` that are for synchronous updates,

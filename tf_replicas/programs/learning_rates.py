@@ -23,8 +23,8 @@ class Default(NamedTuple):
     rate: The default learning rate.
     recipe: The name of the recipe.
     recipe_rate: The learning rate of the recipe.
-    recipe_batch: The number of examples in an update for which `recipe_rate`
-      is; None if it is for any number.
+    recipe_batch: The number of examples in an update of the recipe; None if
+      `recipe_rate` is for any number.
     batch: The number of examples in the gradient that an optimizer step of this
       training applies.
     staleness: The expected staleness of a gradient, in updates.
@@ -67,8 +67,8 @@ def scaled(
   Args:
     rate: The learning rate of the recipe.
     batch: The number of examples in the gradient.
-    recipe_batch: The number of examples for which `rate` is; None if it is for
-      any number.
+    recipe_batch: The number of examples in an update of the recipe; None if
+      `rate` is for any number.
     staleness: The s above, in updates.
     is_divided: Whether the update rule also divides the rate by max(1, s). Then
       the result is multiplied by max(1, s).
@@ -98,8 +98,8 @@ def default(
     options: How to run the training.
     recipe: The name of the recipe.
     rate: The learning rate of the recipe.
-    recipe_batch: The number of examples in an update for which `rate` is; None
-      if it is for any number.
+    recipe_batch: The number of examples in an update of the recipe; None if
+      `rate` is for any number.
     batch_size: The number of examples in the batch of one tower (a copy of the
       model).
     is_scaled_later: Whether the caller multiplies the result by the number of

@@ -583,8 +583,8 @@ def report(counts: Sequence[results.Counts], names: Sequence[str]) -> list[str]:
 
   Returns:
     One line per replica. It has the numbers of its contributions that were
-    applied and refused, and their staleness: how many updates old their
-    variables were.
+    applied and refused, and the staleness of those that were applied: the
+    number of updates between reading the variables and applying the gradients.
   """
   lines = []
   for name, count in zip(names, counts, strict=True):
