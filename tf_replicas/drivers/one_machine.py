@@ -197,7 +197,9 @@ def single_store(
   namespace: resources.Namespace,
   device_of_variables: str | None = None,
 ) -> parameter_store.ParameterStore:
-  """Returns a parameter store with all variables on one device of this process.
+  """Returns a parameter store on devices of this process.
+
+  Its variables are on one device, and its counters on the same or another one.
 
   Args:
     variables: Keras or TensorFlow variables. The store makes variables with the

@@ -74,7 +74,7 @@ class Progress(keras.callbacks.ProgbarLogger):
       print(f"Epoch {epoch + 1}/{epochs}{left}", flush=True)
 
   def on_train_batch_end(self, batch: int, logs=None) -> None:
-    """Moves the bar. With lines, prints one if one is due."""
+    """Moves the bar, or prints a line if one is due."""
     logs = self._with_rate(logs)
     super().on_train_batch_end(batch, logs)
     done = self._epoch * (self.target or 0) + batch + 1
@@ -88,7 +88,7 @@ class Progress(keras.callbacks.ProgbarLogger):
       print(f"{batch + 1}/{self.target}{self._left(done)}{values}", flush=True)
 
   def on_epoch_end(self, epoch: int, logs=None) -> None:
-    """Completes the bar. With lines, prints the last one of the epoch."""
+    """Completes the bar, or prints the last line of the epoch."""
     super().on_epoch_end(epoch, self._with_rate(logs))
 
   def _with_rate(self, logs: Mapping[str, float] | None) -> dict[str, float]:

@@ -79,7 +79,7 @@ class Series:
       task: The task of this process: the chief, or a between-graph worker.
       replication: "between_graph" or "in_graph".
       timeout_secs: Seconds to wait for the serving tasks (parameter servers and
-        in-graph workers). It is also the first value of the attribute.
+        in-graph workers). The attribute `timeout_secs` begins with this value.
 
     Raises:
       cluster.ClusterError: If the port of `task` is in use.
