@@ -1,9 +1,9 @@
 """Trains TensorFlow models by replicas, synchronously or asynchronously.
 
-A replica is a copy of the training that computes gradients. This module holds
-the public names of the library. Each is imported on first use, so that
-importing this package, or its part `cluster`, which needs no TensorFlow, does
-not load TensorFlow.
+A *replica* computes gradients, with a copy of the model and a share of the
+data. This module has the public names of the library. Each is imported on first
+use: so importing this package does not import TensorFlow. (The subpackage
+`cluster` needs no TensorFlow.)
 """
 
 import importlib

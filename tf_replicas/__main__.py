@@ -3,9 +3,9 @@
   python -m tf_replicas
   python -m tf_replicas launch --ps=1 --workers=2 train.py
 
-The first command lists the programs of the library and of its examples, the
-second one runs one. The command `tf_replicas`, which the installation makes, is
-the same as `python -m tf_replicas`.
+The first command lists the programs of the library and of its examples. The
+second command runs the program `launch`. After an installation, the command
+`tf_replicas` does the same as `python -m tf_replicas`.
 """
 
 import sys
@@ -23,10 +23,10 @@ _COMMANDS = {
 
 
 def main() -> None:
-  """Runs the command that the first argument names, or lists all programs.
+  """Runs the program that the first argument names.
 
-  It lists the programs if the command line has no argument, and ends the
-  process with exit status 2 if the first argument names no command.
+  Without arguments, it lists all programs. If the first argument is not the
+  name of a program that it can run, it ends the process with exit status 2.
   """
   if len(sys.argv) == 1:
     listing.print_programs(

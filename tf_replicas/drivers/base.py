@@ -69,17 +69,29 @@ class TrainedState(checkpoints.Checkpointable, Protocol):
     """Returns a readable table of the variables and their devices."""
 
   def assign(self, index: int, value: parameter_store.Value) -> None:
-    """Assigns `value` to the variable `Replica.shared[index]`."""
+    """Assigns `value` to the trained variable of position `index`.
+
+    The positions are those of `Replica.shared`, the list of all variables that
+    the replicas share.
+    """
 
   def subtract(self, index: int, value: parameter_store.Value) -> None:
-    """Subtracts `value` in place from the variable `Replica.shared[index]`."""
+    """Subtracts `value` in place from the trained variable of position `index`.
+
+    The positions are those of `Replica.shared`, the list of all variables that
+    the replicas share.
+    """
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """Returns a function that reads some variables.
+    """Returns a function that reads the variables of some positions.
 
     Args:
-      indices: The positions of the variables in `Replica.shared`. The function
-        returns their values in this order.
+      indices: Positions in `Replica.shared`, the list of all variables that the
+        replicas share.
+
+    Returns:
+      A function without arguments. Each call returns the present values of
+      these variables, in the order of `indices`.
     """
     ...
 
@@ -87,18 +99,18 @@ class TrainedState(checkpoints.Checkpointable, Protocol):
 class Driver(abc.ABC):
   """The interface of an object that runs one task's part of a training.
 
-  It builds the model and the shared variables. Leaving the `with` statement
-  calls `close`. If an error ends the block, all tasks are told at once, so that
-  they need not wait for this task's heartbeats to stop.
+  It builds the model, and the variables that all replicas share. It is a
+  context manager, which calls `close` at its end. If an error ends the `with`
+  block of the chief, `close` tells the other tasks about the error at once.
 
   Attributes:
     is_chief: Whether this task is the chief. The chief calls `step` and saves
       checkpoints. All other tasks call `run_replica`.
     replica: The model replica that this task computes gradients with.
     store: The trained variables, and the other state that a `Session` saves.
-    replica_names: The names of the replicas, in the order of `counts`. Empty if
-      the driver does not count contributions, which are what the replicas send
-      for the updates.
+    replica_names: The names of the replicas, such as "worker 0". The method
+      `counts` returns one entry for each of them. Empty if the driver does not
+      count contributions, which are what the replicas send for the updates.
     recovers: Whether training may go on after the loss of a parameter server.
   """
 
@@ -110,20 +122,21 @@ class Driver(abc.ABC):
 
   @abc.abstractmethod
   def step(self, max_updates: int = 1) -> training.StepResult:
-    """Makes one update or several, in the chief.
+    """Makes one update or several. Only the chief calls this method.
 
     Args:
-      max_updates: The largest number of updates to make. A driver may always
-        make only one.
+      max_updates: The largest number of updates to make. A driver may make
+        fewer, but at least one.
 
     Returns:
-      The global step, the loss of the last update, and the number of examples
-      of all these updates.
+      A `StepResult`: the global step after the updates, the loss of the last
+      update, the number of examples in all of these updates, and the means of
+      the model's metrics.
 
     Raises:
       NonFiniteGradientError: If a loss or a gradient is not finite.
-      RuntimeError: If this task is not the chief, if training was ended
-        elsewhere, or if a data set has ended.
+      RuntimeError: If this task is not the chief, if another task ended the
+        training, or if a data set has ended.
     """
 
   @abc.abstractmethod
@@ -147,15 +160,19 @@ class Driver(abc.ABC):
   def stop_at(self, step: int) -> None:
     """Prevents updates beyond the global step `step`.
 
-    Only the chief calls this method.
+    Only the chief calls this method. It does nothing if all updates are made by
+    calls of the method `step`.
     """
     del step  # Where `step` alone makes updates, its caller decides.
 
   def counts(self) -> list[results.Counts]:
-    """Returns how the contributions of each replica were used.
+    """Counts the contributions of each replica that were used or refused.
 
     A contribution is what a replica sends for one update, such as a gradient.
-    The list has one entry for each of `replica_names`.
+
+    Returns:
+      One entry for each of `replica_names`, in the same order. An entry counts
+      the contributions of that replica since the start of the training.
     """
     return []
 
@@ -172,40 +189,53 @@ class Driver(abc.ABC):
     return {}  # Where there are no PS tasks.
 
   def interrupt(self) -> None:
-    """Wakes a thread that waits in `step`, to check whether to stop."""
+    """Wakes the thread that waits in `step`.
+
+    That thread then checks whether the training has to stop. If not, it waits
+    on.
+    """
     return  # Where no step waits for others.
 
   def recover(self, error: tf.errors.OpError) -> bool:
     """Waits for the restart of a lost parameter server, and attaches again.
 
     The chief calls it after `step`, or a call of `store`, has raised an error.
-    Afterwards `store` and the update rule are new objects, and the variables
-    have their first values: restore a checkpoint, then go on with `step`.
+    If the result is True, `store` and the update rule are new objects, and the
+    variables have their initial values. The caller then has to restore a
+    checkpoint, and can go on with `step`.
 
     Args:
-      error: The error.
+      error: The error that the call raised.
 
     Returns:
-      Whether the training can go on. False: no parameter server was lost, or
-      the driver does not recover, so the error should be raised.
+      Whether the training can go on. False if no parameter server was lost, or
+      if the driver does not recover; the caller then has to raise the error.
 
     Raises:
-      TimeoutError: If the parameter server does not come back in time.
-      RuntimeError: If training was ended elsewhere.
+      TimeoutError: If the parameter server is not restarted in time.
+      RuntimeError: If another task ended the training.
     """
     del error  # Without parameter servers, there is nothing to recover.
     return False
 
   def recovering(self, train: Callable[[], _R]) -> _R:
-    """Calls a function, and again after each recovery of a parameter server.
+    """Calls `train`, and calls it again after each loss of a parameter server.
 
-    The chief calls this.
+    Between the calls, it waits for the restart of the parameter server, as
+    `recover` describes.
 
     Args:
-      train: Restores the newest checkpoint and makes the updates that are left.
+      train: Does the part of this task: in the chief, it restores the newest
+        checkpoint and makes the updates that are left.
 
     Returns:
-      The result of `train`.
+      The result of the last call of `train`.
+
+    Raises:
+      tf.errors.OpError: If `train` fails in TensorFlow for another reason, or
+        if the driver does not recover.
+      TimeoutError: If the parameter server is not restarted in time.
+      RuntimeError: If another task ended the training.
     """
     while True:
       try:
@@ -215,17 +245,19 @@ class Driver(abc.ABC):
           raise
 
   def recoveries(self) -> list["Recovery"]:
-    """Returns the losses of parameter servers from which this task recovered.
+    """Returns one entry per loss of parameter servers that was recovered from.
 
-    There is one entry per loss, in the order of the losses.
+    Only the chief keeps these entries. The oldest loss comes first.
     """
     return []
 
   @property
   def accepted_fraction(self) -> float:
-    """Fraction of all replicas' gradients that updates use.
+    """The fraction of all computed gradients that updates use, in (0, 1].
 
-    It is computed for replicas that are equally fast.
+    The others are refused, for example because an update had enough gradients.
+    The fraction is not measured. It follows from the settings of the update
+    rule, if all replicas are equally fast.
     """
     return 1.0
 
@@ -237,8 +269,9 @@ class Driver(abc.ABC):
   def examples_drawn(self) -> tf.Tensor:
     """Estimates how many examples all replicas have drawn from the data.
 
-    A resumed training starts to draw examples at this position. The examples of
-    refused gradients are included, assuming that all replicas are equally fast.
+    These are the examples of all gradients, also of those that were refused. A
+    resumed training starts to draw examples at this position. The estimate
+    assumes that all replicas are equally fast.
 
     Returns:
       The number of examples, an int64 scalar.
@@ -247,11 +280,13 @@ class Driver(abc.ABC):
     return tf.cast(tf.round(used / self.accepted_fraction), tf.int64)
 
   def values(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
-    """Reads the trained variables, and leaves the model's own variables alone.
+    """Reads the trained variables from where they live.
+
+    It does not assign them to the variables of the model in this process.
 
     Args:
-      averaged: Whether to take, for each variable that has a moving average,
-        that average.
+      averaged: Whether to return the moving average of each variable that has
+        one, in place of its value.
 
     Returns:
       The values by `variable.path`, in the form that `load_into_keras` expects.
@@ -274,11 +309,11 @@ class Driver(abc.ABC):
 
   @abc.abstractmethod
   def close(self, error: BaseException | None = None) -> None:
-    """Takes this task out of the training. The chief ends the training for all.
+    """Takes this task out of the training. In the chief, ends it for all tasks.
 
     Args:
-      error: The error that ended the training early, which every task is told;
-        None if there was none.
+      error: The error because of which training ends early, if any. The chief
+        tells the other tasks about it.
     """
 
   def __enter__(self):
@@ -293,12 +328,14 @@ class Driver(abc.ABC):
       self.close(error)
 
   def _check_role(self, *, needs_chief: bool) -> None:
-    """Raises RuntimeError if a method is called in the wrong task.
-
-    The chief must call `step`. The other tasks must call `run_replica`.
+    """Checks that `step` or `run_replica` is called in the right task.
 
     Args:
-      needs_chief: Whether the method is for the chief.
+      needs_chief: True if `step` was called, which is for the chief. False if
+        `run_replica` was called, which is for all other tasks.
+
+    Raises:
+      RuntimeError: If the method is not for this task.
     """
     if self.is_chief == needs_chief:
       return
@@ -315,10 +352,11 @@ class Recovery(NamedTuple):
   """The loss of a parameter server, and the recovery from it.
 
   Attributes:
-    lost: The names of the lost tasks.
-    step: The last global step before the loss that the chief knew.
+    lost: The names of the lost parameter servers, such as "ps 0". Empty if only
+      the connection to one was lost.
+    step: The last global step that the chief knew of before the loss.
     resumed: The global step of the checkpoint from which training resumed.
-    secs: Seconds from the loss to the first step after it.
+    secs: Seconds from the loss until the chief resumed the training.
   """
 
   lost: Sequence[str]
@@ -344,16 +382,18 @@ class Options(NamedTuple):
   """The options that the caller of a driver with parameter servers chooses.
 
   Attributes:
-    start_timeout_secs: Seconds to wait for PS tasks, workers and chief.
-    lost_after_secs: Seconds without a heartbeat after which a worker is lost,
-      so that a step uses the gradients of another replica instead.
+    start_timeout_secs: Seconds to wait for other tasks (PS tasks, workers, the
+      chief) to start.
+    lost_after_secs: Seconds without a heartbeat after which a worker counts as
+      lost. Then a step uses the gradients of another replica in its place.
     timeline_dir: The directory for timelines, the files that record what each
       replica does when. None: no timelines.
     namespace: The name of the training, which is part of the names of all
       shared variables.
     joined: The heartbeats of this process, if it takes part in a series of
-      trainings. After a training without an error, the process then stays in
-      the series. None: the driver makes heartbeats for this training only.
+      trainings (several trainings, one after the other, on one cluster). After
+      a training without an error, the tasks then stay for the next one. None:
+      the driver sends heartbeats for this training only.
     log: Receives each line of the log.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
       that was lost. 0: the loss ends the training.
@@ -371,10 +411,14 @@ class Options(NamedTuple):
 def build_replica(
   replica_fn: Callable[[], model_replica.Replica],
 ) -> model_replica.Replica:
-  """Builds the model replica of a process that is connected to a cluster.
+  """Calls `replica_fn`, in a process that is connected to a cluster.
+
+  Returns:
+    The model replica that `replica_fn` built.
 
   Raises:
-    ValueError: If the model was built before the process was connected.
+    ValueError: If `replica_fn` returns a model that was built before the
+      process was connected to the cluster. Its variables cannot be used.
   """
   try:
     replica = replica_fn()
@@ -417,9 +461,10 @@ class ParameterServerDriver(Driver):
     timeline_file: str,
     options: Options,
   ):
-    """Builds model and update rule, and attaches to the variables on the PS.
+    """Builds model and update rule, and attaches to the shared variables.
 
-    The process must be connected to the cluster already.
+    The shared variables live on the PS tasks (the parameter servers). The
+    process must be connected to the cluster already.
 
     Args:
       spec: The cluster.
@@ -427,8 +472,8 @@ class ParameterServerDriver(Driver):
       replica_fn: Builds the replica, which holds the model and the data.
       rule_fn: Builds the update rule.
       replicas: The tasks that contribute gradients.
-      client: The number of this process in the heartbeat tables, by which the
-        tasks know which processes are alive.
+      client: The index of this process in the heartbeat tables, which record
+        the processes that are alive.
       devices: One device of each serving task (parameter server or in-graph
         worker). The first one is that of PS task 0.
       timeline_file: The name of the timeline file, without directory and
@@ -478,13 +523,17 @@ class ParameterServerDriver(Driver):
       self._build()
 
   def _namespace(self) -> resources.Namespace:
-    """Returns the namespace of the present generation of the training."""
+    """Returns the namespace, a prefix of the names of all shared variables.
+
+    It includes the present *generation*, a number that changes when a parameter
+    server is restarted. So nobody uses what is left from before the restart.
+    """
     return resources.Namespace(
       self._options.namespace, self._heartbeats.generation
     )
 
   def _build(self) -> None:
-    """Builds rule and store, and attaches to the variables on the PS tasks.
+    """Builds update rule and store, and attaches to the shared variables.
 
     Raises:
       TimeoutError: If the chief does not answer in time.
@@ -516,10 +565,13 @@ class ParameterServerDriver(Driver):
     self.rule.stop_at(step)
 
   def counts(self) -> list[results.Counts]:
-    """Returns how the contributions of each replica were used.
+    """Counts the contributions of each replica that were used or refused.
 
     A contribution is what a replica sends for one update, such as a gradient.
-    The list has one entry for each of `replica_names`.
+
+    Returns:
+      One entry for each of `replica_names`, in the same order. An entry counts
+      the contributions of that replica since the start of the training.
     """
     return self.rule.counts()
 
@@ -538,42 +590,48 @@ class ParameterServerDriver(Driver):
     return {f"ps {task}": count for task, count in counts}
 
   def interrupt(self) -> None:
-    """Wakes a thread that waits in `step`, to check whether to stop."""
+    """Wakes the thread that waits in `step`.
+
+    That thread then checks whether the training has to stop. If not, it waits
+    on.
+    """
     self.rule.interrupt()
 
   @property
   def accepted_fraction(self) -> float:
-    """Fraction of all replicas' gradients that updates use.
+    """The fraction of all computed gradients that updates use, in (0, 1].
 
-    It is computed for replicas that are equally fast.
+    The others are refused, for example because an update had enough gradients.
+    The fraction is not measured. It follows from the settings of the update
+    rule, if all replicas are equally fast.
     """
     return self.rule.accepted_fraction
 
   def recoveries(self) -> list[Recovery]:
-    """Returns the losses of parameter servers from which this task recovered.
+    """Returns one entry per loss of parameter servers that was recovered from.
 
-    There is one entry per loss, in the order of the losses.
+    Only the chief keeps these entries. The oldest loss comes first.
     """
     return [*self._recoveries]
 
   def recover(self, error: tf.errors.OpError) -> bool:
     """Waits for the restart of a lost parameter server, and attaches again.
 
-    It is called after a call that needs the parameter servers has raised an
-    error. Afterwards `store` and `rule` are new objects, and the variables have
-    their first values: the chief must restore a checkpoint.
+    Call it after a call that needs the parameter servers has raised an error.
+    If the result is True, `store` and `rule` are new objects, and the variables
+    have their initial values. The chief then has to restore a checkpoint.
 
     Args:
-      error: The error.
+      error: The error that the call raised.
 
     Returns:
-      Whether the training can go on. False: no parameter server was lost, or
-      `recovers` is False, so the error should be raised.
+      Whether the training can go on. False if no parameter server was lost, or
+      if `recovers` is False; the caller then has to raise the error.
 
     Raises:
-      TimeoutError: If the parameter server does not come back in time.
-      RuntimeError: If training was ended elsewhere, or if a call of this
-        process that belongs to the lost variables does not end.
+      TimeoutError: If the parameter server is not restarted in time.
+      RuntimeError: If another task ended the training, or if another thread of
+        this process still waits for the lost parameter server after 30 s.
     """
     if not self.recovers:
       return False
@@ -600,19 +658,19 @@ class ParameterServerDriver(Driver):
     return True
 
   def _unreachable(self) -> str:
-    """Names the parameter servers that heartbeats do not reach.
+    """Names the parameter servers that do not answer heartbeats.
 
     Returns:
-      The names; "" if there are none, or if the driver does not recover from
-      their loss. Then the calls that need them fail.
+      Their names, separated by commas. "" if all of them answer, or if
+      `recovers` is False.
     """
     return ", ".join(self._heartbeats.lost()) if self.recovers else ""
 
   def _abandon(self) -> None:
-    """Ends the calls of this process that belong to the lost generation.
+    """Ends the threads of this process that use the lost parameter servers.
 
     Raises:
-      RuntimeError: If a call does not end.
+      RuntimeError: If a thread does not end within 30 s.
     """
     stages = [] if self._watchdog is None else [self._watchdog.stop]
     if self.is_chief:
@@ -630,14 +688,17 @@ class ParameterServerDriver(Driver):
       self._thread = None
 
   def _reattach(self, since: float, what: str) -> None:
-    """Connects to restarted parameter servers, and builds all anew.
+    """Connects to the restarted parameter servers, and builds rule and store.
+
+    It waits for the restart, for at most `recovery_timeout_secs`.
 
     Args:
       since: The time of the loss, by `time.monotonic`.
-      what: What was lost, for log messages.
+      what: What was lost, for error messages.
 
     Raises:
-      TimeoutError: If a parameter server, or the chief, does not come back.
+      TimeoutError: If a parameter server is not restarted in time, or if the
+        chief does not publish its variables in time.
     """
     timeout_secs = self._options.recovery_timeout_secs
     deadline = since + timeout_secs
@@ -682,31 +743,40 @@ class ParameterServerDriver(Driver):
     patches.reconnect()
 
   def _clear(self, namespace: resources.Namespace) -> None:
-    """Frees what the parameter servers hold of an earlier generation."""
+    """Deletes the variables and queues of a namespace on all parameter servers.
+
+    It skips parameter servers that it cannot reach.
+
+    Args:
+      namespace: The namespace before parameter servers were restarted.
+    """
     for address in self._spec.addresses("ps"):
       with contextlib.suppress(tf.errors.OpError):
         resources.clear(namespace, address)
 
   def step(self, max_updates: int = 1) -> training.StepResult:
-    """Waits for or makes one update or several, in the chief.
+    """Makes one update or several. Only the chief calls this method.
 
-    The first call starts the replicas. If the chief's own replica has failed,
-    its error is raised too.
+    If the replicas make the updates themselves, as with asynchronous rules, it
+    waits for these updates. The first call starts the replicas. If the chief's
+    own replica has failed, its error is raised.
 
     Args:
-      max_updates: The largest number of updates to make.
+      max_updates: The largest number of updates.
 
     Returns:
-      The global step, the loss of the last update, and the number of examples
-      of all these updates.
+      A `StepResult`: the global step after the updates, the loss of the last
+      update, the number of examples in all of these updates, the learning rate,
+      and the means of the model's metrics.
 
     Raises:
       NonFiniteGradientError: If a loss or a gradient is not finite.
       RuntimeError: If this task is not the chief, if another process runs as
-        the same task, if training was ended elsewhere, or if a data set has
+        the same task, if another task ended the training, or if a data set has
         ended.
-      TimeoutError: If a step exceeded the deadline of the update rule, with too
-        few contributions to go on.
+      TimeoutError: If an update had too few contributions at the deadline that
+        the update rule sets (`step_timeout_secs`).
+      tf.errors.UnavailableError: If a parameter server was lost.
     """
     self._check_role(needs_chief=True)
     metrics = self._metrics
@@ -733,9 +803,9 @@ class ParameterServerDriver(Driver):
     """Makes sure that this task has the chief's variables and update rule.
 
     The chief publishes descriptions of its variables and of its update rule.
-    Any other task waits for them, and compares its own. If they differ, it ends
-    the training for all tasks. This is done before any variable is created on
-    the PS tasks.
+    Any other task waits for these descriptions, and compares them with its own
+    variables and rule. If they differ, it ends the training for all tasks. This
+    is done before any variable is created on the PS tasks.
 
     Raises:
       RuntimeError: In a task that is not the chief, if variables or rule
@@ -784,18 +854,19 @@ class ParameterServerDriver(Driver):
 
   @functools.cached_property
   def _is_sparse(self) -> list[bool]:
-    """Which of the replica's gradients are sparse; see `rules.base`.
+    """For each variable of `Replica.shared`, whether its gradient is sparse.
 
-    It is found out once: a data set may read the global step, which is not
-    there yet when the driver attaches again.
+    Sparse gradients are `tf.IndexedSlices`. The property is computed once and
+    kept. After the loss of a parameter server, it could not be computed: the
+    data set may read the global step, which has no value then.
     """
     return model_replica.sparsity(self.replica)
 
   def _attach(self) -> None:
     """Attaches to the variables and queues on the PS tasks by their names.
 
-    The chief also gives them their first values, or resumes an earlier
-    training.
+    The chief also initializes the variables. If the process of an earlier chief
+    has initialized them already, it keeps their values.
     """
     self.rule.build(self.store, is_sparse=self._is_sparse)
     self._leases = None
@@ -808,9 +879,14 @@ class ParameterServerDriver(Driver):
       rule_base.create_or_resume(self.rule, self.store, values)
 
   def _start(self) -> None:
-    """Starts the update rule, the replicas, and the thread that reports waits.
+    """Starts the update rule, the replicas, and the watchdog thread.
 
-    `step` calls this once, in the chief.
+    The watchdog reports long waits and lost replicas. Only the chief calls
+    this method: in the first `step`, and in the first `step` after a recovery.
+
+    Raises:
+      RuntimeError: If the chief's process before this one was killed in the
+        middle of an update, and no checkpoint was restored since.
     """
     step = self.global_step
     if step < 0:
@@ -845,9 +921,10 @@ class ParameterServerDriver(Driver):
 
   @abc.abstractmethod
   def _ages(self) -> list[float]:
-    """Returns the seconds since each replica's last heartbeat.
+    """Returns the seconds since the last heartbeat of each replica.
 
-    -1 means that no heartbeat has come yet, 0 that the replica has left.
+    The entry of a replica is -1 if no heartbeat has come yet, and 0 if the
+    replica has left the training.
     """
 
   @abc.abstractmethod
@@ -855,17 +932,21 @@ class ParameterServerDriver(Driver):
     """Lets the replicas begin. Only the chief calls this.
 
     Returns:
-      The thread that runs or watches the replicas. If the thread fails, it must
-      call `interrupt` of the update rule, so that no step waits for ever.
+      A thread of the chief, already started, that runs or watches replicas. If
+      it fails, it calls `interrupt` of the update rule, so that `step` wakes.
     """
 
   def _next_updates(self, max_updates: int) -> list[results.Update]:
-    """Waits for the next updates, and returns them.
+    """Makes the next updates or waits for them, and returns their results.
 
-    If `interrupt` wakes the wait and there is no reason to stop, waits on.
+    If `interrupt` wakes it, it checks whether the training has to stop, and
+    goes on if not. `step` documents the errors.
 
     Args:
       max_updates: The largest number of updates.
+
+    Returns:
+      At least one update, in the order of the global steps.
     """
     while True:
       try:

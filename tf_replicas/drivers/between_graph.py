@@ -52,11 +52,12 @@ _ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
 class BetweenGraph(driver_base.ParameterServerDriver):
   """The driver that runs one worker's part of a between-graph training.
 
-  In between-graph replication every worker has a process with its own model and
-  attaches to the variables on the parameter servers. Several trainings may run
-  in one process and on one cluster, each with a driver and a namespace (a
-  prefix of the variables' names) of its own. `server.serve` must be given all
-  of these namespaces.
+  In between-graph replication, every worker is a process that builds the model
+  and attaches to the variables on the parameter servers.
+
+  Several trainings may run on one cluster, and in one process, at once. Each of
+  them needs a driver and a namespace, which is a prefix of the names of its
+  variables. The parameter servers must know all namespaces: see `server.serve`.
   """
 
   def __init__(
@@ -76,8 +77,8 @@ class BetweenGraph(driver_base.ParameterServerDriver):
   ):
     """Connects to the cluster, builds the model and attaches to the variables.
 
-    The model must not be built before the process is connected, so functions
-    that build replica and rule are given instead of these objects.
+    The model must not be built before the process is connected. So the
+    arguments are functions that build replica and rule, not these objects.
 
     Args:
       spec: The cluster. No port may be 0: `cluster.resolve_ports` replaces such
@@ -86,19 +87,19 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       replica_fn: Builds the replica, in the same way in every worker.
       optimizer_fn: Builds the update rule, in the same way in every worker.
       start_timeout_secs: Seconds to wait for the PS tasks and the chief.
-      lost_after_secs: After so many seconds without a heartbeat, a worker is
-        lost: no step waits for it until it comes back.
+      lost_after_secs: Seconds without a heartbeat after which a worker counts
+        as lost: no step waits for it until it is restarted.
       timeline_dir: The directory for the timeline, a file that records what
         this task does when. None: no timeline.
-      namespace: The name of the training, the same in every worker, and one of
-        the names that the PS tasks serve. Trainings of different names share
-        nothing.
+      namespace: The name of the training, the same in every worker. Trainings
+        of different names share nothing. It must be one of the names that the
+        PS tasks serve; with `joined`, it may be any name.
       joined: The heartbeats of this process, if it takes part in a series of
-        trainings, as `driver_base.Options` documents; None otherwise. In a
-        series, `namespace` may be any name.
+        trainings, as `driver_base.Options` documents; None otherwise.
       recovery_timeout_secs: Seconds to wait for the restart of a parameter
-        server that was lost, before training ends with an error. Then the chief
-        has to restore a checkpoint: see `recover`. 0: the loss ends training.
+        server that was lost. If it is not restarted in time, training ends with
+        an error. If it is, the chief has to restore a checkpoint: see
+        `recover`. 0: the loss ends training at once.
       log: Receives each line of the log.
 
     Raises:
@@ -148,9 +149,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return waiting.RaisingThread(self._run_loop, on_error=self.rule.interrupt)
 
   def run_replica(self) -> int:
-    """Contributes gradients until training ends, in a worker that is no chief.
+    """Contributes gradients until training ends.
 
-    Waits first until the chief has initialized or restored the variables.
+    All workers except the chief call this. It first waits until the chief has
+    initialized or restored the variables.
 
     Returns:
       The global step when training ended.
@@ -158,12 +160,23 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     Raises:
       RuntimeError: If this task is the chief, if training ended with an error,
         or if the chief is lost.
+      TimeoutError: If the chief does not initialize the variables in time, or
+        a lost parameter server is not restarted in time.
     """
     self._check_role(needs_chief=False)
     return self.recovering(self._contribute)
 
   def _contribute(self) -> int:
-    """Contributes gradients until training ends; `run_replica` documents it."""
+    """Does the work of `run_replica`, without the recovery from losses.
+
+    Returns:
+      The global step when training ended.
+
+    Raises:
+      tf.errors.OpError: If a parameter server is lost.
+      RuntimeError: If training ended with an error, or if the chief is lost.
+      TimeoutError: If the chief does not initialize the variables in time.
+    """
     waiting.await_value(
       lambda: self._heartbeats.is_open() or self._heartbeats.outcome(),
       timeout_secs=max(
@@ -190,11 +203,11 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self._final_step(outcome)
 
   def _final_step(self, outcome: str) -> int:
-    """Returns the last global step, or raises the error of the training.
+    """Returns the global step at the end of a training that has finished.
 
     Args:
-      outcome: How training ended: `heartbeats.FINISHED` or an error in one
-        line; "" if the chief was lost.
+      outcome: How training ended: `heartbeats.FINISHED`, or an error in one
+        line, or "" if the chief was lost.
 
     Raises:
       RuntimeError: If training ended with an error, or the chief was lost.
@@ -210,10 +223,14 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self.global_step
 
   def _await_outcome(self) -> str:
-    """Waits until the chief announces how training ended, and returns that.
+    """Waits until the chief announces how training ended.
 
-    The result is `heartbeats.FINISHED`, an error in one line, or "" if the
-    chief was lost.
+    Returns:
+      `heartbeats.FINISHED`, or an error in one line, or "" if the chief was
+      lost.
+
+    Raises:
+      TimeoutError: If the chief announces nothing for 10 s.
     """
     waiting.await_value(
       lambda: self._heartbeats.outcome() or self._has_given_up,
@@ -224,10 +241,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self._heartbeats.outcome()
 
   def _must_stop(self) -> bool:
-    """Returns whether this worker must stop before the training ends.
+    """Returns whether this process must stop before the training ends.
 
-    That is so if the chief is lost, or if another process runs as the same task
-    and has replaced this one.
+    It must stop if the chief is lost, or if another process has replaced this
+    one, which means that it runs as the same task and started later.
     """
     return self._has_given_up or self._heartbeats.is_replaced
 
@@ -236,7 +253,13 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     self.rule.release_replica(self._index)
 
   def _run_loop(self) -> None:
-    """Computes and sends the gradients of this task until training ends."""
+    """Computes and sends the gradients of this task until training ends.
+
+    Raises:
+      RuntimeError: If the data set of this task ends, or if a batch has an id
+        that is not a row of a table.
+      tf.errors.OpError: If a parameter server is lost.
+    """
     if self._leases is not None and self.replica.leased is not None:
       dataset = self.replica.leased.dataset_fn(self._leases.numbers())
     else:
@@ -281,17 +304,17 @@ class BetweenGraph(driver_base.ParameterServerDriver):
   def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable | None]:
     """Traces the functions that make the steps of this task's replica.
 
-    A step normally asks the chief for admission before it sends its gradients.
-    The answer to the step before it may have admitted the gradients in advance.
+    Normally, a step asks the chief for admission before it sends its gradients.
+    A step is *admitted in advance* if the reply to the step before it has
+    already said that its gradients will be used.
 
     Args:
       iterator: The iterator over this task's batches.
 
     Returns:
-      Three functions: `ReplicaLoop.begin`, and `ReplicaLoop.run_many` for steps
-      that ask for admission, and for steps that were admitted in advance. The
-      last is None if the rule admits no step in advance: each of the last two
-      has the model's forward and backward pass.
+      Three traced functions. The first is `ReplicaLoop.begin`. The second is
+      `ReplicaLoop.run_many` for steps that ask. The third is the same for steps
+      that are admitted in advance, or None if the rule never does that.
     """
     loop = replica_loop.ReplicaLoop(
       self.rule,
@@ -319,11 +342,11 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return begin, run_asking, run_preadmitted
 
   def close(self, error: BaseException | None = None) -> None:
-    """Takes this task out of the training. The chief ends the training for all.
+    """Takes this task out of the training. In the chief, ends it for all tasks.
 
     Args:
-      error: The error that ended the training early, which every task is told;
-        None if there was none.
+      error: The error because of which training ends early, if any. The chief
+        tells all tasks about it.
     """
     self._home.is_open = False
     if not self.is_chief:

@@ -1,9 +1,12 @@
 """Finds out from outside what a training on parameter servers does.
 
-The heartbeat tables and the records of the update rule are shared variables of
-the serving tasks: the parameter servers and, in in-graph replication, the
-workers. `ClusterReader` reads them by their names. The training does not notice
-the reader, and a task that hangs delays it by a time limit only.
+The *serving tasks* are the parameter servers and, in in-graph replication, the
+workers. Variables on them record which processes are alive (the heartbeat
+tables) and what the update rule has done. `ClusterReader` reads these variables
+by their names, without taking part in the training. It waits for a task that
+hangs only until a time limit.
+
+A *contribution* is one replica's gradients for one update.
 """
 
 import contextlib
@@ -80,10 +83,12 @@ class ServingTask:
     address: Its address, "host:port".
     error: Why it gave no answer; "" if it answered.
     memory_bytes: The resident memory of its process; -1 if not known.
-    received_bytes: What its machine (in a container: this container) has
-      received from the network, loopback included; -1 if not known.
-    sent_bytes: The same, for what it has sent.
-    queued_gradients: The number of sets of gradients that wait in its queues.
+    received_bytes: The bytes that its machine has received from the network,
+      including loopback, since the machine started; -1 if not known. A
+      container counts as a machine.
+    sent_bytes: The same for the bytes that were sent.
+    queued_gradients: The number of contributions that wait in its queues to be
+      applied.
   """
 
   task: str
@@ -103,9 +108,11 @@ class Client:
     task: The name of the task, such as "worker 1".
     address: Its address, "host:port".
     is_chief: Whether it is the chief.
-    presence: "not here yet", "alive", "silent", "waits for the next training"
-      (of a series) or "has left".
-    heartbeat_secs: Seconds since its last heartbeat; None if it sends none.
+    presence: "not here yet", "alive", "silent" (it should send heartbeats, but
+      none came in the last five seconds), "waits for the next training" (of a
+      series of trainings) or "has left".
+    heartbeat_secs: Seconds since its last heartbeat. None if it is not here yet
+      or has left.
   """
 
   task: str
@@ -121,13 +128,17 @@ class Replica:
 
   Attributes:
     task: The name of the task that computes its gradients.
-    doing: A `protocol.Status` in lower case, such as "computing".
-    applied: The number of contributions that updates have used.
-    refused: The number of contributions that were not used.
-    mean_staleness: The mean age, in updates, of the applied contributions.
-    max_staleness: The largest age.
+    doing: What it does now: a `protocol.Status` in lower case, such as
+      "computing".
+    applied: The number of its contributions that updates have used.
+    refused: The number of its contributions that were refused.
+    mean_staleness: The mean staleness of the applied contributions. It is the
+      number of updates between reading the variables and applying the
+      gradients.
+    max_staleness: The largest staleness of these contributions.
     waited_secs: Seconds for which updates waited for this replica alone.
-    missed: The number of updates that were made without it.
+    missed: The number of updates that were made without it, because a step
+      exceeded its deadline.
   """
 
   task: str
@@ -148,21 +159,25 @@ class Status:
     time: The time, in seconds since 1970.
     state: "starting", "running" or "ended".
     outcome: How training ended: "finished" or an error; "" before the end.
-    number: The number of the training in its series, from 1 on.
-    rule: The update rule and its settings, by name.
+    number: The number of the training in a series of trainings, from 1 on; 1 if
+      there is no series, 0 after the end of a series.
+    rule: The settings of the update rule, by name; empty if not known yet.
     global_step: The number of updates so far; -1 if not known.
     examples_seen: The number of examples in these updates; -1 if not known.
     steps_per_sec, examples_per_sec: The rates since the last reading; None in
       the first one.
-    parameter_bytes: The size of all variables of the model.
-    received, needed: How many contributions the next update has, and how many
-      it needs; 0 of 0 for rules whose updates wait for nobody.
+    parameter_bytes: The size in bytes of all variables of the model, without
+      optimizer slots and moving averages.
+    received: The number of contributions that the next update has already.
+    needed: The number of contributions that it needs. `received` and `needed`
+      are 0 for rules whose updates wait for nobody.
     serving: The parameter servers and in-graph workers.
     clients: The processes that train.
-    replicas: The records of the replicas.
-    queues: The number of elements in each queue of PS task 0, by name.
-    waits: Which task waits for which, one sentence each.
-    faults: What is wrong and what is done about it, one sentence each.
+    replicas: What the update rule has recorded of each replica.
+    queues: The number of elements in the queues of PS task 0, by name. Queues
+      that exist once per replica are added up.
+    waits: Sentences that say which task waits for which.
+    faults: Sentences that say what is wrong, and what happens because of it.
   """
 
   time: float
@@ -191,10 +206,11 @@ class _Answer:
 
   Attributes:
     error: Why there is no answer; "" if there is one.
-    time: The clock of the task.
-    table: The values of its heartbeat table.
-    files: The texts of the files `_PROC`.
-    queued: The number of sets of gradients in its queues.
+    time: The time by the clock of the task, in seconds since 1970.
+    table: The values of the variables of its heartbeat table, by name.
+    files: The texts of the files `_PROC`, which have its use of memory and of
+      the network; empty if its system is not Linux.
+    queued: The number of contributions in its queues.
   """
 
   error: str = "no answer"
@@ -205,7 +221,7 @@ class _Answer:
 
 
 class ClusterReader:
-  """Reads the state of a training repeatedly."""
+  """Reads the state of a training; `read` may be called again and again."""
 
   def __init__(
     self,
@@ -214,13 +230,14 @@ class ClusterReader:
     timeout_secs: float = 3.0,
     namespace: str = "",
   ):
-    """Does not connect yet.
+    """Prepares to read. It does not connect to the cluster yet.
 
     Args:
       spec: The cluster. No port may be 0.
       timeout_secs: Seconds after which a serving task counts as not answering.
-      namespace: The name of the training, as given to the driver; "" for all
-        programs.
+      namespace: The `namespace` that was given to the driver of the training.
+        "" finds a training without a namespace, or the present training of a
+        series (of calls of `fit` or `run`).
 
     Raises:
       cluster.ClusterError: If the cluster has no parameter servers, or a port
@@ -252,10 +269,16 @@ class ClusterReader:
     tasks: Iterable[cluster.Task],
     ask: Callable[[cluster.Task, observation.TaskReader], None],
   ) -> dict[cluster.Task, str]:
-    """Calls `ask` for each task at the same time, with a time limit.
+    """Calls `ask` for all tasks at the same time, each in a thread.
+
+    A task whose thread of an earlier call still waits is not asked again.
+
+    Args:
+      tasks: The tasks to ask.
+      ask: Asks one task: a function of the task and of its reader.
 
     Returns:
-      For each task why it gave no answer; "" if it answered.
+      For each task, why it gave no answer in time; "" if it answered.
     """
     errors = {}
     for task in tasks:
@@ -291,9 +314,10 @@ class ClusterReader:
     return f"no answer for {self._timeout_secs:g} s"
 
   def read(self) -> Status:
-    """Returns the present state of the training.
+    """Reads the present state of the training.
 
-    A task that does not answer is among `Status.faults`.
+    It raises no error if a serving task does not answer. Then `Status.faults`
+    names the task.
     """
     answers: dict[cluster.Task, _Answer] = {}
 
@@ -344,12 +368,15 @@ class ClusterReader:
     training: dict[str, Any],
     queues: dict[str, int],
   ) -> None:
-    """Reads the records of the training, and the lengths of its queues.
+    """Reads what the update rule has recorded, and the lengths of its queues.
+
+    The results are added to the arguments. Nothing is added if the training has
+    no variables yet.
 
     Args:
-      answers: The answers of the serving tasks; the lengths of the gradient
-        queues are added.
-      training: Receives the values of shared variables of PS task 0, by name.
+      answers: The answers of the serving tasks so far. Receives `queued`, and
+        `error` of a task that does not answer any more.
+      training: Receives the values of variables of PS task 0, by name.
       queues: Receives the lengths of the queues of PS task 0, by name.
     """
     first, *_ = servers = self._spec.tasks("ps")
@@ -404,7 +431,7 @@ class ClusterReader:
         answers[task].error = error
 
   def close(self) -> None:
-    """Ends the sessions of the tasks that answer."""
+    """Ends the connections to the tasks. It skips tasks that hang."""
 
     def close(_, reader):
       reader.close()
@@ -414,10 +441,11 @@ class ClusterReader:
 
 
 def _queue_names(values: Mapping[str, np.ndarray]) -> list[str]:
-  """Returns the names of the queues that the present rules have on PS task 0.
+  """Returns the names of the queues that the update rules have on PS task 0.
 
   Args:
-    values: The shared variables of the rules, by name.
+    values: The values of the variables of the rules, by name. They tell which
+      rules there are.
   """
   names = []
   for prefix in _PREFIXES:
@@ -433,11 +461,12 @@ def _queue_names(values: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def _is_in_graph(spec: cluster.ClusterSpec, beats: np.ndarray | None) -> bool:
-  """Returns whether one client drives all workers.
+  """Returns whether the training is in-graph: one client drives all workers.
 
   Args:
     spec: The cluster.
-    beats: The heartbeats of the clients; None if they are not known.
+    beats: The variable `beats` of a heartbeat table, with one element per
+      client; None if it is not known. Then the result is False.
   """
   return beats is not None and len(beats) == 1 < len(spec.replicas)
 
@@ -460,16 +489,16 @@ def _serving_task(
 def _memory(status: str) -> int:
   """Returns the resident memory in bytes, from the text of /proc/self/status.
 
-  -1 means that the text does not say it.
+  Returns -1 if the text does not have it.
   """
   found = re.search(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)
   return int(found[1]) * 1024 if found else -1
 
 
 def _traffic(devices: str) -> tuple[int, int]:
-  """Returns the bytes received and sent, from the text of /proc/self/net/dev.
+  """Returns (bytes received, bytes sent), from the text of /proc/self/net/dev.
 
-  The interfaces are added up.
+  They are sums over all network interfaces.
   """
   rows = [line.partition(":")[2].split() for line in devices.splitlines()]
   rows = [row for row in rows if len(row) > 8 and row[0].isdecimal()]
@@ -486,18 +515,22 @@ def summarize(
   now: float,
   is_in_graph: bool = False,
 ) -> Status:
-  """Makes a `Status` of the values of shared variables. A pure function.
+  """Makes a `Status` from what was read. It is a pure function.
 
   Args:
     spec: The cluster.
     serving: The serving tasks: parameter servers and in-graph workers.
-    table: The values of the heartbeat table, by name; empty if no task
-      answered.
+    table: The values of the variables of a heartbeat table, by name; empty if
+      no serving task answered.
     training: The values of other variables of PS task 0, by name; empty if it
       did not answer, or has none yet.
     queues: The lengths of the queues of PS task 0, by name.
-    now: The time of the clock by which the heartbeats were recorded.
+    now: The time in seconds since 1970, by the clock of the task that keeps
+      `table`.
     is_in_graph: Whether one client drives all workers.
+
+  Returns:
+    The state of the training, without rates.
   """
   trains = spec.replicas if not is_in_graph else (spec.chief,)
   beats = table.get("beats", np.full(len(trains), -1.0))
@@ -558,13 +591,14 @@ def _text(value: Any) -> str:
 def _client(
   spec: cluster.ClusterSpec, task: cluster.Task, beat: float, now: float
 ) -> Client:
-  """Makes the record of a client from its last heartbeat.
+  """Makes a `Client` from the last heartbeat of a process that trains.
 
   Args:
     spec: The cluster.
-    task: The task of the client.
-    beat: An element of `HeartbeatTable.beats`.
-    now: The time of the same clock.
+    task: The task of the process.
+    beat: Its element of `HeartbeatTable.beats`: the time of the last heartbeat,
+      or another number that `HeartbeatTable` defines.
+    now: The present time, by the same clock.
   """
   age: float | None = None
   if beat == 0:
@@ -602,13 +636,18 @@ def _replica(
 def _records(
   training: Mapping[str, Any],
 ) -> tuple[results.StepStatus | None, list[results.Counts]]:
-  """Returns the progress of the step, and the counts of each replica.
+  """Makes records of the update rule's variables.
 
-  If training switches between two rules, the progress is that of the rule in
-  use, and the counts are those of both.
+  A training may switch between two rules, each with its own variables.
 
   Args:
-    training: The values of the rules' variables, by name.
+    training: The values of the variables of the rules, by name.
+
+  Returns:
+    The progress of the next update, and a list with one entry per replica: the
+    numbers of its contributions that were used or refused. With two rules, the
+    progress is that of the rule in use, and the numbers are sums over both
+    rules. None and an empty list if there are no such variables yet.
   """
   found = []
   for prefix in _PREFIXES:
@@ -661,12 +700,13 @@ def _waits(
   step: int,
   state: str,
 ) -> Iterable[str]:
-  """Yields which task waits for which, one sentence each.
+  """Yields sentences that say which task waits for which.
 
   Args:
     training: The values of variables of PS task 0, by name.
     clients: The processes that train.
-    status: The progress of the next update; None if it is not known.
+    status: The progress of the next update, and what each replica does; None if
+      they are not known.
     names: The names of the replicas.
     step: The global step; -1 if it is not known.
     state: "starting", "running" or "ended".
@@ -710,14 +750,16 @@ def _faults(
   step: int,
   outcome: str,
 ) -> Iterable[str]:
-  """Yields what is wrong and what is done about it, one sentence each.
+  """Yields sentences that say what is wrong, and what happens because of it.
 
   Args:
     serving: The serving tasks: parameter servers and in-graph workers.
     clients: The processes that train.
-    status: The progress of the next update; None if it is not known.
+    status: The progress of the next update, and what each replica does; None if
+      they are not known.
     names: The names of the replicas.
-    step: The global step; -1 if it is not known.
+    step: The global step; -1 if it is not known, and -2 if a chief was killed
+      in the middle of an update.
     outcome: How training ended; "" while it goes on.
   """
   for task in serving.values():
@@ -767,16 +809,20 @@ def _faults(
 
 
 def _listed(names: Sequence[str]) -> str:
-  """Joins names: "a, b and c"."""
+  """Joins names in a phrase, such as "a, b and c"."""
   *first, last = names or [""]
   return f"{', '.join(first)} and {last}" if first else last
 
 
 def _added_up(queues: Mapping[str, int]) -> dict[str, int]:
-  """Adds up the lengths of the queues of all replicas.
+  """Adds up the lengths of queues that exist once per replica.
 
   Args:
-    queues: Lengths by name. "replies/0" and "replies/1" become "replies".
+    queues: The lengths of queues, by name. A name may end with the index of a
+      replica, such as "replies/0" and "replies/1".
+
+  Returns:
+    The lengths by name without the index, such as "replies".
   """
   sums: dict[str, int] = {}
   for name, size in queues.items():
@@ -786,11 +832,15 @@ def _added_up(queues: Mapping[str, int]) -> dict[str, int]:
 
 
 def _with_rates(status: Status, last: Status | None) -> Status:
-  """Adds the rates since the last reading of the same training.
+  """Adds the rates, in steps and examples per second, since the last reading.
 
   Args:
     status: The present state.
-    last: The state before; None if there is none.
+    last: The state at the last reading; None if there was none.
+
+  Returns:
+    `status` with the rates. `status` itself if they are not known: there was no
+    reading before, or it was of another training.
   """
   if last is None or status.number != last.number or status.global_step < 0:
     return status

@@ -20,13 +20,21 @@ _connections: list[tuple[str, ...]] = []
 
 
 def is_connected(key: tuple[str, ...]) -> bool:
-  """Returns whether this process has the connection described by `key`.
+  """Returns whether this process is connected to the cluster `key`.
 
-  TensorFlow has one connection per process. A second connection would reset
-  TensorFlow's context, and with it all tensors and functions (seen in 2.21).
+  A process can be connected to one cluster only. A second connection would
+  reset TensorFlow's context, and with it all tensors and functions (seen in
+  2.21).
+
+  Args:
+    key: Describes the cluster, as for `remember`.
+
+  Returns:
+    True if the process is connected to this cluster; False if it is connected
+    to none.
 
   Raises:
-    RuntimeError: If this process has a connection with another key.
+    RuntimeError: If the process is connected to another cluster.
   """
   if _connections and key not in _connections:
     raise RuntimeError(
@@ -43,9 +51,7 @@ def was_used() -> bool:
 
 
 def remember(key: tuple[str, ...]) -> None:
-  """Records the cluster that this process is connected to.
-
-  TensorFlow connects a process only once. `is_connected` reads the record.
+  """Records that this process was connected to a cluster, for `is_connected`.
 
   Args:
     key: The kind of client, such as "in-graph client", then the addresses of
@@ -55,9 +61,10 @@ def remember(key: tuple[str, ...]) -> None:
 
 
 def disconnect() -> None:
-  """Ends this process's connection. The servers must have been told to end.
+  """Ends the connection of this process to its cluster, if there is one.
 
-  This process cannot connect again, but may go on using TensorFlow by itself.
+  Call it after the servers were told to end. The process cannot connect again,
+  but it can use TensorFlow on its local devices.
   """
   if _connections:
     patches.disconnect()
@@ -72,8 +79,14 @@ def connect_client(
 ) -> list[str]:
   """Connects this process to all PS tasks, unless it is connected already.
 
-  The cluster that TensorFlow is given holds only the PS tasks and this process.
-  If it held the other workers, every worker would wait for all others.
+  TensorFlow gets to know the PS tasks and this process only. If it knew the
+  other workers, every worker would wait for all others.
+
+  Args:
+    spec: The cluster.
+    task: The task of this process.
+    timeout_secs: Seconds to wait for the PS tasks.
+    log: Receives each line of the log.
 
   Returns:
     The name of one device of each PS task, in the order of the tasks.
@@ -114,11 +127,12 @@ def await_servers(
   Args:
     spec: The cluster.
     job: The job of the tasks.
-    timeout_secs: The time limit in seconds.
-    since: The value of `time.monotonic()` at the start of the wait; None: the
-      wait starts now.
+    timeout_secs: The time limit in seconds for all tasks together, counted from
+      `since`.
+    since: A value of `time.monotonic()`. None: now.
     log: Receives each line of the log.
-    is_there: Returns whether a task is at an address; by default `answers`.
+    is_there: A function that takes an address, and returns whether the server
+      is there. None: `answers`.
 
   Raises:
     cluster.ClusterError: If a task has a public address.
@@ -142,16 +156,20 @@ def await_servers(
 
 
 def listens(address: str) -> bool:
-  """Returns whether a process accepts connections at `address` "host:port"."""
+  """Returns whether a process accepts connections at `address`, "host:port".
+
+  It waits for at most 2 s.
+  """
   return _probe(address, lambda _: True)
 
 
 def answers(address: str) -> bool:
   """Returns whether a gRPC server answers at `address`, "host:port".
 
-  The system accepts connections for a process that is stopped or about to end.
-  TensorFlow 2.21 would wait for such a process without a time limit. So the
-  server must answer the connection preface of HTTP/2 (RFC 9113, section 3.4).
+  Unlike `listens`, it detects a process that is stopped or about to end: the
+  operating system accepts connections for such a process, and TensorFlow 2.21
+  would wait for it without a time limit. So the server must answer the
+  connection preface of HTTP/2 (RFC 9113, section 3.4), within 2 s.
   """
 
   def is_answered(probe: socket.socket) -> bool:
@@ -162,7 +180,10 @@ def answers(address: str) -> bool:
 
 
 def _probe(address: str, check: Callable[[socket.socket], bool]) -> bool:
-  """Returns the result of `check` with a connection; False if there is none."""
+  """Connects to `address`, and returns the result of `check` on the socket.
+
+  Returns False if there is no connection, or if the socket fails in `check`.
+  """
   host, _, port = address.rpartition(":")
   try:
     with socket.create_connection(

@@ -23,21 +23,25 @@ RESTS = -2.0
 
 
 class HeartbeatTable:
-  """The table of heartbeats of one training, in variables of a serving task.
+  """The table of heartbeats of a training, in variables on a serving task.
 
-  A serving task is a parameter server or an in-graph worker. A client is a
-  process that trains: a worker or the chief. A series of trainings, which
-  follow each other, has one table. A client *rests* between two of them.
+  A serving task is a parameter server or an in-graph worker. Each serving task
+  has a table. A client is a process that trains: a worker or the chief. It
+  attaches to the tables by the names of their variables.
+
+  Several trainings may follow each other in a *series*, with the same tables. A
+  client *rests* between two trainings of a series.
 
   Attributes:
     device: The device of the serving task.
-    beats: float64 [number of clients]: the time of each client's last
-      heartbeat, in seconds since 1970; -1: none yet, 0: the client has left;
-      another negative number: minus the time, of a client that rests.
-    processes: int64 [number of clients]: the number that identifies each
-      client's present process; 0: none yet.
-    outcome: How training ended; "" while it goes on.
-    dismissed: Whether this training does not need the serving task any more.
+    beats: float64 [number of clients]: the time of the last heartbeat of each
+      client, in seconds since 1970. For a client that rests, minus this time.
+      -1: there was no heartbeat yet. 0: the client has left.
+    processes: int64 [number of clients]: a number that identifies the present
+      process of each client. 0: there was none yet.
+    outcome: How training ended: "finished", or an error in one line. "" while
+      it goes on.
+    dismissed: Whether the serving task may end.
     is_open: Whether the chief has let the other clients begin.
     versions: The result of `versions.here()` in the serving task, as JSON.
     signature: The variables and the update rule of the chief, as JSON; "" until
@@ -57,8 +61,7 @@ class HeartbeatTable:
   ):
     """Attaches to the variables of the table on a serving task.
 
-    The serving task (a parameter server or an in-graph worker) initializes
-    them.
+    They have no values before the serving task has called `initialize`.
 
     Args:
       device: The device of the serving task.
@@ -81,10 +84,10 @@ class HeartbeatTable:
       self.incarnation = names.variable("incarnation", [], tf.int64)
 
   def initialize(self, num_clients: int) -> None:
-    """Makes the table empty, at the start of the task that keeps it.
+    """Gives all variables their initial values. The serving task calls it.
 
     Args:
-      num_clients: Number of processes that train, whose heartbeats are kept.
+      num_clients: The number of processes that train.
     """
     self.beats.assign(tf.fill([num_clients], tf.cast(-1.0, tf.float64)))
     self.processes.assign(
@@ -100,9 +103,10 @@ class HeartbeatTable:
     self.signature.assign("")
 
   def attach_again(self) -> "HeartbeatTable":
-    """Returns a new object for this table.
+    """Attaches to this table again, after the serving task was restarted.
 
-    It is needed if the task that keeps the table was restarted.
+    Returns:
+      A new object, which replaces this one.
     """
     return HeartbeatTable(self.device, self._namespace)
 
@@ -137,15 +141,16 @@ class HeartbeatTable:
     """Records a heartbeat of a client, or that the client has left.
 
     Args:
-      client: The number of the client, a process that trains.
-      process: The number that identifies the client's process.
-      is_here: Whether the client takes part; False when it leaves.
-      joins: Whether `process` replaces any other process of that client.
+      client: The index of the client.
+      process: The number that identifies the process that calls this.
+      is_here: True for a heartbeat; False if the client leaves.
+      joins: Whether this process takes the place of another process that ran as
+        the same client, if there was one.
       rests: Whether the client waits for the next training of a series.
 
     Returns:
-      Whether `process` is the client's current process. If another process has
-      replaced it, nothing was recorded.
+      Whether the calling process is the present process of the client. If
+      False, another process has taken its place, and nothing was recorded.
     """
     numbers = tf.constant(client), tf.constant(process, tf.int64)
     sign = (-1.0 if rests else 1.0) if is_here else _LEFT
@@ -153,7 +158,7 @@ class HeartbeatTable:
     return bool(self._beat(*numbers, sign, tf.constant(joins)))
 
   def dismiss(self, outcome: str) -> None:
-    """Tells the task that keeps this table to end.
+    """Tells the serving task, which keeps this table, to end.
 
     Args:
       outcome: How training ended: `heartbeats.FINISHED`, or an error in one
@@ -164,7 +169,7 @@ class HeartbeatTable:
     resources.flush_assignments([self.dismissed])
 
   def is_ready(self) -> bool:
-    """Returns whether the task that keeps this table has initialized it."""
+    """Returns whether the serving task has initialized the table."""
     return bool(self.signature.is_initialized())
 
   @functools.cached_property
@@ -172,7 +177,10 @@ class HeartbeatTable:
     return resources.remote_reader(self.incarnation.read_value)
 
   def read_incarnation(self) -> int:
-    """Returns the number that identifies the process of the serving task."""
+    """Returns a number that identifies the process of the serving task.
+
+    A restart changes it.
+    """
     return int(self._incarnation())
 
   @functools.cached_property
@@ -190,9 +198,9 @@ class HeartbeatTable:
   def ages(self) -> list[float]:
     """Returns the seconds since the last heartbeat of each client.
 
-    A client is a process that trains. -1 means no heartbeat yet, and 0 that the
-    client has left. An age below `RESTS` (-2) means that the client rests,
-    which is to wait for the next training of a series. Its last heartbeat was
-    `RESTS - age` seconds ago.
+    Returns:
+      One number per client. -1: there was no heartbeat yet. 0: the client has
+      left. A number x below `RESTS` (-2): the client rests, and its last
+      heartbeat was `RESTS - x` seconds ago.
     """
     return self._ages().numpy().tolist()

@@ -2,28 +2,30 @@
 
 A *client* is a task that trains: a worker or the chief. A *serving task* is a
 parameter server or, in in-graph replication, a worker. Every serving task has a
-*heartbeat table* for each training: when each client's last heartbeat arrived,
-by the serving task's own clock, which process sent it, and how training ended.
-The table also holds the serving task's versions of TensorFlow, Keras and this
-library: a client with incompatible versions does not join. The table of PS task
-0 also holds the chief's variables and update rule, with which the other clients
-compare theirs. A client sends heartbeats in one thread per serving task, so
-that a task which hangs delays no other.
+*heartbeat table* for each training. The table records when the last heartbeat
+of each client arrived (by the clock of the serving task), which process sent
+it, and how training ended. It also holds the serving task's versions of
+TensorFlow, Keras and this library: a client with incompatible versions does not
+join. The table of PS task 0 also describes the chief's variables and update
+rule. The other clients compare this description with their own variables and
+rule. A client sends heartbeats in one thread per serving task, so that a task
+which hangs delays no other.
 
 A process that joins replaces an earlier process of the same client. If the
 earlier process still lives (it was stopped, its machine was cut off, or the
 same task was started twice), it learns from its next heartbeat that it was
 replaced, and ends as if it had died, without telling other tasks anything.
 
-The trainings of a *series* follow each other in one table. Between two of them,
-the chief goes on as in a training, and the other clients *rest*: they wait for
+In a *series*, one training follows another, with the same processes and tables.
+Between two trainings, the clients other than the chief *rest*: they wait for
 the chief to begin the next training or to end the series.
 
-A parameter server that was restarted has an empty table, with another
-*incarnation* number. The clients then attach to all tables again. From the
-incarnations of all parameter servers, each client computes the *generation* of
-the training's variables. So clients agree on the generation without messages,
-and never reach variables of an earlier one.
+A parameter server that was restarted has an empty table. The table has another
+*incarnation*, which is a random number. The clients then attach to all tables
+again. The sum of the incarnations of all parameter servers is the *generation*
+of the training, which is part of the names of its variables. So all clients
+agree on the generation without messages, and none uses variables from before
+the restart.
 """
 
 import contextlib
@@ -68,7 +70,8 @@ class _Link:
     has_joined: Whether the serving task has received a heartbeat.
     failure: Why the last heartbeat did not reach the serving task; "" if it
       did.
-    was_restarted: Whether another process serves at the task's address.
+    was_restarted: Whether the serving task was restarted since it received the
+      first heartbeat.
   """
 
   def __init__(
@@ -84,15 +87,14 @@ class _Link:
     """Starts to send heartbeats to one serving task.
 
     Args:
-      table: The heartbeat table of the serving task, which is a parameter
-        server or an in-graph worker.
-      client: The number of this client, a task that trains.
-      process: The number that identifies this process.
-      arbitrates: Whether the serving task decides which of two processes of a
-        client is the current one. Only PS task 0 does so.
+      table: The heartbeat table of the serving task.
+      client: The index of this client, a task that trains.
+      process: A number that identifies this process.
+      arbitrates: Whether this serving task decides which process is the present
+        one, if two processes run as the same client. Only PS task 0 does so.
       log: Receives each line of the log.
-      limit_secs: Returns the seconds after which a serving task that does not
-        answer ends this process.
+      limit_secs: Returns a time limit in seconds. If the serving task takes
+        longer to answer a heartbeat, this process ends with an error.
     """
     self._table = table
     self._client = client
@@ -116,10 +118,8 @@ class _Link:
   def await_join(self, timeout_secs: float, log: Callable[[str], None]) -> None:
     """Waits until the first heartbeat has reached the serving task.
 
-    The serving task is a parameter server or an in-graph worker.
-
     Args:
-      timeout_secs: How long to wait, in seconds.
+      timeout_secs: The time limit in seconds.
       log: Receives each line of the log.
 
     Raises:
@@ -170,8 +170,8 @@ class _Link:
   def was_replaced(self) -> bool:
     """Returns whether another process of the same task has replaced this one.
 
-    If the last answer of the serving task (a parameter server or in-graph
-    worker) may be out of date, asks the serving task again.
+    The serving task says so in its answer to a heartbeat. If its last answer is
+    older than two seconds, the method first sends another heartbeat.
     """
     is_old = self.silence() > 2 * BEAT_SECS
     if is_old and not self._is_leaving:
@@ -179,24 +179,25 @@ class _Link:
     return self._was_replaced
 
   def rest(self, rests: bool) -> waiting.RaisingThread:
-    """Tells the serving task, in a thread, whether this process rests.
+    """Tells the serving task whether this process rests.
 
-    To rest is to wait for the next training of a series. All later heartbeats
-    repeat this information.
+    To rest is to wait for the next training of a series. The later heartbeats
+    say the same, until the next call.
 
     Args:
       rests: Whether this process rests.
 
     Returns:
-      The thread, which the caller has to join.
+      A thread that sends the information, already started. The caller has to
+      join it.
     """
     self._rests = rests
     return waiting.RaisingThread(self._beat, on_error=lambda: None)
 
   def stop(self) -> None:
-    """Stops the heartbeats, and says nothing to the serving task.
+    """Stops the heartbeats, without telling the serving task.
 
-    Does not wait for a heartbeat that is under way.
+    It does not wait for a heartbeat that is under way.
     """
     self._is_stopped = True
     self._thread.request_stop()
@@ -205,14 +206,16 @@ class _Link:
     """Stops the heartbeats. The last one says that this process leaves.
 
     Returns:
-      The thread that tells the serving task so, which the caller has to join.
+      The thread that sends the last heartbeat. The caller has to join it.
     """
     self._is_leaving = True
     self._thread.request_stop()
     return self._thread
 
   def dismiss(self, outcome: str) -> None:
-    """Tells the serving task to end, even if it has just been restarted.
+    """Tells the serving task to end, also if it was restarted.
+
+    It does nothing if the serving task cannot be reached.
 
     Args:
       outcome: How training ended: `FINISHED`, or an error in one line.
@@ -234,7 +237,10 @@ def _no_limit() -> float:
 
 
 def _end_process(message: str) -> None:
-  """Ends this process at once, whose threads may wait in TensorFlow."""
+  """Prints an error, and ends this process at once, with exit status 1.
+
+  It does not wait for other threads, since they may hang in TensorFlow.
+  """
   print(f"error: {message}", file=sys.stderr, flush=True)
   os._exit(1)
 
@@ -242,14 +248,15 @@ def _end_process(message: str) -> None:
 class Heartbeats:
   """Sends the heartbeats of this process, and reads those of the others.
 
-  The heartbeats go to every serving task (parameter server or in-graph worker),
-  which keeps them in a table. A client is a task that trains.
+  A client is a task that trains: a worker or the chief. A serving task is a
+  parameter server or an in-graph worker. A client sends its heartbeats to every
+  serving task, which keeps them in a table.
 
   Attributes:
-    client: This client's number.
-    answer_timeout_secs: Seconds after which a parameter server that does not
-      answer, though the connection is not broken, ends this process with an
-      error; infinite at first.
+    client: The index of this client.
+    answer_timeout_secs: A time limit in seconds. If a parameter server takes
+      longer to answer a heartbeat, this process ends with an error. Infinite at
+      first.
   """
 
   def __init__(
@@ -264,11 +271,11 @@ class Heartbeats:
     """Attaches to the heartbeat tables and starts to send heartbeats.
 
     Args:
-      client: The number of this client (a task that trains), from 0 on.
-      devices: One device of each serving task, which is a parameter server or
-        an in-graph worker. The first device is that of PS task 0.
-      timeout_secs: Seconds to wait for each table, and for the first heartbeat
-        to arrive at each serving task.
+      client: The index of this client, from 0 on. Client 0 is the chief.
+      devices: One device of each serving task. The first device is that of PS
+        task 0.
+      timeout_secs: Seconds to wait for the table of each serving task, and then
+        for the first heartbeat to arrive there.
       namespace: The namespace of the training, one of those given to
         `server.serve`.
       log: Receives each line of the log.
@@ -276,10 +283,11 @@ class Heartbeats:
     Raises:
       RuntimeError: If a serving task has an incompatible version of TensorFlow,
         Keras or this library.
-      TimeoutError: If a serving task has no table for the namespace, or does
-        not receive a heartbeat, for example because it cannot yet resolve the
+      TimeoutError: If a serving task has no table for the namespace in time, or
+        receives no heartbeat in time, for example because it cannot resolve the
         host name of this task.
-      ValueError: If a serving task expects fewer clients.
+      ValueError: If `client` is not below the number of clients for which a
+        serving task has a table.
     """
     self.client = client
     self.answer_timeout_secs = math.inf
@@ -314,14 +322,14 @@ class Heartbeats:
   def _link(
     self, tables: list[heartbeat_table.HeartbeatTable], timeout_secs: float
   ) -> None:
-    """Starts to send heartbeats to the tasks that keep the tables.
+    """Starts to send heartbeats to all serving tasks.
 
     Args:
-      tables: A table of each serving task. The first is that of PS task 0.
+      tables: The table of each serving task. The first is that of PS task 0.
       timeout_secs: Seconds to wait for the first heartbeat to arrive.
 
     Raises:
-      TimeoutError: If a task does not receive a heartbeat in time.
+      TimeoutError: If a serving task receives no heartbeat in time.
     """
     self._tables = tables
     self._incarnations = [
@@ -350,25 +358,26 @@ class Heartbeats:
 
   @property
   def generation(self) -> int:
-    """The generation of the training's variables on the parameter servers.
+    """A number that is part of the names of the training's variables.
 
-    Clients with equal generations are attached to the same processes. It
-    changes when a parameter server is restarted and this process attaches
-    again.
+    It identifies the processes of the parameter servers to which this process
+    is attached: clients with equal generations are attached to the same
+    processes. It changes when this process attaches again after a parameter
+    server was restarted.
     """
     return sum(self._incarnations)
 
   def attach_again(self, timeout_secs: float) -> None:
-    """Attaches to all tables anew, after a serving task was restarted.
+    """Attaches to all tables again, after a serving task was restarted.
 
-    The process must be connected to the new process of that task.
+    This process must be connected to the new process of the serving task.
 
     Args:
       timeout_secs: Seconds to wait for the first heartbeat to arrive.
 
     Raises:
-      tf.errors.OpError: If a task does not answer, or has no table yet.
-      TimeoutError: If a task does not receive a heartbeat in time.
+      tf.errors.OpError: If a serving task does not answer, or has no table yet.
+      TimeoutError: If a serving task receives no heartbeat in time.
     """
     tables = [table.attach_again() for table in self._tables]
     for table in tables:
@@ -380,14 +389,14 @@ class Heartbeats:
     self._link(tables, timeout_secs)
 
   def lost(self) -> list[str]:
-    """Returns the parameter servers that no heartbeat of this process reaches.
+    """Returns the parameter servers that are lost, by the last heartbeats.
 
-    A parameter server that was restarted is one of them, until this process
-    attaches again. A task that hangs is not. The method sends nothing: it
-    reports what the last heartbeats have shown.
+    A parameter server is lost if the last heartbeat failed, or if it was
+    restarted and this process has not attached again. One that hangs is not
+    lost. The method sends nothing.
 
     Returns:
-      The names of the tasks, such as "ps 0".
+      The names of the lost tasks, such as "ps 0".
     """
     return [
       _task_name(table.device)
@@ -400,12 +409,12 @@ class Heartbeats:
   def find_lost(self) -> list[str]:
     """Calls every parameter server, and returns those that are lost.
 
-    A parameter server is lost if the call fails, or if another process answers,
-    because the task was restarted. A task that hangs is not lost: the method
-    waits for its answer, without a time limit.
+    A parameter server is lost if the call fails, or if it was restarted since
+    this process attached to it. One that hangs is not lost: the method waits
+    for its answer, without a time limit.
 
     Returns:
-      The names of the tasks, such as "ps 0".
+      The names of the lost tasks, such as "ps 0".
     """
     found = []
     for table, known in zip(self._tables, self._incarnations, strict=False):
@@ -419,43 +428,54 @@ class Heartbeats:
 
   @property
   def is_replaced(self) -> bool:
-    """Whether another process of the same task has replaced this one."""
+    """Whether another process of the same task has replaced this one.
+
+    PS task 0 decides that. The property may have to ask it.
+    """
     return self._links[0].was_replaced()
 
   def raise_if_replaced(self) -> None:
-    """Raises RuntimeError if another process of the task replaced this one."""
+    """Raises RuntimeError if another process has replaced this one.
+
+    That process runs as the same task, and has started later.
+    """
     if self.is_replaced:
       raise RuntimeError(_REPLACED)
 
   def silences(self) -> list[float]:
     """Returns the seconds since each serving task last answered this process.
 
-    The serving tasks are the parameter servers, then any in-graph workers.
+    Returns:
+      One number per serving task: first the parameter servers, then the
+      in-graph workers, if any.
     """
     return [link.silence() for link in self._links]
 
   def ages(self) -> list[float]:
     """Returns the seconds since the last heartbeat of each client.
 
-    A client is a task that trains. -1 means no heartbeat yet, and 0 that the
-    client has left. An age below -2 means that the client waits for the next
-    training of a series, and that its last heartbeat was -2 - age seconds ago.
+    Returns:
+      One number per client. -1: there was no heartbeat yet. 0: the client has
+      left. A number x below -2: the client waits for the next training of a
+      series, and its last heartbeat was -2 - x seconds ago.
     """
     return self._first.ages()
 
   def trace_ahead(self) -> None:
-    """Traces the functions of `ages` and `outcome` before the first update.
+    """Traces the TensorFlow functions that `ages` and `outcome` use.
 
-    In in-graph replication, tracing calls every task, and would hang the
-    process if one of the tasks hangs.
+    In in-graph replication, tracing calls every task, and hangs if one of them
+    hangs. So functions are traced before the first update, while all tasks
+    answer.
     """
     self.ages()
     self.outcome()
 
   def here(self) -> list[int]:
-    """Returns the numbers of the other tasks that train and are alive.
+    """Returns the indices of the other clients that are alive.
 
-    Tasks that wait for the next training of a series are left out.
+    A client is alive if its last heartbeat came in the last five seconds.
+    Clients that wait for the next training of a series are left out.
     """
     return [
       client
@@ -464,10 +484,10 @@ class Heartbeats:
     ]
 
   def _resting(self) -> list[int]:
-    """Returns the numbers of the clients that rest and are alive.
+    """Returns the indices of the clients that rest and are alive.
 
-    A client is a task that trains. To rest is to wait for the next training of
-    a series.
+    To rest is to wait for the next training of a series. A client is alive if
+    its last heartbeat came in the last five seconds.
     """
     rests = heartbeat_table.RESTS
     return [
@@ -477,11 +497,11 @@ class Heartbeats:
     ]
 
   def publish(self, signature: Mapping) -> None:
-    """Publishes the chief's variables and update rule for the other tasks.
+    """Publishes what the chief trains. Only the chief calls this.
 
     Args:
-      signature: The description of variables and update rule, of types that
-        JSON can represent.
+      signature: A description of the variables and the update rule, of types
+        that JSON can represent. `published` returns it in the other tasks.
     """
     table = self._first
     if self.number() != self._number:  # PS task 0 was restarted.
@@ -491,9 +511,9 @@ class Heartbeats:
     resources.flush_assignments([table.signature])
 
   def published(self) -> dict | None:
-    """Returns the description of the chief's variables and update rule.
+    """Returns the description that the chief has given to `publish`.
 
-    None means that the chief has not published it yet.
+    Returns None if the chief has not published it yet.
     """
     text = self._first.signature.numpy().decode()
     return json.loads(text) if text else None
@@ -501,15 +521,16 @@ class Heartbeats:
   def open_training(self) -> None:
     """Lets the other tasks begin to train. Only the chief calls this.
 
-    All variables must have their values.
+    Call it after the variables were initialized or restored.
     """
     self._first.is_open.assign(True)
 
   def close_training(self) -> None:
-    """Makes the other tasks wait for `open_training`. Only the chief calls it.
+    """Takes back `open_training`. Only the chief calls this.
 
-    It is needed where a parameter server has kept the table of a training whose
-    other parameter servers were lost.
+    It is needed after the loss of a parameter server other than PS task 0. Then
+    the table of PS task 0 still says that the other tasks may train, while the
+    variables have no values.
     """
     self._first.is_open.assign(False)
     resources.flush_assignments([self._first.is_open])
@@ -519,10 +540,11 @@ class Heartbeats:
     return bool(self._first.is_open.numpy())
 
   def outcome(self) -> str:
-    """Returns how training ended: `FINISHED`, or an error in one line.
+    """Returns how training ended, as announced on PS task 0.
 
-    Returns "" while training goes on. In a process that was replaced, returns
-    an error that says so.
+    Returns:
+      "" while training goes on, then `FINISHED` or an error in one line. In a
+      process that was replaced, an error that says so.
     """
     return _REPLACED if self.is_replaced else self._outcome()
 
@@ -530,17 +552,21 @@ class Heartbeats:
     return self._first.outcome.numpy().decode()
 
   def number(self) -> int:
-    """Returns the number, from 1 on, of the present training of a series.
+    """Returns the number of the present training of a series.
 
-    The number is `OVER` (0) once the series has ended.
+    The first training has the number 1. Once the series has ended, the number
+    is `OVER` (0).
     """
     return int(self._first.number.numpy())
 
   def call(self) -> bytes:
     """Returns the function call that workers make in the present training.
 
-    The function and its arguments are pickled by `fitting.series`. In the first
-    training, which all tasks begin by themselves, the result is b"".
+    The workers repeat the call of the chief, such as a call of `fit`.
+
+    Returns:
+      The function and its arguments, pickled by `fitting.series`. b"" in the
+      first training, which all tasks begin by themselves.
     """
     return self._first.call.numpy()
 
@@ -548,8 +574,8 @@ class Heartbeats:
     """Begins the next training of a series. Only the chief calls this.
 
     Args:
-      call: The bytes that the other tasks, which wait for the next training,
-        then get from the method `call`.
+      call: The function call that the other tasks make in this training,
+        pickled. They get it from the method `call`.
     """
     table = self._first
     number = self.number() + 1
@@ -561,7 +587,7 @@ class Heartbeats:
     self._assign(table.number, number)  # Last: others wait for it.
 
   def end_series(self, outcome: str) -> None:
-    """Ends a series of trainings. Tasks that wait for the next one leave.
+    """Ends a series of trainings. Tasks that wait for the next one then leave.
 
     Args:
       outcome: How the series ended: `FINISHED`, or an error in one line.
@@ -571,7 +597,10 @@ class Heartbeats:
     self._assign(self._first.number, OVER)
 
   def raise_if_ended(self) -> None:
-    """Raises `RuntimeError` if training has ended. The message says how."""
+    """Raises `RuntimeError` if training has ended, with or without an error.
+
+    The message says how it ended.
+    """
     outcome = self.outcome()
     if outcome:
       raise RuntimeError(outcome)
@@ -592,21 +621,25 @@ class Heartbeats:
       self._assign(self._first.outcome, outcome)
 
   def _assign(self, variable: resources.SharedVariable, value: object) -> None:
-    """Assigns a value to a shared variable, for all later reads of any task."""
+    """Assigns a value to a shared variable, and waits until it is assigned.
+
+    So all later reads, in any task, return the value.
+    """
     variable.assign(value)
     resources.flush_assignments([variable])
 
   @contextlib.contextmanager
   def announce_failure(self, is_chief: bool) -> Iterator[None]:
-    """Returns a context that tells all tasks if the chief fails inside it.
+    """Makes a context for the code that builds a training.
 
-    The context is for the code that builds a training. The failure of a
-    restarted chief is not announced, as the other tasks then wait for the next
-    restart.
+    If the chief raises an error in this context, the other tasks are told about
+    the error, and all tasks end. This is not done once the training was opened
+    (`open_training`): then the chief was restarted, and the other tasks wait
+    for another restart.
 
     Args:
-      is_chief: Whether this process is the chief. Other failures are not
-        announced.
+      is_chief: Whether this process is the chief. If False, the context does
+        nothing.
     """
     try:
       yield
@@ -619,41 +652,36 @@ class Heartbeats:
       raise
 
   def rest(self) -> None:
-    """Tells the serving tasks that this process waits for the next training.
-
-    A serving task is a parameter server or an in-graph worker.
-    """
+    """Tells the serving tasks that this process waits for the next training."""
     _await_answers([link.rest(True) for link in self._links])
 
   def resume(self) -> None:
-    """Tells the serving tasks that this process no longer waits for a training.
+    """Tells the serving tasks that this process takes part in training again.
 
-    A serving task is a parameter server or an in-graph worker.
+    It ends the effect of `rest`.
     """
     _await_answers([link.rest(False) for link in self._links])
 
   def leave(self) -> None:
-    """Stops this process's heartbeats. The last ones say that it has left.
+    """Tells the serving tasks that this process leaves, and stops heartbeats.
 
-    The heartbeats go to the serving tasks: parameter servers and in-graph
-    workers.
+    It waits for their answers for at most ten seconds.
     """
     _await_answers([link.leave() for link in self._links])
 
   def shut_down_servers(
     self, *, timeout_secs: float, clock: Callable[[], float] = time.monotonic
   ) -> list[int]:
-    """Tells the serving tasks to end, as the last call in the chief.
+    """Waits for the other clients to leave, and tells the serving tasks to end.
 
-    A serving task is a parameter server or an in-graph worker. A client is a
-    task that trains.
+    Only the chief calls this, as its last call.
 
     Args:
       timeout_secs: Seconds to wait until the other clients have left.
       clock: Returns the time in seconds.
 
     Returns:
-      The numbers of the clients that were still alive after the wait.
+      The indices of the clients that were still alive after the wait.
     """
     deadline = clock() + timeout_secs
     try:
@@ -684,8 +712,7 @@ def _task_name(device: str) -> str:
 def _await_answers(threads: Sequence[waiting.RaisingThread]) -> None:
   """Joins threads that call serving tasks, for at most ten seconds in all.
 
-  A serving task is a parameter server or an in-graph worker. A task that hangs
-  gives no answer.
+  A thread whose serving task hangs is left behind.
   """
   deadline = time.monotonic() + _ANSWER_SECS
   for thread in threads:
@@ -695,14 +722,16 @@ def _await_answers(threads: Sequence[waiting.RaisingThread]) -> None:
 def run_all(
   stages: Iterable[Callable[[], object]], *, log: Callable[[str], None]
 ) -> bool:
-  """Calls functions that shut a training down, even if one fails in TensorFlow.
+  """Calls functions that shut a training down, one after the other.
+
+  If a function raises `tf.errors.OpError`, logs that, and calls the next one.
 
   Args:
     stages: The functions, in order.
     log: Receives each line of the log.
 
   Returns:
-    Whether no function raised `tf.errors.OpError`.
+    True if no function raised `tf.errors.OpError`.
   """
   is_done = True
   for stage in stages:
@@ -716,7 +745,7 @@ def run_all(
 
 
 def outcome_of(error: BaseException | None) -> str:
-  """Returns how training ended, as a string that is announced to all tasks.
+  """Describes in one line how training ended.
 
   Args:
     error: The error that ended the training; None if there was none.
@@ -735,9 +764,9 @@ def differences(
   """Describes how a task's variables differ from those of the chief.
 
   Args:
-    ours: A row (name, …) for each variable of this task.
-    theirs: A row for each variable of the chief.
-    limit: How many differences to describe. Further ones are only counted.
+    ours: A row (path, shape, dtype, …) for each variable of this task.
+    theirs: The same for the variables of the chief.
+    limit: The number of differences to describe. Further ones are only counted.
 
   Returns:
     One phrase for each difference; empty if the lists are equal.

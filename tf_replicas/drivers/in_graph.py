@@ -73,9 +73,9 @@ _workers: dict[tuple[str, ...], _Workers] = {}
 class InGraph(driver_base.ParameterServerDriver):
   """The driver of the client, the process that drives all in-graph workers.
 
-  A worker runs one training at a time. A second driver may be made in the same
-  process, for the same cluster and with another namespace, once the first one
-  was closed without an error.
+  The process may train several times on the same cluster, one training after
+  the other. Each training needs a driver and a namespace. The driver of the
+  training before must have been closed without an error.
 
   Attributes:
     is_chief: True, since the client makes the updates.
@@ -100,6 +100,9 @@ class InGraph(driver_base.ParameterServerDriver):
   ):
     """Connects to all tasks, builds the model and creates the variables.
 
+    The model must not be built before the process is connected. So the
+    arguments are functions that build replica and rule, not these objects.
+
     Args:
       spec: The cluster. No port may be 0: `cluster.resolve_ports` replaces such
         ports.
@@ -108,18 +111,19 @@ class InGraph(driver_base.ParameterServerDriver):
       replica_fn: Builds the replica.
       optimizer_fn: Builds the update rule.
       start_timeout_secs: Seconds to wait for the PS and worker tasks.
-      lost_after_secs: Seconds without an answer after which a worker is lost,
-        so that a step uses the gradients of another replica instead.
-      timeline_dir: The directory in which the client and every worker, each on
-        its own machine, record what they do when; None: no such files.
-      namespace: The name of the training, one of those that the PS and worker
-        tasks serve.
+      lost_after_secs: Seconds without an answer after which a worker counts as
+        lost. Then a step uses the gradients of another replica in its place.
+      timeline_dir: The directory for timelines, the files that record what each
+        replica does when. The client and every worker write them, each on its
+        machine. None: no timelines.
+      namespace: The name of the training. It must be one of the names that the
+        PS and worker tasks serve; with `joined`, it may be any name.
       joined: The heartbeats of this process, if it takes part in a series of
-        trainings, as `driver_base.Options` documents; None otherwise. In a
-        series, `namespace` may be any name.
+        trainings, as `driver_base.Options` documents; None otherwise.
       recovery_timeout_secs: Seconds to wait for the restart of a parameter
-        server that was lost, before training ends with an error. Then the chief
-        has to restore a checkpoint: see `recover`. 0: the loss ends training.
+        server that was lost. If it is not restarted in time, training ends with
+        an error. If it is, the client has to restore a checkpoint: see
+        `recover`. 0: the loss ends training at once.
       log: Receives each line of the log.
 
     Raises:
@@ -154,9 +158,9 @@ class InGraph(driver_base.ParameterServerDriver):
     self._workers.are_busy = True
 
   def run_replica(self) -> int:
-    """Raises RuntimeError, since this process is the chief.
+    """Always raises RuntimeError: this process is the chief.
 
-    The workers have no driver. They only serve.
+    The workers do not call it either. They are servers, and have no driver.
     """
     self._check_role(needs_chief=False)
 
@@ -182,16 +186,17 @@ class InGraph(driver_base.ParameterServerDriver):
   def _run_loop(self, iterator) -> tf.Tensor:
     """Computes and sends gradients on one worker until training ends.
 
-    The loop is in the graph, so that a worker need not ask the client between
-    two steps. A step asks the client for admission before it sends its
-    gradients, except if the answer to the step before it has admitted them in
-    advance.
+    It is traced as one `tf.function`, a closure that the coordinator schedules
+    on each worker. Normally, a step asks the client for admission before it
+    sends its gradients. It does not ask if the reply to the step before it has
+    already said that they will be used.
 
     Args:
       iterator: The iterator over the worker's batches.
 
     Returns:
-      The last token (the update rule's answer to the gradients), as one tensor.
+      The last token (the reply of the update rule to gradients), packed in one
+      tensor. It says that training has ended.
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     loop = replica_loop.ReplicaLoop(
@@ -222,17 +227,21 @@ class InGraph(driver_base.ParameterServerDriver):
   def _dataset_fn(self) -> tf.data.Dataset:
     """Builds the data set of the worker that runs this function.
 
-    A worker that was restarted runs the function again.
+    Each worker runs it once. A worker that was restarted runs it again.
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
     start = self.examples_drawn()
     return self.replica.dataset_fn(len(self._tasks), index(), start)
 
   def _abandon(self) -> None:
-    """Ends the closures of the lost generation, and forgets the coordinator.
+    """Ends the closures that use the lost parameter servers.
 
-    A coordinator that has met the loss of a parameter server runs no closure
-    any more (TensorFlow 2.21).
+    It also ends the coordinator. `_reconnect` makes a new one, since a
+    coordinator runs no closures after the loss of a parameter server
+    (TensorFlow 2.21).
+
+    Raises:
+      RuntimeError: If a thread does not end within 30 s.
     """
     if isinstance(self._thread, waiting.PollingThread):
       self._thread.request_stop()
@@ -256,11 +265,12 @@ class InGraph(driver_base.ParameterServerDriver):
   def close(self, error: BaseException | None = None) -> None:
     """Ends the training for all tasks.
 
-    The tasks are also told to end, except between two trainings of a series.
+    It also tells the PS and worker tasks to end. In a series of trainings, it
+    does so only if there was an error.
 
     Args:
-      error: The error that ended the training early, which every task is told;
-        None if there was none.
+      error: The error because of which training ends early, if any. All tasks
+        are told about it.
     """
     self._home.is_open = False
     if isinstance(self._thread, waiting.PollingThread):
@@ -286,14 +296,20 @@ def connect_client(
   timeout_secs: float,
   log: Callable[[str], None] = print,
 ) -> list[str]:
-  """Connects this process to all tasks that it drives, at the first call.
+  """Connects this process to all PS and worker tasks, at the first call.
+
+  Args:
+    spec: The cluster.
+    timeout_secs: Seconds to wait for the tasks.
+    log: Receives each line of the log.
 
   Returns:
-    The name of one device of each serving task: the PS tasks, then the workers.
+    The name of one device of each PS task, then of one of each worker.
 
   Raises:
     TimeoutError: If a task does not answer in time.
-    RuntimeError: If this process is connected to another cluster.
+    RuntimeError: If a driver of this process uses the workers, or if the
+      process is connected to another cluster.
   """
   _connect(spec, timeout_secs, log)
   return _serving_devices(spec)
@@ -310,9 +326,9 @@ def _serving_devices(spec: cluster.ClusterSpec) -> list[str]:
 def _connect(
   spec: cluster.ClusterSpec, timeout_secs: float, log: Callable[[str], None]
 ) -> _Workers:
-  """Returns the workers of `spec` for a new driver.
+  """Connects to the tasks of `spec`, and returns the workers for a new driver.
 
-  The first call connects this process to all parameter servers and workers.
+  Later calls for the same cluster use the connection that exists.
 
   Raises:
     TimeoutError: If a task does not answer in time.
@@ -346,8 +362,8 @@ def _connect(
 def _in_one_line(record: logging.LogRecord) -> bool:
   """Shortens TensorFlow's log message about a lost task, which is pages long.
 
-  This is a filter for a logger: it changes `record` and returns True, to keep
-  it.
+  It is a filter of a logger: it changes `record`, and returns True, so that the
+  logger keeps the record.
   """
   if record.filename == "cluster_coordinator.py":
     record.msg, record.args = processes.shortened(record.getMessage()), ()

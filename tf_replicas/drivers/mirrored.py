@@ -1,10 +1,11 @@
 """Implements mirrored variables: every device has a copy of all of them.
 
-In one process the engine is `tf.distribute.MirroredStrategy`, with a process
-per worker `tf.distribute.MultiWorkerMirroredStrategy`. Every device is one
-replica. A step:
+There may be one process with several devices, or several processes (one per
+worker), each with one or more devices. Every device is one replica. The engine
+is `tf.distribute.MirroredStrategy` with one process, and
+`tf.distribute.MultiWorkerMirroredStrategy` with several. A step:
 
-1. With several processes the chief broadcasts a command to make a step, with
+1. With several processes, the chief broadcasts a command to make a step, with
    the learning rate. The other processes wait for the command. If the chief has
    assigned variables, it first broadcasts another command and all variables.
 2. Each device computes the gradient of its own batch from its own copy.
@@ -13,8 +14,8 @@ replica. A step:
 4. Each device applies the mean gradient to its own copy. As all devices do the
    same, the copies stay equal.
 
-Before the first step every process takes over the chief's variables, which may
-have come from a checkpoint. At the end the chief broadcasts another command.
+Before the first step, the chief sends its variables, which may come from a
+checkpoint, to every process. At the end, it broadcasts a command to finish.
 
 Each device has a `ParameterStore` of one task, with variables, optimizer slots,
 moving averages and global step. A checkpoint holds the copy of the chief's
@@ -51,7 +52,10 @@ _STEP, _STATE, _FINISHED, _FAILED = 1, 2, 3, 4
 
 
 class MirroredStore:
-  """Reads and assigns the copies of the variables on a process's devices.
+  """Reads and assigns the copies of the variables on this process's devices.
+
+  All copies are equal. So a read takes the copy of the first device, and an
+  assignment changes all copies of this process.
 
   Attributes:
     examples_seen: int64 scalar variable: the number of examples in all updates.
@@ -62,7 +66,7 @@ class MirroredStore:
   def __init__(
     self, stores: Sequence[parameter_store.ParameterStore], num_replicas: int
   ):
-    """Combines the copies of the variables on this process's devices.
+    """Takes the stores, which hold the copies.
 
     Args:
       stores: One store per device of this process.
@@ -83,23 +87,35 @@ class MirroredStore:
     return self._stores[0].read_global_step()
 
   def state(self) -> dict[str, tf.Tensor]:
-    """Returns the values of one device's copy by name, for a checkpoint."""
+    """Returns the values of the first device's copy by name, for a checkpoint.
+
+    These are the variables, optimizer slots, moving averages and counters.
+    """
     return self._stores[0].state()
 
   def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-    """Assigns values by name, as `state` returns them, on every device."""
+    """Assigns values on every device of this process.
+
+    Args:
+      state: Values by name, such as a result of `state`.
+    """
     self.is_changed = True
     for store in self._stores:
       store.load_state(state)
 
   def assign(self, index: int, value: parameter_store.Value) -> None:
-    """Assigns `value` to variable `Replica.shared[index]` on every device."""
+    """Assigns `value` to a variable on every device of this process.
+
+    Args:
+      index: The position of the variable in `Replica.shared`.
+      value: The new value.
+    """
     self.is_changed = True
     for store in self._stores:
       store.assign(index, value)
 
   def subtract(self, index: int, value: parameter_store.Value) -> None:
-    """Subtracts `value` in place from a variable on every device.
+    """Subtracts `value` from a variable on every device of this process.
 
     Args:
       index: The position of the variable in `Replica.shared`.
@@ -110,11 +126,14 @@ class MirroredStore:
       store.subtract(index, value)
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """Returns a function that reads some variables from one device's copy.
+    """Returns a function that reads variables from the first device's copy.
 
     Args:
-      indices: The positions of the variables in `Replica.shared`. The function
-        returns their values in this order.
+      indices: The positions of the variables in `Replica.shared`.
+
+    Returns:
+      A function without arguments. Each call returns the present values of
+      these variables, in the order of `indices`.
     """
     return self._stores[0].reader(indices)
 
@@ -125,8 +144,8 @@ class _DeviceReport(NamedTuple):
   Attributes:
     loss: The mean loss of the device's batch.
     examples: The number of examples in that batch.
-    is_bad: float64 [number of devices]: 1 at the device's own position if its
-      loss or a gradient is not finite, else 0.
+    is_bad: float64 [number of devices in all processes]: 1 at the position of
+      this device if its loss or a gradient is not finite, 0 everywhere else.
   """
 
   loss: Annotated[tf.Tensor, tf.float64]
@@ -138,10 +157,11 @@ class _Command(NamedTuple):
   """A command that the chief sends to the other processes.
 
   Attributes:
-    kind: `_STEP`, `_STATE`, `_FINISHED` or `_FAILED`. The other processes give
-      0, as a broadcast is a sum over all processes.
+    kind: `_STEP` (make a step), `_STATE` (receive all variables), `_FINISHED`
+      or `_FAILED` (training has ended). A broadcast is a sum over all
+      processes, so the other processes contribute 0.
     rate: The learning rate to set; NaN: keep the present one. The other
-      processes give 0.
+      processes contribute 0.
   """
 
   kind: float
@@ -162,8 +182,8 @@ def _strategy_of_one_process(
 class Mirrored(driver_base.Driver):
   """The driver that runs one process's part of a mirrored training.
 
-  Every device of every process has a copy of the variables, and all make the
-  same updates.
+  Every device of every process has a copy of the variables, and all devices
+  make the same updates.
 
   Attributes:
     store: The copies of the variables on this process's devices.
@@ -183,28 +203,32 @@ class Mirrored(driver_base.Driver):
     namespace: str = "",
     log: Callable[[str], None] = print,
   ):
-    """Connects to any other processes, and creates copies of the variables.
+    """Connects to the other processes, if any, and creates the variables.
 
     Args:
-      replica_fn: Builds the replica of one device, without `devices`.
-      optimizer_fn: Maps N, the number of devices in all processes, to an update
-        rule for N replicas. Called once for each device of this process.
+      replica_fn: Builds the replica of one device. The replica must have no
+        `devices`. Called once; all devices use this replica.
+      optimizer_fn: A function of N, the number of devices in all processes. It
+        returns an update rule for N replicas. Called once for each device of
+        this process.
       devices: The devices of this process, such as `/device:GPU:0`. If empty,
         the first CPU. With several processes, each must have the same number of
         devices: its first GPUs, or one CPU.
-      spec: The cluster, if there are several processes. No port may be 0.
-      task: The task of this process, one of `spec.replicas`.
+      spec: The cluster, if there are several processes. No port may be 0. None:
+        there is one process.
+      task: The task of this process, one of `spec.replicas`; None if there is
+        one process.
       start_timeout_secs: Seconds to wait for the other processes.
-      namespace: The name of the training. Every driver of a process has
-        variables of its own, even if two have the same namespace.
+      namespace: The name of the training, for the names of its variables. Two
+        drivers never share variables, even if they have the same namespace.
       log: Receives each line of the log.
 
     Raises:
       cluster.ClusterError: If the port of `task` is in use.
-      TimeoutError: If another process does not come in time.
+      TimeoutError: If another process does not start in time.
       RuntimeError: If another process has other variables, another update rule
-        or incompatible versions, or if there are several processes and
-        TensorFlow was already in use in this one.
+        or incompatible versions; or if there are several processes, and
+        TensorFlow was used in this process before.
       ValueError: If the replica has `devices`, the rule is for another number
         of replicas or needs parameter servers, or `namespace` is invalid.
     """
@@ -259,9 +283,9 @@ class Mirrored(driver_base.Driver):
     """Creates the copies of the variables on this process's devices.
 
     Args:
-      optimizer_fn: Maps the number of devices in all processes to an update
-        rule.
-      namespace: Begins the names of the variables.
+      optimizer_fn: Returns an update rule for a number of devices (in all
+        processes).
+      namespace: A prefix of the names of the variables.
 
     Raises:
       ValueError: If the update rule does not use the gradients of all devices.
@@ -288,9 +312,9 @@ class Mirrored(driver_base.Driver):
     )
 
   def set_learning_rate(self, rate: float) -> None:
-    """Sets the learning rate of all later updates, in the chief.
+    """Sets the learning rate of all later updates. Called by the chief only.
 
-    The other processes receive the rate with the chief's next command.
+    The chief sends the rate to the other processes with the next step.
     """
     self._learning_rate = rate
     for update in self._updates:
@@ -299,15 +323,19 @@ class Mirrored(driver_base.Driver):
   def step(self, max_updates: int = 1) -> training.StepResult:
     """Makes one update of the variables in all processes.
 
+    Only the chief calls this method. The other processes take part by
+    `run_replica`.
+
     Args:
       max_updates: Ignored: the number of updates is always 1.
 
     Returns:
-      The global step, the loss, and the number of examples of the update.
+      A `StepResult`: the global step after the update, the mean loss, the
+      number of examples of all devices, and the means of the model's metrics.
 
     Raises:
-      NonFiniteGradientError: In every process, if a loss or a gradient of any
-        device is not finite. No variable was changed then.
+      NonFiniteGradientError: If a loss or a gradient of any device is not
+        finite. No variable was changed then. Every process raises it.
       RuntimeError: If this task is not the chief, or the data set has ended.
       tf.errors.OpError: If another process is lost.
     """
@@ -332,8 +360,11 @@ class Mirrored(driver_base.Driver):
       The global step when training ended.
 
     Raises:
-      RuntimeError: If this task is the chief, or if training ended with an
-        error.
+      NonFiniteGradientError: If a loss or a gradient of any device is not
+        finite.
+      RuntimeError: If this task is the chief, if training ended with an error,
+        or if the data set has ended.
+      tf.errors.OpError: If another process is lost.
     """
     self._check_role(needs_chief=False)
     while (kind := self._broadcast(0)) in (_STEP, _STATE):
@@ -369,7 +400,7 @@ class Mirrored(driver_base.Driver):
   def _start(self) -> None:
     """Prepares the first step of this process.
 
-    Takes over the chief's variables, opens the data sets and traces the step.
+    It receives the chief's variables, opens the data sets and traces the step.
     """
     if self._group is not None:
       self._share_state()
@@ -385,13 +416,18 @@ class Mirrored(driver_base.Driver):
     ).get_concrete_function()
 
   def _share_state(self) -> None:
-    """Copies the chief's variables to the devices of every process."""
+    """Copies the chief's variables to the devices of every process.
+
+    All processes have to call it at the same time.
+    """
     assert self._group is not None
     self.store.load_state(self._group.broadcast(self.store.state()))
     self.store.is_changed = False
 
   def _step(self) -> tf.Tensor:
     """Makes a whole update: computes, sums and applies the gradients.
+
+    It is traced as one `tf.function`.
 
     Returns:
       A `one_machine.StepReport`, packed into one vector.
@@ -415,11 +451,12 @@ class Mirrored(driver_base.Driver):
   def _replica_step(self):
     """Computes one device's gradients, and sums them over all devices.
 
-    The device reports its loss and number of examples in a `_DeviceReport`.
+    It also sums the `_DeviceReport` of each device, which has the loss and the
+    number of examples.
 
     Returns:
-      The sums of the gradients that are not None, and the sum of the reports,
-      each packed into one vector.
+      A list and a vector. The list has, for each gradient that is not None, its
+      sum over all devices. The vector is the sum of the reports, packed.
     """
     number = process_group.local_number(self._strategy)
     store, update = self._stores[number], self._updates[number]
@@ -453,9 +490,10 @@ class Mirrored(driver_base.Driver):
 
     Args:
       step: The global step before the update.
-      sums: For each gradient that is not None, its sum over all devices, once
-        for each device of this process.
-      examples: The number of examples of all devices.
+      sums: For each gradient that is not None, a tuple with one tensor per
+        device of this process. Each tensor is the sum of this gradient over all
+        devices.
+      examples: The total number of examples of all devices.
 
     Returns:
       A tensor that is True once all copies are updated.
@@ -469,13 +507,17 @@ class Mirrored(driver_base.Driver):
     return control_flow.done(*steps)
 
   def _broadcast(self, kind: int) -> int:
-    """Sends a command to the other processes, or receives the chief's command.
+    """Sends a command from the chief to the other processes.
+
+    All processes call it. It also sends the learning rate, which the other
+    processes set.
 
     Args:
-      kind: The kind of the command in the chief; 0 in the other processes.
+      kind: In the chief, the kind of the command, a `_Command.kind`. In the
+        other processes, 0.
 
     Returns:
-      The kind of the chief's command.
+      The kind of the chief's command, in every process.
     """
     rate = self._learning_rate if self.is_chief else 0.0
     command = _Command(kind, np.nan if rate is None else rate)
@@ -488,11 +530,11 @@ class Mirrored(driver_base.Driver):
     return int(command.kind)
 
   def close(self, error: BaseException | None = None) -> None:
-    """Takes this process out of the training, which the chief ends for all.
+    """Takes this task out of the training. In the chief, ends it for all tasks.
 
     Args:
-      error: The error that ended the training early; None if there was none.
-        The other processes learn only whether there was an error.
+      error: The error because of which training ends early, if any. The chief
+        tells the other processes that there was an error, but not which.
     """
     if self._group is None:
       return

@@ -1,7 +1,7 @@
 """Trains in one process, with the variables on its CPU or on a GPU.
 
-A *tower* is a copy of the model's computation on one device. The whole step is
-one function of this process, and there are no servers:
+A *tower* is a copy of the model's computation on one device. There are no
+servers. A whole step is one `tf.function`:
 
 1. The device of the variables reads the parameters, once.
 2. On each device a tower computes the gradients of its part of the batch
@@ -11,11 +11,12 @@ one function of this process, and there are no servers:
    averages of the variables (`LockstepUpdate`).
 4. The function returns a `StepReport`, packed into one vector.
 
-Variables, slots and averages are on one device, in a `ParameterStore` of one
-task, so that checkpoints are like those of the other drivers. The device is the
-CPU, as in `cifar10_multi_gpu_train.py` of TF1's tutorial, or the first tower's
-GPU, as with `--local_parameter_device=gpu` of TF1's benchmarks. The GPU saves
-copies between CPU and GPU, and needs the memory.
+Variables, optimizer slots and moving averages are on one device, in a
+`ParameterStore` of one task, so that checkpoints are like those of the other
+drivers. The device is the CPU, as in `cifar10_multi_gpu_train.py` of TF1's
+tutorial, or the first tower's GPU, as with `--local_parameter_device=gpu` of
+TF1's benchmarks. With the GPU, fewer bytes are copied between CPU and GPU, but
+the variables need memory of the GPU.
 """
 
 from collections.abc import Callable
@@ -44,9 +45,9 @@ class StepReport(NamedTuple):
   """The result of the function that makes a whole step.
 
   Attributes:
-    bad_replica: The number of a replica whose loss or gradient is not finite,
-      so that no update was made; -1 if there is none. All towers of a
-      `OneMachine` together are replica 0.
+    bad_replica: The index of a replica whose loss or gradient is not finite; -1
+      if there is none. If there is one, no update was made. (All towers of a
+      `OneMachine` together are replica 0.)
     step: The global step before the update.
     examples: The number of examples in the step.
     loss: The mean loss of these examples.
@@ -86,12 +87,12 @@ class OneMachine(driver_base.Driver):
       optimizer_fn: Builds the update rule, for a single replica.
       device_of_variables: The device of the variables, where the updates are
         computed: the CPU, or the device of a tower.
-      namespace: The name of the training. Every driver of a process has
-        variables of its own, even if two have the same namespace.
+      namespace: The name of the training, for the names of its variables. Two
+        drivers never share variables, even if they have the same namespace.
 
     Raises:
-      ValueError: If the rule is for another number of contributions or needs
-        parameter servers, or `namespace` is invalid.
+      ValueError: If the rule is for more than one replica or needs parameter
+        servers, or `namespace` is invalid.
     """
     own = resources.new_namespace(namespace)
     with tables.home(tables.Home(own, 1, lambda _: CPU)):
@@ -118,7 +119,7 @@ class OneMachine(driver_base.Driver):
     self._update.rule.set_learning_rate(rate)
 
   def run_replica(self) -> int:
-    """Raises RuntimeError, as the only task is the chief."""
+    """Always raises RuntimeError: the only task is the chief."""
     self._check_role(needs_chief=False)
 
   def step(self, max_updates: int = 1) -> training.StepResult:
@@ -128,7 +129,8 @@ class OneMachine(driver_base.Driver):
       max_updates: Ignored: the number of updates is always 1.
 
     Returns:
-      The global step, the loss, and the number of examples of the update.
+      A `StepResult`: the global step after the update, the loss, the number of
+      examples, and the means of the model's metrics.
 
     Raises:
       NonFiniteGradientError: If the loss or a gradient is not finite. No
@@ -152,6 +154,9 @@ class OneMachine(driver_base.Driver):
 
   def _step(self) -> tf.Tensor:
     """Reads the variables, computes the gradients and applies them.
+
+    It is traced as one `tf.function`. If a value is not finite, it applies
+    nothing.
 
     Returns:
       A `StepReport`, packed into one vector.
@@ -192,15 +197,17 @@ def single_store(
   namespace: resources.Namespace,
   device_of_variables: str | None = None,
 ) -> parameter_store.ParameterStore:
-  """Returns a parameter store of one task, on devices of this process.
+  """Returns a parameter store on devices of this process.
+
+  Its variables are on one device, and its counters on the same or another one.
 
   Args:
-    variables: Keras or TensorFlow variables, a template: the store copies their
-      paths, shapes and dtypes, but not their values.
-    device: The device of the store's counters.
-    namespace: The namespace of the store. Stores with the same namespace share
-      their variables.
-    device_of_variables: The device of its variables; None: `device`.
+    variables: Keras or TensorFlow variables. The store makes variables with the
+      same paths, shapes and dtypes, without values yet.
+    device: The device of the counters, such as the global step.
+    namespace: A prefix of the names of the store's variables. Stores with the
+      same namespace share their variables.
+    device_of_variables: The device of the other variables; None: `device`.
   """
   specs = placement.from_variables(variables)
   return parameter_store.ParameterStore(
@@ -214,12 +221,14 @@ def single_store(
 
 
 def describe(variables: Sequence[tf.Variable], device: str) -> str:
-  """Returns a table of variables, all on one device, without creating them.
+  """Returns a readable table of variables that would be on one device.
+
+  It creates no variables.
 
   Args:
-    variables: Keras or TensorFlow variables with the paths, shapes and dtypes
-      of the table.
-    device: The name of the device.
+    variables: Keras or TensorFlow variables, whose paths, shapes and dtypes the
+      table shows.
+    device: The name of the device, which the table shows for each of them.
   """
   specs = placement.from_variables(variables)
   plan = placement.plan(specs, placement.GreedyByBytes(1))
@@ -237,6 +246,10 @@ def run_step(
     update: The object that applies the gradients in the step.
     step_fn: Makes the step, and returns a `StepReport`, packed into one vector.
     names: The replicas' names, for error messages.
+
+  Returns:
+    The global step after the update, the loss, the number of examples and the
+    learning rate.
 
   Raises:
     NonFiniteGradientError: If a replica's loss or gradient is not finite.

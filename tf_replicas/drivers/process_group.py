@@ -1,8 +1,8 @@
 """Connects the processes of a training in which each has all variables.
 
-The engine is `tf.distribute.MultiWorkerMirroredStrategy`. There is no server:
-whatever the processes tell each other, commands as well as gradients, goes
-through an all-reduce.
+The engine is `tf.distribute.MultiWorkerMirroredStrategy`. There is no server.
+The processes communicate only by all-reduce, a sum over all processes. They
+send commands in this way too, not only gradients.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def connect(
   timeout_secs: float,
   log: Callable[[str], None] = print,
 ) -> tf.distribute.Strategy:
-  """Waits until all processes accept connections; returns their strategy.
+  """Waits for all processes of the cluster, and connects this one to them.
 
   Args:
     spec: The cluster. No port may be 0: `cluster.resolve_ports` replaces such
@@ -44,11 +44,14 @@ def connect(
     timeout_secs: Seconds to wait for the other processes.
     log: Receives each line of the log.
 
+  Returns:
+    A `MultiWorkerMirroredStrategy` for these processes and devices.
+
   Raises:
     cluster.ClusterError: If the port of `task` is in use.
     RuntimeError: If TensorFlow is already initialized.
-    TimeoutError: If a process does not listen in time. The message names the
-      first such process.
+    TimeoutError: If a process does not accept connections in time. The message
+      names the first such process.
   """
   _await_all(spec, task, timeout_secs, log)
   on_gpus = any(":GPU:" in device for device in devices)
@@ -77,10 +80,17 @@ def _await_all(
   timeout_secs: float,
   log: Callable[[str], None],
 ) -> None:
-  """Lets this process accept connections, and waits until all others do so too.
+  """Waits until all other processes accept connections.
 
-  The strategy's constructor would wait too, but without a line in the log,
-  without a deadline, and without reacting to signals (TensorFlow 2.21).
+  Meanwhile, this process accepts connections too. (The strategy's constructor
+  also waits for the others, but it does not log that, has no time limit, and
+  does not react to signals in TensorFlow 2.21.)
+
+  Args:
+    spec: The cluster.
+    task: The task of this process.
+    timeout_secs: Seconds to wait.
+    log: Receives each line of the log.
 
   Raises:
     cluster.ClusterError: If the port of `task` is in use.
@@ -104,10 +114,10 @@ def _await_all(
 
 
 def local_number(strategy: tf.distribute.Strategy) -> int:
-  """Returns which of this process's replicas calls this: a number from 0 on.
+  """Returns the index, in this process, of the replica that calls this.
 
-  The function must be called inside `strategy.run`, which calls its argument
-  once for each device of the process.
+  It must be called in a function that `strategy.run` runs once for each device
+  of this process. The index is that of the device, from 0 on.
   """
   context = tf.distribute.get_replica_context()
   number = tf.get_static_value(context.replica_id_in_sync_group)
@@ -118,12 +128,18 @@ def all_reduce(
   values: Sequence[tf.Tensor | tf.IndexedSlices],
   options: tf.distribute.experimental.CommunicationOptions | None = None,
 ) -> list[tf.Tensor | tf.IndexedSlices]:
-  """Returns the sum of each of `values` over all replicas.
+  """Returns the sum of each of `values` over all replicas of all processes.
 
-  The function must be called inside `strategy.run`. `IndexedSlices` are
-  concatenated. Values of one dtype are summed by one operation. A call with
-  several dtypes would fail if there are `IndexedSlices` among the values
-  (TensorFlow 2.21).
+  It must be called in a function that `strategy.run` runs. It makes one
+  all-reduce for each dtype, since TensorFlow 2.21 fails if there are several
+  dtypes and `IndexedSlices`.
+
+  Args:
+    values: The values of this replica.
+    options: Options of the all-reduce; None: the defaults.
+
+  Returns:
+    One sum per value. The sum of `IndexedSlices` is their concatenation.
   """
   context = tf.distribute.get_replica_context()
   # A tensor from outside the function has no device, which the strategy needs.
@@ -156,13 +172,13 @@ class ProcessGroup:
     is_chief: bool,
     log: Callable[[str], None] = print,
   ):
-    """Joins the processes of a training.
+    """Makes the object, for processes that are connected already.
 
     Args:
       strategy: The result of `connect`.
       peers: The addresses of the other processes.
-      is_chief: Whether this process is the chief, which sends its state in
-        `broadcast`.
+      is_chief: Whether this process is the chief, whose values `broadcast`
+        sends.
       log: Receives each line of the log.
     """
     self._strategy = strategy
@@ -175,15 +191,16 @@ class ProcessGroup:
   def log_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context that logs `what` every ten seconds while it lasts.
 
-    TensorFlow's own heartbeats detect a process that dies or hangs, and end the
-    wait with an error. A slow process only keeps the others waiting.
+    It is for waits for the other processes, which have no time limit. If a
+    process dies or hangs, TensorFlow's heartbeats detect that, and end the wait
+    with an error. They do not end the wait for a slow process.
     """
     return self._wait_logger.during(what)
 
   def sum(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the sum of each of `values` over all processes.
 
-    Shapes and dtypes must be the same in every process.
+    The shapes and dtypes of the values must be the same in every process.
     """
     return [total.numpy() for total in self._sum_fn(list(values))]
 
@@ -234,11 +251,11 @@ class ProcessGroup:
       )
 
   def broadcast(self, state: Mapping[str, tf.Tensor]) -> dict[str, np.ndarray]:
-    """Sends the tensors of the chief to all other processes.
+    """Sends the chief's values to all processes. All processes call it.
 
     Args:
       state: Tensors by name. Names, shapes and dtypes must be the same in every
-        process. Only the chief's values matter.
+        process. The values of processes other than the chief are not used.
 
     Returns:
       The chief's values by name, in every process.
@@ -257,13 +274,13 @@ class ProcessGroup:
     }
 
   def await_leave(self) -> None:
-    """Waits until the other processes have closed their server ports.
+    """Waits until the other processes have closed their ports.
 
-    The chief calls this before it ends, as the other processes need the chief
-    until they have closed their ports.
+    The chief calls this before it ends, since the other processes need it until
+    they have ended.
 
     Raises:
-      TimeoutError: If a process still listens after ten seconds.
+      TimeoutError: If a process still accepts connections after ten seconds.
     """
     waiting.await_value(
       lambda: not any(map(connection.listens, self._peers)),

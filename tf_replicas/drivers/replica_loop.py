@@ -1,7 +1,8 @@
 """Defines the loop in which a replica computes gradients and sends them.
 
-One call makes many steps, since a call of a function that spans several tasks
-costs milliseconds (TensorFlow 2.21).
+One call of a `tf.function` makes many steps. A call for each step would be
+slower: a call of a function that runs on several tasks costs milliseconds
+(TensorFlow 2.21).
 """
 
 import dataclasses
@@ -20,11 +21,14 @@ class ReplicaLoop:
   """Makes the steps of one replica, inside a `tf.function`.
 
   In a step, the replica computes gradients, sends them, waits for the answer
-  and reads the variables. Each step takes and returns one list of tensors,
-  [token, *state]. The token is the update rule's answer to the last gradients,
-  a `StepToken`, packed into one tensor since few tensors should cross from task
-  to task. The state is what the update rule carries from step to step, such as
-  the parameters.
+  and reads the variables. Each step takes and returns a list of tensors,
+  [token, *state]. The *token* is the answer of the update rule to the gradients
+  of the step before: a `StepToken`, packed into one tensor. The *state* is what
+  the update rule carries from step to step, such as the parameters.
+
+  Normally, a step asks for admission before it sends its gradients. If the
+  token *admits* the next gradients *in advance*, the step sends them without
+  asking.
 
   Attributes:
     rule: The update rule.
@@ -49,12 +53,10 @@ class ReplicaLoop:
   name: str | tf.Tensor = ""
 
   def begin(self) -> list[tf.Tensor]:
-    """Makes the input of the first step.
+    """Reads the parameters, and makes the input of the first step.
 
     Returns:
-      [token, *state]: the first token, which is the update rule's answer that
-      lets a replica continue, and the state of the update rule, such as the
-      parameters.
+      [token, *state].
     """
     begun = self.rule.begin(self.index)
     return [self._pack(begun.token), *begun.state]
@@ -65,14 +67,13 @@ class ReplicaLoop:
     """Computes and sends the gradients of one batch, and waits for the answer.
 
     Args:
-      is_preadmitted: Whether `token` admits the gradients in advance, so that
-        they are sent without asking for admission.
-      token: The last token, which is the update rule's answer to the gradients
-        of the step before, packed into one tensor.
-      *state: The state of the update rule, such as the parameters.
+      is_preadmitted: Whether `token` admits the gradients in advance. It must
+        be known when the function is traced.
+      token: The token of the step before.
+      *state: The state of the update rule after the step before.
 
     Returns:
-      [token, *state] after the step.
+      [token, *state] after this step.
     """
     last = step_token.LAYOUT.unpack(token)
     began = None if self.recorder is None else step_token.now(*state)
@@ -102,22 +103,20 @@ class ReplicaLoop:
     token: tf.Tensor,
     *state: tf.Tensor,
   ) -> list[tf.Tensor]:
-    """Runs several steps, as long as they are of one kind.
+    """Runs several steps, either all admitted in advance or none of them.
 
-    A step is either admitted in advance, so that it sends its gradients without
-    asking, or not. The loop stops before a step of the other kind, at the end
-    of the training, and after `max_steps`.
+    It stops when the next step is not of the same kind, at the end of the
+    training, or after `max_steps`.
 
     Args:
-      is_preadmitted: Whether to run steps that were admitted in advance. Must
-        be true of `token` as well.
+      is_preadmitted: Whether the steps are those that are admitted in advance.
+        Then `token` must admit the first one.
       max_steps: int32 scalar, the largest number of steps.
-      token: The last token, which is the update rule's answer to the gradients
-        of the step before, packed into one tensor.
-      *state: The state of the update rule, such as the parameters.
+      token: The token of the step before.
+      *state: The state of the update rule after the step before.
 
     Returns:
-      [number of steps as an int32 scalar, token, *state].
+      [number of steps made as an int32 scalar, token, *state].
     """
 
     def goes_on(count, token, *_):

@@ -1,9 +1,9 @@
 """Runs a parameter server, or a worker that another process drives.
 
-The task connects to its own server before any other task does: a bare
-`tf.distribute.Server` can crash when several processes connect to it for the
-first time at once (in TensorFlow 2.21 `EagerServiceImpl::CreateContext`
-replaces the collective executor manager while no context exists yet).
+The process connects to the server that it runs before any other process does.
+Otherwise the server can crash when several processes connect to it for the
+first time at once. (In TensorFlow 2.21 `EagerServiceImpl::CreateContext`
+replaces the collective executor manager while no context exists yet.)
 """
 
 import time
@@ -23,7 +23,14 @@ ORPHAN_TIMEOUT_SECS = 300.0
 
 
 def connect_server(spec: cluster.ClusterSpec, task: cluster.Task) -> str:
-  """Starts this process's server as `task`, and returns its CPU's name.
+  """Starts the TensorFlow server of this process, and connects to it.
+
+  Args:
+    spec: The cluster.
+    task: The task as which this process serves.
+
+  Returns:
+    The name of the server's CPU device.
 
   Raises:
     cluster.ClusterError: If the port of `task` is in use, or its address is
@@ -57,19 +64,20 @@ def serve(
 
   Args:
     spec: The cluster.
-    task: The task of this process.
-    num_clients: The number of clients (tasks that train) of a training; by
-      default the number of chief and worker tasks. Needed if `spec` leaves out
-      some of these tasks.
-    orphan_timeout_secs: Seconds without a heartbeat of any client after which
-      to give up.
-    namespaces: The names of the trainings to serve: the `namespace` of each
-      driver.
+    task: The task of this process: a parameter server or an in-graph worker.
+    num_clients: The number of clients, which are the tasks that train. None:
+      the number of chief and worker tasks in `spec`. Needed only if `spec`
+      leaves out some of these tasks.
+    orphan_timeout_secs: A time limit in seconds. If no client sends a heartbeat
+      for so long, the task gives up.
+    namespaces: The names of all trainings to serve. Each training is one
+      driver's `namespace`.
     log: Receives each line of the log.
 
   Returns:
-    How training ended: `heartbeats.FINISHED` or the error. With several
-    trainings, the first error if there is one.
+    How training ended: `heartbeats.FINISHED`, or an error in one line. With
+    several trainings, the first error, or `heartbeats.FINISHED` if there was
+    none.
 
   Raises:
     cluster.ClusterError: If the port is in use, or the address is public.

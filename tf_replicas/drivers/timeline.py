@@ -5,16 +5,20 @@ Each line is one activity: a JSON object with `start` and `end` in seconds since
 
     {"task": "worker:0", "step": 7, "kind": "compute", "start": …, "end": …}
 
-* `read`: a replica reads the parameters: from the token until all have arrived.
+The kinds of activities are:
+
+* `read`: a replica reads the parameters. It starts when the token arrives, and
+  ends when all parameters have arrived.
 * `compute`: the replica computes the gradients. If it processes several batches
   before it sends anything, the activity includes all of them.
-* `wait`: the replica waits: for the answer to an offer of gradients, until it
-  is no longer too far ahead of the others (bounded staleness), or for the
-  token.
-* `hand_over`: the replica sends gradients: until all bytes are on the PS tasks.
+* `wait`: the replica waits. It waits for the answer to an offer of gradients,
+  for slower replicas (bounded staleness), or for the token.
+* `hand_over`: the replica sends gradients. It ends when all bytes are on the PS
+  tasks.
 * `apply`: an update is made. An update from gradients of several replicas is in
-  the timeline of the task `chief`, any other in that of the replica.
-* `refused`: from the gradients until the answer that refuses them.
+  the timeline of the task `chief`. An update from gradients of one replica is
+  in that of the replica.
+* `refused`: the replica waits for an answer that refuses its gradients.
 
 `compute` and `read` are timed by the replica's clock, the other activities by
 that of PS task 0. `experiments.timeline` shows such files, and
@@ -38,15 +42,15 @@ _STEP = ("compute", "wait", "hand_over", "apply", "wait", "refused", "read")
 class Recorder:
   """Writes the timelines of one process: what each replica does when.
 
-  The lines of a step are appended at once, so that several processes may share
-  a file, and a process that is killed leaves whole lines.
+  All lines of a step are appended by one write. So several processes may write
+  to one file, and a process that is killed leaves only complete lines.
   """
 
   def __init__(self, directory: str, name: str):
     """Prepares the file `directory`/`name`.jsonl.
 
     Args:
-      directory: The directory, on the machine that computes; made if missing.
+      directory: A directory on the machine of the replica; made if missing.
       name: The file's name, without extension.
     """
     self._directory = directory
@@ -69,11 +73,13 @@ class Recorder:
 
     Args:
       task: The name of the replica; a string or a string tensor.
-      step: int64 scalar, the global step that was contributed to.
-      began: float64 scalar, seconds since 1970: the computation began.
-      computed: float64 scalar, seconds since 1970: the gradients were computed.
+      step: int64 scalar, the global step for which the gradients were computed.
+      began: float64 scalar, the time at which the computation began, in seconds
+        since 1970.
+      computed: float64 scalar, the time at which the gradients were computed.
       token: The token that ended the step: the update rule's answer to the
-        gradients, with the times of what happened to them.
+        gradients. It has the times at which they were admitted, delivered and
+        applied.
       state: The state of the update rule after the step. The step ends when
         these tensors have arrived.
     """
@@ -119,8 +125,9 @@ class Recorder:
 
     Args:
       step: The global step before the update.
-      began: Seconds since 1970: the last gradients had arrived.
-      ended: Seconds since 1970: the update was made.
+      began: The time at which the last gradients had arrived, in seconds since
+        1970.
+      ended: The time at which the update was made.
     """
     ended = max(began, ended)  # Clocks can be set.
     event = dict(task=CHIEF, step=step, kind="apply", start=began, end=ended)
@@ -143,7 +150,7 @@ def prepare(directory: str) -> None:
 
 
 def _seconds(microseconds: tf.Tensor) -> tf.Tensor:
-  """Formats whole numbers of microseconds as decimal numbers of seconds."""
+  """Formats int64 microseconds as strings with a decimal number of seconds."""
   whole = tf.strings.as_string(microseconds // 1_000_000)
   rest = tf.strings.as_string(microseconds % 1_000_000, width=6, fill="0")
   return tf.strings.join([whole, ".", rest])

@@ -1,9 +1,10 @@
 """Compares the versions of software in the tasks of a training.
 
-Tasks exchange functions, and tensors whose order the library fixes. So
-TensorFlow and Keras must be of the same minor release, and the library of the
-same version. Patch releases of TensorFlow and Keras only correct errors, so a
-difference between patch releases is only logged.
+Tasks send each other TensorFlow functions, and tensors in an order that this
+library defines. So all tasks must have the same minor releases of TensorFlow
+and Keras (such as 2.21), and the same version of this library. A difference
+between patch releases of TensorFlow or Keras (such as 2.21.0 and 2.21.1) is
+only logged.
 """
 
 from collections.abc import Callable
@@ -18,10 +19,9 @@ _LIBRARY = "tf_replicas"
 
 
 def here() -> dict[str, str]:
-  """Returns this process's versions of TensorFlow, Keras and the library.
+  """Returns the versions in this process, by name of the package.
 
-  Returns:
-    The versions by the name of the package.
+  The packages are TensorFlow, Keras and this library.
   """
   return {
     "TensorFlow": tf.__version__,
@@ -34,7 +34,11 @@ def required(versions: Mapping[str, str]) -> dict[str, str]:
   """Returns the parts of version numbers that must be equal in all tasks.
 
   Args:
-    versions: Versions by name, such as the result of `here`.
+    versions: Versions by name of the package, such as the result of `here`.
+
+  Returns:
+    By name of the package, the minor release, such as "2.21"; for this library,
+    the whole version.
   """
   return {
     name: version if name == _LIBRARY else ".".join(version.split(".")[:2])
@@ -45,16 +49,16 @@ def required(versions: Mapping[str, str]) -> dict[str, str]:
 def compare(
   theirs: Mapping[str, str], task: str, *, log: Callable[[str], None]
 ) -> None:
-  """Compares another task's versions with those of this process.
+  """Checks that another task's versions are compatible with those here.
 
   Args:
     theirs: The result of `here()` in the other task.
     task: The name of the other task.
-    log: Receives the differences that do no harm.
+    log: Receives a line that names the differences between compatible versions.
 
   Raises:
-    RuntimeError: If the versions are not compatible. The message names all that
-      differ.
+    RuntimeError: If a version is not compatible. The message names all versions
+      that differ.
   """
   ours = here()
   differences = ", ".join(

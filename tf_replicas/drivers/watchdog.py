@@ -1,10 +1,10 @@
 """Reports long waits, and gives up lost replicas and a lost chief.
 
-No wait is silent: every ten seconds without an update the log names the
-replicas that delay the step, and why. A replica without heartbeats for too long
-is declared lost, so that nothing waits for it, and another replica's gradients
-may be used in its place. If the update rule has a deadline for its steps, a
-step that exceeds it goes on with fewer gradients, or the training ends.
+Every ten seconds without an update, the log names the replicas that delay the
+step, and why. A replica that sends no heartbeats for too long is declared lost.
+Then no update waits for it, and the gradients of another replica may be used in
+its place. The update rule may have a deadline for its steps. A step that
+exceeds it goes on with fewer gradients, or the training ends.
 """
 
 import time
@@ -52,16 +52,18 @@ class StepWatchdog(waiting.PollingThread):
     Args:
       rule: The update rule.
       global_step: Returns the global step.
-      ages: Returns the seconds since each replica's last heartbeat; -1: no
-        heartbeat yet, 0: the replica has left, and is lost at once.
-      outcome: Returns how training ended, or "" while it goes on. A worker may
-        end the training, too.
+      ages: Returns the seconds since the last heartbeat of each replica. -1:
+        there was no heartbeat yet. 0: the replica has left, which counts as
+        lost.
+      outcome: Returns why the training must stop, or "" while it goes on. When
+        it returns a reason, the thread interrupts the wait for an update, and
+        ends.
       names: The replicas' names.
       lost_after_secs: Seconds without a heartbeat after which a replica is
-        lost.
+        declared lost.
       joining: The indices of the replicas that need not come at all.
-      start_timeout_secs: The first step has at least so many seconds, whatever
-        the deadline of the rule.
+      start_timeout_secs: The deadline of the first step in seconds, if the
+        deadline of the update rule is smaller.
       log: Receives each line of the log.
       clock: Returns the time in seconds.
     """
@@ -84,30 +86,37 @@ class StepWatchdog(waiting.PollingThread):
     super().__init__(self._poll, period_secs=_POLL_SECS)
 
   def begin(self) -> None:
-    """Begins the wait for an update, for which the rule's deadline counts."""
+    """Tells the watchdog that the chief begins to wait for an update.
+
+    The deadline of the update rule counts from now on.
+    """
     self._since = self._clock()
     self._is_awaited = True
 
   def progress(self) -> None:
-    """Restarts the measurement of the wait for an update, after each update.
+    """Tells the watchdog that an update was made.
 
-    The deadline of a step does not count before the next call of `begin`.
+    The time without an update counts from now on. The deadline of the update
+    rule does not count before the next call of `begin`.
     """
     self._is_awaited = False
     self._least_secs = 0.0
     self._since = self._logged = self._clock()
 
   def raise_if_expired(self) -> None:
-    """Raises TimeoutError if a step exceeded its deadline, to end training."""
+    """Raises TimeoutError if training must end because of a missed deadline.
+
+    That is so if a step had too few contributions at its deadline.
+    """
     if self._expiry is not None:
       raise self._expiry
 
   def _poll(self) -> bool:
-    """Checks for a long wait, lost replicas and the end of the training.
+    """Checks once for a long wait, for lost replicas and for a missed deadline.
 
     Returns:
-      Whether the thread must stop, as the training has ended or a PS task
-      fails.
+      Whether the thread must stop, because the training has ended or a PS task
+      has failed.
     """
     try:
       if self._outcome():
@@ -180,12 +189,16 @@ class StepWatchdog(waiting.PollingThread):
   def _expire(
     self, step: int, waited_secs: float, status: results.StepStatus
   ) -> None:
-    """Ends a step that has exceeded its deadline, or the training.
+    """Lets a step go on that has exceeded its deadline, or ends the training.
+
+    The step goes on if it has enough contributions without those that are
+    missing.
 
     Args:
       step: The global step.
-      waited_secs: Seconds since the wait for the update began.
-      status: The state of each replica.
+      waited_secs: Seconds since the chief began to wait for the update.
+      status: The number of contributions that the step has, and what each
+        replica does.
     """
     missing = [
       name
@@ -215,9 +228,9 @@ class StepWatchdog(waiting.PollingThread):
 class ChiefWatchdog(waiting.PollingThread):
   """A thread of a worker that watches whether the chief is alive.
 
-  A worker that waits for the chief's next update cannot tell a slow chief from
-  a dead one. The thread logs that the chief is silent, and ends the wait if the
-  chief is not restarted.
+  Without it, a worker that waits for the next update could not tell a slow
+  chief from a dead one. The thread logs that the chief sends no heartbeats.
+  After a while it gives the chief up, by calling `on_lost`.
   """
 
   def __init__(
@@ -234,8 +247,9 @@ class ChiefWatchdog(waiting.PollingThread):
     Args:
       age: Returns the seconds since the chief's last heartbeat, or 0 once the
         chief has left.
-      on_lost: Called when the chief is lost, and every second from then on.
-      log_after_secs: Seconds without a heartbeat after which to log.
+      on_lost: Called when the chief is lost, and then again every second. It
+        has to end the waits of this worker.
+      log_after_secs: Seconds without a heartbeat after which to log that.
       lost_after_secs: Seconds without a heartbeat after which the chief counts
         as lost.
       log: Receives each line of the log.
@@ -252,7 +266,7 @@ class ChiefWatchdog(waiting.PollingThread):
     """Checks once whether the chief is silent or lost.
 
     Returns:
-      Whether the thread must stop, as the heartbeats cannot be read any more.
+      Whether the thread must stop, because it cannot read heartbeats any more.
     """
     try:
       age = self._age()
@@ -284,10 +298,10 @@ def describe(
   Args:
     step: The global step.
     waited_secs: Seconds since the last update.
-    status: The state of each replica, and how many of the gradients that the
-      update needs have arrived.
-    ages: Seconds since each replica's last heartbeat; -1: no heartbeat yet, 0:
-      the replica has left.
+    status: The number of contributions that the update has and needs, and what
+      each replica does.
+    ages: The seconds since the last heartbeat of each replica. -1: there was no
+      heartbeat yet. 0: the replica has left.
     names: The replicas' names.
   """
   replicas = []
@@ -305,7 +319,12 @@ def _silence(age: float) -> str:
 
 
 def _absence(age: float) -> str:
-  """Describes a replica by the seconds since its last heartbeat."""
+  """Says in a phrase why a replica counts as lost.
+
+  Args:
+    age: The seconds since its last heartbeat. -1: there was no heartbeat yet.
+      0: the replica has left.
+  """
   if age > 0:
     return _silence(age)
   return "no heartbeat yet" if age < 0 else "left the training"
@@ -322,24 +341,25 @@ def end_training(
   stays: bool = False,
   log: Callable[[str], None] = print,
 ) -> None:
-  """Ends the training for all tasks. The chief calls this.
+  """Ends the training for all tasks. Only the chief calls this.
 
-  Announces how training ended, waits until the replicas have stopped, closes
-  the rule's queues, and tells the serving tasks (parameter servers and in-graph
-  workers) to end. If another process has replaced this chief, only stops the
-  heartbeats of this one.
+  It announces how training ended, waits until the replicas have stopped, closes
+  the queues of the rule, and tells the serving tasks (parameter servers and
+  in-graph workers) to end. If another process has replaced this one as the
+  chief, it only stops the heartbeats of this process.
 
   Args:
     heartbeats: The chief's heartbeats.
     rule: The update rule.
     watch: The watchdog of the steps; None if no step was made.
     have_ended: Returns whether all replicas have ended.
-    error: The error that ended the training early, announced to every task;
-      None if there was none.
-    patience_secs: Seconds to wait for the replicas' last batch, if there was no
-      error.
-    stays: Whether the chief and the serving tasks stay for another training if
-      this one ended without an error.
+    error: The error that ended the training early; None if there was none. All
+      tasks are told about it.
+    patience_secs: Seconds to wait until the replicas have stopped, if there was
+      no error. After an error, it waits for 15 s.
+    stays: Whether there may be another training. If so, and if there was no
+      error, the chief goes on to send heartbeats, and the serving tasks are not
+      told to end.
     log: Receives each line of the log.
   """
   stop_watch = [] if watch is None else [watch.stop]
@@ -373,9 +393,16 @@ def _end_replicas(
 ) -> None:
   """Tells every replica to stop after its batch, and waits for that.
 
-  Closing the queues would stop the replicas too, but by an error, after which a
-  process's next call may fail as well (TensorFlow 2.21: "this error cancels all
-  future operations").
+  If they do not stop in time, it logs that, and returns. (Closing the queues
+  would stop the replicas too, but by an error. After an error, a later call of
+  the process may fail as well: TensorFlow 2.21 says "this error cancels all
+  future operations".)
+
+  Args:
+    rule: The update rule.
+    have_ended: Returns whether all replicas have stopped.
+    timeout_secs: Seconds to wait until they have stopped.
+    log: Receives each line of the log.
   """
   answering = waiting.RaisingThread(rule.end_replicas, on_error=bool)
   try:

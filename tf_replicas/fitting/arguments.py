@@ -17,13 +17,13 @@ from tf_replicas.runtime import signatures
 
 
 class _Rule(NamedTuple):
-  """A rule that one argument of `fit` must obey.
+  """What one argument of `fit` must be.
 
   Attributes:
-    text: What the argument must be, for the error message.
-    kind: The type of the argument.
+    text: The description for the error message, such as "True or False".
+    kind: The type of the argument, for `isinstance`.
     holds: Returns whether a value of this type is valid.
-    is_optional: Whether the argument may be None.
+    is_optional: Whether the argument may also be None.
   """
 
   text: str
@@ -103,11 +103,11 @@ _RULES = {
 
 
 def check(**given: object) -> None:
-  """Checks some arguments of `fit`, given by their names.
+  """Checks arguments of `fit` whose type and range can be checked one by one.
 
   Args:
-    **given: The arguments. Each must be in `_RULES`; the other arguments of
-      `fit` have functions of their own.
+    **given: The arguments by name. Each name must be in `_RULES`. Other
+      functions check the other arguments of `fit`.
 
   Raises:
     TypeError: If an argument has a wrong type.
@@ -124,7 +124,10 @@ def check(**given: object) -> None:
 
 
 def check_epochs(initial_epoch: int, epochs: int) -> None:
-  """Raises ValueError if no epoch from `initial_epoch` to `epochs` is left."""
+  """Raises ValueError unless `initial_epoch` is less than `epochs`.
+
+  Otherwise there would be no epoch to train.
+  """
   if initial_epoch >= epochs:
     raise ValueError(
       f"`initial_epoch` must be less than `epochs`, {epochs}: nothing would be"
@@ -133,10 +136,12 @@ def check_epochs(initial_epoch: int, epochs: int) -> None:
 
 
 def make_directory(train_dir: str | os.PathLike[str] | None) -> None:
-  """Makes the train directory, so that an error does not come hours later.
+  """Makes the directory for checkpoints and logs, unless it exists.
+
+  This is done before the training, so that an error does not come hours later.
 
   Args:
-    train_dir: Path of the directory; None does nothing.
+    train_dir: The path of the directory. If None, does nothing.
 
   Raises:
     ValueError: If the directory cannot be made, or is not writable.
@@ -162,14 +167,14 @@ def check_devices(devices: object, *, is_alone: bool) -> None:
 
   Args:
     devices: The names of the devices that compute, or None.
-    is_alone: Whether this process has no cluster. Then the devices must exist.
-      On a cluster this is not checked, as TensorFlow must not look for devices
-      before it has connected to the cluster.
+    is_alone: Whether this process trains without a cluster. Only then is it
+      checked that the devices exist: with a cluster, TensorFlow must connect to
+      it before it looks for devices.
 
   Raises:
     TypeError: If `devices` is not a list of strings.
-    ValueError: If a string is not the name of a device, or there is no such
-      device.
+    ValueError: If a string does not have the form of a device name, or if
+      `is_alone` and there is no such device.
   """
   if devices is None:
     return
@@ -208,10 +213,11 @@ def _check_device(device: str, is_alone: bool) -> None:
 
 
 def _matches(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
-  """Returns whether a device is one of those that a device name asks for.
+  """Returns whether a device has all parts of a device name.
 
   Args:
-    wanted: The name given by the user, in which parts may be missing.
+    wanted: The name given by the user. Parts may be missing, as in
+      "/device:GPU:0".
     spec: The full name of a device of this process.
   """
   names = ("job", "replica", "task", "device_type", "device_index")
@@ -222,14 +228,15 @@ def _matches(wanted: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
 def check_builder(
   name: str, function: object, what: str, product: type
 ) -> None:
-  """Checks an argument that must be a function which builds something.
+  """Checks that an argument is a function that builds an object.
 
   Args:
-    name: Name of the argument, such as "replica_fn".
-    function: Value of the argument.
-    what: What the function must do, for the error: "builds the replica".
-    product: Type of the object that the function builds. A user may by mistake
-      give the object itself, which may be callable.
+    name: The name of the argument, such as "replica_fn".
+    function: The value of the argument.
+    what: What the function has to do, for the error message, such as "builds
+      the replica".
+    product: The type of the object. It is an error to give the object itself
+      instead of the function, even if the object is callable.
 
   Raises:
     TypeError: If `function` is an instance of `product`, or is not a function
@@ -247,8 +254,9 @@ def check_function(name: str, function: Callable, num_arguments: int) -> None:
   """Raises TypeError unless a function accepts a given number of arguments.
 
   Args:
-    name: Name of the argument of `fit` that is the function, for the message.
-    function: The function.
+    name: The name of the argument of `fit` whose value is the function, for the
+      error message.
+    function: The function. It is not called.
     num_arguments: The number of positional arguments.
   """
   signatures.check_call(
@@ -259,6 +267,9 @@ def check_function(name: str, function: Callable, num_arguments: int) -> None:
 
 
 def short(value: object) -> str:
-  """Returns the start of the `repr` of `value`, as one line."""
+  """Returns the first 60 characters of the first line of the `repr` of `value`.
+
+  It is for error messages.
+  """
   text = f"{value!r}"
   return text.splitlines()[0][:60] if text else text

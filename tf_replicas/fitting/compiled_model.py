@@ -1,16 +1,22 @@
 """Makes a replica that runs the `train_step` of a compiled Keras model.
 
-The model's `train_step` is traced as the user, or Keras, wrote it. During
-tracing, two things are replaced: the variables of the model by local ones that
-hold the parameters of the step, and its optimizers by ones that record the
-gradients instead of applying them.
+The model's `train_step` is not changed. It is traced as the user, or Keras,
+wrote it. While it is traced, two things are replaced. In place of the variables
+of the model, there are temporary variables that hold the parameters of the
+step. In place of its optimizers, there are optimizers that record the gradients
+and do not apply them.
 
-A `train_step` may apply gradients several times, as for a generator and a
-discriminator. Each time is a *phase*, and becomes a separate update. The
-*states* of a model are its non-trainable variables of floating dtype, such as
-moving means. A *contribution* is what a replica sends for one update. The
-*global batch* has the examples of an update, and a *part* of it is the share of
-one contribution. A *tower* is a copy of the model on its device.
+Terms:
+
+* *phase*: one call of an optimizer's `apply` in `train_step`. A `train_step`
+  may have several phases, for example for a generator and a discriminator. Each
+  phase becomes an update of its own.
+* *states*: the non-trainable variables of the model of floating dtype, such as
+  moving means.
+* *contribution*: what a replica sends for one update.
+* *global batch*: the examples of an update. A *part* is the share of one
+  contribution.
+* *tower*: a copy of the model on one device of a replica.
 """
 
 import contextlib
@@ -50,11 +56,12 @@ _PHASES, _PHASE = "_tf_replicas_phases", "_tf_replicas_phase"
 
 
 class _Call(NamedTuple):
-  """A recorded call of `apply`, with which an optimizer applies gradients.
+  """A recorded call of the method `apply` of an optimizer.
 
   Attributes:
-    name: Name of the model's attribute that holds the optimizer.
-    pairs: The gradients with their variables.
+    name: The name of the model's attribute that holds the optimizer, such as
+      "optimizer".
+    pairs: The arguments of the call, as pairs (gradient, variable).
   """
 
   name: str
@@ -64,11 +71,11 @@ class _Call(NamedTuple):
 class RecordingOptimizer(keras.optimizers.Optimizer):
   """An optimizer that records the gradients and changes no variable.
 
-  It stands in for an optimizer of the model while `train_step` is traced.
+  It replaces an optimizer of the model while `train_step` is traced.
 
   Attributes:
-    loss_factor: Factor by which the loss is multiplied before it is
-      differentiated, a float32 scalar; None for no factor.
+    loss_factor: The factor that `scale_loss` uses, a float32 scalar; None: no
+      factor.
   """
 
   def __init__(
@@ -78,12 +85,12 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
       [list[tuple[parameter_store.Gradient, keras.Variable]]], None
     ],
   ):
-    """Prepares an optimizer that stands in for another one during tracing.
+    """Makes the optimizer.
 
     Args:
-      optimizer: The optimizer to replace.
-      record: Called with the pairs (gradient, variable) of each call of
-        `apply`.
+      optimizer: The optimizer of the model that it replaces.
+      record: Called in each call of `apply`, with a list of the pairs
+        (gradient, variable).
     """
     super().__init__(learning_rate=0.0, name="recording")
     self._real = optimizer
@@ -99,8 +106,8 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
 
     Args:
       grads: The gradients.
-      trainable_variables: One variable for each gradient; None for the
-        variables of the replaced optimizer.
+      trainable_variables: One variable for each gradient. None: the variables
+        of the optimizer that this one replaces.
 
     Raises:
       ValueError: If the numbers of gradients and variables differ.
@@ -116,10 +123,10 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
     self._record(list(zip(grads, variables, strict=True)))
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-    """Returns the loss multiplied by `loss_factor`, if there is a factor.
+    """Returns the loss, multiplied by `loss_factor` if there is a factor.
 
-    `train_step` calls this before it computes the gradients. The replica
-    divides the gradients by the factor.
+    `train_step` calls this before it computes the gradients. They are divided
+    by the factor later, outside of `train_step`.
     """
     if self.loss_factor is None:
       return loss
@@ -127,15 +134,15 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
 
 
 class _Recording:
-  """Replaces the optimizers of a model, and records their calls of `apply`.
+  """Replaces the optimizers of a model while its `train_step` is traced.
 
-  This is used while `train_step` is traced.
+  It records the calls of `apply` that `train_step` makes.
   """
 
   def __init__(self, model: keras.Model):
-    """Makes a recording optimizer for each optimizer of the model.
+    """Makes a `RecordingOptimizer` for each optimizer of the model.
 
-    Must be called outside of a `tf.function`, since optimizers have variables.
+    Call it outside of any `tf.function`, since it makes variables.
     """
     self._model = model
     self._calls: list[_Call] = []
@@ -163,14 +170,15 @@ class _Recording:
     loss_factor: tf.Tensor | None = None,
     after: Callable[[int], None] = lambda number: None,
   ) -> Iterator[list[_Call]]:
-    """Replaces the model's optimizers inside this context, and records calls.
+    """Returns a context in which the model's optimizers are replaced.
 
-    The context yields the list of the recorded calls of `apply`.
+    The value of the context is a list, to which each call of `apply` is added.
 
     Args:
-      loss_factor: Factor by which the loss is multiplied before it is
-        differentiated, a float32 scalar; None for no factor.
-      after: Called after each call of `apply`, with its number from 0 on.
+      loss_factor: The factor by which `scale_loss` multiplies, a float32
+        scalar; None: no factor.
+      after: Called after each call of `apply`, with the index of the call, from
+        0 on.
     """
     self._calls, self._after = [], after
     self._graph = control_flow.current_graph()
@@ -185,25 +193,25 @@ class CompiledReplica(model_replica.Replica):
   """A replica that runs the `train_step` of a compiled model.
 
   If `train_step` applies gradients several times, each time is a phase and
-  becomes a separate update. A contribution (what a replica sends for one
-  update) belongs to one phase: the replica runs the section of `train_step`
-  that leads to the gradients of this phase.
+  becomes an update of its own. Each contribution belongs to one phase: the
+  replica computes only what leads to the gradients of this phase.
 
   Batches are (data,) or (data, weights). `data` is the argument of
-  `train_step`. `weights`, float32 [batch], has the weight of this part of a
-  global batch in every element. The weight 0 marks a part without examples,
-  which is not counted.
+  `train_step`. `weights`, float32 [batch], has the same number in all elements:
+  the weight of this part in the mean over the parts of a global batch. It is 1
+  if all parts are equally large, and 0 for a part without examples, whose data
+  is only a filler.
 
   Attributes:
-    steps: One function per phase. Each maps (parameters, loss factor, data) to
-      (gradients, loss, new values of the states, increments of the metrics),
-      and is made by `trace`. The states are variables without gradients, such
-      as moving means.
-    num_metrics: Number of variables of metrics, which are the last of
-      `statistics`.
-    trace_steps: Traces `steps` anew.
-    num_parts: Number of parts into which the examples of an update are cut:
-      contributions times towers, the copies of the model in a replica.
+    steps: One function per phase, made by `trace`. Its arguments are
+      (parameters, loss factor, data). It returns (gradients, loss, new values
+      of the states, increments of the variables of the metrics).
+    trace_steps: A function that traces `train_step` again, and returns new
+      `steps`.
+    num_metrics: The number of variables of metrics. They are the last elements
+      of `statistics`.
+    num_parts: The number of pieces into which the examples of an update are
+      cut: the number of contributions times the number of towers of a replica.
   """
 
   steps: list[tf.types.experimental.ConcreteFunction]
@@ -212,19 +220,26 @@ class CompiledReplica(model_replica.Replica):
   num_parts: int
 
   def trace_again(self) -> None:
-    """Traces the phases of `train_step` again; see `Replica.trace_again`."""
+    """Traces all phases of `train_step` again.
+
+    It is needed after parameter servers were restarted, if the model has tables
+    (matrices whose rows live there). The traces contain the names of tables.
+    """
     self.steps[:] = self.trace_steps()
 
   def _pieces(
     self, batch: model_replica.Batch, count: int
   ) -> Sequence[model_replica.Batch]:
-    """Cuts a batch into one piece for each copy of the model.
+    """Cuts a batch into one piece for each tower.
 
-    The pieces may differ in size.
+    The sizes of the pieces may differ.
 
     Args:
       batch: (data,) or (data, weights), as the class documents it.
-      count: Number of pieces.
+      count: The number of pieces.
+
+    Returns:
+      The pieces, each with the structure of `batch`.
     """
     return data_module.pieces(cast(tuple, batch), count)
 
@@ -233,16 +248,18 @@ class CompiledReplica(model_replica.Replica):
     pipeline: model_parallel.Pipeline | None,
     inputs: model_replica.Inputs,
   ) -> model_replica.Gradients:
-    """Computes the gradients of one batch on one device.
+    """Computes the gradients of one piece of a batch, on one device.
 
     Args:
-      pipeline: Not used, since layers are not spread over devices.
+      pipeline: Not used: it is for models with layers on several devices.
       inputs: The parameters, the batch, and the function that scales the loss.
 
     Returns:
-      The gradients of the trainable variables. They are followed by the changes
-      of states (old minus new value) and metrics, which are sent as gradients
-      are.
+      The gradients, the loss and the number of examples. The gradients are
+      those of the trainable variables, then two kinds of numbers that are sent
+      like gradients: for each state, its old minus its new value; and for each
+      variable of a metric, its increment, scaled so that the mean over all
+      pieces is minus the sum of the increments.
     """
     del pipeline
     parameters, batch, scale_loss = inputs
@@ -279,11 +296,12 @@ class CompiledReplica(model_replica.Replica):
 
 
 def _number_of(phase: tf.Tensor, count: int) -> tf.Tensor:
-  """Rounds the number of a phase to an int32 scalar in [0, count).
+  """Returns the index of a phase as an int32 scalar in [0, count).
 
-  A phase is one of the `count` times that a `train_step` applies gradients.
-  Replicas share the number as a float variable, of which averages may be taken.
-  So it may be inexact.
+  Args:
+    phase: float32 scalar. The replicas share this variable like others, so it
+      may have been averaged, and may be inexact: it is rounded.
+    count: The number of phases.
   """
   return tf.math.floormod(tf.cast(tf.round(phase), tf.int32), count)
 
@@ -300,18 +318,15 @@ def replica(
 
   Args:
     model: A model that `build` has built.
-    dataset_fn: Makes the data set of a replica, as for `Replica.dataset_fn`.
-      `CompiledReplica` describes the batches.
-    num_contributions: Number of contributions in one update. A contribution is
-      what a replica sends for one update, such as a gradient.
-    devices: The devices that compute, each with a copy of the model; empty for
-      the default device.
+    dataset_fn: Makes the data set of a replica, as `Replica.dataset_fn`
+      documents it. `CompiledReplica` describes the batches.
+    num_contributions: The number of contributions that one update averages.
+    devices: The devices of the towers. Empty: one tower on the default device.
     leased: The same data by numbers, as for `Replica.leased`.
 
   Returns:
     The replica. Its `variables` are the trainable variables of the model. Its
-    `statistics` are the states of the model (variables without gradients, such
-    as moving means), then the variables of its metrics.
+    `statistics` are the states of the model, then the variables of its metrics.
 
   Raises:
     ValueError: If `train_step` does something that cannot be replicated. The
@@ -341,10 +356,9 @@ def replica(
 def _loss_scale(
   optimizer: keras.optimizers.Optimizer,
 ) -> loss_scaling.LossScale | None:
-  """Returns how an optimizer scales the loss; None if it does not.
+  """Returns the loss scaling of an optimizer.
 
-  Args:
-    optimizer: An optimizer. Only a `LossScaleOptimizer` scales the loss.
+  Returns None unless the optimizer is a `LossScaleOptimizer`.
   """
   if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
     return loss_scaling.LossScale(
@@ -356,10 +370,12 @@ def _loss_scale(
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
   """Lists the optimizers that the `train_step` of a model uses.
 
-  A `LossScaleOptimizer` is replaced by its inner optimizer.
-
   Args:
     model: A model that `build` has built.
+
+  Returns:
+    Each optimizer once, in the order of their first use. In place of a
+    `LossScaleOptimizer`, its inner optimizer.
   """
   found = [
     getattr(model, name)
@@ -376,14 +392,14 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 class _KerasAverages(moving_averages.MovingAverages):
   """Moving averages that are equal to those of Keras' option `use_ema`.
 
-  They begin with the values after the first update.
+  After the first update, the averages are the values of the variables.
   """
 
   def decay_at(self, global_step) -> tf.Tensor:
     """Returns the decay of the averages in an update; 0 in the first update.
 
     Args:
-      global_step: The number of updates, this one included.
+      global_step: The number of updates, including this one.
     """
     decay = super().decay_at(global_step)
     return tf.where(tf.equal(global_step, 1), tf.zeros_like(decay), decay)
@@ -395,18 +411,20 @@ def inner_optimizer_of(
   keras.optimizers.Optimizer | alternating_optimizer.AlternatingOptimizer,
   dict[str, object],
 ]:
-  """Makes the optimizer that the parameter servers apply.
+  """Makes the optimizer that runs where the variables live.
 
-  Optimizer options that need all variables at once, such as `global_clipnorm`,
-  become arguments of the update rule.
+  On parameter servers, each server updates only some of the variables. So
+  options that need all variables at once, such as `global_clipnorm`, become
+  arguments of the update rule.
 
   Args:
     model: A model that `build` has built.
 
   Returns:
-    An optimizer and keyword arguments of `OptimizerRule`. The optimizer is a
-    copy of the model's that is not built. If `train_step` applies gradients
-    several times, it contains such copies, which take turns.
+    An optimizer, and a dict of keyword arguments of `OptimizerRule`. The
+    optimizer is a copy of the model's optimizer, without variables. If
+    `train_step` has several phases, it is an `AlternatingOptimizer` that
+    contains a copy of each of the model's optimizers.
 
   Raises:
     ValueError: If the optimizer has an option that is not supported.
@@ -451,10 +469,12 @@ def inner_optimizer_of(
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
-  """Lists the variables of the model's metrics, which replicas share.
+  """Lists the variables of all metrics, which are summed over the replicas.
 
-  This includes the metrics that average the values which a custom `train_step`
-  returns.
+  These are the metrics of the model, and those of `_means`.
+
+  Args:
+    model: A model that `build` has built.
 
   Raises:
     ValueError: If a variable is not of floating dtype.
@@ -472,20 +492,24 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
-  """Returns the metrics that average what a custom `train_step` returns.
+  """Returns metrics that average the scalars which a `train_step` returns.
 
-  There is one metric for each returned scalar that no metric of the model
-  computes. Keras would show the scalars of the last batch. `fit` shows their
-  mean over the examples of the epoch.
+  A custom `train_step` may return scalars that no metric of the model computes.
+  `build` has made one metric for each of them. `fit` shows the mean of such a
+  scalar over the examples of the epoch, where Keras would show its value in the
+  last batch.
 
   Returns:
-    The metrics by name.
+    The metrics by name of the scalar; empty if there are none.
   """
   return vars(model).get(_MEANS, {})
 
 
 def results(model: keras.Model) -> dict[str, float]:
-  """Returns the results of the model's metrics by name, as Keras logs them."""
+  """Returns the results of all metrics by name, as Keras logs them.
+
+  These are the metrics of the model, and those of `_means`.
+  """
   logs = {k: v for k, v in model.get_metrics_result().items()}
   logs |= {name: mean.result() for name, mean in _means(model).items()}
   names = vars(model).get(_LOGGED, logs)
@@ -494,11 +518,10 @@ def results(model: keras.Model) -> dict[str, float]:
 
 
 def _statistics(model: keras.Model) -> list[keras.Variable]:
-  """Lists the states that replicas share: variables without gradients.
+  """Lists the states of a model, which replicas share.
 
-  These are the non-trainable variables of floating dtype, such as moving means.
-  If `train_step` applies gradients several times, the last variable says which
-  of these times is next.
+  Variables of metrics are not states. If `train_step` has several phases, a
+  variable follows that is not part of the model: the index of the next phase.
   """
   metrics = {id(v) for v in metric_variables(model)}
   states = [
@@ -512,14 +535,12 @@ def _statistics(model: keras.Model) -> list[keras.Variable]:
 def phases(model: keras.Model) -> list[alternating_optimizer.Phase]:
   """Lists the phases of a model's `train_step`, in order.
 
-  A phase is one call of an optimizer's `apply`, which becomes an update.
-
   Args:
     model: A model that `build` has built.
 
   Returns:
-    The phases. The `name` of each is the attribute of the model that holds the
-    optimizer.
+    One `Phase` per call of `apply`. Its `name` is the name of the model's
+    attribute that holds the optimizer.
   """
   return vars(model)[_PHASES]
 
@@ -528,14 +549,15 @@ def build(model: keras.Model, data_spec: tuple) -> None:
   """Checks a model, and builds it, its metrics, loss and optimizers.
 
   Args:
-    model: The model that the user's function returned.
-    data_spec: The argument of `train_step` as nested `tf.TensorSpec`s: (x,),
-      (x, y) or (x, y, weights).
+    model: What the user's `model_fn` returned.
+    data_spec: The shapes and dtypes of a batch, as nested `tf.TensorSpec`s:
+      (x,), (x, y) or (x, y, weights).
 
   Raises:
     TypeError: If `model` is not a Keras 3 model.
-    ValueError: If the model is not compiled, or compiled with an option that is
-      not supported.
+    ValueError: If the model is not compiled, is compiled with an option that is
+      not supported, does not fit the data, or has a `train_step` that cannot be
+      replicated. The message says what.
   """
   if not isinstance(model, keras.Model):
     raise TypeError(
@@ -570,16 +592,17 @@ def build(model: keras.Model, data_spec: tuple) -> None:
 def check_data(model: keras.Model, data_spec: tuple, where: str = "") -> None:
   """Checks that data fits the inputs and the loss of a model.
 
-  With a custom `train_step`, nothing is checked. Keras checks everything else,
-  such as the shapes that a layer takes, when the model is traced.
+  It finds only common mistakes; Keras finds others when the model is traced.
+  With a custom `train_step`, it checks nothing.
 
   Args:
     model: A compiled model.
-    data_spec: (x,), (x, y) or (x, y, weights) as nested `tf.TypeSpec`s.
-    where: Beginning of error messages.
+    data_spec: The shapes and dtypes of a batch, as nested `tf.TypeSpec`s: (x,),
+      (x, y) or (x, y, weights).
+    where: The beginning of error messages, which says which data is meant.
 
   Raises:
-    ValueError: If data and model do not go together.
+    ValueError: If the data does not fit the model.
   """
   if type(model).train_step is not keras.Model.train_step:
     return
@@ -613,8 +636,9 @@ def check_data(model: keras.Model, data_spec: tuple, where: str = "") -> None:
 def _fits(model: keras.Model, given: tf.TensorShape) -> bool:
   """Returns whether a model with one input accepts a tensor of shape `given`.
 
-  Keras (3.15) adds or drops a last axis of size 1. A `Sequential` model checks
-  only the rank; its first layer may check some axes.
+  It follows the rules of Keras 3.15. A last axis of size 1 may be missing or
+  extra. For a `Sequential` model, the rank must fit, and the sizes of the axes
+  that its first layer checks.
   """
   if given.rank is None:
     return True
@@ -636,13 +660,16 @@ def _fits(model: keras.Model, given: tf.TensorShape) -> bool:
 
 
 def _build(model: keras.Model, data_spec: tuple) -> None:
-  """Makes all variables of a model, and finds out what `train_step` returns.
+  """Makes all variables of a model, and finds out what `train_step` does.
 
-  For this, `train_step` is traced, which builds what it calls, but not run.
+  For this, it traces `train_step`, which builds the layers that it calls. It
+  does not run it. The phases and the metrics of `_means` are stored in the
+  model.
 
   Args:
     model: A compiled model.
-    data_spec: (x,), (x, y) or (x, y, weights) as nested `tf.TensorSpec`s.
+    data_spec: The shapes and dtypes of a batch, as nested `tf.TensorSpec`s:
+      (x,), (x, y) or (x, y, weights).
 
   Raises:
     ValueError: If the model has no trainable weights, or `train_step` does not
@@ -694,10 +721,14 @@ def _build(model: keras.Model, data_spec: tuple) -> None:
 
 @contextlib.contextmanager
 def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
-  """Adds the names of all metrics that are updated inside a context to `names`.
+  """Makes a context that finds out which metrics of a model are updated in it.
 
-  A custom `train_step` may return a value under the name of a metric that it
-  does not update, such as "loss", the name of Keras' mean of the losses.
+  The existence of a metric does not tell that: a custom `train_step` may return
+  a value "loss", and not update the model's metric of that name.
+
+  Args:
+    model: The model.
+    names: A set, to which the name of each updated metric is added.
   """
 
   def noting(metric: keras.metrics.Metric):
@@ -722,16 +753,16 @@ def _updated_metrics(model: keras.Model, names: set[str]) -> Iterator[None]:
 
 
 def _set_phases(model: keras.Model, calls: Sequence[_Call]) -> None:
-  """Stores in the model how it applies gradients, and builds its optimizers.
+  """Stores the phases of `train_step` in the model, and builds its optimizers.
 
   Args:
     model: The model.
-    calls: The calls of `apply` that `train_step` makes, in order. Each is a
-      phase, which becomes a separate update.
+    calls: The calls of `apply` that `train_step` makes, in order. Each of them
+      is a phase.
 
   Raises:
     ValueError: If `train_step` applies no gradients, or applies them in a way
-      that replicas do not support. The message says which.
+      that is not supported. The message says which.
   """
   if not calls:
     raise ValueError(
@@ -766,8 +797,8 @@ def _check_call(model: keras.Model, call: _Call) -> None:
   """Checks the gradients and variables that `train_step` gives to `apply`.
 
   Raises:
-    ValueError: If a variable is not one of the model, or occurs twice, or if a
-      gradient does not fit its variable.
+    ValueError: If a variable is not a trainable variable of the model, or
+      occurs twice, or if a gradient does not fit its variable.
   """
   known = {id(v) for v in model.trainable_variables}
   for gradient, variable in call.pairs:
@@ -789,13 +820,15 @@ def _build_optimizer(
   name: str,
   all_phases: Sequence[alternating_optimizer.Phase],
 ) -> None:
-  """Builds an optimizer of the model for the variables that it updates.
+  """Builds an optimizer of the model, unless it is built.
+
+  If `train_step` has one phase, the optimizer is built for all trainable
+  variables. Otherwise, it is built for those that it updates.
 
   Args:
     model: The model.
-    name: The attribute of the model that is the optimizer.
-    all_phases: The phases of `train_step`: its calls of `apply`, in order. An
-      optimizer that makes the only call is built for all trainable variables.
+    name: The name of the model's attribute that holds the optimizer.
+    all_phases: The phases of `train_step`, of all optimizers.
 
   Raises:
     ValueError: If there are several phases, and the optimizer has an option
@@ -866,25 +899,33 @@ def _as_keras_packs(data: tuple) -> object:
 def trace(
   model: keras.Model, data_spec: tuple, phase: int = 0
 ) -> tf.types.experimental.ConcreteFunction:
-  """Traces one phase of `train_step` as a function without variables.
+  """Traces one phase of `train_step` as a function that changes no variables.
+
+  The phase consists of what `train_step` does between the call of `apply`
+  before it and its own call of `apply`. The last phase also has what follows.
 
   Args:
     model: A model that `build` has built. Its metrics are reset; otherwise it
       is unchanged afterwards.
-    data_spec: The argument of `train_step` as nested `tf.TensorSpec`s: (x,),
-      (x, y) or (x, y, weights).
-    phase: Number of the phase: of the call of an optimizer's `apply` whose
-      gradients the function returns. Changes of states and metrics are those
-      that `train_step` makes between the previous call and this one; in the
-      last phase, also those after this call.
+    data_spec: The shapes and dtypes of a batch, as nested `tf.TensorSpec`s:
+      (x,), (x, y) or (x, y, weights).
+    phase: The index of the phase.
 
   Returns:
-    A function of (parameters, loss factor, data). Parameters are tensors: the
-    values of the trainable variables, then of the states (non-trainable
-    variables, such as moving means). The loss is multiplied by the loss factor
-    before it is differentiated. The function returns a dict of gradients by the
-    position of their variable, as a string; the loss, a float32 scalar; the new
-    values of the states; and the increments of the variables of the metrics.
+    A traced function of:
+
+    * the parameters, a list of tensors: the values of the trainable variables,
+      then those of the states,
+    * the loss factor, by which `scale_loss` of the optimizer multiplies,
+    * the data.
+
+    It returns four values:
+
+    * the gradients, as a dict; a key is the position of the variable in
+      `model.trainable_variables`, as a string,
+    * the loss, a float32 scalar; 0 unless the phase is the last one,
+    * the new values of the states,
+    * the increments of the variables of the metrics.
 
   Raises:
     ValueError: If `train_step` reads variables that the model does not track.
@@ -912,14 +953,16 @@ def trace(
     ends: list[tf.Tensor] = []
 
     def after(number: int) -> None:
-      """Notes that an optimizer was called, which ends a phase of `train_step`.
+      """Is called at the end of each phase: after a call of `apply`.
 
-      After a phase before the one that is traced, resets states and metrics to
-      their first values. After the phase that is traced, keeps their values as
-      results.
+      At the end of an earlier phase than `phase`, it resets states and metrics
+      to the values at the beginning of `train_step`, so that the changes of
+      earlier phases do not count. At the end of `phase`, it reads the values of
+      states and metrics, which the traced function returns. (If `phase` is the
+      last one, they are read at the end of `train_step`.)
 
       Args:
-        number: The number of the call, from 0 on.
+        number: The index of the phase that ends.
       """
       if number < phase:
         first = [*parameters[len(trained) :], *zeros]
@@ -958,16 +1001,15 @@ def _traced(
   variables: Sequence[keras.Variable],
   data_spec: tuple,
 ) -> tf.types.experimental.ConcreteFunction:
-  """Traces a function that `trace` has made of one phase of `train_step`.
+  """Traces a Python function, and checks that it uses no variables.
 
   Args:
-    step: A function of (parameters, loss factor, data).
-    variables: The variables whose values are the parameters.
-    data_spec: The data as nested `tf.TensorSpec`s: (x,), (x, y) or (x, y,
-      weights).
+    step: A function of (parameters, loss factor, data), made by `trace`.
+    variables: Variables with the shapes and dtypes of the parameters.
+    data_spec: The shapes and dtypes of the data.
 
   Raises:
-    ValueError: If `step` reads a variable, not only its parameters.
+    ValueError: If `step` uses a variable, and not only its arguments.
   """
   specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
   concrete = tf.function(step, autograph=False).get_concrete_function(
@@ -983,15 +1025,13 @@ def _traced(
 
 
 def _update_means(model: keras.Model, logs: object, data: tuple) -> None:
-  """Adds the results of a custom `train_step` to the metrics that average them.
-
-  These are not the model's own metrics. `_means` has one metric for each
-  returned scalar that no metric of the model computes.
+  """Adds the results of a custom `train_step` to the metrics of `_means`.
 
   Args:
     model: The model.
-    logs: The result of `train_step`: a loss, or a dict of values by name.
-    data: The batch. Each value counts as often as the batch has examples.
+    logs: The result of `train_step`: a loss, or a dict of scalars by name.
+    data: The batch. Its number of examples is the weight of each scalar in the
+      mean.
   """
   size = tf.shape(tf.nest.flatten(data)[0])[0]
   for name, mean in _means(model).items():
@@ -1004,18 +1044,18 @@ def _gradients(
 ) -> dict[str, parameter_store.Gradient]:
   """Returns the gradients of one phase of a traced `train_step`.
 
-  A phase is one call of an optimizer's `apply`. If there are several, variables
-  that only other phases update get gradients of zero, which are not applied. So
-  all phases return gradients of the same variables.
+  All phases return gradients of the same variables. The gradients of variables
+  that only other phases update are zero, and are not applied.
 
   Args:
     model: The model.
-    calls: The recorded calls of `apply`.
-    phase: The number of the phase.
+    calls: The recorded calls of `apply`, one per phase.
+    phase: The index of the phase.
 
   Returns:
-    The gradients by the variable's position in `model.trainable_variables`, as
-    a string.
+    The gradients as a dict. A key is the position of the variable in
+    `model.trainable_variables`, as a string. With one phase, gradients that are
+    None are left out.
   """
   positions = {id(v): i for i, v in enumerate(model.trainable_variables)}
   found: dict[str, parameter_store.Gradient] = {
@@ -1040,8 +1080,8 @@ def _loss(logs: object) -> tf.Tensor:
   """Returns the loss among the results of `train_step`, a float32 scalar.
 
   Args:
-    logs: What `train_step` returned: a dict, or the loss alone. Without an
-      entry "loss", the result is 0.
+    logs: What `train_step` returned: the loss, or a dict by name. If the dict
+      has no "loss", the result is 0.
   """
   loss = logs.get("loss", 0.0) if isinstance(logs, dict) else logs
   loss = tf.cast(tf.convert_to_tensor(loss), tf.float32)
@@ -1051,13 +1091,16 @@ def _loss(logs: object) -> tf.Tensor:
 def load(
   model: keras.Model, state: Mapping[str, np.ndarray | tf.Tensor], step: int
 ) -> None:
-  """Loads the trained variables and optimizer state into the user's model.
+  """Assigns the trained values to the variables of the user's model.
+
+  It assigns the variables of the model, its metrics and its optimizers. Tables
+  (matrices whose rows live on the parameter servers) keep their values.
 
   Args:
-    model: A model with variables of the same paths as in the store.
-    state: The result of `ParameterStore.state`. Tables (variables whose rows
-      are sent singly) are not in it, and are not loaded.
-    step: Number of updates made.
+    model: A model that `build` has built. Its variables have the same paths as
+      those in the parameter store.
+    state: A result of `ParameterStore.state`.
+    step: The number of updates that were made.
   """
   for variable in shared(model):
     if tables.rows_of(variable) is None:
@@ -1075,12 +1118,13 @@ def _load_optimizer(
   prefix: str,
   updates: int,
 ) -> None:
-  """Loads state from the parameter servers into an optimizer of the model.
+  """Assigns the trained values to the variables of one optimizer.
 
   Args:
-    optimizer: A built Keras optimizer.
-    state: The result of `ParameterStore.state`.
-    prefix: The beginning of this optimizer's names in `state`.
+    optimizer: A built optimizer of the model.
+    state: A result of `ParameterStore.state`.
+    prefix: The prefix of this optimizer's names in `state`; "" if the model has
+      one optimizer.
     updates: The number of updates that this optimizer has made.
   """
   slots = {}
@@ -1111,8 +1155,8 @@ def _load_optimizer(
 def shared(model: keras.Model) -> list[keras.Variable]:
   """Lists the variables of a model that replicas share.
 
-  These are the trainable variables, then the other variables of floating dtype,
-  then the variables of metrics.
+  These are the trainable variables, then the states, then the variables of
+  metrics.
   """
   return [
     *model.trainable_variables,

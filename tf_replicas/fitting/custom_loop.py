@@ -1,8 +1,8 @@
 """Trains a `Replica`, with any model and loss, on a cluster: `run` and `join`.
 
 Both functions find out which task of the cluster this process is. `join` gives
-the chief a driver, the object that makes updates. `run` also contains the loop,
-which logs, writes checkpoints and stops.
+the chief a driver, the object that makes updates, for a loop of the user's own.
+`run` contains the loop: it makes all updates, logs and writes checkpoints.
 """
 
 import contextlib
@@ -36,13 +36,14 @@ class Trained(NamedTuple):
   """The result of `run`, in the chief.
 
   Attributes:
-    global_step: Number of updates made, those of earlier runs included.
+    global_step: The number of updates made, including those of earlier runs.
     loss: The loss of the last update; NaN if no update was left to make.
     metrics: The means of the replica's metrics in the last update, by name.
     values: The values of the variables by path. `load_into_keras` and
       `load_into_module` load them into a model.
-    averages: The values of the variables by path, but moving averages for those
-      that have one. Empty without the argument `variable_averages` of `run`.
+    averages: The same as `values`, but with the moving average of each variable
+      that has one, in place of its value. Empty if `run` was called without
+      `variable_averages`.
   """
 
   global_step: int
@@ -68,55 +69,54 @@ def join(
   recovery_timeout_secs: float = 0.0,
   log: Callable[[str], None] = print,
 ) -> Iterator[driver_base.Driver]:
-  """Gives the chief a driver, as a context; other tasks end inside of it.
+  """Returns a context that gives the chief a driver, which makes updates.
 
-  The driver is the object that makes updates. The role of this process comes
-  from environment variables (see `cluster.environment.role`). Without a role,
-  this process trains alone. In a parameter server or a worker other than the
-  chief, entering the context serves or computes until the chief ends, and then
-  ends the process. So the block, and what follows it, run in the chief only.
-  The end of the block ends the training. The chief may then begin another
-  training, in which the other tasks take part again.
+  The role of this process comes from environment variables (see
+  `cluster.environment.role`). Without a role, this process trains alone, as the
+  chief. Other tasks enter the context too, but do not get into its block: a
+  parameter server serves, and a worker computes gradients, until the chief's
+  process ends, and then the process exits. So the block, and what follows it,
+  run in the chief only. The end of the block ends the training. The chief may
+  then begin another training, in which the other tasks take part again.
 
   Args:
     replica_fn: Builds the replica, in the same way in all tasks. It is called
       once per task, after this process has joined the cluster.
-    optimizer_fn: Makes the optimizer that the parameter servers apply: one of
-      Keras 3, `tf_keras` or Sonnet, or any object with
-      `apply(gradients, variables)` or `apply_gradients(pairs)`.
-    rule: The update rule, made by `Sync`, `Async` or `Periodic`; default
+    optimizer_fn: Makes the optimizer: one of Keras 3, `tf_keras` or Sonnet, or
+      any object with a method `apply(gradients, variables)` or
+      `apply_gradients(pairs)`.
+    rule: The update rule, made by `Sync`, `Async` or `Periodic`. None: that of
       `Sync()`.
-    variable_averages: The moving averages to keep of the variables; None for
-      no averages.
-    clip_replica_norm: Largest global norm of each replica's gradient, which is
-      scaled down to it; None for any norm.
-    clip_mean_norm: Largest global norm of the mean gradient of an update, which
-      is scaled down to it; None for any norm.
+    variable_averages: The moving averages to keep of the variables. None: no
+      averages.
+    clip_replica_norm: The largest global norm of each replica's gradients.
+      Larger gradients are scaled down to this norm. None: they are not clipped.
+    clip_mean_norm: The same for the mean gradients of an update.
     replication: "between_graph": every worker runs the script and trains;
       "in_graph": the chief, a separate task, drives all workers; "mirrored":
       every device has a copy of the variables, and gradients are all-reduced.
-    cluster: A cluster spec or the path of one. The environment then decides
-      only the task. None takes the cluster of the environment.
-    devices: The devices of this process that compute. Each has a tower, a copy
-      of the model. None takes the GPUs that the cluster spec gives to this
-      task.
-    start_timeout_secs: The seconds that the tasks of a cluster wait for each
-      other at the start.
+    cluster: A cluster spec, or the path of its file. None: the cluster that the
+      environment describes. The task of this process comes from the environment
+      in both cases.
+    devices: The devices of this process that compute. Each has a copy of the
+      model. None: the GPUs that the cluster spec gives to this task.
+    start_timeout_secs: Seconds to wait for the other tasks to start.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
-      that was lost. The block must then make its updates in a function that
-      `driver.recovering` calls. 0: the loss ends training.
-    log: Called with each line of the log of a task that serves (a parameter
-      server or an in-graph worker), and with the chief's line about replicas.
+      that was lost. If it is not 0, the block must make its updates in a
+      function that `driver.recovering` calls. 0: the loss ends training.
+    log: Receives each line of the log of a serving task (a parameter server or
+      an in-graph worker), and in the chief a line about the replicas.
 
   Yields:
     The driver, in the chief.
 
   Raises:
-    cluster.ClusterError: If cluster, task and rule do not go together.
+    cluster.ClusterError: If cluster, task and rule do not fit together.
     TypeError, ValueError: If an argument or the replica is not supported. The
       message says what is expected.
-    RuntimeError: If the training before failed, or another task has ended, or
-      has other versions of TensorFlow, Keras or this library.
+    RuntimeError: If an earlier training of this process failed, if another task
+      has ended, or if it has other versions of TensorFlow, Keras or this
+      library.
     TimeoutError: If another task does not start in time.
   """
   rule = roles.check_rule(rule)
@@ -172,14 +172,14 @@ def join(
 
 
 def _contribute(**given) -> NoReturn:
-  """Takes part, in a worker, in the second or a later training of a script.
+  """Takes part in the second or a later training of the chief.
 
-  A worker calls it when the chief begins such a training. It ends with the
-  exception by which `Part.contribute` tells that the training has ended; the
-  worker then waits for the next one.
+  A worker calls it when the chief calls `join` again. It never returns: at the
+  end of the training, `Part.contribute` raises an exception, with which the
+  worker goes back to wait for the next training.
 
   Args:
-    **given: The arguments of `join`, which the chief has sent.
+    **given: The arguments of the chief's call of `join`.
   """
   with join(**given):
     raise AssertionError("a worker trains inside `join`")
@@ -197,31 +197,35 @@ def run(
   recovery_timeout_secs: float = 600.0,
   **settings: Any,
 ) -> Trained:
-  """Trains a replica on a cluster, or alone; returns in the chief only.
+  """Trains a replica on a cluster, or in this process alone.
 
-  The chief logs, and writes checkpoints and summaries for TensorBoard. A
-  parameter server or another worker serves or computes inside this call until
-  the chief ends. So what follows in the script runs in the chief only. Another
-  call trains again, with all tasks.
+  The chief logs, and writes checkpoints and summaries for TensorBoard. The call
+  returns in the chief only. A parameter server serves, and another worker
+  computes gradients, inside this call until the chief's process ends; then the
+  process exits. The chief may call `run` again, and the other tasks take part
+  again.
 
   Args:
     replica_fn: Builds the replica, in the same way in all tasks.
-    optimizer_fn: Makes the optimizer that the parameter servers apply, as
-      documented in `join`.
-    max_steps: Number of updates to make, those of earlier runs included.
-    train_dir: Directory for checkpoints and summaries. If it has a checkpoint,
-      training resumes from it. None writes nothing.
-    log_every_steps: Updates between two lines of the log; None for no lines.
-    summary_every_steps: Updates between two summaries; None for no summaries.
-    checkpoint_every_secs: Seconds between two checkpoints; None for no
-      checkpoints in between. One is always written at the end.
+    optimizer_fn: Makes the optimizer, as `join` documents it.
+    max_steps: The global step at which training ends: the number of updates,
+      including those of earlier runs with the same `train_dir`.
+    train_dir: The directory for checkpoints and summaries. If it has a
+      checkpoint, training resumes from it. None: nothing is written.
+    log_every_steps: The number of updates between two lines of the log. None:
+      no lines.
+    summary_every_steps: The number of updates between two summaries. None: no
+      summaries.
+    checkpoint_every_secs: Seconds between two checkpoints. One is also written
+      at the end. None: only the one at the end.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
       that was lost. Training then resumes from the newest checkpoint of
-      `train_dir`; without one, from the beginning. 0: the loss ends training.
-    **settings: Keyword arguments of `join`, such as `rule`.
+      `train_dir`, or from the beginning if there is none. 0: the loss ends
+      training.
+    **settings: Other keyword arguments of `join`, such as `rule`.
 
   Returns:
-    The trained values, with loss and metrics.
+    The trained values, the loss and the metrics.
 
   Raises:
     TypeError, ValueError: If an argument or the replica is not supported.
@@ -229,8 +233,10 @@ def run(
     KeyboardInterrupt: If interrupted. A checkpoint is written first.
     RuntimeError: If another task ended the training, or in the cases that
       `join` lists.
-    TimeoutError: If another task does not start in time.
-    checkpoints.CheckpointError: If `train_dir` holds another model.
+    TimeoutError: If another task does not start in time, or a lost parameter
+      server is not restarted in time.
+    checkpoints.CheckpointError: If the checkpoint in `train_dir` is one of
+      another model.
   """
   settings["recovery_timeout_secs"] = recovery_timeout_secs
   with join(replica_fn, optimizer_fn, **settings) as driver:
@@ -266,10 +272,10 @@ def run(
 
 
 class _Steps:
-  """A callable with which `Session.run` makes one or several updates.
+  """The step function of `run`, which makes one or several updates per call.
 
-  A call makes updates at most until the next log line or summary is due, or
-  training ends.
+  A call makes no more updates than are left until the next line of the log, the
+  next summary or the end of the training.
 
   Attributes:
     loss: The loss of the last update; NaN before the first.
@@ -294,11 +300,13 @@ class _Steps:
 
 
 def _is_optional(name: str) -> bool:
-  """Returns whether training may resume from a checkpoint without an entry.
+  """Returns whether a checkpoint may lack an entry when training resumes.
+
+  It may lack the states of optimizers, averages, update rules and metrics, but
+  not the variables of the model.
 
   Args:
-    name: The name of the entry. The states of optimizers, averages, update
-      rules and metrics may be missing.
+    name: The name of the entry in checkpoints.
   """
   return name.startswith(roles.OPTIONAL_STATE) or metric_sums.is_own(
     name.removeprefix("variables/")
@@ -316,8 +324,8 @@ def _replica(
 
   Raises:
     TypeError: If the result of `replica_fn` is not a replica.
-    cluster.ClusterError: If the cluster spec spreads layers over devices and
-      the replica does not.
+    cluster.ClusterError: If the cluster spec places layers on devices, and the
+      replica does not.
   """
   replica = replica_fn()
   if not isinstance(replica, model_replica.Replica):

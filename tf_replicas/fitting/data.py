@@ -1,11 +1,14 @@
 """Makes the training data of `fit`: parts of global batches for each replica.
 
-A *global batch* has the examples of one update. It is cut into as many *parts*
-as the update has *contributions*, which are what replicas send for it, such as
-gradients. The parts of all epochs form one endless stream. Of M replicas,
-replica r takes the parts r, r + M, r + 2M and so on. So N replicas whose N
-contributions make an update train on the same examples as one process with the
-same global batches.
+A *global batch* has the examples of one update. A *contribution* is what a
+replica computes for one update from one batch: gradients and a loss. An update
+may average several contributions; then the global batch is cut into as many
+*parts*, one for each contribution.
+
+The parts of all global batches, in order, form one endless stream. Of M
+replicas, replica r takes the parts r, r + M, r + 2M and so on. So if each
+update averages one contribution of every replica, the replicas together train
+on the same examples as one process with the same global batches.
 """
 
 import dataclasses
@@ -36,16 +39,14 @@ _LEASED_AHEAD = 2
 class TrainingData:
   """The data of a training, cut into parts for the replicas.
 
-  A global batch has the examples of one update. It is cut into parts. From each
-  part, a replica computes one contribution to the update, such as a gradient.
-
   Attributes:
-    steps_per_epoch: Number of global batches in an epoch.
-    part_fn: Maps (num_shards, shard_index, first_update, updates_per_batch) to
-      an endless data set of the parts of replica `shard_index` of `num_shards`
-      replicas, from update `first_update` on. An element is (data,) or (data,
-      weights), as `CompiledReplica` documents. `data` is (x,), (x, y) or (x, y,
-      sample_weight). Each batch is used for `updates_per_batch` updates.
+    steps_per_epoch: The number of global batches in an epoch.
+    part_fn: A function of (num_shards, shard_index, first_update,
+      updates_per_batch). It makes an endless data set: the parts of replica
+      `shard_index` of `num_shards` replicas, from update `first_update` on.
+      Each global batch is used for `updates_per_batch` successive updates. An
+      element is (data,) or (data, weights), as `CompiledReplica` documents.
+      `data` is (x,), (x, y) or (x, y, sample_weight).
     leased_fn: Maps (numbers of parts, updates_per_batch) to the data set of
       these parts. None if the data cannot be read by number.
   """
@@ -83,24 +84,26 @@ def make(
   """Makes the training data from the arguments of `fit`.
 
   Args:
-    x: Arrays in any nested structure, with the examples along axis 0; or a
-      `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator of global
-      batches (x,), (x, y) or (x, y, weights); or a function of
-      `tf.distribute.InputContext` that returns a data set of the parts of one
-      replica.
+    x: One of these: arrays in any nested structure, with the examples along
+      axis 0; a `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator of
+      global batches (x,), (x, y) or (x, y, weights); or a function of
+      `tf.distribute.InputContext` that returns the data set of one replica,
+      whose elements are parts.
     y: The labels, if `x` consists of arrays.
     sample_weight: The weights of the examples, if `x` consists of arrays.
-    class_weight: Maps class numbers to the weights of their examples.
-    batch_size: Number of examples in a global batch, if `x` consists of arrays;
-      default 32.
-    steps_per_epoch: Number of global batches in an epoch; default: as many as
-      `x` has. With another number, the next epoch goes on with the next
-      batches. After the last batch, the first follows.
-    shuffle: Whether to shuffle arrays anew in every pass over them.
-    seed: Seed of the shuffling; the same in all tasks.
-    num_contributions: Number of contributions (what replicas send, such as
-      gradients) in one update.
-    num_epochs: Number of epochs, for which an iterator must have batches.
+    class_weight: Maps a class number to the weight of the examples of the
+      class. None: all weights are 1.
+    batch_size: The number of examples in a global batch, if `x` consists of
+      arrays. None: 32.
+    steps_per_epoch: The number of global batches in an epoch. None: as many as
+      `x` has. With another number, an epoch begins with the batch that follows
+      the last one of the epoch before. After the last batch of `x`, the first
+      one follows.
+    shuffle: Whether to shuffle arrays before every pass over them.
+    seed: The seed of the shuffling; the same in all tasks.
+    num_contributions: The number of contributions that an update averages.
+    num_epochs: The number of epochs to train. An iterator must have batches for
+      all of them.
 
   Returns:
     The training data.
@@ -153,7 +156,10 @@ def make(
 
 
 def yields_batches(x: Source) -> bool:
-  """Returns whether the training data `x` yields batches; False for arrays."""
+  """Returns whether the training data `x` yields batches.
+
+  Returns False if it consists of arrays.
+  """
   kinds = tf.data.Dataset | datasets.Sendable | keras.utils.PyDataset | Iterator
   return callable(x) or isinstance(x, kinds)
 
@@ -168,11 +174,11 @@ def split_validation(
       0.
     y: The labels, as arrays; None for no labels.
     sample_weight: The weights of the examples, as arrays; None for no weights.
-    share: Share of the examples to take, in (0, 1).
+    share: The share of the examples to take, in (0, 1).
 
   Returns:
-    Two tuples (x, y, sample_weight): for training, and for validation. Where an
-    argument is None, the tuples have None.
+    Two tuples (x, y, sample_weight): the first is for training, the second for
+    validation. They have None where an argument is None.
 
   Raises:
     TypeError: If `x` does not consist of arrays.
@@ -201,15 +207,15 @@ def split_validation(
 
 
 def check_can_connect(dataset: object, name: str) -> None:
-  """Checks a data set that was made before this process joins a cluster.
+  """Checks that a data set can be used after this process joins a cluster.
 
   Args:
-    dataset: A `tf.data.Dataset`. Other types are not checked.
-    name: Name of the argument of `fit`.
+    dataset: The data. It is checked only if it is a `tf.data.Dataset`.
+    name: The name of the argument of `fit`, for the error message.
 
   Raises:
-    ValueError: If the data set uses tables or variables, which are lost when
-      this process joins the cluster.
+    ValueError: If the data set uses lookup tables or variables. They are lost
+      when this process joins the cluster.
   """
   if not isinstance(dataset, tf.data.Dataset):
     return
@@ -223,15 +229,16 @@ def check_can_connect(dataset: object, name: str) -> None:
 
 
 def validation(given: object) -> object:
-  """Prepares validation data for Keras in a process that joined a cluster.
+  """Prepares validation data, after this process has joined a cluster.
 
   Args:
     given: The argument `validation_data` of `fit`.
 
   Returns:
-    What `given` returns if it is a function. A data set is copied to this
-    process's new devices, since Keras makes its iterator where the data set
-    is. Other data is returned unchanged.
+    The argument `validation_data` for `keras.Model.fit`. If `given` is a
+    function, its result. If it is a data set, a data set with the same
+    elements, on the devices that TensorFlow has since it joined the cluster.
+    Otherwise, `given` itself.
   """
   if isinstance(given, tf.data.Dataset):
     return given.take(-1)
@@ -239,12 +246,16 @@ def validation(given: object) -> object:
 
 
 def _arrays(x: object, y: object, sample_weight: object) -> tuple:
-  """Returns (x,), (x, y) or (x, y, weights) as nested arrays of one length.
+  """Converts training data to NumPy arrays, and checks their lengths.
 
   Args:
     x: The inputs, in any nested structure of arrays.
-    y: The labels; None to leave them out.
-    sample_weight: The weights of the examples; None to leave them out.
+    y: The labels; None if there are none.
+    sample_weight: The weights of the examples; None if there are none.
+
+  Returns:
+    (x,), (x, y) or (x, y, weights): nested arrays of the same length. float64
+    becomes float32.
 
   Raises:
     TypeError: If something is not an array.
@@ -391,11 +402,16 @@ def _from_dataset(
 
 
 def sendable(x: tf.data.Dataset) -> datasets.Sendable:
-  """Makes an object that sends the data set `x` to the tasks of the replicas.
+  """Converts a data set to a form that can be sent to other tasks: its graph.
+
+  Args:
+    x: The training data.
+
+  Returns:
+    An object that can be pickled, and that `make` takes as `x`.
 
   Raises:
-    TypeError: If the data set cannot be sent, since it needs Python code or
-      objects of this process.
+    TypeError: If the data set needs Python code or objects of this process.
   """
   try:
     return datasets.Sendable(datasets.to_bytes(x), x.element_spec)
@@ -426,16 +442,17 @@ def _from_sendable(
 
 
 def check_python(x: object, *, can_run: bool) -> None:
-  """Checks that the replicas can run Python code that yields batches.
+  """Checks that the replicas can get batches from `x`.
+
+  If `x` yields batches by Python code (as an iterator or a
+  `keras.utils.PyDataset`), each replica must run in a process that has `x`.
 
   Args:
-    x: The training data: arrays, a data set, a function, or Python code (an
-      iterator or a `keras.utils.PyDataset`).
-    can_run: Whether each replica has a process of its own, which runs the
-      user's script.
+    x: The training data, of any kind.
+    can_run: Whether each replica has a process that runs the user's script.
 
   Raises:
-    TypeError: If `x` is Python code that the replicas cannot run.
+    TypeError: If `x` yields batches by Python code, and `can_run` is False.
   """
   if isinstance(x, keras.utils.PyDataset | Iterator) and not can_run:
     raise TypeError(
@@ -478,10 +495,11 @@ def _from_python(
 def _size(tensor: tf.Tensor) -> tf.Tensor:
   """Returns the number of examples in a batch, as an int64 scalar.
 
-  At run time, the op raises InvalidArgumentError if there are none.
-
   Args:
     tensor: A tensor of the batch, with the examples along axis 0.
+
+  Raises:
+    tf.errors.InvalidArgumentError: When the op runs, if there are no examples.
   """
   size = tf.shape(tensor, tf.int64)[0]
   rule = tf.debugging.assert_positive(
@@ -546,17 +564,18 @@ def _known_length(dataset: tf.data.Dataset) -> int:
 
 
 def pieces(batch: tuple, count: int) -> Sequence[model_parallel.Batch]:
-  """Cuts a part of a batch into one piece for each tower of a replica.
+  """Cuts a part of a global batch into one piece for each tower of a replica.
 
-  A tower is a copy of the model on its device.
+  A tower is a copy of the model on one device of the replica.
 
   Args:
-    batch: (data,) or (data, weights), an element of `TrainingData.part_fn`.
-    count: Number of towers, and so of pieces.
+    batch: (data,) or (data, weights), an element of a data set that
+      `TrainingData.part_fn` makes.
+    count: The number of towers.
 
   Returns:
-    The pieces: each (data,) or (data, weights). The mean of their weighted
-    gradients is the gradient of the part.
+    `count` pieces, each (data,) or (data, weights). The gradient of the part is
+    the mean, over the pieces, of weight times gradient.
   """
   data, *weights = batch
   first = tf.nest.flatten(data)[0]
@@ -577,17 +596,18 @@ def _piece(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
   """Computes which examples of a batch are in one of several pieces.
 
-  If there are more pieces than examples, a piece without an example gets one,
-  with weight 0.
+  If there are more pieces than examples, some pieces have no example. Such a
+  piece gets any one example, as a filler, and the weight 0.
 
   Args:
-    size: Number of examples in the batch.
-    piece: The number of the piece.
-    count: Number of pieces.
+    size: The number of examples in the batch, an int64 scalar.
+    piece: The index of the piece, an int64 scalar.
+    count: The number of pieces.
 
   Returns:
-    (begin, end, weight). The piece has the examples from `begin` to `end`,
-    exclusive. The weight is its share of the batch times the number of pieces.
+    (begin, end, weight). The piece has the examples [begin, end). The weight
+    is the number of its examples divided by the mean number over all pieces: 1
+    if all pieces have the same size.
   """
   begin, end = size * piece // count, size * (piece + 1) // count
   share = tf.cast(end - begin, tf.float32) / tf.cast(size, tf.float32)
@@ -596,10 +616,10 @@ def _piece(
 
 
 def _as_tuple(spec: object) -> tuple:
-  """Returns `spec` if it is a tuple, else a tuple with only `spec`.
+  """Returns `spec` if it is a tuple, otherwise the tuple (spec,).
 
-  `spec` describes the elements of a data set. `Dataset.map` passes the parts of
-  such a tuple to a function as its arguments.
+  Args:
+    spec: The `element_spec` of a data set.
   """
   return spec if isinstance(spec, tuple) else (spec,)
 
@@ -610,15 +630,16 @@ def _check_specs(
   """Checks that data can be used for training, by its shapes and dtypes.
 
   Args:
-    specs: The elements of the data, as nested `tf.TypeSpec`s.
-    class_weight: The weights of classes, which need labels that are numbers;
-      None for no weights.
+    specs: The shapes and dtypes of a batch, as nested `tf.TypeSpec`s: (x,), (x,
+      y) or (x, y, weights).
+    class_weight: The weights of classes, by class number; None for no weights.
     name: The name of the data in error messages.
 
   Raises:
-    TypeError: If an element has other components than dense or ragged tensors.
-    ValueError: If the elements are not batches of examples, or labels or
-      weights are not as needed.
+    TypeError: If a component is not a dense or ragged tensor.
+    ValueError: If the examples are not along axis 0 of each component, if the
+      weights are not numbers, or if `class_weight` is given and `y` is not one
+      tensor of numbers.
   """
   if len(specs) > 3:
     raise ValueError(
@@ -667,19 +688,24 @@ def _check_specs(
 
 
 def check_validation(data: object, steps: int | None = None) -> tuple | None:
-  """Checks `validation_data`, which Keras reads only after the first epoch.
+  """Checks `validation_data` before training.
+
+  Keras would report a mistake only after the first epoch.
 
   Args:
     data: The argument `validation_data` of `keras.Model.fit`.
     steps: The argument `validation_steps` of `keras.Model.fit`.
 
   Returns:
-    (x,), (x, y) or (x, y, weights) as nested `tf.TypeSpec`s; None if they are
-    not known before the data is read.
+    The shapes and dtypes of a batch, as nested `tf.TypeSpec`s: (x,), (x, y) or
+    (x, y, weights). None if they are not known before the data is read, or if
+    `data` is None.
 
   Raises:
-    TypeError: If the data is of another kind, or yields no tensors.
-    ValueError: If there are no examples, or their numbers differ.
+    TypeError: If the data is of a kind that Keras does not take, or has
+      components that are not tensors.
+    ValueError: If there are no examples, if the components have different
+      numbers of examples, or if the data is endless and `steps` is None.
   """
   if isinstance(data, tf.data.Dataset):
     specs = _as_tuple(data.element_spec)
@@ -725,11 +751,16 @@ def _is_number(spec: tf.TensorSpec | tf.RaggedTensorSpec) -> bool:
 
 
 def _weighted(data: tuple, class_weight: Mapping[int, float] | None) -> tuple:
-  """Returns a batch whose examples are weighted by their classes.
+  """Gives the examples of a batch the weights of their classes.
 
   Args:
-    data: (x,), (x, y) or (x, y, weights). Existing weights are multiplied.
-    class_weight: Maps class numbers to weights; None leaves `data` unchanged.
+    data: (x,), (x, y) or (x, y, weights).
+    class_weight: Maps a class number to the weight of the class. Other classes
+      have the weight 1.
+
+  Returns:
+    (x, y, weights). Weights in `data` are multiplied by those of the classes.
+    If `class_weight` is None, `data` itself.
   """
   if class_weight is None:
     return data

@@ -1,10 +1,10 @@
 """Trains a compiled Keras model on a cluster, with Keras' own training loop.
 
-`keras.Model.fit` runs unchanged in the chief: epochs, callbacks, validation,
-and history are Keras'. Only its training function is replaced, and its progress
-bar also shows the learning rate. The replacement makes updates with a driver,
-the object that runs updates on the cluster, and loads the results into the
-chief's model.
+`keras.Model.fit` runs in the chief, with Keras' own epochs, callbacks,
+validation and history. Only its training function is replaced. The replacement
+makes updates with a *driver*, the object that makes updates on the cluster, and
+loads the results into the chief's model. The progress bar also shows the
+learning rate.
 """
 
 import contextlib
@@ -82,39 +82,43 @@ def fit(
   """Trains a compiled Keras 3 model on a cluster, as `keras.Model.fit` does.
 
   The role of this process comes from environment variables (see
-  `cluster.environment.role`). Without a role, this process trains alone. A
-  parameter server or a worker other than the chief serves or computes inside
-  this call, and stays in it until the chief ends. So what follows in the script
-  runs in the chief only. If the chief calls `fit` or `run` again, the other
-  tasks take part again; workers get the arguments from the chief, pickled by
-  cloudpickle. With mirrored variables on a cluster, a script trains once.
+  `cluster.environment.role`). Without a role, this process trains alone, as the
+  chief. On a cluster, the call returns in the chief only: a parameter server
+  serves, and another worker computes gradients, inside this call until the
+  chief's process ends; then the process exits. The chief may call `fit` or
+  `run` again, and the other tasks take part again. Workers get the arguments of
+  such a call from the chief, pickled by cloudpickle. With mirrored variables on
+  a cluster, only one call is possible.
 
-  A batch, for Keras, is one update, or several if the `train_step` of the model
-  applies gradients several times. Its examples, the global batch, are divided
-  among the contributions of the update, which are the gradients that replicas
-  send for it. Under `Sync` there are `replicas_to_aggregate` contributions.
-  Under `Async` there is one, but with "softsync" there are (number of replicas)
-  / n.
+  The *global batch* has the examples of one update. It is what Keras calls a
+  batch. It is divided into parts, one for each *contribution* to the update: a
+  replica computes gradients from each part, and the update applies their mean.
+  Under `Sync` there are `replicas_to_aggregate` contributions. Under `Async`
+  there is one, but with "softsync" there are (number of replicas) / n. (If the
+  `train_step` of the model applies gradients several times, each time is an
+  update, and all of them use one global batch.)
 
   Metrics count exactly the contributions that were applied. Callbacks run in
-  the chief only. After an epoch, and after every batch if a callback looks at
-  batches, the model has the current weights. Weights and learning rates that a
-  callback assigns are sent to the parameter servers before the next update.
-  Gradients that replicas have computed before then are still used.
+  the chief only. When they are called after an epoch, the model has the current
+  weights. It also has them after each batch if a callback has a method for
+  batches. Weights and learning rates that a callback assigns are sent to the
+  parameter servers before the next update. Gradients that replicas computed
+  before that are still used.
 
   Args:
     model_fn: Builds and compiles the model, in the same way in all tasks. It is
       called once per task, after this process has joined the cluster.
-    x: Arrays; a `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator,
-      such as a generator, of global batches; or a function of
-      `tf.distribute.InputContext` that returns the data set of one replica.
+    x: One of these: arrays; a `tf.data.Dataset`, a `keras.utils.PyDataset` or
+      an iterator (such as a generator) of global batches; or a function of
+      `tf.distribute.InputContext` that returns the data set of one replica,
+      whose elements are parts of global batches.
     y: The labels, if `x` consists of arrays.
-    batch_size: Number of examples in a global batch, if `x` consists of arrays;
-      default 32.
+    batch_size: The number of examples in a global batch, if `x` consists of
+      arrays. None: 32.
     epochs: As in `keras.Model.fit`.
-    verbose: As in `keras.Model.fit`. With another value than 0, the chief also
-      prints how many replicas a cluster has, and the learning rate. Where
-      stdout is no terminal, "auto" and 1 print lines instead of a bar.
+    verbose: As in `keras.Model.fit`. Unless it is 0, the chief also prints the
+      number of replicas of a cluster, and the learning rate. If stdout is not a
+      terminal, "auto" and 1 print lines instead of a bar.
     callbacks: As in `keras.Model.fit`.
     validation_split: As in `keras.Model.fit`, if `x` consists of arrays.
     validation_data: As in `keras.Model.fit`, or a function without arguments
@@ -122,63 +126,67 @@ def fit(
     validation_steps: As in `keras.Model.fit`.
     validation_batch_size: As in `keras.Model.fit`.
     validation_freq: As in `keras.Model.fit`.
-    shuffle: Whether to shuffle arrays anew in every pass over them.
+    shuffle: Whether to shuffle arrays before every pass over them.
     class_weight: As in `keras.Model.fit`.
     sample_weight: As in `keras.Model.fit`.
     initial_epoch: As in `keras.Model.fit`.
-    steps_per_epoch: Number of global batches in an epoch; default: as many as
+    steps_per_epoch: The number of global batches in an epoch. None: as many as
       `x` has.
-    rule: The update rule, made by `Sync` or `Async`; default `Sync()`.
+    rule: The update rule, made by `Sync` or `Async`. None: that of `Sync()`.
     replication: "between_graph": every worker runs the script and trains;
       "in_graph": the chief, a separate task, drives all workers; "mirrored":
       every device has a copy of the variables, and gradients are all-reduced.
-    cluster: A cluster spec or the path of one. The environment then decides
-      only the task. None takes the cluster of the environment.
+    cluster: A cluster spec, or the path of its file. None: the cluster that the
+      environment describes. The task of this process comes from the environment
+      in both cases.
     devices: The devices of this process that compute, such as "/device:GPU:0".
-      Each has a copy of the model. None takes the GPUs that the cluster spec
-      gives to this task.
-    train_dir: Directory for checkpoints. If it has one, training resumes from
-      the newest, and `initial_epoch` is ignored. None writes nothing, and is
-      not allowed with tables (`Embedding`) on parameter servers.
+      Each has a copy of the model. None: the GPUs that the cluster spec gives
+      to this task.
+    train_dir: The directory for checkpoints. If it has checkpoints, training
+      resumes from the newest one, and `initial_epoch` is ignored. None: nothing
+      is written. None is not allowed with tables (`Embedding`) on parameter
+      servers.
     checkpoint_every_secs: Seconds between two checkpoints. One is also written
       at the end.
-    min_table_bytes: With parameter servers, a `keras.layers.Embedding` whose
-      weight has at least so many bytes is treated as a `tf_replicas.Embedding`:
-      its rows stay on the parameter servers. It must have been made in
-      `model_fn`. None: no layer is treated so.
-    start_timeout_secs: The seconds that the tasks of a cluster wait for each
-      other at the start.
+    min_table_bytes: A size in bytes. With parameter servers, a
+      `keras.layers.Embedding` whose weight is at least that large becomes a
+      `tf_replicas.Embedding`, whose rows stay on the parameter servers. This
+      applies to layers that are made in `model_fn`. None: no layer is changed.
+    start_timeout_secs: Seconds to wait for the other tasks to start.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
       that was lost. Training then resumes from the newest checkpoint of
-      `train_dir`, in the same calls of callbacks. 0, or no `train_dir`: the
-      loss ends training.
-    seed: Seed of the shuffling.
-    log: Called with each line of the log of a task that serves (a parameter
-      server or an in-graph worker), and with the chief's line about replicas.
+      `train_dir`, and callbacks do not notice. 0, or no `train_dir`: the loss
+      ends training.
+    seed: The seed of the shuffling.
+    log: Receives each line of the log of a serving task (a parameter server or
+      an in-graph worker), and in the chief a line about the replicas.
 
   Returns:
-    The history. Its `model` has the trained weights and the optimizer's state,
-    but not the rows of tables (see `load_tables`).
-    Its `contributions` maps each replica, such as "worker 1", to the
-    `rules.results.Counts` of its contributions; empty without parameter
-    servers. Its `row_updates` maps each parameter server, such as "ps 0", to
-    the number of rows of tables that updates changed there; empty without
-    tables.
+    The history, as `keras.Model.fit` returns it, with three attributes:
+
+    * `model`: the model with the trained weights and the state of the
+      optimizer, but without the rows of tables (see `load_tables`).
+    * `contributions`: maps each replica, such as "worker 1", to the
+      `rules.results.Counts` of its contributions: how many were used or
+      refused. Empty without parameter servers.
+    * `row_updates`: maps each parameter server, such as "ps 0", to the number
+      of rows of tables that updates changed there. Empty without tables.
 
   Raises:
-    cluster.ClusterError: If cluster, task and rule do not go together.
+    cluster.ClusterError: If cluster, task and rule do not fit together.
     TypeError, ValueError: If an argument, the model or the data is not
-      supported, with one line that says what is expected; or if an op of the
-      model or the data fails. Errors of the model's own code, and of Keras
-      about the model, are passed on unchanged.
+      supported, or if an op of the model or the data fails. The message is one
+      line. Errors of the model's own code, and of Keras about the model, are
+      passed on unchanged.
     FloatingPointError: If a gradient or a loss is not finite.
     KeyboardInterrupt: If interrupted. A checkpoint is written first.
     RuntimeError: If another task ended the training or has other versions of
-      TensorFlow, Keras or this library, if the training before failed, or if
-      `x` yields nothing.
-    ImportError: If a second call on a cluster needs cloudpickle, which is not
-      installed.
-    TimeoutError: If another task does not start in time.
+      TensorFlow, Keras or this library, if an earlier training of this process
+      failed, or if `x` yields nothing.
+    ImportError: If cloudpickle is not installed, and a second call on a cluster
+      needs it.
+    TimeoutError: If another task does not start in time, or a lost parameter
+      server is not restarted in time.
   """
   arguments.check(
     epochs=epochs,
@@ -299,10 +307,11 @@ def fit(
 
 
 def _describe_load(rows: Mapping[str, int]) -> str:
-  """Says in one line how the updates of tables' rows were divided.
+  """Says in one line which share of the row updates each server made.
 
   Args:
-    rows: Maps each parameter server to the number of rows that were updated.
+    rows: Maps each parameter server, such as "ps 0", to the number of rows of
+      tables that updates changed there.
   """
   total = sum(rows.values())
   shares = ", ".join(f"{n / total:.1%} on {task}" for task, n in rows.items())
@@ -312,15 +321,15 @@ def _describe_load(rows: Mapping[str, int]) -> str:
 def _contributions_per_update(
   rule: update_options.UpdateSettings, num_replicas: int
 ) -> int:
-  """Returns how many replicas' gradients each update of a rule uses.
+  """Returns the number of contributions that an update averages.
 
   Args:
     rule: The settings of the update rule.
-    num_replicas: Number of replicas of the cluster.
+    num_replicas: The number of replicas of the cluster.
 
   Raises:
-    cluster.ClusterError: If the rule does not go with the number of replicas,
-      or is one of replicas that train copies of their own.
+    cluster.ClusterError: If the rule cannot be used with this number of
+      replicas, or is one of `Periodic`.
   """
   update_options.check(rule, num_replicas)
   if rule.is_periodic:
@@ -334,18 +343,22 @@ def _contributions_per_update(
 def _connectable(
   x: data_module.Source, validation_data: object, part: roles.Part
 ) -> data_module.Source:
-  """Returns the training data in a form that outlives joining the cluster.
+  """Returns the training data in a form that can be used on the cluster.
 
-  Joining a cluster ends the TensorFlow runtime that made a data set. A data set
-  that this process sends to workers, or got from the chief, is serialized.
+  When this process joins a cluster, TensorFlow starts again, and a data set
+  that was made before may be lost. So a data set is converted to its graph if
+  other processes use it, or if this process has trained before.
 
   Args:
     x: The training data.
-    validation_data: The validation data, which are only checked.
+    validation_data: The validation data. It is checked, and not converted.
     part: The part that this process has in the training.
 
+  Returns:
+    `x`, or what replaces it.
+
   Raises:
-    TypeError, ValueError: If the data cannot be used after joining.
+    TypeError, ValueError: If the data cannot be used on the cluster.
   """
   data_module.check_python(x, can_run=part.runs_own_script)
   if part.role is None:
@@ -363,12 +376,15 @@ def _connectable(
 def _check_validation(
   model: keras.Model, validation_data: object, validation_steps: int | None
 ) -> None:
-  """Checks that the validation data fit the model and the number of steps.
+  """Checks that the validation data fits the model and the number of steps.
 
   Args:
     model: The compiled model.
     validation_data: The argument `validation_data` of `fit`.
     validation_steps: The argument `validation_steps` of `fit`.
+
+  Raises:
+    TypeError, ValueError: If the data does not fit.
   """
   spec = data_module.check_validation(validation_data, validation_steps)
   if spec is not None:
@@ -380,16 +396,14 @@ def _part_size(
 ) -> int | None:
   """Returns the number of examples in each part of a global batch.
 
-  A global batch has the examples of one update. Each copy of the model computes
-  the gradient of one part.
-
   Args:
     x: The training data.
-    batch_size: Number of examples in a global batch of arrays; None for 32.
-    num_parts: Number of parts.
+    batch_size: The argument `batch_size` of `fit`; None: 32.
+    num_parts: The number of parts.
 
   Returns:
-    The number of examples; None if it is not known, or differs between parts.
+    The number of examples. None if `x` yields batches, whose size is not known
+    here, or if the sizes of the parts differ.
   """
   if data_module.yields_batches(x):
     return None
@@ -402,19 +416,18 @@ class _Task:
   """Builds the replica and the update rule of this task.
 
   Attributes:
-    model_fn: Builds the model.
+    model_fn: Builds the user's model.
     data_fn: Makes the training data.
-    rule: The update rule.
-    num_replicas: Number of replicas.
-    num_contributions: Number of contributions (what replicas send, such as
-      gradients) in an update.
-    towers: Devices of the towers, the copies of the model; empty for the
+    rule: The settings of the update rule.
+    num_replicas: The number of replicas of the cluster.
+    num_contributions: The number of contributions that an update averages. A
+      contribution is the gradients that a replica computes from one batch.
+    towers: The devices that have a copy of the model. Empty: one copy on the
       default device.
-    min_table_bytes: The size of a weight, in bytes, from which an embedding
-      layer becomes a table on the parameter servers; None for no tables.
-    model: The model; None until `replica` has been called.
-    driver: The driver, the object that makes the updates; None until the caller
-      sets it.
+    min_table_bytes: The smallest size in bytes of an embedding layer's weight
+      that becomes a table on the parameter servers. None: no tables.
+    model: The model; None until `replica` was called.
+    driver: The driver of this task; None until the caller sets it.
   """
 
   model_fn: Callable[[], keras.Model]
@@ -433,7 +446,11 @@ class _Task:
     return self.data_fn()
 
   def replica(self) -> compiled_model.CompiledReplica:
-    """Builds the user's model, and makes the replica that trains it."""
+    """Builds the user's model, and makes the replica that trains it.
+
+    Raises:
+      TypeError, ValueError: If the model is not supported.
+    """
     spec = self.data.spec
     with embeddings.replacing(self.min_table_bytes):
       with keras_internals.names_from_the_start():
@@ -462,14 +479,15 @@ class _Task:
     )
 
   def _dataset(self, num_shards, index, start) -> tf.data.Dataset:
-    """Makes the endless data set of one replica, from the current update on.
+    """Makes the endless data set of one replica, from the next update on.
 
-    The current update is the driver's global step; 0 while there is no driver.
+    The next update follows from the driver's global step. It is the first
+    update while there is no driver.
 
     Args:
       num_shards: The number of replicas.
       index: The index of the replica.
-      start: The number of examples drawn so far; not used.
+      start: Not used: the number of examples drawn so far.
 
     Returns:
       The parts of global batches that this replica trains on, each (data,) or
@@ -511,8 +529,11 @@ class _Task:
 def _check_is_new(model: keras.Model) -> None:
   """Checks that a model was made after this process joined a cluster.
 
+  Args:
+    model: What the user's `model_fn` returned.
+
   Raises:
-    ValueError: If a variable was made before, and so was lost.
+    ValueError: If a variable of the model was made before. Its value is lost.
   """
   if not isinstance(model, keras.Model):
     return
@@ -527,11 +548,11 @@ def _check_is_new(model: keras.Model) -> None:
 
 
 class _Loop(keras.callbacks.Callback):
-  """Runs `keras.Model.fit` in the chief, but makes updates with a driver.
+  """Runs `keras.Model.fit` in the chief, with a driver that makes the updates.
 
-  The driver is the object that makes updates on the cluster. Keras calls
-  `_train` once per batch, or per `steps_per_execution` batches. The object is
-  also a Keras callback, which learns where epochs begin.
+  Keras calls `_train` once per batch, or once per `steps_per_execution`
+  batches. The object is also a Keras callback, so that Keras tells it when an
+  epoch begins.
   """
 
   def __init__(
@@ -595,7 +616,7 @@ class _Loop(keras.callbacks.Callback):
     """Calls `keras.Model.fit` with `_train` as the training function.
 
     Args:
-      batch_size: The batch size of the validation; None for Keras' default.
+      batch_size: The batch size of the validation; None: Keras' default.
       verbose: As in `keras.Model.fit`.
       **arguments: Further arguments of `keras.Model.fit`.
 
@@ -641,7 +662,10 @@ class _Loop(keras.callbacks.Callback):
     self._session.finish(self._step)
 
   def _restore(self) -> None:
-    """Restores the newest checkpoint, if there is one, into the store."""
+    """Restores the newest checkpoint, if there is one.
+
+    The values are assigned where the driver keeps them, not to the model.
+    """
     first = len(self._weights)
     self._read_metrics = self._driver.store.reader(
       range(first, first + len(self._metrics))
@@ -650,16 +674,21 @@ class _Loop(keras.callbacks.Callback):
     self._step = self._session.restore_or_initialize()
 
   def _recovering(self, function: Callable[[], _R]) -> _R:
-    """Calls a function, and again after each loss of a parameter server.
+    """Calls a function, and calls it again after a parameter server was lost.
 
-    Before it calls the function again, it makes the updates of earlier epochs
-    that were lost. Callbacks do not see them a second time.
+    Before the second call, it restores the newest checkpoint, and makes the
+    updates again that were lost and belong to earlier epochs. No callbacks are
+    called for them.
 
     Args:
-      function: Uses the driver.
+      function: A function that uses the driver.
 
     Returns:
-      The result of `function`.
+      The result of the last call of `function`.
+
+    Raises:
+      ValueError: If an op of the user's model or data fails.
+      TimeoutError: If the parameter server is not restarted in time.
     """
     is_lost = False
 
@@ -674,7 +703,11 @@ class _Loop(keras.callbacks.Callback):
       return self._driver.recovering(attempt)
 
   def _resume(self) -> None:
-    """Restores the newest checkpoint, and goes on to the start of the epoch."""
+    """Restores the newest checkpoint, after a parameter server was lost.
+
+    If the checkpoint is older than the start of the present epoch, it makes the
+    updates up to there again.
+    """
     self._restore()
     # Keras traces these again. They do not find the rows of tables any more.
     self._trained.test_function = self._trained.predict_function = None
@@ -690,7 +723,7 @@ class _Loop(keras.callbacks.Callback):
     self._clear_metrics()
 
   def _make_updates(self, last: int) -> None:
-    """Makes updates, at most up to the global step `last`."""
+    """Makes at least one update, and none beyond the global step `last`."""
     step_fn = functools.partial(self._driver.step, last - self._step)
     result = self._make_step(step_fn)
     self._step = result.global_step
@@ -700,10 +733,10 @@ class _Loop(keras.callbacks.Callback):
   # Methods as a callback of Keras, called after all other callbacks.
 
   def on_train_begin(self, logs=None) -> None:
-    """Loads a resumed checkpoint into the model again.
+    """Loads the values of the restored checkpoint into the model again.
 
-    Another callback, `keras.callbacks.BackupAndRestore`, may have changed the
-    model.
+    Keras calls this after the other callbacks. One of them,
+    `keras.callbacks.BackupAndRestore`, may have changed the model.
     """
     if self._is_resumed:
       self._load()
@@ -712,8 +745,8 @@ class _Loop(keras.callbacks.Callback):
   def on_epoch_begin(self, epoch, logs=None) -> None:
     """Computes the global steps at which this epoch and the training end.
 
-    Keras calls this. The metrics begin anew, unless training resumes within the
-    epoch.
+    Keras calls this. It also sets the metrics to zero, unless training resumes
+    from a checkpoint that was written within this epoch.
     """
     # A checkpoint written within an epoch has the epoch's metrics so far.
     is_within = self._epoch_end < 0 and self._step % self._updates_per_epoch > 0
@@ -740,10 +773,10 @@ class _Loop(keras.callbacks.Callback):
   # Methods as the training function of Keras.
 
   def _train(self, iterator) -> dict[str, float]:
-    """Makes the next updates, as the training function that Keras calls.
+    """Makes the next updates. Keras calls it as its training function.
 
     Args:
-      iterator: Ignored, since the replicas have the data.
+      iterator: Ignored: the replicas have their own data.
 
     Returns:
       The metrics of the epoch so far, by name.
@@ -754,7 +787,14 @@ class _Loop(keras.callbacks.Callback):
     return self._recovering(self._reach_target)
 
   def _reach_target(self) -> dict[str, float]:
-    """Makes updates up to the target; returns the metrics of the epoch."""
+    """Makes updates up to the target of the present call of `_train`.
+
+    It first sends what callbacks have changed, and afterwards reads the metrics
+    or the whole model.
+
+    Returns:
+      The metrics of the epoch so far, by name.
+    """
     self._send_changes()
     previous = self._step
     # If no callback looks at batches, this call may already make the updates of
@@ -783,10 +823,10 @@ class _Loop(keras.callbacks.Callback):
     return self._logs
 
   def _warn_of_old_metrics(self) -> None:
-    """Warns, once in a training, that an epoch logs older metrics again.
+    """Warns, once in a training, that an epoch shows the metrics of the last.
 
-    They are those of the epoch before, in which asynchronous updates of this
-    epoch were all counted.
+    This happens if asynchronous updates run ahead: all updates of this epoch
+    were made, and counted in the metrics, before the last epoch ended.
     """
     if not self._has_warned:
       logging.warning(
@@ -799,10 +839,7 @@ class _Loop(keras.callbacks.Callback):
     self._has_warned = True
 
   def _load(self) -> None:
-    """Loads weights, optimizer state and metrics into the chief's model.
-
-    They are read from the driver, the object that makes the updates.
-    """
+    """Loads weights, optimizer state and metrics into the chief's model."""
     state = {k: np.asarray(v) for k, v in self._driver.store.state().items()}
     compiled_model.load(self._trained, state, int(state["global_step"]))
     self._loaded = [np.asarray(v) for v in self._weights]
@@ -814,17 +851,18 @@ class _Loop(keras.callbacks.Callback):
       variable.assign(value)
 
   def _clear_metrics(self) -> None:
-    """Subtracts the metrics of the last epoch from those on the servers.
+    """Sets the sums of the metrics back at the start of an epoch.
 
-    What asynchronous updates have added since the metrics were read counts for
-    the next epoch.
+    It subtracts the values that were read last from those on the parameter
+    servers. What asynchronous updates have added since then remains, and counts
+    for the next epoch.
     """
     for index, value in enumerate(self._reported, start=len(self._weights)):
       self._driver.store.subtract(index, value)
     self._reported = []
 
   def _send_changes(self) -> None:
-    """Sends weights and rates that callbacks have changed to the servers."""
+    """Gives weights and learning rates that callbacks changed to the driver."""
     rates = _rates(self._trained)
     if rates != self._rates:
       self._driver.set_learning_rate(rates[0])
@@ -840,10 +878,10 @@ class _Loop(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def _one_line_op_errors() -> Iterator[None]:
-  """Turns an error of an op inside this context into a ValueError of one line.
+  """Makes a context that shortens errors of ops of the user's model or data.
 
-  The op belongs to the user's model or data. TensorFlow's message has up to 100
-  lines, and is kept in the exception's cause.
+  It raises a ValueError with one line. TensorFlow's error, whose message has up
+  to 100 lines, is the cause of the ValueError.
   """
   try:
     yield
@@ -866,9 +904,10 @@ def _one_line_op_errors() -> Iterator[None]:
 
 
 def _rates(model: keras.Model) -> list[float]:
-  """Returns the learning rates of the model's optimizers that have no schedule.
+  """Returns the learning rates of the model's optimizers without a schedule.
 
-  Only these rates can be set by a callback.
+  Only these rates can be set by a callback. With one optimizer that has a
+  schedule, the list is empty.
   """
   optimizers = compiled_model.optimizers(model)
   return [
@@ -879,9 +918,9 @@ def _rates(model: keras.Model) -> list[float]:
 
 
 def _sees_batches(callback: keras.callbacks.Callback) -> bool:
-  """Returns whether a callback acts at the beginning or the end of batches.
+  """Returns whether a callback does something before or after a batch.
 
-  If no callback does, several batches are processed by one call.
+  If no callback does, one call of the training function makes several batches.
   """
   if isinstance(
     callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore

@@ -18,9 +18,10 @@ _LINE_SECS = 10.0
 class Progress(keras.callbacks.ProgbarLogger):
   """Keras' progress bar, with the learning rate and the time left.
 
-  On a terminal and in a notebook it is a bar. Elsewhere, as under a launcher,
-  it is a line after the first batches, every ten seconds and after each epoch:
-  Keras' bar would fill the log with control characters.
+  On a terminal and in a notebook it is a bar. Elsewhere, for example under a
+  launcher, it prints lines: after the first batches, every ten seconds, and
+  after each epoch. There, Keras' bar would fill the log with control
+  characters.
 
   Attributes:
     async_safe: True, so that Keras may call the methods for batches in another
@@ -38,8 +39,8 @@ class Progress(keras.callbacks.ProgbarLogger):
     """Initializes the callback.
 
     Args:
-      learning_rate_fn: Returns the current learning rate; NaN if there is not
-        exactly one.
+      learning_rate_fn: Returns the current learning rate. NaN: none is shown,
+        for example because there are several.
       clock: Returns a time in seconds.
     """
     super().__init__()
@@ -51,10 +52,11 @@ class Progress(keras.callbacks.ProgbarLogger):
     self._said_at = -math.inf
 
   def set_params(self, params: Mapping[str, object]) -> None:
-    """Receives the arguments of `keras.Model.fit`, and chooses a bar or lines.
+    """Receives settings of the training, and chooses a bar or lines.
 
     Args:
-      params: The numbers of epochs and of steps, and `verbose`.
+      params: Keras gives "epochs", "steps" (the number of batches in an epoch)
+        and "verbose".
     """
     super().set_params(params)
     if self.verbose == 1 and not _can_redraw():
@@ -62,7 +64,7 @@ class Progress(keras.callbacks.ProgbarLogger):
       self.verbose, self._has_lines = 2, True
 
   def on_epoch_begin(self, epoch: int, logs=None) -> None:
-    """Prints the number of the epoch, and the time left to the last one."""
+    """Prints the number of the epoch, and the estimated time left."""
     self._epoch = epoch
     epochs, self.epochs = self.epochs, 1  # Keras' own line has no time.
     super().on_epoch_begin(epoch, logs)
@@ -72,7 +74,7 @@ class Progress(keras.callbacks.ProgbarLogger):
       print(f"Epoch {epoch + 1}/{epochs}{left}", flush=True)
 
   def on_train_batch_end(self, batch: int, logs=None) -> None:
-    """Moves the progress bar, or prints a line every ten seconds instead."""
+    """Moves the bar, or prints a line if one is due."""
     logs = self._with_rate(logs)
     super().on_train_batch_end(batch, logs)
     done = self._epoch * (self.target or 0) + batch + 1
@@ -86,7 +88,7 @@ class Progress(keras.callbacks.ProgbarLogger):
       print(f"{batch + 1}/{self.target}{self._left(done)}{values}", flush=True)
 
   def on_epoch_end(self, epoch: int, logs=None) -> None:
-    """Completes the progress bar, or prints the last line of the epoch."""
+    """Completes the bar, or prints the last line of the epoch."""
     super().on_epoch_end(epoch, self._with_rate(logs))
 
   def _with_rate(self, logs: Mapping[str, float] | None) -> dict[str, float]:

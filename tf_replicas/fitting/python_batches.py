@@ -1,7 +1,7 @@
 """Makes data sets of batches that the user's Python code yields.
 
-The code is an iterator, such as a generator, or a `keras.utils.PyDataset`. It
-runs in the process that trains.
+The code is an iterator (such as a generator) or a `keras.utils.PyDataset`. It
+runs in the process that uses the data set.
 """
 
 import itertools
@@ -25,9 +25,10 @@ class PythonBatches:
   """The batches of an iterator or a `keras.utils.PyDataset`.
 
   Attributes:
-    spec: (x,), (x, y) or (x, y, weights) as nested `tf.TensorSpec`s.
-    length: The number of batches of one pass; None if it is endless, or not
-      known.
+    spec: The shapes and dtypes of a batch, as nested `tf.TensorSpec`s: (x,),
+      (x, y) or (x, y, weights).
+    length: The number of batches in a pass over a `PyDataset`. None if it is
+      endless or not known, and for an iterator.
   """
 
   def __init__(self, x: keras.utils.PyDataset | Iterator):
@@ -38,7 +39,8 @@ class PythonBatches:
 
     Raises:
       TypeError: If a batch is not a tuple, or does not consist of arrays.
-      ValueError: If there are no batches, or they differ in structure.
+      ValueError: If there are no batches, or if their structures or the ranks
+        of their arrays differ.
     """
     self._x = x
     self.length: int | None = None
@@ -54,16 +56,17 @@ class PythonBatches:
     self.spec = _common_spec([_arrays(batch) for batch in first])
 
   def dataset(self, num_needed: int) -> tf.data.Dataset:
-    """Returns a data set of one pass over the batches.
+    """Returns a data set of the batches.
 
-    For a `PyDataset`, the data set ends with the pass. For an iterator, it then
-    repeats the last batch without end: replicas draw a batch too many, for a
-    gradient that no update needs any more.
+    For a `PyDataset`, it has the batches of one pass. For an iterator, it has
+    the batches of the iterator, and then repeats the last batch without end.
+    The repetitions are not used for training: at the end of a training, a
+    replica draws batches whose gradients are no longer needed.
 
     Args:
-      num_needed: The number of batches that an iterator must yield. If it ends
-        before that, the op that needs the next batch fails. Not used for a
-        `PyDataset`.
+      num_needed: The number of batches that an iterator must yield. If it
+        yields fewer, the data set raises an error after the last one. Not used
+        for a `PyDataset`.
     """
     if isinstance(self._x, keras.utils.PyDataset):
       return self._passes(self._x)
@@ -85,12 +88,14 @@ class PythonBatches:
     )
 
   def _checked(self, batch: object) -> tuple:
-    """Returns a batch as arrays with the dtypes of the first batches.
+    """Checks a batch, and converts it to arrays with the dtypes of `spec`.
+
+    Args:
+      batch: A batch as the user's code yields it.
 
     Raises:
       TypeError: If the batch is not a tuple, or does not consist of arrays.
-      ValueError: If the batch has another structure or other shapes than the
-        first batches.
+      ValueError: If its structure or shapes do not fit `spec`.
     """
     arrays = _arrays(batch)
     specs = tf.nest.flatten(self.spec)
@@ -112,8 +117,8 @@ class PythonBatches:
   def _passes(self, x: keras.utils.PyDataset) -> tf.data.Dataset:
     """Returns a data set of the batches of a `keras.utils.PyDataset`.
 
-    Each iteration over the data set makes a new pass over `x`, and tells `x`
-    where an epoch begins and ends.
+    Each iteration over the data set is a new pass over `x`, and calls its
+    `on_epoch_begin` (and `on_epoch_end` for the pass before).
     """
     specs = tf.nest.flatten(self.spec)
     number = itertools.count()
@@ -145,13 +150,16 @@ class PythonBatches:
 
 
 def _arrays(batch: object) -> tuple:
-  """Returns a batch, as the user's code yields it, as a tuple of nested arrays.
+  """Converts a batch to a tuple of nested NumPy arrays.
 
-  The tuple is (x,), (x, y) or (x, y, weights). Values of None at the end are
-  left out.
+  Args:
+    batch: A batch as the user's code yields it.
+
+  Returns:
+    (x,), (x, y) or (x, y, weights). Values of None at the end are left out.
 
   Raises:
-    TypeError: If the batch is not such a tuple, or has something but arrays.
+    TypeError: If the batch is not such a tuple, or does not consist of arrays.
   """
   if isinstance(batch, list | np.ndarray):  # As Keras allows.
     batch = tuple(batch) if isinstance(batch, list) else (batch,)
@@ -185,13 +193,12 @@ def _shapes(arrays: object) -> object:
 def _common_spec(batches: list[tuple]) -> tuple:
   """Returns the shapes and dtypes that fit all given batches.
 
-  Axis 0 and axes whose sizes differ have no fixed size.
-
   Args:
-    batches: Batches as tuples of nested arrays.
+    batches: At least one batch, each a tuple of nested arrays.
 
   Returns:
-    Nested `tf.TensorSpec`s.
+    Nested `tf.TensorSpec`s with the dtypes of the first batch. The sizes of
+    axis 0, and of axes whose sizes differ, are None.
 
   Raises:
     ValueError: If the batches differ in structure or in the ranks of arrays.

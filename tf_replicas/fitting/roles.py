@@ -1,10 +1,14 @@
 """Finds out which part this process has in a training.
 
 Environment variables say which task of a cluster the process is. `fit` and
-`join` begin with `take`. A task that only serves (a parameter server or an
-in-graph worker) serves inside `take`, which then ends its process. To the other
-tasks, `take` returns a `Part`, which makes their driver: the object that runs
-the updates.
+`join` begin with `take`. A *serving task* (a parameter server or an in-graph
+worker) serves inside `take`, which then ends its process. In the other tasks,
+`take` returns a `Part`, which makes their *driver*, the object that runs this
+task's part of a training.
+
+The script of the chief may train several times on one cluster. These trainings
+are a *series*. Before a second training, a worker waits until the chief calls
+`fit` or `run` again, and then makes the same call.
 """
 
 import dataclasses
@@ -58,15 +62,16 @@ _was_mirrored = False
 def Sync(**settings: Any) -> update_options.UpdateSettings:
   """Makes the rule of synchronous updates.
 
-  An update applies the mean of several gradients: by default one of every
-  replica, or the first `replicas_to_aggregate` that arrive.
+  An update applies the mean of `replicas_to_aggregate` gradients, by default
+  one of every replica. If this number is smaller than the number of replicas,
+  the update applies the gradients that arrive first.
 
   Args:
-    **settings: Fields of `UpdateSettings` that go with `--update=sync`, such as
-      `replicas_to_aggregate` and `wire_dtype`.
+    **settings: Fields of `UpdateSettings` that are for synchronous updates,
+      such as `replicas_to_aggregate` and `wire_dtype`.
 
   Returns:
-    The rule, for `fit` and `run`.
+    The argument `rule` of `fit`, `run` and `join`.
   """
   return update_options.UpdateSettings(rules=("sync",), **settings)
 
@@ -75,13 +80,14 @@ def Async(*rules: str, **settings: Any) -> update_options.UpdateSettings:
   """Makes a rule of asynchronous updates.
 
   Args:
-    *rules: Names of asynchronous rules of `--update`, such as
-      "bounded_staleness". Without names, every gradient is applied as it comes.
-    **settings: Fields of `UpdateSettings` that go with these rules, such as
+    *rules: Names of asynchronous rules, such as "bounded_staleness"; see
+      `UpdateSettings.rules`. Without names, every gradient is applied when it
+      arrives.
+    **settings: Fields of `UpdateSettings` that are for these rules, such as
       `max_staleness`.
 
   Returns:
-    The rule, for `fit` and `run`.
+    The argument `rule` of `fit`, `run` and `join`.
   """
   return update_options.UpdateSettings(rules=rules or ("async",), **settings)
 
@@ -89,22 +95,25 @@ def Async(*rules: str, **settings: Any) -> update_options.UpdateSettings:
 def Periodic(rule: str, **settings: Any) -> update_options.UpdateSettings:
   """Makes a rule by which each replica trains its own copy of the variables.
 
-  After every `period` batches, a replica sends its result to the shared
-  variables and reads these.
+  After every `period` batches, a replica sends the result of these batches to
+  the parameter servers, and reads the variables there.
 
   Args:
     rule: "model_average", "elastic_average" or "accumulated_gradients".
-    **settings: Fields of `UpdateSettings` that go with the rule, such as
+    **settings: Fields of `UpdateSettings` that are for this rule, such as
       `period`.
 
   Returns:
-    The rule, for `run` and `join`.
+    The argument `rule` of `run` and `join`. `fit` does not take it.
   """
   return update_options.UpdateSettings(rules=(rule,), **settings)
 
 
 def check_rule(rule: object) -> update_options.UpdateSettings:
-  """Returns the argument `rule` of `fit` or `run`, or `Sync()` for None.
+  """Checks the argument `rule` of `fit` or `join`.
+
+  Returns:
+    `rule`; `Sync()` if it is None.
 
   Raises:
     TypeError: If `rule` is not an update rule.
@@ -121,21 +130,20 @@ def check_rule(rule: object) -> update_options.UpdateSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """The part that a process which trains has in its cluster.
+  """The part of a process in a training: which task it is, on which devices.
 
-  Processes that only serve other tasks have none.
+  Serving tasks have none.
 
   Attributes:
-    role: The cluster and this process's task; None without a cluster.
+    role: The cluster and the task of this process; None without a cluster.
     replication: "between_graph", "in_graph" or "mirrored".
-    towers: The devices that compute, each with a tower (a copy of the model):
-      those of this process, or with in-graph replication those of each worker.
-      Empty for the default device.
-    start_timeout_secs: The seconds that the tasks wait for each other at the
-      start.
+    towers: The devices that have a copy of the model: devices of this process,
+      or with in-graph replication, devices of each worker. Empty: one copy on
+      the default device.
+    start_timeout_secs: Seconds to wait for the other tasks to start.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
       that was lost; 0: the loss ends training.
-    caller: Name of the function that the user has called.
+    caller: The name of the function that the user called, such as "fit".
   """
 
   role: _Role | None
@@ -147,7 +155,7 @@ class Part:
 
   @property
   def num_replicas(self) -> int:
-    """Number of replicas in the whole cluster."""
+    """The number of replicas in the whole cluster."""
     count = 1 if self.role is None else len(self._replicas(self.role[0]))
     if self.replication == MIRRORED:
       count *= max(1, len(self.towers))
@@ -155,27 +163,27 @@ class Part:
 
   @property
   def devices(self) -> Sequence[str]:
-    """The devices of this process's replica, each with a copy of the model.
+    """The devices of one replica, each with a copy of the model.
 
-    Empty for the default device. With mirrored variables the list is empty too,
-    as each device has a replica of its own.
+    Empty: one copy on the default device. It is empty with mirrored variables,
+    where each device is a replica.
     """
     return () if self.replication == MIRRORED else self.towers
 
   @property
   def is_replicated(self) -> bool:
-    """Whether several processes, or several copies of the model, train."""
+    """Whether there is a cluster, or several devices compute."""
     return self.role is not None or len(self.towers) > 1
 
   def describe(
     self, rule: update_options.UpdateSettings, batch_size: int | None = None
   ) -> str:
-    """Returns one line about replicas, copies of the model, and updates.
+    """Returns a line for the log, about the replicas and how updates are made.
 
     Args:
-      rule: The update rule.
-      batch_size: Number of examples in the batch of one tower, a copy of the
-        model; None leaves it out.
+      rule: The settings of the update rule.
+      batch_size: The number of examples that one copy of the model computes at
+        a time. None: the line does not say it.
     """
     return run_options.describe_updates(
       self.replication,
@@ -187,12 +195,15 @@ class Part:
 
   @property
   def connects_late(self) -> bool:
-    """Whether no op may run before this process has joined the cluster."""
+    """Whether no op may run before this process has joined the cluster.
+
+    This is so for mirrored variables on a cluster.
+    """
     return self.role is not None and self.replication == MIRRORED
 
   @property
   def is_first(self) -> bool:
-    """Whether this process has not yet trained on a cluster."""
+    """Whether this is the first training of this process on a cluster."""
     return _series is None
 
   @property
@@ -234,14 +245,14 @@ class Part:
   def call_workers(
     self, function: Callable[..., object], given: Mapping[str, object]
   ) -> None:
-    """Begins a training after the first one on the cluster, in the chief.
+    """Makes the workers call a function, in the chief's second training.
 
-    Does nothing in the first training, which begins in all tasks by their
-    scripts, nor in a worker.
+    It is called in every training and task, but acts only in the chief, from
+    its second training on: the workers wait to be told about the training. The
+    first training needs no message, because all scripts begin it.
 
     Args:
-      function: The function that each worker has to call, unless it only
-        serves.
+      function: The function that each worker has to call.
       given: The keyword arguments of `function`, without `cluster`.
 
     Raises:
@@ -254,16 +265,17 @@ class Part:
       _series.begin_next(self.caller, function, given)
 
   def contribute(self, driver: driver_base.Driver) -> NoReturn:
-    """Computes gradients in this training and those after it, in a worker.
+    """Computes gradients, in a worker, until the training ends.
 
-    After the last training of the chief's script, ends the process.
+    In the first training, the worker then takes part in all later trainings of
+    the chief, and ends the process after the last one.
 
     Args:
-      driver: The driver, the object that runs this task's part of the training.
+      driver: The driver of this task.
 
     Raises:
-      series.Contributed: At the end of a training that the chief called, so
-        that the worker waits for the next one.
+      series.Contributed: At the end of a later training. The exception leads
+        back to where the worker waits for the next training.
     """
     with processes.one_line_errors(
       (), (OSError, RuntimeError, tf.errors.OpError)
@@ -275,7 +287,10 @@ class Part:
     processes.exit_now(0)
 
   def end(self) -> None:
-    """Notes that a training has ended well, so that another one may follow."""
+    """Notes, in the chief, that a training has ended without an error.
+
+    So another training may follow.
+    """
     if _series is not None:
       _series.end_training()
 
@@ -284,14 +299,17 @@ class Part:
     replica_fn: Callable[[], model_replica.Replica],
     rule_fn: Callable[[], rule_base.UpdateRule],
   ) -> driver_base.Driver:
-    """Makes the driver of this process, the object that makes the updates.
+    """Makes the driver of this process.
 
-    If that fails in a worker other than the chief, the process ends with an
-    error of one line.
+    If that fails in a worker other than the chief, the process prints one line,
+    and ends.
 
     Args:
       replica_fn: Builds the replica.
       rule_fn: Builds the update rule.
+
+    Returns:
+      The driver for `replication`, or `OneMachine` without a cluster.
     """
     global _was_mirrored
     if self.replication == MIRRORED:
@@ -320,9 +338,9 @@ class Part:
     replica_fn: Callable[[], model_replica.Replica],
     rule_fn: Callable[[], rule_base.UpdateRule],
   ) -> driver_base.Driver:
-    """Makes the driver of the next training on parameter servers.
+    """Makes the driver of the present training, with parameter servers.
 
-    The trainings of one script are a series, which the first one begins.
+    In the first training of this process, it also begins the series.
 
     Args:
       replica_fn: Builds the replica.
@@ -358,29 +376,31 @@ def take(
   log: Callable[[str], None],
   caller: str,
 ) -> Part:
-  """Finds this process's part in a training; a server stays inside and ends.
+  """Finds out which part this process has in a training.
+
+  In a serving task (a parameter server or an in-graph worker), it does not
+  return: it serves until the end of the training, and then ends the process.
 
   Args:
     replication: "between_graph", "in_graph" or "mirrored".
-    cluster: A cluster spec or the path of one. The environment then decides
-      only the task. None takes the cluster of the environment.
-    devices: The devices of this process that compute; None takes the GPUs that
-      the cluster spec gives to this task.
-    start_timeout_secs: The seconds that the tasks wait for each other at the
-      start.
+    cluster: A cluster spec, or the path of its file. None: the cluster that the
+      environment describes. The task of this process comes from the environment
+      in both cases.
+    devices: The devices of this process that compute. None: the GPUs that the
+      cluster spec gives to this task.
+    start_timeout_secs: Seconds to wait for the other tasks to start.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
       that was lost; 0: the loss ends training.
-    log: Called with each line of the log of a task that only serves.
-    caller: Name of the calling function, for error messages.
+    log: Receives each line of the log of a serving task.
+    caller: The name of the calling function, such as "fit", for error messages.
 
   Returns:
-    The part in the training. A task that only serves (a parameter server or an
-    in-graph worker) ends inside this function.
+    The part of this process.
 
   Raises:
-    cluster.ClusterError: If cluster, task and replication do not go together.
+    cluster.ClusterError: If cluster, task and replication do not fit together.
     TypeError, ValueError: If `cluster` or `devices` is invalid.
-    RuntimeError: If this process cannot take part in another training.
+    RuntimeError: If this process has trained before and cannot train again.
   """
   noise.hide()  # TensorFlow may have been imported since.
   runtime_devices.find_gpus()
@@ -403,7 +423,7 @@ def take(
 
 
 def check_replication(replication: str) -> None:
-  """Raises ValueError unless the argument `replication` is a known kind."""
+  """Raises ValueError unless `replication` is the name of a kind."""
   if replication not in tuple(_DRIVERS):  # It may not be hashable.
     raise ValueError(
       f"`replication` must be one of {', '.join(_DRIVERS)}. Received:"
@@ -414,14 +434,18 @@ def check_replication(replication: str) -> None:
 def _role(
   cluster: cluster_module.ClusterSpec | str | None,
 ) -> _Role | None:
-  """Returns the cluster and this process's task; None without a cluster.
+  """Finds out the cluster and the task of this process.
 
   Args:
-    cluster: The user's cluster spec or the path of one; None for the cluster of
-      the environment variables.
+    cluster: A cluster spec, or the path of its file. None: the cluster that the
+      environment variables describe.
+
+  Returns:
+    (cluster spec, task). None if this process trains without a cluster.
 
   Raises:
-    cluster.ClusterError: If the cluster is invalid, or the task is not known.
+    cluster.ClusterError: If the cluster is invalid, or if it has several tasks
+      and the environment does not say which one this process is.
     TypeError: If `cluster` is of another type.
   """
   role = environment.role(os.environ)
@@ -487,12 +511,14 @@ def _check_role(
 
 
 def _check_again(role: _Role, replication: str, caller: str) -> None:
-  """Checks that this process may train again, after earlier trainings.
+  """Checks that this process may train, if it has trained before.
 
   Raises:
-    cluster.ClusterError: If the training is on another cluster.
-    RuntimeError: If the other tasks have ended with the training before, or
-      this process is connected by another driver.
+    cluster.ClusterError: If it trained on another cluster, or with another
+      replication.
+    RuntimeError: If the other tasks have ended because the training before
+      failed or had mirrored variables; or if the user's own driver has
+      connected this process to a cluster.
   """
   if _was_mirrored:
     raise RuntimeError(
@@ -531,7 +557,7 @@ def _serve(
 ) -> NoReturn:
   """Serves as a parameter server or in-graph worker, and ends the process.
 
-  The exit status is 0 if training ended without an error, else 1.
+  The exit status is 0 if training ended without an error, otherwise 1.
   """
   outcome = None
   with processes.one_line_errors((ValueError,), (OSError, RuntimeError)):
@@ -548,10 +574,11 @@ def _serve(
 def check_tables_are_saved(
   driver: driver_base.Driver, train_dir: str | os.PathLike[str] | None
 ) -> None:
-  """Raises ValueError if the model's tables would be lost after the training.
+  """Raises ValueError if the model has tables and `train_dir` is None.
 
-  Tables are variables whose rows exist only on the parameter servers, and are
-  saved in checkpoints. So they need `train_dir`.
+  Tables are variables whose rows exist only on the parameter servers. Only
+  checkpoints save them, so they would be lost without `train_dir`. It is no
+  error if there are no parameter servers.
   """
   variables = driver.replica.variables
   found = [r.path for r in map(tables.rows_of, variables) if r is not None]
@@ -572,13 +599,18 @@ def _only_serves(role: _Role, replication: str) -> bool:
 def _towers(
   role: _Role | None, replication: str, devices: Sequence[str] | None
 ) -> list[str]:
-  """Chooses the GPUs of this process and returns the devices that compute.
+  """Chooses the GPUs that this process may use, and the devices that compute.
 
-  Each has a copy of the model. With in-graph replication, these are the devices
-  of each worker.
+  Args:
+    role: The cluster and the task of this process; None without a cluster.
+    replication: "between_graph", "in_graph" or "mirrored".
+    devices: The argument `devices` of `fit` or `run`.
+
+  Returns:
+    The devices that have a copy of the model, as `Part.towers` documents them.
 
   Raises:
-    cluster.ClusterError: If a GPU of the spec does not exist.
+    cluster.ClusterError: If a GPU of the cluster spec does not exist.
   """
   if role is None:
     return list(devices or ())

@@ -1,15 +1,17 @@
 """Keeps the tasks of a cluster for further trainings of the chief's script.
 
 The script of the chief may train several times on one cluster. These trainings
-are a *series*, numbered from 1 on. The number is the name of the training's
-namespace, which keeps its variables apart. The first training begins in all
-tasks, as all run the script. Those that follow begin in the chief only. The
-chief publishes which function it calls, and a worker, which waits between two
-trainings, calls the same function with the same arguments. In-graph workers are
-servers, and need not be told.
+are a *series*, numbered from 1 on. The number is a prefix of the names of the
+training's variables (their namespace), so that trainings share no variables.
 
-The published call is pickled by cloudpickle. It goes through a variable of PS
-task 0, as heartbeats do.
+All tasks run the script, and so begin the first training by themselves. The
+later trainings begin in the chief only. Between two trainings, a worker waits.
+The chief publishes which function it calls (`fit` or `run`), and the worker
+calls the same function with the same arguments. In-graph workers are servers,
+and need not be told.
+
+The published call is pickled by cloudpickle, and sent by way of a variable on
+PS task 0.
 """
 
 import functools
@@ -39,10 +41,10 @@ _LOG_SECS = 10.0
 
 
 class Contributed(Exception):
-  """Raised in a worker at the end of a training after its first one.
+  """Raised in a worker at the end of its second or a later training.
 
-  This ends the call of `fit` or `run` that the worker made because the chief
-  made it. The worker then waits for the next training.
+  In such a training, the worker has called `fit` or `run` because the chief
+  did. The exception ends that call, and the worker waits for the next training.
   """
 
 
@@ -53,11 +55,13 @@ class Series:
     spec: The cluster.
     task: The task of this process.
     replication: "between_graph" or "in_graph".
-    number: The number of the present training, or of the last one.
+    number: The number of the present training; between two trainings, that of
+      the last one.
     beats: The heartbeats of this process.
-    is_idle: Whether this process waits for the next training.
-    timeout_secs: Seconds without a heartbeat after which a worker that waits
-      for the next training gives up the chief.
+    is_idle: In the chief: whether the last training has ended without an error,
+      and the next one has not begun. In a worker: False.
+    timeout_secs: A time limit in seconds. If the chief sends no heartbeat for
+      so long, a worker that waits for the next training gives up.
   """
 
   def __init__(
@@ -72,11 +76,10 @@ class Series:
 
     Args:
       spec: The cluster.
-      task: The task of this process: the chief, or a worker that does not only
-        serve.
+      task: The task of this process: the chief, or a between-graph worker.
       replication: "between_graph" or "in_graph".
-      timeout_secs: Seconds to wait for the tasks that serve (parameter servers
-        and in-graph workers). Also the value of the attribute.
+      timeout_secs: Seconds to wait for the serving tasks (parameter servers and
+        in-graph workers). The attribute `timeout_secs` begins with this value.
 
     Raises:
       cluster.ClusterError: If the port of `task` is in use.
@@ -102,14 +105,15 @@ class Series:
     self.number = 1
 
   def start(self) -> None:
-    """Finds out which training of the series this process has to begin with.
+    """Begins the series, or joins it if this process was restarted.
 
-    Returns in the first training. A worker that was started again later waits
-    for the next training, takes part in all that follow and ends.
+    It returns if the cluster is in its first training. Otherwise, this process
+    was restarted. Then a worker waits for the next training, takes part in all
+    later trainings, and ends the process.
 
     Raises:
-      RuntimeError: If this process is a chief that was started again after the
-        first training.
+      RuntimeError: If the cluster is not in its first training any more, and
+        this process is the chief. All tasks then end.
     """
     self.number = self.beats.number()
     has_ended = self.beats.outcome() == heartbeats.FINISHED
@@ -134,19 +138,21 @@ class Series:
   def may_train(self) -> bool:
     """Whether this process may begin another training.
 
-    In the chief, this is False if the last training has failed or still runs.
+    In the chief, it is True after a training that ended without an error. In a
+    worker, it is True from the end of the first training on.
     """
     return self.is_idle or self._is_answering
 
   @property
   def namespace(self) -> str:
-    """The name of the present training's namespace, which is its number."""
+    """The namespace of the present training: its number, as a string."""
     return str(self.number)
 
   def _refuse_to_go_on(self) -> NoReturn:
-    """Ends all tasks, in a chief that was started again after a training.
+    """Ends all tasks. Called in a chief that was restarted too late.
 
-    The new process does not have the results of the trainings before.
+    That is after the first training: its results were in the process that was
+    lost.
 
     Raises:
       RuntimeError: Always.
@@ -173,19 +179,21 @@ class Series:
     function: Callable[..., object],
     given: Mapping[str, object],
   ) -> None:
-    """Begins the next training of the series, in the chief.
+    """Begins the next training of the series. Only the chief calls this.
+
+    It deletes the variables of the training before on all serving tasks, and
+    makes the waiting workers call `function`.
 
     Args:
-      caller: Name of the function that the user has called.
+      caller: The name of the function that the user called, for error messages.
       function: The function that the workers have to call.
-      given: The keyword arguments of `function`, which are sent to the workers
-        with the argument `cluster`.
+      given: Its keyword arguments. `cluster` is added to them.
 
     Raises:
       ImportError: If cloudpickle is needed, but not installed.
       TypeError, ValueError: If an argument cannot be sent. The message names
         it.
-      RuntimeError: If the tasks have ended.
+      RuntimeError: If a task of the cluster has ended.
     """
     call = b""
     if self.replication != "in_graph" and len(self.spec.replicas) > 1:
@@ -211,16 +219,16 @@ class Series:
     return self.spec.addresses("ps") + (workers if is_in_graph else [])
 
   def end_training(self) -> None:
-    """Notes that a training has ended without an error, in the chief.
+    """Notes that a training has ended without an error. The chief calls this.
 
-    The chief then may begin another one.
+    It may then begin another training.
     """
     self.is_idle = True
 
   def _close(self) -> None:
-    """Ends the series for all tasks, at the end of the chief's process.
+    """Ends the series for all tasks. Called at the end of the chief's process.
 
-    Does nothing after a training that failed, whose tasks have ended.
+    It does nothing if the last training failed, since that has ended all tasks.
     """
     if self.is_idle:
       self.is_idle = False
@@ -228,13 +236,15 @@ class Series:
       connection.disconnect()
 
   def answer_calls(self) -> NoReturn:
-    """Waits for further trainings after one has ended, in a worker.
+    """Waits for the next training. A worker calls this at the end of each.
 
-    The worker takes part in all of them. After the last one, the process ends.
+    After the first training, it takes part in all later trainings, and then
+    ends the process. It makes a later training by calling `fit` or `run`, which
+    calls this method again at its end. That second call raises `Contributed`,
+    and so returns to the first call.
 
     Raises:
-      Contributed: If the training that has ended was one of the further
-        trainings. The call of this method that waited for it then waits again.
+      Contributed: At the end of a later training than the first one.
     """
     if self._is_answering:
       raise Contributed
@@ -259,10 +269,11 @@ class Series:
         raise
 
   def _next_call(self) -> Callable[[], object] | None:
-    """Waits until the chief begins the next training, in a worker.
+    """Waits until the chief begins the next training or ends the series.
 
     Returns:
-      The function that this worker has to call; None if the series is over.
+      A function without arguments that this worker has to call, which takes
+      part in the training. None if the series is over.
 
     Raises:
       RuntimeError: If the chief was lost, or a task has ended the series.
@@ -317,10 +328,10 @@ class Series:
 def _pickled(
   caller: str, function: Callable[..., object], given: Mapping[str, object]
 ) -> bytes:
-  """Pickles a function and its arguments, for the workers to call it.
+  """Pickles a function and its arguments, which are sent to the workers.
 
   Args:
-    caller: Name of the function that the user has called, for errors.
+    caller: The name of the function that the user called, for error messages.
     function: The function.
     given: The keyword arguments of `function`.
 
@@ -369,6 +380,8 @@ def _culprit(
   dumps: Callable[[object], bytes], given: Mapping[str, object]
 ) -> str:
   """Returns the name of the first argument that cannot be pickled.
+
+  If each argument alone can be pickled, returns the name of the first one.
 
   Args:
     dumps: Pickles a value, or raises an exception.

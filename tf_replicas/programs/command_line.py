@@ -1,8 +1,9 @@
 """Implements what all command-line programs share: flags, errors and `main`.
 
-A training program defines flags and calls `train`; an evaluation program calls
-`evaluate`. User errors are printed as one line. TensorFlow is imported only
-when a task needs it.
+A training program calls one of the functions that define flags, and `train`. An
+evaluation program calls `define_evaluation_flags` and `evaluate`. Errors of the
+user are printed as one line. TensorFlow is imported only if this process needs
+it: the process that starts the tasks does not.
 """
 
 from __future__ import annotations
@@ -143,11 +144,12 @@ def define_cluster_flags() -> None:
 
 
 def define_evaluation_flags(train_dir: str, *, batch_size: int) -> None:
-  """Defines the flags of every evaluation binary.
+  """Defines the flags of a binary that evaluates checkpoints.
 
   Args:
-    train_dir: Default of `--train_dir`, the directory of the run.
-    batch_size: Default number of images in a batch.
+    train_dir: The default of `--train_dir`, the directory of the training whose
+      checkpoints are evaluated.
+    batch_size: The default of `--batch_size`, the number of images in a batch.
   """
   fields.define_flags(EvaluationOptions, [EVALUATION])
   for name, kind, default, text in (
@@ -160,59 +162,73 @@ def define_evaluation_flags(train_dir: str, *, batch_size: int) -> None:
 
 
 def define_count(name: str, default: int | None, text: str) -> None:
-  """Defines the command-line flag `name`, an integer of at least 1.
+  """Defines a command-line flag whose value is an integer of at least 1.
 
   Args:
-    name: Name of the flag, without dashes.
-    default: Default value of the flag.
-    text: Help text of the flag.
+    name: The name of the flag, without dashes.
+    default: The default value.
+    text: The help text.
   """
   flags.DEFINE_integer(name, default, text, lower_bound=1)
 
 
 def given(*names: str) -> dict[str, object]:
-  """Returns the values of command-line flags by name.
+  """Returns the values of some command-line flags by name.
 
   Args:
-    *names: The names of the flags. Those whose value is None are left out.
+    *names: The names of the flags, without dashes.
+
+  Returns:
+    The values. Flags whose value is None are left out.
   """
   values = {name: FLAGS[name].value for name in names}
   return {name: value for name, value in values.items() if value is not None}
 
 
 def start(main: Callable[[Sequence[str]], None]) -> NoReturn:
-  """Parses the command-line flags and calls `main` with the other arguments.
+  """Parses the command line, calls `main`, and ends the process.
 
-  If a flag is invalid, prints the error as one line and ends the process.
+  If a flag is invalid or unknown, it prints the error as one line and does not
+  call `main`. For `--help`, it prints the help.
+
+  Args:
+    main: Does the work of the program. Its argument is a list that contains
+      only the name of the program.
   """
   noise.hide()
   app.run(main, flags_parser=_parse)
 
 
 def one_device_options() -> run_options.Options:
-  """Makes the options for training on one device from command-line flags."""
+  """Makes the options of a training on one device, from command-line flags.
+
+  `define_one_device_flags` defines the flags.
+  """
   return _options(run_options.one_machine_spec(0))
 
 
 def towers_options(cluster_module: str) -> run_options.Options:
-  """Makes the options for training several copies of the model from the flags.
+  """Makes the options of a training in one process, from command-line flags.
+
+  The process trains copies of the model (towers) on several devices.
+  `define_towers_flags` defines the flags.
 
   Args:
-    cluster_module: Name of the program that trains on a cluster, which the
-      error message recommends if the cluster spec has several tasks.
+    cluster_module: The name of the program that trains on a cluster. An error
+      message recommends it if the cluster spec has several tasks.
 
   Raises:
-    cluster.ClusterError: If the flags contradict each other, or the cluster
-      spec is not for one process.
+    cluster.ClusterError: If the flags contradict each other, or if the cluster
+      spec has several tasks.
   """
   return _options(_towers_spec(cluster_module))
 
 
 def cluster_options() -> run_options.Options:
-  """Makes the options for training on a cluster from flags and environment.
+  """Makes the options of a training on a cluster.
 
-  The environment variables are those of `cluster.environment`, such as
-  TF_CONFIG.
+  They come from command-line flags, which `define_cluster_flags` defines, and
+  from the environment variables of `cluster.environment`, such as TF_CONFIG.
 
   Raises:
     cluster.ClusterError: If the flags or the environment variables are invalid.
@@ -235,15 +251,18 @@ def train(
   config_fn: Callable[[run_options.Options], _Config],
   workload_fn: Callable[[_Config, run_options.Options], run_options.Workload],
 ) -> NoReturn:
-  """Runs a training binary, prints its errors and ends the process.
+  """Does all the work of a training binary, and ends the process.
+
+  It starts the tasks of this machine, or runs the task that the options name.
+  Errors of the user are printed as one line.
 
   Args:
-    module: The module name of the binary, used to start the other tasks.
-    options_fn: Makes the options from the flags.
-    config_fn: Makes the program's config from the flags and the options.
-    workload_fn: Makes the workload from config and options, and checks that
-      the data is there. Called only in tasks that need it; may import
-      TensorFlow.
+    module: The name of the binary's module, with which it starts other tasks.
+    options_fn: Makes the options, which say how to train, from the flags.
+    config_fn: Makes the program's own settings, from the flags and the options.
+    workload_fn: Makes the workload, which is what to train, from the program's
+      settings and the options. It also checks that the data is there. It is
+      not called in a task that only serves, and may import TensorFlow.
   """
   with processes.one_line_errors(
     usage=(ValueError,), run_time=run_options.RUN_TIME_ERRORS
@@ -274,7 +293,13 @@ def train(
 
 
 def _for_gpu_check(options: run_options.Options) -> run_options.Options:
-  """Returns the options of a training of one update, in a new directory."""
+  """Returns the options of a training with which `--check_gpu` checks ops.
+
+  The training makes one update, in a temporary directory.
+
+  Args:
+    options: The options of the training to check.
+  """
   with processes.importing_tensorflow():
     from tf_replicas.programs import gpu_check
 
@@ -287,16 +312,18 @@ def _for_gpu_check(options: run_options.Options) -> run_options.Options:
 
 
 def evaluate(evaluate_fn: Callable[[], _Result | None]) -> _Result:
-  """Runs an evaluation binary and prints its errors in one line.
+  """Does the work of an evaluation binary.
 
-  Without `--run_once`, first waits for the training to begin.
+  Without `--run_once`, it first waits for the training to begin. If an error is
+  the user's, it prints one line and ends the process. It is also an error if
+  there is no checkpoint in time.
 
   Args:
-    evaluate_fn: Evaluates checkpoints as the flags say. Returns None if no
-      checkpoint came in time.
+    evaluate_fn: Evaluates checkpoints as the flags say. It returns the result,
+      or None if there was no checkpoint in time.
 
   Returns:
-    What `evaluate_fn` returned.
+    What `evaluate_fn` returned; never None.
   """
   with processes.importing_tensorflow():
     import tensorflow as tf
@@ -396,9 +423,9 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _help() -> str:
-  """Returns the text of `--help`: the program's docstring and all its flags.
+  """Returns the text of `--help`.
 
-  The flags are listed by group.
+  It has the docstring of the program, and its flags by group.
   """
   lines = [inspect.getdoc(sys.modules["__main__"]) or ""]
   for group, members in FLAGS.flags_by_module_dict().items():
@@ -427,12 +454,12 @@ def _command(
   """Returns the command line that starts one task of a training.
 
   Args:
-    module: The module name of the training program.
-    arguments: The user's arguments. The flags that say which task the process
-      is follow them, and so override them.
-    path: Path of the cluster spec.
+    module: The name of the training program's module.
+    arguments: The arguments that the user gave to this process. They are
+      repeated, followed by flags that name the task.
+    path: The path of the file with the cluster spec.
     task: The task to start.
-    threads: Number of threads that one op may use.
+    threads: The number of threads that one op of the task may use.
   """
   return [
     sys.executable,
@@ -449,17 +476,18 @@ def _command(
 def await_run(
   train_dir: str | os.PathLike[str], *, timeout_secs: float | None = None
 ) -> bool:
-  """Waits until a training has recorded its settings, and prints that it waits.
+  """Waits until a training has begun, and prints that it waits.
 
-  Evaluation programs call this, because they read the network and the data set
-  of a run from those settings.
+  A training has begun when its directory has a file with its settings, or a
+  checkpoint. Evaluation programs read the network and the data set from the
+  settings.
 
   Args:
-    train_dir: Directory of the training, which need not exist yet.
-    timeout_secs: The longest time to wait, in seconds; None waits forever.
+    train_dir: The directory of the training, which need not exist yet.
+    timeout_secs: The time limit in seconds; None: no limit.
 
   Returns:
-    Whether a training has recorded settings or a checkpoint in time.
+    Whether a training has begun in time.
   """
   from tf_replicas.session import checkpoints
 

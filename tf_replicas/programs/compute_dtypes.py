@@ -1,6 +1,6 @@
 """Defines the dtypes that a network may compute in.
 
-Variables and losses are float32, whichever of these dtypes is chosen.
+Variables and losses are float32 with each of these dtypes.
 """
 
 FLOAT32 = "float32"
@@ -13,14 +13,20 @@ FLOAT16_LOSS_SCALE = 1024.0
 
 
 def policy(name: str) -> str:
-  """Returns the Keras dtype policy for layers that compute in dtype `name`."""
+  """Returns the name of Keras' dtype policy for layers that compute in `name`.
+
+  Args:
+    name: The name of a dtype, such as "bfloat16".
+  """
   return name if name == FLOAT32 else f"mixed_{name}"
 
 
 def loss_scale(name: str) -> float | None:
-  """Returns the factor by which to scale the loss if layers compute in `name`.
+  """Returns the factor by which to multiply the loss; None for no factor.
 
-  Only "float16" needs a factor, since small gradients would become 0. For other
-  dtypes the result is None.
+  Only "float16" needs one: otherwise small gradients would become 0.
+
+  Args:
+    name: The name of the dtype that layers compute in.
   """
   return FLOAT16_LOSS_SCALE if name == FLOAT16 else None

@@ -1,6 +1,7 @@
 """Declares settings as dataclass fields, which also define command-line flags.
 
-A field has the default, the help text, the range of valid values and the flag:
+A *setting* is such a field. It declares a default, a help text, the valid
+values, and the group of `--help` that lists its flag:
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -12,7 +13,7 @@ A field has the default, the help text, the range of valid values and the flag:
     define_flags(Config, ["Model"])  # --momentum, in the group Model of --help
     config = Config(**given(Config))
 
-A field without a group has no flag.
+A setting without a group has no flag.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ _DEFINE = {
 
 
 class Dataclass(typing.Protocol):
-  """The type of any dataclass instance, for annotations."""
+  """The type of an instance of any dataclass, for annotations."""
 
   __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field]]
 
@@ -59,11 +60,12 @@ def setting(
   Args:
     default: The default value.
     help: The help text: one line, with the unit.
-    within: The interval of valid numbers, such as `"[0, 1)"`; None for any.
-    group: The group of `--help` that lists the flag; None for no flag.
-    flag: The flag's name; None for the field's name.
-    choices: The valid strings; None for any.
-    **metadata: Further metadata of the field.
+    within: The interval of valid numbers, such as "[0, 1)". None: all numbers
+      are valid.
+    group: The group of `--help` that lists the flag. None: there is no flag.
+    flag: The name of the flag. None: the name of the field.
+    choices: The valid strings. None: all are valid.
+    **metadata: More entries of the field's metadata, for other modules.
   """
   metadata |= dict(
     help=help, group=group, flag=flag, within=within, choices=choices
@@ -72,16 +74,17 @@ def setting(
 
 
 def flag_name(field: dataclasses.Field) -> str:
-  """Returns the name, without dashes, of the flag of a dataclass field."""
+  """Returns the name, without dashes, of the flag of a setting."""
   return field.metadata["flag"] or field.name
 
 
 def validate(instance: Dataclass, error: type[ValueError] = ValueError) -> None:
-  """Checks the values of a settings dataclass against the valid ones.
+  """Checks that all settings of a dataclass instance have valid values.
+
+  None is valid for each setting. An empty string is not valid.
 
   Args:
-    instance: The dataclass instance. Its fields are made by `setting`, which
-      declares the valid values. None is always valid.
+    instance: The instance. Its fields were made by `setting`.
     error: The type of the exception to raise.
 
   Raises:
@@ -113,11 +116,11 @@ def require(
   rule: str,
   error: type[ValueError] = ValueError,
 ) -> None:
-  """Raises an exception of the type `error` unless `holds` is true.
+  """Raises an error that says what a setting must be, unless `holds` is True.
 
   Args:
-    name: Name of the setting, for the message.
-    value: Value of the setting, for the message.
+    name: The name of the setting, for the message.
+    value: The value of the setting, for the message.
     holds: Whether the value is valid.
     rule: What the value must be, for the message, such as "in [0, 1)".
     error: The type of the exception.
@@ -132,14 +135,15 @@ def define_flags(
   *,
   unset: Collection[str] = (),
 ) -> None:
-  """Defines command-line flags for the fields of a settings dataclass.
+  """Defines the command-line flags of the settings of a dataclass.
 
   Args:
     settings_class: The dataclass, whose fields are made by `setting`.
-    groups: The groups of `--help` whose flags are defined.
-    unset: The names of fields whose flags have the default None, because a
-      recipe (published settings that the user chooses by a flag) gives it. The
-      function adds "default: the recipe's" to their help texts.
+    groups: The groups of settings for which flags are defined.
+    unset: The names of settings whose default depends on a *recipe*, which is a
+      set of published settings that the user chooses by another flag. The flags
+      of these settings have the default None, and "default: the recipe's" is
+      added to their help texts.
   """
   types_by_name = typing.get_type_hints(settings_class)
   for field in _settings(settings_class):
@@ -170,11 +174,12 @@ def define_flag(
 
   Args:
     name: The flag's name, without dashes.
-    kind: The type: bool, int, float, str, or tuple for a list of strings.
+    kind: The type of the value: bool, int, float, str, or tuple for a list of
+      strings.
     default: The default value.
     help: The help text: one line, with the unit.
     group: The group of `--help` that lists the flag.
-    choices: The valid strings; None for any.
+    choices: The valid strings. None: all are valid.
   """
   if kind is tuple:
     default = list(default)
@@ -186,10 +191,15 @@ def define_flag(
 
 
 def given(settings_class: type) -> dict[str, typing.Any]:
-  """Returns the values of the command-line flags of a settings dataclass.
+  """Returns the values of the command-line flags of a dataclass's settings.
 
-  The keys of the dict are the names of the dataclass's fields. Flags that are
-  None or not defined are left out.
+  Args:
+    settings_class: The dataclass, whose fields are made by `setting`.
+
+  Returns:
+    The values by name of the field, as keyword arguments for the dataclass.
+    Settings are left out if their flag has the value None, or if they have no
+    flag.
   """
   values = {}
   for field in _settings(settings_class):
@@ -206,9 +216,9 @@ def _settings(settings_class: type) -> list[dataclasses.Field]:
 
 
 def _flag_type(annotation: object) -> type:
-  """Returns the type of a flag for the type annotation of a dataclass field.
+  """Returns the type of the flag of a field with a given type annotation.
 
-  The annotation `int | None` gives `int`, and `tuple[str, ...]` gives `tuple`.
+  For `int | None` it is `int`, and for `tuple[str, ...]` it is `tuple`.
   """
   if isinstance(annotation, types.UnionType):
     annotation = typing.get_args(annotation)[0]

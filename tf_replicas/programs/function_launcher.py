@@ -1,8 +1,7 @@
 """Starts one function as all tasks of a cluster on this machine.
 
-This is for notebooks, and for scripts that compare trainings. The library
-starts and ends the processes. The caller receives what the function returns or
-raises.
+This is for notebooks, and for scripts that compare trainings. The caller need
+not start processes. It gets what the function returns or raises in them.
 """
 
 import collections
@@ -40,12 +39,14 @@ _LINES = 20
 
 
 class LocalTrainingError(RuntimeError):
-  """Raised if a `LocalTraining` failed or was ended early.
+  """Raised if a `LocalTraining` failed, or was ended before it was complete.
 
-  If a task failed, the message has its traceback or its last lines of output.
+  If a task failed, the message has its traceback, or the last lines of its
+  output.
 
   Attributes:
-    task: The first task that failed; None if the training was ended early.
+    task: The first task that failed. None if no task failed, and the training
+      was ended by `close`.
   """
 
   def __init__(self, message: str, task: cluster_module.Task | None = None):
@@ -66,13 +67,14 @@ class LocalTraining:
         history = training.result()
 
   Each task is a process that finds its role in environment variables, as under
-  `python -m tf_replicas.launch`. Each process receives the function, pickled by
-  cloudpickle, over a pipe, so the function may be defined in a notebook. The
-  function runs in every task. In parameter servers and workers, `fit` ends the
-  process. The result is what the function returns in the chief.
+  `python -m tf_replicas.launch`. It receives the function over a pipe, pickled
+  by cloudpickle, so the function may be defined in a notebook. The function
+  runs in every task. In parameter servers, and in workers other than the chief,
+  its call of `fit` does not return, and ends the process. The result of the
+  training is what the function returns in the chief.
 
-  All processes end at the end of the `with` block, or when this process ends,
-  even if it is killed. No file is written.
+  All processes end at the end of the `with` block. They also end when this
+  process ends, even if it is killed. No file is written.
   """
 
   def __init__(
@@ -91,22 +93,23 @@ class LocalTraining:
     """Prepares the training; the `with` statement starts its processes.
 
     Args:
-      function: The function that each task calls. Functions and classes of the
-        main module, such as a notebook's, are sent by value; the tasks import
-        those of other modules.
-      args: The arguments of `function`, which cloudpickle can pickle.
+      function: The function that each task calls. If it uses functions and
+        classes of the main module, such as those of a notebook, they are sent
+        too. The tasks import those of other modules.
+      args: The arguments of `function`. cloudpickle must be able to pickle
+        them.
       kwargs: The keyword arguments of `function`.
-      ps: Number of parameter servers.
-      workers: Number of workers. Without a `chief` task, the first worker is
-        the chief.
-      chief: Whether there is a separate task for the chief, which makes the
-        updates. In-graph replication, where the chief drives all workers, needs
+      ps: The number of parameter servers.
+      workers: The number of workers. Without a `chief` task, the first worker
+        is the chief.
+      chief: Whether there is a separate task for the chief, in addition to the
+        workers. In-graph replication, where the chief drives all workers, needs
         one.
-      cluster: A cluster spec or the path of one, instead of `ps`, `workers` and
-        `chief`.
-      max_restarts: How often a worker that a signal killed is started again.
-      log: Called, in other threads, with each line that a task prints, preceded
-        by the name of the task.
+      cluster: A cluster spec, or the path of its file. It replaces `ps`,
+        `workers` and `chief`.
+      max_restarts: How often a worker is restarted that a signal has killed.
+      log: Called with each line that a task prints, which then begins with the
+        name of the task. It is called in other threads.
 
     Raises:
       ImportError: If cloudpickle is not installed.
@@ -183,17 +186,17 @@ class LocalTraining:
   def close(self) -> None:
     """Ends all processes of the training that still run.
 
-    If the chief is inside `tf_replicas.fit`, and `fit` writes checkpoints, it
-    saves one first.
+    If the chief is in a call of `tf_replicas.fit` with a `train_dir`, it saves
+    a checkpoint first.
     """
     self._closing.set()
     if self._supervisor.ident is not None:
       self._ended.wait()
 
   def __iter__(self) -> Iterator[Any]:
-    """Yields what the chief reports with `tf_replicas.report`, as it arrives.
+    """Yields each object that the chief gives to `tf_replicas.report`.
 
-    The iteration ends when the training ends.
+    It waits for the next one, and ends when the training ends.
 
     Raises:
       LocalTrainingError: After the last report, if the training failed.
@@ -210,15 +213,17 @@ class LocalTraining:
     """Waits for the end of the training and returns its result.
 
     Args:
-      timeout_secs: The longest time to wait, in seconds; None waits forever.
+      timeout_secs: The time limit in seconds; None: no limit.
 
     Returns:
       What the function returned in the chief.
 
     Raises:
-      LocalTrainingError: If a task failed, or the training was ended early.
+      LocalTrainingError: If a task failed, or if the training was ended by
+        `close`.
       RuntimeError: If the processes were not started.
-      TimeoutError: If the training takes longer. The training continues.
+      TimeoutError: If the training takes longer than `timeout_secs`. It then
+        goes on, and `result` may be called again.
     """
     self._check_started()
     if not self._ended.wait(timeout_secs):
@@ -238,7 +243,7 @@ class LocalTraining:
   def _supervise(self) -> None:
     """Starts the tasks, waits for the end of the training, and ends the tasks.
 
-    This is the function of a thread. Errors are kept for `result` to raise.
+    It runs in a thread. It keeps an error, and `result` raises it.
     """
     try:
       with self._fork_server, self._tasks:
@@ -256,13 +261,13 @@ class LocalTraining:
     self._reports.put(None)
 
   def _await_end(self) -> tuple[cluster_module.Task, int] | None:
-    """Waits until the training ends, a task fails or `close` is called.
+    """Waits until all tasks have ended, or `close` is called.
 
-    When a task has failed or the chief has ended, the other tasks get 15
-    seconds to end too.
+    When a task has failed or the chief has ended, it waits for the other tasks
+    for at most 15 seconds.
 
     Returns:
-      The first task that failed and its exit status; None if no task failed.
+      (task, exit status) of the first task that failed; None if no task failed.
     """
     failure, deadline = None, math.inf
     while not self._closing.wait(_POLL_SECS) and time.monotonic() < deadline:
@@ -278,11 +283,11 @@ class LocalTraining:
   def _unexplained(
     self, failure: tuple[cluster_module.Task, int] | None
   ) -> LocalTrainingError:
-    """Returns an error for a training that left neither a result nor an error.
+    """Makes the error of a training that sent neither a result nor an error.
 
     Args:
-      failure: A task whose process failed, and its exit status. None if the
-        training was ended early.
+      failure: (task, exit status) of a task that failed. None if no task
+        failed, and the training was ended by `close`.
     """
     if failure is None:
       return LocalTrainingError(
@@ -308,9 +313,9 @@ class LocalTraining:
   def _pipe(self, task: cluster_module.Task) -> Iterator[Sequence[int]]:
     """Opens a pipe to the process of a task, as a context manager.
 
-    The context yields a list with one file descriptor. The task's process is
-    started inside the context and inherits this descriptor. After the context,
-    a thread listens at the other end of the pipe.
+    The value of the context is a list with one file descriptor. The process of
+    the task is started inside the context, and inherits this descriptor. When
+    the context ends, a thread begins to listen at the other end of the pipe.
     """
     ours, theirs = multiprocessing.Pipe()
     self._pipes[task] = theirs.fileno()
@@ -323,13 +328,13 @@ class LocalTraining:
     self._listeners.append(listener)
 
   def _listen(self, task: cluster_module.Task, connection: Any) -> None:
-    """Sends the job to a task's process and handles the process's messages.
+    """Sends the job to the process of a task, and handles its messages.
 
-    This is the function of a thread. It returns when the process has ended.
+    It runs in a thread, and returns when the process has ended.
 
     Args:
       task: The task of the process.
-      connection: This process's end of the pipe to the task's process.
+      connection: The end of the pipe that this process keeps.
     """
     with connection, contextlib.suppress(EOFError, OSError):
       connection.send_bytes(self._job)
@@ -367,10 +372,14 @@ def _pickled(
 
 
 def _sources_without_a_file() -> dict[str, tuple]:
-  """Returns the source text of a notebook's cells, as IPython registers it.
+  """Returns the source text of the cells of a notebook.
 
-  The tasks need this text for tracebacks. The result maps invented file names
-  to entries of `linecache.cache`.
+  IPython registers it in `linecache.cache`, under invented file names. The
+  tasks need it to show lines of the notebook in tracebacks.
+
+  Returns:
+    The entries of `linecache.cache` for these file names. Empty outside of a
+    notebook.
   """
   return {
     name: entry

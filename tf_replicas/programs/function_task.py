@@ -1,8 +1,9 @@
 """Runs one task of a `LocalTraining`: a function received over a pipe.
 
-The process inherits the pipe as a file descriptor, whose number is its only
-argument. It receives a `Job` and sends `Message`s. The process that started
-the training holds the other end; when that end is closed, this process ends.
+The *parent* is the process that started the training. This process inherits
+one end of a pipe as a file descriptor, whose number is its only argument. It
+receives a `Job` over the pipe, and sends `Message`s. The parent holds the other
+end. When that end is closed, this process ends.
 """
 
 import linecache
@@ -35,8 +36,8 @@ class Job(NamedTuple):
 
   Attributes:
     call: The tuple (function, args, kwargs), pickled by cloudpickle.
-    sources: Source text of code that is in no file, such as a notebook's, as
-      entries of `linecache.cache`. Tracebacks show it.
+    sources: The source text of code that is in no file, such as the cells of a
+      notebook: entries for `linecache.cache`, by file name. Tracebacks show it.
   """
 
   call: bytes
@@ -44,12 +45,14 @@ class Job(NamedTuple):
 
 
 class Message(NamedTuple):
-  """A message from a task to the process that started the training.
+  """A message from a task to the parent.
 
   Attributes:
-    kind: REPORT, RETURNED or RAISED. Only the chief sends REPORT and RETURNED.
-    content: For REPORT and RETURNED, the value, pickled by cloudpickle; for
-      RAISED, the traceback as text.
+    kind: `REPORT` (the function has called `report`), `RETURNED` (the function
+      has returned) or `RAISED` (the function has raised an exception). Only the
+      chief sends `REPORT` and `RETURNED`.
+    content: For `REPORT` and `RETURNED`, the value, pickled by cloudpickle. For
+      `RAISED`, the traceback as text.
   """
 
   kind: str
@@ -57,10 +60,7 @@ class Message(NamedTuple):
 
 
 class _Channel:
-  """Sends a task's messages to the process that started the training.
-
-  The messages go through a pipe.
-  """
+  """Sends the messages of this task to the parent, over the pipe."""
 
   def __init__(
     self, connection: multiprocessing.connection.Connection, *, is_chief: bool
@@ -70,10 +70,12 @@ class _Channel:
     self._lock = threading.Lock()
 
   def send_value(self, kind: str, value: object) -> None:
-    """Pickles and sends a value if this task is the chief; else does nothing.
+    """Pickles and sends a value if this task is the chief.
+
+    In other tasks, it does nothing.
 
     Args:
-      kind: The kind of the message: REPORT or RETURNED.
+      kind: The kind of the message: `REPORT` or `RETURNED`.
       value: The value to send.
     """
     if self._is_chief:
@@ -82,15 +84,15 @@ class _Channel:
       self.send(Message(kind, cloudpickle.dumps(value)))
 
   def send(self, message: Message) -> None:
-    """Sends a message to the process that started the training."""
+    """Sends a message to the parent."""
     with self._lock:
       self._connection.send_bytes(pickle.dumps(tuple(message)))
 
   def end_with_parent(self) -> None:
-    """Ends this process after the end of the process that started it.
+    """Waits until the parent has ended, and ends this process after 10 seconds.
 
-    Between the two ends there are ten seconds, in which a chief may save a
-    checkpoint. This is the function of a thread.
+    In these 10 seconds, a chief may save a checkpoint. The method runs in a
+    thread.
     """
     try:
       self._connection.recv_bytes()
@@ -105,10 +107,9 @@ _channel: _Channel | None = None
 def report(metrics: object) -> None:
   """Sends metrics from the function of a `LocalTraining` while it runs.
 
-  The process that started the training receives them by iterating over the
-  `LocalTraining`. Only the chief sends metrics. In the other tasks, and in a
-  process that no `LocalTraining` has started, this does nothing, so that the
-  same function also runs elsewhere.
+  The process that started the training gets them by iterating over the
+  `LocalTraining`. Only the chief sends metrics. In other tasks, and in a
+  process that no `LocalTraining` has started, `report` does nothing.
 
   Args:
     metrics: The object to send, such as a dict of numbers.
@@ -124,7 +125,8 @@ def report(metrics: object) -> None:
 def main() -> NoReturn:
   """Receives a job over the inherited pipe, runs it, and ends the process.
 
-  The exit status is 0, or 1 if the job's function raised an exception.
+  The exit status is 1 if the function of the job raised an exception, otherwise
+  0.
   """
   global _channel
   descriptor = int(sys.argv[-1])

@@ -2,9 +2,9 @@
 
 With `--check_gpu` a program makes one update, with all tasks on this machine.
 The functions are traced as for the GPUs of the cluster spec, and TensorFlow
-runs them on the CPU. Afterwards, the chief's functions are compared with the
-GPU kernels of the installed TensorFlow. The chief has traced what all other
-tasks run too.
+runs them on the CPU. Afterwards, the ops that the chief has traced are compared
+with the GPU kernels of the installed TensorFlow. The other tasks run the same
+ops.
 """
 
 import dataclasses
@@ -18,11 +18,16 @@ from tf_replicas.runtime import gpu_kernels
 def options_for(options: run_options.Options) -> run_options.Options:
   """Returns the options of the training of one update.
 
-  If this process starts all tasks, they are on this machine, and every replica
-  gets a GPU if the spec gives none to any task. With mirrored variables, CPU
-  devices stand in for the GPUs, as TensorFlow cannot mirror on devices that do
-  not exist; it supports one such device for each of several processes. A CPU
-  device also stands in for the GPU of a PS task.
+  If this process starts all tasks:
+
+  * All tasks are on this machine.
+  * If the cluster spec gives no GPU to any task, every replica gets one.
+  * With mirrored variables, CPU devices replace the GPUs, since TensorFlow
+    cannot mirror variables on devices that do not exist. With several
+    processes, each has one such device.
+
+  In one task that was started by such a process, the options need no change,
+  except that CPU devices replace the GPUs with mirrored variables.
 
   Args:
     options: The options of the training to check.
@@ -50,10 +55,14 @@ def options_for(options: run_options.Options) -> run_options.Options:
 
 
 def report(options: run_options.Options) -> str:
-  """Describes the ops that this process has traced for GPUs, in a few lines.
+  """Describes the ops that this process has traced for GPUs.
 
   Args:
-    options: The options with which an update was made.
+    options: The options with which the update was made.
+
+  Returns:
+    A line with the number of these ops and of those without a GPU kernel, then
+    a line for each kind of op without a GPU kernel.
   """
 
   def is_gpu(device: str) -> bool:

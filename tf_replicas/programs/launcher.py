@@ -38,14 +38,15 @@ def run(
   """Runs this process's part of a training until the training ends.
 
   The process runs the task `options.task`. If that is None and the cluster has
-  several tasks, the process starts all tasks of this machine. In a dry run, it
-  only prints a description of the training.
+  several tasks, the process starts all tasks of this machine instead, and waits
+  for them. In a dry run, it only prints a description of the training.
 
   Args:
     options: How to run the training.
-    workload: What to train; None if `options.only_serves`.
-    command: Maps (path of the cluster spec with its ports chosen, task, number
-      of threads of one op) to the command line that starts that task.
+    workload: What to train; None if the task only serves.
+    command: A function of (path of a file with the cluster spec, task, number
+      of threads that one op may use). It returns the command line that starts
+      the task. The spec in the file has no port 0.
 
   Returns:
     The exit status of this process.
@@ -72,9 +73,10 @@ def run(
 def _describe(
   options: run_options.Options, workload: run_options.Workload
 ) -> int:
-  """Prints the cluster, the batch size of an update, and where variables are.
+  """Does a dry run: prints a description of the training.
 
-  This is all that a dry run does.
+  The description has the cluster, the batch size of an update, and the device
+  of each variable.
 
   Returns:
     The exit status 0.
@@ -119,11 +121,14 @@ def _launch(
 
   Args:
     options: How to run the training.
-    workload: Not used, since each task makes its own.
+    workload: Not used: each task makes its own workload.
     command: Makes the command line of a task, as documented in `run`.
 
   Returns:
-    The exit status that `run_tasks` returns.
+    The exit status, as `run_tasks` returns it.
+
+  Raises:
+    cluster.ClusterError: If no task is on this machine, or a port is in use.
   """
   spec = options.spec
   if not spec.local_tasks():
@@ -167,16 +172,18 @@ def run_tasks(
   """Starts all tasks of this machine and waits until they end.
 
   Args:
-    spec: The cluster, with its ports chosen.
-    command: Maps (path of the cluster spec, task) to the task's command line.
-    preloads: Whether to import TensorFlow once for all tasks.
-    variables: Environment variables of the tasks, besides those of this
+    spec: The cluster, without port 0.
+    command: A function of (path of a file with the cluster spec, task). It
+      returns the command line that starts the task.
+    preloads: Whether TensorFlow is imported only once for all tasks: in a
+      process from which the tasks are forked.
+    variables: Environment variables of the tasks, in addition to those of this
       process.
-    **settings: Further arguments of `LocalCluster`.
+    **settings: Other arguments of `LocalCluster`.
 
   Returns:
-    The exit status: 0 if all tasks succeeded, else that of the first task that
-    failed, or 128 + the signal that interrupted this process.
+    An exit status. 0 if all tasks succeeded, otherwise that of the first task
+    that failed. If a signal interrupted this process, 128 + its number.
   """
   environ = {**noise.environ(), **(variables or {})}
   with (
@@ -211,20 +218,20 @@ def local_spec(
   needs_all: bool,
   prefix: str = "",
 ) -> cluster.ClusterSpec:
-  """Makes the spec of a cluster on this machine, with free ports chosen.
+  """Makes the spec of a cluster on this machine, or completes a given one.
 
   Args:
-    given: A cluster spec, or the path of one, to use in place of a new one.
-    ps: Number of parameter servers.
-    workers: Number of workers.
-    chief: Whether to add a task for the chief.
-    needs_all: Whether every task of the cluster must be on this machine.
-      Otherwise one such task is enough.
-    prefix: Text before the names `ps` and `workers` in error messages, such as
-      "--" for flags.
+    given: A cluster spec, or the path of its file. None: a new spec is made.
+    ps: The number of parameter servers of a new spec.
+    workers: The number of workers of a new spec.
+    chief: Whether a new spec has a separate task for the chief.
+    needs_all: Whether all tasks of a given spec must be on this machine. If
+      False, one such task is enough.
+    prefix: The text before the names `ps` and `workers` in error messages, such
+      as "--" for flags.
 
   Returns:
-    The cluster spec.
+    The cluster spec. Each port 0 is replaced by a free port.
 
   Raises:
     cluster.ClusterError: If `ps` or `workers` is less than 1, or `given` is
@@ -259,14 +266,14 @@ def local_spec(
 
 
 def _interrupt(signum, frame):
-  """Handles the signal SIGTERM by raising KeyboardInterrupt, as Ctrl-C does."""
+  """Handles the signal SIGTERM: raises KeyboardInterrupt, as Ctrl-C does."""
   raise KeyboardInterrupt("SIGTERM")
 
 
 def _status(interrupt: KeyboardInterrupt) -> int:
   """Returns the exit status of a process that was interrupted.
 
-  The status is 128 plus the number of the signal, SIGTERM or SIGINT (Ctrl-C).
+  It is 128 plus the number of the signal, SIGTERM or SIGINT (Ctrl-C).
   """
   is_sigterm = interrupt.args == ("SIGTERM",)
   return 128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)
@@ -279,7 +286,10 @@ def echo(line: str) -> None:
 
 
 class _Echo:
-  """Prints the output lines of all tasks, and a progress bar on a terminal."""
+  """Prints the output of all tasks, and below it a progress bar on a terminal.
+
+  It is called with each line.
+  """
 
   def __init__(self):
     self._console = console.Console()
@@ -287,8 +297,8 @@ class _Echo:
   def __call__(self, line: str) -> None:
     """Prints a line of a task's output, and moves the progress bar.
 
-    Routine lines of TensorFlow are not printed. The log files of the tasks keep
-    them.
+    It does not print routine lines of TensorFlow, which remain in the log files
+    of the tasks.
     """
     if noise.is_noise(line):
       return

@@ -1,10 +1,13 @@
 """Computes the default learning rate from update rule, batch and replicas.
 
-A recipe (the settings with which a model is known to train well) has a learning
-rate for synchronous updates with its own batch size. With smaller batches, or
-with stale gradients (of variables that have changed since), gradient descent
-may diverge at that rate. So the default of `--learning_rate` depends on how
-training is run. A given rate is not changed.
+A *recipe* is a set of settings with which a model is known to train well. Its
+learning rate is for synchronous updates with the batch size of the recipe. With
+smaller batches, or with *stale* gradients (computed from variables that have
+changed since), gradient descent may diverge at that rate. So the default of
+`--learning_rate` is lower there. A rate that the user gives is not changed.
+
+The *staleness* of a gradient is the number of updates between reading the
+variables and applying the gradient.
 """
 
 from typing import NamedTuple
@@ -16,18 +19,16 @@ from tf_replicas.programs import update_options
 class Default(NamedTuple):
   """A default learning rate, and what it was computed from.
 
-  A recipe is a set of settings with which a model is known to train well.
-
   Attributes:
     rate: The default learning rate.
-    recipe: Name of the recipe.
+    recipe: The name of the recipe.
     recipe_rate: The learning rate of the recipe.
-    recipe_batch: Number of examples in an update that `recipe_rate` is for;
-      None if it is for any number.
-    batch: Number of examples in the gradient of a step.
-    staleness: Expected age of a gradient in updates: the number of updates
-      between reading the variables and applying the gradient.
-    step: The kind of step, such as "async updates".
+    recipe_batch: The number of examples in an update of the recipe; None if
+      `recipe_rate` is for any number.
+    batch: The number of examples in the gradient that an optimizer step of this
+      training applies.
+    staleness: The expected staleness of a gradient, in updates.
+    step: The kind of optimizer step, such as "async updates".
   """
 
   rate: float
@@ -51,22 +52,26 @@ def scaled(
 
       rate * min(1, batch / recipe_batch) / (1 + staleness)
 
-  The mean gradient of k times fewer examples has k times the variance, and
-  gets a k times smaller rate: the linear scaling rule (Krizhevsky 2014, "One
-  weird trick", section 5; Goyal et al. 2017, section 2.1). A larger batch does
-  not get a larger rate: that needs a warm-up, and has its limits.
+  Smaller batches: the mean gradient of k times fewer examples has k times the
+  variance, and gets a k times smaller rate. This is the linear scaling rule
+  (Krizhevsky 2014, "One weird trick", section 5; Goyal et al. 2017, section
+  2.1). A larger batch does not get a larger rate, since that needs a warm-up,
+  and does not work for every size.
 
-  Gradient descent along a curvature c with gradients that are s updates old is
-  stable below the rate 2 sin(pi / (4 s + 2)) / c: 2 / c with s = 0, 1 / c with
-  1, 0.45 / c with 3 (Levin & May 1976). So the rate is divided by 1 + s, as in
-  Zhang et al. 2015, "Staleness-aware async-SGD", section 3.
+  Stale gradients: gradient descent along a curvature c with gradients that are
+  s updates old is stable below the rate 2 sin(pi / (4 s + 2)) / c. That is
+  2 / c for s = 0, 1 / c for s = 1 and 0.45 / c for s = 3 (Levin & May 1976). So
+  the rate is divided by 1 + s, as in Zhang et al. 2015, "Staleness-aware
+  async-SGD", section 3.
 
   Args:
     rate: The learning rate of the recipe.
-    batch: Number of examples in the gradient.
-    recipe_batch: Number of examples that `rate` is for; None for any.
+    batch: The number of examples in the gradient.
+    recipe_batch: The number of examples in an update of the recipe; None if
+      `rate` is for any number.
     staleness: The s above, in updates.
-    is_divided: Whether the update rule itself divides the rate by max(1, s).
+    is_divided: Whether the update rule also divides the rate by max(1, s). Then
+      the result is multiplied by max(1, s).
 
   Returns:
     The learning rate to use.
@@ -87,23 +92,22 @@ def default(
   batch_size: int,
   is_scaled_later: bool = False,
 ) -> Default:
-  """Computes the default learning rate of a run.
+  """Computes the default learning rate of a training.
 
   Args:
-    options: How the training is run.
-    recipe: Name of the recipe, the settings with which the model is known to
-      train well.
+    options: How to run the training.
+    recipe: The name of the recipe.
     rate: The learning rate of the recipe.
-    recipe_batch: Number of examples in an update that `rate` is for; None for
-      any number.
-    batch_size: Number of examples in the batch of one tower, a copy of the
-      model.
-    is_scaled_later: Whether the caller will multiply the rate by the number of
+    recipe_batch: The number of examples in an update of the recipe; None if
+      `rate` is for any number.
+    batch_size: The number of examples in the batch of one tower (a copy of the
+      model).
+    is_scaled_later: Whether the caller multiplies the result by the number of
       batches in an update.
 
   Returns:
-    The default rate, and what it was computed from. If a run has several kinds
-    of steps, the lowest rate.
+    The default rate, and what it was computed from. If the training has several
+    kinds of optimizer steps, the one with the lowest rate.
   """
   found = []
   for step in options.optimizer_steps(batch_size):
@@ -124,10 +128,10 @@ def default(
 
 
 def describe(default: Default, rate: float) -> str:
-  """Returns a line that says which learning rate a run has, and why.
+  """Returns a line that says which learning rate is used, and why.
 
   Args:
-    default: The default learning rate, and what it was computed from.
+    default: The default learning rate of the training.
     rate: The learning rate that is used.
   """
   line = f"learning rate {rate:.4g}"
@@ -152,9 +156,9 @@ def advice(
   """Returns a line that says what to change after a training has diverged.
 
   Args:
-    default: The default learning rate, and what it was computed from.
+    default: The default learning rate of the training.
     rate: The learning rate that was used.
-    update: The update rule and the limits of gradient norms that were used.
+    update: The settings of the update rule that were used.
     *others: Other changes to suggest, such as "a longer --warmup_epochs".
   """
   better = default.rate if rate > default.rate else rate / 3

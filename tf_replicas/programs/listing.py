@@ -1,4 +1,4 @@
-"""Lists programs by name, with the first lines of their docstrings.
+"""Lists programs by name, each with the first line of its docstring.
 
 The source files are parsed instead of imported, since many programs import
 TensorFlow, which takes seconds.
@@ -11,14 +11,15 @@ from collections.abc import Iterable
 
 
 def print_programs(packages: Iterable[str]) -> None:
-  """Prints the name and the summary of each program in some packages.
+  """Prints the command and the summary of each program in some packages.
 
-  The summary is the first line of the docstring. Packages that are not
-  installed are skipped.
+  A program is a module that can be run with `python -m`. Its summary is the
+  first line of its docstring. Modules named `__main__` or `*_task` are left
+  out.
 
   Args:
-    packages: Names of packages. A program is a module of these that can be run
-      as `__main__`. Modules named `__main__` or `*_task` are left out.
+    packages: The names of the packages. Those that are not installed are
+      skipped.
   """
   summaries = {}
   for package in packages:

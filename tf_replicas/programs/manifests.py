@@ -78,8 +78,8 @@ def manifests(argv: Sequence[str]) -> list[dict]:
     argv: The command line, without the name of the program.
 
   Returns:
-    One ConfigMap, one Service, one NetworkPolicy, and one Job for each task, as
-    JSON-like dicts.
+    A list of manifests, as dicts that JSON can represent: one ConfigMap, one
+    Service, one NetworkPolicy, and one Job for each task.
 
   Raises:
     cluster.ClusterError: If the command line or the cluster spec is invalid.
@@ -131,8 +131,11 @@ def manifests(argv: Sequence[str]) -> list[dict]:
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
   """Parses the command line of `python -m tf_replicas.kubernetes`.
 
+  Args:
+    argv: The command line, without the name of the program.
+
   Returns:
-    The options, and the command after `--`, which every task runs.
+    The options, and the arguments after `--`: the command that every task runs.
 
   Raises:
     cluster.ClusterError: If the command is missing or an option is invalid.
@@ -168,10 +171,14 @@ def _load(path: str) -> cluster.ClusterSpec:
 
 
 def _check_name(name: str, tasks: Iterable[cluster.Task]) -> None:
-  """Checks the name of a training, which begins the host names of its tasks.
+  """Checks the name of a training, with which its tasks' host names begin.
+
+  Args:
+    name: The name of the training.
+    tasks: The tasks of the training.
 
   Raises:
-    cluster.ClusterError: If `name` cannot be part of a host name, or a host
+    cluster.ClusterError: If `name` cannot be part of a host name, or if a host
       name would be too long.
   """
   longest = max((_host(name, task) for task in tasks), key=len)
@@ -188,10 +195,14 @@ def _check_name(name: str, tasks: Iterable[cluster.Task]) -> None:
 def _in_cluster(
   spec: cluster.ClusterSpec, options: argparse.Namespace
 ) -> cluster.ClusterSpec:
-  """Returns the cluster spec that the tasks read inside Kubernetes.
+  """Converts the user's cluster spec to the one that the tasks read.
 
-  Its addresses are host names of pods. The GPUs of each task are numbered from
-  0, as a container sees only its own.
+  The addresses become host names inside Kubernetes. The GPUs of each task are
+  numbered from 0, since a container sees only the GPUs of its task.
+
+  Args:
+    spec: The user's cluster spec.
+    options: The options of the command line.
   """
   name = options.name
   addresses = {
@@ -221,7 +232,14 @@ def _job(
   command: list[str],
   options: argparse.Namespace,
 ) -> dict:
-  """Makes the manifest of the Kubernetes Job that runs one task."""
+  """Makes the manifest of the Kubernetes Job that runs one task.
+
+  Args:
+    task: The task.
+    spec: The cluster spec inside Kubernetes.
+    command: The command that the task runs.
+    options: The options of the command line.
+  """
   host = _host(options.name, task)
   labels = {**_labels(options), "app.kubernetes.io/component": task.job}
   return {
@@ -301,10 +319,13 @@ def _volumes(options: argparse.Namespace) -> Iterator[dict]:
 
 
 class _Dumper(yaml.SafeDumper):
-  """A YAML dumper that writes multi-line strings as blocks, and no aliases."""
+  """A YAML dumper whose output is easy to read.
+
+  It writes strings of several lines as blocks, and uses no aliases.
+  """
 
   def ignore_aliases(self, data) -> bool:
-    """Returns True, so that repeated `data` is written in full every time."""
+    """Returns True: an object that occurs again is written in full again."""
     return True
 
 
@@ -322,8 +343,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
   The exit status is 0, or 2 if the arguments are invalid.
 
   Args:
-    argv: The command line without the name of the program; None for that of
-      this process.
+    argv: The command line, without the name of the program. None: that of this
+      process.
   """
   with processes.one_line_errors((cluster.ClusterError,)):
     documents = manifests(sys.argv[1:] if argv is None else argv)

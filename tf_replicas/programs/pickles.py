@@ -14,14 +14,15 @@ def dumps(
   """Pickles a value with cloudpickle.
 
   Functions and classes of the main module are pickled with their code. Those of
-  other modules are pickled as names to import.
+  other modules are pickled as names, and imported when they are unpickled.
 
   Args:
     value: The value.
-    needs: Beginning of the error message if cloudpickle is missing, such as
+    needs: The beginning of the error message if cloudpickle is missing, such as
       "`LocalTraining` needs".
-    reduce: Called with each object. Returns what the object's `__reduce__`
-      would return, or `NotImplemented` to pickle the object as usual.
+    reduce: A function that is called with each object in `value`. It returns
+      how to pickle the object, in the form that `__reduce__` returns; or
+      `NotImplemented`, to pickle it as usual.
 
   Returns:
     Bytes from which `pickle.loads` makes the value again.
@@ -40,9 +41,15 @@ def dumps(
   reducers = cloudpickle.CloudPickler.dispatch_table
 
   def reduce_code(code: types.CodeType) -> tuple:
-    """Pickles a code object with its file name, which cloudpickle 3.1 drops.
+    """Returns how to pickle a code object, with its file name.
 
-    Tracebacks and AutoGraph need the file name.
+    cloudpickle 3.1 drops the file name, which tracebacks and AutoGraph need.
+
+    Args:
+      code: The code object.
+
+    Returns:
+      (function, arguments), as for `__reduce__`.
     """
     constructor, arguments, *_ = reducers[types.CodeType](code)
     return code_of_file, (constructor, arguments, code.co_filename)
@@ -64,10 +71,10 @@ def dumps(
 def code_of_file(
   constructor: Callable[..., types.CodeType], arguments: tuple, name: str
 ) -> types.CodeType:
-  """Makes a code object with a given file name, while a function is unpickled.
+  """Makes a code object with a given file name. Called while unpickling.
 
   Args:
-    constructor: Makes the code object.
+    constructor: The function with which cloudpickle makes the code object.
     arguments: The arguments of `constructor`.
     name: The file name of the code.
   """

@@ -14,11 +14,12 @@ _RECORD = "config.json"
 class Settings(Protocol):
   """The interface of the settings that this module writes and reads.
 
-  The settings are a dataclass. Its fields have defaults and values for JSON.
+  They are a dataclass. Each field has a default, and a value that JSON can
+  represent.
 
   Attributes:
-    train_dir: The run's directory.
-    data_dir: Directory of the run's data set, if one is set.
+    train_dir: The directory of the run.
+    data_dir: The directory of the data set; None if none is set.
   """
 
   train_dir: str
@@ -29,13 +30,13 @@ _Settings = TypeVar("_Settings", bound=Settings)
 
 
 def record(settings: Settings) -> None:
-  """Writes the settings of a run into its directory, where `of_run` reads them.
+  """Writes the settings of a run to a file in `settings.train_dir`.
 
-  If settings were recorded there before, prints which have changed: a flag
-  forgotten when a run is resumed would otherwise go unnoticed.
+  If the file exists, it first prints the settings that differ from those in the
+  file. So the user notices a flag that was forgotten when the run was resumed.
 
   Args:
-    settings: The settings. `settings.train_dir` is the run's directory.
+    settings: The settings.
   """
   os.makedirs(settings.train_dir, exist_ok=True)
   values = dataclasses.asdict(settings)
@@ -50,17 +51,18 @@ def record(settings: Settings) -> None:
 
 
 def is_recorded(train_dir: str) -> bool:
-  """Returns whether a run has recorded its settings in `train_dir`."""
+  """Returns whether `record` has written settings to `train_dir`."""
   return os.path.exists(os.path.join(train_dir, _RECORD))
 
 
 def _print_changes(path: str, values: dict[str, object]) -> None:
   """Prints which settings of a resumed run differ from the recorded ones.
 
-  Changes of `train_dir` and `max_steps` are not printed.
+  It leaves out `train_dir` and `max_steps`.
 
   Args:
-    path: The file with the recorded settings, which may be missing.
+    path: The file with the recorded settings. If it is missing or damaged,
+      nothing is printed.
     values: The new settings by name.
   """
   try:
@@ -82,19 +84,20 @@ def _print_changes(path: str, values: dict[str, object]) -> None:
 def of_run(
   settings_class: type[_Settings], train_dir: str, **given
 ) -> _Settings:
-  """Reads the settings that a run was last started with.
+  """Reads the settings with which a run was last started.
 
   Args:
-    settings_class: The class of the recorded settings.
-    train_dir: The run's directory. If it has no record, the defaults of the
-      class are used.
-    **given: Settings that override the recorded ones.
+    settings_class: The class of the settings.
+    train_dir: The directory of the run. If it has no recorded settings, they
+      are the defaults of the class.
+    **given: Settings that replace the recorded ones.
 
   Returns:
-    The settings, with `train_dir` as their directory.
+    The settings. Their `train_dir` is the argument `train_dir`.
 
   Raises:
-    ValueError: If the record is damaged, or a given setting is out of range.
+    ValueError: If the file with the settings cannot be read, or if a setting in
+      `given` is out of range.
   """
   path = os.path.join(train_dir, _RECORD)
   recorded = settings_class()

@@ -1,9 +1,9 @@
 """Computes factors of a learning rate from the number of examples seen so far.
 
-A schedule that counts examples instead of steps is right for any number of
-replicas. A count is an int or an integer tensor; for a tensor, the result is a
-float64 tensor. TensorFlow is not imported, so that a launcher can check its
-flags quickly.
+A schedule that counts examples instead of steps needs no change for another
+number of replicas. The number of examples is an int or an integer tensor. For a
+tensor, the result is a float64 tensor. The module does not import TensorFlow,
+so that a launcher can check its flags quickly.
 """
 
 from typing import TypeVar
@@ -12,11 +12,11 @@ _Count = TypeVar("_Count")
 
 
 def num_examples(epochs: float, per_epoch: int) -> int:
-  """Returns the number of examples in `epochs` epochs.
+  """Returns the number of examples in `epochs` epochs, rounded.
 
   Args:
-    epochs: Number of epochs, possibly a fraction.
-    per_epoch: Number of examples in one epoch.
+    epochs: The number of epochs, which need not be whole.
+    per_epoch: The number of examples in one epoch.
   """
   return round(epochs * per_epoch)
 
@@ -24,13 +24,13 @@ def num_examples(epochs: float, per_epoch: int) -> int:
 def share(examples: _Count, length: int) -> _Count:
   """Returns `examples / length`, clipped to [0, 1].
 
-  Multiplied by this factor, a learning rate is warmed up over its first
-  `length` examples (Goyal et al. 2017, section 2.2).
+  It is the factor of a learning rate that is warmed up over the first `length`
+  examples (Goyal et al. 2017, section 2.2).
 
   Args:
-    examples: Number of examples: an int or an integer tensor.
-    length: Number of examples at which the result reaches 1. With 0, the result
-      is always 1.
+    examples: The number of examples seen so far: an int or an integer tensor.
+    length: The number of examples at which the result reaches 1. If it is 0,
+      the result is always 1.
 
   Returns:
     A float, or a float64 tensor.
@@ -42,16 +42,19 @@ def share(examples: _Count, length: int) -> _Count:
 
 
 def staircase(examples: _Count, factor: float, length: int) -> _Count:
-  """Returns a factor of the learning rate that decays in equal intervals.
+  """Returns the factor of a learning rate that decays in steps.
 
-  The result is `factor` ** k with k = floor(examples / length). This is the
-  decay of `tf.compat.v1.train.exponential_decay(staircase=True)`, but by
-  examples instead of steps.
+  The result is `factor` ** k with k = floor(examples / length). It is the decay
+  of `tf.compat.v1.train.exponential_decay(staircase=True)`, but counts examples
+  instead of steps.
 
   Args:
-    examples: Number of examples seen so far: an int or an integer tensor.
-    factor: The factor of one interval.
-    length: Number of examples in one interval.
+    examples: The number of examples seen so far: an int or an integer tensor.
+    factor: The factor by which the rate is multiplied after each interval.
+    length: The number of examples in an interval.
+
+  Returns:
+    A float, or a float64 tensor.
   """
   return factor ** ((examples / max(1, length)) // 1)
 

@@ -2,9 +2,9 @@
 
   python -m tf_replicas.launch --ps=1 --workers=2 train.py [arguments]
 
-The script calls `tf_replicas.fit`, which finds out from environment variables
-which task its process is. Each line of output has the name of its task in
-front. Ctrl-C ends all tasks.
+The script calls `tf_replicas.fit` or `tf_replicas.run`, which finds out from
+environment variables which task its process is. Each line of output begins with
+the name of its task. Ctrl-C ends all tasks.
 """
 
 import argparse
@@ -68,8 +68,8 @@ def launch(argv: list[str]) -> int:
     argv: The command line, without the name of the program.
 
   Returns:
-    The exit status: 0 if all tasks succeeded, else that of the first task that
-    failed; 130 after Ctrl-C.
+    An exit status. 0 if all tasks succeeded, otherwise that of the first task
+    that failed; 130 after Ctrl-C.
 
   Raises:
     cluster.ClusterError: If the script does not exist, or the cluster spec or
@@ -120,13 +120,13 @@ def launch(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-  """Starts a script as all tasks of a cluster, and ends the process after them.
+  """Starts a script as all tasks of a cluster, waits, and ends the process.
 
   The exit status is that of `launch`, or 2 if the arguments are invalid.
 
   Args:
-    argv: The command line without the name of the program; None for that of
-      this process.
+    argv: The command line, without the name of the program. None: that of this
+      process.
   """
   try:
     status = launch(sys.argv[1:] if argv is None else argv)

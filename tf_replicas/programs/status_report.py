@@ -2,10 +2,10 @@
 
   python -m tf_replicas.status --cluster_spec=FILE [--watch] [--json]
 
-It shows which tasks are there, the step and its rate, what became of each
-replica's contributions, the queues, the traffic, which task waits for which,
-and which fault is being handled. It runs on any machine that reaches the
-parameter servers, beside a task that hangs too, and changes nothing.
+It shows which tasks are there, the global step and the steps per second, how
+many contributions of each replica were used, the queues, the network traffic,
+which task waits for which, and what is wrong. It changes nothing. It runs on
+any machine that reaches the parameter servers, and works even if a task hangs.
 """
 
 import argparse
@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> None:
   arguments are invalid.
 
   Args:
-    argv: The command line without the name of the program; None for that of
-      this process.
+    argv: The command line, without the name of the program. None: that of this
+      process.
   """
   options = _parser().parse_args(argv)
   noise.hide()
@@ -93,10 +93,17 @@ def main(argv: list[str] | None = None) -> None:
 def _print_all(
   reader: "cluster_status.ClusterReader", options: argparse.Namespace
 ) -> "cluster_status.Status":
-  """Prints one reading, or with `--watch` one after another.
+  """Reads and prints the state of the training.
+
+  With `--watch`, it does so repeatedly, until the training ends. Without it, it
+  prints one state. For the rates in it, it may read the state twice.
+
+  Args:
+    reader: Reads the state.
+    options: The options of the command line.
 
   Returns:
-    The last reading.
+    The last state.
   """
   status, last = reader.read(), None
   if not options.watch and status.global_step >= 0 and not status.outcome:
@@ -126,8 +133,8 @@ def lines(
 
   Args:
     status: The state.
-    last: The reading before, from which the traffic is computed; None if there
-      is none.
+    last: An earlier state, which is needed to compute the network traffic. None
+      if there is none; then the lines do not show the traffic.
   """
   yield _headline(status)
   rows = [_serving_row(task, status, last) for task in status.serving]
@@ -219,7 +226,7 @@ def _contributions(replica: "cluster_status.Replica") -> str:
 
 
 def size(num_bytes: float) -> str:
-  """Formats a number of bytes with a unit: "12 B", "3.4 KiB", "1.2 MiB"."""
+  """Formats a number of bytes with a unit, such as "12 B" or "3.4 KiB"."""
   for unit in ("B", "KiB", "MiB"):
     if num_bytes < 1024:
       return f"{num_bytes:.3g} {unit}"

@@ -1,7 +1,9 @@
-"""Runs one task of a training: a server, or a client that trains.
+"""Runs one task of a training in this process.
 
-Programs, tests and notebooks call `train`, which returns and does not end the
-process.
+A task either serves (`serve`: a parameter server or an in-graph worker) or
+trains (`train`: the chief or another worker). A *driver* is the object that
+runs this task's part of a training. A *contribution* is what a replica sends
+for one update, such as a gradient.
 """
 
 import contextlib
@@ -58,9 +60,12 @@ def _say(line: str) -> None:
 def _configure(options: run_options.Options) -> list[str]:
   """Configures the devices and threads that TensorFlow uses in this task.
 
+  Args:
+    options: How to run the training.
+
   Returns:
-    The devices of this task's towers (copies of the model), for example GPUs.
-    Without GPUs, the list is empty.
+    The names of this task's GPUs, or of the CPU devices that replace them. Each
+    has a tower, which is a copy of the model. Empty if the task has no GPUs.
 
   Raises:
     cluster.ClusterError: If a GPU that the cluster spec names does not exist.
@@ -95,10 +100,13 @@ def _configure(options: run_options.Options) -> list[str]:
 def _gpus(options: run_options.Options) -> tuple[int, ...]:
   """Returns the numbers of the GPUs that this task uses.
 
-  In a cluster these are the GPUs that the spec gives to the task, so tasks of
-  one host share a GPU only if the spec gives it to both. A process without a
-  cluster takes the first GPU if the spec names no other, and no GPU if the
-  machine has none, so that it runs on every machine.
+  In a cluster, these are the GPUs that the spec gives to the task; none if it
+  gives none. Without a cluster, these are the GPUs that the spec names. If it
+  names none, or only GPU 0, this is GPU 0 if the machine has a GPU, and none
+  otherwise.
+
+  Args:
+    options: How to run the training.
   """
   spec = options.spec
   gpus = spec.gpus(options.task or spec.chief)
@@ -112,8 +120,12 @@ def _gpus(options: run_options.Options) -> tuple[int, ...]:
 def serve(options: run_options.Options) -> int:
   """Serves as a parameter server or an in-graph worker until training ends.
 
+  Args:
+    options: How to run the training. `options.task` is the task of this
+      process.
+
   Returns:
-    The exit status: 0 if training ended without an error, else 1.
+    An exit status: 0 if training ended without an error, otherwise 1.
   """
   _configure(options)
   if options.timeline and options.is_in_graph:
@@ -135,7 +147,7 @@ def serve(options: run_options.Options) -> int:
 def train(
   options: run_options.Options, workload: run_options.Workload
 ) -> run_options.Outcome:
-  """Trains in this process, alone or as a client of a cluster.
+  """Trains in this process, alone or as the chief or a worker of a cluster.
 
   Args:
     options: How to run the training. In a cluster, `options.task` is the task
@@ -143,16 +155,19 @@ def train(
     workload: What to train.
 
   Returns:
-    The global step reached and, in the chief, the loss of the last update.
+    The global step at the end and, in the chief, the loss of the last update.
 
   Raises:
-    cluster.ClusterError: If a GPU of the spec does not exist, or the options
-      are not for training in this process.
-    checkpoints.CheckpointError: If the train directory holds another model.
+    cluster.ClusterError: If a GPU of the spec does not exist, or if the options
+      do not say to train in this process.
+    checkpoints.CheckpointError: If the checkpoint in the train directory is one
+      of another model.
     FloatingPointError: If a gradient or a loss is not finite.
     KeyboardInterrupt: If interrupted. A checkpoint is saved first.
-    RuntimeError: If TensorFlow fails, or, on a worker, if training ended with
-      an error elsewhere.
+    RuntimeError: If TensorFlow fails; in a worker other than the chief, also if
+      training ended with an error.
+    TimeoutError: If another task does not start in time, or if an update waited
+      longer than the update rule allows.
   """
   if options.dry_run or options.task is None and options.spec.is_distributed:
     raise cluster.ClusterError(
@@ -177,7 +192,13 @@ def train(
 
 @contextlib.contextmanager
 def _one_line_errors(options: run_options.Options) -> Iterator[None]:
-  """Turns TensorFlow's errors in a context into one-line `RuntimeError`s."""
+  """Makes a context that turns a `tf.errors.OpError` into a `RuntimeError`.
+
+  The message of the `RuntimeError` is one line.
+
+  Args:
+    options: How to run the training.
+  """
   try:
     yield
   except tf.errors.OpError as error:
@@ -186,10 +207,13 @@ def _one_line_errors(options: run_options.Options) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _advising(workload: run_options.Workload) -> Iterator[None]:
-  """Adds advice to the error of a training that diverges inside this context.
+  """Makes a context that adds advice to the error of a training that diverges.
 
-  The error is a FloatingPointError, since a loss or a gradient is not finite.
-  The advice is `workload.divergence_advice`, such as a lower learning rate.
+  Such an error is a FloatingPointError: a loss or a gradient is not finite. The
+  advice is `workload.divergence_advice`, such as a lower learning rate.
+
+  Args:
+    workload: What is trained.
   """
   try:
     yield
@@ -200,10 +224,10 @@ def _advising(workload: run_options.Workload) -> Iterator[None]:
 
 
 def _one_line(error: tf.errors.OpError, options: run_options.Options) -> str:
-  """Returns an error of TensorFlow as one line, which names this task.
+  """Returns a line about an error of TensorFlow.
 
-  The line says whether the task itself failed or another task cannot be
-  reached.
+  In a cluster, the line names this task, and says whether this task failed or
+  another task could not be reached.
   """
   where = f" in {options.task}" if options.spec.is_distributed else ""
   what = f"TensorFlow failed{where}"
@@ -220,12 +244,12 @@ def _driver(
   workload: run_options.Workload,
   tower_devices: list[str],
 ) -> driver_base.Driver:
-  """Builds the driver (the object that runs the updates) for the options.
+  """Builds the driver that the options ask for.
 
   Args:
     options: How to run the training.
     workload: What to train.
-    tower_devices: The devices of this task's towers, the copies of the model.
+    tower_devices: The result of `_configure`.
   """
   if options.is_mirrored:
     return mirrored.Mirrored(
@@ -273,9 +297,10 @@ def _driver(
 
 
 def _timeline_dir(options: run_options.Options) -> str | None:
-  """Returns the directory of this task's timeline; None if none is recorded.
+  """Returns the directory of this task's timeline.
 
-  A timeline is a file that records what each replica does when.
+  A timeline is a file that records what a replica does when. Returns None if
+  the options ask for none.
   """
   if not options.timeline:
     return None
@@ -287,7 +312,7 @@ def _say_what(
   options: run_options.Options,
   workload: run_options.Workload,
 ) -> None:
-  """Prints where the variables are, and what is trained how."""
+  """Prints a description of the training, and the device of each variable."""
   _say(driver.store.table())
   layers = driver.replica.layers
   if layers is not None and layers.num_devices > 1:
@@ -300,18 +325,19 @@ def _drive(
   options: run_options.Options,
   workload: run_options.Workload,
 ) -> run_options.Outcome:
-  """Trains as the chief, the task that drives updates and saves checkpoints.
+  """Trains as the chief.
 
-  Restores the newest checkpoint, or initializes the variables if there is none.
-  Then makes updates until the last step.
+  It restores the newest checkpoint, or initializes the variables if there is
+  none. Then it makes updates until the last step, and saves checkpoints.
 
   Args:
-    driver: The object that runs the updates.
+    driver: The driver of the chief.
     options: How to run the training.
     workload: What to train.
 
   Returns:
-    The global step and the loss of the last update.
+    The global step at the end, and the loss of the last update (None if no
+    update was left to make).
   """
   max_steps = _max_steps(driver.store, options, workload)
   driver.stop_at(max_steps)
@@ -358,6 +384,12 @@ def _check_rate(
   """Raises CheckpointError if a resumed training has the learning rate 0.
 
   This happens if the learning-rate schedule is for a shorter training.
+
+  Args:
+    store: Holds the number of examples seen so far.
+    options: How to run the training.
+    workload: What to train; it has the schedule.
+    left: The number of updates left to make, for the error message.
   """
   seen = int(store.examples_seen.read_value())
   rate_fn = workload.learning_rate_fn
@@ -377,9 +409,14 @@ def _max_steps(
 ) -> int:
   """Computes the global step at which training stops.
 
-  If the length of the training is given as a number of examples, the result
-  depends on the step and the examples so far. Both are read from the newest
-  checkpoint if it is ahead of `store`, the variables on the parameter servers.
+  The length of the training may be given as a number of examples. Then the
+  result depends on the global step and the number of examples so far. They come
+  from `store`, or from the newest checkpoint if its global step is larger.
+
+  Args:
+    store: Holds the variables.
+    options: How to run the training.
+    workload: What to train, and for how long.
   """
   step = int(store.read_global_step())
   seen = int(store.examples_seen.read_value())
@@ -391,11 +428,11 @@ def _max_steps(
 
 
 class _Steps:
-  """A callable with which `Session.run` makes updates.
+  """The step function of a training, which `Session.run` calls again and again.
 
-  Each call sets the learning rate, makes one or several updates and returns
-  their result. When a summary is due, the result also says how many
-  contributions (such as gradients) of each replica were used.
+  Each call sets the learning rate, makes one or several updates, and returns
+  their result. When a summary is due, the result also has the numbers of
+  contributions of each replica that were used and refused.
 
   Attributes:
     loss: The loss of the last update; None before the first.
@@ -427,10 +464,10 @@ class _Steps:
     self._examples_seen = int(driver.store.examples_seen.read_value())
 
   def _max_updates(self) -> int:
-    """Returns how many updates the driver may make in its next call.
+    """Returns the largest number of updates that the next call may make.
 
-    The last of these updates is where the learning rate changes, a log line, a
-    summary or a checkpoint is due, or the training ends.
+    It must not go beyond the next change of the learning rate, the next line of
+    the log, summary or checkpoint, or the end of the training.
     """
     limits = [reports.steps_until_due(self._step, n) for n in self._stops]
     return updates_at_one_rate(
@@ -453,10 +490,12 @@ class _Steps:
     return self._with_counts(result)
 
   def _with_counts(self, result: training.StepResult) -> training.StepResult:
-    """Returns the result of a step with more scalars and histograms.
+    """Adds scalars, histograms and images for TensorBoard to a step's result.
 
-    TensorBoard shows them: how many contributions (such as gradients) of each
-    replica were used, how old they were and, if asked for, the variables.
+    They are the numbers of contributions of each replica that were used and
+    refused, and the staleness of these contributions. If the options ask for
+    histograms, there are also histograms of the variables, and what the
+    `summary_fn` of the workload returns.
     """
     scalars, histograms = dict(result.scalars), {}
     counts = self._driver.counts()
@@ -499,17 +538,18 @@ def updates_at_one_rate(
   batch: int,
   limit: int,
 ) -> int:
-  """Counts the updates from the next one on that have the same learning rate.
+  """Returns the number of updates until the learning rate changes.
 
   Args:
-    learning_rate_fn: Maps the number of examples seen to a learning rate; None
-      if the rate never changes.
-    seen: Number of examples seen so far.
-    batch: Number of examples in one update.
-    limit: Largest number to return.
+    learning_rate_fn: Maps a number of examples seen to a learning rate. None:
+      the rate never changes.
+    seen: The number of examples seen so far.
+    batch: The number of examples in one update.
+    limit: The largest number to return.
 
   Returns:
-    The number of updates, at least 1 and at most `limit`.
+    The number of the next updates that all have the same learning rate: at
+    least 1 and at most `limit`.
   """
   if learning_rate_fn is None:
     return limit
@@ -521,8 +561,12 @@ def updates_at_one_rate(
 def _spread_out(counts: Sequence[int], limit: int = 1000) -> np.ndarray:
   """Returns an array in which the number k occurs `counts[k]` times.
 
-  TensorBoard makes a histogram of it. If the array would have more than about
-  `limit` elements, all counts are scaled down.
+  TensorBoard makes a histogram of such an array. If the array would have more
+  than about `limit` elements, all counts are scaled down.
+
+  Args:
+    counts: How often each number from 0 on occurs.
+    limit: The approximate largest number of elements.
   """
   counts = np.asarray(counts)
   share = min(1.0, limit / counts.sum())
@@ -530,15 +574,17 @@ def _spread_out(counts: Sequence[int], limit: int = 1000) -> np.ndarray:
 
 
 def report(counts: Sequence[results.Counts], names: Sequence[str]) -> list[str]:
-  """Describes what happened to the contributions (gradients) of every replica.
+  """Describes what happened to the contributions of every replica.
 
   Args:
-    counts: The counts of contributions, one entry per replica.
+    counts: One entry per replica: the numbers of its contributions that were
+      used or refused.
     names: The names of the replicas, in the same order.
 
   Returns:
-    One line per replica: how many of its contributions were applied and
-    refused, and their staleness, which is their age in updates.
+    One line per replica. It has the numbers of its contributions that were
+    applied and refused, and the staleness of those that were applied: the
+    number of updates between reading the variables and applying the gradients.
   """
   lines = []
   for name, count in zip(names, counts, strict=True):

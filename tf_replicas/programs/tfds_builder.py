@@ -11,21 +11,24 @@ class DataError(Exception):
 
 
 class NotPreparedError(DataError):
-  """Raised if a data set is not downloaded yet, and must not be downloaded."""
+  """Raised if a data set is missing, and the caller allows no download."""
 
 
 def builder(
   name: str, data_dir: str | None, *, download: bool, others: str, advice: str
 ):
-  """Returns the TensorFlow Datasets builder of a prepared data set.
+  """Returns the TensorFlow Datasets builder of a data set on this machine.
+
+  If the data set is missing, it may be downloaded first.
 
   Args:
-    name: Name of the data set.
-    data_dir: Directory to look in; None is the default of TensorFlow Datasets.
+    name: The name of the data set.
+    data_dir: The directory of data sets. None: the default of TensorFlow
+      Datasets.
     download: Whether to download and prepare the data set if it is missing.
-    others: The names of data sets that the program provides itself, for error
-      messages.
-    advice: What else the user can do, as the end of an error message.
+    others: A phrase for error messages: the names of data sets that do not come
+      from TensorFlow Datasets.
+    advice: The end of error messages, which says what else the user can do.
 
   Raises:
     DataError: If there is no such data set, or it cannot be loaded.
@@ -67,8 +70,12 @@ def builder(
 def _prepare_elsewhere(name: str, data_dir: str | None) -> None:
   """Downloads and prepares a data set in a separate process.
 
-  Preparing runs TensorFlow ops, and a process that has run one can no longer
-  choose its devices.
+  Preparing runs TensorFlow ops. This process must not run any yet: afterwards,
+  it could not choose its devices.
+
+  Args:
+    name: The name of the data set.
+    data_dir: The directory of data sets; None: the default.
   """
   spawned = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawned) as pool:
@@ -84,7 +91,7 @@ def _prepare(name: str, data_dir: str | None) -> None:
 def _require_server(found) -> None:
   """Checks that the server with the files of a data set can be reached.
 
-  Otherwise the downloader would retry for minutes.
+  If it could not, the downloader would retry for minutes.
 
   Args:
     found: The TensorFlow Datasets builder of the data set.
@@ -103,9 +110,9 @@ def _require_server(found) -> None:
 
 
 def _one_line(error: Exception) -> str:
-  """Returns the first line of an error's message, without a final period.
+  """Returns the first line of the message of an error, for another message.
 
-  At most 300 characters are returned.
+  It is cut after 300 characters, and has no period at its end.
   """
   lines = str(error).strip().splitlines() or [type(error).__name__]
   return lines[0].strip()[:300].rstrip(".")
