@@ -128,13 +128,14 @@ def _is_statistic(state: keras.Variable) -> bool:
 
 
 def _initial(state: keras.Variable) -> tf.Tensor:
-  """Returns the value that a state has when a model is called.
+  """Returns the value that an unshared variable has at each call of the model.
 
   Args:
     state: A variable of the model that replicas do not share.
 
   Returns:
-    A new random state for a seed generator, else the variable's present value.
+    For the state of a seed generator, a new random value; otherwise the
+    variable's present value.
   """
   is_seed = keras_internals.is_seed(state)
   return keras_internals.new_seed(state) if is_seed else state.value
