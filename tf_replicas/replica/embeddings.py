@@ -302,14 +302,14 @@ class Table(tf.Module):
     dtype: str = "float32",
     partition: str = "modulo",
   ):
-    """Makes the table; if no driver builds the model, an ordinary variable.
+    """Makes the table, or an ordinary variable if no driver builds the model.
 
     Args:
       num_rows: The number of rows.
       num_columns: The number of columns.
       name: The path of the table, which is also its name in checkpoints.
-      initializer: An initializer of Keras, or its name, that draws every row by
-        itself.
+      initializer: An initializer of Keras, or its name, that can draw rows one
+        by one.
       dtype: The dtype of the rows.
       partition: How the rows are divided among N PS tasks. `modulo` puts row r
         on PS task r modulo N; `range` puts consecutive rows on a task.

@@ -93,9 +93,11 @@ class Replica:
     dataset_fn: Maps (num_shards, shard_index, start_example) to an endless data
       set of batches: tensors with the examples along axis 0, in any `tf.nest`
       structure. `loss_fn` takes the elements of a tuple as separate arguments,
-      and any other structure, such as a dict, as one argument. `start_example`
-      is about how many examples all replicas have drawn so far. `start_example`
-      and `shard_index` are ints, or int64 scalars where the driver calls the
+      and any other structure, such as a dict, as one argument. `num_shards` is
+      the number of replicas, and `shard_index`, from 0 on, tells which of them
+      this data set is for. `start_example` is the approximate number of
+      examples that all replicas have drawn so far. `shard_index` and
+      `start_example` are ints, or int64 scalars where the driver calls the
       function on a remote worker. Several towers share a batch.
     devices: The devices of the towers; empty for the default device. With
       `layers` on D devices, the first D are those of the first tower, and so

@@ -171,14 +171,15 @@ class ForkServer:
     """Starts a program of this Python interpreter.
 
     Args:
-      command: The command line, which consists of: `env` and settings of
-        variables (optional), this interpreter, its option `-u` (optional), a
-        script or `-m` and a module or `-c` and code, and arguments.
+      command: The command line, of the form `[env NAME=VALUE...] PYTHON [-u]
+        (SCRIPT | -m MODULE | -c CODE) [ARGUMENT...]`, where PYTHON is this
+        interpreter and brackets mark what may be missing.
       env: The environment.
       pass_fds: File descriptors that the process inherits.
 
     Returns:
-      The process, or None if `command` is not of this form.
+      The process. None if `command` is not of this form; nothing is started
+      then.
 
     Raises:
       RuntimeError: If TensorFlow cannot be imported, or the server has ended.

@@ -535,8 +535,8 @@ class Queue:
   def close(self) -> None:
     """Closes the queue for all processes.
 
-    From now on, `enqueue` fails. `dequeue` takes the elements that are left,
-    and then fails, also where it waits already.
+    From now on, `enqueue` fails. `dequeue` takes the elements that are left; if
+    there are none, it fails, even if it was already waiting for one.
     """
     with tf.device(self.device):
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
@@ -667,11 +667,15 @@ def _available_bytes(device: str) -> int:
 
 @functools.cache
 def _memory_reader(device: str, here: str) -> RemoteReader[tf.Tensor]:
-  """Makes a reader of /proc/meminfo; traced once for each device.
+  """Makes a function that reads /proc/meminfo on the machine of a task.
+
+  The result is cached for each pair of arguments, so that the function is
+  traced only once.
 
   Args:
     device: A device of the task.
-    here: `this_device()`, which changes when this process joins a cluster.
+    here: `this_device()`. It changes when this process joins a cluster, and
+      the function must then be traced again.
   """
   del here
 

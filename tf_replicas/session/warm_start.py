@@ -25,7 +25,7 @@ class Transferred(NamedTuple):
 
 
 def find(path: str) -> str:
-  """Returns the path of a complete checkpoint.
+  """Finds a checkpoint, checks that its files exist, and returns its path.
 
   Args:
     path: The path of a checkpoint, or a train directory, which stands for its

@@ -57,8 +57,9 @@ class AlternatingOptimizer:
 
   It is for a `train_step` that applies gradients several times, such as that of
   a GAN: a *phase* is one of these calls, with its optimizer and the variables
-  that it updates. Update number u makes phase u modulo the number of phases.
-  The class has the methods of `InnerOptimizer`, which applies one optimizer.
+  that it updates. The update that follows global step s makes phase number s
+  modulo the number of phases. The class has the methods of `InnerOptimizer`,
+  which applies one optimizer.
   """
 
   def __init__(

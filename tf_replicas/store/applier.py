@@ -132,6 +132,7 @@ class Applier:
         to the pairs to apply. It is called on the device of that task, with the
         task's lock held.
       rate_factor: Scalar that multiplies the learning rate of this update.
+        None: 1.
 
     Returns:
       A bool scalar; a control dependency on it waits for the whole update.

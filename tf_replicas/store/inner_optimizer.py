@@ -385,7 +385,10 @@ class InnerOptimizer:
       return copy.deepcopy(own, copies)
 
   def _track(self) -> None:
-    """Adds the slots created since the last call to the store's checkpoints."""
+    """Makes the store's checkpoints contain the new slots.
+
+    New slots are those that were created since the last call.
+    """
     created = self._created[self._num_tracked :]
     with tf.init_scope():  # The caller may be tracing an update.
       resources.flush_assignments(created)
@@ -433,9 +436,9 @@ class InnerOptimizer:
     """Returns a context in which new variables are shared by all clients.
 
     Clients are the training processes. A slot (a value that an optimizer keeps
-    per variable) is placed next to its variable, which the name of the slot
-    tells. Keras names a slot `<path of its variable, with _ for />_<slot>`;
-    other optimizers make the path a part of the name.
+    per variable) is placed next to its variable. The name of the slot says
+    which variable that is: Keras names a slot `<path of its variable, with _
+    for />_<slot>`; other optimizers make the path a part of the name.
 
     Args:
       device: The device of all other new variables, such as scalars of the
@@ -561,7 +564,7 @@ class InnerOptimizer:
     Args:
       task: The PS task on which the update is made.
       step: int64 scalar, the global step before the update.
-      rate_factor: Scalar that multiplies the learning rate, or None.
+      rate_factor: Scalar that multiplies the learning rate; None: 1.
 
     Yields:
       (Keras variable, its value in this update) pairs.
@@ -610,8 +613,8 @@ class InnerOptimizer:
       gradients: One per variable, dense or `tf.IndexedSlices`, not None.
       variables: Shards of the store's trainable variables.
       step: int64 scalar, the global step before this update.
-      rate_factor: Scalar that multiplies the learning rate of this update. It
-        must be None unless `has_adjustable_rate()`.
+      rate_factor: Scalar that multiplies the learning rate of this update;
+        None: 1. It must be None unless `has_adjustable_rate()`.
 
     Returns:
       A (variable, new value) pair for each scalar of the whole optimizer that
@@ -787,9 +790,9 @@ _NOT_BY_SHARD = keras_internals.optimizer_classes("Lamb", "Muon")
 
 
 def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
-  """Raises ValueError if a Keras optimizer is of a kind not supported here.
+  """Raises ValueError if a Keras optimizer cannot be used on PS tasks.
 
-  Its options are checked too.
+  The reason may be its class or one of its options.
   """
   name = type(optimizer).__name__
   if isinstance(optimizer, _NOT_BY_TASK):

@@ -310,10 +310,10 @@ class ParameterStore:
     return [spec.path for spec in self.specs if spec.table is not None]
 
   def assign_first(self, values: Sequence[Value]) -> None:
-    """Assigns the first values of all variables.
+    """Assigns initial values to all variables.
 
-    Tables, large matrices whose rows are divided among the PS tasks, get values
-    that the PS tasks compute themselves.
+    For tables, large matrices whose rows are divided among the PS tasks, the PS
+    tasks compute the values.
 
     Args:
       values: One initial value per variable. The value for a table is not used.
@@ -517,9 +517,9 @@ class ParameterStore:
       return self.global_step.read_value()
 
   def count_rows(self, task: int, ids: tf.Tensor) -> None:
-    """Adds to the number of rows of tables that updates changed on a PS task.
+    """Counts the rows of a table that an update changes on a PS task.
 
-    `row_updates` returns this number.
+    They are added to the number that `row_updates` returns for this task.
 
     Args:
       task: The index of the PS task, on whose device this is called.
@@ -638,7 +638,7 @@ class ParameterStore:
   def track(
     self, variable: tf.Variable, kind: str = "", owner: str = ""
   ) -> None:
-    """Adds a variable that was created elsewhere to the checkpoints.
+    """Makes checkpoints contain a variable that was created elsewhere.
 
     Args:
       variable: The variable, such as a slot of an optimizer.

@@ -36,7 +36,7 @@ class VariableSpec(NamedTuple):
     dtype: The name of the variable's dtype, such as `float32`.
     trainable: Whether gradients update the variable.
     table: If the variable stands for a table (a large matrix whose rows live on
-      the PS tasks only), the rows of the table; else None.
+      the PS tasks only), the `tables.Rows` that describe the table; else None.
   """
 
   path: str

@@ -273,8 +273,9 @@ class Rows:
   """Describes a table, and reads and assigns its rows on the PS tasks.
 
   A table is a large matrix, whose rows are divided into parts. There is one
-  part per PS task, unless there are fewer rows. Row r is on part r modulo P,
-  where P is the number of parts, or the parts are consecutive ranges of rows.
+  part per PS task, unless there are fewer rows than PS tasks. With the
+  partition `modulo`, row r is in part r modulo the number of parts. With
+  `range`, the parts are consecutive ranges of rows.
 
   Attributes:
     path: The path of the table, which identifies it.
