@@ -77,15 +77,15 @@ _Count = TypeVar("_Count")
 
 
 class CropSizes(NamedTuple):
-  """Sizes of the square crops that are cut out of images, in pixels.
+  """Side lengths of the square crops that are cut out of images, in pixels.
 
-  Crops are then resized to 24 pixels, which the network sees.
+  Crops are then resized to the 24 x 24 pixels that the network takes.
 
   Attributes:
-    evaluation: Size of the crop from the middle of an image, in evaluation.
-    smallest: Smallest size in training, which draws a random size for each
+    evaluation: The size in evaluation, which crops the middle of an image.
+    smallest: The smallest size in training, which draws a random size for each
       image.
-    largest: Largest size in training.
+    largest: The largest size in training.
   """
 
   evaluation: float
@@ -232,7 +232,7 @@ def default_rate(
   batch_size: int,
   is_scaled_later: bool = False,
 ) -> learning_rates.Default:
-  """Computes the learning rate for when none is given.
+  """Computes the default learning rate: that of a run for which none is given.
 
   It depends on the recipe (a named set of settings), the batch size, the update
   rule and the number of replicas.
@@ -241,8 +241,11 @@ def default_rate(
     recipe: Key of `RECIPES`.
     options: How the training is run, with the update rule and the replicas.
     batch_size: Number of images in the batch of one tower, a copy of the model.
-    is_scaled_later: Whether `learning_rate_scale` will be the number of batches
-      in an update.
+    is_scaled_later: Whether the caller will multiply the rate by the number of
+      batches in an update, as `Config.learning_rate_scale`.
+
+  Returns:
+    The default rate, and what it was computed from.
   """
   base = from_recipe(recipe)
   return learning_rates.default(
@@ -279,6 +282,9 @@ def learning_rate(
     examples_seen: Number of examples in all updates so far: an int, or an
       integer tensor, for which the result is a float64 tensor.
     num_examples_per_epoch: Size of the training set.
+
+  Returns:
+    The learning rate, a float or a scalar tensor.
   """
   warm, end, decay = (
     schedules.num_examples(epochs, num_examples_per_epoch)
@@ -312,12 +318,13 @@ def _num_examples(epochs: float) -> int:
 
 
 def centered_from(config: Config) -> int | None:
-  """Returns when training crops begin to be near the middle of an image.
+  """Returns the point of a run from which training uses centered crops.
 
-  This is so in the last part of a run, `config.centered_share` of it.
+  In the last part of a run, training crops are near the middle of an image, as
+  in evaluation. `config.centered_share` is the share of this part in the run.
 
   Returns:
-    The number of examples used before; None if it never begins.
+    The number of examples used before this part; None if there is no such part.
   """
   if not config.centered_share:
     return None
@@ -325,7 +332,7 @@ def centered_from(config: Config) -> int | None:
 
 
 def crop_sizes(config: Config) -> CropSizes | None:
-  """Returns the side lengths of the square crops that are cut out of images.
+  """Returns the sizes of the square crops that are cut out of images.
 
   The network takes squares of 24 x 24 pixels. Crops of other sizes are resized
   to that.
@@ -342,19 +349,17 @@ def crop_sizes(config: Config) -> CropSizes | None:
 def fit(
   recipe: str, given: Mapping[str, object], *, effective_batch: int
 ) -> Config:
-  """Makes a `Config` from a recipe, fitted to the length of the run.
+  """Makes a `Config` from a recipe, with a schedule that fits the run's length.
 
   A recipe is a named set of settings. The warm-up is the first part of the run,
-  in which the learning rate rises.
-
-  The warm-up takes the same share of the run as in the recipe, and the schedule
-  "one_cycle" ends with the run. A rate that is scaled up is always warmed up,
-  for at most an eighth of the run.
+  in which the learning rate rises. It gets the same share of the run as in the
+  recipe. If the recipe has none, but `given` has a `learning_rate_scale` above
+  1, there is a warm-up of at most an eighth of the run. The schedule
+  "one_cycle" ends when the run ends.
 
   Args:
     recipe: Key of `RECIPES`.
-    given: Fields of `Config`, which override those of the recipe and are not
-      fitted.
+    given: Fields of `Config`, used as they are in place of those of the recipe.
     effective_batch: Number of examples in an update.
 
   Raises:

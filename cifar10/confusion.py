@@ -22,7 +22,7 @@ def accuracy(matrix: np.ndarray) -> float:
 
 
 def recall(matrix: np.ndarray) -> np.ndarray:
-  """Returns, for the images of each class, the share classified right.
+  """Returns the recall of each class: the share of its images classified right.
 
   Args:
     matrix: `[10, 10]` counts of images by true class and predicted class.
@@ -34,7 +34,9 @@ def recall(matrix: np.ndarray) -> np.ndarray:
 
 
 def precision(matrix: np.ndarray) -> np.ndarray:
-  """Returns, for the images predicted as each class, the share of that class.
+  """Returns the precision of each class.
+
+  It is the share of images of this class among those predicted as this class.
 
   Args:
     matrix: `[10, 10]` counts of images by true class and predicted class.
@@ -65,7 +67,7 @@ def scalars(matrix: np.ndarray) -> dict[str, float]:
 
 
 def table(matrix: np.ndarray) -> str:
-  """Formats the number of images, recall and precision of each class.
+  """Formats a table with the number of images, recall and precision by class.
 
   Args:
     matrix: `[10, 10]` counts of images by true class and predicted class.

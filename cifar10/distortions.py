@@ -1,7 +1,7 @@
 """Draws and applies the CIFAR-10 tutorial's random distortions of images.
 
-All images of a batch are distorted at a time. Crops may also have other sizes
-than the tutorial's 24 pixels, and are then resized to 24.
+All images of a batch are distorted at the same time. Crops may also have other
+sizes than the tutorial's 24 pixels, and are then resized to 24.
 """
 
 from typing import NamedTuple
@@ -59,8 +59,8 @@ def draw(
     seed: `[2]` integers, as for TensorFlow's stateless random ops.
     num_images: The number of images.
     max_shift: Largest distance, in pixels, between a crop and the middle crop
-      in each direction; an int or a scalar tensor. Without `sizes`, in [0, 4].
-      With `sizes`, also limited by the edges of the image.
+      in each direction; an int or a scalar tensor. It must be in [0, 4] without
+      `sizes`. With `sizes`, crops never go beyond the edges of the image.
     sizes: Sizes of the smallest and the largest crop, numbers or scalar
       tensors. None if crops are not resized.
   """
@@ -169,14 +169,15 @@ def views(
     size: Height and width of the crop of the first view. With 6 views, there
       are also crops 2 pixels smaller and larger.
     num_views: Number of views, one of `config.VIEWS`. If there are several, the
-      second half are mirror images of the first half.
+      second half of the views are mirror images of the first half.
 
   Returns:
-    Standardized crops, float32 `[num_views * batch, 24, 24, 3]`: the first view
-    of every image, as of `center`, then the next view of every image.
+    Standardized crops, float32 `[num_views * batch, 24, 24, 3]`: first the
+    first view of every image, which is the result of `center`; then the second
+    view of every image; and so on.
 
   Raises:
-    ValueError: If there is no such number of views.
+    ValueError: If `num_views` is not one of `config.VIEWS`.
   """
   if num_views not in config.VIEWS:
     raise ValueError(

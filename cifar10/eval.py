@@ -58,16 +58,19 @@ def evaluate(
     num_views: Number of views (crops, possibly mirrored) of an image over which
       the probabilities are averaged, one of `config.VIEWS`. The tutorial has 1.
     batch_size: Number of images in a batch.
-    interval_secs: Seconds between measurements.
-    timeout_secs: The seconds to wait for a new checkpoint; None waits forever.
+    interval_secs: The least seconds between the starts of two measurements. Not
+      used with `run_once`.
+    timeout_secs: The seconds to wait for a new checkpoint. None waits until
+      training has finished. Not used with `run_once`.
 
   Returns:
     The confusion matrix of the last checkpoint, `[10, 10]` counts of images by
-    true and predicted class; None if there was no checkpoint in time.
+    true and predicted class. Without `run_once`, None if there was no
+    checkpoint until the time limit or the end of the training.
 
   Raises:
-    checkpoints.CheckpointError: If there is no checkpoint, or it is of another
-      model.
+    checkpoints.CheckpointError: If a checkpoint is damaged or of another model.
+      With `run_once`, also if there is no checkpoint.
     sources.DataError: If the data set cannot be read.
     ValueError: If a number is out of range.
   """

@@ -117,16 +117,17 @@ def _known(key: str) -> str | None:
 def _global_step(path: str, saved: np.ndarray | None) -> np.int64:
   """Returns the global step of a TF1 checkpoint.
 
-  It is taken from the checkpoint's file name if the checkpoint has no such
-  variable: in the tutorial of 2015 the variable was not named. The tutorial's
-  program for several GPUs stored it as float32.
+  If the checkpoint has no variable `global_step`, the step is taken from the
+  file name. (In the tutorial of 2015, the variable had no name.)
 
   Args:
     path: Path of the checkpoint.
-    saved: The value in the checkpoint, or None.
+    saved: The value in the checkpoint, an integer, or float32 as the tutorial's
+      program for several GPUs stored it; None if there is no such variable.
 
   Raises:
-    checkpoints.CheckpointError: If the file name has no step either.
+    checkpoints.CheckpointError: If there is no value, and the file name has no
+      step either.
   """
   from tf_replicas.session import checkpoints
 

@@ -1,10 +1,10 @@
 """Makes batches of images for training and evaluation.
 
-The data is not kept in a graph: a dataset reads its source when it is first
-iterated, on the machine that iterates it. Every batch is gathered from memory
-and distorted as a whole. So a dataset function may run on a remote worker, and
-one core prepares some forty thousand images per second. AutoGraph is not needed
-and is turned off, since it would make the start slow.
+The images are not constants of a graph: a dataset reads its source when it is
+first iterated, on the machine that iterates it. So a dataset function may run
+on a remote worker. Every batch is gathered from memory and distorted as a
+whole, so that one core prepares some forty thousand images per second.
+AutoGraph is turned off, since it is not needed and would make the start slow.
 """
 
 import tensorflow as tf
@@ -64,13 +64,14 @@ def train_dataset(
       the dataset function of an in-graph worker.
     start_example: The position in the stream to begin at when a run is resumed:
       the number of examples that all workers have drawn so far. The dataset
-      begins with the global batch of this example, so that workers never share
-      an example, whenever they start. Skipping costs nothing.
-    used_share: Share of a global batch that updates use; below 1 if some
-      workers are backups, of which not all contribute to each update.
+      begins with the global batch that contains this example, so that workers
+      never share an example, even if they start at different times. Skipping
+      costs nothing.
+    used_share: Share of the examples of a global batch that updates use. It is
+      below 1 with backup workers: an update does not wait for all workers.
     distort_colors: Whether brightness and contrast change.
-    centered_from: Number of used examples after which images are cropped near
-      the middle, as in evaluation; None for never.
+    centered_from: Number of examples used by updates after which images are
+      cropped near the middle, as in evaluation; None for never.
     crop_sizes: Sizes of crops, which are then resized to 24 pixels. None: all
       crops have 24 pixels.
     numbers: The numbers, int64 scalars, of the batches to make: batch k of the
@@ -294,7 +295,8 @@ def _order(
     step: The number of examples of a global batch that updates use.
 
   Returns:
-    A dataset of (number of examples used before, indices `[global_batch]`).
+    A dataset with one pair per global batch: the number of examples that
+    updates used before it, and the indices of its examples, `[global_batch]`.
   """
   number = tf.cast(start_example, tf.int64) // global_batch
   start = number * global_batch

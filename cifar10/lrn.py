@@ -1,9 +1,9 @@
 """Computes local response normalization as a product with a banded matrix.
 
-`tf.nn.local_response_normalization` takes a fifth to a third of the tutorial
-network's step on a CPU. The sums over neighboring channels equal a product with
-a banded matrix of ones. If there are few channels, the product takes more
-arithmetic than the op, but far less time.
+On a CPU, `tf.nn.local_response_normalization` takes a fifth to a third of the
+time of a step of the tutorial's network. The sums over neighboring channels
+equal a product with a banded matrix of ones. If there are few channels, the
+product takes more arithmetic than TensorFlow's op, but far less time.
 """
 
 import keras

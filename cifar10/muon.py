@@ -48,11 +48,12 @@ class Muon(keras_internals.optimizer_class("Muon", "rms_rate")):
 
     Overrides a method that Keras' Muon calls for each update.
 
-    A step replaces X by (a + b G + c G^2) X with G = X X^T. For a tall matrix,
-    G = X^T X and the factor is on the right. All factors are polynomials of the
-    first G. So the factors are multiplied with each other, and only their
-    product with X; for 2304 x 384 this takes a third of the time of multiplying
-    each factor with X, as Keras 3.15 does.
+    A Newton-Schulz step replaces X by F X with the factor F = a + b G + c G^2,
+    where G = X X^T. (For a tall matrix, X by X F with G = X^T X.) All factors
+    are polynomials of the first G. So this method first multiplies the factors
+    of all steps with each other, and then their product with X. For a matrix of
+    2304 x 384, this takes a third of the time of Keras 3.15, which multiplies
+    each factor with X.
 
     Args:
       x: A matrix or kernel: float32, of rank 2 or 4.

@@ -1,4 +1,4 @@
-"""Finds CIFAR-10 images in files, in TensorFlow Datasets, or synthetic ones."""
+"""Finds images: CIFAR-10 files, TensorFlow Datasets, or synthetic images."""
 
 import dataclasses
 import os
@@ -121,7 +121,7 @@ def _check_records(path: str) -> None:
   """Checks that a CIFAR-10 file has the right size and no label above 9.
 
   Raises:
-    DataError: If that is not so.
+    DataError: If the size is wrong, or a label is above 9.
   """
   expected = RECORDS_PER_FILE * RECORD_BYTES
   if not os.path.exists(path):
@@ -184,7 +184,7 @@ def _check_features(name: str, info) -> None:
     info: Its description by TensorFlow Datasets.
 
   Raises:
-    DataError: If that is not so.
+    DataError: If a feature is missing or different, or a split is missing.
   """
   features = dict(info.features.items())
   image, label = features.get("image"), features.get("label")

@@ -56,9 +56,9 @@ def read(split: str) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _wave(seed: tf.Tensor, size: int) -> tf.Tensor:
-  """Returns random sine waves, `[size, 32]`, one wave per image.
+  """Returns random sine waves of 32 pixels, `[size, 32]`: one per image.
 
-  Each has a random phase and height, and a period of 4 to 8 pixels.
+  Each wave has a random phase and height, and a period of 4 to 8 pixels.
   """
   draws = tf.random.stateless_uniform([3, size, 1], seed)
   frequency = 2.0 * math.pi * (0.125 + 0.125 * draws[0])

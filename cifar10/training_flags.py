@@ -90,12 +90,13 @@ def config(options: run_options.Options) -> config_lib.Config:
 
 
 def _check_one_batch_size(options: run_options.Options) -> None:
-  """Checks that every update has gradients of the same number of batches.
+  """Checks that `--scale_learning_rate` is used with a fitting update rule.
 
-  The learning rate can be scaled by this number only if it is constant.
+  The flag multiplies the learning rate by the number of batches whose gradients
+  one update uses. So this number must be the same in all updates.
 
   Raises:
-    ValueError: If the update rule does not have this property.
+    ValueError: If the number differs between the updates of the update rule.
   """
   update = options.update
   if update.is_periodic or update.then_update:
@@ -128,12 +129,13 @@ def _check_momentum(
 def _check_placement(
   options: run_options.Options, config: config_lib.Config
 ) -> None:
-  """Checks that the optimizer Muon is used only with uncut variables.
+  """Checks that the optimizer Muon is used only with whole variables.
 
-  Muon updates whole matrices, so the parameter servers must not hold parts.
+  Muon updates whole matrices, so variables must not be divided among parameter
+  servers.
 
   Raises:
-    cluster.ClusterError: If variables would be cut into parts.
+    cluster.ClusterError: If variables would be divided.
   """
   spec = options.spec
   is_cut = (

@@ -35,7 +35,8 @@ def make(
     config: The settings of the training.
 
   Returns:
-    A function of the values of the trainable variables by path.
+    A function that takes the values of the trainable variables by path, and
+    returns the summaries.
   """
   device = resources.this_device()
   with tf.device(None), tf.device(device):

@@ -36,11 +36,12 @@ def with_port(address: str, port: int) -> str:
 
 
 def canonical_host(host: str) -> str:
-  """Returns `host` in a form in which equal hosts have equal names.
+  """Returns `host` in the form by which addresses of hosts are compared.
 
-  The name is in lower case, and "localhost" for every loopback address. A
-  TensorFlow server listens on all interfaces. So to a server, 127.0.0.1:2222
-  and 127.0.0.2:2222 are the same port.
+  It is "localhost" for every loopback address, and otherwise `host` in lower
+  case. All loopback addresses count as one host, since a TensorFlow server
+  listens on all interfaces: 127.0.0.1:2222 and 127.0.0.2:2222 are the same
+  port.
   """
   ip = _ip(host)
   return "localhost" if ip and ip.is_loopback else host.lower()

@@ -18,7 +18,7 @@ from tf_replicas.cluster import validation
 def check_private(
   spec: cluster_spec.ClusterSpec, tasks: Iterable[cluster_spec.Task]
 ) -> None:
-  """Checks that no address of some tasks is one of a public network.
+  """Checks that no given task has an address in a public network.
 
   A host name that cannot be resolved now is not checked. Nothing is checked if
   `spec.allow_public_addresses` is True.
@@ -67,7 +67,10 @@ def _resolved(
 
 
 def warning(task: cluster_spec.Task) -> str:
-  """Returns the log line that says who can use the server of `task`."""
+  """Returns a line for the log that warns of the open port of `task`.
+
+  The line says who can reach the port.
+  """
   return (
     f"{task}: TensorFlow's servers listen on all network interfaces, without"
     " authentication; whoever can reach their ports can run code in the tasks"

@@ -64,14 +64,16 @@ class LocalCluster:
         logs are kept.
       environ: The tasks' environment; by default that of this process.
       echo: Called with every line of output, prefixed with its task.
-      max_restarts: How many restarts there may be, over all tasks. A worker or
-        a parameter server is restarted if a signal killed it, and any task that
-        a time limit of its own ended (SIGALRM).
+      max_restarts: The largest number of restarts, of all tasks together. A
+        worker or a parameter server is restarted if any signal killed it. The
+        chief is restarted only if SIGALRM killed it: a task sets this alarm for
+        itself, in case it hangs in TensorFlow.
       inherited: Maps a task to a context manager that yields the file
         descriptors that the task inherits besides its output. The context is
         entered before `command` is called, and left once the task has started.
-      popen: Starts a process in another way than `subprocess.Popen`; returns
-        None if it cannot. An example, which also documents the arguments, is
+      popen: Called in place of `subprocess.Popen` to start a process; it
+        returns None if it cannot, and then `subprocess.Popen` is called. An
+        example, which also documents the arguments, is
         `fork_server.ForkServer.popen`.
     """
     self.spec = spec
@@ -94,9 +96,11 @@ class LocalCluster:
     self.stop()
 
   def start(self, *tasks: cluster.Task) -> None:
-    """Starts the given tasks, or all tasks on this machine if none is given.
+    """Starts tasks on this machine.
 
-    When all tasks are started, the parameter servers are started first.
+    Args:
+      *tasks: The tasks. If none is given, all tasks whose address is on this
+        machine are started, the parameter servers first.
     """
     if not tasks:
       tasks = tuple(
@@ -142,7 +146,7 @@ class LocalCluster:
     return self.log_dir / f"{task.job}_{task.index}.log"
 
   def log(self, task: cluster.Task) -> str:
-    """Returns what a task has printed so far."""
+    """Returns the text that a task has printed so far."""
     return self.log_path(task).read_text(encoding="utf-8")
 
   def pid(self, task: cluster.Task) -> int:
@@ -152,7 +156,7 @@ class LocalCluster:
   def returncode(self, task: cluster.Task) -> int | None:
     """Returns a task's exit status; None if it runs or was never started.
 
-    A task that a signal has killed has the negative number of the signal.
+    If a signal killed the task, the status is the negative signal number.
     """
     process = self._processes.get(task)
     return None if process is None else process.poll()
@@ -174,9 +178,9 @@ class LocalCluster:
     return [t for t, p in self._processes.items() if p.poll() is None]
 
   def poll(self) -> tuple[cluster.Task, int] | None:
-    """Restarts tasks that a signal killed, `max_restarts` times at most.
+    """Looks for tasks that have failed, and restarts some of them.
 
-    The chief is restarted only if its own time limit killed it.
+    The argument `max_restarts` of the constructor says which are restarted.
 
     Returns:
       A task that has failed and was not restarted, with its exit status as
@@ -194,10 +198,11 @@ class LocalCluster:
     Tasks that still run a minute after the chief has ended well are stopped.
 
     Returns:
-      0 if all tasks ended well. Otherwise the exit status of the chief if that
-      is positive, since the chief's own error says the most; else the status of
-      the task that failed first. A task that a signal killed has the status 128
-      + the number of the signal.
+      0 if all tasks ended well, or still ran a minute after the chief had ended
+      well. Otherwise, the exit status of the chief if that is positive, since
+      the chief's own error says the most; if not, the status of the task that
+      failed first. For a task that a signal killed, the status is 128 + the
+      signal number.
 
     Raises:
       TimeoutError: If tasks still run after `timeout_secs` seconds. All tasks
@@ -247,16 +252,18 @@ class LocalCluster:
       time.sleep(0.05)
 
   def _restart(self, task: cluster.Task, code: int) -> bool:
-    """Restarts a task that has failed, if a signal killed it.
+    """Restarts a task that a signal has killed, if it may be restarted.
+
+    The chief is restarted only if SIGALRM killed it, an alarm that it sets for
+    itself in case it hangs in TensorFlow. No task is restarted after
+    `max_restarts` restarts.
 
     Args:
-      task: The task.
+      task: A task that has failed.
       code: The exit status of the task, negative if a signal killed it.
 
     Returns:
-      Whether the task was restarted. The chief is restarted only if its own
-      time limit (SIGALRM) killed it, as it hung in TensorFlow. No task is
-      restarted after `max_restarts` restarts.
+      Whether the task was restarted.
     """
     is_replaceable = task != self.spec.chief or code == -signal.SIGALRM
     if code > 0 or not is_replaceable or not self._restarts_left:
@@ -269,9 +276,12 @@ class LocalCluster:
   def stop(self, grace_secs: float = _GRACE_SECS) -> None:
     """Ends all running tasks: by SIGTERM, and after `grace_secs` by SIGKILL.
 
-    The chief is ended first and has twice as much time, since it may first save
-    the variables of the parameter servers. If the chief ends without an error,
-    it tells the other tasks to end too.
+    The chief is ended first and has `2 * grace_secs`, since it may save a
+    checkpoint, for which the parameter servers must run. If the chief ends
+    without an error, it tells the other tasks to end too.
+
+    Args:
+      grace_secs: Seconds between SIGTERM and SIGKILL.
     """
     chief = self._processes.get(self.spec.chief)
     if chief is not None and chief.poll() is None:
@@ -300,7 +310,7 @@ def _end(processes: Iterable[subprocess.Popen], grace_secs: float) -> None:
 
 
 def describe(code: int) -> str:
-  """Describes an exit status of `subprocess`, other than 0, in words."""
+  """Describes a nonzero exit status of a `subprocess` in words."""
   if code < 0:
     return f"was killed by {signal.Signals(-code).name}"
   return f"failed with exit status {code}"

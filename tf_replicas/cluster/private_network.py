@@ -40,7 +40,7 @@ _BURST_SECS, _MIN_BURST_BYTES = 0.004, 8192
 
 
 class PrivateNetworkError(RuntimeError):
-  """This machine does not permit, or cannot make, a private network."""
+  """Reports that a private network cannot be made or changed here."""
 
 
 class Traffic(NamedTuple):
@@ -56,10 +56,10 @@ class Traffic(NamedTuple):
 
 
 def obstacle() -> str | None:
-  """Says in one line why this process cannot make a private network.
+  """Finds out why this process cannot make a private network.
 
   Returns:
-    The reason; None if nothing is known to prevent it.
+    The reason in one line; None if no obstacle was found.
   """
   if os.geteuid() != 0:
     return (
@@ -169,10 +169,11 @@ class PrivateNetwork:
     return f"{_ADDRESSES}{self.hosts.index(host) + 1}"
 
   def command(self, host: str, command: Sequence[str]) -> list[str]:
-    """Returns the command line that runs another command on a host.
+    """Returns a command line that runs another command on a host.
 
-    The process id does not change: the command replaces the process that enters
-    the namespace. Files and processes are those of this machine.
+    The process that runs it enters the host's network namespace, and then
+    becomes the other command, with the same process id. Only the network is
+    that of the host: files and processes are those of this machine.
 
     Args:
       host: The name of the host.
@@ -250,7 +251,7 @@ class PrivateNetwork:
       check: Whether to raise an error if a line fails.
 
     Raises:
-      PrivateNetworkError: If a line fails.
+      PrivateNetworkError: If a line fails and `check` is true.
     """
     result = subprocess.run(
       self._command(host, [tool, "-batch", "-"]),
@@ -269,7 +270,8 @@ class PrivateNetwork:
 def _hold() -> subprocess.Popen:
   """Starts a process that holds a new network namespace.
 
-  It ends when its input ends, that is, also if this process is killed.
+  The new process ends when its standard input is closed, so also when this
+  process ends for any reason.
   """
   process = subprocess.Popen(
     ["unshare", "--net", "cat"],

@@ -166,7 +166,7 @@ def _hosts(environ: Mapping[str, str], num_tasks: int, rank: int) -> list[str]:
 def _gpus_per_task(environ: Mapping[str, str]) -> int:
   """Returns the number of GPUs that Slurm gives to each process.
 
-  It is what the option `--gpus-per-task` says, or 0 without this option.
+  It is the number of the option `--gpus-per-task`, or 0 without this option.
   """
   name = "SLURM_GPUS_PER_TASK"
   value = environ.get(name, "").rpartition(":")[2]  # After the kind of GPU.

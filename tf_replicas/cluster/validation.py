@@ -1,10 +1,11 @@
 """Checks a cluster-spec document; each mistake is one `ClusterError`.
 
-Every function takes a part of the document, and the place of this part, such as
-`cluster.worker`, if it may stand at several places. It returns the part in one
-plain form: jobs as `{job: {index: address}}`, with `master` renamed to `chief`,
-and GPU lists as tuples. `tf_replicas.cluster.spec` builds its objects from
-that, and puts the name of the file in front of the messages.
+The document is the decoded JSON of a cluster spec or of TF_CONFIG. Every
+function checks a part of it. If the part may be at several places, the function
+takes the place too, such as `cluster.worker`, for the error message. It returns
+the part in one *plain form*: jobs as `{job: {index: address}}`, with `master`
+renamed to `chief`, and GPU lists as tuples. `tf_replicas.cluster.spec` builds
+its objects from that, and puts the name of the file in front of the messages.
 """
 
 import difflib
@@ -29,11 +30,10 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 class ClusterError(ValueError):
-  """Reports a mistake in how a training is described.
+  """Reports a mistake of the user in a cluster spec, a task or an option.
 
-  The mistake may be in a cluster spec, in the description of a task, or in the
-  options of a program, such as its update rule. The message is one line with
-  the place or the option, the rule that is broken and the value received.
+  An example of an option is the update rule. The message is one line with the
+  place or the option, the rule that is broken and the value received.
   """
 
 
@@ -60,10 +60,10 @@ class Parts(NamedTuple):
 
 
 class _RepeatedKey(dict):
-  """Stands for a decoded JSON object in which one key occurs twice.
+  """Takes the place of a decoded JSON object in which one key occurs twice.
 
   Attributes:
-    key: The key.
+    key: The key that occurs twice.
   """
 
   key: str
@@ -372,7 +372,7 @@ def _check_device_key(
     The key, with "chief" for "master".
 
   Raises:
-    ClusterError: If the key does not.
+    ClusterError: If the key names none of these.
   """
   # A spec without a cluster has one process, which is called worker 0.
   jobs = jobs or {"worker": {0: ""}}
@@ -407,10 +407,11 @@ def _check_gpus(gpus: object, place: str) -> tuple[int, ...]:
 def _check_gpu_sharing(
   devices: Mapping[str, tuple[int, ...]], jobs: Mapping[str, Mapping[int, str]]
 ) -> None:
-  """Raises ClusterError if the entry of a job gives one GPU to two tasks.
+  """Raises ClusterError if tasks on one host would share a GPU by mistake.
 
-  That happens if several tasks of the job are on one host. Entries for single
-  tasks, such as "worker:1", may share a GPU.
+  An entry for a whole job, such as "worker", gives the same GPU numbers to all
+  its tasks. So it is refused if two of these tasks are on one host. Entries for
+  single tasks, such as "worker:1", may share a GPU.
 
   Args:
     devices: The checked section `devices`.

@@ -1,10 +1,11 @@
 """Embeddings whose tables stay on the PS tasks, for Keras and for custom code.
 
 A table is a variable of which a replica looks up only the rows that its batch
-needs (`store.tables`). A driver builds the model in `model_fn` or `replica_fn`.
-There, a table is created on the PS tasks, or beside the other variables if
-there are no PS tasks. Outside of these functions, an `Embedding` works as
-`keras.layers.Embedding` does, and a `Table` is an ordinary variable.
+needs (`store.tables`). PS tasks are parameter servers. For training, a driver
+builds the model: it calls the user's `model_fn` or `replica_fn`. A table that
+is made there is created on the PS tasks, or beside the other variables if there
+are no PS tasks. Elsewhere, an `Embedding` works as `keras.layers.Embedding`
+does, and a `Table` is an ordinary variable.
 """
 
 import contextlib
@@ -162,7 +163,12 @@ class Embedding(keras.layers.Embedding):
     super().load_own_variables(store)
 
   def _check_has_rows(self, rule: str) -> None:
-    """Raises a ValueError that begins with `rule` if PS tasks have the rows."""
+    """Raises ValueError if PS tasks have the rows.
+
+    Args:
+      rule: The beginning of the error message, such as "`set_weights` must not
+        be called".
+    """
     if self._is_on_ps:
       raise ValueError(
         f"{rule} for {self._kind} where replicas build the model, since the"
@@ -189,7 +195,11 @@ class Embedding(keras.layers.Embedding):
 
   @property
   def table(self) -> Any:
-    """What `tables.gather` takes: what stands for the rows, or all rows."""
+    """The variable to pass to `tables.gather`.
+
+    If PS tasks have the rows, it is the empty weight that stands for the table;
+    otherwise it is the weight with all rows.
+    """
     if self._is_on_ps:
       return self._embeddings
     return self.embeddings
@@ -215,13 +225,13 @@ class Embedding(keras.layers.Embedding):
     return tf.cast(found, self.compute_dtype)
 
   def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
-    """Returns the shape of the rows, or of what is combined."""
+    """Returns the shape of the result of `call` for ids of a given shape."""
     if self.combiner is not None:
       input_shape = input_shape[:-1]
     return (*input_shape, self.output_dim)
 
   def compute_output_spec(self, inputs: Any) -> Any:
-    """Returns a symbolic tensor; see `compute_output_shape`."""
+    """Returns a symbolic tensor of the shape and dtype that `call` returns."""
     if self.combiner is None:
       return super().compute_output_spec(inputs)
     shape = self.compute_output_shape(inputs.shape)
@@ -292,14 +302,14 @@ class Table(tf.Module):
     dtype: str = "float32",
     partition: str = "modulo",
   ):
-    """Makes the table; if no driver builds the model, an ordinary variable.
+    """Makes the table, or an ordinary variable if no driver builds the model.
 
     Args:
       num_rows: The number of rows.
       num_columns: The number of columns.
       name: The path of the table, which is also its name in checkpoints.
-      initializer: An initializer of Keras, or its name, that draws every row by
-        itself.
+      initializer: An initializer of Keras, or its name, that can draw rows one
+        by one.
       dtype: The dtype of the rows.
       partition: How the rows are divided among N PS tasks. `modulo` puts row r
         on PS task r modulo N; `range` puts consecutive rows on a task.
@@ -345,10 +355,10 @@ def lookup(
       ids): combines the rows of the ids along the last dimension. No ids yield
       zeros. None: every id yields a row.
     weights: With a combiner, the weight of each id: numbers, with the same
-      structure and shape as `ids`. `sum` then is the sum of w r over the rows
-      r and weights w of a bag, `mean` divides it by the sum of w, and `sqrtn`
-      by the root of the sum of w^2, as `tf.nn.embedding_lookup_sparse` does.
-      None: all weights are 1.
+      structure and shape as `ids`. If rows r with weights w are combined, then
+      `sum` is the sum of w r, `mean` divides it by the sum of w, and `sqrtn` by
+      the root of the sum of w^2, as `tf.nn.embedding_lookup_sparse` does. None:
+      all weights are 1.
 
   Returns:
     The rows, of shape [*ids.shape, columns]; with a combiner, [*ids.shape[:-1],
@@ -381,10 +391,10 @@ def load_tables(
 ) -> None:
   """Loads all rows of a model's embedding tables into this process.
 
-  During training, the rows of an `Embedding` are on the PS tasks. This serves
-  to evaluate or export a model after training, if the memory suffices. The
-  layers are then like `keras.layers.Embedding`; those that `fit` has replaced
-  are such layers again.
+  During training, the rows of an `Embedding` are on the PS tasks. After this
+  function, the layers have all rows and work as `keras.layers.Embedding` does,
+  so that the model can be evaluated or exported. The rows must fit into the
+  memory. Layers that `fit` has turned into `Embedding`s are Keras' own again.
 
   Args:
     model: A built model: one that was trained, or one that was built anew.
@@ -430,19 +440,22 @@ def _whole(
 ) -> np.ndarray:
   """Reads all rows of an embedding table, block by block.
 
+  They are read from a checkpoint, or from the PS tasks.
+
   Args:
     variable: The weight of the layer.
-    rows: The table on the PS tasks; None if the weight holds all rows.
-    prefix: The path of the checkpoint's table files to read. None reads the
-      rows from the PS tasks.
-    saved: The shapes of the tables in the files, by name.
+    rows: The table that the weight stands for; None if the weight has all rows.
+    prefix: The path of the checkpoint's files for tables. None reads from the
+      PS tasks; then `rows` must be given.
+    saved: The shapes and dtypes of the tables in these files, by name.
 
   Returns:
     An array of shape (number of rows, number of columns).
 
   Raises:
-    CheckpointError: If the checkpoint has no such table.
-    RuntimeError: If the rows were on PS tasks that have ended.
+    CheckpointError: If the checkpoint has no such table, or one of another
+      shape.
+    RuntimeError: If `prefix` is None and the PS tasks have ended.
   """
   path = variable.path if rows is None else rows.path
   shape = tuple(variable.shape) if rows is None else rows.shape

@@ -27,12 +27,12 @@ def keras_replica(
   """Makes a replica of a Keras model; `compile` and `fit` are not used.
 
   The loss is `loss(labels, outputs)` plus the losses of the model's
-  regularizers. States of floating dtype, such as the moving mean and variance
-  of batch normalization, become statistics of the replica: an update moves them
-  to the mean over the replicas that contribute to it. Weights of frozen layers
-  are shared as statistics too, and stay constant. Random layers draw new
-  numbers for every gradient. The model is called with `training=True` if its
-  `call` has such an argument, as `fit` does.
+  regularizers. Variables of a floating dtype that have no gradients, such as
+  the moving mean and variance of batch normalization, become statistics of the
+  replica: an update moves them to the mean over the replicas that contribute to
+  it. Weights of frozen layers are shared as statistics too, and stay constant.
+  Random layers draw new numbers for every gradient. The model is called with
+  `training=True` if its `call` has such an argument, as `fit` does.
 
   Args:
     model: A built Keras 3 model. Its own weights do not change; `Driver.values`
@@ -128,13 +128,14 @@ def _is_statistic(state: keras.Variable) -> bool:
 
 
 def _initial(state: keras.Variable) -> tf.Tensor:
-  """Returns the value that a state has when a model is called.
+  """Returns the value that an unshared variable has at each call of the model.
 
   Args:
     state: A variable of the model that replicas do not share.
 
   Returns:
-    A new random state for a seed generator, else the variable's present value.
+    For the state of a seed generator, a new random value; otherwise the
+    variable's present value.
   """
   is_seed = keras_internals.is_seed(state)
   return keras_internals.new_seed(state) if is_seed else state.value

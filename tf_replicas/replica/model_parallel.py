@@ -293,9 +293,9 @@ class Pipeline:
 
   @contextlib.contextmanager
   def part(self) -> Iterator[None]:
-    """Returns a context in which the model is called with the next part.
+    """Returns the context in which to call the model with a part of the batch.
 
-    The parts are those of one batch, in order.
+    It is to be entered once per part, in the order of the parts.
     """
     self._before, self._stages = self._stages, []
     token = _entered.set(self)
@@ -308,8 +308,9 @@ class Pipeline:
   def run(self, number: int, call: Callable[[], _Outputs]) -> _Outputs:
     """Runs a layer on its device, for the present part of the batch.
 
-    A stage is a run of consecutive layers on one device. The layer waits until
-    the previous part of the batch has passed the stage of this layer.
+    A stage is a sequence of consecutive layers on one device. The layer waits
+    until the previous part of the batch has passed the whole stage to which the
+    layer belongs.
 
     Args:
       number: Index of the device within the tower, one copy of the model.
@@ -332,12 +333,11 @@ class Pipeline:
 def parts_under_way(num_devices: int) -> int:
   """Returns how many parts of a batch a tower may process at the same time.
 
-  A tower is one copy of a model, whose layers are on D devices.
-
-  D parts would keep D devices busy only if no device ever waited. With 8 parts
-  and emulated devices of fixed speed, 3 devices were 2.0 times as fast as one
-  device with 3 parts in flight, and 2.3 times with 2 D - 1 = 5 parts or without
-  a limit; the theoretical maximum is 2.4 (`benchmarks.pipeline`).
+  A tower is one copy of a model, whose layers are on D devices. The result is
+  2 D - 1, since D parts do not keep D devices busy. In a measurement with 8
+  parts per batch on D = 3 emulated devices of fixed speed, the speed relative
+  to one device was 2.0 with 3 parts at the same time, and 2.3 with 5 parts or
+  without a limit. The theoretical maximum is 2.4 (`benchmarks.pipeline`).
 
   Args:
     num_devices: D, the number of devices of the tower.
@@ -379,7 +379,7 @@ def after(
 ) -> Batch:
   """Delays a batch until given tensors are computed.
 
-  It limits how many parts of a batch are processed at the same time.
+  This limits how many parts of a batch are processed at the same time.
 
   Args:
     done: The tensors to wait for.

@@ -107,9 +107,11 @@ class Replica:
     dataset_fn: Maps (num_shards, shard_index, start_example) to an endless data
       set of batches: tensors with the examples along axis 0, in any `tf.nest`
       structure. `loss_fn` takes the elements of a tuple as separate arguments,
-      and any other structure, such as a dict, as one argument. `start_example`
-      is about how many examples all replicas have drawn so far. `start_example`
-      and `shard_index` are ints, or int64 scalars where the driver calls the
+      and any other structure, such as a dict, as one argument. `num_shards` is
+      the number of replicas, and `shard_index`, from 0 on, tells which of them
+      this data set is for. `start_example` is the approximate number of
+      examples that all replicas have drawn so far. `shard_index` and
+      `start_example` are ints, or int64 scalars where the driver calls the
       function on a remote worker. Several towers share a batch.
     devices: The devices of the towers; empty for the default device. With
       `layers` on D devices, the first D are those of the first tower, and so
@@ -186,10 +188,11 @@ class Replica:
       )
 
   def trace_again(self) -> None:
-    """Traces again what was traced when the replica was made.
+    """Traces the functions again that were traced when the replica was made.
 
-    It is called after the tables moved to other variables, which functions that
-    were traced before do not find.
+    It is called when a parameter server was restarted, so that tables have new
+    variables: functions that were traced before use the old ones. A `Replica`
+    has no such functions, so nothing is done; subclasses override this method.
     """
 
   def _check_types(self) -> None:
@@ -229,7 +232,7 @@ class Replica:
 
   @property
   def shared(self) -> list[tf.Variable]:
-    """All variables that replicas share by the parameter servers.
+    """All variables that replicas share through the parameter servers.
 
     They are `variables`, then `statistics`, then the sums of `metrics`, then
     the state of `loss_scale`.
@@ -293,9 +296,11 @@ class Replica:
 
     Args:
       inputs: The parameters, the batch and the function that scales the loss.
-        The last parameters are the state of `loss_scale`.
-      loss_scale: Finds the factor of the loss, and removes it from the
-        gradients.
+        The last parameters are the values of `loss_scale.variables`.
+      loss_scale: Divides the gradients by the scale, and handles overflow.
+
+    Returns:
+      The gradients without the scale, and the loss.
     """
     count = len(inputs.parameters) - len(loss_scale.variables)
     parameters, state = inputs.parameters[:count], inputs.parameters[count:]
@@ -325,7 +330,10 @@ class Replica:
     return average_towers(results)
 
   def _pieces(self, batch: Batch, count: int) -> Sequence[Batch]:
-    """Cuts a batch into one piece per tower (copy of the model on a device)."""
+    """Splits a batch into `count` equal pieces, one per tower.
+
+    A tower is a copy of the model on its device or devices.
+    """
     return model_parallel.parts(batch, count, "devices")
 
   def _check_gradients(
@@ -354,11 +362,11 @@ class Replica:
     """Computes the mean gradients of all towers, which run in lockstep.
 
     A tower is one copy of the model on its device. A
-    `tf.distribute.MirroredStrategy` traces each tower in a thread of its own,
-    so that ops of several towers, such as all-reduce, can be matched.
+    `tf.distribute.MirroredStrategy` traces each tower in a separate thread. So
+    an op that combines values of all towers, such as all-reduce, works.
 
     Args:
-      inputs: The inputs of each tower.
+      inputs: One element per tower.
     """
     strategy = tf.distribute.MirroredStrategy(
       list(self.devices), tf.distribute.ReductionToOneDevice()
@@ -442,11 +450,12 @@ class Replica:
   def _loss(
     self, parameters: Sequence[tf.Tensor], batch: Batch
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Computes the loss of a batch, and the changes of other shared variables.
+    """Computes the loss of a batch, and how the batch changes the statistics.
 
     Returns:
-      The loss; and, for each shared variable without gradients (statistics,
-      then sums of metrics), its old value minus its new value.
+      A pair: the loss, a scalar; and a list with the old minus the new value of
+      each variable in `statistics`, and then of the variable that sums metrics,
+      if there is one.
     """
     arguments = batch if isinstance(batch, tuple) else (batch,)
     self._check_arguments(arguments)
@@ -480,14 +489,15 @@ class Replica:
     return loss, [*(o - n for o, n in zip(old, new, strict=True)), *sums]
 
   def metric_moves(self, found: Metrics) -> list[tf.Tensor]:
-    """Returns what a batch adds to the shared variable that sums metrics.
+    """Computes how a batch changes the shared variable that sums metrics.
 
     Args:
       found: The metrics of the batch, which `loss_fn` returned.
 
     Returns:
-      A list of one tensor, the variable's old value minus its new value; an
-      empty list if the replica has no metrics.
+      A list of one tensor, the variable's old value minus its new value (as for
+      every variable without gradients); an empty list if the replica has no
+      metrics.
     """
     return [metric_sums.move(self.metrics, found)] if self.metrics else []
 
@@ -495,7 +505,8 @@ class Replica:
     """Splits the result of `loss_fn` into the metrics and the rest.
 
     Returns:
-      The result without the metrics, and the metrics.
+      A pair: what `loss_fn` would return without metrics, and the metrics by
+      name.
 
     Raises:
       ValueError: If the metrics are missing, have other names, or are no
@@ -532,7 +543,9 @@ def check_metrics(metrics: Metrics) -> None:
 
 
 def num_examples(batch: Batch) -> tf.Tensor:
-  """Returns the size of the batch's first tensor along axis 0, as int64 scalar.
+  """Returns the number of examples of a batch, as an int64 scalar.
+
+  It is the size of the batch's first tensor along axis 0.
 
   Raises:
     ValueError: If the batch does not begin with a tensor that has an axis 0.
@@ -620,14 +633,14 @@ def check_dataset(dataset: object) -> tf.data.Dataset:
 def sparsity(replica: Replica) -> list[bool]:
   """Finds out which of a replica's gradients are `tf.IndexedSlices`.
 
-  Traces the computation of the gradients for that.
+  The function traces the computation of the gradients to find out.
 
   Args:
     replica: The replica whose gradients are examined.
 
   Returns:
-    One bool per variable in `replica.shared`, the variables that replicas
-    share.
+    One bool per variable in `replica.shared` (the variables that replicas
+    share): whether its gradient is a `tf.IndexedSlices`.
   """
   batch = check_dataset(replica.dataset_fn(1, 0, 0)).element_spec
   parameters = [

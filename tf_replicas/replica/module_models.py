@@ -1,9 +1,10 @@
 """Makes replicas of modules, from loss functions that call them as usual.
 
-A module reads and assigns variables of its own. `module_replica` traces the
-loss function and its gradients once, with these variables. Wherever a replica
-computes, variables that last for one execution take the place of the module's.
-So methods that are decorated by `tf.function` work, too.
+A module reads and assigns its own variables. `module_replica` traces the loss
+function and its gradients once, with these variables. When a replica computes,
+the traced function uses temporary variables in place of the module's variables.
+They begin with the values that replicas share, and last for one execution. So
+methods that are decorated by `tf.function` work, too.
 """
 
 import dataclasses
@@ -39,9 +40,10 @@ _Result = tuple[
 class SharedTemplate:
   """Describes the variable on the parameter servers for a module's variable.
 
-  It has the path, shape and dtype of the shared variable, and converts to a
-  tensor with the first value. Counters are shared as float64, which holds them
-  exactly up to 2**53: the update rules average what replicas contribute.
+  The object converts to a tensor with the present value of the module's
+  variable, which is the initial value of the shared one. An integer variable,
+  such as a counter, is shared as float64, since update rules average what
+  replicas contribute. float64 is exact for integers up to 2**53.
 
   Attributes:
     path: The path of the variable in the module.
@@ -224,13 +226,13 @@ def _split(result: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
 class ModuleReplica(model_replica.Replica):
   """A replica of a module, which computes gradients by a traced function.
 
-  The function was traced with the variables of the module, and is called with
-  the values of the shared variables in their place.
+  The function was traced with the variables of the module. In each execution,
+  temporary variables with the shared values take their place.
 
   Attributes:
     tracer: Traces the function.
-    others: The module's variables that replicas do not share, each with a
-      function that returns its first value in an execution.
+    others: The module's variables that replicas do not share. Each comes with a
+      function that returns the value it has at the start of an execution.
   """
 
   tracer: _Tracer
@@ -423,14 +425,15 @@ def _replica(
 
 
 def _part_spec(spec: tf.TypeSpec, parts: int) -> tf.TypeSpec:
-  """Returns the shape and dtype of one of `parts` equal parts of a batch.
+  """Returns the spec of a tensor after a batch is cut into equal parts.
 
   Args:
-    spec: The spec of a tensor of the whole batch.
+    spec: The spec (shape and dtype) of a tensor of the whole batch.
     parts: The number of parts along the first dimension.
 
   Returns:
-    The spec of the tensor's part; `spec` if it has no such dimension.
+    The spec of one part of the tensor. If the first dimension is unknown or
+    missing, `spec` itself.
   """
   if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
     return spec

@@ -8,7 +8,7 @@ import tensorflow as tf
 def done(*results: tf.Operation | tf.Tensor | None) -> tf.Tensor:
   """Returns a scalar tensor, True, that is computed after `results`.
 
-  It turns operations into a tensor, which branches of `tf.cond` must return.
+  So operations become a tensor, which a branch of `tf.cond` has to return.
 
   Args:
     *results: Tensors and operations to wait for, in any structure. None, which
@@ -41,17 +41,18 @@ def current_graph() -> tf.Graph:
 def require(
   condition: tf.Tensor, message: str, value: tf.Tensor
 ) -> tf.Operation | tf.Tensor:
-  """Fails unless a condition holds.
+  """Makes an op that fails at run time if a condition is False.
 
-  `tf.debugging.Assert` does so by a conditional, of some twenty ops.
+  It is a single op. `tf.debugging.Assert` makes a conditional of some twenty
+  ops.
 
   Args:
     condition: bool scalar.
-    message: What is wrong.
-    value: The value that is wrong; follows the message.
+    message: The error message.
+    value: The wrong value, which is added to the message.
 
   Returns:
-    What to depend on, to wait for the check.
+    An op or tensor to use as a control dependency, to wait for the check.
 
   Raises:
     tf.errors.InvalidArgumentError: At run time, if the condition is False.

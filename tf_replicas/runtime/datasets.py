@@ -12,14 +12,15 @@ from tf_replicas.runtime import processes
 
 
 def resources_of(dataset: tf.data.Dataset) -> list[str]:
-  """Returns the devices of the lookup tables and variables of a data set.
+  """Finds the devices of the lookup tables and variables that a data set uses.
 
   Args:
-    dataset: A data set made outside of functions.
+    dataset: A data set that was made outside of a `tf.function`.
 
   Returns:
     One device string for each use of a lookup table or variable by a function
-    of the data set, such as the function of a `map`.
+    of the data set, such as the function of a `map`. The list is empty if there
+    are none.
   """
   return [
     tensor.device
@@ -47,7 +48,7 @@ def to_bytes(dataset: tf.data.Dataset) -> bytes:
   """Serializes the graph of a data set, with the tensors that it contains.
 
   Args:
-    dataset: A data set made outside of functions.
+    dataset: A data set that was made outside of a `tf.function`.
 
   Returns:
     The graph as bytes, from which `from_bytes` makes the data set again in

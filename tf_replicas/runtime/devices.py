@@ -105,10 +105,15 @@ def tower_devices(
 
 
 def gpu_of_task(job: str, task: int) -> str:
-  """Returns the name of the first GPU of a task, or of its stand-in, a CPU.
+  """Returns the name of the device that serves as the GPU of a task.
 
-  A task that emulates a GPU beside its CPU has a second CPU device. This
-  process finds that out if it is connected to the task.
+  It is the task's first GPU. If the task emulates a GPU, it is the task's
+  second CPU device. An emulated GPU is recognized only if this process is
+  connected to the task.
+
+  Args:
+    job: The job of the task.
+    task: The index of the task within the job.
   """
   host = tf.DeviceSpec(job=job, replica=0, task=task)
   second = host.replace(device_type="CPU", device_index=1).to_string()

@@ -59,8 +59,9 @@ class _Program(NamedTuple):
       *arguments].
     environ: The environment variables of the program.
     directory: The working directory of the program.
-    descriptors: The numbers of the inherited file descriptors in the process
-      that asked for the program. The first one is to be the program's output.
+    descriptors: The file descriptors that the program inherits, by their
+      numbers in the process that asked for the program. The first one becomes
+      the program's output.
   """
 
   arguments: list[str]
@@ -70,9 +71,10 @@ class _Program(NamedTuple):
 
 
 class ForkedProcess:
-  """Represents a process that a `ForkServer` has started.
+  """A process that a `ForkServer` has started.
 
-  It has the part of the interface of `subprocess.Popen` that launchers use.
+  The class has those methods and attributes of `subprocess.Popen` that
+  launchers use.
 
   Attributes:
     args: The command line.
@@ -132,10 +134,11 @@ class ForkedProcess:
 class ForkServer:
   """Starts Python programs by forking a process that has imported TensorFlow.
 
-  So a program need not import TensorFlow itself, which takes seconds. An object
-  of this class is a context manager. It starts the forked process, the server,
-  with the first program. The server ends, and all its programs with it, when
-  the context is left or when this process ends for any reason.
+  So a program need not import TensorFlow itself, which takes seconds. The
+  process with TensorFlow is called the server. It starts when the first program
+  is requested. An object of this class is a context manager. When the context
+  is left, or when this process ends for any reason, the server and all its
+  programs end.
   """
 
   def __init__(self, environ: Mapping[str, str] | None = None):
@@ -168,14 +171,15 @@ class ForkServer:
     """Starts a program of this Python interpreter.
 
     Args:
-      command: The command line, which consists of: `env` and settings of
-        variables (optional), this interpreter, its option `-u` (optional), a
-        script or `-m` and a module or `-c` and code, and arguments.
+      command: The command line, of the form `[env NAME=VALUE...] PYTHON [-u]
+        (SCRIPT | -m MODULE | -c CODE) [ARGUMENT...]`, where PYTHON is this
+        interpreter and brackets mark what may be missing.
       env: The environment.
       pass_fds: File descriptors that the process inherits.
 
     Returns:
-      The process, or None if `command` is not of this form.
+      The process. None if `command` is not of this form; nothing is started
+      then.
 
     Raises:
       RuntimeError: If TensorFlow cannot be imported, or the server has ended.
@@ -230,10 +234,10 @@ class ForkServer:
     threading.Thread(target=self._listen, daemon=True).start()
 
   def _listen(self) -> None:
-    """Receives the server's messages about processes that began or ended.
+    """Sets process ids and exit statuses as the server reports them.
 
-    It runs in a thread until the connection to the server is closed, and sets
-    process ids and exit statuses of the `ForkedProcess`es.
+    The server reports which processes have begun and ended. This method runs in
+    a thread until the connection to the server is closed.
     """
     running: dict[int, ForkedProcess] = {}
     with contextlib.suppress(OSError):
@@ -265,15 +269,15 @@ class ForkServer:
 
 
 def _parse(command: Sequence[str]) -> tuple[list[str] | None, dict[str, str]]:
-  """Splits a command line into the arguments of this interpreter and settings.
+  """Splits a command line into arguments for Python and environment variables.
 
   Args:
     command: A command line as `ForkServer.popen` takes it.
 
   Returns:
-    The arguments that follow the interpreter, or None if the command does not
-    run this interpreter in a known form; and the variables that a leading `env`
-    sets.
+    A pair. First, the arguments that follow the interpreter; None if the
+    command has not the form that `popen` documents. Second, the environment
+    variables that a leading `env` sets, by name.
   """
   settings = {}
   interpreter, *arguments = command
@@ -411,8 +415,9 @@ def _renumber(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
   """Gives file descriptors the numbers that the program expects.
 
   Args:
-    descriptors: The file descriptors, which are closed under these numbers.
-    numbers: The new number of each.
+    descriptors: The present numbers, which become invalid unless they are also
+      among the new ones.
+    numbers: The new number of each file descriptor, in the same order.
   """
   above = 1 + max([*descriptors, *numbers, 2])
   copies = [fcntl.fcntl(d, fcntl.F_DUPFD_CLOEXEC, above) for d in descriptors]
@@ -454,10 +459,11 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def _main() -> NoReturn:
-  """Imports TensorFlow and runs the server; a forked process runs its program.
+  """Imports TensorFlow, and runs the loop of the server.
 
-  `ForkServer` runs this module with the number of the socket's file descriptor
-  as its argument.
+  `ForkServer` starts this module with the number of its socket's file
+  descriptor as an argument. In a forked process the loop returns, and the
+  process runs its program.
   """
   connection = socket.socket(fileno=int(sys.argv[1]))
   if sys.platform == "linux":

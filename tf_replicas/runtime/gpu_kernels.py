@@ -31,13 +31,13 @@ _EAGER = "__wrapped__"
 
 
 class Fallback(NamedTuple):
-  """An op without a GPU kernel that the traced functions want on a GPU.
+  """A kind of op that traced functions place on a GPU, but that has no kernel.
 
   Attributes:
     op: The type of the op, such as "Conv2D".
-    types: The dtypes for which it has no kernel, such as "T=int32"; empty if it
-      has no GPU kernel at all.
-    count: The number of such ops.
+    types: The dtypes for which it has no GPU kernel, such as "T=int32"; empty
+      if it has no GPU kernel for any dtype.
+    count: The number of ops of this kind.
     example: The name of one of them. It often begins with the name of a layer.
   """
 
@@ -48,12 +48,12 @@ class Fallback(NamedTuple):
 
 
 class Scan(NamedTuple):
-  """What the functions of this process have for a GPU.
+  """The result of `scan`: ops on GPUs, and those of them without a kernel.
 
   Attributes:
-    num_ops: The number of ops that would run on a GPU, and those that fall back
-      to the CPU.
-    num_functions: The number of functions that these ops are in.
+    num_ops: The number of ops that functions place on a GPU, including those
+      that have no GPU kernel and fall back to the CPU.
+    num_functions: The number of functions that contain these ops.
     fallbacks: The kinds of ops that fall back to the CPU, the most frequent
       kind first.
   """
@@ -81,16 +81,17 @@ def check_build() -> None:
 def scan(is_gpu: Callable[[str], bool]) -> Scan:
   """Looks for ops without a GPU kernel in all functions that were traced.
 
-  These are the functions that exist in this process, whichever device runs
-  them, with the functions that they call and the bodies of their conditionals
-  and loops. Functions of data sets are left out.
+  These are all functions that this process has traced, also for devices of
+  other tasks, with the functions that they call and the bodies of their
+  conditionals and loops. Functions of data sets are left out.
 
   Args:
-    is_gpu: Maps the name of a device, such as "/job:worker/task:0/device:GPU:0"
-      or "" for no device, to whether ops on it count.
+    is_gpu: Maps the name of a device, such as
+      "/job:worker/task:0/device:GPU:0", to whether it counts as a GPU. The name
+      is "" for ops without a device.
 
   Returns:
-    The ops that would run on a GPU, and those without a kernel.
+    The number of ops on a GPU, and the kinds of them without a kernel.
   """
   library = _library()
   called = {
@@ -154,7 +155,12 @@ def _library() -> dict[str, Any]:
 
 
 def _functions_of(node, library) -> Iterator[str]:
-  """Yields the names of the functions of `library` that an op calls."""
+  """Yields the names of the functions that an op calls.
+
+  Args:
+    node: The op, a `NodeDef`.
+    library: All functions by name, as `_library` returns them.
+  """
   if node.op in library:
     yield node.op
   for value in node.attr.values():
@@ -164,7 +170,12 @@ def _functions_of(node, library) -> Iterator[str]:
 
 
 def _merged(caller: str, device: str) -> str:
-  """Returns the device of an op in a function that is called on `caller`."""
+  """Returns the device on which an op of a called function runs.
+
+  Args:
+    caller: The device on which the function is called; may be "".
+    device: The device that the op asks for, which may be incomplete or "".
+  """
   if not device or not caller:
     return device or caller
   inner = tf.DeviceSpec.from_string(device)
@@ -177,12 +188,14 @@ def _gpu_kernels(op: str):
 
 
 def _has_kernel(op, types, lists=None) -> bool:
-  """Returns whether an op has a GPU kernel for the dtypes of its attributes.
+  """Returns whether an op has a GPU kernel for given dtypes.
 
   Args:
-    op: The type of the op.
-    types: The dtypes, as numbers of TensorFlow's enum, by attribute.
-    lists: The dtypes of attributes that are lists.
+    op: The type of the op, such as "Conv2D".
+    types: Maps each attribute that is a dtype, such as "T", to its value, a
+      number of TensorFlow's enum `DataType`.
+    lists: Maps each attribute that is a list of dtypes to the set of them. None
+      if there are no such attributes.
   """
   lists = lists or {}
   for kernel in _gpu_kernels(op):

@@ -63,10 +63,11 @@ def optimizer_class(
 
 
 def check_works(optimizer: keras.optimizers.Optimizer) -> None:
-  """Checks that Keras' own code of an optimizer works with TensorFlow.
+  """Checks that an optimizer of Keras works with TensorFlow.
 
   `Muon` of Keras 3.10 to 3.12 does not: it reads an attribute that the
-  variables of TensorFlow do not have. These versions lack `rms_rate`.
+  variables of TensorFlow do not have. These versions are recognized by an
+  attribute that they lack, `rms_rate`.
 
   Raises:
     ValueError: If the optimizer fails with TensorFlow.
@@ -91,7 +92,7 @@ def learning_rate(optimizer: keras.optimizers.Optimizer) -> Rate:
 
   Returns:
     A variable, a schedule, or a function without arguments that returns the
-    rate.
+    rate, depending on how the optimizer was made.
   """
   return optimizer._learning_rate
 
@@ -107,10 +108,10 @@ def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
 def velocities(
   optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-  """Returns the optimizer's slots that include the learning rate.
+  """Returns the velocities of an optimizer.
 
-  Such a slot, a velocity, is a sum of gradients that were multiplied by the
-  rate.
+  A velocity is a slot (a value per variable) that is a sum of past gradients,
+  each multiplied by the learning rate.
 
   Args:
     optimizer: A built Keras optimizer.
@@ -169,7 +170,8 @@ def make_paths_distinct(variables: Sequence[keras.Variable]) -> None:
   For example, the variables of several metrics may have one path.
 
   Args:
-    variables: The variables, which must be in the same order in all tasks.
+    variables: The variables. All tasks must pass them in the same order, so
+      that the numbers are the same.
   """
   taken, seen = {variable.path for variable in variables}, set()
   for variable in variables:
@@ -264,16 +266,18 @@ def new_seed(variable: keras.Variable | tf.Variable) -> tf.Tensor:
 def first_value(
   variable: keras.Variable | tf.Variable, *, is_random: bool
 ) -> Callable[[], tf.Tensor]:
-  """Makes a function that returns a variable's value at the start of a step.
+  """Makes a function that returns the value a variable has when a step starts.
+
+  The variable is one that replicas neither train nor share.
 
   Args:
-    variable: A variable that is not trained.
+    variable: The variable.
     is_random: Whether `variable` is the state of a random generator.
 
   Returns:
-    A function without arguments, for use in a `tf.function`. It returns a new
-    random value for the state of a random generator. For any other variable it
-    returns the value that the variable has now, when the function is made.
+    A function without arguments, for use in a `tf.function`. If `is_random`, it
+    returns a new random value at each call. If not, it always returns the value
+    that the variable has now, while this function runs.
   """
   if is_random:
     return functools.partial(new_seed, variable)

@@ -127,7 +127,7 @@ def foreign_variables(
 def _is_of_variable(handle: tf.Tensor) -> bool:
   """Returns whether a resource handle refers to a variable.
 
-  It may also refer to a lookup table, for example.
+  Other handles refer to a lookup table, for example.
   """
   data = handle_data_util.get_handle_data(handle)
   return data is not None and data.is_set
@@ -138,7 +138,7 @@ def call_with_values(
   arguments: Sequence[Any],
   values: Sequence[tuple[OwnVariable, tf.Tensor]],
 ) -> Any:
-  """Calls a function with temporary variables in the place of its own.
+  """Calls a function with temporary variables in place of those that it uses.
 
   It is to be used inside a `tf.function`. The temporary variables last for one
   execution of that function. The variables that they replace are neither read

@@ -106,9 +106,9 @@ def hidden_lack_of_gpu() -> Iterator[None]:
 
 
 def _level() -> int:
-  """Returns the value of TF_CPP_MIN_LOG_LEVEL: 2 if it is not set.
+  """Returns the value of TF_CPP_MIN_LOG_LEVEL as a number.
 
-  It is taken as 0 if it is not a number.
+  The result is 2 if the variable is not set, and 0 if it is not a number.
   """
   value = os.environ.get(_VARIABLE, str(_ERRORS))
   return int(value) if value.isdecimal() else 0
@@ -143,8 +143,8 @@ def _set_level(level: int) -> None:
 def _set_min_log_level() -> Callable[[int], object] | None:
   """Returns the C++ function `absl::SetMinLogLevel` of TensorFlow's libraries.
 
-  Its mangled name contains the release of Abseil, which TensorFlow's header
-  files say: `lts_20250814` in TensorFlow 2.21.
+  The function's mangled name contains the release of Abseil, such as
+  `lts_20250814` in TensorFlow 2.21. TensorFlow's header files tell the release.
 
   Returns:
     The function. None if this release of TensorFlow has no such function, or no

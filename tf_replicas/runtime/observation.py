@@ -76,14 +76,15 @@ class TaskReader:
   def variables(
     self, namespace: resources.Namespace, dtypes: Mapping[str, tf.DType]
   ) -> dict[str, np.ndarray]:
-    """Reads those of some shared variables that have a value.
+    """Reads some shared variables.
 
     Args:
       namespace: The namespace of the variables.
-      dtypes: The dtype of each variable, by name.
+      dtypes: The dtype of each variable to read, by name.
 
     Returns:
-      The values by name.
+      The values by name. Variables that do not exist, or have no value yet, are
+      left out.
 
     Raises:
       tf.errors.OpError: If the task does not answer, or deletes a variable at
@@ -116,7 +117,7 @@ class TaskReader:
   def queue_sizes(
     self, namespace: resources.Namespace, names: Sequence[str]
   ) -> list[int]:
-    """Returns the numbers of elements in some shared queues.
+    """Returns the number of elements in each of some shared queues.
 
     Args:
       namespace: The namespace of the queues.
@@ -151,6 +152,9 @@ class TaskReader:
     Args:
       paths: The paths of the files.
 
+    Returns:
+      The text of each file.
+
     Raises:
       tf.errors.OpError: If the task does not answer, or a file does not exist.
     """
@@ -161,7 +165,7 @@ class TaskReader:
     return [text.decode() for text in self._run(tensors)]
 
   def close(self) -> None:
-    """Ends the session, for which the task must answer."""
+    """Closes the connection. It waits for an answer of the task."""
     if self._session is not None:
       self._session.close()
       self._reset()

@@ -90,15 +90,14 @@ def unpack(packed: tf.Tensor, items: Sequence[Item]) -> list[tf.Tensor]:
 
 
 class Bundle(NamedTuple):
-  """A list of tensors, packed to be sent to another device.
-
-  `bundle` makes it. If the first dimension of some tensor is known only at run
-  time, such tensors and small ones travel together, as one vector of bytes.
+  """A list of tensors, packed by `bundle` to be sent to another device.
 
   Attributes:
-    packed: The tensors to send; if any travel together, their bytes come first.
+    packed: The tensors to send. If some tensors of the list were joined to a
+      vector of bytes, this vector comes first.
     specs: The shape and dtype of each tensor of the list.
-    together: The positions of the tensors that travel together.
+    together: The positions in the list of the tensors that were joined; empty
+      if there are none.
   """
 
   packed: list[tf.Tensor]
@@ -112,7 +111,7 @@ class Bundle(NamedTuple):
       sent: Copies of `packed` on this device.
 
     Returns:
-      The tensors of the list.
+      The tensors that were passed to `bundle`.
     """
     if not self.together:
       return list(sent)
@@ -132,17 +131,18 @@ class Bundle(NamedTuple):
 
 
 def bundle(tensors: Sequence[tf.Tensor]) -> Bundle:
-  """Joins tensors to be sent, on the current device, if some have rows.
+  """Packs a list of tensors to be sent to another device.
 
-  A tensor with *rows* has a first dimension that is known only at run time. If
-  there is one, all of these and all small tensors become one vector of bytes;
-  if not, every tensor is sent by itself.
+  If the first dimension of some tensors is known only at run time, these
+  tensors and all small ones are joined to one vector of bytes, on the current
+  device. Otherwise nothing is joined, and every tensor is sent by itself.
 
   Args:
-    tensors: Tensors of any dtypes whose elements have a size.
+    tensors: Tensors of any dtypes whose elements have a fixed size (not
+      strings, for example).
 
   Returns:
-    The tensors to send.
+    The packed tensors.
   """
   specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
   has_rows = [_has_rows(spec) for spec in specs]
@@ -160,7 +160,7 @@ def bundle(tensors: Sequence[tf.Tensor]) -> Bundle:
 
 
 def _has_rows(spec: tf.TensorSpec) -> bool:
-  """Returns whether only the first dimension is not known."""
+  """Returns whether the first dimension, and no other, is not static."""
   shape = spec.shape
   if not shape.rank or shape[0] is not None:
     return False

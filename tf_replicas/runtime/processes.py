@@ -114,10 +114,10 @@ def importing_tensorflow() -> Iterator[None]:
 
 @contextlib.contextmanager
 def killed_after(secs: float) -> Iterator[None]:
-  """Context that ends within a time limit, or the process is killed.
+  """Context that kills this process if it is not left within a time limit.
 
-  The system sends SIGALRM, which no thread of this process can delay:
-  TensorFlow 2.21 may wait for a task that hangs, and hold Python's lock.
+  The operating system ends the process by SIGALRM. This works even if
+  TensorFlow 2.21 waits for a task that hangs, and holds Python's lock.
 
   Args:
     secs: The time limit in seconds.

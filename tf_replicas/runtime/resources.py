@@ -51,7 +51,8 @@ class Namespace:
   Attributes:
     name: The name of the training: an ASCII letter or digit, followed by
       letters, digits, dots, hyphens and slashes; or empty.
-    generation: The number of restarts of the training so far.
+    generation: An integer, at least 0, that tells apart the restarts of one
+      training.
     prefix: Prefix of all names within the container, which `child` extends.
   """
 
@@ -154,9 +155,9 @@ class Namespace:
     Args:
       place: Maps the requested name to (name in this namespace, device).
       created: A list to which every new variable is appended.
-      stays_there: Returns whether the variable of this name in the namespace is
-        too large for this process. Its initial value, which must be given by a
-        function, is then computed on its device.
+      stays_there: Maps a name in this namespace to whether the variable is too
+        large for this process. If so, its initial value must be given by a
+        function, which is called on the variable's device.
 
     Returns:
       The creator. It assigns a variable's initial value, unless some client (a
@@ -195,10 +196,10 @@ class Namespace:
     value_fn: Callable[[], Any],
     dtype: tf.DType | str | None,
   ) -> Any:
-    """Creates a variable, and computes its first value on its own device.
+    """Creates a variable whose first value is computed on the same device.
 
-    So a variable that is too large for this process never leaves `device`. If
-    some client has already assigned a value, the value is kept.
+    So the value never enters this process, for which it may be too large. If
+    some client has already assigned a value, that value is kept.
 
     Args:
       name: The variable's name in this namespace.
@@ -347,8 +348,8 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
   def gather(self, rows: tf.Tensor) -> tf.Tensor:
     """Reads some rows of the variable, on the variable's device.
 
-    Gradient tapes do not record this read, and functions do not capture the
-    variable by it, since the variable belongs to no model of this process.
+    Gradient tapes do not record this read, and a `tf.function` that is traced
+    does not count the variable among those that it uses.
 
     Args:
       rows: int64 [n], the indices of the rows.
@@ -373,12 +374,12 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
     return tf.raw_ops.VarIsInitializedOp(resource=self.handle)
 
   def read_value(self) -> tf.Tensor:
-    """Returns the value of the variable, which an eager read copies.
+    """Returns the value of the variable.
 
-    An eager read copies the value to this process. In TensorFlow 2.21 the
-    second eager read from a dead task hangs in the copy to this process, while
-    the call of a function fails at once. So an eager read of a variable on
-    another task calls a function.
+    Outside of a `tf.function`, the value of a variable on another task is
+    copied to this process, by the call of a function. If that task is dead, the
+    call fails at once. (Without the function, the second eager read from a dead
+    task hangs in TensorFlow 2.21.)
     """
     if tf.inside_function() or not self._is_remote:
       return super().read_value()
@@ -402,15 +403,15 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
 
 
 class RemoteReader(Generic[_Tensors]):
-  """Reads tensors of other tasks, and copies them to this process.
+  """A function that reads tensors of other tasks into this process.
 
-  A read fails at once if a task that it needs has died, whereas eager reads may
-  hang in TensorFlow 2.21. A read may miss eager assignments that were made just
-  before, unless `flush_assignments` is called.
+  If a task that it needs has died, a call fails at once. (Eager reads may hang
+  in TensorFlow 2.21.) A call may miss eager assignments that were made just
+  before it, unless `flush_assignments` is called between.
   """
 
   def __init__(self, read: Callable[[], _Tensors]):
-    """Stores the function `read`, which is traced at the first read.
+    """Stores the function `read`, which is traced at the first call.
 
     Args:
       read: Returns tensors, of other tasks too, in any structure.
@@ -534,18 +535,18 @@ class Queue:
   def close(self) -> None:
     """Closes the queue for all processes.
 
-    From now on, `enqueue` fails. `dequeue` takes the elements that are left,
-    and then fails, also where it waits already.
+    From now on, `enqueue` fails. `dequeue` takes the elements that are left; if
+    there are none, it fails, even if it was already waiting for one.
     """
     with tf.device(self.device):
       tf.raw_ops.QueueCloseV2(handle=self._handle, cancel_pending_enqueues=True)
 
 
 class QueueArray:
-  """Several queues of one task, one of which is chosen at run time.
+  """Several queues of one task; a tensor chooses one of them at run time.
 
-  The number of ops does not depend on the number of queues, as it does if
-  `switch` chooses the queue.
+  That takes the same number of ops for any number of queues. (The function
+  `switch` could choose a queue too, but makes ops for every queue.)
   """
 
   def __init__(self, queues: Sequence[Queue]):
@@ -666,11 +667,15 @@ def _available_bytes(device: str) -> int:
 
 @functools.cache
 def _memory_reader(device: str, here: str) -> RemoteReader[tf.Tensor]:
-  """Makes a reader of /proc/meminfo; traced once for each device.
+  """Makes a function that reads /proc/meminfo on the machine of a task.
+
+  The result is cached for each pair of arguments, so that the function is
+  traced only once.
 
   Args:
     device: A device of the task.
-    here: `this_device()`, which changes when this process joins a cluster.
+    here: `this_device()`. It changes when this process joins a cluster, and
+      the function must then be traced again.
   """
   del here
 
@@ -711,9 +716,11 @@ def copy_here(tensor: tf.Tensor) -> tf.Tensor:
 class Scalars:
   """Scalars that are sent to another task as one vector.
 
+  The caller sends `vector`; `split` makes scalars of the copy that arrives.
+
   Attributes:
-    vector: float64 [n], the scalars that are tensors, on the device where they
-      were joined. Python numbers are not sent.
+    vector: float64 [n], the n scalars that are tensors, on the device where
+      they were joined. Python numbers are not sent.
   """
 
   def __init__(self, *scalars: tf.Tensor | float):
@@ -730,9 +737,12 @@ class Scalars:
   def split(self, vector: tf.Tensor | None) -> list[Any]:
     """Splits a copy of `vector`, on the current device.
 
+    Args:
+      vector: The copy.
+
     Returns:
-      The scalars in their order: tensors of the same dtypes, and the Python
-      numbers as they are.
+      All scalars in the order of the constructor's arguments: tensors of the
+      original dtypes, and the Python numbers as they are.
     """
     landed = iter(tf.unstack(vector))
     return [

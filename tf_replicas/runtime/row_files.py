@@ -1,8 +1,8 @@
 """Writes and reads tensors of many rows in blocks of rows.
 
 So a tensor that is too large for this process is never whole in its memory. The
-files are those of a TensorFlow checkpoint, with tensors in slices. A block that
-is read need not be one of the blocks that were written.
+files have the format of a TensorFlow checkpoint, whose tensors are stored in
+slices. Any rows can be read, not only the blocks that were written.
 """
 
 import math
@@ -51,9 +51,16 @@ class Block(NamedTuple):
 
 
 def blocks(shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
-  """Yields (begin, end) of the blocks into which a tensor's rows are divided.
+  """Divides the rows of a tensor into blocks of at most 32 MiB.
 
-  The blocks are in order, and of at most 32 MiB, or one row if that is larger.
+  A row that is larger is a block by itself.
+
+  Args:
+    shape: The shape of the whole tensor.
+    dtype: The dtype of the tensor.
+
+  Yields:
+    The (first row, row after the last) of each block, in order.
   """
   row_bytes = max(1, math.prod(shape[1:]) * dtype.size)
   count = max(1, _BLOCK_BYTES // row_bytes)

@@ -176,8 +176,8 @@ class WaitLogger(PollingThread):
     Args:
       every_secs: Seconds between two messages about one wait.
       log: Takes log messages.
-      limit_secs: Returns the largest number of seconds that a wait may last.
-      on_limit: Called with a message when a wait has lasted longer.
+      limit_secs: Returns the time limit of a wait in seconds.
+      on_limit: Called with a message while a wait lasts longer than that.
     """
     self._every_secs = every_secs
     self._log = log
@@ -189,10 +189,10 @@ class WaitLogger(PollingThread):
 
   @contextlib.contextmanager
   def during(self, what: str) -> Iterator[None]:
-    """Context for a wait, about which messages are logged as long as it lasts.
+    """Context for a wait: messages are logged until the context is left.
 
     Args:
-      what: Describes the wait at the start of each message.
+      what: Describes the wait; every message begins with it.
     """
     self._wait = (what, time.monotonic())
     try:

@@ -1,7 +1,8 @@
 """Writes and reads the files of a train directory.
 
-They are checkpoints, and the record that a run has finished. A checkpoint is a
-flat map from names to whole tensors, such as `variables/conv1/kernel`,
+These files are checkpoints, and the record that a run has finished. A *slot* is
+a value that an optimizer keeps per variable, such as momentum. A checkpoint is
+a flat map from names to whole tensors, such as `variables/conv1/kernel`,
 `slots/sgd/momentum/conv1/kernel`, `averages/conv1/kernel`,
 `optimizer/began.sgd` (the global step at which these slots were created),
 `global_step` and `examples_seen`. A checkpoint does not depend on the devices
@@ -82,7 +83,9 @@ class MissingCheckpointError(UnreadableCheckpointError):
 
 
 class RowTensor(Protocol):
-  """Interface of a tensor that is saved and restored in blocks of rows.
+  """Interface of a tensor that is read and assigned in blocks of rows.
+
+  A checkpoint saves and restores it without having the whole tensor in memory.
 
   Attributes:
     shape: The shape of the whole tensor.
@@ -110,23 +113,23 @@ class Checkpointable(Protocol):
     """Assigns saved values to the tensors.
 
     Args:
-      values: Arrays by name, with the shapes and dtypes of `state()`. If the
-        caller of `restore` has declared a name optional, it may be missing. The
-        tensor of this name must then keep its initial value.
+      values: Arrays by name, with the shapes and dtypes of `state()`. A name
+        may be missing only if the caller of `restore` declared it optional; the
+        tensor of this name must then keep its present value.
     """
 
 
 class Restored(NamedTuple):
-  """Says what `restore` has loaded from a checkpoint.
+  """Says what `restore` has loaded from a checkpoint, and what not.
 
   Attributes:
     path: The path of the checkpoint.
     global_step: The global step of the checkpoint.
-    from_variables: Names of moving averages that were missing in the
-      checkpoint. They start at the restored values of their variables.
-    fresh: Names of other tensors that were missing in the checkpoint. They keep
-      their initial values.
-    ignored: Names in the checkpoint that the model does not have.
+    from_variables: Names of moving averages that were not restored. They start
+      at the restored values of their variables.
+    fresh: Names of other tensors that were not restored. They keep their
+      initial values.
+    ignored: Names in the checkpoint whose tensors were not used.
   """
 
   path: str
@@ -153,11 +156,11 @@ class Finished(NamedTuple):
 def latest(train_dir: str | os.PathLike[str]) -> str | None:
   """Returns the path of the newest checkpoint; None if there is none.
 
-  It is the checkpoint that TensorFlow's index file `checkpoint` names. The
-  files of this checkpoint may be missing. An attempt to read it then fails, so
-  that a run does not start again from step 0. Without an index file (if the
-  directory was copied by hand, for example) it is the checkpoint with the
-  largest step.
+  TensorFlow's index file, called `checkpoint`, names the newest checkpoint. Its
+  path is returned even if files of this checkpoint are missing. Then reading it
+  fails, which is better than a run that starts again from step 0. Without an
+  index file (if the directory was copied by hand, for example), the newest
+  checkpoint is the one with the largest step.
 
   Args:
     train_dir: The directory; need not exist.
@@ -178,10 +181,10 @@ def latest(train_dir: str | os.PathLike[str]) -> str | None:
 
 
 def _steps(train_dir: str) -> list[int]:
-  """Returns the global steps of all checkpoints in a directory, newest first.
+  """Returns the global steps of all checkpoints in a directory.
 
-  The newest are those with the largest step. Checkpoints without an index file
-  (`model.ckpt-7.index`) are left out.
+  The largest step comes first. A checkpoint is left out if its index file, such
+  as `model.ckpt-7.index`, is missing.
   """
   pattern = re.compile(re.escape(PREFIX) + r"-(\d+)\.index")
   names = os.listdir(train_dir) if os.path.isdir(train_dir) else []
@@ -192,9 +195,10 @@ def _steps(train_dir: str) -> list[int]:
 def read_newest(
   train_dir: str | os.PathLike[str], read_fn: Callable[[str], _Result]
 ) -> _Result | None:
-  """Reads the newest checkpoint, or the next older one if it is damaged.
+  """Reads the newest checkpoint that can be read.
 
-  A checkpoint that cannot be read is logged, with the one that is tried next.
+  If the newest one is missing or damaged, this is logged, and the next older
+  one is tried, and so on.
 
   Args:
     train_dir: The directory of the checkpoints; need not exist.
@@ -202,11 +206,11 @@ def read_newest(
       `UnreadableCheckpointError` if the checkpoint is missing or damaged.
 
   Returns:
-    The result of `read_fn`; None if there is no checkpoint.
+    The result of `read_fn`; None if the directory has no checkpoint.
 
   Raises:
-    UnreadableCheckpointError: If no checkpoint can be read. It is the error of
-      the newest one.
+    UnreadableCheckpointError: If the directory has checkpoints, but none can be
+      read. It is the error of the newest one.
   """
   train_dir = os.fspath(train_dir)
   newest = latest(train_dir)
@@ -239,7 +243,8 @@ def save(
     train_dir: A directory; created if it does not exist.
     values: Tensors by name, on any devices. One name must be `global_step`.
     keep_checkpoints: The number of newest checkpoints to keep; None keeps all.
-    row_tensors: More tensors by name, which are written in blocks of rows.
+    row_tensors: Tensors by name that may be too large for this process. They
+      are written in blocks of rows, to separate files.
 
   Returns:
     The path of the checkpoint.
@@ -304,11 +309,11 @@ def _blocks(
 
 
 def _remove_tables_without_checkpoint(train_dir: str) -> None:
-  """Removes files that belong to checkpoints which do not exist any more.
+  """Removes the table files of checkpoints that do not exist any more.
 
-  They are the separate files of tensors that are written in blocks of rows.
-  TensorFlow's checkpoint manager removes old checkpoints, but does not know
-  these files.
+  Table files are the separate files of a checkpoint with the tensors that are
+  written in blocks of rows. TensorFlow's checkpoint manager removes old
+  checkpoints, but not these files.
 
   Args:
     train_dir: The directory of the checkpoints.
@@ -333,7 +338,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
   Raises:
     MissingCheckpointError: If files are missing, or deleted during the read.
     UnreadableCheckpointError: If a file is damaged.
-    CheckpointError: If another program wrote it.
+    CheckpointError: If it is a checkpoint that this library did not write.
   """
   values = read_tensors(path, _name_of)
   if "global_step" not in values:
@@ -399,9 +404,6 @@ def restore(
 ) -> Restored:
   """Loads a checkpoint into `state`; changes nothing if it does not fit.
 
-  If tensors that are read in blocks of rows fit, but their file is damaged,
-  some of their rows may have been assigned when the error is raised.
-
   If a moving average is missing in the checkpoint, it starts at the restored
   value of its variable. If the slots of the optimizer (such as momentum) are
   missing, they keep their initial values, and the optimizer's bias correction
@@ -410,17 +412,20 @@ def restore(
   Args:
     path: The path of the checkpoint.
     state: The object into which the checkpoint is loaded.
-    is_optional: Returns whether the tensor of a name may be missing or differ:
-      for example a slot of another optimizer, or a moving average that the
-      saved run did not have. None: every tensor must match.
+    is_optional: Maps a name to whether its tensor may be missing, in the
+      checkpoint or in `state`, or have another shape or dtype. For example, the
+      checkpoint may have slots of another optimizer, or no moving averages.
+      None: all names, shapes and dtypes must match.
     row_tensors: Tensors of `state` by name that are read in blocks of rows.
 
   Returns:
-    Which names were restored.
+    What was restored, and what was not.
 
   Raises:
-    UnreadableCheckpointError: If the checkpoint is missing or damaged.
-    CheckpointError: If names, shapes or dtypes differ.
+    UnreadableCheckpointError: If the checkpoint is missing or damaged. If the
+      file of `row_tensors` is damaged, some of their rows may already have been
+      assigned.
+    CheckpointError: If names, shapes or dtypes differ that are not optional.
   """
   path = os.fspath(path)
   saved = read(path)
@@ -466,14 +471,14 @@ def restore(
 
 
 def _saved_rows(path: str) -> dict[str, row_files.Entry]:
-  """Returns the tensors of a checkpoint that were saved in blocks of rows.
+  """Lists the tensors of a checkpoint that were saved in blocks of rows.
 
   Args:
     path: The path of the checkpoint.
 
   Returns:
-    The shape and dtype of each tensor, by name; empty if the checkpoint has no
-    such tensors.
+    The shape and dtype of each such tensor, by name; an empty dict if there are
+    none.
 
   Raises:
     UnreadableCheckpointError: If these files are incomplete or damaged.
@@ -489,10 +494,10 @@ def _saved_rows(path: str) -> dict[str, row_files.Entry]:
 
 @contextlib.contextmanager
 def _naming_damage(path: str) -> Iterator[None]:
-  """Context in which errors of reading become `UnreadableCheckpointError`s.
+  """Context that turns TensorFlow's errors into `UnreadableCheckpointError`s.
 
   Args:
-    path: The path of the checkpoint, which the message names.
+    path: The path of the checkpoint that is read, for the error message.
   """
   try:
     yield
@@ -554,8 +559,8 @@ def differences(
     wanted: The tensors of the model by name.
 
   Returns:
-    A description for every name that is missing on one side, or has another
-    shape or dtype; sorted by name.
+    A description by name, for every name that is missing in the checkpoint or
+    in the model, or that has different shapes or dtypes. Sorted by name.
   """
   found = {}
   for name in sorted(saved.keys() | wanted):
@@ -590,7 +595,9 @@ def _difference(saved: Shaped, wanted: Shaped) -> str | None:
 def _from_variables(
   saved: Values, wanted: Values, missing: Iterable[str]
 ) -> dict[str, Array]:
-  """Finds the saved variables at whose values missing averages can start.
+  """Finds a first value for each moving average that the checkpoint lacks.
+
+  The value is the saved value of the average's variable.
 
   Args:
     saved: The tensors of the checkpoint, by name.
@@ -598,9 +605,8 @@ def _from_variables(
     missing: The names of the model's tensors that the checkpoint lacks.
 
   Returns:
-    The value of the variable for each missing moving average, by the name of
-    the average. Averages are left out if their variable is not saved, or has
-    another shape or dtype.
+    The values, by the name of the average. An average is left out if its
+    variable is not saved either, or has another shape or dtype.
   """
   found = {}
   for name in missing:
@@ -641,7 +647,7 @@ def first_non_finite(values: Values) -> str | None:
 
 
 def some(items: Iterable[str], separator: str = ", ") -> str:
-  """Joins the first four items as text, and says how many more there are."""
+  """Joins the first four items, and adds how many more there are, if any."""
   items = list(items)
   more = f"{separator}and {len(items) - 4} more" if len(items) > 4 else ""
   return separator.join(items[:4]) + more
@@ -665,7 +671,7 @@ def write_finished(train_dir: str | os.PathLike[str], record: Finished) -> None:
 
 
 def read_finished(train_dir: str | os.PathLike[str]) -> Finished | None:
-  """Returns the record of a finished run; None if there is none.
+  """Returns the record that a run has finished; None if there is no record.
 
   Args:
     train_dir: The train directory; need not exist.

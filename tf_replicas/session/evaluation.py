@@ -84,10 +84,13 @@ def evaluate(
       waits until training has finished. Not used with `run_once`.
 
   Returns:
-    The last result of `evaluate_fn`; None if it was never called.
+    The last result of `evaluate_fn`. Without `run_once`, None if there was no
+    checkpoint until the time limit or the end of the training.
 
   Raises:
-    CheckpointError: If a checkpoint is missing (with `run_once`) or damaged.
+    CheckpointError: If a checkpoint is damaged. With `run_once`, also if there
+      is no checkpoint.
+    ValueError: If `interval_secs` or `timeout_secs` is out of range.
   """
   if run_once:
     return evaluate_once(train_dir, evaluate_fn)
@@ -163,7 +166,8 @@ def evaluate_continuously(
     sleep: Sleeps for a number of seconds.
 
   Returns:
-    The last result of `evaluate_fn`; None if it was never called.
+    The last result of `evaluate_fn`. None if there was no checkpoint until the
+    time limit or the end of the training.
 
   Raises:
     CheckpointError: If a checkpoint or `finished.json` is damaged.

@@ -1,8 +1,9 @@
-"""Delivers Ctrl-C and SIGTERM between two training steps, or after an end.
+"""Delivers Ctrl-C and SIGTERM between two training steps.
 
-Raising an exception inside a Python callback of TensorFlow 2.21 can crash it,
-so an interrupt waits until the step ends. A step may wait for other tasks for
-ever, so an interrupt waits for a second at most.
+An interrupt raises KeyboardInterrupt. Inside a Python callback of TensorFlow
+2.21, an exception can crash the process. So an interrupt is delayed until the
+present step ends, but for a second at most, since a step may wait for other
+tasks for ever.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ _USUAL = {
 def sigterm_raises() -> Iterator[None]:
   """Context in which SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
 
-  So what has been begun is ended in order. Nothing changes if the program has
-  its own handler of SIGTERM, or outside of the main thread.
+  So `finally` clauses and context managers run before the process ends. Nothing
+  changes if the program has its own handler of SIGTERM, or if this is not the
+  main thread.
   """
   is_usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
   if not is_usual or not _is_main_thread():
@@ -60,8 +62,8 @@ def postponed() -> Iterator[None]:
   """Delays the first interrupt until the end of the context.
 
   An interrupt is Ctrl-C or SIGTERM; both raise KeyboardInterrupt. A second one
-  is not delayed. If the program has its own handler of a signal, that signal is
-  left to this handler. Outside of the main thread nothing changes.
+  is not delayed. A signal for which the program has its own handler is left to
+  that handler. Outside of the main thread nothing changes.
   """
   if not _is_main_thread():
     yield
@@ -98,20 +100,20 @@ def deferred(
   """Delays interrupts until the end of a step, for a second at most.
 
   An interrupt is Ctrl-C or SIGTERM; both raise KeyboardInterrupt. A second
-  interrupt is not delayed. No interrupt is delayed if the program has its own
-  handler of SIGALRM. If the program has its own handler of SIGINT or SIGTERM,
-  that signal is left to this handler. Outside of the main thread nothing
-  changes.
+  interrupt is not delayed. A signal (SIGINT or SIGTERM) for which the program
+  has its own handler is left to that handler. If the program has its own
+  handler of SIGALRM, interrupts are not delayed at all. Outside of the main
+  thread nothing changes.
 
   Args:
-    wake: Makes a step that waits in TensorFlow return to Python for a moment.
-      It is called in another thread. Without it an interrupt does not reach
-      such a step.
+    wake: Makes a step that waits in TensorFlow return to Python for a moment,
+      so that Python can handle the signal. It is called in another thread.
+      None: an interrupt has no effect until such a step returns by itself.
 
   Yields:
-    A function that calls a given step function, returns its result, and raises
-    KeyboardInterrupt if there was an interrupt meanwhile, also if the step
-    function fails.
+    A function that takes a step function, calls it, and returns its result. It
+    raises KeyboardInterrupt instead if there was an interrupt meanwhile, even
+    if the step function failed.
   """
   pending: list[list[str]] = []  # The arguments of a KeyboardInterrupt.
   in_step = threading.Event()
@@ -167,13 +169,14 @@ def _waking(
 ) -> Iterator[None]:
   """Context in which `wake` is called when a signal arrives during a step.
 
-  Python calls signal handlers in the main thread between two bytecodes, so not
-  before a call into TensorFlow returns. The wake-up socket of Python receives
-  the number of a signal at once, and a thread of this context reads it.
+  Python calls signal handlers only between two bytecodes of the main thread,
+  that is, not before a call into TensorFlow returns. But Python writes the
+  number of a signal to its wake-up socket at once. A thread of this context
+  reads this socket, and calls `wake`.
 
   Args:
-    wake: Makes the step return to Python.
-    in_step: Is set while a step runs.
+    wake: Makes the step return to Python for a moment.
+    in_step: An event that is set while a step runs.
   """
   receiver, sender = socket.socketpair()
   sender.setblocking(False)

@@ -25,7 +25,9 @@ class Summaries:
     *,
     log: Callable[[str], None] = print,
   ):
-    """Opens an event file, or logs that the package tensorboard is missing.
+    """Opens an event file.
+
+    If the package tensorboard is missing, logs that, and writes nothing later.
 
     Args:
       directory: The directory of the file; None writes nothing.
@@ -97,7 +99,7 @@ class Reporter:
     max_steps: int,
     now: float,
   ):
-    """Stores the settings; the time of the first rates begins now.
+    """Stores the settings. The first rates are means over the time since `now`.
 
     Args:
       console: Prints the log lines.
@@ -117,9 +119,13 @@ class Reporter:
     self._run = _Window(now)
 
   def add_examples(self, num_examples: int) -> None:
-    """Counts the examples of a result that did not advance the global step.
+    """Counts examples without an advance of the global step.
 
-    For example, the gradient of these examples was dropped.
+    They are those of a step function's result that left the global step
+    unchanged, for example because the gradient was dropped.
+
+    Args:
+      num_examples: The number of these examples.
     """
     self._count(0, num_examples)
 
@@ -148,7 +154,8 @@ class Reporter:
       previous: The global step before the advance.
       global_step: The global step now.
       loss: The loss of the step.
-      num_examples: The number of examples used since the previous call.
+      num_examples: The number of examples used since the last call of this
+        method or `add_examples`.
       scalars: More numbers for the summaries, by name. The number
         `learning_rate` is in the log lines too.
       now: The time in seconds since 1970.
@@ -237,7 +244,7 @@ def is_due(
   """Returns whether a report is due that is made every so many steps.
 
   Args:
-    previous: The global step of the previous call.
+    previous: The global step at which this was last checked.
     step: The global step now.
     every: Steps between reports; None for no reports.
     is_last: Whether this is the last step of the run.
@@ -251,7 +258,7 @@ def is_due(
 
 
 def steps_until_due(step: int, every: int | None) -> float:
-  """Returns in how many steps after `step` the next report is due.
+  """Returns the number of steps from `step` to the next report.
 
   Args:
     step: The global step now.

@@ -57,7 +57,8 @@ class Session:
 
   The session decides *when* to log, write summaries, save and stop. The program
   decides *what* a step is. "Every N steps" means: whenever a multiple of N is
-  reached or passed, as the global step may advance by more than one.
+  reached or passed, as one call of the step function may advance the global
+  step by more than one.
 
   If `train_dir` holds a checkpoint, the run resumes from it. The session
   deletes nothing in this directory but checkpoints beyond `keep_checkpoints`,
@@ -96,9 +97,9 @@ class Session:
         not depend on time. A checkpoint is always written at the end.
       keep_checkpoints: The number of newest checkpoints to keep; None keeps
         all.
-      is_optional: Returns whether the tensor of a name may be missing in the
-        checkpoint or differ from it, when `state` is restored. None: every
-        tensor must match.
+      is_optional: Maps a name to whether its tensor may be missing in the
+        checkpoint, or differ in shape or dtype, when `state` is restored. None:
+        every tensor must match.
       clock: Returns the time in seconds since 1970.
 
     Raises:
@@ -135,14 +136,15 @@ class Session:
     self._saved_path: str | None = None
 
   def restore_or_initialize(self) -> int:
-    """Restores the newest checkpoint, if the state is behind it.
+    """Restores the newest checkpoint, unless the state is at least as new.
 
-    The state may be ahead of the checkpoint if parameter servers outlived their
-    chief, since replicas may go on to update their variables. Such a state is
-    kept. If the checkpoint is damaged, the next older one is restored.
+    The state may be newer than the checkpoint if the chief was restarted:
+    meanwhile, the other replicas may have updated the variables on the
+    parameter servers. Such a state is kept. If the newest checkpoint is
+    damaged, the next older one is restored.
 
     Returns:
-      The global step to start from; 0 without a `state`.
+      The global step to start from; 0 if there is no `state`.
 
     Raises:
       CheckpointError: If the checkpoint is of another model, or no checkpoint
@@ -235,12 +237,12 @@ class Session:
     reporter: reports.Reporter,
     now: float,
   ) -> tuple[int, float]:
-    """Calls `step_fn` until `max_steps`, and reports and saves when it is due.
+    """Calls `step_fn` until `max_steps`, and reports and saves when due.
 
     Args:
       step_fn: Makes a step, and returns its result.
-      step: The global step at the start; None if only the first result tells
-        it.
+      step: The global step at the start; None if it is not known before the
+        first result of `step_fn`.
       reporter: Reports the steps.
       now: The time at the start, in seconds since 1970.
 
@@ -271,8 +273,8 @@ class Session:
 
     Args:
       path: The path of the checkpoint.
-      live_step: The global step of the state. If it is 0, the state is always
-        restored.
+      live_step: The global step of the state. If it is 0, the checkpoint is
+        always restored.
 
     Returns:
       The global step of the state afterwards.
@@ -331,14 +333,14 @@ class Session:
     self._write_finished(step, self._clock())
 
   def save(self, step: int | None = None) -> None:
-    """Writes a checkpoint of the state, unless its global step was saved.
+    """Writes a checkpoint, unless there is one of the present global step.
 
     Only the chief's session writes. Without a `state` or a `train_dir` nothing
     is written.
 
     Args:
-      step: The global step, if the caller knows it. If this step was saved
-        already, the state need not be read.
+      step: The global step, if the caller knows it. It saves reading the state
+        if a checkpoint of this step was written already. None: not known.
 
     Raises:
       FloatingPointError: If a variable is not finite. Nothing is written then.

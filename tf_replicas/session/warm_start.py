@@ -16,7 +16,7 @@ class Transferred(NamedTuple):
   Attributes:
     path: The path of the checkpoint of the trained model.
     restored: Paths of the variables that have values from the checkpoint.
-    fresh: Paths of the variables that keep their initial value.
+    fresh: Paths of the variables that keep their initial values.
   """
 
   path: str
@@ -25,7 +25,7 @@ class Transferred(NamedTuple):
 
 
 def find(path: str) -> str:
-  """Returns the path of a complete checkpoint.
+  """Finds a checkpoint, checks that its files exist, and returns its path.
 
   Args:
     path: The path of a checkpoint, or a train directory, which stands for its
@@ -61,8 +61,8 @@ def transfer(
       newest checkpoint.
     state: The state of the new training.
     is_new: Maps the path of a variable to whether the variable keeps its
-      initial value, such as those of the last layer of a model with another
-      number of classes.
+      initial value. For example, that is useful for the last layer if the new
+      model has another number of classes.
 
   Returns:
     Which variables were assigned.

@@ -34,15 +34,15 @@ class Phase(NamedTuple):
 def applies_before(
   phases: Sequence[Phase], name: str, step: int | tf.Tensor
 ) -> tf.Tensor:
-  """Counts the updates that an optimizer makes before a global step.
+  """Counts the updates that one optimizer has made until a global step.
 
   Args:
     phases: The phases (updates) of a round, in order. Rounds are repeated.
-    name: The name of the optimizer.
-    step: Scalar, the global step.
+    name: The name of the optimizer, as in `Phase.name`.
+    step: Scalar, the global step: the number of updates by all optimizers.
 
   Returns:
-    An int64 scalar, the number of updates.
+    An int64 scalar: how many of these `step` updates the optimizer made.
   """
   turns = [int(phase.name == name) for phase in phases]
   earlier = [sum(turns[:number]) for number in range(len(turns))]
@@ -57,8 +57,9 @@ class AlternatingOptimizer:
 
   It is for a `train_step` that applies gradients several times, such as that of
   a GAN: a *phase* is one of these calls, with its optimizer and the variables
-  that it updates. Update number u makes phase u modulo the number of phases.
-  The class has the methods of `InnerOptimizer`, which applies one optimizer.
+  that it updates. The update that follows global step s makes phase number s
+  modulo the number of phases. The class has the methods of `InnerOptimizer`,
+  which applies one optimizer.
   """
 
   def __init__(
@@ -70,7 +71,8 @@ class AlternatingOptimizer:
 
     Args:
       optimizers: The optimizers by name. None of them may be built yet.
-      phases: The phases (updates) of a round, at least one for each optimizer.
+      phases: The phases (updates) of a round, in order. Each optimizer has at
+        least one phase.
     """
     self.optimizer = dict(optimizers)
     self._phases = list(phases)
@@ -107,9 +109,9 @@ class AlternatingOptimizer:
         )
 
   def learning_rate(self, step: int) -> float:
-    """Returns the learning rate of the update that follows global step `step`.
+    """Returns the learning rate of the next update after global step `step`.
 
-    It is that of the optimizer whose turn this update is.
+    This is the current rate of the optimizer whose turn it is.
     """
     name = self._phases[step % len(self._phases)].name
     count = applies_before(self._phases, name, step)
@@ -125,16 +127,16 @@ class AlternatingOptimizer:
       member.refresh()
 
   def has_adjustable_rate(self) -> bool:
-    """Returns False, as `apply` cannot change the learning rate of an update.
+    """Returns False: `apply` cannot scale the learning rate of an update.
 
-    Its argument `rate_factor` must be None.
+    So the argument `rate_factor` of `apply` must be None.
     """
     return False
 
   def has_common_state(self) -> bool:
-    """Returns False, since all optimizer state belongs to single variables.
+    """Returns False: no optimizer has state that several variables share.
 
-    `build` refuses optimizers with other state.
+    `build` refuses an optimizer with such state.
     """
     return False
 
@@ -146,15 +148,17 @@ class AlternatingOptimizer:
     step: tf.Tensor,
     rate_factor: tf.Tensor | None = None,
   ) -> list[tuple[tf.Variable, tf.Tensor]]:
-    """Applies, on one PS task, the gradients that the update at `step` uses.
+    """Makes the update that follows global step `step`, on one PS task.
 
-    The global step determines whose turn it is: which optimizer is applied, and
-    to which variables. Other variables do not change.
+    The global step determines the phase of the update: the optimizer, and the
+    variables that it updates. Other variables do not change, and their
+    gradients are ignored.
 
     Args:
       task: The PS task on which the ops are placed.
-      gradients: One per variable, dense or `tf.IndexedSlices`, not None.
-      variables: Shards of the store's trainable variables.
+      gradients: One per element of `variables`, dense or `tf.IndexedSlices`,
+        not None.
+      variables: Shards of the store's trainable variables, all on this task.
       step: int64 scalar, the global step before this update.
       rate_factor: Must be None.
 
@@ -193,11 +197,11 @@ class AlternatingOptimizer:
     return []
 
   def skip(self) -> None:
-    """Raises NotImplementedError, as no update can be skipped.
+    """Raises NotImplementedError: optimizers in turn cannot skip an update.
 
-    An update is to be skipped if a scaled loss overflowed. The global step,
-    which determines the optimizer whose turn it is, counts such an update too,
-    so a turn would be lost.
+    `InnerOptimizer.skip` is for an update that was not made, because a scaled
+    loss overflowed. The global step counts this update all the same. Here the
+    global step determines whose turn it is, so an optimizer would lose a turn.
     """
     raise NotImplementedError
 

@@ -3,9 +3,9 @@
 A *contribution* is the set of gradients that one replica computed from one
 batch. On every PS task, an `Applier` computes the mean gradients, clips them by
 their global norm, applies the user's optimizer (the *inner optimizer*), and
-updates the statistics and the moving averages. If a contribution overflowed
-(`loss_scaling`), it changes none of these. Both synchronous and asynchronous
-rules use an `Applier`.
+updates the statistics and the moving averages. With dynamic loss scaling
+(`loss_scaling`), an update changes none of these if a contribution overflowed.
+Both synchronous and asynchronous rules use an `Applier`.
 
 A *statistic* is a variable without a gradient, such as the moving mean or
 variance of batch normalization. Instead of a gradient, a replica contributes d
@@ -88,11 +88,11 @@ class Applier:
         self._shadows[index] = store.create_like(index, "averages")
 
   def initialize(self, values: Sequence[tf.Tensor]) -> None:
-    """Sets the moving averages to the initial values of their variables.
+    """Sets each moving average to the initial value of its variable.
 
     Args:
-      values: One initial value per variable of the store; only those of
-        variables with a moving average are used.
+      values: The initial value of every variable of the store, in the store's
+        order. Values of variables without a moving average are ignored.
     """
     for index, shadows in self._shadows.items():
       for shadow, part in zip(
@@ -113,13 +113,13 @@ class Applier:
   ) -> tf.Tensor:
     """Makes one update of all variables; to be used inside a `tf.function`.
 
-    A contribution, below, is the gradients that one replica computed from one
-    batch. Statistics are variables without gradients, for which contributions
-    have differences (old minus new value).
+    A contribution, below, is what one replica computed from one batch: a
+    gradient for each trainable variable, and a difference (old minus new value)
+    for each statistic.
 
     Args:
-      present: For each element of `store.contributed`, whether any replica has
-        a gradient for it. Variables without gradients are skipped.
+      present: For each element of `store.contributed`, whether any contribution
+        has a gradient or difference for it. Other variables do not change.
       step: int64 scalar, the global step before the update.
       take_sums: Maps the index of a PS task to the sums over all contributions,
         one per element of `store.contributed_shards(task)`. It is called on the
@@ -132,6 +132,7 @@ class Applier:
         to the pairs to apply. It is called on the device of that task, with the
         task's lock held.
       rate_factor: Scalar that multiplies the learning rate of this update.
+        None: 1.
 
     Returns:
       A bool scalar; a control dependency on it waits for the whole update.
@@ -196,21 +197,23 @@ class Applier:
     take_sums: Callable[[int], Sequence[parameter_store.Gradient]],
     num_contributions: int | tf.Tensor,
   ) -> list[Pair]:
-    """Computes the mean gradient of every shard on one PS task.
+    """Computes the mean over the contributions for every shard on a PS task.
 
-    A shard is a variable or a part of one; a PS task is a parameter server.
+    A shard is a variable or a part of one. For a trainable variable the mean is
+    that of gradients; for a statistic, that of old minus new values.
 
     Args:
       task: The index of the PS task.
-      present: For each element of `store.contributed`, whether any replica has
-        a gradient for it.
-      take_sums: Maps the index of a PS task to the sums of the replicas'
-        gradients, one per shard that the task holds.
-      num_contributions: The number of gradients in a sum, by which it is
+      present: For each element of `store.contributed`, whether any contribution
+        has a gradient or difference for it.
+      take_sums: Maps the index of a PS task to the sums over the contributions,
+        one per shard that the task holds.
+      num_contributions: The number of contributions in a sum, by which it is
         divided.
 
     Returns:
-      (mean gradient, shard variable) pairs, without absent gradients.
+      (mean, variable of the shard) pairs. Variables that are not `present` are
+      left out.
     """
     shards = self._store.contributed_shards(task)
     pairs = []
@@ -239,13 +242,14 @@ class Applier:
   def _clip(self, means: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
     """Clips the mean gradients of all PS tasks to the global norm `clip_norm`.
 
-    The PS tasks send each other only sums of squares, not gradients.
+    The norm is that of all gradients on all tasks. For it, the PS tasks send
+    each other only sums of squares, not gradients.
 
     Args:
-      means: For each PS task, its (mean gradient, shard variable) pairs.
+      means: For each PS task, its (mean gradient, variable of a shard) pairs.
 
     Returns:
-      Pairs with the clipped gradients, in the order of `means`.
+      The same pairs with clipped gradients, in the same order.
     """
     if not any(means):
       return [list(pairs) for pairs in means]
@@ -309,11 +313,14 @@ def _indices(
 
 
 def _as_unit(build: Callable[[], None]) -> tf.Tensor:
-  """Runs the ops that `build` creates inside a `tf.function` of their own.
+  """Makes one tensor that other ops can depend on, to wait for many ops.
 
-  So other ops can wait for them. Optimizers return no tensor on which other ops
-  could depend, but the call of a `tf.function` ends only when all of its
+  An optimizer returns no tensor on which other ops could depend. So the ops are
+  created inside a new `tf.function`, whose call ends only when all of its
   stateful ops have ended.
+
+  Args:
+    build: Creates the ops.
 
   Returns:
     The tensor True, which is computed after all of these ops.

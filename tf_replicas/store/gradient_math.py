@@ -15,19 +15,19 @@ def all_finite(
   gradients: Sequence[Gradient],
   wire_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
-  """Checks that all gradients are finite, after the cast to `wire_dtype`.
+  """Returns whether all gradients are finite, also when cast to `wire_dtype`.
 
   A finite sum of squares proves that all numbers are finite, and is cheap to
   compute. But large finite numbers may overflow the sum. So if the sum is not
   finite, every number is checked.
 
   Args:
-    gradients: The gradients.
+    gradients: The gradients. A gradient that is None counts as finite.
     wire_dtype: The dtype to which float32 gradients are cast for transfers.
       None: no cast.
 
   Returns:
-    A bool scalar, whether all gradients are finite.
+    A bool scalar.
   """
   tensors = [
     g.values if isinstance(g, tf.IndexedSlices) else g

@@ -40,10 +40,10 @@ from tf_replicas.store import parameter_store
 class TensorVariable:
   """Stands in for a variable while an optimizer is applied to tensors.
 
-  It has the attributes and methods of a variable that Keras 3.15 uses. Keras
-  assigns Nadam's `_u_product`, and on TensorFlow every variable, through the
-  variable's `value`. In a `keras.StatelessScope`, `value` would be a tensor,
-  which cannot be assigned.
+  It holds a tensor, and has the attributes and methods of a variable that the
+  optimizers of Keras 3.15 use. Assigning replaces the tensor. A
+  `keras.StatelessScope` alone does not suffice: there, `variable.value` is a
+  plain tensor, but some optimizers call `variable.value.assign`.
   """
 
   def __init__(self, value: tf.Tensor, like: tf.Variable | None = None):
@@ -51,9 +51,9 @@ class TensorVariable:
 
     Args:
       value: The initial value.
-      like: If the object stands in for a trained variable, the variable for
-        which the optimizer has created slots. The object takes over the
-        variable's name, path and id, by which the optimizer finds these slots.
+      like: The trained variable that the object stands in for. The object takes
+        over its name, path and id, by which the optimizer finds its slots.
+        None: the object stands in for a slot, or for a scalar of the optimizer.
     """
     self.value = value
     self.dtype = value.dtype
@@ -67,11 +67,11 @@ class TensorVariable:
     self.value = tf.cast(value, self.dtype)
 
   def assign_add(self, value: tf.Tensor) -> None:
-    """Replaces the held tensor by the sum of it and `value`."""
+    """Adds `value` to the value."""
     self.assign(self.value + value)
 
   def assign_sub(self, value: tf.Tensor) -> None:
-    """Replaces the held tensor by the difference of it and `value`."""
+    """Subtracts `value` from the value."""
     self.assign(self.value - value)
 
   def __mul__(self, other: tf.Tensor) -> tf.Tensor:
@@ -100,7 +100,7 @@ class ApplyOptimizer(Protocol):
 
 @runtime_checkable
 class ApplyGradientsOptimizer(Protocol):
-  """Interface of an optimizer with `apply_gradients`, as TF1 and `tf_keras`."""
+  """Interface of an optimizer of TF1 or `tf_keras`: with `apply_gradients`."""
 
   def apply_gradients(
     self,
@@ -118,11 +118,14 @@ Optimizer = (
 
 
 class _Copies:
-  """Keeps a copy, on every PS task, of a scalar that the client sets.
+  """Keeps copies of one scalar of the optimizer, one on every PS task.
 
   An example is the learning rate, which the client (the training process) sets.
   If updates on the PS tasks (parameter servers) fetched the scalar from the
-  client, each would take about a millisecond longer.
+  client, each update would take about a millisecond longer.
+
+  Attributes:
+    variables: The copies, by index of the PS task.
   """
 
   def __init__(
@@ -148,7 +151,8 @@ class _Copies:
     """Assigns the value of the scalar to its copies if it has changed.
 
     Returns:
-      The copies that were assigned: all of them, or none.
+      The variables that were assigned: all copies, or an empty list if the
+      value has not changed since the last call.
     """
     value = self._variable.numpy()
     if value == self._copied:
@@ -162,14 +166,15 @@ class _Copies:
 def scalar_name(name: str, seen: dict[str, int]) -> str:
   """Returns the name under which checkpoints store a scalar of an optimizer.
 
-  Such a scalar belongs to the whole optimizer, not to one variable. Keras
-  numbers variables without a name per process: `variable_7`. This function
-  numbers them per optimizer, in the order of their creation.
+  Such a scalar belongs to the whole optimizer, not to one variable. If it has
+  no name, Keras names it by a number that counts within the process, such as
+  `variable_7`. This function counts within the optimizer instead, in the order
+  of creation, so that the name is the same in every process.
 
   Args:
     name: The name that Keras gave the scalar.
-    seen: Maps each name to how often it has occurred before. The call counts
-      this name too.
+    seen: How often each name has occurred so far. The function adds one for
+      this name.
   """
   name = re.sub(r"^variable_\d+$", "variable", name)
   count = seen[name] = seen.get(name, -1) + 1
@@ -206,13 +211,14 @@ class InnerOptimizer:
       optimizer: The optimizer. A Keras optimizer must not be built yet.
       name: Distinguishes the slots of several optimizers of a training.
       paths: The paths of the variables to update. None: all trainable ones.
-      momentum_correction: Whether velocities follow changes of the learning
-        rate.
+      momentum_correction: Whether velocities are rescaled when the learning
+        rate changes.
 
     Raises:
       TypeError: If `optimizer` has neither `apply` nor `apply_gradients`.
       ValueError: If `optimizer` is a Keras optimizer with an option that is not
-        supported, or if momentum is to be corrected and it has no velocities.
+        supported; or if `momentum_correction` is given, and the optimizer has
+        no velocities or its learning rate is a schedule.
     """
     if momentum_correction:
       _check_velocities(optimizer)
@@ -303,13 +309,15 @@ class InnerOptimizer:
       self._create_slots()
 
   def _build_keras(self, device: str) -> None:
-    """Builds the Keras optimizer once, with its slots beside their variables.
+    """Builds the Keras optimizer, with each slot on the device of its variable.
+
+    Further calls do nothing.
 
     Args:
       device: The device of the scalars of the whole optimizer.
 
     Raises:
-      ValueError: If the optimizer was built for other variables.
+      ValueError: If the optimizer was already built outside of this class.
     """
     if self._is_built:
       return
@@ -332,7 +340,10 @@ class InnerOptimizer:
         )
 
   def _find_table_slots(self) -> dict[str, list[keras.Variable]]:
-    """Returns the slots of the shards of tables, by the path of the shard."""
+    """Maps the path of each shard of a table to the optimizer's slots for it.
+
+    The map is empty if the store has no tables.
+    """
     found: dict[str, list[keras.Variable]] = {}
     if self._in_tables:
       own: Any = self.optimizer
@@ -343,15 +354,19 @@ class InnerOptimizer:
     return found
 
   def _copy(self, task: int) -> Any:
-    """Makes the copy of an optimizer that one PS task uses.
+    """Copies the user's optimizer for one PS task.
 
-    It is for optimizers that are not of Keras 3. They count their updates by
-    calls, and some expect the same list of variables in each call, so each task
-    has a copy of its own. Variables that an optimizer has from the start, such
-    as counters, are shared by all clients (training processes).
+    Only optimizers that are not of Keras 3 are copied. Such an optimizer counts
+    its calls, and may expect the same variables in each call. So every PS task
+    needs its own copy, which is applied to the variables of that task. The
+    variables of the copy, such as counters, are created on the PS task under
+    names by which all clients (training processes) find them.
 
     Args:
       task: The index of the PS task.
+
+    Returns:
+      The copy.
     """
     assert self._store is not None
     own: Any = self.optimizer
@@ -370,7 +385,10 @@ class InnerOptimizer:
       return copy.deepcopy(own, copies)
 
   def _track(self) -> None:
-    """Adds the slots created since the last call to the store's checkpoints."""
+    """Makes the store's checkpoints contain the new slots.
+
+    New slots are those that were created since the last call.
+    """
     created = self._created[self._num_tracked :]
     with tf.init_scope():  # The caller may be tracing an update.
       resources.flush_assignments(created)
@@ -383,8 +401,8 @@ class InnerOptimizer:
 
     Slots are values per variable, such as momentum. Such an optimizer creates
     them when it is first applied to a variable. So this method traces an
-    update, but does not run it. The slots must exist before a checkpoint is
-    restored, or their saved values would be lost.
+    update, and does not run it. If the slots did not exist when a checkpoint is
+    restored, their saved values would be lost.
     """
 
     @tf.function(autograph=False)
@@ -397,9 +415,12 @@ class InnerOptimizer:
     update.get_concrete_function()
 
   def _variables_on(self, task: int) -> list[tf.Variable]:
-    """Returns the shards of all trainable variables that one PS task holds.
+    """Returns the shards of trainable variables that one PS task holds.
 
     A shard is a variable or a part of one. The order is that of the store.
+
+    Args:
+      task: The index of the PS task.
     """
     assert self._store is not None
     return [
@@ -414,10 +435,10 @@ class InnerOptimizer:
   ) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which new variables are shared by all clients.
 
-    A slot (a value that an optimizer keeps per variable) is recognized by its
-    name, and placed next to its variable. Keras names a slot `<path of its
-    variable, with _ for />_<slot>`; other optimizers make the path a part of
-    the name.
+    Clients are the training processes. A slot (a value that an optimizer keeps
+    per variable) is placed next to its variable. The name of the slot says
+    which variable that is: Keras names a slot `<path of its variable, with _
+    for />_<slot>`; other optimizers make the path a part of the name.
 
     Args:
       device: The device of all other new variables, such as scalars of the
@@ -460,9 +481,9 @@ class InnerOptimizer:
     return tf.variable_creator_scope(creator)
 
   def learning_rate(self, step: int) -> float:
-    """Returns the learning rate at global step `step`; NaN if it is not known.
+    """Returns the learning rate at global step `step`.
 
-    It is known for optimizers of Keras 3.
+    The result is NaN if the optimizer is not one of Keras 3.
     """
     if not self._is_keras:
       return float("nan")
@@ -484,11 +505,11 @@ class InnerOptimizer:
   def _correct_momentum(self) -> list[tf.Variable]:
     """Multiplies the velocities by new / old rate if the learning rate changed.
 
-    The rate that the velocities include is a variable, which is read at every
-    call, since a restored checkpoint may have changed it.
+    A shared variable holds the old rate, which the velocities include. It is
+    read at every call, since a restored checkpoint may have changed it.
 
     Returns:
-      The variables that were assigned.
+      The variables that were assigned; empty if nothing was to be corrected.
     """
     if self._velocity_rate is None:
       return []
@@ -507,11 +528,15 @@ class InnerOptimizer:
     return changed
 
   def _sort_scalars(self) -> None:
-    """Sorts the scalars of the whole optimizer by what changes them.
+    """Finds the scalars of the whole optimizer, and stores them in two lists.
 
-    Updates change scalars that are shared variables, such as that of Nadam. The
-    client (training process) sets all other scalars, such as the learning rate.
-    Of these, this method makes copies on the PS tasks.
+    `_common` gets the scalars that updates change, such as that of Nadam. These
+    are shared variables. `_copies` gets the scalars that the client (training
+    process) sets, such as the learning rate, each with new copies on the PS
+    tasks.
+
+    Raises:
+      ValueError: If an element of `_common` would not be a scalar.
     """
     assert self._store is not None
     for variable in self.optimizer.variables:
@@ -529,16 +554,17 @@ class InnerOptimizer:
   ) -> Iterator[tuple[keras.Variable, tf.Tensor]]:
     """Yields the values that scalars of the optimizer have in this update.
 
-    The scalars are `iterations` and those that the client sets, such as the
-    learning rate. Keras' own `iterations` would lose increments to races (Keras
-    3.15 assigns `iterations + 1`). Its value in an update is the global step if
-    the learning rate is a schedule, else the number of updates since the slots
-    were created, which bias correction needs.
+    The scalars are those that the client sets, such as the learning rate, and
+    `iterations`. The value of `iterations` is computed from the global step.
+    (Keras 3.15 assigns `iterations + 1`, which would lose increments if updates
+    run at the same time.) If the learning rate is a schedule, the value is the
+    global step; if not, it is the number of updates since the slots were
+    created, which bias correction needs.
 
     Args:
       task: The PS task on which the update is made.
       step: int64 scalar, the global step before the update.
-      rate_factor: Scalar that multiplies the learning rate, or None.
+      rate_factor: Scalar that multiplies the learning rate; None: 1.
 
     Yields:
       (Keras variable, its value in this update) pairs.
@@ -558,7 +584,7 @@ class InnerOptimizer:
   def has_adjustable_rate(self) -> bool:
     """Returns whether `apply` can multiply the learning rate by a factor.
 
-    That is so for an optimizer of Keras 3 whose rate is a number, not a
+    It can if the optimizer is one of Keras 3 and its rate is a number, not a
     schedule.
     """
     return self._is_keras and isinstance(
@@ -587,8 +613,8 @@ class InnerOptimizer:
       gradients: One per variable, dense or `tf.IndexedSlices`, not None.
       variables: Shards of the store's trainable variables.
       step: int64 scalar, the global step before this update.
-      rate_factor: Scalar that multiplies the learning rate of this update. It
-        must be None unless `has_adjustable_rate()`.
+      rate_factor: Scalar that multiplies the learning rate of this update;
+        None: 1. It must be None unless `has_adjustable_rate()`.
 
     Returns:
       A (variable, new value) pair for each scalar of the whole optimizer that
@@ -643,12 +669,12 @@ class InnerOptimizer:
     gradients: Sequence[parameter_store.Gradient],
     variables: Sequence[tf.Variable],
   ) -> None:
-    """Applies the copy that a PS task has of an optimizer not of Keras 3.
+    """Applies gradients by the optimizer's copy for one PS task; see `_copy`.
 
     Args:
       task: The index of the PS task.
-      gradients: One per variable.
-      variables: Shards of the store's trainable variables.
+      gradients: One per element of `variables`.
+      variables: Shards of the store's trainable variables, all on this task.
     """
     optimizer = self._by_task[task]
     if not isinstance(optimizer, ApplyOptimizer):
@@ -676,12 +702,12 @@ class InnerOptimizer:
       optimizer.learning_rate = rate
 
   def skip(self) -> None:
-    """Excludes an update that was not made from the count of updates.
+    """Corrects the optimizer's count of updates for an update not made.
 
     The count, which Keras' bias correction uses, is the global step minus the
-    step at which the slots were created. The global step counts the update all
-    the same, so this method adds 1 to the latter. It is to be used inside a
-    `tf.function`.
+    step at which the slots were created. The global step goes up even if an
+    update is not made. So this method adds 1 to the stored step at which the
+    slots were created. It is to be used inside a `tf.function`.
     """
     if self._began is not None:
       self._began.assign_add(1)
@@ -690,26 +716,28 @@ class InnerOptimizer:
     """Assigns new values to scalars that belong to the whole optimizer.
 
     Only some optimizers, such as Nadam, change such scalars in an update. The
-    method is to be called once per step.
+    method is to be called once per update, after `apply` on all PS tasks.
 
     Args:
-      changed: The (variable, new value) pairs that `apply` has returned for one
-        PS task.
+      changed: The (variable, new value) pairs that `apply` returned for one of
+        the PS tasks; they are equal for all tasks.
     """
     for variable, value in changed:
       variable.assign(value)
 
 
 class _RowUpdate:
-  """Updates some rows of a part of a table, and the rows of its slots.
+  """One update of some rows of a table, on one PS task.
 
   A table is a large matrix whose rows are divided among the PS tasks; each task
-  holds one part of it.
+  holds one part of it. The constructor reads the n rows for which there is a
+  gradient, from the part and from its slots. The caller applies the optimizer
+  to `values` and `variable`, with the stand-ins of `slots` in place of the
+  slots. Then `assign` writes the changes.
 
   Attributes:
     values: The gradient of these rows, [n, columns].
-    variable: Stands in for the part while the optimizer is applied; holds only
-      these rows, [n, columns].
+    variable: Stands in for the part; holds these rows only, [n, columns].
     slots: (slot of the part, stand-in that holds these rows of the slot) pairs.
   """
 
@@ -719,10 +747,10 @@ class _RowUpdate:
     part: Any,
     slots: Sequence[keras.Variable],
   ):
-    """Reads the rows, of the part and of its slots, that the gradient has.
+    """Reads the rows for which there is a gradient, of the part and its slots.
 
     Args:
-      gradient: A `tf.IndexedSlices` with distinct indices.
+      gradient: A `tf.IndexedSlices` with distinct indices of rows of the part.
       part: The variable of the part of the table.
       slots: The optimizer's slots of `part`, which have its shape.
     """
@@ -739,11 +767,10 @@ class _RowUpdate:
     ]
 
   def assign(self) -> None:
-    """Adds to the table and its slots what the optimizer changed in the rows.
+    """Adds what the optimizer has changed to the part and its slots.
 
-    A table is a matrix of which only these rows are updated. The method adds
-    rather than assigns, so that updates by several replicas at the same time
-    lose no more than those of an ordinary variable.
+    It adds differences and does not assign values. So two updates of the same
+    row at the same time both take effect, as for an ordinary variable.
     """
     changes = [(self._part, self._first, self.variable)]
     for (_, variable), first, (_, cell) in zip(
@@ -763,7 +790,10 @@ _NOT_BY_SHARD = keras_internals.optimizer_classes("Lamb", "Muon")
 
 
 def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
-  """Raises ValueError if a Keras optimizer, or its option, is not supported."""
+  """Raises ValueError if a Keras optimizer cannot be used on PS tasks.
+
+  The reason may be its class or one of its options.
+  """
   name = type(optimizer).__name__
   if isinstance(optimizer, _NOT_BY_TASK):
     raise ValueError(
@@ -785,17 +815,19 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
 def check_options(
   optimizer: keras.optimizers.Optimizer, **successors: str
 ) -> None:
-  """Checks that an optimizer works, and uses no option of the update rule.
+  """Checks that an optimizer works, and has none of some forbidden options.
+
+  Always forbidden are `use_ema` and `loss_scale_factor`, since the update rule
+  has options for these purposes.
 
   Args:
     optimizer: The Keras optimizer.
-    **successors: Options that must not be used, besides `use_ema` and
-      `loss_scale_factor`. The value of each is what to do instead, for the
-      error message.
+    **successors: More forbidden options. The value of each says what to do
+      instead, for the error message.
 
   Raises:
-    ValueError: If the optimizer uses such an option, or does not work with the
-      installed version of Keras.
+    ValueError: If a forbidden option of the optimizer is set, or the optimizer
+      does not work with the installed version of Keras.
   """
   keras_internals.check_works(optimizer)
   successors["use_ema"] = "give `variable_averages` to the update rule"
@@ -811,11 +843,15 @@ def check_options(
 def _check_scalar(
   optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> None:
-  """Checks that a variable which seems to be no slot is a scalar.
+  """Checks that a variable of an optimizer is a scalar, if it is not a slot.
 
-  If it is not a scalar, it is a slot that was not recognized, as its name does
-  not contain the name of its variable. Adagrad and Ftrl have such slots before
-  Keras 3.10.
+  Slots are recognized by their names, which contain the name of a model's
+  variable. Any other variable that is not a scalar is a slot without such a
+  name, as Adagrad and Ftrl have them before Keras 3.10.
+
+  Args:
+    optimizer: The optimizer, for the error message.
+    variable: A variable of it that was not recognized as a slot.
 
   Raises:
     ValueError: If `variable` is not a scalar.
@@ -829,13 +865,14 @@ def _check_scalar(
 
 
 def _check_velocities(optimizer: Optimizer) -> None:
-  """Checks that the optimizer has velocities whose momentum can be corrected.
+  """Checks that `momentum_correction` is possible with an optimizer.
 
-  Velocities are slots that sum up gradients. They must include the learning
-  rate, and this rate must be a number, not a schedule.
+  It needs velocities, which are sums of gradients multiplied by the learning
+  rate. SGD and RMSprop with momentum have them. The learning rate must be a
+  number, not a schedule.
 
   Raises:
-    ValueError: If `optimizer` has no such velocities.
+    ValueError: If that is not so.
   """
   is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
   kinds = keras.optimizers.SGD, keras.optimizers.RMSprop
@@ -856,12 +893,14 @@ def _check_velocities(optimizer: Optimizer) -> None:
 def _check_shards(
   optimizer: keras.optimizers.Optimizer, store: parameter_store.ParameterStore
 ) -> None:
-  """Checks that no variable is split that the optimizer needs as a whole.
+  """Checks that the store keeps variables whole if the optimizer needs that.
+
+  Lamb, Muon and the option `clipnorm` compute with whole variables, for example
+  their norms.
 
   Raises:
-    ValueError: If the optimizer computes with whole variables, as for norms,
-      and the store splits one into shards; or if it is Lamb or Muon, and the
-      store has tables.
+    ValueError: If the optimizer needs whole variables, and the store splits one
+      into shards; or if it is Lamb or Muon, and the store has tables.
   """
   reason = None
   if isinstance(optimizer, _NOT_BY_SHARD):

@@ -40,7 +40,10 @@ _PREFIX = "loss_scale/"
 
 
 class _State(NamedTuple):
-  """Holds the variables of the loss scale, or their paths, values or changes.
+  """Has one field for each variable of the loss scaling.
+
+  A field holds the variable, its path, its value or its change, as the user of
+  the object needs it.
 
   Attributes:
     value: The scale.
@@ -63,22 +66,26 @@ _PATHS = _State(*(_PREFIX + name for name in _State._fields))
 
 
 def state(values: Mapping[str, np.ndarray | tf.Tensor]) -> _State:
-  """Returns the loss scale and its counters as numbers.
+  """Picks the loss scale and its counters from the tensors of a store.
 
   Args:
     values: The tensors that `ParameterStore.state` returns, by name.
+
+  Returns:
+    The values of these variables, as numbers.
   """
   return _State(*(float(values[f"variables/{path}"]) for path in _PATHS))
 
 
 class LossScale:
-  """Scales the loss of a replica dynamically; given as `Replica.loss_scale`.
+  """Scales the loss of a replica dynamically; passed as `Replica.loss_scale`.
 
   Attributes:
-    variables: float32 scalars: the scale; the number of updates since the last
-      overflow or doubling; the number of updates after which the scale is
-      doubled; a flag of an overflow; and the number of updates that an overflow
-      made void.
+    variables: The variables of the scaling, which replicas share: five float32
+      scalars, in the order of the fields of `_State`. These are the scale; the
+      number of updates since the last overflow or doubling; the number of
+      updates after which the scale is doubled; the overflow flag; and the
+      number of updates that an overflow made void.
   """
 
   def __init__(self, initial: float = 2.0**15, growth: int = 2000):
@@ -110,18 +117,22 @@ class LossScale:
   ) -> tuple[list[parameter_store.Gradient], tf.Tensor]:
     """Computes what a replica contributes to the update after a batch.
 
+    A *move* is the old minus the new value of a statistic, which is a variable
+    without gradients.
+
     Args:
-      gradients: `num_trained` gradients of the scaled loss, then the moves (old
-        minus new values) of statistics, which are variables without gradients.
+      gradients: The gradients of the scaled loss for `num_trained` variables,
+        then the moves of the replica's other statistics.
       num_trained: The number of trained variables.
       loss: float32 scalar, the loss, not scaled.
       state: The values of `variables`.
 
     Returns:
-      A list of the unscaled gradients, the moves of the statistics and the
-      moves of `variables`; and the loss. After an overflow, all numbers in the
-      list are 0 except for the flag of the overflow, and a loss that is not
-      finite is replaced by 0.
+      A pair: a list, and the loss. The list has the gradients, divided by the
+      scale; the moves of the other statistics; and the moves of `variables`. If
+      there is an overflow and the scale is above 1, all numbers in the list are
+      0 except for the overflow flag, and a loss that is not finite is replaced
+      by 0. At a scale of 1 or less, nothing is replaced.
     """
     scale = _State(*state).value
     found = [
@@ -161,10 +172,10 @@ def is_own(path: str) -> bool:
 
 
 class ScaledUpdate:
-  """Makes updates of the variables, and adjusts the loss scale in each of them.
+  """Makes or skips an update of the model, and adjusts the loss scale.
 
-  If a replica's gradients overflowed, an update changes only the scale and its
-  counters.
+  If the gradients of a replica overflowed, the update of the model is skipped.
+  Then only the scale and its counters change.
 
   Attributes:
     exists: Whether the store has the variables of a loss scale.
@@ -181,16 +192,16 @@ class ScaledUpdate:
   def split(self, moves: Sequence[Move]) -> tuple[list[Move], list[tf.Tensor]]:
     """Separates the moves of the loss scale's variables from all other moves.
 
-    A move is old minus new value of a statistic (a variable without gradients),
-    as the mean over the contributions of the replicas.
+    A move is the old minus the new value of a statistic (a variable without
+    gradients), as the mean over the contributions of the replicas.
 
     Args:
       moves: The (move, variable) pairs of the statistics on one PS task.
 
     Returns:
-      The pairs of all other statistics; and a list with one bool scalar,
-      whether there was an overflow. The list is empty if the flag of an
-      overflow is on another PS task.
+      A pair of lists. The first has the pairs of all other statistics. The
+      second has one bool scalar: whether any replica's gradients overflowed. It
+      is empty if the overflow flag is on another PS task.
     """
     others = [p for p in moves if not is_own(placement.path_of(p[1]))]
     flags = [m for m, v in moves if v is self._state.overflow]

@@ -84,12 +84,12 @@ class Reader:
     variables: Sequence[tf.Variable],
     names: Sequence[str],
   ):
-    """Reads the sums of metrics so far, from which the first means are counted.
+    """Reads the present sums; the first `means` cover what is added after that.
 
     Args:
       store: Holds the sums.
-      variables: Variables with the paths of the store's variables, in the
-        store's order.
+      variables: The variables of the model, with the same paths and in the same
+        order as in the store.
       names: The names of the metrics; if empty, nothing is ever read.
     """
     self._names = names
@@ -99,9 +99,10 @@ class Reader:
       self._previous = np.asarray(self._read()[0])
 
   def means(self) -> dict[str, float]:
-    """Returns the mean of each metric since the last call, by name.
+    """Returns the mean of each metric over the batches since the last call.
 
-    Names without a value in the batches applied since then are left out.
+    The means are by name of the metric. A name is left out if none of these
+    batches had a finite value for it.
     """
     if not self._names:
       return {}

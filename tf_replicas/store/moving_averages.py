@@ -13,17 +13,17 @@ import tensorflow as tf
 def effective_decay(
   decay: float | tf.Tensor, step: int | tf.Tensor | tf.Variable
 ) -> tf.Tensor:
-  """Returns the decay at an early step: `min(decay, (1 + step) / (10 + step))`.
+  """Returns the decay to use at a step: `min(decay, (1 + step) / (10 + step))`.
 
-  This is what `tf.train.ExponentialMovingAverage` of TF1 does when given
-  `num_updates`.
+  So the decay is smaller in early steps. TF1's
+  `tf.train.ExponentialMovingAverage` does the same if `num_updates` is given.
 
   Args:
     decay: The largest decay.
     step: The number of updates so far, this one included.
 
   Returns:
-    A float64 scalar; in float32, 1 - 0.9999 has a relative error of 2e-4.
+    A float64 scalar. (In float32, 1 - 0.9999 has a relative error of 2e-4.)
   """
   step = _as_float64(step)
   return tf.minimum(_as_float64(decay), (1.0 + step) / (10.0 + step))
@@ -102,8 +102,8 @@ class MovingAverages:
   ) -> None:
     """Updates each shadow (the variable of a moving average) on its device.
 
-    Only the decay is sent to a parameter server that holds both a shadow and
-    its variable. The method may be used inside a `tf.function`.
+    If a shadow and its variable are on the same device, only the decay is sent
+    there. The method may be used inside a `tf.function`.
 
     Args:
       pairs: (shadow, variable) pairs.

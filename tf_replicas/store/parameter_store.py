@@ -4,9 +4,10 @@ PS tasks are parameter servers, and a shard is a variable or a part of one.
 Replicas never hold a remote or sharded variable. They *pull* the variables once
 per step as plain tensors, and split their gradients into shards before sending
 them. Tables (large matrices) are not pulled: replicas read single rows of them
-(`tables`). Slots and moving averages are placed next to their shard. Every
-shared object has a name. So all clients (the processes that train) that build a
-store from the same specs and plan use the same variables.
+(`tables`). Slots (values that an optimizer keeps per variable) and moving
+averages are placed next to their shard. Every shared object has a name. So all
+clients (the processes that train) that build a store from the same specs and
+plan use the same variables.
 """
 
 import functools
@@ -79,7 +80,9 @@ def build(
 def describe(
   spec: cluster.ClusterSpec, variables: Sequence[tf.Variable]
 ) -> str:
-  """Formats the placement of variables in the store that `build` would make.
+  """Formats the placement of variables without making a store.
+
+  The placement is that of the store that `build` would make.
 
   Args:
     spec: The cluster: its PS tasks and the placement of variables.
@@ -228,10 +231,10 @@ class ParameterStore:
   def contributed(self) -> list[int]:
     """Positions in `specs` of all variables, in the order of contributions.
 
-    A contribution is what a replica computed from one batch, one value per
-    variable. The trainable variables come first, with their gradients, then the
-    *statistics*: variables without gradients, such as moving means of batch
-    normalization.
+    A contribution is what a replica computed from one batch: one tensor per
+    variable. First come the gradients of the trainable variables. Then come the
+    changes of the *statistics*, variables without gradients, such as moving
+    means of batch normalization.
     """
     others = [i for i, spec in enumerate(self.specs) if not spec.trainable]
     return self.trainable + others
@@ -240,8 +243,8 @@ class ParameterStore:
     """Lists the shards (variables or parts of them) on the PS task `task`.
 
     Returns:
-      A pair for each shard: the position of its variable in `contributed`, the
-      list of all variables, and the number of the shard within the variable.
+      For each shard, a pair: the position of its variable in the list
+      `contributed`, and the number of the shard among those of the variable.
     """
     return [
       (position, number)
@@ -251,7 +254,10 @@ class ParameterStore:
     ]
 
   def variables(self, index: int) -> list[tf.Variable]:
-    """Returns the variables of the shards of `specs[index]`, in order."""
+    """Returns the variables on the PS tasks that hold `specs[index]`, by shard.
+
+    There is one variable per shard, in the order of the shards.
+    """
     return self._variables[index]
 
   def table(self) -> str:
@@ -274,8 +280,8 @@ class ParameterStore:
   def start(self) -> None:
     """Sets the global step and the number of examples seen to 0.
 
-    After this, other clients (processes that train) take the store as
-    initialized. So all other variables must have their values before.
+    For other clients (processes that train), the store is initialized from now
+    on. So all other variables must already have their values.
     """
     for count in self._row_updates:
       count.assign(0)
@@ -289,8 +295,8 @@ class ParameterStore:
     built the same store.
 
     Returns:
-      [path, shape, dtype, PS tasks of the shards] for each variable, and for a
-      table also its partition, of types that JSON can represent.
+      For each variable, the list [path, shape, dtype, PS tasks of the shards];
+      for a table, also how its rows are divided. JSON can represent the result.
     """
     return [
       [spec.path, list(spec.shape), spec.dtype, [s.task for s in shards]]
@@ -304,10 +310,10 @@ class ParameterStore:
     return [spec.path for spec in self.specs if spec.table is not None]
 
   def assign_first(self, values: Sequence[Value]) -> None:
-    """Assigns the first values of all variables.
+    """Assigns initial values to all variables.
 
-    Tables, large matrices whose rows are divided among the PS tasks, get values
-    that the PS tasks compute themselves.
+    For tables, large matrices whose rows are divided among the PS tasks, the PS
+    tasks compute the values.
 
     Args:
       values: One initial value per variable. The value for a table is not used.
@@ -333,14 +339,14 @@ class ParameterStore:
     resources.flush_assignments(self._variables[index])
 
   def reader(self, indices: Sequence[int]) -> Callable[[], list[tf.Tensor]]:
-    """Makes a function that reads only some of the variables.
+    """Makes a function that reads some of the variables.
 
     Args:
       indices: The positions of these variables in `specs`.
 
     Returns:
-      A function without arguments that returns the value of each variable as a
-      whole tensor, in the order of `indices`.
+      A function without arguments. It returns the value of each of these
+      variables as a whole tensor, in the order of `indices`.
     """
 
     def read():
@@ -511,19 +517,22 @@ class ParameterStore:
       return self.global_step.read_value()
 
   def count_rows(self, task: int, ids: tf.Tensor) -> None:
-    """Counts rows of a table that an update changes on a PS task.
+    """Counts the rows of a table that an update changes on a PS task.
+
+    They are added to the number that `row_updates` returns for this task.
 
     Args:
       task: The index of the PS task, on whose device this is called.
-      ids: The indices of the rows, of any integer dtype: [n].
+      ids: The indices of the n rows that an update changes, [n], of any integer
+        dtype.
     """
     self._row_updates[task].assign_add(tf.size(ids, tf.int64))
 
   def row_updates(self) -> list[int]:
-    """Returns how many rows of tables the updates changed on each PS task.
+    """Returns how many rows of tables all updates have changed, per PS task.
 
-    A row counts once per update that changes it, since the first task of this
-    training started. The list is empty if there are no tables.
+    A row counts again in each update that changes it. The list has one number
+    per PS task; it is empty if there are no tables.
     """
     if not self._row_updates:
       return []
@@ -555,14 +564,15 @@ class ParameterStore:
     read_shard: Callable[[int, int], tf.Tensor] | None = None,
     item: Callable[[int, int], packing.Item] | None = None,
   ) -> list[tf.Tensor]:
-    """Reads every variable but tables as a whole tensor, each shard once.
+    """Reads all variables except tables, as whole tensors.
 
     Args:
-      read_shard: Maps (position in `specs`, shard number) to the value of the
-        shard. It is called on the shard's device. None reads the variable.
-      item: Maps (position in `specs`, shard number) to the shape and dtype of
-        the shard in the transfer. None: the shape and dtype of the shard
-        itself.
+      read_shard: Maps (position in `specs`, shard number) to the value to read
+        for the shard. It is called once per shard, on the shard's device. None:
+        the value of the shard's variable.
+      item: Maps (position in `specs`, shard number) to the shape of the shard
+        and the dtype in which it is sent to the caller. None: its own dtype.
+        The results have the variables' own dtypes in any case.
 
     Returns:
       One tensor per variable, on the caller's device. For a table (a matrix
@@ -607,18 +617,18 @@ class ParameterStore:
     return item._replace(dtype=self.wire_dtype) if is_narrowed else item
 
   def create_like(self, index: int, kind: str) -> list[tf.Variable]:
-    """Creates variables like the shards of variable `index`, on the same tasks.
+    """Creates companions of a variable, such as its moving average.
 
-    Moving averages are made by this method, for example.
+    The companion has the same shards on the same PS tasks.
 
     Args:
       index: The position of the variable in `specs`.
       kind: The first part of the names of the new variables, such as
-        `averages`. Checkpoints save them as `<kind>/<path>`.
+        `averages`. Checkpoints save the companion as `<kind>/<path>`.
 
     Returns:
-      One variable per shard, without a value unless some client (a process that
-      trains) has assigned one.
+      One new variable per shard. It has no value unless some client (a process
+      that trains) has already assigned one.
     """
     made = self._create(self.shards[index], prefix=f"{kind}/")
     self._state_reader = None
@@ -628,7 +638,7 @@ class ParameterStore:
   def track(
     self, variable: tf.Variable, kind: str = "", owner: str = ""
   ) -> None:
-    """Adds a variable that was created elsewhere to the checkpoints.
+    """Makes checkpoints contain a variable that was created elsewhere.
 
     Args:
       variable: The variable, such as a slot of an optimizer.
@@ -654,10 +664,10 @@ class ParameterStore:
     """Reads the values of all variables for a checkpoint.
 
     Returns:
-      Whole tensors by name, independent of the placement: `variables/<path>`,
-      `<kind>/<path>` for slots and averages of a variable, and `<name>` for
-      everything else. Tables (large matrices) and their slots are left out:
-      `row_tensors` has them.
+      Whole tensors by name. The names do not depend on the placement: a
+      variable is `variables/<path>`, its slots and moving averages are
+      `<kind>/<path>`, and everything else is `<name>`. Tables (large matrices)
+      and their slots are left out: `row_tensors` has them.
     """
     if self._state_reader is None:
       read = self._read_state
@@ -680,11 +690,11 @@ class ParameterStore:
     return state
 
   def row_tensors(self) -> dict[str, tables.RowTensor]:
-    """Returns large tensors by name, to be saved in blocks of rows.
+    """Returns the tables and the optimizer's slots for them, by name.
 
-    They are tables, matrices that may be too large for this process, and the
-    optimizer's slots for them. The names are of the form `variables/<path>` and
-    `<kind>/<path>`.
+    Tables are matrices that may be too large for this process. So each object
+    of the result reads and assigns blocks of rows, for checkpoints. The names
+    are of the form `variables/<path>` and `<kind>/<path>`.
     """
     if self._row_tensors is None:
       found = {
@@ -703,8 +713,8 @@ class ParameterStore:
     """Assigns saved tensors to the variables of the store.
 
     Args:
-      state: Arrays by name, with names as in the result of the method `state`.
-        Variables whose names are missing are not changed.
+      state: Whole arrays by name; the method `state` documents the names. A
+        variable whose name is missing does not change.
     """
     for index, spec in enumerate(self.specs):
       if spec.table is None and f"variables/{spec.path}" in state:
@@ -729,6 +739,6 @@ def join(
 
   Args:
     parts: The values of the shards, in order.
-    shards: The shards, whose axis is that along which the variable was split.
+    shards: The shards, in the same order. They tell along which axis to join.
   """
   return parts[0] if len(parts) == 1 else tf.concat(parts, shards[0].axis)

@@ -36,7 +36,7 @@ class VariableSpec(NamedTuple):
     dtype: The name of the variable's dtype, such as `float32`.
     trainable: Whether gradients update the variable.
     table: If the variable stands for a table (a large matrix whose rows live on
-      the PS tasks only), the rows of the table; else None.
+      the PS tasks only), the `tables.Rows` that describe the table; else None.
   """
 
   path: str
@@ -277,11 +277,11 @@ class Partitioned:
 class GreedyByBytes(Partitioned):
   """Places each whole variable on the PS task with the fewest bytes so far.
 
-  TF1's `GreedyLoadBalancingStrategy` placed variables in the order of their
-  creation, which limits the balance. This policy places the largest variable
-  first. Variables of equal size are placed in the order of the specs. If
-  several tasks have equally few bytes, the first of them is used. No task gets
-  more than the mean plus the bytes of the largest variable.
+  The largest variable is placed first. (TF1's `GreedyLoadBalancingStrategy`
+  placed variables in the order of their creation, which gives a worse balance.)
+  Variables of equal size are placed in the order of the specs. If several tasks
+  have equally few bytes, the first of them is used. No task gets more bytes
+  than the mean over the tasks plus the bytes of the largest variable.
   """
 
   def __init__(self, num_tasks: int):
@@ -325,8 +325,8 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
 
   Args:
     specs: The variables.
-    policy: Returns the shards of each variable. It is not asked about tables
-      (large matrices whose rows are divided among all PS tasks).
+    policy: Returns the shards of each variable. It is called without tables
+      (large matrices), whose rows are always divided among all PS tasks.
 
   Returns:
     The shards of each variable.
@@ -358,7 +358,7 @@ def plan(specs: Sequence[VariableSpec], policy: Policy) -> Plan:
 
 
 def bytes_per_task(shards: Plan, num_tasks: int) -> list[int]:
-  """Adds up the bytes of the shards on each of the `num_tasks` PS tasks."""
+  """Returns, for each of `num_tasks` PS tasks, the bytes of all its shards."""
   loads = [0] * num_tasks
   for shard in itertools.chain(*shards):
     loads[shard.task] += shard.num_bytes
@@ -366,7 +366,9 @@ def bytes_per_task(shards: Plan, num_tasks: int) -> list[int]:
 
 
 def balance(loads: Sequence[float]) -> float:
-  """Computes the largest load divided by the mean load; 1 is the best value.
+  """Computes the largest load divided by the mean load.
+
+  The result is 1 if all loads are equal, and otherwise larger.
 
   Args:
     loads: The load of each task, such as its bytes.

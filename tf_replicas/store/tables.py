@@ -9,9 +9,9 @@ that it needs (`lookup`), and sends their gradient as (ids, rows): a
 In a model, a variable of shape [0, columns] stands for the table: its
 *placeholder*. Replicas pull the placeholder, and contribute a gradient for it,
 as for any other variable. But its value is empty, and its gradient has the ids
-and the rows of the lookups. A *home* says which PS tasks hold the tables of a
-training. Where a model is built without a home, as for evaluation, the variable
-has all rows and is an ordinary one.
+of the rows that were looked up, and the gradients of these rows. A *home* says
+which PS tasks hold the tables of a training. Where a model is built without a
+home, as for evaluation, the variable has all rows and is an ordinary one.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ class Home:
     namespace: The namespace of the training.
     num_tasks: The number of PS tasks.
     device_of_task: Maps the index of a PS task to its device.
-    is_open: Whether the tasks still serve.
+    is_open: Whether the PS tasks still run, so that rows can be read.
     paths: The paths of the tables that were made in this home.
   """
 
@@ -80,7 +80,9 @@ class Home:
     self._made: list[Rows] = []
 
   def add(self, rows: "Rows") -> None:
-    """Records a table, so that `move` finds it and no other table has its path.
+    """Adds a table to this home.
+
+    `move` needs the list of tables, and no two tables may have one path.
 
     Args:
       rows: The description of the table. It has the table's path.
@@ -99,7 +101,8 @@ class Home:
   def move(self, namespace: resources.Namespace) -> None:
     """Makes all tables of this home use the variables of another namespace.
 
-    Functions that were traced before keep the old variables.
+    It is called after a PS task was restarted. Functions that were traced
+    before keep the old variables.
 
     Args:
       namespace: The new namespace.
@@ -119,13 +122,13 @@ _placeholders: contextvars.ContextVar[dict[str, tf.Tensor]] = (
 
 
 def current_home() -> Home | None:
-  """Returns the home of tables that are made now: the PS tasks that hold them.
+  """Returns the home (the PS tasks) for tables that a model makes now.
 
   A table is a large matrix, such as that of an embedding.
 
   Returns:
-    The home; None outside of the context `home`, where tables are ordinary
-    variables.
+    The argument of the innermost context `home`. None outside of such a
+    context; tables that are made then are ordinary variables.
   """
   return _home.get()
 
@@ -148,15 +151,16 @@ def home(where: Home) -> Iterator[None]:
 def placeholders(
   pairs: Iterable[tuple[Any, tf.Tensor]],
 ) -> Iterator[None]:
-  """Context in which given tensors stand for tables and get their gradients.
+  """Context in which given tensors get the gradients of tables.
 
-  A table is a large matrix whose rows live on the PS tasks only. A lookup of
-  rows, within the context, gives its gradient to the tensor that stands for the
-  table.
+  A table is a large matrix whose rows live on the PS tasks only. So a gradient
+  tape or `tf.gradients` cannot watch it. It watches an empty tensor in its
+  place: within the context, the gradient of a lookup flows to this tensor.
 
   Args:
-    pairs: (variable, tensor) pairs. The tensor takes the place of the table for
-      which the variable stands. Variables that stand for no table are ignored.
+    pairs: (variable, tensor) pairs: a variable that stands for a table, and the
+      tensor, [0, columns], that gets the gradients of this table. Variables
+      that stand for no table are ignored.
   """
   found = {
     rows.path: tensor
@@ -171,13 +175,14 @@ def placeholders(
 
 
 class _Draw(NamedTuple):
-  """Says how the first values of a table (a large matrix) are drawn.
+  """Says how the initial values of a table (a large matrix) are drawn.
 
   Attributes:
-    kind: `constant`, `uniform`, `normal` or `truncated`.
-    first: The constant, the smallest value (`uniform`), or the mean.
-    second: The upper bound (`uniform`), or the standard deviation.
-    seed: The seed of the random numbers.
+    kind: `constant`, `uniform`, `normal` or `truncated` (normal).
+    first: The value (`constant`), the lower bound (`uniform`), or the mean.
+    second: The upper bound (`uniform`), or the standard deviation; not used for
+      `constant`.
+    seed: The seed of the random numbers; not used for `constant`.
   """
 
   kind: str
@@ -188,10 +193,11 @@ class _Draw(NamedTuple):
   def block(
     self, number: tf.Tensor, columns: int, dtype: tf.DType
   ) -> tf.Tensor:
-    """Draws the first values of a block of rows: [_BLOCK_ROWS, columns].
+    """Draws the initial values of a block of rows: [_BLOCK_ROWS, columns].
 
     Args:
-      number: int64 scalar, the number of the block, which is part of the seed.
+      number: int64 scalar, the number of the block in the table. Blocks of
+        different numbers have different random values.
       columns: The number of columns of the table.
       dtype: The dtype of the rows.
     """
@@ -208,7 +214,7 @@ class _Draw(NamedTuple):
 
 
 def _draw(initializer: Any, shape: tuple[int, int], path: str) -> _Draw:
-  """Finds out how an initializer of Keras draws the rows of a table.
+  """Converts an initializer of Keras into one that can draw some rows only.
 
   A table is a large matrix, of which every PS task draws only its own rows.
 
@@ -217,8 +223,11 @@ def _draw(initializer: Any, shape: tuple[int, int], path: str) -> _Draw:
     shape: The (rows, columns) of the table.
     path: The path of the table, for the error message.
 
+  Returns:
+    The distribution, its parameters and its seed.
+
   Raises:
-    ValueError: If the initializer cannot be evaluated row by row.
+    ValueError: If the initializer cannot draw rows one by one.
   """
   kinds = keras.initializers
 
@@ -264,8 +273,9 @@ class Rows:
   """Describes a table, and reads and assigns its rows on the PS tasks.
 
   A table is a large matrix, whose rows are divided into parts. There is one
-  part per PS task, unless there are fewer rows. Row r is on part r modulo P,
-  where P is the number of parts, or the parts are consecutive ranges of rows.
+  part per PS task, unless there are fewer rows than PS tasks. With the
+  partition `modulo`, row r is in part r modulo the number of parts. With
+  `range`, the parts are consecutive ranges of rows.
 
   Attributes:
     path: The path of the table, which identifies it.
@@ -284,9 +294,10 @@ class Rows:
     partition: str,
     home: Home,
   ):
-    """Stores the description of a table, and records the table in its home.
+    """Stores the description of a table, and adds the table to its home.
 
-    Creates no variables: `parts` makes them at its first use.
+    No variables are created now. The property `parts` makes them at its first
+    use.
 
     Args:
       path: The path of the table, which identifies it.
@@ -301,7 +312,7 @@ class Rows:
 
     Raises:
       ValueError: If the home already has a table of this path, the initializer
-        is another one, or the dtype is not floating.
+        is not one of those listed above, or the dtype is not floating.
     """
     self.path = path
     self.shape = shape
@@ -335,7 +346,7 @@ class Rows:
 
   @functools.cached_property
   def parts(self) -> list[tf.Variable]:
-    """Variables of the parts of the table, one per PS task.
+    """Variables of the parts of the table, one per part.
 
     They are made at the first use, or found if another client (a process that
     trains) has made them. Their names are those of the shards of an ordinary
@@ -353,16 +364,16 @@ class Rows:
     return made
 
   def place(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Finds out which PS task holds each of some rows, and at which index.
+    """Finds out which part of the table has each of some rows, and where.
 
-    Each PS task holds one part of the table's rows.
+    Part number p is on PS task p.
 
     Args:
       ids: int64 [n], indices of rows of the table.
 
     Returns:
-      The number of the part of each row, int32 [n]; and the index of the row
-      within the part, int64 [n].
+      A pair: the number of the part that has each row, int32 [n]; and the index
+      of each row within its part, int64 [n].
     """
     ids = tf.cast(ids, tf.int64)
     count = self.num_parts
@@ -377,9 +388,9 @@ class Rows:
     return tf.cast(part, tf.int32), ids - begin
 
   def split(self, gradient: Any) -> list[Any]:
-    """Splits a gradient of the table by the PS tasks that hold the rows.
+    """Splits a gradient of the table into one gradient per part.
 
-    Each PS task holds one part of the table's rows.
+    Part number p is on PS task p.
 
     Args:
       gradient: A `tf.IndexedSlices` with indices of rows of the table.
@@ -440,9 +451,10 @@ class Rows:
         part.scatter_update(own)
 
   def initialize(self) -> None:
-    """Gives all rows their first values, which the PS tasks compute themselves.
+    """Assigns initial values to all rows. The PS tasks compute them.
 
-    The value of a row depends on the seed, the row, and the shape of the table.
+    The values of a row depend only on the seed, the index of the row, and the
+    shape and dtype of the table, not on the number of PS tasks.
 
     Raises:
       ValueError: If a part does not fit into the memory of its PS task.
@@ -467,12 +479,13 @@ class Rows:
     fill.get_concrete_function()(tf.constant(first, self.dtype))
 
   def _fill(self, number: int, part: Any, first: tf.Tensor) -> None:
-    """Gives the rows of one part their first values, block by block.
+    """Assigns initial values to the rows of one part, block by block.
 
     Args:
       number: The number of the part.
       part: The variable of the part.
-      first: The value of all elements before rows are drawn, a scalar.
+      first: Scalar. First, all elements get this value. Then, unless the
+        initializer is constant, they are replaced by random values.
     """
     draw, (size, columns) = self._draw, self.shape
     part.assign(tf.fill(part.shape, first))
@@ -507,8 +520,8 @@ class Rows:
 class RowTensor:
   """Reads and assigns a table, or a slot of a table, in blocks of rows.
 
-  Checkpoints are saved and restored by it, since the whole tensor may be too
-  large for this process.
+  Checkpoints are saved and restored in this way, since the whole tensor may be
+  too large for this process.
 
   Attributes:
     shape: (rows, columns).
@@ -554,9 +567,9 @@ class RowTensor:
       return function.get_concrete_function(number, number, *more)
 
   def trace(self) -> None:
-    """Traces the function that `read` calls, ahead of the first read.
+    """Traces the function that `read` calls, before the first read.
 
-    It is for a process that must not trace functions later.
+    A process that must not trace functions later calls it.
     """
     _ = self._reader
 
@@ -595,8 +608,8 @@ def attach(
     where: The PS tasks that hold the table.
 
   Raises:
-    ValueError: If `where` has a table of this path, the initializer cannot be
-      evaluated row by row, or the dtype of `variable` is not floating.
+    ValueError: If `where` has a table of this path, the initializer cannot draw
+      rows one by one, or the dtype of `variable` is not floating.
   """
   rows = Rows(path, shape, variable.dtype, initializer, partition, where)
   setattr(variable, _ATTRIBUTE, rows)
@@ -614,19 +627,22 @@ def detach(variable: Any) -> None:
 
 
 def rows_of(variable: Any) -> Rows | None:
-  """Returns the `Rows` of the table that a variable stands for.
+  """Returns the table that a variable stands for, as a `Rows` object.
 
   A table is a large matrix whose rows live on the PS tasks. In a model, a
   variable without rows stands for it.
 
   Returns:
-    The rows on the PS tasks; None if the variable stands for no table.
+    The `Rows`; None if the variable is an ordinary one.
   """
   return getattr(variable, _ATTRIBUTE, None)
 
 
 def _path_of(variable: Any) -> str:
-  """Returns the path of a table, or of a variable that has the rows itself."""
+  """Returns the path of the table that a variable stands for.
+
+  For an ordinary variable, which has the rows itself, returns its own name.
+  """
   rows = rows_of(variable)
   return getattr(variable, "name", "") if rows is None else rows.path
 
@@ -729,13 +745,17 @@ def _gather(variable: Any, ids: tf.Tensor) -> tf.Tensor:
 def _check_weights(
   weights: Ids, ids: Ids, combiner: str | None, path: str
 ) -> None:
-  """Raises ValueError unless the weights of ids go with ids and combiner.
+  """Checks the weights of a lookup.
 
   Args:
-    weights: The weights.
+    weights: The weights of the ids.
     ids: The ids of the rows to look up.
     combiner: How the rows are combined; None: they are not.
     path: The path of the table, for the error message.
+
+  Raises:
+    ValueError: If there is no combiner, or `weights` and `ids` differ in their
+      structure or shape.
   """
   if combiner is None:
     raise ValueError(
@@ -756,7 +776,10 @@ def _check_weights(
 def _combined(
   variable: Any, ids: Ids, combiner: str | None, weights: Any
 ) -> tf.Tensor | tf.RaggedTensor:
-  """Looks up rows, and combines those of each bag of ids; see `gather`."""
+  """Looks up rows by ids, and combines the rows of each *bag*; see `gather`.
+
+  A bag is the ids along the last dimension: a row of a matrix of ids.
+  """
   path = _path_of(variable)
   if combiner is None:
     raise TypeError(
@@ -804,9 +827,11 @@ def _combine(
 ) -> tf.Tensor:
   """Combines the rows of each bag, as `tf.nn.embedding_lookup_sparse` does.
 
+  A *bag* is a group of ids whose rows are combined into one row.
+
   Args:
-    found: The rows, [n, columns].
-    bags: The number of the bag of each row, [n].
+    found: The rows that were looked up, [n, columns].
+    bags: The number of the bag that each row belongs to, [n].
     count: The number of bags.
     combiner: One of `COMBINERS`.
     weights: The weight of each row, [n]; None: all weights are 1.
@@ -842,14 +867,14 @@ def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
 
 
 def bad_ids(error: tf.errors.OpError) -> str:
-  """Returns in one line what was wrong if a lookup found an id out of range.
+  """Finds the cause in an error if it comes from a lookup with a bad id.
 
   Args:
     error: What the step of a replica raised, with a message of many lines.
 
   Returns:
-    The table, the valid ids and an id that was received; "" if the error is
-    another one.
+    One line with the table, the valid ids and an invalid id that was received;
+    "" if the error has another cause.
   """
   found = _BAD_IDS.search(error.message)
   return f"{found[1]} {found[2]}" if found else ""
@@ -858,14 +883,14 @@ def bad_ids(error: tf.errors.OpError) -> str:
 def _with_gradient(
   placeholder: tf.Tensor, fetched: tf.Tensor, ids: tf.Tensor
 ) -> tf.Tensor:
-  """Returns fetched rows of a table; another tensor gets their gradient.
+  """Returns `fetched`, but its gradient flows to `placeholder`.
 
   A table is a large matrix whose rows live on the PS tasks. So a tensor of this
   process has to stand for it in the computation of gradients.
 
   Args:
-    placeholder: The tensor [0, columns] that stands for the table and gets the
-      gradient, as a `tf.IndexedSlices` with `ids`.
+    placeholder: The tensor [0, columns] that stands for the table. It gets the
+      gradient as a `tf.IndexedSlices` whose indices are `ids`.
     fetched: Rows of the table, [n, columns].
     ids: The indices of these rows, int64 [n].
   """
