@@ -45,6 +45,10 @@ VIEWS = (1, 2, 6)
 # Epochs of warm-up before a scaled rate is reached (Goyal et al. 2017, section
 # 2.2).
 WARMUP_EPOCHS = 5.0
+# The part of a recipe's batch and rate at which gradient descent learns the
+# synthetic data set with every seed (experiments.default_rates). At the whole
+# rate of the tutorial, two of five seeds ended below a precision of 0.8.
+SYNTHETIC_SHARE = 0.5
 OPTIMIZERS = ("sgd", "muon")
 SCHEDULES = ("staircase", "one_cycle")
 
@@ -230,6 +234,7 @@ def default_rate(
   options: run_options.Options,
   *,
   batch_size: int,
+  dataset: str,
   is_scaled_later: bool = False,
 ) -> learning_rates.Default:
   """Computes the default learning rate: that of a run for which none is given.
@@ -241,6 +246,7 @@ def default_rate(
     recipe: Key of `RECIPES`.
     options: How the training is run, with the update rule and the replicas.
     batch_size: Number of images in the batch of one tower, a copy of the model.
+    dataset: The name of the data set.
     is_scaled_later: Whether the caller will multiply the rate by the number of
       batches in an update, as `Config.learning_rate_scale`.
 
@@ -248,12 +254,17 @@ def default_rate(
     The default rate, and what it was computed from.
   """
   base = from_recipe(recipe)
+  name, rate = f"--recipe={recipe}", base.learning_rate
+  # The size of Muon's updates does not depend on that of the gradients.
+  batch = base.batch_size if base.optimizer == "sgd" else None
+  if dataset == "synthetic" and batch is not None:
+    name += " on the synthetic data set"
+    rate, batch = rate * SYNTHETIC_SHARE, round(batch * SYNTHETIC_SHARE)
   return learning_rates.default(
     options,
-    recipe=f"--recipe={recipe}",
-    rate=base.learning_rate,
-    # The size of Muon's updates does not depend on that of the gradients.
-    recipe_batch=base.batch_size if base.optimizer == "sgd" else None,
+    recipe=name,
+    rate=rate,
+    recipe_batch=batch,
     batch_size=batch_size,
     is_scaled_later=is_scaled_later,
   )

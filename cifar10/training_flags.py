@@ -81,6 +81,7 @@ def config(options: run_options.Options) -> config_lib.Config:
       FLAGS.recipe,
       options,
       batch_size=batch_size,
+      dataset=FLAGS.dataset,
       is_scaled_later=FLAGS.scale_learning_rate,
     ).rate
   fitted = config_lib.fit(FLAGS.recipe, given, effective_batch=effective)

@@ -62,6 +62,7 @@ def make(
     config.recipe,
     options,
     batch_size=config.batch_size,
+    dataset=config.dataset,
     is_scaled_later=config.learning_rate_scale != 1.0,
   )
   rate_note = learning_rates.describe(default, rate)

@@ -170,6 +170,19 @@ def test_who_starts_late_takes_no_example_of_another(used):
   np.testing.assert_array_equal(late[0], images[begun : begun + 10])
 
 
+@pytest.mark.parametrize("batch_size", [5, 8, 50])
+def test_leased_batches_are_those_of_the_stream(batch_size):
+  images, labels = train(8, batch_size=batch_size)
+  numbers = [6, 0, 3, 7]
+  leased = train(
+    4,
+    batch_size=batch_size,
+    numbers=tf.data.Dataset.from_tensor_slices(np.array(numbers)),
+  )
+  np.testing.assert_array_equal(leased[1], labels[numbers])
+  np.testing.assert_array_equal(leased[0], images[numbers])
+
+
 def test_crops_where_backups_resume():
   """Of 20 images drawn 10 are used, so 40 drawn are 20 used."""
   one_of_two = dict(

@@ -48,6 +48,21 @@ class RoleTest(parameterized.TestCase):
     ):
       environment.role(environ)
 
+  def test_a_worker_that_joins(self):
+    environ = {
+      environment.CLUSTER_SPEC: self._file(),
+      environment.TASK: "worker:2",
+      environment.MAX_WORKERS: "3",
+    }
+    spec, task = environment.role(environ)
+    self.assertEqual(task, cluster.Task("worker", 2))
+    self.assertStartsWith(spec.address(task), "localhost:")
+    self.assertEqual(spec.joining, (cluster.Task("worker", 1),))
+    for wrong in ("many", "-1"):
+      environ[environment.MAX_WORKERS] = wrong
+      with self.assertRaisesRegex(cluster.ClusterError, "a number of workers"):
+        environment.role(environ)
+
   def test_of_tf_config(self):
     config = {"cluster": _JOBS, "task": {"type": "ps", "index": 0}}
     _, task = environment.role({"TF_CONFIG": json.dumps(config)})

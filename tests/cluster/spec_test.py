@@ -595,3 +595,44 @@ def test_check_port_free_of_no_address():
 
 def test_task_reads_as_words():
   assert str(_task("worker 1")) == "worker 1"
+
+
+def test_workers_that_may_join():
+  spec = cluster.parse({"cluster": {"ps": ["localhost:1"], **_TWO}})
+  assert spec.replicas == _tasks("worker 0", "worker 1")
+  assert spec.admit(None) is spec
+  admitting = spec.admit(4)
+  assert admitting.joining == _tasks("worker 2", "worker 3")
+  assert admitting.replicas == _tasks(
+    "worker 0", "worker 1", "worker 2", "worker 3"
+  )
+  # Only the process that joins knows an address.
+  assert admitting.tasks() == spec.tasks()
+  task = cluster.task_from_flags(admitting, "worker", 3)
+  joined = admitting.with_joined(task)
+  assert joined.replicas == admitting.replicas
+  host, port = joined.address(task).split(":")
+  assert host == "localhost" and int(port) > 0
+  assert admitting.with_joined(cluster.Task("worker", 0)) is admitting
+
+
+_TWO = {"worker": ["localhost:2", "localhost:3"]}
+
+
+@pytest.mark.parametrize(
+  "jobs, number, words",
+  [
+    ({"ps": ["a:1"], **_TWO}, 1, "at least the 2 workers of the cluster"),
+    ({"ps": ["a:1"], **_TWO}, "3", "at least the 2 workers of the cluster"),
+    (_TWO, 3, "needs variables on parameter servers"),
+  ],
+)
+def test_refuses_numbers_of_workers(jobs, number, words):
+  with pytest.raises(cluster.ClusterError, match=f"`max_workers`.*{words}"):
+    cluster.parse({"cluster": jobs}).admit(number)
+
+
+def test_only_a_listed_number_may_join():
+  spec = cluster.parse({"cluster": {"ps": ["localhost:1"], **_TWO}}).admit(3)
+  with pytest.raises(cluster.ClusterError, match="must be one of 0, 1, 2 for"):
+    cluster.task_from_flags(spec, "worker", 3)

@@ -90,6 +90,18 @@ def test_a_synchronous_step():
   assert status.queues == {"inbox": 1, "replies": 2}
 
 
+def test_workers_that_may_join():
+  training = _ledger(
+    STATUS.DELIVERED, STATUS.SKIPPED, STATUS.DELIVERED, STATUS.SKIPPED
+  )
+  status = _summarize(_table(NOW, NOW, NOW, -1.0), training)
+  assert [c.task for c in status.clients] == [f"worker {i}" for i in range(4)]
+  assert [c.address for c in status.clients] == ["b:2", "c:3", "", ""]
+  assert [c.presence for c in status.clients[2:]] == ["alive", "not here yet"]
+  assert len(status.replicas) == 4
+  assert not any("to start" in wait for wait in status.waits)
+
+
 def test_an_update_that_is_applied():
   training = _ledger(STATUS.DELIVERED, STATUS.DELIVERED, received=2)
   status = _summarize(_table(NOW, NOW), {**training, "begun": 7})

@@ -113,6 +113,14 @@ class WatchTest(parameterized.TestCase):
     self.assertIn("step 3: waiting for 15 s", self.lines[0])
     self.assertEqual(self.optimizer.lost, [])
 
+  def test_those_that_may_join_are_not_waited_for(self):
+    state = _state([Status.WAITING, Status.COMPUTING])
+    self._watch(state, [1.0, -1.0], now=15.0, joining={1})
+    waiting.await_value(
+      lambda: self.optimizer.lost, timeout_secs=60, what="the declaration"
+    )
+    self.assertNotIn("no heartbeat yet;", "".join(self.lines))
+
   def _watch_deadline(self, least, *, is_awaited=True, **more):
     """The step waits for the second replica for 15 s; the deadline is 12 s."""
     state = _state([Status.DELIVERED, Status.ADMITTED], received=1)

@@ -54,6 +54,19 @@ class PartsTest(stores.TestCase):
       first = update % 3 * 8
       self.assertEqual(found, list(range(first, min(first + 8, 22))))
 
+  @parameterized.parameters((1, 1), (3, 1), (2, 2))
+  def test_leased_parts_are_those_of_the_stream(self, contributions, updates):
+    made = data.make(_NUMBERS, batch_size=8, num_contributions=contributions)
+    stream = _parts(made, 1, 0, updates_per_batch=updates)
+    numbers = [7, 0, 19, 3, 12]
+    leased = made.leased_fn(
+      tf.data.Dataset.from_tensor_slices(np.array(numbers)), updates
+    )
+    for number, part in zip(numbers, leased, strict=True):
+      tf.nest.map_structure(
+        np.testing.assert_array_equal, tuple(part), stream[number]
+      )
+
   @parameterized.parameters(2, 5)
   def test_epochs_go_on_where_the_last_one_ended(self, steps):
     made = data.make(

@@ -101,7 +101,20 @@ def test_a_rate_that_will_be_scaled_is_that_of_one_batch():
 
 def test_muons_rate_follows_the_staleness_alone():
   how = options(2, "async")
-  assert config.default_rate("modern", how, batch_size=8).rate == 0.01
+  for dataset in ("cifar10", "synthetic"):
+    found = config.default_rate("modern", how, batch_size=8, dataset=dataset)
+    assert found.rate == 0.01
+
+
+@pytest.mark.parametrize(
+  "workers, batch_size, expected",
+  [(2, 32, 0.05), (4, 32, 0.05), (2, 16, 0.025)],
+)
+def test_the_synthetic_data_set_has_a_lower_rate(workers, batch_size, expected):
+  found = config.default_rate(
+    "tutorial", options(workers), batch_size=batch_size, dataset="synthetic"
+  )
+  assert found.rate == pytest.approx(expected)
 
 
 def test_the_line_says_why():

@@ -46,6 +46,23 @@ def _workload(batch_size=8):
   )
 
 
+class JoiningTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"cluster": PS}, {"replication": "in_graph"}, "workers to in_graph"),
+    ({"cluster": PS}, {}, "needs updates of at most 2 gradients"),
+  )
+  def test_refuses(self, document, more, words):
+    spec = cluster.parse(document).admit(3)
+    with self.assertRaisesRegex(cluster.ClusterError, words):
+      run_options.Options(spec, "run", **more)
+
+  def test_all_that_may_join_are_replicas(self):
+    spec = cluster.parse({"cluster": PS}).admit(3)
+    update = update_options.UpdateSettings(("async",))
+    options = run_options.Options(spec, "run", update=update)
+    self.assertLen(options.replicas, 3)
+
+
 class OneMachineSpecTest(parameterized.TestCase):
   @parameterized.parameters((0, None), (1, (0,)), (4, (0, 1, 2, 3)))
   def test_towers(self, num_gpus, gpus):

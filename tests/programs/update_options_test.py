@@ -1,5 +1,6 @@
 """Tests of `programs.update_options`; see `run_options_test` for its checks."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -205,3 +206,24 @@ def test_a_rate_that_follows_needs_smaller_updates(least):
   words = "`--scale_rate` needs `--min_contributions` below"
   with pytest.raises(cluster.ClusterError, match=words):
     update_options.check(settings, 4)
+
+
+@pytest.mark.parametrize(
+  "given, words",
+  [
+    ({}, "needs updates of at most 2 gradients, one of each replica"),
+    ({"min_contributions": 3}, "Received: updates of 3."),
+    ({"replicas_to_aggregate": "all-1"}, "Received: updates of 3."),
+    ({"rules": ("model_average",)}, "Received: updates of 4."),
+    ({"min_contributions": 2}, None),
+    ({"replicas_to_aggregate": 2}, None),
+    ({"rules": ("async",)}, None),
+  ],
+)
+def test_updates_that_do_not_need_those_that_may_join(given, words):
+  settings = update_options.UpdateSettings(**given)
+  refused = contextlib.nullcontext()
+  if words:
+    refused = pytest.raises(cluster.ClusterError, match=re.escape(words))
+  with refused:
+    update_options.check_joining(settings, 2, 4)

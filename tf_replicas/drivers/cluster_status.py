@@ -532,6 +532,9 @@ def summarize(
   Returns:
     The state of the training, without rates.
   """
+  if not is_in_graph and len(table.get("beats", ())) > len(spec.replicas):
+    # Others may join, which the document does not say.
+    spec = spec.admit(len(table["beats"]) - spec.num_tasks("chief"))
   trains = spec.replicas if not is_in_graph else (spec.chief,)
   beats = table.get("beats", np.full(len(trains), -1.0))
   clients = [
@@ -610,9 +613,8 @@ def _client(
     presence = _ALIVE if age < heartbeats.ALIVE_SECS else _SILENT
     if presence == _ALIVE and beat < heartbeat_table.RESTS:
       presence = _RESTS
-  return Client(
-    str(task), spec.address(task), task == spec.chief, presence, age
-  )
+  address = "" if task in spec.joining else spec.address(task)
+  return Client(str(task), address, task == spec.chief, presence, age)
 
 
 def _replica(
@@ -711,7 +713,8 @@ def _waits(
     step: The global step; -1 if it is not known.
     state: "starting", "running" or "ended".
   """
-  absent = [c.task for c in clients if c.presence == _ABSENT]
+  # Nobody waits for those that may join, whose addresses are not known.
+  absent = [c.task for c in clients if c.presence == _ABSENT and c.address]
   if absent:
     yield f"the training waits for {_listed(absent)} to start"
   if state == "starting" and not absent:

@@ -26,9 +26,7 @@ class Leases:
 
     def take():
       with tf.device(device):
-        return tf.raw_ops.ResourceCountUpTo(
-          resource=self._next.handle, limit=tf.int64.max, T=tf.int64
-        )
+        return self._next.count_up()
 
     self._take = resources.remote_reader(take)
 

@@ -363,6 +363,18 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
       )
       return tf.ensure_shape(found, [None, *self.shape.as_list()[1:]])
 
+  def count_up(self) -> tf.Tensor:
+    """Increases the variable, an integer scalar, by 1 in one operation.
+
+    Of several calls at the same time, no two return the same number.
+
+    Returns:
+      The value before.
+    """
+    return tf.raw_ops.ResourceCountUpTo(
+      resource=self.handle, limit=self.dtype.max, T=self.dtype
+    )
+
   def is_initialized(self, name: str | None = None) -> tf.Tensor:
     """Returns a bool scalar: whether some client has assigned a value.
 
