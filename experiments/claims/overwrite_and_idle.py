@@ -242,6 +242,11 @@ def summary(events: Sequence[recorded_run.Event]) -> dict:
       for w in made
       if start <= w.time <= end
     ],
+    "events": [
+      [e.task, e.kind, shown(e.start), shown(e.end)]
+      for e in events
+      if e.start < end and e.end > start
+    ],
   }
 
 
