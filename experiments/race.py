@@ -45,6 +45,17 @@ _KEYS = ("rule", "condition", "workers")
 SEEDS, SEEDS_SHORT = range(5), range(3)
 # Student's t for a 95% interval, by the number of values.
 _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+COLUMNS = (
+  "workers",
+  "rule",
+  "rate",
+  "seconds",
+  "/ sync",
+  "updates",
+  "examples",
+  "mean staleness",
+  "refused",
+)
 # Precision must be reached at so many points of time in a row.
 IN_A_ROW = 3
 
@@ -406,9 +417,8 @@ def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
     "",
     "## All cells",
     "",
-    "| workers | rule | rate | seconds | / sync | updates | examples |"
-    " mean staleness | refused |",
-    "|---|---|---|---|---|---|---|---|---|",
+    f"| {' | '.join(COLUMNS)} |",
+    "|---" * len(COLUMNS) + "|",
   ]
   for condition in race_task.conditions():
     for workers in (2, 4, 8):
@@ -422,12 +432,18 @@ def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
   return "\n".join(lines) + "\n"
 
 
-def _row(cell: dict, base: dict | None) -> str:
+def texts(cell: dict, base: dict | None) -> list[str]:
+  """Formats the numbers of a cell, for `COLUMNS`.
+
+  Args:
+    cell: The cell.
+    base: The cell of `sync` with the same workers, to compare with.
+  """
   where = f"{cell['workers']}, {cell['condition']}"
   runs = [run for run in cell["runs"] if run["seconds"] is not None]
   if seconds(cell) is None:
     count = f"{len(runs)} of {len(cell['runs'])} seeds" if runs else "never"
-    return f"| {where} | {cell['rule']} | {cell['rate']} | {count} | | | | | |"
+    return [where, cell["rule"], str(cell["rate"]), count, *[""] * 5]
 
   def mean(name):
     values = [run[name] for run in runs if name in run]
@@ -437,12 +453,21 @@ def _row(cell: dict, base: dict | None) -> str:
   against = ""
   if base and (found := ratio(cell, base)):
     against = "{:.2f} [{:.2f}, {:.2f}]".format(*found)
-  return (
-    f"| {where} | {cell['rule']} | {cell['rate']} | {middle:.0f} ±"
-    f" {middle - low:.0f} | {against} | {mean('updates'):.0f} |"
-    f" {mean('examples'):.0f} | {mean('staleness'):.1f} |"
-    f" {mean('refused'):.0%} |"
-  )
+  return [
+    where,
+    cell["rule"],
+    str(cell["rate"]),
+    f"{middle:.0f} ± {middle - low:.0f}",
+    against,
+    f"{mean('updates'):.0f}",
+    f"{mean('examples'):.0f}",
+    f"{mean('staleness'):.1f}",
+    f"{mean('refused'):.0%}",
+  ]
+
+
+def _row(cell: dict, base: dict | None) -> str:
+  return "".join(f"| {v} " if v else "| " for v in texts(cell, base)) + "|"
 
 
 def draw(cells: dict[tuple, dict]):

@@ -4,18 +4,26 @@
   python -m experiments.report --render_only --output=experiments/results
 
 Runs every experiment in a process of its own, which writes NAME.json and
-NAME.png into DIR. Then it makes report.html, which contains the pictures, and
-report.md, which refers to the picture files. With `--render_only` no experiment
-runs. The page names the experiments that have failed. A failure does not stop
-the other experiments, and the exit status is then 1.
+NAME.png into DIR. Then it makes report.html and report.md, which refers to the
+picture files. With `--render_only` no experiment runs. The page names the
+experiments that have failed. A failure does not stop the other experiments, and
+the exit status is then 1.
+
+report.html is one file that needs no network: plotly.js, all pictures and all
+raw data are in it. Curves are interactive plots, drawn from the stored
+measurements; other pictures are those of the experiments. Some claims have a
+panel with sliders (`support.report_panels`) too. If DIR has race.json, the page
+shows the race. `report_page.html` has the style and the script of the page.
 """
 
 import base64
 import datetime
 import html
+import importlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,7 +31,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from experiments import race
 from experiments.support import claims
+from experiments.support import plotly_charts
+from experiments.support import report_panels
 from tf_replicas.programs import command_line
 from tf_replicas.runtime import processes
 
@@ -65,40 +76,21 @@ _CLASSES = {
   claims.UNCLEAR: "open",
   claims.ILLUSTRATION: "open",
 }
-_STYLE = """
-body { font: 17px/1.5 Georgia, serif; color: #111; background: #fff;
-  max-width: 52rem; margin: 0 auto; padding: 1rem; }
-h1, h2, th, .verdict, nav { font-family: Helvetica, Arial, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.25; }
-h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; }
-.picture { overflow-x: auto; }
-img { width: 100%; height: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .85rem; }
-th, td { text-align: left; vertical-align: top; padding: .3rem .5rem;
-  border-bottom: 1px solid #ccc; overflow-wrap: break-word; }
-.findings th:nth-child(2), .findings th:nth-child(3) { min-width: 7rem; }
-.verdict { font-weight: bold; padding: .1rem .4rem; border-radius: .2rem;
-  white-space: nowrap; border: 2px solid; }
-.holds { color: #00507a; } .fails { color: #9c4300; }
-.open { color: #444; border-style: dashed; }
-.how { font-size: .8rem; color: #444; overflow-wrap: anywhere; }
-code { font-size: .9em; }
-@media (max-width: 36rem) {
-  body { font-size: 16px; padding: .6rem; }
-  img { width: 46rem; }
-  .findings thead { display: none; }
-  .findings tr { display: block; border-bottom: 1px solid #ccc;
-    padding: .3rem 0; }
-  .findings td { display: block; border: 0; padding: .1rem 0; }
-  .findings td[data-label]:before { content: attr(data-label) ": ";
-    color: #444; }
+_RACE_TITLE = "The race to a precision"
+_RACE = (
+  "Every update rule trains the same network, in virtual time, until its"
+  " precision is at least {}. One second is the mean time of a batch of a"
+  " usual worker. “/ sync” is the time divided by that of synchronous training"
+  " with the same workers. ± and brackets are 95% intervals over the seeds."
+)
+_RENDER = "python -m experiments.report --render_only --output=DIR"
+# The panel that follows a claim: its name on the page, and what makes it.
+_PANELS = {
+  "stale_ball": ("ball", report_panels.ball),
+  "scale_out": ("cluster", report_panels.cluster),
 }
-@media print {
-  body { font-size: 10pt; max-width: none; padding: 0; }
-  h2 { break-after: avoid; } img, tr { break-inside: avoid; }
-  img { max-height: 20cm; object-fit: contain; }
-}
-"""
+_TIMELINE = "overwrite_and_idle"
+_TEMPLATE = pathlib.Path(__file__).with_name("report_page.html")
 
 
 def load(
@@ -141,31 +133,126 @@ def load(
 def to_html(
   reports: Sequence[Mapping], missing: Sequence[str], directory: str
 ) -> str:
-  """Returns the page with all claims as HTML, with the pictures in it.
+  """Returns the page with all claims as HTML, which needs no other file.
 
   Args:
     reports: The reports of the experiments.
     missing: Names of experiments without a report, which the page mentions.
-    directory: The directory of the pictures.
+    directory: The directory of the pictures, and of race.json.
   """
-  escape = html.escape
-  rows = "".join(
-    f'<tr><td><a href="#{r["name"]}">{escape(r["title"])}</a></td>'
-    f"<td>{_badge(r['verdict'])}</td></tr>"
-    for r in reports
-  )
-  sections = "".join(_section(report, directory) for report in reports)
-  failed = "".join(
-    f"<p><strong>{escape(name)}</strong> has no result.</p>" for name in missing
-  )
-  return (
-    '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-    f"<title>{escape(TITLE)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-    f"<h1>{escape(TITLE)}</h1>\n<p>{escape(_summary(reports))}</p>\n"
-    f"<nav><table><tr><th>Claim</th><th>Verdict</th></tr>{rows}</table></nav>\n"
-    f"{failed}{sections}</body>\n</html>\n"
-  )
+  page = _Page(directory)
+  for report in reports:
+    page.add_claim(report)
+  page.add_race()
+  data = {
+    "charts": page.charts,
+    "panels": page.panels,
+    "timeline": page.timeline,
+  }
+  parts = {
+    "title": html.escape(TITLE),
+    "summary": html.escape(_summary(reports)),
+    "index": "".join(page.index + [_row_without_result(n) for n in missing]),
+    "sections": "".join(page.sections),
+    # No text in it may end the script.
+    "data": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+    "plotly": _plotly(),
+  }
+  template = _TEMPLATE.read_text(encoding="utf-8")
+  return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], template)
+
+
+def _row_without_result(name: str) -> str:
+  words = '<span class="verdict open">has no result</span>'
+  return f"<tr><td>{html.escape(name)}</td> <td>{words}</td></tr>"
+
+
+def _plotly() -> str:
+  """Returns the source of plotly.js."""
+  try:
+    from plotly import offline
+  except ImportError:
+    raise ValueError(
+      "The page needs plotly: pip install tf-replicas[plots]"
+    ) from None
+  return offline.get_plotlyjs()
+
+
+class _Page:
+  """Collects the parts of the HTML page.
+
+  Attributes:
+    index: The rows of the table of contents.
+    sections: The sections, as HTML.
+    charts: The interactive charts of a claim, by its name.
+    panels: The panels by name.
+    timeline: The animated timeline; None without its claim.
+  """
+
+  def __init__(self, directory: str):
+    self._directory = pathlib.Path(directory)
+    self.index, self.sections = [], []
+    self.charts, self.panels, self.timeline = {}, {}, None
+
+  def add_claim(self, report: Mapping) -> None:
+    """Adds the section of a claim, with its panel if it has one."""
+    name, more = report["name"], ""
+    charts = _charts(report)
+    if charts:
+      self.charts[name] = charts
+    if name in _PANELS:
+      panel, make = _PANELS[name]
+      self.panels[panel] = make()
+      more = _panel(panel, self.panels[panel], _source(_RENDER, "", panel))
+    elif name == _TIMELINE:
+      self.timeline = report_panels.timeline(report["measurements"][0])
+      more = _timeline(self.timeline, report)
+    self._add_to_index(name, report["title"], report["verdict"])
+    picture = self._directory / f"{name}.png"
+    self.sections.append(_section(report, picture, charts, more))
+
+  def add_race(self) -> None:
+    """Adds the section of the race, if it has results."""
+    path = self._directory / "race.json"
+    cells = race.read(str(path))
+    if not cells:
+      return
+    findings = race.find(cells)
+    verdict = claims.verdict(findings) if findings else claims.UNCLEAR
+    self.panels["race_cells"] = report_panels.race_of(cells)
+    how = "; ".join(
+      ", ".join(sorted({cell[name] for cell in cells.values()}))
+      for name in ("date", "machine", "commit")
+    )
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    source = _source(
+      "python -m experiments.race --output=DIR", how, "race", raw
+    )
+    about = _RACE.format(raw["task"]["precision"])
+    judged = "".join(f"<li>{html.escape(str(f))}</li>" for f in findings)
+    self._add_to_index("race", _RACE_TITLE, verdict)
+    self.sections.append(
+      f'<section id="race">\n<h2>{_RACE_TITLE}</h2>\n<p><em>Even workers:'
+      " synchronous; uneven workers: asynchronous</em> (a usual advice)</p>\n"
+      f"<p>{_badge(verdict)}</p>\n<p>{about}</p>\n"
+      f"{_panel('race_cells', self.panels['race_cells'], source)}"
+      "<details><summary>The numbers that are judged</summary>"
+      f"<ul>{judged}</ul></details></section>\n"
+    )
+
+  def _add_to_index(self, name: str, title: str, verdict: str) -> None:
+    self.index.append(
+      f'<tr><td><a href="#{name}">{html.escape(title)}</a></td>'
+      f"<td>{_badge(verdict)}</td></tr>"
+    )
+
+
+def _charts(report: Mapping) -> list[dict]:
+  """Returns the interactive charts of a claim, if its picture is of curves."""
+  if not report["measurements"]:
+    return []
+  module = importlib.import_module(f"experiments.claims.{report['name']}")
+  return plotly_charts.convert(module.CLAIM.draw(report["measurements"]))
 
 
 def _summary(reports: Sequence[Mapping]) -> str:
@@ -197,10 +284,24 @@ def _badge(verdict: str) -> str:
   return f'<span class="verdict {_CLASSES[verdict]}">{sign} {verdict}</span>'
 
 
-def _section(report: Mapping, directory: str) -> str:
+def _section(
+  report: Mapping, path: pathlib.Path, charts: Sequence[Mapping], more: str
+) -> str:
+  """Returns the section of a claim.
+
+  Args:
+    report: The report of the experiment.
+    path: The picture.
+    charts: Interactive charts, which replace the picture.
+    more: HTML that follows the figure.
+  """
   escape = html.escape
-  picture = pathlib.Path(directory, f"{report['name']}.png").read_bytes()
-  data = base64.b64encode(picture).decode("ascii")
+  name = report["name"]
+  if charts:
+    plots = "".join(_plot(chart["title"], chart["title"]) for chart in charts)
+    picture = f'<div class="plots">{plots}</div>'
+  else:
+    picture = _picture(path, report["title"])
   rows = "".join(
     f"<tr><td>{escape(finding['what'])}</td>"
     f'<td data-label="found">{escape(_value(finding))}</td>'
@@ -209,16 +310,136 @@ def _section(report: Mapping, directory: str) -> str:
     for finding in report["findings"]
   )
   return (
-    f'<section id="{report["name"]}">\n<h2>{escape(report["title"])}</h2>\n'
+    f'<section id="{name}">\n<h2>{escape(report["title"])}</h2>\n'
     f"<p><em>{escape(_sentence(report['claim']))}</em>"
     f" ({escape(report['source'])})</p>\n"
     f"<p>{_badge(report['verdict'])}</p>\n"
     f"<p>{escape(report['explanation'])}</p>\n"
-    f'<div class="picture"><img alt="Plots: {escape(report["title"])}"'
-    f' src="data:image/png;base64,{data}"></div>\n'
+    f"<figure><figcaption>{escape(_conclusion(report))}</figcaption>{picture}"
+    f"{_source(report['command'], _how(report), name, report)}</figure>{more}"
     '<table class="findings"><thead><tr><th>Number</th><th>Found</th>'
-    f"<th>Claimed</th><th>Verdict</th></tr></thead>{rows}</table>\n"
-    f'<p class="how">{_how(report, "<code>{}</code>")}</p>\n</section>\n'
+    f"<th>Claimed</th><th>Verdict</th></tr></thead>{rows}</table>\n</section>\n"
+  )
+
+
+def _conclusion(report: Mapping) -> str:
+  """Returns the verdict in words, with the first number that decides it."""
+  judged = [f for f in report["findings"] if _bounds(f)]
+  verdict = report["verdict"]
+  if verdict == claims.ILLUSTRATION or not judged:
+    first, _, _ = report["claim"].partition(". ")
+    return f"Illustration: {first.rstrip('.')}"
+  deciding = [f for f in judged if f["verdict"] == verdict]
+  finding = deciding[0] if deciding else judged[0]
+  words = f"all {len(judged)} numbers are as claimed"
+  if verdict != claims.HOLDS:
+    others = sum(f["verdict"] != claims.HOLDS for f in judged)
+    words = f"{others} of {len(judged)} numbers are not as claimed"
+  return (
+    f"{_sentence(verdict)}: {words}. {_sentence(finding['what'])}:"
+    f" {_value(finding)}, claimed {_bounds(finding)}"
+  )
+
+
+def _picture(path: pathlib.Path, title: str) -> str:
+  data = base64.b64encode(path.read_bytes()).decode("ascii")
+  return (
+    f'<div class="picture"><img alt="Plots: {html.escape(title)}"'
+    f' src="data:image/png;base64,{data}"></div>'
+  )
+
+
+def _source(command: str, how: str, name: str, data: object = None) -> str:
+  """Returns the command and the raw data of a figure, each one click away.
+
+  Args:
+    command: The command that makes the data.
+    how: Where and when it was run; may be empty.
+    name: The name of the data, or of the panel.
+    data: The raw data, which JSON can hold; None: those of the panel.
+  """
+  target = f'data-panel="{name}"'
+  if data is not None:
+    text = json.dumps(data, allow_nan=False).encode("utf-8")
+    encoded = base64.b64encode(text).decode("ascii")
+    target = f'href="data:application/json;base64,{encoded}"'
+  more = f'<p class="how">{html.escape(how)}</p>' if how else ""
+  return (
+    f"<details><summary>Command</summary><pre>{html.escape(command)}</pre>"
+    f'<button type="button" class="copy">Copy</button>{more}</details>'
+    f'<p class="how"><a {target} download="{name}.json">Raw data'
+    f" ({name}.json)</a></p>\n"
+  )
+
+
+def _panel(name: str, panel: Mapping, source: str) -> str:
+  """Returns a figure with sliders, which the script of the page draws.
+
+  Args:
+    name: The name of the panel.
+    panel: The panel, as `report_panels` returns it.
+    source: Its command and raw data, as HTML.
+  """
+  controls = "".join(_control(c) for c in panel["controls"])
+  heads = "".join(f"<th>{html.escape(c)}</th>" for c in panel["columns"])
+  lookup = panel["title"]
+  starts = {c["name"]: str(c["start"]) for c in panel["controls"]}
+  title = lookup["of"][",".join(starts[by] for by in lookup["by"])]
+  return (
+    f'<figure class="panel" id="{name}"><figcaption aria-live="polite">'
+    f'{html.escape(title)}</figcaption><div class="controls">{controls}</div>'
+    f'<div class="plot" role="img" aria-label="Plot of the table below"></div>'
+    f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody></tbody>'
+    f"</table></div>{source}</figure>\n"
+  )
+
+
+def _control(control: Mapping) -> str:
+  values, start = control["values"], control["start"]
+  label = html.escape(control["label"])
+  common = f'data-control="{control["name"]}"'
+  if control["is_list"]:
+    options = "".join(
+      f'<option value="{i}"{" selected" * (i == start)}>{html.escape(value)}'
+      "</option>"
+      for i, value in enumerate(values)
+    )
+    field = f"<select {common}>{options}</select>"
+  else:
+    field = (
+      f'<input type="range" min="0" max="{len(values) - 1}" value="{start}"'
+      f" {common}>"
+    )
+  return f"<label>{label}: <output>{values[start]}</output>{field}</label>"
+
+
+def _timeline(timeline: Mapping, report: Mapping) -> str:
+  """Returns the animated timeline, which the script of the page draws."""
+  secs = timeline["secs"]
+  runs = timeline["runs"].values()
+  plots = "".join(
+    _plot(run["title"], f"{run['title']}: what each task does when")
+    for run in runs
+  )
+  heads = "".join(f"<th>{run['title']}</th>" for run in runs)
+  return (
+    '<figure class="panel" id="timeline"><figcaption>'
+    f"{html.escape(timeline['title'])}</figcaption>"
+    f'<p class="how">{html.escape(timeline["note"])}</p>'
+    '<div class="controls"><button type="button">▶ Play</button>'
+    f'<label>Time: <output>{secs} s</output><input type="range" min="0"'
+    f' max="{secs}" step="0.01" value="{secs}"></label></div>{plots}'
+    f'<div class="wide"><table><thead><tr><th>At this time</th>{heads}</tr>'
+    "</thead><tbody></tbody></table></div>"
+    f"{_source(report['command'], _how(report), 'timeline')}</figure>\n"
+  )
+
+
+def _plot(title: str, words: str) -> str:
+  """Returns a place where the script draws, below a title."""
+  return (
+    f'<div><p class="plot-title">{html.escape(title)}</p><div class="plot"'
+    f' role="img" aria-label="{html.escape(words)}"></div></div>'
   )
 
 
@@ -226,9 +447,8 @@ def _sentence(words: str) -> str:
   return words[:1].upper() + words[1:]
 
 
-def _how(report: Mapping, code: str) -> str:
-  command = code.format(report["command"])
-  words = f"{command}; {report['date']}; {report['machine']}"
+def _how(report: Mapping) -> str:
+  words = f"{report['date']}; {report['machine']}"
   if "commit" in report:
     load = report["load_average"][0]
     words += f"; commit {report['commit']}; load at the start {load}"
@@ -282,7 +502,7 @@ def to_markdown(reports: Sequence[Mapping], missing: Sequence[str]) -> str:
       lines.append(
         f"| {finding['what']} | {_value(finding)} | {bounds} | {judged} |"
       )
-    lines += ["", _how(report, "`{}`"), ""]
+    lines += ["", f"`{report['command']}`; {_how(report)}", ""]
   return "\n".join(lines)
 
 
@@ -332,6 +552,7 @@ def render(directory: str, failed: Sequence[str] = ()) -> list[str]:
 def main(argv: Sequence[str]) -> None:
   del argv
   with processes.one_line_errors(usage=(ValueError,), run_time=(OSError,)):
+    _plotly()  # If it is missing, better before the experiments than after.
     failed = []
     if not FLAGS.render_only:
       os.makedirs(FLAGS.output, exist_ok=True)

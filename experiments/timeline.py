@@ -109,10 +109,15 @@ def _by_task(events) -> dict[str, list]:
   by_task = collections.defaultdict(list)
   for event in events:
     by_task[event.task].append(event)
-  return dict(sorted(by_task.items(), key=lambda item: _rank(item[0])))
+  return dict(sorted(by_task.items(), key=lambda item: rank(item[0])))
 
 
-def _rank(task: str) -> tuple:
+def rank(task: str) -> tuple:
+  """Returns a key that sorts tasks: the chief first, `worker:2` before 10.
+
+  Args:
+    task: The name of a task.
+  """
   job, _, index = task.partition(":")
   return task != _CHIEF, job, int(index or 0)
 

@@ -53,7 +53,7 @@ WAYS = {
 }
 RATES = (0.05, 0.1, 0.2, RATE, 0.4, 0.5)
 # In the picture.
-_SHOWN_SECS = 4.0
+SHOWN_SECS = 4.0
 _SHOWN_UPDATES = 50
 _OF_FAST, _OF_SLOW, _WAITS = claims.COLORS[4], claims.COLORS[1], "#DDDDDD"
 
@@ -218,8 +218,8 @@ def summary(events: Sequence[recorded_run.Event]) -> dict:
     for task in TURN_SECS
   )
   made = [w for w in writes(events) if w.time > begin]
-  start = max((begin + made[-1].time - _SHOWN_SECS) / 2, begin)
-  end = start + _SHOWN_SECS
+  start = max((begin + made[-1].time - SHOWN_SECS) / 2, begin)
+  end = start + SHOWN_SECS
 
   def shown(time):
     return round(min(max(time, start), end) - start, 4)
@@ -241,6 +241,11 @@ def summary(events: Sequence[recorded_run.Event]) -> dict:
       [w.task, w.staleness, shown(w.time)]
       for w in made
       if start <= w.time <= end
+    ],
+    "events": [
+      [e.task, e.kind, shown(e.start), shown(e.end)]
+      for e in events
+      if e.start < end and e.end > start
     ],
   }
 
@@ -376,20 +381,20 @@ def _draw_lost(axis, measurements) -> None:
 def _draw_turns(axis, run, title: str) -> None:
   for row, task in enumerate(TURN_SECS):
     color = _OF_SLOW if task == SLOW else _OF_FAST
-    axis.barh(row, _SHOWN_SECS, height=0.7, color=color)
+    axis.barh(row, SHOWN_SECS, height=0.7, color=color)
     for _, start, end in (w for w in run["waits"] if w[0] == task):
       axis.barh(row, end - start, left=start, height=0.72, color=_WAITS)
     before = 0.0
     for _, stale, time in (u for u in run["updates"] if u[0] == task):
       axis.plot([time, time], [row - 0.35, row + 0.35], color="black")
-      if task == SLOW and time - before > 0.05 * _SHOWN_SECS:
+      if task == SLOW and time - before > 0.05 * SHOWN_SECS:
         axis.text((before + time) / 2, row, stale, ha="center", va="center")
       before = time
   for _, _, time in (u for u in run["updates"] if u[0] not in TURN_SECS):
     axis.axvline(time, color="black")
   axis.set_yticks(range(len(TURN_SECS)), [*FAST, f"{SLOW}, slow"])
   axis.invert_yaxis()
-  axis.set_xlim(0, _SHOWN_SECS)
+  axis.set_xlim(0, SHOWN_SECS)
   axis.set_xlabel("seconds; grey: waits; black line: update")
   axis.set_title(title)
 

@@ -84,6 +84,24 @@ def stable_rate_formula(staleness: int) -> float:
   return float(2 * np.sin(np.pi / (4 * staleness + 2)))
 
 
+def random_staleness(num_devices: int, seed: int) -> list[int]:
+  """Simulates in which order devices push the ball: staleness of each update.
+
+  The devices are asynchronous, with exponential compute times.
+
+  Args:
+    num_devices: The number of devices.
+    seed: The seed of the compute times.
+
+  Returns:
+    A list with an entry for each of `NUM_UPDATES` updates.
+  """
+  cluster = simulator.Cluster(num_devices, compute_times.Exponential(1.0))
+  return simulator.simulate(
+    cluster, simulator.Async(), NUM_UPDATES, seed=seed
+  ).staleness.tolist()
+
+
 def measure(is_quick: bool, seed: int) -> dict:
   """Simulates all paths of the ball.
 
@@ -94,10 +112,7 @@ def measure(is_quick: bool, seed: int) -> dict:
   """
   devices = {}
   for count in DEVICES[:4] if is_quick else DEVICES:
-    cluster = simulator.Cluster(count, compute_times.Exponential(1.0))
-    staleness = simulator.simulate(
-      cluster, simulator.Async(), NUM_UPDATES, seed=seed
-    ).staleness.tolist()
+    staleness = random_staleness(count, seed)
     devices[str(count)] = {
       "mean_staleness": float(np.mean(staleness)),
       "fixed": overshoot(roll(RATE, staleness)),
