@@ -29,27 +29,16 @@ def define_flags() -> None:
   """Defines the command-line flags of this program, which builds TFRecords."""
   flags.DEFINE_string("train_directory", None, "Has a sub-folder per label")
   flags.DEFINE_string("validation_directory", None, "The same for validation")
-  define_output_flags({"train": 2, "validation": 2})
+  flags.DEFINE_string("output_directory", None, "Where the shards go")
+  flags.DEFINE_integer("train_shards", 2, "Files of training examples")
+  flags.DEFINE_integer("validation_shards", 2, "Files of validation examples")
+  flags.DEFINE_integer(
+    "num_threads", None, "Shards at a time; default: one per core"
+  )
   flags.DEFINE_string(
     "labels_file",
     None,
     "One label per line, the first is 1; default: all sub-folders",
-  )
-
-
-def define_output_flags(num_shards: dict[str, int]) -> None:
-  """Defines the command-line flags for the files that are written.
-
-  Args:
-    num_shards: The default number of shards (files) of each subset.
-  """
-  flags.DEFINE_string("output_directory", None, "Where the shards go")
-  for subset, number in num_shards.items():
-    flags.DEFINE_integer(
-      f"{subset}_shards", number, f"Files of {subset} examples"
-    )
-  flags.DEFINE_integer(
-    "num_threads", None, "Shards at a time; default: one per core"
   )
 
 
@@ -299,7 +288,7 @@ def directories_of_flags() -> dict[str, str]:
 
 
 def num_shards_of_flags() -> dict[str, int]:
-  """Returns the number of shards (files) of each subset."""
+  """Returns the number of shards (files) that the flags give each subset."""
   return {"train": FLAGS.train_shards, "validation": FLAGS.validation_shards}
 
 

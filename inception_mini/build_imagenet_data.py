@@ -41,7 +41,12 @@ def define_flags() -> None:
     "The same for validation; with --validation_labels_file, a directory or"
     " tar file of ILSVRC2012_val_00000001.JPEG and so on",
   )
-  build_image_data.define_output_flags({"train": 1024, "validation": 128})
+  flags.DEFINE_string("output_directory", None, "Where the shards go")
+  flags.DEFINE_integer("train_shards", 1024, "Files of training examples")
+  flags.DEFINE_integer("validation_shards", 128, "Files of validation examples")
+  flags.DEFINE_integer(
+    "num_threads", None, "Shards at a time; default: one per core"
+  )
   flags.DEFINE_string(
     "labels_file",
     None,

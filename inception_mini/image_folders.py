@@ -3,6 +3,7 @@
 The module does not import TensorFlow.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -60,13 +61,20 @@ class File(NamedTuple):
   boxes: Sequence[Sequence] = ()
 
   def read(self) -> bytes:
-    """Returns the bytes of the image file."""
+    """Returns the bytes of the image file.
+
+    Raises:
+      OSError: If the file cannot be read, or the tar file ends too early.
+    """
     if self.part is None:
       with open(self.path, "rb") as stream:
         return stream.read()
     with open(self.part.archive, "rb") as stream:
       stream.seek(self.part.start)
-      return stream.read(self.part.size)
+      content = stream.read(self.part.size)
+    if len(content) < self.part.size:
+      raise OSError(errno.EIO, "the tar file ends too early", self.path)
+    return content
 
 
 class Found(NamedTuple):

@@ -13,6 +13,7 @@ import tensorflow as tf
 from inception_mini import build_imagenet_data
 from inception_mini import config
 from inception_mini import image_folders
+from inception_mini import imagenet
 from inception_mini import inputs
 from inception_mini import records
 from inception_mini import shards
@@ -382,6 +383,19 @@ def test_a_tar_file_is_whole(tree, tmp_path):
     path.write_bytes(content)
     with pytest.raises(image_folders.FolderError, match=f"{path} must be a"):
       build(tree, tmp_path / "out", train="train.tar")
+
+
+def test_a_tar_file_that_shrinks_ends_the_build(tree, tmp_path):
+  """What was there and is not now is no image that cannot be read."""
+  to_tars(tree)
+  path = tree / "val.tar"
+  (file, *_) = imagenet.scan(str(path))
+  assert (
+    file.read() == (tree / "val" / f"{validation_name(1)}.JPEG").read_bytes()
+  )
+  path.write_bytes(path.read_bytes()[: file.part.start + 9])
+  with pytest.raises(OSError, match="the tar file ends too early"):
+    shards.encode(file)
 
 
 def test_labels_of_no_validation_images(tree, tmp_path):
