@@ -11,6 +11,7 @@ cannot be read are reported and left out.
 
 import os
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import tqdm
@@ -74,11 +75,7 @@ def build(
     shards.Interrupted: On Ctrl-C.
   """
   from inception_mini import records
-  from inception_mini import shards
 
-  if num_threads is None:
-    num_threads = os.cpu_count() or 1
-  fields.require("num_threads", num_threads, num_threads >= 1, "positive")
   labels = (
     records.read_labels(labels_file)
     if labels_file
@@ -89,7 +86,57 @@ def build(
     if not labels_file:
       image_folders.check_labels(directory, labels)
     found[subset] = image_folders.find(directory, labels)
-    _check_shards(subset, num_shards[subset], len(found[subset].files))
+  return write(
+    output_directory,
+    directories,
+    found,
+    labels,
+    num_shards,
+    num_threads=num_threads,
+  )
+
+
+def write(
+  output_directory: str,
+  directories: dict[str, str],
+  found: dict[str, image_folders.Found],
+  labels: list[str],
+  num_shards: dict[str, int],
+  *,
+  num_threads: int | None = None,
+  as_jpeg: bool = False,
+) -> dict:
+  """Makes TFRecord files of images, and a file with the labels.
+
+  Tells the user what it does.
+
+  Args:
+    output_directory: Directory for the shards and the file with the labels.
+    directories: Maps each subset to the directory of its images.
+    found: Maps each subset to its images.
+    labels: The labels; the first has number 1.
+    num_shards: Maps each subset to its number of shards.
+    num_threads: Number of shards written at a time; None is one per core.
+    as_jpeg: Whether to convert PNG and CMYK images; see `shards.encode`.
+
+  Returns:
+    Maps each subset to the numbers of examples, files and shards.
+
+  Raises:
+    ValueError: If a number is out of range.
+    records.DataError: If an existing file with the labels is invalid.
+    shards.BuildError: If the output directory cannot be used, or no image can
+      be read.
+    shards.Interrupted: On Ctrl-C.
+  """
+  from inception_mini import records
+  from inception_mini import shards
+
+  if num_threads is None:
+    num_threads = os.cpu_count() or 1
+  fields.require("num_threads", num_threads, num_threads >= 1, "positive")
+  for subset, (files, _) in found.items():
+    _check_shards(subset, num_shards[subset], len(files))
   _write_labels(output_directory, records.LABELS_FILE, labels)
   summaries = {}
   for subset, (files, ignored) in found.items():
@@ -102,6 +149,7 @@ def build(
         fingerprint=image_folders.fingerprint(directories[subset], files),
         num_shards=num_shards[subset],
         num_threads=num_threads,
+        as_jpeg=as_jpeg,
         on_image=progress.move,
         on_skip=progress.tell_skipped,
         on_shard=progress.tell_shard,
@@ -220,28 +268,46 @@ def _tell_summary(subset: str, summary, num_labels: int) -> None:
   )
 
 
-def _build_from_flags() -> None:
-  directories = {
+def directories_of_flags() -> dict[str, str]:
+  """Returns the directory of images of each subset that the flags give one.
+
+  Raises:
+    ValueError: If there is none, or no output directory.
+  """
+  given = {
     "train": FLAGS.train_directory,
     "validation": FLAGS.validation_directory,
   }
-  directories = {s: path for s, path in directories.items() if path}
+  directories = {subset: path for subset, path in given.items() if path}
   if not directories or not FLAGS.output_directory:
     raise ValueError(
       "`train_directory` or `validation_directory`, and `output_directory`, "
       "must be given."
     )
+  return directories
+
+
+def num_shards_of_flags() -> dict[str, int]:
+  """Returns the number of shards (files) that the flags give each subset."""
+  return {"train": FLAGS.train_shards, "validation": FLAGS.validation_shards}
+
+
+def _build_from_flags() -> None:
   build(
     FLAGS.output_directory,
-    directories,
-    {"train": FLAGS.train_shards, "validation": FLAGS.validation_shards},
+    directories_of_flags(),
+    num_shards_of_flags(),
     num_threads=FLAGS.num_threads,
     labels_file=FLAGS.labels_file,
   )
 
 
-def main(argv: Sequence[str]) -> None:
-  del argv
+def run(build_from_flags: Callable[[], None]) -> None:
+  """Runs a program that builds TFRecords, with errors of one line.
+
+  Args:
+    build_from_flags: Does what the flags say.
+  """
   with processes.importing_tensorflow():
     import tensorflow as tf
 
@@ -256,10 +322,15 @@ def main(argv: Sequence[str]) -> None:
   )
   try:
     with processes.one_line_errors(usage, (OSError, tf.errors.OpError)):
-      _build_from_flags()
+      build_from_flags()
   except (KeyboardInterrupt, shards.Interrupted):
     print("interrupted; run the same command to resume", file=sys.stderr)
     processes.exit_now(130)
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  run(_build_from_flags)
 
 
 if __name__ == "__main__":

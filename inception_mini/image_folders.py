@@ -3,6 +3,7 @@
 The module does not import TensorFlow.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -20,21 +21,60 @@ class FolderError(Exception):
   """Raised if folders of images cannot be used; the message says why."""
 
 
-class File(NamedTuple):
-  """An image file, whose label is the name of its folder.
+class Part(NamedTuple):
+  """The part of a tar file that is an image file.
 
   Attributes:
-    path: Path of the file.
+    archive: Path of the tar file.
+    start: Number of bytes in the tar file before the image file.
+    size: Number of bytes of the image file.
+  """
+
+  archive: str
+  start: int
+  size: int
+
+
+class File(NamedTuple):
+  """An image file with its label.
+
+  Attributes:
+    path: Path of the file. In a tar file: the path that the image file would
+      have if tar files were directories.
     label: Number of the label, from 1 on.
-    text: Name of the label and of its sub-folder.
+    text: Name of the label. Unless the images are those of ImageNet, it is the
+      name of the sub-folder too.
     state: Size in bytes, and time of the last modification in ns; None if the
       file cannot be reached, as with a broken link.
+    part: Where the image file is if it is in a tar file, or else None.
+    synset: The identifier of the class in ImageNet; empty for other images.
+    boxes: Edges of objects: top, left, bottom, right, as shares of the image's
+      height or width. Further elements of a box are ignored.
   """
 
   path: str
   label: int
   text: str
   state: tuple[int, int] | None
+  part: Part | None = None
+  synset: str = ""
+  boxes: Sequence[Sequence] = ()
+
+  def read(self) -> bytes:
+    """Returns the bytes of the image file.
+
+    Raises:
+      OSError: If the file cannot be read, or the tar file ends too early.
+    """
+    if self.part is None:
+      with open(self.path, "rb") as stream:
+        return stream.read()
+    with open(self.part.archive, "rb") as stream:
+      stream.seek(self.part.start)
+      content = stream.read(self.part.size)
+    if len(content) < self.part.size:
+      raise OSError(errno.EIO, "the tar file ends too early", self.path)
+    return content
 
 
 class Found(NamedTuple):
@@ -62,7 +102,7 @@ def labels_of(directory: str) -> list[str]:
   """
   labels = sorted(
     entry.name
-    for entry in _scan(directory)
+    for entry in scan(directory)
     if entry.is_dir() and not entry.name.startswith(".")
   )
   if not labels:
@@ -122,16 +162,16 @@ def find(directory: str, labels: Sequence[str]) -> Found:
   """
   numbers = {text: i for i, text in enumerate(labels, start=1)}
   files, ignored = [], []
-  for entry in sorted(_scan(directory), key=lambda entry: entry.name):
+  for entry in sorted(scan(directory), key=lambda entry: entry.name):
     if entry.name.startswith("."):
       continue
     if not entry.is_dir() or entry.name not in numbers:
       ignored.append(entry.path)
       continue
-    for path in _files_below(entry.path):
+    for path in files_below(entry.path):
       if path.lower().endswith(EXTENSIONS):
         label = numbers[entry.name]
-        files.append(File(path, label, entry.name, _state(path)))
+        files.append(File(path, label, entry.name, state(path)))
       else:
         ignored.append(path)
   if not files:
@@ -139,14 +179,21 @@ def find(directory: str, labels: Sequence[str]) -> Found:
       f"{directory} must hold JPEG or PNG files in sub-folders named "
       f"{labels[0]} and so on. Received: none."
     )
+  return Found(shuffled(files), ignored)
+
+
+def shuffled(files: Sequence[File]) -> list[File]:
+  """Returns the files in a random order, which is always the same."""
+  files = list(files)
   random.Random(_SHUFFLE_SEED).shuffle(files)
-  return Found(files, ignored)
+  return files
 
 
 def fingerprint(directory: str, files: Sequence[File]) -> str:
   """Computes a digest by which a changed set of image files is recognized.
 
-  It includes the names, labels, sizes and modification times of the files.
+  It includes the names, labels, sizes and modification times of the files, and
+  of ImageNet's files the synsets and the boxes.
 
   Args:
     directory: The directory to which the names are relative.
@@ -159,11 +206,14 @@ def fingerprint(directory: str, files: Sequence[File]) -> str:
   for file in files:
     name = os.path.relpath(file.path, directory)
     facts = [name, file.label, file.text, file.state]
+    if file.synset:
+      facts += [file.synset, file.boxes]
     digest.update(json.dumps(facts).encode() + b"\n")
   return digest.hexdigest()
 
 
-def _state(path: str) -> tuple[int, int] | None:
+def state(path: str) -> tuple[int, int] | None:
+  """Returns what `File.state` describes, for the file at a path."""
   try:
     status = os.stat(path)
   except OSError:
@@ -171,7 +221,12 @@ def _state(path: str) -> tuple[int, int] | None:
   return status.st_size, status.st_mtime_ns
 
 
-def _scan(directory: str) -> list[os.DirEntry]:
+def scan(directory: str) -> list[os.DirEntry]:
+  """Lists the entries of a directory, in no order.
+
+  Raises:
+    FolderError: If the directory cannot be read.
+  """
   try:
     with os.scandir(directory) as entries:
       return list(entries)
@@ -182,14 +237,17 @@ def _scan(directory: str) -> list[os.DirEntry]:
     ) from None
 
 
-def _files_below(directory: str) -> list[str]:
+def files_below(directory: str) -> list[str]:
   """Lists the paths of all files below a directory, in alphabetical order.
 
   Hidden files and folders are left out.
+
+  Raises:
+    FolderError: If a directory cannot be read.
   """
   paths = []
-  for entry in sorted(_scan(directory), key=lambda entry: entry.name):
+  for entry in sorted(scan(directory), key=lambda entry: entry.name):
     if entry.name.startswith("."):
       continue
-    paths += _files_below(entry.path) if entry.is_dir() else [entry.path]
+    paths += files_below(entry.path) if entry.is_dir() else [entry.path]
   return paths

@@ -33,6 +33,7 @@ CHANNELS = "image/channels"
 FILENAME = "image/filename"
 LABEL = "image/class/label"
 TEXT = "image/class/text"
+SYNSET = "image/class/synset"
 BOX_LABEL = "image/object/bbox/label"
 # In the order that TensorFlow's image ops want.
 BOX_EDGES = tuple(
@@ -199,7 +200,8 @@ def serialize(
   label: int,
   text: str,
   filename: str,
-  boxes: Sequence[Sequence[float]] = (),
+  boxes: Sequence[Sequence] = (),
+  synset: str = "",
 ) -> bytes:
   """Makes the record of an image: a serialized `tf.train.Example`.
 
@@ -212,7 +214,8 @@ def serialize(
     text: Name of the label.
     filename: Name of the image file, without directory.
     boxes: Edges of objects: top, left, bottom, right, as shares of the image's
-      height or width.
+      height or width. Further elements of a box are ignored.
+    synset: The identifier of the class in ImageNet; empty for other images.
   """
 
   def integers(*values):
@@ -236,6 +239,8 @@ def serialize(
     ENCODED: strings(encoded),
     BOX_LABEL: integers(*[label] * len(boxes)),
   }
+  if synset:
+    feature[SYNSET] = strings(synset.encode())
   for i, key in enumerate(BOX_EDGES):
     feature[key] = floats([box[i] for box in boxes])
   features = tf.train.Features(feature=feature)

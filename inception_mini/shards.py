@@ -69,6 +69,7 @@ def write(
   fingerprint: str,
   num_shards: int,
   num_threads: int,
+  as_jpeg: bool = False,
   on_image: Callable[[int], None] = lambda number: None,
   on_skip: Callable[[str, str], None] = lambda path, reason: None,
   on_shard: Callable[[str, int], None] = lambda name, number: None,
@@ -84,6 +85,7 @@ def write(
       recognized.
     num_shards: Number of shards of the subset.
     num_threads: Number of shards written at a time.
+    as_jpeg: Whether to turn all images into RGB or gray JPEG; see `encode`.
     on_image: Called, from any thread, with the number of images that were
       processed since the last call.
     on_skip: Called, from any thread, with the path of a file that was left out,
@@ -121,7 +123,7 @@ def write(
 
     def write_one(job):
       path, part = job
-      count = _write_shard(path, part, stop, on_image, on_skip)
+      count = _write_shard(path, part, as_jpeg, stop, on_image, on_skip)
       on_shard(os.path.basename(path), count)
 
     _in_threads(write_one, todo, num_threads, stop)
@@ -136,10 +138,18 @@ def are_in(directory: str) -> bool:
   return any(_SHARD.fullmatch(name) for name in os.listdir(directory))
 
 
-def encode(file: image_folders.File) -> bytes:
+def encode(file: image_folders.File, *, as_jpeg: bool = False) -> bytes:
   """Makes the TFRecord of an image file.
 
-  It contains the unchanged bytes of the file.
+  It contains the unchanged bytes of the file, unless they are converted.
+
+  Args:
+    file: The image file.
+    as_jpeg: Whether to convert PNG, and JPEG with the four channels of CMYK, to
+      RGB JPEG of quality 100, as the TF1 script for ImageNet does.
+
+  Returns:
+    A serialized `tf.train.Example`.
 
   Raises:
     ValueError: If the file is not an image that can be decoded, or reading it
@@ -147,8 +157,7 @@ def encode(file: image_folders.File) -> bytes:
     OSError: If a file that was there when files were listed cannot be read now.
   """
   try:
-    with open(file.path, "rb") as stream:
-      encoded = stream.read()
+    encoded = file.read()
   except OSError as error:
     if file.state is not None and not isinstance(error, PermissionError):
       raise  # It was there; the disk, and all that follows, may be gone.
@@ -162,23 +171,32 @@ def encode(file: image_folders.File) -> bytes:
     # The op's name comes first, and the call stack's node last.
     reason = error.message.splitlines()[0].rpartition("}} ")[2]
     raise ValueError(reason.partition(" [Op:")[0][:200]) from None
+  file_format = formats[0]
+  if as_jpeg and (
+    file_format == "PNG" or tf.io.extract_jpeg_shape(encoded)[2] == 4
+  ):
+    encoded = tf.io.encode_jpeg(image, "rgb", quality=100).numpy()
+    file_format = "JPEG"
   return records.serialize(
     encoded,
-    file_format=formats[0],
+    file_format=file_format,
     height=image.shape[0],
     width=image.shape[1],
     label=file.label,
     text=file.text,
     filename=os.path.basename(file.path),
+    boxes=file.boxes,
+    synset=file.synset,
   )
 
 
-def _write_shard(path, files, stop, on_image, on_skip) -> int:
+def _write_shard(path, files, as_jpeg, stop, on_image, on_skip) -> int:
   """Writes one shard (TFRecord file).
 
   Args:
     path: The path of the shard, which it gets when it is complete.
     files: The image files.
+    as_jpeg: Whether to turn PNG and CMYK images into RGB JPEG.
     stop: An event that interrupts the writing.
     on_image: Called after each image, with the number 1.
     on_skip: Called with the path of a file that is left out, and the reason.
@@ -193,7 +211,7 @@ def _write_shard(path, files, stop, on_image, on_skip) -> int:
       if stop.is_set():
         raise Interrupted
       try:
-        serialized = encode(file)
+        serialized = encode(file, as_jpeg=as_jpeg)
       except ValueError as error:
         on_skip(file.path, str(error))
       else:

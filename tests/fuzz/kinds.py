@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import io
 import json
 import os
 import pathlib
 import random
 import shutil
+import tarfile
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -263,6 +265,49 @@ def _tfrecords(folder: pathlib.Path) -> Kind:
   return Kind(draw, read, (sources.DataError, tf.errors.OpError))
 
 
+def _imagenet(folder: pathlib.Path) -> Kind:
+  """Annotations, a CSV file with boxes, and a tar file of tar files."""
+  from inception_mini import bounding_boxes
+  from inception_mini import image_folders
+  from inception_mini import imagenet
+
+  (folder / "boxes").mkdir()
+  inner = io.BytesIO()
+  with tarfile.open(fileobj=inner, mode="w") as tar:
+    for i in range(3):
+      member = tarfile.TarInfo(f"n01440764_{i}.JPEG")
+      member.size = 700
+      tar.addfile(member, io.BytesIO(bytes(700)))
+  outer = io.BytesIO()
+  with tarfile.open(fileobj=outer, mode="w") as tar:
+    member = tarfile.TarInfo("n01440764.tar")
+    member.size = len(inner.getvalue())
+    tar.addfile(member, io.BytesIO(inner.getvalue()))
+  good = {
+    "boxes/a.xml": b"""<?xml version="1.0"?>
+<annotation><size><width>200</width><height>100</height></size>
+<object><name>n01440764</name><bndbox><xmin>20</xmin><ymin>10</ymin>
+<xmax>100</xmax><ymax>75</ymax></bndbox></object></annotation>""",
+    "boxes.csv": b"a.JPEG,0.1,0.1,0.5,0.75\nb.JPEG,0.0,0.0,1.0,1.0\n",
+    "train.tar": outer.getvalue(),
+  }
+
+  def read(case):
+    name, content = case
+    (folder / name).write_bytes(content)
+    if name == "train.tar":
+      for file in imagenet.scan(str(folder / name)):
+        file.read()
+    else:
+      bounding_boxes.read(str(folder / name.removesuffix("/a.xml")))
+
+  def draw(rng):
+    name = rng.choice(sorted(good))
+    return name, damaged(good[name], rng)
+
+  return Kind(draw, read, (bounding_boxes.DataError, image_folders.FolderError))
+
+
 def _checkpoint_files(folder: pathlib.Path, save, read, documented) -> Kind:
   """Files of a checkpoint.
 
@@ -425,6 +470,7 @@ KINDS = {
   "flags": _flags,
   "cifar10": _cifar10,
   "tfrecords": _tfrecords,
+  "imagenet": _imagenet,
   "checkpoint": _checkpoint,
   "table": _table,
   "finished": _finished,

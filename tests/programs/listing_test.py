@@ -20,7 +20,7 @@ runpy.run_module(sys.argv.pop(), run_name="__main__")
   "package, names",
   [
     ("cifar10", ["train", "multi_gpu_train", "distributed_train", "eval"]),
-    ("inception_mini", ["train", "distributed_train", "build_image_data"]),
+    ("inception_mini", ["train", "distributed_train", "build_imagenet_data"]),
     ("tf_replicas", ["launch", "kubernetes", "status"]),
   ],
 )

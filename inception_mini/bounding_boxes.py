@@ -1,0 +1,203 @@
+"""Reads the bounding boxes of ImageNet: annotations in XML, or a CSV file.
+
+The module does not import TensorFlow.
+"""
+
+import math
+import os
+import xml.etree.ElementTree as ET
+from typing import NamedTuple
+
+from inception_mini import image_folders
+from tf_replicas.programs import tfds_builder
+
+DataError = tfds_builder.DataError
+
+# An annotation of ImageNet has a few hundred bytes per box.
+MAX_ANNOTATION_BYTES = 1 << 20
+
+
+class Box(NamedTuple):
+  """The bounding box of an object, in shares of the image's height or width.
+
+  Attributes:
+    top: The upper edge, in [0, 1].
+    left: The left edge, in [0, 1].
+    bottom: The lower edge, in [0, 1]; larger than `top`.
+    right: The right edge, in [0, 1]; larger than `left`.
+    name: What the annotation says of the object, normally a synset; empty if
+      the box is from a CSV file.
+  """
+
+  top: float
+  left: float
+  bottom: float
+  right: float
+  name: str = ""
+
+
+class Boxes(NamedTuple):
+  """The bounding boxes of a data set.
+
+  Attributes:
+    by_image: Maps the name of an image, without extension, to its boxes.
+    num_empty: Number of boxes that were left out, because nothing of the image
+      is in them: their edges are equal or in the wrong order, perhaps only
+      after the box was cut to the image.
+  """
+
+  by_image: dict[str, list[Box]]
+  num_empty: int
+
+
+def read(path: str) -> Boxes:
+  """Reads the bounding boxes of many images.
+
+  Args:
+    path: A directory of annotations, at any depth; each file is named like its
+      image, and ends in `.xml`. Or a CSV file of the TF1 script
+      `process_bounding_boxes`, with the lines `image,xmin,ymin,xmax,ymax`.
+
+  Returns:
+    The boxes. There is at least one.
+
+  Raises:
+    DataError: If a file cannot be read or is invalid, or there are no boxes.
+    image_folders.FolderError: If a directory cannot be read.
+  """
+  try:
+    read_all = _read_directory if os.path.isdir(path) else _read_csv
+    boxes = read_all(path)
+  except OSError as error:
+    raise DataError(
+      f"{error.filename or path} cannot be read: {error.strerror}."
+    ) from None
+  if not boxes.by_image:
+    raise DataError(
+      f"{path} must be a directory of XML files or a CSV file with bounding "
+      f"boxes. Received: none, and {boxes.num_empty} that are empty."
+    )
+  return boxes
+
+
+def parse_annotation(content: bytes, path: str) -> tuple[list[Box], int]:
+  """Parses the annotation of an image: XML of Pascal VOC's form.
+
+  Args:
+    content: The bytes of the file.
+    path: Its path, for errors.
+
+  Returns:
+    The boxes, cut to the image, and the number of empty ones left out.
+
+  Raises:
+    DataError: If it is not an annotation.
+  """
+  if len(content) > MAX_ANNOTATION_BYTES:
+    raise DataError(
+      f"{path} must be an annotation of at most {MAX_ANNOTATION_BYTES} bytes. "
+      "Received: more."
+    )
+  try:
+    text = content.decode()
+    # Without a document type there are no entities, which could fill the
+    # memory or read other files.
+    if "<!DOCTYPE" in text:
+      raise ValueError("a document type")
+    root = ET.fromstring(text)
+    size = [_number(root, f"size/{name}") for name in ("width", "height")]
+    if min(size) <= 0:
+      raise ValueError("a size of 0 or less")
+    found = []
+    for thing in root.iterfind("object"):
+      name = (thing.findtext("name") or "").strip()
+      for edges in thing.iterfind("bndbox"):
+        left, top, right, bottom = (
+          min(max(_number(edges, edge) / size[i % 2], 0.0), 1.0)
+          for i, edge in enumerate(("xmin", "ymin", "xmax", "ymax"))
+        )
+        found.append(Box(top, left, bottom, right, name))
+  except (ValueError, ET.ParseError) as error:
+    raise DataError(
+      f"{path} must be an annotation of ImageNet in XML, with `size` and the "
+      f"edges of each `bndbox`. Received: {' '.join(str(error).split())[:200]}."
+    ) from None
+  boxes = [box for box in found if not _is_empty(box)]
+  return boxes, len(found) - len(boxes)
+
+
+def _read_directory(directory: str) -> Boxes:
+  by_image, num_empty = {}, 0
+  for path in image_folders.files_below(directory):
+    if not path.lower().endswith(".xml"):
+      continue
+    image = os.path.splitext(os.path.basename(path))[0]
+    if image in by_image:
+      raise DataError(
+        f"{directory} must have one annotation per image. Received: {path}, "
+        f"a second one of {image}."
+      )
+    with open(path, "rb") as file:
+      content = file.read(MAX_ANNOTATION_BYTES + 1)
+    boxes, empty = parse_annotation(content, path)
+    num_empty += empty
+    if boxes:
+      by_image[image] = boxes
+  return Boxes(by_image, num_empty)
+
+
+def _read_csv(path: str) -> Boxes:
+  by_image, num_empty = {}, 0
+  try:
+    with open(path, encoding="utf-8") as file:
+      lines = file.readlines()
+  except UnicodeDecodeError:
+    raise DataError(
+      f"{path} must be a text file. Received: bytes that are no UTF-8."
+    ) from None
+  for number, line in enumerate(lines, start=1):
+    if not line.strip():
+      continue
+    try:
+      image, box = _parse_line(line.strip())
+    except ValueError:
+      raise DataError(
+        f"{path} must have lines `image,xmin,ymin,xmax,ymax` with edges in "
+        f"[0, 1]. Received: line {number}, {line.strip()[:100]!r}."
+      ) from None
+    if _is_empty(box):
+      num_empty += 1
+    else:
+      by_image.setdefault(image, []).append(box)
+  return Boxes(by_image, num_empty)
+
+
+def _parse_line(line: str) -> tuple[str, Box]:
+  """Parses a line of a CSV file with boxes.
+
+  Raises:
+    ValueError: If it has another form, or an edge is not in [0, 1].
+  """
+  path, *edges = line.split(",")
+  image = os.path.splitext(os.path.basename(path))[0]
+  left, top, right, bottom = map(float, edges)
+  if not image or not all(
+    0 <= edge <= 1 for edge in (left, top, right, bottom)
+  ):
+    raise ValueError
+  return image, Box(top, left, bottom, right)
+
+
+def _number(element: ET.Element, path: str) -> float:
+  text = element.findtext(path)
+  try:
+    number = float(text or "")
+  except ValueError:
+    number = math.nan
+  if not math.isfinite(number):
+    raise ValueError(f"{path} {text!r}")
+  return number
+
+
+def _is_empty(box: Box) -> bool:
+  return box.top >= box.bottom or box.left >= box.right
