@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 
 from tf_replicas.cluster import addresses
+from tf_replicas.cluster import isolation
 from tf_replicas.cluster import spec as cluster_spec
 from tf_replicas.cluster import validation
 
@@ -67,10 +68,12 @@ def _resolved(
 
 
 def warning(task: cluster_spec.Task) -> str:
-  """Returns a line for the log that warns of the open port of `task`.
-
-  The line says who can reach the port.
-  """
+  """Returns a line for the log that says who can reach the port of `task`."""
+  if isolation.is_isolated():
+    return (
+      f"{task}: only processes in this network namespace can reach the tasks,"
+      " since it has no interface but loopback"
+    )
   return (
     f"{task}: TensorFlow's servers listen on all network interfaces, without"
     " authentication; whoever can reach their ports can run code in the tasks"

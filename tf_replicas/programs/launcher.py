@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tf_replicas import cluster
+from tf_replicas.cluster import isolation
 from tf_replicas.cluster import local_cluster
 from tf_replicas.programs import run_options
 from tf_replicas.runtime import fork_server
@@ -137,6 +138,13 @@ def _launch(
       " or `--job_name` and `--task_index` must say which task this process is."
       f" Received: {', '.join(spec.address(task) for task in spec.tasks())}."
     )
+  if options.private_network:
+    if spec.local_tasks() != spec.tasks():
+      raise cluster.ClusterError(
+        f"{spec.where}`--private_network` needs all tasks on this machine."
+        f" Received: {', '.join(spec.address(task) for task in spec.tasks())}."
+      )
+    isolation.leave_networks()
   if options.is_in_graph and not spec.num_tasks("chief"):
     document = json.loads(spec.to_json())
     document["cluster"]["chief"] = ["localhost:0"]

@@ -131,6 +131,11 @@ class Options:
   timeline: bool = _cluster(
     False, "Record what every replica does when, in its train directory"
   )
+  private_network: bool = _cluster(
+    False,
+    "If all tasks start on this machine, let nobody else connect to them: they"
+    " run in a network namespace of Linux that has only loopback",
+  )
   max_workers: int | None = _cluster(
     None,
     "Largest number of workers, if others than those of the cluster spec may"

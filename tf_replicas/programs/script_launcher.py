@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from tf_replicas import cluster
 from tf_replicas.cluster import environment
+from tf_replicas.cluster import isolation
 from tf_replicas.programs import launcher
 
 
@@ -56,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     " for scripts that set variables such as TF_ENABLE_ONEDNN_OPTS before they"
     " import it",
   )
+  parser.add_argument(
+    "--private_network",
+    action="store_true",
+    help="let nobody else connect to the tasks: run them in a network namespace"
+    " of Linux that has only loopback; they then reach no network either",
+  )
   parser.add_argument("script", help="the Python file to run")
   parser.add_argument("arguments", nargs=argparse.REMAINDER)
   return parser
@@ -81,6 +88,8 @@ def launch(argv: list[str]) -> int:
       "the script must be a Python file that exists. Received:"
       f" {options.script}."
     )
+  if options.private_network:
+    isolation.leave_networks()
   spec = launcher.local_spec(
     options.cluster_spec or None,
     ps=options.ps,

@@ -356,7 +356,7 @@ class UpdateSettings:
 
   @property
   def all_rules(self) -> tuple[str, ...]:
-    """The names of all update rules: before and after a switch, if any."""
+    """The names of the chosen rules, before and after a switch if any."""
     return self.rules + self.then_update
 
   @property

@@ -130,9 +130,14 @@ def clipped(
 
 
 def sum_of_squares(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-  """Computes the sum of squares of a gradient as a float64 scalar.
+  """Computes the sum of squares of a gradient.
 
-  In float32 the sum might overflow.
+  Args:
+    gradient: The gradient. Of `tf.IndexedSlices`, rows with equal indices count
+      separately, so `sum_rows` must have added them up.
+
+  Returns:
+    A float64 scalar, since the sum might overflow float32.
   """
   values = getattr(gradient, "values", gradient)
   return tf.reduce_sum(tf.square(tf.cast(values, tf.float64)))
