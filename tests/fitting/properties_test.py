@@ -178,7 +178,7 @@ class MessagesTest(stores.TestCase):
     ("shuffle='batch'", "`shuffle` must be True or False. Received: 'batch'"),
     ("cluster=3", "`cluster` must be a `tf_replicas.ClusterSpec` or the path"),
     ("log=3", "`log` must be a function. Received: 3"),
-    ("text to aggregate", r"must be in \[1, inf\). Received: 'a'"),
+    ("text to aggregate", "must be a number of at least 1, .*Received: 'a'"),
   )
   def test_arguments(self, name, words):
     given = odd.DATA["good"]() | odd.ARGUMENTS[name]()
