@@ -16,6 +16,7 @@ from tf_replicas.drivers import mirrored
 from tf_replicas.drivers import one_machine
 from tf_replicas.rules import results as results_lib
 from tf_replicas.session import checkpoints
+from tf_replicas.session import training
 
 NUM_STEPS = 5
 BATCH, WORDS = word_model.BATCH, word_model.WORDS
@@ -307,6 +308,26 @@ class UpdateTest(stores.TestCase):
     driver.step()
     with self.assertRaisesRegex(RuntimeError, "it must be endless"):
       driver.step()
+
+  def test_a_data_set_may_end_the_training(self):
+    replica = _replica(
+      dataset_fn=lambda *a: word_model.dataset_fn(*a).take(2),
+      on_data_end="stop",
+    )
+    driver = _driver(replica=replica)
+    lines = []
+    session = training.Session(None, max_steps=9, log=lines.append)
+    self.assertEqual(session.run(driver.step), 2)
+    self.assertIn("the data have ended; training ends", "".join(lines))
+
+  def test_no_data_at_all_is_an_error(self):
+    replica = _replica(
+      dataset_fn=lambda *a: word_model.dataset_fn(*a).take(0),
+      on_data_end="go_on",
+    )
+    session = training.Session(None, max_steps=9, log=print)
+    with self.assertRaisesRegex(RuntimeError, "ended, before the first update"):
+      session.run(_driver(replica=replica).step)
 
 
 class ResumeTest(stores.TestCase):

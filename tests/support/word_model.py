@@ -105,7 +105,9 @@ def _no_value(x, factor):
   return tf.zeros([]), lambda up: (up * factor * tf.ones_like(x), None)
 
 
-def replica(devices=(), *, loss_fn=loss_fn, dataset_fn=dataset_fn, seed=3):
+def replica(
+  devices=(), *, loss_fn=loss_fn, dataset_fn=dataset_fn, seed=3, **more
+):
   """Makes the replica of the small model.
 
   Args:
@@ -113,8 +115,11 @@ def replica(devices=(), *, loss_fn=loss_fn, dataset_fn=dataset_fn, seed=3):
     loss_fn: The loss function.
     dataset_fn: Makes the data set.
     seed: Seed of the variables' initial values.
+    **more: Further arguments of `Replica`.
   """
-  return model_replica.Replica(variables(seed), loss_fn, dataset_fn, devices)
+  return model_replica.Replica(
+    variables(seed), loss_fn, dataset_fn, devices, **more
+  )
 
 
 def rule(optimizer, num_replicas=1, **options):

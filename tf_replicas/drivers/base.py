@@ -435,6 +435,23 @@ def build_replica(
   return replica
 
 
+def check_endless(replica: model_replica.Replica, kind: str) -> None:
+  """Checks that a replica wants an error when its data set ends.
+
+  Args:
+    replica: The replica.
+    kind: The kind of training, for the message.
+
+  Raises:
+    ValueError: If `replica.on_data_end` is not "error".
+  """
+  if replica.on_data_end != "error":
+    raise ValueError(
+      f"`on_data_end` must be 'error' in {kind}, whose data must be endless."
+      f" Received: {replica.on_data_end!r}."
+    )
+
+
 class ParameterServerDriver(Driver):
   """The base class of drivers that keep the variables on parameter servers.
 
@@ -447,6 +464,8 @@ class ParameterServerDriver(Driver):
 
   rule: rule_base.UpdateRule
   store: parameter_store.ParameterStore
+  # Whether the driver can go on, or end well, when a data set ends.
+  _may_data_end = True
 
   def __init__(
     self,
@@ -520,6 +539,8 @@ class ParameterServerDriver(Driver):
     with self._heartbeats.announce_failure(self.is_chief):
       with tables.home(self._home):
         self.replica = build_replica(replica_fn)
+      if not self._may_data_end:
+        check_endless(self.replica, "in-graph training")
       self._build()
 
   def _namespace(self) -> resources.Namespace:
@@ -936,6 +957,9 @@ class ParameterServerDriver(Driver):
       it fails, it calls `interrupt` of the update rule, so that `step` wakes.
     """
 
+  def _check_data(self) -> None:
+    """Raises `training.DataEnded` if there are no data for another update."""
+
   def _next_updates(self, max_updates: int) -> list[results.Update]:
     """Makes the next updates or waits for them, and returns their results.
 
@@ -955,6 +979,7 @@ class ParameterServerDriver(Driver):
       except results.Interrupted:
         self._thread.raise_error()
         self._heartbeats.raise_if_ended()
+        self._check_data()
         if self._watchdog is not None:
           self._watchdog.raise_if_expired()
         if lost := self._unreachable():

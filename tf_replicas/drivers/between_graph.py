@@ -22,6 +22,7 @@ The model, its data and the optimizer's code live in each worker.
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable
 
@@ -36,7 +37,9 @@ from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
+from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
+from tf_replicas.session import training
 from tf_replicas.store import tables
 
 # The chief is lost after this many times `lost_after_secs`.
@@ -117,6 +120,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     self.is_chief = task == spec.chief
     self._index = spec.replicas.index(task)
     self._has_given_up = False
+    self._has_data = True
     self._timeline_name = f"{task.job}:{task.index}"
     devices = connection.connect_client(
       spec, task, timeout_secs=start_timeout_secs, log=log
@@ -142,7 +146,57 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     )
 
   def _ages(self) -> list[float]:
-    return self._heartbeats.ages()
+    ages = self._heartbeats.ages()
+    if self.replica.on_data_end == "error":
+      return ages
+    # A replica without data has left, although its task may be alive.
+    ended = self._ended.numpy()
+    return [0.0 if e else age for e, age in zip(ended, ages, strict=True)]
+
+  def _attach(self) -> None:
+    """Attaches to the variables, and to the record of the data that ended."""
+    super()._attach()
+    count = len(self.replica_names)
+    with tf.device(self.store.device_of_task(0)):
+      self._ended = self._home.namespace.variable("ended", [count], tf.bool)
+    if self.is_chief and not bool(self._ended.is_initialized()):
+      self._ended.assign(tf.zeros([count], tf.bool))
+
+  def _end_data(self) -> None:
+    """Records that this task's data have ended, and wakes the chief."""
+
+    def record():
+      own = tf.IndexedSlices(tf.constant([True]), tf.constant([self._index]))
+      with tf.device(self.store.device_of_task(0)):
+        return self._ended.scatter_update(own)
+
+    resources.remote_reader(record)()
+    self._log(f"{self.task}: its data have ended")
+    self.rule.interrupt()
+
+  def _check_data(self) -> None:
+    """Declares replicas lost whose data have ended.
+
+    Raises:
+      training.DataEnded: If too few replicas have data for an update.
+    """
+    if self.replica.on_data_end == "error":
+      return
+    have_ended = self._ended.numpy()
+    total, ended = len(have_ended), int(have_ended.sum())
+    needed = self.rule.min_contributions or self.rule.replicas_to_aggregate
+    if self.replica.on_data_end == "stop":
+      needed = total
+    elif needed > total:  # Each replica contributes several times.
+      needed = 1
+    if ended and total - ended < needed:
+      raise training.DataEnded(
+        f"the data of {ended} of {total} replicas have ended"
+      )
+    replicas = self.rule.status().replicas if ended else []
+    for index, (_, tag) in enumerate(replicas):
+      if have_ended[index]:
+        self.rule.declare_lost(index, tag)
 
   def _start_replicas(self) -> waiting.RaisingThread:
     self._heartbeats.open_training()
@@ -230,11 +284,13 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       lost.
 
     Raises:
-      TimeoutError: If the chief announces nothing for 10 s.
+      TimeoutError: If the chief announces nothing for 10 s, although this task
+        has data.
     """
     waiting.await_value(
       lambda: self._heartbeats.outcome() or self._has_given_up,
-      timeout_secs=10,
+      # Without data, this task waits for the others.
+      timeout_secs=10 if self._has_data else math.inf,
       what=f"{self.task} waits for the chief to say how training ended",
       log=self._log,
     )
@@ -297,9 +353,12 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       is_closed = isinstance(error, tf.errors.CancelledError)
       if is_closed or self._heartbeats.find_lost():
         raise
-      raise RuntimeError(
-        f"the data set of {self.task} has ended; it must be endless"
-      ) from error
+      if self.replica.on_data_end == "error":
+        raise RuntimeError(
+          f"the data set of {self.task} has ended; it must be endless"
+        ) from error
+      self._has_data = False
+      self._end_data()
 
   def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable | None]:
     """Traces the functions that make the steps of this task's replica.

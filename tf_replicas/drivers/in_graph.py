@@ -82,6 +82,7 @@ class InGraph(driver_base.ParameterServerDriver):
   """
 
   is_chief = True
+  _may_data_end = False
 
   def __init__(
     self,

@@ -257,6 +257,7 @@ class Mirrored(driver_base.Driver):
         "`replica_fn` must build a replica of one device, without `devices`."
         f" Received: {list(self.replica.devices)}."
       )
+    driver_base.check_endless(self.replica, "training with mirrored variables")
     self._create(optimizer_fn, resources.new_namespace(namespace))
     self._step_fn: Callable[[], tf.Tensor] | None = None
     # Whether all processes wait for the chief's next command.

@@ -149,7 +149,9 @@ class OneMachine(driver_base.Driver):
       ).get_concrete_function()
     step_fn = self._step_fn
     assert step_fn is not None
-    result = run_step(self._update, step_fn, ["this process"])
+    result = run_step(
+      self._update, step_fn, ["this process"], self.replica.on_data_end
+    )
     return result._replace(metrics=metrics.means())
 
   def _step(self) -> tf.Tensor:
@@ -239,6 +241,7 @@ def run_step(
   update: rule_base.LockstepUpdate,
   step_fn: Callable[[], tf.Tensor],
   names: Sequence[str],
+  on_data_end: str = "error",
 ) -> training.StepResult:
   """Calls the function that makes a whole step, and returns the result.
 
@@ -246,6 +249,7 @@ def run_step(
     update: The object that applies the gradients in the step.
     step_fn: Makes the step, and returns a `StepReport`, packed into one vector.
     names: The replicas' names, for error messages.
+    on_data_end: What happens when the data set ends, as `Replica.on_data_end`.
 
   Returns:
     The global step after the update, the loss, the number of examples and the
@@ -253,12 +257,15 @@ def run_step(
 
   Raises:
     NonFiniteGradientError: If a replica's loss or gradient is not finite.
-    RuntimeError: If the data set has ended.
+    RuntimeError: If the data set has ended; `training.DataEnded` instead if
+      `on_data_end` is not "error".
   """
   update.rule.inner.refresh()
   try:
     (report,) = REPORT.unpack_rows(step_fn().numpy()[None])
   except tf.errors.OutOfRangeError as error:
+    if on_data_end != "error":
+      raise training.DataEnded("the data have ended") from None
     raise RuntimeError(
       "the data set has ended; it must be endless, and not empty"
     ) from error

@@ -134,6 +134,11 @@ class Replica:
       no scale.
     metrics: Names of the scalars that `loss_fn` returns besides the loss, each
       a mean over the batch, for the log.
+    on_data_end: What happens when the data set of a replica ends. "error": its
+      task ends with an error. "stop": the training ends well, after the updates
+      made so far. "go_on": the replica leaves; the training goes on
+      with the others, until fewer are left than an update needs. The last two
+      are for between-graph training and for one process.
     leased: The same data in numbered batches, which replicas take one after
       another in a training that other workers may join (`--max_workers`). None:
       each replica has a fixed part of the data, by `dataset_fn`.
@@ -150,6 +155,7 @@ class Replica:
   loss_scale: loss_scaling.LossScale | None = None
   metrics: Sequence[str] = ()
   leased: LeasedData | None = None
+  on_data_end: str = "error"
 
   def __post_init__(self) -> None:
     """Checks the attributes of the replica.
@@ -162,6 +168,11 @@ class Replica:
         `devices` or `is_synchronized`.
     """
     self._check_types()
+    if self.on_data_end not in ("error", "stop", "go_on"):
+      raise ValueError(
+        "`on_data_end` must be 'error', 'stop' or 'go_on'. Received:"
+        f" {self.on_data_end!r}."
+      )
     if self.micro_batches < 1:
       raise ValueError(
         f"`micro_batches` must be at least 1. Received: {self.micro_batches}."

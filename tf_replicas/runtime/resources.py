@@ -366,7 +366,8 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
   def count_up(self) -> tf.Tensor:
     """Increases the variable, an integer scalar, by 1 in one operation.
 
-    Of several calls at the same time, no two return the same number.
+    To be used inside a `tf.function` (see `remote_reader`). Of several calls at
+    the same time, no two return the same number.
 
     Returns:
       The value before.

@@ -20,6 +20,13 @@ from tf_replicas.session import interrupts
 from tf_replicas.session import reports
 
 
+class DataEnded(Exception):
+  """Raised by a step function if there are no more data, so training ends.
+
+  The message says whose data have ended.
+  """
+
+
 class StepResult(NamedTuple):
   """The result of one call of a step function.
 
@@ -250,7 +257,13 @@ class Session:
       The last global step, and the time at which this step ended.
     """
     while step is None or step < self._max_steps:
-      result = step_fn()
+      try:
+        result = step_fn()
+      except DataEnded as end:
+        if not step:
+          raise RuntimeError(f"{end}, before the first update") from None
+        self._console.log(f"{end}; training ends")
+        break
       now = self._clock()
       previous = max(result.global_step - 1, 0) if step is None else step
       step = result.global_step
