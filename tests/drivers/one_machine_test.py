@@ -1,6 +1,8 @@
 """Tests for drivers.one_machine: towers in one program."""
 
+import contextlib
 import functools
+import io
 import tempfile
 
 import keras
@@ -315,17 +317,18 @@ class UpdateTest(stores.TestCase):
       on_data_end="stop",
     )
     driver = _driver(replica=replica)
-    lines = []
-    session = training.Session(None, max_steps=9, log=lines.append)
-    self.assertEqual(session.run(driver.step), 2)
-    self.assertIn("the data have ended; training ends", "".join(lines))
+    session = training.Session(None, state=None, max_steps=9)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+      self.assertEqual(session.run(driver.step), 2)
+    self.assertIn("the data have ended; training ends", output.getvalue())
 
   def test_no_data_at_all_is_an_error(self):
     replica = _replica(
       dataset_fn=lambda *a: word_model.dataset_fn(*a).take(0),
       on_data_end="go_on",
     )
-    session = training.Session(None, max_steps=9, log=print)
+    session = training.Session(None, state=None, max_steps=9)
     with self.assertRaisesRegex(RuntimeError, "ended, before the first update"):
       session.run(_driver(replica=replica).step)
 
