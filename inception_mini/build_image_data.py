@@ -254,7 +254,7 @@ def _write_labels(directory: str, name: str, labels: list[str]) -> None:
       )
     return
   if os.path.exists(path):
-    print(f"replaced {path}, which belonged to no shards", flush=True)
+    print(f"replaced {path}: there were no shards with its labels", flush=True)
   with open(f"{path}.tmp", "w", encoding="utf-8") as file:
     file.write("\n".join(labels) + "\n")
   os.replace(f"{path}.tmp", path)
@@ -263,8 +263,8 @@ def _write_labels(directory: str, name: str, labels: list[str]) -> None:
 def _tell_ignored(subset: str, ignored: list[str]) -> None:
   if ignored:
     print(
-      f"{subset}: left out {len(ignored)} paths that are no JPEG or PNG file "
-      f"of a label, such as {ignored[0]}",
+      f"{subset}: left out {len(ignored)} paths that are not JPEG or PNG files "
+      f"with a label, such as {ignored[0]}",
       file=sys.stderr,
       flush=True,
     )
@@ -273,8 +273,9 @@ def _tell_ignored(subset: str, ignored: list[str]) -> None:
 def _tell_summary(subset: str, summary, num_labels: int) -> None:
   print(
     f"{subset}: {summary.num_examples} images of {num_labels} labels in "
-    f"{summary.num_kept + summary.num_written} shards ({summary.num_kept} kept,"
-    f" {summary.num_written} written), {summary.num_skipped} files skipped",
+    f"{summary.num_kept + summary.num_written} shards ({summary.num_kept} of an"
+    f" earlier build, {summary.num_written} written now); unreadable files left"
+    f" out: {summary.num_skipped}",
     flush=True,
   )
 

@@ -192,8 +192,9 @@ def _tell_boxes(
       "none of an image and its synset."
     )
   print(
-    f"boxes: {used} of {len(images)} images; left out: {boxes.num_empty} "
-    f"empty, {num_boxes - used} of other images or synsets",
+    f"boxes: {used} used, in {len(images)} images; left out: {boxes.num_empty} "
+    f"without area inside the image, {num_boxes - used} of other images or with"
+    " another synset than their image",
     flush=True,
   )
 

@@ -239,7 +239,7 @@ def _start_from(pretrained: str, store) -> None:
   from tf_replicas.session import warm_start
 
   done = warm_start.transfer(pretrained, store, model_lib.is_head)
-  print(f"fine-tuning {done.path}: restored", flush=True)
+  print(f"fine-tuning starts from {done.path}; restored:", flush=True)
   for path in done.restored:
     print(f"  {path}", flush=True)
-  print(f"initialized anew: {', '.join(done.fresh)}", flush=True)
+  print(f"initialized anew, not restored: {', '.join(done.fresh)}", flush=True)
