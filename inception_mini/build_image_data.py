@@ -1,4 +1,4 @@
-"""Makes TFRecord files (shards) from folders of labeled JPEG or PNG files.
+r"""Makes TFRecord files (shards) from folders of labeled JPEG or PNG files.
 
   python -m inception_mini.build_image_data --train_directory=photos/train \
     --validation_directory=photos/test --output_directory=/tmp/photos \

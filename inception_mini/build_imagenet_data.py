@@ -1,4 +1,4 @@
-"""Makes TFRecord files (shards) of ImageNet (ILSVRC 2012), with its boxes.
+r"""Makes TFRecord files (shards) of ImageNet (ILSVRC 2012), with its boxes.
 
   python -m inception_mini.build_imagenet_data \
     --train_directory=ILSVRC2012_img_train.tar \

@@ -1,4 +1,4 @@
-"""Trains an Inception with several replicas on parameter servers.
+r"""Trains an Inception with several replicas on parameter servers.
 
 This command runs a whole cluster on this machine:
 

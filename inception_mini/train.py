@@ -1,4 +1,4 @@
-"""Trains an Inception on one machine, on one device or on several.
+r"""Trains an Inception on one machine, on one device or on several.
 
   python -m inception_mini.train --recipe=mini --dataset=synthetic \
     --train_dir=/tmp/run [--num_gpus=N | --cluster_spec=FILE]

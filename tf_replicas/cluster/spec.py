@@ -48,9 +48,9 @@ class VariablesSpec:
   """Says where the variables of the model live: the section `variables`.
 
   Attributes:
-    on: "ps": on the parameter servers. "mirrored": each replica has a copy of
-      every variable, and all copies stay equal. "cpu" or "gpu", for one
-      process: there is one copy of each variable, in CPU memory or on the
+    on: "ps": on the parameter servers. "mirrored": each device that trains has
+      a copy of every variable, and all copies stay equal. "cpu" or "gpu", for
+      one process: there is one copy of each variable, in CPU memory or on the
       process's first GPU, for all towers (copies of the model, one on each of
       its devices).
     placement: How variables are distributed over several parameter servers:

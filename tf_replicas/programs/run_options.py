@@ -166,7 +166,7 @@ class Options:
 
   @property
   def is_mirrored(self) -> bool:
-    """Whether the variables are mirrored: every replica has a copy of them."""
+    """Whether the variables are mirrored: every device has a copy of them."""
     return self.spec.variables.on == "mirrored"
 
   @property

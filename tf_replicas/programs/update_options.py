@@ -552,7 +552,7 @@ def check_joining(
 
   Raises:
     cluster.ClusterError: If an update waits for more than `num_listed`
-      replicas.
+      contributions.
   """
   needed = replicas_to_aggregate(settings, num_replicas)
   if settings.min_contributions is not None:
@@ -583,8 +583,9 @@ def _check_used(settings: UpdateSettings, field: dataclasses.Field) -> None:
     field: The field of `UpdateSettings` to check.
 
   Raises:
-    cluster.ClusterError: If a rule needs the setting and it is None; or if it
-      has another value than its default, and no rule has this setting.
+    cluster.ClusterError: If a rule of the training needs the setting and it is
+      None; or if the setting has another value than its default, but none of
+      the training's rules uses it.
   """
   rules = field.metadata["of"]
   if rules is None:
