@@ -93,8 +93,7 @@ class Parts:
     """Stores the settings that all parts of the network share.
 
     Args:
-      seeds: Seeds of the initial values. Each convolution kernel takes the next
-        one.
+      seeds: Seeds of the initial values. Each kernel takes the next one.
       width: The factor by which all numbers of channels are multiplied.
       padding: The padding in the stem and in the grid reductions: `valid` or
         `same`.

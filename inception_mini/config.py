@@ -180,9 +180,9 @@ def default_rate(
   """Computes the learning rate to use if the user gives none.
 
   The rate is that of the recipe (a named set of settings), divided by 1 + the
-  expected staleness of the gradients in updates. (It is divided by less for the
-  update rule `staleness_aware`, which divides the rate, too.) The staleness
-  depends on the update rule and on the number of replicas.
+  expected staleness of the gradients, in updates. The staleness depends on the
+  update rule and on the number of replicas. For `staleness_aware`, which itself
+  divides the rate by the staleness, the divisor is smaller.
 
   The rate does not depend on the batch size: RMSProp divides gradients by their
   own size, and with batches of half the recipe's size the same rate was best

@@ -41,10 +41,9 @@ def train_dataset(
   reads them and uses every n-th example of them. So all shards are shared if
   there are fewer shards than workers. This has these consequences:
 
-  *   In every epoch, each example is used by one worker. A worker's epochs
-    follow each other without a gap, so a batch may contain examples of two
-    epochs.
-  *   The distortion of an example depends on the epoch, but not on the worker.
+  * In every epoch, each example is used by one worker. A worker's epochs follow
+    each other without a gap, so a batch may contain examples of two epochs.
+  * The distortion of an example depends on the epoch, but not on the worker.
 
   Each worker draws examples at random from a buffer of
   `settings.shuffle_examples` raw examples, as in the TF1 program. Which
@@ -187,7 +186,7 @@ class _Deal:
   """Decides which examples of which shards one worker uses in each epoch.
 
   A shard is one of the files of the data set. The decision depends only on the
-  seed, the epoch and the worker.
+  seed, the epoch, the worker and the number of workers.
 
   Attributes:
     distortion_seed: Seed of the distortions of images, `[2]`. It is the same

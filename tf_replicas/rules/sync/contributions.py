@@ -38,8 +38,8 @@ step ends. Once N contributions were delivered, the chief applies their mean
 
 A replica has at most one contribution without a final reply. So if a replica
 makes a new offer before that reply, its process was restarted: the old
-contribution is *void*, and its gradients are dropped, which their tag
-identifies. The old process's wait for a reply may still run on the PS task,
+contribution is *void*, and its gradients, which the tag identifies, are
+dropped. The old process's wait for a reply may still run on the PS task,
 where it would take the reply that is meant for the new process. A VOID reply
 with the old tag ends this wait. If the old process lives as well, the two
 processes void each other's offers until the old process learns by its heartbeat
@@ -226,8 +226,7 @@ class Contributions:
       gradients: One per element of the store's `contributed`, each of a whole
         variable's shape: the gradients of the trainable variables; then, for
         each variable without gradients, such as a moving mean, its old value
-        minus its new value. None instead of a gradient: the variable does not
-        change.
+        minus its new value. None: the replica has no such value.
       local_step: int64 scalar, the global step of the variables that the
         gradients were computed from.
       loss: Scalar, the mean loss of the batch.
@@ -410,8 +409,9 @@ class Contributions:
       step: int64 scalar, the current global step.
 
     Returns:
-      A `protocol.MessageType`, which is OFFER unless `collect` must stop; and
-      the index of the replica that sent the message.
+      A `protocol.MessageType`: OFFER if `collect` must take another message,
+      otherwise the reason to stop, as in `Collected.kind`; and the index of the
+      replica that sent the message.
     """
     woken = tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
     return self._take(
@@ -463,8 +463,9 @@ class Contributions:
       step: int64 scalar, the current global step.
 
     Returns:
-      A `protocol.MessageType`, which is OFFER unless `collect` must stop; and
-      the index of the replica that sent the message.
+      A `protocol.MessageType`: OFFER if `collect` must take another message,
+      otherwise the reason to stop, as in `Collected.kind`; and the index of the
+      replica that sent the message.
     """
     batch = _REPORT.unpack(tf.ensure_shape(report, [_REPORT.size]))
     message = ledger_lib.Message(

@@ -62,9 +62,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   """An optimizer wrapper that applies one averaged update per N gradients.
 
   A contribution is one replica's gradients for one update. Every update applies
-  the mean of exactly N = `replicas_to_aggregate` contributions. All are
-  computed from the variables of the same step, and by distinct replicas if
-  there are at least N replicas.
+  the mean of exactly N = `replicas_to_aggregate` contributions, unless
+  `min_contributions` is given. All are computed from the variables of the same
+  step, and by distinct replicas if there are at least N replicas.
 
   The number M = `total_num_replicas` of replicas may differ from N:
 
@@ -642,9 +642,10 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   def suspend(self) -> None:
     """Stops taking gradients, so that another rule can make the updates.
 
-    `SwitchingOptimizer` calls it when it changes to another rule. A thread then
-    tells replicas that still offer gradients to this rule that it has ended,
-    until `resume` is called.
+    `SwitchingOptimizer` calls it when it changes to another rule. Until
+    `resume` is called, a thread answers replicas that still offer gradients to
+    this rule: the gradients are refused, and the step of the reply is
+    `step_token.ENDED`.
 
     Returns:
       None: there are no updates that `apply_updates` has not returned.
@@ -654,7 +655,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   def resume(self) -> None:
     """Takes gradients of replicas again after `suspend`.
 
-    `SwitchingOptimizer` calls it when it changes back to this rule.
+    `SwitchingOptimizer` calls it when it changes to this rule.
     """
     for replica, (status, tag) in enumerate(self.status().replicas):
       # The replica may still deliver a contribution admitted before `suspend`.
@@ -674,9 +675,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self._contributions.release_replica(replica)
 
   def close(self) -> None:
-    """Ends the training: all calls that wait for each other raise an error.
+    """Ends the training: closes the queues between replicas and chief.
 
-    Calls of the chief and of replicas that wait raise
+    Calls of the chief and of replicas that wait for each other raise
     `tf.errors.OutOfRangeError`.
     """
     self._contributions.close()
