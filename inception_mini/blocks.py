@@ -1,10 +1,10 @@
 """Makes the parts of Inception v3: stem, blocks, grid reductions, heads.
 
-The parts follow Szegedy et al. 2015 (arXiv:1512.00567), section 6 and table 1,
-with the numbers of channels of the TF1 program
-(`inception_model.inception_v3`). All numbers of channels are multiplied by a
-factor, the width. Each convolution is followed by batch normalization without
-scale, and ReLU.
+The parts follow Szegedy et al. 2015 (arXiv:1512.00567), section 6 and table 1.
+The numbers of channels are those of the TF1 program
+(`inception_model.inception_v3`) times a factor, the width. Each convolution is
+followed by batch normalization without scale, and by ReLU. A grid is the height
+and width of the features.
 """
 
 from collections.abc import Iterator
@@ -23,18 +23,20 @@ _CHANNELS_STEP = 8
 
 
 class Stem(NamedTuple):
-  """The form of the stem and the grid reductions for an image size.
+  """The settings by which the network depends on the size of the images.
 
-  The stem is the first layers of the network; a grid reduction is a later layer
-  that halves height and width of the features.
+  The stem is the first layers of the network: five convolutions and up to two
+  pools. A grid reduction is a later group of layers that halves the height and
+  width of the features. Strides and pools that are named here halve them too.
 
   Attributes:
-    padding: The padding in the stem and both grid reductions: `valid` or
+    padding: The padding in the stem and in both grid reductions: `valid` or
       `same`.
-    conv_halves: Whether the first convolution halves the grid, the height and
-      width of the features.
-    pool1_halves: Whether a pool after the third convolution halves the grid.
-    pool2_halves: Whether a pool after the fifth convolution halves the grid.
+    conv_halves: Whether the first convolution has stride 2 instead of 1.
+    pool1_halves: Whether there is a pool of stride 2 after the third
+      convolution.
+    pool2_halves: Whether there is a pool of stride 2 after the fifth
+      convolution.
   """
 
   padding: str
@@ -44,18 +46,22 @@ class Stem(NamedTuple):
 
 
 def stem_of(image_size: int) -> Stem:
-  """Chooses the form of the first layers, the stem, for an image size.
+  """Chooses the settings of the stem (the first layers) for an image size.
 
-  The stem leaves small images a grid (height and width of the features) of
-  16x16 or more.
+  From 171 pixels on, the stem is that of the original Inception v3. It halves
+  the height and width of the features three times, without padding. After the
+  stem and after each of the two grid reductions, the features measure 35x35,
+  17x17 and 8x8 for images of 299 pixels, and 19x19, 9x9 and 4x4 for 171 pixels.
 
-  From 171 pixels on, the stem is the original's, which halves the grid three
-  times without padding: 299 pixels give grids of 35, 17 and 8, and 171 give 19,
-  9 and 4. Below 171, everything is padded. The stem then halves the grid as
-  long as 16x16 or more remain, at most three times: once from 32 pixels on
-  (grids of 16, 8 and 4), twice from 64, three times from 128. If the stem
-  halves fewer than three times, its first convolution does not halve; if it
-  halves once, its second pool is left out.
+  Below 171 pixels, all layers have padding `same`. The stem then halves three
+  times from 128 pixels on, twice from 64 and once from 32, so that 16x16 or
+  more remain. An image of 32 pixels has features of 16x16, 8x8 and 4x4.
+
+  Args:
+    image_size: Height and width of the images in pixels, at least 32.
+
+  Returns:
+    The settings of the stem and of the padding.
   """
   if image_size >= MIN_VALID_SIZE:
     return Stem("valid", True, True, True)
@@ -64,10 +70,11 @@ def stem_of(image_size: int) -> Stem:
 
 
 class Parts:
-  """Makes the parts of one Inception network, such as stem and blocks.
+  """Adds parts, such as the stem and the blocks, to one Inception network.
 
-  Names of layers begin with the name of their part, so two calls must not use
-  the same name.
+  Most methods apply new Keras layers to features `[batch, height, width,
+  channels]` and return the new features. Their argument `name` is a prefix of
+  the names of these layers, so each call in a network needs another `name`.
 
   Attributes:
     dtype: The Keras dtype policy of all layers.
@@ -86,12 +93,14 @@ class Parts:
     """Stores the settings that all parts of the network share.
 
     Args:
-      seeds: Seeds for the initial values; one is taken for each kernel.
-      width: Factor of all numbers of channels.
-      padding: The padding in stem and grid reductions: `valid` or `same`.
+      seeds: Seeds of the initial values. Each kernel takes the next one.
+      width: The factor by which all numbers of channels are multiplied.
+      padding: The padding in the stem and in the grid reductions: `valid` or
+        `same`.
       batch_norm_decay: Decay of the moving means and variances.
-      is_synchronized: Whether a batch is normalized by the mean and variance
-        over all replicas of a `tf.distribute` strategy.
+      is_synchronized: Whether batch normalization uses the mean and variance of
+        the batches of all replicas of the `tf.distribute` strategy, instead of
+        those of each replica's own batch.
       dtype: The Keras dtype policy of all layers, such as `mixed_bfloat16`.
     """
     self.dtype = dtype
@@ -120,17 +129,20 @@ class Parts:
     padding: str = "same",
     stddev: float = 0.1,
   ):
-    """Applies convolution, batch normalization and ReLU.
+    """Applies a convolution, batch normalization and ReLU.
 
     Args:
       x: Features `[batch, height, width, channels]`.
-      channels: The number of output channels, which is multiplied by the width
-        of the network.
+      channels: The number of output channels in the original network. It is
+        multiplied by the width factor of this network.
       size: Height and width of the kernel.
-      name: The name with which the names of the layers begin.
+      name: Prefix of the names of the new layers.
       strides: The stride of the convolution.
       padding: `valid` or `same`.
       stddev: The standard deviation of the initial kernel.
+
+    Returns:
+      The new features.
     """
     x = keras.layers.Conv2D(
       self.channels(channels),
@@ -153,10 +165,7 @@ class Parts:
     return keras.layers.ReLU(dtype=self.dtype, name=f"{name}_relu")(x)
 
   def normal(self, stddev: float) -> keras.initializers.Initializer:
-    """Returns an initializer with a truncated normal distribution.
-
-    Each call uses the next seed of the network.
-    """
+    """Returns a truncated normal initializer with the network's next seed."""
     return keras.initializers.TruncatedNormal(
       stddev=stddev, seed=next(self._seeds)
     )
@@ -166,7 +175,11 @@ class Parts:
 
     Args:
       x: Images `[batch, height, width, 3]`.
-      plan: Which of the layers exist and halve the height and width.
+      plan: Which pools exist, and whether the first convolution has stride 2.
+        Its `padding` is not used: `Parts` has been given the padding.
+
+    Returns:
+      Features `[batch, height, width, channels]`.
     """
     padding = self._padding
     strides = 2 if plan.conv_halves else 1
@@ -182,16 +195,20 @@ class Parts:
     return x
 
   def block_a(self, x, name: str, pool_channels: int):
-    """Applies a block of the first kind, for the grid of 35x35.
+    """Applies a block of the first kind, used before the first grid reduction.
 
-    A grid is height and width of the features in the original network. Four
-    branches are joined: a 1x1 convolution, a 5x5 convolution, two 3x3
+    The original network has 35x35 features here. The outputs of four branches
+    are concatenated: a 1x1 convolution, a 5x5 convolution, two 3x3
     convolutions, and a pool.
 
     Args:
       x: Features `[batch, height, width, channels]`.
-      name: The name with which the names of the layers begin.
-      pool_channels: The number of channels of the branch with the pool.
+      name: Prefix of the names of the new layers.
+      pool_channels: The number of channels of the branch with the pool, before
+        it is multiplied by the width factor.
+
+    Returns:
+      Features of the same height and width.
     """
     one = self.conv(x, 64, 1, f"{name}_1x1")
     five = self.conv(x, 48, 1, f"{name}_5x5_0")
@@ -204,9 +221,16 @@ class Parts:
     return self._join([one, five, three, pool], name)
 
   def reduction_a(self, x, name: str):
-    """Reduces height and width of the features from 35x35 to 17x17.
+    """Halves the height and width of the features for the first time.
 
-    These are the sizes in the original network.
+    In the original network, the height and width go from 35 to 17.
+
+    Args:
+      x: Features `[batch, height, width, channels]`.
+      name: Prefix of the names of the new layers.
+
+    Returns:
+      The smaller features.
     """
     three = self.conv(
       x, 384, 3, f"{name}_3x3", strides=2, padding=self._padding
@@ -219,15 +243,19 @@ class Parts:
     return self._join([three, double, self._max_pool(x, f"{name}_pool")], name)
 
   def block_b(self, x, name: str, inner: int):
-    """Applies a block of the second kind, for the grid of 17x17.
+    """Applies a block of the second kind, used between the grid reductions.
 
-    A grid is height and width of the features in the original network. A 7x7
-    convolution is replaced by a 1x7 and a 7x1 convolution.
+    The original network has 17x17 features here. In the place of 7x7
+    convolutions, the block has pairs of a 1x7 and a 7x1 convolution.
 
     Args:
       x: Features `[batch, height, width, channels]`.
-      name: The name with which the names of the layers begin.
-      inner: The number of channels between these convolutions.
+      name: Prefix of the names of the new layers.
+      inner: The number of channels between the convolutions of a branch, before
+        it is multiplied by the width factor.
+
+    Returns:
+      Features of the same height and width.
     """
     one = self.conv(x, 192, 1, f"{name}_1x1")
     seven = self.conv(x, inner, 1, f"{name}_7x7_0")
@@ -243,9 +271,16 @@ class Parts:
     return self._join([one, seven, double, pool], name)
 
   def reduction_b(self, x, name: str):
-    """Reduces height and width of the features from 17x17 to 8x8.
+    """Halves the height and width of the features for the second time.
 
-    These are the sizes in the original network.
+    In the original network, the height and width go from 17 to 8.
+
+    Args:
+      x: Features `[batch, height, width, channels]`.
+      name: Prefix of the names of the new layers.
+
+    Returns:
+      The smaller features.
     """
     halve = dict(strides=2, padding=self._padding)
     three = self.conv(x, 192, 1, f"{name}_3x3_0")
@@ -257,10 +292,18 @@ class Parts:
     return self._join([three, seven, self._max_pool(x, f"{name}_pool")], name)
 
   def block_c(self, x, name: str):
-    """Applies a block of the third kind, for the grid of 8x8.
+    """Applies a block of the third kind, used after the second grid reduction.
 
-    A grid is height and width of the features in the original network. A 3x3
-    convolution is replaced by a 1x3 beside a 3x1 convolution.
+    The original network has 8x8 features here. In the place of some 3x3
+    convolutions, the block has a 1x3 and a 3x1 convolution side by side, whose
+    outputs are concatenated.
+
+    Args:
+      x: Features `[batch, height, width, channels]`.
+      name: Prefix of the names of the new layers.
+
+    Returns:
+      Features of the same height and width.
     """
     one = self.conv(x, 320, 1, f"{name}_1x1")
     three = self.conv(x, 384, 1, f"{name}_3x3_0")
@@ -273,12 +316,18 @@ class Parts:
     return self._join([one, three, double, pool], name)
 
   def auxiliary_features(self, x, name: str):
-    """Computes the features of the auxiliary head, the second classifier.
+    """Computes the features for the auxiliary head, a second classifier.
 
-    `x` is the features of the blocks in the middle of the network, of height
-    and width 17x17 in the original. They are pooled. The last kernel is as
-    large as the pooled features, 5x5 in the original. The result is `[batch,
-    channels]`.
+    The features are pooled, and then reduced to a height and width of 1 by a
+    convolution whose kernel is as large as they are.
+
+    Args:
+      x: The features after the blocks of the second kind, `[batch, height,
+        width, channels]`; 17x17 in the original network.
+      name: Prefix of the names of the new layers.
+
+    Returns:
+      Features `[batch, channels]`.
     """
     x = keras.layers.AveragePooling2D(
       5, 3, "valid", dtype=self.dtype, name=f"{name}_pool"

@@ -1,6 +1,6 @@
 """Reads the bounding boxes of ImageNet: annotations in XML, or a CSV file.
 
-The module does not import TensorFlow.
+This module does not import TensorFlow.
 """
 
 import math
@@ -18,15 +18,16 @@ MAX_ANNOTATION_BYTES = 1 << 20
 
 
 class Box(NamedTuple):
-  """The bounding box of an object, in shares of the image's height or width.
+  """The bounding box of one object, in fractions of the image's size.
 
   Attributes:
     top: The upper edge, in [0, 1].
     left: The left edge, in [0, 1].
     bottom: The lower edge, in [0, 1]; larger than `top`.
     right: The right edge, in [0, 1]; larger than `left`.
-    name: What the annotation says of the object, normally a synset; empty if
-      the box is from a CSV file.
+    name: The name of the object in the XML annotation, normally the identifier
+      of an ImageNet class (synset), such as n01440764. Empty if the box is from
+      a CSV file.
   """
 
   top: float
@@ -40,10 +41,10 @@ class Boxes(NamedTuple):
   """The bounding boxes of a data set.
 
   Attributes:
-    by_image: Maps the name of an image, without extension, to its boxes.
-    num_empty: Number of boxes that were left out, because nothing of the image
-      is in them: their edges are equal or in the wrong order, perhaps only
-      after the box was cut to the image.
+    by_image: Maps the file name of an image, without directory and extension,
+      to its boxes. Images without boxes are not in the map.
+    num_empty: Number of boxes that were left out because they have no area
+      inside the image.
   """
 
   by_image: dict[str, list[Box]]
@@ -54,12 +55,13 @@ def read(path: str) -> Boxes:
   """Reads the bounding boxes of many images.
 
   Args:
-    path: A directory of annotations, at any depth; each file is named like its
-      image, and ends in `.xml`. Or a CSV file of the TF1 script
-      `process_bounding_boxes`, with the lines `image,xmin,ymin,xmax,ymax`.
+    path: One of two: a directory of XML annotations, at any depth, each named
+      like its image but with the extension `.xml`; or a CSV file with the lines
+      `image,xmin,ymin,xmax,ymax`, as the TF1 script `process_bounding_boxes`
+      writes it.
 
   Returns:
-    The boxes. There is at least one.
+    The boxes of all images, one or more.
 
   Raises:
     DataError: If a file cannot be read or is invalid, or there are no boxes.
@@ -81,17 +83,18 @@ def read(path: str) -> Boxes:
 
 
 def parse_annotation(content: bytes, path: str) -> tuple[list[Box], int]:
-  """Parses the annotation of an image: XML of Pascal VOC's form.
+  """Parses the XML annotation of one image, in the format of Pascal VOC.
 
   Args:
     content: The bytes of the file.
-    path: Its path, for errors.
+    path: The path of the file, for error messages.
 
   Returns:
-    The boxes, cut to the image, and the number of empty ones left out.
+    The boxes, each cut off at the edges of the image; and the number of boxes
+    that were left out because they have no area inside the image.
 
   Raises:
-    DataError: If it is not an annotation.
+    DataError: If the content is not such an annotation.
   """
   if len(content) > MAX_ANNOTATION_BYTES:
     raise DataError(
@@ -173,10 +176,13 @@ def _read_csv(path: str) -> Boxes:
 
 
 def _parse_line(line: str) -> tuple[str, Box]:
-  """Parses a line of a CSV file with boxes.
+  """Parses one line of a CSV file: the path of an image and a box.
+
+  Returns:
+    The file name of the image, without directory and extension; and the box.
 
   Raises:
-    ValueError: If it has another form, or an edge is not in [0, 1].
+    ValueError: If the line has another form, or an edge is not in [0, 1].
   """
   path, *edges = line.split(",")
   image = os.path.splitext(os.path.basename(path))[0]

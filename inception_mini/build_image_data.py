@@ -4,9 +4,9 @@ r"""Makes TFRecord files (shards) from folders of labeled JPEG or PNG files.
     --validation_directory=photos/test --output_directory=/tmp/photos \
     --train_shards=8 --validation_shards=2
 
-Each directory of images has one sub-folder per label. If the program is started
-again after an interruption, it continues where it was interrupted. Files that
-cannot be read are reported and left out.
+Each directory of images has one sub-folder per label. If the program is
+interrupted, the same command continues where it stopped. Files that cannot be
+read are reported and left out.
 """
 
 import os
@@ -50,21 +50,25 @@ def build(
   num_threads: int | None = None,
   labels_file: str | None = None,
 ) -> dict:
-  """Makes TFRecord files of folders of images, and a file with the labels.
+  """Makes TFRecord files (shards) of labeled images, and a list of labels.
 
-  A shard is one of the TFRecord files of a subset.
+  Each subset, `train` or `validation`, has its own images and its own shards.
 
   Args:
-    output_directory: Directory for the shards and the file with the labels.
-    directories: Maps each subset (`train`, `validation`) to its directory,
-      which has a sub-folder per label.
+    output_directory: Directory for the shards, and for a text file with the
+      labels.
+    directories: Maps each subset to its directory of images, which has one
+      sub-folder per label.
     num_shards: Maps each subset to its number of shards.
-    num_threads: Number of shards written at a time; None is one per core.
-    labels_file: Path of a file with the ordered labels. None takes the names of
-      the sub-folders of the first directory, in alphabetical order.
+    num_threads: Number of shards written at the same time; None is one per
+      core.
+    labels_file: Path of a file that lists the labels to use, one per line, in
+      order. None: the labels are the names of the sub-folders of the first
+      directory, in alphabetical order.
 
   Returns:
-    Maps each subset to the numbers of examples, files and shards.
+    Maps each subset to a `shards.Summary`: how many examples and shards there
+    are, and how many files were left out.
 
   Raises:
     ValueError: If a number is out of range.
@@ -106,21 +110,26 @@ def write(
   num_threads: int | None = None,
   as_jpeg: bool = False,
 ) -> dict:
-  """Makes TFRecord files of images, and a file with the labels.
+  """Makes TFRecord files (shards) of labeled images, and a list of labels.
 
-  Tells the user what it does.
+  Prints its progress and a summary. A subset is `train` or `validation`.
 
   Args:
-    output_directory: Directory for the shards and the file with the labels.
+    output_directory: Directory for the shards, and for a text file with the
+      labels.
     directories: Maps each subset to the directory of its images.
-    found: Maps each subset to its images.
-    labels: The labels; the first has number 1.
+    found: Maps each subset to its images, as `image_folders.find` or
+      `imagenet.label` returned them.
+    labels: The names of all labels, in order. The first has number 1.
     num_shards: Maps each subset to its number of shards.
-    num_threads: Number of shards written at a time; None is one per core.
-    as_jpeg: Whether to convert PNG and CMYK images; see `shards.encode`.
+    num_threads: Number of shards written at the same time; None is one per
+      core.
+    as_jpeg: Whether to convert PNG and CMYK images to RGB JPEG; see
+      `shards.encode`.
 
   Returns:
-    Maps each subset to the numbers of examples, files and shards.
+    Maps each subset to a `shards.Summary`: how many examples and shards there
+    are, and how many files were left out.
 
   Raises:
     ValueError: If a number is out of range.
@@ -164,10 +173,10 @@ def write(
 
 
 class _Progress:
-  """Shows the progress of writing shards (TFRecord files) to the user.
+  """Shows the progress of writing one subset's shards (TFRecord files).
 
-  On a terminal, shows a bar; otherwise prints a line per finished shard. Also
-  reports files that were left out.
+  On a terminal, shows a progress bar. Otherwise prints a line per finished
+  shard. In both cases prints a line for each image file that is left out.
   """
 
   def __init__(self, subset: str, num_files: int):
@@ -187,17 +196,17 @@ class _Progress:
     self._bar.close()
 
   def move(self, number: int) -> None:
-    """Moves the progress bar on by `number` images that were processed."""
+    """Advances the progress bar, if there is one, by `number` images."""
     if not self._bar.disable:
       with self._bar.get_lock():
         self._bar.update(number)
 
   def tell_skipped(self, path: str, reason: str) -> None:
-    """Reports an image file that was left out, and the reason."""
+    """Prints the path of an image file that was left out, and the reason."""
     self._write(f"skipped {path}: {reason}", sys.stderr)
 
   def tell_shard(self, name: str, num_examples: int) -> None:
-    """Reports a finished shard (TFRecord file), unless there is a bar."""
+    """Prints a line about a finished shard, unless there is a progress bar."""
     if self._bar.disable:
       self._write(f"{name}: {num_examples} images", sys.stdout)
 
@@ -219,16 +228,18 @@ def _check_shards(subset: str, num_shards: int, num_files: int) -> None:
 def _write_labels(directory: str, name: str, labels: list[str]) -> None:
   """Writes the file that lists the labels, one per line.
 
-  If the directory holds shards (TFRecord files) already, checks the existing
-  file instead.
+  If the directory holds shards (TFRecord files) and such a file already, writes
+  nothing, but checks that the file lists the same labels.
 
   Args:
-    directory: The output directory.
+    directory: The output directory, which is made if needed.
     name: The name of the file.
     labels: The labels, in order.
 
   Raises:
-    shards.BuildError: If the directory holds shards of other labels.
+    records.DataError: If the existing file is invalid.
+    shards.BuildError: If the directory holds shards, and the existing file
+      lists other labels.
   """
   from inception_mini import records
   from inception_mini import shards
@@ -243,7 +254,7 @@ def _write_labels(directory: str, name: str, labels: list[str]) -> None:
       )
     return
   if os.path.exists(path):
-    print(f"replaced {path}, which belonged to no shards", flush=True)
+    print(f"replaced {path}: there were no shards with its labels", flush=True)
   with open(f"{path}.tmp", "w", encoding="utf-8") as file:
     file.write("\n".join(labels) + "\n")
   os.replace(f"{path}.tmp", path)
@@ -252,8 +263,8 @@ def _write_labels(directory: str, name: str, labels: list[str]) -> None:
 def _tell_ignored(subset: str, ignored: list[str]) -> None:
   if ignored:
     print(
-      f"{subset}: left out {len(ignored)} paths that are no JPEG or PNG file "
-      f"of a label, such as {ignored[0]}",
+      f"{subset}: left out {len(ignored)} paths that are not JPEG or PNG files "
+      f"with a label, such as {ignored[0]}",
       file=sys.stderr,
       flush=True,
     )
@@ -262,17 +273,22 @@ def _tell_ignored(subset: str, ignored: list[str]) -> None:
 def _tell_summary(subset: str, summary, num_labels: int) -> None:
   print(
     f"{subset}: {summary.num_examples} images of {num_labels} labels in "
-    f"{summary.num_kept + summary.num_written} shards ({summary.num_kept} kept,"
-    f" {summary.num_written} written), {summary.num_skipped} files skipped",
+    f"{summary.num_kept + summary.num_written} shards ({summary.num_kept} of an"
+    f" earlier build, {summary.num_written} written now); unreadable files left"
+    f" out: {summary.num_skipped}",
     flush=True,
   )
 
 
 def directories_of_flags() -> dict[str, str]:
-  """Returns the directory of images of each subset that the flags give one.
+  """Reads from the flags which directory of images each subset has.
+
+  Returns:
+    Maps `train` and `validation` to their directories. A subset without a flag
+    is left out.
 
   Raises:
-    ValueError: If there is none, or no output directory.
+    ValueError: If no subset has a directory, or there is no output directory.
   """
   given = {
     "train": FLAGS.train_directory,
@@ -288,7 +304,11 @@ def directories_of_flags() -> dict[str, str]:
 
 
 def num_shards_of_flags() -> dict[str, int]:
-  """Returns the number of shards (files) that the flags give each subset."""
+  """Reads from the flags how many shards (TFRecord files) each subset gets.
+
+  Returns:
+    Maps `train` and `validation` to their numbers of shards.
+  """
   return {"train": FLAGS.train_shards, "validation": FLAGS.validation_shards}
 
 
@@ -303,10 +323,13 @@ def _build_from_flags() -> None:
 
 
 def run(build_from_flags: Callable[[], None]) -> None:
-  """Runs a program that builds TFRecords, with errors of one line.
+  """Runs a program that builds TFRecords, and ends the process on errors.
+
+  An expected error, such as an unreadable directory, is printed as one line
+  without a traceback.
 
   Args:
-    build_from_flags: Does what the flags say.
+    build_from_flags: Builds the TFRecords as the flags say.
   """
   with processes.importing_tensorflow():
     import tensorflow as tf

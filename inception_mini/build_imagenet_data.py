@@ -7,10 +7,11 @@ r"""Makes TFRecord files (shards) of ImageNet (ILSVRC 2012), with its boxes.
     --imagenet_metadata_file=metadata.txt --bounding_box_file=annotations \
     --output_directory=/data/imagenet
 
-The images may also be in directories: those for training in a sub-directory per
-synset (class), those for validation likewise or all in one. If the program is
-started again after an interruption, it continues where it was interrupted.
-Files that cannot be read are reported and left out.
+A synset is a class of ImageNet, with an identifier such as n01440764. The
+images may also be in directories: training images in one sub-directory per
+synset, and validation images likewise or all in one directory. If the program
+is interrupted, the same command continues where it stopped. Files that cannot
+be read are reported and left out.
 
 The program replaces the TF1 scripts `build_imagenet_data`,
 `process_bounding_boxes` and `preprocess_imagenet_validation_data`.
@@ -29,7 +30,10 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-  """Defines the command-line flags of this program, most of them TF1's."""
+  """Defines the command-line flags of this program.
+
+  Most have the names of the flags of the TF1 script `build_imagenet_data`.
+  """
   flags.DEFINE_string(
     "train_directory",
     None,
@@ -82,31 +86,37 @@ def build(
   metadata_file: str | None = None,
   bounding_box_file: str | None = None,
 ) -> dict:
-  """Makes TFRecord files of ImageNet, and a file with the synsets.
+  """Makes TFRecord files (shards) of ImageNet, and a file with the synsets.
 
   Args:
     output_directory: Directory for the shards and the file with the synsets.
     directories: Maps each subset (`train`, `validation`) to the directory or
       tar file with its images; see `imagenet.scan`.
     num_shards: Maps each subset to its number of shards.
-    num_threads: Number of shards written at a time; None is one per core.
-    labels_file: Path of a file with the ordered synsets, one per line; images
-      of others are left out. None takes the synsets of the first directory, in
-      alphabetical order, which is that of ImageNet.
+    num_threads: Number of shards written at the same time; None is one per
+      core.
+    labels_file: Path of a file that lists the synsets to use, one per line, in
+      order. Images of other synsets are left out. None: the synsets are those
+      of the images in the first element of `directories`, in alphabetical
+      order, which is the usual order of ImageNet.
     validation_labels_file: Path of a file with the synset of each validation
-      image. None if validation images are in a directory per synset.
-    metadata_file: Path of a file with the names of synsets; None for none.
-    bounding_box_file: Path of the boxes: see `bounding_boxes.read`. None for
-      none.
+      image, one per line. None if the validation images are in one directory
+      per synset.
+    metadata_file: Path of a file with a readable name for each synset. None:
+      the name of a synset is its identifier.
+    bounding_box_file: Path of the bounding boxes, for `bounding_boxes.read`.
+      None: the examples have no boxes.
 
   Returns:
-    Maps each subset to the numbers of examples, files and shards.
+    Maps each subset to a `shards.Summary`: how many examples and shards there
+    are, and how many files were left out.
 
   Raises:
-    ValueError: If a number is out of range, or there are labels for the images
-      of a validation directory that is not given.
+    ValueError: If a number is out of range, or there is a
+      `validation_labels_file` but no directory for `validation`.
     image_folders.FolderError: If a directory or tar file cannot be used.
-    records.DataError: If another file cannot be used, or files do not fit.
+    records.DataError: If another input file cannot be used, or the input files
+      contradict each other.
     shards.BuildError: If the output directory cannot be used, or no image can
       be read.
     shards.Interrupted: On Ctrl-C.
@@ -163,15 +173,15 @@ def _tell_boxes(
   boxes: bounding_boxes.Boxes,
   found: dict[str, image_folders.Found],
 ) -> None:
-  """Tells the user how many bounding boxes are used.
+  """Prints how many bounding boxes are used, and why others are left out.
 
   Args:
-    path: Where the boxes are from.
-    boxes: All boxes.
-    found: The images of each subset, with their boxes.
+    path: The path that the boxes were read from, for the error message.
+    boxes: All boxes that were read.
+    found: Maps each subset to its images, with the boxes that they use.
 
   Raises:
-    bounding_boxes.DataError: If no image has boxes.
+    bounding_boxes.DataError: If no image has a box.
   """
   images = [f for files, _ in found.values() for f in files if f.boxes]
   used = sum(len(file.boxes) for file in images)
@@ -182,8 +192,9 @@ def _tell_boxes(
       "none of an image and its synset."
     )
   print(
-    f"boxes: {used} of {len(images)} images; left out: {boxes.num_empty} "
-    f"empty, {num_boxes - used} of other images or synsets",
+    f"boxes: {used} used, in {len(images)} images; left out: {boxes.num_empty} "
+    f"without area inside the image, {num_boxes - used} of other images or with"
+    " another synset than their image",
     flush=True,
   )
 

@@ -1,6 +1,7 @@
 """Defines the settings of an Inception training (`Config`), and constants.
 
-TensorFlow is not imported, so that a launcher can check its flags at once.
+This module does not import TensorFlow, so that a launcher can check its flags
+at once.
 """
 
 import dataclasses
@@ -51,8 +52,9 @@ _Count = TypeVar("_Count")
 class Config:
   """The settings of a training run, apart from the machines that run it.
 
-  The defaults are those of the TF1 program (`inception_distributed_train`,
-  `inception_model`, `image_processing`).
+  The help texts of the fields describe them. The defaults are those of the TF1
+  program (`inception_distributed_train`, `inception_model`,
+  `image_processing`).
 
   Raises:
     ValueError: If a setting is out of range.
@@ -163,6 +165,9 @@ def from_recipe(recipe: str, **given) -> Config:
     recipe: Key of `RECIPES`.
     **given: Fields of `Config` that override those of the recipe.
 
+  Returns:
+    The settings.
+
   Raises:
     ValueError: If the recipe is unknown or a setting is out of range.
   """
@@ -172,19 +177,28 @@ def from_recipe(recipe: str, **given) -> Config:
 def default_rate(
   recipe: str, options: run_options.Options, *, batch_size: int
 ) -> learning_rates.Default:
-  """Computes the learning rate for when none is given.
+  """Computes the learning rate to use if the user gives none.
 
-  It depends on the recipe (a named set of settings), the update rule and the
-  number of replicas.
+  The rate is that of the recipe (a named set of settings), divided by 1 + the
+  expected staleness of the gradients, in updates. The staleness depends on the
+  update rule and on the number of replicas. For `staleness_aware`, which itself
+  divides the rate by the staleness, the divisor is smaller.
 
   The rate does not depend on the batch size: RMSProp divides gradients by their
   own size, and with batches of half the recipe's size the same rate was best
-  (`README.md`).
+  (`README.md`). `batch_size` is only used to report the number of examples in a
+  gradient.
 
   Args:
     recipe: Key of `RECIPES`.
     options: How the training is run, with the update rule and the replicas.
     batch_size: Number of images in the batch of one tower, a copy of the model.
+
+  Returns:
+    The rate, in the field `rate`, and what it was computed from: the rate of
+    the recipe, the number of examples in a gradient, the expected staleness and
+    the kind of update. If there are several kinds of updates, the result is for
+    the one with the lowest rate.
   """
   return learning_rates.default(
     options,
@@ -200,21 +214,28 @@ def learning_rate(
 ) -> _Count:
   """Computes the learning rate at a point of the training.
 
-  The rate falls in steps. The examples of all replicas are counted, instead of
-  updates, so that the rate does not depend on the number of replicas. In the
-  TF1 program, dividing by `num_replicas_to_aggregate` served this purpose.
+  The rate falls in steps:
 
       rate = initial * factor ^ floor(examples_seen / (epochs * per_epoch))
 
   During the first `warmup_epochs`, this value is multiplied by a factor that
   rises linearly from 0 to 1.
 
+  The schedule counts the examples of all replicas, and not the updates, so that
+  it does not depend on the number of replicas. For this purpose, the TF1
+  program divided by `num_replicas_to_aggregate`.
+
   Args:
-    config: The settings, with `learning_rate`, `learning_rate_decay_factor`,
-      `num_epochs_per_decay` and `warmup_epochs`.
-    examples_seen: Number of examples in all updates so far: an int, or an
-      integer tensor, for which the result is a float64 tensor.
-    num_examples_per_epoch: Size of the training set.
+    config: The settings: `learning_rate` (`initial` above),
+      `learning_rate_decay_factor` (`factor`), `num_epochs_per_decay` (`epochs`)
+      and `warmup_epochs`.
+    examples_seen: Number of examples in all updates so far, an int or an
+      integer tensor.
+    num_examples_per_epoch: Size of the training set (`per_epoch` above).
+
+  Returns:
+    The learning rate: a float, or a float64 tensor if `examples_seen` is a
+    tensor.
   """
   warm, decay = (
     schedules.num_examples(epochs, num_examples_per_epoch)

@@ -6,9 +6,9 @@ This command runs a whole cluster on this machine:
     --cluster_spec=cluster_specs/local_2ps_3workers.json \
     --replicas_to_aggregate=2 --train_dir=/tmp/run
 
-It has a backup replica, as an update takes the gradients of the first 2 of 3
-replicas. If the cluster is on several machines, each task is started by the
-same command with --job_name and --task_index, or with TF_CONFIG in the
+Here one of the 3 replicas is a backup: an update uses the gradients of the 2
+replicas that are first. If the cluster is on several machines, start each task
+by the same command with --job_name and --task_index, or with TF_CONFIG in the
 environment.
 
 The program follows TF1's `inception_distributed_train`.

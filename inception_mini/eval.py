@@ -1,10 +1,10 @@
-"""Measures checkpoints of an Inception training with their moving averages.
+"""Measures the precision and recall of an Inception training's checkpoints.
 
   python -m inception_mini.eval --train_dir=/tmp/run [--run_once]
 
-Without `--run_once`, every new checkpoint is measured until training has ended.
-The moving averages are those of the weights and of batch normalization's means
-and variances.
+With `--run_once`, only the newest checkpoint is measured. Otherwise every new
+checkpoint is measured until the training has ended. The network uses the moving
+averages of its weights, and of the means and variances of batch normalization.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _K = 5
 
 
 class Result(NamedTuple):
-  """The results of measuring one checkpoint on images.
+  """The precision and recall of one checkpoint.
 
   Attributes:
     precision: The fraction of images whose label is the most likely class
@@ -53,30 +53,35 @@ def evaluate(
   interval_secs: float = 10.0,
   timeout_secs: float | None = None,
 ) -> Result | None:
-  """Measures the checkpoints of a training on images, in float32.
+  """Measures the precision and recall of a training's checkpoints, in float32.
 
-  The checkpoints are those in `config.train_dir`. For each, prints the
-  precision @ 1 (the share of images whose label is the most likely class) and
-  the recall @ 5 (whose label is among the five most likely), and writes them to
-  TensorBoard.
+  The checkpoints are those in `config.train_dir`. For each measured checkpoint,
+  prints the precision @ 1 (the fraction of images whose label is the most
+  likely class) and the recall @ 5 (the fraction whose label is among the five
+  most likely), and writes them to TensorBoard.
 
   Args:
     config: The settings of the training, with its directory, network and data
       set.
-    eval_dir: Directory of the TensorBoard summaries. None takes `eval` in the
-      run's directory, or `eval_train` for the subset `train`.
+    eval_dir: Directory of the TensorBoard summaries. None: `eval` in the train
+      directory, or `eval_train` if `subset` is `train`.
     subset: The images to measure on: `validation` or `train`.
-    run_once: Whether to measure the newest checkpoint only.
+    run_once: Whether to measure only the newest checkpoint. If False, measures
+      new checkpoints until the training has ended.
     batch_size: Number of images in a batch.
-    interval_secs: Seconds between measurements.
-    timeout_secs: The seconds to wait for a new checkpoint; None waits forever.
+    interval_secs: The least time, in seconds, between the starts of two
+      measurements. Not used with `run_once`.
+    timeout_secs: Returns after so many seconds without a new checkpoint. None:
+      waits until the training has ended. Not used with `run_once`.
 
   Returns:
-    The result of the last checkpoint; None if there was no checkpoint in time.
+    The result for the checkpoint that was measured last. Without `run_once`,
+    None if no checkpoint appeared before the time limit or the end of the
+    training.
 
   Raises:
-    checkpoints.CheckpointError: If there is no checkpoint, or it is of another
-      model.
+    checkpoints.CheckpointError: If a checkpoint is damaged or belongs to
+      another model. With `run_once`, also if there is no checkpoint.
     sources.DataError: If the data set cannot be read.
     ValueError: If a number is out of range.
   """
@@ -118,7 +123,7 @@ def evaluate(
 
 
 def _counter(model, source, config, subset, batch_size) -> Callable[[], Result]:
-  """Makes a function that measures a network on every image once.
+  """Makes a function that measures the network's precision and recall.
 
   Args:
     model: The network.
@@ -126,6 +131,10 @@ def _counter(model, source, config, subset, batch_size) -> Callable[[], Result]:
     config: The settings of the training.
     subset: `validation` or `train`.
     batch_size: The number of images in a batch.
+
+  Returns:
+    A function without arguments, which reads each image of the subset once and
+    returns the result for the model's present variables.
   """
   import tensorflow as tf
 

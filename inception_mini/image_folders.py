@@ -1,6 +1,6 @@
 """Finds labeled images in a directory with one sub-folder per label.
 
-The module does not import TensorFlow.
+This module does not import TensorFlow.
 """
 
 import errno
@@ -18,15 +18,18 @@ _SHUFFLE_SEED = 2016
 
 
 class FolderError(Exception):
-  """Raised if folders of images cannot be used; the message says why."""
+  """Raised if a directory or tar file of images cannot be used.
+
+  The message says why.
+  """
 
 
 class Part(NamedTuple):
-  """The part of a tar file that is an image file.
+  """Says where in a tar file an image file is.
 
   Attributes:
     archive: Path of the tar file.
-    start: Number of bytes in the tar file before the image file.
+    start: Position of the image file's first byte in the tar file, from 0 on.
     size: Number of bytes of the image file.
   """
 
@@ -39,17 +42,20 @@ class File(NamedTuple):
   """An image file with its label.
 
   Attributes:
-    path: Path of the file. In a tar file: the path that the image file would
-      have if tar files were directories.
-    label: Number of the label, from 1 on.
-    text: Name of the label. Unless the images are those of ImageNet, it is the
-      name of the sub-folder too.
-    state: Size in bytes, and time of the last modification in ns; None if the
-      file cannot be reached, as with a broken link.
-    part: Where the image file is if it is in a tar file, or else None.
-    synset: The identifier of the class in ImageNet; empty for other images.
-    boxes: Edges of objects: top, left, bottom, right, as shares of the image's
-      height or width. Further elements of a box are ignored.
+    path: Path of the file. If the file is in a tar file: its path as if the tar
+      file were a directory.
+    label: Number of the label, from 1 on; 0 if it has no label yet.
+    text: Name of the label: the name of the sub-folder or, for ImageNet, a
+      readable name of the class.
+    state: Size in bytes, and time of the last modification in nanoseconds since
+      1970. None if they cannot be read, as with a broken link.
+    part: Where the image file is in a tar file; None if it is not in a tar
+      file.
+    synset: The identifier of the class in ImageNet, such as n01440764; empty
+      for other images.
+    boxes: The bounding boxes of objects, each as top, left, bottom and right
+      edge in fractions of the image's height or width. Further elements of a
+      box are ignored.
   """
 
   path: str
@@ -64,7 +70,8 @@ class File(NamedTuple):
     """Returns the bytes of the image file.
 
     Raises:
-      OSError: If the file cannot be read, or the tar file ends too early.
+      OSError: If the file cannot be read, or the tar file ends before the end
+        of the image file.
     """
     if self.part is None:
       with open(self.path, "rb") as stream:
@@ -81,10 +88,10 @@ class Found(NamedTuple):
   """The image files that were found in a directory, and what was ignored.
 
   Attributes:
-    files: Files with the name of a JPEG or PNG file, in a shuffled order that
-      is always the same.
-    ignored: Paths of other files, and of sub-folders that are not named like a
-      label.
+    files: The labeled JPEG and PNG files, in a shuffled order that is the same
+      in every run.
+    ignored: Paths of files without a label or of another type, and of
+      sub-folders that are not named like a label.
   """
 
   files: list[File]
@@ -92,13 +99,13 @@ class Found(NamedTuple):
 
 
 def labels_of(directory: str) -> list[str]:
-  """Lists the labels, which are the names of a directory's sub-folders.
+  """Lists the labels: the names of the sub-folders, in alphabetical order.
 
-  Hidden sub-folders are left out. The order is alphabetical.
+  Hidden sub-folders are left out.
 
   Raises:
-    FolderError: If there are no labels, or a name cannot be a line of a text
-      file.
+    FolderError: If the directory cannot be read or has no sub-folders, or if a
+      name is not UTF-8, contains a line break, or begins or ends with a blank.
   """
   labels = sorted(
     entry.name
@@ -119,9 +126,10 @@ def labels_of(directory: str) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-  """Returns whether a file name is UTF-8.
+  """Returns whether the bytes of a file name are UTF-8.
 
-  In a name that is not, Python puts lone surrogates, which cannot be encoded.
+  If they are not, Python's string for the name contains lone surrogates, which
+  cannot be encoded.
   """
   try:
     name.encode()
@@ -131,10 +139,17 @@ def _is_text(name: str) -> bool:
 
 
 def check_labels(directory: str, labels: Sequence[str]) -> None:
-  """Checks that every sub-folder of a directory is named like a label.
+  """Checks that each sub-folder of a directory has the name of a label.
+
+  Hidden sub-folders are ignored.
+
+  Args:
+    directory: The directory.
+    labels: The names of the labels.
 
   Raises:
-    FolderError: If the name of a sub-folder is not one of the labels.
+    FolderError: If a sub-folder has another name, or the directory cannot be
+      read or has no sub-folders.
   """
   unknown = [label for label in labels_of(directory) if label not in labels]
   if unknown:
@@ -146,12 +161,13 @@ def check_labels(directory: str, labels: Sequence[str]) -> None:
 
 
 def find(directory: str, labels: Sequence[str]) -> Found:
-  """Finds the images in the sub-folders of a directory, one per label.
+  """Finds the labeled images in a directory, which has a sub-folder per label.
 
-  Images may be at any depth of a label's sub-folder.
+  Images may be at any depth of a label's sub-folder. Hidden files and folders
+  are left out.
 
   Args:
-    directory: The directory, with a sub-folder for each label.
+    directory: The directory.
     labels: The names of the labels; the first has number 1.
 
   Returns:
@@ -183,17 +199,17 @@ def find(directory: str, labels: Sequence[str]) -> Found:
 
 
 def shuffled(files: Sequence[File]) -> list[File]:
-  """Returns the files in a random order, which is always the same."""
+  """Returns the files in a shuffled order, which is the same in every run."""
   files = list(files)
   random.Random(_SHUFFLE_SEED).shuffle(files)
   return files
 
 
 def fingerprint(directory: str, files: Sequence[File]) -> str:
-  """Computes a digest by which a changed set of image files is recognized.
+  """Computes a digest that changes if the set of image files changes.
 
-  It includes the names, labels, sizes and modification times of the files, and
-  of ImageNet's files the synsets and the boxes.
+  It covers the order, names, labels, sizes and modification times of the files,
+  and for ImageNet the synsets (classes) and bounding boxes.
 
   Args:
     directory: The directory to which the names are relative.
@@ -213,7 +229,15 @@ def fingerprint(directory: str, files: Sequence[File]) -> str:
 
 
 def state(path: str) -> tuple[int, int] | None:
-  """Returns what `File.state` describes, for the file at a path."""
+  """Returns the size of a file in bytes, and when it was last modified.
+
+  Args:
+    path: The path of the file.
+
+  Returns:
+    The size, and the time in nanoseconds since 1970; None if they cannot be
+    read.
+  """
   try:
     status = os.stat(path)
   except OSError:
@@ -222,7 +246,7 @@ def state(path: str) -> tuple[int, int] | None:
 
 
 def scan(directory: str) -> list[os.DirEntry]:
-  """Lists the entries of a directory, in no order.
+  """Lists the entries of a directory, in no particular order.
 
   Raises:
     FolderError: If the directory cannot be read.

@@ -1,9 +1,9 @@
 """Decodes, distorts and crops images for the network.
 
-This follows `image_processing.py` of the TF1 program, but with stateless random
-ops: equal seeds give equal distortions on every machine. The way of resizing
-and the order of color distortions are random for each image; in the TF1
-program, they were fixed for each thread.
+This follows `image_processing.py` of the TF1 program. Random numbers are
+stateless: equal seeds give equal distortions on every machine. The resize
+method and the order of the color distortions are drawn for each image. In the
+TF1 program, each thread used the same ones for all its images.
 """
 
 import tensorflow as tf
@@ -50,19 +50,19 @@ def distort(
 ) -> tf.Tensor:
   """Distorts an image at random for training.
 
-  In this order, as in the TF1 program: the image is cropped so that the crop
-  covers at least a tenth of one of the boxes, resized in one of four ways,
-  mirrored with probability 1/2, and its colors are changed.
+  These are the steps, as in the TF1 program: crop the image so that the crop
+  covers at least a tenth of one of the boxes; resize the crop by one of four
+  methods; mirror it with probability 1/2; change its colors.
 
   Args:
     image: An image, uint8 `[height, width, 3]`.
-    boxes: Edges of N objects, float32 `[N, 4]`: top, left, bottom, right, as
-      shares of the image's height or width. With N = 0, the whole image counts
-      as a box.
+    boxes: The bounding boxes of N objects, float32 `[N, 4]`: top, left, bottom
+      and right edge in fractions of the image's height or width. With N = 0,
+      the whole image is taken as a box.
     seed: `[2]` integers, the seed of all random choices.
     image_size: Height and width of the result.
-    min_crop_area: Smallest area of the crop, as a share of the image's.
-    distort_color: Whether colors change.
+    min_crop_area: Smallest area of the crop, as a fraction of the image's area.
+    distort_color: Whether to change the colors.
 
   Returns:
     The distorted image, float32 `[image_size, image_size, 3]` in [-1, 1].
@@ -87,10 +87,10 @@ def distort(
 
 
 def distort_colors(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Changes brightness, saturation, hue and contrast, in one of two orders.
+  """Changes brightness, saturation, hue and contrast at random.
 
-  Brightness is changed first. Contrast is changed after saturation and hue, or
-  before them.
+  Brightness is changed first. Contrast is changed either last, or directly
+  after brightness.
 
   Args:
     image: An image, float32 `[height, width, 3]` in [0, 1].
@@ -122,14 +122,15 @@ def distort_colors(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 def center(
   image: tf.Tensor, *, image_size: int, central_fraction: float
 ) -> tf.Tensor:
-  """Cuts out the middle of an image and resizes it, for evaluation.
+  """Crops an image to its middle and resizes it, for evaluation.
 
   The interpolation is bilinear.
 
   Args:
     image: An image, uint8 `[height, width, 3]`.
     image_size: Height and width of the result.
-    central_fraction: Share of height and width that is cut out.
+    central_fraction: The fraction of the height, and of the width, that is
+      kept.
 
   Returns:
     An image, float32 `[image_size, image_size, 3]` in [-1, 1].
@@ -145,12 +146,14 @@ def _crop_window(image, boxes, seed, min_crop_area):
 
   Args:
     image: An image, `[height, width, 3]`.
-    boxes: Edges of objects, of one of which the crop must cover a tenth.
+    boxes: The bounding boxes of N objects, `[N, 4]`, as in `distort`. The crop
+      covers at least a tenth of one of them, or is the whole image if no such
+      crop was found.
     seed: `[2]` integers.
-    min_crop_area: Smallest area of the crop, as a share of the image's.
+    min_crop_area: Smallest area of the crop, as a fraction of the image's area.
 
   Returns:
-    The arguments `begin` and `size` of `tf.slice`.
+    The arguments `begin` and `size` of `tf.slice` for the crop.
   """
   begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
     tf.shape(image),

@@ -1,8 +1,8 @@
 """Finds the images of ImageNet with their labels, names and bounding boxes.
 
-ImageNet's *synsets* are its classes, with identifiers such as n01440764. The
-images may be in directories, or in the tar files that ImageNet distributes.
-Tar files are not unpacked: images are read where they are.
+A *synset* is a class of ImageNet, and has an identifier such as n01440764. The
+images may be in directories, or in the tar files that ImageNet distributes. Tar
+files are not unpacked: each image is read from its place in the tar file.
 """
 
 import os
@@ -23,17 +23,20 @@ _TAR = ".tar"
 
 
 def scan(path: str) -> list[image_folders.File]:
-  """Lists all files of a directory or tar file, with the synsets of most.
+  """Lists all files in a directory or tar file, with their synsets if known.
+
+  The synset (class) of a file is the name of the sub-directory that it is in.
+  In a tar file, it is the name of the inner tar file without `.tar`.
 
   Args:
     path: A directory or an uncompressed tar file.
 
   Returns:
-    The files. The synset is the name of the directory, or of the inner tar file
-    without `.tar`, that a file is in. It is empty for a file that is in none.
+    The files, without labels. The synset of a file is empty if the file is in
+    no sub-directory and in no inner tar file. Hidden files are left out.
 
   Raises:
-    image_folders.FolderError: If the directory or the file cannot be read.
+    image_folders.FolderError: If the directory or the tar file cannot be read.
   """
   if not os.path.isdir(path):
     return _scan_tar(path)
@@ -67,15 +70,16 @@ def _scan_tar(path: str) -> list[image_folders.File]:
 
 
 def _members(tar, archive, path, changed, start=0, synset=""):
-  """Lists the files in a tar file, and in the tar files in it.
+  """Yields the files in a tar file, and in the tar files that it contains.
 
   Args:
-    tar: The tar file, which is open.
+    tar: The open `tarfile.TarFile`.
     archive: The path of the outermost tar file.
-    path: The path of the tar file, as if tar files were directories.
-    changed: The time of the last modification of the outermost tar file, in ns.
-    start: The number of bytes in the outermost tar file before this one.
-    synset: The synset of the files.
+    path: The path of `tar`, as if tar files were directories.
+    changed: When the outermost tar file was last modified, in nanoseconds since
+      1970.
+    start: Position of this tar file's first byte in the outermost tar file.
+    synset: The synset (class) of the files, or "" in the outermost tar file.
   """
   for member in tar:
     name = os.path.basename(member.name)
@@ -112,16 +116,17 @@ def with_synsets(
   """Gives ImageNet's validation images the synsets that a text file lists.
 
   Args:
-    files: Files that are in no directory of a synset. The images are named
+    files: Files without synsets (classes). The images are named
       `ILSVRC2012_val_00000001.JPEG` and so on.
-    labels_path: A file with one synset per line, in the order of the images.
+    labels_path: A file with one synset per line. Line k is the synset of image
+      number k.
 
   Returns:
-    The images. Other files keep their synset, which is empty.
+    All files. The images have their synsets, and other files are unchanged.
 
   Raises:
-    DataError: If the file cannot be read, a line is no synset, or there is not
-      exactly one image for each line.
+    DataError: If the text file cannot be read, a line is not a synset, there is
+      not exactly one image for each line, or an image has a synset already.
   """
   synsets = []
   for number, line in enumerate(_lines(labels_path), start=1):
@@ -155,11 +160,13 @@ def with_synsets(
 
 
 def read_synsets(path: str) -> list[str]:
-  """Reads the ordered synsets, one per line; the first has label 1.
+  """Reads a list of synsets (classes) from a text file, one per line.
+
+  The order matters: the first synset has label 1.
 
   Raises:
-    DataError: If the file cannot be read, a line is no synset, or one is there
-      twice.
+    DataError: If the file cannot be read, a line is not a synset, or a synset
+      is there twice.
   """
   synsets = records.read_labels(path)
   for synset in synsets:
@@ -168,14 +175,16 @@ def read_synsets(path: str) -> list[str]:
 
 
 def synsets_of(files: Sequence[image_folders.File], path: str) -> list[str]:
-  """Returns the synsets of files in alphabetical order, as ImageNet has them.
+  """Returns the distinct synsets (classes) of files, in alphabetical order.
+
+  This is the usual order of ImageNet.
 
   Args:
     files: Some files.
-    path: Where they are, for errors.
+    path: The directory or tar file that has the files, for error messages.
 
   Raises:
-    DataError: If there are no synsets, or a file is in a directory that is not
+    DataError: If no file has a synset, or a file is in a directory that is not
       named like a synset.
   """
   synsets = sorted({file.synset for file in files if file.synset})
@@ -192,12 +201,12 @@ def synsets_of(files: Sequence[image_folders.File], path: str) -> list[str]:
 def check_complete(
   files: Sequence[image_folders.File], synsets: Sequence[str], path: str
 ) -> None:
-  """Checks that each synset has training images.
+  """Checks that each synset (class) has training images.
 
   Args:
     files: The training files.
     synsets: The synsets.
-    path: Where the files are, for the error.
+    path: The directory or tar file that has the files, for the error message.
 
   Raises:
     DataError: If a synset has no files.
@@ -214,15 +223,17 @@ def check_complete(
 def check_known(
   files: Sequence[image_folders.File], synsets: Sequence[str], path: str
 ) -> None:
-  """Checks that files are of no other synsets than the training set's.
+  """Checks that files belong to no other synsets (classes) than given ones.
+
+  Files without a synset are ignored.
 
   Args:
     files: The files.
-    synsets: The synsets of the training set.
-    path: Where the files are, for the error.
+    synsets: The allowed synsets.
+    path: The directory or tar file that has the files, for the error message.
 
   Raises:
-    DataError: If a file is of another synset.
+    DataError: If a file has another synset.
   """
   known = {"", *synsets}
   for file in files:
@@ -235,17 +246,18 @@ def check_known(
 
 
 def read_names(path: str, synsets: Sequence[str]) -> dict[str, str]:
-  """Reads what synsets are called.
+  """Reads the readable names of synsets (classes) from a text file.
 
   Args:
     path: A file of lines such as `n01440764<tab>tench, Tinca tinca`.
-    synsets: Synsets that must be in the file, beside others.
+    synsets: Synsets that must be in the file. It may have others, too.
 
   Returns:
-    Maps synsets to their names.
+    Maps each synset in the file to its name.
 
   Raises:
-    DataError: If the file cannot be read, or a synset has no name in it.
+    DataError: If the file cannot be read, or one of `synsets` has no name in
+      it.
   """
   names = {}
   for line in _lines(path):
@@ -269,22 +281,24 @@ def label(
   *,
   path: str,
 ) -> image_folders.Found:
-  """Gives images their labels, names and bounding boxes.
+  """Gives images their labels, readable names and bounding boxes.
 
-  A box with the name of another synset than the image's is left out, as in the
-  TF1 script. Names that are no synsets are not compared: the annotations of
-  some images have a name in English.
+  Like the TF1 script, leaves out a box if its name is another synset (class)
+  than that of the image. A box whose name is not a synset is kept: some
+  annotations have an English name instead.
 
   Args:
     files: The files, with their synsets.
-    synsets: The synsets to use, in order; the first has label 1.
-    names: Maps synsets to their names. A synset that is not there is its name.
-    boxes: Maps names of images, without extension, to their boxes.
-    path: Where the files are, for the error.
+    synsets: The synsets to use, in order. The first has label 1.
+    names: Maps synsets to their readable names. For a synset that is missing,
+      the identifier is used as the name.
+    boxes: Maps file names of images, without directory and extension, to their
+      boxes.
+    path: The directory or tar file that has the files, for the error message.
 
   Returns:
-    The images, in a shuffled order that is always the same, and the paths of
-    other files and of images of other synsets.
+    The images of the synsets, in a shuffled order that is the same in every
+    run; and the paths of all other files.
 
   Raises:
     DataError: If there are no images of the synsets.

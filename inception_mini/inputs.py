@@ -1,10 +1,10 @@
 """Makes batches of images for training and evaluation.
 
-Large data sets are in several files, each read from beginning to end by as few
-workers as possible. Examples are shuffled and skipped before they are decoded.
-A dataset captures only file names and numbers, so its function may run on a
-remote worker. AutoGraph is not needed and is turned off, since it would make
-the start slow.
+The examples of a data set are in several files, the shards. A raw example is a
+stored image that is not decoded yet. Examples are shuffled and skipped as raw
+examples. The dataset functions capture only file names and numbers, so they may
+run on a remote worker. They turn AutoGraph off, which they do not need and
+which would slow down the start.
 """
 
 import tensorflow as tf
@@ -36,42 +36,42 @@ def train_dataset(
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
-  In every epoch, the shards (files) of the data set are distributed among the n
-  workers anew, equally many to each. The shards that are left over (all of
-  them, if there are fewer shards than workers) are read by every worker, and
-  each worker uses every n-th example of them. So
+  In every epoch, the shards (files) of the data set are distributed anew among
+  the n workers, the same number to each. If shards are left over, every worker
+  reads them and uses every n-th example of them. So all shards are shared if
+  there are fewer shards than workers. This has these consequences:
 
-  *   every example is in one worker's stream once per epoch; a worker's epochs
-      follow each other without a gap, and a batch may reach into the next;
-  *   an example is distorted in an epoch in the same way, whichever worker
-      reads it.
+  * In every epoch, each example is used by one worker. A worker's epochs follow
+    each other without a gap, so a batch may contain examples of two epochs.
+  * The distortion of an example depends on the epoch, but not on the worker.
 
-  Examples are drawn from a buffer of `settings.shuffle_examples` examples, as
-  in the TF1 program. Which examples share a batch depends on the number of
-  workers.
+  Each worker draws examples at random from a buffer of
+  `settings.shuffle_examples` raw examples, as in the TF1 program. Which
+  examples share a batch depends on the number of workers.
 
   Args:
     source: The data, which is read when the dataset is iterated.
     settings: The settings, with image size, distortions, seed and buffer size.
-    batch_size: Number of images in a batch of this worker; None takes that of
-      the settings.
+    batch_size: Number of images in a batch of this worker. None:
+      `settings.batch_size`.
     num_shards: Number n of workers.
-    shard_index: Index of this worker, from 0 on; may be a scalar tensor, as in
-      the dataset function of an in-graph worker.
-    start_example: Number of examples that all workers have drawn so far, for a
-      run that resumes from a checkpoint. Examples that are skipped inside an
-      epoch are read but not decoded.
+    shard_index: Index of this worker, from 0 on. It may be a scalar tensor, as
+      in the dataset function of an in-graph worker.
+    start_example: Number of examples that all workers together have used so
+      far, for a run that resumes from a checkpoint. Skipped examples of the
+      current epoch are read, but not decoded.
     with_seeds: Whether to return random integers with each image, as seeds for
       dropout.
-    parallel_images: Number of images decoded and distorted at a time.
+    parallel_images: Number of images decoded and distorted at the same time.
 
   Returns:
     A dataset of float32 images `[batch, size, size, 3]` in [-1, 1] and int64
-    labels `[batch]`; if `with_seeds`, also int32 seeds `[batch, 2]`.
+    labels `[batch]`; if `with_seeds`, also int32 seeds `[batch, 2]`. Its
+    iterator raises `tf.errors.InvalidArgumentError` at a label that is out of
+    range.
 
   Raises:
-    ValueError: If an argument is out of range. If a label is out of range, the
-      iterator raises `tf.errors.InvalidArgumentError`.
+    ValueError: If an argument is out of range.
   """
   batch_size = settings.batch_size if batch_size is None else batch_size
   fields.require("batch_size", batch_size, batch_size >= 1, "positive")
@@ -138,7 +138,8 @@ def eval_batches(
 
   Args:
     source: The data, which is read when the dataset is iterated.
-    settings: The settings, with image size and the share of the image to use.
+    settings: The settings, with the image size and with the fraction of the
+      height and width to use.
     batch_size: Number of images in a batch; the last batch may be smaller.
     subset: `validation`, or `train` to measure on the training set.
 
@@ -182,12 +183,14 @@ def eval_batches(
 
 
 class _Deal:
-  """Decides which examples of which shards a worker uses in each epoch.
+  """Decides which examples of which shards one worker uses in each epoch.
 
-  A shard is one of the files of the data set.
+  A shard is one of the files of the data set. The decision depends only on the
+  seed, the epoch, the worker and the number of workers.
 
   Attributes:
-    distortion_seed: Seed of the distortions of images, `[2]`.
+    distortion_seed: Seed of the distortions of images, `[2]`. It is the same
+      for all workers.
   """
 
   def __init__(self, lengths, *, num_workers, worker, seed):
@@ -201,17 +204,17 @@ class _Deal:
   def parts(self, epoch):
     """Chooses the shards (files), or parts of them, that the worker uses.
 
-    A shard is used by one worker, or every worker uses every n-th example of
-    it, where n is the number of workers.
+    With n workers, a shard is used either by one worker, or by all workers,
+    each of which uses every n-th example of it.
 
     Args:
       epoch: The index of the epoch.
 
     Returns:
       Four int64 tensors with an element per shard that the worker uses: the
-      index of the shard; the index of the first example to use in it; the
-      distance between two examples to use; and the index of the shard's first
-      example in the whole data set.
+      index of the shard; the index, within the shard, of the first example to
+      use; the step from one example to the next, 1 or n; and the index, within
+      the whole data set, of the shard's first example.
     """
     n, total = self._num_workers, len(self._lengths)
     whole = total // n * n
@@ -232,30 +235,26 @@ class _Deal:
     return shards, tf.concat([mine, shared], 0), strides, numbers
 
   def num_examples(self, epoch):
-    """Computes the number of examples that the worker uses in an epoch.
+    """Computes how many examples the worker uses in an epoch, an int64 scalar.
 
     Args:
       epoch: The index of the epoch.
-
-    Returns:
-      An int64 scalar.
     """
     shards, first, strides, _ = self.parts(epoch)
     lengths = tf.gather(tf.constant(self._lengths, tf.int64), shards)
     return tf.reduce_sum((lengths - first + strides - 1) // strides)
 
   def epochs(self, start):
-    """Makes a dataset of the epochs that a worker goes through.
+    """Makes an endless dataset of the worker's epochs, for a run that resumes.
 
-    It begins with the epoch that has the worker's example number `start`.
-    Earlier epochs are skipped without reading.
+    The epochs that the worker has finished are left out.
 
     Args:
       start: The number of examples that the worker has used before.
 
     Returns:
-      A dataset of (index of the epoch, number of the worker's examples to skip
-      in this epoch).
+      A dataset of (index of the epoch, number of examples to skip in this
+      epoch). The second number is 0 in all epochs but the first.
     """
 
     def pass_over(left, epoch):
@@ -275,7 +274,7 @@ class _Deal:
 
 
 def _raw_examples(source, deal, start, buffer_size):
-  """Makes the endless stream of a worker's examples, not yet decoded.
+  """Makes the endless stream of a worker's shuffled training examples.
 
   Args:
     source: The data.
@@ -284,8 +283,8 @@ def _raw_examples(source, deal, start, buffer_size):
     buffer_size: The number of examples in the shuffle buffer.
 
   Returns:
-    A dataset of (epoch, index of the example in the data set, raw example). A
-    raw example is a tuple that `source.decode` decodes.
+    A dataset of (epoch, index of the example in the whole data set, raw
+    example). A raw example is a tuple of arguments for `source.decode`.
   """
 
   def epoch_of_examples(epoch, skipped):
@@ -314,9 +313,9 @@ def _part_of_shard(source, subset, shard, first, stride, number):
     source: The data.
     subset: `train` or `validation`.
     shard: The index of the shard, one of the files of the data set.
-    first: The index of the first example to use in the shard.
-    stride: The distance between two examples to use.
-    number: The index of the shard's first example in the whole data set.
+    first: The index, within the shard, of the first example to use.
+    stride: The step from one example to the next.
+    number: The index, within the whole data set, of the shard's first example.
 
   Returns:
     A dataset of (index of the example in the whole data set, raw example...).
@@ -329,14 +328,13 @@ def _part_of_shard(source, subset, shard, first, stride, number):
 
 
 def _checked(label, num_classes):
-  """Returns a label, after a check that it is in [0, num_classes).
+  """Returns a label that raises an error at run time if it is out of range.
 
-  A label out of this range raises an error when it is computed; the loss would
-  not report it.
+  Without this check, the loss would not report such a label.
 
   Args:
     label: The label, an integer scalar.
-    num_classes: The number of classes; None if unknown, for no check.
+    num_classes: Labels must be in [0, num_classes). None: no check.
   """
   if num_classes is None:
     return label

@@ -1,6 +1,7 @@
 """Builds an Inception v3 of any size, and computes its loss.
 
-The loss is a function of the values of the parameters, plain tensors.
+The loss is a function of tensors with the values of the parameters, and does
+not read the variables of the model.
 """
 
 from collections.abc import Mapping
@@ -47,22 +48,27 @@ def build(
 
   `blocks.stem_of` describes how the stem, the first layers, depends on the
   image size. With depth d, there are 3 d, 4 d and 2 d blocks of the three
-  kinds, rounded, but at least one of each kind. These are the last blocks of
-  each kind in the original; if there are more, its very last block is repeated.
-  Initial kernels have a normal distribution, truncated at two standard
-  deviations. The standard deviation is 0.1; but 0.01 for the logits and for the
-  last convolution of the auxiliary head, and 0.001 for the logits of that head,
-  as in the TF1 program.
+  kinds, rounded, but at least one of each kind. If these are fewer than in the
+  original, they are the last ones of each kind. If there are more, the last
+  block is repeated.
+
+  The initial kernels have a normal distribution, truncated at two standard
+  deviations. As in the TF1 program, the standard deviation is 0.01 for the
+  logits and for the last convolution of the auxiliary head, 0.001 for the
+  logits of the auxiliary head, and 0.1 for all others.
 
   Args:
     num_classes: Number of logits.
     image_size: Height and width of the images, 32 to 299.
-    width: Factor of all numbers of channels, which become multiples of 8.
-    depth: Factor of the number of blocks.
-    dropout: Share of features dropped before the logits; 0 for no dropout.
+    width: The factor by which all numbers of channels are multiplied. They are
+      rounded to multiples of 8.
+    depth: The factor by which the numbers of blocks are multiplied.
+    dropout: Fraction of the features that are dropped before the logits; 0 for
+      no dropout.
     batch_norm_decay: Decay of the moving means and variances.
-    is_synchronized: Whether a batch is normalized by the mean and variance over
-      all replicas of the `tf.distribute` strategy that the model is called in.
+    is_synchronized: Whether batch normalization uses the mean and variance of
+      the batches of all replicas of the `tf.distribute` strategy, instead of
+      those of each replica's own batch.
     has_auxiliary: Whether there is an auxiliary head, a second classifier
       behind the middle blocks, which helps training.
     compute_dtype: `float32`, `bfloat16` or `float16`: the dtype to which the
@@ -118,16 +124,18 @@ def build(
 
 
 def num_classes(settings: config.Config, of_data: int | None) -> int:
-  """Returns the number of classes (logits) that a training needs.
+  """Returns the number of classes (logits) of the network to train.
+
+  It is `settings.num_classes` or, if that is None, the number of classes of the
+  data set.
 
   Args:
-    settings: The settings of the training. If `num_classes` is set there, it is
-      used.
+    settings: The settings of the training.
     of_data: Number of classes of the data set; None if unknown.
 
   Raises:
-    ValueError: If the number of classes is unknown, or smaller in the settings
-      than in the data set.
+    ValueError: If both numbers are unknown, or the number in the settings is
+      smaller than that of the data set.
   """
   chosen = settings.num_classes or of_data
   if chosen is None or chosen < (of_data or 0):
@@ -148,8 +156,9 @@ def of_config(
     classes_of_data: Number of classes of the data set; None if unknown.
 
   Raises:
-    ValueError: If the number of classes is unknown, or smaller in the settings
-      than in the data set.
+    ValueError: If neither the settings nor the data set give a number of
+      classes, or the number in the settings is smaller than that of the data
+      set.
   """
   return build(
     num_classes(settings, classes_of_data),
@@ -169,20 +178,20 @@ def is_statistic(path: str) -> bool:
   """Returns whether a variable is a moving mean or variance.
 
   Args:
-    path: The path of the variable in the network.
+    path: The Keras path of the variable, `variable.path`.
   """
   return path.rpartition("/")[2] in _STATISTICS
 
 
 def is_head(path: str) -> bool:
-  """Returns whether a variable is initialized anew when fine-tuning.
+  """Returns whether fine-tuning initializes a variable anew.
 
-  These are the variables of the logits and of the auxiliary head (the second
-  classifier), as in TF-Slim's recipes for fine-tuning. The kernels of the
-  auxiliary head also depend on the size of the images.
+  True for the variables of the logits and of the auxiliary head (the second
+  classifier), as in TF-Slim's recipes for fine-tuning. The shape of the
+  auxiliary head's kernels also depends on the size of the images.
 
   Args:
-    path: The path of the variable in the network.
+    path: The Keras path of the variable, `variable.path`.
   """
   layer = path.partition("/")[0]
   return layer == LOGITS or layer.startswith(_AUXILIARY)
@@ -194,7 +203,7 @@ def loss(
   *,
   label_smoothing: float = _DEFAULTS.label_smoothing,
 ) -> tf.Tensor:
-  """Computes the mean cross-entropy with smoothed labels, in float32.
+  """Computes the mean cross-entropy with smoothed labels.
 
   The target for the class of the label is 1 - s + s / classes, and for every
   other class s / classes (Szegedy et al. 2015, section 7).
@@ -203,7 +212,10 @@ def loss(
     logits: The network's outputs, `[batch, classes]`, of any floating point
       type.
     labels: The true classes, `[batch]` integers in [0, classes).
-    label_smoothing: Share s of the target that all classes divide equally.
+    label_smoothing: The s above, in [0, 1).
+
+  Returns:
+    A float32 scalar, the mean over the batch.
   """
   logits = tf.cast(logits, tf.float32)
   targets = tf.one_hot(
@@ -225,9 +237,12 @@ def weight_decay(
   """Computes the weight decay: factor * 1/2 * sum of squares of all kernels.
 
   Args:
-    parameters: Values of variables by path. Only those whose path ends in
-      `/kernel` decay.
+    parameters: Maps the paths of variables to their values. Only variables
+      whose path ends in `/kernel` are used.
     factor: The factor of the sum.
+
+  Returns:
+    A scalar.
   """
   return factor * tf.add_n(
     [
@@ -252,28 +267,28 @@ def total_loss(
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
   """Computes the loss of a batch, with weight decay, for given parameters.
 
-  The network and the weight decay use the very same tensors, so parameters that
-  live on another machine are fetched once.
+  The network and the weight decay use the same tensors. So parameters on
+  another machine are fetched once.
 
   Args:
     model: A network made by `build`. Its own trainable weights are not read.
-    parameters: The values of all trainable variables by `variable.path`; watch
-      these to take gradients. Values of non-trainable variables may be
-      included; otherwise the model's own values are used.
+    parameters: Maps `variable.path` of all trainable variables to tensors with
+      their values; watch these to take gradients. Values of non-trainable
+      variables may be included; otherwise the model's own values are used.
     images: Images in [-1, 1], `[batch, size, size, 3]`.
     labels: The true classes, `[batch]` integers.
     training: The argument `training` of the layers.
-    dropout_seed: `[2]` integers, the seed of dropout. None takes the state of
-      the dropout layer in the model, which changes only if the caller assigns
-      the returned value to it.
-    label_smoothing: Share of the target that all classes divide equally.
+    dropout_seed: `[2]` integers, the seed of dropout. None: the seed is the
+      state of the model's dropout layer. This state changes only if the caller
+      assigns the returned value to it.
+    label_smoothing: The fraction of the target that all classes share equally.
     auxiliary_weight: Factor of the loss of the auxiliary head (the second
       classifier), if the network has one.
     decay_factor: Factor of the weight decay.
 
   Returns:
-    The scalar loss, and the new values of the non-trainable variables by path:
-    the moving means and variances, and the state of dropout.
+    The scalar loss; and a map from the paths of the non-trainable variables to
+    their new values: the moving means and variances, and the state of dropout.
   """
   states = model.non_trainable_variables
 
@@ -314,12 +329,12 @@ def _last(originals: tuple, depth: float) -> tuple:
   """Chooses the blocks of one kind for a network of a given depth.
 
   Args:
-    originals: The settings of the blocks of this kind in the original network.
-    depth: Factor of the number of blocks.
+    originals: The settings of each block of this kind in the original network.
+    depth: The factor by which the number of blocks is multiplied.
 
   Returns:
-    The settings of the last blocks, at least one; the very last is repeated if
-    the network has more blocks than the original.
+    The settings of each block of the new network, at least one: the last of
+    `originals`, or all of them and then copies of the last one.
   """
   number = max(1, int(len(originals) * depth + 0.5))
   return (

@@ -1,10 +1,10 @@
 """Reads and writes TFRecords of labeled images, in the TF1 program's format.
 
 A shard is one of the files of a data set, with a name such as
-`train-00000-of-00128`. It holds `tf.train.Example`s with the feature keys of
-the TF1 program (`build_imagenet_data`, `image_processing`), so ImageNet files
-made for that program can be used. Labels start at 1; 0 is reserved for a
-background class.
+`train-00000-of-00128`. Each record of it is a `tf.train.Example` with the
+feature keys of the TF1 program (`build_imagenet_data`, `image_processing`), so
+ImageNet files made for that program can be used. Labels start at 1; 0 is
+reserved for a background class.
 """
 
 import os
@@ -55,8 +55,8 @@ class Stored(NamedTuple):
   Attributes:
     encoded: The bytes of a JPEG or PNG file, a scalar string.
     label: The label, an int64 scalar.
-    boxes: Edges of N objects, float32 `[N, 4]`: top, left, bottom, right, as
-      shares of the image's height or width.
+    boxes: The bounding boxes of N objects, float32 `[N, 4]`: top, left, bottom
+      and right edge in fractions of the image's height or width.
   """
 
   encoded: tf.Tensor
@@ -65,12 +65,12 @@ class Stored(NamedTuple):
 
 
 def shard_name(subset: str, index: int, num_shards: int) -> str:
-  """Returns the name of one of the files of a data set.
+  """Returns the file name of a shard, one of the files of a data set.
 
   Args:
     subset: `train` or `validation`.
-    index: The index of the file, from 0 on.
-    num_shards: The number of files.
+    index: The index of the shard, from 0 on.
+    num_shards: The number of shards of the subset.
   """
   return f"{subset}-{index:05d}-of-{num_shards:05d}"
 
@@ -113,9 +113,15 @@ def find_shards(data_dir: str, subset: str) -> list[str]:
 
 
 def count_records(path: str) -> int:
-  """Counts the records of a TFRecord file, and checks what the first one is.
+  """Counts the records of a TFRecord file, and checks the first one.
 
-  It does not read the data of the other records.
+  It reads the lengths of all records, but only the contents of the first.
+
+  Args:
+    path: The path of the file.
+
+  Returns:
+    The number of records.
 
   Raises:
     DataError: If the file cannot be read or ends inside a record, or if its
@@ -146,15 +152,16 @@ def count_records(path: str) -> int:
 
 
 def _check_example(file: BinaryIO, length: int, path: str) -> None:
-  """Checks that the first record of a file is an example of an image.
+  """Checks that the first record of a file is an example of a labeled image.
 
   Args:
-    file: The file, at its ninth byte.
-    length: The number of bytes of the record, as the file says.
+    file: The open file. Its position changes.
+    length: The number of bytes of the record's data, as the file says. If the
+      file is shorter, nothing is checked.
     path: The path of the file.
 
   Raises:
-    DataError: If that is not so.
+    DataError: If the record is something else.
   """
   if length > os.path.getsize(path):
     return  # The caller finds that the file ends inside the record.
@@ -213,8 +220,9 @@ def serialize(
     label: Number of the label, from 1 on.
     text: Name of the label.
     filename: Name of the image file, without directory.
-    boxes: Edges of objects: top, left, bottom, right, as shares of the image's
-      height or width. Further elements of a box are ignored.
+    boxes: The bounding boxes of objects, each as top, left, bottom and right
+      edge in fractions of the image's height or width. Further elements of a
+      box are ignored.
     synset: The identifier of the class in ImageNet; empty for other images.
   """
 
@@ -248,13 +256,14 @@ def serialize(
 
 
 def parse(serialized: tf.Tensor | bytes) -> Stored:
-  """Reads the features that training uses from a record.
+  """Parses a record, and returns the features that training uses.
 
   Args:
     serialized: The record, a scalar string with a `tf.train.Example`.
 
   Raises:
-    tf.errors.InvalidArgumentError: If it is not, or has no image or label.
+    tf.errors.InvalidArgumentError: If it is not a `tf.train.Example`, or has no
+      image or no label.
   """
   features = {
     ENCODED: tf.io.FixedLenFeature([], tf.string),

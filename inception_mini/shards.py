@@ -1,9 +1,10 @@
 """Writes TFRecord files (shards) in parallel, so that none is incomplete.
 
-A shard is written under a temporary name and renamed when it is finished. So a
-shard under its final name is complete, and an interrupted build continues where
-it was. A file beside the shards of a subset records from which image files they
-are made. A build from other image files is refused.
+A subset (`train` or `validation`) has several shards. A shard is written under
+a temporary name and renamed when it is finished. So a shard with its final name
+is complete, and the next build writes only the shards that are missing. A file
+beside the shards of a subset records from which image files they are made. If
+the image files have changed, the next build is refused.
 """
 
 import concurrent.futures
@@ -39,20 +40,21 @@ class BuildError(Exception):
 
 
 class Interrupted(Exception):
-  """Raised if writing shards was interrupted; finished shards remain."""
+  """Raised if writing shards was interrupted by Ctrl-C.
+
+  Finished shards remain, and the next build continues from there.
+  """
 
 
 class Summary(NamedTuple):
-  """The numbers of examples, files and shards after a subset was written.
-
-  A shard is one of the TFRecord files of a subset.
+  """The result of writing the shards (TFRecord files) of one subset.
 
   Attributes:
-    num_examples: Number of examples in all shards.
-    num_skipped: Number of image files that could not be read, in this build or
-      an earlier one.
-    num_kept: Number of shards that existed already.
-    num_written: Number of shards written in this build.
+    num_examples: Number of examples in all shards of the subset.
+    num_skipped: Number of image files that were left out as unreadable, in this
+      build or an earlier one.
+    num_kept: Number of shards that an earlier build had written.
+    num_written: Number of shards that this build has written.
   """
 
   num_examples: int
@@ -79,22 +81,22 @@ def write(
   Args:
     subset: `train` or `validation`.
     directory: Directory for the shards, which is made if needed.
-    files: The image files, in the order in which they are divided among the
-      shards.
+    files: The image files. Each shard gets consecutive ones.
     fingerprint: A digest of `files`, by which a changed set of files is
       recognized.
     num_shards: Number of shards of the subset.
-    num_threads: Number of shards written at a time.
-    as_jpeg: Whether to turn all images into RGB or gray JPEG; see `encode`.
-    on_image: Called, from any thread, with the number of images that were
-      processed since the last call.
-    on_skip: Called, from any thread, with the path of a file that was left out,
-      and the reason.
+    num_threads: Number of shards written at the same time.
+    as_jpeg: Whether to convert PNG and CMYK images to RGB JPEG; see `encode`.
+    on_image: Called, from any thread, with the number of files that were
+      processed since the last call. Files of shards that exist already count,
+      too.
+    on_skip: Called, from any thread, with the path of an image file that was
+      left out, and the reason.
     on_shard: Called, from any thread, with the name of a finished shard and its
       number of examples.
 
   Returns:
-    The numbers of examples, files and shards.
+    How many examples and shards there are, and how many files were left out.
 
   Raises:
     BuildError: If the directory holds shards of other files, or another build
@@ -145,16 +147,19 @@ def encode(file: image_folders.File, *, as_jpeg: bool = False) -> bytes:
 
   Args:
     file: The image file.
-    as_jpeg: Whether to convert PNG, and JPEG with the four channels of CMYK, to
-      RGB JPEG of quality 100, as the TF1 script for ImageNet does.
+    as_jpeg: Whether to convert PNG images, and JPEG images with the four
+      channels of CMYK, to RGB JPEG of quality 100, as the TF1 script for
+      ImageNet does.
 
   Returns:
     A serialized `tf.train.Example`.
 
   Raises:
-    ValueError: If the file is not an image that can be decoded, or reading it
-      is not permitted; the message is the reason.
-    OSError: If a file that was there when files were listed cannot be read now.
+    ValueError: If the file is to be left out: it is not an image that can be
+      decoded, reading it is not permitted, or it did not exist when the files
+      were listed. The message is the reason.
+    OSError: If the file existed when the files were listed, but cannot be read
+      now.
   """
   try:
     encoded = file.read()
@@ -194,15 +199,20 @@ def _write_shard(path, files, as_jpeg, stop, on_image, on_skip) -> int:
   """Writes one shard (TFRecord file).
 
   Args:
-    path: The path of the shard, which it gets when it is complete.
+    path: The final path of the shard. Until the shard is complete, it has a
+      temporary name.
     files: The image files.
-    as_jpeg: Whether to turn PNG and CMYK images into RGB JPEG.
-    stop: An event that interrupts the writing.
-    on_image: Called after each image, with the number 1.
-    on_skip: Called with the path of a file that is left out, and the reason.
+    as_jpeg: Whether to convert PNG and CMYK images to RGB JPEG.
+    stop: A `threading.Event`. If it is set, the writing stops.
+    on_image: Called after each image file, with the number 1.
+    on_skip: Called with the path of an image file that is left out, and the
+      reason.
 
   Returns:
     The number of examples in the shard.
+
+  Raises:
+    Interrupted: If `stop` was set.
   """
   temporary = _TEMPORARY.format(path=path)
   count = 0
@@ -228,13 +238,14 @@ def _write_shard(path, files, as_jpeg, stop, on_image, on_skip) -> int:
 def _in_threads(function, jobs, num_threads, stop) -> None:
   """Calls a function with each job, in several threads.
 
-  An error in a job, or Ctrl-C, ends all jobs.
+  If a job raises an error, no further job begins, and the error is raised here.
+  The same happens on Ctrl-C. Jobs that are running see that `stop` is set.
 
   Args:
     function: Called with one job.
     jobs: The jobs.
     num_threads: The number of threads.
-    stop: An event that is set when the jobs must end.
+    stop: A `threading.Event`, which is set when running jobs must stop.
 
   Raises:
     Interrupted: On Ctrl-C.
@@ -252,9 +263,9 @@ def _in_threads(function, jobs, num_threads, stop) -> None:
 
 
 def _claim(subset, directory, fingerprint, num_shards, num_files) -> None:
-  """Checks that existing shards (TFRecord files) belong to this build.
+  """Checks that existing shards (TFRecord files) are from the same image files.
 
-  Then records from which image files the shards are made, in a file.
+  Then writes a file that records which image files the shards are made from.
 
   Args:
     subset: `train` or `validation`.
@@ -264,8 +275,8 @@ def _claim(subset, directory, fingerprint, num_shards, num_files) -> None:
     num_files: Number of image files.
 
   Raises:
-    BuildError: If existing shards are of another build, or the recorded file is
-      damaged.
+    BuildError: If there are shards of other image files or of another number of
+      shards, or the file with the record is damaged.
   """
   path = os.path.join(directory, _PLAN.format(subset=subset))
   plan = dict(
@@ -307,10 +318,10 @@ def _remove_unfinished(subset: str, directory: str) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-  """Returns a context in which no other build may write to a directory.
+  """Returns a context in which no other build can write to a directory.
 
-  Builds lock a file in the directory. The lock ends with the context, and at
-  the latest with the process.
+  Each build holds a lock on a file in the directory. The operating system
+  releases the lock if the process dies.
 
   Args:
     directory: The directory to which shards are written.

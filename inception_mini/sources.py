@@ -1,4 +1,7 @@
-"""Finds labeled images: TFRecords, TensorFlow Datasets or synthetic images."""
+"""Finds data sets: TFRecords, TensorFlow Datasets or synthetic images.
+
+The examples of a data set are in several files, the shards.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -29,8 +32,9 @@ class Example(NamedTuple):
   Attributes:
     image: The image, uint8 `[height, width, 3]`.
     label: The label, an int64 scalar.
-    boxes: Edges of N objects, float32 `[N, 4]`: top, left, bottom, right, as
-      shares of the image's height or width.
+    boxes: The bounding boxes of N objects, float32 `[N, 4]`: top, left, bottom
+      and right edge in fractions of the image's height or width. N is 0 if the
+      data set has no boxes.
   """
 
   image: tf.Tensor
@@ -42,19 +46,18 @@ class Example(NamedTuple):
 class Source:
   """A data set of labeled images, for training and for validation.
 
-  The images are in shards (files), and are read when needed. A raw example is a
-  stored image that is not decoded yet.
+  The examples are in several files, the shards, and are read when needed. A raw
+  example is a stored image that is not decoded yet. `read` and `decode` use
+  TensorFlow ops only, so the machine that runs the graph reads the files.
 
   Attributes:
     name: Name of the data set, as passed to `find`.
     num_classes: Number of classes, including a background class if there is
       one. Labels are in [0, num_classes). None if the files do not say.
-    lengths: Maps each subset (`train`, `validation`) to the numbers of examples
-      in its shards.
+    lengths: Maps each subset (`train`, `validation`) to a tuple with the number
+      of examples in each of its shards.
     read: Maps a subset and the index of a shard (int64 scalar) to a
-      `tf.data.Dataset` of raw examples, always in the same order. `read` and
-      `decode` use TensorFlow ops only, so that the machine that runs the graph
-      does the reading.
+      `tf.data.Dataset` of raw examples, always in the same order.
     decode: Maps the components of a raw example to an `Example`.
   """
 
@@ -66,12 +69,12 @@ class Source:
 
   @property
   def num_train(self) -> int:
-    """Number of training examples, in all shards (files) of the data set."""
+    """Number of training examples, in all shards (files) together."""
     return sum(self.lengths[records.TRAIN])
 
   @property
   def num_validation(self) -> int:
-    """Number of validation examples, in all shards (files) of the data set."""
+    """Number of validation examples, in all shards (files) together."""
     return sum(self.lengths[records.VALIDATION])
 
 
@@ -85,12 +88,13 @@ def find(
   """Finds a data set of labeled images by its name, and checks it.
 
   Args:
-    dataset: `records`, `synthetic`, or a TensorFlow data set with features
-      `image` and `label`. Of a TensorFlow data set, the split `validation` or,
-      if there is none, `test` is used for validation.
-    data_dir: Directory of the data, which `records` needs. None is the default
+    dataset: `records` (TFRecords in `data_dir`), `synthetic`, or the name of a
+      data set of TensorFlow Datasets that has the features `image` and `label`.
+      Validation uses the split `validation` of the latter, or `test` if there
+      is no such split.
+    data_dir: Directory of the data; required for `records`. None: the default
       directory of TensorFlow Datasets.
-    subsets: The subsets that must exist.
+    subsets: The subsets (`train`, `validation`) that must exist.
     download: Whether TensorFlow Datasets may download a missing data set.
 
   Returns:
@@ -189,10 +193,10 @@ def _reader(
 
 
 def _unreadable(path: tf.Tensor) -> tf.Tensor:
-  """Makes a tensor whose computation fails with an error that names a file.
+  """Returns a scalar that raises an error with a path when it is evaluated.
 
-  It follows the records of a file, and is computed only if the file has fewer
-  records than expected.
+  It is put behind the records of a file in a dataset, and evaluated only if the
+  file has fewer records than expected.
 
   Args:
     path: The path of the file, a scalar string.
@@ -253,10 +257,11 @@ def _num_classes(name: str, info) -> int:
 
   Args:
     name: The name of the data set.
-    info: Its description by TensorFlow Datasets.
+    info: The `DatasetInfo` of TensorFlow Datasets.
 
   Raises:
-    DataError: If it has no images or no classes as labels.
+    DataError: If the data set has no feature `image` with images, or no feature
+      `label` with classes.
   """
   features = dict(info.features.items())
   image, label = features.get("image"), features.get("label")

@@ -1,9 +1,10 @@
 """Generates a small synthetic data set that a network can learn.
 
-The ten classes are five textures, in red or in cyan. The classes survive the
-distortions of training: small crops, mirroring, other proportions, and hue
-moved by a fifth of the circle. Noise and random brightness keep single pixels
-from revealing the class. There is no background class: labels start at 0.
+There are ten classes: each of five textures in red and in cyan. The distortions
+of training do not change the class: crops, mirroring, other proportions, and
+hue shifts by up to a fifth of the color circle. Noise and random brightness
+prevent a network from recognizing the class by a single pixel. There is no
+background class: labels start at 0.
 """
 
 import math
@@ -21,10 +22,11 @@ _RED = (36.0, -18.0, -18.0)
 
 
 def read(subset: str, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  """Generates one shard (part of the data), with the same images every time.
+  """Generates the images and labels of one shard, a part of the data set.
 
-  All shards are drawn from one distribution with different seeds. In each
-  shard, the numbers of examples of two classes differ by at most 1.
+  Each call with the same arguments gives the same images. All shards are drawn
+  from one distribution with different seeds. In each shard, the numbers of
+  examples of two classes differ by at most 1.
 
   Args:
     subset: `train` or `validation`.
@@ -47,14 +49,17 @@ def read(subset: str, shard: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _texture(kind: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Returns a random texture for each image, `[N, 40, 40]` in [-1, 1].
+  """Generates a random texture for each of N images.
 
-  The five kinds of textures are horizontal, vertical and diagonal stripes,
-  checks, and no texture. Periods are 4 to 8 pixels.
+  The five kinds are horizontal, vertical and diagonal stripes, checks, and no
+  texture. Periods are 4 to 8 pixels.
 
   Args:
     kind: The kind of texture of each image, integers `[N]` in [0, 4].
     seed: `[2]` integers, the seed of phases and periods.
+
+  Returns:
+    The textures, `[N, 40, 40]` in [-1, 1].
   """
   size = tf.shape(kind)[0]
   draws = tf.random.stateless_uniform([4, size, 1, 1], seed)

@@ -3,8 +3,8 @@ r"""Trains an Inception on one machine, on one device or on several.
   python -m inception_mini.train --recipe=mini --dataset=synthetic \
     --train_dir=/tmp/run [--num_gpus=N | --cluster_spec=FILE]
 
-With several devices, each has a copy of the network, a tower, which computes
-the gradients of a part of each batch.
+With several devices, each has a tower: a copy of the network that computes the
+gradients of its own batch.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ def train(
   spec: cluster.ClusterSpec | None = None,
   **options: object,
 ) -> run_options.Outcome:
-  """Trains an Inception on one machine, in this process.
+  """Trains an Inception in this process, on this machine.
 
-  It serves notebooks and tests.
+  For use in notebooks and tests.
 
   Args:
     config: The settings of the training.

@@ -1,6 +1,6 @@
 """Defines the flags for the settings of an Inception training.
 
-All training programs of the package have these flags.
+All training programs of this package have these flags.
 """
 
 import dataclasses
@@ -17,10 +17,7 @@ _HAVE_DEFAULTS = {"train_dir", "seed", "recipe"}
 
 
 def define() -> None:
-  """Defines the flags for what is trained: data, network and optimizer.
-
-  All training programs of the package have these flags.
-  """
+  """Defines the flags for what is trained: data, network and optimizer."""
   group = config_lib.GROUP
   names = {field.name for field in dataclasses.fields(config_lib.Config)}
   fields.define_flags(config_lib.Config, [group], unset=names - _HAVE_DEFAULTS)
@@ -30,7 +27,9 @@ def define() -> None:
 
 
 def config(options: run_options.Options) -> config_lib.Config:
-  """Makes the settings of a training (a `Config`) from the flags.
+  """Makes a `Config`, the settings of a training, from the flags.
+
+  If no learning rate is given, it is `config.default_rate`.
 
   Args:
     options: How the training is run (devices, replicas, update rule).
@@ -54,10 +53,10 @@ def config(options: run_options.Options) -> config_lib.Config:
 
 
 def _check_synchronized(options: run_options.Options) -> None:
-  """Checks that batch normalization can be synchronized over devices.
+  """Checks that batch normalization can be synchronized over towers.
 
-  Each copy of the model must be on one device, and all copies of a replica in
-  the process that traces the computation.
+  A tower is a copy of the model. Each tower must be on one device, and all
+  towers of a replica must belong to the process that traces the computation.
 
   Raises:
     ValueError: If that is not so.

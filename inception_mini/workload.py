@@ -1,4 +1,4 @@
-"""Makes what the Inception programs train: network, data, optimizer."""
+"""Makes what the Inception programs train: network, data and optimizer."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from tf_replicas.programs import update_options
 def train(
   config: config_lib.Config, options: run_options.Options
 ) -> run_options.Outcome:
-  """Trains an Inception network in this process, as `options` say.
+  """Trains an Inception network in this process.
 
   Args:
     config: The settings of what to train.
@@ -23,6 +23,9 @@ def train(
 
   Returns:
     The global step reached, and the loss of the last update.
+
+  Raises:
+    Exception: Any exception of `make` or `task_runner.train`.
   """
   from tf_replicas.programs import task_runner
 
@@ -103,15 +106,16 @@ def make(
 def _check_pretrained(pretrained: str, options: run_options.Options) -> None:
   """Checks that the checkpoint to fine-tune exists.
 
-  Only the task that reads the checkpoint does so, as the other tasks may be on
-  machines that do not see it.
+  Only the chief, which reads the checkpoint, checks it: other tasks may be on
+  machines that do not have the file. Nothing is checked if the training resumes
+  from a checkpoint of its own.
 
   Args:
     pretrained: Path of the checkpoint, or of a directory of checkpoints.
     options: How the training is run.
 
   Raises:
-    checkpoints.CheckpointError: If there is none.
+    checkpoints.CheckpointError: If there is no such checkpoint.
   """
   from tf_replicas.session import checkpoints
   from tf_replicas.session import warm_start
@@ -173,11 +177,12 @@ def _loss_fn(config: config_lib.Config, model, statistics):
   Args:
     config: The settings of the training.
     model: The network.
-    statistics: The moving means and variances of the network.
+    statistics: The variables with the moving means and variances.
 
   Returns:
-    A function of the parameters and a batch, which returns the loss and the new
-    values of `statistics`.
+    A function of (parameters, images, labels, seeds). `parameters` is a list of
+    the values of the model's trainable variables and then of `statistics`. The
+    function returns the loss and a list of new values of `statistics`.
   """
   import tensorflow as tf
 
@@ -221,9 +226,10 @@ def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
 
 
 def _start_from(pretrained: str, store) -> None:
-  """Restores variables from a checkpoint to fine-tune, and prints their names.
+  """Starts a fine-tuning: restores variables from a checkpoint.
 
-  The variables of the heads (classifiers) are initialized anew.
+  The variables of the heads (classifiers) keep their initial values. Prints the
+  names of all variables.
 
   Args:
     pretrained: Path of the checkpoint, or of a directory of checkpoints.
@@ -233,7 +239,7 @@ def _start_from(pretrained: str, store) -> None:
   from tf_replicas.session import warm_start
 
   done = warm_start.transfer(pretrained, store, model_lib.is_head)
-  print(f"fine-tuning {done.path}: restored", flush=True)
+  print(f"fine-tuning starts from {done.path}; restored:", flush=True)
   for path in done.restored:
     print(f"  {path}", flush=True)
-  print(f"initialized anew: {', '.join(done.fresh)}", flush=True)
+  print(f"initialized anew, not restored: {', '.join(done.fresh)}", flush=True)

@@ -150,10 +150,12 @@ def test_fine_tunes_to_another_number_of_classes(trained, tmp_path):
   )
   outcome, output = calls.train(train.train, settings)
   assert outcome.global_step == 1 and outcome.loss > 0
-  assert f"fine-tuning {train_dir}/model.ckpt-3: restored" in output
+  assert f"starts from {train_dir}/model.ckpt-3; restored:\n" in output
   assert re.search(r"^  conv0_conv/kernel$", output, re.MULTILINE)
   assert re.search(r"^  conv0_norm/moving_mean$", output, re.MULTILINE)
-  assert re.search(r"^initialized anew: .*\blogits/kernel", output, re.M)
+  assert re.search(
+    r"^initialized anew, not restored: .*\blogits/kernel", output, re.M
+  )
   before, after = _newest(train_dir), _newest(str(tmp_path))
   np.testing.assert_allclose(
     after["variables/conv0_conv/kernel"],

@@ -406,8 +406,8 @@ class TestCommand:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == (
-      "train: 21 images of 3 labels in 2 shards (0 kept, 2 written), "
-      "1 files skipped"
+      "train: 21 images of 3 labels in 2 shards (0 of an earlier build, "
+      "2 written now); unreadable files left out: 1"
     )
     assert result.stderr.splitlines() == [
       f"skipped {photos}/cat/bad.jpg: neither JPEG nor PNG"

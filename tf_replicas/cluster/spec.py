@@ -1,6 +1,8 @@
 """Defines the cluster spec: the tasks, their addresses and their devices.
 
-A cluster spec is a JSON document with up to four sections:
+A cluster is a set of tasks (processes). A job is a set of tasks with the same
+role: `ps` (parameter servers), `worker`, `chief`. A cluster spec is a JSON
+document with up to four sections:
 
     {
       "cluster":   {"ps": ["localhost:0"], "worker": ["localhost:0"]},
@@ -32,7 +34,7 @@ ClusterError = validation.ClusterError
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Task:
-  """Names one process of the cluster: the task `index` of the job `job`."""
+  """One process of the cluster: the task number `index` of the job `job`."""
 
   job: str
   index: int
@@ -46,10 +48,11 @@ class VariablesSpec:
   """Says where the variables of the model live: the section `variables`.
 
   Attributes:
-    on: "ps" (on the parameter servers), "mirrored" (every replica has a copy of
-      its own, and all copies stay equal), "cpu" (one copy in the CPU memory of
-      the process, beside the towers, which are the copies of the model on its
-      devices), or "gpu" (one copy on the GPU of the process's first tower).
+    on: "ps": on the parameter servers. "mirrored": each device that trains has
+      a copy of every variable, and all copies stay equal. "cpu" or "gpu", for
+      one process: there is one copy of each variable, in CPU memory or on the
+      process's first GPU, for all towers (copies of the model, one on each of
+      its devices).
     placement: How variables are distributed over several parameter servers:
       "round_robin", "greedy" (by bytes) or "partitioned" (large variables are
       split into shards).
@@ -70,9 +73,9 @@ class ClusterSpec:
   """Describes a cluster: a checked spec, which `load` and `parse` return.
 
   Attributes:
-    jobs: Maps each job to a map from task index to "host:port". It never has an
-      evaluator, which runs no server. It is empty if the spec describes one
-      process.
+    jobs: Maps each job to a map from task index to "host:port". Evaluators are
+      not in the map, as they run no server. It is empty if the spec describes
+      one process.
     devices: Maps "job" or "job:index" to the numbers of the GPUs that the tasks
       may use; see `gpus`.
     variables: Where the variables live.
@@ -80,9 +83,9 @@ class ClusterSpec:
       tower (a copy of the model on its devices).
     allow_public_addresses: Whether addresses in public networks are accepted;
       see `exposure.check_private`.
-    max_workers: The number of workers that may train at the same time, for a
-      training that workers may join which the spec does not list; see `admit`.
-      0: no others may join. It is not part of the document.
+    max_workers: The largest number of workers that may train at the same time,
+      if workers that the spec does not list may join the training; 0 if none
+      may join. It is not part of the document; `admit` sets it.
     source: What error messages call the document: a file name, "TF_CONFIG", or
       "" if it has no name.
   """
@@ -106,8 +109,9 @@ class ClusterSpec:
   def chief(self) -> Task:
     """Task that initializes variables, and writes checkpoints and summaries.
 
-    In a sparse spec, where a task sees only itself and the ps tasks, the chief
-    may be a worker 0 that `tasks` does not list.
+    It is the task `chief` if there is one, else worker 0. A spec may list only
+    this process and the ps tasks; then worker 0 may be the chief although
+    `tasks` does not list it.
     """
     tasks = self.tasks()
     if "chief" in self.jobs:
@@ -119,7 +123,7 @@ class ClusterSpec:
     """Tasks that train in between-graph mode, the chief first if there is one.
 
     In this mode, every worker is a client that builds and runs its own graph.
-    Workers that may join are among them.
+    Workers that may join, but that the spec does not list, are included.
     """
     workers = sorted((*self.tasks("worker"), *self.joining))
     return (*self.tasks("chief"), *workers)
@@ -134,8 +138,8 @@ class ClusterSpec:
   def tasks(self, job: str | None = None) -> tuple[Task, ...]:
     """Returns the tasks of `job`, or of all jobs if `job` is None.
 
-    Jobs are in the order of the document, and tasks of a job in that of
-    indices.
+    Jobs are in the order of the document, and the tasks of a job are in
+    ascending order of index.
     """
     jobs = self.jobs or {"worker": {0: ""}}
     return tuple(
@@ -167,11 +171,12 @@ class ClusterSpec:
   def gpus(self, task: Task) -> tuple[int, ...] | None:
     """Returns the numbers of the GPUs that `task` may use.
 
-    The entry of a task overrides the entry of its job. A ps task uses a GPU
-    only if the spec says so, and then keeps its variables on it.
+    The entry of a task in `devices`, such as "worker:1", overrides the entry of
+    its job.
 
     Returns:
-      The numbers; None if the spec does not say which GPUs the task may use.
+      The numbers. If there is no entry: () for a ps task, which then uses no
+      GPU, and None for other tasks.
     """
     default = () if task.job == "ps" else None
     by_job = self.devices.get(task.job, default)
@@ -181,12 +186,12 @@ class ClusterSpec:
   def where(self) -> str:
     """Prefix of error messages about this spec, such as "spec.json: ".
 
-    It is empty if the source of the document is not known.
+    It is empty if the document has no name.
     """
     return f"{self.source}: " if self.source else ""
 
   def local_tasks(self) -> tuple[Task, ...]:
-    """Returns the tasks whose host is this machine, by `addresses.is_local`."""
+    """Returns the tasks on this machine, as `addresses.is_local` finds them."""
     if not self.is_distributed:
       return self.tasks()
     return tuple(
@@ -215,14 +220,19 @@ class ClusterSpec:
     return dataclasses.replace(self, jobs=jobs)
 
   def admit(self, max_workers: int | None) -> "ClusterSpec":
-    """Returns a copy for a training that other workers may join.
+    """Returns a copy of the spec that lets further workers join the training.
+
+    The workers that may join have the indices below `max_workers` that the spec
+    does not list.
 
     Args:
-      max_workers: The largest number of workers, the same in all tasks. None
-        returns the spec unchanged.
+      max_workers: The largest number of workers. All tasks must be given the
+        same number. None: no further workers may join, and this spec itself is
+        returned.
 
     Raises:
-      ClusterError: If the spec has no parameter servers, or lists more workers.
+      ClusterError: If the spec has no parameter servers, or lists more than
+        `max_workers` workers.
     """
     if max_workers is None:
       return self
@@ -242,10 +252,11 @@ class ClusterSpec:
     return dataclasses.replace(self, max_workers=max_workers)
 
   def with_joined(self, task: Task) -> "ClusterSpec":
-    """Returns a copy that lists `task`, which is this process, if it joins.
+    """Returns a copy of the spec that also lists `task`, if `task` is joining.
 
-    Its address is a free port of this machine, at the host by which parameter
-    servers can reach it.
+    `task` is the task of this process. If it is one of `joining`, the copy
+    lists it with a free port of this machine and with the host name by which
+    parameter servers can reach it. Otherwise this spec itself is returned.
 
     Args:
       task: The task of this process.
@@ -262,8 +273,8 @@ class ClusterSpec:
     """Returns the jobs in the form that `tf.train.ClusterSpec` takes.
 
     Returns:
-      A map from each job to the list of its addresses, or to a map from index
-      to address if the document names only some tasks of the job.
+      Maps each job to the list of its addresses. If the spec lists only some
+      tasks of a job, maps the job to a map from task index to address instead.
     """
     return {
       job: list(ts.values()) if list(ts) == [*range(len(ts))] else dict(ts)
@@ -313,7 +324,10 @@ def load(path: str | os.PathLike[str]) -> ClusterSpec:
 
   Args:
     path: The path of a file, or the name of a spec that the package contains,
-      such as `local_1ps_2workers`. If there is a file of this name, it is read.
+      such as `local_1ps_2workers`. If both exist, the file is read.
+
+  Returns:
+    The checked spec.
 
   Raises:
     ClusterError: If the file cannot be read or is not a valid cluster spec.
@@ -341,7 +355,10 @@ def loads(text: str, source: str = "") -> ClusterSpec:
 
   Args:
     text: The document.
-    source: Put in front of error messages, for instance a file name.
+    source: What error messages call the document, for instance a file name.
+
+  Returns:
+    The checked spec.
 
   Raises:
     ClusterError: If `text` is not a valid cluster spec.
@@ -354,7 +371,10 @@ def parse(document: Mapping[str, object], source: str = "") -> ClusterSpec:
 
   Args:
     document: A cluster spec, a map from job to addresses, or a TF_CONFIG.
-    source: Put in front of error messages, for instance a file name.
+    source: What error messages call the document, for instance a file name.
+
+  Returns:
+    The checked spec.
 
   Raises:
     ClusterError: If the document is not valid. The message names the place of
@@ -368,19 +388,20 @@ def from_tf_config(
 ) -> tuple[ClusterSpec, Task] | None:
   """Reads the cluster, and the task of this process, from TF_CONFIG.
 
-  An evaluator is a task but never part of the cluster. The job `master` is
-  renamed to `chief`. Keys that platforms add (`environment`, `rpc_layer`, ...)
-  are accepted.
+  The job `master` is renamed to `chief`. An evaluator may be the task of this
+  process, but is never part of the cluster. Keys that platforms add
+  (`environment`, `rpc_layer`, ...) are ignored.
 
   Args:
     environ: The environment variables.
 
   Returns:
-    The cluster and the task. None for a single process: if TF_CONFIG is unset
-    or empty, or has neither a cluster nor an evaluator.
+    The cluster and the task. None if TF_CONFIG is unset or empty, or describes
+    a single process: it has no cluster, and its task is not an evaluator.
 
   Raises:
-    ClusterError: If TF_CONFIG is not a valid document, or has no task.
+    ClusterError: If TF_CONFIG is not a valid document, or has a cluster but no
+      task.
   """
   source = "TF_CONFIG"
   text = environ.get(source, "").strip()
@@ -407,11 +428,11 @@ def task_from_flags(
     spec: The cluster.
     job_name: A job of the cluster, or "evaluator".
     task_index: The index of the task within the job. It may be None if the job
-      has only one task.
+      has only one task, or for an evaluator.
 
   Raises:
-    ClusterError: If there is no such task, or if one of several tasks has port
-      0, since other processes could not find that task.
+    ClusterError: If the cluster has no such task. Also if it has several tasks
+      and one of them has port 0: other processes could not find that task.
   """
   job = validation.canonical_job(job_name)
   if job == "evaluator":  # It stands in no spec.
@@ -441,9 +462,9 @@ def task_from_flags(
 def resolve_ports(spec: ClusterSpec) -> ClusterSpec:
   """Returns a copy of the spec with a free port in the place of each port 0.
 
-  The ports are free on this machine and distinct, and none is the port of
-  another local task. Another program may still take a port before the task of
-  this port binds it; see `check_port_free`.
+  The ports are free on this machine, and differ from each other and from the
+  ports of all other tasks on this machine. Another program may still take a
+  port before the task's server uses it; see `check_port_free`.
 
   Raises:
     ClusterError: If a task on another machine has port 0.
@@ -471,13 +492,15 @@ def resolve_ports(spec: ClusterSpec) -> ClusterSpec:
 def check_port_free(address: str) -> None:
   """Checks that a server can be started on the port of `address`.
 
-  TensorFlow itself only says "Could not start gRPC server" (seen with 2.21).
+  Called before a TensorFlow server is started, as the error message of
+  TensorFlow 2.21 says only "Could not start gRPC server".
 
   Args:
     address: The address "host:port" of a task on this machine.
 
   Raises:
-    ClusterError: If the port is in use or this user may not use it.
+    ClusterError: If the address is invalid, its port is in use, or this user
+      may not use it.
   """
   host_and_port = addresses.split(address)
   if host_and_port is None:
@@ -528,15 +551,18 @@ def _no_such_task(spec: ClusterSpec, task: Task) -> ClusterError:
 
 
 def _check_ports_chosen(spec: ClusterSpec, task: Task) -> None:
-  """Raises ClusterError if a cluster of several tasks has port 0.
+  """Checks that no task of a cluster of several tasks has port 0.
 
-  It is called by tasks that are started one by one. A task that chose a free
-  port for itself could not be found by the other tasks.
+  Called where tasks are started one by one. If a task chose a free port for
+  itself, the other tasks could not find it.
 
   Args:
     spec: The cluster.
     task: The task of this process. Nothing is checked for an evaluator, which
       does not talk to the other tasks.
+
+  Raises:
+    ClusterError: If a task has port 0.
   """
   if len(spec.tasks()) > 1 and task.job != "evaluator":
     for unknown in _tasks_with_port_0(spec):

@@ -1,9 +1,9 @@
-"""Hands out numbers of batches to replicas, each number to one replica.
+"""Hands out batch numbers to replicas, each number to one replica.
 
-A replica that leases batches asks for the number of its next batch when it
-needs one. So replicas may join, leave and differ in speed, and yet every batch
-of an epoch is used. A counter on PS task 0 holds the next number; reading and
-incrementing it is one operation.
+The batches of a training are numbered. A replica that needs a batch *leases*
+the next number and computes the batch of this number. So every batch of an
+epoch is used, although replicas join, leave and differ in speed. A counter on
+PS task 0 holds the next number; reading and incrementing it is one operation.
 """
 
 import tensorflow as tf
@@ -12,13 +12,13 @@ from tf_replicas.runtime import resources
 
 
 class Leases:
-  """The counter of leased batches, which all replicas of a training share."""
+  """The counter of batch numbers that all replicas of a training share."""
 
   def __init__(self, namespace: resources.Namespace, device: str):
-    """Creates the counter on `device`, or attaches to it.
+    """Creates the counter on `device`, or attaches to the existing one.
 
     Args:
-      namespace: The scope of the counter's name.
+      namespace: The scope of the counter's name on the PS task.
       device: The device of PS task 0.
     """
     with tf.device(device):
@@ -31,21 +31,27 @@ class Leases:
     self._take = resources.remote_reader(take)
 
   def begin(self, number: int) -> None:
-    """Makes `number` the next one, unless this training has leased some before.
+    """Sets the counter to `number`, unless the counter has a value already.
 
-    The chief calls it before replicas begin, and again after a restart.
+    It has a value if an earlier chief of the same training has set it. The
+    chief calls this method before replicas take numbers, and again after a
+    restart.
+
+    Args:
+      number: The first batch number to hand out.
     """
     if not bool(self._next.is_initialized()):
       self._next.assign(number)
 
   def take(self) -> tf.Tensor:
-    """Takes the next number, an int64 scalar, which no other call returns."""
+    """Takes the next batch number, an int64 scalar unique to this call."""
     return self._take()
 
   def numbers(self) -> tf.data.Dataset:
-    """Makes an endless data set of numbers that it leases when they are read.
+    """Makes an endless data set of batch numbers.
 
-    It works only in this process, as it calls Python code.
+    Each number is taken when the element is read. The data set can be used only
+    in this process, as it calls Python code.
     """
     self._take.trace()
 

@@ -3,9 +3,10 @@
 A binary makes `Options` and a `Workload` and passes them to `launcher.run` or
 `task_runner.train`. This module does not import TensorFlow.
 
-A replica is a task that computes gradients. Each of its devices (or groups of
-devices, if layers are spread) has a tower, a copy of the model. A contribution
-is what a replica sends for one update, such as a gradient.
+A replica is a task that computes gradients. A tower is a copy of the model. A
+replica has one tower on each of its devices or, if the layers of a model are
+spread over several devices, on each group of devices. A contribution is what a
+replica sends for one update, such as a gradient.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class OptimizerStep(NamedTuple):
 
   Attributes:
     name: Name of the kind, such as "async updates".
-    num_examples: Number of examples in the gradient of a step.
-    staleness: Expected age of the gradient in updates: the number of updates
-      between reading the variables and applying the gradient.
+    num_examples: Number of examples in the gradient that one step applies.
+    staleness: Expected age of the gradient: the number of updates between
+      reading the variables that it is computed from and applying it.
   """
 
   name: str
@@ -72,13 +73,13 @@ class OptimizerStep(NamedTuple):
 class Options:
   """The options of how a training is run, whatever the model.
 
-  The help texts of the other fields describe them.
+  The help texts of the fields that are not listed here describe them.
 
   Attributes:
     spec: The cluster, or the devices of one process.
     train_dir: Directory of checkpoints, summaries and logs.
-    task: The task that this process is. None starts all tasks of this machine,
-      or trains in this process if the spec describes one process.
+    task: The task that this process is. None: this process starts all tasks of
+      this machine or, if the spec describes one process, trains itself.
     update: The update rule and its settings.
 
   Raises:
@@ -175,9 +176,10 @@ class Options:
 
   @property
   def only_serves(self) -> bool:
-    """Whether this task is a parameter server or an in-graph worker.
+    """Whether this task only executes what other tasks ask it to.
 
-    Other tasks drive such a task, which needs no data of its own.
+    True for parameter servers, and for the workers of in-graph replication.
+    Such a task does not build a model, and reads no data on its own.
     """
     if self.task is None or not self.spec.is_distributed:
       return False
@@ -194,9 +196,10 @@ class Options:
 
   @property
   def devices_per_tower(self) -> int:
-    """Number of devices over which the layers of a tower are spread.
+    """Number of devices over which the layers of one tower are spread.
 
-    A tower is one copy of the model. The cluster spec's `layers` spreads it.
+    A tower is one copy of the model. The section `layers` of the cluster spec
+    says which layers are on which device. Without it, the number is 1.
     """
     return 1 + max(self.spec.layers.values(), default=0)
 
@@ -209,16 +212,17 @@ class Options:
   def place_layers(self, model: keras.Model) -> model_parallel.LayerPlacement:
     """Places the model's layers on devices, as the spec's `layers` says.
 
-    If there are several devices, the `call` method of each layer is replaced.
+    If there are several devices, the method `call` of each layer is replaced by
+    one that runs on the layer's device.
 
     Args:
       model: The model, which must be built.
 
     Returns:
-      The layers and their devices.
+      Which layer is on which device.
 
     Raises:
-      cluster.ClusterError: If the model is not built, a name template in
+      cluster.ClusterError: If the model is not built, a name pattern in
         `layers` decides the device of no layer, or a device has no layer.
     """
     from tf_replicas.replica import model_parallel
@@ -238,25 +242,26 @@ class Options:
 
   @property
   def used_share(self) -> float:
-    """Fraction of the contributions that updates use.
+    """Fraction of the contributions of all replicas that updates use.
 
     A contribution is what one replica sends for one update, such as a gradient.
-    The fraction is below 1 if synchronous updates have backup replicas, that is
-    if an update waits for fewer contributions than there are replicas.
+    The fraction is below 1 only if there are backup replicas: if a synchronous
+    update waits for fewer contributions than there are replicas. Then the
+    slowest contributions are refused.
     """
     if not self.update.waits_for_several:
       return 1.0
     return min(1.0, self.replicas_to_aggregate / len(self.replicas))
 
   def effective_batch(self, batch_size: int) -> int:
-    """Computes the number of examples in one update.
+    """Computes the number of examples in one update of the shared variables.
 
     Args:
       batch_size: Number of examples in the batch of one tower, a copy of the
         model.
 
     Returns:
-      The number of examples.
+      The number of examples in all contributions to the update.
     """
     if self.spec.variables.on != "ps":
       return self.num_towers * batch_size
@@ -271,10 +276,10 @@ class Options:
         model.
 
     Returns:
-      The kinds of steps: one for each update rule of the training. With several
-      replicas, the rule "accumulated_gradients" has two: it applies each
-      gradient to the replica's own copy of the variables, and the mean of
-      accumulated gradients to the shared variables.
+      The kinds of steps, one for each update rule of the training; two if it
+      switches rules. With several replicas, the rule "accumulated_gradients"
+      has two kinds: it applies each gradient to the replica's own copy of the
+      variables, and the mean of accumulated gradients to the shared variables.
     """
     number = len(self.replicas)
     if self.spec.variables.on != "ps":
@@ -296,10 +301,10 @@ class Options:
 
   @property
   def threads(self) -> int:
-    """Number of threads that one op may use: `intra_op_threads` if given.
+    """Number of threads that one op may use.
 
-    If it is not given, the cores are divided among the replicas on this
-    machine.
+    It is `intra_op_threads` or, if that is None, the number of cores of this
+    machine divided by the number of replicas on it, at least 1.
     """
     if self.intra_op_threads:
       return self.intra_op_threads
@@ -311,28 +316,30 @@ class Options:
 class Workload:
   """Describes what is trained, by functions that build it.
 
-  A function is called once TensorFlow has connected to the cluster, since
-  models built before that cannot be used. A tower is a copy of the model.
+  The functions are called after TensorFlow has connected to the cluster, since
+  models built earlier cannot be used. A tower is a copy of the model.
 
   Attributes:
     replica_fn: Maps the devices of the towers to the replica, which holds the
       model and the data.
-    optimizer_fn: Makes the update rule around this workload's optimizer. Its
+    optimizer_fn: Makes the update rule with this workload's optimizer. Its
       argument is the result of `update_options.rule_fn`.
     learning_rate_fn: Maps the number of examples seen to the learning rate of
       the next update; None leaves the rate to the optimizer.
     batch_size: Number of examples in one tower's batch.
-    max_steps: The global step to stop at; None to stop by `max_examples`.
-    max_examples: Number of examples to stop after if `max_steps` is None. The
-      examples of all updates count, those of earlier runs included.
+    max_steps: The global step to stop at. None: the training stops after
+      `max_examples`.
+    max_examples: Number of examples to stop after if `max_steps` is None.
+      Examples of earlier runs, from whose checkpoint this run resumes, count
+      too.
     on_start: Called by the chief after all checks, before the first update.
     initialize: Called by the chief with its parameter store in a new training,
       to give the variables other initial values; None keeps those of the model.
-    rate_note: A line that says which learning rate is used, and why.
-    divergence_advice: A line that says what to change after a divergence.
+    rate_note: A log line that says which learning rate is used, and why.
+    divergence_advice: A line that says what to change if the loss diverges.
     summary_fn: Called by the chief before the first update, if histograms are
       asked for. It returns a function that maps the values of the trainable
-      variables, by path, to further summaries. None: there are none.
+      variables, by path, to a `Summary` to write. None: there are none.
   """
 
   replica_fn: Callable[[Sequence[str]], model_replica.Replica]
@@ -350,13 +357,13 @@ class Workload:
   def last_step(self, options: Options, *, step: int = 0, seen: int = 0) -> int:
     """Computes the global step to stop at.
 
+    It is `max_steps` or, if that is None, the step at which `max_examples`
+    examples have been seen.
+
     Args:
       options: How the training is run.
       step: The global step so far.
       seen: Number of examples seen so far.
-
-    Returns:
-      The global step at the end of training.
     """
     if self.max_steps is not None:
       return self.max_steps
@@ -383,7 +390,7 @@ class Outcome(NamedTuple):
 
   Attributes:
     global_step: The global step reached.
-    loss: The loss of the last update; None if this task made no update.
+    loss: The loss of the last update; None if this process made no update.
   """
 
   global_step: int
@@ -403,7 +410,8 @@ def check_length(
       given as a number of examples.
 
   Raises:
-    cluster.ClusterError: If they do not fit. The message gives the reason.
+    cluster.ClusterError: If `micro_batches` does not divide the batch size, or
+      if `max_steps` is None in a training that switches update rules.
   """
   if batch_size % options.micro_batches:
     raise cluster.ClusterError(
@@ -448,18 +456,19 @@ def choose_task(
   """Finds the cluster, and the task that this process is, from flags.
 
   Args:
-    cluster_spec: Path of a cluster-spec JSON; None takes the cluster of the
-      environment.
-    job_name: The job of this task. None takes the task of the environment; if
-      there is none, this process starts all tasks.
+    cluster_spec: Path of a cluster-spec JSON; None takes the cluster from the
+      environment variables.
+    job_name: The job of this process. None takes the task from the environment
+      variables. If they name no task either, this process is the launcher,
+      which starts all tasks.
     task_index: Index of this task in its job.
     environ: The environment variables, in which `cluster.environment.role`
       looks for the cluster and the task.
-    max_workers: The largest number of workers, if others than those of the
-      cluster spec may join the training.
+    max_workers: The largest number of workers, if workers that the cluster spec
+      does not list may join the training; None if none may join.
 
   Returns:
-    The cluster spec, and the task or, if this process starts all tasks, None.
+    The cluster spec; and the task, or None if this process is the launcher.
 
   Raises:
     cluster.ClusterError: If flags or environment variables are invalid.
@@ -486,7 +495,7 @@ def choose_task(
 
 
 def _check(options: Options) -> None:
-  """Raises ClusterError for options with which training cannot run."""
+  """Raises ClusterError if no training can run with the options."""
   spec = options.spec
   where = spec.where
   if options.task is not None and options.task.job == "evaluator":
@@ -554,15 +563,18 @@ def _check_in_graph(options: Options, where: str) -> None:
 
 
 def _check_layers(options: Options, where: str) -> None:
-  """Checks that each replica's GPUs suffice for models whose layers are spread.
+  """Checks that the GPUs of each replica suffice for whole towers.
+
+  A tower is a copy of the model. The section `layers` of the cluster spec may
+  spread its layers over N devices.
 
   Args:
     options: The options to check.
     where: Beginning of the error messages: the source of the cluster spec.
 
   Raises:
-    cluster.ClusterError: If a model is spread over N devices, and the number of
-      a replica's GPUs is not a multiple of N.
+    cluster.ClusterError: If N is more than 1, and the number of a replica's
+      GPUs is not a positive multiple of N.
   """
   needed = options.devices_per_tower
   for replica in options.replicas:
@@ -576,10 +588,14 @@ def _check_layers(options: Options, where: str) -> None:
 
 
 def _check_equal_towers(options: Options, where: str) -> None:
-  """Raises ClusterError unless every worker has the same number of GPUs.
+  """Raises ClusterError unless every replica has the same number of GPUs.
 
-  Otherwise the gradients that the workers send would be means of different
+  Otherwise the gradients that the replicas send would be means of different
   numbers of examples.
+
+  Args:
+    options: The options to check.
+    where: Beginning of the error message: the source of the cluster spec.
   """
   sizes = {str(t): len(options.spec.gpus(t) or ()) for t in options.replicas}
   if len({max(1, size) for size in sizes.values()}) > 1:
@@ -591,10 +607,14 @@ def _check_equal_towers(options: Options, where: str) -> None:
 
 
 def _check_joining(options: Options, where: str) -> None:
-  """Raises ClusterError if no other workers could join the training.
+  """Raises ClusterError if the options do not let further workers join.
 
-  That is so in-graph, with mirrored variables, or if updates wait for more
-  workers than the spec lists.
+  These are in-graph replication, mirrored variables, and updates that wait for
+  more workers than the cluster spec lists.
+
+  Args:
+    options: The options to check.
+    where: Beginning of the error message: the source of the cluster spec.
   """
   if options.is_in_graph or options.is_mirrored:
     kind = "in_graph" if options.is_in_graph else "mirrored variables"
@@ -609,9 +629,13 @@ def _check_joining(options: Options, where: str) -> None:
 
 
 def _check_all_take_part(options: Options, where: str) -> None:
-  """Raises ClusterError for options that need parameter servers.
+  """Raises ClusterError if an option needs parameter servers.
 
-  Without parameter servers, every update uses every replica.
+  Called if there are none. Then every update uses every replica.
+
+  Args:
+    options: The options to check.
+    where: Beginning of the error message: the source of the cluster spec.
   """
   if options.timeline:
     raise cluster.ClusterError(
@@ -704,7 +728,7 @@ def describe(options: Options, workload: Workload) -> str:
     workload: What is trained.
 
   Returns:
-    One or more lines to print.
+    One or more lines to print, joined by line breaks.
   """
   lines = [_describe_replicas(options, workload), workload.rate_note]
   return "\n".join(line for line in lines if line)

@@ -39,16 +39,17 @@ class Rule(NamedTuple):
   Attributes:
     make: Maps (settings, number of replicas, optimizer, keyword arguments) to
       the update rule.
-    policy: Maps the settings to the staleness policy (the treatment of old
-      gradients) that the rule adds to asynchronous updates; None if it adds
-      none.
+    policy: Maps the settings to the staleness policy (what to do with gradients
+      of old variables) that the rule adds to asynchronous updates; None if it
+      adds none.
     is_combinable: Whether the rule may be combined with other combinable rules.
-    waits_for_several: Whether an update waits for contributions (such as
-      gradients) of several replicas, `replicas_to_aggregate` in all.
-    is_switchable: Whether training may switch to or from this rule after some
+    waits_for_several: Whether an update waits for several contributions: for
+      `replicas_to_aggregate` of them.
+    is_switchable: Whether a training may switch to or from this rule after some
       updates.
-    period: Default number of local steps between two exchanges, as in TF1's
-      contrib; None if replicas do not train copies of their own.
+    period: For a rule under which each replica trains its own copy of the
+      variables: the default number of steps between two exchanges with the
+      shared variables, as in TF1's contrib. None for other rules.
   """
 
   make: RuleFn
@@ -78,8 +79,12 @@ def _sync(settings: UpdateSettings, num_replicas: int, optimizer, **common):
 def _of_gradients(settings: UpdateSettings, common: dict) -> dict:
   """Returns the keyword arguments for a rule that applies gradients.
 
-  They are the arguments in `common`, and what `settings` says about clipping
-  and momentum correction.
+  They are the arguments in `common`, and further ones for the settings about
+  clipping and momentum correction.
+
+  Args:
+    settings: The settings.
+    common: Keyword arguments that all rules get.
 
   Raises:
     ValueError: If both `clip_norm` and the optimizer limit the norm of the mean
@@ -140,12 +145,14 @@ def _periodic(settings: UpdateSettings, num_replicas: int, optimizer, **common):
 def _policy(name: str, *arguments: str):
   """Returns a function that makes a staleness policy from the settings.
 
-  A staleness policy says how asynchronous updates treat old gradients.
+  A staleness policy says how asynchronous updates treat gradients that were
+  computed from old variables.
 
   Args:
     name: The name of a function of the `staleness` module that makes the
       policy, such as "drop_stale".
-    *arguments: The fields of `UpdateSettings` to pass to that function.
+    *arguments: The names of the fields of `UpdateSettings` whose values are
+      passed to that function.
 
   Returns:
     A function that maps an `UpdateSettings` to the policy.
@@ -196,14 +203,15 @@ _SWITCHABLE = _names(lambda rule: rule.is_switchable)
 
 
 def _setting(default, help, within=None, *, of=None, is_needed=False, **more):
-  """Returns a dataclass field for a setting of update rules.
+  """Returns a dataclass field for one setting of the update rules.
 
   Args:
     default: The default value.
     help: The help text of the flag.
     within: The interval of valid numbers, such as "[0, 1)"; None for any.
     of: The names of the rules that have this setting; None for all rules.
-    is_needed: Whether these rules need a value other than None.
+    is_needed: Whether a training with one of these rules must give a value
+      other than None.
     **more: Further arguments of `fields.setting`.
   """
   more = {"of": of, "is_needed": is_needed, "group": GROUP, **more}
@@ -212,9 +220,10 @@ def _setting(default, help, within=None, *, of=None, is_needed=False, **more):
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-  """The chosen update rule or rules, and their settings.
+  """The update rule or rules of a training, and their settings.
 
-  The function `check` checks whether the settings are valid together.
+  The help texts of the fields describe them. The function `check` checks that
+  they are valid together.
   """
 
   rules: tuple[str, ...] = _setting(
@@ -364,6 +373,7 @@ class UpdateSettings:
     """Whether an update waits for contributions of several replicas.
 
     A contribution is what one replica sends for one update, such as a gradient.
+    If training switches rules, this is about the first rule.
     """
     return any(RULES[name].waits_for_several for name in self.rules)
 
@@ -371,7 +381,8 @@ class UpdateSettings:
   def is_periodic(self) -> bool:
     """Whether each replica trains its own copy of the variables.
 
-    The copies are exchanged only after several steps.
+    A replica exchanges its copy with the shared variables only after several
+    steps. If training switches rules, this is about the first rule.
     """
     return any(RULES[name].period for name in self.rules)
 
@@ -379,7 +390,9 @@ class UpdateSettings:
   def local_steps(self) -> int:
     """Number of batches that a replica trains on for one contribution.
 
-    A contribution is what one replica sends for one update.
+    A contribution is what one replica sends for one update: a gradient of one
+    batch, or the result of several steps on the replica's own copy of the
+    variables.
     """
     return self.period or RULES[self.rules[0]].period or 1
 
@@ -390,15 +403,17 @@ def replicas_to_aggregate(settings: UpdateSettings, num_replicas: int) -> int:
   A contribution is what one replica sends for one update, such as a gradient.
 
   Args:
-    settings: The update rule. If training switches rules, the first one counts.
+    settings: The update rule and its settings. If training switches rules, the
+      first rule counts.
     num_replicas: Number of replicas.
 
   Returns:
-    The number of contributions.
+    The number of contributions; for synchronous updates with
+    `min_contributions`, the largest one.
 
   Raises:
-    cluster.ClusterError: If `replicas_to_aggregate` is no valid number or share
-      of `num_replicas`.
+    cluster.ClusterError: If the setting `replicas_to_aggregate` is not a valid
+      number or share of `num_replicas`.
   """
   if not settings.waits_for_several:
     return num_replicas // (settings.softsync_n or num_replicas)
@@ -413,11 +428,13 @@ def replicas_to_aggregate(settings: UpdateSettings, num_replicas: int) -> int:
 
 
 def needs_parameter_servers(settings: UpdateSettings) -> bool:
-  """Returns whether the settings can only be used with parameter servers.
+  """Returns whether a setting has a value that only parameter servers support.
+
+  Every setting with another value than its default is such a setting, except
+  `replicas_to_aggregate` and the settings about gradients, such as clipping.
 
   Args:
-    settings: The settings. Two kinds are ignored: `replicas_to_aggregate`, and
-      those about gradients, such as clipping.
+    settings: The settings.
   """
   return any(
     getattr(settings, field.name) != field.default
@@ -428,10 +445,14 @@ def needs_parameter_servers(settings: UpdateSettings) -> bool:
 
 
 def phases(settings: UpdateSettings) -> list[UpdateSettings]:
-  """Returns the settings of each phase of the training, in their order.
+  """Splits the settings of a training at the switch between two update rules.
 
-  A training that switches from one update rule to another has two phases. Any
-  other training has one.
+  Args:
+    settings: The settings of the training.
+
+  Returns:
+    Two settings, for the updates before and after the switch; one if there is
+    no switch.
   """
   return [
     dataclasses.replace(settings, rules=rules, then_update=())
@@ -443,26 +464,28 @@ def phases(settings: UpdateSettings) -> list[UpdateSettings]:
 def expected_staleness(settings: UpdateSettings, num_replicas: int) -> float:
   """Estimates the staleness of gradients, with equally fast replicas.
 
-  The staleness of a gradient is the number of updates between the read of the
-  variables that it is computed from and the update that applies it. M replicas
-  that do not wait for each other have a staleness of M - 1 (Lian et al. 2015).
-  Options of asynchronous updates change this number:
+  The staleness of a gradient is the number of updates between reading the
+  variables that it is computed from and applying it. M replicas that do not
+  wait for each other have a staleness of M - 1 (Lian et al. 2015). Options of
+  asynchronous updates change this number:
 
-  * n-softsync, where an update applies the mean of M / n gradients: it is at
-    most n (Zhang et al. 2015, section 3).
-  * A replica reads the variables only every K steps (`refresh_every`): it grows
-    by M * (K - 1) / 2 on average.
-  * Gradients staler than `max_staleness` are dropped: it is at most that.
+  * n-softsync, where an update applies the mean of M / n gradients: at most n
+    (Zhang et al. 2015, section 3).
+  * `refresh_every`, by which a replica reads the variables only every K steps:
+    adds M * (K - 1) / 2 on average.
+  * `drop_stale`, which drops gradients staler than `max_staleness`: at most
+    `max_staleness`.
   * Bounded staleness, where fast replicas wait for slow ones: no change, as the
     replicas are equally fast.
 
   Args:
-    settings: The update rule. If training switches rules, the first one counts.
+    settings: The update rule and its settings. If training switches rules, the
+      first rule counts.
     num_replicas: Number M of replicas.
 
   Returns:
-    The number of updates; 0 for synchronous updates, and for rules that average
-    copies of the variables.
+    The staleness in updates; 0 for synchronous updates, and for rules that
+    average copies of the variables.
   """
   rules = [RULES[name] for name in settings.rules]
   is_async = any(rule.make is _async for rule in rules)
@@ -478,14 +501,14 @@ def expected_staleness(settings: UpdateSettings, num_replicas: int) -> float:
 
 
 def check(settings: UpdateSettings, num_replicas: int) -> None:
-  """Checks that the settings are valid and go together.
+  """Checks that the settings are valid, each and together.
 
   Args:
     settings: The settings.
     num_replicas: Number of replicas.
 
   Raises:
-    cluster.ClusterError: If they are not. The message gives the reason.
+    cluster.ClusterError: If they are not valid. The message gives the reason.
   """
   _check_rules("update", settings.rules)
   fields.validate(settings, cluster.ClusterError)
@@ -520,15 +543,16 @@ def check(settings: UpdateSettings, num_replicas: int) -> None:
 def check_joining(
   settings: UpdateSettings, num_listed: int, num_replicas: int
 ) -> None:
-  """Checks that updates do not need replicas that may never join.
+  """Checks that updates can be made even if no further worker ever joins.
 
   Args:
     settings: The settings.
     num_listed: Number of replicas that the cluster spec lists.
-    num_replicas: Number of replicas with all that may join.
+    num_replicas: Number of replicas if all workers join that may join.
 
   Raises:
-    cluster.ClusterError: If the updates need some of those that may join.
+    cluster.ClusterError: If an update waits for more than `num_listed`
+      contributions.
   """
   needed = replicas_to_aggregate(settings, num_replicas)
   if settings.min_contributions is not None:
@@ -552,11 +576,16 @@ def _check_rules(flag: str, names: tuple[str, ...]) -> None:
 
 
 def _check_used(settings: UpdateSettings, field: dataclasses.Field) -> None:
-  """Checks whether one setting suits the chosen update rules.
+  """Checks whether one setting is needed or allowed by the update rules.
+
+  Args:
+    settings: All settings.
+    field: The field of `UpdateSettings` to check.
 
   Raises:
-    cluster.ClusterError: If a rule needs the setting and it is not given, or it
-      is given and no rule uses it.
+    cluster.ClusterError: If a rule of the training needs the setting and it is
+      None; or if the setting has another value than its default, but none of
+      the training's rules uses it.
   """
   rules = field.metadata["of"]
   if rules is None:
@@ -578,9 +607,9 @@ def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
   """Checks the settings of a switch from one update rule to another.
 
   Raises:
-    cluster.ClusterError: If a switch has no condition or several, if there is a
-      condition without a switch, or if training cannot switch between the
-      rules.
+    cluster.ClusterError: If there is a switch without exactly one condition, a
+      condition without a switch, or a switch between rules or with settings
+      that do not support it.
   """
   conditions = ("switch_at_step", "switch_when_refused", "switch_when_slow")
   values = {name: getattr(settings, name) for name in conditions}
@@ -623,7 +652,7 @@ def _check_switch(settings: UpdateSettings, num_replicas: int) -> None:
 def _check_switch_condition(
   settings: UpdateSettings, num_replicas: int
 ) -> None:
-  """Checks that the condition for leaving the first update rule can occur.
+  """Checks that the condition for the switch to another rule can occur.
 
   For example, a rule that refuses no gradients never reaches the share of
   refused gradients at which to switch.
@@ -652,16 +681,17 @@ def _check_switch_condition(
 
 
 def rule_fn(settings: UpdateSettings, num_replicas: int) -> RuleFn:
-  """Returns a function that makes the update rule of some settings.
+  """Returns a function that makes the update rule that some settings describe.
 
   Args:
     settings: Settings that `check` accepts.
     num_replicas: Number of replicas.
 
   Returns:
-    A function of a Keras optimizer and keyword arguments of
-    `rules.base.UpdateRule`. It returns the update rule, which contains two
-    rules if training switches between them.
+    A function of a Keras optimizer and of keyword arguments for the update
+    rule, such as `variable_averages`. It returns the update rule. If training
+    switches between two rules, this is a `SwitchingOptimizer` that contains
+    both.
   """
   if not settings.then_update:
     rule = RULES[settings.rules[0]]

@@ -73,13 +73,19 @@ class Inputs(NamedTuple):
 
 
 class LeasedData(NamedTuple):
-  """Training data whose batches are numbered, so that replicas can lease them.
+  """Training data in numbered batches.
+
+  A replica *leases* a number, which no other replica gets, and computes the
+  batch of this number. So replicas may join and leave, and yet every batch is
+  used.
 
   Attributes:
     dataset_fn: Maps an endless data set of batch numbers (int64 scalars) to the
-      data set of these batches, in the form that `Replica.dataset_fn` yields.
+      data set of the batches with these numbers. Its elements have the same
+      structure as those of `Replica.dataset_fn`.
     num_before: Maps (global step, number of examples in all updates so far) to
-      the number of batches that the updates so far have used.
+      the number of batches used so far. A training that resumes from a
+      checkpoint continues with the batch of this number.
   """
 
   dataset_fn: Callable[[tf.data.Dataset], tf.data.Dataset]

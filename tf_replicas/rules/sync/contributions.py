@@ -8,8 +8,8 @@ Where objects live:
 
 * PS task 0: the `inbox` (a queue of short messages from all replicas), one
   `replies` queue per replica, and the *ledger*: variables that record the state
-  of each replica, the contributions that the step has accepted, and counts
-  since the start.
+  of each replica, the contributions that the step has accepted, and counts of
+  contributions since the start of training.
 * every PS task: one `gradients` queue per replica, for the gradients of the
   variables on that task.
 
@@ -36,13 +36,14 @@ admitted replica that is lost (the chief sends LOST), or is *surplus* when the
 step ends. Once N contributions were delivered, the chief applies their mean
 (`take_sums`) and releases the replicas (`release_all`).
 
-A replica has one contribution open at a time. So if a replica makes a new offer
-while its last one is open, it was restarted: the old contribution is *void*,
-and its gradients are dropped by their tag. The old process's wait for a reply
-may live on at the PS, where it would take the next reply. A VOID reply with the
-old tag ends it. If the old process lives as well, the two processes void each
-other's offers until the old process learns by its heartbeat that it was
-replaced.
+A replica has at most one contribution without a final reply. So if a replica
+makes a new offer before that reply, its process was restarted: the old
+contribution is *void*, and its gradients, which the tag identifies, are
+dropped. The old process's wait for a reply may still run on the PS task,
+where it would take the reply that is meant for the new process. A VOID reply
+with the old tag ends this wait. If the old process lives as well, the two
+processes void each other's offers until the old process learns by its heartbeat
+that it was replaced.
 """
 
 import secrets
@@ -103,7 +104,7 @@ class Contributions:
 
   Attributes:
     num_replicas: R, the number of replicas that offer contributions.
-    quorum: How many contributions a step needs, of how many replicas.
+    quorum: How many contributions an update needs, by the number of replicas.
   """
 
   def __init__(
@@ -125,12 +126,13 @@ class Contributions:
     Args:
       store: Holds the variables that the gradients belong to.
       num_replicas: R, the number of replicas.
-      quorum: How many contributions a step needs, of how many replicas.
+      quorum: How many contributions an update needs, by the number of replicas.
       is_sparse: For each element of `store.contributed` (the trainable
         variables, then the statistics, which have no gradients), whether its
         gradients are `tf.IndexedSlices`.
-      has_chief_statistics: Whether statistics are updated from the accepted
-        replica with the smallest index alone.
+      has_chief_statistics: If True, statistics are updated from one replica: of
+        those whose contributions are used, the one with the smallest index. If
+        False, from the mean of all contributions.
       namespace: The scope of the names of the queues and of the ledger. None:
         the namespace of `store`.
     """
@@ -165,16 +167,17 @@ class Contributions:
     self._snapshot = resources.remote_reader(self._read)
 
   def initialize(self, *, keep_counts: bool = False) -> None:
-    """Empties the ledger, so that no earlier contribution is used any more.
+    """Clears the ledger, so that no earlier contribution is used any more.
 
     The ledger is a set of variables that record the state of the step and of
-    each replica. The chief calls this method. From now on only the `collect` of
-    this object takes messages off the chief's inbox.
+    each replica. The chief calls this method. From then on, only the `collect`
+    of this object takes messages out of the chief's inbox, and no longer that
+    of an earlier chief.
 
     Args:
       keep_counts: Whether to keep what was counted since the start of training:
-        the contributions of each replica by outcome, and the seconds for which
-        steps waited for that replica alone.
+        the number of contributions of each replica by outcome, and the time for
+        which steps waited for this replica only.
     """
     empty = ledger_lib.new_ledger(self.num_replicas, self.quorum.most)
     if keep_counts:
@@ -186,11 +189,11 @@ class Contributions:
     resources.flush_assignments([self._taker])
 
   def begin_anew(self) -> None:
-    """Drops all contributions so far, and releases the waiting replicas.
+    """Drops all contributions so far, and lets the waiting replicas continue.
 
-    A contribution is one replica's gradients for one update. The replicas get
-    the reply VOID: the contribution was not used. The counts of contributions
-    since the start of training are kept.
+    A contribution is one replica's gradients for one update. The waiting
+    replicas get the reply VOID: their contribution was not used. The counts of
+    contributions since the start of training are kept.
     """
     self.initialize(keep_counts=True)
     with tf.device(self._device):
@@ -223,22 +226,23 @@ class Contributions:
       gradients: One per element of the store's `contributed`, each of a whole
         variable's shape: the gradients of the trainable variables; then, for
         each variable without gradients, such as a moving mean, its old value
-        minus its new value. None: the variable does not change.
-      local_step: int64 scalar, the global step of the variables used.
+        minus its new value. None: the replica has no such value.
+      local_step: int64 scalar, the global step of the variables that the
+        gradients were computed from.
       loss: Scalar, the mean loss of the batch.
       num_examples: Scalar, the number of examples in the batch.
-      preadmitted_tag: int64 scalar, the `preadmitted_tag` of the last token,
-        which must not be `NO_TAG`: the chief has admitted these gradients in
-        advance, so they are sent without an offer. None: they are offered
-        first.
+      preadmitted_tag: None: the gradients are offered first. Otherwise the
+        chief has admitted these gradients in advance, and they are sent without
+        an offer. Then this is the `preadmitted_tag` of the last token, an int64
+        scalar other than `NO_TAG`.
 
     Returns:
       A token that says whether the gradients were used, and from which global
       step to continue.
 
     Raises:
-      tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, when
-        training has ended meanwhile.
+      tf.errors.OutOfRangeError, tf.errors.CancelledError: At run time, if the
+        training has ended before the reply.
     """
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_math.all_finite(gradients, self._store.wire_dtype)
@@ -293,10 +297,18 @@ class Contributions:
     is_sound,
     admitted_at: tf.Tensor | float = step_token.NEVER,
   ) -> step_token.StepToken:
-    """Reports to the chief that gradients arrived, and waits for its reply.
+    """Reports to the chief that gradients have arrived, and awaits its reply.
 
-    The tag, an int64, identifies the gradients among those of the replica. Once
-    the tensors `arrived` are computed, the gradients are on the PS tasks.
+    Args:
+      replica: The index of the replica.
+      tag: int64 scalar, identifies the gradients among those of the replica.
+      arrived: Tensors or ops after which all gradients are on the PS tasks.
+      present: For each variable, whether the replica has a gradient for it.
+      report: The mean loss, and the number of examples.
+      is_sound: bool scalar, whether loss and gradients are finite. If not, the
+        message to the chief is NONFINITE.
+      admitted_at: When the chief admitted the gradients, in seconds since 1970;
+        `NEVER` if they were not offered.
 
     Returns:
       A token that says whether the gradients were used, and from which global
@@ -324,9 +336,13 @@ class Contributions:
   ) -> tf.Operation | None:
     """Packs a message on PS task 0, and puts it into the chief's inbox.
 
-    `ledger.Message` documents the fields of a message. `report` is the loss and
-    the number of examples. `present` says for each variable whether the replica
-    has a gradient for it.
+    Args:
+      kind: A `protocol.MessageType`.
+      replica: The index of the replica that the message is about, or -1.
+      tag: The tag of the replica's contribution (its gradients for one update).
+      step: The global step of the variables that the replica used.
+      report: The mean loss, and the number of examples.
+      present: For each variable, whether the replica has a gradient for it.
     """
     with tf.device(self._device):
       header = _HEADER.pack(_Header(kind, replica, tag, step))
@@ -338,13 +354,19 @@ class Contributions:
   # The chief's side.
 
   def collect(self) -> ledger_lib.Collected:
-    """Answers the replicas until the step has its N contributions.
+    """Answers the replicas until the step has all its contributions.
 
     A contribution is one replica's gradients for one update. To be used inside
-    a `tf.function`. Returns early when a replica reports a value that is not
-    finite, when `wake` is called, or when another chief has begun. Even then,
-    every message taken so far has been entered in the ledger, the variables
-    that record the state of the step.
+    a `tf.function`.
+
+    Returns early if a replica reports a value that is not finite, if `wake` is
+    called, or if another chief has begun. Even then, every message taken so far
+    has been entered in the ledger, the variables that record the state of the
+    step. So the next call continues where this one has ended.
+
+    Returns:
+      The number of contributions, their mean loss and so on, or why the call
+      has ended early. The gradients themselves stay in their queues.
 
     Raises:
       tf.errors.OutOfRangeError: At run time, after `close`.
@@ -381,11 +403,15 @@ class Contributions:
         )
 
   def _take_one(self, step) -> tuple[tf.Tensor, tf.Tensor]:
-    """Takes one message off the chief's inbox and handles it.
+    """Takes one message out of the chief's inbox and handles it.
+
+    Args:
+      step: int64 scalar, the current global step.
 
     Returns:
-      A `protocol.MessageType`, which is OFFER unless `collect` must stop; and
-      the index of the replica that sent the message.
+      A `protocol.MessageType`: OFFER if `collect` must take another message,
+      otherwise the reason to stop, as in `Collected.kind`; and the index of the
+      replica that sent the message.
     """
     woken = tf.constant(int(Kind.WAKE), tf.int64), tf.constant(-1, tf.int64)
     return self._take(
@@ -393,16 +419,16 @@ class Contributions:
     )
 
   def _take(self, number, serve, otherwise):
-    """Takes the next message off the chief's inbox, and calls `serve` with it.
+    """Takes the next message out of the chief's inbox, and handles it.
 
-    Only the call whose number is in the shared variable `taker` may take
-    messages; a call of a killed chief may still run on the PS task.
+    A call of a killed chief may still run on the PS task. The shared variable
+    `taker` holds the number of the chief that may take messages. If it is
+    another number than `number`, the message is put back.
 
     Args:
-      number: The number of this call.
+      number: The number of this chief.
       serve: Handles the message.
-      otherwise: What to return if another call may take the messages by now.
-        The message is then put back.
+      otherwise: What to return if the message was put back.
 
     Returns:
       The result of `serve`, or `otherwise`.
@@ -426,7 +452,7 @@ class Contributions:
   def _serve(
     self, header: _Header, report: tf.Tensor, present: tf.Tensor, step
   ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Enters one message in the ledger, and sends the replies it causes.
+    """Enters one message in the ledger, and sends the replies that follow.
 
     The ledger is a set of variables that record the state of the step.
 
@@ -437,8 +463,9 @@ class Contributions:
       step: int64 scalar, the current global step.
 
     Returns:
-      A `protocol.MessageType`, which is OFFER unless `collect` must stop; and
-      the index of the replica that sent the message.
+      A `protocol.MessageType`: OFFER if `collect` must take another message,
+      otherwise the reason to stop, as in `Collected.kind`; and the index of the
+      replica that sent the message.
     """
     batch = _REPORT.unpack(tf.ensure_shape(report, [_REPORT.size]))
     message = ledger_lib.Message(
@@ -485,26 +512,24 @@ class Contributions:
       variable.assign(value)
 
   def take_sums(self, task: int) -> list[parameter_store.Gradient]:
-    """Sums the gradients that the step has accepted for one PS task.
+    """Sums the gradients that the step has accepted, for one PS task.
 
-    They are taken off the queues on the task. To be called once per step and
-    task, inside a `tf.function`.
+    The gradients are taken out of the queues on the task. To be called once per
+    step and task, inside a `tf.function`.
 
     Args:
       task: The index of the PS task.
 
     Returns:
-      One sum per shard on the task, as `GradientQueues.take_sums` describes.
+      One sum for each variable, or shard of one, on the task, as
+      `GradientQueues.take_sums` describes.
     """
     with tf.device(self._device):
       accepted = self._ledger.accepted.read_value()
     return self._gradients.take_sums(task, accepted)
 
   def release_all(self, step: tf.Tensor) -> None:
-    """Ends the step, and lets the waiting replicas continue.
-
-    The record of the gradients that the step has accepted is emptied for the
-    next step.
+    """Ends the step: lets the waiting replicas continue, and clears the step.
 
     Args:
       step: int64 scalar, the global step from which the replicas continue.
@@ -517,12 +542,12 @@ class Contributions:
       self._replies.send(verdict, before.tag, step)
 
   def end_replicas(self) -> None:
-    """Tells every replica that training has ended, until `wake` is called.
+    """Tells every replica that training has ended, and returns after `wake`.
 
-    Replies to waiting replicas and to later offers of gradients have the step
-    `step_token.ENDED`. To be used inside a `tf.function`. If a call of an
-    earlier chief still runs on the PS task, that call puts the next message
-    back and ends.
+    Until `wake` is called, answers all waiting replicas and all later offers of
+    gradients with the global step `step_token.ENDED`. To be used inside a
+    `tf.function`. A call of an earlier chief that still runs on the PS task
+    puts the next message back and ends.
     """
 
     def answer(header, *_):
@@ -548,13 +573,13 @@ class Contributions:
   def _end_one(self, replica: int | tf.Tensor, tag: tf.Tensor) -> None:
     """Tells one replica that training has ended.
 
-    The reply has the step `step_token.ENDED`.
+    The reply has the global step `step_token.ENDED`.
 
     Args:
-      replica: The index of the replica; -1 tells no replica.
+      replica: The index of the replica; -1 sends nothing.
       tag: The tag that identifies the contribution (the replica's gradients for
-        one update) to which this is the reply. A tag -t stands for all tags up
-        to t.
+        one update) to which this is the reply. A negative tag -t stands for all
+        tags up to t.
     """
     is_this = tf.range(self.num_replicas, dtype=tf.int64) == replica
     verdict = tf.where(is_this, int(Verdict.RELEASE), int(Verdict.NONE))
@@ -562,31 +587,31 @@ class Contributions:
     self._replies.send(tf.cast(verdict, tf.int64), tags, step_token.ENDED)
 
   def wake(self) -> None:
-    """Ends the wait of `collect` or `end_replicas`, which then returns.
+    """Makes a waiting call of `collect` or `end_replicas` return.
 
-    The call that waits runs in another thread or process.
+    That call runs in another thread or process.
     """
     with tf.device(self._device):
       self._send(Kind.WAKE, -1, step_token.microseconds(step_token.now()))
 
   def expire(self, step: int) -> None:
-    """Reports to the chief's inbox that a step has exceeded its deadline.
+    """Tells the chief, by its inbox, that a step has exceeded its deadline.
 
-    The step then goes on without the replicas from which no contribution (set
-    of gradients) has come, if it has at least `min_contributions`.
+    The step then does without the replicas from which no contribution (set of
+    gradients) has arrived, but still waits until it has `min_contributions`.
 
     Args:
-      step: The global step. The report has no effect on later steps.
+      step: The global step. The message has no effect on later steps.
     """
     self._send(Kind.EXPIRED, -1, -1, step=step)
 
   def declare_lost(self, replica: int, tag: int) -> None:
-    """Reports to the chief's inbox that a replica is lost.
+    """Tells the chief, by its inbox, that a replica is lost.
 
     Args:
       replica: The index of the replica.
       tag: The tag of the replica's last contribution (its gradients for one
-        update). The report has no effect if the replica has made a newer one.
+        update). The message has no effect if the replica has made a newer one.
     """
     self._send(Kind.LOST, replica, tag)
 
@@ -599,9 +624,9 @@ class Contributions:
     return ledger_lib.Ledger(*[v.numpy() for v in self._snapshot()])
 
   def release_replica(self, replica: int) -> None:
-    """Tells `replica` that training has ended, if the replica waits.
+    """Tells `replica`, if it waits for a reply, that training has ended.
 
-    The reply has the step `step_token.ENDED`.
+    The reply has the global step `step_token.ENDED`.
     """
     with tf.device(self._device):
       self._end_one(replica, -step_token.microseconds(step_token.now()))
@@ -609,7 +634,8 @@ class Contributions:
   def close(self) -> None:
     """Closes the queues between the replicas and the chief.
 
-    Calls that wait, and later offers of gradients, fail.
+    Calls that wait for a message raise `tf.errors.OutOfRangeError`, and later
+    offers of gradients fail.
     """
     self._inbox.close()
     self._replies.close()

@@ -1,10 +1,13 @@
 """Computes the state of a synchronous step from replicas' messages.
 
-The *ledger* records the state of every replica and which contributions (sets of
-gradients) the step has accepted. `contributions`, which explains the protocol,
-keeps it in variables on PS task 0. Three pure functions of tensors compute the
-next ledger: `record` enters one message of a replica, `settle` gives the free
-places of the step (one for each contribution that it averages) to waiting
+A step makes one update from the mean of N contributions, each of which is one
+replica's gradients. It has N *places*, one for each. The *ledger* records the
+state of every replica, and which contributions the step has accepted. The class
+`Contributions`, which keeps the ledger in variables on PS task 0, explains the
+protocol.
+
+Three pure functions of tensors compute the next ledger: `record` enters one
+message of a replica, `settle` gives the free places of the step to waiting
 replicas, and `finish` ends the step. This module uses neither queues nor
 devices.
 """
@@ -25,13 +28,19 @@ class Column(enum.IntEnum):
   """The columns of `Ledger.counts`, which counts contributions by outcome.
 
   A contribution is one replica's gradients for one update, which averages N of
-  them. APPLIED counts contributions used in an update. SURPLUS counts those
-  refused because N others came first, and those whose replica was lost after
-  they had been admitted. From `LATE` on, column `LATE - 1 + k` counts the
-  contributions that were refused because they were computed from variables k
-  steps old; column `LATE - 1 + protocol.MAX_LATE` counts older ones too. The
-  last column, `MISSED`, counts the updates that were made from fewer
-  contributions than usual, without the replica.
+  them.
+
+  Attributes:
+    APPLIED: Contributions that were used in an update.
+    SURPLUS: Contributions that were refused because N others came first, or
+      whose replica was lost, or exceeded a deadline, before their gradients had
+      arrived.
+    LATE: The first of `protocol.MAX_LATE` columns: column `LATE - 1 + k` is for
+      contributions that were refused because they were computed from variables
+      k steps old. The last of these columns is also for older ones.
+
+  One more column, with the index `MISSED`, counts updates instead: those that
+  were made from fewer than N contributions, without this replica.
   """
 
   APPLIED = 0
@@ -44,16 +53,17 @@ NUM_COLUMNS = MISSED + 1
 
 
 class Place(NamedTuple):
-  """One place of a step, which takes one of the N contributions it averages.
+  """One of the N places of a step, each of which takes one contribution.
 
-  A contribution is one replica's gradients for one update. The fields are those
-  of a row of `Ledger.accepted`. `places` returns a `Place` whose fields have
-  the values of all rows.
+  A contribution is one replica's gradients for one update, which averages N of
+  them. The fields are the columns of `Ledger.accepted`. `places` returns a
+  `Place` whose fields are whole columns.
 
   Attributes:
-    replica: The index of the replica whose contribution was delivered for the
-      place; -1 if the place is open.
-    tag: The tag that identifies this contribution; -1 if the place is open.
+    replica: The index of the replica whose contribution has arrived for the
+      place; -1 if none has.
+    tag: The integer that identifies this contribution among those of the
+      replica; -1 if none has arrived.
   """
 
   replica: tf.Tensor
@@ -61,15 +71,15 @@ class Place(NamedTuple):
 
   @property
   def is_taken(self) -> tf.Tensor:
-    """Whether a contribution (set of gradients) was delivered for the place."""
+    """Whether a contribution (set of gradients) has arrived for the place."""
     return self.replica >= 0
 
 
 def places(accepted: tf.Tensor) -> Place:
-  """Splits `Ledger.accepted`, which has a row per place, into its columns.
+  """Splits `Ledger.accepted` into its columns.
 
-  A place takes one of the N contributions (sets of gradients) that a step
-  averages.
+  A step averages N contributions (sets of gradients). It has a place for each,
+  and `accepted` has a row for each place.
 
   Args:
     accepted: int64 [N, 2].
@@ -83,22 +93,25 @@ def places(accepted: tf.Tensor) -> Place:
 class Ledger(NamedTuple):
   """The state of a synchronous step, as the chief records it.
 
-  A contribution is one replica's gradients for one update, identified by an
-  integer tag. A step averages N contributions of R replicas. Tensors are int64
-  unless noted.
+  A contribution is one replica's gradients for one update. Its tag is an
+  integer that identifies it among those of the replica. A step averages N
+  contributions of R replicas. A contribution is accepted when it was admitted
+  and its gradients have arrived. Tensors are int64 unless noted.
 
   Attributes:
     status: [R], the `protocol.Status` of each replica.
     tag: [R], the tag of each replica's last contribution; -1 before the first.
-    accepted: [N, 2], a `Place` for each contribution of the step.
+    accepted: [N, 2], a row for each place of the step, with the fields of
+      `Place`: which contribution has arrived for it.
     examples: Scalar, the number of examples in the accepted contributions.
     loss: float64 scalar, the sum of the losses of the accepted contributions.
-    delivered_at: float64 scalar, when the last accepted contribution arrived,
-      in seconds since 1970; `step_token.NEVER` if none has.
+    delivered_at: float64 scalar, the time at which the latest accepted
+      contribution arrived, in seconds since 1970; `step_token.NEVER` if none
+      has arrived.
     counts: [R, NUM_COLUMNS], the number of contributions of each replica by
-      outcome; `Column` lists the outcomes.
-    held_up: float64 [R], the seconds for which steps waited for each replica
-      alone.
+      outcome, since the start of training; `Column` lists the outcomes.
+    held_up: float64 [R], for each replica the total time in seconds for which
+      steps waited for this replica only.
   """
 
   status: tf.Tensor
@@ -114,17 +127,21 @@ class Ledger(NamedTuple):
 class Message(NamedTuple):
   """One message in the chief's inbox, a queue on PS task 0.
 
-  All fields are int64 scalars, except `loss` and `time`, which are float64.
+  A contribution is one replica's gradients for one update. All fields are int64
+  scalars, except `loss` and `time`, which are float64.
 
   Attributes:
     kind: A `protocol.MessageType`.
-    replica: The index of the replica that the message is about; -1 for WAKE.
-    tag: The tag that identifies the contribution (that replica's gradients for
-      one update).
-    step: The global step of the variables that the replica used.
+    replica: The index of the replica that the message is about; -1 if it is
+      about none (WAKE, EXPIRED).
+    tag: The integer that identifies the contribution among those of the
+      replica.
+    step: The global step of the variables that the replica used; for EXPIRED,
+      the step that has exceeded its deadline.
     examples: The number of examples in the replica's batch.
     loss: The mean loss of the replica's batch.
-    time: When `collect` took the message, in seconds since 1970.
+    time: The time at which the chief took the message out of the inbox, in
+      seconds since 1970.
   """
 
   kind: tf.Tensor
@@ -137,15 +154,18 @@ class Message(NamedTuple):
 
 
 class Replies(NamedTuple):
-  """The replies that one message to the chief causes; int64 [R] each.
+  """The replies that the chief must send after one message.
 
-  A contribution is one of the R replicas' gradients for one update.
+  A contribution is one replica's gradients for one update, and its tag an
+  integer that identifies it. Both fields are int64 [R], with an element for
+  each of the R replicas.
 
   Attributes:
-    verdict: The `protocol.Verdict` for the last contribution of each replica,
-      or NONE.
-    flush: For each replica, the tag of a void (unused) contribution for whose
-      reply some process still waits, so that a VOID reply must be sent; or -1.
+    verdict: The `protocol.Verdict` to send to the replica as the reply to its
+      last contribution; `NONE` to send no reply.
+    flush: The tag of a contribution that is void (will not be used) although a
+      process still waits for the reply to it. A VOID reply to this tag must be
+      sent. -1 if there is no such contribution.
   """
 
   verdict: tf.Tensor
@@ -153,19 +173,20 @@ class Replies(NamedTuple):
 
 
 class Collected(NamedTuple):
-  """The contributions that the chief has collected for a step.
+  """What `Contributions.collect` returns: the contributions to one step.
 
-  A contribution is one replica's gradients for one update.
-  `Contributions.collect` returns this. All fields are scalars on PS task 0,
-  except `present`.
+  A contribution is one replica's gradients for one update. All fields are
+  scalars on PS task 0, except `present`.
 
   Attributes:
-    kind: int64, a `protocol.MessageType`: DELIVERED when the step is complete,
-      else the type of the message that ended the wait early (NONFINITE, WAKE).
+    kind: int64, a `protocol.MessageType`: DELIVERED if the step has all its
+      contributions. Otherwise the type of the message that ended the wait
+      early: NONFINITE or WAKE.
     replica: int64, the index of the replica that sent the last message.
     step: int64, the global step of the contributions.
     examples: int64, the number of examples in the contributions.
-    count: The number of contributions: an int, or float64.
+    count: The number of contributions: an int, or a float64 scalar if steps may
+      have fewer than N.
     loss: float64, the mean loss of the contributions.
     present: bool [V], for each of the V elements of `store.contributed` (the
       trainable variables, then the variables without gradients), whether any
@@ -182,9 +203,9 @@ class Collected(NamedTuple):
 
 
 def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
-  """Returns the ledger, the recorded state of a step, before any message.
+  """Returns the ledger (the recorded state of a step) of a new training.
 
-  All replicas are computing, and the step has no contribution yet.
+  All replicas are computing, and no contribution has arrived.
 
   Args:
     num_replicas: R, the number of replicas.
@@ -209,15 +230,16 @@ def new_ledger(num_replicas: int, replicas_to_aggregate: int) -> Ledger:
 class _Event(NamedTuple):
   """The meaning of one message to the chief, for each of R replicas.
 
-  All fields are bool [R], and true at most for the replica that the message is
-  about. A contribution is one replica's gradients for one update.
+  A contribution is one replica's gradients for one update. All fields are bool
+  [R], and false for all replicas that the message is not about.
 
   Attributes:
     is_offer: The replica offers a contribution.
     is_late: The replica offers a contribution computed from variables of an
       earlier step.
-    is_delivered: An admitted contribution of the replica has arrived.
-    is_void: A contribution has arrived that is not the replica's last one.
+    is_delivered: The gradients of an admitted contribution have arrived.
+    is_void: The gradients of a contribution have arrived, but it is not the
+      replica's last contribution.
     is_lost: The replica is lost, and was not waiting for a reply.
   """
 
@@ -243,12 +265,13 @@ def record(
     ledger: The ledger before the message.
     message: A message from the chief's inbox.
     step: int64 scalar, the current global step.
-    can_skip: Whether a step may have fewer contributions: none of replicas
-      that are lost or from which none came before the deadline (EXPIRED).
+    can_skip: Whether a step may have fewer than N contributions. Replicas that
+      are lost, or that have sent nothing when the message EXPIRED comes, are
+      then marked as skipped: the step does without them.
 
   Returns:
-    The ledger after the message, and the replies to send now. All other replies
-    result from `settle` and `finish`.
+    The ledger after the message; and the replies that follow from the message
+    alone. `settle` and `finish` return all other replies.
   """
   steps_late = tf.maximum(step - message.step, 0)
   event = _interpret(ledger, message, steps_late > 0)
@@ -296,12 +319,13 @@ def record(
 
 
 def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
-  """Finds out what a message to the chief means.
+  """Finds out what a message to the chief means for each replica.
 
   Args:
     ledger: The recorded state of the step before the message.
     message: The message.
-    is_late: bool scalar, whether the replica used variables of an earlier step.
+    is_late: bool scalar, whether the message is about variables of an earlier
+      step.
   """
   replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)
   this = replicas == message.replica
@@ -322,19 +346,21 @@ def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
 def _accept(
   ledger: Ledger, message: Message, is_delivered: tf.Tensor
 ) -> Ledger:
-  """Records a delivered contribution in the first open place of the step.
+  """Records that a contribution has arrived, in the first open place.
 
-  A contribution is one replica's gradients for one update, and a place takes
-  one of the N contributions that a step averages.
+  A contribution is one replica's gradients for one update. A step averages N of
+  them, and has a place for each. If this contribution is the last of the N, the
+  time since the arrival of the one before is added to `Ledger.held_up` of the
+  replica.
 
   Args:
-    ledger: The recorded state of the step before the delivery.
-    message: The message that reports the delivery.
+    ledger: The recorded state of the step before the arrival.
+    message: The message that reports the arrival.
     is_delivered: bool [R], true for the replica whose contribution has arrived;
       nothing changes if all are false.
 
   Returns:
-    The ledger after the delivery.
+    The ledger after the arrival.
   """
   num_places = ledger.accepted.shape[0]
   has_delivered = tf.reduce_any(is_delivered)
@@ -364,14 +390,14 @@ def _accept(
 def num_needed(ledger: Ledger, quorum: quorum_lib.Quorum) -> int | tf.Tensor:
   """Computes how many contributions the step needs.
 
-  A contribution is one replica's gradients for one update. A step of N
-  contributions of R replicas needs N, or fewer if `quorum` allows it, N is at
-  most R, and some replicas are skipped: then the share of the other replicas
-  that `quorum` names.
+  A contribution is one replica's gradients for one update. A step needs N of
+  them. It needs fewer only if `quorum` allows it, N is at most the number of
+  replicas, and replicas are skipped (`protocol.Status.SKIPPED`): then it needs
+  the number that `quorum` gives for the replicas that are not skipped.
 
   Args:
     ledger: The recorded state of the step.
-    quorum: How many contributions the step needs, of how many replicas.
+    quorum: How many contributions an update needs, by the number of replicas.
 
   Returns:
     An int, or an int64 scalar.
@@ -386,14 +412,14 @@ def num_needed(ledger: Ledger, quorum: quorum_lib.Quorum) -> int | tf.Tensor:
 
 
 def is_complete(ledger: Ledger, quorum: quorum_lib.Quorum) -> tf.Tensor:
-  """Returns, as a bool scalar, whether the step has its contributions.
+  """Returns, as a bool scalar, whether the step has all its contributions.
 
-  A contribution is one replica's gradients for one update. An admitted one that
-  has not arrived is waited for.
+  A contribution is one replica's gradients for one update. The step is not
+  complete while a contribution that it has admitted has not arrived.
 
   Args:
     ledger: The recorded state of the step.
-    quorum: How many contributions the step needs, of how many replicas.
+    quorum: How many contributions an update needs, by the number of replicas.
   """
   count = _count(places(ledger.accepted).is_taken)
   is_enough = count >= num_needed(ledger, quorum)
@@ -404,10 +430,10 @@ def is_complete(ledger: Ledger, quorum: quorum_lib.Quorum) -> tf.Tensor:
 
 
 def is_waiting(ledger: Ledger) -> tf.Tensor:
-  """Returns, as bool [R], whether each of R replicas waits for the chief.
+  """Returns, as bool [R], which of the R replicas wait for a reply.
 
-  A replica waits until the step admits its gradients, and after they were
-  delivered until the chief lets it continue.
+  A replica waits from its offer of gradients until they are admitted, and again
+  from their arrival on the PS tasks until the chief lets it continue.
 
   Args:
     ledger: The recorded state of the step.
@@ -422,19 +448,19 @@ def settle(
 ) -> tuple[Ledger, tf.Tensor]:
   """Gives the free places of the step to waiting replicas.
 
-  A place takes one of the N contributions (sets of gradients) that a step
-  averages. This is a pure function.
+  A step averages N contributions (sets of gradients), and has a place for each.
+  This is a pure function.
 
   Args:
     ledger: The recorded state of the step.
-    quorum: How many contributions the step needs, of how many replicas.
+    quorum: How many contributions an update needs, by the number of replicas.
 
   Returns:
     The new ledger; and int64 [R], for each of the R replicas the
-    `protocol.Verdict` that answers its last contribution: ADMIT for a waiting
-    replica that gets a place; CONTINUE for a replica that has delivered and
-    gets another place of the same step (if there are more places than
-    replicas); else NONE.
+    `protocol.Verdict` to send as the reply to its last contribution. ADMIT: the
+    replica was waiting and has got a place. CONTINUE: its gradients have
+    arrived, and it has got another place of the same step, which happens only
+    if there are more places than replicas. NONE: no reply.
   """
   num_replicas = ledger.status.shape[0]
   num_places = ledger.accepted.shape[0]
@@ -464,18 +490,21 @@ def _count(condition: tf.Tensor) -> tf.Tensor:
 def _first(condition: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
   """Returns a copy of `condition` with at most `limit` true elements.
 
-  The first true elements stay true.
+  The first `limit` true elements stay true; the others become false.
   """
   return condition & (tf.cumsum(tf.cast(condition, tf.int64)) <= limit)
 
 
 def _num_accepted(ledger: Ledger) -> tf.Tensor:
-  """Counts the accepted contributions of each replica, as int64 [R].
+  """Counts the contributions of each replica that have arrived for the step.
 
   A contribution is one replica's gradients for one update.
 
   Args:
     ledger: The recorded state of the step.
+
+  Returns:
+    int64 [R].
   """
   owners = places(ledger.accepted).replica  # Open places, -1, are left out.
   return tf.math.unsorted_segment_sum(
@@ -484,9 +513,9 @@ def _num_accepted(ledger: Ledger) -> tf.Tensor:
 
 
 def _in_column(values: tf.Tensor, column: int | tf.Tensor) -> tf.Tensor:
-  """Makes an int64 [R, NUM_COLUMNS] tensor that is zero but for one column.
+  """Makes an int64 [R, NUM_COLUMNS] tensor that is zero except in one column.
 
-  It is added to `Ledger.counts`, which has a row per replica.
+  It is to be added to `Ledger.counts`, which has a row per replica.
 
   Args:
     values: [R], the values in the column.
@@ -506,20 +535,21 @@ def _set(
 def finish(
   ledger: Ledger, *, can_skip: bool = False
 ) -> tuple[Ledger, tf.Tensor]:
-  """Ends the step: counts which contributions were used, and empties the step.
+  """Ends the step: counts the outcomes of contributions, and clears the step.
 
   A contribution is one replica's gradients for one update. This is a pure
   function.
 
   Args:
     ledger: The recorded state of the step.
-    can_skip: Whether the step may have fewer contributions, as `record` says.
+    can_skip: Whether a step may have fewer than N contributions. If this one
+      has, it is counted as missed by the replicas that were skipped.
 
   Returns:
     The ledger of the next step; and int64 [R], for each of the R replicas the
-    `protocol.Verdict` that answers its last contribution: for a replica that
-    waits, RELEASE, or CONTINUE if a step averages at least one contribution of
-    every replica; for other replicas NONE.
+    `protocol.Verdict` to send as the reply to its last contribution. A replica
+    that waits gets RELEASE, or CONTINUE if every step needs every replica (N is
+    at least R). Other replicas get NONE.
   """
   num_replicas = ledger.status.shape[0]
   num_places = ledger.accepted.shape[0]
@@ -553,10 +583,14 @@ def finish(
 
 
 def step_status(state: Ledger) -> results.StepStatus:
-  """Reports the progress of a step from its ledger.
+  """Reports from the ledger which contributions to the step have arrived.
 
   Args:
     state: The recorded state of the step, as NumPy arrays.
+
+  Returns:
+    The number of contributions (sets of gradients) that have arrived, the
+    number N of a full step, and the status and last tag of each replica.
   """
   rows = zip(state.status.tolist(), state.tag.tolist(), strict=True)
   return results.StepStatus(
@@ -570,11 +604,15 @@ def step_status(state: Ledger) -> results.StepStatus:
 
 
 def counts_from_ledger(state: Ledger) -> list[results.Counts]:
-  """Returns how many sets of gradients of each replica were used or refused.
+  """Reports how many contributions of each replica were used or refused.
+
+  A contribution is one replica's gradients for one update.
 
   Args:
-    state: The recorded state of a step, as NumPy arrays, with the counts since
-      the start of training.
+    state: The ledger, as NumPy arrays.
+
+  Returns:
+    One `Counts` per replica, for the time since the start of training.
   """
   rows = zip(state.counts.tolist(), state.held_up.tolist(), strict=True)
   return [

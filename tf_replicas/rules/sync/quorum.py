@@ -1,8 +1,8 @@
 """Says how many contributions a synchronous update needs.
 
-A contribution is one replica's gradients for one update. The number is given as
-a number, or as a share of the replicas: "all", "all-1" or "90%". This module
-does not import TensorFlow.
+A contribution is one replica's gradients for one update. The user gives a
+number, or a share of the replicas: "all", "all-1" or "90%". This module does
+not import TensorFlow.
 """
 
 import re
@@ -14,13 +14,17 @@ _SHARE = re.compile(r"all(?:-(?P<less>[0-9]+))?|(?P<percent>[0-9]+)%")
 
 
 class Quorum(NamedTuple):
-  """The number of contributions that an update needs.
+  """The number of contributions (sets of gradients) that an update needs.
+
+  If only A replicas take part, since others were lost or have not come yet, the
+  number is `percent` % of A, rounded up, minus `less`, but at least `least` and
+  at most `most`.
 
   Attributes:
     most: N, the number that an update needs if all replicas take part.
-    least: The number that it needs at least, however few replicas take part.
-    percent: The share of the replicas that must contribute, in percent.
-    less: How many contributions fewer than this share an update needs.
+    least: The smallest number that an update may have.
+    percent: The percentage of the replicas; 100 for "all" and for a number.
+    less: The K of "all-K"; otherwise 0.
   """
 
   most: int
@@ -34,15 +38,15 @@ class Quorum(NamedTuple):
     return self.least < self.most
 
   def of(self, num_replicas: Any) -> Any:
-    """Computes the share of `num_replicas`, before the limits are applied.
+    """Computes `percent` % of `num_replicas`, rounded up, minus `less`.
 
     Args:
       num_replicas: The number of replicas that take part: an int, or an int64
         scalar tensor.
 
     Returns:
-      The number of contributions, of the same type. It may be below `least` or
-      above `most`.
+      The number of contributions, of the same type. The limits `least` and
+      `most` are not applied.
     """
     return (num_replicas * self.percent + 99) // 100 - self.less
 
@@ -50,18 +54,23 @@ class Quorum(NamedTuple):
 def parse(
   value: int | str, num_replicas: int, min_contributions: int | None = None
 ) -> Quorum:
-  """Reads how many contributions an update needs.
+  """Makes a `Quorum` from what the user gives for `replicas_to_aggregate`.
 
   Args:
-    value: A number, which may exceed the number of replicas; or "all", "all-K"
-      (all replicas but K) or "P%" (P percent of the replicas, rounded up).
+    value: N, the number of contributions in an update, which may exceed the
+      number of replicas; or "all", "all-K" (all replicas but K) or "P%" (P
+      percent of the replicas, rounded up).
     num_replicas: The number of replicas.
     min_contributions: The smallest number of contributions in an update if some
       replicas do not take part. None: no update has fewer than N.
 
+  Returns:
+    The quorum.
+
   Raises:
-    ValueError: If `value` has another form, or leaves no contribution. The
-      message starts with the rule, without a name.
+    ValueError: If `value` has another form, or means fewer than 1 or more than
+      all replicas. The message begins with "must", so that the caller can put
+      the name of the setting in front.
   """
   share = {}
   if isinstance(value, str):

@@ -1,8 +1,8 @@
-"""Makes synchronous updates from exactly N sets of gradients.
+"""Makes synchronous updates, each from the gradients of N replicas.
 
 `SyncReplicasOptimizer` is the successor of TF1's
-`tf.train.SyncReplicasOptimizer`, and documents the protocol, which includes
-backup replicas.
+`tf.train.SyncReplicasOptimizer`. Its docstring explains the protocol, which
+includes backup replicas.
 """
 
 import functools
@@ -61,8 +61,9 @@ class _StepReport(NamedTuple):
 class SyncReplicasOptimizer(rule_base.OptimizerRule):
   """An optimizer wrapper that applies one averaged update per N gradients.
 
-  Every update applies the mean of exactly N = `replicas_to_aggregate`
-  contributions (sets of gradients), all computed from the variables of the same
+  A contribution is one replica's gradients for one update. Every update applies
+  the mean of exactly N = `replicas_to_aggregate` contributions, unless
+  `min_contributions` is given. All are computed from the variables of the same
   step, and by distinct replicas if there are at least N replicas.
 
   The number M = `total_num_replicas` of replicas may differ from N:
@@ -75,14 +76,17 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
 
   N may also be given as a share of the M replicas: "all", "all-1" or "90%".
 
-  With `min_contributions` < N, replicas may come and go. A lost replica, or one
-  that has not come yet, is *skipped*: until it offers gradients, steps do not
-  wait for it, but for `min_contributions` at least. If N is a share, it is then
-  a share of the replicas that are not skipped. The mean is over those that
-  came. With `step_timeout_secs` too, replicas from which none came in this time
-  are skipped, and their late contributions are refused. Such an update is not
-  the one that N replicas would have made; `Counts.missed` counts them. If fewer
-  than `min_contributions` have come in time, the training ends with an error.
+  With `min_contributions` < N, replicas may join and leave. Then steps *skip* a
+  replica that is lost or has not come yet: they do not wait for it until it
+  offers gradients, and have fewer contributions, but at least
+  `min_contributions`. If N is given as a share, a step needs this share of the
+  replicas that are not skipped. The update applies the mean of the
+  contributions that the step has. With `step_timeout_secs` too, steps also skip
+  replicas that have contributed nothing in this time, and refuse their late
+  contributions. If fewer than `min_contributions` have come in this time, the
+  training ends with an error. An update with fewer than N contributions differs
+  from the one that N replicas would have made. `Counts.missed` counts such
+  updates.
 
   A replica calls `apply_gradients`, which offers gradients and waits. The chief
   calls `apply_updates`, which makes the updates.
@@ -99,7 +103,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
 
   1. Pull the global step and then the parameters (`ParameterStore.pull`).
   2. Compute gradients; clip them if `clip_replica_norm` is given.
-  3. Offer: send (replica, tag, step) and wait for the verdict. The tag
+  3. Offer: send (replica, tag, step) and wait for the chief's reply. The tag
      identifies the contribution. A contribution from older variables is refused
      at once; one beyond the first N is refused when the step ends. Refused
      contributions are counted, and their gradients are not sent.
@@ -109,29 +113,31 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   A step of the chief:
 
   1. Answer offers until N contributions were delivered. If an admitted replica
-     is lost, another waiting replica gets its place, or the same replica after
-     a restart.
+     is lost, another waiting replica contributes in its place, or the same
+     replica after a restart.
   2. On each PS task: sum the N gradients in replica order and divide by N. A
-     variable for which no replica has a gradient is skipped. If only some have
-     one, the missing ones count as zero. Sparse gradients are summed by row and
-     divided by N too, so N batches of B examples equal one batch of N * B.
+     variable for which no replica has a gradient is left unchanged. If only
+     some have one, the missing ones count as zero. Sparse gradients are summed
+     by row and divided by N too, so N batches of B examples equal one batch of
+     N * B.
   3. Clip the mean by its global norm if `clip_mean_norm` is given.
   4. Apply the inner optimizer on each PS task; update the moving averages.
   5. Increase the global step by 1.
   6. Release every replica that waits.
 
-  Unlike in TF1's `tf.train.SyncReplicasOptimizer`, the first step is like every
-  other; contributions are used or refused as a whole, and counted; and the mean
-  is over exactly N. Contributions after the last step are not counted.
+  TF1's `tf.train.SyncReplicasOptimizer` differs: here, the first step is like
+  every other; contributions are used or refused as a whole, and counted; and
+  the mean is over exactly N. Contributions after the last step are not counted.
 
   Attributes:
     replicas_to_aggregate: N, the number of contributions in one update.
     total_num_replicas: M, the number of replicas that contribute.
-    step_timeout_secs: Seconds after which a step goes on from fewer than N
+    step_timeout_secs: Seconds after which a step goes on with fewer than N
       contributions; None: it waits for all replicas that are not lost.
     min_contributions: The smallest number of contributions in a step.
-    quorum: The same numbers, and the share that N was given as.
-    scale_rate: Whether smaller updates have a smaller learning rate.
+    quorum: N, `min_contributions` and, if N was given as a share, this share.
+    scale_rate: Whether an update with fewer than N contributions has a smaller
+      learning rate.
   """
 
   def __init__(
@@ -157,29 +163,29 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     """Makes a rule for synchronous updates by `optimizer`.
 
     A contribution is one replica's gradients for one update. Statistics are
-    variables without gradients, such as moving means.
+    variables without gradients, such as moving means. `OptimizerRule` documents
+    the arguments that are not listed here.
 
     Args:
       optimizer: The optimizer that applies the mean of the contributions.
-        `OptimizerRule` documents the arguments that are not listed here.
-      replicas_to_aggregate: N, the number of contributions in one update; or
-        "all", "all-K" (all replicas but K) or "P%" (P percent of the replicas,
-        rounded up), of those that are not skipped.
+      replicas_to_aggregate: N, the number of contributions in one update; or a
+        share of the replicas: "all", "all-K" (all replicas but K) or "P%" (P
+        percent of the replicas, rounded up).
       total_num_replicas: M, the number of replicas. None: N.
       step_timeout_secs: Seconds that a step waits for its contributions. Then
-        it goes on from those that have come, or, if they are fewer than
+        it goes on with those that have come or, if they are fewer than
         `min_contributions`, the training ends with an error. None: no limit.
         The driver measures the time.
       min_contributions: The smallest number of contributions in an update if
         replicas are lost, have not come yet, or exceed `step_timeout_secs`.
         None: N.
-      scale_rate: Whether an update from fewer than N contributions multiplies
-        the learning rate by the number of its contributions / N.
-      clip_mean_norm: The largest global norm of the mean of N contributions. A
-        larger mean is scaled down before it is applied. None: no limit.
+      scale_rate: Whether an update with k < N contributions multiplies the
+        learning rate by k / N.
+      clip_mean_norm: The largest global norm of the mean of the contributions.
+        A larger mean is scaled down before it is applied. None: no limit.
       has_chief_statistics: If True, statistics are updated from one replica: of
         those whose contributions are used, the one with the smallest index. If
-        False, from the mean of all N contributions.
+        False, from the mean of all contributions of the update.
       use_locking: Must be None. TF1's class had this argument, which is not
         supported.
 
@@ -275,10 +281,15 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self.is_built = True
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
-    """Assigns all first values, or takes over an earlier chief's training.
+    """Assigns the initial values, or takes over an earlier chief's training.
 
-    In the second case, waits for an update of the earlier chief to end.
-    Implements `UpdateRule.create`, which documents the arguments.
+    In the second case (`resumed`), waits until an update that the earlier chief
+    has begun is complete. Implements `UpdateRule.create`, which documents the
+    arguments.
+
+    Raises:
+      ValueError: If `scale_rate` is set, and the inner optimizer has no
+        learning rate that is a number.
     """
     if resumed:
       # An earlier chief's `apply_updates` may live on at the PS; this ends it.
@@ -297,9 +308,10 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       )
 
   def start(self) -> None:
-    """Drops all gradients that replicas offered to an earlier chief, if any.
+    """Drops the gradients that replicas have offered to an earlier chief.
 
-    The chief calls it once, after all variables have their values.
+    Does nothing if there was no earlier chief. The chief calls it once, after
+    all variables have their values.
     """
     if self._is_successor:
       self._contributions.begin_anew()
@@ -325,13 +337,14 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   def in_lockstep(
     self, store: parameter_store.ParameterStore
   ) -> rule_base.LockstepUpdate:
-    """Adapts this rule to a program that computes all replicas' gradients.
+    """Adapts this rule to one program that computes all replicas' gradients.
 
     Args:
       store: Holds the variables, all on one task.
 
     Returns:
-      An object that makes updates with the settings of this rule.
+      An object that makes updates with the settings of this rule, without
+      parameter servers.
     """
     return rule_base.LockstepUpdate(self, store)
 
@@ -371,13 +384,15 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     token: step_token.StepToken,
     records_times: bool,
   ) -> tuple[step_token.StepToken, tf.Tensor]:
-    """Computes gradients of one batch, or of several, and hands them over.
+    """Computes a replica's gradients and hands them over.
 
-    A replica contributes several batches to one step only if there are fewer
-    replicas than contributions in an update. Then the replica goes on with the
-    same parameters while its token, the reply to the last gradients, admits
-    another contribution to the step. `GradientRule.contribute_batch` documents
-    the result.
+    For one batch if there are at least as many replicas as contributions in an
+    update. With fewer replicas, for one batch after another, from the same
+    parameters, as long as the reply to the last gradients admits another
+    contribution of this replica to the step.
+
+    `GradientRule.contribute_batch` documents the arguments and the result,
+    which is that of the last batch.
     """
 
     def one_batch(token):
@@ -400,29 +415,31 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   # The chief's half.
 
   def stop_at(self, step: int) -> None:
-    """Does nothing, as only `apply_updates` makes updates under this rule.
+    """Does nothing, as only the chief's `apply_updates` makes updates here.
 
-    Other rules, under which replicas make the updates, stop at global step
+    Under other rules, replicas make the updates, and stop at global step
     `step`.
     """
     del step
 
   def apply_updates(self, max_updates: int = 1) -> list[results.Update]:
-    """Makes updates in one call, all with the present learning rate.
+    """Makes one or several updates, all with the present learning rate.
 
     Waits until replicas have contributed the gradients of each update.
 
     Args:
-      max_updates: The largest number of updates. No update is begun later than
-        0.1 s after the call, except the first. Several updates per call save
-        the milliseconds between two calls, which slow down small models.
+      max_updates: The largest number of updates. After 0.1 s, no further update
+        is begun. Several updates per call save the milliseconds between two
+        calls, which slow down small models.
 
     Returns:
-      Reports of the updates, in order.
+      One report per update, in order; at least one.
 
     Raises:
       NonFiniteGradientError: If a replica computed a value that is not finite.
-      Interrupted: If `interrupt` was called.
+        If updates were made before it, they are returned, and the next call
+        raises the error.
+      Interrupted: If `interrupt` was called; likewise.
       tf.errors.OutOfRangeError: After `close`.
     """
     self.check_built()
@@ -462,9 +479,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         to have a gradient for it.
 
     Returns:
-      A function of the largest number of updates, an int32 scalar. It returns a
-      packed `_StepReport` per row. The last row may report why no update was
-      made.
+      A function of the largest number of updates, an int32 scalar. It returns
+      float64 [number of steps, width], a packed `_StepReport` per row. The last
+      row may be about a step that made no update.
     """
 
     def step():
@@ -483,10 +500,12 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   def _step(self, present: tuple[bool, ...]) -> _StepReport:
     """Collects the replicas' gradients for a step, and makes its update.
 
+    Makes no update if the collection was interrupted, or if `present` is wrong.
+
     Args:
       present: For each element of `store.contributed` (the trainable variables,
         then the variables without gradients), whether some replica is assumed
-        to have a gradient for it. If that is wrong, no update is made.
+        to have a gradient for it.
 
     Returns:
       The report of the step, whose fields are tensors.
@@ -521,7 +540,8 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       present: For each element of `store.contributed` (the trainable variables,
         then the variables without gradients), whether some replica has a
         gradient for it.
-      collected: What the replicas have contributed to the step.
+      collected: The number of the step's contributions (sets of gradients), its
+        global step, and so on.
 
     Returns:
       float64 scalar, the time at which the update was complete, in seconds
@@ -548,11 +568,20 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
   # For the driver that watches and ends the training.
 
   def counts(self) -> list[results.Counts]:
-    """Returns how many gradients of each replica were used and refused."""
+    """Reports how many contributions of each replica were used or refused.
+
+    A contribution is one replica's gradients for one update.
+
+    Returns:
+      One `Counts` per replica, for the time since the start of training.
+    """
     return ledger.counts_from_ledger(self._contributions.snapshot())
 
   def status(self) -> results.StepStatus:
-    """Returns the progress of the next update and the state of each replica."""
+    """Reports how many gradients of the next update have arrived.
+
+    Also reports the state of each replica.
+    """
     return ledger.step_status(self._contributions.snapshot())
 
   def declare_lost(self, replica: int, tag: int) -> None:
@@ -570,10 +599,11 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self._contributions.declare_lost(replica, tag)
 
   def expire(self, step: int) -> None:
-    """Makes an update from the contributions (sets of gradients) that came.
+    """Lets the step go on without the replicas that have contributed nothing.
 
-    There must be at least `min_contributions` of them. Replicas from which none
-    came are not waited for until they offer gradients again.
+    Called when the step has exceeded its deadline, and has at least
+    `min_contributions` contributions (sets of gradients). Later steps do not
+    wait for those replicas either, until they offer gradients again.
 
     Args:
       step: The global step. The call has no effect on later steps.
@@ -581,10 +611,9 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self._contributions.expire(step)
 
   def interrupt(self) -> None:
-    """Ends the wait of `apply_updates`, which runs in another thread.
+    """Ends the wait of `apply_updates` or `end_replicas` in another thread.
 
-    `apply_updates` then raises `Interrupted`. A call of `end_replicas` that
-    waits returns, too.
+    `apply_updates` then raises `Interrupted`, and `end_replicas` returns.
     """
     try:
       self._contributions.wake()
@@ -603,20 +632,23 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
 
   @tf.function(autograph=False)
   def end_replicas(self) -> None:
-    """Tells replicas that training has ended.
+    """Tells replicas that training has ended, until `interrupt` is called.
 
-    Does not return before `interrupt` is called.
+    Then it returns. Until then it answers each replica that waits or offers
+    gradients.
     """
     self._contributions.end_replicas()
 
   def suspend(self) -> None:
-    """Starts a thread that lets replicas continue without an update.
+    """Stops taking gradients, so that another rule can make the updates.
 
-    `SwitchingOptimizer` calls it when it changes to another rule. The thread
-    ends in `resume`.
+    `SwitchingOptimizer` calls it when it changes to another rule. Until
+    `resume` is called, a thread answers replicas that still offer gradients to
+    this rule: the gradients are refused, and the step of the reply is
+    `step_token.ENDED`.
 
     Returns:
-      None, as `apply_updates` has returned all updates.
+      None: there are no updates that `apply_updates` has not returned.
     """
     self._answering = waiting.RaisingThread(self.end_replicas, on_error=bool)
 
@@ -635,14 +667,15 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
     self._contributions.initialize(keep_counts=True)
 
   def release_replica(self, replica: int) -> None:
-    """Tells `replica`, which runs in this process, that training has ended.
+    """Tells `replica`, if it waits for a reply, that training has ended.
 
-    Called when the chief, which would answer the replica, is lost.
+    A process calls it for its own replica if the chief, which would reply, is
+    lost.
     """
     self._contributions.release_replica(replica)
 
   def close(self) -> None:
-    """Ends the training, so that no call waits any longer.
+    """Ends the training: closes the queues between replicas and chief.
 
     Calls of the chief and of replicas that wait for each other raise
     `tf.errors.OutOfRangeError`.
@@ -659,14 +692,14 @@ def _repeat(
   """Calls `body` repeatedly in the graph, all on the current device.
 
   Args:
-    body: Returns a row, float64 [width], and a bool scalar, whether to call
+    body: Returns a float64 [width] tensor, and a bool scalar: whether to call
       `body` again.
     max_calls: int32 scalar, the largest number of calls. `body` is called at
       least once.
     secs: The time in seconds after which `body` is not called again.
 
   Returns:
-    The rows, float64 [number of calls, width].
+    The tensors of all calls as rows, float64 [number of calls, width].
   """
 
   def call(count, _, end, rows):
