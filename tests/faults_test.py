@@ -112,6 +112,23 @@ def test_training_waits_for_the_restart_of_a_worker(start_trial):
   assert "worker 1: lost" in log
 
 
+def test_two_workers_die_at_once(start_trial):
+  trial = start_trial(
+    "killed_between_steps", trials.document(1, 3), lost_after_secs=3
+  )
+  trial.await_mark("step 2 is made")
+  for index in (1, 2):
+    trial.kill(_worker(index))
+  trial.mark("worker 1 is dead")
+  for index in (1, 2):
+    trial.await_log(_worker(0), f"worker {index}: no heartbeat for")
+    trial.tasks.start(_worker(index))
+  trial.await_success()
+  report = trial.report()
+  _assert_steps(report, 6, (0.1 + 0.3 + 0.5) / 3)
+  assert [applied for applied, _, _ in report["counts"]] == [6, 6, 6]
+
+
 def test_in_graph_training_waits_for_the_restart_of_a_worker(start_trial):
   report = _report_after_a_restart(
     start_trial, "killed_between_steps", "in_graph"

@@ -221,7 +221,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return self.recovering(self._contribute)
 
   def _contribute(self) -> int:
-    """Does the work of `run_replica`, without the recovery from losses.
+    """Contributes gradients until training ends, in a worker that is no chief.
+
+    Waits first until the chief has initialized or restored the variables. Does
+    not recover from the loss of a parameter server, as `run_replica` does.
 
     Returns:
       The global step when training ended.

@@ -639,9 +639,14 @@ def rows_of(variable: Any) -> Rows | None:
 
 
 def _path_of(variable: Any) -> str:
-  """Returns the path of the table that a variable stands for.
+  """Returns the name of a table, for error messages.
 
-  For an ordinary variable, which has the rows itself, returns its own name.
+  Args:
+    variable: The placeholder of a table on the PS tasks, or an ordinary
+      variable that has the rows itself.
+
+  Returns:
+    The path of the table in its namespace; for an ordinary variable its `name`.
   """
   rows = rows_of(variable)
   return getattr(variable, "name", "") if rows is None else rows.path
