@@ -127,6 +127,8 @@ def test_two_workers_die_at_once(start_trial):
   report = trial.report()
   _assert_steps(report, 6, (0.1 + 0.3 + 0.5) / 3)
   assert [applied for applied, _, _ in report["counts"]] == [6, 6, 6]
+  for index in range(3):
+    assert "threads that are left: []" in trial.log("worker", index)
 
 
 def test_in_graph_training_waits_for_the_restart_of_a_worker(start_trial):
@@ -478,6 +480,30 @@ def test_training_goes_on_after_the_loss_of_a_parameter_server(
     np.testing.assert_allclose(
       report["state"]["variables/v0"], -RATE * 0.2 * 12, rtol=1e-5
     )
+
+
+def test_a_parameter_server_dies_while_a_worker_comes_back(start_trial):
+  trial = start_trial(
+    "parameter_server_lost",
+    trials.document(2, 2),
+    replication="between_graph",
+    is_async=False,
+    recovery_timeout_secs=100,
+  )
+  trial.await_mark("step 6 is made")
+  trial.kill(_worker(1))
+  trial.tasks.start(_worker(1))
+  ps = cluster.Task("ps", 1)
+  trial.kill(ps)
+  trial.mark("it is dead")
+  trial.await_log(_worker(0), f"{ps} was lost at step 6")
+  trial.tasks.start(ps)
+  trial.await_success()
+  report = trial.report()
+  assert report["steps"] == [*range(1, 7), *range(5, 13)]
+  np.testing.assert_allclose(
+    report["state"]["variables/v0"], -RATE * 0.2 * 12, rtol=1e-5
+  )
 
 
 def test_a_parameter_server_that_does_not_come_back_ends_training(start_trial):

@@ -198,6 +198,8 @@ class LocalClusterTest(parameterized.TestCase):
     self.assertIn("worker 1", str(raised.exception))
     self.assertNotIn("worker 0", str(raised.exception))
     self.assertFalse(any(map(_is_running, pids)))
+    for task in (PS, WORKER):  # What they have said is not lost.
+      self.assertEqual(tasks.log(task), "here\n")
 
   def test_tasks_that_outlive_the_chief_are_stopped(self):
     """A worker that was cut off while training ended may wait for long."""

@@ -175,6 +175,8 @@ def train(here: Here, driver, run_chief) -> None:
   if driver.is_chief:
     here.mark("over")
   driver.close()
+  left = [t for t in threading.enumerate() if t is not threading.main_thread()]
+  print(f"threads that are left: {left}", flush=True)
 
 
 def as_lists(tensors: dict) -> dict:
