@@ -111,8 +111,8 @@ that can be installed together.
   chief ends the parameter servers one after another, and waits for one that
   hangs.
 - With TensorFlow up to 2.19, the extra `tfds` also needs
-  `pip install --no-deps "tensorflow-metadata<1.17"`: newer releases need a newer
-  protobuf than their metadata says.
+  `pip install --no-deps "tensorflow-metadata<1.17"`: newer releases need a
+  newer protobuf than their metadata says.
 
 Tests of what a version lacks are skipped.
 """

@@ -54,6 +54,8 @@ EXPERIMENTS = (
   "staleness_hurts",
   "zhang_softsync",
   "dutta_error_time",
+  "ho_bounded_staleness",
+  "zhang_easgd",
   "update_once",
   "sharding",
   "sixteen_or_eight",

@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments.simulator import compute_times
 from experiments.support import claims
+from experiments.support import error_curves
 
 WORKERS = 8
 RATE = 0.06
@@ -36,42 +37,15 @@ def measure(is_quick: bool, seed: int) -> dict:
 
   With `is_quick`, it trains for a shorter time.
   """
-  from experiments.support import event_clock
-  from experiments.support import race_task
-  from tf_replicas.programs import update_options
-  from tf_replicas.rules import results
-
   times = list(range(0, (SECS_QUICK if is_quick else SECS) + 1, _EVERY))
-  task = race_task.Task()
-  rows = {}
-  for name, settings in RULES.items():
-    contestant = race_task.Contestant(
-      name, update_options.UpdateSettings(**settings)
-    )
-    training = event_clock.Training(
-      contestant.rule(WORKERS, RATE),
-      task.replica,
-      batches_shape=[race_task.NUM_BATCHES, race_task.BATCH_SIZE],
-      exchange_secs=race_task.EXCHANGE_SECS,
-    )
-    training.start(
-      task.values(seed),
-      race_task.batches(WORKERS, seed),
-      compute_times.Draws(COMPUTE, WORKERS, seed),
-    )
-    errors, updates = [], 0
-    try:
-      for time in times:
-        training.advance(time)
-        point = training.point()
-        errors.append(round(1 - task.precision(point.values), 6))
-        updates = point.updates
-      training.finish()
-    except results.NonFiniteGradientError:
-      # A training that diverges guesses from then on.
-      errors += [0.9] * (len(times) - len(errors))
-    training.close()
-    rows[name] = {"errors": errors, "updates": updates}
+  rows = error_curves.measure(
+    RULES,
+    workers=WORKERS,
+    rate=RATE,
+    times=times,
+    compute=lambda: compute_times.Draws(COMPUTE, WORKERS, seed),
+    seed=seed,
+  )
   return {"times": times, "rate": RATE, "rules": rows}
 
 
@@ -106,7 +80,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     ),
     *(
       claims.Finding(
-        f"{rule}: updates", [m["rules"][rule]["updates"] for m in measurements]
+        f"{rule}: updates",
+        [m["rules"][rule]["updates"][-1] for m in measurements],
       )
       for rule in RULES
     ),
@@ -117,26 +92,13 @@ def draw(measurements: Sequence[dict]):
   """Draws the errors over time: the median and the range over the seeds."""
   figure, axes = claims.new_figure(7, 4.5)
   times = measurements[0]["times"]
-  for number, rule in enumerate(RULES):
-    errors = np.array([m["rules"][rule]["errors"] for m in measurements])
-    color = claims.COLORS[number]
-    axes.plot(
-      times,
-      np.median(errors, axis=0),
-      color=color,
-      marker=claims.MARKERS[number],
-      markevery=max(1, len(times) // 10),
-      label=rule,
-    )
-    axes.fill_between(
-      times, errors.min(0), errors.max(0), color=color, alpha=0.15
-    )
+  curves = {
+    rule: np.array([m["rules"][rule]["errors"] for m in measurements])
+    for rule in RULES
+  }
+  error_curves.draw(axes, times, curves)
   axes.axvline(EARLY * times[-1], color="grey", linestyle=":")
-  axes.set_yscale("log")
   axes.set_xlabel("virtual time (mean times of a batch); dotted: early")
-  axes.set_ylabel("share of wrong test pictures")
-  axes.legend(frameon=False)
-  axes.grid(alpha=0.3)
   return figure
 
 

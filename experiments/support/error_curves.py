@@ -4,6 +4,7 @@ The network, its data and the cost of an exchange are those of the race
 (`race_task`); an event clock (`event_clock`) gives the times.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ def measure(
   workers: int,
   rate: float,
   times: Sequence[float],
-  compute: compute_times.Draws,
+  compute: Callable[[], compute_times.Draws],
   seed: int,
 ) -> dict[str, dict]:
   """Trains by every rule for an equal virtual time.
@@ -29,7 +30,7 @@ def measure(
     workers: The number of replicas.
     rate: The learning rate.
     times: The virtual times at which the error is measured, ascending.
-    compute: The compute times of the replicas, the same for all rules.
+    compute: Makes the compute times of the replicas, the same for all rules.
     seed: The seed of the weights and of the order of the examples.
 
   Returns:
@@ -55,7 +56,7 @@ def measure(
       exchange_secs=race_task.EXCHANGE_SECS,
     )
     training.start(
-      task.values(seed), race_task.batches(workers, seed), compute.again()
+      task.values(seed), race_task.batches(workers, seed), compute()
     )
     errors, updates = [], []
     try:
@@ -86,7 +87,9 @@ def time_to(
   return float(times[int(np.argmax(lows))] if lows.any() else times[-1])
 
 
-def draw(axes, times: Sequence[float], curves: Mapping[str, np.ndarray]) -> None:
+def draw(
+  axes, times: Sequence[float], curves: Mapping[str, np.ndarray]
+) -> None:
   """Draws medians over the seeds as lines, and ranges as bands.
 
   Args:
