@@ -703,13 +703,13 @@ class WholeTrainingTest(stores.TestCase):
     self.addCleanup(is_updated.set)
 
     def batches():
-      """Two batches, and more only after the update.
+      """Two batches, and more only later.
 
-      So each replica makes two contributions. Without this, the first replica
-      could make all four before the second one has started.
+      So the second replica can contribute, too. Without this, the first one
+      could make all four contributions before the second one has started.
       """
       yield from (1.0, 1.0)
-      is_updated.wait(SECS)
+      is_updated.wait(SECS / 4)
       yield from ONES
 
     replicas = [Replica(store, rule, batches, index=i) for i in range(2)]
@@ -721,7 +721,10 @@ class WholeTrainingTest(stores.TestCase):
     is_updated.set()
     _join(*threads)
     self.assertEqual(float(store.read()[0]), START - 1)
-    self.assertEqual([c.applied for c in rule.counts()], [2, 2])
+    applied = [c.applied for c in rule.counts()]
+    self.assertEqual(sum(applied), 4)
+    # A replica may be given the third place before the other one is as far.
+    self.assertGreater(min(applied), 0)
     self.assertEqual(int(store.examples_seen), 4 * PER_BATCH)
     for replica in replicas:
       self.assertEqual((replica.step, replica.w), (1, START - 1))
