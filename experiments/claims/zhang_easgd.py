@@ -18,7 +18,7 @@ from experiments.support import claims
 from experiments.support import error_curves
 
 WORKERS = 8
-RATES = (0.03, 0.06, 0.12, 0.24)
+RATES = (0.015, 0.03, 0.06, 0.12, 0.24, 0.48)
 SECS, SECS_QUICK = 120, 12
 _EVERY = 4
 PERIODS = (1, 4, 16)
