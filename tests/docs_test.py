@@ -43,6 +43,7 @@ EXAMPLES = {
   ("README.md", "train.py"): "tests/readme_test.py",
   ("docs/custom_loops.md", "join"): "tests/fitting/custom_loop_test.py",
   ("docs/custom_loops.md", "run"): "tests/fitting/custom_loop_test.py",
+  ("docs/custom_loops.md", "session"): "tests/fitting/custom_loop_test.py",
   ("docs/custom_loops.md", "tf1"): "tests/fitting/custom_loop_test.py",
   ("docs/first_steps.md", "train.py"): "tests/first_steps_test.py",
   ("docs/keras.md", "train.py"): "tests/fitting/cluster_test.py",

@@ -186,7 +186,7 @@ def _run_example(name, names):
   exec(compile(code, str(path), "exec"), names)
 
 
-def test_the_documentation_trains(tmp_path, capsys):
+def test_the_documentation_trains(tmp_path, monkeypatch, capsys):
   names = {"directory": tmp_path, "__name__": "docs"}
   _run_example("run", names)
   assert float(names["line"].slope) == pytest.approx(3.0, abs=0.01)
@@ -194,6 +194,11 @@ def test_the_documentation_trains(tmp_path, capsys):
   names |= {"replica_fn": _replica, "optimizer_fn": _sgd}
   _run_example("join", names)
   assert names["result"].global_step == 100
+  monkeypatch.chdir(tmp_path)
+  for said in ("training from step 0 to 100", "restored"):
+    _run_example("session", names)
+    output = capsys.readouterr().out
+    assert said in output and "updates: 100" in output
   _run_example("tf1", names)
   np.testing.assert_allclose(
     names["trained"].values["kernel"], np.ones([3, 1]), atol=0.1
