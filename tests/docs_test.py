@@ -58,6 +58,7 @@ EXAMPLES = {
   ("docs/programs.md", "classify.py"): "tests/readme_test.py",
   ("docs/programs.md", "program"): "tests/readme_test.py",
   ("docs/update_rules.md", "policy"): "tests/readme_test.py",
+  ("docs/update_rules.md", "switch"): "tests/readme_test.py",
   ("docs/wrapper.md", "my_train.py"): "tests/readme_test.py",
 }
 # Commands that end at once, and import no TensorFlow.

@@ -113,6 +113,13 @@ def test_the_policy_of_its_own_is_one():
   assert float(policy.rate_factor(tf.constant(3.0))) == 0.5
 
 
+def test_the_rule_that_switches_has_two():
+  names = {}
+  exec(example("docs/update_rules.md", "switch"), names)
+  assert len(names["rule"].rules) == 2
+  assert names["rule"].total_num_replicas == 3
+
+
 def test_the_exported_model_names_what_an_image_shows(
   tmp_path, monkeypatch, capsys
 ):
