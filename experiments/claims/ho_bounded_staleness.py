@@ -6,7 +6,7 @@
 The central figure of Ho et al. 2013 (quality against time under stale
 synchronous parallel training), with the library's rules in virtual time and
 with the network of the race: 8 workers whose compute times were measured on
-real stragglers, and one learning rate for all bounds.
+real stragglers, and the learning rate that is best for bound 0.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from experiments.support import claims
 from experiments.support import error_curves
 
 WORKERS = 8
-RATE = 0.06
+RATES = (0.0075, 0.015, 0.03, 0.06)
 ERROR = 0.2
 SECS, SECS_QUICK = 160, 16
 _EVERY = 2
@@ -40,15 +40,23 @@ def measure(is_quick: bool, seed: int) -> dict:
   from experiments.support import race_task
 
   times = list(range(0, (SECS_QUICK if is_quick else SECS) + 1, _EVERY))
-  rows = error_curves.measure(
+  rows = error_curves.measure_rates(
     RULES,
+    RATES,
     workers=WORKERS,
-    rate=RATE,
     times=times,
     compute=lambda: compute_times.Draws(race_task.measured(), WORKERS, seed),
     seed=seed,
   )
-  return {"times": times, "rate": RATE, "rules": rows}
+  return {"times": times, "rates": rows}
+
+
+def _at_best_rate(measurements: Sequence[dict]) -> list[dict]:
+  """Returns the curves of each seed at the rate that is best for bound 0."""
+  rate = error_curves.best_rate(measurements, f"bound {BOUNDS[0]}")
+  return [
+    {"times": m["times"], "rules": m["rates"][str(rate)]} for m in measurements
+  ]
 
 
 def _time(m: dict, rule: str) -> float:
@@ -62,6 +70,8 @@ def _error_at(m: dict, rule: str, updates: float) -> float:
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   """Returns the measured numbers of the claim, with the claimed bounds."""
+  rate = error_curves.best_rate(measurements, f"bound {BOUNDS[0]}")
+  measurements = _at_best_rate(measurements)
   first, *others = (f"bound {bound}" for bound in BOUNDS)
   last = others[-1]
 
@@ -101,12 +111,14 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       ],
       least=1.0,
     ),
+    claims.Finding("learning rate, the best one for bound 0", [rate]),
   ]
 
 
 def draw(measurements: Sequence[dict]):
   """Draws the errors over time: the median and the range over the seeds."""
   figure, axes = claims.new_figure(7, 4.5)
+  measurements = _at_best_rate(measurements)
   curves = {
     rule: np.array([m["rules"][rule]["errors"] for m in measurements])
     for rule in RULES
@@ -133,8 +145,9 @@ CLAIM = claims.Claim(
     f"{WORKERS} workers train the network of the race in virtual time. Their"
     " compute times are drawn from measured stragglers. Each gradient is"
     " applied as it arrives; with bound s, no replica is more than s steps"
-    f" ahead of the slowest. The learning rate, {RATE}, was chosen before and"
-    " not searched."
+    " ahead of the slowest. Of the learning rates"
+    f" {', '.join(map(str, RATES))}, all bounds have the one with which bound 0"
+    " ends with the smallest mean error."
     " Lines are medians over the seeds, bands the range. The paper trains topic"
     " models and matrix factorizations on up to 32 machines; its parameter"
     " servers cache variables in the workers, which this library does not do."

@@ -18,7 +18,7 @@ from experiments.support import claims
 from experiments.support import error_curves
 
 WORKERS = 8
-RATES = (0.03, 0.06, 0.12, 0.24)
+RATES = (0.015, 0.03, 0.06, 0.12, 0.24, 0.48)
 SECS, SECS_QUICK = 120, 12
 _EVERY = 4
 PERIODS = (1, 4, 16)
@@ -44,37 +44,26 @@ def measure(is_quick: bool, seed: int) -> dict:
   With `is_quick`, it trains for a shorter time.
   """
   times = list(range(0, (SECS_QUICK if is_quick else SECS) + 1, _EVERY))
-  rows = {
-    str(rate): error_curves.measure(
-      RULES,
-      workers=WORKERS,
-      rate=rate,
-      times=times,
-      compute=lambda: compute_times.Draws(
-        compute_times.Lognormal(1.0, 0.1), WORKERS, seed
-      ),
-      seed=seed,
-    )
-    for rate in RATES
-  }
+  rows = error_curves.measure_rates(
+    RULES,
+    RATES,
+    workers=WORKERS,
+    times=times,
+    compute=lambda: compute_times.Draws(
+      compute_times.Lognormal(1.0, 0.1), WORKERS, seed
+    ),
+    seed=seed,
+  )
   return {"times": times, "rates": rows}
 
 
 def _end(m: dict, rule: str, rate: float) -> float:
-  """Returns the mean of the last three errors."""
-  return float(np.mean(m["rates"][str(rate)][rule]["errors"][-3:]))
-
-
-def best_rate(measurements: Sequence[dict], rule: str) -> float:
-  """Returns the rate with the smallest error at the end, over all seeds."""
-  return min(
-    RATES, key=lambda rate: np.mean([_end(m, rule, rate) for m in measurements])
-  )
+  return error_curves.last_error(m["rates"][str(rate)], rule)
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   """Returns the measured numbers of the claim, with the claimed bounds."""
-  rates = {rule: best_rate(measurements, rule) for rule in RULES}
+  rates = {rule: error_curves.best_rate(measurements, rule) for rule in RULES}
   first, *_, last = [rule for rule in RULES if rule != DOWNPOUR]
   highest = max(RATES)
 
@@ -116,7 +105,7 @@ def draw(measurements: Sequence[dict]):
   figure, axes = claims.new_figure(7, 4.5)
   curves = {}
   for rule in RULES:
-    rate = best_rate(measurements, rule)
+    rate = error_curves.best_rate(measurements, rule)
     curves[f"{rule}, rate {rate:g}"] = np.array(
       [m["rates"][str(rate)][rule]["errors"] for m in measurements]
     )

@@ -75,6 +75,42 @@ def measure(
   return rows
 
 
+def measure_rates(
+  rules: Mapping[str, Mapping[str, object]], rates: Sequence[float], **more
+) -> dict[str, dict[str, dict]]:
+  """Calls `measure` for each learning rate.
+
+  Returns:
+    Maps the text of each rate to the result of `measure`.
+  """
+  return {str(rate): measure(rules, rate=rate, **more) for rate in rates}
+
+
+def last_error(rows: Mapping[str, Mapping], rule: str) -> float:
+  """Returns the mean of the last three errors of a rule.
+
+  Args:
+    rows: The result of `measure`.
+    rule: The name of the rule.
+  """
+  return float(np.mean(rows[rule]["errors"][-3:]))
+
+
+def best_rate(measurements: Sequence[Mapping], rule: str) -> float:
+  """Returns the rate with the smallest mean of `last_error` over all seeds.
+
+  Args:
+    measurements: One for each seed; `rates` has the result of `measure_rates`.
+    rule: The name of the rule.
+  """
+  return min(
+    map(float, measurements[0]["rates"]),
+    key=lambda rate: np.mean(
+      [last_error(m["rates"][str(rate)], rule) for m in measurements]
+    ),
+  )
+
+
 def time_to(
   times: Sequence[float], errors: Sequence[float], error: float
 ) -> float:

@@ -58,7 +58,8 @@ class HoTest(parameterized.TestCase):
     rules = {"bound 0": _curve(40, 20, 2)}
     rules |= {f"bound {s}": _curve(40, bounded, 5) for s in (2, 8)}
     rules["no bound"] = _curve(40, unbounded, 6)
-    return {"times": list(range(40)), "rate": 0.1, "rules": rules}
+    rates = {str(rate): rules for rate in ho_bounded_staleness.RATES}
+    return {"times": list(range(40)), "rates": rates}
 
   @parameterized.parameters(
     (15, 16, claims.HOLDS),
