@@ -85,9 +85,10 @@ _SECS = {"unit": 3600, "cluster": 900, "example": 400, "install": 1800}
 
 _INTRODUCTION = """# Versions
 
-The library uses private names of TensorFlow and Keras (in
-`tf_replicas/runtime`), so each new version may break it. The bounds in
-`pyproject.toml` are those of this page.
+The library allows Python 3.10 to 3.13, TensorFlow 2.16 to 2.22 and Keras 3.8 to
+3.15 (`pyproject.toml`). It uses private names of TensorFlow and Keras (in
+`tf_replicas/runtime`), so each new version may break it. This page says what
+older versions lack, and which versions were tested together.
 
 `python -m benchmarks.versions --python=3.10 --tensorflow=2.16 --keras=3.8`
 makes an empty environment with these versions and a wheel of the checkout.
@@ -98,7 +99,7 @@ start no process (`python -m pytest -m unit`). With `--quick`, it runs only
 the unit tests of the modules that use most of the private names. It stores the
 figures in `experiments/results/versions.json`, and writes this page from that
 file. `python -m benchmarks.versions --resolve` finds the triples of versions
-that can be installed together.
+(Python, TensorFlow, Keras) that can be installed together.
 
 ## What older versions lack
 
@@ -397,9 +398,12 @@ def page(results: dict) -> str:
     [
       _INTRODUCTION.format(cluster_tests=" ".join(_CLUSTER_TESTS)),
       "## What was run\n",
-      "*unit*: all unit tests; *quick*: those of `--quick`. The seconds depend"
-      " on what else the machine did. `experiments/results/versions.json` names"
-      " the tests that failed. Early runs did not record their commit.\n",
+      "*unit*: all unit tests; *quick*: those of `--quick`. *Training* and"
+      " *example*: the tests of one training on real processes, and the"
+      " README's example. The seconds depend on what else the machine did."
+      " `experiments/results/versions.json` names the tests that failed. Early"
+      " runs did not record their commit. A commit with `-dirty` had changes"
+      " that were not committed.\n",
       *_run_table(results["runs"]),
       "",
       *_failures(results["runs"]),

@@ -690,6 +690,11 @@ class RefusedTest(stores.TestCase):
         with self.assertRaisesRegex(ValueError, f"`{name}` must not use"):
           tf_replicas.fit(_with(), **arguments)
 
+  def test_a_cluster_without_tasks(self):
+    spec = tf_replicas.cluster.parse({"devices": {"worker": {"gpus": [0]}}})
+    with self.assertRaisesRegex(ValueError, "`cluster` must name tasks"):
+      tf_replicas.fit(_with(), _X, _Y, cluster=spec)
+
   def test_a_cluster_without_a_role(self):
     spec = tf_replicas.cluster.parse(
       {"cluster": {"ps": ["localhost:1"], "worker": ["localhost:2"]}}

@@ -459,6 +459,12 @@ def _role(
         f" Received: {arguments.short(spec)}."
       )
     spec = cluster_module.load(spec)
+  if not spec.is_distributed:
+    raise cluster_module.ClusterError(
+      f"{spec.where}`cluster` must name tasks for `fit` and `run`; in one"
+      " process, leave the argument out, and name the devices by `devices`."
+      " Received: a spec without tasks."
+    )
   if role is None and spec.is_distributed:
     raise cluster_module.ClusterError(
       f"{spec.where}`cluster` has several tasks, and the environment does not"
