@@ -465,15 +465,13 @@ def _role(
       " process, leave the argument out, and name the devices by `devices`."
       " Received: a spec without tasks."
     )
-  if role is None and spec.is_distributed:
+  if role is None:
     raise cluster_module.ClusterError(
       f"{spec.where}`cluster` has several tasks, and the environment does not"
       " say which this is: start the script with"
       " `python -m tf_replicas.launch` or `srun`, or set TF_CONFIG. Received:"
       " none of them."
     )
-  if role is None:
-    return None
   _, task = role
   return spec.admit(role[0].max_workers or None).with_joined(task), task
 
