@@ -1,25 +1,22 @@
 """Compares `tf_replicas.fit` with a plain loop of updates.
 
-  python -m benchmarks.fit [--rounds=12] [--turns=12] [--output=FILE]
+  python -m benchmarks.fit [--rounds=10] [--turns=20] [--output=FILE]
 
-Both train the same compiled model with the same data, on 1 PS (parameter
-server) and 2 workers: one by `fit` without callbacks that look at batches, the
-other by calls of `driver.step` alone. A round starts a cluster for each, and
-the two take turns of one epoch, so that they meet the same noise. The speed of
-a cluster differs by some percent from start to start, so a round counts once:
-by the ratio of the mean updates per second of its turns, without the first.
-Prints the geometric mean of the ratios, and its 95% interval. The raw numbers
-go to `FILE`.
+A cluster of 1 PS (parameter server) and 2 workers trains a compiled model.
+`fit`, without callbacks that look at batches, makes the updates of every second
+epoch. Calls of `driver.step` alone make those of the others, on the same
+cluster: the speed of a cluster differs by some percent from start to start. A
+round is one cluster, and counts once: by the ratio of the mean updates per
+second of its turns, without the first. Prints the geometric mean of the ratios,
+and its 95% interval. The raw numbers go to `FILE`.
 """
 
-import contextlib
 import json
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from multiprocessing import connection
 
 from absl import app
@@ -28,10 +25,10 @@ from absl import flags
 from benchmarks import ratios
 
 _ROUNDS = flags.DEFINE_integer(
-  "rounds", 12, "The number of pairs of clusters", lower_bound=2
+  "rounds", 10, "The number of clusters", lower_bound=2
 )
 _TURNS = flags.DEFINE_integer(
-  "turns", 12, "The number of epochs of each cluster", lower_bound=2
+  "turns", 20, "The number of pairs of epochs of each cluster", lower_bound=2
 )
 _OUTPUT = flags.DEFINE_string(
   "output", None, "The file for the raw numbers, as JSON"
@@ -40,23 +37,21 @@ _OUTPUT = flags.DEFINE_string(
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-@contextlib.contextmanager
-def training(mode: str, epochs: int) -> Iterator[connection.Connection]:
-  """Context in which a cluster trains; it yields a connection to the chief.
-
-  Anything sent by this connection lets the chief begin the next epoch. The
-  chief answers with the updates per second of the epoch.
+def take_turns(count: int) -> dict[str, list[float]]:
+  """Starts a cluster in which `fit` and the loop take turns.
 
   Args:
-    mode: "fit" or "loop": how the cluster trains.
-    epochs: The number of epochs.
+    count: The number of turns of each.
+
+  Returns:
+    For "fit" and "loop", the updates per second of the turns but the first.
   """
   with connection.Listener(("localhost", 0)) as listener:
     process = subprocess.Popen(
       [
         *(sys.executable, "-m", "tf_replicas.launch", "--workers=2"),
         str(_ROOT / "benchmarks" / "fit_task.py"),
-        *(mode, str(listener.address[1]), str(epochs)),
+        *(str(listener.address[1]), str(count)),
       ],
       cwd=_ROOT,
       env={**os.environ, "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": ""},
@@ -64,30 +59,12 @@ def training(mode: str, epochs: int) -> Iterator[connection.Connection]:
     )
     try:
       with listener.accept() as chief:
-        yield chief
+        turns = [chief.recv() for _ in range(count)]
       process.wait(60)
     finally:
       process.terminate()
       process.wait()
-
-
-def take_turns(count: int) -> dict[str, list[float]]:
-  """Starts a cluster that uses `fit` and one that uses the loop.
-
-  Args:
-    count: The number of epochs of each.
-
-  Returns:
-    For "fit" and "loop", the updates per second of the epochs but the first.
-  """
-  rates = {"fit": [], "loop": []}
-  with training("fit", count) as fit, training("loop", count) as loop:
-    for number in range(count):
-      pairs = [("fit", fit), ("loop", loop)]
-      for mode, chief in pairs if number % 2 else pairs[::-1]:
-        chief.send(True)
-        rates[mode].append(chief.recv())
-  return {mode: found[1:] for mode, found in rates.items()}
+  return {mode: [t[mode] for t in turns[1:]] for mode in ("fit", "loop")}
 
 
 def main(argv: list[str]) -> None:

@@ -1,8 +1,7 @@
-"""Runs a task of `benchmarks.fit`: python fit_task.py fit|loop PORT EPOCHS
+"""Runs a task of `benchmarks.fit`: python fit_task.py PORT TURNS
 
-The chief connects to the benchmark, which listens on PORT. Before each epoch
-the benchmark tells the chief that the epoch may begin. After it, the chief
-tells the benchmark the updates per second.
+The chief connects to the benchmark, which listens on PORT. After each turn, the
+chief sends the updates per second of `fit` and of the loop.
 """
 
 import sys
@@ -37,57 +36,58 @@ def model_fn() -> keras.Model:
 
 
 class Turns(keras.callbacks.Callback):
-  """Keras callback that waits for the benchmark before each epoch.
+  """Keras callback that makes the updates of every second epoch by itself.
 
-  After the epoch, it sends the updates per second to the benchmark.
+  `fit` makes those of the others. After each such pair of epochs, the callback
+  sends the updates per second of both to the benchmark.
   """
 
-  def on_train_begin(self, logs=None):
-    """Connects to the benchmark, which listens on a port of this machine."""
-    del logs
-    self._benchmark = connection.Client(("localhost", int(sys.argv[2])))
+  def __init__(self, training: keras_fit._Loop):
+    """Connects to the benchmark, which listens on a port of this machine.
+
+    Args:
+      training: What `fit` does in the chief.
+    """
+    super().__init__()
+    self._training = training
+    self._benchmark = connection.Client(("localhost", int(sys.argv[1])))
 
   def on_epoch_begin(self, epoch, logs=None):
-    """Waits until the benchmark says that the epoch may begin."""
-    del epoch, logs
-    self._benchmark.recv()
-    self._start = time.perf_counter()
+    """Begins an epoch of `fit`, or ends one and makes the updates of the next.
 
-  def on_epoch_end(self, epoch, logs=None):
-    """Sends the updates per second of the epoch to the benchmark."""
-    del epoch, logs
-    self._benchmark.send(_UPDATES / (time.perf_counter() - self._start))
+    The time of `fit` is all that passes between, also at the end of its epoch.
+    """
+    del logs
+    now = time.perf_counter()
+    if epoch % 2 == 0:
+      self._start = now
+      return
+    rates = {"fit": _UPDATES / (now - self._start)}
+    step, end = epoch * _UPDATES, (epoch + 1) * _UPDATES
+    while step < end:
+      step = self._training._driver.step(end - step).global_step
+    rates["loop"] = _UPDATES / (time.perf_counter() - now)
+    self._training._step = step  # So `fit` has nothing to do in this epoch.
+    self._benchmark.send(rates)
 
 
-def loop(self, **arguments) -> None:
-  """Makes updates only, in the place of the training loop of `fit`.
+_run = keras_fit._Loop.run
 
-  Args:
-    self: The object whose method `run` this function replaces.
-    **arguments: The arguments of that method, which are not used.
-  """
-  del arguments
-  self._driver.stop_at(self._epochs * _UPDATES)
-  turns, step = Turns(), 0
-  turns.on_train_begin()
-  for epoch in range(self._epochs):
-    turns.on_epoch_begin(epoch)
-    while step < (epoch + 1) * _UPDATES:
-      left = (epoch + 1) * _UPDATES - step
-      step = self._driver.step(left).global_step
-    turns.on_epoch_end(epoch)
+
+def run(self, **arguments):
+  """Calls the method `run` of `fit`, with the callback `Turns`."""
+  self._callbacks = [Turns(self)]
+  return _run(self, **arguments)
 
 
 x = np.random.default_rng(0).normal(size=[_UPDATES * _BATCH, 32, 32, 3])
 y = np.random.default_rng(1).integers(0, 10, len(x))
-run = loop if sys.argv[1] == "loop" else keras_fit._Loop.run
 with mock.patch.object(keras_fit._Loop, "run", run):
   tf_replicas.fit(
     model_fn,
     x.astype("float32"),
     y,
     batch_size=_BATCH,
-    epochs=int(sys.argv[3]),
-    callbacks=[Turns()],
+    epochs=2 * int(sys.argv[2]),
     verbose=0,
   )
