@@ -421,10 +421,10 @@ def is_complete(ledger: Ledger, quorum: quorum_lib.Quorum) -> tf.Tensor:
     ledger: The recorded state of the step.
     quorum: How many contributions an update needs, by the number of replicas.
   """
-  count = _count(places(ledger.accepted).is_taken)
-  is_enough = count >= num_needed(ledger, quorum)
+  is_taken = places(ledger.accepted).is_taken
   if not quorum.can_shrink:
-    return is_enough
+    return tf.reduce_all(is_taken)
+  is_enough = _count(is_taken) >= num_needed(ledger, quorum)
   # The share may have shrunk after the admission.
   return is_enough & ~tf.reduce_any(ledger.status == protocol.Status.ADMITTED)
 
