@@ -23,3 +23,19 @@ def test_the_training_stops_or_goes_on():
   assert "the data of 1 of 2 replicas have ended; training ends" in output
   assert "the data of 2 of 2 replicas have ended; training ends" in output
   assert output.count("worker 1: its data have ended") == 2
+
+
+def test_a_worker_that_never_joins_has_no_data():
+  result = trials.python(
+    *("-m", "tf_replicas.launch", "--ps=1", "--workers=2", "--max_workers=3"),
+    _TASK,
+    environ=trials.SPEAKING_ENVIRON,
+  )
+  output = result.stdout + result.stderr
+  assert result.returncode == 0, output
+  (line,) = [s for s in output.splitlines() if " RESULT [" in s]
+  assert json.loads(line.split(" RESULT ", 1)[1]) == [
+    [3, 3, 3, 0],
+    [6, 6, 3, 0],
+  ]
+  assert "the data of 2 of 2 replicas have ended; training ends" in output

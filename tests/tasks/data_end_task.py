@@ -51,8 +51,11 @@ def _train(on_data_end: str, **rule) -> list:
 
 
 def main() -> None:
-  """Trains until worker 1 has no data, then until nobody has."""
-  results = [_train("stop"), _train("go_on", min_contributions=1)]
+  """Trains until worker 1 has no data, then until no worker has."""
+  results = [
+    _train("stop", replicas_to_aggregate=2),
+    _train("go_on", min_contributions=1),
+  ]
   print("RESULT", json.dumps(results), flush=True)
 
 

@@ -51,11 +51,13 @@ def role(
       f"`{MAX_WORKERS}` must be a number of workers. Received: {max_workers!r}."
     )
   limit = None if max_workers is None else int(max_workers)
-  found = _role(environ, limit)
+  found = _role(environ)
   if found is None:
     return None
-  spec, task = found
-  spec = spec.admit(limit).with_joined(task)
+  spec, job, index = found
+  spec = spec.admit(limit)
+  task = cluster_spec.task_from_flags(spec, job, index)
+  spec = spec.with_joined(task)
   if environ.get(ALLOW_PUBLIC) == "1":
     spec = dataclasses.replace(spec, allow_public_addresses=True)
   return spec, task
@@ -63,13 +65,17 @@ def role(
 
 def _role(
   environ: Mapping[str, str],
-  max_workers: int | None,
-) -> tuple[cluster_spec.ClusterSpec, cluster_spec.Task] | None:
+) -> tuple[cluster_spec.ClusterSpec, str, int] | None:
   given = [name for name in (CLUSTER_SPEC, TASK) if environ.get(name)]
   if not given:
     if environ.get("TF_CONFIG", "").strip():
-      return cluster_spec.from_tf_config(environ)
-    return slurm.role(environ)
+      found = cluster_spec.from_tf_config(environ)
+    else:
+      found = slurm.role(environ)
+    if found is None:
+      return None
+    spec, task = found
+    return spec, task.job, task.index
   if len(given) == 1:
     missing = TASK if given == [CLUSTER_SPEC] else CLUSTER_SPEC
     raise cluster_spec.ClusterError(
@@ -86,5 +92,4 @@ def _role(
     spec = cluster_spec.loads(text, CLUSTER_SPEC)
   else:
     spec = cluster_spec.load(text)
-  spec = spec.admit(max_workers)
-  return spec, cluster_spec.task_from_flags(spec, job, int(index))
+  return spec, job, int(index)
