@@ -91,29 +91,29 @@ The library allows Python 3.10 to 3.13, TensorFlow 2.16 to 2.22 and Keras 3.8 to
 older versions lack, and which versions were tested together.
 
 `python -m benchmarks.versions --python=3.10 --tensorflow=2.16 --keras=3.8`
-makes an empty environment with these versions and a wheel of the checkout.
-There it runs the README's example on 1 parameter server and 2 workers, the
-tests of one training on real processes
+makes a new virtual environment, and installs these versions and a wheel of
+the checkout there. It then runs the README's example on 1 parameter server and
+2 workers, the tests of one training on real processes
 (`{cluster_tests}`), and all tests that
-start no process (`python -m pytest -m unit`). With `--quick`, it runs only
-the unit tests of the modules that use most of the private names. It stores the
-figures in `experiments/results/versions.json`, and writes this page from that
-file. `python -m benchmarks.versions --resolve` finds the triples of versions
-(Python, TensorFlow, Keras) that can be installed together.
+start no process (`python -m pytest -m unit`). With `--quick`, it runs fewer
+unit tests: those of the modules that use most of the private names. It stores
+the figures in `experiments/results/versions.json`, and writes this page from
+that file. `python -m benchmarks.versions --resolve` finds the triples of
+versions (Python, TensorFlow, Keras) that can be installed together.
 
 ## What older versions lack
 
 - `Muon` of Keras 3.10 to 3.12 fails with TensorFlow, in Keras' own `fit` too,
   because it reads an attribute that TensorFlow's variables do not have. The
-  library refuses it in one line. Keras 3.8 and 3.9 have no `Muon`.
+  library refuses it with a one-line error. Keras 3.8 and 3.9 have no `Muon`.
 - `Adagrad` and `Ftrl` of Keras 3.8 and 3.9 do not say which slot belongs to
-  which variable. The library refuses them in one line.
-- Python 3.12.0 and 3.12.1 start no thread at the end of a process. There, the
-  chief ends the parameter servers one after another, and waits for one that
-  hangs.
+  which variable. The library refuses them with a one-line error.
+- Python 3.12.0 and 3.12.1 cannot start a thread while a process exits. With
+  them, the chief ends the parameter servers one after another, and waits for
+  any that hangs.
 - With TensorFlow up to 2.19, the extra `tfds` also needs
-  `pip install --no-deps "tensorflow-metadata<1.17"`: newer releases need a
-  newer protobuf than their metadata says.
+  `pip install --no-deps "tensorflow-metadata<1.17"`: newer releases of
+  it need a newer protobuf than they declare.
 
 Tests of what a version lacks are skipped.
 """

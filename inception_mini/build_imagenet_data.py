@@ -189,7 +189,7 @@ def _tell_boxes(
   if not images:
     raise bounding_boxes.DataError(
       f"{path} must have boxes of the images. Received: {num_boxes} boxes, "
-      "none of an image and its synset."
+      "none of which belongs to an image and its synset."
     )
   print(
     f"boxes: {used} used, in {len(images)} images; left out: {boxes.num_empty} "

@@ -215,8 +215,8 @@ def check_complete(
   missing = [synset for synset in synsets if synset not in found]
   if missing:
     raise DataError(
-      f"{path} must have files of all {len(synsets)} synsets. Received: none "
-      f"of {len(missing)} synsets, {missing[0]} the first."
+      f"{path} must have files of all {len(synsets)} synsets. Received: no "
+      f"files of {len(missing)} synsets; the first is {missing[0]}."
     )
 
 

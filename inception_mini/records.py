@@ -107,7 +107,7 @@ def find_shards(data_dir: str, subset: str) -> list[str]:
   if missing:
     raise DataError(
       f"{data_dir} must hold all {total} {subset} shards. Received: "
-      f"{len(missing)} missing, {missing[0]} the first."
+      f"{len(missing)} are missing; the first is {missing[0]}."
     )
   return [os.path.join(data_dir, name) for name in names]
 

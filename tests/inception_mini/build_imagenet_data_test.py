@@ -317,7 +317,7 @@ LINES = "\n".join(VALIDATION)
     (
       lambda t: write(t, "l.txt", "\n".join([*SYNSETS, "n09999999"])),
       {"labels_file": "l.txt"},
-      "files of all 4 synsets. Received: none of 1 synsets, n09999999 the",
+      "files of all 4 synsets. Received: no files of 1 synsets; the first is",
     ),
     (lambda t: empty(t, SYNSETS[0]), {}, "val/.* must have no other|val must"),
     (

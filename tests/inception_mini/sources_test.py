@@ -149,7 +149,10 @@ class TestFolder:
     [
       ([], "Received: none"),
       (["train-00000-of-00001.tmp"], "Received: none"),
-      (["train-00001-of-00003"], "2 missing, train-00000-of-00003 the first"),
+      (
+        ["train-00001-of-00003"],
+        "2 are missing; the first is train-00000-of-00003",
+      ),
       (["train-00000-of-00001", "train-00000-of-00002"], "sets of [1, 2]"),
       (["train-00000-of-00001"], "must hold examples"),
     ],

@@ -49,7 +49,7 @@ def _workload(batch_size=8):
 class JoiningTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"cluster": PS}, {"replication": "in_graph"}, "workers to in_graph"),
-    ({"cluster": PS}, {}, "needs updates of at most 2 gradients"),
+    ({"cluster": PS}, {}, "may wait for at most 2 gradients"),
   )
   def test_refuses(self, document, more, words):
     spec = cluster.parse(document).admit(3)

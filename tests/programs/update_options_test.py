@@ -211,7 +211,7 @@ def test_a_rate_that_follows_needs_smaller_updates(least):
 @pytest.mark.parametrize(
   "given, words",
   [
-    ({}, "needs updates of at most 2 gradients, one of each replica"),
+    ({}, "may wait for at most 2 gradients, one of each replica"),
     ({"min_contributions": 3}, "Received: updates of 3."),
     ({"replicas_to_aggregate": "all-1"}, "Received: updates of 3."),
     ({"rules": ("model_average",)}, "Received: updates of 4."),

@@ -913,7 +913,7 @@ class ParameterServerDriver(Driver):
     if step < 0:
       raise RuntimeError(
         "the chief was killed in the middle of an update and there is no"
-        " checkpoint to restore: restart the parameter servers"
+        " checkpoint to restore: start all tasks again"
       )
     if self._loss is not None:
       lost, since = self._loss

@@ -415,8 +415,9 @@ def _end_replicas(
   except (TimeoutError, tf.errors.OpError) as error:
     message = processes.shortened(str(error))
     log(
-      "not all workers have stopped; shutting down anyway. End their processes"
-      f" if they still run. ({message})"
+      "not all workers have stopped in time, or it is not known whether they"
+      f" have ({message}); shutting down anyway. End their processes if they"
+      " still run."
     )
   for _ in range(_MAX_INTERRUPTS):
     # Again and again: `end_replicas` ignores interrupts from before it began.

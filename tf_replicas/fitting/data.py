@@ -574,8 +574,12 @@ def pieces(batch: tuple, count: int) -> Sequence[model_parallel.Batch]:
     count: The number of towers.
 
   Returns:
-    `count` pieces, each (data,) or (data, weights). The gradient of the part is
-    the mean, over the pieces, of weight times gradient.
+    `count` pieces, each (data,) or (data, weights). `weights`, float32
+    [examples], has one number for all examples of a piece: the weight of the
+    part (the one number in `weights` of `batch`, or 1) times the size of the
+    piece divided by the mean size of the pieces. Without `weights`, this number
+    is 1. So the mean, over the pieces, of weight times mean loss is the weight
+    of the part times its mean loss.
   """
   data, *weights = batch
   first = tf.nest.flatten(data)[0]

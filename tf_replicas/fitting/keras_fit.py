@@ -830,10 +830,10 @@ class _Loop(keras.callbacks.Callback):
     """
     if not self._has_warned:
       logging.warning(
-        "tf_replicas: epoch %d repeats the metrics of the epoch before, in"
-        " which all its updates were counted: asynchronous updates run ahead."
-        " Training is not affected. For metrics of every epoch, make epochs"
-        " longer",
+        "tf_replicas: epoch %d repeats the metrics of the epoch before."
+        " Asynchronous updates ran ahead: those of this epoch were made, and"
+        " counted, before the last epoch ended. Training is not affected."
+        " Longer epochs get metrics of their own. (This is logged once.)",
         self._epoch + 1,
       )
     self._has_warned = True

@@ -320,7 +320,7 @@ class Series:
         self._end_all(message)
         raise RuntimeError(message)
       if not was_logged and time.monotonic() - since > _LOG_SECS:
-        print(f"{self.task} waits for the chief to train again or to end")
+        print(f"{self.task} waits for the chief's next training or its end")
         was_logged = True
       time.sleep(_POLL_SECS)
 

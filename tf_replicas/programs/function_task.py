@@ -3,7 +3,8 @@
 The *parent* is the process that started the training. This process inherits
 one end of a pipe as a file descriptor, whose number is its only argument. It
 receives a `Job` over the pipe, and sends `Message`s. The parent holds the other
-end. When that end is closed, this process ends.
+end. Once that end is closed, this process
+ends: 10 seconds later at the latest.
 """
 
 import linecache
@@ -125,8 +126,9 @@ def report(metrics: object) -> None:
 def main() -> NoReturn:
   """Receives a job over the inherited pipe, runs it, and ends the process.
 
-  The exit status is 1 if the function of the job raised an exception, otherwise
-  0.
+  The exit status is 1 if the job cannot be unpickled, its function raises an
+  exception (also `SystemExit`), its result cannot be sent, or the parent ends
+  first. Otherwise it is 0.
   """
   global _channel
   descriptor = int(sys.argv[-1])

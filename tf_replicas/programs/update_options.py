@@ -559,10 +559,10 @@ def check_joining(
     needed = settings.min_contributions
   if needed > num_listed and settings.waits_for_several:
     raise cluster.ClusterError(
-      f"`--max_workers` needs updates of at most {num_listed} gradients, one of"
-      " each replica of the cluster spec, since others may never join: set"
-      " `--min_contributions` (of sync), or `--replicas_to_aggregate`."
-      f" Received: updates of {needed}."
+      f"with `--max_workers`, an update may wait for at most {num_listed}"
+      " gradients, one of each replica of the cluster spec, since other workers"
+      " may never join: set `--min_contributions` (of sync), or"
+      f" `--replicas_to_aggregate`. Received: updates of {needed}."
     )
 
 

@@ -364,8 +364,8 @@ class Replica:
     if paths and len(paths) == len(self.variables):
       raise ValueError(
         "`loss_fn` must compute the loss from its `parameters`. Received: a"
-        " loss that depends on no parameter, as of a model that is called with"
-        " its own variables; training would change nothing. Use"
+        " loss that depends on no parameter, perhaps because a model was called"
+        " with its own variables. Training would change nothing. Use"
         " `tf_replicas.module_replica`, whose loss function calls a model or"
         " module in the ordinary way, or `tf_replicas.keras_replica`."
       )

@@ -244,7 +244,9 @@ class Session:
     reporter: reports.Reporter,
     now: float,
   ) -> tuple[int, float]:
-    """Calls `step_fn` until `max_steps`, and reports and saves when due.
+    """Makes steps until `max_steps` or the end of the data.
+
+    Steps are reported, and checkpoints saved, when they are due.
 
     Args:
       step_fn: Makes a step, and returns its result.
@@ -254,7 +256,13 @@ class Session:
       now: The time at the start, in seconds since 1970.
 
     Returns:
-      The last global step, and the time at which this step ended.
+      The last global step, which is less than `max_steps` if the data ended;
+      and the time when `step_fn` last returned, in seconds since 1970.
+
+    Raises:
+      FloatingPointError: If a loss is not finite; before a save, also if a
+        variable is not finite.
+      RuntimeError: If the data end before the first update.
     """
     while step is None or step < self._max_steps:
       try:
