@@ -36,8 +36,9 @@ def main() -> None:
   name, *arguments = sys.argv[1:]
   if name not in _COMMANDS:
     print(
-      f"error: the command must be one of {', '.join(_COMMANDS)}; without one,"
-      f" the programs are listed. Received: {name}.",
+      f"error: the command must be one of {', '.join(_COMMANDS)}; without a"
+      " command, all programs are listed, including those of the examples."
+      f" Received: {name}.",
       file=sys.stderr,
     )
     sys.exit(2)

@@ -57,8 +57,9 @@ def test_the_command_runs_the_programs_of_the_library(monkeypatch, capsys):
   assert "Prints the manifests" in capsys.readouterr().out
   assert _command(monkeypatch, "lunch") == 2
   assert capsys.readouterr().err == (
-    "error: the command must be one of launch, kubernetes, status; without one,"
-    " the programs are listed. Received: lunch.\n"
+    "error: the command must be one of launch, kubernetes, status; without a"
+    " command, all programs are listed, including those of the examples."
+    " Received: lunch.\n"
   )
 
 

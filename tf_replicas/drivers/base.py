@@ -666,8 +666,8 @@ class ParameterServerDriver(Driver):
     what = ", ".join(lost) or "the connection to a parameter server"
     when = f" at step {self._last_step}" if self.is_chief else ""
     self._log(
-      f"{self.task}: {what} was lost{when}; waiting for its restart for at most"
-      f" {timeout_secs:.0f} s"
+      f"{self.task}: {what} was lost{when}; waiting for at most"
+      f" {timeout_secs:.0f} s until all parameter servers answer"
       f" ({processes.shortened(error.message)})"
     )
     if self._loss is None:

@@ -154,7 +154,12 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     return [0.0 if e else age for e, age in zip(ended, ages, strict=True)]
 
   def _attach(self) -> None:
-    """Attaches to the variables, and to the record of the data that ended."""
+    """Attaches to the shared variables, and to a flag for each replica.
+
+    The flags, on PS task 0, say whether the data set of each replica has ended.
+    The chief also initializes those variables that have no values yet, and the
+    flags.
+    """
     super()._attach()
     count = len(self.replica_names)
     with tf.device(self.store.device_of_task(0)):

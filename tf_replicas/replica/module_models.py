@@ -119,8 +119,8 @@ class _Tracer:
   def others(self) -> list[Own]:
     """The module's variables without gradients that replicas do not share.
 
-    These are states of random generators, and variables of types that have no
-    mean.
+    These are states of random generators, and variables whose dtype is neither
+    floating nor integer, such as bool or string.
     """
     rest = [own for own in self._variables_fn() if not own.trainable]
     return [own for own in rest if not _is_statistic(own)]

@@ -352,7 +352,7 @@ class StalenessClocks:
   def declare_lost(self, replica: tf.Tensor) -> None:
     """Lets other replicas pass all barriers without waiting for a lost replica.
 
-    They wait for it again after it has come back to a barrier.
+    At a barrier to which it has come back, they wait for it again.
 
     Args:
       replica: int64 scalar, the index of the lost replica.

@@ -306,9 +306,10 @@ class LocalSteps:
     return rate
 
   def end(self) -> None:
-    """Makes every replica end its local training after the present batch.
+    """Makes every replica end its local training after one more batch at most.
 
-    Sets a flag on PS task 0, which replicas read after every batch.
+    Sets a flag on PS task 0, which replicas read at the beginning of every
+    batch. A replica that has begun a batch may make another one.
     """
     self._has_ended.assign(True)
 

@@ -258,8 +258,8 @@ class PeriodicOptimizer(rule_base.UpdateRule):
   def end_replicas(self) -> None:
     """Tells replicas that training has ended, which ends local training, too.
 
-    A replica ends its period after the present batch. Under some rules the call
-    goes on answering replicas until `interrupt` is called.
+    A replica ends its period after the present batch or the next one. Under
+    some rules the call goes on answering replicas until `interrupt` is called.
     """
     self._steps.end()
     self._rule.end_replicas()

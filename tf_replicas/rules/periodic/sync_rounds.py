@@ -219,11 +219,14 @@ class SyncRound(abc.ABC):
 
 
 class AverageAll(SyncRound):
-  """A kind of exchange in which the replicas take part together.
+  """A kind of exchange in which an update waits for the copies of N replicas.
 
   Each replica trains its own copy of the variables. One update moves the center
-  (the shared variables) toward the mean of the copies, by a fixed fraction of
-  their distance.
+  (the shared variables) toward the mean of the first N copies that were trained
+  from the present center, by a fixed fraction of the distance from the center
+  to that mean. Other copies are refused. Each replica then goes on from the
+  center; or from its own copy, which is moved toward the center unless it was
+  refused.
   """
 
   rule: sync_replicas.SyncReplicasOptimizer  # Its optimizer: a `MoveToward`.
