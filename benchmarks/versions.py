@@ -400,7 +400,8 @@ def page(results: dict) -> str:
       "## What was run\n",
       "*unit*: all unit tests; *quick*: the fewer unit tests of `--quick`."
       " *Training* and *example*: the tests of one training on real processes,"
-      " and the README's example. The seconds depend on what else the machine did."
+      " and the README's example. The seconds depend on what else the machine"
+      " did."
       " `experiments/results/versions.json` names the tests that failed. Early"
       " runs did not record their commit. A commit with `-dirty` had changes"
       " that were not committed.\n",
@@ -411,8 +412,8 @@ def page(results: dict) -> str:
       f"As of {results['resolved']['date']},"
       f" {len(results['resolved']['triples'])} triples can be installed. A date"
       " means: run, with the figures above. *Not run*: can be installed, but"
-      " was not run. –: cannot be installed, by the requirements of TensorFlow or Keras, or"
-      " because there is no wheel. 2.22 stands for 2.22.0rc0.\n",
+      " was not run. –: cannot be installed, by the requirements of TensorFlow"
+      " or Keras, or because there is no wheel. 2.22 stands for 2.22.0rc0.\n",
       *_all_triples(results),
       "",
     ]
