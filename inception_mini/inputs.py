@@ -20,6 +20,8 @@ from tf_replicas.programs import fields
 INTERLEAVED_SHARDS = 4
 PARALLEL_IMAGES = 4
 PREFETCHED_BATCHES = 4
+# The least number of units into which an epoch is divided for leases.
+LEASED_UNITS = 64
 
 
 @tf.autograph.experimental.do_not_convert
@@ -33,6 +35,7 @@ def train_dataset(
   start_example: int | tf.Tensor = 0,
   with_seeds: bool = False,
   parallel_images: int = PARALLEL_IMAGES,
+  leases: tf.data.Dataset | None = None,
 ) -> tf.data.Dataset:
   """Makes endless batches of distorted training images for one worker.
 
@@ -63,6 +66,10 @@ def train_dataset(
     with_seeds: Whether to return random integers with each image, as seeds for
       dropout.
     parallel_images: Number of images decoded and distorted at the same time.
+    leases: If workers may join the training: an endless dataset of the numbers
+      that this worker leases (`leased_units`), int64 scalars, in place of
+      `num_shards`, `shard_index` and `start_example`. The worker then uses the
+      examples of these numbers only. None: workers have fixed parts.
 
   Returns:
     A dataset of float32 images `[batch, size, size, 3]` in [-1, 1] and int64
@@ -113,9 +120,12 @@ def train_dataset(
     return (*result, tf.cast(seeds[1], tf.int32)) if with_seeds else result
 
   start = tf.cast(start_example, tf.int64) // num_shards
+  if leases is None:
+    examples = _raw_examples(source, deal, start, settings.shuffle_examples)
+  else:
+    examples = _leased_examples(source, deal, leases, settings.shuffle_examples)
   return (
-    _raw_examples(source, deal, start, settings.shuffle_examples)
-    .map(
+    examples.map(
       image_and_label, num_parallel_calls=parallel_images, deterministic=True
     )
     .batch(batch_size, drop_remainder=True)
@@ -304,6 +314,64 @@ def _raw_examples(source, deal, start, buffer_size):
     return examples.map(lambda number, *raw: (epoch, number, raw))
 
   return deal.epochs(start).flat_map(epoch_of_examples)
+
+
+def leased_units(source: sources.Source) -> int:
+  """Returns into how many units of examples an epoch is divided for leases.
+
+  Workers that join and leave *lease* units: each unit is used by the worker
+  that takes its number. A unit is a shard (a file), or every n-th example of
+  one if there are few shards. Units are numbered through all epochs.
+
+  Args:
+    source: The data.
+  """
+  total = len(source.lengths[records.TRAIN])
+  return total * _units_per_shard(total)
+
+
+def _units_per_shard(num_shards: int) -> int:
+  return -(-LEASED_UNITS // num_shards)
+
+
+def _leased_examples(source, deal, leases, buffer_size):
+  """Makes the stream of shuffled training examples that a worker leases.
+
+  Args:
+    source: The data.
+    deal: Decides on the order of the shards in each epoch; that of one worker.
+    leases: The numbers of the units that the worker uses, int64 scalars:
+      `leased_units` says what a unit is.
+    buffer_size: The number of examples in the shuffle buffer.
+
+  Returns:
+    A dataset like that of `_raw_examples`.
+  """
+  per_shard = _units_per_shard(len(source.lengths[records.TRAIN]))
+  units = leased_units(source)
+
+  def unit(number):
+    epoch, position = number // units, number % units
+    shards, _, _, firsts = deal.parts(epoch)
+    shard = position // per_shard
+    return epoch, shards[shard], position % per_shard, firsts[shard]
+
+  def examples_of(epoch, shard, first, number):
+    stride = tf.constant(per_shard, tf.int64)
+    examples = _part_of_shard(
+      source, records.TRAIN, shard, first, stride, number
+    )
+    return examples.map(lambda number, *raw: (epoch, number, raw))
+
+  # Not in parallel: that would lease more units ahead.
+  examples = leases.map(unit).interleave(
+    examples_of, cycle_length=INTERLEAVED_SHARDS
+  )
+  return examples.shuffle(
+    min(buffer_size, source.num_train),
+    seed=deal.shuffle_seed(tf.constant(0, tf.int64)),
+    reshuffle_each_iteration=False,
+  )
 
 
 def _part_of_shard(source, subset, shard, first, stride, number):

@@ -146,18 +146,25 @@ def _replica(
   placed = options.place_layers(model)
   num_towers = max(1, len(placed.towers(devices)))
 
+  make = functools.partial(
+    inputs.train_dataset,
+    source,
+    config,
+    batch_size=config.batch_size * num_towers,
+    with_seeds=True,
+    # Towers on GPUs take more images.
+    parallel_images=inputs.PARALLEL_IMAGES * num_towers,
+  )
+
   def dataset_fn(num_shards, shard_index, start_example):
-    return inputs.train_dataset(
-      source,
-      config,
-      batch_size=config.batch_size * num_towers,
+    return make(
       num_shards=num_shards,
       shard_index=shard_index,
       start_example=start_example,
-      with_seeds=True,
-      # Towers on GPUs take more images.
-      parallel_images=inputs.PARALLEL_IMAGES * num_towers,
     )
+
+  def units_before(_, examples):
+    return examples * inputs.leased_units(source) // source.num_train
 
   return tf_replicas.Replica(
     model.trainable_variables,
@@ -168,6 +175,9 @@ def _replica(
     micro_batches=options.micro_batches,
     statistics=statistics,
     is_synchronized=config.batch_norm_statistics == config_lib.SYNCHRONIZED,
+    leased=tf_replicas.LeasedData(
+      lambda leases: make(leases=leases), units_before
+    ),
   )
 
 

@@ -16,10 +16,10 @@ Status = protocol.Status
 NAMES = ["worker 0", "worker 1"]
 
 
-def _state(status, *, received=0):
+def _state(status, *, received=0, needed=2):
   return results.StepStatus(
     received=received,
-    needed=2,
+    needed=needed,
     replicas=[
       results.ReplicaStatus(s, tag=10 * i) for i, s in enumerate(status)
     ],
@@ -171,12 +171,21 @@ class WatchTest(parameterized.TestCase):
   @parameterized.product(
     status=[Status.ADMITTED, Status.COMPUTING],
     silence=[(25.0, "no heartbeat for 25 s"), (0, "left the training")],
+    follows=[
+      (1, "uses another replica's gradient instead"),
+      (2, "waits for it"),
+    ],
   )
-  def test_gives_up_a_replica_that_is_silent_or_has_left(self, status, silence):
+  def test_gives_up_a_replica_that_is_silent_or_has_left(
+    self, status, silence, follows
+  ):
     age, lines = silence
-    self._watch(_state([Status.WAITING, status]), [1.0, age], now=30.0)
+    needed, what = follows
+    self._watch(
+      _state([Status.WAITING, status], needed=needed), [1.0, age], now=30.0
+    )
     self.assertTrue(self.logged.wait(20))
-    self.assertIn(f"worker 1: {lines}; step 3 uses another", self.lines[0])
+    self.assertIn(f"worker 1: {lines}; step 3 {what}. If", self.lines[0])
     self.assertEqual(self.optimizer.lost[0], (1, 10))
 
   @parameterized.parameters((25.0, 1), (-1, 1), (-1, None))
@@ -208,7 +217,7 @@ class WatchTest(parameterized.TestCase):
       lambda: len(self.optimizer.lost) > 2, timeout_secs=60, what="three looks"
     )
     watch.stop()
-    lost = [line for line in self.lines if "uses another" in line]
+    lost = [line for line in self.lines if "step 3 waits for it" in line]
     self.assertLen(lost, 1)
 
   @parameterized.parameters(Status.WAITING, Status.DELIVERED, Status.LOST)

@@ -179,6 +179,57 @@ def test_an_example_looks_the_same_whoever_reads_it():
     assert alone[epoch, label] == rest
 
 
+@tf.autograph.experimental.do_not_convert
+def leased(numbers, lengths=LENGTHS):
+  """The labels of the units of examples that a worker leases."""
+  examples = inputs._leased_examples(
+    numbered_source(lengths),
+    deal(lengths=lengths),
+    tf.data.Dataset.from_tensor_slices(tf.constant(numbers, tf.int64)),
+    SETTINGS.shuffle_examples,
+  )
+  found = [
+    (int(number), int(raw[0]))
+    for _, number, raw in examples.as_numpy_iterator()
+  ]
+  assert all(number == label for number, label in found)
+  return [label for _, label in found]
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (3,) * 70])
+def test_leased_units_are_the_epoch_whoever_takes_them(lengths):
+  """With several units per shard, and with one."""
+  units = inputs.leased_units(numbered_source(lengths))
+  assert units >= inputs.LEASED_UNITS
+  numbers = np.random.default_rng(0).permutation(2 * units)
+  for epoch in range(2):
+    own = [n for n in numbers if n // units == epoch]
+    labels = leased(own[:7], lengths) + leased(own[7:], lengths)
+    assert sorted(labels) == list(range(sum(lengths)))
+
+
+def test_every_epoch_leases_the_shards_in_another_order():
+  lengths = (1,) * 64
+  units = inputs.leased_units(numbered_source(lengths))
+  first, second = (
+    [leased([n], lengths)[0] for n in range(e * units, (e + 1) * units)]
+    for e in range(2)
+  )
+  assert first != second and sorted(first) == sorted(second)
+
+
+def test_a_leased_example_looks_as_in_a_fixed_part():
+  """The distortion depends on the epoch and the example alone."""
+  images = dict(zip(range(NUM_TRAIN), [None] * NUM_TRAIN, strict=True))
+  for image, label in batches(5):
+    images |= dict(zip(label.tolist(), image, strict=True))
+  units = inputs.leased_units(numbered_source())
+  numbers = tf.data.Dataset.range(units)
+  for image, label in batches(5, leases=numbers):
+    for one, number in zip(image, label.tolist(), strict=True):
+      np.testing.assert_array_equal(one, images[number])
+
+
 def test_works_inside_a_graph():
   """As a data set function on a remote worker does, with tensors."""
 

@@ -106,7 +106,8 @@ class Driver(abc.ABC):
   Attributes:
     is_chief: Whether this task is the chief. The chief calls `step` and saves
       checkpoints. All other tasks call `run_replica`.
-    replica: The model replica that this task computes gradients with.
+    replica: The model replica from which this task, or the workers that it
+      drives, compute gradients.
     store: The trained variables, and the other state that a `Session` saves.
     replica_names: The names of the replicas, such as "worker 0". The method
       `counts` returns one entry for each of them. Empty if the driver does not
@@ -667,7 +668,8 @@ class ParameterServerDriver(Driver):
     when = f" at step {self._last_step}" if self.is_chief else ""
     self._log(
       f"{self.task}: {what} was lost{when}; waiting for at most"
-      f" {timeout_secs:.0f} s until all parameter servers answer"
+      f" {timeout_secs:.0f} s until all parameter servers answer. If no"
+      " launcher restarts a dead one, start it again with the same command"
       f" ({processes.shortened(error.message)})"
     )
     if self._loss is None:

@@ -157,8 +157,8 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     """Attaches to the shared variables, and to a flag for each replica.
 
     The flags, on PS task 0, say whether the data set of each replica has ended.
-    The chief also initializes those variables that have no values yet, and the
-    flags.
+    In a new training, the chief also initializes the variables and the flags. A
+    chief that takes over the training of an earlier chief keeps their values.
     """
     super()._attach()
     count = len(self.replica_names)

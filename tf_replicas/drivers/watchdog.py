@@ -173,7 +173,10 @@ class StepWatchdog(waiting.PollingThread):
         is_known = self._lost.get(replica) == tag
         self._lost[replica] = tag
         if is_expected and not is_known:
+          away = sum(a == 0 or a > self._lost_after_secs for a in ages)
           follows = f"step {step} uses another replica's gradient instead"
+          if len(ages) - away < status.needed <= len(ages):
+            follows = f"step {step} waits for it"
           if can_skip:
             follows = f"from step {step} on, updates do not wait for it"
           self._log(

@@ -574,12 +574,15 @@ def pieces(batch: tuple, count: int) -> Sequence[model_parallel.Batch]:
     count: The number of towers.
 
   Returns:
-    `count` pieces, each (data,) or (data, weights). `weights`, float32
-    [examples], has one number for all examples of a piece: the weight of the
-    part (the one number in `weights` of `batch`, or 1) times the size of the
-    piece divided by the mean size of the pieces. Without `weights`, this number
-    is 1. So the mean, over the pieces, of weight times mean loss is the weight
-    of the part times its mean loss.
+    `count` pieces. If `batch` has no weights and `count` divides its static
+    size, the pieces are equal, and each is (data,); its weight is 1. Otherwise
+    each is (data, weights). `weights`, float32 [examples], repeats one number
+    for every example, the weight of the piece: w * n / m. Here w is the weight
+    of the part (which `weights` of `batch` repeats; 1 without weights), n is
+    the number of examples of the piece, and m is the mean of n over the pieces.
+    A piece without examples (n = 0) holds any one example as a filler. So the
+    mean over the pieces of (weight * mean loss) is w times the mean loss of the
+    part.
   """
   data, *weights = batch
   first = tf.nest.flatten(data)[0]

@@ -832,7 +832,7 @@ class _Loop(keras.callbacks.Callback):
       logging.warning(
         "tf_replicas: epoch %d repeats the metrics of the epoch before."
         " Asynchronous updates ran ahead: those of this epoch were made, and"
-        " counted, before the last epoch ended. Training is not affected."
+        " counted, before the earlier epoch ended. Training is not affected."
         " Longer epochs get metrics of their own. (This is logged once.)",
         self._epoch + 1,
       )

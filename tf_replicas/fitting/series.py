@@ -320,7 +320,10 @@ class Series:
         self._end_all(message)
         raise RuntimeError(message)
       if not was_logged and time.monotonic() - since > _LOG_SECS:
-        print(f"{self.task} waits for the chief's next training or its end")
+        print(
+          f"{self.task} waits until the chief begins another training, or the"
+          " chief's script ends; nothing to do"
+        )
         was_logged = True
       time.sleep(_POLL_SECS)
 

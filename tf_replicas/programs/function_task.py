@@ -3,8 +3,7 @@
 The *parent* is the process that started the training. This process inherits
 one end of a pipe as a file descriptor, whose number is its only argument. It
 receives a `Job` over the pipe, and sends `Message`s. The parent holds the other
-end. Once that end is closed, this process
-ends: 10 seconds later at the latest.
+end. Once that end is closed, this process ends, after 10 seconds at most.
 """
 
 import linecache
@@ -127,8 +126,9 @@ def main() -> NoReturn:
   """Receives a job over the inherited pipe, runs it, and ends the process.
 
   The exit status is 1 if the job cannot be unpickled, its function raises an
-  exception (also `SystemExit`), its result cannot be sent, or the parent ends
-  first. Otherwise it is 0.
+  exception (also `SystemExit`), the chief cannot send the result, or the
+  function still runs 10 seconds after the parent has ended. Otherwise it is 0,
+  unless a signal ends the process.
   """
   global _channel
   descriptor = int(sys.argv[-1])

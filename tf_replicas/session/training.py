@@ -262,7 +262,7 @@ class Session:
     Raises:
       FloatingPointError: If a loss is not finite; before a save, also if a
         variable is not finite.
-      RuntimeError: If the data end before the first update.
+      RuntimeError: If the data end before the first update of the training.
     """
     while step is None or step < self._max_steps:
       try:

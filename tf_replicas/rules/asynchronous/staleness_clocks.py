@@ -352,7 +352,8 @@ class StalenessClocks:
   def declare_lost(self, replica: tf.Tensor) -> None:
     """Lets other replicas pass all barriers without waiting for a lost replica.
 
-    At a barrier to which it has come back, they wait for it again.
+    Once the lost replica comes to a barrier again, the others wait for it there
+    as before.
 
     Args:
       replica: int64 scalar, the index of the lost replica.

@@ -308,8 +308,9 @@ class LocalSteps:
   def end(self) -> None:
     """Makes every replica end its local training after one more batch at most.
 
-    Sets a flag on PS task 0, which replicas read at the beginning of every
-    batch. A replica that has begun a batch may make another one.
+    Sets a flag on PS task 0. A replica reads it at the beginning of a batch,
+    and stops after that batch if it was set. So a replica finishes the batch
+    that it has begun, and makes at most one more.
     """
     self._has_ended.assign(True)
 

@@ -222,11 +222,13 @@ class AverageAll(SyncRound):
   """A kind of exchange in which an update waits for the copies of N replicas.
 
   Each replica trains its own copy of the variables. One update moves the center
-  (the shared variables) toward the mean of the first N copies that were trained
-  from the present center, by a fixed fraction of the distance from the center
-  to that mean. Other copies are refused. Each replica then goes on from the
-  center; or from its own copy, which is moved toward the center unless it was
-  refused.
+  (the shared variables) toward the mean of the first N copies whose replicas
+  have read the present center, by a fixed fraction of the distance from the
+  center to that mean. Other copies are refused. If `moving_rate` is None, each
+  replica goes on from the new center, also one whose copy was refused.
+  Otherwise it goes on from its own copy, after moving it toward the center as
+  it was before the update, by the fraction `moving_rate` of their distance. A
+  refused copy is not moved.
   """
 
   rule: sync_replicas.SyncReplicasOptimizer  # Its optimizer: a `MoveToward`.
