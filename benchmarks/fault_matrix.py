@@ -198,6 +198,7 @@ class Training:
     restarts: How often each task was started again, by name; without the first
       start and that which is a part of the fault.
     max_steps: The global step at which it finishes.
+    examples_of_step: The number of examples in an update.
   """
 
   def __init__(
@@ -206,6 +207,11 @@ class Training:
     directory: str,
     server: fork_server.ForkServer,
     network: private_network.PrivateNetwork | None = None,
+    *,
+    max_steps: int | None = None,
+    log_every_steps: int = 1,
+    checkpoint_every_steps: int | None = None,
+    max_starts: int = _MAX_STARTS,
   ):
     """Prepares a training, and starts nothing yet.
 
@@ -215,13 +221,20 @@ class Training:
       server: Starts processes.
       network: A network with a host for each task. None: all tasks are on this
         machine.
+      max_steps: The length of the training. None: that of the cell's rule.
+      log_every_steps: The chief logs every so many steps.
+      checkpoint_every_steps: The chief saves every so many steps. None: six
+        times in the training.
+      max_starts: How often each task may be started.
     """
     self._cell = cell
+    self._max_starts = max_starts
     self._network = network
     self._directory = pathlib.Path(directory)
     self.train_dir = self._directory / "train"
     rule = _RULES[cell.rule]
-    self.max_steps = rule.max_steps
+    self.max_steps = max_steps or rule.max_steps
+    save_every = checkpoint_every_steps or self.max_steps // 6
     addresses = {
       job: [
         f"{network.address(f'{job}{i}')}:{_PORT}" if network else "localhost:0"
@@ -231,8 +244,7 @@ class Training:
     }
     self._spec = cluster.resolve_ports(cluster.parse(addresses))
     self.num_replicas = _JOBS["worker"] + (cell.driver == "between_graph")
-    self.examples = self.max_steps * _BATCH_SIZE
-    self.examples *= rule.batches(self.num_replicas)
+    self.examples_of_step = _BATCH_SIZE * rule.batches(self.num_replicas)
     self._elsewhere: cluster.Task | None = None
 
     def command(task: cluster.Task) -> list[str]:
@@ -243,8 +255,8 @@ class Training:
         f"--replication={cell.driver}",
         *["--dataset=synthetic", f"--batch_size={_BATCH_SIZE}", "--seed=1"],
         f"--max_steps={self.max_steps}",
-        "--log_every_steps=1",
-        f"--checkpoint_every_steps={self.max_steps // 6}",
+        f"--log_every_steps={log_every_steps}",
+        f"--checkpoint_every_steps={save_every}",
         f"--lost_after_secs={_LOST_AFTER_SECS}",
         *["--start_timeout_secs=40", "--recovery_timeout_secs=40"],
         *rule.arguments(self.num_replicas),
@@ -313,8 +325,10 @@ class Training:
   def _start(self, *tasks: cluster.Task) -> None:
     for task in tasks:
       self._starts[task] += 1
-      if self._starts[task] > _MAX_STARTS:
-        raise Failed(f"{task} ended {_MAX_STARTS} times: {self._last(task)}")
+      if self._starts[task] > self._max_starts:
+        raise Failed(
+          f"{task} ended {self._max_starts} times: {self._last(task)}"
+        )
       self._started[task] = time.time()
       self._tasks.start(task)
 
@@ -340,13 +354,24 @@ class Training:
     assert finished is not None
     if finished.global_step != self.max_steps:
       raise Failed(f"it ended at step {finished.global_step}")
+    step = self.check_examples()
+    if step != self.max_steps:
+      raise Failed(f"the last checkpoint is of step {step}")
+
+  def check_examples(self) -> int:
+    """Checks that the last checkpoint has the examples of all its updates.
+
+    Returns:
+      The global step of the checkpoint.
+    """
     saved = self.last_checkpoint()
-    if int(saved["global_step"]) != self.max_steps:
-      raise Failed(f"the last checkpoint is of step {saved['global_step']}")
-    if int(saved["examples_seen"]) != self.examples:
+    step, used = int(saved["global_step"]), int(saved["examples_seen"])
+    if used != step * self.examples_of_step:
       raise Failed(
-        f"{saved['examples_seen']} examples were used, not {self.examples}"
+        f"{used} examples were used at step {step}, not"
+        f" {step * self.examples_of_step}"
       )
+    return step
 
   def last_checkpoint(self) -> dict[str, np.ndarray]:
     """Returns the tensors of the newest checkpoint, by name."""

@@ -1,6 +1,8 @@
 """Tests of `cluster.addresses`."""
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -94,46 +96,41 @@ def test_free_ports_are_distinct_and_can_be_bound():
     addresses.bound_socket(port).close()
 
 
-def test_free_ports_avoid_those_taken(monkeypatch):
-  real = addresses.bound_socket
-  first = []
-
-  def bound_socket(port):
-    bound = real(port)
-    first.append(bound.getsockname()[1])
-    return bound
-
-  monkeypatch.setattr(addresses, "bound_socket", bound_socket)
-  taken = _SetWithFirst(first)
-  assert addresses.free_ports(1, taken=taken) == first[1:]
+def test_free_ports_avoid_those_taken():
+  free = addresses.free_ports(1, taken=set())[0]
+  addresses._reserved.pop().close()
+  taken = {*addresses._FREE_PORTS} - {free}
+  assert addresses.free_ports(1, taken=taken) == [free]
+  with pytest.raises(OSError, match=r"1 free ports are needed .* Found: 0"):
+    addresses.free_ports(1, taken=taken)
 
 
-class _SetWithFirst:
-  """Contains the first element of a list that is still to be filled."""
+def test_other_processes_get_other_ports():
+  """They would otherwise all begin with the first port that is free."""
+  code = (
+    "import sys; from tf_replicas.cluster import addresses;"
+    "addresses._dice.randrange = lambda count: 0;"
+    "print(*addresses.free_ports(3, taken=set()), flush=True);"
+    "sys.stdin.read()"
+  )
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", code],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for _ in range(4)
+  ]
+  try:
+    ports = [p for each in processes for p in each.stdout.readline().split()]
+    assert len(ports) == len(set(ports)) == 12
+  finally:
+    for process in processes:
+      process.communicate()
 
-  def __init__(self, elements):
-    self._elements = elements
 
-  def __contains__(self, element):
-    return element == self._elements[0]
-
-
-def test_port_of_a_listening_server_cannot_be_bound():
-  with socket.socket() as server:
-    server.bind(("127.0.0.1", 0))
-    server.listen()
-    with pytest.raises(OSError, match="in use"):
-      addresses.bound_socket(server.getsockname()[1])
-
-
-def test_port_of_a_server_that_has_ended_can_be_bound_at_once():
-  with socket.socket() as server:
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    server.bind(("127.0.0.1", 0))
-    server.listen()
-    port = server.getsockname()[1]
-    client = socket.create_connection(("127.0.0.1", port))
-    accepted, _ = server.accept()
-    accepted.close()  # The side that closes first waits in TIME_WAIT.
-    client.close()
-  addresses.bound_socket(port).close()
+def test_a_port_in_use_is_not_free():
+  with addresses.bound_socket(0) as bound:
+    bound.listen()
+    assert not addresses._reserve(bound.getsockname()[1])

@@ -1,8 +1,10 @@
 """Splits `host:port` addresses, recognizes local hosts, finds free ports."""
 
 import ipaddress
+import random
 import re
 import socket
+import sys
 
 RULE = 'must be "host:port" with a port in [0, 65535]'
 
@@ -10,6 +12,12 @@ _ADDRESS = re.compile(
   r"(?:\[(?P<ipv6>[^\s\[\]]+)\]|(?P<host>[^\s:/\[\]]+))"
   r":(?P<port>[0-9]{1,5})"
 )
+# Below the ports that Linux gives to outgoing connections (32768 and above).
+_FREE_PORTS = range(15000, 32768)
+_dice = random.SystemRandom()  # Not that of the user, who may give it a seed.
+# The newest reservations of ports by this process.
+_reserved: list[socket.socket] = []
+_MAX_RESERVED = 256
 
 
 def split(address: object) -> tuple[str, int] | None:
@@ -117,19 +125,59 @@ def bound_socket(port: int) -> socket.socket:
 
 
 def free_ports(number: int, *, taken: set[int]) -> list[int]:
-  """Returns `number` distinct free ports of this machine, none in `taken`."""
+  """Chooses free ports of this machine, from a random one on.
+
+  The ports are reserved for this process, as far as this library is concerned:
+  other processes that call the function at the same time get other ports. (The
+  servers of TensorFlow would not notice that two of them have the same port.)
+  The reservation ends with the process, or after some hundred further ports.
+
+  Args:
+    number: The number of ports.
+    taken: Ports that must not be chosen.
+
+  Returns:
+    Distinct ports.
+
+  Raises:
+    OSError: If there are too few free ports.
+  """
   ports: list[int] = []
-  held: list[socket.socket] = []  # Kept open, or a port might come up twice.
-  try:
-    while len(ports) < number:
-      held.append(bound_socket(0))
-      port = held[-1].getsockname()[1]
-      if port not in taken:
-        ports.append(port)
-  finally:
-    for bound in held:
-      bound.close()
+  count = len(_FREE_PORTS)
+  first = _dice.randrange(count)
+  for i in range(count):
+    if len(ports) == number:
+      break
+    port = _FREE_PORTS[(first + i) % count]
+    if port not in taken and _reserve(port):
+      ports.append(port)
+  if len(ports) < number:
+    raise OSError(
+      f"{number} free ports are needed between {_FREE_PORTS.start} and"
+      f" {_FREE_PORTS.stop - 1}. Found: {len(ports)}."
+    )
   return ports
+
+
+def _reserve(port: int) -> bool:
+  """Reserves a port; returns False if it is reserved or in use.
+
+  The reservation is a Unix socket whose name contains the port. The name is in
+  Linux's abstract namespace, so it is no file, and it vanishes with the
+  process. On other systems, nothing is reserved.
+  """
+  name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+  try:
+    if sys.platform == "linux":
+      name.bind(f"\0tf_replicas/port/{port}")
+    bound_socket(port).close()
+  except OSError:
+    name.close()
+    return False
+  _reserved.append(name)
+  if len(_reserved) > _MAX_RESERVED:
+    _reserved.pop(0).close()
+  return True
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
