@@ -14,8 +14,9 @@ far.
 Every ten seconds, the resident memory, the threads and the open files of each
 process are recorded; once a minute also how many elements are in the queues of
 the PS tasks. After each fault, a step must follow within two minutes. In the
-end every task gets SIGTERM, and must leave within ten seconds. The last
-checkpoint must have exactly the examples of all its updates.
+end, the chief gets SIGTERM, and then all other tasks; each must leave within
+ten seconds. The last checkpoint must be of the last step, and have exactly the
+examples of all updates.
 """
 
 import datetime
@@ -201,15 +202,20 @@ class Soak(fault_matrix.Training):
       )
 
   def _end(self) -> None:
-    """Asks all tasks to leave, and waits until they have left."""
-    live = self._tasks.running()
-    for task in sorted(live, key=lambda task: task.job == "ps"):
-      self._tasks.kill(task, signal.SIGTERM)
-    deadline = time.monotonic() + _LEAVE_SECS
-    while left := self._running():
-      if time.monotonic() > deadline:
-        raise fault_matrix.Failed(f"after SIGTERM still run: {', '.join(left)}")
-      time.sleep(0.05)
+    """Asks the chief to save and leave, and then all other tasks to leave."""
+    step = self.last_step()
+    for jobs in (["chief"], ["worker", "ps"]):
+      asked = [task for task in self._tasks.running() if task.job in jobs]
+      for task in asked:
+        self._tasks.kill(task, signal.SIGTERM)
+      deadline = time.monotonic() + _LEAVE_SECS
+      while left := [t for t in asked if self._tasks.returncode(t) is None]:
+        if time.monotonic() > deadline:
+          names = ", ".join(map(str, left))
+          raise fault_matrix.Failed(f"after SIGTERM still run: {names}")
+        time.sleep(0.05)
+    if (saved := self.check_examples()) < step:
+      raise fault_matrix.Failed(f"step {step} was made, but {saved} was saved")
 
 
 def _usage(pid: int) -> list[float] | None:

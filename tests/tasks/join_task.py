@@ -1,8 +1,8 @@
 """Counts how often `fit` uses each example: python join_task.py DIRECTORY
 
 Each use of an example adds 1 to a weight of its own. Every task says in
-DIRECTORY when its replica reads batches, and stops after 100 of them until
-there is a file `go on`. The chief prints one line of JSON.
+DIRECTORY when gradients of its replica were applied, and stops after 100
+batches until there is a file `go on`. The chief prints one line of JSON.
 """
 
 import itertools
@@ -38,8 +38,10 @@ class Uses(keras.layers.Layer):
 
 
 def _waited(numbers: np.ndarray) -> np.ndarray:
-  (DIRECTORY / os.environ[environment.TASK]).touch()
-  if next(_COUNT) >= 100:
+  count = next(_COUNT)
+  if count >= 2:  # The gradients of earlier batches were applied.
+    (DIRECTORY / os.environ[environment.TASK]).touch()
+  if count >= 100:
     while not (DIRECTORY / "go on").exists():
       time.sleep(0.05)
   return numbers

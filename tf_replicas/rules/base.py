@@ -70,7 +70,7 @@ WIRE_DTYPES = ("float16", "bfloat16")
 _TF1_SUCCESSORS = {
   "compute_gradients": "`tf_replicas.Replica` computes gradients",
   "get_chief_queue_runner": "the chief calls the driver's `step`",
-  "get_init_tokens_op": "the driver calls `start`",
+  "get_init_tokens_op": "not needed: the driver's `step` begins at once",
   "get_slot": "read slots with the driver's `store.state()`",
   "get_slot_names": "read slots with the driver's `store.state()`",
   "make_session_run_hook": "use `tf_replicas.Session` with a driver",
