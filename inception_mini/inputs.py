@@ -119,8 +119,8 @@ def train_dataset(
     result = (image, _checked(example.label, num_classes))
     return (*result, tf.cast(seeds[1], tf.int32)) if with_seeds else result
 
-  start = tf.cast(start_example, tf.int64) // num_shards
   if leases is None:
+    start = tf.cast(start_example, tf.int64) // num_shards
     examples = _raw_examples(source, deal, start, settings.shuffle_examples)
   else:
     examples = _leased_examples(source, deal, leases, settings.shuffle_examples)

@@ -195,9 +195,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     elif needed > total:  # Each replica contributes several times.
       needed = 1
     # Workers that may join have no data before they join.
-    ages = self._heartbeats.ages()
-    may_join = (self._spec.replicas.index(task) for task in self._spec.joining)
-    total -= sum(ages[i] == -1 and not have_ended[i] for i in may_join)
+    if may_join := self._spec.joining:
+      ages = self._heartbeats.ages()
+      indices = map(self._spec.replicas.index, may_join)
+      total -= sum(ages[i] == -1 and not have_ended[i] for i in indices)
     if ended and total - ended < needed:
       raise training.DataEnded(
         f"the data of {ended} of {total} replicas have ended"
