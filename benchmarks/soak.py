@@ -126,12 +126,11 @@ class Soak(fault_matrix.Training):
           self._pause(min(self._dice.uniform(*_FAULT_SECS), left))
           if time.monotonic() < end - _RECOVERY_SECS:
             self._inject_one()
-        self._end()
+        return self._end()
       finally:
         self._reader.close()
         for process in self._doubled.values():
           process.kill()
-    return self.check_examples()
 
   def _inject_one(self) -> None:
     task = self._dice.choice(self._spec.tasks())
@@ -178,10 +177,9 @@ class Soak(fault_matrix.Training):
 
   def _pause(self, secs: float) -> None:
     until = time.monotonic() + secs
-    while time.monotonic() < until:
-      self._start_again()
+    while (left := until - time.monotonic()) > 0:
+      super()._pause(min(1.0, left))
       self._sample()
-      time.sleep(0.1)
 
   def _sample(self) -> None:
     now = time.monotonic()
@@ -201,8 +199,12 @@ class Soak(fault_matrix.Training):
         [round(now - self._began), sum(status.queues.values()), sets]
       )
 
-  def _end(self) -> None:
-    """Asks the chief to save and leave, and then all other tasks to leave."""
+  def _end(self) -> int:
+    """Asks the chief to save and leave, and then all other tasks to leave.
+
+    Returns:
+      The global step of the last checkpoint, which was checked.
+    """
     step = self.last_step()
     for jobs in (["chief"], ["worker", "ps"]):
       asked = [task for task in self._tasks.running() if task.job in jobs]
@@ -216,6 +218,7 @@ class Soak(fault_matrix.Training):
         time.sleep(0.05)
     if (saved := self.check_examples()) < step:
       raise fault_matrix.Failed(f"step {step} was made, but {saved} was saved")
+    return saved
 
 
 def _usage(pid: int) -> list[float] | None:
