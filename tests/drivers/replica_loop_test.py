@@ -5,6 +5,7 @@ so the gradient is x; where x is 1, the loss tells which w was used. Most rules
 here make one update of each contribution, at rate 1, and record the arguments.
 """
 
+import contextlib
 import threading
 import time
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
 from tf_replicas.rules.asynchronous import async_replicas
 from tf_replicas.rules.sync import sync_replicas
+from tf_replicas.runtime import put_back
 from tf_replicas.runtime import waiting
 
 SGD = keras.optimizers.SGD
@@ -151,7 +153,9 @@ class Replica:
     state: What it carries to its next step.
   """
 
-  def __init__(self, store, rule, batches=ONES, *, index=0, recorder=None):
+  def __init__(
+    self, store, rule, batches=ONES, *, index=0, recorder=None, repeats=False
+  ):
     if callable(batches):
       data_set = tf.data.Dataset.from_generator(
         batches, output_signature=tf.TensorSpec([], tf.float32)
@@ -168,6 +172,11 @@ class Replica:
       device=None,
       recorder=recorder,
       name="someone",
+      put_back=(
+        put_back.PutBack(self._batches.element_spec, device=None)
+        if repeats
+        else None
+      ),
     )
     begin = tf.function(loop.begin, autograph=False)
     self._packed, *self.state = begin()
@@ -401,6 +410,46 @@ class ContributeTest(stores.TestCase):
     self.assertEqual((replica.step, replica.tag), (30, 41))
     self.assertEqual(replica.w, 4.0 + 2.0 + START)
     self.assertEmpty(rule.offers)
+
+
+class PutBackTest(stores.TestCase):
+  def _gradients(self, answers, **kwargs):
+    """The gradients that were offered until all batches were used."""
+    store = _store()
+    rule = Rule(store, answers, before_answer=lambda _: store.load_state(state))
+    state = {"global_step": 0}
+    replica = Replica(store, rule, [1.0, 2.0, 3.0], **kwargs)
+    with contextlib.suppress(tf.errors.OutOfRangeError):
+      while True:
+        if len(rule.offers) < len(answers):
+          state["global_step"] = answers[len(rule.offers)][1]
+        replica.run_one()
+    return [offer.gradient for offer in rule.offers]
+
+  def test_a_refused_batch_of_the_same_step_is_used_again(self):
+    answers = [(0, 0, -1), (1, 1, -1), (0, 1, -1), (0, 1, -1), (1, 2, -1)]
+    self.assertEqual(
+      self._gradients(answers, repeats=True), [1.0, 1.0, 2.0, 2.0, 2.0, 3.0]
+    )
+    self.assertEqual(self._gradients(answers), [1.0, 2.0, 3.0])
+
+  def test_a_refused_batch_is_dropped_once_an_update_was_made(self):
+    answers = [(0, 1, -1), (1, 2, -1)]
+    self.assertEqual(self._gradients(answers, repeats=True), [1.0, 2.0, 3.0])
+
+  def test_many_steps_in_one_call_use_a_batch_again(self):
+    store = _store()
+    state = iter([0, 0, 1, 1, 2, 3])
+    rule = Rule(
+      store,
+      [(0, 0, -1), (0, 0, -1), (1, 1, -1), (0, 1, -1), (1, 2, -1), (1, 3, -1)],
+      before_answer=lambda _: store.load_state({"global_step": next(state)}),
+    )
+    replica = Replica(store, rule, [1.0, 2.0, 3.0], repeats=True)
+    self.assertEqual(replica.run_many(max_steps=6), 6)
+    self.assertEqual(
+      [offer.gradient for offer in rule.offers], [1.0, 1.0, 1.0, 2.0, 2.0, 3.0]
+    )
 
 
 class SeveralBatchesTest(stores.TestCase):

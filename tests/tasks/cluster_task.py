@@ -700,6 +700,28 @@ def killed_chief(here: Here) -> None:
   train(here, driver, run_chief)
 
 
+def killed_chief_while_counting(here: Here) -> None:
+  """A scenario: the test kills the chief of synchronous updates at step 3.
+
+  The worker has then delivered its gradients for the next update. The restarted
+  chief goes on to step 6. The losses are the numbers of the batches, and so
+  show which batches are used.
+  """
+  driver = here.driver(counting_replica, lambda: constant_optimizer(here))
+
+  def run_chief():
+    recorder = Recorder(driver)
+    if driver.global_step == 0:
+      recorder.step(3)
+      await_offers(driver, 2)
+      here.mark("step 3 is made")
+      here.await_mark("the chief is killed")
+    recorder.step(3)
+    return {"steps": recorder.steps}
+
+  train(here, driver, run_chief)
+
+
 def stands_still_early(here: Here) -> None:
   """A scenario: the test freezes worker 1 early in the training.
 

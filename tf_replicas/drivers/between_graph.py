@@ -25,6 +25,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -37,6 +38,7 @@ from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
+from tf_replicas.runtime import put_back as put_back_lib
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
 from tf_replicas.session import training
@@ -329,32 +331,9 @@ class BetweenGraph(driver_base.ParameterServerDriver):
         that is not a row of a table.
       tf.errors.OpError: If a parameter server is lost.
     """
-    if self._leases is not None and self.replica.leased is not None:
-      dataset = self.replica.leased.dataset_fn(self._leases.numbers())
-    else:
-      start = int(self.examples_drawn())
-      dataset = self.replica.dataset_fn(
-        len(self.replica_names), self._index, start
-      )
-    iterator = iter(dataset)
-
-    begin, run_asking, run_preadmitted = self._step_fns(iterator)
-    max_steps = 1
     try:
-      token, *state = begin()
-      while True:
-        (last,) = step_token.LAYOUT.unpack_rows(token.numpy()[None])
-        if last.global_step == step_token.ENDED or self._must_stop():
-          return
-        has_tag = last.preadmitted_tag != step_token.NO_TAG
-        run = run_asking
-        if has_tag:
-          assert run_preadmitted is not None, self.rule
-          run = run_preadmitted
-        start = time.monotonic()
-        count, token, *state = run(tf.constant(max_steps), token, *state)
-        secs = (time.monotonic() - start) / max(int(count), 1)
-        max_steps = max(1, min(_MAX_STEPS, int(_CALL_SECS / secs)))
+      while self._run_from_here():
+        pass
     except tf.errors.InvalidArgumentError as error:
       if line := tables.bad_ids(error):
         raise RuntimeError(f"{line}, in a batch of {self.task}") from None
@@ -373,6 +352,63 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       self._has_data = False
       self._end_data()
 
+  def _run_from_here(self) -> bool:
+    """Computes gradients of batches from the training's present position on.
+
+    Returns:
+      True if updates were taken back: the chief has restored a checkpoint after
+      an update that was interrupted. The batches must then be drawn from there
+      again. False if training has ended.
+    """
+    (token, *state), run_asking, run_preadmitted = self._begin()
+    max_steps, newest = 1, 0
+    while True:
+      (last,) = step_token.LAYOUT.unpack_rows(token.numpy()[None])
+      if last.global_step == step_token.ENDED or self._must_stop():
+        return False
+      if self.rule.repeats_refused and 0 <= last.global_step < newest:
+        return True
+      newest = max(newest, last.global_step)
+      has_tag = last.preadmitted_tag != step_token.NO_TAG
+      run = run_asking
+      if has_tag:
+        assert run_preadmitted is not None, self.rule
+        run = run_preadmitted
+      start = time.monotonic()
+      count, token, *state = run(tf.constant(max_steps), token, *state)
+      secs = (time.monotonic() - start) / max(int(count), 1)
+      max_steps = max(1, min(_MAX_STEPS, int(_CALL_SECS / secs)))
+
+  def _begin(
+    self,
+  ) -> tuple[list[tf.Tensor], Callable, Callable | None]:
+    """Opens the data set where the training is, and reads the parameters.
+
+    If each update needs every replica, the first batch belongs to the update
+    for which the parameters were read. What an earlier process of this task has
+    sent may still make one update, before the parameters are read. Then the
+    data set is opened a second time.
+
+    Returns:
+      The result of `ReplicaLoop.begin`; and the traced functions that make
+      steps, as `_step_fns` returns them.
+    """
+    start = int(self.examples_drawn())
+    begin, asking, preadmitted = self._step_fns(self._iterator(start))
+    begun = begin()
+    now = int(self.examples_drawn())
+    if self.rule.repeats_refused and now != start:
+      begin, asking, preadmitted = self._step_fns(self._iterator(now))
+      begun = begin()
+    return begun, asking, preadmitted
+
+  def _iterator(self, start: int) -> Iterator:
+    """Opens this task's data set, from the example of position `start` on."""
+    if self._leases is not None and self.replica.leased is not None:
+      return iter(self.replica.leased.dataset_fn(self._leases.numbers()))
+    count = len(self.replica_names)
+    return iter(self.replica.dataset_fn(count, self._index, start))
+
   def _step_fns(self, iterator) -> tuple[Callable, Callable, Callable | None]:
     """Traces the functions that make the steps of this task's replica.
 
@@ -388,6 +424,11 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       `ReplicaLoop.run_many` for steps that ask. The third is the same for steps
       that are admitted in advance, or None if the rule never does that.
     """
+    put_back = None
+    if self.rule.repeats_refused:
+      put_back = put_back_lib.PutBack(
+        iterator.element_spec, device=resources.this_device()
+      )
     loop = replica_loop.ReplicaLoop(
       self.rule,
       self.replica,
@@ -397,6 +438,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       device=tf.constant(0).device,
       recorder=self._recorder,
       name=self._timeline_name,
+      put_back=put_back,
     )
 
     # Concrete functions skip what a call spends on looking for a trace.

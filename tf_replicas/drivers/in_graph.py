@@ -47,6 +47,7 @@ from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import processes
+from tf_replicas.runtime import put_back as put_back_lib
 from tf_replicas.runtime import waiting
 
 # How often to look whether a closure failed.
@@ -200,6 +201,9 @@ class InGraph(driver_base.ParameterServerDriver):
       tensor. It says that training has ended.
     """
     index = tf.distribute.coordinator.experimental_get_current_worker_index
+    put_back = None
+    if self.rule.repeats_refused:
+      put_back = put_back_lib.PutBack(iterator.element_spec, device="CPU:0")
     loop = replica_loop.ReplicaLoop(
       self.rule,
       self.replica,
@@ -209,6 +213,7 @@ class InGraph(driver_base.ParameterServerDriver):
       device=None,
       recorder=self._recorder,
       name=tf.strings.join(["worker:", tf.strings.as_string(index())]),
+      put_back=put_back,
     )
     no_limit = tf.constant(tf.int32.max)
 

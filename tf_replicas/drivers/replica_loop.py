@@ -14,6 +14,7 @@ from tf_replicas.drivers import timeline
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
+from tf_replicas.runtime import put_back as put_back_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,9 @@ class ReplicaLoop:
     recorder: Writes the timeline, a file of what the replica does when; None:
       there is no timeline.
     name: The replica's name in the timeline; a string or a string tensor.
+    put_back: Holds a batch that the next step has to use again: the gradients
+      of the step before were refused, and no update was made since. None: each
+      step uses a new batch.
   """
 
   rule: rule_base.UpdateRule
@@ -51,6 +55,7 @@ class ReplicaLoop:
   device: str | None
   recorder: timeline.Recorder | None = None
   name: str | tf.Tensor = ""
+  put_back: put_back_lib.PutBack | None = None
 
   def begin(self) -> list[tf.Tensor]:
     """Reads the parameters, and makes the input of the first step.
@@ -59,7 +64,12 @@ class ReplicaLoop:
       [token, *state].
     """
     begun = self.rule.begin(self.index)
-    return [self._pack(begun.token), *begun.state]
+    packed = self._pack(begun.token)
+    if self.put_back is not None:
+      # An earlier loop may have left a batch.
+      with tf.control_dependencies([self.put_back.clear()]):
+        packed = tf.identity(packed)
+    return [packed, *begun.state]
 
   def run_one(
     self, is_preadmitted: bool, token: tf.Tensor, *state: tf.Tensor
@@ -77,14 +87,29 @@ class ReplicaLoop:
     """
     last = step_token.LAYOUT.unpack(token)
     began = None if self.recorder is None else step_token.now(*state)
+    batches = []
+
+    def compute(parameters, scale_loss) -> model_replica.Gradients:
+      batches.append(self._next_batch())
+      return self.replica.gradients(parameters, batches[-1], scale_loss)
+
     step = self.rule.contribute(
-      self._compute,
+      compute,
       self.index,
       state,
       token=last if is_preadmitted else last._replace(preadmitted_tag=None),
       records_times=self.recorder is not None,
     )
     packed = self._pack(step.token)
+    if self.put_back is not None:
+      (batch,) = batches
+      with tf.device(self.device):
+        reply = step_token.LAYOUT.unpack(packed)
+        is_same = reply.global_step == last.global_step
+        is_refused = reply.admitted == 0
+      put = self.put_back.put(batch, is_refused & is_same)
+      with tf.device(self.device), tf.control_dependencies([put]):
+        packed = tf.identity(packed)  # Else the next step may not find it.
     if self.recorder is not None:
       self.recorder.record_step(
         self.name,
@@ -131,8 +156,10 @@ class ReplicaLoop:
 
     return tf.while_loop(goes_on, run, [tf.constant(0), token, *state])
 
-  def _compute(self, parameters, scale_loss) -> model_replica.Gradients:
-    return self.replica.gradients(parameters, next(self.iterator), scale_loss)
+  def _next_batch(self) -> object:
+    if self.put_back is None:
+      return next(self.iterator)
+    return self.put_back.take(self.iterator)
 
   def _pack(self, token: step_token.StepToken) -> tf.Tensor:
     with tf.device(self.ps_device):

@@ -136,6 +136,10 @@ class UpdateRule(abc.ABC):
     preadmits: Whether a `StepToken`, the reply to a contribution, may accept
       the replica's next contribution in advance, so that the replica sends its
       gradients without asking.
+    repeats_refused: Whether a replica must compute the same batch again if its
+      contribution was refused, and no update was made since. It is so where
+      each update needs every replica. If a killed chief is restarted, for
+      example, the update is then made from the batches that it would have had.
   """
 
   name: str
@@ -146,6 +150,7 @@ class UpdateRule(abc.ABC):
   step_timeout_secs: float | None = None
   min_contributions: int | None = None
   preadmits: bool = False
+  repeats_refused: bool = False
 
   # Life.
 

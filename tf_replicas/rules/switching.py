@@ -33,7 +33,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
   3. It waits until no update of the old rule is in progress.
 
   If the change interrupts a synchronous update, this update is not made, and at
-  most one contribution (set of gradients) of each replica is dropped. So is a
+  most one contribution (set of gradients) of each replica is refused. So is a
   contribution that the old rule has admitted in advance. All rules share
   variables, slots, moving averages, the global step, the count of examples, and
   the checkpoint.
@@ -44,6 +44,9 @@ class SwitchingOptimizer(rule_base.GradientRule):
     total_num_replicas: M, the number of replicas, including backup replicas.
     preadmits: Whether any of the rules may accept a replica's next contribution
       in advance.
+    repeats_refused: Whether a replica computes the same batch again under any
+      of the rules, if its contribution was refused and no update was made
+      since.
     wire_dtype: The dtype in which trainable float32 variables and their
       gradients are sent. None: their dtype is not changed.
   """
@@ -86,6 +89,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
     self.inner = first.inner
     self.total_num_replicas = first.total_num_replicas
     self.preadmits = any(rule.preadmits for rule in rules)
+    self.repeats_refused = any(rule.repeats_refused for rule in rules)
     self.wire_dtype = first.wire_dtype
     self.name = name
     self._choose = choose

@@ -249,6 +249,10 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
       1.0, self.replicas_to_aggregate / total_num_replicas
     )
     self.preadmits = self.replicas_to_aggregate >= total_num_replicas
+    self.repeats_refused = (
+      self.replicas_to_aggregate == total_num_replicas
+      and not self.quorum.can_shrink
+    )
 
   def build(
     self,

@@ -1,0 +1,90 @@
+"""Keeps a batch of an iterator for later use.
+
+The module uses raw ops of TensorFlow 2.21.
+"""
+
+import uuid
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tf_replicas.runtime import control_flow
+
+
+class PutBack:
+  """Holds a batch that was drawn, but has to be used again.
+
+  A queue holds it, as the shapes of batches may differ. All methods find it by
+  its name, on the device where they run. They may be used inside a
+  `tf.function`.
+  """
+
+  def __init__(self, element_spec: object, *, device: str | None):
+    """Stores the settings.
+
+    Args:
+      element_spec: The structure of `tf.TypeSpec`s of a batch.
+      device: The device of the queue; None: where the methods are used.
+    """
+    self._spec = element_spec
+    self._device = device
+    flat = tf.nest.flatten(element_spec, expand_composites=True)
+    self._dtypes = [spec.dtype for spec in flat]
+    self._shapes = [spec.shape for spec in flat]
+    self._name = f"put_back/{uuid.uuid4().hex}"
+
+  def put(self, batch: object, is_wanted: tf.Tensor) -> tf.Tensor:
+    """Stores `batch` for the next call of `take`, if `is_wanted`.
+
+    Args:
+      batch: The batch. No other one may be stored.
+      is_wanted: bool scalar.
+
+    Returns:
+      A tensor to use as a control dependency, which waits for the batch.
+    """
+
+    def put() -> tf.Operation:
+      tensors = tf.nest.flatten(batch, expand_composites=True)
+      return tf.raw_ops.QueueEnqueueV2(handle=self._queue(), components=tensors)
+
+    with tf.device(self._device):
+      return control_flow.run_if(is_wanted, put)
+
+  def take(self, iterator: Iterator) -> object:
+    """Returns the stored batch, or else the next batch of `iterator`."""
+
+    def stored() -> object:
+      tensors = self._dequeue()
+      for tensor, shape in zip(tensors, self._shapes, strict=True):
+        tensor.set_shape(shape)
+      return tf.nest.pack_sequence_as(
+        self._spec, tensors, expand_composites=True
+      )
+
+    with tf.device(self._device):
+      return tf.cond(self._has_batch(), stored, lambda: next(iterator))
+
+  def clear(self) -> tf.Tensor:
+    """Removes the batch, if there is one.
+
+    Returns:
+      A tensor to use as a control dependency.
+    """
+    with tf.device(self._device):
+      return control_flow.run_if(self._has_batch(), self._dequeue)
+
+  def _has_batch(self) -> tf.Tensor:
+    return tf.raw_ops.QueueSizeV2(handle=self._queue()) > 0
+
+  def _dequeue(self) -> list[tf.Tensor]:
+    return list(
+      tf.raw_ops.QueueDequeueV2(
+        handle=self._queue(), component_types=self._dtypes
+      )
+    )
+
+  def _queue(self) -> tf.Tensor:
+    return tf.raw_ops.FIFOQueueV2(
+      component_types=self._dtypes, capacity=1, shared_name=self._name
+    )
