@@ -43,6 +43,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -307,19 +308,25 @@ class Training:
       Failed: If the training did not survive.
     """
     self._deadline = time.monotonic() + _DEADLINE_SECS
+    with self.started():
+      if fault is not None:
+        fault(self)
+      self.await_that(self.has_finished, "the end of the training")
+      self._stop_late_servers()
+      self._deadline = time.monotonic() + _END_SECS
+      self.await_that(lambda: not self._running(), "the end of all tasks")
+    self._check()
+
+  @contextlib.contextmanager
+  def started(self) -> Iterator[None]:
+    """Context that starts all tasks, and kills those left at its end."""
     with self._tasks:
       try:
         self._start(*sorted(self._spec.tasks(), key=lambda t: t.job != "ps"))
-        if fault is not None:
-          fault(self)
-        self.await_that(self.has_finished, "the end of the training")
-        self._stop_late_servers()
-        self._deadline = time.monotonic() + _END_SECS
-        self.await_that(lambda: not self._running(), "the end of all tasks")
+        yield
       finally:
         for process in self._doubled.values():
           process.kill()
-    self._check()
 
   def _start(self, *tasks: cluster.Task) -> None:
     for task in tasks:

@@ -19,6 +19,7 @@ ten seconds. The last checkpoint must be of the last step, and have exactly the
 examples of all updates.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -118,19 +119,13 @@ class Soak(fault_matrix.Training):
     self._began = time.monotonic()
     end = self._began + 60 * minutes
     self._deadline = float("inf")
-    with self._tasks:
-      try:
-        self._start(*sorted(self._spec.tasks(), key=lambda t: t.job != "ps"))
-        self._await_step(time.time(), "the first step")
-        while (left := end - time.monotonic()) > 0:
-          self._pause(min(self._dice.uniform(*_FAULT_SECS), left))
-          if time.monotonic() < end - _RECOVERY_SECS:
-            self._inject_one()
-        return self._end()
-      finally:
-        self._reader.close()
-        for process in self._doubled.values():
-          process.kill()
+    with contextlib.closing(self._reader), self.started():
+      self._await_step(time.time(), "the first step")
+      while (left := end - time.monotonic()) > 0:
+        self._pause(min(self._dice.uniform(*_FAULT_SECS), left))
+        if time.monotonic() < end - _RECOVERY_SECS:
+          self._inject_one()
+      return self._end()
 
   def _inject_one(self) -> None:
     task = self._dice.choice(self._spec.tasks())

@@ -1,11 +1,16 @@
 """Tests for drivers.connection; connections are in between_graph_test."""
 
+import contextlib
 import socket
+import subprocess
+import sys
 from unittest import mock
 
 import tensorflow as tf
 from absl.testing import absltest
+from absl.testing import parameterized
 
+from tests.support import trials
 from tf_replicas import cluster
 from tf_replicas.drivers import connection
 from tf_replicas.drivers import server
@@ -47,6 +52,50 @@ class AnswersTest(absltest.TestCase):
       with self.assertRaisesRegex(TimeoutError, f"ps 0 at {address}: gave up"):
         connection.await_servers(spec, "ps", timeout_secs=0)
     self.assertFalse(connection.listens(address))
+
+
+class ConnectingTest(parameterized.TestCase):
+  @parameterized.parameters(
+    "connection.connect_client(spec, spec.chief, timeout_secs=4)",
+    "in_graph.connect_client(spec, timeout_secs=4)",
+  )
+  def test_a_server_that_ends_while_a_task_connects_ends_the_task(self, call):
+    """TensorFlow would wait for it without a time limit."""
+    program = f"""
+import sys
+from tf_replicas import cluster
+from tf_replicas.drivers import connection
+from tf_replicas.drivers import in_graph
+spec = cluster.parse({{"ps": [sys.argv[1]], "worker": [sys.argv[2]]}})
+{call}
+"""
+    answered = []
+    with contextlib.ExitStack() as stack:
+      jobs = ["ps", "worker"] if call.startswith("in_graph") else ["ps"]
+      servers = [
+        stack.enter_context(socket.create_server(("localhost", 0)))
+        for _ in jobs
+      ]
+      addresses = [f"localhost:{s.getsockname()[1]}" for s in servers]
+      process = subprocess.Popen(
+        [sys.executable, "-c", program, *addresses, "localhost:1"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=trials.ENVIRON,
+      )
+      self.addCleanup(process.kill)
+      for listener in servers:
+        listener.settimeout(trials.DEADLINE_SECS)
+        answered.append(listener.accept()[0])
+        answered[-1].sendall(connection._SETTINGS)
+    _, error = process.communicate(timeout=trials.DEADLINE_SECS)
+    for probe in answered:
+      probe.close()
+    self.assertEqual(process.returncode, 1)
+    self.assertIn(
+      "connects to servers, of which one stopped answering: gave up after 4 s",
+      error.splitlines()[-1],
+    )
 
 
 class PublicAddressTest(absltest.TestCase):

@@ -414,6 +414,7 @@ ARGUMENTS = {
   "train_dir a file": lambda: {"train_dir": _file()},
   "train_dir in a file": lambda: {"train_dir": _file() + "/in"},
   **_values("checkpoint_every_secs", 0, -1, "a", None, float("nan")),
+  **_values("table_writer", "worker", None, 3),
   **_values("min_table_bytes", 0, "a", 0.5),
   **_values("start_timeout_secs", 0, "a", None),
   **_values("seed", 0.5, "a", None, 2**70),

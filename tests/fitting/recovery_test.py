@@ -17,6 +17,8 @@ def _train(directory, function, flags, **arguments) -> tuple[dict, str]:
   arguments = {"directory": str(directory), **arguments}
   if function == "fit_table":
     function, arguments["has_table"] = "fit", True
+    # Who writes the rows makes no difference.
+    arguments["table_writer"] = "ps" if arguments["kill"] else "chief"
   result = trials.python(
     *("-m", "tf_replicas.launch", "--ps=2", "--workers=2", *flags),
     *(str(_TASK), function, json.dumps(arguments)),

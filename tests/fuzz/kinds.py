@@ -393,11 +393,13 @@ def _table(folder: pathlib.Path) -> Kind:
 
   def save(directory):
     path = checkpoints.save(directory, values)
-    blocks = [
-      row_files.Block("table", (20, 3), begin, rows[begin : begin + 10])
-      for begin in (0, 10)
-    ]
-    row_files.write(checkpoints.tables_of(path), blocks)
+
+    def writer(number):
+      name = row_files.stride_name("table", number, 2)
+      place = row_files.slice_of((10, 3), 0, 10)
+      return lambda path: row_files.save(path, name, place, rows[number::2])
+
+    row_files.write(checkpoints.tables_of(path), [writer(0), writer(1)])
     return path
 
   def read(path):

@@ -1,5 +1,6 @@
 """Tests of `session.checkpoints`."""
 
+import functools
 import glob
 import json
 import os
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tf_replicas.runtime import row_files
 from tf_replicas.session import checkpoints
 
 
@@ -307,3 +309,35 @@ def test_malformed_finished_record(tmp_path, text):
     checkpoints.CheckpointError, match="finished.json is damaged"
   ):
     checkpoints.read_finished(tmp_path)
+
+
+class _RowsElsewhere:
+  """A tensor whose rows are written where this process does not look."""
+
+  shape, dtype, num_parts = (4, 2), tf.float32, 2
+
+  def __init__(self, directory):
+    self._directory = directory
+
+  def remote_writers(self, name):
+    def write(number, path):
+      stored = row_files.stride_name(name, number, 2)
+      place = row_files.slice_of((2, 2), 0, 2)
+      path = os.path.join(self._directory, os.path.basename(path))
+      row_files.save(path, stored, place, np.ones([2, 2], np.float32))
+
+    return [functools.partial(write, number) for number in (0, 1)]
+
+
+def test_servers_that_share_no_storage_cannot_write(tmp_path):
+  train_dir = tmp_path / "train"
+  rows = _RowsElsewhere(tmp_path / "elsewhere")
+  values = {"global_step": np.int64(3)}
+  message = "needs a `train_dir` on storage that all tasks share.*train"
+  with pytest.raises(checkpoints.CheckpointError, match=message):
+    checkpoints.save(
+      train_dir, values, row_tensors={"table": rows}, written_by_ps=True
+    )
+  assert os.listdir(tmp_path / "elsewhere")
+  assert checkpoints.latest(train_dir) is None
+  assert not os.listdir(train_dir)

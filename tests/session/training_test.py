@@ -98,6 +98,56 @@ def test_time_before_the_first_call_does_not_count(capsys):
   assert "(64.0 examples/sec; 0.500 sec/batch)" in capsys.readouterr().out
 
 
+class Large(Toy):
+  """A model of 64 MiB, which its steps change in place."""
+
+  def __init__(self):
+    super().__init__()
+    self.variable = tf.Variable(tf.zeros([1 << 24]))
+
+  def state(self):
+    return super().state() | {"variables/w": self.variable.read_value()}
+
+  def advance(self):
+    self.variable.assign_add(tf.ones([1 << 24]))
+    return super().advance()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+  large = Large()
+  seen = []
+
+  def step_fn():
+    if large.step == 2:
+      seen.append(checkpoints.is_complete(tmp_path / "model.ckpt-2"))
+    return large.advance()
+
+  session = large.session(tmp_path, max_steps=3, checkpoint_every_steps=2)
+  assert session.run(step_fn) == 3
+  assert seen == [False]
+  for step in (2, 3):
+    saved = checkpoints.read(tmp_path / f"model.ckpt-{step}")
+    assert saved["global_step"] == step
+    np.testing.assert_array_equal(saved["variables/w"], step)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path, capsys):
+  toy = Toy()
+  train_dir = tmp_path / "train"
+
+  def step_fn():
+    if toy.step == 2:
+      train_dir.rename(tmp_path / "moved")
+      train_dir.write_text("in the way")
+    return toy.advance()
+
+  session = toy.session(train_dir, max_steps=9, checkpoint_every_steps=2)
+  with pytest.raises((OSError, tf.errors.OpError)):
+    session.run(step_fn)
+  assert toy.step < 9
+  assert "model.ckpt-4" not in capsys.readouterr().out
+
+
 def test_steps_of_others_come_between(tmp_path, capsys):
   toy = Toy()
   results = iter([(3, 96), (3, 32), (9, 64), (12, 64), (21, 64)])
@@ -118,7 +168,9 @@ def test_steps_of_others_come_between(tmp_path, capsys):
     f"{when(4)}: step 12, loss = 1.00 (64.0 examples/sec; 0.333 sec/batch)"
     "; 0:00:03 left to step 20"
   )
-  assert lines[3].startswith(f"{when(5)}: step 21")
+  # The checkpoint of step 12 is written meanwhile.
+  assert f"saved {tmp_path}/model.ckpt-12" in lines[2:4]
+  assert any(line.startswith(f"{when(5)}: step 21") for line in lines[2:4])
   assert checkpoint_steps(tmp_path) == [12, 21]
 
 

@@ -1,6 +1,8 @@
 """Tests for store.tables: rows on several tasks."""
 
 import contextlib
+import os
+import tempfile
 
 import keras
 import numpy as np
@@ -11,6 +13,7 @@ from absl.testing import parameterized
 from tests.support import optimizers
 from tests.support import stores
 from tf_replicas.runtime import resources
+from tf_replicas.runtime import row_files
 from tf_replicas.store import inner_optimizer
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
@@ -138,6 +141,22 @@ class RowsTest(parameterized.TestCase):
     after = _all(rows)
     np.testing.assert_array_equal(after[:1001], before[:1001])
     np.testing.assert_array_equal(after[1005:], before[1005:])
+
+
+class RemoteWritersTest(parameterized.TestCase):
+  @parameterized.product(partition=["modulo", "range"], num_tasks=[1, 3])
+  def test_the_tasks_write_what_others_read(self, partition, num_tasks):
+    rows = _rows(num_tasks, partition)
+    tensor = tables.RowTensor(rows, rows.parts)
+    self.assertEqual(tensor.num_parts, num_tasks)
+    prefix = os.path.join(tempfile.mkdtemp(), "tables")
+    writers = tensor.remote_writers("variables/a")
+    self.assertLen(writers, num_tasks)  # Of one block each.
+    row_files.write(prefix, writers, num_threads=num_tasks)
+    ((name, entry),) = row_files.shapes(prefix).items()
+    self.assertEqual((name, entry.shape), ("variables/a", tensor.shape))
+    found = row_files.read(prefix, name, entry, 5, 2000)
+    np.testing.assert_array_equal(found, tensor.read(5, 2000))
 
 
 class LookupTest(parameterized.TestCase):

@@ -1,5 +1,6 @@
 """Connects this process to parameter servers, at most once."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import tensorflow as tf
 
 from tf_replicas import cluster
 from tf_replicas.runtime import patches
+from tf_replicas.runtime import processes
 from tf_replicas.runtime import waiting
 from tf_replicas.store import parameter_store
 
@@ -104,13 +106,32 @@ def connect_client(
     cluster.check_private(spec, [task])
     cluster.check_port_free(address)
     await_servers(spec, "ps", timeout_secs=timeout_secs, log=log)
-    tf.config.experimental_connect_to_cluster(
-      tf.train.ClusterSpec({"ps": servers, task.job: {task.index: address}}),
-      job_name=task.job,
-      task_index=task.index,
-    )
+    with connecting(task, timeout_secs):
+      tf.config.experimental_connect_to_cluster(
+        tf.train.ClusterSpec({"ps": servers, task.job: {task.index: address}}),
+        job_name=task.job,
+        task_index=task.index,
+      )
+      tf.constant(0)  # The first op connects.
     remember(key)
   return [parameter_store.ps_device(i) for i in range(len(servers))]
+
+
+def connecting(
+  task: cluster.Task, timeout_secs: float
+) -> contextlib.AbstractContextManager[None]:
+  """Context in which TensorFlow connects to servers that have answered.
+
+  If one of them ends meanwhile, TensorFlow 2.21 waits for it without a time
+  limit. The context then ends the process, with an error message.
+
+  Args:
+    task: The task of this process.
+    timeout_secs: The time limit in seconds.
+  """
+  return processes.ended_after(
+    timeout_secs, f"{task} connects to servers, of which one stopped answering"
+  )
 
 
 def await_servers(

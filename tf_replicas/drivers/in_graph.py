@@ -352,7 +352,8 @@ def _connect(
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
       tf.train.ClusterSpec(spec.as_dict()), rpc_layer="grpc"
     )
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    with connection.connecting(spec.chief, timeout_secs):
+      strategy = tf.distribute.ParameterServerStrategy(resolver)
     _workers[key] = _Workers(
       tf.distribute.coordinator.ClusterCoordinator(strategy)
     )

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tf_replicas.runtime import signatures
+from tf_replicas.session import training
 
 
 class _Rule(NamedTuple):
@@ -83,6 +84,11 @@ _RULES = {
   "shuffle": _Rule("True or False", bool | int, (False, True).__contains__),
   "start_timeout_secs": _SECONDS,
   "steps_per_epoch": _COUNT._replace(is_optional=True),
+  "table_writer": _Rule(
+    f"one of {', '.join(training.TABLE_WRITERS)}",
+    str,
+    training.TABLE_WRITERS.__contains__,
+  ),
   "train_dir": _Rule(
     "a path that is not empty and has no null character",
     str | os.PathLike,

@@ -194,6 +194,7 @@ def run(
   log_every_steps: int | None = 10,
   summary_every_steps: int | None = 100,
   checkpoint_every_secs: float | None = 600.0,
+  table_writer: str = "chief",
   recovery_timeout_secs: float = 600.0,
   **settings: Any,
 ) -> Trained:
@@ -218,6 +219,8 @@ def run(
       summaries.
     checkpoint_every_secs: Seconds between two checkpoints. One is also written
       at the end. None: only the one at the end.
+    table_writer: Who writes the rows of tables to checkpoints: "chief" or "ps",
+      as `Session` documents it.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
       that was lost. Training then resumes from the newest checkpoint of
       `train_dir`, or from the beginning if there is none. 0: the loss ends
@@ -251,6 +254,7 @@ def run(
         log_every_steps=log_every_steps,
         summary_every_steps=summary_every_steps,
         checkpoint_every_secs=checkpoint_every_secs,
+        table_writer=table_writer,
         is_optional=_is_optional,
       )
       steps = _Steps(

@@ -73,6 +73,7 @@ def fit(
   devices: Sequence[str] | None = None,
   train_dir: str | os.PathLike[str] | None = None,
   checkpoint_every_secs: float = 600.0,
+  table_writer: str = "chief",
   min_table_bytes: int | None = embeddings.MIN_TABLE_BYTES,
   start_timeout_secs: float = 120.0,
   recovery_timeout_secs: float = 600.0,
@@ -148,6 +149,10 @@ def fit(
       servers.
     checkpoint_every_secs: Seconds between two checkpoints. One is also written
       at the end.
+    table_writer: Who writes the rows of tables (`Embedding`) to checkpoints.
+      "chief": the chief, in blocks that it reads from the parameter servers.
+      "ps": each parameter server its own rows; `train_dir` must be on storage
+      that all tasks share.
     min_table_bytes: A size in bytes. With parameter servers, a
       `keras.layers.Embedding` whose weight is at least that large becomes a
       `tf_replicas.Embedding`, whose rows stay on the parameter servers. This
@@ -197,6 +202,7 @@ def fit(
     validation_batch_size=validation_batch_size,
     validation_freq=validation_freq,
     checkpoint_every_secs=checkpoint_every_secs,
+    table_writer=table_writer,
     min_table_bytes=min_table_bytes,
     start_timeout_secs=start_timeout_secs,
     recovery_timeout_secs=recovery_timeout_secs,
@@ -286,6 +292,7 @@ def fit(
       task.data.steps_per_epoch,
       train_dir=train_dir,
       checkpoint_every_secs=checkpoint_every_secs,
+      table_writer=table_writer,
       callbacks=list(callbacks or ()),
       epochs=epochs,
       initial_epoch=initial_epoch,
@@ -563,6 +570,7 @@ class _Loop(keras.callbacks.Callback):
     *,
     train_dir: str | os.PathLike[str] | None,
     checkpoint_every_secs: float,
+    table_writer: str,
     callbacks: list[keras.callbacks.Callback],
     epochs: int,
     initial_epoch: int,
@@ -584,6 +592,7 @@ class _Loop(keras.callbacks.Callback):
       train_dir,
       max_steps=epochs * updates,
       checkpoint_every_secs=checkpoint_every_secs,
+      table_writer=table_writer,
       is_optional=lambda n: n.startswith(roles.OPTIONAL_STATE) or n in optional,
     )
     self._restore()

@@ -135,6 +135,32 @@ def killed_after(secs: float) -> Iterator[None]:
       signal.signal(signal.SIGALRM, handler)
 
 
+@contextlib.contextmanager
+def ended_after(secs: float, what: str) -> Iterator[None]:
+  """Context that ends this process if it is not left within a time limit.
+
+  It is for calls that wait without a time limit of their own, and without
+  Python's lock. The process prints one line, and exits with status 1.
+
+  Args:
+    secs: The time limit in seconds.
+    what: What the process waits for; begins the error message.
+  """
+
+  def end() -> None:
+    line = f"error: {what}: gave up after {secs:.0f} s"
+    print(line, file=sys.stderr, flush=True)
+    exit_now(1)
+
+  timer = threading.Timer(secs, end)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
+
+
 _at_exit: list[Callable[[], object]] = []
 
 

@@ -3,15 +3,22 @@
 So a tensor that is too large for this process is never whole in its memory. The
 files have the format of a TensorFlow checkpoint, whose tensors are stored in
 slices. Any rows can be read, not only the blocks that were written.
+
+A tensor may also be stored in *strides*: if it has P of them, stride p has the
+rows p, p + P, p + 2P and so on, under the name `<name>.stride_<p>_of_<P>`. Each
+of P processes can then write its stride in blocks.
 """
 
 import math
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from concurrent import futures
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +27,7 @@ import tensorflow as tf
 from tf_replicas.runtime import resources
 
 _BLOCK_BYTES = 32 << 20
+_STRIDE = re.compile(r"(.*)\.stride_\d+_of_(\d+)", re.DOTALL)
 
 
 class Entry(NamedTuple):
@@ -28,26 +36,12 @@ class Entry(NamedTuple):
   Attributes:
     shape: The shape of the whole tensor.
     dtype: The dtype of the tensor.
+    num_strides: The number of strides in which its rows are stored.
   """
 
   shape: tuple[int, ...]
   dtype: tf.DType
-
-
-class Block(NamedTuple):
-  """Holds some consecutive rows of a tensor, to be written to a file.
-
-  Attributes:
-    name: The name of the tensor.
-    shape: The shape of the whole tensor.
-    begin: The index of the first row.
-    values: The rows.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  begin: int
-  values: np.ndarray
+  num_strides: int = 1
 
 
 def blocks(shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
@@ -68,7 +62,18 @@ def blocks(shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
     yield begin, min(begin + count, shape[0])
 
 
-def _slice(shape: Sequence[int], begin: int, end: int) -> str:
+def stride_name(name: str, number: int, count: int) -> str:
+  """Returns the name under which one stride of a tensor is stored.
+
+  Args:
+    name: The name of the tensor.
+    number: The index of the first row of the stride.
+    count: The number of strides.
+  """
+  return f"{name}.stride_{number}_of_{count}"
+
+
+def slice_of(shape: Sequence[int], begin: int, end: int) -> str:
   """Returns the text by which TensorFlow's checkpoint ops name a tensor's rows.
 
   Args:
@@ -84,27 +89,66 @@ def _slice(shape: Sequence[int], begin: int, end: int) -> str:
   return f"{sizes} {begin},{end - begin}" + (f":{rest}" if rest else "")
 
 
-def write(prefix: str, parts: Iterable[Block]) -> None:
+def save(
+  path: str | tf.Tensor,
+  name: str | tf.Tensor,
+  place: str | tf.Tensor,
+  rows: tf.Tensor | np.ndarray,
+) -> tf.Operation | None:
+  """Writes some consecutive rows of a tensor to a file, on the current device.
+
+  It may be used inside a `tf.function`. It then returns an op, which runs only
+  if a result of the function depends on it.
+
+  Args:
+    path: The path of the file, without an extension.
+    name: The name of the tensor.
+    place: Which rows they are, as `slice_of` says it.
+    rows: The rows.
+  """
+  return tf.raw_ops.SaveV2(
+    prefix=path, tensor_names=[name], shape_and_slices=[place], tensors=[rows]
+  )
+
+
+def write(
+  prefix: str,
+  writers: Iterable[Callable[[str], object]],
+  *,
+  num_threads: int = 1,
+) -> None:
   """Writes tensors, block by block; the files appear when all are complete.
 
   Args:
     prefix: The path of the files without their extensions.
-    parts: The blocks. The blocks of a tensor must cover each of its rows once.
+    writers: Functions that each write some rows by `save`, to the path that is
+      their argument. Together they must write each row of a tensor once.
+    num_threads: The number of functions that are called at the same time.
+
+  Raises:
+    FileNotFoundError: If a function has written nothing that this process sees.
   """
-  directory = os.path.dirname(prefix) or "."
+  directory = os.path.dirname(os.path.abspath(prefix))
   folder = tempfile.mkdtemp(prefix=".rows-", dir=directory)
-  written = []
-  try:
+
+  def run(numbered: tuple[int, Callable[[str], object]]) -> str:
+    number, writer = numbered
+    path = os.path.join(folder, str(number))
     with tf.device(None), tf.device(resources.this_device()):
-      for part in parts:
-        written.append(os.path.join(folder, str(len(written))))
-        end = part.begin + len(part.values)
-        tf.raw_ops.SaveV2(
-          prefix=written[-1],
-          tensor_names=[part.name],
-          shape_and_slices=[_slice(part.shape, part.begin, end)],
-          tensors=[part.values],
-        )
+      writer(path)
+    if not os.path.exists(path + ".index"):
+      raise FileNotFoundError(
+        f"{path}.index does not exist after it was written"
+      )
+    return path
+
+  try:
+    if num_threads == 1:
+      written = list(map(run, enumerate(writers)))
+    else:
+      with futures.ThreadPoolExecutor(num_threads) as pool:
+        written = list(pool.map(run, enumerate(writers)))
+    with tf.device(None), tf.device(resources.this_device()):
       tf.raw_ops.MergeV2Checkpoints(
         checkpoint_prefixes=written,
         destination_prefix=prefix,
@@ -125,10 +169,14 @@ def shapes(prefix: str) -> dict[str, Entry]:
   """
   reader = tf.train.load_checkpoint(prefix)
   dtypes = reader.get_variable_to_dtype_map()
-  return {
-    name: Entry(tuple(shape), dtypes[name])
-    for name, shape in reader.get_variable_to_shape_map().items()
-  }
+  found = {}
+  for stored, shape in reader.get_variable_to_shape_map().items():
+    stride = _STRIDE.fullmatch(stored)
+    name, count = (stride[1], int(stride[2])) if stride else (stored, 1)
+    num_rows = found[name].shape[0] if name in found else 0
+    whole = (num_rows + shape[0], *shape[1:])
+    found[name] = Entry(whole, dtypes[stored], count)
+  return found
 
 
 def read(
@@ -139,18 +187,37 @@ def read(
   Args:
     prefix: The path of the files without their extensions.
     name: The name of the tensor.
-    entry: The shape and dtype of the tensor, as `shapes` returns them.
+    entry: The description of the tensor, as `shapes` returns it.
     begin: The first row.
     end: The row after the last.
 
   Raises:
     tf.errors.OpError: If the files are missing or damaged.
   """
+  count = entry.num_strides
+  if count == 1:
+    return _restore(
+      prefix, name, slice_of(entry.shape, begin, end), entry.dtype
+    )
+  rows = np.empty((end - begin, *entry.shape[1:]), entry.dtype.as_numpy_dtype)
+  for number in range(count):
+    size = len(range(number, entry.shape[0], count))
+    first, last = (max(0, -(-(row - number) // count)) for row in (begin, end))
+    if first < last:
+      place = slice_of((size, *entry.shape[1:]), first, last)
+      stored = stride_name(name, number, count)
+      rows[first * count + number - begin :: count] = _restore(
+        prefix, stored, place, entry.dtype
+      )
+  return rows
+
+
+def _restore(prefix: str, name: str, place: str, dtype: tf.DType) -> np.ndarray:
   with tf.device(None), tf.device(resources.this_device()):
     (values,) = tf.raw_ops.RestoreV2(
       prefix=prefix,
       tensor_names=[name],
-      shape_and_slices=[_slice(entry.shape, begin, end)],
-      dtypes=[entry.dtype],
+      shape_and_slices=[place],
+      dtypes=[dtype],
     )
     return values.numpy()

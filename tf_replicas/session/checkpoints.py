@@ -18,6 +18,7 @@ separate files: those of the checkpoint `model.ckpt-7` are
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import json
 import os
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 from typing import Protocol
@@ -90,10 +92,12 @@ class RowTensor(Protocol):
   Attributes:
     shape: The shape of the whole tensor.
     dtype: The dtype of the tensor.
+    num_parts: The number of PS tasks (parameter servers) that have rows.
   """
 
   shape: tuple[int, ...]
   dtype: tf.DType
+  num_parts: int
 
   def read(self, begin: int, end: int) -> np.ndarray:
     """Returns the rows of the tensor from `begin` to `end`, exclusive."""
@@ -101,6 +105,18 @@ class RowTensor(Protocol):
 
   def assign(self, begin: int, values: np.ndarray) -> None:
     """Assigns `values` to the rows of the tensor from row `begin` on."""
+
+  def remote_writers(self, name: str) -> Sequence[Callable[[str], object]]:
+    """Returns functions that make the PS tasks write the rows to files.
+
+    Args:
+      name: The name of the tensor in the files.
+
+    Returns:
+      Functions of the path of a file. Each makes one PS task (parameter server)
+      write rows that it has, as `row_files.write` requires.
+    """
+    ...
 
 
 class Checkpointable(Protocol):
@@ -236,6 +252,7 @@ def save(
   *,
   keep_checkpoints: int | None = 5,
   row_tensors: Mapping[str, RowTensor] | None = None,
+  written_by_ps: bool = False,
 ) -> str:
   """Writes the tensors `values` as `<train_dir>/model.ckpt-<global_step>`.
 
@@ -245,11 +262,15 @@ def save(
     keep_checkpoints: The number of newest checkpoints to keep; None keeps all.
     row_tensors: Tensors by name that may be too large for this process. They
       are written in blocks of rows, to separate files.
+    written_by_ps: Whether the PS tasks (parameter servers) write the rows of
+      `row_tensors`. They need `train_dir` on storage that all tasks share. If
+      False, this process reads the rows and writes them.
 
   Returns:
     The path of the checkpoint.
 
   Raises:
+    CheckpointError: If PS tasks have to write, but do not share `train_dir`.
     tf.errors.OpError: If it cannot be written, for example as the disk is full.
       Earlier checkpoints stay, and the files of this one are removed.
   """
@@ -263,7 +284,7 @@ def save(
     path = os.path.join(train_dir, f"{PREFIX}-{int(arrays['global_step'])}")
     if row_tensors:
       # First: without the index file of the rest, there is no checkpoint.
-      row_files.write(tables_of(path), _blocks(row_tensors))
+      _write_rows(tables_of(path), row_tensors, written_by_ps=written_by_ps)
     holders = {
       name: tf.Variable(array, trainable=False)
       for name, array in arrays.items()
@@ -299,13 +320,50 @@ def tables_of(path: str) -> str:
   return path + _TABLES
 
 
-def _blocks(
+def _write_rows(
+  prefix: str, row_tensors: Mapping[str, RowTensor], *, written_by_ps: bool
+) -> None:
+  """Writes tensors in blocks of rows.
+
+  Args:
+    prefix: The path of the files without their extensions.
+    row_tensors: The tensors by name.
+    written_by_ps: Whether the PS tasks write the rows, and not this process.
+
+  Raises:
+    CheckpointError: If the PS tasks do not share the directory.
+  """
+  if not written_by_ps:
+    row_files.write(prefix, _local_writers(row_tensors))
+    return
+  writers = [
+    writer
+    for name, tensor in row_tensors.items()
+    for writer in tensor.remote_writers(name)
+  ]
+  num_threads = max(tensor.num_parts for tensor in row_tensors.values())
+  try:
+    row_files.write(prefix, writers, num_threads=num_threads)
+  except (FileNotFoundError, tf.errors.NotFoundError) as error:
+    reason = " ".join(str(error).split())
+    raise CheckpointError(
+      "the PS tasks cannot write the rows of tables: `table_writer='ps'` needs"
+      " a `train_dir` on storage that all tasks share, at the same path."
+      f" Received: {os.path.dirname(prefix)} ({reason})."
+    ) from None
+
+
+def _local_writers(
   row_tensors: Mapping[str, RowTensor],
-) -> Iterator[row_files.Block]:
+) -> Iterator[Callable[[str], object]]:
+  def write(name: str, begin: int, end: int, path: str) -> None:
+    tensor = row_tensors[name]
+    place = row_files.slice_of(tensor.shape, begin, end)
+    row_files.save(path, name, place, tensor.read(begin, end))
+
   for name, tensor in row_tensors.items():
     for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
-      values = tensor.read(begin, end)
-      yield row_files.Block(name, tensor.shape, begin, values)
+      yield functools.partial(write, name, begin, end)
 
 
 def _remove_tables_without_checkpoint(train_dir: str) -> None:

@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tf_replicas.runtime import waiting
 from tf_replicas.session import checkpoints
 from tf_replicas.session import console
 from tf_replicas.session import interrupts
 from tf_replicas.session import reports
+
+TABLE_WRITERS = ("chief", "ps")
 
 
 class DataEnded(Exception):
@@ -84,6 +87,7 @@ class Session:
     checkpoint_every_steps: int | None = None,
     checkpoint_every_secs: float | None = 600.0,
     keep_checkpoints: int | None = 5,
+    table_writer: str = "chief",
     is_optional: Callable[[str], bool] | None = None,
     clock: Callable[[], float] = time.time,
   ):
@@ -104,6 +108,10 @@ class Session:
         not depend on time. A checkpoint is always written at the end.
       keep_checkpoints: The number of newest checkpoints to keep; None keeps
         all.
+      table_writer: Who writes the rows of tables (large matrices on the
+        parameter servers) to checkpoints. `chief`: the chief, in blocks that it
+        reads from the parameter servers. `ps`: each parameter server its own
+        rows; `train_dir` must be on storage that all tasks share.
       is_optional: Maps a name to whether its tensor may be missing in the
         checkpoint, or differ in shape or dtype, when `state` is restored. None:
         every tensor must match.
@@ -114,6 +122,11 @@ class Session:
     """
     if max_steps < 0:
       raise ValueError(f"`max_steps` must be 0 or more. Received: {max_steps}.")
+    if table_writer not in TABLE_WRITERS:
+      raise ValueError(
+        f"`table_writer` must be one of {', '.join(TABLE_WRITERS)}. Received:"
+        f" {table_writer!r}."
+      )
     _require_positive_or_none(
       log_every_steps=log_every_steps,
       summary_every_steps=summary_every_steps,
@@ -134,6 +147,7 @@ class Session:
     self._checkpoint_every_steps = checkpoint_every_steps
     self._checkpoint_every_secs = checkpoint_every_secs
     self._keep_checkpoints = keep_checkpoints
+    self._table_writer = table_writer
     self._is_optional = is_optional
     self._clock = clock
     self._console = console.Console(has_bar=None if is_chief else False)
@@ -141,6 +155,8 @@ class Session:
     self._saved_at = 0.0
     self._saved_step: int | None = None
     self._saved_path: str | None = None
+    # Writes a checkpoint while training goes on.
+    self._writer: waiting.RaisingThread | None = None
 
   def restore_or_initialize(self) -> int:
     """Restores the newest checkpoint, unless the state is at least as new.
@@ -157,6 +173,7 @@ class Session:
       CheckpointError: If the checkpoint is of another model, or no checkpoint
         can be read. State and directory are unchanged then.
     """
+    self._await_writer()
     step = 0
     if self._state is not None:
       live_step = step = int(self._state.state()["global_step"])
@@ -218,6 +235,9 @@ class Session:
         self.finish(step)
       except KeyboardInterrupt:
         self._save_interrupted()
+        raise
+      except BaseException:
+        self._abandon_writer()
         raise
     lines = [reporter.final_line(step, now), *(report() if report else ())]
     self._console.log("\n".join(lines))
@@ -323,7 +343,10 @@ class Session:
   def save_if_due(self, previous: int, step: int) -> None:
     """Writes a checkpoint if one is due, by steps or by time.
 
-    It is for programs with a loop of their own, which do not call `run`.
+    It is for programs with a loop of their own, which do not call `run`. The
+    state is read before this method returns, and written afterwards in another
+    thread, while training goes on. Only a state with tables (large matrices
+    that are read in blocks of rows) is written before the method returns.
 
     Args:
       previous: The global step at the last call of this method.
@@ -331,12 +354,16 @@ class Session:
 
     Raises:
       FloatingPointError: If a variable is not finite.
+      tf.errors.OpError: If the state cannot be read, or the checkpoint before
+        could not be written.
     """
+    if self._writer is not None and not self._writer.is_alive():
+      self._await_writer()
     secs = self._checkpoint_every_secs
     if (secs is not None and self._clock() - self._saved_at >= secs) or (
       reports.is_due(previous, step, self._checkpoint_every_steps)
     ):
-      self.save(step)
+      self._begin_save(step)
       self._saved_at = self._clock()
 
   def finish(self, step: int) -> None:
@@ -366,7 +393,13 @@ class Session:
     Raises:
       FloatingPointError: If a variable is not finite. Nothing is written then.
     """
-    if not self._is_writer or self._state is None:
+    self._begin_save(step)
+    self._await_writer()
+
+  def _begin_save(self, step: int | None) -> None:
+    """Reads the state, and starts to write it, as `save` documents."""
+    train_dir = self._train_dir
+    if not self._is_writer or self._state is None or train_dir is None:
       return
     if step is not None and step == self._saved_step:
       return
@@ -378,20 +411,52 @@ class Session:
     name = checkpoints.first_non_finite(values)
     if name is not None:
       raise self._diverged(f"with non-finite values in {name}", step)
-    self._saved_path = checkpoints.save(
-      self._train_dir,
-      values,
-      keep_checkpoints=self._keep_checkpoints,
-      row_tensors=_row_tensors(self._state),
-    )
+    self._await_writer()
+    row_tensors = _row_tensors(self._state)
+
+    def write() -> None:
+      self._saved_path = checkpoints.save(
+        train_dir,
+        values,
+        keep_checkpoints=self._keep_checkpoints,
+        row_tensors=row_tensors,
+        written_by_ps=self._table_writer == "ps",
+      )
+
     self._saved_step = step
+    self._writer = waiting.RaisingThread(write, on_error=lambda: None)
+    if row_tensors:  # Later updates would change the rows.
+      self._await_writer()
+
+  def _await_writer(self) -> None:
+    """Waits until the checkpoint is written that is being written, if any.
+
+    Raises:
+      tf.errors.OpError: If it could not be written.
+    """
+    if self._writer is None:
+      return
+    writer, self._writer = self._writer, None
+    try:
+      writer.join()
+    except BaseException:
+      self._saved_step = None
+      raise
     self._console.log(f"saved {self._saved_path}")
+
+  def _abandon_writer(self) -> None:
+    """Waits for the writer after an error, and logs its own error, if any."""
+    try:
+      self._await_writer()
+    except Exception as error:  # Must not replace the first error.
+      self._console.log(f"could not save: {error}")
 
   def _save_interrupted(self) -> None:
     try:
       self.save()
     except Exception as error:  # Must not replace the KeyboardInterrupt.
       self._console.log(f"interrupted; could not save: {error}")
+      self._abandon_writer()
     else:
       self._console.log(
         f"interrupted; last checkpoint: {self._last_good_checkpoint()}"
@@ -404,6 +469,7 @@ class Session:
     )
 
   def _last_good_checkpoint(self) -> str:
+    self._abandon_writer()
     if self._saved_path is None and self._train_dir is not None:
       return checkpoints.latest(self._train_dir) or "none"
     return self._saved_path or "none"

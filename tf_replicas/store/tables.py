@@ -17,6 +17,7 @@ home, as for evaluation, the variable has all rows and is an ordinary one.
 import contextlib
 import contextvars
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ import tensorflow as tf
 
 from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import resources
+from tf_replicas.runtime import row_files
 
 PARTITIONS = ("modulo", "range")
 # How the rows of one bag of ids are combined; a bag without ids yields zeros.
@@ -526,6 +528,7 @@ class RowTensor:
   Attributes:
     shape: (rows, columns).
     dtype: The dtype of the rows.
+    num_parts: The number of parts, each on one PS task.
   """
 
   def __init__(self, rows: Rows, parts: list[Any]):
@@ -537,6 +540,7 @@ class RowTensor:
     """
     self.shape = rows.shape
     self.dtype = rows.dtype
+    self.num_parts = rows.num_parts
     self._rows = rows
     self._parts = parts
     self._here = resources.this_device()
@@ -561,17 +565,32 @@ class RowTensor:
     shape = [None, self.shape[1]]
     return self._concrete(write, tf.TensorSpec(shape, self.dtype))
 
+  @functools.cached_property
+  def _savers(self) -> list[Callable[..., tf.Tensor]]:
+    """For each part, a function by which its PS task writes rows to a file."""
+
+    def saver(part: Any) -> Callable[..., tf.Tensor]:
+      @tf.function(autograph=False)
+      def save(begin, end, path, name, place) -> tf.Tensor:
+        with tf.device(part.device):
+          rows = part.gather(tf.range(begin, end))
+          return control_flow.done(row_files.save(path, name, place, rows))
+
+      return self._concrete(save, *[tf.TensorSpec([], tf.string)] * 3)
+
+    return list(map(saver, self._parts))
+
   def _concrete(self, function: Any, *more: tf.TensorSpec) -> Any:
     number = tf.TensorSpec([], tf.int64)
     with tf.device(None):
       return function.get_concrete_function(number, number, *more)
 
   def trace(self) -> None:
-    """Traces the function that `read` calls, before the first read.
+    """Traces the functions that saving a checkpoint calls, before the first.
 
     A process that must not trace functions later calls it.
     """
-    _ = self._reader
+    _ = self._reader, self._savers
 
   def read(self, begin: int, end: int) -> np.ndarray:
     """Returns the rows from `begin` to `end`, exclusive, from the PS tasks."""
@@ -585,6 +604,43 @@ class RowTensor:
       end = tf.constant(begin + len(values), tf.int64)
       rows = tf.constant(values, self.dtype)
       self._writer(tf.constant(begin, tf.int64), end, rows)
+
+  def remote_writers(self, name: str) -> list[Callable[[str], object]]:
+    """Returns functions that make the PS tasks write the rows to files.
+
+    Args:
+      name: The name of the tensor in the files.
+
+    Returns:
+      Functions of the path of a file, which has no extension. Each makes one PS
+      task write rows of its own, as `row_files.write` requires. Functions that
+      follow each other are for different PS tasks.
+    """
+
+    def write(number: int, begin: int, end: int, path: str) -> None:
+      sizes, count = self._rows.sizes, self._rows.num_parts
+      if self._rows.partition == "modulo" and count > 1:
+        stored = row_files.stride_name(name, number, count)
+        shape = (sizes[number], *self.shape[1:])
+        place = row_files.slice_of(shape, begin, end)
+      else:
+        stored, before = name, sum(sizes[:number])
+        place = row_files.slice_of(self.shape, before + begin, before + end)
+      with tf.device(None):
+        limits = (tf.constant(n, tf.int64) for n in (begin, end))
+        texts = map(tf.constant, (path, stored, place))
+        self._savers[number](*limits, *texts)
+
+    blocks = [
+      [(number, *limits) for limits in row_files.blocks(part.shape, self.dtype)]
+      for number, part in enumerate(self._parts)
+    ]
+    return [
+      functools.partial(write, *block)
+      for together in itertools.zip_longest(*blocks)
+      for block in together
+      if block is not None
+    ]
 
 
 def attach(
