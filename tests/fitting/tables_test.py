@@ -164,10 +164,13 @@ def test_asynchronous(tmp_path, replication):
 
 
 @pytest.mark.exhaustive
-def test_an_id_out_of_range_ends_in_one_line(tmp_path):
+@pytest.mark.parametrize("replication", ["in_graph", "between_graph"])
+def test_an_id_out_of_range_ends_in_one_line(tmp_path, replication):
+  chief = ["--chief"] if replication == "in_graph" else []
   result = _launch(
-    *("--workers=2", "--ps=2"),
+    *("--workers=2", "--ps=2", *chief),
     **_SETTINGS,
+    replication=replication,
     optimizer="SGD",
     train_dir=str(tmp_path),
     bad_id=1500,

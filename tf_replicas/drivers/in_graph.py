@@ -49,6 +49,7 @@ from tf_replicas.runtime import patches
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import put_back as put_back_lib
 from tf_replicas.runtime import waiting
+from tf_replicas.store import tables
 
 # How often to look whether a closure failed.
 _POLL_SECS = 0.2
@@ -180,10 +181,24 @@ class InGraph(driver_base.ParameterServerDriver):
       self._coordinator.schedule(self._run_loop_fn, args=(self._iterators,))
     # Raises what failed on a worker, other than its own death.
     return waiting.PollingThread(
-      self._coordinator.done,
+      self._have_loops_ended,
       period_secs=_POLL_SECS,
       on_error=self.rule.interrupt,
     )
+
+  def _have_loops_ended(self) -> bool:
+    """Returns whether the loops of all workers have ended.
+
+    Raises:
+      RuntimeError: If a batch has an id that is not a row of a table.
+      Exception: If a loop failed for another reason.
+    """
+    try:
+      return self._coordinator.done()
+    except tf.errors.InvalidArgumentError as error:
+      if line := tables.bad_ids(error):
+        raise RuntimeError(f"{line}, in a batch of a worker") from None
+      raise
 
   def _run_loop(self, iterator) -> tf.Tensor:
     """Computes and sends gradients on one worker until training ends.
