@@ -35,7 +35,6 @@ import json
 import os
 import pathlib
 import random
-import re
 import shutil
 import signal
 import statistics
@@ -645,18 +644,41 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
   ]
   for name in sorted(results):
     runs = results[name]
-    secs = [s for r in runs if (s := r.get("pause_secs")) is not None]
     ended = sorted({task for r in runs for task in r["restarts"]})
-    columns = [
-      *re.sub("_", " ", name).split("/"),
-      str(len(runs)),
-      str(sum(r["survived"] for r in runs)),
-      f"{statistics.median(secs):.1f} ({max(secs):.1f})" if secs else "",
-      str(max(r["steps_again"] for r in runs)),
-      ", ".join(ended) or "none",
-    ]
-    lines.append(f"| {' | '.join(columns)} |")
+    columns = [*name.split("/"), *_columns(runs), ", ".join(ended) or "none"]
+    lines.append(f"| {' | '.join(columns).replace('_', ' ')} |")
   return "\n".join(lines)
+
+
+def summary(results: dict[str, list[dict[str, Any]]]) -> str:
+  """Returns a Markdown table by driver, role and fault.
+
+  A row combines the cells of all rules and moments.
+  """
+  groups: dict[Cell, list[dict[str, Any]]] = {}
+  for name, runs in results.items():
+    cell = Cell(*name.split("/"))._replace(rule="", moment="")
+    groups.setdefault(cell, []).extend(runs)
+  lines = [
+    "| driver | role | fault | runs | survived | longest pause after the fault"
+    " in seconds: median of the runs (longest) | most updates made again |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  for cell in sorted(groups):
+    columns = [cell.driver, cell.role, cell.fault, *_columns(groups[cell])]
+    lines.append(f"| {' | '.join(columns).replace('_', ' ')} |")
+  return "\n".join(lines)
+
+
+def _columns(runs: list[dict[str, Any]]) -> list[str]:
+  """Returns what both tables say of some runs."""
+  secs = [s for r in runs if (s := r.get("pause_secs")) is not None]
+  return [
+    str(len(runs)),
+    str(sum(r["survived"] for r in runs)),
+    f"{statistics.median(secs):.1f} ({max(secs):.1f})" if secs else "",
+    str(max(r["steps_again"] for r in runs)),
+  ]
 
 
 _CELLS = {
@@ -678,8 +700,10 @@ def _write(directory: pathlib.Path, document: dict[str, Any]) -> None:
   temporary = path.with_suffix(".tmp")
   temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
   os.replace(temporary, path)
+  cells = document["cells"]
   (directory / "faults.md").write_text(
-    table(document["cells"]) + "\n", encoding="utf-8"
+    f"{summary(cells)}\n\nThe runs by cell:\n\n{table(cells)}\n",
+    encoding="utf-8",
   )
 
 
