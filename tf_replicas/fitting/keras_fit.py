@@ -594,11 +594,12 @@ class _AveragedLookups(keras.callbacks.Callback):
 
   def on_train_end(self, logs=None) -> None:
     """Makes later lookups read the averages of rows, where there are any."""
-    found = _averaged_tables(self.model)
+    model: Any = self.model
+    found = _averaged_tables(model)
     for rows in found:
       rows.home.reads_averages = True
     if found:  # Keras traces these again.
-      self.model.test_function = self.model.predict_function = None
+      model.test_function = model.predict_function = None
 
 
 class _Loop(keras.callbacks.Callback):

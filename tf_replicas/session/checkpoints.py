@@ -9,9 +9,9 @@ a flat map from names to whole tensors, such as `variables/conv1/kernel`,
 of the tensors, so a run with one kind of replication can resume from a
 checkpoint of another kind.
 
-Tensors of many rows, such as tables (large embedding matrices), their slots and
-their moving averages, are never whole in this process. They are written and read in blocks of rows, in
-separate files: those of the checkpoint `model.ckpt-7` are
+Tensors of many rows, such as tables (large embedding matrices) and their slots
+and averages, are never whole in this process. They are written and read in
+blocks of rows, in separate files: those of the checkpoint `model.ckpt-7` are
 `model.ckpt-7.tables.index` and `model.ckpt-7.tables.data-….`.
 """
 

@@ -87,12 +87,11 @@ class AveragedPart:
     self._averages = averages
     self._part = part
     self._read_step = read_step
+    shape, dtype = part.shape.as_list(), part.dtype.name
     with tf.device(self.device):
-      self.shadow = namespace.variable(
-        f"averages/{part.path}", part.shape, part.dtype
-      )
+      self.shadow = namespace.variable(f"averages/{part.path}", shape, dtype)
       self.steps = namespace.variable(
-        f"averaged_at/{part.path}", part.shape[:1], tf.int64
+        f"averaged_at/{part.path}", shape[:1], "int64"
       )
 
   def caught_up(self, ids: tf.Tensor, step: tf.Tensor) -> AveragedRows:
