@@ -91,7 +91,8 @@ class MovingAverages:
   def decay_at(self, global_step: int | tf.Tensor | tf.Variable) -> tf.Tensor:
     """Returns the decay for the update that made the global step `global_step`.
 
-    It is a float64 scalar, and smaller in early steps if `num_updates_aware`.
+    It is a float64 scalar, and smaller in early steps if `num_updates_aware`. A
+    subclass that overrides this method must override `decay_between` too.
     """
     decay = tf.constant(self.decay, tf.float64)
     if self.num_updates_aware:

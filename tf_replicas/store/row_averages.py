@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -87,9 +88,11 @@ class AveragedPart:
     self._averages = averages
     self._part = part
     self._read_step = read_step
-    shape, dtype = part.shape.as_list(), part.dtype.name
+    shape: Any = part.shape.as_list()
     with tf.device(self.device):
-      self.shadow = namespace.variable(f"averages/{part.path}", shape, dtype)
+      self.shadow = namespace.variable(
+        f"averages/{part.path}", shape, part.dtype.name
+      )
       self.steps = namespace.variable(
         f"averaged_at/{part.path}", shape[:1], "int64"
       )
