@@ -55,6 +55,62 @@ class _Batches(keras.utils.PyDataset):
     self.ended += 1
 
 
+class _PredictAtTheEnd(keras.callbacks.Callback):
+  def __init__(self, x):
+    super().__init__()
+    self.x, self.predicted = x, None
+
+  def on_train_end(self, logs=None):
+    self.predicted = self.model.predict(self.x, verbose=0)
+
+
+class AveragedTablesTest(stores.TestCase):
+  """An optimizer with `use_ema`, and a table that this process holds."""
+
+  def _data(self):
+    rng = np.random.default_rng(2)
+    y = rng.normal(size=(32, 1)).astype("float32")
+    return rng.integers(0, 9, (32, 3)), y
+
+  def _model(self, embedding=tf_replicas.Embedding):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+      [
+        keras.Input([3], dtype="int64"),
+        embedding(20, 2, embeddings_initializer="ones"),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(1),
+      ]
+    )
+    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
+    model.compile(optimizer, "mse")
+    return model
+
+  def test_equal_those_of_keras(self):
+    x, y = self._data()
+    callback = _PredictAtTheEnd(x)
+    ours = tf_replicas.fit(
+      self._model, x, y, callbacks=[callback], **_QUIET
+    ).model
+    theirs = self._model(keras.layers.Embedding)
+    theirs.fit(x, y, **_QUIET)
+    expected = theirs.predict(x, verbose=0)
+    np.testing.assert_allclose(callback.predicted, expected, rtol=1e-4)
+    with self.assertRaisesRegex(ValueError, "`averaged` must be True"):
+      tf_replicas.load_tables(ours)
+    tf_replicas.load_tables(ours, averaged=True)
+    for one, other in zip(
+      ours.get_weights(), theirs.get_weights(), strict=True
+    ):
+      np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(ours.predict(x, verbose=0), expected, rtol=1e-4)
+
+  def test_refuses_to_swap_averages_during_training(self):
+    callbacks = [keras.callbacks.SwapEMAWeights()]
+    with self.assertRaisesRegex(ValueError, "must not have `SwapEMAWeights`"):
+      tf_replicas.fit(self._model, *self._data(), callbacks=callbacks, **_QUIET)
+
+
 class AgainstKerasTest(stores.TestCase):
   """What Keras trains in one process, to float tolerance."""
 

@@ -49,7 +49,10 @@ def _first(count: int) -> np.ndarray:
 
 
 def _keras(
-  optimizer: str, epochs: int, first_of_words: np.ndarray
+  optimizer: str,
+  epochs: int,
+  first_of_words: np.ndarray,
+  use_ema: bool = False,
 ) -> tuple[dict, list[np.ndarray]]:
   """History and weights of Keras with ordinary embeddings."""
   model = tables_task.build(
@@ -57,6 +60,7 @@ def _keras(
     _SETTINGS["rate"],
     keras.layers.Embedding,
     tables_task.DenseGradients,
+    use_ema,
   )
   model.get_layer("user_rows").set_weights([_first(tables_task.ROWS)])
   model.get_layer("word_rows").set_weights([first_of_words])
@@ -73,11 +77,17 @@ def _keras(
 
 
 def _assert_equal(
-  ours: dict, optimizer: str, epochs: int, first_of_words=None
+  ours: dict,
+  optimizer: str,
+  epochs: int,
+  first_of_words=None,
+  use_ema: bool = False,
 ) -> None:
   if first_of_words is None:
     first_of_words = _first(40)
-  history, weights = _keras(optimizer, epochs, np.asarray(first_of_words))
+  history, weights = _keras(
+    optimizer, epochs, np.asarray(first_of_words), use_ema
+  )
   found = ours["history"]["mae"]
   np.testing.assert_allclose(found, history["mae"][-len(found) :], rtol=1e-4)
   assert len(weights) == len(ours["weights"]) == 4
@@ -127,6 +137,25 @@ def test_sgd(tmp_path, flags, replication):
     epochs=1,
   )
   _assert_equal(ours, "SGD", 1)
+
+
+@pytest.mark.parametrize(
+  ("flags", "replication"),
+  [
+    (["--workers=2", "--ps=2"], "between_graph"),
+    pytest.param(
+      ["--workers=2", "--ps=2", "--chief"],
+      "in_graph",
+      marks=pytest.mark.exhaustive,
+    ),
+  ],
+)
+def test_averages_equal_those_of_keras(tmp_path, flags, replication):
+  """The chief predicts with averages before the end, and loads them then."""
+  arguments = {"optimizer": "SGD", "use_ema": True, "train_dir": str(tmp_path)}
+  for epochs in (1, 2):  # Resumed.
+    ours = _train(*flags, replication=replication, epochs=epochs, **arguments)
+    _assert_equal(ours, "SGD", epochs, use_ema=True)
 
 
 def test_large_embeddings_of_keras_become_tables(tmp_path):

@@ -247,9 +247,44 @@ class TrainingTest(parameterized.TestCase):
     loaded = tf.saved_model.load(exported)
     np.testing.assert_allclose(loaded.serve(ids), looked_up, rtol=1e-6)
 
-  def test_refuses_averages(self):
-    with self.assertRaisesRegex(ValueError, "must leave out tables"):
-      _driver(variable_averages=tf_replicas.MovingAverages(0.9))
+  def test_loads_averages(self):
+    """From the store, and from a checkpoint."""
+    directory = tempfile.mkdtemp()
+    averages = tf_replicas.MovingAverages(0.5)
+    made = []
+
+    def replica_fn():
+      made.append(_model())
+      return keras_models.keras_replica(
+        made[-1], keras.losses.MeanSquaredError(), dataset_fn
+      )
+
+    driver = _driver(replica_fn, variable_averages=averages)
+    shadow = tf.Variable(_table(driver))
+    for step in range(1, 4):
+      driver.step()
+      averages.update([(shadow, tf.constant(_table(driver)))], step)
+    training.Session(directory, state=driver.store, max_steps=3).save()
+    self.assertFalse(np.allclose(shadow, _table(driver), atol=1e-3))
+    other = _model()
+    for arguments in ((made[0],), (other, directory)):
+      embeddings.load_tables(*arguments, averaged=True)
+      found = arguments[0].get_layer("words").embeddings.numpy()
+      np.testing.assert_allclose(found, shadow, rtol=1e-5, atol=1e-6)
+    embeddings.load_tables(other, directory)
+    np.testing.assert_array_equal(
+      other.get_layer("words").embeddings.numpy(), _table(driver)
+    )
+
+  def test_some_variables_only_are_averaged(self):
+    driver = _driver(
+      variable_averages=tf_replicas.MovingAverages(0.5),
+      variables_to_average=["out/kernel"],
+    )
+    self.assertEqual(
+      [*driver.store.row_tensors()], ["variables/words/embeddings"]
+    )
+    self.assertIn("averages/out/kernel", driver.store.state())
 
   def test_refuses_an_id_out_of_range(self):
     def bad(*args):

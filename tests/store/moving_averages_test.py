@@ -76,6 +76,35 @@ def test_without_num_updates_the_decay_is_constant():
   np.testing.assert_allclose(shadow, 1.1)
 
 
+@pytest.mark.parametrize("is_aware", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.05, 0.5, 0.9, 0.999])
+def test_decay_between_is_the_product_of_decays(decay, is_aware):
+  averages = moving_averages.MovingAverages(decay, num_updates_aware=is_aware)
+  decays = [float(averages.decay_at(step)) for step in range(1, 121)]
+  for begin in (0, 1, 5, 8, 9, 30, 78, 100):
+    ends = [begin, begin + 1, begin + 3, 79, 80, 120]
+    ends = [end for end in ends if end >= begin]
+    product = averages.decay_between(
+      tf.fill([len(ends)], tf.constant(begin, tf.int64)), tf.constant(ends)
+    )
+    assert product.dtype == tf.float64
+    expected = [np.prod(decays[begin:end]) for end in ends]
+    np.testing.assert_allclose(product, expected, rtol=1e-13)
+
+
+def test_decay_between_of_many_updates():
+  averages = moving_averages.MovingAverages(0.9999)
+  decays = [float(averages.decay_at(step)) for step in range(80_001, 95_001)]
+  product = averages.decay_between(80_000, 95_000)
+  np.testing.assert_allclose(product, np.prod(decays), rtol=1e-11)
+
+
+def test_decay_between_of_no_updates():
+  averages = moving_averages.MovingAverages(0.5)
+  product = averages.decay_between(tf.constant([7, 20]), 5)
+  np.testing.assert_array_equal(product, [1.0, 1.0])
+
+
 def test_agrees_with_the_average_of_tf1():
   variable = tf.Variable(1.0)
   shadow = tf.Variable(variable)

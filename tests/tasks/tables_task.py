@@ -3,8 +3,10 @@
 A table is an `Embedding` whose rows are on the parameter servers. ARGUMENTS is
 a JSON object: `optimizer` (a class of Keras), `rate`, `train_dir`, `rule`
 (settings of `Sync`; with `asynchronous`, of `Async`), `partition`, and
-arguments of `fit`. With `min_table_bytes`, the layers are those of Keras, and
-`fit` makes a table of the larger one. The chief prints one line of JSON.
+arguments of `fit`. With `use_ema`, the optimizer keeps moving averages, which
+are the weights after the training. With `min_table_bytes`, the layers are those
+of Keras, and `fit` makes a table of the larger one. The chief prints one line
+of JSON.
 """
 
 import json
@@ -53,6 +55,7 @@ def build(
   rate: float,
   embedding=tf_replicas.Embedding,
   model_class=keras.Model,
+  use_ema: bool = False,
   **arguments,
 ) -> keras.Model:
   """Builds a model with two embedding tables, one of which is used twice.
@@ -62,6 +65,7 @@ def build(
     rate: The learning rate.
     embedding: Class of the embedding layers.
     model_class: Class of the model.
+    use_ema: Whether the optimizer keeps moving averages of the weights.
     **arguments: Further arguments of the first embedding layer.
   """
   users = keras.Input([], dtype="int64", name="users")
@@ -78,7 +82,8 @@ def build(
   out = keras.layers.Dense(1, kernel_initializer=kernel, name="out")(hidden)
   model = model_class({"users": users, "words": words}, out)
   kind = getattr(keras.optimizers, optimizer)
-  model.compile(kind(rate), "mse", metrics=["mae"])
+  ema = {"use_ema": True, "ema_momentum": 0.5} if use_ema else {}
+  model.compile(kind(rate, **ema), "mse", metrics=["mae"])
   return model
 
 
@@ -105,6 +110,7 @@ def main(arguments: dict) -> None:
   layer = {"partition": arguments.pop("partition", "modulo")}
   if "min_table_bytes" in arguments:
     layer = {"embedding": keras.layers.Embedding}
+  layer["use_ema"] = use_ema = arguments.pop("use_ema", False)
   settings = arguments.pop("rule", {})
   policies = settings.pop("asynchronous", None)
   rule = (
@@ -133,7 +139,7 @@ def main(arguments: dict) -> None:
       model(x)
     except RuntimeError as error:
       refused = str(error)
-  tf_replicas.load_tables(model, arguments["train_dir"])
+  tf_replicas.load_tables(model, arguments["train_dir"], averaged=use_ema)
   # The rows in the checkpoint are those that the chief looked up.
   np.testing.assert_allclose(
     model.predict(x, verbose=0), evaluation.predicted, rtol=1e-5, atol=1e-6

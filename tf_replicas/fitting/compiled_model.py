@@ -404,6 +404,19 @@ class _KerasAverages(moving_averages.MovingAverages):
     decay = super().decay_at(global_step)
     return tf.where(tf.equal(global_step, 1), tf.zeros_like(decay), decay)
 
+  def decay_between(self, begin, end) -> tf.Tensor:
+    """Returns the product of the decays of the updates `begin` + 1 to `end`.
+
+    It is 0 if the first update is one of them.
+
+    Args:
+      begin: The global step before the first of these updates.
+      end: The global step after the last of them.
+    """
+    product = super().decay_between(begin, end)
+    has_first = tf.less(begin, 1) & tf.greater_equal(end, 1)
+    return tf.where(has_first, tf.zeros_like(product), product)
+
 
 def inner_optimizer_of(
   model: keras.Model,

@@ -39,6 +39,7 @@ from tf_replicas.replica import model_replica
 from tf_replicas.runtime import keras_internals
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
+from tf_replicas.store import tables
 
 _R = TypeVar("_R")
 # About how many calls of the training function make an epoch, unless a callback
@@ -286,6 +287,7 @@ def fit(
     arguments.make_directory(train_dir)
     roles.check_tables_are_saved(driver, train_dir)
     _check_validation(model, validation_data, validation_steps)
+    _check_callbacks(model, callbacks or ())
     loop = _Loop(
       driver,
       model,
@@ -396,6 +398,40 @@ def _check_validation(
   spec = data_module.check_validation(validation_data, validation_steps)
   if spec is not None:
     compiled_model.check_data(model, spec, "validation_data: ")
+
+
+def _check_callbacks(
+  model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]
+) -> None:
+  """Raises ValueError if a callback swaps averages that lookups do not see.
+
+  `SwapEMAWeights` puts moving averages into the model for an evaluation. But
+  the rows of tables, which are looked up on the parameter servers, would not be
+  averages.
+
+  Args:
+    model: The compiled model, whose optimizer may keep moving averages.
+    callbacks: The user's callbacks.
+  """
+  found = _averaged_tables(model)
+  swaps = keras.callbacks.SwapEMAWeights
+  if found and any(isinstance(callback, swaps) for callback in callbacks):
+    raise ValueError(
+      "`callbacks` must not have `SwapEMAWeights` where the model has tables,"
+      " whose rows stay on the parameter servers: evaluate the averages after"
+      " `fit`, by `load_tables(model, train_dir, averaged=True)`. Received: the"
+      f" callback, and the table {found[0].path!r}."
+    )
+
+
+def _averaged_tables(model: keras.Model) -> list[tables.Rows]:
+  """Returns the tables of a model of which moving averages are kept.
+
+  A table is a matrix whose rows live on the parameter servers. It is averaged
+  if the optimizer has `use_ema=True`.
+  """
+  found = map(tables.rows_of, model.variables)
+  return [rows for rows in found if rows is not None and rows.averages]
 
 
 def _part_size(
@@ -554,6 +590,25 @@ def _check_is_new(model: keras.Model) -> None:
       )
 
 
+class _AveragedLookups(keras.callbacks.Callback):
+  """Makes the model look up averages when its weights have become averages.
+
+  With `use_ema=True`, Keras assigns the moving averages to the weights when the
+  training ends. Rows of tables are no weights in this process: they are looked
+  up on the parameter servers. This callback comes before those of the user,
+  which may evaluate the model in `on_train_end`.
+  """
+
+  def on_train_end(self, logs=None) -> None:
+    """Makes later lookups read the averages of rows, where there are any."""
+    model: Any = self.model
+    found = _averaged_tables(model)
+    for rows in found:
+      rows.home.reads_averages = True
+    if found:  # Keras traces these again.
+      model.test_function = model.predict_function = None
+
+
 class _Loop(keras.callbacks.Callback):
   """Runs `keras.Model.fit` in the chief, with a driver that makes the updates.
 
@@ -650,7 +705,7 @@ class _Loop(keras.callbacks.Callback):
           epochs=self._epochs,
           initial_epoch=self._initial_epoch,
           shuffle=False,
-          callbacks=[*self._callbacks, self, *bars],
+          callbacks=[_AveragedLookups(), *self._callbacks, self, *bars],
           verbose=verbose,
           validation_batch_size=batch_size,
           **arguments,

@@ -26,7 +26,7 @@ from tf_replicas.store import tables
 _EXACT_IN_FLOAT = 1 << 24
 # `fit` makes tables of embeddings of at least so many bytes.
 MIN_TABLE_BYTES = 1 << 26
-_PREFIX = "variables/"
+_PREFIX, _AVERAGES = "variables/", "averages/"
 
 
 @keras.saving.register_keras_serializable(package="tf_replicas")
@@ -387,7 +387,10 @@ def lookup(
 
 
 def load_tables(
-  model: keras.Model, train_dir: str | os.PathLike[str] | None = None
+  model: keras.Model,
+  train_dir: str | os.PathLike[str] | None = None,
+  *,
+  averaged: bool = False,
 ) -> None:
   """Loads all rows of a model's embedding tables into this process.
 
@@ -401,11 +404,23 @@ def load_tables(
     train_dir: The directory of the training, whose newest checkpoint is read.
       None reads the rows from the PS tasks, while the training still runs or if
       it ran in this process.
+    averaged: Whether to load the moving average of each table that has one, in
+      place of its rows. After `fit` with an optimizer with `use_ema=True`, it
+      must be True, since the other weights are then averages too.
 
   Raises:
     CheckpointError: If there is no checkpoint, or a table is not in it.
     RuntimeError: If `train_dir` is None and the parameter servers have ended.
+    ValueError: If `averaged` is False, and `fit` has put averages into the
+      other weights of the model.
   """
+  found = filter(None, map(tables.rows_of, model.variables))
+  if not averaged and any(rows.home.reads_averages for rows in found):
+    raise ValueError(
+      "`averaged` must be True: the other weights of the model are moving"
+      " averages since the end of `fit`, as its optimizer has `use_ema=True`."
+      " Received: False."
+    )
   prefix = None
   if train_dir is not None:
     path = checkpoints.latest(train_dir)
@@ -419,7 +434,7 @@ def load_tables(
     rows = tables.rows_of(variable)
     if rows is None and _PREFIX + variable.path not in saved:
       continue
-    value = _whole(variable, rows, prefix, saved)
+    value = _whole(variable, rows, prefix, saved, averaged)
     if rows is None:
       variable.assign(value)
     else:
@@ -437,6 +452,7 @@ def _whole(
   rows: tables.Rows | None,
   prefix: str | None,
   saved: dict[str, row_files.Entry],
+  averaged: bool,
 ) -> np.ndarray:
   """Reads all rows of an embedding table, block by block.
 
@@ -448,6 +464,7 @@ def _whole(
     prefix: The path of the checkpoint's files for tables. None reads from the
       PS tasks; then `rows` must be given.
     saved: The shapes and dtypes of the tables in these files, by name.
+    averaged: Whether to read the moving average of the table, if it has one.
 
   Returns:
     An array of shape (number of rows, number of columns).
@@ -466,9 +483,13 @@ def _whole(
         f"`train_dir` must be given: the table {path!r} was on parameter"
         " servers, which have ended. Received: None."
       )
-    tensor = tables.RowTensor(rows, rows.parts)
-  elif prefix is not None:
-    entry = saved.get(_PREFIX + path)
+    parts = rows.averages if averaged else None
+    tensor = tables.RowTensor(rows, parts or rows.parts)
+  name = _PREFIX + path
+  if averaged and _AVERAGES + path in saved:
+    name = _AVERAGES + path
+  if prefix is not None:
+    entry = saved.get(name)
     if entry is None or entry.shape != shape:
       found = "none" if entry is None else f"one of shape {entry.shape}"
       raise checkpoints.CheckpointError(
@@ -481,9 +502,7 @@ def _whole(
     if tensor is not None:
       whole[begin:end] = tensor.read(begin, end)
     elif prefix is not None:
-      whole[begin:end] = row_files.read(
-        prefix, _PREFIX + path, saved[_PREFIX + path], begin, end
-      )
+      whole[begin:end] = row_files.read(prefix, name, saved[name], begin, end)
   return whole
 
 

@@ -685,7 +685,8 @@ class OptimizerRule(GradientRule):
         with `apply(gradients, variables)` or `apply_gradients(pairs)`.
       variable_averages: Keeps moving averages of variables. They are updated
         before the replicas continue. None: there are none.
-      variables_to_average: The variables to average, or their paths. None: all.
+      variables_to_average: The variables to average, or their paths. None: all,
+        tables included.
       clip_replica_norm: The global norm to which each replica's gradients are
         clipped before they are sent. None: no clipping.
       clip_mean_norm: The global norm to which the gradients that an update

@@ -9,9 +9,9 @@ a flat map from names to whole tensors, such as `variables/conv1/kernel`,
 of the tensors, so a run with one kind of replication can resume from a
 checkpoint of another kind.
 
-Tensors of many rows, such as tables (large embedding matrices) and their slots,
-are never whole in this process. They are written and read in blocks of rows, in
-separate files: those of the checkpoint `model.ckpt-7` are
+Tensors of many rows, such as tables (large embedding matrices) and their slots
+and averages, are never whole in this process. They are written and read in
+blocks of rows, in separate files: those of the checkpoint `model.ckpt-7` are
 `model.ckpt-7.tables.index` and `model.ckpt-7.tables.data-….`.
 """
 
@@ -507,20 +507,26 @@ def restore(
   began = {n: saved["global_step"] for n in wanted if n.startswith(_BEGAN)}
   restored = began | values | averages
   loaded = [name for name in row_tensors if name not in differing_rows]
-  for name in loaded:
-    tensor, entry = row_tensors[name], entries[name]
+  row_averages = _from_variables(
+    entries, row_tensors, row_tensors.keys() - set(loaded)
+  )
+  sources = {name: (name, entries[name]) for name in loaded} | {
+    name: (_variable_of(name), entry) for name, entry in row_averages.items()
+  }
+  for name, (source, entry) in sources.items():
+    tensor = row_tensors[name]
     for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
       with _naming_damage(tables_of(path)):
-        rows = row_files.read(tables_of(path), name, entry, begin, end)
+        rows = row_files.read(tables_of(path), source, entry, begin, end)
       tensor.assign(begin, rows)
   # Last, as this sets the global step.
   state.load_state(restored)
   return Restored(
     path,
     int(saved["global_step"]),
-    from_variables=tuple(sorted(averages)),
+    from_variables=tuple(sorted(averages.keys() | row_averages)),
     fresh=tuple(
-      sorted((wanted.keys() - restored) | (row_tensors.keys() - set(loaded)))
+      sorted((wanted.keys() - restored) | (row_tensors.keys() - sources))
     ),
     ignored=tuple(
       sorted((saved.keys() - values) | (entries.keys() - set(loaded)))
@@ -650,25 +656,32 @@ def _difference(saved: Shaped, wanted: Shaped) -> str | None:
   return None
 
 
+def _variable_of(average: str) -> str:
+  """Returns the name of the variable of the moving average `average`."""
+  return average.replace("averages/", "variables/", 1)
+
+
 def _from_variables(
-  saved: Values, wanted: Values, missing: Iterable[str]
-) -> dict[str, Array]:
+  saved: Mapping[str, Shaped],
+  wanted: Mapping[str, Shaped],
+  missing: Iterable[str],
+) -> dict[str, Any]:
   """Finds a first value for each moving average that the checkpoint lacks.
 
   The value is the saved value of the average's variable.
 
   Args:
-    saved: The tensors of the checkpoint, by name.
+    saved: The tensors of the checkpoint by name, or what describes them.
     wanted: The tensors of the model, by name.
     missing: The names of the model's tensors that the checkpoint lacks.
 
   Returns:
-    The values, by the name of the average. An average is left out if its
-    variable is not saved either, or has another shape or dtype.
+    The elements of `saved` to use, by the name of the average. An average is
+    left out if its variable is not saved either, or has another shape or dtype.
   """
   found = {}
   for name in missing:
-    variable = saved.get(name.replace("averages/", "variables/", 1))
+    variable = saved.get(_variable_of(name))
     if name.startswith("averages/") and variable is not None:
       if _difference(variable, wanted[name]) is None:
         found[name] = variable

@@ -31,6 +31,7 @@ from tf_replicas.store import metric_sums
 from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
+from tf_replicas.store import row_averages
 
 # A gradient and its variable, both on one PS task.
 Pair = tuple[parameter_store.Gradient, tf.Variable]
@@ -68,8 +69,7 @@ class Applier:
         clipping.
 
     Raises:
-      ValueError: If a variable to average is not in the store, or is a table (a
-        matrix whose rows are read one by one).
+      ValueError: If a variable to average is not in the store.
     """
     self._store = store
     self._inner = inner
@@ -78,22 +78,41 @@ class Applier:
     self._scaled_update = loss_scaling.ScaledUpdate(store)
     # Maps the position in the store to the shadows of the variable's shards.
     self._shadows: dict[int, list[tf.Variable]] = {}
+    # The averages of tables, matrices that are updated by row, by position.
+    self._tables: dict[int, list[row_averages.AveragedPart]] = {}
     if variable_averages is not None:
       for index in _indices(store, to_average):
-        if store.specs[index].table is not None:
-          raise ValueError(
-            "`variables_to_average` must leave out tables, whose rows are not"
-            f" averaged. Received: {store.specs[index].path!r}."
+        if store.specs[index].table is None:
+          self._shadows[index] = store.create_like(index, "averages")
+        else:
+          self._tables[index] = store.create_row_averages(
+            index, variable_averages
           )
-        self._shadows[index] = store.create_like(index, "averages")
+    # The same by the path of the part of the table.
+    self._averaged_parts = {
+      part.path: averaged
+      for index, found in self._tables.items()
+      for part, averaged in zip(store.variables(index), found, strict=True)
+    }
 
   def initialize(self, values: Sequence[tf.Tensor]) -> None:
     """Sets each moving average to the initial value of its variable.
 
+    The PS tasks compute the initial values of tables, which are large.
+
     Args:
       values: The initial value of every variable of the store, in the store's
-        order. Values of variables without a moving average are ignored.
+        order. Values of tables, and of variables without a moving average, are
+        ignored.
+
+    Raises:
+      ValueError: If the moving average of a table does not fit into the memory
+        of a PS task.
     """
+    for index, found in self._tables.items():
+      table = self._store.specs[index].table
+      assert table is not None
+      table.initialize([averaged.shadow for averaged in found])
     for index, shadows in self._shadows.items():
       for shadow, part in zip(
         shadows, self._store.split(index, values[index]), strict=True
@@ -154,12 +173,15 @@ class Applier:
 
     def apply_on(task: int) -> list[tuple[tf.Variable, tf.Tensor]]:
       pairs = means[task] if transform is None else transform(means[task])
+      averaged = self._averaged_rows(pairs, step)
       changed = self._inner.apply(
         task, [g for g, _ in pairs], [v for _, v in pairs], step, rate_factor
       )
       for mean, variable in moves[task]:
         variable.assign_sub(mean)
       self._update_averages(task, step + 1)
+      for part, rows in averaged:
+        part.update(rows, step + 1)
       return changed
 
     def apply_locked(task: int) -> list[tf.Tensor]:
@@ -264,6 +286,27 @@ class Applier:
       with tf.device(self._store.device_of_variables(task)):
         clipped.append([(gradient_math.scaled(g, factor), v) for g, v in pairs])
     return clipped
+
+  def _averaged_rows(
+    self, pairs: Sequence[Pair], step: tf.Tensor
+  ) -> list[tuple[row_averages.AveragedPart, row_averages.AveragedRows]]:
+    """Computes the averages, before an update, of the rows that it changes.
+
+    Args:
+      pairs: The (mean gradient, variable of a shard) pairs of a PS task.
+      step: int64 scalar, the global step before the update.
+
+    Returns:
+      For each part of a table that is averaged and has a gradient: the object
+      that keeps its averages, and the averages of the rows of the gradient.
+    """
+    found = []
+    for gradient, variable in pairs:
+      part = self._averaged_parts.get(placement.path_of(variable))
+      if part is not None:
+        assert isinstance(gradient, tf.IndexedSlices)
+        found.append((part, part.caught_up(gradient.indices, step)))
+    return found
 
   def _update_averages(self, task: int, step: tf.Tensor) -> None:
     pairs = [

@@ -5,6 +5,7 @@ Evaluation may use them instead of the variables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import tensorflow as tf
@@ -40,7 +41,8 @@ def moving_average_update(
   Args:
     shadow: The average so far, of a floating dtype.
     value: The new value of the variable, of the shape and dtype of `shadow`.
-    decay: The weight of the average so far, in [0, 1].
+    decay: The weight of the average so far, in [0, 1]: a scalar, or a tensor
+      that can be broadcast to the shape of `shadow`.
 
   Returns:
     The new average, of the shape and dtype of `shadow`.
@@ -62,7 +64,8 @@ class MovingAverages:
 
   The owner of the variables creates each shadow with the initial value of its
   variable, saves it as `averages/<path>`, and calls `update` once per step,
-  after the variables and the global step have changed.
+  after the variables and the global step have changed. The averages of tables,
+  matrices whose rows live on the PS tasks, are updated by row (`row_averages`).
 
   Attributes:
     decay: The largest decay used.
@@ -88,12 +91,46 @@ class MovingAverages:
   def decay_at(self, global_step: int | tf.Tensor | tf.Variable) -> tf.Tensor:
     """Returns the decay for the update that made the global step `global_step`.
 
-    It is a float64 scalar, and smaller in early steps if `num_updates_aware`.
+    It is a float64 scalar, and smaller in early steps if `num_updates_aware`. A
+    subclass that overrides this method must override `decay_between` too.
     """
     decay = tf.constant(self.decay, tf.float64)
     if self.num_updates_aware:
       decay = effective_decay(decay, global_step)
     return decay
+
+  def decay_between(
+    self, begin: int | tf.Tensor, end: int | tf.Tensor
+  ) -> tf.Tensor:
+    """Returns the product of the decays of the updates `begin` + 1 to `end`.
+
+    With it, the average of a variable that none of these updates has changed
+    can be computed at once:
+
+        shadow <- variable + product * (shadow - variable)
+
+    Args:
+      begin: The global step before the first of these updates: an integer, or a
+        tensor of integers.
+      end: The global step after the last of them, of the same shape or a
+        scalar. The product is 1 if `end` is not larger than `begin`.
+
+    Returns:
+      A float64 tensor of the shape of `begin`.
+    """
+    begin = _as_float64(begin)
+    end = tf.maximum(begin, _as_float64(end))
+    decay = tf.constant(self.decay, tf.float64)
+    product = tf.ones_like(begin)
+    if self.num_updates_aware:
+      # Up to this step, the decay of step k is (1 + k) / (10 + k).
+      last = max(0, math.floor((10 * self.decay - 1) / (1 - self.decay)))
+      first, until = tf.minimum(begin, last), tf.minimum(end, last)
+      # Of the product of (1 + k) / (10 + k), only 9 factors do not cancel.
+      for offset in range(2, 11):
+        product *= (first + offset) / (until + offset)
+      begin, end = tf.maximum(begin, last), tf.maximum(end, last)
+    return product * tf.pow(decay, end - begin)
 
   def update(
     self,

@@ -23,7 +23,9 @@ from tf_replicas import cluster
 from tf_replicas.runtime import devices
 from tf_replicas.runtime import packing
 from tf_replicas.runtime import resources
+from tf_replicas.store import moving_averages
 from tf_replicas.store import placement
+from tf_replicas.store import row_averages
 from tf_replicas.store import tables
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
@@ -188,6 +190,8 @@ class ParameterStore:
     # The slots of tables: maps names in checkpoints to (position in `specs`,
     # one part per shard).
     self._table_slots: dict[str, tuple[int, list[tf.Variable]]] = {}
+    # The moving averages of tables, by the position in `specs`.
+    self._row_averages: dict[int, list[row_averages.AveragedPart]] = {}
     # Maps names in checkpoints to (position in `specs`, one part per shard).
     self._beside: dict[str, tuple[int, list[tf.Variable]]] = {}
     self.lock: resources.Mutex | None = None
@@ -635,6 +639,36 @@ class ParameterStore:
     self._beside[f"{kind}/{self.specs[index].path}"] = (index, made)
     return made
 
+  def create_row_averages(
+    self, index: int, averages: moving_averages.MovingAverages
+  ) -> list[row_averages.AveragedPart]:
+    """Creates the moving average of a table, a matrix that is updated by row.
+
+    Checkpoints save it as `averages/<path>`.
+
+    Args:
+      index: The position of the table in `specs`.
+      averages: Has the decays.
+
+    Returns:
+      One object per shard of the table, on its PS task. The averages have no
+      values unless some client (a process that trains) has already assigned
+      them. Assigning the global step by `load_state` makes them valid at this
+      step.
+    """
+    parts: list[Any] = self._variables[index]
+    made = [
+      row_averages.AveragedPart(
+        averages, part, self.namespace, self.read_global_step
+      )
+      for part in parts
+    ]
+    table = self.specs[index].table
+    assert table is not None
+    table.averages = self._row_averages[index] = made
+    self._row_tensors = None
+    return made
+
   def track(
     self, variable: tf.Variable, kind: str = "", owner: str = ""
   ) -> None:
@@ -666,8 +700,8 @@ class ParameterStore:
     Returns:
       Whole tensors by name. The names do not depend on the placement: a
       variable is `variables/<path>`, its slots and moving averages are
-      `<kind>/<path>`, and everything else is `<name>`. Tables (large matrices)
-      and their slots are left out: `row_tensors` has them.
+      `<kind>/<path>`, and everything else is `<name>`. Tables (large matrices),
+      their slots and moving averages are left out: `row_tensors` has them.
     """
     if self._state_reader is None:
       read = self._read_state
@@ -690,18 +724,23 @@ class ParameterStore:
     return state
 
   def row_tensors(self) -> dict[str, tables.RowTensor]:
-    """Returns the tables and the optimizer's slots for them, by name.
+    """Returns the tables, their slots and their moving averages, by name.
 
     Tables are matrices that may be too large for this process. So each object
     of the result reads and assigns blocks of rows, for checkpoints. The names
-    are of the form `variables/<path>` and `<kind>/<path>`.
+    are of the form `variables/<path>` and `<kind>/<path>`. Averages are read as
+    they are at the present global step. Averages that were assigned are valid
+    only after `load_state` has assigned their global step.
     """
     if self._row_tensors is None:
-      found = {
+      found: dict[str, tuple[int, list[Any]]] = {
         f"variables/{spec.path}": (index, self._variables[index])
         for index, spec in enumerate(self.specs)
         if spec.table is not None
-      } | self._table_slots
+      }
+      found |= self._table_slots
+      for index, parts in self._row_averages.items():
+        found[f"averages/{self.specs[index].path}"] = index, parts
       self._row_tensors = {
         name: tables.RowTensor(table, variables)
         for name, (index, variables) in found.items()
@@ -727,6 +766,8 @@ class ParameterStore:
         variable.assign(state[name])
     resources.flush_assignments(sum(self._variables, []))
     if "global_step" in state:
+      step = int(state["global_step"])
+      row_averages.restart(self._row_averages.values(), step)
       # Last: the global step tells other clients that all else is assigned.
       self.global_step.assign(state["global_step"])
       resources.flush_assignments([self.global_step])

@@ -65,6 +65,8 @@ class Home:
     num_tasks: The number of PS tasks.
     device_of_task: Maps the index of a PS task to its device.
     is_open: Whether the PS tasks still run, so that rows can be read.
+    reads_averages: Whether lookups outside of the training, as for evaluation,
+      read moving averages in place of rows, for tables that have them.
     paths: The paths of the tables that were made in this home.
   """
 
@@ -78,6 +80,7 @@ class Home:
     self.num_tasks = num_tasks
     self.device_of_task = device_of_task
     self.is_open = True
+    self.reads_averages = False
     self.paths: set[str] = set()
     self._made: list[Rows] = []
 
@@ -112,6 +115,7 @@ class Home:
     self.namespace = namespace
     for rows in self._made:
       vars(rows).pop("parts", None)
+      rows.averages = None
 
 
 _home: contextvars.ContextVar[Home | None] = contextvars.ContextVar(
@@ -285,6 +289,8 @@ class Rows:
     dtype: The dtype of the rows.
     partition: How rows are divided: `modulo` or `range`.
     home: The PS tasks that hold the parts.
+    averages: The moving averages of the rows, one object per part, as
+      `row_averages` makes them. None: there are none.
   """
 
   def __init__(
@@ -321,6 +327,7 @@ class Rows:
     self.dtype = tf.as_dtype(dtype)
     self.partition = partition
     self.home = home
+    self.averages: list[Any] | None = None
     if not self.dtype.is_floating:
       raise ValueError(
         f"the table {path!r} must be of floating dtype. Received:"
@@ -417,8 +424,9 @@ class Rows:
 
     Args:
       ids: int64 [n], indices of rows, on the current device.
-      parts: The variables to read, one per part of the table, such as those of
-        a slot. None: the variables of the table itself.
+      parts: What to read, one object per part of the table, such as the
+        variables of a slot, or the moving averages. None: the variables of the
+        table itself.
 
     Returns:
       The rows, [n, columns], on the current device.
@@ -444,26 +452,32 @@ class Rows:
     Args:
       ids: int64 [n], indices of distinct rows.
       values: The new values of these rows, [n, columns].
-      parts: The variables to change, one per part of the table, such as those
-        of a slot. None: the variables of the table itself.
+      parts: What to change, one object per part of the table, such as the
+        variables of a slot, or the moving averages. None: the variables of the
+        table itself.
     """
     by_part = self.split(tf.IndexedSlices(values, ids))
     for part, own in zip(parts or self.parts, by_part, strict=True):
       with tf.device(part.device):
         part.scatter_update(own)
 
-  def initialize(self) -> None:
+  def initialize(self, shadows: list[Any] | None = None) -> None:
     """Assigns initial values to all rows. The PS tasks compute them.
 
     The values of a row depend only on the seed, the index of the row, and the
     shape and dtype of the table, not on the number of PS tasks.
 
+    Args:
+      shadows: The variables that get the values, one per part: those of the
+        moving average of the table. None: those of the table itself.
+
     Raises:
       ValueError: If a part does not fit into the memory of its PS task.
     """
-    parts: list[Any] = self.parts
+    parts: list[Any] = self.parts if shadows is None else shadows
     room = {part.device: part.num_bytes for part in parts}
-    resources.check_room(room, f"the table {self.path!r}")
+    what = "" if shadows is None else "the moving average of "
+    resources.check_room(room, f"{what}the table {self.path!r}")
 
     # An argument: TensorFlow would keep the tensor that it makes of a constant,
     # and the variable, which shares its memory, would copy it when it changes.
@@ -471,7 +485,7 @@ class Rows:
       autograph=False, input_signature=[tf.TensorSpec([], self.dtype)]
     )
     def fill(first: tf.Tensor) -> tf.Tensor:
-      for number, part in enumerate(self.parts):
+      for number, part in enumerate(parts):
         with tf.device(part.device):
           self._fill(number, part, first)
       return tf.constant(True)
@@ -520,7 +534,7 @@ class Rows:
 
 
 class RowTensor:
-  """Reads and assigns a table, or a slot of a table, in blocks of rows.
+  """Reads and assigns a table, or what belongs to it, in blocks of rows.
 
   Checkpoints are saved and restored in this way, since the whole tensor may be
   too large for this process.
@@ -532,11 +546,12 @@ class RowTensor:
   """
 
   def __init__(self, rows: Rows, parts: list[Any]):
-    """Stores which variables on the PS tasks hold the rows.
+    """Stores what holds the rows on the PS tasks.
 
     Args:
       rows: The table (a large matrix), whose rows are divided among PS tasks.
-      parts: The variables of the table or of its slot, one per PS task.
+      parts: The variables of the table or of its slot, or its moving averages,
+        one object per PS task.
     """
     self.shape = rows.shape
     self.dtype = rows.dtype
@@ -631,9 +646,10 @@ class RowTensor:
         texts = map(tf.constant, (path, stored, place))
         self._savers[number](*limits, *texts)
 
+    shapes = [(size, *self.shape[1:]) for size in self._rows.sizes]
     blocks = [
-      [(number, *limits) for limits in row_files.blocks(part.shape, self.dtype)]
-      for number, part in enumerate(self._parts)
+      [(number, *limits) for limits in row_files.blocks(shape, self.dtype)]
+      for number, shape in enumerate(shapes)
     ]
     return [
       functools.partial(write, *block)
@@ -744,7 +760,8 @@ def gather(
 
   A table is a large matrix whose rows live on the PS tasks. Its rows are
   fetched from there, each row once. Gradients flow to the tensor that stands
-  for the table in the model.
+  for the table in the model. Outside of the training, moving averages take the
+  place of the rows if `reads_averages` of the home is set.
 
   Args:
     variable: A variable that stands for a table, or has the rows itself.
@@ -789,14 +806,16 @@ def _gather(variable: Any, ids: tf.Tensor) -> tf.Tensor:
       " ended: call `tf_replicas.load_tables(model, train_dir)` first."
     )
   placeholder = _placeholders.get().get(path)
+  parts = None
   if placeholder is None:
     placeholder = tf.convert_to_tensor(variable)
+    parts = rows.averages if rows.home.reads_averages else None
   flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
   unique, places = tf.unique(flat)
   # The rows must not be older than the placeholder, which was pulled before.
   with tf.control_dependencies([placeholder, _in_range(unique, rows)]):
     unique = resources.copy_here(unique)
-  fetched = _with_gradient(placeholder, rows.fetch(unique), unique)
+  fetched = _with_gradient(placeholder, rows.fetch(unique, parts), unique)
   found = tf.gather(fetched, places)
   columns = rows.shape[1]
   shape = tf.concat([tf.shape(ids), [columns]], axis=0)

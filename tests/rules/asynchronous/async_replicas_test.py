@@ -34,15 +34,12 @@ class Training:
     is_sparse=(),
     wire_dtype=None,
   ):
-    specs = [
-      stores.spec(path, v.shape, trainable=not path.startswith("moving"))
-      for path, v in values.items()
-    ]
     self.paths = list(values)
     self.num_replicas = num_replicas
     self.optimizers, self.stores = [], []
     for replica in range(num_replicas):
       optimizer = make_optimizer()
+      specs = self._specs(values)
       store = stores.attach(specs, 2, stores.cut(2), wire_dtype)
       optimizer.build(store, is_sparse=is_sparse or [False] * len(values))
       if replica == 0:
@@ -59,6 +56,13 @@ class Training:
     self._applies = [
       tf.function(lambda *a, r=r: self._apply(r, *a), autograph=False)
       for r in range(num_replicas)
+    ]
+
+  def _specs(self, values):
+    """Describes the variables, for the store of one client."""
+    return [
+      stores.spec(path, v.shape, trainable=not path.startswith("moving"))
+      for path, v in values.items()
     ]
 
   def _apply(self, replica, step, loss, *gradients):
