@@ -11,7 +11,9 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import numpy as np
@@ -84,18 +86,32 @@ def _slice(shape: Sequence[int], begin: int, end: int) -> str:
   return f"{sizes} {begin},{end - begin}" + (f":{rest}" if rest else "")
 
 
-def write(prefix: str, parts: Iterable[Block]) -> None:
+def write(
+  prefix: str,
+  parts: Iterable[Block],
+  whole: Mapping[str, Any] | None = None,
+) -> None:
   """Writes tensors, block by block; the files appear when all are complete.
 
   Args:
     prefix: The path of the files without their extensions.
     parts: The blocks. The blocks of a tensor must cover each of its rows once.
+    whole: Further tensors by name, which are not divided into blocks: numbers
+      or strings of any shape.
   """
   directory = os.path.dirname(prefix) or "."
   folder = tempfile.mkdtemp(prefix=".rows-", dir=directory)
   written = []
   try:
     with tf.device(None), tf.device(resources.this_device()):
+      if whole:
+        written.append(os.path.join(folder, "whole"))
+        tf.raw_ops.SaveV2(
+          prefix=written[-1],
+          tensor_names=[*whole],
+          shape_and_slices=[""] * len(whole),
+          tensors=[tf.convert_to_tensor(value) for value in whole.values()],
+        )
       for part in parts:
         written.append(os.path.join(folder, str(len(written))))
         end = part.begin + len(part.values)

@@ -432,7 +432,7 @@ def restore(
   wanted = state.state()
   differing = differences(saved, wanted)
   row_tensors = row_tensors or {}
-  entries = _saved_rows(path)
+  entries = saved_rows(path)
   differing_rows = differences(entries, row_tensors)
   faults = [
     text
@@ -452,9 +452,7 @@ def restore(
   for name in loaded:
     tensor, entry = row_tensors[name], entries[name]
     for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
-      with _naming_damage(tables_of(path)):
-        rows = row_files.read(tables_of(path), name, entry, begin, end)
-      tensor.assign(begin, rows)
+      tensor.assign(begin, read_rows(path, name, entry, begin, end))
   # Last, as this sets the global step.
   state.load_state(restored)
   return Restored(
@@ -470,7 +468,7 @@ def restore(
   )
 
 
-def _saved_rows(path: str) -> dict[str, row_files.Entry]:
+def saved_rows(path: str) -> dict[str, row_files.Entry]:
   """Lists the tensors of a checkpoint that were saved in blocks of rows.
 
   Args:
@@ -490,6 +488,25 @@ def _saved_rows(path: str) -> dict[str, row_files.Entry]:
     if not is_complete(prefix):
       raise MissingCheckpointError(f"checkpoint {prefix}: files are missing")
     return row_files.shapes(prefix)
+
+
+def read_rows(
+  path: str, name: str, entry: row_files.Entry, begin: int, end: int
+) -> np.ndarray:
+  """Reads some rows of a tensor that was saved in blocks of rows.
+
+  Args:
+    path: The path of the checkpoint.
+    name: The name of the tensor, a key of `saved_rows`.
+    entry: The shape and dtype of the tensor, its value in `saved_rows`.
+    begin: The first row.
+    end: The row after the last.
+
+  Raises:
+    UnreadableCheckpointError: If the files are missing or damaged.
+  """
+  with _naming_damage(tables_of(path)):
+    return row_files.read(tables_of(path), name, entry, begin, end)
 
 
 @contextlib.contextmanager
