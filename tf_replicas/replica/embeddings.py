@@ -562,7 +562,7 @@ def _whole(
     elif prefix is not None:
       whole[begin:end] = row_files.read(
         prefix, _PREFIX + path, saved[_PREFIX + path], begin, end
-      )
+      ).numpy()
   return whole
 
 

@@ -7,11 +7,9 @@ values are copied from the files of the checkpoint to those of the model in
 blocks of rows, so that no table is ever whole in this process.
 """
 
-import itertools
 import os
 from collections.abc import Callable
 from collections.abc import Collection
-from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +20,6 @@ import tensorflow as tf
 from tf_replicas.replica import embeddings
 from tf_replicas.runtime import keras_internals
 from tf_replicas.runtime import resources
-from tf_replicas.runtime import row_files
 from tf_replicas.runtime import saved_models
 from tf_replicas.session import checkpoints
 from tf_replicas.session import evaluation
@@ -66,7 +63,7 @@ class _Saved:
     self.shapes = {path: tensors[name] for path, name in self._names.items()}
     self.table_paths = {p for p, n in self._names.items() if n in self._entries}
 
-  def read(self, path: str, begin: int, end: int) -> np.ndarray:
+  def read(self, path: str, begin: int, end: int) -> np.ndarray | tf.Tensor:
     """Reads the rows of a variable from `begin` to `end`, exclusive."""
     name = self._names[path]
     if name in self._values:
@@ -77,6 +74,33 @@ class _Saved:
   def value(self, path: str) -> np.ndarray:
     """Returns the whole value of a variable that is not in separate files."""
     return self._values[self._names[path]]
+
+
+class _ShardRows:
+  """Reads one shard of a table from a checkpoint, in blocks of rows.
+
+  A shard is a variable of the exported model with consecutive rows of the
+  table, a large matrix.
+
+  Attributes:
+    shape: (rows, columns) of the shard.
+    dtype: The dtype of the rows.
+  """
+
+  def __init__(
+    self, saved: _Saved, shards: tables.Shards, begin: int, end: int
+  ):
+    """Stores which rows of the table the shard has: from `begin` to `end`."""
+    self.shape = end - begin, shards.shape[1]
+    self.dtype = shards.dtype
+    self._saved = saved
+    self._path = shards.path
+    self._first = begin
+
+  def read(self, begin: int, end: int) -> np.ndarray | tf.Tensor:
+    """Returns rows of the shard from `begin` to `end`, exclusive."""
+    first = self._first
+    return self._saved.read(self._path, first + begin, first + end)
 
 
 def export(
@@ -157,8 +181,12 @@ def export(
     ):
       model.export(directory, verbose=False, input_signature=input_signature)
     if shards:
-      blocks = [_blocks(saved, each) for each in shards.values()]
-      saved_models.fill(directory, dict(itertools.chain(*blocks)))
+      rows = {
+        name: _ShardRows(saved, each, begin, end)
+        for each in shards.values()
+        for name, (begin, end) in zip(each.names, each.ranges, strict=True)
+      }
+      saved_models.fill(directory, rows)
   return checkpoint
 
 
@@ -259,31 +287,3 @@ def _values(
       own = tf.Variable(value, trainable=weight.trainable, name=weight.path)
       pairs.append((weight, own))
   return pairs
-
-
-def _blocks(
-  saved: _Saved, shards: tables.Shards
-) -> Iterator[tuple[str, Iterator[row_files.Block]]]:
-  """Reads a table from a checkpoint, in blocks of rows of its shards.
-
-  A shard is a variable of the exported model, which has consecutive rows.
-
-  Args:
-    saved: The checkpoint.
-    shards: The shards of the table.
-
-  Yields:
-    (name of the shard, its blocks of rows).
-  """
-  for name, (first, last) in zip(shards.names, shards.ranges, strict=True):
-    yield name, _blocks_of_shard(saved, shards, name, first, last)
-
-
-def _blocks_of_shard(
-  saved: _Saved, shards: tables.Shards, name: str, first: int, last: int
-) -> Iterator[row_files.Block]:
-  """Reads the rows from `first` to `last`, exclusive; see `_blocks`."""
-  shape = last - first, shards.shape[1]
-  for begin, end in row_files.blocks(shape, shards.dtype):
-    rows = saved.read(shards.path, first + begin, first + end)
-    yield row_files.Block(name, shape, begin, rows)

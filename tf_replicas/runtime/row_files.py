@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -43,13 +44,29 @@ class Block(NamedTuple):
     name: The name of the tensor.
     shape: The shape of the whole tensor.
     begin: The index of the first row.
-    values: The rows.
+    values: The rows. Tensors are written without a further copy.
   """
 
   name: str
   shape: tuple[int, ...]
   begin: int
-  values: np.ndarray
+  values: np.ndarray | tf.Tensor
+
+
+class Source(Protocol):
+  """Interface of a tensor that is read in blocks of rows.
+
+  Attributes:
+    shape: The shape of the whole tensor.
+    dtype: The dtype of the tensor.
+  """
+
+  shape: tuple[int, ...]
+  dtype: tf.DType
+
+  def read(self, begin: int, end: int) -> np.ndarray | tf.Tensor:
+    """Returns the rows of the tensor from `begin` to `end`, exclusive."""
+    ...
 
 
 def blocks(shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
@@ -68,6 +85,13 @@ def blocks(shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
   count = max(1, _BLOCK_BYTES // row_bytes)
   for begin in range(0, shape[0], count):
     yield begin, min(begin + count, shape[0])
+
+
+def blocks_of(tensors: Mapping[str, Source]) -> Iterator[Block]:
+  """Reads tensors, given by name, in blocks of rows."""
+  for name, tensor in tensors.items():
+    for begin, end in blocks(tensor.shape, tensor.dtype):
+      yield Block(name, tensor.shape, begin, tensor.read(begin, end))
 
 
 def _slice(shape: Sequence[int], begin: int, end: int) -> str:
@@ -121,6 +145,7 @@ def write(
           shape_and_slices=[_slice(part.shape, part.begin, end)],
           tensors=[part.values],
         )
+        del part  # Its memory, before the next block is read.
       tf.raw_ops.MergeV2Checkpoints(
         checkpoint_prefixes=written,
         destination_prefix=prefix,
@@ -149,7 +174,7 @@ def shapes(prefix: str) -> dict[str, Entry]:
 
 def read(
   prefix: str, name: str, entry: Entry, begin: int, end: int
-) -> np.ndarray:
+) -> tf.Tensor:
   """Reads the rows from `begin` to `end`, exclusive, of a tensor in the files.
 
   Args:
@@ -169,4 +194,4 @@ def read(
       shape_and_slices=[_slice(entry.shape, begin, end)],
       dtypes=[entry.dtype],
     )
-    return values.numpy()
+    return values

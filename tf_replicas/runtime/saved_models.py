@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 
@@ -58,15 +57,12 @@ def new_directory(path: str, argument: str) -> Iterator[str]:
     os.rename(complete, path)
 
 
-def fill(
-  directory: str, values: Mapping[str, Iterable[row_files.Block]]
-) -> None:
+def fill(directory: str, values: Mapping[str, row_files.Source]) -> None:
   """Replaces the values of some variables of a SavedModel, block by block.
 
   Args:
     directory: The directory of the SavedModel.
-    values: Maps the name of each such variable to the blocks of its value. The
-      blocks must cover each row once. Their `name` is not used.
+    values: The new values, by the names of the variables.
 
   Raises:
     KeyError: If the SavedModel has no variable of such a name.
@@ -84,14 +80,10 @@ def fill(
     for node in graph.nodes
     for attribute in node.attributes
   }
-  replaced = {keys[name]: blocks for name, blocks in values.items()}
+  replaced = {keys[name]: value for name, value in values.items()}
   row_files.write(
     os.path.join(folder, _VARIABLES),
-    (
-      block._replace(name=key)
-      for key, blocks in replaced.items()
-      for block in blocks
-    ),
+    row_files.blocks_of(replaced),
     {
       key: reader.get_tensor(key)
       for key in reader.get_variable_to_shape_map()

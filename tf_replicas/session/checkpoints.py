@@ -263,7 +263,7 @@ def save(
     path = os.path.join(train_dir, f"{PREFIX}-{int(arrays['global_step'])}")
     if row_tensors:
       # First: without the index file of the rest, there is no checkpoint.
-      row_files.write(tables_of(path), _blocks(row_tensors))
+      row_files.write(tables_of(path), row_files.blocks_of(row_tensors))
     holders = {
       name: tf.Variable(array, trainable=False)
       for name, array in arrays.items()
@@ -297,15 +297,6 @@ def tables_of(path: str) -> str:
     path: The path of the checkpoint.
   """
   return path + _TABLES
-
-
-def _blocks(
-  row_tensors: Mapping[str, RowTensor],
-) -> Iterator[row_files.Block]:
-  for name, tensor in row_tensors.items():
-    for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
-      values = tensor.read(begin, end)
-      yield row_files.Block(name, tensor.shape, begin, values)
 
 
 def _remove_tables_without_checkpoint(train_dir: str) -> None:
@@ -452,7 +443,8 @@ def restore(
   for name in loaded:
     tensor, entry = row_tensors[name], entries[name]
     for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
-      tensor.assign(begin, read_rows(path, name, entry, begin, end))
+      rows = read_rows(path, name, entry, begin, end)
+      tensor.assign(begin, rows.numpy())
   # Last, as this sets the global step.
   state.load_state(restored)
   return Restored(
@@ -492,7 +484,7 @@ def saved_rows(path: str) -> dict[str, row_files.Entry]:
 
 def read_rows(
   path: str, name: str, entry: row_files.Entry, begin: int, end: int
-) -> np.ndarray:
+) -> tf.Tensor:
   """Reads some rows of a tensor that was saved in blocks of rows.
 
   Args:

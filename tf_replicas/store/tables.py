@@ -31,6 +31,7 @@ import tensorflow as tf
 
 from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import resources
+from tf_replicas.runtime import row_files
 
 PARTITIONS = ("modulo", "range")
 # How the rows of one bag of ids are combined; a bag without ids yields zeros.
@@ -571,7 +572,10 @@ class Shards:
     self.shape = shape
     self.dtype = dtype
     rows, columns = shape
-    self._size = min(rows, max(1, max_bytes // (columns * dtype.size)))
+    size = min(rows, max(1, max_bytes // (columns * dtype.size)))
+    # Whole blocks of a checkpoint are read faster, and with less memory.
+    block = next(row_files.blocks(shape, dtype))[1]
+    self._size = size // block * block or size
     self.variables = [
       tf.Variable(
         tf.zeros([0, columns], dtype),
