@@ -4,7 +4,8 @@ A table is an `Embedding` whose rows are on the parameter servers. ARGUMENTS is
 a JSON object: `optimizer` (a class of Keras), `rate`, `train_dir`, `rule`
 (settings of `Sync`; with `asynchronous`, of `Async`), `partition`, and
 arguments of `fit`. With `min_table_bytes`, the layers are those of Keras, and
-`fit` makes a table of the larger one. The chief prints one line of JSON.
+`fit` makes a table of the larger one. The chief exports the model to the
+directory `exported` in `train_dir`, and prints one line of JSON.
 """
 
 import json
@@ -133,7 +134,11 @@ def main(arguments: dict) -> None:
       model(x)
     except RuntimeError as error:
       refused = str(error)
-  tf_replicas.load_tables(model, arguments["train_dir"])
+  train_dir = arguments["train_dir"]
+  tf_replicas.export(
+    model, train_dir, f"{train_dir}/exported", max_shard_bytes=10_000
+  )
+  tf_replicas.load_tables(model, train_dir)
   # The rows in the checkpoint are those that the chief looked up.
   np.testing.assert_allclose(
     model.predict(x, verbose=0), evaluation.predicted, rtol=1e-5, atol=1e-6
@@ -143,6 +148,7 @@ def main(arguments: dict) -> None:
     "history": history.history,
     "weights": [np.asarray(w).tolist() for w in model.get_weights()],
     "refused": refused,
+    "predicted": evaluation.predicted.tolist(),
     "counts": {
       name: [counts.applied, counts.refused]
       for name, counts in history.contributions.items()

@@ -116,7 +116,8 @@ def export(
 
   It is what `keras.Model.export` writes: a model for inference, with the
   function `serve`, which `tf.saved_model.load` loads without this library and
-  without Keras. But the tables of embedding layers are copied from the
+  without Keras. Ragged and sparse inputs of the model stay so; Keras would make
+  them dense. And the tables of embedding layers are copied from the
   checkpoint in blocks of 32 MiB, so they need not fit into the memory. In the
   SavedModel, each table is divided into variables of consecutive rows.
 
@@ -137,7 +138,8 @@ def export(
       one, instead of the variable.
     max_shard_bytes: The largest size in bytes of a variable that has rows of a
       table. A row that is larger is a variable by itself.
-    input_signature: As in `keras.Model.export`.
+    input_signature: As in `keras.Model.export`. It may have
+      `tf.RaggedTensorSpec`s and `tf.SparseTensorSpec`s.
 
   Returns:
     The path of the checkpoint that was exported.
@@ -168,10 +170,12 @@ def export(
     _check(saved, model, found)
     shards = {
       path: tables.Shards(
-        path, tuple(entry.shape), entry.dtype, max_shard_bytes
+        path,
+        tuple(saved.shapes[path].shape),
+        tf.as_dtype(weight.dtype),
+        max_shard_bytes,
       )
-      for path, entry in saved.shapes.items()
-      if path in found
+      for path, weight in found.items()
     }
     with (
       keras_internals.values_of(_values(saved, model, found)),
@@ -179,7 +183,7 @@ def export(
         model, [(found[path], each) for path, each in shards.items()]
       ),
     ):
-      model.export(directory, verbose=False, input_signature=input_signature)
+      _write(model, directory, input_signature)
     if shards:
       rows = {
         name: _ShardRows(saved, each, begin, end)
@@ -287,3 +291,59 @@ def _values(
       own = tf.Variable(value, trainable=weight.trainable, name=weight.path)
       pairs.append((weight, own))
   return pairs
+
+
+def _write(model: keras.Model, directory: str, input_signature: Any) -> None:
+  """Writes a SavedModel as `keras.Model.export` does.
+
+  Keras 3.15 makes ragged and sparse inputs dense, so that a model that sums the
+  rows of ids would count the padding.
+
+  Args:
+    model: The model.
+    directory: The directory of the SavedModel.
+    input_signature: The specs of the arguments of the model. None: those of its
+      inputs.
+  """
+  if input_signature is None:
+    input_signature = _composite_signature(model)
+  if not any(map(_is_composite, keras.tree.flatten(input_signature))):
+    model.export(directory, verbose=False, input_signature=input_signature)
+    return
+  serve = tf.function(
+    model.__call__, input_signature=input_signature, autograph=False
+  )
+  serve.get_concrete_function()
+  archive: Any = keras.export.ExportArchive()
+  archive.track(model)
+  archive.add_endpoint("serve", serve)
+  archive.write_out(directory, verbose=False)
+
+
+def _composite_signature(model: keras.Model) -> list[Any] | None:
+  """Returns the specs of a model's arguments if some are ragged or sparse.
+
+  Returns:
+    One spec, or structure of specs, per argument. None if all inputs are dense,
+    or the model does not tell its inputs.
+  """
+  inputs: Any = getattr(model, "inputs", None)
+  if not inputs or not any(map(_is_composite, map(_spec, inputs))):
+    return None
+  if not isinstance(model, keras.Sequential):
+    inputs = [model.input]  # One argument, which may be a dict.
+  return keras.tree.map_structure(_spec, inputs)
+
+
+def _is_composite(spec: Any) -> bool:
+  return isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec)
+
+
+def _spec(tensor: Any) -> tf.TypeSpec:
+  """Returns the spec of an input of a model, for batches of any size."""
+  shape, dtype = [None, *tensor.shape[1:]], tensor.dtype
+  if tensor.sparse:
+    return tf.SparseTensorSpec(shape, dtype)
+  if getattr(tensor, "ragged", False):  # Missing before Keras 3.10.
+    return tf.RaggedTensorSpec(shape, dtype, tensor.ragged_rank)
+  return tf.TensorSpec(shape, dtype, tensor.name)
