@@ -251,6 +251,23 @@ class ExportTest(parameterized.TestCase):
       np.load(names[1]), _expected(self.train_dir), rtol=1e-5
     )
 
+  def test_the_graph_restores_the_shards(self):
+    """Programs that know no objects restore them by ops of the graph."""
+    tf_replicas.export(
+      _model, self.train_dir, self.path, max_shard_bytes=20 * COLUMNS * 4
+    )
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+      graph = v1.saved_model.load(session, ["serve"], self.path)
+      signature = graph.signature_def["serving_default"]
+      first, second = _inputs()
+      feeds = {"first": first, "second": second}
+      outputs = session.run(
+        [spec.name for spec in signature.outputs.values()],
+        {signature.inputs[name].name: ids for name, ids in feeds.items()},
+      )
+    np.testing.assert_allclose(outputs[0], _expected(self.train_dir), rtol=1e-5)
+
   def test_refuses_another_model(self):
     for model, message in (
       (

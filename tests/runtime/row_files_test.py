@@ -38,6 +38,17 @@ class RowFilesTest(absltest.TestCase):
     found = row_files.read(prefix, "two", entries["two"], 1, 6)
     np.testing.assert_array_equal(found, two[1:6])
 
+  def test_writes_whole_tensors_too(self):
+    prefix = os.path.join(tempfile.mkdtemp(), "tables")
+    rows = np.arange(8, dtype="float32").reshape(4, 2)
+    whole = {"text": b"words", "number": np.int64(3), "empty": rows[:0]}
+    row_files.write(prefix, _blocks("rows", rows, 3), whole)
+    reader = tf.train.load_checkpoint(prefix)
+    self.assertEqual(reader.get_tensor("text"), b"words")
+    self.assertEqual(reader.get_tensor("number"), 3)
+    self.assertEqual(reader.get_tensor("empty").shape, (0, 2))
+    np.testing.assert_array_equal(reader.get_tensor("rows"), rows)
+
   def test_leaves_nothing_if_it_fails(self):
     directory = tempfile.mkdtemp()
 

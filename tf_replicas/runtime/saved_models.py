@@ -30,7 +30,8 @@ def new_directory(path: str, argument: str) -> Iterator[str]:
 
   The value of the context is the path of another directory, which does not
   exist. The caller makes it, and writes the files there. At the end of the
-  context it becomes `path`; after an error it is deleted.
+  context it becomes `path`; after an error it is deleted. Its parent directory
+  is always deleted, and may have other temporary files.
 
   Args:
     path: The path. Its parent directories are made if they do not exist.
