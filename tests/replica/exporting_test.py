@@ -38,7 +38,7 @@ np.save(sys.argv[3], model.serve([ids, ids[:, :1] % 7]))
 
 # Exports a small model first, since the code that runs needs memory too.
 _MEASURED = """
-import resource
+import re
 import sys
 import keras
 import tf_replicas
@@ -49,15 +49,14 @@ def model_fn(rows):
   return keras.Model(inputs, words(inputs))
 
 def peak():
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+  # `ru_maxrss` would be that of the parent process, if it is larger.
+  with open("/proc/self/status") as file:
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", file.read())[1]) << 10
 
 for rows, train_dir in ((100, sys.argv[1]), (1 << 20, sys.argv[2])):
   before = peak()
   tf_replicas.export(
-    lambda: model_fn(rows),
-    train_dir,
-    train_dir + "/exported",
-    max_shard_bytes=100 << 20,
+    lambda: model_fn(rows), train_dir, train_dir + "/exported"
   )
 print("BYTES", peak() - before)
 """
@@ -301,7 +300,8 @@ class ExportTest(parameterized.TestCase):
     )
     refuses(FileExistsError, "`path` must not exist", path=self.train_dir)
     refuses(FileExistsError, "`path` must be a directory", path=__file__)
-    refuses(ValueError, "`max_shard_bytes` must be", max_shard_bytes=0)
+    for size in (0, 1.5, True):
+      refuses(ValueError, "`max_shard_bytes` must be", max_shard_bytes=size)
     refuses(TypeError, "`model` must be a model of Keras 3", model=7)
     refuses(TypeError, "`model` must be a model of Keras 3", model=lambda: 7)
     refuses(ValueError, "`model` must be built", model=keras.Sequential())

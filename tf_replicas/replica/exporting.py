@@ -116,10 +116,10 @@ def export(
 
   It is what `keras.Model.export` writes: a model for inference, with the
   function `serve`, which `tf.saved_model.load` loads without this library and
-  without Keras. Ragged and sparse inputs of the model stay so; Keras would make
-  them dense. And the tables of embedding layers are copied from the
+  without Keras. But the tables of embedding layers are copied from the
   checkpoint in blocks of 32 MiB, so they need not fit into the memory. In the
-  SavedModel, each table is divided into variables of consecutive rows.
+  SavedModel, each table is divided into variables of consecutive rows. Ragged
+  and sparse inputs of the model stay so; Keras would make them dense.
 
   All weights are those of the checkpoint; those of `model` are not used, and
   stay as they are. Only a weight that is not trained and not in the checkpoint
@@ -153,7 +153,8 @@ def export(
     ValueError: If `max_shard_bytes` is not positive, or the model is not built
       or cannot be exported by Keras.
   """
-  if isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
+  is_int = isinstance(max_shard_bytes, int)
+  if not is_int or isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
     raise ValueError(
       "`max_shard_bytes` must be a positive integer. Received:"
       f" {max_shard_bytes!r}."
