@@ -12,7 +12,6 @@ an image.
 """
 
 import os
-import tempfile
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -62,40 +61,17 @@ def export(train_dir: str, export_dir: str, *, num_views: int = 1) -> str:
     checkpoints.CheckpointError: If there is no checkpoint, or it is of another
       model.
   """
+  from tf_replicas.runtime import saved_models
   from tf_replicas.session import checkpoints
   from tf_replicas.session import evaluation
 
-  _require_free(export_dir)
-  path = checkpoints.latest(train_dir)
-  if path is None:
-    raise checkpoints.MissingCheckpointError(
-      f"No checkpoint file found in {train_dir}"
-    )
+  path = evaluation.newest_checkpoint(train_dir)
   values = evaluation.averaged_variables(checkpoints.read(path))
-  parent = os.path.dirname(os.path.abspath(export_dir))
-  os.makedirs(parent, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=parent, prefix=".export-") as directory:
-    complete = os.path.join(directory, "model")
-    config = run_config.of_run(config_lib.Config, train_dir)
-    labels = os.path.join(directory, "labels.txt")
-    _save(values, config.crop_size, num_views, labels, complete)
-    # Replaces an empty directory, and fails if it was filled meanwhile.
-    os.rename(complete, export_dir)
+  config = run_config.of_run(config_lib.Config, train_dir)
+  with saved_models.new_directory(export_dir, "export_dir") as directory:
+    labels = os.path.join(os.path.dirname(directory), "labels.txt")
+    _save(values, config.crop_size, num_views, labels, directory)
   return path
-
-
-def _require_free(export_dir: str) -> None:
-  if os.path.isdir(export_dir):
-    if not os.listdir(export_dir):
-      return
-    raise FileExistsError(
-      "`export_dir` must not exist or must be empty; nothing is overwritten."
-      f" Received: {export_dir}."
-    )
-  if os.path.lexists(export_dir):
-    raise FileExistsError(
-      f"`export_dir` must be a directory. Received: {export_dir}."
-    )
 
 
 def _save(

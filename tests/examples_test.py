@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.support import trials
 from tf_replicas.programs import update_options
@@ -121,7 +122,9 @@ def test_the_recommender_learns_what_can_be_known(tmp_path):
   best, reached = map(float, re.findall(r"AUC.*: ([\d.]+)$", output, re.M))
   assert 0.85 < best < 0.95
   assert 0.96 * best < reached < best
-  assert (tmp_path / "exported" / "saved_model.pb").exists()
+  loaded = tf.saved_model.load(str(tmp_path / "exported"))
+  ids = {name: tf.constant([3, 1, 2]) for name in ("user", "item")}
+  assert loaded.serve(ids).shape == [3, 1]
 
 
 @pytest.mark.parametrize(

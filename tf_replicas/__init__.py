@@ -40,6 +40,7 @@ _MODULE_OF = {
   "accumulated_gradients": "rules.periodic.periodic_averaging",
   "elastic_average": "rules.periodic.periodic_averaging",
   "exit_now": "runtime.processes",
+  "export": "replica.exporting",
   "fit": "fitting.keras_fit",
   "join": "fitting.custom_loop",
   "keras_replica": "replica.keras_models",

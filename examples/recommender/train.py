@@ -74,12 +74,13 @@ history = tf_replicas.fit(
   train_dir=options.train_dir,
   verbose=2,
 )
-# From here on there is only the chief. It evaluates with all rows at hand.
+# From here on there is only the chief. It exports the tables in blocks of rows,
+# but to evaluate the model, it loads all rows.
 model = history.model
+if options.export_dir:
+  tf_replicas.export(model, options.train_dir, options.export_dir)
 tf_replicas.load_tables(model, options.train_dir)
 predicted = model.predict(inputs(test), batch_size=8192, verbose=0)[:, 0]
-if options.export_dir:
-  model.export(options.export_dir)
 print(
   f"AUC of the generator: {clicks.auc(test.clicks, test.probabilities):.4f}"
 )

@@ -2,11 +2,13 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.support import trials
 from tests.tasks import tables_task
@@ -95,6 +97,14 @@ def _assert_equal(
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+def _assert_exported(ours: dict, train_dir: pathlib.Path) -> None:
+  """The exported model computes what the chief has predicted."""
+  loaded = tf.saved_model.load(str(train_dir / "exported"))
+  x, _ = tables_task.data()
+  outputs = loaded.serve({name: tf.constant(ids) for name, ids in x.items()})
+  np.testing.assert_allclose(outputs, ours["predicted"], rtol=1e-5, atol=1e-6)
+
+
 def _rows_by_parity(num_tables: int = 2) -> dict[str, int]:
   """The rows of tables that an epoch's batches have, on 2 PS tasks."""
   (x, _), size = tables_task.data(), _SETTINGS["batch_size"]
@@ -111,6 +121,8 @@ def test_equals_keras_and_resumes_on_fewer_parameter_servers(tmp_path):
   arguments = {"optimizer": "Adagrad", "train_dir": str(tmp_path)}
   ours = _train("--workers=2", "--ps=2", epochs=1, **arguments)
   _assert_equal(ours, "Adagrad", 1)
+  _assert_exported(ours, tmp_path)
+  shutil.rmtree(tmp_path / "exported")
   assert ours["counts"] == {"worker 0": [6, 0], "worker 1": [6, 0]}
   assert ours["row_updates"] == _rows_by_parity()
   assert "call `tf_replicas.load_tables(model, train_dir)`" in ours["refused"]
@@ -173,6 +185,7 @@ def test_large_embeddings_of_keras_become_tables(tmp_path):
   assert "call `tf_replicas.load_tables(model, train_dir)`" in ours["refused"]
   assert not [m for m in ours["layers"] if m.startswith("tf_replicas")]
   _assert_equal(ours, "SGD", 1, first_of_words=tables_task.FIRST([40, 4]))
+  _assert_exported(ours, tmp_path)
 
 
 @pytest.mark.exhaustive

@@ -78,6 +78,21 @@ class RowFilesTest(absltest.TestCase):
         )
       self.assertEmpty(os.listdir(directory))
 
+  def test_writes_whole_tensors_too(self):
+    prefix = os.path.join(tempfile.mkdtemp(), "tables")
+    rows = np.arange(8, dtype="float32").reshape(4, 2)
+    whole = {"text": b"words", "number": np.int64(3), "empty": rows[:0]}
+    writers = [
+      *_writers("rows", rows, 3),
+      lambda path: row_files.save_whole(path, whole),
+    ]
+    row_files.write(prefix, writers)
+    reader = tf.train.load_checkpoint(prefix)
+    self.assertEqual(reader.get_tensor("text"), b"words")
+    self.assertEqual(reader.get_tensor("number"), 3)
+    self.assertEqual(reader.get_tensor("empty").shape, (0, 2))
+    np.testing.assert_array_equal(reader.get_tensor("rows"), rows)
+
   def test_leaves_nothing_if_it_fails(self):
     directory = tempfile.mkdtemp()
 

@@ -336,6 +336,51 @@ class LookupTest(parameterized.TestCase):
       tables.gather(variable, tf.constant([1]))
 
 
+class ShardsTest(parameterized.TestCase):
+  def _filled(self, shape=(25, 3), **arguments):
+    """Shards of a table, whose rows they have, and the table."""
+    table = np.random.default_rng(1).normal(size=shape).astype("float32")
+    shards = tables.Shards("table", shape, tf.float32, **arguments)
+    for variable, (begin, end) in zip(
+      shards.variables, shards.ranges, strict=True
+    ):
+      variable.assign(table[begin:end])
+    return shards, table
+
+  @parameterized.parameters((12, 25), (40, 9), (120, 3), (1000, 1), (5, 25))
+  def test_looks_up_rows(self, max_bytes, count):
+    shards, table = self._filled(max_bytes=max_bytes)
+    self.assertLen(shards.variables, count)
+    self.assertEqual(shards.names, [f"table/shard_{n}" for n in range(count)])
+    whole = tf.Variable(table)
+    ids = tf.constant([[24, 0, 9], [9, 10, 23]])
+    with tables.looked_up_in_shards([(whole, shards)]):
+      self.assertFalse(tables.has_rows(whole))
+      whole.assign(tf.zeros_like(whole))
+      found = tf.function(tables.gather, autograph=False)(whole, ids)
+    self.assertTrue(tables.has_rows(whole))
+    self.assertEqual(found.shape, (2, 3, 3))
+    np.testing.assert_array_equal(found, table[ids])
+    none = shards.gather(tf.zeros([0], tf.int64))
+    self.assertEqual(none.shape, (0, 3))
+
+  def test_large_shards_are_whole_blocks_of_files(self):
+    shape = 1 << 20, 64  # 256 MiB, in blocks of 131,072 rows.
+    shards = tables.Shards("table", shape, tf.float32, 100 << 20)
+    self.assertEqual(
+      shards.ranges, [(0, 393216), (393216, 786432), (786432, 1 << 20)]
+    )
+
+  @parameterized.parameters(-1, 25)
+  def test_refuses_an_id_out_of_range(self, bad):
+    shards, _ = self._filled(max_bytes=120)
+    message = rf"of table must be in \[0, 25\). Received:\]? \[?{bad}"
+    with self.assertRaisesRegex(tf.errors.InvalidArgumentError, message):
+      tf.function(shards.gather, autograph=False)(
+        tf.constant([0, bad], tf.int64)
+      )
+
+
 class _Updates:
   """An inner optimizer on a table of two parts and a dense variable."""
 

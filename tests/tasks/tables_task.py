@@ -5,8 +5,8 @@ a JSON object: `optimizer` (a class of Keras), `rate`, `train_dir`, `rule`
 (settings of `Sync`; with `asynchronous`, of `Async`), `partition`, and
 arguments of `fit`. With `use_ema`, the optimizer keeps moving averages, which
 are the weights after the training. With `min_table_bytes`, the layers are those
-of Keras, and `fit` makes a table of the larger one. The chief prints one line
-of JSON.
+of Keras, and `fit` makes a table of the larger one. The chief exports the model
+to the directory `exported` in `train_dir`, and prints one line of JSON.
 """
 
 import json
@@ -139,7 +139,15 @@ def main(arguments: dict) -> None:
       model(x)
     except RuntimeError as error:
       refused = str(error)
-  tf_replicas.load_tables(model, arguments["train_dir"], averaged=use_ema)
+  train_dir = arguments["train_dir"]
+  tf_replicas.export(
+    model,
+    train_dir,
+    f"{train_dir}/exported",
+    averaged=use_ema,
+    max_shard_bytes=10_000,
+  )
+  tf_replicas.load_tables(model, train_dir, averaged=use_ema)
   # The rows in the checkpoint are those that the chief looked up.
   np.testing.assert_allclose(
     model.predict(x, verbose=0), evaluation.predicted, rtol=1e-5, atol=1e-6
@@ -149,6 +157,7 @@ def main(arguments: dict) -> None:
     "history": history.history,
     "weights": [np.asarray(w).tolist() for w in model.get_weights()],
     "refused": refused,
+    "predicted": evaluation.predicted.tolist(),
     "counts": {
       name: [counts.applied, counts.refused]
       for name, counts in history.contributions.items()

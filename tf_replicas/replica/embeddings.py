@@ -10,6 +10,8 @@ does, and a `Table` is an ordinary variable.
 
 import contextlib
 import os
+from collections.abc import Collection
+from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
 
@@ -215,7 +217,7 @@ class Embedding(keras.layers.Embedding):
       The rows, of shape [*inputs.shape, output_dim]; with a combiner,
       [*inputs.shape[:-1], output_dim].
     """
-    if tables.rows_of(self._embeddings) is None and self.combiner is None:
+    if tables.has_rows(self._embeddings) and self.combiner is None:
       return super().call(inputs)
     # As in Keras, where a model without `dtype` for its input yields floats.
     is_float = tf.as_dtype(inputs.dtype).is_floating
@@ -244,33 +246,36 @@ class Embedding(keras.layers.Embedding):
 
 
 @contextlib.contextmanager
-def replacing(min_bytes: int | None) -> Iterator[None]:
+def replacing(
+  min_bytes: int | None, paths: Collection[str] = ()
+) -> Iterator[None]:
   """Context in which large embedding layers of Keras become `Embedding`s.
 
   A `keras.layers.Embedding` that is made within the context changes its class
-  when it is built, if its weight would have at least `min_bytes` bytes, and if
-  a driver builds the model. Its rows then stay on the PS tasks. Layers of
-  subclasses do not change.
+  when it is built, if its weight would have at least `min_bytes` bytes or has
+  one of the given paths, and if a driver builds the model. Its rows then stay
+  on the PS tasks. Layers of subclasses do not change.
 
   Args:
-    min_bytes: The number of bytes; None changes no layer.
+    min_bytes: The number of bytes; None: the size does not matter.
+    paths: Paths of weights.
   """
   of_keras: Any = keras.layers.Embedding
   build = of_keras.build
 
   def build_or_replace(layer: Any, input_shape: Any = None) -> None:
     size = tf.as_dtype(layer.variable_dtype).size
-    is_large = layer.input_dim * layer.output_dim * size >= (min_bytes or 0)
+    num_bytes = layer.input_dim * layer.output_dim * size
+    is_large = min_bytes is not None and num_bytes >= min_bytes
+    is_wanted = is_large or f"{layer.path}/embeddings" in paths
     is_of_keras = type(layer) is of_keras and not layer.built
-    if not is_large or not is_of_keras or tables.current_home() is None:
+    if not is_wanted or not is_of_keras or tables.current_home() is None:
       build(layer, input_shape)
       return
-    object.__setattr__(layer, "__class__", Embedding)
-    layer.partition, layer.combiner = tables.PARTITIONS[0], None
-    layer._was_of_keras = True
+    _replace(layer)
     Embedding.build(layer, input_shape)
 
-  if min_bytes is None:
+  if min_bytes is None and not paths:
     yield
     return
   of_keras.build = build_or_replace
@@ -278,6 +283,80 @@ def replacing(min_bytes: int | None) -> Iterator[None]:
     yield
   finally:
     of_keras.build = build
+
+
+def _replace(layer: Any) -> None:
+  """Makes an embedding layer of Keras an `Embedding`."""
+  object.__setattr__(layer, "__class__", Embedding)
+  layer.partition, layer.combiner = tables.PARTITIONS[0], None
+  layer._was_of_keras = True
+
+
+def _put_back(layer: Any) -> None:
+  """Makes a layer that `_replace` has changed an embedding of Keras again."""
+  object.__setattr__(layer, "__class__", keras.layers.Embedding)
+
+
+def table_weights(model: keras.Model) -> dict[str, keras.Variable]:
+  """Finds the weights of a built model that may be tables, by their paths.
+
+  A table is a large matrix, whose rows live on the PS tasks while it is
+  trained. Where the model was not built for training, its weight has all rows.
+
+  Args:
+    model: The model.
+
+  Returns:
+    The weights of the embedding layers of Keras and of this library. The path
+    is that of the table in checkpoints.
+  """
+  found = {}
+  for layer in _layers(model):
+    weight = layer._embeddings
+    rows = tables.rows_of(weight)
+    found[weight.path if rows is None else rows.path] = weight
+  return found
+
+
+def _layers(model: keras.Model) -> list[Any]:
+  """Returns the built embedding layers of a model that may have tables."""
+  return [
+    layer
+    for layer in model._flatten_layers()
+    if type(layer) is keras.layers.Embedding or isinstance(layer, Embedding)
+    if layer.built
+  ]
+
+
+@contextlib.contextmanager
+def looked_up_in_shards(
+  model: keras.Model, pairs: Iterable[tuple[keras.Variable, tables.Shards]]
+) -> Iterator[None]:
+  """Context in which a model looks up rows of its tables in shards.
+
+  A table is the large matrix of an embedding layer. Its shards are the
+  variables that an exported model has for it.
+
+  Args:
+    model: A built model.
+    pairs: (weight of a layer, shards of its table) pairs. `table_weights` has
+      the weights.
+  """
+  pairs = list(pairs)
+  ids = {id(weight) for weight, _ in pairs}
+  of_keras = [
+    layer
+    for layer in _layers(model)
+    if not isinstance(layer, Embedding) and id(layer._embeddings) in ids
+  ]
+  for layer in of_keras:
+    _replace(layer)
+  try:
+    with tables.looked_up_in_shards(pairs):
+      yield
+  finally:
+    for layer in of_keras:
+      _put_back(layer)
 
 
 class Table(tf.Module):
@@ -442,7 +521,7 @@ def load_tables(
       tables.detach(variable)
   for layer in model._flatten_layers():
     if isinstance(layer, Embedding) and layer._was_of_keras:
-      object.__setattr__(layer, "__class__", keras.layers.Embedding)
+      _put_back(layer)
   # Keras keeps these once traced, with lookups on the parameter servers.
   model.test_function = model.predict_function = None
 
@@ -502,7 +581,8 @@ def _whole(
     if tensor is not None:
       whole[begin:end] = tensor.read(begin, end)
     elif prefix is not None:
-      whole[begin:end] = row_files.read(prefix, name, saved[name], begin, end)
+      found = row_files.read(prefix, name, saved[name], begin, end)
+      whole[begin:end] = np.asarray(found)
   return whole
 
 

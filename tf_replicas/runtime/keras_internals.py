@@ -228,6 +228,26 @@ def local_values(
 
 
 @contextlib.contextmanager
+def values_of(
+  pairs: Sequence[tuple[keras.Variable, tf.Variable]],
+) -> Iterator[None]:
+  """Context in which Keras variables have other variables as their values.
+
+  Args:
+    pairs: (Keras variable, the variable that takes the place of its value)
+      pairs. The shapes may differ.
+  """
+  own = [(variable, variable._value, variable._shape) for variable, _ in pairs]
+  try:
+    for variable, value in pairs:
+      variable._value, variable._shape = value, tuple(value.shape)
+    yield
+  finally:
+    for variable, value, shape in own:
+      variable._value, variable._shape = value, shape
+
+
+@contextlib.contextmanager
 def optimizers_of(
   model: keras.Model,
   optimizers: Mapping[str, keras.optimizers.Optimizer],

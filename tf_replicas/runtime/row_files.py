@@ -9,6 +9,7 @@ rows p, p + P, p + 2P and so on, under the name `<name>.stride_<p>_of_<P>`. Each
 of P processes can then write its stride in blocks.
 """
 
+import functools
 import math
 import os
 import re
@@ -17,9 +18,12 @@ import tempfile
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
+from typing import Any
 from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -42,6 +46,22 @@ class Entry(NamedTuple):
   shape: tuple[int, ...]
   dtype: tf.DType
   num_strides: int = 1
+
+
+class Source(Protocol):
+  """Interface of a tensor that is read in blocks of rows.
+
+  Attributes:
+    shape: The shape of the whole tensor.
+    dtype: The dtype of the tensor.
+  """
+
+  shape: tuple[int, ...]
+  dtype: tf.DType
+
+  def read(self, begin: int, end: int) -> np.ndarray | tf.Tensor:
+    """Returns the rows of the tensor from `begin` to `end`, exclusive."""
+    ...
 
 
 def blocks(shape: Sequence[int], dtype: tf.DType) -> Iterator[tuple[int, int]]:
@@ -111,6 +131,40 @@ def save(
   )
 
 
+def save_whole(path: str, values: Mapping[str, Any]) -> None:
+  """Writes tensors that are not divided into blocks to a file.
+
+  Args:
+    path: The path of the file, without an extension.
+    values: The tensors by name: numbers or strings of any shape.
+  """
+  tf.raw_ops.SaveV2(
+    prefix=path,
+    tensor_names=[*values],
+    shape_and_slices=[""] * len(values),
+    tensors=[tf.convert_to_tensor(value) for value in values.values()],
+  )
+
+
+def local_writers(
+  tensors: Mapping[str, Source],
+) -> Iterator[Callable[[str], object]]:
+  """Yields functions for `write` that read tensors in blocks, and write these.
+
+  Args:
+    tensors: The tensors by name.
+  """
+
+  def copy(name: str, begin: int, end: int, path: str) -> None:
+    tensor = tensors[name]
+    place = slice_of(tensor.shape, begin, end)
+    save(path, name, place, tensor.read(begin, end))
+
+  for name, tensor in tensors.items():
+    for begin, end in blocks(tensor.shape, tensor.dtype):
+      yield functools.partial(copy, name, begin, end)
+
+
 def write(
   prefix: str,
   writers: Iterable[Callable[[str], object]],
@@ -121,8 +175,9 @@ def write(
 
   Args:
     prefix: The path of the files without their extensions.
-    writers: Functions that each write some rows by `save`, to the path that is
-      their argument. Together they must write each row of a tensor once.
+    writers: Functions that each write some rows by `save`, or tensors by
+      `save_whole`, to the path that is their argument. Together they must write
+      each row of a tensor once.
     num_threads: The number of functions that are called at the same time.
 
   Raises:
@@ -181,7 +236,7 @@ def shapes(prefix: str) -> dict[str, Entry]:
 
 def read(
   prefix: str, name: str, entry: Entry, begin: int, end: int
-) -> np.ndarray:
+) -> np.ndarray | tf.Tensor:
   """Reads the rows from `begin` to `end`, exclusive, of a tensor in the files.
 
   Args:
@@ -212,7 +267,7 @@ def read(
   return rows
 
 
-def _restore(prefix: str, name: str, place: str, dtype: tf.DType) -> np.ndarray:
+def _restore(prefix: str, name: str, place: str, dtype: tf.DType) -> tf.Tensor:
   with tf.device(None), tf.device(resources.this_device()):
     (values,) = tf.raw_ops.RestoreV2(
       prefix=prefix,
@@ -220,4 +275,4 @@ def _restore(prefix: str, name: str, place: str, dtype: tf.DType) -> np.ndarray:
       shape_and_slices=[place],
       dtypes=[dtype],
     )
-    return values.numpy()
+    return values

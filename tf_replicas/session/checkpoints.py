@@ -18,7 +18,6 @@ blocks of rows, in separate files: those of the checkpoint `model.ckpt-7` are
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import json
 import os
@@ -334,7 +333,7 @@ def _write_rows(
     CheckpointError: If the PS tasks do not share the directory.
   """
   if not written_by_ps:
-    row_files.write(prefix, _local_writers(row_tensors))
+    row_files.write(prefix, row_files.local_writers(row_tensors))
     return
   writers = [
     writer
@@ -351,19 +350,6 @@ def _write_rows(
       " a `train_dir` on storage that all tasks share, at the same path."
       f" Received: {os.path.dirname(prefix)} ({reason})."
     ) from None
-
-
-def _local_writers(
-  row_tensors: Mapping[str, RowTensor],
-) -> Iterator[Callable[[str], object]]:
-  def write(name: str, begin: int, end: int, path: str) -> None:
-    tensor = row_tensors[name]
-    place = row_files.slice_of(tensor.shape, begin, end)
-    row_files.save(path, name, place, tensor.read(begin, end))
-
-  for name, tensor in row_tensors.items():
-    for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
-      yield functools.partial(write, name, begin, end)
 
 
 def _remove_tables_without_checkpoint(train_dir: str) -> None:
@@ -490,7 +476,7 @@ def restore(
   wanted = state.state()
   differing = differences(saved, wanted)
   row_tensors = row_tensors or {}
-  entries = _saved_rows(path)
+  entries = saved_rows(path)
   differing_rows = differences(entries, row_tensors)
   faults = [
     text
@@ -516,9 +502,8 @@ def restore(
   for name, (source, entry) in sources.items():
     tensor = row_tensors[name]
     for begin, end in row_files.blocks(tensor.shape, tensor.dtype):
-      with _naming_damage(tables_of(path)):
-        rows = row_files.read(tables_of(path), source, entry, begin, end)
-      tensor.assign(begin, rows)
+      rows = read_rows(path, source, entry, begin, end)
+      tensor.assign(begin, np.asarray(rows))
   # Last, as this sets the global step.
   state.load_state(restored)
   return Restored(
@@ -534,7 +519,7 @@ def restore(
   )
 
 
-def _saved_rows(path: str) -> dict[str, row_files.Entry]:
+def saved_rows(path: str) -> dict[str, row_files.Entry]:
   """Lists the tensors of a checkpoint that were saved in blocks of rows.
 
   Args:
@@ -554,6 +539,25 @@ def _saved_rows(path: str) -> dict[str, row_files.Entry]:
     if not is_complete(prefix):
       raise MissingCheckpointError(f"checkpoint {prefix}: files are missing")
     return row_files.shapes(prefix)
+
+
+def read_rows(
+  path: str, name: str, entry: row_files.Entry, begin: int, end: int
+) -> np.ndarray | tf.Tensor:
+  """Reads some rows of a tensor that was saved in blocks of rows.
+
+  Args:
+    path: The path of the checkpoint.
+    name: The name of the tensor, a key of `saved_rows`.
+    entry: The shape and dtype of the tensor, its value in `saved_rows`.
+    begin: The first row.
+    end: The row after the last.
+
+  Raises:
+    UnreadableCheckpointError: If the files are missing or damaged.
+  """
+  with _naming_damage(tables_of(path)):
+    return row_files.read(tables_of(path), name, entry, begin, end)
 
 
 @contextlib.contextmanager

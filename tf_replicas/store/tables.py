@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ _BLOCK_ROWS = 1024
 # has this one afterwards.
 _TRUNCATED_STDDEV = 0.87962566103423978
 _ATTRIBUTE = "table_rows"
+_SHARDS = "table_shards"
 # What `_in_range` raises, within TensorFlow's message.
 _BAD_IDS = re.compile(
   r"(the ids of rows of .* must be in \[0, \d+\)\. Received:)\]? \[?(-?\d+)"
@@ -433,13 +435,7 @@ class Rows:
     """
     parts = list(self.parts) if parts is None else parts
     numbers, rows = self.place(ids)
-    if len(parts) == 1:
-      return tf.identity(parts[0].gather(rows))
-    count = len(parts)
-    by_part = tf.dynamic_partition(rows, numbers, count)
-    places = tf.dynamic_partition(tf.range(tf.size(rows)), numbers, count)
-    found = [p.gather(own) for p, own in zip(parts, by_part, strict=True)]
-    return tf.dynamic_stitch(places, found)
+    return _from_parts([part.gather for part in parts], numbers, rows)
 
   def assign(
     self,
@@ -531,6 +527,128 @@ class Rows:
       [tf.constant(blocks.start, tf.int64)],
       parallel_iterations=1,
     )
+
+
+def _from_parts(
+  readers: Sequence[Callable[[tf.Tensor], tf.Tensor]],
+  numbers: tf.Tensor,
+  rows: tf.Tensor,
+) -> tf.Tensor:
+  """Reads rows of a matrix that is divided into parts, from all parts at once.
+
+  Args:
+    readers: One function per part: it maps indices of rows within the part,
+      int64 [m], to these rows, [m, columns].
+    numbers: The number of the part that has each row, int32 [n].
+    rows: The index of each row within its part, int64 [n].
+
+  Returns:
+    The rows, [n, columns].
+  """
+  if len(readers) == 1:
+    return tf.identity(readers[0](rows))
+  count = len(readers)
+  by_part = tf.dynamic_partition(rows, numbers, count)
+  places = tf.dynamic_partition(tf.range(tf.size(rows)), numbers, count)
+  found = [read(own) for read, own in zip(readers, by_part, strict=True)]
+  return tf.dynamic_stitch(places, found)
+
+
+class Shards:
+  """The variables of a table in a model that is exported.
+
+  A table is a large matrix, whose rows live on the PS tasks while it is
+  trained. In an exported model it is divided into *shards*, which are variables
+  of consecutive rows. All but the last have the same number of rows.
+
+  Here, the variables have no rows: they say how the exported model looks up
+  rows. Their values are written to its files, block by block.
+
+  Attributes:
+    path: The path of the table, which identifies it.
+    shape: (rows, columns) of the whole table.
+    dtype: The dtype of the rows.
+    variables: The shards, [None, columns] each, with distinct names.
+  """
+
+  def __init__(
+    self, path: str, shape: tuple[int, int], dtype: tf.DType, max_bytes: int
+  ):
+    """Makes the variables.
+
+    Args:
+      path: The path of the table.
+      shape: (rows, columns) of the whole table.
+      dtype: The dtype of the rows.
+      max_bytes: The largest size of a shard in bytes. A row that is larger is a
+        shard by itself.
+    """
+    self.path = path
+    self.shape = shape
+    self.dtype = dtype
+    rows, columns = shape
+    size = min(rows, max(1, max_bytes // (columns * dtype.size)))
+    # Whole blocks of a checkpoint are read faster, and with less memory.
+    block = next(row_files.blocks(shape, dtype))[1]
+    self._size = size // block * block or size
+    self.variables = [
+      tf.Variable(
+        tf.zeros([0, columns], dtype),
+        shape=[None, columns],
+        name=f"{path}/shard_{number}",
+      )
+      for number in range(-(-rows // self._size))
+    ]
+
+  @property
+  def names(self) -> list[str]:
+    """The name of each shard, as it stands in the exported model."""
+    return [variable.name.partition(":")[0] for variable in self.variables]
+
+  @property
+  def ranges(self) -> list[tuple[int, int]]:
+    """The (first row, row after the last) of each shard."""
+    rows, size = self.shape[0], self._size
+    return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+
+  def gather(self, ids: tf.Tensor) -> tf.Tensor:
+    """Looks up rows in the shards.
+
+    Args:
+      ids: int64 [n], indices of rows of the whole table.
+
+    Returns:
+      The rows, [n, columns].
+
+    Raises:
+      tf.errors.InvalidArgumentError: At run time, if an id is out of range.
+    """
+    with tf.control_dependencies([_in_range(ids, self)]):
+      numbers = tf.cast(ids // self._size, tf.int32)
+    readers = [functools.partial(tf.gather, each) for each in self.variables]
+    return _from_parts(readers, numbers, tf.math.floormod(ids, self._size))
+
+
+@contextlib.contextmanager
+def looked_up_in_shards(pairs: Iterable[tuple[Any, Shards]]) -> Iterator[None]:
+  """Context in which lookups of tables read rows in shards.
+
+  A table is a large matrix, such as that of an embedding. Its shards are the
+  variables that an exported model has for it.
+
+  Args:
+    pairs: (variable, shards) pairs: a variable that is a table or stands for
+      one, and the shards that are read instead of it.
+  """
+  variables = []
+  try:
+    for variable, shards in pairs:
+      setattr(variable, _SHARDS, shards)
+      variables.append(variable)
+    yield
+  finally:
+    for variable in variables:
+      setattr(variable, _SHARDS, None)
 
 
 class RowTensor:
@@ -710,6 +828,16 @@ def rows_of(variable: Any) -> Rows | None:
   return getattr(variable, _ATTRIBUTE, None)
 
 
+def has_rows(variable: Any) -> bool:
+  """Returns whether a variable has all rows of its table itself.
+
+  A table is a large matrix. The rows may be elsewhere: on the PS tasks, or in
+  the shards of a model that is exported.
+  """
+  shards = getattr(variable, _SHARDS, None)
+  return rows_of(variable) is None and shards is None
+
+
 def _path_of(variable: Any) -> str:
   """Returns the name of a table, for error messages.
 
@@ -797,9 +925,32 @@ def _gather(variable: Any, ids: tf.Tensor) -> tf.Tensor:
   """Looks up rows by a dense tensor of integers; see `gather`."""
   path = _path_of(variable)
   check_ids(ids, path)
-  rows = rows_of(variable)
-  if rows is None:
+  if has_rows(variable):
     return tf.gather(tf.convert_to_tensor(variable), ids)
+  flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
+  shards = getattr(variable, _SHARDS, None)
+  found = _fetch(variable, flat) if shards is None else shards.gather(flat)
+  columns = found.shape[1]
+  shape: list[Any] = [tf.shape(ids), [columns]]
+  found = tf.reshape(found, tf.concat(shape, axis=0))
+  return tf.ensure_shape(found, [*ids.shape, columns])
+
+
+def _fetch(variable: Any, ids: tf.Tensor) -> tf.Tensor:
+  """Fetches rows from the PS tasks, each row once; see `gather`.
+
+  Args:
+    variable: A variable that stands for a table.
+    ids: int64 [n], indices of rows.
+
+  Returns:
+    The rows, [n, columns].
+
+  Raises:
+    RuntimeError: If the PS tasks of the table have ended.
+  """
+  rows, path = rows_of(variable), _path_of(variable)
+  assert rows is not None
   if not rows.home.is_open:
     raise RuntimeError(
       f"the rows of the table {path!r} were on parameter servers, which have"
@@ -810,16 +961,12 @@ def _gather(variable: Any, ids: tf.Tensor) -> tf.Tensor:
   if placeholder is None:
     placeholder = tf.convert_to_tensor(variable)
     parts = rows.averages if rows.home.reads_averages else None
-  flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
-  unique, places = tf.unique(flat)
+  unique, places = tf.unique(ids)
   # The rows must not be older than the placeholder, which was pulled before.
   with tf.control_dependencies([placeholder, _in_range(unique, rows)]):
     unique = resources.copy_here(unique)
   fetched = _with_gradient(placeholder, rows.fetch(unique, parts), unique)
-  found = tf.gather(fetched, places)
-  columns = rows.shape[1]
-  shape = tf.concat([tf.shape(ids), [columns]], axis=0)
-  return tf.ensure_shape(tf.reshape(found, shape), [*ids.shape, columns])
+  return tf.gather(fetched, places)
 
 
 def _check_weights(
@@ -932,12 +1079,12 @@ def _combine(
   return tf.math.divide_no_nan(total, norm)
 
 
-def _in_range(ids: tf.Tensor, rows: Rows) -> tf.Operation | tf.Tensor:
+def _in_range(ids: tf.Tensor, rows: Rows | Shards) -> tf.Operation | tf.Tensor:
   """Returns an op that fails if one of `ids` is not the index of a row.
 
   Args:
     ids: int64 [n], indices to look up in a table.
-    rows: The table, a large matrix whose rows live on the PS tasks.
+    rows: The table, a large matrix, which is on the PS tasks or in shards.
   """
   count = rows.shape[0]
   low, high = tf.reduce_min(ids), tf.reduce_max(ids)
