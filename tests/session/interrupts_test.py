@@ -34,6 +34,16 @@ def test_a_step_that_waits_in_tensorflow_is_interrupted(signum):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_between_steps_outlives_an_error(signum):
+  """A parameter server may get SIGTERM with its chief, which then fails."""
+  with pytest.raises(KeyboardInterrupt) as info:
+    with interrupts.deferred():
+      os.kill(os.getpid(), signum)
+      raise OSError("the parameter server has gone")
+  assert info.value.args == (("SIGTERM",) if signum == signal.SIGTERM else ())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_interrupt_waits_for_the_end(signum):
   before = signal.getsignal(signum)
   done = []

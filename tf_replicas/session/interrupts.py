@@ -113,7 +113,7 @@ def deferred(
   Yields:
     A function that takes a step function, calls it, and returns its result. It
     raises KeyboardInterrupt instead if there was an interrupt meanwhile, even
-    if the step function failed.
+    if the step function failed. So does the context at its end.
   """
   pending: list[list[str]] = []  # The arguments of a KeyboardInterrupt.
   in_step = threading.Event()
@@ -154,7 +154,11 @@ def deferred(
     signal.signal(signum, check if is_alarm else interrupt)
   try:
     with _waking(wake, in_step) if wake else contextlib.nullcontext():
-      yield make
+      try:
+        yield make
+      except Exception:
+        check()
+        raise
     check()
   finally:
     if signal.SIGALRM in ours:
