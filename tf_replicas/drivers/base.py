@@ -517,6 +517,7 @@ class ParameterServerDriver(Driver):
     self._loss: tuple[Sequence[str], float] | None = None
     self._last_step = 0
     self._end_step: int | None = None
+    self._is_built = False
     self.replica_names = [str(replica) for replica in replicas]
     self._options = options
     self._log = options.log
@@ -542,7 +543,11 @@ class ParameterServerDriver(Driver):
         self.replica = build_replica(replica_fn)
       if not self._may_data_end:
         check_endless(self.replica, "in-graph training")
-      self._build()
+      try:
+        self._build()
+      except tf.errors.OpError as error:  # A task ended since it answered.
+        if not self.recover(error):
+          raise
 
   def _namespace(self) -> resources.Namespace:
     """Returns the namespace, a prefix of the names of all shared variables.
@@ -563,6 +568,7 @@ class ParameterServerDriver(Driver):
         rule, than the chief.
       ValueError: If the rule is for another number of replicas.
     """
+    self._is_built = False
     self.rule = rule_base.check_rule(self._rule_fn())
     rule_base.check_replicas(self.rule, self.replica_names)
     self.store = parameter_store.build(
@@ -573,6 +579,7 @@ class ParameterServerDriver(Driver):
     )
     self._agree()
     self._attach()
+    self._is_built = True
 
   def set_learning_rate(self, rate: float) -> None:
     """Sets the learning rate of all later updates. Called by the chief only."""
@@ -696,7 +703,7 @@ class ParameterServerDriver(Driver):
       RuntimeError: If a thread does not end within 30 s.
     """
     stages = [] if self._watchdog is None else [self._watchdog.stop]
-    if self.is_chief:
+    if self.is_chief and self._is_built:
       stages.append(self.rule.close)
     heartbeats.run_all(stages, log=lambda line: None)
     self._watchdog = None
