@@ -14,6 +14,7 @@ class PutBackTest(absltest.TestCase):
         "ragged": tf.RaggedTensor.from_row_lengths(tf.range(n), [n]),
         "sparse": tf.sparse.expand_dims(tf.sparse.eye(n), 0),
         "dense": tf.ones([n, 4]),
+        "nothing": None,
       }
     )
     iterator = iter(data_set)
@@ -24,12 +25,17 @@ class PutBackTest(absltest.TestCase):
       batch = kept.take(iterator)
       self.assertEqual(batch["dense"].shape.as_list(), [None, 4])
       with tf.control_dependencies([kept.put(batch, is_refused)]):
-        return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+        return tf.nest.map_structure(
+          lambda part: None if part is None else tf.identity(part),
+          batch,
+          expand_composites=True,
+        )
 
     sizes = []
     for is_refused in (False, True, True, False, False):
       batch = step(tf.constant(is_refused))
       size = batch["dense"].shape[0]
+      self.assertIsNone(batch["nothing"])
       self.assertEqual(batch["ragged"].to_list(), [list(range(size))])
       np.testing.assert_array_equal(
         tf.sparse.to_dense(batch["sparse"]), [np.eye(size)]

@@ -333,7 +333,7 @@ def test_servers_that_share_no_storage_cannot_write(tmp_path):
   train_dir = tmp_path / "train"
   rows = _RowsElsewhere(tmp_path / "elsewhere")
   values = {"global_step": np.int64(3)}
-  message = "needs a `train_dir` on storage that all tasks share.*train"
+  message = "needs a `train_dir` on storage that all tasks share .*train"
   with pytest.raises(checkpoints.CheckpointError, match=message):
     checkpoints.save(
       train_dir, values, row_tensors={"table": rows}, written_by_ps=True

@@ -131,6 +131,45 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
     np.testing.assert_array_equal(saved["variables/w"], step)
 
 
+class SlowRows:
+  """A tensor that is saved in blocks of rows, slowly."""
+
+  shape, dtype, num_parts = (4, 2), tf.float32, 1
+
+  def __init__(self):
+    self.num_reads = 0
+
+  def read(self, begin, end):
+    self.num_reads += 1
+    time.sleep(3)
+    return np.ones([end - begin, 2], np.float32)
+
+
+def test_an_interrupt_does_not_begin_a_checkpoint_that_is_being_written(
+  tmp_path, capsys
+):
+  toy = Toy()
+  rows = SlowRows()
+  toy.row_tensors = lambda: {"table": rows}
+
+  def step_fn():
+    if toy.step == 1:  # The next step is saved.
+      threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    return toy.advance()
+
+  session = toy.session(tmp_path, max_steps=9, checkpoint_every_steps=2)
+  with pytest.raises(KeyboardInterrupt):
+    session.run(step_fn)
+  assert rows.num_reads == 1
+  saved = f"{tmp_path}/model.ckpt-2"
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[-2:] == [
+    f"saved {saved}",
+    f"interrupted; last checkpoint: {saved}",
+  ]
+  assert checkpoints.is_complete(checkpoints.tables_of(saved))
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path, capsys):
   toy = Toy()
   train_dir = tmp_path / "train"

@@ -356,9 +356,9 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     """Computes gradients of batches from the training's present position on.
 
     Returns:
-      True if updates were taken back: the chief has restored a checkpoint after
-      an update that was interrupted. The batches must then be drawn from there
-      again. False if training has ended.
+      True if the chief has restored a checkpoint, so that the global step went
+      back. The caller must then open the data set at the new position. False if
+      training has ended, or if this process must stop.
     """
     (token, *state), run_asking, run_preadmitted = self._begin()
     max_steps, newest = 1, 0
@@ -384,10 +384,10 @@ class BetweenGraph(driver_base.ParameterServerDriver):
   ) -> tuple[list[tf.Tensor], Callable, Callable | None]:
     """Opens the data set where the training is, and reads the parameters.
 
-    If each update needs every replica, the first batch belongs to the update
-    for which the parameters were read. What an earlier process of this task has
-    sent may still make one update, before the parameters are read. Then the
-    data set is opened a second time.
+    With a rule that repeats refused batches, the first batch must belong to the
+    update for which the parameters were read. A gradient that an earlier
+    process of this task has sent may still complete an update before they are
+    read. Then the data set is opened again, at the new position.
 
     Returns:
       The result of `ReplicaLoop.begin`; and the traced functions that make

@@ -96,7 +96,8 @@ def connect_client(
   Raises:
     cluster.ClusterError: If the port of `task` is in use, or a task has a
       public address.
-    TimeoutError: If a PS task does not answer in time.
+    TimeoutError: If a PS task does not answer in time. (If it ends after it has
+      answered, the process exits: see `connecting`.)
     RuntimeError: If this process is connected to another cluster.
   """
   address = spec.address(task)
@@ -120,17 +121,18 @@ def connect_client(
 def connecting(
   task: cluster.Task, timeout_secs: float
 ) -> contextlib.AbstractContextManager[None]:
-  """Context in which TensorFlow connects to servers that have answered.
+  """Context that limits the time in which TensorFlow connects to servers.
 
-  If one of them ends meanwhile, TensorFlow 2.21 waits for it without a time
-  limit. The context then ends the process, with an error message.
+  Call `await_servers` first. If a server ends after it has answered, TensorFlow
+  2.21 waits for it without a time limit. This context then ends the process
+  with an error message and status 1.
 
   Args:
     task: The task of this process.
     timeout_secs: The time limit in seconds.
   """
   return processes.ended_after(
-    timeout_secs, f"{task} connects to servers, of which one stopped answering"
+    timeout_secs, f"{task} connects to servers; one of them may have ended"
   )
 
 

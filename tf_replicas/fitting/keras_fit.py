@@ -403,11 +403,11 @@ def _check_validation(
 def _check_callbacks(
   model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]
 ) -> None:
-  """Raises ValueError if a callback swaps averages that lookups do not see.
+  """Raises ValueError if `SwapEMAWeights` is used with tables.
 
-  `SwapEMAWeights` puts moving averages into the model for an evaluation. But
-  the rows of tables, which are looked up on the parameter servers, would not be
-  averages.
+  This callback puts moving averages into the weights of the model for an
+  evaluation. But lookups on the parameter servers would still return the rows
+  themselves.
 
   Args:
     model: The compiled model, whose optimizer may keep moving averages.
@@ -711,8 +711,13 @@ class _Loop(keras.callbacks.Callback):
           **arguments,
         )
       except KeyboardInterrupt:
-        with contextlib.suppress(tf.errors.OpError):
+        self._session.end_writing()
+        # Nothing may replace the KeyboardInterrupt.
+        with contextlib.suppress(Exception):
           self._session.save()
+        raise
+      except BaseException:
+        self._session.end_writing()
         raise
       finally:
         model.steps_per_execution = own
@@ -772,6 +777,7 @@ class _Loop(keras.callbacks.Callback):
     If the checkpoint is older than the start of the present epoch, it makes the
     updates up to there again.
     """
+    self._session.end_writing()
     self._restore()
     # Keras traces these again. They do not find the rows of tables any more.
     self._trained.test_function = self._trained.predict_function = None

@@ -27,14 +27,14 @@ from tf_replicas.store import tables
 
 
 class _Saved:
-  """The variables of a checkpoint, of which those of many rows stay in files.
+  """The variables of a checkpoint. Tables are not read into memory.
 
-  A checkpoint has the large matrices of embeddings in separate files.
+  Tables are the large matrices of embeddings, which a checkpoint has in
+  separate files.
 
   Attributes:
     checkpoint: The path of the checkpoint.
-    shapes: What has the shape and dtype of each variable, by the variable's
-      path.
+    shapes: An object with the shape and dtype of each variable, by path.
     table_paths: The paths of the variables that are in separate files.
   """
 
@@ -126,11 +126,11 @@ def export(
   is exported with its value in `model`.
 
   Args:
-    model: A built model, such as `history.model` of `fit`; or a function
-      without arguments that builds it, such as the `model_fn` of `fit`. The
-      function makes the model without the rows of its tables. A model that is
-      built outside of a training has all rows in the memory, like any model of
-      Keras. A part of the trained model, such as one tower, will do.
+    model: A built model, such as `history.model` of `fit`, or a part of one,
+      such as one tower; or a function without arguments that builds it, such as
+      the `model_fn` of `fit`. In another process, prefer the function: the
+      tables of its model get no rows. A model that the caller builds outside of
+      a training has all rows in memory.
     train_dir: The directory of the training.
     path: The directory of the SavedModel. It must be empty or not exist. The
       model appears there only when it is complete.

@@ -139,8 +139,9 @@ def killed_after(secs: float) -> Iterator[None]:
 def ended_after(secs: float, what: str) -> Iterator[None]:
   """Context that ends this process if it is not left within a time limit.
 
-  It is for calls that wait without a time limit of their own, and without
-  Python's lock. The process prints one line, and exits with status 1.
+  Use it for calls that have no time limit of their own, and that release
+  Python's lock while they wait. After the limit, the process prints one line
+  and exits with status 1. Functions registered by `at_exit` are not called.
 
   Args:
     secs: The time limit in seconds.
@@ -150,9 +151,10 @@ def ended_after(secs: float, what: str) -> Iterator[None]:
   def end() -> None:
     line = f"error: {what}: gave up after {secs:.0f} s"
     print(line, file=sys.stderr, flush=True)
-    exit_now(1)
+    sys.stdout.flush()
+    os._exit(1)
 
-  timer = threading.Timer(secs, end)
+  timer = threading.Timer(min(secs, threading.TIMEOUT_MAX), end)
   timer.daemon = True
   timer.start()
   try:

@@ -12,11 +12,10 @@ from tf_replicas.runtime import control_flow
 
 
 class PutBack:
-  """Holds a batch that was drawn, but has to be used again.
+  """Stores one batch, so that the next step can use it again.
 
-  A queue holds it, as the shapes of batches may differ. All methods find it by
-  its name, on the device where they run. They may be used inside a
-  `tf.function`.
+  The batch is in a queue, since the shapes of batches may differ. The methods
+  find the queue by its name. They may be used inside a `tf.function`.
   """
 
   def __init__(self, element_spec: object, *, device: str | None):
@@ -37,7 +36,8 @@ class PutBack:
     """Stores `batch` for the next call of `take`, if `is_wanted`.
 
     Args:
-      batch: The batch. No other one may be stored.
+      batch: The batch. If another one is stored, the op waits until that one is
+        taken.
       is_wanted: bool scalar.
 
     Returns:
@@ -45,7 +45,8 @@ class PutBack:
     """
 
     def put() -> tf.Operation:
-      tensors = tf.nest.flatten(batch, expand_composites=True)
+      flat = tf.nest.flatten(batch, expand_composites=True)
+      tensors = [tensor for tensor in flat if tensor is not None]
       return tf.raw_ops.QueueEnqueueV2(handle=self._queue(), components=tensors)
 
     with tf.device(self._device):

@@ -185,6 +185,8 @@ def write(
   """
   directory = os.path.dirname(os.path.abspath(prefix))
   folder = tempfile.mkdtemp(prefix=".rows-", dir=directory)
+  # Processes of other users may have to write to it too.
+  os.chmod(folder, os.stat(directory).st_mode & 0o777)
 
   def run(numbered: tuple[int, Callable[[str], object]]) -> str:
     number, writer = numbered

@@ -27,12 +27,11 @@ _FINGERPRINT = "fingerprint.pb"
 
 @contextlib.contextmanager
 def new_directory(path: str, argument: str) -> Iterator[str]:
-  """Context that makes the directory `path`, complete with its files.
+  """Context that makes a directory, which appears only when it is complete.
 
-  The value of the context is the path of another directory, which does not
-  exist. The caller makes it, and writes the files there. At the end of the
-  context it becomes `path`; after an error it is deleted. Its parent directory
-  is always deleted, and may have other temporary files.
+  It yields the path of a temporary directory, which the caller must create and
+  fill. At the end of the context, this directory is renamed to `path`; after an
+  error it is deleted. Other files beside it are temporary, and always deleted.
 
   Args:
     path: The path. Its parent directories are made if they do not exist.

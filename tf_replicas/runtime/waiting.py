@@ -63,7 +63,11 @@ class RaisingThread:
   _ends = True
 
   def __init__(
-    self, run: Callable[[], None], *, on_error: Callable[[], object]
+    self,
+    run: Callable[[], None],
+    *,
+    on_error: Callable[[], object],
+    daemon: bool = True,
   ):
     """Starts the thread.
 
@@ -71,8 +75,11 @@ class RaisingThread:
       run: The function that the thread calls.
       on_error: Called in the thread if `run` raises an error, for example to
         wake another thread that waits and will then call `join`.
+      daemon: Whether the process may end before the thread.
     """
     self._error: BaseException | None = None
+    # After an interrupt of its `join`, a thread of Python 3.11 counts as ended.
+    self._ended = threading.Event()
 
     def guarded() -> None:
       try:
@@ -80,8 +87,10 @@ class RaisingThread:
       except BaseException as error:  # pylint: disable=broad-except
         self._error = error
         on_error()
+      finally:
+        self._ended.set()
 
-    self._thread = threading.Thread(target=guarded, daemon=True)
+    self._thread = threading.Thread(target=guarded, daemon=daemon)
     try:
       self._thread.start()
     except RuntimeError as error:
@@ -91,7 +100,7 @@ class RaisingThread:
 
   def is_alive(self) -> bool:
     """Returns whether the thread is running."""
-    return self._thread.is_alive()
+    return not self._ended.is_set()
 
   def raise_error(self) -> None:
     """Raises the error that ended the thread, if any, and only once."""
@@ -107,8 +116,7 @@ class RaisingThread:
     Args:
       timeout_secs: The longest wait in seconds; None for no limit.
     """
-    if self._thread.ident is not None:
-      self._thread.join(timeout_secs)
+    self._ended.wait(timeout_secs)
     self.raise_error()
 
 

@@ -302,6 +302,7 @@ def save(
         )
     except BaseException:  # Its parts would take up the room of the disk.
       shutil.rmtree(path + "_temp", ignore_errors=True)
+      _remove_tables_without_checkpoint(train_dir)
       raise
   _remove_tables_without_checkpoint(train_dir)
   return saved
@@ -343,12 +344,16 @@ def _write_rows(
   num_threads = max(tensor.num_parts for tensor in row_tensors.values())
   try:
     row_files.write(prefix, writers, num_threads=num_threads)
-  except (FileNotFoundError, tf.errors.NotFoundError) as error:
+  except (
+    FileNotFoundError,
+    tf.errors.NotFoundError,
+    tf.errors.PermissionDeniedError,
+  ) as error:
     reason = " ".join(str(error).split())
     raise CheckpointError(
       "the PS tasks cannot write the rows of tables: `table_writer='ps'` needs"
-      " a `train_dir` on storage that all tasks share, at the same path."
-      f" Received: {os.path.dirname(prefix)} ({reason})."
+      " a `train_dir` on storage that all tasks share and may write to, at the"
+      f" same path. Received: {os.path.dirname(prefix)} ({reason})."
     ) from None
 
 

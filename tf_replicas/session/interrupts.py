@@ -113,7 +113,8 @@ def deferred(
   Yields:
     A function that takes a step function, calls it, and returns its result. It
     raises KeyboardInterrupt instead if there was an interrupt meanwhile, even
-    if the step function failed. So does the context at its end.
+    if the step function failed. The context raises it too, at its end or in
+    place of an error, if there was an interrupt.
   """
   pending: list[list[str]] = []  # The arguments of a KeyboardInterrupt.
   in_step = threading.Event()

@@ -237,7 +237,7 @@ class Session:
         self._save_interrupted()
         raise
       except BaseException:
-        self._abandon_writer()
+        self.end_writing()
         raise
     lines = [reporter.final_line(step, now), *(report() if report else ())]
     self._console.log("\n".join(lines))
@@ -354,8 +354,8 @@ class Session:
 
     Raises:
       FloatingPointError: If a variable is not finite.
-      tf.errors.OpError: If the state cannot be read, or the checkpoint before
-        could not be written.
+      tf.errors.OpError, OSError, CheckpointError: If the state cannot be read,
+        or if this or the checkpoint before could not be written.
     """
     if self._writer is not None and not self._writer.is_alive():
       self._await_writer()
@@ -376,6 +376,7 @@ class Session:
 
     Raises:
       FloatingPointError: If a variable is not finite.
+      tf.errors.OpError, OSError, CheckpointError: If it cannot be written.
     """
     self.save(step)
     self._write_finished(step, self._clock())
@@ -392,12 +393,21 @@ class Session:
 
     Raises:
       FloatingPointError: If a variable is not finite. Nothing is written then.
+      tf.errors.OpError, OSError, CheckpointError: If it cannot be written.
     """
     self._begin_save(step)
     self._await_writer()
 
   def _begin_save(self, step: int | None) -> None:
-    """Reads the state, and starts to write it, as `save` documents."""
+    """Reads the state, and starts a thread that writes it.
+
+    With tables, it waits for the thread. `save` documents the argument.
+
+    Raises:
+      FloatingPointError: If a variable is not finite. Nothing is written then.
+      tf.errors.OpError, OSError, CheckpointError: If the state cannot be read,
+        or if this or the checkpoint before could not be written.
+    """
     train_dir = self._train_dir
     if not self._is_writer or self._state is None or train_dir is None:
       return
@@ -424,39 +434,44 @@ class Session:
       )
 
     self._saved_step = step
-    self._writer = waiting.RaisingThread(write, on_error=lambda: None)
-    if row_tensors:  # Later updates would change the rows.
+    self._writer = waiting.RaisingThread(
+      write, on_error=lambda: None, daemon=False
+    )
+    if row_tensors:  # Later updates of the chief would change the rows.
       self._await_writer()
 
   def _await_writer(self) -> None:
     """Waits until the checkpoint is written that is being written, if any.
 
     Raises:
-      tf.errors.OpError: If it could not be written.
+      tf.errors.OpError, OSError, CheckpointError: If it could not be written.
     """
     if self._writer is None:
       return
-    writer, self._writer = self._writer, None
     try:
-      writer.join()
-    except BaseException:
-      self._saved_step = None
+      self._writer.join()  # An interrupt leaves the writer as it is.
+    except Exception:
+      self._saved_step = self._writer = None
       raise
+    self._writer = None
     self._console.log(f"saved {self._saved_path}")
 
-  def _abandon_writer(self) -> None:
-    """Waits for the writer after an error, and logs its own error, if any."""
+  def end_writing(self) -> None:
+    """Waits for the checkpoint that is being written, and logs its error.
+
+    It is for programs with a loop of their own that ends with an error.
+    """
     try:
       self._await_writer()
     except Exception as error:  # Must not replace the first error.
       self._console.log(f"could not save: {error}")
 
   def _save_interrupted(self) -> None:
+    self.end_writing()
     try:
       self.save()
     except Exception as error:  # Must not replace the KeyboardInterrupt.
       self._console.log(f"interrupted; could not save: {error}")
-      self._abandon_writer()
     else:
       self._console.log(
         f"interrupted; last checkpoint: {self._last_good_checkpoint()}"
@@ -469,7 +484,7 @@ class Session:
     )
 
   def _last_good_checkpoint(self) -> str:
-    self._abandon_writer()
+    self.end_writing()
     if self._saved_path is None and self._train_dir is not None:
       return checkpoints.latest(self._train_dir) or "none"
     return self._saved_path or "none"

@@ -653,8 +653,7 @@ class ParameterStore:
     Returns:
       One object per shard of the table, on its PS task. The averages have no
       values unless some client (a process that trains) has already assigned
-      them. Assigning the global step by `load_state` makes them valid at this
-      step.
+      them. `load_state` declares them valid at the global step that it assigns.
     """
     parts: list[Any] = self._variables[index]
     made = [

@@ -17,9 +17,11 @@ rows that it reads catch up to the present global step, and writes nothing.
 Each update counts as one step of all rows, also if it was made void by an
 overflow of the scaled loss (`loss_scaling`).
 
-Asynchronous updates of one row may interleave, as those of other variables. An
-update that ends after a later one leaves the shadow as it is, and the next step
-takes its change into account. So every step counts once.
+Asynchronous updates of one row may be late or overlap, as those of other
+variables. An update that begins after a later one has written leaves the shadow
+as it is, and the next step takes its change into account. If two updates of a
+row overlap, the later write wins; in rare cases a step then counts twice or not
+at all.
 """
 
 from __future__ import annotations
