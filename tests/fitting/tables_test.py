@@ -168,6 +168,8 @@ def test_averages_equal_those_of_keras(tmp_path, flags, replication):
   for epochs in (1, 2):  # Resumed.
     ours = _train(*flags, replication=replication, epochs=epochs, **arguments)
     _assert_equal(ours, "SGD", epochs, use_ema=True)
+    _assert_exported(ours, tmp_path)
+    shutil.rmtree(tmp_path / "exported")
 
 
 def test_large_embeddings_of_keras_become_tables(tmp_path):
