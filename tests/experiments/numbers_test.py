@@ -1,5 +1,7 @@
 """Tests for experiments.numbers: every measured number has its data."""
 
+import pathlib
+
 from absl.testing import absltest
 
 from experiments import numbers
@@ -19,6 +21,12 @@ class PagesTest(absltest.TestCase):
   def test_every_measured_number_has_its_data(self):
     wrong = [(str(n), numbers.problem(n)) for n in numbers.of_pages()]
     self.assertEmpty([pair for pair in wrong if pair[1]])
+
+  def test_the_page_on_faults_has_the_summary_of_the_results(self):
+    root = pathlib.Path(__file__).parents[2]
+    results = root / "experiments" / "results" / "faults.md"
+    summary, _ = results.read_text().split("\n\n", 1)
+    self.assertIn(summary, (root / "docs" / "faults.md").read_text())
 
 
 class NumbersTest(absltest.TestCase):
