@@ -28,7 +28,7 @@ from tf_replicas.store import tables
 _EXACT_IN_FLOAT = 1 << 24
 # `fit` makes tables of embeddings of at least so many bytes.
 MIN_TABLE_BYTES = 1 << 26
-_PREFIX, _AVERAGES = "variables/", "averages/"
+_PREFIX = "variables/"
 
 
 @keras.saving.register_keras_serializable(package="tf_replicas")
@@ -292,7 +292,7 @@ def _replace(layer: Any) -> None:
   layer._was_of_keras = True
 
 
-def _put_back(layer: Any) -> None:
+def _restore(layer: Any) -> None:
   """Makes a layer that `_replace` has changed an embedding of Keras again."""
   object.__setattr__(layer, "__class__", keras.layers.Embedding)
 
@@ -356,7 +356,7 @@ def looked_up_in_shards(
       yield
   finally:
     for layer in of_keras:
-      _put_back(layer)
+      _restore(layer)
 
 
 class Table(tf.Module):
@@ -521,7 +521,7 @@ def load_tables(
       tables.detach(variable)
   for layer in model._flatten_layers():
     if isinstance(layer, Embedding) and layer._was_of_keras:
-      _put_back(layer)
+      _restore(layer)
   # Keras keeps these once traced, with lookups on the parameter servers.
   model.test_function = model.predict_function = None
 
@@ -564,9 +564,7 @@ def _whole(
       )
     parts = rows.averages if averaged else None
     tensor = tables.RowTensor(rows, parts or rows.parts)
-  name = _PREFIX + path
-  if averaged and _AVERAGES + path in saved:
-    name = _AVERAGES + path
+  name = checkpoints.stored_name(path, saved, averaged=averaged)
   if prefix is not None:
     entry = saved.get(name)
     if entry is None or entry.shape != shape:

@@ -53,13 +53,12 @@ class _Saved:
     self._values = checkpoints.read(checkpoint)
     self._entries = checkpoints.saved_rows(checkpoint)
     tensors: dict[str, Any] = {**self._values, **self._entries}
-    self._names = {}
-    for name in tensors:
-      kind, _, path = name.partition("/")
-      if kind == "variables":
-        average = f"averages/{path}"
-        is_average = averaged and average in tensors
-        self._names[path] = average if is_average else name
+    prefix = "variables/"
+    paths = [n.removeprefix(prefix) for n in tensors if n.startswith(prefix)]
+    self._names = {
+      path: checkpoints.stored_name(path, tensors, averaged=averaged)
+      for path in paths
+    }
     self.shapes = {path: tensors[name] for path, name in self._names.items()}
     self.table_paths = {p for p, n in self._names.items() if n in self._entries}
 

@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -663,6 +664,24 @@ def _difference(saved: Shaped, wanted: Shaped) -> str | None:
     if old != new:
       return f"{what} {old} in the checkpoint and {new} in the model"
   return None
+
+
+def stored_name(
+  path: str, names: Container[str], *, averaged: bool = True
+) -> str:
+  """Returns the name in a checkpoint of a variable or of its moving average.
+
+  Args:
+    path: The path of the variable.
+    names: The names of the tensors in the checkpoint.
+    averaged: Whether to prefer the moving average.
+
+  Returns:
+    `averages/<path>` if `averaged` and the checkpoint has it; otherwise
+    `variables/<path>`.
+  """
+  average = f"averages/{path}"
+  return average if averaged and average in names else f"variables/{path}"
 
 
 def _variable_of(average: str) -> str:

@@ -40,10 +40,7 @@ def averaged_variables(
   """
   prefix = "variables/"
   paths = [n.removeprefix(prefix) for n in values if n.startswith(prefix)]
-  return {
-    path: values.get(f"averages/{path}", values[prefix + path])
-    for path in paths
-  }
+  return {path: values[checkpoints.stored_name(path, values)] for path in paths}
 
 
 def load_into_keras(
