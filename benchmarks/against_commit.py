@@ -17,7 +17,6 @@ numbers go to `FILE` as JSON.
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -32,7 +31,7 @@ from absl import flags
 from benchmarks import commits
 from benchmarks import live_cluster
 from benchmarks import ratios
-from tf_replicas import cluster
+from benchmarks import stored
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string(
@@ -127,39 +126,6 @@ def single_rounds(
   return found
 
 
-def new_spec() -> cluster.ClusterSpec:
-  """Makes the spec of a cluster of 1 PS and 2 workers, at free ports."""
-  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
-  return cluster.resolve_ports(cluster.parse(jobs))
-
-
-def small_model(
-  root: pathlib.Path, replication: str, spec: cluster.ClusterSpec
-) -> live_cluster.LiveCluster:
-  """Starts a cluster of 1 PS and 2 workers that trains a small model.
-
-  Args:
-    root: The root directory of the tree whose library the cluster uses.
-    replication: `between_graph` or `in_graph`.
-    spec: The cluster.
-  """
-  tasks = [("ps", 0), ("worker", 1), ("worker", 0)]
-  if replication == "in_graph":
-    tasks.append(("chief", 0))
-  return live_cluster.LiveCluster(
-    [
-      [
-        sys.executable,
-        str(commits.ROOT / "benchmarks" / "paired_task.py"),
-        *(",".join(spec.addresses(j)) for j in ("ps", "worker")),
-        *(job, str(index), replication),
-      ]
-      for job, index in tasks
-    ],
-    root=root,
-  )
-
-
 def paired_rounds(
   trees: dict[str, pathlib.Path], replication: str, rounds: int
 ) -> list[dict[str, float]]:
@@ -179,7 +145,9 @@ def paired_rounds(
     with contextlib.ExitStack() as stack:
       models = {
         name: stack.enter_context(
-          small_model(trees[name], replication, new_spec())
+          live_cluster.small_model(
+            trees[name], replication, live_cluster.new_spec()
+          )
         )
         for name in order
       }
@@ -216,9 +184,7 @@ def main(argv: list[str]) -> None:
         " rounds",
         flush=True,
       )
-  if FLAGS.output:
-    document = {"commit": FLAGS.commit, "rounds": raw}
-    pathlib.Path(FLAGS.output).write_text(json.dumps(document, indent=2))
+  stored.write(FLAGS.output, {"other_commit": FLAGS.commit, "rounds": raw})
 
 
 if __name__ == "__main__":

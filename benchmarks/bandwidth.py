@@ -24,10 +24,7 @@ gradients of all replicas, divided by the rate of the link of the PS task.
 
 import concurrent.futures
 import contextlib
-import datetime
-import importlib.metadata
 import itertools
-import json
 import os
 import pathlib
 import platform
@@ -46,7 +43,7 @@ from absl import flags
 
 from benchmarks import commits
 from benchmarks import live_cluster
-from experiments.support import claims
+from benchmarks import stored
 from tf_replicas import cluster
 from tf_replicas.cluster import private_network
 
@@ -390,19 +387,6 @@ def _spread(values: Sequence[float]) -> str:
   )
 
 
-def _circumstances() -> dict[str, object]:
-  """Describes this machine, the versions, the commit and the time, for JSON."""
-  return {
-    "machine": claims.machine(),
-    "kernel": platform.release(),
-    "tensorflow": importlib.metadata.version("tensorflow"),
-    "commit": claims.commit(),
-    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(
-      "T", "seconds"
-    ),
-  }
-
-
 def main(argv: list[str]) -> None:
   del argv
   reason = private_network.obstacle()
@@ -418,8 +402,7 @@ def main(argv: list[str]) -> None:
   }
   rates = [int(rate) for rate in FLAGS.rates]
   document: dict[str, Any] = {
-    **_circumstances(),
-    "command": sys.argv,
+    "kernel": platform.release(),
     "other_commit": FLAGS.commit,
     "networks": {},
   }
@@ -433,9 +416,7 @@ def main(argv: list[str]) -> None:
       for turns in measure(model, network, kinds, rates, tree):
         rounds.append(turns)
         document["networks"][model] = {**network._asdict(), "rounds": rounds}
-        if FLAGS.output:
-          text = json.dumps(document, indent=2)
-          pathlib.Path(FLAGS.output).write_text(text + "\n")
+        stored.write(FLAGS.output, document)
       report(model, network, kinds, rounds)
 
 

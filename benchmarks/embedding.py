@@ -15,7 +15,6 @@ Prints the updates per second, the ratios within the rounds (geometric mean and
 """
 
 import contextlib
-import json
 import pathlib
 import statistics
 import sys
@@ -26,6 +25,7 @@ from absl import flags
 from benchmarks import commits
 from benchmarks import live_cluster
 from benchmarks import ratios
+from benchmarks import stored
 from tf_replicas import cluster
 
 FLAGS = flags.FLAGS
@@ -114,15 +114,14 @@ def _write(
     used: For each round and cluster, the milliseconds of processor time per
       update of each task.
   """
-  if FLAGS.output:
-    document = {
-      "updates": FLAGS.updates,
-      "rows": FLAGS.rows,
-      "commit": FLAGS.commit,
-      "updates_per_sec": found,
-      "cpu_ms_per_update": used,
-    }
-    pathlib.Path(FLAGS.output).write_text(json.dumps(document, indent=2) + "\n")
+  document = {
+    "updates": FLAGS.updates,
+    "rows": FLAGS.rows,
+    "other_commit": FLAGS.commit,
+    "updates_per_sec": found,
+    "cpu_ms_per_update": used,
+  }
+  stored.write(FLAGS.output, document)
 
 
 def main(argv: list[str]) -> None:

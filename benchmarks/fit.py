@@ -11,7 +11,6 @@ second of its turns, without the first. Prints the geometric mean of the ratios,
 and its 95% interval. The raw numbers go to `FILE`.
 """
 
-import json
 import os
 import pathlib
 import statistics
@@ -23,6 +22,7 @@ from absl import app
 from absl import flags
 
 from benchmarks import ratios
+from benchmarks import stored
 
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 10, "The number of clusters", lower_bound=2
@@ -78,9 +78,7 @@ def main(argv: list[str]) -> None:
     print(f"round {number}: {ratio:.3f}", flush=True)
   mean, low, high = ratios.interval([r["fit"] / r["loop"] for r in rounds])
   print(f"fit / loop: {mean:.3f} (95%: {low:.3f} to {high:.3f})")
-  if _OUTPUT.value:
-    text = json.dumps({"rounds": rounds}, indent=1) + "\n"
-    pathlib.Path(_OUTPUT.value).write_text(text, encoding="utf-8")
+  stored.write(_OUTPUT.value, {"ratio": [mean, low, high], "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ about 11 GiB of memory.
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
@@ -28,7 +27,7 @@ import tempfile
 from benchmarks import commits
 from benchmarks import embedding
 from benchmarks import large_table_task
-from experiments.support import claims
+from benchmarks import stored
 from experiments.support import traffic
 
 SIZES = (100_000, 1_000_000, 10_000_000)
@@ -118,12 +117,7 @@ def main() -> None:
     "--rows", type=int, default=ROWS, help="Rows of the part `memory`"
   )
   arguments = parser.parse_args()
-  document: dict = {
-    "command": "python -m benchmarks.large_table",
-    "machine": claims.machine(),
-    "commit": claims.commit(),
-    "date": datetime.date.today().isoformat(),
-  }
+  document: dict = {}
   if arguments.part != "memory":
     document["bytes_per_update"] = {
       kind: {str(rows): bytes_per_update(kind, rows) for rows in SIZES}
@@ -133,9 +127,7 @@ def main() -> None:
   if arguments.part != "bytes":
     document["memory"] = memory(arguments.rows)
     print(json.dumps(document["memory"], indent=2), flush=True)
-  if arguments.output:
-    text = json.dumps(document, indent=2) + "\n"
-    pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
+  stored.write(arguments.output, document)
 
 
 if __name__ == "__main__":

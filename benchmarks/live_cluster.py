@@ -4,10 +4,14 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from collections.abc import Sequence
 
+from tf_replicas import cluster
+
 _NUMBER = re.compile(r"[\d.]+(e-?\d+)?")
+_DIRECTORY = pathlib.Path(__file__).resolve().parent
 _END_SECS = 60
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
@@ -109,3 +113,36 @@ class LiveCluster:
     """Lets the cluster make `updates` updates, and returns their rate."""
     print(updates, file=self._chief.stdin, flush=True)
     return updates / float(self._read())
+
+
+def new_spec() -> cluster.ClusterSpec:
+  """Makes the spec of a cluster of 1 PS and 2 workers, at free ports."""
+  jobs = {"ps": ["localhost:0"], "worker": ["localhost:0"] * 2}
+  return cluster.resolve_ports(cluster.parse(jobs))
+
+
+def small_model(
+  root: pathlib.Path, replication: str, spec: cluster.ClusterSpec
+) -> LiveCluster:
+  """Starts a cluster of 1 PS and 2 workers that trains a small model.
+
+  Args:
+    root: The root directory of the tree whose library the cluster uses.
+    replication: `between_graph` or `in_graph`.
+    spec: The cluster.
+  """
+  tasks = [("ps", 0), ("worker", 1), ("worker", 0)]
+  if replication == "in_graph":
+    tasks.append(("chief", 0))
+  return LiveCluster(
+    [
+      [
+        sys.executable,
+        str(_DIRECTORY / "paired_task.py"),
+        *(",".join(spec.addresses(j)) for j in ("ps", "worker")),
+        *(job, str(index), replication),
+      ]
+      for job, index in tasks
+    ],
+    root=root,
+  )

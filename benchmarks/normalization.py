@@ -1,6 +1,6 @@
 """Measures which share of a step local response normalization takes.
 
-  python -m benchmarks.normalization [ROUNDS]
+  python -m benchmarks.normalization [--rounds=10] [--output=FILE]
 
 The step is the computation of the gradients of the CIFAR-10 tutorial's network
 for a batch of 128 images, in this process. The network has this project's
@@ -8,14 +8,15 @@ normalization, TensorFlow's, or none. The three take turns, so that all meet the
 same noise.
 """
 
-import statistics
-import sys
+import argparse
 import time
 
 import keras
 import tensorflow as tf
 
 from benchmarks import plain_network
+from benchmarks import ratios
+from benchmarks import stored
 from cifar10 import model as model_lib
 
 BATCH = 128
@@ -46,7 +47,11 @@ def gradient_step(model: keras.Model):
   return lambda: step(images, *parameters)
 
 
-def main(rounds: int) -> None:
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--rounds", type=int, default=10)
+  parser.add_argument("--output", help="File for the results, as JSON")
+  arguments = parser.parse_args()
   steps = {
     "without": gradient_step(plain_network.build(_Nothing)),
     "ours": gradient_step(model_lib.build()),
@@ -55,24 +60,29 @@ def main(rounds: int) -> None:
   for step in steps.values():
     step()
   times = {name: [] for name in steps}
-  for _ in range(rounds):
+  for _ in range(arguments.rounds):
     for name, step in steps.items():
       start = time.perf_counter()
       for _ in range(STEPS):
         gradients = step()
       gradients[0].numpy()
       times[name].append((time.perf_counter() - start) / STEPS * 1e3)
+  shares = {}
   for name, values in times.items():
-    shares = [
-      1 - without / value
-      for without, value in zip(times["without"], values, strict=True)
-    ]
-    print(
-      f"{name:14}{statistics.median(values):8.1f} ms,"
-      f" {statistics.median(shares):6.1%} of it normalization"
-      f" ({min(shares):.1%} to {max(shares):.1%})"
+    shares[name] = share = ratios.spread(
+      [
+        1 - without / value
+        for without, value in zip(times["without"], values, strict=True)
+      ]
     )
+    print(
+      f"{name:14}{ratios.spread(values)['median']:8.1f} ms,"
+      f" {share['median']:6.1%} of it normalization"
+      f" ({share['min']:.1%} to {share['max']:.1%})"
+    )
+  results = {"share_of_normalization": shares, "millis_per_step": times}
+  stored.write(arguments.output, results)
 
 
 if __name__ == "__main__":
-  main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
+  main()

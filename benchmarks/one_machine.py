@@ -1,6 +1,7 @@
 """Compares training on one machine with Keras' `fit` and with strategies.
 
   python -m benchmarks.one_machine [--rounds=3] [--batch_size=128] [--towers=2]
+    [--output=FILE]
 
 The network is that of the CIFAR-10 tutorial. Every row of the result is a
 process of its own with equal network, synthetic images and global batch. Rows
@@ -17,7 +18,6 @@ or summaries. The last row prepares batches and does nothing with them.
 
 import os
 import re
-import statistics
 import sys
 import tempfile
 import time
@@ -25,6 +25,8 @@ import time
 from absl import app
 from absl import flags
 
+from benchmarks import ratios
+from benchmarks import stored
 from experiments.support import programs
 
 FLAGS = flags.FLAGS
@@ -45,6 +47,7 @@ flags.DEFINE_string(
   None,
   "Measure only this row, in this process; the program itself uses this",
 )
+flags.DEFINE_string("output", None, "Where to write the results, as JSON")
 
 _WARM_UP_STEPS = 30
 _ROWS = (
@@ -221,20 +224,21 @@ def main(argv: list[str]) -> None:
   if FLAGS.row is not None:
     print(f"examples_per_sec {_measure_here(FLAGS.row):.1f}", flush=True)
     return
-  rates = {row: [] for row in _ROWS}
+  rounds = []
   for number in range(FLAGS.rounds):
+    rounds.append({})
     for row in _ROWS:
-      rates[row].append(measure(row))
-      print(f"round {number}: {row} {rates[row][-1]:.0f}/s", flush=True)
-  compared = _ROWS[:2]
-  heads = "".join(f"{f'{name} / it':>36}" for name in compared)
-  print(f"{'':24}{'examples/sec':>14}{heads}")
-  for row in _ROWS:
-    cells = []
-    for name in compared:
-      ratios = [a / b for a, b in zip(rates[name], rates[row], strict=True)]
-      cells.append(f"{programs.spread(ratios):>36}")
-    print(f"{row:24}{statistics.median(rates[row]):14.0f}{''.join(cells)}")
+      rounds[-1][row] = measure(row)
+      print(f"round {number}: {row} {rounds[-1][row]:.0f}/s", flush=True)
+  pairs = [(name, row) for row in _ROWS for name in _ROWS[:2] if name != row]
+  results = {
+    "ratios": ratios.compare(rounds, pairs),
+    "examples_per_sec": {
+      row: ratios.spread([rates[row] for rates in rounds]) for row in _ROWS
+    },
+    "rounds": rounds,
+  }
+  stored.write(FLAGS.output, results)
 
 
 if __name__ == "__main__":

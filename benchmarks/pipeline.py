@@ -2,6 +2,7 @@
 
   python -m benchmarks.pipeline [--rounds=5] [--batch_size=128]
     [--layers='{"conv1": 0, "conv2": 1}'] [--micro_batches=1,2,4,8]
+    [--output=FILE]
 
 Computes gradients in one process on logical CPU devices, and prints two tables.
 Rows take turns, so that all of them meet the same noise; the ratio to the first
@@ -30,6 +31,8 @@ import tensorflow as tf
 from absl import app
 from absl import flags
 
+from benchmarks import ratios
+from benchmarks import stored
 from cifar10 import model as model_lib
 from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
@@ -50,6 +53,7 @@ flags.DEFINE_list(
   ["1", "2", "4", "8"],
   "Numbers of parts into which a batch is divided",
 )
+flags.DEFINE_string("output", None, "Where to write the results, as JSON")
 
 # Of the second table; a part's backward pass takes twice its forward pass.
 _FIXED_EXAMPLES = 16
@@ -136,9 +140,16 @@ class Row:
 
     It is the median over rounds, with the least and the largest ratio.
     """
-    ratios = [a / b for a, b in zip(self.rates, other.rates, strict=True)]
-    middle = statistics.median(ratios)
-    return f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    at = self.results(other)["ratio"]
+    return f"{at['median']:.2f} ({at['min']:.2f} to {at['max']:.2f})"
+
+  def results(self, other: "Row") -> dict[str, object]:
+    """Returns the ratios to the rates of another row, and all rates."""
+    pairs = zip(self.rates, other.rates, strict=True)
+    return {
+      "ratio": ratios.spread([mine / its for mine, its in pairs]),
+      "examples_per_sec": self.rates,
+    }
 
 
 class FixedSpeed(keras.layers.Layer):
@@ -237,7 +248,18 @@ def _replica(model, loss_fn, layers, micro_batches):
   )
 
 
-def compare_cifar10(layers: dict[str, int], micro_batches: list[int]) -> None:
+def compare_cifar10(
+  layers: dict[str, int], micro_batches: list[int]
+) -> dict[str, dict]:
+  """Measures and prints the first table.
+
+  Args:
+    layers: The device of each layer; those before it are on the same device.
+    micro_batches: The numbers of parts of the batch.
+
+  Returns:
+    For each row the ratio to the first row, and the rates.
+  """
   rows = [cifar10_row("unsplit", {}, 1)]
   for number in micro_batches:
     name = "split" if number == 1 else f"pipelined, {number} parts"
@@ -253,9 +275,19 @@ def compare_cifar10(layers: dict[str, int], micro_batches: list[int]) -> None:
       f"{row.ratio(rows[0]):>22}{statistics.median(row.cores):>8.2f}"
       f"{statistics.median(row.overlaps):>9.0%}"
     )
+  return {row.name: row.results(rows[0]) for row in rows}
 
 
-def compare_fixed_speed(micro_batches: list[int]) -> None:
+def compare_fixed_speed(micro_batches: list[int]) -> dict[str, dict]:
+  """Measures and prints the second table.
+
+  Args:
+    micro_batches: The numbers of parts of the batch.
+
+  Returns:
+    For each row the ratio to the first row of its devices, and the rates.
+  """
+  found = {}
   print(f"\n{'fixed speed':20}{'ratio':>22}{'at most':>9}")
   for devices in range(2, _MAX_DEVICES + 1):
     rows = [
@@ -268,6 +300,8 @@ def compare_fixed_speed(micro_batches: list[int]) -> None:
     for number, row in zip(sorted({1, *micro_batches}), rows, strict=True):
       most = number * devices / (number + devices - 1)
       print(f"{row.name:20}{row.ratio(rows[0]):>22}{most:>9.2f}")
+      found[row.name] = {**row.results(rows[0]), "at_most": most}
+  return found
 
 
 def main(argv: list[str]) -> None:
@@ -280,8 +314,11 @@ def main(argv: list[str]) -> None:
   tf.config.threading.set_intra_op_parallelism_threads(1)
   # Those that sleep, or wait for a device that does, need one each.
   tf.config.threading.set_inter_op_parallelism_threads(32)
-  compare_cifar10(layers, micro_batches)
-  compare_fixed_speed(micro_batches)
+  results = {
+    "cifar10": compare_cifar10(layers, micro_batches),
+    "fixed_speed": compare_fixed_speed(micro_batches),
+  }
+  stored.write(FLAGS.output, results)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@
 """
 
 import argparse
-import datetime
 import json
 import os
 import pathlib
@@ -30,6 +29,7 @@ import numpy as np
 
 from benchmarks import scale_task
 from benchmarks import small_model
+from benchmarks import stored
 
 SIZES = ((1, 2), (1, 4), (1, 8), (1, 16), (8, 8))  # PS tasks, workers.
 STEPS = 200
@@ -263,11 +263,7 @@ def main() -> None:
     "--part", choices=("clusters", "ledger"), help="Run this part only"
   )
   arguments = parser.parse_args()
-  found = {
-    "command": "python -m benchmarks.scale",
-    "date": datetime.date.today().isoformat(),
-    "cores": os.cpu_count(),
-  }
+  found = {"cores": os.cpu_count()}
   if arguments.part != "ledger":
     found["clusters"] = []
     for num_ps, num_workers in SIZES:
@@ -297,9 +293,7 @@ def main() -> None:
       )
     found["extrapolated"] = extrapolate(found["chief"])
     print(json.dumps(found["extrapolated"], indent=2))
-  if arguments.output:
-    text = json.dumps(found, indent=2) + "\n"
-    pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
+  stored.write(arguments.output, found)
 
 
 if __name__ == "__main__":

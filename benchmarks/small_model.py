@@ -1,6 +1,6 @@
 """Compares the step rate of a small model with TF1's `SyncReplicasOptimizer`.
 
-  python -m benchmarks.small_model [ROUNDS]
+  python -m benchmarks.small_model [--rounds=3] [--output=FILE]
 
 Both implementations, TF1's and this library's, train one network on real
 processes of this machine, 1 PS (parameter server) and 2 workers. They take
@@ -9,6 +9,7 @@ per call, as its programs do between two lines of their logs, and then one per
 call.
 """
 
+import argparse
 import re
 import sys
 import tempfile
@@ -136,9 +137,14 @@ def measure(
   return run(module, spec, replication, most_per_call)
 
 
-def main(rounds: int) -> None:
-  from experiments.support import programs
+def main() -> None:
+  from benchmarks import ratios
+  from benchmarks import stored
 
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--output", help="File for the results, as JSON")
+  arguments = parser.parse_args()
   names = ["TF1 SyncReplicasOptimizer"]
   ours = []
   for most, words in ((PER_CALL, ""), (1, ", one per call")):
@@ -146,17 +152,26 @@ def main(rounds: int) -> None:
       names.append(replication.replace("_", "-") + words)
       ours.append((replication, most))
   print(f"{'round':6}" + "".join(f"{name:>34}" for name in names))
-  times = []
-  for number in range(rounds):
+  rounds = []
+  for number in range(arguments.rounds):
     row = [measure("benchmarks.v1_sync_replicas")]
     row += [measure("benchmarks.small_model_task", *which) for which in ours]
-    times.append(row)
+    rounds.append(
+      {name: 1e3 / millis for name, millis in zip(names, row, strict=True)}
+    )
     cells = [f"{t:.2f} ms ({row[0] / t:.2f})" for t in row]
     print(f"{number:<6}" + "".join(f"{c:>34}" for c in cells), flush=True)
-  for column, name in enumerate(names[1:], start=1):
-    ratios = [row[0] / row[column] for row in times]
-    print(f"step rate of {name} / of TF1: {programs.spread(ratios)}")
+  pairs = [(name, names[0]) for name in names[1:]]
+  results = {
+    "ratios": ratios.compare(rounds, pairs),
+    "millis_per_step": {
+      name: ratios.spread([1e3 / steps[name] for steps in rounds])
+      for name in names
+    },
+    "steps_per_sec": rounds,
+  }
+  stored.write(arguments.output, results)
 
 
 if __name__ == "__main__":
-  main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+  main()

@@ -1,6 +1,6 @@
 """Starts and ends a local cluster again and again, and checks that it ends.
 
-  python -m benchmarks.start_stop [--times=60] [--workers=3]
+  python -m benchmarks.start_stop [--times=60] [--workers=3] [--output=FILE]
 
 The cluster has 1 PS (parameter server) and N workers that attach to it at once,
 and makes five steps each time. The program fails at the first cluster that does
@@ -17,6 +17,8 @@ import time
 from absl import app
 from absl import flags
 
+from benchmarks import ratios
+from benchmarks import stored
 from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 
@@ -28,6 +30,7 @@ flags.DEFINE_integer(
 flags.DEFINE_string(
   "replication", "between_graph", "The driver of the training"
 )
+flags.DEFINE_string("output", None, "Where to write the results, as JSON")
 
 
 def start_once(directory: str) -> float:
@@ -94,6 +97,14 @@ def main(argv: list[str]) -> None:
   print(
     f"{FLAGS.times} starts and ends without a failure or a process left;"
     f" {min(seconds):.1f} to {max(seconds):.1f} s each"
+  )
+  stored.write(
+    FLAGS.output,
+    {
+      "times": FLAGS.times,
+      "spread_of_secs": ratios.spread(seconds),
+      "secs": seconds,
+    },
   )
 
 

@@ -1,7 +1,7 @@
 """Compares the examples per second of a cluster with a single process.
 
   python -m benchmarks.throughput [--rounds=3] [--update_images=128]
-    [--workers=2] [--update=async]
+    [--workers=2] [--update=async] [--output=FILE]
 
 The cluster is 1 PS (parameter server) and N workers of the CIFAR-10 program on
 this machine, with synthetic images and both drivers. The single process has all
@@ -20,6 +20,8 @@ import tempfile
 from absl import app
 from absl import flags
 
+from benchmarks import ratios
+from benchmarks import stored
 from experiments.support import programs
 
 FLAGS = flags.FLAGS
@@ -32,6 +34,7 @@ flags.DEFINE_enum("update", "sync", ["sync", "async"], "The update rule")
 flags.DEFINE_integer(
   "steps", 200, "The number of updates that are measured, after 50 others"
 )
+flags.DEFINE_string("output", None, "Where to write the results, as JSON")
 
 _WARM_UP_STEPS = 50
 _ONE = "a single process"
@@ -106,16 +109,16 @@ def main(argv: list[str]) -> None:
     ]
     print(f"{number:<6}" + "".join(f"{c:>26}" for c in cells), flush=True)
     rounds.append(rates)
-  for name in names[1:]:
-    _compare(name, _ONE, rounds)
-  for theirs in names[3:]:
-    for ours in names[1:3]:
-      _compare(ours, theirs, rounds)
-
-
-def _compare(name: str, other: str, rounds: list[dict[str, float]]) -> None:
-  ratios = [rates[name] / rates[other] for rates in rounds]
-  print(f"{name} / {other}: {programs.spread(ratios)}")
+  pairs = [(name, _ONE) for name in names[1:]]
+  pairs += [(ours, theirs) for theirs in names[3:] for ours in names[1:3]]
+  results = {
+    "ratios": ratios.compare(rounds, pairs),
+    "examples_per_sec": {
+      name: ratios.spread([rates[name] for rates in rounds]) for name in names
+    },
+    "rounds": rounds,
+  }
+  stored.write(FLAGS.output, results)
 
 
 if __name__ == "__main__":

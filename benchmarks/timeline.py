@@ -1,15 +1,17 @@
 """Measures what the flag `--timeline` costs a training, in examples per second.
 
-  python -m benchmarks.timeline [ROUNDS]
+  python -m benchmarks.timeline [--rounds=3] [--output=FILE]
 
 The CIFAR-10 program runs on 1 PS (parameter server) and 2 workers with batches
 of 64, with the flag and without it in turn. The ratio within a round is what
 counts.
 """
 
-import sys
+import argparse
 import tempfile
 
+from benchmarks import ratios
+from benchmarks import stored
 from experiments.support import programs
 
 _BATCH_SIZE = 64
@@ -37,25 +39,21 @@ def rate(*more: str) -> float:
   return programs.examples_per_sec(output)
 
 
-def main(rounds: str = "3") -> None:
-  """Measures the examples/sec without and with `--timeline`, in turn.
-
-  It prints both rates and their ratio.
-
-  Args:
-    rounds: The number of rounds, as text.
-  """
-  ratios = []
-  for number in range(int(rounds)):
-    without, with_it = rate(), rate("--timeline")
-    ratios.append(with_it / without)
-    print(
-      f"{number}: {without:.0f}/s without, {with_it:.0f}/s with:"
-      f" {ratios[-1]:.3f}",
-      flush=True,
-    )
-  print(f"rate with a timeline / without: {programs.spread(ratios)}")
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--output", help="File for the results, as JSON")
+  arguments = parser.parse_args()
+  rounds = []
+  for number in range(arguments.rounds):
+    rounds.append({"without": rate(), "with a timeline": rate("--timeline")})
+    print(f"round {number}: {rounds[-1]}", flush=True)
+  results = {
+    "ratios": ratios.compare(rounds, [("with a timeline", "without")]),
+    "examples_per_sec": rounds,
+  }
+  stored.write(arguments.output, results)
 
 
 if __name__ == "__main__":
-  main(*sys.argv[1:])
+  main()

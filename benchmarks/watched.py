@@ -19,8 +19,9 @@ import tempfile
 from absl import app
 from absl import flags
 
-from benchmarks import against_commit
+from benchmarks import live_cluster
 from benchmarks import ratios
+from benchmarks import stored
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 3, "The number of clusters", lower_bound=2)
@@ -37,14 +38,14 @@ def one_round() -> dict[str, list[float]]:
   Returns:
     The updates/sec of each turn, "watched" and "unwatched".
   """
-  spec = against_commit.new_spec()
+  spec = live_cluster.new_spec()
   rates: dict[str, list[float]] = {"watched": [], "unwatched": []}
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory, "cluster.json")
     path.write_text(spec.to_json(), encoding="utf-8")
     command = [sys.executable, "-m", "tf_replicas.status", "--watch"]
     command += [f"--cluster_spec={path}", "--interval_secs=1", "--json"]
-    with against_commit.small_model(_ROOT, "between_graph", spec) as model:
+    with live_cluster.small_model(_ROOT, "between_graph", spec) as model:
       watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
       assert watch.stdout is not None
       try:
@@ -73,9 +74,7 @@ def main(argv: list[str]) -> None:
     print(f"{means}: ratio {found[-1]:.3f}", flush=True)
   mean, low, high = ratios.interval(found)
   print(f"watched / unwatched: {mean:.3f} (95%: {low:.3f} to {high:.3f})")
-  if FLAGS.output:
-    text = json.dumps({"rounds": rounds, "ratio": [mean, low, high]}, indent=1)
-    pathlib.Path(FLAGS.output).write_text(text + "\n", encoding="utf-8")
+  stored.write(FLAGS.output, {"ratio": [mean, low, high], "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -1,21 +1,24 @@
 """Measures the bytes per step on every connection of a cluster.
 
   python -m benchmarks.wire [--ps=1] [--workers=2] [--replicas_to_aggregate=N]
-    [-- --wire_dtype=bfloat16 …]
+    [--output=FILE] [-- --wire_dtype=bfloat16 …]
 
 Runs the CIFAR-10 program, with the flags that follow `--`, and reads the byte
 counts of its TCP connections twice with `ss` (package iproute2), between two
 log lines. The bytes should be: every parameter out to every replica once per
 step, every gradient of an admitted replica in once, and nothing else of that
 size; no connection between workers, and none of these bytes through an in-graph
-client.
+client. A run adds its result to `FILE`.
 """
 
+import json
+import pathlib
 import tempfile
 
 from absl import app
 from absl import flags
 
+from benchmarks import stored
 from experiments.support import programs
 from experiments.support import traffic
 
@@ -36,6 +39,7 @@ flags.DEFINE_enum(
 flags.DEFINE_integer(
   "steps", 100, "The number of steps between the two readings"
 )
+flags.DEFINE_string("output", None, "The file for the results, as JSON")
 
 _WARM_UP_STEPS = 20
 
@@ -68,6 +72,15 @@ def main(argv: list[str]) -> None:
       f"{sender:>9} -> {receiver:9} {count:12.0f} bytes"
       f" = {count / traffic.PARAMETER_BYTES:6.3f} of the parameters"
     )
+  if FLAGS.output:
+    path = pathlib.Path(FLAGS.output)
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    shares = {
+      f"{sender} to {receiver}": count / traffic.PARAMETER_BYTES
+      for (sender, receiver), count in sorted(measured.bytes_per_step.items())
+    }
+    run = {**stored.circumstances(), "share_of_parameter_bytes": shares}
+    stored.write(FLAGS.output, {"runs": [*runs, run]})
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ EXPERIMENTS = (
   "backup_curves",
   "scale_out",
   "staleness_hurts",
+  "staleness_by_layer",
   "zhang_softsync",
   "dutta_error_time",
   "ho_bounded_staleness",
@@ -62,6 +63,7 @@ EXPERIMENTS = (
   "in_graph_or_between_graph",
   "one_node_feeds",
   "validation",
+  "advice",
 )
 TITLE = "Synchronous and asynchronous training: what was claimed, what we found"
 _FIELDS = ("title", "claim", "source", "explanation", "verdict", "findings")

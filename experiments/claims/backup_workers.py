@@ -31,6 +31,7 @@ NEEDED = 6
 BACKUPS = (0, 1, 2, 4)
 BACKUPS_QUICK = (0, 2)
 _MEASURED_WORKERS = 4
+_NUM_ELEMENTS = 1_000_000
 _MEDIAN_SECS = 0.25
 _SIMULATED_STEPS = 5_000
 
@@ -77,10 +78,10 @@ def measure(is_quick: bool, seed: int) -> dict:
       times.tolist(),
       num_steps,
       replicas_to_aggregate=NEEDED,
-      num_elements=validation.NUM_ELEMENTS,
+      num_elements=_NUM_ELEMENTS,
     )
     if cluster is None:
-      cluster = validation.fit(events)
+      cluster = validation.fit(events, _NUM_ELEMENTS)
     simulated = simulator.simulate(
       validation.like(cluster, total),
       simulator.Sync(NEEDED),

@@ -25,6 +25,7 @@ _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 _RATE = re.compile(r"\(([\d.]+) examples/sec;")
 # What a training prints: (when, step, loss), and in the end (step, examples).
 LOG_LINE = re.compile(r"([-\d]+ [:.\d]+): step (\d+), loss = ([\d.]+) \(")
+_PORT = 2222  # Of every task on a host of its own.
 FINISHED = re.compile(r"finished at step (\d+): (\d+) examples")
 
 
@@ -143,6 +144,7 @@ def run_tasks(
   timeout_secs: float = 600.0,
   environ: Mapping[str, str] | None = None,
   while_running: Callable[..., None] | None = None,
+  mbit_per_sec: float | None = None,
 ) -> None:
   """Runs all tasks of a cluster on this machine, and waits for their end.
 
@@ -155,26 +157,57 @@ def run_tasks(
     environ: The environment of the processes. None: that of this process.
     while_running: Called with the `LocalCluster` after its start, for example
       to kill a task and start it again. None: nothing is called.
+    mbit_per_sec: If given, each task has a host of its own in a private
+      network, whose link has this rate in each direction, in 10^6 bits per
+      second. This needs root.
 
   Raises:
+    PrivateNetworkError: If this machine does not permit a private network.
     RuntimeError: If a task failed, with what all tasks printed.
     TimeoutError: If the tasks take longer than `timeout_secs`.
   """
   from tf_replicas import cluster
   from tf_replicas.cluster import local_cluster
+  from tf_replicas.cluster import private_network
 
-  spec = cluster.resolve_ports(cluster.parse(document))
-  path = pathlib.Path(directory, "spec.json")
-  path.write_text(spec.to_json(), encoding="utf-8")
+  spec = cluster.parse(document)
+  settings = document if "cluster" in document else {}
+  with contextlib.ExitStack() as stack:
+    network = None
+    if mbit_per_sec is None:
+      spec = cluster.resolve_ports(spec)
+    else:
+      network = stack.enter_context(
+        private_network.PrivateNetwork(
+          list(map(str, spec.tasks())), mbit_per_sec=mbit_per_sec
+        )
+      )
+      spec = cluster.parse(
+        {
+          **settings,
+          "cluster": {
+            job: [
+              f"{network.address(str(task))}:{_PORT}"
+              for task in spec.tasks(job)
+            ]
+            for job in spec.as_dict()
+          },
+        }
+      )
+    path = pathlib.Path(directory, "spec.json")
+    path.write_text(spec.to_json(), encoding="utf-8")
 
-  def command(task):
-    which = [str(path), task.job, str(task.index)]
-    return [sys.executable, "-m", module, *which, *map(str, arguments)]
+    def command(task):
+      which = [str(path), task.job, str(task.index)]
+      words = [sys.executable, "-m", module, *which, *map(str, arguments)]
+      return network.command(str(task), words) if network else words
 
-  with local_cluster.LocalCluster(
-    spec, command, log_dir=directory, environ=environ
-  ) as tasks:
-    tasks.start()
+    tasks = stack.enter_context(
+      local_cluster.LocalCluster(
+        spec, command, log_dir=directory, environ=environ
+      )
+    )
+    tasks.start(*sorted(spec.tasks(), key=lambda task: task.job != "ps"))
     if while_running is not None:
       while_running(tasks)
     if tasks.wait(timeout_secs=timeout_secs):

@@ -25,9 +25,12 @@ def train(
   *,
   update: str = "sync",
   replicas_to_aggregate: int | None = None,
+  max_lead: int | None = None,
   num_elements: int = 1,
+  num_ps: int = 1,
+  mbit_per_sec: float | None = None,
 ) -> list[recorded_run.Event]:
-  """Trains on a cluster of 1 PS task and several workers.
+  """Trains on a cluster of PS tasks (parameter servers) and workers.
 
   Args:
     times: For each worker, the seconds until each of its batches arrives, in
@@ -36,7 +39,14 @@ def train(
     update: The update rule, `sync` or `async`.
     replicas_to_aggregate: The number of gradients in a synchronous update; the
       other workers are backups. None: those of all workers.
+    max_lead: By how many updates an asynchronous worker may be ahead of the
+      slowest one. None: by any number.
     num_elements: The number of parameters, float32.
+    num_ps: The number of PS tasks, each of which holds an equal share of the
+      parameters.
+    mbit_per_sec: The rate of the link of each task, in each direction, in 10^6
+      bits per second, in a private network, which needs root. None: all tasks
+      are on the loopback device, without a limit.
 
   Returns:
     The events of the timelines of all tasks, ordered by their start.
@@ -46,13 +56,23 @@ def train(
     path.write_text(json.dumps([list(own) for own in times]), encoding="utf-8")
     programs.run_tasks(
       "experiments.support.timed_training",
-      [update, num_steps, replicas_to_aggregate or len(times), num_elements],
+      [
+        update,
+        num_steps,
+        replicas_to_aggregate or len(times),
+        "" if max_lead is None else max_lead,
+        num_elements,
+      ],
       document={
-        "ps": ["localhost:0"],
-        "worker": ["localhost:0"] * len(times),
+        "cluster": {
+          "ps": ["localhost:0"] * num_ps,
+          "worker": ["localhost:0"] * len(times),
+        },
+        "variables": {"on": "ps", "placement": "partitioned"},
       },
       directory=directory,
       timeout_secs=600,
+      mbit_per_sec=mbit_per_sec,
     )
     return recorded_run.read(f"{directory}/timeline")
 
@@ -91,17 +111,23 @@ def _replica(times: Sequence[float], num_elements: int):
   )
 
 
-def _rule(update: str, replicas_to_aggregate: int, num_replicas: int):
+def _rule(
+  update: str, replicas_to_aggregate: int, max_lead: str, num_replicas: int
+):
   import keras
 
   import tf_replicas
+  from tf_replicas.rules.asynchronous import staleness
 
   sgd = keras.optimizers.SGD(0.1)
   if update == "sync":
     return tf_replicas.SyncReplicasOptimizer(
       sgd, replicas_to_aggregate, num_replicas
     )
-  return tf_replicas.AsyncReplicasOptimizer(sgd, num_replicas)
+  policies = [staleness.bounded_staleness(int(max_lead))] if max_lead else []
+  return tf_replicas.AsyncReplicasOptimizer(
+    sgd, num_replicas, policies=policies
+  )
 
 
 def run_client(
@@ -111,6 +137,7 @@ def run_client(
   update: str,
   num_steps: str,
   replicas_to_aggregate: str,
+  max_lead: str,
   num_elements: str,
 ) -> None:
   """Trains in this worker; the chief ends it after `num_steps` updates.
@@ -123,6 +150,8 @@ def run_client(
     num_steps: The number of updates, as text.
     replicas_to_aggregate: The number of gradients in a synchronous update, as
       text.
+    max_lead: By how many updates an asynchronous worker may be ahead, as text;
+      empty: by any number.
     num_elements: The number of parameters, as text.
   """
   from tf_replicas.drivers import between_graph
@@ -132,7 +161,7 @@ def run_client(
     spec,
     task,
     lambda: _replica(times[task.index], int(num_elements)),
-    lambda: _rule(update, int(replicas_to_aggregate), len(times)),
+    lambda: _rule(update, int(replicas_to_aggregate), max_lead, len(times)),
     timeline_dir=str(directory / "timeline"),
   )
   if driver.is_chief:

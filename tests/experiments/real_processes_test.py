@@ -1,15 +1,20 @@
 """Tests for the experiments on real processes: how they judge."""
 
+import dataclasses
+
 import numpy as np
 from absl.testing import absltest
 from absl.testing import parameterized
 
+from experiments import advise
 from experiments import simulator
+from experiments.claims import advice
 from experiments.claims import backup_workers
 from experiments.claims import in_graph_or_between_graph
 from experiments.claims import one_node_feeds
 from experiments.claims import sharding
 from experiments.claims import smooth_or_fast
+from experiments.claims import staleness_by_layer
 from experiments.claims import straggler
 from experiments.claims import update_once
 from experiments.claims import validation
@@ -121,11 +126,30 @@ class ValidationTest(absltest.TestCase):
       delta=0.1,
     )
 
+  def test_predicts_faster_links(self):
+    slow = _cluster(4)
+    run = simulator.simulate(slow, simulator.Sync(), 200, records=True)
+    found = recorded_run.fit(run.events, read_bytes=4e6).cluster
+    fast = dataclasses.replace(
+      slow,
+      replica_bandwidth=2 * slow.replica_bandwidth,
+      ps_bandwidth=2 * slow.ps_bandwidth,
+    )
+    other = simulator.simulate(fast, simulator.Sync(), 1000, seed=1)
+    setting = validation.Setting(4, simulator.Sync(), 2.0)
+    self.assertAlmostEqual(
+      validation.predict(found, setting, 2) * other.step_secs[100:].mean(),
+      1,
+      delta=0.1,
+    )
+
   def test_the_fitted_training_is_not_judged(self):
     row = dict(measured=1.0, predicted=1.5)
-    findings = validation.find([{validation.FITTED: row}])
+    rows = {validation.FITTED: row}
+    findings = validation.find([{"loopback": rows}])
     self.assertEqual(claims.verdict(findings), claims.HOLDS)
-    findings = validation.find([{validation.FITTED: row, "other": row}])
+    rows["other"] = row
+    findings = validation.find([{"loopback": rows}])
     self.assertEqual(claims.verdict(findings), claims.FAILS)
 
   def test_step_rate(self):
@@ -134,6 +158,58 @@ class ValidationTest(absltest.TestCase):
       for n in range(20)
     ]
     self.assertAlmostEqual(validation.step_rate(events), 4.0)
+
+
+class AdviceTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (1.2, claims.HOLDS), (1.4, claims.FAILS), (1.0, claims.FAILS)
+  )
+  def test_verdict(self, gain, expected):
+    row = {"change": "--update=async", "predicted": 1.2, "measured": gain}
+    findings = advice.find([{"links": {"rule": row}}])
+    self.assertEqual(claims.verdict(findings), expected)
+
+  def test_the_best_of_each_kind_is_followed(self):
+    cluster = _cluster(4)
+    options = [
+      advise.Option("rule", "first", cluster, simulator.Async()),
+      advise.Option("backups", "second", cluster, simulator.Sync(3)),
+      advise.Option("rule", "third", cluster, simulator.Sync()),
+    ]
+    best = advice.best_of_each_kind(
+      [advise.Advice(option, 1.0, 1.0) for option in options]
+    )
+    self.assertEqual(
+      {kind: each.option.what for kind, each in best.items()},
+      {"rule": "first", "backups": "second"},
+    )
+
+  def test_counts_contributions(self):
+    events = [
+      simulator.Event("chief", n, "apply", n / 4, n / 4 + 0.1)
+      for n in range(20)
+    ]
+    for rule, count in (
+      (simulator.Async(), 1),
+      (simulator.Sync(3), 3),
+      (simulator.Sync(), 4),
+    ):
+      self.assertAlmostEqual(advice.throughput(events, rule), 4.0 * count)
+
+
+class StalenessByLayerTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ([7.0, 5.0, 2.6], [7.0, 7.0, 7.0], claims.HOLDS),
+    # TF1's layers are alike.
+    ([7.0, 7.0, 7.0], [7.0, 7.0, 7.0], claims.FAILS),
+    # Ours differ.
+    ([7.0, 5.0, 2.6], [7.0, 5.0, 2.6], claims.FAILS),
+    # Fewer workers than were started.
+    ([3.5, 2.5, 1.3], [7.0, 7.0, 7.0], claims.FAILS),
+  )
+  def test_verdict(self, tf1, ours, expected):
+    findings = staleness_by_layer.find([{"tf1": tf1, "ours": ours}])
+    self.assertEqual(claims.verdict(findings), expected)
 
 
 class BackupWorkersTest(absltest.TestCase):

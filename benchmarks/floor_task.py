@@ -1,0 +1,197 @@
+"""Runs one process of `benchmarks.floor`.
+
+  python -m benchmarks.floor_task KIND BATCH_SIZE SPEC JOB INDEX
+
+For every number in a line of its standard input, it makes so many updates, and
+prints how many seconds they took. It ends when its input ends. Of a cluster,
+only the chief does this.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from cifar10 import config as config_lib
+from cifar10 import workload
+from tf_replicas import cluster
+from tf_replicas.drivers import between_graph
+from tf_replicas.drivers import in_graph
+from tf_replicas.drivers import server
+from tf_replicas.programs import run_options
+from tf_replicas.replica import model_replica
+from tf_replicas.rules.sync import sync_replicas
+from tf_replicas.store import moving_averages
+
+_RATE = 0.1
+_DECAY = 0.9999
+_PER_CALL = 10
+_DRIVERS = {
+  "between-graph": between_graph.BetweenGraph,
+  "in-graph": in_graph.InGraph,
+}
+
+
+def serve(update: Callable[[int], object]) -> None:
+  """Makes as many updates as each line of standard input says.
+
+  Args:
+    update: Makes a number of updates, and returns when all are done.
+  """
+  update(_PER_CALL)
+  print("ready", flush=True)
+  for line in sys.stdin:
+    start = time.perf_counter()
+    update(int(line))
+    print(time.perf_counter() - start, flush=True)
+
+
+def tutorial(batch_size: int) -> model_replica.Replica:
+  """Returns a replica of the CIFAR-10 program, with synthetic images."""
+  config = config_lib.Config(dataset="synthetic", batch_size=batch_size)
+  options = run_options.Options(run_options.one_machine_spec(0), ".")
+  return workload.make(config, options).replica_fn([])
+
+
+def without_computing(batch_size: int) -> model_replica.Replica:
+  """Returns a replica with the same variables, and gradients of ones.
+
+  Args:
+    batch_size: The number of examples in a batch, which are not used.
+  """
+
+  def loss_fn(parameters, examples):
+    del examples
+    return tf.add_n([tf.reduce_sum(p) for p in parameters])
+
+  def dataset_fn(num_shards, shard_index, start_example):
+    del num_shards, shard_index, start_example
+    return tf.data.Dataset.from_tensors(tf.zeros([batch_size])).repeat()
+
+  return model_replica.Replica(
+    tutorial(batch_size).variables, loss_fn, dataset_fn
+  )
+
+
+def computing(batch_size: int) -> Callable[[int], object]:
+  """Makes the function that computes gradients, and does nothing with them.
+
+  Args:
+    batch_size: The number of examples in a batch.
+
+  Returns:
+    A function that computes the gradients of a number of batches.
+  """
+  replica = tutorial(batch_size)
+  batches = iter(replica.dataset_fn(1, 0, 0))
+  parameters = [tf.convert_to_tensor(v) for v in replica.variables]
+
+  @tf.function
+  def compute(count):
+    def one(number):
+      found = replica.gradients(parameters, next(batches))
+      with tf.control_dependencies(found.gradients):
+        return [number + 1]
+
+    return tf.while_loop(lambda n: n < count, one, [tf.constant(0)])
+
+  return lambda count: compute(tf.constant(count))
+
+
+def one_process(batch_size: int) -> Callable[[int], object]:
+  """Makes the function that trains in this process alone.
+
+  Args:
+    batch_size: The number of examples in a batch.
+
+  Returns:
+    A function that makes a number of updates, with moving averages.
+  """
+  replica = tutorial(batch_size)
+  batches = iter(replica.dataset_fn(1, 0, 0))
+  optimizer = keras.optimizers.SGD(_RATE)
+  averages = tf.train.ExponentialMovingAverage(_DECAY)
+  variables = [v.value for v in replica.variables]
+
+  @tf.function
+  def step(*batch):
+    parameters = [tf.convert_to_tensor(v) for v in variables]
+    found = replica.gradients(parameters, batch)
+    optimizer.apply(found.gradients, replica.variables)
+    averages.apply(variables)
+    return found.loss
+
+  def update(count):
+    for _ in range(count):
+      loss = step(*next(batches))
+    return loss.numpy()
+
+  return update
+
+
+def run_cluster_task(
+  replication: str,
+  new_replica: Callable[[], model_replica.Replica],
+  spec: cluster.ClusterSpec,
+  task: cluster.Task,
+) -> None:
+  """Runs a task of a cluster that trains synchronously.
+
+  Args:
+    replication: One of `_DRIVERS`.
+    new_replica: Makes the replica.
+    spec: The cluster.
+    task: The task of this process.
+  """
+  is_in_graph = replication == "in-graph"
+  if task.job == "ps" or (is_in_graph and task.job == "worker"):
+    clients = 1 if is_in_graph else len(spec.replicas)
+    server.serve(spec, task, num_clients=clients)
+    return
+  count = spec.num_tasks("worker")
+
+  def new_rule():
+    return sync_replicas.SyncReplicasOptimizer(
+      keras.optimizers.SGD(_RATE),
+      count,
+      count,
+      variable_averages=moving_averages.MovingAverages(_DECAY),
+    )
+
+  driver = _DRIVERS[replication](spec, task, new_replica, new_rule)
+  if not driver.is_chief:
+    driver.run_replica()
+  else:
+
+    def update(count):
+      last = driver.global_step + count
+      step = last - count
+      while step < last:
+        step = driver.step(min(_PER_CALL, last - step)).global_step
+
+    serve(update)
+  driver.close()
+
+
+def main(argv: list[str]) -> None:
+  kind, batch_size, document, job, index = argv
+  size = int(batch_size)
+  spec = cluster.parse(document)
+  options = run_options.Options(spec, ".")
+  if kind == "one process":
+    serve(one_process(size))
+    return
+  tf.config.threading.set_intra_op_parallelism_threads(options.threads)
+  if kind == "computing":
+    serve(computing(size))
+    return
+  what, replication = kind.split(", ")
+  make = without_computing if what == "transferring" else tutorial
+  task = cluster.Task(job, int(index))
+  run_cluster_task(replication, lambda: make(size), spec, task)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

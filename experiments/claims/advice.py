@@ -1,0 +1,267 @@
+"""Follows the advisor's advice on real clusters, and measures what it gains.
+
+  python -m experiments.claims.advice [--quick] [--num_seeds=2] [--output=DIR]
+
+Real trainings are recorded, one in each situation of `SITUATIONS`. The advisor
+(`experiments.advise`) reads the timeline of each, and predicts gains. Of each
+kind of advice (another rule, backup workers, more PS tasks), the one with the
+largest predicted gain is followed: another real training is run as it says. The
+gain is the examples applied per second, divided by those of the recorded
+training.
+
+Computing a gradient is replaced by waiting for drawn times (`timed_training`),
+so that each worker has the speed of a machine of its own. Parameters and
+gradients travel between real processes. Situations with a limited link use a
+private network, which needs root, and are left out without it.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments import advise
+from experiments import simulator
+from experiments.claims import validation
+from experiments.simulator import compute_times
+from experiments.simulator import recorded_run
+from experiments.support import claims
+from experiments.support import timed_training
+from tf_replicas.cluster import private_network
+
+MOST_ERROR = 0.15
+_WORKERS = 4
+_MEAN_SECS = 0.2
+_SECS = 20.0
+
+
+class Situation(NamedTuple):
+  """A training for which advice is sought.
+
+  Attributes:
+    rule: The update rule.
+    times: The distribution of the seconds of a batch.
+    slowest: The factor by which the last worker is slower than the others.
+    num_elements: The number of parameters, float32.
+    mbit_per_sec: The rate of each task's link; None: the loopback device.
+  """
+
+  rule: simulator.Sync | simulator.Async
+  times: compute_times.Distribution
+  slowest: float = 1.0
+  num_elements: int = 250_000
+  mbit_per_sec: float | None = None
+
+
+SITUATIONS = {
+  "uneven batches, sync": Situation(
+    simulator.Sync(), compute_times.Lognormal(_MEAN_SECS, 0.6)
+  ),
+  "one slow worker, sync": Situation(
+    simulator.Sync(), compute_times.Lognormal(_MEAN_SECS, 0.2), slowest=2.5
+  ),
+  "links of 200 Mbit/s, sync": Situation(
+    simulator.Sync(),
+    compute_times.Lognormal(_MEAN_SECS, 0.2),
+    num_elements=1_000_000,
+    mbit_per_sec=200.0,
+  ),
+  "links of 200 Mbit/s, async": Situation(
+    simulator.Async(),
+    compute_times.Lognormal(_MEAN_SECS, 0.2),
+    num_elements=1_000_000,
+    mbit_per_sec=200.0,
+  ),
+}
+_QUICK = ("uneven batches, sync",)
+
+
+def record(
+  situation: Situation,
+  rule: simulator.Sync | simulator.Async,
+  num_ps: int,
+  *,
+  seed: int,
+  secs: float,
+) -> list[recorded_run.Event]:
+  """Trains on a real cluster, and returns the events of its timelines.
+
+  Args:
+    situation: The workers and the links.
+    rule: The update rule.
+    num_ps: The number of PS tasks.
+    seed: The seed of the compute times.
+    secs: About how long the training takes.
+  """
+  is_sync = isinstance(rule, simulator.Sync)
+  per_worker = round(secs / _MEAN_SECS)
+  slowdown = {_WORKERS - 1: situation.slowest}
+  draws = compute_times.Draws(situation.times, _WORKERS, seed, slowdown)
+  everyone = np.arange(_WORKERS)
+  times = np.transpose([draws.next(everyone) for _ in range(per_worker)])
+  return timed_training.train(
+    times.tolist(),
+    per_worker // 2 if is_sync else per_worker * _WORKERS // 2,
+    update="sync" if is_sync else "async",
+    replicas_to_aggregate=rule.replicas_to_aggregate if is_sync else None,
+    max_lead=None if is_sync else rule.max_lead,
+    num_elements=situation.num_elements,
+    num_ps=num_ps,
+    mbit_per_sec=situation.mbit_per_sec,
+  )
+
+
+def throughput(
+  events: Sequence[recorded_run.Event], rule: simulator.Sync | simulator.Async
+) -> float:
+  """Returns the contributions applied per second.
+
+  Args:
+    events: The events of the whole run.
+    rule: The update rule of the run.
+  """
+  count = 1
+  if isinstance(rule, simulator.Sync):
+    count = rule.replicas_to_aggregate or _WORKERS
+  return validation.step_rate(events) * count
+
+
+def best_of_each_kind(
+  advice: Sequence[advise.Advice],
+) -> dict[str, advise.Advice]:
+  """Returns the advice with the largest gain, by its kind.
+
+  Args:
+    advice: What the advisor found, the largest gain first.
+  """
+  found = {}
+  for each in advice:
+    found.setdefault(each.option.kind, each)
+  return found
+
+
+def measure(is_quick: bool, seed: int) -> dict:
+  """Records each situation, and follows the advice for it.
+
+  With `is_quick`, it takes one situation, and shorter trainings. The result
+  maps each situation and kind of advice to what was changed, and to the
+  predicted and the measured gain.
+  """
+  secs = _SECS / 2 if is_quick else _SECS
+  found, number = {}, 1000 * (seed + 1)
+  for title, situation in SITUATIONS.items():
+    obstacle = private_network.obstacle()
+    is_limited = situation.mbit_per_sec is not None
+    if is_quick and title not in _QUICK:
+      continue
+    if is_limited and obstacle:
+      print(f"left out: {title}: {obstacle}", file=sys.stderr, flush=True)
+      continue
+    number += 1  # No two trainings have the same times.
+    events = record(situation, situation.rule, 1, seed=number, secs=secs)
+    before = throughput(events, situation.rule)
+    fit = recorded_run.fit(
+      advise.without_start(events), read_bytes=4.0 * situation.num_elements
+    )
+    advice = advise.advise(fit.cluster, advise.recorded_rule(events))
+    rows = {}
+    for kind, each in best_of_each_kind(advice).items():
+      number += 1
+      option = each.option
+      followed = record(
+        situation, option.rule, option.cluster.num_ps, seed=number, secs=secs
+      )
+      rows[kind] = {
+        "change": option.what,
+        "predicted": each.gain,
+        "measured": throughput(followed, option.rule) / before,
+      }
+      print(f"{title}: {kind}: {rows[kind]}", file=sys.stderr, flush=True)
+    found[title] = rows
+  return found
+
+
+def find(measurements: Sequence[dict]) -> list[claims.Finding]:
+  """Returns the measured numbers of the claim, with the claimed bounds."""
+  findings = []
+  for title, rows in measurements[0].items():
+    for kind in rows:
+      pairs = [m[title][kind] for m in measurements]
+      changes = " or ".join(sorted({p["change"] for p in pairs}))
+      gains = ", ".join(
+        f"{p['measured']:.2f} for {p['predicted']:.2f}" for p in pairs
+      )
+      findings.append(
+        claims.Finding(
+          f"{title}: {changes}: measured gain divided by the predicted one"
+          f" (measured {gains})",
+          [p["measured"] / p["predicted"] for p in pairs],
+          least=1 - MOST_ERROR,
+          most=1 + MOST_ERROR,
+        )
+      )
+  return findings
+
+
+def draw(measurements: Sequence[dict]):
+  """Draws measured over predicted gains, a mark per training."""
+  figure, axes = claims.new_figure(7, 5.5)
+  most, least = 1.0, 1.0
+  number = 0
+  for title, rows in measurements[0].items():
+    for kind in rows:
+      x = [m[title][kind]["predicted"] for m in measurements]
+      y = [m[title][kind]["measured"] for m in measurements]
+      most, least = max(most, *x, *y), min(least, *x, *y)
+      axes.plot(
+        x,
+        y,
+        claims.MARKERS[number % len(claims.MARKERS)],
+        color=claims.COLORS[number % len(claims.COLORS)],
+        fillstyle="full" if number < len(claims.MARKERS) else "none",
+        label=f"{title}: {'PS tasks' if kind == 'ps' else kind}",
+      )
+      number += 1
+  line = np.array([0.8 * least, 1.25 * most])
+  axes.plot(line, line, "-", color="black", linewidth=0.8)
+  axes.fill_between(
+    line,
+    line * (1 - MOST_ERROR),
+    line * (1 + MOST_ERROR),
+    color="#DDDDDD",
+    label=f"within {MOST_ERROR:.0%}",
+  )
+  axes.set_xlim(*line)
+  axes.set_ylim(*line)
+  axes.set_xlabel("predicted gain (examples/s)")
+  axes.set_ylabel("measured gain")
+  axes.legend(frameon=False, fontsize=9)
+  return figure
+
+
+CLAIM = claims.Claim(
+  name="advice",
+  title="What the advisor promises, and what following its advice gains",
+  claim=(
+    "the gain of a change that the advisor proposes (another update rule,"
+    " backup workers, more PS tasks) is within 15% of the gain that it predicts"
+    " from one recorded run"
+  ),
+  source="our own: `experiments.advise`",
+  explanation=(
+    "Each mark is an advice that was followed on real processes: the gain that"
+    " the advisor predicted from the timeline of one training, and the gain"
+    " that came. A gain is the number of examples that are applied per second,"
+    " divided by that of the recorded training; below 1 it is a loss. Of each"
+    " kind of advice the best one was followed, also if it gains nothing. Each"
+    " worker waits for a drawn time instead of computing; parameters and"
+    " gradients travel between real processes."
+  ),
+  measure=measure,
+  find=find,
+  draw=draw,
+)
+
+if __name__ == "__main__":
+  claims.start(CLAIM)
