@@ -451,6 +451,28 @@ class PutBackTest(stores.TestCase):
       [offer.gradient for offer in rule.offers], [1.0, 1.0, 1.0, 2.0, 2.0, 3.0]
     )
 
+  def test_a_refusal_among_steps_admitted_in_advance(self):
+    store = _store()
+    # (admitted, global step, tag of the next): the third one is refused.
+    answers = [(1, 1, 11), (1, 2, 12), (0, 2, -1), (1, 3, 13), (1, 4, -1)]
+    steps = iter([step for _, step, _ in answers])
+    rule = Rule(
+      store,
+      answers,
+      before_answer=lambda _: store.load_state({"global_step": next(steps)}),
+    )
+    replica = Replica(store, rule, [1.0, 2.0, 3.0, 4.0], repeats=True)
+    replica.run_one()
+    self.assertEqual(replica.tag, 11)
+    self.assertEqual(replica.run_many(is_preadmitted=True, max_steps=0), 0)
+    self.assertEqual(replica.run_many(is_preadmitted=True), 2)
+    self.assertEqual(replica.run_many(max_steps=1), 1)
+    self.assertEqual(replica.run_many(is_preadmitted=True), 1)
+    self.assertEqual(
+      [(offer.gradient, offer.tag) for offer in rule.offers],
+      [(1.0, None), (2.0, 11), (3.0, 12), (3.0, None), (4.0, 13)],
+    )
+
 
 class SeveralBatchesTest(stores.TestCase):
   """A rule that aggregates more contributions than it has replicas."""

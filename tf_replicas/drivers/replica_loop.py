@@ -7,6 +7,8 @@ slower: a call of a function that runs on several tasks costs milliseconds
 
 import dataclasses
 from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -15,6 +17,23 @@ from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
 from tf_replicas.runtime import put_back as put_back_lib
+
+
+class _Step(NamedTuple):
+  """What a step has made.
+
+  Attributes:
+    token: The answer of the update rule to the gradients, packed.
+    state: The state of the update rule after the step.
+    batch: The batch of the step.
+    is_wanted_again: bool scalar, whether the gradients were refused, and no
+      update was made since.
+  """
+
+  token: tf.Tensor
+  state: Sequence[tf.Tensor]
+  batch: object
+  is_wanted_again: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,40 +104,11 @@ class ReplicaLoop:
     Returns:
       [token, *state] after this step.
     """
-    last = step_token.LAYOUT.unpack(token)
-    began = None if self.recorder is None else step_token.now(*state)
-    batches = []
-
-    def compute(parameters, scale_loss) -> model_replica.Gradients:
-      batches.append(self._next_batch())
-      return self.replica.gradients(parameters, batches[-1], scale_loss)
-
-    step = self.rule.contribute(
-      compute,
-      self.index,
-      state,
-      token=last if is_preadmitted else last._replace(preadmitted_tag=None),
-      records_times=self.recorder is not None,
-    )
-    packed = self._pack(step.token)
+    step = self._run_step(is_preadmitted, token, state)
+    packed = step.token
     if self.put_back is not None:
-      (batch,) = batches
-      with tf.device(self.device):
-        reply = step_token.LAYOUT.unpack(packed)
-        is_same = reply.global_step == last.global_step
-        is_refused = reply.admitted == 0
-      put = self.put_back.put(batch, is_refused & is_same)
-      with tf.device(self.device), tf.control_dependencies([put]):
-        packed = tf.identity(packed)  # Else the next step may not find it.
-    if self.recorder is not None:
-      self.recorder.record_step(
-        self.name,
-        last.global_step,
-        began,
-        step.computed,
-        step_token.LAYOUT.unpack(packed),
-        step.state,
-      )
+      tensors = self.put_back.flatten(step.batch)
+      packed = self._after_put(packed, tensors, step.is_wanted_again)
     return [packed, *step.state]
 
   def run_many(
@@ -144,20 +134,99 @@ class ReplicaLoop:
       [number of steps made as an int32 scalar, token, *state].
     """
 
-    def goes_on(count, token, *_):
+    def goes_on(count, kept, token, *_):
+      del kept
       last = step_token.LAYOUT.unpack(token)
       has_tag = last.preadmitted_tag != step_token.NO_TAG
       is_same = has_tag == is_preadmitted
       is_open = last.global_step != step_token.ENDED
       return (count < max_steps) & is_same & is_open
 
-    def run(count, token, *state):
-      return [count + 1, *self.run_one(is_preadmitted, token, *state)]
+    # A refused batch ends the loop of steps that are admitted in advance. So
+    # the loop only keeps the last batch, which is put back after it. To put
+    # batches back in each step would make short steps longer by some percent.
+    put_back = self.put_back if is_preadmitted else None
 
-    return tf.while_loop(goes_on, run, [tf.constant(0), token, *state])
+    def run(count, kept, token, *state):
+      if put_back is None:
+        return [count + 1, kept, *self.run_one(is_preadmitted, token, *state)]
+      step = self._run_step(is_preadmitted, token, state)
+      kept = [step.is_wanted_again, *put_back.flatten(step.batch)]
+      return [count + 1, kept, step.token, *step.state]
 
-  def _next_batch(self) -> object:
-    if self.put_back is None:
+    kept, shapes = [], []
+    if put_back is not None:
+      with tf.device(self.device):
+        kept = [tf.constant(False), *put_back.no_batch()]
+      shapes = [tf.TensorShape([]), *put_back.shapes]
+    count, kept, packed, *state = tf.while_loop(
+      goes_on,
+      run,
+      [tf.constant(0), kept, token, *state],
+      shape_invariants=[
+        tf.TensorShape([]),
+        shapes,
+        token.shape,
+        *(tensor.shape for tensor in state),
+      ],
+    )
+    if put_back is not None:
+      is_wanted_again, *tensors = kept
+      packed = self._after_put(packed, tensors, is_wanted_again)
+    return [count, packed, *state]
+
+  def _run_step(
+    self, is_preadmitted: bool, token: tf.Tensor, state: Sequence[tf.Tensor]
+  ) -> "_Step":
+    """Makes a step, as `run_one` says, and does not put its batch back."""
+    last = step_token.LAYOUT.unpack(token)
+    began = None if self.recorder is None else step_token.now(*state)
+    batches = []
+
+    def compute(parameters, scale_loss) -> model_replica.Gradients:
+      batches.append(self._next_batch(is_preadmitted))
+      return self.replica.gradients(parameters, batches[-1], scale_loss)
+
+    step = self.rule.contribute(
+      compute,
+      self.index,
+      state,
+      token=last if is_preadmitted else last._replace(preadmitted_tag=None),
+      records_times=self.recorder is not None,
+    )
+    packed = self._pack(step.token)
+    with tf.device(self.device):
+      reply = step_token.LAYOUT.unpack(packed)
+      is_wanted_again = (reply.admitted == 0) & (
+        reply.global_step == last.global_step
+      )
+    if self.recorder is not None:
+      self.recorder.record_step(
+        self.name,
+        last.global_step,
+        began,
+        step.computed,
+        reply,
+        step.state,
+      )
+    return _Step(packed, step.state, batches[-1], is_wanted_again)
+
+  def _after_put(
+    self,
+    packed: tf.Tensor,
+    tensors: Sequence[tf.Tensor],
+    is_wanted: tf.Tensor,
+  ) -> tf.Tensor:
+    """Puts a batch back if it is wanted, and returns `packed` after that."""
+    assert self.put_back is not None
+    put = self.put_back.put(tensors, is_wanted)
+    with tf.device(self.device), tf.control_dependencies([put]):
+      return tf.identity(packed)  # Else the next step may not find the batch.
+
+  def _next_batch(self, is_preadmitted: bool) -> object:
+    # The answer that refuses a batch admits nothing in advance, so the next
+    # step, which uses the batch again, is one that asks.
+    if self.put_back is None or is_preadmitted:
       return next(self.iterator)
     return self.put_back.take(self.iterator)
 

@@ -5,6 +5,7 @@ The module uses raw ops of TensorFlow 2.21.
 
 import uuid
 from collections.abc import Iterator
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -16,6 +17,10 @@ class PutBack:
 
   The batch is in a queue, since the shapes of batches may differ. The methods
   find the queue by its name. They may be used inside a `tf.function`.
+
+  Attributes:
+    shapes: The shapes of a batch's tensors, as far as they are known, in the
+      order of `flatten`.
   """
 
   def __init__(self, element_spec: object, *, device: str | None):
@@ -29,15 +34,33 @@ class PutBack:
     self._device = device
     flat = tf.nest.flatten(element_spec, expand_composites=True)
     self._dtypes = [spec.dtype for spec in flat]
-    self._shapes = [spec.shape for spec in flat]
+    self.shapes = [spec.shape for spec in flat]
     self._name = f"put_back/{uuid.uuid4().hex}"
 
-  def put(self, batch: object, is_wanted: tf.Tensor) -> tf.Tensor:
-    """Stores `batch` for the next call of `take`, if `is_wanted`.
+  def flatten(self, batch: object) -> list[tf.Tensor]:
+    """Returns the tensors of a batch, in the order of the other methods."""
+    flat = tf.nest.flatten(batch, expand_composites=True)
+    return [tensor for tensor in flat if tensor is not None]
+
+  def no_batch(self) -> list[tf.Tensor]:
+    """Returns small tensors of the types and ranks of a batch's tensors.
+
+    A loop that carries the batch of its last step begins with them.
+    """
+    with tf.device(self._device):
+      return [
+        _small(dtype, shape)
+        for dtype, shape in zip(self._dtypes, self.shapes, strict=True)
+      ]
+
+  def put(
+    self, tensors: Sequence[tf.Tensor], is_wanted: tf.Tensor
+  ) -> tf.Tensor:
+    """Stores a batch for the next call of `take`, if `is_wanted`.
 
     Args:
-      batch: The batch. If another one is stored, the op waits until that one is
-        taken.
+      tensors: The batch, as `flatten` returns it. If another one is stored, the
+        op waits until that one is taken.
       is_wanted: bool scalar.
 
     Returns:
@@ -45,8 +68,6 @@ class PutBack:
     """
 
     def put() -> tf.Operation:
-      flat = tf.nest.flatten(batch, expand_composites=True)
-      tensors = [tensor for tensor in flat if tensor is not None]
       return tf.raw_ops.QueueEnqueueV2(handle=self._queue(), components=tensors)
 
     with tf.device(self._device):
@@ -57,7 +78,7 @@ class PutBack:
 
     def stored() -> object:
       tensors = self._dequeue()
-      for tensor, shape in zip(tensors, self._shapes, strict=True):
+      for tensor, shape in zip(tensors, self.shapes, strict=True):
         tensor.set_shape(shape)
       return tf.nest.pack_sequence_as(
         self._spec, tensors, expand_composites=True
@@ -89,3 +110,19 @@ class PutBack:
     return tf.raw_ops.FIFOQueueV2(
       component_types=self._dtypes, capacity=1, shared_name=self._name
     )
+
+
+def _small(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+  """Returns a tensor of a type and rank, with few elements.
+
+  Args:
+    dtype: The type. A variant gets an empty list.
+    shape: The shape, as far as it is known.
+  """
+  if dtype == tf.variant:
+    return tf.raw_ops.EmptyTensorList(
+      element_shape=-1, max_num_elements=-1, element_dtype=tf.float32
+    )
+  if shape.rank is None:
+    return tf.zeros([], dtype)
+  return tf.zeros([size or 0 for size in shape], dtype)
