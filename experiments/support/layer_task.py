@@ -73,14 +73,18 @@ class Layers:
 
     @tf.custom_gradient
     def layer(x, weight):
+      y = tf.numpy_function(forward, [x, weight], tf.float32)
+      y.set_shape([])
+
       def gradient(upstream):
-        slept = tf.numpy_function(backward, [upstream], tf.float32)
+        # Otherwise the top layer's backward pass would not await the forward
+        # pass: the derivative of a layer does not depend on its output.
+        with tf.control_dependencies([y]):
+          slept = tf.numpy_function(backward, [upstream], tf.float32)
         slept.set_shape([])
         with tf.control_dependencies([slept]):
           return slept, tf.constant(-1.0)
 
-      y = tf.numpy_function(forward, [x, weight], tf.float32)
-      y.set_shape([])
       return y, gradient
 
     return layer

@@ -159,7 +159,7 @@ class ReplicaLoop:
       with tf.device(self.device):
         kept = [tf.constant(False), *put_back.no_batch()]
       shapes = [tf.TensorShape([]), *put_back.shapes]
-    count, kept, packed, *state = tf.while_loop(
+    count, kept, packed, *after = tf.while_loop(
       goes_on,
       run,
       [tf.constant(0), kept, token, *state],
@@ -173,7 +173,7 @@ class ReplicaLoop:
     if put_back is not None:
       is_wanted_again, *tensors = kept
       packed = self._after_put(packed, tensors, is_wanted_again)
-    return [count, packed, *state]
+    return [count, packed, *after]
 
   def _run_step(
     self, is_preadmitted: bool, token: tf.Tensor, state: Sequence[tf.Tensor]
