@@ -7,6 +7,7 @@ prints how many seconds they took. It ends when its input ends. Of a cluster,
 only the chief does this.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -178,7 +179,7 @@ def run_cluster_task(
 def main(argv: list[str]) -> None:
   kind, batch_size, document, job, index = argv
   size = int(batch_size)
-  spec = cluster.parse(document)
+  spec = cluster.parse(json.loads(document))
   options = run_options.Options(spec, ".")
   if kind == "one process":
     serve(one_process(size))
