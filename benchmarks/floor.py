@@ -17,8 +17,10 @@ update on all cores.
 
 A step cannot be shorter than its computing, than its transferring, or than the
 processor time of both divided by the number of cores. The largest of the three
-is the *floor* of a step in which all communication is hidden behind the
-computing. On a cluster of one machine, communication costs processor time.
+is the *floor*: the time of a step that does all its communication while it
+computes. On a cluster of one machine, communication costs processor time. The
+replicas of a cluster compute one gradient in advance after a turn, so many
+updates should make a turn.
 """
 
 import concurrent.futures
@@ -41,7 +43,7 @@ flags.DEFINE_integer(
   "rounds", 6, "The number of turns of each kind", lower_bound=2
 )
 flags.DEFINE_integer(
-  "updates", 40, "The number of updates in a turn", lower_bound=1
+  "updates", 100, "The number of updates in a turn", lower_bound=1
 )
 flags.DEFINE_integer("batch_size", 64, "The images of a worker in an update")
 flags.DEFINE_integer("workers", 2, "The number of workers")

@@ -11,13 +11,8 @@ from typing import Any
 from experiments.support import claims
 
 
-def circumstances() -> dict[str, str]:
-  """Describes the command, the time, the machine, and the versions.
-
-  Returns:
-    The command of this process, the time in UTC, the machine, the commit of
-    this tree (with a + if it has changes), and the version of TensorFlow.
-  """
+def _circumstances() -> dict[str, str]:
+  """Describes the command, the time, the machine, and the versions."""
   spec = sys.modules["__main__"].__spec__
   program = ["-m", spec.name] if spec else [sys.argv[0]]
   now = datetime.datetime.now(datetime.timezone.utc)
@@ -30,6 +25,12 @@ def circumstances() -> dict[str, str]:
   }
 
 
+# Of this process: the command, when it began (in UTC), the machine, the commit
+# of this tree (with a + if it has changes), and the version of TensorFlow. They
+# are found at the start, because the files may change in the meantime.
+CIRCUMSTANCES = _circumstances()
+
+
 def write(path: str | None, measured: dict[str, Any]) -> None:
   """Writes results and their circumstances as JSON.
 
@@ -38,5 +39,5 @@ def write(path: str | None, measured: dict[str, Any]) -> None:
     measured: The results, and other values to store.
   """
   if path is not None:
-    text = json.dumps({**circumstances(), **measured}, indent=1) + "\n"
+    text = json.dumps({**CIRCUMSTANCES, **measured}, indent=1) + "\n"
     pathlib.Path(path).write_text(text, encoding="utf-8")

@@ -79,8 +79,9 @@ def main(argv: list[str]) -> None:
       f"{sender} to {receiver}": count / traffic.PARAMETER_BYTES
       for (sender, receiver), count in sorted(measured.bytes_per_step.items())
     }
-    run = {**stored.circumstances(), "share_of_parameter_bytes": shares}
-    stored.write(FLAGS.output, {"runs": [*runs, run]})
+    run = {**stored.CIRCUMSTANCES, "share_of_parameter_bytes": shares}
+    text = json.dumps({"runs": [*runs, run]}, indent=1) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
   python -m experiments.trainings --data_dir=DIR [--rows=NAME,...]
     [--output=experiments/results/trainings.json]
 
-A row is a training by a program of this project, and measurements of its
-checkpoints by `cifar10.eval`: of every checkpoint, beside the training, or of
-the last one. The table "Precision" in docs/results.md says how long they take.
-Each finished row is stored at once, in place of an older result of this row.
+A row is a training by a program of this project. `cifar10.eval` measures its
+last checkpoint. In some rows, it also measures the checkpoints while the
+training goes on, on the same cores. The table "Precision" in docs/results.md
+says how long they take. Each finished row is stored at once, in place of an
+older result of this row.
 `DIR` has the data set as TensorFlow Datasets prepares it.
 """
 
@@ -33,6 +34,7 @@ from tf_replicas.runtime import processes
 FLAGS = flags.FLAGS
 _SPEC = "cluster_specs/local_1ps_2workers.json"
 _TRAINING_SECS = 4 * 3600.0
+_WATCHER_SECS = 1800.0
 _MEASURED = re.compile(
   r"evaluating \S*-(\d+).*?precision @ 1 = ([\d.]+)", re.DOTALL
 )
@@ -45,7 +47,7 @@ class Row(NamedTuple):
     module: The program that trains.
     arguments: Its flags, except for the directories and the data set.
     evals: For each measurement after the training, flags of `cifar10.eval`.
-    is_watched: Whether every checkpoint is measured while the training goes on.
+    is_watched: Whether checkpoints are measured while the training goes on.
   """
 
   module: str
@@ -54,13 +56,12 @@ class Row(NamedTuple):
   is_watched: bool = False
 
 
-_CLUSTER = ("cifar10.distributed_train", f"--cluster_spec={_SPEC}")
+_ON_A_CLUSTER = [f"--cluster_spec={_SPEC}", "--max_steps=2000"]
 _EVERY_4_EPOCHS = "--checkpoint_every_steps=1563"
 ROWS = {
-  "between_graph": Row(_CLUSTER[0], [_CLUSTER[1], "--max_steps=2000"]),
+  "between_graph": Row("cifar10.distributed_train", _ON_A_CLUSTER),
   "in_graph": Row(
-    _CLUSTER[0],
-    [_CLUSTER[1], "--max_steps=2000", "--replication=in_graph"],
+    "cifar10.distributed_train", [*_ON_A_CLUSTER, "--replication=in_graph"]
   ),
   "modern": Row(
     "cifar10.train",
@@ -116,8 +117,9 @@ def run(row: Row, data: Sequence[str]) -> dict[str, object]:
       secs = time.monotonic() - start
       if process.returncode:
         raise RuntimeError(f"{row.module} failed:\n{printed}")
-      if watcher is not None:
-        watcher.wait(300)  # It ends after the last checkpoint.
+      # It ends after the last checkpoint.
+      if watcher is not None and watcher.wait(_WATCHER_SECS):
+        raise RuntimeError(f"cifar10.eval failed:\n{log.read_text()}")
     finally:
       if watcher is not None:
         watcher.kill()
@@ -140,25 +142,25 @@ def run(row: Row, data: Sequence[str]) -> dict[str, object]:
 def main(argv: Sequence[str]) -> None:
   del argv
   path = pathlib.Path(FLAGS.output)
-  with processes.one_line_errors(usage=(ValueError,), run_time=(OSError,)):
+  with processes.one_line_errors(usage=(ValueError,)):
     unknown = sorted(set(FLAGS.rows) - set(ROWS))
     if unknown:
       raise ValueError(
         f"`--rows` must name some of {', '.join(ROWS)}. Received:"
         f" {', '.join(unknown)}."
       )
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    data = ["--dataset=cifar10", f"--data_dir={FLAGS.data_dir}"]
-    for name in FLAGS.rows:
-      made_with = {
-        "date": datetime.date.today().isoformat(),
-        "machine": claims.machine(),
-        "commit": claims.commit(),
-        "load_average": os.getloadavg()[0],
-      }
-      stored[name] = {**made_with, **run(ROWS[name], data)}
-      path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-      print(f"{name}: {stored[name]['precision']}", flush=True)
+  stored = json.loads(path.read_text()) if path.exists() else {}
+  data = ["--dataset=cifar10", f"--data_dir={FLAGS.data_dir}"]
+  for name in FLAGS.rows:
+    made_with = {
+      "date": datetime.date.today().isoformat(),
+      "machine": claims.machine(),
+      "commit": claims.commit(),
+      "load_average": os.getloadavg()[0],
+    }
+    stored[name] = {**made_with, **run(ROWS[name], data)}
+    path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    print(f"{name}: {stored[name]['precision']}", flush=True)
 
 
 if __name__ == "__main__":

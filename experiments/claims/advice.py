@@ -10,9 +10,10 @@ gain is the examples applied per second, divided by those of the recorded
 training.
 
 Computing a gradient is replaced by waiting for drawn times (`timed_training`),
-so that each worker has the speed of a machine of its own. Parameters and
-gradients travel between real processes. Situations with a limited link use a
-private network, which needs root, and are left out without it.
+so that each worker has the speed of a machine of its own. The recorded training
+and those that follow advice have the same times. Parameters and gradients
+travel between real processes. Some situations use a private network of limited
+links, which needs root.
 """
 
 import sys
@@ -28,12 +29,11 @@ from experiments.simulator import compute_times
 from experiments.simulator import recorded_run
 from experiments.support import claims
 from experiments.support import timed_training
-from tf_replicas.cluster import private_network
 
 MOST_ERROR = 0.15
 _WORKERS = 4
-_MEAN_SECS = 0.2
-_SECS = 20.0
+_MEDIAN_SECS = 0.2
+_BATCHES = 60  # About so many of each worker are used in a training.
 
 
 class Situation(NamedTuple):
@@ -56,20 +56,20 @@ class Situation(NamedTuple):
 
 SITUATIONS = {
   "uneven batches, sync": Situation(
-    simulator.Sync(), compute_times.Lognormal(_MEAN_SECS, 0.6)
+    simulator.Sync(), compute_times.Lognormal(_MEDIAN_SECS, 0.6)
   ),
   "one slow worker, sync": Situation(
-    simulator.Sync(), compute_times.Lognormal(_MEAN_SECS, 0.2), slowest=2.5
+    simulator.Sync(), compute_times.Lognormal(_MEDIAN_SECS, 0.2), slowest=2.5
   ),
   "links of 200 Mbit/s, sync": Situation(
     simulator.Sync(),
-    compute_times.Lognormal(_MEAN_SECS, 0.2),
+    compute_times.Lognormal(_MEDIAN_SECS, 0.2),
     num_elements=1_000_000,
     mbit_per_sec=200.0,
   ),
   "links of 200 Mbit/s, async": Situation(
     simulator.Async(),
-    compute_times.Lognormal(_MEAN_SECS, 0.2),
+    compute_times.Lognormal(_MEDIAN_SECS, 0.2),
     num_elements=1_000_000,
     mbit_per_sec=200.0,
   ),
@@ -83,7 +83,7 @@ def record(
   num_ps: int,
   *,
   seed: int,
-  secs: float,
+  batches: int,
 ) -> list[recorded_run.Event]:
   """Trains on a real cluster, and returns the events of its timelines.
 
@@ -92,24 +92,27 @@ def record(
     rule: The update rule.
     num_ps: The number of PS tasks.
     seed: The seed of the compute times.
-    secs: About how long the training takes.
+    batches: The mean number of batches of each worker that are used.
   """
-  is_sync = isinstance(rule, simulator.Sync)
-  per_worker = round(secs / _MEAN_SECS)
-  slowdown = {_WORKERS - 1: situation.slowest}
-  draws = compute_times.Draws(situation.times, _WORKERS, seed, slowdown)
-  everyone = np.arange(_WORKERS)
-  times = np.transpose([draws.next(everyone) for _ in range(per_worker)])
-  return timed_training.train(
-    times.tolist(),
-    per_worker // 2 if is_sync else per_worker * _WORKERS // 2,
-    update="sync" if is_sync else "async",
-    replicas_to_aggregate=rule.replicas_to_aggregate if is_sync else None,
-    max_lead=None if is_sync else rule.max_lead,
+  per_update = _per_update(rule)
+  return timed_training.train_by(
+    rule,
+    situation.times,
+    _WORKERS,
+    batches * _WORKERS // per_update,
+    seed=seed,
+    slowdown={_WORKERS - 1: situation.slowest},
     num_elements=situation.num_elements,
     num_ps=num_ps,
     mbit_per_sec=situation.mbit_per_sec,
   )
+
+
+def _per_update(rule: simulator.Sync | simulator.Async) -> int:
+  """Returns the number of contributions in an update."""
+  if isinstance(rule, simulator.Sync):
+    return rule.replicas_to_aggregate or _WORKERS
+  return 1
 
 
 def throughput(
@@ -121,16 +124,13 @@ def throughput(
     events: The events of the whole run.
     rule: The update rule of the run.
   """
-  count = 1
-  if isinstance(rule, simulator.Sync):
-    count = rule.replicas_to_aggregate or _WORKERS
-  return validation.step_rate(events) * count
+  return validation.step_rate(events) * _per_update(rule)
 
 
 def best_of_each_kind(
   advice: Sequence[advise.Advice],
 ) -> dict[str, advise.Advice]:
-  """Returns the advice with the largest gain, by its kind.
+  """Returns, for each kind, the advice with the largest predicted gain.
 
   Args:
     advice: What the advisor found, the largest gain first.
@@ -148,18 +148,22 @@ def measure(is_quick: bool, seed: int) -> dict:
   maps each situation and kind of advice to what was changed, and to the
   predicted and the measured gain.
   """
-  secs = _SECS / 2 if is_quick else _SECS
-  found, number = {}, 1000 * (seed + 1)
-  for title, situation in SITUATIONS.items():
-    obstacle = private_network.obstacle()
-    is_limited = situation.mbit_per_sec is not None
+  batches = _BATCHES // 4 if is_quick else _BATCHES
+  found = {}
+  for number, (title, situation) in enumerate(SITUATIONS.items()):
     if is_quick and title not in _QUICK:
       continue
-    if is_limited and obstacle:
-      print(f"left out: {title}: {obstacle}", file=sys.stderr, flush=True)
-      continue
-    number += 1  # No two trainings have the same times.
-    events = record(situation, situation.rule, 1, seed=number, secs=secs)
+
+    def train(rule, num_ps, situation=situation, number=number):
+      return record(
+        situation,
+        rule,
+        num_ps,
+        seed=len(SITUATIONS) * seed + number,
+        batches=batches,
+      )
+
+    events = train(situation.rule, 1)
     before = throughput(events, situation.rule)
     fit = recorded_run.fit(
       advise.without_start(events), read_bytes=4.0 * situation.num_elements
@@ -167,15 +171,12 @@ def measure(is_quick: bool, seed: int) -> dict:
     advice = advise.advise(fit.cluster, advise.recorded_rule(events))
     rows = {}
     for kind, each in best_of_each_kind(advice).items():
-      number += 1
-      option = each.option
-      followed = record(
-        situation, option.rule, option.cluster.num_ps, seed=number, secs=secs
-      )
+      rule = each.option.rule
+      followed = train(rule, each.option.cluster.num_ps)
       rows[kind] = {
-        "change": option.what,
+        "change": each.option.what,
         "predicted": each.gain,
-        "measured": throughput(followed, option.rule) / before,
+        "measured": throughput(followed, rule) / before,
       }
       print(f"{title}: {kind}: {rows[kind]}", file=sys.stderr, flush=True)
     found[title] = rows
@@ -250,11 +251,12 @@ CLAIM = claims.Claim(
   ),
   source="our own: `experiments.advise`",
   explanation=(
-    "Each mark is an advice that was followed on real processes: the gain that"
-    " the advisor predicted from the timeline of one training, and the gain"
-    " that came. A gain is the number of examples that are applied per second,"
-    " divided by that of the recorded training; below 1 it is a loss. Of each"
-    " kind of advice the best one was followed, also if it gains nothing. Each"
+    "Each mark is a piece of advice that was followed on real processes: the"
+    " gain that the advisor predicted from the timeline of one training, and"
+    " the gain that was measured. A gain is the number of examples that are"
+    " applied per second, divided by that of the recorded training; below 1 it"
+    " is a loss. Of each kind of advice, the best one was followed, even if it"
+    " gains nothing. Each"
     " worker waits for a drawn time instead of computing; parameters and"
     " gradients travel between real processes."
   ),

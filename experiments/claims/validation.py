@@ -12,8 +12,7 @@ same kind, more workers, other update rules, and other bandwidths.
 *   `loopback`: all tasks share the loopback device of this machine, and 1 MB of
     parameters and gradients travels. Up to 16 workers.
 *   `200 Mbit/s`: each task is a host of its own in a private network, whose
-    link has this rate, and 4 MB travel. Up to 4 workers. This group needs root,
-    and is left out without it.
+    link has this rate, and 4 MB travel. Up to 4 workers. This group needs root.
 
 Parameters and gradients travel between real processes; computing a gradient is
 replaced by waiting for drawn times (`timed_training`), so that each worker has
@@ -33,7 +32,6 @@ from experiments.simulator import compute_times
 from experiments.simulator import recorded_run
 from experiments.support import claims
 from experiments.support import timed_training
-from tf_replicas.cluster import private_network
 
 COMPUTE = compute_times.Lognormal(0.2, 0.3)
 _SIMULATED_STEPS = 2_000
@@ -124,18 +122,16 @@ def record(
     secs: About how long the training would take if sending took no time.
   """
   is_sync = isinstance(setting.rule, simulator.Sync)
-  per_worker = round(secs / 0.2)
-  draws = compute_times.Draws(COMPUTE, setting.workers, seed)
-  everyone = np.arange(setting.workers)
-  times = np.transpose([draws.next(everyone) for _ in range(per_worker)])
+  updates = round(secs / 0.3)
+  if not is_sync:
+    updates = round(secs / 0.2) * setting.workers
   rate = group.mbit_per_sec
-  return timed_training.train(
-    times.tolist(),
-    round(secs / 0.3) if is_sync else per_worker * setting.workers,
-    update="sync" if is_sync else "async",
-    replicas_to_aggregate=setting.rule.replicas_to_aggregate
-    if is_sync
-    else None,
+  return timed_training.train_by(
+    setting.rule,
+    COMPUTE,
+    setting.workers,
+    updates,
+    seed=seed,
     num_elements=group.num_elements,
     mbit_per_sec=None if rate is None else rate * setting.speed,
   )
@@ -228,10 +224,6 @@ def measure(is_quick: bool, seed: int) -> dict:
   secs = _SECS / 2 if is_quick else _SECS
   found, number = {}, 100 * seed
   for title, group in (QUICK_GROUPS if is_quick else GROUPS).items():
-    obstacle = private_network.obstacle()
-    if group.mbit_per_sec is not None and obstacle:
-      print(f"left out: {title}: {obstacle}", file=sys.stderr, flush=True)
-      continue
     cluster, rows = None, {}
     for name, setting in group.settings.items():
       number += 1  # No two trainings have the same times.
@@ -319,9 +311,9 @@ CLAIM = claims.Claim(
   source="our own: the simulated experiments on this page rely on it",
   explanation=(
     "Each mark is a training of real processes: how many updates per second it"
-    " made, and how many the simulator predicted. The simulator knows one"
-    " training only, with 2 synchronous workers. It was fitted to the times"
-    " that this training needed for computing, reading and updating. This"
+    " made, and how many the simulator predicted. In each panel, the simulator"
+    " knows one training only, with 2 synchronous workers. It was fitted to the"
+    " times that this training needed for computing, reading and updating. This"
     " training does not count for the verdict. The other trainings were not"
     " used for the fit. Each worker waits for a drawn time instead of"
     " computing, so that it has the speed of a machine of its own. Parameters"

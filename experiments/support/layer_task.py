@@ -1,9 +1,12 @@
-"""Trains layers that sleep, and records which versions of weights are used.
+"""Trains layers that sleep, and records how stale their gradients are.
 
 `claims.staleness_by_layer` starts this program once per task. Each layer has
-one weight. Its gradient is -1 and the learning rate is 1, so every update adds
-1 to the weight: its value is the number of updates that it has got, its
-*version*. A layer's forward pass sleeps, and its backward pass sleeps twice as
+one weight of two elements, the learning rate is 1, and the gradient of a weight
+w is (-1, -w[0]). So w[0] is the number of updates that the weight has got, its
+*version*, and w[1] is the sum of the versions from which these updates were
+computed. The k-th update finds version k; so w[0] and w[1] at two moments tell
+the mean staleness of the updates in between, wherever and whenever they are
+applied. A layer's forward pass sleeps, and its backward pass sleeps twice as
 long.
 
 `tf1` is asynchronous training as TF1 programs had it: each variable is read
@@ -23,20 +26,17 @@ from experiments.support import programs
 from tf_replicas import cluster
 from tf_replicas.runtime import processes
 
-LAYERS = 8
-FORWARD_SECS = 0.008
-_BACKWARD = 2.0  # So many times the time of the forward pass.
+LAYERS = 18
+FORWARD_SECS = 0.004
+_BACKWARD = 2.0  # How many times as long the backward pass takes.
 _SPREAD = 0.2
-_DONE = "done"
-_SECS = 300.0
+_START = [0.0, 0.0]  # Of a weight.
+# The shares of the updates between which the staleness is measured.
+_FROM, _TO = 0.2, 0.8
 
 
 class Layers:
-  """Layers that sleep, and remember which versions of their weights they got.
-
-  Attributes:
-    used: For each layer, the versions that its forward passes have used.
-  """
+  """Layers that sleep."""
 
   def __init__(self, seed: int):
     """Makes the layers.
@@ -44,26 +44,25 @@ class Layers:
     Args:
       seed: Decides how long the layers sleep.
     """
-    self.used = [[] for _ in range(LAYERS)]
     self._random = np.random.default_rng(seed)
 
   def loss(self, weights: list[tf.Tensor], x: tf.Tensor) -> tf.Tensor:
     """Computes all layers, in order.
 
     Args:
-      weights: A scalar per layer.
+      weights: float32 [2] per layer.
       x: float32 scalar.
 
     Returns:
-      float32 scalar, whose gradients are -1 for each weight.
+      float32 scalar, whose gradient for a weight w is (-1, -w[0]).
     """
-    for number, weight in enumerate(weights):
-      x = self._layer(number)(x, weight)
+    for weight in weights:
+      x = self._layer(x, weight)
     return x
 
-  def _layer(self, number: int):
-    def forward(x, weight):
-      self.used[number].append(float(weight))
+  @tf.custom_gradient
+  def _layer(self, x, weight):
+    def forward(x):
       self._sleep(1.0)
       return x
 
@@ -71,27 +70,44 @@ class Layers:
       self._sleep(_BACKWARD)
       return upstream
 
-    @tf.custom_gradient
-    def layer(x, weight):
-      y = tf.numpy_function(forward, [x, weight], tf.float32)
-      y.set_shape([])
+    y = tf.numpy_function(forward, [x], tf.float32)
+    y.set_shape([])
 
-      def gradient(upstream):
-        # Otherwise the top layer's backward pass would not await the forward
-        # pass: the derivative of a layer does not depend on its output.
-        with tf.control_dependencies([y]):
-          slept = tf.numpy_function(backward, [upstream], tf.float32)
-        slept.set_shape([])
-        with tf.control_dependencies([slept]):
-          return slept, tf.constant(-1.0)
+    def gradient(upstream):
+      # Otherwise the top layer's backward pass would not await the forward
+      # pass: the derivative of a layer does not depend on its output.
+      with tf.control_dependencies([y]):
+        slept = tf.numpy_function(backward, [upstream], tf.float32)
+      slept.set_shape([])
+      with tf.control_dependencies([slept]):
+        return slept, -tf.stack([1.0, weight[0]])
 
-      return y, gradient
-
-    return layer
+    return y, gradient
 
   def _sleep(self, times: float) -> None:
     factor = 1 + _SPREAD * self._random.uniform(-1, 1)
     time.sleep(times * FORWARD_SECS * factor)
+
+
+def staleness(begin: np.ndarray, end: np.ndarray) -> list[float]:
+  """Computes the mean staleness of the updates between two moments.
+
+  Args:
+    begin: The weights at the first moment: float32 [layers, 2].
+    end: The weights at the second moment.
+
+  Returns:
+    For each layer, the mean number of updates between the read of its weight
+    and the update.
+  """
+  found = []
+  for (first, before), (last, after) in zip(
+    begin.astype(np.float64), end.astype(np.float64), strict=True
+  ):
+    # The updates found the versions `first`, `first` + 1, ..., `last` - 1.
+    mean_found = (first + last - 1) / 2
+    found.append(mean_found - (after - before) / (last - first))
+  return found
 
 
 def train_tf1(
@@ -100,7 +116,7 @@ def train_tf1(
   index: int,
   steps: int,
   directory: pathlib.Path,
-) -> np.ndarray:
+) -> list[float] | None:
   """Trains as a worker of an asynchronous TF1 program.
 
   Args:
@@ -111,7 +127,7 @@ def train_tf1(
     directory: A directory for files by which workers wait for each other.
 
   Returns:
-    The staleness of every gradient: float64 [steps, layers].
+    In worker 0, the mean staleness by layer; in the others None.
   """
   v1 = tf.compat.v1
   layers = Layers(index)
@@ -120,43 +136,40 @@ def train_tf1(
   )
   with v1.device(setter):
     weights = [
-      v1.get_variable(f"w{i}", initializer=0.0, use_resource=True)
+      v1.get_variable(f"w{i}", initializer=_START, use_resource=True)
       for i in range(LAYERS)
     ]
     read = [weight.read_value() for weight in weights]
     loss = layers.loss(read, tf.constant(0.0))
-    optimizer = v1.train.GradientDescentOptimizer(1.0)
-    staleness = []
-    for weight, value, gradient in zip(
-      weights, read, tf.gradients(loss, read), strict=True
-    ):
-      update = optimizer.apply_gradients([(gradient, weight)])
-      with tf.control_dependencies([update]):
-        staleness.append(weight.read_value() - 1.0 - value)
+    optimizer = v1.train.GradientDescentOptimizer(1.0, use_locking=True)
+    train = optimizer.apply_gradients(
+      list(zip(tf.gradients(loss, read), weights, strict=True))
+    )
     start = v1.global_variables_initializer()
   workers = jobs.num_tasks("worker")
+  moments = []
   with v1.Session(server.target) as session:
     if index == 0:
       session.run(start)
     programs.barrier(directory, "start", index, workers)
-    found = [session.run([loss, staleness])[1] for _ in range(steps)]
+    for step in range(steps):
+      if index == 0 and step in (int(_FROM * steps), int(_TO * steps)):
+        moments.append(np.array(session.run(weights)))
+      session.run(train)
     programs.barrier(directory, "end", index, workers)
-  return np.array(found, np.float64)
+  return staleness(*moments) if moments else None
 
 
-def train_ours(spec, task, steps: int) -> np.ndarray | None:
+def train_ours(spec, task, steps: int) -> list[float] | None:
   """Trains as a worker by the asynchronous rule of this library.
-
-  A worker reads the weights at once after its update, so that between two reads
-  a weight gets its own update, and those that make the gradient stale.
 
   Args:
     spec: The cluster.
     task: The task of this process.
-    steps: The number of steps of each worker.
+    steps: The mean number of steps of a worker.
 
   Returns:
-    The staleness of every gradient of this worker: float64 [n, layers].
+    In the chief, the mean staleness by layer; in the other workers None.
   """
   import keras
 
@@ -168,33 +181,35 @@ def train_ours(spec, task, steps: int) -> np.ndarray | None:
 
   def new_replica():
     return tf_replicas.Replica(
-      [tf.Variable(0.0, name=f"w{i}") for i in range(LAYERS)],
+      [tf.Variable(_START, name=f"w{i}") for i in range(LAYERS)],
       lambda parameters, x: layers.loss(parameters, tf.reduce_sum(x)),
       lambda *_: tf.data.Dataset.from_tensors(tf.zeros([1])).repeat(),
     )
 
   def new_rule():
     return tf_replicas.AsyncReplicasOptimizer(
-      keras.optimizers.SGD(1.0), workers
+      keras.optimizers.SGD(1.0), workers, use_locking=True
     )
 
   driver = between_graph.BetweenGraph(spec, task, new_replica, new_rule)
+  moments = []
   if driver.is_chief:
-    while driver.step().global_step < steps * workers:
-      pass
+    for share in (_FROM, _TO):
+      while driver.step().global_step < share * steps * workers:
+        pass
+      values = driver.values()
+      moments.append(np.array([values[f"w{i}"] for i in range(LAYERS)]))
   else:
     driver.run_replica()
   driver.close()
-  count = min(map(len, layers.used))
-  versions = np.array([used[:count] for used in layers.used]).T
-  return np.diff(versions, axis=0) - 1.0
+  return staleness(*moments) if moments else None
 
 
 def main(argv: list[str]) -> None:
   path, job, index, kind, steps = argv
   spec = cluster.load(path)
   task = cluster.Task(job, int(index))
-  directory = pathlib.Path(path).parent
+  result = pathlib.Path(path).with_name("staleness.json")
   if kind == "ours":
     if job == "ps":
       programs.be_task(argv, lambda *_: None)
@@ -206,18 +221,13 @@ def main(argv: list[str]) -> None:
       jobs, job_name=job, task_index=task.index
     )
     if job == "ps":
-      programs.await_condition(
-        lambda: (
-          len(list(directory.glob("staleness.*"))) == jobs.num_tasks("worker")
-        ),
-        "the results of all workers",
-      )
+      programs.await_condition(result.exists, "the result")
       processes.exit_now(0)
-    found = train_tf1(server, jobs, task.index, int(steps), directory)
-  # A whole file appears at once.
-  part = directory / f"part.{task.index}"
-  part.write_text(json.dumps(found.tolist()), encoding="utf-8")
-  part.rename(directory / f"staleness.{task.index}")
+    found = train_tf1(server, jobs, task.index, int(steps), result.parent)
+  if found is not None:
+    part = result.with_suffix(".part")  # The whole file appears at once.
+    part.write_text(json.dumps(found), encoding="utf-8")
+    part.rename(result)
   processes.exit_now(0)
 
 

@@ -22,10 +22,10 @@ from experiments.simulator import recorded_run
 from experiments.support import slow_down
 
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+_PORT = 2222  # Of every task on a host of its own.
 _RATE = re.compile(r"\(([\d.]+) examples/sec;")
 # What a training prints: (when, step, loss), and in the end (step, examples).
 LOG_LINE = re.compile(r"([-\d]+ [:.\d]+): step (\d+), loss = ([\d.]+) \(")
-_PORT = 2222  # Of every task on a host of its own.
 FINISHED = re.compile(r"finished at step (\d+): (\d+) examples")
 
 
@@ -127,14 +127,6 @@ def examples_per_sec(output: str) -> float:
   return statistics.harmonic_mean(rates[1:])
 
 
-def spread(values: Sequence[float]) -> str:
-  """Formats the median, least and largest of the values of several rounds."""
-  return (
-    f"{statistics.median(values):.2f} (median of {len(values)},"
-    f" {min(values):.2f} to {max(values):.2f})"
-  )
-
-
 def run_tasks(
   module: str,
   arguments: Sequence[object],
@@ -171,7 +163,6 @@ def run_tasks(
   from tf_replicas.cluster import private_network
 
   spec = cluster.parse(document)
-  settings = document if "cluster" in document else {}
   with contextlib.ExitStack() as stack:
     network = None
     if mbit_per_sec is None:
@@ -182,17 +173,8 @@ def run_tasks(
           list(map(str, spec.tasks())), mbit_per_sec=mbit_per_sec
         )
       )
-      spec = cluster.parse(
-        {
-          **settings,
-          "cluster": {
-            job: [
-              f"{network.address(str(task))}:{_PORT}"
-              for task in spec.tasks(job)
-            ]
-            for job in spec.as_dict()
-          },
-        }
+      spec = spec.with_addresses(
+        {t: f"{network.address(str(t))}:{_PORT}" for t in spec.tasks()}
       )
     path = pathlib.Path(directory, "spec.json")
     path.write_text(spec.to_json(), encoding="utf-8")
@@ -207,6 +189,7 @@ def run_tasks(
         spec, command, log_dir=directory, environ=environ
       )
     )
+    # Named, because addresses in a private network do not count as local.
     tasks.start(*sorted(spec.tasks(), key=lambda task: task.job != "ps"))
     if while_running is not None:
       while_running(tasks)

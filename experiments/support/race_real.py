@@ -179,11 +179,15 @@ def limit(seconds: float) -> float:
 def table(rows: list[dict]) -> list[str]:
   """Returns the lines of a Markdown table of real and virtual times.
 
+  Both are in virtual seconds: a real time is divided by `UNIT_SECS`.
+
   Args:
     rows: Results of `measure`.
   """
   lines = [
-    "| workers | rule | rate | real seconds | virtual | real / virtual |"
+    f"Times are in virtual seconds, of which one takes {UNIT_SECS:g} s.",
+    "",
+    "| workers | rule | rate | real time | virtual | real / virtual |"
     " updates: real, virtual | load |",
     "|---|---|---|---|---|---|---|---|",
   ]

@@ -11,8 +11,14 @@ import pathlib
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+
+from experiments import simulator
+from experiments.simulator import compute_times
 from experiments.simulator import recorded_run
 from experiments.support import programs
 
@@ -68,13 +74,51 @@ def train(
           "ps": ["localhost:0"] * num_ps,
           "worker": ["localhost:0"] * len(times),
         },
-        "variables": {"on": "ps", "placement": "partitioned"},
+        "variables": {
+          "on": "ps",
+          "placement": "partitioned",
+          "min_shard_bytes": 4,  # So that all shards have the same size.
+        },
       },
       directory=directory,
       timeout_secs=600,
       mbit_per_sec=mbit_per_sec,
     )
     return recorded_run.read(f"{directory}/timeline")
+
+
+def train_by(
+  rule: simulator.Sync | simulator.Async,
+  times: compute_times.Distribution,
+  num_workers: int,
+  num_steps: int,
+  *,
+  seed: int,
+  slowdown: Mapping[int, float] | None = None,
+  **more: Any,
+) -> list[recorded_run.Event]:
+  """Trains by a rule of the simulator, with compute times from a distribution.
+
+  Args:
+    rule: The update rule.
+    times: The distribution of the seconds until a batch arrives.
+    num_workers: The number of workers.
+    num_steps: The number of updates.
+    seed: The seed of the times.
+    slowdown: Maps the index of a worker to the factor by which it is slower.
+    **more: More arguments of `train`.
+
+  Returns:
+    The events of the timelines of all tasks, ordered by their start.
+  """
+  draws = compute_times.Draws(times, num_workers, seed, slowdown or {})
+  everyone = np.arange(num_workers)
+  drawn = np.transpose([draws.next(everyone) for _ in range(num_steps)])
+  if isinstance(rule, simulator.Sync):
+    how = {"replicas_to_aggregate": rule.replicas_to_aggregate}
+  else:
+    how = {"update": "async", "max_lead": rule.max_lead}
+  return train(drawn.tolist(), num_steps, **how, **more)
 
 
 def _replica(times: Sequence[float], num_elements: int):

@@ -64,7 +64,7 @@ class PutBackTest(absltest.TestCase):
         lambda count, _: count < steps,
         body,
         [tf.constant(0), kept.no_batch()],
-        shape_invariants=[tf.TensorShape([]), kept.shapes],
+        shape_invariants=[tf.TensorShape([]), kept.loop_shapes],
       )
       return kept.put(tensors, steps > 0)
 

@@ -123,6 +123,8 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     self._index = spec.replicas.index(task)
     self._has_given_up = False
     self._has_data = True
+    # Shared by all data sets of one structure, as a queue is never removed.
+    self._put_back: put_back_lib.PutBack | None = None
     self._timeline_name = f"{task.job}:{task.index}"
     devices = connection.connect_client(
       spec, task, timeout_secs=start_timeout_secs, log=log
@@ -424,9 +426,11 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       `ReplicaLoop.run_many` for steps that ask. The third is the same for steps
       that are admitted in advance, or None if the rule never does that.
     """
-    put_back = None
-    if self.rule.repeats_refused:
-      put_back = put_back_lib.PutBack(
+    if self.rule.repeats_refused and (
+      self._put_back is None
+      or self._put_back.element_spec != iterator.element_spec
+    ):
+      self._put_back = put_back_lib.PutBack(
         iterator.element_spec, device=resources.this_device()
       )
     loop = replica_loop.ReplicaLoop(
@@ -438,7 +442,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       device=tf.constant(0).device,
       recorder=self._recorder,
       name=self._timeline_name,
-      put_back=put_back,
+      put_back=self._put_back,
     )
 
     # Concrete functions skip what a call spends on looking for a trace.

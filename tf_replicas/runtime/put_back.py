@@ -19,8 +19,9 @@ class PutBack:
   find the queue by its name. They may be used inside a `tf.function`.
 
   Attributes:
-    shapes: The shapes of a batch's tensors, as far as they are known, in the
-      order of `flatten`.
+    element_spec: The structure of `tf.TypeSpec`s of a batch.
+    loop_shapes: For each tensor of `no_batch`, the shape invariant of a loop
+      that carries a batch.
   """
 
   def __init__(self, element_spec: object, *, device: str | None):
@@ -30,27 +31,31 @@ class PutBack:
       element_spec: The structure of `tf.TypeSpec`s of a batch.
       device: The device of the queue; None: where the methods are used.
     """
-    self._spec = element_spec
+    self.element_spec = element_spec
     self._device = device
     flat = tf.nest.flatten(element_spec, expand_composites=True)
     self._dtypes = [spec.dtype for spec in flat]
-    self.shapes = [spec.shape for spec in flat]
+    self._shapes = [spec.shape for spec in flat]
+    self.loop_shapes = [
+      tf.TensorShape(None if shape.rank is None else [None] * shape.rank)
+      for shape in self._shapes
+    ]
     self._name = f"put_back/{uuid.uuid4().hex}"
 
   def flatten(self, batch: object) -> list[tf.Tensor]:
-    """Returns the tensors of a batch, in the order of the other methods."""
+    """Returns the tensors of a batch, in the order that `put` expects."""
     flat = tf.nest.flatten(batch, expand_composites=True)
     return [tensor for tensor in flat if tensor is not None]
 
   def no_batch(self) -> list[tf.Tensor]:
-    """Returns small tensors of the types and ranks of a batch's tensors.
+    """Returns empty tensors of the types and ranks of a batch's tensors.
 
     A loop that carries the batch of its last step begins with them.
     """
     with tf.device(self._device):
       return [
-        _small(dtype, shape)
-        for dtype, shape in zip(self._dtypes, self.shapes, strict=True)
+        _empty(dtype, shape)
+        for dtype, shape in zip(self._dtypes, self._shapes, strict=True)
       ]
 
   def put(
@@ -78,10 +83,10 @@ class PutBack:
 
     def stored() -> object:
       tensors = self._dequeue()
-      for tensor, shape in zip(tensors, self.shapes, strict=True):
+      for tensor, shape in zip(tensors, self._shapes, strict=True):
         tensor.set_shape(shape)
       return tf.nest.pack_sequence_as(
-        self._spec, tensors, expand_composites=True
+        self.element_spec, tensors, expand_composites=True
       )
 
     with tf.device(self._device):
@@ -112,8 +117,8 @@ class PutBack:
     )
 
 
-def _small(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
-  """Returns a tensor of a type and rank, with few elements.
+def _empty(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+  """Returns a tensor of the given type and rank, without elements.
 
   Args:
     dtype: The type. A variant gets an empty list.
@@ -123,6 +128,4 @@ def _small(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
     return tf.raw_ops.EmptyTensorList(
       element_shape=-1, max_num_elements=-1, element_dtype=tf.float32
     )
-  if shape.rank is None:
-    return tf.zeros([], dtype)
-  return tf.zeros([size or 0 for size in shape], dtype)
+  return tf.zeros([0] * (shape.rank or 0), dtype)

@@ -1,0 +1,83 @@
+"""Tests for what the benchmarks share: ratios, floors, stored results."""
+
+import json
+import pathlib
+import tempfile
+
+import numpy as np
+from absl.testing import absltest
+
+from benchmarks import floor
+from benchmarks import ratios
+from benchmarks import stored
+from experiments import trainings
+from experiments.support import layer_task
+
+
+class RatiosTest(absltest.TestCase):
+  def test_compares_within_rounds(self):
+    rounds = [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 4.0}, {"a": 9.0, "b": 9.0}]
+    self.assertEqual(
+      ratios.compare(rounds, [("a", "b")]),
+      {"a / b": {"median": 0.75, "min": 0.5, "max": 1.0}},
+    )
+
+
+class FloorTest(absltest.TestCase):
+  def test_the_largest_of_three_bounds(self):
+    for computing, transferring, expected in (
+      ((80.0, 150.0), (20.0, 30.0), 90.0),  # Both cores are busy.
+      ((80.0, 100.0), (20.0, 30.0), 80.0),
+      ((20.0, 40.0), (50.0, 30.0), 50.0),
+    ):
+      turn = {
+        name: {"millis": millis, "cpu_millis": cpu_millis}
+        for name, (millis, cpu_millis) in (
+          ("computing", computing),
+          ("transferring, in-graph", transferring),
+        )
+      }
+      self.assertEqual(floor.floor(turn, "in-graph", 2), expected)
+
+
+class StoredTest(absltest.TestCase):
+  def test_has_the_circumstances(self):
+    with tempfile.TemporaryDirectory() as directory:
+      path = pathlib.Path(directory, "results.json")
+      stored.write(str(path), {"rate": 2.5})
+      found = json.loads(path.read_text())
+    self.assertEqual(found["rate"], 2.5)
+    self.assertContainsSubset(
+      {"command", "date", "machine", "commit", "tensorflow"}, found
+    )
+
+  def test_without_a_file(self):
+    stored.write(None, {"rate": 2.5})
+
+
+class TrainingsTest(absltest.TestCase):
+  def test_reads_what_the_evaluation_printed(self):
+    text = (
+      "evaluating /tmp/run/model.ckpt-1563 with moving averages\n"
+      "2026-11-26 14:00:00.1: precision @ 1 = 0.7628 [10000 examples]\n"
+      "evaluating /tmp/run/model.ckpt-3126 with moving averages\n"
+      "2026-11-26 14:01:00.1: precision @ 1 = 0.7879 [10000 examples]\n"
+    )
+    self.assertEqual(trainings.measured(text), [(1563, 0.7628), (3126, 0.7879)])
+
+
+class StalenessTest(absltest.TestCase):
+  def test_of_updates_between_two_moments(self):
+    # Update k uses version k - 2 in one layer, and version k in the other.
+    def weights(count):
+      return [
+        [count, sum(k - 2 for k in range(count))],
+        [count, sum(range(count))],
+      ]
+
+    begin, end = (np.array(weights(n), float) for n in (10, 30))
+    self.assertEqual(layer_task.staleness(begin, end), [2.0, 0.0])
+
+
+if __name__ == "__main__":
+  absltest.main()
