@@ -261,6 +261,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 def draw(measurements: Sequence[dict]):
   """Draws predicted over measured updates per second, a mark per training."""
+  from matplotlib import ticker
+
   count = len(measurements[0])
   figure, panels = claims.new_figure(6.5 * count, 5, ncols=count, squeeze=False)
   for axes, title in zip(panels[0], measurements[0], strict=True):
@@ -289,6 +291,10 @@ def draw(measurements: Sequence[dict]):
     )
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+      axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+      axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+      axis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xlim(*line)
     axes.set_ylim(*line)
     axes.set_title(title)

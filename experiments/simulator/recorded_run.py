@@ -23,7 +23,7 @@ Event = simulated_cluster.Event
 _FIELDS = [field.name for field in dataclasses.fields(Event)]
 # What a replica does besides computing.
 _BESIDES = ("read", "hand_over", "wait", "apply", "refused")
-# Bandwidths explain the reads equally well if their errors differ by this.
+# Bandwidths explain a run equally well if their errors differ by this factor.
 _ALIKE = 1.05
 
 
@@ -137,8 +137,9 @@ def fit(
   gradients over, waiting and applying. So the time between recorded events
   counts too. The latency is the time from an update of the chief to the end of
   the waits that it ends. Without such updates, it is half of the shortest
-  refusal. Without refusals, as in asynchronous runs, it is taken as zero, and
-  the bandwidth accounts for it. The bandwidths are those that best explain how
+  refusal. Without refusals, or if gradients are sent before they are refused,
+  as in asynchronous runs, it is taken as zero, and the bandwidth accounts for
+  it. The bandwidths are those that best explain how
   the time of a read depends on the number of reads at the same time. If every
   read was beside equally many others, as in synchronous runs, the times of
   hand-overs decide: a replica that sends alone is as slow as its own link. If
@@ -233,9 +234,11 @@ def _compute_secs(task: str, events: Sequence[Event]) -> np.ndarray:
   spent = np.diff(edges)
   busy = np.zeros(max(len(edges) - 1, 0))
   for start, end in _union(besides):
-    turn = int(np.searchsorted(edges, start, side="right")) - 1
-    if 0 <= turn < len(busy):
-      busy[turn] += min(end, edges[turn + 1]) - start
+    # A span may go on in later turns: a read may begin as a hand-over ends.
+    first = int(np.searchsorted(edges, start, side="right")) - 1
+    last = int(np.searchsorted(edges, end, side="left")) - 1
+    for turn in range(max(first, 0), min(last, len(busy) - 1) + 1):
+      busy[turn] += min(end, edges[turn + 1]) - max(start, edges[turn])
   return np.maximum(spent - busy, 0.0)
 
 
@@ -269,7 +272,11 @@ def _latency(events: Sequence[Event]) -> float:
     if len(since):
       return float(np.median(_shortest_per(last[last >= 0], since)))
   refusals = [e.end - e.start for e in events if e.kind == "refused"]
-  return min(refusals) / 2 if refusals else 0.0
+  sent = [e.end - e.start for e in events if e.kind == "hand_over"]
+  # Refusals that take as long are of gradients that were sent without asking.
+  if not refusals or min(refusals) > min(sent, default=np.inf) / 2:
+    return 0.0
+  return min(refusals) / 2
 
 
 def _shortest_per(groups: np.ndarray, values: np.ndarray) -> list[float]:
@@ -304,8 +311,8 @@ def _bandwidths(
   If n replicas read at once, each of them gets w * min(1, k / n), where w is
   the bandwidth of its own link and k * w that of all PS tasks together. For
   every k in question, w follows from each read. Chosen is the k for which the
-  reads agree best. Of those that explain the reads almost as well, it is the
-  one that explains the hand-overs best, and otherwise the largest.
+  mean relative errors of the reads and of the hand-overs have the smallest sum;
+  of those that are almost as good, the largest.
 
   Args:
     reads: The events of all reads.
@@ -327,7 +334,8 @@ def _bandwidths(
   last = np.searchsorted(edges, ends)
   kept = last > first
   most = int(users.max())
-  # (spread, k, w, error); the PS tasks limit no read if k is at least `most`.
+  # (error, k, w, median error of the reads); the PS tasks limit no read if k is
+  # at least `most`.
   tried = []
   for ratio in [*np.unique(np.geomspace(1, max(most, 1), 60))[:-1], np.inf]:
     share = lengths * np.minimum(1.0, ratio / np.maximum(users, 1))
@@ -335,14 +343,12 @@ def _bandwidths(
     own = (total[last] - total[first])[kept]
     rate = read_bytes / float(np.median(own))
     errors = np.abs(own * rate / read_bytes - 1.0)
-    tried.append((float(errors.mean()), ratio, rate, float(np.median(errors))))
-  enough = min(spread for spread, *_ in tried) * _ALIKE + 1e-9
-  _, ratio, rate, error = min(
-    (row for row in tried if not row[0] > enough),
-    key=lambda row: (
-      round(_sending_error(hand_overs, latency, sent_bytes, row[2], row[1]), 6),
-      -row[1],
-    ),
+    sending = _sending_error(hand_overs, latency, sent_bytes, rate, ratio)
+    total_error = float(errors.mean()) + sending
+    tried.append((total_error, ratio, rate, float(np.median(errors))))
+  enough = min(error for error, *_ in tried) * _ALIKE + 1e-6
+  _, ratio, rate, error = max(
+    (row for row in tried if row[0] <= enough), key=lambda row: row[1]
   )
   return _Bandwidths(rate, ratio * rate, min(ratio, most) * rate, error)
 
@@ -364,7 +370,9 @@ def _sending_error(
     ratio: The bandwidth of all PS tasks, as a multiple of `bandwidth`.
 
   Returns:
-    The mean relative error of their times; 0 without hand-overs.
+    The mean relative error of their times; 0 without hand-overs. It is not
+    known whether a link serves its senders one after another or evenly, so it
+    is the smaller one of two errors.
   """
   if not hand_overs or not amount:
     return 0.0
@@ -372,7 +380,9 @@ def _sending_error(
   starts = np.array([event.start for event in sent]) + latency
   took = np.array([event.end for event in sent]) - latency - starts
   took = np.maximum(took, 1e-9)
-  ends = simulated_links.ends_in_order(
-    starts, amount, ratio * bandwidth, bandwidth
-  )
-  return float(np.mean(np.minimum(np.abs((ends - starts) / took - 1.0), 1.0)))
+  errors = []
+  for ends_of in (simulated_links.ends_in_order, simulated_links.ends_evenly):
+    ends = ends_of(starts, amount, ratio * bandwidth, bandwidth)
+    wrong = np.abs((ends - starts) / took - 1.0)
+    errors.append(float(np.mean(np.minimum(wrong, 1.0))))
+  return min(errors)

@@ -111,6 +111,34 @@ class InOrder:
     return max(self._free, time + amount / self._limit)
 
 
+def ends_evenly(
+  times: np.ndarray, amount: float, capacity: float, limit: float
+) -> np.ndarray:
+  """Returns when transfers of equal size arrive that share a link evenly.
+
+  Args:
+    times: float64 [n], ascending, the times at which the transfers begin.
+    amount: The bytes of each transfer.
+    capacity: The bytes/s of the link.
+    limit: The bytes/s of the link of each sender.
+
+  Returns:
+    float64 [n], the times at which the transfers have arrived.
+  """
+  link = FairShare(capacity, limit)
+  ends = np.empty(len(times))
+
+  def finish_until(time: float) -> None:
+    while (end := link.next_end()) <= time and end < math.inf:
+      ends[link.pop()] = end
+
+  for number, time in enumerate(times.tolist()):
+    finish_until(time)
+    link.add(time, amount, number)
+  finish_until(math.inf)
+  return ends
+
+
 def ends_in_order(
   times: np.ndarray, amount: float, capacity: float, limit: float
 ) -> np.ndarray:

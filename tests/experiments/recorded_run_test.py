@@ -94,6 +94,52 @@ class RoundTripTest(parameterized.TestCase):
     np.testing.assert_allclose(found.compute.secs, 2 - 0.25 - 0.4 - 0.4)
     self.assertAlmostEqual(found.replica_bandwidth, 4.0)
 
+  def test_a_read_that_begins_before_the_last_transfer_has_ended(self):
+    events = [
+      simulator.Event("worker:0", step, kind, start + 2 * step, end + 2 * step)
+      for step in range(5)
+      for kind, start, end in (
+        ("read", 0.0, 0.5),
+        ("compute", 0.5, 1.5),
+        ("hand_over", 1.5, 2.1),
+        ("apply", 2.0, 2.1),
+      )
+    ]
+    found = recorded_run.fit(events, read_bytes=1.0).cluster
+    np.testing.assert_allclose(found.compute.secs, 1.0)
+
+  def test_gradients_that_were_sent_and_then_refused(self):
+    events = [
+      simulator.Event("worker:0", step, kind, start + 2 * step, end + 2 * step)
+      for step in range(5)
+      for kind, start, end in (
+        ("read", 0.0, 0.5),
+        ("compute", 0.5, 1.5),
+        ("refused" if step == 4 else "hand_over", 1.5, 2.0),
+      )
+    ]
+    found = recorded_run.fit(events, read_bytes=1.0).cluster
+    self.assertEqual(found.latency, 0.0)
+    self.assertAlmostEqual(found.replica_bandwidth, 2.0)
+
+  def test_senders_that_share_the_link_of_the_ps_show_it(self):
+    # All reads are beside another, so that only hand-overs tell whose link is
+    # slow. Each transfer alone would take 1 s.
+    events = [
+      simulator.Event(f"worker:{worker}", step, kind, start, end)
+      for step in range(8)
+      for worker, handed in enumerate(((3.0, 4.6), (3.4, 5.0)))
+      for kind, start, end in (
+        ("read", 6.0 * step, 6.0 * step + 2.0),
+        ("compute", 6.0 * step + 2.0, 6.0 * step + handed[0]),
+        ("hand_over", 6.0 * step + handed[0], 6.0 * step + handed[1]),
+        ("wait", 6.0 * step + handed[1], 6.0 * step + 6.0),
+      )
+    ]
+    found = recorded_run.fit(events, read_bytes=1.0).cluster
+    self.assertAlmostEqual(found.ps_bandwidth, 1.0)
+    self.assertAlmostEqual(found.replica_bandwidth, 1.0)
+
 
 class OtherSizesTest(parameterized.TestCase):
   """What 2 replicas show predicts clusters of other sizes."""

@@ -382,6 +382,13 @@ class LinkTest(absltest.TestCase):
     ends = simulated_links.ends_in_order(times, 2.0, 2.0, math.inf)
     np.testing.assert_allclose(ends, expected)
 
+  def test_evenly(self):
+    times = np.array([0.0, 0.5, 5.0])
+    ends = simulated_links.ends_evenly(times, 2.0, 2.0, math.inf)
+    np.testing.assert_allclose(ends, [1.5, 2.0, 6.0])
+    ends = simulated_links.ends_evenly(times, 2.0, math.inf, 1.0)
+    np.testing.assert_allclose(ends, times + 2.0)
+
 
 class DrawsTest(absltest.TestCase):
   def test_sequences_do_not_depend_on_the_order_of_asking(self):
