@@ -145,12 +145,18 @@ def main(argv: list[str]) -> None:
       rounds.append({name: turn[name] for name in names})
       millis = {n: round(at["millis"], 1) for n, at in rounds[-1].items()}
       print(f"round {number}, ms per update: {millis}", flush=True)
-  for name in names:
-    wall, cpu = (
-      statistics.median(turn[name][what] for turn in rounds)
+  medians = {
+    name: {
+      what: statistics.median(turn[name][what] for turn in rounds)
       for what in ("millis", "cpu_millis")
+    }
+    for name in names
+  }
+  for name, at in medians.items():
+    print(
+      f"{name}: {at['millis']:.1f} ms per update, {at['cpu_millis']:.1f} ms of"
+      " processor time"
     )
-    print(f"{name}: {wall:.1f} ms per update, {cpu:.1f} ms of processor time")
   rates, pairs = [{} for _ in rounds], []
   for replication in _REPLICATIONS:
     training, lowest = f"training, {replication}", f"floor, {replication}"
@@ -161,6 +167,7 @@ def main(argv: list[str]) -> None:
       rate[lowest] = 1e3 / floor(turn, replication, cores)
   results = {
     "ratios_of_rates": ratios.compare(rates, pairs),
+    "medians": medians,
     "updates_per_sec": rates,
     "rounds": rounds,
   }
