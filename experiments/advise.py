@@ -13,10 +13,10 @@ and the updates per second stand beside it.
 
 The first line compares the simulated run with the recorded one. Where they
 differ much, the gains mean little. Gains of PS tasks assume that each holds an
-equal share of the parameters. No advice was followed in a real run yet, so
-nothing is known of how far real gains are from these. `--run` is a train
-directory, or a directory with the timeline files themselves. The fit leaves out
-the first tenth of the updates, in which the tasks start.
+equal share of the parameters. `claims.advice` follows advice in real runs, and
+compares the gains. `--run` is a train directory, or a directory with the
+timeline files themselves. The fit leaves out the first tenth of the updates, in
+which the tasks start.
 """
 
 import dataclasses
