@@ -74,6 +74,7 @@ SITUATIONS = {
     mbit_per_sec=200.0,
   ),
 }
+_MARKERS = {"rule": "o", "backups": "s", "ps": "^"}
 _QUICK = ("uneven batches, sync",)
 
 
@@ -207,10 +208,11 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 def draw(measurements: Sequence[dict]):
   """Draws measured over predicted gains, a mark per training."""
-  figure, axes = claims.new_figure(7, 5.5)
+  figure, axes = claims.new_figure(9.5, 5)
   most, least = 1.0, 1.0
-  number = 0
-  for title, rows in measurements[0].items():
+  for color, (title, rows) in zip(
+    claims.COLORS, measurements[0].items(), strict=False
+  ):
     for kind in rows:
       x = [m[title][kind]["predicted"] for m in measurements]
       y = [m[title][kind]["measured"] for m in measurements]
@@ -218,12 +220,11 @@ def draw(measurements: Sequence[dict]):
       axes.plot(
         x,
         y,
-        claims.MARKERS[number % len(claims.MARKERS)],
-        color=claims.COLORS[number % len(claims.COLORS)],
-        fillstyle="full" if number < len(claims.MARKERS) else "none",
+        _MARKERS[kind],
+        color=color,
+        fillstyle="none",
         label=f"{title}: {'PS tasks' if kind == 'ps' else kind}",
       )
-      number += 1
   line = np.array([0.8 * least, 1.25 * most])
   axes.plot(line, line, "-", color="black", linewidth=0.8)
   axes.fill_between(
@@ -237,7 +238,9 @@ def draw(measurements: Sequence[dict]):
   axes.set_ylim(*line)
   axes.set_xlabel("predicted gain (examples/s)")
   axes.set_ylabel("measured gain")
-  axes.legend(frameon=False, fontsize=9)
+  axes.legend(
+    frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1)
+  )
   return figure
 
 
