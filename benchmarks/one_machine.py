@@ -230,12 +230,13 @@ def main(argv: list[str]) -> None:
     for row in _ROWS:
       rounds[-1][row] = measure(row)
       print(f"round {number}: {row} {rounds[-1][row]:.0f}/s", flush=True)
+  rates = {row: ratios.spread([r[row] for r in rounds]) for row in _ROWS}
+  for row, at in rates.items():
+    print(f"{row}: {at['median']:.0f} examples/sec", flush=True)
   pairs = [(name, row) for row in _ROWS for name in _ROWS[:2] if name != row]
   results = {
     "ratios": ratios.compare(rounds, pairs),
-    "examples_per_sec": {
-      row: ratios.spread([rates[row] for rates in rounds]) for row in _ROWS
-    },
+    "examples_per_sec": rates,
     "rounds": rounds,
   }
   stored.write(FLAGS.output, results)

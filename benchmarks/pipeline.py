@@ -144,11 +144,13 @@ class Row:
     return f"{at['median']:.2f} ({at['min']:.2f} to {at['max']:.2f})"
 
   def results(self, other: "Row") -> dict[str, object]:
-    """Returns the ratios to the rates of another row, and all rates."""
+    """Returns the ratios to the rates of another row, and all that is known."""
     pairs = zip(self.rates, other.rates, strict=True)
     return {
       "ratio": ratios.spread([mine / its for mine, its in pairs]),
       "examples_per_sec": self.rates,
+      "cores": self.cores,
+      "overlaps": self.overlaps,
     }
 
 

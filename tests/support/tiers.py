@@ -59,6 +59,7 @@ EXCEPTIONS = {
   "tests/programs/launcher_test.py::test_one_training_goes": "cluster",
   "tests/lost_updates_test.py::test_locking_loses_nothing": "cluster",
   "tests/cluster/slurm_test.py::test_a_job": "cluster",
+  "tests/experiments/timed_training_test.py": "cluster",
   "tests/migration_test.py::test_synchronous": "cluster",
   "tests/migration_test.py::test_the_strategys": "cluster",
   "tests/examples_test.py::test_learns_on_a_cluster": "cluster",
