@@ -37,7 +37,7 @@ class PutBack:
     self._dtypes = [spec.dtype for spec in flat]
     self._shapes = [spec.shape for spec in flat]
     self.loop_shapes = [
-      tf.TensorShape(None if shape.rank is None else [None] * shape.rank)
+      shape if shape.rank is None else tf.TensorShape([None] * shape.rank)
       for shape in self._shapes
     ]
     self._name = f"put_back/{uuid.uuid4().hex}"
