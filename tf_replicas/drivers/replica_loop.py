@@ -25,15 +25,14 @@ class _Step(NamedTuple):
   Attributes:
     token: The answer of the update rule to the gradients, packed.
     state: The state of the update rule after the step.
-    batch: The batch of the step.
-    is_wanted_again: bool scalar, whether the gradients were refused, and no
-      update was made since.
+    kept: What is needed to put the batch back: a bool scalar, whether the
+      gradients were refused and no update was made since; then the tensors of
+      the batch. Empty if batches are not put back.
   """
 
   token: tf.Tensor
   state: Sequence[tf.Tensor]
-  batch: object
-  is_wanted_again: tf.Tensor
+  kept: list[tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +104,7 @@ class ReplicaLoop:
       [token, *state] after this step.
     """
     step = self._run_step(is_preadmitted, token, state)
-    packed = step.token
-    if self.put_back is not None:
-      tensors = self.put_back.flatten(step.batch)
-      packed = self._after_put(packed, tensors, step.is_wanted_again)
-    return [packed, *step.state]
+    return [self._after_put(step.token, step.kept), *step.state]
 
   def run_many(
     self,
@@ -151,8 +146,7 @@ class ReplicaLoop:
       if put_back is None:
         return [count + 1, kept, *self.run_one(is_preadmitted, token, *state)]
       step = self._run_step(is_preadmitted, token, state)
-      kept = [step.is_wanted_again, *put_back.flatten(step.batch)]
-      return [count + 1, kept, step.token, *step.state]
+      return [count + 1, step.kept, step.token, *step.state]
 
     kept, shapes = [], []
     if put_back is not None:
@@ -170,10 +164,7 @@ class ReplicaLoop:
         *(tensor.shape for tensor in state),
       ],
     )
-    if put_back is not None:
-      is_wanted_again, *tensors = kept
-      packed = self._after_put(packed, tensors, is_wanted_again)
-    return [count, packed, *after]
+    return [count, self._after_put(packed, kept), *after]
 
   def _run_step(
     self, is_preadmitted: bool, token: tf.Tensor, state: Sequence[tf.Tensor]
@@ -197,9 +188,6 @@ class ReplicaLoop:
     packed = self._pack(step.token)
     with tf.device(self.device):
       reply = step_token.LAYOUT.unpack(packed)
-      is_wanted_again = (reply.admitted == 0) & (
-        reply.global_step == last.global_step
-      )
     if self.recorder is not None:
       self.recorder.record_step(
         self.name,
@@ -209,20 +197,27 @@ class ReplicaLoop:
         reply,
         step.state,
       )
+    kept = []
     if self.put_back is not None:
       (batch,) = batches
-    else:
-      batch = batches[-1] if batches else None
-    return _Step(packed, step.state, batch, is_wanted_again)
+      with tf.device(self.device):
+        is_same = reply.global_step == last.global_step
+        is_refused = reply.admitted == 0
+        kept = [is_refused & is_same, *self.put_back.flatten(batch)]
+    return _Step(packed, step.state, kept)
 
   def _after_put(
-    self,
-    packed: tf.Tensor,
-    tensors: Sequence[tf.Tensor],
-    is_wanted: tf.Tensor,
+    self, packed: tf.Tensor, kept: Sequence[tf.Tensor]
   ) -> tf.Tensor:
-    """Puts a batch back if it is wanted, and returns `packed` after that."""
-    assert self.put_back is not None
+    """Puts a batch back if it is wanted, and returns `packed` after that.
+
+    Args:
+      packed: The token after the step, packed.
+      kept: The attribute `kept` of the step.
+    """
+    if self.put_back is None or not kept:
+      return packed
+    is_wanted, *tensors = kept
     put = self.put_back.put(tensors, is_wanted)
     with tf.device(self.device), tf.control_dependencies([put]):
       return tf.identity(packed)  # Else the next step may not find the batch.
