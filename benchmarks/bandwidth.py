@@ -43,6 +43,7 @@ from absl import flags
 
 from benchmarks import commits
 from benchmarks import live_cluster
+from benchmarks import ratios
 from benchmarks import stored
 from tf_replicas import cluster
 from tf_replicas.cluster import private_network
@@ -364,7 +365,7 @@ def report(
         f"{name:32}{statistics.median(speeds):10.1f}"
         f"{images / statistics.median(speeds) * 1e3:9.0f}"
         f"{statistics.median(computing) * 1e3:11.0f}{transferring * 1e3:14.0f}"
-        f"{_spread(shares):>24}"
+        f"{ratios.in_words(shares):>24}"
         f"{statistics.median(t[name]['sent_mb'] for t in rounds):8.1f}"
         f"{statistics.median(t[name]['received_mb'] for t in rounds):8.1f}"
       )
@@ -373,18 +374,11 @@ def report(
         is_peer = other.is_of_commit or not other.is_ours
         if kind.is_ours and not kind.is_of_commit and is_peer:
           if kind.is_async == other.is_async:
-            ratios = [
+            quotients = [
               t[name]["images_per_sec"] / t[peer]["images_per_sec"]
               for t in rounds
             ]
-            print(f"{name} / {peer}: {_spread(ratios)}")
-
-
-def _spread(values: Sequence[float]) -> str:
-  """Formats the median, the smallest and the largest value."""
-  return (
-    f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-  )
+            print(f"{name} / {peer}: {ratios.in_words(quotients)}")
 
 
 def main(argv: list[str]) -> None:

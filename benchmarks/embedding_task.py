@@ -9,11 +9,10 @@ so many updates, and prints the seconds that they took.
 
 import json
 import sys
-import time
-from collections.abc import Callable
 
 import tensorflow as tf
 
+from benchmarks import live_cluster
 from tf_replicas import cluster
 
 COLUMNS, BATCH, IDS = 32, 256, 10
@@ -49,19 +48,6 @@ def loss_of(rows: tf.Tensor, kernel: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
   """
   outputs = tf.reduce_mean(rows, axis=1) @ kernel
   return tf.reduce_mean(tf.square(outputs - labels))
-
-
-def serve_turns(make: Callable[[int], None]) -> None:
-  """Makes updates when asked by standard input, and prints the seconds needed.
-
-  Args:
-    make: Called with each number that a line has; makes so many updates.
-  """
-  print("ready", flush=True)
-  for line in sys.stdin:
-    start = time.perf_counter()
-    make(int(line))
-    print(time.perf_counter() - start, flush=True)
 
 
 def ours(kind: str, spec: cluster.ClusterSpec, task: cluster.Task, rows: int):
@@ -114,7 +100,7 @@ def ours(kind: str, spec: cluster.ClusterSpec, task: cluster.Task, rows: int):
       while step < last:
         step = driver.step(last - step).global_step
 
-    serve_turns(make)
+    live_cluster.serve_turns(make)
 
 
 def serve_strategy(spec: cluster.ClusterSpec, task: cluster.Task) -> None:
@@ -185,7 +171,7 @@ def strategy(spec: cluster.ClusterSpec, rows: int) -> None:
       coordinator.schedule(step, args=(iterators,))
     coordinator.join()
 
-  serve_turns(make)
+  live_cluster.serve_turns(make)
 
 
 def main(kind: str, document: str, job: str, index: str, rows: str) -> None:

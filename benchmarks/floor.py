@@ -1,6 +1,6 @@
 """Measures how fast a synchronous step could be on this machine.
 
-  python -m benchmarks.floor [--rounds=6] [--updates=40] [--batch_size=64]
+  python -m benchmarks.floor [--rounds=6] [--updates=100] [--batch_size=64]
     [--workers=2] [--output=FILE]
 
 1 PS (parameter server) and N workers train the CIFAR-10 tutorial's network on

@@ -9,12 +9,12 @@ cluster, only the chief does this.
 
 import json
 import sys
-import time
 from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
+from benchmarks import live_cluster
 from cifar10 import config as config_lib
 from cifar10 import workload
 from tf_replicas import cluster
@@ -36,17 +36,9 @@ _DRIVERS = {
 
 
 def serve(update: Callable[[int], object]) -> None:
-  """Makes as many updates as each line of standard input says.
-
-  Args:
-    update: Makes a number of updates, and returns when all are done.
-  """
+  """Makes updates when asked to, after some that trace all functions."""
   update(_PER_CALL)
-  print("ready", flush=True)
-  for line in sys.stdin:
-    start = time.perf_counter()
-    update(int(line))
-    print(time.perf_counter() - start, flush=True)
+  live_cluster.serve_turns(update)
 
 
 def tutorial(batch_size: int) -> model_replica.Replica:
@@ -93,7 +85,8 @@ def computing(batch_size: int) -> Callable[[int], object]:
   def compute(count):
     def one(number, total):
       found = replica.gradients(parameters, next(batches))
-      # One element of each: TensorFlow leaves out what nobody uses.
+      # One element of each gradient is used, since TensorFlow computes only
+      # what is used.
       parts = [tf.reshape(gradient, [-1])[0] for gradient in found.gradients]
       return number + 1, total + tf.add_n(parts)
 
@@ -169,8 +162,8 @@ def run_cluster_task(
   else:
 
     def update(count):
-      last = driver.global_step + count
-      step = last - count
+      step = driver.global_step
+      last = step + count
       while step < last:
         step = driver.step(min(_PER_CALL, last - step)).global_step
 
@@ -185,13 +178,13 @@ def main(argv: list[str]) -> None:
   if kind == "one process":
     serve(one_process(size))
     return
-  replication = "in_graph" if kind.endswith("in-graph") else "between_graph"
-  options = run_options.Options(spec, ".", replication=replication)
+  what, _, replication = kind.partition(", ")
+  driver = (replication or "between-graph").replace("-", "_")
+  options = run_options.Options(spec, ".", replication=driver)
   tf.config.threading.set_intra_op_parallelism_threads(options.threads)
-  if kind == "computing":
+  if what == "computing":
     serve(computing(size))
     return
-  what, replication = kind.split(", ")
   make = without_computing if what == "transferring" else tutorial
   task = cluster.Task(job, int(index))
   run_cluster_task(replication, lambda: make(size), spec, task)

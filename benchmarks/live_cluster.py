@@ -5,6 +5,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -146,3 +148,19 @@ def small_model(
     ],
     root=root,
   )
+
+
+def serve_turns(make: Callable[[int], object]) -> None:
+  """Lets the chief of a `LiveCluster` make updates when it is asked to.
+
+  It says that it is ready. After each line of standard input, it makes that
+  many updates, and prints how many seconds they took.
+
+  Args:
+    make: Makes a number of updates, and returns when all are done.
+  """
+  print("ready", flush=True)
+  for line in sys.stdin:
+    start = time.perf_counter()
+    make(int(line))
+    print(time.perf_counter() - start, flush=True)

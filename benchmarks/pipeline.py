@@ -140,18 +140,20 @@ class Row:
 
     It is the median over rounds, with the least and the largest ratio.
     """
-    at = self.results(other)["ratio"]
-    return f"{at['median']:.2f} ({at['min']:.2f} to {at['max']:.2f})"
+    return ratios.in_words(self._ratios(other))
 
   def results(self, other: "Row") -> dict[str, object]:
     """Returns the ratios to the rates of another row, and all that is known."""
-    pairs = zip(self.rates, other.rates, strict=True)
     return {
-      "ratio": ratios.spread([mine / its for mine, its in pairs]),
+      "ratio": ratios.spread(self._ratios(other)),
       "examples_per_sec": self.rates,
       "cores": self.cores,
       "overlaps": self.overlaps,
     }
+
+  def _ratios(self, other: "Row") -> list[float]:
+    pairs = zip(self.rates, other.rates, strict=True)
+    return [mine / its for mine, its in pairs]
 
 
 class FixedSpeed(keras.layers.Layer):

@@ -35,6 +35,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
   }
 
 
+def in_words(values: Sequence[float]) -> str:
+  """Formats the median, and in parentheses the smallest and the largest value.
+
+  Args:
+    values: The values, at least one.
+  """
+  at = spread(values)
+  return f"{at['median']:.2f} ({at['min']:.2f} to {at['max']:.2f})"
+
+
 def compare(
   rounds: Sequence[Mapping[str, float]], pairs: Sequence[tuple[str, str]]
 ) -> dict[str, dict[str, float]]:
@@ -50,10 +60,9 @@ def compare(
   found = {}
   for name, other in pairs:
     ratios = [rates[name] / rates[other] for rates in rounds]
-    found[f"{name} / {other}"] = at = spread(ratios)
+    found[f"{name} / {other}"] = spread(ratios)
     print(
-      f"{name} / {other}: {at['median']:.2f} (median of {len(ratios)},"
-      f" {at['min']:.2f} to {at['max']:.2f})",
+      f"{name} / {other}: {in_words(ratios)}, {len(ratios)} rounds",
       flush=True,
     )
   return found

@@ -11,9 +11,7 @@ older result of this row.
 `DIR` has the data set as TensorFlow Datasets prepares it.
 """
 
-import datetime
 import json
-import os
 import pathlib
 import re
 import shlex
@@ -152,12 +150,7 @@ def main(argv: Sequence[str]) -> None:
   stored = json.loads(path.read_text()) if path.exists() else {}
   data = ["--dataset=cifar10", f"--data_dir={FLAGS.data_dir}"]
   for name in FLAGS.rows:
-    made_with = {
-      "date": datetime.date.today().isoformat(),
-      "machine": claims.machine(),
-      "commit": claims.commit(),
-      "load_average": os.getloadavg()[0],
-    }
+    made_with = claims.circumstances(claims.commit())
     stored[name] = {**made_with, **run(ROWS[name], data)}
     path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     print(f"{name}: {stored[name]['precision']}", flush=True)

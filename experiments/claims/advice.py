@@ -20,8 +20,6 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from experiments import advise
 from experiments import simulator
 from experiments.claims import validation
@@ -225,17 +223,7 @@ def draw(measurements: Sequence[dict]):
         fillstyle="none",
         label=f"{title}: {'PS tasks' if kind == 'ps' else kind}",
       )
-  line = np.array([0.8 * least, 1.25 * most])
-  axes.plot(line, line, "-", color="black", linewidth=0.8)
-  axes.fill_between(
-    line,
-    line * (1 - MOST_ERROR),
-    line * (1 + MOST_ERROR),
-    color="#DDDDDD",
-    label=f"within {MOST_ERROR:.0%}",
-  )
-  axes.set_xlim(*line)
-  axes.set_ylim(*line)
+  claims.draw_equality(axes, least, most, MOST_ERROR)
   axes.set_xlabel("predicted gain (examples/s)")
   axes.set_ylabel("measured gain")
   axes.legend(
@@ -259,9 +247,8 @@ CLAIM = claims.Claim(
     " the gain that was measured. A gain is the number of examples that are"
     " applied per second, divided by that of the recorded training; below 1 it"
     " is a loss. Of each kind of advice, the best one was followed, even if it"
-    " gains nothing. Each"
-    " worker waits for a drawn time instead of computing; parameters and"
-    " gradients travel between real processes."
+    " gains nothing. Each worker waits for a drawn time instead of computing;"
+    " parameters and gradients travel between real processes."
   ),
   measure=measure,
   find=find,

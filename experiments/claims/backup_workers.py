@@ -69,15 +69,12 @@ def measure(is_quick: bool, seed: int) -> dict:
   cluster, rows = None, {}
   for backups in BACKUPS_QUICK if is_quick else BACKUPS:
     total = NEEDED + backups
-    draws = compute_times.Draws(
-      compute_times.Empirical(tuple(scaled)), total, seed
-    )
-    everyone = np.arange(total)
-    times = np.transpose([draws.next(everyone) for _ in range(3 * num_steps)])
-    events = timed_training.train(
-      times.tolist(),
+    events = timed_training.train_by(
+      simulator.Sync(NEEDED),
+      compute_times.Empirical(tuple(scaled)),
+      total,
       num_steps,
-      replicas_to_aggregate=NEEDED,
+      seed=seed,
       num_elements=_NUM_ELEMENTS,
     )
     if cluster is None:

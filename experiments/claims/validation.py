@@ -279,24 +279,12 @@ def draw(measurements: Sequence[dict]):
         fillstyle="full" if number < len(claims.MARKERS) else "none",
         label=f"{name} (fitted)" if name == FITTED else name,
       )
-    line = np.array([0.8 * least, 1.25 * most])
     error = GROUPS[title].most_error
-    axes.plot(line, line, "-", color="black", linewidth=0.8)
-    axes.fill_between(
-      line,
-      line * (1 - error),
-      line * (1 + error),
-      color="#DDDDDD",
-      label=f"within {error:.0%}",
-    )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    claims.draw_equality(axes, least, most, error, is_log=True)
     for axis in (axes.xaxis, axes.yaxis):
       axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
       axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
       axis.set_minor_formatter(ticker.NullFormatter())
-    axes.set_xlim(*line)
-    axes.set_ylim(*line)
     axes.set_title(title)
     axes.set_xlabel("measured updates per second")
     axes.set_ylabel("predicted updates per second")

@@ -178,12 +178,7 @@ def run(
     The content of the JSON file.
   """
   start = time.monotonic()
-  made_with = {
-    "commit": revision,
-    "machine": machine(),
-    "date": datetime.date.today().isoformat(),
-    "load_average": [round(load, 1) for load in os.getloadavg()],
-  }
+  made_with = circumstances(revision)
   measurements = []
   for seed in range(num_seeds):
     measurements.append(claim.measure(is_quick, seed))
@@ -307,6 +302,20 @@ def machine() -> str:
   return f"{name}, {cores} cores, Python {platform.python_version()}"
 
 
+def circumstances(revision: str) -> dict[str, object]:
+  """Describes when and where something is measured, and with which program.
+
+  Args:
+    revision: The commit of this program.
+  """
+  return {
+    "commit": revision,
+    "machine": machine(),
+    "date": datetime.date.today().isoformat(),
+    "load_average": [round(load, 1) for load in os.getloadavg()],
+  }
+
+
 def require_matplotlib() -> None:
   """Raises ValueError if matplotlib is not installed.
 
@@ -318,6 +327,34 @@ def require_matplotlib() -> None:
     raise ValueError(
       "Pictures need matplotlib: pip install tf-replicas[plots]"
     ) from None
+
+
+def draw_equality(
+  axes, least: float, most: float, error: float, *, is_log: bool = False
+) -> None:
+  """Draws the line on which a prediction is right, and a band around it.
+
+  Args:
+    axes: The axes, whose limits it sets.
+    least: The smallest value that is drawn.
+    most: The largest value that is drawn.
+    error: Half of the width of the band, relative to the value.
+    is_log: Whether both axes are logarithmic.
+  """
+  line = [0.8 * least, 1.25 * most]
+  axes.plot(line, line, "-", color="black", linewidth=0.8)
+  axes.fill_between(
+    line,
+    [value * (1 - error) for value in line],
+    [value * (1 + error) for value in line],
+    color="#DDDDDD",
+    label=f"within {error:.0%}",
+  )
+  if is_log:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+  axes.set_xlim(*line)
+  axes.set_ylim(*line)
 
 
 def new_figure(width: float, height: float, **more) -> tuple:

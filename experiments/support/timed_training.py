@@ -113,7 +113,8 @@ def train_by(
   """
   draws = compute_times.Draws(times, num_workers, seed, slowdown or {})
   everyone = np.arange(num_workers)
-  drawn = np.transpose([draws.next(everyone) for _ in range(num_steps)])
+  # A worker may use more batches than there are updates, if some are refused.
+  drawn = np.transpose([draws.next(everyone) for _ in range(3 * num_steps)])
   if isinstance(rule, simulator.Sync):
     how = {"replicas_to_aggregate": rule.replicas_to_aggregate}
   else:

@@ -23,6 +23,17 @@ TRUE = {
 LINE = '{"task": "a", "step": 1, "kind": "wait", "start": 1, "end": 2}\n'
 
 
+def _turns(*spans, worker=0, count=5, secs=2.0):
+  """Events of a worker that does the same in every turn of `secs` seconds."""
+  return [
+    simulator.Event(
+      f"worker:{worker}", turn, kind, start + secs * turn, end + secs * turn
+    )
+    for turn in range(count)
+    for kind, start, end in spans
+  ]
+
+
 class RoundTripTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ("sync", simulator.Sync(), 2e8, 4e7),
@@ -80,44 +91,31 @@ class RoundTripTest(parameterized.TestCase):
       self.assertAlmostEqual(one.end, other.start)
 
   def test_what_lies_between_the_events_counts_as_computing(self):
-    events = [
-      simulator.Event("worker:0", step, kind, start + 2 * step, end + 2 * step)
-      for step in range(5)
-      for kind, start, end in (
-        ("read", 0.0, 0.25),
-        ("compute", 0.3, 1.0),
-        ("hand_over", 1.1, 1.5),
-        ("wait", 1.5, 1.9),
-      )
-    ]
+    events = _turns(
+      ("read", 0.0, 0.25),
+      ("compute", 0.3, 1.0),
+      ("hand_over", 1.1, 1.5),
+      ("wait", 1.5, 1.9),
+    )
     found = recorded_run.fit(events, read_bytes=1.0).cluster
     np.testing.assert_allclose(found.compute.secs, 2 - 0.25 - 0.4 - 0.4)
     self.assertAlmostEqual(found.replica_bandwidth, 4.0)
 
   def test_a_read_that_begins_before_the_last_transfer_has_ended(self):
-    events = [
-      simulator.Event("worker:0", step, kind, start + 2 * step, end + 2 * step)
-      for step in range(5)
-      for kind, start, end in (
-        ("read", 0.0, 0.5),
-        ("compute", 0.5, 1.5),
-        ("hand_over", 1.5, 2.1),
-        ("apply", 2.0, 2.1),
-      )
-    ]
+    events = _turns(
+      ("read", 0.0, 0.5),
+      ("compute", 0.5, 1.5),
+      ("hand_over", 1.5, 2.1),
+      ("apply", 2.0, 2.1),
+    )
     found = recorded_run.fit(events, read_bytes=1.0).cluster
     np.testing.assert_allclose(found.compute.secs, 1.0)
 
   def test_gradients_that_were_sent_and_then_refused(self):
-    events = [
-      simulator.Event("worker:0", step, kind, start + 2 * step, end + 2 * step)
-      for step in range(5)
-      for kind, start, end in (
-        ("read", 0.0, 0.5),
-        ("compute", 0.5, 1.5),
-        ("refused" if step == 4 else "hand_over", 1.5, 2.0),
-      )
-    ]
+    events = _turns(
+      ("read", 0.0, 0.5), ("compute", 0.5, 1.5), ("hand_over", 1.5, 2.0)
+    )
+    events[-1] = dataclasses.replace(events[-1], kind="refused")
     found = recorded_run.fit(events, read_bytes=1.0).cluster
     self.assertEqual(found.latency, 0.0)
     self.assertAlmostEqual(found.replica_bandwidth, 2.0)
@@ -126,14 +124,16 @@ class RoundTripTest(parameterized.TestCase):
     # All reads are beside another, so that only hand-overs tell whose link is
     # slow. Each transfer alone would take 1 s.
     events = [
-      simulator.Event(f"worker:{worker}", step, kind, start, end)
-      for step in range(8)
-      for worker, handed in enumerate(((3.0, 4.6), (3.4, 5.0)))
-      for kind, start, end in (
-        ("read", 6.0 * step, 6.0 * step + 2.0),
-        ("compute", 6.0 * step + 2.0, 6.0 * step + handed[0]),
-        ("hand_over", 6.0 * step + handed[0], 6.0 * step + handed[1]),
-        ("wait", 6.0 * step + handed[1], 6.0 * step + 6.0),
+      event
+      for worker, (begin, end) in enumerate(((3.0, 4.6), (3.4, 5.0)))
+      for event in _turns(
+        ("read", 0.0, 2.0),
+        ("compute", 2.0, begin),
+        ("hand_over", begin, end),
+        ("wait", end, 6.0),
+        worker=worker,
+        count=8,
+        secs=6.0,
       )
     ]
     found = recorded_run.fit(events, read_bytes=1.0).cluster
