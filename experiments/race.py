@@ -5,16 +5,16 @@
 
 Every rule of the library trains one network on the synthetic pictures, with 2,
 4 and 8 workers that are even or uneven. A *cell* is a rule with a number and a
-kind of workers. Its learning rate is the best of the same four for every cell,
-by one search run with another seed. Then five seeds measure how long the cell
-takes to a precision of 0.8. Time is virtual: `support.event_clock` says what is
-real. `support.race_task` defines task, rules and workers.
+kind of workers. `search` finds its learning rate with three seeds. Then five
+other seeds measure how long the cell takes to a precision of 0.8. Time is
+virtual: `support.event_clock` says what is real. `support.race_task` defines
+task, rules and workers.
 
 Writes race.json, race.md and race.png. Each finished cell is stored at once,
 and cells that are in the file are not measured again, so the command may be
-stopped and continued. On one core it takes about an hour, as estimated from
-single trainings. `--short` measures sync, backup and async with 4 workers and
-three seeds. `--draw` measures nothing.
+stopped and continued. On one core it takes about four hours. `--short` measures
+sync, backup and async with 4 workers and three seeds. `--draw` measures
+nothing.
 
 `--real` repeats sync, backup and async on real processes, and stores the
 results in race_real.json. A batch then takes 0.1 s on average, by sleeping.
@@ -28,6 +28,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 
@@ -56,6 +57,9 @@ COLUMNS = (
   "mean staleness",
   "refused",
 )
+# A search gives up a rate that takes this many times as long as the best.
+_PATIENCE = 1.5
+_SMALL_SEARCH = "*"
 # Precision must be reached at so many points of time in a row.
 IN_A_ROW = 3
 
@@ -200,6 +204,65 @@ class Racer:
     self._key = self._training = None
 
 
+def search(
+  run: Callable[[float, int, float], float | None],
+  rates: Sequence[float],
+  seeds: Sequence[int],
+  *,
+  limit: float,
+) -> tuple[float | None, list[dict]]:
+  """Finds the learning rate with which training takes the shortest time.
+
+  It begins with the rate in the middle, or with the nearest that works. Then it
+  tries the neighbors of the best rate so far, until both are worse. Every rate
+  is tried with the same seeds, and the geometric mean of their times counts. A
+  rate is given up when a training takes `_PATIENCE` times as long as those of
+  the best rate so far.
+
+  Args:
+    run: Maps a rate, a seed and a time limit to the time of a training; None if
+      it was not successful within the limit.
+    rates: The rates, in increasing order.
+    seeds: The seeds.
+    limit: The time limit while no rate has been successful.
+
+  Returns:
+    The rate, or None if none is successful with all seeds; and what was tried,
+    by rate: `rate`, `limit`, and `seconds`, a time for each seed. After a
+    training without success, the other seeds were not tried.
+  """
+  means = {}
+  tried = []
+
+  def find(number: int) -> None:
+    if number in means or not 0 <= number < len(rates):
+      return
+    least = min(limit, _PATIENCE * min(means.values(), default=math.inf))
+    times: list[float | None] = []
+    for seed in seeds:
+      times.append(run(rates[number], seed, least))
+      if times[-1] is None:
+        break
+    tried.append({"rate": rates[number], "limit": least, "seconds": times})
+    found = [t for t in times if t is not None]
+    means[number] = math.inf
+    if len(found) == len(seeds):
+      means[number] = math.exp(sum(map(math.log, found)) / len(found))
+
+  middle = len(rates) // 2
+  for number in sorted(range(len(rates)), key=lambda n: abs(n - middle)):
+    find(number)
+    if means[number] < math.inf:
+      break
+  last, best = None, min(means, key=lambda n: means[n])
+  while best != last and means[best] < math.inf:
+    find(best - 1)
+    find(best + 1)
+    last, best = best, min(means, key=lambda n: means[n])
+  tried.sort(key=lambda one: one["rate"])
+  return (rates[best] if means[best] < math.inf else None), tried
+
+
 def measure(
   racer: Racer, rule: str, condition: str, workers: int, seeds: Iterable[int]
 ) -> dict:
@@ -222,13 +285,12 @@ def measure(
       contestant, workers, condition, rate=rate, seed=seed, limit=limit
     )
 
-  limit, best, search = race_task.MAX_SECS, None, []
-  # From the middle: a rate that is slower than the best so far is given up.
-  for rate in sorted(race_task.RATES, key=lambda r: abs(math.log(r / 0.08))):
-    seconds = run(rate, race_task.SEARCH_SEED, limit)["seconds"]
-    search.append({"rate": rate, "seconds": seconds, "limit": limit})
-    if seconds is not None and (best is None or seconds < limit):
-      best, limit = rate, seconds
+  best, tried = search(
+    lambda *tried: run(*tried)["seconds"],
+    race_task.RATES,
+    race_task.SEARCH_SEEDS,
+    limit=race_task.MAX_SECS,
+  )
   runs = []
   if best is not None:
     runs = [run(best, seed, race_task.MAX_SECS) for seed in seeds]
@@ -237,7 +299,7 @@ def measure(
     "condition": condition,
     "workers": workers,
     "rate": best,
-    "search": sorted(search, key=lambda s: s["rate"]),
+    "search": tried,
     "runs": runs,
     "commit": _commit(),
     "date": datetime.date.today().isoformat(),
@@ -427,6 +489,14 @@ def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
         if cell:
           base = cells.get((SYNC, condition, workers))
           lines.append(_row(cell, base))
+  if any(_rate(cell).endswith(_SMALL_SEARCH) for cell in cells.values()):
+    lines += [
+      "",
+      f"{_SMALL_SEARCH} This rate is the best of 0.03, 0.06, 0.12 and 0.24 with"
+      " one seed. All other rates were found among"
+      f" {', '.join(map(str, race_task.RATES))} with"
+      f" {len(race_task.SEARCH_SEEDS)} seeds.",
+    ]
   if real:
     lines += ["", "## On real processes", "", *race_real.table(real)]
   return "\n".join(lines) + "\n"
@@ -443,7 +513,7 @@ def texts(cell: dict, base: dict | None) -> list[str]:
   runs = [run for run in cell["runs"] if run["seconds"] is not None]
   if seconds(cell) is None:
     count = f"{len(runs)} of {len(cell['runs'])} seeds" if runs else "never"
-    return [where, cell["rule"], str(cell["rate"]), count, *[""] * 5]
+    return [where, cell["rule"], _rate(cell), count, *[""] * 5]
 
   def mean(name):
     values = [run[name] for run in runs if name in run]
@@ -456,7 +526,7 @@ def texts(cell: dict, base: dict | None) -> list[str]:
   return [
     where,
     cell["rule"],
-    str(cell["rate"]),
+    _rate(cell),
     f"{middle:.0f} ± {middle - low:.0f}",
     against,
     f"{mean('updates'):.0f}",
@@ -464,6 +534,16 @@ def texts(cell: dict, base: dict | None) -> list[str]:
     f"{mean('staleness'):.1f}",
     f"{mean('refused'):.0%}",
   ]
+
+
+def _rate(cell: dict) -> str:
+  """Formats the learning rate of a cell, marked if its search was a small one.
+
+  Cells that were measured before 2026-11-26 had a search among four rates, with
+  one seed.
+  """
+  is_small = any(not isinstance(s["seconds"], list) for s in cell["search"])
+  return f"{cell['rate']}{_SMALL_SEARCH if is_small else ''}"
 
 
 def _row(cell: dict, base: dict | None) -> str:
@@ -556,7 +636,7 @@ def write(path: str, cells: dict[tuple, dict]) -> None:
       "EXCHANGE_SECS",
       "MAX_SECS",
       "RATES",
-      "SEARCH_SEED",
+      "SEARCH_SEEDS",
     )
   }
   rows = ",\n".join(json.dumps(cell) for cell in cells.values())

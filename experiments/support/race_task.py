@@ -32,8 +32,9 @@ PRECISION = 0.8
 EXCHANGE_SECS = 0.1
 # A training that has not reached the precision by then is given up.
 MAX_SECS = 1000
-RATES = (0.03, 0.06, 0.12, 0.24)
-SEARCH_SEED = 100
+# The learning rates among which the search finds that of a cell.
+RATES = (0.00375, 0.0075, 0.015, 0.03, 0.06, 0.12, 0.24, 0.48, 0.96)
+SEARCH_SEEDS = (100, 101, 102)
 SWITCH_AT = 20
 PERIOD = 4
 SLOWER = 5.0

@@ -11,6 +11,7 @@ from tf_replicas.drivers import watchdog
 from tf_replicas.rules import protocol
 from tf_replicas.rules import results
 from tf_replicas.runtime import waiting
+from tf_replicas.session import training
 
 Status = protocol.Status
 NAMES = ["worker 0", "worker 1"]
@@ -100,6 +101,7 @@ class WatchTest(parameterized.TestCase):
       outcome,
       NAMES,
       lost_after_secs=20.0,
+      restart_timeout_secs=600.0,
       log=log,
       **{"clock": lambda: next(times, now), **more},
     )
@@ -167,6 +169,42 @@ class WatchTest(parameterized.TestCase):
     self.assertTrue(self.logged.wait(20))
     watch.stop()
     self.assertEqual(self.optimizer.expired, [])
+
+  def _watch_long(self, ages, *, needed=2, waited=700.0):
+    """The chief has waited for `waited` seconds; 600 s are allowed."""
+    state = _state([Status.WAITING, Status.COMPUTING], needed=needed)
+    times = [0.0]
+    watch = self._watch(state, ages, now=0.0, clock=lambda: times[0])
+    watch.begin()
+    times[0] = waited
+    return watch
+
+  @parameterized.parameters(
+    (700.0, "no heartbeat for 700 s"),
+    (0.0, "left the training"),
+    (-1.0, "no heartbeat yet"),
+  )
+  def test_a_training_ends_if_lost_replicas_do_not_return(self, age, why):
+    watch = self._watch_long([1.0, age])
+    waiting.await_value(
+      lambda: self.optimizer.interrupts, timeout_secs=60, what="the end"
+    )
+    with self.assertRaises(training.StepExpired) as raised:
+      watch.raise_if_expired()
+    self.assertIn(f"lost replicas: worker 1 ({why})", str(raised.exception))
+
+  @parameterized.parameters(
+    dict(ages=[1.0, 2.0]),  # A replica that only takes long.
+    dict(ages=[1.0, 700.0], needed=1),
+    dict(ages=[1.0, 700.0], needed=3),  # The first makes all contributions.
+    dict(ages=[1.0, 700.0], waited=500.0),
+  )
+  def test_a_training_does_not_end(self, ages, **options):
+    watch = self._watch_long(ages, **options)
+    self.assertTrue(self.logged.wait(20))
+    watch.stop()
+    watch.raise_if_expired()
+    self.assertEqual(self.optimizer.interrupts, 0)
 
   @parameterized.product(
     status=[Status.ADMITTED, Status.COMPUTING],

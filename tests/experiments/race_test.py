@@ -136,6 +136,7 @@ def _cell(rule, condition, workers, times):
     "condition": condition,
     "workers": workers,
     "rate": 0.1,
+    "search": [{"rate": 0.1, "limit": 100.0, "seconds": [10.0, 11.0]}],
     "runs": runs,
     "commit": "abc",
     "date": "2000-01-01",
@@ -151,6 +152,52 @@ def _cells(**times):
     for rule, own in (("sync", [10.0, 20.0, 15.0]), ("async", values)):
       cells[rule, condition, 4] = _cell(rule, condition, 4, own)
   return cells
+
+
+class SearchTest(parameterized.TestCase):
+  RATES = (1.0, 2.0, 4.0, 8.0, 16.0)
+
+  def _search(self, times):
+    """Searches; `times` maps a rate to the time of each of two seeds."""
+    self.runs = []
+
+    def run(rate, seed, limit):
+      self.runs.append((rate, seed))
+      time = times[rate][seed]
+      return None if time is None or time > limit else time
+
+    return race.search(run, self.RATES, (0, 1), limit=1000)
+
+  def test_climbs_to_a_rate_whose_neighbors_are_worse(self):
+    times = {rate: (rate, rate) for rate in self.RATES}
+    times[1.0] = (3.5, 3.5)
+    rate, tried = self._search(times)
+    self.assertEqual(rate, 2.0)
+    self.assertEqual([t["rate"] for t in tried], [1.0, 2.0, 4.0, 8.0])
+    # The smallest exceeds 1.5 times the best with the first seed.
+    self.assertNotIn((1.0, 1), self.runs)
+    self.assertIn((4.0, 1), self.runs)
+
+  def test_one_seed_does_not_decide(self):
+    times = dict.fromkeys(self.RATES, (10.0, 10.0))
+    times[2.0] = (11.0, 5.0)
+    self.assertEqual(self._search(times)[0], 2.0)
+
+  @parameterized.parameters(1.0, 16.0)
+  def test_the_best_may_be_the_first_or_the_last(self, best):
+    times = {r: (1 + abs(r - best),) * 2 for r in self.RATES}
+    self.assertEqual(self._search(times)[0], best)
+
+  def test_rates_without_success_are_left(self):
+    times = dict.fromkeys(self.RATES, (None, 1.0)) | {16.0: (700.0, 800.0)}
+    rate, tried = self._search(times)
+    self.assertEqual(rate, 16.0)
+    self.assertEqual(tried[0]["seconds"], [None])
+
+  def test_nothing_is_successful(self):
+    rate, tried = self._search(dict.fromkeys(self.RATES, (3.0, None)))
+    self.assertIsNone(rate)
+    self.assertLen(tried, 5)
 
 
 class FindTest(parameterized.TestCase):

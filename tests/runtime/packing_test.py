@@ -38,6 +38,17 @@ class GroupsTest(parameterized.TestCase):
       [_item(LARGEST_SMALL, dtype=tf.float64), _item(1, dtype=tf.float64)],
       [[1], [0]],
     ),
+    (
+      "several_groups_in_order",
+      [_item(LARGEST_SMALL)] * 6 + [_item(3)],
+      [[0, 1, 2, 3], [4, 5, 6]],
+    ),
+    (
+      "several_groups_of_each_dtype",
+      [_item(LARGEST_SMALL), _item(LARGEST_SMALL, dtype=tf.int32)] * 5,
+      [[0, 2, 4, 6], [1, 3, 5, 7], [8], [9]],
+    ),
+    ("empty_ones_too", [_item(0), _item(0, 5)], [[0, 1]]),
   )
   def test_groups(self, items, expected):
     self.assertEqual(packing.groups(items), expected)
@@ -129,6 +140,58 @@ class BundleTest(parameterized.TestCase):
     bits = np.uint32([0x7FC00001, 0xFFA00000, 0x80000000])  # NaN, NaN, -0.
     (found,), _ = self._there_and_back([bits.view("float32")], [[None]])
     np.testing.assert_array_equal(found.numpy().view("uint32"), bits)
+
+
+class FetchTest(parameterized.TestCase):
+  """Three groups of large tensors, and small ones after the first."""
+
+  def _fetch(self, *, in_order):
+    large = 2 * LARGEST_SMALL + 1
+    items = [_item(n, dtype=tf.bfloat16) for n in (large, 3, large, 2, large)]
+    parcel = packing.Parcel(items, [F32] * len(items))
+    self.assertEqual(parcel.groups, [[0], [1, 3], [2], [4]])
+    reads = {}
+
+    def read(i):
+      reads[i] = tf.fill(items[i].shape, tf.cast(i, F32), name=f"read{i}").op
+      return reads[i].outputs[0]
+
+    @tf.function(autograph=False)
+    def run():
+      return parcel.fetch("/device:CPU:0", read, in_order=in_order)
+
+    traced = run.get_concrete_function()
+    for i, value in enumerate(traced()):
+      self.assertEqual(value.dtype, F32)
+      np.testing.assert_array_equal(value, np.full(items[i].shape, i))
+    return reads
+
+  @staticmethod
+  def _waits_for(op, other):
+    """Whether `op` runs only after `other`."""
+    reached, left = set(), [op]
+    while left:
+      found = left.pop()
+      reached.add(found.name)
+      inputs = [tensor.op for tensor in found.inputs] + found.control_inputs
+      left += [op for op in inputs if op.name not in reached]
+    return other.name in reached
+
+  def test_in_order_a_group_waits_for_the_group_before_the_last(self):
+    reads = self._fetch(in_order=True)
+    waits = {
+      (i, j)
+      for i in reads
+      for j in reads
+      if i != j and self._waits_for(reads[i], reads[j])
+    }
+    self.assertEqual(waits, {(2, 0), (4, 1), (4, 3)})
+
+  def test_all_are_read_at_once_otherwise(self):
+    reads = self._fetch(in_order=False)
+    for i in reads:
+      for j in reads:
+        self.assertEqual(self._waits_for(reads[i], reads[j]), i == j)
 
 
 if __name__ == "__main__":

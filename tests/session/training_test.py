@@ -165,7 +165,7 @@ def test_an_interrupt_does_not_begin_a_checkpoint_that_is_being_written(
   lines = capsys.readouterr().out.splitlines()
   assert lines[-2:] == [
     f"saved {saved}",
-    f"interrupted; last checkpoint: {saved}",
+    f"training stops; last checkpoint: {saved}",
   ]
   assert checkpoints.is_complete(checkpoints.tables_of(saved))
 
@@ -441,6 +441,21 @@ def test_variable_that_is_not_finite_is_not_saved(tmp_path):
   assert checkpoint_steps(tmp_path) == [4]
 
 
+def test_a_step_that_was_not_made_in_time_loses_no_other(tmp_path, capsys):
+  toy = Toy()
+
+  def step_fn():
+    if toy.step == 3:
+      raise training.StepExpired("step 3: too late")
+    return toy.advance()
+
+  with pytest.raises(training.StepExpired, match="too late"):
+    toy.session(tmp_path, max_steps=20).run(step_fn)
+  assert checkpoint_steps(tmp_path) == [3]
+  last = f"training stops; last checkpoint: {tmp_path}/model.ckpt-3"
+  assert last in capsys.readouterr().out
+
+
 def interrupt_with_ctrl_c():
   raise KeyboardInterrupt
 
@@ -484,7 +499,7 @@ def test_interrupted_run_saves_and_resumes(tmp_path, capsys, interrupt, last):
   assert checkpoint_steps(tmp_path) == [last]
   assert checkpoints.read_finished(tmp_path) is None
   assert capsys.readouterr().out.splitlines()[-1] == (
-    f"interrupted; last checkpoint: {tmp_path}/model.ckpt-{last}"
+    f"training stops; last checkpoint: {tmp_path}/model.ckpt-{last}"
   )
   assert Toy().session(tmp_path, max_steps=20).restore_or_initialize() == last
 
@@ -519,7 +534,7 @@ def test_an_interrupt_outlives_a_step_that_fails(tmp_path, capsys):
 
   with pytest.raises(KeyboardInterrupt):
     toy.session(tmp_path, max_steps=20).run(step_fn)
-  assert "interrupted; last checkpoint: " in capsys.readouterr().out
+  assert "training stops; last checkpoint: " in capsys.readouterr().out
   assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 

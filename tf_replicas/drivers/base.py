@@ -49,6 +49,9 @@ _R = TypeVar("_R")
 # servers were lost.
 _END_SECS = 30.0
 _RETRY_SECS = 0.5
+# How long a step waits for the restart of a worker, if `recovery_timeout_secs`,
+# which is for parameter servers too, is 0.
+_RESTART_TIMEOUT_SECS = 600.0
 
 
 class TrainedState(checkpoints.Checkpointable, Protocol):
@@ -397,7 +400,9 @@ class Options(NamedTuple):
       the driver sends heartbeats for this training only.
     log: Receives each line of the log.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
-      that was lost. 0: the loss ends the training.
+      that was lost, and for that of a worker without which no update can be
+      made. 0: the loss of a parameter server ends the training at once; the
+      time for a worker is 600 s.
   """
 
   start_timeout_secs: float
@@ -804,8 +809,10 @@ class ParameterServerDriver(Driver):
       RuntimeError: If this task is not the chief, if another process runs as
         the same task, if another task ended the training, or if a data set has
         ended.
-      TimeoutError: If an update had too few contributions at the deadline that
-        the update rule sets (`step_timeout_secs`).
+      training.StepExpired: If an update had too few contributions at the
+        deadline that the update rule sets (`step_timeout_secs`), or if it could
+        not be made without replicas that were lost and not restarted in time
+        (`recovery_timeout_secs`; 600 s if that is 0).
       tf.errors.UnavailableError: If a parameter server was lost.
     """
     self._check_role(needs_chief=True)
@@ -943,6 +950,9 @@ class ParameterServerDriver(Driver):
       lambda: self._heartbeats.outcome() or self._unreachable(),
       self.replica_names,
       lost_after_secs=self._options.lost_after_secs,
+      restart_timeout_secs=(
+        self._options.recovery_timeout_secs or _RESTART_TIMEOUT_SECS
+      ),
       joining={self.replica_names.index(str(t)) for t in self._spec.joining},
       start_timeout_secs=self._options.start_timeout_secs,
       log=self._log,

@@ -53,6 +53,8 @@ from tf_replicas.store import tables
 
 # How often to look whether a closure failed.
 _POLL_SECS = 0.2
+# How long the client may trace its functions at most, besides waiting.
+_TRACING_SECS = 600.0
 
 
 @dataclasses.dataclass
@@ -168,17 +170,21 @@ class InGraph(driver_base.ParameterServerDriver):
     self._check_role(needs_chief=False)
 
   def _start_replicas(self) -> waiting.RaisingThread:
-    self.store.state()
-    for tensor in self.store.row_tensors().values():
-      tensor.trace()
-    self.rule.trace_ahead()
-    self._heartbeats.trace_ahead()
-    self._run_loop_fn = tf.function(self._run_loop, autograph=False)
-    self._iterators = iter(
-      self._coordinator.create_per_worker_dataset(self._dataset_fn)
-    )
-    for _ in self._tasks:
-      self._coordinator.schedule(self._run_loop_fn, args=(self._iterators,))
+    options = self._options
+    secs = max(options.start_timeout_secs, options.recovery_timeout_secs)
+    # A worker that hangs would keep the client waiting, with Python's lock.
+    with processes.killed_after(2 * secs + _TRACING_SECS):
+      self.store.state()
+      for tensor in self.store.row_tensors().values():
+        tensor.trace()
+      self.rule.trace_ahead()
+      self._heartbeats.trace_ahead()
+      self._run_loop_fn = tf.function(self._run_loop, autograph=False)
+      self._iterators = iter(
+        self._coordinator.create_per_worker_dataset(self._dataset_fn)
+      )
+      for _ in self._tasks:
+        self._coordinator.schedule(self._run_loop_fn, args=(self._iterators,))
     # Raises what failed on a worker, other than its own death.
     return waiting.PollingThread(
       self._have_loops_ended,

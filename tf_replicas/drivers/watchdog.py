@@ -3,8 +3,10 @@
 Every ten seconds without an update, the log names the replicas that delay the
 step, and why. A replica that sends no heartbeats for too long is declared lost.
 Then no update waits for it, and the gradients of another replica may be used in
-its place. The update rule may have a deadline for its steps. A step that
-exceeds it goes on with fewer gradients, or the training ends.
+its place. If a step can only be made with lost replicas, and none of them is
+restarted in time, the training ends. The update rule may have a deadline for
+its steps. A step that exceeds it goes on with fewer gradients, or the training
+ends.
 """
 
 import time
@@ -20,6 +22,7 @@ from tf_replicas.rules import protocol
 from tf_replicas.rules import results
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import waiting
+from tf_replicas.session import training
 
 _POLL_SECS = 1.0
 _LOG_EVERY_SECS = 10.0
@@ -42,6 +45,7 @@ class StepWatchdog(waiting.PollingThread):
     names: Sequence[str],
     *,
     lost_after_secs: float,
+    restart_timeout_secs: float,
     joining: Collection[int] = (),
     start_timeout_secs: float = 0.0,
     log: Callable[[str], None] = print,
@@ -61,6 +65,8 @@ class StepWatchdog(waiting.PollingThread):
       names: The replicas' names.
       lost_after_secs: Seconds without a heartbeat after which a replica is
         declared lost.
+      restart_timeout_secs: Seconds that a step waits for a lost replica to be
+        restarted, if it cannot be made without one. Then the training ends.
       joining: The indices of the replicas that need not come at all.
       start_timeout_secs: The deadline of the first step in seconds, if the
         deadline of the update rule is smaller.
@@ -73,6 +79,7 @@ class StepWatchdog(waiting.PollingThread):
     self._outcome = outcome
     self._names = list(names)
     self._lost_after_secs = lost_after_secs
+    self._restart_timeout_secs = restart_timeout_secs
     self._joining = joining
     self._log = log
     self._clock = clock
@@ -82,7 +89,7 @@ class StepWatchdog(waiting.PollingThread):
     self._is_awaited = False
     self._least_secs = start_timeout_secs
     self._expired_step: int | None = None
-    self._expiry: TimeoutError | None = None
+    self._expiry: training.StepExpired | None = None
     super().__init__(self._poll, period_secs=_POLL_SECS)
 
   def begin(self) -> None:
@@ -104,9 +111,10 @@ class StepWatchdog(waiting.PollingThread):
     self._since = self._logged = self._clock()
 
   def raise_if_expired(self) -> None:
-    """Raises TimeoutError if training must end because of a missed deadline.
+    """Raises `training.StepExpired` if training must end.
 
-    That is so if a step had too few contributions at its deadline.
+    That is so if a step had too few contributions at its deadline, or if lost
+    replicas without which a step cannot be made were not restarted in time.
     """
     if self._expiry is not None:
       raise self._expiry
@@ -146,6 +154,8 @@ class StepWatchdog(waiting.PollingThread):
       self._declare_lost(step, status, ages)
       if is_expired and self._expired_step != step:
         self._expire(step, waited, status)
+      if self._is_awaited and waited >= self._restart_timeout_secs:
+        self._end_if_lost(step, waited, status, ages)
     except tf.errors.OpError:
       return True  # The main thread meets the same failure.
     if now - self._logged >= _LOG_EVERY_SECS:
@@ -222,8 +232,40 @@ class StepWatchdog(waiting.PollingThread):
         " again"
       )
       return
-    self._expiry = TimeoutError(
+    self._expiry = training.StepExpired(
       f"{found}. `min_contributions` needs {least}, so the training ends"
+    )
+    self._rule.interrupt()
+
+  def _end_if_lost(
+    self,
+    step: int,
+    waited_secs: float,
+    status: results.StepStatus,
+    ages: Sequence[float],
+  ) -> None:
+    """Ends the training if the step cannot be made without lost replicas.
+
+    Args:
+      step: The global step.
+      waited_secs: Seconds since the chief began to wait for the update.
+      status: The number of contributions that the step needs.
+      ages: The seconds since the last heartbeat of each replica, as in
+        `__init__`.
+    """
+    lost = [
+      f"{name} ({_absence(age)})"
+      for name, age in zip(self._names, ages, strict=True)
+      if age <= 0 or age > self._lost_after_secs
+    ]
+    # With fewer replicas than contributions, one replica makes several.
+    needed = status.needed if status.needed <= len(ages) else 1
+    if len(ages) - len(lost) >= needed:
+      return
+    self._expiry = training.StepExpired(
+      f"step {step} waits for {waited_secs:.0f} s, and cannot be made without"
+      f" lost replicas: {', '.join(lost)}. They were not restarted within"
+      f" {self._restart_timeout_secs:.0f} s, so the training ends"
     )
     self._rule.interrupt()
 

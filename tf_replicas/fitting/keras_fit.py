@@ -710,9 +710,9 @@ class _Loop(keras.callbacks.Callback):
           validation_batch_size=batch_size,
           **arguments,
         )
-      except KeyboardInterrupt:
+      except (KeyboardInterrupt, training.StepExpired):
         self._session.end_writing()
-        # Nothing may replace the KeyboardInterrupt.
+        # Nothing may replace the first error.
         with contextlib.suppress(Exception):
           self._session.save()
         raise

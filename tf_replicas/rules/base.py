@@ -493,7 +493,7 @@ class GradientRule(UpdateRule):
       The int64 global step, and one tensor per variable of the parameter store.
     """
     del replica
-    return self._store.pull()
+    return self._store.pull(in_order=True)
 
   def pull_contributed(
     self, replica: int | tf.Tensor

@@ -169,7 +169,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
     """
     if self._reader is not None:
       return self._reader.pull(replica)
-    return self._store.pull()
+    return self._store.pull(in_order=True)
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
     """Returns the scalar that a replica differentiates instead of `loss`.

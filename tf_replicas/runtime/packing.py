@@ -2,15 +2,25 @@
 
 Every tensor sent to another task is a remote procedure call, which costs as
 much as copying some hundred KiB. So the sender concatenates small tensors of
-one dtype, and the receiver splits them.
+one dtype, and the receiver splits them. A pack has a limited size, since it can
+be sent only when its last tensor is computed: the gradients of the last layers
+are sent while those of the first layers are still being computed.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_replicas.runtime import resources
+
 SMALL_BYTES = 64 << 10
+# The largest size of several tensors that are packed together.
+GROUP_BYTES = 256 << 10
+# How many groups are on their way at the same time if they are sent in order.
+# One would leave the network idle between two groups.
+_AT_ONCE = 2
 
 
 class Item(NamedTuple):
@@ -33,24 +43,33 @@ class Item(NamedTuple):
 def groups(items: Sequence[Item]) -> list[list[int]]:
   """Decides which tensors are packed together for a transfer.
 
-  Tensors of at most `SMALL_BYTES` (64 KiB) form one group per dtype. A larger
-  tensor is a group by itself.
+  A tensor of more than `SMALL_BYTES` (64 KiB) is a group by itself. Smaller
+  tensors of one dtype form groups of at most `GROUP_BYTES` (256 KiB), in the
+  order of the tensors.
 
   Args:
-    items: The tensors.
+    items: The tensors. Tensors that are computed one after another should be
+      neighbors.
 
   Returns:
     One list per group, with the positions of its tensors in `items`. Every
-    position is in one list.
+    position is in one list. The groups are in the order of their first tensors.
   """
-  together: dict[tf.DType, list[int]] = {}
-  alone = []
+  found: list[list[int]] = []
+  # The last group of each dtype, and its size.
+  last: dict[tf.DType, tuple[list[int], int]] = {}
   for position, item in enumerate(items):
-    if item.size * item.dtype.size > SMALL_BYTES:
-      alone.append([position])
-    else:
-      together.setdefault(item.dtype, []).append(position)
-  return [*together.values(), *alone]
+    num_bytes = item.size * item.dtype.size
+    if num_bytes > SMALL_BYTES:
+      found.append([position])
+      continue
+    group, size = last.get(item.dtype, ([], 0))
+    if not group or size + num_bytes > GROUP_BYTES:
+      group, size = [], 0
+      found.append(group)
+    group.append(position)
+    last[item.dtype] = group, size + num_bytes
+  return found
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -233,13 +252,49 @@ class Parcel:
     Returns:
       One tensor per group.
     """
-    packed = []
-    for group in self.groups:
-      if all(tensors[i] is None for i in group):
-        packed.append(tf.zeros([], self.items[group[0]].dtype))
-        continue
-      packed.append(pack([self._to_wire(i, tensors[i]) for i in group]))
-    return packed
+    return [
+      self._pack([(i, tensors[i]) for i in group]) for group in self.groups
+    ]
+
+  def _pack(self, pairs: Sequence[tuple[int, tf.Tensor | None]]) -> tf.Tensor:
+    """Packs one group: (position in `items`, tensor or None) pairs."""
+    if all(tensor is None for _, tensor in pairs):
+      return tf.zeros([], self.items[pairs[0][0]].dtype)
+    return pack([self._to_wire(i, tensor) for i, tensor in pairs])
+
+  def fetch(
+    self,
+    device: str,
+    read: Callable[[int], tf.Tensor],
+    *,
+    in_order: bool = False,
+  ) -> list[tf.Tensor]:
+    """Reads tensors on another device, and copies them to the current one.
+
+    Args:
+      device: The device of the tensors.
+      read: Maps a position in `items` to the tensor. It is called on `device`.
+      in_order: Whether a group of tensors is read only when the group before
+        the last has arrived. Over a slow network, the first tensors then arrive
+        first, and ops that need only these begin before the others arrive. A
+        message to `device` is sent for every group except the first two. False:
+        all groups are read at once.
+
+    Returns:
+      One tensor per element of `items`, of the dtype after the transfer.
+    """
+    in_order &= len(self.groups) > _AT_ONCE
+    arrived: list[tf.Tensor] = []
+    for number, group in enumerate(self.groups):
+      has_to_wait = in_order and number >= _AT_ONCE
+      before = [arrived[number - _AT_ONCE]] if has_to_wait else []
+      with tf.device(device), tf.control_dependencies(before):
+        packed = self._pack([(i, read(i)) for i in group])
+      # Drop control inputs: they would be copied to this device as well.
+      with tf.control_dependencies(None):
+        arrived.append(resources.copy_here(packed) if in_order else packed)
+    with tf.control_dependencies(None):
+      return self.unpack(arrived)
 
   def _to_wire(self, i: int, tensor: tf.Tensor | None) -> tf.Tensor:
     shape, dtype = self.items[i]

@@ -30,6 +30,14 @@ class DataEnded(Exception):
   """
 
 
+class StepExpired(TimeoutError):
+  """Raised by a step function if a step was not made in time.
+
+  The variables are those of the step before, so they can be saved. The message
+  says which contributions (gradients of a replica) are missing.
+  """
+
+
 class StepResult(NamedTuple):
   """The result of one call of a step function.
 
@@ -200,8 +208,9 @@ class Session:
     A "step" in this class is one update of the variables, not one batch: with
     three workers and `replicas_to_aggregate=2`, two or three batches make one
     step. At the end, a checkpoint is written, and the record that the run has
-    finished. On Ctrl-C or SIGTERM, a checkpoint is written if possible.
-    Interrupts wait for the end of the step, for a second at most.
+    finished. On Ctrl-C or SIGTERM, and if a step was not made in time
+    (`StepExpired`), a checkpoint is written if possible. Interrupts wait for
+    the end of the step, for a second at most.
 
     Args:
       step_fn: Advances training and returns the result. It may return without
@@ -218,6 +227,7 @@ class Session:
         That state is not saved.
       CheckpointError: If the checkpoint to resume from is of another model, or
         none can be read, unless `restore_or_initialize` was called before.
+      StepExpired: If `step_fn` raises it.
       KeyboardInterrupt: On Ctrl-C or SIGTERM.
     """
     if self._start_step is None:
@@ -233,7 +243,7 @@ class Session:
       try:
         step, now = self._loop(lambda: make(step_fn), step, reporter, now)
         self.finish(step)
-      except KeyboardInterrupt:
+      except (KeyboardInterrupt, StepExpired):
         self._save_interrupted()
         raise
       except BaseException:
@@ -470,11 +480,11 @@ class Session:
     self.end_writing()
     try:
       self.save()
-    except Exception as error:  # Must not replace the KeyboardInterrupt.
-      self._console.log(f"interrupted; could not save: {error}")
+    except Exception as error:  # Must not replace the first error.
+      self._console.log(f"training stops; could not save: {error}")
     else:
       self._console.log(
-        f"interrupted; last checkpoint: {self._last_good_checkpoint()}"
+        f"training stops; last checkpoint: {self._last_good_checkpoint()}"
       )
 
   def _diverged(self, reason: str, step: int) -> FloatingPointError:

@@ -500,12 +500,17 @@ class ParameterStore:
     )
 
   @tf.autograph.experimental.do_not_convert
-  def pull(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
+  def pull(
+    self, *, in_order: bool = False
+  ) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Reads the global step, then every variable once, as whole tensors.
 
     The global step is read first. So variables that are read during an update
     come with the step before that update, and a synchronous rule refuses
     gradients computed from them.
+
+    Args:
+      in_order: Whether the first variables are to arrive first, as for `read`.
 
     Returns:
       The int64 global step, and one tensor per variable, on the caller's
@@ -513,7 +518,7 @@ class ParameterStore:
     """
     step = self.read_global_step()
     with tf.control_dependencies([step]):
-      return step, self.read(item=self.wire_item)
+      return step, self.read(item=self.wire_item, in_order=in_order)
 
   def read_global_step(self) -> tf.Tensor:
     """Reads the global step, an int64 scalar, from parameter server 0."""
@@ -567,6 +572,8 @@ class ParameterStore:
     self,
     read_shard: Callable[[int, int], tf.Tensor] | None = None,
     item: Callable[[int, int], packing.Item] | None = None,
+    *,
+    in_order: bool = False,
   ) -> list[tf.Tensor]:
     """Reads all variables except tables, as whole tensors.
 
@@ -577,6 +584,10 @@ class ParameterStore:
       item: Maps (position in `specs`, shard number) to the shape of the shard
         and the dtype in which it is sent to the caller. None: its own dtype.
         The results have the variables' own dtypes in any case.
+      in_order: Whether each PS task sends the variables in their order, so that
+        a forward pass can begin when the first have arrived. The variables are
+        then read one after another, over a longer time. False: they are all
+        read at once.
 
     Returns:
       One tensor per variable, on the caller's device. For a table (a matrix
@@ -585,12 +596,12 @@ class ParameterStore:
     read_shard = read_shard or (lambda i, n: self._variables[i][n].read_value())
     parts = {}
     for task, owners in enumerate(self._owners):
-      parcel = self._parcel(owners, item or self.item)
-      with tf.device(self.device_of_variables(task)):
-        packed = parcel.pack([read_shard(*owner) for owner in owners])
-      # Drop control inputs: they would be copied to this device as well.
-      with tf.control_dependencies(None):
-        parts.update(zip(owners, parcel.unpack(packed), strict=True))
+      fetched = self._parcel(owners, item or self.item).fetch(
+        self.device_of_variables(task),
+        lambda i, owners=owners: read_shard(*owners[i]),
+        in_order=in_order,
+      )
+      parts.update(zip(owners, fetched, strict=True))
     values = []
     for index, shards in enumerate(self.shards):
       value = self._placeholder(index)

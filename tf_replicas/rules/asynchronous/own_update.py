@@ -163,7 +163,11 @@ class OwnUpdate:
     def read():
       step = self._store.read_global_step()
       with tf.control_dependencies([step]):
-        values = self._store.read(read_shard, self._store.wire_item)
+        values = self._store.read(
+          read_shard,
+          self._store.wire_item,
+          in_order=not self._snapshot_reads,  # Else the lock is held longer.
+        )
         return [step, *values]
 
     step, *values = self._version.hold(read) if self._snapshot_reads else read()
