@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from absl import flags
@@ -38,6 +39,8 @@ from absl import flags
 from experiments.support import claims
 from tf_replicas.programs import command_line
 from tf_replicas.runtime import processes
+
+_Point = TypeVar("_Point")
 
 FLAGS = flags.FLAGS
 SYNC, BACKUP, ASYNC = "sync", "sync, 1 backup", "async"
@@ -144,15 +147,11 @@ class Racer:
     Returns:
       The point; None if there is none.
     """
-    row = []
-    for point in points:
-      if self._task.precision(point.values) < self._lib.PRECISION:
-        row = []
-        continue
-      row.append(point)
-      if len(row) == IN_A_ROW:
-        return row[0]
-    return None
+    return first_in_a_row(
+      points,
+      lambda p: self._task.precision(p.values) >= self._lib.PRECISION,
+      IN_A_ROW,
+    )
 
   def judge(self, path: os.PathLike) -> dict:
     """Finds when a real run has reached the precision.
@@ -310,6 +309,39 @@ def measure(
 
 # Once, at the start: the files may change while the race goes on.
 _commit = functools.cache(claims.commit)
+
+
+def first_in_a_row(
+  points: Iterable[_Point], passes: Callable[[_Point], bool], count: int
+) -> _Point | None:
+  """Returns the first of `count` points in a row that all pass a test.
+
+  Of the next `count` points, it tests the last one first. If that one fails, it
+  does not test the others, which cannot begin such a row.
+
+  Args:
+    points: The points.
+    passes: The test, which may be expensive.
+    count: The number of points in a row.
+
+  Returns:
+    The point; None if there is no such row.
+  """
+  row: list[_Point] = []  # The next points.
+  passed = 0  # So many of them, the first ones, have passed.
+  for point in points:
+    row.append(point)
+    if len(row) < count:
+      continue
+    untested = row[passed:]
+    for number in reversed(range(len(untested))):
+      if not passes(untested[number]):
+        row = untested[number + 1 :]
+        break
+    else:
+      return row[0]
+    passed = len(row)
+  return None
 
 
 # What the numbers say.

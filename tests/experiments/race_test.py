@@ -154,6 +154,30 @@ def _cells(**times):
   return cells
 
 
+class FirstInARowTest(parameterized.TestCase):
+  @parameterized.parameters(1, 2, 3, 4)
+  def test_equals_testing_every_point(self, count):
+    rng = np.random.default_rng(0)
+    for share in (0.3, 0.7, 0.95):
+      for _ in range(50):
+        good = rng.random(20) < share
+        tested = []
+
+        def passes(i, good=good, tested=tested):
+          tested.append(i)
+          return bool(good[i])
+
+        found = race.first_in_a_row(iter(range(20)), passes, count)
+        starts = (i for i in range(21 - count) if good[i : i + count].all())
+        self.assertEqual(found, next(starts, None))
+        self.assertLen(set(tested), len(tested))
+
+  def test_tests_few_points(self):
+    tested = []
+    race.first_in_a_row(range(30), lambda i: bool(tested.append(i)), 3)
+    self.assertEqual(tested, list(range(2, 30, 3)))
+
+
 class SearchTest(parameterized.TestCase):
   RATES = (1.0, 2.0, 4.0, 8.0, 16.0)
 

@@ -32,11 +32,11 @@ class GroupsTest(parameterized.TestCase):
       [[0, 2], [1]],
     ),
     ("largest_small", [_item(LARGEST_SMALL), _item()], [[0, 1]]),
-    ("smallest_large", [_item(LARGEST_SMALL + 1), _item()], [[1], [0]]),
+    ("smallest_large", [_item(LARGEST_SMALL + 1), _item()], [[0], [1]]),
     (
       "bytes_not_elements",
       [_item(LARGEST_SMALL, dtype=tf.float64), _item(1, dtype=tf.float64)],
-      [[1], [0]],
+      [[0], [1]],
     ),
     (
       "several_groups_in_order",
