@@ -143,13 +143,14 @@ class BundleTest(parameterized.TestCase):
 
 
 class FetchTest(parameterized.TestCase):
-  """Three groups of large tensors, and small ones after the first."""
+  """Six groups: five large tensors, and two small ones after the first."""
 
   def _fetch(self, *, in_order):
     large = 2 * LARGEST_SMALL + 1
-    items = [_item(n, dtype=tf.bfloat16) for n in (large, 3, large, 2, large)]
+    sizes = large, 3, large, 2, large, large, large
+    items = [_item(size, dtype=tf.bfloat16) for size in sizes]
     parcel = packing.Parcel(items, [F32] * len(items))
-    self.assertEqual(parcel.groups, [[0], [1, 3], [2], [4]])
+    self.assertEqual(parcel.groups, [[0], [1, 3], [2], [4], [5], [6]])
     reads = {}
 
     def read(i):
@@ -177,7 +178,7 @@ class FetchTest(parameterized.TestCase):
       left += [op for op in inputs if op.name not in reached]
     return other.name in reached
 
-  def test_in_order_a_group_waits_for_the_group_before_the_last(self):
+  def test_in_order_four_groups_are_on_their_way(self):
     reads = self._fetch(in_order=True)
     waits = {
       (i, j)
@@ -185,7 +186,7 @@ class FetchTest(parameterized.TestCase):
       for j in reads
       if i != j and self._waits_for(reads[i], reads[j])
     }
-    self.assertEqual(waits, {(2, 0), (4, 1), (4, 3)})
+    self.assertEqual(waits, {(5, 0), (6, 1), (6, 3)})
 
   def test_all_are_read_at_once_otherwise(self):
     reads = self._fetch(in_order=False)

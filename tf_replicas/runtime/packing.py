@@ -19,8 +19,8 @@ SMALL_BYTES = 64 << 10
 # The largest size of several tensors that are packed together.
 GROUP_BYTES = 256 << 10
 # How many groups are on their way at the same time if they are sent in order.
-# One would leave the network idle between two groups.
-_AT_ONCE = 2
+# With one, the network would be idle between two groups.
+_AT_ONCE = 4
 
 
 class Item(NamedTuple):
@@ -274,11 +274,11 @@ class Parcel:
     Args:
       device: The device of the tensors.
       read: Maps a position in `items` to the tensor. It is called on `device`.
-      in_order: Whether a group of tensors is read only when the group before
-        the last has arrived. Over a slow network, the first tensors then arrive
-        first, and ops that need only these begin before the others arrive. A
-        message to `device` is sent for every group except the first two. False:
-        all groups are read at once.
+      in_order: Whether a group of tensors is read only when at most three
+        others are on their way. Over a slow network, the first tensors then
+        arrive first, and ops that need only these begin before the others
+        arrive. A message to `device` is sent for every group except the first
+        four. False: all groups are read at once.
 
     Returns:
       One tensor per element of `items`, of the dtype after the transfer.
