@@ -49,9 +49,9 @@ _CHIEF_PATIENCE = 10
 # How long the last batch of a straggler may take.
 _LAST_BATCH_SECS = 600.0
 # A call runs as many steps as fit, so that the process can handle signals. On a
-# slow network, fewer calls are faster: a call begins and ends with messages that
-# wait behind the parameters of other replicas, and it waits for all parameters
-# of its last step, with which the next step could have begun to compute.
+# slow network, fewer calls are faster. A call begins and ends with messages,
+# which wait behind the parameters of other replicas. And it waits for all
+# parameters of its last step: the next step cannot begin with the first ones.
 _CALL_SECS = 4.0
 _MAX_STEPS = 100
 _ENDED = (tf.errors.OutOfRangeError, tf.errors.CancelledError)
