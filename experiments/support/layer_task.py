@@ -28,7 +28,7 @@ from tf_replicas.runtime import processes
 
 LAYERS = 18
 FORWARD_SECS = 0.004
-_BACKWARD = 2.0  # How many times as long the backward pass takes.
+BACKWARD = 2.0  # How many times as long the backward pass takes.
 _SPREAD = 0.2
 _START = [0.0, 0.0]  # Of a weight.
 # The shares of the updates between which the staleness is measured.
@@ -67,7 +67,7 @@ class Layers:
       return x
 
     def backward(upstream):
-      self._sleep(_BACKWARD)
+      self._sleep(BACKWARD)
       return upstream
 
     y = tf.numpy_function(forward, [x], tf.float32)
