@@ -163,15 +163,16 @@ def _tail(secs: Sequence[float]) -> float:
 def draw(measurements: Sequence[dict]):
   """Draws the measured times of batches, step times, and speed-ups."""
   figure, (left, middle, right) = claims.new_figure(12, 3.6, ncols=3)
-  secs = np.array(measurements[0]["straggler_secs"])
-  left.hist(secs / np.median(secs), bins=60, color=claims.COLORS[4])
+  secs = [np.array(m["straggler_secs"]) for m in measurements]
+  left.hist(
+    np.concatenate([own / np.median(own) for own in secs]),
+    bins=60,
+    color=claims.COLORS[4],
+  )
   left.set_xlabel("time of a batch (of the median)")
   left.set_ylabel("batches")
-  left.set_title(
-    "Measured batches: 95th percentile"
-    f" {_tail(measurements[0]['straggler_secs']):.2f} times the median",
-    fontsize="medium",
-  )
+  tail = np.median([_tail(own) for own in secs])
+  left.set_title(f"Measured batches: 95% below {tail:.2f}")
   for number, kind in enumerate(("measured", "simulated")):
     backups = [int(b) for b in measurements[0]["steps"]]
     for axis, value in (

@@ -141,7 +141,7 @@ def draw(measurements: Sequence[dict]):
     ("steps_per_sec", "Speed", "updates per second"),
     (
       "client_cpu_secs",
-      "Load of the process that makes updates",
+      "Load of the updating process",
       "processor time per step (s)",
     ),
   )

@@ -227,9 +227,12 @@ def draw(measurements: Sequence[dict]):
   """
   workers = [n for n in _WORKERS if _name("sync", n, False) in measurements[0]]
   figure, panels = claims.new_figure(
-    9, 2.8 * len(workers), nrows=len(workers), ncols=2, squeeze=False
+    12, 2.8 * len(workers), nrows=len(workers), ncols=3, squeeze=False
   )
-  for (left, right), number in zip(panels, workers, strict=True):
+  count = len(measurements)
+  seeds = f"median and range of {count} seeds" if count > 1 else "one seed"
+  for (left, *others), number in zip(panels, workers, strict=True):
+    kinds = ("equal workers", f"workers, one {SLOWER:.0f} times slower")
     for rule, color, style, width in zip(
       RULES, claims.COLORS, ("--", "-"), (1.8, 1.0), strict=False
     ):
@@ -243,31 +246,32 @@ def draw(measurements: Sequence[dict]):
         linewidth=width,
         **look,
       )
-      for is_slow, more in ((False, 0.0), (True, 1.5)):
+      for axes, is_slow in zip(others, (False, True), strict=True):
         name = _name(rule, number, is_slow)
         if name in measurements[0]:
           curves = [np.transpose(m[name]) for m in measurements]
           _draw_band(
-            right,
+            axes,
             [(examples, secs) for secs, examples, _ in curves],
             most=SLOW_EXAMPLES,
-            label=f"{rule}, {'one slow' if is_slow else 'equal'}",
-            linewidth=width + more,
+            label=rule,
+            linewidth=width,
             **look,
           )
-    count = len(measurements)
-    seeds = f"median and range of {count} seeds" if count > 1 else "one seed"
-    left.set_title(f"{number} equal workers ({seeds})", fontsize="small")
+    left.set_title(f"{number} equal workers: loss", fontsize="small")
     left.set_ylabel(f"mean loss of {POINT_EXAMPLES} examples")
-    right.set_title(
-      f"{number} workers, equal or one {SLOWER:.0f} times slower",
-      fontsize="small",
-    )
-    right.set_ylabel("seconds")
-    for axes in (left, right):
+    for axes, kind in zip(others, kinds, strict=True):
+      axes.set_title(f"{number} {kind}: time", fontsize="small")
+      axes.set_ylabel("seconds")
+    top = max(axes.get_ylim()[1] for axes in others)
+    for axes in others:
+      axes.set_ylim(0, top)
+    for axes in (left, *others):
       axes.set_xlabel("examples")
       axes.locator_params(axis="x", nbins=6)
-      axes.legend(fontsize="small")
+      if axes.lines:
+        axes.legend(fontsize="small", loc="best")
+  figure.suptitle(f"Lines and bands: {seeds}", fontsize="medium")
   return figure
 
 
@@ -313,7 +317,7 @@ CLAIM = claims.Claim(
     " an asynchronous update uses one, so the mean loss of a synchronous update"
     " scatters half as much even if the variables are the same. The scatter in"
     " the table is computed from the differences between neighboring points,"
-    f" and scaled to {POINT_EXAMPLES} examples. The right plots show how long"
+    f" and scaled to {POINT_EXAMPLES} examples. The other plots show how long"
     " the examples took. With one slow worker, synchronous training takes"
     " longer, because every update waits for this worker. Other programs used"
     " the two cores meanwhile, so the speeds differ much from seed to seed."

@@ -232,6 +232,8 @@ def _draw_staleness(axis, row) -> None:
   axis.set_xlim(-1, 2 * n + 1)
   # Room for the legend above the bars.
   axis.set_ylim(0, 1.5 * counts.max() / counts.sum())
+  ticks = axis.get_yticks()
+  axis.set_yticks(ticks[(ticks <= 1) & (ticks <= axis.get_ylim()[1])])
   axis.set_xlabel("staleness (updates)")
   axis.set_ylabel("share of gradients")
   axis.set_title(f"{n}-softsync: mean {row['mean_staleness']:.2f}")

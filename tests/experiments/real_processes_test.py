@@ -348,7 +348,7 @@ class SmoothOrFastTest(parameterized.TestCase):
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
   def test_draws(self):
     panels = smooth_or_fast.draw([_curves(0.14, 2.0)]).axes
-    self.assertEqual([axes.get_xlabel() for axes in panels], ["examples"] * 2)
+    self.assertEqual([axes.get_xlabel() for axes in panels], ["examples"] * 3)
 
 
 def _shared(*, cut=0.5, in_total=1.0):
