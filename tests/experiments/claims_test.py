@@ -93,6 +93,7 @@ class ClaimTest(parameterized.TestCase):
       measure=lambda is_quick, seed: {"x": 1.0},
       find=lambda ms: [claims.Finding("x", [m["x"] for m in ms], most=2.0)],
       draw=lambda measurements: claims.new_figure(1, 1)[0],
+      is_illustration=False,
     )
     with tempfile.TemporaryDirectory() as directory:
       before = claims.run(claim, directory, num_seeds=2, revision="abc")
