@@ -17,7 +17,8 @@ goals and numbers that are computed in another way follow after "also:". The
 second comment admits that the block has the date and the command of a
 measurement whose output was not stored. The third says why the numbers are no
 measurements, but settings or theory. A comment whose text ends in "(section)"
-holds for all blocks up to the next heading that have no comment.
+holds for all blocks up to the next heading that have no comment. What
+`experiments.tables` writes needs none.
 
 The program prints numbers without such a comment or without data, and fails if
 there are any. With `--list`, it prints all numbers with their sources.
@@ -39,6 +40,8 @@ _MARK = re.compile(rf"<!-- ({'|'.join(_KINDS)}): (.*?) -->", re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 # A test of `benchmarks.versions` compares this page with its data.
 _GENERATED = ("docs/versions.md",)
+# A test of `experiments.tables` compares these blocks with their data.
+_BLOCK = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 # What has numbers, but none that were measured.
 _CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+", re.DOTALL)
 _NAMED = re.compile(
@@ -95,6 +98,7 @@ def numbers(page: str, text: str) -> Iterator[Number]:
     The numbers, with the comment that belongs to their block.
   """
   text = _blank(text, re.compile(r"```.*?```", re.DOTALL))
+  text = _blank(text, _BLOCK)
   line, section, pending = 1, None, None
   for block in re.split(r"(\n\s*\n)", text):
     mark = _MARK.search(block)

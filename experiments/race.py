@@ -534,6 +534,61 @@ def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
   return "\n".join(lines) + "\n"
 
 
+def short_table(cells: dict[tuple, dict]) -> list[str]:
+  """Formats sync, backup and async, and the verdict on the advice, as Markdown.
+
+  Args:
+    cells: The cells by (rule, condition, workers).
+
+  Returns:
+    The lines: a sentence, and a table.
+  """
+  findings = find(cells)
+  verdict = claims.verdict(findings) if findings else "not measured"
+  dates = sorted({cell["date"] for cell in cells.values()})
+  when = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
+  lines = [
+    f"Verdict on the advice: **{verdict}** ({len(findings)} pairs of cells,"
+    f" measured on {when}). The numbers of `{SYNC}` are seconds of virtual"
+    f" time; those of `{BACKUP}` and `{ASYNC}` are times, divided by those of"
+    f" `{SYNC}`.",
+    "",
+    f"| kind | workers | `{SYNC}` | `{BACKUP}` | `{ASYNC}` | the advice is"
+    " | fastest of the three, or not clearly slower |",
+    "|---|---|---|---|---|---|---|",
+  ]
+  for condition in dict.fromkeys(key[1] for key in cells):
+    for workers in sorted({key[2] for key in cells if key[1] == condition}):
+      three = {rule: cells.get((rule, condition, workers)) for rule in _MAIN}
+      base = three[SYNC]
+      shown = {
+        rule: texts(cell, base)[3 if rule == SYNC else 4] if cell else ""
+        for rule, cell in three.items()
+      }
+      best = fastest(cells, condition, workers, _MAIN)
+      lines.append(
+        f"| {condition} | {workers} | {' | '.join(shown.values())}"
+        f" | {_advice_is(three[ASYNC], base, condition)}"
+        f" | {', '.join(f'`{rule}`' for rule in best)} |"
+      )
+  return lines
+
+
+def _advice_is(cell: dict | None, base: dict | None, condition: str) -> str:
+  """Returns whether the usual advice is true for a kind of workers.
+
+  Args:
+    cell: The cell of async.
+    base: The cell of sync.
+    condition: The kind of workers.
+  """
+  found = cell and base and ratio(cell, base)
+  if not found or found[1] <= 1.0 <= found[2]:
+    return "not decided"
+  is_async_slower = found[1] > 1.0
+  return str(is_async_slower == (condition == "even")).lower()
+
+
 def texts(cell: dict, base: dict | None) -> list[str]:
   """Formats the numbers of a cell, for `COLUMNS`.
 

@@ -182,23 +182,83 @@ def measure(is_quick: bool, seed: int) -> dict:
   return found
 
 
+def is_recommended(change: dict) -> bool:
+  """Returns whether the advisor finds that a change is worth it.
+
+  Args:
+    change: The predicted and the measured gain.
+  """
+  return change["predicted"] >= advise.LEAST_GAIN
+
+
+def is_near(change: dict) -> bool:
+  """Returns whether a change gains about what is predicted.
+
+  Args:
+    change: The predicted and the measured gain.
+  """
+  return abs(change["measured"] / change["predicted"] - 1) <= MOST_ERROR
+
+
+def _shares(
+  what: str, changes: Sequence[Sequence[dict]]
+) -> list[claims.Finding]:
+  """Counts the changes that gain about what is predicted.
+
+  Args:
+    what: Which changes these are.
+    changes: The changes of each measurement.
+
+  Returns:
+    One finding; none if a measurement has no such change.
+  """
+  if not all(changes):
+    return []
+  near = [sum(map(is_near, own)) for own in changes]
+  counts = ", ".join(
+    f"{count} of {len(own)}" for count, own in zip(near, changes, strict=True)
+  )
+  return [
+    claims.Finding(
+      f"share within {MOST_ERROR:.0%}, {what} ({counts})",
+      [count / len(own) for count, own in zip(near, changes, strict=True)],
+    )
+  ]
+
+
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   """Returns the measured numbers of the claim, with the claimed bounds."""
-  findings = []
+  every = [
+    [change for rows in m.values() for change in rows.values()]
+    for m in measurements
+  ]
+  findings = [
+    *_shares(
+      f"of the changes with a predicted gain of {advise.LEAST_GAIN} or more",
+      [[c for c in own if is_recommended(c)] for own in every],
+    ),
+    *_shares(
+      "of the other changes, which the advisor does not recommend",
+      [[c for c in own if not is_recommended(c)] for own in every],
+    ),
+  ]
   for title, rows in measurements[0].items():
     for kind in rows:
       pairs = [m[title][kind] for m in measurements]
       changes = " or ".join(sorted({p["change"] for p in pairs}))
       gains = ", ".join(
-        f"{p['measured']:.2f} for {p['predicted']:.2f}" for p in pairs
+        f"{p['measured']:.3f} for {p['predicted']:.3f}" for p in pairs
       )
+      what = (
+        f"{title}: {changes}: measured gain divided by the predicted one"
+        f" (measured {gains})"
+      )
+      bounds = {"least": 1 - MOST_ERROR, "most": 1 + MOST_ERROR}
+      if not any(map(is_recommended, pairs)):
+        what, bounds = f"{what} (not recommended, not judged)", {}
       findings.append(
         claims.Finding(
-          f"{title}: {changes}: measured gain divided by the predicted one"
-          f" (measured {gains})",
-          [p["measured"] / p["predicted"] for p in pairs],
-          least=1 - MOST_ERROR,
-          most=1 + MOST_ERROR,
+          what, [p["measured"] / p["predicted"] for p in pairs], **bounds
         )
       )
   return findings
@@ -224,6 +284,12 @@ def draw(measurements: Sequence[dict]):
         label=f"{title}: {'PS tasks' if kind == 'ps' else kind}",
       )
   claims.draw_equality(axes, least, most, MOST_ERROR)
+  axes.axvline(
+    advise.LEAST_GAIN,
+    color="black",
+    linestyle=":",
+    label=f"recommended from {advise.LEAST_GAIN} on",
+  )
   axes.set_xlabel("predicted gain (examples/s)")
   axes.set_ylabel("measured gain")
   axes.legend(
@@ -236,7 +302,7 @@ CLAIM = claims.Claim(
   name="advice",
   title="What the advisor promises, and what following its advice gains",
   claim=(
-    "the gain of a change that the advisor proposes (another update rule,"
+    "the gain of a change that the advisor recommends (another update rule,"
     " backup workers, more PS tasks) is within 15% of the gain that it predicts"
     " from one recorded run"
   ),
@@ -247,7 +313,9 @@ CLAIM = claims.Claim(
     " the gain that was measured. A gain is the number of examples that are"
     " applied per second, divided by that of the recorded training; below 1 it"
     " is a loss. Of each kind of advice, the best one was followed, even if it"
-    " gains nothing. Each worker waits for a drawn time instead of computing;"
+    " gains nothing. The advisor recommends a change only if its predicted gain"
+    f" is {advise.LEAST_GAIN} or more, so only these changes are judged. Each"
+    " worker waits for a drawn time instead of computing;"
     " parameters and gradients travel between real processes."
   ),
   measure=measure,

@@ -137,11 +137,15 @@ def draw(measurements: Sequence[dict]):
   figure, panels = claims.new_figure(9, 3.2, ncols=3)
   numbers = list(measurements[0][REPLICATIONS[0]])
   titles = (
-    ("start_secs", "seconds to the first step"),
-    ("steps_per_sec", "updates per second"),
-    ("client_cpu_secs", "processor time of the process\nthat makes updates, s"),
+    ("start_secs", "Start", "seconds to the first step"),
+    ("steps_per_sec", "Speed", "updates per second"),
+    (
+      "client_cpu_secs",
+      "Load of the updating process",
+      "processor time per step (s)",
+    ),
   )
-  for axes, (field, title) in zip(panels, titles, strict=True):
+  for axes, (field, title, label) in zip(panels, titles, strict=True):
     for number, replication in enumerate(REPLICATIONS):
       rows = [[m[replication][n][field] for n in numbers] for m in measurements]
       axes.plot(
@@ -153,7 +157,8 @@ def draw(measurements: Sequence[dict]):
       )
     axes.set_xticks([int(n) for n in numbers])
     axes.set_xlabel("workers")
-    axes.set_ylabel(title)
+    axes.set_ylabel(label)
+    axes.set_title(title, fontsize="medium")
     axes.set_ylim(bottom=0)
   panels[0].legend(fontsize="small")
   return figure

@@ -79,13 +79,10 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
         f"{plural}, data made in the client: bytes that it sends per step,"
         " divided by those of all batches",
         sent(workers, "client"),
-        least=0.95,
-        most=1.1,
       ),
       claims.Finding(
         f"{plural}, data made in the workers: the same",
         sent(workers, "workers"),
-        most=0.02,
       ),
       claims.Finding(
         f"{plural}: steps per second with data from the client, divided by"
@@ -133,9 +130,8 @@ CLAIM = claims.Claim(
   name="one_node_feeds",
   title="In-graph: the data are handed out by one node",
   claim=(
-    "if one client sends the data to the workers, it sends every batch of every"
-    " worker, and training with several workers is slower than with data that"
-    " the workers make themselves"
+    "if one client sends the data to the workers, training with several"
+    " workers is slower than with data that the workers make themselves"
   ),
   source="a common objection to in-graph replication in TF1",
   explanation=(
@@ -144,9 +140,10 @@ CLAIM = claims.Claim(
     " examples with `feed_dict`. In the other kind, the same operations run on"
     " the workers. This library's in-graph driver works in this way: the"
     " workers read their own data. The left plot shows the bytes that the"
-    " client sends per step, the right plot the speed. All processes share the"
-    " cores of one machine and no link is slow, so the speed does not show what"
-    " a slow network would cost."
+    " client sends per step. They follow from where the batches are made, so"
+    " they are not judged. The right plot shows the speed. All processes share"
+    " the cores of one machine and no link is slow, so the speed does not show"
+    " what a slow network would cost."
   ),
   measure=measure,
   find=find,

@@ -9,7 +9,8 @@ the cores that all of them share. For one worker this time is five times as long
 as for the others.
 
 First, the cluster trains, once synchronously and once asynchronously, and the
-recorded timelines say who waited, and how stale gradients were.
+recorded timelines say who waited, and how stale gradients were. That follows
+from the given times, so it is shown and not judged.
 
 Then every worker reads a variable, waits for its time, and adds 1, again and
 again. They do so in four ways: as a literal write, which assigns what was read
@@ -300,30 +301,24 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     claims.Finding(
       "synchronous: share of the time that the fast workers wait",
       waiting("sync"),
-      least=0.5,
     ),
     claims.Finding(
       "this share minus the one that follows from the turns of the workers",
       each(lambda m: _of_fast(m["sync"]["waiting"]) - expected_waiting(m)),
-      least=-0.1,
-      most=0.1,
     ),
     claims.Finding(
       "asynchronous: share of the time that the fast workers wait",
       waiting("async"),
-      most=0.1,
     ),
     claims.Finding(
       "asynchronous: mean staleness of the slow worker's gradients",
       each(lambda m: staleness(m, [SLOW])),
       "updates",
-      least=4.0,
     ),
     claims.Finding(
       "asynchronous: mean staleness of the fast workers' gradients",
       each(lambda m: staleness(m, FAST)),
       "updates",
-      most=2.0,
     ),
     claims.Finding(
       "share of the writes that are lost if a worker assigns what it has read"
@@ -462,11 +457,8 @@ CLAIM = claims.Claim(
   name="overwrite_and_idle",
   title="Waiting for a slow worker, or overwritten by it",
   claim=(
-    "if one of three workers is 5 times slower, the others wait for most of"
-    " every synchronous step; asynchronously they do not wait, but the slow"
-    " worker's gradients are several updates old. If workers wrote back what"
-    " they had read plus their step, late writes would overwrite the work of"
-    " others. The library adds, and loses no write."
+    "If workers wrote back what they had read plus their step, late writes"
+    " would overwrite the work of others. The library adds, and loses no write."
   ),
   source="beginners' explanations of distributed training",
   explanation=(
@@ -476,18 +468,19 @@ CLAIM = claims.Claim(
     " wait (gray) for most of the time. At the top right they train"
     " asynchronously and do not wait. While the slow worker computes, the"
     " others change the variables; the number on its bar is the number of these"
-    " updates. The middle row shows whether a late write overwrites these"
-    " updates. Every worker adds 1 repeatedly. If no write is lost, the last"
-    " value of the variable is the number of writes. If a worker literally"
-    " assigns what it has read plus 1, most writes are lost, and not only"
-    " because of the slow worker. The asynchronous rule adds the step to the"
-    " present value, and loses none, with and without its options. The last row"
-    " is computed, and does not count for the verdict. It shows a ball, which"
-    " stands for a model with one weight and the minimum at 0. Steps push the"
-    " ball in the recorded order of reads and updates. A late step is added,"
-    " although it was computed for an old position. With large steps, the slow"
-    " worker pushes it past the minimum, and undoes a part of the progress of"
-    " the others."
+    " updates. Who waits how long, and how old the gradients are, follows from"
+    " these times, so it is shown and not judged. The middle row shows whether"
+    " a late write overwrites these updates. Every worker adds 1 repeatedly. If"
+    " no write is lost, the last value of the variable is the number of writes."
+    " If a worker literally assigns what it has read plus 1, most writes are"
+    " lost, and not only because of the slow worker. The asynchronous rule adds"
+    " the step to the present value, and loses none, with and without its"
+    " options. The last row is computed, and does not count for the verdict. It"
+    " shows a ball, which stands for a model with one weight and the minimum at"
+    " 0. Steps push the ball in the recorded order of reads and updates. A late"
+    " step is added, although it was computed for an old position. With large"
+    " steps, the slow worker pushes it past the minimum, and undoes a part of"
+    " the progress of the others."
   ),
   measure=measure,
   find=find,

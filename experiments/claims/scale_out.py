@@ -189,10 +189,10 @@ def draw(measurements: Sequence[dict]):
       "mean staleness (updates)",
     ),
     (
-      "Links cost nothing",
-      with_links,
-      "Links cost nothing",
-      "Asynchronous: the price",
+      "Efficiency, if links cost nothing",
+      f"Throughput, {with_links}",
+      "Waiting, if links cost nothing",
+      "Staleness of asynchronous training",
     ),
     strict=True,
   ):

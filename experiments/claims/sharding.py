@@ -188,13 +188,19 @@ def draw(measurements: Sequence[dict]):
       begin += width
     rates = [m[name]["steps_per_sec"] for m in measurements]
     right.barh(row, sum(rates) / len(rates), height=0.6, color="#777777")
-    right.plot(rates, [row] * len(rates), "k.", markersize=4)
+    if len(rates) > 1:
+      right.plot(rates, [row] * len(rates), "k.", markersize=4)
   left.set_yticks(range(len(names)), names)
   left.invert_yaxis()
   left.set_xlabel("MB per step, in and out")
+  left.set_title(
+    "Traffic (greedy: whole variables; partitioned: large ones are cut)",
+    fontsize="small",
+  )
   # Beside the last row, which has no bar.
   left.legend(fontsize="x-small", loc="lower left", ncols=4)
   right.set_xlabel("updates per second, all on this machine")
+  right.set_title("Speed", fontsize="small")
   return figure
 
 

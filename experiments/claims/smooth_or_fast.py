@@ -34,6 +34,8 @@ POINT_EXAMPLES = 128
 EXAMPLES = 9_600
 # Where only the speed matters.
 SLOW_EXAMPLES = 2_400
+# Of a curve in the picture.
+_DRAWN_POINTS = 75
 
 
 def run(rule: str, workers: int, is_slow: bool, examples: int, seed: int):
@@ -219,45 +221,84 @@ def _last_loss(rows) -> float:
 
 
 def draw(measurements: Sequence[dict]):
-  """Draws losses over examples, and the time that the examples took."""
+  """Draws losses over examples, and the time that the examples took.
+
+  Lines are medians over the seeds, and bands are the ranges.
+  """
   workers = [n for n in _WORKERS if _name("sync", n, False) in measurements[0]]
   figure, panels = claims.new_figure(
-    9, 2.8 * len(workers), nrows=len(workers), ncols=2, squeeze=False
+    12, 2.8 * len(workers), nrows=len(workers), ncols=3, squeeze=False
   )
-  for (left, right), number in zip(panels, workers, strict=True):
-    for rule, color, style in zip(
-      RULES, claims.COLORS, ("--", "-"), strict=False
+  count = len(measurements)
+  seeds = f"median and range of {count} seeds" if count > 1 else "one seed"
+  for (left, *others), number in zip(panels, workers, strict=True):
+    kinds = ("equal workers", f"workers, one {SLOWER:.0f} times slower")
+    for rule, color, style, width in zip(
+      RULES, claims.COLORS, ("--", "-"), (1.8, 1.0), strict=False
     ):
       look = {"color": color, "linestyle": style}
-      means, examples = np.transpose(
-        points(measurements[0][_name(rule, number, False)])
-      )
-      left.plot(
-        np.cumsum(examples),
-        means,
+      name = _name(rule, number, False)
+      curves = [np.transpose(points(m[name])) for m in measurements]
+      _draw_band(
+        left,
+        [(np.cumsum(examples), means) for means, examples in curves],
         label=rule,
-        linewidth=0.9,
+        linewidth=width,
         **look,
       )
-      for is_slow, width in ((False, 0.9), (True, 2.0)):
-        rows = measurements[0].get(_name(rule, number, is_slow), ())
-        if rows:
-          right.plot(
-            [row[1] for row in rows if row[1] <= SLOW_EXAMPLES],
-            [row[0] for row in rows if row[1] <= SLOW_EXAMPLES],
-            label=f"{rule}, {'one slow' if is_slow else 'equal'}",
+      for axes, is_slow in zip(others, (False, True), strict=True):
+        name = _name(rule, number, is_slow)
+        if name in measurements[0]:
+          curves = [np.transpose(m[name]) for m in measurements]
+          _draw_band(
+            axes,
+            [(examples, secs) for secs, examples, _ in curves],
+            most=SLOW_EXAMPLES,
+            label=rule,
             linewidth=width,
             **look,
           )
-    left.set_title(f"{number} equal workers", fontsize="small")
+    left.set_title(f"{number} equal workers: loss", fontsize="small")
     left.set_ylabel(f"mean loss of {POINT_EXAMPLES} examples")
-    right.set_title(f"{number} workers", fontsize="small")
-    right.set_ylabel("seconds")
-    for axes in (left, right):
+    for axes, kind in zip(others, kinds, strict=True):
+      axes.set_title(f"{number} {kind}: time", fontsize="small")
+      axes.set_ylabel("seconds")
+    top = max(axes.get_ylim()[1] for axes in others)
+    for axes in others:
+      axes.set_ylim(0, top)
+    for axes in (left, *others):
       axes.set_xlabel("examples")
       axes.locator_params(axis="x", nbins=6)
-      axes.legend(fontsize="small")
+      if axes.lines:
+        axes.legend(fontsize="small", loc="best")
+  figure.suptitle(f"Lines and bands: {seeds}", fontsize="medium")
   return figure
+
+
+def _draw_band(axes, curves, *, most=np.inf, **look) -> None:
+  """Draws the median of some curves, and a band from the least to the most.
+
+  The curves have points at different places, so they are interpolated.
+
+  Args:
+    axes: The axes to draw on.
+    curves: The numbers of examples, and the values there, of each curve.
+    most: The largest number of examples that is drawn.
+    **look: Arguments of `plot` for the median.
+  """
+  begin = max(x[0] for x, _ in curves)
+  end = min(most, *(x[-1] for x, _ in curves))
+  grid = np.linspace(begin, end, _DRAWN_POINTS)
+  values = np.array([np.interp(grid, x, y) for x, y in curves])
+  axes.plot(grid, np.median(values, axis=0), **look)
+  axes.fill_between(
+    grid,
+    values.min(axis=0),
+    values.max(axis=0),
+    color=look["color"],
+    alpha=0.15,
+    linewidth=0,
+  )
 
 
 CLAIM = claims.Claim(
@@ -270,12 +311,13 @@ CLAIM = claims.Claim(
   source="Chen et al. 2016, section 2; Abadi et al. 2016, section 4.4",
   explanation=(
     "The left plots show the loss of the CIFAR-10 network, for equal workers."
+    " Lines are medians over the seeds, and bands are the ranges."
     f" Every point is the mean loss of {POINT_EXAMPLES} examples, or of a few"
     " more. This matters: a synchronous update of 4 workers uses 4 batches and"
     " an asynchronous update uses one, so the mean loss of a synchronous update"
     " scatters half as much even if the variables are the same. The scatter in"
     " the table is computed from the differences between neighboring points,"
-    f" and scaled to {POINT_EXAMPLES} examples. The right plots show how long"
+    f" and scaled to {POINT_EXAMPLES} examples. The other plots show how long"
     " the examples took. With one slow worker, synchronous training takes"
     " longer, because every update waits for this worker. Other programs used"
     " the two cores meanwhile, so the speeds differ much from seed to seed."

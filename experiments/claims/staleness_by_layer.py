@@ -6,9 +6,10 @@
 Chen et al. 2016 (section 2.1, figure 1) trained an Inception network of 18
 layers asynchronously on 40 machines. The gradients of the top layer had a mean
 staleness of about 14.5, and those of the bottom layer of about 39. This
-experiment repeats the comparison with 8 real workers and 18 layers that sleep
+experiment shows the same with 8 real workers and 18 layers that sleep
 (`support.layer_task`), with TF1's asynchronous training and with this
-library's.
+library's. The numbers follow from the times for which the layers sleep and from
+how the library counts, so it is an illustration.
 """
 
 import json
@@ -20,11 +21,17 @@ from experiments.support import claims
 from experiments.support import programs
 
 WORKERS = 8
+LAYERS = 18
+BACKWARD = 2.0  # How many times as long as the forward pass it takes.
 STEPS = 60
 _KINDS = ("tf1", "ours")
 _LABELS = {"tf1": "TF1: applied as computed", "ours": "ours: sent together"}
-# The paper's staleness of the top layer, divided by that of the bottom layer.
+# The staleness of the top layer, divided by that of the bottom layer: in the
+# paper, and as it follows from the times of the layers. TF1 applies the
+# gradient of the top layer after the whole forward pass and one layer's
+# backward pass, and that of the bottom layer after both passes.
 PAPER = 14.5 / 39
+BY_TIMES = (LAYERS + BACKWARD) / (LAYERS * (1 + BACKWARD))
 
 
 def train(kind: str, steps: int) -> list[float]:
@@ -58,35 +65,28 @@ def measure(is_quick: bool, seed: int) -> dict:
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
-  """Returns the measured numbers of the claim, with the claimed bounds."""
+  """Returns the measured numbers, without bounds."""
   top = {k: [m[k][-1] / m[k][0] for m in measurements] for k in _KINDS}
   return [
     claims.Finding(
       "TF1: staleness of the bottom layer divided by the number of the other"
       " workers",
       [m["tf1"][0] / (WORKERS - 1) for m in measurements],
-      least=0.85,
-      most=1.15,
     ),
     claims.Finding(
       "TF1: staleness of the top layer divided by that of the bottom layer"
-      f" (in the paper {PAPER:.2f})",
+      f" (by the chosen times {BY_TIMES:.2f}, in the paper {PAPER:.2f})",
       top["tf1"],
-      most=0.5,
     ),
     claims.Finding(
       "this library: staleness of the top layer divided by that of the bottom"
       " layer",
       top["ours"],
-      least=0.9,
-      most=1.1,
     ),
     claims.Finding(
       "this library: staleness of the bottom layer divided by the number of the"
       " other workers",
       [m["ours"][0] / (WORKERS - 1) for m in measurements],
-      least=0.85,
-      most=1.15,
     ),
   ]
 
@@ -115,12 +115,12 @@ def draw(measurements: Sequence[dict]):
 
 CLAIM = claims.Claim(
   name="staleness_by_layer",
-  title="How stale the gradients of each layer are",
+  title="How stale the gradients of each layer are: an illustration",
   claim=(
-    "in asynchronous training as TF1 had it, the gradients of the bottom layer"
+    "In asynchronous training as TF1 had it, the gradients of the bottom layer"
     " have a staleness of the number of the other workers, and those of the top"
-    " layer less than half of that. In this library, which sends all gradients"
-    " together, every layer is as stale as TF1's bottom layer"
+    " layer a smaller one. In this library, which sends all gradients together,"
+    " every layer is as stale as TF1's bottom layer."
   ),
   source=(
     "Chen et al. 2016, section 2.1, for the first sentence; our own for the"
@@ -129,11 +129,19 @@ CLAIM = claims.Claim(
   explanation=(
     "TF1 reads all variables when a step begins, and applies the gradient of a"
     " layer as soon as it is computed. Backpropagation computes that of the top"
-    " layer first, so fewer updates of other workers come in between. How much"
-    " fewer depends on the share of the forward pass in a step. Here, the"
-    " backward pass takes twice as long as the forward pass, as it about does"
-    f" in convolutional networks. The {WORKERS} workers are real processes, and"
-    " each layer sleeps instead of computing. Each update adds 1 to a counter"
+    " layer first, so fewer updates of other workers come in between."
+    f" The {WORKERS} workers are real processes, and each layer sleeps instead"
+    " of computing: in the backward pass twice as long as in the forward pass,"
+    " as is usual in convolutional networks. The numbers follow from this"
+    " choice, so there is no verdict. Let the forward pass of a layer take one"
+    f" unit of time. Then a step of all {LAYERS} layers takes"
+    f" {LAYERS * (1 + BACKWARD):.0f} units, and TF1"
+    " applies the gradient of the top layer after"
+    f" {LAYERS + BACKWARD:.0f} of them: a share of"
+    f" {BY_TIMES:.2f}. That the paper found the same ratio says that its"
+    " network had about such times, and nothing more. This library counts one"
+    " update for all layers, so they are equally stale by construction. Each"
+    " update adds 1 to a counter"
     " of its layer, and the version that it was computed from to a sum, on the"
     " parameter server; so these two numbers tell the mean staleness. The paper"
     " trained an Inception network of 18 layers with 40 workers."
@@ -141,6 +149,7 @@ CLAIM = claims.Claim(
   measure=measure,
   find=find,
   draw=draw,
+  is_illustration=True,
 )
 
 if __name__ == "__main__":

@@ -179,11 +179,23 @@ def draw(measurements: Sequence[dict]):
   for row, name in enumerate(measurements[0]):
     rates = [m[name]["steps_per_sec"] for m in measurements]
     color = claims.COLORS[1] if "slow" in name else claims.COLORS[0]
-    axes.barh(row, sum(rates) / len(rates), color=color, height=0.6)
-    axes.plot(rates, [row] * len(rates), "k.", markersize=4)
+    bar = axes.barh(row, sum(rates) / len(rates), color=color, height=0.6)
+    axes.bar_label(bar, fmt="%.2f", padding=4)
+    if len(rates) > 1:
+      axes.plot(rates, [row] * len(rates), "k.", markersize=4)
   axes.set_yticks(range(len(measurements[0])), measurements[0])
   axes.invert_yaxis()
+  axes.margins(x=0.1)
   axes.set_xlabel("updates per second")
+  costs = {
+    who: sum(cost(m, who) for m in measurements) / len(measurements)
+    for who in ("all of 3", "first 2 of 3")
+    if f"{who}, equal" in measurements[0]
+  }
+  axes.set_title(
+    "What the slow worker costs: "
+    + ", ".join(f"{share:.0%} ({who})" for who, share in costs.items())
+  )
   return figure
 
 

@@ -25,6 +25,7 @@ the speed of a machine of its own.
 import dataclasses
 import statistics
 import sys
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -266,6 +267,52 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       ]
       findings.append(claims.Finding(what, values, **bounds))
   return findings
+
+
+def table(report: Mapping) -> list[str]:
+  """Formats all predictions as Markdown.
+
+  Args:
+    report: The content of validation.json.
+
+  Returns:
+    The lines: a sentence, and a table.
+  """
+  measurements = report["measurements"]
+  judged = {title: [] for title in measurements[0]}
+  lines = []
+  for title, rows in measurements[0].items():
+    error = GROUPS[title].most_error
+    for name in rows:
+      runs = [m[title][name] for m in measurements]
+      ratio = claims.Finding(
+        "",
+        [run["predicted"] / run["measured"] for run in runs],
+        least=1 - error,
+        most=1 + error,
+      )
+      verdict = "(fitted)"
+      if name != FITTED:
+        judged[title].append(ratio.verdict == claims.HOLDS)
+        is_within = {claims.HOLDS: "yes", claims.FAILS: "no"}
+        verdict = is_within.get(ratio.verdict, "with some seeds")
+      measured = claims.Finding("", [run["measured"] for run in runs])
+      lines.append(
+        f"| {title} | {name} | {measured.value} | {ratio.value} | {verdict} |"
+      )
+  counts = "; ".join(
+    f"{title}: {sum(within)} of {len(within)} within"
+    f" {GROUPS[title].most_error:.0%}"
+    for title, within in judged.items()
+  )
+  return [
+    f"{counts}. Measured on {report['date']} (commit {report['commit']}).",
+    "",
+    "| links | training | updates per second, measured"
+    " | predicted / measured | within |",
+    "|---|---|---|---|---|",
+    *lines,
+  ]
 
 
 def draw(measurements: Sequence[dict]):

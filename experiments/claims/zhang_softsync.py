@@ -230,10 +230,14 @@ def _draw_staleness(axis, row) -> None:
     2 * n, color=claims.COLORS[2], linestyle=":", label=f"2 n = {2 * n}"
   )
   axis.set_xlim(-1, 2 * n + 1)
+  # Room for the legend above the bars.
+  axis.set_ylim(0, 1.5 * counts.max() / counts.sum())
+  ticks = axis.get_yticks()
+  axis.set_yticks(ticks[(ticks <= 1) & (ticks <= axis.get_ylim()[1])])
   axis.set_xlabel("staleness (updates)")
   axis.set_ylabel("share of gradients")
   axis.set_title(f"{n}-softsync: mean {row['mean_staleness']:.2f}")
-  axis.legend(fontsize=9)
+  axis.legend(fontsize=9, loc="upper left", ncols=2, columnspacing=1.0)
 
 
 def _draw_losses(axis, m, *, divides) -> None:
@@ -292,7 +296,9 @@ def _draw_precision(axis, measurements) -> None:
       np.arange(len(numbers)) + shift,
       middle,
       0.4,
-      yerr=[middle - values.min(0), values.max(0) - middle],
+      yerr=[middle - values.min(0), values.max(0) - middle]
+      if len(values) > 1
+      else None,
       color=claims.COLORS[color],
       hatch=hatch,
       edgecolor="white",

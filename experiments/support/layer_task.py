@@ -22,13 +22,12 @@ import time
 import numpy as np
 import tensorflow as tf
 
+from experiments.claims import staleness_by_layer
 from experiments.support import programs
 from tf_replicas import cluster
 from tf_replicas.runtime import processes
 
-LAYERS = 18
 FORWARD_SECS = 0.004
-_BACKWARD = 2.0  # How many times as long the backward pass takes.
 _SPREAD = 0.2
 _START = [0.0, 0.0]  # Of a weight.
 # The shares of the updates between which the staleness is measured.
@@ -67,7 +66,7 @@ class Layers:
       return x
 
     def backward(upstream):
-      self._sleep(_BACKWARD)
+      self._sleep(staleness_by_layer.BACKWARD)
       return upstream
 
     y = tf.numpy_function(forward, [x], tf.float32)
@@ -137,7 +136,7 @@ def train_tf1(
   with v1.device(setter):
     weights = [
       v1.get_variable(f"w{i}", initializer=_START, use_resource=True)
-      for i in range(LAYERS)
+      for i in range(staleness_by_layer.LAYERS)
     ]
     read = [weight.read_value() for weight in weights]
     loss = layers.loss(read, tf.constant(0.0))
@@ -181,7 +180,10 @@ def train_ours(spec, task, steps: int) -> list[float] | None:
 
   def new_replica():
     return tf_replicas.Replica(
-      [tf.Variable(_START, name=f"w{i}") for i in range(LAYERS)],
+      [
+        tf.Variable(_START, name=f"w{i}")
+        for i in range(staleness_by_layer.LAYERS)
+      ],
       lambda parameters, x: layers.loss(parameters, tf.reduce_sum(x)),
       lambda *_: tf.data.Dataset.from_tensors(tf.zeros([1])).repeat(),
     )
@@ -198,7 +200,9 @@ def train_ours(spec, task, steps: int) -> list[float] | None:
       while driver.step().global_step < share * steps * workers:
         pass
       values = driver.values()
-      moments.append(np.array([values[f"w{i}"] for i in range(LAYERS)]))
+      moments.append(
+        np.array([values[f"w{i}"] for i in range(staleness_by_layer.LAYERS)])
+      )
   else:
     driver.run_replica()
   driver.close()

@@ -70,7 +70,8 @@ class ClaimTest(parameterized.TestCase):
       written = json.loads(path.read_text(encoding="utf-8"))
     self.assertEqual(module.__name__, f"experiments.claims.{name}")
     self.assertEqual(written, json.loads(json.dumps(report)))
-    expected = claims.FAILS if module is sixteen_or_eight else claims.HOLDS
+    is_judged = module is sixteen_or_eight
+    expected = claims.FAILS if is_judged else claims.ILLUSTRATION
     self.assertEqual(written["verdict"], expected)
 
   def test_an_illustration_has_no_verdict(self):
@@ -92,6 +93,7 @@ class ClaimTest(parameterized.TestCase):
       measure=lambda is_quick, seed: {"x": 1.0},
       find=lambda ms: [claims.Finding("x", [m["x"] for m in ms], most=2.0)],
       draw=lambda measurements: claims.new_figure(1, 1)[0],
+      is_illustration=False,
     )
     with tempfile.TemporaryDirectory() as directory:
       before = claims.run(claim, directory, num_seeds=2, revision="abc")
@@ -137,7 +139,7 @@ class ClaimTest(parameterized.TestCase):
         timeout=300,
         cwd=ROOT,
       )
-      self.assertIn("The claim holds", result.stdout)
+      self.assertIn("This is an illustration", result.stdout)
       self.assertEqual(result.stderr, "")
       self.assertTrue(os.path.exists(f"{directory}/new/stale_ball.png"))
 

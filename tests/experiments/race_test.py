@@ -244,6 +244,20 @@ class FindTest(parameterized.TestCase):
     self.assertEqual(finding.values[1], race_task.MAX_SECS / 20.0)
     self.assertIn("2 of 3 seeds", race.table(cells))
 
+  def test_short_table(self):
+    cells = _cells(
+      even=[5.0, 10.0, 7.6],
+      stragglers=[9.0, 22.0, 14.0],
+      one_slow=[1, 2.1, 1.5],
+    )
+    _, _, _, _, *rows = race.short_table(cells)
+    self.assertStartsWith(rows[0], "| even | 4 | 15 ± 12 |  | 0.50 [0.")
+    is_advice = [row.split(" | ")[5] for row in rows]
+    self.assertEqual(is_advice, ["false", "not decided", "true"])
+    fastest = [row.split(" | ")[6] for row in rows]
+    self.assertEqual(fastest[0], "`async` |")
+    self.assertIn("`sync`", fastest[1])
+
   def test_nothing_measured_is_no_verdict(self):
     self.assertIn("**not measured**", race.table({}))
 

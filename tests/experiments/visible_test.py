@@ -222,10 +222,10 @@ class OverwriteAndIdleTest(parameterized.TestCase):
     self.assertAlmostEqual(slow, 10, delta=0.5)
     self.assertAlmostEqual(fast, 1.2, delta=0.1)
 
-  @parameterized.parameters((5.0, claims.HOLDS), (1.0, claims.FAILS))
-  def test_verdict(self, slowdown, expected):
+  @parameterized.parameters(5.0, 1.0)
+  def test_the_speed_of_the_slow_worker_decides_nothing(self, slowdown):
     findings = overwrite_and_idle.find([_simulated(slowdown)])
-    self.assertEqual(claims.verdict(findings), expected)
+    self.assertEqual(claims.verdict(findings), claims.HOLDS)
 
   @parameterized.parameters(
     # The literal write loses nothing.
@@ -237,12 +237,6 @@ class OverwriteAndIdleTest(parameterized.TestCase):
   def test_verdict_on_writes(self, changed):
     m = {**_simulated(5.0), "writes": _written(**changed)}
     findings = overwrite_and_idle.find([m])
-    self.assertEqual(claims.verdict(findings), claims.FAILS)
-
-  def test_asynchronous_workers_that_wait(self):
-    m = _simulated(5.0)
-    waits = {**m["async"], "waiting": m["sync"]["waiting"]}
-    findings = overwrite_and_idle.find([{**m, "async": waits}])
     self.assertEqual(claims.verdict(findings), claims.FAILS)
 
   @absltest.skipIf(matplotlib is None, "needs matplotlib")
