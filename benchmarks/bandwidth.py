@@ -105,6 +105,9 @@ KINDS: dict[str, Kind] = {
   "between-graph bfloat16 commit": Kind(
     "between_graph,sync,bfloat16", is_of_commit=True
   ),
+  "async between-graph commit": Kind(
+    "between_graph,async,float32", is_async=True, is_of_commit=True
+  ),
   "between-graph PS beside": Kind("between_graph,sync,float32", is_beside=True),
   "between-graph PS beside bfloat16": Kind(
     "between_graph,sync,bfloat16", is_beside=True
