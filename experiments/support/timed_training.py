@@ -1,9 +1,10 @@
 """Trains on real processes whose batches take times that are given in advance.
 
 Every task is a process, and parameters and gradients really travel between
-them. Only the computation of a gradient is replaced: a worker sleeps until its
-batch arrives. So a worker is as fast as a machine of its own, although all of
-them share the cores of this machine, and stragglers can be repeated.
+them. Only the computation of a gradient is replaced: from the arrival of the
+parameters on, a worker sleeps for the time that the batch takes. So a worker is
+as fast as a machine of its own, although all of them share the cores of this
+machine, and stragglers can be repeated.
 """
 
 import json
@@ -39,8 +40,8 @@ def train(
   """Trains on a cluster of PS tasks (parameter servers) and workers.
 
   Args:
-    times: For each worker, the seconds until each of its batches arrives, in
-      order. When they are used up, they are repeated.
+    times: For each worker, the seconds that the gradient of each of its batches
+      takes, in order. When they are used up, they are repeated.
     num_steps: The number of updates.
     update: The update rule, `sync` or `async`.
     replicas_to_aggregate: The number of gradients in a synchronous update; the
@@ -101,7 +102,7 @@ def train_by(
 
   Args:
     rule: The update rule.
-    times: The distribution of the seconds until a batch arrives.
+    times: The distribution of the seconds that a gradient takes.
     num_workers: The number of workers.
     num_steps: The number of updates.
     seed: The seed of the times.
@@ -123,36 +124,31 @@ def train_by(
 
 
 def _replica(times: Sequence[float], num_elements: int):
-  """Returns a model whose batches arrive after the given times.
+  """Returns a model whose gradients take the given times.
 
   Args:
-    times: The seconds until each batch arrives.
+    times: The seconds that the gradient of each batch takes.
     num_elements: The number of parameters.
   """
   import tensorflow as tf
 
   from tf_replicas.replica import model_replica
 
-  def batches():
-    while True:
-      for secs in times:
-        time.sleep(secs)
-        yield ([1.0],)
-
   def dataset_fn(*_):
-    signature = (tf.TensorSpec([1], tf.float32),)
-    dataset = tf.data.Dataset.from_generator(
-      batches, output_signature=signature
-    )
-    options = tf.data.Options()
-    # Else the next batch comes while the worker waits for an update.
-    options.experimental_optimization.inject_prefetch = False
-    return dataset.with_options(options)
+    return tf.data.Dataset.from_tensor_slices(list(times)).batch(1).repeat()
+
+  def sleep(_, secs):
+    time.sleep(float(secs[0]))
+    return np.float32(1)
+
+  def loss_fn(parameters, secs):
+    (x,) = parameters
+    one = tf.numpy_function(sleep, [tf.stop_gradient(x[0]), secs], tf.float32)
+    # The gradient, 1 everywhere, is known only after the sleep.
+    return tf.reduce_sum(x) * tf.ensure_shape(one, [])
 
   return model_replica.Replica(
-    [tf.Variable(tf.zeros([num_elements]), name="x")],
-    lambda parameters, batch: tf.reduce_sum(parameters[0]) * batch[0],
-    dataset_fn,
+    [tf.Variable(tf.zeros([num_elements]), name="x")], loss_fn, dataset_fn
   )
 
 
