@@ -13,6 +13,7 @@ client. A run adds its result to `FILE`.
 
 import json
 import pathlib
+import re
 import tempfile
 
 from absl import app
@@ -79,9 +80,26 @@ def main(argv: list[str]) -> None:
       f"{sender} to {receiver}": count / traffic.PARAMETER_BYTES
       for (sender, receiver), count in sorted(measured.bytes_per_step.items())
     }
-    run = {**stored.CIRCUMSTANCES, "share_of_parameter_bytes": shares}
+    run = {
+      **stored.CIRCUMSTANCES,
+      "share_of_parameter_bytes": shares,
+      "from_ps_to_all_workers": _total(shares, "ps", "worker"),
+      "from_all_workers_to_ps": _total(shares, "worker", "ps"),
+    }
     text = json.dumps({"runs": [*runs, run]}, indent=1) + "\n"
     path.write_text(text, encoding="utf-8")
+
+
+def _total(shares: dict[str, float], sender: str, receiver: str) -> float:
+  """Returns the sum over all connections from tasks of one job to another.
+
+  Args:
+    shares: The bytes of each connection, divided by those of the parameters.
+    sender: The job of the sender.
+    receiver: The job of the receiver.
+  """
+  between = re.compile(rf"{sender} \d+ to {receiver} \d+")
+  return sum(share for name, share in shares.items() if between.fullmatch(name))
 
 
 if __name__ == "__main__":
