@@ -117,8 +117,8 @@ CLAIM = claims.Claim(
     f"{WORKERS} workers train the network of the race in virtual time, by the"
     " library's rules. The compute times are exponential, as in the analysis of"
     " the paper. All rules have the same learning rate: that which is the best"
-    f" one for sync in the race, with {WORKERS} even workers, {RATE}. Lines are medians over the seeds, bands the"
-    " range. The training is smaller than the original: 16 x 16 pictures of the"
+    f" one for sync in the race, with {WORKERS} even workers, {RATE}. Lines are"
+    " medians over the seeds, bands the range. The training is smaller than the original: 16 x 16 pictures of the"
     " synthetic data set, with a network of 49,866 parameters."
   ),
   measure=measure,
