@@ -118,8 +118,9 @@ CLAIM = claims.Claim(
     " library's rules. The compute times are exponential, as in the analysis of"
     " the paper. All rules have the same learning rate: that which is the best"
     f" one for sync in the race, with {WORKERS} even workers, {RATE}. Lines are"
-    " medians over the seeds, bands the range. The training is smaller than the original: 16 x 16 pictures of the"
-    " synthetic data set, with a network of 49,866 parameters."
+    " medians over the seeds, bands the range. The training is smaller than the"
+    " original: 16 x 16 pictures of the synthetic data set, with a network of"
+    " 49,866 parameters."
   ),
   measure=measure,
   find=find,
