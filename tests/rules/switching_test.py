@@ -216,6 +216,15 @@ class SwitchingTest(stores.TestCase):
     total = applied.sum(axis=0) @ [1.0, 3.0]
     np.testing.assert_allclose(training.values(), [-RATE * total] * 2)
 
+  def test_all_rules_divide_by_the_scale_of_the_loss(self):
+    inner = keras.optimizers.SGD(RATE)
+    rules = [_sync(inner, loss_scale=8.0), _async(inner, loss_scale=8.0)]
+    optimizer = switching.SwitchingOptimizer(
+      rules, switch_conditions.at_step(3)
+    )
+    training, _ = self._train(optimizer, [1.0, 1.0], 8)
+    np.testing.assert_allclose(training.values(), [-RATE * 8] * 2)
+
   def test_unfinished_sums_are_one_for_two_rules(self):
     """And have one name in checkpoints, whatever rule begins them."""
     inner = keras.optimizers.SGD(RATE)
@@ -376,6 +385,16 @@ class SwitchingTest(stores.TestCase):
       "`wire_dtype`.*None and bfloat16",
     ),
     (
+      "loss_scales",
+      lambda inner: [_sync(inner, loss_scale=8.0), _async(inner)],
+      "^`rules` must have the same `loss_scale`. Received: 8.0 and None.$",
+    ),
+    (
+      "velocities",
+      lambda inner: [_sync(inner), _async(inner, momentum_correction=True)],
+      "the same `momentum_correction`. Received: False and True.$",
+    ),
+    (
       "optimizers",
       lambda inner: [_sync(inner), _async(keras.optimizers.SGD(1.0))],
       "one and the same optimizer",
@@ -408,7 +427,7 @@ class SwitchingTest(stores.TestCase):
     ),
   )
   def test_rules_that_do_not_go_together(self, rules, words):
-    rules = rules(keras.optimizers.SGD(1.0))
+    rules = rules(keras.optimizers.SGD(1.0, momentum=0.9))
     with self.assertRaisesRegex(ValueError, words):
       switching.SwitchingOptimizer(rules, switch_conditions.at_step(1))
 
