@@ -39,7 +39,6 @@ from tf_replicas.programs import update_options
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.runtime import devices as runtime_devices
-from tf_replicas.runtime import noise
 from tf_replicas.runtime import processes
 from tf_replicas.store import tables
 
@@ -402,8 +401,7 @@ def take(
     TypeError, ValueError: If `cluster` or `devices` is invalid.
     RuntimeError: If this process has trained before and cannot train again.
   """
-  noise.hide()  # TensorFlow may have been imported since.
-  runtime_devices.find_gpus()
+  runtime_devices.start_quietly()
   role = _role(cluster)
   arguments.check_devices(devices, is_alone=role is None)
   if role is not None:
