@@ -117,15 +117,16 @@ class Embedding(keras.layers.Embedding):
           f"`{name}` must be None in {self._kind}, as it needs the"
           f" whole table. Received: {value!r:.80}, in the layer {self.name!r}."
         )
-    self._embeddings = self.add_weight(
+    weight = self.add_weight(
       shape=(0, self.output_dim),
       initializer="zeros",
       name="embeddings",
       trainable=True,
     )
+    keras_internals.set_embedding_weight(self, weight)
     tables.attach(
-      self._embeddings,
-      self._embeddings.path,
+      weight,
+      weight.path,
       (self.input_dim, self.output_dim),
       self.embeddings_initializer,
       self.partition,
@@ -137,7 +138,8 @@ class Embedding(keras.layers.Embedding):
   @property
   def _is_on_ps(self) -> bool:
     """Whether PS tasks have the rows, so that the layer's weight is empty."""
-    return self.built and tables.rows_of(self._embeddings) is not None
+    weight = keras_internals.embedding_weight(self) if self.built else None
+    return weight is not None and tables.rows_of(weight) is not None
 
   @property
   def _kind(self) -> str:
@@ -203,7 +205,7 @@ class Embedding(keras.layers.Embedding):
     otherwise it is the weight with all rows.
     """
     if self._is_on_ps:
-      return self._embeddings
+      return keras_internals.embedding_weight(self)
     return self.embeddings
 
   def call(self, inputs: Any) -> Any:
@@ -217,7 +219,8 @@ class Embedding(keras.layers.Embedding):
       The rows, of shape [*inputs.shape, output_dim]; with a combiner,
       [*inputs.shape[:-1], output_dim].
     """
-    if tables.has_rows(self._embeddings) and self.combiner is None:
+    weight = keras_internals.embedding_weight(self)
+    if tables.has_rows(weight) and self.combiner is None:
       return super().call(inputs)
     # As in Keras, where a model without `dtype` for its input yields floats.
     is_float = tf.as_dtype(inputs.dtype).is_floating
@@ -312,7 +315,7 @@ def table_weights(model: keras.Model) -> dict[str, keras.Variable]:
   """
   found = {}
   for layer in _layers(model):
-    weight = layer._embeddings
+    weight = keras_internals.embedding_weight(layer)
     rows = tables.rows_of(weight)
     found[weight.path if rows is None else rows.path] = weight
   return found
@@ -322,7 +325,7 @@ def _layers(model: keras.Model) -> list[Any]:
   """Returns the built embedding layers of a model that may have tables."""
   return [
     layer
-    for layer in model._flatten_layers()
+    for layer in keras_internals.layers_of(model)
     if type(layer) is keras.layers.Embedding or isinstance(layer, Embedding)
     if layer.built
   ]
@@ -347,7 +350,8 @@ def looked_up_in_shards(
   of_keras = [
     layer
     for layer in _layers(model)
-    if not isinstance(layer, Embedding) and id(layer._embeddings) in ids
+    if not isinstance(layer, Embedding)
+    if id(keras_internals.embedding_weight(layer)) in ids
   ]
   for layer in of_keras:
     _replace(layer)
@@ -519,7 +523,7 @@ def load_tables(
     else:
       keras_internals.replace_value(variable, value)
       tables.detach(variable)
-  for layer in model._flatten_layers():
+  for layer in keras_internals.layers_of(model):
     if isinstance(layer, Embedding) and layer._was_of_keras:
       _restore(layer)
   # Keras keeps these once traced, with lookups on the parameter servers.
