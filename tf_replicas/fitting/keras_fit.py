@@ -157,7 +157,8 @@ def fit(
     min_table_bytes: A size in bytes. With parameter servers, a
       `keras.layers.Embedding` whose weight is at least that large becomes a
       `tf_replicas.Embedding`, whose rows stay on the parameter servers. This
-      applies to layers that are made in `model_fn`. None: no layer is changed.
+      applies to layers that are made in `model_fn`. A subclass of that size is
+      refused. None: no layer is changed or refused.
     start_timeout_secs: Seconds to wait for the other tasks to start.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
       that was lost. Training then resumes from the newest checkpoint of

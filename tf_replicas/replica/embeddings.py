@@ -257,7 +257,8 @@ def replacing(
   A `keras.layers.Embedding` that is made within the context changes its class
   when it is built, if its weight would have at least `min_bytes` bytes or has
   one of the given paths, and if a driver builds the model. Its rows then stay
-  on the PS tasks. Layers of subclasses do not change.
+  on the PS tasks. A layer of a subclass cannot be changed so: if it is large,
+  its `build` raises ValueError.
 
   Args:
     min_bytes: The number of bytes; None: the size does not matter.
@@ -270,11 +271,20 @@ def replacing(
     size = tf.as_dtype(layer.variable_dtype).size
     num_bytes = layer.input_dim * layer.output_dim * size
     is_large = min_bytes is not None and num_bytes >= min_bytes
-    is_wanted = is_large or f"{layer.path}/embeddings" in paths
-    is_of_keras = type(layer) is of_keras and not layer.built
-    if not is_wanted or not is_of_keras or tables.current_home() is None:
+    is_of_keras = type(layer) is of_keras
+    is_named = is_of_keras and f"{layer.path}/embeddings" in paths
+    is_left = layer.built or tables.current_home() is None
+    if is_left or not (is_large or is_named):
       build(layer, input_shape)
       return
+    if not is_of_keras:
+      raise ValueError(
+        f"the layer {layer.name!r} must be of `tf_replicas.Embedding` or"
+        " `keras.layers.Embedding` itself, as its weight has at least"
+        " `min_table_bytes`; with `min_table_bytes=None`, each replica reads"
+        f" the whole weight at every step. Received: {type(layer).__name__}, of"
+        f" {num_bytes} bytes."
+      )
     _replace(layer)
     Embedding.build(layer, input_shape)
 
