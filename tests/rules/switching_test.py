@@ -37,7 +37,13 @@ def _async(optimizer, total=2, **options):
 
 
 class Training:
-  """Replicas as threads over one store; the test's thread is the chief."""
+  """Replicas as threads over one store; the test's thread is the chief.
+
+  Attributes:
+    IS_SPARSE: For each variable, whether its gradients are `tf.IndexedSlices`.
+  """
+
+  IS_SPARSE = [False]
 
   def __init__(self, optimizer, gradients, *, gates=()):
     """Starts the replicas.
@@ -48,9 +54,9 @@ class Training:
       gates: For each replica what it waits for before each batch, if anything.
     """
     self.optimizer = optimizer
-    self.store = stores.attach([stores.spec(PATH, [2])])
-    optimizer.build(self.store, is_sparse=[False])
-    rule_base.create_or_resume(optimizer, self.store, [tf.zeros([2])])
+    self.store, values = self._new_store()
+    optimizer.build(self.store, is_sparse=self.IS_SPARSE)
+    rule_base.create_or_resume(optimizer, self.store, values)
     self.errors = []
     self.threads = []
     for replica, gradient in enumerate(gradients):
@@ -61,15 +67,22 @@ class Training:
       thread.start()
       self.threads.append(thread)
 
-  def _train(self, replica, gradient, gate):
+  def _new_store(self):
+    """The parameter store, and the first values of its variables."""
+    return stores.attach([stores.spec(PATH, [2])]), [tf.zeros([2])]
+
+  def _model(self, gradient):
+    """A replica whose batches are all the same."""
     dataset = tf.data.Dataset.from_tensors((tf.fill([1], gradient),)).repeat()
-    iterator = iter(dataset)
-    model = model_replica.Replica(
+    return model_replica.Replica(
       [tf.Variable(tf.zeros([2]))],
       lambda parameters, x: tf.reduce_sum(parameters[0]) * x[0],
       lambda *_: dataset,
     )
 
+  def _train(self, replica, gradient, gate):
+    model = self._model(gradient)
+    iterator = iter(model.dataset_fn(1, 0, 0))
     runner = replicas.Runner(
       self.optimizer, self.store, model, iterator, replica
     )
