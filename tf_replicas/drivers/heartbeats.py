@@ -135,16 +135,16 @@ class _Link:
     except TimeoutError as error:
       raise TimeoutError(f"{error}: {self.failure}") from None
 
-  def _beat(self, is_here: bool = True) -> None:
+  def _beat(self, *, is_here: bool = True) -> None:
     with self._wait_logger.during(self._what):
-      self._send(is_here)
+      self._send(is_here=is_here)
 
   def _say_goodbye(self) -> None:
     if not self._is_stopped:
-      self._beat(False)
+      self._beat(is_here=False)
     self._wait_logger.stop()
 
-  def _send(self, is_here: bool) -> None:
+  def _send(self, *, is_here: bool) -> None:
     joins = not (self._arbitrates and self.has_joined)
     try:
       self._was_replaced = not self._table.beat(
@@ -175,7 +175,7 @@ class _Link:
     """
     is_old = self.silence() > 2 * BEAT_SECS
     if is_old and not self._is_leaving:
-      self._send(True)
+      self._send(is_here=True)
     return self._was_replaced
 
   def rest(self, rests: bool) -> waiting.RaisingThread:

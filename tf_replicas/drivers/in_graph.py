@@ -240,9 +240,9 @@ class InGraph(driver_base.ParameterServerDriver):
     no_limit = tf.constant(tf.int32.max)
 
     def go_on(*state):
-      state = loop.run_one(False, *state)
+      state = loop.run_one(*state, is_preadmitted=False)
       if self.rule.preadmits:
-        _, *state = loop.run_many(True, no_limit, *state)
+        _, *state = loop.run_many(no_limit, *state, is_preadmitted=True)
       return state
 
     def is_open(token, *_):
