@@ -311,21 +311,9 @@ def fit(
     vars(history)["contributions"] = dict(counts)
     vars(history)["row_updates"] = rows = driver.row_updates()
     if verbose and sum(rows.values()):
-      log(_describe_load(rows))
+      log(roles.describe_load(rows))
   part.end()
   return history
-
-
-def _describe_load(rows: Mapping[str, int]) -> str:
-  """Says in one line which share of the row updates each server made.
-
-  Args:
-    rows: Maps each parameter server, such as "ps 0", to the number of rows of
-      tables that updates changed there.
-  """
-  total = sum(rows.values())
-  shares = ", ".join(f"{n / total:.1%} on {task}" for task, n in rows.items())
-  return f"{total} rows of tables were updated: {shares}"
 
 
 def _contributions_per_update(

@@ -592,6 +592,18 @@ def check_tables_are_saved(
     )
 
 
+def describe_load(rows: Mapping[str, int]) -> str:
+  """Says in one line which share of the row updates each server made.
+
+  Args:
+    rows: Maps each parameter server, such as "ps 0", to the number of rows of
+      tables that updates changed there. One of the numbers must not be 0.
+  """
+  total = sum(rows.values())
+  shares = ", ".join(f"{n / total:.1%} on {task}" for task, n in rows.items())
+  return f"{total} rows of tables were updated: {shares}"
+
+
 def _only_serves(role: _Role, replication: str) -> bool:
   return (replication, role[1].job) == ("in_graph", "worker") or (
     role[1].job == "ps"
