@@ -3,7 +3,6 @@
 That benchmark starts this program once per task.
 """
 
-import functools
 import json
 import sys
 
@@ -67,7 +66,9 @@ def _train(driver, index: int, increments: int, directory) -> None:
     device=None,
   )
   begin = tf.function(loop.begin)
-  contribute = tf.function(functools.partial(loop.run_one, False))
+  contribute = tf.function(
+    lambda *carried: loop.run_one(*carried, is_preadmitted=False)
+  )
   _await(driver.store.is_initialized, "the variables")
   contribute.get_concrete_function(*begin())
   (directory / f"ready_{index}").touch()

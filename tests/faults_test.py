@@ -213,10 +213,14 @@ def test_a_parameter_server_that_never_answers_ends_its_clients(start_trial):
     assert message in trial.log("worker", index)
 
 
-def test_steps_go_on_without_a_worker_that_exceeds_their_deadline(start_trial):
+@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+def test_steps_go_on_without_a_worker_that_exceeds_their_deadline(
+  start_trial, replication
+):
   trial = start_trial(
     "killed_between_steps",
-    trials.document(1, 2),
+    trials.document(1, 2, chief=int(replication == "in_graph")),
+    replication=replication,
     step_timeout_secs=2,
     min_contributions=1,
     lost_after_secs=60,
@@ -224,7 +228,7 @@ def test_steps_go_on_without_a_worker_that_exceeds_their_deadline(start_trial):
   trial.await_mark("step 2 is made")
   trial.tasks.kill(_worker(1), signal.SIGSTOP)
   trial.mark("worker 1 is dead")
-  trial.await_log(_worker(0), "missing: worker 1. Updates go on without")
+  trial.await_log(trial.spec.chief, "missing: worker 1. Updates go on without")
   trial.tasks.kill(_worker(1), signal.SIGCONT)
   trial.await_success()
   steps = trial.report()["steps"]
@@ -392,6 +396,45 @@ def test_half_an_update_is_taken_back(start_trial, replication, mean):
   )
   np.testing.assert_allclose(
     report["state"]["variables/v1"], 1 - RATE * (mean + 0.8) * 6, rtol=1e-5
+  )
+
+
+@pytest.mark.parametrize(
+  ("replication", "index", "mean"),
+  [
+    # The update is half-way on PS task 1; PS task 0 has made its part.
+    ("between_graph", 1, (0.1 + 0.3 + 0.5) / 3),
+    ("between_graph", 0, (0.1 + 0.3 + 0.5) / 3),
+    ("in_graph", 1, (0.1 + 0.3) / 2),
+  ],
+)
+def test_a_parameter_server_dies_in_the_middle_of_an_update(
+  start_trial, replication, index, mean
+):
+  trial = start_trial(
+    "killed_while_updating",
+    trials.document(2, 2, chief=1),
+    replication=replication,
+    saves=True,
+    recovery_timeout_secs=100,
+  )
+  trial.await_mark("half of step 3 is made")
+  ps = cluster.Task("ps", index)
+  trial.kill(ps)
+  trial.await_log(_CHIEF, f"{ps} was lost at step 2")
+  trial.tasks.start(ps)
+  trial.await_success()
+  assert f"restored {trial.directory}/train/model.ckpt-2" in trial.log("chief")
+  report = trial.report()
+  ((lost, step, resumed, _),) = report["recoveries"]
+  assert (lost, step, resumed) == ([str(ps)], 2, 2)
+  assert report["steps"] == [1, 2, 3, 4, 5, 6]
+  assert report["global_step"] == 6
+  state = report["state"]
+  np.testing.assert_allclose(
+    [state["variables/v0"], state["variables/v1"]],
+    [-RATE * mean * 6, 1 - RATE * (mean + 0.8) * 6],
+    rtol=1e-5,
   )
 
 

@@ -1,8 +1,12 @@
 """Who may import whom, and what else holds for every module."""
 
 import ast
+import functools
+import inspect
 import pathlib
+import re
 
+import keras
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -44,6 +48,9 @@ READS_ENVIRONMENT = (
   "runtime.noise",
 )
 USES_PRIVATE_TENSORFLOW = ("runtime",)
+USES_PRIVATE_KERAS = ("runtime",)
+# Methods of named tuples, which must differ from fields; and `os._exit`.
+_PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 HAS_FLAGS = ("programs",)
 # Commands of the library, of which two end where those of a script begin.
 PARSES_A_COMMAND_LINE = (
@@ -90,6 +97,77 @@ def _attributes(tree):
     ast.unparse(node)
     for node in ast.walk(tree)
     if isinstance(node, ast.Attribute)
+  }
+
+
+def _private(tree):
+  """All attributes that begin with one `_`, as AST nodes."""
+  return [
+    node
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute)
+    and re.match("_[^_]", node.attr)
+    and node.attr not in _PUBLIC
+  ]
+
+
+def _is_of_self(node):
+  return ast.unparse(node.value) in ("self", "cls", "super()")
+
+
+def _own_names(tree):
+  """Names of the functions and classes of a module, and of what `self` has."""
+  stored = {
+    node.attr
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute)
+    if isinstance(node.ctx, ast.Store) and _is_of_self(node)
+  }
+  definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+  return stored | {
+    node.name for node in ast.walk(tree) if isinstance(node, definitions)
+  }
+
+
+def _names_of_keras(definition):
+  """Private names that a class has from the classes of Keras above it.
+
+  Args:
+    definition: The AST node of the class.
+  """
+  found = set()
+  for base in map(ast.unparse, definition.bases):
+    if base.startswith("keras."):
+      above = functools.reduce(getattr, base.split(".")[1:], keras)
+      for parent in above.__mro__:
+        if parent.__module__.startswith("keras."):
+          source = inspect.getsource(parent)
+          found |= set(re.findall(r"(?:self\.|def )(_[a-z]\w*)", source))
+  return found
+
+
+def _private_keras(tree):
+  """What a module uses of Keras, or of other packages, that is private."""
+  found = {
+    name
+    for name in _imports(tree) | _attributes(tree)
+    if _is_within(name, "keras.src")
+  }
+  inherited = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.ClassDef):
+      names = _names_of_keras(node)
+      inherited |= names
+      found |= {
+        ast.unparse(attribute)
+        for attribute in _private(node)
+        if _is_of_self(attribute) and attribute.attr in names
+      }
+  own = _own_names(tree) - inherited
+  return found | {
+    ast.unparse(attribute)
+    for attribute in _private(tree)
+    if not _is_of_self(attribute) and attribute.attr not in own
   }
 
 
@@ -201,6 +279,11 @@ class LibraryTest(parameterized.TestCase):
     self.assertEmpty(private)
 
   @parameterized.parameters(*NAMES)
+  def test_uses_no_private_keras(self, module):
+    if not _is_in(module, USES_PRIVATE_KERAS):
+      self.assertEmpty(_private_keras(self._tree(module)))
+
+  @parameterized.parameters(*NAMES)
   def test_shares_resources_by_a_namespace_only(self, module):
     if _is_in(module, ("runtime",)):
       return
@@ -284,7 +367,7 @@ class ProgramsTest(parameterized.TestCase):
           self.assertFalse(attribute.startswith("_"), f"{path}: {name}")
 
 
-class ReaderTest(absltest.TestCase):
+class ReaderTest(parameterized.TestCase):
   """The tests above would pass if nothing were found."""
 
   def test_imports_inside_functions_are_seen(self):
@@ -297,6 +380,29 @@ class ReaderTest(absltest.TestCase):
   def test_attributes_are_seen(self):
     tree = ast.parse("x = tf.raw_ops.Foo(os.environ['A'])")
     self.assertContainsSubset({"tf.raw_ops", "os.environ"}, _attributes(tree))
+
+  @parameterized.parameters(
+    ("from keras.src import backend", {"keras.src.backend"}),
+    (
+      "keras.src.backend.x",
+      {"keras.src", "keras.src.backend", "keras.src.backend.x"},
+    ),
+    ("model._flatten_layers()", {"model._flatten_layers"}),
+    (
+      "class A(keras.layers.Embedding):\n  def f(self): self._embeddings = 1",
+      {"self._embeddings"},
+    ),
+    (
+      "class A(keras.layers.Embedding):\n  def f(self): self._embeddings = 1\n"
+      "def g(a): a._embeddings",
+      {"self._embeddings", "a._embeddings"},
+    ),
+    ("class A:\n  def __init__(self, o): self._b = o._b", set()),
+    ("class A(B):\n  def f(self): self._of_b()", set()),
+    ("os._exit(pair._replace(a=1))", set()),
+  )
+  def test_private_names_of_keras_are_seen(self, program, expected):
+    self.assertEqual(_private_keras(ast.parse(program)), expected)
 
   def test_calls_and_bare_decorators_are_seen(self):
     tree = ast.parse("@tf.function\ndef f(): tf.function(g, autograph=False)")

@@ -195,7 +195,9 @@ class Training:
     self._begin = tf.function(lambda i: loop(i).begin(), autograph=False)
     self._offer, self._hand_over = (
       tf.function(
-        lambda i, *carried, is_pre=is_pre: loop(i).run_one(is_pre, *carried),
+        lambda i, *carried, is_pre=is_pre: loop(i).run_one(
+          *carried, is_preadmitted=is_pre
+        ),
         autograph=False,
       )
       for is_pre in (False, True)

@@ -109,7 +109,7 @@ def play(
 
   @tf.function(autograph=False)
   def run_one(index, *carried):
-    return loop(index).run_one(False, *carried)
+    return loop(index).run_one(*carried, is_preadmitted=False)
 
   indices = {index: tf.constant(index, tf.int64) for index in set(order)}
   joining = collections.defaultdict(list)

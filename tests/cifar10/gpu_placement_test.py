@@ -105,10 +105,15 @@ def test_variables_on_a_gpu_need_one(tmp_path):
   binaries.refuse("cifar10.multi_gpu_train", words, *more)
 
 
-def test_a_gpu_check_needs_no_gpu(tmp_path):
-  output = binaries.succeed(MODULE, *_flags(tmp_path, "--check_gpu"))
-  (line,) = re.findall(r"GPU check: ([\d,]+) traced ops are for GPUs", output)
-  assert int(line.replace(",", "")) > 500
+@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+def test_a_gpu_check_needs_no_gpu(tmp_path, replication):
+  more = "--check_gpu", f"--replication={replication}"
+  output = binaries.succeed(MODULE, *_flags(tmp_path, *more))
+  ((count, fallbacks),) = re.findall(
+    r"GPU check: ([\d,]+) traced ops are for GPUs; ([\d,]+) of them", output
+  )
+  assert int(count.replace(",", "")) > 500
+  assert int(fallbacks) == 0  # All have GPU kernels.
   assert "/job:ps/task:0/device:CPU:1" in output
   assert f"training from step 0 to {1}" in output
   assert not (tmp_path / "run").exists()

@@ -148,7 +148,7 @@ class Training:
       tf.function(
         lambda index, *carried, is_preadmitted=is_preadmitted: self._loop(
           index
-        ).run_one(is_preadmitted, *carried),
+        ).run_one(*carried, is_preadmitted=is_preadmitted),
         autograph=False,
       )
       for is_preadmitted in (False, True)

@@ -81,7 +81,7 @@ spec = cluster.parse({{"ps": [sys.argv[1]], "worker": [sys.argv[2]]}})
         [sys.executable, "-c", program, *addresses, "localhost:1"],
         stderr=subprocess.PIPE,
         text=True,
-        env=trials.ENVIRON,
+        env=trials.SPEAKING_ENVIRON,
       )
       self.addCleanup(process.kill)
       for listener in servers:
@@ -96,6 +96,7 @@ spec = cluster.parse({{"ps": [sys.argv[1]], "worker": [sys.argv[2]]}})
       "connects to servers; one of them may have ended: gave up after 4 s",
       error.splitlines()[-1],
     )
+    self.assertNotIn("cuInit", error)  # That the machine has no GPU.
 
 
 class PublicAddressTest(absltest.TestCase):

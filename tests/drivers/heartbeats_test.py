@@ -14,34 +14,58 @@ from tf_replicas.drivers import heartbeats
 from tf_replicas.runtime import waiting
 
 
+def _row(path, size=3, tasks=(0,)):
+  """A row of `ParameterStore.signature`."""
+  return [path, [size], "float32", list(tasks)]
+
+
 class DifferencesTest(parameterized.TestCase):
   def test_none(self):
-    rows = [["kernel", [2, 3]], ["bias", [3]]]
+    rows = [_row("kernel"), _row("bias")]
     self.assertEqual(heartbeats.differences(rows, rows), [])
 
   def test_another_row(self):
-    found = heartbeats.differences([["a", 1], ["b", 2]], [["a", 1], ["b", 3]])
+    found = heartbeats.differences(
+      [_row("a"), _row("b")], [_row("a"), _row("b", 4, [0, 1])]
+    )
     self.assertEqual(
-      found, ["variable 1 is ['b', 2] here and ['b', 3] at the chief"]
+      found,
+      [
+        "variable 1 is b (shape [3], float32, on ps 0) here and"
+        " b (shape [4], float32, on ps 0, 1) at the chief"
+      ],
+    )
+
+  def test_a_table_divided_differently(self):
+    ours, theirs = ([*_row("t"), how] for how in ("modulo", "range"))
+    self.assertEqual(
+      heartbeats.differences([ours], [theirs]),
+      [
+        "variable 0 is t (shape [3], float32, on ps 0, rows divided by"
+        " 'modulo') here and t (shape [3], float32, on ps 0, rows divided by"
+        " 'range') at the chief"
+      ],
     )
 
   def test_a_tuple_is_as_good_as_a_list(self):
     # What the chief published went through JSON.
-    self.assertEqual(heartbeats.differences([("a", 1)], [["a", 1]]), [])
+    ours = [tuple(_row("a"))]
+    self.assertEqual(heartbeats.differences(ours, [_row("a")]), [])
 
   def test_missing_and_surplus(self):
+    row = "a (shape [3], float32, on ps 0)"
     self.assertEqual(
-      heartbeats.differences([], [["a"]]),
-      ["variable 0 is None here and ['a'] at the chief"],
+      heartbeats.differences([], [_row("a")]),
+      [f"variable 0 is absent here and {row} at the chief"],
     )
     self.assertEqual(
-      heartbeats.differences([["a"]], []),
-      ["variable 0 is ['a'] here and None at the chief"],
+      heartbeats.differences([_row("a")], []),
+      [f"variable 0 is {row} here and absent at the chief"],
     )
 
   def test_at_most_the_limit_are_told(self):
-    ours = [[i] for i in range(6)]
-    theirs = [[-i - 1] for i in range(6)]
+    ours = [_row("a", i) for i in range(6)]
+    theirs = [_row("b", i) for i in range(6)]
     found = heartbeats.differences(ours, theirs, limit=2)
     self.assertLen(found, 3)
     self.assertEqual(found[2], "and 4 more")

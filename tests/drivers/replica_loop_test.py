@@ -205,16 +205,19 @@ class Replica:
     ((x, *_),) = next(self._batches)
     return float(x)
 
-  def run_one(self, is_preadmitted=False):
+  def run_one(self, *, is_preadmitted=False):
     self._packed, *self.state = self._run_one(
-      is_preadmitted, self._packed, *self.state
+      self._packed, *self.state, is_preadmitted=is_preadmitted
     )
     return self.last
 
-  def run_many(self, is_preadmitted=False, max_steps=1000):
+  def run_many(self, *, is_preadmitted=False, max_steps=1000):
     """Runs steps; returns how many."""
     count, self._packed, *self.state = self._run_many(
-      is_preadmitted, tf.constant(max_steps), self._packed, *self.state
+      tf.constant(max_steps),
+      self._packed,
+      *self.state,
+      is_preadmitted=is_preadmitted,
     )
     return int(count)
 
@@ -597,7 +600,7 @@ class PreadmittedTagTest(stores.TestCase):
     rule = Rule(store, [(1, 1, 70)])
     replica = Replica(store, rule)
     replica.run_one()
-    replica.run_one(is_preadmitted)
+    replica.run_one(is_preadmitted=is_preadmitted)
     self.assertEqual([o.tag for o in rule.offers], [None, expected])
 
 
@@ -625,8 +628,8 @@ class RunManyTest(stores.TestCase):
 
   def test_ends_with_the_first_preadmission(self):
     rule, replica = self._replica([(1, 1, -1), (1, 2, 70)])
-    self.assertEqual(replica.run_many(False), 2)
-    self.assertEqual(replica.run_many(False), 0)
+    self.assertEqual(replica.run_many(is_preadmitted=False), 2)
+    self.assertEqual(replica.run_many(is_preadmitted=False), 0)
     self.assertLen(rule.offers, 2)
     self.assertEqual(replica.tag, 70)
 
@@ -634,11 +637,11 @@ class RunManyTest(stores.TestCase):
     rule, replica = self._replica(
       [(1, 1, 70), (1, 2, 71), (1, 3, 0), (0, 3, -1)]
     )
-    self.assertEqual(replica.run_many(True), 0)
-    self.assertEqual(replica.run_many(False), 1)
-    self.assertEqual(replica.run_many(True), 3)
+    self.assertEqual(replica.run_many(is_preadmitted=True), 0)
+    self.assertEqual(replica.run_many(is_preadmitted=False), 1)
+    self.assertEqual(replica.run_many(is_preadmitted=True), 3)
     self.assertEqual([o.tag for o in rule.offers], [None, 70, 71, 0])
-    self.assertEqual(replica.run_many(True), 0)
+    self.assertEqual(replica.run_many(is_preadmitted=True), 0)
 
   @parameterized.parameters((False, -1), (True, 71))
   def test_no_step_follows_the_end_of_training(self, is_preadmitted, tag):
@@ -652,9 +655,9 @@ class RunManyTest(stores.TestCase):
       [1.0, 2.0, 3.0, 4.0],
     )
     replica.run_one()
-    self.assertEqual(replica.run_many(is_preadmitted), 1)
+    self.assertEqual(replica.run_many(is_preadmitted=is_preadmitted), 1)
     self.assertEqual(replica.step, step_token.ENDED)
-    self.assertEqual(replica.run_many(is_preadmitted), 0)
+    self.assertEqual(replica.run_many(is_preadmitted=is_preadmitted), 0)
     self.assertEqual(replica.step, step_token.ENDED)
     self.assertLen(rule.offers, 2)
     self.assertEqual(replica.next_x(), 3.0)
@@ -748,8 +751,11 @@ class WholeTrainingTest(stores.TestCase):
     counts = {}
 
     def train(index):
-      first = replicas[index].run_many(False, max_steps=3)
-      counts[index] = first, replicas[index].run_many(True, max_steps=2)
+      first = replicas[index].run_many(is_preadmitted=False, max_steps=3)
+      counts[index] = (
+        first,
+        replicas[index].run_many(is_preadmitted=True, max_steps=2),
+      )
 
     threads = [_in_background(lambda i=i: train(i)) for i in range(2)]
     deadline = threading.Timer(SECS, rule.interrupt)

@@ -13,6 +13,7 @@ import tensorflow as tf
 import tf_replicas
 from tests.session import reports_test
 from tf_replicas import cluster
+from tf_replicas.drivers import one_machine
 from tf_replicas.fitting import custom_loop
 from tf_replicas.fitting import roles
 from tf_replicas.session import checkpoints
@@ -71,6 +72,35 @@ def test_trains_logs_and_resumes(tmp_path, capsys):
   second = tf_replicas.run(_replica, _sgd, max_steps=3, **arguments)
   assert second.values["slope"] == pytest.approx(2.625)
   assert second.metrics == {"distance": pytest.approx(0.75)}
+
+
+@pytest.mark.parametrize(
+  ("rows", "log_every_steps", "line"),
+  [
+    (
+      {"ps 0": 3, "ps 1": 1},
+      10,
+      "4 rows of tables were updated: 75.0% on ps 0, 25.0% on ps 1",
+    ),
+    ({"ps 0": 3, "ps 1": 1}, None, ""),
+    ({}, 10, ""),  # There are no tables.
+    ({"ps 0": 0}, 10, ""),
+  ],
+)
+def test_tells_the_load_of_parameter_servers(
+  monkeypatch, rows, log_every_steps, line
+):
+  monkeypatch.setattr(one_machine.OneMachine, "row_updates", lambda self: rows)
+  lines = []
+  trained = tf_replicas.run(
+    _replica,
+    _sgd,
+    max_steps=1,
+    log_every_steps=log_every_steps,
+    log=lines.append,
+  )
+  assert trained.row_updates == rows
+  assert [s for s in lines if "rows of tables" in s] == ([line] if line else [])
 
 
 def test_a_checkpoint_of_other_metrics_serves(tmp_path):

@@ -124,7 +124,7 @@ def test_equals_keras_and_resumes_on_fewer_parameter_servers(tmp_path):
   _assert_exported(ours, tmp_path)
   shutil.rmtree(tmp_path / "exported")
   assert ours["counts"] == {"worker 0": [6, 0], "worker 1": [6, 0]}
-  assert ours["row_updates"] == _rows_by_parity()
+  assert ours["row_updates"] == ours["rows_by_status"] == _rows_by_parity()
   assert "call `tf_replicas.load_tables(model, train_dir)`" in ours["refused"]
   ours = _train("--workers=2", "--ps=1", epochs=2, **arguments)
   _assert_equal(ours, "Adagrad", 2)

@@ -21,7 +21,7 @@ STATUS = cluster_status.Status(
   received=1,
   needed=2,
   serving=(
-    cluster_status.ServingTask("ps 0", "a:1", "", 1 << 30, 6000, 3000, 2),
+    cluster_status.ServingTask("ps 0", "a:1", "", 1 << 30, 6000, 3000, 2, 120),
     cluster_status.ServingTask("ps 1", "b:1", "no answer for 3 s"),
   ),
   clients=(
@@ -53,7 +53,8 @@ def test_lines():
   )
   assert rows == [
     "  ps 0              a:1  answers, memory 1 GiB, its machine receives 2"
-    " KiB/s and sends 1 KiB/s, 2 sets of gradients queued",
+    " KiB/s and sends 1 KiB/s, 2 sets of gradients queued, 120 rows of tables"
+    " updated",
     "  ps 1              b:1  no answer for 3 s",
     "  worker 0 (chief)  c:1  alive, heartbeat 0.5 s ago; computing; 9"
     " contributions applied, 1 refused, staleness 0.50 on average, at most 3;"

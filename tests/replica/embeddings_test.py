@@ -392,6 +392,31 @@ class LayerTest(parameterized.TestCase):
     self.assertIs(type(layer), plain)
     self.assertIs(type(_model(plain).get_layer("words")), plain)
 
+  def test_a_large_layer_of_a_subclass_is_refused(self):
+    class Own(keras.layers.Embedding):
+      pass
+
+    size = ROWS * COLUMNS * 4
+    with (
+      _home(),
+      embeddings.replacing(size),
+      self.assertRaisesRegex(
+        ValueError,
+        "the layer 'words' must be of `tf_replicas.Embedding` .*"
+        f"`min_table_bytes=None`.* Received: Own, of {size} bytes.$",
+      ) as caught,
+    ):
+      _model(Own)
+    self.assertNotIn("\n", str(caught.exception))
+    for min_bytes in (size + 1, None):
+      with _home(), embeddings.replacing(min_bytes):
+        self.assertIs(type(_model(Own).get_layer("words")), Own)
+    with embeddings.replacing(size):  # No driver builds the model.
+      self.assertIs(type(_model(Own).get_layer("words")), Own)
+    with _home(), embeddings.replacing(size):  # This subclass keeps its rows.
+      layer = _model().get_layer("words")
+    self.assertIsNotNone(tables.rows_of(layer.weights[0]))
+
   def test_a_replaced_layer_trains(self):
     def replica_fn():
       with embeddings.replacing(1):

@@ -55,6 +55,11 @@ def _values(variables):
   return [tf.identity(v) for v in variables]
 
 
+def _state(driver):
+  """All tensors of a checkpoint, by name."""
+  return {name: np.asarray(v) for name, v in driver.store.state().items()}
+
+
 def _first_batch():
   return next(iter(_dataset_fn(1, 0, 0)))
 
@@ -96,6 +101,48 @@ class KerasReplicaTest(stores.TestCase):
       return replica.gradients(values, _first_batch()).loss
 
     self.assertLen({float(loss()) for _ in range(5)}, 5)
+
+  def test_a_loss_scale_is_taken_out_again(self):
+    model = _model(_normalization())
+    plain = keras_models.keras_replica(model, _LOSS, _dataset_fn)
+    scale = tf_replicas.LossScale(64.0)
+    scaled = keras_models.keras_replica(
+      model, _LOSS, _dataset_fn, loss_scale=scale
+    )
+    self.assertEqual(len(scaled.shared), len(plain.shared) + 5)
+    batch = _first_batch()
+    expected = plain.gradients(_values(plain.shared), batch)
+    got = scaled.gradients(_values(scaled.shared), batch)
+    self.assertAlmostEqual(float(got.loss), float(expected.loss), places=5)
+    self.assertEqual([float(move) for move in got.gradients[-5:]], [0.0] * 5)
+    for one, other in zip(got.gradients[:-5], expected.gradients, strict=True):
+      np.testing.assert_allclose(one, other, atol=1e-5)
+
+  def test_an_overflow_in_float16_makes_the_update_void(self):
+    model = keras.Sequential(
+      [keras.Input([3]), keras.layers.Dense(1, dtype="mixed_float16")]
+    )
+    driver = one_machine.OneMachine(
+      lambda: keras_models.keras_replica(
+        model,
+        _LOSS,
+        _dataset_fn,
+        loss_scale=tf_replicas.LossScale(2.0**30),
+      ),
+      lambda: sync_replicas.SyncReplicasOptimizer(keras.optimizers.SGD(0.1), 1),
+    )
+    with driver:
+      before = _state(driver)
+      driver.step()
+      after = _state(driver)
+      evaluation.load_into_keras(model, driver.values())  # Without the scale.
+    changed = {n for n in before if not np.array_equal(before[n], after[n])}
+    self.assertContainsSubset(
+      {"variables/loss_scale/value", "variables/loss_scale/void"}, changed
+    )
+    self.assertEqual(after["variables/loss_scale/value"], 2.0**29)
+    for path in (v.path for v in model.variables):
+      self.assertNotIn(f"variables/{path}", changed)
 
   def test_a_model_without_any_of_these(self):
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])

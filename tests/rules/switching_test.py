@@ -37,7 +37,13 @@ def _async(optimizer, total=2, **options):
 
 
 class Training:
-  """Replicas as threads over one store; the test's thread is the chief."""
+  """Replicas as threads over one store; the test's thread is the chief.
+
+  Attributes:
+    IS_SPARSE: For each variable, whether its gradients are `tf.IndexedSlices`.
+  """
+
+  IS_SPARSE = [False]
 
   def __init__(self, optimizer, gradients, *, gates=()):
     """Starts the replicas.
@@ -48,9 +54,9 @@ class Training:
       gates: For each replica what it waits for before each batch, if anything.
     """
     self.optimizer = optimizer
-    self.store = stores.attach([stores.spec(PATH, [2])])
-    optimizer.build(self.store, is_sparse=[False])
-    rule_base.create_or_resume(optimizer, self.store, [tf.zeros([2])])
+    self.store, values = self._new_store()
+    optimizer.build(self.store, is_sparse=self.IS_SPARSE)
+    rule_base.create_or_resume(optimizer, self.store, values)
     self.errors = []
     self.threads = []
     for replica, gradient in enumerate(gradients):
@@ -61,15 +67,22 @@ class Training:
       thread.start()
       self.threads.append(thread)
 
-  def _train(self, replica, gradient, gate):
+  def _new_store(self):
+    """The parameter store, and the first values of its variables."""
+    return stores.attach([stores.spec(PATH, [2])]), [tf.zeros([2])]
+
+  def _model(self, gradient):
+    """A replica whose batches are all the same."""
     dataset = tf.data.Dataset.from_tensors((tf.fill([1], gradient),)).repeat()
-    iterator = iter(dataset)
-    model = model_replica.Replica(
+    return model_replica.Replica(
       [tf.Variable(tf.zeros([2]))],
       lambda parameters, x: tf.reduce_sum(parameters[0]) * x[0],
       lambda *_: dataset,
     )
 
+  def _train(self, replica, gradient, gate):
+    model = self._model(gradient)
+    iterator = iter(model.dataset_fn(1, 0, 0))
     runner = replicas.Runner(
       self.optimizer, self.store, model, iterator, replica
     )
@@ -215,6 +228,15 @@ class SwitchingTest(stores.TestCase):
     self.assertEqual(applied.sum(axis=1).tolist(), [7, 13])
     total = applied.sum(axis=0) @ [1.0, 3.0]
     np.testing.assert_allclose(training.values(), [-RATE * total] * 2)
+
+  def test_all_rules_divide_by_the_scale_of_the_loss(self):
+    inner = keras.optimizers.SGD(RATE)
+    rules = [_sync(inner, loss_scale=8.0), _async(inner, loss_scale=8.0)]
+    optimizer = switching.SwitchingOptimizer(
+      rules, switch_conditions.at_step(3)
+    )
+    training, _ = self._train(optimizer, [1.0, 1.0], 8)
+    np.testing.assert_allclose(training.values(), [-RATE * 8] * 2)
 
   def test_unfinished_sums_are_one_for_two_rules(self):
     """And have one name in checkpoints, whatever rule begins them."""
@@ -376,6 +398,16 @@ class SwitchingTest(stores.TestCase):
       "`wire_dtype`.*None and bfloat16",
     ),
     (
+      "loss_scales",
+      lambda inner: [_sync(inner, loss_scale=8.0), _async(inner)],
+      "^`rules` must have the same `loss_scale`. Received: 8.0 and None.$",
+    ),
+    (
+      "velocities",
+      lambda inner: [_sync(inner), _async(inner, momentum_correction=True)],
+      "the same `momentum_correction`. Received: False and True.$",
+    ),
+    (
       "optimizers",
       lambda inner: [_sync(inner), _async(keras.optimizers.SGD(1.0))],
       "one and the same optimizer",
@@ -408,7 +440,7 @@ class SwitchingTest(stores.TestCase):
     ),
   )
   def test_rules_that_do_not_go_together(self, rules, words):
-    rules = rules(keras.optimizers.SGD(1.0))
+    rules = rules(keras.optimizers.SGD(1.0, momentum=0.9))
     with self.assertRaisesRegex(ValueError, words):
       switching.SwitchingOptimizer(rules, switch_conditions.at_step(1))
 

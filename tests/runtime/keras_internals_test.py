@@ -48,6 +48,18 @@ class KerasInternalsTest(absltest.TestCase):
     variables = [tf.Variable(0.0), tf.Variable(0.0)]
     self.assertLen(set(map(keras_internals.variable_id, variables)), 2)
 
+  def test_layers_within_layers_and_their_weights_are_found(self):
+    inner = keras.Sequential([keras.layers.Embedding(4, 2)])
+    model = keras.Sequential([keras.Input([3]), inner])
+    (layer,) = inner.layers
+    self.assertIn(layer, keras_internals.layers_of(model))
+    weight = keras_internals.embedding_weight(layer)
+    self.assertIs(weight, layer.weights[0])
+    other = keras.layers.Embedding(4, 2)
+    keras_internals.set_embedding_weight(other, weight)
+    other.built = True
+    self.assertIs(other.embeddings, weight)
+
   def test_equal_paths_are_numbered(self):
     paths = ["a/b", "a/b_1", "a/b", "c", "a/b"]
     variables = [keras.Variable(0.0, name="v") for _ in paths]

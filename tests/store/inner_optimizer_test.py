@@ -174,8 +174,18 @@ class RefusalTest(parameterized.TestCase):
       inner_optimizer.InnerOptimizer(optimizer)
 
   def test_adafactor(self):
-    with self.assertRaisesRegex(ValueError, "by variable.*Adafactor"):
+    with self.assertRaisesRegex(ValueError, "by variable.*`.*Lion`.*Adafactor"):
       inner_optimizer.InnerOptimizer(optimizers.Adafactor(0.1))
+
+  def test_several_in_one(self):
+    makers.require("MultiOptimizer")
+    by_path = optimizers.OptimizerMap(optimizers.SGD(0.1))
+    optimizer = optimizers.MultiOptimizer(by_path)
+    with self.assertRaisesRegex(
+      ValueError, "one optimizer.*`train_step`.*Received: MultiOptimizer.$"
+    ) as caught:
+      inner_optimizer.InnerOptimizer(optimizer)
+    self.assertNotIn("\n", str(caught.exception))
 
   def test_what_is_no_optimizer(self):
     with self.assertRaisesRegex(TypeError, "`optimizer` must have `apply"):

@@ -39,7 +39,8 @@ class Runner:
     self._begin = tf.function(self.loop.begin, autograph=False)
     self._offer, self._hand_over = (
       tf.function(
-        functools.partial(self.loop.run_one, is_preadmitted), autograph=False
+        functools.partial(self.loop.run_one, is_preadmitted=is_preadmitted),
+        autograph=False,
       )
       for is_preadmitted in (False, True)
     )

@@ -849,12 +849,17 @@ class Sleepy:
 
 
 def killed_while_updating(here: Here) -> None:
-  """A scenario: the test kills the chief in the middle of the third update."""
-  made = []
+  """A scenario: the test kills a task in the middle of the third update.
+
+  It is the chief, or a parameter server. The task is started again.
+  """
+  made = []  # The last one belongs to the present update rule.
+  runs = []  # The global step at the begin of each call of `run`.
+  steps = []
 
   def new_optimizer():
     made.append(Sleepy())
-    return sync_replicas.SyncReplicasOptimizer(made[0], here.num_replicas)
+    return sync_replicas.SyncReplicasOptimizer(made[-1], here.num_replicas)
 
   driver = here.driver(lambda: constant_replica(here), new_optimizer)
 
@@ -870,14 +875,21 @@ def killed_while_updating(here: Here) -> None:
     )
     here.mark("half of step 3 is made")
 
-  def step():
-    if is_first and driver.global_step == 2:
-      made[0].is_tired.assign(True)
-      resources.flush_assignments([made[0].is_tired])
-      threading.Thread(target=tell_when_torn, args=[v1()], daemon=True).start()
-    return driver.step()
+  def make_tired(is_tired):
+    variable = made[-1].is_tired
+    variable.assign(is_tired)
+    resources.flush_assignments([variable])
 
-  def run_chief():
+  def step():
+    if is_first and driver.global_step == 2 and not runs[1:]:
+      make_tired(True)
+      threading.Thread(target=tell_when_torn, args=[v1()], daemon=True).start()
+    result = driver.step()
+    steps.append(result.global_step)
+    return result
+
+  def run():
+    runs.append(driver.global_step)
     saves = here.options["saves"]
     session = training.Session(
       here.directory / "train" if saves else None,
@@ -886,10 +898,12 @@ def killed_while_updating(here: Here) -> None:
       checkpoint_every_steps=1,
     )
     session.restore_or_initialize()
-    made[0].is_tired.assign(False)
-    resources.flush_assignments([made[0].is_tired])
+    make_tired(False)
     session.run(step)
-    return {}
+
+  def run_chief():
+    driver.recovering(run)
+    return {"steps": steps, "recoveries": driver.recoveries()}
 
   is_first = driver.is_chief and here.count("chief") == 0
   train(here, driver, run_chief)

@@ -10,6 +10,7 @@ to the directory `exported` in `train_dir`, and prints one line of JSON.
 """
 
 import json
+import os
 import sys
 
 import keras
@@ -17,6 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 import tf_replicas
+from tf_replicas.cluster import environment
+from tf_replicas.drivers import cluster_status
 
 ROWS, COLUMNS, EXAMPLES = 1500, 4, 96
 FIRST = keras.initializers.RandomNormal(stddev=0.5, seed=11)
@@ -97,11 +100,21 @@ class Evaluation(keras.callbacks.Callback):
     """Initializes the callback, which has made no prediction yet."""
     super().__init__()
     self.predicted = None
+    self.rows_by_status = {}
 
   def on_train_end(self, logs=None):
     """Predicts with table rows that are looked up on the parameter servers."""
     x, _ = data()
     self.predicted = self.model.predict(x, verbose=0)
+    role = environment.role(os.environ)
+    if role is not None and role[0].num_tasks("ps"):
+      reader = cluster_status.ClusterReader(role[0], timeout_secs=60)
+      self.rows_by_status = {
+        task.task: task.row_updates
+        for task in reader.read().serving
+        if task.task.startswith("ps")
+      }
+      reader.close()
 
 
 def main(arguments: dict) -> None:
@@ -163,6 +176,7 @@ def main(arguments: dict) -> None:
       for name, counts in history.contributions.items()
     },
     "row_updates": history.row_updates,
+    "rows_by_status": evaluation.rows_by_status,
   }
   print("RESULT", json.dumps(result))
 

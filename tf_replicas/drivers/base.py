@@ -40,6 +40,7 @@ from tf_replicas.session import checkpoints
 from tf_replicas.session import evaluation
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
+from tf_replicas.store import loss_scaling
 from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
 from tf_replicas.store import tables
@@ -286,7 +287,8 @@ class Driver(abc.ABC):
   def values(self, *, averaged: bool = False) -> dict[str, np.ndarray]:
     """Reads the trained variables from where they live.
 
-    It does not assign them to the variables of the model in this process.
+    It does not assign them to the variables of the model in this process. The
+    state of a loss scale and the sums of metrics are left out.
 
     Args:
       averaged: Whether to return the moving average of each variable that has
@@ -299,7 +301,11 @@ class Driver(abc.ABC):
     if not averaged:
       state = {n: v for n, v in state.items() if n.startswith("variables/")}
     found = evaluation.averaged_variables(state)
-    return {p: v for p, v in found.items() if not metric_sums.is_own(p)}
+    return {
+      path: value
+      for path, value in found.items()
+      if not metric_sums.is_own(path) and not loss_scaling.is_own(path)
+    }
 
   @functools.cached_property
   def _metrics(self) -> metric_sums.Reader:

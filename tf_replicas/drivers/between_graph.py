@@ -21,7 +21,6 @@ Parameters, optimizer slots, averages, queues and counters live on the PS tasks.
 The model, its data and the optimizer's code live in each worker.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -456,10 +455,14 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     begin = trace(loop.begin)
     specs = [tf.TensorSpec([], tf.int32)]
     specs += [tf.TensorSpec(t.shape, t.dtype) for t in begin.outputs]
-    run_asking = trace(functools.partial(loop.run_many, False), *specs)
+    run_asking = trace(
+      lambda *carried: loop.run_many(*carried, is_preadmitted=False), *specs
+    )
     run_preadmitted = None
     if self.rule.preadmits:
-      run_preadmitted = trace(functools.partial(loop.run_many, True), *specs)
+      run_preadmitted = trace(
+        lambda *carried: loop.run_many(*carried, is_preadmitted=True), *specs
+      )
     return begin, run_asking, run_preadmitted
 
   def close(self, error: BaseException | None = None) -> None:

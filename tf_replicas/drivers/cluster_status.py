@@ -89,6 +89,8 @@ class ServingTask:
     sent_bytes: The same for the bytes that were sent.
     queued_gradients: The number of contributions that wait in its queues to be
       applied.
+    row_updates: The number of rows of tables that updates have changed on it; a
+      row counts once per update. -1 without tables, or if not known.
   """
 
   task: str
@@ -98,6 +100,7 @@ class ServingTask:
   received_bytes: int = -1
   sent_bytes: int = -1
   queued_gradients: int = 0
+  row_updates: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +214,8 @@ class _Answer:
     files: The texts of the files `_PROC`, which have its use of memory and of
       the network; empty if its system is not Linux.
     queued: The number of contributions in its queues.
+    row_updates: The number of rows of tables that updates have changed on it;
+      -1 if it is not known.
   """
 
   error: str = "no answer"
@@ -218,6 +223,7 @@ class _Answer:
   table: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
   files: list[str] = dataclasses.field(default_factory=list)
   queued: int = 0
+  row_updates: int = -1
 
 
 class ClusterReader:
@@ -374,8 +380,8 @@ class ClusterReader:
     no variables yet.
 
     Args:
-      answers: The answers of the serving tasks so far. Receives `queued`, and
-        `error` of a task that does not answer any more.
+      answers: The answers of the serving tasks so far. Receives `queued` and
+        `row_updates`, and `error` of a task that does not answer any more.
       training: Receives the values of variables of PS task 0, by name.
       queues: Receives the lengths of the queues of PS task 0, by name.
     """
@@ -421,11 +427,14 @@ class ClusterReader:
       for replica in range(len(training[f"{prefix}ledger/status"]))
     ]
 
-    def ask_queues(task, reader):
+    def ask_further(task, reader):
       answers[task].queued = sum(reader.queue_sizes(found[0], paths))
+      name = f"row_updates/{task.index}"
+      values = reader.variables(found[0], {name: tf.int64})
+      answers[task].row_updates = int(values.get(name, -1))
 
     for task, error in self._ask(
-      [t for t in servers if not answers[t].error], ask_queues
+      [t for t in servers if not answers[t].error], ask_further
     ).items():
       if error == self._silence:
         answers[task].error = error
@@ -482,7 +491,13 @@ def _serving_task(
     memory = _memory(answer.files[0])
     received, sent = _traffic(answer.files[1])
   return ServingTask(
-    str(task), address, "", memory, received, sent, answer.queued
+    str(task),
+    address,
+    memory_bytes=memory,
+    received_bytes=received,
+    sent_bytes=sent,
+    queued_gradients=answer.queued,
+    row_updates=answer.row_updates,
   )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tf_replicas import cluster
+from tf_replicas.runtime import devices
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import waiting
@@ -104,6 +105,7 @@ def connect_client(
   servers = spec.addresses("ps")
   key = ("client", str(task), address, *servers)
   if not is_connected(key):
+    devices.start_quietly()
     cluster.check_private(spec, [task])
     cluster.check_port_free(address)
     await_servers(spec, "ps", timeout_secs=timeout_secs, log=log)

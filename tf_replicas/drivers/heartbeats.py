@@ -135,16 +135,16 @@ class _Link:
     except TimeoutError as error:
       raise TimeoutError(f"{error}: {self.failure}") from None
 
-  def _beat(self, is_here: bool = True) -> None:
+  def _beat(self, *, is_here: bool = True) -> None:
     with self._wait_logger.during(self._what):
-      self._send(is_here)
+      self._send(is_here=is_here)
 
   def _say_goodbye(self) -> None:
     if not self._is_stopped:
-      self._beat(False)
+      self._beat(is_here=False)
     self._wait_logger.stop()
 
-  def _send(self, is_here: bool) -> None:
+  def _send(self, *, is_here: bool) -> None:
     joins = not (self._arbitrates and self.has_joined)
     try:
       self._was_replaced = not self._table.beat(
@@ -175,7 +175,7 @@ class _Link:
     """
     is_old = self.silence() > 2 * BEAT_SECS
     if is_old and not self._is_leaving:
-      self._send(True)
+      self._send(is_here=True)
     return self._was_replaced
 
   def rest(self, rests: bool) -> waiting.RaisingThread:
@@ -764,7 +764,9 @@ def differences(
   """Describes how a task's variables differ from those of the chief.
 
   Args:
-    ours: A row (path, shape, dtype, …) for each variable of this task.
+    ours: A row for each variable of this task, as `ParameterStore.signature`
+      returns it: path, shape, dtype, the PS tasks of the shards; for a table
+      also how its rows are divided.
     theirs: The same for the variables of the chief.
     limit: The number of differences to describe. Further ones are only counted.
 
@@ -776,7 +778,28 @@ def differences(
     mine = list(ours[number]) if number < len(ours) else None
     other = list(theirs[number]) if number < len(theirs) else None
     if mine != other:
-      found.append(f"variable {number} is {mine} here and {other} at the chief")
+      found.append(
+        f"variable {number} is {_described(mine)} here and"
+        f" {_described(other)} at the chief"
+      )
   if len(found) > limit:
     found[limit:] = [f"and {len(found) - limit} more"]
   return found
+
+
+def _described(row: Sequence | None) -> str:
+  """Describes a variable in words, such as `w (shape [3], float32, on ps 0)`.
+
+  Args:
+    row: A row of `ParameterStore.signature`. None: there is no such variable.
+  """
+  if row is None:
+    return "absent"
+  path, shape, dtype, tasks, *partition = row
+  parts = [
+    f"shape {list(shape)}",
+    dtype,
+    f"on ps {', '.join(map(str, tasks))}",
+    *(f"rows divided by {how!r}" for how in partition),
+  ]
+  return f"{path} ({', '.join(parts)})"

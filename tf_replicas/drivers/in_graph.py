@@ -45,6 +45,7 @@ from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import step_token
+from tf_replicas.runtime import devices
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import put_back as put_back_lib
@@ -239,9 +240,9 @@ class InGraph(driver_base.ParameterServerDriver):
     no_limit = tf.constant(tf.int32.max)
 
     def go_on(*state):
-      state = loop.run_one(False, *state)
+      state = loop.run_one(*state, is_preadmitted=False)
       if self.rule.preadmits:
-        _, *state = loop.run_many(True, no_limit, *state)
+        _, *state = loop.run_many(no_limit, *state, is_preadmitted=True)
       return state
 
     def is_open(token, *_):
@@ -365,6 +366,7 @@ def _connect(
   addresses = [spec.address(t) for j in ("ps", "worker") for t in spec.tasks(j)]
   key = ("in-graph client", *addresses)
   if not connection.is_connected(key):
+    devices.start_quietly()
     for job in ("ps", "worker"):
       connection.await_servers(spec, job, timeout_secs=timeout_secs, log=log)
     patches.keep_cancellation_to_its_thread()

@@ -40,6 +40,7 @@ from tf_replicas.drivers import versions
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.runtime import control_flow
+from tf_replicas.runtime import devices as runtime_devices
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import records
 from tf_replicas.runtime import resources
@@ -172,6 +173,7 @@ def _strategy_of_one_process(
   devices: Sequence[str],
 ) -> tf.distribute.MirroredStrategy:
   """Returns a strategy that mirrors variables on devices of this process."""
+  runtime_devices.start_quietly()
   # Collectives between CPUs bind a process to one set of them (TensorFlow
   # 2.21: "joining a group with size 3, but that group has size 2").
   is_on_gpus = ":GPU:" in devices[0]

@@ -20,6 +20,7 @@ from tf_replicas.cluster import addresses
 from tf_replicas.cluster import exposure
 from tf_replicas.drivers import connection
 from tf_replicas.drivers import versions
+from tf_replicas.runtime import devices as runtime_devices
 from tf_replicas.runtime import waiting
 
 _LEAVE_SECS = 10.0
@@ -53,6 +54,7 @@ def connect(
     TimeoutError: If a process does not accept connections in time. The message
       names the first such process.
   """
+  runtime_devices.start_quietly()
   _await_all(spec, task, timeout_secs, log)
   on_gpus = any(":GPU:" in device for device in devices)
   resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(

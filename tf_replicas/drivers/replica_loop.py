@@ -90,28 +90,28 @@ class ReplicaLoop:
     return [packed, *begun.state]
 
   def run_one(
-    self, is_preadmitted: bool, token: tf.Tensor, *state: tf.Tensor
+    self, token: tf.Tensor, *state: tf.Tensor, is_preadmitted: bool
   ) -> list[tf.Tensor]:
     """Computes and sends the gradients of one batch, and waits for the answer.
 
     Args:
-      is_preadmitted: Whether `token` admits the gradients in advance. It must
-        be known when the function is traced.
       token: The token of the step before.
       *state: The state of the update rule after the step before.
+      is_preadmitted: Whether `token` admits the gradients in advance. It must
+        be known when the function is traced.
 
     Returns:
       [token, *state] after this step.
     """
-    step = self._run_step(is_preadmitted, token, state)
+    step = self._run_step(token, state, is_preadmitted=is_preadmitted)
     return [self._after_put(step.token, step.kept), *step.state]
 
   def run_many(
     self,
-    is_preadmitted: bool,
     max_steps: tf.Tensor,
     token: tf.Tensor,
     *state: tf.Tensor,
+    is_preadmitted: bool,
   ) -> list[tf.Tensor]:
     """Runs several steps, either all admitted in advance or none of them.
 
@@ -119,11 +119,11 @@ class ReplicaLoop:
     training, or after `max_steps`.
 
     Args:
-      is_preadmitted: Whether the steps are those that are admitted in advance.
-        Then `token` must admit the first one.
       max_steps: int32 scalar, the largest number of steps.
       token: The token of the step before.
       *state: The state of the update rule after the step before.
+      is_preadmitted: Whether the steps are those that are admitted in advance.
+        Then `token` must admit the first one.
 
     Returns:
       [number of steps made as an int32 scalar, token, *state].
@@ -144,8 +144,9 @@ class ReplicaLoop:
 
     def run(count, kept, token, *state):
       if put_back is None:
-        return [count + 1, kept, *self.run_one(is_preadmitted, token, *state)]
-      step = self._run_step(is_preadmitted, token, state)
+        one = self.run_one(token, *state, is_preadmitted=is_preadmitted)
+        return [count + 1, kept, *one]
+      step = self._run_step(token, state, is_preadmitted=is_preadmitted)
       return [count + 1, step.kept, step.token, *step.state]
 
     kept, shapes = [], []
@@ -167,7 +168,7 @@ class ReplicaLoop:
     return [count, self._after_put(packed, kept), *after]
 
   def _run_step(
-    self, is_preadmitted: bool, token: tf.Tensor, state: Sequence[tf.Tensor]
+    self, token: tf.Tensor, state: Sequence[tf.Tensor], *, is_preadmitted: bool
   ) -> _Step:
     """Makes a step, as `run_one` says, and does not put its batch back."""
     last = step_token.LAYOUT.unpack(token)
@@ -175,7 +176,7 @@ class ReplicaLoop:
     batches = []
 
     def compute(parameters, scale_loss) -> model_replica.Gradients:
-      batches.append(self._next_batch(is_preadmitted))
+      batches.append(self._next_batch(is_preadmitted=is_preadmitted))
       return self.replica.gradients(parameters, batches[-1], scale_loss)
 
     step = self.rule.contribute(
@@ -222,7 +223,7 @@ class ReplicaLoop:
     with tf.device(self.device), tf.control_dependencies([put]):
       return tf.identity(packed)  # Else the next step may not find the batch.
 
-  def _next_batch(self, is_preadmitted: bool) -> object:
+  def _next_batch(self, *, is_preadmitted: bool) -> object:
     # The answer that refuses a batch admits nothing in advance, so the next
     # step, which uses the batch again, is one that asks.
     if self.put_back is None or is_preadmitted:

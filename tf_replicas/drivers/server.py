@@ -16,6 +16,7 @@ from tf_replicas import cluster
 from tf_replicas.cluster import exposure
 from tf_replicas.drivers import heartbeat_table
 from tf_replicas.drivers import heartbeats
+from tf_replicas.runtime import devices
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
 
@@ -36,6 +37,7 @@ def connect_server(spec: cluster.ClusterSpec, task: cluster.Task) -> str:
     cluster.ClusterError: If the port of `task` is in use, or its address is
       public.
   """
+  devices.start_quietly()
   address = spec.address(task)
   cluster.check_private(spec, [task])
   cluster.check_port_free(address)

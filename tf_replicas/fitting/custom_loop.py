@@ -44,6 +44,8 @@ class Trained(NamedTuple):
     averages: The same as `values`, but with the moving average of each variable
       that has one, in place of its value. Empty if `run` was called without
       `variable_averages`.
+    row_updates: Maps each parameter server, such as "ps 0", to the number of
+      rows of tables that updates changed there. Empty without tables.
   """
 
   global_step: int
@@ -51,6 +53,7 @@ class Trained(NamedTuple):
   metrics: dict[str, float]
   values: dict[str, np.ndarray]
   averages: dict[str, np.ndarray]
+  row_updates: dict[str, int]
 
 
 @contextlib.contextmanager
@@ -270,7 +273,12 @@ def run(
       averages = {}
       if settings.get("variable_averages") is not None:
         averages = driver.values(averaged=True)
-      return Trained(step, steps.loss, steps.metrics, driver.values(), averages)
+      rows = driver.row_updates()
+      if log_every_steps is not None and sum(rows.values()):
+        settings.get("log", print)(roles.describe_load(rows))
+      return Trained(
+        step, steps.loss, steps.metrics, driver.values(), averages, rows
+      )
 
     return driver.recovering(train)
 

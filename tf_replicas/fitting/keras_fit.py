@@ -157,7 +157,8 @@ def fit(
     min_table_bytes: A size in bytes. With parameter servers, a
       `keras.layers.Embedding` whose weight is at least that large becomes a
       `tf_replicas.Embedding`, whose rows stay on the parameter servers. This
-      applies to layers that are made in `model_fn`. None: no layer is changed.
+      applies to layers that are made in `model_fn`. A subclass of that size is
+      refused. None: no layer is changed or refused.
     start_timeout_secs: Seconds to wait for the other tasks to start.
     recovery_timeout_secs: Seconds to wait for the restart of a parameter server
       that was lost. Training then resumes from the newest checkpoint of
@@ -310,21 +311,9 @@ def fit(
     vars(history)["contributions"] = dict(counts)
     vars(history)["row_updates"] = rows = driver.row_updates()
     if verbose and sum(rows.values()):
-      log(_describe_load(rows))
+      log(roles.describe_load(rows))
   part.end()
   return history
-
-
-def _describe_load(rows: Mapping[str, int]) -> str:
-  """Says in one line which share of the row updates each server made.
-
-  Args:
-    rows: Maps each parameter server, such as "ps 0", to the number of rows of
-      tables that updates changed there.
-  """
-  total = sum(rows.values())
-  shares = ", ".join(f"{n / total:.1%} on {task}" for task, n in rows.items())
-  return f"{total} rows of tables were updated: {shares}"
 
 
 def _contributions_per_update(

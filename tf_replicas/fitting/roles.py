@@ -39,7 +39,6 @@ from tf_replicas.programs import update_options
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.runtime import devices as runtime_devices
-from tf_replicas.runtime import noise
 from tf_replicas.runtime import processes
 from tf_replicas.store import tables
 
@@ -402,8 +401,7 @@ def take(
     TypeError, ValueError: If `cluster` or `devices` is invalid.
     RuntimeError: If this process has trained before and cannot train again.
   """
-  noise.hide()  # TensorFlow may have been imported since.
-  runtime_devices.find_gpus()
+  runtime_devices.start_quietly()
   role = _role(cluster)
   arguments.check_devices(devices, is_alone=role is None)
   if role is not None:
@@ -592,6 +590,18 @@ def check_tables_are_saved(
       " only on the parameter servers and end with the training. Received:"
       f" None, and the table {found[0]!r}."
     )
+
+
+def describe_load(rows: Mapping[str, int]) -> str:
+  """Says in one line which share of the row updates each server made.
+
+  Args:
+    rows: Maps each parameter server, such as "ps 0", to the number of rows of
+      tables that updates changed there. One of the numbers must not be 0.
+  """
+  total = sum(rows.values())
+  shares = ", ".join(f"{n / total:.1%} on {task}" for task, n in rows.items())
+  return f"{total} rows of tables were updated: {shares}"
 
 
 def _only_serves(role: _Role, replication: str) -> bool:

@@ -205,6 +205,8 @@ def _serving_row(
     )
   if task.queued_gradients:
     notes.append(f"{task.queued_gradients} sets of gradients queued")
+  if task.row_updates >= 0:
+    notes.append(f"{task.row_updates} rows of tables updated")
   return task.task, task.address, ", ".join(notes)
 
 

@@ -117,15 +117,16 @@ class Embedding(keras.layers.Embedding):
           f"`{name}` must be None in {self._kind}, as it needs the"
           f" whole table. Received: {value!r:.80}, in the layer {self.name!r}."
         )
-    self._embeddings = self.add_weight(
+    weight = self.add_weight(
       shape=(0, self.output_dim),
       initializer="zeros",
       name="embeddings",
       trainable=True,
     )
+    keras_internals.set_embedding_weight(self, weight)
     tables.attach(
-      self._embeddings,
-      self._embeddings.path,
+      weight,
+      weight.path,
       (self.input_dim, self.output_dim),
       self.embeddings_initializer,
       self.partition,
@@ -137,7 +138,8 @@ class Embedding(keras.layers.Embedding):
   @property
   def _is_on_ps(self) -> bool:
     """Whether PS tasks have the rows, so that the layer's weight is empty."""
-    return self.built and tables.rows_of(self._embeddings) is not None
+    weight = keras_internals.embedding_weight(self) if self.built else None
+    return weight is not None and tables.rows_of(weight) is not None
 
   @property
   def _kind(self) -> str:
@@ -203,7 +205,7 @@ class Embedding(keras.layers.Embedding):
     otherwise it is the weight with all rows.
     """
     if self._is_on_ps:
-      return self._embeddings
+      return keras_internals.embedding_weight(self)
     return self.embeddings
 
   def call(self, inputs: Any) -> Any:
@@ -217,7 +219,8 @@ class Embedding(keras.layers.Embedding):
       The rows, of shape [*inputs.shape, output_dim]; with a combiner,
       [*inputs.shape[:-1], output_dim].
     """
-    if tables.has_rows(self._embeddings) and self.combiner is None:
+    weight = keras_internals.embedding_weight(self)
+    if tables.has_rows(weight) and self.combiner is None:
       return super().call(inputs)
     # As in Keras, where a model without `dtype` for its input yields floats.
     is_float = tf.as_dtype(inputs.dtype).is_floating
@@ -254,7 +257,8 @@ def replacing(
   A `keras.layers.Embedding` that is made within the context changes its class
   when it is built, if its weight would have at least `min_bytes` bytes or has
   one of the given paths, and if a driver builds the model. Its rows then stay
-  on the PS tasks. Layers of subclasses do not change.
+  on the PS tasks. A layer of a subclass cannot be changed so: if it is large,
+  its `build` raises ValueError.
 
   Args:
     min_bytes: The number of bytes; None: the size does not matter.
@@ -267,11 +271,20 @@ def replacing(
     size = tf.as_dtype(layer.variable_dtype).size
     num_bytes = layer.input_dim * layer.output_dim * size
     is_large = min_bytes is not None and num_bytes >= min_bytes
-    is_wanted = is_large or f"{layer.path}/embeddings" in paths
-    is_of_keras = type(layer) is of_keras and not layer.built
-    if not is_wanted or not is_of_keras or tables.current_home() is None:
+    is_of_keras = type(layer) is of_keras
+    is_named = is_of_keras and f"{layer.path}/embeddings" in paths
+    is_left = layer.built or tables.current_home() is None
+    if is_left or not (is_large or is_named):
       build(layer, input_shape)
       return
+    if not is_of_keras:
+      raise ValueError(
+        f"the layer {layer.name!r} must be of `tf_replicas.Embedding` or"
+        " `keras.layers.Embedding` itself, as its weight has at least"
+        " `min_table_bytes`; with `min_table_bytes=None`, each replica reads"
+        f" the whole weight at every step. Received: {type(layer).__name__}, of"
+        f" {num_bytes} bytes."
+      )
     _replace(layer)
     Embedding.build(layer, input_shape)
 
@@ -312,7 +325,7 @@ def table_weights(model: keras.Model) -> dict[str, keras.Variable]:
   """
   found = {}
   for layer in _layers(model):
-    weight = layer._embeddings
+    weight = keras_internals.embedding_weight(layer)
     rows = tables.rows_of(weight)
     found[weight.path if rows is None else rows.path] = weight
   return found
@@ -322,7 +335,7 @@ def _layers(model: keras.Model) -> list[Any]:
   """Returns the built embedding layers of a model that may have tables."""
   return [
     layer
-    for layer in model._flatten_layers()
+    for layer in keras_internals.layers_of(model)
     if type(layer) is keras.layers.Embedding or isinstance(layer, Embedding)
     if layer.built
   ]
@@ -347,7 +360,8 @@ def looked_up_in_shards(
   of_keras = [
     layer
     for layer in _layers(model)
-    if not isinstance(layer, Embedding) and id(layer._embeddings) in ids
+    if not isinstance(layer, Embedding)
+    if id(keras_internals.embedding_weight(layer)) in ids
   ]
   for layer in of_keras:
     _replace(layer)
@@ -519,7 +533,7 @@ def load_tables(
     else:
       keras_internals.replace_value(variable, value)
       tables.detach(variable)
-  for layer in model._flatten_layers():
+  for layer in keras_internals.layers_of(model):
     if isinstance(layer, Embedding) and layer._was_of_keras:
       _restore(layer)
   # Keras keeps these once traced, with lookups on the parameter servers.

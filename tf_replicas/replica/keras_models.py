@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
 from tf_replicas.runtime import keras_internals
+from tf_replicas.store import loss_scaling
 
 
 def keras_replica(
@@ -22,6 +23,7 @@ def keras_replica(
   layers: model_parallel.LayerPlacement | None = None,
   micro_batches: int = 1,
   is_synchronized: bool = False,
+  loss_scale: loss_scaling.LossScale | None = None,
   metrics: Mapping[str, Callable[..., tf.Tensor]] | None = None,
 ) -> model_replica.Replica:
   """Makes a replica of a Keras model; `compile` and `fit` are not used.
@@ -49,6 +51,8 @@ def keras_replica(
       batch.
     is_synchronized: Whether the devices run in lockstep, which
       `keras.layers.BatchNormalization(synchronized=True)` needs.
+    loss_scale: Scales the loss dynamically, for computation in float16, such as
+      that of a model with the dtype policy `mixed_float16`. None: no scale.
     metrics: Functions of (labels, outputs) by name, for the log: each returns a
       scalar, a mean over the batch.
 
@@ -98,7 +102,8 @@ def keras_replica(
     micro_batches,
     statistics,
     is_synchronized,
-    metrics=tuple(metrics),
+    loss_scale,
+    tuple(metrics),
   )
 
 

@@ -659,6 +659,10 @@ class OptimizerRule(GradientRule):
     has_chief_statistics: Whether statistics (variables without gradients, such
       as moving means) are updated from one replica alone. If False, they are
       updated from the mean over the replicas.
+    momentum_correction: Whether velocities are rescaled when the learning rate
+      changes.
+    loss_scale: A constant by which the loss is multiplied before it is
+      differentiated, and by which gradients are divided. None: no scale.
     is_built: Whether `build` was called.
   """
 
@@ -731,10 +735,11 @@ class OptimizerRule(GradientRule):
     self.wire_dtype = wire_dtype
     self.name = name
     self.has_chief_statistics = has_chief_statistics
+    self.momentum_correction = momentum_correction
+    self.loss_scale = loss_scale
     self._to_average = variables_to_average
     self._clip_replica_norm = clip_replica_norm
     self._clip_mean_norm = clip_mean_norm
-    self._loss_scale = loss_scale
 
   def check_built(self) -> None:
     """Raises RuntimeError unless `build` was called."""
@@ -779,7 +784,7 @@ class OptimizerRule(GradientRule):
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
     """Multiplies `loss` by the rule's `loss_scale`, unless that is None."""
-    return loss if self._loss_scale is None else loss * self._loss_scale
+    return loss if self.loss_scale is None else loss * self.loss_scale
 
   def finish_gradients(self, gradients: Sequence[Gradient]) -> list[Gradient]:
     """Prepares one replica's gradients for sending.
@@ -796,8 +801,8 @@ class OptimizerRule(GradientRule):
     """
     count = len(self._store.trainable)
     gradients, moves = list(gradients[:count]), list(gradients[count:])
-    if self._loss_scale is not None:
-      factor = 1 / self._loss_scale
+    if self.loss_scale is not None:
+      factor = 1 / self.loss_scale
       gradients = [gradient_math.scaled(g, factor) for g in gradients]
     if self._clip_replica_norm is not None:
       shapes = [self._store.specs[i].shape for i in self._store.trainable]

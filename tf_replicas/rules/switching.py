@@ -62,7 +62,8 @@ class SwitchingOptimizer(rule_base.GradientRule):
 
     Args:
       rules: The rules; training starts with the first. All must wrap the same
-        optimizer object and have the same number M of replicas.
+        optimizer object, and have the same number M of replicas, `wire_dtype`,
+        `loss_scale` and `momentum_correction`.
       choose: Maps the progress of the training to the rule for the next
         updates. `switch_conditions` makes such functions.
       name: The name of the combined rule.
@@ -174,7 +175,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
     """Returns the scalar that a replica differentiates instead of `loss`.
 
-    It is `loss` times the constant `loss_scale` of the first rule, or `loss`
+    It is `loss` times the constant `loss_scale` that all rules have, or `loss`
     itself if that is None.
     """
     return self.rules[0].scale_loss(loss)
@@ -370,12 +371,16 @@ class SwitchingOptimizer(rule_base.GradientRule):
 def _check(rules: Sequence[rule_base.OptimizerRule]) -> None:
   """Raises ValueError unless the rules can be combined.
 
-  They need the same optimizer object, number of replicas and `wire_dtype`. They
-  must not use options such as `refresh_every` or `step_timeout_secs`.
+  They need the same optimizer object, number of replicas, `wire_dtype`,
+  `loss_scale` and `momentum_correction`. A replica scales its loss before it
+  knows which rule takes its gradients, and all rules use the wrapped optimizer
+  of the first. They must not use options such as `refresh_every` or
+  `step_timeout_secs`.
   """
   first = rules[0]
+  same = "total_num_replicas", "wire_dtype", "loss_scale", "momentum_correction"
   for rule in rules:
-    for field in ("total_num_replicas", "wire_dtype"):
+    for field in same:
       if getattr(rule, field) != getattr(first, field):
         raise ValueError(
           f"`rules` must have the same `{field}`. Received:"

@@ -22,6 +22,17 @@ def find_gpus() -> list[tf.config.PhysicalDevice]:
     return tf.config.list_physical_devices("GPU")
 
 
+def start_quietly() -> None:
+  """Hides TensorFlow's messages below errors, and that a machine has no GPU.
+
+  Drivers call it before their first op, which would print an error on a machine
+  without GPUs. Nothing is hidden if the user sets TF_CPP_MIN_LOG_LEVEL to 0 or
+  1, or if TensorFlow's devices are already initialized.
+  """
+  noise.hide()
+  find_gpus()
+
+
 def configure(
   gpus: Sequence[int] | None,
   *,

@@ -127,6 +127,27 @@ def velocities(
   return []
 
 
+def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
+  """Returns a model and all layers in it, those within layers too."""
+  return list(model._flatten_layers())
+
+
+def embedding_weight(layer: keras.layers.Embedding) -> keras.Variable:
+  """Returns the weight of a built embedding layer.
+
+  Unlike the property `embeddings`, it works with every kind of weight: it adds
+  nothing to it, and `tf_replicas.Embedding` does not refuse it.
+  """
+  return layer._embeddings
+
+
+def set_embedding_weight(
+  layer: keras.layers.Embedding, weight: keras.Variable
+) -> None:
+  """Gives an embedding layer its weight, as `build` of Keras does."""
+  layer._embeddings = weight
+
+
 def variable_id(variable: tf.Variable) -> int | str:
   """Returns the key by which a Keras optimizer finds slots of `variable`."""
   return variable._unique_id

@@ -782,9 +782,10 @@ class _RowUpdate:
       variable.scatter_add(change)
 
 
-# Adafactor (Keras 3.15) names its factored moments like the variable, and
-# MultiOptimizer has no slots of its own.
-_NOT_BY_TASK = keras_internals.optimizer_classes("Adafactor", "MultiOptimizer")
+# Adafactor (Keras 3.15) names its factored moments like the variable.
+_FACTORED = keras_internals.optimizer_classes("Adafactor")
+# It has no slots of its own.
+_SEVERAL = keras_internals.optimizer_classes("MultiOptimizer")
 # These optimizers use norms or products of a whole variable.
 _NOT_BY_SHARD = keras_internals.optimizer_classes("Lamb", "Muon")
 
@@ -795,10 +796,17 @@ def _check_keras(optimizer: keras.optimizers.Optimizer) -> None:
   The reason may be its class or one of its options.
   """
   name = type(optimizer).__name__
-  if isinstance(optimizer, _NOT_BY_TASK):
+  if isinstance(optimizer, _SEVERAL):
+    raise ValueError(
+      "`optimizer` must be one optimizer for all variables; several can take"
+      " turns: give `fit` a model whose `train_step` calls `apply` of each with"
+      f" the variables that it updates. Received: {name}."
+    )
+  if isinstance(optimizer, _FACTORED):
     raise ValueError(
       "`optimizer` must keep its state by variable, as each PS task updates"
-      f" its own variables. Received: {name}."
+      " its own variables; to save memory, use one with a single value per"
+      f" weight, such as `keras.optimizers.Lion`. Received: {name}."
     )
   if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
     raise ValueError(

@@ -53,7 +53,9 @@ def _messages(num_tables):
   loop = replica_loop.ReplicaLoop(
     rule, replica, iter(data), 0, stores.device(0), stores.device(_WORKER)
   )
-  step = tf.function(lambda state: loop.run_one(False, *state), autograph=False)
+  step = tf.function(
+    lambda state: loop.run_one(*state, is_preadmitted=False), autograph=False
+  )
   with tf.device(stores.device(_WORKER)):
     state = tf.function(loop.begin, autograph=False)()
     context.enable_run_metadata()

@@ -184,7 +184,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
         (matrices whose rows live on the PS tasks) and `snapshot_reads` is True.
     """
     if any(is_sparse or ()):
-      self._check_sparse()
+      self._check_sparse(store)
     if self._snapshot_reads:
       rule_base.check_no_tables(store, "`snapshot_reads`")
     namespace = namespace or store.namespace
@@ -208,12 +208,18 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     )
     self.is_built = True
 
-  def _check_sparse(self) -> None:
+  def _check_sparse(self, store: parameter_store.ParameterStore) -> None:
     if self.policy.compensate:
+      rule_base.check_no_tables(
+        store, f"the staleness policy {self.policy.name!r}"
+      )
       raise ValueError(
         f"`compensate` needs dense gradients. Received: {self.policy.name}."
       )
     if self._per_update > 1:
+      rule_base.check_no_tables(
+        store, "`softsync` (`gradients_per_update` > 1)"
+      )
       raise ValueError(
         "`gradients_per_update` must be 1 where gradients are sparse."
         f" Received: {self._per_update}."

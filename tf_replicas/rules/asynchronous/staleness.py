@@ -63,6 +63,9 @@ def drop_stale(max_staleness: int) -> Policy:
   Args:
     max_staleness: The largest staleness with which gradients are applied.
 
+  Returns:
+    The policy, with `admits`; give it to `AsyncReplicasOptimizer`.
+
   Raises:
     ValueError: If `max_staleness` is negative.
   """
@@ -92,6 +95,9 @@ def bounded_staleness(max_lead: int) -> Policy:
     max_lead: The largest number of updates by which a replica may be ahead, at
       least 0.
 
+  Returns:
+    The policy, with `max_lead`; give it to `AsyncReplicasOptimizer`.
+
   Raises:
     ValueError: If `max_lead` is negative.
   """
@@ -104,6 +110,9 @@ def staleness_aware() -> Policy:
   The staleness of a gradient is the number of updates made after its variables
   were read and before the gradient is applied. After Zhang et al. 2015,
   "Staleness-aware async-SGD", section 3.
+
+  Returns:
+    The policy, with `rate_factor`; give it to `AsyncReplicasOptimizer`.
   """
   return Policy(
     "staleness_aware", rate_factor=lambda s: 1.0 / tf.maximum(s, 1.0)
@@ -123,6 +132,9 @@ def delay_compensated(variance: float) -> Policy:
     variance: The factor of the correction.
       `DelayCompensatedGradientDescentOptimizer` of TF1's contrib calls it
       `variance_parameter`.
+
+  Returns:
+    The policy, with `compensate`; give it to `AsyncReplicasOptimizer`.
   """
   return Policy(
     f"delay_compensated({variance})",
