@@ -12,7 +12,7 @@ rules, and other bandwidths.
 
 *   `loopback, 0.1 MB`: all tasks share the loopback device of this machine, and
     0.1 MB of parameters and gradients travels. Up to 16 workers.
-*   `loopback, 1 MB`: the same with 1 MB, so that the transfers need more of the
+*   `loopback`: the same with 1 MB, so that the transfers need more of the
     processor time that all tasks share.
 *   `200 Mbit/s`: each task is a host of its own in a private network, whose
     link has this rate, and 4 MB travel. Up to 4 workers. This group needs root.
@@ -94,7 +94,7 @@ _LOOPBACK = Group(
 )
 GROUPS = {
   "loopback, 0.1 MB": _LOOPBACK._replace(num_elements=25_000),
-  "loopback, 1 MB": _LOOPBACK,
+  "loopback": _LOOPBACK,
   "200 Mbit/s": Group(
     1_000_000,
     200.0,
