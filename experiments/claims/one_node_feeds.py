@@ -9,7 +9,8 @@ graph (a `tf.function`). A worker computes the gradient of a convolution for a
 batch. The batches are made either in the client or in each worker: the graphs
 differ only in the device of these operations. Measures the bytes that the
 client sends (needs `ss`), and the steps per second. Both are measured in turns
-on the same processes.
+on the same processes. All tasks are on the loopback device; then each is a host
+of its own in a private network with links of 1 Gbit/s, which needs root.
 """
 
 import json
@@ -19,8 +20,11 @@ from collections.abc import Sequence
 
 from experiments.support import claims
 from experiments.support import programs
+from tf_replicas.cluster import private_network
 
 WORKERS = (1, 2, 4)
+_LINK_MBIT = 1000.0
+_ON_LINKS = ", links of 1 Gbit/s"
 PLACES = ("client", "workers")
 BATCH_SHAPE = (64, 32, 32, 3)
 # float32.
@@ -30,37 +34,43 @@ BATCH_BYTES = 4 * 64 * 32 * 32 * 3
 def measure(is_quick: bool, seed: int) -> dict:
   """Makes steps with the data of the client and with those of the workers.
 
-  With `is_quick`, it uses 2 workers only, and a shorter time. `seed` is not
-  used. The result maps the number of workers to `steps_per_sec` and
-  `client_bytes`, the bytes that the client sends per step, for each of
-  `PLACES`.
+  With `is_quick`, it uses 2 workers on the loopback device only, and a shorter
+  time. `seed` is not used. The result maps the number of workers, with the
+  links if they are limited, to `steps_per_sec` and `client_bytes`, the bytes
+  that the client sends per step, for each of `PLACES`.
   """
   del seed
   found = {}
-  for workers in (2,) if is_quick else WORKERS:
-    with tempfile.TemporaryDirectory() as directory:
-      programs.run_tasks(
-        "experiments.claims.one_node_feeds_task",
-        [2.0 if is_quick else 8.0],
-        document={
-          "ps": ["localhost:0"] * workers,
-          "worker": ["localhost:0"],
-        },
-        directory=directory,
-      )
-      path = pathlib.Path(directory, "found.json")
-      found[str(workers)] = json.loads(path.read_text(encoding="utf-8"))
+  has_links = not is_quick and private_network.obstacle() is None
+  for mbit, suffix in ((None, ""), (_LINK_MBIT, _ON_LINKS))[: 1 + has_links]:
+    for workers in (2,) if is_quick else WORKERS:
+      with tempfile.TemporaryDirectory() as directory:
+        programs.run_tasks(
+          "experiments.claims.one_node_feeds_task",
+          [2.0 if is_quick else 8.0],
+          document={
+            "ps": ["localhost:0"] * workers,
+            "worker": ["localhost:0"],
+          },
+          directory=directory,
+          mbit_per_sec=mbit,
+        )
+        path = pathlib.Path(directory, "found.json")
+        found[f"{workers}{suffix}"] = json.loads(
+          path.read_text(encoding="utf-8")
+        )
   return found
 
 
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   """Returns the measured numbers of the claim, with the claimed bounds."""
   numbers = list(measurements[0])
-  most = numbers[-1]
+  most = max(int(n.partition(",")[0]) for n in numbers)
 
   def sent(workers, place):
+    count = int(workers.partition(",")[0])
     return [
-      m[workers][place]["client_bytes"] / (int(workers) * BATCH_BYTES)
+      m[workers][place]["client_bytes"] / (count * BATCH_BYTES)
       for m in measurements
     ]
 
@@ -73,7 +83,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
   findings = []
   for workers in numbers:
-    plural = f"{workers} worker{'s' * (workers != '1')}"
+    count, _, links = workers.partition(",")
+    plural = f"{count} worker{'s' * (count != '1')}{links and ',' + links}"
     findings += [
       claims.Finding(
         f"{plural}, data made in the client: bytes that it sends per step,"
@@ -88,7 +99,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
         f"{plural}: steps per second with data from the client, divided by"
         " those with data from the workers",
         relative_rate(workers),
-        **({"most": 0.9} if workers == most else {}),
+        **({"most": 0.9} if int(count) == most else {}),
       ),
     ]
   return findings
@@ -96,33 +107,38 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
 def draw(measurements: Sequence[dict]):
   """Draws the bytes that the client sends, and the step rate, over workers."""
-  figure, (left, right) = claims.new_figure(9, 3.4, ncols=2)
-  numbers = list(measurements[0])
-  for place, color, marker in zip(
-    PLACES, claims.COLORS, claims.MARKERS, strict=False
-  ):
-    for axes, field, scale in (
-      (left, "client_bytes", 1e-6),
-      (right, "steps_per_sec", 1.0),
+  figure, (left, right) = claims.new_figure(9, 3.8, ncols=2)
+  for links, style in (("", "-"), (_ON_LINKS, "--")):
+    names = [n for n in measurements[0] if n.partition(",")[2] == links[1:]]
+    counts = [int(n.partition(",")[0]) for n in names]
+    if not names:
+      continue
+    for place, color, marker in zip(
+      PLACES, claims.COLORS, claims.MARKERS, strict=False
     ):
-      rows = [
-        [m[n][place][field] * scale for n in numbers] for m in measurements
-      ]
-      axes.plot(
-        [int(n) for n in numbers],
-        [sum(column) / len(column) for column in zip(*rows, strict=True)],
-        marker=marker,
-        color=color,
-        label=f"data made in the {place}",
-      )
+      for axes, field, scale in (
+        (left, "client_bytes", 1e-6),
+        (right, "steps_per_sec", 1.0),
+      ):
+        rows = [
+          [m[n][place][field] * scale for n in names] for m in measurements
+        ]
+        axes.plot(
+          counts,
+          [sum(column) / len(column) for column in zip(*rows, strict=True)],
+          marker=marker,
+          linestyle=style,
+          color=color,
+          label=f"data made in the {place}{links}",
+        )
   left.set_ylabel("MB per step that the client sends")
   right.set_ylabel("steps per second")
   for axes in (left, right):
-    axes.set_xticks([int(n) for n in numbers])
+    axes.set_xticks(WORKERS)
     axes.set_xlabel("workers")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
+  left.legend(fontsize="small")
   return figure
 
 
@@ -142,8 +158,10 @@ CLAIM = claims.Claim(
     " workers read their own data. The left plot shows the bytes that the"
     " client sends per step. They follow from where the batches are made, so"
     " they are not judged. The right plot shows the speed. All processes share"
-    " the cores of one machine and no link is slow, so the speed does not show"
-    " what a slow network would cost."
+    " the cores of one machine. They use its loopback device (solid lines), or"
+    " each has a link of 1 Gbit/s (dashed lines). The speed with the largest"
+    " number of workers is judged. It depends on how much is computed per byte:"
+    " here, the gradient of one convolution."
   ),
   measure=measure,
   find=find,
