@@ -11,10 +11,10 @@ virtual: `support.event_clock` says what is real. `support.race_task` defines
 task, rules and workers.
 
 Writes race.json, race.md and race.png. Each finished cell is stored at once,
-and cells that are in the file are not measured again, so the command may be
-stopped and continued. On one core it takes about four hours. `--short` measures
-sync, backup and async with 4 workers and three seeds. `--draw` measures
-nothing.
+and cells that are in the file are not measured again, unless they had the
+smaller search of before. So the command may be stopped and continued. On one
+core it takes about four hours. `--short` measures sync, backup and async with 4
+workers and three seeds. `--draw` measures nothing.
 
 `--real` repeats sync, backup and async on real processes, and stores the
 results in race_real.json. A batch then takes 0.1 s on average, by sleeping.
@@ -521,7 +521,7 @@ def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
         if cell:
           base = cells.get((SYNC, condition, workers))
           lines.append(_row(cell, base))
-  if any(_rate(cell).endswith(_SMALL_SEARCH) for cell in cells.values()):
+  if any(map(has_small_search, cells.values())):
     lines += [
       "",
       f"{_SMALL_SEARCH} This rate is the best of 0.03, 0.06, 0.12 and 0.24 with"
@@ -623,14 +623,22 @@ def texts(cell: dict, base: dict | None) -> list[str]:
   ]
 
 
-def _rate(cell: dict) -> str:
-  """Formats the learning rate of a cell, marked if its search was a small one.
+def has_small_search(cell: dict) -> bool:
+  """Returns whether the rate of a cell was found by the search of before.
 
   Cells that were measured before 2026-11-26 had a search among four rates, with
   one seed.
   """
-  is_small = any(not isinstance(s["seconds"], list) for s in cell["search"])
-  return f"{cell['rate']}{_SMALL_SEARCH if is_small else ''}"
+  return any(not isinstance(s["seconds"], list) for s in cell["search"])
+
+
+def _rate(cell: dict) -> str:
+  """Formats the learning rate of a cell, marked if its search was a small one.
+
+  Args:
+    cell: The cell.
+  """
+  return f"{cell['rate']}{_SMALL_SEARCH if has_small_search(cell) else ''}"
 
 
 def _row(cell: dict, base: dict | None) -> str:
@@ -752,7 +760,10 @@ def _keys() -> list[tuple[str, str, int]]:
 
 
 def _race(path: str) -> None:
-  """Measures all chosen cells that are not in the file yet."""
+  """Measures all chosen cells that are not in the file yet.
+
+  Cells that had a small search are measured again.
+  """
   import tensorflow as tf
 
   tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -762,7 +773,7 @@ def _race(path: str) -> None:
   racer = Racer()
   for key in _keys():
     cells = read(path)
-    if key not in cells:
+    if key not in cells or has_small_search(cells[key]):
       cells[key] = measure(racer, *key, seeds)
       write(path, cells)
       print(_row(cells[key], cells.get((SYNC, *key[1:]))), flush=True)

@@ -224,6 +224,17 @@ class SearchTest(parameterized.TestCase):
     self.assertLen(tried, 5)
 
 
+class SmallSearchTest(absltest.TestCase):
+  def test_marks_the_rate(self):
+    cells = _cells(even=[9.0, 19.0, 14.0])
+    self.assertNotIn("0.1*", race.table(cells))
+    old = cells["async", "even", 4]
+    old["search"] = [{"rate": 0.1, "limit": 100.0, "seconds": 10.0}]
+    self.assertTrue(race.has_small_search(old))
+    self.assertIn("| 0.1* |", race.table(cells))
+    self.assertIn("with one seed", race.table(cells))
+
+
 class FindTest(parameterized.TestCase):
   @parameterized.parameters(
     ([11.0, 21.0, 16.0], [5.0, 9.0, 8.0], claims.HOLDS),
