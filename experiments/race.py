@@ -285,7 +285,7 @@ def measure(
     )
 
   best, tried = search(
-    lambda *tried: run(*tried)["seconds"],
+    lambda rate, seed, limit: run(rate, seed, limit)["seconds"],
     race_task.RATES,
     race_task.SEARCH_SEEDS,
     limit=race_task.MAX_SECS,

@@ -62,17 +62,19 @@ def measure(is_quick: bool, seed: int) -> dict:
   return found
 
 
+def _count_of(name: str) -> int:
+  """Returns the number of workers from a name in the result of `measure`."""
+  return int(name.partition(",")[0])
+
+
 def find(measurements: Sequence[dict]) -> list[claims.Finding]:
   """Returns the measured numbers of the claim, with the claimed bounds."""
   numbers = list(measurements[0])
-  most = max(int(n.partition(",")[0]) for n in numbers)
+  most = max(map(_count_of, numbers))
 
   def sent(workers, place):
-    count = int(workers.partition(",")[0])
-    return [
-      m[workers][place]["client_bytes"] / (count * BATCH_BYTES)
-      for m in measurements
-    ]
+    num_bytes = _count_of(workers) * BATCH_BYTES
+    return [m[workers][place]["client_bytes"] / num_bytes for m in measurements]
 
   def relative_rate(workers):
     return [
@@ -83,8 +85,9 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
 
   findings = []
   for workers in numbers:
-    count, _, links = workers.partition(",")
-    plural = f"{count} worker{'s' * (count != '1')}{links and ',' + links}"
+    count = _count_of(workers)
+    links = workers.removeprefix(str(count))
+    plural = f"{count} worker{'s' * (count != 1)}{links}"
     findings += [
       claims.Finding(
         f"{plural}, data made in the client: bytes that it sends per step,"
@@ -99,7 +102,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
         f"{plural}: steps per second with data from the client, divided by"
         " those with data from the workers",
         relative_rate(workers),
-        **({"most": 0.9} if int(count) == most else {}),
+        **({"most": 0.9} if count == most else {}),
       ),
     ]
   return findings
@@ -109,8 +112,8 @@ def draw(measurements: Sequence[dict]):
   """Draws the bytes that the client sends, and the step rate, over workers."""
   figure, (left, right) = claims.new_figure(9, 3.8, ncols=2)
   for links, style in (("", "-"), (_ON_LINKS, "--")):
-    names = [n for n in measurements[0] if n.partition(",")[2] == links[1:]]
-    counts = [int(n.partition(",")[0]) for n in names]
+    names = [n for n in measurements[0] if n == f"{_count_of(n)}{links}"]
+    counts = list(map(_count_of, names))
     if not names:
       continue
     for place, color, marker in zip(

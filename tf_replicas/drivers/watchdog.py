@@ -177,13 +177,13 @@ class StepWatchdog(waiting.PollingThread):
       may_be_late = can_skip or may_join
       # Those of the cluster spec have some time to start.
       is_absent = age < 0 and (may_join or (can_skip and is_started))
-      is_lost = age == 0 or age > self._lost_after_secs or is_absent
+      is_lost = self._is_away(age) or is_absent
       if is_lost and doing in _OWES:
         is_expected = age >= 0 or not may_join
         is_known = self._lost.get(replica) == tag
         self._lost[replica] = tag
         if is_expected and not is_known:
-          away = sum(a == 0 or a > self._lost_after_secs for a in ages)
+          away = sum(map(self._is_away, ages))
           follows = f"step {step} uses another replica's gradient instead"
           if len(ages) - away < status.needed <= len(ages):
             follows = f"step {step} waits for it"
@@ -198,6 +198,14 @@ class StepWatchdog(waiting.PollingThread):
         if doing not in (protocol.Status.LOST, protocol.Status.SKIPPED):
           del self._lost[replica]
           self._log(f"{name}: takes part from step {step} on")
+
+  def _is_away(self, age: float) -> bool:
+    """Returns whether a replica has left, or been silent for too long.
+
+    Args:
+      age: The seconds since its last heartbeat, as in `__init__`.
+    """
+    return age == 0 or age > self._lost_after_secs
 
   def _expire(
     self, step: int, waited_secs: float, status: results.StepStatus
@@ -256,7 +264,7 @@ class StepWatchdog(waiting.PollingThread):
     lost = [
       f"{name} ({_absence(age)})"
       for name, age in zip(self._names, ages, strict=True)
-      if age <= 0 or age > self._lost_after_secs
+      if age < 0 or self._is_away(age)
     ]
     # With fewer replicas than contributions, one replica makes several.
     needed = status.needed if status.needed <= len(ages) else 1
