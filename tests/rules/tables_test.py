@@ -64,9 +64,12 @@ class _Together:
     self._barrier = threading.Barrier(2)
 
   def acquire(self):
-    # At the end of the training, the other one may not come any more.
+    # Broken by `open`, once the other replica may not come any more.
     with contextlib.suppress(threading.BrokenBarrierError):
-      self._barrier.wait(timeout=5)
+      self._barrier.wait(timeout=600)
+
+  def open(self):
+    self._barrier.abort()
 
 
 class Training(switching_test.Training):
@@ -111,9 +114,12 @@ def _moved(counts, factor):
 
 class TablesTest(stores.TestCase):
   def _train(self, rule):
-    training = Training(rule, IDS, gates=[_Together()] * 2)
+    gate = _Together()
+    self.addCleanup(gate.open)
+    training = Training(rule, IDS, gates=[gate] * 2)
     self.addCleanup(rule.close)
     training.run_to(STEPS)
+    gate.open()
     training.stop()
     self.assertEqual(int(training.store.global_step), STEPS)
     return training

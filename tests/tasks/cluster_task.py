@@ -641,6 +641,27 @@ def killed_between_steps(here: Here) -> None:
   _be_killed_between_steps(here, driver)
 
 
+def exceeds_deadline(here: Here) -> None:
+  """A scenario: the test stops a worker, and lets it go on two updates later.
+
+  At least the second of these updates is made without the worker.
+  """
+  driver = constant_driver(here)
+
+  def run_chief():
+    recorder = Recorder(driver)
+    recorder.step(2)
+    here.mark("step 2 is made")
+    here.await_mark("worker 1 stands still")
+    recorder.step(2)
+    here.mark("step 4 is made")
+    here.await_mark("worker 1 goes on")
+    recorder.step(2)
+    return {"steps": recorder.steps}
+
+  train(here, driver, run_chief)
+
+
 def come_and_go(here: Here) -> None:
   """A scenario: workers join, die and come back while updates are made.
 
