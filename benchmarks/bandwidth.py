@@ -36,11 +36,11 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 
 from absl import app
 from absl import flags
 
+from benchmarks import bandwidth_kinds
 from benchmarks import commits
 from benchmarks import live_cluster
 from benchmarks import ratios
@@ -70,74 +70,24 @@ flags.DEFINE_string("output", None, "Where to write the raw numbers, as JSON")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _HOSTS = ("ps", "worker0", "worker1", "client")
-_WORKERS = 2
 # A cluster has a port on each host, and another for PS tasks.
 _FIRST_PORT, _PORTS = 3000, 1000
-COMPUTING = "computing alone"
-
-
-class Kind(NamedTuple):
-  """One kind of training that is measured.
-
-  Attributes:
-    kind: The first argument of `benchmarks.bandwidth_task`.
-    is_async: Whether an update has the batch of one worker.
-    is_of_commit: Whether the library is that of the other commit.
-    is_ours: Whether it is this library at all.
-    is_beside: Whether there are 2 PS tasks with half of the parameters each,
-      beside the workers on their hosts, instead of 1 PS task on its own host.
-  """
-
-  kind: str
-  is_async: bool = False
-  is_of_commit: bool = False
-  is_ours: bool = True
-  is_beside: bool = False
-
-
-KINDS: dict[str, Kind] = {
-  "between-graph": Kind("between_graph,sync,float32"),
-  "between-graph bfloat16": Kind("between_graph,sync,bfloat16"),
-  "in-graph": Kind("in_graph,sync,float32"),
-  "in-graph bfloat16": Kind("in_graph,sync,bfloat16"),
-  "between-graph commit": Kind("between_graph,sync,float32", is_of_commit=True),
-  "in-graph commit": Kind("in_graph,sync,float32", is_of_commit=True),
-  "between-graph bfloat16 commit": Kind(
-    "between_graph,sync,bfloat16", is_of_commit=True
-  ),
-  "async between-graph commit": Kind(
-    "between_graph,async,float32", is_async=True, is_of_commit=True
-  ),
-  "between-graph PS beside": Kind("between_graph,sync,float32", is_beside=True),
-  "between-graph PS beside bfloat16": Kind(
-    "between_graph,sync,bfloat16", is_beside=True
-  ),
-  "TF1 SyncReplicasOptimizer": Kind("tf1", is_ours=False),
-  "MultiWorkerMirroredStrategy": Kind("mirrored", is_ours=False),
-  "async between-graph": Kind("between_graph,async,float32", is_async=True),
-  "async between-graph bfloat16": Kind(
-    "between_graph,async,bfloat16", is_async=True
-  ),
-  "async in-graph": Kind("in_graph,async,float32", is_async=True),
-  "async in-graph bfloat16": Kind("in_graph,async,bfloat16", is_async=True),
-  "ParameterServerStrategy": Kind("strategy", is_async=True, is_ours=False),
-}
 
 
 # Of computing alone, which has a batch of each worker in a step, too.
-_NO_KIND = Kind("computing", is_ours=False)
+_NO_KIND = bandwidth_kinds.Kind("computing", is_ours=False)
 
 
 def _start(
   network: private_network.PrivateNetwork,
-  kind: Kind,
+  kind: bandwidth_kinds.Kind,
   model: str,
   port: int,
   root: pathlib.Path,
 ) -> live_cluster.LiveCluster:
   """Starts a cluster of 1 PS and 2 workers on the hosts of a network."""
   has_client = kind.kind.startswith("in_graph") or kind.kind == "strategy"
-  workers = [f"worker{i}" for i in range(_WORKERS)]
+  workers = [f"worker{i}" for i in range(bandwidth_kinds.WORKERS)]
   jobs = {"worker": workers}
   if kind.kind != "mirrored":
     jobs["ps"] = workers if kind.is_beside else ["ps"]
@@ -200,7 +150,7 @@ class _Computing:
           environ=_ENVIRON,
         )
       )
-      for _ in range(_WORKERS)
+      for _ in range(bandwidth_kinds.WORKERS)
     ]
 
   def updates_per_sec(self, updates: int) -> float:
@@ -210,19 +160,7 @@ class _Computing:
       return min(rates)
 
 
-class Network(NamedTuple):
-  """What has to be known of a network.
-
-  Attributes:
-    parameters: The number of its parameters.
-    batch: The number of images in the batch of a worker.
-  """
-
-  parameters: int
-  batch: int
-
-
-def describe(model: str) -> Network:
+def describe(model: str) -> bandwidth_kinds.Network:
   """Builds a network in another process, and describes it."""
   program = (
     "import bandwidth_task; network = bandwidth_task.build({model!r});"
@@ -241,25 +179,14 @@ def describe(model: str) -> Network:
     text=True,
     check=True,
   )
-  return Network(*map(int, result.stdout.split()[-2:]))
-
-
-def transferring_secs(kind: Kind, network: Network, mbit_per_sec: int) -> float:
-  """Returns how long the link of the PS task needs for the bytes of a step.
-
-  These are the parameters for all replicas, and the gradients of all replicas,
-  sent one after the other. (A link may also send and receive at once.)
-  """
-  size = 2 if kind.kind.endswith("bfloat16") else 4
-  count = 2 * _WORKERS * network.parameters * size
-  return count * 8 / (mbit_per_sec * 1e6)
+  return bandwidth_kinds.Network(*map(int, result.stdout.split()[-2:]))
 
 
 def _turn(
   hosts: private_network.PrivateNetwork,
   trained: live_cluster.LiveCluster | _Computing,
-  kind: Kind,
-  network: Network,
+  kind: bandwidth_kinds.Kind,
+  network: bandwidth_kinds.Network,
   mbit_per_sec: int,
 ) -> dict[str, float]:
   """Lets a cluster train, for about the time of a turn.
@@ -268,16 +195,18 @@ def _turn(
     `images_per_sec`; and the megabytes per step (a batch of each worker) that
     the PS task, or else worker 0, sends and receives.
   """
-  secs = max(transferring_secs(kind, network, mbit_per_sec), 0.2)
-  batches = 1 if kind.is_async else _WORKERS
+  secs = max(
+    bandwidth_kinds.transferring_secs(kind, network, mbit_per_sec), 0.2
+  )
+  batches = 1 if kind.is_async else bandwidth_kinds.WORKERS
   steps = max(3, round(FLAGS.turn_secs / secs))
-  updates = steps * _WORKERS // batches
+  updates = steps * bandwidth_kinds.WORKERS // batches
   host = "worker0" if kind.kind == "mirrored" or kind.is_beside else "ps"
   before = hosts.traffic(host)
   rate = trained.updates_per_sec(updates)
   after = hosts.traffic(host)
   # The turn makes one update more, which it does not time.
-  measured = (updates + 1) * batches / _WORKERS
+  measured = (updates + 1) * batches / bandwidth_kinds.WORKERS
   return {
     "images_per_sec": rate * batches * network.batch,
     "sent_mb": (after.sent - before.sent) / measured / 1e6,
@@ -287,8 +216,8 @@ def _turn(
 
 def measure(
   model: str,
-  network: Network,
-  kinds: Mapping[str, Kind],
+  network: bandwidth_kinds.Network,
+  kinds: Mapping[str, bandwidth_kinds.Kind],
   rates: Sequence[int],
   tree: pathlib.Path | None,
 ) -> Iterator[dict[str, dict[str, dict[str, float]]]]:
@@ -300,7 +229,7 @@ def measure(
   ports = itertools.count(_FIRST_PORT)
   with private_network.PrivateNetwork(_HOSTS) as hosts:
     for number in range(FLAGS.rounds):
-      names = [COMPUTING, *kinds]
+      names = [bandwidth_kinds.COMPUTING, *kinds]
       turns: dict[str, dict[str, dict[str, float]]] = {}
       for name in names if number % 2 else names[::-1]:
         kind = kinds.get(name, _NO_KIND)
@@ -308,7 +237,7 @@ def measure(
           hosts.limit(host, None)
         with contextlib.ExitStack() as stack:
           trained: live_cluster.LiveCluster | _Computing
-          if name == COMPUTING:
+          if name == bandwidth_kinds.COMPUTING:
             trained = _Computing(model, stack)
           else:
             root = tree if kind.is_of_commit and tree else _ROOT
@@ -334,8 +263,8 @@ def measure(
 
 def report(
   model: str,
-  network: Network,
-  kinds: Mapping[str, Kind],
+  network: bandwidth_kinds.Network,
+  kinds: Mapping[str, bandwidth_kinds.Kind],
   found: Sequence[Mapping[str, Mapping[str, Mapping[str, float]]]],
 ) -> None:
   """Prints a table for each rate, and what the ratios are.
@@ -346,24 +275,24 @@ def report(
     kinds: What was measured, by name.
     found: What `measure` yielded.
   """
-  for rate in found[0][COMPUTING]:
+  for rate in found[0][bandwidth_kinds.COMPUTING]:
     rounds = [{n: t[rate] for n, t in turns.items()} for turns in found]
     print(f"\n{model}, {network.parameters} parameters, {rate} Mbit/s")
     print(
       f"{'':32}{'images/s':>10}{'ms/step':>9}{'computing':>11}"
       f"{'transferring':>14}{'step / larger':>24}{'MB out':>8}{'MB in':>8}"
     )
-    images = _WORKERS * network.batch
+    images = bandwidth_kinds.WORKERS * network.batch
     computing = [
-      images / turns[COMPUTING]["images_per_sec"] for turns in rounds
+      images / turns[bandwidth_kinds.COMPUTING]["images_per_sec"]
+      for turns in rounds
     ]
     for name, kind in kinds.items():
       speeds = [turns[name]["images_per_sec"] for turns in rounds]
-      transferring = transferring_secs(kind, network, int(rate))
-      shares = [
-        images / speed / max(alone, transferring)
-        for speed, alone in zip(speeds, computing, strict=True)
-      ]
+      transferring = bandwidth_kinds.transferring_secs(kind, network, int(rate))
+      shares = bandwidth_kinds.shares_of_least_time(
+        rounds, name, network, int(rate)
+      )
       print(
         f"{name:32}{statistics.median(speeds):10.1f}"
         f"{images / statistics.median(speeds) * 1e3:9.0f}"
@@ -374,8 +303,7 @@ def report(
       )
     for name, kind in kinds.items():
       for peer, other in kinds.items():
-        is_peer = other.is_of_commit or not other.is_ours
-        if kind.is_ours and not kind.is_of_commit and is_peer:
+        if not kind.is_peer and other.is_peer:
           if kind.is_async == other.is_async:
             quotients = [
               t[name]["images_per_sec"] / t[peer]["images_per_sec"]
@@ -393,7 +321,7 @@ def main(argv: list[str]) -> None:
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   kinds = {
     name: kind
-    for name, kind in KINDS.items()
+    for name, kind in bandwidth_kinds.KINDS.items()
     if (FLAGS.kinds is None or name in FLAGS.kinds)
     and (FLAGS.commit or not kind.is_of_commit)
   }

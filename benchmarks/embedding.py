@@ -9,6 +9,8 @@ gradient descent. One cluster of each kind stays alive, and they take turns.
 `synchronous` (every update averages the gradients of 2 workers, of 512 examples
 in all) and `asynchronous` use this library, between-graph. `strategy` uses
 TensorFlow's strategy, with a sharded variable and `tf.nn.embedding_lookup`.
+`TF1` uses TF1's `SyncReplicasOptimizer`, with a partitioned variable. `one
+process` trains alone, with both cores and one batch of 256 examples per update.
 With `--commit`, the library at another commit takes part, too.
 Prints the updates per second, the ratios within the rounds (geometric mean and
 95% interval), and the processor time of each task per update (median).
@@ -43,7 +45,8 @@ flags.DEFINE_string(
 )
 flags.DEFINE_string("output", None, "Where to write the raw numbers, as JSON")
 
-_KINDS = ("asynchronous", "synchronous", "strategy")
+_OURS = ("asynchronous", "synchronous")
+_KINDS = (*_OURS, "strategy", "TF1", "one process")
 _AT_COMMIT = " at the commit"
 
 
@@ -63,9 +66,9 @@ class Cluster(live_cluster.LiveCluster):
       root: The root directory of the tree whose library is used.
     """
     self.names, commands = _commands(kind, rows)
-    # The servers of the strategy never end by themselves.
+    # The servers of TensorFlow never end by themselves.
     super().__init__(
-      commands, root=root, cwd=root, ends_by_itself=kind != "strategy"
+      commands, root=root, cwd=root, ends_by_itself=kind in _OURS
     )
 
 
@@ -79,6 +82,8 @@ def _commands(kind: str, rows: int) -> tuple[list[str], list[list[str]]]:
   jobs = {"ps": ["localhost:0"] * 2, "worker": ["localhost:0"] * 2}
   if kind == "strategy":
     jobs["chief"] = ["localhost:0"]
+  if kind == "one process":
+    jobs = {"worker": ["localhost:0"]}
   spec = cluster.resolve_ports(cluster.parse(jobs))
   tasks = [t for t in spec.tasks() if t != spec.chief] + [spec.chief]
   return [str(task) for task in tasks], [
@@ -132,7 +137,7 @@ def main(argv: list[str]) -> None:
     trees = {kind: (kind, commits.ROOT) for kind in _KINDS}
     if FLAGS.commit:
       tree = stack.enter_context(commits.checked_out(FLAGS.commit))
-      for kind in _KINDS[:2]:
+      for kind in _OURS:
         trees[kind + _AT_COMMIT] = kind, tree
     clusters = {}
     for name, (kind, root) in trees.items():
@@ -146,9 +151,14 @@ def main(argv: list[str]) -> None:
       used.append({name: millis for name, (_, millis) in turns.items()})
       print(f"round {number}: {found[-1]}", flush=True)
       _write(found, used)
-  pairs = [("asynchronous", "strategy"), ("synchronous", "asynchronous")]
+  pairs = [
+    ("asynchronous", "strategy"),
+    ("asynchronous", "one process"),
+    ("synchronous", "asynchronous"),
+    ("synchronous", "TF1"),
+  ]
   if FLAGS.commit:
-    pairs += [(kind, kind + _AT_COMMIT) for kind in _KINDS[:2]]
+    pairs += [(kind, kind + _AT_COMMIT) for kind in _OURS]
   for first, second in pairs:
     mean, low, high = ratios.interval([r[first] / r[second] for r in found])
     print(

@@ -2,8 +2,7 @@
 
   python -m benchmarks.embedding_task KIND SPEC JOB INDEX ROWS
 
-KIND is `synchronous`, `asynchronous` or `strategy`. The chief prints "ready",
-then reads numbers of updates from its standard input. For each number, it makes
+KIND is one of `benchmarks.embedding`. The chief prints "ready", then reads numbers of updates from its standard input. For each number, it makes
 so many updates, and prints the seconds that they took.
 """
 
@@ -174,11 +173,112 @@ def strategy(spec: cluster.ClusterSpec, rows: int) -> None:
   live_cluster.serve_turns(make)
 
 
+def tf1(spec: cluster.ClusterSpec, task: cluster.Task, rows: int) -> None:
+  """Runs this task of a training with TF1's `SyncReplicasOptimizer`.
+
+  The table is partitioned over the PS tasks, as TF1's guide to embeddings does.
+  A replica moves only the rows that its batch looks up.
+
+  Args:
+    spec: The cluster.
+    task: The task of this process.
+    rows: The number of rows of the table.
+  """
+  v1 = tf.compat.v1
+  tf_cluster = v1.train.ClusterSpec(spec.as_dict())
+  server = v1.train.Server(tf_cluster, job_name=task.job, task_index=task.index)
+  if task.job == "ps":
+    server.join()
+  workers, is_chief = spec.num_tasks("worker"), task.index == 0
+  here = f"/job:worker/task:{task.index}"
+  setter = v1.train.replica_device_setter(
+    cluster=tf_cluster, worker_device=here
+  )
+  with tf.Graph().as_default(), v1.device(setter):
+    step = v1.train.get_or_create_global_step()
+    with v1.device(f"{here}/device:CPU:0"):
+      batches = v1.data.make_initializable_iterator(dataset(rows, task.index))
+      ids, labels = batches.get_next()
+    v1.add_to_collection(v1.GraphKeys.TABLE_INITIALIZERS, batches.initializer)
+    table = v1.get_variable(
+      "table",
+      [rows, COLUMNS],
+      initializer=v1.random_uniform_initializer(-0.05, 0.05),
+      partitioner=v1.fixed_size_partitioner(spec.num_tasks("ps")),
+      use_resource=True,
+    )
+    kernel = v1.get_variable(
+      "kernel",
+      [COLUMNS, 1],
+      initializer=v1.ones_initializer(),
+      use_resource=True,
+    )
+    found = v1.nn.embedding_lookup(table, ids, partition_strategy="div")
+    optimizer = v1.train.SyncReplicasOptimizer(
+      v1.train.GradientDescentOptimizer(RATE), workers, workers
+    )
+    loss = loss_of(found, tf.convert_to_tensor(kernel), labels)
+    train = optimizer.minimize(loss, global_step=step)
+    # With no tokens, the old class is synchronous from the first step.
+    hooks = [optimizer.make_session_run_hook(is_chief, num_tokens=0)]
+    with v1.train.MonitoredTrainingSession(
+      server.target,
+      is_chief=is_chief,
+      hooks=hooks,
+      save_checkpoint_steps=None,
+      save_checkpoint_secs=None,
+    ) as session:
+
+      def make(count: int) -> None:
+        for _ in range(count):
+          session.run([train, loss])
+
+      if is_chief:
+        make(1)
+        live_cluster.serve_turns(make)
+      while True:  # It waits for the chief in each step, until it is ended.
+        make(1)
+
+
+def one_process(rows: int) -> None:
+  """Trains in this process alone, with all cores.
+
+  Args:
+    rows: The number of rows of the table.
+  """
+  import keras
+
+  table = tf.Variable(
+    tf.random.stateless_uniform([rows, COLUMNS], [1, 2], -0.05, 0.05)
+  )
+  kernel = tf.Variable(tf.ones([COLUMNS, 1]))
+  optimizer = keras.optimizers.SGD(RATE)
+  optimizer.build([table, kernel])
+
+  @tf.function
+  def step(ids, labels):
+    with tf.GradientTape() as tape:
+      found = tf.nn.embedding_lookup(table, ids)
+      loss = loss_of(found, tf.convert_to_tensor(kernel), labels)
+    gradients = tape.gradient(loss, [table, kernel])
+    optimizer.apply(gradients, [table, kernel])
+    return loss
+
+  batches = iter(dataset(rows, 0))
+
+  def make(count: int) -> None:
+    for _ in range(count):
+      loss = step(*next(batches))
+    loss.numpy()
+
+  live_cluster.serve_turns(make)
+
+
 def main(kind: str, document: str, job: str, index: str, rows: str) -> None:
   """Runs the task that the command line describes.
 
   Args:
-    kind: `synchronous`, `asynchronous` or `strategy`.
+    kind: One of `benchmarks.embedding`.
     document: The cluster spec as JSON.
     job: The job of the task.
     index: The index of the task within the job.
@@ -186,7 +286,11 @@ def main(kind: str, document: str, job: str, index: str, rows: str) -> None:
   """
   spec = cluster.parse(json.loads(document))
   task = cluster.Task(job, int(index))
-  if kind != "strategy":
+  if kind == "one process":
+    one_process(int(rows))
+  elif kind == "TF1":
+    tf1(spec, task, int(rows))
+  elif kind != "strategy":
     ours(kind, spec, task, int(rows))
   elif job == "chief":
     strategy(spec, int(rows))

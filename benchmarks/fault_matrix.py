@@ -208,6 +208,7 @@ class Training:
     network: private_network.PrivateNetwork | None = None,
     *,
     max_steps: int | None = None,
+    length: int = 1,
     log_every_steps: int = 1,
     checkpoint_every_steps: int | None = None,
     max_starts: int = _MAX_STARTS,
@@ -220,7 +221,9 @@ class Training:
       server: Starts processes.
       network: A network with a host for each task. None: all tasks are on this
         machine.
-      max_steps: The length of the training. None: that of the cell's rule.
+      max_steps: The length of the training. None: that of the cell's rule,
+        times `length`.
+      length: A factor of the length.
       log_every_steps: The chief logs every so many steps.
       checkpoint_every_steps: The chief saves every so many steps. None: six
         times in the training.
@@ -232,7 +235,7 @@ class Training:
     self._directory = pathlib.Path(directory)
     self.train_dir = self._directory / "train"
     rule = _RULES[cell.rule]
-    self.max_steps = max_steps or rule.max_steps
+    self.max_steps = max_steps or length * rule.max_steps
     save_every = checkpoint_every_steps or self.max_steps // 6
     addresses = {
       job: [
@@ -650,6 +653,36 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
   return "\n".join(lines)
 
 
+def counts(results: dict[str, list[dict[str, Any]]]) -> str:
+  """Returns a Markdown table: how much of the matrix was run how often."""
+  lines = [
+    "| cells | in all | run at least once | fewest runs of a cell | runs | failed"
+    " |",
+    "|---|---|---|---|---|---|",
+  ]
+  matrix = list(all_cells())
+  for words, cells in (
+    *(
+      (driver.replace("_", "-"), [c for c in matrix if c.driver == driver])
+      for driver in _FACTORS["driver"]
+    ),
+    ("of both: `--cells=pairs`", covering_cells()),
+    ("faults of the network: `--cells=network`", network_cells()),
+  ):
+    runs = [results.get(str(cell), []) for cell in cells]
+    made = [run for of_cell in runs for run in of_cell]
+    columns = [
+      words,
+      len(runs),
+      sum(bool(of_cell) for of_cell in runs),
+      min(map(len, runs)),
+      len(made),
+      sum(not run["survived"] for run in made),
+    ]
+    lines.append(f"| {' | '.join(map(str, columns))} |")
+  return "\n".join(lines)
+
+
 def summary(results: dict[str, list[dict[str, Any]]]) -> str:
   """Returns a Markdown table by driver, role and fault.
 
@@ -702,7 +735,8 @@ def _write(directory: pathlib.Path, document: dict[str, Any]) -> None:
   os.replace(temporary, path)
   cells = document["cells"]
   (directory / "faults.md").write_text(
-    f"{summary(cells)}\n\nThe runs by cell:\n\n{table(cells)}\n",
+    f"{counts(cells)}\n\n{summary(cells)}\n\nThe runs by cell:\n\n"
+    f"{table(cells)}\n",
     encoding="utf-8",
   )
 
@@ -720,6 +754,7 @@ def main(argv: list[str]) -> None:
     cells = _CELLS[FLAGS.cells]()
   directory = pathlib.Path(FLAGS.output)
   document = _read(directory / "faults.json")
+  _write(directory, document)
   environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
   if set(cells) & set(network_cells()) and private_network.obstacle():
     sys.exit(private_network.obstacle())

@@ -1,6 +1,6 @@
 """Counts the updates that asynchronous training without locks loses.
 
-  python -m benchmarks.lost_updates [INCREMENTS]
+  python -m benchmarks.lost_updates [INCREMENTS] [--runs=1] [--output=FILE]
 
 1 PS (parameter server) and 3 workers are a process each. Every worker reads the
 variable and applies a gradient of ones, INCREMENTS (1,000) times, as fast as it
@@ -9,14 +9,15 @@ final values of the variable, and of the slots of the optimizer, tell how many
 updates they have got.
 """
 
+import argparse
 import json
 import pathlib
-import sys
 import tempfile
 from collections.abc import Mapping
 
 import numpy as np
 
+from benchmarks import stored
 from experiments.support import programs
 
 REPLICAS = 3
@@ -114,16 +115,27 @@ def count(found: np.ndarray, values: np.ndarray) -> float:
   return float(np.mean(np.interp(np.abs(found), np.abs(values), numbers)))
 
 
-def main(increments: int) -> None:
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("increments", type=int, nargs="?", default=INCREMENTS)
+  parser.add_argument("--runs", type=int, default=1)
+  parser.add_argument("--output", help="File for the results, as JSON")
+  arguments = parser.parse_args()
+  increments = arguments.increments
   updates = REPLICAS * increments
   print(f"{REPLICAS} workers, {increments} updates each; lost of {updates}:")
-  for name in OPTIMIZERS:
-    for use_locking in (True, False):
-      lost = measure(name, use_locking=use_locking, increments=increments)
-      cells = [f"{k} {v:.1f} ({v / updates:.2%})" for k, v in lost.items()]
-      how = "locking" if use_locking else "no locking"
-      print(f"{name:9} {how:11} {', '.join(cells)}", flush=True)
+  runs = []
+  for _ in range(arguments.runs):
+    runs.append({})
+    for name in OPTIMIZERS:
+      for use_locking in (True, False):
+        lost = measure(name, use_locking=use_locking, increments=increments)
+        cells = [f"{k} {v:.1f} ({v / updates:.2%})" for k, v in lost.items()]
+        how = "locking" if use_locking else "no locking"
+        print(f"{name:9} {how:11} {', '.join(cells)}", flush=True)
+        runs[-1][f"{name}, {how}"] = lost
+    stored.write(arguments.output, {"updates": updates, "lost_updates": runs})
 
 
 if __name__ == "__main__":
-  main(int(sys.argv[1]) if len(sys.argv) > 1 else INCREMENTS)
+  main()

@@ -5,16 +5,17 @@
 A block (a paragraph, a list or a table) with measured numbers has a comment
 before it that says where they come from, one of
 
-    <!-- measured: results/straggler.json -->
+    <!-- measured: results/straggler.json, table race -->
     <!-- not stored: DATE; REASON -->
     <!-- not measured: REASON -->
 
-The first names files in `experiments/` with the stored measurements, separated
-by commas. Each file must say when it was made; else the comment must, after a
-semicolon. Each number of the block must be in these files, rounded as it is
-written, or be its difference from 1, as a share or as a percentage. Settings,
-goals and numbers that are computed in another way follow after "also:". The
-second comment admits that the block has the date and the command of a
+The first names files in `experiments/` with the stored measurements, and tables
+that `experiments.tables` computes from such files, separated by commas. Each
+file must say when it was made; else the comment must, after a semicolon. Each
+number of the block must be in these files, rounded as it is written, or be its
+difference from 1, as a share or as a percentage; or be in these tables as it is
+written. Settings, goals and numbers that are computed in another way follow
+after "also:". The second comment admits that the block has the date and the command of a
 measurement whose output was not stored. The third says why the numbers are no
 measurements, but settings or theory. A comment whose text ends in "(section)"
 holds for all blocks up to the next heading that have no comment. What
@@ -24,6 +25,7 @@ The program prints numbers without such a comment or without data, and fails if
 there are any. With `--list`, it prints all numbers with their sources.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -41,7 +43,9 @@ _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 # A test of `benchmarks.versions` compares this page with its data.
 _GENERATED = ("docs/versions.md",)
 # A test of `experiments.tables` compares these blocks with their data.
-_BLOCK = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(
+  r"<!-- generated: (?P<name>\S+) -->(?P<table>.*?)<!-- end -->", re.DOTALL
+)
 # What has numbers, but none that were measured.
 _CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+", re.DOTALL)
 _NAMED = re.compile(
@@ -181,7 +185,14 @@ def problem(number: Number) -> str:
     return "" if _DATE.search(source) else "has no date in its comment"
   names, _, more = source.partition(";")
   values = []
+  of_tables: set[str] = set()
   for name in names.split(","):
+    if name.strip().startswith("table "):
+      table = generated().get(name.strip().removeprefix("table "))
+      if table is None:
+        return f"is said to be in the {name.strip()}, which is on no page"
+      of_tables |= set(re.findall(r"[\d.,]*\d", table))
+      continue
     path = ROOT / "experiments" / name.strip()
     if not path.exists():
       return f"is said to be in {name.strip()}, which does not exist"
@@ -191,21 +202,37 @@ def problem(number: Number) -> str:
       return f"has no date: neither {name.strip()} nor its comment has one"
     values += leaves(data)
   also = re.findall(r"[\d.,]*\d", more.partition("also:")[2])
-  if is_in(number, values) or number.text in also:
+  if is_in(number, values) or number.text in {*also, *of_tables}:
     return ""
   return f"is not in {names}"
+
+
+def pages() -> dict[str, str]:
+  """Returns the text of each page, by its path in the repository."""
+  return {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for pattern in PAGES
+    for path in sorted(ROOT.glob(pattern))
+  }
+
+
+@functools.cache
+def generated() -> dict[str, str]:
+  """Returns the tables that `experiments.tables` has written into the pages."""
+  return {
+    match["name"]: match["table"]
+    for text in pages().values()
+    for match in _BLOCK.finditer(text)
+  }
 
 
 def of_pages() -> list[Number]:
   """Returns the numbers of all pages."""
   return [
     number
-    for pattern in PAGES
-    for path in sorted(ROOT.glob(pattern))
-    if str(path.relative_to(ROOT)) not in _GENERATED
-    for number in numbers(
-      str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
-    )
+    for page, text in pages().items()
+    if page not in _GENERATED
+    for number in numbers(page, text)
   ]
 
 

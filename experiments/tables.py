@@ -9,7 +9,8 @@ A page has such a table between two comments,
 
 where NAME is a key of `TABLES`. Run the command after results have changed: a
 test fails if a page is not up to date. `experiments.numbers` looks for no
-sources of the numbers in between.
+sources of the numbers in between. Text around a table that quotes its numbers
+names it as their source: `table NAME`.
 """
 
 import json
@@ -18,13 +19,36 @@ import re
 from collections.abc import Callable
 from collections.abc import Sequence
 
+from benchmarks import tables as benchmark_tables
 from experiments import numbers
 from experiments import race
 from experiments.claims import validation
+from experiments.support import race_real
 
 _RESULTS = numbers.ROOT / "experiments" / "results"
 _BLOCK = re.compile(
   r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
+
+
+_BENCHMARKS = (
+  benchmark_tables.bandwidth,
+  benchmark_tables.bandwidth_peers,
+  benchmark_tables.before_and_now,
+  benchmark_tables.embedding,
+  benchmark_tables.embedding_cpu,
+  benchmark_tables.embedding_ratios,
+  benchmark_tables.fault_runs,
+  benchmark_tables.faults,
+  benchmark_tables.floor,
+  benchmark_tables.floor_ratios,
+  benchmark_tables.least_time,
+  benchmark_tables.lost_updates,
+  benchmark_tables.other_speeds,
+  benchmark_tables.overlap,
+  benchmark_tables.readme,
+  benchmark_tables.scale,
+  benchmark_tables.traffic,
 )
 
 
@@ -37,10 +61,18 @@ def _race() -> list[str]:
   return race.short_table(race.read(str(_RESULTS / "race.json")))
 
 
+def _race_real() -> list[str]:
+  path = _RESULTS / "race_real.json"
+  text = path.read_text(encoding="utf-8")
+  return race_real.short_table(json.loads(text)["runs"])
+
+
 # Each makes the lines of a block.
 TABLES: dict[str, Callable[[], Sequence[str]]] = {
   "race": _race,
+  "race_real": _race_real,
   "validation": _validation,
+  **{make.__name__: make for make in _BENCHMARKS},
 }
 
 
@@ -61,19 +93,11 @@ def fill(text: str) -> str:
   return _BLOCK.sub(block, text)
 
 
-def pages() -> list[pathlib.Path]:
-  """Returns the pages that may have blocks."""
-  return [
-    path for pattern in numbers.PAGES for path in numbers.ROOT.glob(pattern)
-  ]
-
-
 def main() -> None:
-  for path in pages():
-    text = path.read_text(encoding="utf-8")
+  for page, text in numbers.pages().items():
     if (filled := fill(text)) != text:
-      path.write_text(filled, encoding="utf-8")
-      print(path)
+      (numbers.ROOT / page).write_text(filled, encoding="utf-8")
+      print(page)
 
 
 if __name__ == "__main__":

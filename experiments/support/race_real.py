@@ -204,5 +204,43 @@ def table(rows: list[dict]) -> list[str]:
   return lines
 
 
+def short_table(rows: list[dict]) -> list[str]:
+  """Returns a Markdown table of how rules compare with `sync`, and clocks.
+
+  Args:
+    rows: Results of `measure`: for each kind of workers one of `sync`, of
+      `sync, 1 backup` and of `async`, all with the same number of workers.
+  """
+  rules = ("sync", "async", "sync, 1 backup")
+  found = {(row["condition"], row["rule"]): row for row in rows}
+  lines = [
+    "| time, divided by that of `sync` | `async`, real | virtual, same seed |"
+    " one backup, real | virtual, same seed | real / virtual: `sync` | `async` |"
+    " one backup |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  quotients = []
+  for condition in dict.fromkeys(row["condition"] for row in rows):
+    of_rules = [found[condition, rule] for rule in rules]
+    cells = [
+      row[clock]["seconds"] / of_rules[0][clock]["seconds"]
+      for row in of_rules[1:]
+      for clock in ("real", "virtual")
+    ]
+    clocks = [r["real"]["seconds"] / r["virtual"]["seconds"] for r in of_rules]
+    quotients += clocks
+    words = [condition, *(f"{x:.2f}" for x in (*cells, *clocks))]
+    lines.append(f"| {' | '.join(words)} |")
+  mean = np.exp(np.mean(np.log(quotients)))
+  near = sum(abs(quotient - 1) < 0.1 for quotient in quotients)
+  return [
+    *lines,
+    "",
+    f"Real / virtual: geometric mean {mean:.2f}, from {min(quotients):.2f} to"
+    f" {max(quotients):.2f}; less than 10% from 1 in {near} of"
+    f" {len(quotients)} cells.",
+  ]
+
+
 def _secs(run: dict) -> str:
   return "not reached" if run["seconds"] is None else f"{run['seconds']:.0f}"

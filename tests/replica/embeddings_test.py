@@ -402,7 +402,7 @@ class LayerTest(parameterized.TestCase):
       embeddings.replacing(size),
       self.assertRaisesRegex(
         ValueError,
-        "the layer 'words' must be of `tf_replicas.Embedding` .*"
+        "the layer 'words' must be a `tf_replicas.Embedding` .*"
         f"`min_table_bytes=None`.* Received: Own, of {size} bytes.$",
       ) as caught,
     ):

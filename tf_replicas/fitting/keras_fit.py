@@ -700,10 +700,7 @@ class _Loop(keras.callbacks.Callback):
           **arguments,
         )
       except (KeyboardInterrupt, training.StepExpired):
-        self._session.end_writing()
-        # Nothing may replace the first error.
-        with contextlib.suppress(Exception):
-          self._session.save()
+        self._session.save_interrupted()
         raise
       except BaseException:
         self._session.end_writing()

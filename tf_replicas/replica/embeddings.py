@@ -279,11 +279,11 @@ def replacing(
       return
     if not is_of_keras:
       raise ValueError(
-        f"the layer {layer.name!r} must be of `tf_replicas.Embedding` or"
-        " `keras.layers.Embedding` itself, as its weight has at least"
-        " `min_table_bytes`; with `min_table_bytes=None`, each replica reads"
-        f" the whole weight at every step. Received: {type(layer).__name__}, of"
-        f" {num_bytes} bytes."
+        f"the layer {layer.name!r} must be a `tf_replicas.Embedding` or a"
+        " `keras.layers.Embedding`, and not of a class derived from it, because"
+        " its weight has at least `min_table_bytes`; with"
+        " `min_table_bytes=None`, each replica reads the whole weight at every"
+        f" step. Received: {type(layer).__name__}, of {num_bytes} bytes."
       )
     _replace(layer)
     Embedding.build(layer, input_shape)

@@ -244,7 +244,7 @@ class Session:
         step, now = self._loop(lambda: make(step_fn), step, reporter, now)
         self.finish(step)
       except (KeyboardInterrupt, StepExpired):
-        self._save_interrupted()
+        self.save_interrupted()
         raise
       except BaseException:
         self.end_writing()
@@ -476,7 +476,11 @@ class Session:
     except Exception as error:  # Must not replace the first error.
       self._console.log(f"could not save: {error}")
 
-  def _save_interrupted(self) -> None:
+  def save_interrupted(self) -> None:
+    """Writes a checkpoint, and logs which one is the last, or why it failed.
+
+    It is for programs with a loop of their own that was interrupted.
+    """
     self.end_writing()
     try:
       self.save()

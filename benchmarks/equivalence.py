@@ -1,0 +1,223 @@
+r"""Compares the final losses of trainings with a fault and of undisturbed ones.
+
+  python -m benchmarks.equivalence --output=experiments/results [--rounds=10]
+    [--kinds=between_graph/async,...]
+
+With `sync` and all replicas, a training with a fault ends with the weights of
+an undisturbed one (`benchmarks.fault_matrix` checks this). With other rules, no
+two trainings are equal, so this program compares their losses. In each round it
+makes two trainings of each kind, a driver with a rule: an undisturbed one, and
+one in which a fault of `benchmarks.fault_matrix` hits a random task at a random
+step. Both are five times as long as those of the fault matrix, because the
+losses of short trainings differ much.
+
+The loss is that of the training (cross entropy and weight decay) on the test
+images of the synthetic data set. A kind is *equivalent* if the 95% interval of
+the ratio of the mean losses, with a fault divided by without, lies within 0.98
+and 1.02. The interval is computed from the logarithms by Welch's method.
+Finished rounds in `equivalence.json` in `--output` are not made again.
+"""
+
+import json
+import math
+import os
+import pathlib
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import app
+from absl import flags
+
+from benchmarks import fault_matrix
+from benchmarks import stored
+from cifar10 import inputs
+from cifar10 import model as model_lib
+from cifar10 import sources
+from tf_replicas.runtime import fork_server
+
+FLAGS = flags.FLAGS
+flags.set_default("rounds", 10)
+_RULES = ("backup", "async", "bounded_staleness", "periodic")
+flags.DEFINE_list(
+  "kinds",
+  [f"{d}/{r}" for r in _RULES for d in ("between_graph", "in_graph")],
+  "What is trained: each a driver and a rule",
+)
+
+_LENGTH = 5
+_ROLES = ("worker", "chief", "ps")
+_FAULTS = ("kill", "restart", "term", "stop")
+_MARGIN = 0.02
+# Quantiles 0.975 of Student's t, by degrees of freedom.
+_T = {9: 2.262, 10: 2.228, 12: 2.179, 14: 2.145, 16: 2.120, 18: 2.101}
+
+
+class Loss:
+  """Computes the loss of a checkpoint on the test images."""
+
+  def __init__(self):
+    self._model = model_lib.build(seed=0)
+    source = sources.find("synthetic")
+    batches = inputs.eval_batches(source, source.num_test)
+    self._images, self._labels = next(iter(batches))
+
+  def of(self, values: Mapping[str, np.ndarray]) -> float:
+    """Returns the loss.
+
+    Args:
+      values: The tensors of a checkpoint by name.
+    """
+    parameters = {
+      variable.path: tf.constant(values[f"variables/{variable.path}"])
+      for variable in self._model.trainable_variables
+    }
+    loss, _ = model_lib.total_loss(
+      self._model, parameters, self._images, self._labels, training=False
+    )
+    return float(loss)
+
+
+def train(
+  kind: str, dice: random.Random | None, server: fork_server.ForkServer
+) -> tuple[dict[str, np.ndarray], str]:
+  """Trains once.
+
+  Args:
+    kind: The driver and the rule, separated by `/`.
+    dice: Chooses the fault. None: there is none.
+    server: Starts processes.
+
+  Returns:
+    The tensors of the last checkpoint by name, and what the fault was.
+
+  Raises:
+    fault_matrix.Failed: If the training did not survive the fault, or lost or
+      repeated an example.
+  """
+  driver, rule = kind.split("/")
+  cell = fault_matrix.Cell(driver, rule, "none", "none", "step")
+  directory = tempfile.mkdtemp(prefix="equivalence")
+  training = fault_matrix.Training(cell, directory, server, length=_LENGTH)
+  words = ""
+  fault = None
+  if dice is not None:
+    role, what = dice.choice(_ROLES), dice.choice(_FAULTS)
+    step = round(training.max_steps * dice.uniform(0.1, 0.8))
+    words = f"{what} of {role} at step {step}"
+
+    def inject(training: fault_matrix.Training) -> None:
+      training.await_that(
+        lambda: max(training.steps(), default=0) >= step, f"step {step}"
+      )
+      training.inject(what, training.tasks_of(role, dice))
+
+    fault = inject
+  try:
+    training.run(fault)
+  except fault_matrix.Failed as failure:
+    raise fault_matrix.Failed(
+      f"{kind}, {words}: {failure}; logs: {directory}"
+    ) from failure
+  values = training.last_checkpoint()
+  shutil.rmtree(directory, ignore_errors=True)
+  return values, words
+
+
+def interval(
+  losses: Sequence[float], others: Sequence[float]
+) -> tuple[float, float, float]:
+  """Returns the ratio of two mean losses, and the ends of its 95% interval.
+
+  Args:
+    losses: Losses, at least ten.
+    others: The losses of the divisor, at least ten.
+  """
+  logs = [[math.log(x) for x in xs] for xs in (losses, others)]
+  errors = [statistics.variance(xs) / len(xs) for xs in logs]
+  total = sum(errors)
+  freedom = total**2 / sum(
+    error**2 / (len(xs) - 1) for error, xs in zip(errors, logs, strict=True)
+  )
+  # The next smaller number in the table has the larger quantile.
+  quantile = _T[max(n for n in _T if n <= freedom + 1e-9)]
+  mean = statistics.mean(logs[0]) - statistics.mean(logs[1])
+  half = quantile * math.sqrt(total)
+  return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def table(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+  """Returns the lines of a Markdown table of what was found.
+
+  Args:
+    rows: For each kind its rounds.
+  """
+  lines = [
+    "| driver, rule | rounds | mean loss undisturbed | with a fault | ratio"
+    " (95% interval) | within 2% |",
+    "|---|---|---|---|---|---|",
+  ]
+  for kind, rounds in rows.items():
+    faults = [found["with_fault"] for found in rounds]
+    plain = [found["undisturbed"] for found in rounds]
+    columns = [
+      kind.replace("_", "-").replace("/", ", "),
+      str(len(rounds)),
+      f"{statistics.mean(plain):.3f}",
+      f"{statistics.mean(faults):.3f}",
+    ]
+    if len(rounds) >= 10:
+      mean, low, high = interval(faults, plain)
+      is_within = 1 - _MARGIN <= low and high <= 1 + _MARGIN
+      columns += [
+        f"{mean:.4f} ({low:.4f} to {high:.4f})",
+        "yes" if is_within else "no",
+      ]
+    else:
+      columns += ["too few rounds", ""]
+    lines.append(f"| {' | '.join(columns)} |")
+  return lines
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    sys.exit(f"unknown argument: {argv[1]}")
+  path = pathlib.Path(FLAGS.output) / "equivalence.json"
+  rows: dict[str, list[dict[str, Any]]] = {}
+  if path.exists():
+    rows = json.loads(path.read_text(encoding="utf-8"))["kinds"]
+  loss = Loss()
+  environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+  with fork_server.ForkServer(environ) as server:
+    for number in range(FLAGS.rounds):
+      for kind in FLAGS.kinds:
+        rounds = rows.setdefault(kind, [])
+        if len(rounds) > number:
+          continue
+        dice = random.Random(f"{FLAGS.seed} {kind} {number}")
+        plain, _ = train(kind, None, server)
+        values, words = train(kind, dice, server)
+        rounds.append(
+          {
+            "undisturbed": loss.of(plain),
+            "with_fault": loss.of(values),
+            "fault": words,
+            "commit": stored.CIRCUMSTANCES["commit"],
+            "date": stored.CIRCUMSTANCES["date"],
+          }
+        )
+        print(f"{kind}: {rounds[-1]}", flush=True)
+        stored.write(str(path), {"kinds": rows})
+  print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("output")
+  app.run(main)
