@@ -12,8 +12,8 @@ from absl.testing import parameterized
 from tests.support import stores
 from tf_replicas.rules.sync import chief_recovery
 
-# How long a chief would wait for the end of an update, in tests in which it need
-# not wait so long; and far less.
+# How long a chief would wait for the end of an update, in tests in which it
+# need not wait so long; and far less.
 _GRACE_SECS, _SOON_SECS = 100.0, 50.0
 
 
