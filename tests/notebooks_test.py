@@ -2,7 +2,6 @@
 
 import ast
 import os
-import pathlib
 import re
 
 import nbclient
@@ -21,15 +20,6 @@ def _read(name: str) -> nbformat.NotebookNode:
   return nbformat.read(_NOTEBOOKS / name, as_version=4)
 
 
-def _descendants(pid: int) -> set[int]:
-  """All processes that a process has started, and that these have started."""
-  found = set()
-  for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-    for child in map(int, path.read_text().split()):
-      found |= {child} | _descendants(child)
-  return found
-
-
 def _execute(name: str, monkeypatch) -> dict:
   """Executes a notebook in a kernel; returns what its last cell shows.
 
@@ -38,7 +28,7 @@ def _execute(name: str, monkeypatch) -> dict:
   for key in ("PYTHONPATH", "CUDA_VISIBLE_DEVICES"):
     monkeypatch.setenv(key, trials.ENVIRON[key])
   notebook = _read(name)
-  before = _descendants(os.getpid())
+  before = set(trials.descendants(os.getpid()))
   client = nbclient.NotebookClient(
     notebook,
     timeout=_CELL_SECS,
@@ -48,8 +38,9 @@ def _execute(name: str, monkeypatch) -> dict:
   with client.setup_kernel():
     for index, cell in enumerate(notebook.cells):
       client.execute_cell(cell, index)
-    assert len(_descendants(os.getpid()) - before) == 1  # The kernel.
-  assert _descendants(os.getpid()) == before
+    left = set(trials.descendants(os.getpid())) - before
+    assert len(left) == 1  # The kernel.
+  assert set(trials.descendants(os.getpid())) == before
   outputs = [output for c in notebook.cells for output in c.get("outputs", ())]
   assert not [o for o in outputs if o.output_type == "error"]
   assert any("image/png" in output.get("data", {}) for output in outputs)

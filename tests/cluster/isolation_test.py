@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -70,6 +71,7 @@ def test_who_can_connect(tmp_path, options):
   try:
     while not (tmp_path / "port").exists():
       assert process.poll() is None, process.stdout.read()
+      time.sleep(0.05)
     is_reached = _can_connect(int((tmp_path / "port").read_text()))
     (tmp_path / "connect").touch()
     output, _ = process.communicate(timeout=60)

@@ -205,6 +205,8 @@ class LocalClusterTest(parameterized.TestCase):
     """A worker that was cut off while training ended may wait for long."""
     tasks = self._cluster({WORKER: WAIT})
     tasks.start()
+    self._await_here(tasks, WORKER)
+    _await(lambda: tasks.returncode(PS) == 0, "the end of the ps")
     with mock.patch.object(local_cluster, "_AFTER_CHIEF_SECS", 1.0):
       self.assertEqual(tasks.wait(DEADLINE_SECS), 0)
     self.assertIn("stopping what still runs: worker 1", self.lines[-1])
@@ -216,7 +218,7 @@ class LocalClusterTest(parameterized.TestCase):
     self._await_here(tasks, PS, CHIEF, WORKER)
     pids = [tasks.pid(task) for task in SPEC.tasks()]
     self.assertTrue(all(map(_is_running, pids)))
-    tasks.stop(grace_secs=0.3)
+    tasks.stop(grace_secs=2.0)
     self.assertFalse(any(map(_is_running, pids)))
     self.assertEqual(tasks.returncode(PS), -signal.SIGKILL)
     self.assertEqual(tasks.returncode(WORKER), -signal.SIGTERM)

@@ -152,7 +152,9 @@ def test_a_link_has_its_rate_in_both_directions(net):
   least = (count * 8 - 8e6 * 0.05) / 40e6
   assert at_the_worker > least
   assert at_the_ps > least
-  assert _send(net, count) < min(at_the_worker, at_the_ps)
+  # Noise may make a few transfers as slow as a limited one.
+  unlimited = min(_send(net, count) for _ in range(5))
+  assert unlimited < min(at_the_worker, at_the_ps)
 
 
 def test_a_busy_link_may_become_slower(net):
@@ -182,8 +184,8 @@ def test_counts_traffic(net):
 def test_a_connection_outlives_a_partition(net):
   source = _source(net, 10, 20)
   assert source.stdout.readline() == "sent\n"
-  before = net.traffic("ps").received
   net.cut("ps")
+  before = net.traffic("ps").received
   source.stdin.write("go on\n")
   source.stdin.flush()
   assert source.stdout.readline() == "sent\n"  # Into the socket's buffer.

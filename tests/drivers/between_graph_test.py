@@ -245,7 +245,7 @@ def test_host_names_may_resolve_late(start_trial, tmp_path):
   trial.await_log(worker, "waiting for ps 0 at ps.late.test")
   with hosts["worker"].open("a") as file:
     file.write("127.0.0.1 ps.late.test\n")
-  trial.await_log(worker, "waiting for ps 0 to connect to this task: 10 s")
+  trial.await_log(worker, "waiting for ps 0 to connect to this task: ")
   with hosts["ps"].open("a") as file:
     file.write("127.0.0.1 worker.late.test\n")
   trial.await_success()
@@ -276,11 +276,11 @@ def test_other_variables_end_the_worker_with_words(
 
 
 def test_other_variables_end_the_chief(other_variables):
-  assert other_variables.ends_within(cluster.Task("worker", 0), 30)
+  assert other_variables.ends_within(cluster.Task("worker", 0), 100)
 
 
 def test_other_variables_end_the_cluster(other_variables):
-  assert other_variables.tasks.wait(timeout_secs=20) == 1
+  assert other_variables.tasks.wait(timeout_secs=100) == 1
 
 
 def _run_alone(document, job, replication="between_graph", **options):

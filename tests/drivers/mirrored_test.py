@@ -221,11 +221,17 @@ class Trial:
     self.tasks.start(*self.workers)
 
   def await_codes(self, *workers):
-    """The exit status of each process, or of some, once they have ended."""
+    """The exit status of each process, or of some, once they have ended.
+
+    Their logs are complete then.
+    """
+    workers = workers or self.workers
     deadline = time.monotonic() + DEADLINE_SECS
     while True:
-      codes = [self.tasks.returncode(w) for w in workers or self.workers]
+      codes = [self.tasks.returncode(w) for w in workers]
       if None not in codes:
+        for worker in workers:
+          trials.await_output(self.tasks._processes[worker])
         return codes
       if time.monotonic() > deadline:
         self.tasks.stop(grace_secs=1.0)

@@ -219,10 +219,11 @@ class WatchTest(parameterized.TestCase):
   ):
     age, lines = silence
     needed, what = follows
-    self._watch(
+    watch = self._watch(
       _state([Status.WAITING, status], needed=needed), [1.0, age], now=30.0
     )
     self.assertTrue(self.logged.wait(20))
+    watch.stop()  # It tells the rule after it has logged.
     self.assertIn(f"worker 1: {lines}; step 3 {what}. If", self.lines[0])
     self.assertEqual(self.optimizer.lost[0], (1, 10))
 

@@ -256,7 +256,7 @@ trained = tf_replicas.run(
   lambda: keras.optimizers.SGD(0.25),
   max_steps=2,
   log_every_steps=None,
-  start_timeout_secs=3.0,
+  start_timeout_secs=6.0,  # The launcher waits 15 s for a last error.
 )
 print("SLOPE", trained.values["slope"], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -19,7 +19,9 @@ _LEASED = 5
 
 
 def _await(path: pathlib.Path) -> None:
-  waiting.await_value(path.exists, timeout_secs=120, what=str(path))
+  waiting.await_value(
+    path.exists, timeout_secs=trials.DEADLINE_SECS, what=str(path)
+  )
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ def test_two_join_and_one_is_killed(tmp_path):
       _await(tmp_path / f"worker:{number}")
     joined[1].kill()
     (tmp_path / "go on").touch()
-    output, _ = launched.communicate(timeout=120)
+    output, _ = launched.communicate(timeout=trials.DEADLINE_SECS)
     assert launched.returncode == 0, output
     assert joined[0].wait(60) == 0, joined[0].stdout.read()
   (line,) = [s for s in output.splitlines() if " RESULT {" in s]

@@ -124,8 +124,9 @@ class TakeOwnTest(stores.TestCase):
 
   def test_an_older_process_leaves_to_the_newer_one_what_is_for_it(self):
     """The older one waits longer: it is served first."""
-    numbers = tf.constant(1, tf.int64), tf.constant(7, tf.int64)
-    self._traced.get_concrete_function(*numbers)  # Else it may be overtaken.
+    # The first call takes long: it would be overtaken by the second one.
+    self._put(1, [6, 60])
+    self._take(1, 6)
     older = self._start(1, 7)
     self.assertTrue(older.waits())
     newer = self._start(1, 8)
@@ -189,8 +190,9 @@ class RepliesTest(stores.TestCase):
     self.assertEqual(self._told(call), (CONTINUE, 3))
 
   def test_a_reply_to_a_later_process_makes_the_older_one_void(self):
-    numbers = tf.constant(0, tf.int64), tf.constant(4, tf.int64)
-    self._waiting.get_concrete_function(*numbers)  # Else it may be overtaken.
+    # The first call takes long: it would be overtaken by the second one.
+    self._send([ADMIT, NONE, NONE], [3, 0, 0], 3)
+    self._told(self._start(0, 3))
     older = self._start(0, 4)
     self.assertTrue(older.waits())
     newer = self._start(0, 5)

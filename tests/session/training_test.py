@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tf_replicas.runtime import processes
 from tf_replicas.session import checkpoints
+from tf_replicas.session import interrupts
 from tf_replicas.session import training
 
 START = 1.7e9
@@ -113,13 +114,21 @@ class Large(Toy):
     return super().advance()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
   large = Large()
-  seen = []
+  save = checkpoints.save
+  seen, goes_on = [], threading.Event()
+
+  def save_later(*args, **kwargs):
+    goes_on.wait(60)
+    return save(*args, **kwargs)
+
+  monkeypatch.setattr(checkpoints, "save", save_later)
 
   def step_fn():
     if large.step == 2:
       seen.append(checkpoints.is_complete(tmp_path / "model.ckpt-2"))
+      goes_on.set()
     return large.advance()
 
   session = large.session(tmp_path, max_steps=3, checkpoint_every_steps=2)
@@ -489,7 +498,10 @@ def _run_until_interrupted(toy, directory, interrupt):
     (interrupt_with_sigterm, 4),
   ],
 )
-def test_interrupted_run_saves_and_resumes(tmp_path, capsys, interrupt, last):
+def test_interrupted_run_saves_and_resumes(
+  tmp_path, capsys, monkeypatch, interrupt, last
+):
+  monkeypatch.setattr(interrupts, "_STEP_SECS", 60.0)  # The step ends before.
   toy = Toy()
   _run_until_interrupted(toy, tmp_path, interrupt)
   assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from tf_replicas.cluster import addresses
 
 _COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-_START_SECS = 30.0
+_START_SECS = 120.0
 
 
 def missing() -> str:
@@ -62,7 +62,7 @@ def running(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
     def run(*command: str) -> str:
       return subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=20
+        command, env=environ, capture_output=True, text=True, timeout=60
       ).stdout
 
     files = {"key-file": "key", "pid-file": "munged.pid", "seed-file": "seed"}
@@ -129,7 +129,7 @@ def _await(condition, process: subprocess.Popen, directory: pathlib.Path):
     directory: Directory of the daemons' output.
 
   Raises:
-    AssertionError: If the daemon ends, or the condition does not hold after 30
+    AssertionError: If the daemon ends, or the condition does not hold after 120
       seconds. The message has the output of all daemons.
   """
   deadline = time.monotonic() + _START_SECS

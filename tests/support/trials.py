@@ -134,9 +134,25 @@ def read_until(words: str, process: subprocess.Popen) -> str:
 
 def descendants(pid: int) -> list[int]:
   """Returns the ids of a process's children, of their children and so on."""
-  threads = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
-  children = [int(c) for path in threads for c in path.read_text().split()]
+  children = []
+  for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+    with contextlib.suppress(OSError):  # The thread has just ended.
+      children += map(int, path.read_text().split())
   return children + [d for child in children for d in descendants(child)]
+
+
+def await_output(process: subprocess.Popen) -> None:
+  """Waits until the log of a task that has ended has all that it printed.
+
+  A thread of `LocalCluster` copies the output to the log. It may still do so
+  when the process has ended.
+
+  Args:
+    process: The process of the task, which has ended.
+  """
+  deadline = time.monotonic() + 30
+  while not process.stdout.closed and time.monotonic() < deadline:
+    time.sleep(0.01)
 
 
 class Trial:
@@ -209,7 +225,7 @@ class Trial:
     self.await_that(lambda: words in self.tasks.log(task), words)
 
   def await_end(self, *tasks: cluster.Task) -> None:
-    """Waits until tasks have ended by themselves.
+    """Waits until tasks have ended by themselves, and their logs are complete.
 
     Args:
       *tasks: The tasks; all tasks of the cluster if none are given.
@@ -219,14 +235,19 @@ class Trial:
         lambda task=task: self.tasks.returncode(task) is not None,
         f"the end of {task}",
       )
+      await_output(self.tasks._processes[task])
 
   def ends_within(self, task: cluster.Task, secs: float) -> bool:
-    """Returns whether `task` ends by itself in the next `secs` seconds."""
+    """Returns whether `task` ends by itself in the next `secs` seconds.
+
+    If it does, its log is complete then.
+    """
     deadline = time.monotonic() + secs
     while self.tasks.returncode(task) is None:
       if time.monotonic() > deadline:
         return False
       time.sleep(0.05)
+    await_output(self.tasks._processes[task])
     return True
 
   def await_that(self, condition, what: str) -> None:

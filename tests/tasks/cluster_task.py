@@ -703,12 +703,15 @@ def asynchronous_driver(here: Here, gate=None):
 def killed_chief(here: Here) -> None:
   """A scenario: the test kills the chief of asynchronous updates at step 3.
 
-  The restarted chief goes on to step 6.
+  The restarted chief goes on to step 6, once the restarted worker is there.
   """
   driver = asynchronous_driver(here)
+  here.count(f"{here.task} has joined")
 
   def run_chief():
     is_first = here.count("chief") == 0
+    if not is_first:  # Alone, it might end before the worker has joined.
+      here.await_mark("worker 0 has joined_1")
     last = 3 if is_first else 6
     driver.stop_at(last)
     while driver.step().global_step < last:
@@ -826,11 +829,17 @@ def _be_replaced(here: Here, driver) -> None:
 
 
 def chief_cannot_begin(here: Here) -> None:
-  """A scenario: the chief fails before it publishes its variables."""
+  """A scenario: the chief fails before it publishes its variables.
+
+  The worker has joined by then, and so is told about the failure.
+  """
 
   def new_optimizer():
     if here.task == here.spec.chief:
+      if not here.is_in_graph:  # Otherwise, the chief connects to the worker.
+        here.await_mark("worker 0 has joined")
       raise ValueError("no such optimizer")
+    here.mark(f"{here.task} has joined")
     return constant_optimizer(here)
 
   train(here, here.driver(lambda: constant_replica(here), new_optimizer), dict)
@@ -982,12 +991,15 @@ def parameter_server_lost(here: Here) -> None:
   """
   is_async = here.options["is_async"]
   driver = (asynchronous_driver if is_async else constant_driver)(here)
+  here.mark(f"{here.task} has joined")
   steps = []
 
   def step():
     result = driver.step()
     steps.append(result.global_step)
     if result.global_step == 6 and not driver.recoveries():
+      if not here.is_in_graph:  # Asynchronous updates may do without it.
+        here.await_mark("worker 1 has joined")
       here.mark("step 6 is made")
       here.await_mark("it is dead")
     return result
@@ -1044,7 +1056,7 @@ def _await_sign(device: str) -> None:
   table = heartbeat_table.HeartbeatTable(device)
   waiting.await_value(
     lambda: table.ages()[0] > 0,
-    timeout_secs=20,
+    timeout_secs=MARK_TIMEOUT_SECS,
     what=f"waiting for a beat at {device}",
   )
 
@@ -1130,17 +1142,23 @@ def not_a_number(here: Here) -> None:
 def other_versions(here: Here) -> None:
   """A scenario: workers pretend to have other versions of TensorFlow.
 
-  The scenario's options say which workers, and which versions.
+  The scenario's options say which workers, and which versions. Worker 1 cannot
+  join.
   """
   version = here.options["versions"].get(str(here.task))
   if version:
     tf.__version__ = version
-  driver = constant_driver(here)
+  try:
+    driver = constant_driver(here)
+  finally:
+    here.mark(f"{here.task} knows whether it joins")
 
   def run_chief():
     recorder = Recorder(driver)
     while not (driver.counts()[0].applied and driver.counts()[2].applied):
       recorder.step()
+    # Afterwards there is no parameter server that it could ask.
+    here.await_mark("worker 1 knows whether it joins")
     return {"steps": recorder.steps}
 
   train(here, driver, run_chief)
@@ -1150,7 +1168,7 @@ def other_variables(here: Here) -> None:
   """A scenario: three workers' variables differ from the chief's.
 
   They differ in a shape in worker 1, a name in worker 2 and the order in worker
-  3.
+  3. All three have found that out before the first of them ends the training.
   """
 
   def replica_fn():
@@ -1175,9 +1193,15 @@ def other_variables(here: Here) -> None:
 
     return model_replica.Replica(variables, loss_fn, dataset_fn)
 
-  driver = here.driver(replica_fn, lambda: constant_optimizer(here))
+  try:
+    driver = here.driver(replica_fn, lambda: constant_optimizer(here))
+  finally:
+    here.mark(f"{here.task} has compared")
 
   def run_chief():
+    # The first error ends the training, and then the parameter server.
+    for index in (1, 2, 3):
+      here.await_mark(f"worker {index} has compared")
     driver.step()
     return {}
 

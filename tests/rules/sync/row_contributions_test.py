@@ -7,9 +7,11 @@ from absl.testing import absltest
 from absl.testing import parameterized
 
 from tests.rules.sync import sync_replicas_test
+from tests.support import background
 from tests.support import stores
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules.sync import sync_replicas
+from tf_replicas.runtime import waiting
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
 from tf_replicas.store import tables
@@ -59,6 +61,13 @@ class RowContributionsTest(stores.TestCase):
     )
     training = _Training(optimizer)
     training.start()
+    # Otherwise, some replicas could make all updates before the others begin.
+    inbox = optimizer._contributions._inbox
+    waiting.await_value(
+      lambda: int(inbox.size()) == replicas,
+      timeout_secs=background.DEADLINE_SECS,
+      what="an offer of each replica",
+    )
     updates = training.steps(_STEPS)
     training.stop()
     self.assertEqual(updates[-1].global_step, _STEPS)

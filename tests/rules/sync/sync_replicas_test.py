@@ -115,7 +115,7 @@ class Training:
   def stop(self):
     self.optimizer.close()
     for thread in self._threads:
-      thread.join(timeout=30)
+      thread.join(timeout=background.DEADLINE_SECS)
     assert not any(thread.is_alive() for thread in self._threads)
     if self.errors:
       raise self.errors[0]
@@ -504,7 +504,8 @@ class UpdateTest(stores.TestCase):
       optimizer, _constant(1.0), values=ONE, is_sparse=[False]
     )
     training.start()
-    (releases,), deadline = training.releases, time.monotonic() + 30
+    (releases,) = training.releases
+    deadline = time.monotonic() + background.DEADLINE_SECS
     while not releases and time.monotonic() < deadline:
       optimizer.release_replica(0)
       time.sleep(0.1)
