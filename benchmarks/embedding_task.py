@@ -2,8 +2,9 @@
 
   python -m benchmarks.embedding_task KIND SPEC JOB INDEX ROWS
 
-KIND is one of `benchmarks.embedding`. The chief prints "ready", then reads numbers of updates from its standard input. For each number, it makes
-so many updates, and prints the seconds that they took.
+KIND is one of `benchmarks.embedding`. The chief prints "ready", then reads
+numbers of updates from its standard input. For each number, it makes so many
+updates, and prints the seconds that they took.
 """
 
 import json

@@ -656,8 +656,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 def counts(results: dict[str, list[dict[str, Any]]]) -> str:
   """Returns a Markdown table: how much of the matrix was run how often."""
   lines = [
-    "| cells | in all | run at least once | fewest runs of a cell | runs | failed"
-    " |",
+    "| cells | in all | run at least once | fewest runs of a cell | runs |"
+    " failed |",
     "|---|---|---|---|---|---|",
   ]
   matrix = list(all_cells())

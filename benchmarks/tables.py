@@ -787,7 +787,8 @@ def readme() -> list[str]:
   kind, normal = "between-graph", "with our normalization"
   rows = [
     (
-      "Synchronous, 2 workers: examples/sec against one process with both cores",
+      "Synchronous, 2 workers: examples/sec against one process with both"
+      " cores",
       f"{sync.median(kind, _ONE):.2f};"
       f" in-graph {sync.median('in-graph', _ONE):.2f}",
       "throughput",

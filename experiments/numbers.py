@@ -15,11 +15,11 @@ file must say when it was made; else the comment must, after a semicolon. Each
 number of the block must be in these files, rounded as it is written, or be its
 difference from 1, as a share or as a percentage; or be in these tables as it is
 written. Settings, goals and numbers that are computed in another way follow
-after "also:". The second comment admits that the block has the date and the command of a
-measurement whose output was not stored. The third says why the numbers are no
-measurements, but settings or theory. A comment whose text ends in "(section)"
-holds for all blocks up to the next heading that have no comment. What
-`experiments.tables` writes needs none.
+after "also:". The second comment admits that the block has the date and the
+command of a measurement whose output was not stored. The third says why the
+numbers are no measurements, but settings or theory. A comment whose text ends
+in "(section)" holds for all blocks up to the next heading that have no comment.
+What `experiments.tables` writes needs none.
 
 The program prints numbers without such a comment or without data, and fails if
 there are any. With `--list`, it prints all numbers with their sources.

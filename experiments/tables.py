@@ -14,7 +14,6 @@ names it as their source: `table NAME`.
 """
 
 import json
-import pathlib
 import re
 from collections.abc import Callable
 from collections.abc import Sequence

@@ -215,8 +215,8 @@ def short_table(rows: list[dict]) -> list[str]:
   found = {(row["condition"], row["rule"]): row for row in rows}
   lines = [
     "| time, divided by that of `sync` | `async`, real | virtual, same seed |"
-    " one backup, real | virtual, same seed | real / virtual: `sync` | `async` |"
-    " one backup |",
+    " one backup, real | virtual, same seed | real / virtual: `sync` |"
+    " `async` | one backup |",
     "|---|---|---|---|---|---|---|---|",
   ]
   quotients = []
