@@ -19,7 +19,6 @@ Finished rounds in `equivalence.json` in `--output` are not made again.
 """
 
 import json
-import math
 import os
 import pathlib
 import random
@@ -37,6 +36,7 @@ from absl import app
 from absl import flags
 
 from benchmarks import fault_matrix
+from benchmarks import ratios
 from benchmarks import stored
 from cifar10 import inputs
 from cifar10 import model as model_lib
@@ -56,8 +56,6 @@ _LENGTH = 5
 _ROLES = ("worker", "chief", "ps")
 _FAULTS = ("kill", "restart", "term", "stop")
 _MARGIN = 0.02
-# Quantiles 0.975 of Student's t, by degrees of freedom.
-_T = {9: 2.262, 10: 2.228, 12: 2.179, 14: 2.145, 16: 2.120, 18: 2.101}
 
 
 class Loss:
@@ -131,28 +129,6 @@ def train(
   return values, words
 
 
-def interval(
-  losses: Sequence[float], others: Sequence[float]
-) -> tuple[float, float, float]:
-  """Returns the ratio of two mean losses, and the ends of its 95% interval.
-
-  Args:
-    losses: Losses, at least ten.
-    others: The losses of the divisor, at least ten.
-  """
-  logs = [[math.log(x) for x in xs] for xs in (losses, others)]
-  errors = [statistics.variance(xs) / len(xs) for xs in logs]
-  total = sum(errors)
-  freedom = total**2 / sum(
-    error**2 / (len(xs) - 1) for error, xs in zip(errors, logs, strict=True)
-  )
-  # The next smaller number in the table has the larger quantile.
-  quantile = _T[max(n for n in _T if n <= freedom + 1e-9)]
-  mean = statistics.mean(logs[0]) - statistics.mean(logs[1])
-  half = quantile * math.sqrt(total)
-  return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
-
-
 def table(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
   """Returns the lines of a Markdown table of what was found.
 
@@ -174,7 +150,7 @@ def table(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
       f"{statistics.mean(faults):.3f}",
     ]
     if len(rounds) >= 10:
-      mean, low, high = interval(faults, plain)
+      mean, low, high = ratios.of_means(faults, plain)
       is_within = 1 - _MARGIN <= low and high <= 1 + _MARGIN
       columns += [
         f"{mean:.4f} ({low:.4f} to {high:.4f})",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 # Quantiles 0.975 of Student's t, by degrees of freedom.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}
 _T |= {9: 2.26, 10: 2.23, 11: 2.20, 12: 2.18, 13: 2.16, 14: 2.14, 15: 2.13}
+_T |= {16: 2.12, 17: 2.11, 18: 2.10}
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
@@ -16,6 +17,32 @@ def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
   error = statistics.stdev(logs) / math.sqrt(len(logs))
   half = _T.get(len(logs) - 1, 2.1) * error
   mean = statistics.mean(logs)
+  return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def of_means(
+  values: Sequence[float], others: Sequence[float]
+) -> tuple[float, float, float]:
+  """Returns the ratio of two geometric means, and the ends of its 95% interval.
+
+  The interval is that of Welch (1947), of the logarithms: the two samples need
+  not have the same variance.
+
+  Args:
+    values: Positive numbers, at least two.
+    others: The numbers whose mean is the divisor, at least two.
+  """
+  logs = [[math.log(x) for x in numbers] for numbers in (values, others)]
+  errors = [statistics.variance(xs) / len(xs) for xs in logs]
+  total = sum(errors)
+  mean = statistics.mean(logs[0]) - statistics.mean(logs[1])
+  half = 0.0
+  if total:
+    freedom = total**2 / sum(
+      error**2 / (len(xs) - 1) for error, xs in zip(errors, logs, strict=True)
+    )
+    # Rounded down, which makes the interval a little wider.
+    half = _T[min(math.floor(freedom + 1e-9), max(_T))] * math.sqrt(total)
   return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 

@@ -1,12 +1,15 @@
 """Tests for what the benchmarks share: ratios, floors, stored results."""
 
 import json
+import math
 import pathlib
 import tempfile
 
 import numpy as np
 from absl.testing import absltest
+from absl.testing import parameterized
 
+from benchmarks import bandwidth_kinds
 from benchmarks import floor
 from benchmarks import ratios
 from benchmarks import stored
@@ -21,6 +24,38 @@ class RatiosTest(absltest.TestCase):
       ratios.compare(rounds, [("a", "b")]),
       {"a / b": {"median": 0.75, "min": 0.5, "max": 1.0}},
     )
+
+  def test_ratio_of_two_means(self):
+    """With equal variances of n numbers each, there are 2 n - 2 degrees."""
+    values = [math.exp(x) for x in (0.1, 0.2, 0.3, 0.4)]
+    others = [math.exp(x) for x in (0.0, 0.1, 0.2, 0.3)]
+    # The variance is 1/60; the quantile with 6 degrees of freedom is 2.45.
+    half = 2.45 * math.sqrt(2 / 60 / 4)
+    np.testing.assert_allclose(
+      ratios.of_means(values, others),
+      np.exp([0.1, 0.1 - half, 0.1 + half]),
+      rtol=1e-12,
+    )
+    self.assertEqual(ratios.of_means([2.0, 2.0], [1.0, 1.0])[1:], (2.0, 2.0))
+
+
+class LeastTimeTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (100, 2.0),  # Four times 781,250 floats take 1 s...
+    (10_000, 4.0),  # ... or 10 ms; computing takes 0.5 s.
+  )
+  def test_the_longer_of_computing_and_transferring(self, mbit_per_sec, share):
+    rounds = [
+      {
+        bandwidth_kinds.COMPUTING: {"images_per_sec": 40.0},
+        "between-graph": {"images_per_sec": 10.0},
+      }
+    ]
+    network = bandwidth_kinds.Network(parameters=781_250, batch=10)
+    (found,) = bandwidth_kinds.shares_of_least_time(
+      rounds, "between-graph", network, mbit_per_sec
+    )
+    self.assertAlmostEqual(found, share)
 
 
 class FloorTest(absltest.TestCase):
