@@ -673,6 +673,24 @@ def _parts() -> Iterable[list[object]]:
   ]
 
 
+# Links in both directions.
+
+
+def two_way() -> list[str]:
+  """Returns what a link carries in both directions (`benchmarks.two_way`)."""
+  rows = []
+  for name, found in _read("two_way")["share_of_rate"].items():
+    clients, words = name.split(", ")
+    cells = [
+      ratios.in_words(found[where]) if max(found[where]) else "nothing is sent"
+      for where in ("at_clients", "at_server")
+    ]
+    rows.append([clients.split()[0], words, *cells])
+  head = ["connections", "who sends", "at the clients", "at the server"]
+  names = {"one way": "the server", "two ways": "both sides"}
+  return _table(head, [[n, names[w], *cells] for n, w, *cells in rows])
+
+
 # Lost updates.
 
 

@@ -48,6 +48,7 @@ _BENCHMARKS = (
   benchmark_tables.readme,
   benchmark_tables.scale,
   benchmark_tables.traffic,
+  benchmark_tables.two_way,
 )
 
 
