@@ -44,7 +44,7 @@ from cifar10 import sources
 from tf_replicas.runtime import fork_server
 
 FLAGS = flags.FLAGS
-flags.set_default("rounds", 10)
+FLAGS.set_default("rounds", 10)
 _RULES = ("backup", "async", "bounded_staleness", "periodic")
 flags.DEFINE_list(
   "kinds",
