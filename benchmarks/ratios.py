@@ -68,7 +68,11 @@ def in_words(values: Sequence[float]) -> str:
   Args:
     values: The values, at least one.
   """
-  at = spread(values)
+  return spread_in_words(spread(values))
+
+
+def spread_in_words(at: Mapping[str, float]) -> str:
+  """Formats a result of `spread`, as `in_words` does."""
   return f"{at['median']:.2f} ({at['min']:.2f} to {at['max']:.2f})"
 
 

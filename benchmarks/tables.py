@@ -42,11 +42,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
   return ["| " + " | ".join(map(str, row)) + " |" for row in lines]
 
 
-def _spread(at: Mapping[str, float]) -> str:
-  """Formats a stored `ratios.spread`."""
-  return f"{at['median']:.2f} ({at['min']:.2f} to {at['max']:.2f})"
-
-
 def _interval(values: Sequence[float], digits: int = 2) -> str:
   """Formats the geometric mean of ratios, and its 95% interval."""
   mean, low, high = (f"{x:.{digits}f}" for x in ratios.interval(values))
@@ -110,7 +105,8 @@ def floor_ratios() -> list[str]:
   def ratio(first, second):
     found = data["ratios_of_rates"]
     return [
-      _spread(found[f"{first.format(k)} / {second.format(k)}"]) for k in kinds
+      ratios.spread_in_words(found[f"{first.format(k)} / {second.format(k)}"])
+      for k in kinds
     ]
 
   nearest = max(
@@ -498,7 +494,7 @@ class _Ratios:
 
   def of(self, first: str, second: str) -> str:
     """Formats the ratio of two rates."""
-    return _spread(self.data["ratios"][f"{first} / {second}"])
+    return ratios.spread_in_words(self.data["ratios"][f"{first} / {second}"])
 
   def both(self, second: str, suffix: str = "") -> str:
     """Formats the ratios of both drivers to another rate."""
@@ -564,7 +560,7 @@ def _asynchronous() -> Iterable[list[object]]:
 def _small_model() -> Iterable[list[object]]:
   found = _Ratios("small_model")
   millis = found.data["millis_per_step"][_TF1]
-  for words, suffix, goal in (
+  for words, suffix, command in (
     (
       "Small model, ten updates per call, as the programs make them between two"
       " log lines: steps/sec, divided by those of TF1's `SyncReplicasOptimizer`"
@@ -581,7 +577,7 @@ def _small_model() -> Iterable[list[object]]:
   ):
     yield [
       words,
-      goal,
+      command,
       len(found.data["steps_per_sec"]),
       found.both(_TF1, suffix),
     ]
@@ -655,7 +651,7 @@ def _parts() -> Iterable[list[object]]:
     _command(rows),
     len(split["unsplit"]["examples_per_sec"]),
     ", ".join(
-      f"{name} {_spread(row['ratio'])}"
+      f"{name} {ratios.spread_in_words(row['ratio'])}"
       for name, row in split.items()
       if name != "unsplit"
     ),
@@ -679,16 +675,16 @@ def _parts() -> Iterable[list[object]]:
 def two_way() -> list[str]:
   """Returns what a link carries in both directions (`benchmarks.two_way`)."""
   rows = []
+  senders = {"one way": "the server", "two ways": "both sides"}
   for name, found in _read("two_way")["share_of_rate"].items():
-    clients, words = name.split(", ")
+    clients, ways = name.split(", ")
     cells = [
       ratios.in_words(found[where]) if max(found[where]) else "nothing is sent"
       for where in ("at_clients", "at_server")
     ]
-    rows.append([clients.split()[0], words, *cells])
+    rows.append([clients.split()[0], senders[ways], *cells])
   head = ["connections", "who sends", "at the clients", "at the server"]
-  names = {"one way": "the server", "two ways": "both sides"}
-  return _table(head, [[n, names[w], *cells] for n, w, *cells in rows])
+  return _table(head, rows)
 
 
 # Lost updates.
@@ -758,9 +754,9 @@ def _range(values: Sequence[float], digits: int = 2) -> str:
 
 def traffic() -> list[str]:
   """Returns the bytes on the connections of the PS (`benchmarks.wire`)."""
-  rows = []
+  rows, runs_by_arguments = [], _wire()
   for arguments, words in _WIRE.items():
-    runs = _wire()[arguments]
+    runs = runs_by_arguments[arguments]
     rows.append(
       [
         words,
