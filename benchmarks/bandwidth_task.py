@@ -247,6 +247,8 @@ def tf1(model: str, spec: cluster.ClusterSpec, task: cluster.Task) -> None:
     spec: The cluster.
     task: The task of this process.
   """
+  from benchmarks import v1_session
+
   v1 = tf.compat.v1
   tf_cluster = v1.train.ClusterSpec(spec.as_dict())
   server = v1.train.Server(tf_cluster, job_name=task.job, task_index=task.index)
@@ -276,14 +278,8 @@ def tf1(model: str, spec: cluster.ClusterSpec, task: cluster.Task) -> None:
     train = optimizer.apply_gradients(
       list(zip(gradients, variables, strict=True)), global_step=step
     )
-    # With no tokens, the old class is synchronous from the first step.
-    hooks = [optimizer.make_session_run_hook(is_chief, num_tokens=0)]
-    with v1.train.MonitoredTrainingSession(
-      server.target,
-      is_chief=is_chief,
-      hooks=hooks,
-      save_checkpoint_steps=None,
-      save_checkpoint_secs=None,
+    with v1_session.synchronous(
+      server, optimizer, is_chief=is_chief
     ) as session:
 
       def make(count, more):

@@ -13,6 +13,7 @@ import sys
 import tensorflow as tf
 
 from benchmarks import live_cluster
+from benchmarks import v1_session
 from tf_replicas import cluster
 
 COLUMNS, BATCH, IDS = 32, 256, 10
@@ -220,14 +221,8 @@ def tf1(spec: cluster.ClusterSpec, task: cluster.Task, rows: int) -> None:
     )
     loss = loss_of(found, tf.convert_to_tensor(kernel), labels)
     train = optimizer.minimize(loss, global_step=step)
-    # With no tokens, the old class is synchronous from the first step.
-    hooks = [optimizer.make_session_run_hook(is_chief, num_tokens=0)]
-    with v1.train.MonitoredTrainingSession(
-      server.target,
-      is_chief=is_chief,
-      hooks=hooks,
-      save_checkpoint_steps=None,
-      save_checkpoint_secs=None,
+    with v1_session.synchronous(
+      server, optimizer, is_chief=is_chief
     ) as session:
 
       def make(count: int) -> None:

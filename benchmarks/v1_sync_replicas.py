@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import small_model
+from benchmarks import v1_session
 
 v1 = tf.compat.v1
 
@@ -56,14 +57,7 @@ def run_worker(
     )
     train = optimizer.minimize(loss, global_step=step)
   is_chief = index == 0
-  hooks = [optimizer.make_session_run_hook(is_chief, num_tokens=0)]
-  with v1.train.MonitoredTrainingSession(
-    server.target,
-    is_chief=is_chief,
-    hooks=hooks,
-    save_checkpoint_steps=None,
-    save_checkpoint_secs=None,
-  ) as session:
+  with v1_session.synchronous(server, optimizer, is_chief=is_chief) as session:
     for _ in range(small_model.WARM_UP_STEPS):
       session.run([train, loss])
     start = time.perf_counter()
