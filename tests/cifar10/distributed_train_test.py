@@ -277,7 +277,7 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
     assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
-def _kill_ps_at_step_10(flags):
+def _end_ps_at_step_10(flags, signum=signal.SIGKILL):
   """Returns the status, the output and the processes of the training."""
   with trials.running(
     binaries.command(MODULE, *flags), environ=binaries.environ()
@@ -289,17 +289,40 @@ def _kill_ps_at_step_10(flags):
       for task in tasks
       if b"--job_name=ps" in pathlib.Path(f"/proc/{task}/cmdline").read_bytes()
     )
-    os.kill(ps, signal.SIGKILL)
+    os.kill(ps, signum)
     rest, _ = process.communicate(timeout=120)
   return process.returncode, output + rest, tasks
 
 
 def test_the_launcher_restarts_a_parameter_server(tmp_path):
   flags = train_flags(tmp_path, "--max_steps=60", "--checkpoint_every_steps=5")
-  status, output, _ = _kill_ps_at_step_10(flags)
+  status, output, _ = _end_ps_at_step_10(flags)
   assert status == 0, output
   assert "ps 0 was killed by SIGKILL; restarting it" in output
   assert output.count("recovered from the loss of ps 0 at step") == 2
+  assert "Traceback" not in output
+  assert checkpoints.read_finished(tmp_path).global_step == 60
+
+
+@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+def test_no_update_is_lost_if_a_parameter_server_gets_sigterm(
+  tmp_path, replication
+):
+  """Though no checkpoint was due before the end."""
+  flags = train_flags(
+    tmp_path, f"--replication={replication}", "--max_steps=60"
+  )
+  status, output, _ = _end_ps_at_step_10(flags, signal.SIGTERM)
+  assert status == 0, output
+  assert "[ps 0] ps 0 received SIGTERM; it ends after a checkpoint" in output
+  assert "ps 0 was killed by SIGTERM; restarting it" in output
+  (step, resumed, again) = re.search(
+    r"recovered from the loss of ps 0 at step (\d+) in .* s: resumed at step"
+    r" (\d+), so (\d+) updates were made again",
+    output,
+  ).groups()
+  assert step == resumed and int(step) >= 10, output
+  assert again == "0"
   assert "Traceback" not in output
   assert checkpoints.read_finished(tmp_path).global_step == 60
 
@@ -319,7 +342,7 @@ def test_the_death_of_a_parameter_server_ends_the_training(
     "--checkpoint_every_steps=5",
     "--recovery_timeout_secs=0",
   )
-  status, output, tasks = _kill_ps_at_step_10(flags)
+  status, output, tasks = _end_ps_at_step_10(flags)
   assert status not in (0, None), output
   assert "Traceback" not in output
   for task in clients:

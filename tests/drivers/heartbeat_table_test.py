@@ -29,7 +29,7 @@ class BeatTest(stores.TestCase):
     self.assertEqual(self.table.ages(), [NEVER_CAME] * 3)
 
   def test_the_first_heartbeat_is_of_the_current_process(self):
-    self.assertTrue(self.table.beat(1, OLD, True))
+    self.assertTrue(self.table.beat(1, OLD, True).is_current)
     ages = self.table.ages()
     self.assertGreater(ages[1], 0)
     self.assertEqual((ages[0], ages[2]), (NEVER_CAME, NEVER_CAME))
@@ -40,20 +40,20 @@ class BeatTest(stores.TestCase):
     self.assertGreater(self.table.ages()[0], 0.29)
     # The second beat counts, not the first.
     began = time.time()
-    self.assertTrue(self.table.beat(0, OLD, True))
+    self.assertTrue(self.table.beat(0, OLD, True).is_current)
     (age, *_) = self.table.ages()
     self.assertBetween(age, 0, time.time() - began + 0.01)
 
   def test_clients_do_not_mix(self):
     for client in range(3):
-      self.assertTrue(self.table.beat(client, 100 + client, True))
-    self.assertTrue(self.table.beat(1, 101, False))
+      self.assertTrue(self.table.beat(client, 100 + client, True).is_current)
+    self.assertTrue(self.table.beat(1, 101, False).is_current)
     first, second, third = self.table.ages()
     self.assertGreater(first, 0)
     self.assertEqual(second, HAS_LEFT)
     self.assertGreater(third, 0)
-    self.assertFalse(self.table.beat(1, 100, True))
-    self.assertFalse(self.table.beat(2, 101, True))
+    self.assertFalse(self.table.beat(1, 100, True).is_current)
+    self.assertFalse(self.table.beat(2, 101, True).is_current)
 
   def test_a_client_rests(self):
     self.table.beat(1, OLD, True, rests=True)
@@ -70,58 +70,58 @@ class BeatTest(stores.TestCase):
     self.table.beat(0, OLD, True)
     self.table.beat(0, OLD, False)
     self.assertEqual(self.table.ages()[0], HAS_LEFT)
-    self.assertTrue(self.table.beat(0, OLD, True))
+    self.assertTrue(self.table.beat(0, OLD, True).is_current)
     self.assertGreater(self.table.ages()[0], 0)
 
   @parameterized.parameters(True, False)
   def test_nothing_is_recorded_of_another_process(self, is_here):
     self.table.beat(0, OLD, True)
     time.sleep(0.3)
-    self.assertFalse(self.table.beat(0, NEW, is_here))
+    self.assertFalse(self.table.beat(0, NEW, is_here).is_current)
     self.assertGreater(self.table.ages()[0], 0.29)  # Neither new nor left.
-    self.assertTrue(self.table.beat(0, OLD, True))
+    self.assertTrue(self.table.beat(0, OLD, True).is_current)
 
   def test_a_client_that_left_is_still_that_process(self):
     self.table.beat(0, OLD, True)
     self.table.beat(0, OLD, False)
-    self.assertFalse(self.table.beat(0, NEW, True))
+    self.assertFalse(self.table.beat(0, NEW, True).is_current)
     self.assertEqual(self.table.ages()[0], HAS_LEFT)
 
   def test_a_process_that_joins_replaces_the_other(self):
     self.table.beat(0, OLD, True)
     self.table.beat(1, OLD, True)
-    self.assertTrue(self.table.beat(0, NEW, True, joins=True))
-    self.assertTrue(self.table.beat(0, NEW, True))
-    self.assertFalse(self.table.beat(0, OLD, True))
-    self.assertFalse(self.table.beat(0, THIRD, True))
+    self.assertTrue(self.table.beat(0, NEW, True, joins=True).is_current)
+    self.assertTrue(self.table.beat(0, NEW, True).is_current)
+    self.assertFalse(self.table.beat(0, OLD, True).is_current)
+    self.assertFalse(self.table.beat(0, THIRD, True).is_current)
     # Another client is not concerned.
-    self.assertTrue(self.table.beat(1, OLD, True))
-    self.assertFalse(self.table.beat(1, NEW, True))
+    self.assertTrue(self.table.beat(1, OLD, True).is_current)
+    self.assertFalse(self.table.beat(1, NEW, True).is_current)
 
   def test_a_replaced_process_leaves_no_trace_when_it_leaves(self):
     self.table.beat(0, OLD, True)
     self.table.beat(0, NEW, True, joins=True)
-    self.assertFalse(self.table.beat(0, OLD, False))
+    self.assertFalse(self.table.beat(0, OLD, False).is_current)
     self.assertGreater(self.table.ages()[0], 0)
 
   def test_a_replaced_process_may_join_again(self):
     self.table.beat(0, OLD, True)
     self.table.beat(0, NEW, True, joins=True)
-    self.assertTrue(self.table.beat(0, OLD, True, joins=True))
-    self.assertFalse(self.table.beat(0, NEW, True))
+    self.assertTrue(self.table.beat(0, OLD, True, joins=True).is_current)
+    self.assertFalse(self.table.beat(0, NEW, True).is_current)
 
   def test_clients_that_attached_by_name_see_the_same(self):
     other = _table()
-    self.assertTrue(other.beat(2, OLD, True))
+    self.assertTrue(other.beat(2, OLD, True).is_current)
     self.assertGreater(self.table.ages()[2], 0)
-    self.assertFalse(self.table.beat(2, NEW, True))
+    self.assertFalse(self.table.beat(2, NEW, True).is_current)
 
   def test_another_task_has_another_table(self):
     other = _table(task=1)
     other.initialize(3)
     self.table.beat(0, OLD, True)
     self.assertEqual(other.ages(), [NEVER_CAME] * 3)
-    self.assertTrue(other.beat(0, NEW, True))
+    self.assertTrue(other.beat(0, NEW, True).is_current)
 
   def test_another_training_has_another_table(self):
     other = heartbeat_table.HeartbeatTable(
@@ -157,6 +157,15 @@ class LifeOfTheTaskTest(stores.TestCase):
     _table().dismiss("failed: no data")
     self.assertEqual(self._state(table), (True, "failed: no data", False, ""))
 
+  def test_a_task_that_leaves_says_so_and_ends_without_an_outcome(self):
+    table = _table()
+    table.initialize(3)
+    self.assertFalse(_table().beat(0, OLD, True).leaves)
+    table.leaves.assign(True)
+    self.assertTrue(_table().beat(0, OLD, True).leaves)
+    _table().release()
+    self.assertEqual(self._state(table), (True, "", False, ""))
+
   def test_the_outcome_is_there_when_the_task_is_dismissed(self):
     """The task reads the outcome once, as soon as it is dismissed."""
     table = _table()
@@ -182,7 +191,7 @@ class LifeOfTheTaskTest(stores.TestCase):
     table.initialize(3)
     self.assertEqual(self._state(table), (False, "", False, ""))
     self.assertEqual(table.ages(), [NEVER_CAME] * 3)
-    self.assertTrue(table.beat(0, NEW, True))
+    self.assertTrue(table.beat(0, NEW, True).is_current)
 
 
 if __name__ == "__main__":

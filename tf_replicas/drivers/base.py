@@ -201,6 +201,24 @@ class Driver(abc.ABC):
     """
     return  # Where no step waits for others.
 
+  def leaving(self) -> list[str]:
+    """Returns the parameter servers that were asked to end, by SIGTERM.
+
+    They wait some seconds for a checkpoint. A `Session` that has this driver as
+    its `servers` saves one, and then calls `release`.
+
+    Returns:
+      The names of these tasks, such as "ps 0".
+    """
+    return []
+
+  def release(self) -> None:
+    """Lets the parameter servers end that `leaving` returns.
+
+    Only the chief calls it, after it has saved a checkpoint.
+    """
+    return  # Where there are none.
+
   def recover(self, error: tf.errors.OpError) -> bool:
     """Waits for the restart of a lost parameter server, and attaches again.
 
@@ -653,6 +671,20 @@ class ParameterServerDriver(Driver):
     Only the chief keeps these entries. The oldest loss comes first.
     """
     return [*self._recoveries]
+
+  def leaving(self) -> list[str]:
+    """Returns the parameter servers that were asked to end, by SIGTERM.
+
+    The base class documents this.
+    """
+    return self._heartbeats.leaving()
+
+  def release(self) -> None:
+    """Lets the parameter servers end that `leaving` returns.
+
+    The base class documents this.
+    """
+    self._heartbeats.release()
 
   def recover(self, error: tf.errors.OpError) -> bool:
     """Waits for the restart of a lost parameter server, and attaches again.

@@ -9,6 +9,7 @@ import functools
 import json
 import secrets
 from collections.abc import Callable
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -20,6 +21,20 @@ _NO_PROCESS = 0
 # The age of a client that rests is less than this: the seconds since its last
 # heartbeat are subtracted.
 RESTS = -2.0
+
+
+class Answer(NamedTuple):
+  """The answer of a serving task to a heartbeat.
+
+  Attributes:
+    is_current: Whether the sender is the present process of its client. If
+      False, another process has taken its place, and nothing was recorded.
+    leaves: Whether the serving task was asked to end (by SIGTERM), and waits
+      until the chief has saved a checkpoint.
+  """
+
+  is_current: bool
+  leaves: bool
 
 
 class HeartbeatTable:
@@ -42,6 +57,8 @@ class HeartbeatTable:
     outcome: How training ended: "finished", or an error in one line. "" while
       it goes on.
     dismissed: Whether the serving task may end.
+    leaves: Whether the serving task was asked to end (by SIGTERM), and waits
+      until the chief has saved a checkpoint.
     is_open: Whether the chief has let the other clients begin.
     versions: The result of `versions.here()` in the serving task, as JSON.
     signature: The variables and the update rule of the chief, as JSON; "" until
@@ -76,6 +93,7 @@ class HeartbeatTable:
       self.processes = names.variable("processes", [None], tf.int64)
       self.outcome = names.variable("outcome", [], tf.string)
       self.dismissed = names.variable("dismissed", [], tf.bool)
+      self.leaves = names.variable("leaves", [], tf.bool)
       self.is_open = names.variable("is_open", [], tf.bool)
       self.versions = names.variable("versions", [], tf.string)
       self.signature = names.variable("signature", [], tf.string)
@@ -95,6 +113,7 @@ class HeartbeatTable:
     )
     self.outcome.assign("")
     self.dismissed.assign(False)
+    self.leaves.assign(False)
     self.is_open.assign(False)
     self.versions.assign(json.dumps(versions.here()))
     self.call.assign(b"")
@@ -126,8 +145,9 @@ class HeartbeatTable:
       self.beats.scatter_update(tf.IndexedSlices(now, client))
       is_new = joins | (known == _NO_PROCESS)  # Else the number is there.
       tf.cond(is_new, take_over, lambda: tf.constant(False))
+      answer = tf.stack([is_current, self.leaves.read_value()])
     with tf.device(here):
-      return tf.identity(is_current)
+      return tf.identity(answer)
 
   def beat(
     self,
@@ -137,7 +157,7 @@ class HeartbeatTable:
     *,
     joins: bool = False,
     rests: bool = False,
-  ) -> bool:
+  ) -> Answer:
     """Records a heartbeat of a client, or that the client has left.
 
     Args:
@@ -149,13 +169,13 @@ class HeartbeatTable:
       rests: Whether the client waits for the next training of a series.
 
     Returns:
-      Whether the calling process is the present process of the client. If
-      False, another process has taken its place, and nothing was recorded.
+      The answer of the serving task.
     """
     numbers = tf.constant(client), tf.constant(process, tf.int64)
     sign = (-1.0 if rests else 1.0) if is_here else _LEFT
     sign = tf.constant(sign, tf.float64)
-    return bool(self._beat(*numbers, sign, tf.constant(joins)))
+    answer = self._beat(*numbers, sign, tf.constant(joins))
+    return Answer(*answer.numpy().tolist())
 
   def dismiss(self, outcome: str) -> None:
     """Tells the serving task, which keeps this table, to end.
@@ -165,6 +185,11 @@ class HeartbeatTable:
         line.
     """
     self.outcome.assign(outcome)
+    self.dismissed.assign(True)
+    resources.flush_assignments([self.dismissed])
+
+  def release(self) -> None:
+    """Lets the serving task end, which leaves; training does not end."""
     self.dismissed.assign(True)
     resources.flush_assignments([self.dismissed])
 

@@ -59,6 +59,8 @@ OVER = 0
 _REPLACED = "this process was replaced: another one runs as the same task"
 # How long the serving tasks may take to answer a client that leaves.
 _ANSWER_SECS = 10.0
+# How long a serving task that may end may take to do so, and how often to ask.
+_END_SECS, _POLL_SECS = 5.0, 0.1
 
 
 class _Link:
@@ -72,6 +74,8 @@ class _Link:
       did.
     was_restarted: Whether the serving task was restarted since it received the
       first heartbeat.
+    server_leaves: Whether the serving task was asked to end (by SIGTERM), and
+      waits until the chief has saved a checkpoint.
   """
 
   def __init__(
@@ -103,7 +107,7 @@ class _Link:
     self.has_joined = self._was_replaced = self._is_leaving = False
     self._rests = self._is_stopped = False
     self.failure = ""
-    self.was_restarted = False
+    self.was_restarted = self.server_leaves = False
     # A task that hangs raises no error: its clients wait.
     self._wait_logger = waiting.WaitLogger(
       log=log, limit_secs=limit_secs, on_limit=_end_process
@@ -147,9 +151,11 @@ class _Link:
   def _send(self, *, is_here: bool) -> None:
     joins = not (self._arbitrates and self.has_joined)
     try:
-      self._was_replaced = not self._table.beat(
+      answer = self._table.beat(
         self._client, self._process, is_here, joins=joins, rests=self._rests
       )
+      self._was_replaced = not answer.is_current
+      self.server_leaves = answer.leaves
       self.has_joined, self.failure = True, ""
       self._answered = time.monotonic()
     except tf.errors.UnavailableError as error:
@@ -211,6 +217,14 @@ class _Link:
     self._is_leaving = True
     self._thread.request_stop()
     return self._thread
+
+  def release(self) -> None:
+    """Lets the serving task end, which leaves; training does not end.
+
+    It does nothing if the serving task cannot be reached.
+    """
+    with contextlib.suppress(tf.errors.OpError):
+      self._table.release()
 
   def dismiss(self, outcome: str) -> None:
     """Tells the serving task to end, also if it was restarted.
@@ -405,6 +419,38 @@ class Heartbeats:
       )
       if link.has_joined and (link.failure or link.was_restarted)
     ]
+
+  def leaving(self) -> list[str]:
+    """Returns the parameter servers that wait for a checkpoint before they end.
+
+    They were asked to end, by SIGTERM. The method sends nothing: the last
+    heartbeats tell, which are about a second old.
+
+    Returns:
+      The names of these tasks, such as "ps 0".
+    """
+    return [_task_name(device) for device in self._leaving()]
+
+  def _leaving(self) -> dict[str, _Link]:
+    """Returns the links to the parameter servers that leave, by device."""
+    return {
+      table.device: link
+      for table, link in zip(self._tables, self._links, strict=True)
+      if _is_ps(table) and link.server_leaves
+    }
+
+  def release(self) -> None:
+    """Lets the parameter servers end that `leaving` returns.
+
+    It returns when they have ended, or after five seconds.
+    """
+    leaving = self._leaving()
+    for link in leaving.values():
+      link.release()
+    deadline = time.monotonic() + _END_SECS
+    names = {_task_name(device) for device in leaving}
+    while names - set(self.find_lost()) and time.monotonic() < deadline:
+      time.sleep(_POLL_SECS)
 
   def find_lost(self) -> list[str]:
     """Calls every parameter server, and returns those that are lost.

@@ -4,10 +4,21 @@ The process connects to the server that it runs before any other process does.
 Otherwise the server can crash when several processes connect to it for the
 first time at once. (In TensorFlow 2.21 `EagerServiceImpl::CreateContext`
 replaces the collective executor manager while no context exists yet.)
+
+A parameter server that receives SIGTERM, for example because its machine is
+needed for other work, does not end at once. It tells the chief, which saves a
+checkpoint, so that no update is lost. Then, or after eight seconds, it ends. A
+second SIGTERM ends it at once.
 """
 
+import contextlib
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -21,6 +32,9 @@ from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
 
 ORPHAN_TIMEOUT_SECS = 300.0
+# How long a parameter server that received SIGTERM waits for a checkpoint.
+_LEAVE_SECS = 8.0
+_CHIEF = 0  # The number of the chief among the clients.
 
 
 def connect_server(spec: cluster.ClusterSpec, task: cluster.Task) -> str:
@@ -64,6 +78,11 @@ def serve(
 ) -> str:
   """Serves until the chiefs of all trainings have told this task to end.
 
+  A parameter server that receives SIGTERM goes on until the chief has saved a
+  checkpoint, but for at most eight seconds; then the signal ends it. A second
+  SIGTERM ends it at once. This needs that `serve` is called in the main thread,
+  and that the program has no handler of SIGTERM of its own.
+
   Args:
     spec: The cluster.
     task: The task of this process: a parameter server or an in-graph worker.
@@ -98,17 +117,76 @@ def serve(
   if task == spec.tasks("ps")[0]:  # Once in a cluster.
     log(exposure.warning(task))
   heard = time.monotonic()
-  while not all(bool(table.dismissed.numpy()) for table in tables):
-    ages = [age for table in tables for age in table.ages()]
-    if any(0 < age < heartbeats.ALIVE_SECS for age in ages):
-      heard = time.monotonic()
-    if time.monotonic() - heard > orphan_timeout_secs:
-      raise TimeoutError(
-        f"{task}: no client heartbeat for {orphan_timeout_secs:.0f} s; the task"
-        " ends"
-      )
-    time.sleep(0.2)
-  time.sleep(0.3)  # The chief still waits for the answer to its last call.
-  outcomes = [table.outcome.numpy().decode() for table in tables]
-  errors = [text for text in outcomes if text != heartbeats.FINISHED]
+  with _noted_sigterm() as asked:
+    leaves_since = None
+    while not all(bool(table.dismissed.numpy()) for table in tables):
+      ages = [table.ages() for table in tables]
+      if any(_is_alive(age) for of_table in ages for age in of_table):
+        heard = time.monotonic()
+      if time.monotonic() - heard > orphan_timeout_secs:
+        raise TimeoutError(
+          f"{task}: no client heartbeat for {orphan_timeout_secs:.0f} s; the"
+          " task ends"
+        )
+      if asked.is_set():
+        if task.job != "ps":  # It has no variables to save.
+          break
+        if leaves_since is None:
+          leaves_since = time.monotonic()
+          log(f"{task} received SIGTERM; it ends after a checkpoint")
+          for table in tables:
+            table.leaves.assign(True)
+        has_chief = any(_is_alive(of_table[_CHIEF]) for of_table in ages)
+        waited = time.monotonic() - leaves_since
+        if not has_chief or waited > _LEAVE_SECS:
+          break
+      time.sleep(0.2)
+    time.sleep(0.3)  # The chief still waits for the answer to its last call.
+    outcomes = [table.outcome.numpy().decode() for table in tables]
+    errors = [text for text in outcomes if text != heartbeats.FINISHED]
+    if asked.is_set() and errors:
+      _end_by_sigterm()
   return (errors or outcomes)[0]
+
+
+def _is_alive(age: float) -> bool:
+  """Returns whether a client with a heartbeat of this age is alive.
+
+  Args:
+    age: Seconds since the last heartbeat, as `HeartbeatTable.ages` returns it.
+  """
+  return 0 < age < heartbeats.ALIVE_SECS
+
+
+@contextlib.contextmanager
+def _noted_sigterm() -> Iterator[threading.Event]:
+  """Context in which the first SIGTERM sets an event, and does nothing else.
+
+  The second SIGTERM ends the process. If the program has its own handler, or if
+  this is not the main thread, nothing changes, and the event is never set.
+
+  Yields:
+    The event.
+  """
+  event = threading.Event()
+  is_usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+  if not is_usual or threading.current_thread() != threading.main_thread():
+    yield event
+    return
+
+  def note(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    event.set()
+
+  signal.signal(signal.SIGTERM, note)
+  try:
+    yield event
+  finally:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_by_sigterm() -> None:
+  """Ends this process by SIGTERM, so that its exit status tells the reason."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os.kill(os.getpid(), signal.SIGTERM)

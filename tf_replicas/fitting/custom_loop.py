@@ -259,6 +259,7 @@ def run(
         checkpoint_every_secs=checkpoint_every_secs,
         table_writer=table_writer,
         is_optional=_is_optional,
+        servers=driver,
       )
       steps = _Steps(
         driver,

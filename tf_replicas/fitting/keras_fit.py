@@ -638,6 +638,7 @@ class _Loop(keras.callbacks.Callback):
       checkpoint_every_secs=checkpoint_every_secs,
       table_writer=table_writer,
       is_optional=lambda n: n.startswith(roles.OPTIONAL_STATE) or n in optional,
+      servers=driver,
     )
     self._restore()
     if driver.recovers:

@@ -351,6 +351,7 @@ def _drive(
     checkpoint_every_secs=options.checkpoint_every_secs,
     keep_checkpoints=options.keep_checkpoints,
     is_optional=lambda name: name.startswith(_OPTIONAL),
+    servers=driver,
   )
   step = session.restore_or_initialize()
   if workload.initialize is not None:
