@@ -570,6 +570,24 @@ def test_interrupt_of_a_step_that_does_not_end(tmp_path, times):
   assert checkpoint_steps(tmp_path) == [3]
 
 
+def test_a_second_signal_does_not_stop_the_save(tmp_path, monkeypatch):
+  """A cluster manager signals all processes, and then so does the launcher."""
+  monkeypatch.setattr(interrupts, "_STEP_SECS", 0.1)
+  toy = Toy()
+  state = toy.state
+
+  def slow_state():
+    if toy.step:
+      interrupt_with_sigterm()
+      time.sleep(0.5)
+    return state()
+
+  toy.state = slow_state
+  _run_until_interrupted(toy, tmp_path, interrupt_with_sigterm)
+  assert checkpoint_steps(tmp_path) == [4]
+  assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
 def test_an_interrupt_outlives_a_step_that_fails(tmp_path, capsys):
   """The parameter servers get the signal too, and end first."""
   toy = Toy()

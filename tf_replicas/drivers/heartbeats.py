@@ -402,22 +402,25 @@ class Heartbeats:
       link.stop()
     self._link(tables, timeout_secs)
 
-  def lost(self) -> list[str]:
-    """Returns the parameter servers that are lost, by the last heartbeats.
+  def lost(self, *, are_ps: bool = True) -> list[str]:
+    """Returns the serving tasks that are lost, by the last heartbeats.
 
-    A parameter server is lost if the last heartbeat failed, or if it was
-    restarted and this process has not attached again. One that hangs is not
-    lost. The method sends nothing.
+    A serving task is lost if the last heartbeat failed, or if it was restarted
+    and this process has not attached again. One that hangs is not lost. The
+    method sends nothing.
+
+    Args:
+      are_ps: Whether to return parameter servers or in-graph workers.
 
     Returns:
       The names of the lost tasks, such as "ps 0".
     """
     return [
       _task_name(table.device)
-      for table, link, _ in zip(
-        self._tables, self._links, self._incarnations, strict=False
-      )
-      if link.has_joined and (link.failure or link.was_restarted)
+      for table, link in zip(self._tables, self._links, strict=True)
+      if _is_ps(table) == are_ps
+      and link.has_joined
+      and (link.failure or link.was_restarted)
     ]
 
   def leaving(self) -> list[str]:

@@ -207,6 +207,11 @@ class InGraph(driver_base.ParameterServerDriver):
         raise RuntimeError(f"{line}, in a batch of a worker") from None
       raise
 
+  def _have_workers_ended(self) -> bool:
+    """Returns whether the loops have ended, or the processes of all workers."""
+    lost = self._heartbeats.lost(are_ps=False)
+    return len(lost) == len(self._tasks) or self._coordinator.done()
+
   def _run_loop(self, iterator) -> tf.Tensor:
     """Computes and sends gradients on one worker until training ends.
 
@@ -308,7 +313,7 @@ class InGraph(driver_base.ParameterServerDriver):
       self._heartbeats,
       self.rule,
       self._watchdog,
-      self._coordinator.done,
+      self._have_workers_ended,
       error,
       stays=self._options.joined is not None,
       log=self._log,

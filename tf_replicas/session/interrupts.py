@@ -22,6 +22,10 @@ T = TypeVar("T")
 
 # How long an interrupt waits for the end of a step.
 _STEP_SECS = 1.0
+# How long a later interrupt waits while the first one is handled, for example
+# by saving a checkpoint. A cluster manager may send SIGTERM to a launcher and
+# to its tasks, and the launcher passes it on: then the tasks receive it twice.
+_SAVE_SECS = 10.0
 # How long Python may take to call the handler of a signal.
 _HANDLER_SECS = 0.2
 
@@ -99,11 +103,13 @@ def deferred(
 ) -> Iterator[Callable[[Callable[[], T]], T]]:
   """Delays interrupts until the end of a step, for a second at most.
 
-  An interrupt is Ctrl-C or SIGTERM; both raise KeyboardInterrupt. A second
-  interrupt is not delayed. A signal (SIGINT or SIGTERM) for which the program
-  has its own handler is left to that handler. If the program has its own
-  handler of SIGALRM, interrupts are not delayed at all. Outside of the main
-  thread nothing changes.
+  An interrupt is Ctrl-C or SIGTERM; both raise KeyboardInterrupt. If another
+  interrupt comes before the KeyboardInterrupt of the first, the latter is
+  raised at once. If it comes afterwards, it is delayed too: for ten seconds at
+  most, in which a checkpoint can be saved. A signal (SIGINT or SIGTERM) for
+  which the program has its own handler is left to that handler. If the program
+  has its own handler of SIGALRM, interrupts are not delayed at all. Outside of
+  the main thread nothing changes.
 
   Args:
     wake: Makes a step that waits in TensorFlow return to Python for a moment,
@@ -119,8 +125,12 @@ def deferred(
   pending: list[list[str]] = []  # The arguments of a KeyboardInterrupt.
   in_step = threading.Event()
 
+  limit_secs = _STEP_SECS
+
   def check(*_: object) -> None:
+    nonlocal limit_secs
     if pending:
+      limit_secs = _SAVE_SECS
       raise KeyboardInterrupt(*pending.pop())
 
   def interrupt(signum: int, frame: types.FrameType | None) -> None:
@@ -129,7 +139,7 @@ def deferred(
     pending.append(["SIGTERM"] if signum == signal.SIGTERM else [])
     # Another handler: see `processes.killed_after`.
     if signal.getsignal(signal.SIGALRM) is check:
-      signal.setitimer(signal.ITIMER_REAL, _STEP_SECS)
+      signal.setitimer(signal.ITIMER_REAL, limit_secs)
     else:
       check()
 
