@@ -277,6 +277,29 @@ def test_an_interrupt_saves_and_leaves_no_process(tmp_path, signum, hangs):
     assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.parametrize("replication", ["between_graph", "in_graph"])
+def test_sigterm_for_all_processes_saves(tmp_path, replication):
+  """As a cluster manager sends it: to the launcher and to all tasks."""
+  flags = train_flags(
+    tmp_path, f"--replication={replication}", "--max_steps=100000"
+  )
+  with trials.running(
+    binaries.command(MODULE, *flags), environ=binaries.environ()
+  ) as process:
+    output = trials.read_until("step 10,", process)
+    tasks = trials.descendants(process.pid)
+    for pid in (process.pid, *tasks):
+      os.kill(pid, signal.SIGTERM)
+    rest, _ = process.communicate(timeout=60)
+  output += rest
+  assert process.returncode == 128 + signal.SIGTERM, output
+  assert re.search(r"training stops; last checkpoint: .*ckpt-\d+", output)
+  assert "not all workers have stopped in time" not in output
+  assert "Traceback" not in output
+  for pid in tasks:
+    assert not pathlib.Path(f"/proc/{pid}").exists()
+
+
 def _end_ps_at_step_10(flags, signum=signal.SIGKILL):
   """Returns the status, the output and the processes of the training."""
   with trials.running(

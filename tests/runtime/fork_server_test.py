@@ -132,6 +132,17 @@ def test_signals(server):
   process.kill()  # It has ended: nothing happens.
 
 
+def test_the_server_outlives_sigterm(server):
+  """A cluster manager sends it to all processes; only the programs end."""
+  code = "import os, time; print(os.getppid(), flush=True); time.sleep(99)"
+  first = start(server, "-c", code)
+  os.kill(int(first.stdout.readline()), signal.SIGTERM)
+  assert finish(start(server, "-c", "print('up')")) == (0, "up\n")
+  assert first.poll() is None
+  first.send_signal(signal.SIGTERM)
+  assert finish(first) == (-signal.SIGTERM, "")
+
+
 def test_other_commands_are_left_to_others(server):
   for command in (
     ["true"],

@@ -303,7 +303,9 @@ def _serve(connection: socket.socket) -> _Program:
   """Forks a process for every program that `ForkServer.popen` requests.
 
   This is the loop of the server process. It returns only in the forked
-  processes. The server itself ends when the connection is closed.
+  processes. The server itself ends when the connection is closed. It ignores
+  SIGTERM: a cluster manager sends it to all processes, and the programs, which
+  end with the server, may have to save something first.
 
   Args:
     connection: The socket by which the server is asked for programs, and
@@ -316,6 +318,7 @@ def _serve(connection: socket.socket) -> _Program:
   os.set_blocking(wakeup, False)
   signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
   signal.signal(signal.SIGCHLD, lambda *_: None)
+  signal.signal(signal.SIGTERM, lambda *_: None)
   selector = selectors.DefaultSelector()
   selector.register(connection, selectors.EVENT_READ)
   selector.register(awake, selectors.EVENT_READ)
@@ -332,14 +335,19 @@ def _serve(connection: socket.socket) -> _Program:
     if not message:  # Its user has ended.
       os._exit(0)
     server = os.getpid()
+    # A signal for the new process must not be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     pid = os.fork()
     if pid:
+      signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
       for descriptor in received:
         os.close(descriptor)
       connection.send(json.dumps([pid, None]).encode())
       continue
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for signum in (signal.SIGCHLD, signal.SIGTERM):
+      signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     selector.close()
     for descriptor in (awake, wakeup):
       os.close(descriptor)
