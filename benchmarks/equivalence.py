@@ -104,12 +104,12 @@ def train(
   cell = fault_matrix.Cell(driver, rule, "none", "none", "step")
   directory = tempfile.mkdtemp(prefix="equivalence")
   training = fault_matrix.Training(cell, directory, server, length=_LENGTH)
-  words = ""
+  told = ""
   fault = None
   if dice is not None:
     role, what = dice.choice(_ROLES), dice.choice(_FAULTS)
     step = round(training.max_steps * dice.uniform(0.1, 0.8))
-    words = f"{what} of {role} at step {step}"
+    told = f"{what} of {role} at step {step}"
 
     def inject(training: fault_matrix.Training) -> None:
       training.await_that(
@@ -122,11 +122,11 @@ def train(
     training.run(fault)
   except fault_matrix.Failed as failure:
     raise fault_matrix.Failed(
-      f"{kind}, {words}: {failure}; logs: {directory}"
+      f"{kind}, {told}: {failure}; logs: {directory}"
     ) from failure
   values = training.last_checkpoint()
   shutil.rmtree(directory, ignore_errors=True)
-  return values, words
+  return values, told
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -179,12 +179,12 @@ def main(argv: list[str]) -> None:
           continue
         dice = random.Random(f"{FLAGS.seed} {kind} {number}")
         plain, _ = train(kind, None, server)
-        values, words = train(kind, dice, server)
+        values, told = train(kind, dice, server)
         rounds.append(
           {
             "undisturbed": loss.of(plain),
             "with_fault": loss.of(values),
-            "fault": words,
+            "fault": told,
             "commit": stored.CIRCUMSTANCES["commit"],
             "date": stored.CIRCUMSTANCES["date"],
           }

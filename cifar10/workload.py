@@ -71,7 +71,7 @@ def make(
   others = ["a longer --warmup_epochs"] * bool(config.warmup_epochs)
   return run_options.Workload(
     replica_fn=functools.partial(_replica, config, options),
-    optimizer_fn=functools.partial(_optimizer, config),
+    optimizer_fn=functools.partial(_optimizer, config, options),
     learning_rate_fn=functools.partial(config_lib.learning_rate, config),
     batch_size=config.batch_size,
     max_steps=config.max_steps,
@@ -150,6 +150,7 @@ def _replica(
     devices,
     layers=placed,
     micro_batches=options.micro_batches,
+    loss_scale=compute_dtypes.loss_scale(config.compute_dtype, options.update),
     leased=tf_replicas.LeasedData(
       lambda numbers: make(source(), numbers=numbers),
       lambda _, examples: examples // batch_size,
@@ -157,7 +158,11 @@ def _replica(
   )
 
 
-def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
+def _optimizer(
+  config: config_lib.Config,
+  options: run_options.Options,
+  new_rule: update_options.RuleFn,
+):
   import keras
 
   import tf_replicas
@@ -180,5 +185,7 @@ def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
   return new_rule(
     optimizer,
     variable_averages=tf_replicas.MovingAverages(config.moving_average_decay),
-    loss_scale=compute_dtypes.loss_scale(config.compute_dtype),
+    loss_scale=compute_dtypes.fixed_loss_scale(
+      config.compute_dtype, options.update
+    ),
   )

@@ -86,7 +86,7 @@ def make(
   )
   return run_options.Workload(
     replica_fn=functools.partial(_replica, config, source, options),
-    optimizer_fn=functools.partial(_optimizer, config),
+    optimizer_fn=functools.partial(_optimizer, config, options),
     learning_rate_fn=functools.partial(
       config_lib.learning_rate,
       config,
@@ -173,6 +173,7 @@ def _replica(
     devices,
     layers=placed,
     micro_batches=options.micro_batches,
+    loss_scale=compute_dtypes.loss_scale(config.compute_dtype, options.update),
     statistics=statistics,
     is_synchronized=config.batch_norm_statistics == config_lib.SYNCHRONIZED,
     leased=tf_replicas.LeasedData(
@@ -217,7 +218,11 @@ def _loss_fn(config: config_lib.Config, model, statistics):
   return loss_fn
 
 
-def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
+def _optimizer(
+  config: config_lib.Config,
+  options: run_options.Options,
+  new_rule: update_options.RuleFn,
+):
   import keras
 
   import tf_replicas
@@ -231,7 +236,9 @@ def _optimizer(config: config_lib.Config, new_rule: update_options.RuleFn):
     ),
     variable_averages=tf_replicas.MovingAverages(config.moving_average_decay),
     has_chief_statistics=config.batch_norm_statistics == config_lib.CHIEF,
-    loss_scale=compute_dtypes.loss_scale(config.compute_dtype),
+    loss_scale=compute_dtypes.fixed_loss_scale(
+      config.compute_dtype, options.update
+    ),
   )
 
 

@@ -9,6 +9,8 @@ import tensorflow as tf
 from cifar10 import config
 from cifar10 import workload
 from tests.support import optimizers
+from tf_replicas import cluster
+from tf_replicas.programs import run_options
 from tf_replicas.programs import update_options
 from tf_replicas.rules.asynchronous import async_replicas
 
@@ -21,12 +23,31 @@ def _rule_fn(replicas_to_aggregate, num_replicas):
 
 
 @pytest.mark.parametrize(
-  "compute_dtype, factor", [("float32", 1), ("bfloat16", 1), ("float16", 1024)]
+  "compute_dtype, rule, is_dynamic, fixed",
+  [
+    ("float32", "sync", False, None),
+    ("bfloat16", "sync", False, None),
+    ("float16", "sync", True, None),
+    ("float16", "model_average", False, 1024),
+  ],
 )
-def test_float16_scales_the_loss(compute_dtype, factor):
+def test_float16_scales_the_loss(compute_dtype, rule, is_dynamic, fixed):
   settings = config.Config(dataset="synthetic", compute_dtype=compute_dtype)
+  update = update_options.UpdateSettings(rules=(rule,))
+  spec = cluster.parse(
+    {"ps": ["localhost:1"], "worker": ["localhost:2", "localhost:3"]}
+  )
+  options = run_options.Options(spec, settings.train_dir, update=update)
+  made = workload.make(settings, options)
+  assert (made.replica_fn([]).loss_scale is not None) == is_dynamic
+  found = []
+  made.optimizer_fn(lambda _, **keywords: found.append(keywords["loss_scale"]))
+  assert found == [fixed]
+
+
+def test_the_rule_aggregates_as_many_gradients_as_asked():
+  settings = config.Config(dataset="synthetic")
   optimizer = workload.make(settings).optimizer_fn(_rule_fn(2, 3))
-  assert float(optimizer.scale_loss(0.5)) == 0.5 * factor
   assert optimizer.replicas_to_aggregate == 2
   assert optimizer.total_num_replicas == 3
 

@@ -73,6 +73,8 @@ def test_averaged_variables():
     "variables/w": 1.0,
     "variables/bn/mean": 2.0,
     "variables/averages/w": 5.0,
+    "variables/loss_scale/value": 6.0,
+    "variables/metrics/sums": 7.0,
     "averages/w": 3.0,
     "slots/w/momentum": 4.0,
     "global_step": 9,

@@ -32,6 +32,7 @@ from tf_replicas.drivers import watchdog
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import results
+from tf_replicas.runtime import own_variables
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
@@ -40,11 +41,17 @@ from tf_replicas.session import checkpoints
 from tf_replicas.session import evaluation
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
-from tf_replicas.store import loss_scaling
 from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
 from tf_replicas.store import tables
 
+# How names in a checkpoint begin that a resumed training may lack: the
+# optimizer, averages, update rule, dtype or metrics may have changed.
+OPTIONAL_STATE = (
+  *("slots/", "optimizer/", "averages/", "sums", "async/"),
+  f"variables/{own_variables.LOSS_SCALE}",
+  f"variables/{own_variables.METRIC_SUMS}",
+)
 _R = TypeVar("_R")
 # Seconds that the calls of a training may take to end after its parameter
 # servers were lost.
@@ -318,12 +325,7 @@ class Driver(abc.ABC):
     state = {name: np.asarray(v) for name, v in self.store.state().items()}
     if not averaged:
       state = {n: v for n, v in state.items() if n.startswith("variables/")}
-    found = evaluation.averaged_variables(state)
-    return {
-      path: value
-      for path, value in found.items()
-      if not metric_sums.is_own(path) and not loss_scaling.is_own(path)
-    }
+    return evaluation.averaged_variables(state)
 
   @functools.cached_property
   def _metrics(self) -> metric_sums.Reader:

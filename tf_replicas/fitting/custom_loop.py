@@ -28,7 +28,6 @@ from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.session import reports
 from tf_replicas.session import training
-from tf_replicas.store import metric_sums
 from tf_replicas.store import moving_averages
 
 
@@ -258,7 +257,7 @@ def run(
         summary_every_steps=summary_every_steps,
         checkpoint_every_secs=checkpoint_every_secs,
         table_writer=table_writer,
-        is_optional=_is_optional,
+        is_optional=lambda name: name.startswith(driver_base.OPTIONAL_STATE),
         servers=driver,
       )
       steps = _Steps(
@@ -310,20 +309,6 @@ class _Steps:
     self._step, self.loss = result.global_step, result.loss
     self.metrics = dict(result.metrics)
     return result
-
-
-def _is_optional(name: str) -> bool:
-  """Returns whether a checkpoint may lack an entry when training resumes.
-
-  It may lack the states of optimizers, averages, update rules and metrics, but
-  not the variables of the model.
-
-  Args:
-    name: The name of the entry in checkpoints.
-  """
-  return name.startswith(roles.OPTIONAL_STATE) or metric_sums.is_own(
-    name.removeprefix("variables/")
-  )
 
 
 def _replica(

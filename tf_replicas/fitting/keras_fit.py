@@ -637,7 +637,9 @@ class _Loop(keras.callbacks.Callback):
       max_steps=epochs * updates,
       checkpoint_every_secs=checkpoint_every_secs,
       table_writer=table_writer,
-      is_optional=lambda n: n.startswith(roles.OPTIONAL_STATE) or n in optional,
+      is_optional=lambda n: (
+        n.startswith(driver_base.OPTIONAL_STATE) or n in optional
+      ),
       servers=driver,
     )
     self._restore()

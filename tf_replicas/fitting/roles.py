@@ -43,9 +43,6 @@ from tf_replicas.runtime import processes
 from tf_replicas.store import tables
 
 MIRRORED = "mirrored"
-# Prefixes of names in a checkpoint that a run may lack, because it has another
-# optimizer, update rule or metric.
-OPTIONAL_STATE = ("slots/", "optimizer/", "averages/", "sums", "async/")
 _DRIVERS = {
   "between_graph": between_graph.BetweenGraph,
   "in_graph": in_graph.InGraph,

@@ -38,10 +38,6 @@ from tf_replicas.session import reports
 from tf_replicas.session import training
 from tf_replicas.store import parameter_store
 
-# Names in a checkpoint that a run may lack: the optimizer, the averages or the
-# update rule may have changed.
-_OPTIONAL = ("slots/", "optimizer/", "averages/", "sums", "async/")
-
 # What TensorFlow 2.21 raises for unreadable data or a full memory, and not for
 # a lost task.
 _OWN_FAILURES = (
@@ -350,7 +346,7 @@ def _drive(
     checkpoint_every_steps=options.checkpoint_every_steps,
     checkpoint_every_secs=options.checkpoint_every_secs,
     keep_checkpoints=options.keep_checkpoints,
-    is_optional=lambda name: name.startswith(_OPTIONAL),
+    is_optional=lambda name: name.startswith(driver_base.OPTIONAL_STATE),
     servers=driver,
   )
   step = session.restore_or_initialize()

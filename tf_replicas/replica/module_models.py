@@ -461,5 +461,4 @@ def load_into_module(module: Any, values: Mapping[str, np.ndarray]) -> None:
     and _is_number(own)
     and tables.rows_of(own.variable) is None
   }
-  values = {n: v for n, v in values.items() if not loss_scaling.is_own(n)}
   checkpoints.assign("the values are of another module", own, values)

@@ -54,13 +54,12 @@ import tensorflow as tf
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import results
 from tf_replicas.rules import step_token
+from tf_replicas.runtime import own_variables
 from tf_replicas.runtime import resources
 from tf_replicas.store import alternating_optimizer
 from tf_replicas.store import applier
 from tf_replicas.store import gradient_math
 from tf_replicas.store import inner_optimizer
-from tf_replicas.store import loss_scaling
-from tf_replicas.store import metric_sums
 from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
 
@@ -838,9 +837,7 @@ class OptimizerRule(GradientRule):
     weighed = []
     for index, gradient in zip(self._store.contributed, gradients, strict=True):
       spec = self._store.specs[index]
-      counts_all = loss_scaling.is_own(spec.path)
-      counts_all |= metric_sums.is_own(spec.path)
-      if not spec.trainable and not counts_all:
+      if not spec.trainable and not own_variables.is_own(spec.path):
         gradient = gradient_math.scaled(gradient, weight)
       weighed.append(gradient)
     return weighed

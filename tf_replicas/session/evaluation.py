@@ -14,6 +14,7 @@ from typing import TypeVar
 import keras
 import numpy as np
 
+from tf_replicas.runtime import own_variables
 from tf_replicas.session import checkpoints
 
 Result = TypeVar("Result")
@@ -36,11 +37,16 @@ def averaged_variables(
   Returns:
     Arrays by variable path. For each variable, it is the moving average,
     `averages/<path>`, if the checkpoint has one, and the variable itself,
-    `variables/<path>`, otherwise. A run may have no averages at all.
+    `variables/<path>`, otherwise. A run may have no averages at all. Variables
+    that the library has added to those of the model are left out.
   """
   prefix = "variables/"
   paths = [n.removeprefix(prefix) for n in values if n.startswith(prefix)]
-  return {path: values[checkpoints.stored_name(path, values)] for path in paths}
+  return {
+    path: values[checkpoints.stored_name(path, values)]
+    for path in paths
+    if not own_variables.is_own(path)
+  }
 
 
 def load_into_keras(

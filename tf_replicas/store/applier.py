@@ -22,12 +22,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_replicas.runtime import own_variables
 from tf_replicas.runtime import resources
 from tf_replicas.store import alternating_optimizer
 from tf_replicas.store import gradient_math
 from tf_replicas.store import inner_optimizer
 from tf_replicas.store import loss_scaling
-from tf_replicas.store import metric_sums
 from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
@@ -64,7 +64,7 @@ class Applier:
         first update.
       variable_averages: Updates the moving averages; None for no averages.
       to_average: The variables to average, or their paths. None: all variables
-        but the sums of metrics (`metric_sums`).
+        of the model.
       clip_norm: The largest global norm of the mean gradients; None for no
         clipping.
 
@@ -333,15 +333,15 @@ def _indices(
 
   Args:
     store: Holds the variables.
-    variables: The variables to average, or their paths. None: all variables but
-      the sums of metrics.
+    variables: The variables to average, or their paths. None: all variables of
+      the model.
 
   Raises:
     ValueError: If a variable is not in the store.
   """
   if variables is None:
     specs = enumerate(store.specs)
-    return [i for i, spec in specs if not metric_sums.is_own(spec.path)]
+    return [i for i, spec in specs if not own_variables.is_own(spec.path)]
   index_of = {spec.path: i for i, spec in enumerate(store.specs)}
   indices = []
   for variable in variables:

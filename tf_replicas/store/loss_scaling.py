@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas.runtime import own_variables
 from tf_replicas.store import gradient_math
 from tf_replicas.store import parameter_store
 from tf_replicas.store import placement
@@ -35,8 +36,6 @@ from tf_replicas.store import placement
 # (move, variable) of a statistic: its old minus its new value, as the mean over
 # the contributions.
 Move = tuple[parameter_store.Gradient, tf.Variable]
-
-_PREFIX = "loss_scale/"
 
 
 class _State(NamedTuple):
@@ -62,7 +61,7 @@ class _State(NamedTuple):
   void: Any
 
 
-_PATHS = _State(*(_PREFIX + name for name in _State._fields))
+_PATHS = _State(*(own_variables.LOSS_SCALE + name for name in _State._fields))
 
 
 def state(values: Mapping[str, np.ndarray | tf.Tensor]) -> _State:
@@ -166,11 +165,6 @@ def _where(
   return tf.where(is_kept, gradient, tf.zeros([], gradient.dtype))
 
 
-def is_own(path: str) -> bool:
-  """Returns whether a variable of this path belongs to the loss scaling."""
-  return path.startswith(_PREFIX)
-
-
 class ScaledUpdate:
   """Makes or skips an update of the model, and adjusts the loss scale.
 
@@ -203,7 +197,13 @@ class ScaledUpdate:
       second has one bool scalar: whether any replica's gradients overflowed. It
       is empty if the overflow flag is on another PS task.
     """
-    others = [p for p in moves if not is_own(placement.path_of(p[1]))]
+    prefix = own_variables.LOSS_SCALE
+    paths = (placement.path_of(variable) for _, variable in moves)
+    others = [
+      move
+      for move, path in zip(moves, paths, strict=True)
+      if not path.startswith(prefix)
+    ]
     flags = [m for m, v in moves if v is self._state.overflow]
     return others, [tf.greater(cast(tf.Tensor, flag), 0) for flag in flags]
 

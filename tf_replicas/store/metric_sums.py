@@ -16,9 +16,8 @@ from typing import Protocol
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas.runtime import own_variables
 from tf_replicas.store import placement
-
-_PATH = "metrics/sums"
 
 
 class _Store(Protocol):
@@ -36,11 +35,6 @@ class _Store(Protocol):
     ...
 
 
-def is_own(path: str) -> bool:
-  """Returns whether `path` is that of the variable with the sums of metrics."""
-  return path == _PATH
-
-
 def variable(names: Sequence[str]) -> tf.Variable:
   """Makes the variable that holds the sums of metrics and their counts.
 
@@ -53,7 +47,7 @@ def variable(names: Sequence[str]) -> tf.Variable:
     from each other.
   """
   zeros = tf.zeros([2, len(names)], tf.float64)
-  return tf.Variable(zeros, trainable=False, name=_PATH)
+  return tf.Variable(zeros, trainable=False, name=own_variables.METRIC_SUMS)
 
 
 def move(names: Sequence[str], values: Mapping[str, tf.Tensor]) -> tf.Tensor:
@@ -95,7 +89,7 @@ class Reader:
     self._names = names
     if names:
       paths = [placement.path_of(v) for v in variables]
-      self._read = store.reader([paths.index(_PATH)])
+      self._read = store.reader([paths.index(own_variables.METRIC_SUMS)])
       self._previous = np.asarray(self._read()[0])
 
   def means(self) -> dict[str, float]:

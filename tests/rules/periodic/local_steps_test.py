@@ -185,6 +185,13 @@ class StatisticsTest(stores.TestCase):
 
 
 class LossScaleTest(stores.TestCase):
+  def test_a_dynamic_one_is_refused(self):
+    """Nobody would adapt it, and an overflow would stop the training."""
+    specs = [stores.spec("v0", []), stores.spec("loss_scale/value", [])]
+    store = stores.attach(specs)
+    with self.assertRaisesRegex(ValueError, "`loss_scale`.*a `LossScale`"):
+      _make().build(store, store.namespace)
+
   def test_is_taken_out_of_gradients_and_totals_and_not_of_the_loss(self):
     def compute(parameters, scale_loss):
       del scale_loss

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.runtime import keras_internals
+from tf_replicas.runtime import own_variables
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import resources
 from tf_replicas.store import gradient_math
@@ -254,7 +255,16 @@ class LocalSteps:
     Args:
       store: The parameter store, which holds the shared variables.
       namespace: The scope of the names of the two variables.
+
+    Raises:
+      ValueError: If the replica scales its loss dynamically.
     """
+    if any(s.path.startswith(own_variables.LOSS_SCALE) for s in store.specs):
+      raise ValueError(
+        "`loss_scale` of the replica must be None with an update rule whose"
+        " replicas train copies of the variables: give the constant"
+        " `loss_scale` to the rule. Received: a `LossScale`."
+      )
     self._optimizer.build(store)
     self._num_trainable = len(store.trainable)
     with tf.device(store.device_of_task(0)):
