@@ -30,6 +30,10 @@ SPEC = cluster.parse(
   }
 )
 WAIT = "print('here', flush=True); import time; time.sleep(300)"
+SLOW_TO_LEAVE = (
+  "import signal, sys, time; signal.signal(signal.SIGTERM,"
+  " lambda *_: (time.sleep(3), sys.exit(7)));" + WAIT
+)
 DEFIANT = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + WAIT
 
 
@@ -222,6 +226,14 @@ class LocalClusterTest(parameterized.TestCase):
     self.assertFalse(any(map(_is_running, pids)))
     self.assertEqual(tasks.returncode(PS), -signal.SIGKILL)
     self.assertEqual(tasks.returncode(WORKER), -signal.SIGTERM)
+
+  def test_a_parameter_server_has_time_for_a_checkpoint(self):
+    """The chief is on another machine, and saves one."""
+    tasks = self._cluster({PS: SLOW_TO_LEAVE})
+    tasks.start(PS)
+    self._await_here(tasks, PS)
+    tasks.stop(grace_secs=2.0)
+    self.assertEqual(tasks.returncode(PS), 7)
 
   def test_leaving_the_context_stops_them(self):
     with self._cluster(default=WAIT) as tasks:

@@ -1,5 +1,9 @@
 """Tests for drivers.server; its clients are in between_graph_test."""
 
+import os
+import signal
+import threading
+import time
 from unittest import mock
 
 from absl.testing import absltest
@@ -85,6 +89,80 @@ class ServeTest(stores.TestCase):
   def test_no_training(self):
     with self.assertRaisesRegex(ValueError, "`namespaces`.*none"):
       server.serve(SPEC, PS, namespaces=[])
+
+
+class SigtermTest(stores.TestCase):
+  """The signal ends a parameter server, but not at once."""
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(
+      mock.patch.object(server, "connect_server", lambda *_: stores.device(0))
+    )
+    self.enter_context(
+      mock.patch.object(server, "_end_by_sigterm", self._note_end)
+    )
+    self.ended = threading.Event()
+    self.lines = []
+
+  def _note_end(self):
+    self.ended.set()
+
+  def _serve(self, name, act, task=PS):
+    """Serves in this thread; `act` gets the table, in another thread."""
+    table = heartbeat_table.HeartbeatTable(
+      stores.device(0), resources.Namespace(name)
+    )
+
+    def play():
+      waiting.await_value(
+        table.is_ready, timeout_secs=60, what="waiting for the table"
+      )
+      act(table)
+
+    thread = waiting.RaisingThread(play, on_error=bool)
+    server.serve(SPEC, task, namespaces=[name], log=self.lines.append)
+    thread.join(60)
+
+  def test_ends_when_a_checkpoint_was_saved(self):
+    def act(table):
+      table.beat(0, 1, True)
+      for _ in range(2):  # From a cluster manager and from a launcher.
+        os.kill(os.getpid(), signal.SIGTERM)
+      waiting.await_value(
+        lambda: table.beat(0, 1, True).leaves, timeout_secs=60, what="waiting"
+      )
+      self.assertFalse(self.ended.is_set())
+      table.release()
+
+    self._serve("sigterm/a", act)
+    self.assertTrue(self.ended.is_set())
+    self.assertIn("ps 0 received SIGTERM", self.lines[-1])
+
+  @mock.patch.object(server, "_LEAVE_SECS", 0.5)
+  def test_ends_without_a_checkpoint_in_the_end(self):
+    def act(table):
+      os.kill(os.getpid(), signal.SIGTERM)
+      while not self.ended.is_set():
+        table.beat(0, 1, True)
+        time.sleep(0.1)
+
+    self._serve("sigterm/b", lambda table: (table.beat(0, 1, True), act(table)))
+    self.assertTrue(self.ended.is_set())
+
+  def test_ends_at_once_if_nobody_can_save(self):
+    self._serve("sigterm/c", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    self.assertTrue(self.ended.is_set())
+    self.assertNotIn("received", self.lines[-1])
+
+  def test_a_training_that_has_finished_ends_as_usual(self):
+    def act(table):
+      table.beat(0, 1, True)
+      os.kill(os.getpid(), signal.SIGTERM)
+      table.dismiss(heartbeats.FINISHED)
+
+    self._serve("sigterm/d", act)
+    self.assertFalse(self.ended.is_set())
 
 
 if __name__ == "__main__":

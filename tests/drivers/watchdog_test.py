@@ -108,6 +108,21 @@ class WatchTest(parameterized.TestCase):
     self.addCleanup(watch.stop)
     return watch
 
+  def test_wakes_the_chief_as_long_as_it_has_something_else_to_do(self):
+    polls = iter([True, True, True])
+    watch = self._watch(
+      _state([Status.COMPUTING] * 2),
+      [1.0, 1.0],
+      0.0,
+      must_wake=lambda: next(polls, False),
+    )
+    waiting.await_value(
+      lambda: self.optimizer.interrupts == 3, timeout_secs=60, what="waiting"
+    )
+    time.sleep(0.2)
+    self.assertEqual(self.optimizer.interrupts, 3)
+    self.assertTrue(watch.is_alive())
+
   def test_speaks_when_a_step_takes_long(self):
     state = _state([Status.WAITING, Status.COMPUTING])
     self._watch(state, [1.0, 2.0], now=15.0)

@@ -43,6 +43,22 @@ def test_an_interrupt_between_steps_outlives_an_error(signum):
   assert info.value.args == (("SIGTERM",) if signum == signal.SIGTERM else ())
 
 
+def test_sigterm_of_a_manager_and_of_a_launcher_is_one():
+  """The second one does not end the step in its midst, but Ctrl-C does."""
+  done = []
+
+  def step(*signals):
+    for signum in signals:
+      os.kill(os.getpid(), signum)
+      done.append(signum)
+
+  for signals in [(signal.SIGTERM,) * 2, (signal.SIGTERM, signal.SIGINT)]:
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+      with interrupts.deferred() as make:
+        make(lambda signals=signals: step(*signals))
+  assert done == [signal.SIGTERM] * 3
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_interrupt_waits_for_the_end(signum):
   before = signal.getsignal(signum)

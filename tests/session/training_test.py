@@ -266,42 +266,6 @@ def test_checkpoint_cadence(tmp_path, kwargs, expected):
   assert checkpoint_steps(tmp_path) == expected
 
 
-class ServersThatLeave:
-  """Parameter servers, one of which is asked to end at a step of a `Toy`."""
-
-  def __init__(self, toy, step, on_release):
-    self._toy, self._step, self._on_release = toy, step, on_release
-    self._is_released = False
-
-  def leaving(self):
-    must_end = self._toy.step >= self._step and not self._is_released
-    return ["ps 1"] if must_end else []
-
-  def release(self):
-    self._is_released = True
-    self._on_release()
-
-
-def test_a_checkpoint_is_there_before_parameter_servers_end(tmp_path, capsys):
-  toy, found = Toy(), []
-  servers = ServersThatLeave(
-    toy, 7, lambda: found.append(checkpoint_steps(tmp_path))
-  )
-  session = toy.session(tmp_path, max_steps=20, servers=servers)
-  assert session.run(toy.advance) == 20
-  assert found == [[7]]
-  assert checkpoint_steps(tmp_path) == [7, 20]
-  output = capsys.readouterr().out
-  assert "ps 1 must end: saving a checkpoint" in output
-
-
-def test_parameter_servers_end_without_a_directory():
-  toy, released = Toy(), []
-  servers = ServersThatLeave(toy, 3, lambda: released.append(toy.step))
-  toy.session(None, max_steps=5, servers=servers).run(toy.advance)
-  assert released == [3]
-
-
 def test_newest_checkpoints_are_kept_over_restarts(tmp_path):
   for max_steps in [2, 4, 5]:
     toy = Toy()

@@ -278,10 +278,10 @@ class LocalCluster:
 
     The chief is ended first and has `2 * grace_secs`, since it may save a
     checkpoint, for which the parameter servers must run. If the chief ends
-    without an error, it tells the other tasks to end too. The parameter servers
-    are ended last. They have `2 * grace_secs` if the chief is not a task of
-    this machine, as it may save a checkpoint then. Otherwise they are killed at
-    once.
+    without an error, it tells the other tasks to end too. If the chief is not a
+    task of this machine, it may save a checkpoint as well: then the parameter
+    servers are ended first, and have `2 * grace_secs`. Otherwise they are
+    killed at once, after the other tasks.
 
     Args:
       grace_secs: Seconds between SIGTERM and SIGKILL.
@@ -292,8 +292,10 @@ class LocalCluster:
       self._await_all(1.0)
     servers = [p for task, p in self._processes.items() if task.job == "ps"]
     others = [p for task, p in self._processes.items() if task.job != "ps"]
+    if chief is None:
+      _end(servers, 2 * grace_secs)
     _end(others, grace_secs)
-    _end(servers, 2 * grace_secs if chief is None else 0.0)
+    _end(servers, 0.0)
     self._join_readers()
 
   def _join_readers(self) -> None:

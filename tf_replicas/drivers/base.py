@@ -124,6 +124,10 @@ class Driver(abc.ABC):
       `counts` returns one entry for each of them. Empty if the driver does not
       count contributions, which are what the replicas send for the updates.
     recovers: Whether training may go on after the loss of a parameter server.
+    on_leave: The chief calls it in `step` if a parameter server was asked to
+      end, by SIGTERM, which waits until the call has returned, for eight
+      seconds at most. It should save a checkpoint, as `Session.save` does.
+      None: nothing is called.
   """
 
   is_chief: bool
@@ -131,6 +135,7 @@ class Driver(abc.ABC):
   store: TrainedState
   replica_names: Sequence[str] = ()
   recovers: bool = False
+  on_leave: Callable[[], object] | None = None
 
   @abc.abstractmethod
   def step(self, max_updates: int = 1) -> training.StepResult:
@@ -207,24 +212,6 @@ class Driver(abc.ABC):
     on.
     """
     return  # Where no step waits for others.
-
-  def leaving(self) -> list[str]:
-    """Returns the parameter servers that were asked to end, by SIGTERM.
-
-    They wait some seconds for a checkpoint. A `Session` that has this driver as
-    its `servers` saves one, and then calls `release`.
-
-    Returns:
-      The names of these tasks, such as "ps 0".
-    """
-    return []
-
-  def release(self) -> None:
-    """Lets the parameter servers end that `leaving` returns.
-
-    Only the chief calls it, after it has saved a checkpoint.
-    """
-    return  # Where there are none.
 
   def recover(self, error: tf.errors.OpError) -> bool:
     """Waits for the restart of a lost parameter server, and attaches again.
@@ -674,20 +661,6 @@ class ParameterServerDriver(Driver):
     """
     return [*self._recoveries]
 
-  def leaving(self) -> list[str]:
-    """Returns the parameter servers that were asked to end, by SIGTERM.
-
-    The base class documents this.
-    """
-    return self._heartbeats.leaving()
-
-  def release(self) -> None:
-    """Lets the parameter servers end that `leaving` returns.
-
-    The base class documents this.
-    """
-    self._heartbeats.release()
-
   def recover(self, error: tf.errors.OpError) -> bool:
     """Waits for the restart of a lost parameter server, and attaches again.
 
@@ -864,10 +837,11 @@ class ParameterServerDriver(Driver):
     assert self._watchdog is not None
     self._watchdog.begin()
     made = self._next_updates(max_updates)
+    self._let_servers_leave()
     # A process that was replaced must not save what it read.
     self._heartbeats.raise_if_replaced()
     self._watchdog.progress()
-    self._last_step = made[-1].global_step
+    self._last_step = max(self._last_step, made[-1].global_step)
     return training.StepResult(
       made[-1].global_step,
       made[-1].loss,
@@ -875,6 +849,21 @@ class ParameterServerDriver(Driver):
       {"learning_rate": made[-1].learning_rate},
       metrics=metrics.means(),
     )
+
+  def _let_servers_leave(self) -> None:
+    """Lets parameter servers end that were asked to end, by SIGTERM.
+
+    It first calls `on_leave`. It returns when they have ended.
+    """
+    names = self._heartbeats.leaving()
+    if not names:
+      return
+    self._log(f"{', '.join(names)} must end")
+    if self.on_leave is not None:
+      self.on_leave()
+    # Other replicas may have made updates since: they are lost.
+    self._last_step = self.global_step
+    self._heartbeats.release()
 
   def _agree(self) -> None:
     """Makes sure that this task has the chief's variables and update rule.
@@ -989,6 +978,7 @@ class ParameterServerDriver(Driver):
       self._ages,
       lambda: self._heartbeats.outcome() or self._unreachable(),
       self.replica_names,
+      must_wake=lambda: bool(self._heartbeats.leaving()),
       lost_after_secs=self._options.lost_after_secs,
       restart_timeout_secs=(
         self._options.recovery_timeout_secs or _RESTART_TIMEOUT_SECS
@@ -1039,6 +1029,7 @@ class ParameterServerDriver(Driver):
         self._thread.raise_error()
         self._heartbeats.raise_if_ended()
         self._check_data()
+        self._let_servers_leave()
         if self._watchdog is not None:
           self._watchdog.raise_if_expired()
         if lost := self._unreachable():

@@ -161,8 +161,10 @@ class _Link:
     except tf.errors.UnavailableError as error:
       # The task is down, and the main thread fails where it matters; or the
       # task cannot connect to this one.
+      self.server_leaves = False
       self.failure = processes.shortened(error.message)
     except tf.errors.OpError:  # The task was restarted, or is down.
+      self.server_leaves = False
       with contextlib.suppress(tf.errors.OpError):
         table = self._table.attach_again()
         if table.is_ready():
@@ -402,15 +404,12 @@ class Heartbeats:
       link.stop()
     self._link(tables, timeout_secs)
 
-  def lost(self, *, are_ps: bool = True) -> list[str]:
-    """Returns the serving tasks that are lost, by the last heartbeats.
+  def lost(self) -> list[str]:
+    """Returns the parameter servers that are lost, by the last heartbeats.
 
-    A serving task is lost if the last heartbeat failed, or if it was restarted
-    and this process has not attached again. One that hangs is not lost. The
-    method sends nothing.
-
-    Args:
-      are_ps: Whether to return parameter servers or in-graph workers.
+    A parameter server is lost if the last heartbeat failed, or if it was
+    restarted and this process has not attached again. One that hangs is not
+    lost. The method sends nothing.
 
     Returns:
       The names of the lost tasks, such as "ps 0".
@@ -418,9 +417,23 @@ class Heartbeats:
     return [
       _task_name(table.device)
       for table, link in zip(self._tables, self._links, strict=True)
-      if _is_ps(table) == are_ps
+      if _is_ps(table)
       and link.has_joined
       and (link.failure or link.was_restarted)
+    ]
+
+  def unreachable_workers(self) -> list[str]:
+    """Returns the in-graph workers that the last heartbeat did not reach.
+
+    One that hangs is left out. The method sends nothing.
+
+    Returns:
+      The names of the workers, such as "worker 0".
+    """
+    return [
+      _task_name(table.device)
+      for table, link in zip(self._tables, self._links, strict=True)
+      if not _is_ps(table) and link.failure
     ]
 
   def leaving(self) -> list[str]:
@@ -445,14 +458,19 @@ class Heartbeats:
   def release(self) -> None:
     """Lets the parameter servers end that `leaving` returns.
 
-    It returns when they have ended, or after five seconds.
+    It returns when a heartbeat has shown that they have ended. It waits for
+    ten seconds at most for their answers, and then for five.
     """
     leaving = self._leaving()
-    for link in leaving.values():
-      link.release()
+    _await_answers(
+      [
+        waiting.RaisingThread(link.release, on_error=bool)
+        for link in leaving.values()
+      ]
+    )
     deadline = time.monotonic() + _END_SECS
     names = {_task_name(device) for device in leaving}
-    while names - set(self.find_lost()) and time.monotonic() < deadline:
+    while names - set(self.lost()) and time.monotonic() < deadline:
       time.sleep(_POLL_SECS)
 
   def find_lost(self) -> list[str]:

@@ -208,9 +208,13 @@ class InGraph(driver_base.ParameterServerDriver):
       raise
 
   def _have_workers_ended(self) -> bool:
-    """Returns whether the loops have ended, or the processes of all workers."""
-    lost = self._heartbeats.lost(are_ps=False)
-    return len(lost) == len(self._tasks) or self._coordinator.done()
+    """Returns whether the loops have ended, or the processes of all workers.
+
+    (If only some of these processes have ended, their loops are begun again on
+    the other workers, and end there.)
+    """
+    ended = self._heartbeats.unreachable_workers()
+    return len(ended) == len(self._tasks) or self._coordinator.done()
 
   def _run_loop(self, iterator) -> tf.Tensor:
     """Computes and sends gradients on one worker until training ends.

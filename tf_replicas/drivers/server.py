@@ -7,8 +7,9 @@ replaces the collective executor manager while no context exists yet.)
 
 A parameter server that receives SIGTERM, for example because its machine is
 needed for other work, does not end at once. It tells the chief, which saves a
-checkpoint, so that no update is lost. Then, or after eight seconds, it ends. A
-second SIGTERM ends it at once.
+checkpoint, so that hardly an update is lost. Then, or after eight seconds, it
+ends. (A replica that updates the variables by itself may make updates between
+the checkpoint and the end.)
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from typing import NoReturn
 
 import tensorflow as tf
 
@@ -79,9 +81,9 @@ def serve(
   """Serves until the chiefs of all trainings have told this task to end.
 
   A parameter server that receives SIGTERM goes on until the chief has saved a
-  checkpoint, but for at most eight seconds; then the signal ends it. A second
-  SIGTERM ends it at once. This needs that `serve` is called in the main thread,
-  and that the program has no handler of SIGTERM of its own.
+  checkpoint, but for at most eight seconds; then the signal ends it, unless all
+  trainings have ended well. This needs that `serve` is called in the main
+  thread, and that the program has no handler of SIGTERM of its own.
 
   Args:
     spec: The cluster.
@@ -129,23 +131,22 @@ def serve(
           " task ends"
         )
       if asked.is_set():
-        if task.job != "ps":  # It has no variables to save.
+        has_chief = any(_is_alive(of_table[_CHIEF]) for of_table in ages)
+        if task.job != "ps" or not has_chief:  # Nothing is or can be saved.
           break
         if leaves_since is None:
           leaves_since = time.monotonic()
           log(f"{task} received SIGTERM; it ends after a checkpoint")
           for table in tables:
             table.leaves.assign(True)
-        has_chief = any(_is_alive(of_table[_CHIEF]) for of_table in ages)
-        waited = time.monotonic() - leaves_since
-        if not has_chief or waited > _LEAVE_SECS:
+        if time.monotonic() - leaves_since > _LEAVE_SECS:
           break
       time.sleep(0.2)
     time.sleep(0.3)  # The chief still waits for the answer to its last call.
     outcomes = [table.outcome.numpy().decode() for table in tables]
     errors = [text for text in outcomes if text != heartbeats.FINISHED]
-    if asked.is_set() and errors:
-      _end_by_sigterm()
+  if asked.is_set() and errors:
+    _end_by_sigterm()
   return (errors or outcomes)[0]
 
 
@@ -160,10 +161,10 @@ def _is_alive(age: float) -> bool:
 
 @contextlib.contextmanager
 def _noted_sigterm() -> Iterator[threading.Event]:
-  """Context in which the first SIGTERM sets an event, and does nothing else.
+  """Context in which SIGTERM sets an event, and does nothing else.
 
-  The second SIGTERM ends the process. If the program has its own handler, or if
-  this is not the main thread, nothing changes, and the event is never set.
+  If the program has its own handler, or if this is not the main thread, nothing
+  changes, and the event is never set.
 
   Yields:
     The event.
@@ -174,19 +175,16 @@ def _noted_sigterm() -> Iterator[threading.Event]:
     yield event
     return
 
-  def note(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    event.set()
-
-  signal.signal(signal.SIGTERM, note)
+  signal.signal(signal.SIGTERM, lambda *_: event.set())
   try:
     yield event
   finally:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _end_by_sigterm() -> None:
+def _end_by_sigterm() -> NoReturn:
   """Ends this process by SIGTERM, so that its exit status tells the reason."""
   sys.stdout.flush()
   sys.stderr.flush()
   os.kill(os.getpid(), signal.SIGTERM)
+  os._exit(128 + signal.SIGTERM)  # The signal does not end process 1.

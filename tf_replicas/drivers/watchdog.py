@@ -46,6 +46,7 @@ class StepWatchdog(waiting.PollingThread):
     *,
     lost_after_secs: float,
     restart_timeout_secs: float,
+    must_wake: Callable[[], bool] = lambda: False,
     joining: Collection[int] = (),
     start_timeout_secs: float = 0.0,
     log: Callable[[str], None] = print,
@@ -67,6 +68,8 @@ class StepWatchdog(waiting.PollingThread):
         declared lost.
       restart_timeout_secs: Seconds that a step waits for a lost replica to be
         restarted, if it cannot be made without one. Then the training ends.
+      must_wake: Returns whether the thread that waits for an update has
+        something else to do. While it returns True, that wait is interrupted.
       joining: The indices of the replicas that need not come at all.
       start_timeout_secs: The deadline of the first step in seconds, if the
         deadline of the update rule is smaller.
@@ -77,6 +80,7 @@ class StepWatchdog(waiting.PollingThread):
     self._global_step = global_step
     self._ages = ages
     self._outcome = outcome
+    self._must_wake = must_wake
     self._names = list(names)
     self._lost_after_secs = lost_after_secs
     self._restart_timeout_secs = restart_timeout_secs
@@ -130,6 +134,8 @@ class StepWatchdog(waiting.PollingThread):
       if self._outcome():
         self._rule.interrupt()
         return True
+      if self._must_wake():
+        self._rule.interrupt()
     except tf.errors.OpError:
       self._rule.interrupt()  # The main thread meets the same failure.
       return True

@@ -258,8 +258,8 @@ def run(
         checkpoint_every_secs=checkpoint_every_secs,
         table_writer=table_writer,
         is_optional=lambda name: name.startswith(driver_base.OPTIONAL_STATE),
-        servers=driver,
       )
+      driver.on_leave = session.save
       steps = _Steps(
         driver,
         session.restore_or_initialize(),

@@ -640,7 +640,6 @@ class _Loop(keras.callbacks.Callback):
       is_optional=lambda n: (
         n.startswith(driver_base.OPTIONAL_STATE) or n in optional
       ),
-      servers=driver,
     )
     self._restore()
     if driver.recovers:
@@ -729,6 +728,7 @@ class _Loop(keras.callbacks.Callback):
       range(first, first + len(self._metrics))
     )
     self._session = self._new_session(state=self._driver.store)
+    self._driver.on_leave = self._session.save
     self._step = self._session.restore_or_initialize()
 
   def _recovering(self, function: Callable[[], _R]) -> _R:

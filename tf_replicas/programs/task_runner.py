@@ -347,8 +347,8 @@ def _drive(
     checkpoint_every_secs=options.checkpoint_every_secs,
     keep_checkpoints=options.keep_checkpoints,
     is_optional=lambda name: name.startswith(driver_base.OPTIONAL_STATE),
-    servers=driver,
   )
+  driver.on_leave = session.save
   step = session.restore_or_initialize()
   if workload.initialize is not None:
     if step == 0:

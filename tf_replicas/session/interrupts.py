@@ -105,11 +105,12 @@ def deferred(
 
   An interrupt is Ctrl-C or SIGTERM; both raise KeyboardInterrupt. If another
   interrupt comes before the KeyboardInterrupt of the first, the latter is
-  raised at once. If it comes afterwards, it is delayed too: for ten seconds at
-  most, in which a checkpoint can be saved. A signal (SIGINT or SIGTERM) for
-  which the program has its own handler is left to that handler. If the program
-  has its own handler of SIGALRM, interrupts are not delayed at all. Outside of
-  the main thread nothing changes.
+  raised at once; but a SIGTERM after a SIGTERM does nothing then, since a
+  cluster manager and a launcher may both send one. If it comes afterwards, it
+  is delayed too: for ten seconds at most, in which a checkpoint can be saved. A
+  signal (SIGINT or SIGTERM) for which the program has its own handler is left
+  to that handler. If the program has its own handler of SIGALRM, interrupts are
+  not delayed at all. Outside of the main thread nothing changes.
 
   Args:
     wake: Makes a step that waits in TensorFlow return to Python for a moment,
@@ -135,8 +136,11 @@ def deferred(
 
   def interrupt(signum: int, frame: types.FrameType | None) -> None:
     del frame
+    arguments = ["SIGTERM"] if signum == signal.SIGTERM else []
+    if arguments and pending == [arguments]:
+      return
     check()
-    pending.append(["SIGTERM"] if signum == signal.SIGTERM else [])
+    pending.append(arguments)
     # Another handler: see `processes.killed_after`.
     if signal.getsignal(signal.SIGALRM) is check:
       signal.setitimer(signal.ITIMER_REAL, limit_secs)

@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import NamedTuple
-from typing import Protocol
 
 import numpy as np
 
@@ -72,23 +70,6 @@ class StepResult(NamedTuple):
   metrics: Mapping[str, float] = {}
 
 
-class Servers(Protocol):
-  """The interface of an object that knows which parameter servers must end.
-
-  Every driver (an object that runs a training) has this interface.
-  """
-
-  def leaving(self) -> Sequence[str]:
-    """Returns the names of the parameter servers that were asked to end.
-
-    They wait some seconds for a checkpoint.
-    """
-    ...
-
-  def release(self) -> None:
-    """Lets the parameter servers end that `leaving` returns."""
-
-
 class Session:
   """Calls a step function until `max_steps`, and logs and saves the run.
 
@@ -116,7 +97,6 @@ class Session:
     keep_checkpoints: int | None = 5,
     table_writer: str = "chief",
     is_optional: Callable[[str], bool] | None = None,
-    servers: Servers | None = None,
     clock: Callable[[], float] = time.time,
   ):
     """Stores the settings of the session, without reading or writing files.
@@ -143,9 +123,6 @@ class Session:
       is_optional: Maps a name to whether its tensor may be missing in the
         checkpoint, or differ in shape or dtype, when `state` is restored. None:
         every tensor must match.
-      servers: Tells which parameter servers were asked to end, by SIGTERM. The
-        session then saves a checkpoint at once, so that no update is lost. None
-        if there are no parameter servers.
       clock: Returns the time in seconds since 1970.
 
     Raises:
@@ -180,7 +157,6 @@ class Session:
     self._keep_checkpoints = keep_checkpoints
     self._table_writer = table_writer
     self._is_optional = is_optional
-    self._servers = servers
     self._clock = clock
     self._console = console.Console(has_bar=None if is_chief else False)
     self._start_step: int | None = None
@@ -377,9 +353,6 @@ class Session:
   def save_if_due(self, previous: int, step: int) -> None:
     """Writes a checkpoint if one is due, by steps or by time.
 
-    One is due too if parameter servers were asked to end. It is written before
-    the method returns, and then they are allowed to end.
-
     It is for programs with a loop of their own, which do not call `run`. The
     state is read before this method returns, and written afterwards in another
     thread, while training goes on. Only a state with tables (large matrices
@@ -402,10 +375,6 @@ class Session:
     ):
       self._begin_save(step)
       self._saved_at = self._clock()
-    if self._servers is not None and (names := self._servers.leaving()):
-      self._console.log(f"{', '.join(names)} must end: saving a checkpoint")
-      self.save()
-      self._servers.release()
 
   def finish(self, step: int) -> None:
     """Writes the last checkpoint, and the record that the run has finished.
