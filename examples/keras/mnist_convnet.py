@@ -34,6 +34,7 @@ def load_data(num_examples, seed):
 
 def build_model():
   """Makes a compiled network of two convolutions and a classifier."""
+  keras.utils.set_random_seed(1)  # The same initial weights in each run.
   model = keras.Sequential(
     [
       keras.Input(IMAGE_SHAPE),
