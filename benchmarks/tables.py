@@ -561,7 +561,7 @@ def _asynchronous() -> Iterable[list[object]]:
 def _small_model() -> Iterable[list[object]]:
   found = _Ratios("small_model")
   millis = found.data["millis_per_step"][_TF1]
-  for words, suffix, command in (
+  for what, suffix, command in (
     (
       "Small model, ten updates per call, as the programs make them between two"
       " log lines: steps/sec, divided by those of TF1's `SyncReplicasOptimizer`"
@@ -577,7 +577,7 @@ def _small_model() -> Iterable[list[object]]:
     ),
   ):
     yield [
-      words,
+      what,
       command,
       len(found.data["steps_per_sec"]),
       found.both(_TF1, suffix),

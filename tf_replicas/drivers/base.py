@@ -45,9 +45,7 @@ from tf_replicas.store import metric_sums
 from tf_replicas.store import parameter_store
 from tf_replicas.store import tables
 
-# How names in a checkpoint begin that a resumed training may lack: the
-# optimizer, averages, update rule, dtype or metrics may have changed.
-OPTIONAL_STATE = (
+_OPTIONAL_STATE = (
   *("slots/", "optimizer/", "averages/", "sums", "async/"),
   f"variables/{own_variables.LOSS_SCALE}",
   f"variables/{own_variables.METRIC_SUMS}",
@@ -60,6 +58,18 @@ _RETRY_SECS = 0.5
 # How long a step waits for the restart of a worker, if `recovery_timeout_secs`,
 # which is for parameter servers too, is 0.
 _RESTART_TIMEOUT_SECS = 600.0
+
+
+def is_optional(name: str) -> bool:
+  """Returns whether a checkpoint may lack an entry when training resumes.
+
+  The optimizer, averages, update rule, dtype or metrics may have changed, but
+  not the variables of the model.
+
+  Args:
+    name: The name of the entry in checkpoints.
+  """
+  return name.startswith(_OPTIONAL_STATE)
 
 
 class TrainedState(checkpoints.Checkpointable, Protocol):

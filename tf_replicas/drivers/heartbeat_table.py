@@ -185,8 +185,7 @@ class HeartbeatTable:
         line.
     """
     self.outcome.assign(outcome)
-    self.dismissed.assign(True)
-    resources.flush_assignments([self.dismissed])
+    self.release()
 
   def release(self) -> None:
     """Lets the serving task end, which leaves; training does not end."""

@@ -445,12 +445,12 @@ class Heartbeats:
     Returns:
       The names of these tasks, such as "ps 0".
     """
-    return [_task_name(device) for device in self._leaving()]
+    return list(self._leaving())
 
   def _leaving(self) -> dict[str, _Link]:
-    """Returns the links to the parameter servers that leave, by device."""
+    """Returns the links to the parameter servers that leave, by task name."""
     return {
-      table.device: link
+      _task_name(table.device): link
       for table, link in zip(self._tables, self._links, strict=True)
       if _is_ps(table) and link.server_leaves
     }
@@ -469,8 +469,7 @@ class Heartbeats:
       ]
     )
     deadline = time.monotonic() + _END_SECS
-    names = {_task_name(device) for device in leaving}
-    while names - set(self.lost()) and time.monotonic() < deadline:
+    while leaving.keys() - self.lost() and time.monotonic() < deadline:
       time.sleep(_POLL_SECS)
 
   def find_lost(self) -> list[str]:

@@ -12,14 +12,12 @@ ends. (A replica that updates the variables by itself may make updates between
 the checkpoint and the end.)
 """
 
-import contextlib
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -32,6 +30,7 @@ from tf_replicas.drivers import heartbeats
 from tf_replicas.runtime import devices
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
+from tf_replicas.session import interrupts
 
 ORPHAN_TIMEOUT_SECS = 300.0
 # How long a parameter server that received SIGTERM waits for a checkpoint.
@@ -119,7 +118,8 @@ def serve(
   if task == spec.tasks("ps")[0]:  # Once in a cluster.
     log(exposure.warning(task))
   heard = time.monotonic()
-  with _noted_sigterm() as asked:
+  asked = threading.Event()
+  with interrupts.sigterm_calls(lambda *_: asked.set()):
     leaves_since = None
     while not all(bool(table.dismissed.numpy()) for table in tables):
       ages = [table.ages() for table in tables]
@@ -157,29 +157,6 @@ def _is_alive(age: float) -> bool:
     age: Seconds since the last heartbeat, as `HeartbeatTable.ages` returns it.
   """
   return 0 < age < heartbeats.ALIVE_SECS
-
-
-@contextlib.contextmanager
-def _noted_sigterm() -> Iterator[threading.Event]:
-  """Context in which SIGTERM sets an event, and does nothing else.
-
-  If the program has its own handler, or if this is not the main thread, nothing
-  changes, and the event is never set.
-
-  Yields:
-    The event.
-  """
-  event = threading.Event()
-  is_usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-  if not is_usual or threading.current_thread() != threading.main_thread():
-    yield event
-    return
-
-  signal.signal(signal.SIGTERM, lambda *_: event.set())
-  try:
-    yield event
-  finally:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end_by_sigterm() -> NoReturn:

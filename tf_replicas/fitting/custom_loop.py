@@ -257,7 +257,7 @@ def run(
         summary_every_steps=summary_every_steps,
         checkpoint_every_secs=checkpoint_every_secs,
         table_writer=table_writer,
-        is_optional=lambda name: name.startswith(driver_base.OPTIONAL_STATE),
+        is_optional=driver_base.is_optional,
       )
       driver.on_leave = session.save
       steps = _Steps(

@@ -637,9 +637,7 @@ class _Loop(keras.callbacks.Callback):
       max_steps=epochs * updates,
       checkpoint_every_secs=checkpoint_every_secs,
       table_writer=table_writer,
-      is_optional=lambda n: (
-        n.startswith(driver_base.OPTIONAL_STATE) or n in optional
-      ),
+      is_optional=lambda n: driver_base.is_optional(n) or n in optional,
     )
     self._restore()
     if driver.recovers:

@@ -346,7 +346,7 @@ def _drive(
     checkpoint_every_steps=options.checkpoint_every_steps,
     checkpoint_every_secs=options.checkpoint_every_secs,
     keep_checkpoints=options.keep_checkpoints,
-    is_optional=lambda name: name.startswith(driver_base.OPTIONAL_STATE),
+    is_optional=driver_base.is_optional,
   )
   driver.on_leave = session.save
   step = session.restore_or_initialize()

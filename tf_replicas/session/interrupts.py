@@ -50,11 +50,27 @@ def sigterm_raises() -> Iterator[None]:
   changes if the program has its own handler of SIGTERM, or if this is not the
   main thread.
   """
+  with sigterm_calls(_raise):
+    yield
+
+
+@contextlib.contextmanager
+def sigterm_calls(
+  handler: Callable[[int, types.FrameType | None], object],
+) -> Iterator[None]:
+  """Context in which SIGTERM calls a function, and does nothing else.
+
+  Nothing changes if the program has its own handler of SIGTERM, or if this is
+  not the main thread.
+
+  Args:
+    handler: The function, a signal handler.
+  """
   is_usual = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
   if not is_usual or not _is_main_thread():
     yield
     return
-  signal.signal(signal.SIGTERM, _raise)
+  signal.signal(signal.SIGTERM, handler)
   try:
     yield
   finally:
@@ -125,7 +141,6 @@ def deferred(
   """
   pending: list[list[str]] = []  # The arguments of a KeyboardInterrupt.
   in_step = threading.Event()
-
   limit_secs = _STEP_SECS
 
   def check(*_: object) -> None:

@@ -197,13 +197,7 @@ class ScaledUpdate:
       second has one bool scalar: whether any replica's gradients overflowed. It
       is empty if the overflow flag is on another PS task.
     """
-    prefix = own_variables.LOSS_SCALE
-    paths = (placement.path_of(variable) for _, variable in moves)
-    others = [
-      move
-      for move, path in zip(moves, paths, strict=True)
-      if not path.startswith(prefix)
-    ]
+    others = [p for p in moves if placement.path_of(p[1]) not in _PATHS]
     flags = [m for m, v in moves if v is self._state.overflow]
     return others, [tf.greater(cast(tf.Tensor, flag), 0) for flag in flags]
 

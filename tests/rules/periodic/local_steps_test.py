@@ -186,7 +186,7 @@ class StatisticsTest(stores.TestCase):
 
 class LossScaleTest(stores.TestCase):
   def test_a_dynamic_one_is_refused(self):
-    """Nobody would adapt it, and an overflow would stop the training."""
+    """Its scale would never change, also if the gradients overflow."""
     specs = [stores.spec("v0", []), stores.spec("loss_scale/value", [])]
     store = stores.attach(specs)
     with self.assertRaisesRegex(ValueError, "`loss_scale`.*a `LossScale`"):
