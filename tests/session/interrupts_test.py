@@ -59,6 +59,25 @@ def test_sigterm_of_a_manager_and_of_a_launcher_is_one():
   assert done == [signal.SIGTERM] * 3
 
 
+def test_a_step_can_end_at_once_if_an_interrupt_is_delayed():
+  interrupts.raise_delayed()  # Nothing delays interrupts.
+  done = []
+
+  def step():
+    interrupts.raise_delayed()
+    done.append("before the signal")
+    os.kill(os.getpid(), signal.SIGTERM)
+    done.append("after the signal")
+    interrupts.raise_delayed()
+    done.append("after the interrupt")
+
+  with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+    with interrupts.deferred() as make:
+      make(step)
+  assert done == ["before the signal", "after the signal"]
+  interrupts.raise_delayed()
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_interrupt_waits_for_the_end(signum):
   before = signal.getsignal(signum)

@@ -864,6 +864,10 @@ class ParameterServerDriver(Driver):
     """Lets parameter servers end that were asked to end, by SIGTERM.
 
     It first calls `on_leave`. It returns when they have ended.
+
+    Raises:
+      KeyboardInterrupt: If this process was asked to end, too. Then the
+        parameter servers go on, until the training has ended.
     """
     names = self._heartbeats.leaving()
     if not names:
@@ -871,6 +875,7 @@ class ParameterServerDriver(Driver):
     self._log(f"{', '.join(names)} must end")
     if self.on_leave is not None:
       self.on_leave()
+    interrupts.raise_delayed()
     # Other replicas may have made updates since: they are lost.
     self._last_step = self.global_step
     self._heartbeats.release()

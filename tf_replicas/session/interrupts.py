@@ -28,6 +28,9 @@ _STEP_SECS = 1.0
 _SAVE_SECS = 10.0
 # How long Python may take to call the handler of a signal.
 _HANDLER_SECS = 0.2
+# One function per context `deferred`; it raises the interrupt that the context
+# delays, if there is one.
+_checks: list[Callable[[], None]] = []
 
 
 def _raise(signum: int, frame: types.FrameType | None) -> None:
@@ -182,6 +185,7 @@ def deferred(
   for signum in ours:
     is_alarm = signum == signal.SIGALRM
     signal.signal(signum, check if is_alarm else interrupt)
+  _checks.append(check)
   try:
     with _waking(wake, in_step) if wake else contextlib.nullcontext():
       try:
@@ -191,10 +195,20 @@ def deferred(
         raise
     check()
   finally:
+    _checks.pop()
     if signal.SIGALRM in ours:
       signal.setitimer(signal.ITIMER_REAL, 0)
     for signum in ours:
       signal.signal(signum, before[signum])
+
+
+def raise_delayed() -> None:
+  """Raises KeyboardInterrupt if a context `deferred` delays an interrupt.
+
+  A step calls it before work that is useless if training is to end.
+  """
+  if _checks and _is_main_thread():
+    _checks[-1]()
 
 
 @contextlib.contextmanager
