@@ -1,16 +1,24 @@
-"""Finds images: CIFAR-10 files, TensorFlow Datasets, or synthetic images."""
+"""Finds images: CIFAR-10 files, TensorFlow Datasets, or synthetic images.
+
+A launcher checks the data without TensorFlow, which takes seconds to import.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import tensorflow as tf
 
 from cifar10 import config
 from cifar10 import synthetic
 from tf_replicas.programs import tfds_builder
+
+if TYPE_CHECKING:
+  import tensorflow as tf
 
 RECORDS_PER_FILE = 10_000
 RECORD_BYTES = 1 + 3 * config.RECORD_SIZE**2
@@ -91,6 +99,8 @@ def decode_records(contents: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   Returns:
     Images, uint8 `[N, 32, 32, 3]`, and labels, int64 `[N]`.
   """
+  import tensorflow as tf
+
   records = tf.reshape(tf.io.decode_raw(contents, tf.uint8), [-1, RECORD_BYTES])
   planes = tf.reshape(records[:, 1:], [-1, 3, *_IMAGE_SHAPE[:2]])
   return tf.transpose(planes, [0, 2, 3, 1]), tf.cast(records[:, 0], tf.int64)
@@ -105,6 +115,8 @@ def _record_files(name: str, paths: Sequence[str]) -> Source:
   }
 
   def read(split):
+    import tensorflow as tf
+
     parts = [decode_records(tf.io.read_file(path)) for path in splits[split]]
     images, labels = zip(*parts, strict=True)
     return tf.concat(images, 0), tf.concat(labels, 0)
@@ -164,6 +176,8 @@ def _tensorflow_dataset(
   _check_features(name, builder.info)
 
   def read(split):
+    import tensorflow as tf
+
     data = builder.as_dataset(split=split, batch_size=-1, shuffle_files=False)
     return data["image"], tf.cast(data["label"], tf.int64)
 

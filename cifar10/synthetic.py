@@ -6,11 +6,15 @@ brightness and contrast. Gray stripes in the other direction, a random tint and
 noise keep single pixels and mean colors from revealing the class.
 """
 
-import math
+from __future__ import annotations
 
-import tensorflow as tf
+import math
+from typing import TYPE_CHECKING
 
 from cifar10 import config
+
+if TYPE_CHECKING:
+  import tensorflow as tf
 
 NUM_TRAIN = 5_000
 NUM_TEST = 1_000
@@ -40,6 +44,8 @@ def read(split: str) -> tuple[tf.Tensor, tf.Tensor]:
   Returns:
     Images, uint8 `[N, 32, 32, 3]`, and labels, int64 `[N]`.
   """
+  import tensorflow as tf
+
   size = _SIZES[split]
   labels = tf.range(size, dtype=tf.int64) % config.NUM_CLASSES
   seeds = tf.unstack(tf.random.split(tf.constant(_SEEDS[split]), 5))
@@ -60,6 +66,8 @@ def _wave(seed: tf.Tensor, size: int) -> tf.Tensor:
 
   Each wave has a random phase and height, and a period of 4 to 8 pixels.
   """
+  import tensorflow as tf
+
   draws = tf.random.stateless_uniform([3, size, 1], seed)
   frequency = 2.0 * math.pi * (0.125 + 0.125 * draws[0])
   phase = 2.0 * math.pi * draws[1]
@@ -69,4 +77,6 @@ def _wave(seed: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def _noise(seed: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
+  import tensorflow as tf
+
   return tf.random.stateless_uniform(shape, seed, -30.0, 30.0)

@@ -10,6 +10,7 @@ from tf_replicas.programs import learning_rates
 from tf_replicas.programs import run_config
 from tf_replicas.programs import run_options
 from tf_replicas.programs import update_options
+from tf_replicas.runtime import processes
 
 
 def train(
@@ -54,8 +55,9 @@ def make(
       are replicas.
     checkpoints.CheckpointError: If the checkpoint to fine-tune does not exist.
   """
-  from inception_mini import model
-  from inception_mini import sources
+  with processes.importing_tensorflow():
+    from inception_mini import model
+    from inception_mini import sources
 
   spec = run_options.one_machine_spec(0)
   options = options or run_options.Options(spec, config.train_dir)

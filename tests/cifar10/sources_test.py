@@ -1,6 +1,7 @@
 """Tests of `cifar10.sources`, all offline."""
 
 import os
+import subprocess
 import sys
 import time
 import urllib.request
@@ -10,9 +11,19 @@ import pytest
 import tensorflow as tf
 
 from cifar10 import sources
+from tests.support import binaries
 
 COLORS = ((255, 10, 0), (20, 30, 40), (7, 0, 199))
 LABELS = (9, 3, 0)
+
+# Fails if TensorFlow is imported.
+_MAKE_WORKLOAD = """
+import sys
+sys.modules["tensorflow"] = sys.modules["keras"] = None
+from cifar10 import config, workload
+_, dataset, data_dir = sys.argv
+workload.make(config.Config(dataset=dataset, data_dir=data_dir))
+"""
 
 
 def record(label, color):
@@ -67,6 +78,16 @@ def test_reads_the_binary_layout(tmp_path, below):
   assert images.shape == [10_000, 32, 32, 3]
   assert labels[1] == 8
   np.testing.assert_array_equal(images[1, 31, 31], COLORS[2])
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "synthetic"])
+def test_a_launcher_checks_data_without_tensorflow(tmp_path, dataset):
+  write_layout(tmp_path)
+  subprocess.run(
+    [sys.executable, "-c", _MAKE_WORKLOAD, dataset, str(tmp_path)],
+    cwd=binaries.ROOT,
+    check=True,
+  )
 
 
 @pytest.mark.parametrize("size", [0, 30_729_999, 30_733_073])

@@ -35,6 +35,7 @@ from tf_replicas.programs import tfds_builder
 from tf_replicas.programs import update_options
 from tf_replicas.runtime import noise
 from tf_replicas.runtime import processes
+from tf_replicas.session import checkpoint_errors
 
 FLAGS = flags.FLAGS
 EVALUATION = "Evaluation"  # A group of flags.
@@ -271,13 +272,14 @@ def train(
     if options.check_gpu:
       options = _for_gpu_check(options)
     config = config_fn(options)
-  with processes.importing_tensorflow():
-    from tf_replicas.session import checkpoints
+  if not options.launches:
+    with processes.importing_tensorflow():
+      from tf_replicas.programs import task_runner  # noqa: F401
 
   with processes.one_line_errors(
     usage=(
       cluster.ClusterError,
-      checkpoints.CheckpointError,
+      checkpoint_errors.CheckpointError,
       tfds_builder.DataError,
     ),
     run_time=run_options.RUN_TIME_ERRORS,

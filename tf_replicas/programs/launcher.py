@@ -54,7 +54,7 @@ def run(
   """
   if options.dry_run:
     return _describe(options, workload)
-  if options.task is None and options.spec.is_distributed:
+  if options.launches:
     return _launch(options, workload, command)
   # This module imports TensorFlow, which the launcher does without.
   from tf_replicas.programs import task_runner

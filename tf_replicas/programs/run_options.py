@@ -175,6 +175,12 @@ class Options:
     return self.spec.variables.on == "mirrored"
 
   @property
+  def launches(self) -> bool:
+    """Whether this process only starts the tasks of this machine."""
+    has_task = self.task is not None or not self.spec.is_distributed
+    return not has_task and not self.dry_run
+
+  @property
   def only_serves(self) -> bool:
     """Whether this task only executes what other tasks ask it to.
 

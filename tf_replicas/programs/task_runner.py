@@ -165,7 +165,7 @@ def train(
     TimeoutError: If another task does not start in time, or if an update waited
       longer than the update rule allows.
   """
-  if options.dry_run or options.task is None and options.spec.is_distributed:
+  if options.dry_run or options.launches:
     raise cluster.ClusterError(
       "to train in this process, `dry_run` must be False, and `task` must say"
       " which task of a cluster this process is. Received:"

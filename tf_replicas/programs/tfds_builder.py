@@ -5,6 +5,8 @@ import multiprocessing
 import urllib.error
 import urllib.request
 
+from tf_replicas.runtime import processes
+
 
 class DataError(Exception):
   """Raised if data cannot be used. The message gives the reason in one line."""
@@ -38,7 +40,8 @@ def builder(
   try:
     # It takes long to import, and other sources do without it.
     try:
-      import tensorflow_datasets as tfds
+      with processes.importing_tensorflow():
+        import tensorflow_datasets as tfds
     except ModuleNotFoundError as error:
       raise DataError(f"{error}: pip install tf-replicas[tfds]") from error
 

@@ -41,6 +41,11 @@ from absl import logging
 from tf_replicas.runtime import patches
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import row_files
+from tf_replicas.session import checkpoint_errors
+
+CheckpointError = checkpoint_errors.CheckpointError
+UnreadableCheckpointError = checkpoint_errors.UnreadableCheckpointError
+MissingCheckpointError = checkpoint_errors.MissingCheckpointError
 
 PREFIX = "model.ckpt"
 _TABLES = ".tables"
@@ -70,18 +75,6 @@ Values = Mapping[str, Array]
 # What has a shape and a dtype.
 Shaped = Any
 _Result = TypeVar("_Result")
-
-
-class CheckpointError(ValueError):
-  """Reports a checkpoint that is missing, damaged, or of another model."""
-
-
-class UnreadableCheckpointError(CheckpointError):
-  """Reports a checkpoint that is missing or damaged."""
-
-
-class MissingCheckpointError(UnreadableCheckpointError):
-  """Reports that a checkpoint, or some of its files, do not exist."""
 
 
 class RowTensor(Protocol):
