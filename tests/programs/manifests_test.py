@@ -102,6 +102,7 @@ def test_pods_have_the_names_of_the_spec(capsys):
     labels = template["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
     assert template["spec"]["subdomain"] == service["metadata"]["name"]
+    assert template["spec"]["shareProcessNamespace"]  # SIGTERM ends a worker.
     names.add(f"{template['spec']['hostname']}.trial:2222")
   spec = cluster.parse(json.loads(config["data"]["cluster.json"]))
   assert names == {spec.address(task) for task in spec.tasks()}

@@ -272,6 +272,10 @@ def _job(
           "subdomain": options.name,
           # The Job makes a new pod, and keeps the log of this one.
           "restartPolicy": "Never",
+          # Otherwise the command would be process 1 of its container, and
+          # SIGTERM would not end a worker: the kernel ignores signals to
+          # process 1 for which it has no handler.
+          "shareProcessNamespace": True,
           "containers": [_container(task, spec, command, options)],
           "volumes": list(_volumes(options)),
         },
