@@ -120,13 +120,28 @@ def slurm_environ(tmp_path_factory):
     yield {**environ, "SLURM_CONF": str(conf)}
 
 
-def _submit(environ, directory, *command, processes=3) -> str:
-  """What the example's batch job printed, all processes on this node."""
+class _Job:
+  """The example's batch job, with all processes on this node.
 
-  def run(*arguments) -> str:
+  Attributes:
+    id: The number of the job, as text.
+  """
+
+  def __init__(self, environ, directory, *command, processes=3):
+    self._environ = environ
+    self._output = directory / "job.out"
+    self.id = self.run(
+      *("sbatch", "--parsable", "--overcommit", f"--output={self._output}"),
+      *(f"--ntasks={processes}", f"--chdir={directory}", "--time=7"),
+      str(trials.ROOT / "examples" / "slurm" / "train.sbatch"),
+      *command,
+    ).strip()
+
+  def run(self, *command) -> str:
+    """Returns what a command of Slurm prints."""
     done = subprocess.run(
-      arguments,
-      env=environ,
+      command,
+      env=self._environ,
       capture_output=True,
       text=True,
       timeout=30,
@@ -135,29 +150,31 @@ def _submit(environ, directory, *command, processes=3) -> str:
     assert done.returncode == 0, done.stderr
     return done.stdout
 
-  output = directory / "job.out"
-  job = run(
-    *("sbatch", "--parsable", "--overcommit", f"--output={output}"),
-    *(f"--ntasks={processes}", f"--chdir={directory}", "--time=7"),
-    str(trials.ROOT / "examples" / "slurm" / "train.sbatch"),
-    *command,
-  ).strip()
-  pattern = r"JobState=(\w+) .*ExitCode=(\S+)"
+  def printed(self) -> str:
+    return self._output.read_text() if self._output.exists() else ""
 
-  def end():
-    shown = run("scontrol", "show", "job", job).replace("\n", " ")
-    state = re.search(pattern, shown).groups()
-    return state[0] not in ("PENDING", "RUNNING", "COMPLETING") and state
+  def end(self) -> tuple[str, str]:
+    """Waits for the end of the job; returns its state and exit status."""
 
-  state = waiting.await_value(
-    end,
-    timeout_secs=trials.DEADLINE_SECS,
-    what="waiting for the end of the job",
-    poll_secs=0.2,
-  )
-  printed = output.read_text() if output.exists() else ""
-  assert state == ("COMPLETED", "0:0"), printed
-  return printed
+    def state():
+      shown = self.run("scontrol", "show", "job", self.id).replace("\n", " ")
+      state = re.search(r"JobState=(\w+) .*ExitCode=(\S+)", shown).groups()
+      has_ended = not self.run("squeue", "--noheader", f"--jobs={self.id}")
+      return has_ended and state
+
+    return waiting.await_value(
+      state,
+      timeout_secs=trials.DEADLINE_SECS,
+      what="waiting for the end of the job",
+      poll_secs=0.2,
+    )
+
+
+def _submit(environ, directory, *command, processes=3) -> str:
+  """What the example's batch job printed, which has to end well."""
+  job = _Job(environ, directory, *command, processes=processes)
+  assert job.end() == ("COMPLETED", "0:0"), job.printed()
+  return job.printed()
 
 
 def test_a_job_trains_a_keras_model(slurm_environ, tmp_path):
@@ -178,6 +195,27 @@ def test_a_job_runs_a_program(slurm_environ, tmp_path):
     processes=2,
   )
   assert "1: finished at step 3" in printed
+  assert (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_a_canceled_job_saves(slurm_environ, tmp_path):
+  """Slurm sends SIGTERM to all processes at once."""
+  job = _Job(
+    slurm_environ,
+    tmp_path,
+    *("-m", "cifar10.distributed_train", "--dataset=synthetic"),
+    *("--max_steps=100000", "--batch_size=8", "--train_dir=run"),
+  )
+  waiting.await_value(
+    lambda: ": step 10," in job.printed() or "error" in job.printed(),
+    timeout_secs=trials.DEADLINE_SECS,
+    what="training",
+  )
+  job.run("scancel", job.id)
+  state, _ = job.end()
+  printed = job.printed()
+  assert state == "CANCELLED", printed
+  assert re.search(r"^1: training stops; last checkpoint: ", printed, re.M)
   assert (tmp_path / "run" / "checkpoint").exists()
 
 

@@ -347,6 +347,37 @@ tf_replicas.fit(lambda: model, x, x)
   ), result.stdout + result.stderr
 
 
+_TRAINS_COPIES = """
+import keras, tensorflow as tf, tf_replicas
+
+class Line(tf.Module):
+  def __init__(self):
+    self.slope = tf.Variable(0.0)
+
+def replica():
+  return tf_replicas.module_replica(
+    Line(),
+    lambda line, x: tf.reduce_mean(10.0 * line.slope * x),
+    lambda *_: tf.data.Dataset.from_tensors(tf.ones([4])).repeat(),
+  )
+
+trained = tf_replicas.run(
+  replica,
+  lambda: keras.optimizers.SGD(0.25),
+  max_steps=3,
+  rule=tf_replicas.Periodic("model_average", period=2),
+  clip_replica_norm=1.0,
+)
+print("slope:", trained.values["slope"])
+"""
+
+
+def test_replicas_train_copies_with_clipped_gradients(tmp_path):
+  """In each of 3 updates, a replica makes 2 steps of 0.25 * 1."""
+  (tmp_path / "train.py").write_text(_TRAINS_COPIES, encoding="utf-8")
+  assert "[worker 0] slope: -1.5\n" in _run(tmp_path, "train.py")
+
+
 def test_the_script_of_the_documentation_saves_once(tmp_path):
   text = (_ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
   block, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -154,6 +154,27 @@ def test_join_gives_the_driver_and_clips():
     (
       _replica,
       _sgd,
+      {"rule": tf_replicas.Periodic("model_average"), "clip_mean_norm": 1.0},
+      ValueError,
+      "`clip_mean_norm` must be None with a rule of `Periodic`",
+    ),
+    (
+      _replica,
+      _sgd,
+      {"rule": tf_replicas.Sync(clip_norm=2.0), "clip_mean_norm": 1.0},
+      ValueError,
+      "`clip_mean_norm` must be None, as `rule` has clip_norm=2.0",
+    ),
+    (
+      _replica,
+      _sgd,
+      {"clip_replica_norm": 0.0},
+      ValueError,
+      "clip_replica_norm",
+    ),
+    (
+      _replica,
+      _sgd,
       {"rule": tf_replicas.Periodic("model_average")},
       ValueError,
       "'model_average'.*only with parameter servers|only with parameter",

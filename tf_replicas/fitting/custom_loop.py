@@ -93,7 +93,8 @@ def join(
       averages.
     clip_replica_norm: The largest global norm of each replica's gradients.
       Larger gradients are scaled down to this norm. None: they are not clipped.
-    clip_mean_norm: The same for the mean gradients of an update.
+    clip_mean_norm: The same for the mean gradients of an update. Rules made by
+      `Periodic` do not have it.
     replication: "between_graph": every worker runs the script and trains;
       "in_graph": the chief, a separate task, drives all workers; "mirrored":
       every device has a copy of the variables, and gradients are all-reduced.
@@ -121,7 +122,11 @@ def join(
       library.
     TimeoutError: If another task does not start in time.
   """
-  rule = roles.check_rule(rule)
+  rule = _clipping(
+    roles.check_rule(rule),
+    clip_replica_norm=clip_replica_norm,
+    clip_mean_norm=clip_mean_norm,
+  )
   roles.check_replication(replication)
   arguments.check_builder(
     "replica_fn", replica_fn, "builds the replica", keras.Model
@@ -144,12 +149,9 @@ def join(
   update_options.check(rule, part.num_replicas)
   part.check_joining(rule)
   new_rule = update_options.rule_fn(rule, part.num_replicas)
-  common = {
-    "variable_averages": variable_averages,
-    "clip_replica_norm": clip_replica_norm,
-    "clip_mean_norm": clip_mean_norm,
-  }
-  common = {name: value for name, value in common.items() if value is not None}
+  common = {}
+  if variable_averages is not None:
+    common["variable_averages"] = variable_averages
   sent = {
     "replica_fn": replica_fn,
     "optimizer_fn": optimizer_fn,
@@ -171,6 +173,38 @@ def join(
       log(part.describe(rule))
     yield driver
   part.end()
+
+
+def _clipping(
+  rule: update_options.UpdateSettings, **arguments: float | None
+) -> update_options.UpdateSettings:
+  """Returns the rule with the arguments of `join` that limit norms.
+
+  Args:
+    rule: The update rule.
+    **arguments: `clip_replica_norm` and `clip_mean_norm`, as `join` gets them.
+
+  Raises:
+    ValueError: If the rule has such a limit already, cannot have it, or the
+      limit is not positive.
+  """
+  changes = {}
+  for name, norm in arguments.items():
+    if norm is None:
+      continue
+    setting = "clip_norm" if name == "clip_mean_norm" else name
+    if name == "clip_mean_norm" and rule.is_periodic:
+      raise ValueError(
+        "`clip_mean_norm` must be None with a rule of `Periodic`, whose replicas"
+        f" clip the gradients of their own steps. Received: {norm}."
+      )
+    if (other := getattr(rule, setting)) is not None:
+      raise ValueError(
+        f"`{name}` must be None, as `rule` has {setting}={other}. Received:"
+        f" {norm}."
+      )
+    changes[setting] = norm
+  return dataclasses.replace(rule, **changes)
 
 
 def _contribute(**given) -> NoReturn:
