@@ -8,6 +8,7 @@ import pytest
 from tf_replicas import cluster
 from tf_replicas.cluster import environment
 from tf_replicas.cluster import exposure
+from tf_replicas.programs import run_options
 
 PRIVATE = (
   "localhost",
@@ -93,6 +94,15 @@ def test_the_environment_accepts_public_addresses():
   found = environment.role({**variables, environment.ALLOW_PUBLIC: "1"})
   assert found is not None
   cluster.check_private(found[0], [task])
+
+
+def test_the_variable_is_for_programs_too(tmp_path):
+  path = tmp_path / "spec.json"
+  path.write_text(json.dumps({"ps": ["8.8.8.8:1"], "worker": ["localhost:2"]}))
+  for environ in ({}, {environment.ALLOW_PUBLIC: "1"}):
+    spec, task = run_options.choose_task(str(path), "ps", 0, environ)
+    assert task is not None
+    assert spec.allow_public_addresses == bool(environ)
 
 
 @pytest.mark.parametrize("value", ["true", 1, None])

@@ -185,6 +185,10 @@ class LocalClusterTest(parameterized.TestCase):
     self.assertEqual(tasks.wait(DEADLINE_SECS), 137)
     self.assertEqual(tasks.pid(task), pid)
 
+  def test_restarts_are_counted_from_zero(self):
+    with self.assertRaisesRegex(cluster.ClusterError, "Received: -1"):
+      self._cluster(max_restarts=-1)
+
   def test_one_that_failed_by_itself_is_not_started_again(self):
     tasks = self._cluster({WORKER: "import sys; sys.exit(3)"}, max_restarts=5)
     tasks.start(WORKER)

@@ -4,6 +4,7 @@ import threading
 import time
 from unittest import mock
 
+import tensorflow as tf
 from absl.testing import absltest
 from absl.testing import parameterized
 
@@ -123,6 +124,26 @@ class WatchTest(parameterized.TestCase):
     self.assertEqual(self.optimizer.interrupts, 3)
     self.assertTrue(watch.is_alive())
 
+  def test_goes_on_after_a_failure_that_passes(self):
+    """As when a parameter server cannot be reached for a moment."""
+    failures = iter([tf.errors.UnavailableError(None, None, "cut")] * 2)
+    looks = []
+
+    def outcome():
+      for failure in failures:
+        raise failure
+      looks.append(1)
+      return "the end" if len(looks) == 2 else ""
+
+    watch = self._watch(
+      _state([Status.COMPUTING] * 2), [1.0, 1.0], 0.0, outcome
+    )
+    waiting.await_value(
+      lambda: len(looks) > 3, timeout_secs=60, what="four more looks"
+    )
+    watch.stop()
+    self.assertEqual(self.optimizer.interrupts, 3)
+
   def test_speaks_when_a_step_takes_long(self):
     state = _state([Status.WAITING, Status.COMPUTING])
     self._watch(state, [1.0, 2.0], now=15.0)
@@ -185,11 +206,12 @@ class WatchTest(parameterized.TestCase):
     watch.stop()
     self.assertEqual(self.optimizer.expired, [])
 
-  def _watch_long(self, ages, *, needed=2, waited=700.0):
+  def _watch_long(self, ages, *, needed=2, least=None, waited=700.0, **more):
     """The chief has waited for `waited` seconds; 600 s are allowed."""
     state = _state([Status.WAITING, Status.COMPUTING], needed=needed)
     times = [0.0]
-    watch = self._watch(state, ages, now=0.0, clock=lambda: times[0])
+    watch = self._watch(state, ages, now=0.0, clock=lambda: times[0], **more)
+    self.optimizer.min_contributions = least
     watch.begin()
     times[0] = waited
     return watch
@@ -213,6 +235,8 @@ class WatchTest(parameterized.TestCase):
     dict(ages=[1.0, 700.0], needed=1),
     dict(ages=[1.0, 700.0], needed=3),  # The first makes all contributions.
     dict(ages=[1.0, 700.0], waited=500.0),
+    dict(ages=[1.0, 700.0], least=1),
+    dict(ages=[1.0, -1.0], start_timeout_secs=900.0),
   )
   def test_a_training_does_not_end(self, ages, **options):
     watch = self._watch_long(ages, **options)

@@ -3,6 +3,8 @@
 import json
 import pathlib
 import re
+import signal
+import sys
 
 import keras
 import numpy as np
@@ -173,6 +175,18 @@ def test_asynchronous_updates_count_their_metrics():
   # has none left to count repeats the metrics of the epoch before.
   counted = ours["examples"]
   assert 3 * models.NUM_EXAMPLES in (sum(counted), sum(dict.fromkeys(counted)))
+
+
+def test_metrics_count_every_example_once_after_a_switch():
+  """From the second epoch on, an update has one contribution instead of two."""
+  ours, _ = _launch(
+    case="momentum",
+    rule={"then_update": "async", "switch_at_step": 11},
+    batch_size=4,
+    epochs=2,
+  )
+  assert models.NUM_EXAMPLES == 44  # 11 updates.
+  assert ours["examples"] == [44.0, 22.0]
 
 
 def test_the_chief_waits_for_parameter_servers_in_vain():
@@ -437,6 +451,10 @@ def test_the_script_of_the_documentation_alone(tmp_path):
       " Received: one without a `ps` task.",
     ),
     (["--ps=0", __file__], "`--ps` must be at least 1. Received: 0."),
+    (
+      ["--max_restarts=-1", __file__],
+      "`max_restarts` must be at least 0. Received: -1.",
+    ),
   ],
 )
 def test_the_launcher_refuses_in_one_line(arguments, words, capsys):
@@ -444,3 +462,22 @@ def test_the_launcher_refuses_in_one_line(arguments, words, capsys):
     script_launcher.main(arguments)
   assert ended.value.code == 2
   assert capsys.readouterr().err == f"error: {words}\n"
+
+
+def test_sigterm_ends_the_launcher_and_its_tasks(tmp_path):
+  """What a task prints last is seen, too."""
+  (tmp_path / "wait.py").write_text(
+    "import signal, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: exit(print('bye')))\n"
+    "print('here')\n"
+    "time.sleep(600)\n"
+  )
+  with trials.running(
+    [sys.executable, "-m", "tf_replicas.launch", tmp_path / "wait.py"]
+  ) as process:
+    trials.read_until("[worker 1] here", process)
+    process.terminate()
+    rest, _ = process.communicate(timeout=60)
+  assert process.returncode == 128 + signal.SIGTERM
+  assert "[launcher] interrupted; ending all tasks" in rest
+  assert "[worker 1] bye" in rest

@@ -204,6 +204,20 @@ class TrainingTest(parameterized.TestCase):
     self.assertContainsSubset({"model.ckpt-4", "model.ckpt-4.tables"}, names)
     self.assertNotIn("model.ckpt-2.tables", names)
 
+  def test_a_checkpoint_may_have_no_tables(self):
+    """As after a training in one process, where no layer became a table."""
+    directory = self.enter_context(tempfile.TemporaryDirectory())
+    model = _model()
+    values = {
+      "global_step": np.int64(1),
+      "variables/words/embeddings": model.get_layer("words").get_weights()[0],
+    }
+    checkpoints.save(directory, values)
+    before = model.get_weights()
+    embeddings.load_tables(model, directory)
+    for one, other in zip(model.get_weights(), before, strict=True):
+      np.testing.assert_array_equal(one, other)
+
   def test_loads_tables_of_a_checkpoint(self):
     directory, expected = self._saved()
     model = _model()  # As in another process, which evaluates.

@@ -1,6 +1,8 @@
 """How a process begins, with TensorFlow, and what it says of its errors."""
 
+import math
 import os
+import signal
 import subprocess
 import sys
 
@@ -39,10 +41,17 @@ assert gc.isenabled()
   assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_time_limit_may_be_infinite():
+  with processes.killed_after(math.inf):
+    assert signal.alarm(0) > 1e8
+
+
 @pytest.mark.parametrize("end", ["pass", "processes.exit_now(0)", "1 / 0"])
 def test_functions_run_once_at_the_end_of_the_process(end):
   program = f"""
+import math
 import os
+import signal
 from tf_replicas.runtime import processes
 processes.at_exit(lambda: print("last"))
 processes.at_exit(lambda: print("first"))

@@ -142,6 +142,15 @@ def test_damaged_checkpoint_is_named(tmp_path, damage):
   assert not isinstance(info.value, checkpoints.MissingCheckpointError)
 
 
+def test_a_save_removes_what_a_killed_process_has_left(tmp_path):
+  for name in (".rows-abc", "model.ckpt-1_temp"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "part").write_bytes(b"x")
+  (path,) = save_steps(tmp_path, [2])
+  assert checkpoints.latest(tmp_path) == path
+  assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+
+
 def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path):
   """Files may not grow beyond a limit, as on a disk that is full."""
   (path,) = save_steps(tmp_path, [1])

@@ -45,22 +45,41 @@ def role(
     ClusterError: If an environment variable is malformed, or if only one of
       `TF_REPLICAS_CLUSTER_SPEC` and `TF_REPLICAS_TASK` is set.
   """
-  max_workers = environ.get(MAX_WORKERS) or None
-  if max_workers is not None and not max_workers.isdecimal():
-    raise cluster_spec.ClusterError(
-      f"`{MAX_WORKERS}` must be a number of workers. Received: {max_workers!r}."
-    )
-  limit = None if max_workers is None else int(max_workers)
   found = _role(environ)
   if found is None:
     return None
   spec, job, index = found
-  spec = spec.admit(limit)
+  spec = settle(spec, environ)
   task = cluster_spec.task_from_flags(spec, job, index)
-  spec = spec.with_joined(task)
+  return spec.with_joined(task), task
+
+
+def settle(
+  spec: cluster_spec.ClusterSpec, environ: Mapping[str, str]
+) -> cluster_spec.ClusterSpec:
+  """Returns a cluster spec with the settings of the environment variables.
+
+  These are the largest number of workers, and whether addresses in public
+  networks are accepted.
+
+  Args:
+    spec: The cluster spec, from whatever source.
+    environ: The environment variables.
+
+  Raises:
+    ClusterError: If a variable is malformed, or does not fit the cluster.
+  """
+  max_workers = environ.get(MAX_WORKERS)
+  if max_workers:
+    if not max_workers.isdecimal():
+      raise cluster_spec.ClusterError(
+        f"`{MAX_WORKERS}` must be a number of workers. Received:"
+        f" {max_workers!r}."
+      )
+    spec = spec.admit(int(max_workers))
   if environ.get(ALLOW_PUBLIC) == "1":
     spec = dataclasses.replace(spec, allow_public_addresses=True)
-  return spec, task
+  return spec
 
 
 def _role(

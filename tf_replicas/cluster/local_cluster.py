@@ -67,7 +67,8 @@ class LocalCluster:
       max_restarts: The largest number of restarts, of all tasks together. A
         worker or a parameter server is restarted if any signal killed it. The
         chief is restarted only if SIGALRM killed it: a task sets this alarm for
-        itself, in case it hangs in TensorFlow.
+        itself, in case it hangs in TensorFlow. With mirrored variables, no task
+        is restarted, since a new process could not join the all-reduce.
       inherited: Maps a task to a context manager that yields the file
         descriptors that the task inherits besides its output. The context is
         entered before `command` is called, and left once the task has started.
@@ -75,7 +76,14 @@ class LocalCluster:
         returns None if it cannot, and then `subprocess.Popen` is called. An
         example, which also documents the arguments, is
         `fork_server.ForkServer.popen`.
+
+    Raises:
+      cluster.ClusterError: If `max_restarts` is negative.
     """
+    if max_restarts < 0:
+      raise cluster.ClusterError(
+        f"`max_restarts` must be at least 0. Received: {max_restarts}."
+      )
     self.spec = spec
     self.log_dir = None if log_dir is None else pathlib.Path(log_dir)
     if self.log_dir is not None:
@@ -83,7 +91,8 @@ class LocalCluster:
     self._command = command
     self._environ = dict(os.environ if environ is None else environ)
     self._echo = echo or (lambda line: None)
-    self._restarts_left = max_restarts
+    is_mirrored = spec.variables.on == "mirrored"
+    self._restarts_left = 0 if is_mirrored else max_restarts
     self._inherited = inherited
     self._popen = popen
     self._processes: dict[cluster.Task, subprocess.Popen] = {}

@@ -375,6 +375,13 @@ class Driver(abc.ABC):
     )
 
 
+class _UnreachableError(tf.errors.UnavailableError):
+  """Reports that heartbeats to a parameter server fail."""
+
+  def __init__(self, message: str):
+    super().__init__(None, None, message)
+
+
 class Recovery(NamedTuple):
   """The loss of a parameter server, and the recovery from it.
 
@@ -694,8 +701,11 @@ class ParameterServerDriver(Driver):
       return False
     lost = self._heartbeats.find_lost()
     # Else the connection may have been interrupted.
-    is_cut = isinstance(error, tf.errors.UnavailableError)
-    if not lost and not (is_cut and "/job:ps" in error.message):
+    is_cut = isinstance(error, _UnreachableError) or (
+      isinstance(error, tf.errors.UnavailableError)
+      and "/job:ps" in error.message
+    )
+    if not lost and not is_cut:
       return False
     since = time.monotonic()
     timeout_secs = self._options.recovery_timeout_secs
@@ -1048,8 +1058,7 @@ class ParameterServerDriver(Driver):
         if self._watchdog is not None:
           self._watchdog.raise_if_expired()
         if lost := self._unreachable():
-          message = f"{lost} cannot be reached"
-          raise tf.errors.UnavailableError(None, None, message) from None
+          raise _UnreachableError(f"{lost} cannot be reached") from None
       except results.NonFiniteGradientError as error:
         name = self.replica_names[error.replica]
         raise results.NonFiniteGradientError(

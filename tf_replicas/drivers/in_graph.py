@@ -22,8 +22,8 @@ the updates itself, and computes no gradients.
    tells the PS and worker tasks to end.
 6. Whenever the client traces a function, or deletes one, TensorFlow 2.21 calls
    every task of the strategy and waits, with Python's interpreter lock held: a
-   task that hangs would freeze the client. So the client traces all its
-   functions before its first update.
+   task that hangs would freeze the client. So the client traces its functions
+   before its first update, except those of Keras for validation.
 
 Variables and queues live on the PS tasks. The model's code and the optimizer
 exist only in the client, and the data sets on the workers.
@@ -176,6 +176,7 @@ class InGraph(driver_base.ParameterServerDriver):
     # A worker that hangs would keep the client waiting, with Python's lock.
     with processes.killed_after(2 * secs + _TRACING_SECS):
       self.store.state()
+      self.store.row_updates()
       for tensor in self.store.row_tensors().values():
         tensor.trace()
       self.rule.trace_ahead()

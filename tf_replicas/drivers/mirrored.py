@@ -234,6 +234,7 @@ class Mirrored(driver_base.Driver):
       ValueError: If the replica has `devices`, the rule is for another number
         of replicas or needs parameter servers, or `namespace` is invalid.
     """
+    processes.print_stacks_on_request()
     tasks = spec.replicas if spec is not None and spec.is_distributed else ()
     self._log = log
     self.is_chief = not tasks or task == spec.chief

@@ -31,6 +31,7 @@ from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
 from tf_replicas.rules import results
 from tf_replicas.runtime import devices
+from tf_replicas.runtime import processes
 from tf_replicas.runtime import records
 from tf_replicas.runtime import resources
 from tf_replicas.session import training
@@ -95,6 +96,7 @@ class OneMachine(driver_base.Driver):
       ValueError: If the rule is for more than one replica or needs parameter
         servers, or `namespace` is invalid.
     """
+    processes.print_stacks_on_request()
     devices.start_quietly()
     own = resources.new_namespace(namespace)
     with tables.home(tables.Home(own, 1, lambda _: CPU)):

@@ -60,9 +60,8 @@ class StepWatchdog(waiting.PollingThread):
       ages: Returns the seconds since the last heartbeat of each replica. -1:
         there was no heartbeat yet. 0: the replica has left, which counts as
         lost.
-      outcome: Returns why the training must stop, or "" while it goes on. When
-        it returns a reason, the thread interrupts the wait for an update, and
-        ends.
+      outcome: Returns why the training must stop, or "" while it goes on. While
+        it returns a reason, the wait for an update is interrupted.
       names: The replicas' names.
       lost_after_secs: Seconds without a heartbeat after which a replica is
         declared lost.
@@ -71,8 +70,8 @@ class StepWatchdog(waiting.PollingThread):
       must_wake: Returns whether the thread that waits for an update has
         something else to do. While it returns True, that wait is interrupted.
       joining: The indices of the replicas that need not come at all.
-      start_timeout_secs: The deadline of the first step in seconds, if the
-        deadline of the update rule is smaller.
+      start_timeout_secs: The first step has at least so many seconds, whatever
+        the deadline of the update rule and `restart_timeout_secs` are.
       log: Receives each line of the log.
       clock: Returns the time in seconds.
     """
@@ -123,22 +122,23 @@ class StepWatchdog(waiting.PollingThread):
     if self._expiry is not None:
       raise self._expiry
 
-  def _poll(self) -> bool:
-    """Checks once for a long wait, for lost replicas and for a missed deadline.
+  def _poll(self) -> None:
+    """Checks once whether the main thread has to wake, and how the step goes.
 
-    Returns:
-      Whether the thread must stop, because the training has ended or a PS task
-      has failed.
+    An error of TensorFlow wakes the main thread too: it meets the same failure,
+    or the failure has passed by then.
     """
     try:
-      if self._outcome():
+      has_ended = bool(self._outcome())
+      if has_ended or self._must_wake():
         self._rule.interrupt()
-        return True
-      if self._must_wake():
-        self._rule.interrupt()
+      if not has_ended:
+        self._check_step()
     except tf.errors.OpError:
-      self._rule.interrupt()  # The main thread meets the same failure.
-      return True
+      self._rule.interrupt()
+
+  def _check_step(self) -> None:
+    """Checks for a long wait, for lost replicas and for a missed deadline."""
     now = self._clock()
     waited = now - self._since
     # A lost replica must not count as computing, even while steps are made.
@@ -151,23 +151,20 @@ class StepWatchdog(waiting.PollingThread):
       and waited >= max(timeout_secs, self._least_secs)
     )
     if not (is_long or is_due or is_expired):
-      return False
+      return
     self._checked = now
-    try:
-      step = self._global_step()
-      status = self._rule.status()
-      ages = self._ages()
-      self._declare_lost(step, status, ages)
-      if is_expired and self._expired_step != step:
-        self._expire(step, waited, status)
-      if self._is_awaited and waited >= self._restart_timeout_secs:
-        self._end_if_lost(step, waited, status, ages)
-    except tf.errors.OpError:
-      return True  # The main thread meets the same failure.
+    step = self._global_step()
+    status = self._rule.status()
+    ages = self._ages()
+    self._declare_lost(step, status, ages)
+    if is_expired and self._expired_step != step:
+      self._expire(step, waited, status)
+    limit_secs = max(self._restart_timeout_secs, self._least_secs)
+    if self._is_awaited and waited >= limit_secs:
+      self._end_if_lost(step, waited, status, ages)
     if now - self._logged >= _LOG_EVERY_SECS:
       self._logged = now
       self._log(describe(step, waited, status, ages, self._names))
-    return False
 
   def _declare_lost(
     self, step: int, status: results.StepStatus, ages: Sequence[float]
@@ -272,8 +269,9 @@ class StepWatchdog(waiting.PollingThread):
       for name, age in zip(self._names, ages, strict=True)
       if age < 0 or self._is_away(age)
     ]
-    # With fewer replicas than contributions, one replica makes several.
-    needed = status.needed if status.needed <= len(ages) else 1
+    needed = self._rule.min_contributions or status.needed
+    if needed > len(ages):  # One replica makes several contributions.
+      needed = 1
     if len(ages) - len(lost) >= needed:
       return
     self._expiry = training.StepExpired(

@@ -45,6 +45,7 @@ from tf_replicas.store import inner_optimizer
 from tf_replicas.store import loss_scaling
 from tf_replicas.store import moving_averages
 from tf_replicas.store import parameter_store
+from tf_replicas.store import placement
 from tf_replicas.store import tables
 
 # Attributes of a model with a custom `train_step`: the metrics of `_means`, and
@@ -258,8 +259,8 @@ class CompiledReplica(model_replica.Replica):
       The gradients, the loss and the number of examples. The gradients are
       those of the trainable variables, then two kinds of numbers that are sent
       like gradients: for each state, its old minus its new value; and for each
-      variable of a metric, its increment, scaled so that the mean over all
-      pieces is minus the sum of the increments.
+      variable of a metric, its increment, scaled so that an update of all
+      pieces applies minus the sum of the increments.
     """
     del pipeline
     parameters, batch, scale_loss = inputs
@@ -278,7 +279,7 @@ class CompiledReplica(model_replica.Replica):
     old = parameters[len(self.variables) :]
     moves = [o - n for o, n in zip(old, states, strict=False)]
     examples = model_replica.num_examples(batch)
-    # The mean over the parts is applied, and a metric is a sum over them.
+    # An update divides by the number of parts, and a metric is a sum over them.
     factor = tf.constant(-self.num_parts, tf.float32)
     if weights:
       weight = tf.reduce_mean(weights[0])
@@ -334,6 +335,8 @@ def replica(
   """
   data_spec = dataset_fn(1, 0, 0).element_spec[0]
   metrics = metric_variables(model)
+  for variable in metrics:  # A replica sends N times its increments.
+    placement.divide_by(variable, num_contributions)
 
   def trace_steps() -> list[tf.types.experimental.ConcreteFunction]:
     return [trace(model, data_spec, n) for n in range(len(phases(model)))]

@@ -26,6 +26,7 @@ from tf_replicas.fitting import roles
 from tf_replicas.programs import update_options
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import base as rule_base
+from tf_replicas.session import interrupts
 from tf_replicas.session import reports
 from tf_replicas.session import training
 from tf_replicas.store import moving_averages
@@ -78,8 +79,10 @@ def join(
   chief. Other tasks enter the context too, but do not get into its block: a
   parameter server serves, and a worker computes gradients, until the chief's
   process ends, and then the process exits. So the block, and what follows it,
-  run in the chief only. The end of the block ends the training. The chief may
-  then begin another training, in which the other tasks take part again.
+  run in the chief only. The end of the block ends the training. In the block,
+  SIGTERM raises KeyboardInterrupt, unless the program handles SIGTERM itself.
+  The chief may begin another training afterwards, in which the other tasks take
+  part again.
 
   Args:
     replica_fn: Builds the replica, in the same way in all tasks. It is called
@@ -122,6 +125,11 @@ def join(
       library.
     TimeoutError: If another task does not start in time.
   """
+  arguments.check(
+    start_timeout_secs=start_timeout_secs,
+    recovery_timeout_secs=recovery_timeout_secs,
+    log=log,
+  )
   rule = _clipping(
     roles.check_rule(rule),
     clip_replica_norm=clip_replica_norm,
@@ -168,7 +176,7 @@ def join(
   )
   if not driver.is_chief:
     part.contribute(driver)
-  with driver:
+  with interrupts.sigterm_raises(), driver:
     if part.is_replicated:
       log(part.describe(rule))
     yield driver
@@ -176,27 +184,27 @@ def join(
 
 
 def _clipping(
-  rule: update_options.UpdateSettings, **arguments: float | None
+  rule: update_options.UpdateSettings, **norms: float | None
 ) -> update_options.UpdateSettings:
   """Returns the rule with the arguments of `join` that limit norms.
 
   Args:
     rule: The update rule.
-    **arguments: `clip_replica_norm` and `clip_mean_norm`, as `join` gets them.
+    **norms: `clip_replica_norm` and `clip_mean_norm`, as `join` gets them.
 
   Raises:
     ValueError: If the rule has such a limit already, cannot have it, or the
       limit is not positive.
   """
   changes = {}
-  for name, norm in arguments.items():
+  for name, norm in norms.items():
     if norm is None:
       continue
     setting = "clip_norm" if name == "clip_mean_norm" else name
     if name == "clip_mean_norm" and rule.is_periodic:
       raise ValueError(
-        "`clip_mean_norm` must be None with a rule of `Periodic`, whose replicas"
-        f" clip the gradients of their own steps. Received: {norm}."
+        "`clip_mean_norm` must be None with a rule of `Periodic`: replicas clip"
+        f" the gradients of their own steps. Received: {norm}."
       )
     if (other := getattr(rule, setting)) is not None:
       raise ValueError(
@@ -278,7 +286,9 @@ def run(
       another model.
   """
   settings["recovery_timeout_secs"] = recovery_timeout_secs
+  arguments.check(table_writer=table_writer)
   with join(replica_fn, optimizer_fn, **settings) as driver:
+    arguments.make_directory(train_dir)
     roles.check_tables_are_saved(driver, train_dir)
 
     def train() -> Trained:

@@ -629,7 +629,8 @@ class _Loop(keras.callbacks.Callback):
     self._epochs = epochs
     self._metrics = compiled_model.metric_variables(model)
     count = len(self._metrics)
-    self._weights = compiled_model.shared(model)[:-count]
+    shared = compiled_model.shared(model)
+    self._weights = shared[: len(shared) - count]
     optional = {f"variables/{v.path}" for v in self._metrics}
     self._new_session = functools.partial(
       training.Session,
@@ -699,6 +700,7 @@ class _Loop(keras.callbacks.Callback):
           validation_batch_size=batch_size,
           **arguments,
         )
+        self._recovering(self._finish)
       except (KeyboardInterrupt, training.StepExpired):
         self._session.save_interrupted()
         raise
@@ -708,7 +710,6 @@ class _Loop(keras.callbacks.Callback):
       finally:
         model.steps_per_execution = own
         model.train_function = None
-      self._recovering(self._finish)
     return history
 
   def _finish(self) -> None:
@@ -728,6 +729,7 @@ class _Loop(keras.callbacks.Callback):
     self._session = self._new_session(state=self._driver.store)
     self._driver.on_leave = self._session.save
     self._step = self._session.restore_or_initialize()
+    self._read_metrics()  # In-graph, a later trace could hang.
 
   def _recovering(self, function: Callable[[], _R]) -> _R:
     """Calls a function, and calls it again after a parameter server was lost.

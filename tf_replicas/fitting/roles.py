@@ -32,6 +32,7 @@ from tf_replicas.drivers import in_graph
 from tf_replicas.drivers import mirrored
 from tf_replicas.drivers import one_machine
 from tf_replicas.drivers import server
+from tf_replicas.drivers import timeline
 from tf_replicas.fitting import arguments
 from tf_replicas.fitting import series as series_module
 from tf_replicas.programs import run_options
@@ -468,7 +469,7 @@ def _role(
       " none of them."
     )
   _, task = role
-  return spec.admit(role[0].max_workers or None).with_joined(task), task
+  return environment.settle(spec, os.environ).with_joined(task), task
 
 
 def _check_role(
@@ -482,6 +483,11 @@ def _check_role(
       f'{spec.where}`replication` must be "mirrored" if, and only if, the'
       ' cluster spec has its variables on "mirrored". Received:'
       f" {replication!r}, and variables on {spec.variables.on!r}."
+    )
+  if replication == "in_graph" and not spec.num_tasks("worker"):
+    raise cluster_module.ClusterError(
+      f"{spec.where}in-graph replication needs at least one worker. Received:"
+      " none."
     )
   if replication != MIRRORED and (
     spec.variables.on != "ps" or not spec.num_tasks("ps")
@@ -559,6 +565,10 @@ def _serve(
   The exit status is 0 if training ended without an error, otherwise 1.
   """
   outcome = None
+  directory = os.environ.get(environment.TIMELINE)
+  if directory and replication == "in_graph":
+    # The client makes this task write a file on this machine.
+    timeline.prepare(directory)
   with processes.one_line_errors((ValueError,), (OSError, RuntimeError)):
     outcome = server.serve(
       spec,

@@ -9,7 +9,6 @@ import pathlib
 import re
 import signal
 import tempfile
-import threading
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from tf_replicas.programs import run_options
 from tf_replicas.runtime import fork_server
 from tf_replicas.runtime import noise
 from tf_replicas.session import console
+from tf_replicas.session import interrupts
 
 _START = re.compile(r"\] training from step (\d+) to (\d+)$")
 _PROGRESS = re.compile(
@@ -55,7 +55,7 @@ def run(
   if options.dry_run:
     return _describe(options, workload)
   if options.launches:
-    return _launch(options, workload, command)
+    return _launch(options, command)
   # This module imports TensorFlow, which the launcher does without.
   from tf_replicas.programs import task_runner
 
@@ -115,14 +115,12 @@ def _describe(
 
 def _launch(
   options: run_options.Options,
-  workload: run_options.Workload,
   command: Callable[[str, cluster.Task, int], Sequence[str]],
 ) -> int:
   """Starts every task of this machine and waits until all of them end.
 
   Args:
     options: How to run the training.
-    workload: Not used: each task makes its own workload.
     command: Makes the command line of a task, as documented in `run`.
 
   Returns:
@@ -155,8 +153,6 @@ def _launch(
   options = dataclasses.replace(options, spec=spec)
   # The chief says the rest, whoever starts it.
   _say(run_options.describe_cluster(spec))
-  if threading.current_thread() is threading.main_thread():
-    signal.signal(signal.SIGTERM, _interrupt)
   with contextlib.closing(_Echo()) as echo:
     return run_tasks(
       spec,
@@ -164,8 +160,6 @@ def _launch(
       preloads=True,
       log_dir=os.path.join(options.train_dir, "logs"),
       echo=echo,
-      # A new process could not join the all-reduce of the others.
-      max_restarts=0 if options.is_mirrored else 3,
     )
 
 
@@ -195,6 +189,7 @@ def run_tasks(
   """
   environ = {**noise.environ(), **(variables or {})}
   with (
+    interrupts.sigterm_raises(),
     tempfile.TemporaryDirectory() as directory,
     fork_server.ForkServer(environ) as server,
   ):
@@ -209,8 +204,8 @@ def run_tasks(
       spec, functools.partial(command, path), environ=environ, **settings
     )
     with tasks:
-      tasks.start()
       try:
+        tasks.start()
         return tasks.wait()
       except KeyboardInterrupt as interrupt:
         _say("[launcher] interrupted; ending all tasks")
@@ -271,11 +266,6 @@ def local_spec(
       f" {', '.join(found) or 'no tasks'}."
     )
   return cluster.resolve_ports(spec)
-
-
-def _interrupt(signum, frame):
-  """Handles the signal SIGTERM: raises KeyboardInterrupt, as Ctrl-C does."""
-  raise KeyboardInterrupt("SIGTERM")
 
 
 def _status(interrupt: KeyboardInterrupt) -> int:

@@ -88,7 +88,13 @@ def manifests(argv: Sequence[str]) -> list[dict]:
   spec = _in_cluster(_load(options.cluster_spec), options)
   tasks = {task: command for task in spec.tasks()}
   if options.evaluator:
-    tasks[_EVALUATOR] = shlex.split(options.evaluator)
+    try:
+      tasks[_EVALUATOR] = shlex.split(options.evaluator)
+    except ValueError as error:
+      raise cluster.ClusterError(
+        f"`--evaluator` must be a command line ({error}). Received:"
+        f" {options.evaluator}."
+      ) from None
   _check_name(options.name, tasks)
   labels = _labels(options)
   return [

@@ -468,8 +468,8 @@ def choose_task(
       variables. If they name no task either, this process is the launcher,
       which starts all tasks.
     task_index: Index of this task in its job.
-    environ: The environment variables, in which `cluster.environment.role`
-      looks for the cluster and the task.
+    environ: The environment variables, in which `cluster.environment` looks for
+      the cluster, the task and further settings.
     max_workers: The largest number of workers, if workers that the cluster spec
       does not list may join the training; None if none may join.
 
@@ -480,12 +480,15 @@ def choose_task(
     cluster.ClusterError: If flags or environment variables are invalid.
   """
   found = environment.role(environ)
-  if cluster_spec is None and found is None:
+  if cluster_spec is not None:
+    spec = environment.settle(cluster.load(cluster_spec), environ)
+  elif found is not None:
+    spec, _ = found
+  else:
     raise cluster.ClusterError(
       "`--cluster_spec` must name a cluster-spec JSON unless TF_CONFIG is set"
       " or `srun` has started several processes. Received: None."
     )
-  spec = found[0] if cluster_spec is None else cluster.load(cluster_spec)
   spec = spec.admit(max_workers)
   if job_name is not None:
     task = cluster.task_from_flags(spec, job_name, task_index)

@@ -131,7 +131,8 @@ def launch(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> NoReturn:
   """Starts a script as all tasks of a cluster, waits, and ends the process.
 
-  The exit status is that of `launch`, or 2 if the arguments are invalid.
+  The exit status is that of `launch`, 2 if the arguments are invalid, or 1 if
+  the tasks cannot be started.
 
   Args:
     argv: The command line, without the name of the program. None: that of this
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
   """
   try:
     status = launch(sys.argv[1:] if argv is None else argv)
-  except cluster.ClusterError as error:
+  except (cluster.ClusterError, OSError, RuntimeError) as error:
     print(f"error: {error}", file=sys.stderr)
-    status = 2
+    status = 2 if isinstance(error, cluster.ClusterError) else 1
   sys.exit(status)

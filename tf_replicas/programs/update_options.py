@@ -358,6 +358,9 @@ class UpdateSettings:
     number = self.replicas_to_aggregate
     if isinstance(number, str) and number.isdecimal():  # Of a flag.
       object.__setattr__(self, "replicas_to_aggregate", int(number))
+    names = self.then_update
+    names = (names,) if isinstance(names, str) else tuple(names)
+    object.__setattr__(self, "then_update", names)
 
   def __str__(self) -> str:
     rules = [self.rules, self.then_update]

@@ -514,20 +514,19 @@ def load_tables(
       " averages since the end of `fit`, as its optimizer has `use_ema=True`."
       " Received: False."
     )
-  prefix = None
+  checkpoint = None
   if train_dir is not None:
-    path = checkpoints.latest(train_dir)
-    if path is None:
+    checkpoint = checkpoints.latest(train_dir)
+    if checkpoint is None:
       raise checkpoints.MissingCheckpointError(
         f"`train_dir` must hold a checkpoint. Received: {train_dir}."
       )
-    prefix = checkpoints.tables_of(path)
-  saved = {} if prefix is None else row_files.shapes(prefix)
+  saved = {} if checkpoint is None else checkpoints.saved_rows(checkpoint)
   for variable in model.variables:
     rows = tables.rows_of(variable)
     if rows is None and _PREFIX + variable.path not in saved:
       continue
-    value = _whole(variable, rows, prefix, saved, averaged)
+    value = _whole(variable, rows, checkpoint, saved, averaged)
     if rows is None:
       variable.assign(value)
     else:
@@ -543,7 +542,7 @@ def load_tables(
 def _whole(
   variable: keras.Variable,
   rows: tables.Rows | None,
-  prefix: str | None,
+  checkpoint: str | None,
   saved: dict[str, row_files.Entry],
   averaged: bool,
 ) -> np.ndarray:
@@ -554,9 +553,9 @@ def _whole(
   Args:
     variable: The weight of the layer.
     rows: The table that the weight stands for; None if the weight has all rows.
-    prefix: The path of the checkpoint's files for tables. None reads from the
-      PS tasks; then `rows` must be given.
-    saved: The shapes and dtypes of the tables in these files, by name.
+    checkpoint: The path of the checkpoint. None reads from the PS tasks; then
+      `rows` must be given.
+    saved: The shapes and dtypes of the tables in the checkpoint, by name.
     averaged: Whether to read the moving average of the table, if it has one.
 
   Returns:
@@ -565,12 +564,12 @@ def _whole(
   Raises:
     CheckpointError: If the checkpoint has no such table, or one of another
       shape.
-    RuntimeError: If `prefix` is None and the PS tasks have ended.
+    RuntimeError: If `checkpoint` is None and the PS tasks have ended.
   """
   path = variable.path if rows is None else rows.path
   shape = tuple(variable.shape) if rows is None else rows.shape
   tensor = None
-  if prefix is None and rows is not None:
+  if checkpoint is None and rows is not None:
     if not rows.home.is_open:
       raise RuntimeError(
         f"`train_dir` must be given: the table {path!r} was on parameter"
@@ -579,12 +578,12 @@ def _whole(
     parts = rows.averages if averaged else None
     tensor = tables.RowTensor(rows, parts or rows.parts)
   name = checkpoints.stored_name(path, saved, averaged=averaged)
-  if prefix is not None:
+  if checkpoint is not None:
     entry = saved.get(name)
     if entry is None or entry.shape != shape:
       found = "none" if entry is None else f"one of shape {entry.shape}"
       raise checkpoints.CheckpointError(
-        f"the checkpoint {prefix} must have the table {path!r} of shape"
+        f"the checkpoint {checkpoint} must have the table {path!r} of shape"
         f" {shape}. Received: {found}."
       )
   dtype = tf.as_dtype(variable.dtype)
@@ -592,8 +591,8 @@ def _whole(
   for begin, end in row_files.blocks(shape, dtype):
     if tensor is not None:
       whole[begin:end] = tensor.read(begin, end)
-    elif prefix is not None:
-      found = row_files.read(prefix, name, saved[name], begin, end)
+    elif checkpoint is not None:
+      found = checkpoints.read_rows(checkpoint, name, saved[name], begin, end)
       whole[begin:end] = np.asarray(found)
   return whole
 

@@ -182,7 +182,8 @@ class ForkServer:
       then.
 
     Raises:
-      RuntimeError: If TensorFlow cannot be imported, or the server has ended.
+      RuntimeError: If TensorFlow cannot be imported, if the server has ended,
+        or if command line and environment are too long for a message to it.
     """
     arguments, settings = _parse(command)
     if arguments is None:
@@ -199,14 +200,21 @@ class ForkServer:
       with self._lock:
         self._start()
         self._asked.append(process)
-        socket.send_fds(
-          self._connection, [json.dumps(program).encode()], descriptors
-        )
+        try:
+          socket.send_fds(
+            self._connection, [json.dumps(program).encode()], descriptors
+          )
+        except OSError:  # It has ended, or the message is too long.
+          with contextlib.suppress(ValueError):  # `_listen` was faster.
+            self._asked.remove(process)
+          process._has_begun.set()
     finally:
       os.close(writing)
     if not process._has_begun.wait(_IMPORT_SECS) or not process.pid:
+      process.stdout.close()
       raise RuntimeError(
-        f"the process that starts {' '.join(arguments[:2])} has ended"
+        f"the process that starts {' '.join(arguments[:2])} has ended, or"
+        " cannot take so long a command line and environment"
       )
     return process
 

@@ -30,6 +30,10 @@ _GRAPH_DETAILS = (
 )
 
 
+# Longer alarms do not fit into an int of C: some 30 years.
+_MAX_ALARM_SECS = 1e9
+
+
 @contextlib.contextmanager
 def one_line_errors(
   usage: tuple[type[BaseException], ...],
@@ -126,7 +130,7 @@ def killed_after(secs: float) -> Iterator[None]:
   if threading.current_thread() is threading.main_thread():
     # A handler in Python would not run then.
     handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
-  signal.alarm(int(secs) + 1)
+  signal.alarm(int(min(secs, _MAX_ALARM_SECS)) + 1)
   try:
     yield
   finally:

@@ -269,6 +269,7 @@ def save(
   """
   train_dir = os.fspath(train_dir)
   os.makedirs(train_dir, exist_ok=True)
+  _remove_unfinished(train_dir)
   io_device = resources.this_device()
   # Without the outer `None`, the caller's device would be merged into this one.
   with tf.device(None), tf.device(io_device):
@@ -349,6 +350,13 @@ def _write_rows(
       " a `train_dir` on storage that all tasks share and may write to, at the"
       f" same path. Received: {os.path.dirname(prefix)} ({reason})."
     ) from None
+
+
+def _remove_unfinished(train_dir: str) -> None:
+  """Removes what a process that was killed has left of a checkpoint."""
+  for pattern in (row_files.UNFINISHED, f"{PREFIX}-*_temp"):
+    for path in glob.glob(os.path.join(glob.escape(train_dir), pattern)):
+      shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_tables_without_checkpoint(train_dir: str) -> None:

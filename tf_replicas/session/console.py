@@ -31,10 +31,13 @@ class Console:
   def open_bar(self, step: int, max_steps: int) -> None:
     """Draws the progress bar, if this console is to have one.
 
+    A bar that is open already, as after a recovery, is closed first.
+
     Args:
       step: The global step at the start.
       max_steps: The global step at which the bar is full.
     """
+    self.close_bar()
     if self._has_bar:
       self._bar = tqdm.tqdm(
         total=max_steps,

@@ -231,7 +231,7 @@ class Applier:
       take_sums: Maps the index of a PS task to the sums over the contributions,
         one per shard that the task holds.
       num_contributions: The number of contributions in a sum, by which it is
-        divided.
+        divided unless the variable has a divisor of its own.
 
     Returns:
       (mean, variable of the shard) pairs. Variables that are not `present` are
@@ -256,8 +256,9 @@ class Applier:
             self._store.count_rows(task, total.indices)
         else:
           total = tf.ensure_shape(total, variable.shape)
-        if tf.is_tensor(num_contributions) or num_contributions > 1:
-          total = gradient_math.scaled(total, 1 / num_contributions)
+        count = self._store.specs[index].divisor or num_contributions
+        if tf.is_tensor(count) or count > 1:
+          total = gradient_math.scaled(total, 1 / count)
         pairs.append((total, variable))
     return pairs
 

@@ -545,10 +545,13 @@ class ParameterStore:
     """
     if not self._row_updates:
       return []
-    read = resources.remote_reader(
+    return [int(count) for count in self._read_row_updates()]
+
+  @functools.cached_property
+  def _read_row_updates(self) -> Callable[[], list[tf.Tensor]]:
+    return resources.remote_reader(
       lambda: [count.read_value() for count in self._row_updates]
     )
-    return [int(count) for count in read()]
 
   def advance(self, step: tf.Tensor, num_examples: tf.Tensor) -> tf.Tensor:
     """Sets the global step to `step` + 1, and counts the examples of an update.

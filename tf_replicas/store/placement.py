@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -25,6 +26,8 @@ from tf_replicas.store import tables
 
 # TF1's `min_max_variable_partitioner(min_slice_size=256 << 10)`.
 MIN_SHARD_BYTES = 256 << 10
+# The attribute of a variable that `divide_by` sets.
+_DIVISOR = "_tf_replicas_divisor"
 
 
 class VariableSpec(NamedTuple):
@@ -37,6 +40,8 @@ class VariableSpec(NamedTuple):
     trainable: Whether gradients update the variable.
     table: If the variable stands for a table (a large matrix whose rows live on
       the PS tasks only), the `tables.Rows` that describe the table; else None.
+    divisor: An update divides the sum over its contributions by this number.
+      None: by the number of the contributions.
   """
 
   path: str
@@ -44,6 +49,7 @@ class VariableSpec(NamedTuple):
   dtype: str
   trainable: bool
   table: tables.Rows | None = None
+  divisor: int | None = None
 
   @property
   def size(self) -> int:
@@ -123,6 +129,19 @@ def path_of(variable: tf.Variable | str) -> str:
   return getattr(variable, "path", None) or variable.name.removesuffix(":0")
 
 
+def divide_by(variable: Any, divisor: int) -> None:
+  """Chooses the number by which updates divide the sum of contributions.
+
+  By default, this is the number of contributions in the update, so that an
+  update applies their mean.
+
+  Args:
+    variable: The variable, which `from_variables` will describe.
+    divisor: The number.
+  """
+  setattr(variable, _DIVISOR, divisor)
+
+
 def from_variables(variables: Sequence[tf.Variable]) -> list[VariableSpec]:
   """Describes Keras or TensorFlow variables by one `VariableSpec` each.
 
@@ -154,7 +173,8 @@ def from_variables(variables: Sequence[tf.Variable]) -> list[VariableSpec]:
         f"`variables` must have static shapes. Received: {path!r}, {shape}."
       )
     dtype, trainable = tf.as_dtype(variable.dtype).name, variable.trainable
-    specs.append(VariableSpec(path, tuple(shape), dtype, trainable))
+    spec = VariableSpec(path, tuple(shape), dtype, trainable)
+    specs.append(spec._replace(divisor=getattr(variable, _DIVISOR, None)))
   _check_distinct_paths("variables", specs)
   return specs
 
