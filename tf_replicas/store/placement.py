@@ -173,7 +173,8 @@ def from_variables(variables: Sequence[tf.Variable]) -> list[VariableSpec]:
         f"`variables` must have static shapes. Received: {path!r}, {shape}."
       )
     dtype, trainable = tf.as_dtype(variable.dtype).name, variable.trainable
-    spec = VariableSpec(path, tuple(shape), dtype, trainable)
+    sizes = tuple(size or 0 for size in shape)
+    spec = VariableSpec(path, sizes, dtype, trainable)
     specs.append(spec._replace(divisor=getattr(variable, _DIVISOR, None)))
   _check_distinct_paths("variables", specs)
   return specs
