@@ -822,8 +822,8 @@ def readme() -> list[str]:
     ),
     (
       "Small model: steps/sec against TF1's `SyncReplicasOptimizer`",
-      f"{small.median(kind, _TF1):.2f} with ten updates per call of `step`,"
-      f" {small.median(kind + ', one per call', _TF1):.2f} with one",
+      f"{small.of(kind, _TF1)} with ten updates per call of `step`,"
+      f" {small.of(kind + ', one per call', _TF1)} with one",
       "small_model",
     ),
     (

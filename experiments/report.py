@@ -211,7 +211,9 @@ class _Page:
     elif name == _TIMELINE:
       self.timeline = report_panels.timeline(report["measurements"][0])
       more = _timeline(self.timeline, report)
-    self._add_to_index(name, report["title"], report["verdict"])
+    self._add_to_index(
+      name, report["title"], report["verdict"], len(report["measurements"])
+    )
     picture = self._directory / f"{name}.png"
     self.sections.append(_section(report, picture, charts, more))
 
@@ -234,7 +236,7 @@ class _Page:
     )
     about = _RACE.format(raw["task"]["precision"])
     judged = "".join(f"<li>{html.escape(str(f))}</li>" for f in findings)
-    self._add_to_index("race", _RACE_TITLE, verdict)
+    self._add_to_index("race", _RACE_TITLE, verdict, len(race.SEEDS))
     self.sections.append(
       f'<section id="race">\n<h2>{_RACE_TITLE}</h2>\n<p><em>Even workers:'
       " synchronous; uneven workers: asynchronous</em> (a usual advice)</p>\n"
@@ -244,10 +246,12 @@ class _Page:
       f"<ul>{judged}</ul></details></section>\n"
     )
 
-  def _add_to_index(self, name: str, title: str, verdict: str) -> None:
+  def _add_to_index(
+    self, name: str, title: str, verdict: str, num_seeds: int
+  ) -> None:
     self.index.append(
       f'<tr><td><a href="#{name}">{html.escape(title)}</a></td>'
-      f"<td>{_badge(verdict)}</td></tr>"
+      f"<td>{_badge(verdict)}</td><td>{num_seeds}</td></tr>"
     )
 
 
@@ -276,7 +280,8 @@ def _summary(reports: Sequence[Mapping]) -> str:
     words += "Made with --quick, which measures too little for some of them. "
   return (
     f"{words if count else ''}A claim holds if each of its numbers is within"
-    " the bounds that the claim sets, for every seed. Numbers are medians over"
+    " the bounds that the claim sets, for every seed. A verdict with one seed"
+    " rests on one run, and cannot be *unclear*. Numbers are medians over"
     " the seeds, with the smallest and the largest value in parentheses. An"
     " illustration has no verdict, because its numbers follow from how it is"
     f" built. The page was made on {datetime.date.today().isoformat()}."
@@ -476,9 +481,10 @@ def to_markdown(reports: Sequence[Mapping], missing: Sequence[str]) -> str:
     missing: Names of experiments without a report, which the page mentions.
   """
   lines = [f"# {TITLE}", "", _summary(reports), ""]
-  lines += ["| claim | verdict |", "|---|---|"]
+  lines += ["| claim | verdict | seeds |", "|---|---|---|"]
   lines += [
     f"| [{r['title']}](#{r['name']}) | {_SIGNS[r['verdict']]} {r['verdict']} |"
+    f" {len(r['measurements'])} |"
     for r in reports
   ]
   lines += [""]

@@ -169,7 +169,7 @@ CLAIM = claims.Claim(
   title="One client, or one per worker",
   claim=(
     "an in-graph client carries no parameters, costs little processor time"
-    " for each worker, and is no slower than a client in each worker"
+    " for each worker, and is at most 15% slower than a client in each worker"
   ),
   source='TF1 "Distributed TensorFlow" how-to: in-graph, between-graph',
   explanation=(

@@ -458,7 +458,8 @@ CLAIM = claims.Claim(
   title="Waiting for a slow worker, or overwritten by it",
   claim=(
     "If workers wrote back what they had read plus their step, late writes"
-    " would overwrite the work of others. The library adds, and loses no write."
+    " would overwrite the work of others. With gradient descent, the library"
+    " adds, and loses no write."
   ),
   source="beginners' explanations of distributed training",
   explanation=(
@@ -474,8 +475,10 @@ CLAIM = claims.Claim(
     " repeatedly. If no write is lost, the last value of the variable is the"
     " number of writes. If a worker literally assigns what it has read plus 1,"
     " most writes are lost, and not only because of the slow worker. The"
-    " asynchronous rule adds the step to the present value, and loses none,"
-    " with and without its options. The last row is computed, and does not"
+    " asynchronous rule adds the step to the present value, and lost none here,"
+    " with and without its options. (Optimizers with momentum can lose"
+    " concurrent updates without `use_locking`: see `benchmarks.lost_updates`.)"
+    " The last row is computed, and does not"
     " count for the verdict. It shows a ball, which stands for a model with one"
     " weight and the minimum at"
     " 0. Steps push the ball in the recorded order of reads and updates. A late"

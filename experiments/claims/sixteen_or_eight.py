@@ -292,7 +292,8 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
         f"{MEASURED}, 1 Gbit/s, {name}: measured batches/s, divided by those of"
         f" {LOCAL} in one machine",
         [r[name]["measured"] / r["local"] for r in real],
-        most=1.0,
+        # As many devices in several machines are not faster in any case.
+        most=1.0 if _num_devices(name) > LOCAL else math.inf,
       ),
       claims.Finding(
         f"{MEASURED}, 1 Gbit/s, {name}: simulated batches/s, divided by the"
@@ -308,6 +309,11 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     )
   )
   return findings
+
+
+def _num_devices(name: str) -> int:
+  """Returns the number of devices of a measured cluster, "4 PS, 12 devices"."""
+  return int(name.rpartition(", ")[2].removesuffix(" devices"))
 
 
 def draw(measurements: Sequence[dict]):
@@ -393,6 +399,10 @@ CLAIM = claims.Claim(
     " with a network of 1 Gbit/s, and the simulated epoch is more than a third"
     " longer than the published one (the last number of the table). The"
     " simulator does not overlap communication with computing, as MXNet does."
+    " With 4 parameter servers, it is wrong in the other direction: 12 and 16"
+    " real devices reached three quarters of the simulated rate, and 16 did not"
+    " equal the eight. So its counts for several parameter servers at 1 Gbit/s"
+    " are too small."
     " So counts near"
     f" {CLAIMED}, such as those of Inception v3, may lie on either side of it."
     " Distributed devices send parameters and gradients over a network, which"
