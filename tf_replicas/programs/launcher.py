@@ -160,6 +160,7 @@ def _launch(
       preloads=True,
       log_dir=os.path.join(options.train_dir, "logs"),
       echo=echo,
+      max_restarts=3,
     )
 
 
