@@ -49,9 +49,7 @@ def test_a_time_limit_may_be_infinite():
 @pytest.mark.parametrize("end", ["pass", "processes.exit_now(0)", "1 / 0"])
 def test_functions_run_once_at_the_end_of_the_process(end):
   program = f"""
-import math
 import os
-import signal
 from tf_replicas.runtime import processes
 processes.at_exit(lambda: print("last"))
 processes.at_exit(lambda: print("first"))

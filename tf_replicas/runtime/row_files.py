@@ -30,9 +30,8 @@ import tensorflow as tf
 
 from tf_replicas.runtime import resources
 
-_UNFINISHED = ".rows-"
-# The pattern of the directories that a killed process leaves.
-UNFINISHED = f"{_UNFINISHED}*"
+# How names of directories begin that hold unfinished files.
+UNFINISHED = ".rows-"
 _BLOCK_BYTES = 32 << 20
 _STRIDE = re.compile(r"(.*)\.stride_\d+_of_(\d+)", re.DOTALL)
 
@@ -187,7 +186,7 @@ def write(
     FileNotFoundError: If a function has written nothing that this process sees.
   """
   directory = os.path.dirname(os.path.abspath(prefix))
-  folder = tempfile.mkdtemp(prefix=_UNFINISHED, dir=directory)
+  folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=directory)
   # Processes of other users may have to write to it too.
   os.chmod(folder, os.stat(directory).st_mode & 0o777)
 

@@ -354,7 +354,7 @@ def _write_rows(
 
 def _remove_unfinished(train_dir: str) -> None:
   """Removes what a process that was killed has left of a checkpoint."""
-  for pattern in (row_files.UNFINISHED, f"{PREFIX}-*_temp"):
+  for pattern in (f"{row_files.UNFINISHED}*", f"{PREFIX}-*_temp"):
     for path in glob.glob(os.path.join(glob.escape(train_dir), pattern)):
       shutil.rmtree(path, ignore_errors=True)
 
