@@ -108,7 +108,7 @@ def test_synchronous_training_with_a_backup(tmp_path):
 def test_the_strategys_training(tmp_path):
   output = launch("strategy.py", tmp_path)
   (loss,) = re.findall(r"\] loss: ([\d.e-]+)$", output, re.MULTILINE)
-  assert float(loss) < 0.1
+  assert float(loss) < 0.001
 
 
 def test_a_function_around_the_step():
