@@ -17,7 +17,10 @@ SPEC = cluster.parse(
 STATUS = protocol.Status
 SIGNATURE = {
   "rule": {"name": "sync_replicas"},
-  "variables": [["v", [3, 4], "float32", [0]], ["w", [], "int64", [0]]],
+  "variables": [
+    {"path": "v", "shape": [3, 4], "dtype": "float32", "ps": [0]},
+    {"path": "w", "shape": [], "dtype": "int64", "ps": [0]},
+  ],
 }
 
 

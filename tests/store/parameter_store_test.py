@@ -1,6 +1,7 @@
 """Tests for store.parameter_store."""
 
 import itertools
+import json
 
 import numpy as np
 import tensorflow as tf
@@ -91,7 +92,11 @@ class TwoClientsTest(stores.TestCase):
   def test_signature_tells_layouts_apart(self):
     two = stores.attach(SPECS, 2, placement.RoundRobin(2)).signature()
     shards = stores.attach(SPECS, 2, stores.cut(2)).signature()
-    self.assertEqual(two[BIAS], ["conv/bias", [6], "float64", [0]])
+    self.assertEqual(
+      two[BIAS],
+      {"path": "conv/bias", "shape": [6], "dtype": "float64", "ps": [0]},
+    )
+    self.assertEqual(json.loads(json.dumps(two)), two)
     self.assertNotEqual(two, shards)
 
 

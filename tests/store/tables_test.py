@@ -554,7 +554,7 @@ class PlacementTest(absltest.TestCase):
     self.assertEqual((first.shape, second.shape), ((5, 3), (4, 3)))
     self.assertEqual(dense.shape, (4,))
     self.assertEqual(updates.store.table_paths, ["table"])
-    self.assertEqual(updates.store.signature()[0][-1], "modulo")
+    self.assertEqual(updates.store.signature()[0]["rows"], "modulo")
 
   def test_nothing_of_a_table_is_pulled(self):
     updates = _Updates(keras.optimizers.SGD(0.1))

@@ -141,13 +141,13 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       devices=devices,
       timeline_file=f"{task.job}_{task.index}",
       options=driver_base.Options(
-        start_timeout_secs,
-        lost_after_secs,
-        timeline_dir,
-        namespace,
-        joined,
-        log,
-        recovery_timeout_secs,
+        start_timeout_secs=start_timeout_secs,
+        lost_after_secs=lost_after_secs,
+        timeline_dir=timeline_dir,
+        namespace=namespace,
+        joined=joined,
+        log=log,
+        recovery_timeout_secs=recovery_timeout_secs,
       ),
     )
 

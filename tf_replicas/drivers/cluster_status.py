@@ -581,8 +581,8 @@ def summarize(
     global_step=step,
     examples_seen=int(training.get("examples_seen", -1)),
     parameter_bytes=sum(
-      math.prod(shape) * tf.as_dtype(dtype).size
-      for _, shape, dtype, *_ in signature.get("variables", ())
+      math.prod(variable["shape"]) * tf.as_dtype(variable["dtype"]).size
+      for variable in signature.get("variables", ())
     ),
     received=status.received if status else 0,
     needed=status.needed if status else 0,

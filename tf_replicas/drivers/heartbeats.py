@@ -41,6 +41,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -825,14 +826,15 @@ def outcome_of(error: BaseException | None) -> str:
 
 
 def differences(
-  ours: Sequence[Sequence], theirs: Sequence[Sequence], limit: int = 3
+  ours: Sequence[Mapping[str, Any]],
+  theirs: Sequence[Mapping[str, Any]],
+  limit: int = 3,
 ) -> list[str]:
   """Describes how a task's variables differ from those of the chief.
 
   Args:
-    ours: A row for each variable of this task, as `ParameterStore.signature`
-      returns it: path, shape, dtype, the PS tasks of the shards; for a table
-      also how its rows are divided.
+    ours: The variables of this task, as `ParameterStore.signature` returns
+      them.
     theirs: The same for the variables of the chief.
     limit: The number of differences to describe. Further ones are only counted.
 
@@ -841,8 +843,8 @@ def differences(
   """
   found = []
   for number in range(max(len(ours), len(theirs))):
-    mine = list(ours[number]) if number < len(ours) else None
-    other = list(theirs[number]) if number < len(theirs) else None
+    mine = ours[number] if number < len(ours) else None
+    other = theirs[number] if number < len(theirs) else None
     if mine != other:
       found.append(
         f"variable {number} is {_described(mine)} here and"
@@ -853,19 +855,20 @@ def differences(
   return found
 
 
-def _described(row: Sequence | None) -> str:
+def _described(variable: Mapping[str, Any] | None) -> str:
   """Describes a variable in words, such as `w (shape [3], float32, on ps 0)`.
 
   Args:
-    row: A row of `ParameterStore.signature`. None: there is no such variable.
+    variable: An element of `ParameterStore.signature`. None: there is no such
+      variable.
   """
-  if row is None:
+  if variable is None:
     return "absent"
-  path, shape, dtype, tasks, *partition = row
   parts = [
-    f"shape {list(shape)}",
-    dtype,
-    f"on ps {', '.join(map(str, tasks))}",
-    *(f"rows divided by {how!r}" for how in partition),
+    f"shape {variable['shape']}",
+    variable["dtype"],
+    f"on ps {', '.join(map(str, variable['ps']))}",
   ]
-  return f"{path} ({', '.join(parts)})"
+  if "rows" in variable:
+    parts.append(f"rows divided by {variable['rows']!r}")
+  return f"{variable['path']} ({', '.join(parts)})"

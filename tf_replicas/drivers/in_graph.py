@@ -152,13 +152,13 @@ class InGraph(driver_base.ParameterServerDriver):
       devices=_serving_devices(spec),
       timeline_file="workers",
       options=driver_base.Options(
-        start_timeout_secs,
-        lost_after_secs,
-        timeline_dir,
-        namespace,
-        joined,
-        log,
-        recovery_timeout_secs,
+        start_timeout_secs=start_timeout_secs,
+        lost_after_secs=lost_after_secs,
+        timeline_dir=timeline_dir,
+        namespace=namespace,
+        joined=joined,
+        log=log,
+        recovery_timeout_secs=recovery_timeout_secs,
       ),
     )
     self._workers.are_busy = True

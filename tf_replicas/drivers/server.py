@@ -27,6 +27,7 @@ from tf_replicas import cluster
 from tf_replicas.cluster import exposure
 from tf_replicas.drivers import heartbeat_table
 from tf_replicas.drivers import heartbeats
+from tf_replicas.drivers import timeline
 from tf_replicas.runtime import devices
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
@@ -148,6 +149,47 @@ def serve(
   if asked.is_set() and errors:
     _end_by_sigterm()
   return (errors or outcomes)[0]
+
+
+def serve_training(
+  spec: cluster.ClusterSpec,
+  task: cluster.Task,
+  *,
+  replication: str,
+  start_timeout_secs: float,
+  timeline_dir: str | None = None,
+  log: Callable[[str], None] = print,
+) -> int:
+  """Serves one training until it ends, as the whole work of a process.
+
+  Args:
+    spec: The cluster.
+    task: The task of this process: a parameter server or an in-graph worker.
+    replication: "between_graph" or "in_graph".
+    start_timeout_secs: Seconds that the tasks may take to start. This task
+      gives up if it gets no heartbeat for so long, but not within five minutes.
+    timeline_dir: The directory for timelines, the files that record what each
+      replica does when. None: no timelines.
+    log: Receives each line of the log.
+
+  Returns:
+    An exit status: 0 if training ended without an error, otherwise 1.
+
+  Raises:
+    cluster.ClusterError, TimeoutError: As `serve` raises them.
+  """
+  is_in_graph = replication == "in_graph"
+  if timeline_dir and is_in_graph:
+    # The client makes this task write a file on this machine.
+    timeline.prepare(timeline_dir)
+  outcome = serve(
+    spec,
+    task,
+    num_clients=1 if is_in_graph else None,
+    orphan_timeout_secs=max(ORPHAN_TIMEOUT_SECS, start_timeout_secs),
+    log=log,
+  )
+  return 0 if outcome == heartbeats.FINISHED else 1
 
 
 def _is_alive(age: float) -> bool:

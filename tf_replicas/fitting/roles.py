@@ -27,12 +27,10 @@ from tf_replicas.cluster import environment
 from tf_replicas.drivers import base as driver_base
 from tf_replicas.drivers import between_graph
 from tf_replicas.drivers import connection
-from tf_replicas.drivers import heartbeats
 from tf_replicas.drivers import in_graph
 from tf_replicas.drivers import mirrored
 from tf_replicas.drivers import one_machine
 from tf_replicas.drivers import server
-from tf_replicas.drivers import timeline
 from tf_replicas.fitting import arguments
 from tf_replicas.fitting import series as series_module
 from tf_replicas.programs import run_options
@@ -564,20 +562,17 @@ def _serve(
 
   The exit status is 0 if training ended without an error, otherwise 1.
   """
-  outcome = None
-  directory = os.environ.get(environment.TIMELINE)
-  if directory and replication == "in_graph":
-    # The client makes this task write a file on this machine.
-    timeline.prepare(directory)
+  status = 1
   with processes.one_line_errors((ValueError,), (OSError, RuntimeError)):
-    outcome = server.serve(
+    status = server.serve_training(
       spec,
       task,
-      num_clients=1 if replication == "in_graph" else None,
-      orphan_timeout_secs=max(server.ORPHAN_TIMEOUT_SECS, start_timeout_secs),
+      replication=replication,
+      start_timeout_secs=start_timeout_secs,
+      timeline_dir=os.environ.get(environment.TIMELINE) or None,
       log=log,
     )
-  processes.exit_now(0 if outcome == heartbeats.FINISHED else 1)
+  processes.exit_now(status)
 
 
 def check_tables_are_saved(

@@ -20,7 +20,6 @@ import tensorflow as tf
 from tf_replicas import cluster
 from tf_replicas.drivers import base as driver_base
 from tf_replicas.drivers import between_graph
-from tf_replicas.drivers import heartbeats
 from tf_replicas.drivers import in_graph
 from tf_replicas.drivers import mirrored
 from tf_replicas.drivers import one_machine
@@ -124,20 +123,14 @@ def serve(options: run_options.Options) -> int:
     An exit status: 0 if training ended without an error, otherwise 1.
   """
   _configure(options)
-  if options.timeline and options.is_in_graph:
-    # The client makes this task write a file on this machine.
-    timeline.prepare(_timeline_dir(options))
-  clients = 1 if options.is_in_graph else len(options.replicas)
-  outcome = server.serve(
+  return server.serve_training(
     options.spec,
     options.task,
-    num_clients=clients,
-    orphan_timeout_secs=max(
-      server.ORPHAN_TIMEOUT_SECS, options.start_timeout_secs
-    ),
+    replication=options.replication,
+    start_timeout_secs=options.start_timeout_secs,
+    timeline_dir=_timeline_dir(options),
     log=_say,
   )
-  return 0 if outcome == heartbeats.FINISHED else 1
 
 
 def train(

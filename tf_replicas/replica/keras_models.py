@@ -97,13 +97,13 @@ def keras_replica(
     variables,
     loss_fn,
     dataset_fn,
-    devices,
-    layers,
-    micro_batches,
-    statistics,
-    is_synchronized,
-    loss_scale,
-    tuple(metrics),
+    devices=devices,
+    layers=layers,
+    micro_batches=micro_batches,
+    statistics=statistics,
+    is_synchronized=is_synchronized,
+    loss_scale=loss_scale,
+    metrics=tuple(metrics),
   )
 
 

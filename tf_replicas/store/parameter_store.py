@@ -292,19 +292,25 @@ class ParameterStore:
     resources.flush_assignments(self._row_updates)
     self.load_state({"examples_seen": 0, "global_step": 0})
 
-  def signature(self) -> list[list[str | list[int]]]:
+  def signature(self) -> list[dict[str, str | list[int]]]:
     """Returns a description that must be equal in all clients of a training.
 
     Clients, the processes that train, compare it to find out whether they have
     built the same store.
 
     Returns:
-      For each variable, the list [path, shape, dtype, PS tasks of the shards];
-      for a table, also how its rows are divided. JSON can represent the result.
+      A dict for each variable: its "path", "shape" and "dtype", and the "ps"
+      tasks of its shards; for a table, also how its "rows" are divided. JSON
+      can represent the result.
     """
     return [
-      [spec.path, list(spec.shape), spec.dtype, [s.task for s in shards]]
-      + ([spec.table.partition] if spec.table else [])
+      {
+        "path": spec.path,
+        "shape": list(spec.shape),
+        "dtype": spec.dtype,
+        "ps": [shard.task for shard in shards],
+        **({"rows": spec.table.partition} if spec.table else {}),
+      }
       for spec, shards in zip(self.specs, self.shards, strict=True)
     ]
 
