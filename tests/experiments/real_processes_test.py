@@ -241,6 +241,7 @@ class BackupWorkersTest(absltest.TestCase):
         str(b): dict(measured=s, simulated=s)
         for b, s in zip((0, 2), secs, strict=True)
       },
+      "simulated_speedups": {"6": 0.9},
     }
 
   def test_verdict(self):
