@@ -63,6 +63,7 @@ _LEAVE_SECS = 10.0
 # of so many.
 _WARM_SECS, _READINGS = 120.0, 6
 _ENDLESS = 10**9
+_TAIL_BYTES = 8192
 
 
 class Soak(fault_matrix.Training):
@@ -162,7 +163,9 @@ class Soak(fault_matrix.Training):
     if not path.exists():
       return []
     with path.open("rb") as file:
-      file.seek(max(0, path.stat().st_size - 8192))
+      if path.stat().st_size > _TAIL_BYTES:
+        file.seek(-_TAIL_BYTES, os.SEEK_END)
+        file.readline()  # The rest of a line.
       return programs.logged(file.read().decode(errors="replace"))
 
   def last_step(self) -> int:
