@@ -822,8 +822,8 @@ def readme() -> list[str]:
     ),
     (
       "Small model: steps/sec against TF1's `SyncReplicasOptimizer`",
-      f"{small.of(kind, _TF1)} with ten updates per call of `step`,"
-      f" {small.of(kind + ', one per call', _TF1)} with one",
+      f"{small.of(kind, _TF1)} if one call makes ten updates,"
+      f" {small.of(kind + ', one per call', _TF1)} if it makes one",
       "small_model",
     ),
     (
@@ -833,8 +833,8 @@ def readme() -> list[str]:
       "one_machine",
     ),
     (
-      "Bytes per step between a worker and the only parameter server, against"
-      " those of the parameters",
+      "Bytes per step between one worker and the parameter server, divided by"
+      " the size of the parameters",
       f"{_each_way()} each way",
       "wire --steps=30",
     ),

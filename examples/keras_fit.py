@@ -39,6 +39,7 @@ def model_fn() -> keras.Model:
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--replicas_to_aggregate", type=int)
+parser.add_argument("--train_dir", help="where to save checkpoints")
 parser.add_argument("--save_to", help="where to save the model, as .keras")
 options = parser.parse_args()
 
@@ -53,6 +54,7 @@ history = tf_replicas.fit(
   epochs=4,
   validation_data=(x[3072:], y[3072:]),
   rule=tf_replicas.Sync(replicas_to_aggregate=options.replicas_to_aggregate),
+  train_dir=options.train_dir,
   verbose=2,
 )
 # From here on there is only the chief.

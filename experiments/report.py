@@ -176,9 +176,7 @@ def _plotly() -> str:
   try:
     from plotly import offline
   except ImportError:
-    raise ValueError(
-      "The page needs plotly: pip install tf-replicas[plots]"
-    ) from None
+    raise ValueError("The page needs plotly: pip install plotly") from None
   return offline.get_plotlyjs()
 
 
@@ -266,16 +264,22 @@ def _charts(report: Mapping) -> list[dict]:
 def _summary(reports: Sequence[Mapping]) -> str:
   count = len(reports)
   parts = []
-  for kind, words in (
-    (claims.HOLDS, "hold"),
-    (claims.FAILS, "do not hold"),
-    (claims.UNCLEAR, "are unclear"),
-    (claims.ILLUSTRATION, "only illustrate how something works"),
+  for kind, verbs in (
+    (claims.HOLDS, ("holds", "hold")),
+    (claims.FAILS, ("does not hold", "do not hold")),
+    (claims.UNCLEAR, ("is unclear", "are unclear")),
+    (
+      claims.ILLUSTRATION,
+      (
+        "only illustrates how something works",
+        "only illustrate how something works",
+      ),
+    ),
   ):
     number = sum(report["verdict"] == kind for report in reports)
     if number:
-      parts.append(f"{number} {words}")
-  words = f"{count} claim{'s' * (count > 1)}: {', '.join(parts)}. "
+      parts.append(f"{number} {verbs[number > 1]}")
+  words = f"Of {count} claim{'s' * (count > 1)}: {', '.join(parts)}. "
   if any("--quick" in report["command"] for report in reports):
     words += "Made with --quick, which measures too little for some of them. "
   return (

@@ -325,7 +325,7 @@ def require_matplotlib() -> None:
     import matplotlib  # noqa: F401
   except ImportError:
     raise ValueError(
-      "Pictures need matplotlib: pip install tf-replicas[plots]"
+      "Pictures need matplotlib: pip install matplotlib"
     ) from None
 
 

@@ -232,6 +232,14 @@ def test_local_tasks(monkeypatch):
   )
 
 
+def test_tasks_with_the_host_of_an_own_task_are_local():
+  spec = cluster.parse(
+    {"ps": ["Alias.invalid:1"], "worker": ["alias.invalid:2", "b.invalid:2"]}
+  )
+  assert not spec.local_tasks()
+  assert spec.local_tasks(own=_task("worker 0")) == _tasks("ps 0", "worker 0")
+
+
 @pytest.mark.parametrize("path", SPEC_FILES, ids=lambda path: path.name)
 def test_shipped_specs_are_valid(path):
   spec = cluster.load(path)

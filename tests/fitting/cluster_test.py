@@ -301,7 +301,7 @@ def test_a_series_with_failures(tmp_path):
     generator,
   )
   assert "needs a `chief` task" in driver
-  assert "pip install tf-replicas[notebook]" in package
+  assert "pip install cloudpickle" in package
   assert "worker 1 was killed by SIGKILL; restarting it" in output
   assert " SLOPE 2.25\n" in output
   assert re.search(

@@ -36,4 +36,6 @@ def test_a_missing_package_names_the_extra(monkeypatch):
     )
   message = str(raised.value)
   assert "tensorflow_datasets" in message and "\n" not in message
-  assert "pip install tf-replicas[tfds]. Advice." in message
+  assert (
+    "pip install tensorflow-datasets importlib_resources. Advice." in message
+  )

@@ -180,7 +180,7 @@ def test_a_missing_tensorboard_is_named_and_ends_nothing(
   summaries.close()
   assert capsys.readouterr().out == (
     "No summaries are written, as the package tensorboard is not installed:"
-    " pip install tf-replicas[tensorboard]\n"
+    " pip install tensorboard\n"
   )
   assert not list(tmp_path.iterdir())
 

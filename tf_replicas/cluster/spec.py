@@ -190,14 +190,29 @@ class ClusterSpec:
     """
     return f"{self.source}: " if self.source else ""
 
-  def local_tasks(self) -> tuple[Task, ...]:
-    """Returns the tasks on this machine, as `addresses.is_local` finds them."""
+  def local_tasks(self, own: Task | None = None) -> tuple[Task, ...]:
+    """Returns the tasks on this machine.
+
+    These are the tasks whose hosts `addresses.is_local` finds here.
+
+    Args:
+      own: A task that is known to be on this machine, such as that of this
+        process. All tasks with the same host are then on this machine too.
+        None: no task is known.
+    """
     if not self.is_distributed:
       return self.tasks()
+
+    def host(task: Task) -> str:
+      found = addresses.split(self.address(task))
+      assert found is not None
+      return addresses.canonical_host(found[0])
+
+    known = None if own is None else host(own)
     return tuple(
       task
       for task in self.tasks()
-      if addresses.is_local(addresses.split(self.address(task))[0])
+      if host(task) == known or addresses.is_local(host(task))
     )
 
   def with_addresses(self, changed: Mapping[Task, str]) -> "ClusterSpec":

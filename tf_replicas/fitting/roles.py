@@ -634,7 +634,8 @@ def _towers(
   gpus = spec.gpus(task)
   if gpus is None:
     # Tasks of one machine share a GPU only if the spec gives it to both.
-    is_alone = len([t for t in spec.local_tasks() if t.job != "ps"]) == 1
+    here = spec.local_tasks(own=task)
+    is_alone = not any(t.job != "ps" for t in here if t != task)
     gpus = None if is_alone else ()
   if gpus or runtime_devices.find_gpus():
     try:

@@ -35,7 +35,7 @@ def dumps(
     import cloudpickle
   except ImportError:
     raise ImportError(
-      f"{needs} the package cloudpickle: pip install tf-replicas[notebook]"
+      f"{needs} the package cloudpickle: pip install cloudpickle"
     ) from None
 
   reducers = cloudpickle.CloudPickler.dispatch_table

@@ -43,7 +43,9 @@ def builder(
       with processes.importing_tensorflow():
         import tensorflow_datasets as tfds
     except ModuleNotFoundError as error:
-      raise DataError(f"{error}: pip install tf-replicas[tfds]") from error
+      raise DataError(
+        f"{error}: pip install tensorflow-datasets importlib_resources"
+      ) from error
 
     try:
       found = tfds.builder(name, data_dir=data_dir)

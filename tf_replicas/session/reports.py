@@ -41,7 +41,7 @@ class Summaries:
     if not importlib.util.find_spec("tensorboard"):
       log(
         "No summaries are written, as the package tensorboard is not"
-        " installed: pip install tf-replicas[tensorboard]"
+        " installed: pip install tensorboard"
       )
       return
     with tf.device(None), tf.device(self._device):
