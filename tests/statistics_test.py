@@ -19,6 +19,7 @@ from tf_replicas.rules import results
 from tf_replicas.rules.asynchronous import async_replicas
 from tf_replicas.rules.asynchronous import staleness
 from tf_replicas.rules.sync import sync_replicas
+from tf_replicas.runtime import own_variables
 from tf_replicas.store import moving_averages
 
 BATCH = 12
@@ -213,6 +214,31 @@ class SynchronousTest(stores.TestCase):
     found = self._train(count, 3, start=start, has_chief_statistics=True)
     np.testing.assert_allclose(found[1], expected, rtol=1e-6)
     np.testing.assert_allclose(found[3], (10 + expected) / 2, rtol=1e-6)
+
+  def test_the_sums_of_metrics_are_those_of_all(self):
+    """The library's own variables without gradients are not the chief's."""
+
+    def compute(replica, step, parameters, number):
+      del step, number
+      gradients = [*_moves(replica, parameters[1]), -tf.ones([2])]
+      return gradients, tf.constant(0.5), 10
+
+    training = sync_replicas_test.Training(
+      sync_replicas.SyncReplicasOptimizer(
+        SGD(0.5), 3, has_chief_statistics=True
+      ),
+      compute,
+      values=VALUES | {own_variables.METRIC_SUMS: np.zeros([2], "float32")},
+      is_sparse=[False] * 3,
+    )
+    training.start()
+    try:
+      training.steps(2)
+    finally:
+      training.stop()
+    values = training.values()
+    np.testing.assert_allclose(values["moving"], [9, 9], rtol=1e-6)
+    np.testing.assert_allclose(values[own_variables.METRIC_SUMS], [2, 2])
 
   def test_several_batches_of_the_chief_count_as_one(self):
     found = self._train(4, 1, has_chief_statistics=True)

@@ -98,7 +98,7 @@ class ReportTest(absltest.TestCase):
     self.assertEmpty(missing)
     self.assertEmpty(page.open)
     for words in (
-      "4 claims: 2 hold, 1 do not hold, 1 are unclear.",
+      "Of 4 claims: 2 hold, 1 does not hold, 1 is unclear.",
       "Title of one",
       "Somebody <1990>",
       "step < 2 & more",
@@ -142,7 +142,7 @@ class ReportTest(absltest.TestCase):
     missing, page, text = self._render(failed=NAMES[:1])
     expected = [*NAMES[:1], *NAMES[2:]]
     self.assertEqual(missing, expected)
-    self.assertIn("1 claim: 1 hold. ", page.words)
+    self.assertIn("Of 1 claim: 1 holds. ", page.words)
     for name in expected:
       self.assertIn(f"{name} has no result", page.words)
       self.assertIn(f"**{name}** has no result", text)

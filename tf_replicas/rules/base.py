@@ -54,7 +54,6 @@ import tensorflow as tf
 from tf_replicas.replica import model_replica
 from tf_replicas.rules import results
 from tf_replicas.rules import step_token
-from tf_replicas.runtime import own_variables
 from tf_replicas.runtime import resources
 from tf_replicas.store import alternating_optimizer
 from tf_replicas.store import applier
@@ -836,8 +835,7 @@ class OptimizerRule(GradientRule):
       return list(gradients)
     weighed = []
     for index, gradient in zip(self._store.contributed, gradients, strict=True):
-      spec = self._store.specs[index]
-      if not spec.trainable and not own_variables.is_own(spec.path):
+      if self._store.specs[index].is_statistic:
         gradient = gradient_math.scaled(gradient, weight)
       weighed.append(gradient)
     return weighed

@@ -222,19 +222,19 @@ class Parcel:
     self,
     items: Sequence[Item],
     dtypes: Sequence[tf.DType],
-    kinds: Sequence[bool] | None = None,
+    kinds: Sequence[int] | None = None,
   ):
     """Decides which of the tensors are packed together.
 
     Args:
       items: The shape of each tensor, and its dtype during the transfer.
       dtypes: The dtype of each tensor after the transfer.
-      kinds: A bool for each tensor. Only tensors with the same bool are packed
-        together. None: all tensors are of the same kind.
+      kinds: A number for each tensor. Only tensors with the same number are
+        packed together. None: all tensors are of the same kind.
     """
     self.items = list(items)
     self._dtypes = list(dtypes)
-    kinds = kinds or [False] * len(self.items)
+    kinds = kinds or [0] * len(self.items)
     self.groups = [
       [alike[i] for i in group]
       for kind in sorted(set(kinds))

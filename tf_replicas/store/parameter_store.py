@@ -487,17 +487,19 @@ class ParameterStore:
     shards = self.contributed_shards(task)
     if positions is not None:
       shards = [shards[i] for i in positions]
+    owners = [(self.contributed[p], number) for p, number in shards]
+    specs = [self.specs[index] for index, _ in owners]
     return self._parcel(
-      [(self.contributed[p], number) for p, number in shards],
+      owners,
       self.wire_item if is_narrowed else self.item,
-      [position >= len(self.trainable) for position, _ in shards],
+      [0 if s.trainable else 1 if s.is_statistic else 2 for s in specs],
     )
 
   def _parcel(
     self,
     owners: Sequence[tuple[int, int]],
     item: Callable[[int, int], packing.Item],
-    kinds: Sequence[bool] | None = None,
+    kinds: Sequence[int] | None = None,
   ) -> packing.Parcel:
     return packing.Parcel(
       [item(*owner) for owner in owners],

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_replicas.runtime import own_variables
 from tf_replicas.store import tables
 
 # TF1's `min_max_variable_partitioner(min_slice_size=256 << 10)`.
@@ -50,6 +51,16 @@ class VariableSpec(NamedTuple):
   trainable: bool
   table: tables.Rows | None = None
   divisor: int | None = None
+
+  @property
+  def is_statistic(self) -> bool:
+    """Whether it is a variable of the model without gradients.
+
+    Examples are the moving means of batch normalization. The loss scale and the
+    sums of metrics have no gradients either, but belong to the library.
+    """
+    is_own = own_variables.is_own(self.path) or self.divisor is not None
+    return not (self.trainable or is_own)
 
   @property
   def size(self) -> int:

@@ -29,7 +29,9 @@ IS_SPARSE = [True, False, False]
 
 def _store(values=VALUES, num_tasks=2):
   specs = [
-    stores.spec(path, v.shape, trainable=not path.startswith("moving"))
+    stores.spec(
+      path, v.shape, trainable=not path.startswith(("moving", "metrics/"))
+    )
     for path, v in values.items()
   ]
   return stores.attach(specs, num_tasks, stores.cut(num_tasks))

@@ -77,7 +77,6 @@ class GradientQueues:
     dense = [i for i in range(len(shards)) if i not in sparse]
     owners = [(self._store.contributed[p], n) for p, n in shards]
     parcel = self._store.parcel(task, dense)
-    count = len(self._store.trainable)
     return _Layout(
       num_shards=len(shards),
       dense=dense,
@@ -90,7 +89,8 @@ class GradientQueues:
         for group in parcel.groups
       ],
       is_statistic=[
-        shards[dense[group[0]]][0] >= count for group in parcel.groups
+        self._store.specs[owners[dense[group[0]]][0]].is_statistic
+        for group in parcel.groups
       ],
       sparse=sparse,
       rows=[self._store.wire_item(*owners[i]) for i in sparse],
@@ -259,9 +259,9 @@ class GradientQueues:
     def weigh(parts, taken):
       """Makes the sum of a statistic N times the entry of one replica.
 
-      Statistics are variables without gradients. With `has_chief_statistics`,
-      they are multiplied by N in the first contribution of the accepted replica
-      with the smallest index, and by 0 in all others.
+      With `has_chief_statistics`, the parts of statistics are multiplied by N
+      in the first contribution of the accepted replica with the smallest index,
+      and by 0 in all others. See `OptimizerRule.weigh_statistics`.
       """
       if not self._has_chief_statistics:
         return parts
