@@ -103,6 +103,18 @@ def test_workers_that_may_join():
   assert [c.presence for c in status.clients[2:]] == ["alive", "not here yet"]
   assert len(status.replicas) == 4
   assert not any("to start" in wait for wait in status.waits)
+  # Worker 1 is slow. Worker 3 has not come yet, which is no fault.
+  (fault,) = status.faults
+  assert fault.startswith("worker 1 exceeded the deadline of a step")
+
+
+def test_a_skipped_worker_that_is_silent():
+  training = _ledger(STATUS.DELIVERED, STATUS.SKIPPED)
+  status = _summarize(_table(NOW, NOW - 30), training)
+  assert status.faults == (
+    "worker 1: no heartbeat for 30 s; it was declared lost: updates go on"
+    " without it, or wait for its restart",
+  )
 
 
 def test_an_update_that_is_applied():

@@ -44,6 +44,13 @@ class LeasesTest(stores.TestCase):
     second.begin(0)
     self.assertEqual(int(second.take()), 4)
 
+  def test_begins_again_after_an_older_checkpoint(self):
+    found = self._leases(resources.new_namespace("leases"))
+    found.begin(3)
+    found.take()
+    found.begin(2, is_back=True)
+    self.assertEqual(int(found.take()), 2)
+
 
 if __name__ == "__main__":
   tf.test.main()

@@ -103,8 +103,7 @@ class WatchTest(parameterized.TestCase):
       NAMES,
       lost_after_secs=20.0,
       restart_timeout_secs=600.0,
-      log=log,
-      **{"clock": lambda: next(times, now), **more},
+      **{"log": log, "clock": lambda: next(times, now), **more},
     )
     self.addCleanup(watch.stop)
     return watch
@@ -123,6 +122,19 @@ class WatchTest(parameterized.TestCase):
     time.sleep(0.2)
     self.assertEqual(self.optimizer.interrupts, 3)
     self.assertTrue(watch.is_alive())
+
+  def test_its_own_error_reaches_the_chief(self):
+    def full(*_):
+      raise OSError("no space left")
+
+    watch = self._watch(
+      _state([Status.COMPUTING] * 2), [1.0, 1.0], 15.0, log=full
+    )
+    waiting.await_value(
+      lambda: self.optimizer.interrupts, timeout_secs=60, what="the error"
+    )
+    with self.assertRaisesRegex(OSError, "no space left"):
+      watch.raise_error()
 
   def test_goes_on_after_a_failure_that_passes(self):
     """As when a parameter server cannot be reached for a moment."""
@@ -193,6 +205,8 @@ class WatchTest(parameterized.TestCase):
     self.assertEqual(self.optimizer.expired, [])
     with self.assertRaisesRegex(TimeoutError, "`min_contributions` needs 2"):
       watch.raise_if_expired()
+    watch.progress()  # The missing contribution came at the last moment.
+    watch.raise_if_expired()
 
   @parameterized.parameters(
     (False, 0.0),  # The chief saves a checkpoint, for example.

@@ -198,6 +198,14 @@ def test_refuses_numbers_and_shares(value, words):
     update_options.check(settings, 4)
 
 
+def test_a_deadline_for_smaller_updates_needs_a_replica_for_each_gradient():
+  settings = update_options.UpdateSettings(
+    replicas_to_aggregate=8, min_contributions=2, step_timeout_secs=1.0
+  )
+  with pytest.raises(cluster.ClusterError, match="number of replicas, 4"):
+    update_options.check(settings, 4)
+
+
 @pytest.mark.parametrize("least", [None, 4])
 def test_a_rate_that_follows_needs_smaller_updates(least):
   settings = update_options.UpdateSettings(

@@ -256,6 +256,28 @@ class SwitchingTest(stores.TestCase):
     self.assertContainsSubset(names, state)
     self.assertEmpty([name for name in state if "rule" in name])
 
+  def test_a_worker_knows_the_rule_in_use(self):
+    """The object of a worker, where nothing but `build` is called."""
+
+    def optimizer():
+      inner = keras.optimizers.SGD(RATE)
+      rules = [_async(inner), _sync(inner)]
+      return switching.SwitchingOptimizer(rules, switch_conditions.at_step(2))
+
+    store = stores.attach([stores.spec(PATH, [2])])
+    chief, worker = optimizer(), optimizer()
+    for each in (chief, worker):
+      each.build(store, is_sparse=[False])
+    rule_base.create_or_resume(chief, store, [tf.zeros([2])])
+    self.assertEqual(worker.replicas_to_aggregate, 1)
+    chief._change_to(1)
+    for each in (chief, worker):
+      self.assertEqual(each.replicas_to_aggregate, 2)
+    worker.interrupt()
+    with self.assertRaises(results.Interrupted):
+      chief.rules[1].apply_updates()
+    chief.close()
+
   def test_an_interrupt_during_the_change_reaches_the_new_rule(self):
     inner = keras.optimizers.SGD(RATE)
     old = _async(inner)

@@ -406,7 +406,8 @@ class Recovery(NamedTuple):
   def __str__(self) -> str:
     """Describes the recovery in one line."""
     return (
-      f"recovered from the loss of {', '.join(self.lost)} at step {self.step}"
+      f"recovered from the loss of {', '.join(self.lost) or 'a connection'} at"
+      f" step {self.step}"
       f" in {self.secs:.1f} s: resumed at step {self.resumed}, so"
       f" {self.repeated} updates were made again"
     )
@@ -550,6 +551,7 @@ class ParameterServerDriver(Driver):
     self._recoveries: list[Recovery] = []
     # What was lost, when, if training has not resumed since.
     self._loss: tuple[Sequence[str], float] | None = None
+    self._is_rolled_back = False
     self._last_step = 0
     self._end_step: int | None = None
     self._is_built = False
@@ -720,7 +722,8 @@ class ParameterServerDriver(Driver):
     if self._loss is None:
       self._loss = lost, since
     # Longer than any time limit in it: this ends what hangs in TensorFlow.
-    with processes.killed_after(2 * timeout_secs + 2 * _END_SECS):
+    of_agreement = max(self._options.start_timeout_secs, timeout_secs)
+    with processes.killed_after(timeout_secs + of_agreement + 2 * _END_SECS):
       self._abandon()
       self._reattach(since, what)
     return True
@@ -855,6 +858,7 @@ class ParameterServerDriver(Driver):
     self._thread.raise_error()
     self._heartbeats.raise_if_replaced()
     assert self._watchdog is not None
+    self._watchdog.raise_error()
     self._watchdog.begin()
     made = self._next_updates(max_updates)
     self._let_servers_leave()
@@ -968,6 +972,8 @@ class ParameterServerDriver(Driver):
     if self.is_chief:
       values = [tf.identity(v) for v in self.replica.shared]
       rule_base.create_or_resume(self.rule, self.store, values)
+      # The process of an earlier chief was killed in the middle of an update.
+      self._is_rolled_back = self.global_step < 0
 
   def _start(self) -> None:
     """Starts the update rule, the replicas, and the watchdog thread.
@@ -996,7 +1002,11 @@ class ParameterServerDriver(Driver):
     self.rule.start()
     if self._leases is not None and self.replica.leased is not None:
       examples = int(self.store.examples_seen.read_value())
-      self._leases.begin(self.replica.leased.num_before(step, examples))
+      self._leases.begin(
+        self.replica.leased.num_before(step, examples),
+        is_back=self._is_rolled_back,
+      )
+      self._is_rolled_back = False
     self._watchdog = watchdog.StepWatchdog(
       self.rule,
       lambda: self.global_step,
@@ -1056,6 +1066,7 @@ class ParameterServerDriver(Driver):
         self._check_data()
         self._let_servers_leave()
         if self._watchdog is not None:
+          self._watchdog.raise_error()
           self._watchdog.raise_if_expired()
         if lost := self._unreachable():
           raise _UnreachableError(f"{lost} cannot be reached") from None

@@ -45,8 +45,6 @@ from tf_replicas.store import tables
 
 # The chief is lost after this many times `lost_after_secs`.
 _CHIEF_PATIENCE = 10
-# How long the last batch of a straggler may take.
-_LAST_BATCH_SECS = 600.0
 # A call runs as many steps as fit, so that the process can handle signals. On a
 # slow network, fewer calls are faster. A call begins and ends with messages,
 # which wait behind the parameters of other replicas. And it waits for all
@@ -152,7 +150,8 @@ class BetweenGraph(driver_base.ParameterServerDriver):
     )
 
   def _ages(self) -> list[float]:
-    ages = self._heartbeats.ages()
+    # `serve` may have been called with a larger number of clients.
+    ages = self._heartbeats.ages()[: len(self.replica_names)]
     if self.replica.on_data_end == "error":
       return ages
     # A replica without data has left, although its task may be alive.
@@ -485,7 +484,7 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       self._watchdog,
       self._have_all_ended,
       error,
-      patience_secs=_LAST_BATCH_SECS,
+      patience_secs=watchdog.LAST_BATCH_SECS,
       stays=self._options.joined is not None,
       log=self._log,
     )

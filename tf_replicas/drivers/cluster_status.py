@@ -140,8 +140,8 @@ class Replica:
       gradients.
     max_staleness: The largest staleness of these contributions.
     waited_secs: Seconds for which updates waited for this replica alone.
-    missed: The number of updates that were made without it, because a step
-      exceeded its deadline.
+    missed: The number of updates that were made without it, with
+      `min_contributions`: it was lost, or a step exceeded its deadline.
   """
 
   task: str
@@ -793,21 +793,21 @@ def _faults(
       "the chief was killed in the middle of an update; the variables wait for"
       " a checkpoint to be restored"
     )
+  presence = {client.task: client.presence for client in clients}
+  away = _ABSENT, _SILENT, _LEFT
+  lost = []
   for name, replica in zip(
     names, status.replicas if status else (), strict=False
   ):
-    if replica.status == protocol.Status.SKIPPED and not outcome:
+    is_skipped = replica.status == protocol.Status.SKIPPED
+    if is_skipped and presence.get(name) not in away and not outcome:
       yield (
         f"{name} exceeded the deadline of a step; updates go on without it"
         " until it contributes again"
       )
-  lost = [
-    name
-    for name, replica in zip(
-      names, status.replicas if status else (), strict=False
-    )
-    if replica.status == protocol.Status.LOST
-  ]
+    is_silent = is_skipped and presence.get(name) == _SILENT
+    if replica.status == protocol.Status.LOST or is_silent:
+      lost.append(name)
   for client in clients:
     if client.presence == _SILENT and not outcome:
       what = f"{client.task}: no heartbeat for {client.heartbeat_secs:.0f} s"
@@ -815,8 +815,8 @@ def _faults(
         yield f"{what}; the workers wait for the chief, and give up later"
       elif client.task in lost:
         yield (
-          f"{what}; it was declared lost: another replica takes its place, or"
-          " updates wait for its restart"
+          f"{what}; it was declared lost: updates go on without it, or wait for"
+          " its restart"
         )
       else:
         yield f"{what}; it will be declared lost if it stays silent"

@@ -711,7 +711,10 @@ class Heartbeats:
     try:
       yield
     except Exception as error:
-      if is_chief and not self.is_replaced and not self.is_open():
+      is_open = False
+      with contextlib.suppress(tf.errors.OpError):  # Nobody can be told then.
+        is_open = self.is_open()
+      if is_chief and not self.is_replaced and not is_open:
         outcome = outcome_of(error)
         stages = [lambda: self.end(outcome), self.leave]
         stages.append(lambda: self.shut_down_servers(timeout_secs=10))
@@ -791,21 +794,21 @@ def run_all(
 ) -> bool:
   """Calls functions that shut a training down, one after the other.
 
-  If a function raises `tf.errors.OpError`, logs that, and calls the next one.
+  If a function raises an error, logs that, and calls the next one.
 
   Args:
     stages: The functions, in order.
     log: Receives each line of the log.
 
   Returns:
-    True if no function raised `tf.errors.OpError`.
+    True if no function raised an error.
   """
   is_done = True
   for stage in stages:
     try:
       stage()
-    except tf.errors.OpError as error:
-      message = processes.shortened(error.message)
+    except Exception as error:
+      message = processes.shortened(str(error))
       log(f"one step of the shutdown failed; the shutdown goes on: {message}")
       is_done = False
   return is_done

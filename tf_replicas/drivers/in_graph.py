@@ -32,6 +32,7 @@ exist only in the client, and the data sets on the workers.
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -54,6 +55,8 @@ from tf_replicas.store import tables
 
 # How often to look whether a closure failed.
 _POLL_SECS = 0.2
+# How long the end of a training waits for the others if a worker is gone.
+_PATIENCE_SECS = 15.0
 # How long the client may trace its functions at most, besides waiting.
 _TRACING_SECS = 600.0
 
@@ -202,11 +205,22 @@ class InGraph(driver_base.ParameterServerDriver):
       Exception: If a loop failed for another reason.
     """
     try:
-      return self._coordinator.done()
+      return self._is_done()
     except tf.errors.InvalidArgumentError as error:
       if line := tables.bad_ids(error):
         raise RuntimeError(f"{line}, in a batch of a worker") from None
       raise
+    except tf.errors.OutOfRangeError:
+      raise RuntimeError(
+        "the data set of a worker has ended; it must be endless"
+      ) from None
+
+  def _is_done(self) -> bool:
+    """Returns whether all loops have ended; raises the error that ended one."""
+    try:
+      return self._coordinator.done()
+    except Exception as error:
+      raise patches.original_error(error) from None
 
   def _have_workers_ended(self) -> bool:
     """Returns whether the loops have ended, or the processes of all workers.
@@ -215,7 +229,7 @@ class InGraph(driver_base.ParameterServerDriver):
     the other workers, and end there.)
     """
     ended = self._heartbeats.unreachable_workers()
-    return len(ended) == len(self._tasks) or self._coordinator.done()
+    return len(ended) == len(self._tasks) or self._is_done()
 
   def _run_loop(self, iterator) -> tf.Tensor:
     """Computes and sends gradients on one worker until training ends.
@@ -313,13 +327,22 @@ class InGraph(driver_base.ParameterServerDriver):
     self._home.is_open = False
     if isinstance(self._thread, waiting.PollingThread):
       self._thread.request_stop()
-    # Closures that fail for a lost worker would be tried again for ever.
+    since = time.monotonic()
+
+    def have_ended() -> bool:
+      if self._have_workers_ended():
+        return True
+      # The loop of a worker that is gone is begun again and again.
+      is_one_gone = max(self._ages()) > heartbeats.ALIVE_SECS
+      return is_one_gone and time.monotonic() - since > _PATIENCE_SECS
+
     watchdog.end_training(
       self._heartbeats,
       self.rule,
       self._watchdog,
-      self._have_workers_ended,
+      have_ended,
       error,
+      patience_secs=watchdog.LAST_BATCH_SECS,
       stays=self._options.joined is not None,
       log=self._log,
     )

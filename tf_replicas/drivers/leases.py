@@ -30,7 +30,7 @@ class Leases:
 
     self._take = resources.remote_reader(take)
 
-  def begin(self, number: int) -> None:
+  def begin(self, number: int, *, is_back: bool = False) -> None:
     """Sets the counter to `number`, unless the counter has a value already.
 
     It has a value if an earlier chief of the same training has set it. The
@@ -39,8 +39,11 @@ class Leases:
 
     Args:
       number: The first batch number to hand out.
+      is_back: Whether the chief has restored an older checkpoint, because an
+        update was interrupted. Then the counter is set in any case: the batches
+        since that checkpoint come again.
     """
-    if not bool(self._next.is_initialized()):
+    if is_back or not bool(self._next.is_initialized()):
       self._next.assign(number)
 
   def take(self) -> tf.Tensor:

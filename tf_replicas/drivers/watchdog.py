@@ -26,6 +26,8 @@ from tf_replicas.session import training
 
 _POLL_SECS = 1.0
 _LOG_EVERY_SECS = 10.0
+# How long the last batch of a straggler may take.
+LAST_BATCH_SECS = 600.0
 # How long a training that failed waits for the replicas' last batch.
 _FAILED_PATIENCE_SECS = 15.0
 _MAX_INTERRUPTS = 5
@@ -93,7 +95,9 @@ class StepWatchdog(waiting.PollingThread):
     self._least_secs = start_timeout_secs
     self._expired_step: int | None = None
     self._expiry: training.StepExpired | None = None
-    super().__init__(self._poll, period_secs=_POLL_SECS)
+    super().__init__(
+      self._poll, period_secs=_POLL_SECS, on_error=rule.interrupt
+    )
 
   def begin(self) -> None:
     """Tells the watchdog that the chief begins to wait for an update.
@@ -111,6 +115,7 @@ class StepWatchdog(waiting.PollingThread):
     """
     self._is_awaited = False
     self._least_secs = 0.0
+    self._expiry = None  # The step was made after all.
     self._since = self._logged = self._clock()
 
   def raise_if_expired(self) -> None:

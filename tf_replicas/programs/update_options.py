@@ -536,6 +536,13 @@ def check(settings: UpdateSettings, num_replicas: int) -> None:
       "`--scale_rate` needs `--min_contributions` below the number of gradients"
       f" in an update, {most}. Received: {least}."
     )
+  has_deadline = settings.step_timeout_secs is not None
+  if has_deadline and least not in (None, most) and most > num_replicas:
+    raise cluster.ClusterError(
+      "`--step_timeout_secs` with `--min_contributions` needs"
+      " `--replicas_to_aggregate` of at most the number of replicas,"
+      f" {num_replicas}. Received: {most}."
+    )
   if num_replicas % (settings.softsync_n or 1):
     raise cluster.ClusterError(
       f"`--softsync_n` must divide the number of replicas, {num_replicas}."

@@ -95,13 +95,28 @@ class SwitchingOptimizer(rule_base.GradientRule):
     self.name = name
     self._choose = choose
     self._number = 0
+    # Whether `_number` is that of the rule in use: not in workers.
+    self._knows_number = True
     self._last_step: int | None = None
     self._limited: tuple[int, int] | None = None
     self._is_interrupted = False
 
   @property
   def _rule(self) -> rule_base.OptimizerRule:
-    return self.rules[self._number]
+    """The rule in use. Workers read its index from PS task 0."""
+    if self._knows_number or not bool(self._in_use.is_initialized()):
+      return self.rules[self._number]
+    return self.rules[int(self._in_use.read_value())]
+
+  @property
+  def replicas_to_aggregate(self) -> int:
+    """The number of contributions in an update of the rule in use."""
+    return self._rule.replicas_to_aggregate
+
+  @property
+  def accepted_fraction(self) -> float:
+    """The fraction of contributions that updates of the rule in use apply."""
+    return self._rule.accepted_fraction
 
   def build(
     self,
@@ -124,6 +139,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
     with tf.device(self._device):
       self._in_use = namespace.variable("rules/in_use", [], tf.int64)
       self._has_ended = namespace.variable("rules/ended", [], tf.bool)
+    self._knows_number = False
 
   def create(self, values: Sequence[tf.Tensor], *, resumed: bool) -> None:
     """Initializes the shared objects, or takes over those of an earlier chief.
@@ -135,6 +151,7 @@ class SwitchingOptimizer(rule_base.GradientRule):
     if not resumed:
       self._in_use.assign(0)
     self._has_ended.assign(False)
+    self._knows_number = True
     self._number = int(self._in_use.read_value())
     for number, rule in enumerate(self.rules):
       rule.create(values, resumed=resumed)

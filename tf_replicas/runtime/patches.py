@@ -106,6 +106,15 @@ def end_coordinator(
   coordinator._cluster.stop()
 
 
+def original_error(error: Exception) -> Exception:
+  """Returns the error of a worker's data set that a coordinator has wrapped.
+
+  Args:
+    error: An error of `ClusterCoordinator`; returned if it wraps nothing.
+  """
+  return getattr(error, "original_exception", None) or error
+
+
 def new_coordinator(
   old: tf.distribute.coordinator.ClusterCoordinator,
 ) -> tf.distribute.coordinator.ClusterCoordinator:

@@ -159,10 +159,11 @@ class OfferTest(parameterized.TestCase):
     desk.offer(0, 20, step=3)
     self.assertEqual(desk.counts, [_counts(late_10=2)])
 
-  def test_one_from_the_future_is_fresh(self):
+  def test_one_from_the_future_is_released(self):
     # As after a restore of an older checkpoint by the chief.
     desk = Desk(1, 1, step=5)
-    self.assertEqual(desk.offer(0, 10, step=7), [(0, 10, ADMIT)])
+    self.assertEqual(desk.offer(0, 10, step=7), [(0, 10, RELEASE)])
+    self.assertEqual(desk.counts, [_counts(late_10=1)])
 
 
 class DeliveredTest(parameterized.TestCase):

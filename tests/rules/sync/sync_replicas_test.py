@@ -237,6 +237,14 @@ class DeadlineTest(stores.TestCase):
       ({"min_contributions": 0, "step_timeout_secs": 1}, "at least 1"),
       ({"step_timeout_secs": 0}, "must be positive"),
       ({"scale_rate": True}, "`scale_rate` needs `min_contributions` below"),
+      (
+        {
+          "min_contributions": 1,
+          "step_timeout_secs": 1,
+          "total_num_replicas": 2,
+        },
+        "needs a `replicas_to_aggregate` of at most",
+      ),
     ):
       with self.assertRaisesRegex(ValueError, words):
         sync_replicas.SyncReplicasOptimizer(SGD(1.0), 3, **settings)
@@ -244,7 +252,12 @@ class DeadlineTest(stores.TestCase):
 
 class ConstructorTest(stores.TestCase):
   @parameterized.named_parameters(
-    ("zero", {"replicas_to_aggregate": 0}, ValueError, "at least 1.*: 0"),
+    (
+      "zero",
+      {"replicas_to_aggregate": 0},
+      ValueError,
+      "`replicas_to_aggregate`.*at least 1.*: 0",
+    ),
     ("no_int", {"replicas_to_aggregate": 2.0}, TypeError, "integer.*: 2.0"),
     ("bool", {"replicas_to_aggregate": True}, TypeError, "integer.*True"),
     ("total", {"total_num_replicas": -1}, ValueError, "`total_num_replicas`"),

@@ -102,7 +102,7 @@ def model_average(
     has_chief_statistics=has_chief_statistics,
     name="model_average",
   )
-  if replicas_to_aggregate > rule.total_num_replicas:
+  if rule.replicas_to_aggregate > rule.total_num_replicas:
     raise ValueError(
       "`replicas_to_aggregate` must not exceed `total_num_replicas`, for a"
       " replica has one copy to average. Received:"

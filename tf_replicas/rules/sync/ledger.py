@@ -273,7 +273,12 @@ def record(
     The ledger after the message; and the replies that follow from the message
     alone. `settle` and `finish` return all other replies.
   """
-  steps_late = tf.maximum(step - message.step, 0)
+  # The chief may have gone back to an older checkpoint. What was computed from
+  # variables of a later step is then not of this training any more.
+  is_abandoned = message.step > step
+  steps_late = tf.where(
+    is_abandoned, tf.int64.max, tf.maximum(step - message.step, 0)
+  )
   event = _interpret(ledger, message, steps_late > 0)
   was_admitted = ledger.status == protocol.Status.ADMITTED
   # A lost replica that delivers later is rejected.
@@ -324,7 +329,7 @@ def _interpret(ledger: Ledger, message: Message, is_late: tf.Tensor) -> _Event:
   Args:
     ledger: The recorded state of the step before the message.
     message: The message.
-    is_late: bool scalar, whether the message is about variables of an earlier
+    is_late: bool scalar, whether the message is about variables of another
       step.
   """
   replicas = tf.range(ledger.status.shape[0], dtype=tf.int64)

@@ -204,6 +204,7 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
           "`total_num_replicas` must be given if `replicas_to_aggregate` is a"
           f" share. Received: {replicas_to_aggregate!r}."
         )
+      rule_base.check_count("replicas_to_aggregate", replicas_to_aggregate)
       total_num_replicas = replicas_to_aggregate
     rule_base.check_count("total_num_replicas", total_num_replicas)
     if min_contributions is not None:
@@ -240,10 +241,14 @@ class SyncReplicasOptimizer(rule_base.OptimizerRule):
         f" {self.replicas_to_aggregate}. Received: {min_contributions}."
       )
     self.scale_rate = scale_rate
-    if step_timeout_secs is not None and not step_timeout_secs > 0:
-      raise ValueError(
-        f"`step_timeout_secs` must be positive. Received: {step_timeout_secs}."
-      )
+    if step_timeout_secs is not None:
+      rule_base.check_positive("step_timeout_secs", step_timeout_secs)
+      if self.quorum.can_shrink and self.quorum.most > total_num_replicas:
+        raise ValueError(
+          "`step_timeout_secs` with `min_contributions` needs a"
+          " `replicas_to_aggregate` of at most `total_num_replicas`,"
+          f" {total_num_replicas}. Received: {replicas_to_aggregate}."
+        )
     self.step_timeout_secs = step_timeout_secs
     self.accepted_fraction = min(
       1.0, self.replicas_to_aggregate / total_num_replicas
