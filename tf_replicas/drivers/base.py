@@ -586,15 +586,18 @@ class ParameterServerDriver(Driver):
         if not self.recover(error):
           raise
 
-  def _namespace(self) -> resources.Namespace:
+  def _namespace(self, generation: int | None = None) -> resources.Namespace:
     """Returns the namespace, a prefix of the names of all shared variables.
 
-    It includes the present *generation*, a number that changes when a parameter
-    server is restarted. So nobody uses what is left from before the restart.
+    It includes the *generation*, a number that changes when a parameter server
+    is restarted. So nobody uses what is left from before the restart.
+
+    Args:
+      generation: The generation. None: the present one.
     """
-    return resources.Namespace(
-      self._options.namespace, self._heartbeats.generation
-    )
+    if generation is None:
+      generation = self._heartbeats.generation
+    return resources.Namespace(self._options.namespace, generation)
 
   def _build(self) -> None:
     """Builds update rule and store, and attaches to the shared variables.
@@ -790,6 +793,7 @@ class ParameterServerDriver(Driver):
         if self.is_chief and namespace != old:
           self._clear(old)
         self._home.move(namespace)
+        old = namespace  # Another loss may follow within this call.
         if self._home.paths:
           self.replica.trace_again()
         vars(self).pop("_metrics", None)
@@ -921,7 +925,10 @@ class ParameterServerDriver(Driver):
       return found if is_present else None
 
     if self.is_chief:
-      if not published():  # It may be that of an earlier generation.
+      if not published():
+        if earlier := self._heartbeats.published():
+          # An earlier chief did not live to clear it.
+          self._clear(self._namespace(earlier["generation"]))
         self._heartbeats.close_training()
       self._heartbeats.publish(signature)
       return
