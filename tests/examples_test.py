@@ -52,11 +52,15 @@ def test_the_gan_makes_numbers_like_those_of_the_data():
 
 
 def test_a_backup_worker_saves_the_time_of_a_slow_one():
-  """All of 4 wait 0.2 s for the slow one; how fast 3 are, the machine says."""
+  """All of 4 wait 0.2 s for the slow one; how fast 3 are, the machine says.
+
+  The mean is of 11 steps. If the chief stands still at the first of them, the
+  slow one may be two batches ahead, so that only 9 take as long.
+  """
   output = _output("backup_workers.py", *_CLUSTER[:-1], "--workers=4")
   pattern = r"4 of 4: ([\d.]+) s per step; 3 of 4: ([\d.]+) s per step"
   all_4, first_3 = map(float, re.search(pattern, output).groups())
-  assert all_4 > 0.19
+  assert all_4 > 0.16
   saved = re.search(r"the backup worker saves (-?\d+)% of the time", output)
   assert int(saved.group(1)) == pytest.approx(
     100 * (1 - first_3 / all_4), abs=2

@@ -344,7 +344,7 @@ def test_a_restarted_chief_makes_the_update_from_the_same_batches(start_trial):
 
 def test_a_worker_gives_up_its_chief_and_both_can_be_started_again(start_trial):
   trial = start_trial(
-    "killed_chief", trials.document(1, 1, chief=1), lost_after_secs=1
+    "killed_chief", trials.document(1, 1, chief=1), lost_after_secs=2
   )
   trial.await_mark("step 3 is made")
   trial.kill(_CHIEF)

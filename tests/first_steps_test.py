@@ -30,7 +30,7 @@ def command(beginning: str) -> list[str]:
 
 def without_numbers(line: str) -> tuple[str, str]:
   """The task of a line, and its text with 0 for each number."""
-  line = line.rstrip().replace("us/step", "ms/step")
+  line = re.sub(r"\b\d+(us|s|ms)/step", "0ms/step", line.rstrip())
   task, text = re.fullmatch(r"(\[.*?\])? ?(.*)", line).groups()
   return task or "", re.sub(r"\d+(\.\d+)?(e-\d+)?", "0", text)
 

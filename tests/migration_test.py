@@ -108,7 +108,9 @@ def test_synchronous_training_with_a_backup(tmp_path):
 def test_the_strategys_training(tmp_path):
   output = launch("strategy.py", tmp_path)
   (loss,) = re.findall(r"\] loss: ([\d.e-]+)$", output, re.MULTILINE)
-  assert float(loss) < 0.001
+  # It is about 4 without training. Updates are asynchronous: the last gradient
+  # may have been computed from far older variables, which leaves some error.
+  assert float(loss) < 0.1
 
 
 def test_a_function_around_the_step():

@@ -1,6 +1,7 @@
 """The binary as a user runs it: whole clusters, bad input, Ctrl-C."""
 
 import collections
+import contextlib
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from typing import NamedTuple
 
 import pytest
 
@@ -20,6 +22,8 @@ from tests.support import trials
 from tf_replicas import cluster
 from tf_replicas.session import checkpoints
 
+# How long a parameter server that received SIGTERM waits for a checkpoint.
+PS_SECS = 8
 MODULE = "cifar10.distributed_train"
 run = functools.partial(binaries.run, MODULE)
 
@@ -288,28 +292,55 @@ def test_sigterm_for_all_processes_saves(tmp_path, replication):
   ) as process:
     output = trials.read_until("step 10,", process)
     tasks = trials.descendants(process.pid)
+    signaled = time.monotonic()
     for pid in (process.pid, *tasks):
-      os.kill(pid, signal.SIGTERM)
-    rest, _ = process.communicate(timeout=60)
+      with contextlib.suppress(ProcessLookupError):  # It has just ended.
+        os.kill(pid, signal.SIGTERM)
+    rest, _ = process.communicate(timeout=trials.DEADLINE_SECS)
+    secs = time.monotonic() - signaled
   output += rest
   assert process.returncode == 128 + signal.SIGTERM, output
   assert re.search(r"training stops; last checkpoint: .*ckpt-\d+", output)
-  assert "not all workers have stopped in time" not in output
+  # On a slow machine, the parameter server may end before all workers have.
+  if secs < PS_SECS:
+    assert "not all workers have stopped in time" not in output
   assert "Traceback" not in output
   for pid in tasks:
     assert not pathlib.Path(f"/proc/{pid}").exists()
 
 
-def _end_ps_at_step_10(flags, signum=signal.SIGKILL, *, without_worker=False):
-  """Returns the status, the output and the processes of the training.
+class _End(NamedTuple):
+  """How a training went whose parameter server got a signal at step 10.
+
+  Attributes:
+    status: The exit status.
+    output: What the training printed.
+    tasks: The processes.
+    save_secs: The seconds from SIGTERM until the next checkpoint was seen to be
+      saved: at least as many as it took. None after another signal.
+  """
+
+  status: int
+  output: str
+  tasks: list[int]
+  save_secs: float | None
+
+
+def _end_ps_at_step_10(
+  flags, signum=signal.SIGKILL, *, without_worker=False
+) -> _End:
+  """Trains, and sends a signal to the parameter server at step 10.
 
   Args:
     flags: The flags of the program.
     signum: The signal that the parameter server gets.
     without_worker: Whether the last worker stands still meanwhile.
   """
+  save_secs = None
   with trials.running(
-    binaries.command(MODULE, *flags), environ=binaries.environ()
+    binaries.command(MODULE, *flags),
+    environ=binaries.environ(),
+    deadline_secs=2 * trials.DEADLINE_SECS,
   ) as process:
     output = trials.read_until("step 10,", process)
     tasks = trials.descendants(process.pid)
@@ -321,17 +352,20 @@ def _end_ps_at_step_10(flags, signum=signal.SIGKILL, *, without_worker=False):
     if without_worker:
       os.kill(tasks[-1], signal.SIGSTOP)
       time.sleep(1)  # The step waits for it by then.
+    signaled = time.monotonic()
     os.kill(ps, signum)
-    if without_worker:
+    if signum == signal.SIGTERM:
       output += trials.read_until("saved", process)
+      save_secs = time.monotonic() - signaled
+    if without_worker:
       os.kill(tasks[-1], signal.SIGCONT)
-    rest, _ = process.communicate(timeout=120)
-  return process.returncode, output + rest, tasks
+    rest, _ = process.communicate(timeout=trials.DEADLINE_SECS)
+  return _End(process.returncode, output + rest, tasks, save_secs)
 
 
 def test_the_launcher_restarts_a_parameter_server(tmp_path):
   flags = train_flags(tmp_path, "--max_steps=60", "--checkpoint_every_steps=5")
-  status, output, _ = _end_ps_at_step_10(flags)
+  status, output, *_ = _end_ps_at_step_10(flags)
   assert status == 0, output
   assert "ps 0 was killed by SIGKILL; restarting it" in output
   assert output.count("recovered from the loss of ps 0 at step") == 2
@@ -350,7 +384,7 @@ def test_no_update_is_lost_if_a_parameter_server_gets_sigterm(
   flags = train_flags(
     tmp_path, f"--replication={replication}", "--max_steps=300"
   )
-  status, output, _ = _end_ps_at_step_10(
+  status, output, _, save_secs = _end_ps_at_step_10(
     flags, signal.SIGTERM, without_worker=without_worker
   )
   assert status == 0, output
@@ -358,12 +392,15 @@ def test_no_update_is_lost_if_a_parameter_server_gets_sigterm(
   assert "ps 0 was killed by SIGTERM; restarting it" in output
   found = re.search(
     r"recovered from the loss of ps 0 at step (\d+) in .* s: resumed at step"
-    r" (\d+), so 0 updates were made again",
+    r" (\d+), so (\d+) updates were made again",
     output,
   )
   assert found is not None, output
-  step, resumed = map(int, found.groups())
-  assert step == resumed >= 10, output
+  step, resumed, repeated = map(int, found.groups())
+  # On a slow machine, the parameter server may end before the checkpoint.
+  if save_secs < PS_SECS:
+    assert step == resumed >= 10, output
+    assert repeated == 0, output
   assert "Traceback" not in output
   assert checkpoints.read_finished(tmp_path).global_step == 300
 
@@ -383,11 +420,12 @@ def test_the_death_of_a_parameter_server_ends_the_training(
     "--checkpoint_every_steps=5",
     "--recovery_timeout_secs=0",
   )
-  status, output, tasks = _end_ps_at_step_10(flags)
+  status, output, tasks, _ = _end_ps_at_step_10(flags)
   assert status not in (0, None), output
   assert "Traceback" not in output
-  for task in clients:
-    assert re.search(rf"\[{task}\] error: .+", output), output
+  for task in clients:  # One that is slow to notice is stopped.
+    stopped = rf"\[launcher\] {task} is still running; stopping it"
+    assert re.search(rf"\[{task}\] error: .+|{stopped}", output), output
   for pid in tasks:
     assert not pathlib.Path(f"/proc/{pid}").exists()
   state = checkpoints.read(checkpoints.latest(tmp_path))

@@ -32,7 +32,7 @@ SPEC = cluster.parse(
 WAIT = "print('here', flush=True); import time; time.sleep(300)"
 SLOW_TO_LEAVE = (
   "import signal, sys, time; signal.signal(signal.SIGTERM,"
-  " lambda *_: (time.sleep(3), sys.exit(7)));" + WAIT
+  " lambda *_: (time.sleep(6), sys.exit(7)));" + WAIT
 )
 DEFIANT = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + WAIT
 
@@ -236,7 +236,7 @@ class LocalClusterTest(parameterized.TestCase):
     tasks = self._cluster({PS: SLOW_TO_LEAVE})
     tasks.start(PS)
     self._await_here(tasks, PS)
-    tasks.stop(grace_secs=2.0)
+    tasks.stop(grace_secs=5.0)  # It has twice as long, and takes 6 s.
     self.assertEqual(tasks.returncode(PS), 7)
 
   def test_leaving_the_context_stops_them(self):

@@ -67,6 +67,8 @@ from tf_replicas import cluster
 from tf_replicas.drivers import connection
 from tf_replicas.drivers import in_graph
 spec = cluster.parse({{"ps": [sys.argv[1]], "worker": [sys.argv[2]]}})
+# Each probe waits for its one answer, however slow the test is.
+connection._ANSWER_SECS = {trials.DEADLINE_SECS}
 {call}
 """
     answered = []

@@ -205,6 +205,12 @@ class Replica:
     ((x, *_),) = next(self._batches)
     return float(x)
 
+  def trace_one(self):
+    """Traces what `run_one` runs, which takes long, and runs nothing."""
+    self._run_one.get_concrete_function(
+      self._packed, *self.state, is_preadmitted=False
+    )
+
   def run_one(self, *, is_preadmitted=False):
     self._packed, *self.state = self._run_one(
       self._packed, *self.state, is_preadmitted=is_preadmitted
@@ -791,6 +797,8 @@ class WholeTrainingTest(stores.TestCase):
       yield from ONES
 
     replicas = [Replica(store, rule, batches, index=i) for i in range(2)]
+    for replica in replicas:
+      replica.trace_one()
     threads = [_in_background(replica.run_one) for replica in replicas]
     deadline = threading.Timer(SECS, rule.interrupt)
     deadline.start()

@@ -118,6 +118,12 @@ class SigtermTest(stores.TestCase):
       waiting.await_value(
         table.is_ready, timeout_secs=60, what="waiting for the table"
       )
+      # Until `serve` has a handler, the signal would end the test's process.
+      waiting.await_value(
+        lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL,
+        timeout_secs=60,
+        what="waiting for the handler",
+      )
       act(table)
 
     thread = waiting.RaisingThread(play, on_error=bool)

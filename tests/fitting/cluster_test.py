@@ -334,8 +334,12 @@ def test_the_example_learns_with_a_backup_worker(tmp_path):
   (accuracy,) = re.findall(r"accuracy: ([\d.]+)$", output, re.MULTILINE)
   assert float(accuracy) > 0.9
   assert (tmp_path / "model.keras").stat().st_size > 0
-  files = sorted(path.stem for path in (tmp_path / "timeline").iterdir())
-  assert files == ["chief", "worker_0", "worker_1", "worker_2"]
+  files = {path.stem for path in (tmp_path / "timeline").iterdir()}
+  # Two of the workers are enough: one that begins late may make no step.
+  workers = files - {"chief"}
+  assert "chief" in files
+  assert workers <= {"worker_0", "worker_1", "worker_2"}
+  assert len(workers) >= 2
 
 
 def test_a_model_made_before_joining_is_refused(tmp_path):
@@ -410,7 +414,8 @@ def test_the_script_of_the_documentation_saves_once(tmp_path):
     " each; sync updates of 2 contributions"
   ) in lines
   assert "[worker 0] Epoch 1/3" in lines
-  (line,) = [x for x in lines if x.startswith("[worker 0] 1/16 - ")]
+  # The first line of all; a later one has the time left there.
+  (line,) = [x for x in lines if x.startswith("[worker 0] 1/16 - loss")]
   assert line.endswith(" - learning_rate: 0.001")
   assert re.search(r"\] Epoch 3/3 - \d:\d\d:\d\d left$", output, re.MULTILINE)
 

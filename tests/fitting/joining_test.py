@@ -71,8 +71,10 @@ def test_two_join_and_one_is_killed(tmp_path):
   # Each update used one batch.
   assert sum(result["applied"].values()) * _BATCH == sum(uses)
   assert sum(uses) == _EPOCHS * len(uses)
-  # Batches that were leased and not used are missing, once for each replica.
-  # Others of the next epoch were used in their place.
+  # Batches that were leased and not used are missing, and may be of several
+  # epochs. Others of the next epoch were used in their place, each one once.
   wrong = collections.Counter(number - _EPOCHS for number in uses)
-  assert set(wrong) <= {-1, 0, 1}
-  assert wrong[-1] == wrong[1] <= 3 * _LEASED * _BATCH
+  assert min(wrong) >= -3 * _LEASED
+  assert max(wrong) <= 1
+  missing = sum(-change * n for change, n in wrong.items() if change < 0)
+  assert missing == wrong[1] <= 3 * _LEASED * _BATCH

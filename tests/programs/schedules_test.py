@@ -8,8 +8,11 @@ from hypothesis import strategies
 from tf_replicas.programs import schedules
 
 _COUNTS = strategies.integers(0, 2**40)
+# A busy machine may take long for any example.
+_NO_DEADLINE = hypothesis.settings(deadline=None)
 
 
+@_NO_DEADLINE
 @hypothesis.given(_COUNTS, strategies.integers(1, 2**40))
 def test_a_share_is_of_numbers_and_tensors_alike(examples, length):
   share = schedules.share(examples, length)
@@ -25,6 +28,7 @@ def test_a_share_of_nothing_done_is_nothing(examples):
   assert schedules.share(examples, 7) == 0.0
 
 
+@_NO_DEADLINE
 @hypothesis.given(strategies.integers(1, 2**40), _COUNTS)
 def test_a_share_of_all_is_one_exactly(length, beyond):
   assert schedules.share(length + beyond, length) == 1.0

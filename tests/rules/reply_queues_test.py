@@ -10,6 +10,7 @@ from tests.support import background
 from tests.support import stores
 from tf_replicas.rules import protocol
 from tf_replicas.rules import reply_queues as replies_lib
+from tf_replicas.runtime import waiting
 
 NUM_REPLICAS = 3
 NONE, ADMIT, RELEASE, CONTINUE, VOID = map(int, protocol.Verdict)
@@ -28,6 +29,14 @@ def _queues():
       stores.namespace().queue(f"own/{r}", [tf.int64])
       for r in range(NUM_REPLICAS)
     ]
+
+
+def _await_empty(queue):
+  waiting.await_value(
+    lambda: int(queue.size()) == 0,
+    timeout_secs=background.DEADLINE_SECS,
+    what="waiting for an empty queue",
+  )
 
 
 class TakeOwnTest(stores.TestCase):
@@ -124,10 +133,9 @@ class TakeOwnTest(stores.TestCase):
 
   def test_an_older_process_leaves_to_the_newer_one_what_is_for_it(self):
     """The older one waits longer: it is served first."""
-    # The first call takes long: it would be overtaken by the second one.
     self._put(1, [6, 60])
-    self._take(1, 6)
     older = self._start(1, 7)
+    _await_empty(self.queues[1])  # The older one waits in the queue.
     self.assertTrue(older.waits())
     newer = self._start(1, 8)
     self.assertTrue(newer.waits())
@@ -190,10 +198,9 @@ class RepliesTest(stores.TestCase):
     self.assertEqual(self._told(call), (CONTINUE, 3))
 
   def test_a_reply_to_a_later_process_makes_the_older_one_void(self):
-    # The first call takes long: it would be overtaken by the second one.
     self._send([ADMIT, NONE, NONE], [3, 0, 0], 3)
-    self._told(self._start(0, 3))
     older = self._start(0, 4)
+    _await_empty(self.chief._queues[0])  # The older one waits in the queue.
     self.assertTrue(older.waits())
     newer = self._start(0, 5)
     self.assertTrue(newer.waits())

@@ -126,7 +126,7 @@ class Slowly:
   """A gate that takes its time."""
 
   def acquire(self):
-    time.sleep(0.1)
+    time.sleep(0.3)
 
 
 def _every_fifth(progress):

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tf_replicas.runtime import processes
+from tf_replicas.runtime import waiting
 from tf_replicas.session import checkpoints
 from tf_replicas.session import interrupts
 from tf_replicas.session import training
@@ -141,15 +142,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
 
 class SlowRows:
-  """A tensor that is saved in blocks of rows, slowly."""
+  """A tensor that is saved in blocks of rows, slowly.
+
+  Attributes:
+    begin_read: Called first when rows are read.
+  """
 
   shape, dtype, num_parts = (4, 2), tf.float32, 1
 
   def __init__(self):
     self.num_reads = 0
+    self.begin_read = lambda: None
 
   def read(self, begin, end):
     self.num_reads += 1
+    self.begin_read()
     time.sleep(3)
     return np.ones([end - begin, 2], np.float32)
 
@@ -161,14 +168,17 @@ def test_an_interrupt_does_not_begin_a_checkpoint_that_is_being_written(
   rows = SlowRows()
   toy.row_tensors = lambda: {"table": rows}
 
-  def step_fn():
-    if toy.step == 1:  # The next step is saved.
-      threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
-    return toy.advance()
-
   session = toy.session(tmp_path, max_steps=9, checkpoint_every_steps=2)
+
+  def interrupt():
+    waiting.await_value(
+      lambda: session._writer, timeout_secs=60, what="waiting for the session"
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  rows.begin_read = interrupt
   with pytest.raises(KeyboardInterrupt):
-    session.run(step_fn)
+    session.run(toy.advance)
   assert rows.num_reads == 1
   saved = f"{tmp_path}/model.ckpt-2"
   lines = capsys.readouterr().out.splitlines()

@@ -60,16 +60,21 @@ def document(ps: int, workers: int, chief: int = 0, **variables) -> dict:
 
 @contextlib.contextmanager
 def running(
-  command: Sequence[object], *, environ: Mapping[str, str] = ENVIRON, **more
+  command: Sequence[object],
+  *,
+  environ: Mapping[str, str] = ENVIRON,
+  deadline_secs: float = DEADLINE_SECS,
+  **more,
 ) -> Iterator[subprocess.Popen]:
   """Runs a program inside this context, which yields the process.
 
   The program's output can be read from the process. The program is killed at
-  the end of the context, or after 400 seconds.
+  the end of the context, or after `deadline_secs`.
 
   Args:
     command: The command line of the program.
     environ: The environment variables of the program.
+    deadline_secs: A time limit in seconds.
     **more: Further arguments of `subprocess.Popen`. By default the program runs
       in the root of the repository, and its stderr is part of its stdout.
   """
@@ -81,7 +86,7 @@ def running(
     text=True,
     **more,
   )
-  deadline = threading.Timer(DEADLINE_SECS, process.kill)
+  deadline = threading.Timer(deadline_secs, process.kill)
   deadline.start()
   try:
     yield process

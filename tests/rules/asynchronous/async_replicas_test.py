@@ -716,9 +716,9 @@ class ConcurrentTest(stores.TestCase):
       thread.start()
     try:
       waiting.await_value(
-        lambda: int(training.stores[0].global_step) > 500,
-        timeout_secs=100,
-        what="500 steps",
+        lambda: int(training.stores[0].global_step) > 250,
+        timeout_secs=250,
+        what="250 steps",
       )
     finally:
       training.chief.close()

@@ -538,15 +538,15 @@ class UpdateTest(stores.TestCase):
       optimizer, _constant(*[1.0] * replicas), values=ONE, is_sparse=[False]
     )
     training.start(*range(replicas), 1, 1)
-    deadline = threading.Timer(100, optimizer.interrupt)
+    deadline = threading.Timer(250, optimizer.interrupt)
     deadline.start()
     try:
-      training.steps(200)
+      training.steps(100)
     finally:
       deadline.cancel()
       training.stop()
-    np.testing.assert_allclose(training.values()["w"], -200)
-    self.assertEqual(sum(c.applied for c in optimizer.counts()), 200 * places)
+    np.testing.assert_allclose(training.values()["w"], -100)
+    self.assertEqual(sum(c.applied for c in optimizer.counts()), 100 * places)
 
   def test_a_chief_that_was_replaced_makes_no_updates(self):
     first, second = (
