@@ -157,10 +157,12 @@ class AgainstKerasTest(stores.TestCase):
     ):
       np.testing.assert_allclose(one, other, atol=1e-3)
 
-  def test_validation(self):
+  @parameterized.parameters(False, True)
+  def test_validation(self, is_function):
     case = models.CASES["momentum"]
     data = (case.arguments["x"][:20], case.arguments["y"][:20])
-    ours = _fit("momentum", epochs=3, validation_data=data)
+    given = (lambda: data) if is_function else data
+    ours = _fit("momentum", epochs=3, validation_data=given)
     theirs = _keras("momentum", epochs=3, validation_data=data)
     self.assertIn("val_accuracy", ours.history)
     for key, values in theirs.history.items():
@@ -722,6 +724,17 @@ class RefusedTest(stores.TestCase):
   def test_with_several_optimizers(self, arguments, words):
     with self.assertRaisesRegex(ValueError, words):
       _fit("adversaries", **arguments)
+
+  @parameterized.parameters(
+    (
+      {"validation_data": lambda context: 3},
+      "`validation_data` must be a func",
+    ),
+    ({"validation_data": lambda: 3}, r"must be \(x, y\).*Received: a int"),
+  )
+  def test_validation(self, arguments, words):
+    with self.assertRaisesRegex((TypeError, ValueError), words):
+      tf_replicas.fit(_with(), _X, _Y, **arguments, verbose=0)
 
   def test_not_a_number_ends_the_training(self):
     bad = np.full([8, 4], np.nan, np.float32)

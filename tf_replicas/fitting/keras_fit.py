@@ -217,6 +217,8 @@ def fit(
   arguments.check_builder(
     "model_fn", model_fn, "builds and compiles the model", keras.Model
   )
+  if callable(validation_data):
+    arguments.check_function("validation_data", validation_data, 0)
   part = roles.take(
     replication=replication,
     cluster=cluster,
@@ -287,6 +289,7 @@ def fit(
       log(part.describe(rule, _part_size(x, batch_size, count)))
     arguments.make_directory(train_dir)
     roles.check_tables_are_saved(driver, train_dir)
+    validation_data = data_module.validation(validation_data)
     _check_validation(model, validation_data, validation_steps)
     _check_callbacks(model, callbacks or ())
     loop = _Loop(
@@ -303,7 +306,7 @@ def fit(
     history = loop.run(
       batch_size=validation_batch_size or batch_size,
       verbose=verbose,
-      validation_data=data_module.validation(validation_data),
+      validation_data=validation_data,
       validation_steps=validation_steps,
       validation_freq=validation_freq,
     )
@@ -378,7 +381,7 @@ def _check_validation(
 
   Args:
     model: The compiled model.
-    validation_data: The argument `validation_data` of `fit`.
+    validation_data: What `data_module.validation` returned.
     validation_steps: The argument `validation_steps` of `fit`.
 
   Raises:
