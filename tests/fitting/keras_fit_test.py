@@ -111,6 +111,67 @@ class AveragedTablesTest(stores.TestCase):
       tf_replicas.fit(self._model, *self._data(), callbacks=callbacks, **_QUIET)
 
 
+class TablesTest(stores.TestCase):
+  """A table whose rows a callback needs during the training."""
+
+  def _data(self):
+    rng = np.random.default_rng(2)
+    y = rng.normal(size=(32, 1)).astype("float32")
+    return rng.integers(0, 9, (32, 3)), y
+
+  def _model(self, embedding=tf_replicas.Embedding):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+      [
+        keras.Input([3], dtype="int64"),
+        embedding(20, 2, embeddings_initializer="ones"),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(1),
+      ]
+    )
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    return model
+
+  @parameterized.parameters(
+    "on_epoch_end", "on_epoch_begin", "on_train_batch_end", "on_test_end"
+  )
+  def test_callbacks_load_them_in_every_epoch(self, hook):
+    x, y = self._data()
+    arguments = {"epochs": 3, "validation_data": (x[:16], y[:16]), **_QUIET}
+
+    def train(fit, *, loads):
+      seen = []
+
+      class Rows(keras.callbacks.Callback):
+        def note(self, *_, **__):
+          if loads:
+            tf_replicas.load_tables(self.model)
+          seen.append(self.model.get_weights())
+
+      callback = Rows()
+      setattr(callback, hook, callback.note)
+      return fit(x, y, callbacks=[callback], **arguments), seen
+
+    ours, seen = train(
+      functools.partial(tf_replicas.fit, self._model), loads=True
+    )
+    theirs, expected = train(
+      self._model(keras.layers.Embedding).fit, loads=False
+    )
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(ours.history[key], values, rtol=1e-4)
+    self.assertEqual(len(seen), len(expected))
+    for found, wanted in zip(sum(seen, []), sum(expected, []), strict=True):
+      np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    self.assertEqual(ours.model.get_weights()[0].shape, (0, 2))
+    tf_replicas.load_tables(ours.model)
+    np.testing.assert_allclose(
+      ours.model.predict(x, verbose=0),
+      theirs.model.predict(x, verbose=0),
+      rtol=1e-4,
+    )
+
+
 class AgainstKerasTest(stores.TestCase):
   """What Keras trains in one process, to float tolerance."""
 

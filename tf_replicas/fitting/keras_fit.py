@@ -634,6 +634,7 @@ class _Loop(keras.callbacks.Callback):
     count = len(self._metrics)
     shared = compiled_model.shared(model)
     self._weights = shared[: len(shared) - count]
+    self._unload_tables = embeddings.unloader(model)
     optional = {f"variables/{v.path}" for v in self._metrics}
     self._new_session = functools.partial(
       training.Session,
@@ -800,6 +801,7 @@ class _Loop(keras.callbacks.Callback):
     Keras calls this after the other callbacks. One of them,
     `keras.callbacks.BackupAndRestore`, may have changed the model.
     """
+    self._unload_tables()
     if self._is_resumed:
       self._load()
       self._trained._initial_epoch = self._initial_epoch
@@ -810,6 +812,7 @@ class _Loop(keras.callbacks.Callback):
     Keras calls this. It also sets the metrics to zero, unless training resumes
     from a checkpoint that was written within this epoch.
     """
+    self._unload_tables()
     # A checkpoint written within an epoch has the epoch's metrics so far.
     is_within = self._epoch_end < 0 and self._step % self._updates_per_epoch > 0
     is_within &= self._is_resumed
@@ -832,6 +835,13 @@ class _Loop(keras.callbacks.Callback):
 
     self._recovering(begin)
 
+  def on_epoch_end(self, epoch, logs=None) -> None:
+    """Undoes `load_tables`, which a callback may have called.
+
+    Keras calls this after the other callbacks.
+    """
+    self._unload_tables()
+
   # Methods as the training function of Keras.
 
   def _train(self, iterator) -> dict[str, float]:
@@ -844,6 +854,7 @@ class _Loop(keras.callbacks.Callback):
       The metrics of the epoch so far, by name.
     """
     del iterator  # Replicas have the data.
+    self._unload_tables()
     self._target += self._per_call * self._per_batch
     self._target = min(self._target, self._epoch_end)
     return self._recovering(self._reach_target)
