@@ -648,6 +648,23 @@ class ResumeTest(_Directories):
     for key, values in whole.history.items():
       np.testing.assert_allclose(rest.history[key], values, rtol=1e-6)
 
+  @parameterized.parameters("momentum", "adversaries")
+  def test_goes_on_after_the_loss_of_a_parameter_server(self, name):
+    """The state is kept here: a driver does this in the midst of an epoch."""
+    recovering = one_machine.OneMachine.recovering
+    calls = []
+
+    def losing_once(driver, function):
+      calls.append(function)
+      found = recovering(driver, function)
+      return found if len(calls) != 3 else recovering(driver, function)
+
+    whole = _fit(name)
+    with mock.patch.object(one_machine.OneMachine, "recovering", losing_once):
+      interrupted = _fit(name)
+    self.assertGreater(len(calls), 3)
+    self.assertEqual(interrupted.history, whole.history)
+
 
 class OwnStep(models.Subclassed):
   """Its `train_step` does what `do` says."""

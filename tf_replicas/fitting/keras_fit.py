@@ -774,7 +774,7 @@ class _Loop(keras.callbacks.Callback):
     self._restore()
     # Keras traces these again. They do not find the rows of tables any more.
     self._trained.test_function = self._trained.predict_function = None
-    if self._rates:
+    if self._rates and self._per_batch == 1:  # Otherwise they are the first.
       self._driver.set_learning_rate(self._rates[0])
     self._logs = {}
     begin = self._epoch_end - self._updates_per_epoch
