@@ -576,6 +576,23 @@ class CallbacksTest(_Directories):
     self._both(new)
     self.assertEqual([clip.batches for clip in clips], [24, 24])
 
+  def test_a_function_sees_the_weights_after_each_batch(self):
+    kernels = []
+
+    def new():
+      seen = []
+
+      def note(batch, logs):
+        seen.append(np.asarray(callback.model.trainable_variables[0]))
+
+      callback = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+      kernels.append(seen)
+      return [callback]
+
+    self._both(new, epochs=2)
+    self.assertLen(kernels[0], 12)
+    np.testing.assert_allclose(*kernels, atol=1e-5)
+
   def test_an_epoch_without_updates_logs_the_metrics_before(self):
     """Asynchronous updates may run ahead of the epochs; here all six do."""
     step, seen = one_machine.OneMachine.step, []

@@ -1003,7 +1003,6 @@ def _sees_batches(callback: keras.callbacks.Callback) -> bool:
     return callback.update_freq != "epoch"
   hooks = ("on_train_batch_begin", "on_train_batch_end")
   hooks += ("on_batch_begin", "on_batch_end")
-  return any(
-    getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
-    for hook in hooks
+  return not all(
+    keras_internals.is_default(getattr(callback, hook)) for hook in hooks
   )

@@ -127,6 +127,16 @@ def velocities(
   return []
 
 
+def is_default(hook: Callable) -> bool:
+  """Returns whether a hook is that of `keras.callbacks.Callback`, for nothing.
+
+  Args:
+    hook: A method of a callback, or a function that replaces it, as those of
+      `keras.callbacks.LambdaCallback`.
+  """
+  return getattr(hook, "_is_default", False)
+
+
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
   """Returns a model and all layers in it, those within layers too."""
   return list(model._flatten_layers())
