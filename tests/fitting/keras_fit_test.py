@@ -241,6 +241,26 @@ class AgainstKerasTest(stores.TestCase):
     for key, values in theirs.history.items():
       np.testing.assert_allclose(ours.history[key], values, rtol=1e-5)
 
+  def test_a_metric_with_a_number_for_each_class(self):
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      model = keras.Sequential(
+        [keras.Input([5]), keras.layers.Dense(3, activation="softmax")]
+      )
+      metrics = [keras.metrics.F1Score()]
+      model.compile("sgd", "categorical_crossentropy", metrics=metrics)
+      return model
+
+    x, y = models.CASES["momentum"].arguments.values()
+    data = {"x": x, "y": np.eye(3, dtype=np.float32)[y]}
+    data["validation_data"] = (data["x"][:20], data["y"][:20])
+    ours = tf_replicas.fit(model_fn, **data, epochs=2, **_QUIET).history
+    theirs = model_fn().fit(**data, epochs=2, **_QUIET).history
+    self.assertEqual(sorted(ours), sorted(theirs))
+    self.assertEqual(np.shape(ours["f1_score"]), (2, 3))
+    for key, values in theirs.items():
+      np.testing.assert_allclose(ours[key], values, rtol=1e-5)
+
   def test_metrics_of_one_name_at_several_outputs(self):
     """Their variables have the same paths."""
 

@@ -521,16 +521,18 @@ def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
   return vars(model).get(_MEANS, {})
 
 
-def results(model: keras.Model) -> dict[str, float]:
+def results(model: keras.Model) -> dict[str, float | np.ndarray]:
   """Returns the results of all metrics by name, as Keras logs them.
 
-  These are the metrics of the model, and those of `_means`.
+  These are the metrics of the model, and those of `_means`. Most are floats. A
+  metric such as `keras.metrics.F1Score` has an array.
   """
   logs = {k: v for k, v in model.get_metrics_result().items()}
   logs |= {name: mean.result() for name, mean in _means(model).items()}
   names = vars(model).get(_LOGGED, logs)
   flat = {name: logs[name] for name in names}
-  return tf.nest.map_structure(float, flat)
+  values = tf.nest.map_structure(np.asarray, flat)
+  return tf.nest.map_structure(lambda v: v if v.ndim else float(v), values)
 
 
 def _statistics(model: keras.Model) -> list[keras.Variable]:

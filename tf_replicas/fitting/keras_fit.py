@@ -656,7 +656,9 @@ class _Loop(keras.callbacks.Callback):
     self._epoch_end = -1
     self._target = 0
     self._has_warned = False
-    self._logs: dict[str, float] = {}  # Of this epoch; empty before a read.
+    self._logs: dict[
+      str, float | np.ndarray
+    ] = {}  # Of this epoch; empty before a read.
     # The newest values of the metrics that count any update.
     self._newest = [np.asarray(v) for v in self._metrics]
     self._read_at = 0.0
@@ -844,7 +846,7 @@ class _Loop(keras.callbacks.Callback):
 
   # Methods as the training function of Keras.
 
-  def _train(self, iterator) -> dict[str, float]:
+  def _train(self, iterator) -> dict[str, float | np.ndarray]:
     """Makes the next updates. Keras calls it as its training function.
 
     Args:
@@ -859,7 +861,7 @@ class _Loop(keras.callbacks.Callback):
     self._target = min(self._target, self._epoch_end)
     return self._recovering(self._reach_target)
 
-  def _reach_target(self) -> dict[str, float]:
+  def _reach_target(self) -> dict[str, float | np.ndarray]:
     """Makes updates up to the target of the present call of `_train`.
 
     It first sends what callbacks have changed, and afterwards reads the metrics
