@@ -261,6 +261,25 @@ class AgainstKerasTest(stores.TestCase):
     for key, values in theirs.items():
       np.testing.assert_allclose(ours[key], values, rtol=1e-5)
 
+  def test_validation_evaluates_as_many_batches_as_it_should(self):
+    """The calls of the training function make three batches each here."""
+    x = np.arange(8, dtype=np.float32)[:, np.newaxis] * np.ones(4, np.float32)
+    settings = {"validation_data": (x, _Y), "validation_steps": 2}
+    history = tf_replicas.fit(
+      _with(optimizer=keras.optimizers.SGD(0.0)),
+      *(x, _Y),
+      steps_per_epoch=300,
+      **{**_QUIET, **settings, "batch_size": 1},
+    )
+    model = history.model
+    self.assertEqual(model.steps_per_execution, 1)
+    expected = np.mean((model(x[:2]) - _Y[:2]) ** 2)
+    for found in (
+      history.history["val_loss"][0],
+      model.evaluate(x, _Y, batch_size=1, steps=2, verbose=0),
+    ):
+      self.assertAlmostEqual(found, expected, delta=1e-4 * expected)
+
   def test_metrics_of_one_name_at_several_outputs(self):
     """Their variables have the same paths."""
 

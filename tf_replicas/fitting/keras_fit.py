@@ -582,6 +582,25 @@ def _check_is_new(model: keras.Model) -> None:
       )
 
 
+class _OwnCalls(keras.callbacks.Callback):
+  """Gives the model its own `steps_per_execution` back.
+
+  `fit` changes this number only while Keras makes the iterator of the training.
+  Otherwise an evaluation within the training would make as many batches per
+  call, and so more than `validation_steps`. This callback comes first.
+  """
+
+  def __init__(self, steps_per_execution: int):
+    """Makes the callback, with the model's own number."""
+    super().__init__()
+    self._own = steps_per_execution
+
+  def on_train_begin(self, logs=None) -> None:
+    """Gives it back. Keras calls this after it has made the iterator."""
+    model: Any = self.model
+    model.steps_per_execution = self._own
+
+
 class _AveragedLookups(keras.callbacks.Callback):
   """Makes the model look up averages when its weights have become averages.
 
@@ -685,7 +704,7 @@ class _Loop(keras.callbacks.Callback):
     """
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
-    bars = []
+    first, bars = [_OwnCalls(own), _AveragedLookups()], []
     if verbose and not any(
       isinstance(callback, keras.callbacks.ProgbarLogger)
       for callback in self._callbacks
@@ -701,7 +720,7 @@ class _Loop(keras.callbacks.Callback):
           epochs=self._epochs,
           initial_epoch=self._initial_epoch,
           shuffle=False,
-          callbacks=[_AveragedLookups(), *self._callbacks, self, *bars],
+          callbacks=[*first, *self._callbacks, self, *bars],
           verbose=verbose,
           validation_batch_size=batch_size,
           **arguments,
