@@ -105,11 +105,6 @@ class AveragedTablesTest(stores.TestCase):
       np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(ours.predict(x, verbose=0), expected, rtol=1e-4)
 
-  def test_refuses_to_swap_averages_during_training(self):
-    callbacks = [keras.callbacks.SwapEMAWeights()]
-    with self.assertRaisesRegex(ValueError, "must not have `SwapEMAWeights`"):
-      tf_replicas.fit(self._model, *self._data(), callbacks=callbacks, **_QUIET)
-
 
 class TablesTest(stores.TestCase):
   """A table whose rows a callback needs during the training."""
@@ -170,6 +165,29 @@ class TablesTest(stores.TestCase):
       theirs.model.predict(x, verbose=0),
       rtol=1e-4,
     )
+
+
+  @parameterized.parameters(
+    ("SwapEMAWeights", keras.callbacks.SwapEMAWeights),
+    (
+      r"EarlyStopping\(restore_best_weights=True\)",
+      lambda: keras.callbacks.EarlyStopping("loss", restore_best_weights=True),
+    ),
+    ("ModelCheckpoint", lambda: keras.callbacks.ModelCheckpoint("x.keras")),
+    ("BackupAndRestore", lambda: keras.callbacks.BackupAndRestore("x")),
+  )
+  def test_refuses_callbacks_that_keep_weights(self, words, new_callback):
+    with self.assertRaisesRegex(ValueError, f"must not have `{words}`.*load_tables"):
+      tf_replicas.fit(
+        self._model, *self._data(), callbacks=[new_callback()], **_QUIET
+      )
+
+  def test_early_stopping_keeps_the_last_weights(self):
+    callbacks = [keras.callbacks.EarlyStopping("loss", min_delta=9.0)]
+    history = tf_replicas.fit(
+      self._model, *self._data(), callbacks=callbacks, epochs=9, **_QUIET
+    )
+    self.assertLen(history.epoch, 2)
 
 
 class AgainstKerasTest(stores.TestCase):

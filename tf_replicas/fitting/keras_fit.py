@@ -395,25 +395,57 @@ def _check_validation(
 def _check_callbacks(
   model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]
 ) -> None:
-  """Raises ValueError if `SwapEMAWeights` is used with tables.
+  """Raises ValueError if a callback needs weights that the model does not have.
 
-  This callback puts moving averages into the weights of the model for an
-  evaluation. But lookups on the parameter servers would still return the rows
-  themselves.
+  The rows of tables are on the parameter servers. So Keras' callbacks that keep
+  or exchange all weights of the model would do this with the others only.
 
   Args:
-    model: The compiled model, whose optimizer may keep moving averages.
+    model: The compiled model.
     callbacks: The user's callbacks.
   """
-  found = _averaged_tables(model)
-  swaps = keras.callbacks.SwapEMAWeights
-  if found and any(isinstance(callback, swaps) for callback in callbacks):
-    raise ValueError(
-      "`callbacks` must not have `SwapEMAWeights` where the model has tables,"
-      " whose rows stay on the parameter servers: evaluate the averages after"
-      " `fit`, by `load_tables(model, train_dir, averaged=True)`. Received: the"
-      f" callback, and the table {found[0].path!r}."
+  found = list(filter(None, map(tables.rows_of, model.variables)))
+  names = [name for c in callbacks if (name := _keeps_weights(c)) is not None]
+  if not found or not names:
+    return
+  if names[0] == "SwapEMAWeights":
+    advice = (
+      "evaluate the averages after `fit`, by `load_tables(model, train_dir,"
+      " averaged=True)`"
     )
+  else:
+    advice = (
+      "`train_dir` keeps checkpoints with the rows, and a callback of your own"
+      " can call `load_tables(self.model)` and save the model"
+    )
+  raise ValueError(
+    f"`callbacks` must not have `{names[0]}` where the model has tables, whose"
+    f" rows stay on the parameter servers: {advice}. Received: the callback, and"
+    f" the table {found[0].path!r}."
+  )
+
+
+def _keeps_weights(callback: keras.callbacks.Callback) -> str | None:
+  """Returns what a callback is that keeps or exchanges all weights of a model.
+
+  Returns:
+    The name of a class of Keras, and an option where that is needed; None for
+    another callback.
+  """
+  if isinstance(callback, keras.callbacks.EarlyStopping):
+    restores = callback.restore_best_weights
+    return "EarlyStopping(restore_best_weights=True)" if restores else None
+  names = {kind.__name__ for kind in type(callback).__mro__}
+  # Not each version of Keras has `OrbaxCheckpoint`.
+  for name in (
+    "SwapEMAWeights",
+    "ModelCheckpoint",
+    "BackupAndRestore",
+    "OrbaxCheckpoint",
+  ):
+    if name in names:
+      return name
+  return None
 
 
 def _averaged_tables(model: keras.Model) -> list[tables.Rows]:
