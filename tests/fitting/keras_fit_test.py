@@ -166,7 +166,6 @@ class TablesTest(stores.TestCase):
       rtol=1e-4,
     )
 
-
   @parameterized.parameters(
     ("SwapEMAWeights", keras.callbacks.SwapEMAWeights),
     (
@@ -177,7 +176,9 @@ class TablesTest(stores.TestCase):
     ("BackupAndRestore", lambda: keras.callbacks.BackupAndRestore("x")),
   )
   def test_refuses_callbacks_that_keep_weights(self, words, new_callback):
-    with self.assertRaisesRegex(ValueError, f"must not have `{words}`.*load_tables"):
+    with self.assertRaisesRegex(
+      ValueError, f"must not have `{words}`.*load_tables"
+    ):
       tf_replicas.fit(
         self._model, *self._data(), callbacks=[new_callback()], **_QUIET
       )
@@ -650,6 +651,18 @@ class CallbacksTest(_Directories):
     self.assertLen(kernels[0], 12)
     np.testing.assert_allclose(*kernels, atol=1e-5)
 
+  @parameterized.parameters(False, True)
+  def test_averaged_weights_validate_and_change_nothing(self, swap_on_epoch):
+    x, y = models.CASES["averaged"].arguments.values()
+    settings = {"epochs": 4, "validation_data": (x[:20], y[:20])}
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=swap_on_epoch)
+    with_swaps = _fit("averaged", **settings, callbacks=[swap])
+    without = _fit("averaged", **settings)
+    self.assertEqual(with_swaps.history["loss"], without.history["loss"])
+    self.assertNotEqual(
+      with_swaps.history["val_loss"], without.history["val_loss"]
+    )
+
   def test_an_epoch_without_updates_logs_the_metrics_before(self):
     """Asynchronous updates may run ahead of the epochs; here all six do."""
     step, seen = one_machine.OneMachine.step, []
@@ -883,6 +896,13 @@ class RefusedTest(stores.TestCase):
       "`validation_data` must be a func",
     ),
     ({"validation_data": lambda: 3}, r"must be \(x, y\).*Received: a int"),
+    (
+      {
+        "rule": tf_replicas.Async(),
+        "callbacks": [keras.callbacks.SwapEMAWeights()],
+      },
+      "must not have `SwapEMAWeights`.*`Async`",
+    ),
   )
   def test_validation(self, arguments, words):
     with self.assertRaisesRegex((TypeError, ValueError), words):

@@ -217,6 +217,7 @@ def fit(
   arguments.check_builder(
     "model_fn", model_fn, "builds and compiles the model", keras.Model
   )
+  _check_swaps(rule, callbacks or ())
   if callable(validation_data):
     arguments.check_function("validation_data", validation_data, 0)
   part = roles.take(
@@ -392,6 +393,31 @@ def _check_validation(
     compiled_model.check_data(model, spec, "validation_data: ")
 
 
+def _check_swaps(
+  rule: update_options.UpdateSettings,
+  callbacks: Sequence[keras.callbacks.Callback],
+) -> None:
+  """Raises ValueError if `SwapEMAWeights` is used with asynchronous updates.
+
+  The callback takes the weights out of the model for an evaluation, and puts
+  them back. `fit` would send them to the parameter servers, over the updates
+  that were made meanwhile.
+
+  Args:
+    rule: The settings of the update rule.
+    callbacks: The user's callbacks.
+  """
+  swaps = keras.callbacks.SwapEMAWeights
+  has_swaps = any(isinstance(callback, swaps) for callback in callbacks)
+  if has_swaps and set(rule.all_rules) != {update_options.SYNC}:
+    raise ValueError(
+      "`callbacks` must not have `SwapEMAWeights` if `rule` is made by `Async`:"
+      " the updates that replicas make during an evaluation would be lost. With"
+      " `use_ema=True`, the model has the averages after `fit`. Received: the"
+      f" callback, and {rule}."
+    )
+
+
 def _check_callbacks(
   model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]
 ) -> None:
@@ -420,8 +446,8 @@ def _check_callbacks(
     )
   raise ValueError(
     f"`callbacks` must not have `{names[0]}` where the model has tables, whose"
-    f" rows stay on the parameter servers: {advice}. Received: the callback, and"
-    f" the table {found[0].path!r}."
+    f" rows stay on the parameter servers: {advice}. Received: the callback,"
+    f" and the table {found[0].path!r}."
   )
 
 
@@ -714,6 +740,9 @@ class _Loop(keras.callbacks.Callback):
     self._newest = [np.asarray(v) for v in self._metrics]
     self._read_at = 0.0
     self._sees_batches = any(map(_sees_batches, callbacks))
+    for callback in callbacks:
+      if isinstance(callback, keras.callbacks.SwapEMAWeights):
+        keras_internals.swap_exactly(callback)
     self._per_call = model.steps_per_execution
     if self._per_call == 1 and not self._sees_batches:
       self._per_call = max(1, steps_per_epoch // _CALLS_PER_EPOCH)

@@ -137,6 +137,19 @@ def is_default(hook: Callable) -> bool:
   return getattr(hook, "_is_default", False)
 
 
+def swap_exactly(callback: keras.callbacks.SwapEMAWeights) -> None:
+  """Makes a callback swap weights and averages without rounding.
+
+  With TensorFlow, Keras adds and subtracts them, which rounds. So the weights
+  would change a little with each evaluation.
+
+  Args:
+    callback: The callback, which is changed.
+  """
+  internals: Any = callback
+  internals._tf_swap_variables = internals._backend_swap_variables
+
+
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
   """Returns a model and all layers in it, those within layers too."""
   return list(model._flatten_layers())
