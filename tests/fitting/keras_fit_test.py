@@ -752,6 +752,27 @@ class ResumeTest(_Directories):
     self.assertGreater(len(calls), 3)
     self.assertEqual(interrupted.history, whole.history)
 
+  def test_initial_epoch_is_that_of_the_first_run(self):
+    directory = self.directory()
+
+    class Interrupt(keras.callbacks.Callback):
+      def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == 4 and batch == 2:
+          raise KeyboardInterrupt
+
+      def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    arguments = {"initial_epoch": 3, "epochs": 6}
+    saved = {**arguments, "train_dir": directory}
+    with self.assertRaises(KeyboardInterrupt):
+      _fit("momentum", **saved, callbacks=[Interrupt()])
+    rest, whole = _fit("momentum", **saved), _fit("momentum", **arguments)
+    self.assertEqual((whole.epoch, rest.epoch), ([3, 4, 5], [4, 5]))
+    for key, values in whole.history.items():
+      np.testing.assert_allclose(rest.history[key], values[1:], rtol=1e-6)
+    self.assertEqual(_fit("momentum", **saved).epoch, [])
+
 
 class OwnStep(models.Subclassed):
   """Its `train_step` does what `do` says."""

@@ -131,7 +131,8 @@ def fit(
     shuffle: Whether to shuffle arrays before every pass over them.
     class_weight: As in `keras.Model.fit`.
     sample_weight: As in `keras.Model.fit`.
-    initial_epoch: As in `keras.Model.fit`.
+    initial_epoch: As in `keras.Model.fit`. A run that resumes from `train_dir`
+      must get that of the first run.
     steps_per_epoch: The number of global batches in an epoch. None: as many as
       `x` has.
     rule: The update rule, made by `Sync` or `Async`. None: that of `Sync()`.
@@ -145,9 +146,8 @@ def fit(
       Each has a copy of the model. None: the GPUs that the cluster spec gives
       to this task.
     train_dir: The directory for checkpoints. If it has checkpoints, training
-      resumes from the newest one, and `initial_epoch` is ignored. None: nothing
-      is written. None is not allowed with tables (`Embedding`) on parameter
-      servers.
+      resumes from the newest one. None: nothing is written. None is not allowed
+      with tables (`Embedding`) on parameter servers.
     checkpoint_every_secs: Seconds between two checkpoints. One is also written
       at the end.
     table_writer: Who writes the rows of tables (`Embedding`) to checkpoints.
@@ -716,7 +716,7 @@ class _Loop(keras.callbacks.Callback):
     self._new_session = functools.partial(
       training.Session,
       train_dir,
-      max_steps=epochs * updates,
+      max_steps=(epochs - initial_epoch) * updates,
       checkpoint_every_secs=checkpoint_every_secs,
       table_writer=table_writer,
       is_optional=lambda n: driver_base.is_optional(n) or n in optional,
@@ -726,9 +726,8 @@ class _Loop(keras.callbacks.Callback):
       # The model, which gets trained weights, does not keep its first ones.
       self._session.save(self._step)
     self._is_resumed = self._step > 0
-    self._initial_epoch = initial_epoch
-    if self._is_resumed:
-      self._initial_epoch = self._step // updates
+    # The argument is that of the run that made the first update.
+    self._initial_epoch = initial_epoch + self._step // updates
     self._epoch = self._initial_epoch
     self._epoch_end = -1
     self._target = 0
@@ -895,15 +894,12 @@ class _Loop(keras.callbacks.Callback):
     from a checkpoint that was written within this epoch.
     """
     self._unload_tables()
+    updates = self._updates_per_epoch
     # A checkpoint written within an epoch has the epoch's metrics so far.
-    is_within = self._epoch_end < 0 and self._step % self._updates_per_epoch > 0
-    is_within &= self._is_resumed
-    if self._epoch_end >= 0:
-      self._epoch_end += self._updates_per_epoch
-    elif self._is_resumed:
-      self._epoch_end = (epoch + 1) * self._updates_per_epoch
-    else:
-      self._epoch_end = self._step + self._updates_per_epoch
+    is_within = self._epoch_end < 0 and self._step % updates > 0
+    if self._epoch_end < 0:
+      self._epoch_end = self._step - self._step % updates
+    self._epoch_end += updates
     self._epoch = epoch
     epochs_left = self._epochs - epoch - 1
     end = self._epoch_end + epochs_left * self._updates_per_epoch
