@@ -569,6 +569,26 @@ class OtherModelsTest(stores.TestCase):
     ).history
     self.assertEqual(history["accuracy"][-1], 1.0)
 
+  def test_layers_made_in_build_have_the_same_names_every_time(self):
+    class Late(keras.Model):
+      def build(self, input_shape):
+        self.inner = keras.layers.Dense(1)
+        self.inner.build(input_shape)
+
+      def call(self, inputs):
+        return self.inner(inputs)
+
+    def model_fn():
+      model = Late()
+      model.compile("sgd", "mse")
+      return model
+
+    paths = []
+    for _ in range(2):
+      model = tf_replicas.fit(model_fn, _X, _Y, **_QUIET).model
+      paths.append([v.path for v in model.variables])
+    self.assertEqual(*paths)
+
 
 class CallbacksTest(_Directories):
   """Keras' callbacks run as in `keras.Model.fit`."""

@@ -548,8 +548,8 @@ class _Task:
     with embeddings.replacing(self.min_table_bytes):
       with keras_internals.names_from_the_start():
         model = self.model = self.model_fn()
-      _check_is_new(model)
-      compiled_model.build(model, spec)
+        _check_is_new(model)
+        compiled_model.build(model, spec)  # Layers may make others here.
     return compiled_model.replica(
       model,
       self._dataset,
