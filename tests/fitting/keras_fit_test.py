@@ -793,6 +793,13 @@ class ResumeTest(_Directories):
       np.testing.assert_allclose(rest.history[key], values[1:], rtol=1e-6)
     self.assertEqual(_fit("momentum", **saved).epoch, [])
 
+  def test_keras_trains_a_resumed_model_from_its_first_epoch(self):
+    directory = self.directory()
+    _fit("momentum", epochs=1, train_dir=directory)
+    model = _fit("momentum", epochs=2, train_dir=directory).model
+    x, y = models.CASES["momentum"].arguments.values()
+    self.assertEqual(model.fit(x, y, verbose=0).epoch, [0])
+
 
 class OwnStep(models.Subclassed):
   """Its `train_step` does what `do` says."""

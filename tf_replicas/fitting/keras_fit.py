@@ -795,6 +795,7 @@ class _Loop(keras.callbacks.Callback):
       finally:
         model.steps_per_execution = own
         model.train_function = None
+        model._initial_epoch = None
     return history
 
   def _finish(self) -> None:
