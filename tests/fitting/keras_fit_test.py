@@ -589,6 +589,33 @@ class OtherModelsTest(stores.TestCase):
       paths.append([v.path for v in model.variables])
     self.assertEqual(*paths)
 
+  @parameterized.parameters(False, True)
+  def test_gradients_are_applied_without_their_variables(self, is_built):
+    """To the variables for which the optimizer was built."""
+
+    def apply(model, data):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(data[0]) ** 2)
+      model.optimizer.apply(tape.gradient(loss, model.trainable_variables))
+      return {"loss": loss}
+
+    def model_fn(is_built=is_built):
+      keras.utils.set_random_seed(7)
+      model = OwnStep(apply)
+      model(tf.zeros([1, 4]))
+      model.compile(keras.optimizers.Adam(0.01))
+      if is_built:
+        model.optimizer.build(model.trainable_variables)
+      return model
+
+    ours = tf_replicas.fit(model_fn, _X, _Y, epochs=2, **_QUIET).model
+    theirs = model_fn(is_built=True)
+    theirs.fit(_X, _Y, epochs=2, **_QUIET)
+    for one, other in zip(
+      ours.get_weights(), theirs.get_weights(), strict=True
+    ):
+      np.testing.assert_allclose(one, other, atol=1e-5)
+
 
 class CallbacksTest(_Directories):
   """Keras' callbacks run as in `keras.Model.fit`."""

@@ -105,6 +105,15 @@ def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
   )
 
 
+def variables_updated_by(
+  optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+  """Returns the variables for which a built optimizer was built."""
+  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    optimizer = optimizer.inner_optimizer  # In older versions, only it knows.
+  return optimizer._trainable_variables
+
+
 def velocities(
   optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
