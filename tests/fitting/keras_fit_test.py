@@ -983,6 +983,18 @@ class RefusedTest(stores.TestCase):
     with self.assertRaisesRegex((TypeError, ValueError), words):
       tf_replicas.fit(_with(), _X, _Y, **arguments, verbose=0)
 
+  def test_an_op_that_fails_in_validation(self):
+    def model_fn():
+      layers = [keras.Input([3], dtype="int32"), keras.layers.Embedding(9, 1)]
+      model = keras.Sequential([*layers, keras.layers.Flatten()])
+      model.compile("sgd", "mse")
+      return model
+
+    x, y = np.zeros([8, 3], np.int32), np.zeros([8, 3], np.float32)
+    with self.assertRaisesRegex(ValueError, "^an op of the model or") as raised:
+      tf_replicas.fit(model_fn, x, y, validation_data=(x + 9, y), verbose=0)
+    self.assertNotIn("\n", str(raised.exception))
+
   def test_not_a_number_ends_the_training(self):
     bad = np.full([8, 4], np.nan, np.float32)
     with pytest.raises(

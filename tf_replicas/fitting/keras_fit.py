@@ -775,16 +775,17 @@ class _Loop(keras.callbacks.Callback):
       model.__dict__["train_function"] = self._train
       model.steps_per_execution = self._per_call
       try:
-        history = model.fit(
-          tf.data.Dataset.range(self._steps_per_epoch),
-          epochs=self._epochs,
-          initial_epoch=self._initial_epoch,
-          shuffle=False,
-          callbacks=[*first, *self._callbacks, self, *bars],
-          verbose=verbose,
-          validation_batch_size=batch_size,
-          **arguments,
-        )
+        with _one_line_op_errors():  # Those of the validation, too.
+          history = model.fit(
+            tf.data.Dataset.range(self._steps_per_epoch),
+            epochs=self._epochs,
+            initial_epoch=self._initial_epoch,
+            shuffle=False,
+            callbacks=[*first, *self._callbacks, self, *bars],
+            verbose=verbose,
+            validation_batch_size=batch_size,
+            **arguments,
+          )
         self._recovering(self._finish)
       except (KeyboardInterrupt, training.StepExpired):
         self._session.save_interrupted()
