@@ -251,6 +251,7 @@ class AgainstKerasTest(stores.TestCase):
   @parameterized.parameters(
     ({"validation_split": 0.3},),
     ({"validation_split": 0.3, "validation_freq": 2},),
+    ({"validation_split": 0.3, "validation_freq": [1, 3]},),
     ({"steps_per_epoch": 3},),  # Of six: every second epoch goes on.
   )
   def test_arguments_of_keras(self, more):
@@ -298,6 +299,14 @@ class AgainstKerasTest(stores.TestCase):
       model.evaluate(x, _Y, batch_size=1, steps=2, verbose=0),
     ):
       self.assertAlmostEqual(found, expected, delta=1e-4 * expected)
+
+  @parameterized.parameters((np.int64(2),), ((2,),), ({2},), (range(2, 4),))
+  def test_validation_freq(self, given):
+    """Keras itself takes integers of Python and lists only."""
+    ours = _fit(
+      "momentum", validation_split=0.3, epochs=2, validation_freq=given
+    )
+    self.assertLen(ours.history["val_loss"], 1)
 
   def test_metrics_of_one_name_at_several_outputs(self):
     """Their variables have the same paths."""
@@ -978,6 +987,9 @@ class RefusedTest(stores.TestCase):
       },
       "must not have `SwapEMAWeights`.*`Async`",
     ),
+    ({"validation_freq": {}}, "must be an integer of at least 1, or a list"),
+    ({"validation_freq": {1: 2}}, "must be an integer of at least 1, or a"),
+    ({"validation_freq": "12"}, "must be an integer of at least 1, or a list"),
   )
   def test_validation(self, arguments, words):
     with self.assertRaisesRegex((TypeError, ValueError), words):

@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def fit(
   validation_data: object = None,
   validation_steps: int | None = None,
   validation_batch_size: int | None = None,
-  validation_freq: int = 1,
+  validation_freq: int | Collection[int] = 1,
   shuffle: bool = True,
   class_weight: Mapping[int, float] | None = None,
   sample_weight: object = None,
@@ -309,7 +310,7 @@ def fit(
       verbose=verbose,
       validation_data=validation_data,
       validation_steps=validation_steps,
-      validation_freq=validation_freq,
+      validation_freq=arguments.validation_freq(validation_freq),
     )
     counts = zip(driver.replica_names, driver.counts(), strict=True)
     vars(history)["contributions"] = dict(counts)
