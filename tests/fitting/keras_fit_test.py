@@ -105,10 +105,90 @@ class AveragedTablesTest(stores.TestCase):
       np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(ours.predict(x, verbose=0), expected, rtol=1e-4)
 
-  def test_refuses_to_swap_averages_during_training(self):
-    callbacks = [keras.callbacks.SwapEMAWeights()]
-    with self.assertRaisesRegex(ValueError, "must not have `SwapEMAWeights`"):
-      tf_replicas.fit(self._model, *self._data(), callbacks=callbacks, **_QUIET)
+
+class TablesTest(stores.TestCase):
+  """A table whose rows a callback needs during the training."""
+
+  def _data(self):
+    rng = np.random.default_rng(2)
+    y = rng.normal(size=(32, 1)).astype("float32")
+    return rng.integers(0, 9, (32, 3)), y
+
+  def _model(self, embedding=tf_replicas.Embedding):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+      [
+        keras.Input([3], dtype="int64"),
+        embedding(20, 2, embeddings_initializer="ones"),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(1),
+      ]
+    )
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    return model
+
+  @parameterized.parameters(
+    "on_epoch_end", "on_epoch_begin", "on_train_batch_end", "on_test_end"
+  )
+  def test_callbacks_load_them_in_every_epoch(self, hook):
+    x, y = self._data()
+    arguments = {"epochs": 3, "validation_data": (x[:16], y[:16]), **_QUIET}
+
+    def train(fit, *, loads):
+      seen = []
+
+      class Rows(keras.callbacks.Callback):
+        def note(self, *_, **__):
+          if loads:
+            tf_replicas.load_tables(self.model)
+          seen.append(self.model.get_weights())
+
+      callback = Rows()
+      setattr(callback, hook, callback.note)
+      return fit(x, y, callbacks=[callback], **arguments), seen
+
+    ours, seen = train(
+      functools.partial(tf_replicas.fit, self._model), loads=True
+    )
+    theirs, expected = train(
+      self._model(keras.layers.Embedding).fit, loads=False
+    )
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(ours.history[key], values, rtol=1e-4)
+    self.assertEqual(len(seen), len(expected))
+    for found, wanted in zip(sum(seen, []), sum(expected, []), strict=True):
+      np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+    self.assertEqual(ours.model.get_weights()[0].shape, (0, 2))
+    tf_replicas.load_tables(ours.model)
+    np.testing.assert_allclose(
+      ours.model.predict(x, verbose=0),
+      theirs.model.predict(x, verbose=0),
+      rtol=1e-4,
+    )
+
+  @parameterized.parameters(
+    ("SwapEMAWeights", keras.callbacks.SwapEMAWeights),
+    (
+      r"EarlyStopping\(restore_best_weights=True\)",
+      lambda: keras.callbacks.EarlyStopping("loss", restore_best_weights=True),
+    ),
+    ("ModelCheckpoint", lambda: keras.callbacks.ModelCheckpoint("x.keras")),
+    ("BackupAndRestore", lambda: keras.callbacks.BackupAndRestore("x")),
+  )
+  def test_refuses_callbacks_that_keep_weights(self, words, new_callback):
+    with self.assertRaisesRegex(
+      ValueError, f"must not have `{words}`.*load_tables"
+    ):
+      tf_replicas.fit(
+        self._model, *self._data(), callbacks=[new_callback()], **_QUIET
+      )
+
+  def test_early_stopping_keeps_the_last_weights(self):
+    callbacks = [keras.callbacks.EarlyStopping("loss", min_delta=9.0)]
+    history = tf_replicas.fit(
+      self._model, *self._data(), callbacks=callbacks, epochs=9, **_QUIET
+    )
+    self.assertLen(history.epoch, 2)
 
 
 class AgainstKerasTest(stores.TestCase):
@@ -157,10 +237,12 @@ class AgainstKerasTest(stores.TestCase):
     ):
       np.testing.assert_allclose(one, other, atol=1e-3)
 
-  def test_validation(self):
+  @parameterized.parameters(False, True)
+  def test_validation(self, is_function):
     case = models.CASES["momentum"]
     data = (case.arguments["x"][:20], case.arguments["y"][:20])
-    ours = _fit("momentum", epochs=3, validation_data=data)
+    given = (lambda: data) if is_function else data
+    ours = _fit("momentum", epochs=3, validation_data=given)
     theirs = _keras("momentum", epochs=3, validation_data=data)
     self.assertIn("val_accuracy", ours.history)
     for key, values in theirs.history.items():
@@ -169,6 +251,7 @@ class AgainstKerasTest(stores.TestCase):
   @parameterized.parameters(
     ({"validation_split": 0.3},),
     ({"validation_split": 0.3, "validation_freq": 2},),
+    ({"validation_split": 0.3, "validation_freq": [1, 3]},),
     ({"steps_per_epoch": 3},),  # Of six: every second epoch goes on.
   )
   def test_arguments_of_keras(self, more):
@@ -177,6 +260,53 @@ class AgainstKerasTest(stores.TestCase):
     self.assertEqual(sorted(ours.history), sorted(theirs.history))
     for key, values in theirs.history.items():
       np.testing.assert_allclose(ours.history[key], values, rtol=1e-5)
+
+  def test_a_metric_with_a_number_for_each_class(self):
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      model = keras.Sequential(
+        [keras.Input([5]), keras.layers.Dense(3, activation="softmax")]
+      )
+      metrics = [keras.metrics.F1Score()]
+      model.compile("sgd", "categorical_crossentropy", metrics=metrics)
+      return model
+
+    x, y = models.CASES["momentum"].arguments.values()
+    data = {"x": x, "y": np.eye(3, dtype=np.float32)[y]}
+    data["validation_data"] = (data["x"][:20], data["y"][:20])
+    ours = tf_replicas.fit(model_fn, **data, epochs=2, **_QUIET).history
+    theirs = model_fn().fit(**data, epochs=2, **_QUIET).history
+    self.assertEqual(sorted(ours), sorted(theirs))
+    self.assertEqual(np.shape(ours["f1_score"]), (2, 3))
+    for key, values in theirs.items():
+      np.testing.assert_allclose(ours[key], values, rtol=1e-5)
+
+  def test_validation_evaluates_as_many_batches_as_it_should(self):
+    """The calls of the training function make three batches each here."""
+    x = np.arange(8, dtype=np.float32)[:, np.newaxis] * np.ones(4, np.float32)
+    settings = {"validation_data": (x, _Y), "validation_steps": 2}
+    history = tf_replicas.fit(
+      _with(optimizer=keras.optimizers.SGD(0.0)),
+      *(x, _Y),
+      steps_per_epoch=300,
+      **{**_QUIET, **settings, "batch_size": 1},
+    )
+    model = history.model
+    self.assertEqual(model.steps_per_execution, 1)
+    expected = np.mean((model(x[:2]) - _Y[:2]) ** 2)
+    for found in (
+      history.history["val_loss"][0],
+      model.evaluate(x, _Y, batch_size=1, steps=2, verbose=0),
+    ):
+      self.assertAlmostEqual(found, expected, delta=1e-4 * expected)
+
+  @parameterized.parameters((np.int64(2),), ((2,),), ({2},), (range(2, 4),))
+  def test_validation_freq(self, given):
+    """Keras itself takes integers of Python and lists only."""
+    ours = _fit(
+      "momentum", validation_split=0.3, epochs=2, validation_freq=given
+    )
+    self.assertLen(ours.history["val_loss"], 1)
 
   def test_metrics_of_one_name_at_several_outputs(self):
     """Their variables have the same paths."""
@@ -448,6 +578,53 @@ class OtherModelsTest(stores.TestCase):
     ).history
     self.assertEqual(history["accuracy"][-1], 1.0)
 
+  def test_layers_made_in_build_have_the_same_names_every_time(self):
+    class Late(keras.Model):
+      def build(self, input_shape):
+        self.inner = keras.layers.Dense(1)
+        self.inner.build(input_shape)
+
+      def call(self, inputs):
+        return self.inner(inputs)
+
+    def model_fn():
+      model = Late()
+      model.compile("sgd", "mse")
+      return model
+
+    paths = []
+    for _ in range(2):
+      model = tf_replicas.fit(model_fn, _X, _Y, **_QUIET).model
+      paths.append([v.path for v in model.variables])
+    self.assertEqual(*paths)
+
+  @parameterized.parameters(False, True)
+  def test_gradients_are_applied_without_their_variables(self, is_built):
+    """To the variables for which the optimizer was built."""
+
+    def apply(model, data):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(data[0]) ** 2)
+      model.optimizer.apply(tape.gradient(loss, model.trainable_variables))
+      return {"loss": loss}
+
+    def model_fn(is_built=is_built):
+      keras.utils.set_random_seed(7)
+      model = OwnStep(apply)
+      model(tf.zeros([1, 4]))
+      model.compile(keras.optimizers.Adam(0.01))
+      if is_built:
+        model.optimizer.build(model.trainable_variables)
+      return model
+
+    ours = tf_replicas.fit(model_fn, _X, _Y, epochs=2, **_QUIET).model
+    theirs = model_fn(is_built=True)
+    theirs.fit(_X, _Y, epochs=2, **_QUIET)
+    for one, other in zip(
+      ours.get_weights(), theirs.get_weights(), strict=True
+    ):
+      np.testing.assert_allclose(one, other, atol=1e-5)
+
 
 class CallbacksTest(_Directories):
   """Keras' callbacks run as in `keras.Model.fit`."""
@@ -512,6 +689,35 @@ class CallbacksTest(_Directories):
 
     self._both(new)
     self.assertEqual([clip.batches for clip in clips], [24, 24])
+
+  def test_a_function_sees_the_weights_after_each_batch(self):
+    kernels = []
+
+    def new():
+      seen = []
+
+      def note(batch, logs):
+        seen.append(np.asarray(callback.model.trainable_variables[0]))
+
+      callback = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+      kernels.append(seen)
+      return [callback]
+
+    self._both(new, epochs=2)
+    self.assertLen(kernels[0], 12)
+    np.testing.assert_allclose(*kernels, atol=1e-5)
+
+  @parameterized.parameters(False, True)
+  def test_averaged_weights_validate_and_change_nothing(self, swap_on_epoch):
+    x, y = models.CASES["averaged"].arguments.values()
+    settings = {"epochs": 4, "validation_data": (x[:20], y[:20])}
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=swap_on_epoch)
+    with_swaps = _fit("averaged", **settings, callbacks=[swap])
+    without = _fit("averaged", **settings)
+    self.assertEqual(with_swaps.history["loss"], without.history["loss"])
+    self.assertNotEqual(
+      with_swaps.history["val_loss"], without.history["val_loss"]
+    )
 
   def test_an_epoch_without_updates_logs_the_metrics_before(self):
     """Asynchronous updates may run ahead of the epochs; here all six do."""
@@ -584,6 +790,51 @@ class ResumeTest(_Directories):
     self.assertEqual(rest.epoch, [0, 1])
     for key, values in whole.history.items():
       np.testing.assert_allclose(rest.history[key], values, rtol=1e-6)
+
+  @parameterized.parameters("momentum", "adversaries")
+  def test_goes_on_after_the_loss_of_a_parameter_server(self, name):
+    """The state is kept here: a driver does this in the midst of an epoch."""
+    recovering = one_machine.OneMachine.recovering
+    calls = []
+
+    def losing_once(driver, function):
+      calls.append(function)
+      found = recovering(driver, function)
+      return found if len(calls) != 3 else recovering(driver, function)
+
+    whole = _fit(name)
+    with mock.patch.object(one_machine.OneMachine, "recovering", losing_once):
+      interrupted = _fit(name)
+    self.assertGreater(len(calls), 3)
+    self.assertEqual(interrupted.history, whole.history)
+
+  def test_initial_epoch_is_that_of_the_first_run(self):
+    directory = self.directory()
+
+    class Interrupt(keras.callbacks.Callback):
+      def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == 4 and batch == 2:
+          raise KeyboardInterrupt
+
+      def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    arguments = {"initial_epoch": 3, "epochs": 6}
+    saved = {**arguments, "train_dir": directory}
+    with self.assertRaises(KeyboardInterrupt):
+      _fit("momentum", **saved, callbacks=[Interrupt()])
+    rest, whole = _fit("momentum", **saved), _fit("momentum", **arguments)
+    self.assertEqual((whole.epoch, rest.epoch), ([3, 4, 5], [4, 5]))
+    for key, values in whole.history.items():
+      np.testing.assert_allclose(rest.history[key], values[1:], rtol=1e-6)
+    self.assertEqual(_fit("momentum", **saved).epoch, [])
+
+  def test_keras_trains_a_resumed_model_from_its_first_epoch(self):
+    directory = self.directory()
+    _fit("momentum", epochs=1, train_dir=directory)
+    model = _fit("momentum", epochs=2, train_dir=directory).model
+    x, y = models.CASES["momentum"].arguments.values()
+    self.assertEqual(model.fit(x, y, verbose=0).epoch, [0])
 
 
 class OwnStep(models.Subclassed):
@@ -722,6 +973,39 @@ class RefusedTest(stores.TestCase):
   def test_with_several_optimizers(self, arguments, words):
     with self.assertRaisesRegex(ValueError, words):
       _fit("adversaries", **arguments)
+
+  @parameterized.parameters(
+    (
+      {"validation_data": lambda context: 3},
+      "`validation_data` must be a func",
+    ),
+    ({"validation_data": lambda: 3}, r"must be \(x, y\).*Received: a int"),
+    (
+      {
+        "rule": tf_replicas.Async(),
+        "callbacks": [keras.callbacks.SwapEMAWeights()],
+      },
+      "must not have `SwapEMAWeights`.*`Async`",
+    ),
+    ({"validation_freq": {}}, "must be an integer of at least 1, or a list"),
+    ({"validation_freq": {1: 2}}, "must be an integer of at least 1, or a"),
+    ({"validation_freq": "12"}, "must be an integer of at least 1, or a list"),
+  )
+  def test_validation(self, arguments, words):
+    with self.assertRaisesRegex((TypeError, ValueError), words):
+      tf_replicas.fit(_with(), _X, _Y, **arguments, verbose=0)
+
+  def test_an_op_that_fails_in_validation(self):
+    def model_fn():
+      layers = [keras.Input([3], dtype="int32"), keras.layers.Embedding(9, 1)]
+      model = keras.Sequential([*layers, keras.layers.Flatten()])
+      model.compile("sgd", "mse")
+      return model
+
+    x, y = np.zeros([8, 3], np.int32), np.zeros([8, 3], np.float32)
+    with self.assertRaisesRegex(ValueError, "^an op of the model or") as raised:
+      tf_replicas.fit(model_fn, x, y, validation_data=(x + 9, y), verbose=0)
+    self.assertNotIn("\n", str(raised.exception))
 
   def test_not_a_number_ends_the_training(self):
     bad = np.full([8, 4], np.nan, np.float32)

@@ -78,6 +78,16 @@ def test_a_bar_on_a_terminal(monkeypatch):
   assert shown[2] == "Epoch 2/2 - 0:00:10 left"
 
 
+def test_the_mean_of_a_metric_with_several_numbers(capsys):
+  callback, _ = _progress()
+  callback.on_epoch_begin(0)
+  callback.on_train_batch_end(0, {"f1_score": np.array([0.25, 0.75])})
+  callback.on_epoch_end(0, {"f1_score": np.array([0.25, 1.25])})
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[1] == "1/10 - f1_score: 0.5 - learning_rate: 0.0125"
+  assert "f1_score: 0.7500" in lines[2]
+
+
 def test_several_rates_are_none(capsys):
   _train(*_progress(rate=float("nan")))
   assert "learning_rate" not in capsys.readouterr().out

@@ -187,14 +187,16 @@ def test_large_embeddings_of_keras_become_tables(tmp_path):
     optimizer="SGD",
     min_table_bytes=tables_task.ROWS * tables_task.COLUMNS * 4,
     train_dir=str(tmp_path),
-    epochs=1,
+    loads_rows=True,
+    epochs=2,
   )
   saved = row_files.shapes(checkpoints.tables_of(checkpoints.latest(tmp_path)))
   assert [*saved] == ["variables/user_rows/embeddings"]
-  assert ours["row_updates"] == _rows_by_parity(num_tables=1)
+  rows = {task: 2 * n for task, n in _rows_by_parity(num_tables=1).items()}
+  assert ours["row_updates"] == rows
   assert "call `tf_replicas.load_tables(model, train_dir)`" in ours["refused"]
   assert not [m for m in ours["layers"] if m.startswith("tf_replicas")]
-  _assert_equal(ours, "SGD", 1, first_of_words=tables_task.FIRST([40, 4]))
+  _assert_equal(ours, "SGD", 2, first_of_words=tables_task.FIRST([40, 4]))
   _assert_exported(ours, tmp_path)
 
 

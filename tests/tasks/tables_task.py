@@ -5,8 +5,9 @@ a JSON object: `optimizer` (a class of Keras), `rate`, `train_dir`, `rule`
 (settings of `Sync`; with `asynchronous`, of `Async`), `partition`, and
 arguments of `fit`. With `use_ema`, the optimizer keeps moving averages, which
 are the weights after the training. With `min_table_bytes`, the layers are those
-of Keras, and `fit` makes a table of the larger one. The chief exports the model
-to the directory `exported` in `train_dir`, and prints one line of JSON.
+of Keras, and `fit` makes a table of the larger one. With `loads_rows`, a
+callback loads the tables after each epoch. The chief exports the model to the
+directory `exported` in `train_dir`, and prints one line of JSON.
 """
 
 import json
@@ -96,11 +97,21 @@ class Evaluation(keras.callbacks.Callback):
   The rows of the tables are then still on the parameter servers.
   """
 
-  def __init__(self):
-    """Initializes the callback, which has made no prediction yet."""
+  def __init__(self, loads_rows: bool):
+    """Initializes the callback, which has made no prediction yet.
+
+    Args:
+      loads_rows: Whether to load all rows into the model after each epoch.
+    """
     super().__init__()
+    self._loads_rows = loads_rows
     self.predicted = None
     self.rows_by_status = {}
+
+  def on_epoch_end(self, epoch, logs=None):
+    """Loads the rows, which must not disturb later epochs."""
+    if self._loads_rows:
+      tf_replicas.load_tables(self.model)
 
   def on_train_end(self, logs=None):
     """Predicts with table rows that are looked up on the parameter servers."""
@@ -134,7 +145,7 @@ def main(arguments: dict) -> None:
   x, y = data()
   if bad := arguments.pop("bad_id", None):
     x["users"][:] = bad
-  evaluation = Evaluation()
+  evaluation = Evaluation(arguments.pop("loads_rows", False))
   history = tf_replicas.fit(
     lambda: build(optimizer, rate, **layer),
     x,

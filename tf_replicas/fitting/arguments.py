@@ -38,8 +38,11 @@ def _is_count(value: object) -> bool:
 
 
 def _are_epochs(value: numbers.Integral | Collection) -> bool:
-  is_one = isinstance(value, numbers.Integral | str)
-  return all(map(_is_count, [value] if is_one else value))
+  if isinstance(value, str | Mapping):
+    return False
+  return all(
+    map(_is_count, [value] if isinstance(value, numbers.Integral) else value)
+  )
 
 
 def _are_weights(value: Mapping) -> bool:
@@ -127,6 +130,17 @@ def check(**given: object) -> None:
     if not is_kind or not rule.holds(value):
       error = ValueError if is_kind else TypeError
       raise error(f"`{name}` must be {rule.text}. Received: {short(value)}.")
+
+
+def validation_freq(given: Any) -> int | list[int]:
+  """Converts the argument `validation_freq` of `fit` to what Keras takes.
+
+  Args:
+    given: An integer, or a collection of integers, which may be those of NumPy.
+      `check` has checked it.
+  """
+  is_one = isinstance(given, numbers.Integral)
+  return int(given) if is_one else [int(epoch) for epoch in given]
 
 
 def check_epochs(initial_epoch: int, epochs: int) -> None:

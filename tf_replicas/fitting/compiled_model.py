@@ -81,7 +81,7 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
 
   def __init__(
     self,
-    optimizer: keras.optimizers.Optimizer,
+    variables_fn: Callable[[], Sequence[keras.Variable]],
     record: Callable[
       [list[tuple[parameter_store.Gradient, keras.Variable]]], None
     ],
@@ -89,12 +89,12 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
     """Makes the optimizer.
 
     Args:
-      optimizer: The optimizer of the model that it replaces.
+      variables_fn: Returns the variables that the replaced optimizer updates.
       record: Called in each call of `apply`, with a list of the pairs
         (gradient, variable).
     """
     super().__init__(learning_rate=0.0, name="recording")
-    self._real = optimizer
+    self._variables_fn = variables_fn
     self._record = record
     self.loss_factor: tf.Tensor | None = None
 
@@ -107,14 +107,14 @@ class RecordingOptimizer(keras.optimizers.Optimizer):
 
     Args:
       grads: The gradients.
-      trainable_variables: One variable for each gradient. None: the variables
-        of the optimizer that this one replaces.
+      trainable_variables: One variable for each gradient. None: the result of
+        `variables_fn`.
 
     Raises:
       ValueError: If the numbers of gradients and variables differ.
     """
     if trainable_variables is None:
-      trainable_variables = self._real.variables
+      trainable_variables = self._variables_fn()
     grads, variables = list(grads), list(trainable_variables)
     if len(grads) != len(variables):
       raise ValueError(
@@ -150,10 +150,25 @@ class _Recording:
     self._after: Callable[[int], None] = lambda number: None
     self._graph: tf.Graph | None = None
     self._optimizers = {
-      name: RecordingOptimizer(value, functools.partial(self._record, name))
+      name: RecordingOptimizer(
+        functools.partial(self._variables_of, value),
+        functools.partial(self._record, name),
+      )
       for name, value in vars(model).items()
       if isinstance(value, keras.optimizers.Optimizer)
     }
+
+  def _variables_of(
+    self, optimizer: keras.optimizers.Optimizer
+  ) -> Sequence[keras.Variable]:
+    """Returns the variables that an optimizer of the model updates.
+
+    Keras builds an optimizer for all trainable variables before `train_step`,
+    unless it is built.
+    """
+    if optimizer.built:
+      return keras_internals.variables_updated_by(optimizer)
+    return self._model.trainable_variables
 
   def _record(self, name: str, pairs) -> None:
     if control_flow.current_graph() is not self._graph:
@@ -521,16 +536,18 @@ def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
   return vars(model).get(_MEANS, {})
 
 
-def results(model: keras.Model) -> dict[str, float]:
+def results(model: keras.Model) -> dict[str, float | np.ndarray]:
   """Returns the results of all metrics by name, as Keras logs them.
 
-  These are the metrics of the model, and those of `_means`.
+  These are the metrics of the model, and those of `_means`. Most are floats. A
+  metric such as `keras.metrics.F1Score` has an array.
   """
   logs = {k: v for k, v in model.get_metrics_result().items()}
   logs |= {name: mean.result() for name, mean in _means(model).items()}
   names = vars(model).get(_LOGGED, logs)
   flat = {name: logs[name] for name in names}
-  return tf.nest.map_structure(float, flat)
+  values = tf.nest.map_structure(np.asarray, flat)
+  return tf.nest.map_structure(lambda v: v if v.ndim else float(v), values)
 
 
 def _statistics(model: keras.Model) -> list[keras.Variable]:

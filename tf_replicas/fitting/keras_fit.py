@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ def fit(
   validation_data: object = None,
   validation_steps: int | None = None,
   validation_batch_size: int | None = None,
-  validation_freq: int = 1,
+  validation_freq: int | Collection[int] = 1,
   shuffle: bool = True,
   class_weight: Mapping[int, float] | None = None,
   sample_weight: object = None,
@@ -131,7 +132,8 @@ def fit(
     shuffle: Whether to shuffle arrays before every pass over them.
     class_weight: As in `keras.Model.fit`.
     sample_weight: As in `keras.Model.fit`.
-    initial_epoch: As in `keras.Model.fit`.
+    initial_epoch: As in `keras.Model.fit`. A run that resumes from `train_dir`
+      must get that of the first run.
     steps_per_epoch: The number of global batches in an epoch. None: as many as
       `x` has.
     rule: The update rule, made by `Sync` or `Async`. None: that of `Sync()`.
@@ -145,9 +147,8 @@ def fit(
       Each has a copy of the model. None: the GPUs that the cluster spec gives
       to this task.
     train_dir: The directory for checkpoints. If it has checkpoints, training
-      resumes from the newest one, and `initial_epoch` is ignored. None: nothing
-      is written. None is not allowed with tables (`Embedding`) on parameter
-      servers.
+      resumes from the newest one. None: nothing is written. None is not allowed
+      with tables (`Embedding`) on parameter servers.
     checkpoint_every_secs: Seconds between two checkpoints. One is also written
       at the end.
     table_writer: Who writes the rows of tables (`Embedding`) to checkpoints.
@@ -217,6 +218,9 @@ def fit(
   arguments.check_builder(
     "model_fn", model_fn, "builds and compiles the model", keras.Model
   )
+  _check_swaps(rule, callbacks or ())
+  if callable(validation_data):
+    arguments.check_function("validation_data", validation_data, 0)
   part = roles.take(
     replication=replication,
     cluster=cluster,
@@ -287,6 +291,7 @@ def fit(
       log(part.describe(rule, _part_size(x, batch_size, count)))
     arguments.make_directory(train_dir)
     roles.check_tables_are_saved(driver, train_dir)
+    validation_data = data_module.validation(validation_data)
     _check_validation(model, validation_data, validation_steps)
     _check_callbacks(model, callbacks or ())
     loop = _Loop(
@@ -303,9 +308,9 @@ def fit(
     history = loop.run(
       batch_size=validation_batch_size or batch_size,
       verbose=verbose,
-      validation_data=data_module.validation(validation_data),
+      validation_data=validation_data,
       validation_steps=validation_steps,
-      validation_freq=validation_freq,
+      validation_freq=arguments.validation_freq(validation_freq),
     )
     counts = zip(driver.replica_names, driver.counts(), strict=True)
     vars(history)["contributions"] = dict(counts)
@@ -378,7 +383,7 @@ def _check_validation(
 
   Args:
     model: The compiled model.
-    validation_data: The argument `validation_data` of `fit`.
+    validation_data: What `data_module.validation` returned.
     validation_steps: The argument `validation_steps` of `fit`.
 
   Raises:
@@ -389,28 +394,85 @@ def _check_validation(
     compiled_model.check_data(model, spec, "validation_data: ")
 
 
+def _check_swaps(
+  rule: update_options.UpdateSettings,
+  callbacks: Sequence[keras.callbacks.Callback],
+) -> None:
+  """Raises ValueError if `SwapEMAWeights` is used with asynchronous updates.
+
+  The callback takes the weights out of the model for an evaluation, and puts
+  them back. `fit` would send them to the parameter servers, over the updates
+  that were made meanwhile.
+
+  Args:
+    rule: The settings of the update rule.
+    callbacks: The user's callbacks.
+  """
+  swaps = keras.callbacks.SwapEMAWeights
+  has_swaps = any(isinstance(callback, swaps) for callback in callbacks)
+  if has_swaps and set(rule.all_rules) != {update_options.SYNC}:
+    raise ValueError(
+      "`callbacks` must not have `SwapEMAWeights` if `rule` is made by `Async`:"
+      " the updates that replicas make during an evaluation would be lost. With"
+      " `use_ema=True`, the model has the averages after `fit`. Received: the"
+      f" callback, and {rule}."
+    )
+
+
 def _check_callbacks(
   model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]
 ) -> None:
-  """Raises ValueError if `SwapEMAWeights` is used with tables.
+  """Raises ValueError if a callback needs weights that the model does not have.
 
-  This callback puts moving averages into the weights of the model for an
-  evaluation. But lookups on the parameter servers would still return the rows
-  themselves.
+  The rows of tables are on the parameter servers. So Keras' callbacks that keep
+  or exchange all weights of the model would do this with the others only.
 
   Args:
-    model: The compiled model, whose optimizer may keep moving averages.
+    model: The compiled model.
     callbacks: The user's callbacks.
   """
-  found = _averaged_tables(model)
-  swaps = keras.callbacks.SwapEMAWeights
-  if found and any(isinstance(callback, swaps) for callback in callbacks):
-    raise ValueError(
-      "`callbacks` must not have `SwapEMAWeights` where the model has tables,"
-      " whose rows stay on the parameter servers: evaluate the averages after"
-      " `fit`, by `load_tables(model, train_dir, averaged=True)`. Received: the"
-      f" callback, and the table {found[0].path!r}."
+  found = list(filter(None, map(tables.rows_of, model.variables)))
+  names = [name for c in callbacks if (name := _keeps_weights(c)) is not None]
+  if not found or not names:
+    return
+  if names[0] == "SwapEMAWeights":
+    advice = (
+      "evaluate the averages after `fit`, by `load_tables(model, train_dir,"
+      " averaged=True)`"
     )
+  else:
+    advice = (
+      "`train_dir` keeps checkpoints with the rows, and a callback of your own"
+      " can call `load_tables(self.model)` and save the model"
+    )
+  raise ValueError(
+    f"`callbacks` must not have `{names[0]}` where the model has tables, whose"
+    f" rows stay on the parameter servers: {advice}. Received: the callback,"
+    f" and the table {found[0].path!r}."
+  )
+
+
+def _keeps_weights(callback: keras.callbacks.Callback) -> str | None:
+  """Returns what a callback is that keeps or exchanges all weights of a model.
+
+  Returns:
+    The name of a class of Keras, and an option where that is needed; None for
+    another callback.
+  """
+  if isinstance(callback, keras.callbacks.EarlyStopping):
+    restores = callback.restore_best_weights
+    return "EarlyStopping(restore_best_weights=True)" if restores else None
+  names = {kind.__name__ for kind in type(callback).__mro__}
+  # Not each version of Keras has `OrbaxCheckpoint`.
+  for name in (
+    "SwapEMAWeights",
+    "ModelCheckpoint",
+    "BackupAndRestore",
+    "OrbaxCheckpoint",
+  ):
+    if name in names:
+      return name
+  return None
 
 
 def _averaged_tables(model: keras.Model) -> list[tables.Rows]:
@@ -487,8 +549,8 @@ class _Task:
     with embeddings.replacing(self.min_table_bytes):
       with keras_internals.names_from_the_start():
         model = self.model = self.model_fn()
-      _check_is_new(model)
-      compiled_model.build(model, spec)
+        _check_is_new(model)
+        compiled_model.build(model, spec)  # Layers may make others here.
     return compiled_model.replica(
       model,
       self._dataset,
@@ -579,6 +641,25 @@ def _check_is_new(model: keras.Model) -> None:
       )
 
 
+class _OwnCalls(keras.callbacks.Callback):
+  """Gives the model its own `steps_per_execution` back.
+
+  `fit` changes this number only while Keras makes the iterator of the training.
+  Otherwise an evaluation within the training would make as many batches per
+  call, and so more than `validation_steps`. This callback comes first.
+  """
+
+  def __init__(self, steps_per_execution: int):
+    """Makes the callback, with the model's own number."""
+    super().__init__()
+    self._own = steps_per_execution
+
+  def on_train_begin(self, logs=None) -> None:
+    """Gives it back. Keras calls this after it has made the iterator."""
+    model: Any = self.model
+    model.steps_per_execution = self._own
+
+
 class _AveragedLookups(keras.callbacks.Callback):
   """Makes the model look up averages when its weights have become averages.
 
@@ -631,11 +712,12 @@ class _Loop(keras.callbacks.Callback):
     count = len(self._metrics)
     shared = compiled_model.shared(model)
     self._weights = shared[: len(shared) - count]
+    self._unload_tables = embeddings.unloader(model)
     optional = {f"variables/{v.path}" for v in self._metrics}
     self._new_session = functools.partial(
       training.Session,
       train_dir,
-      max_steps=epochs * updates,
+      max_steps=(epochs - initial_epoch) * updates,
       checkpoint_every_secs=checkpoint_every_secs,
       table_writer=table_writer,
       is_optional=lambda n: driver_base.is_optional(n) or n in optional,
@@ -645,18 +727,22 @@ class _Loop(keras.callbacks.Callback):
       # The model, which gets trained weights, does not keep its first ones.
       self._session.save(self._step)
     self._is_resumed = self._step > 0
-    self._initial_epoch = initial_epoch
-    if self._is_resumed:
-      self._initial_epoch = self._step // updates
+    # The argument is that of the run that made the first update.
+    self._initial_epoch = initial_epoch + self._step // updates
     self._epoch = self._initial_epoch
     self._epoch_end = -1
     self._target = 0
     self._has_warned = False
-    self._logs: dict[str, float] = {}  # Of this epoch; empty before a read.
+    self._logs: dict[
+      str, float | np.ndarray
+    ] = {}  # Of this epoch; empty before a read.
     # The newest values of the metrics that count any update.
     self._newest = [np.asarray(v) for v in self._metrics]
     self._read_at = 0.0
     self._sees_batches = any(map(_sees_batches, callbacks))
+    for callback in callbacks:
+      if isinstance(callback, keras.callbacks.SwapEMAWeights):
+        keras_internals.swap_exactly(callback)
     self._per_call = model.steps_per_execution
     if self._per_call == 1 and not self._sees_batches:
       self._per_call = max(1, steps_per_epoch // _CALLS_PER_EPOCH)
@@ -679,7 +765,7 @@ class _Loop(keras.callbacks.Callback):
     """
     model, own = self._trained, self._trained.steps_per_execution
     self._load()
-    bars = []
+    first, bars = [_OwnCalls(own), _AveragedLookups()], []
     if verbose and not any(
       isinstance(callback, keras.callbacks.ProgbarLogger)
       for callback in self._callbacks
@@ -690,16 +776,17 @@ class _Loop(keras.callbacks.Callback):
       model.__dict__["train_function"] = self._train
       model.steps_per_execution = self._per_call
       try:
-        history = model.fit(
-          tf.data.Dataset.range(self._steps_per_epoch),
-          epochs=self._epochs,
-          initial_epoch=self._initial_epoch,
-          shuffle=False,
-          callbacks=[_AveragedLookups(), *self._callbacks, self, *bars],
-          verbose=verbose,
-          validation_batch_size=batch_size,
-          **arguments,
-        )
+        with _one_line_op_errors():  # Those of the validation, too.
+          history = model.fit(
+            tf.data.Dataset.range(self._steps_per_epoch),
+            epochs=self._epochs,
+            initial_epoch=self._initial_epoch,
+            shuffle=False,
+            callbacks=[*first, *self._callbacks, self, *bars],
+            verbose=verbose,
+            validation_batch_size=batch_size,
+            **arguments,
+          )
         self._recovering(self._finish)
       except (KeyboardInterrupt, training.StepExpired):
         self._session.save_interrupted()
@@ -710,6 +797,7 @@ class _Loop(keras.callbacks.Callback):
       finally:
         model.steps_per_execution = own
         model.train_function = None
+        model._initial_epoch = None
     return history
 
   def _finish(self) -> None:
@@ -770,7 +858,7 @@ class _Loop(keras.callbacks.Callback):
     self._restore()
     # Keras traces these again. They do not find the rows of tables any more.
     self._trained.test_function = self._trained.predict_function = None
-    if self._rates:
+    if self._rates and self._per_batch == 1:  # Otherwise they are the first.
       self._driver.set_learning_rate(self._rates[0])
     self._logs = {}
     begin = self._epoch_end - self._updates_per_epoch
@@ -797,6 +885,7 @@ class _Loop(keras.callbacks.Callback):
     Keras calls this after the other callbacks. One of them,
     `keras.callbacks.BackupAndRestore`, may have changed the model.
     """
+    self._unload_tables()
     if self._is_resumed:
       self._load()
       self._trained._initial_epoch = self._initial_epoch
@@ -807,15 +896,13 @@ class _Loop(keras.callbacks.Callback):
     Keras calls this. It also sets the metrics to zero, unless training resumes
     from a checkpoint that was written within this epoch.
     """
+    self._unload_tables()
+    updates = self._updates_per_epoch
     # A checkpoint written within an epoch has the epoch's metrics so far.
-    is_within = self._epoch_end < 0 and self._step % self._updates_per_epoch > 0
-    is_within &= self._is_resumed
-    if self._epoch_end >= 0:
-      self._epoch_end += self._updates_per_epoch
-    elif self._is_resumed:
-      self._epoch_end = (epoch + 1) * self._updates_per_epoch
-    else:
-      self._epoch_end = self._step + self._updates_per_epoch
+    is_within = self._epoch_end < 0 and self._step % updates > 0
+    if self._epoch_end < 0:
+      self._epoch_end = self._step - self._step % updates
+    self._epoch_end += updates
     self._epoch = epoch
     epochs_left = self._epochs - epoch - 1
     end = self._epoch_end + epochs_left * self._updates_per_epoch
@@ -829,9 +916,16 @@ class _Loop(keras.callbacks.Callback):
 
     self._recovering(begin)
 
+  def on_epoch_end(self, epoch, logs=None) -> None:
+    """Undoes `load_tables`, which a callback may have called.
+
+    Keras calls this after the other callbacks.
+    """
+    self._unload_tables()
+
   # Methods as the training function of Keras.
 
-  def _train(self, iterator) -> dict[str, float]:
+  def _train(self, iterator) -> dict[str, float | np.ndarray]:
     """Makes the next updates. Keras calls it as its training function.
 
     Args:
@@ -841,11 +935,12 @@ class _Loop(keras.callbacks.Callback):
       The metrics of the epoch so far, by name.
     """
     del iterator  # Replicas have the data.
+    self._unload_tables()
     self._target += self._per_call * self._per_batch
     self._target = min(self._target, self._epoch_end)
     return self._recovering(self._reach_target)
 
-  def _reach_target(self) -> dict[str, float]:
+  def _reach_target(self) -> dict[str, float | np.ndarray]:
     """Makes updates up to the target of the present call of `_train`.
 
     It first sends what callbacks have changed, and afterwards reads the metrics
@@ -989,7 +1084,6 @@ def _sees_batches(callback: keras.callbacks.Callback) -> bool:
     return callback.update_freq != "epoch"
   hooks = ("on_train_batch_begin", "on_train_batch_end")
   hooks += ("on_batch_begin", "on_batch_end")
-  return any(
-    getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
-    for hook in hooks
+  return not all(
+    keras_internals.is_default(getattr(callback, hook)) for hook in hooks
   )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 
 import keras
+import numpy as np
 
 from tf_replicas.session import reports
 
@@ -84,14 +85,18 @@ class Progress(keras.callbacks.ProgbarLogger):
     is_end = batch + 1 == self.target  # Keras prints a line.
     if self._has_lines and not is_end and now - self._said_at >= _LINE_SECS:
       self._said_at = now
-      values = "".join(f" - {name}: {x:.4g}" for name, x in logs.items())
+      values = "".join(
+        f" - {name}: {np.mean(x):.4g}" for name, x in logs.items()
+      )
       print(f"{batch + 1}/{self.target}{self._left(done)}{values}", flush=True)
 
   def on_epoch_end(self, epoch: int, logs=None) -> None:
     """Completes the bar, or prints the last line of the epoch."""
     super().on_epoch_end(epoch, self._with_rate(logs))
 
-  def _with_rate(self, logs: Mapping[str, float] | None) -> dict[str, float]:
+  def _with_rate(
+    self, logs: Mapping[str, float | np.ndarray] | None
+  ) -> dict[str, float | np.ndarray]:
     logs = dict(logs or {})
     rate = self._learning_rate_fn()
     if not math.isnan(rate):

@@ -10,6 +10,7 @@ does, and a `Table` is an ordinary variable.
 
 import contextlib
 import os
+from collections.abc import Callable
 from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -492,6 +493,10 @@ def load_tables(
   so that the model can be evaluated or exported. The rows must fit into the
   memory. Layers that `fit` has turned into `Embedding`s are Keras' own again.
 
+  A callback of `fit` may call this function. The model then has the rows until
+  the callbacks of the epoch have been called, or until the next update. What
+  the callback assigns to the rows is not sent to the PS tasks.
+
   Args:
     model: A built model: one that was trained, or one that was built anew.
     train_dir: The directory of the training, whose newest checkpoint is read.
@@ -537,6 +542,43 @@ def load_tables(
       _restore(layer)
   # Keras keeps these once traced, with lookups on the parameter servers.
   model.test_function = model.predict_function = None
+
+
+def unloader(model: keras.Model) -> Callable[[], None]:
+  """Returns a function that undoes later calls of `load_tables`.
+
+  The function has no arguments. It makes the model look up rows on the PS tasks
+  again, and frees the memory of the rows. It does nothing if `load_tables` was
+  not called since.
+
+  Args:
+    model: A built model, whose tables are on the PS tasks.
+  """
+  found = [
+    (variable, rows)
+    for variable in model.variables
+    if (rows := tables.rows_of(variable)) is not None
+  ]
+  of_keras = [
+    layer
+    for layer in keras_internals.layers_of(model)
+    if isinstance(layer, Embedding) and layer._was_of_keras
+  ]
+
+  def unload() -> None:
+    loaded = [pair for pair in found if tables.rows_of(pair[0]) is None]
+    if not loaded:
+      return
+    for variable, rows in loaded:
+      none = np.empty([0, rows.shape[1]], rows.dtype.as_numpy_dtype)
+      keras_internals.replace_value(variable, none)
+      tables.attach_rows(variable, rows)
+    for layer in of_keras:
+      _replace(layer)
+    # Keras traces these again, with lookups on the PS tasks.
+    model.test_function = model.predict_function = None
+
+  return unload
 
 
 def _whole(

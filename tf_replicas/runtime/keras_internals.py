@@ -105,6 +105,15 @@ def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
   )
 
 
+def variables_updated_by(
+  optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+  """Returns the variables for which a built optimizer was built."""
+  if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    optimizer = optimizer.inner_optimizer  # In older versions, only it knows.
+  return optimizer._trainable_variables
+
+
 def velocities(
   optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
@@ -125,6 +134,29 @@ def velocities(
   if isinstance(optimizer, keras.optimizers.RMSprop):
     return list(optimizer._momentums)
   return []
+
+
+def is_default(hook: Callable) -> bool:
+  """Returns whether a hook is that of `keras.callbacks.Callback`, for nothing.
+
+  Args:
+    hook: A method of a callback, or a function that replaces it, as those of
+      `keras.callbacks.LambdaCallback`.
+  """
+  return getattr(hook, "_is_default", False)
+
+
+def swap_exactly(callback: keras.callbacks.SwapEMAWeights) -> None:
+  """Makes a callback swap weights and averages without rounding.
+
+  With TensorFlow, Keras adds and subtracts them, which rounds. So the weights
+  would change a little with each evaluation.
+
+  Args:
+    callback: The callback, which is changed.
+  """
+  internals: Any = callback
+  internals._tf_swap_variables = internals._backend_swap_variables
 
 
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:

@@ -802,6 +802,14 @@ def attach(
       rows one by one, or the dtype of `variable` is not floating.
   """
   rows = Rows(path, shape, variable.dtype, initializer, partition, where)
+  attach_rows(variable, rows)
+
+
+def attach_rows(variable: Any, rows: Rows) -> None:
+  """Makes `variable`, of shape [0, columns], stand for a table that exists.
+
+  A table is a large matrix whose rows live on the PS tasks only.
+  """
   setattr(variable, _ATTRIBUTE, rows)
   if isinstance(variable, keras.Variable):
     # By which `module_replica` finds the variables of a layer.
