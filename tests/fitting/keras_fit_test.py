@@ -306,7 +306,13 @@ class SeveralDevicesTest(stores.TestCase):
 
   @parameterized.product(
     replication=["between_graph", "mirrored"],
-    name=["momentum", "own_step", "recurrent", "several_outputs"],
+    name=[
+      "constrained",
+      "momentum",
+      "own_step",
+      "recurrent",
+      "several_outputs",
+    ],
   )
   def test_train_as_one(self, replication, name):
     case = models.CASES[name]

@@ -52,14 +52,16 @@ class TensorVariable:
     Args:
       value: The initial value.
       like: The trained variable that the object stands in for. The object takes
-        over its name, path and id, by which the optimizer finds its slots.
-        None: the object stands in for a slot, or for a scalar of the optimizer.
+        over its constraint, and its name, path and id, by which the optimizer
+        finds its slots. None: the object stands in for a slot, or for a scalar of the optimizer.
     """
     self.value = value
     self.dtype = value.dtype
     self.shape = value.shape
     if like is not None:
-      self.name, self.path, self.constraint = like.name, like.path, None
+      self.name, self.path = like.name, like.path
+      constrain = like.constraint
+      self.constraint = constrain and (lambda own: constrain(own.value))
       self._unique_id = keras_internals.variable_id(like)
 
   def assign(self, value: tf.Tensor) -> None:
