@@ -53,7 +53,8 @@ class TensorVariable:
       value: The initial value.
       like: The trained variable that the object stands in for. The object takes
         over its constraint, and its name, path and id, by which the optimizer
-        finds its slots. None: the object stands in for a slot, or for a scalar of the optimizer.
+        finds its slots. None: the object stands in for a slot, or for a scalar
+        of the optimizer.
     """
     self.value = value
     self.dtype = value.dtype

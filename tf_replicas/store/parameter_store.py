@@ -665,6 +665,14 @@ class ParameterStore:
     is_narrowed &= self.specs[index].trainable
     return item._replace(dtype=self.wire_dtype) if is_narrowed else item
 
+  @property
+  def wire_dtypes(self) -> list[tf.DType]:
+    """The dtypes in which contributions are sent, in their order.
+
+    There is one dtype for each element of `contributed`.
+    """
+    return [self.wire_item(index, 0).dtype for index in self.contributed]
+
   def create_like(self, index: int, kind: str) -> list[tf.Variable]:
     """Creates companions of a variable, such as its moving average.
 
