@@ -775,6 +775,8 @@ def _weighted(data: tuple, class_weight: Mapping[int, float] | None) -> tuple:
   if classes.shape.rank and classes.shape.rank > 1:
     is_one_hot = classes.shape[-1] != 1
     classes = tf.argmax(classes, -1) if is_one_hot else classes[..., 0]
+  if classes.dtype.is_floating:
+    classes = tf.round(classes)
   known = tf.constant(list(class_weight), tf.int64)
   values = tf.constant(list(class_weight.values()), tf.float32)
   classes = tf.expand_dims(tf.cast(classes, tf.int64), -1)
