@@ -202,6 +202,32 @@ class AgainstKerasTest(stores.TestCase):
     for key, values in theirs.history.items():
       np.testing.assert_allclose(ours.history[key], values, rtol=1e-5)
 
+  @parameterized.parameters("between_graph", "mirrored")
+  def test_a_metric_that_is_not_finite_leaves_the_batch_out(self, replication):
+    """Examples 8 to 15, of the second batch, have an infinite value."""
+    case = models.CASES["own_step"]
+    y = case.arguments["y"].copy()
+    y[8:16] = 0.0
+
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+      def inverse(y_true, y_pred):
+        return tf.abs(1 / y_true) + 0 * y_pred
+
+      model.compile("sgd", "mse", metrics=["mae", inverse])
+      return model
+
+    arguments = {"x": case.arguments["x"], "y": y, "replication": replication}
+    ours = tf_replicas.fit(model_fn, **arguments, **_QUIET).history
+    del arguments["replication"]
+    theirs = model_fn().fit(**arguments, **_QUIET).history
+    for key in ("loss", "mae"):
+      np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5)
+    expected = np.mean(np.abs(1 / np.delete(y, slice(8, 16), axis=0)))
+    np.testing.assert_allclose(ours["inverse"], [expected], rtol=1e-5)
+
   def test_data_set(self):
     case = models.CASES["momentum"]
     data = tf.data.Dataset.from_tensor_slices(

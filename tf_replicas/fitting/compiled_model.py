@@ -495,8 +495,7 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
   Raises:
     ValueError: If a variable is not of floating dtype.
   """
-  metrics = [*model.metrics, *_means(model).values()]
-  variables = [v for metric in metrics for v in metric.variables]
+  variables = [v for metric in _metrics(model) for v in metric.variables]
   for variable in variables:
     if not tf.as_dtype(variable.dtype).is_floating:
       raise ValueError(
@@ -505,6 +504,35 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
         f" {variable.dtype}."
       )
   return variables
+
+
+def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+  """Lists the metrics of the model, then those of `_means`."""
+  all_metrics = [*model.metrics, *_means(model).values()]
+  return keras_internals.single_metrics(all_metrics)
+
+
+def _only_finite(
+  model: keras.Model, increments: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+  """Leaves a batch out of the metrics that it would make infinite or NaN.
+
+  Args:
+    model: The model.
+    increments: What the batch adds to the variables of metrics.
+
+  Returns:
+    The increments. If one of a metric is not finite, all those of this metric
+    are zero.
+  """
+  kept, rest = [], iter(increments)
+  for metric in _metrics(model):
+    own = [next(rest) for _ in metric.variables]
+    is_finite = [tf.reduce_all(tf.math.is_finite(value)) for value in own]
+    for value in own:
+      is_kept = tf.reduce_all(is_finite)
+      kept.append(tf.where(is_kept, value, tf.zeros_like(value)))
+  return kept
 
 
 def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
@@ -941,7 +969,8 @@ def trace(
       `model.trainable_variables`, as a string,
     * the loss, a float32 scalar; 0 unless the phase is the last one,
     * the new values of the states,
-    * the increments of the variables of the metrics.
+    * the increments of the variables of the metrics; zero for a metric that the
+      batch would make infinite or NaN.
 
   Raises:
     ValueError: If `train_step` reads variables that the model does not track.
@@ -1002,11 +1031,14 @@ def trace(
       number = _number_of(parameters[-1], count)
       following = tf.math.floormod(number + 1, count)
       ends[len(states) - 1] = tf.cast(following, tf.float32)
+    increments = [
+      n - z for n, z in zip(ends[len(states) :], zeros, strict=True)
+    ]
     return (
       _gradients(model, calls, phase),
       loss,
       ends[: len(states)],
-      [n - z for n, z in zip(ends[len(states) :], zeros, strict=True)],
+      _only_finite(model, increments),
     )
 
   return _traced(step, [*trained, *states], data_spec)

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.trainers import compile_utils
 
 from tf_replicas.runtime import resources
 
@@ -130,6 +131,25 @@ def velocities(
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
   """Returns a model and all layers in it, those within layers too."""
   return list(model._flatten_layers())
+
+
+def single_metrics(
+  metrics: Sequence[keras.metrics.Metric],
+) -> list[keras.metrics.Metric]:
+  """Lists metrics, with those of `compile` in place of their container.
+
+  Args:
+    metrics: The metrics of a model. One of them may be the object that contains
+      all metrics given to `compile`.
+
+  Returns:
+    Metrics with the same variables, in the same order.
+  """
+  found = []
+  for metric in metrics:
+    is_container = isinstance(metric, compile_utils.CompileMetrics)
+    found += metric.metrics if is_container else [metric]
+  return found
 
 
 def embedding_weight(layer: keras.layers.Embedding) -> keras.Variable:
