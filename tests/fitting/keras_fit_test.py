@@ -64,6 +64,26 @@ class _PredictAtTheEnd(keras.callbacks.Callback):
     self.predicted = self.model.predict(self.x, verbose=0)
 
 
+class _Halving(keras.optimizers.schedules.LearningRateSchedule):
+  """A schedule that cannot be serialized."""
+
+  def __call__(self, step):
+    """Halves the rate after each step."""
+    return 0.1 * 0.5 ** keras.ops.cast(step, "float32")
+
+
+def _scaled_error(factor, y_true, y_pred):
+  return factor * keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+
+class _Error:
+  """A function that cannot be serialized."""
+
+  def __call__(self, y_true, y_pred):
+    """Returns the largest error of each example."""
+    return keras.ops.max(abs(y_true - y_pred), axis=-1)
+
+
 class AveragedTablesTest(stores.TestCase):
   """An optimizer with `use_ema`, and a table that this process holds."""
 
@@ -268,8 +288,30 @@ class AgainstKerasTest(stores.TestCase):
     if kind == "py dataset":
       self.assertGreaterEqual(arguments["x"].ended, 1)
 
+  def test_excluded_from_weight_decay(self):
+    """The bias and the kernel of the second layer."""
+
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      layers = [keras.layers.Dense(3), keras.layers.Dense(1)]
+      model = keras.Sequential([keras.Input([4]), *layers])
+      optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
+      optimizer.exclude_from_weight_decay([layers[1].kernel], ["bias"])
+      model.compile(optimizer, "mse")
+      return model
+
+    ours = tf_replicas.fit(model_fn, _X, _Y, **_QUIET).model.get_weights()
+    theirs = model_fn()
+    theirs.fit(_X, _Y, **_QUIET)
+    for one, other in zip(ours, theirs.get_weights(), strict=True):
+      np.testing.assert_allclose(one, other, rtol=1e-5)
+
   @parameterized.parameters(
     ({"steps_per_execution": 4},),
+    ({"optimizer": lambda: keras.optimizers.SGD(_Halving())},),
+    ({"optimizer": lambda: keras.optimizers.SGD(lambda: 0.1)},),
+    ({"loss": functools.partial(_scaled_error, 2.0)},),
+    ({"metrics": [_Error()]},),
     ({"weighted_metrics": ["mae"]},),
     ({"loss": ["mse"], "loss_weights": [0.5]},),
   )
@@ -279,7 +321,10 @@ class AgainstKerasTest(stores.TestCase):
 
     def model_fn():
       keras.utils.set_random_seed(7)
-      return _with(**more)()
+      made = dict(more)
+      if callable(optimizer := made.get("optimizer")):
+        made["optimizer"] = optimizer()
+      return _with(**made)()
 
     ours = tf_replicas.fit(model_fn, *data, **arguments).history
     theirs = model_fn().fit(*data, **arguments).history

@@ -445,9 +445,10 @@ def inner_optimizer_of(
   Raises:
     ValueError: If the optimizer has an option that is not supported.
   """
+  variables = model.trainable_variables
   if len(phases(model)) > 1:
     copies = {
-      phase.name: keras_internals.copy_of(getattr(model, phase.name))
+      phase.name: keras_internals.copy_of(getattr(model, phase.name), variables)
       for phase in phases(model)
     }
     made = alternating_optimizer.AlternatingOptimizer(copies, phases(model))
@@ -472,7 +473,7 @@ def inner_optimizer_of(
     common["variable_averages"] = _KerasAverages(
       optimizer.ema_momentum, num_updates_aware=False
     )
-    common["variables_to_average"] = [v.path for v in model.trainable_variables]
+    common["variables_to_average"] = [v.path for v in variables]
   if optimizer.gradient_accumulation_steps:
     raise ValueError(
       "the optimizer of `model_fn` must have"
@@ -481,7 +482,7 @@ def inner_optimizer_of(
       " `tf_replicas.Sync(replicas_to_aggregate=N)` cuts into N parts."
       f" Received: {optimizer.gradient_accumulation_steps}."
     )
-  return keras_internals.copy_of(optimizer, **changes), common
+  return keras_internals.copy_of(optimizer, variables, **changes), common
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
@@ -623,8 +624,7 @@ def build(model: keras.Model, data_spec: tuple) -> None:
       "`model_fn` must compile the model with `run_eagerly=False`: replicas run"
       " graphs. Received: True."
     )
-  config = cast(dict, model.get_compile_config() or {})
-  if config.get("jit_compile") is True:
+  if keras_internals.is_compiled_by_xla(model):
     raise ValueError(
       "`model_fn` must compile the model with `jit_compile='auto'` or False:"
       " replicas are not compiled by XLA. Received: True."

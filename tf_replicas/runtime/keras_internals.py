@@ -7,7 +7,9 @@ lacks are left out, so that the library can be imported with an older Keras.
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ Rate = (
   | Callable[[], float | tf.Tensor]
 )
 
-_EXCLUDED = "_exclude_from_weight_decay_pattern"
+_EXCLUDED_NAMES = "_exclude_from_weight_decay_pattern"
 
 
 def optimizer_classes(*names: str) -> tuple[type, ...]:
@@ -174,18 +176,69 @@ def variable_id(variable: tf.Variable) -> int | str:
 
 
 def copy_of(
-  optimizer: keras.optimizers.Optimizer, **changes
+  optimizer: keras.optimizers.Optimizer,
+  variables: Sequence[keras.Variable] = (),
+  **changes,
 ) -> keras.optimizers.Optimizer:
   """Returns a new optimizer, not built, with the configuration of `optimizer`.
 
   Args:
     optimizer: The optimizer to copy.
+    variables: The variables that `optimizer` updates. If it excludes some of
+      them from weight decay, the copy excludes variables of the same paths.
     **changes: Entries of the configuration that replace those of `optimizer`.
   """
-  copied = type(optimizer).from_config(optimizer.get_config() | changes)
-  if hasattr(optimizer, _EXCLUDED):  # It is not in the configuration.
-    setattr(copied, _EXCLUDED, getattr(optimizer, _EXCLUDED))
+  copied = type(optimizer).from_config(_configuration(optimizer) | changes)
+  # Excluded variables are not in the configuration.
+  pattern = getattr(optimizer, _EXCLUDED_NAMES, None)
+  keys = excluded_from_weight_decay(optimizer)
+  patterns = [pattern.pattern] if pattern else []
+  patterns += [
+    rf"^{re.escape(v.path)}(/part_\d+)?(:0)?$"  # The name of a shard.
+    for v in variables
+    if optimizer._var_key(v) in keys
+  ]
+  if patterns:
+    setattr(copied, _EXCLUDED_NAMES, re.compile("|".join(patterns)))
   return copied
+
+
+def _configuration(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+  """Returns the configuration of an optimizer.
+
+  A schedule or function of the user may not be serializable. So "learning_rate"
+  is the object itself.
+  """
+  rate = learning_rate(optimizer)
+  if isinstance(rate, keras.Variable):
+    return optimizer.get_config()
+  vars(optimizer)["_learning_rate"] = None
+  try:
+    return optimizer.get_config() | {"learning_rate": rate}
+  finally:
+    vars(optimizer)["_learning_rate"] = rate
+
+
+def excluded_from_weight_decay(
+  optimizer: keras.optimizers.Optimizer,
+) -> Collection[int | str]:
+  """Returns the variables that an optimizer does not decay.
+
+  Variables that it excludes by name are not among them.
+
+  Returns:
+    The keys by which Keras finds the variables.
+  """
+  return getattr(optimizer, "_exclude_from_weight_decay", ())
+
+
+def is_compiled_by_xla(model: keras.Model) -> bool:
+  """Returns whether a model was compiled with `jit_compile=True`.
+
+  The property `jit_compile` of a model is also true if "auto" means True.
+  """
+  config = getattr(model, "_compile_config", None)
+  return getattr(config, "config", {}).get("jit_compile") is True
 
 
 @contextlib.contextmanager

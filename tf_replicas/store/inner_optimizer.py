@@ -829,7 +829,8 @@ def check_options(
   """Checks that an optimizer works, and has none of some forbidden options.
 
   Always forbidden are `use_ema` and `loss_scale_factor`, since the update rule
-  has options for these purposes.
+  has options for these purposes, and variables that are excluded from weight
+  decay by `var_list`: they are not those that the optimizer will update.
 
   Args:
     optimizer: The Keras optimizer.
@@ -849,6 +850,12 @@ def check_options(
         f"`optimizer` must not use `{option}`; {instead}."
         f" Received: {option}={value}."
       )
+  if excluded := keras_internals.excluded_from_weight_decay(optimizer):
+    raise ValueError(
+      "`optimizer` must exclude variables from weight decay by `var_names`, as"
+      " it updates variables that are made later. Received: `var_list` of"
+      f" {len(excluded)} variables."
+    )
 
 
 def _check_scalar(
