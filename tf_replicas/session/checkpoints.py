@@ -270,6 +270,7 @@ def save(
   train_dir = os.fspath(train_dir)
   os.makedirs(train_dir, exist_ok=True)
   _remove_unfinished(train_dir)
+  _remove_tables_without_checkpoint(train_dir)
   io_device = resources.this_device()
   # Without the outer `None`, the caller's device would be merged into this one.
   with tf.device(None), tf.device(io_device):
@@ -360,11 +361,12 @@ def _remove_unfinished(train_dir: str) -> None:
 
 
 def _remove_tables_without_checkpoint(train_dir: str) -> None:
-  """Removes the table files of checkpoints that do not exist any more.
+  """Removes the table files of checkpoints that do not exist any more, or yet.
 
   Table files are the separate files of a checkpoint with the tensors that are
   written in blocks of rows. TensorFlow's checkpoint manager removes old
-  checkpoints, but not these files.
+  checkpoints, but not these files. A process that was killed may have left
+  those of a checkpoint that it had not written completely.
 
   Args:
     train_dir: The directory of the checkpoints.
@@ -441,7 +443,7 @@ def read_tensors(
 def is_complete(path: str | os.PathLike[str]) -> bool:
   """Returns whether all files of the checkpoint at the path `path` exist."""
   path = os.fspath(path)
-  data = glob.glob(glob.escape(path) + ".data-?????-of-?????")
+  data = row_files.data_files(path)
   totals = {int(name.rpartition("-of-")[2]) for name in data}
   return os.path.exists(path + ".index") and totals == {len(data)}
 
