@@ -431,9 +431,7 @@ def read_tensors(
   except _READ_ERRORS as error:
     # A checkpoint in the format of TF1's first releases is one file.
     if not is_complete(path) and not os.path.isfile(path):
-      raise MissingCheckpointError(
-        f"checkpoint {path}: files are missing"
-      ) from error
+      raise MissingCheckpointError(_missing(path)) from error
     reason = " ".join(str(error).split())
     raise UnreadableCheckpointError(
       f"checkpoint {path} is damaged: {reason}"
@@ -487,15 +485,18 @@ def restore(
   row_tensors = row_tensors or {}
   entries = saved_rows(path)
   differing_rows = differences(entries, row_tensors)
-  faults = [
-    text
+  faults = {
+    name: text
     for name, text in (differing | differing_rows).items()
     if is_optional is None or not is_optional(name)
-  ]
+  }
+  if faults and not (entries or faults.keys() & differing):
+    # Only the tables are missing; all else is of this model.
+    raise MissingCheckpointError(_missing(tables_of(path)))
   if faults:
     raise CheckpointError(
       f"train_dir {os.path.dirname(path) or '.'} holds a checkpoint of another"
-      f" model: {some(faults, '; ')}"
+      f" model: {some(faults.values(), '; ')}"
     )
   values = {n: saved[n] for n in wanted if n not in differing}
   averages = _from_variables(saved, wanted, wanted.keys() - values)
@@ -542,12 +543,16 @@ def saved_rows(path: str) -> dict[str, row_files.Entry]:
     UnreadableCheckpointError: If these files are incomplete or damaged.
   """
   prefix = tables_of(path)
-  if not os.path.exists(prefix + ".index"):
+  if not (os.path.exists(prefix + ".index") or row_files.data_files(prefix)):
     return {}
   with _naming_damage(prefix):
     if not is_complete(prefix):
-      raise MissingCheckpointError(f"checkpoint {prefix}: files are missing")
+      raise MissingCheckpointError(_missing(prefix))
     return row_files.shapes(prefix)
+
+
+def _missing(path: str) -> str:
+  return f"checkpoint {path}: files are missing"
 
 
 def read_rows(
