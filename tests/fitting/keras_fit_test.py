@@ -248,6 +248,12 @@ class AgainstKerasTest(stores.TestCase):
     expected = np.mean(np.abs(1 / np.delete(y, slice(8, 16), axis=0)))
     np.testing.assert_allclose(ours["inverse"], [expected], rtol=1e-5)
 
+  def test_integers_that_a_layer_reads(self):
+    model_fn = _counting(False)
+    ours = tf_replicas.fit(model_fn, _X, _Y, **_QUIET).history
+    theirs = model_fn().fit(_X, _Y, **_QUIET).history
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
+
   def test_data_set(self):
     case = models.CASES["momentum"]
     data = tf.data.Dataset.from_tensor_slices(
@@ -683,6 +689,34 @@ def _read_foreign(model, data):
   return {"loss": loss}
 
 
+class _Counting(keras.layers.Layer):
+  """Adds an integer to its inputs, and may count its calls."""
+
+  def __init__(self, counts):
+    super().__init__()
+    self.counts = counts
+    self.count = self.add_weight(
+      shape=[], dtype="int32", trainable=False, initializer="ones"
+    )
+
+  def call(self, inputs):
+    """Counts, perhaps."""
+    if self.counts:
+      self.count.assign(self.count + 1)
+    return inputs + keras.ops.cast(self.count, "float32")
+
+
+def _counting(counts):
+  def model_fn():
+    keras.utils.set_random_seed(7)
+    layers = [_Counting(counts), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input([4]), *layers])
+    model.compile("sgd", "mse")
+    return model
+
+  return model_fn
+
+
 def _own(do):
   def model_fn():
     model = OwnStep(do)
@@ -718,6 +752,7 @@ class RefusedTest(stores.TestCase):
 
   @parameterized.parameters(
     (_own(_read_foreign), "only variables that the model tracks.*mine"),
+    (_counting(True), "only variables of floating dtype.*of dtype int32"),
     (_own(lambda model, data: {}), "must apply gradients.*no call of `apply`"),
     (lambda: 3, "must return a model of Keras 3.*builtins.int"),
     (lambda: keras.Sequential([keras.layers.Dense(1)]), "a compiled model"),
@@ -742,6 +777,40 @@ class RefusedTest(stores.TestCase):
   def test_model(self, model_fn, words):
     with self.assertRaisesRegex((TypeError, ValueError), words):
       tf_replicas.fit(model_fn, _X, _Y, verbose=0)
+
+  @parameterized.product(
+    reduction=["sum", None, "mean_with_sample_weight"],
+    replication=["between_graph", "mirrored"],
+  )
+  def test_losses_that_are_no_means(self, reduction, replication):
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      loss = keras.losses.MeanSquaredError(reduction=reduction)
+      return _with(loss=loss)()
+
+    def fit(count, **arguments):
+      devices = [stores.device(i) for i in range(count)]
+      return tf_replicas.fit(
+        model_fn,
+        _X,
+        _Y,
+        devices=devices,
+        replication=replication,
+        **arguments,
+        **_QUIET,
+      )
+
+    weights = np.arange(8.0)
+    with self.assertRaisesRegex(
+      ValueError, f"means over the.*2 parts.*: Mean.*reduction={reduction!r}"
+    ):
+      fit(2, sample_weight=weights)
+    ours = fit(1, sample_weight=weights).model.get_weights()
+    theirs = model_fn()
+    theirs.fit(_X, _Y, sample_weight=weights, **_QUIET)
+    np.testing.assert_allclose(ours[0], theirs.get_weights()[0], rtol=1e-5)
+    if reduction == "mean_with_sample_weight":
+      fit(2)
 
   @parameterized.parameters(
     ({"x": "text"}, "`x` and `y` must be arrays.*Received: a str"),

@@ -35,6 +35,7 @@ import tensorflow as tf
 
 from tf_replicas.fitting import arguments
 from tf_replicas.fitting import data as data_module
+from tf_replicas.replica import keras_models
 from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
 from tf_replicas.runtime import control_flow
@@ -334,6 +335,8 @@ def replica(
       message says what.
   """
   data_spec = dataset_fn(1, 0, 0).element_spec[0]
+  num_parts = num_contributions * max(1, len(devices))
+  _check_losses(model, data_spec, num_parts)
   metrics = metric_variables(model)
   for variable in metrics:  # A replica sends N times its increments.
     placement.divide_by(variable, num_contributions)
@@ -351,9 +354,39 @@ def replica(
     trace_steps=trace_steps,
     loss_scale=_loss_scale(getattr(model, phases(model)[0].name)),
     num_metrics=len(metrics),
-    num_parts=num_contributions * max(1, len(devices)),
+    num_parts=num_parts,
     leased=leased,
   )
+
+
+def _check_losses(model: keras.Model, data_spec: tuple, num_parts: int) -> None:
+  """Checks that the mean over the parts of a batch is the loss of the batch.
+
+  That is so for a loss that is a mean over the examples, and not for a sum.
+
+  Args:
+    model: A compiled model.
+    data_spec: The shapes and dtypes of a batch: (x,), (x, y) or (x, y,
+      weights).
+    num_parts: The number of parts into which a batch is cut.
+
+  Raises:
+    ValueError: If there are several parts, and a loss with which the model is
+      compiled is not such a mean.
+  """
+  if num_parts == 1:
+    return
+  refused: set[str | None] = {"sum", "none", None}
+  if len(data_spec) == 3:  # Parts have different sums of weights.
+    refused.add("mean_with_sample_weight")
+  for loss in tf.nest.flatten(getattr(model, "loss", None)):
+    if isinstance(loss, keras.losses.Loss) and loss.reduction in refused:
+      raise ValueError(
+        "`model_fn` must compile the model with losses that are means over the"
+        " examples (`reduction='sum_over_batch_size'`), because a batch is cut"
+        f" into {num_parts} parts. Received: {type(loss).__name__} with"
+        f" reduction={loss.reduction!r}."
+      )
 
 
 def _loss_scale(
@@ -973,7 +1006,8 @@ def trace(
       batch would make infinite or NaN.
 
   Raises:
-    ValueError: If `train_step` reads variables that the model does not track.
+    ValueError: If `train_step` reads variables that the model does not track,
+      or assigns integers.
   """
   trained, states = model.trainable_variables, _statistics(model)
   metrics = metric_variables(model)
@@ -1026,6 +1060,7 @@ def trace(
         loss = _loss(logs)
         _update_means(model, logs, data)
         ends.extend(tf.convert_to_tensor(v.value) for v in changing)
+      keras_models.check_unchanged(keras_internals.assigned(others))
     if vars(model)[_PHASE]:  # The last of the states.
       count = len(phases(model))
       number = _number_of(parameters[-1], count)

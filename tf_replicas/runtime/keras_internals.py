@@ -321,6 +321,14 @@ def local_values(
       variable._value = value
 
 
+def assigned(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+  """Returns those of some variables that were assigned in `local_values`.
+
+  To be called within this context.
+  """
+  return [v for v in variables if v._value.is_assigned]
+
+
 @contextlib.contextmanager
 def values_of(
   pairs: Sequence[tuple[keras.Variable, tf.Variable]],

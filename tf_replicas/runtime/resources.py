@@ -267,6 +267,9 @@ class LocalVariable(resource_variable_ops.BaseResourceVariable):
 
   It is to be made inside a `tf.function`. Every execution of this function has
   a variable of its own.
+
+  Attributes:
+    is_assigned: Whether a method that assigns was called after the constructor.
   """
 
   def __init__(self, value: tf.Tensor, *, name: str, trainable: bool):
@@ -293,6 +296,22 @@ class LocalVariable(resource_variable_ops.BaseResourceVariable):
       synchronization=tf.VariableSynchronization.AUTO,
       aggregation=tf.VariableAggregation.NONE,
     )
+    self.is_assigned = False
+
+  def assign(self, *args: Any, **kwargs: Any) -> Any:
+    """Assigns a value, as `tf.Variable.assign` does."""
+    self.is_assigned = True
+    return super().assign(*args, **kwargs)
+
+  def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+    """Adds to the value, as `tf.Variable.assign_add` does."""
+    self.is_assigned = True
+    return super().assign_add(*args, **kwargs)
+
+  def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+    """Subtracts from the value, as `tf.Variable.assign_sub` does."""
+    self.is_assigned = True
+    return super().assign_sub(*args, **kwargs)
 
 
 class SharedVariable(resource_variable_ops.BaseResourceVariable):
