@@ -411,6 +411,17 @@ class SeveralDevicesTest(stores.TestCase):
     ):
       np.testing.assert_allclose(one, other, atol=case.tolerance)
 
+  @parameterized.parameters(2, 3)
+  def test_batches_of_a_static_size(self, count):
+    """40 examples by 8, of which no batch is smaller."""
+    data = {k: v[:40] for k, v in models.CASES["momentum"].arguments.items()}
+    ours = _fit(
+      "momentum", **data, devices=[stores.device(i) for i in range(count)]
+    )
+    theirs = _keras("momentum", **data)
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(ours.history[key], values, rtol=1e-4)
+
   @parameterized.parameters("between_graph", "mirrored")
   def test_what_callbacks_assign_reaches_every_device(self, replication):
     class Change(keras.callbacks.Callback):

@@ -334,8 +334,11 @@ def replica(
     ValueError: If `train_step` does something that cannot be replicated. The
       message says what.
   """
-  data_spec = dataset_fn(1, 0, 0).element_spec[0]
-  num_parts = num_contributions * max(1, len(devices))
+  num_towers = max(1, len(devices))
+  num_parts = num_contributions * num_towers
+  data_spec = data_module.piece_spec(
+    dataset_fn(1, 0, 0).element_spec, num_towers
+  )
   _check_losses(model, data_spec, num_parts)
   metrics = metric_variables(model)
   for variable in metrics:  # A replica sends N times its increments.

@@ -212,11 +212,11 @@ def _configuration(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
   rate = learning_rate(optimizer)
   if isinstance(rate, keras.Variable):
     return optimizer.get_config()
-  vars(optimizer)["_learning_rate"] = None
+  optimizer.__dict__["_learning_rate"] = None
   try:
     return optimizer.get_config() | {"learning_rate": rate}
   finally:
-    vars(optimizer)["_learning_rate"] = rate
+    optimizer.__dict__["_learning_rate"] = rate
 
 
 def excluded_from_weight_decay(

@@ -33,8 +33,9 @@ def all_finite(
   tensors = []
   for gradient, dtype in zip(gradients, dtypes, strict=True):
     if gradient is not None:
-      tensor = getattr(gradient, "values", gradient)
-      tensors.append(tensor if dtype is None else tf.cast(tensor, dtype))
+      if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values
+      tensors.append(gradient if dtype is None else tf.cast(gradient, dtype))
   if not tensors:
     return tf.constant(True)
   squares = [tf.cast(tf.nn.l2_loss(t), tf.float32) for t in tensors]
