@@ -132,6 +132,8 @@ class WeightsTest(stores.TestCase):
     (np.array([0, 1, 2, 1]),),
     (np.array([[0], [1], [2], [1]]),),
     (np.eye(3, dtype=np.float32)[[0, 1, 2, 1]],),
+    (np.array([0.1, 0.9, 1.8, 1.2]),),
+    (np.array([[0.1], [0.9], [1.8], [1.2]]),),
   )
   def test_class_weight(self, labels):
     made = data.make(

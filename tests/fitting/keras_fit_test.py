@@ -64,6 +64,26 @@ class _PredictAtTheEnd(keras.callbacks.Callback):
     self.predicted = self.model.predict(self.x, verbose=0)
 
 
+class _Halving(keras.optimizers.schedules.LearningRateSchedule):
+  """A schedule that cannot be serialized."""
+
+  def __call__(self, step):
+    """Halves the rate after each step."""
+    return 0.1 * 0.5 ** keras.ops.cast(step, "float32")
+
+
+def _scaled_error(factor, y_true, y_pred):
+  return factor * keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+
+class _Error:
+  """A function that cannot be serialized."""
+
+  def __call__(self, y_true, y_pred):
+    """Returns the largest error of each example."""
+    return keras.ops.max(abs(y_true - y_pred), axis=-1)
+
+
 class AveragedTablesTest(stores.TestCase):
   """An optimizer with `use_ema`, and a table that this process holds."""
 
@@ -332,6 +352,38 @@ class AgainstKerasTest(stores.TestCase):
     for key, values in theirs.history.items():
       np.testing.assert_allclose(ours.history[key], values, rtol=1e-5)
 
+  @parameterized.parameters("between_graph", "mirrored")
+  def test_a_metric_that_is_not_finite_leaves_the_batch_out(self, replication):
+    """Examples 8 to 15, of the second batch, have an infinite value."""
+    case = models.CASES["own_step"]
+    y = case.arguments["y"].copy()
+    y[8:16] = 0.0
+
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+      def inverse(y_true, y_pred):
+        return tf.abs(1 / y_true) + 0 * y_pred
+
+      model.compile("sgd", "mse", metrics=["mae", inverse])
+      return model
+
+    arguments = {"x": case.arguments["x"], "y": y, "replication": replication}
+    ours = tf_replicas.fit(model_fn, **arguments, **_QUIET).history
+    del arguments["replication"]
+    theirs = model_fn().fit(**arguments, **_QUIET).history
+    for key in ("loss", "mae"):
+      np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5)
+    expected = np.mean(np.abs(1 / np.delete(y, slice(8, 16), axis=0)))
+    np.testing.assert_allclose(ours["inverse"], [expected], rtol=1e-5)
+
+  def test_integers_that_a_layer_reads(self):
+    model_fn = _counting(False)
+    ours = tf_replicas.fit(model_fn, _X, _Y, **_QUIET).history
+    theirs = model_fn().fit(_X, _Y, **_QUIET).history
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
+
   def test_data_set(self):
     case = models.CASES["momentum"]
     data = tf.data.Dataset.from_tensor_slices(
@@ -372,8 +424,30 @@ class AgainstKerasTest(stores.TestCase):
     if kind == "py dataset":
       self.assertGreaterEqual(arguments["x"].ended, 1)
 
+  def test_excluded_from_weight_decay(self):
+    """The bias and the kernel of the second layer."""
+
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      layers = [keras.layers.Dense(3), keras.layers.Dense(1)]
+      model = keras.Sequential([keras.Input([4]), *layers])
+      optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
+      optimizer.exclude_from_weight_decay([layers[1].kernel], ["bias"])
+      model.compile(optimizer, "mse")
+      return model
+
+    ours = tf_replicas.fit(model_fn, _X, _Y, **_QUIET).model.get_weights()
+    theirs = model_fn()
+    theirs.fit(_X, _Y, **_QUIET)
+    for one, other in zip(ours, theirs.get_weights(), strict=True):
+      np.testing.assert_allclose(one, other, rtol=1e-5)
+
   @parameterized.parameters(
     ({"steps_per_execution": 4},),
+    ({"optimizer": lambda: keras.optimizers.SGD(_Halving())},),
+    ({"optimizer": lambda: keras.optimizers.SGD(lambda: 0.1)},),
+    ({"loss": functools.partial(_scaled_error, 2.0)},),
+    ({"metrics": [_Error()]},),
     ({"weighted_metrics": ["mae"]},),
     ({"loss": ["mse"], "loss_weights": [0.5]},),
   )
@@ -383,7 +457,10 @@ class AgainstKerasTest(stores.TestCase):
 
     def model_fn():
       keras.utils.set_random_seed(7)
-      return _with(**more)()
+      made = dict(more)
+      if callable(optimizer := made.get("optimizer")):
+        made["optimizer"] = optimizer()
+      return _with(**made)()
 
     ours = tf_replicas.fit(model_fn, *data, **arguments).history
     theirs = model_fn().fit(*data, **arguments).history
@@ -436,7 +513,13 @@ class SeveralDevicesTest(stores.TestCase):
 
   @parameterized.product(
     replication=["between_graph", "mirrored"],
-    name=["momentum", "own_step", "recurrent", "several_outputs"],
+    name=[
+      "constrained",
+      "momentum",
+      "own_step",
+      "recurrent",
+      "several_outputs",
+    ],
   )
   def test_train_as_one(self, replication, name):
     case = models.CASES[name]
@@ -457,6 +540,17 @@ class SeveralDevicesTest(stores.TestCase):
       strict=True,
     ):
       np.testing.assert_allclose(one, other, atol=case.tolerance)
+
+  @parameterized.parameters(2, 3)
+  def test_batches_of_a_static_size(self, count):
+    """40 examples by 8, of which no batch is smaller."""
+    data = {k: v[:40] for k, v in models.CASES["momentum"].arguments.items()}
+    ours = _fit(
+      "momentum", **data, devices=[stores.device(i) for i in range(count)]
+    )
+    theirs = _keras("momentum", **data)
+    for key, values in theirs.history.items():
+      np.testing.assert_allclose(ours.history[key], values, rtol=1e-4)
 
   @parameterized.parameters("between_graph", "mirrored")
   def test_what_callbacks_assign_reaches_every_device(self, replication):
@@ -857,6 +951,34 @@ def _read_foreign(model, data):
   return {"loss": loss}
 
 
+class _Counting(keras.layers.Layer):
+  """Adds an integer to its inputs, and may count its calls."""
+
+  def __init__(self, counts):
+    super().__init__()
+    self.counts = counts
+    self.count = self.add_weight(
+      shape=[], dtype="int32", trainable=False, initializer="ones"
+    )
+
+  def call(self, inputs):
+    """Counts, perhaps."""
+    if self.counts:
+      self.count.assign(self.count + 1)
+    return inputs + keras.ops.cast(self.count, "float32")
+
+
+def _counting(counts):
+  def model_fn():
+    keras.utils.set_random_seed(7)
+    layers = [_Counting(counts), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input([4]), *layers])
+    model.compile("sgd", "mse")
+    return model
+
+  return model_fn
+
+
 def _own(do):
   def model_fn():
     model = OwnStep(do)
@@ -892,6 +1014,7 @@ class RefusedTest(stores.TestCase):
 
   @parameterized.parameters(
     (_own(_read_foreign), "only variables that the model tracks.*mine"),
+    (_counting(True), "only variables of floating dtype.*of dtype int32"),
     (_own(lambda model, data: {}), "must apply gradients.*no call of `apply`"),
     (lambda: 3, "must return a model of Keras 3.*builtins.int"),
     (lambda: keras.Sequential([keras.layers.Dense(1)]), "a compiled model"),
@@ -916,6 +1039,40 @@ class RefusedTest(stores.TestCase):
   def test_model(self, model_fn, words):
     with self.assertRaisesRegex((TypeError, ValueError), words):
       tf_replicas.fit(model_fn, _X, _Y, verbose=0)
+
+  @parameterized.product(
+    reduction=["sum", None, "mean_with_sample_weight"],
+    replication=["between_graph", "mirrored"],
+  )
+  def test_losses_that_are_no_means(self, reduction, replication):
+    def model_fn():
+      keras.utils.set_random_seed(7)
+      loss = keras.losses.MeanSquaredError(reduction=reduction)
+      return _with(loss=loss)()
+
+    def fit(count, **arguments):
+      devices = [stores.device(i) for i in range(count)]
+      return tf_replicas.fit(
+        model_fn,
+        _X,
+        _Y,
+        devices=devices,
+        replication=replication,
+        **arguments,
+        **_QUIET,
+      )
+
+    weights = np.arange(8.0)
+    with self.assertRaisesRegex(
+      ValueError, f"means over the.*2 parts.*: Mean.*reduction={reduction!r}"
+    ):
+      fit(2, sample_weight=weights)
+    ours = fit(1, sample_weight=weights).model.get_weights()
+    theirs = model_fn()
+    theirs.fit(_X, _Y, sample_weight=weights, **_QUIET)
+    np.testing.assert_allclose(ours[0], theirs.get_weights()[0], rtol=1e-5)
+    if reduction == "mean_with_sample_weight":
+      fit(2)
 
   @parameterized.parameters(
     ({"x": "text"}, "`x` and `y` must be arrays.*Received: a str"),

@@ -465,6 +465,11 @@ CASES = {
     _dense("sgd").arguments | {"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}},
   ),
   "clipped": _dense(lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.3)),
+  "constrained": _dense(
+    lambda: keras.optimizers.Adam(0.1),
+    kernel_constraint=keras.constraints.MaxNorm(0.5),
+    bias_constraint=keras.constraints.NonNeg(),
+  ),
   "conv": _conv(),
   "half": _half(),
   "momentum": _dense(lambda: keras.optimizers.SGD(0.1, 0.9, nesterov=True)),

@@ -240,6 +240,29 @@ class KerasReplicaTest(stores.TestCase):
       self.assertAlmostEqual(first.metrics["error"], float(expected), places=5)
       self.assertNotEqual(first.metrics, second.metrics)
 
+  def test_integers_may_be_read_but_not_assigned(self):
+    class Counting(keras.layers.Layer):
+      def __init__(self, counts):
+        super().__init__()
+        self.counts = counts
+        self.count = self.add_weight(
+          shape=[], dtype="int32", trainable=False, initializer="ones"
+        )
+
+      def call(self, inputs):
+        if self.counts:
+          self.count.assign(self.count + 1)
+        return inputs + keras.ops.cast(self.count, "float32")
+
+    def gradients(counts):
+      model = _model(Counting(counts), _dropout())
+      replica = keras_models.keras_replica(model, _LOSS, _dataset_fn)
+      return replica.gradients(_values(replica.shared), _first_batch())
+
+    gradients(counts=False)
+    with self.assertRaisesRegex(ValueError, "only variables of floating dtype"):
+      gradients(counts=True)
+
   def test_a_loss_by_name_and_another_model_are_refused(self):
     with self.assertRaisesRegex(TypeError, "`loss` must be a fun.*'mse'"):
       keras_models.keras_replica(_model(), "mse", _dataset_fn)

@@ -262,6 +262,38 @@ class LibrariesTest(stores.TestCase):
       trained.layers[1].moving_mean, plain.layers[1].moving_mean, atol=1e-4
     )
 
+  @parameterized.product(
+    library=[keras, tf_keras], optimizers=[keras, tf_keras]
+  )
+  def test_constraints(self, library, optimizers):
+    """The only weight is pulled down, and must not become negative."""
+
+    class Network(tf.Module):
+      def __init__(self):
+        super().__init__()
+        self.layer = library.layers.Dense(
+          1, kernel_initializer="ones", kernel_constraint="non_neg"
+        )
+        self.layer.build([None, 3])
+
+    def loss_fn(module, x, y):
+      del x, y
+      return tf.reduce_sum(module.layer(tf.ones([1, 3])))
+
+    driver = one_machine.OneMachine(
+      lambda: module_models.module_replica(Network(), loss_fn, _dataset_fn),
+      lambda: sync_replicas.SyncReplicasOptimizer(
+        optimizers.optimizers.SGD(2.0), 1
+      ),
+    )
+    with driver:
+      driver.step()
+      kernel, bias = map(np.asarray, driver.values().values())
+    if kernel.size < bias.size:
+      kernel, bias = bias, kernel
+    np.testing.assert_array_equal(kernel, np.zeros([3, 1]))
+    np.testing.assert_array_equal(bias, [-2.0])
+
   def test_tf1_model_function(self):
     v1 = tf.compat.v1
 

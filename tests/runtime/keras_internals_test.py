@@ -1,5 +1,7 @@
 """Tests for runtime.keras_internals."""
 
+import functools
+
 import keras
 import tensorflow as tf
 from absl.testing import absltest
@@ -79,6 +81,30 @@ class KerasInternalsTest(absltest.TestCase):
     self.assertEqual(
       [target._use_weight_decay(v) for v in variables], [True, False]
     )
+
+  def test_excluded_variables_are_found_by_their_paths(self):
+    source = keras.optimizers.AdamW(0.1)
+    variables = [keras.Variable(0.0, name=name) for name in ("a", "ab", "bias")]
+    source.exclude_from_weight_decay(variables[:1], ["bias"])
+    target = keras_internals.copy_of(source, variables)
+    names = ["a", "a/part_1", "ab", "b/a", "bias"]
+    self.assertEqual(
+      [target._use_weight_decay(tf.Variable(0.0, name=n)) for n in names],
+      [False, False, True, True, False],
+    )
+
+  def test_a_schedule_or_function_of_the_user_is_not_serialized(self):
+    class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+      def __call__(self, step):
+        return 0.25
+
+    for rate in (Schedule(), lambda: 0.5, functools.partial(float, 0.5)):
+      source = keras.optimizers.SGD(rate, momentum=0.75)
+      target = keras_internals.copy_of(source, nesterov=True)
+      self.assertIs(keras_internals.learning_rate(target), rate)
+      self.assertIs(keras_internals.learning_rate(source), rate)
+      self.assertEqual(target.momentum, 0.75)
+      self.assertTrue(target.nesterov)
 
 
 if __name__ == "__main__":

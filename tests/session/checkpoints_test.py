@@ -151,6 +151,70 @@ def test_a_save_removes_what_a_killed_process_has_left(tmp_path):
   assert not [p for p in tmp_path.iterdir() if p.is_dir()]
 
 
+class _Rows:
+  """A tensor of this process that is saved in blocks of rows."""
+
+  shape, dtype, num_parts = (4, 2), tf.float32, 1
+
+  def __init__(self):
+    self.values = np.zeros(self.shape, np.float32)
+
+  def read(self, begin, end):
+    return self.values[begin:end]
+
+  def assign(self, begin, values):
+    self.values[begin : begin + len(values)] = values
+
+
+def test_tables_of_a_killed_save_do_not_harm_the_next(tmp_path):
+  rows = {"variables/table": _Rows()}
+  left = tmp_path / "model.ckpt-2.tables.data-00000-of-00003"
+  left.write_bytes(b"x")
+  (path,) = save_steps(tmp_path, [2], row_tensors=rows)
+  assert not left.exists()
+  assert checkpoints.saved_rows(path).keys() == rows.keys()
+  left.write_bytes(b"x")  # Beside a checkpoint that is complete.
+  save_steps(tmp_path, [2], row_tensors=rows)
+  assert checkpoints.saved_rows(path).keys() == rows.keys()
+
+
+@pytest.mark.parametrize("lost", [".tables.index", ".tables.*"])
+def test_lost_tables_make_a_checkpoint_unreadable(tmp_path, lost):
+  rows = {"variables/table": _Rows()}
+  one, two = save_steps(tmp_path, [1, 2], row_tensors=rows)
+  for name in glob.glob(glob.escape(two) + lost):
+    os.remove(name)
+  restore = functools.partial(
+    checkpoints.restore, state=FakeState(), row_tensors=rows
+  )
+  with pytest.raises(
+    checkpoints.MissingCheckpointError, match="2.tables: files are missing"
+  ):
+    restore(two)
+  assert checkpoints.read_newest(tmp_path, restore).path == one
+
+
+@pytest.mark.parametrize(
+  ("saved", "here"),
+  [({}, {"variables__v": 1.0}), ({"variables__table": 1}, {})],
+)
+def test_another_model_with_tables_is_named_as_such(tmp_path, saved, here):
+  path = checkpoints.save(tmp_path, FakeState(**saved).state())
+  with pytest.raises(checkpoints.CheckpointError, match="another model"):
+    checkpoints.restore(
+      path,
+      FakeState(**here),
+      row_tensors={"variables/table": _Rows()},
+    )
+
+
+def test_tables_of_a_killed_save_are_not_those_of_a_model_without(tmp_path):
+  for name in ("data-00000-of-00001", "index"):
+    (tmp_path / f"model.ckpt-2.tables.{name}").write_bytes(b"x")
+  (path,) = save_steps(tmp_path, [2])
+  assert not checkpoints.saved_rows(path)
+
+
 def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path):
   """Files may not grow beyond a limit, as on a disk that is full."""
   (path,) = save_steps(tmp_path, [1])

@@ -168,6 +168,14 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"`{name}`.*`{instead}`"):
       inner_optimizer.InnerOptimizer(optimizers.SGD(0.1, **options))
 
+  def test_variables_excluded_from_weight_decay(self):
+    optimizer = optimizers.AdamW(0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    inner_optimizer.InnerOptimizer(optimizer)
+    optimizer.exclude_from_weight_decay([keras.Variable(0.0)])
+    with self.assertRaisesRegex(ValueError, "`var_names`.*of 1 variables"):
+      inner_optimizer.InnerOptimizer(optimizer)
+
   def test_loss_scale_optimizer(self):
     optimizer = optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
     with self.assertRaisesRegex(ValueError, "`loss_scale`"):

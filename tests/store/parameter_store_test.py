@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import absltest
@@ -148,6 +149,28 @@ class LayoutTest(stores.TestCase):
     table = parameter_store.describe(spec, variables)
     self.assertIn("table/part_1", table)
     self.assertIn("/job:ps/task:1/device:CPU:0", table)
+
+
+class ConstraintTest(stores.TestCase):
+  def _specs(self, trainable=True):
+    spec = stores.spec("kernel", [4, 2], trainable=trainable)
+    return [spec._replace(constraint=keras.constraints.NonNeg())]
+
+  def test_is_that_of_the_variable(self):
+    specs = self._specs()
+    (variable,) = stores.attach(specs, 2).variables(0)
+    self.assertIs(variable.constraint, specs[0].constraint)
+
+  def test_of_a_statistic_is_left_out(self):
+    store = stores.attach(self._specs(trainable=False), 2, stores.cut(2))
+    for variable in store.variables(0):
+      self.assertIsNone(variable.constraint)
+
+  def test_of_shards_is_refused(self):
+    with self.assertRaisesRegex(
+      ValueError, "the constraint of 'kernel' needs the whole.*: 2 shards"
+    ):
+      stores.attach(self._specs(), 2, stores.cut(2))
 
 
 class SplitTest(stores.TestCase):

@@ -35,6 +35,7 @@ import tensorflow as tf
 
 from tf_replicas.fitting import arguments
 from tf_replicas.fitting import data as data_module
+from tf_replicas.replica import keras_models
 from tf_replicas.replica import model_parallel
 from tf_replicas.replica import model_replica
 from tf_replicas.runtime import control_flow
@@ -348,7 +349,12 @@ def replica(
     ValueError: If `train_step` does something that cannot be replicated. The
       message says what.
   """
-  data_spec = dataset_fn(1, 0, 0).element_spec[0]
+  num_towers = max(1, len(devices))
+  num_parts = num_contributions * num_towers
+  data_spec = data_module.piece_spec(
+    dataset_fn(1, 0, 0).element_spec, num_towers
+  )
+  _check_losses(model, data_spec, num_parts)
   metrics = metric_variables(model)
   for variable in metrics:  # A replica sends N times its increments.
     placement.divide_by(variable, num_contributions)
@@ -366,9 +372,39 @@ def replica(
     trace_steps=trace_steps,
     loss_scale=_loss_scale(getattr(model, phases(model)[0].name)),
     num_metrics=len(metrics),
-    num_parts=num_contributions * max(1, len(devices)),
+    num_parts=num_parts,
     leased=leased,
   )
+
+
+def _check_losses(model: keras.Model, data_spec: tuple, num_parts: int) -> None:
+  """Checks that the mean over the parts of a batch is the loss of the batch.
+
+  That is so for a loss that is a mean over the examples, and not for a sum.
+
+  Args:
+    model: A compiled model.
+    data_spec: The shapes and dtypes of a batch: (x,), (x, y) or (x, y,
+      weights).
+    num_parts: The number of parts into which a batch is cut.
+
+  Raises:
+    ValueError: If there are several parts, and a loss with which the model is
+      compiled is not such a mean.
+  """
+  if num_parts == 1:
+    return
+  refused: set[str | None] = {"sum", "none", None}
+  if len(data_spec) == 3:  # Parts have different sums of weights.
+    refused.add("mean_with_sample_weight")
+  for loss in tf.nest.flatten(getattr(model, "loss", None)):
+    if isinstance(loss, keras.losses.Loss) and loss.reduction in refused:
+      raise ValueError(
+        "`model_fn` must compile the model with losses that are means over the"
+        " examples (`reduction='sum_over_batch_size'`), because a batch is cut"
+        f" into {num_parts} parts. Received: {type(loss).__name__} with"
+        f" reduction={loss.reduction!r}."
+      )
 
 
 def _loss_scale(
@@ -460,9 +496,10 @@ def inner_optimizer_of(
   Raises:
     ValueError: If the optimizer has an option that is not supported.
   """
+  variables = model.trainable_variables
   if len(phases(model)) > 1:
     copies = {
-      phase.name: keras_internals.copy_of(getattr(model, phase.name))
+      phase.name: keras_internals.copy_of(getattr(model, phase.name), variables)
       for phase in phases(model)
     }
     made = alternating_optimizer.AlternatingOptimizer(copies, phases(model))
@@ -487,7 +524,7 @@ def inner_optimizer_of(
     common["variable_averages"] = _KerasAverages(
       optimizer.ema_momentum, num_updates_aware=False
     )
-    common["variables_to_average"] = [v.path for v in model.trainable_variables]
+    common["variables_to_average"] = [v.path for v in variables]
   if optimizer.gradient_accumulation_steps:
     raise ValueError(
       "the optimizer of `model_fn` must have"
@@ -496,7 +533,7 @@ def inner_optimizer_of(
       " `tf_replicas.Sync(replicas_to_aggregate=N)` cuts into N parts."
       f" Received: {optimizer.gradient_accumulation_steps}."
     )
-  return keras_internals.copy_of(optimizer, **changes), common
+  return keras_internals.copy_of(optimizer, variables, **changes), common
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
@@ -510,8 +547,7 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
   Raises:
     ValueError: If a variable is not of floating dtype.
   """
-  metrics = [*model.metrics, *_means(model).values()]
-  variables = [v for metric in metrics for v in metric.variables]
+  variables = [v for metric in _metrics(model) for v in metric.variables]
   for variable in variables:
     if not tf.as_dtype(variable.dtype).is_floating:
       raise ValueError(
@@ -520,6 +556,35 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
         f" {variable.dtype}."
       )
   return variables
+
+
+def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+  """Lists the metrics of the model, then those of `_means`."""
+  all_metrics = [*model.metrics, *_means(model).values()]
+  return keras_internals.single_metrics(all_metrics)
+
+
+def _only_finite(
+  model: keras.Model, increments: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+  """Leaves a batch out of the metrics that it would make infinite or NaN.
+
+  Args:
+    model: The model.
+    increments: What the batch adds to the variables of metrics.
+
+  Returns:
+    The increments. If one of a metric is not finite, all those of this metric
+    are zero.
+  """
+  kept, rest = [], iter(increments)
+  for metric in _metrics(model):
+    own = [next(rest) for _ in metric.variables]
+    is_finite = [tf.reduce_all(tf.math.is_finite(value)) for value in own]
+    for value in own:
+      is_kept = tf.reduce_all(is_finite)
+      kept.append(tf.where(is_kept, value, tf.zeros_like(value)))
+  return kept
 
 
 def _means(model: keras.Model) -> dict[str, keras.metrics.Mean]:
@@ -612,8 +677,7 @@ def build(model: keras.Model, data_spec: tuple) -> None:
       "`model_fn` must compile the model with `run_eagerly=False`: replicas run"
       " graphs. Received: True."
     )
-  config = cast(dict, model.get_compile_config() or {})
-  if config.get("jit_compile") is True:
+  if keras_internals.is_compiled_by_xla(model):
     raise ValueError(
       "`model_fn` must compile the model with `jit_compile='auto'` or False:"
       " replicas are not compiled by XLA. Received: True."
@@ -958,10 +1022,12 @@ def trace(
       `model.trainable_variables`, as a string,
     * the loss, a float32 scalar; 0 unless the phase is the last one,
     * the new values of the states,
-    * the increments of the variables of the metrics.
+    * the increments of the variables of the metrics; zero for a metric that the
+      batch would make infinite or NaN.
 
   Raises:
-    ValueError: If `train_step` reads variables that the model does not track.
+    ValueError: If `train_step` reads variables that the model does not track,
+      or assigns integers.
   """
   trained, states = model.trainable_variables, _statistics(model)
   metrics = metric_variables(model)
@@ -1014,16 +1080,20 @@ def trace(
         loss = _loss(logs)
         _update_means(model, logs, data)
         ends.extend(tf.convert_to_tensor(v.value) for v in changing)
+      keras_models.check_unchanged(keras_internals.assigned(others))
     if vars(model)[_PHASE]:  # The last of the states.
       count = len(phases(model))
       number = _number_of(parameters[-1], count)
       following = tf.math.floormod(number + 1, count)
       ends[len(states) - 1] = tf.cast(following, tf.float32)
+    increments = [
+      n - z for n, z in zip(ends[len(states) :], zeros, strict=True)
+    ]
     return (
       _gradients(model, calls, phase),
       loss,
       ends[: len(states)],
-      [n - z for n, z in zip(ends[len(states) :], zeros, strict=True)],
+      _only_finite(model, increments),
     )
 
   return _traced(step, [*trained, *states], data_spec)

@@ -598,6 +598,33 @@ def pieces(batch: tuple, count: int) -> Sequence[model_parallel.Batch]:
   return found
 
 
+def piece_spec(element_spec: tuple, count: int) -> tuple:
+  """Describes the data of the pieces that `pieces` makes.
+
+  Args:
+    element_spec: The shapes and dtypes of a batch: (data,) or (data, weights).
+    count: The number of towers, at least 1.
+
+  Returns:
+    The shapes and dtypes of the data of a piece.
+  """
+  data, *weights = element_spec
+  if count == 1:
+    return data
+  size = tf.nest.flatten(data)[0].shape[0]
+  if weights or size is None or size % count:
+    size = None
+  else:
+    size //= count
+
+  def of_piece(spec: tf.TypeSpec) -> tf.TypeSpec:
+    if not isinstance(spec, tf.TensorSpec):
+      return spec  # It has no static size.
+    return tf.TensorSpec([size, *spec.shape[1:]], spec.dtype)
+
+  return tf.nest.map_structure(of_piece, data)
+
+
 def _piece(
   size: tf.Tensor, piece: tf.Tensor, count: int
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -775,6 +802,8 @@ def _weighted(data: tuple, class_weight: Mapping[int, float] | None) -> tuple:
   if classes.shape.rank and classes.shape.rank > 1:
     is_one_hot = classes.shape[-1] != 1
     classes = tf.argmax(classes, -1) if is_one_hot else classes[..., 0]
+  if classes.dtype.is_floating:
+    classes = tf.round(classes)
   known = tf.constant(list(class_weight), tf.int64)
   values = tf.constant(list(class_weight.values()), tf.float32)
   classes = tf.expand_dims(tf.cast(classes, tf.int64), -1)

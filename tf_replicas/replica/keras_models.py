@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -61,7 +62,8 @@ def keras_replica(
 
   Raises:
     TypeError: If `model` is not a Keras 3 model, or `loss` is not callable.
-    ValueError: If the model is not built.
+    ValueError: If the model is not built; or, when the replica computes, if the
+      model assigns an integer variable.
   """
   _check(model, loss)
   metrics = metrics or {}
@@ -79,9 +81,19 @@ def keras_replica(
   ) -> model_replica.Loss:
     trained = parameters[: len(variables)]
     moved = iter(parameters[len(variables) :])
-    given = [next(moved) if _is_statistic(v) else _initial(v) for v in states]
+    given = [
+      tf.convert_to_tensor(next(moved) if _is_statistic(v) else _initial(v))
+      for v in states
+    ]
     outputs, updated, penalties = model.stateless_call(
       trained, given, inputs, return_losses=True, **arguments
+    )
+    check_unchanged(
+      [
+        v
+        for v, first, now in zip(states, given, updated, strict=True)
+        if now is not first and not _is_statistic(v)
+      ]
     )
     total = loss(labels, outputs)
     if total.shape.rank == 0:  # Else `Replica` raises an error.
@@ -126,6 +138,24 @@ def _check(
       "`model` must be built; give it a `keras.Input`, or call it once."
       f" Received: {model}."
     )
+
+
+def check_unchanged(assigned: Iterable[keras.Variable]) -> None:
+  """Checks that a model assigns no variable that replicas do not share.
+
+  Args:
+    assigned: The variables that the model assigns, and replicas do not share.
+
+  Raises:
+    ValueError: If there is one other than the states of random generators.
+  """
+  for variable in assigned:
+    if not keras_internals.is_seed(variable):
+      raise ValueError(
+        "a model must assign only variables of floating dtype, which replicas"
+        " share; a counter may be of float32. Received:"
+        f" {variable.path} of dtype {variable.dtype}."
+      )
 
 
 def _is_statistic(state: keras.Variable) -> bool:

@@ -51,6 +51,7 @@ class SharedTemplate:
     shape: The variable's shape.
     dtype: The dtype of the shared variable.
     trainable: Whether gradients update the variable.
+    constraint: The variable's constraint, if it has one.
   """
 
   def __init__(self, own: Own):
@@ -64,7 +65,7 @@ class SharedTemplate:
     self.shape = own.variable.shape
     dtype = tf.as_dtype(own.variable.dtype)
     self.dtype = tf.float64 if dtype.is_integer else dtype
-    self.trainable = own.trainable
+    self.trainable, self.constraint = own.trainable, own.constraint
     if (rows := tables.rows_of(own.variable)) is not None:
       self.table_rows = rows
 

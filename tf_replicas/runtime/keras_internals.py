@@ -7,7 +7,9 @@ lacks are left out, so that the library can be imported with an older Keras.
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.trainers import compile_utils
 
 from tf_replicas.runtime import resources
 
@@ -26,7 +29,7 @@ Rate = (
   | Callable[[], float | tf.Tensor]
 )
 
-_EXCLUDED = "_exclude_from_weight_decay_pattern"
+_EXCLUDED_NAMES = "_exclude_from_weight_decay_pattern"
 
 
 def optimizer_classes(*names: str) -> tuple[type, ...]:
@@ -164,6 +167,25 @@ def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
   return list(model._flatten_layers())
 
 
+def single_metrics(
+  metrics: Sequence[keras.metrics.Metric],
+) -> list[keras.metrics.Metric]:
+  """Lists metrics, with those of `compile` in place of their container.
+
+  Args:
+    metrics: The metrics of a model. One of them may be the object that contains
+      all metrics given to `compile`.
+
+  Returns:
+    Metrics with the same variables, in the same order.
+  """
+  found = []
+  for metric in metrics:
+    is_container = isinstance(metric, compile_utils.CompileMetrics)
+    found += metric.metrics if is_container else [metric]
+  return found
+
+
 def embedding_weight(layer: keras.layers.Embedding) -> keras.Variable:
   """Returns the weight of a built embedding layer.
 
@@ -186,18 +208,69 @@ def variable_id(variable: tf.Variable) -> int | str:
 
 
 def copy_of(
-  optimizer: keras.optimizers.Optimizer, **changes
+  optimizer: keras.optimizers.Optimizer,
+  variables: Sequence[keras.Variable] = (),
+  **changes,
 ) -> keras.optimizers.Optimizer:
   """Returns a new optimizer, not built, with the configuration of `optimizer`.
 
   Args:
     optimizer: The optimizer to copy.
+    variables: The variables that `optimizer` updates. If it excludes some of
+      them from weight decay, the copy excludes variables of the same paths.
     **changes: Entries of the configuration that replace those of `optimizer`.
   """
-  copied = type(optimizer).from_config(optimizer.get_config() | changes)
-  if hasattr(optimizer, _EXCLUDED):  # It is not in the configuration.
-    setattr(copied, _EXCLUDED, getattr(optimizer, _EXCLUDED))
+  copied = type(optimizer).from_config(_configuration(optimizer) | changes)
+  # Excluded variables are not in the configuration.
+  pattern = getattr(optimizer, _EXCLUDED_NAMES, None)
+  keys = excluded_from_weight_decay(optimizer)
+  patterns = [pattern.pattern] if pattern else []
+  patterns += [
+    rf"^{re.escape(v.path)}(/part_\d+)?(:0)?$"  # The name of a shard.
+    for v in variables
+    if optimizer._var_key(v) in keys
+  ]
+  if patterns:
+    setattr(copied, _EXCLUDED_NAMES, re.compile("|".join(patterns)))
   return copied
+
+
+def _configuration(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+  """Returns the configuration of an optimizer.
+
+  A schedule or function of the user may not be serializable. So "learning_rate"
+  is the object itself.
+  """
+  rate = learning_rate(optimizer)
+  if isinstance(rate, keras.Variable):
+    return optimizer.get_config()
+  optimizer.__dict__["_learning_rate"] = None
+  try:
+    return optimizer.get_config() | {"learning_rate": rate}
+  finally:
+    optimizer.__dict__["_learning_rate"] = rate
+
+
+def excluded_from_weight_decay(
+  optimizer: keras.optimizers.Optimizer,
+) -> Collection[int | str]:
+  """Returns the variables that an optimizer does not decay.
+
+  Variables that it excludes by name are not among them.
+
+  Returns:
+    The keys by which Keras finds the variables.
+  """
+  return getattr(optimizer, "_exclude_from_weight_decay", ())
+
+
+def is_compiled_by_xla(model: keras.Model) -> bool:
+  """Returns whether a model was compiled with `jit_compile=True`.
+
+  The property `jit_compile` of a model is also true if "auto" means True.
+  """
+  config = getattr(model, "_compile_config", None)
+  return getattr(config, "config", {}).get("jit_compile") is True
 
 
 @contextlib.contextmanager
@@ -278,6 +351,14 @@ def local_values(
   finally:
     for variable, value in zip(variables, own, strict=True):
       variable._value = value
+
+
+def assigned(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+  """Returns those of some variables that were assigned in `local_values`.
+
+  To be called within this context.
+  """
+  return [v for v in variables if v._value.is_assigned]
 
 
 @contextlib.contextmanager

@@ -28,12 +28,15 @@ class OwnVariable(NamedTuple):
     variable: The variable.
     trainable: Whether gradients update the variable.
     is_random: Whether the variable is the state of a random generator.
+    constraint: Maps the variable to the value that the optimizer assigns after
+      an update. None: no constraint.
   """
 
   path: str
   variable: tf.Variable
   trainable: bool
   is_random: bool = False
+  constraint: Callable[[tf.Variable], tf.Tensor] | None = None
 
 
 def is_module(value: object) -> bool:
@@ -69,7 +72,7 @@ def variables_of(module: Any) -> list[OwnVariable]:
     elif isinstance(value, keras.Variable):
       own = [_of_keras(value, trainable=value.trainable)._replace(path=path)]
     else:
-      own = [OwnVariable(path, value, value.trainable)]
+      own = [_of_tensorflow(value, path, trainable=value.trainable)]
     for variable in own:
       found.setdefault(id(variable.variable), variable)
   return list(found.values())
@@ -93,14 +96,24 @@ def _of_layer(layer: Any) -> list[OwnVariable]:
   return [
     _of_keras(v, trainable=trainable)
     if isinstance(v, keras.Variable)
-    else OwnVariable(v.name.removesuffix(":0"), v, trainable)
+    else _of_tensorflow(v, v.name.removesuffix(":0"), trainable=trainable)
     for v, trainable in variables
   ]
 
 
 def _of_keras(variable: keras.Variable, *, trainable: bool) -> OwnVariable:
   is_random = keras_internals.is_seed(variable)
-  return OwnVariable(variable.path, variable.value, trainable, is_random)
+  constraint = variable.constraint
+  return OwnVariable(
+    variable.path, variable.value, trainable, is_random, constraint
+  )
+
+
+def _of_tensorflow(
+  variable: tf.Variable, path: str, *, trainable: bool
+) -> OwnVariable:
+  constraint = getattr(variable, "constraint", None)
+  return OwnVariable(path, variable, trainable, constraint=constraint)
 
 
 def foreign_variables(

@@ -105,6 +105,7 @@ class Namespace:
     shape: Sequence[int],
     dtype: tf.DType | str,
     trainable: bool = False,
+    constraint: Callable[[tf.Variable], tf.Tensor] | None = None,
   ) -> "SharedVariable":
     """Creates, or finds, the variable `name` on the current device.
 
@@ -113,6 +114,8 @@ class Namespace:
       shape: The variable's static shape.
       dtype: The variable's dtype.
       trainable: Whether gradient tapes watch the variable.
+      constraint: Maps the variable to the value that optimizers assign after an
+        update, as the optimizers of Keras do. None: no constraint.
 
     Returns:
       The variable. It has no value until some client (a process that trains)
@@ -125,6 +128,7 @@ class Namespace:
       trainable=trainable,
       shared_name=self.prefix + name,
       container=self.container,
+      constraint=constraint,
     )
 
   def queue(self, name: str, dtypes: Sequence[tf.DType]) -> "Queue":
@@ -263,6 +267,9 @@ class LocalVariable(resource_variable_ops.BaseResourceVariable):
 
   It is to be made inside a `tf.function`. Every execution of this function has
   a variable of its own.
+
+  Attributes:
+    is_assigned: Whether a method that assigns was called after the constructor.
   """
 
   def __init__(self, value: tf.Tensor, *, name: str, trainable: bool):
@@ -289,6 +296,22 @@ class LocalVariable(resource_variable_ops.BaseResourceVariable):
       synchronization=tf.VariableSynchronization.AUTO,
       aggregation=tf.VariableAggregation.NONE,
     )
+    self.is_assigned = False
+
+  def assign(self, *args: Any, **kwargs: Any) -> Any:
+    """Assigns a value, as `tf.Variable.assign` does."""
+    self.is_assigned = True
+    return super().assign(*args, **kwargs)
+
+  def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+    """Adds to the value, as `tf.Variable.assign_add` does."""
+    self.is_assigned = True
+    return super().assign_add(*args, **kwargs)
+
+  def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+    """Subtracts from the value, as `tf.Variable.assign_sub` does."""
+    self.is_assigned = True
+    return super().assign_sub(*args, **kwargs)
 
 
 class SharedVariable(resource_variable_ops.BaseResourceVariable):
@@ -315,6 +338,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
     trainable: bool,
     shared_name: str,
     container: str,
+    constraint: Callable[[tf.Variable], tf.Tensor] | None = None,
   ):
     shape = tf.TensorShape(shape)
     dtype = tf.as_dtype(dtype)
@@ -334,6 +358,7 @@ class SharedVariable(resource_variable_ops.BaseResourceVariable):
       handle_name=name,
       unique_id=f"{container}:{shared_name}",
       trainable=trainable,
+      constraint=constraint,
       in_graph_mode=False,
       synchronization=tf.VariableSynchronization.AUTO,
       aggregation=tf.VariableAggregation.NONE,

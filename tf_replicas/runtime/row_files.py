@@ -9,7 +9,9 @@ rows p, p + P, p + 2P and so on, under the name `<name>.stride_<p>_of_<P>`. Each
 of P processes can then write its stride in blocks.
 """
 
+import contextlib
 import functools
+import glob
 import math
 import os
 import re
@@ -175,6 +177,9 @@ def write(
 ) -> None:
   """Writes tensors, block by block; the files appear when all are complete.
 
+  Files of the same prefix are removed first, since they may be more than the
+  new ones.
+
   Args:
     prefix: The path of the files without their extensions.
     writers: Functions that each write some rows by `save`, or tensors by
@@ -207,6 +212,7 @@ def write(
     else:
       with futures.ThreadPoolExecutor(num_threads) as pool:
         written = list(pool.map(run, enumerate(writers)))
+    remove(prefix)
     with tf.device(None), tf.device(resources.this_device()):
       tf.raw_ops.MergeV2Checkpoints(
         checkpoint_prefixes=written,
@@ -215,6 +221,26 @@ def write(
       )
   finally:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove(prefix: str) -> None:
+  """Removes the files that `write` has made, if there are any.
+
+  Args:
+    prefix: The path of the files without their extensions.
+  """
+  for name in (prefix + ".index", *data_files(prefix)):
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(name)
+
+
+def data_files(prefix: str) -> list[str]:
+  """Returns the paths of those files of a checkpoint that have the tensors.
+
+  Args:
+    prefix: The path of the files without their extensions.
+  """
+  return glob.glob(glob.escape(prefix) + ".data-?????-of-?????")
 
 
 def shapes(prefix: str) -> dict[str, Entry]:

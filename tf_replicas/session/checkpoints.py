@@ -270,6 +270,7 @@ def save(
   train_dir = os.fspath(train_dir)
   os.makedirs(train_dir, exist_ok=True)
   _remove_unfinished(train_dir)
+  _remove_tables_without_checkpoint(train_dir)
   io_device = resources.this_device()
   # Without the outer `None`, the caller's device would be merged into this one.
   with tf.device(None), tf.device(io_device):
@@ -360,11 +361,12 @@ def _remove_unfinished(train_dir: str) -> None:
 
 
 def _remove_tables_without_checkpoint(train_dir: str) -> None:
-  """Removes the table files of checkpoints that do not exist any more.
+  """Removes the table files of checkpoints that do not exist any more, or yet.
 
   Table files are the separate files of a checkpoint with the tensors that are
   written in blocks of rows. TensorFlow's checkpoint manager removes old
-  checkpoints, but not these files.
+  checkpoints, but not these files. A process that was killed may have left
+  those of a checkpoint that it had not written completely.
 
   Args:
     train_dir: The directory of the checkpoints.
@@ -429,9 +431,7 @@ def read_tensors(
   except _READ_ERRORS as error:
     # A checkpoint in the format of TF1's first releases is one file.
     if not is_complete(path) and not os.path.isfile(path):
-      raise MissingCheckpointError(
-        f"checkpoint {path}: files are missing"
-      ) from error
+      raise MissingCheckpointError(_missing(path)) from error
     reason = " ".join(str(error).split())
     raise UnreadableCheckpointError(
       f"checkpoint {path} is damaged: {reason}"
@@ -441,7 +441,7 @@ def read_tensors(
 def is_complete(path: str | os.PathLike[str]) -> bool:
   """Returns whether all files of the checkpoint at the path `path` exist."""
   path = os.fspath(path)
-  data = glob.glob(glob.escape(path) + ".data-?????-of-?????")
+  data = row_files.data_files(path)
   totals = {int(name.rpartition("-of-")[2]) for name in data}
   return os.path.exists(path + ".index") and totals == {len(data)}
 
@@ -485,15 +485,18 @@ def restore(
   row_tensors = row_tensors or {}
   entries = saved_rows(path)
   differing_rows = differences(entries, row_tensors)
-  faults = [
-    text
+  faults = {
+    name: text
     for name, text in (differing | differing_rows).items()
     if is_optional is None or not is_optional(name)
-  ]
+  }
+  if faults and not (entries or faults.keys() & differing):
+    # Only the tables are missing; all else is of this model.
+    raise MissingCheckpointError(_missing(tables_of(path)))
   if faults:
     raise CheckpointError(
       f"train_dir {os.path.dirname(path) or '.'} holds a checkpoint of another"
-      f" model: {some(faults, '; ')}"
+      f" model: {some(faults.values(), '; ')}"
     )
   values = {n: saved[n] for n in wanted if n not in differing}
   averages = _from_variables(saved, wanted, wanted.keys() - values)
@@ -540,12 +543,16 @@ def saved_rows(path: str) -> dict[str, row_files.Entry]:
     UnreadableCheckpointError: If these files are incomplete or damaged.
   """
   prefix = tables_of(path)
-  if not os.path.exists(prefix + ".index"):
+  if not (os.path.exists(prefix + ".index") or row_files.data_files(prefix)):
     return {}
   with _naming_damage(prefix):
     if not is_complete(prefix):
-      raise MissingCheckpointError(f"checkpoint {prefix}: files are missing")
+      raise MissingCheckpointError(_missing(prefix))
     return row_files.shapes(prefix)
+
+
+def _missing(path: str) -> str:
+  return f"checkpoint {path}: files are missing"
 
 
 def read_rows(

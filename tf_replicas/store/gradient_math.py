@@ -13,9 +13,9 @@ Gradient = parameter_store.Gradient
 
 def all_finite(
   gradients: Sequence[Gradient],
-  wire_dtype: tf.DType | None = None,
+  wire_dtypes: Sequence[tf.DType] | None = None,
 ) -> tf.Tensor:
-  """Returns whether all gradients are finite, also when cast to `wire_dtype`.
+  """Returns whether all gradients are finite, also as they are transferred.
 
   A finite sum of squares proves that all numbers are finite, and is cheap to
   compute. But large finite numbers may overflow the sum. So if the sum is not
@@ -23,21 +23,19 @@ def all_finite(
 
   Args:
     gradients: The gradients. A gradient that is None counts as finite.
-    wire_dtype: The dtype to which float32 gradients are cast for transfers.
-      None: no cast.
+    wire_dtypes: The dtype to which each gradient is cast for its transfer, as
+      `ParameterStore.wire_dtypes` returns them. None: no cast.
 
   Returns:
     A bool scalar.
   """
-  tensors = [
-    g.values if isinstance(g, tf.IndexedSlices) else g
-    for g in gradients
-    if g is not None
-  ]
-  if wire_dtype is not None:
-    tensors = [
-      tf.cast(t, wire_dtype) if t.dtype == tf.float32 else t for t in tensors
-    ]
+  dtypes = wire_dtypes or [None] * len(gradients)
+  tensors = []
+  for gradient, dtype in zip(gradients, dtypes, strict=True):
+    if gradient is not None:
+      if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values
+      tensors.append(gradient if dtype is None else tf.cast(gradient, dtype))
   if not tensors:
     return tf.constant(True)
   squares = [tf.cast(tf.nn.l2_loss(t), tf.float32) for t in tensors]

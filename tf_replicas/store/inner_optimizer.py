@@ -52,14 +52,17 @@ class TensorVariable:
     Args:
       value: The initial value.
       like: The trained variable that the object stands in for. The object takes
-        over its name, path and id, by which the optimizer finds its slots.
-        None: the object stands in for a slot, or for a scalar of the optimizer.
+        over its constraint, and its name, path and id, by which the optimizer
+        finds its slots. None: the object stands in for a slot, or for a scalar
+        of the optimizer.
     """
     self.value = value
     self.dtype = value.dtype
     self.shape = value.shape
     if like is not None:
-      self.name, self.path, self.constraint = like.name, like.path, None
+      self.name, self.path = like.name, like.path
+      constrain = like.constraint
+      self.constraint = constrain and (lambda own: constrain(own.value))
       self._unique_id = keras_internals.variable_id(like)
 
   def assign(self, value: tf.Tensor) -> None:
@@ -826,7 +829,8 @@ def check_options(
   """Checks that an optimizer works, and has none of some forbidden options.
 
   Always forbidden are `use_ema` and `loss_scale_factor`, since the update rule
-  has options for these purposes.
+  has options for these purposes, and variables that are excluded from weight
+  decay by `var_list`: they are not those that the optimizer will update.
 
   Args:
     optimizer: The Keras optimizer.
@@ -846,6 +850,12 @@ def check_options(
         f"`optimizer` must not use `{option}`; {instead}."
         f" Received: {option}={value}."
       )
+  if excluded := keras_internals.excluded_from_weight_decay(optimizer):
+    raise ValueError(
+      "`optimizer` must exclude variables from weight decay by `var_names`, as"
+      " it updates variables that are made later. Received: `var_list` of"
+      f" {len(excluded)} variables."
+    )
 
 
 def _check_scalar(

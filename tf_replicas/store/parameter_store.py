@@ -161,6 +161,9 @@ class ParameterStore:
         checkpoints keep their own dtype. None casts nothing.
       namespace: The scope of the names of shared resources. Stores in different
         namespaces share nothing.
+
+    Raises:
+      ValueError: If a variable with a constraint is split into shards.
     """
     self.namespace = namespace
     self.wire_dtype = None if wire_dtype is None else tf.as_dtype(wire_dtype)
@@ -177,9 +180,7 @@ class ParameterStore:
         for number, shard in enumerate(pieces):
           self._owners[shard.task].append((index, number))
     self._variables = [
-      self._create(s, trainable=spec.trainable)
-      if spec.table is None
-      else spec.table.parts
+      self._create_parts(spec, s) if spec.table is None else spec.table.parts
       for spec, s in zip(self.specs, self.shards, strict=True)
     ]
     self._owner = {
@@ -209,19 +210,43 @@ class ParameterStore:
         name = f"row_updates/{task}"
         self._row_updates.append(namespace.variable(name, [], "int64"))
 
+  def _create_parts(
+    self, spec: placement.VariableSpec, shards: Sequence[placement.Shard]
+  ) -> list[tf.Variable]:
+    """Creates a variable of the model, as one variable per shard.
+
+    Raises:
+      ValueError: If the variable has a constraint and is split into shards.
+    """
+    constraint = spec.constraint if spec.trainable else None
+    if constraint is not None and len(shards) > 1:
+      raise ValueError(
+        f"the constraint of {spec.path!r} needs the whole variable; use the"
+        " placement 'greedy' or 'round_robin'. Received:"
+        f" {len(shards)} shards."
+      )
+    return self._create(shards, trainable=spec.trainable, constraint=constraint)
+
   def _create(
     self,
     shards: Sequence[placement.Shard],
     *,
     prefix: str = "",
-    trainable: bool = False,
+    **arguments: Any,
   ) -> list[tf.Variable]:
+    """Creates one variable per shard.
+
+    Args:
+      shards: The shards.
+      prefix: The beginning of the names, before those of the shards.
+      **arguments: Further arguments of `Namespace.variable`.
+    """
     variables = []
     for shard in shards:
       with tf.device(self.device_of_variables(shard.task)):
         variables.append(
           self.namespace.variable(
-            prefix + shard.name, shard.shape, shard.dtype, trainable
+            prefix + shard.name, shard.shape, shard.dtype, **arguments
           )
         )
     return variables
@@ -641,6 +666,14 @@ class ParameterStore:
     is_narrowed = self.wire_dtype is not None and item.dtype == tf.float32
     is_narrowed &= self.specs[index].trainable
     return item._replace(dtype=self.wire_dtype) if is_narrowed else item
+
+  @property
+  def wire_dtypes(self) -> list[tf.DType]:
+    """The dtypes in which contributions are sent, in their order.
+
+    There is one dtype for each element of `contributed`.
+    """
+    return [self.wire_item(index, 0).dtype for index in self.contributed]
 
   def create_like(self, index: int, kind: str) -> list[tf.Variable]:
     """Creates companions of a variable, such as its moving average.

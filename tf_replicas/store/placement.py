@@ -43,6 +43,8 @@ class VariableSpec(NamedTuple):
       the PS tasks only), the `tables.Rows` that describe the table; else None.
     divisor: An update divides the sum over its contributions by this number.
       None: by the number of the contributions.
+    constraint: Maps the variable to the value that the optimizer assigns after
+      an update, such as a `keras.constraints.Constraint`. None: no constraint.
   """
 
   path: str
@@ -51,6 +53,7 @@ class VariableSpec(NamedTuple):
   trainable: bool
   table: tables.Rows | None = None
   divisor: int | None = None
+  constraint: Callable[[tf.Variable], tf.Tensor] | None = None
 
   @property
   def is_statistic(self) -> bool:
@@ -185,8 +188,16 @@ def from_variables(variables: Sequence[tf.Variable]) -> list[VariableSpec]:
       )
     dtype, trainable = tf.as_dtype(variable.dtype).name, variable.trainable
     sizes = tuple(size or 0 for size in shape)
-    spec = VariableSpec(path, sizes, dtype, trainable)
-    specs.append(spec._replace(divisor=getattr(variable, _DIVISOR, None)))
+    specs.append(
+      VariableSpec(
+        path,
+        sizes,
+        dtype,
+        trainable,
+        divisor=getattr(variable, _DIVISOR, None),
+        constraint=getattr(variable, "constraint", None),
+      )
+    )
   _check_distinct_paths("variables", specs)
   return specs
 

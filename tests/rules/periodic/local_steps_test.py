@@ -141,6 +141,16 @@ class PeriodTest(stores.TestCase):
     self.assertIsNone(local.totals[0])
     self.assertEqual(float(local.totals[1]), 10.0)
 
+  def test_a_constraint_holds_after_each_step(self):
+    """8 becomes 4, but at least 5; then 2.5, but at least 5."""
+    spec = stores.spec("v0", [])._replace(
+      constraint=lambda value: tf.maximum(value, 5.0)
+    )
+    steps = _ready(period=2, store=stores.attach([spec]))
+    local = _train(steps, _itself, [8.0], wants_totals=True)
+    self.assertEqual(stores.numpy(local.parameters), [5.0])
+    self.assertEqual(stores.numpy(local.totals), [8.0 + 5.0])
+
   def test_rows_of_a_sparse_gradient_are_summed(self):
     def compute(parameters, scale_loss):
       del parameters, scale_loss

@@ -254,7 +254,7 @@ def _with_shape(slices):
       np.testing.assert_array_equal(total, np.full(gradient.shape, expected))
 
 
-class AllFiniteTest(parameterized.TestCase):
+class AllFiniteTest(stores.TestCase):
   @parameterized.named_parameters(
     ("nothing", [], True),
     ("only_none", [None, None], True),
@@ -278,12 +278,20 @@ class AllFiniteTest(parameterized.TestCase):
   @parameterized.parameters(("bfloat16", True), ("float16", False))
   def test_as_it_arrives(self, dtype, expected):
     gradients = [tf.constant([1.0, 1e5])]
-    found = gradient_math.all_finite(gradients, tf.as_dtype(dtype))
+    found = gradient_math.all_finite(gradients, [tf.as_dtype(dtype)])
     self.assertEqual(bool(found), expected)
 
-  def test_what_is_not_of_float32_travels_as_it_is(self):
-    gradients = [tf.constant([1e5], tf.float64)]
-    self.assertTrue(gradient_math.all_finite(gradients, tf.float16))
+  def test_what_is_not_narrowed_travels_as_it_is(self):
+    """float64, and the counts of a statistic."""
+    specs = [
+      stores.spec("w", [1], dtype="float64"),
+      stores.spec("sum", [1], trainable=False),
+      stores.spec("b", [1]),
+    ]
+    dtypes = stores.attach(specs, wire_dtype="float16").wire_dtypes
+    self.assertEqual(dtypes, [tf.float64, tf.float16, tf.float32])
+    values = [tf.constant([1e5], tf.float64), None, tf.constant([1e5])]
+    self.assertTrue(gradient_math.all_finite(values, dtypes))
 
   @parameterized.parameters((1.0, True), (3e38, True), (float("nan"), False))
   def test_slices(self, value, expected):

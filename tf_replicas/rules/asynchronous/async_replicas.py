@@ -441,7 +441,7 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     gradients = self.in_order(grads_and_vars)
     gradients = self.weigh_statistics(gradients, weight)
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
-    is_sound &= gradient_math.all_finite(gradients, self.wire_dtype)
+    is_sound &= gradient_math.all_finite(gradients, self._store.wire_dtypes)
     scalars = replica, local_step, is_sound, loss, num_examples
     parts = None
     landed: Sequence[Any]

@@ -97,7 +97,9 @@ class LocalOptimizer:
     with tf.init_scope(), tf.device("/device:CPU:0"):
       # Templates of the variables: they have shapes, and never a value.
       self._patterns = [
-        namespace.variable(spec.path, spec.shape, spec.dtype, trainable=True)
+        namespace.variable(
+          spec.path, spec.shape, spec.dtype, True, spec.constraint
+        )
         for spec in specs
       ]
       self.optimizer.build(self._patterns)

@@ -245,7 +245,7 @@ class Contributions:
         training has ended before the reply.
     """
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
-    is_sound &= gradient_math.all_finite(gradients, self._store.wire_dtype)
+    is_sound &= gradient_math.all_finite(gradients, self._store.wire_dtypes)
     present = [g is not None for g in gradients]
     if preadmitted_tag is not None:
       scalars = resources.Scalars(
