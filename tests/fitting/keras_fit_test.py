@@ -917,7 +917,10 @@ class ResumeTest(_Directories):
     saved = {**arguments, "train_dir": directory}
     with self.assertRaises(KeyboardInterrupt):
       _fit("momentum", **saved, callbacks=[Interrupt()])
-    rest, whole = _fit("momentum", **saved), _fit("momentum", **arguments)
+    lines = []
+    rest = _fit("momentum", **saved, log=lines.append)
+    self.assertIn("goes on at epoch 5: `initial_epoch`, 3,", "".join(lines))
+    whole = _fit("momentum", **arguments)
     self.assertEqual((whole.epoch, rest.epoch), ([3, 4, 5], [4, 5]))
     for key, values in whole.history.items():
       np.testing.assert_allclose(rest.history[key], values[1:], rtol=1e-6)

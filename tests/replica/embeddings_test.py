@@ -233,7 +233,7 @@ class TrainingTest(parameterized.TestCase):
       tf.io.gfile.remove(path)
     driver = _driver(optimizer=optimizers.make("Adagrad", 0.5))
     with self.assertRaisesRegex(
-      checkpoints.CheckpointError, "words/embeddings is not in the checkpoint"
+      checkpoints.CheckpointError, "tables: files are missing"
     ):
       training.Session(
         directory, state=driver.store, max_steps=9

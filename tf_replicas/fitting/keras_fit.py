@@ -304,6 +304,7 @@ def fit(
       callbacks=list(callbacks or ()),
       epochs=epochs,
       initial_epoch=initial_epoch,
+      log=log,
     )
     history = loop.run(
       batch_size=validation_batch_size or batch_size,
@@ -699,6 +700,7 @@ class _Loop(keras.callbacks.Callback):
     callbacks: list[keras.callbacks.Callback],
     epochs: int,
     initial_epoch: int,
+    log: Callable[[str], None],
   ):
     super().__init__()
     self._driver = driver
@@ -729,6 +731,12 @@ class _Loop(keras.callbacks.Callback):
     self._is_resumed = self._step > 0
     # The argument is that of the run that made the first update.
     self._initial_epoch = initial_epoch + self._step // updates
+    if initial_epoch and self._is_resumed:
+      # Keras' users pass another one when they go on.
+      log(
+        f"training goes on at epoch {self._initial_epoch + 1}:"
+        f" `initial_epoch`, {initial_epoch}, counts as that of the first run"
+      )
     self._epoch = self._initial_epoch
     self._epoch_end = -1
     self._target = 0
