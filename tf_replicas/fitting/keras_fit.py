@@ -741,9 +741,8 @@ class _Loop(keras.callbacks.Callback):
     self._epoch_end = -1
     self._target = 0
     self._has_warned = False
-    self._logs: dict[
-      str, float | np.ndarray
-    ] = {}  # Of this epoch; empty before a read.
+    # The metrics of this epoch; empty before a read.
+    self._logs: dict[str, float | np.ndarray] = {}
     # The newest values of the metrics that count any update.
     self._newest = [np.asarray(v) for v in self._metrics]
     self._read_at = 0.0
