@@ -57,8 +57,35 @@ def test_ends_like_an_undisturbed_training(
     replication=replication,
   )
   assert "recovered" not in output
-  assert killed["history"].keys() == undisturbed["history"].keys()
-  for name, values in undisturbed["history"].items():
-    np.testing.assert_allclose(killed["history"][name], values, rtol=1e-5)
-  for one, other in zip(killed["weights"], undisturbed["weights"], strict=True):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+  _assert_alike(killed, undisturbed)
+
+
+def _assert_alike(one: dict, other: dict) -> None:
+  assert one["history"].keys() == other["history"].keys()
+  for name, values in other["history"].items():
+    np.testing.assert_allclose(one["history"][name], values, rtol=1e-5)
+  for weights, others in zip(one["weights"], other["weights"], strict=True):
+    np.testing.assert_allclose(weights, others, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("flags", "replication"),
+  [
+    ([], "between_graph"),
+    pytest.param(["--chief"], "in_graph", marks=pytest.mark.exhaustive),
+  ],
+)
+def test_goes_on_after_an_interrupted_connection(tmp_path, flags, replication):
+  """No parameter server has died, and the chief has closed its queues."""
+  trained = {}
+  for cuts in (True, False):
+    trained[cuts], output = _train(
+      tmp_path / str(cuts),
+      "run",
+      flags,
+      kill=False,
+      cuts=cuts,
+      replication=replication,
+    )
+    assert ("recovered from the loss of a connection" in output) == cuts
+  _assert_alike(trained[True], trained[False])

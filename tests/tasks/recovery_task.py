@@ -1,7 +1,8 @@
 """Trains, and kills a parameter server: recovery_task.py fit|run ARGUMENTS
 
 ARGUMENTS is a JSON object: `directory`, whether to `kill`, and arguments of
-`fit` or `run`. The chief prints one line of JSON.
+`fit` or `run`. With `cuts` of `run`, a call of the chief fails instead, as if
+its connection had been interrupted. The chief prints one line of JSON.
 """
 
 import json
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -18,6 +20,7 @@ import tensorflow as tf
 
 import tf_replicas
 from tf_replicas.cluster import environment
+from tf_replicas.drivers import base as driver_base
 
 UPDATES_PER_EPOCH, EPOCHS, BATCH = 20, 2, 32
 KILLED_AFTER = 10
@@ -116,9 +119,27 @@ def _die_after_a_checkpoint(train_dir: pathlib.Path) -> None:
   os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(directory: str, kill: bool, **arguments) -> dict:
+def _cut_once(step: Callable, number: int) -> Callable:
+  """Returns a `step` of a driver that fails once, after so many updates."""
+  left = [number]
+
+  def stepping(driver, *arguments):
+    result = step(driver, *arguments)
+    if left and result.global_step >= left[0]:
+      left.clear()
+      message = "Connection reset by peer, /job:ps/replica:0/task:0"
+      raise tf.errors.UnavailableError(None, None, message)
+    return result
+
+  return stepping
+
+
+def run(directory: str, kill: bool, cuts: bool = False, **arguments) -> dict:
   """Trains by `run` as the task of the environment."""
   path = pathlib.Path(directory)
+  if cuts:
+    driver = driver_base.ParameterServerDriver
+    driver.step = _cut_once(driver.step, 700)
   if kill and is_victim(path):
     threading.Thread(
       target=_die_after_a_checkpoint, args=[path / "train"], daemon=True

@@ -727,6 +727,9 @@ class ParameterServerDriver(Driver):
     # Longer than any time limit in it: this ends what hangs in TensorFlow.
     of_agreement = max(self._options.start_timeout_secs, timeout_secs)
     with processes.killed_after(timeout_secs + of_agreement + 2 * _END_SECS):
+      if self.is_chief and not lost:
+        # The chief closes the queues, which the others still use.
+        self._heartbeats.renew()
       self._abandon()
       self._reattach(since, what)
     return True

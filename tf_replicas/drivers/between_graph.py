@@ -302,13 +302,13 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       lost.
 
     Raises:
-      TimeoutError: If the chief announces nothing for 10 s, although this task
-        has data.
+      TimeoutError: If the chief announces nothing for 600 s, although it sends
+        heartbeats and this task has data. (It may be saving a checkpoint.)
     """
     waiting.await_value(
       lambda: self._heartbeats.outcome() or self._has_given_up,
       # Without data, this task waits for the others.
-      timeout_secs=10 if self._has_data else math.inf,
+      timeout_secs=watchdog.LAST_BATCH_SECS if self._has_data else math.inf,
       what=f"{self.task} waits for the chief to say how training ended",
       log=self._log,
     )

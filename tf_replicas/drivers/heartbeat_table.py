@@ -118,8 +118,13 @@ class HeartbeatTable:
     self.versions.assign(json.dumps(versions.here()))
     self.call.assign(b"")
     self.number.assign(1)
-    self.incarnation.assign(secrets.randbelow(1 << 62) + 1)
+    self.renew()
     self.signature.assign("")
+
+  def renew(self) -> None:
+    """Gives the serving task another `incarnation`, as if it were restarted."""
+    self.incarnation.assign(secrets.randbelow(1 << 62) + 1)
+    resources.flush_assignments([self.incarnation])
 
   def attach_again(self) -> "HeartbeatTable":
     """Attaches to this table again, after the serving task was restarted.

@@ -493,6 +493,13 @@ class Heartbeats:
         found.append(_task_name(table.device))
     return found
 
+  def renew(self) -> None:
+    """Makes all clients attach again, as if PS task 0 had been restarted.
+
+    For them, it is lost now. Only the chief calls this.
+    """
+    self._first.renew()
+
   @property
   def is_replaced(self) -> bool:
     """Whether another process of the same task has replaced this one.
