@@ -97,5 +97,5 @@ def test_refuses_too_much(monkeypatch):
 
 def test_names_a_missing_package(monkeypatch):
   monkeypatch.setitem(sys.modules, "cloudpickle", None)
-  with pytest.raises(ImportError, match=r"pip install tf-replicas\[notebook\]"):
+  with pytest.raises(ImportError, match=r"pip install cloudpickle"):
     _sent(x=_X)

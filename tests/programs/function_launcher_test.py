@@ -207,7 +207,7 @@ def test_refuses_calls_before_the_start():
 
 def test_refuses_to_run_without_cloudpickle(monkeypatch):
   monkeypatch.setitem(sys.modules, "cloudpickle", None)
-  with pytest.raises(ImportError, match=r"pip install tf-replicas\[notebook\]"):
+  with pytest.raises(ImportError, match=r"pip install cloudpickle"):
     tf_replicas.LocalTraining(print)
 
 
