@@ -157,7 +157,7 @@ class SlowRows:
   def read(self, begin, end):
     self.num_reads += 1
     self.begin_read()
-    time.sleep(3)
+    time.sleep(5)
     return np.ones([end - begin, 2], np.float32)
 
 
@@ -174,6 +174,7 @@ def test_an_interrupt_does_not_begin_a_checkpoint_that_is_being_written(
     waiting.await_value(
       lambda: session._writer, timeout_secs=60, what="waiting for the session"
     )
+    time.sleep(0.5)  # Now the main thread waits.
     os.kill(os.getpid(), signal.SIGTERM)
 
   rows.begin_read = interrupt

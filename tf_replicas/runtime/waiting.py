@@ -10,6 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _LOG_EVERY_SECS = 10.0
+_WAKE_SECS = 0.5
 
 
 def await_value(
@@ -116,7 +117,13 @@ class RaisingThread:
     Args:
       timeout_secs: The longest wait in seconds; None for no limit.
     """
-    self._ended.wait(timeout_secs)
+    if timeout_secs is not None:
+      self._ended.wait(timeout_secs)
+    else:
+      # The kernel may give a signal to another thread than the main thread.
+      # Python then calls the handler once the main thread has woken up.
+      while not self._ended.wait(_WAKE_SECS):
+        pass
     self.raise_error()
 
 
