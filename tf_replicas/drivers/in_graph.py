@@ -334,7 +334,12 @@ class InGraph(driver_base.ParameterServerDriver):
         return True
       # The loop of a worker that is gone is begun again and again.
       is_one_gone = max(self._ages()) > heartbeats.ALIVE_SECS
-      return is_one_gone and time.monotonic() - since > _PATIENCE_SECS
+      if is_one_gone and time.monotonic() - since > _PATIENCE_SECS:
+        raise TimeoutError(
+          f"waiting for the workers' last batch: {_PATIENCE_SECS:.0f} s, and"
+          " one of them does not answer"
+        )
+      return False
 
     watchdog.end_training(
       self._heartbeats,
