@@ -14,6 +14,7 @@ from absl.testing import parameterized
 
 import tf_replicas
 from tests.fitting import models
+from tests.support import counting_layer
 from tests.support import stores
 from tf_replicas.drivers import one_machine
 
@@ -84,8 +85,10 @@ class _Error:
     return keras.ops.max(abs(y_true - y_pred), axis=-1)
 
 
-class AveragedTablesTest(stores.TestCase):
-  """An optimizer with `use_ema`, and a table that this process holds."""
+class _TableCase(stores.TestCase):
+  """Data, and a model with a table that this process holds."""
+
+  OPTIONS = {}  # Of the optimizer.
 
   def _data(self):
     rng = np.random.default_rng(2)
@@ -102,9 +105,14 @@ class AveragedTablesTest(stores.TestCase):
         keras.layers.Dense(1),
       ]
     )
-    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
-    model.compile(optimizer, "mse")
+    model.compile(keras.optimizers.SGD(0.5, **self.OPTIONS), "mse")
     return model
+
+
+class AveragedTablesTest(_TableCase):
+  """An optimizer with `use_ema`."""
+
+  OPTIONS = {"use_ema": True, "ema_momentum": 0.5}
 
   def test_equal_those_of_keras(self):
     x, y = self._data()
@@ -126,26 +134,8 @@ class AveragedTablesTest(stores.TestCase):
     np.testing.assert_allclose(ours.predict(x, verbose=0), expected, rtol=1e-4)
 
 
-class TablesTest(stores.TestCase):
-  """A table whose rows a callback needs during the training."""
-
-  def _data(self):
-    rng = np.random.default_rng(2)
-    y = rng.normal(size=(32, 1)).astype("float32")
-    return rng.integers(0, 9, (32, 3)), y
-
-  def _model(self, embedding=tf_replicas.Embedding):
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential(
-      [
-        keras.Input([3], dtype="int64"),
-        embedding(20, 2, embeddings_initializer="ones"),
-        keras.layers.GlobalAveragePooling1D(),
-        keras.layers.Dense(1),
-      ]
-    )
-    model.compile(keras.optimizers.SGD(0.5), "mse")
-    return model
+class TablesTest(_TableCase):
+  """A callback needs the rows during the training."""
 
   @parameterized.parameters(
     "on_epoch_end", "on_epoch_begin", "on_train_batch_end", "on_test_end"
@@ -954,27 +944,10 @@ def _read_foreign(model, data):
   return {"loss": loss}
 
 
-class _Counting(keras.layers.Layer):
-  """Adds an integer to its inputs, and may count its calls."""
-
-  def __init__(self, counts):
-    super().__init__()
-    self.counts = counts
-    self.count = self.add_weight(
-      shape=[], dtype="int32", trainable=False, initializer="ones"
-    )
-
-  def call(self, inputs):
-    """Counts, perhaps."""
-    if self.counts:
-      self.count.assign(self.count + 1)
-    return inputs + keras.ops.cast(self.count, "float32")
-
-
 def _counting(counts):
   def model_fn():
     keras.utils.set_random_seed(7)
-    layers = [_Counting(counts), keras.layers.Dense(1)]
+    layers = [counting_layer.Counting(counts), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input([4]), *layers])
     model.compile("sgd", "mse")
     return model

@@ -6,6 +6,7 @@ import tensorflow as tf
 from absl.testing import absltest
 
 import tf_replicas
+from tests.support import counting_layer
 from tests.support import stores
 from tf_replicas.drivers import one_machine
 from tf_replicas.replica import keras_models
@@ -241,21 +242,8 @@ class KerasReplicaTest(stores.TestCase):
       self.assertNotEqual(first.metrics, second.metrics)
 
   def test_integers_may_be_read_but_not_assigned(self):
-    class Counting(keras.layers.Layer):
-      def __init__(self, counts):
-        super().__init__()
-        self.counts = counts
-        self.count = self.add_weight(
-          shape=[], dtype="int32", trainable=False, initializer="ones"
-        )
-
-      def call(self, inputs):
-        if self.counts:
-          self.count.assign(self.count + 1)
-        return inputs + keras.ops.cast(self.count, "float32")
-
     def gradients(counts):
-      model = _model(Counting(counts), _dropout())
+      model = _model(counting_layer.Counting(counts), _dropout())
       replica = keras_models.keras_replica(model, _LOSS, _dataset_fn)
       return replica.gradients(_values(replica.shared), _first_batch())
 

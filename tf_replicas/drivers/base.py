@@ -590,7 +590,7 @@ class ParameterServerDriver(Driver):
     """Returns the namespace, a prefix of the names of all shared variables.
 
     It includes the *generation*, a number that changes when a parameter server
-    is restarted. So nobody uses what is left from before the restart.
+    is restarted. So no task uses resources from before the restart.
 
     Args:
       generation: The generation. None: the present one.
@@ -922,16 +922,18 @@ class ParameterServerDriver(Driver):
       "generation": generation,
     }
 
+    def is_present(found: dict | None) -> bool:
+      return found is not None and found["generation"] == generation
+
     def published() -> dict | None:
       found = self._heartbeats.published()
-      is_present = found is not None and found["generation"] == generation
-      return found if is_present else None
+      return found if is_present(found) else None
 
     if self.is_chief:
-      if not published():
-        if earlier := self._heartbeats.published():
-          # An earlier chief did not live to clear it.
-          self._clear(self._namespace(earlier["generation"]))
+      found = self._heartbeats.published()
+      if not is_present(found):
+        if found is not None:  # An earlier chief did not live to clear it.
+          self._clear(self._namespace(found["generation"]))
         self._heartbeats.close_training()
       self._heartbeats.publish(signature)
       return
@@ -983,7 +985,7 @@ class ParameterServerDriver(Driver):
       values = [tf.identity(v) for v in self.replica.shared]
       rule_base.create_or_resume(self.rule, self.store, values)
       # The process of an earlier chief was killed in the middle of an update.
-      self._is_rolled_back = self.global_step < 0
+      self._is_rolled_back = self._leases is not None and self.global_step < 0
 
   def _start(self) -> None:
     """Starts the update rule, the replicas, and the watchdog thread.

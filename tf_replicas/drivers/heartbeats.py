@@ -719,7 +719,8 @@ class Heartbeats:
       yield
     except Exception as error:
       is_open = False
-      with contextlib.suppress(tf.errors.OpError):  # Nobody can be told then.
+      # If PS task 0 cannot be reached, `error` must not be replaced.
+      with contextlib.suppress(tf.errors.OpError):
         is_open = self.is_open()
       if is_chief and not self.is_replaced and not is_open:
         outcome = outcome_of(error)

@@ -353,7 +353,7 @@ class InGraph(driver_base.ParameterServerDriver):
     )
     if error is None:
       with contextlib.suppress(tf.errors.OpError):
-        self._workers.are_busy = not self._coordinator.done()
+        self._workers.are_busy = not self._is_done()
 
 
 def connect_client(

@@ -531,13 +531,14 @@ def check(settings: UpdateSettings, num_replicas: int) -> None:
       "`--min_contributions` must be at most the number of gradients in an"
       f" update, {most}. Received: {least}."
     )
-  if settings.scale_rate and (least is None or least == most):
+  can_shrink = least is not None and least < most
+  if settings.scale_rate and not can_shrink:
     raise cluster.ClusterError(
       "`--scale_rate` needs `--min_contributions` below the number of gradients"
       f" in an update, {most}. Received: {least}."
     )
   has_deadline = settings.step_timeout_secs is not None
-  if has_deadline and least not in (None, most) and most > num_replicas:
+  if has_deadline and can_shrink and most > num_replicas:
     raise cluster.ClusterError(
       "`--step_timeout_secs` with `--min_contributions` needs"
       " `--replicas_to_aggregate` of at most the number of replicas,"
