@@ -168,7 +168,6 @@ class Replica:
       _model(),
       self._batches,
       index,
-      ps_device=store.device_of_task(0),
       device=None,
       recorder=recorder,
       name="someone",
@@ -276,14 +275,14 @@ class BeginTest(stores.TestCase):
     self.assertEqual(int(begun.token.global_step), 8)
     self.assertEqual(stores.numpy(begun.state), [1.0, 2.0, 3.0])
     self.assertEqual(float(begun.computed), step_token.NEVER)
-    step, state = rule.pull_contributed(0)
-    self.assertEqual(int(step), 8)
+    token, state = rule.pull_contributed(0)
+    self.assertEqual(int(token.global_step), 8)
     self.assertEqual(stores.numpy(state), [1.0, 2.0, 3.0])
 
   def test_a_rule_may_read_in_its_own_way(self):
     class OwnRead(Rule):
-      def pull(self, replica):
-        return tf.constant(5, tf.int64), [10 * replica]
+      def pull(self, replica, token=None):
+        return step_token.first(tf.constant(5, tf.int64)), [10 * replica]
 
     rule = OwnRead(_store())
     self.assertEqual(rule.pull_contributed(3)[1], [30])

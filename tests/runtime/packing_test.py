@@ -130,11 +130,21 @@ class BundleTest(parameterized.TestCase):
       self.assertEqual(result.dtype, value.dtype)
       np.testing.assert_array_equal(result, value)
 
-  def test_without_rows_every_tensor_is_sent_by_itself(self):
-    values = [np.float32([1, 2]), np.int64([3])]
-    found, num_sent = self._there_and_back(values, [[2], [1]])
-    self.assertEqual(num_sent, 2)
-    np.testing.assert_array_equal(found[1], [3])
+  @parameterized.parameters(
+    ([2, LARGEST_SMALL + 1], 2), ([2, LARGEST_SMALL, 1], 1), ([0, 2], 1)
+  )
+  def test_without_rows_what_is_small_is_one_tensor(self, sizes, num_sent):
+    values = [np.arange(size, dtype="float32") for size in sizes]
+    values.append(np.int64([3]))
+    shapes = [value.shape for value in values]
+    found, num_found = self._there_and_back(values, shapes)
+    self.assertEqual(num_found, num_sent)
+    for value, result in zip(values, found, strict=True):
+      np.testing.assert_array_equal(result, value)
+
+  def test_a_single_tensor_is_sent_as_it_is(self):
+    bundle = packing.bundle([tf.constant([1, 2])])
+    self.assertEqual(bundle.packed[0].dtype, tf.int32)
 
   def test_keeps_every_bit(self):
     bits = np.uint32([0x7FC00001, 0xFFA00000, 0x80000000])  # NaN, NaN, -0.
@@ -159,7 +169,7 @@ class FetchTest(parameterized.TestCase):
 
     @tf.function(autograph=False)
     def run():
-      return parcel.fetch("/device:CPU:0", read, in_order=in_order)
+      return parcel.fetch("/device:CPU:0", read, in_order=in_order)[0]
 
     traced = run.get_concrete_function()
     for i, value in enumerate(traced()):

@@ -33,7 +33,6 @@ class Runner:
       replica,
       iterator,
       index,
-      ps_device=store.device_of_task(0),
       device=None,
     )
     self._begin = tf.function(self.loop.begin, autograph=False)

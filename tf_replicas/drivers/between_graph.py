@@ -439,7 +439,6 @@ class BetweenGraph(driver_base.ParameterServerDriver):
       self.replica,
       iterator,
       self._index,
-      ps_device=self.store.device_of_task(0),
       device=tf.constant(0).device,
       recorder=self._recorder,
       name=self._timeline_name,

@@ -255,7 +255,6 @@ class InGraph(driver_base.ParameterServerDriver):
       self.replica,
       iterator,
       index(),
-      ps_device=self.store.device_of_task(0),
       device=None,
       recorder=self._recorder,
       name=tf.strings.join(["worker:", tf.strings.as_string(index())]),

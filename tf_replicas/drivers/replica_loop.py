@@ -54,7 +54,6 @@ class ReplicaLoop:
     replica: Computes the gradients.
     iterator: The iterator over the replica's batches.
     index: The number of this replica; an int or an int64 scalar.
-    ps_device: The device of PS task 0, where tokens are packed.
     device: The device where this replica computes; None: where the function
       runs.
     recorder: Writes the timeline, a file of what the replica does when; None:
@@ -69,7 +68,6 @@ class ReplicaLoop:
   replica: model_replica.Replica
   iterator: Iterator
   index: int | tf.Tensor
-  ps_device: str
   device: str | None
   recorder: timeline.Recorder | None = None
   name: str | tf.Tensor = ""
@@ -82,7 +80,8 @@ class ReplicaLoop:
       [token, *state].
     """
     begun = self.rule.begin(self.index)
-    packed = self._pack(begun.token)
+    with tf.device(self.device):
+      packed = step_token.LAYOUT.pack(begun.token)
     if self.put_back is not None:
       # An earlier loop may have left a batch.
       with tf.control_dependencies([self.put_back.clear()]):
@@ -186,9 +185,9 @@ class ReplicaLoop:
       token=last if is_preadmitted else last._replace(preadmitted_tag=None),
       records_times=self.recorder is not None,
     )
-    packed = self._pack(step.token)
     with tf.device(self.device):
-      reply = step_token.LAYOUT.unpack(packed)
+      packed = step_token.LAYOUT.pack(step.token)
+    reply = step.token
     if self.recorder is not None:
       self.recorder.record_step(
         self.name,
@@ -229,9 +228,3 @@ class ReplicaLoop:
     if self.put_back is None or is_preadmitted:
       return next(self.iterator)
     return self.put_back.take(self.iterator)
-
-  def _pack(self, token: step_token.StepToken) -> tf.Tensor:
-    with tf.device(self.ps_device):
-      packed = step_token.LAYOUT.pack(token)
-    with tf.device(self.device):
-      return tf.identity(packed)

@@ -42,6 +42,7 @@ How to extend it:
 """
 
 import abc
+import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -481,34 +482,45 @@ class GradientRule(UpdateRule):
         training has ended.
     """
 
-  def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+  def pull(
+    self, replica: int | tf.Tensor, token: step_token.StepToken | None = None
+  ) -> tuple[step_token.StepToken, list[tf.Tensor]]:
     """Reads the variables for a replica; to be used inside a `tf.function`.
 
     Args:
       replica: The index of the replica that reads, in [0, total_num_replicas).
+      token: The reply to the replica's last gradients, on PS task 0, after
+        which the variables are read. None: this is the first read.
 
     Returns:
-      The int64 global step, and one tensor per variable of the parameter store.
+      A copy of `token` with the global step at which the variables were read,
+      as `step_token.at_step` makes it; and one tensor per variable of the
+      parameter store. All are on the replica's device.
     """
     del replica
-    return self._store.pull(in_order=True)
+    read = functools.partial(self._store.pull, in_order=True)
+    return step_token.pull(token, read)
 
   def pull_contributed(
-    self, replica: int | tf.Tensor
-  ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    self, replica: int | tf.Tensor, token: step_token.StepToken | None = None
+  ) -> tuple[step_token.StepToken, list[tf.Tensor]]:
     """Reads the variables to which replicas contribute, for a replica.
 
     To be used inside a `tf.function`.
 
     Args:
       replica: The index of the replica that reads, in [0, total_num_replicas).
+      token: The reply to the replica's last gradients, on PS task 0, after
+        which the variables are read. None: this is the first read.
 
     Returns:
-      The int64 global step; and one tensor per element of `store.contributed`:
-      the trainable variables, then the variables without gradients.
+      A copy of `token` with the global step at which the variables were read,
+      as `step_token.at_step` makes it; and one tensor per element of
+      `store.contributed`: the trainable variables, then the variables without
+      gradients. All are on the replica's device.
     """
-    step, values = self.pull(replica)
-    return step, [values[i] for i in self._store.contributed]
+    token, values = self.pull(replica, token)
+    return token, [values[i] for i in self._store.contributed]
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> ReplicaStep:
@@ -525,8 +537,8 @@ class GradientRule(UpdateRule):
       gradients), and a `StepToken` with the global step at which they were
       read.
     """
-    step, parameters = self.pull_contributed(replica)
-    return ReplicaStep(step_token.first(step), parameters, step_token.never())
+    token, parameters = self.pull_contributed(replica)
+    return ReplicaStep(token, parameters, step_token.never())
 
   @tf.autograph.experimental.do_not_convert
   def contribute(
@@ -563,7 +575,7 @@ class GradientRule(UpdateRule):
     token, computed = self.contribute_batch(
       compute, replica, state, token, records_times
     )
-    return ReplicaStep(*self.read_on(token, replica), computed)
+    return ReplicaStep(*self.pull_contributed(replica, token), computed)
 
   def contribute_batch(
     self,
@@ -603,46 +615,6 @@ class GradientRule(UpdateRule):
       preadmitted_tag=token.preadmitted_tag,
     )
     return token, computed
-
-  def read_on(
-    self, token: step_token.StepToken, replica: int | tf.Tensor
-  ) -> tuple[step_token.StepToken, list[tf.Tensor]]:
-    """Reads the parameters for a replica's next step, once `token` has arrived.
-
-    Args:
-      token: The rule's reply to the replica's gradients.
-      replica: The index of the replica.
-
-    Returns:
-      A token, and one parameter per element of `store.contributed` (the
-      trainable variables, then the variables without gradients). The token is a
-      copy of `token` with the global step at which the parameters were read; if
-      training has ended, it keeps the global step `step_token.ENDED`.
-    """
-    with tf.control_dependencies([token.global_step]):
-      now, parameters = self.pull_contributed(replica)
-    return self.at_step(token, now), parameters
-
-  def at_step(
-    self, token: step_token.StepToken, step: tf.Tensor
-  ) -> step_token.StepToken:
-    """Returns `token` with another global step, unless training has ended.
-
-    A replica whose gradients were refused may read the variables while an
-    update is being made. It then reads variables of a later step than its token
-    names, so the token must be corrected.
-
-    Args:
-      token: The rule's reply to a replica. If it says that training has ended,
-        its global step is kept.
-      step: int64 scalar, the global step at which the replica read the
-        variables after the reply.
-    """
-    with tf.device(self._store.device_of_task(0)):
-      ended = token.global_step < 0
-      return token._replace(
-        global_step=tf.where(ended, token.global_step, step)
-      )
 
 
 class OptimizerRule(GradientRule):

@@ -7,6 +7,7 @@ reached each stage of the update. `rules.protocol` explains contributions, tags
 and admission.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 from typing import NamedTuple
 from typing import TypeVar
@@ -88,6 +89,62 @@ def first(step: tf.Tensor) -> StepToken:
   """
   no_tag = tf.constant(NO_TAG, tf.int64)
   return StepToken(0, step, no_tag, pack_times())
+
+
+def at_step(token: StepToken, step: tf.Tensor) -> StepToken:
+  """Returns `token` with another global step, unless training has ended.
+
+  A replica whose gradients were refused may read the variables while an update
+  is being made. It then reads variables of a later step than its token names,
+  so the token must be corrected.
+
+  Args:
+    token: The reply to a replica. If it says that training has ended, its
+      global step is kept.
+    step: int64 scalar, the global step at which the replica read the variables
+      after the reply.
+  """
+  has_ended = token.global_step < 0
+  return token._replace(
+    global_step=tf.where(has_ended, token.global_step, step)
+  )
+
+
+def pull(
+  token: StepToken | None,
+  read: Callable[..., tuple[tf.Tensor, list[tf.Tensor]]],
+) -> tuple[StepToken, list[tf.Tensor]]:
+  """Reads the variables for a replica once `token` has arrived.
+
+  Args:
+    token: The reply to the replica's last gradients, on PS task 0. None: there
+      is none yet.
+    read: `ParameterStore.pull`, whose arguments `after` and `message` are still
+      to be given.
+
+  Returns:
+    The token of the replica's next step (`at_step`, or `first`), and one tensor
+    per variable, on the current device.
+  """
+
+  def message(step: tf.Tensor) -> tf.Tensor:
+    return LAYOUT.pack(first(step) if token is None else at_step(token, step))
+
+  after = [] if token is None else [token.global_step]
+  vector, values = read(after=after, message=message)
+  return LAYOUT.unpack(vector), values
+
+
+def copy_here(device: str, token: StepToken) -> StepToken:
+  """Copies a token to the current device, as one tensor.
+
+  Args:
+    device: The device of the token.
+    token: The token.
+  """
+  with tf.device(device):
+    packed = LAYOUT.pack(token)
+  return LAYOUT.unpack(tf.identity(packed))
 
 
 def never() -> tf.Tensor:

@@ -177,17 +177,19 @@ class SwitchingOptimizer(rule_base.GradientRule):
 
   # The replica's half.
 
-  def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+  def pull(
+    self, replica: int | tf.Tensor, token: step_token.StepToken | None = None
+  ) -> tuple[step_token.StepToken, list[tf.Tensor]]:
     """Reads the variables in a way that suits all of the combined rules.
 
     Some rules need more than a plain read, for example a read that no update
     interrupts (`read_needs`). One of the rules meets the needs of all, and this
     method calls its `pull`. Implements `GradientRule.pull`, which documents the
-    argument and the result.
+    arguments and the result.
     """
     if self._reader is not None:
-      return self._reader.pull(replica)
-    return self._store.pull(in_order=True)
+      return self._reader.pull(replica, token)
+    return super().pull(replica, token)
 
   def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
     """Returns the scalar that a replica differentiates instead of `loss`.

@@ -1,8 +1,16 @@
 """Makes operations of a TensorFlow graph conditional, or puts them in order."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
+
+# Tensors in any `tf.nest` structure.
+_Tensors = TypeVar("_Tensors")
+# TensorFlow does not replace a call of such a function by the function's ops.
+_STAYS_WHOLE = {"_noinline": True}
 
 
 def done(*results: tf.Operation | tf.Tensor | None) -> tf.Tensor:
@@ -17,6 +25,62 @@ def done(*results: tf.Operation | tf.Tensor | None) -> tf.Tensor:
   pending = [r for r in tf.nest.flatten(results) if r is not None]
   with tf.control_dependencies(pending):
     return tf.constant(True)
+
+
+def call_on(
+  device: str, fn: Callable[[], _Tensors], after: Sequence[tf.Tensor] = ()
+) -> _Tensors:
+  """Runs all operations that `fn` creates as one operation on `device`.
+
+  A loop or a conditional that runs on several tasks needs fewer messages then.
+  For single operations, TensorFlow (2.21) also sends to their task that the
+  loop goes on to those that have no inputs, such as constants; and from their
+  task that the stateful ones have ended. One operation whose results are used
+  needs neither. Its task receives the tensors that `fn` uses, and sends those
+  that `fn` returns.
+
+  In eager mode, and on a device that is named without a job, and so is in this
+  process, the operations stay single: there are no messages to save.
+
+  Args:
+    device: The device.
+    fn: Creates operations, and returns tensors in any structure. At least one
+      of these tensors has to be an input of another operation, for example by
+      `after` of another call: TensorFlow may leave out a call of whose results
+      none is used, and control dependencies do not count. `fn` must have no
+      control dependencies on tensors from outside.
+    after: Tensors to wait for, besides those that `fn` uses.
+
+  Returns:
+    The tensors, on `device`.
+  """
+  is_in_this_process = "/job:" not in device
+  if tf.executing_eagerly() or is_in_this_process:
+    with tf.device(device), tf.control_dependencies(list(after)):
+      return fn()
+
+  def body(*unused: tf.Tensor) -> _Tensors:
+    del unused
+    with tf.device(device):
+      return fn()
+
+  function: Any = tf.function(
+    body, autograph=False, experimental_attributes=_STAYS_WHOLE
+  ).get_concrete_function(*after)
+  assert not function.graph.function_captures.control, "use `after`"
+  function.add_to_graph()
+  with tf.device(device):
+    # The call that Python makes would be a stateful operation.
+    results = tf.raw_ops.PartitionedCall(
+      args=[*after, *function.captured_inputs],
+      Tout=[output.dtype for output in function.outputs],
+      f=function,
+    )
+  for result, output in zip(results, function.outputs, strict=True):
+    result.set_shape(output.shape)
+  return tf.nest.pack_sequence_as(
+    function.structured_outputs, results, expand_composites=True
+  )
 
 
 def run_if(condition: bool | tf.Tensor, fn: Callable[[], object]) -> tf.Tensor:

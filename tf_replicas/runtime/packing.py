@@ -7,12 +7,15 @@ be sent only when its last tensor is computed: the gradients of the last layers
 are sent while those of the first layers are still being computed.
 """
 
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import resources
 
 SMALL_BYTES = 64 << 10
@@ -116,7 +119,8 @@ class Bundle(NamedTuple):
       vector of bytes, this vector comes first.
     specs: The shape and dtype of each tensor of the list.
     together: The positions in the list of the tensors that were joined; empty
-      if there are none.
+      if there are none. The vector begins with their sizes in bytes if one of
+      the sizes is known only at run time.
   """
 
   packed: list[tf.Tensor]
@@ -137,10 +141,12 @@ class Bundle(NamedTuple):
     tensors: dict[int, tf.Tensor] = {}
     joined, *alone = sent
     count = len(self.together)
-    num_bytes = _from_bytes(
-      joined[: count * tf.int64.size], tf.TensorSpec([count], tf.int64)
-    )
-    parts = tf.split(joined[count * tf.int64.size :], num_bytes, num=count)
+    num_bytes: Any = [_num_bytes(self.specs[i]) for i in self.together]
+    if None in num_bytes:
+      begin = count * tf.int64.size
+      header = tf.TensorSpec([count], tf.int64)
+      num_bytes, joined = _from_bytes(joined[:begin], header), joined[begin:]
+    parts = tf.split(joined, num_bytes, num=count)
     for i, part in zip(self.together, parts, strict=True):
       tensors[i] = _from_bytes(part, self.specs[i])
     rest = iter(alone)
@@ -152,9 +158,9 @@ class Bundle(NamedTuple):
 def bundle(tensors: Sequence[tf.Tensor]) -> Bundle:
   """Packs a list of tensors to be sent to another device.
 
-  If the first dimension of some tensors is known only at run time, these
-  tensors and all small ones are joined to one vector of bytes, on the current
-  device. Otherwise nothing is joined, and every tensor is sent by itself.
+  Tensors of at most `SMALL_BYTES` (64 KiB), and those whose first dimension is
+  known only at run time, are joined to one vector of bytes, on the current
+  device. Every other tensor is sent by itself.
 
   Args:
     tensors: Tensors of any dtypes whose elements have a fixed size (not
@@ -164,17 +170,17 @@ def bundle(tensors: Sequence[tf.Tensor]) -> Bundle:
     The packed tensors.
   """
   specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
-  has_rows = [_has_rows(spec) for spec in specs]
   together = [
-    i
-    for i, spec in enumerate(specs)
-    if any(has_rows) and (has_rows[i] or _is_small(spec))
+    i for i, spec in enumerate(specs) if _has_rows(spec) or _is_small(spec)
   ]
+  if len(together) < 2:
+    return Bundle(list(tensors), specs, [])
   packed = [t for i, t in enumerate(tensors) if i not in together]
-  if together:
-    parts = [_to_bytes(tensors[i]) for i in together]
+  parts = [_to_bytes(tensors[i]) for i in together]
+  if None in [_num_bytes(specs[i]) for i in together]:
     num_bytes = tf.stack([tf.size(part, tf.int64) for part in parts])
-    packed.insert(0, tf.concat([_to_bytes(num_bytes), *parts], axis=0))
+    parts.insert(0, _to_bytes(num_bytes))
+  packed.insert(0, tf.concat(parts, axis=0))
   return Bundle(packed, specs, together)
 
 
@@ -186,9 +192,14 @@ def _has_rows(spec: tf.TensorSpec) -> bool:
   return shape[1:].is_fully_defined()
 
 
-def _is_small(spec: tf.TensorSpec) -> bool:
+def _num_bytes(spec: tf.TensorSpec) -> int | None:
   size = spec.shape.num_elements()
-  return size is not None and size * spec.dtype.size <= SMALL_BYTES
+  return None if size is None else size * spec.dtype.size
+
+
+def _is_small(spec: tf.TensorSpec) -> bool:
+  num_bytes = _num_bytes(spec)
+  return num_bytes is not None and num_bytes <= SMALL_BYTES
 
 
 def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
@@ -268,7 +279,9 @@ class Parcel:
     read: Callable[[int], tf.Tensor],
     *,
     in_order: bool = False,
-  ) -> list[tf.Tensor]:
+    after: Sequence[tf.Tensor] = (),
+    message: Callable[[], tf.Tensor] | None = None,
+  ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
     """Reads tensors on another device, and copies them to the current one.
 
     Args:
@@ -279,22 +292,47 @@ class Parcel:
         arrive first, and ops that need only these begin before the others
         arrive. A message to `device` is sent for every group except the first
         four. False: all groups are read at once.
+      after: Tensors to wait for before anything is read.
+      message: Returns one more tensor, which is sent along with the first
+        tensors. It is called on `device`, and computed before anything is read.
+        None: there is none.
 
     Returns:
-      One tensor per element of `items`, of the dtype after the transfer.
+      One tensor per element of `items`, of the dtype after the transfer; and
+      the tensor of `message`, or None.
     """
-    in_order &= len(self.groups) > _AT_ONCE
-    arrived: list[tf.Tensor] = []
-    for number, group in enumerate(self.groups):
-      has_to_wait = in_order and number >= _AT_ONCE
-      before = [arrived[number - _AT_ONCE]] if has_to_wait else []
-      with tf.device(device), tf.control_dependencies(before):
-        packed = self._pack([(i, read(i)) for i in group])
-      # Drop control inputs: they would be copied to this device as well.
-      with tf.control_dependencies(None):
-        arrived.append(resources.copy_here(packed) if in_order else packed)
+    if not self.groups and message is None:
+      return [], None
+    at_once = _AT_ONCE if in_order else len(self.groups)
+    bundles: list[Bundle] = []
+
+    def read_first() -> list[tf.Tensor]:
+      more = [] if message is None else [message()]
+      with tf.control_dependencies(more):
+        groups = [self._read(group, read) for group in self.groups[:at_once]]
+      bundles.append(bundle([*groups, *more]))
+      return bundles[-1].packed
+
+    sent = control_flow.call_on(device, read_first, after)
+    # Drop control inputs: they would be copied to this device as well.
     with tf.control_dependencies(None):
-      return self.unpack(arrived)
+      if at_once < len(self.groups):
+        sent = [resources.copy_here(tensor) for tensor in sent]
+      arrived = bundles[-1].unpack(sent)
+      told = None if message is None else arrived.pop()
+      for group in self.groups[at_once:]:
+        with tf.control_dependencies([arrived[-_AT_ONCE]]):
+          goes_on = tf.constant(True)
+        read_next = functools.partial(self._read, group, read)
+        packed = control_flow.call_on(device, read_next, [goes_on])
+        arrived.append(resources.copy_here(packed))
+      return self.unpack(arrived), told
+
+  def _read(
+    self, group: Sequence[int], read: Callable[[int], tf.Tensor]
+  ) -> tf.Tensor:
+    """Reads and packs the tensors at some positions in `items`."""
+    return self._pack([(i, read(i)) for i in group])
 
   def _to_wire(self, i: int, tensor: tf.Tensor | None) -> tf.Tensor:
     shape, dtype = self.items[i]

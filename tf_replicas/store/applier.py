@@ -253,7 +253,11 @@ class Applier:
             total, variable.shape, may_be_empty=is_table
           )
           if is_table:
-            self._store.count_rows(task, total.indices)
+            counted = self._store.count_rows(task, total.indices)
+            with tf.control_dependencies([counted]):
+              # Else the end of the count would be a message of its own.
+              rows = tf.identity(total.indices)
+            total = tf.IndexedSlices(total.values, rows, total.dense_shape)
         else:
           total = tf.ensure_shape(total, variable.shape)
         count = self._store.specs[index].divisor or num_contributions

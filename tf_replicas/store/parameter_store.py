@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_replicas import cluster
+from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import devices
 from tf_replicas.runtime import packing
 from tf_replicas.runtime import resources
@@ -534,7 +535,12 @@ class ParameterStore:
 
   @tf.autograph.experimental.do_not_convert
   def pull(
-    self, *, in_order: bool = False
+    self,
+    read_shard: Callable[[int, int], tf.Tensor] | None = None,
+    *,
+    in_order: bool = False,
+    after: Sequence[tf.Tensor] = (),
+    message: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
   ) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Reads the global step, then every variable once, as whole tensors.
 
@@ -543,22 +549,38 @@ class ParameterStore:
     gradients computed from them.
 
     Args:
-      in_order: Whether the first variables are to arrive first, as for `read`.
+      read_shard: Maps (position in `specs`, shard number) to the value to read
+        for the shard. It is called once per shard, on the shard's device. None:
+        the value of the shard's variable.
+      in_order: Whether each PS task sends the variables in their order, so that
+        a forward pass can begin when the first have arrived. The variables are
+        then read one after another, over a longer time. False: they are all
+        read at once.
+      after: Tensors to wait for before the global step is read.
+      message: Maps the global step to a tensor, which is sent along with the
+        variables of PS task 0, where it is called.
 
     Returns:
-      The int64 global step, and one tensor per variable, on the caller's
+      The tensor of `message`, and one tensor per variable, on the caller's
       device.
     """
-    step = self.read_global_step()
-    with tf.control_dependencies([step]):
-      return step, self.read(item=self.wire_item, in_order=in_order)
+    step = control_flow.call_on(
+      self.device_of_task(0), self.read_global_step, after
+    )
+    return self._fetch(
+      read_shard,
+      self.wire_item,
+      in_order=in_order,
+      after=[step],
+      message=lambda: message(step),
+    )
 
   def read_global_step(self) -> tf.Tensor:
     """Reads the global step, an int64 scalar, from parameter server 0."""
     with tf.device(self.device_of_task(0)):
       return self.global_step.read_value()
 
-  def count_rows(self, task: int, ids: tf.Tensor) -> None:
+  def count_rows(self, task: int, ids: tf.Tensor) -> tf.Tensor:
     """Counts the rows of a table that an update changes on a PS task.
 
     They are added to the number that `row_updates` returns for this task.
@@ -567,8 +589,12 @@ class ParameterStore:
       task: The index of the PS task, on whose device this is called.
       ids: The indices of the n rows that an update changes, [n], of any integer
         dtype.
+
+    Returns:
+      A tensor; a control dependency on it waits until they are counted.
     """
-    self._row_updates[task].assign_add(tf.size(ids, tf.int64))
+    count = self._row_updates[task]
+    return count.assign_add(tf.size(ids, tf.int64), read_value=True)
 
   def row_updates(self) -> list[int]:
     """Returns how many rows of tables all updates have changed, per PS task.
@@ -604,13 +630,24 @@ class ParameterStore:
       with tf.control_dependencies([advanced]):
         return tf.identity(step + 1)
 
-  def read(
+  def read(self) -> list[tf.Tensor]:
+    """Reads all variables except tables, as whole tensors.
+
+    Returns:
+      One tensor per variable, on the caller's device. For a table (a matrix
+      whose rows are read singly), it is a tensor without rows.
+    """
+    return self._fetch(None, self.item)[1]
+
+  def _fetch(
     self,
-    read_shard: Callable[[int, int], tf.Tensor] | None = None,
-    item: Callable[[int, int], packing.Item] | None = None,
+    read_shard: Callable[[int, int], tf.Tensor] | None,
+    item: Callable[[int, int], packing.Item],
     *,
     in_order: bool = False,
-  ) -> list[tf.Tensor]:
+    after: Sequence[tf.Tensor] = (),
+    message: Callable[[], tf.Tensor] | None = None,
+  ) -> tuple[Any, list[tf.Tensor]]:
     """Reads all variables except tables, as whole tensors.
 
     Args:
@@ -618,25 +655,38 @@ class ParameterStore:
         for the shard. It is called once per shard, on the shard's device. None:
         the value of the shard's variable.
       item: Maps (position in `specs`, shard number) to the shape of the shard
-        and the dtype in which it is sent to the caller. None: its own dtype.
-        The results have the variables' own dtypes in any case.
+        and the dtype in which it is sent to the caller. The results have the
+        variables' own dtypes in any case.
       in_order: Whether each PS task sends the variables in their order, so that
         a forward pass can begin when the first have arrived. The variables are
         then read one after another, over a longer time. False: they are all
         read at once.
+      after: Tensors to wait for before anything is read.
+      message: Returns a tensor that PS task 0, where it is called, sends along
+        with its variables. None: there is none.
 
     Returns:
-      One tensor per variable, on the caller's device. For a table (a matrix
-      whose rows are read singly), it is a tensor without rows.
+      The tensor of `message`, or None; and one tensor per variable, on the
+      caller's device. For a table (a matrix whose rows are read singly), it is
+      a tensor without rows.
     """
     read_shard = read_shard or (lambda i, n: self._variables[i][n].read_value())
     parts = {}
+    told = None
     for task, owners in enumerate(self._owners):
-      fetched = self._parcel(owners, item or self.item).fetch(
-        self.device_of_variables(task),
-        lambda i, owners=owners: read_shard(*owners[i]),
+
+      def read(i: int, task=task, owners=owners) -> tf.Tensor:
+        with tf.device(self.device_of_variables(task)):
+          return read_shard(*owners[i])
+
+      fetched, more = self._parcel(owners, item).fetch(
+        self.device_of_task(task),
+        read,
         in_order=in_order,
+        after=after,
+        message=None if task else message,
       )
+      told = told if task else more
       parts.update(zip(owners, fetched, strict=True))
     values = []
     for index, shards in enumerate(self.shards):
@@ -644,7 +694,7 @@ class ParameterStore:
       if value is None:
         value = join([parts[index, n] for n in range(len(shards))], shards)
       values.append(value)
-    return values
+    return told, values
 
   def item(self, index: int, number: int) -> packing.Item:
     """Returns shape and dtype of shard `number` of variable `specs[index]`."""

@@ -76,8 +76,8 @@ class Training:
     )
 
   def pull(self, replica):
-    step, values = self._pulls[replica]()
-    return step, values
+    token, values = self._pulls[replica]()
+    return token.global_step, values
 
   def apply(self, replica, step, gradients, loss=0.5):
     release = self._applies[replica](step, tf.constant(loss), *gradients)

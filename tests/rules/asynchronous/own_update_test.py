@@ -110,8 +110,8 @@ class Client:
 
   def pull(self, replica=0):
     """The global step, and a list for every variable."""
-    step, values = self._pull(_int(replica))
-    return int(step), [value.numpy().tolist() for value in values]
+    token, values = self._pull(_int(replica))
+    return int(token.global_step), [value.numpy().tolist() for value in values]
 
   def values(self):
     return [value.tolist() for value in stores.numpy(self.store.read())]

@@ -51,7 +51,7 @@ def _messages(num_tables):
   first = [tf.zeros([0, _COLUMNS])] * num_tables + [tf.ones([_COLUMNS, 1])]
   rule_base.create_or_resume(rule, store, first)
   loop = replica_loop.ReplicaLoop(
-    rule, replica, iter(data), 0, stores.device(0), stores.device(_WORKER)
+    rule, replica, iter(data), 0, stores.device(_WORKER)
   )
   step = tf.function(
     lambda state: loop.run_one(*state, is_preadmitted=False), autograph=False

@@ -217,9 +217,12 @@ class GradientQueuesTest(stores.TestCase):
       tag = tf.constant(7, tf.int64)
       scalars = resources.Scalars(1, tag, tf.constant(False), tf.constant(0.5))
       packed = queues.pack([tf.ones([2, 4])], scalars)
-      arrived, landed = queues.put_with_scalars(packed, scalars)
-      with tf.control_dependencies(arrived):
-        return [tf.identity(scalar) for scalar in landed]
+
+      def then(arrived, landed):
+        with tf.control_dependencies([arrived]):
+          return [tf.identity(scalar) for scalar in landed]
+
+      return queues.put_with_scalars(packed, scalars, then)
 
     self.assertEqual([x.numpy() for x in put()], [1, 7, False, 0.5])
     (total,) = self._take(queues, [(1, 7)])

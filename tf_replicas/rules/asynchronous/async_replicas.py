@@ -21,6 +21,7 @@ from tf_replicas.rules.asynchronous import async_admission
 from tf_replicas.rules.asynchronous import own_update
 from tf_replicas.rules.asynchronous import staleness as staleness_lib
 from tf_replicas.rules.asynchronous import staleness_clocks
+from tf_replicas.runtime import control_flow
 from tf_replicas.runtime import resources
 from tf_replicas.store import gradient_math
 from tf_replicas.store import inner_optimizer
@@ -305,19 +306,16 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
 
   # The replica's half.
 
-  def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+  def pull(
+    self, replica: int | tf.Tensor, token: step_token.StepToken | None = None
+  ) -> tuple[step_token.StepToken, list[tf.Tensor]]:
     """Reads the variables for a replica; to be used inside a `tf.function`.
 
     If the policy compensates stale gradients, the PS tasks keep a copy of the
-    values that the replica read. Implements `GradientRule.pull`.
-
-    Args:
-      replica: The index of the replica that reads, in [0, total_num_replicas).
-
-    Returns:
-      The int64 global step, and one tensor per variable of the parameter store.
+    values that the replica read. Implements `GradientRule.pull`, which
+    documents the arguments and the result.
     """
-    return self._own_update.pull(replica)
+    return self._own_update.pull(replica, token)
 
   @tf.autograph.experimental.do_not_convert
   def begin(self, replica: int | tf.Tensor) -> rule_base.ReplicaStep:
@@ -385,14 +383,16 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     # Refused gradients were too stale: read again.
     uses = tf.where(token.admitted > 0, uses + 1, self.refresh_every)
     is_due = uses >= self.refresh_every
-    with tf.control_dependencies([token.global_step]):
-      step, parameters = tf.cond(
-        is_due,
-        lambda: self.pull_contributed(replica),
-        lambda: (step, parameters),
-      )
+
+    def keep():
+      with tf.device(self._device):
+        kept = step_token.at_step(token, step)
+      return step_token.copy_here(self._device, kept), parameters
+
+    token, parameters = tf.cond(
+      is_due, lambda: self.pull_contributed(replica, token), keep
+    )
     uses = tf.where(is_due, tf.zeros_like(uses), uses)
-    token = self.at_step(token, step)
     return rule_base.ReplicaStep(token, [*parameters, uses], computed)
 
   @tf.autograph.experimental.do_not_convert
@@ -442,26 +442,32 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     gradients = self.weigh_statistics(gradients, weight)
     is_sound = tf.math.is_finite(tf.cast(loss, tf.float32))
     is_sound &= gradient_math.all_finite(gradients, self._store.wire_dtypes)
-    scalars = replica, local_step, is_sound, loss, num_examples
-    parts = None
-    landed: Sequence[Any]
+    scalars = resources.Scalars(
+      replica, local_step, is_sound, loss, num_examples
+    )
+    parts, vector = None, scalars.vector
     if self.policy.admits is None and self.policy.max_lead != 0:
       # No policy can refuse: send the gradients without waiting for an answer.
-      joined = resources.Scalars(*scalars)
-      parcels = self._own_update.pack(gradients, joined)
+      parcels = self._own_update.pack(gradients, scalars)
       parts, vector = self._own_update.send(parcels)
-      with tf.device(self._device):
-        landed = joined.split(vector)
     else:
       parcels = self._own_update.pack(gradients)
-      landed = resources.transfer_scalars(self._device, *scalars)
-    replica, local_step, is_sound, loss, num_examples = landed
-    # Wait for the gradient before any clock or lock.
-    with tf.control_dependencies([is_sound]):
-      clock = self._clocks.next_clock(replica)
-      passed = self._clocks.before(replica, clock)
-    with tf.control_dependencies([passed]):
-      admission = self.admission.admit(replica, local_step, is_sound)
+
+    def admit() -> list[Any]:
+      replica, local_step, is_sound, *report = scalars.split(vector)
+      # Wait for the gradient before any clock or lock.
+      with tf.control_dependencies([is_sound]):
+        clock = self._clocks.next_clock(replica)
+        passed = self._clocks.before(replica, clock)
+      with tf.control_dependencies([passed]):
+        admission = self.admission.admit(replica, local_step, is_sound)
+      return [admission, clock, replica, *report]
+
+    admission, clock, landed, loss, num_examples = control_flow.call_on(
+      self._device, admit
+    )
+    if tf.is_tensor(replica):
+      replica = landed
 
     def finish(is_update: tf.Tensor | bool) -> tf.Tensor:
       return self.admission.finish(
@@ -471,16 +477,17 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     step, *times = self._apply_if_admitted(
       parcels, parts, replica, admission, finish
     )
-    with tf.device(self._device):
-      with tf.control_dependencies([step]):
-        passed = self._clocks.after(replica, clock)
-      with tf.control_dependencies([passed]):
-        return step_token.StepToken(
-          tf.cast(admission.admitted, tf.int64),
-          tf.identity(step),
-          tf.constant(step_token.NO_TAG, tf.int64),
-          step_token.pack_times(*times, released=step_token.now()),
-        )
+
+    def release() -> step_token.StepToken:
+      passed = tf.identity(self._clocks.after(replica, clock))
+      return step_token.StepToken(
+        tf.cast(admission.admitted, tf.int64),
+        tf.identity(step),
+        tf.constant(step_token.NO_TAG, tf.int64),
+        step_token.pack_times(*times, released=step_token.now(passed)),
+      )
+
+    return control_flow.call_on(self._device, release, [step])
 
   def _apply_if_admitted(
     self,

@@ -134,17 +134,14 @@ class OwnUpdate:
           ]
 
   @tf.autograph.experimental.do_not_convert
-  def pull(self, replica: int | tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+  def pull(
+    self, replica: int | tf.Tensor, token: step_token.StepToken | None = None
+  ) -> tuple[step_token.StepToken, list[tf.Tensor]]:
     """Reads the variables for a replica; to be used inside a `tf.function`.
 
     If the policy corrects stale gradients, a copy of the values that the
-    replica reads is also kept on the PS tasks.
-
-    Args:
-      replica: The index of the replica that reads, in [0, total_num_replicas).
-
-    Returns:
-      The int64 global step, and one tensor per variable of the store.
+    replica reads is also kept on the PS tasks. `GradientRule.pull` documents
+    the arguments and the result.
     """
 
     def read_shard(index, number):
@@ -161,17 +158,16 @@ class OwnUpdate:
       return value
 
     def read():
-      step = self._store.read_global_step()
-      with tf.control_dependencies([step]):
-        values = self._store.read(
+      return step_token.pull(
+        token,
+        functools.partial(
+          self._store.pull,
           read_shard,
-          self._store.wire_item,
           in_order=not self._snapshot_reads,  # Else the lock is held longer.
-        )
-        return [step, *values]
+        ),
+      )
 
-    step, *values = self._version.hold(read) if self._snapshot_reads else read()
-    return step, values
+    return self._version.hold(read) if self._snapshot_reads else read()
 
   def __call__(
     self,
@@ -429,29 +425,45 @@ class OwnUpdate:
     """
     arrived = []
     vector = None
-    for task, (parcel, dense, sparse, bundle) in enumerate(by_task):
+    for task, gradients in enumerate(by_task):
       shards = self._store.contributed_shards(task)
       parts: list[parameter_store.Gradient] = [None] * len(shards)
-      with tf.device(self._store.device_of_task(task)):
-        tensors = bundle.unpack([tf.identity(p) for p in bundle.packed])
-        count = len(parcel.groups)
-        unpacked = parcel.unpack(tensors[:count])
-        for i, tensor in zip(dense, unpacked, strict=True):
-          parts[i] = tensor
-        rest = tensors[count:]
-        if len(rest) > 2 * len(sparse):
-          vector = resources.copy_here(rest.pop())
-        rows = iter(rest)
-        for i, values, indices in zip(sparse, rows, rows, strict=True):
-          item = self._store.item(*self._owner(task, i))
-          parts[i] = tf.IndexedSlices(
-            # With no cast, a conditional would take the rows from the replica.
-            resources.copy_here(tf.cast(values, item.dtype)),
-            resources.copy_here(indices),
-            tf.constant(item.shape, tf.int64),
-          )
+      land = functools.partial(self._land, task, gradients)
+      *landed, more = control_flow.call_on(
+        self._store.device_of_task(task), land
+      )
+      for i, part in zip(
+        [*gradients.dense, *gradients.sparse], landed, strict=True
+      ):
+        parts[i] = part
+      vector = vector if task else more
       arrived.append(parts)
     return arrived, vector
+
+  def _land(self, task: int, gradients: TaskGradients) -> list[Any]:
+    """Unpacks gradients on their PS task.
+
+    Args:
+      task: The PS task.
+      gradients: The packed gradients.
+
+    Returns:
+      The dense gradients, the sparse gradients, and the vector of the scalars;
+      in its place a constant if there are no scalars.
+    """
+    parcel, _, sparse, bundle = gradients
+    tensors = bundle.unpack(bundle.packed)
+    count = len(parcel.groups)
+    landed: list[Any] = parcel.unpack(tensors[:count])
+    rest = tensors[count:]
+    vector = rest.pop() if len(rest) > 2 * len(sparse) else tf.constant(0.0)
+    rows = iter(rest)
+    for i, values, indices in zip(sparse, rows, rows, strict=True):
+      item = self._store.item(*self._owner(task, i))
+      shape = tf.constant(item.shape, tf.int64)
+      values = tf.cast(values, item.dtype)
+      landed.append(tf.IndexedSlices(values, indices, shape))
+    return [*landed, vector]
 
   def _owner(self, task: int, i: int) -> tuple[int, int]:
     """Returns (variable's position in `store.specs`, number of the shard).

@@ -130,10 +130,10 @@ class PeriodicOptimizer(rule_base.UpdateRule):
     the result consists of the copy, then the center again if the kind of
     exchange needs it, then the state of the local optimizer.
     """
-    step, parameters = self._rule.pull_contributed(replica)
+    token, parameters = self._rule.pull_contributed(replica)
     center = parameters if self._sync_round.needs_center else []
     return rule_base.ReplicaStep(
-      step_token.first(step),
+      token,
       [*parameters, *center, *self._steps.new_slots()],
       step_token.never(),
     )

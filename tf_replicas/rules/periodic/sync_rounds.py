@@ -258,12 +258,11 @@ class AverageAll(SyncRound):
     rate = cast(MoveToward, self.rule.inner.optimizer).rate
     moves = [*distances[:count], *(rate * d for d in distances[count:])]
     token = self._contribute(moves, period)
-    admitted = token.admitted
-    token, center = self.rule.read_on(token, period.replica)
+    token, center = self.rule.pull_contributed(period.replica, token)
     if not self.needs_center:
       return token, center, []
     # A refused copy did not move the center, so it is not moved either.
-    rate = tf.where(admitted > 0, self._moving_rate, 0.0)
+    rate = tf.where(token.admitted > 0, self._moving_rate, 0.0)
     return token, _minus(parameters, distances, -rate), center
 
 
@@ -488,6 +487,7 @@ class ElasticRound(SyncRound):
       tf.constant(step_token.NO_TAG, tf.int64),
       step_token.pack_times(asked, *[step_token.now(now)] * 3),
     )
+    token = step_token.copy_here(self._device, token)
     # Copy and center move by the same fraction of their distance.
     distances = _minus(center, parameters)
     parameters = _minus(parameters, distances, -self._moving_rate)
@@ -532,7 +532,7 @@ class AccumulatedGradients(SyncRound):
       for i, total in enumerate(period.local.totals)
     ]
     token = self._contribute(means, period)
-    return *self.rule.read_on(token, period.replica), []
+    return *self.rule.pull_contributed(period.replica, token), []
 
 
 def _minus(

@@ -46,8 +46,10 @@ processes void each other's offers until the old process learns by its heartbeat
 that it was replaced.
 """
 
+import functools
 import secrets
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -252,33 +254,46 @@ class Contributions:
         replica, preadmitted_tag, is_sound, loss, num_examples
       )
       packed = self._gradients.pack(gradients, scalars)
-      arrived, landed = self._gradients.put_with_scalars(packed, scalars)
-      replica, tag, is_sound, *report = landed
-      return self._report(replica, tag, arrived, present, report, is_sound)
+
+      def report_all(arrived, landed) -> step_token.StepToken:
+        replica, tag, is_sound, *report = landed
+        with tf.control_dependencies([arrived]):
+          return self._report(replica, tag, present, report, is_sound)
+
+      return self._gradients.put_with_scalars(packed, scalars, report_all)
     packed = self._gradients.pack(gradients)
-    *report, is_sound, replica, local_step = resources.transfer_scalars(
-      self._device, loss, num_examples, is_sound, replica, local_step
+    scalars = resources.Scalars(
+      replica, local_step, is_sound, loss, num_examples
     )
-    with tf.device(self._device):
+
+    def ask() -> list[Any]:
+      replica, local_step, is_sound, *report = scalars.split(scalars.vector)
       tag = step_token.microseconds(step_token.now())
       kind = tf.where(is_sound, int(Kind.OFFER), int(Kind.NONFINITE))
       offered = self._send(kind, replica, tag, step=local_step)
       with tf.control_dependencies([offered]):
         verdict, step = self._replies.wait(replica, tag)
       answered = step_token.now(verdict)
-      with tf.control_dependencies([answered]):
-        admitted = tf.equal(verdict, int(Verdict.ADMIT))
+      admitted = tf.equal(verdict, int(Verdict.ADMIT))
+      return [admitted, step, answered, tag, replica, report]
+
+    admitted, step, answered, tag, landed, report = control_flow.call_on(
+      self._device, ask
+    )
+    if tf.is_tensor(replica):
+      replica = landed
+
+    def deliver() -> step_token.StepToken:
+      report_all = functools.partial(
+        self._report, replica, tag, present, report, True, answered
+      )
+      arrived = self._gradients.put(replica, tag, packed)
+      return control_flow.call_on(self._device, report_all, arrived)
+
+    with tf.device(self._device):
       return tf.cond(
         admitted,
-        lambda: self._report(
-          replica,
-          tag,
-          self._gradients.put(replica, tag, packed),
-          present,
-          report,
-          True,
-          answered,
-        ),
+        deliver,
         lambda: step_token.StepToken(
           tf.constant(0, tf.int64),
           step,
@@ -291,7 +306,6 @@ class Contributions:
     self,
     replica,
     tag,
-    arrived,
     present,
     report,
     is_sound,
@@ -299,10 +313,11 @@ class Contributions:
   ) -> step_token.StepToken:
     """Reports to the chief that gradients have arrived, and awaits its reply.
 
+    To be called on PS task 0, when all gradients are on the PS tasks.
+
     Args:
       replica: The index of the replica.
       tag: int64 scalar, identifies the gradients among those of the replica.
-      arrived: Tensors or ops after which all gradients are on the PS tasks.
       present: For each variable, whether the replica has a gradient for it.
       report: The mean loss, and the number of examples.
       is_sound: bool scalar, whether loss and gradients are finite. If not, the
@@ -314,7 +329,7 @@ class Contributions:
       A token that says whether the gradients were used, and from which global
       step to continue.
     """
-    with tf.device(self._device), tf.control_dependencies(arrived):
+    with tf.device(self._device):
       kind = tf.where(is_sound, int(Kind.DELIVERED), int(Kind.NONFINITE))
       delivered = self._send(kind, replica, tag, report=report, present=present)
       with tf.control_dependencies([delivered]):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -21,6 +22,8 @@ from tf_replicas.runtime import resources
 from tf_replicas.store import parameter_store
 
 Gradient = parameter_store.Gradient
+# Tensors in any `tf.nest` structure.
+_Tensors = TypeVar("_Tensors")
 
 
 class GradientQueues:
@@ -141,55 +144,73 @@ class GradientQueues:
       packed: The result of `pack`.
 
     Returns:
-      One tensor for each PS task that holds variables. Control dependencies on
-      them wait until the gradients have arrived.
+      One tensor for each PS task that holds variables. They have to be used:
+      as the argument `after` of `control_flow.call_on`, they wait until the
+      gradients have arrived.
     """
     arrived = []
     for task, bundle in enumerate(packed):
       if not self._layouts[task].num_shards:
         continue
-      with tf.device(self._store.device_of_task(task)):
-        sent = [resources.copy_here(c) for c in (tag, *bundle.packed)]
-        components = [sent[0], *bundle.unpack(sent[1:])]
 
-        def enqueue(queue, components=components):
-          return control_flow.done(queue.enqueue(components))
+      def land(task=task, bundle=bundle) -> tf.Tensor:
+        return self._enqueue(task, replica, tag, bundle.unpack(bundle.packed))
 
-        arrived.append(resources.switch(replica, self._queues[task], enqueue))
+      device = self._store.device_of_task(task)
+      arrived.append(control_flow.call_on(device, land))
     return arrived
 
   def put_with_scalars(
-    self, packed: Sequence[packing.Bundle], scalars: resources.Scalars
-  ) -> tuple[list[tf.Tensor], list[Any]]:
+    self,
+    packed: Sequence[packing.Bundle],
+    scalars: resources.Scalars,
+    then: Callable[[tf.Tensor, list[Any]], _Tensors],
+  ) -> _Tensors:
     """Sends one set of gradients, and scalars, to the PS tasks.
 
     Args:
       packed: The result of `pack`, which got the same `scalars`.
       scalars: The first is the index of the replica that sends. The second is
         the tag, which identifies the set among those of the replica.
+      then: Continues on PS task 0 when the gradients have arrived on all other
+        tasks. It gets a tensor that is there when they have arrived on task 0,
+        and the scalars. It returns tensors.
 
     Returns:
-      One tensor for each PS task that holds variables, as `put` returns them:
-      control dependencies on them wait until the gradients have arrived. And
-      the scalars, on PS task 0.
+      The tensors of `then`, on PS task 0.
     """
-    arrived, first = [], []
-    for task, bundle in enumerate(packed):
-      if task and not self._layouts[task].num_shards:
-        continue
-      with tf.device(self._store.device_of_task(task)):
-        sent = [resources.copy_here(c) for c in bundle.packed]
-        *components, vector = bundle.unpack(sent)
-        replica, tag, *rest = scalars.split(vector)
-        first = first or [replica, tag, *rest]
-        if not self._layouts[task].num_shards:
-          continue
 
-        def enqueue(queue, element=(tag, *components)):
-          return control_flow.done(queue.enqueue(element))
+    def land(task: int) -> tuple[tf.Tensor, list[Any]]:
+      bundle = packed[task]
+      *components, vector = bundle.unpack(bundle.packed)
+      replica, tag, *rest = scalars.split(vector)
+      arrived = tf.constant(True)
+      if self._layouts[task].num_shards:
+        arrived = self._enqueue(task, replica, tag, components)
+      return arrived, [replica, tag, *rest]
 
-        arrived.append(resources.switch(replica, self._queues[task], enqueue))
-    return arrived, first
+    others = [
+      control_flow.call_on(
+        self._store.device_of_task(task), lambda task=task: land(task)[0]
+      )
+      for task in range(1, len(packed))
+      if self._layouts[task].num_shards
+    ]
+
+    def land_on_first() -> _Tensors:
+      arrived, landed = land(0)
+      return then(arrived, landed)
+
+    device = self._store.device_of_task(0)
+    return control_flow.call_on(device, land_on_first, others)
+
+  def _enqueue(self, task, replica, tag, components) -> tf.Tensor:
+    """Puts a set of gradients into the queue of `replica` on a PS task."""
+
+    def enqueue(queue: resources.Queue) -> tf.Tensor:
+      return control_flow.done(queue.enqueue([tag, *components]))
+
+    return resources.switch(replica, self._queues[task], enqueue)
 
   def _check_sparse(self, gradients: Sequence[Gradient]) -> None:
     for index, gradient, is_sparse in zip(
