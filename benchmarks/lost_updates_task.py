@@ -62,7 +62,6 @@ def _train(driver, index: int, increments: int, directory) -> None:
     driver.replica,
     batches,
     index,
-    ps_device=driver.store.device_of_task(0),
     device=None,
   )
   begin = tf.function(loop.begin)

@@ -189,7 +189,7 @@ class Training:
     def loop(index):
       batches = _Batches(self._data, self._drawn, index)
       return replica_loop.ReplicaLoop(
-        rule, replica, batches, index, ps_device=_CPU, device=_CPU
+        rule, replica, batches, index, device=_CPU
       )
 
     self._begin = tf.function(lambda i: loop(i).begin(), autograph=False)

@@ -99,9 +99,7 @@ def play(
   iterator = iter(replica.dataset_fn(1, 0, 0))
 
   def loop(index):
-    return replica_loop.ReplicaLoop(
-      rule, replica, iterator, index, ps_device=_CPU, device=_CPU
-    )
+    return replica_loop.ReplicaLoop(rule, replica, iterator, index, device=_CPU)
 
   @tf.function(autograph=False)
   def begin(index):

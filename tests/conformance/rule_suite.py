@@ -158,9 +158,8 @@ class Training:
 
   def _loop(self, index: tf.Tensor) -> replica_loop.ReplicaLoop:
     batches = _Batches(self._drawn, self._good, index)
-    device = self.store.device_of_task(0)
     return replica_loop.ReplicaLoop(
-      self.rule, self._replica, batches, index, ps_device=device, device=None
+      self.rule, self._replica, batches, index, device=None
     )
 
   def start(self, *which: int) -> None:

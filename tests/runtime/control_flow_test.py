@@ -36,6 +36,69 @@ class RunIfTest(parameterized.TestCase):
     self.assertEqual(int(total), 1)
 
 
+class CallOnTest(parameterized.TestCase):
+  """The full name of the device makes it a single operation."""
+
+  def setUp(self):
+    super().setUp()
+    with tf.init_scope():
+      self.device = tf.constant(0).device
+    self.assertIn("/job:", self.device)
+
+  @parameterized.parameters(True, False)
+  def test_returns_what_the_function_returns(self, is_eager):
+    total = tf.Variable(2)
+
+    def run(factor):
+      def fn():
+        total.assign_add(1)
+        rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([3]))
+        return [{"a": factor * total.read_value()}, rows]
+
+      return control_flow.call_on(self.device, fn)
+
+    run = run if is_eager else tf.function(run, autograph=False)
+    found, rows = run(tf.constant(5))
+    self.assertEqual(int(found["a"]), 15)
+    self.assertEqual(rows.indices.numpy().tolist(), [3])
+
+  def test_is_one_operation(self):
+    @tf.function(autograph=False)
+    def run(x):
+      return control_flow.call_on(self.device, lambda: (x + 1) * (x - 1))
+
+    traced = run.get_concrete_function(tf.TensorSpec([], tf.int32))
+    kinds = [op.type for op in traced.graph.get_operations()]
+    self.assertEqual(kinds, ["Placeholder", "PartitionedCall", "Identity"])
+    self.assertEqual(int(traced(tf.constant(4))), 15)
+
+  @parameterized.parameters("", "/device:CPU:0")
+  def test_waits_for_the_tensors_of_after(self, device):
+    total = tf.Variable(1)
+
+    @tf.function(autograph=False)
+    def run():
+      where = device or self.device
+      first = control_flow.call_on(where, lambda: total.assign_add(1))
+      return control_flow.call_on(
+        where, lambda: 10 * total.read_value(), [first]
+      )
+
+    self.assertEqual(int(run()), 20)
+
+  def test_refuses_control_dependencies_on_what_is_outside(self):
+    @tf.function(autograph=False)
+    def run(x):
+      def fn():
+        with tf.control_dependencies([x]):
+          return tf.constant(1)
+
+      return control_flow.call_on(self.device, fn)
+
+    with self.assertRaisesRegex(AssertionError, "use `after`"):
+      run(tf.constant(1))
+
+
 class RequireTest(parameterized.TestCase):
   @parameterized.parameters(False, True)
   def test_names_what_is_wrong(self, is_eager):

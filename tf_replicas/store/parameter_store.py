@@ -593,8 +593,8 @@ class ParameterStore:
     Returns:
       A tensor; a control dependency on it waits until they are counted.
     """
-    count = self._row_updates[task]
-    return count.assign_add(tf.size(ids, tf.int64), read_value=True)
+    count: Any = self._row_updates[task]
+    return count.assign_add(tf.size(ids, tf.int64))
 
   def row_updates(self) -> list[int]:
     """Returns how many rows of tables all updates have changed, per PS task.
