@@ -32,15 +32,15 @@ def call_on(
 ) -> _Tensors:
   """Runs all operations that `fn` creates as one operation on `device`.
 
-  A loop or a conditional that runs on several tasks needs fewer messages then.
-  For single operations, TensorFlow (2.21) also sends to their task that the
-  loop goes on to those that have no inputs, such as constants; and from their
-  task that the stateful ones have ended. One operation whose results are used
-  needs neither. Its task receives the tensors that `fn` uses, and sends those
-  that `fn` returns.
+  A loop or a conditional that runs on several tasks then needs fewer messages.
+  For single operations, TensorFlow (2.21) sends two more in each iteration. One
+  goes to their task: operations without inputs, such as constants, may run. One
+  comes from their task: the stateful operations have ended. A single operation
+  whose results are used needs neither. Its task receives the tensors that `fn`
+  uses, and sends those that `fn` returns.
 
-  In eager mode, and on a device that is named without a job, and so is in this
-  process, the operations stay single: there are no messages to save.
+  In eager mode, the operations are not joined. Nor are they on a device whose
+  name has no job: it is in this process, so there are no messages to save.
 
   Args:
     device: The device.
