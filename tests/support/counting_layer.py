@@ -14,7 +14,7 @@ class Counting(keras.layers.Layer):
     )
 
   def call(self, inputs):
-    """Counts, perhaps."""
+    """Adds the count to `inputs`, after counting up if `counts` is true."""
     if self.counts:
       self.count.assign(self.count + 1)
     return inputs + keras.ops.cast(self.count, "float32")

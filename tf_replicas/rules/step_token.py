@@ -117,8 +117,8 @@ def pull(
   """Reads the variables for a replica once `token` has arrived.
 
   Args:
-    token: The reply to the replica's last gradients, on PS task 0. None: there
-      is none yet.
+    token: The reply to the replica's last gradients, on PS task 0. None: this
+      is the first read.
     read: `ParameterStore.pull`, whose arguments `after` and `message` are still
       to be given.
 

@@ -295,7 +295,7 @@ class Parcel:
       after: Tensors to wait for before anything is read.
       message: Returns one more tensor, which is sent along with the first
         tensors. It is called on `device`, and computed before anything is read.
-        None: there is none.
+        None: no such tensor is sent.
 
     Returns:
       One tensor per element of `items`, of the dtype after the transfer; and

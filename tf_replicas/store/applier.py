@@ -253,10 +253,7 @@ class Applier:
             total, variable.shape, may_be_empty=is_table
           )
           if is_table:
-            counted = self._store.count_rows(task, total.indices)
-            with tf.control_dependencies([counted]):
-              # Else the end of the count would be a message of its own.
-              rows = tf.identity(total.indices)
+            rows = self._store.count_rows(task, total.indices)
             total = tf.IndexedSlices(total.values, rows, total.dense_shape)
         else:
           total = tf.ensure_shape(total, variable.shape)

@@ -591,10 +591,12 @@ class ParameterStore:
         dtype.
 
     Returns:
-      A tensor; a control dependency on it waits until they are counted.
+      `ids`, once they are counted. An update that uses them also waits for the
+      count, whose end is then no message of its own.
     """
     count: Any = self._row_updates[task]
-    return count.assign_add(tf.size(ids, tf.int64))
+    with tf.control_dependencies([count.assign_add(tf.size(ids, tf.int64))]):
+      return tf.identity(ids)
 
   def row_updates(self) -> list[int]:
     """Returns how many rows of tables all updates have changed, per PS task.
@@ -651,19 +653,14 @@ class ParameterStore:
     """Reads all variables except tables, as whole tensors.
 
     Args:
-      read_shard: Maps (position in `specs`, shard number) to the value to read
-        for the shard. It is called once per shard, on the shard's device. None:
-        the value of the shard's variable.
+      read_shard: As for `pull`.
       item: Maps (position in `specs`, shard number) to the shape of the shard
         and the dtype in which it is sent to the caller. The results have the
         variables' own dtypes in any case.
-      in_order: Whether each PS task sends the variables in their order, so that
-        a forward pass can begin when the first have arrived. The variables are
-        then read one after another, over a longer time. False: they are all
-        read at once.
+      in_order: As for `pull`.
       after: Tensors to wait for before anything is read.
       message: Returns a tensor that PS task 0, where it is called, sends along
-        with its variables. None: there is none.
+        with its variables. None: no such tensor is sent.
 
     Returns:
       The tensor of `message`, or None; and one tensor per variable, on the

@@ -385,9 +385,8 @@ class AsyncReplicasOptimizer(rule_base.OptimizerRule):
     is_due = uses >= self.refresh_every
 
     def keep():
-      with tf.device(self._device):
-        kept = step_token.at_step(token, step)
-      return step_token.copy_here(self._device, kept), parameters
+      kept = step_token.copy_here(self._device, token)
+      return step_token.at_step(kept, step), parameters
 
     token, parameters = tf.cond(
       is_due, lambda: self.pull_contributed(replica, token), keep

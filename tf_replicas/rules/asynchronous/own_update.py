@@ -428,15 +428,13 @@ class OwnUpdate:
     for task, gradients in enumerate(by_task):
       shards = self._store.contributed_shards(task)
       parts: list[parameter_store.Gradient] = [None] * len(shards)
-      land = functools.partial(self._land, task, gradients)
-      *landed, more = control_flow.call_on(
-        self._store.device_of_task(task), land
-      )
-      for i, part in zip(
-        [*gradients.dense, *gradients.sparse], landed, strict=True
-      ):
-        parts[i] = part
-      vector = vector if task else more
+      if gradients.bundle.packed:
+        land = functools.partial(self._land, task, gradients)
+        landed = control_flow.call_on(self._store.device_of_task(task), land)
+        for i in [*gradients.dense, *gradients.sparse]:
+          parts[i] = landed.pop(0)
+        if landed:
+          (vector,) = landed
       arrived.append(parts)
     return arrived, vector
 
@@ -448,22 +446,21 @@ class OwnUpdate:
       gradients: The packed gradients.
 
     Returns:
-      The dense gradients, the sparse gradients, and the vector of the scalars;
-      in its place a constant if there are no scalars.
+      The dense gradients, the sparse gradients, and the vector of the scalars
+      if there are scalars.
     """
     parcel, _, sparse, bundle = gradients
     tensors = bundle.unpack(bundle.packed)
     count = len(parcel.groups)
     landed: list[Any] = parcel.unpack(tensors[:count])
-    rest = tensors[count:]
-    vector = rest.pop() if len(rest) > 2 * len(sparse) else tf.constant(0.0)
-    rows = iter(rest)
-    for i, values, indices in zip(sparse, rows, rows, strict=True):
+    end = count + 2 * len(sparse)
+    pairs = zip(tensors[count:end:2], tensors[count + 1 : end : 2], strict=True)
+    for i, (values, indices) in zip(sparse, pairs, strict=True):
       item = self._store.item(*self._owner(task, i))
       shape = tf.constant(item.shape, tf.int64)
       values = tf.cast(values, item.dtype)
       landed.append(tf.IndexedSlices(values, indices, shape))
-    return [*landed, vector]
+    return [*landed, *tensors[end:]]
 
   def _owner(self, task: int, i: int) -> tuple[int, int]:
     """Returns (variable's position in `store.specs`, number of the shard).
