@@ -158,10 +158,11 @@ class _Job:
     """Waits for the end of the job; returns its state and exit status."""
 
     def state():
+      # First: the queue has a job that is still ending ("COMPLETING").
+      if self.run("squeue", "--noheader", f"--jobs={self.id}"):
+        return None
       shown = self.run("scontrol", "show", "job", self.id).replace("\n", " ")
-      state = re.search(r"JobState=(\w+) .*ExitCode=(\S+)", shown).groups()
-      has_ended = not self.run("squeue", "--noheader", f"--jobs={self.id}")
-      return has_ended and state
+      return re.search(r"JobState=(\w+) .*ExitCode=(\S+)", shown).groups()
 
     return waiting.await_value(
       state,
