@@ -155,7 +155,7 @@ def to_html(
   }
   parts = {
     "title": html.escape(TITLE),
-    "summary": html.escape(_summary(reports)),
+    "summary": _prose(_summary(reports)),
     "index": "".join(page.index + [_row_without_result(n) for n in missing]),
     "sections": "".join(page.sections),
     # No text in it may end the script.
@@ -316,7 +316,7 @@ def _section(
   else:
     picture = _picture(path, report["title"])
   rows = "".join(
-    f"<tr><td>{escape(finding['what'])}</td>"
+    f"<tr><td>{_prose(finding['what'])}</td>"
     f'<td data-label="found">{escape(_value(finding))}</td>'
     f'<td data-label="claimed">{escape(_bounds(finding))}</td>'
     f"<td>{_badge(finding['verdict']) if _bounds(finding) else ''}</td></tr>"
@@ -324,11 +324,11 @@ def _section(
   )
   return (
     f'<section id="{name}">\n<h2>{escape(report["title"])}</h2>\n'
-    f"<p><em>{escape(_sentence(report['claim']))}</em>"
-    f" ({escape(report['source'])})</p>\n"
+    f"<p><em>{_prose(_sentence(report['claim']))}</em>"
+    f" ({_prose(report['source'])})</p>\n"
     f"<p>{_badge(report['verdict'])}</p>\n"
-    f"<p>{escape(report['explanation'])}</p>\n"
-    f"<figure><figcaption>{escape(_conclusion(report))}</figcaption>{picture}"
+    f"<p>{_prose(report['explanation'])}</p>\n"
+    f"<figure><figcaption>{_prose(_conclusion(report))}</figcaption>{picture}"
     f"{_source(report['command'], _how(report), name, report)}</figure>{more}"
     '<table class="findings"><thead><tr><th>Number</th><th>Found</th>'
     f"<th>Claimed</th><th>Verdict</th></tr></thead>{rows}</table>\n</section>\n"
@@ -344,10 +344,13 @@ def _conclusion(report: Mapping) -> str:
     return f"Illustration: {first.rstrip('.')}"
   deciding = [f for f in judged if f["verdict"] == verdict]
   finding = deciding[0] if deciding else judged[0]
-  words = f"all {len(judged)} numbers are as claimed"
+  count = len(judged)
+  every = {1: "the number is", 2: "both numbers are"}
+  words = f"{every.get(count, f'all {count} numbers are')} as claimed"
   if verdict != claims.HOLDS:
     others = sum(f["verdict"] != claims.HOLDS for f in judged)
-    words = f"{others} of {len(judged)} numbers are not as claimed"
+    are = "are" if others > 1 else "is"
+    words = f"{others} of {count} numbers {are} not as claimed"
   return (
     f"{_sentence(verdict)}: {words}. {_sentence(finding['what'])}:"
     f" {_value(finding)}, claimed {_bounds(finding)}"
@@ -454,6 +457,17 @@ def _plot(title: str, words: str) -> str:
     f'<div><p class="plot-title">{html.escape(title)}</p><div class="plot"'
     f' role="img" aria-label="{html.escape(words)}"></div></div>'
   )
+
+
+def _prose(text: str) -> str:
+  """Returns text as HTML, with Markdown's `code` and *emphasis*."""
+  parts = html.escape(text).split("`")
+  for number, part in enumerate(parts):
+    if number % 2 and number < len(parts) - 1:
+      parts[number] = f"<code>{part}</code>"
+    else:
+      parts[number] = re.sub(r"(?<!\w)\*(\w+)\*", r"<em>\1</em>", part)
+  return "".join(parts)
 
 
 def _sentence(words: str) -> str:

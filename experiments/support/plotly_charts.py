@@ -196,14 +196,16 @@ def _scale(axis, limits: tuple[float, float], is_free: bool) -> dict:
     "type": kind,
     "automargin": True,
   }
+  ends = [_place(kind, limit) for limit in limits]
   if not is_free:
-    scale["range"] = numbers(_place(kind, limit) for limit in limits)
+    scale["range"] = numbers(ends)
   locator = axis.get_major_locator()
   if isinstance(locator, ticker.FixedLocator):
     scale["tickvals"] = numbers(locator.locs)
     scale["ticktext"] = [text.get_text() for text in axis.get_ticklabels()]
   elif kind == "log":
-    scale["dtick"] = 1
+    # A short axis would have a number or two at powers of ten.
+    scale["dtick"] = "D2" if ends[1] - ends[0] < 2 else 1
   return scale
 
 

@@ -257,8 +257,14 @@ class StoredResultsTest(absltest.TestCase):
     found["findings"].insert(0, others)
     self.assertEqual(
       report._conclusion(found),
-      "Does not hold: 1 of 2 numbers are not as claimed."
+      "Does not hold: 1 of 2 numbers is not as claimed."
       " Step < 2 & more: 2 s (1 to 4), claimed at most 5",
+    )
+
+  def test_prose(self):
+    self.assertEqual(
+      report._prose("`a*b*c` < 2, and *unclear*; 2 * 3 * 4"),
+      "<code>a*b*c</code> &lt; 2, and <em>unclear</em>; 2 * 3 * 4",
     )
 
   def test_timeline_is_recorded_or_simulated(self):
