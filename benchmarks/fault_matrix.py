@@ -15,9 +15,10 @@ survives if
 - its last checkpoint has exactly the examples of that many updates,
 - the weights are those of an undisturbed training, if the rule is `sync`, which
   needs every replica, and
-- every process ends by itself. Only a server (a parameter server or an in-graph
-  worker) that was started when the training ended is stopped: it would wait for
-  five minutes.
+- every process ends by itself: within 90 s, or after five minutes without a
+  client if it is a server that is cut off for good. Only a server (a parameter
+  server or an in-graph worker) that was started when the training ended is
+  stopped: it would wait for five minutes.
 
 `--cells=pairs` runs few cells, in which every two values of different factors
 meet at least once; `--cells=all` runs all. `--cells=network` runs cells with
@@ -56,6 +57,7 @@ from experiments.support import programs
 from tf_replicas import cluster
 from tf_replicas.cluster import local_cluster
 from tf_replicas.cluster import private_network
+from tf_replicas.drivers import server as server_lib
 from tf_replicas.runtime import fork_server
 from tf_replicas.session import checkpoints
 
@@ -282,6 +284,8 @@ class Training:
     # Tasks that may not be started again now.
     self._held: set[cluster.Task] = set()
     self._deadline = 0.0
+    # How long processes may take to end after the training.
+    self._end_secs = _END_SECS
 
   def _spec_path(self, task: cluster.Task) -> pathlib.Path:
     """Writes the spec that a task reads, and returns its path.
@@ -315,7 +319,7 @@ class Training:
         fault(self)
       self.await_that(self.has_finished, "the end of the training")
       self._stop_late_servers()
-      self._deadline = time.monotonic() + _END_SECS
+      self._deadline = time.monotonic() + self._end_secs
       self.await_that(lambda: not self._running(), "the end of all tasks")
     self._check()
 
@@ -497,6 +501,8 @@ class Training:
       network.limit(host, None)
       return
     network.cut(host)
+    if fault == "cut_for_good":
+      self._end_secs += server_lib.ORPHAN_TIMEOUT_SECS
     if fault == "cut":
       self._pause(_CUT_SECS)
       network.mend(host)

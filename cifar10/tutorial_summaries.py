@@ -7,6 +7,7 @@ histogram of the gradient of each variable; and the losses, cross entropy and
 weight decay apart, each as it is (`raw`) and averaged over the summaries.
 """
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Mapping
 
@@ -83,6 +84,8 @@ def make(
     *batches.element_spec,
   )
   averages: dict[str, float] = {}
+  # Now, as the first operation of a kind waits for all tasks too.
+  batches = itertools.chain([next(batches)], batches)
 
   def summarize(values: Mapping[str, np.ndarray]) -> run_options.Summary:
     with tf.device(None), tf.device(device):
@@ -102,7 +105,7 @@ def make(
       summary.scalars[f"{name}/sparsity"] = float(share)
     for path, gradient in zip(paths, gradients, strict=True):
       summary.histograms[f"{path}/gradients"] = gradient.numpy()
-    for index, image in enumerate(images[:_NUM_IMAGES].numpy()):
+    for index, image in enumerate(images.numpy()[:_NUM_IMAGES]):
       summary.images[f"images/{index}"] = _as_picture(image)
     return summary
 

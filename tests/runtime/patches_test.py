@@ -2,12 +2,10 @@
 
 import threading
 import time
-from unittest import mock
 
 import tensorflow as tf
 from absl.testing import absltest
 from tensorflow.python.eager import cancellation
-from tensorflow.python.eager import context
 
 from tests.support import stores
 from tf_replicas.runtime import patches
@@ -40,22 +38,6 @@ class CancellationTest(stores.TestCase):
     queue.enqueue([tf.constant(5)])
     other.join(timeout=10)
     self.assertEqual(ends, {"closure": "canceled", "other": 5})
-
-
-class WaitingForNobodyTest(absltest.TestCase):
-  """That a save needs it shows in `faults_test`."""
-
-  def test_others_wait_meanwhile_and_everybody_after(self):
-    with mock.patch.object(patches, "_async_wait") as wait:
-      with patches.waiting_for_nobody():
-        context.async_wait()
-        self.assertEqual(wait.call_count, 0)
-        other = threading.Thread(target=lambda: context.async_wait())
-        other.start()
-        other.join()
-        self.assertEqual(wait.call_count, 1)
-      context.async_wait()
-      self.assertEqual(wait.call_count, 2)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import datetime
 import io
 import sys
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -169,6 +170,38 @@ def test_summaries_are_in_the_event_file(tmp_path):
     ("examples_per_sec", 9): 128.0,
     ("steps_per_sec", 9): 1.0,
   }
+
+
+def test_histograms_and_images_are_those_of_tensorflow(tmp_path):
+  values = np.random.default_rng(0).normal(size=[7, 3])
+  picture = np.arange(24, dtype=np.uint8).reshape([2, 4, 3])
+  summaries = reports.Summaries(tmp_path / "ours")
+  summaries.write(5, {"s": 0.5}, {"a/h": values}, {"b": picture})
+  summaries.close()
+  with tf.summary.create_file_writer(str(tmp_path / "theirs")).as_default(5):
+    tf.summary.scalar("s", 0.5)
+    tf.summary.histogram("a/h", values)
+    tf.summary.image("b", picture[np.newaxis])
+
+  def read(name):
+    (path,) = (tmp_path / name).glob("events.out.tfevents.*")
+    return {
+      (value.tag, event.step): (
+        value.metadata.plugin_data.plugin_name,
+        tf.make_ndarray(value.tensor).tolist(),
+      )
+      for event in tf.compat.v1.train.summary_iterator(str(path))
+      for value in event.summary.value
+    }
+
+  ours, theirs = read("ours"), read("theirs")
+  assert ours.keys() == theirs.keys()
+  for key, (plugin, found) in theirs.items():
+    assert ours[key][0] == plugin
+    if plugin == "histograms":
+      np.testing.assert_allclose(ours[key][1], found, rtol=1e-6)
+    else:
+      assert ours[key][1] == found
 
 
 def test_a_missing_tensorboard_is_named_and_ends_nothing(

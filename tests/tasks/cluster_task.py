@@ -42,6 +42,8 @@ from tf_replicas.rules.sync import sync_replicas
 from tf_replicas.runtime import processes
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import waiting
+from tf_replicas.session import checkpoints
+from tf_replicas.session import reports
 from tf_replicas.session import training
 from tf_replicas.store import moving_averages
 
@@ -782,6 +784,17 @@ def stands_still_early(here: Here) -> None:
       driver.step()
     for _ in range(3):  # By another rule, if there is one.
       driver.step()
+    # The first files of this process: no other task may have to answer.
+    directory = here.directory / "train"
+    checkpoints.save(directory, driver.store.state())
+    summaries = reports.Summaries(directory)
+    summaries.write(
+      driver.global_step,
+      scalars={"one": 1.0},
+      histograms={"ones": np.ones(3)},
+      images={"black": np.zeros([2, 2, 3], np.uint8)},
+    )
+    summaries.close()
     return {}
 
   train(here, driver, run_chief)

@@ -130,32 +130,6 @@ def new_coordinator(
   return tf.distribute.coordinator.ClusterCoordinator(strategy)
 
 
-_async_wait = context.async_wait
-_saving = threading.local()
-
-
-@contextlib.contextmanager
-def waiting_for_nobody() -> Iterator[None]:
-  """Context in which this thread can save a checkpoint without other tasks.
-
-  TensorFlow 2.21 ends every save by waiting for all pending remote ops. If a
-  task has died, TensorFlow waits for ever. The wait is not needed, as the
-  library saves tensors of this process only. (`ParameterServerStrategy`
-  disables the wait too, for the whole process.)
-  """
-
-  def wait() -> None:
-    if not getattr(_saving, "is_on", False):
-      _async_wait()
-
-  context.async_wait = wait
-  _saving.is_on = True
-  try:
-    yield
-  finally:
-    _saving.is_on = False
-
-
 def reconnect() -> None:
   """Connects this process to the tasks of its cluster that were restarted.
 

@@ -30,6 +30,7 @@ from typing import Protocol
 import numpy as np
 import tensorflow as tf
 
+from tf_replicas.runtime import local_session
 from tf_replicas.runtime import resources
 
 # How names of directories begin that hold unfinished files.
@@ -119,10 +120,11 @@ def save(
   place: str | tf.Tensor,
   rows: tf.Tensor | np.ndarray,
 ) -> tf.Operation | None:
-  """Writes some consecutive rows of a tensor to a file, on the current device.
+  """Writes some consecutive rows of a tensor to a file.
 
-  It may be used inside a `tf.function`. It then returns an op, which runs only
-  if a result of the function depends on it.
+  Inside a `tf.function`, it returns an op on the current device, which runs
+  only if a result of the function depends on it. Otherwise this process writes
+  the file.
 
   Args:
     path: The path of the file, without an extension.
@@ -130,9 +132,15 @@ def save(
     place: Which rows they are, as `slice_of` says it.
     rows: The rows.
   """
-  return tf.raw_ops.SaveV2(
-    prefix=path, tensor_names=[name], shape_and_slices=[place], tensors=[rows]
-  )
+
+  def write_rows(rows: Any) -> Any:
+    return tf.raw_ops.SaveV2(
+      prefix=path, tensor_names=[name], shape_and_slices=[place], tensors=[rows]
+    )
+
+  if tf.executing_eagerly():
+    return local_session.run(write_rows, rows)
+  return write_rows(rows)
 
 
 def save_whole(path: str, values: Mapping[str, Any]) -> None:
@@ -142,12 +150,16 @@ def save_whole(path: str, values: Mapping[str, Any]) -> None:
     path: The path of the file, without an extension.
     values: The tensors by name: numbers or strings of any shape.
   """
-  tf.raw_ops.SaveV2(
-    prefix=path,
-    tensor_names=[*values],
-    shape_and_slices=[""] * len(values),
-    tensors=[tf.convert_to_tensor(value) for value in values.values()],
-  )
+
+  def write_tensors(*tensors: tf.Tensor) -> tf.Operation:
+    return tf.raw_ops.SaveV2(
+      prefix=path,
+      tensor_names=[*values],
+      shape_and_slices=[""] * len(values),
+      tensors=tensors,
+    )
+
+  local_session.run(write_tensors, *values.values())
 
 
 def local_writers(
@@ -213,12 +225,13 @@ def write(
       with futures.ThreadPoolExecutor(num_threads) as pool:
         written = list(pool.map(run, enumerate(writers)))
     remove(prefix)
-    with tf.device(None), tf.device(resources.this_device()):
-      tf.raw_ops.MergeV2Checkpoints(
+    local_session.run(
+      lambda: tf.raw_ops.MergeV2Checkpoints(
         checkpoint_prefixes=written,
         destination_prefix=prefix,
         delete_old_dirs=False,
       )
+    )
   finally:
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -38,7 +38,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_replicas.runtime import patches
+from tf_replicas.runtime import local_session
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import row_files
 from tf_replicas.session import checkpoint_errors
@@ -271,35 +271,34 @@ def save(
   os.makedirs(train_dir, exist_ok=True)
   _remove_unfinished(train_dir)
   _remove_tables_without_checkpoint(train_dir)
-  io_device = resources.this_device()
   # Without the outer `None`, the caller's device would be merged into this one.
-  with tf.device(None), tf.device(io_device):
-    # Copies on this device, so that saving needs no other task.
+  with tf.device(None), tf.device(resources.this_device()):
+    # Copies in this process, so that saving needs no other task.
     arrays = {name: np.asarray(value) for name, value in values.items()}
-    path = os.path.join(train_dir, f"{PREFIX}-{int(arrays['global_step'])}")
-    if row_tensors:
-      # First: without the index file of the rest, there is no checkpoint.
-      _write_rows(tables_of(path), row_tensors, written_by_ps=written_by_ps)
-    holders = {
-      name: tf.Variable(array, trainable=False)
-      for name, array in arrays.items()
-    }
-    manager = tf.train.CheckpointManager(
-      tf.train.Checkpoint(state=holders),
-      train_dir,
-      max_to_keep=keep_checkpoints,
-      checkpoint_name=PREFIX,
-    )
-    try:
-      with patches.waiting_for_nobody():
-        saved = manager.save(
-          checkpoint_number=int(arrays["global_step"]),
-          options=tf.train.CheckpointOptions(experimental_io_device=io_device),
-        )
-    except BaseException:  # Its parts would take up the room of the disk.
-      shutil.rmtree(path + "_temp", ignore_errors=True)
-      _remove_tables_without_checkpoint(train_dir)
-      raise
+  step = int(arrays["global_step"])
+  path = os.path.join(train_dir, f"{PREFIX}-{step}")
+  if row_tensors:
+    # First: without the index file of the rest, there is no checkpoint.
+    _write_rows(tables_of(path), row_tensors, written_by_ps=written_by_ps)
+  try:
+    with local_session.new() as session:
+      holders, fed = {}, {}
+      for name, array in arrays.items():
+        value = tf.compat.v1.placeholder(array.dtype, array.shape)
+        fed[value] = array
+        holders[name] = tf.Variable(value, trainable=False)
+      session.run([holder.initializer for holder in holders.values()], fed)
+      manager = tf.train.CheckpointManager(
+        tf.train.Checkpoint(state=holders),
+        train_dir,
+        max_to_keep=keep_checkpoints,
+        checkpoint_name=PREFIX,
+      )
+      saved = manager.save(checkpoint_number=step)
+  except BaseException:  # Its parts would take up the room of the disk.
+    shutil.rmtree(path + "_temp", ignore_errors=True)
+    _remove_tables_without_checkpoint(train_dir)
+    raise
   _remove_tables_without_checkpoint(train_dir)
   return saved
 

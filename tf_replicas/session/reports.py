@@ -6,18 +6,24 @@ import datetime
 import importlib.util
 import math
 import os
+import time
 from collections.abc import Callable
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf_replicas.runtime import resources
+from tf_replicas.runtime import local_session
 from tf_replicas.session import console as console_lib
 
 
 class Summaries:
-  """Writes summaries of a training to an event file for TensorBoard."""
+  """Writes summaries of a training to an event file for TensorBoard.
+
+  It uses no eager operations of TensorFlow, as these may wait for other tasks
+  (`runtime.local_session`).
+  """
 
   def __init__(
     self,
@@ -33,19 +39,18 @@ class Summaries:
       directory: The directory of the file; None writes nothing.
       log: Takes the log line.
     """
-    self._device = resources.this_device()
-    self._writer: tf.summary.SummaryWriter | None = None
+    self._file: Any = None
     if directory is None:
       return
-    # `tf.summary.scalar` is a function of this package.
     if not importlib.util.find_spec("tensorboard"):
       log(
         "No summaries are written, as the package tensorboard is not"
         " installed: pip install tensorboard"
       )
       return
-    with tf.device(None), tf.device(self._device):
-      self._writer = tf.summary.create_file_writer(os.fspath(directory))
+    from tensorboard.summary.writer import event_file_writer
+
+    self._file = event_file_writer.EventFileWriter(os.fspath(directory))
 
   def write(
     self,
@@ -62,22 +67,55 @@ class Summaries:
       histograms: Values by name, of any shape, for histograms.
       images: Pictures by name, uint8 `[height, width, channels]`.
     """
-    if self._writer is None:
+    if self._file is None:
       return
-    with tf.device(None), tf.device(self._device):
-      with self._writer.as_default(step=step):
-        for name, value in scalars.items():
-          tf.summary.scalar(name, value)
-        for name, values in (histograms or {}).items():
-          tf.summary.histogram(name, values)
-        for name, image in (images or {}).items():
-          tf.summary.image(name, image[np.newaxis])
-      self._writer.flush()
+    from tensorboard.plugins.histogram import summary_v2 as histogram
+    from tensorboard.plugins.scalar import summary_v2 as scalar
+
+    event = _proto("event").Event(wall_time=time.time(), step=step)
+    for name, value in scalars.items():
+      event.summary.MergeFrom(scalar.scalar_pb(name, value))
+    for name, values in (histograms or {}).items():
+      event.summary.MergeFrom(histogram.histogram_pb(name, values))
+    for name, image in (images or {}).items():
+      event.summary.value.append(_image(name, image))
+    self._file.add_event(event)
+    self._file.flush()
 
   def close(self) -> None:
     """Closes the event file, if one is open."""
-    if self._writer is not None:
-      self._writer.close()
+    if self._file is not None:
+      self._file.close()
+      self._file = None
+
+
+def _proto(name: str) -> Any:
+  """Returns the module of a protocol buffer of TensorBoard."""
+  return importlib.import_module(f"tensorboard.compat.proto.{name}_pb2")
+
+
+def _image(name: str, image: np.ndarray) -> Any:
+  """Returns the summary of a picture, as `tf.summary.image` writes it.
+
+  Args:
+    name: The name of the summary.
+    image: uint8 `[height, width, channels]`.
+
+  Returns:
+    A `Summary.Value`.
+  """
+  from tensorboard.plugins.image import metadata
+  from tensorboard.util import tensor_util
+
+  height, width, _ = image.shape
+  png = local_session.run(tf.io.encode_png, image)
+  return _proto("summary").Summary.Value(
+    tag=name,
+    metadata=metadata.create_summary_metadata(display_name="", description=""),
+    tensor=tensor_util.make_tensor_proto(
+      [str(width).encode(), str(height).encode(), png], dtype=np.object_
+    ),
+  )
 
 
 class Reporter:
