@@ -65,6 +65,37 @@ def test_read_returns_what_save_was_given(tmp_path):
     np.testing.assert_array_equal(read[name], np.asarray(value), name)
 
 
+def test_tensorflow_restores_the_variables(tmp_path):
+  path = checkpoints.save(
+    tmp_path,
+    {
+      "variables/conv1/kernel": np.array([1.0, 2.0], np.float32),
+      "slots/a.b/c": np.array(["x", b"y\0"], np.object_),
+      "global_step": np.int64(3),
+    },
+  )
+  kernel = tf.Variable([0.0, 0.0])
+  slot, step = tf.Variable(["", ""]), tf.Variable(0, dtype=tf.int64)
+  state = {
+    "variables/conv1/kernel": kernel,
+    "slots/a.b/c": slot,
+    "global_step": step,
+  }
+  restored = tf.train.Checkpoint(state=state).restore(path)
+  restored.assert_consumed()
+  np.testing.assert_array_equal(kernel, [1.0, 2.0])
+  assert slot.numpy().tolist() == [b"x", b"y\0"]
+  assert int(step) == 3
+  assert tf.train.latest_checkpoint(tmp_path) == path
+
+
+def test_a_damaged_index_file_ends_no_save(tmp_path):
+  save_steps(tmp_path, [1])
+  (tmp_path / "checkpoint").write_bytes(b"\xff\xfe")
+  save_steps(tmp_path, [2])
+  assert checkpoints.latest(tmp_path) == str(tmp_path / "model.ckpt-2")
+
+
 def test_save_takes_variables_and_ignores_the_device_of_the_caller(tmp_path):
   variable = tf.Variable([1.0, 2.0])
   with tf.device("/job:elsewhere/task:1"):

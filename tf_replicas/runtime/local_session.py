@@ -36,13 +36,17 @@ def run(fn: Callable[..., Any], *values: Any) -> Any:
   Args:
     fn: Maps one tensor per element of `values` to operations or tensors, in any
       structure.
-    *values: Arrays, numbers or strings.
+    *values: Arrays, numbers, strings or bytes.
 
   Returns:
     The values of the tensors, as NumPy arrays, in the structure that `fn`
     returns; None in place of operations.
   """
-  arrays = [np.asarray(value) for value in values]
+  # NumPy's own type of bytes would lose zeros at the end.
+  arrays = [
+    np.asarray(v, np.object_ if isinstance(v, str | bytes) else None)
+    for v in values
+  ]
   with new() as session:
     tensors = [
       tf.compat.v1.placeholder(array.dtype, array.shape) for array in arrays

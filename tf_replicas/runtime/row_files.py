@@ -225,15 +225,26 @@ def write(
       with futures.ThreadPoolExecutor(num_threads) as pool:
         written = list(pool.map(run, enumerate(writers)))
     remove(prefix)
-    local_session.run(
-      lambda: tf.raw_ops.MergeV2Checkpoints(
-        checkpoint_prefixes=written,
-        destination_prefix=prefix,
-        delete_old_dirs=False,
-      )
-    )
+    merge(written, prefix)
   finally:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def merge(paths: Sequence[str], prefix: str) -> None:
+  """Makes one checkpoint of files that were written separately.
+
+  Args:
+    paths: The paths of the files without their extensions; their data are
+      moved.
+    prefix: The path of the checkpoint.
+  """
+  local_session.run(
+    lambda: tf.raw_ops.MergeV2Checkpoints(
+      checkpoint_prefixes=paths,
+      destination_prefix=prefix,
+      delete_old_dirs=False,
+    )
+  )
 
 
 def remove(prefix: str) -> None:

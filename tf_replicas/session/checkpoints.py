@@ -37,8 +37,8 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from tf_replicas.runtime import local_session
 from tf_replicas.runtime import resources
 from tf_replicas.runtime import row_files
 from tf_replicas.session import checkpoint_errors
@@ -56,8 +56,10 @@ _BEGAN = "optimizer/began."
 # `tf.train.Checkpoint(state={name: variable})` stores each name as
 # "state/<escaped name>/.ATTRIBUTES/VARIABLE_VALUE"; inside a name "." becomes
 # ".." and "/" becomes ".S" (trackable_utils.escape_local_name, TF 2.21).
-_STORED_NAME = re.compile(r"state/([^/]+)/\.ATTRIBUTES/VARIABLE_VALUE")
+_VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
+_STORED_NAME = re.compile(rf"state/([^/]+)/{re.escape(_VALUE)}")
 _ESCAPED = re.compile(r"\.([.S])")
+_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 # Errors of TF 2.21 for damaged files; for a truncated data file its checkpoint
 # reader raises IndexError, a LookupError, and MemoryError for a size in an
@@ -175,18 +177,23 @@ def latest(train_dir: str | os.PathLike[str]) -> str | None:
     train_dir: The directory; need not exist.
   """
   train_dir = os.fspath(train_dir)
+  index = _read_index(train_dir)
+  if index is not None and index.model_checkpoint_path:
+    return index.model_checkpoint_path
+  steps = _steps(train_dir)
+  return os.path.join(train_dir, f"{PREFIX}-{steps[0]}") if steps else None
+
+
+def _read_index(train_dir: str) -> Any:
+  """Reads TensorFlow's index file; returns None if it is missing or damaged."""
   try:
-    index = tf.train.get_checkpoint_state(train_dir)
+    return tf.train.get_checkpoint_state(train_dir)
   except ValueError:  # Of other damage TensorFlow logs a warning.
     logging.warning(
       "%s is damaged and ignored; the checkpoint with the largest step is used",
       os.path.join(train_dir, "checkpoint"),
     )
-    index = None
-  if index is not None and index.model_checkpoint_path:
-    return index.model_checkpoint_path
-  steps = _steps(train_dir)
-  return os.path.join(train_dir, f"{PREFIX}-{steps[0]}") if steps else None
+    return None
 
 
 def _steps(train_dir: str) -> list[int]:
@@ -281,26 +288,80 @@ def save(
     # First: without the index file of the rest, there is no checkpoint.
     _write_rows(tables_of(path), row_tensors, written_by_ps=written_by_ps)
   try:
-    with local_session.new() as session:
-      holders, fed = {}, {}
-      for name, array in arrays.items():
-        value = tf.compat.v1.placeholder(array.dtype, array.shape)
-        fed[value] = array
-        holders[name] = tf.Variable(value, trainable=False)
-      session.run([holder.initializer for holder in holders.values()], fed)
-      manager = tf.train.CheckpointManager(
-        tf.train.Checkpoint(state=holders),
-        train_dir,
-        max_to_keep=keep_checkpoints,
-        checkpoint_name=PREFIX,
-      )
-      saved = manager.save(checkpoint_number=step)
-  except BaseException:  # Its parts would take up the room of the disk.
+    _write_arrays(path, arrays)
+    _keep_newest(train_dir, path, keep_checkpoints)
+  finally:  # Its parts would take up the room of the disk.
     shutil.rmtree(path + "_temp", ignore_errors=True)
     _remove_tables_without_checkpoint(train_dir)
-    raise
-  _remove_tables_without_checkpoint(train_dir)
-  return saved
+  return path
+
+
+def _write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
+  """Writes the files of a checkpoint, except those of tables.
+
+  They are those of `tf.train.Checkpoint(state={name: variable, ...})`.
+
+  Args:
+    path: The path of the checkpoint.
+    arrays: The tensors by name.
+  """
+  stored: dict[str, Any] = {}
+  # `tf.train.Checkpoint.restore` reads which object has which children.
+  graph = trackable_object_graph_pb2.TrackableObjectGraph()
+  checkpoint, state = graph.nodes.add(), graph.nodes.add()
+  checkpoint.children.add(node_id=1, local_name="state")
+
+  def add(parent: Any, name: str, key: str, value: Any) -> None:
+    parent.children.add(node_id=len(graph.nodes), local_name=name)
+    graph.nodes.add().attributes.add(
+      name="VARIABLE_VALUE", full_name=name, checkpoint_key=key
+    )
+    stored[key] = value
+
+  for name, array in arrays.items():
+    add(state, name, _key_of(name), array)
+  counter = "save_counter"
+  add(checkpoint, counter, f"{counter}/{_VALUE}", np.int64(1))
+  stored[_OBJECT_GRAPH] = graph.SerializeToString()
+  # The file appears under its own name when it is complete.
+  part = os.path.join(path + "_temp", "part")
+  os.makedirs(os.path.dirname(part), exist_ok=True)
+  row_files.save_whole(part, stored)
+  row_files.merge([part], path)
+
+
+def _keep_newest(
+  train_dir: str, path: str, keep_checkpoints: int | None
+) -> None:
+  """Names a new checkpoint in TensorFlow's index file, and removes old ones.
+
+  Args:
+    train_dir: The directory of the checkpoints.
+    path: The path of the new checkpoint.
+    keep_checkpoints: The number of newest checkpoints to keep; None keeps all.
+  """
+  index = _read_index(train_dir)
+  paths = list(index.all_model_checkpoint_paths) if index else []
+  paths = [p for p in paths if p != path and os.path.exists(p + ".index")]
+  paths.append(path)
+  kept = paths if keep_checkpoints is None else paths[-keep_checkpoints:]
+
+  directory = os.path.abspath(train_dir)
+
+  def write_index(paths: list[str]) -> None:
+    # Relative paths are right even if the directory is moved.
+    names = [os.path.relpath(p, directory) for p in paths]
+    quoted = [json.dumps(name, ensure_ascii=False) for name in names]
+    lines = [f"model_checkpoint_path: {quoted[-1]}\n"]
+    lines += [f"all_model_checkpoint_paths: {name}\n" for name in quoted]
+    _write_text(os.path.join(train_dir, "checkpoint"), "".join(lines))
+
+  # First with the old ones, so that a later call removes them if this ends.
+  write_index(paths)
+  if len(kept) < len(paths):
+    for old in paths[: -len(kept)]:
+      row_files.remove(old)
+    write_index(kept)
 
 
 def tables_of(path: str) -> str:
@@ -769,10 +830,14 @@ def write_finished(train_dir: str | os.PathLike[str], record: Finished) -> None:
   if record.checkpoint is not None:
     # The name without its directory, which may be moved.
     record = record._replace(checkpoint=os.path.basename(record.checkpoint))
-  path = os.path.join(train_dir, FINISHED)
+  text = json.dumps(record._asdict()) + "\n"
+  _write_text(os.path.join(train_dir, FINISHED), text)
+
+
+def _write_text(path: str, text: str) -> None:
+  """Writes a text file, which is replaced as a whole if it exists."""
   with open(path + ".tmp", "w", encoding="utf-8") as file:
-    json.dump(record._asdict(), file)
-    file.write("\n")
+    file.write(text)
   os.replace(path + ".tmp", path)
 
 
@@ -809,6 +874,12 @@ def remove_finished(train_dir: str | os.PathLike[str]) -> None:
   """
   with contextlib.suppress(FileNotFoundError):
     os.remove(os.path.join(os.fspath(train_dir), FINISHED))
+
+
+def _key_of(name: str) -> str:
+  """Converts the name of a tensor to its key in a checkpoint file."""
+  escaped = name.replace(".", "..").replace("/", ".S")
+  return f"state/{escaped}/{_VALUE}"
 
 
 def _name_of(key: str) -> str | None:
