@@ -899,6 +899,7 @@ def killed_while_updating(here: Here) -> None:
   made = []  # The last one belongs to the present update rule.
   runs = []  # The global step at the begin of each call of `run`.
   steps = []
+  train_dir = here.directory / "train"
 
   def new_optimizer():
     made.append(Sleepy())
@@ -916,6 +917,12 @@ def killed_while_updating(here: Here) -> None:
       timeout_secs=MARK_TIMEOUT_SECS,
       what="waiting for half of the update",
     )
+    if here.options["saves"]:  # In another thread.
+      waiting.await_value(
+        lambda: (checkpoints.latest(train_dir) or "").endswith("-2"),
+        timeout_secs=MARK_TIMEOUT_SECS,
+        what="waiting for the checkpoint of step 2",
+      )
     here.mark("half of step 3 is made")
 
   def make_tired(is_tired):
@@ -933,9 +940,8 @@ def killed_while_updating(here: Here) -> None:
 
   def run():
     runs.append(driver.global_step)
-    saves = here.options["saves"]
     session = training.Session(
-      here.directory / "train" if saves else None,
+      train_dir if here.options["saves"] else None,
       state=driver.store,
       max_steps=6,
       checkpoint_every_steps=1,
