@@ -59,6 +59,7 @@ from tf_replicas.cluster import local_cluster
 from tf_replicas.cluster import private_network
 from tf_replicas.drivers import server as server_lib
 from tf_replicas.runtime import fork_server
+from tf_replicas.runtime import row_files
 from tf_replicas.session import checkpoints
 
 FLAGS = flags.FLAGS
@@ -284,8 +285,6 @@ class Training:
     # Tasks that may not be started again now.
     self._held: set[cluster.Task] = set()
     self._deadline = 0.0
-    # How long processes may take to end after the training.
-    self._end_secs = _END_SECS
 
   def _spec_path(self, task: cluster.Task) -> pathlib.Path:
     """Writes the spec that a task reads, and returns its path.
@@ -319,7 +318,9 @@ class Training:
         fault(self)
       self.await_that(self.has_finished, "the end of the training")
       self._stop_late_servers()
-      self._deadline = time.monotonic() + self._end_secs
+      self._deadline = time.monotonic() + _END_SECS
+      if self._cell.fault == "cut_for_good":
+        self._deadline += server_lib.ORPHAN_TIMEOUT_SECS
       self.await_that(lambda: not self._running(), "the end of all tasks")
     self._check()
 
@@ -410,7 +411,8 @@ class Training:
     """Returns whether files of an incomplete checkpoint exist."""
     if not self.train_dir.exists():
       return False
-    return any("temp" in name for name in os.listdir(self.train_dir))
+    names = os.listdir(self.train_dir)
+    return any(name.startswith(row_files.UNFINISHED) for name in names)
 
   def _running(self) -> list[str]:
     running = list(map(str, self._tasks.running()))
@@ -501,8 +503,6 @@ class Training:
       network.limit(host, None)
       return
     network.cut(host)
-    if fault == "cut_for_good":
-      self._end_secs += server_lib.ORPHAN_TIMEOUT_SECS
     if fault == "cut":
       self._pause(_CUT_SECS)
       network.mend(host)
@@ -783,6 +783,7 @@ def main(argv: list[str]) -> None:
         dice = random.Random(f"{FLAGS.seed} {cell} {number}")
         reference = undisturbed[kind] if cell.rule == "sync" else None
         result = run(cell, dice, server, reference)
+        logs = result.pop("logs", None)  # A directory of this machine.
         result |= {
           "commit": claims.commit(),
           "date": datetime.date.today().isoformat(),
@@ -791,7 +792,9 @@ def main(argv: list[str]) -> None:
         runs.append(result)
         _write(directory, document)
         failures += not result["survived"]
-        verdict = "survived" if result["survived"] else result["reason"]
+        verdict = "survived"
+        if not result["survived"]:
+          verdict = f"{result['reason']}; logs: {logs}"
         print(f"{cell} {result['secs']:.0f} s: {verdict}", flush=True)
         if failures and not FLAGS.keep_going:
           sys.exit(1)

@@ -47,16 +47,18 @@ def make(
     outputs = [model.get_layer(name).output for name in _LAYERS]
     layers = keras.Model(model.inputs, outputs)
     paths = [v.path for v in model.trainable_variables]
-    batches = iter(
-      inputs.train_dataset(
-        sources.find(config.dataset, config.data_dir),
-        batch_size=config.batch_size,
-        seed=config.seed,
-        distort_colors=config.distort_colors,
-        centered_from=config_lib.centered_from(config),
-        crop_sizes=config_lib.crop_sizes(config),
-      )
+    dataset = inputs.train_dataset(
+      sources.find(config.dataset, config.data_dir),
+      batch_size=config.batch_size,
+      seed=config.seed,
+      distort_colors=config.distort_colors,
+      centered_from=config_lib.centered_from(config),
+      crop_sizes=config_lib.crop_sizes(config),
     )
+    batches = iter(dataset)
+    # Now, as a client that runs a kind of operation for the first time waits
+    # for all tasks (TensorFlow 2.21).
+    batches = itertools.chain([next(batches)], batches)
 
   @tf.function(autograph=False)
   def compute(values, images, labels):
@@ -78,14 +80,12 @@ def make(
     activations = [tf.cast(a, tf.float32) for a in activations]
     return losses, activations, zeros, tape.gradient(total, values)
 
-  # Now, as a client that traces waits for all tasks (TensorFlow 2.21).
+  # Now, as a client that traces waits for all tasks too.
   compute.get_concrete_function(
     [tf.TensorSpec(v.shape, tf.float32) for v in model.trainable_variables],
-    *batches.element_spec,
+    *dataset.element_spec,
   )
   averages: dict[str, float] = {}
-  # Now, as the first operation of a kind waits for all tasks too.
-  batches = itertools.chain([next(batches)], batches)
 
   def summarize(values: Mapping[str, np.ndarray]) -> run_options.Summary:
     with tf.device(None), tf.device(device):

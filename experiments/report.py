@@ -233,7 +233,7 @@ class _Page:
       "python -m experiments.race --output=DIR", how, "race", raw
     )
     about = _RACE.format(raw["task"]["precision"])
-    judged = "".join(f"<li>{html.escape(str(f))}</li>" for f in findings)
+    judged = "".join(f"<li>{_prose(str(f))}</li>" for f in findings)
     self._add_to_index("race", _RACE_TITLE, verdict, len(race.SEEDS))
     self.sections.append(
       f'<section id="race">\n<h2>{_RACE_TITLE}</h2>\n<p><em>Even workers:'
@@ -345,12 +345,13 @@ def _conclusion(report: Mapping) -> str:
   deciding = [f for f in judged if f["verdict"] == verdict]
   finding = deciding[0] if deciding else judged[0]
   count = len(judged)
-  every = {1: "the number is", 2: "both numbers are"}
-  words = f"{every.get(count, f'all {count} numbers are')} as claimed"
+  few = {1: "the number is", 2: "both numbers are"}
+  subject = few.get(count, f"all {count} numbers are")
+  words = f"{subject} as claimed"
   if verdict != claims.HOLDS:
     others = sum(f["verdict"] != claims.HOLDS for f in judged)
-    are = "are" if others > 1 else "is"
-    words = f"{others} of {count} numbers {are} not as claimed"
+    verb = "are" if others > 1 else "is"
+    words = f"{others} of {count} numbers {verb} not as claimed"
   return (
     f"{_sentence(verdict)}: {words}. {_sentence(finding['what'])}:"
     f" {_value(finding)}, claimed {_bounds(finding)}"
@@ -461,13 +462,12 @@ def _plot(title: str, words: str) -> str:
 
 def _prose(text: str) -> str:
   """Returns text as HTML, with Markdown's `code` and *emphasis*."""
-  parts = html.escape(text).split("`")
-  for number, part in enumerate(parts):
-    if number % 2 and number < len(parts) - 1:
-      parts[number] = f"<code>{part}</code>"
-    else:
-      parts[number] = re.sub(r"(?<!\w)\*(\w+)\*", r"<em>\1</em>", part)
-  return "".join(parts)
+
+  def element(match: re.Match) -> str:
+    code, emphasis = match.groups()
+    return f"<code>{code}</code>" if code else f"<em>{emphasis}</em>"
+
+  return re.sub(r"`([^`]+)`|(?<!\w)\*(\w+)\*", element, html.escape(text))
 
 
 def _sentence(words: str) -> str:

@@ -32,11 +32,14 @@ class LocalSessionTest(absltest.TestCase):
       found.append(local_session.run(tf.square, 3.0))
       found.append(tf.executing_eagerly())
 
-    thread = threading.Thread(target=run)
-    with local_session.new():
+    def meanwhile():
       self.assertFalse(tf.executing_eagerly())
+      thread = threading.Thread(target=run)
       thread.start()
       thread.join()
+      return tf.no_op()
+
+    local_session.run(meanwhile)
     self.assertEqual(found, [9.0, True])
     self.assertTrue(tf.executing_eagerly())
 

@@ -35,6 +35,8 @@ from tf_replicas.runtime import resources
 
 # How names of directories begin that hold unfinished files.
 UNFINISHED = ".rows-"
+# The key under which a checkpoint says which object has which variables.
+OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _BLOCK_BYTES = 32 << 20
 _STRIDE = re.compile(r"(.*)\.stride_\d+_of_(\d+)", re.DOTALL)
 
@@ -225,26 +227,15 @@ def write(
       with futures.ThreadPoolExecutor(num_threads) as pool:
         written = list(pool.map(run, enumerate(writers)))
     remove(prefix)
-    merge(written, prefix)
+    local_session.run(
+      lambda: tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=written,
+        destination_prefix=prefix,
+        delete_old_dirs=False,
+      )
+    )
   finally:
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def merge(paths: Sequence[str], prefix: str) -> None:
-  """Makes one checkpoint of files that were written separately.
-
-  Args:
-    paths: The paths of the files without their extensions; their data are
-      moved.
-    prefix: The path of the checkpoint.
-  """
-  local_session.run(
-    lambda: tf.raw_ops.MergeV2Checkpoints(
-      checkpoint_prefixes=paths,
-      destination_prefix=prefix,
-      delete_old_dirs=False,
-    )
-  )
 
 
 def remove(prefix: str) -> None:

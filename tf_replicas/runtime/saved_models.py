@@ -20,7 +20,6 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tf_replicas.runtime import row_files
 
 _VARIABLES = "variables"
-_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 # It has a hash of the files of the variables. Readers do without it.
 _FINGERPRINT = "fingerprint.pb"
 
@@ -74,7 +73,7 @@ def fill(directory: str, values: Mapping[str, row_files.Source]) -> None:
   os.mkdir(folder)
   reader = tf.train.load_checkpoint(os.path.join(old, _VARIABLES))
   graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(
-    reader.get_tensor(_OBJECT_GRAPH)
+    reader.get_tensor(row_files.OBJECT_GRAPH)
   )
   keys = {
     attribute.full_name: attribute.checkpoint_key

@@ -59,7 +59,6 @@ _BEGAN = "optimizer/began."
 _VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
 _STORED_NAME = re.compile(rf"state/([^/]+)/{re.escape(_VALUE)}")
 _ESCAPED = re.compile(r"\.([.S])")
-_OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 # Errors of TF 2.21 for damaged files; for a truncated data file its checkpoint
 # reader raises IndexError, a LookupError, and MemoryError for a size in an
@@ -189,10 +188,8 @@ def _read_index(train_dir: str) -> Any:
   try:
     return tf.train.get_checkpoint_state(train_dir)
   except ValueError:  # Of other damage TensorFlow logs a warning.
-    logging.warning(
-      "%s is damaged and ignored; the checkpoint with the largest step is used",
-      os.path.join(train_dir, "checkpoint"),
-    )
+    path = os.path.join(train_dir, "checkpoint")
+    logging.warning("%s is damaged and ignored", path)
     return None
 
 
@@ -290,8 +287,7 @@ def save(
   try:
     _write_arrays(path, arrays)
     _keep_newest(train_dir, path, keep_checkpoints)
-  finally:  # Its parts would take up the room of the disk.
-    shutil.rmtree(path + "_temp", ignore_errors=True)
+  finally:
     _remove_tables_without_checkpoint(train_dir)
   return path
 
@@ -322,12 +318,8 @@ def _write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
     add(state, name, _key_of(name), array)
   counter = "save_counter"
   add(checkpoint, counter, f"{counter}/{_VALUE}", np.int64(1))
-  stored[_OBJECT_GRAPH] = graph.SerializeToString()
-  # The file appears under its own name when it is complete.
-  part = os.path.join(path + "_temp", "part")
-  os.makedirs(os.path.dirname(part), exist_ok=True)
-  row_files.save_whole(part, stored)
-  row_files.merge([part], path)
+  stored[row_files.OBJECT_GRAPH] = graph.SerializeToString()
+  row_files.write(path, [lambda part: row_files.save_whole(part, stored)])
 
 
 def _keep_newest(
