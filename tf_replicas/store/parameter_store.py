@@ -132,6 +132,9 @@ class ParameterStore:
       gradients are sent; None: float32.
     namespace: The namespace of all shared resources of this training.
     lock: A lock that `state` holds while it reads; None: no lock.
+    count_lock: A lock on PS task 0. `state` holds it while it reads the global
+      step and `examples_seen`, so that they belong together. Whoever changes
+      both beside the chief must hold it too.
   """
 
   def __init__(
@@ -203,7 +206,8 @@ class ParameterStore:
     with tf.device(device_of_task(0)):
       self.examples_seen = namespace.variable("examples_seen", [], "int64")
       self.global_step = namespace.variable("global_step", [], "int64")
-    self._others: dict[str, tf.Variable] = {"examples_seen": self.examples_seen}
+      self.count_lock = namespace.mutex("count_lock")
+    self._others: dict[str, tf.Variable] = {}
     # One int64 scalar per PS task: the number of rows of tables in its updates.
     self._row_updates: list[resources.SharedVariable] = []
     for task in range(num_tasks) if self.table_paths else ():
@@ -813,7 +817,12 @@ class ParameterStore:
     return self._state_reader()
 
   def _read_state(self) -> dict[str, tf.Tensor]:
-    state = {"global_step": self.read_global_step()}
+    state = self.count_lock.hold(
+      lambda: {
+        "global_step": self.read_global_step(),
+        "examples_seen": self.examples_seen.read_value(),
+      }
+    )
     for spec, value in zip(self.specs, self.read(), strict=True):
       if spec.table is None:
         state[f"variables/{spec.path}"] = value
@@ -862,7 +871,8 @@ class ParameterStore:
     for name, (index, variables) in self._beside.items():
       if name in state:
         self._assign_parts(variables, index, state[name])
-    for name, variable in self._others.items():
+    others = {"examples_seen": self.examples_seen, **self._others}
+    for name, variable in others.items():
       if name in state:
         variable.assign(state[name])
     resources.flush_assignments(sum(self._variables, []))

@@ -285,6 +285,42 @@ class CountsTest(TestCase):
     self.assertEqual(client.applied(), [1, 2, 0])
     self.assertEqual(client.staleness(), [(1,), (0, 1, 1), ()])
 
+  def test_a_checkpoint_has_the_examples_of_its_step(self):
+    client = self._client(1)
+    store = client.store
+    device = store.device_of_task(0)
+    with tf.device(device):
+      gate = store.namespace.queue("gate", [tf.bool])
+
+    @_graph
+    def count():
+      def change():
+        with tf.control_dependencies([store.examples_seen.assign_add(7)]):
+          opened = gate.dequeue()
+        with tf.control_dependencies(opened):
+          store.global_step.assign_add(1)
+        return [tf.constant(True)]
+
+      with tf.device(device):
+        return store.count_lock.hold(change)
+
+    counting = self.call(count)
+    waiting_lib.await_value(
+      lambda: tf.equal(store.examples_seen.read_value(), 7),
+      timeout_secs=background.DEADLINE_SECS,
+      what="waiting for the examples",
+    )
+    saving = self.call(store.state)
+    finishing = self.call(client.finish, 0)
+    self.assert_waits(saving)
+    self.assert_waits(finishing)
+    gate.enqueue([tf.constant(True)])
+    counting.result()
+    self.assertEqual(finishing.result(), 2)
+    state = saving.result()
+    counts = int(state["global_step"]), int(state["examples_seen"])
+    self.assertIn(counts, [(1, 7), (2, 8)])
+
   def test_admission_alone_counts_nothing(self):
     client = self._client(1)
     client.admit(0)

@@ -112,6 +112,12 @@ class UpdateMarkTest(stores.TestCase):
     self.assertEqual(self._step(), 6)
     self.assertGreater(waited, 0.2)
 
+  def test_the_update_of_a_large_model_may_take_longer(self):
+    self._begin(0)
+    with mock.patch.object(chief_recovery, "_GRACE_SECS", 0.0):
+      with mock.patch.object(chief_recovery, "_LEAST_BYTES_PER_SEC", 4.0):
+        self.assertGreater(self._succeed(), 2.0)  # `w` has 8 bytes.
+
   def test_a_chief_that_begins_afresh_forgets_what_was_under_way(self):
     self._begin(0)
     _store_and_mark()[1].clear()

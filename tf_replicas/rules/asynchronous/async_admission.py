@@ -1,10 +1,10 @@
 """Decides which gradients asynchronous updates apply, and counts them.
 
 The state of `AsyncReplicasOptimizer` is on PS task 0. It consists of variables
-that are changed under one lock, and two queues. One queue brings the chief a
-message about every update. At the other queue, a replica waits if the updates
-already begun reach the limit of `stop_at`: one of them may still fail, and the
-replica may then make an update after all.
+that are changed under one lock (`count_lock` of the store), and two queues. One
+queue brings the chief a message about every update. At the other queue, a
+replica waits if the updates already begun reach the limit of `stop_at`: one of
+them may still fail, and the replica may then make an update after all.
 """
 
 import functools
@@ -110,7 +110,7 @@ class AsyncAdmission:
     gradients_per_update: int = 1,
     namespace: resources.Namespace | None = None,
   ):
-    """Creates the variables, lock and queues on PS task 0.
+    """Creates the variables and queues on PS task 0.
 
     If another process has created objects of these names, uses those.
 
@@ -133,8 +133,8 @@ class AsyncAdmission:
     self._was_woken = False
     self._next_report = 0.0
     self._device = store.device_of_task(0)
+    self._lock = store.count_lock
     with tf.device(self._device):
-      self._lock = namespace.mutex("async/lock")
       self._state, self.dropped, self.applied = (
         namespace.variable(f"async/{name}", shape, tf.int64)
         for name, shape in (

@@ -16,8 +16,11 @@ from tf_replicas.store import parameter_store
 # The global step that marks the variables as inconsistent: an update was
 # interrupted.
 INCONSISTENT = -2
-# How long the call of a killed chief may continue.
+# How long the call of a killed chief may continue: this long, and longer if the
+# model is large. Parameter servers update this many bytes of variables per
+# second even if their machine is busy.
 _GRACE_SECS = 5.0
+_LEAST_BYTES_PER_SEC = 20e6
 
 
 class UpdateInProgress:
@@ -67,14 +70,19 @@ class UpdateInProgress:
         return tf.identity(step)
 
   def await_end(self) -> None:
-    """Waits up to 5 s until no update of an earlier chief is in progress.
+    """Waits until no update of an earlier chief is in progress.
 
-    If one still is, it counts as interrupted, and the variables count as
+    It waits for 5 s, and 1 s more per 20 MB of variables. (An update changes
+    only some rows of tables, so these do not count.) If an update still is in
+    progress, it counts as interrupted, and the variables count as
     inconsistent. The global step is then set to `INCONSISTENT` (-2) until a
     checkpoint is restored. Gradients that replicas compute meanwhile are
     refused.
     """
-    deadline = time.monotonic() + _GRACE_SECS
+    dense = [spec for spec in self._store.specs if spec.table is None]
+    num_bytes = sum(spec.num_bytes for spec in dense)
+    patience_secs = _GRACE_SECS + num_bytes / _LEAST_BYTES_PER_SEC
+    deadline = time.monotonic() + patience_secs
     while self._is_under_way() and time.monotonic() < deadline:
       time.sleep(0.1)
     if self._is_under_way():
