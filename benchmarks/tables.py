@@ -851,6 +851,43 @@ def readme() -> list[str]:
 # Faults.
 
 
+# The number of rounds, and the largest difference of equivalent losses.
+_ROUNDS, _MARGIN = 10, 0.02
+
+
+def of_losses(
+  kinds: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> list[str]:
+  """Returns a table of what `benchmarks.equivalence` has found.
+
+  Args:
+    kinds: The rounds of each kind of training.
+  """
+  rows = []
+  for kind, rounds in kinds.items():
+    plain = [found["undisturbed"] for found in rounds]
+    faults = [found["with_fault"] for found in rounds]
+    row = [kind.replace("_", "-").replace("/", ", "), len(rounds)]
+    row += [f"{statistics.mean(losses):.3f}" for losses in (plain, faults)]
+    if len(rounds) >= _ROUNDS:
+      mean, low, high = ratios.of_means(faults, plain)
+      is_within = 1 - _MARGIN <= low and high <= 1 + _MARGIN
+      row += [
+        f"{mean:.4f} ({low:.4f} to {high:.4f})",
+        "yes" if is_within else "no",
+      ]
+    else:
+      row += ["too few rounds", ""]
+    rows.append(row)
+  head = ["driver, rule", "rounds", "mean loss undisturbed", "with a fault"]
+  return _table([*head, "ratio (95% interval)", "within 2%"], rows)
+
+
+def equivalence() -> list[str]:
+  """Returns the losses with and without faults (`benchmarks.equivalence`)."""
+  return of_losses(_read("equivalence")["kinds"])
+
+
 def _blocks() -> list[list[str]]:
   text = (_RESULTS / "faults.md").read_text(encoding="utf-8")
   return [block.splitlines() for block in text.split("\n\n")]
