@@ -14,9 +14,10 @@ losses of short trainings differ much.
 The loss is that of the training (cross entropy and weight decay) on the test
 images of the synthetic data set, with the moving averages of the variables, as
 in evaluation. (With the variables themselves, the losses of undisturbed
-trainings differ more: with a backup, by up to 12%.) A kind is *equivalent* if the 95% interval of
-the ratio of the mean losses, with a fault divided by without, lies within 0.98
-and 1.02. The interval is computed from the logarithms by Welch's method.
+trainings differ more: with a backup, by up to 12%.) A kind is *equivalent* if
+the 95% interval of the ratio of the mean losses, with a fault divided by
+without, lies within 0.98 and 1.02. The interval is computed from the logarithms
+by Welch's method.
 Finished rounds in `equivalence.json` in `--output` are not made again.
 """
 

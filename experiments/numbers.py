@@ -13,12 +13,13 @@ The first names files in `experiments/` with the stored measurements, and tables
 that `experiments.tables` computes from such files, separated by commas. Each
 file must say when it was made; else the comment must, after a semicolon. Each
 number of the block must be in these files, rounded as it is written, or be its
-difference from 1, as a share or as a percentage; or be in these tables as it is
-written. Settings, goals and numbers that are computed in another way follow
-after "also:". The second comment admits that the block has the date and the
-command of a measurement whose output was not stored. The third says why the
-numbers are no measurements, but settings or theory. A comment whose text ends
-in "(section)" holds for all blocks up to the next heading that have no comment.
+difference from 1, as a share or as a percentage; or be in these tables, or in a
+file that is not JSON, as it is written. Settings, goals and numbers that are
+computed in another way follow after "also:". The second comment admits that the
+block has the date and the command of a measurement whose output was not stored.
+The third says why the numbers are no measurements, but settings or theory. A
+comment whose text ends in "(section)" holds for all blocks up to the next
+heading that have no comment.
 What `experiments.tables` writes needs none.
 
 The program prints numbers without such a comment or without data, and fails if
@@ -52,6 +53,7 @@ _NAMED = re.compile(
   r"\b(?:TensorFlow|TF|Keras|Python|Slurm|Kubernetes|Apache|version|seed)\s"
   r"\d[\d.]*(?:(?:,| to| and| or) \d+\.[\d.]+)*|95%(?= interval)"
 )
+_DIGITS = re.compile(r"[\d.,]*\d")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _UNITS = (
   r"%|percent|points|times|s\b|ms\b|seconds?\b|minutes?\b|hours?\b|[kMG]i?B\b"
@@ -185,24 +187,29 @@ def problem(number: Number) -> str:
     return "" if _DATE.search(source) else "has no date in its comment"
   names, _, more = source.partition(";")
   values = []
-  of_tables: set[str] = set()
+  written: set[str] = set()
   for name in names.split(","):
     if name.strip().startswith("table "):
       table = generated().get(name.strip().removeprefix("table "))
       if table is None:
         return f"is said to be in the {name.strip()}, which is on no page"
-      of_tables |= set(re.findall(r"[\d.,]*\d", table))
+      written |= set(_DIGITS.findall(table))
       continue
     path = ROOT / "experiments" / name.strip()
     if not path.exists():
       return f"is said to be in {name.strip()}, which does not exist"
-    data = json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    data = None
+    if path.suffix == ".json":
+      data = json.loads(text)
+    else:
+      written |= set(_DIGITS.findall(text))
     has_own = isinstance(data, dict) and "date" in data
     if not (has_own or _DATE.search(more)):
       return f"has no date: neither {name.strip()} nor its comment has one"
     values += leaves(data)
-  also = re.findall(r"[\d.,]*\d", more.partition("also:")[2])
-  if is_in(number, values) or number.text in {*also, *of_tables}:
+  written |= set(_DIGITS.findall(more.partition("also:")[2]))
+  if is_in(number, values) or number.text in written:
     return ""
   return f"is not in {names}"
 

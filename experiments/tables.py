@@ -37,6 +37,7 @@ _BENCHMARKS = (
   benchmark_tables.embedding,
   benchmark_tables.embedding_cpu,
   benchmark_tables.embedding_ratios,
+  benchmark_tables.equivalence,
   benchmark_tables.fault_runs,
   benchmark_tables.faults,
   benchmark_tables.floor,

@@ -3,15 +3,18 @@
   python -m experiments.trainings --data_dir=DIR [--rows=NAME,...]
     [--output=experiments/results/trainings.json]
 
-A row is a training by a program of this project. `cifar10.eval` measures its
-last checkpoint. In some rows, it also measures the checkpoints while the
-training goes on, on the same cores. The table "Precision" in docs/results.md
-says how long they take. Each finished row is stored at once, in place of an
-older result of this row.
-`DIR` has the data set as TensorFlow Datasets prepares it.
+A row is a training by a program of `cifar10` or `inception_mini`, whose `eval`
+measures its last checkpoint. In some rows, it also measures the checkpoints
+while the training goes on, on the same cores. The tables under "Precision" in
+docs/results.md say how long they take. Each finished row is stored at once, in
+place of an older result of this row.
+`DIR` has CIFAR-10, as TensorFlow Datasets prepares it or in its official binary
+layout. `inception_mini` gets its photographs as JPEG files, in shards that
+`inception_mini.build_image_data` makes.
 """
 
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -22,8 +25,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import tensorflow as tf
 from absl import flags
 
+from cifar10 import sources
 from experiments.support import claims
 from experiments.support import programs
 from tf_replicas.programs import command_line
@@ -44,7 +49,7 @@ class Row(NamedTuple):
   Attributes:
     module: The program that trains.
     arguments: Its flags, except for the directories and the data set.
-    evals: For each measurement after the training, flags of `cifar10.eval`.
+    evals: For each measurement after the training, flags of the program `eval`.
     is_watched: Whether checkpoints are measured while the training goes on.
   """
 
@@ -53,9 +58,26 @@ class Row(NamedTuple):
   evals: Sequence[Sequence[str]] = ((),)
   is_watched: bool = False
 
+  @property
+  def package(self) -> str:
+    """The package of the program: `cifar10` or `inception_mini`."""
+    return self.module.partition(".")[0]
+
 
 _ON_A_CLUSTER = [f"--cluster_spec={_SPEC}", "--max_steps=2000"]
 _EVERY_4_EPOCHS = "--checkpoint_every_steps=1563"
+_MINI = ["--recipe=mini", "--nodistort_color", "--batch_size=32"]
+# Eight replicas of the same data: the decays are the eighth powers.
+_EIGHT = [
+  "--num_gpus=8",
+  "--emulate_gpus",
+  "--learning_rate=0.2",
+  "--max_steps=1172",
+  "--warmup_epochs=0.5",
+  "--moving_average_decay=0.992",
+  "--batch_norm_decay=0.92",
+]
+_SEEDS = range(4)
 ROWS = {
   "between_graph": Row("cifar10.distributed_train", _ON_A_CLUSTER),
   "in_graph": Row(
@@ -70,6 +92,28 @@ ROWS = {
   "modern_10_epochs": Row(
     "cifar10.train", ["--recipe=modern", "--num_epochs=10"]
   ),
+  "inception_backup": Row(
+    "inception_mini.distributed_train",
+    [
+      *_MINI,
+      "--cluster_spec=cluster_specs/local_2ps_3workers.json",
+      "--replicas_to_aggregate=2",
+      "--max_steps=6000",
+    ],
+  ),
+  **{
+    f"inception_one_seed_{seed}": Row(
+      "inception_mini.train",
+      [*_MINI, "--learning_rate=0.05", "--max_steps=9375", f"--seed={seed}"],
+    )
+    for seed in _SEEDS
+  },
+  **{
+    f"inception_eight_seed_{seed}": Row(
+      "inception_mini.train", [*_MINI, *_EIGHT, f"--seed={seed}"]
+    )
+    for seed in _SEEDS
+  },
 }
 
 
@@ -77,12 +121,41 @@ def measured(output: str) -> list[tuple[int, float]]:
   """Finds the measurements in what `cifar10.eval` printed.
 
   Args:
-    output: The text that the program printed.
+    output: The text that the program `eval` printed.
 
   Returns:
     (global step, precision @ 1) of each checkpoint that was measured.
   """
   return [(int(s), float(p)) for s, p in _MEASURED.findall(output)]
+
+
+def make_shards(data_dir: str, directory: str) -> None:
+  """Makes the photographs into shards that `inception_mini` reads.
+
+  Args:
+    data_dir: The directory of CIFAR-10.
+    directory: An empty directory for the shards.
+
+  Raises:
+    DataError: If `data_dir` does not have CIFAR-10.
+    RuntimeError: If `inception_mini.build_image_data` fails.
+  """
+  source = sources.find("cifar10", data_dir, download=False)
+  with tempfile.TemporaryDirectory() as photos:
+    for split in ("train", "test"):
+      for number, pair in enumerate(zip(*source.read(split), strict=True)):
+        folder = pathlib.Path(photos, split, f"class_{int(pair[1])}")
+        folder.mkdir(parents=True, exist_ok=True)
+        encoded = tf.io.encode_jpeg(pair[0], quality=95).numpy()
+        (folder / f"{number}.jpeg").write_bytes(encoded)
+    programs.output(
+      "inception_mini.build_image_data",
+      f"--train_directory={photos}/train",
+      f"--validation_directory={photos}/test",
+      f"--output_directory={directory}",
+      "--train_shards=12",
+      "--validation_shards=2",
+    )
 
 
 def run(row: Row, data: Sequence[str]) -> dict[str, object]:
@@ -101,9 +174,10 @@ def run(row: Row, data: Sequence[str]) -> dict[str, object]:
   with tempfile.TemporaryDirectory() as directory:
     where = [f"--train_dir={directory}/run", *data]
     log = pathlib.Path(directory, "eval.log")
+    evaluate = f"{row.package}.eval"
     watcher = None
     if row.is_watched:
-      command = [sys.executable, "-m", "cifar10.eval", *where]
+      command = [sys.executable, "-m", evaluate, *where]
       with log.open("w", encoding="utf-8") as file:
         watcher = subprocess.Popen(command, stdout=file, stderr=file)
     start = time.monotonic()
@@ -117,7 +191,7 @@ def run(row: Row, data: Sequence[str]) -> dict[str, object]:
         raise RuntimeError(f"{row.module} failed:\n{printed}")
       # It ends after the last checkpoint.
       if watcher is not None and watcher.wait(_WATCHER_SECS):
-        raise RuntimeError(f"cifar10.eval failed:\n{log.read_text()}")
+        raise RuntimeError(f"{evaluate} failed:\n{log.read_text()}")
     finally:
       if watcher is not None:
         watcher.kill()
@@ -125,8 +199,8 @@ def run(row: Row, data: Sequence[str]) -> dict[str, object]:
     evals = {}
     for more in row.evals:
       words = [*where, "--run_once", *more]
-      ((_, precision),) = measured(programs.output("cifar10.eval", *words))
-      evals[shlex.join(["cifar10.eval", "--run_once", *more])] = precision
+      ((_, precision),) = measured(programs.output(evaluate, *words))
+      evals[shlex.join([evaluate, "--run_once", *more])] = precision
     return {
       "command": shlex.join(["python", "-m", row.module, *row.arguments]),
       "minutes": secs / 60,
@@ -148,12 +222,19 @@ def main(argv: Sequence[str]) -> None:
         f" {', '.join(unknown)}."
       )
   stored = json.loads(path.read_text()) if path.exists() else {}
-  data = ["--dataset=cifar10", f"--data_dir={FLAGS.data_dir}"]
-  for name in FLAGS.rows:
-    made_with = claims.circumstances(claims.commit())
-    stored[name] = {**made_with, **run(ROWS[name], data)}
-    path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    print(f"{name}: {stored[name]['precision']}", flush=True)
+  with tempfile.TemporaryDirectory() as shards:
+    data = {
+      "cifar10": ["--dataset=cifar10", f"--data_dir={FLAGS.data_dir}"],
+      "inception_mini": [f"--data_dir={shards}"],
+    }
+    for name in FLAGS.rows:
+      row = ROWS[name]
+      if row.package == "inception_mini" and not os.listdir(shards):
+        make_shards(FLAGS.data_dir, shards)
+      made_with = claims.circumstances(claims.commit())
+      stored[name] = {**made_with, **run(row, data[row.package])}
+      path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+      print(f"{name}: {stored[name]['precision']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,12 @@ class NumbersTest(absltest.TestCase):
     (what,) = _problems("<!-- measured: table other -->\n\n0.5\n")
     self.assertIn("on no page", what)
 
+  def test_a_text_may_be_the_source(self):
+    stored = "<!-- measured: results/fuzz.txt; 2026-11-25 -->\n\n"
+    self.assertEmpty(_problems(stored + "It grew by 16 MiB.\n"))
+    self.assertLen(_problems(stored + "It grew by 17 MiB.\n"), 1)
+    self.assertLen(_problems(stored.replace("-25", "") + "16 MiB.\n"), 1)
+
   def test_data_must_exist_and_have_a_date(self):
     (what,) = _problems("<!-- measured: results/none.json -->\n\n0.5\n")
     self.assertIn("does not exist", what)

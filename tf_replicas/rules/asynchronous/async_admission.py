@@ -121,9 +121,9 @@ class AsyncAdmission:
         read the variables, an int64 scalar) to a bool scalar: whether gradients
         are applied. None: all gradients are applied.
       gradients_per_update: The number of sets of gradients in an update.
-      namespace: The scope of the names of all objects except `pending`, which
-        is in the namespace of `store`, as the sums of gradients are. None: the
-        namespace of `store`.
+      namespace: The scope of the names of all objects except `pending` and the
+        lock, which are in the namespace of `store`, as the sums of gradients
+        and the global step are. None: the namespace of `store`.
     """
     namespace = namespace or store.namespace
     self._store = store
