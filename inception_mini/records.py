@@ -15,6 +15,7 @@ from typing import BinaryIO
 from typing import NamedTuple
 
 import tensorflow as tf
+from google.protobuf import message
 
 from tf_replicas.programs import tfds_builder
 
@@ -166,14 +167,33 @@ def _check_example(file: BinaryIO, length: int, path: str) -> None:
   if length > os.path.getsize(path):
     return  # The caller finds that the file ends inside the record.
   file.seek(_BEFORE_DATA)
-  try:
-    parse(file.read(length))
-  except (tf.errors.InvalidArgumentError, UnicodeDecodeError):
-    # The second is what becomes of TensorFlow's message if it cites the record.
+  if not _is_labeled_image(file.read(length)):
     raise DataError(
       f"{path} must hold `tf.train.Example`s with {ENCODED} and {LABEL}."
       " Received: another first record."
-    ) from None
+    )
+
+
+def _is_labeled_image(serialized: bytes) -> bool:
+  """Returns whether `parse` can parse a record.
+
+  It runs no TensorFlow op, which would initialize the devices before the
+  program has chosen its GPUs.
+
+  Args:
+    serialized: The record.
+  """
+  try:
+    feature = tf.train.Example.FromString(serialized).features.feature
+  except message.DecodeError:
+    return False
+  edges = [feature[key] for key in BOX_EDGES]
+  return (
+    len(feature[ENCODED].bytes_list.value) == 1
+    and len(feature[LABEL].int64_list.value) == 1
+    and {e.WhichOneof("kind") for e in edges} <= {None, "float_list"}
+    and len({len(e.float_list.value) for e in edges}) == 1
+  )
 
 
 def read_labels(path: str) -> list[str]:

@@ -9,6 +9,7 @@ from inception_mini import inputs
 from inception_mini import records
 from inception_mini import sources
 from inception_mini import synthetic
+from tests.support import trials
 
 
 def serialized(label, *, boxes=(), size=(4, 5)):
@@ -54,6 +55,21 @@ def check_batches(source, num_train, num_validation):
   assert sum(len(labels) for _, labels in batches) == num_validation
 
 
+def check_devices_can_be_chosen(dataset, directory):
+  """A program configures its GPUs after it has found its data."""
+  result = trials.python(
+    "-c",
+    "import sys\n"
+    "from inception_mini import sources\n"
+    "from tf_replicas.runtime import devices\n"
+    "sources.find(*sys.argv[1:])\n"
+    "devices.configure((0, 1), num_emulated=2)\n",
+    dataset,
+    str(directory),
+  )
+  assert result.returncode == 0, result.stderr
+
+
 class TestRecords:
   def test_what_is_written_is_read(self):
     boxes = [(0.1, 0.2, 0.5, 0.75), (0.0, 0.25, 1.0, 0.5)]
@@ -88,6 +104,63 @@ class TestRecords:
     (tmp_path / "x").write_text("something else, of some length")
     with pytest.raises(records.DataError, match="must consist of whole"):
       records.count_records(str(tmp_path / "x"))
+
+
+# What is no example of a labeled image, though TensorFlow could parse it.
+NO_EXAMPLES = {
+  "no protocol buffer": b"\x9f not a record",
+  "empty": b"",
+  "no label": records.serialize(
+    b"png",
+    file_format="PNG",
+    height=4,
+    width=5,
+    label=1,
+    text="thing",
+    filename="a.png",
+  ).replace(records.LABEL.encode(), b"image/class/title"),
+}
+
+
+class TestFirstRecord:
+  @pytest.mark.parametrize("what", NO_EXAMPLES)
+  def test_must_be_a_labeled_image(self, tmp_path, what):
+    path = str(tmp_path / "train-00000-of-00001")
+    with tf.io.TFRecordWriter(path) as writer:
+      writer.write(NO_EXAMPLES[what])
+    with pytest.raises(records.DataError, match="another first record"):
+      records.count_records(path)
+
+  @pytest.mark.parametrize(
+    ("edges", "is_right"),
+    [
+      ([[0.1, 0.2], [0.1, 0.2], [0.5, 0.6], [0.5, 0.6]], True),
+      ([[], [], [], []], True),
+      ([[0.1, 0.2], [0.1], [0.5], [0.5]], False),
+      ([[1], [1], [2], [2]], False),
+    ],
+  )
+  def test_edges_of_boxes(self, tmp_path, edges, is_right):
+    """They are floats, and each box has all four."""
+    example = tf.train.Example.FromString(serialized(1))
+    for key, values in zip(records.BOX_EDGES, edges, strict=True):
+      feature = example.features.feature[key]
+      is_integer = bool(values) and isinstance(values[0], int)
+      kept = feature.int64_list if is_integer else feature.float_list
+      kept.value.extend(values)
+    path = str(tmp_path / "train-00000-of-00001")
+    with tf.io.TFRecordWriter(path) as writer:
+      writer.write(example.SerializeToString())
+    if is_right:
+      assert records.count_records(path) == 1
+    else:
+      with pytest.raises(records.DataError, match="another first record"):
+        records.count_records(path)
+
+  def test_is_checked_before_the_devices_are_chosen(self, tmp_path):
+    for subset in ("train", "validation"):
+      write_shards(tmp_path, [2], subset)
+    check_devices_can_be_chosen("records", tmp_path)
 
 
 class TestFolder:
@@ -257,6 +330,11 @@ class TestTensorFlowDatasets:
     assert sizes == [4, 5, 6, 7, 8]
     assert len(all_examples(source, "validation")) == 3
     check_batches(source, 5, 3)
+
+  def test_is_found_before_the_devices_are_chosen(self, tmp_path):
+    splits = {"train": self.examples(3), "test": self.examples(2)}
+    self.write(tmp_path, splits)
+    check_devices_can_be_chosen("tiny", tmp_path)
 
   def test_grey_images_will_do(self, tmp_path):
     tfds = pytest.importorskip("tensorflow_datasets")
