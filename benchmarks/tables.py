@@ -44,7 +44,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 def _interval(values: Sequence[float], digits: int = 2) -> str:
   """Formats the geometric mean of ratios, and its 95% interval."""
-  mean, low, high = (f"{x:.{digits}f}" for x in ratios.interval(values))
+  return _in_words(ratios.interval(values), digits)
+
+
+def _in_words(interval: Sequence[float], digits: int) -> str:
+  """Formats a mean and the ends of its interval."""
+  mean, low, high = (f"{x:.{digits}f}" for x in interval)
   return f"{mean} ({low} to {high})"
 
 
@@ -865,17 +870,14 @@ def of_losses(
   """
   rows = []
   for kind, rounds in kinds.items():
-    plain = [found["undisturbed"] for found in rounds]
-    faults = [found["with_fault"] for found in rounds]
+    plain = [pair["undisturbed"] for pair in rounds]
+    faults = [pair["with_fault"] for pair in rounds]
     row = [kind.replace("_", "-").replace("/", ", "), len(rounds)]
     row += [f"{statistics.mean(losses):.3f}" for losses in (plain, faults)]
     if len(rounds) >= _ROUNDS:
-      mean, low, high = ratios.of_means(faults, plain)
-      is_within = 1 - _MARGIN <= low and high <= 1 + _MARGIN
-      row += [
-        f"{mean:.4f} ({low:.4f} to {high:.4f})",
-        "yes" if is_within else "no",
-      ]
+      found = ratios.of_means(faults, plain)
+      is_within = 1 - _MARGIN <= found[1] and found[2] <= 1 + _MARGIN
+      row += [_in_words(found, 4), "yes" if is_within else "no"]
     else:
       row += ["too few rounds", ""]
     rows.append(row)

@@ -67,7 +67,8 @@ class Row(NamedTuple):
 _ON_A_CLUSTER = [f"--cluster_spec={_SPEC}", "--max_steps=2000"]
 _EVERY_4_EPOCHS = "--checkpoint_every_steps=1563"
 _MINI = ["--recipe=mini", "--nodistort_color", "--batch_size=32"]
-# Eight replicas of the same data: the decays are the eighth powers.
+# An update of eight replicas has eight times the images of one replica, so the
+# decays are the eighth powers of those of one replica.
 _EIGHT = [
   "--num_gpus=8",
   "--emulate_gpus",
@@ -143,10 +144,11 @@ def make_shards(data_dir: str, directory: str) -> None:
   source = sources.find("cifar10", data_dir, download=False)
   with tempfile.TemporaryDirectory() as photos:
     for split in ("train", "test"):
-      for number, pair in enumerate(zip(*source.read(split), strict=True)):
-        folder = pathlib.Path(photos, split, f"class_{int(pair[1])}")
+      examples = zip(*source.read(split), strict=True)
+      for number, (image, label) in enumerate(examples):
+        folder = pathlib.Path(photos, split, f"class_{int(label)}")
         folder.mkdir(parents=True, exist_ok=True)
-        encoded = tf.io.encode_jpeg(pair[0], quality=95).numpy()
+        encoded = tf.io.encode_jpeg(image, quality=95).numpy()
         (folder / f"{number}.jpeg").write_bytes(encoded)
     programs.output(
       "inception_mini.build_image_data",

@@ -133,8 +133,8 @@ class ParameterStore:
     namespace: The namespace of all shared resources of this training.
     lock: A lock that `state` holds while it reads; None: no lock.
     count_lock: A lock on PS task 0. `state` holds it while it reads the global
-      step and `examples_seen`, so that they belong together. Whoever changes
-      both beside the chief must hold it too.
+      step and `examples_seen`, so that it reads both as of the same update.
+      Updates that replicas make hold it while they change both.
   """
 
   def __init__(
@@ -871,8 +871,9 @@ class ParameterStore:
     for name, (index, variables) in self._beside.items():
       if name in state:
         self._assign_parts(variables, index, state[name])
-    others = {"examples_seen": self.examples_seen, **self._others}
-    for name, variable in others.items():
+    if "examples_seen" in state:
+      self.examples_seen.assign(state["examples_seen"])
+    for name, variable in self._others.items():
       if name in state:
         variable.assign(state[name])
     resources.flush_assignments(sum(self._variables, []))
