@@ -1013,9 +1013,8 @@ class ParameterServerDriver(Driver):
     self._last_step = step
     self.rule.start()
     if self._leases is not None and self.replica.leased is not None:
-      examples = int(self.store.examples_seen.read_value())
       self._leases.begin(
-        self.replica.leased.num_before(step, examples),
+        self.replica.leased.num_before(*self.store.counts()),
         is_back=self._is_rolled_back,
       )
       self._is_rolled_back = False

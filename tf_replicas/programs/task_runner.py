@@ -408,8 +408,7 @@ def _max_steps(
     options: How to run the training.
     workload: What to train, and for how long.
   """
-  step = int(store.read_global_step())
-  seen = int(store.examples_seen.read_value())
+  step, seen = store.counts()
   if workload.max_steps is None:
     saved = checkpoints.read_newest(options.train_dir, checkpoints.read)
     if saved is not None and saved["global_step"] > step:

@@ -202,6 +202,7 @@ class ParameterStore:
     self.lock: resources.Mutex | None = None
     # Made by the next call of `state`; None after variables were added.
     self._state_reader: Callable[[], dict[str, tf.Tensor]] | None = None
+    self._counts_reader: Callable[[], dict[str, tf.Tensor]] | None = None
     self._row_tensors: dict[str, tables.RowTensor] | None = None
     with tf.device(device_of_task(0)):
       self.examples_seen = namespace.variable("examples_seen", [], "int64")
@@ -584,6 +585,25 @@ class ParameterStore:
     with tf.device(self.device_of_task(0)):
       return self.global_step.read_value()
 
+  def counts(self) -> tuple[int, int]:
+    """Reads the global step and `examples_seen` at one moment.
+
+    Two reads could have an update of an asynchronous replica between them.
+    """
+    if self._counts_reader is None:
+      self._counts_reader = resources.remote_reader(self._read_counts)
+    resources.flush_assignments([self.global_step, self.examples_seen])
+    counts = self._counts_reader()
+    return int(counts["global_step"]), int(counts["examples_seen"])
+
+  def _read_counts(self) -> dict[str, tf.Tensor]:
+    return self.count_lock.hold(
+      lambda: {
+        "global_step": self.read_global_step(),
+        "examples_seen": self.examples_seen.read_value(),
+      }
+    )
+
   def count_rows(self, task: int, ids: tf.Tensor) -> tf.Tensor:
     """Counts the rows of a table that an update changes on a PS task.
 
@@ -817,12 +837,7 @@ class ParameterStore:
     return self._state_reader()
 
   def _read_state(self) -> dict[str, tf.Tensor]:
-    state = self.count_lock.hold(
-      lambda: {
-        "global_step": self.read_global_step(),
-        "examples_seen": self.examples_seen.read_value(),
-      }
-    )
+    state = self._read_counts()
     for spec, value in zip(self.specs, self.read(), strict=True):
       if spec.table is None:
         state[f"variables/{spec.path}"] = value

@@ -311,8 +311,10 @@ class CountsTest(TestCase):
       what="waiting for the examples",
     )
     saving = self.call(store.state)
+    reading = self.call(store.counts)
     finishing = self.call(client.finish, 0)
     self.assert_waits(saving)
+    self.assert_waits(reading)
     self.assert_waits(finishing)
     gate.enqueue([tf.constant(True)])
     counting.result()
@@ -320,6 +322,7 @@ class CountsTest(TestCase):
     state = saving.result()
     counts = int(state["global_step"]), int(state["examples_seen"])
     self.assertIn(counts, [(1, 7), (2, 8)])
+    self.assertIn(reading.result(), [(1, 7), (2, 8)])
 
   def test_admission_alone_counts_nothing(self):
     client = self._client(1)
