@@ -11,9 +11,9 @@ virtual: `support.event_clock` says what is real. `support.race_task` defines
 task, rules and workers.
 
 Writes race.json, race.md and race.png. Each finished cell is stored at once,
-and cells that are in the file are not measured again, unless they had the
-smaller search of before. So the command may be stopped and continued. On one
-core it takes about four hours. `--short` measures sync, backup and async with 4
+and cells that are in the file are not measured again, unless they were measured
+by the criterion of before (`is_old`). So the command may be stopped and
+continued. On one core it takes about four hours. `--short` measures sync, backup and async with 4
 workers and three seeds. `--draw` measures nothing.
 
 `--real` repeats sync, backup and async on real processes, and stores the
@@ -62,9 +62,10 @@ COLUMNS = (
 )
 # A search gives up a rate that takes this many times as long as the best.
 _PATIENCE = 1.5
-_SMALL_SEARCH = "*"
-# Precision must be reached at so many points of time in a row.
-IN_A_ROW = 3
+_OLD = "*"
+# The precision must be reached in so many states of the variables in a row, with
+# at least so many examples from one to the next.
+IN_A_ROW, EXAMPLES_APART = 3, 256
 
 
 class Racer:
@@ -141,6 +142,9 @@ class Racer:
   def _first_of(self, points: Iterable):
     """Returns the first of `IN_A_ROW` points that all reach the precision.
 
+    Only points with `EXAMPLES_APART` more examples than the one before count,
+    so that the criterion does not depend on how often a rule makes updates.
+
     Args:
       points: `event_clock.Point`s, in the order of time.
 
@@ -148,7 +152,7 @@ class Racer:
       The point; None if there is none.
     """
     return first_in_a_row(
-      points,
+      spaced(points, EXAMPLES_APART),
       lambda p: self._task.precision(p.values) >= self._lib.PRECISION,
       IN_A_ROW,
     )
@@ -297,6 +301,7 @@ def measure(
     "rule": rule,
     "condition": condition,
     "workers": workers,
+    "examples_apart": EXAMPLES_APART,
     "rate": best,
     "search": tried,
     "runs": runs,
@@ -309,6 +314,21 @@ def measure(
 
 # Once, at the start: the files may change while the race goes on.
 _commit = functools.cache(claims.commit)
+
+
+def spaced(points: Iterable, examples: int) -> Iterable:
+  """Yields the first point, and each that comes long enough after the last.
+
+  Args:
+    points: `event_clock.Point`s, in the order of time.
+    examples: So many more examples than the last yielded point must a point
+      have.
+  """
+  last = None
+  for point in points:
+    if last is None or point.examples >= last + examples:
+      last = point.examples
+      yield point
 
 
 def first_in_a_row(
@@ -469,7 +489,9 @@ def advice(cells: dict[tuple, dict]) -> list[str]:
 
 def _either(names: Sequence[str]) -> str:
   first, *others = (f"`{name}`" for name in names)
-  return first + (f" (no worse: {', '.join(others)})" if others else "")
+  return first + (
+    f" (not clearly slower: {', '.join(others)})" if others else ""
+  )
 
 
 # Table and picture.
@@ -490,7 +512,8 @@ def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
     "# The race to a precision",
     "",
     f"Precision @ 1 of {race_task.PRECISION} on 1,000 test pictures,"
-    f" {IN_A_ROW} times in a row. Seconds are virtual; one is the mean time of"
+    f" in {IN_A_ROW} states in a row, {EXAMPLES_APART} examples apart or more."
+    " Seconds are virtual; one is the mean time of"
     " a batch of a usual worker. `±` and the brackets are 95% intervals over"
     " the seeds. Commits:"
     f" {', '.join(sorted({c['commit'] for c in cells.values()}))}; dates:"
@@ -521,12 +544,13 @@ def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
         if cell:
           base = cells.get((SYNC, condition, workers))
           lines.append(_row(cell, base))
-  if any(map(has_small_search, cells.values())):
+  if any(map(is_old, cells.values())):
     lines += [
       "",
-      f"{_SMALL_SEARCH} This rate is the best of 0.03, 0.06, 0.12 and 0.24 with"
-      " one seed. All other rates were found among"
-      f" {', '.join(map(str, race_task.RATES))} with"
+      f"{_OLD} This cell was measured by an earlier criterion: in"
+      f" {IN_A_ROW} seconds of virtual time in a row. Most of these cells have a"
+      " rate that is the best of 0.03, 0.06, 0.12 and 0.24 with one seed. All"
+      f" other rates were found among {', '.join(map(str, race_task.RATES))} with"
       f" {len(race_task.SEARCH_SEEDS)} seeds.",
     ]
   if real:
@@ -623,22 +647,23 @@ def texts(cell: dict, base: dict | None) -> list[str]:
   ]
 
 
-def has_small_search(cell: dict) -> bool:
-  """Returns whether the rate of a cell was found by the search of before.
+def is_old(cell: dict) -> bool:
+  """Returns whether a cell was measured by the criterion of before.
 
-  Cells that were measured before 2026-11-26 had a search among four rates, with
-  one seed.
+  Until 2026-11-27, the precision had to be reached in three seconds of virtual
+  time in a row, in which a slow rule makes no update. The rate of most of these
+  cells is the best of four, tried with one seed.
   """
-  return any(not isinstance(s["seconds"], list) for s in cell["search"])
+  return cell.get("examples_apart") != EXAMPLES_APART
 
 
 def _rate(cell: dict) -> str:
-  """Formats the learning rate of a cell, marked if its search was a small one.
+  """Formats the learning rate of a cell, marked if the cell is an old one.
 
   Args:
     cell: The cell.
   """
-  return f"{cell['rate']}{_SMALL_SEARCH if has_small_search(cell) else ''}"
+  return f"{cell['rate']}{_OLD if is_old(cell) else ''}"
 
 
 def _row(cell: dict, base: dict | None) -> str:
@@ -762,7 +787,7 @@ def _keys() -> list[tuple[str, str, int]]:
 def _race(path: str) -> None:
   """Measures all chosen cells that are not in the file yet.
 
-  Cells that had a small search are measured again.
+  Cells that were measured by the criterion of before are measured again.
   """
   import tensorflow as tf
 
@@ -773,7 +798,7 @@ def _race(path: str) -> None:
   racer = Racer()
   for key in _keys():
     cells = read(path)
-    if key not in cells or has_small_search(cells[key]):
+    if key not in cells or is_old(cells[key]):
       cells[key] = measure(racer, *key, seeds)
       write(path, cells)
       print(_row(cells[key], cells.get((SYNC, *key[1:]))), flush=True)

@@ -45,7 +45,12 @@ def measure(is_quick: bool, seed: int) -> dict:
     RATES,
     workers=WORKERS,
     times=times,
-    compute=lambda: compute_times.Draws(race_task.measured(), WORKERS, seed),
+    compute=lambda: compute_times.Draws(
+      race_task.measured(),
+      WORKERS,
+      seed,
+      block=race_task.TIMES_IN_A_ROW,
+    ),
     seed=seed,
   )
   return {"times": times, "rates": rows}

@@ -1,6 +1,7 @@
 """Draws how long the computation of one batch takes, from distributions."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -114,6 +115,30 @@ class Empirical:
     return np.asarray(self.secs)[rng.integers(0, len(self.secs), shape)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+  """Measured seconds of several replicas, replayed in the order of measurement.
+
+  A row of draws begins at a random place of a random replica, so that slow
+  times last as long as they did. After its last measurement, a replica begins
+  again with its first.
+
+  Attributes:
+    replicas: The seconds of each replica, in the order of time.
+  """
+
+  replicas: tuple[tuple[float, ...], ...]
+
+  def sample(self, rng, shape):
+    *rows, columns = shape
+    sampled = np.empty([math.prod(rows), columns])
+    for row in sampled:
+      secs = np.asarray(self.replicas[rng.integers(len(self.replicas))])
+      start = rng.integers(len(secs))
+      row[:] = secs[(start + np.arange(columns)) % len(secs)]
+    return sampled.reshape(shape)
+
+
 class Draws:
   """Draws the compute times of M replicas, each from a sequence of its own.
 
@@ -121,14 +146,13 @@ class Draws:
   do, and in whatever order the draws are made.
   """
 
-  _BLOCK = 16
-
   def __init__(
     self,
     distribution: Distribution,
     num_replicas: int,
     seed: int,
     slowdown: Mapping[int, float] | None = None,
+    block: int = 16,
   ):
     """Prepares the sequences of all replicas.
 
@@ -138,7 +162,9 @@ class Draws:
       seed: The seed of all sequences.
       slowdown: Maps the index of a replica to the factor by which its times are
         multiplied. The factor of all other replicas is 1.
+      block: How many times of each replica are drawn in one row.
     """
+    self._block_size = block
     self._distribution = distribution
     self._seed = seed
     self._factors = np.ones([num_replicas, 1])
@@ -156,7 +182,7 @@ class Draws:
     Returns:
       float64 [n], seconds.
     """
-    block, column = np.divmod(self._drawn[replicas], self._BLOCK)
+    block, column = np.divmod(self._drawn[replicas], self._block_size)
     self._drawn[replicas] += 1
     numbers = np.unique(block)
     if len(numbers) == 1:
@@ -169,17 +195,17 @@ class Draws:
 
   def next_of(self, replica: int) -> float:
     """Returns the next compute time of the replica `replica`, in seconds."""
-    block, column = divmod(int(self._drawn[replica]), self._BLOCK)
+    block, column = divmod(int(self._drawn[replica]), self._block_size)
     self._drawn[replica] += 1
     return float(self._block(block)[replica, column])
 
   def _block(self, number: int) -> np.ndarray:
     if number not in self._blocks:
-      oldest = int(self._drawn.min() - 1) // self._BLOCK
+      oldest = int(self._drawn.min() - 1) // self._block_size
       for old in [n for n in self._blocks if n < oldest]:
         del self._blocks[old]
       rng = np.random.default_rng([self._seed, number])
-      shape = (len(self._drawn), self._BLOCK)
+      shape = (len(self._drawn), self._block_size)
       self._blocks[number] = self._factors * self._distribution.sample(
         rng, shape
       )

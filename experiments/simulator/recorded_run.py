@@ -157,14 +157,7 @@ def fit(
   Raises:
     ValueError: If no replica both reads and computes twice.
   """
-  tasks = _tasks_that("compute", events)
-  secs = {task: _compute_secs(task, events) for task in tasks}
-  secs = {task: own for task, own in secs.items() if len(own)}
-  if not secs:
-    raise ValueError(
-      "The timeline must have a replica that reads and computes twice."
-      f" Received: {len(events)} events."
-    )
+  secs = compute_secs(events)
   medians = {task: float(np.median(own)) for task, own in secs.items()}
   usual = min(medians.values())
   if not 0 < usual < np.inf:
@@ -215,6 +208,29 @@ def _tasks_that(kind: str, events: Sequence[Event]) -> list[str]:
 def _by_number(task: str) -> tuple:
   job, _, index = task.partition(":")
   return job, int(index) if index.isdigit() else 0, task
+
+
+def compute_secs(events: Sequence[Event]) -> dict[str, np.ndarray]:
+  """Returns the seconds that each batch of each replica took to compute.
+
+  Args:
+    events: The events of all tasks.
+
+  Returns:
+    The seconds by the name of the task, in the order of time.
+
+  Raises:
+    ValueError: If no replica both reads and computes twice.
+  """
+  tasks = _tasks_that("compute", events)
+  secs = {task: _compute_secs(task, events) for task in tasks}
+  secs = {task: own for task, own in secs.items() if len(own)}
+  if not secs:
+    raise ValueError(
+      "The timeline must have a replica that reads and computes twice."
+      f" Received: {len(events)} events."
+    )
+  return secs
 
 
 def _compute_secs(task: str, events: Sequence[Event]) -> np.ndarray:

@@ -89,13 +89,15 @@ def run_client(spec, task, directory: pathlib.Path, text: str) -> None:
 
 def _watch(driver, directory: pathlib.Path, cell: race_real.Cell) -> None:
   """Trains for the time of the cell, and stores the variables at times."""
+  from experiments import race
+
   rows, values, now = [], [], 0.0
   while now < cell.limit:
-    step = driver.step().global_step
+    driver.step()
     begin = float((directory / "start").read_text())
     now = (time.time() - begin) / race_real.UNIT_SECS
-    if not rows or now >= rows[-1][0] + 1:
-      examples = int(driver.store.examples_seen.read_value())
+    step, examples = driver.store.counts()
+    if not rows or examples >= rows[-1][2] + race.EXAMPLES_APART:
       values.append([np.asarray(v) for v in driver.store.read()])
       rows.append([now, step, examples])
   arrays = {

@@ -32,6 +32,8 @@ PRECISION = 0.8
 EXCHANGE_SECS = 0.1
 # A training that has not reached the precision by then is given up.
 MAX_SECS = 1000
+# So many measured compute times of a worker are replayed in a row.
+TIMES_IN_A_ROW = 256
 # The learning rates among which the search finds that of a cell.
 RATES = (0.00375, 0.0075, 0.015, 0.03, 0.06, 0.12, 0.24, 0.48, 0.96)
 SEARCH_SEEDS = (100, 101, 102)
@@ -133,11 +135,14 @@ def contestant(name: str, workers: int) -> Contestant:
   return found[0]
 
 
-def measured() -> compute_times.Empirical:
+def measured() -> compute_times.Recorded:
   """Returns the measured compute times, divided by their mean."""
   with open(_MEASURED, encoding="utf-8") as file:
-    secs = np.asarray(json.load(file)["secs"])
-  return compute_times.Empirical(tuple((secs / secs.mean()).tolist()))
+    replicas = json.load(file)["secs"]
+  mean = np.mean(np.concatenate(replicas))
+  return compute_times.Recorded(
+    tuple(tuple((np.asarray(own) / mean).tolist()) for own in replicas)
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +169,9 @@ class Workers:
       seed: The seed of the times.
     """
     slow = {workers - 1: SLOWER} if self.slows_last else {}
-    return compute_times.Draws(self.compute, workers, seed, slow)
+    return compute_times.Draws(
+      self.compute, workers, seed, slow, block=TIMES_IN_A_ROW
+    )
 
   def absence(self, workers: int) -> event_clock.Absence | None:
     """Returns when which of `workers` workers is dead; None if none dies."""

@@ -135,6 +135,7 @@ def _cell(rule, condition, workers, times):
     "rule": rule,
     "condition": condition,
     "workers": workers,
+    "examples_apart": race.EXAMPLES_APART,
     "rate": 0.1,
     "search": [{"rate": 0.1, "limit": 100.0, "seconds": [10.0, 11.0]}],
     "runs": runs,
@@ -176,6 +177,16 @@ class FirstInARowTest(parameterized.TestCase):
     tested = []
     race.first_in_a_row(range(30), lambda i: bool(tested.append(i)), 3)
     self.assertEqual(tested, list(range(2, 30, 3)))
+
+
+class SpacedTest(absltest.TestCase):
+  def test_equal_states_count_once(self):
+    points = [
+      event_clock.Point(time, 0, examples, [])
+      for time, examples in enumerate([0, 0, 100, 255, 300, 300, 511, 600, 900])
+    ]
+    found = [point.time for point in race.spaced(points, 256)]
+    self.assertEqual(found, [0, 4, 7, 8])
 
 
 class SearchTest(parameterized.TestCase):
@@ -224,15 +235,14 @@ class SearchTest(parameterized.TestCase):
     self.assertLen(tried, 5)
 
 
-class SmallSearchTest(absltest.TestCase):
+class OldCellTest(absltest.TestCase):
   def test_marks_the_rate(self):
     cells = _cells(even=[9.0, 19.0, 14.0])
     self.assertNotIn("0.1*", race.table(cells))
-    old = cells["async", "even", 4]
-    old["search"] = [{"rate": 0.1, "limit": 100.0, "seconds": 10.0}]
-    self.assertTrue(race.has_small_search(old))
+    del cells["async", "even", 4]["examples_apart"]
+    self.assertTrue(race.is_old(cells["async", "even", 4]))
     self.assertIn("| 0.1* |", race.table(cells))
-    self.assertIn("with one seed", race.table(cells))
+    self.assertIn("earlier criterion", race.table(cells))
 
 
 class FindTest(parameterized.TestCase):

@@ -410,6 +410,26 @@ class DrawsTest(absltest.TestCase):
         few.next(np.arange(2)), many.next(np.arange(5))[:2]
       )
 
+  def test_recorded_times_are_replayed_in_their_order(self):
+    compute = compute_times.Recorded(((1.0, 2.0, 3.0), (10.0, 20.0)))
+    draws = compute_times.Draws(compute, 20, seed=1, block=50)
+    follows = {1.0: 2.0, 2.0: 3.0, 3.0: 1.0, 10.0: 20.0, 20.0: 10.0}
+    firsts = set()
+    for replica in range(20):
+      times = [draws.next_of(replica) for _ in range(50)]
+      firsts.add(times[0])
+      self.assertEqual(times[1:], [follows[time] for time in times[:-1]])
+    self.assertEqual(firsts, set(follows))
+
+  def test_recorded_times_do_not_depend_on_who_else_is_there(self):
+    compute = compute_times.Recorded((tuple(range(30)), tuple(range(40, 60))))
+    few = compute_times.Draws(compute, 2, seed=1)
+    many = compute_times.Draws(compute, 5, seed=1)
+    for _ in range(40):
+      np.testing.assert_array_equal(
+        few.next(np.arange(2)), many.next(np.arange(5))[:2]
+      )
+
 
 class MistakeTest(parameterized.TestCase):
   @parameterized.parameters(
