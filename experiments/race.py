@@ -13,8 +13,8 @@ task, rules and workers.
 Writes race.json, race.md and race.png. Each finished cell is stored at once,
 and cells that are in the file are not measured again, unless they were measured
 by the criterion of before (`is_old`). So the command may be stopped and
-continued. On one core it takes about four hours. `--short` measures sync, backup and async with 4
-workers and three seeds. `--draw` measures nothing.
+continued. On one core it takes about four hours. `--short` measures sync,
+backup and async with 4 workers and three seeds. `--draw` measures nothing.
 
 `--real` repeats sync, backup and async on real processes, and stores the
 results in race_real.json. A batch then takes 0.1 s on average, by sleeping.
@@ -63,8 +63,8 @@ COLUMNS = (
 # A search gives up a rate that takes this many times as long as the best.
 _PATIENCE = 1.5
 _OLD = "*"
-# The precision must be reached in so many states of the variables in a row, with
-# at least so many examples from one to the next.
+# The precision must be reached in so many states of the variables in a row,
+# with at least so many examples from one to the next.
 IN_A_ROW, EXAMPLES_APART = 3, 256
 
 
@@ -548,9 +548,10 @@ def table(cells: dict[tuple, dict], real: Sequence[dict] = ()) -> str:
     lines += [
       "",
       f"{_OLD} This cell was measured by an earlier criterion: in"
-      f" {IN_A_ROW} seconds of virtual time in a row. Most of these cells have a"
-      " rate that is the best of 0.03, 0.06, 0.12 and 0.24 with one seed. All"
-      f" other rates were found among {', '.join(map(str, race_task.RATES))} with"
+      f" {IN_A_ROW} seconds of virtual time in a row. Most of these cells have"
+      " a rate that is the best of 0.03, 0.06, 0.12 and 0.24 with one seed."
+      " All other rates were found among"
+      f" {', '.join(map(str, race_task.RATES))} with"
       f" {len(race_task.SEARCH_SEEDS)} seeds.",
     ]
   if real:

@@ -153,8 +153,8 @@ def measure_times() -> dict:
   )
   return {
     "what": (
-      "Seconds that each batch of each asynchronous worker on this machine took,"
-      " in the order of time."
+      "Seconds that each batch of each asynchronous worker on this machine"
+      " took, in the order of time."
     ),
     "command": "python -m experiments.race --measure",
     **made_with,
