@@ -23,7 +23,7 @@ WORKERS = 8
 RATE = 0.06
 COMPUTE = compute_times.Exponential(1.0)
 SECS, SECS_QUICK = 800, 16
-# The errors at these shares of the time are compared; the first is judged.
+# The errors at these shares of the time are compared.
 EARLY, LATE = 0.1, 1.0
 _EVERY = 4
 RULES = {
@@ -77,6 +77,7 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
     claims.Finding(
       "at the end: error of async less that of sync",
       differences("async", "sync", LATE),
+      least=0.0,
     ),
     *(
       claims.Finding(
@@ -108,20 +109,22 @@ CLAIM = claims.Claim(
   claim=(
     "With exponential compute times and one learning rate, the error of"
     " asynchronous training, and of synchronous training with backup workers,"
-    " falls sooner than that of synchronous training."
+    " falls sooner than that of synchronous training. In the end, the error of"
+    " asynchronous training is not the smaller one."
   ),
   source="Dutta et al. 2018, Slow and stale gradients can win the race",
   explanation=(
     f"{WORKERS} workers train the network of the race in virtual time, by the"
-    " library's rules. The compute times are exponential, as in the analysis of"
-    f" the paper. All rules have the learning rate {RATE}, with which `async`"
-    " learns. With 0.24, the best rate of `sync` in the race, which was tried"
-    " first, `async` does not learn. The paper also says that the error of"
-    " synchronous training is the smaller one in the end. This is not judged:"
-    " when the time ends, the error of `sync` is still falling. Lines are"
-    " medians over the seeds, bands the range. The training is smaller than the"
-    " original: 16 x 16 pictures of the synthetic data set, with a network of"
-    " 49,866 parameters."
+    " library's rules. The compute times are exponential, as in the analysis"
+    f" of the paper. All rules have the learning rate {RATE}, with which"
+    " `async` learns. With 0.24, the best rate of `sync` in the race, `async`"
+    " does not learn. The first half of the claim holds. The second does not:"
+    " when the time ends, the error of `sync` is the larger one, but is still"
+    " falling. It was the same with a fifth of this time, which was tried"
+    " before. So the end that the paper describes was not reached here. Lines"
+    " are medians over the seeds, bands the range. The training is smaller"
+    " than the original: 16 x 16 pictures of the synthetic data set, with a"
+    " network of 49,866 parameters."
   ),
   measure=measure,
   find=find,

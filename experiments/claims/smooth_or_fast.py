@@ -16,6 +16,7 @@ examples, and no point is left out.
 """
 
 import tempfile
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import numpy as np
@@ -131,7 +132,10 @@ def points(rows: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
   return found
 
 
-def scatter(losses: Sequence[tuple[float, float]]) -> float:
+def scatter(
+  losses: Sequence[tuple[float, float]],
+  middle: Callable[[np.ndarray], float] = np.mean,
+) -> float:
   """Returns the standard deviation of the mean loss of `POINT_EXAMPLES`.
 
   It is computed from the differences of neighbors, all of them, jumps too. The
@@ -142,11 +146,13 @@ def scatter(losses: Sequence[tuple[float, float]]) -> float:
   Args:
     losses: (mean loss, number of examples) of each point. Only the second half
       is used.
+    middle: Computes one number from the squared differences. A standard
+      deviation comes from their mean.
   """
   means, examples = np.transpose(losses[len(losses) // 2 :])
   shares = POINT_EXAMPLES / examples
   squares = np.diff(means) ** 2 / (shares[:-1] + shares[1:])
-  return float(np.sqrt(np.mean(squares)))
+  return float(np.sqrt(middle(squares)))
 
 
 def rows_alone(rows: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
@@ -184,7 +190,12 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
           f" {POINT_EXAMPLES} examples, asynchronous divided by synchronous,"
           f" {workers} equal workers",
           ratios(lambda rows: scatter(points(rows)), workers, False),
-          least=1.15,
+          least=1.0,
+        ),
+        claims.Finding(
+          "the same with the median of the squared differences, on which jumps"
+          f" of the loss have little effect, {workers} equal workers",
+          ratios(lambda rows: scatter(points(rows), np.median), workers, False),
         ),
         claims.Finding(
           "the same with a point per log line, whatever its number of examples"
@@ -311,13 +322,20 @@ CLAIM = claims.Claim(
   source="Chen et al. 2016, section 2; Abadi et al. 2016, section 4.4",
   explanation=(
     "The left plots show the loss of the CIFAR-10 network, for equal workers."
-    " Lines are medians over the seeds, and bands are the ranges."
-    f" Every point is the mean loss of {POINT_EXAMPLES} examples, or of a few"
-    " more. This matters: a synchronous update of 4 workers uses 4 batches and"
-    " an asynchronous update uses one, so the mean loss of a synchronous update"
-    " scatters half as much even if the variables are the same. The scatter in"
-    " the table is computed from the differences between neighboring points,"
-    f" and scaled to {POINT_EXAMPLES} examples. The other plots show how long"
+    " Lines are medians over the seeds, and bands are the ranges. Every point"
+    f" is the mean loss of at least {POINT_EXAMPLES} examples. (An"
+    " asynchronous training has a log line for all updates since the chief"
+    " looked last, so some of its points have more; in the part that is"
+    " judged, up to about twice as many.) This matters: a synchronous update"
+    " of 4 workers uses 4 batches and an asynchronous update uses one, so the"
+    " mean loss of a synchronous update scatters half as much even if the"
+    " variables are the same. The scatter in the table is computed from the"
+    f" differences between neighboring points, and scaled to {POINT_EXAMPLES}"
+    " examples. A few jumps of the loss make up most of it. They are more"
+    " frequent in synchronous training with 4 workers, which has 4 times the"
+    " learning rate. With the median of the squared differences instead of the"
+    " mean, jumps hardly count, and the asynchronous loss scatters more: so"
+    " the answer depends on whether jumps count. The other plots show how long"
     " the examples took. With one slow worker, synchronous training takes"
     " longer, because every update waits for this worker. Other programs used"
     " the two cores meanwhile, so the speeds differ much from seed to seed."

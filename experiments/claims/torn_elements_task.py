@@ -139,10 +139,9 @@ def _tf1(shape: Sequence[int], secs: float, use_locking: bool) -> dict:
     add = tf.raw_ops.ApplyGradientDescent(
       var=variable._ref(), alpha=1.0, delta=gradient, use_locking=use_locking
     ).op
-    value = variable.read_value()
-    low = tf.reduce_min(value)
-    with tf.control_dependencies([low]):
-      high = tf.reduce_max(value)
+    # A copy, made in one pass: its extremes are those of one read.
+    value = tf.cast(variable.read_value(), tf.float64)
+    low, high = tf.reduce_min(value), tf.reduce_max(value)
     with v1.Session() as session:
       session.run(variable.initializer)
       feed = {gradient: -np.ones(shape, np.float32)}

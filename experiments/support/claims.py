@@ -144,13 +144,16 @@ def verdict(findings: Sequence[Finding]) -> str:
   """Returns the verdict on a whole claim: it holds if every finding holds.
 
   Args:
-    findings: The findings, each with a verdict of its own.
+    findings: The findings, each with a verdict of its own. Those without bounds
+      do not count.
 
   Returns:
-    FAILS if any finding has this verdict, else UNCLEAR if any has this one,
-    else HOLDS.
+    FAILS if any finding has this verdict, else UNCLEAR if any has this one or
+    if none has bounds, else HOLDS.
   """
-  verdicts = {finding.verdict for finding in findings}
+  verdicts = {finding.verdict for finding in findings if finding.bounds}
+  if not verdicts:
+    return UNCLEAR
   for worst in (FAILS, UNCLEAR):
     if worst in verdicts:
       return worst

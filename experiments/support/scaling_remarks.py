@@ -67,11 +67,10 @@ def find(measurements: Sequence[dict]) -> list[claims.Finding]:
       "of 3 x rate x decay x |parameters|",
     ),
     claims.Finding(
-      "remark 2: first update after the rate grew 16 times, without"
-      " `momentum_correction`",
+      "remark 2 (an identity): first update after the rate grew 16 times,"
+      " without `momentum_correction`",
       each("momentum", "plain"),
       "of what it should be",
-      most=0.2,
     ),
     claims.Finding(
       "remark 2: the same with the library's `momentum_correction`",

@@ -147,7 +147,7 @@ class ValidationTest(absltest.TestCase):
     row = dict(measured=1.0, predicted=1.5)
     rows = {validation.FITTED: row}
     findings = validation.find([{"loopback": rows}])
-    self.assertEqual(claims.verdict(findings), claims.HOLDS)
+    self.assertEqual(claims.verdict(findings), claims.UNCLEAR)
     rows["other"] = row
     findings = validation.find([{"loopback": rows}])
     self.assertEqual(claims.verdict(findings), claims.FAILS)
@@ -299,7 +299,7 @@ def _curves(rough, slow_secs):
 
 class SmoothOrFastTest(parameterized.TestCase):
   def test_equal_workers_alone_are_judged_too(self):
-    few = {n: rows for n, rows in _curves(0.1, 2.0).items() if "equal" in n}
+    few = {n: rows for n, rows in _curves(0.08, 2.0).items() if "equal" in n}
     findings = smooth_or_fast.find([few])
     self.assertEqual(claims.verdict(findings), claims.FAILS)
     self.assertFalse([f for f in findings if "slower" in f.what])
@@ -337,8 +337,8 @@ class SmoothOrFastTest(parameterized.TestCase):
   @parameterized.parameters(
     # Twice as rough, and faster.
     (0.2, 2.0, claims.HOLDS),
-    # As rough as the other, although an update has half the batches.
-    (0.1, 2.0, claims.FAILS),
+    # Less rough than the other.
+    (0.08, 2.0, claims.FAILS),
     # As fast as the other.
     (0.2, 1.0, claims.FAILS),
   )

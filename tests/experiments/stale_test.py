@@ -243,9 +243,6 @@ class ZhangSoftsyncTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ("as_published", {}, claims.HOLDS),
-    ("too_stale", {(1, "max_staleness"): 3}, claims.FAILS),
-    ("beyond_2n", {(5, "share_beyond_2n"): 0.01}, claims.FAILS),
-    ("mean", {(3, "mean_staleness"): 10.0}, claims.FAILS),
     ("one_fails", {(0, "precision"): 0.5}, claims.FAILS),
     ("fifteen_learns", {(2, "precision"): 0.5}, claims.FAILS),
     ("thirty_learns", {(4, "precision"): 0.5}, claims.FAILS),
@@ -277,7 +274,7 @@ class ZhangSoftsyncTest(parameterized.TestCase):
     self.assertLen(figure.axes, 6)
 
 
-def _scaling(one=0.9, same=0.7, scaled=0.9, warm=0.89, **changes):
+def _scaling(one=0.9, same=0.7, scaled=0.9, warm=0.895, **changes):
   def run(precision):
     return {"precision": precision, "loss": 1.0, "losses": [1.0] * 24}
 
@@ -308,7 +305,7 @@ class LinearScalingTest(parameterized.TestCase):
     ({"warm": 0.8}, claims.FAILS),
     ({"warm": 0.875, "scaled": 0.91}, claims.FAILS),
     ({"shuffle": {"repeated": 0, "missing": 1}}, claims.FAILS),
-    ({"momentum": {"plain": 1.0, "corrected": 1.0}}, claims.FAILS),
+    ({"momentum": {"plain": 0.156, "corrected": 0.9}}, claims.FAILS),
   )
   def test_verdict(self, changes, expected):
     findings = linear_scaling.find([_scaling(**changes)])
