@@ -14,10 +14,11 @@ losses of short trainings differ much.
 The loss is that of the training (cross entropy and weight decay) on the test
 images of the synthetic data set, with the moving averages of the variables, as
 in evaluation. (With the variables themselves, the losses of undisturbed
-trainings differ more: with a backup, by up to 12%.) A kind is *equivalent* if
-the 95% interval of the ratio of the mean losses, with a fault divided by
-without, lies within 0.98 and 1.02. The interval is computed from the logarithms
-by Welch's method.
+trainings differ more: with a backup, by up to 12%.) What a training has
+*learned* is the loss of the untrained network less its own. A kind is
+*equivalent* if the 95% interval of the ratio of the means of that, with a fault
+divided by without, lies within 0.95 and 1.05. The interval is computed from the
+logarithms by Welch's method.
 Finished rounds in `equivalence.json` in `--output` are not made again.
 """
 
@@ -60,13 +61,20 @@ _FAULTS = ("kill", "restart", "term", "stop")
 
 
 class Loss:
-  """Computes the loss of a checkpoint's averages on the test images."""
+  """Computes the loss of a checkpoint's averages on the test images.
+
+  Attributes:
+    untrained: The loss of the initial variables.
+  """
 
   def __init__(self):
-    self._model = model_lib.build(seed=0)
+    self._model = model_lib.build(seed=fault_matrix.TRAINING_SEED)
     source = sources.find("synthetic")
     batches = inputs.eval_batches(source, source.num_test)
     self._images, self._labels = next(iter(batches))
+    self.untrained = self._of(
+      {v.path: tf.constant(v) for v in self._model.trainable_variables}
+    )
 
   def of(self, values: Mapping[str, np.ndarray]) -> float:
     """Returns the loss.
@@ -75,10 +83,14 @@ class Loss:
       values: The tensors of a checkpoint by name.
     """
     averaged = evaluation.averaged_variables(values)
-    parameters = {
-      variable.path: tf.constant(averaged[variable.path])
-      for variable in self._model.trainable_variables
-    }
+    return self._of(
+      {
+        variable.path: tf.constant(averaged[variable.path])
+        for variable in self._model.trainable_variables
+      }
+    )
+
+  def _of(self, parameters) -> float:
     loss, _ = model_lib.total_loss(
       self._model, parameters, self._images, self._labels, training=False
     )
@@ -159,8 +171,9 @@ def main(argv: list[str]) -> None:
           }
         )
         print(f"{kind}: {rounds[-1]}", flush=True)
-        stored.write(str(path), {"kinds": rows})
-  print("\n".join(tables.of_losses(rows)))
+        result = {"untrained": loss.untrained, "kinds": rows}
+        stored.write(str(path), result)
+  print("\n".join(tables.of_losses(rows, loss.untrained)))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,8 @@ flags.DEFINE_integer("rounds", 1, "Runs of each cell, in all", lower_bound=1)
 flags.DEFINE_integer("seed", 1, "Decides the exact moments of the faults")
 flags.DEFINE_bool("keep_going", True, "Go on after a run that failed")
 
+# Of the trainings, not of the faults.
+TRAINING_SEED = 1
 _BATCH_SIZE = 8
 _LOST_AFTER_SECS = 3
 # Beyond the deadline after which a silent worker is lost.
@@ -258,7 +260,9 @@ class Training:
         f"--cluster_spec={self._spec_path(task)}",
         f"--train_dir={self.train_dir}",
         f"--replication={cell.driver}",
-        *["--dataset=synthetic", f"--batch_size={_BATCH_SIZE}", "--seed=1"],
+        "--dataset=synthetic",
+        f"--batch_size={_BATCH_SIZE}",
+        f"--seed={TRAINING_SEED}",
         f"--max_steps={self.max_steps}",
         f"--log_every_steps={log_every_steps}",
         f"--checkpoint_every_steps={save_every}",
@@ -711,13 +715,17 @@ def summary(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _columns(runs: list[dict[str, Any]]) -> list[str]:
-  """Returns what both tables say of some runs."""
+  """Returns what both tables say of some runs.
+
+  Runs whose fault came after the end do not count.
+  """
+  runs = [run for run in runs if not run["missed"]]
   secs = [s for r in runs if (s := r.get("pause_secs")) is not None]
   return [
     str(len(runs)),
     str(sum(r["survived"] for r in runs)),
     f"{statistics.median(secs):.1f} ({max(secs):.1f})" if secs else "",
-    str(max(r["steps_again"] for r in runs)),
+    str(max((r["steps_again"] for r in runs), default="")),
   ]
 
 
